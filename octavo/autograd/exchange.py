@@ -30,6 +30,7 @@ from octavo.autograd.grouped import Routing, group_of_rows
 from octavo.autograd.tap import count
 from octavo.granularity import ALL
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
+from octavo.private import c10d_ops
 from octavo.scaling.recipe import Cast
 from octavo.tensor.collectives import largest, pack, unpack
 from octavo.tensor.pair import ForProducts, Operands
@@ -225,10 +226,8 @@ def _split(values: list[int], parts: int) -> list[list[int]]:
 
 
 def _all_gather(values: Tensor, exchange: Exchange) -> Tensor:
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(functional.all_gather_into_tensor(values.unsqueeze(0), exchange.size, exchange.group))
+    return c10d_ops.wait_tensor(c10d_ops.all_gather_into_tensor(values.unsqueeze(0), exchange.size, exchange.group))
 
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], exchange: Exchange) -> Tensor:
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(functional.all_to_all_single(rows.contiguous(), received, sent, exchange.group))
+    return c10d_ops.wait_tensor(c10d_ops.all_to_all_single(rows.contiguous(), received, sent, exchange.group))

@@ -32,6 +32,7 @@ from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Norm, Pair, State, as_rows
 from octavo.autograd.shared_scales import agreed_scale
 from octavo.autograd.tap import Tap, count
 from octavo.granularity import ALL
+from octavo.private import c10d_ops
 from octavo.scaling.recipe import Cast, Recipe
 from octavo.tensor.collectives import bytes_of, largest, scales_from, summed
 from octavo.tensor.gathered_input import GatheredGradient, GatheredInput, Wire
@@ -68,9 +69,8 @@ def arguments_of(recipe: Recipe) -> tuple[Any, ...]:
 
 def _gathered(x: Tensor, wire: Wire) -> Tensor:
     """All ranks' x [R, .], in the order of the tokens of each sequence: [T, .]."""
-    functional = torch.ops._c10d_functional
     own = (x.view(torch.uint8) if x.itemsize == 1 else x).contiguous()
-    whole: Tensor = functional.wait_tensor(functional.all_gather_into_tensor(own, wire.ranks, wire.group))
+    whole: Tensor = c10d_ops.wait_tensor(c10d_ops.all_gather_into_tensor(own, wire.ranks, wire.group))
     if wire.runs > 1:
         length = x.shape[0] // wire.runs
         whole = whole.view(wire.ranks, wire.runs, length, x.shape[1]).transpose(0, 1).flatten(0, 2)
@@ -79,14 +79,13 @@ def _gathered(x: Tensor, wire: Wire) -> Tensor:
 
 def scattered(x_TC: Tensor, wire: Wire) -> Tensor:
     """This rank's rows [R, C] of the sum over ranks of x."""
-    functional = torch.ops._c10d_functional
     if wire.runs > 1:  # parts one after the other
         length = x_TC.shape[0] // (wire.runs * wire.ranks)
         x_TC = x_TC.view(wire.runs, wire.ranks, length, x_TC.shape[1]).transpose(0, 1).flatten(0, 2)
     if wire.reduce is not None:
         return wire.reduce(x_TC.contiguous(), wire.group)
-    found = functional.reduce_scatter_tensor(x_TC.contiguous(), "sum", wire.ranks, wire.group)
-    return functional.wait_tensor(found)
+    found = c10d_ops.reduce_scatter_tensor(x_TC.contiguous(), "sum", wire.ranks, wire.group)
+    return c10d_ops.wait_tensor(found)
 
 
 def _gathered_scales(scale_inv: Tensor, cast: Cast, wire: Wire) -> Tensor:

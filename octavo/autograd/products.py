@@ -38,6 +38,7 @@ from octavo.autograd.tap import Tap, Watch, count
 from octavo.errors import HigherOrderGradientError
 from octavo.granularity import PerBlock, Tile
 from octavo.kernels.layouts import contraction_multiple
+from octavo.private import keeps_graph, will_engine_execute_node
 from octavo.scaling.recipe import Cast, Recipe
 from octavo.tensor.gathered_input import GatheredInput, Wire
 from octavo.tensor.pair import Operands
@@ -150,7 +151,7 @@ def later(plan: Plan) -> Plan:
     if not plan.commits or plan.state is None or torch.compiler.is_compiling():
         return plan
     state = plan.state
-    if torch._C._autograd._get_current_graph_task_keep_graph():
+    if keeps_graph():
         state = State(state.in_force(GRAD_OUTPUT), state.amax_history, torch.zeros_like(state.before))
     return plan._replace(state=state, commits=False)
 
@@ -170,7 +171,7 @@ def asked(ctx: Any, needs: Sequence[bool], given: Sequence[bool]) -> Any:
 
 def _will_run(node: Any) -> bool:
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return bool(will_engine_execute_node(node))
     except RuntimeError:  # it is a leaf that torch.autograd.grad was given
         return True
 

@@ -10,10 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from octavo.cost.rates import HIGH_PRECISION, Rates, forms_of
@@ -22,6 +19,7 @@ from octavo.nn.convert import convert, set_recipe
 from octavo.nn.flops import formulas
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
+from octavo.private import FakeTensorMode, TorchDispatchMode, cpu_attention, cpu_attention_backward, pytree
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
@@ -30,10 +28,8 @@ from octavo.schedule.plan import twin_of, without_data
 
 # FLOP of attention as a CPU computes it, which torch's counter does not know
 _ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
-    ),
+    cpu_attention: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    cpu_attention_backward: (lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)),
 }
 
 
@@ -171,7 +167,7 @@ class _Traffic(TorchDispatchMode):
         is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
         is_product = func._overloadpacket in flop_registry or func._overloadpacket in self.products
         if not is_view and not is_product and "empty" not in func._schema.name:
-            tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
             self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             self.ops += 1
         return result
@@ -223,12 +219,16 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     for name, module in twin.named_modules():
         if isinstance(module, nn.Linear | Grouped) or fp8_class(module) is not None:
             module.register_forward_hook(note(name))
-    arguments = tree_map_only(Tensor, lambda x: without_data(x, mode).requires_grad_(x.requires_grad), tuple(inputs))
+    arguments = pytree.tree_map_only(
+        Tensor, lambda x: without_data(x, mode).requires_grad_(x.requires_grad), tuple(inputs)
+    )
     products = {**formulas(), **_ATTENTION}
     traffic = _Traffic(products)
     with mode, FlopCounterMode(display=False, custom_mapping=products) as flop, traffic:
         outputs = twin(*arguments)
-        results = [leaf for leaf in tree_leaves(_plain(outputs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        results = [
+            leaf for leaf in pytree.tree_leaves(_plain(outputs)) if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
         if not results:
             raise ValueError("no result of the model's forward needs a gradient: there is nothing to train")
         sum(result.float().sum() for result in results).backward()  # type: ignore[union-attr]
@@ -319,5 +319,5 @@ def _memory(
         convert(model, high_precision(), lambda module, name: True)  # a schedule has something to schedule
     phase = Phase(high_precision() if recipe is None else recipe)
     schedule = PrecisionSchedule(model, optimizer(model.parameters()), [phase])
-    on = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), tuple(inputs))
+    on = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), tuple(inputs))
     return schedule.plan(example_inputs=on).phases[0]

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import WriteItemType
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_write_items
 
 from octavo.nn.parted_linear import PartedLinear
 from octavo.nn.stored_weight_files import SCALE_INV
+from octavo.private import create_chunk_list, create_write_items, local_tensor
 from octavo.tensor.pair import MOVES, Facade
 from octavo.tensor.stored_weight import local_stored
 
@@ -51,7 +51,7 @@ class Joined(Facade):
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         items = []
         for start, part in self.pieces():
-            for item in _create_write_items(fqn, part):
+            for item in create_write_items(fqn, part):
                 assert item.tensor_data is not None
                 chunk = _moved(item.tensor_data.chunk, start)
                 index = dataclasses.replace(item.index, offset=chunk.offsets, index=None)
@@ -60,13 +60,13 @@ class Joined(Facade):
         return items
 
     def __create_chunk_list__(self) -> list[Any]:
-        return [_moved(chunk, start) for start, part in self.pieces() for chunk in _create_chunk_list(part)]
+        return [_moved(chunk, start) for start, part in self.pieces() for chunk in create_chunk_list(part)]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         for start, part in self.pieces():
-            for chunk in _create_chunk_list(part):
+            for chunk in create_chunk_list(part):
                 if _moved(chunk, start).offsets == index.offset and 0 not in chunk.sizes:
-                    return getattr(part, "_local_tensor", part)
+                    return local_tensor(part)
         raise ValueError(f"no part of {index.fqn} begins at {index.offset}")
 
 

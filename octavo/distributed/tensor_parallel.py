@@ -29,6 +29,7 @@ from octavo.nn.linear import Linear
 from octavo.nn.parted_linear import part
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.tensor_parallel import STYLE, Sending, Style, gathered_for, hooks_on, sending_of
+from octavo.private import resolve_process_group
 from octavo.tensor.gathered_input import GatheredInput
 from octavo.tensor.stored_shards import why_not_cut
 from octavo.tensor.stored_weight import StoredWeight
@@ -38,7 +39,7 @@ _SHARDED = "_octavo_sharded"  # on a parameter: how it was sharded, and what it 
 
 def _summed_in_fp8(reduction: Fp8Reduction, parts: Tensor, group: str) -> Tensor:
     """This rank's part of the sum over the ranks of a process group, of all parts along dimension 0."""
-    ranks: Any = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    ranks: Any = resolve_process_group(group)
     own = parts.new_empty(parts.shape[0] // dist.get_world_size(ranks), *parts.shape[1:])
     Fp8ReduceScatter(reduction)(own.view(-1), parts.view(-1), ranks, dist.ReduceOp.SUM)
     return own

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
-from torch.utils import _pytree as pytree
 
 from octavo.errors import ExportError, MissingExtraError, first_line
 from octavo.export.layouts import GATHER
 from octavo.export.lowering import BLOCKS_FROM, decompositions
 from octavo.formats import HIGH_PRECISION
+from octavo.private import OpOverload, pytree
 from octavo.tensor.sharded_weight import on_this_rank
 
 _DELAYED_SCALE = {"cast": 1, "norm_cast": 6}  # the index of that argument
@@ -159,7 +159,7 @@ def _fold(module: fx.GraphModule) -> None:
 
 
 def _is_octavos(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "octavo"
+    return isinstance(node.target, OpOverload) and node.target.namespace == "octavo"
 
 
 def _evaluator(module: fx.GraphModule) -> Callable[[fx.Node], Any]:

@@ -89,10 +89,10 @@ def first_expert(weight: Tensor) -> int:
     """The number of the first expert whose matrix this rank has."""
     if on_this_rank(weight) is weight:
         return 0
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from octavo.private import local_shape_and_offset
 
     mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
-    return compute_local_shape_and_global_offset(weight.shape, mesh, placements)[1][0]
+    return local_shape_and_offset(weight.shape, mesh, placements)[1][0]
 
 
 def _laid(module: RecipeModule, weight: nn.Parameter) -> Tensor:

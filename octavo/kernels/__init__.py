@@ -17,9 +17,9 @@ from octavo.kernels.cpu.chunked_cast import produced
 from octavo.kernels.devices import ON_CUDA
 from octavo.kernels.reference.norm import normalised
 from octavo.kernels.signatures import SCHEMAS
+from octavo.private import modes_active
 
 _is_compiling: Callable[[], bool] = torch.compiler.is_compiling
-_modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def _entry(name: str) -> Callable[..., Any]:
@@ -27,7 +27,7 @@ def _entry(name: str) -> Callable[..., Any]:
     on_cpu, on_cuda = KERNELS[name], ON_CUDA[name]
 
     def call(x: torch.Tensor, *args: Any) -> Any:
-        if _is_compiling() or type(x) is not torch.Tensor or _modes_active():
+        if _is_compiling() or type(x) is not torch.Tensor or modes_active():
             return op(x, *args)
         if x.is_cpu:
             return on_cpu(x, *args)

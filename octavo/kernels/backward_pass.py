@@ -13,18 +13,20 @@ import time
 import torch
 from torch import Tensor
 
+from octavo.private import current_graph_task_id
+
 _numbers: dict[torch.device, Tensor] = {}
 _tasks: dict[torch.device, int] = {}  # of autograd's engine: what each number was last counted up for
 
 
 def is_running() -> bool:
     """Whether this thread is within a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 def backward_pass(device: torch.device) -> Tensor:
     """The pass's number, int32 [1]; outside of a backward pass each call is one by itself."""
-    task = torch._C._current_graph_task_id()
+    task = current_graph_task_id()
     number = _numbers.get(device)
     if number is None:
         with torch.inference_mode(False):

@@ -7,6 +7,8 @@ import logging
 
 import torch
 
+from octavo.private import is_avx512_bf16_supported
+
 _logger = logging.getLogger("octavo")
 _warned: set[str] = set()
 
@@ -30,7 +32,7 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 def _cpu_multiplies_bfloat16() -> bool:
     """Asked once a process: x86 with AVX512_BF16 or AMX, Arm with BF16."""
     if not hasattr(torch.cpu, "get_capabilities"):  # an older torch
-        return torch.cpu._is_avx512_bf16_supported()
+        return is_avx512_bf16_supported()
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
 

@@ -23,6 +23,7 @@ from octavo.nn.fused import runs_alone
 from octavo.nn.grouped_linear import Grouped, GroupedLinear, checked
 from octavo.nn.inputs import refuse_for_fp8
 from octavo.nn.linear import recipe_for
+from octavo.private import assert_async
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 
@@ -73,7 +74,7 @@ def mix(
         )
     if top_k_index.device.type == "cpu":  # a GPU would have to be waited for
         known = (top_k_index >= 0).logical_and(top_k_index < limit).all()
-        torch._assert_async(known, f"top_k_index holds numbers of experts that are not below {limit}")
+        assert_async(known, f"top_k_index holds numbers of experts that are not below {limit}")
     routing, k = Routing.of(top_k_index.reshape(-1), experts), top_k_index.shape[1]
     rows = _Rows.apply(x_TH, routing.order, routing.inverse, k)
     y = _Rows.apply(compute(rows, routing.offsets), routing.inverse, routing.order, 1)

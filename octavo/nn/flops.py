@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from octavo.private import cpu_attention, grouped_mm
+
 _Shape = tuple[int, ...]
 
 
@@ -34,10 +36,10 @@ def _attention(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) ->
 
 def formulas() -> dict[Any, Any]:
     """Of the ops that torch's counter doesn't know."""
-    grouped = [torch.ops.aten._grouped_mm, torch.ops.octavo.grouped_mm]
+    grouped = [grouped_mm, torch.ops.octavo.grouped_mm]
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # what transformers calls where torch's can't be used
         grouped.append(torch.ops.transformers.grouped_mm_fallback)
-    attention = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
+    attention = {cpu_attention: _attention}
     return {**_FP8, **dict.fromkeys(grouped, _grouped), **attention}
 
 

@@ -20,19 +20,21 @@ from torch import Tensor
 
 from octavo.autograd.casts import WEIGHT, State, cast_role
 from octavo.granularity import ALL
+from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import is_small_block
 from octavo.nn.agreement import ask
 from octavo.nn.gather_group import GatherGroup
 from octavo.scaling.delayed import state_of
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.pair import Operands, operands_of
-from octavo.tensor.sharded_rows import gathered_whole, padded_rows
 from octavo.tensor.sharded_weight import (
     After,
     GatheredWeight,
     attach,
     gather_as_it_is,
+    gathered_whole,
     on_this_rank,
+    padded_rows,
 )
 from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, agreed, local_stored
 
@@ -242,7 +244,7 @@ class Gather:
             return _send_codes(codes, scale_inv, has_scale, None, module, outer_size, shard.qdata.dtype)
         if kind == AS_IT_IS:
             return gather_as_it_is(shard, mesh, outer_size, mp_policy)
-        for_backward = torch._C._current_graph_task_id() != -1  # also of a forward that a checkpoint computes again
+        for_backward = is_running()  # also of a forward that a checkpoint computes again
         if kind == CAST_AFTER:
             if not for_backward:
                 self.begin(module)

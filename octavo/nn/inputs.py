@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from octavo.errors import HigherOrderGradientError
 from octavo.formats import HIGH_PRECISION
 from octavo.nn.stored_weights import why_unreadable
+from octavo.private import functorch_is_active, in_forward_mode
 
 
 def product_dtype(input: Tensor, weight_NK: Tensor) -> torch.dtype:
@@ -63,11 +64,11 @@ def refuse_for_fp8(input: Tensor, *parameters: Tensor | None) -> None:
     if torch.compiler.is_compiling():
         return
     remedy = "use torch.autograd's backward, or octavo.set_recipe(model, octavo.recipes.high_precision())"
-    if torch._C._are_functorch_transforms_active():
+    if functorch_is_active():
         raise HigherOrderGradientError(
             f"torch.func transforms (grad, vmap, jvp, ...) can't pass an FP8 product; {remedy}"
         )
-    if forward_ad._current_level >= 0 and any(
+    if in_forward_mode() and any(
         tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in (input, *parameters)
     ):
         raise HigherOrderGradientError(f"forward-mode derivatives (dual numbers) can't pass an FP8 product; {remedy}")

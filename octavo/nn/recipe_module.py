@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_parameter_registration_hooks
 
 from octavo.autograd.casts import WEIGHT, cast_role
 from octavo.autograd.products import Layer, linear
@@ -22,6 +21,7 @@ from octavo.nn.stored_weight_files import load_stored, save_plain, whole_pair
 from octavo.nn.stored_weights import check_recipe, moved_stored, weight_of, widened
 from octavo.nn.tensor_parallel import is_parallel, parallel_product
 from octavo.nn.weight_writes import KeptOperands, WeightWrites
+from octavo.private import parameter_registration_hooks
 from octavo.scaling.delayed import (
     ASIDE,
     LOADED,
@@ -77,7 +77,7 @@ class RecipeModule(nn.Module):
         if parameters is not None and name in parameters and isinstance(value, nn.Parameter):
             if name == "weight":
                 self.take_parameter(value, parameters[name])
-            if not _global_parameter_registration_hooks:
+            if not parameter_registration_hooks:
                 parameters[name] = value  # what torch's does after checks; FSDP2 does it four times a step
                 return
         elif name == "recipe":

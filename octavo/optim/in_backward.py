@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import UnsupportedOpError
+from octavo.kernels.backward_pass import is_running
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.gradient_norms import GradientNorms
 from octavo.optim.gradients import GradientHooks, living, refuse_ddp
 from octavo.optim.layout import bytes_of_shard, like_gradient, settle_gradient
-from octavo.tensor.used_gradient import TWICE, UsedGradient
+from octavo.private import execution_engine, has_scaled
+from octavo.tensor.stored_gradient import TWICE, UsedGradient
 
 MIB = 1 << 20
 
@@ -211,9 +213,7 @@ class UpdatesInBackward:
         if not self._looked:
             self._looked = True
             refuse_ddp(self.optimizer.all_params(), _DDP)
-            self._waiting = any(
-                scaler.is_enabled() and scaler._scale is not None for scaler in living(torch.amp.GradScaler)
-            )
+            self._waiting = any(has_scaled(scaler) for scaler in living(torch.amp.GradScaler))
 
     def finish(self) -> None:
         """End a step: update what is left and wait for it. ``optimizer.step()`` calls it."""
@@ -250,9 +250,9 @@ class UpdatesInBackward:
         def end() -> None:
             self._unended = None
 
-        if torch._C._current_graph_task_id() != -1:
+        if is_running():
             self._unended = weakref.ref(end)
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            execution_engine.queue_callback(end)
 
     def _take(self, param: nn.Parameter) -> None:
         """A parameter's gradient is complete."""

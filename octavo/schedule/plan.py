@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 
 from octavo.errors import OctavoError
@@ -20,6 +19,7 @@ from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import blank
 from octavo.optim.layout import is_apart
 from octavo.optim.state import Settings
+from octavo.private import FakeTensor, FakeTensorMode, pytree
 from octavo.schedule.switch import Target
 from octavo.tensor.parameters import put_into
 from octavo.tensor.stored_gradient import StoredGradient
@@ -222,8 +222,8 @@ def saved_bytes(model: nn.Module, target: Target, inputs: tuple[Any, ...]) -> in
             put_into(weight, blank(weight, granularity))
         set_recipe(twin, target.phase.recipe)
         twin.train()
-        arguments = torch.utils._pytree.tree_map_only(Tensor, lambda x: without_data(x, mode), inputs)
-        known = {_storage(part) for part in (*_parts(twin), *torch.utils._pytree.tree_leaves(arguments))}
+        arguments = pytree.tree_map_only(Tensor, lambda x: without_data(x, mode), inputs)
+        known = {_storage(part) for part in (*_parts(twin), *pytree.tree_leaves(arguments))}
         found: dict[int, Tensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from octavo.errors import RanksDifferError
 from octavo.numerics import exponents_of, powers_of
+from octavo.private import c10d_ops
 
 
 def all_gather(whole: Tensor, part: Tensor, group: Any, async_op: bool = False) -> Any:
@@ -43,8 +44,8 @@ def summed(values: Tensor, group: str) -> Tensor:
 
 
 def _reduced(values: Tensor, how: str, group: Any) -> Tensor:
-    functional, name = torch.ops._c10d_functional, group if isinstance(group, str) else group.group_name
-    return functional.wait_tensor(functional.all_reduce(values, how, name))
+    name = group if isinstance(group, str) else group.group_name
+    return c10d_ops.wait_tensor(c10d_ops.all_reduce(values, how, name))
 
 
 def bytes_of(scale_inv: Tensor, power_of_two: bool) -> Tensor:

@@ -21,6 +21,7 @@ from octavo.formats import Format, format_of
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
 from octavo.kernels.reference.cast import transposed as transpose
 from octavo.kernels.reference.cast import with_padding
+from octavo.private import no_torch_function
 
 aten = torch.ops.aten
 
@@ -80,7 +81,7 @@ class Facade(Tensor):
         return found
 
     # torch functions go straight to aten: the rules decide there
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
         """The facade of what ``move`` makes of the tensors behind it."""

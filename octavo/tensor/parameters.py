@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from octavo.private import hooks_of, set_hooks, set_local_tensor, swap_tensor_impl
 from octavo.tensor.sharded_weight import on_this_rank
 
 
@@ -31,12 +32,12 @@ def put_into(parameter: nn.Parameter, tensor: Tensor) -> None:
         (StoredWeight((256, 256), torch.float32, PerTensor()), 'layer 1')
     """
     if on_this_rank(parameter) is not parameter:
-        parameter._local_tensor = tensor  # type: ignore[attr-defined]
+        set_local_tensor(parameter, tensor)
         return
     other = nn.Parameter(tensor.detach(), parameter.requires_grad)
     grad, grad_dtype = parameter.grad, parameter.grad_dtype
     chosen = grad_dtype != parameter.dtype  # else it is what follows from the parameter's
-    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    hooks = hooks_of(parameter)
     given = {name: value for name, value in vars(parameter).items() if name not in _own(parameter)}
     if parameter.requires_grad:
         torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(_refuse)
@@ -44,8 +45,8 @@ def put_into(parameter: nn.Parameter, tensor: Tensor) -> None:
     for one, kind, content in zip((parameter, other), kinds, contents, strict=True):
         one.__class__ = kind
         one.__dict__ = content
-    torch._C._swap_tensor_impl(parameter, other)
-    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
+    swap_tensor_impl(parameter, other)
+    set_hooks(parameter, hooks)
     if parameter.requires_grad and chosen:
         parameter.grad_dtype = grad_dtype
     parameter.grad = grad

@@ -7,14 +7,14 @@
     GatheredWeight   the unsharded parameter: pairs behind the facade of a high-precision matrix, to which gradients
                      flow. FSDP2 frees and refills their storage.
 
-All that octavo reads of FSDP2 beyond its documented extension hooks is in this file (PRIVATE); tested with torch 2.11
-and 2.13.
+What octavo reads of FSDP2 beyond its documented extension hooks is in octavo/private.py.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -22,25 +22,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import OctavoError
 from octavo.granularity import PerBlock, PerTensor
+from octavo.private import (
+    DisableTorchFunctionSubclass,
+    fsdp_params,
+    local_tensor,
+    preserve_version_counter,
+    set_local_tensor,
+)
 from octavo.tensor.collectives import all_gather, largest
 from octavo.tensor.pair import MOVES, PLAIN_LIKE, ForProducts, Operands, moves
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.tensor.sharded_rows import gathered_whole, padded_rows
 
 aten = torch.ops.aten
-
-PRIVATE = (
-    "DTensor._local_tensor",
-    "FSDPModule._get_fsdp_state",
-    "FSDPState._fsdp_param_groups (torch 2.13), _fsdp_param_group (2.11)",
-    "FSDPParam.sharded_param, .reset_sharded_param, ._module_info, ._sharded_local_tensor, .all_gather_outputs",
-    "FSDPParam.mp_policy, .mesh_info.mesh",
-    "FSDPParam._unsharded_param, ._unsharded_inner_tensors, ._sharded_param_data",
-    "torch.autograd._unsafe_preserve_version_counter, torch._C._current_graph_task_id",
-)
-TESTED = "torch 2.11 and 2.13"
 
 After = Callable[[tuple[Tensor, ...], torch.dtype, Tensor | None], Any]  # what post_all_gather does
 
@@ -90,7 +84,7 @@ class ShardedWeight(ShardHooks):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         if type(result) is Tensor and getattr(func, "__name__", "") in _STAYS and isinstance(args[0], ShardedWeight):
             return result.as_subclass(cls)
@@ -154,7 +148,7 @@ class GatheredWeight(ForProducts):
                 with torch.inference_mode():
                     own.copy_(new)
                 continue
-            with torch.autograd._unsafe_preserve_version_counter(own):
+            with preserve_version_counter(own):
                 own.copy_(new)
 
     def operands(self, reader: Any, transposed: bool) -> Operands:
@@ -195,23 +189,24 @@ def attach(param: Any, at: int, part: str = "") -> bool:
     """
     if at < 0 or getattr(param.placements[at], "dim", None) is None:
         return False
-    local = _private(lambda: param._local_tensor)
+    local = local_tensor(param)
     if type(local) is Tensor:
-        param._local_tensor = local.as_subclass(ShardedWeight.of(part))
+        local = local.as_subclass(ShardedWeight.of(part))
+        set_local_tensor(param, local)
     elif part and isinstance(local, ShardHooks):
         local.part = part
-    return isinstance(param._local_tensor, ShardHooks)
+    return isinstance(local, ShardHooks)
 
 
 def on_this_rank(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, without FSDP2's hooks where it is plain; any other tensor as it is."""
-    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    found: Tensor = local_tensor(tensor)
     return found.as_subclass(Tensor) if isinstance(found, ShardedWeight) else found
 
 
 def plain(param: Any) -> Tensor:
     """A DTensor whose local tensor is plain, over the same storage; anything else as it is."""
-    has_hooks = isinstance(getattr(param, "_local_tensor", None), ShardedWeight)
+    has_hooks = isinstance(local_tensor(param), ShardedWeight)
     return like_sharded(on_this_rank(param), param, param.shape) if has_hooks else param
 
 
@@ -259,7 +254,7 @@ def gather_alone(param: Tensor, module: nn.Module, mp_policy: Any) -> Any:
     ``module``: whose parameter it is; ``mp_policy``: that of its group. Shards without hooks, or
     over more than one dimension of a mesh, are gathered as they are.
     """
-    local, whole = getattr(param, "_local_tensor", param), param.device_mesh  # type: ignore[attr-defined]
+    local, whole = local_tensor(param), param.device_mesh  # type: ignore[attr-defined]
     if not isinstance(local, ShardHooks) or len(groups_of(param)) > 1:
         return plain(param).full_tensor()  # type: ignore[attr-defined]
     mesh = whole if whole.ndim == 1 else whole[whole.mesh_dim_names[-1]]
@@ -278,7 +273,7 @@ def mp_policies(model: nn.Module) -> dict[int, Any]:
     """FSDP2's mixed-precision policy of each sharded parameter, by its id; none where nothing is sharded."""
     if "torch.distributed.fsdp" not in sys.modules:
         return {}
-    return _private(lambda: {id(param.sharded_param): param.mp_policy for _, param in _fsdp_params(model)})
+    return {id(param.sharded): param.mp_policy for param in fsdp_params(model)}
 
 
 def forget_gathered(model: nn.Module) -> list[nn.Module]:
@@ -288,51 +283,40 @@ def forget_gathered(model: nn.Module) -> list[nn.Module]:
         the modules whose weights those are.
     """
     forgotten = []
-    for module, param in _fsdp_params(model):
-        if isinstance(param._sharded_local_tensor, ShardHooks) and hasattr(param, "_unsharded_param"):
-            module.reshard()
-            param.all_gather_outputs, param._unsharded_inner_tensors = [], []
-            del param._unsharded_param
-            forgotten.append(param._module_info.module)
+    for param in fsdp_params(model):
+        if isinstance(param.shard, ShardHooks) and param.was_gathered:
+            param.forget_gathered()
+            forgotten.append(param.owner)
     return forgotten
 
 
 def take_shards(model: nn.Module, params: Iterable[Tensor]) -> None:
     """Make FSDP2 take the shards that sharded parameters were given, after ``forget_gathered``."""
     own = {id(param) for param in params}
-    for _, param in _fsdp_params(model):
-        if id(param.sharded_param) in own:
-            at = param.mesh_info.mesh.ndim - 1
-            attach(param.sharded_param, at, getattr(param._sharded_local_tensor, "part", ""))
-            # before the first forward this is plain, and torch would ask for its storage, which a facade hasn't
-            param._sharded_param_data = param.sharded_param._local_tensor
-            param.reset_sharded_param()
+    for param in fsdp_params(model):
+        if id(param.sharded) in own:
+            attach(param.sharded, param.mesh_dim, getattr(param.shard, "part", ""))
+            param.take_shard()
 
 
-def _fsdp_params(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Each module that fully_shard was applied to with each FSDPParam of it."""
-    from torch.distributed.fsdp import FSDPModule
-
-    def params_of(module: Any) -> list[Any]:
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:
-            groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-        return [param for group in groups for param in group.fsdp_params]
-
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return _private(lambda: [(module, param) for module in modules for param in params_of(module)])
+# --- Rows of a tensor that FSDP2 shards: how many each rank has, and what is sent of them.
 
 
-def _private(read: Callable[[], Any]) -> Any:
-    """What ``read`` reads of torch's private attributes.
+def rows_on_each_rank(rows: int, ranks: int) -> int:
+    """How many rows FSDP2 pads every rank's shard of a matrix to."""
+    return -(-rows // ranks)
 
-    Raises:
-        OctavoError: where this torch has them no more.
-    """
-    try:
-        return read()
-    except AttributeError as error:
-        raise OctavoError(
-            f"torch {torch.__version__} has changed what octavo reads of FSDP2 ({error}); tested with {TESTED}"
-        ) from error
+
+def padded_rows(shard: Tensor, whole: torch.Size, ranks: int) -> Tensor:
+    """A shard, contiguous, with rows of zeros behind it to as many as each rank's; FSDP2 pads no other dimension."""
+    rows = rows_on_each_rank(whole[0], ranks)
+    if shard.shape[0] == rows or shard.shape[1:] != whole[1:]:
+        return shard.contiguous()
+    padded = shard.new_zeros(rows, *shard.shape[1:])
+    padded[: shard.shape[0]] = shard
+    return padded
+
+
+def gathered_whole(received: Tensor, shape: torch.Size) -> Tensor:
+    """What all ranks' shards are together, without their padding, whichever dimension is sharded."""
+    return received.view(-1)[: math.prod(shape)].view(shape)

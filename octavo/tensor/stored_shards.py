@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from octavo.errors import UnsupportedOpError
 from octavo.granularity import Granularity, PerTensor
+from octavo.private import pytree
 from octavo.tensor.pair import Facade, Rule, operands_of
 from octavo.tensor.sharded_weight import GatheredWeight
 
@@ -161,12 +161,12 @@ def _send(func: Any, outputs: list[Any], *arguments: Any) -> Any:
     kind, received = type(outputs[0]), [output.clone() for output in outputs]
     of: list[Callable[[Any], Tensor]] = [lambda weight: weight.qdata.view(torch.uint8), lambda weight: weight.scale_inv]
     if not outputs[0].known.is_frozen:
-        for weight in filter(lambda one: isinstance(one, kind), tree_leaves((received, *arguments))):
+        for weight in filter(lambda one: isinstance(one, kind), pytree.tree_leaves((received, *arguments))):
             if weight.rest is None:  # another rank may have one
                 weight.rest = torch.zeros_like(weight.qdata, dtype=torch.int8)
         of.append(lambda weight: weight.rest)
     for tensor in of:
-        *_, work = func(*tree_map_only(kind, tensor, (received, *arguments)))
+        *_, work = func(*pytree.tree_map_only(kind, tensor, (received, *arguments)))
         work.wait()
     for output, found in zip(outputs, received, strict=True):
         output.take(found)

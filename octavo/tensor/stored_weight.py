@@ -2,7 +2,7 @@
 
 It is a pair behind the facade of a high-precision matrix, to which gradients flow. Products read its codes as they are;
 octavo's optimizers write codes and scale_inv together. Nothing else changes it, and nothing dequantises it silently; an
-adapter may be merged into a frozen one (tensor/adapters.py).
+adapter may be merged into a frozen one.
 
 **It keeps the 8 bits that its cast rounded away (``rest``) while it requires gradients or an optimizer waits for it,
 until that one's first step takes them into its master.** What reads all that is known (restore, another convert) reads
@@ -18,9 +18,10 @@ would have. It is cut between experts.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,9 +30,10 @@ from octavo import kernels
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
 from octavo.granularity import Granularity, PerBlock, PerTensor
+from octavo.kernels.layouts import multiply_tiles_
+from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.master_weights import remainder_of, values_with
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.tensor.adapters import add_adapter, refuse_subtraction
 from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, operands_of
 from octavo.tensor.parameters import put_into
 from octavo.tensor.quantize import quantize
@@ -440,3 +442,49 @@ def store(
         values = cast_shard(values, param, granularity, param.requires_grad, amax)
         values.common = None if common is None else common[0]
     put_into(param, values)
+
+
+# --- Adapters merged into a weight that lives in FP8: ``weight.data += delta``, as PEFT does it.
+
+
+def add_adapter(weight: Any, delta: Tensor, alpha: float = 1) -> Any:
+    """Add to a StoredWeight in place: values are added in float32, then rounded to codes of a new scale.
+
+    Rounded stochastically, by torch's seed: an adapter moves most elements by less than half a code's step, and to
+    nearest these would not move at all: of a delta of 1 % of the weight, rms, less than half would be left.
+
+    Args:
+        weight: a StoredWeight [N, K], whole and not trained, or experts' [E, N, K].
+        delta: of its shape, or one that is expanded to it, of any float dtype.
+        alpha: multiplies it.
+
+    Warns:
+        UserWarning: that weights are rounded once more.
+
+    Source:
+        stochastic rounding: Gupta et al., arXiv 1502.02551, section 4.
+    """
+    warnings.warn(
+        "an adapter is merged into weights that are stored in FP8, which rounds them once more (stochastically, as "
+        "torch's seed has it); octavo.restore(model) before merging keeps what the weights' own dtype can hold",
+        stacklevel=2,
+    )
+    tile, parts = weight.granularity.tile, (weight.qdata, weight.scale_inv, delta.expand(weight.shape))
+    for codes, scale_inv, change in zip(*parts, strict=True) if weight.ndim == 3 else [parts]:
+        values = kernels.dequantize(codes, scale_inv, tile, torch.float32).add_(change, alpha=alpha)
+        scale = scale_from_amax(kernels.amax(values, tile), E4M3.max, True, 0)
+        bits16 = torch.randint(1 << 16, values.shape, dtype=torch.int32, device=values.device)
+        codes.view(torch.uint8).copy_(encode_moment(multiply_tiles_(values, scale, tile), E4M3, bits16))
+        scale_inv.copy_(scale_inv_from_scale(scale))
+    if weight.rest is not None:  # which an optimizer waits for
+        weight.rest.zero_()
+    torch.autograd.graph.increment_version([weight.qdata])
+    return weight
+
+
+def refuse_subtraction() -> NoReturn:
+    """Raise UnsupportedOpError for ``weight.data -= delta`` of a frozen weight."""
+    raise UnsupportedOpError(
+        "an adapter can't be taken out of a weight that is stored in FP8, which was rounded when it was merged: load "
+        "the weights again, or merge into a copy of the model"
+    )

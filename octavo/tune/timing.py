@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from octavo.private import gpu_sleep
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 _L2_BYTES = 60 << 20
@@ -137,7 +139,7 @@ def _reading(
     if math.isnan(host):
         torch.cuda.synchronize()
     else:  # busy until the calls are queued, with room for the host's hiccups
-        torch.cuda._sleep(int(min(1.5 * host * count + 50e-6, 0.05) * _HERTZ))
+        gpu_sleep(int(min(1.5 * host * count + 50e-6, 0.05) * _HERTZ))
     start.record()
     for i in range(count):
         kept.append(calls[i % len(calls)]())

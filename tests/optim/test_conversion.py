@@ -11,8 +11,8 @@ from octavo.optim import SGD, AdamW, update_in_backward
 from octavo.optim.conversion import change
 from octavo.optim.masters import master_of
 from octavo.optim.state import Settings, for_kernel
+from octavo.tensor.stored_gradient import UsedGradient
 from octavo.tensor.stored_weight import StoredWeight, store
-from octavo.tensor.used_gradient import UsedGradient
 
 SHAPE = (130, 300)
 PLAIN = [("plain", master) for master in ("split32", "split24", None)]

@@ -19,8 +19,8 @@ import octavo
 from octavo.optim import AdamW, base, update_in_backward
 from octavo.optim.gradient_norms import GradientNorms
 from octavo.optim.in_backward import EstimatedNorm, LastStepNorm, PerParameterNorm
+from octavo.tensor.stored_gradient import UsedGradient
 from octavo.tensor.stored_weight import StoredWeight
-from octavo.tensor.used_gradient import UsedGradient
 from tests.support import in_backward_tasks
 from tests.support.helpers import every_layer
 from tests.support.in_backward_models import (

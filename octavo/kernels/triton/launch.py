@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from octavo.granularity import ALL, Tile
 from octavo.kernels.triton.tuned import table, tuned_file
+from octavo.private import current_device, current_raw_stream
 
 
 class Config(NamedTuple):
@@ -84,7 +85,7 @@ def workspace(x: Tensor, size: int) -> Tensor:
     if size > WORK:
         return torch.zeros(size, dtype=torch.int32, device=x.device)
     index = x.get_device()
-    stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
+    stream = current_raw_stream(index) if index >= 0 else 0
     work = _work.get((index, stream))
     if work is None:
         work = _work[index, stream] = _next_work(x.device, index)
@@ -188,7 +189,7 @@ def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def call(x: Tensor | Sequence[Tensor], *args: Any) -> Any:
         first = x if isinstance(x, Tensor) else next(iter(x), None)
-        if first is not None and first.is_cuda and first.get_device() != torch._C._cuda_getDevice():
+        if first is not None and first.is_cuda and first.get_device() != current_device():
             with torch.cuda.device(first.device):
                 return kernel(x, *args)
         return kernel(x, *args)

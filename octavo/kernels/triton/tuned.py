@@ -17,13 +17,14 @@ import torch
 import triton
 
 from octavo.cache import cache_folder
+from octavo.private import is_in_bad_fork
 
 SHIPPED = Path(__file__).with_name("configs.json")
 
 
 def tuned_file() -> Path | None:
     """Where the current GPU's table is kept, whether there is one or not; None without a GPU."""
-    if not torch.cuda.is_available() or torch.cuda._is_in_bad_fork():
+    if not torch.cuda.is_available() or is_in_bad_fork():
         return None
     device = re.sub(r"\W+", "-", torch.cuda.get_device_name())
     kernels = hashlib.sha256(SHIPPED.read_bytes()).hexdigest()[:8]

@@ -96,7 +96,7 @@ MUTANTS = [
     ),
     Mutant(
         PRODUCTS,
-        "if torch._C._autograd._get_current_graph_task_keep_graph():",
+        "if keeps_graph():",
         "if False:",
         "delayed",
         "backward twice",

@@ -1,0 +1,288 @@
+"""What octavo uses of torch that torch doesn't promise: each private name stands here, and nowhere else.
+
+``from octavo.private import current_graph_task_id`` gives the object that NAMES says. ATTRIBUTES are those of torch's
+instances, read and written by the functions below or, where ANYWHERE says so, in all rooms. Sources were read of the
+releases in READ_IN. tests/test_private.py looks each name up, so a release of torch that lacks one fails there; a user
+of such a release gets an OctavoError that says which name is missing and what it is for.
+
+What is used of Triton's launches beyond its documentation is in kernels/triton/launch.py alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import OctavoError
+
+READ_IN = "torch 2.11, 2.13 and 2.14"
+
+
+class Name(NamedTuple):
+    """One private name.
+
+    Attributes:
+        path: the module and the object's name in it, or the class and its instances' attributes.
+        use: what octavo does with it, which is what fails without it.
+        cuda: whether builds of torch for CPUs lack it; it is None there.
+    """
+
+    path: str
+    use: str
+    cuda: bool = False
+
+
+NAMES = {
+    # autograd
+    "current_graph_task_id": Name(
+        "torch._C._current_graph_task_id", "tells one backward pass from the next: delayed scales move once a pass"
+    ),
+    "will_engine_execute_node": Name(
+        "torch._C._will_engine_execute_node", "leaves out gradients that torch.autograd.grad was not asked for"
+    ),
+    "keeps_graph": Name(
+        "torch._C._autograd._get_current_graph_task_keep_graph", "casts a second backward pass by the first's scales"
+    ),
+    "execution_engine": Name(
+        "torch.autograd.Variable._execution_engine", "queues what ends a backward pass that updates weights"
+    ),
+    "preserve_version_counter": Name(
+        "torch.autograd._unsafe_preserve_version_counter", "refills gathered weights that a forward has saved"
+    ),
+    "functorch_is_active": Name("torch._C._are_functorch_transforms_active", "refuses torch.func's transforms"),
+    # tensors
+    "modes_active": Name(
+        "torch._C._len_torch_dispatch_stack", "sends casts through the dispatcher while modes look on"
+    ),
+    "no_torch_function": Name("torch._C._disabled_torch_function_impl", "lets aten's rules decide for FP8 tensors"),
+    "DisableTorchFunctionSubclass": Name("torch._C.DisableTorchFunctionSubclass", "makes views of sharded weights"),
+    "swap_tensor_impl": Name(
+        "torch._C._swap_tensor_impl", "puts FP8 codes into a parameter that stays the same object"
+    ),
+    "assert_async": Name("torch._assert_async", "refuses an expert's number that is too large, without a wait"),
+    "c10d_ops": Name("torch.ops._c10d_functional", "exchanges tensors in graphs and outside of them"),
+    # fake tensors and what counts operations
+    "FakeTensor": Name("torch._subclasses.fake_tensor.FakeTensor", "predicts memory without data"),
+    "FakeTensorMode": Name("torch._subclasses.fake_tensor.FakeTensorMode", "predicts memory and time without data"),
+    "TorchDispatchMode": Name("torch.utils._python_dispatch.TorchDispatchMode", "counts the bytes of operations"),
+    "OpOverload": Name("torch._ops.OpOverload", "finds octavo's ops in exported programs"),
+    "pytree": Name("torch.utils._pytree", "looks into nested arguments"),
+    "cpu_attention": Name("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", "counts attention's FLOPs"),
+    "cpu_attention_backward": Name(
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "counts attention's FLOPs"
+    ),
+    "grouped_mm": Name("torch.ops.aten._grouped_mm", "counts the FLOPs of transformers' experts"),
+    # modules
+    "parameter_registration_hooks": Name(
+        "torch.nn.modules.module._global_parameter_registration_hooks", "lets FSDP2 exchange parameters quickly"
+    ),
+    # ranks
+    "resolve_process_group": Name("torch.distributed.distributed_c10d._resolve_process_group", "sums in FP8 by name"),
+    "create_write_items": Name(
+        "torch.distributed.checkpoint.planner_helpers._create_write_items", "saves joined weights by their parts"
+    ),
+    "create_chunk_list": Name(
+        "torch.distributed.checkpoint.planner_helpers._create_chunk_list", "loads joined weights by their parts"
+    ),
+    "local_shape_and_offset": Name(
+        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset", "numbers the experts of a rank"
+    ),
+    # devices
+    "current_raw_stream": Name("torch._C._cuda_getCurrentRawStream", "keeps scratch memory by stream", cuda=True),
+    "current_device": Name("torch._C._cuda_getDevice", "launches on the tensors' device", cuda=True),
+    "is_avx512_bf16_supported": Name("torch.cpu._is_avx512_bf16_supported", "finds fast bfloat16, in torch 2.11"),
+    "is_in_bad_fork": Name("torch.cuda._is_in_bad_fork", "asks no GPU in a forked process"),
+    "gpu_sleep": Name("torch.cuda._sleep", "hides the host's time while products are timed", cuda=True),
+}
+
+ANYWHERE = {  # as torch's own tutorials use them
+    "_version": Name("torch.Tensor._version", "tells whether a tensor was written"),
+    "_cdata": Name("torch.UntypedStorage._cdata", "tells storages apart"),
+    "_make_wrapper_subclass": Name("torch.Tensor._make_wrapper_subclass", "makes tensors that hold a pair"),
+    "_parameters": Name("torch.nn.Module._parameters", "exchanges weights without a module's checks"),
+    "_buffers": Name("torch.nn.Module._buffers", "gives back buffers after a trial"),
+    "_modules": Name("torch.nn.Module._modules", "finds the parts of a module"),
+    "_schema": Name("torch._ops.OpOverload._schema", "tells views from operations"),
+    "_overloadpacket": Name("torch._ops.OpOverload._overloadpacket", "finds an operation's FLOPs"),
+    "_opname": Name("torch._ops.OpOverload._opname", "finds octavo's casts in exported programs"),
+    "_prepare_input_kwarg_fn": Name(
+        "torch.distributed.tensor.parallel.PrepareModuleInput._prepare_input_kwarg_fn", "gathers inputs given by name"
+    ),
+    "_optimizer_load_state_dict_pre_hooks": Name(
+        "torch.optim.Optimizer._optimizer_load_state_dict_pre_hooks", "runs users' hooks before a state is loaded"
+    ),
+    "_optimizer_load_state_dict_post_hooks": Name(
+        "torch.optim.Optimizer._optimizer_load_state_dict_post_hooks", "runs users' hooks after a state was loaded"
+    ),
+}
+
+ATTRIBUTES = {  # by the functions of this file
+    "_local_tensor": Name("torch.distributed.tensor.DTensor._local_tensor", "reads this rank's part without a graph"),
+    "_backward_hooks": Name("torch.nn.Parameter._backward_hooks", "keeps a parameter's hooks when its tensor changes"),
+    "_post_accumulate_grad_hooks": Name("torch.nn.Parameter._post_accumulate_grad_hooks", "the same"),
+    "_scale": Name("torch.amp.GradScaler._scale", "finds a GradScaler that is in use"),
+    "_current_level": Name("torch.autograd.forward_ad._current_level", "refuses forward-mode derivatives"),
+    "_get_fsdp_state": Name("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "finds FSDP2's parameters"),
+    "_fsdp_param_groups": Name("FSDPState._fsdp_param_groups", "the same"),
+    "_fsdp_param_group": Name("FSDPState._fsdp_param_group", "the same, until torch 2.12"),
+    "_module_info": Name("FSDPParam._module_info", "finds the module of an FSDP2 parameter"),
+    "_sharded_local_tensor": Name("FSDPParam._sharded_local_tensor", "asks whether a shard is one of octavo's"),
+    "_sharded_param_data": Name("FSDPParam._sharded_param_data", "puts another shard into FSDP2"),
+    "_unsharded_param": Name("FSDPParam._unsharded_param", "makes FSDP2 forget a gathered weight"),
+    "_unsharded_inner_tensors": Name("FSDPParam._unsharded_inner_tensors", "the same"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The object of one of NAMES, looked up once."""
+    try:
+        found = NAMES[name]
+    except KeyError:
+        raise AttributeError(f"octavo.private has no {name!r}") from None
+    globals()[name] = value = None if found.cuda and torch.version.cuda is None else _look_up(found)
+    return value
+
+
+def _look_up(name: Name) -> Any:
+    """The object at a path, whose module is imported if it has to be.
+
+    Raises:
+        OctavoError: where this torch lacks it.
+    """
+    names = name.path.split(".")
+    for count in range(len(names) - 1, 0, -1):
+        try:
+            module = importlib.import_module(".".join(names[:count]))
+        except ModuleNotFoundError:
+            continue
+        try:
+            return operator.attrgetter(".".join(names[count:]))(module)
+        except AttributeError as error:
+            raise _missing(name, error) from error
+    raise _missing(name, None)
+
+
+def _missing(name: Name, error: object) -> OctavoError:
+    return OctavoError(
+        f"torch {torch.__version__} has no {name.path} ({error}), without which octavo can't do this: {name.use}. "
+        f"Read in {READ_IN}; use one of these releases, or an octavo made for yours"
+    )
+
+
+def local_tensor(tensor: Any) -> Any:
+    """This rank's part of a DTensor, as DTensor holds it; any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def set_local_tensor(tensor: Any, local: Tensor) -> None:
+    """Give a DTensor another part on this rank."""
+    tensor._local_tensor = local
+
+
+def hooks_of(parameter: Any) -> tuple[Any, Any]:
+    """A parameter's hooks: of its gradient, and after its gradient was accumulated."""
+    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+
+
+def set_hooks(parameter: Any, hooks: tuple[Any, Any]) -> None:
+    """Give a parameter what ``hooks_of`` gave."""
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
+
+
+def has_scaled(scaler: Any) -> bool:
+    """Whether a GradScaler has scaled a loss."""
+    return scaler.is_enabled() and scaler._scale is not None
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode derivatives are being computed."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+class FsdpParam:
+    """One parameter of a module that ``fully_shard`` was applied to: torch's FSDPParam.
+
+    Attributes:
+        module: the module that ``fully_shard`` was applied to.
+    """
+
+    def __init__(self, module: Any, param: Any) -> None:
+        self.module, self._param = module, param
+
+    @property
+    def sharded(self) -> Any:
+        """The DTensor."""
+        return _read(lambda: self._param.sharded_param)
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's part, as FSDP2 will gather it."""
+        return _read(lambda: self._param._sharded_local_tensor)
+
+    @property
+    def mp_policy(self) -> Any:
+        """The mixed-precision policy of its group."""
+        return _read(lambda: self._param.mp_policy)
+
+    @property
+    def mesh_dim(self) -> int:
+        """The dimension of the mesh that it is sharded over."""
+        return _read(lambda: self._param.mesh_info.mesh.ndim) - 1
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module whose parameter it is."""
+        return _read(lambda: self._param._module_info.module)
+
+    @property
+    def was_gathered(self) -> bool:
+        """Whether FSDP2 has gathered it before, and holds the tensors of that."""
+        return hasattr(self._param, "_unsharded_param")
+
+    def forget_gathered(self) -> None:
+        """Make FSDP2 gather it anew, without the tensors of before."""
+        self.module.reshard()
+        self._param.all_gather_outputs, self._param._unsharded_inner_tensors = [], []
+        del self._param._unsharded_param
+
+    def take_shard(self) -> None:
+        """Make FSDP2 take the shard that the DTensor has now."""
+        # before the first forward this is plain, and torch would ask for its storage, which a facade hasn't
+        self._param._sharded_param_data = local_tensor(self.sharded)
+        self._param.reset_sharded_param()
+
+
+def fsdp_params(model: nn.Module) -> Iterator[FsdpParam]:
+    """Each FSDPParam of each module that ``fully_shard`` was applied to."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for param in _read(functools.partial(_params_of, module)):
+                yield FsdpParam(module, param)
+
+
+def _params_of(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11 and before
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return [param for group in groups for param in group.fsdp_params]
+
+
+def _read(read: Callable[[], Any]) -> Any:
+    """What ``read`` reads of FSDP2's attributes.
+
+    Raises:
+        OctavoError: where this torch has them no more.
+    """
+    try:
+        return read()
+    except AttributeError as error:
+        raise _missing(Name("torch.distributed.fsdp", "gather weights in FP8"), error) from error

@@ -1,0 +1,140 @@
+"""Private names of torch: this release has each, and octavo/private.py alone uses them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from octavo import private
+from octavo.errors import OctavoError
+from tests.support.pool import Pool
+
+OCTAVO = Path(private.__file__).parent
+
+
+@pytest.mark.parametrize("name", private.NAMES)
+def test_torch_has_it(name: str) -> None:
+    found = private.NAMES[name]
+    if found.cuda and torch.version.cuda is None:
+        assert getattr(private, name) is None
+    else:
+        assert getattr(private, name) is private._look_up(found)
+
+
+@pytest.mark.parametrize("name", private.ANYWHERE)
+def test_instances_have_it(name: str) -> None:
+    made = {
+        "torch.nn.Module": nn.Module(),
+        "torch.UntypedStorage": torch.ones(1).untyped_storage(),
+        "torch._ops.OpOverload": torch.ops.aten.mm.default,
+        "torch.optim.Optimizer": torch.optim.SGD([torch.ones(1)]),
+    }
+    path = private.ANYWHERE[name].path
+    assert path.endswith(f".{name}")
+    owner = path.removesuffix(f".{name}")
+    assert hasattr(made.get(owner) or private._look_up(private.Name(owner, "")), name)
+
+
+def test_a_name_that_is_missing_says_what_fails() -> None:
+    for path in ("torch._C._no_such_name", "torch.no_such_module._name"):
+        with pytest.raises(OctavoError, match=rf"has no {re.escape(path)} .*can't do this: hold a pair"):
+            private._look_up(private.Name(path, "hold a pair"))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        getattr(private, "no_such_name")  # noqa: B009
+    with pytest.raises(OctavoError, match=r"has no torch\.distributed\.fsdp .*no attribute 'sharded_param'"):
+        _ = private.FsdpParam(None, object()).sharded
+
+
+def test_hooks_scalers_and_forward_mode() -> None:
+    parameter, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    seen: list[str] = []
+    parameter.register_hook(lambda gradient: seen.append("gradient"))
+    parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append("accumulated"))
+    private.set_hooks(other, private.hooks_of(parameter))
+    other.sum().backward()
+    assert seen == ["gradient", "accumulated"]
+    scaler = torch.amp.GradScaler("cpu")
+    assert not private.has_scaled(scaler)
+    scaler.scale(torch.ones(1))
+    assert private.has_scaled(scaler)
+    assert not private.in_forward_mode()
+    with torch.autograd.forward_ad.dual_level():
+        assert private.in_forward_mode()
+
+
+def _fsdp2(mesh: Any) -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = nn.Sequential(nn.Linear(4, 2, bias=False))
+    fully_shard(model[0], mesh=mesh, mp_policy=policy)
+    (param,) = private.fsdp_params(model)
+    assert param.module is param.owner is model[0]
+    assert param.sharded is model[0].weight
+    assert (param.mp_policy, param.mesh_dim) == (policy, 0)
+    assert not param.was_gathered
+    assert private.local_tensor(param.sharded).tolist() == param.shard.tolist()
+    model(torch.ones(1, 4))
+    assert param.was_gathered
+    param.forget_gathered()
+    assert not param.was_gathered
+    assert {"_sharded_param_data", "reset_sharded_param"} <= {*dir(param._param)}  # take_shard: schedules' tests
+    model(torch.ones(1, 4))
+
+
+def test_fsdp2(pool: Pool) -> None:
+    pool.run(_fsdp2, (2,))
+
+
+# --- who uses them ----------------------------------------------------------------------------------------------------
+
+
+def _of_torch(path: str) -> bool:
+    return path.split(".")[0] in ("torch", "aten", "triton")
+
+
+def _private_names(tree: ast.AST) -> set[str]:
+    """The private names of torch and Triton that a file writes out."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and _of_torch(node.module or ""):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if _of_torch(alias.name)}
+        elif isinstance(node, ast.Attribute):
+            path = ast.unparse(node)
+            if _of_torch(path) or node.attr in private.ATTRIBUTES:
+                found.add(path)
+    return {path for path in found if _is_private(path)}
+
+
+def _is_private(path: str) -> bool:
+    names = [name for name in path.split(".") if name.startswith("_") and not name.startswith(("__", "_foreach_"))]
+    is_dotted = all(name.isidentifier() for name in path.split("."))
+    return is_dotted and any(name not in private.ANYWHERE for name in names) and not path.startswith("aten.")
+
+
+def test_no_other_file_uses_them() -> None:
+    used = {
+        str(file.relative_to(OCTAVO)): names
+        for file in OCTAVO.rglob("*.py")
+        if file.name != "private.py" and (names := _private_names(ast.parse(file.read_text())))
+    }
+    assert used == {}
+    assert _private_names(ast.parse("import torch\ntorch._C._x()")) == {"torch._C._x", "torch._C"}
+    assert _private_names(ast.parse("from torch._ops import OpOverload")) == {"torch._ops.OpOverload"}
+    assert _private_names(ast.parse("param._unsharded_param")) == {"param._unsharded_param"}
+
+
+def test_each_is_used() -> None:
+    text = "".join(file.read_text() for file in OCTAVO.rglob("*.py") if file.name != "private.py")
+    assert [name for name in (*private.NAMES, *private.ANYWHERE) if name not in text] == []
+    own = Path(private.__file__).read_text().partition("def __getattr__")[2]
+    missing = [name for name in private.ATTRIBUTES if name not in own]
+    assert missing == []
