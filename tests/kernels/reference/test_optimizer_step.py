@@ -19,7 +19,6 @@ from octavo.kernels.step_numbers import adam_max_update, bound_after
 from octavo.numerics import scale_from_amax
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support.coded_gradients import coded
-from tests.support.combinations import each_pair
 from tests.support.fp8_weights import read
 
 ADAM = [
@@ -78,15 +77,14 @@ def master_of(kind: str, weight: Tensor) -> MasterWeight:
 # --- the rules --------------------------------------------------------------------------------------------------------
 
 
-@each_pair(
-    shape=[(1, 1), (3, 31), (5, 128), (4, 300), (2, 1000)],
-    kind=["AdamW", "Adam", "SGD", "SGD with Nesterov's momentum", "SGD with dampened momentum"],
-    decay=[0.0, 0.1],
-    maximize=[False, True],
-)
-def test_float32_is_torchs_bit_for_bit(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", [(1, 1), (3, 31), (5, 128), (4, 300), (2, 1000)], ids=str)
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "SGD with Nesterov's momentum", "SGD with dampened momentum"])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_float32_is_torchs_bit_for_bit(
+    maximize: bool, decay: float, kind: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(optimizer_state, "PIECE", 512)
-    shape, kind, decay, maximize = case["shape"], case["kind"], case["decay"], case["maximize"]
     theirs = torch.nn.Parameter(torch.randn(shape))
     options: dict[str, Any] = {"weight_decay": decay, "maximize": maximize, "foreach": False}
     momentum, dampening, nesterov = 0.9 * (kind != "SGD"), 0.25 * ("dampened" in kind), "Nesterov" in kind
