@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.master_weights import MasterWeight
+from octavo.formats import E4M3
+from octavo.kernels.reference import optimizer_state
+from octavo.kernels.reference.master_weights import FLOAT16_FACTOR, Fp8Weight, MasterWeight, remainder_of, values_with
 from octavo.kernels.reference.optimizer_state import pieces
-from tests.support.fp8_weights import random16, read
+from tests.support.fp8_weights import RESTS, amax_of, random16, read, store, values_of, weight
 
 SHAPE = (4, 200)  # a row is a block and a part of one
 
@@ -37,8 +39,7 @@ def master(kind: str, shape: tuple[int, int] = SHAPE) -> MasterWeight:
     )
 
 
-def write(m: MasterWeight, wide: Tensor, bits: Tensor | None = None, *scale_and_found: Tensor) -> None:
-    m.scale, m.found = scale_and_found or (None, None)
+def write(m: MasterWeight, wide: Tensor, bits: Tensor | None = None) -> None:
     for piece in pieces(*wide.shape):
         m.write(piece, piece.of(wide.clone()), None if bits is None else piece.of(bits))
 
@@ -129,3 +130,241 @@ def test_a_float32_weight_is_its_own_master():
 def test_only_masters_that_round_take_random_bits():
     kinds = ["weight", "split32", "split24", "stochastic"]
     assert [kind for kind in kinds if master(kind).is_random] == ["split24", "stochastic"]
+
+
+# --- weights that live in FP8 -----------------------------------------------------------------------------------------
+
+MANTISSA = {"fp8_split16": 11, "fp8_split24": 19, "fp8_fp16": 10, "fp8_stochastic": 3}  # bits of the master
+SHAPES = [(1, 1), (3, 31), (130, 300), (256, 256)]
+
+each_kind = pytest.mark.parametrize("kind", RESTS)
+each_split = pytest.mark.parametrize("kind", ["fp8_split16", "fp8_split24"])
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+each_granularity = pytest.mark.parametrize("blocks", [False, True], ids=["tensor", "blocks"])
+
+
+def spread(scales: Tensor, shape: torch.Size) -> Tensor:
+    """Each element's scale."""
+    if scales.numel() == 1:
+        return scales.expand(shape)
+    return scales.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
+
+
+def code_values(m: Fp8Weight) -> Tensor:
+    return m.weight.view(torch.float8_e4m3fn).float()
+
+
+@each_split
+def test_reading_is_exact(kind):
+    """A master lies between its code and the next one, as far as the remainder says."""
+    bits = {"fp8_split16": 8, "fp8_split24": 16}[kind]
+    rest = torch.arange(-128, 128) if bits == 8 else torch.randint(-(1 << 15), 1 << 15, (256,))
+    rest[0], rest[1] = -(1 << bits - 1), (1 << bits - 1) - 1
+    m = weight(kind, (256, 256))
+    m.weight.copy_(torch.arange(256)[:, None])
+    m.rest.copy_(rest)
+    m.scale_inv.fill_(2.0**-10)
+    found = read(m).double()
+    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    for sign, codes in ((1, found[:127]), (-1, found[128:255])):
+        for code in range(1, 126):  # of 0 and the largest only remainders of one sign are ever written
+            step = torch.where(rest < 0, values[code] - values[code - 1], values[code + 1] - values[code])
+            assert torch.equal(codes[code], sign * (values[code] + step * rest / 2.0**bits) * 2.0**-10)
+        up, down = rest >= 0, rest <= 0
+        assert torch.equal(codes[0, up], sign * rest[up] / 2.0**bits * values[1] * 2.0**-10)
+        assert torch.equal(codes[126, down], sign * (448 + rest[down] / 2.0**bits * 32) * 2.0**-10)
+    assert found[127].isnan().all() and found[255].isnan().all()
+
+
+@each_granularity
+@each_shape
+def test_reading_what_is_no_split(shape, blocks):
+    for kind in ("fp8_fp16", "fp8_fp32", "fp8_stochastic"):
+        x, m = values_of(shape), weight(kind, shape, blocks)
+        store(m, x)
+        scale_inv = spread(m.scale_inv, m.weight.shape)
+        if kind == "fp8_fp32":
+            assert torch.equal(read(m), x)
+        elif kind == "fp8_fp16":
+            assert torch.equal(read(m), m.rest.float() * (scale_inv / FLOAT16_FACTOR))
+        else:
+            assert torch.equal(read(m), code_values(m) * scale_inv)
+
+
+@each_granularity
+@each_shape
+@each_kind
+def test_masters_are_as_close_as_their_bits(kind, shape, blocks):
+    x, m = values_of(shape), weight(kind, shape, blocks)
+    amax = store(m, x)
+    found = read(m)
+    if kind == "fp8_fp32":
+        assert torch.equal(found, x)
+    else:
+        smallest = E4M3.smallest_normal * spread(m.scale_inv, x.shape)
+        relative, bits = (found - x).abs() / x.abs().clamp_min(smallest), MANTISSA[kind]
+        assert float(relative.max()) < 2.0**-bits
+        assert bits != 19 or not torch.equal(found, x) or x.numel() == 1  # so that the test sees a rounding
+    assert torch.equal(amax, amax_of(found, m.scale_inv.shape))
+    assert torch.equal(torch.log2(m.scale_inv) % 1, torch.zeros_like(m.scale_inv))
+
+
+@pytest.mark.parametrize("kind", MANTISSA)
+def test_stochastic_rounding_in_fp8_is_unbiased(kind):
+    draws, bits = 1 << 12, MANTISSA[kind]
+    x = torch.randn(1, 150)
+    x = torch.where(x.abs() < 0.05, 0.05, x)  # codes are normal numbers
+    m = weight(kind, (draws, 150))
+    store(m, x.repeat(draws, 1))
+    ulp = torch.exp2(torch.floor(torch.log2(x.abs().double())) - bits)[0]
+    part = (x[0].abs().double() / ulp) % 1
+    found = (read(m).double().abs() / ulp) - torch.floor(x[0].abs().double() / ulp)
+    assert ((found == 0) | (found == 1)).all()  # one of the two neighbours
+    sigma = (part * (1 - part) / draws).sqrt()
+    assert (found.mean(0) - part).abs().le(4.5 * sigma + 2.0**-15).all()
+
+
+@each_granularity
+@each_shape
+@each_kind
+def test_the_code_is_the_masters_nearest(kind, shape, blocks):
+    x, m = values_of(shape), weight(kind, shape, blocks)
+    store(m, x)
+    # a float16 master is rounded after the code was found
+    scaled = (x if kind == "fp8_fp16" else read(m)) / spread(m.scale_inv, x.shape)
+    nearest = scaled.to(torch.float8_e4m3fn).float()
+    assert torch.equal((code_values(m) - scaled).abs(), (nearest - scaled).abs())  # ties may go either way
+    assert torch.equal(torch.signbit(code_values(m)), torch.signbit(x))
+
+
+@each_kind
+def test_ties_and_what_is_around_them(kind):
+    codes = torch.arange(126, dtype=torch.uint8)
+    low, high = codes.view(torch.float8_e4m3fn).float(), (codes + 1).view(torch.float8_e4m3fn).float()
+    tie = (low + high) / 2
+    x = torch.stack([tie, torch.nextafter(tie, low), torch.nextafter(tie, high), -tie])
+    m = weight(kind, (4, 126))
+    store(m, x, torch.zeros(4, 126, dtype=torch.int32), torch.full((1, 1), 448.0))
+    assert float(m.scale_inv) == 1.0
+    if kind == "fp8_stochastic":  # with random bits of 0 it truncates
+        assert torch.equal(code_values(m), torch.stack([low, low, low, -low]))
+        return
+    assert ((code_values(m)[0] == low) | (code_values(m)[0] == high)).all()
+    normal = codes >= 8  # a subnormal's master has no bits left for it
+    assert torch.equal(code_values(m)[1, normal], low[normal])
+    if kind in ("fp8_fp32", "fp8_fp16"):
+        assert torch.equal(code_values(m)[2], high)
+    assert torch.equal(code_values(m)[3], -code_values(m)[0])
+
+
+@each_kind
+def test_the_largest_number_is_not_passed(kind):
+    """Not by stochastic rounding either; and a bound that was too small saturates."""
+    x = torch.tensor([[448.0, math.nextafter(448.0, 0), 447.999, -448.0, 500.0, -1e30]])
+    m = weight(kind, (1, 6))
+    amax = store(m, x, torch.full((1, 6), 0xFFFF, dtype=torch.int32), torch.full((1, 1), 448.0))
+    assert m.weight.tolist() == [[0x7E, 0x7E, 0x7E, 0xFE, 0x7E, 0xFE]]
+    if kind in ("fp8_split16", "fp8_split24", "fp8_stochastic"):
+        assert read(m).tolist()[0][3:] == [-448.0, 448.0, -448.0] and float(amax) == 448.0
+
+
+@each_granularity
+@each_shape
+@each_split
+@pytest.mark.parametrize("shift", [-2, -1, 0, 1, 3, 6])
+def test_a_new_scale_changes_no_normal_number(shift, kind, shape, blocks):
+    x, m = values_of(shape), weight(kind, shape, blocks)
+    bound = amax_of(x, m.scale_inv.shape)
+    store(m, x, bound=4 * bound)
+    before, again = read(m), weight(kind, shape, blocks)
+    ones = torch.full(shape, 0xFFFF, dtype=torch.int32)
+    store(again, before, ones, 4 * bound * 2.0**shift)
+    assert torch.equal(again.scale_inv, m.scale_inv * 2.0**shift)
+    smallest = E4M3.smallest_normal * spread(again.scale_inv, x.shape)
+    normal = before.abs() >= smallest
+    assert normal.any() and torch.equal(read(again)[normal], before[normal])
+    assert ((read(again) - before).abs() < smallest * 2.0 ** -MANTISSA[kind]).all()
+
+
+@each_kind
+@each_granularity
+def test_signs_and_zeros(blocks, kind):
+    x = torch.zeros(3, 300)
+    x[0, 5], x[1, 6], x[2, :2], x[2, 99], x[2, 299] = -1e-30, 1e-30, torch.tensor([-0.0, 0.0]), 3.0, 3.0
+    m = weight(kind, (3, 300), blocks)
+    for bits in (0, 0xFFFF):
+        store(m, x, torch.full((3, 300), bits, dtype=torch.int32))
+        found = read(m)
+        assert torch.equal(torch.signbit(found), torch.signbit(x))
+        assert torch.equal(torch.signbit(code_values(m)), torch.signbit(x))
+        assert found[2, 99] == found[2, 299] == 3.0 and torch.equal(found[x == 0], x[x == 0])
+        if kind != "fp8_fp32":
+            assert found.count_nonzero() == 2
+    if blocks:
+        assert float(m.scale_inv[0, 1]) == 1.0  # a block of zeros
+
+
+@each_granularity
+@each_kind
+def test_what_is_not_finite_stays_alone_in_fp8(kind, blocks):
+    shape = (130, 300)
+    x, bits = values_of(shape), random16(shape)
+    bound = 2 * amax_of(x, weight(kind, shape, blocks).scale_inv.shape)
+    broken, zeroed = x.clone(), x.clone()
+    places = ((0, 0), (1, 200), (129, 299))
+    for place, fault in zip(places, (math.nan, math.inf, -math.inf), strict=True):
+        broken[place], zeroed[place] = fault, 0.0
+    m, other = weight(kind, shape, blocks), weight(kind, shape, blocks)
+    assert torch.equal(store(m, broken, bits, bound), store(other, zeroed, bits, bound))
+    assert torch.equal(m.scale_inv, other.scale_inv)
+    found = read(m)
+    for place in places:
+        assert code_values(m)[place].isnan()
+        assert not found[place].isfinite()
+        found[place] = 0.0
+        m.weight[place] = other.weight[place] = 0
+    assert torch.equal(found, read(other).masked_fill_(zeroed == 0, 0.0)) and torch.equal(m.weight, other.weight)
+    if RESTS[kind] in (torch.int8, torch.int16):
+        assert all(int(m.rest[place]) == 0 for place in places)
+
+
+@each_granularity
+@each_kind
+def test_a_block_of_nothing_finite(kind, blocks):
+    m = weight(kind, (1, 256), blocks)
+    x = torch.full((1, 256), math.nan)
+    x[0, 128:] = 2.0
+    amax = store(m, x)
+    assert amax.tolist() == ([[0.0, 2.0]] if blocks else [[2.0]])
+    assert read(m)[0, :128].isnan().all() and (read(m)[0, 128:] == 2.0).all()
+
+
+@pytest.mark.parametrize("size", [1, 128, 1000, 1 << 20])
+@each_granularity
+@each_kind
+def test_pieces_of_any_size_give_the_same(kind, blocks, size, monkeypatch):
+    shape, found = (130, 300), []
+    x, bits = values_of(shape), random16(shape)
+    for piece in (1 << 17, size):
+        monkeypatch.setattr(optimizer_state, "PIECE", piece)
+        m = weight(kind, shape, blocks)
+        amax = store(m, x, bits)
+        found.append([m.weight, m.scale_inv, amax, read(m)] + ([] if m.rest is None else [m.rest]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@each_kind
+def test_what_it_says_of_itself(kind):
+    m = weight(kind, (130, 300), blocks=True)
+    assert m.is_random is (kind != "fp8_fp32") and m.has_blocks
+    assert not weight(kind, (130, 300)).has_blocks
+    assert not weight(kind, (128, 128), blocks=True).has_blocks  # one block is all
+
+
+def test_the_remainder_of_a_tie_between_two_codes_keeps_to_its_bits():
+    codes = torch.arange(0x7E, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = ((codes[1:] + codes[:-1]) / 2)[None]
+    cast = ties.to(torch.float8_e4m3fn).view(torch.uint8)
+    one = torch.ones(1, 1)
+    found = values_with(cast, one, remainder_of(ties, cast, one))
+    assert ((found - ties).abs() <= 2.0**-8 * (codes[1:] - codes[:-1])).all()

@@ -22,21 +22,33 @@ TILES = [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK), (MX, MX), (R
 
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_triton_s_product(shape: tuple[int, int, int], tiles: tuple[Tile, Tile], kernels: TritonKernels) -> None:
-    triton_matmul = of_flat(kernels.module("matmul").triton_matmul)
-    for formats, dtype, bias_dtype, fast in (
+@pytest.mark.parametrize(
+    ("formats", "dtype", "bias_dtype", "fast"),
+    [
         ((E4M3, E4M3), torch.float32, None, True),
         ((E5M2, E4M3), torch.bfloat16, torch.bfloat16, False),
         ((E4M3, E5M2), torch.float16, torch.float32, False),
-    ):
-        args = operands(shape, tiles, formats)
-        if dtype == torch.float16:  # within its range
-            args = (args[0], args[1] * 1e-2, *args[2:])
-        bias = None if bias_dtype is None else torch.randn(shape[1]).to(bias_dtype)
-        expected = REFERENCE["matmul"](*args, bias, torch.float32, fast).to(dtype)
-        with poisoned_memory():
-            found = triton_matmul(*to(kernels.device, (*args, bias)), dtype, fast)
-        close(found.cpu(), expected, kernels, fast)
+    ],
+    ids=["float32", "bfloat16", "float16"],
+)
+def test_triton_s_product(
+    formats: tuple[torch.dtype, torch.dtype],
+    dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    fast: bool,
+    shape: tuple[int, int, int],
+    tiles: tuple[Tile, Tile],
+    kernels: TritonKernels,
+) -> None:
+    triton_matmul = of_flat(kernels.module("matmul").triton_matmul)
+    args = operands(shape, tiles, formats)
+    if dtype == torch.float16:  # within its range
+        args = (args[0], args[1] * 1e-2, *args[2:])
+    bias = None if bias_dtype is None else torch.randn(shape[1]).to(bias_dtype)
+    expected = REFERENCE["matmul"](*args, bias, torch.float32, fast).to(dtype)
+    with poisoned_memory():
+        found = triton_matmul(*to(kernels.device, (*args, bias)), dtype, fast)
+    close(found.cpu(), expected, kernels, fast)
 
 
 @pytest.mark.parametrize(

@@ -3,100 +3,154 @@
 import copy
 import itertools
 import math
+import random
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.optimizer_step import SgdGroup
+from octavo import E4M3, PerTensor
+from octavo.kernels.reference.master_weights import Fp8Weight
+from octavo.kernels.reference.optimizer_step import SgdGroup, WeightUpdate
 from octavo.kernels.step_numbers import power
-from octavo.optim.moment import NAMED
-from tests.support.optimizer_both import ADAM, MASTERS, OTHER, SCHEMES, SGD, SHAPES, Both, differences, mixed, update_of
+from octavo.optim.moment import NAMED, Moment
+from tests.support.fp8_weights import RESTS, store, values_of, weight
+from tests.support.optimizer_both import (
+    ADAM,
+    GRADIENTS,
+    MASTERS,
+    OTHER,
+    SCHEMES,
+    SGD,
+    SHAPES,
+    Both,
+    coded,
+    differences,
+    mixed,
+    moved,
+    update_of,
+)
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 
+IN_FP8 = [*itertools.product(RESTS, [False, True])]  # kinds of masters, and whether scales are of blocks
+BY_TURNS = [(kind, bool(number % 2)) for number, kind in enumerate(RESTS)]
+LARGER = [(1, 1), (3, 31), (130, 128), (135, 256), (129, 200), (256, 128), (256, 129)]
+# the element that rows begin at or pass: here, in a larger tensor, past int32 and where random bits take 64
+STARTS = [0, 1000, 1 << 31, 1 << 32, (5 << 32) + 300]
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(("decoupled", "clip"), [(True, True), (False, False)], ids=["clipped", "coupled"])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_adam(scheme: str, decoupled: bool, clip: bool, kernels: TritonKernels, small: None) -> None:
-    groups = [group._replace(decoupled=decoupled, clip=clip) for group in (ADAM, OTHER)]
-    shift = list(SCHEMES).index(scheme) + 3 * clip
-    both = Both(kernels, mixed(SCHEMES[scheme], MASTERS, 1, shift), groups)
-    both.steps(2)
+
+def fp8_update(shape: tuple[int, int], kind: str, blocks: bool = False, *args: Any, **options: Any) -> WeightUpdate:
+    """A weight with a state of 0; its values, and so its blocks' scales, differ by orders of magnitude."""
+    held = weight(kind, shape, blocks)
+    store(held, values_of(shape))
+    options = {"gradient": GRADIENTS[options.get("number", 0) % 3], **options}
+    return update_of(shape, *(args or [NAMED["fp8"]]), **options)._replace(master=held)
+
+
+def dealt(seed: int, count: int, **options: Sequence[Any]) -> list[dict[str, Any]]:
+    """Cases in which an option's values occur equally often, any value with any of another's."""
+    shuffle, cases = random.Random(seed), [dict[str, Any]() for _ in range(count)]
+    for name, values in options.items():
+        decks = (shuffle.sample(values, len(values)) for _ in itertools.count())
+        for case, value in zip(cases, itertools.chain.from_iterable(decks), strict=False):
+            case[name] = value
+    return cases
+
+
+def made(case: dict[str, Any], moments: slice, number: int) -> WeightUpdate:
+    """A weight, its master, moments, gradient, and where it lies in the whole tensor."""
+    (rows, cols), master, scheme = case["shape"], case["master"], SCHEMES[case["scheme"]][moments]
+    gradient = case["gradient"] or torch.float32
+    if isinstance(master, str):
+        update = update_of((rows, cols), scheme, master, gradient, number)
+    else:
+        update = fp8_update((rows, cols), *master, scheme, gradient=gradient, number=number)
+    length = 1000 if case["apart"] and cols < 800 else 0
+    first_row = max(case["start"] // max(length or cols, 1) - rows // 2, 0)
+    update = update._replace(first_row=first_row, first_col=128 if length else 0, row_length=length)
+    return coded(update) if case["gradient"] is None else update
+
+
+def dealt_weights(seed: int, count: int, masters: Sequence[Any], shapes: Sequence[Any]) -> list[dict[str, Any]]:
+    where = {"start": STARTS, "apart": [False, False, True]}
+    gradients = [*GRADIENTS, None]  # None: in codes
+    return dealt(seed, count, shape=shapes, master=masters, scheme=[*SCHEMES], gradient=gradients, **where)
+
+
+def set_tiles(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, block_r: int, tiles: int) -> None:
+    chosen = kernels.module("launch").Config(block_r, 128, tiles, 4)
+    monkeypatch.setattr(kernels.module("optimizer_step"), "config", lambda *_: chosen)
+
+
+@pytest.fixture
+def large(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tiles in the interpreter, where one takes as long whatever its size."""
+    if kernels.device.type == "cpu":
+        set_tiles(kernels, monkeypatch, 128, 1)
+
+
+def two_steps(both: Both, factor: float) -> None:
+    """The second divides its gradients."""
+    both.new_gradients()
+    both.step()
+    both.new_gradients(factor)
+    both.step(None, torch.tensor(3.0, device=both.kernels.device))
     assert len(both.plans) == 1
 
 
-@pytest.mark.parametrize(("decoupled", "clip"), [(True, False), (False, True)])
-def test_the_other_rules(decoupled: bool, clip: bool, kernels: TritonKernels, small: None) -> None:
-    groups = [group._replace(decoupled=decoupled, clip=clip) for group in (ADAM, OTHER)]
-    for scheme in ("fp32", "fp8"):
-        Both(kernels, mixed(SCHEMES[scheme], MASTERS, 1, 5), groups).steps(2)
+ORDINARY = dealt_weights(0, 160, MASTERS, [*SHAPES, (3, 1300), (65, 130), (7, 256), (300, 1)])
+ALL_KINDS = dealt_weights(1, 160, [*IN_FP8, *MASTERS], LARGER)
+LAUNCHES = [*range(4), *(pytest.param(launch, marks=pytest.mark.full) for launch in range(4, 32))]
 
 
-@pytest.mark.parametrize("scheme", ["fp8", pytest.param("two stages", marks=pytest.mark.full)])
-def test_sizes(scheme: str, kernels: TritonKernels) -> None:
-    shapes = [*SHAPES, (3, 1300), (65, 130)]
-    updates = [update_of(shape, SCHEMES[scheme], number=number) for number, shape in enumerate(shapes)]
-    Both(kernels, updates, [ADAM, OTHER]).steps(2)
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["ordinary", "in FP8 too"])
+def test_any_weights(in_fp8: bool, launch: int, kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = [group._replace(decoupled=launch % 2 == 0) for group in (ADAM, OTHER)]
+    if kernels.device.type == "cpu" and in_fp8:  # in the interpreter a tile takes as long whatever its size
+        set_tiles(kernels, monkeypatch, 64 if launch % 4 == 3 else 128, 1)
+    elif launch % 4 < 2:
+        set_tiles(kernels, monkeypatch, 4, 2)
+    cases = (ALL_KINDS if in_fp8 else ORDINARY)[5 * launch : 5 * launch + 5]
+    updates = [made(case, slice(2), number) for number, case in enumerate(cases)]
+    two_steps(Both(kernels, updates, groups), 0.01 if launch % 3 == 2 else 10.0)
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "previous", "two stages"])
-def test_sizes_in_small_tiles(scheme: str, kernels: TritonKernels, small: None) -> None:
-    updates = [update_of(s, SCHEMES[scheme], "split24", number=n) for n, s in enumerate(SHAPES)]
-    Both(kernels, updates, [ADAM, OTHER]).steps(2)
+RULES = {
+    "unclipped": ADAM._replace(clip=False),
+    "unclipped, coupled": ADAM._replace(clip=False, decoupled=False),
+    "SGD": SGD,
+    "nesterov": SGD._replace(nesterov=True, maximize=True),
+    "dampening": SGD._replace(dampening=0.5, weight_decay=0.0),
+    "no momentum": SGD._replace(momentum=0.0),
+}
 
 
-@pytest.mark.parametrize("betas", [(0.0, 0.9), (0.9, 0.0), (0.0, 0.0), (0.9, 0.5), (0.5, 0.25)], ids=str)
-def test_betas(betas: tuple[float, float], kernels: TritonKernels) -> None:
-    group = ADAM._replace(beta1=betas[0], beta2=betas[1])
-    for first in (0, 4000):
-        updates = [update_of((2, 150), NAMED["fp8"], m, number=2 * n, step=first) for n, m in enumerate(MASTERS[::2])]
-        Both(kernels, updates, [group]).steps(2, 0.1)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_other_rules(rule: str, kernels: TritonKernels, small: None) -> None:
+    group = RULES[rule]
+    moments = slice(2)
+    if isinstance(group, SgdGroup):
+        moments = slice(1 if group.momentum else 0)
+    cases = dealt_weights([*RULES].index(rule), 5, MASTERS, SHAPES)
+    updates = [made(case, moments, number) for number, case in enumerate(cases)]
+    two_steps(Both(kernels, updates, [group, group._replace(lr=0.3)]), 10.0)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("scheme", ["fp32", "fp8", "bf16", "previous", "two stages"])
-@pytest.mark.parametrize(
-    "group",
-    [
-        SGD,
-        SGD._replace(nesterov=True, maximize=True),
-        SGD._replace(dampening=0.5, weight_decay=0.0),
-        SGD._replace(momentum=0.0),
-    ],
-    ids=["plain", "nesterov", "dampening", "no momentum"],
-)
-def test_sgd(group: SgdGroup, scheme: str, kernels: TritonKernels, small: None) -> None:
-    moments = SCHEMES[scheme][:1] if group.momentum else ()
-    both = Both(kernels, mixed(moments, MASTERS, 1, len(scheme)), [group, group._replace(lr=0.3)])
-    both.steps(2)
-    assert len(both.plans) == 1
-
-
-FURTHER = [1 << 23, (1 << 24) - 3, (5 << 24) + 1]  # in rows of 256 that end past 2^31, 2^32, or begin there
-
-
-@pytest.mark.parametrize("first_row", [3, *FURTHER])
-def test_rows_further_on(first_row: int, kernels: TritonKernels, small: None) -> None:
-    updates = [update_of((7, 256), NAMED["fp8"], m, number=n, first_row=first_row) for n, m in enumerate(MASTERS[2:4])]
-    updates.append(update_of((3, 300), NAMED["bf16"], "stochastic", number=2, first_row=first_row))
-    updates.append(update_of((3, 299), NAMED["fp8"], "stochastic", number=3, first_row=first_row))
-    Both(kernels, updates, [ADAM, OTHER]).steps(2)
-    sgd = [update_of((7, 256), NAMED["fp8"][:1], "split24", first_row=first_row)]
-    Both(kernels, sgd, [SGD]).steps(2)
-
-
-@pytest.mark.parametrize("row", [3, (5 << 24) + 1])
-def test_columns_of_longer_rows(row: int, kernels: TritonKernels, small: None) -> None:
-    shapes, names = [(3, 256), (3, 150), (1, 200)], itertools.cycle(["fp8", "bf16"])
-    updates = [update_of(s, NAMED[next(names)], "stochastic", number=n, first_row=row) for n, s in enumerate(shapes)]
-    updates = [update._replace(first_col=128 * n, row_length=1000) for n, update in enumerate(updates)]
-    Both(kernels, updates, [ADAM, OTHER]).steps(1)
-    sgd = [update_of((3, 256), NAMED["fp8"][:1], "split24", first_row=row)._replace(first_col=64, row_length=512)]
-    Both(kernels, sgd, [SGD]).steps(1)
+def test_betas(kernels: TritonKernels) -> None:
+    betas = [(0.0, 0.9), (0.9, 0.0), (0.0, 0.0), (0.9, 0.5), (0.5, 0.25)]
+    groups = [ADAM._replace(beta1=beta1, beta2=beta2) for beta1, beta2 in betas]
+    cells, masters = itertools.product(range(len(groups)), (0, 4000)), itertools.cycle(MASTERS[::2])
+    updates = [
+        update_of((2, 150), NAMED["fp8"], next(masters), number=number, step=first)._replace(group=group)
+        for number, (group, first) in enumerate(cells)
+    ]
+    Both(kernels, updates, groups).steps(2, 0.1)
 
 
 @pytest.mark.parametrize("where", [0, 128])
@@ -133,29 +187,26 @@ def test_gradients_too_large_for_a_second_moment_make_no_nan(scheme: str, kernel
     assert all(update.master.weight.isfinite().all() for update in both.ours)
 
 
-def test_a_step_is_skipped(kernels: TritonKernels) -> None:
+def test_a_step_is_skipped(kernels: TritonKernels, large: None) -> None:
     flag = torch.ones((), device=kernels.device)
-    for scheme in ("fp8", "previous", "two stages"):
-        both = Both(kernels, mixed(SCHEMES[scheme], MASTERS[1::3], 1, 1), [ADAM, OTHER])
-        both.new_gradients()
-        both.step(flag.zero_())
-        before = copy.deepcopy(both.ours)
-        both.new_gradients(math.nan)
-        both.step(flag.fill_(1.0))
-        assert differences(both.ours, before) == []
-        both.new_gradients()
-        both.step(flag.zero_())
-        assert all(float(update.step) == 2.0 for update in both.ours)
+    updates = [update_of((3, 300), SCHEMES[scheme], "split24") for scheme in ("fp8", "previous", "two stages")]
+    updates += [fp8_update((3, 200), *cell, number=number) for number, cell in enumerate(BY_TURNS)]
+    both = Both(kernels, updates, [ADAM, OTHER])
+    both.new_gradients()
+    both.step(flag.zero_())
+    before = copy.deepcopy(both.ours)
+    both.new_gradients(math.nan)
+    both.step(flag.fill_(1.0))
+    assert differences(both.ours, before) == []
+    both.new_gradients()
+    both.step(flag.zero_())
+    assert all(float(update.step) == 2.0 for update in both.ours)
 
 
 @pytest.mark.parametrize("group", [ADAM, SGD], ids=["Adam", "SGD"])
 def test_gradients_are_divided(group: Any, kernels: TritonKernels) -> None:
     scale = torch.tensor(3.0, device=kernels.device)
     moments = NAMED["fp8"][: 1 + (group is ADAM)]
-    both = Both(kernels, mixed(moments, MASTERS, 1, 2), [group, group._replace(maximize=True)])
-    for _ in range(2):
-        both.new_gradients()
-        both.step(None, scale)
     unscaled = Both(kernels, [update_of((2, 150), moments)], [group])
     unscaled.new_gradients()
     halves = Both(kernels, unscaled.theirs, [group])
@@ -273,14 +324,20 @@ def test_misaligned(what: str, kernels: TritonKernels) -> None:
 
 
 def test_nothing_to_update(kernels: TritonKernels) -> None:
-    both = Both(kernels, [update_of(shape, NAMED["fp8"]) for shape in ((0, 5), (5, 0))], [ADAM])
-    both.step()
-    assert float(both.ours[0].step) == 1.0
-
-
-def test_nothing_to_update_is_skipped_too(kernels: TritonKernels) -> None:
-    both = Both(kernels, [update_of((0, 5), NAMED["fp8"])], [ADAM])
-    both.step(torch.ones((), device=kernels.device))
+    """Alone, skipped too, or among others."""
+    for skip in (None, torch.ones((), device=kernels.device)):
+        both = Both(kernels, [update_of(shape, NAMED["fp8"]) for shape in ((0, 5), (5, 0))], [ADAM])
+        both.step(skip)
+        assert float(both.ours[0].step) == (skip is None)
+    updates = []
+    for kind in RESTS:
+        update = fp8_update((3, 5), kind)
+        rest = None if update.master.rest is None else update.master.rest[:0]
+        held = Fp8Weight(update.master.weight[:0], kind, update.master.scale_inv, rest, torch.zeros(1, 1))
+        updates += [update_of((0, 5), NAMED["fp8"], number=1)._replace(master=held), update]
+    both = Both(kernels, updates, [ADAM, OTHER])
+    both.steps(2)
+    assert all(float(found.step) == 2.0 for found in both.ours)
 
 
 def test_a_graph_is_captured_after_a_step(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,3 +355,166 @@ def test_a_graph_is_captured_after_a_step(kernels: TritonKernels, monkeypatch: p
     before, both.groups = [tensor.clone() for tensor in read], [other]
     both.step()
     assert all(map(torch.equal, before, read))  # what the graph reads stays as it is
+
+
+# --- weights that live in FP8 -----------------------------------------------------------------------------------------
+
+
+def experts(
+    count: int, shape: tuple[int, int], kind: str, blocks: bool, moments: Sequence[Moment], number: int
+) -> WeightUpdate:
+    """Matrices of so many experts one below the other, each with scales of its own."""
+    apart = [fp8_update(shape, kind, blocks, moments, 3 * number) for _ in range(count)]
+    masters = [one.master for one in apart]
+    whole = torch.Size((count, *shape))
+    rest = None if RESTS[kind] is None else torch.cat([one.rest for one in masters])  # type: ignore[misc]
+    master = Fp8Weight(
+        torch.cat([one.weight for one in masters]),
+        kind,
+        torch.stack([one.scale_inv for one in masters]),
+        rest,
+        torch.stack([one.amax for one in masters]),  # type: ignore[misc]
+    )
+    stored = [m.for_kernel(str(i), m.new_state(str(i), whole, "cpu", True), True) for i, m in enumerate(moments)]
+    gradient = torch.cat([one.gradient for one in apart])
+    return apart[0]._replace(master=master, moments=tuple(stored), gradient=gradient, key=number * 77)
+
+
+PREVIOUS = (Moment(E4M3, granularity=PerTensor(), scale="previous"),) * 2
+
+
+MANY = pytest.param(NAMED["fp8"], 130, marks=pytest.mark.full, id="more than count their step at a time")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "most"),
+    [
+        pytest.param(PREVIOUS, 2, id="previous"),
+        pytest.param(SCHEMES["two stages"], 2, id="two stages", marks=pytest.mark.full),
+        MANY,
+    ],
+)
+def test_experts_in_one_launch(scheme: Sequence[Moment], most: int, kernels: TritonKernels, large: None) -> None:
+    """Several and one, their gradients in codes."""
+    cells = [("fp8_split16", False), ("fp8_stochastic", True), ("fp8_fp32", False)]
+    shapes, counts = [(3, 31), (130, 128), (5, 128)], [most, 2, 1]
+    updates = [
+        experts(count, shape, *cell, scheme, number)
+        for number, (count, shape, cell) in enumerate(zip(counts, shapes, cells, strict=True))
+    ]
+    updates[1] = coded(updates[1])
+    both = Both(kernels, updates, [ADAM, OTHER])
+    both.steps(2)
+    assert [float(update.step) for update in both.ours] == [2.0] * len(both.ours) and len(both.plans) == 1
+
+
+def test_aligned_blocks_are_read_in_vectors(kernels: TritonKernels, large: None) -> None:
+    updates = [fp8_update((256, 128), *cell, number=n) for n, cell in enumerate(BY_TURNS)]
+    updates.append(fp8_update((256, 129), "fp8_split16", True, number=9))  # 16 divides all, 128 no row
+    both = Both(kernels, updates, [ADAM, OTHER])
+    both.steps(1)
+    (plan,) = both.plans.values()
+    assert [of.even for of in plan.steps[0].tensors] == [True] * 5 + [False]
+
+
+def test_scales_follow_the_weights(kernels: TritonKernels, large: None) -> None:
+    """Of zeros it is 1 and then their bound's; of what decays it shrinks: block by block."""
+    group = ADAM._replace(lr=1.0, weight_decay=0.9)
+    updates = [
+        fp8_update((130, 200), kind, blocks, number=0)
+        for kind in ("fp8_split16", "fp8_fp32")
+        for blocks in (False, True)
+    ]
+    for update in updates:  # zeros in all blocks but the last
+        values = torch.zeros(130, 200)
+        values[128:, 128:] = 1e6 * torch.randn(2, 72)
+        store(update.master, values)
+    both = Both(kernels, updates, [group])
+    before = [update.master.scale_inv.cpu().clone() for update in both.ours]
+    both.steps(2)
+    for update, old in zip(both.ours, before, strict=True):
+        new = update.master.scale_inv.cpu()
+        assert new[-1, -1] < old[-1, -1]
+        assert old.numel() == 1 or ((old[0] == 1) & (new[0] < 1)).all()
+        assert torch.equal(new.log2() % 1, torch.zeros_like(new))
+
+
+def test_a_fault_of_a_weight_in_fp8_stays_where_it_is(kernels: TritonKernels, large: None) -> None:
+    updates = [fp8_update((130, 200), *cell, NAMED["fp32"], number=n) for n, cell in enumerate(BY_TURNS)]
+    both, rows, cols = Both(kernels, updates, [ADAM, OTHER]), [0, 1, 129], [3, 130, 199]
+    faults = torch.tensor([math.nan, math.inf, -math.inf])
+    both.new_gradients(spoil=lambda g: g.index_put_((torch.tensor(rows), torch.tensor(cols)), faults))
+    both.step()
+    both.new_gradients()
+    both.step()
+    for update in both.ours:
+        spoilt = (update.master.weight.cpu() & 0x7F) == 0x7F
+        assert spoilt.nonzero().tolist() == [list(place) for place in zip(rows, cols, strict=True)]
+        assert update.master.amax.isfinite().all() and update.master.scale_inv.isfinite().all()
+
+
+def test_no_number_at_all(kernels: TritonKernels, large: None) -> None:
+    both = Both(kernels, [fp8_update((3, 31), *cell, number=n) for n, cell in enumerate(IN_FP8)], [ADAM, OTHER])
+    both.new_gradients(math.nan)
+    both.step()
+    both.new_gradients()
+    both.step()
+
+
+# --- gradients in codes -----------------------------------------------------------------------------------------------
+
+
+def test_codes_of_a_vector_that_is_seen_in_rows_of_one(kernels: TritonKernels, small: None) -> None:
+    """As parts of sharded vectors are."""
+    lengths = [1, 5, 128, 300, 2064, 0]
+    masters = itertools.cycle(MASTERS[:4])
+    updates = [update_of((n, 1), NAMED["fp32"], next(masters), number=i) for i, n in enumerate(lengths)]
+    updates = [coded(update._replace(first_row=1000), vector=True) for update in updates]
+    Both(kernels, updates, [ADAM, OTHER]).steps(2)
+
+
+def test_all_codes_of_a_gradient(kernels: TritonKernels) -> None:
+    """NaN too, which stays where it is."""
+    update = coded(update_of((2, 256), NAMED["fp32"]))
+    update.gradient.copy_(torch.arange(256).to(torch.uint8).expand(2, 256))
+    both = Both(kernels, [update], [ADAM])
+    both.step()
+    for name in ("ours", "theirs"):
+        (found,) = getattr(both, name)
+        assert found.master.weight.isnan().nonzero().tolist() == [[r, c] for r in range(2) for c in (127, 255)]
+
+
+def test_a_plan_keeps_no_gradient(kernels: TritonKernels) -> None:
+    both = Both(kernels, [coded(update_of((3, 300), NAMED["fp8"])), update_of((3, 300), NAMED["fp8"])], [ADAM, OTHER])
+    both.step()
+    ends = [weakref.ref(update.gradient) for update in both.ours]
+    both.ours = [update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in both.ours]
+    assert len(both.plans) == 1 and all(end() is None for end in ends)
+
+
+def doubled(update: WeightUpdate) -> WeightUpdate:
+    """With scales at another address, and nothing else."""
+    assert update.gradient_scale_inv is not None
+    return update._replace(gradient_scale_inv=update.gradient_scale_inv * 2)
+
+
+def test_a_plan_for_codes_and_one_for_floats(kernels: TritonKernels) -> None:
+    both = Both(kernels, [update_of((3, 300), NAMED["fp8"], number=n) for n in range(2)], [ADAM, OTHER])
+    both.steps(1)
+    floats = both.ours, both.theirs
+    codes = [coded(update) for update in both.ours]
+    both.ours = [moved(u, kernels.device)._replace(master=u.master, moments=u.moments, step=u.step) for u in codes]
+    both.theirs = [
+        b._replace(gradient=a.gradient.clone(), gradient_scale_inv=a.gradient_scale_inv)
+        for a, b in zip(both.ours, both.theirs, strict=True)
+    ]
+    both.step()
+    (plain, other) = both.plans.values()
+    assert [plan.steps[0].tensors[0].gradient_fmt for plan in (plain, other)] == [None, E4M3]
+    sent = other.sent["gradients"]
+    both.ours, both.theirs = ([doubled(update) for update in updates] for updates in (both.ours, both.theirs))
+    both.step()
+    assert other.sent["gradients"] is not sent and len(both.plans) == 2
+    both.ours, both.theirs = floats
+    both.step()
+    assert len(both.plans) == 2
