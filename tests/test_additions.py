@@ -36,7 +36,7 @@ ADDED = {
                 '    elif NAME == "square":\n        result = 2 * h\n',
             ),
         ],
-        "octavo/nn/activation.py": [('    "relu": F', '    "square": lambda h: h * h,\n')],
+        "octavo/nn/fused.py": [('    "relu": F', '    "square": lambda h: h * h,\n')],
     },
     "a recipe": {
         "octavo/recipes.py": [
