@@ -21,7 +21,7 @@ from typing import Any, Literal
 from octavo.formats import E4M3, E5M2
 from octavo.granularity import PerBlock, PerRow, PerTensor
 from octavo.scaling.recipe import FIELDS, PRODUCTS, Cast, Delayed, Dynamic, Recipe
-from octavo.scaling.recipe_map import RecipeMap, Rule
+from octavo.scaling.recipe_map import RecipeMap, RecipeRule
 
 __all__ = ["default", "dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx", "high_precision"]
 NAMED = tuple(__all__)
@@ -200,7 +200,7 @@ def load(path: str | Path, default: Recipe | None = None) -> RecipeMap:
         raise ValueError(f"{path} holds no recipes by layer: {type(error).__name__}: {error}") from error
 
 
-def to_json(recipe: RecipeMap | Mapping[str, Rule]) -> str:
+def to_json(recipe: RecipeMap | Mapping[str, RecipeRule]) -> str:
     """What ``load`` reads.
 
     Args:
@@ -221,7 +221,7 @@ def to_json(recipe: RecipeMap | Mapping[str, Rule]) -> str:
     return json.dumps(content, indent=1, default=str)
 
 
-def _rule(found: Any) -> Rule:
+def _rule(found: Any) -> RecipeRule:
     """A rule of a file."""
     if isinstance(found, str):
         if found not in NAMED:
@@ -238,7 +238,7 @@ def _rule(found: Any) -> Rule:
     return Recipe(**values) if "name" in values else values
 
 
-def _plain(rule: Rule) -> Any:
+def _plain(rule: RecipeRule) -> Any:
     """A rule as JSON has it, but for Casts."""
     if not isinstance(rule, Recipe):
         return rule

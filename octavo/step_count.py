@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
-class _Known:
+class _SeenWrites:
     """What is known of a parameter: the last step of an optimizer that owns it, its version then, writes by hand."""
 
     def __init__(self, step: int, version: int) -> None:
@@ -28,7 +28,9 @@ class _OptimizerSteps:
     def __init__(self) -> None:
         self.count = 0
         self._watching = False
-        self._known: dict[int, _Known] = {}  # by id: weak references to parameters would keep torch from swapping them
+        self._known: dict[
+            int, _SeenWrites
+        ] = {}  # by id: weak references to parameters would keep torch from swapping them
 
     def watch(self) -> None:
         """Start counting; more calls change nothing."""
@@ -61,9 +63,9 @@ class _OptimizerSteps:
         for parameter in watched:
             self._of(parameter).version = version_of(parameter)
 
-    def _of(self, parameter: Tensor) -> _Known:
+    def _of(self, parameter: Tensor) -> _SeenWrites:
         if (known := self._known.get(id(parameter))) is None:
-            known = self._known[id(parameter)] = _Known(self.count, version_of(parameter))
+            known = self._known[id(parameter)] = _SeenWrites(self.count, version_of(parameter))
         return known
 
     def _watched(self, optimizer: Any) -> Iterator[Tensor]:

@@ -93,6 +93,18 @@ def test_files_and_functions_are_short() -> None:
     assert {source: found for source, code in codes.items() if (found := long_functions(code))} == {}
 
 
+def test_a_class_has_a_name_of_its_own() -> None:
+    """Classes and aliases of types, an underscore in front not counted: one word means one thing in all rooms."""
+    found: dict[str, list[str]] = {}
+    for source in SOURCES:
+        for node in ast.parse(source.read_text(encoding="utf-8")).body:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node
+            word = getattr(target, "name", getattr(target, "id", ""))
+            if isinstance(node, ast.ClassDef) or (word.lstrip("_")[:1].isupper() and not word.isupper()):
+                found.setdefault(word.lstrip("_"), []).append(name(source))
+    assert {word: files for word, files in found.items() if len(files) > 1} == {}
+
+
 COPIED_LINES = 10
 
 

@@ -36,7 +36,7 @@ from benchmarks.machine_code.machine_code import instructions, loops, resources
 from benchmarks.machine_code.offline import SHARED_MEMORY, offline
 from benchmarks.machine_code.predictions import DEVICES
 from octavo.granularity import Tile, scale_shape
-from octavo.kernels.arguments import GroupedOperands, Operands, Pair
+from octavo.kernels.arguments import GroupedOperands, OperandPair, ProductArguments
 from octavo.kernels.groups import grouped_scale_shape, padded_columns
 from octavo.kernels.triton.grouped_matmul import grouped_config, triton_grouped_matmul
 from octavo.kernels.triton.launch import Config
@@ -75,10 +75,10 @@ class Peak(NamedTuple):
 PEAKS = {90: Peak(8192, 1.83e9, 64), 100: Peak(16384, 1.85e9, 128, l2_bytes=126e6)}
 
 
-def operand(rows: int, columns: int, tile: Tile) -> Pair:
+def operand(rows: int, columns: int, tile: Tile) -> OperandPair:
     """In place of codes that nothing reads."""
     codes = tensor((rows, columns), E4M3)
-    return Pair(codes, torch.empty(scale_shape(codes.shape, tile)), tile)
+    return OperandPair(codes, torch.empty(scale_shape(codes.shape, tile)), tile)
 
 
 class Work(NamedTuple):
@@ -99,13 +99,13 @@ def launched(name: str, shape: tuple[int, int, int]) -> Work:
     offsets = torch.empty(groups, dtype=torch.int32)
     if form == "rows in groups":
         codes = tensor((groups, N, K), E4M3)
-        b = Pair(codes, torch.empty(scale_shape(codes.shape, b_tile)), b_tile)
+        b = OperandPair(codes, torch.empty(scale_shape(codes.shape, b_tile)), b_tile)
         triton_grouped_matmul(GroupedOperands(a, b, offsets, None), torch.bfloat16, False)
         config, parts, terms, read = grouped_config(a, b, (M, N), groups), 1, K, (M + groups * N) * K
     elif form:
         columns = padded_columns(K, groups, 16)
         a, b = (
-            Pair(
+            OperandPair(
                 tensor((rows, columns), E4M3), torch.empty(grouped_scale_shape((K, rows), groups, tile[::-1])).t(), tile
             )
             for rows, tile in ((M, a_tile), (N, b_tile))
@@ -113,7 +113,7 @@ def launched(name: str, shape: tuple[int, int, int]) -> Work:
         triton_grouped_matmul(GroupedOperands(a, b, offsets, None, 16), torch.bfloat16, False)
         config, parts, terms, read = grouped_config(a, b, (M, N)), groups, K // groups, (M + N) * K
     else:
-        operands = Operands(a, b, None)
+        operands = ProductArguments(a, b, None)
         triton_matmul(operands, torch.bfloat16, False)
         config, parts, terms, read = product_config(a_tile, b_tile, (M, N)), 1, K, (M + N) * K
     return Work(config, parts * -(-M // config.block_r) * -(-N // config.block_c), terms, read)

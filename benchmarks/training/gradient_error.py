@@ -39,7 +39,7 @@ from benchmarks.training.quality_experiments import BATCH, SIZES, STEPS, TOY, TO
 from octavo import E5M2, PerBlock, PerRow, recipes
 from octavo.inspect.effects import DESCENT
 from octavo.train import BASELINE, GPT, Batches, Hooks, load_corpus, next_byte_loss, run
-from octavo.train.checkpoint import Row
+from octavo.train.checkpoint import StepRow
 from octavo.train.model import HEAD
 from octavo.train.trainer import build_model
 
@@ -123,7 +123,7 @@ def weights_of(task: Task, steps: tuple[int, ...], state: Path) -> dict[int, dic
         if set(steps) <= kept.keys():
             return kept
 
-    def on_step(row: Row) -> None:
+    def on_step(row: StepRow) -> None:
         if row.step in steps:
             found[row.step] = {name: value.clone() for name, value in models[0].state_dict().items()}
 

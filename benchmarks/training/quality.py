@@ -54,7 +54,7 @@ from benchmarks.training.quality_experiments import (
 )
 from octavo.tensor.stored_weight import StoredWeight
 from octavo.train import BASELINE, GPT, DivergedError, Hooks, RunResult, load_corpus, loop, run
-from octavo.train.checkpoint import Row, RunFolder
+from octavo.train.checkpoint import RunFolder, StepRow
 from octavo.train.model import HEAD
 from octavo.train.trainer import Trainer, build_model, recipe_named
 
@@ -106,7 +106,7 @@ def train(task: Task, folder: Path, should_stop: Callable[[], bool] = lambda: Fa
         models.append(model)
         convert_head(experiment, model)
 
-    def on_step(row: Row) -> None:
+    def on_step(row: StepRow) -> None:
         if row.step > task.steps * (1 - AVERAGED) and row.step % every == 0:
             torch.save(values_of(models[0]), folder / f"weights-{row.step}.pt")
 

@@ -26,8 +26,8 @@ from octavo.tensor.pair import ForProducts, Operands, operands_of
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)  # rows of the delayed state
 
-Pair = tuple[Tensor, Tensor]  # (qdata, scale_inv)
-Source = Tensor | CastSource | NormSource  # see above
+CodesAndScale = tuple[Tensor, Tensor]  # (qdata, scale_inv)
+AnySource = Tensor | CastSource | NormSource  # see above
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def cast_to_send(casts: RoleCasts, as_is: bool, transposed: bool, exact: bool = 
 
 
 def cast_role(
-    source: Source,
+    source: AnySource,
     recipe: Recipe,
     role: int,
     as_is: bool,
@@ -78,7 +78,7 @@ def cast_role(
 
 
 def _cast_layouts(
-    source: Source,
+    source: AnySource,
     recipe: Recipe,
     role: int,
     as_is: bool,
@@ -120,7 +120,7 @@ _What = tuple[Sequence[Any], dict[str, Any]]  # arguments of the op, the last by
 _Call = tuple[Tensor | None, int, int, bool, Tensor | None]  # scale, role, pad, column_sum, offsets
 
 
-def _what(source: Source, keep: bool = False) -> tuple[Tensor, _What]:
+def _what(source: AnySource, keep: bool = False) -> tuple[Tensor, _What]:
     """(x, and what says what of it is cast); ``keep``: of a norm, its y too."""
     if isinstance(source, Tensor):
         return source, ((), {})
@@ -212,7 +212,7 @@ def _pad(x: Tensor, recipe: Recipe) -> int:
 
 
 def cast_grad_output(
-    source: Source,
+    source: AnySource,
     recipe: Recipe,
     as_is: bool,
     transposed: bool,

@@ -66,7 +66,7 @@ class Chain(NamedTuple):
     returns_norm: bool
 
 
-class Tensors(NamedTuple):
+class ChainTensors(NamedTuple):
     """What gradients flow to: x [T, K], the norm's parameters [K], weights [N, K] and biases [N] of the layers."""
 
     x: Tensor
@@ -79,7 +79,7 @@ class Tensors(NamedTuple):
 
 
 def _forward(
-    tensors: Tensors, chain: Chain, needs: tuple[bool, ...]
+    tensors: ChainTensors, chain: Chain, needs: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """(the output [T, N], the norm's output if it is returned, what to save for the gradients that are needed).
 
@@ -119,7 +119,7 @@ def _forward(
     return result, y, (*of_norm, *saved, *(_saved_input(h, second) if reads_h else (None, None)), *saved_second)
 
 
-def _input_of(tensors: Tensors, norm: Norm | None, mean: Any, rstd: Any) -> Tensor:
+def _input_of(tensors: ChainTensors, norm: Norm | None, mean: Any, rstd: Any) -> Tensor:
     """What is cast for the first layer, in high precision: for an observer."""
     x, gamma, beta, *_ = tensors
     if norm is None:
@@ -137,7 +137,7 @@ def _saved_input(h: Tensor, layer: Layer) -> tuple[Tensor | None, Tensor | None]
     return packed((q, scale_inv), cast)
 
 
-class _Chain(torch.autograd.Function):
+class _ChainFunction(torch.autograd.Function):
     """See the module.
 
     No result may be the very tensor that another name in forward held before: torch.compile of torch 2.11 returns that
@@ -146,7 +146,7 @@ class _Chain(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        tensors, chain = Tensors(*arguments[:-1]), arguments[-1]
+        tensors, chain = ChainTensors(*arguments[:-1]), arguments[-1]
         result, y, saved = _forward(tensors, chain, ctx.needs_input_grad)
         parameters = (tensors.weight, tensors.bias), (tensors.second_weight, tensors.second_bias)
         ctx.plans = [plan_of(layer, chain.dtype, *own) for layer, own in zip(chain.layers, parameters, strict=False)]  # type: ignore[arg-type]
@@ -218,9 +218,9 @@ def run_chain(
     ``leading``: the result's dimensions before N, if not those of x: where x is this rank's tokens.
     """
     second = parameters[1] if len(parameters) == 2 else (None, None)
-    tensors = Tensors(as_rows(x), *norm_parameters, *parameters[0], *second)
+    tensors = ChainTensors(as_rows(x), *norm_parameters, *parameters[0], *second)
     if is_recorded(*tensors):
-        results = _Chain.apply(*tensors, chain)
+        results = _ChainFunction.apply(*tensors, chain)
         results = results if chain.returns_norm else (results,)
     else:
         result, y, _ = _forward(tensors, chain, (False,) * 7)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.autograd.casts import operands_of_codes
-from octavo.autograd.gather_input import Reader
+from octavo.autograd.gather_input import GatherReader
 from octavo.autograd.grouped import Routing, group_of_rows
 from octavo.granularity import ALL
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
@@ -53,12 +53,12 @@ class Exchange(NamedTuple):
         return slice(self.rank * each, (self.rank + 1) * each)
 
 
-class Sending(NamedTuple):
+class RowsToSend(NamedTuple):
     """How rows are cast to be sent, by no cast in high precision, and whose products read them, as this role."""
 
     cast: Cast | None
     role: int
-    reader: Reader
+    reader: GatherReader
 
 
 class ReceivedRows(ForProducts):
@@ -95,7 +95,7 @@ class Journey(NamedTuple):
         return self.exchange.part(len(self.sizes) // self.exchange.size)
 
 
-def dispatch(rows: Tensor, offsets: Tensor, exchange: Exchange, sending: Sending) -> tuple[Tensor, Journey]:
+def dispatch(rows: Tensor, offsets: Tensor, exchange: Exchange, sending: RowsToSend) -> tuple[Tensor, Journey]:
     """Rows [S, C] sorted by expert to the ranks that have these: rows [R, C] by this rank's experts, and their journey.
 
     Gradients flow back. One collective tells all ranks the sizes of groups (and what they found of amax), which are
@@ -124,7 +124,7 @@ def dispatch(rows: Tensor, offsets: Tensor, exchange: Exchange, sending: Sending
     return _There.apply(rows, journey, sending, amax), journey
 
 
-def combine(y: Tensor, journey: Journey, sending: Sending) -> Tensor:
+def combine(y: Tensor, journey: Journey, sending: RowsToSend) -> Tensor:
     """The results [R, C] of dispatched rows back to where these came from: [S, C]; their gradient is sent as pairs."""
     return _Back.apply(y, journey, sending)
 
@@ -133,7 +133,7 @@ class _There(torch.autograd.Function):
     """Rows to their experts; the gradient comes back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, journey: Journey, sending: Sending, amax: Tensor | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, journey: Journey, sending: RowsToSend, amax: Tensor | None) -> Tensor:
         ctx.journey = journey
         return _send(rows, journey, sending, amax)
 
@@ -146,7 +146,7 @@ class _Back(torch.autograd.Function):
     """Results back; the gradient goes to the experts."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, journey: Journey, sending: Sending) -> Tensor:
+    def forward(ctx: Any, y: Tensor, journey: Journey, sending: RowsToSend) -> Tensor:
         ctx.journey, ctx.sending = journey, sending
         return _bring_back(y, journey)
 
@@ -158,7 +158,7 @@ class _Back(torch.autograd.Function):
         return _send(grad, ctx.journey, ctx.sending, amax), None, None
 
 
-def _send(rows: Tensor, journey: Journey, sending: Sending, amax: Tensor | None) -> Tensor:
+def _send(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Tensor | None) -> Tensor:
     """What this rank's experts get. ``amax`` [E]: of all ranks' rows, where these share scales."""
     cast, order, columns = sending.cast, journey.routing.order, rows.shape[1]
     if cast is None:
@@ -186,7 +186,7 @@ def _bring_back(y: Tensor, journey: Journey) -> Tensor:
     return _all_to_all(y[journey.routing.inverse], journey.received, journey.sent, journey.exchange)
 
 
-def _shares_scales(sending: Sending) -> bool:
+def _shares_scales(sending: RowsToSend) -> bool:
     return sending.cast is not None and sending.cast.tile == (ALL, ALL)
 
 
@@ -199,7 +199,7 @@ def _amax_of_groups(rows: Tensor, offsets: Tensor) -> Tensor:
     return found[:-1]
 
 
-def _cast_by_group(rows: Tensor, journey: Journey, sending: Sending, amax: Tensor) -> tuple[Tensor, Tensor]:
+def _cast_by_group(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Tensor) -> tuple[Tensor, Tensor]:
     """(codes [S, C], scale_inv [E, 1]) of scales that follow from ``amax`` [E] of all ranks, or are delayed."""
     cast = sending.cast
     assert cast is not None

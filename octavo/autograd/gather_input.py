@@ -28,7 +28,16 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Norm, Pair, State, as_rows, cast_to_send, operands_of_codes
+from octavo.autograd.casts import (
+    GRAD_OUTPUT,
+    INPUT,
+    CodesAndScale,
+    Norm,
+    State,
+    as_rows,
+    cast_to_send,
+    operands_of_codes,
+)
 from octavo.autograd.shared_scales import agreed_scale
 from octavo.granularity import ALL
 from octavo.private import c10d_ops
@@ -38,7 +47,7 @@ from octavo.tensor.gathered_input import GatheredGradient, GatheredInput, Wire
 from octavo.tensor.pair import Operands, transposed_pair
 
 
-class Reader(NamedTuple):
+class GatherReader(NamedTuple):
     """Who reads what is gathered: a recipe's products, with delayed state; ``needs_dw``: grad_weight among them.
 
     ``observers``: who sees the cast of each rank's own tokens, beside the recipe that is observed.
@@ -50,7 +59,7 @@ class Reader(NamedTuple):
     observers: Sequence[tuple[Recipe, Any]] = ()
 
 
-def can_gather(reader: Reader, role: int, tokens: int, exact: bool) -> bool:
+def can_gather(reader: GatherReader, role: int, tokens: int, exact: bool) -> bool:
     """Whether a role, of which each rank has so many consecutive tokens, can be sent as pairs."""
     casts = reader.recipe.casts[role]
     if not (exact and reader.needs_dw) or casts.once or role == GRAD_OUTPUT:
@@ -98,7 +107,7 @@ def _scale_of_all(amax: Tensor, cast: Cast, state: State | None, role: int, wire
     return agreed_scale(amax, cast.arguments, wire.group, delayed)
 
 
-def _operands(pair: Pair, amax: Tensor | None, reader: Reader, role: int, wire: Wire) -> Operands:
+def _operands(pair: CodesAndScale, amax: Tensor | None, reader: GatherReader, role: int, wire: Wire) -> Operands:
     """Of all rows, from the pair of this rank's, unpadded, and what per tensor is the amax of all."""
     (recipe, _, needs_dw, _), (q, scale_inv) = reader, pair
     casts = recipe.casts[role]
@@ -112,7 +121,7 @@ def _operands(pair: Pair, amax: Tensor | None, reader: Reader, role: int, wire: 
     return operands_of_codes(q, scale_inv, recipe, role, needs_dw and (casts.once or not wire.exact), amax)
 
 
-def _gather(rows: Tensor, reader: Reader, role: int, wire: Wire) -> Operands:
+def _gather(rows: Tensor, reader: GatherReader, role: int, wire: Wire) -> Operands:
     cast, scale, amax = reader.recipe.casts[role].as_is, None, None
     assert cast is not None
     if cast.tile == (ALL, ALL):
@@ -149,11 +158,11 @@ def gather_norm(
     keep = keep or (needs_dw and wire.exact and not casts.once)
     written = kernels.cast(x_RK, scale, INPUT, *cast.arguments, **of_norm, keep=keep)
     q, _, scale_inv, _, mean, rstd, y = written
-    reader = Reader(recipe, state, needs_dw)
+    reader = GatherReader(recipe, state, needs_dw)
     return _operands((q, scale_inv), amax, reader, INPUT, wire), y if keep else None, mean, rstd
 
 
-def gathered_transposed(x_RK: Tensor, recipe: Recipe, wire: Wire, observer: Any = None) -> Pair:
+def gathered_transposed(x_RK: Tensor, recipe: Recipe, wire: Wire, observer: Any = None) -> CodesAndScale:
     """The pair of the whole input transposed [K, T], in backward, of this rank's rows.
 
     For an observer that reads casts each reader casts anew what the first has gathered for all.
@@ -195,7 +204,7 @@ class _ScatterOutput(torch.autograd.Function):
     """Sums forward; the gradient's codes and scales backward, or where there is no reader itself."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, dim: int, reader: Reader | None, wire: Wire, needs_db: bool) -> Tensor:
+    def forward(ctx: Any, y: Tensor, dim: int, reader: GatherReader | None, wire: Wire, needs_db: bool) -> Tensor:
         ctx.how, ctx.shape = (reader, wire, needs_db), y.shape
         return scattered(as_rows(y), wire).view(*y.shape[:dim], y.shape[dim] // wire.ranks, *y.shape[dim + 1 :])
 
@@ -211,7 +220,7 @@ class _ScatterOutput(torch.autograd.Function):
         return GatheredGradient(operands, ctx.shape, rows.dtype), None, None, None, None
 
 
-def gather_input(x: Tensor, dim: int, reader: Reader, wire: Wire) -> GatheredInput:
+def gather_input(x: Tensor, dim: int, reader: GatherReader, wire: Wire) -> GatheredInput:
     """The whole input, of this rank's tokens x [..., s, K], bf16, fp16 or fp32; every rank of the group calls it.
 
     ``dim`` is that of the tokens, ``reader`` one that ``can_gather`` it.
@@ -222,7 +231,7 @@ def gather_input(x: Tensor, dim: int, reader: Reader, wire: Wire) -> GatheredInp
     return GatheredInput(_Carrier.apply(x, dim, wire), operands, shard, arguments_of(reader.recipe), wire)
 
 
-def scatter_output(y: Tensor, dim: int, reader: Reader | None, wire: Wire, needs_db: bool) -> Tensor:
+def scatter_output(y: Tensor, dim: int, reader: GatherReader | None, wire: Wire, needs_db: bool) -> Tensor:
     """This rank's tokens [..., s, N] of the sum over ranks of y [..., S, N], bf16, fp16 or fp32.
 
     ``dim`` is that of the tokens. ``reader``: of the gradient, if it ``can_gather`` it; None: it is gathered in its

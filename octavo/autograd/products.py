@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Pair, State, as_rows, cast_grad_output, cast_role
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CodesAndScale, State, as_rows, cast_grad_output, cast_role
 from octavo.autograd.gather_input import gathered_transposed
 from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
 from octavo.autograd.shared_scales import Parts
@@ -113,7 +113,9 @@ def to_save(x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, n
     )
 
 
-def packed(pair: Pair | None, cast: Cast | None, refilled: bool = False) -> tuple[Tensor | None, Tensor | None]:
+def packed(
+    pair: CodesAndScale | None, cast: Cast | None, refilled: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
     """A pair to save for backward: block scales that are powers of two as E8M0, exact in a quarter of the bytes.
 
     ``refilled``: its own tensors have to be saved, see Operands.
@@ -256,8 +258,8 @@ def refuse_second_derivatives() -> None:
 def _matmul(
     recipe: Recipe,
     product: str,
-    a: Pair,
-    b: Pair,
+    a: CodesAndScale,
+    b: CodesAndScale,
     bias: Tensor | None,
     dtype: torch.dtype,
     offsets: Tensor | None,
@@ -284,7 +286,7 @@ def _operands(
     return x_TK, cast_role(x_TK, layer.recipe, INPUT, True, needs_dw, *how)
 
 
-class _Linear(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     """y = x . W^T + b with a recipe's products."""
 
     @staticmethod
@@ -324,7 +326,7 @@ def linear(x: Tensor | GatheredInput, weight_NK: Tensor, bias: Tensor | None, la
     assert isinstance(x, Tensor)
     x_TK = as_rows(x)
     if is_recorded(x, weight_NK, bias):
-        y_TN = _Linear.apply(x_TK, weight_NK, bias, layer, gathered)
+        y_TN = _LinearFunction.apply(x_TK, weight_NK, bias, layer, gathered)
     else:
         y_TN = output(*_operands(x_TK, layer, gathered, False), weight_NK, bias, layer, x_TK.dtype)
     return y_TN if x.ndim == 2 else y_TN.view(*x.shape[:-1], weight_NK.shape[0])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo.cost.estimate import Estimate, Layer, LinearWork
+from octavo.cost.estimate import Estimate, LayerTime, LinearWork
 from octavo.cost.rates import FORMS, HIGH_PRECISION, PlanError, Rates
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe
@@ -110,7 +110,7 @@ def _why(bf16: Estimate, best: Estimate) -> str:
     return f"casts take {best.casts / (bf16.products - best.products):.0%} of what the products gain"
 
 
-def _grouped(layers: Sequence[Layer]) -> str:
+def _grouped(layers: Sequence[LayerTime]) -> str:
     """Layers by their shapes: how many, and the first one's name."""
     counts = Counter(layer.work.shape for layer in layers)
     names = {layer.work.shape: layer.work.name for layer in reversed(layers)}

@@ -109,7 +109,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerTime:
     """A linear layer's seconds a step, in bf16 and as converted."""
 
     work: LinearWork
@@ -142,7 +142,7 @@ class Estimate:
     other: float
     optimizer: float
     memory: PhasePlan
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerTime, ...]
 
     @property
     def total(self) -> float:
@@ -150,7 +150,7 @@ class Estimate:
         return self.products + self.casts + self.other + self.optimizer
 
     @property
-    def slower(self) -> tuple[Layer, ...]:
+    def slower(self) -> tuple[LayerTime, ...]:
         """Converted layers that bf16 would compute as fast or faster."""
         return tuple(layer for layer in self.layers if layer.converted >= layer.bf16)
 
@@ -299,7 +299,7 @@ def estimate(
         multiplied, cast = linear.seconds(own, rates)
         products, casts = products + multiplied, casts + cast
         if not own.is_high_precision:
-            layers.append(Layer(linear, linear.seconds(high_precision(), rates)[0], multiplied + cast))
+            layers.append(LayerTime(linear, linear.seconds(high_precision(), rates)[0], multiplied + cast))
     other = work.other_bytes / rates.copy + work.other_ops * rates.launch
     other += rates.product_seconds(HIGH_PRECISION, work.other_flop) if work.other_flop else 0.0
     memory = _memory(twin, optimizer, recipe, inputs)

@@ -14,15 +14,21 @@ from octavo.autograd.casts import GRAD_OUTPUT, INPUT, WEIGHT, State, cast_role
 from octavo.cost.rates import HIGH_PRECISION, Rates, device_label, memory_of, product_form
 from octavo.scaling.recipe import Recipe
 
-Shape = tuple[int, int, int]  # rows and columns of a product's result, and the length that it contracts over
-ON_GPU: tuple[Shape, ...] = (
+ProductShape = tuple[int, int, int]  # rows and columns of a product's result, and the length that it contracts over
+ON_GPU: tuple[ProductShape, ...] = (
     (4096, 1024, 1024),
     (4096, 2048, 2048),
     (4096, 4096, 4096),
     (8192, 8192, 8192),
     (16384, 14336, 4096),
 )
-ON_CPU: tuple[Shape, ...] = ((256, 128, 128), (512, 256, 256), (1024, 512, 512), (1024, 1024, 1024), (2048, 1024, 2048))
+ON_CPU: tuple[ProductShape, ...] = (
+    (256, 128, 128),
+    (512, 256, 256),
+    (1024, 512, 512),
+    (1024, 1024, 1024),
+    (2048, 1024, 2048),
+)
 _SECONDS = 0.05  # a measurement
 _CAST = {True: (8192, 8192), False: (1024, 1024)}  # what is cast, on a GPU and elsewhere
 

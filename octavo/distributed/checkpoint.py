@@ -138,7 +138,7 @@ def load_checkpoint(
     ):
         folder = ranks.first(lambda: _latest(root))
         with ranks.together():
-            content, reader = _read_content(folder), Reader(folder)
+            content, reader = _read_content(folder), MetadataReader(folder)
         own = get_model_state_dict(model)  # where ranks may find one scale for a weight in FP8
         with ranks.together():
             state, places = _model_to_fill(model, own, content)
@@ -293,7 +293,7 @@ def _model_to_fill(model: nn.Module, own: Any, content: dict[str, Any]) -> tuple
 
 
 def _optimizer_to_fill(
-    model: nn.Module, optimizer: Optimizer, begun: Any, content: dict[str, Any], reader: Reader
+    model: nn.Module, optimizer: Optimizer, begun: Any, content: dict[str, Any], reader: MetadataReader
 ) -> tuple[dict[str, Any], list[tuple[dict[str, Any], str, Moment]], Places]:
     """The state dict of an optimizer that has ``begun``, places as above, and those moments that come in other codes.
 
@@ -494,7 +494,7 @@ class _Unpickler(pickle.Unpickler):
 _KNOWN = {("torch", "Size"), ("torch.serialization", "_get_layout")}
 
 
-class Reader(dcp.FileSystemReader):
+class MetadataReader(dcp.FileSystemReader):
     """Reads the metadata at once, by the unpickler above."""
 
     def __init__(self, folder: str) -> None:

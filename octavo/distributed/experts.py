@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, cast_to_send
-from octavo.autograd.exchange import Exchange, Sending, combine, dispatch
-from octavo.autograd.gather_input import Reader
+from octavo.autograd.exchange import Exchange, RowsToSend, combine, dispatch
+from octavo.autograd.gather_input import GatherReader
 from octavo.nn.agreement import ask
 from octavo.nn.converted_experts import ConvertedExperts, OfTransformers
 from octavo.nn.experts import Experts
@@ -95,17 +95,17 @@ def _on_their_ranks(
     rows = rows.to(product_dtype(rows, gate_up.operands()[0]))
     (weight, bias), (second, second_bias), exact = gate_up.trains, down.trains, gate_up.exchange.exact
     cast = cast_to_send(gate_up.recipe.input_casts, True, weight, exact)
-    there = Sending(cast, INPUT, _reader(gate_up, weight))
+    there = RowsToSend(cast, INPUT, _reader(gate_up, weight))
     needs_dx = rows.requires_grad or weight or bias
     by = None if second_bias else cast_to_send(down.recipe.grad_output_casts, needs_dx, second, exact)
     received, journey = dispatch(rows, offsets, gate_up.exchange, there)
     y = compute(received, journey.routing.offsets)
-    return combine(y, journey, Sending(by, GRAD_OUTPUT, _reader(down, second)))
+    return combine(y, journey, RowsToSend(by, GRAD_OUTPUT, _reader(down, second)))
 
 
-def _reader(part: Grouped, needs_dw: bool) -> Reader:
+def _reader(part: Grouped, needs_dw: bool) -> GatherReader:
     observer = part.observing
-    return Reader(part.recipe, state_of(part), needs_dw, () if observer is None else ((part.recipe, observer),))
+    return GatherReader(part.recipe, state_of(part), needs_dw, () if observer is None else ((part.recipe, observer),))
 
 
 def _parts_of(module: nn.Module, name: str) -> list[Grouped]:

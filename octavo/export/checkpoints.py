@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from octavo.errors import ExportError, MissingExtraError
-from octavo.export.layouts import BLOCK, GATHER, LAYOUTS, Entry, Layers, Layout, Written, entries, scale_name
+from octavo.export.layouts import BLOCK, GATHER, LAYOUTS, Entry, Layers, Layout, WrittenTensors, entries, scale_name
 from octavo.tensor.sharded_weight import mp_policies, on_this_rank
 
 
@@ -143,7 +143,7 @@ def _likes(found: list[Entry], layout: Layout) -> dict[str, Tensor]:
     return likes
 
 
-def _keyed(written: Written, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+def _keyed(written: WrittenTensors, layout: Layout) -> Iterator[tuple[str, Tensor]]:
     """Tensors and scales by their keys."""
     for name, tensor, scale_inv in written:
         yield name, tensor

@@ -38,7 +38,7 @@ from octavo.tensor.sharded_weight import on_this_rank, plain
 Layers = dict[str, RecipeModule]  # the modules whose output product is in FP8, by name
 BLOCK = 128
 GATHER = "gather the model first (torch.distributed.checkpoint.state_dict)"  # what to do about shards
-Written = Iterator[tuple[str, Tensor, Tensor | None]]  # names, codes or tensors, scales or None
+WrittenTensors = Iterator[tuple[str, Tensor, Tensor | None]]  # names, codes or tensors, scales or None
 
 
 def written_names(model: nn.Module, key: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -127,7 +127,7 @@ class Entry(NamedTuple):
     layer: RecipeModule | None
     model: nn.Module | None = None
 
-    def read(self, training: bool, policies: Mapping[int, Any]) -> Written:
+    def read(self, training: bool, policies: Mapping[int, Any]) -> WrittenTensors:
         """(name, codes [N, K], scales as the layouts have them) where it is in FP8, else (name, tensor, None).
 
         Args:
@@ -143,14 +143,14 @@ class Entry(NamedTuple):
         codes, scale_inv = self.layer.weight_pair(training, policy)
         return self._written(codes.detach(), scale_inv.detach().view(scale_shape(self.layer)))
 
-    def likes(self) -> Written:
+    def likes(self) -> WrittenTensors:
         """What ``read`` gives, on the meta device."""
         if self.layer is None:
             return self._written(torch.empty_like(self.tensor, device="meta"))
         codes = torch.empty(self.layer.weight_parameter.shape, dtype=E4M3.dtype, device="meta")
         return self._written(codes, torch.empty(scale_shape(self.layer), dtype=torch.float32, device="meta"))
 
-    def _written(self, tensor: Tensor, scale_inv: Tensor | None = None) -> Written:
+    def _written(self, tensor: Tensor, scale_inv: Tensor | None = None) -> WrittenTensors:
         if scale_inv is None or not isinstance(self.layer, Grouped):
             named = {self.key: tensor} if self.model is None else written_names(self.model, self.key, tensor)
             return ((name, part, scale_inv) for name, part in named.items())

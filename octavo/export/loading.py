@@ -33,7 +33,7 @@ from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, local_store
 
 SCALES = ("_scale_inv", "_scale")  # after a weight's name
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # static casts
-Reader = Callable[[Path], Any]  # an open safetensors file
+OpenFile = Callable[[Path], Any]  # an open safetensors file
 
 
 def places_of_experts(model: nn.Module) -> dict[str, dict[str, tuple[int, slice]]]:
@@ -180,7 +180,7 @@ def load_fp8(
 # --- the checkpoint ---------------------------------------------------------------------------------------------------
 
 
-def _tensors(folder: Path, reader: Reader) -> dict[str, _Stored]:
+def _tensors(folder: Path, reader: OpenFile) -> dict[str, _Stored]:
     """What the checkpoint holds, by its own names, each FP8 weight with its scales.
 
     Raises:
@@ -238,7 +238,7 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _weight_map(folder: Path, reader: Reader) -> dict[str, str]:
+def _weight_map(folder: Path, reader: OpenFile) -> dict[str, str]:
     """The file of each tensor."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
@@ -264,7 +264,7 @@ def _opened(safe_open: Any, file: Path) -> Iterator[Any]:
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def _targets(model: nn.Module, found: dict[str, _Stored], strict: bool, reader: Reader) -> dict[str, _Stored]:
+def _targets(model: nn.Module, found: dict[str, _Stored], strict: bool, reader: OpenFile) -> dict[str, _Stored]:
     """What is loaded into each of the model's tensors, by their names there.
 
     Raises:
@@ -321,7 +321,7 @@ def _expected_surplus(model: nn.Module, named: dict[str, _Stored]) -> list[str]:
     return [key for key in named if any(re.search(pattern, key) for pattern in patterns)]
 
 
-def _check_target(model: nn.Module, key: str, stored: _Stored, reader: Reader) -> None:
+def _check_target(model: nn.Module, key: str, stored: _Stored, reader: OpenFile) -> None:
     module, parameter = _owner(model, key)
     if on_this_rank(parameter) is not parameter:
         raise ValueError(f"{key} is sharded; load_fp8 before fully_shard")
@@ -361,7 +361,7 @@ def _owner(model: nn.Module, key: str) -> tuple[nn.Module, Tensor]:
     return module, getattr(module, name)
 
 
-def _load(model: nn.Module, key: str, stored: _Stored, reader: Reader, device: Any) -> bool:
+def _load(model: nn.Module, key: str, stored: _Stored, reader: OpenFile, device: Any) -> bool:
     """Load one tensor; whether it had to be rounded to new codes."""
     module, target = _owner(model, key)
     place = torch.device(device) if target.is_meta else target.device
@@ -382,7 +382,7 @@ def _load(model: nn.Module, key: str, stored: _Stored, reader: Reader, device: A
     return rounds
 
 
-def _as_stored(target: StoredWeight, stored: _Stored, reader: Reader, value: Tensor) -> tuple[StoredWeight, bool]:
+def _as_stored(target: StoredWeight, stored: _Stored, reader: OpenFile, value: Tensor) -> tuple[StoredWeight, bool]:
     """A stored weight of the target's kind, and whether it was rounded: codes as they are wherever that is possible."""
     if stored.scale is None:
         return StoredWeight.cast(value.to(target.dtype), target.granularity, target.requires_grad), True
@@ -396,7 +396,7 @@ def _as_stored(target: StoredWeight, stored: _Stored, reader: Reader, value: Ten
 
 
 def _experts_as_stored(
-    target: StoredWeight, stored: _Stored, reader: Reader, place: torch.device
+    target: StoredWeight, stored: _Stored, reader: OpenFile, place: torch.device
 ) -> tuple[StoredWeight, bool]:
     """``_as_stored`` of experts that the checkpoint has apart: as they are, where all scales are the target's kind."""
     codes = torch.empty(target.shape, dtype=torch.uint8, device=place)
@@ -424,7 +424,7 @@ def _experts_as_stored(
     return found.moved(lambda tensor: tensor, target.dtype), True
 
 
-def _scales_of(stored: _Stored, reader: Reader) -> tuple[Tensor, Granularity]:
+def _scales_of(stored: _Stored, reader: OpenFile) -> tuple[Tensor, Granularity]:
     """The scale_inv of codes [N, K], or [E, N, K], and which of them share one.
 
     Raises:

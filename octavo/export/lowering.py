@@ -20,7 +20,7 @@ from torch.onnx import ops as onnx_ops
 from octavo.errors import ExportError
 from octavo.formats import format_of
 from octavo.granularity import ALL
-from octavo.kernels.arguments import CastSource, NormSource, Operands, Output, Scaling, no_codes, unpacking
+from octavo.kernels.arguments import CastSource, NormSource, Output, ProductArguments, Scaling, no_codes, unpacking
 from octavo.nn.fused import activate
 from octavo.numerics import floor_power_of_two_by_comparison, scale_from_amax, scale_inv_from_scale
 
@@ -76,7 +76,7 @@ class _Lowering:
     def dequantize(self, qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self._linear("DequantizeLinear", qdata, scale_inv, tile, torch.float32).to(dtype)
 
-    def matmul(self, operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+    def matmul(self, operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
         x, weight = (self._linear("DequantizeLinear", *pair, torch.float32) for pair in operands[:2])
         return F.linear(x, weight, operands.bias).to(out_dtype)
 

@@ -89,7 +89,7 @@ class FaultError(OctavoError):
         self.fault = fault
 
 
-class _Reading(NamedTuple):
+class _StepInFlight(NamedTuple):
     """A step on its way to the host: SIGNALS of each rank, its loss and its grad_norm."""
 
     step: int
@@ -139,7 +139,7 @@ class FaultTrace:
         self._ranks = Ranks.of_process() if group is None else Ranks(group)
         self._device = device_of(self._layers[0][1])
         self._late = 0 if self._device.type == "cpu" else LATE
-        self._readings: list[_Reading] = []
+        self._readings: list[_StepInFlight] = []
         self._read: deque[tuple[int, float, float]] = deque(maxlen=BEFORE + 1)
         roles = [module for _, module in self._layers for _ in WATCHED]
         size = len(roles)
@@ -214,7 +214,7 @@ class FaultTrace:
         if self._device.type == "cuda":
             signals = torch.empty_like(signals, device="cpu", pin_memory=True).copy_(signals, non_blocking=True)
             event = torch.cuda.current_stream(self._device).record_event()
-        self._readings.append(_Reading(self._step, signals, event))
+        self._readings.append(_StepInFlight(self._step, signals, event))
 
     def _scalar(self, value: float | Tensor) -> Tensor:
         return torch.as_tensor(value, dtype=torch.float32).detach().to(self._device, non_blocking=True).reshape(())

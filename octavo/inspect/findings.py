@@ -12,7 +12,7 @@ from octavo.inspect.record import Record, numpy
 from octavo.inspect.remedies import Exponents, as_text, called, outcome, remedies, with_cast, without_fp8
 from octavo.inspect.rows import Row
 from octavo.scaling.recipe import Dynamic
-from octavo.scaling.recipe_map import Rule
+from octavo.scaling.recipe_map import RecipeRule
 
 # From where on a measure is a finding. A finding's severity is how many times its limit it reaches.
 LIMITS = {
@@ -75,9 +75,9 @@ class Finding:
     remedy: str
     expected: str
     severity: float
-    rules: Mapping[str, Rule] = field(default_factory=dict)
+    rules: Mapping[str, RecipeRule] = field(default_factory=dict)
 
-    def mended(self, cause: str, rules: Mapping[str, Rule], expected: str) -> Finding:
+    def mended(self, cause: str, rules: Mapping[str, RecipeRule], expected: str) -> Finding:
         """The finding with its cause, and rules that mend it."""
         return replace(self, cause=cause, remedy=as_text(rules), expected=expected, rules=rules)
 

@@ -258,7 +258,7 @@ def load(folder: str | Path) -> Record:
     sums = np.zeros((len(counts), len(places), len(SUMS)))
     extremes = np.zeros((len(counts), len(places), len(EXTREMES)))
     exponents = np.zeros((len(counts), len(places), EXPONENTS), dtype="float32")
-    experts = _Experts(list(places), len(counts))
+    experts = _ExpertSteps(list(places), len(counts))
     moved = np.zeros((len(counts), len(layers), len(MOVED)))
     for at, (step, path) in enumerate(counts.items()):
         begun = max((begun for begun in tables if begun <= step), default=None)
@@ -293,7 +293,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise RecordError(f"{path} is damaged ({why}): copy it again, or take it away") from error
 
 
-class _Experts:
+class _ExpertSteps:
     """What is read of experts, step by step."""
 
     def __init__(self, rows: Sequence[Row], steps: int) -> None:

@@ -25,7 +25,7 @@ Scalar = float | Tensor
 SKIPPED = "skipped"  # a kind of event that arrives as a scalar does
 
 
-class _Reading(NamedTuple):
+class _CountsInFlight(NamedTuple):
     """What is on its way to the host: of a step that was recorded its counts, and scalars of the steps before."""
 
     step: int
@@ -106,7 +106,7 @@ class Recorder:
         self._samples = WeightSamples()
         self._numbers: list[tuple[int, str, float]] = []
         self._scalars: list[tuple[int, list[str], Tensor]] = []  # those on the device, of each step together
-        self._readings: list[_Reading] = []
+        self._readings: list[_CountsInFlight] = []
         self._switches = self._known_switches()
         self._begin()
 
@@ -232,9 +232,9 @@ class Recorder:
             tensors = {name: pinned[name].copy_(t, non_blocking=True) for name, t in tensors.items()}
             event = torch.cuda.current_stream(device).record_event()
         names = [(step, name) for step, names, _ in kept for name in names]
-        self._readings.append(_Reading(self._step, self._table, numbers, names, tensors, event))
+        self._readings.append(_CountsInFlight(self._step, self._table, numbers, names, tensors, event))
 
-    def _write(self, reading: _Reading) -> None:
+    def _write(self, reading: _CountsInFlight) -> None:
         if self._writer is None:
             return
         rows: dict[int, dict[str, float]] = {}

@@ -23,7 +23,7 @@ from octavo.inspect.rows import Row
 from octavo.kernels.arguments import LOWEST
 from octavo.recipes import blockwise, mx
 from octavo.scaling.recipe import OPERANDS, Cast, Delayed, Dynamic, Recipe
-from octavo.scaling.recipe_map import Rule
+from octavo.scaling.recipe_map import RecipeRule
 
 _FINER = ((128, blockwise), (32, mx))  # numbers that share a scale
 
@@ -80,7 +80,7 @@ class Remedy(NamedTuple):
         is_bound: whether it is at most that share.
     """
 
-    rules: dict[str, Rule]
+    rules: dict[str, RecipeRule]
     share: float
     is_bound: bool
 
@@ -140,7 +140,7 @@ def _least(format: Format, least: str) -> float:
     return format.smallest_subnormal / 2 if least == "smallest_subnormal" else format.smallest_normal
 
 
-def with_cast(row: Row, rows: Sequence[Row], cast: Cast) -> dict[str, Rule] | None:
+def with_cast(row: Row, rows: Sequence[Row], cast: Cast) -> dict[str, RecipeRule] | None:
     """The rule that changes a row's cast in the products that read it; None where no recipe can have it."""
     casts = {(other.role, product): laid for other in rows for product, laid in _by_product(other, other.cast)}
     before = {
@@ -168,28 +168,28 @@ def _by_product(row: Row, cast: Cast) -> Iterator[tuple[str, Cast]]:
         yield product, dataclasses.replace(cast, granularity=cast.granularity.transposed())
 
 
-def without_fp8(row: Row) -> dict[str, Rule]:
+def without_fp8(row: Row) -> dict[str, RecipeRule]:
     """The rule that leaves the products that read a row in high precision."""
     return _of(row, dict.fromkeys(row.products))
 
 
-def _of(row: Row, rule: Rule) -> dict[str, Rule]:
+def _of(row: Row, rule: RecipeRule) -> dict[str, RecipeRule]:
     return {glob.escape(row.layer): rule}
 
 
-def as_text(rules: Mapping[str, Rule]) -> str:
+def as_text(rules: Mapping[str, RecipeRule]) -> str:
     """Rules as Python."""
     return "{" + ", ".join(f"{pattern!r}: {_code(rule)}" for pattern, rule in rules.items()) + "}"
 
 
-def _code(rule: Rule) -> str:
+def _code(rule: RecipeRule) -> str:
     text = f"recipes.{rule.name}()" if isinstance(rule, Recipe) else repr(rule)
     return text.replace(", Dynamic())", ")").replace(str(Delayed()), "Delayed()")  # defaults
 
 
-def together(found: Iterable[Mapping[str, Rule]]) -> dict[str, Rule]:
+def together(found: Iterable[Mapping[str, RecipeRule]]) -> dict[str, RecipeRule]:
     """Rules of several remedies; of those that change the same product of a layer the first."""
-    chosen: dict[str, Rule] = {}
+    chosen: dict[str, RecipeRule] = {}
     for rules in found:
         for pattern, rule in rules.items():
             before = chosen.setdefault(pattern, rule)

@@ -166,10 +166,10 @@ def parameter_of(module: RecipeModule) -> nn.Parameter | None:
     return module.weight if isinstance(module, PartedLinear) else weight_of(module)
 
 
-_Cast = tuple[tuple[str, ...], Cast] | None
+_CastOfRow = tuple[tuple[str, ...], Cast] | None
 
 
-def _casts(module: RecipeModule, role: int) -> tuple[_Cast, _Cast]:
+def _casts(module: RecipeModule, role: int) -> tuple[_CastOfRow, _CastOfRow]:
     """A role's casts with the products that read them: one for both, where they are the same."""
     casts, (as_is, transposed) = module.recipe.casts[role], READS[ROLES[role]]
     if casts.once:

@@ -47,7 +47,7 @@ from octavo.scaling.recipe_map import RecipeMap, recipe_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Key = tuple[str, str]  # a layer's name and a recipe's
-Gradient = list[Tensor | None]  # by parameter
+Gradients = list[Tensor | None]  # by parameter
 Found = tuple[float, float, float, float]
 NO_PRODUCTS = math.nan, math.nan, math.nan
 NAMES = ("dynamic", "delayed", "rowwise", "blockwise", "mx")
@@ -240,7 +240,7 @@ class _Passes:
                 change, first = changed - value, sum(self.first.get((name, recipe), 0.0) for name in names)
                 found.append((change / abs(value), (change - first) / abs(value), *_against(exact, gradient)))
 
-    def _choose(self, exact: Gradient, most: int) -> None:
+    def _choose(self, exact: Gradients, most: int) -> None:
         """Which layers to run alone, by what their products' errors may do."""
         squares = {
             id(parameter): 0.0 if gradient is None else float(gradient.double().square().sum())
@@ -263,7 +263,7 @@ class _Passes:
         output, grad_input, grad_weight = (errors / exact).sqrt().tolist()  # 0 / 0: a product that is not computed
         return output, grad_input, grad_weight
 
-    def gradient(self, batch: Any) -> tuple[float, Gradient]:
+    def gradient(self, batch: Any) -> tuple[float, Gradients]:
         """The loss of a batch and its gradients, without a trace but in buffers, each time copies of the model's."""
         for module, name, buffer in self.buffers:
             module._buffers[name] = buffer.clone()
@@ -376,7 +376,7 @@ def _products(layer: RecipeModule, x: Tensor, grad: Tensor, ends: Any) -> tuple[
     return output.detach(), grads[0], grads[1]
 
 
-def _against(exact: Gradient, found: Gradient) -> tuple[float, float]:
+def _against(exact: Gradients, found: Gradients) -> tuple[float, float]:
     """(cosine, ratio of the norms) of two gradients, in float64."""
     sums = torch.zeros(3, dtype=torch.float64)
     for a, b in zip(exact, found, strict=True):

@@ -112,7 +112,7 @@ class Commit(NamedTuple):
     reduce: str
 
 
-class Pair(NamedTuple):
+class OperandPair(NamedTuple):
     """An operand of a product, [rows, K]."""
 
     codes: Tensor
@@ -120,11 +120,11 @@ class Pair(NamedTuple):
     tile: Tile
 
 
-class Operands(NamedTuple):
+class ProductArguments(NamedTuple):
     """What a product multiplies, and the bias that it adds."""
 
-    a: Pair
-    b: Pair
+    a: OperandPair
+    b: OperandPair
     bias: Tensor | None
 
     @property
@@ -136,8 +136,8 @@ class Operands(NamedTuple):
 class GroupedOperands(NamedTuple):
     """What a grouped product multiplies: a's rows in groups by b's matrices, or both along a contraction in groups."""
 
-    a: Pair
-    b: Pair
+    a: OperandPair
+    b: OperandPair
     offsets: Tensor
     bias: Tensor | None
     pad: int = 1
@@ -314,9 +314,11 @@ def check_grouped_operands(operands: GroupedOperands) -> None:
             )
 
 
-def _operands(*flat: Any) -> Operands:
+def _operands(*flat: Any) -> ProductArguments:
     a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, bias = flat
-    return Operands(Pair(a, a_scale_inv, (a_tile[0], a_tile[1])), Pair(b, b_scale_inv, (b_tile[0], b_tile[1])), bias)
+    return ProductArguments(
+        OperandPair(a, a_scale_inv, (a_tile[0], a_tile[1])), OperandPair(b, b_scale_inv, (b_tile[0], b_tile[1])), bias
+    )
 
 
 def check_norm(

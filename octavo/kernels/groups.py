@@ -90,7 +90,7 @@ def check_offsets(offsets: Tensor, rows: int) -> list[int]:
     return ends
 
 
-class Place(NamedTuple):
+class GroupPlace(NamedTuple):
     """Where a group lies: along the rows, a scale's rows, and transposed columns, without their padding."""
 
     rows: slice
@@ -98,7 +98,7 @@ class Place(NamedTuple):
     columns: slice
 
 
-def places(ends: Sequence[int], tile_rows: int, pad: int = 1) -> list[Place]:
+def places(ends: Sequence[int], tile_rows: int, pad: int = 1) -> list[GroupPlace]:
     """Where each group lies that ends there."""
     found = []
     start = column = tiles = 0
@@ -107,7 +107,7 @@ def places(ends: Sequence[int], tile_rows: int, pad: int = 1) -> list[Place]:
         if tile_rows == ALL:
             tiles = group
         of_scale = slice(tiles, tiles + tiles_along(size, tile_rows))
-        found.append(Place(slice(start, end), of_scale, slice(column, column + size)))
+        found.append(GroupPlace(slice(start, end), of_scale, slice(column, column + size)))
         start, tiles, column = end, of_scale.stop, column + padded(size, pad)
     return found
 

@@ -50,8 +50,8 @@ from octavo.kernels.arguments import (
     GroupedOperands,
     NormGradient,
     NormSource,
-    Operands,
     Output,
+    ProductArguments,
     Scaling,
     new_both_codes,
     new_codes,
@@ -167,7 +167,7 @@ def _fake_cast_and_commit(source: CastSource, scaling: Scaling, commit: Commit, 
     return q, t, scale_inv, sums
 
 
-def _fake_matmul(operands: Operands | GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def _fake_matmul(operands: ProductArguments | GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     return operands.a.codes.new_empty(operands.shape, dtype=out_dtype)
 
 

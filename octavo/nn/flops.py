@@ -11,25 +11,25 @@ from torch import nn
 
 from octavo.private import cpu_attention, grouped_mm
 
-_Shape = tuple[int, ...]
+_Size = tuple[int, ...]
 
 
-def _product(a: _Shape, a_scale_inv: _Shape, a_tile: Any, b: _Shape, *_: Any, **__: Any) -> int:
+def _product(a: _Size, a_scale_inv: _Size, a_tile: Any, b: _Size, *_: Any, **__: Any) -> int:
     """Of octavo::matmul, a [M, K] · b [N, K]ᵀ: a multiplication and an addition each."""
     return 2 * a[0] * b[0] * a[1]
 
 
-def _grouped(a: _Shape, b: _Shape, *_: Any, **__: Any) -> int:
+def _grouped(a: _Size, b: _Size, *_: Any, **__: Any) -> int:
     """Of a [T, K], each row times one of the experts' weights b [E, K, N]; or of a [N, T] and b [T, K], T in groups."""
     return 2 * math.prod(a) * b[-1]
 
 
-def _grouped_product(a: _Shape, a_scale_inv: _Shape, a_tile: Any, b: _Shape, *_: Any, **__: Any) -> int:
+def _grouped_product(a: _Size, a_scale_inv: _Size, a_tile: Any, b: _Size, *_: Any, **__: Any) -> int:
     """Of octavo::grouped_matmul, a [T, K], each row times one of the experts' weights b [E, N, K]."""
     return 2 * math.prod(a) * b[1]
 
 
-def _attention(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:
+def _attention(query: _Size, key: _Size, value: _Size, *_: Any, **__: Any) -> int:
     """Of query [B, H, S, D] and value [B, G, T, D], causal or not: of CPUs' own op, which torch doesn't count."""
     return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 

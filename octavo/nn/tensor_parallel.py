@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, State
-from octavo.autograd.gather_input import Reader, arguments_of, can_gather, gather_input
+from octavo.autograd.gather_input import GatherReader, arguments_of, can_gather, gather_input
 from octavo.autograd.products import requires_grad
 from octavo.autograd.shared_scales import Parts
 from octavo.nn.inputs import product_dtype
@@ -160,7 +160,7 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
     if placement.is_shard():
         dim, sending = placement.dim % x.ndim, sending_of(linears[0])
         assert sending is not None
-        reader = Reader(linears[0].recipe, None, torch.is_grad_enabled() and weights[0].requires_grad)
+        reader = GatherReader(linears[0].recipe, None, torch.is_grad_enabled() and weights[0].requires_grad)
         if not can_gather(reader, INPUT, math.prod(x.shape[dim:-1]), sending.exact):
             return None
         # casts are counted of tokens that are written; sums in FP8 end a graph
@@ -245,7 +245,7 @@ def gathered_for(readers: Sequence[Any], input: Any, sending: Sending, memo: lis
         return None
     trains = torch.is_grad_enabled() and any(own.requires_grad for reader in readers for own in reader.parameters())
     observers = [(reader.recipe, observer) for reader in reading if (observer := reader.observing) is not None]
-    reader = Reader(recipe, first.state_of_input() if known else _state_of_all(readers), trains, tuple(observers))
+    reader = GatherReader(recipe, first.state_of_input() if known else _state_of_all(readers), trains, tuple(observers))
     if not can_gather(reader, INPUT, math.prod(x.shape[dim:-1]), sending.exact):
         return None
     weight = next(own for own in first.parameters() if own.ndim > 1)  # that of one split stands for those of all
@@ -275,7 +275,7 @@ def _scattered_for(module: Any, y: Tensor, needs_dx: bool, weight: Tensor, bias:
     dim = sending.output.dim % y.ndim
     if dim == y.ndim - 1 or y.shape[dim] % mesh.size():
         return None
-    reader = Reader(module.recipe, module.state_of_input(), weight.requires_grad)
+    reader = GatherReader(module.recipe, module.state_of_input(), weight.requires_grad)
     # a compiled graph takes no facade for a gradient
     fits = needs_dx and not _is_counted(module) and not torch.compiler.is_compiling()
     fits = fits and can_gather(reader, GRAD_OUTPUT, 0, sending.exact)

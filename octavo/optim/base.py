@@ -52,7 +52,7 @@ def check_not_negative(**numbers: float) -> None:
             raise ValueError(f"{name}={value!r} must be at least 0")
 
 
-class Kept(NamedTuple):
+class PreparedUpdate(NamedTuple):
     """A weight's update, all but its gradient, and what it was made of: while that stays, so does the update."""
 
     update: WeightUpdate
@@ -66,12 +66,12 @@ def _is_part(weight: Tensor) -> bool:
     return isinstance(weight, StoredWeight) and weight.is_shard
 
 
-def has_moved(kept: Kept, weight: Tensor, held: Tensor) -> bool:
+def has_moved(kept: PreparedUpdate, weight: Tensor, held: Tensor) -> bool:
     """Whether a weight lies elsewhere now; a shard without rows has no address that would tell."""
     return kept.held is not held if _is_part(weight) else kept.address != held.data_ptr()
 
 
-def was_written(kept: Kept, weight: Tensor, held: Tensor) -> bool:
+def was_written(kept: PreparedUpdate, weight: Tensor, held: Tensor) -> bool:
     """Whether anything but a step has written a weight since; FSDP2 gives shards other storage when they are loaded."""
     if not _is_part(weight):
         return kept.address == held.data_ptr() and kept.version != held._version
@@ -115,7 +115,7 @@ class CompactOptimizer(Optimizer):
 
     def _begin(self) -> None:
         """Set all that neither a copy nor a saved state has."""
-        self._kept: dict[nn.Parameter, Kept] = {}
+        self._kept: dict[nn.Parameter, PreparedUpdate] = {}
         self._plans: dict[Any, Any] = {}
         self._placed: dict[nn.Parameter, tuple[int, int]] = {}
         self._sharded: list[nn.Parameter] = []  # in FP8, with one scale
@@ -345,7 +345,7 @@ class CompactOptimizer(Optimizer):
             return states.with_codes(update, grad)
         return update._replace(gradient=grad.contiguous().view(shape))
 
-    def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[Kept, bool]:
+    def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[PreparedUpdate, bool]:
         """A weight's update, and whether its master begins anew: with the first step, or since it was written."""
         weight, state = states.local(param), self.state[param]
         anew = not state
@@ -368,7 +368,7 @@ class CompactOptimizer(Optimizer):
             weight.rest = None
         return kept, anew or written
 
-    def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[int, ...]) -> Kept:
+    def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[int, ...]) -> PreparedUpdate:
         group, index, _, averages, *_ = ids
         if isinstance(weight, StoredWeight):  # perhaps since the optimizer was made
             self.clip_update = self.will_bound(self.settings, stored=True)
@@ -378,7 +378,7 @@ class CompactOptimizer(Optimizer):
         measured = self.resolution is not None and self.resolution.counts(param)
         update = WeightUpdate(master, moments, master.weight, state["step"], key, group, row, None, measured, *where)
         held = states.held(weight)
-        return Kept(update, held, held.data_ptr(), held._version, ids)
+        return PreparedUpdate(update, held, held.data_ptr(), held._version, ids)
 
     @property
     def settings(self) -> Settings:

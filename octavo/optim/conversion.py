@@ -29,13 +29,13 @@ from octavo.tensor.stored_shards import OneScale, why_cut
 from octavo.tensor.stored_weight import StoredWeight, local_stored, store
 
 Common = tuple[OneScale, Tensor]  # what weights with one scale have in common, and the amax [1, 1] of all of them
-Storage = Granularity | None  # of a weight's codes; None: it is a plain tensor
+WeightStorage = Granularity | None  # of a weight's codes; None: it is a plain tensor
 
 
 def change(
     optimizer: CompactOptimizer,
     settings: Settings,
-    storage: Mapping[nn.Parameter, Storage],
+    storage: Mapping[nn.Parameter, WeightStorage],
     stored: Callable[[nn.Parameter], None] = lambda param: None,
     common: Mapping[nn.Parameter, Common] | None = None,
 ) -> None:
@@ -62,7 +62,9 @@ def change(
 
 @torch.no_grad()
 def common_scales(
-    optimizer: CompactOptimizer, storage: Mapping[nn.Parameter, Storage], together: Sequence[Sequence[nn.Parameter]]
+    optimizer: CompactOptimizer,
+    storage: Mapping[nn.Parameter, WeightStorage],
+    together: Sequence[Sequence[nn.Parameter]],
 ) -> dict[nn.Parameter, Common]:
     """What weights that are to be stored with one scale have in common; all ranks call it.
 
@@ -83,7 +85,9 @@ def common_scales(
     return found
 
 
-def check_change(optimizer: CompactOptimizer, settings: Settings, storage: Mapping[nn.Parameter, Storage]) -> None:
+def check_change(
+    optimizer: CompactOptimizer, settings: Settings, storage: Mapping[nn.Parameter, WeightStorage]
+) -> None:
     """Raise ValueError if the optimizer's weights can't be kept so; arguments as ``change``'s."""
     for param, granularity in storage.items():
         if granularity is not None and (why := why_cut(param, granularity)) is not None:
@@ -98,7 +102,7 @@ def check_change(optimizer: CompactOptimizer, settings: Settings, storage: Mappi
         optimizer.check(target, group, settings, bounds)
 
 
-def blank(weight: Tensor, storage: Storage, device: Any = None) -> Tensor:
+def blank(weight: Tensor, storage: WeightStorage, device: Any = None) -> Tensor:
     """Zeros in place of a weight, or of this rank's shard of it, stored as asked, on its device or another."""
     shard = on_this_rank(weight)
     device = shard.device if device is None else device
@@ -113,7 +117,7 @@ def _change(
     optimizer: CompactOptimizer,
     param: nn.Parameter,
     settings: Settings,
-    storage: Mapping[nn.Parameter, Storage],
+    storage: Mapping[nn.Parameter, WeightStorage],
     common: Common | None,
 ) -> None:
     """Change a weight and its state."""

@@ -32,11 +32,11 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
-class _Norm:
+class _ClipByNorm:
     max_norm: float
 
 
-class PerParameterNorm(_Norm):
+class PerParameterNorm(_ClipByNorm):
     """Each gradient is scaled down to this 2-norm: what clip_grad_norm_ does to a parameter alone.
 
     Args:
@@ -48,7 +48,7 @@ class PerParameterNorm(_Norm):
     """
 
 
-class LastStepNorm(_Norm):
+class LastStepNorm(_ClipByNorm):
     """All gradients are scaled by what would have brought the step before to this global 2-norm.
 
     Args:
@@ -60,7 +60,7 @@ class LastStepNorm(_Norm):
     """
 
 
-class EstimatedNorm(_Norm):
+class EstimatedNorm(_ClipByNorm):
     """All gradients are scaled by what would bring the step's estimated global 2-norm to this.
 
     Those that come with a step's last launch have the exact norm, the others what has come so far and an estimate of

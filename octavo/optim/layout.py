@@ -22,7 +22,7 @@ from octavo.tensor.sharded_weight import groups_of, like_sharded, on_this_rank
 from octavo.tensor.stored_weight import local_stored
 
 
-class Place(NamedTuple):
+class ShardPlace(NamedTuple):
     """Of the whole matrix: the row and column that a shard begins with, and how many columns a row has."""
 
     first_row: int
@@ -75,19 +75,19 @@ def is_apart(weight: Tensor) -> bool:
     return weight.ndim == 3 and local_stored(weight) is not None
 
 
-def place_of(param: Tensor) -> Place:
+def place_of(param: Tensor) -> ShardPlace:
     """Where this rank's shard of a weight lies in the matrix; of a sharded vector in one of one column.
 
     The matrix of experts in FP8 is [E * N, K].
     """
     if is_apart(param):
         first = param.__create_chunk_list__()[0].offsets[0] if is_sharded(param) else 0  # type: ignore[attr-defined]
-        return Place(first * param.shape[1], 0, param.shape[2])
+        return ShardPlace(first * param.shape[1], 0, param.shape[2])
     columns = 1 if is_sharded_vector(param) else math.prod(param.shape[1:] if param.ndim > 1 else param.shape)
     if not is_sharded(param):
-        return Place(0, 0, columns)
+        return ShardPlace(0, 0, columns)
     row, *rest = param.__create_chunk_list__()[0].offsets  # type: ignore[attr-defined]
-    return Place(row, rest[0] * math.prod(param.shape[2:]) if rest else 0, columns)
+    return ShardPlace(row, rest[0] * math.prod(param.shape[2:]) if rest else 0, columns)
 
 
 def like_param(tensor: Tensor, param: Tensor) -> Tensor:

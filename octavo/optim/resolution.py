@@ -22,7 +22,7 @@ class Resolution:
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         self.params = dict.fromkeys(params)  # in one order on all ranks
         self._loaded: Tensor | None = None
-        self._reading: Reading | None = None
+        self._reading: SumsInFlight | None = None
         self._sums: dict[torch.device, Tensor] = {}
 
     @functools.cached_property
@@ -44,17 +44,17 @@ class Resolution:
             self._sums[device] = torch.zeros(2, dtype=torch.float64, device=device)
         return self._sums[device]
 
-    def take(self) -> Reading:
+    def take(self) -> SumsInFlight:
         """The sums over all devices and ranks since the last time."""
         if not self._sums:
-            return Reading(torch.zeros(2, dtype=torch.float64))
+            return SumsInFlight(torch.zeros(2, dtype=torch.float64))
         parts = list(self._sums.values())
         total = torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
         for group in self._groups.values():
             torch.distributed.all_reduce(total, group=group)
         for part in parts:
             part.zero_()
-        return Reading(total)
+        return SumsInFlight(total)
 
     def next_ratio(self) -> float | None:
         """End an interval of steps: the ratio of the one before it, whose sums have had its time to reach the host."""
@@ -69,7 +69,7 @@ class Resolution:
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from such a state."""
-        self._reading = None if state["reading"] is None else Reading(state["reading"])
+        self._reading = None if state["reading"] is None else SumsInFlight(state["reading"])
         self._loaded = state["sums"]
         self._begin_with(state["sums"])
 
@@ -86,7 +86,7 @@ class Resolution:
             break
 
 
-class Reading:
+class SumsInFlight:
     """Sums on their way to the host; they travel while work goes on."""
 
     def __init__(self, sums: Tensor) -> None:

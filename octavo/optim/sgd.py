@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from octavo.kernels.reference.optimizer_step import SgdGroup
-from octavo.optim.base import CompactOptimizer, Kept, check_not_negative, refuse
+from octavo.optim.base import CompactOptimizer, PreparedUpdate, check_not_negative, refuse
 from octavo.optim.moment import NAMED, Moment
 from octavo.optim.state import Settings, holds, local, new_moments, sharded_like
 
@@ -79,7 +79,7 @@ class SGD(CompactOptimizer):
     def _settings_in(self, given: dict[str, Any]) -> Settings:
         return self._settings_of(True).in_state(given)
 
-    def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[Kept, bool]:
+    def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[PreparedUpdate, bool]:
         state = self.state[param]
         if state and self._averages(self.param_groups[group]) and not holds(state, self.names[0]):
             # its group was given a momentum: it begins with this step's gradient

@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.scaling.recipe import FIELDS, Recipe
 
-Rule = Recipe | Mapping[str, Any] | None
+RecipeRule = Recipe | Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RecipeMap:
     """
 
     default: Recipe
-    rules: Mapping[str, Rule] = field(default_factory=dict)
+    rules: Mapping[str, RecipeRule] = field(default_factory=dict)
     prefix: str = ""
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class RecipeMap:
 _HIGH_PRECISION = Recipe(name="high_precision")
 
 
-def _applied(recipe: Recipe, rule: Rule) -> Recipe:
+def _applied(recipe: Recipe, rule: RecipeRule) -> Recipe:
     """What a rule makes of a recipe."""
     if rule is None:
         return _HIGH_PRECISION

@@ -25,7 +25,7 @@ from octavo.tensor.parameters import put_into
 from octavo.tensor.stored_gradient import StoredGradient
 
 MIB = 1 << 20
-Storage = dict[nn.Parameter, Granularity | None]
+StorageByWeight = dict[nn.Parameter, Granularity | None]
 
 
 class BudgetError(OctavoError, ValueError):

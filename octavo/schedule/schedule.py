@@ -78,7 +78,7 @@ class Recovery:
             raise ValueError(f"Recovery: spike={self.spike!r} must be a number above 0, or None")
 
 
-class Watch:
+class LossWatch:
     """The losses and faults that a Recovery decides by, kept on the device of the losses."""
 
     def __init__(self, policy: Recovery) -> None:
@@ -224,7 +224,7 @@ class PrecisionSchedule:
         self._recovering = self._recoveries = 0  # steps left (-1: to the end), and how many there were
         self._rescued = 0  # the phase that the last one interrupted
         self._highest_lr = self._highest_ratio = 0.0
-        self._watch: Watch | None = None
+        self._watch: LossWatch | None = None
         self._observed = True
         self.left_out: Tensor | None = None  # of the step last observed: not 0 where it is left out
         self._faulty = False  # whether torch's optimizer has to leave this step out
@@ -240,7 +240,7 @@ class PrecisionSchedule:
         """Every phase must be able to go there and back."""
         if getattr(self.optimizer, "in_backward", None) is not None:
             raise ValueError("a recovery decides by the loss and all gradients; remove() update_in_backward")
-        self._watch, self._observed = Watch(recovery), False
+        self._watch, self._observed = LossWatch(recovery), False
         own = weakref.WeakMethod(self._before_step)
         self.optimizer.register_step_pre_hook(lambda *_: None if (method := own()) is None else method())
         self._rescues = tuple(

@@ -26,7 +26,7 @@ from octavo.private import no_torch_function
 aten = torch.ops.aten
 
 # Takes the op and its arguments; returns the op's result, or NotImplemented for arguments that it has none for.
-Rule = Callable[..., Any]
+AtenRule = Callable[..., Any]
 
 
 class Operands(NamedTuple):
@@ -65,7 +65,7 @@ def operands_of(qdata: Tensor, scale_inv: Tensor, pads: bool, transposed: bool =
 class Facade(Tensor):
     """A tensor that has a shape, a dtype and a device, and no memory of its own."""
 
-    RULES: ClassVar[dict[Any, Rule]]
+    RULES: ClassVar[dict[Any, AtenRule]]
     REMEDY: ClassVar[str]  # the message of an op without a rule, after the op's name
     layer_name: str = ""  # of the layer whose weight it is, where that is known
 
@@ -238,7 +238,7 @@ def plain_like(func: Any, own: Tensor, **options: Any) -> Tensor:
     return _NEW[func](own.shape, **options)
 
 
-def gradient_rules(kind: type[Facade], write: Rule, add: Rule, norm: Rule) -> dict[Any, Rule]:
+def gradient_rules(kind: type[Facade], write: AtenRule, add: AtenRule, norm: AtenRule) -> dict[Any, AtenRule]:
     """What torch's backward, clipping and optimizers, and trainers, do with gradients, with one or with a list.
 
     Args:
@@ -275,10 +275,10 @@ _NEW: dict[Any, Callable[..., Tensor]] = {
     aten.empty_like.default: torch.empty,
     aten.ones_like.default: torch.ones,
 }
-PLAIN_LIKE: dict[Any, Rule] = dict.fromkeys(_NEW, plain_like)
+PLAIN_LIKE: dict[Any, AtenRule] = dict.fromkeys(_NEW, plain_like)
 
-MOVES: dict[Any, Rule] = dict.fromkeys((aten.detach.default, aten.alias.default), moves)
-COPIES: dict[Any, Rule] = dict.fromkeys((aten.clone.default, aten._to_copy.default), copies)
+MOVES: dict[Any, AtenRule] = dict.fromkeys((aten.detach.default, aten.alias.default), moves)
+COPIES: dict[Any, AtenRule] = dict.fromkeys((aten.clone.default, aten._to_copy.default), copies)
 
 ForProducts.RULES = {
     **MOVES,

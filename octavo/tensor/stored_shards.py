@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from octavo.errors import UnsupportedOpError
 from octavo.granularity import Granularity, PerTensor
 from octavo.private import pytree
-from octavo.tensor.pair import Facade, Rule, operands_of
+from octavo.tensor.pair import AtenRule, Facade, operands_of
 from octavo.tensor.sharded_weight import GatheredWeight
 
 aten = torch.ops.aten
@@ -213,7 +213,7 @@ def _cat_gathered(func: Any, parts: list[GatheredWeight], dim: int = 0) -> Any:
 
 
 GatheredWeight.RULES[aten.cat.default] = _cat_gathered
-PARTS: dict[Any, Rule] = {
+PARTS: dict[Any, AtenRule] = {
     aten.split.Tensor: _split,
     aten.slice.Tensor: _slice,
     aten.cat.default: _cat,

@@ -3,13 +3,13 @@
 from octavo.train.config import (
     BASELINE,
     RECIPES,
-    CheckpointError,
     DataConfig,
     DivergedError,
     InspectConfig,
     ModelConfig,
     OptimizerConfig,
     RanksConfig,
+    RunCheckpointError,
     RunConfig,
     StateConfig,
     TrainConfig,
@@ -40,6 +40,6 @@ __all__ = [
     "run",
     "compare",
     "TrainError",
-    "CheckpointError",
+    "RunCheckpointError",
     "DivergedError",
 ]

@@ -25,11 +25,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from octavo.distributed.files import PARTIAL, locked, reason_of, replacing
-from octavo.distributed.ranks import CheckpointError as RanksCheckpointError
-from octavo.distributed.ranks import Ranks
+from octavo.distributed.ranks import CheckpointError, Ranks
 from octavo.errors import first_line
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
-from octavo.train.config import CONFIG_FILE, CheckpointError, TrainConfig, save_options
+from octavo.train.config import CONFIG_FILE, RunCheckpointError, TrainConfig, save_options
 
 FORMAT = 1
 CHECKPOINT = "checkpoint.pt"
@@ -41,7 +40,7 @@ Content = dict[str, Any]  # what the module's docstring lists, but rows as Rows 
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     """One step of a run; losses are in nats a byte."""
 
     step: int  # steps done after it, so the first row's is 1
@@ -56,17 +55,17 @@ class Row:
         return f"{self.step},{self.loss!r},{self.lr!r},{self.tokens_per_s:.1f},{val_loss}\n"
 
 
-HEADER = ",".join(f.name for f in fields(Row)) + "\n"
+HEADER = ",".join(f.name for f in fields(StepRow)) + "\n"
 
 
-def rows_to_tensor(rows: list[Row]) -> Tensor:
+def rows_to_tensor(rows: list[StepRow]) -> Tensor:
     """Rows as [n, 5] float64."""
-    return torch.tensor([astuple(row) for row in rows], dtype=torch.float64).reshape(len(rows), len(fields(Row)))
+    return torch.tensor([astuple(row) for row in rows], dtype=torch.float64).reshape(len(rows), len(fields(StepRow)))
 
 
-def rows_from_tensor(values: Tensor) -> list[Row]:
+def rows_from_tensor(values: Tensor) -> list[StepRow]:
     """The inverse of rows_to_tensor."""
-    return [Row(int(step), *rest) for step, *rest in values.tolist()]
+    return [StepRow(int(step), *rest) for step, *rest in values.tolist()]
 
 
 class RunFolder:
@@ -95,7 +94,7 @@ class RunFolder:
         """Makes the folder this run's, until what is returned is closed or the process ends.
 
         Raises:
-            CheckpointError: it can't be written, another run has it, or it holds a run and `resume` is not set.
+            RunCheckpointError: it can't be written, another run has it, or it holds a run and `resume` is not set.
         """
         with self.ranks.together(), contextlib.ExitStack() as held:
             if self.ranks.rank > 0:
@@ -104,15 +103,17 @@ class RunFolder:
                 self.path.mkdir(parents=True, exist_ok=True)
                 held.enter_context(locked(self.path / LOCK))
             except BlockingIOError as error:
-                raise CheckpointError(
+                raise RunCheckpointError(
                     f"another run trains in {self.path} ({error.strerror}): wait for its end, or give another --out"
                 ) from error
             except OSError as error:
-                raise CheckpointError(
+                raise RunCheckpointError(
                     f"cannot write to {self.path}: {error.strerror}; give a folder that can be written with --out"
                 ) from error
             if not resume and self.holds_run():
-                raise CheckpointError(f"{self.path} already holds a run: add --resume to go on, or give another --out")
+                raise RunCheckpointError(
+                    f"{self.path} already holds a run: add --resume to go on, or give another --out"
+                )
             for left in self.path.glob(f"*.{PARTIAL}"):  # by a run that was killed as it wrote
                 left.unlink(missing_ok=True)
             return held.pop_all()
@@ -122,7 +123,7 @@ class RunFolder:
         """Replaces the checkpoint; when that fails the previous one is still there.
 
         Raises:
-            CheckpointError: the disk is full or gone, on whatever rank.
+            RunCheckpointError: the disk is full or gone, on whatever rank.
         """
         states = {
             "model": model.state_dict(),
@@ -140,7 +141,7 @@ class RunFolder:
             identity: what the run to be continued has, which must be equal to the checkpoint's; None: any run's.
 
         Raises:
-            CheckpointError: it is damaged, or belongs to a run with other options or other data.
+            RunCheckpointError: it is damaged, or belongs to a run with other options or other data.
         """
 
         def read() -> Content | None:
@@ -149,10 +150,10 @@ class RunFolder:
                     return None
                 rows, found = rows_from_tensor(content["rows"]), {**content["identity"]}
                 content |= {"step": int(content["step"]), "identity": found, "rows": rows}
-            except CheckpointError:
+            except RunCheckpointError:
                 raise
             except Exception as error:  # whatever a damaged file makes torch raise
-                raise CheckpointError(
+                raise RunCheckpointError(
                     f"{self.checkpoint} is damaged or not a checkpoint of octavo: move it away to start this run again "
                     f"({type(error).__name__}: {first_line(error)})"
                 ) from error
@@ -167,7 +168,7 @@ class RunFolder:
     def _read(self) -> Content | None:
         if not self.checkpoint.exists():
             if (self.path / SHARDED).exists():
-                raise CheckpointError(
+                raise RunCheckpointError(
                     f"the run in {self.path} was trained on many ranks: resume it with --shard fsdp or ddp"
                 )
             return None
@@ -178,12 +179,12 @@ class RunFolder:
         return content
 
     def _require_same(self, found: Identity, wanted: Identity) -> None:
-        """Raises CheckpointError for another run's identity; an option that one leaves out has its default."""
+        """Raises RunCheckpointError for another run's identity; an option that one leaves out has its default."""
         defaults = TrainConfig().identity()
         for name in wanted | found:
             there, here = (own.get(name, defaults.get(name)) for own in (found, wanted))
             if there != here:
-                raise CheckpointError(
+                raise RunCheckpointError(
                     f"the run in {self.path} has {name} {there}, not {here}: resume it with the same options, "
                     "or give another --out"
                 )
@@ -193,7 +194,7 @@ class RunFolder:
 
         Raises:
             KeyError, RuntimeError, ValueError: from one process, it is of another model.
-            CheckpointError: from many ranks, it is of another model or damaged.
+            RunCheckpointError: from many ranks, it is of another model or damaged.
         """
         states, self._states = self._states, {}  # which takes as much memory as the run
         model.load_state_dict(states["model"])
@@ -207,14 +208,14 @@ class RunFolder:
             if self.ranks.rank == 0:
                 save_options(self.path, config, recipe)
 
-    def start_log(self, rows: list[Row]) -> None:
+    def start_log(self, rows: list[StepRow]) -> None:
         """Writes the log anew with these rows."""
         with self.ranks.together(), self._writing(self.log):
             if self.ranks.rank == 0:
                 with replacing(self.log) as file:
                     file.write((HEADER + "".join(row.csv() for row in rows)).encode())
 
-    def append(self, rows: list[Row]) -> None:
+    def append(self, rows: list[StepRow]) -> None:
         """Appends rows to the log; they are in the file when this returns."""
         with self.ranks.together(), self._writing(self.log):
             if self.ranks.rank == 0:
@@ -227,7 +228,7 @@ class RunFolder:
             yield
         except (OSError, RuntimeError) as error:
             kept = "no checkpoint was written yet" if self.saved_step is None else f"step {self.saved_step} is kept"
-            raise CheckpointError(
+            raise RunCheckpointError(
                 f"cannot write {path}: {reason_of(error)}; {kept}; make room and add --resume to go on"
             ) from error
 
@@ -242,16 +243,16 @@ class ShardedFolder(RunFolder):
 
         try:
             save_checkpoint(self.checkpoint, model, optimizer, content, ranks=self.ranks)
-        except RanksCheckpointError as error:
+        except CheckpointError as error:
             kept = "nothing yet" if self.saved_step is None else f"step {self.saved_step}"
-            raise CheckpointError(f"{error} ({kept}); add --resume to go on") from error
+            raise RunCheckpointError(f"{error} ({kept}); add --resume to go on") from error
         self.saved_step = content["step"]
 
     def _read(self) -> Content | None:
         from octavo.distributed.checkpoint import LATEST, load_extra
 
         if (self.path / CHECKPOINT).exists():
-            raise CheckpointError(f"the run in {self.path} was trained by one process: resume it without --shard")
+            raise RunCheckpointError(f"the run in {self.path} was trained by one process: resume it without --shard")
         return load_extra(self.checkpoint) if (self.checkpoint / LATEST).exists() else None
 
     def fill(self, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -259,5 +260,5 @@ class ShardedFolder(RunFolder):
 
         try:
             load_checkpoint(self.checkpoint, model, optimizer, ranks=self.ranks)
-        except RanksCheckpointError as error:
-            raise CheckpointError(str(error)) from error
+        except CheckpointError as error:
+            raise RunCheckpointError(str(error)) from error

@@ -41,7 +41,7 @@ class TrainError(OctavoError):
     """A run cannot start or go on; the message names the values and the remedy."""
 
 
-class CheckpointError(TrainError):
+class RunCheckpointError(TrainError):
     """A checkpoint cannot be written, read or continued."""
 
 

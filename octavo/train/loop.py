@@ -20,15 +20,15 @@ from octavo.kernels.capability import fast_dtype
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Switch
-from octavo.train.checkpoint import CHECKPOINT, SHARDED, Content, Identity, Row, RunFolder, ShardedFolder
+from octavo.train.checkpoint import CHECKPOINT, SHARDED, Content, Identity, RunFolder, ShardedFolder, StepRow
 from octavo.train.config import (
     ALONE,
     BASELINE,
     RECIPES,
-    CheckpointError,
     DivergedError,
     InspectConfig,
     ModelConfig,
+    RunCheckpointError,
     StateConfig,
     TrainConfig,
     TrainError,
@@ -37,7 +37,7 @@ from octavo.train.config import (
 )
 from octavo.train.data import Corpus, load_corpus
 from octavo.train.model import GPT
-from octavo.train.progress import Progress, Recorder, in_words
+from octavo.train.progress import Progress, RunRecorder, in_words
 from octavo.train.shard import device_name, ranks_of, require_one_process, require_parts
 from octavo.train.trainer import Trainer, build_model, choose_device, recipe_named, require_memory, settle_dtype
 
@@ -109,7 +109,7 @@ class RunResult:
 
     name: str
     steps: int
-    rows: list[Row] = field(repr=False)
+    rows: list[StepRow] = field(repr=False)
     parameters: int
     tokens_per_step: int
     dtype: str
@@ -155,7 +155,7 @@ class Hooks:
     """
 
     on_model: Callable[[GPT], object] = lambda model: None
-    on_step: Callable[[Row], object] = lambda row: None
+    on_step: Callable[[StepRow], object] = lambda row: None
     should_stop: Callable[[], bool] = lambda: False
     progress: Progress = field(default_factory=Progress)
 
@@ -324,7 +324,7 @@ class _Run:
             self.folder = RunFolder(path) if config.ranks.shard == ALONE else ShardedFolder(path, shared.ranks)
             shared.open(self.folder)
             self.saved = self.folder.load(self.identity) if config.run.resume else None
-        self.rows: list[Row] = self.saved["rows"] if self.saved is not None else []
+        self.rows: list[StepRow] = self.saved["rows"] if self.saved is not None else []
         steps, tokens = config.optimizer.steps, config.data.batch * config.model.context
         self.result = RunResult(name, steps, self.rows, config.model.parameters, tokens, config.run.dtype)
         self.result.folder = self.folder.path if self.folder is not None else None
@@ -348,7 +348,7 @@ class _Run:
         if self.folder is not None and self.saved is not None:
             self.trainer.load(self.folder, self.saved)
         self.later, self.forecast_at = later, len(self.rows) + FORECAST_AFTER
-        self.recorder = Recorder(config, self.rows, device.type != "cpu")
+        self.recorder = RunRecorder(config, self.rows, device.type != "cpu")
         self.shared.hooks.on_model(model)
         if self.folder is not None:
             self.folder.write_options(config, str(self.identity["recipe"]))
@@ -476,16 +476,16 @@ def trained_model(path: Path) -> GPT:
     kept = ShardedFolder(folder) if sharded else RunFolder(folder)
     content = kept.load(None) if sharded or kept.checkpoint.is_file() else None
     if content is None and not path.exists():
-        raise CheckpointError(f"{path} does not exist: give a run's folder or its {CHECKPOINT}")
+        raise RunCheckpointError(f"{path} does not exist: give a run's folder or its {CHECKPOINT}")
     if content is None:
         runs = _runs_in(folder)
         held = f"holds {len(runs)} runs: choose one of {', '.join(map(str, runs))}"
         none = f"is no run of octavo: give a run's folder or its {CHECKPOINT}"
-        raise CheckpointError(f"{path} {held if runs else none}")
+        raise RunCheckpointError(f"{path} {held if runs else none}")
     identity = content["identity"]
     recipe = identity.get("recipe")
     if recipe not in RECIPES:
-        raise CheckpointError(f"{folder} was trained with a recipe of its own, {recipe}: build its model in Python")
+        raise RunCheckpointError(f"{folder} was trained with a recipe of its own, {recipe}: build its model in Python")
     # a checkpoint of many ranks has the names of the weights' storage; one of one process is read by plain weights too
     names = [name for name in StateConfig.__dataclass_fields__ if sharded and name in identity]
     try:
@@ -494,5 +494,5 @@ def trained_model(path: Path) -> GPT:
         model = build_model(sizes, recipe, 0, StateConfig(**{name: identity[name] for name in names}))
         kept.fill(model, None)
     except (KeyError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{kept.checkpoint} does not hold this octavo's model: {error}") from error
+        raise RunCheckpointError(f"{kept.checkpoint} does not hold this octavo's model: {error}") from error
     return model.eval()

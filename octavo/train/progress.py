@@ -12,7 +12,7 @@ from typing import TextIO
 
 from torch import Tensor
 
-from octavo.train.checkpoint import Row
+from octavo.train.checkpoint import StepRow
 from octavo.train.config import VOCABULARY, DivergedError, TrainConfig
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -23,13 +23,13 @@ STEPS_BETWEEN_READS = 10  # on an accelerator: reading the loss waits for the de
 STEPS_OF_PACE = 20
 
 
-class Recorder:
+class RunRecorder:
     """Turns steps into rows, which it appends to those of the steps before, and looks whether they diverge.
 
     On an accelerator losses are read every few steps only, as that waits for the device.
     """
 
-    def __init__(self, config: TrainConfig, rows: list[Row], on_accelerator: bool) -> None:
+    def __init__(self, config: TrainConfig, rows: list[StepRow], on_accelerator: bool) -> None:
         self.rows = rows
         self.every = STEPS_BETWEEN_READS if on_accelerator else 1
         self._tokens = config.data.batch * config.model.context
@@ -49,7 +49,7 @@ class Recorder:
         """A step was launched."""
         self._pending.append((step, loss, norm, lr))
 
-    def read(self) -> list[Row]:
+    def read(self) -> list[StepRow]:
         """Waits for the steps launched since the last time, and returns their rows.
 
         Raises:
@@ -62,7 +62,7 @@ class Recorder:
             for what, value in (("loss", loss), ("norm of the gradients", norm)):
                 if not math.isfinite(value) and not self._recovers:
                     raise DivergedError(f"the {what} became {value} in step {step}")
-            self.rows.append(Row(step, loss, lr, speed))
+            self.rows.append(StepRow(step, loss, lr, speed))
             recent = [row.loss for row in self.rows[-RUNAWAY_STEPS:]]
             finite = [loss for loss in recent if math.isfinite(loss)]
             mean = fmean(finite) if finite else math.nan
@@ -70,7 +70,7 @@ class Recorder:
                 raise DivergedError(f"the loss ran away, to {mean:.1f} nats a byte at step {step}")
         return self.rows[len(self.rows) - len(values) :]
 
-    def validated(self, loss: float, seconds: float) -> Row:
+    def validated(self, loss: float, seconds: float) -> StepRow:
         """Writes the validation loss, which took so long, into the last row, and returns it."""
         self._validation = seconds
         if not math.isfinite(loss):
@@ -95,7 +95,7 @@ class Progress:
     def begin(self, name: str, step: int, steps: int) -> None:
         """A run starts, or goes on after `step` of `steps`."""
 
-    def update(self, row: Row, seconds_left: float) -> None:
+    def update(self, row: StepRow, seconds_left: float) -> None:
         """A step is done; what is left of all runs takes so long."""
 
     def message(self, text: str) -> None:
@@ -119,7 +119,7 @@ def in_words(seconds: float) -> str:
     return f"{max(1, round(seconds / 60))} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _facts(row: Row, validation: str, seconds_left: float) -> str:
+def _facts(row: StepRow, validation: str, seconds_left: float) -> str:
     return f"loss {row.loss:.4f}{validation}  {row.tokens_per_s:,.0f} tokens/s  {clock(seconds_left)} left"
 
 
@@ -133,7 +133,7 @@ class Lines(Progress):
     def begin(self, name: str, step: int, steps: int) -> None:
         self._name, self._steps, self._last = name, steps, time.monotonic()
 
-    def update(self, row: Row, seconds_left: float) -> None:
+    def update(self, row: StepRow, seconds_left: float) -> None:
         """Writes a line when it is time, or when the step has a validation."""
         validated = not math.isnan(row.val_loss)
         if not validated and row.step != self._steps and time.monotonic() - self._last < self.interval:
@@ -168,7 +168,7 @@ class Bar(Progress):
         self._task = self._bar.add_task(name, total=steps, completed=step, facts="")
         self._bar.start()
 
-    def update(self, row: Row, seconds_left: float) -> None:
+    def update(self, row: StepRow, seconds_left: float) -> None:
         if not math.isnan(row.val_loss):
             self._validation = f"  validation {row.val_loss:.4f}"
         self._bar.update(self._task, completed=row.step, facts=_facts(row, self._validation, seconds_left))

@@ -18,16 +18,16 @@ from octavo.kernels.capability import fast_dtype
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Phase, Recovery
-from octavo.train.checkpoint import Content, Identity, Row, RunFolder, rows_to_tensor
+from octavo.train.checkpoint import Content, Identity, RunFolder, StepRow, rows_to_tensor
 from octavo.train.config import (
     AUTO,
     BASELINE,
     FSDP,
     UNCONVERTED,
     VOCABULARY,
-    CheckpointError,
     ModelConfig,
     OptimizerConfig,
+    RunCheckpointError,
     StateConfig,
     TrainConfig,
     TrainError,
@@ -280,7 +280,7 @@ class Trainer:
             return 0 * self.loss(inputs[:1], targets[:1])
         return self.loss(mine, theirs) * len(mine)
 
-    def save(self, folder: RunFolder, identity: Identity, rows: list[Row]) -> None:
+    def save(self, folder: RunFolder, identity: Identity, rows: list[StepRow]) -> None:
         """Replaces the folder's checkpoint."""
         found = {"schedule": self.schedule, "in_backward": self.in_backward}
         parts = {name: part.state_dict() for name, part in found.items() if part is not None}
@@ -299,8 +299,8 @@ class Trainer:
             if self.in_backward is not None and content.get("in_backward"):  # older checkpoints have none
                 self.in_backward.load_state_dict(content["in_backward"])
         except (KeyError, ValueError) as error:
-            raise CheckpointError(f"the checkpoint does not fit this run: {error}") from error
+            raise RunCheckpointError(f"the checkpoint does not fit this run: {error}") from error
         try:
             folder.fill(self.model, self.optimizer)
         except (RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError("the checkpoint does not fit this model: it was made by another octavo") from error
+            raise RunCheckpointError("the checkpoint does not fit this model: it was made by another octavo") from error

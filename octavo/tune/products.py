@@ -34,7 +34,7 @@ def _of_flat(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return unpacking({"matmul": product})["matmul"]
 
 
-class Product(NamedTuple):
+class ProductKind(NamedTuple):
     """Tiles of the two operands, and the function."""
 
     a_tile: Tile
@@ -52,8 +52,8 @@ TILES: dict[str, tuple[Tile, Tile]] = {
 # those that torch's own product has here; a CPU has no blocks, and in torch 2.11 none at all
 _ON_CPU = torch.__version__ >= "2.12"
 TORCH = [name for name in TILES if name != "1x32 . 1x32" and (ON_GPU or (_ON_CPU and "128" not in name))]
-PRODUCTS = {f"{name}, Triton": Product(*tiles, _of_flat(_module.triton_matmul)) for name, tiles in TILES.items()}
-PRODUCTS |= {f"{name}, torch": Product(*TILES[name], _of_flat(library_matmul)) for name in TORCH}
+PRODUCTS = {f"{name}, Triton": ProductKind(*tiles, _of_flat(_module.triton_matmul)) for name, tiles in TILES.items()}
+PRODUCTS |= {f"{name}, torch": ProductKind(*TILES[name], _of_flat(library_matmul)) for name in TORCH}
 
 
 def operand(x: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:

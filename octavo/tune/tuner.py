@@ -25,8 +25,8 @@ from octavo.kernels.triton.launch import SHIPPED, Config
 from octavo.tune import cases, products
 from octavo.tune.timing import ON_GPU, Timings, input_sets, timings
 
-Shape = tuple[int, ...]
-Buckets = Mapping[int, Sequence[Shape]]  # largest log2 of elements -> shapes timed
+Dimensions = tuple[int, ...]
+Buckets = Mapping[int, Sequence[Dimensions]]  # largest log2 of elements -> shapes timed
 
 
 class Kind(NamedTuple):
@@ -67,7 +67,7 @@ SIZES = {20: ((768, 1024),), 22: ((2048, 1408),), 25: ((4096, 4096),), 64: ((163
 WIDE = {**SIZES, 64: ((16384, 8192), (15872, 4096), (15872, 16384))}
 # of what plain casts have shown already
 FEW = {22: ((2048, 1408),), 64: ((16384, 8192), (15872, 4096))}
-TOY_PRODUCTS: tuple[Shape, ...] = ((32, 48, 128),)
+TOY_PRODUCTS: tuple[Dimensions, ...] = ((32, 48, 128),)
 PRODUCTS = {20: ((768, 1024, 4096),), 22: ((2048, 1408, 4096),), 64: ((8192, 8192, 8192), (15872, 4096, 4096))}
 
 LAID = _tiles((8, 16, 32, 64), (128, 256, 512, 1024), (1, 2, 4, 8), 2048, 16384)
@@ -206,7 +206,7 @@ class _Watched(list[list[int]]):
         return super().__iter__()
 
 
-def unaffected(kind: str, shape: Shape) -> str:
+def unaffected(kind: str, shape: Dimensions) -> str:
     """A case of the kind that its row of the table makes no difference to, "" for none."""
     for name in KINDS[kind].cases:
         rows = _Watched([[64, *shipped(kind)[-1][1]]])
@@ -218,7 +218,7 @@ def unaffected(kind: str, shape: Shape) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _bound(name: str, shape: Shape, sets: int) -> list[Callable[[], Any]]:
+def _bound(name: str, shape: Dimensions, sets: int) -> list[Callable[[], Any]]:
     """A case's calls on inputs of a shape."""
     if name in products.PRODUCTS:
         return products.calls(name, shape)
@@ -226,7 +226,7 @@ def _bound(name: str, shape: Shape, sets: int) -> list[Callable[[], Any]]:
 
 
 @functools.lru_cache(maxsize=2)
-def _inputs(shape: Shape, sets: int) -> list[Tensor]:
+def _inputs(shape: Dimensions, sets: int) -> list[Tensor]:
     rows, cols = shape
     return cases.inputs(rows, cols, sets)
 
@@ -239,7 +239,7 @@ def compile_one(kind: str, config: Config, toy: bool) -> None:
                 _bound(name, shape, 1)[0]()
 
 
-def _time(kind: str, configs: Sequence[Config], name: str, shape: Shape, rounds: int) -> Timings:
+def _time(kind: str, configs: Sequence[Config], name: str, shape: Dimensions, rounds: int) -> Timings:
     """Each configuration's time of a case, by the configuration's text."""
 
     def with_config(config: Config, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -254,7 +254,7 @@ def _time(kind: str, configs: Sequence[Config], name: str, shape: Shape, rounds:
     return timings(variants, rounds)
 
 
-def _wrong(kind: str, config: Config, shape: Shape) -> str:
+def _wrong(kind: str, config: Config, shape: Dimensions) -> str:
     """What is wrong with a configuration's results, "" for nothing."""
     with _table(kind, config):
         for name in KINDS[kind].cases:
@@ -264,7 +264,7 @@ def _wrong(kind: str, config: Config, shape: Shape) -> str:
     return ""
 
 
-def _rank(kind: str, bucket: int, shapes: Sequence[Shape], grid: Sequence[Config], toy: bool, log: Log) -> Ranking:
+def _rank(kind: str, bucket: int, shapes: Sequence[Dimensions], grid: Sequence[Config], toy: bool, log: Log) -> Ranking:
     """The best configurations of one bucket, and octavo's own, by their time relative to the best."""
 
     def costs(configs: Sequence[Config], names: Sequence[str], rounds: int) -> Ranking:
@@ -304,7 +304,7 @@ def _own(kind: str, bucket: int) -> Config:
     return next((config for largest, config in rows if bucket <= largest), rows[-1][1])
 
 
-def _choose(kind: str, shapes: Sequence[Shape], ranking: Ranking, neighbour: Config | None) -> Config | None:
+def _choose(kind: str, shapes: Sequence[Dimensions], ranking: Ranking, neighbour: Config | None) -> Config | None:
     """The neighbouring bucket's configuration if it is as good, else the best whose results are right."""
     order = [config for config, cost in ranking.items() if cost < math.inf]
     if neighbour in order and ranking[neighbour] < SHARED * ranking[order[0]]:

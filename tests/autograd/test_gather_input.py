@@ -12,7 +12,7 @@ import octavo
 from octavo import E4M3, PerBlock, kernels, recipes
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Norm, cast_norm, cast_role
 from octavo.autograd.gather_input import (
-    Reader,
+    GatherReader,
     arguments_of,
     can_gather,
     gather_input,
@@ -33,13 +33,13 @@ ONCE = ("dynamic", "power of two", "delayed")
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_can_be_sent(recipe):
-    reads_all, reads_output = (Reader(RECIPES[recipe], None, needs_dw) for needs_dw in (True, False))
+    reads_all, reads_output = (GatherReader(RECIPES[recipe], None, needs_dw) for needs_dw in (True, False))
     in_fp8 = recipe not in ("gw_hp", "high_precision")
     for role in (INPUT, GRAD_OUTPUT):
         assert can_gather(reads_all, role, 100, False) == in_fp8
         assert can_gather(reads_output, role, 100, True) == (recipe != "high_precision")
-        assert not can_gather(Reader(SQUARES, None, True), INPUT, 256, False)
-        assert not can_gather(Reader(SQUARES, None, True), INPUT, 256, True)
+        assert not can_gather(GatherReader(SQUARES, None, True), INPUT, 256, False)
+        assert not can_gather(GatherReader(SQUARES, None, True), INPUT, 256, True)
     assert can_gather(reads_all, INPUT, 256, True) == in_fp8
     assert can_gather(reads_all, INPUT, 100, True) == (recipe in (*ONCE, "rowwise"))  # no whole blocks of tokens
     assert can_gather(reads_all, GRAD_OUTPUT, 256, True) == (recipe in ONCE)
@@ -67,7 +67,7 @@ def same(found, expected):
 
 def gathered_as_cast_alone(mesh, recipe, shape, dim, exact):
     """Whether pairs of a gathered input, and of a gradient that is gathered, are those of one rank."""
-    x, rank, reader = torch.randn(shape), mesh.get_local_rank(), Reader(RECIPES[recipe], None, True)
+    x, rank, reader = torch.randn(shape), mesh.get_local_rank(), GatherReader(RECIPES[recipe], None, True)
     wire = Wire(mesh.get_group().group_name, 2, math.prod(shape[:dim]), exact, None, [])
     own = x.chunk(2, dim)[rank].contiguous()
     found = gather_input(own, dim, reader, wire)
@@ -142,7 +142,7 @@ def summed(mesh, shape, dim):
     expected = torch.stack(addends).sum(0)
     forward = scatter_output(every[rank], dim, None, wire, False)
     x = torch.zeros_like(expected, requires_grad=True)
-    gathered = gather_input(x, dim, Reader(RECIPES["dynamic"], None, True), wire)
+    gathered = gather_input(x, dim, GatherReader(RECIPES["dynamic"], None, True), wire)
     (backward,) = torch.autograd.grad(gathered.carrier, x, every[rank])
     return torch.equal(forward, expected), torch.equal(backward, expected)
 
@@ -164,7 +164,7 @@ def test_layouts_that_a_gpu_wants(recipe, monkeypatch):
     try:
         x = small(1000, 296)
         wire = Wire(dist.group.WORLD.group_name, 1, 1)
-        found = gather_input(x, 0, Reader(RECIPES[recipe], None, True), wire).operands
+        found = gather_input(x, 0, GatherReader(RECIPES[recipe], None, True), wire).operands
     finally:
         dist.destroy_process_group()
     expected = cast_role(x, RECIPES[recipe], INPUT, True, True, None)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import octavo
 from octavo.distributed import checkpoint
 from octavo.distributed.checkpoint import (
-    Reader,
+    MetadataReader,
     TensorPlanner,
     Writer,
     load_checkpoint,
@@ -480,7 +480,7 @@ def test_tensors_come_back_and_nothing_else_does(tmp_path):
     options = {"no_dist": True}
     dcp.save({"w": torch.arange(6.0), "text": "a"}, storage_writer=Writer(tmp_path), **options)
     found = {"w": torch.zeros(6)}
-    dcp.load(found, storage_reader=Reader(str(tmp_path)), planner=TensorPlanner(), **options)
+    dcp.load(found, storage_reader=MetadataReader(str(tmp_path)), planner=TensorPlanner(), **options)
     assert found["w"].tolist() == list(range(6))
     with pytest.raises(BaseException, match="is no tensor in this checkpoint"):
-        dcp.load({"text": "b"}, storage_reader=Reader(str(tmp_path)), planner=TensorPlanner(), **options)
+        dcp.load({"text": "b"}, storage_reader=MetadataReader(str(tmp_path)), planner=TensorPlanner(), **options)

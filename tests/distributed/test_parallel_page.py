@@ -7,7 +7,7 @@ import torch
 
 from octavo import recipes
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT
-from octavo.autograd.gather_input import Reader, can_gather
+from octavo.autograd.gather_input import GatherReader, can_gather
 from octavo.distributed import Fp8Reduction
 from octavo.nn.stored_weights import why_not_stored
 from tests.support import parallel_tasks as tasks
@@ -37,7 +37,7 @@ def test_no_recipe_is_left_out():
     named = {call.strip("`").partition("(")[0] for call in found}
     assert named == set(recipes.NAMED) - {"default"}  # which is one of them
     for call, (gathered, _, _, _, *others) in found.items():
-        reader = Reader(tasks.RECIPES[CALLS[call]], None, True)
+        reader = GatherReader(tasks.RECIPES[CALLS[call]], None, True)
         sent = can_gather(reader, INPUT, 256, False)
         assert sent == can_gather(reader, GRAD_OUTPUT, 256, False)
         assert gathered == ("in FP8" if sent else "in their dtype")

@@ -20,7 +20,7 @@ from torch import Tensor, nn  # noqa: E402
 from octavo import Recipe, RecipeMap  # noqa: E402
 from octavo.inspect import Record  # noqa: E402
 from octavo.inspect.remedies import together  # noqa: E402
-from octavo.scaling.recipe_map import Rule  # noqa: E402
+from octavo.scaling.recipe_map import RecipeRule  # noqa: E402
 from tests.support.made_records import made, put  # noqa: E402
 
 NAMES = ("first", "second", "third")
@@ -86,7 +86,7 @@ def narrow_gradients() -> RecipeMap:
     return RecipeMap(normal, {f"layers.{BROKEN}": changes})
 
 
-def mended(recipe: Recipe | RecipeMap, rules: Mapping[str, Rule]) -> RecipeMap:
+def mended(recipe: Recipe | RecipeMap, rules: Mapping[str, RecipeRule]) -> RecipeMap:
     """A recipe with a finding's rules after its own."""
     if isinstance(recipe, Recipe):
         return RecipeMap(recipe, rules)

@@ -9,8 +9,8 @@ import torch
 from octavo.kernels.arguments import (
     CastSource,
     NormSource,
+    OperandPair,
     Output,
-    Pair,
     Scaling,
     check_norm,
     new_both_codes,
@@ -40,7 +40,7 @@ def test_a_cast_takes_values() -> None:
     ends = torch.tensor([1, 2], dtype=torch.int32)
     assert unpacked("cast", *dynamic, True, offsets=ends, as_is=False)[3:] == (Output(True, as_is=False), ends)
     operands, *how = unpacked("matmul", x, state, [1, -1], x, state, ALL, None, torch.float32, False)
-    assert operands == (Pair(x, state, (1, -1)), Pair(x, state, ALL), None) and operands.shape == (2, 2)
+    assert operands == (OperandPair(x, state, (1, -1)), OperandPair(x, state, ALL), None) and operands.shape == (2, 2)
     assert how == [torch.float32, False]
     assert unpacking({"amax": len})["amax"] is len  # takes its arguments as they are
 

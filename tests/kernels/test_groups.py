@@ -6,7 +6,7 @@ import torch
 from octavo import kernels
 from octavo.granularity import scale_shape
 from octavo.kernels.groups import (
-    Place,
+    GroupPlace,
     check_offsets,
     check_offsets_kind,
     of_equal_groups,
@@ -27,7 +27,7 @@ def test_groups_follow_each_other_within_their_capacity(tile_rows: int) -> None:
         for pad in (1, 16):
             found = places(offsets_of(sizes).tolist(), tile_rows, pad)
             expected = zip(slices_of(sizes), scale_slices(sizes, tile_rows), slices_of(sizes, pad), strict=True)
-            assert found == [Place(*place) for place in expected]
+            assert found == [GroupPlace(*place) for place in expected]
             assert found[-1].scale_rows.stop <= scale_rows(rows, groups, tile_rows)
             assert -(-found[-1].columns.stop // pad) * pad <= padded_columns(rows, groups, pad)
 

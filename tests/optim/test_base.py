@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.optim import SGD, Adam, AdamW
-from octavo.optim.base import CompactOptimizer, Kept, has_moved, was_written
+from octavo.optim.base import CompactOptimizer, PreparedUpdate, has_moved, was_written
 from octavo.tensor.stored_shards import part_of
 from octavo.tensor.stored_weight import StoredWeight
 
@@ -332,8 +332,8 @@ def test_ranges() -> None:
 # what a step keeps of a weight
 
 
-def update_of(held: Tensor) -> Kept:
-    return Kept(None, held, held.data_ptr(), held._version, ())  # type: ignore[arg-type]
+def update_of(held: Tensor) -> PreparedUpdate:
+    return PreparedUpdate(None, held, held.data_ptr(), held._version, ())  # type: ignore[arg-type]
 
 
 def test_a_plain_weight_is_known_by_its_address_and_version():

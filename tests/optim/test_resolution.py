@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from octavo.optim import SGD, AdamW
-from octavo.optim.resolution import Reading, Resolution
+from octavo.optim.resolution import Resolution, SumsInFlight
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
@@ -30,8 +30,8 @@ def test_only_the_weights_that_count_are_summed_and_taking_begins_anew():
 
 
 def test_the_ratio_is_of_root_mean_squares():
-    assert Reading(torch.tensor([3.0, 36.0])).ratio() == 1.0
-    assert math.isnan(Reading(torch.zeros(2)).ratio())
+    assert SumsInFlight(torch.tensor([3.0, 36.0])).ratio() == 1.0
+    assert math.isnan(SumsInFlight(torch.zeros(2)).ratio())
     assert math.isnan(Resolution([nn.Parameter(torch.ones(2))]).take().ratio())
 
 

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import octavo
 from octavo import recipes
 from octavo.schedule import Phase, PrecisionSchedule, Recovery
-from octavo.schedule.schedule import FINITE, SPIKE, Watch, said
+from octavo.schedule.schedule import FINITE, SPIKE, LossWatch, said
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support.schedule_situations import HIGH, LOW, loss_of, net, optimizer_of, same, tensors, train
 
@@ -403,11 +403,11 @@ PHASE = Phase(recipes.high_precision())
 ONE = torch.tensor(1.0)
 
 
-def watch(**options) -> Watch:
-    return Watch(Recovery(PHASE, **{"window": 8} | options))
+def watch(**options) -> LossWatch:
+    return LossWatch(Recovery(PHASE, **{"window": 8} | options))
 
 
-def look(own: Watch, loss: float, largest: float = 1.0, spikes: bool = True) -> bool:
+def look(own: LossWatch, loss: float, largest: float = 1.0, spikes: bool = True) -> bool:
     found = bool(own.look(torch.tensor(loss), torch.tensor(largest), spikes))
     own.count(is_scaled=False)
     return found

@@ -15,16 +15,16 @@ from octavo.tensor.stored_weight import StoredWeight
 from octavo.train import CheckpointError, StateConfig, run
 from octavo.train.checkpoint import (
     HEADER,
-    Row,
     RunFolder,
     ShardedFolder,
+    StepRow,
     rows_from_tensor,
     rows_to_tensor,
 )
 from octavo.train.loop import trained_model
 from tests.support.sharded_runs import changed, curve, nearly, train_on
 
-ROWS = [Row(1, 5.5, 1e-3, 1000.0), Row(2, 1 / 3, 2e-3, 2000.0, 4.25)]
+ROWS = [StepRow(1, 5.5, 1e-3, 1000.0), StepRow(2, 1 / 3, 2e-3, 2000.0, 4.25)]
 IDENTITY = {"width": 32, "recipe": "dynamic"}
 
 

@@ -21,8 +21,8 @@ from octavo.train import (
 from octavo.train.config import (
     BASELINE,
     UNCONVERTED,
-    CheckpointError,
     DivergedError,
+    RunCheckpointError,
     TrainError,
     build,
     check_recipe,
@@ -32,7 +32,7 @@ from octavo.train.config import (
 )
 
 
-@pytest.mark.parametrize("error", [TrainError, CheckpointError, DivergedError])
+@pytest.mark.parametrize("error", [TrainError, RunCheckpointError, DivergedError])
 def test_one_except_clause_catches_all_of_them(error):
     assert issubclass(error, TrainError) and issubclass(error, octavo.OctavoError)
 

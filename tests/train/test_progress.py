@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from octavo.train import DataConfig, DivergedError, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
-from octavo.train.checkpoint import Row
-from octavo.train.progress import Bar, Lines, Progress, Recorder, choose_progress, clock, in_words
+from octavo.train.checkpoint import StepRow
+from octavo.train.progress import Bar, Lines, Progress, RunRecorder, choose_progress, clock, in_words
 
 CONFIG = TrainConfig(
     ModelConfig(context=16), DataConfig(batch=4, eval_windows=6), OptimizerConfig(steps=30), RunConfig(eval_every=10)
@@ -15,7 +15,7 @@ CONFIG = TrainConfig(
 
 
 def test_a_loss_that_runs_away_is_divergence():
-    recorder = Recorder(CONFIG, [], on_accelerator=False)
+    recorder = RunRecorder(CONFIG, [], on_accelerator=False)
     with pytest.raises(DivergedError, match=r"ran away, to 20.0 nats a byte at step 20"):
         for step in range(30):
             recorder.add(step + 1, torch.tensor(20.0), torch.tensor(1.0), 1e-3)
@@ -23,7 +23,7 @@ def test_a_loss_that_runs_away_is_divergence():
 
 
 def test_losses_are_read_in_groups_on_an_accelerator():
-    recorder = Recorder(CONFIG, [], on_accelerator=True)
+    recorder = RunRecorder(CONFIG, [], on_accelerator=True)
     assert recorder.every > 1
     for step in range(3):
         recorder.add(step + 1, torch.tensor(float(step)), torch.tensor(1.0), 1e-3)
@@ -36,8 +36,8 @@ def test_losses_are_read_in_groups_on_an_accelerator():
 
 
 def test_time_left_follows_the_speed_and_counts_validations():
-    rows = [Row(step + 1, 1.0, 1e-3, 128.0 if step % 2 else 64.0) for step in range(10)]
-    recorder = Recorder(CONFIG, [], on_accelerator=False)
+    rows = [StepRow(step + 1, 1.0, 1e-3, 128.0 if step % 2 else 64.0) for step in range(10)]
+    recorder = RunRecorder(CONFIG, [], on_accelerator=False)
     recorder.rows += [rows[0], *rows]  # not the first
     pace = (0.5 + 1.0) / 2
     assert recorder.seconds_left(20) == pytest.approx(20 * (pace + 2 * pace / 3 / 10))  # of two batches, every 10 steps
@@ -46,9 +46,9 @@ def test_time_left_follows_the_speed_and_counts_validations():
 
 
 def test_a_runs_first_step_says_little_of_the_others():
-    recorder = Recorder(CONFIG, [], on_accelerator=False)
+    recorder = RunRecorder(CONFIG, [], on_accelerator=False)
     for step, speed in enumerate((6.4, 64.0, 64.0)):
-        recorder.rows.append(Row(step + 1, 1.0, 1e-3, speed))
+        recorder.rows.append(StepRow(step + 1, 1.0, 1e-3, speed))
         expected = 64 / speed
         assert recorder.seconds_left(10) == pytest.approx(10 * expected * (1 + 2 / 3 / 10))
 
@@ -75,7 +75,7 @@ def test_lines_come_now_and_then_and_for_each_validation():
     lines = Lines(stream, interval=1e9)
     lines.begin("dynamic", 0, 10)
     for step in range(1, 11):
-        lines.update(Row(step, 2.5, 1e-3, 12345.6, 3.25 if step == 4 else float("nan")), seconds_left=75)
+        lines.update(StepRow(step, 2.5, 1e-3, 12345.6, 3.25 if step == 4 else float("nan")), seconds_left=75)
     lines.end()
     assert stream.getvalue().splitlines() == [
         "dynamic  step 4/10  loss 2.5000  validation 3.2500  12,346 tokens/s  1:15 left",
@@ -83,7 +83,7 @@ def test_lines_come_now_and_then_and_for_each_validation():
     ]
     eager = Lines(stream, interval=0)
     eager.begin("dynamic", 0, 10)
-    eager.update(Row(1, 2.5, 1e-3, 1.0), 0)
+    eager.update(StepRow(1, 2.5, 1e-3, 1.0), 0)
     assert "step 1/10" in stream.getvalue()
 
 
@@ -97,7 +97,7 @@ def test_a_bar_shows_loss_speed_and_time_left(monkeypatch):
     assert isinstance(bar, Bar)
     bar.message("before [brackets]")
     bar.begin("delayed", 3, 10)
-    bar.update(Row(10, 2.5, 1e-3, 12345.6, 3.25), seconds_left=75)
+    bar.update(StepRow(10, 2.5, 1e-3, 12345.6, 3.25), seconds_left=75)
     bar.end()
     bar.end()  # once more is harmless
     for part in ("before [brackets]", "delayed", "10/10", "loss 2.5000", "validation 3.2500", "12,346", "1:15 left"):
@@ -115,7 +115,7 @@ def test_lines_where_there_is_no_terminal_or_no_rich(monkeypatch):
 def test_progress_itself_says_nothing(capsys):
     silent = Progress()
     silent.begin("x", 0, 1)
-    silent.update(Row(1, 1.0, 1.0, 1.0), 0)
+    silent.update(StepRow(1, 1.0, 1.0, 1.0), 0)
     silent.message("x")
     silent.end()
     assert capsys.readouterr() == ("", "")

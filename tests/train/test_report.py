@@ -9,13 +9,15 @@ import pytest
 from octavo.errors import MissingExtraError
 from octavo.schedule import Switch
 from octavo.train import RunResult, report
-from octavo.train.checkpoint import Row
+from octavo.train.checkpoint import StepRow
 from octavo.train.config import RECIPES
 from octavo.train.report import gap, plot, require_plotting, smooth, table, write_csv
 
 
 def make_result(name, final, tokens_per_s=1000.0, steps=20, dtype="bfloat16"):
-    rows = [Row(i, final + 2 / i, 1e-3, tokens_per_s, final if i % 5 == 0 else math.nan) for i in range(1, steps + 1)]
+    rows = [
+        StepRow(i, final + 2 / i, 1e-3, tokens_per_s, final if i % 5 == 0 else math.nan) for i in range(1, steps + 1)
+    ]
     return RunResult(name, steps, rows, parameters=7, tokens_per_step=100, dtype=dtype)
 
 
@@ -84,7 +86,7 @@ def test_plot_of_the_shortest_runs_and_of_all_recipes(tmp_path, steps):
     pytest.importorskip("matplotlib")
     results = [make_result(name, 2.0, steps=steps) for name in (RECIPES if steps == 1 else ("bf16", "mx"))]
     for result in results:
-        result.rows[-1] = Row(steps, 3.0, 1e-3, 10.0, 3.0)
+        result.rows[-1] = StepRow(steps, 3.0, 1e-3, 10.0, 3.0)
     plot(results, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").stat().st_size > 10_000
 

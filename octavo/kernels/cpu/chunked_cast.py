@@ -21,7 +21,7 @@ from octavo.kernels.cpu import codes
 from octavo.kernels.cpu.codes import decode, encode, row_slices, tile_rows
 from octavo.kernels.layouts import as_tiles
 from octavo.kernels.reference.activation import produced as reference_produced
-from octavo.kernels.reference.cast import Written, laid
+from octavo.kernels.reference.cast import CastResult, laid
 from octavo.kernels.reference.norm import normalise
 from octavo.numerics import scale_from_amax, scale_inv_from_scale, scale_inv_of, scale_of
 
@@ -38,7 +38,7 @@ _ROUNDING = 1 + 2.0**-20  # a scale of float32 may take its amax past the format
 
 def written(
     source: CastSource | NormSource, scalings: Sequence[Scaling], output: Output
-) -> tuple[list[Written], tuple[Tensor, ...]]:
+) -> tuple[list[CastResult], tuple[Tensor, ...]]:
     """``reference.cast.written``."""
     x = source.x
     if isinstance(source, NormSource):
@@ -133,7 +133,7 @@ def _largest(x: Tensor, tile: Sequence[int]) -> Tensor:
 
 def cast_values(
     x: Tensor, scaling: Scaling, into: Tensor | None = None, overwrites: bool = False, seen: Seen | None = None
-) -> Written:
+) -> CastResult:
     """Cast x [R, C], any float dtype, one chunk, as it lies; ``into`` and ``overwrites`` as of encode.
 
     ``seen``: the amax of all chunks, and whether these are finite; by default x is all.
@@ -158,7 +158,7 @@ def cast_values(
     return codes, scale_inv, amax
 
 
-def _cast_few(x: Tensor, scaling: Scaling, known: float, limit: float) -> Written | None:
+def _cast_few(x: Tensor, scaling: Scaling, known: float, limit: float) -> CastResult | None:
     """The same with one scale, in the fewest calls; None where x holds a fault."""
     amax = torch.linalg.vector_norm(x, math.inf, keepdim=True, dtype=torch.float32)
     largest = amax.item()
@@ -180,7 +180,7 @@ def cast_in_chunks(
     make: Callable[[slice], Tensor] | None = None,
     unit: int = 1,
     column_sum: bool = False,
-) -> tuple[list[Written], Tensor]:
+) -> tuple[list[CastResult], Tensor]:
     """Cast x, or y [R, C] of this shape, in one or two scalings: (what each writes, y's column sums [C], or [0]).
 
     ``make`` gives rows of y, float32, from their slice, as a fresh tensor, which is overwritten. Chunks begin at
@@ -196,7 +196,7 @@ def cast_in_chunks(
             cast_values(y, scaling, None, make is not None and scaling is scalings[-1]) for scaling in scalings
         ], sums
     sums = x.new_zeros(shape[1] if column_sum else 0, dtype=torch.float32)
-    kept, parts = _Kept(make or x.__getitem__), [_Part(scaling, shape, x.device) for scaling in scalings]
+    kept, parts = _KeptChunks(make or x.__getitem__), [_ScalingChunks(scaling, shape, x.device) for scaling in scalings]
     if looking := [part for part in parts if part.looks_first]:
         for y in map(kept.first, slices):
             for part in looking:
@@ -211,7 +211,7 @@ def cast_in_chunks(
     return [(part.codes, part.scale_inv, part.amax) for part in parts], sums
 
 
-class _Kept:
+class _KeptChunks:
     """Chunks made once and, of the first ones, kept for a second reading."""
 
     def __init__(self, make: Callable[[slice], Tensor]) -> None:
@@ -231,7 +231,7 @@ class _Kept:
         return self.make(rows) if y is None else y
 
 
-class _Part:
+class _ScalingChunks:
     """One scaling's result, as its chunks come."""
 
     seen: Seen | None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octavo.granularity import ALL
 from octavo.kernels import capability
-from octavo.kernels.arguments import Operands, Pair
+from octavo.kernels.arguments import OperandPair, ProductArguments
 from octavo.kernels.cpu import codes
 from octavo.kernels.cpu.codes import decode, decode_apart, row_slices, tile_rows
 from octavo.kernels.reference.matmul import result_scales
@@ -28,7 +28,7 @@ from octavo.numerics import MAX_SCALE, MIN_SCALE
 _MANTISSA = (1 << 23) - 1  # of a float32's bits
 
 
-def matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """``octavo::matmul``."""
     a_pair, b_pair, bias = operands
     a, b = a_pair.codes, b_pair.codes
@@ -52,7 +52,7 @@ def matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tens
     return _by_chunks_of_rows(a_pair, b_pair, bias, compute, out_dtype)
 
 
-def _rounds_once(a: Pair, b: Pair) -> bool:
+def _rounds_once(a: OperandPair, b: OperandPair) -> bool:
     """Whether a bfloat16 product needs no second rounding, and float32 holds the one number that multiplies it."""
     number = 1.0
     for pair in (a, b):
@@ -63,12 +63,12 @@ def _rounds_once(a: Pair, b: Pair) -> bool:
     return MIN_SCALE <= number <= MAX_SCALE / 2**16  # decode_apart leaves up to 2^8 of each operand
 
 
-def _is_single(pair: Pair) -> bool:
+def _is_single(pair: OperandPair) -> bool:
     """Whether one scale is for all of an operand."""
     return pair.tile[1] == ALL and pair.scale_inv.numel() == 1
 
 
-class _Operand(NamedTuple):
+class _ScaledOperand(NamedTuple):
     """An operand [rows, K] to multiply, and what is left to multiply the result with.
 
     ``rest``: [rows, 1] or [1, 1], or None; ``factor``: a power of two.
@@ -84,7 +84,9 @@ def lies_transposed(x: Tensor) -> bool:
     return not x.is_contiguous() and x.t().is_contiguous()
 
 
-def _by_chunks_of_rows(a: Pair, b: Pair, bias: Tensor | None, compute: torch.dtype, out_dtype: torch.dtype) -> Tensor:
+def _by_chunks_of_rows(
+    a: OperandPair, b: OperandPair, bias: Tensor | None, compute: torch.dtype, out_dtype: torch.dtype
+) -> Tensor:
     """In chunks of a's rows, which stay in the cache between reading them and multiplying them.
 
     Of a transposed operand rows are columns in memory, and chunks larger: there they only keep all of it from being in
@@ -102,7 +104,7 @@ def _by_chunks_of_rows(a: Pair, b: Pair, bias: Tensor | None, compute: torch.dty
         if memory is None:
             memory = q.new_empty(a_chunk.numel(), dtype=compute)
             wide = None if compute == out_dtype else q.new_empty((len(a_chunk), cols), dtype=compute)
-        pair = Pair(a_chunk, tile_rows(scale_inv, tile, chunk), tile)
+        pair = OperandPair(a_chunk, tile_rows(scale_inv, tile, chunk), tile)
         operand = _operand(pair, compute, memory[: a_chunk.numel()])
         if wide is None:
             _multiply(operand, multiplied, bias, out_MN[chunk])
@@ -112,7 +114,7 @@ def _by_chunks_of_rows(a: Pair, b: Pair, bias: Tensor | None, compute: torch.dty
     return out_MN
 
 
-def _by_chunks_of_terms(a: Pair, b: Pair, bias: Tensor | None) -> Tensor:
+def _by_chunks_of_terms(a: OperandPair, b: OperandPair, bias: Tensor | None) -> Tensor:
     """In float32, of operands that both lie transposed, as grad_weight's do: some terms of all sums after others.
 
     So neither operand is ever in float32 as a whole.
@@ -135,22 +137,22 @@ def _by_chunks_of_terms(a: Pair, b: Pair, bias: Tensor | None) -> Tensor:
     return out_MN
 
 
-def _terms(pair: Pair, chunk: slice) -> Pair:
+def _terms(pair: OperandPair, chunk: slice) -> OperandPair:
     """Some columns of an operand, whole tiles."""
     q, scale_inv, tile = pair
     of_chunk = tile_rows(scale_inv.t(), (tile[1], tile[0]), chunk).t()
-    return Pair(q.t()[chunk].t(), of_chunk, tile)
+    return OperandPair(q.t()[chunk].t(), of_chunk, tile)
 
 
-def _operand(pair: Pair, compute: torch.dtype, memory: Tensor | None = None) -> _Operand:
+def _operand(pair: OperandPair, compute: torch.dtype, memory: Tensor | None = None) -> _ScaledOperand:
     q, scale_inv, tile = pair
     if tile[1] != ALL or (compute == torch.bfloat16 and not _is_single(pair)):
-        return _Operand(decode(q, compute, scale_inv, tile, memory), None, 1.0)
+        return _ScaledOperand(decode(q, compute, scale_inv, tile, memory), None, 1.0)
     values, factor = decode_apart(q, compute, memory)
-    return _Operand(values, scale_inv, factor)
+    return _ScaledOperand(values, scale_inv, factor)
 
 
-def _multiply(a: _Operand, b: _Operand, bias: Tensor | None, out_MN: Tensor) -> None:
+def _multiply(a: _ScaledOperand, b: _ScaledOperand, bias: Tensor | None, out_MN: Tensor) -> None:
     """Write a . b^T times the scales left, plus bias.
 
     By out=, because autocast would turn the product into float16, where a sum of codes overflows.
@@ -165,7 +167,7 @@ def _multiply(a: _Operand, b: _Operand, bias: Tensor | None, out_MN: Tensor) -> 
     _finish(out_MN, a, b, bias)
 
 
-def _finish(wide_MN: Tensor, a: _Operand, b: _Operand, bias: Tensor | None) -> None:
+def _finish(wide_MN: Tensor, a: _ScaledOperand, b: _ScaledOperand, bias: Tensor | None) -> None:
     """Multiply float32 rows by a's scales and columns by b's; add bias."""
     for scales in result_scales(a.rest, b.rest):
         wide_MN.mul_(scales)
@@ -173,7 +175,7 @@ def _finish(wide_MN: Tensor, a: _Operand, b: _Operand, bias: Tensor | None) -> N
         wide_MN.add_(bias)
 
 
-def _common_factor(a: _Operand, b: _Operand) -> float | None:
+def _common_factor(a: _ScaledOperand, b: _ScaledOperand) -> float | None:
     """The one number that multiplies the whole result; None where there is none, or float32 would not hold it."""
     factor = a.factor * b.factor
     for rest in (a.rest, b.rest):

@@ -34,8 +34,8 @@ from octavo.kernels.reference.delayed_update import delayed_update
 from octavo.kernels.reference.norm import normalise
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 
-Written = tuple[Tensor, Tensor, Tensor]  # (codes, scale_inv, amax)
-Write = Callable[[CastSource | NormSource, Sequence[Scaling], Output], tuple[list[Written], tuple[Tensor, ...]]]
+CastResult = tuple[Tensor, Tensor, Tensor]  # (codes, scale_inv, amax)
+Write = Callable[[CastSource | NormSource, Sequence[Scaling], Output], tuple[list[CastResult], tuple[Tensor, ...]]]
 
 
 def amax_of(x: Tensor, tile: Sequence[int]) -> Tensor:
@@ -59,7 +59,7 @@ def laid(found: Tensor, tile: Tile, transpose: bool = False) -> Tensor:
     return given if not transpose and given.stride() == out.stride() else out.copy_(given)
 
 
-def cast_values(x: Tensor, scaling: Scaling) -> Written:
+def cast_values(x: Tensor, scaling: Scaling) -> CastResult:
     """Cast x [R, C], any float dtype, as it lies."""
     dtype, tile, power_of_two, margin, delayed_scale, role = scaling
     amax = amax_of(x, tile)
@@ -71,7 +71,7 @@ def cast_values(x: Tensor, scaling: Scaling) -> Written:
 
 def written(
     source: CastSource | NormSource, scalings: Sequence[Scaling], output: Output
-) -> tuple[list[Written], tuple[Tensor, ...]]:
+) -> tuple[list[CastResult], tuple[Tensor, ...]]:
     """(what is cast in each scaling, what the ops return beside it: column sums, or a norm's mean, rstd and y)."""
     if isinstance(source, NormSource):
         values, mean, rstd = normalise(*source)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from octavo.granularity import ALL
-from octavo.kernels.arguments import GroupedOperands, Operands, Pair
+from octavo.kernels.arguments import GroupedOperands, OperandPair, ProductArguments
 from octavo.kernels.groups import check_offsets, places
 from octavo.kernels.reference.codes import decode
 from octavo.numerics import MAX_SCALE, MIN_SCALE
 
 
-def matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """``octavo::matmul``."""
     a, b, bias = operands
     out_MN = torch.empty(operands.shape, device=a.codes.device)
@@ -31,7 +31,7 @@ def matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tens
     return out_MN.to(out_dtype)
 
 
-def _values(pair: Pair) -> Tensor:
+def _values(pair: OperandPair) -> Tensor:
     """An operand [rows, K], with the scales that vary along K."""
     return pair.codes.to(torch.float32) if pair.tile[1] == ALL else decode(pair.codes, torch.float32, *pair[1:])
 
@@ -57,10 +57,10 @@ def grouped_matmul(
     out = a.codes.new_zeros(operands.shape, dtype=out_dtype)
     if operands.has_ragged_rows:
         for group, place in enumerate(places(check_offsets(offsets, a.codes.shape[0]), a.tile[0])):
-            mine = Pair(a.codes[place.rows], a.scale_inv[place.scale_rows], a.tile)
-            theirs = Pair(b.codes[group], b.scale_inv[group], b.tile)
+            mine = OperandPair(a.codes[place.rows], a.scale_inv[place.scale_rows], a.tile)
+            theirs = OperandPair(b.codes[group], b.scale_inv[group], b.tile)
             if mine.codes.shape[0] > 0:
-                part = Operands(mine, theirs, None if bias is None else bias[group])
+                part = ProductArguments(mine, theirs, None if bias is None else bias[group])
                 out[place.rows] = matmul(part, out_dtype, fast_accum)
         return out
     ends = check_offsets(offsets, a.codes.shape[1])
@@ -69,11 +69,11 @@ def grouped_matmul(
     )
     for group, (mine, theirs) in enumerate(zip(*of_operands, strict=True)):
         if mine.codes.shape[1] > 0:
-            out[group] = matmul(Operands(mine, theirs, None), out_dtype, fast_accum)
+            out[group] = matmul(ProductArguments(mine, theirs, None), out_dtype, fast_accum)
     return out
 
 
-def _terms(pair: Pair, columns: slice, of_scale: slice) -> Pair:
+def _terms(pair: OperandPair, columns: slice, of_scale: slice) -> OperandPair:
     """A group's terms of an operand.
 
     Raises:
@@ -84,4 +84,4 @@ def _terms(pair: Pair, columns: slice, of_scale: slice) -> Pair:
         raise ValueError(
             f"a group's columns end at {columns.stop}, an operand's at {codes.shape[1]}: give pad as to the cast"
         )
-    return Pair(codes[:, columns], scale_inv[:, of_scale], tile)
+    return OperandPair(codes[:, columns], scale_inv[:, of_scale], tile)

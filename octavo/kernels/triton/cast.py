@@ -47,7 +47,7 @@ from octavo.kernels.triton.cast_input import (
 from octavo.kernels.triton.cast_lines import LINES, cast_by_line
 from octavo.kernels.triton.cast_rows import cast_by_row
 from octavo.kernels.triton.cast_tensor import cast_by_tensor, find_amax
-from octavo.kernels.triton.delayed_update import State, update_of
+from octavo.kernels.triton.delayed_update import StateTensors, update_of
 from octavo.kernels.triton.grouped_cast import grouped_cast
 from octavo.kernels.triton.known_scales import committed, scale_exists
 from octavo.kernels.triton.launch import Config, config, launch, workspace
@@ -61,7 +61,7 @@ def cast(
     source: CastSource | NormSource, first: Scaling, second: Scaling | None, output: Output, offsets: Tensor | None
 ) -> tuple[Tensor, ...]:
     """``octavo::cast``."""
-    norm: _Norm | None = None
+    norm: _NormToFind | None = None
     casts: tuple[Callable[..., Any], ...] = _CASTS
     if isinstance(source, CastSource):
         if offsets is not None:
@@ -106,7 +106,7 @@ def cast_and_commit(source: CastSource, scaling: Scaling, commit: Commit, output
     update = update_of(
         tuple(limits), tuple(powers_of_two), tuple(margins), reduce, commit.delayed_amax_history.shape[1]
     )
-    out, state = given.outputs(scaling, q, t), State(*own, backward_pass(commit.delayed_scale.device))
+    out, state = given.outputs(scaling, q, t), StateTensors(*own, backward_pass(commit.delayed_scale.device))
     sums = cast_by_tensor(given, scaling, out, output.column_sum, state, (amax_input, amax_weight), update)
     committed(*own, (amax_input is not None, amax_weight is not None, True))
     return q, t, out.scale_inv, sums
@@ -175,12 +175,12 @@ def _two_scalings(
     return q, other, out.scale_inv, other_out.scale_inv, sums
 
 
-def _norm(source: NormSource, output: Output) -> _Norm:
+def _norm(source: NormSource, output: Output) -> _NormToFind:
     mean, rstd, y = new_statistics(source, output.keep)
-    return _Norm(norm_input(source, mean, rstd), float(source.eps), (mean, rstd, y), output.keep)
+    return _NormToFind(norm_input(source, mean, rstd), float(source.eps), (mean, rstd, y), output.keep)
 
 
-class _Norm(NamedTuple):
+class _NormToFind(NamedTuple):
     """A norm whose statistics are yet to be found, by the same launch as its cast or by one before."""
 
     given: CastInput

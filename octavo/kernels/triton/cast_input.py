@@ -15,7 +15,7 @@ from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import CastSource, NormSource, Output, Scaling, laid_scales, new_codes, new_sums, no_codes
 from octavo.kernels.layouts import is_small_block, padded
 from octavo.kernels.triton.launch import TABLE, WHOLE, Config, config, launch, multiprocessors, tile_size
-from octavo.kernels.triton.prologue import Function, Input, Norm
+from octavo.kernels.triton.prologue import Function, Input, NormFactors
 from octavo.kernels.triton.tiles import BlockScaling, Codes, Outputs, Rounding, Source, Tiling
 
 _scale_shape = functools.lru_cache(maxsize=4096)(scale_shape)
@@ -77,7 +77,7 @@ class CastInput(NamedTuple):
     x: Tensor
     rows: int
     cols: int
-    h: Input | Norm | None = None
+    h: Input | NormFactors | None = None
     function: Function = Function()
     halves: int = 1
 
@@ -209,5 +209,5 @@ def cast_input(source: CastSource) -> CastInput:
 def norm_input(source: NormSource, mean: Tensor, rstd: Tensor) -> CastInput:
     """What a cast of a norm reads, and its statistics: known, or to be written by a kernel of norm_kernels.py."""
     gamma, beta = source.gamma.contiguous(), None if source.beta is None else source.beta.contiguous()
-    norm = Norm(mean if source.kind == "layer_norm" else None, rstd, gamma, beta)
+    norm = NormFactors(mean if source.kind == "layer_norm" else None, rstd, gamma, beta)
     return CastInput(source.x, *source.shape, norm, Function("norm", zero_centered=source.zero_centered))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.kernels.arguments import Scaling
 from octavo.kernels.triton.cast_input import CastInput, rounding_of
-from octavo.kernels.triton.delayed_update import State, Update, roll, roll_others, scale_of_pass
+from octavo.kernels.triton.delayed_update import StateTensors, Update, roll, roll_others, scale_of_pass
 from octavo.kernels.triton.known_scales import scale_exists
 from octavo.kernels.triton.launch import workspace
 from octavo.kernels.triton.prologue import produce
@@ -173,7 +173,7 @@ def cast_tensor_kernel(
                 roll(delayed, amax, ROLE, update)
 
 
-def find_amax(given: CastInput, amax: Tensor, delayed: State | None = None, role: int | None = None) -> None:
+def find_amax(given: CastInput, amax: Tensor, delayed: StateTensors | None = None, role: int | None = None) -> None:
     """Write amax [1, 1]; but given ``delayed`` and a role, not where that has a scale for it."""
     chosen = given.config("amax")
     strips, groups, tiling = given.tiling(*chosen[:3])
@@ -186,14 +186,14 @@ def cast_by_tensor(
     scaling: Scaling,
     out: Outputs,
     column_sum: bool,
-    state: State | None = None,  # that the last program rolls
+    state: StateTensors | None = None,  # that the last program rolls
     rolled: Sequence[Tensor | None] = (None, None),  # beside this cast's: amax of input, amax of weight
     update: Update | None = None,
     knows_amax: bool = False,  # out's, and may be
 ) -> Tensor:
     """One scale for all: the column sums."""
     delayed_scale, role = scaling.delayed_scale, None if scaling.delayed_scale is None else scaling.role
-    delayed = State(delayed_scale, None, None, None) if state is None and delayed_scale is not None else state
+    delayed = StateTensors(delayed_scale, None, None, None) if state is None and delayed_scale is not None else state
     chosen = given.config("cast" if out.codes.t is None else "cast_transpose")
     strips, groups, tiling = given.tiling(*chosen[:3])
     needs_amax = knows_amax or delayed_scale is None or not scale_exists(delayed_scale, scaling.role)

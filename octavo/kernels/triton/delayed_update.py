@@ -26,7 +26,7 @@ class Update(NamedTuple):
     block: int  # that, rounded up to a power of two
 
 
-class State(NamedTuple):
+class StateTensors(NamedTuple):
     """A delayed state's tensors, and the number of the backward pass, which octavo/kernels/backward_pass.py counts."""
 
     scale: Tensor  # [3]
@@ -114,7 +114,7 @@ def delayed_update(
     length = delayed_amax_history.shape[1]
     update = update_of(tuple(limits), tuple(powers_of_two), tuple(margins), reduce, length)
     own = delayed_scale, delayed_amax_history, delayed_before
-    state = State(*own, backward_pass(delayed_scale.device))
+    state = StateTensors(*own, backward_pass(delayed_scale.device))
     arguments = state, amax_input, amax_weight, amax_grad_output, update
     launch(delayed_update_kernel, 1, arguments, 4 if length > 32 else 1)
     committed(*own, (amax_input is not None, amax_weight is not None, amax_grad_output is not None))

@@ -298,7 +298,7 @@ def cast_group_blocks_kernel(
         cast_group_blocks_of_half(1, x, h, place, strip, out, function, grouping, scaling, tiling)
 
 
-class _Grouped(NamedTuple):
+class _GroupedSource(NamedTuple):
     """What a grouped cast reads, and what kernels need to know of its groups."""
 
     given: CastInput
@@ -333,7 +333,7 @@ def grouped_cast(source: CastSource, scaling: Scaling, output: Output, offsets: 
     h_tile_r = given.function.tile_r if isinstance(given.h, Input) and given.h.scale_inv is not None else 1
     ragged = output.transpose or tile[0] != 1 or h_tile_r != 1
     how = output.pad, tile[0], h_tile_r, ragged, t.shape[1], scale_inv.shape[0]
-    grouped = _Grouped(given, *on_device(offsets, *how))
+    grouped = _GroupedSource(given, *on_device(offsets, *how))
     if tile == (1, ALL):
         _cast_by_row(grouped, scaling, out)
     elif tile[0] == ALL:
@@ -343,7 +343,7 @@ def grouped_cast(source: CastSource, scaling: Scaling, output: Output, offsets: 
     return q, t, scale_inv, amax
 
 
-def _cast_by_group(grouped: _Grouped, scaling: Scaling, out: Outputs) -> None:
+def _cast_by_group(grouped: _GroupedSource, scaling: Scaling, out: Outputs) -> None:
     """A scale for each group, or each column of a group."""
     given, delayed_scale, role = grouped.given, scaling.delayed_scale, scaling.role
     by_column = scaling.tile[1] != ALL
@@ -366,7 +366,7 @@ def _cast_by_group(grouped: _Grouped, scaling: Scaling, out: Outputs) -> None:
         grouped.launch(cast_group_kernel, strips * heights, chosen.num_warps, arguments, (*how, tiling))
 
 
-def _cast_by_row(grouped: _Grouped, scaling: Scaling, out: Outputs) -> None:
+def _cast_by_row(grouped: _GroupedSource, scaling: Scaling, out: Outputs) -> None:
     """A scale for each row."""
     given, chosen = grouped.given, grouped.given.config("cast_rows")
     widest = max(16, triton.next_power_of_2(given.cols))
@@ -378,7 +378,7 @@ def _cast_by_row(grouped: _Grouped, scaling: Scaling, out: Outputs) -> None:
     grouped.launch(cast_group_rows_kernel, heights, chosen.num_warps, (out,), (rounding_of(scaling), tiling))
 
 
-def _cast_by_block(grouped: _Grouped, scaling: Scaling, out: Outputs) -> None:
+def _cast_by_block(grouped: _GroupedSource, scaling: Scaling, out: Outputs) -> None:
     """A scale for each block."""
     kind = "cast_blocks" if out.codes.t is None else "cast_blocks_transpose"
     chosen = with_room_for(grouped.given.config(kind), scaling.tile)

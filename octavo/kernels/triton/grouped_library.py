@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.functional import ScalingType
 
 from octavo.granularity import ALL
-from octavo.kernels.arguments import CastSource, GroupedOperands, Output, Pair, Scaling
+from octavo.kernels.arguments import CastSource, GroupedOperands, OperandPair, Output, Scaling
 from octavo.kernels.reference.cast import cast as reference_cast
 from octavo.kernels.reference.matmul import grouped_matmul as reference_grouped_matmul
 from octavo.kernels.triton.groups import fill_part, on_device, sizes_of, tiles_of
@@ -95,12 +95,12 @@ def _agrees(device: torch.device, ragged_rows: bool, fast_accum: bool) -> bool:
     groups, rows, N, K = len(offsets), 184, 144, 272
     scaling = Scaling(torch.float8_e4m3fn, (ALL, 1), False, 0)
 
-    def pair(count: int, scales: tuple[int, ...]) -> Pair:
+    def pair(count: int, scales: tuple[int, ...]) -> OperandPair:
         x = torch.randn(K if ragged_rows else rows, count, generator=generator)
         codes = x.t().to(scaling.dtype).contiguous()
         if not ragged_rows:  # whose padding is 0
             codes = reference_cast(CastSource(x), scaling, None, Output(transpose=True, pad=16), offsets)[1]
-        return Pair(codes, torch.exp2(4 * torch.rand(scales, generator=generator)), _ROWS)
+        return OperandPair(codes, torch.exp2(4 * torch.rand(scales, generator=generator)), _ROWS)
 
     if ragged_rows:
         a, b = pair(rows, (rows, 1)), pair(groups * N, (groups, N, 1))
@@ -108,7 +108,7 @@ def _agrees(device: torch.device, ragged_rows: bool, fast_accum: bool) -> bool:
     else:
         a, b = pair(N, (N, groups)), pair(K, (K, groups))
     case = GroupedOperands(a, b, offsets, None, 16)
-    mine, theirs = (Pair(codes.to(device), scales.to(device), tile) for codes, scales, tile in (a, b))
+    mine, theirs = (OperandPair(codes.to(device), scales.to(device), tile) for codes, scales, tile in (a, b))
     there = GroupedOperands(mine, theirs, offsets.to(device), None, 16)
     true = reference_grouped_matmul(case, torch.float32, False)
     try:

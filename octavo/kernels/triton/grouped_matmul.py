@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.granularity import ALL
-from octavo.kernels.arguments import GroupedOperands, Pair
+from octavo.kernels.arguments import GroupedOperands, OperandPair
 from octavo.kernels.reference.matmul import grouped_matmul as reference_grouped_matmul
 from octavo.kernels.triton.grouped_library import is_right, library_grouped_matmul
 from octavo.kernels.triton.groups import fill_part, locate, on_device, sizes_of, tiles_of
@@ -146,7 +146,7 @@ def _rows_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) ->
     a, b, offsets, bias, _ = operands
     codes = b.codes if b.codes.stride(2) == 1 else b.codes.contiguous()
     count, N, K = codes.shape
-    first = operand_of(Pair(codes[0], b.scale_inv[0], b.tile))
+    first = operand_of(OperandPair(codes[0], b.scale_inv[0], b.tile))
     chosen = grouped_config(a, b, (a.codes.shape[0], N), count)
     heights = a.codes.shape[0] // chosen.block_r + count + 1
     programs = heights * -(-N // chosen.block_c)
@@ -186,7 +186,7 @@ def _terms_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) -
     launch(terms_in_groups_kernel, programs, arguments, chosen.num_warps, True, chosen.tiles)
 
 
-def grouped_config(a: Pair, b: Pair, shape: tuple[int, int], groups: int = 1) -> Config:
+def grouped_config(a: OperandPair, b: OperandPair, shape: tuple[int, int], groups: int = 1) -> Config:
     """As of other products; but of groups of few rows parts are 128 high, as half of a group's last is beyond its end.
 
     Args:

@@ -38,7 +38,7 @@ class Grouping(NamedTuple):
     h_tile_r: int  # of an activation's input that is codes
 
 
-class Place(NamedTuple):
+class GroupOfProgram(NamedTuple):
     """A program's group, and where that lies; or all that is in no group, whose number is beyond all others."""
 
     group: Any
@@ -72,7 +72,7 @@ def tiles_of(sizes, TILE: tl.constexpr):
 
 @triton.jit
 def locate(groups, index, R, HEIGHT: tl.constexpr, grouping: tl.constexpr):
-    """The Place of the program with this number, of HEIGHT rows each."""
+    """Where the group of the program with this number lies, of HEIGHT rows each."""
     ROWS: tl.constexpr = grouping.tile_r
     H_ROWS: tl.constexpr = grouping.h_tile_r
     PAD: tl.constexpr = grouping.pad
@@ -97,11 +97,11 @@ def locate(groups, index, R, HEIGHT: tl.constexpr, grouping: tl.constexpr):
         h_row = group
         if H_ROWS != ALL:
             h_row = tl.sum(tl.where(before, tiles_of(sizes, H_ROWS), 0), 0)
-        place = Place(group, first, start, size, height, column, columns, scale_row, scale_rows, h_row)
+        place = GroupOfProgram(group, first, start, size, height, column, columns, scale_row, scale_rows, h_row)
     else:
         last = tl.load(groups.offsets + groups.count - 1, mask=groups.count > 0, other=0)
         size = tl.minimum(tl.maximum(last, 0), R)
-        place = Place(0, index * HEIGHT, 0, size, R, 0, 0, 0, R, 0)
+        place = GroupOfProgram(0, index * HEIGHT, 0, size, R, 0, 0, 0, R, 0)
     return place
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class _Entry:
+class _KnownScale:
     def __init__(self, delayed_scale: Tensor) -> None:
         key = id(delayed_scale)
         self.owner = weakref.ref(delayed_scale, lambda _: _entries.pop(key, None))
@@ -25,10 +25,10 @@ class _Entry:
         self.arrived: torch.cuda.Event | None = None
 
 
-_entries: dict[int, _Entry] = {}
+_entries: dict[int, _KnownScale] = {}
 
 
-def _current(delayed_scale: Tensor) -> _Entry | None:
+def _current(delayed_scale: Tensor) -> _KnownScale | None:
     """What is known of this buffer, unless someone else has written it since."""
     entry = _entries.get(id(delayed_scale))
     if entry is None or entry.owner() is not delayed_scale or entry.version != delayed_scale._version:
@@ -62,7 +62,7 @@ def committed(
     entry = _current(delayed_scale)
     torch.autograd.graph.increment_version((delayed_scale, delayed_amax_history, delayed_before))
     if entry is None:
-        entry = _entries[id(delayed_scale)] = _Entry(delayed_scale)
+        entry = _entries[id(delayed_scale)] = _KnownScale(delayed_scale)
     entry.version = delayed_scale._version
     if entry.copy is not None or not any(new and not old for new, old in zip(rolled, entry.exists, strict=True)):
         return

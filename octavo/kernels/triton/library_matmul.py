@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.functional import ScalingType
 
 from octavo.granularity import ALL, Tile, granularity_of, scale_shape
-from octavo.kernels.arguments import Operands, Pair
+from octavo.kernels.arguments import OperandPair, ProductArguments
 from octavo.kernels.reference.matmul import matmul as reference_matmul
 from octavo.kernels.triton.launch import LIBRARY, is_capturing
 
@@ -35,7 +35,7 @@ _ERROR = 0.02  # of any row or column: bfloat16 rounds by 0.002, Hopper's short 
 _known: dict[tuple[Any, ...], bool] = {}
 
 
-def is_right(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> bool:
+def is_right(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> bool:
     """Whether torch's product takes these operands, and computes such ones rightly on their device."""
     if not takes(operands, out_dtype):
         return False
@@ -66,15 +66,15 @@ def _agrees(
     rows, cols = 144, 272  # two blocks of rows and three of columns, the last not whole
     terms = 384 if a_tile[1] != ALL or b_tile[1] != ALL else 272  # an odd number of blocks, or none
 
-    def pair(count: int, tile: Tile, dtype: torch.dtype) -> Pair:
+    def pair(count: int, tile: Tile, dtype: torch.dtype) -> OperandPair:
         codes = torch.randn(count, terms, generator=generator).to(dtype)
         scale_inv = torch.exp2(4 * torch.rand(scale_shape(codes.shape, tile), generator=generator))
-        return Pair(codes, scale_inv, tile)
+        return OperandPair(codes, scale_inv, tile)
 
     bias = torch.randn(cols, generator=generator) * 100 if has_bias else None
-    case = Operands(pair(rows, a_tile, a_dtype), pair(cols, b_tile, b_dtype), bias)
-    a, b = (Pair(codes.to(device), scale_inv.to(device), tile) for codes, scale_inv, tile in case[:2])
-    there = Operands(a, b, None if bias is None else bias.to(device))
+    case = ProductArguments(pair(rows, a_tile, a_dtype), pair(cols, b_tile, b_dtype), bias)
+    a, b = (OperandPair(codes.to(device), scale_inv.to(device), tile) for codes, scale_inv, tile in case[:2])
+    there = ProductArguments(a, b, None if bias is None else bias.to(device))
     true = reference_matmul(case, torch.float32, False)
     try:
         found = library_matmul(there, out_dtype, fast_accum).to("cpu", torch.float32)
@@ -95,7 +95,7 @@ def library_kinds(device: torch.device) -> dict[str, bool]:
     return found
 
 
-def takes(operands: Operands, out_dtype: torch.dtype) -> bool:
+def takes(operands: ProductArguments, out_dtype: torch.dtype) -> bool:
     """Whether torch's product has this case: what its checks and cuBLAS ask for."""
     (a, _, a_tile), (b, _, b_tile), bias = operands
     (M, K), N = a.shape, b.shape[0]
@@ -116,7 +116,7 @@ def takes(operands: Operands, out_dtype: torch.dtype) -> bool:
     return (a_tile == b_tile == _ROW) or (aligned and K % 128 == 0)
 
 
-def library_matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def library_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """torch's product, for what ``takes``."""
     a, b, bias = operands
     return F.scaled_mm(

@@ -18,7 +18,7 @@ from triton.language.target_info import cuda_capability_geq
 from triton.runtime.driver import driver
 
 from octavo.granularity import ALL, Tile
-from octavo.kernels.arguments import Operands, Pair
+from octavo.kernels.arguments import OperandPair, ProductArguments
 from octavo.kernels.reference.matmul import matmul as reference_matmul
 from octavo.kernels.triton.launch import LIBRARY, Config, config, launch, tile_size
 from octavo.kernels.triton.library_matmul import is_right, library_matmul
@@ -313,7 +313,7 @@ else:
         return tl.dot(a, b, accumulator)
 
 
-def matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """``octavo::matmul``."""
     tiles = operands.a.tile, operands.b.tile
     if (*tiles, fast_accum) in LIBRARY and is_right(operands, out_dtype, fast_accum):
@@ -330,7 +330,7 @@ def step_along(a_tile: Tile, b_tile: Tile) -> int:
     return next((step for step in (128, 64, 32) if all(cols % step == 0 for cols in columns)), 0)
 
 
-def triton_matmul(operands: Operands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def triton_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """The Triton kernel's product, for tiles whose columns are a multiple of 32, or all."""
     if operands.bias is not None and out_dtype is torch.bfloat16:
         operands = operands._replace(bias=operands.bias.to(out_dtype))
@@ -373,7 +373,7 @@ def tiling_of(a_tile: Tile, b_tile: Tile, fast_accum: bool, chosen: Config, K: i
     return ProductTiling(a, b, fast_accum, K % step == 0, chosen.block_r, chosen.block_c, step, dots)
 
 
-def operand_of(pair: Pair) -> Operand:
+def operand_of(pair: OperandPair) -> Operand:
     """What kernels take for an operand, copied where rows don't lie in order."""
     codes = pair.codes if pair.codes.stride(1) == 1 else pair.codes.contiguous()
     return Operand(codes, codes.shape[0], codes.stride(0), pair.scale_inv, *pair.scale_inv.stride())

@@ -28,7 +28,7 @@ from octavo.kernels.triton.cast_tensor import cast_strip, strip_amax
 from octavo.kernels.triton.known_scales import scale_exists
 from octavo.kernels.triton.launch import Config, config, is_capturing, launch, with_room_for, workspace
 from octavo.kernels.triton.prologue import Function
-from octavo.kernels.triton.table import Tensors, find_tensor, pointer, size
+from octavo.kernels.triton.table import TensorCount, find_tensor, pointer, size
 from octavo.kernels.triton.tiles import (
     BlockScaling,
     Codes,
@@ -189,7 +189,7 @@ def multi_tensor_cast_blocks_kernel(
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-class _Work(NamedTuple):
+class _LaunchTable(NamedTuple):
     """A launch's table on the device, how many programs it is for, and whether all of it is multiples of 16.
 
     ``sent``: of a GPU's, the stream that sends the table, without the host's waiting, and the event that ends this.
@@ -211,7 +211,7 @@ class _Work(NamedTuple):
                 self.table.record_stream(current)
 
 
-_captured: set[_Work] = set()  # that CUDA graphs read: a graph does not say when it is gone
+_captured: set[_LaunchTable] = set()  # that CUDA graphs read: a graph does not say when it is gone
 
 
 @functools.lru_cache(maxsize=64)
@@ -221,7 +221,7 @@ def _work_of(
     blocks: bool,
     chosen: Config,
     device: torch.device,
-) -> _Work:
+) -> _LaunchTable:
     """The table of tensors at these addresses (of each of the op's lists) and of these sizes.
 
     A tensor's sizes are (R, C, row stride of x, of qdata, of transposed). By blocks, one without elements has no
@@ -240,7 +240,7 @@ def _work_of(
     table = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     sent = None if stream is None else (stream, stream.record_event())
-    return _Work(table, programs, all(n % 16 == 0 for n in vectors), sent)
+    return _LaunchTable(table, programs, all(n % 16 == 0 for n in vectors), sent)
 
 
 def multi_tensor_cast(
@@ -277,7 +277,7 @@ def multi_tensor_cast(
     if programs == 0:
         return
     rounding = rounding_of(Scaling(qdata[0].dtype, (tile[0], tile[1]), power_of_two, margin))
-    tensors = aligned, Tensors(len(xs))
+    tensors = aligned, TensorCount(len(xs))
     x_type, writes_transposed, delayed = _TYPES[xs[0].dtype], bool(transposed), bool(delayed_scales)
     if blocks:
         block_scaling = BlockScaling(*rounding, (tile[0], tile[1]))

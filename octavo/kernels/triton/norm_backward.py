@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.kernels.arguments import NormGradient
 from octavo.kernels.triton.launch import Config, config, launch, multiprocessors, with_room_for
 from octavo.kernels.triton.norm_kernels import fold_sum, store_y, vector
-from octavo.kernels.triton.prologue import Norm, factor
+from octavo.kernels.triton.prologue import NormFactors, factor
 from octavo.kernels.triton.tiles import Source, Tiling, load_tile, narrow, rounded
 
 
@@ -151,7 +151,7 @@ def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
     programs = min(-(-rows // block_r), enough)
     parts = rstd.new_empty((1 + with_beta, programs, cols))
     even = rows % block_r == 0 and cols % block_c == 0
-    norm = Norm(mean if kind == "layer_norm" else None, rstd, gamma, None)
+    norm = NormFactors(mean if kind == "layer_norm" else None, rstd, gamma, None)
     dy_source = Source(dy, rows, cols, *dy.stride())
     residual_source = None if residual is None else Source(residual, rows, cols, *residual.stride())
     constants = with_beta, zero_centered, Tiling(even, block_r, block_c, one_tile=one_tile, fold=16 // x.element_size())

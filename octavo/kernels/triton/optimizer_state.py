@@ -145,7 +145,7 @@ class TensorClass:
         return self.first.stochastic or self.second.stochastic
 
 
-class Place(NamedTuple):
+class TilePlace(NamedTuple):
     """Where a tile lies: its elements at ``base + offsets`` [NB, 128], its blocks at ``first + blocks`` [NB]."""
 
     base: Any
@@ -182,7 +182,7 @@ def place_of(row, tile, BLOCKS: tl.constexpr, EVEN: tl.constexpr, LARGE: tl.cons
         inside = is_block[:, None] & (col < cols)
         if not LARGE:
             offsets = offsets.to(tl.int32)
-    return Place(base, offsets, inside, first, blocks, is_block)
+    return TilePlace(base, offsets, inside, first, blocks, is_block)
 
 
 @triton.jit
@@ -203,7 +203,7 @@ def place_in_square(row, square, part, BLOCKS: tl.constexpr, EVEN: tl.constexpr)
     inside = is_block[:, None] & (left + lanes < cols)[None, :]
     if EVEN:
         inside = is_block[:, None] & (lanes >= 0)[None, :]
-    return Place(base, offsets, inside, top * a_row + square % a_row, blocks * a_row, is_block)
+    return TilePlace(base, offsets, inside, top * a_row + square % a_row, blocks * a_row, is_block)
 
 
 @triton.jit
@@ -293,7 +293,7 @@ def write_moment(
     return found
 
 
-class Gradient(NamedTuple):
+class GradientPlace(NamedTuple):
     """Where a gradient lies, and the scale_inv of its codes or None: two addresses; what it is divided by, or None."""
 
     address: Any

@@ -19,13 +19,13 @@ from octavo.kernels.step_numbers import key_of, ratio_of
 from octavo.kernels.triton.launch import config, is_capturing, launch, multiprocessors, on_its_device, workspace
 from octavo.kernels.triton.optimizer_state import DTYPES, MasterClass, MomentClass, TensorClass
 from octavo.kernels.triton.step_kernel import StepClass, optimizer_step_kernel
-from octavo.kernels.triton.table import Tensors
+from octavo.kernels.triton.table import TensorCount
 
 _MOST_PLANS = 64
-_Rule = tuple[bool, bool, bool, bool, bool]
+_RuleFlags = tuple[bool, bool, bool, bool, bool]
 
 
-class _Plan(NamedTuple):
+class _Launch(NamedTuple):
     """A launch, but for what changes from step to step.
 
     Attributes:
@@ -86,15 +86,15 @@ def optimizer_step(
 
 
 @on_its_device
-def _launch(table: Tensor, plan: _Plan, *given: Tensor | None) -> None:
-    tensors, num_warps = Tensors(table.shape[0]), config("optimizer_step", 64).num_warps
+def _launch(table: Tensor, plan: _Launch, *given: Tensor | None) -> None:
+    tensors, num_warps = TensorCount(table.shape[0]), config("optimizer_step", 64).num_warps
     work = workspace(table, 1 + 6 * tensors.count)
     for step in plan.steps:
         arguments = table, *given, work, plan.programs, plan.tiles, tensors, step
         launch(optimizer_step_kernel, plan.programs, arguments, num_warps)
 
 
-def _sent(plan: _Plan, name: str, values: list[Any], dtype: torch.dtype) -> Tensor:
+def _sent(plan: _Launch, name: str, values: list[Any], dtype: torch.dtype) -> Tensor:
     """Numbers on the device, sent if they are new, without waiting: they are few enough to travel with the command."""
     found = plan.sent.get(name)
     if found is not None and found[0] == values:
@@ -129,7 +129,7 @@ def _address(lr: float | Tensor) -> int:
     return lr.data_ptr() if isinstance(lr, Tensor) and lr.is_cuda and lr.dtype == torch.float32 else 0
 
 
-def _rule_of(groups: Sequence[AdamGroup] | Sequence[SgdGroup]) -> _Rule:
+def _rule_of(groups: Sequence[AdamGroup] | Sequence[SgdGroup]) -> _RuleFlags:
     """StepClass's fields that groups decide."""
     ascends = any(group.maximize for group in groups)
     first = groups[0]
@@ -148,7 +148,7 @@ def _row_of(group: AdamGroup | SgdGroup) -> list[float]:
     return [lr, *rest, 0.0, 0.0]
 
 
-def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: _Rule) -> _Plan:
+def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: _RuleFlags) -> _Launch:
     chosen = config("optimizer_step", 64)
     first = updates[0].gradient
     enough = 12 * multiprocessors(first.get_device())  # programs: few idle multiprocessors wait for the last ones
@@ -173,7 +173,7 @@ def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: _Rul
     finds = (True, False) if any(m.needs_amax_first for update in matrices for m in update.moments) else (False,)
     steps = tuple(StepClass(tuple(numbers), *rule, chosen.block_r, find) for find in finds)
     kept = tuple(update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in updates)
-    return _Plan(kept, table, programs, chosen.tiles, steps, {}, set())
+    return _Launch(kept, table, programs, chosen.tiles, steps, {}, set())
 
 
 def _is_square(update: WeightUpdate) -> bool:

@@ -38,7 +38,7 @@ class Input(NamedTuple):
     scale_shift: Any
 
 
-class Norm(NamedTuple):
+class NormFactors(NamedTuple):
     """What a norm multiplies and adds: statistics of rows [R], parameters of columns [C]; mean and beta may be None."""
 
     mean: Any

@@ -28,7 +28,7 @@ from octavo.kernels.triton.optimizer_state import (
     SECOND,
     STEP_COUNT,
     WIDTH,
-    Gradient,
+    GradientPlace,
     Scales,
     TensorClass,
     gradient_tile,
@@ -337,7 +337,7 @@ def update_tensor(
         n = sgd_numbers(group_ptr, row[LR], number)
     divisor = tl.load(grad_scale_ptr) if grad_scale_ptr is not None else None
     scale_inv = tl.load(gradient_ptr + COUNT) if OF.gradient_fmt is not None else None
-    gradient = Gradient(tl.load(gradient_ptr), scale_inv, divisor)
+    gradient = GradientPlace(tl.load(gradient_ptr), scale_inv, divisor)
     scales = scales_of(row, n, found_ptr, program if OF.square else 0, OF, STEP.decoupled, COUNT)
     largest1 = 0.0
     largest2 = 0.0

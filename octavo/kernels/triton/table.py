@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @dataclass(frozen=True)
-class Tensors:
+class TensorCount:
     """How many tensors a table has, for which a program's search is compiled."""
 
     count: int

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.granularity import Tile
-from octavo.kernels.arguments import Pair, unpacking
+from octavo.kernels.arguments import OperandPair, unpacking
 from octavo.kernels.groups import of_equal_groups
 from octavo.kernels.reference import KERNELS as REFERENCE
 from tests.support.groups import SIZES, offsets_of, random_sizes
@@ -103,7 +103,7 @@ def test_parts_of_two_products(
 def test_only_large_groups_have_high_parts(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     module, high = kernels.module("grouped_matmul"), kernels.module("launch").Config(256, 128, 4, 16)
     monkeypatch.setattr(module, "product_config", lambda *_: high)
-    a, b = (Pair(torch.empty(0), torch.empty(0), tile) for tile in (BLOCK, SQUARE))
+    a, b = (OperandPair(torch.empty(0), torch.empty(0), tile) for tile in (BLOCK, SQUARE))
     found = [module.grouped_config(a, b, (rows, 4096), 8).block_r for rows in (8 * 1024 - 1, 8 * 1024)]
     assert found == [128, 256]
 
