@@ -123,7 +123,9 @@ def all_storages() -> Iterator[Any]:
     for found in gc.get_objects():
         if type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == "cpu":
             with suppress(RuntimeError, NotImplementedError):  # a tensor without memory
-                yield found.untyped_storage()
+                storage = found.untyped_storage()
+                storage.data_ptr()
+                yield storage
 
 
 class _Run(NamedTuple):
