@@ -31,6 +31,7 @@ from octavo.kernels.triton import launch as launching
 from octavo.tune import cases, products
 from octavo.tune.timing import describe
 from tests.kernels.triton import test_compiled
+from tests.support import triton_kernels
 from tests.support.emulated import DEVICES, Done, emulating
 
 TAKES = "12 minutes"
@@ -78,7 +79,7 @@ def rows_of(capability: int, name: str) -> Rows:
 def _wrong(name: str, shape: tuple[int, ...]) -> str:
     if name in test_compiled.CALLS:
         try:
-            test_compiled.check(name)
+            test_compiled.check(name, triton_kernels.load(False))
         except AssertionError as error:
             return describe(error)
         return ""
