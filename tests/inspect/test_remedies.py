@@ -28,12 +28,17 @@ def flushed(x: Tensor, cast: Cast) -> float:
     return float((codes.view(torch.uint8) & 0x7F == 0).float().mean())
 
 
+def normal() -> Tensor:
+    """Made as tests are collected, before anything seeds torch."""
+    return torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+
+
 def wide() -> Tensor:
-    return torch.randn(64, 512) * torch.logspace(0, -24, 64, 2)[:, None]
+    return normal() * torch.logspace(0, -24, 64, 2)[:, None]
 
 
 def outlier() -> Tensor:
-    x = torch.randn(64, 512)
+    x = normal()
     x[:, 7] *= 2.0**16
     return x
 
@@ -54,7 +59,7 @@ def test_a_scale_for_the_tensor_is_foretold(format: octavo.formats.Format, x: Te
     assert foretold == pytest.approx(flushed(x, Cast(format, PerTensor())), abs=5e-3)
 
 
-@pytest.mark.parametrize("x", [wide(), outlier(), torch.randn(64, 512)], ids=["wide", "outlier", "normal"])
+@pytest.mark.parametrize("x", [wide(), outlier(), normal()], ids=["wide", "outlier", "normal"])
 @pytest.mark.parametrize("tile", [32, 128])
 def test_finer_scales_flush_no_more_than_their_bound(x: Tensor, tile: int) -> None:
     actual = flushed(x, Cast(E4M3, PerBlock(1, tile), power_of_two=True))
