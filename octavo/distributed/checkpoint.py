@@ -48,7 +48,7 @@ from octavo.optim.moment import Moment
 from octavo.optim.state import moment_from
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 from octavo.tensor.collectives import agree
-from octavo.tensor.sharded_weight import like_sharded, on_this_rank
+from octavo.tensor.fsdp2 import like_sharded, on_this_rank
 
 __all__ = ["save_checkpoint", "load_checkpoint", "load_extra"]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from octavo.nn.parted_linear import PartedLinear
-from octavo.nn.stored_weight_files import SCALE_INV
+from octavo.nn.weight_files import SCALE_INV
 from octavo.private import create_chunk_list, create_write_items, local_tensor
 from octavo.tensor.pair import MOVES, Facade
 from octavo.tensor.stored_weight import local_stored

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ExportError, MissingExtraError
 from octavo.export.layouts import BLOCK, GATHER, LAYOUTS, Entry, Layers, Layout, WrittenTensors, entries, scale_name
-from octavo.tensor.sharded_weight import mp_policies, on_this_rank
+from octavo.tensor.fsdp2 import mp_policies, on_this_rank
 
 
 def to_safetensors(

@@ -31,9 +31,9 @@ from octavo.nn.converted_experts import ConvertedExperts, ExpertsPart
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.parted_linear import PartedLinear
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.stored_weight_files import SCALE_INV
+from octavo.nn.weight_files import SCALE_INV
 from octavo.scaling.recipe import Cast
-from octavo.tensor.sharded_weight import on_this_rank, plain
+from octavo.tensor.fsdp2 import on_this_rank, plain
 
 Layers = dict[str, RecipeModule]  # the modules whose output product is in FP8, by name
 BLOCK = 128

@@ -25,10 +25,10 @@ from octavo.errors import MissingExtraError
 from octavo.export.layouts import BLOCK, places_in
 from octavo.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.stored_weight_files import SCALE_INV, check_scales
+from octavo.nn.weight_files import SCALE_INV, check_scales
+from octavo.tensor.fsdp2 import on_this_rank
 from octavo.tensor.parameters import put_into
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.tensor.sharded_weight import on_this_rank
 from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, local_stored, may_have
 
 SCALES = ("_scale_inv", "_scale")  # after a weight's name

@@ -30,7 +30,7 @@ from octavo.export.layouts import GATHER
 from octavo.export.lowering import BLOCKS_FROM, decompositions
 from octavo.formats import HIGH_PRECISION
 from octavo.private import OpOverload, pytree
-from octavo.tensor.sharded_weight import on_this_rank
+from octavo.tensor.fsdp2 import on_this_rank
 
 _DELAYED_SCALE = 1  # the index of that argument of a cast
 OPSETS = range(19, 25)  # the first has float8's QuantizeLinear

@@ -30,7 +30,7 @@ from octavo.kernels.arguments import FOUND
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.scaling.recipe import ROLES
-from octavo.tensor.sharded_weight import on_this_rank
+from octavo.tensor.fsdp2 import on_this_rank
 from octavo.tensor.stored_weight import StoredWeight
 
 BEFORE = 10  # steps that are kept

@@ -24,7 +24,7 @@ from octavo.numerics import scale_from_amax
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.masters import MasterForm, master_of
 from octavo.optim.state import matrix_of
-from octavo.tensor.sharded_weight import on_this_rank
+from octavo.tensor.fsdp2 import on_this_rank
 from octavo.tensor.stored_weight import StoredWeight
 
 # What is recorded of each weight's update: of how many elements of it, of its moments and of its master; sums of

@@ -35,7 +35,7 @@ from octavo.integrations.accelerate import (
 )
 from octavo.nn.candidates import Select
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.stored_weight_files import SCALE_INV
+from octavo.nn.weight_files import SCALE_INV
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Phase, PrecisionSchedule

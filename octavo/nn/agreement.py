@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from octavo.nn.stored_weights import weight_of
 from octavo.nn.tensor_parallel import sending_of
+from octavo.nn.weight_storage import weight_of
 from octavo.tensor.collectives import agree
 from octavo.tensor.stored_weight import local_stored
 

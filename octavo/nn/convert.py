@@ -33,7 +33,7 @@ from octavo.nn.grouped_linear import Grouped
 from octavo.nn.linear import Linear
 from octavo.nn.parted_linear import Part, PartedLinear
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.stored_weights import (
+from octavo.nn.weight_storage import (
     check_granularity,
     check_recipe,
     store_weight,
@@ -45,7 +45,7 @@ from octavo.nn.stored_weights import (
 from octavo.recipes import default, high_precision
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
-from octavo.tensor.sharded_weight import forget_gathered, groups_of
+from octavo.tensor.fsdp2 import forget_gathered, groups_of
 from octavo.tensor.stored_shards import why_cut
 from octavo.tensor.stored_weight import local_stored
 

@@ -26,8 +26,7 @@ from octavo.nn.agreement import ask
 from octavo.nn.gather_group import GatherGroup
 from octavo.scaling.delayed import state_of
 from octavo.step_count import OPTIMIZER_STEPS
-from octavo.tensor.pair import Operands, operands_of
-from octavo.tensor.sharded_weight import (
+from octavo.tensor.fsdp2 import (
     After,
     GatheredWeight,
     attach,
@@ -36,6 +35,7 @@ from octavo.tensor.sharded_weight import (
     on_this_rank,
     padded_rows,
 )
+from octavo.tensor.pair import Operands, operands_of
 from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, agreed, local_stored
 
 IN_FP8, CAST_AFTER, AS_IT_IS, AS_STORED = "in FP8", "cast after", "as it is", "as stored"

@@ -23,7 +23,7 @@ from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.scaling.recipe import Cast
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.collectives import largest
-from octavo.tensor.sharded_weight import groups_of, on_this_rank, rows_on_each_rank
+from octavo.tensor.fsdp2 import groups_of, on_this_rank, rows_on_each_rank
 
 Gathers = list[Any]  # of octavo.nn.gather.Gather
 

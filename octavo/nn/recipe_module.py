@@ -18,9 +18,9 @@ from octavo.kernels.capability import warn_once_if_emulated
 from octavo.nn.agreement import ask
 from octavo.nn.gather import Gather
 from octavo.nn.inputs import finds_shapes, grouped_dtype, product_dtype, refuse_for_fp8
-from octavo.nn.stored_weight_files import load_stored, save_plain, whole_pair
-from octavo.nn.stored_weights import check_recipe, moved_stored, weight_of, widened
 from octavo.nn.tensor_parallel import is_parallel, parallel_product
+from octavo.nn.weight_files import load_stored, save_plain, whole_pair
+from octavo.nn.weight_storage import check_recipe, moved_stored, weight_of, widened
 from octavo.nn.weight_writes import KeptOperands, WeightWrites
 from octavo.private import parameter_registration_hooks
 from octavo.scaling.delayed import (
@@ -35,8 +35,8 @@ from octavo.scaling.delayed import (
     state_of,
 )
 from octavo.scaling.recipe import Recipe
+from octavo.tensor.fsdp2 import GatheredWeight, gather_alone, on_this_rank
 from octavo.tensor.pair import Operands
-from octavo.tensor.sharded_weight import GatheredWeight, gather_alone, on_this_rank
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 
 

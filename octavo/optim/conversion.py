@@ -23,8 +23,8 @@ from octavo.optim.base import CompactOptimizer
 from octavo.optim.layout import is_apart
 from octavo.optim.masters import master_of
 from octavo.optim.state import Settings, for_kernel, new_master
+from octavo.tensor.fsdp2 import largest_of_ranks, like_sharded, on_this_rank
 from octavo.tensor.parameters import put_into
-from octavo.tensor.sharded_weight import largest_of_ranks, like_sharded, on_this_rank
 from octavo.tensor.stored_shards import OneScale, why_cut
 from octavo.tensor.stored_weight import StoredWeight, local_stored, store
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from octavo.kernels.layouts import BLOCK, blocks_of
 from octavo.tensor.collectives import agree
-from octavo.tensor.sharded_weight import groups_of, like_sharded, on_this_rank
+from octavo.tensor.fsdp2 import groups_of, like_sharded, on_this_rank
 from octavo.tensor.stored_weight import local_stored
 
 

@@ -26,7 +26,7 @@ from octavo.optim.layout import (
 from octavo.optim.masters import KINDS, master_of
 from octavo.optim.moment import Moment, as_matrix, as_rows_of_matrices
 from octavo.tensor.collectives import largest as largest_of_ranks
-from octavo.tensor.sharded_weight import like_sharded, on_this_rank
+from octavo.tensor.fsdp2 import like_sharded, on_this_rank
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 

@@ -22,7 +22,7 @@ from octavo.optim.gradients import refuse_ddp
 from octavo.optim.state import Settings
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
-from octavo.tensor.sharded_weight import on_this_rank, take_shards
+from octavo.tensor.fsdp2 import on_this_rank, take_shards
 from octavo.tensor.stored_weight import store
 
 SAME: Any = "same"

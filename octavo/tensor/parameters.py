@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.private import hooks_of, set_hooks, set_local_tensor, swap_tensor_impl
-from octavo.tensor.sharded_weight import on_this_rank
+from octavo.tensor.fsdp2 import on_this_rank
 
 
 def put_into(parameter: nn.Parameter, tensor: Tensor) -> None:

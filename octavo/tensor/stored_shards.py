@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from octavo.errors import UnsupportedOpError
 from octavo.granularity import Granularity, PerTensor
 from octavo.private import pytree
+from octavo.tensor.fsdp2 import GatheredWeight
 from octavo.tensor.pair import AtenRule, Facade, operands_of
-from octavo.tensor.sharded_weight import GatheredWeight
 
 aten = torch.ops.aten
 

@@ -34,11 +34,11 @@ from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.master_weights import remainder_of, values_with
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
+from octavo.tensor.fsdp2 import After, ShardHooks, largest_of_ranks, on_this_rank
 from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, operands_of
 from octavo.tensor.parameters import put_into
 from octavo.tensor.quantize import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized
-from octavo.tensor.sharded_weight import After, ShardHooks, largest_of_ranks, on_this_rank
 from octavo.tensor.stored_shards import BLOCK, PARTS, WRITES, FlatWeights, Known, OneScale
 
 aten = torch.ops.aten

@@ -468,7 +468,7 @@ def trained_model(path: Path) -> GPT:
         path: the run's folder, that of this run alone, or its checkpoint.pt; of a run on many ranks a folder.
 
     Raises:
-        CheckpointError: there is no checkpoint, or none that can be read.
+        RunCheckpointError: there is no checkpoint, or none that can be read.
     """
     path = run_in(path)
     folder = path.parent if path.name == CHECKPOINT else path

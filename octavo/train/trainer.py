@@ -291,7 +291,7 @@ class Trainer:
         """Goes back to the checkpoint that the folder has read.
 
         Raises:
-            CheckpointError: it is of another schedule or holds another model's weights.
+            RunCheckpointError: it is of another schedule or holds another model's weights.
         """
         try:
             if self.schedule is not None:  # first: it brings model and optimizer into the form of its phase

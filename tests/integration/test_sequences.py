@@ -21,7 +21,7 @@ from octavo import kernels, recipes
 from octavo.autograd.casts import WEIGHT
 from octavo.nn.gather import IN_FP8
 from octavo.scaling.delayed import State, empty_state
-from octavo.tensor.sharded_weight import like_sharded
+from octavo.tensor.fsdp2 import like_sharded
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 
 TOKENS, IN, OUT, HISTORY = 16, 64, 32, 2

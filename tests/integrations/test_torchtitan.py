@@ -21,7 +21,7 @@ import octavo
 from octavo import recipes
 from octavo.distributed.ranks import whole
 from octavo.integrations import torchtitan as ours
-from octavo.tensor.sharded_weight import on_this_rank, own_part
+from octavo.tensor.fsdp2 import on_this_rank, own_part
 from octavo.tensor.stored_weight import StoredWeight
 
 

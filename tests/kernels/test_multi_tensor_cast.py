@@ -197,7 +197,7 @@ def test_a_table_that_a_graph_reads_outlives_all_others(
 @pytest.mark.gpu
 def test_another_stream_waits_until_the_table_is_there(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     sender, other, event, table = mock.Mock(), mock.Mock(), mock.Mock(), mock.Mock()
-    work = kernels.module("multi_tensor_cast")._Work(table, 1, True, (sender, event))
+    work = kernels.module("multi_tensor_cast")._LaunchTable(table, 1, True, (sender, event))
     for current in (sender, other):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, current=current: current)
         work.use()

@@ -11,7 +11,7 @@ import octavo
 from octavo import recipes
 from octavo.nn import gather
 from octavo.tensor import pair
-from octavo.tensor.sharded_weight import GatheredWeight, ShardedWeight
+from octavo.tensor.fsdp2 import GatheredWeight, ShardedWeight
 from tests.support.fsdp_situations import EVEN, RECIPES, SITUATIONS, batch, built, off, sharded_blocks
 from tests.support.helpers import to_fp8
 

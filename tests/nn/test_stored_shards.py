@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import UnsupportedOpError, recipes
-from octavo.tensor.sharded_weight import GatheredWeight
+from octavo.tensor.fsdp2 import GatheredWeight
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 from tests.support.byte_counter import GATHER, REDUCE, ByteCounter
 from tests.support.sharded_weights import (

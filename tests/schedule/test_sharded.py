@@ -6,7 +6,7 @@ import pytest
 
 from octavo import recipes
 from octavo.schedule import Phase, PrecisionSchedule
-from octavo.tensor.sharded_weight import ShardedWeight
+from octavo.tensor.fsdp2 import ShardedWeight
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support.sharded_weights import RECIPES, adamw, average, batch, differences, gradients, held, model, sharded
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import octavo
 from octavo.optim import AdamW
-from octavo.tensor.sharded_weight import like_sharded, on_this_rank
+from octavo.tensor.fsdp2 import like_sharded, on_this_rank
 from octavo.tensor.stored_weight import local_stored
 
 RECIPES = {"dynamic": octavo.recipes.dynamic, "delayed": octavo.recipes.delayed, "blockwise": octavo.recipes.blockwise}

@@ -12,7 +12,7 @@ from torch import nn
 import octavo
 from octavo.distributed import checkpoint
 from octavo.tensor.stored_weight import StoredWeight
-from octavo.train import CheckpointError, StateConfig, run
+from octavo.train import RunCheckpointError, StateConfig, run
 from octavo.train.checkpoint import (
     HEADER,
     RunFolder,
@@ -103,13 +103,15 @@ def test_log_is_written_as_it_goes_and_cut_to_its_start(folder):
 
 def test_a_folder_with_a_run_is_only_opened_to_resume(folder):
     folder.start_log([])
-    with pytest.raises(CheckpointError, match="already holds a run: add --resume"):
+    with pytest.raises(RunCheckpointError, match="already holds a run: add --resume"):
         RunFolder(folder.path).open(resume=False)
     left = folder.path / "checkpoint.pt.12345678.partial"
     left.touch()  # by a run that was killed
     with RunFolder(folder.path).open(resume=True):
         for resume in (True, False):
-            with pytest.raises(CheckpointError, match=f"another run trains in .*process {os.getpid()} on .*wait for"):
+            with pytest.raises(
+                RunCheckpointError, match=f"another run trains in .*process {os.getpid()} on .*wait for"
+            ):
                 RunFolder(folder.path).open(resume)
     with RunFolder(folder.path).open(resume=True):
         assert not left.exists()
@@ -118,16 +120,16 @@ def test_a_folder_with_a_run_is_only_opened_to_resume(folder):
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="cannot write to"):
+    with pytest.raises(RunCheckpointError, match="cannot write to"):
         RunFolder(tmp_path / "file").open(resume=False)
-    with pytest.raises(CheckpointError, match="cannot write to"):
+    with pytest.raises(RunCheckpointError, match="cannot write to"):
         RunFolder(tmp_path / "file" / "run").open(resume=False)
 
     def refuse(*args, **kwargs):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr("octavo.train.checkpoint.locked", refuse)  # root may write anywhere
-    with pytest.raises(CheckpointError, match="Permission denied; give a folder"):
+    with pytest.raises(RunCheckpointError, match="Permission denied; give a folder"):
         RunFolder(tmp_path / "other").open(resume=False)
 
 
@@ -141,7 +143,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(folder, parts, monkeypatch, err
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", write_half)
-        with pytest.raises(CheckpointError, match=r"cannot write .*; step 2 is kept; make room"):
+        with pytest.raises(RunCheckpointError, match=r"cannot write .*; step 2 is kept; make room"):
             folder.save(*parts, content(rows=[*ROWS, ROWS[0]]))
     assert folder.load(IDENTITY)["step"] == 2
     assert [path.name for path in folder.path.iterdir()] == ["checkpoint.pt"]
@@ -150,7 +152,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(folder, parts, monkeypatch, err
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has /dev/full")
 def test_a_log_on_a_full_disk(folder):
     folder.log = Path("/dev/full")
-    with pytest.raises(CheckpointError, match=r"No space left on device; no checkpoint was written yet"):
+    with pytest.raises(RunCheckpointError, match=r"No space left on device; no checkpoint was written yet"):
         folder.append(ROWS)
 
 
@@ -160,7 +162,7 @@ def test_a_checkpoint_without_a_part_is_damaged(folder, parts, part):
     kept = torch.load(folder.checkpoint)
     del kept[part]
     torch.save(kept, folder.checkpoint)
-    with pytest.raises(CheckpointError, match=f"is damaged or not a checkpoint of octavo: .*'{part}'"):
+    with pytest.raises(RunCheckpointError, match=f"is damaged or not a checkpoint of octavo: .*'{part}'"):
         folder.load(None)
 
 
@@ -169,7 +171,7 @@ def test_a_damaged_checkpoint_is_said_so_and_left_alone(folder, parts, damage):
     folder.save(*parts, content())
     damaged = damage(folder.checkpoint.read_bytes())
     folder.checkpoint.write_bytes(damaged)
-    with pytest.raises(CheckpointError, match="is damaged or not a checkpoint of octavo: move it away"):
+    with pytest.raises(RunCheckpointError, match="is damaged or not a checkpoint of octavo: move it away"):
         folder.load(IDENTITY)
     assert folder.checkpoint.read_bytes() == damaged
 
@@ -177,13 +179,13 @@ def test_a_damaged_checkpoint_is_said_so_and_left_alone(folder, parts, damage):
 @pytest.mark.parametrize("content", [{}, [1, 2], {"octavo_checkpoint": 99}, {"octavo_checkpoint": 1, "step": 3}])
 def test_another_programs_checkpoint(folder, content):
     torch.save(content, folder.checkpoint)
-    with pytest.raises(CheckpointError, match="not a checkpoint of octavo"):
+    with pytest.raises(RunCheckpointError, match="not a checkpoint of octavo"):
         folder.load(IDENTITY)
 
 
 def test_another_runs_checkpoint(folder, parts):
     folder.save(*parts, content())
-    with pytest.raises(CheckpointError, match="has width 32, not 64: resume it with the same options"):
+    with pytest.raises(RunCheckpointError, match="has width 32, not 64: resume it with the same options"):
         folder.load(IDENTITY | {"width": 64})
 
 
@@ -192,9 +194,9 @@ def test_options_that_only_one_of_two_runs_names_are_compared_with_the_defaults(
     folder.save(*parts, content(identity))
     assert folder.load(identity | {"moments": "fp32"})["step"] == 2
     assert folder.load(None)["step"] == 2
-    with pytest.raises(CheckpointError, match="has master split24, not auto"):
+    with pytest.raises(RunCheckpointError, match="has master split24, not auto"):
         folder.load(IDENTITY)
-    with pytest.raises(CheckpointError, match="has moments fp32, not fp8"):
+    with pytest.raises(RunCheckpointError, match="has moments fp32, not fp8"):
         folder.load(identity | {"moments": "fp8"})
 
 
@@ -202,28 +204,31 @@ def test_the_log_of_ranks_is_a_run_folders(sharded):
     sharded.start_log(ROWS[:1])
     sharded.append(ROWS[1:])
     assert sharded.log.read_text() == HEADER + "".join(row.csv() for row in ROWS)
-    with pytest.raises(CheckpointError, match="already holds a run"):
+    with pytest.raises(RunCheckpointError, match="already holds a run"):
         ShardedFolder(sharded.path).open(resume=False)
 
 
 def test_another_run_another_kind_and_damage_on_ranks(sharded, parts):
     folder = sharded
     folder.save(*parts, content())
-    with pytest.raises(CheckpointError, match="has width 32, not 8"):
+    with pytest.raises(RunCheckpointError, match="has width 32, not 8"):
         folder.load({"width": 8})
-    with pytest.raises(CheckpointError, match="cannot read the checkpoint"):
+    with pytest.raises(RunCheckpointError, match="cannot read the checkpoint"):
         folder.fill(nn.Linear(4, 5), None)
     checkpoint.save_checkpoint(folder.checkpoint, parts[0], extra=3)
-    with pytest.raises(CheckpointError, match="to start this run again"):
+    with pytest.raises(RunCheckpointError, match="to start this run again"):
         folder.load(IDENTITY)
     (folder.path / "checkpoint.pt").touch()
-    with pytest.raises(CheckpointError, match="trained by one process: resume it without --shard"):
+    with pytest.raises(RunCheckpointError, match="trained by one process: resume it without --shard"):
         folder.load(IDENTITY)
 
 
 def test_a_full_disk_keeps_the_ranks_checkpoint_before(sharded, parts, monkeypatch):
     sharded.save(*parts, content())
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=r"cannot write .*Full.*kept \(step 2\)"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(RunCheckpointError, match=r"cannot write .*Full.*kept \(step 2\)"),
+    ):
         patch.setattr(checkpoint, "_finish", lambda *args: (_ for _ in ()).throw(OSError(28, "Full")))
         sharded.save(*parts, content(rows=[*ROWS, ROWS[0]]))
     assert sharded.load(IDENTITY)["step"] == 2

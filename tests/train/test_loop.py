@@ -9,11 +9,11 @@ import octavo
 from octavo.inspect import diagnose
 from octavo.inspect.report import table
 from octavo.train import (
-    CheckpointError,
     DivergedError,
     Hooks,
     InspectConfig,
     ModelConfig,
+    RunCheckpointError,
     StateConfig,
     TrainConfig,
     TrainError,
@@ -265,12 +265,12 @@ def test_nothing_is_lost_to_a_second_run_in_the_same_folder(config, tmp_path):
     config = steps(config, 2)
     run(at(config, tmp_path))
     before = (tmp_path / "bf16" / "log.csv").read_bytes()
-    with pytest.raises(CheckpointError, match="already holds a run"):
+    with pytest.raises(RunCheckpointError, match="already holds a run"):
         run(at(config, tmp_path))
-    with pytest.raises(CheckpointError, match="has steps 2, not 30"):
+    with pytest.raises(RunCheckpointError, match="has steps 2, not 30"):
         run(at(steps(config, 30), tmp_path, resume=True))
     config.data.data.write_text(config.data.data.read_text() + "more")
-    with pytest.raises(CheckpointError, match="has text"):
+    with pytest.raises(RunCheckpointError, match="has text"):
         run(at(config, tmp_path, resume=True))
     assert (tmp_path / "bf16" / "log.csv").read_bytes() == before
 
@@ -278,7 +278,7 @@ def test_nothing_is_lost_to_a_second_run_in_the_same_folder(config, tmp_path):
 def test_resuming_with_another_recipe_of_the_same_name(config, tmp_path):
     config = steps(config, 4)
     run(at(config, tmp_path), octavo.recipes.delayed(history_length=4), name="mine", hooks=stop_after(3))
-    with pytest.raises(CheckpointError, match="has recipe"):
+    with pytest.raises(RunCheckpointError, match="has recipe"):
         run(at(config, tmp_path, resume=True), octavo.recipes.delayed(history_length=5), name="mine")
     assert run(at(config, tmp_path, resume=True), octavo.recipes.delayed(history_length=4), name="mine").steps == 4
 
@@ -323,7 +323,7 @@ def test_a_recipe_by_names(config, tmp_path):
     first, second = models[0].blocks
     assert first.mlp.fc2.recipe.is_high_precision and second.attention.out.recipe == octavo.recipes.dynamic()
     assert second.mlp.fc2.recipe.grad_weight is None and second.mlp.fc2.recipe.output is not None
-    with pytest.raises(CheckpointError, match="has recipe"):
+    with pytest.raises(RunCheckpointError, match="has recipe"):
         run(at(steps(config, 3), tmp_path, resume=True), octavo.recipes.dynamic())
 
 
@@ -334,10 +334,10 @@ def test_comparison_checks_all_before_it_trains(config, tmp_path):
     with pytest.raises(ValueError, match="unknown recipe 'fp9'"):
         compare(config, ["bf16", "fp9"], hooks=Hooks(on_model=refuse))
     run(at(config, tmp_path), "dynamic", hooks=stop_after(3))
-    with pytest.raises(CheckpointError, match=r"dynamic already holds"):
+    with pytest.raises(RunCheckpointError, match=r"dynamic already holds"):
         compare(at(config, tmp_path), ["bf16", "dynamic"], hooks=Hooks(on_model=refuse))
     (tmp_path / "dynamic" / "checkpoint.pt").write_bytes(b"junk")
-    with pytest.raises(CheckpointError, match="damaged"):
+    with pytest.raises(RunCheckpointError, match="damaged"):
         compare(at(config, tmp_path, resume=True), ["bf16", "dynamic"], hooks=Hooks(on_model=refuse))
     with pytest.raises(TrainError, match="too small"):
         too_long = replace(config, model=ModelConfig(32, 2, 2, context=10**5))
@@ -350,7 +350,7 @@ def test_a_comparisons_folders_are_its_own_while_it_trains(config, tmp_path):
 
     def another(row):
         for name in ("dynamic", "mx"):
-            with pytest.raises(CheckpointError, match="another run trains in") as fault:
+            with pytest.raises(RunCheckpointError, match="another run trains in") as fault:
                 run(config, name)
             refused.append(fault.value)
 
@@ -416,7 +416,7 @@ def test_the_devices_dtype_names_the_baseline_and_is_said_first(config, fast, mo
     shown.lines.clear()
     chosen = replace(config, run=replace(config.run, dtype=other, out=None))
     assert run(steps(chosen, 1), hooks=Hooks(progress=shown)).dtype == other in shown.lines[0]
-    with pytest.raises(CheckpointError, match=f"has dtype {dtype}, not {other}"):
+    with pytest.raises(RunCheckpointError, match=f"has dtype {dtype}, not {other}"):
         run(at(chosen, tmp_path, resume=True), "dynamic")
 
 
@@ -448,18 +448,18 @@ def test_it_is_the_model_that_was_trained(folder, index):
 def test_what_is_no_run(folder, tmp_path):
     out, _ = folder
     for path, says in ((tmp_path / "no", "does not exist"), (tmp_path, "no run"), (out, "holds 2 runs: choose one of")):
-        with pytest.raises(CheckpointError, match=says):
+        with pytest.raises(RunCheckpointError, match=says):
             trained_model(path)
     (tmp_path / "checkpoint.pt").write_text("damaged")
-    with pytest.raises(CheckpointError, match="damaged"):
+    with pytest.raises(RunCheckpointError, match="damaged"):
         trained_model(tmp_path)
 
 
 def test_a_recipe_without_a_name_is_refused(folder, tmp_path):
     content = torch.load(folder[0] / "bf16" / "checkpoint.pt", weights_only=True)
     torch.save(content | {"identity": content["identity"] | {"recipe": "Recipe(...)"}}, tmp_path / "checkpoint.pt")
-    with pytest.raises(CheckpointError, match="a recipe of its own"):
+    with pytest.raises(RunCheckpointError, match="a recipe of its own"):
         trained_model(tmp_path)
     torch.save(content | {"identity": content["identity"] | {"width": 64}}, tmp_path / "checkpoint.pt")
-    with pytest.raises(CheckpointError, match="does not hold"):
+    with pytest.raises(RunCheckpointError, match="does not hold"):
         trained_model(tmp_path)

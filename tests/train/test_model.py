@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import octavo
 from octavo.distributed.ranks import Ranks
 from octavo.tensor.stored_weight import StoredWeight
-from octavo.train import GPT, CheckpointError, Hooks, ModelConfig, TrainConfig, next_byte_loss, run
+from octavo.train import GPT, Hooks, ModelConfig, RunCheckpointError, TrainConfig, next_byte_loss, run
 from octavo.train.loop import trained_model
 from octavo.train.model import SPEED, Mixture, balance
 from octavo.train.trainer import build_model
@@ -112,7 +112,7 @@ def test_a_resumed_run_is_the_run_in_one_piece(
     assert all(mixture.bias.any() for mixture in read.mixtures)
     assert {isinstance(p, StoredWeight) for p in models[0].parameters() if p.ndim == 3} == {bool(state)}
     assert_equal(dict(read.state_dict()), dict(octavo.restore(models[0]).state_dict()))
-    with pytest.raises(CheckpointError, match="has experts 4, not 0"):
+    with pytest.raises(RunCheckpointError, match="has experts 4, not 0"):
         run(changed(parts, run={"resume": True}, model={"experts": 0}), recipe)
 
 

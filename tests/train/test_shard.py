@@ -17,10 +17,10 @@ import torch
 from octavo import cli
 from octavo.distributed.checkpoint import load_extra
 from octavo.train import (
-    CheckpointError,
     DataConfig,
     ModelConfig,
     RanksConfig,
+    RunCheckpointError,
     RunConfig,
     TrainConfig,
     TrainError,
@@ -179,7 +179,7 @@ def test_it_goes_on_on_another_number_of_ranks_and_its_model_is_read_by_one(pool
     assert nearly(third, alone, 0.05)
     model = trained_model(tmp_path / "delayed")
     assert not model.training and model.blocks[0].mlp.fc2.delayed_scale.all()
-    with pytest.raises(CheckpointError, match="trained on many ranks: resume it with --shard"):
+    with pytest.raises(RunCheckpointError, match="trained on many ranks: resume it with --shard"):
         run(changed(config, ranks={"shard": "none"}), "delayed")
 
 
@@ -207,7 +207,7 @@ def test_faults_are_those_of_all_ranks(pool, config, tmp_path):
     for kind, text in pool.run(train_on, (2,), config, "dynamic", None, 1):
         assert kind == "DivergedError" and "the loss became nan in step 4; the checkpoint of step 2 is kept" in text
     (mine, first), (other, second) = pool.run(train_on, (2,), config)
-    assert mine == "CheckpointError" and "already holds a run: add --resume" in first
+    assert mine == "RunCheckpointError" and "already holds a run: add --resume" in first
     assert other == "RankError" and second == f"rank 0 failed: {first}"
     (tmp_path / "dynamic" / "checkpoint" / "latest").write_text("junk")
     for _, text in pool.run(train_on, (2,), changed(config, run={"resume": True})):
@@ -226,7 +226,7 @@ def full(mesh, config):
     with pytest.MonkeyPatch.context() as patch:
         if mesh.get_rank() == 0:
             error = OSError(28, "No space left on device")
-            patch.setattr("octavo.train.checkpoint.Row.csv", lambda row: (_ for _ in ()).throw(error))
+            patch.setattr("octavo.train.checkpoint.StepRow.csv", lambda row: (_ for _ in ()).throw(error))
         return train_on(mesh, config)
 
 
@@ -236,7 +236,7 @@ def test_what_one_rank_lacks_stops_all(pool, config, tmp_path):
     assert (good, bad) == ("RankError", "TrainError")
     assert text == f"rank 1 failed: {own}" and "another text here than on rank 0" in own
     (bad, own), (good, text) = pool.run(full, (2,), changed(config, run={"out": tmp_path}))
-    assert (bad, good) == ("CheckpointError", "RankError")
+    assert (bad, good) == ("RunCheckpointError", "RankError")
     assert text.startswith(f"rank 0 failed: {own}")
 
 

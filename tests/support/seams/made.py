@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.tensor.sharded_weight import like_sharded
+from octavo.tensor.fsdp2 import like_sharded
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 from tests.support.seams.twins import TwinLinear, casts_of, twin_of
 

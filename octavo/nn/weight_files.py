@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.granularity import PerTensor
 from octavo.tensor.collectives import largest
-from octavo.tensor.sharded_weight import like_sharded, on_this_rank, own_part, plain
+from octavo.tensor.fsdp2 import like_sharded, on_this_rank, own_part, plain
 from octavo.tensor.stored_weight import (
     GRANULARITIES,
     StoredWeight,

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import E5M2, PerBlock, recipes
-from octavo.nn.stored_weights import why_not_stored
+from octavo.nn.weight_storage import why_not_stored
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support.helpers import CountOps, assert_equal, every_layer, gradients, sqnr, to_fp8
 from tests.support.stored_weights import STORED, H, K, N, T, codes, inputs, net, plain, store, trace, widened

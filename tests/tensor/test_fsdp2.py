@@ -5,8 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.tensor.pair import Operands
-from octavo.tensor.sharded_weight import (
+from octavo.tensor.fsdp2 import (
     GatheredWeight,
     ShardedWeight,
     attach,
@@ -15,6 +14,7 @@ from octavo.tensor.sharded_weight import (
     padded_rows,
     rows_on_each_rank,
 )
+from octavo.tensor.pair import Operands
 
 
 def shard(rows=5, cols=3):

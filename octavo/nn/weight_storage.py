@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from octavo.formats import E4M3
 from octavo.granularity import Granularity, PerTensor
 from octavo.scaling.recipe import Recipe
+from octavo.tensor.fsdp2 import on_this_rank
 from octavo.tensor.scaled_tensor import dequantized
-from octavo.tensor.sharded_weight import on_this_rank
 from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, local_stored, store
 
 
