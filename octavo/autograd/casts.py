@@ -108,7 +108,7 @@ def _cast_layouts(
         pair = (q2, scale_inv2) if lays else (q2.t(), scale_inv2.t())
         return Operands((q_RC, scale_inv), pair, None, rest[0] if column_sum else None), rest
     if isinstance(source, NormSource):
-        what = what[0], {**what[1], "keep": True}
+        x, what = _what(source, keep=True)
     a, rest = _cast(x, what, first, (scale, role, pad, column_sum, offsets), True, False)
     if isinstance(source, NormSource):
         x, what = _what(rest[2])

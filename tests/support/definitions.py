@@ -163,12 +163,6 @@ def dequantize(codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> Tensor:
     return read(codes) * scale_inv.double()[tile_numbers(codes.shape, tile)]
 
 
-def sqnr(actual: Tensor, exact: Tensor) -> float:
-    """Signal to error in dB."""
-    error = (actual.double() - exact).square().sum()
-    return math.inf if error == 0 else float(10 * torch.log10(exact.square().sum() / error))
-
-
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors agree in shape, dtype and every bit (so -0 is not 0, and NaN may equal NaN)."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]

@@ -10,6 +10,7 @@ from octavo.formats import Format
 from octavo.granularity import Granularity
 from tests.support import definitions
 from tests.support.definitions import same_bits
+from tests.support.helpers import sqnr
 
 GRANULARITIES = [
     PerTensor(),
@@ -70,7 +71,7 @@ def test_quantize_and_back(shape: tuple[int, ...], granularity: Granularity) -> 
         value = q.dequantize()
         assert type(value) is Tensor and (value.shape, value.dtype) == (shape, dtype)
         if value.numel():
-            assert definitions.sqnr(value, x.to(dtype).double()) > 20
+            assert sqnr(value, x.to(dtype).double()) > 20
         assert torch.equal(value, q.dequantize())
 
 

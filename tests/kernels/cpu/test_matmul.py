@@ -9,8 +9,9 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.kernels.cpu import codes
-from tests.support.definitions import GRANULARITIES, sqnr
+from tests.support.definitions import GRANULARITIES
 from tests.support.exact_product import E4M3, E5M2, exact_product, pair, product, uneven
+from tests.support.helpers import sqnr
 
 
 @pytest.mark.parametrize("formats", list(itertools.product([E4M3, E5M2], repeat=2)), ids=str)

@@ -10,8 +10,9 @@ from torch import Tensor
 from octavo import PerBlock, PerRow, PerTensor, kernels
 from octavo.granularity import Granularity
 from tests.support import definitions
-from tests.support.definitions import GRANULARITIES, sqnr
+from tests.support.definitions import GRANULARITIES
 from tests.support.exact_product import E4M3, E5M2, exact_product, pair, product, uneven
+from tests.support.helpers import sqnr
 
 OUT = [torch.bfloat16, torch.float16, torch.float32]
 # dB: what is lost beside the codes' own error (about 31 dB). bf16 rounds the product and each of its factors, see

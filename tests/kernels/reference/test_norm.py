@@ -15,6 +15,7 @@ from tests.support import definitions
 from tests.support.casts import of_norm, second, shares_memory
 from tests.support.combinations import each_pair
 from tests.support.definitions import same_bits
+from tests.support.helpers import sqnr
 from tests.support.norm_codes import check_codes
 
 E4M3, E5M2 = FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -145,7 +146,7 @@ def test_a_large_offset_costs_no_digits_of_the_deviation(kind: str) -> None:
     y, _, rstd = normalise(*norm)
     _, truth, _, _ = statistics(norm)
     assert float((rstd.double() / truth[:, 0] - 1).abs().max()) < 2.0**-22
-    assert definitions.sqnr(y, exact(norm.double())) > (80 if kind == "layer_norm" else 120)
+    assert sqnr(y, exact(norm.double())) > (80 if kind == "layer_norm" else 120)
 
 
 @each_pair(
