@@ -25,7 +25,6 @@ from octavo.tensor.parameters import put_into
 from octavo.tensor.stored_gradient import StoredGradient
 
 MIB = 1 << 20
-StorageByWeight = dict[nn.Parameter, Granularity | None]
 
 
 class BudgetError(OctavoError, ValueError):
