@@ -106,8 +106,7 @@ def _shard_parameters(style: Any, module: nn.Module, mesh: Any, of_weight: Any, 
     """Shard a module's own parameters; one that is tied to another module's stays tied.
 
     Raises:
-        ValueError: for a parameter that was sharded in another way with the other module, or whose blocks in FP8 would
-            be cut.
+        ValueError: the other module has sharded the parameter in another way, or its FP8 blocks would be cut.
     """
     for name, param in list(module.named_parameters(recurse=False)):
         if isinstance(param, StoredWeight):

@@ -45,8 +45,7 @@ def to_safetensors(
         ValueError: for another ``layout``, or a ``max_shard_bytes`` below 1.
 
     Warns:
-        UserWarning: of sizes that are no multiple of 128 under "fine-grained": transformers misreads them when it
-            dequantises.
+        UserWarning: of sizes that 128 does not divide under "fine-grained": transformers dequantises them wrongly.
 
     Source:
         transformers' FineGrainedFP8Config, the layout of DeepSeek-V3's checkpoints; compressed-tensors' format

@@ -46,8 +46,7 @@ class Fault:
 
     Attributes:
         step: the step in which it appeared.
-        role: "input", "weight" (before the step) or "grad_output" of the layer; "loss" or "grad_norm" if no layer had
-            a fault before.
+        role: "input", "weight" (before the step) or "grad_output" of the layer; else "loss" or "grad_norm".
         layer: the module's name; None for a loss or a grad_norm.
         rank: the lowest rank that met it; all tensor-parallel ranks meet a fault in what they gather or sum.
         share: the share of that input's or grad_output's rows that were faulty.

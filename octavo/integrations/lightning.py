@@ -36,16 +36,14 @@ class OctavoPrecision(Precision):
         recipe: the recipe that layers are converted with before training, or its name in octavo.recipes.
         precision: that of all but FP8, as Lightning's ``precision=``: "bf16-mixed", "bf16-true" or "32-true".
         select: which layers, as octavo.convert takes it.
-        schedule: phases, the first without a trigger; see octavo.schedule.PrecisionSchedule. ``recipe`` is then the
-            first phase's.
+        schedule: phases, the first without a trigger; see octavo.schedule.PrecisionSchedule. ``recipe`` is its first's.
 
     Attributes:
         schedule: the PrecisionSchedule, once training begins.
 
     Raises:
         ValueError: from here or ``fit``: for an unknown recipe or precision, a model that was converted with another
-            recipe or sharded first, a checkpoint of another recipe, or an optimizer that the Trainer's options don't
-            fit.
+            recipe or sharded first, a checkpoint of another recipe, or options that don't fit the optimizer.
 
     Example:
         >>> OctavoPrecision("delayed").precision

@@ -50,8 +50,7 @@ FORM = ("moments", "master", "weight_storage")
 class OctavoCallback(TrainerCallback):
     """Trains a Trainer's model in FP8: ``Trainer(..., callbacks=[OctavoCallback(recipes.delayed())])``.
 
-    Checkpoints have octavo's state: on the same number of ranks ``train(resume_from_checkpoint=...)`` continues bit for
-    bit.
+    Checkpoints have octavo's state: on as many ranks ``train(resume_from_checkpoint=...)`` continues bit for bit.
 
     Args:
         recipe: the recipe that the model's layers are converted with when the Trainer is made; None: that of the first

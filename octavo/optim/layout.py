@@ -2,8 +2,7 @@
 
 A weight is seen as a matrix of its first dimension by all others. Ranks may share its rows (FSDP2, ColwiseParallel),
 its columns (RowwiseParallel: the second dimension), or both, over as many dimensions of a mesh. Moments in codes have
-blocks of 128 along a row, the same on any number of ranks; where a block would lie on several ranks, moments are not in
-codes.
+blocks of 128 along a row, the same on any number of ranks; if a block would lie on several, moments have no codes.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ Of plain weights (bytes with the weight):
     split24      bf16 and an 8-bit remainder (3): the upper 24 bits of float32, the others rounded stochastically
     None         bf16 alone (2), rounded stochastically, so that small updates count on average
 
-Of weights in FP8: see kernels/reference/master_weights.py. Remainders of 16 bits are kept as bytes: NCCL and gloo send
-no int16.
+Those of weights in FP8: kernels/reference/master_weights.py. 16-bit remainders are bytes: NCCL and gloo send no int16.
 """
 
 from __future__ import annotations

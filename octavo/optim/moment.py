@@ -75,8 +75,7 @@ class Moment:
     ) -> dict[str, Tensor]:
         """The tensors of a moment of zeros in an optimizer's state, whose names begin with ``name``.
 
-        ``fp8_experts``: the weight is experts in FP8 [E, N, K]; each has scales of its own: for blocks of its rows, or
-        one.
+        ``fp8_experts``: the weight is experts in FP8 [E, N, K]; each has a scale, or those of blocks of its rows.
         """
         if not isinstance(self.format, Format):
             return {name: torch.zeros(shape, dtype=DTYPES[self.format], device=device)}

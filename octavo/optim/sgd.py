@@ -19,8 +19,7 @@ class SGD(CompactOptimizer):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch's.
-        moments: "fp8" (1.03 bytes an element: E4M3 in blocks of 128, rounded stochastically), "bf16", "fp32", or a
-            Moment.
+        moments: "fp8" (E4M3 in blocks of 128: 1.03 bytes an element, rounded stochastically), "bf16", "fp32", a Moment.
         master, seed, skip_nonfinite, gradient_storage, foreach, differentiable, fused: as AdamW's.
 
     Raises:

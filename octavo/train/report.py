@@ -74,8 +74,7 @@ def write_csv(results: Sequence[RunResult], path: Path) -> None:
 def smooth(losses: Sequence[float], width: float) -> list[float]:
     """The Gaussian mean of a curve, with a standard deviation of ``width`` steps.
 
-    At the start, where the curve falls fast, the window is as short before a step as after it; at the end it is cut
-    off.
+    At the start, where the curve falls fast, the window is as short before a step as after; at the end it is cut off.
     """
     reach = math.ceil(3 * width)
     weights = [math.exp(-0.5 * (offset / max(width, 1e-9)) ** 2) for offset in range(reach + 1)]

@@ -184,8 +184,7 @@ class Trainer:
         config: all options.
         model: on its device, converted.
         corpus: the text.
-        ranks: the ranks that train; they have the same model, which is sharded or replicated here (default: this
-            process).
+        ranks: the ranks that train, with the same model, which is sharded or replicated here (default: this process).
         recipe: the model's, for the phases of the config's schedule; None: there is no FP8, and there are no phases.
     """
 

@@ -1,8 +1,7 @@
 """Whether a kernel's results are its reference's: bit for bit, or up to float32's roundings before a cast.
 
 A kernel may add in another order, and compute an activation with other instructions. Then few codes may be rounded the
-other way, a scale that is a power of two may be the neighbouring one, and all other results are as close as their
-dtype.
+other way, a scale that is a power of two may be its neighbour, and all other results are as close as their dtype.
 """
 
 from __future__ import annotations

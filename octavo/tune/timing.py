@@ -2,8 +2,7 @@
 
 A reading is the time between two CUDA events around calls that were queued while the GPU was kept busy: it has no time
 of the host. Calls rotate among inputs, and the last results stay allocated, so that no input or output is in the L2
-cache. Variants take turns, so that drift of the machine affects all alike. On a CPU the same functions read the host's
-clock.
+cache. Variants take turns, so that drift affects all alike. On a CPU the same functions read the host's clock.
 """
 
 from __future__ import annotations

@@ -183,8 +183,7 @@ def cast_in_chunks(
 ) -> tuple[list[CastResult], Tensor]:
     """Cast x, or the y [R, C] that ``make`` makes, in one or two scalings: (each one's result, y's column sums or [0]).
 
-    ``make(rows)``: these rows of y, float32, as a fresh tensor, which is overwritten. Chunks begin at multiples of
-    ``unit``.
+    ``make(rows)``: these rows of y, float32, in a tensor that is overwritten. Chunks begin at multiples of ``unit``.
     """
     slices = row_slices(shape, math.lcm(unit, *(s.tile[0] for s in scalings if s.tile[0] != ALL)), x.device)
     sums = x.new_zeros(shape[1] if column_sum else 0, dtype=torch.float32)

@@ -19,8 +19,7 @@ from octavo.kernels.reference.codes import with_faults
 _SMALL = 4096  # below this, one conversion at 2 ns an element is faster than eight calls
 _FACTOR = {torch.float8_e4m3fn: 256.0, torch.float8_e5m2: 1.0}  # value of a code / value of its bits in a float16
 # Elements worked on at a time. Fresh memory costs more than arithmetic on a CPU: reading 2048x1408 codes at once took
-# 3.5 to 15 ms, depending on what malloc had to fetch from the system, in chunks with one temporary 1.0 ms (1 core, AMD
-# EPYC Zen 5).
+# 3.5 to 15 ms, depending on malloc's state, and in chunks with one temporary 1.0 ms (1 core, AMD EPYC Zen 5).
 CHUNK = 1 << 18
 CHUNK_ELSEWHERE = 1 << 26  # on a GPU each chunk costs launches, and only saves memory: this is 256 MiB of float32
 
