@@ -88,8 +88,8 @@ class TrainingState:
         if model.training and torch.is_grad_enabled():
             self._look_no_more()
             warnings.warn(
-                "weights were loaded, and not what TrainingState keeps, which begins anew. fabric.load puts it in the "
-                "TrainingState's place under ModelParallelStrategy: call own.load_state_dict(state['octavo']) after it",
+                "weights were loaded but no TrainingState: delayed state and schedule begin anew. After fabric.load "
+                "under ModelParallelStrategy call load_state_dict(state['octavo']) of the TrainingState",
                 stacklevel=2,
             )
 
