@@ -102,7 +102,13 @@ def tensor_parallel(made: Made) -> None:
     PARTS,
     FOUR,
     ORDER,
-    {"FP8 reduction": REDUCTION, "KeptWeights": NOT_KEPT, "fused modules": FUSED, "FP8 weights in blocks": CUT},
+    {
+        "FP8 reduction": REDUCTION,
+        "KeptWeights": NOT_KEPT,
+        "fused modules": FUSED,
+        "FP8 weights in blocks": CUT,
+        ("shared inputs", "shared inputs, delayed"): Sound(8, "the same, and outputs of two layers are multiplied"),
+    },
 )
 def two_dimensions(made: Made) -> None:
     """On a mesh of two dimensions."""

@@ -178,6 +178,7 @@ CLIPPED = Sound(15, "the norm is summed over ranks in another order")
     {
         **OF_FSDP2,
         "fused modules": Sound(8, "the same, and the gradient went through two norms"),
+        ("shared inputs", "shared inputs, delayed"): Sound(8, "the same, and outputs of two layers are multiplied"),
         "updates in backward": Refused(UnsupportedOpError, "clip", "the global norm needs all gradients at once"),
     },
 )
