@@ -1,0 +1,58 @@
+"""transformers' causal language models, tiny and as they come: sharing the casts of inputs changes no bit of any."""
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from octavo import recipes
+from octavo.autograd.shared_casts import read_by
+from octavo.nn import recipe_module
+from tests.support.helpers import assert_equal, gradients, to_fp8
+from tests.support.tiny_models import DECODER, GPT2, NO_DROPOUT, T5
+
+NAMES = """
+    afmoe apertus arcee bailing_hybrid bert biogpt bitnet bloom cohere cohere2 cwm deepseek_v2 diffllama doge electra
+    ernie4_5 ernie4_5_moe exaone4 falcon falcon_mamba flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt2
+    gpt_bigcode gpt_neox gpt_oss granite granitemoe granitemoehybrid granitemoeshared helium hunyuan_v1_dense
+    hunyuan_v1_moe jamba jetmoe lfm2 llama llama4_text mamba mimo_v2_flash minicpm3 minimax ministral mistral mixtral
+    modernbert-decoder moshi mpt nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe
+    qwen3
+""".split()
+EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4)
+EXPERTS |= {"num_experts_per_tok": 2, "moe_topk": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+GROUPS = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "state_size": 8, "head_dim": 16, "ffn_dim": 96}
+DROPOUTS = dict.fromkeys(("attention_dropout", "hidden_dropout", "dropout", "activation_dropout"), 0.0)
+SIZES = DECODER | GPT2 | T5 | NO_DROPOUT | EXPERTS | LATENT | GROUPS | DROPOUTS
+
+
+def tiny(name):
+    """A model whose configuration takes what it knows of SIZES."""
+    config = CONFIG_MAPPING[name]
+    known = {*config().to_dict(), *getattr(config, "attribute_map", ())}
+    torch.manual_seed(0)
+    sizes = {key: value for key, value in SIZES.items() if key in known}
+    return transformers.AutoModelForCausalLM.from_config(config(**sizes, use_cache=False)).float().train()
+
+
+def trace(model, tokens):
+    model.zero_grad()
+    torch.manual_seed(0)
+    found = model(input_ids=tokens, labels=tokens)
+    found.loss.backward()
+    return {"logits": found.logits.detach(), **gradients(model)}
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", NAMES)
+def test_sharing_changes_no_bit(name, monkeypatch):
+    model = to_fp8(tiny(name), recipes.dynamic())
+    tokens = torch.randint(3, 60, (2, 16), generator=torch.Generator().manual_seed(1))
+    shared = []
+    monkeypatch.setattr(recipe_module, "read_by", lambda *read: shared.append(read_by(*read)) or shared[-1])
+    with_sharing = trace(model, tokens)
+    assert shared
+    monkeypatch.setattr(recipe_module, "read_by", lambda x, layer: None)
+    assert_equal(with_sharing, trace(model, tokens))
