@@ -33,14 +33,14 @@ from octavo.nn.grouped_linear import Grouped
 from octavo.nn.linear import Linear
 from octavo.nn.parted_linear import Part, PartedLinear
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.weight_storage import (
+from octavo.nn.weight import (
     check_granularity,
     check_recipe,
     store_weight,
+    stored_as,
     stored_granularity,
     weight_of,
     why_not_stored,
-    widen_weight,
 )
 from octavo.recipes import default, high_precision
 from octavo.scaling.recipe import Recipe
@@ -164,7 +164,7 @@ def _storage(
                 f"{name or 'the model'}: a weight that is computed from others can't be stored in FP8: leave it out by "
                 "select="
             )
-        if local_stored(weight) is None:
+        if stored_as(weight) is None:
             _refuse_twice_sharded(name, weight)
         if reason := why_not_stored(wanted):
             raise ValueError(f"{name or 'the model'}: weights can't be stored in FP8 under {wanted.name!r}: {reason}")
@@ -217,7 +217,7 @@ def storages(
 def stored_now(model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
     """How the weights of a model's octavo modules are stored."""
     weights = [weight for *_, weight in _weights_of(_modules(model))]
-    return {weight: None if (stored := local_stored(weight)) is None else stored.granularity for weight in weights}
+    return {weight: stored_as(weight) for weight in weights}
 
 
 def _weights_of(modules: Sequence[tuple[str, RecipeModule]]) -> list[tuple[str, RecipeModule, nn.Parameter]]:
@@ -234,7 +234,7 @@ def _refuse_shards(model: nn.Module, what: str) -> None:
     """Raise ValueError if a weight lives in FP8 and FSDP2 has sharded it, which would go on with the shard it has."""
     for name, module in _modules(model):
         weight = weight_of(module)
-        if weight is None or local_stored(weight) is None:
+        if weight is None or stored_as(weight) is None:
             continue
         _refuse_twice_sharded(name, weight)
         if module.gather.parameter is not None:
@@ -314,10 +314,10 @@ def restore(model: nn.Module) -> nn.Module:
         split = isinstance(module, Linear) and (module.splits is not None or is_sharded(type(module)))
         if split or isinstance(module, Grouped):
             for own in (module, *module.children()):  # of splits on several ranks
-                widen_weight(weight_of(own))
+                store_weight(weight_of(own), None)
             module.recipe = high_precision()  # type: ignore[assignment]
         elif isinstance(module, RecipeModule):
-            widen_weight(weight_of(module))
+            store_weight(weight_of(module), None)
             module.forget_recipe()
             restore_class(module)
         elif isinstance(module, ConvertedExperts) and not (is_sharded(type(module)) or module.is_parallel):

@@ -24,6 +24,7 @@ from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import is_small_block
 from octavo.nn.agreement import ask
 from octavo.nn.gather_group import GatherGroup
+from octavo.nn.weight import notice_writes
 from octavo.scaling.delayed import state_of
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.fsdp2 import (
@@ -189,7 +190,7 @@ class Gather:
         """Note that a forward of the module is about to read the weight."""
         self.for_training, self.delayed_scale = module.training, None
         if module.training and (state := state_of(module)) is not None:  # evaluation takes the weight's own amax
-            module.notice_writes(self.parameter, on_this_rank(self.parameter))
+            notice_writes(module, self.parameter)
             self.delayed_scale = state.scale.clone()
 
     def begin_in_fp8(self, module: Any) -> bool:

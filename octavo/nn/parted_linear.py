@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from octavo.granularity import PerTensor
 from octavo.nn.linear import Linear
+from octavo.nn.weight import check_recipe
 from octavo.nn.weight_files import SCALE_INV, load_stored, save_plain
-from octavo.nn.weight_storage import check_recipe
 from octavo.tensor.fsdp2 import attach, gather_as_it_is
 from octavo.tensor.stored_shards import BLOCK, parts_of_one_scale
 from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, agreed, has_powers_of_two, local_stored

@@ -14,7 +14,7 @@ from octavo.nn.converted_experts import ConvertedExperts, ExpertsPart
 from octavo.nn.flops import forward_flops
 from octavo.nn.parted_linear import Part
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.weight_storage import weight_of
+from octavo.nn.weight import weight_of
 from octavo.scaling.recipe import Recipe
 
 
