@@ -31,8 +31,7 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.tensor_parallel import STYLE, Sending, Style, gathered_for, hooks_on, sending_of
 from octavo.private import resolve_process_group
 from octavo.tensor.gathered_input import GatheredInput
-from octavo.tensor.stored_shards import why_not_cut
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.tensor.stored_weight import StoredWeight, why_not_cut
 
 _SHARDED = "_octavo_sharded"  # on a parameter: how it was sharded, and what it became, for modules that share it
 

@@ -46,8 +46,7 @@ from octavo.recipes import default, high_precision
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
 from octavo.tensor.fsdp2 import forget_gathered, groups_of
-from octavo.tensor.stored_shards import why_cut
-from octavo.tensor.stored_weight import local_stored
+from octavo.tensor.stored_weight import local_stored, why_cut
 
 
 def convert(

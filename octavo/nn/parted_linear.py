@@ -17,8 +17,7 @@ from octavo.nn.linear import Linear
 from octavo.nn.weight import check_recipe
 from octavo.nn.weight_files import SCALE_INV, load_stored, save_plain
 from octavo.tensor.fsdp2 import attach, gather_as_it_is
-from octavo.tensor.stored_shards import BLOCK, parts_of_one_scale
-from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, agreed, has_powers_of_two, local_stored
+from octavo.tensor.stored_weight import BLOCK, StoredWeight, agree_on_scale, agreed, has_powers_of_two, local_stored
 
 
 class Part(nn.Module):
@@ -172,7 +171,7 @@ def part(layer: Linear, ranks: int) -> None:
                 "split needs a multiple of 128 rows a rank, and more than 128 columns; or use a recipe with one scale "
                 "a weight (dynamic, delayed)"
             )
-        weights = parts_of_one_scale(weight.detach(), sizes)
+        weights: list[Any] = [*weight.alias().splits_of_one_scale(sizes)]
     else:
         weights = list(weight.detach().split(sizes))
     biases = [None] * len(sizes) if bias is None else bias.detach().split(sizes)

@@ -28,7 +28,6 @@ from octavo.tensor.stored_weight import (
     cast_shard,
     has_powers_of_two,
     local_stored,
-    may_have,
 )
 
 SCALE_INV = "_scale_inv"  # after a weight's name
@@ -90,7 +89,7 @@ def load_stored(weight: Tensor | None, state_dict: dict[str, Any], key: str) -> 
             )
         elif own is None:
             state_dict[key] = pair.dequantize()
-        elif may_have(own, scale_inv):
+        elif own.may_have(scale_inv):
             state_dict[key] = StoredWeight(codes, scale_inv, dtype)
         else:
             state_dict[key] = StoredWeight.cast(pair.dequantize(), own.granularity)
