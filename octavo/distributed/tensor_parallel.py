@@ -26,7 +26,7 @@ from octavo.autograd.gather_input import scatter_output
 from octavo.distributed.fp8_reduce import Fp8ReduceScatter, Fp8Reduction
 from octavo.nn.agreement import ask
 from octavo.nn.linear import Linear
-from octavo.nn.parted_linear import part
+from octavo.nn.parted_linear import divide
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.tensor_parallel import STYLE, Sending, Style, gathered_for, hooks_on, sending_of
 from octavo.private import resolve_process_group
@@ -254,7 +254,7 @@ class ColwiseParallel(_Noted, torch_parallel.ColwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         if isinstance(module, Linear) and module.splits is not None:
-            part(module, device_mesh.size())
+            divide(module, device_mesh.size())
         return super()._apply(module, device_mesh)
 
 

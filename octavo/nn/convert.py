@@ -31,7 +31,7 @@ from octavo.nn.converted_experts import ConvertedExperts, keys_of, recipe_names
 from octavo.nn.gather_group import GatherGroup
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.linear import Linear
-from octavo.nn.parted_linear import Part, PartedLinear
+from octavo.nn.parted_linear import PartedLinear, Split
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight import (
     check_granularity,
@@ -332,7 +332,7 @@ def gather_anew(model: nn.Module) -> None:
     if "torch.distributed.fsdp" not in sys.modules:
         return
     for held in forget_gathered(model):
-        module = held.layer if isinstance(held, Part) else held
+        module = held.layer if isinstance(held, Split) else held
         for own in module.parts if isinstance(module, ConvertedExperts) else (module,):
             if isinstance(own, RecipeModule):
                 own.gather.used, own.gather.agreed = None, False
@@ -343,7 +343,7 @@ def _weights_of_others(model: nn.Module, ours: set[int]) -> set[int]:
     return {
         id(parameter)
         for module in model.modules()
-        if id(module) not in ours and not isinstance(module, Part)
+        if id(module) not in ours and not isinstance(module, Split)
         for parameter in module.parameters(recurse=False)
     }
 

@@ -188,12 +188,12 @@ class WeightWrites:
         before, replaced, self.replaced = self._seen, self.replaced, False
         storage = StorageWeakRef(local.untyped_storage())
         identity = id(weight), OPTIMIZER_STEPS.by_hand(weight)
-        place = OPTIMIZER_STEPS.of(weight), storage.cdata, version_of(local)
-        self._seen = identity, place, storage
+        values = OPTIMIZER_STEPS.of(weight), storage.cdata, version_of(local)
+        self._seen = identity, values, storage
         if before is None:
             return False
-        by_step = before[1][0] != place[0]  # which may change storage and version
-        return replaced or before[0] != identity or not (by_step or before[1] == place)
+        by_step = before[1][0] != values[0]  # which may change storage and version
+        return replaced or before[0] != identity or not (by_step or before[1] == values)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WeightWrites, ()

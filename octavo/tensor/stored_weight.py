@@ -58,7 +58,7 @@ class Known:
         rest: int8 [N, K]: what the values that were cast are besides the codes.
         awaited: whether there is an optimizer that will take it, which a copy is not known to.
         is_frozen: whether it is of a parameter that is not trained.
-        alone: whether the scale is this rank's, of a part whose ranks have to have one and same.
+        alone: whether the scale is this rank's, of a shard whose ranks have to have one and the same.
     """
 
     rest: Tensor | None = None
@@ -93,7 +93,7 @@ class StoredWeight(ShardHooks, Pair):
         scale_inv: float32 [1, 1] or [ceil(N / 128), ceil(K / 128)]; of experts [E, ...].
         dtype: what it stands for, and its gradient's.
         granularity: which elements of a matrix share a scale; by default PerTensor() where there is one scale.
-        is_shard: whether this is a rank's part of a weight that is sharded; [1, 1] is then the whole one's scale.
+        is_shard: whether this is a rank's shard of a weight; [1, 1] is then the whole one's scale.
 
     Example:
         >>> import torch
@@ -217,7 +217,7 @@ class StoredWeight(ShardHooks, Pair):
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether all of it has one, and with other ranks' parts of the same weight."""
+        """Whether all of it has one, and with other ranks' shards of the same weight."""
         return self.granularity == PerTensor() and self.ndim == 2
 
     def pair(self) -> ScaledTensor:
@@ -237,8 +237,8 @@ class StoredWeight(ShardHooks, Pair):
     def operands(self, reader: Any, transposed: bool) -> Operands:
         """Its codes, for the module ``reader``; on some devices also laid out transposed, if backward needs that."""
         swaps = reader.stores_transposed
-        as_is, laid, *_ = operands_of(self.qdata, self.scale_inv, reader.recipe.pads, transposed or swaps)
-        return Operands(laid, as_is, refilled=True) if swaps else Operands(as_is, laid, refilled=True)
+        as_is, second, *_ = operands_of(self.qdata, self.scale_inv, reader.recipe.pads, transposed or swaps)
+        return Operands(second, as_is, refilled=True) if swaps else Operands(as_is, second, refilled=True)
 
     def gather_without_recipe(
         self, mesh: Any, outer_size: torch.Size, module: torch.nn.Module, mp_policy: Any
@@ -391,12 +391,12 @@ def local_stored(weight: Any) -> StoredWeight | None:
 
 def why_not_cut(shape: torch.Size, granularity: Granularity, ranks: int, dim: int = 0) -> str | None:
     """Why a weight [N, K] that is stored so can't be sharded over ranks by its rows (columns: ``dim`` 1); or None."""
-    size, part = shape[dim], -(-shape[dim] // ranks)
-    if granularity == PerTensor() or part == size or not (part % BLOCK or size % part):
+    size, each = shape[dim], -(-shape[dim] // ranks)
+    if granularity == PerTensor() or each == size or not (each % BLOCK or size % each):
         return None
     what = "rows" if dim == 0 else "columns"
     return (
-        f"a weight {tuple(shape)} stored in blocks of 128 x 128 can't be sharded over {ranks} ranks: {part} {what} "
+        f"a weight {tuple(shape)} stored in blocks of 128 x 128 can't be sharded over {ranks} ranks: {each} {what} "
         "each are no whole blocks, or the last rank has fewer. Shard over ranks that each get the same multiple of "
         f"128 {what} (HSDP), or use a recipe with one scale a weight (dynamic, delayed)"
     )
@@ -440,8 +440,8 @@ def _transpose(func: Any, weight: StoredWeight, *dims: int) -> Any:
     return weight._like(weight.qdata.mT, weight.scale_inv.mT) if swaps else NotImplemented
 
 
-def _copy(func: Any, own: Tensor, other: Tensor, *non_blocking: bool) -> Any:
-    return own.take(other) if isinstance(own, StoredWeight) else NotImplemented
+def _copy(func: Any, weight: Tensor, other: Tensor, *non_blocking: bool) -> Any:
+    return weight.take(other) if isinstance(weight, StoredWeight) else NotImplemented
 
 
 def _add(func: Any, weight: StoredWeight, other: Tensor, *, alpha: float = 1) -> Any:
@@ -491,7 +491,7 @@ def _slice(func: Any, weight: StoredWeight, dim: int = 0, start: Any = None, sto
 
 
 def _pad(func: Any, weight: StoredWeight, pad: list[int], value: float = 0) -> Any:
-    """Rows or columns of zeros behind a part that is smaller than the others: torch sends parts of one size."""
+    """Rows or columns of zeros behind a shard that is smaller than the others: torch sends shards of one size."""
     if value != 0 or weight.granularity != PerTensor():
         return NotImplemented
     codes = F.pad(weight.qdata.view(torch.uint8), pad).view(weight.qdata.dtype)
@@ -571,7 +571,7 @@ torch.serialization.add_safe_globals([StoredWeight, Known, OneScale])
 def cast_shard(
     values: Tensor, weight: Tensor, granularity: Granularity, keep_rest: bool, amax: Tensor | None = None
 ) -> StoredWeight:
-    """This rank's part of a DTensor in FP8; one scale is from the whole weight's amax, so all ranks call it.
+    """This rank's shard of a DTensor in FP8; one scale is from the whole weight's amax, so all ranks call it.
 
     ``amax``: [1, 1] in place of that, the same on all ranks.
     """
@@ -590,28 +590,28 @@ def cast_shard(
 
 
 def agree_on_scale(param: Tensor, just_cut: bool = False) -> None:
-    """Give this rank's part of a DTensor the scale of the whole, if it is this rank's alone; all ranks call it.
+    """Give this rank's shard of a DTensor the scale of the whole, if it is this rank's alone; all ranks call it.
 
     So it is where FSDP2 has ``just_cut`` it, as ranks may have begun with other values, and where it was written.
     """
-    own = local_stored(param)
-    if own is None or own is param or own.is_meta:
+    shard = local_stored(param)
+    if shard is None or shard is param or shard.is_meta:
         return
-    alone, own.known.alone = own.has_one_scale and (own.known.alone or just_cut), False
+    alone, shard.known.alone = shard.has_one_scale and (shard.known.alone or just_cut), False
     if not alone:
         return
-    scales = largest_of_ranks(torch.cat([own.scale_inv, -own.scale_inv]), param)
+    scales = largest_of_ranks(torch.cat([shard.scale_inv, -shard.scale_inv]), param)
     if not torch.equal(scales[:1], -scales[1:]):
-        keep_rest = own.rest is not None or param.requires_grad
-        own.take(cast_shard(own.before_cast(), param, own.granularity, keep_rest))
+        keep_rest = shard.rest is not None or param.requires_grad
+        shard.take(cast_shard(shard.before_cast(), param, shard.granularity, keep_rest))
 
 
 def agreed(shard: StoredWeight, param: Tensor) -> StoredWeight:
-    """A part of a DTensor, or a copy of it elsewhere, after ``agree_on_scale``."""
-    if (own := local_stored(param)) is None or not shard.known.alone:
+    """A shard of a DTensor, or a copy of it elsewhere, after ``agree_on_scale``."""
+    if (found := local_stored(param)) is None or not shard.known.alone:
         return shard
     agree_on_scale(param)
-    return own.moved(lambda tensor: tensor.to(shard.device))
+    return found.moved(lambda tensor: tensor.to(shard.device))
 
 
 def store(
@@ -621,9 +621,9 @@ def store(
 
     ``common``: of a DTensor that has its scale with others, with the largest amax [1, 1] of all of them.
     """
-    own, stored = on_this_rank(param), local_stored(param)
-    values = own.detach() if stored is None else stored.before_cast()
-    if granularity is not None and own is param:
+    local, stored = on_this_rank(param), local_stored(param)
+    values = local.detach() if stored is None else stored.before_cast()
+    if granularity is not None and local is param:
         values = StoredWeight.cast(values, granularity, keep_rest=param.requires_grad)
     elif granularity is not None:
         amax = None if common is None else common[1]
@@ -657,8 +657,8 @@ def add_adapter(weight: Any, delta: Tensor, alpha: float = 1) -> Any:
         "torch's seed has it); octavo.restore(model) before merging keeps what the weights' own dtype can hold",
         stacklevel=2,
     )
-    tile, parts = weight.granularity.tile, (weight.qdata, weight.scale_inv, delta.expand(weight.shape))
-    for codes, scale_inv, change in zip(*parts, strict=True) if weight.ndim == 3 else [parts]:
+    tile, tensors = weight.granularity.tile, (weight.qdata, weight.scale_inv, delta.expand(weight.shape))
+    for codes, scale_inv, change in zip(*tensors, strict=True) if weight.ndim == 3 else [tensors]:
         values = kernels.dequantize(codes, scale_inv, tile, torch.float32).add_(change, alpha=alpha)
         scale = scale_from_amax(kernels.amax(values, tile), E4M3.max, True, 0)
         bits16 = torch.randint(1 << 16, values.shape, dtype=torch.int32, device=values.device)
