@@ -38,13 +38,13 @@ SOURCES = [
     *(str(path.relative_to(ROOT)) for path in ROOMS if path.stem not in APART),
     *(f"octavo/kernels/{name}.py" for name in BESIDE),
     *(f"octavo/autograd/{name}.py" for name in ("casts", "chain", "products")),
-    *(f"octavo/nn/{name}.py" for name in ("weight_writes", "kept_weights")),
+    *(f"octavo/nn/{name}.py" for name in ("weight", "kept_weights")),
 ]
 TESTS = [
     *("tests/test_numerics.py", "tests/test_formats.py", "tests/test_granularity.py", "tests/scaling/test_delayed.py"),
     *("tests/kernels/reference", "tests/kernels/cpu", "tests/autograd"),
     *(f"tests/kernels/test_{name}.py" for name in ("multi_tensor_cast", "codes", *BESIDE)),
-    *("tests/nn/test_weight_writes.py", "tests/nn/test_kept_weights.py"),
+    *("tests/nn/test_weight.py", "tests/nn/test_kept_weights.py"),
     *("tests/optim/test_adam.py", "tests/optim/test_sgd.py", "tests/kernels/triton/test_optimizer_step.py"),
 ]
 OPERATORS = """Add Sub, Mult Div, FloorDiv Mult, Mod FloorDiv, Pow Mult, LShift RShift, BitAnd BitOr, And Or, Lt LtE,

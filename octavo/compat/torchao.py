@@ -21,7 +21,7 @@ from octavo.kernels.capability import runs_natively
 from octavo.nn.candidates import Select, fp8_class, why_left_alone, why_not
 from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.weight_storage import why_not_stored
+from octavo.nn.weight import why_not_stored
 from octavo.scaling.recipe import OPERANDS, Cast, Recipe
 
 __all__ = [

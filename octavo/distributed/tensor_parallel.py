@@ -26,13 +26,12 @@ from octavo.autograd.gather_input import scatter_output
 from octavo.distributed.fp8_reduce import Fp8ReduceScatter, Fp8Reduction
 from octavo.nn.agreement import ask
 from octavo.nn.linear import Linear
-from octavo.nn.parted_linear import part
+from octavo.nn.parted_linear import divide
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.tensor_parallel import STYLE, Sending, Style, gathered_for, hooks_on, sending_of
 from octavo.private import resolve_process_group
 from octavo.tensor.gathered_input import GatheredInput
-from octavo.tensor.stored_shards import why_not_cut
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.tensor.stored_weight import StoredWeight, why_not_cut
 
 _SHARDED = "_octavo_sharded"  # attribute of a parameter: its placement and the sharded one, for modules that share it
 
@@ -254,7 +253,7 @@ class ColwiseParallel(_Noted, torch_parallel.ColwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         if isinstance(module, Linear) and module.splits is not None:
-            part(module, device_mesh.size())
+            divide(module, device_mesh.size())
         return super()._apply(module, device_mesh)
 
 

@@ -31,6 +31,7 @@ from octavo.nn.converted_experts import ConvertedExperts, ExpertsPart
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.parted_linear import PartedLinear
 from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.weight import fp8_pair
 from octavo.nn.weight_files import SCALE_INV
 from octavo.scaling.recipe import Cast
 from octavo.tensor.fsdp2 import on_this_rank, plain
@@ -131,7 +132,7 @@ class Entry(NamedTuple):
         """(name, codes [N, K], scales in the layouts' shape) of a weight in FP8, else (name, tensor, None).
 
         Args:
-            training: see RecipeModule.weight_pair.
+            training: see octavo.nn.weight.fp8_pair.
             policies: FSDP2's mixed-precision policies by the ids of sharded parameters.
         """
         if self.layer is None:
@@ -140,7 +141,7 @@ class Entry(NamedTuple):
                 tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # it may be offloaded
             return self._written(tensor)
         policy = policies.get(id(self.layer.weight_parameter))
-        codes, scale_inv = self.layer.weight_pair(training, policy)
+        codes, scale_inv = fp8_pair(self.layer, training, policy)
         return self._written(codes.detach(), scale_inv.detach().view(scale_shape(self.layer)))
 
     def likes(self) -> WrittenTensors:

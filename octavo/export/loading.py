@@ -29,7 +29,7 @@ from octavo.nn.weight_files import SCALE_INV, check_scales
 from octavo.tensor.fsdp2 import on_this_rank
 from octavo.tensor.parameters import put_into
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, local_stored, may_have
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, local_stored
 
 SCALES = ("_scale_inv", "_scale")  # a scale's name is its weight's and one of these
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # of static casts
@@ -390,7 +390,7 @@ def _as_stored(target: StoredWeight, stored: _Stored, reader: OpenFile, value: T
         return StoredWeight.cast(value.to(target.dtype), target.granularity, target.requires_grad), True
     scales, granularity = _scales_of(stored, reader)
     scales = scales.to(value.device)
-    if scales.shape == target.scale_inv.shape and may_have(target, scales):
+    if scales.shape == target.scale_inv.shape and target.may_have(scales):
         return StoredWeight(value, scales, target.dtype, target.granularity), False
     values = ScaledTensor(value, scales, granularity.of_matrices(value.shape), torch.float32).dequantize()
     found = StoredWeight.cast(values, target.granularity, target.requires_grad)
@@ -420,7 +420,7 @@ def _experts_as_stored(
         kept = kept and fits
         if fits:
             scales[expert, at] = scale_inv
-    if kept and may_have(target, scales):
+    if kept and target.may_have(scales):
         return StoredWeight(codes.view(target.qdata.dtype), scales, target.dtype, target.granularity), False
     found = StoredWeight.cast(values, target.granularity, target.requires_grad)
     return found.moved(lambda tensor: tensor, target.dtype), True

@@ -16,7 +16,7 @@ from octavo.nn.candidates import features
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.parted_linear import PartedLinear
 from octavo.nn.recipe_module import RecipeModule, device_of
-from octavo.nn.weight_storage import weight_of
+from octavo.nn.weight import weight_of
 from octavo.scaling.recipe import ROLES, Cast, Recipe
 
 READS = {  # the products that read a role as it lies, and transposed

@@ -40,7 +40,7 @@ from octavo.nn.convert import choose_fast_path, convert
 from octavo.nn.converted_experts import ConvertedExperts
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.using import using
-from octavo.nn.weight_storage import check_recipe
+from octavo.nn.weight import check_recipe
 from octavo.recipes import high_precision
 from octavo.scaling.delayed import STATE, State, state_of
 from octavo.scaling.recipe import PRODUCTS, Recipe

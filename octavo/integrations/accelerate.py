@@ -26,8 +26,8 @@ from octavo.distributed.checkpoint import gather_delayed, load_delayed, plain_na
 from octavo.distributed.ranks import Ranks
 from octavo.nn.convert import convert, stored_now
 from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.weight import weight_of
 from octavo.nn.weight_files import SCALE_INV
-from octavo.nn.weight_storage import weight_of
 from octavo.optim.base import CompactOptimizer
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of

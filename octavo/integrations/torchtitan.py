@@ -19,8 +19,8 @@ from octavo.errors import MissingExtraError
 from octavo.nn.candidates import Select, large_enough, of_subclass
 from octavo.nn.convert import convert
 from octavo.nn.converted_experts import ExpertsPart
+from octavo.nn.weight import widened
 from octavo.nn.weight_files import load_stored
-from octavo.nn.weight_storage import widened
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.tensor.stored_weight import local_stored

@@ -7,7 +7,7 @@ from octavo.nn.kept_weights import KeptWeights
 from octavo.nn.linear import Linear
 from octavo.nn.norm import LayerNorm, RMSNorm
 from octavo.nn.transformer import SelfAttention, TransformerBlock, rotary_table
-from octavo.nn.weight_writes import invalidate
+from octavo.nn.weight import invalidate
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 
 __all__ = [

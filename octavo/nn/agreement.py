@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from octavo.nn.tensor_parallel import sending_of
-from octavo.nn.weight_storage import weight_of
+from octavo.nn.weight import stored_as, weight_of
 from octavo.tensor.collectives import agree
-from octavo.tensor.stored_weight import local_stored
 
 
 def told_of(module: Any, name: str) -> dict[str, object]:
@@ -21,8 +20,8 @@ def told_of(module: Any, name: str) -> dict[str, object]:
     weights = module.gather.parameter, weight_of(module), *getattr(module, "weights", ())  # of splits on several ranks
     weight = next((weight for weight in weights if weight is not None), None)
     if weight is not None:
-        stored = local_stored(weight)
-        told["weight_storage"] = weight.dtype if stored is None else f"fp8 {stored.granularity}"
+        granularity = stored_as(weight)
+        told["weight_storage"] = weight.dtype if granularity is None else f"fp8 {granularity}"
     if sending is not None:
         told |= {"exact": sending.exact, "reduction in FP8": sending.reduce is not None}
     if exchange is not None:

@@ -19,7 +19,7 @@ from octavo.formats import HIGH_PRECISION
 from octavo.nn.converted_experts import ConvertedExperts, converted_class, keys_of, sizes_of
 from octavo.nn.linear import Linear
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.weight_storage import weight_of, why_unreadable
+from octavo.nn.weight import weight_of, why_unreadable
 
 Select = Callable[[nn.Module, str], bool]
 

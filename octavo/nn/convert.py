@@ -31,23 +31,22 @@ from octavo.nn.converted_experts import ConvertedExperts, keys_of, recipe_names
 from octavo.nn.gather_group import GatherGroup
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.linear import Linear
-from octavo.nn.parted_linear import Part, PartedLinear
+from octavo.nn.parted_linear import PartedLinear, Split
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.weight_storage import (
+from octavo.nn.weight import (
     check_granularity,
     check_recipe,
     store_weight,
+    stored_as,
     stored_granularity,
     weight_of,
     why_not_stored,
-    widen_weight,
 )
 from octavo.recipes import default, high_precision
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
 from octavo.tensor.fsdp2 import forget_gathered, groups_of
-from octavo.tensor.stored_shards import why_cut
-from octavo.tensor.stored_weight import local_stored
+from octavo.tensor.stored_weight import local_stored, why_cut
 
 
 def convert(
@@ -164,7 +163,7 @@ def _storage(
                 f"{name or 'the model'}: a weight that is computed from others can't be stored in FP8: leave it out by "
                 "select="
             )
-        if local_stored(weight) is None:
+        if stored_as(weight) is None:
             _refuse_twice_sharded(name, weight)
         if reason := why_not_stored(wanted):
             raise ValueError(f"{name or 'the model'}: weights can't be stored in FP8 under {wanted.name!r}: {reason}")
@@ -217,7 +216,7 @@ def storages(
 def stored_now(model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
     """How the weights of a model's octavo modules are stored."""
     weights = [weight for *_, weight in _weights_of(_modules(model))]
-    return {weight: None if (stored := local_stored(weight)) is None else stored.granularity for weight in weights}
+    return {weight: stored_as(weight) for weight in weights}
 
 
 def _weights_of(modules: Sequence[tuple[str, RecipeModule]]) -> list[tuple[str, RecipeModule, nn.Parameter]]:
@@ -234,7 +233,7 @@ def _refuse_shards(model: nn.Module, what: str) -> None:
     """Raise ValueError if a weight lives in FP8 and FSDP2 has sharded it, which would go on with the shard it has."""
     for name, module in _modules(model):
         weight = weight_of(module)
-        if weight is None or local_stored(weight) is None:
+        if weight is None or stored_as(weight) is None:
             continue
         _refuse_twice_sharded(name, weight)
         if module.gather.parameter is not None:
@@ -314,10 +313,10 @@ def restore(model: nn.Module) -> nn.Module:
         split = isinstance(module, Linear) and (module.splits is not None or is_sharded(type(module)))
         if split or isinstance(module, Grouped):
             for own in (module, *module.children()):  # of splits on several ranks
-                widen_weight(weight_of(own))
+                store_weight(weight_of(own), None)
             module.recipe = high_precision()  # type: ignore[assignment]
         elif isinstance(module, RecipeModule):
-            widen_weight(weight_of(module))
+            store_weight(weight_of(module), None)
             module.forget_recipe()
             restore_class(module)
         elif isinstance(module, ConvertedExperts) and not (is_sharded(type(module)) or module.is_parallel):
@@ -333,7 +332,7 @@ def gather_anew(model: nn.Module) -> None:
     if "torch.distributed.fsdp" not in sys.modules:
         return
     for held in forget_gathered(model):
-        module = held.layer if isinstance(held, Part) else held
+        module = held.layer if isinstance(held, Split) else held
         for own in module.parts if isinstance(module, ConvertedExperts) else (module,):
             if isinstance(own, RecipeModule):
                 own.gather.used, own.gather.agreed = None, False
@@ -344,7 +343,7 @@ def _weights_of_others(model: nn.Module, ours: set[int]) -> set[int]:
     return {
         id(parameter)
         for module in model.modules()
-        if id(module) not in ours and not isinstance(module, Part)
+        if id(module) not in ours and not isinstance(module, Split)
         for parameter in module.parameters(recurse=False)
     }
 

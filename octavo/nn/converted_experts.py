@@ -22,8 +22,8 @@ from torch.nn.parameter import Parameter
 from octavo.kernels.activations import ACTIVATIONS, Activation
 from octavo.nn.experts import feed_forward, mix
 from octavo.nn.grouped_linear import Grouped
+from octavo.nn.weight import moved_stored
 from octavo.nn.weight_files import SCALE_INV, load_stored, save_plain
-from octavo.nn.weight_storage import moved_stored
 
 _TITAN = {"gate": "w1", "up": "w3", "down": "w2"}, {"gate": "w1_EFD", "up": "w3_EFD", "down": "w2_EDF"}
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")

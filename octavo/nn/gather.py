@@ -24,6 +24,7 @@ from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import is_small_block
 from octavo.nn.agreement import ask
 from octavo.nn.gather_group import GatherGroup
+from octavo.nn.weight import notice_writes
 from octavo.scaling.delayed import state_of
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.fsdp2 import (
@@ -60,7 +61,7 @@ class Gather:
     def __init__(self, group: GatherGroup | None = None, shared: bool = False, name: str = "") -> None:
         self.group, self.shared, self.name = group, shared, name
         self.parameter: Any = None  # the sharded one
-        self.shape = torch.Size()  # of what its shards are of: under tensor parallelism this rank's part of the weight
+        self.shape = torch.Size()  # of what its shards are of: under tensor parallelism this rank's shard of the weight
         self.at = 0  # the dimension of its mesh that FSDP2 shards it over; tensor parallelism has those behind
         self.for_training = True  # whether the forward that it was gathered for last was in training
         self.generation = 0  # of parameters and loads: a 0-row shard has no address that would tell them
@@ -136,7 +137,7 @@ class Gather:
         if self._way is None:
             found = self._choose_way(module)
             if found.kind == CAST_AFTER and self.at + 1 < self.parameter.device_mesh.ndim:
-                found = Way(AS_IT_IS, found.why)  # and cast at each forward, for which parts agree on scales
+                found = Way(AS_IT_IS, found.why)  # and cast at each forward, for which ranks agree on scales
             self._way = found
         return self._way
 
@@ -189,7 +190,7 @@ class Gather:
         """Note that a forward of the module is about to read the weight."""
         self.for_training, self.delayed_scale = module.training, None
         if module.training and (state := state_of(module)) is not None:  # evaluation takes the weight's own amax
-            module.notice_writes(self.parameter, on_this_rank(self.parameter))
+            notice_writes(module, self.parameter)
             self.delayed_scale = state.scale.clone()
 
     def begin_in_fp8(self, module: Any) -> bool:
@@ -277,10 +278,10 @@ class Gather:
 
         def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
             wide, state = gathered_whole(outputs[0], shape), None
-            if (own := state_of(module)) is not None:
-                scale = torch.zeros_like(own.scale) if self.delayed_scale is None else self.delayed_scale
+            if (known := state_of(module)) is not None:
+                scale = torch.zeros_like(known.scale) if self.delayed_scale is None else self.delayed_scale
                 state = State(
-                    *(tensor.to(wide.device) for tensor in (scale, own.amax_history, torch.zeros_like(own.before)))
+                    *(tensor.to(wide.device) for tensor in (scale, known.amax_history, torch.zeros_like(known.before)))
                 )
             read = wide.mT if module.stores_transposed else wide
             operands = cast_role(read, recipe, WEIGHT, True, True, state)
@@ -336,6 +337,6 @@ def _gathered(
         return on_this_rank(out).refill(operands)  # type: ignore[attr-defined]
     assert operands.as_is is not None and operands.transposed is not None
     codes = operands.as_is[0], operands.transposed[0]
-    own = {one.untyped_storage().data_ptr(): _all_of(one) for one in codes}
-    own.pop(received.untyped_storage().data_ptr(), None)
-    return GatheredWeight(operands, shape, dtype, recipe.weight_key), tuple(own.values())
+    storages = {one.untyped_storage().data_ptr(): _all_of(one) for one in codes}
+    storages.pop(received.untyped_storage().data_ptr(), None)
+    return GatheredWeight(operands, shape, dtype, recipe.weight_key), tuple(storages.values())

@@ -110,31 +110,31 @@ def _find_scales(groups: list[tuple[Cast, Gathers]], mesh: Any) -> None:
     ranks = dict.fromkeys(group for gather in gathers for group in groups_of(gather.parameter))
     amax = largest(torch.cat([_amax_of(gather, mesh) for gather in gathers]), *ranks, device=mesh.device_type)
     found = amax.split([sum(map(_matrices, some)) for _, some in groups])
-    for (cast, gathers), own in zip(groups, found, strict=True):
-        _take_scales(gathers, own, cast)
+    for (cast, gathers), maxima in zip(groups, found, strict=True):
+        _take_scales(gathers, maxima, cast)
 
 
 def _take_scales(gathers: Gathers, amax: Tensor, cast: Cast) -> None:
     """Give gathers of one cast their scales, and the amax of the whole weight, which all its experts' history has."""
     count, counts, whole, kept = len(gathers), [_matrices(gather) for gather in gathers], amax, None
     if len(amax) > count:
-        whole = torch.stack([own.amax() for own in amax.split(counts)])
+        whole = torch.stack([each.amax() for each in amax.split(counts)])
     if cast.is_delayed:
         states = [gather.delayed_scale for gather in gathers]
         zero = amax.new_zeros(1)
-        kept = torch.cat([zero if own is None else own[WEIGHT : WEIGHT + 1].to(amax.device) for own in states])
+        kept = torch.cat([zero if scales is None else scales[WEIGHT : WEIGHT + 1].to(amax.device) for scales in states])
         # Such writes move no version: without a step of its optimizer a weight's amax has changed, or it is more than
         # twice too large.
         steps = [OPTIMIZER_STEPS.of(gather.parameter) for gather in gathers]
-        rests = [float(gather.steps == now) for gather, now in zip(gathers, steps, strict=True)]
+        unstepped = [float(gather.steps == now) for gather, now in zip(gathers, steps, strict=True)]
         before = torch.cat([gather.amax.view(-1)[:1] if gather.amax.numel() else zero for gather in gathers])
-        moved = (whole.new_tensor(rests) > 0) & (whole != before)
+        moved = (whole.new_tensor(unstepped) > 0) & (whole != before)
         written = (moved | (kept * whole > 2 * cast.format.max)) & whole.isfinite()
         for gather, now in zip(gathers, steps, strict=True):
             gather.steps = now
         kept = torch.where(written, 0, kept)
         if len(amax) > count:
-            kept = torch.cat([own.expand(size) for own, size in zip(kept.split(1), counts, strict=True)])
+            kept = torch.cat([scale.expand(size) for scale, size in zip(kept.split(1), counts, strict=True)])
     scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin, kept)
     scale_inv = scale_inv_from_scale(scale)
     split = (scale.split(counts), whole.view(count, 1, 1).unbind(), scale_inv.split(counts))

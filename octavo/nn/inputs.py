@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from octavo.errors import HigherOrderGradientError
 from octavo.formats import HIGH_PRECISION
 from octavo.kernels.groups import check_offsets_kind
-from octavo.nn.weight_storage import why_unreadable
+from octavo.nn.weight import why_unreadable
 from octavo.private import functorch_is_active, in_forward_mode
 
 

@@ -12,7 +12,7 @@ from octavo.autograd.casts import WEIGHT
 from octavo.granularity import ALL, scale_shape
 from octavo.kernels.layouts import contraction_multiple, is_small_block, needs_transposed_codes, padded
 from octavo.nn.linear import Linear
-from octavo.nn.weight_writes import KeptOperands
+from octavo.nn.weight import KeptOperands, notice_writes
 from octavo.scaling.recipe import Cast, Recipe
 from octavo.tensor.pair import Operands
 
@@ -102,7 +102,7 @@ class KeptWeights:
             captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             known = skip is None and not captured and not torch.compiler.is_compiling()  # that this cast will happen
             for layer in layers if cast.is_delayed and known else ():
-                layer.notice_writes(layer.weight, layer.weight)
+                notice_writes(layer, layer.weight)
             as_is = [kept.operands.as_is for kept in group]
             kernels.multi_tensor_cast(
                 [layer.weight.detach().contiguous() for layer in layers],

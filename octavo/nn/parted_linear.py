@@ -14,20 +14,19 @@ from torch import Tensor, nn
 
 from octavo.granularity import PerTensor
 from octavo.nn.linear import Linear
+from octavo.nn.weight import check_recipe
 from octavo.nn.weight_files import SCALE_INV, load_stored, save_plain
-from octavo.nn.weight_storage import check_recipe
 from octavo.tensor.fsdp2 import attach, gather_as_it_is
-from octavo.tensor.stored_shards import BLOCK, parts_of_one_scale
-from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, agreed, has_powers_of_two, local_stored
+from octavo.tensor.stored_weight import BLOCK, StoredWeight, agree_on_scale, agreed, has_powers_of_two, local_stored
 
 
-class Part(nn.Module):
+class Split(nn.Module):
     """One split's rows of the weight, and of the bias if there is one."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, layer: Linear) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
-        self.__dict__["layer"] = layer  # that it is a part of; no module of its own
+        self.__dict__["layer"] = layer  # whose rows it has; no module of its own
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As any module's, but a weight that FSDP2 has just sharded gets hooks, so that its storage may change."""
@@ -66,7 +65,7 @@ class Part(nn.Module):
 
 
 class PartedLinear(Linear):
-    """See the file; made by ``part``, and its parts then sharded by rows."""
+    """See the file; made by ``divide``, and its splits then sharded by rows."""
 
     @property
     def weight(self) -> Any:  # type: ignore[override]
@@ -86,16 +85,16 @@ class PartedLinear(Linear):
     @property
     def weights(self) -> list[nn.Parameter]:
         """The splits' weights."""
-        return [own.weight for own in self._parts()]
+        return [split.weight for split in self._split_modules()]
 
-    def _parts(self) -> list[Part]:
+    def _split_modules(self) -> list[Split]:
         assert self.splits is not None
         return [self.get_submodule(name) for name in self.splits]  # type: ignore[misc]
 
     def _joined(self, name: str) -> Any:
         from torch.distributed.tensor import DTensor
 
-        found: list[Any] = [getattr(part, name) for part in self._parts()]
+        found: list[Any] = [getattr(split, name) for split in self._split_modules()]
         if found[0] is None:
             return None
         first = found[0]
@@ -106,27 +105,27 @@ class PartedLinear(Linear):
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """Leave the splits' keys to the parts, once they are known to have one scale."""
+        """Leave the splits' keys to their modules, once they are known to have one scale."""
         self._check_scales(state_dict, prefix)
         super(Linear, self)._load_from_state_dict(state_dict, prefix, *args)
         assert self.splits is not None
         if any(f"{prefix}{name}.weight" in state_dict for name in self.splits):
             self.weight_was_loaded()
 
-    def check_scales_of(self, part: Part, state_dict: dict[str, Tensor]) -> None:
-        """Raise ValueError where a part would be loaded from its own state_dict with another scale than the others'."""
-        name = next(name for name, own in self.named_children() if own is part)
+    def check_scales_of(self, split: Split, state_dict: dict[str, Tensor]) -> None:
+        """Raise ValueError where a split would be loaded alone with another scale than the others'."""
+        name = next(name for name, module in self.named_children() if module is split)
         self._check_scales({f"{name}.{key}": value for key, value in state_dict.items()}, "")
 
     def _check_scales(self, state_dict: dict[str, Tensor], prefix: str) -> None:
         """Raise ValueError where splits that have one scale would be loaded with several, or without."""
         keys = [f"{prefix}{name}.weight" for name in self.splits or ()]
-        stored = [local_stored(own.weight) for own in self._parts()]
+        stored = [local_stored(split.weight) for split in self._split_modules()]
         if stored[0] is None or stored[0].common is None or not any(key in state_dict for key in keys):
             return
         scales = [
-            state_dict.get(f"{key}{SCALE_INV}") if key in state_dict else own.scale_inv  # type: ignore[union-attr]
-            for key, own in zip(keys, stored, strict=True)
+            state_dict.get(f"{key}{SCALE_INV}") if key in state_dict else shard.scale_inv  # type: ignore[union-attr]
+            for key, shard in zip(keys, stored, strict=True)
         ]
         wrong = any(one is None or one.shape != (1, 1) or not has_powers_of_two(one) for one in scales)
         known = [] if wrong else [float(one) for one in scales if not one.is_meta]  # type: ignore[union-attr, arg-type]
@@ -143,12 +142,12 @@ class PartedLinear(Linear):
         assert self.splits is not None
         sizes = [size // y.device_mesh.size() for size in self.splits.values()]
         return tuple(
-            DTensor.from_local(own, y.device_mesh, y.placements, run_check=False)
-            for own in y.to_local().split(sizes, dim=-1)
+            DTensor.from_local(y_split, y.device_mesh, y.placements, run_check=False)
+            for y_split in y.to_local().split(sizes, dim=-1)
         )
 
 
-def part(layer: Linear, ranks: int) -> None:
+def divide(layer: Linear, ranks: int) -> None:
     """Turn a Linear with splits into a PartedLinear, in place, to be sharded over so many ranks.
 
     Raises:
@@ -172,13 +171,13 @@ def part(layer: Linear, ranks: int) -> None:
                 "split needs a multiple of 128 rows a rank, and more than 128 columns; or use a recipe with one scale "
                 "a weight (dynamic, delayed)"
             )
-        weights = parts_of_one_scale(weight.detach(), sizes)
+        weights: list[Any] = [*weight.alias().splits_of_one_scale(sizes)]
     else:
         weights = list(weight.detach().split(sizes))
     biases = [None] * len(sizes) if bias is None else bias.detach().split(sizes)
     del layer._parameters["weight"], layer._parameters["bias"]
-    for name, own, own_bias in zip(layer.splits, weights, biases, strict=True):
-        made = nn.Parameter(own.clone(), weight.requires_grad)
-        made_bias = None if bias is None else nn.Parameter(own_bias.clone(), bias.requires_grad)
-        layer.add_module(name, Part(made, made_bias, layer))
+    for name, rows, some in zip(layer.splits, weights, biases, strict=True):
+        made = nn.Parameter(rows.clone(), weight.requires_grad)
+        made_bias = None if bias is None else nn.Parameter(some.clone(), bias.requires_grad)
+        layer.add_module(name, Split(made, made_bias, layer))
     layer.__class__ = PartedLinear

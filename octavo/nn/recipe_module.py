@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.casts import WEIGHT, cast_role
 from octavo.autograd.exchange import Exchange
 from octavo.autograd.grouped import grouped_linear
 from octavo.autograd.products import Layer, linear
@@ -20,9 +19,19 @@ from octavo.nn.agreement import ask
 from octavo.nn.gather import Gather
 from octavo.nn.inputs import finds_shapes, grouped_dtype, product_dtype, refuse_for_fp8
 from octavo.nn.tensor_parallel import is_parallel, parallel_product
-from octavo.nn.weight_files import load_stored, save_plain, whole_pair
-from octavo.nn.weight_storage import check_recipe, moved_stored, weight_of, widened
-from octavo.nn.weight_writes import KeptOperands, WeightWrites
+from octavo.nn.weight import (
+    KeptOperands,
+    WeightWrites,
+    as_NK,
+    check_recipe,
+    fp8_operands,
+    moved_stored,
+    of_this_rank,
+    state_for,
+    weight_of,
+    widened,
+)
+from octavo.nn.weight_files import load_stored, save_plain
 from octavo.private import parameter_registration_hooks
 from octavo.scaling.delayed import (
     ASIDE,
@@ -36,31 +45,8 @@ from octavo.scaling.delayed import (
     state_of,
 )
 from octavo.scaling.recipe import Recipe
-from octavo.tensor.fsdp2 import GatheredWeight, gather_alone, on_this_rank
-from octavo.tensor.pair import Operands
-from octavo.tensor.stored_weight import StoredWeight, local_stored
-
-
-class _OwnExperts(torch.autograd.Function):
-    """Parameters of a rank's experts; their gradients, which all ranks' tokens add to, are divided by ``ranks``."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return own.view_as(own)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] / ctx.ranks, None
-
-
-# Inference mode is asked for last: there a compiled graph ends.
-def _of_this_rank(parameter: Any, ranks: int) -> Tensor:
-    """What this rank has of its experts' parameter; gradients flow, divided by ``ranks``."""
-    stored = local_stored(parameter)
-    if stored is not None and torch.is_inference_mode_enabled():  # torch makes no view
-        return stored
-    return _OwnExperts.apply(parameter.to_local(), ranks)
+from octavo.tensor.fsdp2 import GatheredWeight
+from octavo.tensor.stored_weight import local_stored
 
 
 class RecipeModule(nn.Module):
@@ -173,8 +159,8 @@ class RecipeModule(nn.Module):
         weight = parameter
         if self.exchange is not None:
             ranks = self.exchange.size if self.exchange.average else 1
-            weight, bias = _of_this_rank(weight, ranks), None if bias is None else _of_this_rank(bias, ranks)
-        return self._laid(weight) if self.stores_transposed else weight, bias, parameter
+            weight, bias = of_this_rank(weight, ranks), None if bias is None else of_this_rank(bias, ranks)
+        return as_NK(self, weight), bias, parameter
 
     def weight_name(self, name: str) -> str:
         """The weight's name in a model where this module has that name."""
@@ -207,15 +193,6 @@ class RecipeModule(nn.Module):
     def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
         """What FSDP2's hook is to send of the weight; see nn/gather.py."""
         return self.gather.before(self, shard, mesh, outer_size, mp_policy)
-
-    def notice_writes(self, weight: Tensor, local: Tensor) -> None:
-        """Before a forward in training: forget the weight's history if anything but its optimizer wrote it.
-
-        An EMA's or a merged LoRA's weight may be many times larger than the history says, and would saturate.
-        ``local``: this rank's rows of a sharded weight, or the weight itself.
-        """
-        if self.weight_writes.since_last(weight, local):
-            empty_state(state_of(self), WEIGHT)
 
     def reset_delayed_state(self) -> None:
         """Forget the history, also what octavo.using has put aside: the next cast takes its own amax."""
@@ -285,12 +262,7 @@ class RecipeModule(nn.Module):
 
     def state_of_input(self) -> State | None:
         """The delayed state that a cast of the next input reads."""
-        if self.recipe.delayed is None:
-            return None
-        weight = weight_of(self)
-        if weight is None:  # it is computed from others, of splits on several ranks at each read: nobody wrote it
-            return self.state_on(device_of(self))
-        return self._state_for(weight, self.training, on_this_rank(weight).device)
+        return state_for(self, weight_of(self), self.training, device_of(self))
 
     def local_product(
         self,
@@ -323,10 +295,11 @@ class RecipeModule(nn.Module):
         recipe, grad_enabled = self.recipe, torch.is_grad_enabled()
         if self.exchange is not None:
             parts = Parts(self.exchange.group, (False,) * 3)
-        state = self._state_for(parameter, self.training, input.device)
+        state = state_for(self, parameter, self.training, input.device)
         if parts is not None:  # known now that a weight which was written has lost its history
             parts = parts._replace(begins=state is not None and may_be_empty(state.scale))
-        weight = self._weight_operands(weight_NK, parameter, grad_enabled and needs_input_grad, state, parts)
+        transposed = grad_enabled and needs_input_grad
+        weight = fp8_operands(self, weight_NK, parameter, transposed, state, self.training, parts)
         training = self.training and grad_enabled
         if training and state is not None and finds_shapes():
             if torch.compiler.is_compiling():
@@ -341,78 +314,6 @@ class RecipeModule(nn.Module):
     def observing(self) -> Any:
         """Who sees what a forward now does; None in evaluation."""
         return self.observer if self.training and torch.is_grad_enabled() else None
-
-    def _state_for(self, parameter: Tensor, training: bool, device: torch.device) -> State | None:
-        """The delayed state that a forward reads, the weight's forgotten if it was written by hand; or None."""
-        if self.recipe.delayed is None:
-            return None
-        plain = type(parameter) is nn.Parameter
-        # what a PartedLinear has joined is no parameter, and new each time
-        written = plain or (is_parallel(parameter) and isinstance(parameter, nn.Parameter))
-        written = written and not hasattr(on_this_rank(parameter), "operands")
-        if training and written and not torch.compiler.is_compiling():
-            self.notice_writes(parameter, parameter if plain else on_this_rank(parameter))
-        return self.state_on(device)
-
-    @torch.no_grad()
-    def weight_pair(self, training: bool, mp_policy: Any = None) -> tuple[Tensor, Tensor]:
-        """(codes [N, K], scale_inv) that the output product of a forward would read now, unpadded; of experts [E, ...].
-
-        A weight that is in FP8 already (stored, kept) gives its own tensors, which the next step may write. One
-        that FSDP2 has sharded is gathered alone, by the module's mode, under the ``mp_policy`` of its group: all ranks
-        call this.
-
-        Args:
-            training: what a forward in training reads (the delayed scale), or one in evaluation (its own amax).
-            mp_policy: FSDP2's, of a sharded weight.
-        """
-        parameter = self.weight_parameter
-        is_sharded = on_this_rank(parameter) is not parameter
-        if is_sharded and (stored := local_stored(parameter)) is not None:
-            return whole_pair(parameter, stored)
-        weight: Any = gather_alone(parameter, self, mp_policy) if is_sharded else parameter
-        if hasattr(type(weight), "operands"):
-            laid: Any = weight.mT if isinstance(weight, StoredWeight) and self.stores_transposed else weight
-            operands = Operands((laid.qdata, laid.scale_inv))
-        else:
-            state = self._state_for(parameter, training, weight.device) if training else None
-            kept = self._kept_of(weight) if training else None
-            operands = kept or cast_role(self._laid(weight.detach()), self.recipe, WEIGHT, True, False, state)
-        assert operands.as_is is not None
-        return operands.as_is[0][..., : parameter.shape[-2 if self.stores_transposed else -1]], operands.as_is[1]
-
-    def _laid(self, weight: Tensor) -> Tensor:
-        """A weight as it is stored, as [..., N, K]; of one in FP8 torch makes no view in inference mode."""
-        if not self.stores_transposed:
-            return weight
-        if torch.is_inference_mode_enabled() and local_stored(weight) is not None:
-            with torch.inference_mode(False), torch.no_grad():
-                return weight.transpose(-2, -1)
-        return weight.mT
-
-    def _weight_operands(
-        self,
-        weight_NK: Tensor,
-        parameter: Tensor,
-        transposed: bool,
-        state: State | None,
-        parts: Parts | None,
-    ) -> Operands:
-        own: Any = parameter if parts is None else weight_NK
-        if self.exchange is not None and (stored := local_stored(parameter)) is not None:
-            own = stored  # of this rank's experts, as they lie
-        operands = getattr(type(own), "operands", None)  # of a weight that is in FP8 already
-        if operands is not None:
-            return operands(own, self, transposed)
-        if not self.training:  # the weight may have been merged, averaged, swapped: its own amax, whatever the history
-            state = None
-        elif parts is None and (kept := self._kept_of(parameter)) is not None:
-            return kept
-        return cast_role(weight_NK.detach(), self.recipe, WEIGHT, True, transposed, state, parts=parts)
-
-    def _kept_of(self, weight: Tensor) -> Operands | None:
-        """What KeptWeights cast of this weight, if there is such."""
-        return None if self.kept_operands is None else self.kept_operands.of(weight)
 
     def forget_recipe(self) -> None:
         """Drop all that setting a recipe added."""

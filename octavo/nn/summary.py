@@ -12,9 +12,9 @@ from torch.nn.utils import parametrize
 from octavo.nn.candidates import PastReads, class_of, expert_weights, fp8_class, past_reads, shape_of, why_not
 from octavo.nn.converted_experts import ConvertedExperts, ExpertsPart
 from octavo.nn.flops import forward_flops
-from octavo.nn.parted_linear import Part
+from octavo.nn.parted_linear import Split
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.weight_storage import weight_of
+from octavo.nn.weight import weight_of
 from octavo.scaling.recipe import Recipe
 
 
@@ -108,7 +108,7 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
     past = past_reads(model)
     computed: set[int] = set()  # ids of what computes a linear layer's weight, which is one matrix all the same
     for name, module in model.named_modules():
-        if id(module) in computed or isinstance(module, ExpertsPart | Part):  # whose matrix is another module's
+        if id(module) in computed or isinstance(module, ExpertsPart | Split):  # whose matrix is another module's
             continue
         parts = {part.key: part for part in module.parts} if isinstance(module, ConvertedExperts) else {}
         own = dict(module.named_parameters(recurse=False)).items()

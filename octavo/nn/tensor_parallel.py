@@ -126,13 +126,13 @@ def _placement(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh, last = getattr(weights[0], "device_mesh", None), input.ndim - 1
-    of_norm, first, *rest = map(style_of, (norm, *linears))
-    if mesh is None or mesh.ndim != 1 or first is None or None in rest or (of_norm is None) == is_parallel(norm.weight):
+    of_norm, first, *more = map(style_of, (norm, *linears))
+    if mesh is None or mesh.ndim != 1 or first is None or None in more or (of_norm is None) == is_parallel(norm.weight):
         return None
     for weight, wanted in zip(weights, (Shard(0), Shard(1)), strict=False):
         if not is_parallel(weight) or weight.placements != (wanted,) or weight.device_mesh != mesh:
             return None
-    if rest and not (_is_shard(first.output, last, last) and _is_shard(rest[0].input, last, last)):  # type: ignore[union-attr]
+    if more and not (_is_shard(first.output, last, last) and _is_shard(more[0].input, last, last)):  # type: ignore[union-attr]
         return None
     found = first.input if of_norm is None else of_norm.input
     tokens = any(_is_shard(found, dim, last) for dim in range(last))
@@ -172,13 +172,13 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
     gamma, beta = (
         one.to_local(grad_placements=[of_gamma]) if is_parallel(one) else one for one in (norm.weight, norm.bias)
     )
-    own: list[tuple[Tensor, Tensor | None, Tensor]] = []
+    local_linears: list[tuple[Tensor, Tensor | None, Tensor]] = []
     for weight, bias in zip(weights, biases, strict=True):
         local = weight.to_local(grad_placements=weight.placements)
-        own.append((local, _local_bias(bias, weight.placements[0].dim == 1, mesh), weight))
+        local_linears.append((local, _local_bias(bias, weight.placements[0].dim == 1, mesh), weight))
     roles = (False, True, True), (True, True, False)
     parts: list[Parts | None] = [Parts(group, of) for of in roles[: len(linears)]]
-    return FusedParts(mesh, x, shape, (gamma, beta), own, parts, wire)
+    return FusedParts(mesh, x, shape, (gamma, beta), local_linears, parts, wire)
 
 
 def finished(placed: FusedParts, norm: Any, last: Any, y: Any, normed: Tensor | None) -> tuple[Any, Any]:
@@ -244,12 +244,12 @@ def gathered_for(readers: Sequence[Any], input: Any, sending: Sending, memo: lis
     recipe, x = first.recipe, input.to_local()
     if any(arguments_of(reader.recipe) != arguments_of(recipe) for reader in readers) or input.shape[dim] % mesh.size():
         return None
-    trains = torch.is_grad_enabled() and any(own.requires_grad for reader in readers for own in reader.parameters())
+    trains = torch.is_grad_enabled() and any(one.requires_grad for reader in readers for one in reader.parameters())
     observers = [(reader.recipe, observer) for reader in reading if (observer := reader.observing) is not None]
     reader = GatherReader(recipe, first.state_of_input() if known else _state_of_all(readers), trains, tuple(observers))
     if not can_gather(reader, INPUT, math.prod(x.shape[dim:-1]), sending.exact):
         return None
-    weight = next(own for own in first.parameters() if own.ndim > 1)  # that of one split stands for those of all
+    weight = next(one for one in first.parameters() if one.ndim > 1)  # that of one split stands for those of all
     wire = sending.wire(mesh, x, dim, memo)
     return gather_input(x.to(product_dtype(input, weight)), dim, reader, wire)
 
@@ -282,8 +282,8 @@ def _scattered_for(module: Any, y: Tensor, needs_dx: bool, weight: Tensor, bias:
     fits = fits and can_gather(reader, GRAD_OUTPUT, 0, sending.exact)
     if not fits and sending.reduce is None:
         return None
-    own = sending.scatter(y, dim, reader if fits else None, sending.wire(mesh, y, dim), requires_grad(bias))
-    return DTensor.from_local(own, mesh, [sending.output], run_check=False)
+    rows = sending.scatter(y, dim, reader if fits else None, sending.wire(mesh, y, dim), requires_grad(bias))
+    return DTensor.from_local(rows, mesh, [sending.output], run_check=False)
 
 
 def parallel_product(module: Any, input: Any, weight: Any, bias: Any) -> Any:

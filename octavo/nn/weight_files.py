@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.granularity import PerTensor
 from octavo.tensor.collectives import largest
-from octavo.tensor.fsdp2 import like_sharded, on_this_rank, own_part, plain
+from octavo.tensor.fsdp2 import like_sharded, on_this_rank, plain, shard_as
 from octavo.tensor.stored_weight import (
     GRANULARITIES,
     StoredWeight,
@@ -28,7 +28,6 @@ from octavo.tensor.stored_weight import (
     cast_shard,
     has_powers_of_two,
     local_stored,
-    may_have,
 )
 
 SCALE_INV = "_scale_inv"  # after a weight's name
@@ -37,28 +36,28 @@ SCALE_INV = "_scale_inv"  # after a weight's name
 def save_plain(destination: dict[str, Any], key: str, keep_vars: bool) -> None:
     """Have a state_dict hold plain tensors of the weight under this key, if it has it: of one in FP8 both."""
     weight: Any = destination.get(key)
-    if (own := local_stored(weight)) is None:
+    if (stored := local_stored(weight)) is None:
         if not keep_vars and weight is not None and type(weight) is not Tensor:
             destination[key] = plain(weight)
         return
     agree_on_scale(weight)
-    codes, scale_inv = own.qdata.detach().view(torch.uint8).unsqueeze(-2), own.scale_inv.detach()
-    if own is not weight:
+    codes, scale_inv = stored.qdata.detach().view(torch.uint8).unsqueeze(-2), stored.scale_inv.detach()
+    if stored is not weight:
         shape = weight.shape
         codes = like_sharded(codes, weight, torch.Size((*shape[:-1], 1, shape[-1])), of_columns=weight.ndim)
-        if own.granularity != PerTensor() or own.ndim == 3:
+        if stored.granularity != PerTensor() or stored.ndim == 3:
             scale_inv = like_sharded(
-                scale_inv, weight, torch.Size(own.granularity.of_matrices(shape).scale_shape(shape))
+                scale_inv, weight, torch.Size(stored.granularity.of_matrices(shape).scale_shape(shape))
             )
     destination[key], destination[f"{key}{SCALE_INV}"] = codes, scale_inv
 
 
-def whole_pair(weight: Tensor, own: StoredWeight) -> tuple[Tensor, Tensor]:
-    """(codes [N, K] or [E, N, K], scale_inv) of a sharded weight, of which this rank has ``own``; all ranks call it."""
+def whole_pair(weight: Tensor, shard: StoredWeight) -> tuple[Tensor, Tensor]:
+    """(codes [N, K] or [E, N, K], scale_inv) of a weight of which this rank has ``shard``; all ranks call it."""
     pair: dict[str, Any] = {"": weight}
     save_plain(pair, "", False)
     codes, scale_inv = (one.full_tensor() if hasattr(one, "full_tensor") else one for one in pair.values())
-    return codes.squeeze(-2).view(own.qdata.dtype), scale_inv
+    return codes.squeeze(-2).view(shard.qdata.dtype), scale_inv
 
 
 def load_stored(weight: Tensor | None, state_dict: dict[str, Any], key: str) -> None:
@@ -70,17 +69,17 @@ def load_stored(weight: Tensor | None, state_dict: dict[str, Any], key: str) -> 
     given, scale_inv = state_dict.get(key), state_dict.pop(f"{key}{SCALE_INV}", None)
     if not isinstance(given, Tensor):
         return  # torch says what is missing, or wrong
-    own, local = local_stored(weight), on_this_rank(given)
+    stored, local = local_stored(weight), on_this_rank(given)
     codes = _codes_of(local)
-    if own is not None and own is not weight and _is_of_first_rank(given, local, weight):
-        codes = own.qdata if codes is None else codes
-        scale_inv = _scales_of_first_rank(weight, own, scale_inv, key).to(codes.device)
+    if stored is not None and stored is not weight and _is_of_first_rank(given, local, weight):
+        codes = stored.qdata if codes is None else codes
+        scale_inv = _scales_of_first_rank(weight, stored, scale_inv, key).to(codes.device)
     elif isinstance(local, StoredWeight):
         return  # a parameter, as it is
     elif codes is not None or scale_inv is not None:
         _check_pair(given, codes, scale_inv, key)
-    if weight is not None and own is not None and own is not weight:
-        state_dict[key] = _as_shard(weight, own, given, codes, scale_inv)
+    if weight is not None and stored is not None and stored is not weight:
+        state_dict[key] = _as_shard(weight, stored, given, codes, scale_inv)
     elif codes is not None:
         dtype = torch.float32 if weight is None else weight.dtype
         pair = StoredWeight(codes, on_this_rank(scale_inv), dtype).pair()
@@ -88,12 +87,12 @@ def load_stored(weight: Tensor | None, state_dict: dict[str, Any], key: str) -> 
             state_dict[key] = like_sharded(
                 pair.dequantize(), given, _shape_of(given), of_columns=len(_shape_of(given)) - 1
             )
-        elif own is None:
+        elif stored is None:
             state_dict[key] = pair.dequantize()
-        elif may_have(own, scale_inv):
+        elif stored.may_have(scale_inv):
             state_dict[key] = StoredWeight(codes, scale_inv, dtype)
         else:
-            state_dict[key] = StoredWeight.cast(pair.dequantize(), own.granularity)
+            state_dict[key] = StoredWeight.cast(pair.dequantize(), stored.granularity)
 
 
 def _is_of_first_rank(given: Tensor, local: Tensor, weight: Any) -> bool:
@@ -103,12 +102,12 @@ def _is_of_first_rank(given: Tensor, local: Tensor, weight: Any) -> bool:
     return local is not given and local.dtype == torch.uint8 and given.shape == weight.shape
 
 
-def _scales_of_first_rank(weight: Any, own: StoredWeight, given: Tensor | None, key: str) -> Tensor:
+def _scales_of_first_rank(weight: Any, shard: StoredWeight, given: Tensor | None, key: str) -> Tensor:
     """The scales of codes that torch has sent from the first rank (``broadcast_from_rank0``), without these.
 
     All ranks call it; the first alone is given them.
     """
-    mesh, shape = weight.device_mesh, own.granularity.of_matrices(weight.shape).scale_shape(weight.shape)
+    mesh, shape = weight.device_mesh, shard.granularity.of_matrices(weight.shape).scale_shape(weight.shape)
     found = torch.zeros(shape, device=mesh.device_type)
     if given is not None and tuple(given.shape) == shape:
         found.copy_(given)
@@ -153,28 +152,28 @@ def _shape_of(given: Tensor) -> torch.Size:
 
 
 def _as_shard(
-    weight: Tensor, own: StoredWeight, given: Tensor, codes: Tensor | None, scale_inv: Tensor | None
+    weight: Tensor, shard: StoredWeight, given: Tensor, codes: Tensor | None, scale_inv: Tensor | None
 ) -> Tensor:
     """A DTensor like ``weight``, which it can be loaded from. All ranks call it: values need one scale for all.
 
-    This rank has ``own`` of the weight, and of what is given ``codes``, or values in high precision where that is None.
+    This rank has ``shard`` of the weight, and of what is given ``codes``, or, where that is None, values.
 
     Raises:
         ValueError: if ``given`` is sharded otherwise.
     """
     local = on_this_rank(given) if codes is None else codes
-    if on_this_rank(given) is given or local.shape != own.shape:
+    if on_this_rank(given) is given or local.shape != shard.shape:
         raise ValueError(
-            f"a sharded weight {tuple(weight.shape)}, here {tuple(own.shape)}, is loaded from one that is sharded "
+            f"a sharded weight {tuple(weight.shape)}, here {tuple(shard.shape)}, is loaded from one that is sharded "
             f"alike, not from a {type(given).__name__} of {tuple(local.shape)}: use set_model_state_dict of "
             "torch.distributed.checkpoint.state_dict, or octavo.distributed.checkpoint.load_checkpoint"
         )
     if scale_inv is not None:
         scales = on_this_rank(scale_inv)
         if scales is scale_inv and scales.shape != (1, 1):  # of a full state dict: those of all ranks' blocks
-            scales = own_part(scales, weight)
-        if scales.shape == own.scale_inv.shape and has_powers_of_two(scales):
-            kept = StoredWeight(local, scales, own.dtype, own.granularity, is_shard=True)
+            scales = shard_as(scales, weight)
+        if scales.shape == shard.scale_inv.shape and has_powers_of_two(scales):
+            kept = StoredWeight(local, scales, shard.dtype, shard.granularity, is_shard=True)
             return like_sharded(kept, weight, weight.shape)
-        local = StoredWeight(local, scales, own.dtype).dequantize()
-    return like_sharded(cast_shard(local, weight, own.granularity, weight.requires_grad), weight, weight.shape)
+        local = StoredWeight(local, scales, shard.dtype).dequantize()
+    return like_sharded(cast_shard(local, weight, shard.granularity, weight.requires_grad), weight, weight.shape)

@@ -31,7 +31,7 @@ from octavo.private import (
     set_local_tensor,
 )
 from octavo.tensor.collectives import all_gather, largest
-from octavo.tensor.pair import MOVES, PLAIN_LIKE, ForProducts, Operands, moves
+from octavo.tensor.pair import MOVES, PLAIN_LIKE, ForProducts, Operands, moves, operands_of
 from octavo.tensor.scaled_tensor import ScaledTensor
 
 aten = torch.ops.aten
@@ -137,19 +137,19 @@ class GatheredWeight(ForProducts):
         """
         written: set[int] = set()
         self.found_amax = operands.amax
-        for own, new in zip(_pairs(self.read()), _pairs(operands), strict=True):
-            address = own.untyped_storage().data_ptr()
+        for old, new in zip(_pairs(self.read()), _pairs(operands), strict=True):
+            address = old.untyped_storage().data_ptr()
             if address == new.untyped_storage().data_ptr() or address in written:
                 continue
             written.add(address)
-            if own.itemsize == 1:
-                own, new = own.view(torch.uint8), new.view(torch.uint8)
-            if own.is_inference():
+            if old.itemsize == 1:
+                old, new = old.view(torch.uint8), new.view(torch.uint8)
+            if old.is_inference():
                 with torch.inference_mode():
-                    own.copy_(new)
+                    old.copy_(new)
                 continue
-            with preserve_version_counter(own):
-                own.copy_(new)
+            with preserve_version_counter(old):
+                old.copy_(new)
 
     def operands(self, reader: Any, transposed: bool) -> Operands:
         """Both pairs, as they were gathered; the module ``reader`` notes that it reads them."""
@@ -170,16 +170,29 @@ def _pairs(operands: Operands) -> list[Tensor]:
     return [*operands.as_is, *operands.transposed]  # type: ignore[misc]
 
 
-def _transposed(func: Any, own: GatheredWeight, *dims: int) -> Any:
+def _transposed(func: Any, weight: GatheredWeight, *dims: int) -> Any:
     """The rule of ``weight.mT``: gradients flow to it, and its tensors are read from the parameter itself."""
-    *outer, rows, cols = own.shape
-    if {dim % own.ndim for dim in dims} != {own.ndim - 2, own.ndim - 1}:
+    *outer, rows, cols = weight.shape
+    if {dim % weight.ndim for dim in dims} != {weight.ndim - 2, weight.ndim - 1}:
         return NotImplemented
-    return own.moved(shape=(*outer, cols, rows))
+    return weight.moved(shape=(*outer, cols, rows))
 
 
-GatheredWeight.RULES = MOVES | PLAIN_LIKE | {aten.as_strided.default: moves, aten.transpose.int: _transposed}
-GatheredWeight.RULES[aten.view.default] = moves  # of a DTensor's
+def _cat(func: Any, splits: list[GatheredWeight], dim: int = 0) -> Any:
+    """The rule of torch.cat of splits by rows, for one product."""
+    first = splits[0]
+    if dim != 0:
+        return NotImplemented
+    q = torch.cat([split.qdata.view(torch.uint8) for split in splits]).view(first.qdata.dtype)
+    scales = first.scale_inv if first.scale_inv.shape == (1, 1) else torch.cat([split.scale_inv for split in splits])
+    rows, columns = sum(split.shape[0] for split in splits), first.shape[1]
+    padded = q.shape[1] != columns or any(split.transposed_qdata.shape[1] != split.shape[0] for split in splits)  # type: ignore[union-attr]
+    operands = operands_of(q[:, :columns], scales, padded)._replace(amax=first.found_amax)
+    return GatheredWeight(operands, (rows, columns), first.dtype, first.casts)
+
+
+GatheredWeight.RULES = MOVES | PLAIN_LIKE | dict.fromkeys((aten.as_strided.default, aten.view.default), moves)
+GatheredWeight.RULES |= {aten.transpose.int: _transposed, aten.cat.default: _cat}
 
 
 def attach(param: Any, at: int, part: str = "") -> bool:
@@ -199,7 +212,7 @@ def attach(param: Any, at: int, part: str = "") -> bool:
 
 
 def on_this_rank(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, without FSDP2's hooks where it is plain; any other tensor as it is."""
+    """This rank's shard of a tensor, without FSDP2's hooks where it is plain; any other tensor as it is."""
     found: Tensor = local_tensor(tensor)
     return found.as_subclass(Tensor) if isinstance(found, ShardedWeight) else found
 
@@ -225,8 +238,8 @@ def like_sharded(local: Tensor, param: Tensor, shape: torch.Size, of_columns: in
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def own_part(whole: Tensor, param: Tensor) -> Tensor:
-    """This rank's part of a plain tensor that is sharded as ``param`` is, into equal parts; FSDP2's dimension first."""
+def shard_as(whole: Tensor, param: Tensor) -> Tensor:
+    """This rank's shard of a plain tensor that is sharded as ``param`` is, evenly; FSDP2's dimension first."""
     mesh = param.device_mesh  # type: ignore[attr-defined]
     for dim, placement in reversed(list(enumerate(param.placements))):  # type: ignore[attr-defined]
         if (of := getattr(placement, "dim", None)) is not None:  # tensor parallelism has cut what FSDP2 cuts
@@ -292,9 +305,9 @@ def forget_gathered(model: nn.Module) -> list[nn.Module]:
 
 def take_shards(model: nn.Module, params: Iterable[Tensor]) -> None:
     """Make FSDP2 take the shards that sharded parameters were given, after ``forget_gathered``."""
-    own = {id(param) for param in params}
+    taken = {id(param) for param in params}
     for param in fsdp_params(model):
-        if id(param.sharded) in own:
+        if id(param.sharded) in taken:
             attach(param.sharded, param.mesh_dim, getattr(param.shard, "part", ""))
             param.take_shard()
 

@@ -19,7 +19,7 @@ def put_into(parameter: nn.Parameter, tensor: Tensor) -> None:
     the old values raises RuntimeError: its gradient would reach nobody.
 
     ``parameter`` is a leaf; it takes the memory of ``tensor``, which is of its shape. Of a sharded one, which keeps all
-    the rest, ``tensor`` is this rank's part.
+    the rest, ``tensor`` is this rank's shard.
 
     Example:
         >>> import torch

@@ -67,14 +67,14 @@ class StoredGradient(Pair):
         return self
 
     @classmethod
-    def cast(cls, gradient: Tensor, dtype: torch.dtype | None = None, apart: bool = False) -> StoredGradient:
+    def cast(cls, gradient: Tensor, dtype: torch.dtype | None = None, by_expert: bool = False) -> StoredGradient:
         """A high-precision gradient of any shape, rounded to nearest; inf and NaN become NaN.
 
-        ``dtype``: what it reads back to, if not to the gradient's; ``apart``: of experts in FP8 [E, N, K], whose blocks
-        are of each one's rows: its matrix is [E * N, K].
+        ``dtype``: what it reads back to, if not to the gradient's; ``by_expert``: of experts in FP8 [E, N, K], whose
+        blocks are of each one's rows: its matrix is [E * N, K].
         """
         gradient = gradient.detach().contiguous()
-        matrix = gradient.flatten(0, 1) if apart else gradient.view(as_matrix_shape(gradient.shape))
+        matrix = gradient.flatten(0, 1) if by_expert else gradient.view(as_matrix_shape(gradient.shape))
         pair = quantize(matrix, E4M3, GRANULARITY)
         return cls(pair.qdata, pair.scale_inv, gradient.shape, dtype or gradient.dtype)
 
@@ -88,13 +88,13 @@ class StoredGradient(Pair):
         return tuple(self.shape), dtype
 
 
-def _view(func: Any, own: StoredGradient, shape: Sequence[int]) -> Any:
-    if tuple(shape) != tuple(own.shape):
+def _view(func: Any, gradient: StoredGradient, shape: Sequence[int]) -> Any:
+    if tuple(shape) != tuple(gradient.shape):
         raise UnsupportedOpError(
-            f"a gradient that is kept in FP8 has the shape {tuple(own.shape)}, not {tuple(shape)}; view "
+            f"a gradient that is kept in FP8 has the shape {tuple(gradient.shape)}, not {tuple(shape)}; view "
             ".grad.dequantize() instead"
         )
-    return moves(func, own, shape)
+    return moves(func, gradient, shape)
 
 
 def _write(func: Any, gradients: list[StoredGradient], *factor: Any) -> None:
@@ -116,14 +116,14 @@ def _write(func: Any, gradients: list[StoredGradient], *factor: Any) -> None:
 
 
 def _add(func: Any, *args: Any, **kwargs: Any) -> StoredGradient:
-    own, other = args[:2]
-    if func is aten.add_.Tensor and isinstance(own, StoredGradient) and own.is_zero and own.shape == other.shape:
-        apart = own.qdata.shape != as_matrix_shape(own.shape)
-        fresh = other if isinstance(other, StoredGradient) else StoredGradient.cast(other, apart=apart)
-        own.qdata.view(torch.uint8).copy_(fresh.qdata.view(torch.uint8))
-        own.scale_inv.copy_(fresh.scale_inv)
-        own.is_zero = False
-        return own
+    grad, other = args[:2]
+    if func is aten.add_.Tensor and isinstance(grad, StoredGradient) and grad.is_zero and grad.shape == other.shape:
+        by_expert = grad.qdata.shape != as_matrix_shape(grad.shape)
+        fresh = other if isinstance(other, StoredGradient) else StoredGradient.cast(other, by_expert=by_expert)
+        grad.qdata.view(torch.uint8).copy_(fresh.qdata.view(torch.uint8))
+        grad.scale_inv.copy_(fresh.scale_inv)
+        grad.is_zero = False
+        return grad
     raise UnsupportedOpError(
         "a gradient that is kept in FP8 can't be added to: it would be rounded a second time, and small addends lost. "
         "Several backward passes a step: run all but the last within optimizer.accumulate(); one a step: call "
@@ -134,11 +134,11 @@ def _add(func: Any, *args: Any, **kwargs: Any) -> StoredGradient:
 
 
 def _norm(
-    func: Any, own: StoredGradient, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
+    func: Any, gradient: StoredGradient, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
 ) -> Tensor:
     if dim is not None or keepdim:
         raise UnsupportedOpError("a gradient that is kept in FP8 has a norm of all of it; use .grad.dequantize()")
-    return norm_of(own, ord).to(dtype or torch.float32)
+    return norm_of(gradient, ord).to(dtype or torch.float32)
 
 
 def norm_of(gradient: StoredGradient, ord: float = 2) -> Tensor:
@@ -222,7 +222,7 @@ class UsedGradient(Facade):
         return UsedGradient(self, self.norm_)
 
 
-def _write_used(func: Any, own: list[Any], *factor: Any) -> Any:
+def _write_used(func: Any, gradients: list[Any], *factor: Any) -> Any:
     """Nothing to do for zero_grad(set_to_none=False), nor for a factor of 1, which has to be read on the host."""
     for by in factor:
         if not isinstance(by, Tensor | float | int) or isinstance(by, UsedGradient) or float(by) != 1:
@@ -235,9 +235,9 @@ def _refuse_used(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _norm_of_used(
-    func: Any, own: UsedGradient, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
+    func: Any, grad: UsedGradient, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
 ) -> Any:
-    return NotImplemented if ord != 2 or dim is not None or keepdim else own.norm_.to(dtype or own.norm_.dtype)
+    return NotImplemented if ord != 2 or dim is not None or keepdim else grad.norm_.to(dtype or grad.norm_.dtype)
 
 
 UsedGradient.RULES = (

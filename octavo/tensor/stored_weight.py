@@ -18,13 +18,15 @@ would have. It is cut between experts.
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from octavo import kernels
 from octavo.errors import UnsupportedOpError
@@ -34,16 +36,49 @@ from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.master_weights import remainder_of, values_with
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
+from octavo.private import pytree
+from octavo.tensor.flat_weights import WRITES, FlatWeights, flat_cat
 from octavo.tensor.fsdp2 import After, ShardHooks, largest_of_ranks, on_this_rank
 from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, operands_of
 from octavo.tensor.parameters import put_into
 from octavo.tensor.quantize import quantize
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized
-from octavo.tensor.stored_shards import BLOCK, PARTS, WRITES, FlatWeights, Known, OneScale
 
 aten = torch.ops.aten
 
+BLOCK = 128
 GRANULARITIES = (PerTensor(), PerBlock(BLOCK, BLOCK))
+
+
+@dataclass(eq=False)
+class Known:
+    """What is known of a weight in FP8 besides its pair. Its aliases, ``.data`` say, have the same one.
+
+    Attributes:
+        rest: int8 [N, K]: what the values that were cast are besides the codes.
+        awaited: whether there is an optimizer that will take it, which a copy is not known to.
+        is_frozen: whether it is of a parameter that is not trained.
+        alone: whether the scale is this rank's, of a shard whose ranks have to have one and the same.
+    """
+
+    rest: Tensor | None = None
+    awaited: bool = False
+    is_frozen: bool = False
+    alone: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Known, (self.rest, False, self.is_frozen, self.alone)
+
+
+class OneScale:
+    """What weights have in common of which a product reads all rows with one scale: an optimizer gives them one.
+
+    Attributes:
+        count: how many there are.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
 
 
 class StoredWeight(ShardHooks, Pair):
@@ -58,7 +93,7 @@ class StoredWeight(ShardHooks, Pair):
         scale_inv: float32 [1, 1] or [ceil(N / 128), ceil(K / 128)]; of experts [E, ...].
         dtype: what it stands for, and its gradient's.
         granularity: which elements of a matrix share a scale; by default PerTensor() where there is one scale.
-        is_shard: whether this is a rank's part of a weight that is sharded; [1, 1] is then the whole one's scale.
+        is_shard: whether this is a rank's shard of a weight; [1, 1] is then the whole one's scale.
 
     Example:
         >>> import torch
@@ -97,13 +132,20 @@ class StoredWeight(ShardHooks, Pair):
         return self
 
     @classmethod
-    def cast(cls, weight: Tensor, granularity: Granularity = GRANULARITIES[0], keep_rest: bool = False) -> StoredWeight:
+    def cast(
+        cls,
+        weight: Tensor,
+        granularity: Granularity = GRANULARITIES[0],
+        keep_rest: bool = False,
+        shard_dtype: torch.dtype | None = None,
+    ) -> StoredWeight:
         """A high-precision matrix [N, K] in FP8, or experts' [E, N, K].
 
         Args:
             weight: the matrix.
             granularity: which elements share a scale.
             keep_rest: keep what rounding takes away, to 12 bits in all, for an optimizer's master to begin from.
+            shard_dtype: of a weight of which ``weight`` is a shard.
 
         Raises:
             ValueError: for a granularity other than PerTensor() and PerBlock(128, 128), with the reason.
@@ -114,8 +156,9 @@ class StoredWeight(ShardHooks, Pair):
                 "of codes serve the forward product and its gradient"
             )
         tile = granularity.of_matrices(weight.shape)
-        pair = quantize(weight.detach().contiguous(), E4M3, tile, power_of_two=True)
-        stored = cls(pair.qdata, pair.scale_inv.clone(), weight.dtype)
+        pair, is_shard = quantize(weight.detach().contiguous(), E4M3, tile, power_of_two=True), shard_dtype is not None
+        of = granularity if is_shard else None  # of a whole weight of one block: PerTensor()
+        stored = cls(pair.qdata, pair.scale_inv.clone(), shard_dtype or weight.dtype, of, is_shard)
         if keep_rest and not weight.is_meta:
             stored.rest = remainder_of(weight.detach().contiguous(), stored.qdata.view(torch.uint8), stored.scale_inv)
         return stored
@@ -174,7 +217,7 @@ class StoredWeight(ShardHooks, Pair):
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether all of it has one, and with other ranks' parts of the same weight."""
+        """Whether all of it has one, and with other ranks' shards of the same weight."""
         return self.granularity == PerTensor() and self.ndim == 2
 
     def pair(self) -> ScaledTensor:
@@ -194,8 +237,8 @@ class StoredWeight(ShardHooks, Pair):
     def operands(self, reader: Any, transposed: bool) -> Operands:
         """Its codes, for the module ``reader``; on some devices also laid out transposed, if backward needs that."""
         swaps = reader.stores_transposed
-        as_is, laid, *_ = operands_of(self.qdata, self.scale_inv, reader.recipe.pads, transposed or swaps)
-        return Operands(laid, as_is, refilled=True) if swaps else Operands(as_is, laid, refilled=True)
+        as_is, second, *_ = operands_of(self.qdata, self.scale_inv, reader.recipe.pads, transposed or swaps)
+        return Operands(second, as_is, refilled=True) if swaps else Operands(as_is, second, refilled=True)
 
     def gather_without_recipe(
         self, mesh: Any, outer_size: torch.Size, module: torch.nn.Module, mp_policy: Any
@@ -232,6 +275,34 @@ class StoredWeight(ShardHooks, Pair):
         vars(found).update({name: value for name, value in vars(self).items() if name in kept})
         return found
 
+    def shard(self, start: int, stop: int, dim: int = 0) -> StoredWeight:
+        """Rows (columns: ``dim`` 1) start to stop, with the same scale per tensor; of rows over the same codes.
+
+        Raises:
+            UnsupportedOpError: if a block reaches beyond them.
+        """
+
+        def cut(tensor: Tensor, first: int = start, last: int = stop) -> Tensor:
+            return tensor.narrow(dim, first, last - first).contiguous()
+
+        scale_inv, rest = self.scale_inv, None if self.rest is None else cut(self.rest)
+        if self.ndim == 3:
+            scale_inv = cut(scale_inv)
+        elif self.granularity != PerTensor():
+            if start % BLOCK or (stop % BLOCK and stop != self.shape[dim]):
+                what = "rows" if dim == 0 else "columns"
+                raise UnsupportedOpError(f"{what} {start} to {stop} of {self} are no whole blocks")
+            scale_inv = cut(scale_inv, start // BLOCK, -(-stop // BLOCK))
+        return self._like(cut(self.qdata), scale_inv, rest, is_shard=True)
+
+    def splits_of_one_scale(self, sizes: Sequence[int]) -> list[StoredWeight]:
+        """Shards of so many rows, which keep one scale per tensor."""
+        ends, common = list(itertools.accumulate(sizes)), OneScale(len(sizes))
+        splits = [self.shard(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        for split in splits:
+            split.common = common if self.granularity == PerTensor() else None
+        return splits
+
     def equals(self, other: StoredWeight) -> bool:
         """Whether another one has the same values, to all that is known of them."""
         if self.is_meta or other.is_meta:
@@ -241,10 +312,14 @@ class StoredWeight(ShardHooks, Pair):
         pairs = [(one.qdata.view(torch.uint8), one.scale_inv) for one in (self, other)]
         return same and all(torch.equal(a, b.to(a.device)) for a, b in zip(*pairs, strict=True))
 
+    def may_have(self, scale_inv: Tensor) -> bool:
+        """Whether it may have these scales: a frozen parameter any, others powers of two."""
+        return self.known.is_frozen or has_powers_of_two(scale_inv)
+
     def take(self, other: Tensor) -> StoredWeight:
         """Take another's values: stored ones as they are, plain ones cast."""
         same_shape = isinstance(other, StoredWeight) and other.scale_inv.shape == self.scale_inv.shape
-        fits = same_shape and may_have(self, other.scale_inv)  # type: ignore[attr-defined]
+        fits = same_shape and self.may_have(other.scale_inv)  # type: ignore[attr-defined]
         if self.common is not None and not fits:
             raise UnsupportedOpError(
                 f"{tuple(self.shape)} is this rank's part of splits with one scale, which are found together: write "
@@ -308,15 +383,43 @@ def has_powers_of_two(scale_inv: Tensor) -> bool:
     return scale_inv.is_meta or bool((torch.frexp(scale_inv)[0] == 0.5).all())
 
 
-def may_have(weight: StoredWeight, scale_inv: Tensor) -> bool:
-    """Whether a stored weight may have these scales: a frozen parameter any, others powers of two."""
-    return weight.known.is_frozen or has_powers_of_two(scale_inv)
-
-
 def local_stored(weight: Any) -> StoredWeight | None:
     """The StoredWeight that a weight is, or that this rank has of it where it is sharded; else None."""
     local = on_this_rank(weight)
     return local if isinstance(local, StoredWeight) else None
+
+
+def why_not_cut(shape: torch.Size, granularity: Granularity, ranks: int, dim: int = 0) -> str | None:
+    """Why a weight [N, K] that is stored so can't be sharded over ranks by its rows (columns: ``dim`` 1); or None."""
+    size, each = shape[dim], -(-shape[dim] // ranks)
+    if granularity == PerTensor() or each == size or not (each % BLOCK or size % each):
+        return None
+    what = "rows" if dim == 0 else "columns"
+    return (
+        f"a weight {tuple(shape)} stored in blocks of 128 x 128 can't be sharded over {ranks} ranks: {each} {what} "
+        "each are no whole blocks, or the last rank has fewer. Shard over ranks that each get the same multiple of "
+        f"128 {what} (HSDP), or use a recipe with one scale a weight (dynamic, delayed)"
+    )
+
+
+def why_cut(weight: Any, granularity: Granularity) -> str | None:
+    """Why a DTensor can't be stored so on the ranks that it is sharded over: what may not be cut would be; or None."""
+    ranks = [1] * max(weight.ndim, 2)
+    for at, placement in enumerate(getattr(weight, "placements", ())):
+        if (dim := getattr(placement, "dim", None)) is not None:
+            ranks[dim] *= weight.device_mesh.size(at)
+    if weight.ndim == 3:
+        return uneven(weight) if weight.shape[0] % ranks[0] or max(ranks[1:]) > 1 else None
+    found = [why_not_cut(weight.shape, granularity, of_dim, dim) for dim, of_dim in enumerate(ranks)]
+    return found[0] or found[1]
+
+
+def uneven(weight: Any) -> str:
+    """Why these experts can't be sharded in other ways than as many on each rank."""
+    return (
+        f"{weight.shape[0]} experts that are stored in FP8 are sent with their scales, which FSDP2 takes of ranks that "
+        "have as many each: shard by experts, Shard(0), over a number of ranks that divides them (HSDP)"
+    )
 
 
 # --- what torch may do with it ----------------------------------------------------------------------------------------
@@ -337,8 +440,8 @@ def _transpose(func: Any, weight: StoredWeight, *dims: int) -> Any:
     return weight._like(weight.qdata.mT, weight.scale_inv.mT) if swaps else NotImplemented
 
 
-def _copy(func: Any, own: Tensor, other: Tensor, *non_blocking: bool) -> Any:
-    return own.take(other) if isinstance(own, StoredWeight) else NotImplemented
+def _copy(func: Any, weight: Tensor, other: Tensor, *non_blocking: bool) -> Any:
+    return weight.take(other) if isinstance(weight, StoredWeight) else NotImplemented
 
 
 def _add(func: Any, weight: StoredWeight, other: Tensor, *, alpha: float = 1) -> Any:
@@ -359,6 +462,85 @@ def _initialize(func: Any, weight: StoredWeight, *args: Any, **kwargs: Any) -> S
     return weight.take(func(torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), *args, **kwargs))
 
 
+def _cat(func: Any, shards: list[Any], dim: int = 0) -> Any:
+    """Shards of one weight by rows, for a product; ``rest`` is an optimizer's alone."""
+    first = shards[0]
+    if any(isinstance(shard, FlatWeights) for shard in shards):
+        return flat_cat(func, shards, dim)
+    if dim != 0 or any(type(shard) is not type(first) for shard in shards):
+        return NotImplemented
+    codes = torch.cat([shard.qdata.view(torch.uint8) for shard in shards]).view(first.qdata.dtype)
+    one = first.granularity == PerTensor()
+    return first._like(codes, first.scale_inv if one else torch.cat([shard.scale_inv for shard in shards]))
+
+
+def _split(func: Any, weight: StoredWeight, size: int, dim: int = 0) -> list[Any]:
+    total, dim = weight.shape[dim], dim % weight.ndim
+    if weight.ndim == 3 and (dim or total % size):
+        raise UnsupportedOpError(uneven(weight))
+    if weight.ndim == 2 and (why := why_not_cut(weight.shape, weight.granularity, -(-total // size), dim)):
+        raise UnsupportedOpError(why)
+    return [weight.shard(start, min(start + size, total), dim) for start in range(0, total, size)]
+
+
+def _slice(func: Any, weight: StoredWeight, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Any:
+    if not weight.is_shard or step != 1:
+        return NotImplemented
+    start, stop, _ = slice(start, stop).indices(weight.shape[dim])
+    return weight.shard(start, stop, dim % weight.ndim)
+
+
+def _pad(func: Any, weight: StoredWeight, pad: list[int], value: float = 0) -> Any:
+    """Rows or columns of zeros behind a shard that is smaller than the others: torch sends shards of one size."""
+    if value != 0 or weight.granularity != PerTensor():
+        return NotImplemented
+    codes = F.pad(weight.qdata.view(torch.uint8), pad).view(weight.qdata.dtype)
+    return weight._like(codes, weight.scale_inv, None if weight.rest is None else F.pad(weight.rest, pad))
+
+
+def _send(func: Any, outputs: list[Any], *arguments: Any) -> Any:
+    """A collective that fills ``outputs``: of codes, of scales and, where it may be trained, of the rest."""
+    kind, received = type(outputs[0]), [output.clone() for output in outputs]
+    of: list[Callable[[Any], Tensor]] = [lambda weight: weight.qdata.view(torch.uint8), lambda weight: weight.scale_inv]
+    if not outputs[0].known.is_frozen:
+        for weight in filter(lambda one: isinstance(one, kind), pytree.tree_leaves((received, *arguments))):
+            if weight.rest is None:  # another rank may have one
+                weight.rest = torch.zeros_like(weight.qdata, dtype=torch.int8)
+        of.append(lambda weight: weight.rest)
+    for tensor in of:
+        *_, work = func(*pytree.tree_map_only(kind, tensor, (received, *arguments)))
+        work.wait()
+    for output, found in zip(outputs, received, strict=True):
+        output.take(found)
+    return outputs, work
+
+
+def _new_zeros(func: Any, weight: StoredWeight, size: Any, **options: Any) -> Any:
+    """A shard of zeros, with the whole one's scale: of a rank without rows it stays that."""
+    if tuple(size[1:]) != tuple(weight.shape[1:]):
+        raise UnsupportedOpError("weights that are stored in FP8 are sharded by rows: fully_shard with Shard(0)")
+    if options.get("dtype") not in (None, weight.dtype):
+        return NotImplemented
+    codes = torch.zeros(size, dtype=torch.uint8, device=weight.device).view(weight.qdata.dtype)
+    rest = None if weight.rest is None else weight.rest.new_zeros(size)
+    scale_inv = weight.scale_inv.clone()
+    if weight.granularity != PerTensor() or weight.ndim == 3:
+        scale_inv = scale_inv.new_ones(weight.granularity.of_matrices(size).scale_shape(size))
+    return weight._like(codes, scale_inv, rest, is_shard=True)
+
+
+def _new_empty(func: Any, weight: StoredWeight, size: Any, **_: Any) -> Any:
+    """What stands for the shard of a rank without rows."""
+    if weight.ndim == 3:
+        raise UnsupportedOpError(uneven(weight))
+    if weight.is_shard and weight.granularity != PerTensor():
+        raise UnsupportedOpError(
+            f"blocks of 128 x 128 can't be sharded over so many ranks that the first get {tuple(weight.shape)} and the "
+            "last nothing: shard over fewer (HSDP), or use a recipe with one scale a weight (dynamic, delayed)"
+        )
+    return torch.empty(size, dtype=weight.dtype, device=weight.device) if 0 in size else NotImplemented
+
+
 StoredWeight.RULES = {
     **dict.fromkeys(MOVES, lambda func, weight: weight.alias()),
     **COPIES,
@@ -369,10 +551,19 @@ StoredWeight.RULES = {
     aten.copy_.default: _copy,
     aten.empty_like.default: _empty_like,
     **dict.fromkeys(WRITES, _initialize),
-    **PARTS,
+    aten.split.Tensor: _split,
+    aten.slice.Tensor: _slice,
+    aten.cat.default: _cat,
+    aten.new_zeros.default: _new_zeros,
+    aten.new_empty.default: _new_empty,
+    aten.constant_pad_nd.default: _pad,
     aten.is_pinned.default: lambda func, weight, device=None: weight.qdata.is_pinned(),
     aten._pin_memory.default: lambda func, weight, device=None: weight.moved(torch.Tensor.pin_memory),
 }
+
+if torch.distributed.is_available():  # some builds of torch have none
+    c10d = torch.ops.c10d
+    StoredWeight.RULES |= dict.fromkeys((c10d.scatter_.default, c10d.broadcast_.default), _send)
 
 torch.serialization.add_safe_globals([StoredWeight, Known, OneScale])
 
@@ -380,21 +571,18 @@ torch.serialization.add_safe_globals([StoredWeight, Known, OneScale])
 def cast_shard(
     values: Tensor, weight: Tensor, granularity: Granularity, keep_rest: bool, amax: Tensor | None = None
 ) -> StoredWeight:
-    """This rank's part of a DTensor in FP8; one scale is from the whole weight's amax, so all ranks call it.
+    """This rank's shard of a DTensor in FP8; one scale is from the whole weight's amax, so all ranks call it.
 
     ``amax``: [1, 1] in place of that, the same on all ranks.
     """
-    values = values.detach().contiguous()
-    if granularity == PerTensor() and values.ndim == 2:
-        tile = granularity.tile
-        amax = largest_of_ranks(kernels.amax(values, tile), weight) if amax is None else amax
-        scale = scale_from_amax(amax, E4M3.max, True, 0)
-        codes, scale_inv = torch.empty_like(values, dtype=E4M3.dtype), scale_inv_from_scale(scale).view(1, 1)
-        if values.numel():
-            codes, *_ = kernels.cast(values, scale.view(1), 0, E4M3.dtype, tile, True, 0)
-    else:
-        pair = quantize(values, E4M3, granularity.of_matrices(values.shape), power_of_two=True)
-        codes, scale_inv = pair.qdata, pair.scale_inv
+    if granularity != PerTensor() or values.ndim == 3:
+        return StoredWeight.cast(values, granularity, keep_rest, weight.dtype)
+    values, tile = values.detach().contiguous(), granularity.tile
+    amax = largest_of_ranks(kernels.amax(values, tile), weight) if amax is None else amax
+    scale = scale_from_amax(amax, E4M3.max, True, 0)
+    codes, scale_inv = torch.empty_like(values, dtype=E4M3.dtype), scale_inv_from_scale(scale).view(1, 1)
+    if values.numel():
+        codes, *_ = kernels.cast(values, scale.view(1), 0, E4M3.dtype, tile, True, 0)
     shard = StoredWeight(codes, scale_inv, weight.dtype, granularity, is_shard=True)
     if keep_rest:
         shard.rest = remainder_of(values, codes.view(torch.uint8), scale_inv)
@@ -402,28 +590,28 @@ def cast_shard(
 
 
 def agree_on_scale(param: Tensor, just_cut: bool = False) -> None:
-    """Give this rank's part of a DTensor the scale of the whole, if it is this rank's alone; all ranks call it.
+    """Give this rank's shard of a DTensor the scale of the whole, if it is this rank's alone; all ranks call it.
 
     So it is where FSDP2 has ``just_cut`` it, as ranks may have begun with other values, and where it was written.
     """
-    own = local_stored(param)
-    if own is None or own is param or own.is_meta:
+    shard = local_stored(param)
+    if shard is None or shard is param or shard.is_meta:
         return
-    alone, own.known.alone = own.has_one_scale and (own.known.alone or just_cut), False
+    alone, shard.known.alone = shard.has_one_scale and (shard.known.alone or just_cut), False
     if not alone:
         return
-    scales = largest_of_ranks(torch.cat([own.scale_inv, -own.scale_inv]), param)
+    scales = largest_of_ranks(torch.cat([shard.scale_inv, -shard.scale_inv]), param)
     if not torch.equal(scales[:1], -scales[1:]):
-        keep_rest = own.rest is not None or param.requires_grad
-        own.take(cast_shard(own.before_cast(), param, own.granularity, keep_rest))
+        keep_rest = shard.rest is not None or param.requires_grad
+        shard.take(cast_shard(shard.before_cast(), param, shard.granularity, keep_rest))
 
 
 def agreed(shard: StoredWeight, param: Tensor) -> StoredWeight:
-    """A part of a DTensor, or a copy of it elsewhere, after ``agree_on_scale``."""
-    if (own := local_stored(param)) is None or not shard.known.alone:
+    """A shard of a DTensor, or a copy of it elsewhere, after ``agree_on_scale``."""
+    if (found := local_stored(param)) is None or not shard.known.alone:
         return shard
     agree_on_scale(param)
-    return own.moved(lambda tensor: tensor.to(shard.device))
+    return found.moved(lambda tensor: tensor.to(shard.device))
 
 
 def store(
@@ -433,9 +621,9 @@ def store(
 
     ``common``: of a DTensor that has its scale with others, with the largest amax [1, 1] of all of them.
     """
-    own, stored = on_this_rank(param), local_stored(param)
-    values = own.detach() if stored is None else stored.before_cast()
-    if granularity is not None and own is param:
+    local, stored = on_this_rank(param), local_stored(param)
+    values = local.detach() if stored is None else stored.before_cast()
+    if granularity is not None and local is param:
         values = StoredWeight.cast(values, granularity, keep_rest=param.requires_grad)
     elif granularity is not None:
         amax = None if common is None else common[1]
@@ -469,8 +657,8 @@ def add_adapter(weight: Any, delta: Tensor, alpha: float = 1) -> Any:
         "torch's seed has it); octavo.restore(model) before merging keeps what the weights' own dtype can hold",
         stacklevel=2,
     )
-    tile, parts = weight.granularity.tile, (weight.qdata, weight.scale_inv, delta.expand(weight.shape))
-    for codes, scale_inv, change in zip(*parts, strict=True) if weight.ndim == 3 else [parts]:
+    tile, tensors = weight.granularity.tile, (weight.qdata, weight.scale_inv, delta.expand(weight.shape))
+    for codes, scale_inv, change in zip(*tensors, strict=True) if weight.ndim == 3 else [tensors]:
         values = kernels.dequantize(codes, scale_inv, tile, torch.float32).add_(change, alpha=alpha)
         scale = scale_from_amax(kernels.amax(values, tile), E4M3.max, True, 0)
         bits16 = torch.randint(1 << 16, values.shape, dtype=torch.int32, device=values.device)

@@ -21,7 +21,7 @@ import octavo
 from octavo import recipes
 from octavo.distributed.ranks import whole
 from octavo.integrations import torchtitan as ours
-from octavo.tensor.fsdp2 import on_this_rank, own_part
+from octavo.tensor.fsdp2 import on_this_rank, shard_as
 from octavo.tensor.stored_weight import StoredWeight
 
 
@@ -116,7 +116,7 @@ def parallel_llama(mesh: Any, recipe: str, compiled: bool) -> tuple[list[float],
     model = built(config, prepare)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            on_this_rank(parameter).copy_(own_part(alone.get_parameter(name), parameter))
+            on_this_rank(parameter).copy_(shard_as(alone.get_parameter(name), parameter))
     return losses_of(alone, 3), losses_of(model, 3)
 
 

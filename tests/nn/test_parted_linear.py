@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.nn.parted_linear import part
+from octavo.nn.parted_linear import divide
 from tests.support import parallel_tasks as tasks
 
 
@@ -26,7 +26,7 @@ def test_splits_that_do_not_divide(pool):
 def test_what_is_frozen_stays_frozen(frozen):
     layer = octavo.nn.Linear(16, {"a": 8, "b": 8})
     layer.get_parameter(frozen).requires_grad_(False)
-    part(layer, 2)
+    divide(layer, 2)
     assert "bias=True, splits={'a': 8, 'b': 8}" in repr(layer)  # before it is sharded, too
     found = [name for name, param in layer.named_parameters() if not param.requires_grad]
     assert found == [f"a.{frozen}", f"b.{frozen}"]
@@ -36,14 +36,14 @@ def test_blocks_in_fp8_are_not_cut():
     layer = octavo.nn.Linear(256, {"a": 128, "b": 128})
     octavo.convert(layer, octavo.recipes.blockwise(), lambda module, name: True, weight_storage="fp8")
     with pytest.raises(ValueError, match="each split needs a multiple of 128 rows a rank"):
-        part(layer, 2)
+        divide(layer, 2)
     assert layer.weight.shape == (256, 256)
 
 
 def test_splits_in_fp8_have_one_scale_and_one_optimizer():
     layer = octavo.nn.Linear(256, {"a": 128, "b": 128})
     octavo.convert(layer, octavo.recipes.dynamic(), lambda module, name: True, weight_storage="fp8")
-    part(layer, 2)
+    divide(layer, 2)
     assert torch.equal(layer.a.weight.scale_inv, layer.b.weight.scale_inv)
     assert layer.a.weight.scale_inv.data_ptr() != layer.b.weight.scale_inv.data_ptr()
     for params in ([layer.a.weight], [{"params": [layer.a.weight]}, {"params": [layer.b.weight]}]):
@@ -72,7 +72,7 @@ def test_splits_in_fp8_have_one_scale_and_one_optimizer():
 def test_a_split_that_is_loaded_alone_ends_the_delayed_state():
     layer = octavo.nn.Linear(32, {"a": 16, "b": 16}, recipe=octavo.recipes.delayed())
     layer(torch.randn(4, 32))[0].sum().backward()
-    part(layer, 1)
+    divide(layer, 1)
     assert layer.delayed_scale.any()
     layer.b.load_state_dict({"weight": torch.ones(16, 32), "bias": torch.ones(16)})
     assert not layer.delayed_scale.any()

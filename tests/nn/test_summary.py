@@ -4,7 +4,7 @@ from torch import nn
 
 import octavo
 from octavo import recipes
-from octavo.nn.parted_linear import part
+from octavo.nn.parted_linear import divide
 from tests.support.helpers import to_fp8
 from tests.support.left_alone import COMPUTED, LEFT_ALONE, Block
 
@@ -41,7 +41,7 @@ def test_a_converted_layer_with_a_computed_weight_is_one_matrix(compute):
 
 def test_splits_on_several_ranks_are_one_matrix():
     net = nn.Sequential(octavo.nn.Linear(8, {"query": 8, "key": 4}, recipe=recipes.mx()))
-    part(net[0], 2)
+    divide(net[0], 2)
     (row,) = octavo.summary(net).modules
     assert (row.name, row.shape, row.recipe) == ("0", (12, 8), recipes.mx())
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import octavo
 from octavo.optim import SGD, Adam, AdamW
 from octavo.optim.base import CompactOptimizer, PreparedUpdate, has_moved, was_written
-from octavo.tensor.stored_shards import part_of
 from octavo.tensor.stored_weight import StoredWeight
 
 
@@ -347,7 +346,7 @@ def test_a_plain_weight_is_known_by_its_address_and_version():
 
 
 def test_a_part_is_known_by_its_codes():
-    part = part_of(StoredWeight.cast(torch.randn(8, 16)), 0, 4)
+    part = StoredWeight.cast(torch.randn(8, 16)).shard(0, 4)
     before = update_of(part.qdata)
     assert not has_moved(before, part, part.qdata) and not was_written(before, part, part.qdata)
     again = part.qdata.clone()

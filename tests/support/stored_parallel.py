@@ -16,6 +16,7 @@ import octavo
 from octavo import distributed as ours
 from octavo.distributed.checkpoint import load_checkpoint, save_checkpoint
 from octavo.nn.parted_linear import PartedLinear
+from octavo.nn.weight import fp8_pair
 from octavo.optim import AdamW
 from octavo.schedule import Phase, PrecisionSchedule
 from octavo.tensor.stored_weight import StoredWeight, local_stored
@@ -85,7 +86,7 @@ def compare(mesh: Any, recipe: str, before: bool, styles: str) -> tuple[Any, ...
     found.append(max(differences(step(alone, x, g), step(model, x, g)).values()))
     unequal_codes = unequal(codes(model), codes(alone))
     octavo.set_recipe(model, RECIPES[recipe])
-    read = [[t.float() for layer in (m.up, m.down) for t in layer.weight_pair(False)] for m in (model.eval(), alone)]
+    read = [[t.float() for layer in (m.up, m.down) for t in fp8_pair(layer, False)] for m in (model.eval(), alone)]
     same = all(map(torch.equal, *read))
     restored = unequal({n: whole(p) for n, p in octavo.restore(model).named_parameters()}, restored_values(alone))
     return unequal_codes + restored, sizes, found, same

@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import octavo
 from octavo import E4M3, PerBlock, PerRow, PerTensor, UnsupportedOpError, quantize, recipes
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.tensor.stored_shards import OneScale
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, add_adapter, local_stored, store
+from octavo.tensor.stored_weight import GRANULARITIES, OneScale, StoredWeight, add_adapter, local_stored, store
 from tests.support.sharded_weights import adamw, batch, differences, held, like, model, on_meta, shard, steps
 
 N, K = 200, 300

@@ -12,7 +12,7 @@ import octavo
 from octavo import PerBlock, PerTensor
 from octavo.errors import UnsupportedOpError
 from octavo.optim import AdamW
-from octavo.tensor.stored_shards import FlatWeights
+from octavo.tensor.flat_weights import FlatWeights
 from octavo.tensor.stored_weight import StoredWeight
 
 

@@ -1,0 +1,337 @@
+"""Where a layer's weight becomes FP8, and when that is thrown away.
+
+    a weight is     becomes FP8                                        which is thrown away
+    stored          once, by octavo.convert or a file; from then on    by octavo.restore
+                    its optimizer writes codes
+    gathered        at FSDP2's unshard (nn/gather.py)                  at its reshard
+    kept            in KeptWeights.cast() (nn/kept_weights.py)         at the next write, see KeptOperands
+    none of these   in every forward; ranks that share it agree on     with what the forward saved for backward
+                    its amax first (autograd/shared_scales.py)
+
+``fp8_operands`` asks in this order. Which delayed scale a cast reads is told by ``state_for``, which forgets a history
+that a write has made false. A write through .data moves nothing that could be asked; ``invalidate`` is for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from octavo.autograd.casts import WEIGHT, cast_role
+from octavo.autograd.shared_scales import Parts
+from octavo.formats import E4M3
+from octavo.granularity import Granularity, PerTensor
+from octavo.nn.weight_files import whole_pair
+from octavo.scaling.delayed import State, empty_state, state_of
+from octavo.scaling.recipe import Recipe
+from octavo.step_count import OPTIMIZER_STEPS, version_of
+from octavo.tensor.fsdp2 import gather_alone, on_this_rank
+from octavo.tensor.pair import Operands
+from octavo.tensor.scaled_tensor import dequantized
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, local_stored, store
+
+# --- what products read; ``module`` is a RecipeModule -----------------------------------------------------------------
+
+
+def fp8_operands(
+    module: Any,
+    weight_NK: Tensor,
+    parameter: Tensor,
+    transposed: bool,
+    state: State | None,
+    training: bool,
+    parts: Parts | None = None,
+) -> Operands:
+    """What a forward's products read of a weight: this rank has ``weight_NK`` of it, a view of the leaf ``parameter``.
+
+    ``transposed``: whether backward multiplies by it; ``parts``: the roles that lie in shards on several ranks.
+    """
+    here: Any = parameter if parts is None else weight_NK
+    if module.exchange is not None and (stored := local_stored(parameter)) is not None:
+        here = stored  # of this rank's experts, as they lie
+    read = getattr(type(here), "operands", None)
+    if read is not None:  # stored or gathered
+        return read(here, module, transposed)
+    if not training:  # the weight may have been merged, averaged, swapped: its own amax, whatever the history
+        state = None
+    elif parts is None and module.kept_operands is not None:
+        kept = module.kept_operands.of(parameter)
+        if kept is not None:
+            return kept
+    return cast_role(weight_NK.detach(), module.recipe, WEIGHT, True, transposed, state, parts=parts)
+
+
+@torch.no_grad()
+def fp8_pair(module: Any, training: bool, mp_policy: Any = None) -> tuple[Tensor, Tensor]:
+    """(codes [N, K], scale_inv) that the output product of a forward would read now, unpadded; of experts [E, ...].
+
+    A weight that is in FP8 already (stored, kept) gives its own tensors, which the next step may write. One that FSDP2
+    has sharded is gathered alone, by the module's mode, under the ``mp_policy`` of its group: all ranks call this.
+
+    ``training``: what a forward in training reads (the delayed scale), or one in evaluation (its own amax).
+    """
+    parameter = weight = module.weight_parameter
+    if on_this_rank(parameter) is not parameter:
+        if (stored := local_stored(parameter)) is not None:
+            return whole_pair(parameter, stored)
+        weight = gather_alone(parameter, module, mp_policy)
+    state = None if hasattr(type(weight), "operands") else state_for(module, parameter, training, weight.device)
+    operands = fp8_operands(module, as_NK(module, weight), weight, False, state, training)
+    assert operands.as_is is not None
+    return operands.as_is[0][..., : parameter.shape[-2 if module.stores_transposed else -1]], operands.as_is[1]
+
+
+def as_NK(module: Any, weight: Tensor) -> Tensor:
+    """A weight as it is stored, as [..., N, K]; of one in FP8 torch makes no view in inference mode."""
+    if not module.stores_transposed:
+        return weight
+    if torch.is_inference_mode_enabled() and local_stored(weight) is not None:
+        with torch.inference_mode(False), torch.no_grad():
+            return weight.transpose(-2, -1)
+    return weight.mT
+
+
+class _RankExperts(torch.autograd.Function):
+    """Parameters of a rank's experts; their gradients, which all ranks' tokens add to, are divided by ``ranks``."""
+
+    @staticmethod
+    def forward(ctx: Any, experts: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return experts.view_as(experts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] / ctx.ranks, None
+
+
+# Inference mode is asked for last: there a compiled graph ends.
+def of_this_rank(parameter: Any, ranks: int) -> Tensor:
+    """What this rank has of its experts' parameter; gradients flow, divided by ``ranks``."""
+    stored = local_stored(parameter)
+    if stored is not None and torch.is_inference_mode_enabled():  # torch makes no view
+        return stored
+    return _RankExperts.apply(parameter.to_local(), ranks)
+
+
+def state_for(module: Any, parameter: Tensor | None, training: bool, device: torch.device) -> State | None:
+    """The delayed state that a forward reads, on this device; None where the recipe is not delayed.
+
+    ``parameter``: the weight; None, or no parameter, where it is computed from others, which nobody writes.
+    """
+    if module.recipe.delayed is None:
+        return None
+    if training and isinstance(parameter, nn.Parameter) and not torch.compiler.is_compiling():
+        if type(on_this_rank(parameter)) in (Tensor, nn.Parameter):  # none in FP8
+            notice_writes(module, parameter)
+    return module.state_on(device)
+
+
+def notice_writes(module: Any, weight: Tensor) -> None:
+    """Before a cast in training: forget the weight's history if anything but its optimizer wrote it.
+
+    An EMA's or a merged LoRA's weight may be many times larger than the history says, and would saturate.
+    """
+    if module.weight_writes.since_last(weight):
+        empty_state(state_of(module), WEIGHT)
+
+
+# --- what tells of writes ---------------------------------------------------------------------------------------------
+
+
+class KeptOperands:
+    """A weight's operands in the buffers of KeptWeights. A copy or pickle of the layer has none.
+
+    Args:
+        weight: that they were cast from just now.
+        operands: the buffers.
+        captured: whether the cast is only recorded in a CUDA graph, and to be read by what is captured too.
+    """
+
+    def __init__(self, weight: Tensor, operands: Operands, captured: bool) -> None:
+        OPTIMIZER_STEPS.watch()
+        self._weight, self._operands, self._captured = weight, operands, captured
+        self._storage, self._key = StorageWeakRef(weight.untyped_storage()), _key_of(weight)
+
+    def of(self, weight: Tensor) -> Operands | None:
+        """The operands, unless the weight may have been written since; what is compiled or captured can't ask."""
+        if self._weight is not weight:
+            return None
+        if torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return self._operands
+        same = self._storage.cdata == weight.untyped_storage()._cdata and self._key == _key_of(weight)
+        return self._operands if same and not self._captured else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def _key_of(weight: Tensor) -> tuple[Any, ...]:
+    return weight.data_ptr(), weight.shape, weight.stride(), version_of(weight), OPTIMIZER_STEPS.count
+
+
+class WeightWrites:
+    """Whether a layer's weight is written by anything but an optimizer that owns it. A copy begins anew."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[Any, ...] | None = None
+        self.replaced = False  # whether the layer was given another parameter since, perhaps at the same address
+
+    def since_last(self, weight: Tensor) -> bool:
+        """Whether it was written since this was last asked; other storage is another weight."""
+        OPTIMIZER_STEPS.watch()
+        local = on_this_rank(weight)
+        before, replaced, self.replaced = self._seen, self.replaced, False
+        storage = StorageWeakRef(local.untyped_storage())
+        identity = id(weight), OPTIMIZER_STEPS.by_hand(weight)
+        values = OPTIMIZER_STEPS.of(weight), storage.cdata, version_of(local)
+        self._seen = identity, values, storage
+        if before is None:
+            return False
+        by_step = before[1][0] != values[0]  # which may change storage and version
+        return replaced or before[0] != identity or not (by_step or before[1] == values)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WeightWrites, ()
+
+
+def invalidate(model: nn.Module) -> None:
+    """Forget what belongs to weights that code of yours wrote through ``.data`` outside any torch.optim.Optimizer.
+
+    Under a delayed recipe that is the history of a weight, whose scale a much larger one would saturate; and what
+    KeptWeights cast, until their next ``cast()``. Nothing else of a weight is kept from one forward to the next. Under
+    FSDP2 call it on all ranks.
+
+    Args:
+        model: any module.
+
+    Example:
+        >>> import torch, octavo
+        >>> layer = octavo.nn.Linear(64, 64, recipe=octavo.recipes.delayed())
+        >>> _ = layer.weight.data.mul_(20)
+        >>> octavo.nn.invalidate(layer)
+    """
+    for module in model.modules():
+        if isinstance(module.__dict__.get("weight_writes"), WeightWrites):
+            module.__dict__["kept_operands"] = None
+            empty_state(state_of(module), WEIGHT)
+            module.gather.generation += 1  # type: ignore[union-attr, operator]
+
+
+# --- weights that are stored: which recipes can read them, and their making -------------------------------------------
+
+
+def widened(weight: Any) -> Tensor:
+    """A weight for a product in high precision; stored ones are dequantised, and gradients flow to them."""
+    if not hasattr(on_this_rank(weight), "operands"):
+        return weight
+    if not hasattr(weight, "to_local"):
+        return dequantized(weight)
+    from torch.distributed.tensor import DTensor
+
+    how = {"run_check": False, "shape": weight.shape, "stride": weight.stride()}
+    return DTensor.from_local(dequantized(weight.to_local()), weight.device_mesh, weight.placements, **how)
+
+
+def why_not_stored(recipe: Recipe) -> str | None:
+    """Why weights can't be stored in FP8 under a recipe, or None."""
+    casts = recipe.weight_casts
+    if casts.as_is is None or casts.transposed is None:
+        return "a product reads the weight in high precision"
+    if not casts.once:
+        return "its two layouts have different scales, so that one set of codes can't serve both"
+    if casts.as_is.format != E4M3:
+        return f"its weights are {casts.as_is.format}, and stored ones E4M3"
+    if casts.as_is.granularity not in GRANULARITIES:
+        return f"its weights are scaled {casts.as_is.granularity}, and stored ones per tensor or 128 x 128"
+    return None
+
+
+def why_unreadable(weight: Tensor) -> str | None:
+    """What keeps FP8 products from reading a weight, by its class ("weights that are ..."); or None."""
+    kind = type(on_this_rank(weight))  # of a DTensor: what each rank has
+    if not hasattr(kind, "__tensor_flatten__") or hasattr(kind, "operands"):
+        return None
+    return f"{kind.__module__}.{kind.__qualname__} (another library's, quantised perhaps)"
+
+
+def check_recipe(recipe: Recipe, weight: Tensor | None) -> None:
+    """Raise ValueError where a recipe can't read a weight as it is stored."""
+    if weight is None or recipe.is_high_precision:
+        return
+    if what := why_unreadable(weight):
+        raise ValueError(
+            f"the recipe {recipe.name!r} can't read weights that are {what}. Take this layer out of FP8 first: "
+            "octavo.restore(layer), or octavo.set_recipe(layer, octavo.recipes.high_precision())"
+        )
+    if (granularity := stored_as(weight)) is not None:
+        check_granularity(recipe, weight.shape, granularity)
+
+
+def check_granularity(recipe: Recipe, shape: torch.Size, stored: Granularity) -> None:
+    """Raise ValueError where a recipe can't read a weight that is stored so."""
+    shape = shape[-2:]
+    if recipe.is_high_precision:
+        return
+    if reason := why_not_stored(recipe):
+        raise ValueError(f"the recipe {recipe.name!r} can't read weights that are stored in FP8: {reason}")
+    wanted = stored_granularity(recipe.weight_casts.as_is.granularity, shape)  # type: ignore[union-attr]
+    if wanted.scale_shape(shape) != stored.scale_shape(shape):
+        raise ValueError(
+            f"the recipe {recipe.name!r} reads weights scaled {wanted}, but they are stored {stored}; "
+            "octavo.convert(model, recipe, weight_storage='fp8') stores them anew"
+        )
+
+
+def stored_granularity(granularity: Granularity, shape: torch.Size) -> Granularity:
+    """How a weight, or each expert's, is stored that a recipe scales so: PerTensor() where one block is all."""
+    return PerTensor() if granularity.scale_shape(shape[-2:]) == (1, 1) else granularity
+
+
+def weight_of(module: nn.Module) -> nn.Parameter | None:
+    """A module's weight, which may be another's parameter; None where it is computed from others (weight_norm)."""
+    holder, key = getattr(module, "weight_place", (module, "weight"))
+    return holder._parameters.get(key)
+
+
+def stored_as(weight: Tensor | None) -> Granularity | None:
+    """Which elements of a weight share a scale that lives in FP8; None for one in high precision."""
+    stored = local_stored(weight)
+    return None if stored is None else stored.granularity
+
+
+def store_weight(weight: nn.Parameter | None, granularity: Granularity | None) -> None:
+    """Put a weight into FP8, or back (None), unless it is stored so already; the parameter stays the same object."""
+    if weight is not None and stored_as(weight) != granularity:
+        store(weight, granularity)
+
+
+@contextlib.contextmanager
+def moved_stored(module: nn.Module, keys: Iterable[str], fn: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Within it Module._apply(fn) of a module finds none of these weights that live in FP8: they are moved here.
+
+    torch would lose their attributes and hooks, as of any tensor of a class of its own.
+    """
+    found = {key: weight for key in keys if isinstance(weight := module._parameters.get(key), StoredWeight)}
+    for weight in found.values():
+        _move(weight, fn)
+    module._parameters.update(dict.fromkeys(found))
+    try:
+        yield
+    finally:
+        module._parameters.update(found)
+
+
+def _move(weight: Any, fn: Callable[[Tensor], Tensor]) -> None:
+    """What Module._apply does, to a stored weight and its gradient; the parameter stays the same object."""
+    with torch.no_grad():
+        moved = fn(weight)
+        if moved is weight:
+            return
+        grad, weight.grad = weight.grad, None
+        weight.become(moved)
+        weight.grad = None if grad is None else fn(grad).requires_grad_(grad.requires_grad)
