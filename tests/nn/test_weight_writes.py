@@ -50,17 +50,6 @@ def test_every_micro_batch_casts_its_weight(recipe):
         loss.backward()
 
 
-def test_the_textbook_loop_trains():
-    layer, x, losses = octavo.nn.Linear(16, 16, bias=False), torch.randn(4, 16), []
-    for _ in range(4):
-        loss = layer(x).square().mean()
-        loss.backward()
-        losses.append(loss.item())
-        layer.weight.data.sub_(0.5 * layer.weight.grad)
-        layer.weight.grad.zero_()
-    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.5 * losses[0]
-
-
 def test_steps_are_counted_once_each():
     OPTIMIZER_STEPS.watch()
     OPTIMIZER_STEPS.watch()
