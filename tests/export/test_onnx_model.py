@@ -74,7 +74,7 @@ def assert_standard(path: Path, module: nn.Module) -> None:
 
 
 @pytest.mark.covering(1)  # a file is seconds of tracing; attention's three times as many
-@pytest.mark.parametrize("recipe", ALL_RECIPES)
+@pytest.mark.parametrize("recipe", [*FP8_RECIPES, pytest.param("high_precision", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.full if kind == "TransformerBlock" else []) for kind in MODULES]
 )
