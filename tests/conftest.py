@@ -22,8 +22,7 @@ LIMIT, SHARE, FAILS = 5.0, 0.01, 3
 LONG = {
     "tests/compile/test_around.py::test_sizes_of_batch_and_sequence[MLP-blockwise]": "compiles for several sizes",
     "tests/compile/test_around.py::test_micro_batches_on_an_unchanged_weight[recipe map]": "compiles two steps",
-    "tests/distributed/test_compile.py::test_graphs_and_bits[around_nested_hooks-dynamic]": "compiles on two ranks",
-    "tests/distributed/test_compile.py::test_graphs_and_bits[in_one_graph-dynamic]": "the same",
+    "tests/distributed/test_compile.py::test_graphs_and_bits[in_one_graph-dynamic]": "compiles on two ranks",
     "tests/distributed/test_compile.py::test_graphs_and_bits[in_blocks-delayed]": "the same",
     "tests/distributed/test_tensor_parallel.py::test_compiled_under_fsdp2[delayed-RMSNormMLP]": "on four ranks",
     "tests/nn/test_stored_shards.py::test_compiled_equals_eager_and_is_compiled_once[blockwise-in layers]": "on two",

@@ -1,12 +1,15 @@
+from __future__ import annotations
+
 import os
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -24,7 +27,77 @@ from octavo.distributed.checkpoint import (
 )
 from octavo.distributed.ranks import CheckpointError, Ranks
 from octavo.optim import Moment
-from tests.support import layout_tasks, stored_checkpoints
+from tests.distributed import test_joined_parts as layout_tasks
+from tests.support import sharded_weights as stored
+from tests.support.sharded_weights import differences, held, sharded, steps
+
+
+def go_on(mesh: Any, recipe: str, kind: str, folder: str, first: int, last: int, save: bool) -> list[str]:
+    """Load, if there is something, take steps and save; what differs from the whole model's uninterrupted steps."""
+    ranks = Ranks(mesh.get_group())
+    net = sharded(recipe, mesh, seed=first) if kind == "fsdp" else stored.model(recipe, seed=first)
+    optimizer = stored.adamw(net)
+    if first:
+        load_checkpoint(folder, net, optimizer, ranks=ranks)
+    steps(net, optimizer, first, last)
+    if save:
+        save_checkpoint(folder, net, optimizer, ranks=ranks)
+    found, expected = held(net, optimizer), uninterrupted(recipe, last)
+    return differences(found, expected, mesh) if kind == "fsdp" else differences_of_whole(found, expected)
+
+
+def wrapped(mesh: Any, folder: str) -> list[str]:
+    """What differs after a checkpoint of a model in DistributedDataParallel, then compiled, then in both."""
+    found, ranks = [], Ranks(mesh.get_group())
+
+    def parallel(net: nn.Module) -> Any:
+        return DistributedDataParallel(net, process_group=mesh.get_group())
+
+    for number, wrap in enumerate((parallel, torch.compile, lambda net: parallel(torch.compile(net)))):
+        nets = [stored.model("dynamic"), stored.model("dynamic", seed=1)]
+        optimizers = [stored.adamw(net) for net in nets]
+        steps(nets[0], optimizers[0], 0, 2)
+        save_checkpoint(f"{folder}/{number}", wrap(nets[0]), optimizers[0], ranks=ranks)
+        load_checkpoint(f"{folder}/{number}", wrap(nets[1]), optimizers[1], ranks=ranks)
+        wholes = [held(*pair) for pair in zip(nets, optimizers, strict=True)]
+        found += differences_of_whole(*wholes)
+    return found
+
+
+def one_fails(mesh: Any, folder: str, failing: int) -> tuple[list[str], list[str]]:
+    """What each rank says where one can't load into an optimizer without a state; what differs once all can."""
+    ranks = Ranks(mesh.get_group())
+    saved, net = (sharded("dynamic", mesh, seed=seed) for seed in range(2))
+    optimizers = stored.adamw(saved), stored.adamw(net)
+    steps(saved, optimizers[0], 0, 1)
+    save_checkpoint(folder, saved, optimizers[0], ranks=ranks)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise FileNotFoundError(2, "No such file")  # a node's view of the disk is old, say
+
+    said = []
+    for name in ("_read_content", "_model_to_fill", "_optimizer_to_fill", "set_optimizer_state_dict"):
+        with pytest.MonkeyPatch.context() as patch:
+            if mesh.get_rank() == failing:
+                patch.setattr(checkpoint, name, fail)
+            try:
+                load_checkpoint(folder, net, stored.adamw(net), ranks=ranks)
+            except CheckpointError as error:
+                said.append(str(error))
+    load_checkpoint(folder, net, optimizers[1], ranks=ranks)
+    return said, differences_of_whole(held(net, optimizers[1]), held(saved, optimizers[0]))
+
+
+def differences_of_whole(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    return [name for name, value in expected.items() if not value.equal(found[name])]
+
+
+def uninterrupted(recipe: str, last: int) -> dict[str, Tensor]:
+    net = stored.model(recipe)
+    optimizer = stored.adamw(net)
+    steps(net, optimizer, 0, last)
+    return held(net, optimizer)
+
 
 WIDTH, HIDDEN, OUTPUTS = 32, 49, 3  # on four ranks uneven, and one has none
 DELAYED = {"delayed": lambda: octavo.recipes.delayed(history_length=3), "dynamic": octavo.recipes.dynamic}
@@ -86,25 +159,6 @@ def equal(first, second):
 
 
 # --- across ranks -----------------------------------------------------------------------------------------------------
-
-
-def continue_(mesh, kind, recipe, folder):
-    ranks = Ranks(mesh.get_group())
-    model = shared(build(recipe), kind, mesh)
-    optimizer = adamw(model)
-    train(model, optimizer, 0, 2, ranks)
-    save_checkpoint(folder, model, optimizer, {"rank": ranks.rank}, ranks=ranks)
-    losses = train(model, optimizer, 2, 4, ranks)
-    again = shared(build(recipe, seed=1), kind, mesh)
-    its_optimizer = adamw(again)
-    extra = load_checkpoint(folder, again, its_optimizer, ranks=ranks)
-    same_losses = torch.equal(train(again, its_optimizer, 2, 4, ranks), losses)
-    return extra, same_losses, equal(everything(again, its_optimizer), everything(model, optimizer))
-
-
-@pytest.mark.parametrize(("kind", "recipe"), [("fsdp", "delayed"), ("fsdp", "dynamic"), ("ddp", "delayed")])
-def test_on_as_many_ranks_training_goes_on_bit_for_bit(pool, kind, recipe, tmp_path):
-    assert pool.run(continue_, (2,), kind, recipe, str(tmp_path)) == [({"rank": 0}, True, True)] * 2
 
 
 def save(mesh, kind, folder):
@@ -187,10 +241,10 @@ def test_plain_models_and_converted_ones_read_each_other(pool, tmp_path):
 @pytest.mark.parametrize("alone", ["fsdp", "none"])
 @pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
 def test_weights_in_fp8_go_from_ranks_to_one_and_back(pool, recipe, alone, tmp_path):
-    for ranks, kind, steps in ((2, "fsdp", (0, 2, True)), (1, alone, (2, 4, True)), (2, "fsdp", (4, 6, False))):
-        found = pool.run(stored_checkpoints.go_on, (ranks,), recipe, kind, str(tmp_path), *steps, seconds=60)
+    for ranks, kind, taken in ((2, "fsdp", (0, 2, True)), (1, alone, (2, 4, True)), (2, "fsdp", (4, 6, False))):
+        found = pool.run(go_on, (ranks,), recipe, kind, str(tmp_path), *taken, seconds=60)
         assert found == [[]] * ranks
-    assert alone == "fsdp" or pool.run(stored_checkpoints.wrapped, (2,), str(tmp_path), seconds=60) == [[]] * 2
+    assert alone == "fsdp" or pool.run(wrapped, (2,), str(tmp_path), seconds=60) == [[]] * 2
 
 
 def fail(mesh, folder, failing):
@@ -232,7 +286,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_keeps_the_one_before(pool, fail
 
 
 def test_where_one_rank_cannot_load_all_say_why(pool, tmp_path):
-    for said, differs in pool.run(stored_checkpoints.one_fails, (2,), str(tmp_path), 1, seconds=60):
+    for said, differs in pool.run(one_fails, (2,), str(tmp_path), 1, seconds=60):
         assert len(said) == 4 and all("No such file" in one for one in said)
         assert differs == []
 

@@ -1,22 +1,264 @@
 """Weights that live in FP8 under tensor parallelism are those of one rank, and so is what is computed with them."""
 
+from __future__ import annotations
+
+import copy
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import parallel as torch_parallel
+from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.support import stored_parallel as tasks
+import octavo
+from octavo import distributed as ours
+from octavo.distributed.checkpoint import load_checkpoint, save_checkpoint
+from octavo.nn.parted_linear import PartedLinear
+from octavo.nn.weight import fp8_pair
+from octavo.optim import AdamW
+from octavo.schedule import Phase, PrecisionSchedule
+from octavo.tensor.stored_weight import StoredWeight, local_stored
+from tests.support.parallel_tasks import RECIPES, Pair, differences, small, step, whole
 
-RECIPES = ["dynamic", "power of two", "delayed", "blockwise"]
+STYLES = {"torch's": torch_parallel, "octavo's": ours}
+
+
+def pair(seed: int = 0, k: int = 256, n: int = 512, bias: bool = True) -> Pair:
+    """Layers whose first rank's amax is the whole one's, by far, and whose sums are exact."""
+    torch.manual_seed(seed)
+    model = Pair(k, n, bias)
+    for layer in (model.up, model.down):
+        layer.weight.data[0, 0] = 16.0
+    return model
+
+
+def store(model: nn.Module, recipe: str) -> Any:
+    return octavo.convert(model, RECIPES[recipe], lambda module, name: True, weight_storage="fp8")
+
+
+def shard(model: nn.Module, mesh: Any, styles: Any = ours) -> Any:
+    """Over a mesh (tensor), or (data, tensor) with FSDP2 over the first."""
+    plan = {"up": styles.ColwiseParallel(), "down": styles.RowwiseParallel()}
+    if mesh.ndim == 1:
+        return parallelize_module(model, mesh, plan)
+    parallelize_module(model, mesh["shard"], plan)
+    for module in (model.up, model.down, model):
+        fully_shard(module, mesh=mesh["replicate"])
+    return model
+
+
+def made(mesh: Any, recipe: str, before: bool = True, styles: str = "octavo's", **options: Any) -> tuple[Any, Any]:
+    """(on one rank, on all): the latter stored ``before`` it is parallelized or after."""
+    alone, model = pair(**options), pair(**options)
+    store(alone, recipe)
+    if before:
+        store(model, recipe)
+    shard(model, mesh, STYLES[styles])
+    return alone, model if before else store(model, recipe)
+
+
+def codes(model: nn.Module) -> dict[str, Tensor]:
+    """The whole state dict, of codes and scales."""
+    return {name: whole(value).clone() for name, value in model.state_dict().items()}
+
+
+def unequal(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def compare(mesh: Any, recipe: str, before: bool, styles: str) -> tuple[Any, ...]:
+    """(names of codes and scales that differ, bytes of codes here, differences of forward and backward)."""
+    alone, model = made(mesh, recipe, before, styles)
+    parts = [local_stored(layer.weight) for layer in (model.up, model.down)]
+    sizes = [part.qdata.untyped_storage().nbytes() for part in parts]
+    x, g, found = small(3, 8, 256), small(3, 8, 256), []
+    if recipe == "delayed":
+        step(alone, x, g)
+        octavo.nn.load_delayed_state_dict(model, octavo.nn.delayed_state_dict(alone))
+    for _ in range(2):
+        found.append(max(differences(step(alone, x, g), step(model, x, g)).values()))
+    for net in (alone, model):
+        octavo.set_recipe(net, octavo.recipes.high_precision())
+    found.append(max(differences(step(alone, x, g), step(model, x, g)).values()))
+    unequal_codes = unequal(codes(model), codes(alone))
+    octavo.set_recipe(model, RECIPES[recipe])
+    read = [[t.float() for layer in (m.up, m.down) for t in fp8_pair(layer, False)] for m in (model.eval(), alone)]
+    same = all(map(torch.equal, *read))
+    restored = unequal({n: whole(p) for n, p in octavo.restore(model).named_parameters()}, restored_values(alone))
+    return unequal_codes + restored, sizes, found, same
+
+
+def restored_values(model: nn.Module) -> dict[str, Tensor]:
+    return dict(octavo.restore(copy.deepcopy(model)).named_parameters())
+
+
+def refused(mesh: Any, recipe: str, before: bool, rows: int = 128) -> tuple[str, bool]:
+    """(What is said of blocks that would be cut, whether all is as it was)."""
+    layer = nn.Linear(256, rows)
+    model = store(nn.Sequential(layer), recipe) if before else nn.Sequential(layer)
+    with pytest.raises((ValueError, octavo.UnsupportedOpError)) as caught:
+        parallelize_module(model, mesh, {"0": ours.ColwiseParallel()})
+        store(model, recipe)
+    local = layer.weight if before else layer.weight.to_local()
+    return str(caught.value), isinstance(local, StoredWeight) == before
+
+
+def uneven(mesh: Any) -> tuple[list[str], float]:
+    """49 rows and columns: (names of codes that differ, the largest difference of a step)."""
+    alone, model = pair(k=30, n=49), pair(k=30, n=49)
+    store(alone, "power of two"), store(model, "power of two")
+    style = ours.ColwiseParallel(use_local_output=False)
+    parallelize_module(model, mesh, {"up": style, "down": ours.RowwiseParallel()})
+    x, g = small(2, 8, 30), small(2, 8, 30)
+    found = max(differences(step(alone, x, g), step(model, x, g)).values())
+    return unequal(codes(model), codes(alone)), found
+
+
+def adamw(model: nn.Module, master: str) -> AdamW:
+    return AdamW(model.parameters(), lr=0.05, moments="fp8", master=master, weight_decay=0.1)
+
+
+def stepped(mesh: Any, recipe: str, master: str) -> list[list[str]]:
+    """The names of codes and scales that differ after each of three steps, of the same gradients."""
+    runs, found = [(model, adamw(model, master)) for model in made(mesh, recipe, bias=False)], []
+    for number in range(3):
+        for model, optimizer in runs:
+            shared_gradients(model, number)
+            optimizer.step()
+        found.append(unequal(*(codes(model) for model, _ in runs)))
+    return found
+
+
+def shared_gradients(model: nn.Module, number: int) -> None:
+    """The same of any layout; larger at first, so that scales change."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    torch.manual_seed(number)
+    for parameter in model.parameters():
+        grad = torch.randn(parameter.shape) * 10.0 ** (2 - number)
+        if isinstance(parameter, DTensor):
+            grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.grad = grad
+
+
+def save(mesh: Any, path: str, recipe: str) -> dict[str, Tensor]:
+    model = shard(store(pair(), recipe), mesh)
+    save_checkpoint(path, model)
+    return codes(model)
+
+
+def load(mesh: Any, path: str, recipe: str) -> dict[str, Tensor]:
+    model = store(pair(1), recipe)
+    if mesh is not None:
+        shard(model, mesh)
+    load_checkpoint(path, model)
+    return codes(model)
+
+
+SPLITS = {"a": 512, "b": 512}
+
+
+class Splits(nn.Module):
+    """Named splits of one input, and what reads them."""
+
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        self.up = octavo.nn.Linear(256, SPLITS, bias=True, recipe=RECIPES[recipe])
+        self.down = octavo.nn.Linear(512, 256, recipe=RECIPES[recipe])
+        for parameter in self.parameters():
+            parameter.data.copy_(small(*parameter.shape))
+        self.up.weight.data[700, 0] = 16.0  # the second split's amax is the whole one's
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.up(x)
+        return self.down(a + b)
+
+
+def exact_adamw(model: nn.Module) -> AdamW:
+    """Without random bits, which depend on a parameter's number: splits are several."""
+    return AdamW(model.parameters(), lr=0.05, moments="fp32", master="fp32", weight_decay=0.1)
+
+
+def splits(mesh: Any, recipe: str, path: str) -> tuple[Any, ...]:
+    """(layers whose codes differ from one rank's after three steps, or loaded again; the difference of outputs)."""
+    torch.manual_seed(0)
+    alone = store(Splits(recipe), recipe)
+    model, other = copy.deepcopy(alone), copy.deepcopy(alone)
+    for net in (model, other):
+        shard(net, mesh)
+    data = mesh["replicate"].get_local_rank() if mesh.ndim == 2 else 0
+    x, g = small(2, 8, 256), small(2, 8, 256)
+    wanted, got = step(alone, x, g), step(model, *((one.chunk(2)[data] if mesh.ndim == 2 else one) for one in (x, g)))
+    y = wanted["y"].chunk(2)[data] if mesh.ndim == 2 else wanted["y"]
+    found = differences({"y": y}, {"y": got["y"]})["y"]
+    for name in ("high_precision", recipe):  # FSDP2 gathers the same codes for other products
+        both = [octavo.set_recipe(net, RECIPES[name])(x) for net in (alone, model)]
+        found = max(found, float((both[0] - both[1]).abs().max()))
+    runs = [(net, exact_adamw(net)) for net in (alone, model)]
+    for number in range(3):
+        for net, optimizer in runs:
+            of_splits(net, number)
+            optimizer.step()
+            optimizer.zero_grad()
+    for storage in (None, "fp8"):  # in the weights' dtype, and with one scale again
+        for net, optimizer in runs:
+            PrecisionSchedule(net, optimizer, [Phase(RECIPES[recipe], weight_storage=storage)])
+            of_splits(net, 3)
+            optimizer.step()
+            optimizer.zero_grad()
+            net(x)
+    save_checkpoint(path, model, runs[1][1])
+    load_checkpoint(path, other, exact_adamw(other))
+    by_layer = {"up": of_layer(alone.up), "down": of_layer(alone.down)}
+    unequal_ones = [
+        name
+        for net in (model, other)
+        for name, layer in by_layer.items()
+        if not all(map(torch.equal, layer, of_layer(getattr(net, name))))
+    ]
+    return unequal_ones, found
+
+
+def of_layer(layer: Any) -> list[Tensor]:
+    """Codes and scales of a layer, of its splits together."""
+    parts = [getattr(layer, name) for name in SPLITS] if isinstance(layer, PartedLinear) else [layer]
+    states = [{name: whole(value) for name, value in part.state_dict().items()} for part in parts]
+    scales = [state["weight_scale_inv"] for state in states]
+    assert scales[0].shape != (1, 1) or all(torch.equal(scales[0], scale) for scale in scales)
+    together = scales[0] if scales[0].shape == (1, 1) else torch.cat(scales)
+    return [torch.cat([state["weight"] for state in states]), together]
+
+
+def of_splits(net: Any, number: int) -> None:
+    """The same gradients of a model with splits, in parts or not."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    torch.manual_seed(number)
+    for layer, names in ((net.up, list(SPLITS)), (net.down, [])):
+        rows = torch.randn(layer.out_features, layer.in_features) * 10.0 ** (2 - number)
+        parts = [getattr(layer, name) for name in names] if isinstance(layer, PartedLinear) else [layer]
+        for part, grad in zip(parts, rows.split([part.weight.shape[0] for part in parts]), strict=True):
+            weight = part.weight
+            if isinstance(weight, DTensor):
+                grad = distribute_tensor(grad, weight.device_mesh, weight.placements, src_data_rank=None)
+            weight.grad = grad
+
+
+ALL = ["dynamic", "power of two", "delayed", "blockwise"]
 EXACT = ("power of two", "blockwise")  # scales of inputs are powers of two, so that sums are exact
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(2,), pytest.param((4,), marks=pytest.mark.full)])
-@pytest.mark.parametrize("styles", tasks.STYLES)
+@pytest.mark.parametrize("styles", STYLES)
 @pytest.mark.parametrize("before", [True, False], ids=["stored first", "parallel first"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ALL)
 def test_equal_to_one_rank(pool, recipe, before, styles, shape):
     """Codes and scales, forward and backward, high precision, what is exported, and what restore gives."""
-    for unequal, sizes, found, same in pool.run(tasks.compare, shape, recipe, before, styles):
+    for unequal, sizes, found, same in pool.run(compare, shape, recipe, before, styles):
         assert unequal == [] and same
         assert sizes == [256 * 512 // shape[0]] * 2
         assert max(found) <= (0.0 if recipe in EXACT else 1e-6)
@@ -24,12 +266,12 @@ def test_equal_to_one_rank(pool, recipe, before, styles, shape):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_blocks_are_not_cut(pool, before):
-    for said, unchanged in pool.run(tasks.refused, (2,), "blockwise", before):
+    for said, unchanged in pool.run(refused, (2,), "blockwise", before):
         assert "64 rows each are no whole blocks" in said and unchanged
 
 
 def test_rows_and_columns_that_do_not_divide(pool):
-    assert pool.run(tasks.uneven, (2,)) == [([], 0.0)] * 2
+    assert pool.run(uneven, (2,)) == [([], 0.0)] * 2
 
 
 @pytest.mark.parametrize(
@@ -42,20 +284,7 @@ def test_rows_and_columns_that_do_not_divide(pool):
 )
 def test_steps_equal_those_of_one_rank(pool, recipe, master, shape):
     """Rows and columns; also beside FSDP2. Random bits too depend on an element's place in the whole weight."""
-    assert all(found == [[]] * 3 for found in pool.run(tasks.stepped, shape, recipe, master))
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("storage", ["fp8", None])
-@pytest.mark.parametrize("recipe", ["power of two", pytest.param("blockwise", marks=pytest.mark.full)])
-def test_with_fsdp2_in_the_other_dimension(pool, recipe, storage):
-    """Gathers send a byte an element, of plain weights too; ranks agree on scales once a forward."""
-    for difference, sent, agreed in pool.run(tasks.two_dimensions, (2, 2), recipe, storage):
-        assert difference == 0.0
-        biases = 4 * (256 + 512 // 2)
-        assert sent - biases == pytest.approx(256 * 512, rel=1e-3)  # both layers' halves
-        parts_of_inputs = 1 if recipe == "power of two" else 0  # of the second layer, a scale
-        assert agreed - parts_of_inputs == (2 if storage is None and recipe == "power of two" else 0) + 1
+    assert all(found == [[]] * 3 for found in pool.run(stepped, shape, recipe, master))
 
 
 @pytest.mark.parametrize(
@@ -67,19 +296,13 @@ def test_with_fsdp2_in_the_other_dimension(pool, recipe, storage):
 )
 def test_checkpoints_between_layouts(pool, recipe, layout, tmp_path):
     """Data x tensor, of all ranks of the pool; and one process."""
-    wanted, *others = pool.run(tasks.save, (2, 2), str(tmp_path), recipe)
-    found = [*others, *pool.run(tasks.load, layout, str(tmp_path), recipe), tasks.load(None, str(tmp_path), recipe)]
-    assert all(tasks.unequal(wanted, one) == [] for one in found)
+    wanted, *others = pool.run(save, (2, 2), str(tmp_path), recipe)
+    found = [*others, *pool.run(load, layout, str(tmp_path), recipe), load(None, str(tmp_path), recipe)]
+    assert all(unequal(wanted, one) == [] for one in found)
     assert wanted["up.weight"].dtype == torch.uint8
 
 
 @pytest.mark.parametrize("recipe", ["power of two", pytest.param("blockwise", marks=pytest.mark.full)])
 def test_named_splits(pool, recipe, tmp_path):
     """Forward and after set_recipe; steps, whose scale is of all splits on all ranks; another storage; a checkpoint."""
-    assert pool.run(tasks.splits, (2, 2), recipe, str(tmp_path)) == [([], 0.0)] * 4
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_compiled_as_one_graph(pool, recipe):
-    assert pool.run(tasks.compiled, (2,), recipe) == [(0.0, 0)] * 2
+    assert pool.run(splits, (2, 2), recipe, str(tmp_path)) == [([], 0.0)] * 4

@@ -14,7 +14,7 @@ from octavo.errors import UnsupportedOpError
 from octavo.schedule import Phase, PrecisionSchedule
 from octavo.tensor.stored_weight import local_stored
 from tests.support.byte_counter import GATHER, OTHER, REDUCE, ByteCounter
-from tests.support.expert_models import RECIPES, batch, built, off, train
+from tests.support.expert_models import batch, built, off, train
 
 PER_TENSOR = ("short history", "dynamic")
 
@@ -138,23 +138,6 @@ def test_state_dicts_of_codes_move(pool, recipe):
     assert pool.run(restarted, (2,), recipe) == [[True, True]] * 2
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("recipe", [*PER_TENSOR, "blockwise", "rowwise"])
-@pytest.mark.parametrize(("experts", "shape"), [(8, (4,)), (3, (4,)), (3, (2, 2))])
-def test_four_ranks(pool, recipe, experts, shape):
-    """Of three experts one rank has none. Torch's sums of four ranks' gradients may be in another order."""
-    for differences, _ in pool.run(compare, shape, "stored", recipe, experts):
-        assert max(differences.values(), default=0) < 2.0**-18, differences
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("recipe", [*PER_TENSOR, "blockwise", "rowwise"])
-@pytest.mark.parametrize("kind", ["octavo", "stored transposed"])
-def test_compiled(pool, recipe, kind):
-    for differences, _ in pool.run(compare, (2,), kind, recipe, 4, 0, True):
-        assert not differences
-
-
 def counted(mesh, kind, recipe):
     """Calls and bytes of a step's collectives, in bf16."""
     net = built(kind, recipe, experts=4, intermediate=128).bfloat16()
@@ -178,70 +161,3 @@ def test_half_of_the_bytes(pool, kind, recipe):
         assert plain[GATHER] - bytes[GATHER] == pytest.approx(2 * elements, rel=0.01)
         assert bytes.get(REDUCE, 0) == (0 if recipe == "blockwise" else 2 * 4 * 4)  # matrices, experts, bytes
         assert calls[GATHER] == plain_calls[GATHER] and calls.get(OTHER, 0) == plain_calls.get(OTHER, 0)
-
-
-def parts_of(net):
-    return net.experts.gate_up, net.experts.down
-
-
-def situations(mesh, kind, recipe):
-    """Losses of an unsharded model in bf16 and of one made on the meta device, sharded and loaded from its weights."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-
-    def losses(net):
-        found = []
-        for step in range(3):
-            value = net(batch(step, 0)).float().square().mean()
-            value.backward()
-            with torch.no_grad():
-                for p in net.parameters():
-                    p -= 0.1 * p.grad  # by hand, which a history does not expect
-            net.zero_grad()
-            with torch.no_grad():
-                found += [value.item(), net.eval()(batch(step, 1)).square().mean().item()]
-            net.train()
-        return found
-
-    whole = built(kind, recipe)
-    with torch.device("meta"):
-        net = built(kind, recipe)
-    sharded(net, mesh)
-    net.to_empty(device="cpu")
-    set_model_state_dict(net, whole.state_dict(), options=StateDictOptions(full_state_dict=True))
-    types = {type(value._local_tensor) for value in net.state_dict().values()}
-    found, expected = losses(net), losses(whole)
-    saved = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
-    same = all(torch.equal(saved[name], value) for name, value in whole.state_dict().items() if mesh.get_rank() == 0)
-    ways = {row.gathered for row in octavo.summary(net).converted} | {part.gather.used[0] for part in parts_of(net)}
-    return found, expected, types, same, ways
-
-
-@pytest.mark.parametrize(
-    ("kind", "recipe"),
-    [("stored transposed", "short history"), pytest.param("octavo", "blockwise", marks=pytest.mark.full)],
-)
-def test_from_the_meta_device_with_evaluation_in_between(pool, kind, recipe):
-    for found, expected, types, same, ways in pool.run(situations, (2,), kind, recipe):
-        assert found == expected and types == {torch.Tensor} and same and ways == {"in FP8"}
-
-
-def through_recipes(mesh, names):
-    """Losses of experts under one recipe after the other and restored, sharded and not."""
-    found = []
-    for shards in (True, False):
-        net = built("octavo", names[0])
-        if shards:
-            sharded(net, mesh)
-        losses = []
-        for name in names:
-            octavo.set_recipe(net, RECIPES[name]())
-            losses.append(net(batch(0, 0)).square().mean())
-            losses[-1].backward()
-        losses.append(octavo.restore(net)(batch(0, 0)).square().mean())
-        found.append([value.item() for value in losses])
-    return found
-
-
-def test_recipes_change_under_way(pool):
-    for found, expected in pool.run(through_recipes, (2,), ["dynamic", "high_precision", "mx", "short history"]):
-        assert found == expected

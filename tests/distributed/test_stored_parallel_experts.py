@@ -1,6 +1,5 @@
 """Experts on several ranks whose weights live in FP8: each rank owns the codes of its own, and trains as one would."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint as recomputed
 
 import octavo
 from octavo import recipes
@@ -17,9 +15,8 @@ from octavo.distributed.ranks import Ranks
 from octavo.optim import AdamW, update_in_backward
 from octavo.schedule import Phase, PrecisionSchedule
 from octavo.tensor.stored_weight import local_stored
+from tests.distributed.test_experts import SIZES, parts
 from tests.support.expert_models import RECIPES, Mixture, batch, built, off, whole
-from tests.support.parallel_experts import SIZES, parts
-from tests.support.stored_weights import of_codes
 
 E = 8
 KINDS = ["octavo", "octavo bias", "stored", "stored transposed"]
@@ -90,6 +87,7 @@ def compare(mesh: Any, kind: str, recipe: str, when: str, options: str) -> dict[
     return off(found[0], expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", ["dynamic", "short history", "blockwise"])
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -97,13 +95,6 @@ def compare(mesh: Any, kind: str, recipe: str, when: str, options: str) -> dict[
 def test_equal_to_one_rank(pool, kind, recipe, when, options):
     """Bit for bit, random bits too: they depend on an element's place among all experts. One rank has no tokens."""
     assert pool.run(compare, (2,), kind, recipe, when, options) == [{}] * 2
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("recipe", ["dynamic", "short history", "blockwise"])
-def test_four_ranks(pool, kind, recipe):
-    assert pool.run(compare, (4,), kind, recipe, "before", "few bytes") == [{}] * 4
 
 
 def saved_and_loaded(mesh: Any, kind: str, recipe: str, folder: str) -> list[dict[str, float]]:
@@ -195,50 +186,6 @@ def through_phases(mesh: Any, kind: str) -> dict[str, float]:
 @pytest.mark.parametrize("kind", ["octavo", pytest.param("stored transposed", marks=pytest.mark.full)])
 def test_a_schedule_stores_and_restores_them(pool, kind):
     assert pool.run(through_phases, (2,), kind) == [{}] * 2
-
-
-def used_otherwise(mesh: Any, kind: str, ways: list[str]) -> list[bool]:
-    """Whether a model computes as plain weights of its values do: copied, evaluated, in inference mode, recomputed by
-    checkpoints, compiled, in high precision; whether it stays in FP8 as bf16.
-    """
-    x, net = batch(0, mesh.get_rank()), made(mesh, kind, "blockwise")
-    values = octavo.restore(of_codes(net)).state_dict()
-    plain = expert_parallel(built(kind, "blockwise", E), mesh, exact=True)
-    plain.load_state_dict(values)
-
-    def found(net: Any, how: str = "eager") -> dict[str, torch.Tensor]:
-        leaf = x.clone().requires_grad_()
-        if how == "compiled":
-            net = torch.compile(net, backend="aot_eager")
-        y = net(leaf) if how in ("eager", "compiled") else recomputed(net, leaf, use_reentrant=how == "reentrant")
-        y.square().sum().backward()
-        grads = {name: whole(p.grad) for name, p in plain_names(net) if "experts" in name}
-        net.zero_grad()
-        return {"y": y.detach(), "x": leaf.grad} | grads
-
-    same = [not off(found(copy.deepcopy(net)), expected := found(plain))]
-    same += [not off(found(net, how), expected) for how in ways]
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            same.append(torch.equal(net.eval()(x), plain.eval()(x)))
-    for each in (net, plain):
-        octavo.set_recipe(each.train(), recipes.high_precision())
-    same.append(not off(found(net), found(plain)))
-    y = net.bfloat16()(x.bfloat16())
-    stored = [p for p in net.experts.parameters() if local_stored(p) is not None]
-    return [*same, len(stored) == 2 and y.dtype == stored[0].dtype == stored[1].dtype == torch.bfloat16]
-
-
-def plain_names(net: Any) -> list[tuple[str, Any]]:
-    return [(name.removeprefix("_orig_mod."), p) for name, p in net.named_parameters()]
-
-
-@pytest.mark.parametrize("kind", ["octavo", pytest.param("stored transposed", marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    "ways", [["eager", "not reentrant"], pytest.param(["reentrant", "compiled"], marks=pytest.mark.full)], ids=str
-)
-def test_evaluation_checkpointing_compiled_code_and_copies(pool, kind, ways):
-    assert pool.run(used_otherwise, (2,), kind, ways) == [[True] * 7] * 2
 
 
 def under_fsdp2(mesh: Any, kind: str, recipe: str) -> tuple[dict[str, float], bool]:

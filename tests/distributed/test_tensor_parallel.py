@@ -6,10 +6,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 import octavo
 from octavo.distributed import ColwiseParallel, Fp8Reduction, PrepareModuleInput, RowwiseParallel
-from tests.support import fused_parallel as fused
+from tests.nn import test_tensor_parallel as fused
+from tests.nn.test_tensor_parallel import trained
 from tests.support import parallel_tasks as tasks
 from tests.support.byte_counter import GATHER, OTHER, SCATTER
-from tests.support.fused_parallel import trained
 
 BF16 = 2 * 512 * 256  # of what the three layers read, and of what o gives
 EXACT = ("power of two", "rowwise", "blockwise", "mx", "gw_hp", "high_precision")
@@ -88,15 +88,6 @@ def test_checkpointed_and_frozen(pool, recipe):
         assert BF16 <= gathered <= 1.04 * BF16  # codes of the input and of the gradient
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("recipe", tasks.RECIPES)
-def test_compiled(pool, recipe, sequence):
-    """One graph, where inputs are gathered in FP8 too."""
-    for difference, breaks in pool.run(tasks.compiled, (2,), recipe, sequence):
-        assert difference == 0.0 and not breaks
-
-
 @pytest.mark.parametrize(
     ("recipe", "kind"),
     [
@@ -108,13 +99,6 @@ def test_compiled(pool, recipe, sequence):
 def test_compiled_under_fsdp2(pool, recipe, kind):
     """One graph for all equal modules, which read weights gathered in FP8: bit for bit as eager, but a bias's sum."""
     assert pool.run(trained, (2, 2), recipe, kind, seconds=240) == [[[], []]] * 4
-
-
-@pytest.mark.full
-def test_compiled_with_sums_in_fp8(pool):
-    for difference, breaks in pool.run(tasks.compiled, (2,), "delayed", True, "reduced"):
-        assert difference == 0.0
-        assert all("gathered_for" in reason or "scatter_output" in reason for reason in breaks)
 
 
 @pytest.mark.covering(1)
@@ -152,18 +136,3 @@ def test_tied_embeddings_and_a_loss_over_parts_of_the_vocabulary(pool, recipe):
     for same, difference, said in pool.run(tasks.tied, (2,), recipe):
         assert same and difference < 1e-5
         assert "tied to another module's, which is sharded S(0)" in said or "sharded Shard(dim=0)" in said
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("recipe", ["dynamic", "rowwise"])
-def test_llama_of_transformers(pool, recipe):
-    """Within float32's addition, and the code that it changes here and there."""
-    assert max(pool.run(tasks.llama, (2,), recipe)) < 1e-3
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("recipe", tasks.RECIPES)
-def test_with_fsdp2_in_the_other_dimension(pool, recipe):
-    """Halves of a batch have exact sums, and where scales are powers of two those of all of it; else their own."""
-    limits = {"dynamic": 0.1, "delayed": 0.1}
-    assert max(pool.run(tasks.two_dimensions, (2, 2), recipe)) <= limits.get(recipe, 0.0)

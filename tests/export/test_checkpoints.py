@@ -1,22 +1,127 @@
+from __future__ import annotations
+
+import contextlib
 import dataclasses
 import itertools
 import json
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo import E4M3, E5M2, Cast, PerBlock, PerTensor, Recipe, recipes
 from octavo.errors import ExportError, MissingExtraError
 from octavo.export.checkpoints import iterate_fp8, to_safetensors
-from tests.support import forward_operands
-from tests.support.forward_operands import LAYOUT_OF, fp8, layers, same_codes, seen_operands, step
+from octavo.export.layouts import LAYOUTS
 from tests.support.helpers import CountOps, sqnr, to_fp8
 from tests.support.memory import peak_bytes
+
+LAYOUT_OF = {
+    "blockwise": "fine-grained",
+    "dynamic": "compressed-tensors",
+    "rowwise": "compressed-tensors",
+    "delayed": "per-tensor",
+}
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operands: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.octavo.matmul.default, torch.ops.octavo.grouped_matmul.default):
+            self.operands.append((args[3].clone(), args[4].clone()))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def seen_operands() -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """The second operands of all FP8 products within: of forwards, the weights in order."""
+    with _Seen() as seen:
+        yield seen.operands
+
+
+def same_codes(pairs: list[tuple[str, Tensor, Tensor]], operands: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether named pairs of a model, in the order of its forward, are what its products multiplied, bit for bit."""
+    return len(pairs) == len(operands) and all(
+        torch.equal(codes.view(torch.uint8), q.view(torch.uint8)) and torch.equal(scale_inv.reshape(s.shape), s)
+        for (_, codes, scale_inv), (q, s) in zip(pairs, operands, strict=True)
+    )
+
+
+def fp8(model: nn.Module, layout: str) -> list[tuple[str, Tensor, Any]]:
+    """Copies of a model's named pairs."""
+    found = octavo.export.iterate_fp8(model, layout, fp8_only=True)  # type: ignore[arg-type]
+    return [(name, codes.clone(), scale_inv.clone()) for name, codes, scale_inv in found]  # type: ignore[union-attr]
+
+
+def layers(recipe: str, stored: bool = False, sizes: tuple[int, ...] = (256, 512, 256, 512)) -> nn.Sequential:
+    torch.manual_seed(0)
+    linears = [nn.Linear(k, n) for k, n in itertools.pairwise(sizes)]
+    net = nn.Sequential(*linears, nn.LayerNorm(sizes[-1]))
+    if stored:
+        return octavo.convert(net, getattr(recipes, recipe)(), lambda module, name: True, "fp8")  # type: ignore[return-value]
+    return to_fp8(net, getattr(recipes, recipe)())  # type: ignore[return-value]
+
+
+def step(net: Any, optimizer: Any) -> None:
+    net(torch.randn(32, net[0].in_features)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def compare_sharded(mesh: Any, recipe: str, stored: bool, mixed: bool, training: bool) -> list[str]:
+    """What is wrong with what this rank iterates of a model under FSDP2, after two steps."""
+    net, wrong = layers(recipe, stored), []
+    options: Any = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if mixed else {}
+    for layer in net[:-1]:  # the last group also holds the norm
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(net, mesh=mesh, **options)
+    optimizer = octavo.optim.AdamW(net.parameters(), lr=0.01)
+    for _ in range(2):
+        step(net, optimizer)
+    net.train(training)
+    pairs = fp8(net, LAYOUT_OF[recipe])
+    with seen_operands() as operands:
+        net(torch.randn(32, 256))
+    if not same_codes(pairs, operands):
+        wrong.append("codes")
+    everything = {name: (tensor, scale) for name, tensor, scale in octavo.export.iterate_fp8(net, LAYOUT_OF[recipe])}
+    if set(everything) != set(net.state_dict()) - {f"{i}.weight_scale_inv" for i in range(3)}:
+        wrong.append("names")
+    for name, parameter in net.named_parameters():
+        if everything[name][1] is None and not torch.equal(everything[name][0], parameter.full_tensor()):
+            wrong.append(name)
+    step(net.train(), optimizer)  # training goes on
+    return wrong
+
+
+def sharded_peak(mesh: Any) -> tuple[int, int]:
+    """(what iterating a sharded model holds at most, its codes' bytes)."""
+    net = layers("blockwise", True, (1024,) * 9)
+    for layer in net[:-1]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+
+    def iterate() -> None:
+        for _ in octavo.export.iterate_fp8(net):
+            pass
+
+    iterate()
+    return peak_bytes(iterate), 8 * 1024 * 1024
+
+
+assert set(LAYOUT_OF.values()) == set(LAYOUTS)
+
 
 safetensors = pytest.importorskip("safetensors.torch")
 pytest.importorskip("huggingface_hub")
@@ -131,21 +236,6 @@ def test_fp8_layers_that_share_a_weight_are_written_each(tmp_path):
     assert torch.equal(stored["1.weight"].float(), model[0].weight.qdata.float())
     octavo.export.load_fp8(model, tmp_path / "out")
     assert model[0].weight is model[1].weight
-
-
-def test_the_keys_are_those_of_transformers_fp8_model(tmp_path):
-    model = llama(recipes.blockwise())
-    to_safetensors(model, tmp_path / "out")
-    import transformers
-    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
-
-    config = transformers.FineGrainedFP8Config.from_dict(quantization_config(tmp_path / "out"))
-    plain = transformers.LlamaForCausalLM(model.config).bfloat16()
-    theirs = replace_with_fp8_linear(plain, config.modules_to_not_convert, config, pre_quantized=True).state_dict()
-    ours = read(tmp_path / "out")
-    assert {key: (t.dtype, t.shape) for key, t in ours.items()} == {
-        key: (t.dtype, t.shape) for key, t in theirs.items()
-    }
 
 
 @pytest.mark.parametrize(("n", "k"), [(64, 64), (256, 128), (128, 384), (300, 200)])
@@ -354,15 +444,6 @@ def test_a_model_that_cannot_be_stored_is_refused(tmp_path, build, message):
     assert not any(tmp_path.iterdir())
 
 
-def test_two_layers_of_one_weight_are_both_written(tmp_path):
-    model = two_layers()
-    model["b"].weight = model["a"].weight
-    to_safetensors(model, tmp_path / "out")
-    stored = read(tmp_path / "out")
-    assert torch.equal(stored["a.weight"].float(), stored["b.weight"].float())
-    assert torch.equal(stored["a.weight_scale_inv"], stored["b.weight_scale_inv"])
-
-
 def test_a_folder_in_use_is_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ExportError, match="is not empty"):
@@ -437,15 +518,6 @@ def test_the_codes_are_those_of_the_forward(recipe, situation, training):
         net(torch.randn(32, 256))
     assert same_codes(pairs, operands)
     assert [name for name, *_ in pairs] == ["0.weight", "1.weight", "2.weight"]
-
-
-def test_training_and_evaluation_differ_under_a_delayed_recipe():
-    net = layers("delayed")
-    optimizer = torch.optim.SGD(net.parameters(), lr=10.0)
-    for _ in range(3):
-        step(net, optimizer)
-    scales = [[float(scale) for _, _, scale in fp8(net.train(mode), "per-tensor")] for mode in (True, False)]
-    assert scales[0] != scales[1]
 
 
 def test_asking_changes_nothing():
@@ -584,17 +656,10 @@ def sharded_cells():
 
 @pytest.mark.parametrize(("recipe", "stored", "mixed", "training"), sharded_cells())
 def test_a_sharded_model_gives_the_codes_that_its_forward_gathers(pool, recipe, stored, mixed, training):
-    ranks = pool.run(forward_operands.compare_sharded, (2,), recipe, stored, mixed, training)
+    ranks = pool.run(compare_sharded, (2,), recipe, stored, mixed, training)
     assert ranks == [[], []]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("shape", [(1,), (2, 2), (3,)])
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
-def test_on_other_meshes(pool, recipe, shape):
-    assert not any(pool.run(forward_operands.compare_sharded, shape, recipe, False, False, True))
-
-
 def test_one_sharded_tensor_is_held_at_a_time(pool):
-    peak, codes = pool.run(forward_operands.sharded_peak, (2,))[0]
+    peak, codes = pool.run(sharded_peak, (2,))[0]
     assert peak < codes / 2

@@ -15,7 +15,7 @@ from octavo import E4M3, PerBlock, PerRow, PerTensor, recipes
 from octavo.errors import ExportError
 from octavo.export import iterate_fp8, to_safetensors
 from octavo.export.layouts import LAYOUTS, entries, scale_shape
-from tests.support.forward_operands import seen_operands
+from tests.export.test_checkpoints import seen_operands
 from tests.support.helpers import to_fp8
 from tests.support.pool import Pool
 

@@ -12,7 +12,7 @@ import octavo
 from octavo import recipes
 from octavo.errors import MissingExtraError
 from octavo.export.checkpoints import iterate_fp8
-from octavo.export.loading import load_fp8, places_of_experts, split_stored
+from octavo.export.loading import load_fp8, split_stored
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 from tests.support.helpers import every_layer, to_fp8
 from tests.support.memory import peak_bytes
@@ -416,20 +416,6 @@ def test_an_absent_library_is_named(tmp_path, monkeypatch):
 safetensors = pytest.importorskip("safetensors.torch")
 
 EXPERTS = "model.layers.0.mlp.experts"
-
-
-def test_where_each_experts_tensors_lie() -> None:
-    model = octavo.convert(mixtral(), recipes.dynamic(), every_layer, "fp8")
-    places = places_of_experts(model)
-    assert places.keys() == {f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"}
-    of_hub = "model.layers.0.block_sparse_moe.experts"
-    assert places[f"{EXPERTS}.gate_up_proj"] == {
-        f"{of_hub}.{expert}.{name}.weight": (expert, rows)
-        for name, rows in (("w1", slice(0, 256)), ("w3", slice(256, 512)))
-        for expert in range(3)
-    }
-    assert places[f"{EXPERTS}.down_proj"][f"{of_hub}.2.w2.weight"] == (2, slice(0, 128))
-    assert places_of_experts(octavo.restore(model)) == {}
 
 
 def test_what_save_pretrained_writes_is_for_the_same_model(tmp_path) -> None:

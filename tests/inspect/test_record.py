@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import E5M2, recipes
-from tests.support.inspected import network, train
+from tests.inspect.test_recorder import network, train
 
 np = pytest.importorskip("numpy")
 

@@ -23,7 +23,7 @@ from octavo.inspect.report import COLUMNS, table, to_html, to_json
 
 np = pytest.importorskip("numpy")
 
-from tests.support.made_records import made, put  # noqa: E402
+from tests.inspect.test_findings import made, put  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 LIMIT = 3_000_000  # bytes of a page

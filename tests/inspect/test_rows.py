@@ -8,7 +8,7 @@ import pytest
 import octavo
 from octavo import PerRow, PerTensor, recipes
 from octavo.inspect.report import to_json
-from tests.support.inspected import network, train
+from tests.inspect.test_recorder import network, train
 
 np = pytest.importorskip("numpy")
 

@@ -117,6 +117,7 @@ def test_kernels_under_compute_sanitizer(
     assert capsys.readouterr().out.split("\n")[:3] == ["memcheck: ok", "racecheck: found faults", "initcheck: status 1"]
 
 
+@pytest.mark.full
 def test_emulated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subjects.module_of("emulated"), "SHAPE", (64, 128))
     output = run("emulated", "--only", "amax", "--architectures", "90", "--no-write")
@@ -189,19 +190,6 @@ def check_overlap(path: Path) -> None:
 
 
 @pytest.mark.full
-def test_steps_of_optimizers(run: Run, tmp_path: Path) -> None:
-    run("optimizer_step", "--toy", "--output", tmp_path / "steps.csv")
-    check_steps(tmp_path / "steps.csv")
-
-
-@pytest.mark.full
-def test_updates_in_backward(run: Run, tmp_path: Path) -> None:
-    output = run("update_overlap", "--toy", "--output", tmp_path / "overlap.csv")
-    check_overlap(tmp_path / "overlap.csv")
-    assert "MISSED" not in output
-
-
-@pytest.mark.full
 def test_stored_weights(run: Run, tmp_path: Path) -> None:
     run("stored_weights", "--toy", "--seeds", "0", "--output", tmp_path / "weights.csv")
     rows = {(row["weights"], row["beta2"]): row for row in rows_of(tmp_path / "weights.csv")}
@@ -267,13 +255,6 @@ def test_tune_writes_a_table(run: Run, tmp_path: Path) -> None:
     assert '"measured_on": "emulated-sm-90' in written
     unchanged = [line.rstrip(",") for line in TABLE.read_text().splitlines() if '"cast_rows"' in line]
     assert all(line in written for line in unchanged)
-
-
-@pytest.mark.full  # what is counted is held in tests/distributed/test_bytes.py too
-def test_communication() -> None:
-    """Counted bytes are those of the formulas."""
-    output = run_apart("communication", "--ranks", "2", "--layers", "1", "--no-write")
-    assert "ok: the formulas give every count exactly" in output
 
 
 @pytest.mark.full
@@ -346,6 +327,7 @@ def test_a_run_of_quality_that_is_stopped_goes_on_bit_for_bit(tmp_path: Path) ->
         )
 
 
+@pytest.mark.full
 def test_quality(run: Run, tmp_path: Path) -> None:
     options = "--toy", "--seeds", "0", "--state", tmp_path, "--output", tmp_path / "quality.csv"
     run("quality", *options, "--experiments", "bf16", "dynamic, head too")
@@ -358,6 +340,7 @@ def test_quality(run: Run, tmp_path: Path) -> None:
     assert "0 of 1 runs are left" in run("quality", *options, "--experiments", "bf16", "--list")
 
 
+@pytest.mark.full
 def test_gradient_error(run: Run, tmp_path: Path) -> None:
     options = "--toy", "--batches", "2", "--groups", "recipe", "rounding", "--state", tmp_path
     run("gradient_error", *options, "--output", tmp_path / "error.csv")
@@ -380,6 +363,7 @@ def test_simulated_roundings_are_the_librarys(name: str) -> None:
     torch.testing.assert_close(torch.autograd.grad(found, (x, layer.weight), grad), expected, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.full
 def test_simulated_stochastic_rounding_and_hadamard_transforms_are_right_on_average() -> None:
     torch = importlib.import_module("torch")
     rounding = importlib.import_module("benchmarks.training.gradient_rounding")

@@ -15,6 +15,7 @@ study = importlib.import_module("benchmarks.distributed.fp8_reduce")
 simulated = importlib.import_module("benchmarks.distributed.fp8_reduce_ranks")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("servers", [(2,), pytest.param((4,), marks=pytest.mark.full), (2, 2)])
 @pytest.mark.parametrize(
     "options",

@@ -64,11 +64,6 @@ def test_whatever_is_frozen(recipe):
                 torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5, msg=f"{name} of {needs}")
 
 
-def test_nothing_needs_a_gradient():
-    module = mlp().requires_grad_(False)
-    assert not module(torch.randn(T, K)).requires_grad
-
-
 @pytest.mark.parametrize("frozen", [(), ("norm",), ("fc1",), ("fc2",), ("norm", "fc1"), ("fc1", "fc2")], ids=str)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_delayed_state_is_committed_once_a_backward_as_in_the_parts(frozen, micro_batches):
@@ -92,22 +87,6 @@ def test_delayed_state_is_committed_once_a_backward_as_in_the_parts(frozen, micr
                 assert rows == [0, 0, 0]  # no backward reaches it
             else:
                 assert rows == [count * micro_batches] * 3
-
-
-def test_two_forwards_then_two_backwards_and_a_retained_graph():
-    module = linear(recipe="delayed")
-    a, b = module(torch.randn(T, K)), module(torch.randn(T, K))
-    a.sum().backward()
-    b.sum().backward(retain_graph=True)
-    b.sum().backward()
-    assert module.linear.delayed_amax_history.ne(0).sum(1).tolist() == [2, 2, 2]  # the second of b commits nothing
-    module = mlp(recipe="mx")
-    y = module(torch.randn(T, K))
-    y.sum().backward(retain_graph=True)
-    first = gradients(module)
-    module.zero_grad()
-    y.sum().backward()
-    assert_equal(gradients(module), first)
 
 
 @each_norm

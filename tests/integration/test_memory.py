@@ -32,6 +32,7 @@ def stack(*widths: int, activation: type[nn.Module] | None = None) -> nn.Module:
     return nn.Sequential(*(layers[:-1] if activation else layers)).bfloat16()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", FP8_RECIPES)
 @pytest.mark.parametrize(
     ("widths", "activation", "tokens", "most"),
@@ -74,7 +75,7 @@ def test_nothing_is_saved_for_a_gradient_that_nobody_asked_for(frozen, x_require
     assert sum(t.numel() for t in saved if t.dtype.itemsize == 1) == numel
 
 
-FEW = [pytest.param(n, marks=[] if n in ("rowwise", "mx") else pytest.mark.full) for n in FP8_RECIPES]
+FEW = [pytest.param(n, marks=[] if n == "mx" else pytest.mark.full) for n in FP8_RECIPES]  # mx needs most
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -126,8 +127,8 @@ def test_a_transformer_block_saves(name, norm, saved, most):
     assert saved_bytes(ours, x) <= most * in_bf16
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "mx" else pytest.mark.full) for n in FP8_RECIPES])
-def test_the_most_that_a_transformer_blocks_step_needs(name, monkeypatch):  # mx needs most
+@pytest.mark.parametrize("name", FEW)
+def test_the_most_that_a_transformer_blocks_step_needs(name, monkeypatch):
     monkeypatch.setattr(codes, "CHUNK", 1 << 13)  # scratch, small beside activations, as it is with more tokens
     monkeypatch.setattr(chunked_cast, "KEPT", 1 << 15)
 

@@ -90,29 +90,7 @@ def check_compiled(net: Net, kind: str) -> None:
     assert_equal(train(net, kind, compiled, micro_batches=1), expected)
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
-def test_frozen_layers_inside_a_recomputed_region(kind):
-    net = to_fp8(Net(), recipes.delayed(3))
-    net.blocks[0][0].requires_grad_(False)
-    net.blocks[1].requires_grad_(False)
-    assert_equal(train(net, kind), train(net, "none"))
-
-
-def test_a_frozen_layer_at_the_start_of_a_recomputed_region():
-    net = to_fp8(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)), recipes.delayed(3))
-    net[0].requires_grad_(False)
-    results = []
-    for recompute in (False, True):
-        model = copy.deepcopy(net)
-        generator = torch.Generator().manual_seed(3)
-        for step in range(3):
-            x = (step + 1) * torch.randn(8, 16, generator=generator)
-            y = checkpoint(model, x, use_reentrant=False) if recompute else model(x)
-            y.square().sum().backward()
-        results.append({**gradients(model), **octavo.nn.delayed_state_dict(model)})
-    assert_equal(*results)
-
-
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
 @pytest.mark.parametrize("kind", FUSED)
 @pytest.mark.parametrize("name", [*FP8_RECIPES, "saved"])

@@ -118,9 +118,8 @@ def test_it_trains_as_bf16_does_and_resumes_bit_for_bit(kind: str, how: str, tmp
     assert_alike(trained(trainer_of(tmp_path, kind, [fp8(recipes.delayed())], **HOW[how]), resume=True), ours)
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama", *(pytest.param(k, marks=pytest.mark.full) for k in [*tiny_models.MODELS][1:])]
-)
+@pytest.mark.full  # of Llama and its like tests/integration/test_hugging_face.py does so without a Trainer
+@pytest.mark.parametrize("kind", tiny_models.MODELS)
 def test_what_it_saves_is_read_and_generates_the_same(kind: str, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, kind, [fp8(recipes.dynamic())], max_steps=1, save_strategy="no")
     model = trainer.accelerator.unwrap_model(trained(trainer).model, keep_fp32_wrapper=False)  # without its autocast

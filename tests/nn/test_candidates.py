@@ -10,8 +10,8 @@ from torch.nn import functional as F
 import octavo
 from octavo import recipes
 from octavo.nn.candidates import MIN_FEATURES, features, large_enough, past_reads
+from tests.nn.test_convert import LEFT_ALONE
 from tests.support.helpers import every_layer, to_fp8
-from tests.support.left_alone import LEFT_ALONE
 
 BIG = MIN_FEATURES
 

@@ -1,5 +1,4 @@
 import copy
-import io
 
 import pytest
 import torch
@@ -8,13 +7,85 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.two_tensor import TwoTensor
 
 import octavo
 from octavo import recipes
 from octavo.nn import convert as convert_file
-from tests.support.helpers import FP8_RECIPES, assert_equal, every_layer, gradients, sqnr, to_fp8
-from tests.support.left_alone import COMPUTED, LEFT_ALONE, Block, foreign
+from tests.support.helpers import assert_equal, every_layer, gradients, sqnr, to_fp8
+
+
+class Block(nn.Module):
+    def __init__(self, size: int = 32) -> None:
+        super().__init__()
+        self.up = nn.Linear(size, 2 * size)
+        self.down = nn.Linear(2 * size, size, bias=False)
+        self.up_again = self.up  # a second name for the same module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up_again(self.down(self.up(x)))))
+
+
+class Special(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def legacy_weight_norm(layer: nn.Module) -> nn.Module:
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        return nn.utils.weight_norm(layer)
+
+
+class Twice(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+# What makes a layer's weight a result of other parameters.
+COMPUTED = {
+    "register_parametrization": lambda layer: parametrize.register_parametrization(layer, "weight", Twice()),
+    "parametrizations.weight_norm": parametrizations.weight_norm,
+    "parametrizations.orthogonal": parametrizations.orthogonal,
+    "utils.weight_norm": legacy_weight_norm,
+    "utils.spectral_norm": nn.utils.spectral_norm,
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+}
+
+
+def with_own_forward() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    layer.forward = lambda x: x
+    return layer
+
+
+def of_another_library() -> nn.Module:
+    """As torchao's quantised weights: tensors that are wrapped."""
+    layer = nn.Linear(8, 8)
+    layer.weight = foreign(layer.weight)
+    return layer
+
+
+def foreign(weight: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(TwoTensor(weight.detach(), weight.detach().clone()))
+
+
+LEFT_ALONE = {
+    "subclass": lambda: Special(8, 8),
+    "attention": lambda: nn.MultiheadAttention(8, 2),
+    "parametrized": lambda: parametrizations.weight_norm(nn.Linear(8, 8)),
+    "parametrized bias": lambda: parametrize.register_parametrization(nn.Linear(8, 8), "bias", Twice()),
+    "weight_norm": lambda: legacy_weight_norm(nn.Linear(8, 8)),
+    "own forward": with_own_forward,
+    "float64": lambda: nn.Linear(8, 8, dtype=torch.float64),
+    "float8": lambda: nn.Linear(8, 8).requires_grad_(False).to(torch.float8_e4m3fn),
+    "embedding": lambda: nn.Embedding(8, 8),
+    "bilinear": lambda: nn.Bilinear(8, 8, 8),
+    "conv": lambda: nn.Conv2d(8, 8, 1),
+    "lazy": lambda: nn.LazyLinear(8),
+    "another library": of_another_library,
+}
 
 
 @pytest.fixture
@@ -51,14 +122,6 @@ def test_in_place_and_everything_stays():
     assert repr(net.down) == "Linear(in_features=64, out_features=32, bias=False)"
 
 
-def test_a_root_linear():
-    layer = nn.Linear(8, 8)
-    assert to_fp8(layer, recipes.dynamic()) is layer
-    assert type(layer) is octavo.nn.Linear
-    assert octavo.restore(layer) is layer
-    assert type(layer) is nn.Linear
-
-
 def test_a_converted_layer_computes_as_a_built_one():
     net = to_fp8(nn.Linear(32, 16), recipes.blockwise())
     built = octavo.nn.Linear(32, 16, recipe=recipes.blockwise())
@@ -79,14 +142,6 @@ def test_converting_again_changes_the_recipe_and_adds_layers():
     with pytest.warns(UserWarning, match=r"converted nothing: select returned False \(\d such, first up\)"):
         octavo.convert(net, recipes.mx(), lambda module, name: False)
     assert net.up.recipe == recipes.rowwise()
-
-
-def test_a_transformer_layer():
-    net = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, dropout=0.0, batch_first=True)
-    to_fp8(net, recipes.dynamic())
-    assert type(net.linear1) is type(net.linear2) is octavo.nn.Linear
-    net(torch.randn(2, 5, 32)).square().sum().backward()
-    assert all(p.grad is not None for p in net.parameters())
 
 
 @pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)
@@ -180,70 +235,6 @@ def test_errors_change_nothing(monkeypatch):
         assert type(net.up) is octavo.nn.Linear and net.up.recipe == recipes.mx()
 
 
-def test_an_optimizer_made_before_goes_on():
-    net = Block()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    x = torch.randn(64, 32)
-    target = x.roll(1, dims=1)
-    losses = []
-    for step in range(60):
-        if step == 10:
-            to_fp8(net, recipes.delayed())
-        elif step == 40:
-            octavo.restore(net)
-        loss = (net(x) - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[59] < losses[39] < losses[9] < losses[0]
-
-
-def test_plain_checkpoints_load_both_ways():
-    plain, ours = Block(), to_fp8(Block(), recipes.delayed())
-    ours(torch.randn(2, 32)).sum().backward()
-    assert ours.load_state_dict(plain.state_dict(), strict=True) == ([], [])
-    assert_equal(ours.state_dict(), plain.state_dict())
-    file = io.BytesIO()
-    torch.save(ours.state_dict(), file)
-    file.seek(0)
-    other = Block()
-    assert other.load_state_dict(torch.load(file, weights_only=True), strict=True) == ([], [])
-    assert_equal(other.state_dict(), plain.state_dict())
-
-
-def test_tied_weights_stay_tied():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(16, 32)
-            self.head = nn.Linear(32, 16, bias=False)
-            self.head.weight = self.embedding.weight
-
-        def forward(self, tokens):
-            return self.head(self.embedding(tokens))
-
-    net = to_fp8(Tied(), recipes.dynamic())
-    assert net.head.weight is net.embedding.weight
-    assert len(list(net.parameters())) == 1
-    net(torch.arange(16)).logsumexp(-1).sum().backward()
-    assert copy.deepcopy(net).head.weight.shape == (16, 32)
-    octavo.restore(net)
-    assert net.head.weight is net.embedding.weight
-
-
-@pytest.mark.parametrize("between", [n for n in FP8_RECIPES if n != "delayed"] + ["high_precision"])
-def test_the_delayed_state_begins_anew_after_a_spell_under_another_recipe(between):
-    net = to_fp8(Block(), recipes.delayed(4))
-    net(torch.randn(4, 32)).sum().backward()
-    before = octavo.nn.delayed_state_dict(net)
-    octavo.set_recipe(net, recipes.delayed(4, "most_recent"))
-    assert_equal(octavo.nn.delayed_state_dict(net), before)
-    assert octavo.set_recipe(net, getattr(recipes, between)()) is net
-    octavo.set_recipe(net, recipes.delayed(4))
-    assert not any(state.any() for state in octavo.nn.delayed_state_dict(net).values())
-
-
 def test_high_precision_is_the_plain_model():
     plain = Block()
     net = octavo.set_recipe(to_fp8(copy.deepcopy(plain), recipes.dynamic()), recipes.high_precision())
@@ -263,25 +254,6 @@ def test_a_subclass_of_octavos_linear():
     assert type(layer) is Mine
     assert layer.recipe == recipes.mx()
     assert type(octavo.restore(layer)) is nn.Linear
-
-
-def test_nothing_to_restore():
-    net = Block()
-    assert octavo.restore(net) is net
-    assert type(net.up) is nn.Linear
-
-
-def test_compiled_after_conversion_and_converted_after_compilation():
-    x = torch.randn(4, 32)
-    for order in ("convert first", "compile first"):
-        net = Block()
-        if order == "convert first":
-            to_fp8(net, recipes.dynamic())
-        compiled = torch.compile(net, backend="aot_eager")
-        compiled(x)
-        if order == "compile first":
-            octavo.convert(net, recipes.dynamic(), select=every_layer)
-        assert torch.equal(compiled(x), net(x))
 
 
 def test_restoring_named_splits_leaves_them_in_high_precision():

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import recipes
@@ -132,16 +131,6 @@ def test_parts_follow_recipes_of_their_own() -> None:
     assert all(sqnr(found[key], value) > 18 for key, value in expected.items() if value.any())
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["delayed", "saved"])
-def test_checkpoints_change_nothing(name: str, reentrant: bool) -> None:
-    experts = experts_of(RECIPES[name]())
-    other = copy.deepcopy(experts)
-    for seed in range(2):
-        recomputed = results(other, lambda *a: checkpoint(other, *a, use_reentrant=reentrant), seed)
-        assert_equal(results(experts, seed=seed), recomputed)
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "name",
@@ -198,29 +187,6 @@ def test_wrong_input_is_refused(name: str) -> None:
         experts.double()(x.double(), index, weights)
     with pytest.raises(ValueError, match="activation='tanh'"):
         Experts(E, H, N, "tanh")
-
-
-def sharded_run(mesh: Any, recipe: str) -> float:
-    """The largest difference of two steps under fully_shard from the same on one rank; the tokens are the same."""
-    from torch.distributed.fsdp import fully_shard
-
-    experts = experts_of(FP8_RECIPES[recipe](), bias=True)
-    sharded = copy.deepcopy(experts)
-    fully_shard(sharded, mesh=mesh)
-    found = []
-    for net in (experts, sharded):
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for seed in range(2):
-            for part in results(net, seed=seed).values():
-                found.append(part.full_tensor() if hasattr(part, "full_tensor") else part)
-            optimizer.step()
-    half = len(found) // 2
-    return max(float((a - b).abs().max()) for a, b in zip(found[:half], found[half:], strict=True))
-
-
-@pytest.mark.parametrize("recipe", ["delayed", pytest.param("rowwise", marks=pytest.mark.full)])
-def test_equal_under_fsdp2(pool: Any, recipe: str) -> None:
-    assert pool.run(sharded_run, (2,), recipe) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,7 +1,5 @@
 import copy
-import io
 import itertools
-import pickle
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from octavo.kernels.activations import ACTIVATIONS
 from octavo.kernels.reference.activation import produced
 from octavo.nn.fused import activate
 from tests.support.combinations import each_pair
-from tests.support.fused_cases import LINEARS, in_float64, in_parts, linear, mlp, results
+from tests.support.fused_cases import LINEARS, in_float64, linear, mlp, results
 from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, sqnr
 
 T, K, N = 40, 64, 48
@@ -168,14 +166,6 @@ def test_a_replaced_part_is_called(kind):
     assert torch.equal(restored(x), octavo.set_recipe(module, recipes.high_precision())(x))
 
 
-@each_recipe
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_parts_compute_the_same(recipe, activation):
-    module = mlp("layer_norm", recipe, activation=activation)
-    x, grad = torch.randn(T, K), torch.randn(T, K)
-    assert_near(results(module, x, grad), results(in_parts(module), x, grad), db=15)  # relu's slope jumps
-
-
 @each_module
 @pytest.mark.parametrize("zero", [False, True])
 def test_finite_differences_in_high_precision(kind, zero):
@@ -235,46 +225,6 @@ def test_without_gradients_no_more_is_done_than_the_output(kind, recipe):
     assert all(p.grad is not None for p in module.parameters())
     if before:
         assert_equal(octavo.nn.delayed_state_dict(module), before)
-
-
-@each_module
-@each_recipe
-def test_copies_pickles_and_state_dicts(kind, recipe):
-    module = ALL_FOUR[kind](recipe=recipe)
-    x, grad = torch.randn(T, K), torch.randn(T, width_of(module))
-    results(module, x, grad)  # a cached weight, a history
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    loaded = ALL_FOUR[kind](recipe=recipe)
-    loaded.load_state_dict(module.state_dict())
-    octavo.nn.load_delayed_state_dict(loaded, octavo.nn.delayed_state_dict(module))
-    others = copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(file, weights_only=False), loaded
-    expected = results(module, x, grad)
-    for other in others:
-        assert is_fused(other)
-        assert_equal(results(other, x, grad), expected)
-        assert octavo.nn.delayed_state_dict(other).keys() == octavo.nn.delayed_state_dict(module).keys()
-        for name, state in octavo.nn.delayed_state_dict(other).items():
-            assert torch.equal(state, octavo.nn.delayed_state_dict(module)[name])
-
-
-@each_module
-def test_from_the_meta_device(kind):
-    module = ALL_FOUR[kind](recipe="delayed", device="meta", zero_centered_gamma=True)
-    assert module(torch.empty(2, 3, K, device="meta")).shape == (2, 3, width_of(module))
-    module.to_empty(device="cpu")
-    for part in module.children():
-        part.reset_parameters()
-    assert not module.norm.weight.any()
-    x, grad = torch.randn(T, K), torch.randn(T, width_of(module))
-    found, truth = results(module, x, grad), results(in_float64(module), x.double(), grad.double())
-    assert all(sqnr(found[name], truth[name]) > 15 for name in found)
-    assert all(state.any() for state in octavo.nn.delayed_state_dict(module).values())
-    source = ALL_FOUR[kind](recipe="delayed", zero_centered_gamma=True)
-    assigned = ALL_FOUR[kind](recipe="delayed", device="meta", zero_centered_gamma=True)
-    assigned.load_state_dict(source.state_dict(), assign=True)
-    assert torch.equal(assigned(x), source(x))
 
 
 def test_a_replaced_part_is_split_too():

@@ -12,7 +12,7 @@ from octavo import recipes
 from octavo.nn import gather
 from octavo.tensor import pair
 from octavo.tensor.fsdp2 import GatheredWeight, ShardedWeight
-from tests.support.fsdp_situations import EVEN, RECIPES, SITUATIONS, batch, built, off, sharded_blocks
+from tests.distributed.test_fsdp import EVEN, RECIPES, SITUATIONS, batch, built, off, sharded_blocks
 from tests.support.helpers import to_fp8
 
 

@@ -2,14 +2,13 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import kernels, recipes
@@ -120,21 +119,6 @@ def test_experts_share_a_delayed_history() -> None:
                 layer.bias[expert] = parameters[expert][1]  # whose gradient is added in another order
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", FP8_RECIPES)
-def test_checkpoints_change_nothing(name: str, reentrant: bool) -> None:
-    layer, sizes = layer_of(FP8_RECIPES[name]()), [3, 4, 0, 2]
-    other = copy.deepcopy(layer)
-    for step in range(2):
-        found = []
-        for net, call in ((layer, layer), (other, lambda *a: checkpoint(other, *a, use_reentrant=reentrant))):
-            x, grad = batch(sizes, seed=step)
-            net.zero_grad()
-            call(x, offsets_of(sizes)).backward(grad)
-            found.append(gradients(net) | {"x": x.grad} | octavo.nn.delayed_state_dict(net))
-        assert_equal(*found)
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n != "gw_hp")) for n in RECIPES])
 @each_dtype
@@ -153,32 +137,6 @@ def test_compiled_it_is_one_graph_whatever_the_routing(name: str, dtype: torch.d
             found.append(gradients(net) | {"x": x.grad, "y": y} | octavo.nn.delayed_state_dict(net))
         assert_equal(*found)
     assert counter.frame_count == 1
-
-
-def trained(update: Callable[[nn.Module, Any], Any]) -> nn.Module:
-    layer, sizes = layer_of(recipes.delayed(), dtype=torch.bfloat16), [3, 0, 17, 2]
-    step = update(layer, octavo.optim.AdamW(layer.parameters(), lr=0.01))
-    for seed in range(3):
-        x, grad = batch(sizes, dtype=torch.bfloat16, seed=seed)
-        layer(x, offsets_of(sizes)).backward(grad)
-        step()
-    return layer
-
-
-def test_octavos_optimizers_update_it_after_or_in_backward() -> None:
-    import octavo.optim
-
-    def after(layer: nn.Module, optimizer: Any) -> Callable[[], None]:
-        return lambda: (optimizer.step(), optimizer.zero_grad())  # type: ignore[return-value]
-
-    def within(layer: nn.Module, optimizer: Any) -> Callable[[], None]:
-        octavo.optim.update_in_backward(optimizer)
-        return optimizer.step
-
-    a, b = trained(after), trained(within)
-    assert_equal(a.state_dict(), b.state_dict())
-    assert_equal(octavo.nn.delayed_state_dict(a), octavo.nn.delayed_state_dict(b))
-    assert not torch.equal(a.weight, layer_of(recipes.delayed(), dtype=torch.bfloat16).weight)
 
 
 def test_recipes_change_and_return_as_of_any_module() -> None:

@@ -174,13 +174,6 @@ def test_a_cast_before_backward_raises_there(recipe):
         loss.backward()
 
 
-def test_a_copy_casts_its_own_weights():
-    net = model(recipes.dynamic())
-    octavo.nn.KeptWeights(net).cast()
-    assert forward_casts(copy.deepcopy(net)) == 4
-    assert forward_casts(net) == 2
-
-
 def test_what_cannot_be_kept():
     with pytest.raises(ValueError, match="no layer's weight can be kept"):
         octavo.nn.KeptWeights(model(recipes.rowwise()))

@@ -1,7 +1,6 @@
 """Weights that live in FP8 under FSDP2: what is gathered, trained, saved and loaded."""
 
 import copy
-import math
 from typing import Any
 
 import pytest
@@ -10,14 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import UnsupportedOpError, recipes
-from octavo.tensor.fsdp2 import GatheredWeight
 from octavo.tensor.stored_weight import StoredWeight, local_stored
 from tests.support.byte_counter import GATHER, REDUCE, ByteCounter
 from tests.support.sharded_weights import (
@@ -114,87 +111,30 @@ def test_torchs_optimizers_are_told_the_remedy(mesh):
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
-OPTIONS: dict[str, Any] = {
-    "": {},
-    "kept gathered": {"reshard_after_forward": False},
-    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "mixed precision": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
-}
 
-
-def train(mesh: Any, net: Any, call: Any, frozen: bool = False) -> dict[str, torch.Tensor]:
-    net[2].weight.requires_grad_(not frozen)
-    optimizer, losses = adamw(net), []
-    for step in range(3):
-        loss = call(batch(step, dist.get_rank())).float().square().mean()
-        loss.backward()
-        losses.append(loss.detach())
-        if not isinstance(net[0].weight, DTensor):
-            average(net, mesh)
-        optimizer.step()
-        optimizer.zero_grad()
-    return held(net, optimizer) | {"losses": torch.stack(losses)}
-
-
-def beside_replicas(mesh: Any, recipe: str, option: str, how: str) -> list[str]:
-    """What differs between training a sharded model and one that every rank has."""
+def beside_replicas(mesh: Any, recipe: str) -> list[str]:
+    """What differs between training a sharded model in mixed precision and one that every rank has."""
     found = []
-    for net in (sharded(recipe, mesh, **OPTIONS[option]), model(recipe)):
-        call = (lambda x, net=net: checkpoint(net, x, use_reentrant=False)) if how == "checkpointed" else net
-        found.append(train(mesh, net, call, how == "frozen"))
-        if hasattr(net, "reshard"):
-            for module in net.modules():
-                if hasattr(module, "reshard"):
-                    module.reshard()
-    losses = [run.pop("losses") for run in found]
-    return differences(*found, mesh) + ["losses"] * (not torch.equal(*losses))
-
-
-@each_recipe
-@pytest.mark.parametrize(
-    ("option", "how"), [("", ""), ("", "checkpointed"), ("", "frozen")] + [(name, "") for name in OPTIONS if name]
-)
-def test_training_equals_that_of_replicas(pool, recipe, option, how):
-    assert pool.run(beside_replicas, (2,), recipe, option, how, seconds=60) == [[]] * 2
-
-
-@pytest.mark.parametrize("shape", [(1,), pytest.param((2, 2), marks=pytest.mark.full)], ids=["one rank", "replicas"])
-@both
-def test_replicas_of_shards_and_one_rank(pool, recipe, shape):
-    assert pool.run(beside_replicas, shape, recipe, "", "", seconds=60) == [[]] * math.prod(shape)
-
-
-def on_one_batch(mesh: Any) -> bool:
-    """Whether training on one batch everywhere is that of one process, and all ranks gather its codes in the end."""
-    losses, nets = [], [sharded("dynamic", mesh), model("dynamic")]
-    for net in nets:
-        optimizer = adamw(net)
+    for net in (sharded(recipe, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), model(recipe)):
+        optimizer, losses = adamw(net), []
         for step in range(3):
-            loss = net(batch(step, 0)).float().square().mean()
-            loss.backward()
+            losses.append(net(batch(step, dist.get_rank())).float().square().mean())
+            losses[-1].backward()
+            if not isinstance(net[0].weight, DTensor):
+                average(net, mesh)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
-        optimizer.state_dict()
-    expected = [part for p in nets[1].parameters() for part in (p.qdata.view(torch.uint8), p.scale_inv)]
-    gathered = whole_codes(nets[0])
-    return losses[:3] == losses[3:] and all(torch.equal(*pair) for pair in zip(gathered, expected, strict=True))
+        for module in net.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        found.append((held(net, optimizer), torch.stack(losses)))
+    (own, losses), (whole, expected) = found
+    return differences(own, whole, mesh) + ["losses"] * (not torch.equal(losses, expected))
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_training_where_ranks_have_no_rows(pool, ranks):
-    assert pool.run(on_one_batch, (ranks,), seconds=60) == [True] * ranks
-
-
-def whole_codes(net: Any) -> list[torch.Tensor]:
-    found = []
-    for module in net:
-        if isinstance(module, nn.Linear):
-            module.unshard()
-            assert isinstance(module.weight, GatheredWeight)
-            found += [module.weight.qdata.view(torch.uint8).clone(), module.weight.scale_inv.clone()]
-            module.reshard()
-    return found
+@both
+def test_training_in_mixed_precision_equals_that_of_replicas(pool, recipe):
+    assert pool.run(beside_replicas, (2,), recipe, seconds=60) == [[]] * 2
 
 
 def counted(mesh: Any, recipe: str) -> list[Any]:

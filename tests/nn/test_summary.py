@@ -5,8 +5,8 @@ from torch import nn
 import octavo
 from octavo import recipes
 from octavo.nn.parted_linear import divide
+from tests.nn.test_convert import COMPUTED, LEFT_ALONE, Block
 from tests.support.helpers import to_fp8
-from tests.support.left_alone import COMPUTED, LEFT_ALONE, Block
 
 REASONS = {
     "subclass": "a subclass of Linear (Special)",

@@ -1,10 +1,232 @@
 """Linear layers under torch's own parallelize_module compute what one rank computes, for every recipe."""
 
+from __future__ import annotations
+
+import copy
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import parallel as torch_parallel
+from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.support import fused_parallel as fused
+import octavo
+from octavo import distributed as ours
 from tests.support import parallel_tasks as tasks
+from tests.support.byte_counter import ByteCounter
+from tests.support.helpers import CountOps
+from tests.support.parallel_tasks import RECIPES, block_plan, differences, small, step, whole
+
+KINDS: dict[str, dict[str, Any]] = {
+    "LayerNormLinear": {"out_features": {"query": 256, "key": 128}, "bias": True},
+    "RMSNormLinear": {"out_features": {"all": 256}, "bias": False, "return_norm_output": True},
+    "LayerNormMLP": {"ffn_hidden_size": 512, "activation": "reglu", "bias": True},
+    "RMSNormMLP": {"ffn_hidden_size": 512, "activation": "relu", "bias": False},
+}
+
+
+class Whole(nn.Module):
+    """A fused module of exact sums, whose outputs are one tensor: all splits, and the norm's if it is returned."""
+
+    def __init__(self, kind: str, recipe: str) -> None:
+        super().__init__()
+        self.of = getattr(octavo.nn, kind)(256, **KINDS[kind], eps=0.0, recipe=RECIPES[recipe])
+        for parameter in self.parameters():
+            parameter.data.copy_(small(*parameter.shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.of(x)
+        if isinstance(self.of, octavo.nn.RMSNormLinear):
+            (y,), normed = found
+            return torch.cat([y, whole(normed)], -1)
+        return torch.cat(found, -1) if isinstance(found, tuple) else found
+
+
+def plan_of(module: Any, sequence: bool, styles: Any = ours, **sending: Any) -> dict[str, Any]:
+    layout: Any = Shard(1) if sequence else Replicate()
+    plan = {"of.norm": styles.SequenceParallel()} if sequence else {}
+    if module.of.linear_parts == ("linear",):
+        return plan | {"of.linear": styles.ColwiseParallel(input_layouts=layout, output_layouts=Replicate(), **sending)}
+    second = styles.RowwiseParallel(output_layouts=layout, **sending)
+    return plan | {"of.fc1": styles.ColwiseParallel(input_layouts=layout, **sending), "of.fc2": second}
+
+
+def signs(*shape: int) -> Tensor:
+    """As many of each in a row, which a norm without eps leaves as they are."""
+    return torch.rand(shape).argsort(-1).remainder(2).mul(2).sub(1).float()
+
+
+def fused(mesh: Any, recipe: str, kind: str, sequence: bool, exact: bool = False) -> tuple[Any, ...]:
+    """(whether it ran as one; differences from one rank of two steps; bytes, and those of its parts; same state)."""
+    alone = Whole(kind, recipe)
+    model = copy.deepcopy(alone)
+    parallelize_module(model, mesh, plan_of(model, sequence, exact=exact))
+    apart = copy.deepcopy(model)
+    apart.of._can_fuse = lambda: False
+    x, rank, found = signs(2, 256, 256), mesh.get_local_rank(), []
+    g = small(*alone(x).shape)
+
+    def own(tensor: Tensor, sharded: bool = sequence) -> Tensor:
+        return tensor.chunk(mesh.size(), 1)[rank].contiguous() if sharded else tensor
+
+    scattered = sequence and model.of.linear_parts != ("linear",)
+    for _ in range(2):
+        wanted = step(alone, x, g)
+        wanted |= {"y": own(wanted["y"], scattered), "x": own(wanted["x"])}
+        sent = []
+        for one in (model, apart):
+            with ByteCounter() as counter, CountOps() as ops:
+                made = step(one, own(x), own(g, scattered))
+            sent.append(sum(counter.bytes.values()))
+            if one is model:
+                found.append(differences(wanted, joined(made, model.of)))
+                as_one = "norm_cast" in ops.calls or "norm_cast_two_scalings" in ops.calls
+    states = octavo.nn.delayed_state_dict(model)
+    same = all(torch.equal(states[name], state) for name, state in octavo.nn.delayed_state_dict(alone).items())
+    return as_one, found, sent, same
+
+
+def joined(found: dict[str, Tensor], module: Any) -> dict[str, Tensor]:
+    """With one weight and bias where a layer has splits, as on one rank."""
+    for part in module.linear_parts:
+        for name in ("weight", "bias"):
+            splits = [f"of.{part}.{split}.{name}" for split in getattr(module, part).splits or ()]
+            if splits and splits[0] in found:
+                found[f"of.{part}.{name}"] = torch.cat([found.pop(split) for split in splits])
+    return found
+
+
+def not_fused(mesh: Any, why: str) -> bool:
+    """Whether a module whose parts have to run one after the other ran as one."""
+    module = Whole("RMSNormMLP", "dynamic")
+    styles = torch_parallel if why == "torch's styles" else ours
+    plan = plan_of(module, True, styles)
+    if why == "another layout":
+        plan["of.fc1"] = ours.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+        plan["of.fc2"] = ours.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    parallelize_module(module, mesh, plan)
+    if why == "a hook":
+        module.of.fc1.register_forward_hook(lambda *_: None)
+    with CountOps() as ops:
+        module(signs(2, 128, 256)).sum().backward()
+    return "norm_cast" in ops.calls
+
+
+def begun(mesh: Any) -> list[float]:
+    """By how much two first forwards differ from one rank's: of a module that is no copy, of random weights, by rms."""
+    torch.manual_seed(1)
+    alone = octavo.nn.RMSNormMLP(256, 512, activation="relu", bias=False, recipe=octavo.recipes.delayed())
+    model = octavo.nn.RMSNormMLP(256, 512, activation="relu", bias=False, recipe=octavo.recipes.delayed())
+    model.load_state_dict(alone.state_dict())
+    x, found = torch.randn(2, 64, 256), []
+    layouts: dict[str, Any] = {"fc1": ours.ColwiseParallel(input_layouts=Shard(1))}
+    layouts |= {"norm": ours.SequenceParallel(), "fc2": ours.RowwiseParallel(output_layouts=Shard(1))}
+    parallelize_module(model, mesh, layouts)
+    for _ in range(2):
+        wanted = alone(x).chunk(mesh.size(), 1)[mesh.get_local_rank()]
+        made = model(x.chunk(mesh.size(), 1)[mesh.get_local_rank()])
+        found.append(((getattr(made, "_local_tensor", made) - wanted).norm() / wanted.norm()).item())
+    return found
+
+
+def frozen_norm(mesh: Any) -> list[bool]:
+    norm = nn.LayerNorm(16)
+    norm.weight.requires_grad_(False)
+    parallelize_module(norm, mesh, ours.SequenceParallel())
+    return [norm.weight.requires_grad, norm.bias.requires_grad]
+
+
+SUMMED_BY_RANKS = ("out.bias", "fc2.bias")  # in eager, where each has the gradient of its tokens
+
+
+def on_another_mesh(mesh: Any) -> list[str]:
+    """What a layer whose input is gathered says to one that lies on other ranks, or on two dimensions of a mesh."""
+    layer, said = octavo.nn.Linear(256, 256), []
+    parallelize_module(layer, mesh["shard"], ours.ColwiseParallel(input_layouts=Shard(0)))
+    for other, placements in ((mesh["replicate"], [Shard(0)]), (mesh, [Replicate(), Shard(0)])):
+        with pytest.raises(ValueError) as caught:
+            layer(DTensor.from_local(torch.randn(4, 256), other, placements))
+        said.append(str(caught.value))
+    return said
+
+
+class Scaled(nn.Module):
+    """Whose first layer under ColwiseParallel reads smaller numbers than the module's input, of which others read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first, self.second = (nn.Linear(256, 256) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(self.first(x)) * 2.0**-14)
+
+
+def of_another_scale(mesh: Any) -> tuple[float, float, float]:
+    """How the second step under a delayed recipe differs from that of one rank; so the first of a resumed run.
+
+    And a step of the model's copy, in high precision.
+    """
+    alone = octavo.convert(Scaled(), RECIPES["delayed"], lambda module, name: True)
+    resumed, model = copy.deepcopy(alone), copy.deepcopy(alone)
+    whole_input = ours.PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+    first, last = ours.ColwiseParallel(), ours.ColwiseParallel(output_layouts=Replicate())
+    for net in (model, resumed):
+        parallelize_module(net, mesh, {"": whole_input, "first": first, "second": ours.RowwiseParallel(), "last": last})
+
+    def differ(net: Any, alone: Any = alone) -> float:
+        alone.zero_grad(), net.zero_grad()
+        x = torch.randn(8, 256)
+        alone(x).sum().backward(), net(x.chunk(mesh.size())[mesh.get_local_rank()]).sum().backward()
+        gradients = ({name: whole(p.grad) for name, p in own.named_parameters()} for own in (alone, net))
+        return max(differences(*gradients).values())
+
+    differ(model)
+    found = differ(model)
+    octavo.nn.load_delayed_state_dict(resumed, octavo.nn.delayed_state_dict(alone))
+    copies = [copy.deepcopy(net) for net in (model, alone)]
+    for net in copies:
+        octavo.set_recipe(net, octavo.recipes.high_precision())
+    return found, differ(resumed), differ(*copies)
+
+
+def trained(mesh: Any, recipe: str, kind: str) -> list[list[str]]:
+    """The gradients of two steps that an embedding and two equal modules have in compiled graphs alone.
+
+    Each module is compiled by itself, under FSDP2 and sequence parallelism; for both there is to be one graph.
+    """
+    found, like = [], {"norm": "layer_norm", "bias": True, "recipe": RECIPES[recipe]}
+    for compiled in (False, True):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        blocks: list[Any] = [
+            Whole(kind, recipe) if kind in KINDS else octavo.nn.TransformerBlock(256, 64, 4, **like) for _ in range(2)
+        ]
+        model = octavo.convert(nn.Sequential(nn.Embedding(64, 256), *blocks), RECIPES[recipe])
+        plan = {"0": ours.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))}
+        of_block = plan_of(blocks[0], True, exact=True) if kind in KINDS else block_plan(True, exact=True)
+        plan |= {f"{index}.{name}": style for index in (1, 2) for name, style in of_block.items()}
+        parallelize_module(model, mesh["shard"], plan)
+        for block in blocks:
+            if compiled:
+                block.compile(backend="aot_eager", fullgraph=True)
+            fully_shard(block, mesh=mesh["replicate"])
+        fully_shard(model, mesh=mesh["replicate"])
+        optimizer = torch.optim.SGD(
+            [p for name, p in model.named_parameters() if not name.endswith(SUMMED_BY_RANKS)], 1e-2
+        )
+        for _ in range(2):
+            with torch._dynamo.config.patch(error_on_recompile=True):
+                model(torch.randint(64, (2, 256))).square().mean().backward()
+            optimizer.step()
+            found.append({name: whole(p.grad) for name, p in model.named_parameters()})
+            optimizer.zero_grad()
+    limits = dict.fromkeys(found[0], 0.0) | {name: 1e-6 for name in found[0] if name.endswith(SUMMED_BY_RANKS)}
+    apart = (differences(*pair) for pair in zip(found[:2], found[2:], strict=True))
+    return [[name for name, most in limits.items() if not one[name] <= most] for one in apart]
+
 
 EXACT = ("power of two", "rowwise", "gw_hp", "blockwise", "mx", "high_precision")  # where sums of few bits are exact
 
@@ -43,11 +265,11 @@ ONE_AFTER_THE_OTHER = {("high_precision", False), ("high_precision", True), ("gw
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(2,), pytest.param((4,), marks=pytest.mark.full)])
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("kind", fused.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", tasks.RECIPES)
 def test_fused_modules_stay_fused_and_equal_one_rank(pool, recipe, kind, sequence, shape):
     """Bit for bit where sums are exact, with the bytes of their parts."""
-    for as_one, (first, second), (sent, of_parts), same_state in pool.run(fused.fused, shape, recipe, kind, sequence):
+    for as_one, (first, second), (sent, of_parts), same_state in pool.run(fused, shape, recipe, kind, sequence):
         assert as_one == ((recipe, sequence) not in ONE_AFTER_THE_OTHER)
         limit = 0.0 if kind.startswith("RMS") and recipe in EXACT else 2e-6
         assert max(*first.values(), *second.values()) <= limit
@@ -56,7 +278,7 @@ def test_fused_modules_stay_fused_and_equal_one_rank(pool, recipe, kind, sequenc
 
 @pytest.mark.parametrize("why", ["torch's styles", "another layout", "a hook"])
 def test_what_wants_to_see_parts_run_one_after_the_other(pool, why):
-    assert pool.run(fused.not_fused, (2,), why) == [False, False]
+    assert pool.run(not_fused, (2,), why) == [False, False]
 
 
 def test_made_on_the_meta_device(pool):

@@ -1,10 +1,6 @@
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import octavo
 from octavo import RecipeMap, recipes
@@ -12,7 +8,7 @@ from octavo.nn import SelfAttention, TransformerBlock, rotary_table
 from octavo.nn.transformer import rotate
 from tests.support.combinations import each_pair
 from tests.support.fused_cases import in_float64, results, shaken
-from tests.support.helpers import FP8_RECIPES, assert_equal, sqnr
+from tests.support.helpers import FP8_RECIPES, sqnr
 
 B, C, W, H, FFN = 2, 24, 64, 4, 96
 
@@ -108,17 +104,6 @@ def test_against_float64(case):
             assert sqnr(tensor, truth[name]) > 11, name
 
 
-def test_finite_differences_in_high_precision():
-    module = TransformerBlock(8, 6, 2, 1, recipe=recipes.high_precision(), dtype=torch.float64, bias=True)
-    tensors = [torch.randn(1, 3, 8, dtype=torch.float64), *(p.detach() for p in module.parameters())]
-    names = [name for name, _ in module.named_parameters()]
-
-    def call(x, *parameters):
-        return torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), (x,))
-
-    torch.autograd.gradcheck(call, [tensor.requires_grad_() for tensor in tensors])
-
-
 def test_the_parts_are_fused_modules_with_their_options():
     module = TransformerBlock(W, FFN, H, norm="layer_norm", activation="relu", eps=1e-3, bias=True, device="meta")
     assert type(module.attention.qkv) is octavo.nn.LayerNormLinear and type(module.mlp) is octavo.nn.LayerNormMLP
@@ -160,40 +145,6 @@ def test_wrong_arguments(arguments, options, message):
         TransformerBlock(*arguments, **options)
 
 
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_copies_pickles_state_dicts_and_restoration(recipe):
-    module = block(recipe)
-    x, grad = torch.randn(B, C, W), torch.randn(B, C, W)
-    results(module, x, grad)
-    others = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
-    expected = results(module, x, grad)
-    for other in others:
-        assert_equal(results(other, x, grad), expected)
-    other = block(recipe)
-    other.load_state_dict(module.state_dict())
-    octavo.restore(other)
-    octavo.set_recipe(module, recipes.high_precision())
-    assert_equal(results(other, x, grad), results(module, x, grad))
-    assert_equal(other.state_dict(), module.state_dict())
-
-
-def test_separate_layers_load():
-    module = block()
-    state, separate = module.state_dict(), {}
-    for name, tensor in state.items():
-        prefix, _, parameter = name.rpartition(".")
-        splits = getattr(module.get_submodule(prefix), "splits", None)
-        if splits is None:
-            separate[name] = tensor
-        else:
-            parts = zip(splits, tensor.split([*splits.values()]), strict=True)
-            separate |= {f"{prefix}.{split}.{parameter}": rows for split, rows in parts}
-    assert {"attention.qkv.linear.key.weight", "mlp.fc1.gate.weight", "mlp.fc2.weight"} <= separate.keys()
-    other = block()
-    assert other.load_state_dict(separate, strict=True) == ([], [])
-    assert_equal(other.state_dict(), state)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype):
     module = block("rowwise")
@@ -224,24 +175,3 @@ def test_few_tokens_or_none(shape):
     y = block()(x)
     y.sum().backward()
     assert y.shape == x.grad.shape == shape
-
-
-def test_it_learns():
-    """To repeat the sequence shifted by one, which takes attention and positions."""
-    torch.manual_seed(1)
-    tokens = torch.randint(16, (8, 17))
-    losses = {}
-    for recipe in ("high_precision", "delayed"):
-        torch.manual_seed(0)
-        net = nn.ModuleList([nn.Embedding(16, W), block(kv_heads=2), nn.Linear(W, 16)])
-        octavo.set_recipe(net, getattr(recipes, recipe)())
-        optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
-        for _ in range(40):
-            x = net[0](tokens[:, :-1])
-            loss = F.cross_entropy(net[2](net[1](x)).flatten(0, 1), tokens[:, :-1].roll(1, dims=1).flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        losses[recipe] = loss.item()
-    assert losses["high_precision"] < 1.0
-    assert abs(losses["delayed"] - losses["high_precision"]) < 0.2

@@ -5,7 +5,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import E5M2, PerBlock, recipes
@@ -263,17 +262,6 @@ def test_frozen_weights_take_a_byte_and_pass_gradients_on(recipe):
         octavo.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@both
-def test_activation_checkpointing(recipe, reentrant):
-    model, x = net(recipe), inputs()
-
-    def call(x):
-        return checkpoint(model, x, use_reentrant=reentrant)
-
-    assert_equal(trace(model, x, call), trace(model, x))
-
-
 # --- recipes ----------------------------------------------------------------------------------------------------------
 
 
@@ -325,44 +313,6 @@ def test_compiled_equals_eager_and_is_compiled_once(recipe):
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert_equal(trained(model, call, xs), trained(eager, eager, xs))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-def on_ranks(mesh, init_sync, dtype):
-    """What DDP finds on this rank, what averaging by hand does, and the codes after a step; rank 0 begins of all."""
-    torch.manual_seed(0)
-    seed, batches = (mesh.get_rank() if init_sync else 0), torch.randn(2, T, K, dtype=dtype)
-    model = net("blockwise", seed=seed, dtype=dtype)
-    if seed:
-        model[0].weight.rest = None  # as of one that was loaded
-    parallel = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), init_sync=init_sync)
-    found = trace(model, batches[mesh.get_rank()], parallel)
-    parts = [trace(net("blockwise", dtype=dtype), x) for x in batches]
-    names = [name for name in parts[0] if name not in ("y", "dx")]
-    octavo.optim.AdamW(model.parameters(), lr=1e-2).step()
-    averaged = {name: parts[0][name] / 2 + parts[1][name] / 2 for name in names}
-    equal = all(torch.equal(found[name], averaged[name]) for name in names) and len(names) == 3
-    version = model[0].weight.qdata._version
-    nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group())
-    equal = equal and version == model[0].weight.qdata._version  # what it had already: its master goes on
-    return equal, {name: value.tolist() for name, value in codes(model).items()}
-
-
-@pytest.mark.parametrize("given", [(False, torch.bfloat16), (True, torch.float32)], ids=str)
-def test_ddp_averages_gradients(pool, given):
-    (equal, first), (also, second) = pool.run(on_ranks, (2,), *given, seconds=60)
-    assert equal and also and first == second and len(first) == 4
-
-
-def test_from_meta_to_initial_weights():
-    with torch.device("meta"):
-        model = net("delayed")
-    wanted = plain()
-    model.to_empty(device="cpu")
-    for found in (model, wanted):
-        torch.manual_seed(5)
-        for layer in (found[0], found[2]):
-            layer.reset_parameters()
-    assert_equal(codes(model), codes(store(wanted, recipes.delayed())))
 
 
 def test_a_move_keeps_the_parameter_its_attributes_hooks_and_gradient():
@@ -422,17 +372,6 @@ def test_every_micro_batch_casts_its_weight(recipe):
             loss = layer(torch.randn(T, K, requires_grad=True)).sum()
         assert ops.casts == 2
         loss.backward()
-
-
-def test_the_textbook_loop_trains():
-    layer, x, losses = octavo.nn.Linear(16, 16, bias=False), torch.randn(4, 16), []
-    for _ in range(4):
-        loss = layer(x).square().mean()
-        loss.backward()
-        losses.append(loss.item())
-        layer.weight.data.sub_(0.5 * layer.weight.grad)
-        layer.weight.grad.zero_()
-    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.5 * losses[0]
 
 
 def test_steps_are_counted_once_each():

@@ -112,32 +112,6 @@ def test_files_that_do_not_fit(stored):
         layer.load_state_dict({"weight_scale_inv": torch.ones(2, 3)})
 
 
-@pytest.mark.parametrize("stored", [False, True])
-def test_safetensors(stored, tmp_path):
-    files = pytest.importorskip("safetensors.torch")
-    source, target = net("blockwise"), net("blockwise", seed=1)
-    target = target if stored else widened(target, recipes.blockwise())
-    files.save_file(source.state_dict(), tmp_path / "weights.safetensors")
-    target.load_state_dict(files.load_file(tmp_path / "weights.safetensors"))
-    x = inputs()
-    assert torch.equal(target(x), source(x))
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("stored", [False, True])
-def test_checkpoints_of_torch_distributed(stored, tmp_path):
-    import torch.distributed.checkpoint as dcp
-
-    source, target = net("blockwise"), net("blockwise", seed=1)
-    dcp.save(source.state_dict(), checkpoint_id=tmp_path, no_dist=True)
-    state = net("blockwise", seed=1).state_dict()
-    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    target = target if stored else widened(target, recipes.blockwise())
-    target.load_state_dict(state)
-    x = inputs()
-    assert torch.equal(target(x), source(x))
-
-
 @pytest.mark.filterwarnings("ignore:.* layers have sizes over 128")
 @pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
 def test_an_export_has_the_stored_codes(recipe, tmp_path):

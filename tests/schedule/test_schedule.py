@@ -113,24 +113,6 @@ def test_an_upward_switch_changes_no_value_and_training_goes_on_as_without_it():
     assert runs[0][0] == runs[1][0] and 0 < gap < spread
 
 
-@pytest.mark.parametrize("at", [2, 4, 5, 7])
-def test_a_training_resumes_bit_for_bit_within_a_phase_and_across_a_switch(at):
-    phases = [LOWEST, UP, Phase(DELAYED, moments="fp8", master="split16", weight_storage="fp8", from_step=6)]
-    model, optimizer, schedule = started(*phases)
-    train(model, optimizer, schedule, range(at))
-    saved = copy.deepcopy((schedule.state_dict(), model.state_dict(), optimizer.state_dict()))
-    delayed = octavo.nn.delayed_state_dict(model)
-    train(model, optimizer, schedule, range(at, 9))
-    again, other, resumed = started(*phases)
-    resumed.load_state_dict(saved[0])
-    again.load_state_dict(saved[1])
-    other.load_state_dict(saved[2])
-    octavo.nn.load_delayed_state_dict(again, delayed)
-    train(again, other, resumed, range(at, 9))
-    assert same(tensors(model, optimizer), tensors(again, other))
-    assert resumed.switches == schedule.switches and resumed.state_dict() == schedule.state_dict()
-
-
 def test_a_resumed_schedule_reads_the_resolution_where_the_other_did():
     phases = [LOWEST, Phase(HIGH, when_update_below_resolution=0.1)]
 
@@ -274,40 +256,38 @@ def test_a_recovery_with_an_optimizer_of_torchs():
     assert same(before, tensors(model, optimizer)) and model[0].recipe == HIGH
 
 
-def test_a_recovery_resumes():
-    policy = Recovery(Phase(HIGH, moments="fp32"), steps=4, spike=None)
-    model, optimizer, schedule = started(Phase(LOW), recovery=policy)
-    train(model, optimizer, schedule, range(2))
-    faulty(model, schedule, optimizer, 2, spoil_gradient(model))
-    train(model, optimizer, schedule, range(3, 5))
-    saved = copy.deepcopy((schedule.state_dict(), model.state_dict(), optimizer.state_dict()))
-    train(model, optimizer, schedule, range(5, 9))
-    again, other, resumed = started(Phase(LOW), recovery=policy)
-    resumed.load_state_dict(saved[0])
-    assert again[0].recipe == HIGH
-    again.load_state_dict(saved[1])
-    other.load_state_dict(saved[2])
-    train(again, other, resumed, range(5, 9))
-    assert same(tensors(model, optimizer), tensors(again, other)) and resumed.switches == schedule.switches
+PROMOTED = Phase(DELAYED, moments="fp32", master="split32", weight_storage=None, from_step=4)
+THREE = [LOWEST, UP, Phase(DELAYED, moments="fp8", master="split16", weight_storage="fp8", from_step=6)]
+RESUMED = {  # phases, the rescue of a fault in the third step, and the step that is resumed at
+    **{f"step {at}": (THREE, None, at) for at in (2, 4, 5, 7)},
+    "in a recovery": ([Phase(LOW)], Phase(HIGH, moments="fp32"), 5),
+    "in a recovery, and the next phase is due": ([LOWEST, PROMOTED], Phase(HIGH), 5),
+}
 
 
-def test_a_recovery_resumes_after_the_next_phase_has_become_due():
-    phases = [LOWEST, Phase(DELAYED, moments="fp32", master="split32", weight_storage=None, from_step=4)]
-    policy = Recovery(Phase(HIGH), steps=4, spike=None)
-    model, optimizer, schedule = started(*phases, recovery=policy)
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_training_resumes_bit_for_bit(case):
+    phases, rescue, at = RESUMED[case]
+    recovery = None if rescue is None else Recovery(rescue, steps=4, spike=None)
+    model, optimizer, schedule = started(*phases, recovery=recovery)
     train(model, optimizer, schedule, range(2))
-    faulty(model, schedule, optimizer, 2, spoil_gradient(model))
-    train(model, optimizer, schedule, range(3, 5))
-    assert schedule.index == 1 and isinstance(model[0].weight, StoredWeight)
+    if recovery is not None:
+        faulty(model, schedule, optimizer, 2, spoil_gradient(model))
+    train(model, optimizer, schedule, range(2 if recovery is None else 3, at))
+    recipe, kind, index = model[0].recipe, type(model[0].weight), schedule.index
     saved = copy.deepcopy((schedule.state_dict(), model.state_dict(), optimizer.state_dict()))
-    train(model, optimizer, schedule, range(5, 9))
-    again, other, resumed = started(*phases, recovery=policy)
+    delayed = octavo.nn.delayed_state_dict(model)
+    train(model, optimizer, schedule, range(at, 9))
+    again, other, resumed = started(*phases, recovery=recovery)
     resumed.load_state_dict(saved[0])
-    assert isinstance(again[0].weight, StoredWeight) and again[0].recipe == HIGH
+    assert (again[0].recipe, type(again[0].weight), resumed.index) == (recipe, kind, index)
     again.load_state_dict(saved[1])
     other.load_state_dict(saved[2])
-    train(again, other, resumed, range(5, 9))
-    assert same(tensors(model, optimizer), tensors(again, other)) and resumed.switches == schedule.switches
+    octavo.nn.load_delayed_state_dict(again, delayed)
+    train(again, other, resumed, range(at, 9))
+    assert same(tensors(model, optimizer), tensors(again, other))
+    assert resumed.switches == schedule.switches
+    assert recovery is not None or resumed.state_dict() == schedule.state_dict()
 
 
 @pytest.mark.parametrize("make", [octavo.optim.AdamW, torch.optim.AdamW], ids=["octavo", "torch"])

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as torch_parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -260,26 +259,6 @@ def checkpointed_and_frozen(mesh: Any, recipe: str) -> tuple[dict[str, float], f
     return differences(*found), differences({"x": found[0]["x"]}, {"x": own.grad})["x"], counter.bytes[GATHER]
 
 
-def compiled(mesh: Any, recipe: str, sequence: bool, styles: str = "") -> tuple[float, list[str]]:
-    """(the difference between eager and compiled steps, the reasons of graph breaks)."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        model = convert(Attention(256, torch.float32) if sequence else Pair(256, 512, True), recipe)
-        plan = STYLES[styles](True) if sequence else {name: style() for name, style in PLAN.items()}
-        models.append(parallelize_module(model, mesh, plan))
-    x, g = small(2, 256, 256), small(2, 128 if sequence else 256, 256)
-    x = x.chunk(2, 1)[mesh.get_local_rank()].contiguous() if sequence else x
-    found = []
-    for called in (models[0], torch.compile(models[1], backend="aot_eager")):
-        found.append([step(called, x, g) for _ in range(2)])
-    named = [{name.removeprefix("_orig_mod."): value for name, value in one.items()} for one in found[1]]
-    worst = max(max(differences(*pair).values()) for pair in zip(found[0], named, strict=True))
-    return worst, list(torch._dynamo.utils.counters["graph_break"])
-
-
 def block_plan(sequence: bool, **sending: Any) -> dict[str, Any]:
     """That of a transformer block, replicated or sharded by tokens between its products."""
     layout: Any = Shard(1) if sequence else Replicate()
@@ -357,42 +336,6 @@ def tied(mesh: Any, recipe: str) -> tuple[bool, float, str]:
         parallelize_module(other, mesh, by_rows | {"head": ours.RowwiseParallel()})
     same = model.head.weight is model.embedding.weight
     return same, ((found - grad).abs().max() / grad.abs().max()).item(), str(caught.value)
-
-
-def llama(mesh: Any, recipe: str) -> float:
-    """The largest difference of a gradient of transformers' Llama from one rank's, of the largest."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 128}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    torch.manual_seed(0)
-    alone = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation="eager"))
-    model = copy.deepcopy(alone)
-    convert(alone, recipe), convert(model, recipe)
-    plan: dict[str, Any] = {"lm_head": ours.ColwiseParallel(output_layouts=Replicate())}
-    plan |= dict.fromkeys([f"model.layers.*.self_attn.{one}_proj" for one in "qkv"], ours.ColwiseParallel())
-    plan |= dict.fromkeys([f"model.layers.*.mlp.{one}_proj" for one in ("gate", "up")], ours.ColwiseParallel())
-    plan |= dict.fromkeys(("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"), ours.RowwiseParallel())
-    parallelize_module(model, mesh, plan)
-    tokens = torch.randint(128, (2, 16))
-    for own in (alone, model):
-        own(input_ids=tokens, labels=tokens).loss.backward()
-    one, other = ({name: whole(p.grad) for name, p in own.named_parameters()} for own in (alone, model))
-    return max(differences(one, other).values())
-
-
-def two_dimensions(mesh: Any, recipe: str) -> float:
-    """Layers sharded over a mesh's second dimension, and by FSDP2 over the first: the largest difference of a step."""
-    alone = Pair(256, 512, True)
-    model = parallel(copy.deepcopy(alone), mesh["shard"], recipe, True)
-    convert(alone, recipe)
-    for layer in (model.up, model.down, model):
-        fully_shard(layer, mesh=mesh["replicate"])
-    x, g, rank = small(4, 8, 256), small(4, 8, 256), mesh["replicate"].get_local_rank()
-    wanted = step(alone, x, g)
-    found = step(model, x.chunk(2)[rank], g.chunk(2)[rank] * 2)
-    wanted |= {"y": wanted["y"].chunk(2)[rank], "x": wanted["x"].chunk(2)[rank] * 2}
-    return max(differences(wanted, found).values())
 
 
 def from_meta(mesh: Any) -> tuple[bool, bool]:

@@ -193,13 +193,6 @@ def test_a_module_with_pairs_moves_loads_and_copies() -> None:
     assert meta.weight.is_meta and meta.weight.granularity == before.granularity
 
 
-def test_deepcopy_of_a_gradient_holder() -> None:
-    parameter = nn.Parameter(pair())
-    parameter.dequantize().sum().backward()
-    twin = copy.deepcopy(parameter)
-    assert torch.equal(twin.grad, parameter.grad) and twin.grad is not parameter.grad
-
-
 @each_granularity
 def test_to(granularity: Granularity) -> None:
     q = pair(granularity)
@@ -477,17 +470,6 @@ def test_transposing_twice_is_nothing(granularity: Granularity) -> None:
     q = tiles_of((7, 11), granularity)
     assert q.t().granularity == granularity.transposed() and q.t().t().granularity == granularity
     assert same_bits(q.t().t().qdata, q.qdata) and q.t().t().stride() == q.stride()
-
-
-@pytest.mark.parametrize("granularity", ALL, ids=str)
-def test_moves_of_transposed_pairs(granularity: Granularity) -> None:
-    q = tiles_of((10, 15), granularity).t()
-    for op in (lambda t: t[5:], lambda t: t[:, 3:6], lambda t: t.clone(), lambda t: t.to(torch.float16)):
-        try:
-            result = op(q)
-        except UnsupportedOpError:
-            continue
-        assert same_bits(result.dequantize(), op(q.dequantize()))
 
 
 @pytest.mark.parametrize("sizes", [[3, 3], [3, 5], [8, -1]], ids=str)

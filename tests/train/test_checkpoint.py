@@ -22,7 +22,7 @@ from octavo.train.checkpoint import (
     rows_to_tensor,
 )
 from octavo.train.loop import trained_model
-from tests.support.sharded_runs import changed, curve, nearly, train_on
+from tests.train.test_shard import changed, curve, nearly, train_on
 
 ROWS = [StepRow(1, 5.5, 1e-3, 1000.0), StepRow(2, 1 / 3, 2e-3, 2000.0, 4.25)]
 IDENTITY = {"width": 32, "recipe": "dynamic"}

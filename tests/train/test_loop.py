@@ -24,7 +24,7 @@ from octavo.train.checkpoint import HEADER
 from octavo.train.config import DataConfig, OptimizerConfig, RunConfig
 from octavo.train.loop import trained_model
 from octavo.train.progress import Progress
-from tests.support.sharded_runs import changed, train_on
+from tests.train.test_shard import changed, train_on
 
 
 @pytest.fixture
@@ -247,20 +247,6 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(config, tmp_path)
     assert curve(run(at(config, tmp_path, resume=True))) == curve(run(config))
 
 
-def test_a_finished_run_is_read_and_not_trained_again(config, tmp_path):
-    config = steps(config, 2)
-    first = run(at(config, tmp_path))
-    written = (tmp_path / "bf16" / "checkpoint.pt").stat().st_mtime_ns
-
-    def refuse(model):
-        raise AssertionError("it trains")
-
-    again = run(at(config, tmp_path, resume=True), hooks=Hooks(on_model=refuse))
-    assert [row.csv() for row in again.rows] == [row.csv() for row in first.rows]
-    assert again.final_validation == first.final_validation
-    assert (tmp_path / "bf16" / "checkpoint.pt").stat().st_mtime_ns == written
-
-
 def test_nothing_is_lost_to_a_second_run_in_the_same_folder(config, tmp_path):
     config = steps(config, 2)
     run(at(config, tmp_path))
@@ -281,20 +267,6 @@ def test_resuming_with_another_recipe_of_the_same_name(config, tmp_path):
     with pytest.raises(RunCheckpointError, match="has recipe"):
         run(at(config, tmp_path, resume=True), octavo.recipes.delayed(history_length=5), name="mine")
     assert run(at(config, tmp_path, resume=True), octavo.recipes.delayed(history_length=4), name="mine").steps == 4
-
-
-def test_an_interrupted_comparison_goes_on_and_trains_nothing_twice(config, tmp_path):
-    names, config = ["bf16", "dynamic", "delayed"], steps(config, 5)
-    whole = compare(at(config, tmp_path / "whole"), names)
-    parts = compare(at(config, tmp_path / "parts"), names, hooks=stop_after(7))
-    assert [(result.name, len(result.rows), result.interrupted) for result in parts] == [
-        ("bf16", 5, False),
-        ("dynamic", 2, True),
-    ]
-    seen = []
-    rest = compare(at(config, tmp_path / "parts", resume=True), names, hooks=Hooks(on_step=seen.append))
-    assert len(seen) == 3 + 5
-    assert [curve(result) for result in rest] == [curve(result) for result in whole]
 
 
 def test_recipes_start_from_the_same_weights_and_see_the_same_bytes(config):

@@ -16,7 +16,7 @@ from octavo.train.model import SPEED, Mixture, balance
 from octavo.train.trainer import build_model
 from tests.support.helpers import CountOps, assert_equal
 from tests.support.pool import Pool
-from tests.support.sharded_runs import changed, curve, nearly, train_on
+from tests.train.test_shard import changed, curve, nearly, train_on
 
 SIZES = ModelConfig(width=32, layers=2, heads=2, context=16, experts=4, top_k=2)
 

@@ -13,6 +13,7 @@ import tests.support.seams.alone
 import tests.support.seams.in_parts
 import tests.support.seams.on_ranks  # noqa: F401
 from tests.support.helpers import sqnr
+from tests.support.seams.alone import COMPILED
 from tests.support.seams.features import FEATURES, Feature
 from tests.support.seams.made import Made, Role
 from tests.support.seams.situations import SITUATIONS, Documented, Exact, Refused, Situation, Sound, Verdict
@@ -86,7 +87,7 @@ def noise(found: dict[str, Tensor], wanted: dict[str, Tensor], verdict: Sound) -
 
 
 def sample() -> set[Cell]:
-    """Each situation once and each feature at least three times, of cells that compute."""
+    """Each situation once, each feature at least three times, delayed scaling wherever one process runs eager code."""
     features, counts, chosen = list(FEATURES), dict.fromkeys(FEATURES, 0), set()
 
     def usable(cell: Cell) -> bool:
@@ -106,4 +107,5 @@ def sample() -> set[Cell]:
         cells = [cell for situation in SITUATIONS if usable(cell := (feature, situation))]
         for cell in cells[: max(0, 3 - counts[feature])]:
             take([cell])
-    return chosen
+    alone = [("delayed", situation) for situation, one in SITUATIONS.items() if not one.ranks and one.group != COMPILED]
+    return chosen | {cell for cell in alone if usable(cell)}
