@@ -20,7 +20,6 @@ torch.set_num_threads(1)  # a worker a core; and small tensors gain nothing by t
 LIMIT, SHARE, FAILS = 5.0, 0.01, 3
 # Tests that may take longer, and why.
 LONG = {
-    "tests/compile/test_around.py::test_sizes_of_batch_and_sequence[MLP-blockwise]": "compiles for several sizes",
     "tests/compile/test_around.py::test_micro_batches_on_an_unchanged_weight[recipe map]": "compiles two steps",
     "tests/distributed/test_compile.py::test_graphs_and_bits[in_one_graph-dynamic]": "compiles on two ranks",
     "tests/distributed/test_compile.py::test_graphs_and_bits[in_blocks-delayed]": "the same",

@@ -47,7 +47,7 @@ ADDED = {
                 "    cast = Cast(E4M3, PerBlock(32, 32), Dynamic(), True)\n"
                 '    return _linear("squares", cast, cast, cast)\n\n\n',
             ),
-        ],
+        ]
     },
     "a scaling": {
         "octavo/granularity.py": [
@@ -93,7 +93,7 @@ ADDED = {
                 "    convert_once(model, recipe, lambda module, name: True)\n"
                 "    return TrainingState(model)\n",
             )
-        ],
+        ]
     },
 }
 

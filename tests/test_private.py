@@ -108,7 +108,10 @@ def _private_names(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if _of_torch(alias.name)}
         elif isinstance(node, ast.Attribute):
-            path = ast.unparse(node)
+            names, owner = [node.attr], node.value
+            while isinstance(owner, ast.Attribute):
+                names, owner = [*names, owner.attr], owner.value
+            path = ".".join([owner.id if isinstance(owner, ast.Name) else "of an expression", *reversed(names)])
             if _of_torch(path) or node.attr in private.ATTRIBUTES:
                 found.add(path)
     return {path for path in found if _is_private(path)}

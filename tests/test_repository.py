@@ -1,6 +1,7 @@
 """The repository is symmetrical: tests mirror sources, files and functions stay small, the import stays light."""
 
 import ast
+import functools
 import itertools
 import os
 import subprocess
@@ -14,10 +15,12 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "octavo").rglob("*.py"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
+TILES, OF_STEPS = ("blocks", "lines", "rows", "tensor"), ("master_weights", "optimizer_state", "table")
 # Modules without a test file of their own, and why.
 NO_MIRROR = {
     "octavo/__main__.py": "two lines; tests/cli/test_command.py starts it",
-    "octavo/kernels/triton/table.py": "test_optimizer_step.py compares what whole steps store with the reference",
+    **{f"octavo/kernels/triton/cast_{tiles}.py": "test_cast.py casts by each of their tiles" for tiles in TILES},
+    **{f"octavo/kernels/triton/{name}.py": "test_optimizer_step.py compares whole steps" for name in OF_STEPS},
 }
 
 MAX_FILE_LINES = 800
@@ -27,6 +30,8 @@ MAX_EXAMPLE_LINES = 79
 # torch's own requirements, and a module that torch.distributed generates: parts of torch import them when first needed.
 OF_TORCH = {"filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy", "typing_extensions"}
 OF_TORCH |= {"torch", "_remote_module_non_scriptable"}
+
+parse = functools.cache(ast.parse)
 
 
 def name(path: Path) -> str:
@@ -45,7 +50,7 @@ def mirrors(source: str) -> list[str]:
 def long_functions(code: str) -> list[str]:
     """The functions of a module that are too long, a function's own docstring and decorators not counted."""
     found = []
-    for node in ast.walk(ast.parse(code)):
+    for node in ast.walk(parse(code)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if ast.get_docstring(node, clean=False) is not None:
@@ -58,7 +63,7 @@ def long_functions(code: str) -> list[str]:
 def code_lines(code: str) -> list[str]:
     """A module's lines without their indentation, docstrings, comments, imports and blank lines."""
     lines = code.splitlines()
-    for node in ast.walk(ast.parse(code)):
+    for node in ast.walk(parse(code)):
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if is_text or isinstance(node, ast.Import | ast.ImportFrom):
             lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
@@ -97,7 +102,7 @@ def test_a_class_has_a_name_of_its_own() -> None:
     """Classes and aliases of types, an underscore in front not counted: one word means one thing in all rooms."""
     found: dict[str, list[str]] = {}
     for source in SOURCES:
-        for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        for node in parse(source.read_text(encoding="utf-8")).body:
             target = node.targets[0] if isinstance(node, ast.Assign) else node
             word = getattr(target, "name", getattr(target, "id", ""))
             if isinstance(node, ast.ClassDef) or (word.lstrip("_")[:1].isupper() and not word.isupper()):
@@ -143,7 +148,7 @@ def test_import_needs_torch_only_says_nothing_and_leaves_triton_alone() -> None:
 def unsafe_reads(code: str) -> list[str]:
     """What could run code from a file: pickles, eval, exec, and torch.load without weights_only."""
     found = []
-    for node in ast.walk(ast.parse(code)):
+    for node in ast.walk(parse(code)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = {alias.name for alias in node.names} | {getattr(node, "module", "") or ""}
             found += [f"line {node.lineno}: {module}" for module in sorted(names & {"pickle", "marshal", "shelve"})]

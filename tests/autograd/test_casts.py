@@ -116,8 +116,7 @@ def test_gradients_commit_and_find_sums_once(recipe, asked, activated, column_su
     source = CastSource(grad, "gelu_tanh", torch.randn(48, 32)) if activated else grad
     amax = torch.full((1, 1), 2.0)
     plain, laid, state = on_both_devices(
-        monkeypatch,
-        lambda state: cast_grad_output(source, recipe, *asked, state, (amax, None), column_sum),
+        monkeypatch, lambda state: cast_grad_output(source, recipe, *asked, state, (amax, None), column_sum)
     )
     if recipe.delayed is None:
         return

@@ -30,9 +30,7 @@ def test_rows_know_their_group(sizes: list[int], rest: int) -> None:
 @each_sizes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("inner", "outer"), [(32, 16), (17, 9), (1, 8)])
-def test_products_in_high_precision_are_those_of_each_group(
-    sizes: list[int], rest: int, dtype: torch.dtype, inner: int, outer: int
-) -> None:
+def test_products_in_high_precision_are_those_of_each_group(sizes, rest, dtype, inner, outer):
     rows, groups, offsets = sum(sizes) + rest, len(sizes), offsets_of(sizes)
     x, b = torch.randn(rows, inner, dtype=dtype), torch.randn(groups, inner, outer, dtype=dtype)
     grad = torch.randn(rows, outer, dtype=dtype)

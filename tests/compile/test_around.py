@@ -2,16 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import octavo
-from tests.support.compile_cells import RECIPES, WHATS, WIDTH, What, batch, built, difference, mean_square
+from tests.support.compile_cells import RECIPES, WIDTH, What, batch, built, difference, mean_square
 from tests.support.helpers import FP8_RECIPES, to_fp8
 
-BLOCK = WHATS["TransformerBlock"]  # takes several times as long to trace as
 MLP = What(lambda layers: octavo.nn.RMSNormMLP(WIDTH, 48, "swiglu"))
 
 
@@ -69,23 +66,6 @@ def test_set_recipe_between_steps_compiles_once_for_each_distinct_recipe():
             mean_square(forward, x, target).backward()
     check_equal(model, eager)
     assert counter.frame_count == 3
-
-
-@in_recipes("blockwise")
-@pytest.mark.parametrize("what", [MLP, pytest.param(BLOCK, marks=pytest.mark.full)], ids=["MLP", "block"])
-def test_sizes_of_batch_and_sequence(recipe, what):
-    call, _ = compiled(dynamic=True)
-    model, eager = built(what, recipe), built(what, recipe)
-    several_blocks = [(9, 16), (10, 16), (11, 13), (12, 24), (9, 17)]
-    for step, (sequences, positions) in enumerate(several_blocks):
-        x, target = batch(what, step, sequences, positions)
-        model.zero_grad()
-        eager.zero_grad()
-        mean_square(lambda x: call(model, x), x, target).backward()
-        mean_square(eager, x, target).backward()
-        # not the backend's count: for sizes that are dynamic from the start torch asks it twice for the one graph
-        assert counters["stats"]["unique_graphs"] == 1
-    check_equal(model, eager)
 
 
 @in_recipes("recipe map")
@@ -152,24 +132,3 @@ def test_a_whole_hugging_face_llama():
         ours = counted(compiled_llama, model, 4)
         assert all(a <= b for a, b in zip(ours, in_bf16, strict=True)), (ours, in_bf16)
         assert sum(isinstance(module, octavo.nn.Linear) for module in model.modules()) == 8
-
-
-def under_ddp(mesh, recipe):
-    """(what is counted of a compiled model's training under DDP, its last gradients)."""
-    model = built(MLP, recipe)
-
-    def call(model, backend):
-        compiled = torch.compile(model, backend=backend)
-        parallel = nn.parallel.DistributedDataParallel(compiled, process_group=mesh.get_group())
-        return lambda step: parallel(batch(MLP, 2 * step + dist.get_rank())[0]).square().mean()
-
-    return counted(call, model, 4), torch.cat([p.grad.flatten() for p in model.parameters()]).tolist()
-
-
-@pytest.mark.full  # the default set has the gradients of the same, in tests/distributed/test_compile.py
-def test_ddp_of_a_compiled_model_makes_no_more_graphs(pool):
-    in_bf16 = pool.run(under_ddp, (2,), "high_precision")[0][0]
-    for recipe in ("delayed", "mx"):
-        (ours, gradients), (_, others) = pool.run(under_ddp, (2,), recipe)
-        assert gradients == others
-        assert all(x <= y for x, y in zip(ours, in_bf16, strict=True)), (ours, in_bf16)

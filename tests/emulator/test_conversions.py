@@ -133,23 +133,8 @@ def test_integers_to_floats(source: str, to: str) -> None:
 
 
 def test_floats_to_integers_saturate() -> None:
-    whole = [
-        0.0,
-        -0.0,
-        0.9,
-        -0.9,
-        2.5,
-        -2.5,
-        2.0**53,
-        -(2.0**62),
-        2.0**63,
-        -(2.0**63),
-        1e30,
-        -1e30,
-        np.inf,
-        -np.inf,
-        np.nan,
-    ]
+    whole = [0.0, -0.0, 0.9, -0.9, 2.5, -2.5, 2.0**53, -(2.0**62), 2.0**63, -(2.0**63), 1e30, -1e30]
+    whole += [np.inf, -np.inf, np.nan]
     low, high = -(1 << 63), (1 << 63) - 1
     want = [0, 0, 0, 0, 2, -2, 1 << 53, -(1 << 62), high, low, high, low, high, low, low]
     assert compute("cvt.rzi.s64.f32", np.array(whole, np.float32), out=np.int64).tolist() == want

@@ -138,38 +138,17 @@ def races(*steps: str, schedule: str = "together") -> None:
     )
 
 
-OWN, OTHER, READ, BARRIER = (
-    "st.shared.b32 [%r9], %t;",
-    "st.shared.b32 [%r7], %t;",
-    "ld.shared.b32 %r1, [%r7];",
-    "bar.sync 0;",
-)
+OWN, OTHER = "st.shared.b32 [%r9], %t;", "st.shared.b32 [%r7], %t;"
+READ, BARRIER = "ld.shared.b32 %r1, [%r7];", "bar.sync 0;"
+LOOK_AT, ADD = "ld.shared.b32 %r1, [memory];", "atom.shared.add.u32 %r1, [memory], 1;"
 RACES = {
     "read after write": (OWN, BARRIER, READ),
     "write after read": (OWN, BARRIER, READ, BARRIER, "st.shared.b32 [%r9], %r9;"),
     "write after write": (OWN, BARRIER, OTHER),
-    "write after a read by both": (
-        OWN,
-        BARRIER,
-        "ld.shared.b32 %r1, [memory];",
-        BARRIER,
-        "@%p1 st.shared.b32 [memory], 1;",
-    ),
-    "write by the other after a read by both": (
-        OWN,
-        BARRIER,
-        "ld.shared.b32 %r1, [memory];",
-        BARRIER,
-        "@!%p1 st.shared.b32 [memory], 1;",
-    ),
-    "a read after an atomic": (
-        OWN,
-        BARRIER,
-        "atom.shared.add.u32 %r1, [memory], 1;",
-        BARRIER,
-        "ld.shared.b32 %r1, [memory];",
-    ),
-    "an atomic after a read": (OWN, BARRIER, READ, BARRIER, "atom.shared.add.u32 %r1, [memory], 1;"),
+    "write after a read by both": (OWN, BARRIER, LOOK_AT, BARRIER, "@%p1 st.shared.b32 [memory], 1;"),
+    "write by the other after a read by both": (OWN, BARRIER, LOOK_AT, BARRIER, "@!%p1 st.shared.b32 [memory], 1;"),
+    "a read after an atomic": (OWN, BARRIER, ADD, BARRIER, LOOK_AT),
+    "an atomic after a read": (OWN, BARRIER, READ, BARRIER, ADD),
 }
 
 

@@ -45,16 +45,8 @@ def quotient(a: int, b: int) -> int:
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
-SAME = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul.lo": operator.mul,
-    "min": min,
-    "max": max,
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
-}
+SAME = {"add": operator.add, "sub": operator.sub, "mul.lo": operator.mul, "min": min, "max": max}
+SAME |= {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -172,14 +164,7 @@ def test_funnel_shift() -> None:
     holds("shf.l.wrap.b32", "u32 u32 u32 u32", lambda x, y, n: (x | y << 32) << (n & 31) >> 32, a, b, by)
 
 
-COMPARED = {
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-}
+COMPARED = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 
 
 @pytest.mark.parametrize("kind", [*TYPES, "b16", "b32", "b64"])

@@ -1,6 +1,5 @@
 """Flat arguments become values once, by the names that signatures.py gives them."""
 
-import re
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from octavo.kernels.arguments import (
     OperandPair,
     Output,
     Scaling,
-    check_norm,
     new_both_codes,
     sums_dtype,
     unpacking,
@@ -91,27 +89,3 @@ def test_sums_of_codes_are_float32() -> None:
         assert sums_dtype(dtype) == dtype
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         assert sums_dtype(dtype) == torch.float32
-
-
-@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize("shape", [(3, 5), (0, 5), (5, 0), (5, 1)], ids=str)
-def test_a_norm_of_fitting_vectors(shape: tuple[int, int], kind: str) -> None:
-    x, gamma = torch.empty(shape), torch.empty(shape[1])
-    check_norm(x, gamma, None, kind)
-    check_norm(x, gamma.bfloat16(), gamma, kind)
-
-
-@pytest.mark.parametrize("kind", ["layernorm", "LayerNorm", ""])
-def test_another_kind_of_norm_is_refused(kind: str) -> None:
-    with pytest.raises(ValueError, match=f"kind='{kind}': use 'layer_norm' or 'rms_norm'"):
-        check_norm(torch.empty(3, 5), torch.empty(5), None, kind)
-
-
-@pytest.mark.parametrize("shape", [(3,), (1,), (), (1, 5), (5, 1)], ids=str)
-def test_vectors_that_do_not_fit_are_refused_with_both_sizes(shape: tuple[int, ...]) -> None:
-    x, fits, other = torch.empty(3, 5), torch.empty(5), torch.empty(shape)
-    said = re.escape(f"of shape {list(shape)}: rows of x have 5 elements")
-    with pytest.raises(ValueError, match=f"gamma {said}"):
-        check_norm(x, other, None, "rms_norm")
-    with pytest.raises(ValueError, match=f"beta {said}"):
-        check_norm(x, fits, other, "layer_norm")

@@ -42,9 +42,7 @@ def test_one_warning_a_device_type(caplog: pytest.LogCaptureFixture, monkeypatch
     ]
 
 
-def test_no_warning_where_it_is_native_or_nothing_runs(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_warning_where_it_is_native_or_nothing_runs(caplog, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with caplog.at_level(logging.WARNING, logger="octavo"):
         warn_once_if_emulated(torch.device("cuda"))

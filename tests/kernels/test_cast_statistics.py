@@ -108,7 +108,7 @@ def empty_groups(count: int, device: torch.device | str = "cpu") -> tuple[Tensor
 IN_GROUPS: dict[str, Any] = {
     "tile": [ALL, (1, -1), (1, 32), (128, 128), (32, 1), (-1, 1)],
     "sizes": list(SIZES),
-    "cols": [40, 130],
+    "cols": [17, 40],
     "dtype": DTYPES,
     "fmt": FORMATS,
     "values": ["varied", "faults"],

@@ -10,24 +10,27 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.kernels import cpu, reference
-from tests.support.definitions import (
-    FLOAT32_MAX,
-    all_bfloat16,
-    all_codes,
-    boundaries,
-    read,
-    round_to_codes,
-    same_bits,
-)
+from tests.support.definitions import FLOAT32_MAX, all_bfloat16, all_codes, boundaries, read, round_to_codes, same_bits
+from tests.support.triton_cases import to
 
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 pytestmark = pytest.mark.parametrize("dtype", FORMATS, ids=["E4M3", "E5M2"])
 
 
-@pytest.fixture(autouse=True, params=[reference, cpu], ids=["reference", "cpu"])
-def _by_both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+TRITON = pytest.param(None, marks=pytest.mark.gpu, id="Triton")
+
+
+@pytest.fixture(autouse=True, params=[pytest.param(reference, id="reference"), pytest.param(cpu, id="cpu"), TRITON])
+def is_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Have casts and their inverse be this implementation's, of tensors on the CPU."""
+    own = None if request.param else request.getfixturevalue("kernels")
     for name in ("cast", "dequantize"):
-        monkeypatch.setattr(kernels, name, request.param.KERNELS[name])
+        if own is None:
+            monkeypatch.setattr(kernels, name, request.param.KERNELS[name])
+        else:
+            op = getattr(own, name)
+            monkeypatch.setattr(kernels, name, lambda *given, op=op: to("cpu", op(*to(own.device, given))))
+    return own is not None
 
 
 def decode(codes: Tensor, out: torch.dtype) -> Tensor:
@@ -45,9 +48,10 @@ def flush_denormal() -> Iterator[None]:
 def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Codes of x as it is, by way of a delayed scale of 1."""
     unit = torch.tensor([0.0, 1.0, 0.0])
-    qdata, _, scale_inv, _, _ = kernels.cast(x.reshape(1, -1), unit, 1, dtype, (-1, -1), True, 3)
+    wide = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % 256)).view(-1, 256)
+    qdata, _, scale_inv, _, _ = kernels.cast(wide, unit, 1, dtype, (-1, -1), True, 3)
     assert qdata.dtype == dtype and scale_inv.item() == 1.0
-    return qdata.view(x.shape)
+    return qdata.flatten()[: x.numel()].view(x.shape)
 
 
 def check_decode(codes: Tensor, out: torch.dtype) -> Tensor:
@@ -59,9 +63,8 @@ def check_decode(codes: Tensor, out: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("repeats", [1, 64])  # a few codes and many are read in two ways
 @pytest.mark.parametrize("flushes", [False, True])
-def test_every_code_reads_exactly(
-    dtype: torch.dtype, flushes: bool, repeats: int, out: torch.dtype, request: pytest.FixtureRequest
-) -> None:
+def test_every_code_reads_exactly(dtype, flushes, repeats, out, is_triton, request):
+    flushes = flushes and not is_triton  # which a GPU has no setting for
     if flushes:
         request.getfixturevalue("flush_denormal")
     codes = all_codes(dtype).repeat(repeats)

@@ -10,6 +10,8 @@ import torch
 from octavo.kernels import devices
 from octavo.kernels.cpu import KERNELS
 from octavo.kernels.devices import ON_CUDA, kernels_of, triton_kernels
+from octavo.kernels.reference.master_weights import MasterWeight
+from octavo.kernels.reference.optimizer_step import SgdGroup, WeightUpdate
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +47,7 @@ def test_an_optimizer_too_steps_by_the_reference_there(monkeypatch: pytest.Monke
     assert seen == [updates]
 
 
-def test_without_triton_it_runs_what_a_cpu_runs_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_triton_it_runs_what_a_cpu_runs_and_says_so(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setitem(sys.modules, "octavo.kernels.triton", None)
     monkeypatch.delattr("octavo.kernels.triton", raising=False)
@@ -65,3 +65,28 @@ def test_a_call_goes_to_the_kernels_of_its_device(monkeypatch: pytest.MonkeyPatc
     x = torch.empty(2, 2)  # of device index -1
     assert ON_CUDA["amax"](x, (1, -1)) == (-1, (1, -1))
     assert ON_CUDA["multi_tensor_cast"]([x], 1) == (-1, 1)
+
+
+GROUPS = [SgdGroup(0.5, 0.0, 0.0, 0.0, False, False)]
+FLAG, SCALE = torch.tensor(0.0), torch.tensor(2.0)
+
+
+def test_on_a_cpu_the_reference_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "kernels_of", lambda index: pytest.fail("Triton is for GPUs"))
+    master = MasterWeight(torch.ones(2, 3), "weight")
+    update = WeightUpdate(master, (), torch.ones(2, 3), torch.zeros(()), 0, 0, 0)
+    devices.optimizer_step([update], GROUPS, FLAG, SCALE, {})
+    devices.optimizer_step([update], GROUPS, torch.ones(()))
+    assert torch.equal(master.weight, torch.full((2, 3), 0.75)) and float(update.step) == 1.0
+    devices.optimizer_step([], GROUPS)
+
+
+def test_on_a_gpu_with_fp8_the_launch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("octavo.kernels.triton")
+    launched: list[Any] = []
+    monkeypatch.setattr(devices, "kernels_of", lambda index: triton.KERNELS)
+    monkeypatch.setattr(triton, "optimizer_step", lambda *args: launched.extend(args))
+    updates: Any = [SimpleNamespace(gradient=SimpleNamespace(is_cuda=True, get_device=lambda: 0))]
+    given = updates, GROUPS, FLAG, SCALE, {}, torch.zeros(2, dtype=torch.float64)
+    devices.optimizer_step(*given)
+    assert all(found is each for found, each in zip(launched, given, strict=True))

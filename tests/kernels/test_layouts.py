@@ -24,9 +24,7 @@ def test_the_reference_reads_any_strides(device: str) -> None:
 @pytest.mark.parametrize(
     ("capability", "needs"), [((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True), ((12, 0), True)]
 )
-def test_products_of_native_fp8_need_them(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], needs: bool
-) -> None:
+def test_products_of_native_fp8_need_them(monkeypatch, capability, needs):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert needs_transposed_codes(torch.device("cuda:0")) is needs
     assert contraction_multiple(torch.device("cuda:0")) == (16 if needs else 1)
@@ -66,9 +64,7 @@ def test_a_tile_holds_its_elements_and_zeros(shape: tuple[int, int], tile: tuple
 @each_tile
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_scale_reaches_its_tile_and_no_other(
-    dtype: torch.dtype, shape: tuple[int, int], tile: tuple[int, int]
-) -> None:
+def test_a_scale_reaches_its_tile_and_no_other(dtype, shape, tile):
     rows, cols = scale_grid(shape, tile)
     scale = torch.rand(rows, cols) + 1
     x = torch.randn(shape).to(dtype)
@@ -92,12 +88,3 @@ def test_multiplying_is_in_place_where_no_tile_is_ragged() -> None:
         result = multiply_tiles_(x, torch.full(scale_grid(x.shape, tile), 2.0), tile)
         assert (result.data_ptr() == x.data_ptr()) == whole
         assert bool((result == 2).all())
-
-
-@each_tile
-def test_strided_input(tile: tuple[int, int]) -> None:
-    x = torch.randn(10, 12).t()[::2, 1:]
-    tiled = as_tiles(x, tile)
-    for i, j, rows, cols in tiles_of(x.shape, tile):
-        part = x[rows, cols]
-        assert torch.equal(tiled[i, : part.shape[0], j, : part.shape[1]], part)

@@ -46,18 +46,6 @@ def test_all_codes_read_what_gfloat_says(fmt: Format) -> None:
 
 
 @FORMATS
-@pytest.mark.parametrize("code", [0, 1, 0x7E, 0x80, 0xFE, 0xFF])
-def test_a_few_codes_read_as_among_all(fmt: Format, code: int) -> None:
-    assert torch.equal(
-        decode_moment(ALL[code : code + 1], fmt).nan_to_num(7.0), values(fmt)[code : code + 1].nan_to_num(7.0)
-    )
-    assert decode_moment(ALL[:0], fmt).shape == (0,)
-    assert torch.equal(
-        decode_moment(ALL.view(16, 16).T, fmt).nan_to_num(7.0), values(fmt).view(16, 16).T.nan_to_num(7.0)
-    )
-
-
-@FORMATS
 @pytest.mark.parametrize("mode", [NEAREST, DOWN], ids=lambda mode: mode.name)
 def test_numbers_around_codes(fmt: Format, mode: gfloat.RoundMode) -> None:
     near = around_codes(positive(fmt).double())

@@ -90,16 +90,7 @@ def test_the_reference_is_one_cast_after_the_other(tile: tuple[int, int], scales
     ],
     ids=str,
 )
-def test_kernels(
-    tile: tuple[int, int],
-    scales: str,
-    pad: int,
-    fmt: torch.dtype,
-    dtype: torch.dtype,
-    transpose: bool,
-    kernels: TritonKernels,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kernels(tile, scales, pad, fmt, dtype, transpose, kernels, monkeypatch):
     use_small_tiles(kernels, monkeypatch)
     xs, delayed = weights(dtype), states(scales)
     expected = outputs(tile, fmt, pad, transpose)
@@ -113,13 +104,14 @@ def test_kernels(
     assert_counters_are_zero(kernels)
 
 
+@pytest.fixture(params=["triton", "reference"])
+def run(request: pytest.FixtureRequest, kernels: TritonKernels) -> Any:
+    return kernels.multi_tensor_cast if request.param == "triton" else REFERENCE["multi_tensor_cast"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tile", "scales"), [(ALL, "dynamic"), (ALL, "mixed"), ((128, 128), "dynamic")])
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_the_flag_leaves_everything_as_it_is(
-    tile: tuple[int, int], scales: str, implementation: str, kernels: TritonKernels
-) -> None:
-    run: Any = kernels.multi_tensor_cast if implementation == "triton" else REFERENCE["multi_tensor_cast"]
+def test_the_flag_leaves_everything_as_it_is(tile, scales, run, kernels):
     xs, delayed = to(kernels.device, weights()), to(kernels.device, states(scales))
     out = to(kernels.device, outputs(tile, E4M3))
     before = to("cpu", out)
@@ -144,16 +136,12 @@ def test_the_table_is_made_once_for_the_same_tensors(kernels: TritonKernels) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_no_tensors(implementation: str, kernels: TritonKernels) -> None:
-    run: Any = kernels.multi_tensor_cast if implementation == "triton" else REFERENCE["multi_tensor_cast"]
+def test_no_tensors(run: Any, kernels: TritonKernels) -> None:
     run([], [], [], [], [], [], WEIGHT, ALL, True, 0, None)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_what_one_launch_cannot_do_is_refused(implementation: str, kernels: TritonKernels) -> None:
-    run: Any = kernels.multi_tensor_cast if implementation == "triton" else REFERENCE["multi_tensor_cast"]
+def test_what_one_launch_cannot_do_is_refused(run: Any, kernels: TritonKernels) -> None:
     out = to(kernels.device, outputs(ALL, E4M3))
     xs = to(kernels.device, weights())
     for tile in ((1, -1), (3, 5), (256, 256)):
@@ -168,9 +156,7 @@ def test_what_one_launch_cannot_do_is_refused(implementation: str, kernels: Trit
 
 
 @pytest.mark.gpu
-def test_a_table_that_a_graph_reads_outlives_all_others(
-    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_that_a_graph_reads_outlives_all_others(kernels, monkeypatch):
     module, capturing = kernels.module("multi_tensor_cast"), False
     monkeypatch.setattr(module, "is_capturing", lambda: capturing)
     monkeypatch.setattr(module, "launch", lambda *_: None)

@@ -21,7 +21,7 @@ from octavo.scaling.delayed import State
 from tests.support.casts import of_norm, second
 from tests.support.definitions import same_bits
 from tests.support.groups import offsets_of
-from tests.support.passes import one_pass, same_state
+from tests.support.passes import one_pass
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TILES = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 128), (3, 5)]
@@ -268,49 +268,6 @@ def test_only_the_state_is_written() -> None:
         "cast_statistics": ["sums", "extremes"],
         "note_faults": ["found", "first"],
     }
-
-
-def test_the_ops_compile_in_one_graph() -> None:
-    def step(x: Tensor, scale: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-        q, _, scale_inv, amax, _ = kernels.cast(x, scale, 0, E4M3, (-1, -1), False, 0)
-        g, _, g_scale_inv, _ = kernels.cast_and_commit(x, scale, *others, amax, None, E5M2, False, 0, *UPDATE, False)
-        out = kernels.matmul(q, scale_inv, (-1, -1), g, g_scale_inv, (-1, -1), None, torch.float32, False)
-        return out, kernels.dequantize(q, scale_inv, (-1, -1), torch.float32)
-
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    eager_state, compiled_state = State.empty(2), State.empty(2)
-    for _ in range(3):
-        x = torch.randn(5, 6)
-        for eager, other in zip(step(x, *eager_state), compiled(x, *compiled_state), strict=True):
-            assert torch.equal(eager, other)
-        assert same_state(eager_state, compiled_state)
-    assert eager_state.scale.count_nonzero() == 2
-
-
-def test_a_gated_block_compiles_in_one_graph() -> None:
-    tile = (-1, -1)
-    w, gamma = torch.randn(8, 6), torch.ones(6)
-    w_pair = kernels.cast(w, None, 0, E4M3, tile, False, 0)[:3:2]
-
-    def step(x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
-        norm = of_norm(gamma, None, "rms_norm", 1e-5, True)
-        q, _, scale_inv, _, mean, rstd, _ = kernels.cast(x, None, 0, E4M3, tile, False, 0, **norm)
-        columns = second(E4M3, (-1, 1), False, 0)
-        two = kernels.cast(x, None, 0, E4M3, (1, -1), False, 0, True, **norm, **columns)
-        product = (q, scale_inv, tile, *w_pair, tile, None)
-        h, _, h_scale_inv, *_ = kernels.cast(
-            kernels.matmul(*product, torch.float32, False), None, 0, E4M3, tile, False, 0
-        )
-        activation = ("swiglu", None, h_scale_inv, tile)
-        y = kernels.cast(h, None, 0, E4M3, tile, False, 0, False, 1, True, *activation)
-        dh = kernels.cast(dy, None, 0, E5M2, tile, False, 0, True, 1, True, "swiglu", h, h_scale_inv, tile)
-        dx = kernels.norm_backward(x, x, gamma, mean, rstd, "rms_norm", True, False, x)
-        return *two, *y, *dh, *dx
-
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
-    for rows in (5, 3):
-        x, dy = torch.randn(rows, 6), torch.randn(rows, 4)
-        assert all(map(same_bits, compiled(x, dy), step(x, dy)))
 
 
 def test_groups_of_other_sizes_need_no_other_graph() -> None:

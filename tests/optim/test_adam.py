@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.kernels.step_numbers import adam_max_update
-from octavo.optim import SGD, Adam, AdamW, Moment
+from octavo.optim import SGD, Adam, AdamW
 from tests.support.memory import peak_bytes
 from tests.support.trained import MASTERS, MOMENTS, moments_of, parameter, train
 
@@ -37,51 +37,16 @@ def test_float32_is_torchs_bit_for_bit_in_the_state_too(ours, torchs, decay, max
 # the cases
 
 
-@pytest.mark.parametrize("moments", ["fp32", "fp8", "bf16"])
-def test_the_losss_scale_does_not_matter(moments):
-    x, y = torch.randn(64, 32), torch.randn(64, 8)
-
-    def loss_after(scale: float) -> float:
-        torch.manual_seed(1)
-        net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
-        optimizer = AdamW(net.parameters(), lr=3e-3, eps=1e-30, moments=moments)
-        for _ in range(100):
-            optimizer.zero_grad()
-            loss = (net(x) - y).square().mean()
-            (loss * scale).backward()
-            optimizer.step()
-        return float(loss.detach())
-
-    losses = [loss_after(scale) for scale in (1.0, 1e-4, 1e-6)]
-    assert losses[0] < 0.4
-    assert max(losses) - min(losses) < 1e-2
-
-
-def tracking_error(moments: object, drop: float, steps: int) -> Tensor:
-    """Log2 of sqrt(v) as it is kept over sqrt(v) in float32, after gradients fell."""
-    torch.manual_seed(0)
-    p, exact = parameter(2, 256), torch.zeros(2, 256)
-    optimizer = AdamW([p], lr=0.0, betas=(0.9, 0.999), moments=moments)
-    for number in range(1000 + steps):
-        p.grad = torch.randn(2, 256) * (1.0 if number < 1000 else drop)
-        exact.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
-        optimizer.step()
-    return (moments_of(optimizer, p)[1].sqrt() / exact.sqrt()).log2()
-
-
 def test_the_second_moment_follows_when_gradients_fall():
-    assert abs(float(tracking_error("fp8", 1 / 8, 2000).mean())) < 0.1
-
-
-def test_a_second_moment_in_bf16_to_nearest_stands():
-    standing = Moment("bf16"), Moment("bf16")  # to nearest: a step is less than half of its last bit
-    assert float(tracking_error(standing, 1 / 8, 2000).mean()) > 1.0
-
-
-def test_the_second_moment_is_unbiased_while_gradients_stay():
-    error = tracking_error("fp8", 1.0, 1000)
-    assert abs(float(error.mean())) < 0.02
-    assert float(error.std()) < 0.2
+    """Each step changes it by less than half of its last bit: to nearest it would stand."""
+    p, exact = parameter(2, 256), torch.zeros(2, 256)
+    optimizer = AdamW([p], lr=0.0, betas=(0.9, 0.99), moments="fp8")
+    for number in range(600):
+        p.grad = torch.randn(2, 256) * (1.0 if number < 200 else 1 / 8)
+        exact.mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+        optimizer.step()
+    error = (moments_of(optimizer, p)[1].sqrt() / exact.sqrt()).log2()
+    assert abs(float(error.mean())) < 0.05
 
 
 def test_gradients_too_large_for_a_second_moment_move_weights_as_float32_moments_do():
@@ -122,35 +87,6 @@ def test_the_adversarial_gradients_reach_the_bound_and_no_more(master, moments):
         assert moved.max() <= limit + p.detach().abs().max() * 2.0**-7
     assert moved.mean() > 0.8 * limit
     assert all(value.isfinite().all() for value in optimizer.state[p].values())
-
-
-@pytest.mark.parametrize(
-    ("moments", "zeros"), [pytest.param("fp8", 10_000, marks=pytest.mark.full), ("fp8", 1_000), ("one scale", 1_000)]
-)
-def test_a_spike_is_forgotten(moments, zeros):
-    p = parameter(1, 256)
-    optimizer = AdamW([p], lr=1e-3, weight_decay=0.0, moments=MOMENTS[moments])
-    train(optimizer, 20)
-    start = p.detach().clone()
-    p.grad = torch.full((1, 256), 1e4)
-    optimizer.step()
-    p.grad = torch.zeros(1, 256)
-    for _ in range(zeros):
-        optimizer.step()
-    moved = p.detach() - start
-    assert moved.isfinite().all() and moved.abs().max() < 0.3
-    left = 1e8 * 0.001 * 0.999**zeros
-    m, v = moments_of(optimizer, p)
-    assert m.abs().max() < 1e-3
-    if moments == "fp8":
-        assert float(v.sqrt().mean()) == pytest.approx(left**0.5, rel=0.1)
-    else:  # the previous amax's scale had no room for the spike
-        assert v.max() < 1.0
-    left = float(v.mean())
-    train(optimizer, 500)
-    m, v = moments_of(optimizer, p)
-    expected = left * 0.999**500 + 1.09 * (1 - 0.999**500)
-    assert float(v.sqrt().mean()) == pytest.approx(expected**0.5, rel=0.05)
 
 
 @pytest.mark.parametrize("moments", MOMENTS)

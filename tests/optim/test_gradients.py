@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from octavo.errors import UnsupportedOpError
 from octavo.optim import SGD, Adam, AdamW, update_in_backward
 from octavo.optim.gradients import GradientStorage
-from octavo.optim.state import local
 from octavo.tensor.stored_gradient import StoredGradient
 from tests.support import trained
 from tests.support.trained import assert_same, by_hand, grads_of, loss_of, tensors_of
@@ -71,37 +68,6 @@ def test_a_gradient_is_a_pair_before_the_next_comes() -> None:
     assert [len(found) for found in kinds] == list(range(1, 9))
     assert {kind for found in kinds for kind in found} == {StoredGradient}
     optimizer.step()
-
-
-@each_kind
-@pytest.mark.parametrize("micro", [2, 3])
-def test_micro_batches_are_summed_in_float32(kind: str, micro: int) -> None:
-    model, other = model_of(kind), model_of(kind)
-    optimizer = AdamW(model.parameters(), gradient_storage="fp8")
-    for step in range(2):
-        sums: dict[str, Tensor] = {}
-        torch.manual_seed(step)
-        for number in range(micro):
-            for param in other.parameters():  # uses of a tied weight are summed so too
-                param.grad_dtype = torch.float32 if number else param.dtype
-            loss_of(other).backward()
-            for name, param in other.named_parameters():
-                sums[name] = sums[name] + param.grad.float() if name in sums else param.grad.float()
-            other.zero_grad()
-        torch.manual_seed(step)
-        for number in range(micro):
-            if number < micro - 1:
-                with optimizer.accumulate():
-                    loss_of(model).backward()
-                assert {(type(grad), grad.dtype) for grad in grads_of(model)} == {(Tensor, torch.float32)}
-            else:
-                loss_of(model).backward()
-        for name, param in model.named_parameters():
-            assert isinstance(param.grad, StoredGradient) and param.grad.dtype == param.dtype
-            expected = StoredGradient.cast(sums[name])
-            assert torch.equal(param.grad.dequantize(torch.float32), expected.dequantize())
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.zero_grad()  # so that both models stay alike
 
 
 def test_small_addends_are_not_lost() -> None:
@@ -156,14 +122,6 @@ def test_what_else_it_could_be_is_refused() -> None:
     with pytest.raises(ValueError, match="choose one"):
         update_in_backward(optimizer)
     assert optimizer.in_backward is None
-
-
-def test_sparse_gradients_stay_refused() -> None:
-    table = nn.Embedding(5, 3, sparse=True)
-    optimizer = AdamW(table.parameters(), gradient_storage="fp8")
-    table(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="dense gradients only"):
-        optimizer.step()
 
 
 def test_accumulate_without_storage_is_torchs_or_update_in_backwards() -> None:
@@ -256,26 +214,6 @@ def test_a_step_makes_no_gradient_of_full_size() -> None:
     assert 4 << 17 <= found.bytes <= 1 << 20  # a piece, and of all the codes: a gradient in float32 has 4 << 20
 
 
-@pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("of_model", [False, True], ids=["optimizer's", "model's"])
-def test_gradients_that_are_set_to_zero_can_be_added_to(of_model: bool, micro: int) -> None:
-    found = []
-    for set_to_none in (True, False):
-        model = model_of("bf16")
-        optimizer = AdamW(model.parameters(), gradient_storage="fp8")
-        for _ in range(2):
-            (model if of_model else optimizer).zero_grad(set_to_none=set_to_none)
-            for _ in range(micro - 1):
-                with optimizer.accumulate():
-                    loss_of(model).backward()
-            loss_of(model).backward()
-            optimizer.step()
-        assert all(isinstance(grad, StoredGradient) for grad in grads_of(model))
-        found.append((model, optimizer))
-        torch.manual_seed(0)
-    assert_same(*found)
-
-
 def test_loading_a_state_keeps_the_hooks() -> None:
     model = model_of("bf16")
     optimizer = AdamW(model.parameters(), gradient_storage="fp8")
@@ -313,56 +251,6 @@ def test_a_step_with_a_fault_is_skipped(name: str, fault: float) -> None:
     loss_of(model).backward()
     optimizer.step()
     assert not all(torch.equal(value, before[key]) for key, value in tensors_of(model, optimizer).items())
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-def test_a_grad_scaler_is_heeded(unscale: bool) -> None:
-    """A scale of a power of two changes no code, so the steps are those without it."""
-    found = []
-    for scaled in (True, False):
-        model = model_of("fp32")
-        optimizer = AdamW(model.parameters(), lr=1e-2, gradient_storage="fp8")
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
-        for step in range(4):
-            loss = scaler.scale(loss_of(model))
-            if step == 2:
-                if not scaled:
-                    continue
-                loss = loss * math.inf
-            loss.backward()
-            if unscale:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 1e6)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        assert not scaled or scaler.get_scale() == 512.0
-        found.append((model, optimizer))
-        torch.manual_seed(0)
-    assert_same(*found)
-
-
-@pytest.mark.parametrize("name", ["AdamW fp32", "SGD"])
-def test_a_closure(name: str) -> None:
-    found = []
-    for inside in (True, False):
-        model = model_of("fp32")
-        optimizer = OPTIMIZERS[name](model.parameters(), gradient_storage="fp8")
-
-        def closure(model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model)
-            loss.backward()
-            return loss
-
-        for _ in range(2):
-            loss = optimizer.step(closure) if inside else closure()
-            if not inside:
-                optimizer.step()
-            assert loss.item() > 0
-        found.append((model, optimizer))
-        torch.manual_seed(0)
-    assert_same(*found)
 
 
 def test_later_groups_and_parameters_that_were_frozen() -> None:
@@ -418,105 +306,3 @@ def test_it_ends_with_the_optimizer() -> None:
     assert {type(grad) for grad in grads_of(model)} == {Tensor}
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
     torch.optim.AdamW(model.parameters()).step()
-
-
-def test_copies() -> None:
-    model = model_of("fp8")
-    optimizer = AdamW(model.parameters(), lr=1e-2, gradient_storage="fp8")
-    loss_of(model).backward()
-    twin = copy.deepcopy(model)  # torch copies a gradient only of what is no plain Parameter
-    optimizer.step()
-    assert "gradient_storage" not in str(optimizer.state_dict())
-    plain = AdamW(model_of("fp8").parameters(), lr=1e-2)
-    plain.load_state_dict(optimizer.state_dict())
-    twin.zero_grad()
-    loss_of(twin).backward()
-    assert {type(grad) for grad in grads_of(twin)} == {Tensor}
-    both = copy.deepcopy((model, optimizer))
-    for one in ((model, optimizer), both):
-        torch.manual_seed(3)
-        one[1].zero_grad()
-        loss_of(one[0]).backward()
-        assert {type(grad) for grad in grads_of(one[0])} == {StoredGradient}
-        one[1].step()
-    assert_same((model, optimizer), both)
-
-
-# --- under FSDP2, clipped by the norm of all --------------------------------------------------------------------------
-
-
-def sharded_like(part: Tensor, param: nn.Parameter) -> DTensor:
-    return DTensor.from_local(
-        part, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
-
-
-def round_by_hand(params: list[nn.Parameter], sums: list[Tensor], most: float) -> Tensor:
-    """Round sums and clip them as the scales of pairs are: their norm."""
-    pairs = [StoredGradient.cast(part) for part in sums]
-    exact = [sharded_like(pair.dequantize(), param) for pair, param in zip(pairs, params, strict=True)]
-    norm = nn.utils.get_total_norm(exact).full_tensor()
-    factor = torch.clamp(most / (norm + 1e-6), max=1.0)
-    for param, pair in zip(params, pairs, strict=True):
-        pair.mul_(factor)
-        param.grad = None
-        param.grad_dtype = torch.float32
-        param.grad = sharded_like(pair.dequantize(), param)
-    return norm
-
-
-def one_run(mesh: Any, dtype: torch.dtype, storage: str | None, micro: int) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(200, 48), nn.Tanh(), nn.Linear(48, 370), nn.Linear(370, 5)).to(dtype)
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    params = list(model.parameters())
-    optimizer = AdamW(params, lr=1e-2, skip_nonfinite=True, gradient_storage=storage)
-    torch.manual_seed(1 + mesh.get_local_rank())
-    found = {}
-
-    def backward() -> None:
-        model(torch.randn(8, 200, dtype=dtype)).float().square().mean().backward()
-
-    for step in range(2):
-        sums: list[Tensor] = []
-        for number in range(micro):
-            if storage is None:
-                backward()
-                parts = [local(param.grad).float() for param in params]
-                sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
-                optimizer.zero_grad()
-            elif number < micro - 1:
-                with optimizer.accumulate():
-                    backward()
-            else:
-                backward()
-        if storage is None:
-            found[f"norm {step}"] = round_by_hand(params, sums, 0.05)
-        else:
-            assert all(isinstance(param.grad, DTensor) for param in params)
-            assert all(isinstance(local(param.grad), StoredGradient) for param in params)
-            found[f"norm {step}"] = nn.utils.clip_grad_norm_(params, 0.05).full_tensor()
-        optimizer.step()
-        optimizer.zero_grad()
-        for param in params:
-            param.grad_dtype = param.dtype
-    for name, param in model.named_parameters():
-        found[name] = local(param).detach().clone()
-        found |= {f"{name} {key}": local(value).clone() for key, value in optimizer.state[param].items()}
-    return found
-
-
-def sharded_equals(mesh: Any, dtype: torch.dtype) -> list[str]:
-    """What differs between gradients in FP8, clipped by their global norm, and such by hand."""
-    wrong = []
-    for micro in (1, 2):
-        ours, theirs = (one_run(mesh, dtype, storage, micro) for storage in ("fp8", None))
-        wrong += [f"{micro} {name}" for name, x in ours.items() if not torch.equal(x, theirs[name])]
-    return wrong
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_sharded(dtype: torch.dtype, pool: Any) -> None:
-    assert pool.run(sharded_equals, (2,), dtype) == [[], []]

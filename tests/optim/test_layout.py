@@ -9,18 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import octavo
 from octavo import E4M3, PerTensor
-from octavo.optim import SGD, AdamW, EstimatedNorm, Moment, update_in_backward
+from octavo.optim import SGD, AdamW, Moment
 from octavo.optim.in_backward import squared_norms
 from octavo.optim.layout import Agreement, bytes_of_shard, needs_agreement, place_of
 from octavo.optim.resolution import Resolution
@@ -220,41 +215,6 @@ def norms(mesh: Any) -> tuple[float, float, float]:
 def test_norms_count_each_element_once(shape: tuple[int, ...], pool: Any) -> None:
     for norm, most, of_a_fault in pool.run(norms, shape):
         assert norm == pytest.approx(1, rel=1e-6) and most == 1 and not math.isfinite(of_a_fault)
-
-
-def parallel_block(mesh: Any, in_backward: bool) -> tuple[float, set[str]]:
-    """(The largest difference of a block's weights from one rank's, of the largest update; what torch left partial).
-
-    Norms are in the plan, so torch replicates them, and leaves their gradients as sums over each rank's tokens.
-    """
-    alone = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-    model, before = copy.deepcopy(alone), copy.deepcopy(alone)
-    first, second = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
-    parallelize_module(model, mesh, {"0": SequenceParallel(), "1": first, "3": second})
-    partial: set[str] = set()
-    for name, param in model.named_parameters():
-        note = lambda p, name=name: partial.add(name) if getattr(p.grad, "placements", ()) == (Partial(),) else None  # noqa: E731
-        param.register_post_accumulate_grad_hook(note)
-    optimizers = [AdamW(own.parameters(), lr=0.1, eps=1.0, moments="fp32") for own in (alone, model)]
-    for optimizer in optimizers if in_backward else ():
-        update_in_backward(optimizer, 0, EstimatedNorm(0.5))
-    x, g = torch.randn(4, 16, 32), torch.randn(4, 16, 32)
-    for own, optimizer in zip((alone, model), optimizers, strict=True):
-        rank = slice(None) if own is alone else slice(8 * mesh.get_local_rank(), 8 * mesh.get_local_rank() + 8)
-        for _ in range(2):
-            own(x[:, rank]).backward(g[:, rank])
-            optimizer.step()
-            optimizer.zero_grad()
-    found = dict(model.named_parameters())
-    moved = [(start - end).abs().max() for start, end in zip(before.parameters(), alone.parameters(), strict=True)]
-    wrong = [(found[name].full_tensor() - param).abs().max() for name, param in alone.named_parameters()]
-    return float(max(wrong) / max(moved)), partial
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_a_block_whose_norms_are_replicated(in_backward: bool, pool: Any) -> None:
-    for worst, partial in pool.run(parallel_block, (2,), in_backward):
-        assert worst < 1e-5 and partial == {"0.weight", "0.bias"}
 
 
 def refused(mesh: Any) -> list[str]:

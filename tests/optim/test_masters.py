@@ -1,11 +1,9 @@
 """Masters of plain weights, and of weights that live in FP8."""
 
 import copy
-import functools
 import io
 import math
 import pickle
-from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +11,11 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import PerBlock, PerTensor, recipes
-from octavo.kernels.reference import master_weights
-from octavo.optim import SGD, Adam, AdamW
+from octavo.optim import Adam, AdamW
 from octavo.optim.masters import NAMED, OF_FP8_WEIGHTS, master_of
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support.stored_weights import STORED as RECIPES
-from tests.support.stored_weights import codes, inputs, net, store
+from tests.support.stored_weights import codes, inputs, store
 from tests.support.trained import master_values
 
 
@@ -84,15 +81,6 @@ def test_a_weight_that_was_written_goes_on_from_there(write):
         assert values is None or torch.allclose(p.detach(), new - 1e-4, rtol=2.0**-7)
 
 
-def test_small_updates_count_on_average():
-    p = nn.Parameter(torch.ones(4, 1000, dtype=torch.bfloat16))
-    optimizer = AdamW([p], lr=2.0**-12, weight_decay=0.0, moments="fp32", master=None)
-    p.grad = torch.ones_like(p)
-    for _ in range(64):  # of a 16th, or a 32nd, of the weight's step each
-        optimizer.step()
-    assert float(p.detach().float().mean()) == pytest.approx(1 - 2.0**-6, abs=5e-4)
-
-
 # --- of weights in FP8 ------------------------------------------------------------------------------------------------
 
 RESTS = {"split16": torch.int8, "split24": torch.uint8, "fp16_scaled": torch.float16, "fp32": torch.float32, None: None}
@@ -115,13 +103,6 @@ def step(optimizer, gradient: Tensor) -> None:
         for weight in group["params"]:
             weight.grad = gradient.to(weight.dtype)
     optimizer.step()
-
-
-def tensors(optimizer, *weights: nn.Parameter) -> list[Tensor]:
-    """Copies of all that a step writes."""
-    found = [part for weight in weights for part in (weight.qdata.view(torch.uint8), weight.scale_inv)]
-    found += [value for weight in weights for value in optimizer.state[weight].values()]
-    return [tensor.clone() for tensor in found]
 
 
 def equal(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -185,42 +166,7 @@ def test_who_cannot_bound_the_update_is_refused(moments):
     assert optimizer.clip_update is True
 
 
-def test_sgd_is_refused():
-    with pytest.raises(ValueError, match=r"stored in FP8 .* use octavo.optim.AdamW or Adam"):
-        SGD([parameter()], lr=0.1)
-
-
 # --- training ---------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def regression(recipe: str, master: str | None) -> float:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)).bfloat16()
-    store(model, RECIPES[recipe]())
-    x = torch.randn(128, 128, dtype=torch.bfloat16)
-    target = torch.tanh(x @ torch.randn(128, 128, dtype=torch.bfloat16) / 12)
-    optimizer = AdamW(model.parameters(), lr=2e-3, master=master)
-    for _ in range(80):
-        optimizer.zero_grad()
-        loss = (model(x) - target).float().square().mean()
-        loss.backward()
-        optimizer.step()
-    return float(loss.detach())
-
-
-MOST_OF_EXACT = [("split16", 1.06), (None, 2.0)]
-MOST_OF_EXACT += [pytest.param(name, 1.06, marks=pytest.mark.full) for name in ("split24", "fp16_scaled")]
-
-
-@pytest.mark.parametrize(
-    "recipe", [*(pytest.param(r, marks=pytest.mark.full) for r in ("dynamic", "delayed")), "blockwise"]
-)
-@pytest.mark.parametrize(("master", "most"), MOST_OF_EXACT)
-def test_each_master_trains(master, most, recipe):
-    exact = regression(recipe, "fp32")
-    assert exact < 2e-3  # from 0.5
-    assert regression(recipe, master) < most * exact
 
 
 @each_granularity
@@ -325,31 +271,6 @@ def through_a_file(state):
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
-@pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
-@each_master
-def test_training_goes_on_as_if_it_had_not_stopped(master, recipe):
-    def train(model, optimizer, seeds):
-        for seed in seeds:
-            torch.manual_seed(seed)
-            optimizer.zero_grad()
-            model(inputs()).float().square().mean().backward()
-            optimizer.step()
-
-    model = net(recipe)
-    optimizer = AdamW(model.parameters(), lr=1e-2, master=master)
-    train(model, optimizer, range(3))
-    again = net(recipe, seed=1)
-    continued = AdamW(again.parameters(), lr=1e-2, master=master)
-    train(again, continued, [7])  # what it has is replaced
-    again.load_state_dict(through_a_file(model.state_dict()))
-    continued.load_state_dict(through_a_file(optimizer.state_dict()))
-    for each in ((model, optimizer), (again, continued)):
-        train(*each, range(3, 6))
-    assert all(torch.equal(value, codes(again)[name]) for name, value in codes(model).items())
-    for a, b in zip(model.parameters(), again.parameters(), strict=True):
-        assert all(torch.equal(value, continued.state[b][name]) for name, value in optimizer.state[a].items())
-
-
 def test_a_state_of_another_master_begins_as_the_weight():
     weight = parameter()
     first = AdamW([weight], lr=1e-2, master="split24")
@@ -362,37 +283,6 @@ def test_a_state_of_another_master_begins_as_the_weight():
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
-
-
-@each_granularity
-@each_master
-def test_a_fault_in_a_gradient_stays_in_its_element(master, granularity):
-    found, gradient = [], torch.randn(SHAPE)
-    for fault in (0.0, math.nan, math.inf):
-        torch.manual_seed(0)
-        weight = parameter(granularity)
-        optimizer = AdamW([weight], lr=1e-2, moments="fp32", master=master)
-        for number in range(3):
-            one = gradient.clone()
-            one[3, 5] = fault if number == 0 else 0.0
-            step(optimizer, one)
-        values = plain(weight)
-        assert values[3, 5].isnan() == (fault != 0)
-        values[3, 5] = 0.0
-        found.append([values, weight.scale_inv, optimizer.state[weight]["master_amax"]])
-    assert equal(found[0], found[1]) and equal(found[0], found[2])
-
-
-@each_granularity
-def test_a_fault_in_a_weight_stays_in_its_element(granularity):
-    values = 1e-3 * torch.randn(SHAPE)
-    values[3, 5] = math.nan
-    weight = parameter(granularity, values)
-    before = plain(weight).nan_to_num()
-    optimizer = AdamW([weight], lr=0.0)
-    step(optimizer, torch.zeros(SHAPE))
-    found = plain(weight).nan_to_num()
-    assert torch.allclose(found, before, rtol=0.07, atol=float(before.max()) * 2.0**-14)
 
 
 @each_master
@@ -498,21 +388,3 @@ def test_what_it_begins_from_stays_until_an_optimizer_takes_it_or_nobody_will(wa
     else:
         values = values.float()
         assert ((begun(layer, "fp32") - values).abs() <= values.abs() * 2.0**-11 + values.abs().amax() * 2.0**-27).all()
-
-
-def fitted(weight: nn.Parameter) -> Tensor:
-    optimizer = AdamW([weight], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, moments="fp32", master=None)
-    for _ in range(20):
-        values = weight.dequantize() if isinstance(weight, StoredWeight) else weight
-        step(optimizer, torch.autograd.grad((values.float().mean(1) - 0.25).square().sum(), weight)[0])
-    return values.detach()
-
-
-def test_small_updates_arrive_on_average():
-    """A fit in steps of a thirtieth of the codes' distance: to nearest, no code ever changes."""
-    start = torch.full((16, 4096), 0.3125)
-    exact, found = fitted(nn.Parameter(start.clone())), fitted(parameter(values=start))
-    assert torch.allclose(found.mean(1), exact.mean(1), atol=2e-3) and (exact < 0.296).all()
-    encode = master_weights.encode_moment
-    with mock.patch.object(master_weights, "encode_moment", lambda y, fmt, bits16: encode(y, fmt, None)):
-        assert torch.equal(fitted(parameter(values=start)), start)

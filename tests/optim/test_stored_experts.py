@@ -20,10 +20,7 @@ from octavo.tensor.stored_weight import StoredWeight
 
 SHAPE = (3, 160, 200)
 each_granularity = pytest.mark.parametrize("granularity", [PerTensor(), PerBlock(128, 128)], ids=str)
-ONE = (
-    Moment(E4M3, granularity=PerTensor()),
-    Moment(E5M2, root=True, granularity=PerTensor(), scale="previous"),
-)
+ONE = (Moment(E4M3, granularity=PerTensor()), Moment(E5M2, root=True, granularity=PerTensor(), scale="previous"))
 
 
 # with as many blocks in all of an expert as in each of its rows, though these are others; and shapes on either side
@@ -80,28 +77,6 @@ def test_as_weights_of_their_own(granularity: Any, master: str | None, moments: 
                 each.step()
                 each.zero_grad()
     assert_same(weight, matrices, optimizer, other)
-
-
-@each_granularity
-@pytest.mark.parametrize("moments", ["fp8", ONE], ids=["fp8", "one scale"])
-def test_saved_and_loaded_it_goes_on(granularity: Any, moments: Any) -> None:
-    weight, _ = together_and_apart(granularity)
-    optimizer = AdamW([weight], lr=0.01, moments=moments)
-    backward(weight, torch.randn(SHAPE))
-    optimizer.step()
-    other = copy.deepcopy(weight).requires_grad_()
-    loaded = AdamW([other], lr=0.01, moments=moments)
-    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for one, by in ((weight, optimizer), (other, loaded)):
-        one.grad = torch.ones(SHAPE)
-        by.step()
-    assert torch.equal(weight.qdata.view(torch.uint8), other.qdata.view(torch.uint8))
-    assert_state(optimizer.state[weight], loaded.state[other])
-
-
-def assert_state(a: dict[str, Any], b: dict[str, Any]) -> None:
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 @each_granularity

@@ -154,11 +154,6 @@ def test_contractions_are_padded_where_no_operand_gets_a_tile_more():
     assert Recipe(output=(TENSOR, Cast(E4M3, PerBlock(24, 16)))).pads
 
 
-def test_casts_by_role():
-    recipe = recipes.rowwise()
-    assert recipe.casts == (recipe.input_casts, recipe.weight_casts, recipe.grad_output_casts)
-
-
 def test_saved_is_a_dynamic_cast_and_part_of_the_value():
     recipe = dataclasses.replace(recipes.mx(), saved=TENSOR)
     assert recipe != recipes.mx()

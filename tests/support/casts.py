@@ -1,5 +1,6 @@
-"""Every op that casts, and whether two tensors share memory."""
+"""Arguments of casts, every op that casts, and what is asserted of codes."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,10 +9,9 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.scaling.delayed import State
+from tests.support.definitions import same_bits
 
 E4M3, E5M2 = FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
-
-
 ALL = (-1, -1)
 
 
@@ -44,3 +44,11 @@ def every_cast(x: Tensor, tile: Sequence[int], *extras: Any) -> list[tuple[str, 
             commit = (x, *State.empty(2), None, None, E4M3, False, 0, *update, transpose, *extras)
             found.append(("cast_and_commit", kernels.cast_and_commit(*commit)))
     return found
+
+
+def check_codes(qdata: Tensor, codes: Tensor, fmt: torch.dtype, pad: int) -> None:
+    """That qdata is these bytes, and zeros up to a multiple of ``pad``."""
+    rows, cols = codes.shape
+    raw = qdata.view(torch.uint8)
+    assert qdata.dtype == fmt and qdata.is_contiguous() and qdata.shape == (rows, math.ceil(cols / pad) * pad)
+    assert same_bits(raw[:, :cols], codes) and not raw[:, cols:].any()

@@ -37,5 +37,11 @@ def each_pair(**options: Sequence[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", params)
 
 
+def every_case(**options: Sequence[Any]) -> pytest.MarkDecorator:
+    """A test of each of these cases, which it gets as ``case``, all of them by default."""
+    cases = all_pairs(**options)
+    return pytest.mark.parametrize("case", cases, ids=["-".join(map(_short, case.values())) for case in cases])
+
+
 def _short(value: Any) -> str:
     return str(value).removeprefix("torch.").replace(" ", "")

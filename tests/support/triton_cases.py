@@ -389,33 +389,8 @@ def update_args(
     return [448.0, 448.0, 57344.0], list(powers_of_two), list(margins), reduce
 
 
-def row_of(kernels: TritonKernels, **columns: int | Tensor) -> Tensor:
-    """A row of the table of an optimizer's step: columns by their names in optimizer_state.py, 0 where not given."""
-    state = kernels.module("optimizer_state")
-    row = [0] * state.WIDTH.value
-    for name, value in columns.items():
-        column, _, offset = name.partition("_plus_")
-        number = value.data_ptr() if isinstance(value, Tensor) else value
-        row[getattr(state, column).value + int(offset or 0)] = number
-    return torch.tensor(row, device=kernels.device)
-
-
 def input_of(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> Tensor:
     """The tensor of a case of INPUT, and small tiles if it asks for these."""
     if case["small"]:
         use_small_tiles(kernels, monkeypatch)
     return laid(values_of(case["values"], case["shape"], case["dtype"]), case["layout"], kernels.device)
-
-
-def check_cast(
-    kernels: TritonKernels,
-    x: Tensor,
-    case: dict[str, Any],
-    tile: tuple[int, int],
-    state: Tensor | None = None,
-    role: int = 0,
-) -> None:
-    """``check`` the cast of x that a case of CAST or BOTH_LAYOUTS says."""
-    cast = case["fmt"], tile, case["power_of_two"], case["margin"]
-    written = case.get("transpose", False), case["pad"], case.get("column_sum", False)
-    check(kernels, "cast", x, state, role, *cast, *written, compare_sums=case["values"] != "edge")

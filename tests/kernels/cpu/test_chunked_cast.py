@@ -2,9 +2,7 @@
 
 import itertools
 import math
-from typing import Any
 
-import pytest
 import torch
 
 from octavo.kernels.arguments import Scaling
@@ -25,9 +23,7 @@ TILES = [g.tile for g in GRANULARITIES]
     unit=[1, 4, 128],
     delayed=[0.0, 0.25],
 )
-def test_rows_are_made_once_or_twice_if_they_were_not_kept(
-    monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]
-) -> None:
+def test_rows_are_made_once_or_twice_if_they_were_not_kept(monkeypatch, case):
     monkeypatch.setattr(codes, "CHUNK", case["run"])
     monkeypatch.setattr(chunked_cast, "KEPT", case["kept"])
     y, asked, delayed = torch.randn(case["shape"]), list[slice](), torch.tensor([case["delayed"]])

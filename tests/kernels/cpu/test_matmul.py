@@ -15,9 +15,7 @@ from tests.support.helpers import sqnr
 
 
 @pytest.mark.parametrize("formats", list(itertools.product([E4M3, E5M2], repeat=2)), ids=str)
-def test_no_operand_is_widened_as_a_whole(
-    monkeypatch: pytest.MonkeyPatch, formats: tuple[torch.dtype, torch.dtype]
-) -> None:
+def test_no_operand_is_widened_as_a_whole(monkeypatch, formats):
     monkeypatch.setattr(codes, "CHUNK", 500)
     seen: list[int] = []
     addmm = torch.addmm

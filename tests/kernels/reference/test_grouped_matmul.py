@@ -1,4 +1,4 @@
-"""Each group's product is its own matmul, bit for bit, and what float64 makes of what the codes read."""
+"""Each group's product is its own matmul, bit for bit; test_matmul.py holds that against float64."""
 
 import itertools
 import re
@@ -27,10 +27,6 @@ def rows_of(sizes: list[int], rest: int, cols: int) -> Tensor:
     return torch.randn(sum(sizes) + rest, cols) * torch.logspace(-1, 1, cols)
 
 
-def read(codes: Tensor, scale_inv: Tensor, tile: Tile) -> Tensor:
-    return kernels.dequantize(codes, scale_inv, tile, torch.float32).double()
-
-
 def output(sizes: list[int], rest: int, tiles: tuple[Tile, Tile], dtype: torch.dtype, pad: int) -> None:
     """The product whose rows are in groups; its terms are K."""
     x, weight, bias = rows_of(sizes, rest, K), torch.randn(len(sizes), N, K), torch.randn(len(sizes), N)
@@ -47,10 +43,6 @@ def output(sizes: list[int], rest: int, tiles: tuple[Tile, Tile], dtype: torch.d
             mine, theirs = (a[rows], a_scale_inv[scales], tiles[0]), (b[group], b_scale_inv[group], tiles[1])
             added = None if row is None else row[group]
             assert same_bits(y[rows], kernels.matmul(*mine, *theirs, added, dtype, False))
-            exact = read(*mine) @ read(*theirs).t() + (0 if added is None else added.double())
-            assert torch.allclose(
-                y[rows].double(), exact, rtol=1e-2, atol=1e-3 * exact.abs().amax().item() if exact.numel() else 0
-            )
 
 
 def grad_weight(sizes: list[int], rest: int, tiles: tuple[Tile, Tile], dtype: torch.dtype, pad: int) -> None:
@@ -73,12 +65,10 @@ def grad_weight(sizes: list[int], rest: int, tiles: tuple[Tile, Tile], dtype: to
             (codes[:, columns], scale_inv[:, scales[group]], tile)
             for (codes, scale_inv, tile), scales in zip(laid, of_scales, strict=True)
         )
-        exact = read(*a) @ read(*b).t()
         if sizes[group] == 0:
             assert not dw[group].any()
         else:
             assert same_bits(dw[group], kernels.matmul(*a, *b, None, dtype, False))
-            assert torch.allclose(dw[group].double(), exact, rtol=1e-2, atol=1e-3 * exact.abs().amax().item())
 
 
 PRODUCTS = [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK), (MX, MX), (ROWS, ALL)]

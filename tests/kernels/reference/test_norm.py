@@ -1,7 +1,6 @@
 """Norms and their gradients against float64, and casts of them against casts of what they compute."""
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,11 +11,10 @@ from torch.nn import functional as F
 from octavo import kernels
 from octavo.kernels.reference.norm import normalise
 from tests.support import definitions
-from tests.support.casts import of_norm, second, shares_memory
+from tests.support.casts import check_codes, of_norm, second, shares_memory
 from tests.support.combinations import each_pair
 from tests.support.definitions import same_bits
 from tests.support.helpers import sqnr
-from tests.support.norm_codes import check_codes
 
 E4M3, E5M2 = FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -87,11 +85,11 @@ def rounding(dtype: torch.dtype, truth: Tensor) -> Tensor:
     return info.eps / 2 * truth.abs() + info.smallest_normal * info.eps
 
 
-def cast(norm: Norm, *args: Any, keep: bool = False, pad: int = 1, transpose: bool = False) -> tuple[Tensor, ...]:
+def cast(norm: Norm, *args: Any, pad: int = 1, transpose: bool = False, **named: Any) -> tuple[Tensor, ...]:
     """A norm's cast; args are delayed_scale to margin."""
     x, *norm = norm
     args = args or (None, 0, E4M3, ALL, False, 0)
-    return kernels.cast(x, *args, transpose, pad, **of_norm(*norm), keep=keep)
+    return kernels.cast(x, *args, transpose, pad, **of_norm(*norm), **named)
 
 
 NORM: dict[str, Any] = {
@@ -113,11 +111,7 @@ CAST: dict[str, Any] = {
 }
 
 
-@each_pair(
-    **NORM,
-    eps=[1e-6, 1e-5, 1e-2],
-    offset=[0.0, 3.0, 1000.0],
-)
+@each_pair(**NORM, eps=[1e-6, 1e-5, 1e-2], offset=[0.0, 3.0, 1000.0])
 def test_against_float64(case: dict[str, Any]) -> None:
     norm = given(**case)
     truth = exact(norm.double())
@@ -149,11 +143,7 @@ def test_a_large_offset_costs_no_digits_of_the_deviation(kind: str) -> None:
     assert sqnr(y, exact(norm.double())) > (80 if kind == "layer_norm" else 120)
 
 
-@each_pair(
-    **NORM,
-    residual=[False, True],
-    offset=[0.0, 30.0],
-)
+@each_pair(**NORM, residual=[False, True], offset=[0.0, 30.0])
 def test_backward_against_float64(case: dict[str, Any]) -> None:
     norm = given(**case)
     dy, residual = torch.randn(2, *norm.x.shape).to(norm.x.dtype)
@@ -179,35 +169,6 @@ def test_backward_against_float64(case: dict[str, Any]) -> None:
         assert dbeta.shape == (0,) and dbeta.dtype == norm.gamma.dtype
 
 
-def differences(f: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-5) -> Tensor:
-    """The gradient of a scalar function by central differences."""
-    steps = step * torch.eye(at.numel(), dtype=torch.float64).view(-1, *at.shape)
-    return torch.stack([(f(at + by) - f(at - by)) / (2 * step) for by in steps]).view(at.shape)
-
-
-@each_kind
-@pytest.mark.parametrize("zero_centered", [False, True])
-def test_backward_is_central_differences(zero_centered: bool, kind: str) -> None:
-    norm = given((3, 5), kind, zero_centered=zero_centered, eps=0.1)
-    dy = torch.randn(3, 5)
-
-    def loss(x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-        centred = x - x.mean(1, keepdim=True) if kind == "layer_norm" else x
-        n = centred / ((centred**2).mean(1, keepdim=True) + 0.1).sqrt()
-        return (dy * (n * (1 + gamma if zero_centered else gamma) + beta)).sum()
-
-    x, gamma, beta = (a.double() for a in norm[:3])
-    *_, mean, rstd, _ = cast(norm)
-    found = kernels.norm_backward(dy, *norm[:2], mean, rstd, kind, zero_centered, True)
-    truth = (
-        differences(lambda a: loss(a, gamma, beta), x),
-        differences(lambda a: loss(x, a, beta), gamma),
-        differences(lambda a: loss(x, gamma, a), beta),
-    )
-    for a, b in zip(found, truth, strict=True):
-        assert float((a - b).abs().max()) < 1e-6 * max(1.0, float(b.abs().max()))
-
-
 @each_kind
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_gradients_are_rounded_once(dtype: torch.dtype, kind: str) -> None:
@@ -225,53 +186,39 @@ def test_gradients_are_rounded_once(dtype: torch.dtype, kind: str) -> None:
     **CAST,
     fmt=FORMATS,
     tile=[ALL, (1, 128), (128, 128), (1, -1), (-1, 1), (3, 5)],
+    second_tile=[(-1, 1), (128, 1), (3, 5)],
     scale=[None, 0.0, 3.0],
     scaling=[(False, 0), (True, 0), (False, 2)],
 )
-def test_norm_cast(case: dict[str, Any]) -> None:
-    norm, fmt, tile, pad = given(**case), case["fmt"], case["tile"], case["pad"]
-    rows, cols = norm.x.shape
+def test_norm_casts(case: dict[str, Any]) -> None:
+    """By one scaling and by two."""
+    norm, fmt, tile, pad, transpose = given(**case), *(case[name] for name in ("fmt", "tile", "pad", "transpose"))
     before = [t.clone() for t in norm[:3] if t is not None]
     y, mean, rstd = normalise(*norm)
+    kept = y.to(norm.x.dtype) if case["keep"] else norm.x.new_empty(0, 0)
     scale = case["scale"] if tile == ALL else None
     state = None if scale is None else torch.tensor([7.0, scale, 7.0])
-    result = cast(norm, state, 1, fmt, tile, *case["scaling"], keep=case["keep"], pad=pad, transpose=case["transpose"])
-    qdata, laid, scale_inv, amax, *others = result
+    how = {"keep": case["keep"], "pad": pad, "transpose": transpose}
+    qdata, laid, scale_inv, amax, *others = cast(norm, state, 1, fmt, tile, *case["scaling"], **how)
     codes, expected, expected_amax = definitions.cast(y, fmt, tile, *case["scaling"], scale or 0.0)
     assert same_bits(scale_inv, expected) and same_bits(amax, expected_amax)
     check_codes(qdata, codes, fmt, pad)
-    if case["transpose"]:
+    if transpose:
         check_codes(laid, codes.t(), fmt, pad)
     else:
         assert laid.shape == (0, 0) and laid.dtype == fmt
-    kept = y.to(norm.x.dtype) if case["keep"] else norm.x.new_empty(0, 0)
     assert all(map(same_bits, others, (mean, rstd, kept)))
+
+    scalings = (None, 0, fmt, tile, *case["scaling"]), second(E5M2, case["second_tile"], True, 2)
+    qdata, other, scale_inv, other_inv, *others = cast(norm, *scalings[0], **how, **scalings[1])
+    codes, expected, _ = definitions.cast(y, fmt, tile, *case["scaling"])
+    check_codes(qdata, codes, fmt, pad)
+    assert same_bits(scale_inv, expected) and all(map(same_bits, others, (mean, rstd, kept)))
+    codes, expected, _ = definitions.cast(y, E5M2, case["second_tile"], True, 2)
+    check_codes(other, codes.t() if transpose else codes, E5M2, pad)
+    assert same_bits(other_inv, expected.t() if transpose else expected)
     assert state is None or state.tolist() == [7.0, scale, 7.0]
     assert all(map(same_bits, [t for t in norm[:3] if t is not None], before))
-    assert qdata.shape == (rows, math.ceil(cols / pad) * pad)
-
-
-@each_pair(
-    **CAST,
-    tiles=[((1, -1), (-1, 1)), ((1, 128), (128, 1)), (ALL, (3, 5))],
-)
-def test_norm_cast_two_scalings(case: dict[str, Any]) -> None:
-    norm, (tile, second_tile), pad = given(**case), case["tiles"], case["pad"]
-    y, mean, rstd = normalise(*norm)
-    named = of_norm(*norm[1:]) | second(E5M2, second_tile, True, 2)
-    qdata, other, scale_inv, other_scale_inv, *others = kernels.cast(
-        norm.x, None, 0, E4M3, tile, False, 1, case["transpose"], pad, **named, keep=case["keep"]
-    )
-    codes, expected, _ = definitions.cast(y, E4M3, tile, False, 1)
-    check_codes(qdata, codes, E4M3, pad)
-    assert same_bits(scale_inv, expected)
-    codes, expected, _ = definitions.cast(y, E5M2, second_tile, True, 2)
-    if case["transpose"]:
-        codes, expected = codes.t(), expected.t()
-    check_codes(other, codes, E5M2, pad)
-    assert same_bits(other_scale_inv, expected) and other_scale_inv.is_contiguous()
-    kept = y.to(norm.x.dtype) if case["keep"] else norm.x.new_empty(0, 0)
-    assert all(map(same_bits, others, (mean, rstd, kept)))
 
 
 @each_kind
@@ -351,33 +298,24 @@ def test_a_row_of_zeros_has_no_fault() -> None:
     ("wrong", "said"),
     [
         ({"kind": "batch_norm"}, "kind='batch_norm': use 'layer_norm' or 'rms_norm'"),
-        ({"gamma": torch.ones(4)}, r"gamma of shape \[4\]: rows of x have 5 elements"),
         ({"gamma": torch.ones(1, 5)}, r"gamma of shape \[1, 5\]: rows of x have 5 elements"),
         ({"beta": torch.ones(1)}, r"beta of shape \[1\]: rows of x have 5 elements"),
+        ({"dy": torch.ones(2, 5)}, r"dy of shape \[2, 5\]"),
+        ({"residual": torch.ones(3, 4)}, r"residual of shape \[3, 4\]"),
     ],
     ids=str,
 )
 def test_wrong_arguments_are_refused(wrong: dict[str, Any], said: str) -> None:
     for device in ("cpu", "meta"):
-        norm = given((3, 5), "layer_norm")._replace(**wrong)
-        norm = Norm(*(a.to(device) if isinstance(a, Tensor) else a for a in norm))
-        with pytest.raises(ValueError, match=said):
-            cast(norm)
-        with pytest.raises(ValueError, match=said):
-            kernels.cast(norm.x, None, 0, E4M3, ALL, False, 0, **of_norm(*norm[1:]), **second(E4M3, ALL, False, 0))
+        others = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in wrong.items()}
+        dy, residual = others.pop("dy", None), others.pop("residual", None)
+        norm = Norm(*(a.to(device) if isinstance(a, Tensor) else a for a in given((3, 5), "layer_norm")))
+        norm = norm._replace(**others)
+        for named in ({}, second(E4M3, ALL, False, 0)) if others else ():
+            with pytest.raises(ValueError, match=said):
+                cast(norm, **named)
         if "beta" not in wrong:
             rows = torch.ones(3, device=device)
             with pytest.raises(ValueError, match=said):
-                kernels.norm_backward(norm.x, *norm[:2], rows, rows, norm.kind, False, True)
-
-
-def test_gradients_of_another_shape_are_refused() -> None:
-    for device in ("cpu", "meta"):
-        x, gamma, rows = torch.ones(3, 5, device=device), torch.ones(5, device=device), torch.ones(3, device=device)
-        of_x = x, gamma, rows, rows, "layer_norm", False, True
-        for dy, residual, said in (
-            (x[:2], None, r"dy of shape \[2, 5\]"),
-            (x, x[:, :4], r"residual of shape \[3, 4\]"),
-        ):
-            with pytest.raises(ValueError, match=said):
-                kernels.norm_backward(dy, *of_x, residual)
+                dy = norm.x if dy is None else dy
+                kernels.norm_backward(dy, *norm[:2], rows, rows, norm.kind, False, True, residual)

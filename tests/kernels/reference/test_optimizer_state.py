@@ -122,20 +122,6 @@ def test_signs_and_zeros_are_kept(fmt):
     assert torch.allclose(largest, amax)
 
 
-def test_the_root_halves_the_octaves_that_are_lost():
-    v = torch.logspace(0, -50, 128, base=2.0).view(1, -1)
-    lost = {}
-    for fmt, root in ((E4M3, False), (E4M3, True), (E4M4, False), (E4M4, True)):
-        moment = stored(fmt, v.shape, root)
-        write(moment, v)
-        lost[fmt, root] = float(v[read(moment) == 0].max().log2())
-    # half of the smallest subnormal lies 18.8 octaves below E4M3's largest, and 19.9 below E4M4's
-    assert lost[E4M3, False] == pytest.approx(-18.8, abs=0.4)
-    assert lost[E4M3, True] == pytest.approx(-37.6, abs=0.4)
-    assert lost[E4M4, False] == pytest.approx(-19.9, abs=0.4)
-    assert lost[E4M4, True] == pytest.approx(-39.8, abs=0.4)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("fault", [0, 200, 259])
 @pytest.mark.parametrize(("fmt", "root"), [(E4M3, False), (E5M2, True), (E4M4, True)], ids=str)
@@ -177,18 +163,6 @@ def test_one_scale_and_the_previous_amax(root):
     write(moment, torch.full_like(v, 1e6), scale, found)  # more than the scale is for saturates
     assert torch.allclose(read(moment), torch.tensor(4.0 if root else 2.0))
     assert float(found) == (1e3 if root else 1e6)
-
-
-def test_stochastic_rounding_is_unbiased_in_what_is_stored():
-    v = (torch.rand(1, 128) + 0.01).repeat(2000, 1)
-    for fmt, root in ((E4M3, False), (E4M4, True)):
-        moment = stored(fmt, v.shape, root, stochastic=True)
-        write(moment, v)
-        kept, found = (v[0].sqrt(), read(moment).sqrt()) if root else (v[0], read(moment))
-        sigma = kept * 2.0**-fmt.mantissa_bits / 2 / 2000**0.5
-        assert ((found.mean(0) - kept).abs() <= 4.5 * sigma + 1e-6).all()
-        assert float((found.mean(0) / kept - 1).mean().abs()) < 2e-4
-        assert (found != kept).any(0).sum() > 100
 
 
 def test_bf16_and_float32():

@@ -87,9 +87,7 @@ def master_of(kind: str, weight: Tensor) -> MasterWeight:
 @pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "SGD with Nesterov's momentum", "SGD with dampened momentum"])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("maximize", [False, True])
-def test_float32_is_torchs_bit_for_bit(
-    maximize: bool, decay: float, kind: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_float32_is_torchs_bit_for_bit(maximize, decay, kind, shape, monkeypatch):
     monkeypatch.setattr(optimizer_state, "PIECE", 512)
     theirs = torch.nn.Parameter(torch.randn(shape))
     options: dict[str, Any] = {"weight_decay": decay, "maximize": maximize, "foreach": False}
@@ -140,9 +138,7 @@ def test_the_master_is_updated_and_the_weight_follows(kind: str, most: float) ->
 @pytest.mark.parametrize("kind", ["weight", "split24", "stochastic"])
 @pytest.mark.parametrize("cols", [1, 100, 300])
 @pytest.mark.parametrize("cuts", [(0, 4, 7), (0, 1, 2, 7), (0, 0, 7), None], ids=str)
-def test_parts_on_ranks_are_those_of_the_whole(
-    kind: str, cols: int, cuts: tuple[int, ...] | None, groups: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_on_ranks_are_those_of_the_whole(kind, cols, cuts, groups, monkeypatch):
     """Rows, or without cuts rows of whole blocks of columns."""
     shape, count = (7, cols if cuts else 300), 2 if groups is ADAM else 1
     weight = torch.randn(shape).to(torch.float32 if kind == "weight" else torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Casts with two scalings, and the cast that commits, bit for bit."""
+"""Casts by one scaling of any tile and by two, amaxes, and the cast that commits, bit for bit."""
 
 import math
 from functools import partial
@@ -14,10 +14,83 @@ from tests.support.casts import second
 from tests.support.combinations import each_pair
 from tests.support.definitions import same_bits
 from tests.support.passes import one_pass
-from tests.support.triton_cases import ALL, E4M3, E5M2, FORMATS, INPUT, check, count_launches, input_of, update_args
+from tests.support.triton_cases import (
+    ALL,
+    BOTH_LAYOUTS,
+    E4M3,
+    E5M2,
+    FORMATS,
+    INPUT,
+    assert_counters_are_zero,
+    check,
+    count_launches,
+    input_of,
+    poisoned_memory,
+    update_args,
+    values_of,
+)
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
+
+LINES = [(1, -1), (-1, 1)]
+IN_REGISTERS = [(1, 128), (128, 128), (1, 32), (128, 1), (32, 1), (64, 16), (2, 8), (1, 1)]
+# of any size, and in any direction the whole tensor
+OTHERS = [(3, 5), (100, 7), (256, 48), (-1, 48), (32, -1), (1, 50), (-1, 128)]
+FEW_BLOCKS = [(0, 17), (17, 0), (1, 1), (1, 100), (17, 1), (17, 65), (48, 20)]
+
+
+def check_cast(kernels: TritonKernels, x: Tensor, case: dict[str, Any], state: Tensor | None = None) -> None:
+    """The cast of x that a case of BOTH_LAYOUTS says, and the amax of its tiles."""
+    cast = case["fmt"], case["tile"], case["power_of_two"], case["margin"]
+    how = cast, case["transpose"], case["pad"], case["column_sum"]
+    check(kernels, "cast", x, state, case.get("role", 0), *cast, *how[1:], compare_sums=case["values"] != "edge")
+    with poisoned_memory():
+        amax = kernels.amax(x, case["tile"])
+    assert (amax.t() if case["tile"] == (1, 128) else amax).is_contiguous() and amax.device == x.device
+    assert same_bits(amax.cpu(), REFERENCE["amax"](x.cpu(), case["tile"]))
+    assert_counters_are_zero(kernels)
+
+
+@each_pair(**BOTH_LAYOUTS, tile=[*LINES, *IN_REGISTERS])
+def test_cast(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
+    check_cast(kernels, input_of(kernels, monkeypatch, case), case)
+
+
+@each_pair(**BOTH_LAYOUTS | {"shape": FEW_BLOCKS, "small": [False]}, tile=OTHERS)
+def test_cast_in_blocks_of_any_size(kernels, monkeypatch, case):
+    check_cast(kernels, input_of(kernels, monkeypatch, case), case)
+
+
+@each_pair(**BOTH_LAYOUTS, tile=[ALL], scale=[None, 0.0, 0.37, 2.0**60], role=[0, 1, 2])
+def test_one_scale(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
+    x, state = input_of(kernels, monkeypatch, case), None
+    if case["scale"] is not None:
+        state = torch.full((3,), 7.0)
+        state[case["role"]] = case["scale"]
+        state = state.to(kernels.device)
+    check_cast(kernels, x, case, state)
+
+
+def test_rows_longer_than_the_widest_tile(kernels: TritonKernels) -> None:
+    x = values_of("faults", (3, 9000), torch.bfloat16).to(kernels.device)
+    check(kernels, "cast", x, None, 0, E4M3, (1, -1), False, 0, False, 16)
+
+
+def test_amaxes_are_not_left_for_the_next_cast(kernels: TritonKernels) -> None:
+    for factor in (64.0, 1.0):
+        x = (factor * torch.randn(40, 200)).bfloat16().to(kernels.device)
+        columns = second(E5M2, (-1, 1), False, 0)
+        check(kernels, "cast", x, None, 0, E4M3, (1, -1), False, 0, True, 16, True, **columns)
+    assert not kernels.module("launch").workspace(x, 1).any()
+
+
+def test_one_element_is_the_largest_wherever_it_lies(kernels: TritonKernels) -> None:
+    for at in (0, 1, 127, 128, 2047, 4095, 5000, 130 * 77 - 1):
+        x = torch.zeros(130, 77, dtype=torch.bfloat16)
+        x.view(-1)[at] = -3.0
+        assert kernels.amax(x.to(kernels.device), ALL).item() == 3.0
+
 
 FEW = [(0, 17), (17, 0), (1, 270), (270, 1), (33, 57), (96, 160)]
 # both from one launch; and not both
@@ -83,9 +156,7 @@ def test_a_sequence_of_steps(kernels: TritonKernels, length: int, reduce: str) -
 
 
 @pytest.mark.parametrize("reduce", ["max", "most_recent"])
-def test_casts_of_a_pass_read_the_scales_of_before_it(
-    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, reduce: str
-) -> None:
+def test_casts_of_a_pass_read_the_scales_of_before_it(kernels, monkeypatch, reduce):
     state, other = State.empty(3, kernels.device), State.empty(3, kernels.device)
     update, launched = update_args(reduce), count_launches(kernels, monkeypatch)
     exists = kernels.module("known_scales").scale_exists

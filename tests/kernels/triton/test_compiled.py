@@ -53,9 +53,8 @@ def _around_torchs_grouped_product(kernels: TritonKernels) -> None:
 
 
 def _extreme_scales(kernels: TritonKernels) -> None:
-    for tiles in ((BLOCK, SQUARE), (BLOCK, BLOCK)):
-        test_matmul.test_scales_whose_product_float32_does_not_hold(-126, 126, 1.5, tiles, kernels)
-        test_matmul.test_scales_whose_product_float32_does_not_hold(-70, -70, 208.0, tiles, kernels)
+    test_matmul.test_scales_whose_product_float32_does_not_hold(-126, 126, 1.5, (BLOCK, SQUARE), kernels)
+    test_matmul.test_scales_whose_product_float32_does_not_hold(-70, -70, 208.0, (BLOCK, BLOCK), kernels)
 
 
 def _cases_of(test: Callable[..., None]) -> dict[str, Any]:

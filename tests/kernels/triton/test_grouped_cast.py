@@ -71,11 +71,8 @@ OPTIONS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.full
 @each_pair(x_dtype=DTYPES, layout=LAYOUTS, values=["varied", "faults", "edge"], cols=[17, 48, 140], **OPTIONS)
-def test_each_group_is_cast_alone(
-    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]
-) -> None:
+def test_each_group_is_cast_alone(kernels, monkeypatch, case):
     if case["small"]:
         use_small_tiles(kernels, monkeypatch)
     sizes, rest = case["sizes"]
@@ -83,7 +80,6 @@ def test_each_group_is_cast_alone(
     check(kernels, laid(x, case["layout"], kernels.device), sizes, *cast_of(case), **written_of(case))
 
 
-@pytest.mark.full
 @each_pair(activation=["reglu", "squared_relu"], kind=["value", "gradient", "of codes"], width=[9, 64], **OPTIONS)
 def test_activations_by_group(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
     if case["small"]:
@@ -115,24 +111,6 @@ def test_any_sequence_of_sizes(tile: tuple[int, int], first_seed: int, kernels: 
         check(kernels, x, sizes, None, 0, E4M3, tile, False, 0)
 
 
-@pytest.mark.parametrize(("sizes", "rest"), SIZES, ids=lambda v: str(v)[:20])
-def test_an_activation_s_gradient_of_codes(sizes: list[int], rest: int, kernels: TritonKernels) -> None:
-    h, offsets, h_tile = torch.randn(sum(sizes) + rest, 32), offsets_of(sizes), (32, 8)
-    codes, _, scale_inv, _ = torch.ops.octavo.cast(h, None, 0, E4M3, h_tile, False, 0, offsets=offsets)
-    dy, tile = torch.randn(len(h), 16).to(kernels.device), (128, 1)
-    activation = "reglu", codes, scale_inv, h_tile
-    check(kernels, dy, sizes, None, 0, E4M3, tile, False, 0, activation=activation)
-
-
-@pytest.mark.parametrize("scale", [0.0, 3.0])
-def test_a_delayed_scale_is_one_for_all_groups(scale: float, kernels: TritonKernels) -> None:
-    for sizes, rest in SIZES:
-        x = torch.randn(sum(sizes) + rest, 40).to(kernels.device)
-        for transpose in (False, True):
-            cast = torch.tensor([1.0, scale, 1.0]), 1, E4M3, (-1, -1), False, 0
-            check(kernels, x, sizes, *cast, written=(True, transpose))
-
-
 def test_blocks_of_other_sizes(kernels: TritonKernels) -> None:
     check(kernels, torch.randn(61, 20).to(kernels.device), [0, 1, 17, 40], None, 0, E4M3, (3, 5), False, 0, pad=1)
 
@@ -158,13 +136,7 @@ def test_wrong_offsets_are_groups_without_rows(ends: list[int], tile: tuple[int,
     ],
     ids=str,
 )
-def test_launches(
-    tile: tuple[int, int],
-    delayed: bool,
-    launches: list[str],
-    kernels: TritonKernels,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_launches(tile, delayed, launches, kernels, monkeypatch):
     x, offsets, scale = to(kernels.device, (torch.randn(61, 40), offsets_of([0, 1, 17, 40]), torch.ones(3)))
     others = torch.ones(3, 1, device=scale.device), before_of(scale)
     kernels.module("known_scales").committed(scale, *others, (True, True, True))

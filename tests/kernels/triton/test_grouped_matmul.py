@@ -88,9 +88,7 @@ def test_any_sequence_of_sizes(form: Callable[..., Any], seed: int, kernels: Tri
 
 
 @pytest.mark.parametrize("form", [rows_in_groups, terms_in_groups])
-def test_parts_of_two_products(
-    form: Callable[..., Any], kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_two_products(form, kernels, monkeypatch):
     """As of large groups on Hopper, or of faults and scales whose product float32 does not hold."""
     config = kernels.module("launch").Config(256, 128, 4, 16)
     monkeypatch.setattr(kernels.module("grouped_matmul"), "grouped_config", lambda *_: config)

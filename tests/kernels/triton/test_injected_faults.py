@@ -32,10 +32,7 @@ def test_every_fault_of_the_tables_is_found() -> None:
 
 @pytest.mark.parametrize(
     ("case", "kernel", "found"),
-    [
-        ("cast rows", "cast_rows_kernel", "race"),
-        ("tensor . tensor, Triton", "matmul_kernel", "a copy under way"),
-    ],
+    [("cast rows", "cast_rows_kernel", "race"), ("tensor . tensor, Triton", "matmul_kernel", "a copy under way")],
 )
 def test_a_barrier_that_is_left_out(case: str, kernel: str, found: str) -> None:
     """Which one is needed depends on the release of Triton."""

@@ -48,9 +48,7 @@ def test_nothing_is_known_before_a_commit(kernels: TritonKernels, known: Callabl
     assert known(scale.fill_(2.0)) == [False] * 3
 
 
-def test_a_commit_makes_known_what_the_one_before_it_wrote(
-    kernels: TritonKernels, known: Callable[[Tensor], list[bool]]
-) -> None:
+def test_a_commit_makes_known_what_the_one_before_it_wrote(kernels, known):
     state = State.empty(4, kernels.device)
     commit(kernels, state, 1.0, None, 0.0)
     assert known(state.scale) == [False] * 3
@@ -127,9 +125,7 @@ def test_an_entry_goes_with_its_tensor(kernels: TritonKernels) -> None:
     assert len(entries) == before
 
 
-def test_a_known_scale_spares_the_amax(
-    kernels: TritonKernels, known: Callable[[Tensor], list[bool]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_known_scale_spares_the_amax(kernels, known, monkeypatch):
     launches = []
     module = kernels.module("cast_tensor")
     launch = module.find_amax

@@ -92,7 +92,7 @@ def test_launches_one_after_the_other(kernels: TritonKernels) -> None:
     # an amax or a counter left behind by one would be seen by the next, smaller one
     state = State.empty(2, kernels.device)
     for scale in (8.0, 4.0, 1.0, 0.0, 2.0):
-        x = torch.full((70, 300), scale, device=kernels.device)
+        x = torch.full((40, 100), scale, device=kernels.device)
         assert kernels.amax(x, ALL).item() == scale
         assert kernels.cast(x, None, 0, E4M3, ALL, False, 0)[3].item() == scale
         kernels.cast_and_commit(x, *state, None, None, E5M2, False, 0, *update_args("max"), True, 1, True)

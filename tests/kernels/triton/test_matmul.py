@@ -31,15 +31,7 @@ TILES = [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK), (MX, MX), (R
     ],
     ids=["float32", "bfloat16", "float16"],
 )
-def test_triton_s_product(
-    formats: tuple[torch.dtype, torch.dtype],
-    dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    fast: bool,
-    shape: tuple[int, int, int],
-    tiles: tuple[Tile, Tile],
-    kernels: TritonKernels,
-) -> None:
+def test_triton_s_product(formats, dtype, bias_dtype, fast, shape, tiles, kernels):
     triton_matmul = of_flat(kernels.module("matmul").triton_matmul)
     args = operands(shape, tiles, formats)
     if dtype == torch.float16:  # within its range
@@ -58,9 +50,7 @@ def test_triton_s_product(
     ("a_exponent", "b_exponent", "code"),
     [(119, -119, 1.5), (-126, 126, 1.5), (-70, -70, 208.0), (65, 65, 2.0**-9), (65, 65, 1.0), (-126, -126, 1.0)],
 )
-def test_scales_whose_product_float32_does_not_hold(
-    a_exponent: int, b_exponent: int, code: float, tiles: tuple[Tile, Tile], kernels: TritonKernels
-) -> None:
+def test_scales_whose_product_float32_does_not_hold(a_exponent, b_exponent, code, tiles, kernels):
     a = torch.full((20, 256), code).to(E4M3)
     b = torch.full((24, 256), code).to(E4M3)
     a[3] = 0.0
@@ -75,14 +65,6 @@ def test_scales_whose_product_float32_does_not_hold(
     with numpy.errstate(over="ignore", invalid="ignore", under="ignore"):
         found = of_flat(kernels.module("matmul").triton_matmul)(*to(kernels.device, args), None, torch.float32, False)
     torch.testing.assert_close(found.cpu(), (values[0] @ values[1].t()).float(), rtol=1e-3, atol=2.0**-126)
-
-
-def test_a_fault_reaches_only_its_row(kernels: TritonKernels) -> None:
-    args = operands((20, 24, 64), (ALL, ALL), (E4M3, E4M3))
-    args[0].view(torch.uint8)[3, 5] = 0x7F  # NaN
-    found = of_flat(kernels.module("matmul").triton_matmul)(*to(kernels.device, args), None, torch.float32, False).cpu()
-    assert found[3].isnan().all()
-    assert not found[[i for i in range(20) if i != 3]].isnan().any()
 
 
 @pytest.mark.parametrize("tiles", [(ALL, ALL), (BLOCK, SQUARE)], ids=str)

@@ -1,7 +1,6 @@
 """Casts of norms: against the reference, and their statistics against float64."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,6 +29,7 @@ from tests.support.triton_cases import (
     count_launches,
     input_of,
     run_both,
+    use_small_tiles,
 )
 from tests.support.triton_kernels import TritonKernels
 
@@ -162,56 +162,33 @@ def assert_statistics(run: Run, actual: dict[str, Tensor]) -> Values:
     return Values(y, size)
 
 
-def one_scaling(tile: tuple[int, int], state: Tensor | None = None) -> Callable[..., tuple[Tensor, ...]]:
-    def call(kernels: TritonKernels, x: Tensor, norm: Norm) -> tuple[Tensor, ...]:
-        return kernels.cast(x, state, 1, E4M3, tile, False, 0, True, 16, **norm, keep=True)
-
-    return call
-
-
-def two_scalings(tile: tuple[int, int], other: tuple[int, int]) -> Callable[..., tuple[Tensor, ...]]:
-    def call(kernels: TritonKernels, x: Tensor, norm: Norm) -> tuple[Tensor, ...]:
-        two = second(E4M3, other, False, 0)
-        return kernels.cast(x, None, 0, E4M3, tile, False, 0, True, 16, **two, **norm, keep=True)
-
-    return call
-
-
 LINES = ["line_amax_kernel", "cast_lines_kernel"]
-LAUNCHES: dict[str, tuple[Callable[..., tuple[Tensor, ...]], list[str]]] = {
-    "Dynamic": (one_scaling(ALL), ["norm_tensor_kernel", "cast_tensor_kernel"]),
-    "rows": (one_scaling(ROW), ["norm_rows_kernel"]),
-    "columns": (one_scaling(COLUMN), ["norm_tensor_kernel", *LINES]),
-    "1x128": (one_scaling((1, 128)), ["norm_blocks_kernel"]),
-    "32x32": (one_scaling((32, 32)), ["norm_blocks_kernel"]),
-    "128x128": (one_scaling((128, 128)), ["norm_tensor_kernel", "cast_blocks_kernel"]),
-    "1x32 and 32x1": (two_scalings((1, 32), (32, 1)), ["norm_blocks_kernel"]),
-    "1x128 and 128x1": (two_scalings((1, 128), (128, 1)), ["norm_tensor_kernel", "cast_blocks_kernel"]),
-    "rows and columns": (two_scalings(ROW, COLUMN), ["norm_tensor_kernel", *LINES]),
-}
+LAUNCHES: list[tuple[Any, Any, list[str]]] = [  # a tile; another's, or a delayed scale and whether it is known to exist
+    (ALL, None, ["norm_tensor_kernel", "cast_tensor_kernel"]),
+    (ALL, (2.0, True), ["norm_tensor_kernel"]),
+    (ALL, (2.0, False), ["norm_tensor_kernel", "cast_tensor_kernel"]),
+    (ALL, (0.0, True), ["norm_tensor_kernel", "cast_tensor_kernel"]),
+    (ROW, None, ["norm_rows_kernel"]),
+    (COLUMN, None, ["norm_tensor_kernel", *LINES]),
+    ((1, 128), None, ["norm_blocks_kernel"]),
+    ((32, 32), None, ["norm_blocks_kernel"]),
+    ((128, 128), None, ["norm_tensor_kernel", "cast_blocks_kernel"]),
+    ((1, 32), (32, 1), ["norm_blocks_kernel"]),
+    ((1, 128), (128, 1), ["norm_tensor_kernel", "cast_blocks_kernel"]),
+    (ROW, COLUMN, ["norm_tensor_kernel", *LINES]),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, name: str, kind: str) -> None:
-    call, expected = LAUNCHES[name]
-    x, gamma = torch.randn(40, 48).to(kernels.device), torch.randn(48).to(kernels.device)
+def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    x, norm = torch.randn(40, 48).to(kernels.device), of_norm(torch.randn(48).to(kernels.device), None, kind)
     launched = count_launches(kernels, monkeypatch)
-    call(kernels, x, of_norm(gamma, None, kind))
-    assert launched == expected
-
-
-def test_launches_with_a_delayed_scale(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, gamma = torch.randn(40, 48).to(kernels.device), torch.randn(48).to(kernels.device)
-    launched = count_launches(kernels, monkeypatch)
-    for state, expected in (
-        (state_of(kernels, 2.0), ["norm_tensor_kernel"]),
-        (state_of(kernels, 2.0, known=False), ["norm_tensor_kernel", "cast_tensor_kernel"]),
-        (state_of(kernels, 0.0), ["norm_tensor_kernel", "cast_tensor_kernel"]),
-    ):
+    for tile, other, expected in LAUNCHES:
+        state = state_of(kernels, *other) if other and isinstance(other[0], float) else None
+        two = second(E4M3, other, False, 0) if other and state is None else {}
         launched.clear()
-        one_scaling(ALL, state)(kernels, x, of_norm(gamma, None, "rms_norm"))
-        assert launched == expected
+        kernels.cast(x, state, 1, E4M3, tile, False, 0, True, 16, **two, **norm, keep=True)
+        assert launched == expected, (tile, other)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -223,8 +200,8 @@ def test_many_rows(kernels: TritonKernels, kind: str) -> None:
 
 
 @pytest.mark.parametrize("cast", [CASTS[0], CASTS[3], *CASTS[5:8]], ids=str)
-@pytest.mark.usefixtures("tiles_of_any_size")
-def test_infinities_made_on_the_way(kernels: TritonKernels, cast: tuple[Any, ...]) -> None:
+def test_infinities_made_on_the_way(kernels, cast, monkeypatch):
+    use_small_tiles(kernels, monkeypatch)
     # gamma has them, or overflows: amax is that of what is finite, and all else is cast as if they were not there
     tile, scale, known = cast
     x, gamma = torch.randn(17, 150), torch.randn(150)
@@ -264,19 +241,3 @@ def test_tiles(kernels: TritonKernels) -> None:
         (tall, 4096, ((1, 32), (32, 1)), (32, 256, 1, 8)),
     ):
         assert tile(chosen, cols, blocks) == expected
-
-
-def test_bad_arguments(kernels: TritonKernels) -> None:
-    x, gamma = torch.randn(4, 8).to(kernels.device), torch.randn(8).to(kernels.device)
-    cast = None, 0, E4M3, ALL, False, 0, True
-    for norm, said in (
-        (of_norm(gamma, None, "batch_norm"), "use 'layer_norm' or 'rms_norm'"),
-        (of_norm(gamma[:7], None, "rms_norm"), r"gamma of shape \[7\]: rows of x have 8"),
-        (of_norm(gamma, gamma[None], "rms_norm"), r"beta of shape \[1, 8\]"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            kernels.cast(x, *cast, **norm)
-    with pytest.raises(ValueError, match="pad=3"):
-        kernels.cast(x, *cast, 3, **of_norm(gamma, None, "rms_norm"))
-    with pytest.raises(ValueError, match="use 'layer_norm' or 'rms_norm'"):
-        kernels.cast(x, *cast, **of_norm(gamma, None, ""), **second(E5M2, COLUMN, False, 0))

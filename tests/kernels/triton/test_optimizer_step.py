@@ -204,20 +204,6 @@ def test_a_step_is_skipped(kernels: TritonKernels, large: None) -> None:
 
 
 @pytest.mark.parametrize("group", [ADAM, SGD], ids=["Adam", "SGD"])
-def test_gradients_are_divided(group: Any, kernels: TritonKernels) -> None:
-    scale = torch.tensor(3.0, device=kernels.device)
-    moments = NAMED["fp8"][: 1 + (group is ADAM)]
-    unscaled = Both(kernels, [update_of((2, 150), moments)], [group])
-    unscaled.new_gradients()
-    halves = Both(kernels, unscaled.theirs, [group])
-    halves.ours[0].gradient.mul_(8)
-    halves.theirs[0].gradient.mul_(8)
-    halves.step(None, scale.fill_(8.0))
-    unscaled.step()
-    assert differences(halves.ours, unscaled.ours) == []
-
-
-@pytest.mark.parametrize("group", [ADAM, SGD], ids=["Adam", "SGD"])
 def test_learning_rates(group: Any, kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     module = kernels.module("optimizer_step")
     rate = torch.tensor(0.05, device=kernels.device)
@@ -417,28 +403,6 @@ def test_aligned_blocks_are_read_in_vectors(kernels: TritonKernels, large: None)
     assert [of.even for of in plan.steps[0].tensors] == [True] * 5 + [False]
 
 
-def test_scales_follow_the_weights(kernels: TritonKernels, large: None) -> None:
-    """Of zeros it is 1 and then their bound's; of what decays it shrinks: block by block."""
-    group = ADAM._replace(lr=1.0, weight_decay=0.9)
-    updates = [
-        fp8_update((130, 200), kind, blocks, number=0)
-        for kind in ("fp8_split16", "fp8_fp32")
-        for blocks in (False, True)
-    ]
-    for update in updates:  # zeros in all blocks but the last
-        values = torch.zeros(130, 200)
-        values[128:, 128:] = 1e6 * torch.randn(2, 72)
-        store(update.master, values)
-    both = Both(kernels, updates, [group])
-    before = [update.master.scale_inv.cpu().clone() for update in both.ours]
-    both.steps(2)
-    for update, old in zip(both.ours, before, strict=True):
-        new = update.master.scale_inv.cpu()
-        assert new[-1, -1] < old[-1, -1]
-        assert old.numel() == 1 or ((old[0] == 1) & (new[0] < 1)).all()
-        assert torch.equal(new.log2() % 1, torch.zeros_like(new))
-
-
 def test_a_fault_of_a_weight_in_fp8_stays_where_it_is(kernels: TritonKernels, large: None) -> None:
     updates = [fp8_update((130, 200), *cell, NAMED["fp32"], number=n) for n, cell in enumerate(BY_TURNS)]
     both, rows, cols = Both(kernels, updates, [ADAM, OTHER]), [0, 1, 129], [3, 130, 199]
@@ -451,14 +415,6 @@ def test_a_fault_of_a_weight_in_fp8_stays_where_it_is(kernels: TritonKernels, la
         spoilt = (update.master.weight.cpu() & 0x7F) == 0x7F
         assert spoilt.nonzero().tolist() == [list(place) for place in zip(rows, cols, strict=True)]
         assert update.master.amax.isfinite().all() and update.master.scale_inv.isfinite().all()
-
-
-def test_no_number_at_all(kernels: TritonKernels, large: None) -> None:
-    both = Both(kernels, [fp8_update((3, 31), *cell, number=n) for n, cell in enumerate(IN_FP8)], [ADAM, OTHER])
-    both.new_gradients(math.nan)
-    both.step()
-    both.new_gradients()
-    both.step()
 
 
 # --- gradients in codes -----------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from torch import Tensor
 from octavo.kernels.activations import ACTIVATIONS
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.scaling.delayed import State
-from tests.support import definitions
 from tests.support.casts import second
 from tests.support.combinations import each_pair
 from tests.support.definitions import all_codes
@@ -93,12 +92,7 @@ def given(
 
 
 def run(
-    kernels: TritonKernels,
-    monkeypatch: pytest.MonkeyPatch,
-    case: dict[str, Any],
-    op: str,
-    *args: Any,
-    **named: Any,
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any], op: str, *args: Any, **named: Any
 ) -> None:
     """Run an op with these arguments between x and its activation, and compare it with the reference."""
     if case["small"]:
@@ -174,25 +168,14 @@ def test_cast_and_commit(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
     amaxes = [None if a is None else torch.full((1, 1), a, device=kernels.device) for a in case["amaxes"]]
     update = update_args(case["reduce"], case["powers_of_two"])
     cast = (case["fmt"], case["powers_of_two"][2], 2)
-    run(
-        kernels,
-        monkeypatch,
-        case,
-        "cast_and_commit",
-        state,
-        history,
-        before,
-        *amaxes,
-        *cast,
-        *update,
-        case["transpose"],
-    )
+    given = state, history, before, *amaxes, *cast, *update
+    run(kernels, monkeypatch, case, "cast_and_commit", *given, case["transpose"])
 
 
 @pytest.mark.usefixtures("tiles_of_any_size")
-@pytest.mark.parametrize("cols", [3, 9, 20, 57, 121])
+@pytest.mark.parametrize("cols", [9, 20, 57])
 def test_padding_of_the_second_half(kernels: TritonKernels, cols: int) -> None:
-    # after 3 and 20 it lies in the tiles that hold the half, after the others it ends beyond them
+    # after 20 it lies in the tiles that hold the half, after the others it ends beyond them
     dy, (*_, h) = given(kernels.device, (21, cols), "reglu", True, torch.bfloat16)
     for tile in (ALL, (1, -1), (-1, 1), (16, 1)):
         check(kernels, "cast", dy, None, 0, E4M3, tile, False, 0, True, 16, True, "reglu", h)
@@ -217,13 +200,6 @@ def test_nothing_but_nan(kernels: TritonKernels, backward: bool) -> None:
     x, preactivation = (dy, h) if backward else (h, None)
     for tile in (ALL, (1, -1), (-1, 1), (16, 16)):
         check_close(kernels, "cast", x, None, 0, E4M3, tile, False, 0, False, 1, False, "silu", preactivation)
-
-
-def test_more_strips_than_there_are_counters(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.module("launch"), "WORK", 3)
-    dy, (*_, h) = given(kernels.device, (40, 300), "reglu", True, torch.bfloat16)
-    for tile in (ALL, (1, 4)):
-        check(kernels, "cast", dy, None, 0, E4M3, tile, False, 0, True, 1, True, "reglu", h)
 
 
 def grid(activation: str) -> Tensor:
@@ -252,10 +228,14 @@ def each_value(kernels: TritonKernels, x: Tensor, *activation: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_values_in_float32_against_float64(kernels: TritonKernels, activation: str) -> None:
-    h = grid(activation)
+def test_float32_against_float64(kernels: TritonKernels, activation: str) -> None:
+    h, dy = grid(activation), torch.rand(64, 64) * 2 - 1
     y, truth = each_value(kernels, h, activation), exact(h.double(), activation)
     assert bool(((y - truth).abs() <= 2.0**-21 * (magnitude(h, activation) + truth.abs()) + SMALLEST).all())
+    dh, truth = each_value(kernels, dy, activation, h), exact_gradient(dy, h, activation)
+    allowed = 2.0**-18 * magnitude(dy, activation, h)  # 1 - s has few digits where h is 15
+    allowed[:, 64:] /= 8
+    assert bool(((dh - truth).abs() <= allowed + 2.0**-21 * truth.abs() + SMALLEST).all())
 
 
 @pytest.mark.parametrize("function", TAILS)
@@ -263,15 +243,6 @@ def test_tails_keep_their_digits(kernels: TritonKernels, function: str) -> None:
     h = -torch.linspace(0.1, 45, 4096).view(64, 64)
     truth = TAILS[function](h.double())
     assert bool(((each_value(kernels, h, function) - truth).abs() <= 2.0**-16 * truth.abs() + 2.0**-119).all())
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradients_in_float32_against_float64(kernels: TritonKernels, activation: str) -> None:
-    h, dy = grid(activation), torch.rand(64, 64) * 2 - 1
-    dh, truth = each_value(kernels, dy, activation, h), exact_gradient(dy, h, activation)
-    allowed = 2.0**-18 * magnitude(dy, activation, h)  # 1 - s has few digits where h is 15
-    allowed[:, 64:] /= 8
-    assert bool(((dh - truth).abs() <= allowed + 2.0**-21 * truth.abs() + SMALLEST).all())
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -284,38 +255,5 @@ def test_every_code(kernels: TritonKernels, backward: bool, activation: str, fmt
     codes, scale_inv = codes.to(kernels.device), torch.full((1, 1), 0.37, device=kernels.device)
     x, preactivation = (torch.randn(16, 16).to(kernels.device), codes) if backward else (codes, None)
     compare = check if activation in EXACT else check_close
-    compare(
-        kernels, "cast", x, None, 0, E5M2, (1, 1), False, 0, False, 1, True, activation, preactivation, scale_inv, ALL
-    )
-
-
-def half_step(value: Tensor, fmt: torch.dtype) -> Tensor:
-    """Half the distance of the codes around each value."""
-    mantissa_bits, least = (3, -6) if fmt == E4M3 else (2, -14)
-    return 2.0 ** ((torch.frexp(value)[1] - 1).clamp(min=least) - mantissa_bits - 1)
-
-
-@each_pair(
-    activation=SOME,
-    backward=[False, True],
-    tile=[ALL, (1, -1), (-1, 1), (1, 32), (32, 32), (24, 40)],
-    fmt=FORMATS,
-    h=H,
-    dtype=DTYPES,
-    shape=[(33, 64), (17, 31), (5, 128)],
-    layout=["rows", "columns"],
-    power_of_two=[False, True],
-)
-def test_codes_against_float64(kernels: TritonKernels, case: dict[str, Any]) -> None:
-    tile, fmt, activation, backward = (case[name] for name in ("tile", "fmt", "activation", "backward"))
-    x, arguments = given(kernels.device, **case)
-    q, _, scale_inv, *_ = to(
-        "cpu", kernels.cast(x, None, 0, fmt, tile, case["power_of_two"], 0, False, 1, False, *arguments)
-    )
-    h, *scaling = to("cpu", (arguments[1], *arguments[2:]) if backward else (x, *arguments[2:]))
-    h = definitions.dequantize(h, *scaling) if scaling else h.double()
-    truth = exact_gradient(x.cpu(), h, activation) if backward else exact(h, activation)
-    size = magnitude(x.cpu() if backward else h, activation, h if backward else None)
-    wide = definitions.dequantize(torch.ones_like(q), scale_inv, tile)
-    allowed = half_step(truth / wide, fmt) * wide + 2.0**-20 * (size + truth.abs())
-    assert bool(((definitions.dequantize(q, scale_inv, tile) - truth).abs() <= allowed).all())
+    how = None, 0, E5M2, (1, 1), False, 0, False, 1, True
+    compare(kernels, "cast", x, *how, activation, preactivation, scale_inv, ALL)

@@ -1,4 +1,4 @@
-"""On a GPU: tensors of the sizes that models have, CUDA graphs, and several streams."""
+"""On a GPU: casts of tensors, of activations and of gradients at models' sizes, CUDA graphs, and several streams."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.kernels.activations import ACTIVATIONS
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.scaling.delayed import State
 from tests.support.casts import second
@@ -17,9 +18,14 @@ from tests.support.triton_cases import (
     DTYPES,
     E4M3,
     E5M2,
+    Run,
+    assert_close,
     assert_counters_are_zero,
     assert_sums,
     check,
+    check_close,
+    named_arguments,
+    named_results,
     to,
     update_args,
 )
@@ -27,83 +33,113 @@ from tests.support.triton_kernels import TritonKernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
+DEVICE = "cuda"
 UPDATE = update_args("max")
 TILES = [ALL, (1, -1), (-1, 1), (1, 128), (128, 128), (128, 1), (1, 32), (32, 1)]
 TWO_SCALINGS = [((1, 128), (128, 1)), ((1, 32), (32, 1)), ((1, -1), (-1, 1))]
+EXACT = {"", "relu", "squared_relu", "reglu"}
+Source = tuple[Tensor, tuple[Any, ...]]  # x and its activation
+
+# an activation, whether its gradient is cast, and how its input lies if in codes
+CAST = [("", False, None), *((name, back, None) for name in ACTIVATIONS for back in (False, True))]
+CAST += [(name, back, tile) for name in ("swiglu", "gelu") for back in (False, True) for tile in TILES[:5]]
+each_cast = pytest.mark.parametrize("cast", CAST, ids=str)
 
 
-def large(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    rows, cols = shape
-    x = torch.empty(shape, dtype=dtype, device="cuda").normal_()
-    x *= torch.logspace(-2, 0, cols, device="cuda").to(dtype)
-    return x.mul_(torch.logspace(0, 1, rows, device="cuda").to(dtype)[:, None])
+def large(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Rows and columns differ in size; activations bend, and beyond."""
+    x = torch.empty(rows, cols, dtype=dtype, device=DEVICE).normal_()
+    x *= torch.logspace(-1, 1, cols, device=DEVICE).to(dtype)
+    return x.mul_(torch.logspace(-1, 1, rows, device=DEVICE).to(dtype)[:, None])
+
+
+def given(
+    rows: int, cols: int, cast: Any, faults: bool = False, dtype: torch.dtype = torch.bfloat16, laid: Any = Tensor.clone
+) -> Source:
+    """[rows, cols] is the shape of an activation's output; a gated one's input and its gradient are twice as wide."""
+    activation, backward, h_tile = cast
+    h = large(rows, 2 * cols if activation and ACTIVATIONS[activation].gated else cols, dtype)
+    dy = large(rows, cols, dtype)
+    for x in (h, dy) if faults else ():
+        x.view(-1)[5::1_000_003] = torch.nan
+        x.view(-1)[7::1_500_007] = -torch.inf
+    if not activation:
+        return laid(h), ()
+    scaling: tuple[Any, ...] = ()
+    if h_tile is not None:
+        h, _, scale_inv, *_ = REFERENCE["cast"](h, None, 0, E4M3, h_tile, False, 0)
+        scaling = scale_inv, h_tile
+    else:
+        h = laid(h)
+    return (laid(dy), (activation, h, *scaling)) if backward else (h, (activation, None, *scaling))
 
 
 def delayed_state() -> State:
-    scale, history = torch.tensor([50.0, 0.0, 3000.0], device="cuda"), torch.rand(3, 16, device="cuda")
-    return State(scale, history, State.empty(1, "cuda").before)
+    scale, history = torch.tensor([50.0, 0.0, 3000.0], device=DEVICE), torch.rand(3, 16, device=DEVICE)
+    return State(scale, history, State.empty(1, DEVICE).before)
 
 
 def commits() -> tuple[Any, ...]:
-    return torch.full((1, 1), 3.0, device="cuda"), None, E5M2, False, 0, *UPDATE, True, 16, True
+    return torch.full((1, 1), 3.0, device=DEVICE), None, E5M2, False, 0, *UPDATE, True, 16, True
 
 
-@pytest.mark.parametrize("faults", [False, True], ids=["", "faults"])
-@pytest.mark.parametrize("shape", [(4096, 8192), (3001, 5000), (16384, 8192)], ids=str)
-def test_every_op(kernels: TritonKernels, shape: tuple[int, int], faults: bool) -> None:
-    x = large(shape)
-    if faults:
-        x.view(-1)[5::1_000_003] = torch.nan
-        x.view(-1)[7::1_500_007] = -torch.inf
+@each_cast
+@pytest.mark.parametrize(("shape", "faults"), [((16384, 4096), False), ((3001, 2500), False), ((3001, 2500), True)])
+def test_every_op(kernels: TritonKernels, shape: tuple[int, int], faults: bool, cast: Any) -> None:
+    compare = check if cast[0] in EXACT else check_close
+    x, activation = given(*shape, cast, faults)
     for tile in TILES:
-        assert same_bits(kernels.amax(x, tile), REFERENCE["amax"](x, tile))
-        check(kernels, "cast", x, None, 0, E4M3, tile, False, 0, where="cuda")
-        check(kernels, "cast", x, None, 0, E5M2, tile, True, 1, True, 16, True, where="cuda")
+        if not activation:
+            assert same_bits(kernels.amax(x, tile), REFERENCE["amax"](x, tile))
+        compare(kernels, "cast", x, None, 0, E4M3, tile, False, 0, False, 1, False, *activation, where=DEVICE)
+        compare(kernels, "cast", x, None, 0, E5M2, tile, True, 1, True, 16, True, *activation, where=DEVICE)
     for tile, second_tile in TWO_SCALINGS:
-        scalings = None, 0, E4M3, tile, True, 0, True, 16, True
-        check(kernels, "cast", x, *scalings, **second(E5M2, second_tile, False, 0), where="cuda")
+        how = None, 0, E4M3, tile, True, 0, True, 16, True
+        compare(kernels, "cast", x, *how, *activation, **second(E5M2, second_tile, False, 0), where=DEVICE)
     state = delayed_state()
     for role in (0, 1):
-        check(kernels, "cast", x, state.scale, role, E4M3, ALL, False, 0, True, 16, where="cuda")
+        compare(kernels, "cast", x, state.scale, role, E4M3, ALL, False, 0, True, 16, True, *activation, where=DEVICE)
     for _ in range(3):
-        check(kernels, "cast_and_commit", x, *state, *commits(), where="cuda")
+        compare(kernels, "cast_and_commit", x, *state, *commits(), *activation, where=DEVICE)
 
 
+@each_cast
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes_and_layouts(kernels: TritonKernels, dtype: torch.dtype) -> None:
-    x = large((3000, 2056), dtype)
-    for laid in (x, x.t(), x[:, 1:], x[5:, ::3]):
+def test_dtypes_and_layouts(kernels: TritonKernels, dtype: torch.dtype, cast: Any) -> None:
+    compare = check if cast[0] in EXACT else check_close
+    for laid in (Tensor.clone, lambda x: x.t().contiguous().t(), lambda x: torch.cat((x, x), 1)[:, 1::2]):
+        x, activation = given(1000, 520, cast, False, dtype, laid)
         for tile in TILES:
-            check(kernels, "cast", laid, None, 0, E4M3, tile, False, 0, True, 16, True, where="cuda")
-            check(kernels, "cast", laid, None, 0, E5M2, tile, True, 0, False, 1, True, where="cuda")
+            compare(kernels, "cast", x, None, 0, E4M3, tile, False, 0, True, 16, True, *activation, where=DEVICE)
+            compare(kernels, "cast", x, None, 0, E5M2, tile, True, 0, False, 1, True, *activation, where=DEVICE)
 
 
-def test_more_elements_than_int32_counts(kernels: TritonKernels) -> None:
-    x = torch.empty(70001, 32768, dtype=torch.bfloat16, device="cuda").normal_()
+@pytest.mark.parametrize("cast", [("", False, None), ("reglu", False, None), ("reglu", True, None)], ids=str)
+def test_more_elements_than_int32_counts(kernels: TritonKernels, cast: Any) -> None:
+    cols = 16384 if cast[0] else 32768
+    x, activation = given(70001, cols, cast)
+    assert max(t.numel() for t in (x, *activation) if isinstance(t, Tensor)) > 2**31
     x[-1, -1], x[-1, -2] = 77.0, torch.nan
-    assert x.numel() > 2**31
     for tile in (ALL, (1, -1), (-1, 1), (1, 128), (128, 1)):
-        assert same_bits(kernels.amax(x, tile), REFERENCE["amax"](x, tile))
-        results = kernels.cast(x, None, 0, E4M3, tile, False, 0, True)
-        expected = REFERENCE["cast"](x, None, 0, E4M3, tile, False, 0, True)
+        how = x, None, 0, E4M3, tile, False, 0, True, 1, False, *activation
+        results, expected = kernels.cast(*how), REFERENCE["cast"](*how)
         assert all(same_bits(a, b) for a, b in zip(results, expected, strict=True)), tile
         del results, expected
 
 
 CAPTURED: dict[str, tuple[str, Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
     "Dynamic": ("cast", lambda: (None, 0, E4M3, ALL, False, 0, False, 16, True), {}),
-    "rows": ("cast", lambda: (None, 0, E4M3, (1, -1), False, 0), {}),
+    "rows": ("cast", lambda: (None, 0, E4M3, (1, -1), False, 0, False, 16, True), {}),
+    "columns": ("cast", lambda: (None, 0, E4M3, (-1, 1), True, 0, True, 16, True), {}),
     "transpose": ("cast", lambda: (None, 0, E5M2, ALL, True, 0, True, 16, True), {}),
-    "Delayed": ("cast", lambda: (delayed_state()[0], 0, E4M3, ALL, False, 0, True), {}),
-    "no history": ("cast", lambda: (delayed_state()[0], 1, E4M3, ALL, False, 0, True), {}),
+    "Delayed": ("cast", lambda: (delayed_state()[0], 0, E4M3, ALL, False, 0, True, 16, False), {}),
+    "no history": ("cast", lambda: (delayed_state()[0], 1, E4M3, ALL, False, 0, True, 16, False), {}),
     "two block scalings": (
-        "cast",
-        lambda: (None, 0, E4M3, (1, 128), True, 0, True, 16, True),
+        *("cast", lambda: (None, 0, E4M3, (1, 128), True, 0, True, 16, True)),
         second(E5M2, (128, 1), False, 0),
     ),
     "rows and columns": (
-        "cast",
-        lambda: (None, 0, E4M3, (1, -1), True, 0, True, 16, True),
+        *("cast", lambda: (None, 0, E4M3, (1, -1), True, 0, True, 16, True)),
         second(E5M2, (-1, 1), False, 0),
     ),
     "commit": ("cast_and_commit", lambda: (*delayed_state(), *commits()), {}),
@@ -117,39 +153,52 @@ def warm_up(call: Callable[[], Any]) -> None:
         for _ in range(2):
             call()
     torch.cuda.current_stream().wait_stream(stream)
-
-
-@pytest.mark.parametrize("name", CAPTURED)
-def test_in_a_cuda_graph(kernels: TritonKernels, name: str) -> None:
-    op, make_args, named = CAPTURED[name]
-    x, args = large((1000, 2048)), make_args()
-    warm_up(lambda: getattr(kernels, op)(x, *args, **named))
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [("", False, None), *(("swiglu", back, h_tile) for back in (False, True) for h_tile in (None, (1, 128)))],
+    ids=str,
+)
+@pytest.mark.parametrize("name", CAPTURED)
+def test_in_a_cuda_graph(kernels: TritonKernels, name: str, cast: Any) -> None:
+    op, make_args, named = CAPTURED[name]
+    x, activation = given(1000, 1024, cast)
+    args = x, *make_args(), *activation
+    warm_up(lambda: getattr(kernels, op)(*args, **named))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = getattr(kernels, op)(x, *args, **named)
-    for _ in range(3):  # each replay of a commit rolls once
-        x.copy_(large((1000, 2048)) * torch.rand((), device="cuda"))
-        reference_args = to("cuda", (x, *args))
-        expected = REFERENCE[op](*reference_args, **named)
+        results = getattr(kernels, op)(*args, **named)
+    for scale in (1.0, 0.25, 4.0):  # each replay of a commit rolls once
+        fresh, of_fresh = given(1000, 1024, cast)
+        x.copy_(fresh if fresh.element_size() == 1 else fresh * scale)
+        for old, new in zip(activation, of_fresh, strict=True):
+            if isinstance(old, Tensor):
+                old.copy_(new)
+        before, right = to(DEVICE, args), to(DEVICE, args)
+        expected = REFERENCE[op](*right, **named)
         graph.replay()
-        assert all(same_bits(a, b) for a, b in zip(results[:-1], expected[:-1], strict=True))
-        assert_sums(results[-1], expected[-1], x)
-        for a, b in zip((x, *args), reference_args, strict=True):
-            if isinstance(a, Tensor) and a.dtype == torch.int32:  # delayed_before; each replay is a pass by itself
-                assert same_bits(a[1], b[1])
-            else:
-                assert not isinstance(a, Tensor) or same_bits(a, b)
+        if op == "cast_and_commit":  # each replay is a pass by itself
+            right[3][0] = args[3][0]
+        old, left, of_reference = (named_arguments(op, *values, **named) for values in (before, args, right))
+        ours, theirs = (named_results(op, old, found) for found in (results, expected))
+        if cast[0] in EXACT:
+            assert all(same_bits(ours[key], theirs[key]) for key in ours if key != "sums")
+            assert all(not isinstance(a, Tensor) or same_bits(a, of_reference[key]) for key, a in left.items())
+            assert_sums(ours["sums"], theirs["sums"], x)
+        else:
+            assert_close(Run(op, old, ours, left, theirs, of_reference))
         assert_counters_are_zero(kernels)
 
 
 def test_capture_right_after_a_commit(kernels: TritonKernels) -> None:
     # the host doesn't know the new scales yet, and may not ask while it captures
-    x, state, args = large((1000, 2048)), delayed_state(), commits()
+    x, state, args = large(1000, 2048), delayed_state(), commits()
     kernels.cast_and_commit(x, *state, *args)
     graph = torch.cuda.CUDAGraph()
     torch.cuda._sleep(10_000_000)
-    kernels.delayed_update(*state, *[torch.ones(1, 1, device="cuda")] * 3, *UPDATE)
+    kernels.delayed_update(*state, *[torch.ones(1, 1, device=DEVICE)] * 3, *UPDATE)
     with torch.cuda.graph(graph):
         q, *_ = kernels.cast(x, state.scale, 0, E4M3, ALL, False, 0)
         g, *_ = kernels.cast_and_commit(x, *state, *args)
@@ -161,7 +210,7 @@ def test_capture_right_after_a_commit(kernels: TritonKernels) -> None:
 
 
 def test_a_captured_step_feeds_the_next(kernels: TritonKernels) -> None:
-    x, state = large((512, 1024)), State.empty(4, "cuda")
+    x, state = large(512, 1024), State.empty(4, DEVICE)
 
     def step(run: Any, state: State) -> list[Tensor]:
         q, _, _, amax, _ = run["cast"](x, state.scale, 0, E4M3, ALL, False, 0)
@@ -170,13 +219,13 @@ def test_a_captured_step_feeds_the_next(kernels: TritonKernels) -> None:
         return [q, w, g, t]
 
     ours = {op: getattr(kernels, op) for op in ("cast", "cast_and_commit")}
-    warm_up(lambda: step(ours, State.empty(4, "cuda")))
+    warm_up(lambda: step(ours, State.empty(4, DEVICE)))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = step(ours, state)
-    other = State.empty(4, "cuda")
+    other = State.empty(4, DEVICE)
     for scale in (1.0, 8.0, 0.0, 0.5, 2.0):
-        x.copy_(large((512, 1024)) * scale)
+        x.copy_(large(512, 1024) * scale)
         graph.replay()
         expected = step(REFERENCE, other)
         assert all(same_bits(a, b) for a, b in zip(results, expected, strict=True))
@@ -185,7 +234,7 @@ def test_a_captured_step_feeds_the_next(kernels: TritonKernels) -> None:
 
 def test_two_streams(kernels: TritonKernels) -> None:
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    inputs = [large((4096, 4096)) * 2.0**i for i in range(8)]
+    inputs = [large(4096, 4096) * 2.0**i for i in range(8)]
     expected = [REFERENCE["cast"](x, None, 0, E4M3, ALL, False, 0, True, 1, True) for x in inputs]
     torch.cuda.synchronize()
     for _ in range(10):
