@@ -33,8 +33,8 @@ def tile_kernel(kernels: TritonKernels) -> Callable[..., None]:
     """Runs one of tests/support/tile_kernels.py."""
 
     def run(name: str, first: Tensor, *args: Any) -> None:
-        # on a GPU as much as its registers hold; the interpreter takes 3 ms a program, whatever its size
-        block = 2048 if first.is_cuda else 1 << min((len(first) - 1).bit_length(), 16)
+        # compiled as much as registers hold; the interpreter takes 3 ms a program, whatever its size
+        block = 1 << min((len(first) - 1).bit_length(), 16) if kernels.interpreted else 2048
         kernels.launch(name, -(-len(first) // block), first, *args, block)
 
     return run
