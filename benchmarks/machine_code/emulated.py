@@ -3,8 +3,9 @@
 The cases are those of ``kernels``, of ``octavo tune``, the products, and for the other kernels what test_compiled.py
 calls, whose sizes say nothing. Of each launch, an element: instructions of threads; bytes of the sectors of 32 that
 global loads and stores touch, and how many times the fewest that hold what they ask for; shared memory's wavefronts,
-and how many times the fewest. Tiles are those of large tensors. Rows that are of the sources as they are stay: a run
-that was stopped goes on, and --only makes the named cases anew.
+and how many times the fewest. Tiles are those of large tensors; a norm's gradient, whose programs go over all rows, has
+one multiprocessor, so that a program has as many rows as of 8192 on a GPU. Rows that are of the sources as they are
+stay: a run that was stopped goes on, and --only makes the named cases anew.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from octavo.tune.timing import describe
 from tests.kernels.triton import test_compiled
 from tests.support import triton_kernels
 from tests.support.emulated import DEVICES, Done, emulating
+from tests.support.triton_kernels import PACKAGE
 
 TAKES = "12 minutes"
 MEASURES = ("octavo/kernels/triton", "emulator")
@@ -64,7 +66,7 @@ def rows_of(capability: int, name: str) -> Rows:
     shape = shape_of(name)
     torch.manual_seed(0)
     began = time.perf_counter()
-    with _large_tiles(), emulating(capability, Options(counts=True)) as done:
+    with emulating(capability, Options(counts=True)) as done, _large_tiles():
         problem = _wrong(name, shape)
     by_kernel: dict[str, list[Done]] = defaultdict(list)
     for one in done:
@@ -98,8 +100,10 @@ def _large_tiles() -> Iterator[None]:
 
     with ExitStack() as patches:
         for name, module in list(sys.modules.items()):
-            if name.startswith("octavo.kernels.triton.") and getattr(module, "config", None) is original:
+            if name.startswith(f"{PACKAGE}.") and getattr(module, "config", None) is original:
                 patches.enter_context(mock.patch.object(module, "config", config))
+        gradients = sys.modules[f"{PACKAGE}.norm_backward"]
+        patches.enter_context(mock.patch.object(gradients, "multiprocessors", lambda index: 1))
         yield
 
 

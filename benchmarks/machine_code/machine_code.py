@@ -168,16 +168,14 @@ def _is_of(functions: Sequence[JITFunction], instruction: Instruction) -> bool:
     return False
 
 
-def tile_bytes(code: Sequence[Instruction]) -> tuple[float, float]:
-    """Bytes of tiles that a thread reads and writes in these instructions."""
-    found = (("LDG.", _READ), ("STG.", _WRITE))
-    return tuple(  # type: ignore[return-value]
-        sum(_bits(i) / 8 for i in code if i.name.startswith(kind) and _is_of(functions, i)) for kind, functions in found
-    )
+def tile_bytes(name: str, code: Sequence[Instruction]) -> tuple[float, float]:
+    """Bytes of tiles that a thread of a kernel reads and writes in these instructions."""
+    loads, stores = _accesses(name, code)
+    return sum(map(_bits, loads)) / 8, sum(map(_bits, stores)) / 8
 
 
-def _widths(name: str, code: list[Instruction]) -> tuple[set[int], set[int]]:
-    """Bits an access, of a kernel's loads and stores of tiles."""
+def _accesses(name: str, code: Sequence[Instruction]) -> tuple[list[Instruction], list[Instruction]]:
+    """A kernel's loads and stores of tiles."""
     loads = [i for i in code if i.name.startswith("LDG.")]
     stores = [i for i in code if i.name.startswith("STG.")]
     if name in _PRODUCTS:
@@ -188,7 +186,7 @@ def _widths(name: str, code: list[Instruction]) -> tuple[set[int], set[int]]:
         loads = [i for i in loads if _is_of(_READ, i)]
     if name not in (*_PRODUCTS, "dequantize_kernel"):
         stores = [i for i in stores if _is_of(_WRITE, i)]
-    return set(map(_bits, loads)), set(map(_bits, stores))
+    return loads, stores
 
 
 def examine(kernel: CompiledKernel, bits: int = 128) -> tuple[dict[str, object], list[str]]:
@@ -199,7 +197,7 @@ def examine(kernel: CompiledKernel, bits: int = 128) -> tuple[dict[str, object],
         bits: how wide its accesses of tiles should be at least.
     """
     code, used = instructions(kernel), resources(kernel)
-    loads, stores = _widths(kernel.name, code)
+    loads, stores = ({*map(_bits, found)} for found in _accesses(kernel.name, code))
     conversions = sorted({match[0] for i in code if (match := re.search(r"^F2FP.*E[45]M[23]", i.name))})
     tensor_core = sorted({i.name for i in code if "MMA" in i.name and not i.name.startswith("HFMA2")})
     spills = sum(i.name.startswith(("STL", "LDL")) for i in code)

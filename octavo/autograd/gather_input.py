@@ -40,6 +40,7 @@ from octavo.autograd.casts import (
 )
 from octavo.autograd.shared_scales import agreed_scale
 from octavo.granularity import ALL
+from octavo.kernels.arguments import lie_by_columns
 from octavo.private import c10d_ops
 from octavo.scaling.recipe import Cast, Recipe
 from octavo.tensor.collectives import bytes_of, largest, scales_from, summed
@@ -116,7 +117,7 @@ def _operands(pair: CodesAndScale, amax: Tensor | None, reader: GatherReader, ro
     q = _gathered(q, wire)
     if cast.tile != (ALL, ALL):
         scale_inv = _gathered_scales(scale_inv, cast, wire)
-    if cast.tile == (1, 128):  # with the strides that products want, see kernels/signatures.py
+    if lie_by_columns(cast.tile):  # with the strides that products want, see kernels/signatures.py
         scale_inv = scale_inv.t().contiguous().t()
     return operands_of_codes(q, scale_inv, recipe, role, needs_dw and (casts.once or not wire.exact), amax)
 

@@ -403,12 +403,17 @@ def new_scales(x: Tensor, shape: Sequence[int], tile: Tile, transpose: bool = Fa
 
 
 def laid_scales(x: Tensor, shape: Sequence[int], tile: Tile, transpose: bool = False) -> Tensor:
-    """The same of this shape, before it is transposed; of 1x128 blocks by columns, as torch's product reads them."""
+    """The same of this shape, before it is transposed; of parts of a row by columns, as products read them."""
     if transpose:
         shape, tile = shape[::-1], tile[::-1]
-    if tile == (1, 128):
+    if lie_by_columns(tile):
         return x.new_empty(shape[::-1], dtype=torch.float32).t()
     return x.new_empty(shape, dtype=torch.float32)
+
+
+def lie_by_columns(tile: Tile) -> bool:
+    """Whether scales of this tile do: those of a part of a row, of which a product's program reads those below it."""
+    return tile[0] == 1 and tile[1] > 1
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:

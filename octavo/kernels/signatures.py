@@ -18,7 +18,7 @@ Arguments that mean the same everywhere:
     sums           [C] of x's dtype (fp32 if that is codes): the sum of each column, in float32 and rounded once; [0]
                    without ``column_sum``
     scale_inv      fp32, granularity.scale_shape of what is cast, always written; contiguous, but where its tile, as the
-                   codes are laid, is 1x128: then its transpose is
+                   codes are laid, is a part of a row: then its transpose is
     amax           fp32, shape and strides of scale_inv: largest absolute finite value of what is cast, unscaled
     activation     "" where x itself is cast. Else a name of activations.py: activation(x) is cast, computed in float32
                    and not rounded before; [R, C] of the above is its shape

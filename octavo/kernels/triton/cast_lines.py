@@ -4,8 +4,7 @@ Lines are shared by programs, so there are two launches, the first of which find
 down a strip of columns, as those of cast_tensor.py do. Rows that lie in order and whose codes do too are cast in one
 launch by cast_rows.py.
 
-work (int32, all 0 before and after): the bits of the columns' amaxes, a counter a strip, the bits of the rows' amaxes,
-a counter a group.
+work (int32, all 0 before and after): the bits of the columns' amaxes and of the rows', a counter a strip, one a group.
 """
 
 from __future__ import annotations
@@ -68,10 +67,10 @@ def line_amax_kernel(
     strip = tl.program_id(0) % strips
     group = tl.program_id(0) // strips
     cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
-    counter_ptr = work_ptr + x.C
+    row_bits_ptr = work_ptr + x.C
     if tiling.halves:
-        counter_ptr += x.C
-    row_bits_ptr = counter_ptr + strips
+        row_bits_ptr += x.C
+    counter_ptr = row_bits_ptr + x.R
     largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     second_largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
@@ -97,7 +96,7 @@ def line_amax_kernel(
                 second_cols = tl.where(cols < x.C, x.C + cols, 2 * x.C)
                 finish_lines(work_ptr, second_cols, 2 * x.C, by_column, scales[1], column_rounding)
     if row_rounding is not None:
-        if is_last_program(row_bits_ptr + x.R + group, strips):
+        if is_last_program(counter_ptr + strips + group, strips):
             finish_lines(row_bits_ptr, group * HEIGHT + tl.arange(0, HEIGHT), x.R, by_row, scales[0], row_rounding)
 
 

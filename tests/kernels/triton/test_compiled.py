@@ -13,6 +13,7 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
+from emulator import Options
 from octavo.tune import cases, products
 from tests.kernels import test_cast_statistics, test_multi_tensor_cast, test_note_faults
 from tests.kernels.triton import (
@@ -134,6 +135,16 @@ def test_it_is_the_reference(capability: int, name: str) -> None:
         check(name, triton_kernels.load(False))
     assert launches
     _launched[capability, name] = {launch.kernel for launch in launches}
+
+
+@pytest.mark.parametrize("name", ["cast columns", "cast 1x32 + 32x1"])
+def test_stores_fill_sectors(name: str) -> None:
+    """Where rows of codes do, what a warp stores beside them lies together too."""
+    with emulating(90, Options(counts=True)) as launches:
+        assert cases.wrong(name, cases.inputs(64, 256, 1)[0]) == ""
+    accesses = [access for one in launches for access in one.launch.counts.items()]
+    counts = [count for (line, space), count in accesses if space == "global" and line.name.startswith(("st", "red"))]
+    assert counts and all(count.got <= 1.05 * count.least for count in counts)
 
 
 def test_each_kernel_was_launched() -> None:
