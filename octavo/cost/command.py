@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from octavo import recipes
 from octavo.cost.estimate import Estimate, LayerTime, LinearWork
 from octavo.cost.rates import FORMS, HIGH_PRECISION, PlanError, Rates
+from octavo.nn.saved import KINDS
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe
 
@@ -82,6 +83,11 @@ def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
         share = f"{memory.total / first.memory.total:.2f}"
         sizes.append([found.name, *(f"{size / GIB:.2f}" for size in parts), share])
     lines = [f"by the rates of {rates.device} ({rates.source})", "", columns(times), "", columns(sizes), ""]
+    kept = [["GiB of activations", *(found.name for found in estimates)]]
+    for kind in KINDS:
+        parts_of_it = [(found.memory.saved or {}).get(kind, 0) / GIB for found in estimates]
+        kept += [[kind, *(f"{size:.2f}" for size in parts_of_it)]] * any(parts_of_it)
+    lines += [columns(kept), ""]
     room = rates.memory or math.inf
     too_large = [found.name for found in estimates if found.memory.total > room]
     if rates.memory:
