@@ -60,6 +60,9 @@ NAMES = {
     "modes_active": Name(
         "torch._C._len_torch_dispatch_stack", "sends casts through the dispatcher while modes look on"
     ),
+    "no_modes": Name(
+        "torch.utils._python_dispatch._disable_current_modes", "compares delayed states unseen by dispatch modes"
+    ),
     "no_torch_function": Name("torch._C._disabled_torch_function_impl", "lets aten's rules decide for FP8 tensors"),
     "DisableTorchFunctionSubclass": Name("torch._C.DisableTorchFunctionSubclass", "makes views of sharded weights"),
     "swap_tensor_impl": Name(

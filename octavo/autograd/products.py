@@ -27,12 +27,14 @@ from octavo import kernels
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CodesAndScale, State, as_rows, cast_grad_output, cast_role
 from octavo.autograd.gather_input import gathered_transposed
 from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
+from octavo.autograd.shared_casts import UNKNOWN, CastReader, ReadTensor
 from octavo.autograd.shared_scales import Parts
 from octavo.errors import HigherOrderGradientError
 from octavo.granularity import PerBlock, Tile
 from octavo.kernels.arguments import CastSource
 from octavo.kernels.layouts import contraction_multiple
 from octavo.private import keeps_graph, will_engine_execute_node
+from octavo.scaling.delayed import entering_input
 from octavo.scaling.recipe import Cast, Recipe
 from octavo.tensor.gathered_input import GatheredInput, Wire
 from octavo.tensor.pair import Operands
@@ -41,16 +43,16 @@ from octavo.tensor.pair import Operands
 class Layer(NamedTuple):
     """What a linear layer brings to its products, besides weight and bias themselves.
 
-    ``weight`` is the weight's operands; ``commits``: whether backward commits the delayed state; ``observer``: who
-    sees what casts and products do, see inspect/observer.py; ``offsets``: where groups of rows end; ``parts``: how
-    roles lie on the ranks of a tensor-parallel group; ``wire``: how the input came from them; ``dtypes``: of results,
-    weight and bias, in backward.
+    ``weight`` is the weight's operands; ``commits``: whether backward commits the delayed state, in backward by the
+    number of the input's cast, see shared_casts.py; ``observer``: who sees what casts and products do, see
+    inspect/observer.py; ``offsets``: where groups of rows end; ``parts``: how roles lie on the ranks of a
+    tensor-parallel group; ``wire``: how the input came from them; ``dtypes``: of results, weight and bias, in backward.
     """
 
     weight: Operands
     recipe: Recipe
     state: State | None
-    commits: bool
+    commits: int
     observer: Any = None
     offsets: Tensor | None = None
     parts: Parts | None = None
@@ -61,12 +63,23 @@ class Layer(NamedTuple):
 _SAVED = Operands()  # stands for a weight's, which autograd keeps
 
 
-def plan_of(layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | None) -> Layer:
-    """A layer as backward must know it, whose results have this dtype: without the tensors, which are saved."""
+def plan_of(layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | None, number: int = UNKNOWN) -> Layer:
+    """A layer as backward must know it, whose results have this dtype: without the tensors, which are saved.
+
+    ``number``: of the input's cast.
+    """
     dtypes = dtype, weight_NK.dtype, *(() if bias is None else (bias.dtype,))
     # field by field, as every forward calls this: _replace takes twice as long
     return Layer(
-        _SAVED, layer.recipe, layer.state, layer.commits, layer.observer, None, layer.parts, layer.wire, dtypes
+        _SAVED,
+        layer.recipe,
+        layer.state,
+        layer.commits and number,
+        layer.observer,
+        None,
+        layer.parts,
+        layer.wire,
+        dtypes,
     )
 
 
@@ -140,7 +153,7 @@ def later(plan: Layer) -> Layer:
     state = plan.state
     if keeps_graph():
         state = State(state.in_force(GRAD_OUTPUT), state.amax_history, torch.zeros_like(state.before))
-    return plan._replace(state=state, commits=False)
+    return plan._replace(state=state, commits=0)
 
 
 def asked(ctx: Any, needs: Sequence[bool], given: Sequence[bool]) -> Any:
@@ -180,7 +193,12 @@ def cast_gradient(
     offsets = saved.offsets
     amax = (saved.x_amax, saved.weight_amax) if plan.commits else None
     source = CastSource(grad_TN, *activation) if activation else grad_TN
-    g = cast_grad_output(source, recipe, needs_dx, needs_dw, plan.state, amax, needs_db, offsets, plan.parts)
+    how = source, recipe, needs_dx, needs_dw, plan.state, amax, needs_db, offsets, plan.parts
+    if plan.state is None or saved.x_amax is None or not plan.commits:
+        g = cast_grad_output(*how)
+    else:
+        with entering_input(plan.state, plan.commits):
+            g = cast_grad_output(*how)
     if plan.observer is not None:
         produced = functools.partial(unrounded, grad_TN, offsets, *activation) if activation else lambda: grad_TN
         plan.observer.cast(recipe, GRAD_OUTPUT, produced, g, offsets)
@@ -283,13 +301,17 @@ def _mm(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
 
 
 def _operands(
-    x_TK: Tensor, layer: Layer, gathered: GatheredInput | None, needs_dw: bool
-) -> tuple[Tensor | None, Operands]:
-    """(the input to read in high precision, its pairs); of a gathered one: what this rank had of it."""
+    x_TK: Tensor, layer: Layer, gathered: GatheredInput | None, read: ReadTensor | None, needs_dw: bool
+) -> tuple[Tensor | None, Operands, int]:
+    """(the input to read in high precision, its pairs, their cast's number); of a gathered one what this rank had."""
     if gathered is not None:
-        return gathered.shard, gathered.operands
+        return gathered.shard, gathered.operands, UNKNOWN
+    reader = CastReader(layer.recipe, layer.state, x_TK.dtype, layer.offsets)
+    if read is not None and (found := read.find(reader, needs_dw)) is not None:
+        return x_TK, *found
     how = layer.state, False, layer.offsets, layer.parts
-    return x_TK, cast_role(x_TK, layer.recipe, INPUT, True, needs_dw, *how)
+    x = cast_role(x_TK, layer.recipe, INPUT, True, needs_dw, *how)
+    return x_TK, x, UNKNOWN if read is None else read.add(reader, needs_dw, x)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -303,12 +325,14 @@ class _LinearFunction(torch.autograd.Function):
         bias: Tensor | None,
         layer: Layer,
         gathered: GatheredInput | None,
+        read: ReadTensor | None,
     ) -> Tensor:
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
-        own, x = _operands(x_TK, layer, gathered, needs_dw)
+        own, x, number = _operands(x_TK, layer, gathered, read, needs_dw)
         if layer.observer is not None and gathered is None:
             layer.observer.cast(layer.recipe, INPUT, lambda: x_TK, x, layer.offsets)
-        ctx.plan, ctx.given = plan_of(layer, x_TK.dtype, weight_NK, bias), (True, True, bias is not None)
+        ctx.plan = plan_of(layer, x_TK.dtype, weight_NK, bias, number)
+        ctx.given = True, True, bias is not None
         ctx.save_for_backward(*to_save(own, x, weight_NK, layer, needs_dx, needs_dw))
         return output(own, x, weight_NK, bias, layer, x_TK.dtype)
 
@@ -318,13 +342,16 @@ class _LinearFunction(torch.autograd.Function):
         plan, needs = ctx.plan, asked(ctx, ctx.needs_input_grad[:3], ctx.given)
         ctx.plan = later(plan)
         arguments = Saved(*ctx.saved_tensors), plan, needs
-        return *gradients(cast_gradient(grads[0], *arguments), *arguments), None, None
+        return *gradients(cast_gradient(grads[0], *arguments), *arguments), None, None, None
 
 
-def linear(x: Tensor | GatheredInput, weight_NK: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
+def linear(
+    x: Tensor | GatheredInput, weight_NK: Tensor, bias: Tensor | None, layer: Layer, read: ReadTensor | None = None
+) -> Tensor:
     """y [..., N] = x [..., K] . weight^T + bias, in the dtype of x; the recipe has at least one product in FP8.
 
-    Gradients flow to ``weight_NK`` itself, whose operands the layer has. All are bf16, fp16 or fp32.
+    Gradients flow to ``weight_NK`` itself, whose operands the layer has. All are bf16, fp16 or fp32. ``read``: the
+    tensor whose casts this input's may be one of, as other layers read it.
     """
     gathered = x if isinstance(x, GatheredInput) else None
     if gathered is not None:
@@ -332,9 +359,10 @@ def linear(x: Tensor | GatheredInput, weight_NK: Tensor, bias: Tensor | None, la
     assert isinstance(x, Tensor)
     x_TK = as_rows(x)
     if is_recorded(x, weight_NK, bias):
-        y_TN = _LinearFunction.apply(x_TK, weight_NK, bias, layer, gathered)
+        y_TN = _LinearFunction.apply(x_TK, weight_NK, bias, layer, gathered, read)
     else:
-        y_TN = output(*_operands(x_TK, layer, gathered, False), weight_NK, bias, layer, x_TK.dtype)
+        own, operands, _ = _operands(x_TK, layer, gathered, read, False)
+        y_TN = output(own, operands, weight_NK, bias, layer, x_TK.dtype)
     return y_TN if x.ndim == 2 else y_TN.view(*x.shape[:-1], weight_NK.shape[0])
 
 

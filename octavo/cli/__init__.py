@@ -1,4 +1,4 @@
-"""The `octavo` command: what is behind `octavo_command`, which is there before torch is."""
+"""The `octavo` command, as far as it needs torch; `octavo_command` is the command until torch is imported."""
 
 from octavo.cli.command import main, parser
 

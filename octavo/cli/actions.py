@@ -63,7 +63,7 @@ EXTRAS = {
 }
 NATIVE = "native FP8"
 EMULATED = "emulated FP8 (the reference)"
-RUNS = Path("runs")  # where runs go that give no --out
+RUNS = Path("runs")  # the folder of runs without --out
 RECIPE = "dynamic"
 COMPARED = (BASELINE, "dynamic", "delayed")
 
@@ -73,11 +73,11 @@ _METAVARS = {int: "N", float: "X"}
 def add_options(parser: argparse.ArgumentParser, config: type) -> None:
     """Add a flag for each field of a dataclass; its help is the field's, with the default.
 
-    Only flags that are given become attributes of what the parser returns, so that they win over a file's.
+    Only flags that are given become attributes of the parser's result, so that they override a file's options.
     """
     group = parser.add_argument_group((config.__doc__ or config.__name__).splitlines()[0].rstrip("."))
-    for own in dataclasses.fields(config):
-        flag, default, text = flag_of(own.name), own.default, own.metadata["help"].replace("%", "%%")
+    for field in dataclasses.fields(config):
+        flag, default, text = flag_of(field.name), field.default, field.metadata["help"].replace("%", "%%")
         if default is not None and "(default: " not in text:
             shown = "no" if default == "" or default is False else default
             text += f" (default: {shown})"
@@ -85,11 +85,11 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
         if isinstance(default, bool):
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
             continue
-        if known := choices(config, own.name):
-            group.add_argument(flag, choices=known, **common)
+        if allowed := choices(config, field.name):
+            group.add_argument(flag, choices=allowed, **common)
         else:
-            metavar = own.metadata["metavar"] or _METAVARS[type(default)]
-            group.add_argument(flag, type=_reader(config, own), metavar=metavar, **common)
+            metavar = field.metadata["metavar"] or _METAVARS[type(default)]
+            group.add_argument(flag, type=_reader(config, field), metavar=metavar, **common)
 
 
 def flag_of(name: str) -> str:
@@ -97,15 +97,15 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _reader(config: type, own: dataclasses.Field[Any]) -> Callable[[str], Any]:
-    kind: Callable[[str], Any] = Path if own.default is None else type(own.default)
+def _reader(config: type, field: dataclasses.Field[Any]) -> Callable[[str], Any]:
+    kind: Callable[[str], Any] = Path if field.default is None else type(field.default)
 
     def read(text: str) -> Any:
         try:
             value: Any = kind(text) if text else text  # Path("") is the current folder, which nobody asked for
         except ValueError:
             value = text
-        if (choice := remedy(config, own, value)) is not None:
+        if (choice := remedy(config, field, value)) is not None:
             raise argparse.ArgumentTypeError(f"invalid value: {text!r} (choose {choice})")
         return value
 
@@ -114,13 +114,13 @@ def _reader(config: type, own: dataclasses.Field[Any]) -> Callable[[str], Any]:
 
 @contextlib.contextmanager
 def option_errors() -> Iterator[None]:
-    """Makes a ValueError of options a TrainError, in which they are flags where they can be told from other words."""
+    """Raise options' ValueError as a TrainError, in which an option's name with an underscore becomes its flag."""
     try:
         yield
     except ValueError as error:
-        names = (own.name for part in hints(TrainConfig).values() for own in dataclasses.fields(part))
-        known = "|".join(name for name in names if "_" in name)
-        raise TrainError(re.sub(rf"\b({known})\b", lambda found: flag_of(found[0]), str(error))) from error
+        names = (field.name for section in hints(TrainConfig).values() for field in dataclasses.fields(section))
+        options = "|".join(name for name in names if "_" in name)
+        raise TrainError(re.sub(rf"\b({options})\b", lambda found: flag_of(found[0]), str(error))) from error
 
 
 def version(package: str) -> str | None:
@@ -147,7 +147,7 @@ def devices() -> list[tuple[str, str, str]]:
 
 
 def products_of(device: torch.device) -> list[str]:
-    """Which FP8 products torch computes on a device, as it has just shown, and which octavo's Triton kernel."""
+    """Which FP8 products torch computes on a device, by a test now, and which octavo's Triton kernel computes."""
     if not runs_natively(device) or triton_kernels() is None:
         return []
     from octavo.kernels.triton.library_matmul import library_kinds
@@ -171,7 +171,7 @@ def configurations() -> list[str]:
 
 
 def describe_machine() -> str:
-    """Versions, devices, whether FP8 is native, and which extras are there, as text."""
+    """Versions, devices, whether FP8 is native, and which extras are installed, as text."""
     versions = {
         "octavo": octavo.__version__,
         "python": platform.python_version(),
@@ -195,7 +195,7 @@ def describe_machine() -> str:
 
 @contextlib.contextmanager
 def signals_to(handler: Callable[..., object], *numbers: int) -> Iterator[None]:
-    """Sets a handler for these signals, and puts back the ones before."""
+    """Set a handler for these signals, and afterwards the previous ones."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -205,13 +205,13 @@ def signals_to(handler: Callable[..., object], *numbers: int) -> Iterator[None]:
 
 
 def _config(options: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
-    """All options and the recipes, by the command line, or else by the file of --config."""
+    """All options and the recipes: those of the command line, or else of the file of --config."""
     file: dict[str, Any] = {} if options.config is None else load_options(options.config)
     given = file | vars(options)
-    own, other = ("recipes", "recipe") if options.name == "compare" else ("recipe", "recipes")
-    if own not in given and other in given:
-        raise TrainError(f"{options.config} gives {other}, and octavo {options.name} needs {own}: add --{own}")
-    recipes = [given.get("recipe", RECIPE)] if own == "recipe" else list(given.get("recipes", COMPARED))
+    needed, other = ("recipes", "recipe") if options.name == "compare" else ("recipe", "recipes")
+    if needed not in given and other in given:
+        raise TrainError(f"{options.config} gives {other}, and octavo {options.name} needs {needed}: add --{needed}")
+    recipes = [given.get("recipe", RECIPE)] if needed == "recipe" else list(given.get("recipes", COMPARED))
     with option_errors():
         config = config_of(given)
         config.require_phases(recipes)
@@ -219,7 +219,7 @@ def _config(options: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
 
 
 def _settled(config: TrainConfig, options: argparse.Namespace, recipes: Sequence[str]) -> TrainConfig:
-    """The options with the dtype that --dtype auto means, and the folder that a missing --out does."""
+    """The options with the dtype that --dtype auto means, and the folder that is used without --out."""
     config = trainer.settle_dtype(config, trainer.choose_device(shard.device_name(config)), recipes)
     names = [config.called(recipe) for recipe in recipes]
     out = config.run.out or _default_folder(options.name, config.run.resume)
@@ -231,17 +231,17 @@ def _settled(config: TrainConfig, options: argparse.Namespace, recipes: Sequence
 
 
 def _default_folder(command: str, resume: bool) -> Path:
-    """runs/COMMAND-001 or the one after the last; the last one there to resume."""
+    """runs/COMMAND-001, or the number after the last one; the last one itself to resume it."""
     numbers = [path.name.removeprefix(f"{command}-") for path in RUNS.glob(f"{command}-*")]
     last = max((int(number) for number in numbers if number.isdecimal()), default=0)
     return RUNS / f"{command}-{last + (last == 0 or not resume):03}"
 
 
 def train(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Both `train`, of one recipe, and `compare`, of several."""
+    """Run `octavo train`, with one recipe, or `octavo compare`, with several."""
     compares = options.name == "compare"
     if compares:
-        report.require_plotting()  # before minutes of training
+        report.require_plotting()  # so that it does not fail after minutes of training
     config, recipes = _config(options)
     if compares:
         shard.require_one_process(config.ranks)
@@ -256,15 +256,15 @@ def train(options: argparse.Namespace, arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _hooks(rank: int) -> Iterator[Hooks]:
-    """Shows progress. Ctrl-C and SIGTERM stop after the step; before there are steps, and a second Ctrl-C, at once."""
-    reached: set[str] = set()  # "steps" once there are some to stop after, "stop" once a signal has asked for it
-    from_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # it passes on a Ctrl-C that ranks have seen already
+    """Show progress. Ctrl-C and SIGTERM stop after the step; before the first step, or a second time, at once."""
+    reached: set[str] = set()  # "steps" once steps have begun, "stop" once a signal has come
+    from_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sends a Ctrl-C again that ranks have got already
 
     def note(number: int, frame: types.FrameType | None) -> None:
         if "steps" not in reached or ("stop" in reached and number == signal.SIGINT and not from_torchrun):
             raise KeyboardInterrupt
         if rank == 0 and "stop" not in reached:
-            # not by sys.stderr, which the signal may have found in the middle of a line
+            # not through sys.stderr, as the signal may come while a line is written to it
             os.write(2, f"{os.linesep * os.isatty(2)}octavo: stopping after this step{os.linesep}".encode())
         reached.add("stop")
 
@@ -296,7 +296,7 @@ def _report(results: list[RunResult], config: TrainConfig) -> int:
     try:
         report.plot(results, out / "loss.png")
         written.append(out / "loss.png")
-    except MissingExtraError as error:  # training needs no extra, and what it came to is worth showing without
+    except MissingExtraError as error:  # training needs no extra, and its results are shown without the plot
         print(f"octavo: {error}", file=sys.stderr)
     print(report.table(results))
     print(f"wrote {' and '.join(str(path) for path in written)}")
@@ -304,7 +304,7 @@ def _report(results: list[RunResult], config: TrainConfig) -> int:
 
 
 def export(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Writes a run as ONNX, and says how near to octavo it is in onnxruntime."""
+    """Write a run's model as ONNX, and print how near its results in onnxruntime are to octavo's."""
     from octavo import export
 
     model = trained_model(options.source)
@@ -327,7 +327,7 @@ def export(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def plan(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Says what a training step would take, and whether FP8 pays."""
+    """Print what a training step would take, and whether FP8 pays."""
     from octavo.cost import command, estimate, rates_of
     from octavo.cost.estimate import work_of
     from octavo.cost.rates import PlanError
@@ -356,7 +356,7 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def inspect(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Says what a record shows, or which layers of a model can't stand FP8."""
+    """Print what a record shows, or which layers of a model can't stand FP8."""
     from octavo.inspect.command import Subject, asked, entry_point, inspect_command, what_if_command
     from octavo.inspect.effects import WhatIfError
 
@@ -364,7 +364,7 @@ def inspect(options: argparse.Namespace, arguments: list[str]) -> int:
     if (source / RECORD / "record.json").exists() and not asked(options):
         source = options.folder = source / RECORD
     if source.is_file() or (checkpoint.RunFolder(source).holds_run() and not (source / "record.json").exists()):
-        own = source / RECORD
+        record = source / RECORD
         model, corpus = trained_model(source), load_corpus(options.data)
         corpus.require(model.config)
         windows = Batches(corpus, model.config.context, 16, 0)
@@ -373,21 +373,21 @@ def inspect(options: argparse.Namespace, arguments: list[str]) -> int:
             lambda model, batch: next_byte_loss(model(batch[0]), batch[1]),
             [windows.training(step) for step in range(2)],
         )
-        return what_if_command(options, subject, own if (own / "record.json").exists() else None)
+        return what_if_command(options, subject, record if (record / "record.json").exists() else None)
     if source.exists() and (given := asked(options)):
         raise WhatIfError(f"{', '.join(given)}: {source} is a record, and these are for models")
     return inspect_command(options) if source.exists() else what_if_command(options, entry_point(str(source)))
 
 
 def tune(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Measures the tiles of kernels here."""
+    """Measure which tiles of kernels are fastest here."""
     from octavo.tune.command import tune_here
 
     return tune_here(options)
 
 
 def info(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Says what this machine has, and what it does where that is asked for."""
+    """Print what this machine has, and with --measure how fast it is."""
     print(describe_machine())
     if options.measure:
         from octavo.cost import command, measure

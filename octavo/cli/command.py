@@ -1,6 +1,6 @@
-"""What `octavo` does with a command line: runs it, and says faults in one line. They end with 2, Ctrl-C with 130.
+"""Parses and runs a command line of `octavo`, and prints a fault in one line. A fault ends it with 2, Ctrl-C with 130.
 
-It says what each command takes, with its examples; actions.py carries them out.
+This file has each command's options and examples; actions.py does what they say.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octavo_command import parser as top_parser
 
 
 class Command(NamedTuple):
-    """How a command is carried out, what it takes, and how it is used."""
+    """The function of a command, its options, and examples of its use."""
 
     run: Callable[[argparse.Namespace, list[str]], int]
     add_options: Callable[[argparse.ArgumentParser], None]
@@ -36,8 +36,8 @@ def parser(arguments: Collection[str] | None = None) -> argparse.ArgumentParser:
     """The parser of `octavo`, with the options of each command.
 
     Args:
-        arguments: a command line; commands that it doesn't name are left without their options, some of which take
-            time to import (default: all have theirs, for `shtab` to write completions from).
+        arguments: a command line; commands that it doesn't name get no options, as some take time to import (default:
+            all commands get them, so that `shtab` can write completions).
 
     Example:
         >>> parser().parse_args(["plan", "--device", "H100", "--tokens", "4096"]).tokens
@@ -168,18 +168,18 @@ _COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code.
+    """Run the command and return its exit code.
 
     Args:
         arguments: what follows `octavo` on the command line (default: sys.argv).
     """
     if arguments is not None or "WORLD_SIZE" not in os.environ:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
-    code = _run(sys.argv[1:])  # one of torchrun's
+    code = _run(sys.argv[1:])  # a process of torchrun's
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
-    os._exit(code)  # threads of a process group that is gone may abort a process that ends in order
+    os._exit(code)  # in an ordinary exit, threads of a process group that is gone may abort the process
 
 
 def _run(arguments: list[str]) -> int:
@@ -208,7 +208,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _expected(error: Exception) -> str | None:
-    """The line for an error that the user can do something about, or None for a bug of ours."""
+    """The line for an error that the user can do something about; None for a bug of octavo's."""
     import torch
 
     from octavo.errors import OctavoError

@@ -1,7 +1,7 @@
 """torchao.float8's interface for training, over octavo.convert: import it in the place of ``torchao.float8``.
 
-Names, fields and defaults are torchao 0.18's; ``recipe_of`` makes an octavo.Recipe of a configuration. docs/migrate.md
-says what differs. What octavo can't do raises octavo.UnsupportedOptionError.
+Names, fields and defaults are torchao 0.18's; ``recipe_of`` makes an octavo.Recipe from a configuration.
+docs/migrate.md lists the differences. Options that octavo can't follow raise octavo.UnsupportedOptionError.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 _FORMATS = {E4M3.dtype: E4M3, E5M2.dtype: E5M2}
 
 FP8Granularity = PerTensor | PerRow
-"""What torchao's ``granularity=`` may be: octavo.PerTensor() or octavo.PerRow()."""
+"""The type of torchao's ``granularity=``: octavo.PerTensor() or octavo.PerRow()."""
 
 
 class _Short(enum.Enum):
@@ -81,7 +81,7 @@ _GRANULARITIES: dict[str, Granularity] = {"tensorwise": PerTensor(), "axiswise":
 
 @dataclass(frozen=True)
 class CastConfig:
-    """How one operand is cast; ``target_dtype`` float8_e4m3fn or float8_e5m2, None: what the role usually has.
+    """How one operand is cast; ``target_dtype``: float8_e4m3fn or float8_e5m2, None for the role's usual one.
 
     Example:
         >>> CastConfig(scaling_granularity=ScalingGranularity.AXISWISE).scaling_type
@@ -118,8 +118,8 @@ class Float8GemmConfig:
 class Float8LinearConfig:
     """How a linear layer's products are computed; fields and defaults are torchao's.
 
-    Octavo pads what needs it and gathers weights that have one scale in FP8, whether ``pad_inner_dim`` and
-    ``enable_fsdp_float8_all_gather`` ask for it or not.
+    Octavo pads where that is needed, whatever ``pad_inner_dim`` says, and gathers weights with one scale in FP8,
+    whatever ``enable_fsdp_float8_all_gather`` says.
 
     Raises:
         ValueError: for operands that don't go together.
@@ -187,7 +187,7 @@ def recipe_of(config: Float8LinearConfig) -> Recipe:
     """The octavo.Recipe that means the same, for a program that leaves this module.
 
     Raises:
-        ValueError: where one operand of a product is in FP8 and the other is not.
+        ValueError: if one operand of a product is in FP8 and the other is not.
 
     Example:
         >>> recipe_of(Float8LinearConfig()).output[0]
@@ -212,13 +212,13 @@ def recipe_of(config: Float8LinearConfig) -> Recipe:
 def convert_to_float8_training(
     module: nn.Module, *, module_filter_fn: Select | None = None, config: Float8LinearConfig | None = None
 ) -> nn.Module:
-    """octavo.convert, in place, of all linear layers of any size that ``module_filter_fn(module, name)`` chooses.
+    """Convert, in place, all linear layers of any size that ``module_filter_fn(module, name)`` chooses.
 
     Raises:
         UnsupportedOptionError: for ``emulate`` on a GPU that multiplies FP8.
 
     Warns:
-        UserWarning: of chosen layers that octavo leaves in high precision, with the reason of the first.
+        UserWarning: of chosen layers that octavo leaves in high precision, with the reason for the first.
 
     Example:
         >>> convert_to_float8_training(torch.nn.Linear(32, 8), config=Float8LinearConfig.from_recipe_name("rowwise"))
@@ -246,7 +246,7 @@ def convert_to_float8_training(
 
 
 def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
-    """Nothing: under fully_shard octavo finds the scales of all weights of a forward in one all-reduce, by itself.
+    """Do nothing: under fully_shard octavo finds the scales of all weights of a forward in one all-reduce by itself.
 
     Example:
         >>> precompute_float8_dynamic_scale_for_fsdp(nn.Linear(64, 64))
@@ -254,18 +254,18 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
 
 
 def _auto_filter_for_recipe(recipe: Float8LinearRecipeName | str, filter_fqns: list[str]) -> Select:
-    """torchao's filter: multiples of 16, large enough that its authors found FP8 faster on an H100, not named here."""
-    name = Float8LinearRecipeName(recipe)
-    if name.value == "rowwise_with_gw_hp":
+    """torchao's filter: sizes are multiples of 16, and FP8 was faster on an H100; not layers named in filter_fqns."""
+    recipe_name = Float8LinearRecipeName(recipe)
+    if recipe_name.value == "rowwise_with_gw_hp":
         raise NotImplementedError("torchao has no such filter: octavo.nn.candidates.large_enough is octavo's")
 
     def keep(module: nn.Module, fqn: str) -> bool:
-        if not isinstance(module, nn.Linear) or any(part in fqn for part in filter_fqns):
+        if not isinstance(module, nn.Linear) or any(name in fqn for name in filter_fqns):
             return False
         rows, cols = module.weight.shape
         if rows % 16 or cols % 16:
             return False
-        if name.value == "tensorwise":
+        if recipe_name.value == "tensorwise":
             return rows > 1024 or cols > 4096
         return rows > 2048 and cols > 1024 and (rows > 4096 or cols > 2048)
 

@@ -18,21 +18,21 @@ from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe
 
 RECIPES = {name: getattr(recipes, name) for name in ("dynamic", "delayed", "rowwise", "blockwise", "mx")}
-TOKENS = (1024, 4096, 16384)  # that ``pays`` looks at
+TOKENS = (1024, 4096, 16384)  # sizes of a step that ``pays`` looks at
 FEATURES = tuple(1 << power for power in range(8, 15))
-WORTH = 0.97  # of bf16's time; from there on FP8 is not worth what it costs in quality and care
+WORTH = 0.97  # share of bf16's time, from which on FP8 is not worth what it costs in quality and care
 GIB = 1 << 30
 
 
 def columns(rows: Iterable[Sequence[str]]) -> str:
-    """Rows of text, right-aligned but for their first column."""
+    """Rows of text as columns, right-aligned except the first."""
     rows = list(rows)
     first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in rows)
 
 
 def pays(recipe: Recipe, rates: Rates) -> Mapping[int, int | None]:
-    """By tokens a step, from how many features (in and out) on a layer's step is faster in FP8; None: from no size."""
+    """For each number of tokens, the features (in and out) from which on a layer is faster in FP8; None: never."""
     found: dict[int, int | None] = {}
     for tokens in TOKENS:
         found[tokens] = None
@@ -71,7 +71,7 @@ def _called(kind: str) -> str:
 
 
 def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
-    """Predicted steps, the first of them without FP8, and what to do."""
+    """The predicted steps, of which the first is without FP8, and what to do."""
     first, *others = estimates
     times = [["ms a step", "products", "casts", "other", "optimizer", "total", "of bf16"]]
     sizes = [["GiB", "weights", "masters", "moments", "gradients", "activations", "total", "of bf16"]]
@@ -79,15 +79,15 @@ def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
         kinds = found.products, found.casts, found.other, found.optimizer, found.total
         times.append([found.name, *(f"{1e3 * seconds:.2f}" for seconds in kinds), f"{found.total / first.total:.2f}"])
         memory = found.memory
-        parts = memory.weights, memory.masters, memory.moments, memory.gradients, memory.activations or 0, memory.total
+        kept = memory.weights, memory.masters, memory.moments, memory.gradients, memory.activations or 0, memory.total
         share = f"{memory.total / first.memory.total:.2f}"
-        sizes.append([found.name, *(f"{size / GIB:.2f}" for size in parts), share])
+        sizes.append([found.name, *(f"{size / GIB:.2f}" for size in kept), share])
     lines = [f"by the rates of {rates.device} ({rates.source})", "", columns(times), "", columns(sizes), ""]
-    kept = [["GiB of activations", *(found.name for found in estimates)]]
+    saved = [["GiB of activations", *(found.name for found in estimates)]]
     for kind in KINDS:
-        parts_of_it = [(found.memory.saved or {}).get(kind, 0) / GIB for found in estimates]
-        kept += [[kind, *(f"{size:.2f}" for size in parts_of_it)]] * any(parts_of_it)
-    lines += [columns(kept), ""]
+        of_kind = [(found.memory.saved or {}).get(kind, 0) / GIB for found in estimates]
+        saved += [[kind, *(f"{size:.2f}" for size in of_kind)]] * any(of_kind)
+    lines += [columns(saved), ""]
     room = rates.memory or math.inf
     too_large = [found.name for found in estimates if found.memory.total > room]
     if rates.memory:
@@ -108,7 +108,7 @@ def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
 
 
 def _why(bf16: Estimate, best: Estimate) -> str:
-    """What keeps FP8 from paying."""
+    """Why FP8 does not pay."""
     if bf16.products < 0.3 * bf16.total:
         return f"products are only {bf16.products / bf16.total:.0%} of the step, and the rest is not made faster"
     if best.products >= bf16.products:
@@ -117,20 +117,20 @@ def _why(bf16: Estimate, best: Estimate) -> str:
 
 
 def _grouped(layers: Sequence[LayerTime]) -> str:
-    """Layers by their shapes: how many, and the first one's name."""
+    """Layers by shape: how many have it, and the first one's name."""
     counts = Counter(layer.work.shape for layer in layers)
     names = {layer.work.shape: layer.work.name for layer in reversed(layers)}
     return ", ".join(f"{count} of {shape} ({names[shape]})" for shape, count in counts.items())
 
 
 def from_hugging_face(path: Path) -> nn.Module:
-    """A causal language model by the configuration file of one, in bfloat16, without memory.
+    """A causal language model from its configuration file, in bfloat16, without memory.
 
     Args:
         path: a config.json, or a folder that has one.
 
     Raises:
-        PlanError: without transformers, or for a file that is none of its configurations.
+        PlanError: without transformers, or for a file that is not such a configuration.
     """
     if not path.exists():  # transformers would look for a model of this name on its hub
         raise PlanError(f"{path} does not exist: give a config.json, or a folder that has one")
@@ -154,7 +154,7 @@ def context_of(model: nn.Module) -> int:
     """The longest sequence of a Hugging Face model, by its configuration.
 
     Raises:
-        PlanError: that names none.
+        PlanError: if the configuration does not say.
     """
     found = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr,operator]
     if not found:
@@ -166,11 +166,11 @@ def tokens_of(tokens: int | None, context: int) -> tuple[Tensor]:
     """A step's input, [sequences, context], without memory.
 
     Args:
-        tokens: in all; None: as many sequences as 16,384 tokens are, at least one.
+        tokens: in all; None: as many sequences as 16,384 tokens make, but at least one.
         context: tokens of a sequence.
 
     Raises:
-        PlanError: unless there is at least one sequence, and whole ones.
+        PlanError: unless the tokens make one or more whole sequences.
     """
     wanted = TOKENS[-1] if tokens is None else tokens
     whole = max(wanted // context, 1) * context

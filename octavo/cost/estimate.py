@@ -26,7 +26,7 @@ from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Phase, PhasePlan, PrecisionSchedule
 
-# FLOP of attention as a CPU computes it, which torch's counter does not know
+# FLOP of attention on a CPU, which torch's counter lacks
 _ATTENTION = {
     cpu_attention: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
     cpu_attention_backward: (lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)),
@@ -36,8 +36,8 @@ _ATTENTION = {
 class LinearWork(NamedTuple):
     """What a linear layer computes in a step.
 
-    ``tokens``: rows of its input; ``grad_input``, ``grad_weight``: whether backward needs them; ``groups``: of experts'
-    layers how many matrices there are, each of them for some of the rows.
+    ``tokens``: rows of its input; ``grad_input``, ``grad_weight``: whether backward needs them; ``groups``: how many
+    matrices a layer of experts has, each of which multiplies some of the rows.
     """
 
     name: str
@@ -55,7 +55,7 @@ class LinearWork(NamedTuple):
 
     @property
     def flop(self) -> float:
-        """Of one product."""
+        """The FLOP of one product."""
         return 2.0 * self.tokens * self.in_features * self.out_features
 
     @property
@@ -66,15 +66,15 @@ class LinearWork(NamedTuple):
 
     @property
     def shape(self) -> str:
-        """The weight's."""
+        """The weight's shape, as text."""
         one = f"{self.out_features} x {self.in_features}"
         return one if self.groups == 1 else f"{self.groups} x {one}"
 
     def seconds(self, recipe: Recipe, rates: Rates) -> tuple[float, float]:
-        """(products, casts) of a step under a recipe."""
+        """(seconds of products, seconds of casts) of a step under a recipe."""
         wanted, sizes = self.products, self.sizes
         products = 0.0
-        # output has the size of grad_output, grad_input that of input
+        # output is as large as grad_output, and grad_input as input
         for form, result, computed in zip(forms_of(recipe), (sizes[2], sizes[0], sizes[1]), wanted, strict=True):
             width = 2 if form == HIGH_PRECISION else 1
             moved = width * (sum(sizes) - result) + 2 * result
@@ -82,9 +82,9 @@ class LinearWork(NamedTuple):
         return products, sum(self.cast_seconds(recipe, rates))
 
     def cast_seconds(self, recipe: Recipe, rates: Rates) -> tuple[float, ...]:
-        """Casts of a step under a recipe: of input, weight and grad_output."""
+        """Seconds of the casts of input, weight and grad_output in a step under a recipe."""
         wanted, casts = self.products, []
-        readers = (wanted[0], wanted[2]), (wanted[0], wanted[1]), (wanted[1], wanted[2])  # of as_is, of transposed
+        readers = (wanted[0], wanted[2]), (wanted[0], wanted[1]), (wanted[1], wanted[2])  # whether each layout is read
         for role, size, (as_is, transposed) in zip(recipe.casts, self.sizes, readers, strict=True):
             made = [cast for cast, needed in ((role.as_is, as_is), (role.transposed, transposed)) if cast and needed]
             casts.append(rates.cast_seconds(made[0], size, len(made) == 2) if made else 0.0)
@@ -96,10 +96,10 @@ class Work:
     """What a training step of a model computes.
 
     Attributes:
-        linears: its linear layers, those that run, and experts' matrices.
-        other_flop: FLOP of all other products (attention, convolutions, experts of no known kind).
+        linears: its linear layers that run, those of experts included.
+        other_flop: FLOP of all other products (attention, convolutions, experts that convert does not take).
         other_bytes: bytes that all other operations read and write in eager PyTorch.
-        other_ops: how many these are.
+        other_ops: how many other operations there are.
     """
 
     linears: tuple[LinearWork, ...]
@@ -125,7 +125,7 @@ class Estimate:
         name: the recipe's.
         products, casts, other, optimizer: seconds.
         memory: bytes by kind.
-        layers: of the converted layers, their time and that in bf16.
+        layers: the converted layers' times, as converted and in bf16.
 
     Example:
         >>> import torch, octavo
@@ -156,7 +156,7 @@ class Estimate:
 
 
 class _Traffic(TorchDispatchMode):
-    """Counts bytes that operations other than products (those that torch knows, and these) read and write."""
+    """Counts the bytes that operations read and write, except products: those that torch counts, and ``products``."""
 
     def __init__(self, products: Container[Any]) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
-    """What a step of a model computes, in high precision; its forward and backward run without data.
+    """What a step of a model computes in high precision, found by running forward and backward without data.
 
     Args:
         model: on any device, as for ``estimate``.
@@ -206,15 +206,15 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
             else:
                 weight, (columns, rows) = next(module.parameters()), features(module)
             tokens = x.numel() // columns
-            if name in found:  # called more than once: its products are more rows high
+            if name in found:  # called more than once: the rows of its products add up
                 tokens += found[name].tokens
             found[name] = LinearWork(name, tokens, columns, rows, x.requires_grad, weight.requires_grad, groups)
 
         return hook
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # unlike the meta device, it answers what models ask of values
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # unlike the meta device, it lets models ask for values
     twin = twin_of(on_meta(model), mode)
-    # experts of a known kind, so that each product is a module's, and none loops over what a router found
+    # experts are converted so that each product is a module's, and no loop depends on a router's choices
     _convert(twin, high_precision(), lambda module, name: experts_class(module) is not None)
     for name, module in twin.named_modules():
         if isinstance(module, nn.Linear | Grouped) or fp8_class(module) is not None:
@@ -233,19 +233,19 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
             raise ValueError("no result of the model's forward needs a gradient: there is nothing to train")
         sum(result.float().sum() for result in results).backward()  # type: ignore[union-attr]
     linears = tuple(found.values())
-    own = sum(work.flop * sum(work.products) for work in linears)
-    return Work(linears, max(flop.get_total_flops() - own, 0.0), traffic.bytes, traffic.ops)
+    of_linears = sum(work.flop * sum(work.products) for work in linears)
+    return Work(linears, max(flop.get_total_flops() - of_linears, 0.0), traffic.bytes, traffic.ops)
 
 
 def _convert(model: nn.Module, recipe: Recipe | RecipeMap, select: Select | None, fuse: bool = False) -> None:
-    """octavo.convert, silent where there is nothing to convert or fuse."""
+    """octavo.convert, without the warning that there is nothing to convert or fuse."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "octavo.convert (converted|fused) nothing")
         convert(model, recipe, select, fuse=fuse)
 
 
 def _plain(outputs: Any) -> Any:
-    """What a model returned, without the classes of transformers' results."""
+    """A model's outputs, without transformers' classes around them."""
     return tuple(outputs.values()) if isinstance(outputs, dict) else outputs
 
 
@@ -261,9 +261,9 @@ def estimate(
 ) -> Estimate:
     """Predict a training step of a model, in eager PyTorch on one device, without computing it.
 
-    Products and casts follow the rates; all other operations are bound by the bytes that they move, and so is the
-    optimizer. Nothing is overlapped, so this is what a profile's kernels would add up to. ``torch.compile`` fuses the
-    other operations, and makes them less than this.
+    Products and casts take their time by the rates; all other operations, and the optimizer, that of the bytes that
+    they move. Nothing overlaps: this is the sum over the kernels in a profile. ``torch.compile`` fuses the other
+    operations, which then take less.
 
     Args:
         model: on any device; the meta device (``with torch.device("meta"):``) takes no memory.
@@ -272,7 +272,7 @@ def estimate(
         rates: of the device; see octavo.cost.rates_of.
         select: as for octavo.convert.
         optimizer: makes the optimizer from the parameters.
-        work: what ``work_of`` found of the model, so that several recipes count it once.
+        work: what ``work_of`` returned for the model, to be counted once for several recipes.
         fuse: as for octavo.convert; it changes the memory that is predicted, not the time.
 
     Returns:
@@ -296,11 +296,11 @@ def estimate(
     products = casts = 0.0
     layers = []
     for linear in work.linears:
-        module = modules.get(linear.name)  # None: of experts that stay as they are
-        own = module.recipe if isinstance(module, RecipeModule) else high_precision()
-        multiplied, cast = linear.seconds(own, rates)
+        module = modules.get(linear.name)  # None for experts that are not converted
+        followed = module.recipe if isinstance(module, RecipeModule) else high_precision()
+        multiplied, cast = linear.seconds(followed, rates)
         products, casts = products + multiplied, casts + cast
-        if not own.is_high_precision:
+        if not followed.is_high_precision:
             layers.append(LayerTime(linear, linear.seconds(high_precision(), rates)[0], multiplied + cast))
     other = work.other_bytes / rates.copy + work.other_ops * rates.launch
     other += rates.product_seconds(HIGH_PRECISION, work.other_flop) if work.other_flop else 0.0
@@ -316,9 +316,9 @@ def _memory(
     recipe: Recipe | RecipeMap | None,
     inputs: Sequence[Any],
 ) -> PhasePlan:
-    """Bytes by kind, of a model on the meta device, converted where there is a recipe."""
+    """Bytes by kind of a model on the meta device, which is converted if there is a recipe."""
     if not any(isinstance(module, RecipeModule) for module in model.modules()):
-        convert(model, high_precision(), lambda module, name: True)  # a schedule has something to schedule
+        convert(model, high_precision(), lambda module, name: True)  # a schedule needs converted layers
     phase = Phase(high_precision() if recipe is None else recipe)
     schedule = PrecisionSchedule(model, optimizer(model.parameters()), [phase])
     on = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), tuple(inputs))

@@ -38,7 +38,7 @@ def measure(device: torch.device | None = None, seconds: float = _SECONDS) -> Ra
 
     Args:
         device: default: the CUDA device, if there is one, or the CPU.
-        seconds: how long each of the timings runs, of which the median counts.
+        seconds: how long each timing runs; the median of its readings counts.
 
     Returns:
         its rates; nothing is written.
@@ -74,7 +74,7 @@ def measure(device: torch.device | None = None, seconds: float = _SECONDS) -> Ra
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe | None) -> Callable[[], Any]:
-    """The output product of a recipe, operands cast already; of None torch's."""
+    """The output product of a recipe, of operands that were cast before; for None torch's in bf16."""
     if recipe is None:
         return lambda: F.linear(x, weight)
     a, b = (cast_role(t, recipe, role, True, False, None).as_is for t, role in ((x, INPUT), (weight, WEIGHT)))
@@ -84,7 +84,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe | None) -> Ca
 
 
 def _cast(x: torch.Tensor, recipe: Recipe) -> Callable[[], Any]:
-    """A recipe's cast of a gradient in both layouts; a Delayed one by a scale that is known."""
+    """A recipe's cast of a gradient in both layouts; a Delayed one has a scale already."""
     state = None
     if (rule := recipe.delayed) is not None:
         state = State.empty(rule.history_length, x.device)

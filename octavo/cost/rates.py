@@ -26,7 +26,7 @@ KEPT = "rates.json"
 
 
 class PlanError(OctavoError, ValueError):
-    """A device or a model that nothing can be predicted of; the message says why, and what to do."""
+    """Nothing can be predicted for this device or model; the message says why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Rates:
         device: its name.
         source: who measured, or where it is published.
         copy: bytes a second, read and written together.
-        launch: seconds that an op takes whose arithmetic takes none.
+        launch: seconds that an op takes besides its arithmetic.
         products: FLOP a second by kind, "bf16" or one of FORMS: points (FLOP of a product, rate), smallest first.
-        casts: seconds an element for codes in both layouts, by form, and by "delayed", whose scale is known before;
-            empty where the bytes that they move by ``copy`` say it.
-        memory: bytes that it has; 0: not known.
+        casts: seconds an element for codes in both layouts, by form, or "delayed" for a scale that exists before; if
+            empty, ``copy`` and the bytes that casts move give their time.
+        memory: bytes that the device has; 0: unknown.
 
     Example:
         >>> rates = Rates("a GPU", "its datasheet", copy=3e12, launch=4e-6, products={"bf16": ((1.0, 1e15),)})
@@ -58,9 +58,9 @@ class Rates:
     memory: float = 0.0
 
     def product_seconds(self, kind: str, flop: float, moved: float = 0.0) -> float:
-        """The time of a product of so many FLOP, its rate taken between the nearest two points, and its launch.
+        """The time of a product and its launch; the rate is interpolated between the two nearest points.
 
-        ``moved``: bytes of its operands and its result, which take their time at least.
+        ``moved``: bytes of operands and result, whose time is the least that the product takes.
         """
         points = self.products[kind]
         size = math.log2(max(flop, 1.0))
@@ -74,8 +74,8 @@ class Rates:
     def cast_seconds(self, cast: Cast, elements: float, both: bool) -> float:
         """The time of a cast into one layout or both.
 
-        Without a measurement it is that of the bytes: two an element are read in each launch, and one is written for
-        each layout. The amax of a whole tensor takes a launch of its own, unless it is Delayed, and so do columns' two.
+        Without a measurement it is the time of the bytes: each launch reads two an element, and each layout writes one.
+        The amax of a whole tensor takes one more launch, unless the cast is Delayed; the amaxes of columns take two.
         """
         form, delayed = form_of(cast), isinstance(cast.rule, Delayed)
         launches = {"tensor": 1 if delayed else 2, "row": 3 if both else 1}.get(form, 1)
@@ -92,7 +92,7 @@ def form_of(cast: Cast) -> str:
 
 
 def product_form(casts: tuple[Cast, Cast] | None) -> str:
-    """The kind of a recipe's product: that of its finer operand, "bf16" for one in high precision."""
+    """The kind of a product with such casts: the form of its finer operand; "bf16" in high precision."""
     return HIGH_PRECISION if casts is None else max(map(form_of, casts), key=FORMS.index)
 
 
@@ -107,8 +107,8 @@ def _constant(bf16: float, tensor: float, row: float, block: float, mx: float) -
     return {kind: ((1.0, rate * 1e12),) for kind, rate in zip(kinds, (bf16, tensor, row, block, mx), strict=True)}
 
 
-# Large products of libraries, a launch of 4 us, as eager PyTorch's, and the memory that torch finds on the device. On a
-# Hopper 32-element blocks are octavo's own Triton product, as fast as Triton's 128-element blocks.
+# Rates of libraries' large products; a launch of 4 us, as in eager PyTorch; the memory that torch finds on the device.
+# On Hopper, products of 32-element blocks are octavo's Triton kernel, as fast as Triton's with 128-element blocks.
 _H100_SOURCE = "published: pytorch/FBGEMM#2546 and pytorch/ao#2784 (8192 wide products), NVIDIA's datasheet (memory)"
 PUBLISHED = {
     "H100": Rates(
@@ -135,7 +135,7 @@ PUBLISHED = {
 
 
 def device_label(device: torch.device) -> str:
-    """What names a device and the versions that its rates depend on."""
+    """The name of a device with the versions that its rates depend on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     return f"{name}, torch {torch.__version__}"
 
@@ -144,10 +144,9 @@ def keep(rates: Rates) -> Path:
     """Write measured rates to the user's cache folder, beside those of other devices and versions."""
     path = cache_folder() / KEPT
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = _read(path)
-    known[rates.device] = dataclasses.asdict(rates)
+    kept = _read(path) | {rates.device: dataclasses.asdict(rates)}
     with replacing(path) as file:
-        file.write(json.dumps(known, indent=1).encode())
+        file.write(json.dumps(kept, indent=1).encode())
     return path
 
 
@@ -159,7 +158,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of a device's memory; 0 where nothing says it."""
+    """Bytes of a device's memory; 0 if they can't be found."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     has_size = device.type == "cpu" and hasattr(os, "sysconf")
@@ -167,7 +166,7 @@ def memory_of(device: torch.device) -> int:
 
 
 def measured_rates(device: torch.device) -> Rates | None:
-    """What ``octavo info --measure`` kept of this device under this torch, or None: also of another octavo's form."""
+    """The rates that ``octavo info --measure`` kept for this device under this torch; None if there are none."""
     try:
         rates = Rates(**_read(cache_folder() / KEPT)[device_label(device)])
         products = {
@@ -186,7 +185,7 @@ def rates_of(name: str | None = None, device: torch.device | None = None) -> Rat
         device: default: the CUDA device, if there is one, or the CPU.
 
     Raises:
-        PlanError: for a name that nothing is published of, or a device of which nothing is known.
+        PlanError: for a name without published rates, or a device without any.
 
     Example:
         >>> rates_of("H200").device
@@ -200,8 +199,8 @@ def rates_of(name: str | None = None, device: torch.device | None = None) -> Rat
     if (measured := measured_rates(device)) is not None:
         return measured
     label = device_label(device)
-    for known, rates in PUBLISHED.items():
-        if known in label:
+    for published, rates in PUBLISHED.items():
+        if published in label:
             return rates
     raise PlanError(
         f"the rates of this device ({label}) are not known: run `octavo info --measure` here, or name one of "

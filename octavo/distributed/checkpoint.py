@@ -3,11 +3,11 @@
     path/latest                   the name of the folder that counts: one line, replaced in one piece
     path/save-00000007/
         .metadata, __0_0.distcp   torch.distributed.checkpoint: the model's tensors and the optimizer's
-        octavo.pt                 the rest: names, groups of the optimizer, delayed state of each rank, ``extra``
+        octavo.pt                 names, groups of the optimizer, delayed state of each rank, ``extra``
 
-A save that is cut off anywhere leaves `latest` as it was, and so the checkpoint before; the next save takes away what
-it left. Nothing that is read can run code: octavo.pt and the tensors are read with ``weights_only=True``. DCP's own
-.metadata is a pickle; it holds sizes and places, and is read by an unpickler that knows their classes and no others.
+A save that is cut off anywhere leaves `latest` as it was, and so the checkpoint before; the next save removes what it
+left. No file can run code when it is read: octavo.pt and the tensors are read with ``weights_only=True``. DCP's
+.metadata, a pickle of sizes and places, is read by an unpickler that loads their classes and no others.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = ["save_checkpoint", "load_checkpoint", "load_extra"]
 FORMAT = 1
 LATEST = "latest"
 CONTENT = "octavo.pt"
-Places = dict[str, tuple[Any, str]]  # where each tensor of a checkpoint lies: a dict, and its name in that
+Places = dict[str, tuple[Any, str]]  # for each tensor of a checkpoint, a dict that it is in, and its name there
 SCALE, HISTORY = "delayed_scale", "delayed_amax_history"
 
 
@@ -72,12 +72,12 @@ def save_checkpoint(
     Args:
         path: a folder that all ranks see. It holds the last checkpoint only.
         model: under fully_shard, DistributedDataParallel or neither.
-        optimizer: its optimizer; None: a checkpoint without one.
-        extra: what else to keep; tensors, numbers, strings, and lists and dicts of these. Rank 0's is saved.
-        ranks: who saves (default: the ranks of the default process group, or this process alone).
+        optimizer: the model's; None: a checkpoint without one.
+        extra: what else to save; tensors, numbers, strings, and lists and dicts of these. Rank 0's is saved.
+        ranks: the ranks that save (default: those of the default process group, or this process alone).
 
     Raises:
-        CheckpointError: on all ranks, where it failed on any. The checkpoint before is still there.
+        CheckpointError: on all ranks, if the save failed on any. The checkpoint before is still there.
 
     Example:
         >>> import tempfile, torch
@@ -87,11 +87,11 @@ def save_checkpoint(
         {'step': 120}
     """
     root, ranks, model = Path(path), ranks or Ranks.of_process(), unwrapped(model)
-    with _told(f"cannot write a checkpoint to {root}", "what was saved before is kept"):
+    with _as_checkpoint_errors(f"cannot write a checkpoint to {root}", "what was saved before is kept"):
         folder = ranks.first(lambda: _new_folder(root))
-        own = get_model_state_dict(model)  # where ranks may find one scale for a weight in FP8
+        state = get_model_state_dict(model)  # outside of together(): ranks may agree on a scale in it
         with ranks.together():
-            tensors, content = _collect(model, own, optimizer)
+            tensors, content = _collect(model, state, optimizer)
         content |= {"octavo_distributed": FORMAT, "delayed": gather_delayed(model, ranks), "extra": extra}
         ranks.first(lambda: _write_content(folder, content))
         dcp.save(tensors, storage_writer=Writer(folder), process_group=ranks.group, no_dist=ranks.group is None)
@@ -105,25 +105,25 @@ def load_checkpoint(
     *,
     ranks: Ranks | None = None,
 ) -> Any:
-    """Goes back to the last checkpoint; every rank calls it. Gradients are dropped.
+    """Load the last checkpoint; every rank calls it. Gradients are dropped.
 
-    On as many ranks as saved it, each rank gets its own delayed state back, and training goes on bit for bit. On
-    another number each role takes the largest amax over all ranks at each place of its history, and the smallest scale
-    that one of them had: no tensor of any rank is beyond it. Layers whose recipe has no such state in the checkpoint
-    start with an empty one. Delayed state that the model has no place for is passed over.
+    On as many ranks as saved it, each rank gets its own delayed state back, and training continues bit for bit. On
+    another number of ranks, all get the same state for a role: the largest amax of any rank at each place of the
+    history, and the smallest scale of any rank, which has room for all their tensors. A layer whose delayed state is
+    not in the checkpoint starts with an empty one; state of layers that are not delayed here is ignored.
 
     Args:
         path: the folder that was saved to.
         model: of the same names and shapes, converted or not; under fully_shard, DistributedDataParallel or neither.
-        optimizer: its optimizer, or None to leave the saved one's state alone.
+        optimizer: the model's; None: the saved optimizer's state is not loaded.
         ranks: as for save_checkpoint.
 
     Returns:
         ``extra`` as it was saved.
 
     Raises:
-        CheckpointError: on all ranks, where it failed on any. Where tensors were damaged, the model and the optimizer
-            hold a part of them.
+        CheckpointError: on all ranks, if the load failed on any. If tensors were damaged, some of the model's and the
+            optimizer's are loaded and others are not.
 
     Example:
         >>> import tempfile, torch
@@ -133,35 +133,35 @@ def load_checkpoint(
         {'step': 120}
     """
     root, ranks, model = Path(path), ranks or Ranks.of_process(), unwrapped(model)
-    with _told(
+    with _as_checkpoint_errors(
         f"cannot read the checkpoint in {root}", "give the folder of a whole one, and the model it was saved from"
     ):
         folder = ranks.first(lambda: _latest(root))
         with ranks.together():
             content, reader = _read_content(folder), MetadataReader(folder)
-        own = get_model_state_dict(model)  # where ranks may find one scale for a weight in FP8
+        present = get_model_state_dict(model)  # outside of together(): ranks may agree on a scale in it
         with ranks.together():
-            state, places = _model_to_fill(model, own, content)
+            state, places = _model_to_fill(model, present, content)
         if optimizer is not None and content["states"] is not None:
             optimizer.zero_grad()
-            begun = get_optimizer_state_dict(model, optimizer)  # steps a new one, where ranks agree on amaxes
+            begun = get_optimizer_state_dict(model, optimizer)  # it steps a new optimizer: ranks agree on amaxes
             with ranks.together():
                 state["optimizer"], state["codes"], more = _optimizer_to_fill(model, optimizer, begun, content, reader)
                 places |= more
-        tensors = {name: part[key] for name, (part, key) in places.items()}
-        group, alone = ranks.group, ranks.group is None
-        dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), process_group=group, no_dist=alone)
+        tensors = {name: values[key] for name, (values, key) in places.items()}
+        how = {"process_group": ranks.group, "no_dist": ranks.group is None}
+        dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), **how)
         with ranks.together():
             joined_parts.share(state["model"], joined_parts.names_of(model))
             set_model_state_dict(model, state["model"])
             if optimizer is not None and state["optimizer"] is None:  # it was saved before its first step
                 optimizer.state.clear()
             elif optimizer is not None:
-                for own, name, moment in state["codes"]:
-                    own[name] = _read(moment, own.pop(f"{name}_codes"), own.pop(f"{name}_scale_inv"))
-                own = state["optimizer"]["state"]
-                state["optimizer"]["state"] = joined_parts.part(own, joined_parts.names_of(model))
-                set_optimizer_state_dict(model, optimizer, state["optimizer"])
+                for moments, name, moment in state["codes"]:
+                    moments[name] = _read(moment, moments.pop(f"{name}_codes"), moments.pop(f"{name}_scale_inv"))
+                filled = state["optimizer"]
+                filled["state"] = joined_parts.part(filled["state"], joined_parts.names_of(model))
+                set_optimizer_state_dict(model, optimizer, filled)
             load_delayed(model, content["delayed"], ranks)
     return content["extra"]
 
@@ -173,7 +173,7 @@ def load_extra(path: str | os.PathLike[str]) -> Any:
         path: the folder that was saved to.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
 
     Example:
         >>> import tempfile, torch
@@ -182,13 +182,13 @@ def load_extra(path: str | os.PathLike[str]) -> Any:
         >>> load_extra(folder)
         {'step': 120}
     """
-    with _told(f"cannot read the checkpoint in {path}", "give the folder of a whole one"):
+    with _as_checkpoint_errors(f"cannot read the checkpoint in {path}", "give the folder of a whole one"):
         return _read_content(_latest(Path(path)))["extra"]
 
 
 @contextlib.contextmanager
-def _told(what: str, remedy: str) -> Iterator[None]:
-    """Raises any failure as a CheckpointError; silences torch's warning that there is no process group."""
+def _as_checkpoint_errors(what: str, remedy: str) -> Iterator[None]:
+    """Raise any failure as a CheckpointError; silence torch's warning that there is no process group."""
     try:
         with lost_ranks(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*torch.distributed is .*")
@@ -204,7 +204,7 @@ def _told(what: str, remedy: str) -> Iterator[None]:
 
 
 def _new_folder(root: Path) -> str:
-    """Removes what saves left that were cut off, and makes the folder of the next one."""
+    """Remove what interrupted saves have left, and make the folder of the next one."""
     root.mkdir(parents=True, exist_ok=True)
     kept = _pointed(root)
     for other in root.glob("save-*"):
@@ -217,7 +217,7 @@ def _new_folder(root: Path) -> str:
 
 
 def _pointed(root: Path) -> str | None:
-    """The name in `latest`, or None where there is none yet."""
+    """The name in `latest`, or None if there is no such file yet."""
     try:
         name = (root / LATEST).read_text().strip()
     except FileNotFoundError:
@@ -237,7 +237,7 @@ def _latest(root: Path) -> str:
 
 
 def _finish(folder: str) -> None:
-    """Makes the folder the last checkpoint, and takes away the others."""
+    """Make the folder the last checkpoint, and remove the others."""
     root = Path(folder).parent
     with replacing(root / LATEST) as pointer:
         pointer.write(f"{Path(folder).name}\n".encode())
@@ -256,14 +256,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _collect(model: nn.Module, own: Any, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors, by name, and the rest."""
+def _collect(model: nn.Module, model_state: Any, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors to save, by name, and the content of octavo.pt."""
     tensors, others = dict[str, Any](), dict[str, Any]()
     parted = joined_parts.names_of(model)
-    for name, value in joined_parts.join(own, parted).items():
+    for name, value in joined_parts.join(model_state, parted).items():
         (tensors if isinstance(value, Tensor) else others)[f"model.{name}"] = value
     content: dict[str, Any] = {"model": sorted([*tensors, *others]), "others": others, "states": None, "groups": []}
-    if optimizer is not None and optimizer.state:  # torch would step one that has no state yet
+    if optimizer is not None and optimizer.state:  # torch would step an optimizer without state
         state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
         content["groups"], content["states"] = joined_parts.renamed(state["param_groups"], parted, True), {}
         for name, values in joined_parts.join(state["state"], parted).items():
@@ -273,13 +273,13 @@ def _collect(model: nn.Module, own: Any, optimizer: Optimizer | None) -> tuple[d
     return tensors, content
 
 
-def _model_to_fill(model: nn.Module, own: Any, content: dict[str, Any]) -> tuple[dict[str, Any], Places]:
-    """The state dicts to fill, as yet the model's alone, and where in them each tensor lies that the checkpoint names.
+def _model_to_fill(model: nn.Module, model_state: Any, content: dict[str, Any]) -> tuple[dict[str, Any], Places]:
+    """The state dicts to fill, at first the model's alone, and the place in them of each tensor in the checkpoint.
 
-    An optimizer that was saved before its first step has None.
+    The state dict of an optimizer that was saved before its first step stays None.
     """
     parted = joined_parts.names_of(model)
-    whole = joined_parts.join(own, parted) if parted else own
+    whole = joined_parts.join(model_state, parted) if parted else model_state
     places = {f"model.{name}": (whole, name) for name in whole}
     missing, unexpected = sorted(places.keys() - content["model"]), sorted(content["model"] - places.keys())
     if missing or unexpected:
@@ -288,23 +288,23 @@ def _model_to_fill(model: nn.Module, own: Any, content: dict[str, Any]) -> tuple
             "model that was saved (converting it changes no name)"
         )
     for name in content["others"].keys() & places.keys():
-        own[places.pop(name)[1]] = content["others"][name]
-    return {"model": own, "optimizer": None, "codes": []}, places
+        model_state[places.pop(name)[1]] = content["others"][name]
+    return {"model": model_state, "optimizer": None, "codes": []}, places
 
 
 def _optimizer_to_fill(
     model: nn.Module, optimizer: Optimizer, begun: Any, content: dict[str, Any], reader: MetadataReader
 ) -> tuple[dict[str, Any], list[tuple[dict[str, Any], str, Moment]], Places]:
-    """The state dict of an optimizer that has ``begun``, places as above, and those moments that come in other codes.
+    """The state dict to fill of an optimizer whose state is ``begun``, moments that come in other codes, and places.
 
-    Each of these with the state that is to have it in float32, and its name.
+    Each of these moments is (the state that is to have it in float32, its name, how it was saved).
     """
     parted, codes, places = joined_parts.names_of(model), list[tuple[dict[str, Any], str, Moment]](), Places()
-    own, kept = joined_parts.join(begun["state"], parted), dict[str, Any]()
+    present, kept = joined_parts.join(begun["state"], parted), dict[str, Any]()
     names, described = getattr(optimizer, "names", ()), content["groups"][0].get("octavo", {"moments": ()})
     moments = dict(zip(names, map(moment_from, described["moments"]), strict=False))
     for name, keys in content["states"].items():
-        here, sizes = own.get(name, {}), {key: reader.size(f"optimizer.{name}.{key}") for key in keys}
+        here, sizes = present.get(name, {}), {key: reader.size(f"optimizer.{name}.{key}") for key in keys}
         others = {one: _moment_to_fill(one, here, sizes) for one in names}
         for tensors in others.values():
             here = here | tensors
@@ -317,17 +317,17 @@ def _optimizer_to_fill(
         codes += [(kept[name], one, moments[one]) for one, tensors in others.items() if f"{one}_codes" in tensors]
         places |= {f"optimizer.{name}.{key}": (kept[name], key) for key in keys}
     for name in content["others"].keys() & places.keys():
-        part, key = places.pop(name)
-        part[key] = content["others"][name]
+        values, key = places.pop(name)
+        values[key] = content["others"][name]
     groups = joined_parts.renamed(content["groups"], parted, False)
     return {"state": kept, "param_groups": groups}, codes, places
 
 
 def _write_content(folder: str, content: dict[str, Any]) -> None:
-    """Writes octavo.pt, unless `weights_only` could not read it.
+    """Write octavo.pt.
 
     Raises:
-        CheckpointError: ``extra`` or a group of the optimizer holds other objects.
+        CheckpointError: ``extra`` or a group of the optimizer has objects that `weights_only` can't read.
     """
     written = io.BytesIO()
     try:
@@ -355,17 +355,17 @@ def _read_content(folder: str) -> dict[str, Any]:
     return content
 
 
-# --- moments that were saved in other codes than they have here, or in none where they have some ----------------------
+# --- moments that were saved in other codes than they have here, or on one side in none -------------------------------
 
 
-def _moment_to_fill(name: str, own: dict[str, Any], sizes: dict[str, torch.Size]) -> dict[str, Any]:
-    """Tensors for a moment as it was saved, of a parameter whose state ``own`` has it otherwise; else none.
+def _moment_to_fill(name: str, state: dict[str, Any], sizes: dict[str, torch.Size]) -> dict[str, Any]:
+    """Tensors to fill with a moment as it was saved, if a parameter's ``state`` has it in another form; else none.
 
-    ``sizes``: of all that was saved of the parameter.
+    ``sizes``: of all tensors that were saved for the parameter.
     """
     codes, scales = f"{name}_codes", f"{name}_scale_inv"
-    like, saved = own.get(codes, own.get(name)), [key for key in (name, codes, scales) if key in sizes]
-    if like is None or all(key in own and own[key].shape == sizes[key] for key in saved):
+    like, saved = state.get(codes, state.get(name)), [key for key in (name, codes, scales) if key in sizes]
+    if like is None or all(key in state and state[key].shape == sizes[key] for key in saved):
         return {}
     if name in sizes:
         return {name: _empty(like, torch.float32)}
@@ -373,35 +373,35 @@ def _moment_to_fill(name: str, own: dict[str, Any], sizes: dict[str, torch.Size]
 
 
 def _empty(like: Any, dtype: torch.dtype) -> Any:
-    """A tensor of another dtype, in the same parts on the same ranks."""
+    """A tensor of another dtype, sharded as ``like``."""
     if isinstance(like, Joined):
-        return Joined([_empty(part, dtype) for part in like.parts])
-    own = torch.empty_like(on_this_rank(like), dtype=dtype)
-    return like_sharded(own, like, like.shape) if hasattr(like, "placements") else own
+        return Joined([_empty(split, dtype) for split in like.parts])
+    shard = torch.empty_like(on_this_rank(like), dtype=dtype)
+    return like_sharded(shard, like, like.shape) if hasattr(like, "placements") else shard
 
 
 def _scales(like: Any, size: torch.Size) -> Any:
-    """The scales of this rank's rows, in all columns; of a vector all."""
+    """Memory for the scales of this rank's rows, in all columns; for a vector all scales."""
     if like.ndim < 2 or size.numel() == 1:
         return torch.empty(size, device=like.device)
     if isinstance(like, Joined):
-        return Joined([_scales(part, torch.Size((part.shape[0], *size[1:]))) for part in like.parts])
-    own = torch.empty(on_this_rank(like).shape[0], *size[1:], device=like.device)
+        return Joined([_scales(split, torch.Size((split.shape[0], *size[1:]))) for split in like.parts])
+    shard = torch.empty(on_this_rank(like).shape[0], *size[1:], device=like.device)
     if not hasattr(like, "placements"):
-        return own
+        return shard
     from torch.distributed.tensor import DTensor, Replicate
 
     placements = [Replicate() if one.is_shard(1) else one for one in like.placements]
     stride = torch.empty(size, device="meta").stride()
-    return DTensor.from_local(own, like.device_mesh, placements, run_check=False, shape=size, stride=stride)
+    return DTensor.from_local(shard, like.device_mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def _read(moment: Moment, codes: Any, scales: Any, first: int = 0) -> Any:
-    """The values in float32, as the codes lie, which begin with element ``first`` of a row."""
+    """The values in float32, sharded as the codes are; ``first``: the element of a row that the codes begin with."""
     if isinstance(codes, Joined):
-        own = scales.parts if isinstance(scales, Joined) else [scales] * len(codes.parts)
+        each = scales.parts if isinstance(scales, Joined) else [scales] * len(codes.parts)
         starts = [start if codes.ndim < 2 else 0 for start, _ in codes.pieces()]
-        return Joined([_read(moment, *of_part) for of_part in zip(codes.parts, own, starts, strict=True)])
+        return Joined([_read(moment, *split) for split in zip(codes.parts, each, starts, strict=True)])
     place = place_of(codes)
     first += place.first_row if codes.ndim < 2 else place.first_col
     wide = moment.read_codes(on_this_rank(codes), on_this_rank(scales), first)
@@ -412,51 +412,51 @@ def _read(moment: Moment, codes: Any, scales: Any, first: int = 0) -> Any:
 
 
 def plain_name(name: str) -> str:
-    """A module's or a tensor's name in a plain model, of one in a model parts of which may be wrapped."""
+    """The name in a plain model of a module or tensor whose name here may have wrappers' prefixes."""
     return re.sub(r"(_orig_mod|_checkpoint_wrapped_module)\.", "", name)
 
 
 def _delayed(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
-    """Delayed state by its names in a plain model, each with its name in this one."""
+    """Delayed state by its names in a plain model: (its name in this model, the tensor)."""
     return {plain_name(name): (name, value) for name, value in delayed_state_dict(model).items()}
 
 
 def gather_delayed(model: nn.Module, ranks: Ranks) -> dict[str, Any]:
-    """The delayed state of all ranks, each of which calls it, for ``load_delayed``."""
+    """The delayed state of all ranks, for ``load_delayed``; all ranks call it."""
     values = {name: value for name, (_, value) in _delayed(model).items()}
     shapes = {name: list(value.shape) for name, value in values.items()}
     if ranks.group is not None:
-        told: dict[str, object] = {}
+        options: dict[str, object] = {}
         for name, module in model.named_modules():
             if isinstance(module, RecipeModule):
-                told |= told_of(module, plain_name(name))
-        agree(told, [ranks.group])
+                options |= told_of(module, plain_name(name))
+        agree(options, [ranks.group])
     flat = torch.cat([value.flatten() for value in values.values()]) if values else torch.empty(0)
     return {"shapes": shapes, "ranks": ranks.gather(flat).cpu()}
 
 
 def load_delayed(model: nn.Module, saved: dict[str, Any], ranks: Ranks) -> None:
-    """Load what ``gather_delayed`` returned, each rank its own; of another number of ranks, a state for all.
+    """Load what ``gather_delayed`` returned: each rank its own state, or, if the number of ranks differs, one for all.
 
-    Where a layer's history has another length than the saved one, or none was saved, its state is emptied.
+    A layer's state is emptied if none was saved, or if its history has another length than the saved one.
     """
     shapes = {name: torch.Size(shape) for name, shape in saved["shapes"].items()}
     rows = saved["ranks"].split([shape.numel() for shape in shapes.values()], dim=1)  # each [ranks that saved, n]
-    parts = dict(zip(shapes, rows, strict=True))
-    own, found = _delayed(model), {}
-    for name, (mine, there) in own.items():
+    by_rank = dict(zip(shapes, rows, strict=True))
+    present, found = _delayed(model), {}
+    for name, (here, value) in present.items():
         history = name.replace(SCALE, HISTORY)
-        if history not in shapes or shapes[history] != own[history][1].shape:
-            found[mine] = torch.zeros_like(there)
-        elif len(parts[name]) == ranks.size:
-            found[mine] = parts[name][ranks.rank].reshape(shapes[name])
+        if history not in shapes or shapes[history] != present[history][1].shape:
+            found[here] = torch.zeros_like(value)
+        elif len(by_rank[name]) == ranks.size:
+            found[here] = by_rank[name][ranks.rank].reshape(shapes[name])
         else:
-            found[mine] = _of_all_ranks(name, parts[name]).reshape(shapes[name])
+            found[here] = _of_all_ranks(name, by_rank[name]).reshape(shapes[name])
     load_delayed_state_dict(model, found)
 
 
 def _of_all_ranks(name: str, values: Tensor) -> Tensor:
-    """One row for all: the largest amax, the smallest scale that was set."""
+    """One row for all ranks: the largest amax, or the smallest scale that was set."""
     if name.endswith(HISTORY):
         return values.amax(dim=0)
     least = torch.where(values > 0, values, torch.inf).amin(dim=0)
@@ -467,7 +467,7 @@ METADATA = ".metadata"  # DCP's name
 
 
 class Writer(dcp.FileSystemWriter):
-    """Says why it failed: an error that travels to other ranks loses its cause."""
+    """DCP's writer, whose errors say why it failed: those that are sent to other ranks lose their cause."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -477,25 +477,25 @@ class Writer(dcp.FileSystemWriter):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Loads the classes that DCP's metadata is made of, and no others."""
+    """Loads the classes that DCP's metadata has, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "pathlib":
             return PurePath
         found = super().find_class(module, name) if module.partition(".")[0] == "torch" else None
-        known = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-        if known and isinstance(found, type) and found.__module__ == module:
+        is_dcp = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+        if is_dcp and isinstance(found, type) and found.__module__ == module:
             return found
-        if isinstance(found, torch.dtype) or (module, name) in _KNOWN:
+        if isinstance(found, torch.dtype) or (module, name) in _OTHER_CLASSES:
             return found
         raise pickle.UnpicklingError(f"its metadata names {module}.{name}, which no checkpoint needs")
 
 
-_KNOWN = {("torch", "Size"), ("torch.serialization", "_get_layout")}
+_OTHER_CLASSES = {("torch", "Size"), ("torch.serialization", "_get_layout")}
 
 
 class MetadataReader(dcp.FileSystemReader):
-    """Reads the metadata at once, by the unpickler above."""
+    """DCP's reader, which reads the metadata when it is made, with the unpickler above."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder)
@@ -508,7 +508,7 @@ class MetadataReader(dcp.FileSystemReader):
             raise CheckpointError(f"{path} is damaged ({reason_of(error)}): load another checkpoint") from error
 
     def size(self, name: str) -> torch.Size:
-        """A saved tensor's; of anything else none."""
+        """The size of a saved tensor; an empty one for anything else."""
         return getattr(self._metadata.state_dict_metadata.get(name), "size", torch.Size())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -516,7 +516,7 @@ class MetadataReader(dcp.FileSystemReader):
 
 
 class TensorPlanner(dcp.DefaultLoadPlanner):
-    """Reads tensors only."""
+    """DCP's planner, which refuses everything but tensors."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         raise CheckpointError(f"{read_item.dest_index.fqn} is no tensor in this checkpoint: it was not saved by octavo")

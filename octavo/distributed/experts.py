@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank of a mesh holds some of the experts, and computes all ranks' tokens of these."""
+"""Expert parallelism: each rank of a mesh has some of the experts, and computes all ranks' tokens for them."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from octavo.tensor.stored_weight import StoredWeight
 
 
 def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: bool = True) -> nn.Module:
-    """Give each rank of a mesh a part of the experts of every octavo.nn.Experts, and of converted experts, in place.
+    """Shard the experts of every octavo.nn.Experts, and converted experts, over the ranks of a mesh, in place.
 
-    Each rank goes on with tokens of its own. A forward sends rows to the ranks that have their experts, as the pairs
-    that the recipe's products read (about half of bf16's bytes), and brings the results back; backward is the mirror
-    image. What each recipe sends is in docs/mixture-of-experts.md. All ranks run the same forwards and backwards, and
-    each forward reads the sizes of messages on the host.
+    Each rank has tokens of its own. A forward sends rows to the ranks that have their experts, as the pairs that the
+    recipe's products read (about half of bf16's bytes), and brings the results back; backward does the reverse. What
+    each recipe sends is in docs/mixture-of-experts.md. All ranks run the same forwards and backwards, and each forward
+    reads the sizes of messages on the host.
 
-    Parameters become DTensors, Shard(0) over the mesh, of which each rank keeps its own values (or codes, where they
-    live in FP8): make the same ones on all ranks. Make optimizers, and apply fully_shard over another dimension of the
-    mesh, afterwards. Gradients are averaged over the mesh, as fully_shard and DistributedDataParallel average those of
-    other parameters.
+    Parameters become DTensors, Shard(0) over the mesh; each rank keeps its shard of its own values (or codes, if they
+    live in FP8), so that all ranks must begin with the same ones. Make optimizers, and apply fully_shard over another
+    dimension of the mesh, afterwards. Gradients are averaged over the mesh, as fully_shard and DistributedDataParallel
+    average those of other parameters.
 
     Args:
-        model: octavo.nn.Experts, experts that octavo.convert has converted, or what holds such.
-        mesh: a DeviceMesh of one dimension, a process group of which the experts are to lie on.
-        exact: send in high precision what is scaled in two ways (rows of "rowwise", "blockwise", "mx"), so that
-            grad_weight reads what it would on one rank, and not rows that were rounded before.
-        average: False where the mesh is one of tensor parallelism, whose ranks share each sequence and its loss:
-            gradients are then summed over it, as those of norms are.
+        model: octavo.nn.Experts, experts that octavo.convert has converted, or a module with such experts.
+        mesh: a DeviceMesh of one dimension, over whose ranks the experts are sharded.
+        exact: send rows in high precision where the recipe scales them in two ways ("rowwise", "blockwise", "mx"), so
+            that grad_weight reads what it would on one rank, and not rows that were rounded before.
+        average: False if the mesh is one of tensor parallelism, whose ranks share each sequence and its loss: gradients
+            are then summed over it, as those of norms are.
 
     Returns:
         ``model``.
 
     Raises:
         TypeError: if ``model`` is no module, or ``mesh`` no DeviceMesh.
-        ValueError: if it holds no such experts, or they can't be divided so, with the reason; nothing is changed then.
+        ValueError: if it has no such experts, or they can't be divided so, with the reason; nothing is changed then.
 
     Example:
         >>> import os, torch, octavo
@@ -64,32 +64,32 @@ def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: b
         raise TypeError(f"a torch.nn.Module and a DeviceMesh, not {type(model).__name__} and {type(mesh).__name__}")
     if mesh.ndim != 1:
         raise ValueError(f"{mesh} has {mesh.ndim} dimensions: give the one of experts, such as mesh['ep']")
-    found = {name: parts for name, module in model.named_modules() if (parts := _parts_of(module, name))}
+    found = {name: layers for name, module in model.named_modules() if (layers := _exchanging_layers(module, name))}
     if not found:
         raise ValueError("the model holds no octavo.nn.Experts; octavo.convert(model, recipe) converts those it knows")
-    for name, parts in found.items():
-        for part in parts:
-            if reason := _why_not(part, mesh):
+    for name, layers in found.items():
+        for layer in layers:
+            if reason := _why_not(layer, mesh):
                 raise ValueError(f"{name or 'the model'}: {reason}")
     exchange = Exchange(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), exact, average)
-    own: dict[nn.Parameter, nn.Parameter] = {}  # modules may share a parameter
-    for part in (part for parts in found.values() for part in parts):
-        owner = part.holder
+    sharded: dict[nn.Parameter, nn.Parameter] = {}  # modules may share a parameter
+    for layer in (layer for layers in found.values() for layer in layers):
+        owner = layer.holder
         for key, parameter in list(owner._parameters.items()):
             if parameter is not None and not hasattr(parameter, "device_mesh"):
-                if parameter not in own:
-                    own[parameter] = _own_experts(parameter, mesh)
-                owner._parameters[key] = own[parameter]
-        part.exchange, part.elsewhere = exchange, _on_their_ranks
-        part.kept_operands = None
+                if parameter not in sharded:
+                    sharded[parameter] = _sharded_experts(parameter, mesh)
+                owner._parameters[key] = sharded[parameter]
+        layer.exchange, layer.elsewhere = exchange, _feed_forward_on_ranks
+        layer.kept_operands = None
     return model
 
 
 @torch.compiler.disable  # the sizes of messages are read on the host
-def _on_their_ranks(
+def _feed_forward_on_ranks(
     rows: Tensor, offsets: Tensor, gate_up: Grouped, down: Grouped, compute: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """What octavo.nn.experts.feed_forward computes, each row where its expert is."""
+    """octavo.nn.experts.feed_forward, with each row computed on the rank that has its expert."""
     assert gate_up.exchange is not None
     ask([gate_up, down], gate_up.own_parameters()[0].device_mesh)
     rows = rows.to(product_dtype(rows, gate_up.operands()[0]))
@@ -103,13 +103,13 @@ def _on_their_ranks(
     return combine(y, journey, RowsToSend(by, GRAD_OUTPUT, _reader(down, second)))
 
 
-def _reader(part: Grouped, needs_dw: bool) -> GatherReader:
-    observer = part.observing
-    return GatherReader(part.recipe, state_of(part), needs_dw, () if observer is None else ((part.recipe, observer),))
+def _reader(layer: Grouped, needs_dw: bool) -> GatherReader:
+    observers = () if layer.observing is None else ((layer.recipe, layer.observing),)
+    return GatherReader(layer.recipe, state_of(layer), needs_dw, observers)
 
 
-def _parts_of(module: nn.Module, name: str) -> list[Grouped]:
-    """The linear layers of experts that can exchange rows; none of other modules.
+def _exchanging_layers(module: nn.Module, name: str) -> list[Grouped]:
+    """The linear layers of a module of experts that can exchange rows; none for another module.
 
     Raises:
         ValueError: for experts whose rows another library exchanges.
@@ -121,10 +121,10 @@ def _parts_of(module: nn.Module, name: str) -> list[Grouped]:
     return [module.gate_up, module.down] if isinstance(module, Experts | OfTransformers) else []
 
 
-def _why_not(part: Grouped, mesh: Any) -> str:
-    """Why the experts can't be divided over the mesh; "" where they can."""
-    weight, _ = part.own_parameters()
-    if part.exchange is not None:
+def _why_not(layer: Grouped, mesh: Any) -> str:
+    """Why the experts can't be sharded over the mesh; "" if they can."""
+    weight, _ = layer.own_parameters()
+    if layer.exchange is not None:
         return "its experts are on several ranks already"
     if type(weight) is not nn.Parameter and not isinstance(weight, StoredWeight):
         return f"its weight is a {type(weight).__name__}: call expert_parallel before fully_shard"
@@ -133,10 +133,10 @@ def _why_not(part: Grouped, mesh: Any) -> str:
     return ""
 
 
-def _own_experts(parameter: nn.Parameter, mesh: Any) -> nn.Parameter:
-    """A parameter [E, ...] of which this rank keeps its part."""
+def _sharded_experts(parameter: nn.Parameter, mesh: Any) -> nn.Parameter:
+    """A parameter [E, ...], sharded by experts."""
     from torch.distributed.tensor import DTensor, Shard
 
-    part = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
-    own = DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride())
-    return nn.Parameter(own, requires_grad=parameter.requires_grad)
+    shard, stride = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone(), parameter.stride()
+    whole = DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=stride)
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole or not at all, a folder that one process has, and why a file was not written."""
+"""Files that are replaced as a whole or not at all, a folder locked for one process, and why a file was not written."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import IO, BinaryIO
 
 from octavo.errors import first_line
 
-PARTIAL = "partial"  # how a file ends whose writer is not done, or was killed
+PARTIAL = "partial"  # the end of the name of a file whose writer is not done, or was killed
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write: a reader of ``path`` finds the old contents or the new, also when writing fails halfway.
+    """A file to write: a reader of ``path`` finds the old contents or the new, even if writing fails halfway.
 
-    A symbolic link stays, and what it leads to is replaced. A device, a pipe and this process's own output, which
-    nothing can take the place of, are written into as the bytes come.
+    If ``path`` is a symbolic link, the file that it leads to is replaced. A device, a pipe and this process's own
+    output can't be replaced: they are written to directly.
     """
     target = Path(os.path.realpath(path))
     partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.{PARTIAL}")  # other writers have their own
@@ -40,12 +40,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(partial)):
-            error.filename = str(path)  # what the caller knows it by
+            error.filename = str(path)  # the name that the caller gave
         raise
 
 
 def _straight(path: Path) -> BinaryIO | None:
-    """What can be written into only; None for a regular file, or where there is nothing yet."""
+    """The opened file if it can't be replaced; None for a regular file, or if there is none yet."""
     try:
         found = path.stat()
     except OSError:
@@ -58,7 +58,7 @@ def _straight(path: Path) -> BinaryIO | None:
 
 
 def require_place(path: Path) -> None:
-    """Raise OSError where a path can't become a file: before what is to be written there takes minutes."""
+    """Raise OSError if a path can't become a file; to be called before minutes of work for that file."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not path.parent.is_dir():
@@ -67,10 +67,10 @@ def require_place(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a lock that a process loses when it ends, however it ends: a file that says who has it, and is then gone.
+    """Hold a lock that a process loses however it ends: a file that names the process, and is removed at the end.
 
     Raises:
-        BlockingIOError: another holds it; its ``strerror`` is who.
+        BlockingIOError: another process has it, which ``strerror`` names.
     """
     with _locked(path) as file:
         file.truncate(0)
@@ -101,11 +101,11 @@ def _locked(path: Path) -> IO[str]:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
-        file.close()  # its holder has removed it in between: take the next one
+        file.close()  # the process that had it has removed it meanwhile: try again
 
 
 def reason_of(error: BaseException) -> str:
-    """An error's first line; where torch hides an OSError behind it, that one's."""
+    """An error's first line; if torch hides an OSError behind it, that one's."""
     # torch's zip writer raises a RuntimeError about its file position instead
     cause = error if isinstance(error, OSError) else error.__context__
     return cause.strerror or first_line(cause) if isinstance(cause, OSError) else first_line(error)

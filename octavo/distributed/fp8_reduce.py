@@ -1,22 +1,23 @@
 """Gradients averaged over ranks in FP8: half of the bytes of a bf16 all-reduce, with float32 accumulation.
 
-    every rank     casts its gradients, seen as [n, S], to FP8: row r is what rank r owns
-    all-to-all     each owner receives its row of all ranks: a message of bytes, the scales before their codes
-    the owner      reads [n, S] back, adds in float32, divides by n, casts the mean [S]
-    all-gather     all ranks read the same codes, so that they hold the same bits
+    every rank     casts its gradients, seen as [n, S], to FP8: row r is rank r's to average
+    all-to-all     each rank receives its row from all ranks, as bytes: codes and their scales
+    every rank     reads [n, S] back, adds in float32, divides by n, casts the mean [S]
+    all-gather     all ranks read the same codes, so that they have the same bits
 
-n ranks, S = ceil(N / n) elements a rank of a bucket of N. Under FSDP2 the mean stays with its owner, in float32.
+There are n ranks, each of which averages S = ceil(N / n) elements of a bucket of N. Under FSDP2 the mean is not
+gathered, and stays in float32.
 
-Between servers of L ranks that is done twice (levels.py), so that a server's gradients are added before they cross the
-network: its L ranks average L rows [n / L x S]; then one rank of each server averages n / L rows [S] of those means.
+With several servers of L ranks this is done twice (levels.py), so that a server's gradients are added before they cross
+the network: its L ranks average L rows [n / L x S]; then one rank of each server averages n / L rows [S] of the means.
 
-A gradient is rounded twice, and once more between servers: no partial sum travels from rank to rank, as on a ring.
-Scales are powers of two, so codes times scales are exact in float32, and so are sums while n times the ratio of the
-ranks' scales of a block is at most 64 (E4M3: 18 bits from its smallest number to its largest).
+A gradient is rounded twice, and once more between servers. No partial sum is rounded, as it would be on a ring. Scales
+are powers of two, so codes times scales are exact in float32, and so are sums while n times the ratio of the ranks'
+scales of a block is at most 64 (E4M3: 18 bits from its smallest number to its largest).
 
-One scale that ranks agree on (PerTensor) follows MS-AMP's gradients, where it is the smallest of the ranks' scales
-(arXiv 2310.18313, section 2.1); its factor mu keeps FP8 sums from overflowing, and here no sum is in FP8. DDP's
-residuals are error feedback of both roundings (Karimireddy et al., arXiv 1901.09847; Tang et al., arXiv 1905.05957).
+One scale that ranks agree on (PerTensor) follows MS-AMP, which takes the smallest of the ranks' scales (arXiv
+2310.18313, section 2.1). MS-AMP's factor mu keeps FP8 sums from overflowing, and here no sum is in FP8. DDP's residuals
+are error feedback of both roundings (Karimireddy et al., arXiv 1901.09847; Tang et al., arXiv 1905.05957).
 
 No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 """
@@ -40,8 +41,8 @@ from octavo.kernels.step_numbers import halves, key_of, random_bits
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.tensor.collectives import agree, all_gather, largest, pack, unpack
 
-SENT, MEAN, BETWEEN = 0, 1, 2  # the roundings: of gradients, of what is gathered, of servers' means
-_SCALE_BYTES = 4  # which a message has its scales at a multiple of
+SENT, MEAN, BETWEEN = 0, 1, 2  # the roundings: of gradients, of the gathered mean, of servers' means
+_SCALE_BYTES = 4  # scales begin at a multiple of this in a message
 _ALIKE = "ranks_per_server", "format", "granularity", "stochastic", "gather_dtype", "error_feedback", "seed"
 
 
@@ -50,28 +51,28 @@ class Fp8Reduction:
 
     Args:
         format: octavo.E4M3 or octavo.E5M2.
-        granularity: PerBlock(1, k): each k elements in a row of what a rank owns have a scale, which travels with
-            their codes. PerTensor(): one scale a bucket, from the largest amax of all ranks, which a collective of 4
+        granularity: PerBlock(1, k): each k elements that one rank averages have a scale, which is sent with their
+            codes. PerTensor(): one scale for a bucket, from the largest amax of all ranks, which a collective of 4
             bytes finds first.
-        stochastic: round stochastically, with bits that depend on ``seed``, the rank, ``calls`` and the element alone;
-            by default to nearest, ties to even. inf then becomes NaN in E5M2 too.
-        gather_dtype: in what the mean is gathered; None: in ``format``. torch.bfloat16 spares the second rounding to
-            FP8 for 1.5 times the bytes.
-        error_feedback: add what each rounding lost to the next step's gradients. Takes 4 bytes an element of the whole
-            model on each rank, under FSDP2 too, 4 / L for means of servers of L ranks, and under DDP 4 / n for the
-            gathered ones; for loss scales that do not change.
+        stochastic: round stochastically, with bits that depend on ``seed``, the rank, ``calls`` and the element alone,
+            and not to nearest, ties to even. inf then becomes NaN in E5M2 too.
+        gather_dtype: the dtype in which the mean is gathered; None: ``format``. torch.bfloat16 avoids the second
+            rounding to FP8, for 1.5 times the bytes.
+        error_feedback: add what each rounding lost to the next step's gradients. This takes 4 bytes for each element of
+            the whole model on each rank, under FSDP2 too, 4 / L for means of servers of L ranks, and under DDP 4 / n
+            for the gathered means. Loss scales must not change.
         seed: for ``stochastic``.
         group: DDP's process group; None is the default one. FSDP2 brings its own.
         ranks_per_server: ranks r of the job with the same r // ranks_per_server reduce among themselves first, and then
-            with other servers. None: LOCAL_WORLD_SIZE, which torchrun sets; one level without it, or where servers have
-            different numbers of the group's ranks. 1: one level.
+            with other servers. None: LOCAL_WORLD_SIZE, which torchrun sets; without it, or if servers have different
+            numbers of the group's ranks, there is one level. 1: one level.
 
     Attributes:
-        calls: reductions so far. To resume stochastic rounding bit for bit, save it and set it; ``state_dict`` has it.
+        calls: reductions so far. To resume stochastic rounding bit for bit, save and restore it (``state_dict`` does).
 
     Raises:
-        TypeError, ValueError: for arguments of the wrong kind; at the first gradients for servers with different
-            numbers of the group's ranks, if ``ranks_per_server`` is given, and for ranks with different arguments.
+        TypeError, ValueError: for arguments of the wrong kind; at the first gradients, if ``ranks_per_server`` is given
+            and servers have different numbers of the group's ranks, or if ranks have different arguments.
 
     Example:
         >>> import octavo
@@ -102,25 +103,25 @@ class Fp8Reduction:
         self.format, self.granularity, self.stochastic = format, granularity, stochastic
         self.gather_dtype, self.error_feedback, self.seed, self.group = gather_dtype, error_feedback, seed, group
         self.ranks_per_server, self.calls = ranks_per_server, 0
-        # by bucket: the parameters in it, and what was lost: ``mean``'s rows, and that of the gathered mean
+        # by bucket: its parameters, and the residuals of ``mean`` and, in the last row, of the gathered mean
         self._lost: dict[int, tuple[list[int], Tensor]] = {}
-        self._pieces: dict[int, Tensor] = {}  # by parameter: its part of what was lost of what was sent
-        self._modules: dict[str, Tensor | None] = {}  # by Fp8ReduceScatter: what was lost of what was sent
+        self._pieces: dict[int, Tensor] = {}  # by parameter: the residuals of its gradient
+        self._modules: dict[str, Tensor | None] = {}  # by the names of Fp8ReduceScatters: the residuals of ``mean``
         self._streams: dict[torch.device, Any] = {}
         self._agreed: set[str] = set()  # process groups whose ranks have the same arguments
 
     def mean(self, x_nS: Tensor, group: Any, lost: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The mean over ranks of the row that this rank owns.
+        """The mean over ranks of the row that this rank averages.
 
         Args:
             x_nS: [n, S] bf16, fp16 or fp32, this rank's gradients; row r is rank r's to average.
             group: the process group of n ranks.
-            lost: float32 [R, S], ``rounded_rows`` of them: what roundings have lost before, which is added; takes what
-                they lose now, faults as 0.
+            lost: residuals, float32 [``rounded_rows``, S]: what roundings lost before is added; what they lose now is
+                written, 0 for inf and NaN.
 
         Returns:
             ([1, S] float32, the scale [1, 1] that ranks agreed on, or None for blocks, which have their own). NaN and
-            inf of any rank stay NaN, or inf where ``format`` and the rounding have it.
+            inf of any rank stay NaN, or inf if ``format`` and the rounding have it.
         """
         self.calls += 1
         x, agreed, columns = x_nS, None, x_nS.shape[1]
@@ -130,7 +131,7 @@ class Fp8Reduction:
                 x = x.to(torch.float32) + lost[:rows]
             if rounding == SENT:
                 agreed = self._agreed_scale(x, group)
-            x = x.view(-1, members, columns).transpose(0, 1).reshape(members, -1)  # by who averages them
+            x = x.view(-1, members, columns).transpose(0, 1).reshape(members, -1)  # a row for each rank that averages
             sent = self.pack(x, agreed, dist.get_rank(group), rounding)
             if lost is not None:
                 x.sub_(self.unpack(sent, x.shape[1], torch.float32, agreed)).nan_to_num_(0.0, 0.0, 0.0)
@@ -142,21 +143,21 @@ class Fp8Reduction:
         return x, agreed
 
     def _levels(self, group: Any) -> list[list[int]]:
-        if group.group_name not in self._agreed:  # another reduction's agreement says nothing of this one
+        if group.group_name not in self._agreed:  # for each reduction, as another has other arguments
             agree({f"Fp8Reduction's {name}": getattr(self, name) for name in _ALIKE}, [group])
             self._agreed.add(group.group_name)
         return own_levels(group, self.ranks_per_server)
 
     def rounded_rows(self, group: Any) -> int:
-        """How many rows [S] a rank rounds in ``mean``: all ranks', and between servers their means'."""
+        """How many rows [S] a rank rounds in ``mean``: one for each rank, and one for each server's mean."""
         return dist.get_world_size(group) + sum(map(sum, self._levels(group)[1:]))
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """``fp8_reduce_hook``, whose state this is."""
+        """``fp8_reduce_hook`` with this state."""
         flat, group = bucket.buffer(), self.group if self.group is not None else dist.group.WORLD
         if flat.dtype not in HIGH_PRECISION:
             raise TypeError(f"gradients of {flat.dtype} are not reduced in FP8; use bfloat16, float16 or float32")
-        with self._beside(flat.device):
+        with self._own_stream(flat.device):
             ranks, rank = dist.get_world_size(group), dist.get_rank(group)
             width = -(-len(flat) // ranks)
             x_nS = F.pad(flat, (0, ranks * width - len(flat))).view(ranks, width)
@@ -164,18 +165,18 @@ class Fp8Reduction:
             mean, agreed = self.mean(x_nS, group, lost)
             if lost is not None:
                 mean += lost[-1]
-            part = mean.to(self.gather_dtype) if self.gather_dtype else self.pack(mean, agreed, rank, MEAN)
+            message = mean.to(self.gather_dtype) if self.gather_dtype else self.pack(mean, agreed, rank, MEAN)
 
             def read(message: Tensor, dtype: torch.dtype) -> Tensor:
                 return message if self.gather_dtype else self.unpack(message, width, dtype, agreed)
 
             if lost is not None:
-                torch.sub(mean, read(part, torch.float32), out=lost[-1:]).nan_to_num_(0.0, 0.0, 0.0)
-            gathered = part.new_empty(ranks, part.shape[1])
-            work = all_gather(gathered, part, group, async_op=True)
+                torch.sub(mean, read(message, torch.float32), out=lost[-1:]).nan_to_num_(0.0, 0.0, 0.0)
+            gathered = message.new_empty(ranks, message.shape[1])
+            work = all_gather(gathered, message, group, async_op=True)
 
             def finish(_: Any) -> Tensor:
-                if flat.device.type != "cpu":  # a callback has a stream of its own, and their memory is another's
+                if flat.device.type != "cpu":  # a callback has a stream of its own, and their memory is of another
                     for used in (gathered,) if agreed is None else (gathered, agreed):
                         used.record_stream(torch.accelerator.current_stream(flat.device))
                 return flat.copy_(read(gathered, flat.dtype).view(-1)[: len(flat)])
@@ -183,21 +184,21 @@ class Fp8Reduction:
             return work.get_future().then(finish)
 
     def pack(self, x: Tensor, agreed: Tensor | None, rank: int, rounding: int) -> Tensor:
-        """Cast to what travels.
+        """Cast to a message.
 
         Args:
             x: [R, S] bf16, fp16 or fp32.
             agreed: the scale [1, 1] that ranks agreed on; None for blocks.
-            rank: whose x it is, and ``rounding``: SENT, MEAN or BETWEEN; for the bits of stochastic rounding.
+            rank: the rank that sends it; ``rounding``: SENT, MEAN or BETWEEN; both for the bits of stochastic rounding.
 
         Returns:
-            uint8 [R, .]: each row's codes, up to a multiple of 4, and then its float32 scale_inv; codes alone where a
-            scale was agreed on.
+            uint8 [R, .]: each row's codes, padded to a multiple of 4, and then its float32 scale_inv; codes alone if
+            ranks agreed on a scale.
         """
         if self.stochastic:
             codes, scale_inv = self._stochastic(x, agreed, key_of(self.seed, rank, self.calls, rounding))
         else:
-            # what a delayed cast reads is the scale of a role, of three
+            # a delayed cast reads the scale of its role out of three
             given = None if agreed is None else agreed.view(1).repeat(3)
             codes, _, scale_inv, *_ = kernels.cast(x, given, 0, self.format.dtype, self.granularity.tile, True, 0)
         if agreed is not None:
@@ -205,7 +206,7 @@ class Fp8Reduction:
         return pack(codes, scale_inv, False, _SCALE_BYTES)
 
     def unpack(self, message: Tensor, columns: int, dtype: torch.dtype, agreed: Tensor | None) -> Tensor:
-        """Values [R, columns] of ``dtype`` out of what ``pack`` made of as many rows and columns."""
+        """The values [R, columns] of ``dtype`` in a message from ``pack``."""
         if agreed is not None:
             codes, scale_inv = message.view(self.format.dtype), scale_inv_from_scale(agreed)
         else:
@@ -213,7 +214,7 @@ class Fp8Reduction:
         return kernels.dequantize(codes, scale_inv, self.granularity.tile, dtype)
 
     def _agreed_scale(self, x: Tensor, group: Any) -> Tensor | None:
-        """One scale [1, 1], of the largest amax: that the smallest scale is that of a rank without gradients, 1."""
+        """One scale [1, 1] from the largest amax. (The smallest scale could be 1, of a rank without gradients.)."""
         if self.granularity != PerTensor():
             return None
         return scale_from_amax(largest(kernels.amax(x, (ALL, ALL)), group), self.format.max, True, 0)
@@ -230,31 +231,31 @@ class Fp8Reduction:
         return encode_moment(wide, self.format, bits), scale_inv_from_scale(scale)
 
     def _residuals(self, bucket: dist.GradBucket, x_nS: Tensor, group: Any) -> Tensor | None:
-        """What earlier roundings lost of this bucket; of means 0 where it holds other parameters than it did."""
+        """The residuals of a bucket; those of its means are 0 if it has other parameters than before."""
         if not self.error_feedback:
             return None
         parameters = [id(parameter) for parameter in bucket.parameters()]
-        held, lost = self._lost.get(bucket.index(), ([], x_nS))
-        if held != parameters:  # DDP puts buckets together anew after its first backward
+        before, lost = self._lost.get(bucket.index(), ([], x_nS))
+        if before != parameters:  # DDP puts other parameters into buckets after its first backward
             lost = torch.zeros(self.rounded_rows(group) + 1, x_nS.shape[1], device=x_nS.device)
-            rest = lost.view(-1)
+            flat = lost.view(-1)
             for parameter in bucket.parameters():
-                piece, rest = rest[: parameter.numel()], rest[parameter.numel() :]
-                if (before := self._pieces.get(id(parameter))) is not None:
-                    piece.copy_(before)
+                piece, flat = flat[: parameter.numel()], flat[parameter.numel() :]
+                if (residual := self._pieces.get(id(parameter))) is not None:
+                    piece.copy_(residual)
                 self._pieces[id(parameter)] = piece
             self._lost[bucket.index()] = parameters, lost
         return lost
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """What to save so that error feedback and stochastic rounding go on: this rank's, another on each.
+        """What this rank saves to continue error feedback and stochastic rounding; each rank has its own.
 
         Args:
-            model: whose gradients are reduced, under DistributedDataParallel or fully_shard.
+            model: the model whose gradients are reduced, under DistributedDataParallel or fully_shard.
 
         Returns:
-            "calls", and residuals in float32: "parameters" by name, [numel], and "modules" by name, [R, S], R rows for
-            all ranks and then for all servers. Those of DDP's means are not in it: they start from 0.
+            "calls", and residuals in float32: "parameters" by name, [numel], and "modules" by name, [R, S], with a row
+            for each rank and then for each server. The residuals of DDP's means are not saved: they start from 0.
 
         Example:
             >>> import torch
@@ -266,14 +267,14 @@ class Fp8Reduction:
         return {"calls": self.calls, "parameters": named, "modules": modules}
 
     def load_state_dict(self, state: dict[str, Any], model: nn.Module) -> None:
-        """Go on from what ``state_dict`` saved on this rank of as many.
+        """Continue from what ``state_dict`` saved on this rank, of the same number of ranks.
 
         Args:
-            state: of this rank.
+            state: this rank's.
             model: as for ``state_dict``; under fully_shard after its Fp8ReduceScatter are made.
 
         Raises:
-            ValueError: for residuals of parameters or modules that are not here.
+            ValueError: for residuals of parameters or modules that don't exist here.
         """
         parameters = dict(model.named_parameters())
         strange = sorted(state["parameters"].keys() - parameters) + sorted(state["modules"].keys() - self._modules)
@@ -284,8 +285,8 @@ class Fp8Reduction:
         self._modules = dict.fromkeys(self._modules) | {name: lost.clone() for name, lost in state["modules"].items()}
 
     @contextlib.contextmanager
-    def _beside(self, device: torch.device) -> Any:
-        """On an accelerator, a stream of its own: waiting for the all-to-all there does not hold up backward."""
+    def _own_stream(self, device: torch.device) -> Any:
+        """Run on a stream of its own on an accelerator, so that backward does not wait for the all-to-all."""
         if device.type == "cpu":
             yield
             return
@@ -300,7 +301,7 @@ class Fp8Reduction:
 def fp8_reduce_hook(state: Fp8Reduction, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's communication hook that averages gradients in FP8, as ``state`` says.
 
-    Where a rank's gradient is NaN or inf, so is the mean on all ranks, which get the same bits. One rank rounds too.
+    All ranks get the same bits. If a rank's gradient is NaN or inf, so is the mean. A single rank rounds, too.
 
     Args:
         state: one for each DistributedDataParallel.
@@ -325,16 +326,16 @@ def fp8_reduce_hook(state: Fp8Reduction, bucket: dist.GradBucket) -> torch.futur
 class Fp8ReduceScatter:
     """FSDP2's reduce-scatter in FP8, for ``FSDPModule.set_custom_reduce_scatter``.
 
-    The mean stays with its owner in FSDP2's ``reduce_dtype``, rounded to FP8 once. Replicas (HSDP) reduce it further in
-    that dtype. One serves all modules of a model, but with error feedback each has its own.
+    A gradient is rounded to FP8 once, and the mean is in FSDP2's ``reduce_dtype``. Replicas (HSDP) reduce it further in
+    that dtype. One object serves all modules of a model, but with error feedback each module has its own.
 
     Args:
-        reduction: how; its ``gather_dtype`` and ``group`` are not used.
-        name: with error feedback, of the one module that this serves.
+        reduction: how to reduce; its ``gather_dtype`` and ``group`` are not used.
+        name: with error feedback, the name of the one module that this object serves.
 
     Raises:
-        ValueError: for error feedback without a name, or with one that there is; in backward for a division that is
-            neither mean nor sum, and for residuals that are not as large as the gradients.
+        ValueError: for error feedback without a name, or with a name that another has; in backward for a reduction that
+            is neither mean nor sum, and for residuals of another size than the gradients.
 
     Example:
         >>> from torch.distributed.fsdp import FSDPModule
@@ -354,13 +355,13 @@ class Fp8ReduceScatter:
         self.reduction, self.name = reduction, name
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory that FSDP2 asks for."""
+        """Allocate a tensor; FSDP2 calls it."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Write the mean or the sum over ranks of this rank's part of ``input_tensor`` [n x S] to ``output_tensor``."""
+        """Write the mean or sum over ranks of this rank's row of ``input_tensor`` [n x S] to ``output_tensor``."""
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise ValueError(
                 f"FSDP2 asks for {op}, not for a mean or a sum: where set_gradient_divide_factor is used, call "
@@ -372,7 +373,7 @@ class Fp8ReduceScatter:
         output_tensor.copy_(mean.view(-1) if op == dist.ReduceOp.AVG else mean.view(-1).mul_(ranks))
 
     def _lost(self, x_nS: Tensor, group: Any) -> Tensor | None:
-        """What was lost of the last gradients, and where to note what is lost now."""
+        """The residuals, which are read and written; None without error feedback."""
         if not self.reduction.error_feedback or self.name is None:
             return None
         lost, shape = self.reduction._modules[self.name], (self.reduction.rounded_rows(group), x_nS.shape[1])

@@ -1,4 +1,4 @@
-"""Ranks that work together: what one finds, what all agree on, and how a fault of one ends all of them."""
+"""Ranks that work together: what one finds is sent to all, what all agree on, and how one's fault ends all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RankError(OctavoError):
 
 
 class CheckpointError(OctavoError):
-    """A checkpoint cannot be written or read; on all ranks alike."""
+    """A checkpoint cannot be written or read; all ranks raise it."""
 
 
 class Ranks:
@@ -53,12 +53,12 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Runs a block on every rank; where it fails on any it fails on all, and none waits for another.
+        """Run a block on every rank; if it fails on any rank, it fails on all, and none waits for another.
 
         The block may begin no collective, in which others would wait for a rank that failed: octavo's tests enforce it.
 
         Raises:
-            RankError: it failed on another rank. A rank's own error is raised as it is.
+            RankError: the block failed on another rank. A rank's own error is raised as it is.
         """
         failed: Exception | None = None
         try:
@@ -66,18 +66,18 @@ class Ranks:
         except Exception as error:
             failed = error
         if self.any(failed is not None) and self.size > 1:
-            said: list[str | None] = [None] * self.size
+            errors: list[str | None] = [None] * self.size
             kind = "" if isinstance(failed, OctavoError | OSError) else f"{type(failed).__name__}: "
             with lost_ranks():
-                dist.all_gather_object(said, None if failed is None else kind + first_line(failed), group=self.group)
+                dist.all_gather_object(errors, None if failed is None else kind + first_line(failed), group=self.group)
             if failed is None:
-                rank = next(rank for rank, text in enumerate(said) if text is not None)
-                raise RankError(f"rank {rank} failed: {said[rank]}")
+                rank = next(rank for rank, text in enumerate(errors) if text is not None)
+                raise RankError(f"rank {rank} failed: {errors[rank]}")
         if failed is not None:
             raise failed
 
     def first(self, find: Callable[[], T]) -> T:
-        """Returns on all ranks what rank 0 finds; where it fails there, it fails on all."""
+        """Return on all ranks what rank 0 finds; if ``find`` fails there, all ranks raise."""
         found: list[T | None] = [None]
         with self.together():
             if self.rank == 0:
@@ -88,7 +88,7 @@ class Ranks:
         return cast(T, found[0])
 
     def any(self, flag: bool) -> bool:
-        """Whether it is set on any rank."""
+        """Whether the flag is true on any rank."""
         if self.size == 1:
             return flag
         flags = torch.tensor([flag], dtype=torch.int32, device=home_of(self.group))
@@ -116,19 +116,19 @@ class Ranks:
 
     def gather(self, value: Tensor) -> Tensor:
         """The values of all ranks, stacked: [size, *value.shape]."""
-        parts = [value.clone() for _ in range(self.size)]
+        values = [value.clone() for _ in range(self.size)]
         if self.size > 1 and value.numel() > 0:
             with lost_ranks():
-                dist.all_gather(parts, value.contiguous(), group=self.group)
-        return torch.stack(parts)
+                dist.all_gather(values, value.contiguous(), group=self.group)
+        return torch.stack(values)
 
 
 @contextlib.contextmanager
 def lost_ranks() -> Iterator[None]:
-    """Makes a RankError of what a collective raises when another rank is gone or does not come.
+    """Raise a RankError in place of the many kinds of errors that collectives raise when another rank is gone or late.
 
     Raises:
-        RankError: instead of torch's errors of many kinds.
+        RankError: another rank ended or did not answer in time.
     """
     try:
         yield
@@ -142,6 +142,6 @@ def lost_ranks() -> Iterator[None]:
 
 
 def whole(value: T) -> T:
-    """A sharded tensor (a norm of sharded gradients) whole, which all its ranks ask for; anything else as it is."""
+    """A sharded tensor, such as a norm of sharded gradients, as a whole: all its ranks call; anything else as it is."""
     full_tensor = getattr(value, "full_tensor", None)
     return value if full_tensor is None else full_tensor()

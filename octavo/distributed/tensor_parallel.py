@@ -1,14 +1,14 @@
 """torch's styles of tensor and sequence parallelism, with gathers of inputs in FP8.
 
-    ColwiseParallel       gathers an input that is sharded by tokens as codes and scales
+    ColwiseParallel       gathers an input that is sharded by tokens, as codes and scales
     PrepareModuleInput    gathers it once for all layers of a module that read it (query, key and value)
-    RowwiseParallel       gathers the gradient of an output that it has scattered by tokens so
-    SequenceParallel      torch's
+    RowwiseParallel       gathers the gradient of an output that is scattered by tokens, as codes and scales
+    SequenceParallel      is torch's
 
-They leave a fused module fused whose parts they shard.
+A fused module whose parts they shard stays fused.
 
-For ``torch.distributed.tensor.parallel.parallelize_module``, with torch's arguments. What a recipe sends is in
-docs/tensor-parallel.md; where an input can't be sent as pairs it is gathered as by torch's styles.
+``torch.distributed.tensor.parallel.parallelize_module`` takes them, with torch's arguments. What a recipe sends is in
+docs/tensor-parallel.md; an input that can't be sent as pairs is gathered as torch's styles do.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from octavo.tensor.gathered_input import GatheredInput
 from octavo.tensor.stored_shards import why_not_cut
 from octavo.tensor.stored_weight import StoredWeight
 
-_SHARDED = "_octavo_sharded"  # on a parameter: how it was sharded, and what it became, for modules that share it
+_SHARDED = "_octavo_sharded"  # attribute of a parameter: its placement and the sharded one, for modules that share it
 
 
-def _summed_in_fp8(reduction: Fp8Reduction, parts: Tensor, group: str) -> Tensor:
-    """This rank's part of the sum over the ranks of a process group, of all parts along dimension 0."""
-    ranks: Any = resolve_process_group(group)
-    own = parts.new_empty(parts.shape[0] // dist.get_world_size(ranks), *parts.shape[1:])
-    Fp8ReduceScatter(reduction)(own.view(-1), parts.view(-1), ranks, dist.ReduceOp.SUM)
-    return own
+def _summed_in_fp8(reduction: Fp8Reduction, terms: Tensor, group: str) -> Tensor:
+    """This rank's shard, by dimension 0, of the sum of ``terms`` over the ranks of a process group."""
+    process_group: Any = resolve_process_group(group)
+    shard = terms.new_empty(terms.shape[0] // dist.get_world_size(process_group), *terms.shape[1:])
+    Fp8ReduceScatter(reduction)(shard.view(-1), terms.view(-1), process_group, dist.ReduceOp.SUM)
+    return shard
 
 
 def _sending(exact: bool, reduction: Fp8Reduction | None, layouts: Any, name: str, output: Any = None) -> Sending:
-    """A style's, of the placements that its argument of this name says; ``output``: see there."""
+    """A style's Sending; ``layouts``: the placements in its argument ``name``; ``output``: see Sending."""
     if reduction is None:
         return Sending(exact, None, _scatter, output)
     if reduction.error_feedback or (reduction.stochastic and output is not None):
@@ -60,10 +60,10 @@ def _sending(exact: bool, reduction: Fp8Reduction | None, layouts: Any, name: st
 
 
 def _in_fp8(readers: list[RecipeModule], input: Any, mesh: Any, sending: Sending) -> GatheredInput | None:
-    """A DTensor gathered for these layers in FP8, if it is sharded by tokens and they can take it so.
+    """A DTensor gathered for these layers in FP8; None if it is not sharded by tokens, or they can't take it so.
 
     Raises:
-        ValueError: if it lies on another mesh than the layers.
+        ValueError: if it is on another mesh than the layers.
     """
     if not readers:
         return None
@@ -80,18 +80,18 @@ def _in_fp8(readers: list[RecipeModule], input: Any, mesh: Any, sending: Sending
     return gather(readers, input, sending, None if compiling else [])
 
 
-# sums in FP8, and facades for gradients, are no part of compiled graphs
+# compiled graphs leave out sums in FP8, and facades for gradients
 _gathered = torch.compiler.disable(gathered_for)
 _scatter = torch.compiler.disable(scatter_output)
 
 
 class _Noted:
-    """A style that notes what it does around a module: a fused module does it in its parts' place."""
+    """A style that notes on a module what it does before and after it, so that a fused module can do that instead."""
 
     _sending: Sending | None = None
 
     def _around(self: Any) -> tuple[Any, Any, Any]:
-        """The placements of a plain input and of the output, and what makes that of a DTensor."""
+        """(placement of a plain input, placement of the output, the function that makes the output of a DTensor)."""
         finish = functools.partial(self._prepare_output_fn, self.output_layouts, self.use_local_output)
         return self.input_layouts[0], self.output_layouts[0], finish
 
@@ -106,8 +106,7 @@ def _shard_parameters(style: Any, module: nn.Module, mesh: Any, of_weight: Any, 
     """Shard a module's own parameters; one that is tied to another module's stays tied.
 
     Raises:
-        ValueError: for one that was sharded in another way through the other module, or that lives in FP8 in blocks
-            which would be cut.
+        ValueError: the other module has sharded the parameter in another way, or its FP8 blocks would be cut.
     """
     for name, param in list(module.named_parameters(recurse=False)):
         if isinstance(param, StoredWeight):
@@ -132,18 +131,18 @@ def _shard_parameters(style: Any, module: nn.Module, mesh: Any, of_weight: Any, 
 def _output(layouts: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: Any) -> Any:
     """A module's output, a DTensor or one for each split, as torch's styles place it."""
     if isinstance(output, tuple):
-        return tuple(_output(layouts, use_local_output, module, own, mesh) for own in output)
+        return tuple(_output(layouts, use_local_output, module, split, mesh) for split in output)
     if output.placements != layouts:
-        # waits, unlike torch's styles: a compiled graph of torch 2.13 gives no gradient to a plain tensor that is still
-        # on its way (pytorch#191113), as an embedding's output is to the first block, and is made for that class alone
+        # it waits, unlike torch's styles: a compiled graph of torch 2.13 gives no gradient to an input that is still on
+        # its way (pytorch#191113), such as an embedding's output, and is compiled for that tensor class alone
         output = output.redistribute(placements=layouts)
     return output.to_local() if use_local_output else output
 
 
 class SequenceParallel(_Noted, torch_parallel.SequenceParallel):
-    """torch's SequenceParallel: norms and dropout, which read this rank's tokens alone.
+    """torch's SequenceParallel, for norms and dropout, which read only this rank's tokens.
 
-    The norm of a fused module whose layers are under octavo's styles is fused with the cast all the same.
+    In a fused module whose layers are under octavo's styles, the norm is still fused with the cast.
 
     Args:
         sequence_dim: the dimension of tokens.
@@ -157,7 +156,7 @@ class SequenceParallel(_Noted, torch_parallel.SequenceParallel):
     def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: Any) -> None:
         trained = {key: param.requires_grad for key, param in module.named_parameters(recurse=False)}
         super()._replicate_module_fn(name, module, device_mesh)
-        for key, trains in trained.items():  # torch's would train what was frozen
+        for key, trains in trained.items():  # torch's style would train frozen parameters
             module.get_parameter(key).requires_grad_(trains)
 
     def _around(self) -> tuple[Any, Any, Any]:
@@ -165,21 +164,21 @@ class SequenceParallel(_Noted, torch_parallel.SequenceParallel):
 
 
 class RowwiseParallel(_Noted, torch_parallel.RowwiseParallel):
-    """torch's RowwiseParallel, which gathers the gradient of octavo's layers in FP8 where their output is scattered.
+    """torch's RowwiseParallel, but where the output is scattered, the gradient of octavo's layers is gathered in FP8.
 
     Parameters that modules share stay shared.
 
     Args:
-        exact: gather in its dtype a gradient that is scaled in two ways (rows of "rowwise", "blockwise", "mx"), so that
-            grad_weight reads what it would on one rank, and not what was rounded before.
+        exact: gather a gradient in its own dtype where the recipe scales it in two ways ("rowwise", "blockwise", "mx"),
+            so that grad_weight reads what it would on one rank, and not what was rounded before.
         reduction: an octavo.distributed.Fp8Reduction: sums of outputs are sent in FP8 too, and rounded once.
-        layouts: torch's input_layouts, Shard(-1) by default; output_layouts, Replicate() by default, where Shard(d) of
-            a dimension of tokens scatters the sum; use_local_output, whether the output is a plain tensor.
+        layouts: torch's input_layouts, Shard(-1) by default; output_layouts, Replicate() by default, or Shard(d), with
+            d a dimension of tokens, which scatters the sum; use_local_output, whether the output is a plain tensor.
 
     Raises:
-        ValueError: for a reduction of outputs that are not scattered, with error feedback, or that rounds
-            stochastically. In parallelize_module, for a tied parameter that is sharded in two ways, or
-            a weight in FP8 whose blocks of 128 x 128 would be cut.
+        ValueError: for a reduction if outputs are not scattered, or if it has error feedback or rounds stochastically.
+            In parallelize_module, for a tied parameter that would be sharded in two ways, or a weight in FP8 whose
+            blocks of 128 x 128 would be cut.
 
     Example:
         >>> from torch.distributed.tensor import Shard
@@ -202,22 +201,22 @@ class RowwiseParallel(_Noted, torch_parallel.RowwiseParallel):
 
 
 class ColwiseParallel(_Noted, torch_parallel.ColwiseParallel):
-    """torch's ColwiseParallel, which gathers the input of octavo's layers in FP8 where it is sharded by tokens.
+    """torch's ColwiseParallel, but an input of octavo's layers that is sharded by tokens is gathered in FP8.
 
-    Of an octavo.nn.Linear with named splits each split is sharded: its parameters become ``<split>.weight`` and
-    ``<split>.bias``, and its output is a tuple as before.
+    If an octavo.nn.Linear has named splits, each split is sharded: its parameters become ``<split>.weight`` and
+    ``<split>.bias``, and the layer's output is a tuple as before.
 
     Args:
-        exact: send an input that is scaled in two ways (rows of "rowwise", "blockwise", "mx") twice, in bf16's bytes,
-            so that grad_weight reads what it would on one rank, and not what was rounded before.
-        reduction: an octavo.distributed.Fp8Reduction: sums of the gradients of inputs that are gathered in FP8 are sent
+        exact: send an input twice, in as many bytes as bf16, where the recipe scales it in two ways ("rowwise",
+            "blockwise", "mx"), so that grad_weight reads what it would on one rank, and not what was rounded before.
+        reduction: an octavo.distributed.Fp8Reduction: if an input is gathered in FP8, the sum of its gradients is sent
             in FP8 too, and rounded once.
-        layouts: torch's input_layouts, Replicate() by default, where Shard(d) of a dimension of tokens is gathered;
-            output_layouts, Shard(-1) by default; use_local_output, whether the output is a plain tensor.
+        layouts: torch's input_layouts, Replicate() by default, or Shard(d), with d a dimension of tokens, which is
+            gathered; output_layouts, Shard(-1) by default; use_local_output, whether the output is a plain tensor.
 
     Raises:
-        ValueError: for a reduction where input_layouts is no Shard, or with error feedback. In parallelize_module, for
-            splits that do not divide into the ranks, and as RowwiseParallel.
+        ValueError: for a reduction if input_layouts is no Shard, or if it has error feedback. In parallelize_module,
+            for splits that do not divide into the ranks, and as RowwiseParallel.
 
     Example:
         >>> from torch.distributed.tensor import Shard
@@ -260,19 +259,19 @@ class ColwiseParallel(_Noted, torch_parallel.ColwiseParallel):
 
 
 class PrepareModuleInput(torch_parallel.PrepareModuleInput):
-    """torch's PrepareModuleInput, which gathers in FP8 what the layers under octavo's ColwiseParallel in a module read.
+    """torch's PrepareModuleInput, but the input of layers under octavo's ColwiseParallel is gathered in FP8.
 
-    It is gathered once for all of them, and its gradient scattered once. Where it is not an input of theirs, or their
-    recipes cast it differently, it is gathered as torch does. Nothing but such layers may read it.
+    It is gathered once for all these layers, and its gradient is scattered once. If it is not their input, or their
+    recipes cast it differently, it is gathered as torch does. No other layer may read it.
 
     Args:
-        exact, reduction: as of ColwiseParallel; they count here, where the input is gathered, and not there.
-        layouts: torch's input_layouts and desired_input_layouts, of which Shard(d) of a dimension of tokens, to
-            Replicate(), is what is gathered so; input_kwarg_layouts and desired_input_kwarg_layouts, the same of
+        exact, reduction: as ColwiseParallel's, whose own are not used then.
+        layouts: torch's input_layouts and desired_input_layouts: an input whose Shard(d), with d a dimension of tokens,
+            becomes Replicate() is gathered in FP8; input_kwarg_layouts and desired_input_kwarg_layouts, the same for
             keyword arguments; use_local_output, whether other inputs become plain tensors.
 
     Raises:
-        ValueError: for a reduction where no input is sharded, or with error feedback.
+        ValueError: for a reduction if no input is sharded, or if it has error feedback.
 
     Example:
         >>> from torch.distributed.tensor import Replicate, Shard
@@ -286,15 +285,15 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
         self._sending = _sending(exact, reduction, given, "input_layouts")
 
     def _prepare_input_arg(self, input: Any, called: Any, input_layout: Any, desired_layout: Any) -> Any:
-        mesh, module = called  # as the hook below gives them
+        mesh, module = called  # from the hook in _apply
         if isinstance(input_layout, Shard) and desired_layout == Replicate():
             if not isinstance(input, DTensor):
                 input = DTensor.from_local(input, mesh, (input_layout,), run_check=False)
             readers = [
-                own
-                for own in module.modules()
-                if isinstance(own, RecipeModule) and (sending := sending_of(own)) is not None
-                if sending.output is None and own.in_features == input.shape[-1]
+                layer
+                for layer in module.modules()
+                if isinstance(layer, RecipeModule) and (sending := sending_of(layer)) is not None
+                if sending.output is None and layer.in_features == input.shape[-1]
             ]
             if (found := _in_fp8(readers, input, mesh, self._sending)) is not None:
                 return found

@@ -1,4 +1,4 @@
-"""FP8 weights with their scales, under the keys that servers read (layouts.py): as safetensors files, or one by one."""
+"""FP8 weights and their scales under the keys that servers read (layouts.py), as safetensors files or one by one."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def to_safetensors(
 ) -> None:
     """Write a checkpoint whose FP8 layers are served from the pairs that the model computes with.
 
-    Written are ``model.safetensors`` (beyond ``max_shard_bytes``: several, and their index) and ``config.json``: a
-    Hugging Face model's own, and in it ``quantization_config``. A layer whose output product is in FP8 is stored as its
-    weight's cast for that product in evaluation: with a Delayed rule too by the weight's own amax. All else is
-    stored as it is, tied weights once (but for each FP8 layer). Weights leave their device one at a time, and nothing
-    is left of a failure.
+    It writes ``model.safetensors`` (beyond ``max_shard_bytes`` several files and their index) and ``config.json``, that
+    of a Hugging Face model with ``quantization_config`` added. A layer whose output product is in FP8 is stored as the
+    cast of its weight for that product in evaluation: by the weight's own amax, even with a Delayed rule. All other
+    tensors are stored as they are; tied weights once, but once for each FP8 layer. Weights leave their device one at a
+    time. A call that fails leaves no files.
 
     Args:
         model: a converted model, none of it on the meta device.
@@ -39,14 +39,13 @@ def to_safetensors(
         max_shard_bytes: the most that one file holds; a larger tensor has a file of its own.
 
     Raises:
-        ExportError: for a layer that the layout can't hold, with what works; no layer in FP8; a tensor that can't be
-            written; a folder in use.
+        ExportError: for a layer that the layout can't hold, with what works; for a model without a layer in FP8, a
+            tensor that can't be written, or a folder that is not empty.
         MissingExtraError: without safetensors and huggingface_hub.
-        ValueError: for another ``layout``, or no room in a shard.
+        ValueError: for another ``layout``, or a ``max_shard_bytes`` below 1.
 
     Warns:
-        UserWarning: of sizes that are no multiple of 128 under "fine-grained", which transformers misreads when it
-            dequantises.
+        UserWarning: of sizes that 128 does not divide under "fine-grained": transformers dequantises them wrongly.
 
     Source:
         transformers' FineGrainedFP8Config, the layout of DeepSeek-V3's checkpoints; compressed-tensors' format
@@ -114,7 +113,7 @@ def to_safetensors(
 
 
 def _check_readers(layers: Layers, skipped: list[str]) -> None:
-    """What transformers' reader of "fine-grained" gets wrong."""
+    """Raise ExportError for what transformers' reader of "fine-grained" gets wrong, or warn of it."""
     for name in skipped:
         wrong = next((layer for layer in layers if layer.endswith(name)), None)
         if wrong is not None:
@@ -134,7 +133,7 @@ def _check_readers(layers: Layers, skipped: list[str]) -> None:
 
 
 def _likes(found: list[Entry], layout: Layout) -> dict[str, Tensor]:
-    """What is written, by its key, as it will be, on the meta device."""
+    """The tensors that will be written, by their keys, on the meta device."""
     likes: dict[str, Tensor] = {}
     for entry in found:
         if on_this_rank(entry.tensor) is not entry.tensor:
@@ -152,7 +151,7 @@ def _keyed(written: WrittenTensors, layout: Layout) -> Iterator[tuple[str, Tenso
 
 
 def _owned(tensor: Tensor, others: Iterable[Tensor]) -> Tensor:
-    """On the CPU, contiguous, with nothing else in its storage, nor any of the others."""
+    """The tensor on the CPU, contiguous, in a storage that it shares with nothing, ``others`` included."""
     tensor = tensor.detach().cpu().contiguous()
     storage = tensor.untyped_storage()
     shared = any(other.untyped_storage().data_ptr() == storage.data_ptr() for other in others)
@@ -160,7 +159,7 @@ def _owned(tensor: Tensor, others: Iterable[Tensor]) -> Tensor:
 
 
 def _write_config(folder: Path, model: nn.Module, quantization: dict[str, Any]) -> None:
-    """A Hugging Face model's configuration, as its save_pretrained writes it; and how the weights are stored."""
+    """Write a Hugging Face model's configuration, as its save_pretrained does, and how the weights are stored."""
     path, written = folder / "config.json", {}
     save = getattr(getattr(model, "config", None), "save_pretrained", None)
     if save is not None:
@@ -183,35 +182,35 @@ def iterate_fp8(
 ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """The model's tensors one after the other, its FP8 layers' weights as the codes that their forward reads.
 
-    A layer whose ``output`` product is in FP8 gives the operand of that product, bit for bit, without a second cast:
-    the codes that are stored, kept or gathered, or those that a forward would cast now. In training mode
-    (``model.train()``) these are training's, with a Delayed rule by the delayed scale; in evaluation they are
-    evaluation's, by the weight's own amax, as ``to_safetensors`` writes them.
+    For a layer whose ``output`` product is in FP8 it yields the operand of that product, bit for bit, without a second
+    cast: the codes that are stored, kept or gathered, or those that a forward would cast now. In training mode
+    (``model.train()``) a Delayed rule scales them by the delayed scale; in evaluation they are scaled by the weight's
+    own amax, as ``to_safetensors`` writes them.
 
-    Sharded weights (FSDP2) are gathered one at a time, in FP8 where training gathers them so: all ranks iterate, to
-    the end, and all get each whole tensor. Nothing else is held. What a layer keeps (a weight that lives in FP8, one
-    in high precision) is given as it is, not copied: the next optimizer step writes it.
+    Sharded weights (FSDP2) are gathered one at a time, in FP8 where training gathers them so: all ranks iterate to the
+    end, and all get each whole tensor, which nothing else keeps. What a layer keeps (a weight that lives in FP8, or in
+    high precision) is not copied: the next optimizer step overwrites it.
 
     Args:
-        model: a converted model, not under way in a forward or backward.
+        model: a converted model, not in the middle of a forward or backward.
         layout: what the server reads; see the page on rollouts.
         fp8_only: leave out the tensors that are in no FP8 product (norms, embeddings, the head).
 
     Yields:
-        (name, codes, scale_inv), by the names of ``model.state_dict()``, on the model's device, tied ones once unless
-        FP8 layers share a weight, which each gives. Codes are float8_e4m3fn [N, K], scale_inv float32
+        (name, codes, scale_inv), named as in ``model.state_dict()``, on the model's device; tied tensors once, but FP8
+        layers that share a weight each yield it. Codes are float8_e4m3fn [N, K], scale_inv float32
         [ceil(N / 128), ceil(K / 128)] ("fine-grained"), [1] or [N, 1]
-        ("compressed-tensors") or [1] ("per-tensor"). The value is codes * scale_inv. Of a tensor in high precision:
-        (name, tensor, None). Of a transformers model whose experts are in FP8 names are those that its save_pretrained
-        writes, and each expert's matrices come apart.
+        ("compressed-tensors") or [1] ("per-tensor"). The value is codes * scale_inv. A tensor in high precision is
+        (name, tensor, None). For a transformers model whose experts are in FP8, names are those that its
+        save_pretrained writes, and each expert's matrices are tensors of their own.
 
     Raises:
-        ExportError: for a layer that the layout can't hold, with the recipe that fits; no layer in FP8; tensors that
-            can't be sent. Before the first tensor.
+        ExportError: for a layer that the layout can't hold, with the recipe that fits; for a model without a layer in
+            FP8, or tensors that can't be sent. It is raised before the first tensor.
         ValueError: for another ``layout``.
 
     Source:
-        named tensors are what ``update_weights_from_tensor`` (SGLang) and ``load_weights`` (vLLM) take.
+        ``update_weights_from_tensor`` (SGLang) and ``load_weights`` (vLLM) take such named tensors.
 
     Example:
         >>> import torch, octavo

@@ -1,17 +1,17 @@
 """The layouts in which servers read FP8 weights: where a layer's pair (qdata, scale_inv) goes, what config.json says.
 
-The dequantised weight is codes * scale in all, so that a pair is given as it was cast; each name is the key after the
-module's own.
+In all layouts the dequantised weight is codes * scale, so that a pair is written as it was cast. The names below come
+after the module's.
 
     layout               weight          scale                                              read by
     fine-grained         weight [N, K]   weight_scale_inv [ceil(N/128), ceil(K/128)] fp32   transformers, vLLM, SGLang
     compressed-tensors   weight [N, K]   weight_scale [1] or [N, 1] fp32                    compressed-tensors, vLLM
     per-tensor           weight [N, K]   weight_scale [1] fp32                              vLLM, SGLang ("fp8")
 
-In a model all experts' matrices are one parameter, [E, N, K], of which N may be gate and up one behind the other. A
-checkpoint of most models has ``experts.0.gate_proj.weight``, ``experts.0.up_proj.weight``, ... instead, and servers
-read these. transformers knows the names of each of its models, and takes them back in from_pretrained. Those of models
-that it has no rule for, and octavo's own modules, keep their one tensor.
+In a model all experts' matrices are one parameter, [E, N, K]; its N rows may be those of gate and then those of up.
+Most models' checkpoints have ``experts.0.gate_proj.weight``, ``experts.0.up_proj.weight``, ... instead, and servers
+read these. transformers knows these names for its models, and reads them back in from_pretrained. Models that it has no
+rule for, and octavo's own modules, keep one tensor.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WrittenTensors = Iterator[tuple[str, Tensor, Tensor | None]]  # names, codes or 
 
 
 def written_names(model: nn.Module, key: str, tensor: Tensor) -> dict[str, Tensor]:
-    """What save_pretrained of a transformers model makes of one tensor of its state_dict; of others itself."""
+    """The tensors that a transformers model's save_pretrained makes of one of its own; else the tensor itself."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return {key: tensor}
@@ -52,28 +52,28 @@ def written_names(model: nn.Module, key: str, tensor: Tensor) -> dict[str, Tenso
 
 
 def places_in(model: nn.Module, key: str, shape: torch.Size) -> dict[str, tuple[int, slice]]:
-    """Which expert's rows of a parameter [E, N, K] each tensor is that save_pretrained writes of it, by their names.
+    """(expert, rows) of a parameter [E, N, K] for each tensor that save_pretrained makes of it, by the tensors' names.
 
-    Nothing where it writes the parameter itself, or tensors that are no rows of it.
+    Empty if save_pretrained writes the parameter itself, or tensors that are no rows of it.
     """
     experts, rows, _ = shape
     named = written_names(model, key, torch.arange(experts * rows).view(experts, rows, 1))
     found = {}
-    for name, part in named.items():
-        first = int(part.flatten()[0])
-        if part.ndim != 2 or not torch.equal(part.flatten(), torch.arange(first, first + len(part))):
+    for name, indices in named.items():
+        first = int(indices.flatten()[0])
+        if indices.ndim != 2 or not torch.equal(indices.flatten(), torch.arange(first, first + len(indices))):
             return {}
-        found[name] = first // rows, slice(first % rows, first % rows + len(part))
+        found[name] = first // rows, slice(first % rows, first % rows + len(indices))
     return found
 
 
 def written_pairs(
     model: nn.Module, key: str, codes: Tensor, scale_inv: Tensor, cast: Cast
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """The pairs that a pair of all experts, codes [E, N, K] and scale_inv [E, ...], is written as, by names.
+    """The pairs, by names, that are written for the pair of all experts: codes [E, N, K] and scale_inv [E, ...].
 
     Raises:
-        ValueError: where blocks reach from one matrix into the next.
+        ValueError: if a block has rows of two matrices.
     """
     named = written_names(model, key, codes)
     if list(named) == [key]:
@@ -86,11 +86,11 @@ def written_pairs(
         )
     scales = written_names(model, key, scale_inv.expand(-1, joined, -1) if height == ALL else scale_inv)
     whole = cast.tile == (ALL, ALL)
-    return {name: (part, scales[name].reshape(1) if whole else scales[name]) for name, part in named.items()}
+    return {name: (matrix, scales[name].reshape(1) if whole else scales[name]) for name, matrix in named.items()}
 
 
 def why_not_written(module: Grouped) -> str | None:
-    """What keeps an expert matrix in FP8 from being written; or None."""
+    """Why an expert matrix in FP8 can't be written; or None."""
     if not isinstance(module, ExpertsPart):
         return None
     holder: Any = module.holder
@@ -102,11 +102,11 @@ def why_not_written(module: Grouped) -> str | None:
 
 
 class Layout(NamedTuple):
-    """Where a pair is written.
+    """How pairs are written.
 
-    ``scale_key``: the scale's name beside "weight". ``tiles``: those of the weight casts that it holds. ``recipe``: the
-    named recipe that fits. ``config``: what config.json says of it, from the layers and the names of the matrices that
-    stay as they are; None where there are no such files.
+    ``scale_key``: the scale's name, beside "weight". ``tiles``: those of the weight casts that the layout can hold.
+    ``recipe``: the named recipe that fits. ``config``: makes config.json's entry from the layers and the names of the
+    matrices that stay in high precision; None if the layout is not one of files.
     """
 
     scale_key: str
@@ -116,10 +116,10 @@ class Layout(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A tensor of a model's state_dict, and the layer whose weight it is if that is in FP8.
+    """A tensor of a model's state_dict; ``layer``: the layer in FP8 whose weight it is, or None.
 
-    ``model``: transformers' own, whose experts are in FP8: tensors are then written by its save_pretrained's names, of
-    which one may become many; else None.
+    ``model``: a transformers model whose experts are in FP8, else None: its save_pretrained names what is written, and
+    may make many tensors of one.
     """
 
     key: str
@@ -128,7 +128,7 @@ class Entry(NamedTuple):
     model: nn.Module | None = None
 
     def read(self, training: bool, policies: Mapping[int, Any]) -> WrittenTensors:
-        """(name, codes [N, K], scales as the layouts have them) where it is in FP8, else (name, tensor, None).
+        """(name, codes [N, K], scales in the layouts' shape) of a weight in FP8, else (name, tensor, None).
 
         Args:
             training: see RecipeModule.weight_pair.
@@ -144,7 +144,7 @@ class Entry(NamedTuple):
         return self._written(codes.detach(), scale_inv.detach().view(scale_shape(self.layer)))
 
     def likes(self) -> WrittenTensors:
-        """What ``read`` gives, on the meta device."""
+        """What ``read`` yields, on the meta device."""
         if self.layer is None:
             return self._written(torch.empty_like(self.tensor, device="meta"))
         codes = torch.empty(self.layer.weight_parameter.shape, dtype=E4M3.dtype, device="meta")
@@ -153,16 +153,16 @@ class Entry(NamedTuple):
     def _written(self, tensor: Tensor, scale_inv: Tensor | None = None) -> WrittenTensors:
         if scale_inv is None or not isinstance(self.layer, Grouped):
             named = {self.key: tensor} if self.model is None else written_names(self.model, self.key, tensor)
-            return ((name, part, scale_inv) for name, part in named.items())
+            return ((name, each, scale_inv) for name, each in named.items())
         pairs = written_pairs(self.model or self.layer, self.key, tensor, scale_inv, weight_cast(self.layer))
         return ((name, *pair) for name, pair in pairs.items())
 
 
 def entries(model: nn.Module, layout: str) -> tuple[list[Entry], Layers, list[str]]:
-    """A model's tensors in the state_dict's order, tied ones once; its FP8 layers; the matrices that stay as they are.
+    """A model's tensors in the state_dict's order, tied ones once; its FP8 layers; matrices in high precision.
 
     Raises:
-        ExportError: for what the layout can't hold, or nobody can read; no layer in FP8.
+        ExportError: for what the layout can't hold or no server can read, and for a model without a layer in FP8.
     """
     layers, skipped = fp8_layers(model)
     check_layers(layers, layout)
@@ -173,7 +173,7 @@ def entries(model: nn.Module, layout: str) -> tuple[list[Entry], Layers, list[st
             f"{min(absent)} is not in the model's state_dict, whose names a wrapper has changed: unwrap it"
         )
     dropped = _tied(model, state, weights)
-    dropped |= {f"{weight}{SCALE_INV}" for weight in weights}  # of weights that live in FP8, given with these
+    dropped |= {f"{weight}{SCALE_INV}" for weight in weights}  # written with the weights, which live in FP8
     found = []
     renaming = model if any(isinstance(module, ExpertsPart) for module in layers.values()) else None
     for key, tensor in state.items():
@@ -201,7 +201,7 @@ def entries(model: nn.Module, layout: str) -> tuple[list[Entry], Layers, list[st
 
 
 def fp8_layers(model: nn.Module) -> tuple[Layers, list[str]]:
-    """The layers in FP8, and the names of other modules that own a matrix, but not of embeddings, never quantised."""
+    """The layers in FP8, and the names of other modules that own a matrix, except embeddings: none are quantised."""
     named = dict(model.named_modules(remove_duplicate=False))
     layers = {name: m for name, m in named.items() if isinstance(m, RecipeModule) and m.recipe.output is not None}
     if not layers:
@@ -209,13 +209,13 @@ def fp8_layers(model: nn.Module) -> tuple[Layers, list[str]]:
             "no layer's output product is in FP8; call octavo.convert(model, recipe), or save it as it is"
         )
     whole = (m for m in named.values() if isinstance(m, ConvertedExperts) and m.parts[0].recipe.output is not None)
-    known = {*layers.values(), *whole}
-    others = {name: m for name, m in named.items() if m not in known and not isinstance(m, nn.Embedding)}
+    in_fp8 = {*layers.values(), *whole}
+    others = {name: m for name, m in named.items() if m not in in_fp8 and not isinstance(m, nn.Embedding)}
     return layers, [n for n, m in others.items() if any(p.ndim >= 2 for p in m.parameters(recurse=False))]
 
 
 def check_layers(layers: Layers, layout: str) -> None:
-    """Whether the layout holds every layer's pair."""
+    """Raise ExportError if the layout can't hold every layer's pair."""
     misfits = {name: reason for name, module in layers.items() if (reason := _misfit(name, module, layout))}
     if misfits:
         name, reason = next(iter(misfits.items()))
@@ -249,10 +249,10 @@ def _misfit(name: str, module: RecipeModule, layout: str) -> str | None:
 
 
 def _tied(model: nn.Module, state: Mapping[str, Any], weights: Mapping[str, str]) -> set[str]:
-    """The keys that are not written, as another holds the same parameter; transformers' choice where it has made one.
+    """The keys that are not written, because the same parameter is written under another: transformers' choice, if any.
 
     Raises:
-        ExportError: for a parameter that is an FP8 layer's and something else's.
+        ExportError: for an FP8 layer's parameter that another kind of module has too.
     """
     keys_of: dict[int, list[str]] = {}
     for key, tensor in state.items():
@@ -274,13 +274,13 @@ def _tied(model: nn.Module, state: Mapping[str, Any], weights: Mapping[str, str]
 
 
 def weight_cast(module: RecipeModule) -> Cast:
-    """How the output product of a layer in FP8 has its weight cast."""
+    """The cast of a layer's weight for its output product, which is in FP8."""
     assert module.recipe.output is not None
     return module.recipe.output[1]
 
 
 def scale_shape(module: RecipeModule) -> tuple[int, ...]:
-    """The shape of its weight's scales in any layout: one scale is a vector of one."""
+    """The shape of a layer's weight scales in any layout: one scale is a vector of one."""
     cast, shape = weight_cast(module), module.weight_parameter.shape
     if len(shape) == 3:
         return shape[0], *cast.granularity.scale_shape(shape[1:])
@@ -309,7 +309,7 @@ def _fine_grained_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
 
 
 def _compressed_tensors_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
-    """compressed-tensors' QuantizationConfig: a group for each kind of weight scale; each row of inputs has its own."""
+    """compressed-tensors' QuantizationConfig: a config group for each kind of weight scale; inputs are cast by rows."""
     names: dict[str, list[str]] = {}
     for name, module in layers.items():
         pattern = f"re:{re.escape(name.rpartition('.')[0])}[.].*" if isinstance(module, ExpertsPart) else name

@@ -1,8 +1,8 @@
-"""FP8 checkpoints, as they lie on a hub, into a model whose weights live in FP8: codes stay codes.
+"""Loads FP8 checkpoints, as published on a hub, into a model whose weights live in FP8: codes stay codes.
 
-Read are the layouts of export/layouts.py and their kin: scales of 128 x 128 blocks, of a whole weight or of its rows,
-in float32, bfloat16 or E8M0, under ``weight_scale_inv`` or ``weight_scale``. Names may be the hub's,
-where transformers has others in a model of its own.
+It reads the layouts of export/layouts.py and similar ones: scales of 128 x 128 blocks, of a whole weight or of its
+rows, in float32, bfloat16 or E8M0, named ``weight_scale_inv`` or ``weight_scale``. Names may be those on the hub where
+transformers' model has others.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from octavo.tensor.parameters import put_into
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, local_stored, may_have
 
-SCALES = ("_scale_inv", "_scale")  # after a weight's name
-OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # static casts
+SCALES = ("_scale_inv", "_scale")  # a scale's name is its weight's and one of these
+OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # of static casts
 OpenFile = Callable[[Path], Any]  # an open safetensors file
 
 
 def places_of_experts(model: nn.Module) -> dict[str, dict[str, tuple[int, slice]]]:
-    """Of the experts of a model that are stored in FP8: what ``places_in`` says of each parameter."""
+    """``places_in`` of each parameter of experts that are stored in FP8, by its name."""
     stored = {key: p.shape for key, p in model.named_parameters() if p.ndim == 3 and local_stored(p) is not None}
     return {key: places_in(model, key, shape) for key, shape in stored.items()}
 
 
-def renaming(model: nn.Module, own: dict[str, Tensor]) -> Callable[[str], str]:
-    """What transformers calls a checkpoint's tensors in a model of its own; else their names."""
+def renaming(model: nn.Module, state_dict: dict[str, Tensor]) -> Callable[[str], str]:
+    """A function from a checkpoint's names to the model's: as transformers renames for its models, else the same."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return lambda key: key
@@ -55,7 +55,7 @@ def renaming(model: nn.Module, own: dict[str, Tensor]) -> Callable[[str], str]:
     renamings = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
 
     def renamed(key: str) -> str:
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, own)
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state_dict)
         if pattern is not None:
             raise ValueError(
                 f"{key} is joined with others by transformers ({name}), which is not stored in FP8 in the model: "
@@ -67,22 +67,22 @@ def renaming(model: nn.Module, own: dict[str, Tensor]) -> Callable[[str], str]:
 
 
 def split_stored(model: nn.Module, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Codes and scales of weights that live in FP8, by the names that transformers has for them; and all else as it is.
+    """(codes and scales of weights that live in FP8, by the model's names; the other tensors as they are).
 
     Args:
-        model: transformers' own, whose state_dict this is, perhaps by a hub's names.
-        state_dict: left as it is.
+        model: a transformers model.
+        state_dict: the model's, perhaps with a hub's names; left as it is.
     """
     renamed = renaming(model, model.state_dict())
     stored, others = dict[str, Any](), dict(state_dict)
     for key, places in places_of_experts(model).items():
         if not places or any(name not in others or others[name].dtype != torch.uint8 for name in places):
-            continue  # values, which from_pretrained joins
-        parts = [(place, others.pop(name)) for name, place in places.items()]
+            continue  # they are values, which from_pretrained joins
+        matrices = [(place, others.pop(name)) for name, place in places.items()]
         experts, rows, columns = model.get_parameter(key).shape
-        codes = stored[key] = parts[0][1].new_empty(experts, rows, 1, columns)
-        for (expert, own), part in parts:
-            codes[expert, own] = part
+        codes = stored[key] = matrices[0][1].new_empty(experts, rows, 1, columns)
+        for (expert, its_rows), matrix in matrices:
+            codes[expert, its_rows] = matrix
     for scale in [name for name in state_dict if name.endswith(SCALE_INV)]:
         weight = scale.removesuffix(SCALE_INV)
         stored |= {scale.replace(weight, renamed(weight)): others.pop(scale)}
@@ -92,9 +92,9 @@ def split_stored(model: nn.Module, state_dict: dict[str, Any]) -> tuple[dict[str
 
 
 class _Stored(NamedTuple):
-    """A tensor of the checkpoint: its file and key there; its scales', or None; shape and dtype as files name it.
+    """A tensor of the checkpoint: its file and key; those of its scales, or None; its shape; its dtype's name in files.
 
-    ``parts``: of experts that the checkpoint has apart, whose rows of the parameter each is.
+    ``matrices``: where the checkpoint has each expert's matrices as tensors, each with its place in the parameter.
     """
 
     file: Path
@@ -102,7 +102,7 @@ class _Stored(NamedTuple):
     scale: tuple[Path, str] | None
     shape: tuple[int, ...]
     dtype: str
-    parts: tuple[tuple[tuple[int, slice], _Stored], ...] = ()
+    matrices: tuple[tuple[tuple[int, slice], _Stored], ...] = ()
 
 
 def load_fp8(
@@ -110,10 +110,10 @@ def load_fp8(
 ) -> nn.Module:
     """Load an FP8 checkpoint into a model that octavo.convert(..., weight_storage="fp8") has converted.
 
-    Codes become the layers' weights as they are, one tensor at a time, and no wider copy of the model is ever made; so
-    make the model on the meta device. A frozen weight takes any scales. One that is trained needs powers of two (as
-    octavo and DeepSeek-V3.1 write them): with others its codes are rounded anew, and the optimizer's master begins with
-    12 bits of the checkpoint's values. So it is where the scales are another granularity's than the recipe's.
+    Codes become the layers' weights as they are, one tensor at a time, and no wider copy of the model is ever made: so
+    make the model on the meta device. A frozen weight can have any scales. A trained one needs powers of two (as octavo
+    and DeepSeek-V3.1 write them): with other scales, or with another granularity than the recipe's, its codes are
+    rounded anew, and the optimizer's master begins with 12 bits of the checkpoint's values.
 
     Args:
         model: with the checkpoint's names, or those that transformers gives them for this model. Parameters keep their
@@ -127,12 +127,12 @@ def load_fp8(
 
     Raises:
         FileNotFoundError: without these files.
-        ValueError: for a checkpoint that is not in FP8 or damaged, with what is wrong; layers that are not stored in
-            FP8; names or shapes that don't fit; sharded models. Nothing is changed then.
+        ValueError: for a checkpoint that is not in FP8 or is damaged, with what is wrong; for layers that are not
+            stored in FP8, names or shapes that don't fit, and sharded models. Nothing is changed then.
         MissingExtraError: without safetensors.
 
     Warns:
-        UserWarning: of weights whose codes were rounded anew, and of scales of inputs, which are the recipe's matter.
+        UserWarning: of weights whose codes were rounded anew, and of scales of inputs, which are not read.
 
     Source:
         transformers' FineGrainedFP8Config; compressed-tensors' format "float-quantized".
@@ -181,7 +181,7 @@ def load_fp8(
 
 
 def _tensors(folder: Path, reader: OpenFile) -> dict[str, _Stored]:
-    """What the checkpoint holds, by its own names, each FP8 weight with its scales.
+    """The checkpoint's tensors by its own names, each FP8 weight with its scales.
 
     Raises:
         FileNotFoundError, ValueError: see ``load_fp8``.
@@ -189,21 +189,21 @@ def _tensors(folder: Path, reader: OpenFile) -> dict[str, _Stored]:
     _check_config(folder)
     files = {key: folder / name for key, name in _weight_map(folder, reader).items()}
     scales = {key: key.removesuffix(end) for key in files for end in SCALES if key.endswith(f"weight{end}")}
-    scale_of = {weight: (files[key], key) for key, weight in scales.items()}
+    scales_by_weight = {weight: (files[key], key) for key, weight in scales.items()}
     if twice := [weight for weight, count in Counter(scales.values()).items() if count > 1]:
         raise ValueError(f"{folder}: {twice[0]} has scales of two names, {' and '.join(SCALES)}; leave one of them")
     found: dict[str, _Stored] = {}
-    held = {file: set(reader(file).keys()) for file in set(files.values())}
+    keys_of = {file: set(reader(file).keys()) for file in set(files.values())}
     for key, file in files.items():
-        if key not in held[file]:
+        if key not in keys_of[file]:
             raise ValueError(f"{folder}: the index has {key} in {file.name}, which does not hold it")
         if key in scales:
             if scales[key] not in files:
                 raise ValueError(f"{folder}: there is {key} but no {scales[key]}")
             continue
         header = reader(file).get_slice(key)
-        found[key] = _Stored(file, key, scale_of.get(key), tuple(header.get_shape()), header.get_dtype())
-        is_e4m3, has_scale = found[key].dtype == "F8_E4M3", key in scale_of
+        found[key] = _Stored(file, key, scales_by_weight.get(key), tuple(header.get_shape()), header.get_dtype())
+        is_e4m3, has_scale = found[key].dtype == "F8_E4M3", key in scales_by_weight
         if (has_scale or found[key].dtype.startswith("F8")) and not (is_e4m3 and has_scale):
             why = "without scales beside it" if is_e4m3 else "not in E4M3"
             raise ValueError(f"{folder}: {key} is {found[key].dtype}, {why}; only E4M3 codes with scales can be read")
@@ -217,7 +217,7 @@ def _check_config(folder: Path) -> None:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: name a checkpoint's folder (huggingface_hub.snapshot_download)")
     config = _json(path)
-    config = config.get("text_config", {}) | config  # of models of several kinds of input
+    config = config.get("text_config", {}) | config  # the former in models of several kinds of input
     quantization = config.get("quantization_config") or config.get("compression_config") or {}
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     if method not in ("fp8", "compressed-tensors"):
@@ -265,28 +265,28 @@ def _opened(safe_open: Any, file: Path) -> Iterator[Any]:
 
 
 def _targets(model: nn.Module, found: dict[str, _Stored], strict: bool, reader: OpenFile) -> dict[str, _Stored]:
-    """What is loaded into each of the model's tensors, by their names there.
+    """What is loaded into each of the model's tensors, by their names in the model.
 
     Raises:
         ValueError: see ``load_fp8``.
     """
     if (tie_weights := getattr(model, "tie_weights", None)) is not None:
-        tie_weights()  # accelerate's init_empty_weights parts what transformers ties
+        tie_weights()  # accelerate's init_empty_weights unties what transformers has tied
     state = model.state_dict(keep_vars=True)
-    own = {key: tensor for key, tensor in state.items() if not _is_scale(key, state)}
-    named = _joined(model, own, found)
-    inputs = [key for key in named if key not in own and OF_INPUTS.search(key)]
+    tensors = {key: tensor for key, tensor in state.items() if not _is_scale(key, state)}
+    named = _joined(model, tensors, found)
+    inputs = [key for key in named if key not in tensors and OF_INPUTS.search(key)]
     ignored = [*inputs, *_expected_surplus(model, named)]
-    surplus = [key for key in named if key not in own and key not in ignored]
+    surplus = [key for key in named if key not in tensors and key not in ignored]
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    loaded = {id(parameters.get(key, own[key])) for key in named if key in own}
-    missing = [key for key, tensor in own.items() if id(parameters.get(key, tensor)) not in loaded]
+    loaded = {id(parameters.get(key, tensors[key])) for key in named if key in tensors}
+    missing = [key for key, tensor in tensors.items() if id(parameters.get(key, tensor)) not in loaded]
     if strict and (missing or surplus):
         raise ValueError(
             f"the model lacks {len(surplus)} of the checkpoint's tensors{_first(surplus)}, and the checkpoint "
             f"{len(missing)} of the model's{_first(missing)}; strict=False leaves them out"
         )
-    targets = {key: stored for key, stored in named.items() if key in own}
+    targets = {key: stored for key, stored in named.items() if key in tensors}
     for key, stored in targets.items():
         _check_target(model, key, stored, reader)
     _check_meta(model, targets)
@@ -295,16 +295,16 @@ def _targets(model: nn.Module, found: dict[str, _Stored], strict: bool, reader: 
     return targets
 
 
-def _joined(model: nn.Module, own: dict[str, Tensor], found: dict[str, _Stored]) -> dict[str, _Stored]:
-    """The checkpoint's tensors by the model's names, of experts all that make one of the model's as one."""
-    renamed, rest, named = renaming(model, own), dict(found), dict[str, _Stored]()
+def _joined(model: nn.Module, tensors: dict[str, Tensor], found: dict[str, _Stored]) -> dict[str, _Stored]:
+    """The checkpoint's tensors by the model's names; the matrices of experts that are one parameter become one."""
+    renamed, others, named = renaming(model, tensors), dict(found), dict[str, _Stored]()
     for key, places in places_of_experts(model).items():
-        parts = tuple((place, rest.pop(name)) for name, place in places.items() if name in rest)
-        if parts and len(parts) == len(places):
-            named[key] = parts[0][1]._replace(shape=tuple(model.get_parameter(key).shape), parts=parts)
-        elif parts:
-            raise ValueError(f"the checkpoint has {len(parts)} of the {len(places)} tensors that make {key}")
-    return named | {renamed(key): stored for key, stored in rest.items()}
+        matrices = tuple((place, others.pop(name)) for name, place in places.items() if name in others)
+        if matrices and len(matrices) == len(places):
+            named[key] = matrices[0][1]._replace(shape=tuple(model.get_parameter(key).shape), matrices=matrices)
+        elif matrices:
+            raise ValueError(f"the checkpoint has {len(matrices)} of the {len(places)} tensors that make {key}")
+    return named | {renamed(key): stored for key, stored in others.items()}
 
 
 def _is_scale(key: str, state: dict[str, Any]) -> bool:
@@ -316,7 +316,7 @@ def _first(names: list[str]) -> str:
 
 
 def _expected_surplus(model: nn.Module, named: dict[str, _Stored]) -> list[str]:
-    """The names that transformers leaves out of a model of its own."""
+    """The checkpoint's names that a transformers model ignores."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
     return [key for key in named if any(re.search(pattern, key) for pattern in patterns)]
 
@@ -327,12 +327,12 @@ def _check_target(model: nn.Module, key: str, stored: _Stored, reader: OpenFile)
         raise ValueError(f"{key} is sharded; load_fp8 before fully_shard")
     if tuple(parameter.shape) != stored.shape:
         raise ValueError(f"{key} is {tuple(parameter.shape)} in the model and {stored.shape} in the checkpoint")
-    for (_, rows), part in stored.parts:
-        if part.shape != (rows.stop - rows.start, parameter.shape[2]):
-            raise ValueError(f"{part.key} is {part.shape}, and no {rows.stop - rows.start} rows of {key}")
-        if part.scale is not None:
-            _scales_of(part, reader)
-    if stored.parts:
+    for (_, rows), matrix in stored.matrices:
+        if matrix.shape != (rows.stop - rows.start, parameter.shape[2]):
+            raise ValueError(f"{matrix.key} is {matrix.shape}, and no {rows.stop - rows.start} rows of {key}")
+        if matrix.scale is not None:
+            _scales_of(matrix, reader)
+    if stored.matrices:
         return
     if stored.scale is not None and not isinstance(parameter, StoredWeight):
         raise ValueError(
@@ -344,7 +344,7 @@ def _check_target(model: nn.Module, key: str, stored: _Stored, reader: OpenFile)
 
 
 def _check_meta(model: nn.Module, targets: dict[str, _Stored]) -> None:
-    """Raise ValueError for what would stay on the meta device."""
+    """Raise ValueError if a tensor would stay on the meta device."""
     loaded = {id(_owner(model, key)[1]) for key in targets}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta and id(tensor) not in loaded:
@@ -362,14 +362,16 @@ def _owner(model: nn.Module, key: str) -> tuple[nn.Module, Tensor]:
 
 
 def _load(model: nn.Module, key: str, stored: _Stored, reader: OpenFile, device: Any) -> bool:
-    """Load one tensor; whether it had to be rounded to new codes."""
+    """Load one tensor; return whether it had to be rounded to new codes."""
     module, target = _owner(model, key)
     place = torch.device(device) if target.is_meta else target.device
     rounds = isinstance(target, StoredWeight)
-    value: Tensor = torch.empty(0) if stored.parts else reader(stored.file).get_tensor(stored.key).to(place, copy=True)
+    value: Tensor = (
+        torch.empty(0) if stored.matrices else reader(stored.file).get_tensor(stored.key).to(place, copy=True)
+    )
     if isinstance(target, StoredWeight):
         found = (target, stored, reader)
-        value, rounds = _experts_as_stored(*found, place) if stored.parts else _as_stored(*found, value)
+        value, rounds = _experts_as_stored(*found, place) if stored.matrices else _as_stored(*found, value)
     elif target.is_floating_point():
         value = value.to(target.dtype)
     with torch.no_grad():
@@ -383,7 +385,7 @@ def _load(model: nn.Module, key: str, stored: _Stored, reader: OpenFile, device:
 
 
 def _as_stored(target: StoredWeight, stored: _Stored, reader: OpenFile, value: Tensor) -> tuple[StoredWeight, bool]:
-    """A stored weight of the target's kind, and whether it was rounded: codes as they are wherever that is possible."""
+    """(a stored weight of the target's kind, whether it was rounded anew: codes stay as they are where possible)."""
     if stored.scale is None:
         return StoredWeight.cast(value.to(target.dtype), target.granularity, target.requires_grad), True
     scales, granularity = _scales_of(stored, reader)
@@ -398,26 +400,26 @@ def _as_stored(target: StoredWeight, stored: _Stored, reader: OpenFile, value: T
 def _experts_as_stored(
     target: StoredWeight, stored: _Stored, reader: OpenFile, place: torch.device
 ) -> tuple[StoredWeight, bool]:
-    """``_as_stored`` of experts that the checkpoint has apart: as they are, where all scales are the target's kind."""
+    """``_as_stored`` for experts whose matrices are tensors: codes stay as they are if all scales fit the target's."""
     codes = torch.empty(target.shape, dtype=torch.uint8, device=place)
     scales = torch.zeros(target.scale_inv.shape, device=place)
     height, kept = scales.shape[1], True
     values = torch.empty(target.shape, device=place)
-    for (expert, rows), part in stored.parts:
-        value: Tensor = reader(part.file).get_tensor(part.key).to(place)
-        own, granularity = (None, None) if part.scale is None else _scales_of(part, reader)
-        if own is None or granularity is None:
+    for (expert, rows), matrix in stored.matrices:
+        value: Tensor = reader(matrix.file).get_tensor(matrix.key).to(place)
+        scale_inv, granularity = (None, None) if matrix.scale is None else _scales_of(matrix, reader)
+        if scale_inv is None or granularity is None:
             values[expert, rows], kept = value, False
             continue
-        own = own.to(place)
-        values[expert, rows] = ScaledTensor(value, own, granularity, torch.float32).dequantize()
+        scale_inv = scale_inv.to(place)
+        values[expert, rows] = ScaledTensor(value, scale_inv, granularity, torch.float32).dequantize()
         codes[expert, rows] = value.view(torch.uint8)
         at = slice(rows.start // BLOCK, -(-rows.stop // BLOCK)) if height > 1 else slice(0, 1)
-        fits = own.shape == scales[expert, at].shape and (height == 1 or rows.start % BLOCK == 0)
-        fits = fits and bool(((scales[expert, at] == 0) | (scales[expert, at] == own)).all())
+        fits = scale_inv.shape == scales[expert, at].shape and (height == 1 or rows.start % BLOCK == 0)
+        fits = fits and bool(((scales[expert, at] == 0) | (scales[expert, at] == scale_inv)).all())
         kept = kept and fits
         if fits:
-            scales[expert, at] = own
+            scales[expert, at] = scale_inv
     if kept and may_have(target, scales):
         return StoredWeight(codes.view(target.qdata.dtype), scales, target.dtype, target.granularity), False
     found = StoredWeight.cast(values, target.granularity, target.requires_grad)
@@ -425,10 +427,10 @@ def _experts_as_stored(
 
 
 def _scales_of(stored: _Stored, reader: OpenFile) -> tuple[Tensor, Granularity]:
-    """The scale_inv of codes [N, K], or [E, N, K], and which of them share one.
+    """The scale_inv of codes [N, K] or [E, N, K], and their granularity.
 
     Raises:
-        ValueError: where these are no scales of such codes.
+        ValueError: if they don't fit such codes.
     """
     assert stored.scale is not None
     file, name = stored.scale

@@ -1,10 +1,10 @@
-"""Octavo's ops in ONNX's standard ones: QuantizeLinear, DequantizeLinear, and what torch.onnx makes of aten.
+"""Octavo's ops as standard ONNX operators: QuantizeLinear, DequantizeLinear, and what torch.onnx makes of aten.
 
-Each function here has an op's arguments and says what it is, in aten and torch.onnx.ops.symbolic; torch.export's
-run_decompositions puts it in the op's place. They hold for what evaluation on a CPU computes, in float32.
+Each function here takes an op's arguments and computes it by aten and torch.onnx.ops.symbolic; torch.export's
+run_decompositions puts it in the op's place. They cover what evaluation on a CPU computes, in float32.
 
-A scale_inv is a QuantizeLinear's y_scale: a scalar for a whole tensor, a vector for rows or columns (``axis``), a
-matrix for blocks along one dimension (``block_size``, from opset 21). Tiles of several rows repeat theirs for each row.
+A scale_inv becomes a QuantizeLinear's y_scale: a scalar for a whole tensor, a vector for rows or columns (``axis``), a
+matrix for blocks along one dimension (``block_size``, from opset 21). The scale of a tile is repeated for its rows.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class _Lowering:
         x, none = source.x, source.x.new_empty(0)
         if isinstance(source, NormSource):
             y = _normalised(*source)
-            rest = [none, none, y if output.keep else x.new_empty((0, 0))]
+            besides = [none, none, y if output.keep else x.new_empty((0, 0))]
         elif source.preactivation is not None or source.h_scale_inv is not None or output.column_sum or second:
             raise ExportError("a gradient can't be exported: call the model under torch.no_grad()")
         else:
-            y, rest = activate(x, source.activation) if source.activation else x, [none]
+            y, besides = activate(x, source.activation) if source.activation else x, [none]
         codes, scale_inv, amax = self._quantized(y, scaling)
-        return [codes, no_codes(codes, codes.dtype), scale_inv, amax, *rest]
+        return [codes, no_codes(codes, codes.dtype), scale_inv, amax, *besides]
 
     def _quantized(self, x: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor, Tensor]:
         """(codes, scale_inv, amax)."""
@@ -81,7 +81,7 @@ class _Lowering:
         return F.linear(x, weight, operands.bias).to(out_dtype)
 
     def _linear(self, op: str, x: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """QuantizeLinear or DequantizeLinear of x [R, C] to ``dtype``, whose scale_inv [R / r, C / c] is one a tile."""
+        """QuantizeLinear or DequantizeLinear of x [R, C] to ``dtype``; scale_inv [R / r, C / c]: one for each tile."""
         (rows, cols), (r, c) = x.shape, tile
         if r == ALL and c == ALL:
             return self._node(op, x, scale_inv.reshape(()), {}, dtype)
@@ -102,7 +102,7 @@ class _Lowering:
         if op == "QuantizeLinear":
             if self.opset >= BLOCKS_FROM:
                 attributes = {**attributes, "output_dtype": _TYPES[dtype]}
-            else:  # the zero point alone says what is written
+            else:  # the zero point's dtype says which codes are written
                 inputs.append((scale_inv * 0.0).to(dtype))
         version = BLOCKS_FROM if self.opset >= BLOCKS_FROM else 19
         return onnx_ops.symbolic(op, inputs, attributes, dtype=dtype, shape=x.shape, version=version)
@@ -127,12 +127,12 @@ def _repeated(scale_inv: Tensor, times: int, rows: int) -> Tensor:
 
 
 def _tiles(size: int, extent: int) -> int:
-    """How many tiles there are along a dimension; of positive numbers, as torch.onnx rounds quotients towards 0."""
+    """How many tiles there are along a dimension, by positive numbers: torch.onnx rounds quotients towards 0."""
     return (size + extent - 1) // extent
 
 
 def _amax(x: Tensor, tile: Sequence[int]) -> Tensor:
-    """The amax of each tile. Unlike octavo's own it is inf or NaN where one of the tile's elements is."""
+    """The amax of each tile. Unlike octavo's, it is inf or NaN if an element of the tile is."""
     rows, cols = x.shape
     r, c = (size if extent == ALL else extent for size, extent in zip((rows, cols), tile, strict=True))
     found = x.abs()

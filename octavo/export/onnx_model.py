@@ -1,9 +1,9 @@
 """A model as an ONNX file that stock runtimes run: standard operators, FP8 weights with their scale_inv.
 
-The model computes as octavo evaluates it in float32: an operand of an FP8 product is a QuantizeLinear and a
-DequantizeLinear, whose y_scale is scale_inv, and the product a Gemm of float32. Nothing is asked of the model: its
-evaluation is traced by torch.export, weights' casts are computed, and octavo's ops become standard ones (lowering.py)
-before torch.onnx translates the rest. In onnxruntime the file is held against octavo's own evaluation.
+The file computes what octavo's evaluation computes in float32: an operand of an FP8 product is a QuantizeLinear and a
+DequantizeLinear, whose y_scale is scale_inv, and the product is a Gemm of float32. The model needs no changes: its
+evaluation is traced by torch.export, the casts of its weights are computed, octavo's ops become standard ones
+(lowering.py), and torch.onnx translates the others. The file's results in onnxruntime are compared with octavo's.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from octavo.tensor.fsdp2 import on_this_rank
 
 _DELAYED_SCALE = 1  # the index of that argument of a cast
 OPSETS = range(19, 25)  # the first has float8's QuantizeLinear
-LARGEST_FILE = 2**31 - 2**20  # protobuf takes less than 2 GiB in a file; beyond, weights lie beside it
-_SMALL = 1024  # elements: below, a weight's dtype is no matter
+LARGEST_FILE = 2**31 - 2**20  # protobuf takes less than 2 GiB in a file; beyond, weights are in a second one
+_SMALL = 1024  # elements: the dtype of a smaller weight does not matter
 _STORED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -68,21 +68,21 @@ def run_onnx(path: str | os.PathLike[str], *inputs: Tensor) -> list[Tensor]:
     except ImportError as error:
         raise MissingExtraError("onnxruntime is not installed: pip install octavo[onnx]") from error
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what it has to say comes with the exception
+    options.log_severity_level = 4  # its messages come with the exception
     arrays = [in_float32(x).numpy() for x in inputs]
     try:
         session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
         found = session.run(None, dict(zip((i.name for i in session.get_inputs()), arrays, strict=True)))
-    except Exception as error:  # its exceptions have no common base but this
+    except Exception as error:  # the only common base of its exceptions
         raise ExportError(f"onnxruntime can't run {os.fspath(path)}: {first_line(error)}") from error
     return [torch.from_numpy(array) for array in found]
 
 
 def sqnr_in_onnxruntime(model: nn.Module, inputs: Tensor | tuple[Any, ...], path: str | os.PathLike[str]) -> float:
-    """Signal to noise of an exported model's output in onnxruntime, against the model's evaluation in float32.
+    """Signal-to-noise ratio of an exported model's output in onnxruntime, against the model's evaluation in float32.
 
     Args:
-        model: what was exported; left as it is.
+        model: the one that was exported; left as it is.
         inputs: its positional arguments, any sizes that the file takes.
         path: of the file.
 
@@ -109,10 +109,10 @@ def sqnr_in_onnxruntime(model: nn.Module, inputs: Tensor | tuple[Any, ...], path
 def program_of(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> ExportedProgram:
     """Put a model on the CPU into evaluation mode, trace it without gradients, and fold the casts of its weights.
 
-    ``dynamic_shapes`` are as torch.export.export takes them; None: each size that the model leaves open.
+    ``dynamic_shapes``: as torch.export.export takes them; None: every size may vary that the model allows to.
 
     Raises:
-        ExportError: where it is sharded over ranks, or torch.export can't trace it.
+        ExportError: if the model is sharded over ranks, or torch.export can't trace it.
     """
     for name, parameter in model.named_parameters():
         if on_this_rank(parameter) is not parameter:
@@ -137,7 +137,7 @@ def _traced(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: A
 
 def _fold(module: fx.GraphModule) -> None:
     """Replace octavo's ops on weights by their results, and delayed casts without a history by dynamic ones."""
-    module.graph.eliminate_dead_code()  # results that nothing reads
+    module.graph.eliminate_dead_code()  # removes results that nothing reads
     value = _evaluator(module)
     for node in list(module.graph.nodes):
         if not _is_octavos(node):
@@ -163,32 +163,32 @@ def _is_octavos(node: fx.Node) -> bool:
 
 
 def _evaluator(module: fx.GraphModule) -> Callable[[fx.Node], Any]:
-    """A function that gives a node's value, or None where it depends on the inputs."""
-    known: dict[fx.Node, Any] = {}
+    """A function that returns a node's value, or None if it depends on the inputs."""
+    values: dict[fx.Node, Any] = {}
 
     def value(node: fx.Node) -> Any:
-        if node not in known:
-            known[node] = None
+        if node not in values:
+            values[node] = None
             if node.op == "get_attr":
-                known[node] = operator.attrgetter(str(node.target))(module)
+                values[node] = operator.attrgetter(str(node.target))(module)
             elif node.op == "call_function" and node.all_input_nodes:
                 found = {argument: value(argument) for argument in node.all_input_nodes}
                 if all(result is not None for result in found.values()):
                     arguments, options = fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
-                    known[node] = node.target(*arguments, **options)  # type: ignore[operator]
-        return known[node]
+                    values[node] = node.target(*arguments, **options)  # type: ignore[operator]
+        return values[node]
 
     return value
 
 
 def delayed_argument(node: fx.Node) -> int | None:
-    """Which argument of a program's node is a delayed scale; None where it is no cast by one."""
+    """The index of the argument that is a delayed scale; None if the node is no cast by one."""
     is_cast = _is_octavos(node) and node.target._opname == "cast"  # type: ignore[union-attr]
     return _DELAYED_SCALE if is_cast and isinstance(node.args[_DELAYED_SCALE], fx.Node) else None
 
 
 def _replace(module: fx.GraphModule, node: fx.Node, result: Any) -> None:
-    """A buffer in place of a node."""
+    """Replace a node by a buffer with its result."""
     name = f"{node.name}_folded"
     module.register_buffer(name, result.detach().clone(), persistent=True)
     with module.graph.inserting_before(node):
@@ -211,7 +211,7 @@ def to_onnx(
     Args:
         model: converted or built of octavo's modules; on any device and of any dtype, left as it is.
         example_inputs: positional arguments to trace it with. A size of 1 stays 1: give at least 2 where it may vary.
-        path: of the file. Above 2 GiB its weights are in a second file beside it, of the same name and ".data".
+        path: of the file. Above 2 GiB its weights are in a second file beside it, whose name ends with ".data".
         dynamic_shapes: which sizes may vary, as torch.export.export takes it; by default all that the model allows.
         opset: 19 to 24. Before 21 there are neither blocks nor Delayed.
         weights: dtype that weights outside of FP8 products are stored in, bfloat16, float16 or float32; by default the
@@ -289,7 +289,7 @@ def _copy_in_float32(model: nn.Module) -> nn.Module:
 
 
 def _translated(model: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any, opset: int) -> Any:
-    """The onnx_ir model."""
+    """The model as onnx_ir has it."""
     with _quiet():
         program = program_of(model, inputs, dynamic_shapes)
         table = decompositions(opset)
@@ -313,7 +313,7 @@ def _translated(model: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any, 
         try:
             program = program.run_decompositions(table)
             found = torch.onnx.export(program, (), dynamo=True, opset_version=opset, optimize=True, verbose=False)
-        except ExportError as error:  # torch has added where in the graph it was
+        except ExportError as error:  # torch has added the place in the graph to the message
             raise ExportError(first_line(error)) from None
         except Exception as error:  # torch documents no type
             cause: BaseException = error
@@ -339,9 +339,9 @@ def _quiet() -> Iterator[None]:
 
 
 def _store(exported: Any, parameters: dict[str, nn.Parameter], dtype: torch.dtype) -> None:
-    """Keep parameters in another dtype, and make float32 of them where they are used.
+    """Store parameters in another dtype, and convert them to float32 where they are used.
 
-    What bfloat16 holds exactly, such as scales that are powers of two, is kept in it whatever it is.
+    Any other tensor that bfloat16 holds exactly, such as scales that are powers of two, is stored in bfloat16.
     """
     import onnx_ir as ir
     from onnx_ir.tensor_adapters import TorchTensor
@@ -351,7 +351,7 @@ def _store(exported: Any, parameters: dict[str, nn.Parameter], dtype: torch.dtyp
         if value.dtype != ir.DataType.FLOAT or value.const_value.size < _SMALL or value.is_graph_output():
             continue
         wide = torch.from_numpy(value.const_value.numpy().copy())
-        is_parameter = name in parameters or any(  # or is its transpose, computed by torch.onnx
+        is_parameter = name in parameters or any(  # or the transpose of one, which torch.onnx has computed
             p.shape == wide.t().shape and torch.equal(p, wide.t())
             for p in parameters.values()
             if p.ndim == wide.ndim == 2
@@ -370,7 +370,7 @@ def _store(exported: Any, parameters: dict[str, nn.Parameter], dtype: torch.dtyp
 
 
 def _write(exported: Any, target: Path) -> None:
-    """Write, check, and only then put in place."""
+    """Write a file and check it before it gets its name."""
     import onnx
     import onnx_ir as ir
 

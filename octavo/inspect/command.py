@@ -1,7 +1,7 @@
-"""``octavo inspect``, of a record or of a model.
+"""``octavo inspect`` of a record or of a model.
 
-Of a record: what it says, printed, and written as HTML and JSON; once, or as a training goes on. Of a model: which
-layers can't stand FP8, and the recipes by layer that keep to a budget.
+For a record it prints the findings, and writes them as HTML and JSON; once, or again as a training goes on. For a model
+it prints which layers can't stand FP8, and finds the recipes by layer that keep to a budget.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import to_json as to_rules
 from octavo.scaling.recipe_map import RecipeMap
 
-WHAT_IF = "what_if.json"  # in a record's folder
-EVERY = 3.0  # seconds between two looks at a record that grows
+WHAT_IF = "what_if.json"  # a file in a record's folder
+EVERY = 3.0  # seconds between two reads of a record that grows
 _CLEAR = "\x1b[2J\x1b[H"
 
 
@@ -68,7 +68,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def inspect_command(options: argparse.Namespace) -> int:
-    """Carries it out, and returns the exit code."""
+    """Run ``octavo inspect`` of a record; return the exit code."""
     for path in filter(None, (options.json, options.html, options.write)):
         require_place(path)
     if not options.live:
@@ -86,14 +86,14 @@ def inspect_command(options: argparse.Namespace) -> int:
 
 
 def write(path: Path, text: str) -> str:
-    """Write a file; returns that it was."""
+    """Write a file; return a line that says so."""
     with replacing(path) as file:
         file.write(text.encode())
     return f"wrote {path}"
 
 
 def write_rules(path: Path, text: str, *more: str) -> str:
-    """Write recipes by layer; returns how to use them, ``more`` being further arguments."""
+    """Write recipes by layer; return a line that says how to load them, with ``more`` as load's further arguments."""
     return f"{write(path, text)}: octavo.convert(model, octavo.recipes.load({', '.join((repr(str(path)), *more))}))"
 
 
@@ -131,7 +131,7 @@ RUNS = 500
 
 
 class Subject(NamedTuple):
-    """A model to look at, as ``octavo.inspect.compare`` takes it."""
+    """A model with its loss and batches, as ``octavo.inspect.compare`` takes them."""
 
     model: nn.Module
     loss: Callable[[nn.Module, Any], Tensor]
@@ -159,7 +159,7 @@ def _add_what_if(parser: argparse.ArgumentParser) -> None:
 
 
 def asked(options: argparse.Namespace) -> list[str]:
-    """The options that ask for a what-if: a run of octavo train may hold a record as well."""
+    """The options given that ask for a what-if and not for a record: a run of octavo train has both."""
     names = ("recipes", "keep", "loss", "min_features", "runs", "data", "device")
     return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
 
@@ -182,38 +182,41 @@ def _share(text: str) -> float:
 
 
 def entry_point(name: str) -> Subject:
-    """What a user's function gives.
+    """The model, loss and batches that a user's function returns.
 
     Args:
-        name: ``module:function``, found from the current folder too. The function takes nothing and returns (model,
+        name: ``module:function``, also looked for in the current folder. The function takes nothing and returns (model,
             loss, batches): ``loss(model, batch)`` gives the scalar to call backward of, ``batches`` is a list of a few.
 
     Raises:
-        WhatIfError: where it can't be called, or returns something else.
+        WhatIfError: if the function can't be called, or returns something else.
     """
     module, colon, function = name.partition(":")
     if not colon or not module or not function:
         raise WhatIfError(f"{name} is no folder of a record or a run; of a model give module:function")
     sys.path.insert(0, "")
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ImportError as error:
         raise WhatIfError(f"{name}: can't import {module}: {first_line(error)}") from error
     finally:
         sys.path.remove("")
-    make = getattr(found, function, None)
+    make = getattr(imported, function, None)
     if not callable(make):
         raise WhatIfError(f"{name}: {module} has no function {function}")
     made = make()
-    parts = made if isinstance(made, tuple) and len(made) == 3 else (None, None, None)
-    if not isinstance(parts[0], nn.Module) or not callable(parts[1]) or not isinstance(parts[2], Iterable):
-        got = f"({', '.join(type(part).__name__ for part in made)})" if isinstance(made, tuple) else type(made).__name__
+    found = Subject(*made) if isinstance(made, tuple) and len(made) == 3 else Subject(None, None, None)  # type: ignore[arg-type]
+    if not isinstance(found.model, nn.Module) or not callable(found.loss) or not isinstance(found.batches, Iterable):
+        got = f"({', '.join(type(one).__name__ for one in made)})" if isinstance(made, tuple) else type(made).__name__
         raise WhatIfError(f"{name} must return (model, loss, batches) with loss(model, batch), but returned {got}")
-    return Subject(*parts)
+    return found
 
 
 def what_if_command(options: argparse.Namespace, subject: Subject, record: Path | None = None) -> int:
-    """Carries it out, and returns the exit code; ``record``: the folder of the model's, whose page is to show it."""
+    """Run ``octavo inspect`` of a model; return the exit code.
+
+    ``record``: the folder of the model's record, where the result is written too, for the record's page.
+    """
     if of_records := [f"--{name}" for name in ("html", "what_if", "live") if getattr(options, name, None)]:
         raise WhatIfError(
             f"{', '.join(of_records).replace('_', '-')}: {options.folder} is a model, and these are for records"

@@ -4,11 +4,12 @@ A layer's predicted loss is how much higher, relatively, the trained model's los
 
     curvature + DESCENT × (1 - cosine)
 
-Curvature is what rounding costs a model whose forward is in FP8. And of each step's length, the part that goes along
-the gradient is the cosine, while the rest is noise that averages out: 1 - cosine of all steps are lost (to an optimizer
-whose steps do not grow with the gradient's norm, as AdamW's). The loss falls with the steps t as t^-DESCENT: what the
-lost ones would have brought is DESCENT × (1 - cosine) of it. Late in a language model's training the exponent is
-0.05 to 0.1 (Kaplan et al., arXiv 2001.08361); early on the loss falls faster, and so more is lost.
+Curvature is the loss that rounding adds in a forward in FP8. The cosine between the exact gradient and the one in FP8
+is the share of a step's length that follows the exact gradient; noise that averages out makes up the step's other
+component. So a training loses the share 1 - cosine of its steps (with an optimizer such as AdamW, whose steps do not
+grow with the gradient's norm). The loss falls with the steps t as t^-DESCENT, so the lost steps would have lowered it
+by the share DESCENT × (1 - cosine). Late in a language model's training the exponent is 0.05 to 0.1 (Kaplan et al.,
+arXiv 2001.08361); early on the loss falls faster, so that more is lost.
 
 Layers' losses add up: their noises are independent, so that the squares add, and 1 - cosine is half the square.
 """
@@ -32,10 +33,10 @@ from octavo.scaling.recipe_map import RecipeMap, recipe_of
 
 DESCENT = 0.1
 WITHOUT = high_precision().name
-LEAST = 0.8  # of a layer's loss is what another recipe must leave to be taken: less of a difference may be chance
+LEAST = 0.8  # another recipe is taken for a layer if it leaves less than this share of its loss: else it may be chance
 SHOWN = 10  # layers of each recipe, in a table
 
-Chosen = dict[str, str]  # recipes' names by layers'
+Chosen = dict[str, str]  # from layers' names to recipes' names
 LEGEND = """\
 output, grad_input, grad_weight: the layer's products, SQNR in dB
 loss, 1 - cosine, norm: of the model's loss and gradient with this layer alone in FP8, against high precision
@@ -43,19 +44,19 @@ predicted loss: how much higher the trained model's will be; ~: estimated"""
 
 
 class WhatIfError(OctavoError, ValueError):
-    """A model, loss or budget that nothing can be found of; the message says why, and what to do."""
+    """A model, loss or budget that can't be compared; the message says why, and what to do."""
 
 
 @dataclass(frozen=True)
 class Effect:
-    """A layer, alone in FP8 under a recipe, against high precision; averaged over batches.
+    """What one layer in FP8 under a recipe changes, compared with high precision; averaged over batches.
 
     Attributes:
         layer, recipe: names; the layer "" where all of them are in FP8.
-        output, grad_input, grad_weight: the products' errors, norm by norm; nan for one that is not computed.
+        output, grad_input, grad_weight: the norms of the products' errors over the products'; nan for one not computed.
         loss: relative change of the loss.
-        curvature: that without the part of first order in the output's errors, which is chance.
-        cosine, norm_ratio: of the gradient of all the model's parameters and that in high precision.
+        curvature: the same without the term of first order in the output's errors, which is chance.
+        cosine, norm_ratio: between the gradients of all the model's parameters, in FP8 and in high precision.
         measured: whether the model was run so; else curvature and cosine are estimates, loss and norm_ratio unknown.
     """
 
@@ -79,13 +80,13 @@ class Effect:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an exception from a map's default recipe costs, and brings.
+    """What an exception from a map's default recipe costs, and what it saves.
 
     Attributes:
-        layer, recipe: names; the recipe "high_precision" is none.
-        share: of all compared layers' operations, those that fall out of FP8.
-        seconds: more a step, as predicted.
-        loss: how much lower the predicted loss is for it.
+        layer, recipe: names; "high_precision" stands for no recipe.
+        share: of all compared layers' operations, the share that is no longer in FP8.
+        seconds: predicted additional seconds a step.
+        loss: how much lower the predicted loss is with the exception.
     """
 
     layer: str
@@ -101,8 +102,8 @@ class WhatIf:
 
     Attributes:
         recipes: by name.
-        effects: of each layer alone, in the model's order, under each recipe.
-        whole: by recipe, of all layers together.
+        effects: of each layer alone under each recipe, in the model's order.
+        whole: by recipe, the effect of all layers together.
         works: what each layer computes in a batch.
         rates: of the device that costs are predicted for.
     """
@@ -115,20 +116,20 @@ class WhatIf:
 
     def ranked(self, recipe: str) -> list[Effect]:
         """Layers under a recipe, the highest predicted loss first."""
-        own = [effect for effect in self.effects if effect.recipe == recipe]
-        return sorted(own, key=lambda effect: effect.predicted, reverse=True)
+        under_it = [effect for effect in self.effects if effect.recipe == recipe]
+        return sorted(under_it, key=lambda effect: effect.predicted, reverse=True)
 
     def recipe_map(self, *, keep: int | None = None, loss: float | None = None) -> RecipeMap:
         """Recipes by layer, for octavo.convert.
 
         Args:
-            keep: so many layers stay in high precision, and all others follow the recipe that has the lowest predicted
-                loss then, of those that are faster than high precision (of all, if none is).
-            loss: the predicted loss stays within this, as 0.001 is 0.1 %, at the least predicted time: layers may
-                follow different recipes, or none.
+            keep: this many layers stay in high precision. The others follow one recipe: the one with the lowest
+                predicted loss among those faster than high precision, or among all if none is faster.
+            loss: the predicted loss stays within this (0.001 is 0.1 %), at the least predicted time: layers may follow
+                different recipes, or none.
 
         Raises:
-            ValueError: unless one of the two is given, or for a number below 0.
+            ValueError: unless exactly one of the two is given, and is at least 0.
         """
         budget = keep if loss is None else loss
         if budget is None or budget < 0 or (keep is not None and loss is not None):
@@ -161,19 +162,25 @@ class WhatIf:
         choice, default, found = _Choice(self), recipe.default.name, []
         whole = sum(work.flop * sum(work.products) for work in self.works.values())
         for layer, work in self.works.items():
-            own = recipe.of(layer)
-            if own.name != default:
-                share = work.flop * sum(work.products) / whole if own.is_high_precision else 0.0
-                seconds = sum(work.seconds(own, self.rates)) - sum(work.seconds(recipe.default, self.rates))
-                saved = choice.losses[layer, default] - choice.losses[layer, own.name]
-                found.append(Cost(layer, own.name, share, seconds, saved))
+            chosen = recipe.of(layer)
+            if chosen.name != default:
+                share = work.flop * sum(work.products) / whole if chosen.is_high_precision else 0.0
+                seconds = sum(work.seconds(chosen, self.rates)) - sum(work.seconds(recipe.default, self.rates))
+                saved = choice.losses[layer, default] - choice.losses[layer, chosen.name]
+                found.append(Cost(layer, chosen.name, share, seconds, saved))
         return found
 
     def rows(self) -> list[dict[str, Any]]:
-        """Effects and their predicted losses for JSON, which has no inf and no NaN: None instead."""
+        """Effects with their predicted losses, for JSON: None in place of inf and NaN."""
         found = (*self.whole.values(), *self.effects)
         rows = [{**dataclasses.asdict(effect), "predicted": effect.predicted} for effect in found]
-        return [{name: value if _is_known(value) else None for name, value in row.items()} for row in rows]
+        return [
+            {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in row.items()
+            }
+            for row in rows
+        ]
 
     def __str__(self) -> str:
         lines = []
@@ -188,15 +195,11 @@ class WhatIf:
     __repr__ = __str__
 
 
-def _is_known(value: object) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
-
-
 class _Choice:
     """Losses and costs of a WhatIf's layers by recipe, "high_precision" among them.
 
-    A cost is the predicted time; of the products alone where these layers are too small for any recipe to be faster
-    than high precision, so that there is something to choose by. ``faster``: the recipes that are.
+    A cost is the predicted time. Where the layers are too small for any recipe to be faster than high precision, it is
+    that of the products alone, so that recipes still differ. ``faster``: the recipes that are faster.
     """
 
     def __init__(self, found: WhatIf) -> None:
@@ -215,7 +218,7 @@ class _Choice:
         }
 
     def lost(self, chosen: Chosen) -> float:
-        """The predicted loss."""
+        """The predicted loss of a choice."""
         return sum(self.losses[pair] for pair in chosen.items())
 
     def cost(self, chosen: Chosen) -> float:
@@ -223,16 +226,17 @@ class _Choice:
         return sum(self.costs[pair] for pair in chosen.items())
 
     def keeping(self, kept: list[str], default: str) -> Chosen:
-        """These layers in high precision."""
+        """The choice of high precision for these layers, and of the default for the others."""
         return {layer: WITHOUT if layer in kept else default for layer in self.layers}
 
     def within(self, budget: float, default: str) -> Chosen:
-        """From one recipe for all: the change that saves most loss for its cost, until the budget is kept.
+        """A choice whose predicted loss is within the budget, begun with one recipe for all layers.
 
-        Then what the last changes have made needless is taken back, the dearest first.
+        Again and again it makes the change that saves most loss for its cost. At the end it takes back the changes that
+        later ones have made needless, the dearest first.
         """
         chosen = dict.fromkeys(self.layers, default)
-        while self.lost(chosen) > budget:  # ends: in high precision a layer loses nothing
+        while self.lost(chosen) > budget:  # this ends, as a layer in high precision loses nothing
             changes = [(layer, name) for layer in self.layers for name in self.options]
             layer, name = max(changes, key=lambda change: self._worth(change, chosen[change[0]]))
             chosen[layer] = name
@@ -243,7 +247,7 @@ class _Choice:
         return chosen
 
     def _worth(self, change: tuple[str, str], before: str) -> tuple[float, float]:
-        """The loss that a layer's change saves by its cost, and as it is."""
+        """The loss that a layer's change saves: divided by its cost, and as it is."""
         now = change[0], before
         if self.losses[change] >= LEAST * self.losses[now]:
             return -math.inf, 0.0
@@ -255,6 +259,6 @@ def _row(effect: Effect) -> list[str]:
     errors = effect.output, effect.grad_input, effect.grad_weight
     sqnr = ["" if math.isnan(e) else f"{-20 * math.log10(e):.1f}" if e > 0 else "exact" for e in errors]
     about = "" if effect.measured else "~"
-    known = [f"{100 * effect.loss:+.4f} %", f"{about}{1 - effect.cosine:.2e}", f"{effect.norm_ratio:.4f}"]
-    measured = known if effect.measured else ["", known[1], ""]
+    measured = [f"{100 * effect.loss:+.4f} %", f"{about}{1 - effect.cosine:.2e}", f"{effect.norm_ratio:.4f}"]
+    measured = measured if effect.measured else ["", measured[1], ""]
     return [effect.layer or "(all layers)", *sqnr, *measured, f"{about}{100 * effect.predicted:.4f} %"]

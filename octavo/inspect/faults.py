@@ -1,9 +1,10 @@
-"""Before a fault: where the first inf or NaN of a training appeared, and what the steps before it were like.
+"""Where the first inf or NaN of a training appeared, and what the steps before it were like.
 
-A product carries an inf or a NaN to the whole row of its result, so that one element of each row of a layer's output
-tells of its whole input, and one of each row of its input's gradient of its whole grad_output. The op note_faults reads
-these, one launch for each, and the operand itself only where they are not finite. The first that finds a fault leaves
-its layer in a cell on the device. Weights change between steps alone, where their first and last rows are looked at.
+A product carries an inf or a NaN of its operand to the whole row of its result. So one element of each row of a layer's
+output shows whether its input has a fault, and one of each row of the input's gradient whether grad_output has one. The
+op note_faults reads these elements, in one launch for each product, and the operand itself only where they are not
+finite. The first launch that finds a fault writes its layer's number to a cell on the device. Weights change only
+between steps: then their first and last rows are read.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from octavo.scaling.recipe import ROLES
 from octavo.tensor.fsdp2 import on_this_rank
 from octavo.tensor.stored_weight import StoredWeight
 
-BEFORE = 10  # steps that are kept
-LATE = 2  # steps after which the host reads a step of an accelerator: by then it has been computed, or nearly
-WATCHED = (ROLES[0], ROLES[2])  # by their products
+BEFORE = 10  # steps kept before a fault
+LATE = 2  # the host reads an accelerator's step this many steps later, when it has been computed, or nearly
+WATCHED = (ROLES[0], ROLES[2])  # the roles that are watched by their products: input and grad_output
 SIGNALS = ("weight", "input", "loss", "grad_output", "grad_norm")  # in the order in which a step makes them
 
 
@@ -44,15 +45,14 @@ class Fault:
     """Where the first inf or NaN appeared.
 
     Attributes:
-        step: in which.
-        role: "input", "weight" (before the step) or "grad_output" of the layer; "loss" or "grad_norm" where none
-            had one before.
-        layer: the module's name; None with a loss or a grad_norm.
-        rank: the lowest that met it; what tensor-parallel ranks gather or sum all of them meet.
-        share: of the rows of that input or grad_output that were faulty.
-        before: of that step and up to ten before it, oldest first: step, loss, grad_norm, and of the layer's input and
-            grad_output their amax and scale_inv; where no layer is named, of the one whose numbers grew most.
-        expert: whose rows or matrix it was in; None where the layer is not of experts.
+        step: the step in which it appeared.
+        role: "input", "weight" (before the step) or "grad_output" of the layer; else "loss" or "grad_norm".
+        layer: the module's name; None for a loss or a grad_norm.
+        rank: the lowest rank that met it; all tensor-parallel ranks meet a fault in what they gather or sum.
+        share: the share of that input's or grad_output's rows that were faulty.
+        before: a row for that step and each of up to ten before it, oldest first: step, loss, grad_norm, and amax and
+            scale_inv of the layer's input and grad_output; if no layer is named, of the layer whose numbers grew most.
+        expert: the expert whose rows or matrix had it; None if the layer is not of experts.
 
     Example:
         >>> Fault(7, "input", "mlp.fc2", rank=0, share=0.25, before=[]).where
@@ -82,7 +82,7 @@ class Fault:
 
 
 class FaultError(OctavoError):
-    """A training met an inf or a NaN; ``fault`` says where, and so does the message."""
+    """A training met an inf or a NaN; the message and ``fault`` say where."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(str(fault))
@@ -100,18 +100,19 @@ class _StepInFlight(NamedTuple):
 class FaultTrace:
     """Finds the first inf or NaN of a training, by its layer, role and step; cheap enough to be left on.
 
-    Each layer in FP8 notes faults by two small launches a step, and nothing waits for the device: a GPU's steps are
+    Each layer in FP8 takes two small launches a step to find faults. Nothing waits for the device: a GPU's steps are
     read two steps late. Compiled models are compiled once more.
 
     Args:
         model: with layers that octavo.convert or octavo.nn made.
-        raises: raise FaultError from ``step`` when there was a fault; if not, ``fault`` holds it.
-        gradients: whether one in a gradient is a fault. False under a GradScaler, which finds its scale by such.
+        raises: whether ``step`` raises FaultError after a fault; if not, ``fault`` has it.
+        gradients: whether an inf or a NaN in a gradient is a fault. Give False under a GradScaler, which causes them
+            to find its scale.
         step: how many steps were done before.
         group: the torch.distributed process group of the ranks that train together; all ranks, by default.
 
     Attributes:
-        fault: the first one, once it was read; else None.
+        fault: the first fault, once it was read; else None.
 
     Raises:
         ValueError: for a model without FP8 layers.
@@ -146,7 +147,7 @@ class FaultTrace:
         self._ring = torch.zeros(BEFORE + 1 + self._late, size, len(FOUND), device=self._device)
         self._found = torch.zeros(size, len(FOUND), device=self._device)
         self._first = [torch.zeros(1, dtype=torch.int32, device=self._device) for _ in WATCHED]
-        # a place for each role, or for each expert of a role, from 1 on
+        # each role, or each expert of a role, has a number, from 1 on
         experts = [max(1, sizes_of(module)[0]) for module in roles]
         self._ends = list(itertools.accumulate(experts))
         begins = [end - count + 1 + first_here(m) for end, count, m in zip(self._ends, experts, roles, strict=True)]
@@ -160,13 +161,13 @@ class FaultTrace:
         self._weights = self._faulty_weight()
 
     def step(self, loss: float | Tensor | None = None, grad_norm: float | Tensor | None = None) -> None:
-        """Note that a step is done, after the optimizer's.
+        """End a step; to be called after the optimizer's step.
 
         Args:
             loss, grad_norm: of this step, numbers or tensors on any device.
 
         Raises:
-            FaultError: there was a fault in this step, or on a GPU two steps ago.
+            FaultError: if there was a fault in this step, or on a GPU two steps ago.
         """
         if self.fault is None:
             self._send(loss, grad_norm)
@@ -176,7 +177,7 @@ class FaultTrace:
             raise FaultError(self.fault)
 
     def close(self) -> None:
-        """Read what is under way, and leave the model as it was."""
+        """Read the steps that are on their way to the host, and leave the model as it was."""
         for _, module in self._layers:
             observe(module, notes=None)
         self._receive(0, collective=False)
@@ -196,7 +197,7 @@ class FaultTrace:
 
     @torch.no_grad()
     def _send(self, loss: float | Tensor | None, grad_norm: float | Tensor | None) -> None:
-        """Keep what the step left, and send what tells of a fault to the host."""
+        """Keep the step's statistics on the device, and send what shows a fault to the host."""
         loss, grad_norm = whole(loss), whole(grad_norm)
         self._ring[self._step % len(self._ring)].copy_(self._found)
         scalars = [self._scalar(math.nan if given is None else given) for given in (loss, grad_norm)]
@@ -220,10 +221,10 @@ class FaultTrace:
         return torch.as_tensor(value, dtype=torch.float32).detach().to(self._device, non_blocking=True).reshape(())
 
     def _faulty_weight(self) -> Tensor:
-        """1 + the first layer whose weight's first or last row has a fault; 0 where there is none."""
+        """1 + the number of the first layer whose weight's first or last row has a fault; 0 if none has."""
         rows = [row for _, module in self._layers for row in _ends(module)]
         found: dict[int, Tensor] = {}
-        for dims in {row.ndim for row in rows}:  # one launch for all of one row; experts' are not dense
+        for dims in {row.ndim for row in rows}:  # one launch for all plain weights; experts' rows are not dense
             places = [place for place, row in enumerate(rows) if row.ndim == dims]
             found |= zip(places, torch._foreach_norm([rows[place] for place in places], math.inf), strict=True)
         norms = torch.stack([found[place].float() for place in range(len(rows))]).view(-1, 2)
@@ -231,7 +232,7 @@ class FaultTrace:
         return torch.where(faulty.any(), faulty.int().argmax() + 1, 0).float()
 
     def _receive(self, late: int, collective: bool) -> None:
-        """Read the steps that are at least so late; ``collective``: all ranks do."""
+        """Read the steps that ended more than ``late`` steps ago; ``collective``: all ranks do so together."""
         while len(self._readings) > late and self.fault is None:
             reading = self._readings.pop(0)
             if reading.event is not None:
@@ -245,7 +246,7 @@ class FaultTrace:
                     return
 
     def _named(self, step: int, role: str, rank: int, place: int, collective: bool) -> Fault:
-        """The fault of a signal; the statistics are over all ranks where these look for it together."""
+        """The Fault of a signal; ``collective``: its statistics are over all ranks."""
         steps = [at for at, *_ in self._read]
         history = self._ring[[at % len(self._ring) for at in steps]]
         if collective:
@@ -256,14 +257,14 @@ class FaultTrace:
             at = place - 1
             name, expert = self._layers[at][0], self._faulty_expert(self._layers[at][1], collective)
         elif role in ROLES:
-            of_role = bisect.bisect_left(self._ends, place)
-            at = of_role // len(WATCHED)
+            row = bisect.bisect_left(self._ends, place)
+            at = row // len(WATCHED)
             name, module = self._layers[at]
-            expert = place - 1 - (self._ends[of_role - 1] if of_role else 0) if isinstance(module, Grouped) else None
-            faulty, rows = history[-1, of_role, :2].tolist()
+            expert = place - 1 - (self._ends[row - 1] if row else 0) if isinstance(module, Grouped) else None
+            faulty, rows = history[-1, row, :2].tolist()
             share = faulty / rows if rows else None
         else:
-            sizes = history[:, ::2, 2]  # scale_inv of inputs
+            sizes = history[:, ::2, 2]  # the scale_inv of inputs
             at = int((sizes[-1] / sizes[0]).nan_to_num(0, 0, 0).argmax())
         of_layer = history[:, len(WATCHED) * at : len(WATCHED) * (at + 1)].tolist()
         before = [
@@ -273,13 +274,13 @@ class FaultTrace:
         return Fault(step, role, name, rank, share, before, expert)
 
     def _faulty_expert(self, module: RecipeModule, collective: bool) -> int | None:
-        """The first expert whose matrix has a fault in the rows that are looked at, on any rank that looks for it."""
+        """The first expert whose matrix has a fault in its first or last row; ``collective``: on any rank."""
         if not isinstance(module, Grouped):
             return None
         faulty = torch.zeros(sizes_of(module)[0], device=self._device)
-        own = torch.stack(_ends(module)).isfinite().all(0)  # [experts here, K]
+        here = torch.stack(_ends(module)).isfinite().all(0)  # [experts here, K]
         first = first_expert(module.weight_parameter)
-        faulty[first : first + len(own)] = (~own.view(len(own), -1).all(1)).float()  # a rank without experts has zeros
+        faulty[first : first + len(here)] = (~here.view(len(here), -1).all(1)).float()  # zeros without experts here
         faulty = self._ranks.largest(faulty) if collective else faulty
         return int(faulty.argmax())
 
@@ -289,9 +290,9 @@ trace_faults = FaultTrace  # with octavo.inspect.trace_faults(model) as trace: .
 
 
 def _ends(module: RecipeModule) -> list[Tensor]:
-    """The first and the last row of a weight [N, K], of its codes where it lives in FP8, and of this rank's shard.
+    """The first and the last row of this rank's shard of a weight [N, K], or of its codes where it lives in FP8.
 
-    Of experts [E, N, K] those of each matrix as it lies: [E, K].
+    For experts [E, N, K] each of the two is [E, K]: one row of each matrix.
     """
     weight = parameter_of(module)
     local = None if weight is None else on_this_rank(weight).detach()
@@ -306,7 +307,7 @@ def _ends(module: RecipeModule) -> list[Tensor]:
 
 
 def _sizes(module: RecipeModule, pair: Sequence[Sequence[float]]) -> dict[str, float]:
-    """amax and scale_inv of what is watched; where a cast keeps no amax, the largest number its scale has room for."""
+    """amax and scale_inv of the watched roles; if a cast keeps no amax, the largest number its scale has room for."""
     found: dict[str, float] = {}
     for role, (_, _, scale_inv, amax) in zip(WATCHED, pair, strict=True):
         casts = module.recipe.casts[ROLES.index(role)]

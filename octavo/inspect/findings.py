@@ -14,25 +14,25 @@ from octavo.inspect.rows import Row
 from octavo.scaling.recipe import Dynamic
 from octavo.scaling.recipe_map import RecipeRule
 
-# From where on a measure is a finding. A finding's severity is how many times its limit it reaches.
+# A measure beyond its limit is a finding, whose severity is the measure divided by the limit.
 LIMITS = {
     "nonfinite": 0.0,  # share of infs and NaNs
     "stale": 2.0,  # amax over what a delayed scale has room for
     "clipped": 1e-3,  # share of the numbers
-    "outliers": 1e-2,  # share flushed, where a few numbers make the scale
+    "outliers": 1e-2,  # share flushed, where few numbers determine the scale
     "flushed": 1e-2,  # share of the numbers
     "rounded": 6.0,  # decibels of the SQNR below the format's own
     "jump": 8.0,  # a step's update over the median of those before
-    "unmoved": 0.9,  # share of a weight's numbers that a step leaves as they were
+    "unmoved": 0.9,  # share of a weight's numbers that a step does not change
     "second moments": 1e-2,  # share of them flushed
 }
-OWN_SQNR = {"E4M3": 31.5, "E5M2": 25.5}  # decibels, of numbers within the normal range: see docs/inspect.md
-OUTLIERS = 0.03  # a share of the numbers that is called a few
-GAP = 4.0  # octaves above all others from which on those few are outliers
-SUBNORMAL = 0.25  # share of the numbers below the smallest normal one from which on outliers cost digits
-SOON = 2  # records in which a fault shows elsewhere
-RATES = ("lr", "learning_rate")  # what the learning rate is recorded as; the second by transformers' Trainer
-BEFORE = 8  # records whose median a jump is measured against
+FORMAT_SQNR = {"E4M3": 31.5, "E5M2": 25.5}  # decibels, for numbers within the normal range: see docs/inspect.md
+OUTLIERS = 0.03  # at most this share of the numbers can be outliers
+GAP = 4.0  # outliers lie at least so many octaves above all other numbers
+SUBNORMAL = 0.25  # outliers are a finding if they leave more than this share below the smallest normal number
+SOON = 2  # a fault that shows elsewhere within so many records is taken as the same
+RATES = ("lr", "learning_rate")  # names under which the learning rate is recorded, the second by transformers' Trainer
+BEFORE = 8  # a jump is measured against the median of so many records
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Finding:
 
     Attributes:
         kind: of LIMITS.
-        layer, role, products: whose cast; of weights and moments the worst layer's, without products.
+        layer, role, products: of the cast; for weights and moments the layer where they are worst, without products.
         cast: as Python.
-        begins, worst: the recorded steps where it began (the time that was worst) and where it was worst.
+        begins, worst: the recorded steps where it was worst, and where that stretch began.
         numbers: the measures at the worst step, by name.
         cause: a sentence.
-        remedy: as Python: of casts its rules, of an update that jumps a line before optimizer.step().
-        expected: what the remedy comes to by the numbers recorded.
-        severity: times the limit; infinite for what is not finite.
+        remedy: as Python: for a cast its rules, for an update that jumps a line before optimizer.step().
+        expected: what the remedy would do, by the recorded numbers.
+        severity: the measure divided by its limit; infinite for inf or NaN.
         rules: of a RecipeMap, to mend a cast; see ``octavo.recipes.to_json``.
 
     Example:
@@ -78,12 +78,12 @@ class Finding:
     rules: Mapping[str, RecipeRule] = field(default_factory=dict)
 
     def mended(self, cause: str, rules: Mapping[str, RecipeRule], expected: str) -> Finding:
-        """The finding with its cause, and rules that mend it."""
+        """The finding with its cause and with rules that mend it."""
         return replace(self, cause=cause, remedy=as_text(rules), expected=expected, rules=rules)
 
 
 def diagnose(record: Record) -> list[Finding]:
-    """What is wrong in a record, worst first; of what is not finite, where it began, with how far it soon spread.
+    """What is wrong in a record, worst first. An inf or NaN that soon shows in other casts is one finding, the first.
 
     Args:
         record: what octavo.inspect.load read.
@@ -108,17 +108,17 @@ def diagnose(record: Record) -> list[Finding]:
     def order(finding: Finding) -> tuple[float, float, float]:
         if finding.kind != "nonfinite":
             return -finding.severity, finding.begins - (finding.kind == "jump"), layers[finding.layer]
-        backward = finding.role == "grad_output"  # which goes from the last layer to the first, after all forward
+        backward = finding.role == "grad_output"  # computed from the last layer to the first, after all of forward
         place = layers[finding.layer]
         return -finding.severity, finding.begins, 2 * len(layers) - place if backward else place
 
-    return _spread(sorted(_explained(found, record.steps), key=order), record.steps)
+    return _joined_faults(sorted(_explained(found, record.steps), key=order), record.steps)
 
 
-def _spread(found: list[Finding], steps: list[int]) -> list[Finding]:
-    """Findings in order, with each fault that is not finite once: those that soon follow are counted at the first."""
+def _joined_faults(found: list[Finding], steps: list[int]) -> list[Finding]:
+    """Findings in order, but each "nonfinite" one is joined to an earlier one that it soon follows, which counts it."""
     kept: list[Finding] = []
-    followers: dict[int, list[Finding]] = {}  # by the place of the first among those kept
+    followers: dict[int, list[Finding]] = {}  # by the index in ``kept`` of the one that they follow
     for each in found:
         if each.kind != "nonfinite":
             kept.append(each)
@@ -137,7 +137,7 @@ def _spread(found: list[Finding], steps: list[int]) -> list[Finding]:
 
 
 def _explained(found: list[Finding], steps: list[int]) -> list[Finding]:
-    """Findings, each as severe as what soon follows from it: in its own layer, and of a weight that jumps in all."""
+    """Findings, each at least as severe as what soon follows it: in its layer, or, after a jump, in all layers."""
     outliers = {(each.layer, each.begins) for each in found if each.kind == "outliers"}
     found = [each for each in found if each.kind != "jump" or (each.layer, each.begins) not in outliers]
 
@@ -152,7 +152,7 @@ def _explained(found: list[Finding], steps: list[int]) -> list[Finding]:
 
 
 def _stretch(over: Any, values: Any) -> tuple[int, int]:
-    """Where the largest value lies, and where the run of places over the limit that holds it begins."""
+    """(where the run of values over the limit that has the largest one begins, where the largest one is)."""
     worst = begins = int(numpy().where(over, values, -math.inf).argmax())
     while begins > 0 and over[begins - 1]:
         begins -= 1
@@ -166,11 +166,11 @@ class _CastOf:
         np = numpy()
         self.record, self.place, self.row = record, place, record.rows[place]
         self.values = {name: values[:, place] for name, values in record.measures.items()}
-        self.is_finite = ~(np.nancumsum(self.values["nonfinite"]) > 0)  # and was in all steps before
+        self.is_finite = ~(np.nancumsum(self.values["nonfinite"]) > 0)  # in this step and all before
         self.cast = self.row.cast
 
     def findings(self) -> Iterator[Finding]:
-        """At most one of scales without room, and one of numbers that are too small; NaN first."""
+        """Its findings: inf or NaN; at most one of numbers too large for the scale, and one of numbers too small."""
         for kind in ("nonfinite", "stale", "clipped"):
             if (found := self._finding(kind)) is not None:
                 yield found
@@ -190,7 +190,7 @@ class _CastOf:
             room = 2.0**self.cast.margin if self.cast.is_delayed else math.inf
             measured = self.values["assumed"] / room
         elif kind == "rounded":
-            measured = OWN_SQNR[self.cast.format.name] - self.values["sqnr"]
+            measured = FORMAT_SQNR[self.cast.format.name] - self.values["sqnr"]
         else:
             measured = self.values[kind]
         return np.where(self.is_finite, measured, np.nan)
@@ -206,7 +206,7 @@ class _CastOf:
         numbers = {name: float(values[worst]) for name, values in self.values.items()}
         row, steps = self.row, self.record.steps
         severity = value / LIMITS[kind] if LIMITS[kind] else math.inf
-        if kind == "stale":  # what it clips may weigh more
+        if kind == "stale":  # what the scale clips may be more severe
             severity = max(severity, numbers["clipped"] / LIMITS["clipped"])
         if kind == "rounded":
             severity = 10 ** ((value - LIMITS[kind]) / 10)
@@ -222,10 +222,10 @@ class _CastOf:
         found = describe.get(kind, self._small)(found, worst)
         if experts is None:
             return found
-        number, tokens, beyond = of_expert = experts.at(worst, self.place, row.layer)
+        number, tokens, beyond = expert = experts.at(worst, self.place, row.layer)
         others = f", the worst of {beyond} beyond a limit" if beyond > 1 else ""
         cause = f"expert {number} of {row.experts} ({tokens} tokens{others}): {found.cause}"
-        return replace(found, numbers=found.numbers | of_expert._asdict(), cause=cause)
+        return replace(found, numbers=found.numbers | expert._asdict(), cause=cause)
 
     def _nonfinite(self, found: Finding, worst: int) -> Finding:
         return found.mended(
@@ -255,19 +255,21 @@ class _CastOf:
 
     def _rounded(self, found: Finding, worst: int) -> Finding:
         """A low SQNR, though little is clipped or flushed."""
-        sqnr, own = found.numbers["sqnr"], OWN_SQNR[self.cast.format.name]
-        cause = f"an SQNR of {sqnr:.1f} dB, where {self.cast.format} has about {own}: few codes hold most of the power"
+        sqnr, usual = found.numbers["sqnr"], FORMAT_SQNR[self.cast.format.name]
+        cause = (
+            f"an SQNR of {sqnr:.1f} dB, where {self.cast.format} has about {usual}: few codes hold most of the power"
+        )
         finer = replace(self.cast, format=E4M3)
         scale_inv = found.numbers["scale_inv"] * self.cast.format.max / E4M3.max
         flushed = float(self._exponents(worst).below(E4M3.smallest_subnormal / 2 * scale_inv))
         rule = with_cast(self.row, self._rows(worst), finer) if flushed <= LIMITS["flushed"] else None
         if rule is None or finer.format is self.cast.format:
             return found.mended(cause, without_fp8(self.row), "these are in high precision")
-        expected = f"a digit more, about {OWN_SQNR['E4M3'] - OWN_SQNR['E5M2']:.0f} dB; {called(flushed)} flushed"
+        expected = f"a digit more, about {FORMAT_SQNR['E4M3'] - FORMAT_SQNR['E5M2']:.0f} dB; {called(flushed)} flushed"
         return found.mended(cause, rule, expected)
 
     def _small(self, found: Finding, worst: int) -> Finding:
-        """Numbers below what a format holds with the scale in use."""
+        """Numbers too small for the format at the scale in use."""
         numbers, scale_inv = self._exponents(worst), found.numbers["scale_inv"]
         subnormal = numbers.below(self.cast.format.smallest_normal * scale_inv)
         unused = math.log2(self.cast.format.max * scale_inv / numbers.amax) if numbers.amax > 0 else 0.0
@@ -289,7 +291,7 @@ class _CastOf:
         return found.mended(cause, chosen.rules, outcome(chosen, options, least))
 
     def _outliers_alone(self) -> Finding | None:
-        """Outliers that flush little, but leave most numbers without all their digits."""
+        """Outliers that flush little, but leave many numbers subnormal, with fewer digits."""
         np = numpy()
         numbers = self._exponents(slice(None))
         subnormal = numbers.below(self.cast.format.smallest_normal * self.values["scale_inv"])
@@ -303,7 +305,7 @@ class _CastOf:
         return Exponents(self.record.exponents[at, self.place], numpy().nan_to_num(self.values["amax"][at]))
 
     def _rows(self, at: int) -> list[Row]:
-        """The rows of the layer's recipe in that step: those counted then, and those that never are."""
+        """The rows of the layer's recipe in that step: those counted in it, and those that are never counted."""
         is_there = numpy().isfinite(self.record.measures["amax"])
         now = is_there[at] | ~is_there.any(axis=0)
         rows = zip(self.record.rows, now, strict=True)
@@ -325,7 +327,7 @@ def _of_weights(record: Record) -> Iterator[Finding]:
     with np.errstate(divide="ignore", invalid="ignore"):
         jumps = np.where(before > 0, updates / before, np.nan)
     changed = np.where(updates > 0, weights["changed"], np.nan)
-    has_master = weights["master_update"] > 0  # then what a step rounds off there is what is lost
+    has_master = weights["master_update"] > 0  # then rounding the weight loses nothing, rounding the master does
     measured = {
         "jump": jumps,
         "unmoved": 1 - np.where(has_master, weights["master_changed"], changed),
@@ -364,7 +366,7 @@ def _of_weight(record: Record, kind: str, values: Any, over: Any) -> Finding:
 
 
 def _reason_of_jump(record: Record, begins: int, worst: int) -> tuple[str, str, str]:
-    """(what rose with an update, as far as it is recorded; a remedy, and what it comes to)."""
+    """(which recorded number rose with an update, a remedy, what the remedy would do)."""
     rate = 'for group in optimizer.param_groups: group["lr"] = min(group["lr"], {:.3g})'
     for name, what, remedy in (
         *((name, "the learning rate", rate) for name in RATES),

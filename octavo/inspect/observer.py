@@ -1,4 +1,4 @@
-"""What octavo.inspect sees of a layer: what its casts did is counted, and faults are noted, in the device's tensors."""
+"""The observer of a layer: it counts what its casts do, and notes faults in its products, in tensors on the device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.pair import ForProducts, Operands
 
-Counts = tuple[Tensor, Tensor]  # sums and extremes: arguments of the op cast_statistics; of groups a row each
-RoleCounts = tuple[Counts | None, Counts | None]  # of the cast as it lies, and of the transposed one if it is another
+Counts = tuple[Tensor, Tensor]  # sums and extremes, arguments of the op cast_statistics; a row for each group
+RoleCounts = tuple[Counts | None, Counts | None]  # of the cast as it lies, and of the transposed one if that differs
 
 
 class LayerCounts(NamedTuple):
-    """Where a layer's casts are counted, by role, while it has this recipe; the recorder itself counts a weight's.
+    """Where a layer's casts are counted by role, while it has this recipe; the recorder counts those of the weight.
 
     ``first``: the number of the first expert whose products this rank computes.
     """
@@ -41,9 +41,9 @@ class Notes(NamedTuple):
 
 
 class Observer(NamedTuple):
-    """Who sees what a layer's casts and products do, and changes nothing of them.
+    """Sees what a layer's casts and products do, and changes nothing.
 
-    ``counts``: in a step that is recorded, else None; ``notes`` of (input, grad_output) where faults are traced.
+    ``counts``: None except in a step that is recorded; ``notes``: of (input, grad_output), where faults are traced.
     """
 
     counts: LayerCounts | None = None
@@ -59,7 +59,7 @@ class Observer(NamedTuple):
     ) -> None:
         """Count what a cast of ``source()``, of the role INPUT or GRAD_OUTPUT, did.
 
-        ``offsets``: of rows in groups, see autograd/grouped.py. Rows that another rank has sent in FP8 it has counted.
+        ``offsets``: of rows in groups, see autograd/grouped.py. Rows that came in FP8 were counted by their sender.
         """
         if self.counts is None or self.counts.recipe is not recipe:
             return
@@ -69,15 +69,15 @@ class Observer(NamedTuple):
         casts, (first, second) = recipe.casts[role], self.counts.input if role == INPUT else self.counts.grad_output
         if first is not None and casts.as_is is not None and operands.as_is is not None:
             kernels.cast_statistics(x_RC, *operands.as_is, casts.as_is.tile, *self._of(first, offsets), offsets)
-        elif casts.once:  # of a first layer, whose input needs no gradient
+        elif casts.once:  # in a first layer, whose input needs no gradient
             second = first
         if second is not None and casts.transposed is not None and operands.transposed is not None:
             codes, scale_inv = operands.transposed
-            laid = rows_of_codes(codes, offsets, x_RC.shape[0], _pad(x_RC, recipe)), scale_inv.t()
-            kernels.cast_statistics(x_RC, *laid, casts.transposed.tile[::-1], *self._of(second, offsets), offsets)
+            as_is = rows_of_codes(codes, offsets, x_RC.shape[0], _pad(x_RC, recipe)), scale_inv.t()
+            kernels.cast_statistics(x_RC, *as_is, casts.transposed.tile[::-1], *self._of(second, offsets), offsets)
 
     def _of(self, counts: Counts, offsets: Tensor | None) -> Counts:
-        """The counts of these groups: of all experts, or of those whose products this rank computes."""
+        """The counts of these groups, which are all experts, or those whose products this rank computes."""
         (sums, extremes), layer = counts, self.counts
         assert layer is not None
         if offsets is None or offsets.shape[0] == sums.shape[0]:
@@ -94,11 +94,11 @@ class Observer(NamedTuple):
         offsets: Tensor | None,
         amax: Tensor | None = None,
     ) -> None:
-        """Note what a product's result says of faults in its operand: a pair, or in high precision (tensor, None).
+        """Note faults in a product's operand by its result; the operand is a pair, or (tensor, None) in high precision.
 
-        "output" says it of the input, of which a Delayed cast has found the ``amax``; "grad_input", or where no other
-        is computed "grad_weight", of grad_output. Of groups' weights a fault in any row is in a row of its group: all
-        rows of that are looked at.
+        "output" shows faults in the input, whose ``amax`` a Delayed cast has found. "grad_input" shows those in
+        grad_output; where it is not computed, "grad_weight" does. A faulty element of a group's grad_weight does not
+        show the row: all rows of the group are read.
         """
         if self.notes is None:
             return
@@ -117,8 +117,8 @@ def _pad(x: Tensor, recipe: Recipe) -> int:
     return contraction_multiple(x.device) if recipe.pads else 1
 
 
-def observe(module: RecipeModule, **parts: Any) -> None:
-    """Set parts of a module's Observer; without any the module has none."""
-    observer = (module.__dict__.pop("observer", None) or Observer())._replace(**parts)
+def observe(module: RecipeModule, **fields: Any) -> None:
+    """Set fields of a module's Observer; a module with no field set has no Observer."""
+    observer = (module.__dict__.pop("observer", None) or Observer())._replace(**fields)
     if observer != (None, None):
         module.observer = observer

@@ -1,16 +1,16 @@
-"""A record: its folder, written while a training runs, and read: what was counted, as shares and decibels.
+"""A record: the folder that is written while a training runs, and what it says when read: shares and decibels.
 
-A run that is killed leaves a record to read:
+A killed run, too, leaves a readable record:
 
     record.json         the form of the record, and who wrote it
-    rows-<step>.json    the rows of the counts from this step on: another file begins where recipes change
-    counts-<step>.npz   NumPy arrays, a file a recorded step: sums [rows, 7], extremes [rows, 3], exponents [rows, 64]
-                        (kernels/reference/cast_statistics.py), moved [weights, 10] (weights.py); of experts what
-                        recorder.kept says
-    steps.jsonl         a line of JSON a step: {"step": 12, "loss": 1.9, ...}, or what happened in it:
+    rows-<step>.json    which casts the rows of counts are of, from this step on: a new file where recipes change
+    counts-<step>.npz   NumPy arrays, a file for each recorded step: sums [rows, 7], extremes [rows, 3], exponents
+                        [rows, 64] (kernels/reference/cast_statistics.py), moved [weights, 10] (weights.py); for experts
+                        also what recorder.kept lists
+    steps.jsonl         a line of JSON for each step, {"step": 12, "loss": 1.9, ...}, and for each event,
                         {"step": 12, "event": "switch", "text": "fp8: 20 % of the steps"}
 
-A file is replaced as a whole, or a line added to its end; the last line may be torn where a run was killed.
+A file is replaced as a whole, or a line added to its end; if a run was killed, the last line may be torn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from octavo.distributed.files import PARTIAL, replacing
 from octavo.errors import MissingExtraError, OctavoError, first_line
@@ -51,7 +51,7 @@ class RecordWriter:
 
     Args:
         folder: made if absent.
-        step: how many steps are done; what the folder has of later ones is dropped.
+        step: how many steps are done; the record of later ones is deleted.
 
     Raises:
         ValueError: if the folder holds a record and ``step`` is 0.
@@ -64,7 +64,7 @@ class RecordWriter:
         if step == 0 and (old or (folder / _STEPS).exists()):
             raise ValueError(f"{folder} holds a record: name another folder, or the step to go on from (step=...)")
         later = [path for kind in ("rows", "counts") for at, path in files_of(folder, kind).items() if at >= step]
-        for path in (*later, *folder.glob(f"*.{PARTIAL}")):  # and what a killed run was writing
+        for path in (*later, *folder.glob(f"*.{PARTIAL}")):  # the latter are files that a killed run was writing
             path.unlink()
         self._write_json(folder / "record.json", {"format": FORMAT})
         kept = [line for line in read_lines(folder) if line["step"] < step]
@@ -72,20 +72,20 @@ class RecordWriter:
             file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
 
     def add_rows(self, step: int, rows: Sequence[Row]) -> None:
-        """The rows of counts from a step on."""
+        """Write which casts the rows of counts are of, from a step on."""
         self._write_json(self.folder / f"rows-{step:08d}.json", [row.as_dict() for row in rows])
 
     def add_counts(self, step: int, counts: Mapping[str, Any]) -> None:
-        """What was counted in a step: arrays by their names."""
+        """Write what was counted in a step: arrays by their names."""
         with replacing(self.folder / f"counts-{step:08d}.npz") as file:
             self.numpy.savez_compressed(file, **counts)
 
     def add_scalars(self, rows: Mapping[int, Mapping[str, float]]) -> None:
-        """Numbers of steps."""
+        """Write steps' numbers by name."""
         self._add_lines([{"step": step, **values} for step, values in rows.items()])
 
     def add_event(self, step: int, kind: str, text: str) -> None:
-        """What happened in a step."""
+        """Write what happened in a step."""
         self._add_lines([{"step": step, "event": kind, "text": text}])
 
     def _add_lines(self, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -98,7 +98,7 @@ class RecordWriter:
 
 
 def files_of(folder: Path, kind: str) -> dict[int, Path]:
-    """The files of a kind by their step, in order."""
+    """The files of a kind, "rows" or "counts", by their step, in order."""
     found = {}
     for path in folder.glob(f"{kind}-*"):
         if match := re.fullmatch(rf"{kind}-(\d+)\.(?:json|npz)", path.name):
@@ -107,7 +107,7 @@ def files_of(folder: Path, kind: str) -> dict[int, Path]:
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:
-    """The lines of steps, but for one that was torn."""
+    """The lines of steps.jsonl, without one that is torn."""
     path, found = folder / _STEPS, []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
@@ -137,7 +137,7 @@ OF_WEIGHTS = {
 
 
 class RecordError(OctavoError, ValueError):
-    """A folder that holds no record, or one of another form."""
+    """A folder without a record, or with one that this release can't read."""
 
 
 class WorstExpert(NamedTuple):
@@ -149,12 +149,12 @@ class WorstExpert(NamedTuple):
 
 
 class OfExperts(NamedTuple):
-    """What a record holds of layers of experts besides the sums over these.
+    """What a record has of layers of experts besides the sums over all experts.
 
     Attributes:
-        measures, exponents: as a Record's, but of each row of experts those of its worst one alone: where a measure is
-            the largest number of times its limit.
-        worst: [steps, rows], that one's number; -1 of other rows.
+        measures, exponents: as a Record's, but a row of experts has those of its worst expert alone: the one with the
+            measure that exceeds its limit by the largest factor.
+        worst: [steps, rows], the worst expert's number; -1 in other rows.
         beyond: [steps, rows], how many experts have a measure beyond its limit.
         tokens: by layer [steps, experts], float64: how many each got in a recorded step; nan where nothing was counted.
     """
@@ -166,26 +166,26 @@ class OfExperts(NamedTuple):
     tokens: dict[str, Any]
 
     def at(self, step: int, place: int, layer: str) -> WorstExpert:
-        """The worst expert of a row of this layer, at these places of steps and rows."""
+        """The worst expert of a row of this layer; ``step`` and ``place``: indices of the step and the row."""
         number = int(self.worst[step, place])
         return WorstExpert(number, int(self.tokens[layer][step, number]), int(self.beyond[step, place]))
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a folder holds.
+    """A record as it was read.
 
     Attributes:
-        rows: casts of layers' roles; a recipe that changed adds rows.
+        rows: casts of layers' roles; where a recipe changed, the new casts are further rows.
         steps: the recorded ones.
-        measures: of MEASURES, each [steps, rows], float64; nan where nothing was counted.
+        measures: MEASURES by name, each [steps, rows], float64; nan where nothing was counted.
         exponents: [steps, rows, 64]: how many numbers have each binary exponent; the first bin's is ``lowest``.
-        lowest: -48.
-        layers: those whose weights were looked at.
-        weights: of OF_WEIGHTS, each [steps, layers], float64.
+        layers: those whose weights were recorded.
+        weights: OF_WEIGHTS by name, each [steps, layers], float64.
         scalars: by name, a pair of the steps and their numbers.
         events: (step, kind, text).
-        experts: None where no layer is of experts.
+        experts: None if no layer is of experts.
+        lowest: -48.
 
     Example:
         >>> import tempfile, torch, octavo
@@ -203,31 +203,31 @@ class Record:
     steps: list[int]
     measures: dict[str, Any]
     exponents: Any
-    lowest: int
     layers: list[str]
     weights: dict[str, Any]
     scalars: dict[str, tuple[list[int], list[float]]]
     events: list[tuple[int, str, str]]
     experts: OfExperts | None = None
+    lowest: ClassVar[int] = LOWEST
 
     @property
     def of_worst(self) -> Record:
-        """The same with each row of experts being its worst one."""
+        """The same record, but a row of experts is that of its worst expert."""
         found = self.experts
         return self if found is None else replace(self, measures=found.measures, exponents=found.exponents)
 
 
 def load(folder: str | Path) -> Record:
-    """Read a record; one that is still written, or that a killed run left, as far as it goes.
+    """Read a record; one that is still being written, or that a killed run left, as far as it goes.
 
     Args:
-        folder: that was given to a Recorder.
+        folder: the one that was given to a Recorder.
 
     Returns:
-        all of it, as NumPy arrays.
+        the record, as NumPy arrays.
 
     Raises:
-        RecordError: for a folder without a record, or one of another form.
+        RecordError: for a folder without a record, or with one that this release can't read.
 
     Example:
         >>> load("nowhere")
@@ -265,27 +265,23 @@ def load(folder: str | Path) -> Record:
         if begun is None:
             raise RecordError(f"{folder} has no rows-*.json that says what {path.name} counts: copy it whole")
         rows = tables[begun]
-        with _reading(path), open(path, "rb") as file, np.load(file) as part:
+        with _reading(path), open(path, "rb") as file, np.load(file) as arrays:
             where = [places[row] for row in rows]
-            sums[at, where], extremes[at, where], exponents[at, where] = (
-                part["sums"],
-                part["extremes"],
-                part["exponents"],
-            )
-            experts.add(at, rows, where, part)
-            own = list(dict.fromkeys(row.layer for row in rows))
-            moved[at, [layers.index(layer) for layer in own]] = part["moved"]
+            for all_steps, name in ((sums, "sums"), (extremes, "extremes"), (exponents, "exponents")):
+                all_steps[at, where] = arrays[name]
+            experts.add(at, rows, where, arrays)
+            moved[at, [layers.index(layer) for layer in dict.fromkeys(row.layer for row in rows)]] = arrays["moved"]
     limits = np.array([row.largest for row in places])
     scalars, events = _steps(folder)
     measures = measures_of(np, sums, extremes, limits)
     steps, of_experts = list(counts), experts.found(sums, extremes, exponents, limits)
     weights = of_weights(np, moved)
-    return Record(list(places), steps, measures, exponents, LOWEST, layers, weights, scalars, events, of_experts)
+    return Record(list(places), steps, measures, exponents, layers, weights, scalars, events, of_experts)
 
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Raises RecordError for whatever a file makes Python or NumPy raise that was cut, or is none of octavo's."""
+    """Raise RecordError in place of whatever Python or NumPy raise at a file that was cut, or is not octavo's."""
     try:
         yield
     except Exception as error:
@@ -294,7 +290,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 class _ExpertSteps:
-    """What is read of experts, step by step."""
+    """Reads a record's experts step by step."""
 
     def __init__(self, rows: Sequence[Row], steps: int) -> None:
         np = self.np = numpy()
@@ -302,40 +298,42 @@ class _ExpertSteps:
         shape = steps, len(rows)
         self.numbers = np.stack([np.full(shape, -1), np.zeros(shape, dtype="int64")], -1)
         self.tokens = {row.layer: np.full((steps, row.experts), np.nan) for row in rows if row.experts}
-        self.parts: list[tuple[int, list[int], dict[str, Any]]] = []
+        self.worst: list[
+            tuple[int, list[int], dict[str, Any]]
+        ] = []  # (step, rows of experts, their worst one's counts)
 
-    def add(self, at: int, rows: Sequence[Row], where: Sequence[int], part: Any) -> None:
-        """What the file of a step has, whose rows are those; ``where`` they are among all."""
-        if "worst" not in part:
+    def add(self, at: int, rows: Sequence[Row], where: Sequence[int], arrays: Any) -> None:
+        """Read the arrays of a step's file, which has these rows; ``where``: their indices among the record's rows."""
+        if "worst" not in arrays:
             return
-        own = [place for place, row in zip(where, rows, strict=True) if row.experts]
-        self.numbers[at, own] = part["worst"]
-        for layer, tokens in by_layer(rows, part["tokens"]).items():
+        of_experts = [place for place, row in zip(where, rows, strict=True) if row.experts]
+        self.numbers[at, of_experts] = arrays["worst"]
+        for layer, tokens in by_layer(rows, arrays["tokens"]).items():
             self.tokens[layer][at] = tokens
-        self.parts.append((at, own, {name: part[f"worst_{name}"] for name in ("sums", "extremes", "exponents")}))
+        counts = {name: arrays[f"worst_{name}"] for name in ("sums", "extremes", "exponents")}
+        self.worst.append((at, of_experts, counts))
 
     def found(self, sums: Any, extremes: Any, exponents: Any, limits: Any) -> OfExperts | None:
-        """All of it; the arguments are of all experts together."""
+        """What was read; the arguments are the record's, in which all experts are summed."""
         if not self.tokens:
             return None
         whole = {"sums": sums.copy(), "extremes": extremes.copy(), "exponents": exponents.copy()}
-        for at, own, part in self.parts:
-            for name, values in part.items():
-                whole[name][at, own] = values
+        for at, of_experts, counts in self.worst:
+            for name, values in counts.items():
+                whole[name][at, of_experts] = values
         measures = measures_of(self.np, whole["sums"], whole["extremes"], limits)
         worst, beyond = self.np.moveaxis(self.numbers, -1, 0)
         return OfExperts(measures, whole["exponents"], worst, beyond, self.tokens)
 
 
 def by_layer(rows: Sequence[Row], tokens: Any) -> dict[str, Any]:
-    """Each layer's part of an array that holds a number an expert, one layer behind the other."""
+    """The experts' numbers of each layer, from an array that has them one layer after the other."""
     experts = {row.layer: row.experts for row in rows if row.experts}
-    parts = numpy().split(tokens, numpy().cumsum(list(experts.values()))[:-1])
-    return dict(zip(experts, parts, strict=True))
+    return dict(zip(experts, numpy().split(tokens, numpy().cumsum(list(experts.values()))[:-1]), strict=True))
 
 
 def measures_of(np: Any, sums: Any, extremes: Any, limits: Any) -> dict[str, Any]:
-    """MEASURES of counts [..., rows, 7] and [..., rows, 3] whose rows' largest numbers are ``limits`` [rows]."""
+    """MEASURES from counts [..., rows, 7] and [..., rows, 3]; ``limits`` [rows]: Row.largest of each row."""
     elements, zeros, flushed, clipped, nonfinite, power, error = np.moveaxis(sums, -1, 0)
     amax, scale_inv, _ = np.moveaxis(extremes, -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -352,7 +350,7 @@ def measures_of(np: Any, sums: Any, extremes: Any, limits: Any) -> dict[str, Any
 
 
 def of_weights(np: Any, moved: Any) -> dict[str, Any]:
-    """OF_WEIGHTS of counts [..., layers, 10]."""
+    """OF_WEIGHTS from counts [..., layers, 10]."""
     sums = dict(zip(MOVED, np.moveaxis(moved, -1, 0), strict=True))
     with np.errstate(divide="ignore", invalid="ignore"):
         masters = np.where(sums["masters"] > 0, sums["masters"], np.nan)

@@ -1,4 +1,4 @@
-"""Recording a training: what its casts do, counted on the device every so many steps, and read without waiting."""
+"""Recording a training: every few steps its casts are counted on the device; the host reads that without waiting."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch import Tensor, nn
 
 from octavo.distributed.files import reason_of
 from octavo.distributed.ranks import Ranks, whole
-from octavo.inspect.findings import LIMITS, OWN_SQNR
+from octavo.inspect.findings import FORMAT_SQNR, LIMITS
 from octavo.inspect.record import RecordWriter, by_layer, measures_of, numpy, of_weights
 from octavo.inspect.rows import Row, Table
 from octavo.inspect.weights import WeightSamples, count_weights
 from octavo.kernels.arguments import SUMS
 
 Scalar = float | Tensor
-SKIPPED = "skipped"  # a kind of event that arrives as a scalar does
+SKIPPED = "skipped"  # a kind of event that arrives from the device, as scalars do
 
 
 class _CountsInFlight(NamedTuple):
-    """What is on its way to the host: of a step that was recorded its counts, and scalars of the steps before."""
+    """What is on its way to the host: the counts of a recorded step, and the scalars of the steps until then."""
 
     step: int
     table: Table
@@ -42,27 +42,27 @@ class _CountsInFlight(NamedTuple):
 
 
 class Recorder:
-    """Records every so many steps of a training what its casts do to inputs, weights and gradients.
+    """Records what a training's casts do to inputs, weights and gradients, in one step of every few.
 
-    Only a step that is recorded counts anything, by one launch for each cast, on the device; nothing waits for the
-    device, and the other steps are what they are without a recorder. Compiled models are compiled once more, for the
-    steps that are recorded. Ranks of a process group add up what they count, on the same step; rank 0 writes. Where it
-    can't, as on a full disk, a warning says so once, the record ends there, and the training goes on.
+    A recorded step takes one more launch for each cast; other steps are as without a recorder, and nothing waits for
+    the device. A compiled model is compiled once more, for the recorded steps. The ranks of a process group add up
+    their counts, and rank 0 writes. If it can't write, say because the disk is full, it warns once, and the record
+    ends there while the training goes on.
 
     Args:
         model: with layers that octavo.convert or octavo.nn made.
         to: a folder for the record, made if absent; see octavo.inspect.load.
-        every: record the first step and each of so many.
-        optimizer: whose masters, and moments in FP8, are looked at too.
-        schedule: an octavo.schedule.PrecisionSchedule whose switches, recoveries and skipped steps are noted.
-        step: how many steps were done before, in the run that is gone on with: what the folder has beyond is dropped.
+        every: record the first step, and then one of so many.
+        optimizer: its masters, and its moments in FP8, are recorded too.
+        schedule: an octavo.schedule.PrecisionSchedule whose switches, recoveries and skipped steps are recorded.
+        step: how many steps were done before, in a run that is resumed: the record of later steps is deleted.
         group: the torch.distributed process group of the ranks that train together; all ranks, by default.
         on_record: called on rank 0 with a step and its numbers by name, as they are written: the scalars of each step,
-            and of a recorded one "layer.role.measure" too ("layer.role.product.measure" where a role has two casts).
+            and for a recorded one "layer.role.measure" ("layer.role.product.measure" where a role has two casts).
 
     Raises:
-        ValueError: for a model without FP8 layers or on several devices, ``every`` below 1, or a folder that holds a
-            record of more steps than ``step`` without ``step`` saying to go on with it.
+        ValueError: for a model without FP8 layers or on several devices, for ``every`` below 1, and for a folder that
+            has a record while ``step`` is 0.
 
     Example:
         >>> import tempfile, torch, octavo
@@ -105,21 +105,21 @@ class Recorder:
         self._written: Table | None = None
         self._samples = WeightSamples()
         self._numbers: list[tuple[int, str, float]] = []
-        self._scalars: list[tuple[int, list[str], Tensor]] = []  # those on the device, of each step together
+        self._scalars: list[tuple[int, list[str], Tensor]] = []  # of each step, those that are on the device
         self._readings: list[_CountsInFlight] = []
-        self._switches = self._known_switches()
+        self._switches = self._switches_so_far()
         self._begin()
 
     def step(self, loss: Scalar | None = None, grad_norm: Scalar | None = None, **scalars: Scalar) -> None:
-        """Note that a step is done, after the optimizer's.
+        """End a step; to be called after the optimizer's step.
 
         Args:
             loss, grad_norm: of this step, numbers or tensors on any device.
-            scalars: others by name.
+            scalars: other numbers by name.
         """
         if self._goes_on:
             self._keep({"loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: self._left_out()})
-        for switch in self._known_switches()[len(self._switches) :]:
+        for switch in self._switches_so_far()[len(self._switches) :]:
             self.event("recovery" if switch.phase < 0 else "switch", f"{switch.name}: {switch.reason}")
             self._switches.append(switch)
         if self._is_recorded:
@@ -130,17 +130,17 @@ class Recorder:
         self._begin()
 
     def event(self, kind: str, text: str) -> None:
-        """Note what happened in the step under way.
+        """Record something that happened in this step.
 
-        By itself a recorder notes each "switch" and "recovery" of its schedule, and each step that is "skipped" by that
-        or by an optimizer of octavo.optim. Others are the caller's to tell.
+        A recorder itself records each "switch" and "recovery" of its schedule, and each step that is "skipped" by the
+        schedule or by an optimizer of octavo.optim. Other events are recorded by calling this.
         """
         with self._or_ends():
             if self._writer is not None:
                 self._writer.add_event(self._step, kind, text)
 
     def close(self) -> None:
-        """Write what is under way, and leave the model as it was."""
+        """Write what is on its way to the host, and leave the model as it was."""
         self._table.attach(False)
         if self._scalars or self._numbers:
             self._read({})
@@ -159,7 +159,7 @@ class Recorder:
         self.close()
 
     @property
-    def _goes_on(self) -> bool:  # other ranks wait for what this one counts, though it can't write any more
+    def _goes_on(self) -> bool:  # though it can't write any more, other ranks wait for this one's counts
         return self._writer is not None or self._ranks.size > 1
 
     @property
@@ -168,7 +168,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _or_ends(self) -> Iterator[None]:
-        """Ends the record, and not the training, where a file can't be written."""
+        """End the record, and not the training, if a file can't be written."""
         try:
             yield
         except OSError as error:
@@ -178,7 +178,7 @@ class Recorder:
             warnings.warn(f"cannot write {path}: {why}", stacklevel=4)
 
     def _keep(self, given: Mapping[str, Scalar | None]) -> None:
-        """Keep a step's numbers as they are now, without the graph that made them, and whole."""
+        """Keep a step's numbers: copies without autograd's graph, and whole where they are sharded."""
         tensors = {}
         for name, value in given.items():
             if isinstance(value, Tensor):
@@ -189,16 +189,16 @@ class Recorder:
             self._scalars.append((self._step, list(tensors), torch.stack(list(tensors.values()))))
 
     def _left_out(self) -> Tensor | None:
-        """A number, not 0 where the last step changed nothing; None where nobody could leave it out."""
+        """A number that is not 0 if the last step changed nothing; None if nothing here skips steps."""
         optimizer = self.optimizer if self.schedule is None else self.schedule.optimizer
         found = getattr(optimizer, "left_out", None)
         return found if found is not None or self.schedule is None else self.schedule.left_out
 
-    def _known_switches(self) -> list[Any]:
+    def _switches_so_far(self) -> list[Any]:
         return [] if self.schedule is None else list(self.schedule.switches)
 
     def _begin(self) -> None:
-        """Make the model count in the next step, if that is recorded; leave it alone if not."""
+        """Have the model's layers count in the next step, if that one is recorded."""
         if not self._is_recorded:
             return self._table.attach(False)
         if not self._table.is_of(self.model):
@@ -210,7 +210,7 @@ class Recorder:
 
     @torch.no_grad()
     def _count(self) -> dict[str, Tensor]:
-        """All counts of the step, over all ranks; the model's are 0 again."""
+        """Take the step's counts, summed over all ranks, and set the model's to 0."""
         table = self._table
         count_weights(table.weights, self._ranks)
         moved = self._samples.moved(table.weights, self.optimizer)
@@ -220,7 +220,7 @@ class Recorder:
         return {"sums": sums, "extremes": extremes, "moved": self._ranks.sum(moved)}
 
     def _read(self, counts: Mapping[str, Tensor]) -> None:
-        """Send counts, and scalars since the last time, to the host."""
+        """Send counts, and the scalars since the last time, to the host."""
         (numbers, self._numbers), (kept, self._scalars) = (self._numbers, []), (self._scalars, [])
         if self._writer is None:
             return
@@ -261,9 +261,9 @@ class Recorder:
 
 
 def _named(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]:
-    """The measures of a step by layer, role and measure, but those that are not finite.
+    """A step's finite measures by layer, role and measure.
 
-    Of experts also those of the worst one, and the least and the most tokens that one of a layer got.
+    A layer of experts also has those of the worst one, and the fewest and the most tokens that an expert got.
     """
     np = numpy()
     places = [(row.layer, row.role) for row in rows]
@@ -279,39 +279,39 @@ def _named(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]:
         found.append(([f"{names[place]}.worst_expert" for place in at], measures_of(np, *of_worst, limits[at])))
         tokens = by_layer(rows, counts["tokens"])
         ends = {
-            "least_tokens": [own.min() for own in tokens.values()],
-            "most_tokens": [own.max() for own in tokens.values()],
+            "least_tokens": [of_layer.min() for of_layer in tokens.values()],
+            "most_tokens": [of_layer.max() for of_layer in tokens.values()],
         }
         found.append((list(tokens), ends))
     layers = [".".join(filter(None, (layer, "weight"))) for layer in dict.fromkeys(row.layer for row in rows)]
     found.append((layers, of_weights(np, counts["moved"])))
     return {
         f"{name}.{measure}": float(value)
-        for own, measures in found
+        for named, measures in found
         for measure, values in measures.items()
-        for name, value in zip(own, values, strict=True)
+        for name, value in zip(named, values, strict=True)
         if math.isfinite(value)
     }
 
 
-_TOLD_BY = ("grad_output", "input", "weight")
+_TOKENS_FROM = ("grad_output", "input", "weight")
 
 
 def kept(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]:
     """What a record keeps of a step, as NumPy arrays.
 
-    A row of a layer of experts is counted in a line an expert. A record of all lines would be as many times larger as
-    there are experts, and nobody reads them all; what hurts a training is in the worst.
+    A row of experts is counted in one line for each expert. A record of all lines would be larger by the number of
+    experts, and the worst expert shows what hurts a training. So it has:
 
-        sums, exponents, extremes    a row of the record each: of all experts together
+        sums, exponents, extremes    for each row, all experts together
         worst_...                    the same of the worst expert alone, for each row of experts
         worst                        its number, and how many experts have a measure beyond its limit: [rows of
                                      experts, 2]
-        tokens                       of each layer of experts [E], one behind the other
+        tokens                       those of each expert [E], one layer after the other
 
     Args:
         rows: at least one.
-        counts: [lines, 71] of all rows.
+        counts: [lines, 71], the lines of all rows.
         extremes: [lines, 3].
     """
     np = numpy()
@@ -322,15 +322,15 @@ def kept(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]:
     ]
     if not of_experts:
         return found
-    lines = np.concatenate([np.arange(own.start, own.stop) for _, own in of_experts])
+    lines = np.concatenate([np.arange(its.start, its.stop) for _, its in of_experts])
     each = [row for row, _ in of_experts for _ in range(row.experts)]
     limits = np.array([row.largest for row in each])
     severity = np.full(len(counts), -np.inf)
     severity[lines] = severities(measures_of(np, counts[lines, : len(SUMS)], extremes[lines], limits), each)
-    worst = [(own.start + int(severity[own].argmax()), own) for _, own in of_experts]
+    worst = [(its.start + int(severity[its].argmax()), its) for _, its in of_experts]
     at = [line for line, _ in worst]
-    numbers = [(line - own.start, int((severity[own] > 1).sum())) for line, own in worst]
-    tokens = [np.rint(counts[own, 0] / row.features) for row, own in _one_a_layer(of_experts, counts[:, 0])]
+    numbers = [(line - its.start, int((severity[its] > 1).sum())) for line, its in worst]
+    tokens = [np.rint(counts[its, 0] / row.features) for row, its in _one_a_layer(of_experts, counts[:, 0])]
     return (
         found
         | _counts("worst_", counts[at], extremes[at])
@@ -342,17 +342,17 @@ def kept(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]:
 
 
 def severities(measures: Mapping[str, Any], rows: Sequence[Row]) -> Any:
-    """How many times its limit the worst measure of each row is, of MEASURES [rows]; -inf where nothing was counted."""
+    """Each row's worst measure, divided by its limit, from MEASURES [rows]; -inf where nothing was counted."""
     np = numpy()
     room = np.array([2.0**row.cast.margin if row.cast.is_delayed else math.inf for row in rows])
-    lost = np.array([OWN_SQNR[row.cast.format.name] for row in rows]) - measures["sqnr"]
+    lost = np.array([FORMAT_SQNR[row.cast.format.name] for row in rows]) - measures["sqnr"]
     found = [
         np.where(measures["nonfinite"] > 0, math.inf, np.where(measures["nonfinite"] == 0, 0, np.nan)),
         measures["assumed"] / room / LIMITS["stale"],
         *(measures[kind] / LIMITS[kind] for kind in ("clipped", "flushed")),
         10 ** ((lost - LIMITS["rounded"]) / 10),
     ]
-    return np.stack([np.where(np.isnan(part), -math.inf, part) for part in found]).max(axis=0)
+    return np.stack([np.where(np.isnan(values), -math.inf, values) for values in found]).max(axis=0)
 
 
 def _counts(prefix: str, counts: Any, extremes: Any) -> dict[str, Any]:
@@ -361,13 +361,13 @@ def _counts(prefix: str, counts: Any, extremes: Any) -> dict[str, Any]:
 
 
 def _one_a_layer(of_experts: Sequence[tuple[Row, slice]], elements: Any) -> Iterator[tuple[Row, slice]]:
-    """The row of each layer that tells of its tokens: of grad_output, which is cast once however often forward runs.
+    """The row of each layer from which its tokens are counted.
 
-    Of two such rows, or where there is none, one that was counted: a first layer computes no grad_input.
+    It is a row that was counted, and if possible grad_output's, which is cast once however often forward runs.
     """
     layers: dict[str, list[tuple[Row, slice]]] = {}
-    for row, own in of_experts:
-        layers.setdefault(row.layer, []).append((row, own))
+    for row, its in of_experts:
+        layers.setdefault(row.layer, []).append((row, its))
     for found in layers.values():
-        of_rows = [(not elements[own].any(), _TOLD_BY.index(row.role), at) for at, (row, own) in enumerate(found)]
+        of_rows = [(not elements[its].any(), _TOKENS_FROM.index(row.role), at) for at, (row, its) in enumerate(found)]
         yield found[min(of_rows)[-1]]

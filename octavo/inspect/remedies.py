@@ -1,11 +1,10 @@
-"""What would mend a cast, cheapest first: other casts, and what they would flush by the exponents that were counted.
+"""Which other casts would mend a cast, cheapest first, and how much each would flush by the exponents counted.
 
-What a scale for the whole tensor would flush follows from the exponents and the amax. What finer scales would flush
-does not, as the exponents don't say where in a tensor a number lies; but it is bounded. A tile's scale has room for its
-own amax. Let t be any magnitude. A tile without numbers beyond t is cast with a scale that has room for t or for less,
-so of all such tiles together at most those numbers are flushed that room for t would flush. A tile with one beyond t
-has B numbers in all, so that at most B times the share of numbers beyond t lie in such tiles. The bound is the least
-sum of the two over all t.
+With one scale for the tensor, the exponents and the amax determine what would be flushed. With finer scales they only
+bound it, as they don't say where in the tensor a number lies. Let t be any magnitude. A tile without numbers beyond t
+has a scale with room for t or less: all such tiles together flush at most what one scale with room for t would. A tile
+with a number beyond t has B numbers in all: so such tiles hold at most B times the share of the numbers beyond t. The
+bound is the least sum of both over all t.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from octavo.recipes import blockwise, mx
 from octavo.scaling.recipe import OPERANDS, Cast, Delayed, Dynamic, Recipe
 from octavo.scaling.recipe_map import RecipeRule
 
-_FINER = ((128, blockwise), (32, mx))  # numbers that share a scale
+_FINER = ((128, blockwise), (32, mx))  # how many numbers share a scale, and the recipe
 
 
 class Exponents:
-    """How the magnitudes of a tensor's numbers are spread, in one recorded step or in each of several.
+    """The histogram of a tensor's magnitudes, in one recorded step or in each of several.
 
     Args:
-        counts: [..., 64], of numbers by binary exponent, the first of LOWEST; zeros are not among them.
+        counts: [..., 64], how many numbers have each binary exponent, from LOWEST on; zeros are not counted.
         amax: [...], the largest magnitude.
     """
 
@@ -43,13 +42,13 @@ class Exponents:
         self._total = self.np.maximum(self._so_far[..., -1], 1)
 
     def below(self, magnitude: Any) -> Any:
-        """The share of numbers that are smaller; those of one exponent are taken as spread evenly."""
+        """The share of numbers that are smaller, as if those with one exponent were distributed evenly."""
         np, last = self.np, self.counts.shape[-1] - 1
         mantissa, exponent = np.frexp(np.broadcast_to(np.nan_to_num(magnitude), self.amax.shape))
         place = exponent - 1 - LOWEST
         at = np.clip(place, 0, last)[..., None]
-        own = np.take_along_axis(self.counts, at, -1)[..., 0]
-        inside = np.take_along_axis(self._so_far, at, -1)[..., 0] - own * (2 - 2 * mantissa)
+        alike = np.take_along_axis(self.counts, at, -1)[..., 0]
+        inside = np.take_along_axis(self._so_far, at, -1)[..., 0] - alike * (2 - 2 * mantissa)
         found = np.where((place < 0) | (mantissa == 0), 0, np.where(place > last, self._total, inside))
         return found / self._total
 
@@ -60,12 +59,12 @@ class Exponents:
         return self.np.where(self.amax > 0, self.np.log2(amax) - (LOWEST + place + 1), 0).clip(min=0)
 
     def bound(self, tile: int, format: Format, least: float) -> float:
-        """At most this share is smaller than ``least`` times its scale_inv, where so many numbers share a scale."""
-        room = format.max / 2  # a scale of a power of two is up to twice too small
+        """A bound of the share below ``least`` times its scale_inv, if ``tile`` numbers share a scale."""
+        room = format.max / 2  # a scale that is a power of two is up to twice too small
         tops = [2.0 ** (LOWEST + place) for place in range(1, len(self.counts) + 1)]
         tops[-1] = max(tops[-1], float(self.amax))
 
-        def flushed(top: float) -> float:  # whole exponents, as it is a bound
+        def flushed(top: float) -> float:  # rounded up to a whole exponent, as it is a bound
             return float(self.below(2.0 ** math.ceil(math.log2(least * top / room))))
 
         return min(1.0, *(tile * (1 - float(self.below(top))) + flushed(top) for top in tops))
@@ -76,8 +75,8 @@ class Remedy(NamedTuple):
 
     Attributes:
         rules: of a RecipeMap: ``{"layers.3.mlp.down": {"grad_weight": None}}``.
-        share: of the row's numbers that would be too small.
-        is_bound: whether it is at most that share.
+        share: the share of the row's numbers that would be too small.
+        is_bound: whether that is only an upper bound.
     """
 
     rules: dict[str, RecipeRule]
@@ -92,14 +91,14 @@ def tile_size(granularity: Granularity) -> float:
 
 
 def remedies(row: Row, rows: Sequence[Row], found: Exponents, scale_inv: float, least: str) -> Iterator[Remedy]:
-    """Changes that leave fewer of a row's numbers too small, cheapest first; the last leaves none, without FP8.
+    """Changes that leave fewer of a row's numbers too small, cheapest first; the last one gives up FP8.
 
     Args:
-        row: what is to be mended.
-        rows: of the same layer and step, whose casts stay.
+        row: the row to mend.
+        rows: those of the same layer and step, whose casts stay.
         found: the row's numbers.
-        scale_inv: in use.
-        least: "smallest_subnormal": too small is what is flushed; "smallest_normal": what loses digits too.
+        scale_inv: the one in use.
+        least: "smallest_subnormal": flushed numbers are too small; "smallest_normal": also those that lose digits.
     """
     cast = row.cast
     finer = [*_other_casts(row, rows, cast, found, scale_inv, least)]
@@ -107,7 +106,7 @@ def remedies(row: Row, rows: Sequence[Row], found: Exponents, scale_inv: float, 
         if tile < tile_size(cast.granularity):
             share = found.bound(tile, E4M3, _least(E4M3, least))
             finer.append(Remedy(_of(row, make()), share, True))
-    # gradients keep enough digits in E5M2; of inputs and weights its two bits are what they lose
+    # gradients keep enough digits in E5M2; inputs and weights do not, so that for them it comes last
     yield from sorted(finer, key=lambda remedy: row.role != "grad_output" and "E5M2" in as_text(remedy.rules))
     yield Remedy(without_fp8(row), 0.0, False)
 
@@ -117,7 +116,7 @@ def _other_casts(
 ) -> Iterator[Remedy]:
     changes: list[dict[str, Any]] = [{}]
     changes += [{"rule": Dynamic()}] * cast.is_delayed + [{"format": E5M2}] * (cast.format is not E5M2)
-    # a margin of which the numbers had no use is left out
+    # a margin that the numbers did not need is left out
     is_unused = float(found.amax) * 2.0 ** max(cast.margin - 1, 0) <= cast.format.max * scale_inv
     for change in changes:
         changed = dataclasses.replace(cast, **change, margin=0 if is_unused else cast.margin)
@@ -127,7 +126,7 @@ def _other_casts(
 
 
 def _scale_inv(cast: Cast, scale_inv: float, changed: Cast, found: Exponents) -> float:
-    """What a cast's scale_inv would be, were the cast changed so."""
+    """What the scale_inv of a cast would be after its change to ``changed``."""
     if changed.rule != cast.rule:
         scale_inv = float(found.amax) * 2.0**cast.margin / cast.format.max
         if cast.power_of_two and scale_inv > 0:
@@ -136,23 +135,23 @@ def _scale_inv(cast: Cast, scale_inv: float, changed: Cast, found: Exponents) ->
 
 
 def _least(format: Format, least: str) -> float:
-    """What reads as too small, times scale_inv: half the smallest subnormal is rounded to 0."""
+    """Magnitudes below this times scale_inv are too small: half the smallest subnormal is rounded to 0."""
     return format.smallest_subnormal / 2 if least == "smallest_subnormal" else format.smallest_normal
 
 
 def with_cast(row: Row, rows: Sequence[Row], cast: Cast) -> dict[str, RecipeRule] | None:
-    """The rule that changes a row's cast in the products that read it; None where no recipe can have it."""
-    casts = {(other.role, product): laid for other in rows for product, laid in _by_product(other, other.cast)}
+    """The rule that changes a row's cast in the products that read it; None if no recipe can have it."""
+    casts = {(other.role, product): its for other in rows for product, its in _by_product(other, other.cast)}
     before = {
         product: tuple(casts[role, product] for role in roles)
         for product, roles in OPERANDS.items()
         if all((role, product) in casts for role in roles)
     }
-    own = {product: laid for product, laid in _by_product(row, cast) if product in before}
     after: dict[str, Any] = {}
-    for product, laid in own.items():
-        pair = zip(OPERANDS[product], before[product], strict=True)
-        after[product] = tuple(laid if role == row.role else theirs for role, theirs in pair)
+    for product, new in _by_product(row, cast):
+        if product in before:
+            pair = zip(OPERANDS[product], before[product], strict=True)
+            after[product] = tuple(new if role == row.role else other for role, other in pair)
     try:
         Recipe(**{**before, **after})
     except ValueError:
@@ -161,7 +160,7 @@ def with_cast(row: Row, rows: Sequence[Row], cast: Cast) -> dict[str, RecipeRule
 
 
 def _by_product(row: Row, cast: Cast) -> Iterator[tuple[str, Cast]]:
-    """A row's cast as each product that reads it has it: a second one reads the codes transposed."""
+    """A row's cast for each product that reads it: a second product reads the codes transposed."""
     first, *second = row.products
     yield first, cast
     for product in second:
@@ -169,7 +168,7 @@ def _by_product(row: Row, cast: Cast) -> Iterator[tuple[str, Cast]]:
 
 
 def without_fp8(row: Row) -> dict[str, RecipeRule]:
-    """The rule that leaves the products that read a row in high precision."""
+    """The rule that puts the products that read a row in high precision."""
     return _of(row, dict.fromkeys(row.products))
 
 
@@ -188,7 +187,7 @@ def _code(rule: RecipeRule) -> str:
 
 
 def together(found: Iterable[Mapping[str, RecipeRule]]) -> dict[str, RecipeRule]:
-    """Rules of several remedies; of those that change the same product of a layer the first."""
+    """The rules of several remedies; where two change the same product of a layer, the first one's."""
     chosen: dict[str, RecipeRule] = {}
     for rules in found:
         for pattern, rule in rules.items():
@@ -204,7 +203,7 @@ def called(share: float) -> str:
 
 
 def outcome(chosen: Remedy, options: Sequence[Remedy], least: str) -> str:
-    """What one of ``remedies`` comes to, where the last of them may have been chosen because of bounds."""
+    """What the chosen one of ``remedies`` would do; if it is the last, which finer scales might have done."""
     what = "flushed" if least == "smallest_subnormal" else "below the smallest normal number"
     bounds = [option for option in options if option.is_bound]
     if chosen is not options[-1]:
@@ -213,5 +212,5 @@ def outcome(chosen: Remedy, options: Sequence[Remedy], least: str) -> str:
     if not bounds:
         return text
     best = min(bounds, key=lambda option: option.share)
-    known = f"of its finer scales only a bound is known, at most {called(best.share)}"
-    return f"{text}; {as_text(best.rules)} may do too: {known}"
+    bound = f"of its finer scales only a bound is known, at most {called(best.share)}"
+    return f"{text}; {as_text(best.rules)} may do too: {bound}"

@@ -1,6 +1,6 @@
-"""What ``octavo inspect`` shows of a record: findings as text, and all of it as JSON and as one page of HTML.
+"""What ``octavo inspect`` shows of a record: findings as text, and findings and plots as JSON and as a page of HTML.
 
-The page is report.html with the JSON and Vega-Lite in it: it fetches nothing.
+The page is report.html with the JSON and Vega-Lite put into it: it fetches nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from octavo.errors import MissingExtraError
 from octavo.formats import E4M3, E5M2, Format
 from octavo.inspect.findings import LIMITS, Finding
 from octavo.inspect.record import MEASURES, OF_WEIGHTS, Record, numpy
-from octavo.inspect.rows import Row
 from octavo.recipes import to_json as to_rules
 from octavo.scaling.recipe import ROLES
 
-COLUMNS = 160  # of a heat map: of more records the worst of each few
-POINTS = 1000  # of a curve
-_WORST = {"flushed": (100, max), "clipped": (100, max), "sqnr": (1, min), "assumed": (1, max)}  # drawn times so much
+COLUMNS = 160  # the most of a heat map; of more records it shows the worst of each few
+POINTS = 1000  # the most of a curve
+_WORST = {
+    "flushed": (100, max),
+    "clipped": (100, max),
+    "sqnr": (1, min),
+    "assumed": (1, max),
+}  # (factor, which is worst)
 
 
 def table(record: Record, findings: Sequence[Finding], top: int) -> str:
@@ -49,15 +53,15 @@ def table(record: Record, findings: Sequence[Finding], top: int) -> str:
 
 @dataclass(frozen=True)
 class _Load:
-    """What each expert of some layers got in the last record, and which got nothing since when."""
+    """How many tokens each expert of a layer got in the last record, and since when some got none."""
 
     name: str
     tokens: list[int]
-    idle: dict[int, int]  # the recorded steps from which on these got none
+    idle: dict[int, int]  # by expert, the recorded step since which it got none
 
     @property
     def largest_share(self) -> float:
-        """Of all tokens, what the expert with most has; as many times as if all had as many."""
+        """The tokens of the expert that has most, divided by the mean."""
         return max(self.tokens) * len(self.tokens) / max(1, sum(self.tokens))
 
     def __str__(self) -> str:
@@ -68,19 +72,19 @@ class _Load:
 
 
 def _loads(record: Record) -> list[_Load]:
-    """Each layer's, or of the parts of a module, which get the same tokens, the module's."""
+    """Each layer's load; a fused module's layers, which get the same tokens, have one under the module's name."""
     np = numpy()
     found: dict[str, _Load] = {}
     for layer, tokens in record.experts.tokens.items() if record.experts is not None else ():
         counted = np.flatnonzero(~np.isnan(tokens).any(axis=1))
         if not len(counted):
             continue
-        own = tokens[counted].astype(int)
+        by_step = tokens[counted].astype(int)
         idle = {}
-        for expert in np.flatnonzero(own[-1] == 0):
-            last = np.flatnonzero(own[:, expert])
+        for expert in np.flatnonzero(by_step[-1] == 0):
+            last = np.flatnonzero(by_step[:, expert])
             idle[int(expert)] = record.steps[counted[last[-1] + 1 if len(last) else 0]]
-        name, last = layer.rpartition(".")[0] or layer, own[-1].tolist()
+        name, last = layer.rpartition(".")[0] or layer, by_step[-1].tolist()
         if name in found and found[name].tokens != last:
             name = layer
         found[name] = _Load(name, last, idle)
@@ -88,7 +92,7 @@ def _loads(record: Record) -> list[_Load]:
 
 
 def to_json(record: Record, findings: Sequence[Finding], what_if: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Findings, and the numbers that the page draws, as JSON: shares of casts in %; NaN and inf are null.
+    """Findings, and the numbers that the page draws, as JSON: casts' shares are in %, NaN and inf are null.
 
     ``what_if``: rows of a WhatIf of the model.
     """
@@ -113,7 +117,7 @@ def to_json(record: Record, findings: Sequence[Finding], what_if: Sequence[Mappi
 
 
 def to_html(record: Record, findings: Sequence[Finding], title: str, what_if: Sequence[Mapping[str, Any]] = ()) -> str:
-    """One page with all of it, which needs no network.
+    """One page with all findings and plots, which needs no network.
 
     Raises:
         MissingExtraError: without vl-convert, which brings Vega-Lite.
@@ -123,29 +127,29 @@ def to_html(record: Record, findings: Sequence[Finding], title: str, what_if: Se
     except ImportError as error:
         raise MissingExtraError("the page needs vl-convert-python: pip install octavo[inspect]") from error
     page = resources.files("octavo.inspect").joinpath("report.html").read_text(encoding="utf-8")
-    parts = {
+    content = {
         "TITLE": title.replace("&", "&amp;").replace("<", "&lt;"),
         "DATA": to_json(record, findings, what_if).replace("<", "\\u003c"),
         "LIBRARY": vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"),
     }
-    for name, part in parts.items():
-        page = page.replace(f"<!--{name}-->", part)
+    for name, text in content.items():
+        page = page.replace(f"<!--{name}-->", text)
     return page
 
 
 class _Bins:
-    """Records, put together so that there are at most COLUMNS."""
+    """Joins neighbouring records, so that there are at most COLUMNS."""
 
     def __init__(self, count: int) -> None:
         each = max(1, math.ceil(count / COLUMNS))
         self.starts = list(range(0, count, each))
 
     def firsts(self, values: Sequence[int]) -> list[int]:
-        """The first of each bin."""
+        """The first value of each bin."""
         return [values[start] for start in self.starts]
 
     def worst(self, values: Any, is_worse: Any) -> list[float]:
-        """Of [steps] or [steps, casts] the worst of each bin, NaN where there is none."""
+        """The worst value of each bin, from [steps] or [steps, casts]; NaN if there is none."""
         np = numpy()
         missing, ufunc = (-math.inf, np.maximum) if is_worse is max else (math.inf, np.minimum)
         flat = np.where(np.isnan(values), missing, values).reshape(len(values), -1)
@@ -154,7 +158,7 @@ class _Bins:
 
 
 def _casts(record: Record, layer: str, role: str, bins: _Bins) -> dict[str, Any]:
-    """Measures of a role of a layer by step, the worst of its casts; of ``amax`` the last one's binary logarithm."""
+    """The worst measures by step of a layer's role, over its casts; ``amax``: the binary logarithm of the last one."""
     np = numpy()
     places = [place for place, row in enumerate(record.rows) if (row.layer, row.role) == (layer, role)]
     found = {
@@ -174,12 +178,12 @@ def _casts(record: Record, layer: str, role: str, bins: _Bins) -> dict[str, Any]
 
 
 def _rounded(value: float) -> float:
-    """Three digits, at most three of them behind the point: what a colour can show, in few bytes."""
+    """Three digits, at most three of them after the point: as much as a colour can show."""
     return round(float(f"{value:.3g}"), 3) if math.isfinite(value) else value
 
 
 def _weights(record: Record, place: int, bins: _Bins) -> Iterator[dict[str, Any]]:
-    """Updates over the weight's resolution by step: of the weight, and of its master where it has one."""
+    """Updates divided by the weight's resolution, by step: of the weight, and of its master if it has one."""
     for role, name in (("weight", "resolution"), ("master", "master_resolution")):
         found = [_rounded(value) for value in bins.worst(record.weights[name][:, place], min)]
         if role == "weight" or any(map(math.isfinite, found)):
@@ -187,11 +191,13 @@ def _weights(record: Record, place: int, bins: _Bins) -> Iterator[dict[str, Any]
 
 
 def _exponents(record: Record, place: int, findings: Sequence[Finding]) -> dict[str, Any]:
-    """A row's histogram where it is worst, else the last, in thousandths; what formats hold, in binary exponents."""
+    """A row's histogram in its worst step (or else the last), in thousandths, and the windows of formats."""
     np, row = numpy(), record.rows[place]
     counted = np.flatnonzero(record.measures["amax"][:, place] > 0)
-    own = [found.worst for found in findings if _is_of(found, row)]
-    at = record.steps.index(own[0]) if own else int(counted[-1]) if len(counted) else 0
+    worst = [
+        each.worst for each in findings if (each.layer, each.role, each.products) == (row.layer, row.role, row.products)
+    ]
+    at = record.steps.index(worst[0]) if worst else int(counted[-1]) if len(counted) else 0
     share = np.zeros(record.exponents.shape[-1])
     windows = []
     if len(counted):
@@ -205,12 +211,8 @@ def _exponents(record: Record, place: int, findings: Sequence[Finding]) -> dict[
     return {"name": name, "layer": row.layer, "step": step, "share": share.round(1).tolist(), "windows": windows}
 
 
-def _is_of(found: Finding, row: Row) -> bool:
-    return (found.layer, found.role, found.products) == (row.layer, row.role, row.products)
-
-
 def _window(format: Format, scale_inv: float, of: str) -> dict[str, Any]:
-    """From where on numbers have a code, all digits, and none any more."""
+    """The binary logarithms from which on numbers have a code, have all digits, and are too large."""
     if not (scale_inv > 0 and math.isfinite(scale_inv)):
         return {"format": f"{format}{of}", "low": None, "normal": None, "high": None}
     ends = {"low": format.smallest_subnormal / 2, "normal": format.smallest_normal, "high": format.max}
@@ -218,7 +220,7 @@ def _window(format: Format, scale_inv: float, of: str) -> dict[str, Any]:
 
 
 def _curve(steps: Sequence[int], values: Sequence[float]) -> list[dict[str, float]]:
-    """Points of a curve, the largest of each few where there are many."""
+    """The points of a curve; where there are many, the largest of each few."""
     each = max(1, math.ceil(len(steps) / POINTS))
     starts = range(0, len(steps), each)
     largest = [max((v for v in values[s : s + each] if math.isfinite(v)), default=math.nan) for s in starts]
@@ -226,11 +228,11 @@ def _curve(steps: Sequence[int], values: Sequence[float]) -> list[dict[str, floa
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold, numbers with four digits."""
+    """The same for JSON, with numbers of four digits."""
     if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items()}
+        return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, Iterable) and not isinstance(value, str):
-        return [_plain(part) for part in value]
+        return [_plain(each) for each in value]
     if isinstance(value, float):
         if not math.isfinite(value):
             return None

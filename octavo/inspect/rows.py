@@ -1,4 +1,4 @@
-"""What is recorded of a model: a row for each cast of each layer's roles, and where it is counted."""
+"""The rows of a model's record, one for each cast of each layer's roles, and the tensors they are counted in."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Row:
     Attributes:
         layer: the module's name.
         role: "input", "weight" or "grad_output".
-        products: that read the codes.
-        cast: how.
-        experts: how many the layer has, each with a matrix of its own; 0 of other layers.
-        features: columns of what is cast, of experts.
+        products: those that read the codes.
+        cast: the cast.
+        experts: how many the layer has, each with a matrix of its own; 0 for other layers.
+        features: for experts, how many columns the cast tensor has.
     """
 
     layer: str
@@ -47,20 +47,20 @@ class Row:
     features: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Its fields, as JSON has them."""
+        """The fields, for JSON."""
         of_experts = {"experts": self.experts, "features": self.features} if self.experts else {}
         return {"layer": self.layer, "role": self.role, "products": self.products, "cast": str(self.cast), **of_experts}
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Row:
-        """The row that such fields are of."""
+        """The row with such fields."""
         cast = Cast.of(fields["cast"])
         of_experts = fields.get("experts", 0), fields.get("features", 0)
         return cls(fields["layer"], fields["role"], tuple(fields["products"]), cast, *of_experts)
 
     @property
     def lines(self) -> int:
-        """How many lines of counts it has: one, or one an expert."""
+        """How many lines of counts it has: one, or one for each expert."""
         return self.experts or 1
 
     @property
@@ -79,11 +79,11 @@ class RecordedRole(NamedTuple):
 
 
 class Table:
-    """The rows of a model by its recipes now, with room to count them.
+    """The rows of a model with its present recipes, and the tensors they are counted in.
 
     Attributes:
         rows: in the order of the model's layers.
-        sums, extremes: [lines of all rows, ...], as ``cast_statistics`` has them.
+        sums, extremes: [lines of all rows, ...], as in ``cast_statistics``.
         roles: each layer's roles.
     """
 
@@ -104,8 +104,8 @@ class Table:
         lines = [row.lines for row in self.rows]
         self.sums = torch.zeros(sum(lines), len(SUMS) + EXPONENTS, dtype=torch.float64, device=device)
         self.extremes = torch.zeros(sum(lines), len(EXTREMES), device=device)
-        parts = zip(self.rows, self.sums.split(lines), self.extremes.split(lines), strict=True)
-        places = ((sums, extremes) if row.experts else (sums[0], extremes[0]) for row, sums, extremes in parts)
+        counts = zip(self.rows, self.sums.split(lines), self.extremes.split(lines), strict=True)
+        places = ((sums, extremes) if row.experts else (sums[0], extremes[0]) for row, sums, extremes in counts)
         self.roles = []
         for _, module, role, casts in planned:
             first, second = (next(places) if cast else None for cast in casts)
@@ -114,15 +114,15 @@ class Table:
 
     @property
     def weights(self) -> list[RecordedRole]:
-        """The layers' weights."""
+        """The roles that are weights."""
         return [found for found in self.roles if found.role == WEIGHT]
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether layers and recipes are still those."""
+        """Whether a model's layers and recipes are those of the table."""
         return self.recipes == [(name, m.recipe) for name, m in _fp8_layers(model)]
 
     def attach(self, on: bool) -> None:
-        """Let modules count, or no longer."""
+        """Have the modules count, or stop counting."""
         if not on and not self._is_attached:
             return
         self._is_attached = on
@@ -132,13 +132,13 @@ class Table:
 
 
 def _fp8_layers(model: nn.Module) -> list[tuple[str, RecipeModule]]:
-    """Layers with a product in FP8, by their names."""
+    """(name, layer) of each layer with a product in FP8."""
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
     return [(name, m) for name, m in layers if not m.recipe.is_high_precision]
 
 
 def sizes_of(module: RecipeModule) -> tuple[int, int, int]:
-    """How many experts a layer has, 0 where it is of none; in_features and out_features."""
+    """(how many experts a layer has, or 0; in_features; out_features)."""
     if not isinstance(module, Grouped):
         return 0, *features(module)
     experts, *sizes = module.weight_parameter.shape
@@ -153,15 +153,15 @@ def first_here(module: RecipeModule) -> int:
 
 
 def _of_experts(module: RecipeModule, role: int) -> tuple[int, int]:
-    """The last fields of a Row."""
+    """The fields ``experts`` and ``features`` of a Row."""
     experts, columns, rows = sizes_of(module)
     return (experts, rows if ROLES[role] == "grad_output" else columns) if experts else (0, 0)
 
 
 def parameter_of(module: RecipeModule) -> nn.Parameter | None:
-    """The parameter that has a layer's weight, of experts [E, ., .]; None where it is computed from others.
+    """The parameter that is a layer's weight, [E, ., .] for experts; None if the weight is computed from others.
 
-    Of splits that are sharded each for itself: this rank's rows of all, joined, which is no parameter.
+    For a layer whose splits are parameters it is not one, but this rank's rows of all splits, joined.
     """
     return module.weight if isinstance(module, PartedLinear) else weight_of(module)
 
@@ -170,7 +170,7 @@ _CastOfRow = tuple[tuple[str, ...], Cast] | None
 
 
 def _casts(module: RecipeModule, role: int) -> tuple[_CastOfRow, _CastOfRow]:
-    """A role's casts with the products that read them: one for both, where they are the same."""
+    """A role's casts as it lies and transposed, each with the products that read it; if they are the same, only one."""
     casts, (as_is, transposed) = module.recipe.casts[role], READS[ROLES[role]]
     if casts.once:
         assert casts.as_is is not None

@@ -1,4 +1,4 @@
-"""What is recorded of weights themselves: what their casts do, how far a step moves them, and their moments' codes."""
+"""What is recorded of weights: what their casts do, how far a step moves them, how many moments are flushed."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from octavo.optim.state import matrix_of
 from octavo.tensor.fsdp2 import on_this_rank
 from octavo.tensor.stored_weight import StoredWeight
 
-# What is recorded of each weight's update: of how many elements of it, of its moments and of its master; sums of
-# squares of the update and of the distances to the next number, and how many elements changed; how many elements of the
-# moments are flushed; and the update of the master, where the optimizer keeps one besides the weight.
+# What is recorded of each weight's update: how many elements were sampled of the weight, its moments and its master;
+# the sums of squares of the update and of the distances to the next number, and how many elements changed; how many of
+# each moment are flushed; and the same of the master's update, if the optimizer keeps a master besides the weight.
 MOVED = (
     *("elements", "moments", "masters"),
     *("update", "grid", "changed", "first_flushed", "second_flushed", "master_update", "master_changed"),
 )
-SAMPLED = 1024  # of a weight's elements
+SAMPLED = 1024  # elements of a weight
 
 
 def count_weights(weights: Sequence[RecordedRole], ranks: Ranks) -> None:
-    """Count what the casts of weights do, as the next forward will make them: of a sharded weight this rank's rows."""
+    """Count what the casts of weights do, as the next forward will make them; of sharded weights this rank's rows."""
     whole = _scales_of_whole(weights, ranks)
     for (module, recipe, _, counts), scales in zip(weights, whole, strict=True):
         weight = parameter_of(module)
@@ -48,22 +48,22 @@ def count_weights(weights: Sequence[RecordedRole], ranks: Ranks) -> None:
             _count_experts(module, weight, counts)
             continue
         local = on_this_rank(weight).detach()
-        if isinstance(local, StoredWeight):  # its codes are what there is: nothing is cast
+        if isinstance(local, StoredWeight):  # it has only codes: nothing is cast
             if counts[0] is not None:
                 tile = local.granularity.tile
                 kernels.cast_statistics(local.dequantize(), local.qdata, local.scale_inv, tile, *counts[0])
             continue
-        x = _laid(module, weight)
+        x = _as_rows(module, weight)
         casts = recipe.weight_casts
-        for cast, laid, counted in ((casts.as_is, x, counts[0]), (casts.transposed, x.t(), counts[1])):
+        for cast, values, counted in ((casts.as_is, x, counts[0]), (casts.transposed, x.t(), counts[1])):
             if cast is not None and counted is not None:
                 delayed = scales if cast.tile == (ALL, ALL) else None
-                q, _, scale_inv, *_ = kernels.cast(laid, delayed, WEIGHT, *cast.arguments)
-                kernels.cast_statistics(laid, q, scale_inv, cast.tile, *counted)
+                q, _, scale_inv, *_ = kernels.cast(values, delayed, WEIGHT, *cast.arguments)
+                kernels.cast_statistics(values, q, scale_inv, cast.tile, *counted)
 
 
 def _count_experts(module: Grouped, weight: Tensor, counts: RoleCounts) -> None:
-    """The same of experts: those of this rank, each of which is here as a whole."""
+    """``count_weights`` for a layer of experts: those of this rank, which has each of them whole."""
     local, first = on_this_rank(weight).detach(), first_expert(weight)
     stored = local if isinstance(local, StoredWeight) else None
     matrices, casts = local if stored is None else stored.dequantize(), module.recipe.weight_casts
@@ -74,7 +74,7 @@ def _count_experts(module: Grouped, weight: Tensor, counts: RoleCounts) -> None:
     for cast, counted, is_transposed in zip(casts[:2], counts, (False, True), strict=False):
         if cast is None or counted is None:
             continue
-        here = [part[first : first + len(ends)] for part in counted]
+        here = [tensor[first : first + len(ends)] for tensor in counted]
         tile = cast.tile[::-1] if is_transposed != module.stores_transposed else cast.tile
         if stored is not None:
             pair, tile = (stored.qdata.flatten(0, 1), stored.scale_inv.flatten(0, 1)), stored.granularity.tile
@@ -95,22 +95,22 @@ def first_expert(weight: Tensor) -> int:
     return local_shape_and_offset(weight.shape, mesh, placements)[1][0]
 
 
-def _laid(module: RecipeModule, weight: nn.Parameter) -> Tensor:
+def _as_rows(module: RecipeModule, weight: nn.Parameter) -> Tensor:
     """This rank's rows of a weight [N, K]."""
     shard = on_this_rank(weight).detach()
     return shard if isinstance(module, nn.Linear) else shard.t()
 
 
 def _scales_of_whole(weights: Sequence[RecordedRole], ranks: Ranks) -> list[Tensor | None]:
-    """For casts per tensor: the delayed scales, or those that all ranks' rows together ask for; None: the own amax."""
+    """For casts per tensor: the delayed scales, or those from the amax of all ranks' rows; None: from this rank's."""
     found: list[Tensor | None] = [getattr(module, "delayed_scale", None) for module, *_ in weights]
     sharded = [i for i, (module, *_) in enumerate(weights) if found[i] is None and _is_sharded_per_tensor(module)]
     if sharded:
-        shards = [_laid(weights[i].module, parameter_of(weights[i].module)) for i in sharded]  # type: ignore[arg-type]
+        shards = [_as_rows(weights[i].module, parameter_of(weights[i].module)) for i in sharded]  # type: ignore[arg-type]
         amax = ranks.largest(torch.cat([kernels.amax(shard, (ALL, ALL)).reshape(1) for shard in shards]))
-        for i, own in zip(sharded, amax, strict=True):
+        for i, largest in zip(sharded, amax, strict=True):
             cast = next(c for c in weights[i].module.recipe.weight_casts[:2] if c is not None and c.tile == (ALL, ALL))
-            found[i] = scale_from_amax(own, cast.format.max, cast.power_of_two, cast.margin).expand(3).contiguous()
+            found[i] = scale_from_amax(largest, cast.format.max, cast.power_of_two, cast.margin).expand(3).contiguous()
     return found
 
 
@@ -127,11 +127,12 @@ class _Sample(NamedTuple):
     """Views of at most SAMPLED elements of a weight [N, K], at equal distances.
 
     Attributes:
-        weight: this rank's rows; of a stored one the pair.
-        elements: of the weight; of a stored one its codes, uint8.
-        master: how an octavo optimizer keeps what it updates; None where it keeps nothing besides the weight.
-        rest: what the optimizer's state has for that.
-        moments: codes of the first moment and of the second, uint8; none where they are no codes.
+        weight: this rank's rows; for a weight in FP8 the pair.
+        elements: the sampled elements; for a weight in FP8 its codes, uint8.
+        master: how an octavo optimizer keeps the master; None if it keeps nothing besides the weight.
+        rest: the sampled elements of the master's rest.
+        state: the optimizer's state of the weight.
+        moments: the sampled codes of the first and the second moment, uint8; empty if they are not in codes.
     """
 
     weight: Tensor
@@ -143,7 +144,7 @@ class _Sample(NamedTuple):
 
     @classmethod
     def of(cls, module: RecipeModule, optimizer: torch.optim.Optimizer | None) -> _Sample:
-        """Of a module's weight, and of what the optimizer has of it now."""
+        """The sample of a module's weight and of its present state in the optimizer."""
         param = parameter_of(module)
         if param is None:
             nothing = torch.zeros(0, device=device_of(module))
@@ -161,15 +162,15 @@ class _Sample(NamedTuple):
 
     @property
     def key(self) -> object:
-        """Equal where samples are read together."""
+        """Equal for samples that are read together."""
         return type(self.weight), self.weight.dtype, self.master
 
 
 class WeightSamples:
-    """Elements of each weight and of its master, from before a step.
+    """Sampled elements of each weight and of its master before a step, to be compared with those after it.
 
-    Samples of all layers lie in one tensor [layers, SAMPLED], with zeros behind those of small weights: a few launches
-    read them, however many layers there are.
+    The samples of all layers are one tensor [layers, SAMPLED], padded with zeros: a few launches read them, however
+    many layers there are.
     """
 
     def __init__(self) -> None:
@@ -177,7 +178,7 @@ class WeightSamples:
 
     @torch.no_grad()
     def take(self, weights: Sequence[RecordedRole], optimizer: torch.optim.Optimizer | None) -> None:
-        """Keep them."""
+        """Take the samples before a step."""
         samples, values = _read(weights, optimizer)
         self._before = [sample.master for sample in samples], values
 
@@ -186,13 +187,13 @@ class WeightSamples:
         assert self._before is not None
         (masters, before), (new, after) = self._before, _read(weights, optimizer)
         self._before = None
-        change = (after - before).double()  # of the weight, of the distances, and of the master
+        change = (after - before).double()  # of the weight, of the distance to the next number, and of the master
         squares, changed = change.square().sum(-1), (change != 0).sum(-1, dtype=torch.float64)
         sizes = []
         for then, now in zip(masters, new, strict=True):
             elements, moments = len(now.elements), len(now.moments[0]) if now.moments else 0
-            is_known = now.master is not None and now.master == then  # from the second step on: the first one makes it
-            sizes.append((elements, moments, elements * is_known))
+            compares = now.master is not None and now.master == then  # not in the first step, which makes the master
+            sizes.append((elements, moments, elements * compares))
         columns = [squares[0], after[1].double().square().sum(-1), changed[0], *_flushed(new)]
         return torch.cat(
             [_on_device(tuple(sizes), after.device), torch.stack([*columns, squares[2], changed[2]], 1)], 1
@@ -211,28 +212,28 @@ def _strided(tensor: Tensor) -> Tensor:
 
 
 def _distance(elements: int) -> int:
-    """An odd one: rows have even lengths, and other distances would look at few columns alone."""
+    """The distance of sampled elements: odd, as rows have even lengths, and an even one would sample few columns."""
     return max(1, (elements // SAMPLED - 1) | 1)
 
 
 def _together(samples: Sequence[Tensor]) -> Tensor:
-    """[samples, SAMPLED], zeros behind short ones."""
+    """The samples as [samples, SAMPLED], padded with zeros."""
     return torch.stack(
         [nn.functional.pad(one, (0, SAMPLED - len(one))) if len(one) < SAMPLED else one for one in samples]
     )
 
 
 def _read(weights: Sequence[RecordedRole], optimizer: torch.optim.Optimizer | None) -> tuple[list[_Sample], Tensor]:
-    """Samples, and of each the weight's values, the distances to the next number, and the master's: [3, weights, S]."""
+    """Samples, and their values [3, weights, SAMPLED]: the weight's, the distances to the next number, the master's."""
     samples = [_Sample.of(found.module, optimizer) for found in weights]
-    groups: dict[object, list[int]] = {}
+    by_key: dict[object, list[int]] = {}
     for place, sample in enumerate(samples):
-        groups.setdefault(sample.key, []).append(place)
+        by_key.setdefault(sample.key, []).append(place)
     rows: dict[int, Tensor] = {}
-    for places in groups.values():
-        own = [samples[place] for place in places]
-        read = torch.stack(_read_stored(own) if isinstance(own[0].weight, StoredWeight) else _read_plain(own))
-        if len(groups) == 1:
+    for places in by_key.values():
+        alike = [samples[place] for place in places]
+        read = torch.stack(_read_stored(alike) if isinstance(alike[0].weight, StoredWeight) else _read_plain(alike))
+        if len(by_key) == 1:
             return samples, read
         rows |= zip(places, read.unbind(1), strict=True)
     return samples, torch.stack([rows[place] for place in range(len(samples))], 1)
@@ -257,7 +258,7 @@ def _read_plain(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of weights in FP8: of the codes and with them, times the scale_inv of each element."""
+    """The same for weights in FP8, from their codes and each element's scale_inv."""
     codes, (first, *_) = _together([sample.elements for sample in samples]), samples
     weights: list[Any] = [sample.weight for sample in samples]
     scales = torch.cat([*(weight.scale_inv.reshape(-1) for weight in weights), codes.new_zeros(1, dtype=torch.float32)])
@@ -278,22 +279,22 @@ def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=8)
 def _places_of_scales(shapes: tuple[Any, ...], device: torch.device) -> Tensor:
-    """Where the scale_inv of each sampled element lies, those of weights one behind the other; last: that of none."""
+    """The index of each sampled element's scale_inv among those of all weights; -1 for padding."""
     found, begin = torch.full((len(shapes), SAMPLED), -1), 0
-    for own, (shape, granularity) in zip(found, shapes, strict=True):
+    for places, (shape, granularity) in zip(found, shapes, strict=True):
         (rows, cols), (height, width) = granularity.scale_shape(shape[-2:]), granularity.tile
         elements, numbers = math.prod(shape), math.prod(shape[-2:])
         at = torch.arange(0, elements, _distance(elements))[:SAMPLED]
         expert, place = at // numbers, at % numbers
         row = place // shape[-1] // height if height != ALL else 0
         column = place % shape[-1] // width if width != ALL else 0
-        own[: len(at)] = begin + (expert * rows + row) * cols + column
+        places[: len(at)] = begin + (expert * rows + row) * cols + column
         begin += elements // numbers * rows * cols
     return found.to(device)
 
 
 def _flushed(samples: Sequence[_Sample]) -> list[Tensor]:
-    """How many elements of each first moment in codes are 0 where the second's are not, and the other way round."""
+    """(how many codes of each first moment are 0 where the second's are not, and the other way round)."""
     device = samples[0].elements.device
     if not any(sample.moments for sample in samples):
         return list(torch.zeros(2, len(samples), dtype=torch.float64, device=device))
@@ -302,4 +303,4 @@ def _flushed(samples: Sequence[_Sample]) -> list[Tensor]:
         _together([sample.moments[which] if sample.moments else none for sample in samples]) for which in range(2)
     )
     no_first, no_second = first & 0x7F == 0, second == 0
-    return [part.sum(-1, dtype=torch.float64) for part in (no_first & ~no_second, no_second & ~no_first)]
+    return [only.sum(-1, dtype=torch.float64) for only in (no_first & ~no_second, no_second & ~no_first)]

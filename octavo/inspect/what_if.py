@@ -1,19 +1,20 @@
-"""What if a layer computed in FP8: each layer's three products and the model's gradient, under each of some recipes.
+"""What if a layer computed in FP8? Errors of its three products and of the model's gradient, under several recipes.
 
-Of a batch the model computes loss and gradients once in high precision, which is what all else is held against.
+For each batch the model computes loss and gradients once in high precision. Against these are measured:
 
-    products   measured, each by itself: on the input, weight and grad_output of that pass, under each recipe
-    alone      measured: the model computes the batch once more with one layer in FP8 and all others in high precision
-    together   measured: once more with all layers in FP8
+    products   each layer's products by themselves, under each recipe, from that pass's input, weight and grad_output
+    alone      the batch computed once more with one layer in FP8 and all others in high precision
+    together   the batch computed once more with all layers in FP8
 
-Where there are too many layers, those of little effect are left out of the second, and estimated. The relative errors e
-of the three products give the noise that FP8 adds to the gradient, by its norm: e(grad_weight) of this layer's own
-gradient, which is exact, and e(output) and e(grad_input) of the whole gradient, as if no path led around the layer,
-which is too much. What the layers that were run have of that, in the middle, the others are taken to have too.
+Where there are too many layers to run each alone, those of least effect are estimated. The relative errors e of a
+layer's products give the noise that FP8 adds to the gradient: e(grad_weight) times the norm of the layer's own
+gradient, which is exact, and e(output) and e(grad_input) times the norm of the whole gradient. The latter is too much,
+as paths lead around the layer. So the effects of the layers that were run alone are divided by their noise so
+estimated, and the median of that, times its noise, is a layer's estimate.
 
-Of a change of the loss, the part of first order in the layer's errors (their product with grad_output, exact) is taken
-away: rounding raises the loss as often as it lowers it, and of few batches this chance hides the rest, by three times
-and more. What remains is what the errors cost whatever their signs.
+From the change of the loss, the term of first order in the layer's errors is subtracted (their exact product with
+grad_output): rounding raises the loss as often as it lowers it, and with few batches this chance is three times as
+large as what remains, or larger. What remains is what the errors cost whatever their signs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo import recipes as known
+from octavo import recipes as named_recipes
 from octavo.cost.estimate import LinearWork
 from octavo.cost.rates import PUBLISHED, PlanError, Rates, rates_of
 from octavo.inspect.effects import Effect, WhatIf, WhatIfError
@@ -63,20 +64,19 @@ def compare(
     runs: int = 500,
     rates: Rates | None = None,
 ) -> WhatIf:
-    """Find which layers can't stand FP8: what it does to their products and to the model's gradient.
+    """Find which layers can't stand FP8, by what it does to their products and to the model's gradient.
 
     The model is left as it was: weights, gradients, buffers, recipes, modes, and torch's random numbers, which are the
-    same in each pass. No optimizer and no hook that waits for an accumulated gradient runs. On one process.
+    same in each pass. No optimizer runs, and no hook on accumulated gradients. It works in one process.
 
     Args:
-        model: plain or converted, where it trains; it computes in training mode. Best one that has trained for a while.
+        model: plain or converted, on its device; it computes in training mode. Give one that has trained for a while.
         loss: ``loss(model, batch)`` gives the scalar that training calls backward of; with autocast, if training has.
-        batches: a few, as training has them. ``delayed`` scales a batch by those before it, and the first by itself.
+        batches: a few of the training's. ``delayed`` scales a batch by those before it, and the first by itself.
         recipes: of different names; octavo's five by default.
         select: which layers, as for octavo.convert.
-        runs: at most so many passes with a layer alone; where there are more layers, those of least effect are
-            estimated instead.
-        rates: of the device that will train, for the costs; this one's by default, or an H100's where it has none.
+        runs: the most passes with one layer alone in FP8; of more layers, those of least effect are estimated.
+        rates: of the device that will train, for the costs; by default this one's, or an H100's if it has none.
 
     Returns:
         a WhatIf: print it, or ask for its ``recipe_map``.
@@ -97,7 +97,7 @@ def compare(
         >>> found.recipe_map(keep=1).of("0").name != found.recipe_map(keep=1).of("2").name
         True
     """
-    chosen = [getattr(known, name)() for name in NAMES] if recipes is None else list(recipes)
+    chosen = [getattr(named_recipes, name)() for name in NAMES] if recipes is None else list(recipes)
     batches = list(batches)
     names = [recipe.name for recipe in chosen]
     if not names or len(set(names)) < len(names) or any(recipe.is_high_precision for recipe in chosen):
@@ -119,7 +119,7 @@ def compare(
 def check(
     model: nn.Module, loss: Loss, batches: Iterable[Any], recipe: Recipe | RecipeMap, *, select: Select | None = None
 ) -> Effect:
-    """Measure what recipes by layer do together, as ``compare`` does of a recipe; the model is left as it was.
+    """Measure what recipes by layer do together, as ``compare`` does for one recipe; the model is left as it was.
 
     Args:
         model, loss, batches, select: as for compare.
@@ -144,30 +144,30 @@ def check(
 def _rates(rates: Rates | None, device: torch.device) -> Rates:
     try:
         return rates or rates_of(device=device)
-    except PlanError:  # nothing is known of this device: a model's errors are looked at where there is none to train on
+    except PlanError:  # such as a laptop's CPU, on which a model is compared but not trained
         return PUBLISHED["H100"]
 
 
 @contextlib.contextmanager
 def _borrowed(model: nn.Module, select: Select | None) -> Iterator[dict[str, RecipeModule]]:
-    """The layers to look at, converted and in high precision, by name; then everything as it was."""
+    """The layers to compare, converted and in high precision, by name; afterwards the model is as it was."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
-    own = {name: m for name, m in model.named_modules() if isinstance(m, RecipeModule)}
-    layers = {n: m for n, m in own.items() if select is None or select(m, n)}
-    others: Mapping[str, Any] = {name: m.recipe for name, m in own.items() if name not in layers}
+    converted = {name: m for name, m in model.named_modules() if isinstance(m, RecipeModule)}
+    layers = {n: m for n, m in converted.items() if select is None or select(m, n)}
+    others: Mapping[str, Any] = {name: m.recipe for name, m in converted.items() if name not in layers}
     chosen = large_enough if select is None else select
 
     def is_new(module: nn.Module, name: str) -> bool:
         return (fp8_class(module) or experts_class(module)) is not None and chosen(module, name)
 
     with contextlib.ExitStack() as afterwards:
-        if own:
+        if converted:
             afterwards.enter_context(using(model, RecipeMap(high_precision(), others)))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "octavo.convert converted nothing")
             convert(model, high_precision(), is_new)
-        added = {name: m for name, m in model.named_modules() if isinstance(m, RecipeModule) and name not in own}
+        added = {name: m for name, m in model.named_modules() if isinstance(m, RecipeModule) and name not in converted}
         afterwards.callback(_put_back, model, list(added.values()), modes, buffers)
         if not layers and not added:
             default = f"; the default takes those of at least {MIN_FEATURES} features" * (select is None)
@@ -193,10 +193,10 @@ def _put_back(model: nn.Module, added: list[RecipeModule], modes: list[Any], buf
 
 
 class _Passes:
-    """Passes of a model in high precision and with layers in FP8, and what came of them.
+    """Runs a model in high precision and with layers in FP8, and keeps the results, by layer and recipe.
 
-    ``local``: of layers and recipes the squared norms of the three products' errors and of the products.
-    ``first``: of layers and recipes the change of this batch's loss, of first order in the output's errors.
+    ``local``: the squared norms of the three products' errors and of the products.
+    ``first``: the change of this batch's loss, of first order in the output's errors.
     ``alone``, ``together``: Effect's loss, curvature, cosine and norm_ratio of each batch.
     """
 
@@ -213,7 +213,7 @@ class _Passes:
         ]
         self.works: dict[str, LinearWork] = {}
         self.local: dict[Key, Tensor] = {}
-        self.own_share: dict[str, float] = {}  # of the gradient's square, by layer
+        self.gradient_share: dict[str, float] = {}  # by layer, its share of the gradient's square
         self.first: dict[Key, float] = {}
         self.alone: dict[Key, list[Found]] = {}
         self.together: dict[str, list[Found]] = {name: [] for name in recipes}
@@ -221,7 +221,7 @@ class _Passes:
         self.run: dict[str, list[str]] = {}  # by recipe, the layers that are run alone
 
     def measure(self, batch: Any, most: int) -> None:
-        """Compute a batch in all ways, ``most`` layers alone under each recipe."""
+        """Run a batch in high precision, with all layers in FP8, and with ``most`` layers alone, under each recipe."""
         before, self.first = dict(self.states), {}
         with self._watched():
             value, exact = self.gradient(batch)
@@ -242,22 +242,22 @@ class _Passes:
                 found.append((change / abs(value), (change - first) / abs(value), *_against(exact, gradient)))
 
     def _choose(self, exact: Gradients, most: int) -> None:
-        """Which layers to run alone, by what their products' errors may do."""
+        """Choose which layers to run alone: those whose products' errors add most noise to the gradient."""
         squares = {
             id(parameter): 0.0 if gradient is None else float(gradient.double().square().sum())
             for parameter, gradient in zip(self.parameters, exact, strict=True)
         }
         whole = sum(squares.values())
         for name, layer in self.layers.items():
-            self.own_share[name] = squares.get(id(parameter_of(layer)), 0.0) / whole if whole else 0.0
+            self.gradient_share[name] = squares.get(id(parameter_of(layer)), 0.0) / whole if whole else 0.0
         reached = [name for name in self.layers if name in self.works]
         for recipe in self.recipes:
             self.run[recipe] = sorted(reached, key=lambda name: self._noise(name, recipe), reverse=True)[:most]
 
     def _noise(self, name: str, recipe: str) -> float:
-        """The squared norm of the gradient's error by that of the gradient, estimated; see the top of the file."""
+        """An estimate of the squared norm of the gradient's error over the gradient's; see the top of the file."""
         output, grad_input, grad_weight = (0.0 if math.isnan(e) else e**2 for e in self._errors(name, recipe))
-        return grad_weight * self.own_share[name] + output + grad_input
+        return grad_weight * self.gradient_share[name] + output + grad_input
 
     def _errors(self, name: str, recipe: str) -> tuple[float, float, float]:
         errors, exact = self.local[name, recipe]
@@ -265,7 +265,7 @@ class _Passes:
         return output, grad_input, grad_weight
 
     def gradient(self, batch: Any) -> tuple[float, Gradients]:
-        """The loss of a batch and its gradients, without a trace but in buffers, each time copies of the model's."""
+        """The loss of a batch and its gradients. It changes nothing but buffers, for which the model has copies."""
         for module, name, buffer in self.buffers:
             module._buffers[name] = buffer.clone()
         devices = {p.device.index or 0 for p in self.model.parameters() if p.device.type == "cuda"}
@@ -280,7 +280,7 @@ class _Passes:
 
     @contextlib.contextmanager
     def under(self, name: str, recipe: Recipe, state: State | None = None) -> Iterator[None]:
-        """A layer under a recipe, a delayed one's state as it is given."""
+        """Put a layer under a recipe; ``state``: the delayed state that it begins with."""
         layer = self.layers[name]
         layer.recipe = recipe
         if state is not None:
@@ -292,7 +292,7 @@ class _Passes:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Compute each layer's products under each recipe as its input and its output's gradient come by."""
+        """Compute each layer's products under each recipe when its backward begins, which has input and grad_output."""
         with contextlib.ExitStack() as stack:
             for name, layer in self.layers.items():
                 stack.callback(layer.register_forward_hook(self._watch(name), prepend=True, with_kwargs=True).remove)
@@ -301,29 +301,29 @@ class _Passes:
     def _watch(self, name: str) -> Callable[..., None]:
         def hook(layer: Any, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
             x, *offsets = (*arguments, *(named[key] for key in ("input", "offsets") if key in named))
-            parts = output if isinstance(output, tuple) else (output,)
-            if not parts[0].requires_grad:
+            splits = output if isinstance(output, tuple) else (output,)
+            if not splits[0].requires_grad:
                 return
             kind = x.device.type
             autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            sizes = [part.shape for part in parts]
+            sizes = [split.shape for split in splits]
 
             def backward(gradients: Sequence[Tensor | None]) -> None:
-                known = next(gradient for gradient in gradients if gradient is not None)
-                whole = [known.new_zeros(s) if g is None else g for g, s in zip(gradients, sizes, strict=True)]
+                first = next(gradient for gradient in gradients if gradient is not None)
+                whole = [first.new_zeros(s) if g is None else g for g, s in zip(gradients, sizes, strict=True)]
                 with autocast:
                     self._count(name, x, torch.cat(whole, -1), offsets)
 
-            torch.autograd.graph.register_multi_grad_hook(parts, backward)
+            torch.autograd.graph.register_multi_grad_hook(splits, backward)
 
         return hook
 
     def _count(self, name: str, x: Tensor, grad: Tensor, offsets: Sequence[Tensor]) -> None:
         layer = self.layers[name]
         exact = _products(layer, x, grad, offsets)
-        groups, columns, rows = sizes_of(layer)
+        experts, columns, rows = sizes_of(layer)
         needs = exact[1] is not None, exact[2] is not None
-        self.works.setdefault(name, LinearWork(name, x.numel() // columns, columns, rows, *needs, groups or 1))
+        self.works.setdefault(name, LinearWork(name, x.numel() // columns, columns, rows, *needs, experts or 1))
         for recipe, value in self.recipes.items():
             key = name, recipe
             with self.under(name, value, self.states.get(key)):
@@ -340,7 +340,7 @@ class _Passes:
             self.local[key] = self.local.get(key, 0) + squares
 
     def result(self, rates: Rates) -> WhatIf:
-        """What was found, averaged over batches."""
+        """The results, averaged over batches."""
         if not self.works:
             raise WhatIfError("no layer took part in the loss: loss(model, batch) must call the model that it is given")
         works = {name: self.works[name] for name in self.layers if name in self.works}
@@ -349,22 +349,22 @@ class _Passes:
             measured = {name: _mean(self.alone[name, recipe]) for name in self.run[recipe]}
             per_noise = _per_noise([(self._noise(name, recipe), found) for name, found in measured.items()])
             for name in works:
-                noise, known = self._noise(name, recipe), name in measured
-                found = measured[name] if known else (0.0, per_noise[0] * noise, 1 - per_noise[1] * noise, 1.0)
-                effects.append(Effect(name, recipe, *self._errors(name, recipe), *found, known))
+                noise, was_run = self._noise(name, recipe), name in measured
+                found = measured[name] if was_run else (0.0, per_noise[0] * noise, 1 - per_noise[1] * noise, 1.0)
+                effects.append(Effect(name, recipe, *self._errors(name, recipe), *found, was_run))
         whole = {name: Effect("", name, *NO_PRODUCTS, *_mean(found), True) for name, found in self.together.items()}
         return WhatIf(dict(self.recipes), tuple(effects), whole, works, rates)
 
 
 def _per_noise(found: Sequence[tuple[float, Found]]) -> tuple[float, float]:
-    """(curvature, 1 - cosine) by the noise that is estimated, in the middle of what was measured."""
-    parts = [(curvature / noise, (1 - cosine) / noise) for noise, (_, curvature, cosine, _) in found if noise > 0]
-    parts = [part for part in parts if all(map(math.isfinite, part))]
-    return (statistics.median(a for a, _ in parts), statistics.median(b for _, b in parts)) if parts else (0.0, 0.5)
+    """(curvature, 1 - cosine) divided by the estimated noise: the medians of the measured layers."""
+    ratios = [(curvature / noise, (1 - cosine) / noise) for noise, (_, curvature, cosine, _) in found if noise > 0]
+    ratios = [pair for pair in ratios if all(map(math.isfinite, pair))]
+    return (statistics.median(a for a, _ in ratios), statistics.median(b for _, b in ratios)) if ratios else (0.0, 0.5)
 
 
 def _products(layer: RecipeModule, x: Tensor, grad: Tensor, ends: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(output, grad_input, grad_weight) of a layer as its recipe has them; None for a gradient that nothing needs."""
+    """(output, grad_input, grad_weight) of a layer under its recipe; None for a gradient that nothing needs."""
     weight = parameter_of(layer)
     needs = x.requires_grad, weight is not None and weight.requires_grad
     with torch.enable_grad():

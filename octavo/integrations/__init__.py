@@ -1,4 +1,4 @@
-"""Octavo in other libraries' trainers: one module a library, e.g. ``octavo.integrations.transformers``.
+"""Octavo in other libraries' trainers: a module for each library, such as ``octavo.integrations.transformers``.
 
-Importing this package imports none of them.
+Importing this package imports none of these libraries.
 """

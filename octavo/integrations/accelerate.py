@@ -1,12 +1,12 @@
-"""What a checkpoint of any trainer needs of octavo's: an object with a state, as accelerate's registry takes it.
+"""The state of octavo in any trainer's checkpoints, as an object that accelerate can register.
 
     octavo.convert(model, recipe)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.register_for_checkpointing(TrainingState(model))
 
-Accelerate knows the recipes of torchao, Transformer Engine and MS-AMP by their classes, ``AORecipeKwargs`` and so on,
-and takes no others; these lines are what such a recipe would stand for. The integrations of transformers and Lightning
-keep the same object in their checkpoints.
+Accelerate has its own recipes of torchao, Transformer Engine and MS-AMP, ``AORecipeKwargs`` and so on, and takes no
+others; these lines do what such a recipe would. The integrations of transformers and Lightning save the same object in
+their checkpoints.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from octavo.tensor.stored_weight import local_stored
 
 __all__ = ["TrainingState", "follow_accumulation"]
 
-SCHEDULE = "octavo_schedule"  # in the optimizer's state_dict
+SCHEDULE = "octavo_schedule"  # a key in the optimizer's state_dict
 
 
 class TrainingState:
-    """What a checkpoint keeps beside model and optimizer: each rank's delayed state, the recipes, a schedule.
+    """What a checkpoint saves besides model and optimizer: each rank's delayed state, the recipes, a schedule.
 
-    With it a run goes on bit for bit. Without it delayed scaling takes one step with each tensor's own scale, and a
-    schedule begins anew. The schedule's state goes into the optimizer's ``state_dict()`` too, whose form it decides: it
-    is loaded before it.
+    With it a run continues bit for bit. Without it, delayed scaling takes one step with each tensor's own scale, and a
+    schedule begins anew. The schedule's state is also in the optimizer's ``state_dict()``: it decides the form of the
+    optimizer's state, and is loaded before that.
 
     Args:
         model: a converted model, before or after it is wrapped.
         schedule: its schedule, if there is one.
 
     Raises:
-        ValueError: for a model without octavo's modules; when a state is loaded, for one of another recipe, or of a
-            schedule where there is none.
+        ValueError: for a model without octavo's modules; when a state is loaded, if it is of another recipe, or has a
+            schedule while there is none here, or the reverse.
 
     Example:
         >>> import octavo
@@ -74,7 +74,7 @@ class TrainingState:
             self.model.register_load_state_dict_pre_hook(self._follow_storage)
 
     def _await(self, model: nn.Module, keys: Any) -> None:
-        """Weights were loaded, perhaps from Fabric's sharded checkpoint, of which only they and optimizers are."""
+        """Prepare a warning after sharded weights were loaded: Fabric may load only them and optimizers."""
         sharded = any(hasattr(parameter, "placements") for parameter in model.parameters())
         if self._awaited is None and sharded:
             self._awaited = model.register_forward_pre_hook(self._look)
@@ -88,8 +88,8 @@ class TrainingState:
         if model.training and torch.is_grad_enabled():
             self._look_no_more()
             warnings.warn(
-                "weights were loaded, and not what TrainingState keeps, which begins anew. fabric.load puts it in the "
-                "TrainingState's place under ModelParallelStrategy: call own.load_state_dict(state['octavo']) after it",
+                "weights were loaded but no TrainingState: delayed state and schedule begin anew. After fabric.load "
+                "under ModelParallelStrategy call load_state_dict(state['octavo']) of the TrainingState",
                 stacklevel=2,
             )
 
@@ -100,10 +100,10 @@ class TrainingState:
         if SCHEDULE in state_dict:
             self._take(self.schedule, state_dict[SCHEDULE])  # type: ignore[arg-type]
 
-    def _follow_storage(self, model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Store weights as those are that a model is about to load; nothing else says so early enough.
+    def _follow_storage(self, model: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """Store weights in the form of those that the model is about to load; no later hook would be early enough.
 
-        Only before training: what an optimizer keeps of a weight would not follow.
+        This is for the time before training: an optimizer's state of a weight would not follow.
         """
         schedule = self.schedule
         if schedule is None or schedule.optimizer.state:
@@ -119,7 +119,7 @@ class TrainingState:
             schedule.load_state_dict(begun)
 
     def _take(self, schedule: PrecisionSchedule, saved: dict[str, Any]) -> None:
-        """Load a schedule's state; what is loaded already must have been saved in its phase's form."""
+        """Load a schedule's state; if model or optimizer were loaded before, their form must be its phase's."""
         settings, stored = _settings(schedule), stored_now(self.model)
         schedule.load_state_dict(saved)
         late = "weights" if stored_now(self.model) != stored else "optimizer"
@@ -130,7 +130,7 @@ class TrainingState:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and strings, the same on all ranks, each of which calls it."""
+        """Tensors, numbers and strings, the same on all ranks; all ranks call it."""
         layers: dict[str, list[str]] = {}
         for name, recipe in recipes_of(self.model).items():
             layers.setdefault(str(recipe), []).append(name)
@@ -138,19 +138,19 @@ class TrainingState:
         return {"recipes": layers, "delayed": gather_delayed(self.model, Ranks.of_process()), "schedule": schedule}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state, before or after the model's and the optimizer's; every rank calls it.
+        """Load a state, before or after the model's and the optimizer's; every rank calls it.
 
         Raises:
-            ValueError: if it is of other recipes or phases, or what was loaded before it has another form.
+            ValueError: if it is of other recipes or phases, or if model or optimizer, loaded before, have another form.
         """
         if (state_dict["schedule"] is None) != (self.schedule is None):
             raise ValueError("the checkpoint was saved with a schedule and there is none here, or the other way round")
         if self.schedule is not None:
             self._take(self.schedule, state_dict["schedule"])
-        own = {name: str(recipe) for name, recipe in recipes_of(self.model).items()}
+        ours = {name: str(recipe) for name, recipe in recipes_of(self.model).items()}
         theirs = {name: recipe for recipe, names in state_dict["recipes"].items() for name in names}
-        for layer in sorted(own.keys() | theirs.keys()):
-            (here, casts), (there, others) = (found.get(layer, "no recipe:").split(":", 1) for found in (own, theirs))
+        for layer in sorted(ours.keys() | theirs.keys()):
+            (here, casts), (there, others) = (found.get(layer, "no recipe:").split(":", 1) for found in (ours, theirs))
             if casts != others:
                 raise ValueError(
                     f"the checkpoint's layer {layer!r} computes in {there}, this model's in {here}: resume with the "
@@ -176,16 +176,16 @@ def recipes_of(model: nn.Module) -> dict[str, Recipe]:
 def convert_once(
     model: nn.Module, recipe: Recipe | RecipeMap, select: Any = None, phases: Sequence[Phase] = ()
 ) -> None:
-    """Convert a model that nobody has converted; raise ValueError if it was, with another recipe, or nothing is.
+    """Convert a model unless it is converted; raise ValueError if it is, with another recipe, or if no layer is.
 
-    A model that an earlier training left in one of the schedule's phases is let be: the schedule begins anew.
+    A model that an earlier training left in one of the schedule's phases is accepted: the schedule begins anew.
     """
     modules = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
-    known = [recipe, *(phase.recipe for phase in phases)]
+    accepted = [recipe, *(phase.recipe for phase in phases)]
     for name, module in modules:
-        own = module.names(plain_name(name))
-        if all(module.recipe != recipe_of(each, *own) for each in known):
-            wanted = recipe_of(recipe, *own)
+        names = module.names(plain_name(name))
+        if all(module.recipe != recipe_of(each, *names) for each in accepted):
+            wanted = recipe_of(recipe, *names)
             raise ValueError(
                 f"{name or 'the model'} was converted with {module.recipe.name!r} already, not {wanted.name!r}: "
                 "convert in one place only, or with the same recipe"
@@ -195,15 +195,15 @@ def convert_once(
 
 
 class Following:
-    """What follow_accumulation installed."""
+    """The handle of follow_accumulation."""
 
     handle: RemovableHandle
 
     def __init__(self) -> None:
-        self.around = ExitStack()  # of the micro-batch that has begun
+        self.around = ExitStack()  # the contexts of the micro-batch that has begun
 
     def remove(self) -> None:
-        """Undo it: also where a training was interrupted within a micro-batch."""
+        """Remove the hook, even if a training was interrupted within a micro-batch."""
         self.handle.remove()
         self.around.close()
 
@@ -214,9 +214,9 @@ def follow_accumulation(
     """Have gradients that are kept in FP8 or used in backward wait for a step's last micro-batch, as accelerate counts.
 
     Args:
-        model: whose training forward begins each micro-batch; before or after ``prepare``.
-        optimizer: of its parameters, one of octavo.optim's, before or after ``prepare``. Others need no such thing.
-        is_training: asked at each forward; once it says no, what was installed is removed.
+        model: the model whose forward in training begins each micro-batch; before or after ``prepare``.
+        optimizer: an octavo.optim optimizer of its parameters, before or after ``prepare``. Others don't need this.
+        is_training: called at each forward; once it returns False, the hook is removed.
 
     Returns:
         a handle; its ``remove()`` undoes it.
@@ -230,36 +230,36 @@ def follow_accumulation(
     """
     from accelerate.state import GradientState
 
-    own: Any = inner_optimizer(optimizer)
+    inner: Any = inner_optimizer(optimizer)
     following = Following()
 
     @torch.compiler.disable
     def begin(module: nn.Module, arguments: Any) -> None:
         if not is_training():
             following.remove()
-        elif module.training:  # else perhaps within a micro-batch
+        elif module.training:  # an evaluation may be within a micro-batch
             following.around.close()
-            if uses_gradients_early(own) and not GradientState().sync_gradients:
-                following.around.enter_context(own.accumulate())
+            if uses_gradients_early(inner) and not GradientState().sync_gradients:
+                following.around.enter_context(inner.accumulate())
 
     following.handle = unwrapped(model).register_forward_pre_hook(begin)
     return following
 
 
 def inner_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer in accelerate's."""
+    """The optimizer inside accelerate's."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def uses_gradients_early(optimizer: Optimizer) -> bool:
-    """Whether it rounds or uses them in backward, and so must know a step's last micro-batch."""
+    """Whether an optimizer rounds or uses gradients in backward, so that it must know a step's last micro-batch."""
     return isinstance(optimizer, CompactOptimizer) and bool(optimizer.gradient_storage or optimizer.in_backward)
 
 
 def check_clip(optimizer: Optimizer, option: str) -> None:
-    """Raise ValueError if gradients are gone before a trainer would clip them; ``option``: by what, as it is set."""
+    """Raise ValueError if gradients are gone before a trainer would clip them; ``option``: the trainer's option."""
     if getattr(optimizer, "in_backward", None) is not None:
         raise ValueError(
             f"{option} clips after backward, when update_in_backward has used the gradients: set it to 0, and clip by "

@@ -1,4 +1,4 @@
-"""Lightning: a precision plugin that converts the model, switches phases and keeps what a checkpoint needs."""
+"""Lightning: a precision plugin that converts the model, switches phases and saves octavo's state in checkpoints."""
 
 from __future__ import annotations
 
@@ -30,21 +30,20 @@ PRECISIONS = ("bf16-mixed", "bf16-true", "32-true")
 class OctavoPrecision(Precision):
     """Trains a LightningModule in FP8: ``Trainer(plugins=[OctavoPrecision("delayed")])``.
 
-    Checkpoints hold what octavo needs, and ``fit(ckpt_path=...)`` goes on bit for bit, on as many ranks.
+    Checkpoints have octavo's state: on the same number of ranks ``fit(ckpt_path=...)`` continues bit for bit.
 
     Args:
-        recipe: what layers are converted with before training, or its name in octavo.recipes.
-        precision: of all that is not in FP8, as Lightning's ``precision=``: "bf16-mixed", "bf16-true" or "32-true".
+        recipe: the recipe that layers are converted with before training, or its name in octavo.recipes.
+        precision: that of all but FP8, as Lightning's ``precision=``: "bf16-mixed", "bf16-true" or "32-true".
         select: which layers, as octavo.convert takes it.
-        schedule: phases, the first without a trigger; see octavo.schedule.PrecisionSchedule. ``recipe`` is then the
-            first phase's.
+        schedule: phases, the first without a trigger; see octavo.schedule.PrecisionSchedule. ``recipe`` is its first's.
 
     Attributes:
         schedule: the PrecisionSchedule, once training begins.
 
     Raises:
-        ValueError: from here or ``fit``: an unknown recipe or precision, a model that was converted with another recipe
-            or sharded first, a checkpoint of another recipe, or an optimizer that can't do what the Trainer is to.
+        ValueError: from here or ``fit``: for an unknown recipe or precision, a model that was converted with another
+            recipe or sharded first, a checkpoint of another recipe, or options that don't fit the optimizer.
 
     Example:
         >>> OctavoPrecision("delayed").precision
@@ -78,10 +77,10 @@ class OctavoPrecision(Precision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         module = self._around.convert_module(module)
-        if module is self._model:  # of an earlier fit, whose schedule may have gone on
+        if module is self._model:  # converted in an earlier fit, and perhaps in a later phase since
             return module
-        converted = any(isinstance(part, RecipeModule) for part in module.modules())
-        if not converted and any(isinstance(part, FSDPModule) for part in module.modules()):
+        converted = any(isinstance(child, RecipeModule) for child in module.modules())
+        if not converted and any(isinstance(child, FSDPModule) for child in module.modules()):
             raise ValueError(
                 "configure_model sharded the model before it was converted: call octavo.convert(self, recipe) in "
                 "configure_model, before fully_shard; the plugin's recipe must be the same"
@@ -93,7 +92,7 @@ class OctavoPrecision(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Begin the schedule, where it is to be trained."""
+        """Begin the schedule, if the model is to be trained."""
         assert self._model is not None
         if self.precision == "bf16-mixed":
             self._around = MixedPrecision("bf16-mixed", next(self._model.parameters()).device.type)
@@ -111,7 +110,7 @@ class OctavoPrecision(Precision):
         return model, optimizers, lr_schedulers
 
     def backward(self, tensor: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Backward; where gradients are kept in FP8 or used at once, all but a step's last only adds to them."""
+        """Run backward; for gradients kept in FP8 or used in backward, all but a step's last one only accumulate."""
         with ExitStack() as around:
             for early in self._early if model.trainer.fit_loop._should_accumulate() else ():
                 around.enter_context(early.accumulate())

@@ -1,8 +1,8 @@
 """torchtitan 0.3: a converter for its model registry.
 
-Its order is octavo's too: build on the meta device, convert, parallelize, compile, fully_shard, to_empty, initialise.
-Adapters of its LoRAConverter are not converted. Delayed state is not in its checkpoints: after a resume the first step
-takes each tensor's own scale.
+torchtitan's order is also octavo's: build on the meta device, convert, parallelize, compile, fully_shard, to_empty,
+initialise. Adapters of LoRAConverter are not converted. torchtitan's checkpoints don't have delayed state: the first
+step after a resume takes each tensor's own scale.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = ["OctavoConverter"]
 try:
     from torchtitan.protocols.model import ModelConfigConverter
     from torchtitan.protocols.module import Module
-except ImportError:  # none, or one before 0.3
+except ImportError:  # there is none, or one before 0.3
     Module = nn.Module
 
     class ModelConfigConverter:  # type: ignore[no-redef]
-        """Stands in for torchtitan's."""
+        """Takes the place of torchtitan's class."""
 
         class Config:
-            """Can't be made."""
+            """Raises when it is made."""
 
             def __post_init__(self) -> None:
                 raise MissingExtraError("OctavoConverter is for torchtitan 0.3: pip install 'torchtitan>=0.3'")
@@ -45,9 +45,9 @@ except ImportError:  # none, or one before 0.3
 
 @torch.no_grad()
 def _initialise(module: Any) -> None:
-    """torchtitan's Module._init_self_parameters, of weights that live in FP8 too: as plain ones, which are then cast.
+    """torchtitan's Module._init_self_parameters; weights that live in FP8 are initialised as plain ones, and then cast.
 
-    All ranks that a weight is sharded over call it; its functions, trunc_normal_ for one, ask for values on the way.
+    All ranks that share a weight call it, as its functions, such as trunc_normal_, ask for values.
     """
     stored = {name: weight for name, weight in module._parameters.items() if local_stored(weight) is not None}
     module._parameters.update({name: nn.Parameter(widened(weight)) for name, weight in stored.items()})
@@ -62,7 +62,7 @@ def _initialise(module: Any) -> None:
 
 
 def _converting(model_config: Any, config: OctavoConverter.Config) -> None:
-    """Have a model's configuration convert the model when it has built it; some registries look at nothing else."""
+    """Have a model's configuration convert each model that it builds, which is all that some registries call."""
     kind = type(model_config)
 
     class Converting(kind):  # type: ignore[misc, valid-type]
@@ -91,7 +91,7 @@ class OctavoConverter(ModelConfigConverter):  # type: ignore[misc, unused-ignore
         config: an OctavoConverter.Config.
 
     Raises:
-        MissingExtraError: where a Config is made without torchtitan 0.3.
+        MissingExtraError: if a Config is made without torchtitan 0.3.
 
     Example:
         >>> try:
@@ -105,9 +105,9 @@ class OctavoConverter(ModelConfigConverter):  # type: ignore[misc, unused-ignore
         """How to convert.
 
         Attributes:
-            recipe: an octavo.Recipe or RecipeMap of the names of the model's modules.
-            filter_fqns: layers whose names hold one of these stay in high precision.
-            select: which of the others to convert, as octavo.convert takes it; None: its default.
+            recipe: an octavo.Recipe, or a RecipeMap by the names of the model's modules.
+            filter_fqns: layers whose names contain one of these stay in high precision.
+            select: which of the other layers to convert, as octavo.convert takes it; None: its default.
             weight_storage: as octavo.convert's.
         """
 
@@ -118,12 +118,12 @@ class OctavoConverter(ModelConfigConverter):  # type: ignore[misc, unused-ignore
 
         def chosen(self, module: nn.Module, name: str) -> bool:
             """Whether a layer of this name is converted."""
-            return not any(part in name for part in self.filter_fqns) and (self.select or large_enough)(module, name)
+            return not any(fqn in name for fqn in self.filter_fqns) and (self.select or large_enough)(module, name)
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
-        """The configuration itself, which from now on builds the same model, converted."""
+        """The same configuration, which from now on converts the models that it builds."""
         _converting(model_config, self.config)
         return model_config

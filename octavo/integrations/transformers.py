@@ -1,8 +1,8 @@
-"""transformers' Trainer: a callback that converts, switches phases, records, and keeps what a checkpoint needs.
+"""transformers' Trainer: a callback that converts, switches phases, records, and saves octavo's state in checkpoints.
 
 Trainer calls ``on_init_end`` before it makes an optimizer and wraps, compiles or shards the model: there the model is
-converted. Model and optimizer are loaded before ``on_train_begin``, where the rest is: it lies in
-``trainer_state.json``, as base64 of torch's format, since Trainer tells callbacks no path to read from.
+converted. Trainer loads model and optimizer before ``on_train_begin``, where octavo's state is loaded. That is in
+``trainer_state.json``, as base64 of torch's format, because callbacks are not given a path to read from.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ from octavo.schedule.phase import SAME
 
 __all__ = ["OctavoCallback"]
 
-KEY = "octavo"  # in trainer_state.json, among the states of callbacks
+KEY = "octavo"  # the key in trainer_state.json, among the states of callbacks
 FORM = ("moments", "master", "weight_storage")
 
 
 class OctavoCallback(TrainerCallback):
     """Trains a Trainer's model in FP8: ``Trainer(..., callbacks=[OctavoCallback(recipes.delayed())])``.
 
-    Checkpoints hold what octavo needs, and ``train(resume_from_checkpoint=...)`` goes on bit for bit, on as many ranks.
+    Checkpoints have octavo's state: on as many ranks ``train(resume_from_checkpoint=...)`` continues bit for bit.
 
     Args:
-        recipe: what the model's layers are converted with as the Trainer is made; None: the first phase's of
-            ``schedule``, or the model is converted already.
+        recipe: the recipe that the model's layers are converted with when the Trainer is made; None: that of the first
+            phase of ``schedule``, or the model is converted already.
         select: which layers, as octavo.convert takes it.
-        schedule: phases, the first without a trigger; see octavo.schedule.PrecisionSchedule. Where they change moments,
-            masters or the storage of weights, the optimizer is one of octavo.optim's in ``Trainer(optimizers=...)``.
+        schedule: phases, the first without a trigger; see octavo.schedule.PrecisionSchedule. If they change moments,
+            masters or the storage of weights, give an optimizer of octavo.optim in ``Trainer(optimizers=...)``.
         inspect: a folder for a record of what casts do; see octavo.inspect.record.
-        inspect_every: how many steps apart.
+        inspect_every: record one in so many steps.
 
     Attributes:
         schedule: the PrecisionSchedule, once training begins.
-        recorder: what records, while it trains.
+        recorder: the Recorder during training.
 
     Raises:
         ValueError: from Trainer or ``train()``: the model was converted with another recipe, the Trainer made another
-            model since, a checkpoint is of another recipe, or the optimizer can't do what TrainingArguments ask.
+            model since, a checkpoint is of another recipe, or the optimizer does not fit the TrainingArguments.
 
     Example:
         >>> from octavo import recipes
@@ -92,7 +92,7 @@ class OctavoCallback(TrainerCallback):
         self._optimizer: Optimizer | None = None
         self._following: Following | None = None
         self._tokens = 0
-        self._logged: dict[str, float] | None = None  # of the step that is done; None: it is counted
+        self._logged: dict[str, float] | None = None  # numbers of a step that is done; None once it is recorded
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Convert the model; begin the schedule, if there is an optimizer."""
@@ -116,7 +116,7 @@ class OctavoCallback(TrainerCallback):
         return self._state
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Go on where a checkpoint ended, or begin."""
+        """Load octavo's state from the checkpoint, if there is one, and begin."""
         model, optimizer = kwargs["model"], inner_optimizer(kwargs["optimizer"])
         if not any(isinstance(module, RecipeModule) for module in model.modules()):
             raise ValueError(
@@ -130,11 +130,12 @@ class OctavoCallback(TrainerCallback):
         if args.gradient_accumulation_steps > 1 and uses_gradients_early(optimizer):
             self._following = follow_accumulation(model, optimizer, _is_in_train)
         saved = state.stateful_callbacks.pop(KEY, None)
-        own = self._state
-        if own is None or self._optimizer is not optimizer or (saved is None and self.schedule and self.schedule.steps):
-            own = self._begin(model, optimizer)
+        kept = self._state
+        has_steps = saved is None and self.schedule is not None and self.schedule.steps > 0
+        if kept is None or self._optimizer is not optimizer or has_steps:
+            kept = self._begin(model, optimizer)
         if saved is not None:
-            own.load_state_dict(torch.load(io.BytesIO(base64.b64decode(saved)), "cpu", weights_only=True))
+            kept.load_state_dict(torch.load(io.BytesIO(base64.b64decode(saved)), "cpu", weights_only=True))
         elif state.global_step and self.phases:
             raise ValueError("the checkpoint holds no schedule: it was saved without this callback")
         elif state.global_step:
@@ -145,7 +146,7 @@ class OctavoCallback(TrainerCallback):
             self.recorder = Recorder(model, self.inspect, self.inspect_every, **more)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the step before, with what was logged of it."""
+        """Record the step before, with the numbers that were logged."""
         if self.recorder is not None and self._logged is not None:
             self.recorder.step(**self._logged)
         self._logged = None
@@ -171,7 +172,7 @@ class OctavoCallback(TrainerCallback):
             self.recorder.close()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add to the checkpoint, which is written, what octavo needs; a search for hyperparameters resumes none."""
+        """Add octavo's state to the checkpoint that was written, unless a search for hyperparameters runs."""
         if self._state is None or state.is_hyper_param_search:
             return
         content = self._state.state_dict()
@@ -180,35 +181,35 @@ class OctavoCallback(TrainerCallback):
             state.stateful_callbacks[KEY] = base64.b64encode(buffer.getvalue()).decode()
             folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
             state.save_to_json(str(folder / TRAINER_STATE_NAME))
-            del state.stateful_callbacks[KEY]  # of this checkpoint, and of no later one
+            del state.stateful_callbacks[KEY]  # later checkpoints have their own
 
 
 def _is_in_train() -> bool:
-    """Whether Trainer.train is at work here: callbacks are not told when an exception ends it."""
+    """Whether Trainer.train is running: callbacks are not called when an exception ends it."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not Trainer.train.__code__:
         frame = frame.f_back
     return frame is not None
 
 
-def _read_hub_names(model: Any, state_dict: dict[str, Any], *rest: Any) -> None:
-    """Read weights that save_pretrained named and laid out as on the hub, which a Trainer loads as they are.
+def _read_hub_names(model: Any, state_dict: dict[str, Any], *others: Any) -> None:
+    """Rename and rearrange weights that save_pretrained wrote as on the hub; a Trainer loads them unchanged.
 
-    Of a ViT or a Mixtral, say, it would pass most over with a warning (transformers issue 48805).
+    For a ViT or a Mixtral, say, it would ignore most of them, with a warning (transformers issue 48805).
     """
     unknown = {name for name in state_dict.keys() - model.state_dict().keys() if not name.endswith(SCALE_INV)}
     if not unknown:
         return
-    stored, others = split_stored(model, state_dict)
+    stored, plain = split_stored(model, state_dict)
     try:
         read, info = type(model).from_pretrained(
-            None, config=model.config, state_dict=others, dtype=torch.float32, output_loading_info=True
+            None, config=model.config, state_dict=plain, dtype=torch.float32, output_loading_info=True
         )
         lost = [name for kind in ("missing_keys", "mismatched_keys") for name in info[kind] if name not in stored]
     except RuntimeError as error:
         lost, info = [str(error)], {"unexpected_keys": ()}
     if unknown <= {*info["unexpected_keys"]}:
-        return  # of something else: torch says what
+        return  # these are no names of the hub: torch reports them
     if lost:
         raise ValueError(
             f"this checkpoint's names are the hub's, and not all that a weight is made of is in one file: {lost[0]}; "

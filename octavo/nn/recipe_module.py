@@ -12,6 +12,7 @@ from octavo.autograd.casts import WEIGHT, cast_role
 from octavo.autograd.exchange import Exchange
 from octavo.autograd.grouped import grouped_linear
 from octavo.autograd.products import Layer, linear
+from octavo.autograd.shared_casts import ReadTensor, read_by
 from octavo.autograd.shared_scales import Parts
 from octavo.errors import UnsupportedOpError
 from octavo.kernels.capability import warn_once_if_emulated
@@ -277,11 +278,10 @@ class RecipeModule(nn.Module):
                 return nn.functional.linear(input, weight, bias)
             # torch's grouped product does not follow autocast by itself
             return grouped_linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), offsets)
-        if input.dtype != dtype:
-            input = input.to(dtype)
+        x = input if input.dtype == dtype else input.to(dtype)
         if parallel:
-            return parallel_product(self, input, weight, bias)
-        return self.local_product(input, weight, bias, parameter, None, offsets)
+            return parallel_product(self, x, weight, bias)
+        return self.local_product(x, weight, bias, parameter, offsets=offsets, read=read_by(input, self))
 
     def state_of_input(self) -> State | None:
         """The delayed state that a cast of the next input reads."""
@@ -300,11 +300,15 @@ class RecipeModule(nn.Module):
         parameter: Tensor,
         parts: Parts | None = None,
         offsets: Tensor | None = None,
+        read: ReadTensor | None = None,
     ) -> Tensor:
-        """``_product`` in FP8 of one dtype; of what this rank has, where ``parameter`` is in parts on several."""
+        """``_product`` in FP8 of one dtype; of what this rank has, where ``parameter`` is in parts on several.
+
+        ``read``: the tensor that ``input`` is, or is rounded from, whose casts layers share.
+        """
         refuse_for_fp8(input, parameter, bias)
         layer = self.layer_of(input, weight_NK, parameter, input.requires_grad, parts, offsets)
-        return linear(input, weight_NK, bias, layer)
+        return linear(input, weight_NK, bias, layer, read)
 
     def layer_of(
         self,

@@ -25,6 +25,7 @@ from torch import Tensor
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, State
 from octavo.autograd.gather_input import GatherReader, arguments_of, can_gather, gather_input
 from octavo.autograd.products import requires_grad
+from octavo.autograd.shared_casts import read_by, viewed
 from octavo.autograd.shared_scales import Parts
 from octavo.nn.inputs import product_dtype
 from octavo.tensor.gathered_input import GatheredInput, Wire
@@ -326,7 +327,9 @@ def parallel_product(module: Any, input: Any, weight: Any, bias: Any) -> Any:
     # input, weight, grad_output
     roles = rowwise or tokens, not whole, tokens or not (whole or rowwise)
     parts = Parts(mesh.get_group().group_name, roles)
-    y = module.local_product(x, local, b, weight, parts)
+    # ranks that agree on scales cast together: each layer for itself
+    read = None if roles[INPUT] else read_by(viewed(x), module)
+    y = module.local_product(x, local, b, weight, parts, read=read)
     if rowwise and (found := _scattered_for(module, y, requires_grad(x), local, b, mesh)) is not None:
         return found
     return spread(y, (*input.shape[:-1], weight.shape[0]), mesh, of_output)

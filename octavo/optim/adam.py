@@ -19,7 +19,7 @@ class Adam(CompactOptimizer):
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, moments, master, maximize, clip_update, seed: as AdamW's.
         skip_nonfinite, gradient_storage, foreach, capturable, differentiable, fused: the same.
-        decoupled_weight_decay: torch's; off, since AdamW is what it is with it.
+        decoupled_weight_decay: torch's; must be off: with it torch's Adam is AdamW, which octavo has as a class.
 
     Raises:
         TypeError, ValueError: as AdamW.
@@ -70,7 +70,7 @@ class Adam(CompactOptimizer):
         super().__init__(params, defaults, kept, master, seed, skip_nonfinite, gradient_storage)
 
     def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
-        """As any optimizer's; also that the largest update has a bound where a scale comes from it."""
+        """As any optimizer's; also refuse betas that give no largest update, from which an FP8 weight's scale comes."""
         beta1, beta2 = group["betas"]
         if local_stored(weight) is not None and beta1 * beta1 > beta2:
             raise ValueError(
@@ -80,11 +80,11 @@ class Adam(CompactOptimizer):
         super().check(weight, group, settings, bounds)
 
     def moments_of(self, moments: Any) -> tuple[Moment, ...]:
-        """A pair, by its name or as it is."""
+        """A pair of Moments, given by its name or as a pair."""
         return moments_of(moments)
 
     def will_bound(self, settings: Settings, stored: bool) -> bool:
-        """Where it was not told: if anything that it keeps is not exact."""
+        """As ``clip_update`` says; without it, whether anything that the optimizer keeps is not exact."""
         if self._clip is not None:
             return self._clip
         return stored or any(m.format != "fp32" for m in settings.moments)
@@ -105,18 +105,18 @@ class AdamW(Adam):
         lr: a number or a tensor of one.
         betas, eps, weight_decay, maximize: as torch's.
         amsgrad, foreach, capturable, differentiable, fused: torch's; off, or ValueError says why.
-        moments: "fp8" (2.06 bytes an element), "bf16" (4), "fp32" (8), or two Moments. Of vectors that are sharded,
-            "fp32" stands in for codes.
+        moments: "fp8" (2.06 bytes an element), "bf16" (4), "fp32" (8), or two Moments. A vector that is sharded has
+            "fp32" moments in place of codes.
         master: "auto": float32 weights are their own master, bf16 ones have "split32". "split32": bf16 + 16 bits;
             "split24": bf16 + 8 bits; None: bf16 alone, rounded stochastically; "fp32": float32 weights only. Float32
-            weights stay as they are under each of them. Weights that are stored in FP8 ("auto": "split16"): code + 8
-            bits; "split24": code + 16 bits; "fp16_scaled": code + float16; "fp32", None.
-        clip_update: clip to R_t; by default where moments or master are not exact.
-        seed: of stochastic rounding, whose bits depend on it, the step and the element's index alone.
-        skip_nonfinite: do nothing in a step of which a gradient is inf or NaN, and don't wait to know (a GradScaler's
-            finding is heeded without it).
-        gradient_storage: "fp8": a gradient is kept in E4M3 with a scale for each 128 elements from its end until the
-            step, 1.03 bytes an element; several backward passes a step take ``accumulate()``. None: as torch keeps it.
+            weights stay as they are under each of them. Weights that are stored in FP8 take "split16" (code + 8 bits;
+            what "auto" means), "split24" (code + 16 bits), "fp16_scaled" (code + float16), "fp32" and None.
+        clip_update: clip updates to R_t; by default where moments or master are not exact.
+        seed: of stochastic rounding: its bits depend on the seed, the step and the element's index alone.
+        skip_nonfinite: change nothing in a step in which a gradient is inf or NaN; the host does not wait to find out.
+            A GradScaler's finding is heeded without it.
+        gradient_storage: "fp8": from its completion until the step a gradient is kept in E4M3 with a scale for each 128
+            elements, 1.03 bytes an element; several backward passes a step take ``accumulate()``. None: as torch's.
 
     Raises:
         TypeError, ValueError: for arguments out of range, or weights of a dtype that the master is not for.

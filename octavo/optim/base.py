@@ -1,4 +1,4 @@
-"""What the optimizers share: weights and state found, sharded, saved, loaded; how a step computes is each one's own."""
+"""What the optimizers share: they find, shard, save and load weights and state; each adds how its step computes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from octavo.kernels.devices import optimizer_step
-from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
+from octavo.kernels.reference.optimizer_step import AdamGroup, BitNumbers, SgdGroup, WeightUpdate
 from octavo.kernels.step_numbers import key_of
 from octavo.optim import state as states
 from octavo.optim.gradients import GradientStorage
@@ -39,7 +39,7 @@ _REFUSED = {
 
 
 def refuse(**torchs: Any) -> None:
-    """Raise ValueError, with the reason, for an argument of torch's that is on."""
+    """Raise ValueError, with the reason, if any of these arguments of torch's optimizers is on."""
     for name, value in torchs.items():
         if value:
             raise ValueError(f"{name}={value!r}: {_REFUSED[name]}; leave the argument out")
@@ -53,31 +53,31 @@ def check_not_negative(**numbers: float) -> None:
 
 
 class PreparedUpdate(NamedTuple):
-    """A weight's update, all but its gradient, and what it was made of: while that stays, so does the update."""
+    """A weight's update without its gradient, and what it was made from: while that stays, it is used again."""
 
     update: WeightUpdate
-    held: Tensor  # what it writes of the weight
+    data: Tensor  # the tensor that the step writes: the weight, or its codes
     address: int
     version: int  # of the weight after the last step
     identity: tuple[int, ...]  # the weight's group and number, the seed, whether it has moments, ids of its state
 
 
-def _is_part(weight: Tensor) -> bool:
+def _is_stored_shard(weight: Tensor) -> bool:
     return isinstance(weight, StoredWeight) and weight.is_shard
 
 
-def has_moved(kept: PreparedUpdate, weight: Tensor, held: Tensor) -> bool:
-    """Whether a weight lies elsewhere now; a shard without rows has no address that would tell."""
-    return kept.held is not held if _is_part(weight) else kept.address != held.data_ptr()
+def has_moved(kept: PreparedUpdate, weight: Tensor, data: Tensor) -> bool:
+    """Whether a weight has other memory now; a stored shard is compared by object: without rows it has no address."""
+    return kept.data is not data if _is_stored_shard(weight) else kept.address != data.data_ptr()
 
 
-def was_written(kept: PreparedUpdate, weight: Tensor, held: Tensor) -> bool:
-    """Whether anything but a step has written a weight since; FSDP2 gives shards other storage when they are loaded."""
-    if not _is_part(weight):
-        return kept.address == held.data_ptr() and kept.version != held._version
-    if kept.held._version != kept.version:
+def was_written(kept: PreparedUpdate, weight: Tensor, data: Tensor) -> bool:
+    """Whether anything but a step has written a weight since; where FSDP2 loads shards, it gives them other memory."""
+    if not _is_stored_shard(weight):
+        return kept.address == data.data_ptr() and kept.version != data._version
+    if kept.data._version != kept.version:
         return True
-    return kept.held is not held and not torch.equal(kept.held.view(torch.uint8), held.view(torch.uint8))
+    return kept.data is not data and not torch.equal(kept.data.view(torch.uint8), data.view(torch.uint8))
 
 
 class CompactOptimizer(Optimizer):
@@ -87,7 +87,7 @@ class CompactOptimizer(Optimizer):
     """
 
     names: tuple[str, ...] = ()
-    clip_update = False  # to what exact moments can give: so it is known how far a step can move a weight
+    clip_update = False  # whether updates are clipped to the most that exact moments give, which bounds a step
     gradient_storage: str | None = None
     _untraced: Callable[..., Any]  # _step, which torch.compile must not trace
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and does not wait for them
@@ -110,7 +110,7 @@ class CompactOptimizer(Optimizer):
         if isinstance(params, set | frozenset):
             raise TypeError("a set's order changes between runs, and random bits with it: give a list of parameters")
         super().__init__(params, defaults)
-        # not with the module: torch.compiler.disable brings in the whole compiler, as torch's __init__ has by now
+        # here, not in the class: torch.compiler.disable imports the whole compiler, which torch's __init__ has done now
         CompactOptimizer._untraced = staticmethod(torch.compiler.disable(CompactOptimizer._step))
 
     def _begin(self) -> None:
@@ -118,10 +118,10 @@ class CompactOptimizer(Optimizer):
         self._kept: dict[nn.Parameter, PreparedUpdate] = {}
         self._plans: dict[Any, Any] = {}
         self._placed: dict[nn.Parameter, tuple[int, int]] = {}
-        self._sharded: list[nn.Parameter] = []  # in FP8, with one scale
+        self._sharded: list[nn.Parameter] = []  # weights in FP8 with one scale, whose shards lie on several ranks
         self._agreement, self._begun, self._loaded = Agreement(), False, False
         self._gradients = None if self.gradient_storage is None else GradientStorage()
-        self.in_backward: Any = None  # of update_in_backward
+        self.in_backward: Any = None  # the handle of update_in_backward
         self.skip: Tensor | None = None  # one number; where it is not 0, the next step does nothing
         self.resolution: Resolution | None = None
 
@@ -130,7 +130,7 @@ class CompactOptimizer(Optimizer):
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; also checks that each weight has a master, and notes how its state is to be read."""
+        """As torch's; also check that each weight has a master, and note in the group how its state is to be read."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         stored = [shard for param in group["params"] if (shard := local_stored(param)) is not None]
@@ -148,12 +148,12 @@ class CompactOptimizer(Optimizer):
         self._attach()
 
     def _describe(self) -> None:
-        """Have each group say how its state is to be read: torch.distributed.checkpoint keeps what groups hold."""
+        """Note in each group how its state is to be read: torch.distributed.checkpoint saves what groups have."""
         for group in self.param_groups:
             group["octavo"] = states.description(self.moments, self.master, self.seed)
 
     def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
-        """Raise ValueError for a weight that can't be kept so; ``bounds``: whether its update will be bounded."""
+        """Raise ValueError for a weight that these settings can't keep; ``bounds``: whether updates will be bounded."""
         states.check(weight, settings, bounds)
 
     def moments_of(self, moments: Any) -> tuple[Moment, ...]:
@@ -161,7 +161,7 @@ class CompactOptimizer(Optimizer):
         raise NotImplementedError
 
     def will_bound(self, settings: Settings, stored: bool) -> bool:
-        """Whether it would bound its updates; ``stored``: whether any weight lives in FP8."""
+        """Whether it would bound its updates under these settings; ``stored``: whether any weight lives in FP8."""
         return False
 
     def adopt(self, settings: Settings) -> None:
@@ -174,23 +174,23 @@ class CompactOptimizer(Optimizer):
         self.end_step()  # ranks have to agree on amaxes anew
 
     def measure(self, resolution: Resolution | None) -> None:
-        """Have steps add to a Resolution from now on; None: to none."""
+        """Have steps add to this Resolution from now on; with None they add to none."""
         self.resolution = resolution
         self.forget_kept()
 
     def forget_kept(self) -> None:
-        """Drop what was kept for the next steps."""
+        """Drop what earlier steps prepared for the next ones."""
         self._kept, self._placed, self._agreement.asked = {}, {}, False
         self._forget_plans()
 
     def _forget_plans(self) -> None:
-        """Drop launches, but for what CUDA graphs read."""
+        """Drop prepared launches, except the tensors that CUDA graphs read."""
         self._plans = {name: plan for name, plan in self._plans.items() if name == "captured"}
 
     def __getstate__(self) -> dict[str, Any]:
         self._agreement.finish()
-        own = ("moments", "master", "seed", "skip_nonfinite", "clip_update", "_clip", "names", "gradient_storage")
-        return {**super().__getstate__(), **{name: vars(self)[name] for name in own if name in vars(self)}}
+        names = ("moments", "master", "seed", "skip_nonfinite", "clip_update", "_clip", "names", "gradient_storage")
+        return {**super().__getstate__(), **{name: vars(self)[name] for name in names if name in vars(self)}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -198,18 +198,18 @@ class CompactOptimizer(Optimizer):
         self._attach()
 
     def all_params(self) -> list[nn.Parameter]:
-        """Of all groups, in their order."""
+        """The parameters of all groups, in their order."""
         return [param for group in self.param_groups for param in group["params"]]
 
     def _attach(self) -> None:
-        """Keep gradients of the parameters that there are now: some are no longer frozen, or were replaced."""
+        """Hook the parameters that there are now, whose gradients are kept: some were unfrozen or replaced since."""
         if self._gradients is not None:
             self._gradients.hooks.attach(self.all_params())
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """For all micro-batches of a step but the last, where gradients are kept in FP8: sums stay float32.
+        """A context for all micro-batches of a step but the last: where gradients are kept in FP8, sums stay float32.
 
-        With update_in_backward it is its handle's; else it does nothing, and gradients add up as torch's do.
+        With update_in_backward it is that of the handle; without either it does nothing, and torch adds gradients up.
 
         Example:
             >>> import torch, octavo
@@ -234,7 +234,7 @@ class CompactOptimizer(Optimizer):
         return self._untraced(self, closure)
 
     def step_some(self, params: Iterable[nn.Parameter], grad_scale: Tensor | None = None) -> None:
-        """Update these weights alone, all of which have gradients, divided by ``grad_scale``; others' step stays.
+        """Update these weights alone by their gradients divided by ``grad_scale``; all of them must have one.
 
         Where weights in FP8 are sharded, ``step()`` has to end each step.
         """
@@ -247,7 +247,7 @@ class CompactOptimizer(Optimizer):
     def begin_step(self) -> None:
         """Wait for the amaxes that ranks agree on; where weights were loaded or written since, agree on them anew.
 
-        Every rank decides this alike, by states, versions and loads; once a step.
+        It does so once a step. Every rank decides alike, by its states, its tensors' versions and what was loaded.
         """
         if self._begun:
             return
@@ -262,7 +262,7 @@ class CompactOptimizer(Optimizer):
         self._loaded = False
 
     def end_step(self) -> None:
-        """Begin to agree on amaxes of the weights that were updated: all ranks have called ``begin_step``."""
+        """Begin to agree on the updated weights' amaxes; all ranks must have called ``begin_step``."""
         self._begun = False
         if params := self._agreeing():
             self._agreement.start(params, self.state)
@@ -290,7 +290,7 @@ class CompactOptimizer(Optimizer):
             skip = ~torch.isfinite(states.largest(gradients))
         if self.skip is not None:
             skip = self.skip if skip is None else skip + self.skip.to(skip.device)
-        self.left_out: Tensor | None = skip  # for who asks: not 0 where this step does nothing
+        self.left_out: Tensor | None = skip  # not 0 where this step does nothing; read by whoever wants to know
         self.begin_step()
         self._run(params, skip, scale)
         if scale is not None:
@@ -322,10 +322,10 @@ class CompactOptimizer(Optimizer):
         for param in params:
             weight = states.local(param)
             if isinstance(weight, StoredWeight):
-                self._kept[param] = self._kept[param]._replace(held=weight.qdata, version=weight.qdata._version)
+                self._kept[param] = self._kept[param]._replace(data=weight.qdata, version=weight.qdata._version)
 
     def _places(self) -> dict[nn.Parameter, tuple[int, int]]:
-        """Each parameter's group and its number among all, on which random bits depend."""
+        """Each parameter's group and its number among all parameters, on which its random bits depend."""
         params = self.all_params()
         if len(params) != len(self._placed) or not all(map(operator.is_, params, self._placed)):
             numbers = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
@@ -339,50 +339,50 @@ class CompactOptimizer(Optimizer):
             raise RuntimeError("octavo's optimizers take dense gradients only")
         update = self._current(param, group, index)[0].update
         shape = update.master.weight.shape
-        if grad.numel() == 0 and shape.numel() > 0:  # of a row that stands in for none
+        if grad.numel() == 0 and shape.numel() > 0:  # the weight is a row that stands in for a shard without rows
             return update._replace(gradient=torch.zeros(shape, device=grad.device))
         if isinstance(grad, StoredGradient):
             return states.with_codes(update, grad)
         return update._replace(gradient=grad.contiguous().view(shape))
 
     def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[PreparedUpdate, bool]:
-        """A weight's update, and whether its master begins anew: with the first step, or since it was written."""
+        """A weight's update, and whether its master begins anew: in the first step, or after the weight was written."""
         weight, state = states.local(param), self.state[param]
         anew = not state
         averages = self._averages(self.param_groups[group])
         if anew:
             state.update(states.new_state(param, self._settings_of(averages)))
         kept, ids = self._kept.get(param), (group, index, self.seed, averages, *map(id, state.values()))
-        held = states.held(weight)
-        written = kept is not None and isinstance(weight, StoredWeight) and was_written(kept, weight, held)
-        if kept is None or has_moved(kept, weight, held) or kept.identity != ids or not held.is_contiguous():
+        data = states.data_of(weight)
+        written = kept is not None and isinstance(weight, StoredWeight) and was_written(kept, weight, data)
+        if kept is None or has_moved(kept, weight, data) or kept.identity != ids or not data.is_contiguous():
             if kept is not None:
                 self._forget_plans()
             kept = self._kept[param] = self._keep(param, weight, state, ids)
-        if written:  # loaded, or otherwise
+        if written:  # by a load or by the user
             fresh = master_of(param, self.master).new_state(weight)
             for name, value in fresh.items():
                 states.local(state[name]).copy_(states.local(value))
-            kept = self._kept[param] = kept._replace(held=held, version=held._version)
+            kept = self._kept[param] = kept._replace(data=data, version=data._version)
         if (anew or written) and isinstance(weight, StoredWeight):
             weight.rest = None
         return kept, anew or written
 
     def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[int, ...]) -> PreparedUpdate:
         group, index, _, averages, *_ = ids
-        if isinstance(weight, StoredWeight):  # perhaps since the optimizer was made
+        if isinstance(weight, StoredWeight):  # it may have been stored after the optimizer was made
             self.clip_update = self.will_bound(self.settings, stored=True)
         self.check(param, self.param_groups[group], self.settings, self.clip_update)
         master, moments = states.for_kernel(param, weight, state, self._settings_of(bool(averages)))
-        key, (row, *where) = key_of(self.seed, index), place_of(param)
+        bits = BitNumbers(key_of(self.seed, index), *place_of(param))
         measured = self.resolution is not None and self.resolution.counts(param)
-        update = WeightUpdate(master, moments, master.weight, state["step"], key, group, row, None, measured, *where)
-        held = states.held(weight)
-        return PreparedUpdate(update, held, held.data_ptr(), held._version, ids)
+        update = WeightUpdate(master, moments, master.weight, state["step"], bits, group, None, measured)
+        data = states.data_of(weight)
+        return PreparedUpdate(update, data, data.data_ptr(), data._version, ids)
 
     @property
     def settings(self) -> Settings:
-        """How it keeps weights: with moments if any group has them."""
+        """How the optimizer keeps weights: with moments if any group has them."""
         return self._settings_of(any(map(self._averages, self.param_groups)))
 
     def _averages(self, group: dict[str, Any]) -> bool:
@@ -390,7 +390,7 @@ class CompactOptimizer(Optimizer):
         return True
 
     def _settings_of(self, averages: bool) -> Settings:
-        """How weights are kept, in a group that has moments or one that has none."""
+        """How weights are kept in a group; ``averages``: whether it has moments."""
         return Settings(self.moments, self.names, self.master) if averages else Settings((), (), self.master)
 
     def state_dict(self) -> dict[str, Any]:
@@ -400,12 +400,12 @@ class CompactOptimizer(Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state of this class, of other moments or another master (converted, with a warning), or of torch's.
+        """Load a state of this class or of torch's; one with other moments or masters is converted, with a warning.
 
-        A weight's master is taken over if it was kept in the same way; else it begins as the weight.
+        A weight's master is loaded if it was kept in the same way; else it begins as the weight.
 
         Raises:
-            ValueError: if it does not fit the parameters; nothing is changed then.
+            ValueError: if the state does not fit the parameters; nothing is changed then.
         """
         state_dict = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -432,10 +432,10 @@ class CompactOptimizer(Optimizer):
         for weight in found:
             if (stored := local_stored(weight)) is not None:
                 stored.rest = None
-        for beside in filter(None, (self.resolution, self.in_backward)):
-            beside.restart()
+        for attached in filter(None, (self.resolution, self.in_backward)):
+            attached.restart()
         if converted:
-            warnings.warn(states.said(described, self.moments, self.master, converted), stacklevel=2)
+            warnings.warn(states.conversion_warning(described, self.moments, self.master, converted), stacklevel=2)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

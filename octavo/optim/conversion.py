@@ -1,7 +1,7 @@
-"""Other moments, another master, another storage for weights in training: one tensor at a time, values as they are.
+"""Change moments, masters and the storage of weights in the middle of a training, one tensor at a time.
 
-A master is read in float32, which holds each kind, and written as the new one, to nearest: exactly where the new one
-has room for it. Beside the old state there is never more than one tensor's new one and float32 values.
+A master is read in float32, which holds every kind, and written as the new kind, rounded to nearest: exactly where the
+new kind has enough bits. In addition to the old state, memory holds one tensor's new state and its float32 values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from octavo.kernels.reference.master_weights import Fp8Weight, Master
 from octavo.kernels.reference.optimizer_state import pieces
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
-from octavo.optim.layout import is_apart
+from octavo.optim.layout import is_fp8_experts
 from octavo.optim.masters import master_of
 from octavo.optim.state import Settings, for_kernel, new_master
 from octavo.tensor.fsdp2 import largest_of_ranks, like_sharded, on_this_rank
@@ -39,14 +39,14 @@ def change(
     stored: Callable[[nn.Parameter], None] = lambda param: None,
     common: Mapping[nn.Parameter, Common] | None = None,
 ) -> None:
-    """Keep an optimizer's weights otherwise from now on, in place: each parameter stays the same object.
+    """Change how an optimizer keeps its weights, in place: each parameter stays the same object.
 
     Args:
-        optimizer: its state follows.
+        optimizer: whose weights and state change.
         settings: its new moments and master.
-        storage: weights that are to be stored otherwise.
-        stored: called with each of these weights as soon as it is stored so.
-        common: of weights that are to have one scale together, by ``common_scales``.
+        storage: the weights whose storage changes, each with its new one.
+        stored: called with each of these weights as soon as it has the new storage.
+        common: what ``common_scales`` returned, for weights that are to have one scale together.
 
     Raises:
         ValueError: if a weight can't be kept so; nothing is changed then.
@@ -68,7 +68,7 @@ def common_scales(
 ) -> dict[nn.Parameter, Common]:
     """What weights that are to be stored with one scale have in common; all ranks call it.
 
-    ``together``: DTensors each; others as ``change``'s.
+    ``together``: lists of DTensors, each list with one scale; other arguments as ``change``'s.
     """
     found: dict[nn.Parameter, Common] = {}
     for params in together:
@@ -88,7 +88,7 @@ def common_scales(
 def check_change(
     optimizer: CompactOptimizer, settings: Settings, storage: Mapping[nn.Parameter, WeightStorage]
 ) -> None:
-    """Raise ValueError if the optimizer's weights can't be kept so; arguments as ``change``'s."""
+    """Raise ValueError if ``change`` would refuse these arguments."""
     for param, granularity in storage.items():
         if granularity is not None and (why := why_cut(param, granularity)) is not None:
             raise ValueError(why)
@@ -141,10 +141,10 @@ def _change(
     if moves or master_of(param, before.master) is not master_of(new_param, after.master):
         found |= new_master(new_param, after.master)
         new, _ = for_kernel(new_param, new_weight, found, after)
-        keeps_codes = not moves and new.kind in ("fp8_fp16", "fp8_fp32")  # these round ties otherwise than splits
+        keeps_codes = not moves and new.kind in ("fp8_fp16", "fp8_fp32")  # splits round ties another way
         codes = new.weight.clone() if keeps_codes else None
-        of_all = None if common is None else common[1]
-        _rewrite(old, new, param if is_sharded else None, not moves, of_all)
+        bound = None if common is None else common[1]
+        _rewrite(old, new, param if is_sharded else None, not moves, bound)
         if codes is not None:
             new.weight.copy_(codes)
     else:
@@ -157,15 +157,15 @@ def _change(
 def _moments(
     param: Tensor, new_param: Tensor, state: dict[str, Any], before: Settings, after: Settings
 ) -> dict[str, Any]:
-    """The tensors of all moments; those that stay as they are are the same ones."""
+    """The tensors of all moments; those whose storage does not change are not copied."""
     found: dict[str, Any] = {}
     were = before.moments_of(param)
     for name, new in after.moments_of(param).items():
-        laid = new.new_state(name, states.local(param).shape, "meta", is_apart(new_param))
+        wanted = new.new_state(name, states.local(param).shape, "meta", is_fp8_experts(new_param))
         if new == were[name] and all(
-            key in state and states.local(state[key]).shape == each.shape for key, each in laid.items()
+            key in state and states.local(state[key]).shape == each.shape for key, each in wanted.items()
         ):
-            found |= {key: state[key] for key in laid}
+            found |= {key: state[key] for key in wanted}
         else:
             found |= states.converted(new_param, name, were[name], new, state)
     return found
@@ -173,34 +173,34 @@ def _moments(
 
 @torch.no_grad()
 def _rewrite(
-    old: Master, new: Master, sharded: Tensor | None, same_storage: bool, of_all: Tensor | None = None
+    old: Master, new: Master, sharded: Tensor | None, same_storage: bool, common_amax: Tensor | None = None
 ) -> None:
-    """Write a master as another kind, to nearest. Where the weight's storage stays, so does its scale.
+    """Write a master as another kind, rounded to nearest. Where the weight's storage stays, so does its scale.
 
-    ``sharded`` is the DTensor whose shard this is, or None: one scale is for all ranks. ``of_all``: the largest amax
-    of those that have it.
+    ``sharded``: the DTensor whose shard this is, or None; ranks share its scale where it has one for all elements.
+    ``common_amax``: of all weights that are to share the scale, where there are several.
     """
     values = old.read_all(old.weight)
-    apart = isinstance(new, Fp8Weight) and new.scale_inv.ndim == 3  # of experts, which lie whole on a rank
-    # a row stands in on one side for a shard without rows
+    fp8_experts = isinstance(new, Fp8Weight) and new.scale_inv.ndim == 3  # each lies whole on one rank
+    # old or new, but not both, may be a row that stands in for a shard without rows
     stands_in = old.weight.numel() != new.weight.numel()
     if not stands_in:
         values = values.view(new.weight.shape)
     for index in range(new.matrices):
         one = new.matrix(index) if isinstance(new, Fp8Weight) else new
-        wide = values[index * one.weight.shape[0] : (index + 1) * one.weight.shape[0]] if apart else values
-        _rewrite_matrix(one, wide, sharded if not apart else None, same_storage, stands_in, of_all)
+        wide = values[index * one.weight.shape[0] : (index + 1) * one.weight.shape[0]] if fp8_experts else values
+        _rewrite_matrix(one, wide, sharded if not fp8_experts else None, same_storage, stands_in, common_amax)
 
 
 def _rewrite_matrix(
-    new: Master, values: Tensor, sharded: Tensor | None, same_storage: bool, stands_in: bool, of_all: Tensor | None
+    new: Master, values: Tensor, sharded: Tensor | None, same_storage: bool, stands_in: bool, common_amax: Tensor | None
 ) -> None:
-    """``_rewrite`` of one matrix from its values, float32; not of those of a row that stands in."""
+    """``_rewrite`` of one matrix, from its values in float32; none are written where a row stands in."""
     if isinstance(new, Fp8Weight):
         if same_storage:
             bound = new.scale_inv * E4M3.max
-        elif of_all is not None:
-            bound = of_all
+        elif common_amax is not None:
+            bound = common_amax
         else:
             is_one = new.scale_inv.numel() == 1
             bound = amax(values, (ALL, ALL) if is_one else (BLOCK, BLOCK))

@@ -17,25 +17,25 @@ import torch
 from torch import Tensor, nn
 
 from octavo.optim import state as states
-from octavo.optim.layout import is_apart, like_gradient, settle_gradient
+from octavo.optim.layout import is_fp8_experts, like_gradient, settle_gradient
 from octavo.tensor.stored_gradient import StoredGradient
 
 
 class GradientHooks:
-    """Has a method called after parameters' gradients, for as long as somebody else holds the object whose it is.
+    """Hooks that call a method after parameters' gradients, for as long as somebody else holds the method's object.
 
     Attributes:
-        handles: of the parameters that have the hook.
+        handles: for each parameter that has the hook.
     """
 
     def __init__(self, method: Callable[[nn.Parameter], None]) -> None:
         self.handles: dict[nn.Parameter, Any] = {}
-        own = weakref.WeakMethod(method)  # parameters hold their hooks, and would hold all that these hold
-        self._hook = lambda param: None if (found := own()) is None else found(param)
+        weak = weakref.WeakMethod(method)  # parameters hold their hooks, which would hold the method's object
+        self._hook = lambda param: None if (found := weak()) is None else found(param)
         weakref.finalize(self, _remove, self.handles).atexit = False
 
     def attach(self, params: Iterable[nn.Parameter]) -> None:
-        """Hook all of these, and no others, which clients may have replaced since; frozen ones only if they had it."""
+        """Hook these parameters and no others, as clients replace parameters; frozen ones keep a hook they have."""
         params = list(params)
         for param in params:
             if param.requires_grad and param not in self.handles:
@@ -46,15 +46,15 @@ class GradientHooks:
 
 
 class GradientStorage:
-    """What keeps an optimizer's gradients in FP8; it ends with the optimizer.
+    """Keeps an optimizer's gradients in FP8 for as long as the optimizer lives.
 
     Attributes:
-        hooks: of the parameters whose gradients it keeps.
+        hooks: on the parameters whose gradients it keeps.
     """
 
     def __init__(self) -> None:
         self.hooks = GradientHooks(self._take)
-        self._dtypes: dict[nn.Parameter, tuple[Any, torch.dtype]] = {}  # of gradients whose sums are float32 meanwhile
+        self._dtypes: dict[nn.Parameter, tuple[Any, torch.dtype]] = {}  # grad_dtype and dtype before sums were float32
         self._accumulating = self._looked = False
 
     @contextmanager
@@ -62,7 +62,7 @@ class GradientStorage:
         """Within it gradients are summed in float32: for all micro-batches of a step but the last."""
         for param in self.hooks.handles:
             stored = None if param.grad is None else states.local(param.grad)
-            if isinstance(stored, StoredGradient) and stored.is_zero:  # of zero_grad(set_to_none=False)
+            if isinstance(stored, StoredGradient) and stored.is_zero:  # by zero_grad(set_to_none=False)
                 param.grad = torch.zeros_like(param, dtype=param.grad.dtype)  # type: ignore[union-attr]
         before, self._accumulating = self._accumulating, True
         try:
@@ -72,7 +72,7 @@ class GradientStorage:
 
     @torch.no_grad()
     def _take(self, param: nn.Parameter) -> None:
-        """A parameter's gradient is complete, or the part of a micro-batch."""
+        """Take a parameter's gradient when that of the step, or of a micro-batch, is complete."""
         if not self._looked:
             self._looked = True
             refuse_ddp(
@@ -87,16 +87,16 @@ class GradientStorage:
         if isinstance(gradient, StoredGradient) or gradient.is_sparse:
             return
         if not self._accumulating:
-            own, dtype = self._dtypes.pop(param, (param.grad_dtype, gradient.dtype))
-            stored = StoredGradient.cast(gradient, dtype, is_apart(param))
-            _set(param, like_gradient(whole, stored), own)
+            grad_dtype, dtype = self._dtypes.pop(param, (param.grad_dtype, gradient.dtype))
+            stored = StoredGradient.cast(gradient, dtype, is_fp8_experts(param))
+            _set(param, like_gradient(whole, stored), grad_dtype)
         elif gradient.dtype != torch.float32:
             self._dtypes[param] = param.grad_dtype, gradient.dtype
             _set(param, like_gradient(whole, gradient.float()), torch.float32)
 
 
 def _set(param: nn.Parameter, gradient: Tensor, dtype: torch.dtype | None) -> None:
-    """Put a gradient in place of another, where autograd will add gradients of ``dtype``."""
+    """Replace a gradient, and have autograd add gradients of ``dtype`` to it."""
     param.grad = None
     if param.grad_dtype != dtype:
         param.grad_dtype = dtype
@@ -109,20 +109,20 @@ def _remove(hooks: dict[nn.Parameter, Any]) -> None:
 
 
 def refuse_ddp(params: Iterable[nn.Parameter], reason: str) -> None:
-    """Raise RuntimeError for this reason if DistributedDataParallel has any of the parameters."""
+    """Raise RuntimeError, with this reason, if DistributedDataParallel has any of the parameters."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
-    own = {id(param) for param in params}
+    ids = {id(param) for param in params}
     for found in living(nn.parallel.DistributedDataParallel):
-        if any(id(param) in own for param in found.module.parameters()):
+        if any(id(param) in ids for param in found.module.parameters()):
             raise RuntimeError(reason)
 
 
 def living(kind: type) -> list[Any]:
-    """All objects of a class that somebody still holds; to find them takes tens of milliseconds."""
+    """All objects of a class that are still referenced; to find them takes tens of milliseconds."""
 
     def look() -> list[Any]:
-        return [found for found in gc.get_objects() if issubclass(type(found), kind)]  # type() asks nothing of proxies
+        return [found for found in gc.get_objects() if issubclass(type(found), kind)]  # isinstance would run proxies
 
     if look():
         gc.collect()

@@ -27,7 +27,7 @@ from octavo.private import execution_engine, has_scaled
 from octavo.tensor.stored_gradient import TWICE, UsedGradient
 
 MIB = 1 << 20
-_TO_COME = -1.0  # stands for the square of a gradient that has not come; NaN gradients must stay NaN
+_TO_COME = -1.0  # in place of the square of a gradient that has not come yet; NaN can't be, as gradients may be NaN
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -49,7 +49,7 @@ class PerParameterNorm(_ClipByNorm):
 
 
 class LastStepNorm(_ClipByNorm):
-    """All gradients are scaled by what would have brought the step before to this global 2-norm.
+    """All gradients are scaled by the factor that would have brought the last step's global 2-norm to this.
 
     Args:
         max_norm: the 2-norm that is left alone, above 0.
@@ -61,11 +61,11 @@ class LastStepNorm(_ClipByNorm):
 
 
 class EstimatedNorm(_ClipByNorm):
-    """All gradients are scaled by what would bring the step's estimated global 2-norm to this.
+    """Gradients are scaled by the factor that would bring the step's estimated global 2-norm to this.
 
-    Those that come with a step's last launch have the exact norm, the others what has come so far and an estimate of
-    the rest: the last step's, changed as what has come has changed (GradientNorms.estimate). In the first step nothing
-    is known of the rest.
+    Each launch has its estimate (GradientNorms.estimate): the gradients that have come count as they are, those still
+    to come as in the last step, scaled by how the others have changed since. In the last launch it is exact; in the
+    first step, gradients still to come count as nothing.
 
     Args:
         max_norm: the 2-norm that is left alone, above 0.
@@ -92,22 +92,21 @@ def update_in_backward(
     outstanding_weight_updates_bytes: int = 64 * MIB,
     clip: Clip | None = None,
 ) -> UpdatesInBackward:
-    """Update weights while backward runs, so that no more gradients exist at a time than this and one tensor's.
+    """Update weights while backward runs: at most these bytes of gradients exist at a time, and one tensor's.
 
     The result is that of a step after backward, bit for bit. The training loop stays as it is: backward, then
     ``optimizer.step()``. On a GPU updates run beside backward on a stream of their own.
 
-    What needs all gradients at once can't be exact and is refused or has another name: clipping by the global norm (the
-    update is clipped to R_t already; ``clip`` offers EstimatedNorm, LastStepNorm and PerParameterNorm), GradScaler,
-    skip_nonfinite, and DistributedDataParallel, whose ranks have not exchanged a gradient yet when its hook runs.
-    FSDP2's sharded gradients are exchanged before. Until ``optimizer.step()`` a used gradient is a UsedGradient, which
-    knows its norm: torch's clip_grad_norm_ returns that of all, and raises if it would clip. A closure is evaluated
-    once.
+    What needs all gradients at once is refused: GradScaler, skip_nonfinite, clipping by the exact global norm (``clip``
+    offers EstimatedNorm, LastStepNorm and PerParameterNorm; the update is clipped to R_t already). So is
+    DistributedDataParallel, whose ranks have not exchanged a gradient yet when its hook runs; FSDP2's have. Until
+    ``optimizer.step()`` a used gradient is a UsedGradient, which knows its norm: torch's clip_grad_norm_ returns the
+    norm of all gradients, and raises if it would clip. A closure is evaluated once.
 
     Args:
         optimizer: octavo's AdamW, Adam or SGD.
-        outstanding_weight_updates_bytes: of gradients that wait for a launch; 0 updates each at once.
-        clip: see above.
+        outstanding_weight_updates_bytes: of gradients that wait for a launch; with 0 none waits.
+        clip: how gradients are clipped by a norm; None: they are not.
 
     Returns:
         a handle: ``accumulate()`` for all micro-batches but the last, ``remove()`` to undo it.
@@ -142,7 +141,7 @@ def update_in_backward(
 
 
 class GradientNorms:
-    """The squared 2-norm of each parameter's gradient, of this step and of the last: what a clip knows before all came.
+    """The squared 2-norm of each parameter's gradient in this step and the last, from which a clip estimates the norm.
 
     They stay on the device, one number a parameter, so nothing waits for the host and a CUDA graph can replay it.
     """
@@ -153,7 +152,7 @@ class GradientNorms:
         self._cells: tuple[Tensor, ...] = ()  # of self._now
 
     def add(self, params: list[nn.Parameter]) -> None:
-        """These parameters' gradients have come."""
+        """Take the norms of these parameters' gradients, which have come."""
         squares = squared_norms([param.grad for param in params if param.grad is not None])
         if new := [param for param in params if param not in self._numbers]:
             self._numbers |= {param: len(self._numbers) + number for number, param in enumerate(new)}
@@ -165,7 +164,7 @@ class GradientNorms:
         torch._foreach_copy_([self._cells[self._numbers[param]] for param in params], list(squares.unbind()))
 
     def state(self, params: list[nn.Parameter]) -> dict[str, Any]:
-        """The last step's squares, and of which of ``params`` they are: sums depend on the order."""
+        """The last step's squares, and the place in ``params`` of each one's parameter: sums depend on the order."""
         places = {param: place for place, param in enumerate(params)}
         return {"order": [places[param] for param in self._numbers], "squares": self._last.cpu()}
 
@@ -182,19 +181,20 @@ class GradientNorms:
         return self._last.sum().sqrt()
 
     def estimate(self) -> Tensor:
-        """This step's global norm as far as it can be known: exact once all gradients have come.
+        """An estimate of this step's global norm: exact once all gradients have come.
 
-        What has come counts as it is. The rest is the last step's, times a power of the growth of what has come: the
-        square root of the part that this was of the last step's squares, so that a small part says little of the rest.
+        Gradients that have come count as they are. Of the others the last step's squares count, times a power of the
+        growth since then of those that have come. Its exponent is the square root of the share that those had in the
+        last step's squares: the smaller the share, the less it says of the others.
         """
         come = self._now != _TO_COME
-        now, before, rest = self._now * come, (self._last * come).sum(), (self._last * ~come).sum()
+        now, before, to_come = self._now * come, (self._last * come).sum(), (self._last * ~come).sum()
         growth = (now * (self._last > 0)).sum() / before.clamp(min=_TINY)
-        part = before / (before + rest).clamp(min=_TINY)
-        return (now.sum() + rest * growth.pow(part.sqrt())).sqrt()
+        share = before / (before + to_come).clamp(min=_TINY)
+        return (now.sum() + to_come * growth.pow(share.sqrt())).sqrt()
 
     def end_step(self) -> Tensor:
-        """The step is over: its global norm, which is the last one's from now on."""
+        """End the step: return its global norm, which ``last`` returns from now on."""
         self._last.copy_(self._now * (self._now != _TO_COME))
         self.drop()
         return self.last()
@@ -205,18 +205,18 @@ class GradientNorms:
 
 
 def squared_norms(gradients: list[Tensor]) -> Tensor:
-    """Each gradient's squared 2-norm in float32; of sharded ones the whole one's, in one collective for all alike."""
+    """Each whole gradient's squared 2-norm in float32; those sharded alike take one collective together."""
     norms = torch._foreach_norm([states.local(gradient) for gradient in gradients], 2.0, torch.float32)
     squares = torch.stack([norm.to(norms[0].device) for norm in norms]).square()
     alike: dict[Any, list[Tensor]] = {}
     for square, gradient in zip(squares.unbind(), gradients, strict=True):
         if dims := tuple(dim for _, dim, _ in sharded_dims(gradient)):
             alike.setdefault((gradient.device_mesh, dims), []).append(square)  # type: ignore[attr-defined]
-    for (mesh, dims), parts in alike.items():
-        whole = torch.stack(parts).to(mesh.device_type)
+    for (mesh, dims), shards in alike.items():
+        whole = torch.stack(shards).to(mesh.device_type)
         for dim in dims:
             torch.distributed.all_reduce(whole, group=mesh.get_group(dim))
-        torch._foreach_copy_(parts, list(whole.unbind()))
+        torch._foreach_copy_(shards, list(whole.unbind()))
     return squares
 
 
@@ -224,9 +224,9 @@ class UpdatesInBackward:
     """The handle of ``update_in_backward``.
 
     Attributes:
-        launches: how many there were, the one in step() included.
+        launches: how many launches there were, that of step() included.
         most_bytes: the most bytes of gradients that waited at a time.
-        last_norm: the 2-norm of all gradients of the last step, where ``clip`` knows it; else None.
+        last_norm: the 2-norm of all gradients of the last step, where ``clip`` computes it; else None.
     """
 
     def __init__(self, optimizer: CompactOptimizer, threshold: int, clip: Clip | None) -> None:
@@ -236,7 +236,7 @@ class UpdatesInBackward:
         self._bytes = 0
         self._updated: set[nn.Parameter] = set()
         self._accumulating = self._looked = self._waiting = False
-        self._unended: Any = None  # a weak reference to what autograd calls at the end of the backward pass under way
+        self._unended: Any = None  # a weak reference to the callback at the end of the backward pass that is running
         self._streams: dict[torch.device, Any] = {}
         self.last_norm: Tensor | None = None
         self._loaded: dict[str, Any] | None = None
@@ -246,14 +246,14 @@ class UpdatesInBackward:
         optimizer.in_backward = self
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step's clip knows of this one: save it between steps, beside the optimizer's."""
+        """What the next step's clip needs of this one: save it between steps, together with the optimizer's state."""
         return self._norms.state(self.optimizer.all_params())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state of an optimizer of the same parameters.
 
         Raises:
-            ValueError: if it is of more parameters.
+            ValueError: if the state is of more parameters.
         """
         params = self.optimizer.all_params()
         if any(place >= len(params) for place in state_dict["order"]):
@@ -263,13 +263,13 @@ class UpdatesInBackward:
         self.last_norm = self._norms.last() if state_dict["order"] else None
 
     def restart(self) -> None:
-        """The optimizer's state was loaded, perhaps after torch's step of nothing: what was loaded here counts."""
+        """Load again what was loaded here: loading an optimizer's state may run a step of nothing (torch does so)."""
         if self._loaded is not None:
             self.load_state_dict(self._loaded)
             self._loaded = None
 
     def remove(self) -> None:
-        """Undo it: from now on gradients stay until ``optimizer.step()``. Gradients that wait are not lost."""
+        """Undo update_in_backward: gradients stay until ``optimizer.step()``, those that wait included."""
         self._hooks.attach([])
         self._forget_used()
         self._wait()
@@ -285,10 +285,10 @@ class UpdatesInBackward:
             self._accumulating = before
 
     def _look(self) -> None:
-        """Before the first update, for to look takes too long for every step.
+        """Look for DistributedDataParallel and a GradScaler; only before the first update, as it takes long.
 
-        DistributedDataParallel may have wrapped the model since. And where a GradScaler has scaled a loss, this one
-        perhaps, the first step's updates wait for step(), before which the scaler tells.
+        DistributedDataParallel may have wrapped the model since the handle was made. Where a GradScaler has scaled a
+        loss, which may be this one, the first step's updates wait for step(): by then the scaler has set ``found_inf``.
         """
         if not self._looked:
             self._looked = True
@@ -311,16 +311,16 @@ class UpdatesInBackward:
             self.last_norm = self._norms.end_step()
         self._updated.clear()
         self._unended = None
-        self._hooks.attach(self.optimizer.all_params())  # a client may have sharded them since, say
+        self._hooks.attach(self.optimizer.all_params())  # parameters may have been replaced since: by sharding, say
 
     def _follow(self) -> None:
-        """Notice with a gradient that the backward pass before this one failed: then this one begins the step.
+        """Begin the step anew if the backward pass before this one failed; weights that it updated stay updated.
 
-        Weights that it has updated stay so. At its end autograd calls what it was given, and drops it; where it fails
-        it only drops it. A reentrant checkpoint's own backward pass is within the other's.
+        A pass that ends calls its callback and drops it; one that fails drops it uncalled, and the weak reference is
+        dead. A reentrant checkpoint's own backward pass is within the other's.
         """
-        if (under_way := self._unended) is not None:
-            if under_way() is not None:
+        if (callback := self._unended) is not None:
+            if callback() is not None:
                 return
             self._updated.clear()
             self._pending, self._bytes = {}, 0
@@ -335,7 +335,7 @@ class UpdatesInBackward:
             execution_engine.queue_callback(end)
 
     def _take(self, param: nn.Parameter) -> None:
-        """A parameter's gradient is complete."""
+        """Take a parameter's gradient, which is complete."""
         if self._accumulating:
             return
         self._follow()
@@ -347,7 +347,7 @@ class UpdatesInBackward:
             raise UnsupportedOpError(TWICE)
         settle_gradient(param)
         self._pending[param] = None
-        # ranks flush at the same gradient, so that collectives (of a norm, say) come in one order among FSDP2's
+        # all ranks flush at the same gradient: so collectives (a norm's, say) come in the same order among FSDP2's
         self._bytes += bytes_of_shard(param.grad)  # type: ignore[arg-type]
         self.most_bytes = max(self.most_bytes, self._bytes)
         if self._bytes >= self.threshold and not self._waiting:
@@ -355,7 +355,7 @@ class UpdatesInBackward:
 
     def _flush(self, in_backward: bool = True) -> None:
         """Update all that waits, in one launch a device, and free its gradients."""
-        params = [param for param in self._pending if param.grad is not None]  # but those that were dropped
+        params = [param for param in self._pending if param.grad is not None]  # the user may have dropped some
         self._pending, self._bytes = {}, 0
         if not params:
             return
@@ -370,13 +370,13 @@ class UpdatesInBackward:
                 param.grad = like_gradient(gradient, UsedGradient(states.local(gradient), norm))
 
     def _forget_used(self) -> None:
-        """Drop what stands for used gradients."""
+        """Drop the UsedGradients."""
         for param in self._updated:
             if param.grad is not None and isinstance(states.local(param.grad), UsedGradient):
                 param.grad = None
 
     def _clipped(self, params: list[nn.Parameter]) -> Tensor | None:
-        """Clip the gradients, or say what they are to be divided by."""
+        """Clip the gradients, or return the number that they are to be divided by."""
         if isinstance(self.clip, PerParameterNorm):
             for param in params:
                 nn.utils.clip_grad_norm_([param], self.clip.max_norm)
@@ -387,7 +387,7 @@ class UpdatesInBackward:
         return None
 
     def _stream(self, params: list[nn.Parameter]) -> Any:
-        """Where updates run: on a GPU beside backward, once the gradients are there."""
+        """The stream that updates run on: on a GPU its own, which waits for the gradients, not for all of backward."""
         device = params[0].device
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return nullcontext()

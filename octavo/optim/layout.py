@@ -1,8 +1,8 @@
-"""Where the shard of a weight lies in the whole of it, and how its state is sharded; what its ranks agree on.
+"""Where a shard lies in the whole weight, how the weight's state is sharded, and what its ranks agree on.
 
-A weight is a matrix of its first dimension by all others. Ranks may share its rows (FSDP2, ColwiseParallel), its
-columns (RowwiseParallel: the second dimension), or both, over as many dimensions of a mesh. Blocks of 128 along a row
-are the same on any number of ranks: of a weight whose blocks ranks would share moments are not in codes.
+A weight is seen as a matrix of its first dimension by all others. Ranks may share its rows (FSDP2, ColwiseParallel),
+its columns (RowwiseParallel: the second dimension), or both, over as many dimensions of a mesh. Moments in codes have
+blocks of 128 along a row, the same on any number of ranks; if a block would lie on several, moments have no codes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.tensor.stored_weight import local_stored
 
 
 class ShardPlace(NamedTuple):
-    """Of the whole matrix: the row and column that a shard begins with, and how many columns a row has."""
+    """The row and column of the whole matrix that a shard begins with, and how many columns the whole has."""
 
     first_row: int
     first_col: int
@@ -31,24 +31,24 @@ class ShardPlace(NamedTuple):
 
 
 def sharded_dims(tensor: Tensor) -> Iterator[tuple[int, int, Any]]:
-    """(dimension of the tensor, of the mesh, placement) of each sharding; none of a plain or replicated tensor."""
+    """(tensor dimension, mesh dimension, placement) of each sharding; none for a plain or replicated tensor."""
     for mesh_dim, placement in enumerate(getattr(tensor, "placements", ())):
         if not placement.is_replicate():
             yield getattr(placement, "dim", 0) % max(tensor.ndim, 1), mesh_dim, placement
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether ranks have parts of it."""
+    """Whether ranks have shards of a tensor, or terms of its sum."""
     return any(True for _ in sharded_dims(tensor))
 
 
 def is_sharded_vector(param: Tensor) -> bool:
-    """Whether it is one: kernels take it as a column, so that an element's index is that of the whole vector."""
+    """Whether a parameter is one: kernels take it as a column, so that its indices are those in the whole vector."""
     return param.ndim < 2 and is_sharded(param)
 
 
 def ranks_share_blocks(param: Tensor) -> bool:
-    """Whether a block of 128 may lie on several ranks: of a vector, or of columns in no multiples of 128."""
+    """Whether a block of 128 may lie on several ranks: of a vector, or if shards' columns are no multiples of 128."""
     inner = math.prod(param.shape[2:])
     for dim, mesh_dim, _ in sharded_dims(param):
         if dim == 1:
@@ -70,36 +70,33 @@ def check_layout(param: Tensor) -> None:
         )
 
 
-def is_apart(weight: Tensor) -> bool:
-    """Whether a weight, or this rank's part of it, is experts in FP8 [E, N, K], each with scales of its own."""
+def is_fp8_experts(weight: Tensor) -> bool:
+    """Whether a weight, or this rank's shard, is experts in FP8 [E, N, K], each with scales of its own."""
     return weight.ndim == 3 and local_stored(weight) is not None
 
 
 def place_of(param: Tensor) -> ShardPlace:
-    """Where this rank's shard of a weight lies in the matrix; of a sharded vector in one of one column.
-
-    The matrix of experts in FP8 is [E * N, K].
-    """
-    if is_apart(param):
+    """Where this rank's shard lies in the weight's matrix: [E * N, K] of experts in FP8, [n, 1] of a sharded vector."""
+    if is_fp8_experts(param):
         first = param.__create_chunk_list__()[0].offsets[0] if is_sharded(param) else 0  # type: ignore[attr-defined]
         return ShardPlace(first * param.shape[1], 0, param.shape[2])
     columns = 1 if is_sharded_vector(param) else math.prod(param.shape[1:] if param.ndim > 1 else param.shape)
     if not is_sharded(param):
         return ShardPlace(0, 0, columns)
-    row, *rest = param.__create_chunk_list__()[0].offsets  # type: ignore[attr-defined]
-    return ShardPlace(row, rest[0] * math.prod(param.shape[2:]) if rest else 0, columns)
+    row, *others = param.__create_chunk_list__()[0].offsets  # type: ignore[attr-defined]
+    return ShardPlace(row, others[0] * math.prod(param.shape[2:]) if others else 0, columns)
 
 
 def like_param(tensor: Tensor, param: Tensor) -> Tensor:
-    """A tensor of this rank's state as a sharded one, where the weight is: so that checkpoints can reshard it."""
-    own = on_this_rank(param).shape
-    if getattr(param, "placements", None) is None or tensor.shape[:1] != own[:1]:
+    """A tensor of this rank's state, sharded as the weight is, so that checkpoints can reshard it."""
+    shard_shape = on_this_rank(param).shape
+    if getattr(param, "placements", None) is None or tensor.shape[:1] != shard_shape[:1]:
         return tensor
-    if tensor.shape[: param.ndim] == own:
+    if tensor.shape[: param.ndim] == shard_shape:
         return like_sharded(tensor, param, torch.Size((*param.shape, *tensor.shape[param.ndim :])))
     if all(dim == 0 for dim, *_ in sharded_dims(param)):
         return like_sharded(tensor, param, torch.Size((param.shape[0], *tensor.shape[1:])))
-    blocks = blocks_of(math.prod(param.shape[1:]))  # it has a scale for each
+    blocks = blocks_of(math.prod(param.shape[1:]))  # the tensor has a scale for each
     return like_sharded(tensor, param, torch.Size((param.shape[0], blocks)))
 
 
@@ -114,7 +111,7 @@ def like_gradient(whole: Tensor, local: Tensor) -> Tensor:
 
 
 def bytes_of_shard(tensor: Tensor) -> int:
-    """Bytes of the largest shard that a rank has of a tensor, which all ranks count alike; of a plain one its own."""
+    """Bytes of a tensor's largest shard, so that all ranks count the same; a plain tensor's own bytes."""
     shape = list(tensor.shape)
     for dim, mesh_dim, _ in sharded_dims(tensor):
         shape[dim] = -(-shape[dim] // tensor.device_mesh.size(mesh_dim))  # type: ignore[attr-defined]
@@ -122,9 +119,9 @@ def bytes_of_shard(tensor: Tensor) -> int:
 
 
 def settle_gradient(param: nn.Parameter) -> Tensor | None:
-    """A weight's gradient, from now on as the weight lies: torch leaves a replicated norm's as sums of ranks' tokens.
+    """A weight's gradient, redistributed to the weight's placements if it has others; all ranks of the mesh then call.
 
-    Where it does not yet, all ranks of the mesh take part.
+    For a replicated norm torch leaves each rank with the sum over its own tokens.
     """
     grad, placements = param.grad, getattr(param, "placements", None)
     if grad is not None and placements is not None and getattr(grad, "placements", placements) != placements:
@@ -133,16 +130,16 @@ def settle_gradient(param: nn.Parameter) -> Tensor | None:
 
 
 def needs_agreement(param: Tensor) -> bool:
-    """Whether ranks hold shards of a weight in FP8 with one scale."""
+    """Whether ranks must agree on a weight's amax: it is in FP8 with one scale, and they have shards of it."""
     shard = local_stored(param)
     if shard is None or shard is param or not shard.has_one_scale:
-        return False  # of experts each rank has its own whole
+        return False  # each expert lies whole on one rank
     return shard.common is not None or any(group.size() > 1 for group in groups_of(param))
 
 
 def _with_common(amaxes: Tensor, params: Sequence[nn.Parameter]) -> Tensor:
-    """Weights' amaxes [n, 1], of those that have one scale in common the largest of them."""
-    owners = [getattr(local_stored(param), "common", None) or param for param in params]  # of a scale each
+    """Weights' amaxes [n, 1]; those with a common scale all get the largest among them."""
+    owners = [getattr(local_stored(param), "common", None) or param for param in params]  # one for each scale
     numbers = {owner: number for number, owner in enumerate(dict.fromkeys(owners))}
     if len(numbers) == len(owners):
         return amaxes
@@ -152,10 +149,10 @@ def _with_common(amaxes: Tensor, params: Sequence[nn.Parameter]) -> Tensor:
 
 
 def agreeing(params: Sequence[nn.Parameter], groups: Sequence[int]) -> list[nn.Parameter]:
-    """Those that need it, of an optimizer's parameters with the numbers of their groups.
+    """The parameters that need agreement, out of an optimizer's; ``groups``: the number of each one's group.
 
     Raises:
-        ValueError: for some of the weights that have one scale in common, or in several groups.
+        ValueError: if weights with a common scale are in several groups, or not all there, or not all trained.
     """
     found: dict[Any, list[int]] = {}
     for param, group in zip(params, groups, strict=True):
@@ -170,13 +167,13 @@ def agreeing(params: Sequence[nn.Parameter], groups: Sequence[int]) -> list[nn.P
 
 
 class Agreement:
-    """What ranks agree on of weights that live in FP8 and are sharded with one scale: the amax of the whole master.
+    """Ranks agree on the amax of the whole master, for each weight that lives in FP8 and is sharded with one scale.
 
-    The next scale comes from that amax and the most that a step can add, before the update. Each rank finds the amax of
-    its shard; one collective for each layout, of 4 bytes a weight, finds the largest. It begins at the end of a step
-    and is waited for at the beginning of the next: it runs beside the next forward and backward.
+    The next scale is computed before the update, from that amax and the most that a step can add. Each rank finds the
+    amax of its shard; one collective for each layout, of 4 bytes a weight, finds the largest. It begins at the end of a
+    step, runs beside the next forward and backward, and is waited for at the beginning of the next step.
 
-    All of these weights take part, in their order, whichever had gradients: so ranks never disagree on a collective.
+    All of these weights take part, in their order, even without gradients: so ranks never disagree on a collective.
 
     Attributes:
         asked: whether ranks know that they have the same options.
@@ -184,12 +181,12 @@ class Agreement:
 
     def __init__(self) -> None:
         self.asked = False
-        self._under_way: list[tuple[Any, Tensor, list[Tensor]]] = []  # its work, what it writes, where that belongs
+        self._under_way: list[tuple[Any, Tensor, list[Tensor]]] = []  # (work, its result, amaxes to copy that to)
 
     def start(self, params: Sequence[nn.Parameter], states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Begin to find the largest amaxes; all ranks call it, with all parameters that need it in the same order.
+        """Begin to find the largest amaxes; all ranks call it with the same parameters, all that need it, in one order.
 
-        Of each state ``master_amax`` [1, 1] takes part and is written by ``finish``; where there is none yet, 0 does.
+        ``finish`` writes the result to ``master_amax`` [1, 1] of each state; a state without one takes part with 0.
         """
         import torch.distributed as dist
 
@@ -202,33 +199,33 @@ class Agreement:
             none_yet = torch.zeros(1, 1, device=device)
             amaxes = [states.get(param, {}).get("master_amax", none_yet) for param in some]
             largest = _with_common(torch.cat([amax.to(device) for amax in amaxes]), some)
-            for group in outer:  # of a mesh of two dimensions
+            for group in outer:  # where the mesh has several dimensions
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
             work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=last, async_op=True)
             self._under_way.append((work, largest, amaxes))
 
     def ask(self, optimizer: Any) -> None:
-        """Ask the ranks that share an optimizer's weights, unless they know, whether they have the same options.
+        """Compare the options of all ranks that share an optimizer's weights, unless that was done.
 
         Raises:
-            RanksDifferError: on all of them, naming the option, where one has another.
+            RanksDifferError: on all ranks, naming the option, if one rank's is different.
         """
         sharded = [] if self.asked else filter(is_sharded, optimizer.all_params())
         self.asked = True
         if not (groups := dict.fromkeys(itertools.chain.from_iterable(map(groups_of, sharded)))):
             return
         names = "moments", "master", "seed", "clip_update", "skip_nonfinite", "gradient_storage"
-        told = {name: getattr(optimizer, name) for name in names}
+        options = {name: getattr(optimizer, name) for name in names}
         for number, group in enumerate(optimizer.param_groups):
-            options = optimizer._options(group)._replace(lr=float(group["lr"]))._asdict()
-            told |= {f"{name} of group {number}": value for name, value in options.items()}
+            of_group = optimizer._options(group)._replace(lr=float(group["lr"]))._asdict()
+            options |= {f"{name} of group {number}": value for name, value in of_group.items()}
         if (handle := optimizer.in_backward) is not None:
-            told |= {"update_in_backward's clip": handle.clip, "outstanding_weight_updates_bytes": handle.threshold}
-        agree({f"{type(optimizer).__name__}'s {name}": value for name, value in told.items()}, groups)
+            options |= {"update_in_backward's clip": handle.clip, "outstanding_weight_updates_bytes": handle.threshold}
+        agree({f"{type(optimizer).__name__}'s {name}": value for name, value in options.items()}, groups)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for what is under way, and write it. On a GPU the device waits, not the host."""
+        """Wait for the collectives under way, and write their results. On a GPU the device waits, not the host."""
         under_way, self._under_way = self._under_way, []
         for work, largest, amaxes in under_way:
             work.wait()

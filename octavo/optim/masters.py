@@ -1,4 +1,4 @@
-"""Masters: what an optimizer updates in place of a weight of few bits, and what its state keeps for that.
+"""Masters: the wider weight that an optimizer updates in place of one of few bits, and what its state keeps for that.
 
 Of plain weights (bytes with the weight):
 
@@ -7,8 +7,7 @@ Of plain weights (bytes with the weight):
     split24      bf16 and an 8-bit remainder (3): the upper 24 bits of float32, the others rounded stochastically
     None         bf16 alone (2), rounded stochastically, so that small updates count on average
 
-Of weights in FP8: see kernels/reference/master_weights.py. Remainders of 16 bits are kept as bytes: NCCL and gloo send
-no int16.
+Those of weights in FP8: kernels/reference/master_weights.py. 16-bit remainders are bytes: NCCL and gloo send no int16.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class MasterForm:
     Attributes:
         name: the ``master`` argument's.
         kind: the kernels' name.
-        rest: dtype of what the state keeps besides the weight, or None.
-        dtypes: of the plain weights that it is for; none, where it is for weights in FP8.
+        rest: dtype of the rest, which is what the state keeps besides the weight; None: it keeps nothing.
+        dtypes: of the plain weights that can have this master; none, where it is for weights in FP8.
     """
 
     name: str | None
@@ -46,10 +45,10 @@ class MasterForm:
     dtypes: tuple[torch.dtype, ...] = ()
 
     def new_state(self, weight: Tensor) -> dict[str, Tensor]:
-        """The rest, so that the master begins as the weight.
+        """The rest of a master that begins as the weight.
 
-        The master of a weight in FP8 begins as what was cast to that, where it is still known; its amax bounds the next
-        scale. Without a rest there is nothing to hold it.
+        The master of a weight in FP8 begins as the value that was cast to it, if that is still known and the master has
+        a rest to hold it. Its amax, from which the next scale comes, is part of the state.
         """
         if isinstance(weight, StoredWeight):
             return self._new_state_of_codes(weight)
@@ -84,7 +83,7 @@ class MasterForm:
         return state
 
     def for_kernel(self, matrix: Tensor, state: dict[str, Tensor], scale_inv: Tensor | None = None) -> Master:
-        """What the kernels read and write, over a weight [R, C] and its state; ``scale_inv``: of a weight in codes."""
+        """What the kernels read and write: a weight [R, C] and its state's tensors; ``scale_inv``: if it is codes."""
         rest = None if self.rest is None else state["master_rest"].view(self.rest).view(matrix.shape)
         if scale_inv is not None:
             return Fp8Weight(matrix, self.kind, scale_inv, rest, state.get("master_amax"))
@@ -111,8 +110,8 @@ OF_FP8_WEIGHTS: dict[str | None, MasterForm] = {
     "fp32": MasterForm("fp32", "fp8_fp32", torch.float32),
     None: MasterForm(None, "fp8_stochastic"),
 }
-KINDS = [form.kind for forms in (NAMED, OF_FP8_WEIGHTS) for form in forms.values()]  # saved states hold places of it
-KINDS.insert(3, "fp16_scaled")  # of bf16 weights, in states that were saved when these had it
+KINDS = [form.kind for forms in (NAMED, OF_FP8_WEIGHTS) for form in forms.values()]  # saved states hold indices of it
+KINDS.insert(3, "fp16_scaled")  # a master that bf16 weights once had, which old saved states name
 
 
 def master_of(param: nn.Parameter, master: str | None) -> MasterForm:
@@ -120,9 +119,9 @@ def master_of(param: nn.Parameter, master: str | None) -> MasterForm:
 
     Args:
         param: the weight.
-        master: a name of NAMED; or "auto": float32 and float16 weights are their own, bf16 ones have "split32", stored
-            ones "split16". "split16" is 8 bits of remainder: of bf16 weights it is "split24"; "fp32" and "fp16_scaled"
-            of these are "split32".
+        master: a name of NAMED or OF_FP8_WEIGHTS, or "auto": float32 and float16 weights are their own master, bf16
+            ones have "split32", those in FP8 "split16". For bf16 weights "split16", which has 8 bits of remainder,
+            means "split24", and "fp32" and "fp16_scaled" mean "split32".
 
     Raises:
         ValueError: for another name, or a weight of another dtype than the master is for.
@@ -133,7 +132,7 @@ def master_of(param: nn.Parameter, master: str | None) -> MasterForm:
             raise ValueError(f"master={master!r}: weights stored in FP8 take {', '.join(map(repr, OF_FP8_WEIGHTS))}")
         return OF_FP8_WEIGHTS[wanted]
     chosen = master
-    if param.dtype == torch.bfloat16:  # of "fp32" it is the same master, half of it the weight
+    if param.dtype == torch.bfloat16:  # "split32" is the same master as "fp32": the weight is half of its bits
         chosen = {"auto": "split32", "fp32": "split32", "fp16_scaled": "split32", "split16": "split24"}.get(
             master or "", master
         )

@@ -23,12 +23,12 @@ class Moment:
     Args:
         format: "fp32", "bf16", or codes of octavo.E4M3, octavo.E5M2, octavo.optim.E4M4 (no sign: second moments).
         root: store the square root (of second moments): half the octaves, twice the relative error.
-        granularity: of codes' scales: PerBlock(1, 128), along rows of the first dimension, or PerTensor().
+        granularity: which codes share a scale: PerBlock(1, 128), along rows of the first dimension, or PerTensor().
         rounding: "nearest" or "stochastic". To nearest, an average that moves by less than half a step stands still.
-        scale: "block": from what is stored now; "previous": from the amax of the step before, PerTensor() only.
+        scale: "block": from the values of this step; "previous": from the amax of the last, for PerTensor() only.
 
     Raises:
-        TypeError, ValueError: for what can't be, with the remedy.
+        TypeError, ValueError: for arguments that don't fit each other, with the remedy.
 
     Example:
         >>> from octavo import E4M3
@@ -59,31 +59,31 @@ class Moment:
             raise ValueError(f"Moment: root=True is for codes; {self.format} holds the octaves without it")
 
     def __repr__(self) -> str:
-        parts = [str(self.format)]
+        words = [str(self.format)]
         if isinstance(self.format, Format):
-            parts += (["root"] if self.root else []) + [str(self.granularity)]
-        parts.append(self.rounding)
-        return f"Moment({', '.join(parts + (['previous amax'] if self.scale == 'previous' else []))})"
+            words += (["root"] if self.root else []) + [str(self.granularity)]
+        words.append(self.rounding)
+        return f"Moment({', '.join(words + (['previous amax'] if self.scale == 'previous' else []))})"
 
     def check(self, second: bool) -> None:
-        """Raise ValueError for what fits only the other moment."""
+        """Raise ValueError for a first moment that is stored without a sign."""
         if not second and (self.root or (isinstance(self.format, Format) and not self.format.signed)):
             raise ValueError(f"{self} has no sign: it is for second moments")
 
     def new_state(
-        self, name: str, shape: torch.Size, device: torch.device | str, apart: bool = False
+        self, name: str, shape: torch.Size, device: torch.device | str, fp8_experts: bool = False
     ) -> dict[str, Tensor]:
-        """Zeros, as they are kept in an optimizer's state under names that begin with this one.
+        """The tensors of a moment of zeros in an optimizer's state, whose names begin with ``name``.
 
-        ``apart``: of experts in FP8 [E, N, K], each of which has scales of its own: blocks of its rows, or one.
+        ``fp8_experts``: the weight is experts in FP8 [E, N, K]; each has a scale, or those of blocks of its rows.
         """
         if not isinstance(self.format, Format):
             return {name: torch.zeros(shape, dtype=DTYPES[self.format], device=device)}
         rows, cols = as_matrix_shape(shape)
         scales: tuple[int, ...] = (rows, blocks_of(cols))
         if self.granularity == PerTensor():
-            scales = (rows if apart else 1, 1)
-        elif apart and shape[1] > 1 and shape[2] % BLOCK:  # blocks are no longer those of a plain weight's rows
+            scales = (rows if fp8_experts else 1, 1)
+        elif fp8_experts and shape[1] > 1 and shape[2] % BLOCK:  # blocks are no longer those of a plain weight's rows
             scales = (*shape[:2], blocks_of(shape[2]))
         state = {
             f"{name}_codes": torch.zeros(shape, dtype=torch.uint8, device=device),
@@ -93,14 +93,14 @@ class Moment:
             state[f"{name}_amax"] = torch.zeros(scales, dtype=torch.float32, device=device)
         return state
 
-    def for_kernel(self, name: str, state: dict[str, Tensor], apart: bool = False) -> MomentTensors:
-        """What the kernels read and write, over the tensors of ``new_state``."""
+    def for_kernel(self, name: str, state: dict[str, Tensor], fp8_experts: bool = False) -> MomentTensors:
+        """What the kernels read and write: the tensors of ``new_state`` as matrices."""
         stochastic = self.rounding == "stochastic"
-        as_rows = as_rows_of_matrices if apart else as_matrix
+        as_rows = as_rows_of_matrices if fp8_experts else as_matrix
         if not isinstance(self.format, Format):
             return MomentTensors(as_rows(state[name]), stochastic=stochastic)
         data, scale_inv = as_rows(state[f"{name}_codes"]), state[f"{name}_scale_inv"]
-        if apart and self.granularity != PerTensor():
+        if fp8_experts and self.granularity != PerTensor():
             scale_inv = scale_inv.view(data.shape[0], blocks_of(data.shape[1]))
         return MomentTensors(
             data,
@@ -114,16 +114,16 @@ class Moment:
     def read_codes(self, codes: Tensor, scale_inv: Tensor, first: int = 0) -> Tensor:
         """Values in float32, of codes' shape; scales as ``new_state`` makes them.
 
-        ``first``: the column that the codes begin with, of rows whose scales are all there.
+        ``first``: the column that the codes begin with, where ``scale_inv`` has the scales of whole rows.
         """
         assert isinstance(self.format, Format)
         matrix = codes.flatten(0, 1) if scale_inv.ndim == 3 else codes.reshape(as_matrix_shape(codes.shape))
         rows, cols = matrix.shape
         blocks = scale_inv.flatten(0, -2).expand(rows, max(scale_inv.shape[-1], blocks_of(first + cols)))
         blocks, begun = blocks[:, first // BLOCK :], -first % BLOCK
-        if 0 < begun < cols:  # a block that begins on another rank, and those behind it
-            parts = [self.read_codes(matrix[:, :begun], blocks), self.read_codes(matrix[:, begun:], blocks[:, 1:])]
-            return torch.cat(parts, 1).view(codes.shape)
+        if 0 < begun < cols:  # the first block begins on another rank
+            both = [self.read_codes(matrix[:, :begun], blocks), self.read_codes(matrix[:, begun:], blocks[:, 1:])]
+            return torch.cat(both, 1).view(codes.shape)
         return MomentTensors(matrix, self.format, blocks, root=self.root).read_all(matrix).view(codes.shape)
 
 
@@ -133,13 +133,13 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 
 def as_rows_of_matrices(tensor: Tensor) -> Tensor:
-    """Contiguous matrices [E, N, K], those of experts in FP8, one below the other: [E * N, K]."""
+    """The contiguous matrices [E, N, K] of experts in FP8, one below the other: [E * N, K]."""
     return tensor.flatten(0, 1)
 
 
 _STOCHASTIC: Any = "stochastic"
-# "fp8": the sign bit that a second moment has not becomes a mantissa bit, the root halves the octaves to be held,
-# blocks of 128 keep underflow below one element in a thousand, stochastic rounding lets averages follow.
+# "fp8": second moments have no sign, so that its bit is one more of the mantissa; their root takes half the octaves.
+# Blocks of 128 keep underflow below one element in a thousand; stochastic rounding lets averages follow small changes.
 NAMED: dict[str, tuple[Moment, Moment]] = {
     "fp32": (Moment("fp32"), Moment("fp32")),
     "bf16": (Moment("bf16", rounding=_STOCHASTIC), Moment("bf16", rounding=_STOCHASTIC)),
@@ -148,7 +148,7 @@ NAMED: dict[str, tuple[Moment, Moment]] = {
 
 
 def moments_of(moments: Any) -> tuple[Moment, Moment]:
-    """What a ``moments`` argument means.
+    """The pair of Moments that a ``moments`` argument means.
 
     Raises:
         TypeError, ValueError: for anything but a name of NAMED or a pair of Moments.

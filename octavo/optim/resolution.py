@@ -1,4 +1,4 @@
-"""How far updates move weights beside the grid that E4M3 has for them, summed by the step itself."""
+"""How far updates move weights, compared with the steps of E4M3's grid at those weights; the step itself sums it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.tensor.fsdp2 import groups_of
 
 
 class Resolution:
-    """Sums over steps of the weights ``params``, on each device; nothing waits for them."""
+    """Sums over steps and the weights ``params``, on each device; nothing waits for them."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         self.params = dict.fromkeys(params)  # in one order on all ranks
@@ -26,20 +26,20 @@ class Resolution:
         self._sums: dict[torch.device, Tensor] = {}
 
     @functools.cached_property
-    def _groups(self) -> dict[str, Any]:
-        """The process groups of the ranks that have parts of any of them, by name."""
+    def _process_groups(self) -> dict[str, Any]:
+        """The process groups of the ranks that have shards of any of the weights, by name."""
         groups = itertools.chain.from_iterable(map(groups_of, filter(is_sharded, self.params)))
         return {group.group_name: group for group in groups}
 
     def counts(self, param: nn.Parameter) -> bool:
-        """Whether this rank's part of a weight counts; of one that other ranks have as well, one rank's does."""
+        """Whether this rank's shard of a weight counts; where ranks have the same shard, one rank's does."""
         if param not in self.params:
             return False
-        own = {group.group_name for group in groups_of(param)} if is_sharded(param) else set()
-        return all(name in own or group.rank() == 0 for name, group in self._groups.items())
+        sharded_over = {group.group_name for group in groups_of(param)} if is_sharded(param) else set()
+        return all(name in sharded_over or group.rank() == 0 for name, group in self._process_groups.items())
 
     def on(self, device: torch.device) -> Tensor:
-        """Where the steps on a device add to: float64 [2], see kernels/reference/optimizer_step.py."""
+        """The sums that steps on a device add to: float64 [2], see kernels/reference/optimizer_step.py."""
         if device not in self._sums:
             self._sums[device] = torch.zeros(2, dtype=torch.float64, device=device)
         return self._sums[device]
@@ -48,22 +48,22 @@ class Resolution:
         """The sums over all devices and ranks since the last time."""
         if not self._sums:
             return SumsInFlight(torch.zeros(2, dtype=torch.float64))
-        parts = list(self._sums.values())
-        total = torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
-        for group in self._groups.values():
+        by_device = list(self._sums.values())
+        total = torch.stack([sums.to(by_device[0].device) for sums in by_device]).sum(0)
+        for group in self._process_groups.values():
             torch.distributed.all_reduce(total, group=group)
-        for part in parts:
-            part.zero_()
+        for sums in by_device:
+            sums.zero_()
         return SumsInFlight(total)
 
     def next_ratio(self) -> float | None:
-        """End an interval of steps: the ratio of the one before it, whose sums have had its time to reach the host."""
+        """End an interval of steps; return the ratio of the interval before, whose sums have reached the host."""
         last, self._reading = self._reading, self.take()
         return None if last is None else last.ratio()
 
     def state(self) -> dict[str, Tensor | None]:
         """This rank's sums, and those on their way to the host, on the CPU."""
-        sums = [torch.zeros(2, dtype=torch.float64), *(part.cpu() for part in self._sums.values())]
+        sums = [torch.zeros(2, dtype=torch.float64), *(each.cpu() for each in self._sums.values())]
         reading = None if self._reading is None else self._reading.sums().cpu()
         return {"sums": torch.stack(sums).sum(0), "reading": reading}
 
@@ -74,7 +74,7 @@ class Resolution:
         self._begin_with(state["sums"])
 
     def restart(self) -> None:
-        """The optimizer's state was loaded, perhaps after torch's step of nothing: what was loaded here counts."""
+        """Load again what was loaded here: loading an optimizer's state may run a step of nothing (torch does so)."""
         if self._loaded is not None:
             self._begin_with(self._loaded)
             self._loaded = None
@@ -100,12 +100,12 @@ class SumsInFlight:
         self._event.record()
 
     def sums(self) -> Tensor:
-        """On the CPU: waits for what was launched before ``take``, no later work."""
+        """The sums on the CPU; waits for the work that was launched before ``take``, and no later work."""
         if self._event is not None:
             self._event.synchronize()
         return self._sums
 
     def ratio(self) -> float:
-        """The root mean square of the updates over that of the grid's rounding noise, step / sqrt(12); nan of none."""
+        """The root mean square of updates over that of the grid's rounding noise, step / sqrt(12); nan without any."""
         moved, grid = self.sums().tolist()
         return math.sqrt(12 * moved / grid) if grid > 0 else math.nan

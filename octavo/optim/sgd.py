@@ -19,8 +19,7 @@ class SGD(CompactOptimizer):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch's.
-        moments: "fp8" (1.03 bytes an element: E4M3 in blocks of 128, rounded stochastically), "bf16", "fp32", or a
-            Moment.
+        moments: "fp8" (E4M3 in blocks of 128: 1.03 bytes an element, rounded stochastically), "bf16", "fp32", a Moment.
         master, seed, skip_nonfinite, gradient_storage, foreach, differentiable, fused: as AdamW's.
 
     Raises:
@@ -65,7 +64,7 @@ class SGD(CompactOptimizer):
         super().__init__(params, defaults, self.moments_of(moments), master, seed, skip_nonfinite, gradient_storage)
 
     def moments_of(self, moments: Any) -> tuple[Moment, ...]:
-        """The momentum's, by its name or as it is."""
+        """The momentum's Moment, given by its name or as a Moment."""
         moment = NAMED.get(moments, (None,))[0] if isinstance(moments, str) else moments
         if not isinstance(moment, Moment):
             error = ValueError if isinstance(moments, str) else TypeError
@@ -82,9 +81,9 @@ class SGD(CompactOptimizer):
     def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[PreparedUpdate, bool]:
         state = self.state[param]
         if state and self._averages(self.param_groups[group]) and not holds(state, self.names[0]):
-            # its group was given a momentum: it begins with this step's gradient
-            own = new_moments(self._settings_of(True).moments_of(param), local(param.detach()))
-            state.update(sharded_like(own, param))
+            # the group was given a momentum since the last step: the moment begins with this step's gradient
+            moments = new_moments(self._settings_of(True).moments_of(param), local(param.detach()))
+            state.update(sharded_like(moments, param))
             state["step"].zero_()
         return super()._current(param, group, index)
 

@@ -1,4 +1,4 @@
-"""An optimizer's state of its weights: begun, sharded, described, loaded, converted, and as kernels take it."""
+"""An optimizer's state of a weight: how it begins, is sharded, described, loaded, converted and passed to kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.kernels.reference.optimizer_state import MomentTensors, pieces
 from octavo.kernels.reference.optimizer_step import LARGEST_SQUARE, WeightUpdate
 from octavo.optim.layout import (
     check_layout,
-    is_apart,
+    is_fp8_experts,
     is_sharded,
     is_sharded_vector,
     like_param,
@@ -38,16 +38,16 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if type(tensor) in (Tensor, nn.Parameter) else on_this_rank(tensor)
 
 
-def held(weight: Tensor) -> Tensor:
-    """What a step writes of a weight: of a stored one the codes."""
+def data_of(weight: Tensor) -> Tensor:
+    """The tensor that a step writes: the weight, or the codes of a stored one."""
     return weight.qdata if isinstance(weight, StoredWeight) else weight
 
 
 def matrix_of(weight: Tensor) -> Tensor:
-    """A weight [R, C] as the kernels take it, contiguous: itself, where it is that; of a stored one the codes."""
+    """A weight, or the codes of a stored one, as the contiguous [R, C] that kernels take; not copied if it is that."""
     if isinstance(weight, StoredWeight):
         codes = weight.qdata.view(torch.uint8)
-        return as_rows_of_matrices(codes) if is_apart(weight) else codes
+        return as_rows_of_matrices(codes) if is_fp8_experts(weight) else codes
     return as_matrix(weight.detach().contiguous())
 
 
@@ -59,7 +59,7 @@ class Settings(NamedTuple):
     master: str | None
 
     def moments_of(self, param: Tensor) -> dict[str, Moment]:
-        """A parameter's moments by name: not in codes where ranks share blocks, but in bf16, of a vector in float32."""
+        """A parameter's moments by name; where ranks share blocks, bf16 (float32 for a vector) in place of codes."""
         found = dict(zip(self.names, self.moments, strict=True))
         if ranks_share_blocks(param):
             for name, one in found.items():
@@ -68,13 +68,13 @@ class Settings(NamedTuple):
         return found
 
     def in_state(self, state: dict[str, Any]) -> Settings:
-        """The same of those moments alone that a state has: SGD's has none before its group has a momentum."""
+        """These settings without the moments that a state lacks: SGD's has none before its group has a momentum."""
         kept = {name: one for name, one in zip(self.names, self.moments, strict=True) if holds(state, name)}
         return Settings(tuple(kept.values()), tuple(kept), self.master)
 
 
 def check(param: Tensor, settings: Settings, bounds: bool) -> None:
-    """Raise ValueError for a weight that can't be updated; ``bounds``: whether the optimizer bounds its update."""
+    """Raise ValueError for a weight that can't be updated; ``bounds``: whether the optimizer bounds updates."""
     stored = local_stored(param) is not None
     if stored and not bounds:
         raise ValueError(
@@ -93,12 +93,11 @@ def check(param: Tensor, settings: Settings, bounds: bool) -> None:
 
 
 def largest(gradients: list[Tensor]) -> Tensor:
-    """The largest absolute value of all, inf where one is not finite: the same on all ranks, without waiting for it."""
+    """The largest absolute value of all gradients on all ranks, inf where one is not finite; the host does not wait."""
     found = torch.zeros((), device=local(gradients[0]).device)
     if some := [shard for gradient in gradients if (shard := local(gradient.detach())).numel()]:
         found = torch.nn.utils.get_total_norm(some, math.inf, foreach=True).float().nan_to_num(math.inf, math.inf)
-    groups = {gradient.device_mesh: None for gradient in gradients if hasattr(gradient, "device_mesh")}
-    for mesh in groups:
+    for mesh in dict.fromkeys(gradient.device_mesh for gradient in gradients if hasattr(gradient, "device_mesh")):
         found = largest_of_ranks(found.to(mesh.device_type), *(mesh.get_group(dim) for dim in range(mesh.ndim)))
     return found
 
@@ -107,8 +106,8 @@ def with_codes(update: WeightUpdate, gradient: StoredGradient) -> WeightUpdate:
     """An update by a gradient in codes.
 
     Raises:
-        RuntimeError: if its blocks are not those of the weight's rows: experts were stored in FP8, or restored, since
-            it was rounded.
+        RuntimeError: if its blocks are not those of the weight's rows, because experts were stored in FP8, or restored,
+            after it was rounded.
     """
     codes, shape = gradient.qdata.view(torch.uint8), update.master.weight.shape
     if codes.shape != shape and not (len(codes) == shape[1] == 1):  # a sharded vector is seen as a column
@@ -120,12 +119,12 @@ def with_codes(update: WeightUpdate, gradient: StoredGradient) -> WeightUpdate:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of all of them together."""
+    """Bytes of all tensors together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def unscale(gradients: list[Tensor], scale: Tensor, skip: Tensor | None) -> None:
-    """Divide gradients by a GradScaler's scale, as torch's fused optimizers leave them; not where ``skip`` is not 0."""
+    """Divide gradients by a GradScaler's scale, as torch's fused optimizers do, unless ``skip`` is not 0."""
     divisor = scale if skip is None else torch.where(skip.to(scale.device) != 0, 1.0, scale)
     shards = [local(gradient) for gradient in gradients]
     shards = [shard.scale_inv if isinstance(shard, StoredGradient) else shard for shard in shards]
@@ -139,7 +138,7 @@ def holds(state: dict[str, Any], name: str) -> bool:
 
 
 def description(moments: tuple[Moment, ...], master: str | None, seed: int) -> dict[str, Any]:
-    """How a state is to be read, in numbers and strings."""
+    """How a state is to be read, as numbers and strings."""
     described = [
         {
             "format": str(moment.format),
@@ -154,17 +153,17 @@ def description(moments: tuple[Moment, ...], master: str | None, seed: int) -> d
 
 
 def moment_from(described: dict[str, Any]) -> Moment:
-    """The Moment that was described."""
+    """The Moment that ``description`` described."""
     fmt: Any = _FORMATS.get(described["format"], described["format"])
     granularity = PerTensor() if described["per_tensor"] else PerBlock(1, BLOCK)
     return Moment(fmt, described["root"], granularity, described["rounding"], described["scale"])
 
 
 def as_fp32(name: str, moment: Moment, given: dict[str, Any]) -> Tensor:
-    """A moment's values, whatever it is stored in.
+    """A moment's values in float32, read from a loaded state.
 
     Raises:
-        ValueError: if it is not there.
+        ValueError: if the state lacks it.
     """
     tensors = {key: local(value) for key, value in given.items() if isinstance(value, Tensor)}
     if name in tensors:
@@ -175,10 +174,10 @@ def as_fp32(name: str, moment: Moment, given: dict[str, Any]) -> Tensor:
 
 
 def converted(param: Tensor, name: str, old: Moment, new: Moment, given: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a parameter's moment as ``new`` keeps it, to nearest, out of a state that has it as ``old``.
+    """A parameter's moment as ``new`` keeps it, rounded to nearest, from a state that keeps it as ``old``.
 
     Raises:
-        ValueError: if it is not there, or of another shape.
+        ValueError: if the state lacks it, or has it in another shape.
     """
     values = as_fp32(name, old, given).to(local(param).device)
     if is_sharded(param) and values.shape == param.shape:  # from a full state dict
@@ -187,14 +186,14 @@ def converted(param: Tensor, name: str, old: Moment, new: Moment, given: dict[st
             values = values.narrow(dim, first, size)
     if values.shape != local(param).shape:
         raise ValueError(f"{name} of shape {tuple(values.shape)} does not fit a weight of {tuple(param.shape)}")
-    apart = is_apart(param)
-    state = new.new_state(name, values.shape, values.device, apart)
-    whole, count = new.for_kernel(name, state, apart), values.shape[0] if apart else 1
+    fp8_experts = is_fp8_experts(param)
+    state = new.new_state(name, values.shape, values.device, fp8_experts)
+    whole, count = new.for_kernel(name, state, fp8_experts), values.shape[0] if fp8_experts else 1
     if new.root:
         values = values.clamp(max=LARGEST_SQUARE)
     for index in range(count):
         stored = whole.matrix(index, count)
-        matrix = values[index] if apart else as_matrix(values.contiguous())
+        matrix = values[index] if fp8_experts else as_matrix(values.contiguous())
         if stored.fmt is not None and new.granularity == PerTensor():
             amax = matrix.abs().amax().reshape(1, 1) if matrix.numel() else matrix.new_zeros(1, 1)
             stored.begin(amax.sqrt() if new.root else amax)
@@ -205,37 +204,37 @@ def converted(param: Tensor, name: str, old: Moment, new: Moment, given: dict[st
 
 
 def new_state(param: nn.Parameter, settings: Settings) -> dict[str, Any]:
-    """An empty state; of a sharded weight its tensors are sharded alike."""
+    """A parameter's state before its first step; the state of a sharded weight is sharded alike."""
     weight = local(param.detach())
     step = torch.zeros((), dtype=torch.float32, device=weight.device)
-    own = new_moments(settings.moments_of(param), weight)
-    return {"step": step} | sharded_like(own, param) | new_master(param, settings.master)
+    moments = new_moments(settings.moments_of(param), weight)
+    return {"step": step} | sharded_like(moments, param) | new_master(param, settings.master)
 
 
 def new_moments(moments: dict[str, Moment], weight: Tensor) -> dict[str, Tensor]:
     """The tensors of a weight's moments, all zeros."""
-    own: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, moment in moments.items():
-        own |= moment.new_state(name, weight.shape, weight.device, is_apart(weight))
-    return own
+        tensors |= moment.new_state(name, weight.shape, weight.device, is_fp8_experts(weight))
+    return tensors
 
 
 def new_master(param: nn.Parameter, master: str | None) -> dict[str, Tensor]:
-    """What a weight's master keeps in its state, and which of KINDS it is: names and dtypes of several are the same."""
+    """A weight's master in its state, with its index in KINDS, as several kinds have the same names and dtypes."""
     chosen = master_of(param, master)
-    own = chosen.new_state(local(param.detach()))
-    kind = {"master_kind": torch.tensor(KINDS.index(chosen.kind), dtype=torch.uint8)} if own else {}
-    return sharded_like(own, param) | kind
+    tensors = chosen.new_state(local(param.detach()))
+    kind = {"master_kind": torch.tensor(KINDS.index(chosen.kind), dtype=torch.uint8)} if tensors else {}
+    return sharded_like(tensors, param) | kind
 
 
-def sharded_like(own: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
-    """This rank's tensors of a state, sharded as the weight is: so that checkpoints can reshard them."""
+def sharded_like(tensors: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
+    """This rank's tensors of a state, sharded as the weight is, so that checkpoints can reshard them."""
     shard, found = local_stored(param), dict[str, Tensor]()
-    for name, value in own.items():
+    for name, value in tensors.items():
         if name != "master_amax":
             found[name] = like_param(value, param)
-        elif shard is None or shard is param or (shard.granularity == PerTensor() and not is_apart(shard)):
-            found[name] = value  # as scale_inv: one for all ranks
+        elif shard is None or shard is param or (shard.granularity == PerTensor() and not is_fp8_experts(shard)):
+            found[name] = value  # one for all ranks, as scale_inv is
         else:
             found[name] = like_sharded(
                 value, param, torch.Size(shard.granularity.of_matrices(param.shape).scale_shape(param.shape))
@@ -244,22 +243,22 @@ def sharded_like(own: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
 
 
 def bytes_of_state(param: nn.Parameter, weight: Tensor, settings: Settings | None) -> tuple[int, int, int]:
-    """Bytes on this rank of a weight with its scales, of its master's rest, of its moments.
+    """Bytes on this rank of a parameter's weight with its scales, of its master's rest, of its moments.
 
-    ``weight`` is what it is to be, this rank's shard on the meta device; no settings: it is frozen.
+    ``weight``: this rank's shard as it would be stored, on the meta device. Without settings the weight is frozen.
     """
-    own = [weight.qdata, weight.scale_inv] if isinstance(weight, StoredWeight) else [weight]
+    tensors = [weight.qdata, weight.scale_inv] if isinstance(weight, StoredWeight) else [weight]
     master: dict[str, Tensor] = {}
     moments: dict[str, Tensor] = {}
     if settings is not None:
         master = master_of(nn.Parameter(weight, False), settings.master).new_state(weight)
         moments = new_moments(settings.moments_of(param), weight)
-    return bytes_of(own), bytes_of(master.values()), bytes_of(moments.values())
+    return bytes_of(tensors), bytes_of(master.values()), bytes_of(moments.values())
 
 
 def _check_storage(weight: Tensor, state: dict[str, Any]) -> None:
-    """Raise RuntimeError for a weight that was stored in FP8, widened, or scaled otherwise since its state was made."""
-    amax = state.get("master_amax")  # which weights in FP8 have, one a scale
+    """Raise RuntimeError for a weight that was stored in FP8, restored, or rescaled since its state was made."""
+    amax = state.get("master_amax")  # weights in FP8 have one for each scale
     now = weight.scale_inv.shape if isinstance(weight, StoredWeight) else None
     if now != (None if amax is None else amax.shape):
         raise RuntimeError(
@@ -272,7 +271,7 @@ def _check_storage(weight: Tensor, state: dict[str, Any]) -> None:
 def for_kernel(
     param: nn.Parameter, weight: Tensor, state: dict[str, Any], settings: Settings
 ) -> tuple[Master, tuple[MomentTensors, ...]]:
-    """Master and moments of a weight, this rank's shard ``weight``, as the kernels take them, over its state's tensors.
+    """Master and moments of ``weight``, this rank's shard of ``param``, as kernels take them: its state's own tensors.
 
     Raises:
         RuntimeError: if the state was made while the weight was stored otherwise.
@@ -280,18 +279,18 @@ def for_kernel(
     kept = {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
     _check_storage(weight, kept)
     master, moments = master_of(param, settings.master), settings.moments_of(param)
-    apart = is_apart(weight)
-    if isinstance(weight, StoredWeight) and weight.is_shard and weight.shape[0] == 0 and not apart:
-        # a row of zeros stands in for no rows: updated as other ranks' rows are, it keeps the scale that all share
+    fp8_experts = is_fp8_experts(weight)
+    if isinstance(weight, StoredWeight) and weight.is_shard and weight.shape[0] == 0 and not fp8_experts:
+        # a row of zeros stands in for a shard without rows: its update keeps the scale the same as on other ranks
         codes = torch.zeros(1, weight.shape[1], dtype=torch.uint8, device=weight.device).view(weight.qdata.dtype)
         weight = StoredWeight(codes, weight.scale_inv, weight.dtype, weight.granularity, is_shard=True)
         kept = new_moments(moments, weight) | master.new_state(weight) | {"master_amax": kept["master_amax"]}
     matrix = matrix_of(weight)
-    if is_sharded_vector(param):  # a row an element, so that its index is that of the whole vector
+    if is_sharded_vector(param):  # one element a row, so that its index is that in the whole vector
         kept |= {name: value.view(-1, 1) for name, value in kept.items() if name in moments}
         matrix = matrix.view(-1, 1)
     scale_inv = weight.scale_inv if isinstance(weight, StoredWeight) else None
-    stored = tuple(moment.for_kernel(name, kept, apart) for name, moment in moments.items())
+    stored = tuple(moment.for_kernel(name, kept, fp8_experts) for name, moment in moments.items())
     return master.for_kernel(matrix, kept, scale_inv), stored
 
 
@@ -299,20 +298,20 @@ def for_kernel(
 
 
 def fit_groups(groups: list[dict[str, Any]], optimizer: Any) -> dict[str, Any] | None:
-    """Have loaded groups hold the parameters of an optimizer's own, and of these the options that they lack.
+    """Put an optimizer's parameters into loaded groups, and the options that these lack.
 
     Returns:
-        what they said of how the state is to be read; None: it is torch's.
+        what the groups say of how the state is to be read; None: it is torch's.
 
     Raises:
         ValueError: if they don't fit, or are of a kind that octavo doesn't keep.
     """
-    own = optimizer.param_groups
-    given, here = ([len(group["params"]) for group in some] for some in (groups, own))
+    present = optimizer.param_groups
+    given, here = ([len(group["params"]) for group in some] for some in (groups, present))
     if given != here:
         raise ValueError(f"the state is of groups of {given} parameters, and the optimizer has groups of {here}")
     described = None
-    for group, ours in zip(groups, own, strict=True):
+    for group, ours in zip(groups, present, strict=True):
         described = group.pop("octavo", None)
         if group.get("amsgrad"):
             raise ValueError("the state is of amsgrad=True, whose largest second moments octavo does not keep")
@@ -325,17 +324,17 @@ def fit_groups(groups: list[dict[str, Any]], optimizer: Any) -> dict[str, Any] |
 def loaded(
     param: nn.Parameter, given: dict[str, Any], described: dict[str, Any] | None, same: bool, settings: Settings
 ) -> tuple[dict[str, Any], list[str]]:
-    """A parameter's state out of a loaded one.
+    """A parameter's state, made from a loaded one.
 
     Args:
         param: the parameter.
         given: its loaded state.
         described: how that is to be read; None: it is torch's.
-        same: whether moments are kept as they are here.
-        settings: how they are here.
+        same: whether the loaded state keeps moments as this optimizer does.
+        settings: how this optimizer keeps them.
 
     Returns:
-        the state; and, where it had to be converted, what became of the master ("": it is kept).
+        the state, and a list. If the state was converted, it has a sentence on a master that begins anew, or "".
     """
     if described is None and any(str(name).endswith("_codes") for name in given):
         raise ValueError("the state holds codes, but its groups no 'octavo', which says how these are to be read")
@@ -355,10 +354,10 @@ def loaded(
     return state, [lost or ""]
 
 
-def said(
+def conversion_warning(
     described: dict[str, Any] | None, moments: tuple[Moment, ...], master: str | None, converted: Sequence[str]
 ) -> str:
-    """What a warning says of a state that was converted; arguments as ``loaded``'s, and what it returned of each."""
+    """The warning about a converted state; ``converted``: the sentences that ``loaded`` returned."""
     before = "torch's"
     if described is not None:
         before = f"{tuple(map(moment_from, described['moments']))}, master {described['master']}"
@@ -369,37 +368,38 @@ def said(
 
 
 def take_master(state: dict[str, Any], given: dict[str, Any]) -> str | None:
-    """Copy a loaded master into a new state if it was kept in the same way.
+    """Copy a loaded master into a new state if it was kept in the same way; else return a sentence that says so.
 
-    If it was not, and had more than the weight, the new one begins as the weight: returns how it was kept, else None.
+    The new master then begins as the weight. The result is None where it was copied, or neither state has a rest.
     """
-    own, kind = (some.get("master_kind") for some in (state, given))
-    if own is None and kind is None:
+    new_kind, old_kind = (some.get("master_kind") for some in (state, given))
+    if new_kind is None and old_kind is None:
         return None
     names = [name for name in state if name.startswith("master_")]
-    if own is not None and kind is not None and int(own) == int(kind) and _copy(state, given, names):
+    is_same = new_kind is not None and old_kind is not None and int(new_kind) == int(old_kind)
+    if is_same and _copy(state, given, names):
         return None
-    was, now = ("none" if some is None else KINDS[int(some)] for some in (kind, own))
+    was, now = ("none" if some is None else KINDS[int(some)] for some in (old_kind, new_kind))
     return f"masters that were {was} begin anew as the weights are: {now}"
 
 
 def _as_loaded(given: dict[str, Any], names: Sequence[str], state: dict[str, Any]) -> dict[str, Any]:
     """A loaded state without the optimizer's own moments, which torch leaves beside those of a full state dict.
 
-    Where a moment is there twice, in codes and not, the one that isn't kept here was loaded.
+    Where a moment is there twice, in codes and not, the form that this optimizer does not keep was loaded.
     """
     twice = {name for name in names if name in given and f"{name}_codes" in given}
-    own = {name if name in state else f"{name}_codes" for name in twice}
-    return {key: value for key, value in given.items() if key not in own}
+    not_loaded = {name if name in state else f"{name}_codes" for name in twice}
+    return {key: value for key, value in given.items() if key not in not_loaded}
 
 
 def _copy(state: dict[str, Any], given: dict[str, Any], names: list[str]) -> bool:
-    """Copy these loaded tensors, plain or sharded, into a state's if all are kept alike; whether they are."""
+    """Copy the named tensors, plain or sharded, from a loaded state, if dtypes and shapes are the same; whether so."""
     for name in names:
-        own, other = state[name], given.get(name)
-        if not isinstance(other, Tensor) or other.dtype != own.dtype:
+        into, other = state[name], given.get(name)
+        if not isinstance(other, Tensor) or other.dtype != into.dtype:
             return False
-        if local(other).shape != local(own).shape:
+        if local(other).shape != local(into).shape:
             return False
     for name in names:
         local(state[name]).copy_(local(given[name]))

@@ -17,7 +17,9 @@ whose scales are each tensor's own; for a bit-identical continuation save ``dela
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -26,12 +28,14 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from octavo import kernels
 from octavo.kernels import backward_pass
+from octavo.private import current_graph_task_id, no_modes
 from octavo.scaling.recipe import ROLES, Delayed
 from octavo.step_count import version_of
 
 STATE = "delayed_state"  # on a module: its State
 NAMES = ("delayed_scale", "delayed_amax_history")  # of what is saved
 ASIDE = "_delayed_state_aside"  # on a module: the states to return to, of each octavo.using around
+INPUTS = "_delayed_inputs_entered"  # on a scale: its id, its version, and what its history of the input is made of
 EMPTIED = "_delayed_state_emptied"  # on a tensor: its id, and its version when some of it was empty
 LOADED = "_delayed_state_loaded"  # on a module: the version of delayed_scale when it was loaded
 
@@ -128,6 +132,80 @@ def may_be_empty(scale: Tensor) -> bool:
         note_empty(scale)
         return True
     return version_of(scale) <= version
+
+
+class _InputHistory(NamedTuple):
+    """What a layer's history of its input is made of: equal ones have equal numbers, device and all.
+
+    ``before``: of all passes but the last, ``task``: the last pass, ``entered``: the sum of what it has entered, as
+    the largest of several amaxes is the same in any order.
+    """
+
+    before: int
+    task: int
+    entered: int
+
+
+_NEVER = _InputHistory(0, -2, 0)  # that of a layer in a captured CUDA graph, whose replays enter more
+_fresh_histories = itertools.count(1)
+
+
+def _input_history(state: State) -> _InputHistory | None:
+    """None: nobody knows what wrote it last."""
+    scale = state.scale
+    noted = scale.__dict__.get(INPUTS)
+    return noted[2] if noted is not None and noted[:2] == (id(scale), version_of(scale)) else None
+
+
+def _note_input_history(state: State, history: _InputHistory) -> None:
+    state.scale.__dict__[INPUTS] = id(state.scale), version_of(state.scale), history
+
+
+def have_same_inputs(a: State, b: State) -> bool:
+    """Whether two layers' histories of the input are the same, bit for bit, so that both would cast it alike.
+
+    They stay the same for as long as the layers share each input. Where it is not known what wrote one (new or loaded
+    states, a compiled graph's) their values are compared, once, for which the host waits.
+    """
+    of_a, of_b = _input_history(a), _input_history(b)
+    if of_a is not None and of_b is not None:
+        return of_a == of_b and of_a is not _NEVER
+    if _NEVER in (of_a, of_b) or (a.scale.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    role, found = ROLES.index("input"), of_a or of_b or _InputHistory(next(_fresh_histories), -1, 0)
+    with no_modes(), torch.no_grad():  # a mode that sees ops must see the same ones in a recomputed forward
+        same = all(
+            torch.equal(one, other)
+            for one, other in (
+                (a.scale[role], b.scale[role]),
+                (a.amax_history[role], b.amax_history[role]),
+                (a.before[:, role], b.before[:, role]),
+            )
+        )
+    for state, history in ((a, of_a), (b, of_b)):
+        if history is None:
+            _note_input_history(state, found if same else _InputHistory(next(_fresh_histories), -1, 0))
+    return same
+
+
+@contextmanager
+def entering_input(state: State, number: int) -> Iterator[None]:
+    """Around a commit of an input's amax, by the number of its cast, which other layers may have shared."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    history = _input_history(state)
+    yield
+    if state.scale.is_cuda and torch.cuda.is_current_stream_capturing():
+        history = _NEVER
+    elif history is not None and history is not _NEVER:
+        task = current_graph_task_id()
+        if task == history.task and task != -1:
+            history = history._replace(entered=history.entered + hash((number,)))
+        else:
+            history = _InputHistory(hash(history), task, hash((number,)))
+    if history is not None:
+        _note_input_history(state, history)
 
 
 def drop_delayed_state(module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Phase: what a model computes in and how its weights and state are kept; and from one to the next, in place."""
+"""Phase: what a model computes in, and how its weights and state are kept. Switches from one phase to the next."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ TRIGGERS = ("from_step", "from_tokens", "when_lr_below", "when_update_below_reso
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a training: its recipe, the form of weights and optimizer state, and when it begins.
+    """A stretch of a training: its recipe, the form of weights and optimizer state, and when it begins.
 
     Args:
         recipe: of the converted layers, as octavo.set_recipe takes it.
         moments: as octavo.optim's optimizers take them; "same": as in the phase before.
         master: as octavo.optim's optimizers take it; "same": as in the phase before.
         weight_storage: "fp8": converted weights live in FP8; None: they are plain tensors; "same": as before.
-        from_step: it begins once so many optimizer steps were done.
-        from_tokens: once so many tokens were trained on, as ``PrecisionSchedule.step(tokens)`` counts them.
+        from_step: the phase begins after so many optimizer steps.
+        from_tokens: after training on so many tokens, as ``PrecisionSchedule.step(tokens)`` counts them.
         when_lr_below: once the learning rate, the largest of all groups', is below this and no longer its highest.
-        when_update_below_resolution: once the root mean square of a step's update has fallen below this many times the
-            rounding noise of the weights' E4M3 grid (a step of it / sqrt(12)), having been above; see docs/adaptive.md.
+        when_update_below_resolution: once the root mean square of a step's update has fallen from above to below this
+            many times the rounding noise of the weights' E4M3 grid (its step / sqrt(12)); see docs/adaptive.md.
 
-    The first phase of a schedule begins with it and has no trigger; each of the others has one.
+    A schedule's first phase begins at once and has no trigger; each of the others has one.
 
     Raises:
         TypeError, ValueError: for fields out of range, or two triggers.
@@ -81,18 +81,18 @@ class Phase:
 
     @property
     def trigger(self) -> str | None:
-        """The name of the field that says when it begins, or None."""
+        """The name of the field that says when the phase begins, or None."""
         return next((name for name in TRIGGERS if getattr(self, name) is not None), None)
 
     @property
     def name(self) -> str:
-        """Its recipe's name; of a RecipeMap "map of" its default's."""
+        """The recipe's name; for a RecipeMap "map of" and the default's name."""
         return self.recipe.name if isinstance(self.recipe, Recipe) else f"map of {self.recipe.default.name}"
 
     def __repr__(self) -> str:
-        rest = [(field.name, getattr(self, field.name)) for field in fields(self)[1:]]
-        kept = [f"{name}={value}" for name, value in rest if value != (None if name in TRIGGERS else SAME)]
-        return f"Phase({', '.join([self.name, *kept])})"
+        values = [(field.name, getattr(self, field.name)) for field in fields(self)[1:]]
+        given = [f"{name}={value}" for name, value in values if value != (None if name in TRIGGERS else SAME)]
+        return f"Phase({', '.join([self.name, *given])})"
 
 
 @dataclass(frozen=True)
@@ -110,19 +110,18 @@ class Target:
     storage: tuple[Granularity | None, ...]
 
     def moved(self, model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
-        """The model's weights that it stores otherwise than they are now."""
-        now = stored_now(model)
-        then = zip(now.items(), self.storage, strict=True)
-        return {weight: granularity for (weight, own), granularity in then if granularity != own}
+        """The model's weights whose storage changes, and their new one."""
+        pairs = zip(stored_now(model).items(), self.storage, strict=True)
+        return {weight: after for (weight, before), after in pairs if after != before}
 
 
 def targets_of(
     model: nn.Module, optimizer: Optimizer, phases: Sequence[Phase], after: Target | None = None
 ) -> tuple[Target, ...]:
-    """What each phase means, "same" after "same", from ``after`` on, or from what is now; all of them possible.
+    """What each phase means when they follow one another, after ``after`` or, without one, the present state.
 
     Raises:
-        ValueError, TypeError: naming the phase that can't be, and why.
+        ValueError, TypeError: naming the phase that is not possible, and why.
     """
     if not any(isinstance(module, RecipeModule) for module in model.modules()):
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
@@ -160,14 +159,14 @@ def _settings_of(phase: Phase, optimizer: Optimizer, before: Settings | None) ->
 
 
 def fp8_weights(model: nn.Module) -> list[nn.Parameter]:
-    """The weights that products read in FP8, but not of experts."""
+    """The weights that products read in FP8, except those of experts."""
     modules = [m for m in model.modules() if isinstance(m, RecipeModule) and not isinstance(m, Grouped)]
     named = (pair for module in modules if not module.recipe.is_high_precision for pair in module.named_parameters())
     return [param for name, param in named if name.rpartition(".")[2] == "weight"]
 
 
 def refuse_moves(moved: Iterable[nn.Parameter]) -> None:
-    """Raise RuntimeError if DistributedDataParallel holds a weight whose storage is to change."""
+    """Raise RuntimeError if DistributedDataParallel has a weight whose storage is to change."""
     if found := set(moved):
         refuse_ddp(
             found,
@@ -177,7 +176,7 @@ def refuse_moves(moved: Iterable[nn.Parameter]) -> None:
 
 
 def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
-    """Put a model and its optimizer into a phase: one tensor after the other, so that little lies there twice."""
+    """Put a model and its optimizer into a phase, one tensor after the other, so that little is in memory twice."""
     moved = target.moved(model)
     refuse_moves(moved)
     if any(weight is not on_this_rank(weight) for weight in moved):
@@ -203,7 +202,7 @@ def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
 
 
 def forget_delayed(model: nn.Module) -> None:
-    """Empty all delayed state: what it has seen of a faulty step, too."""
+    """Empty all delayed state, which may have amaxes of a faulty step."""
     for module in model.modules():
         if isinstance(module, RecipeModule):
             module.reset_delayed_state()

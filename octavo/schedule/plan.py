@@ -17,7 +17,7 @@ from octavo.nn.saved import predicted_by_kind
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import blank
-from octavo.optim.layout import is_apart
+from octavo.optim.layout import is_fp8_experts
 from octavo.optim.state import Settings
 from octavo.schedule.phase import Target
 from octavo.tensor.parameters import put_into
@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 
 class BudgetError(OctavoError, ValueError):
-    """A phase takes more than the budget; the message names it and the cheapest way to fit."""
+    """A phase takes more than the budget; the message names the phase and the cheapest way to fit."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class PhasePlan:
         weights: of all weights, with the scales of those in FP8.
         masters: of what masters keep beside the weights.
         moments: of the optimizer's moving averages.
-        gradients: of what backward holds at most.
-        saved: of what the model's forward saves for backward, by the kinds of nn/saved.py; None where it was not asked
-            for.
+        gradients: the most that backward has at a time.
+        saved: of what the model's forward saves for backward, by the kinds of nn/saved.py; None without
+            example inputs.
 
     Example:
         >>> PhasePlan("delayed", parameters=1000, weights=1000, masters=1000, moments=2000, gradients=2000).total
@@ -64,7 +64,7 @@ class PhasePlan:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Bytes of weights, masters and moments together, by the number of parameters."""
+        """Bytes of weights, masters and moments together, divided by the number of parameters."""
         return (self.weights + self.masters + self.moments) / max(self.parameters, 1)
 
     @property
@@ -78,7 +78,7 @@ class Plan:
     """What each phase takes; ``str()`` of it is a table. A recovery's phase is the last.
 
     Attributes:
-        phases: a PhasePlan each, in order.
+        phases: a PhasePlan for each, in order.
 
     Example:
         >>> import octavo
@@ -138,9 +138,9 @@ def _phase_plan(model: nn.Module, optimizer: Optimizer, target: Target, saved: M
     weights = masters = moments = parameters = 0
     for param in model.parameters():
         local = states.local(param.detach())
-        own = blank(local, storage[param], "meta") if param in storage else torch.empty_like(local, device="meta")
+        stored = blank(local, storage[param], "meta") if param in storage else torch.empty_like(local, device="meta")
         kept = target.settings if param in trained and param.requires_grad else None
-        weight, master, averages = states.bytes_of_state(param, own, kept)
+        weight, master, averages = states.bytes_of_state(param, stored, kept)
         weights, masters, moments = weights + weight, masters + master, moments + averages
         parameters += local.numel()
         if param in trained and not isinstance(optimizer, CompactOptimizer):
@@ -150,25 +150,25 @@ def _phase_plan(model: nn.Module, optimizer: Optimizer, target: Target, saved: M
 
 
 def _gradients(model: nn.Module, optimizer: Optimizer) -> int:
-    """The most that backward holds: all, or what waits for an update and the largest beside it."""
+    """The most bytes of gradients at a time: all, or those that wait for an update in backward and the largest one."""
     sizes = [0]
     coded = getattr(optimizer, "gradient_storage", None) is not None
     for param in model.parameters():
         if not param.requires_grad:
             continue
         local = torch.empty_like(states.local(param.detach()), dtype=param.dtype, device="meta")
-        stored = StoredGradient.cast(local, param.dtype, is_apart(param)) if coded else None
+        stored = StoredGradient.cast(local, param.dtype, is_fp8_experts(param)) if coded else None
         sizes.append(states.bytes_of([local] if stored is None else [stored.qdata, stored.scale_inv]))
     waiting = getattr(getattr(optimizer, "in_backward", None), "threshold", None)
     return sum(sizes) if waiting is None else min(sum(sizes), waiting + max(sizes))
 
 
 def _torch_moments(optimizer: Optimizer, param: nn.Parameter) -> int:
-    """What an optimizer of torch's keeps of a parameter."""
+    """Bytes that an optimizer of torch's keeps for a parameter."""
     state = optimizer.state.get(param)
     if state:
         return states.bytes_of(value for value in state.values() if isinstance(value, Tensor))
-    group = next(group for group in optimizer.param_groups if any(param is own for own in group["params"]))
+    group = next(group for group in optimizer.param_groups if any(param is other for other in group["params"]))
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         count = 3 if group["amsgrad"] else 2
     elif isinstance(optimizer, torch.optim.SGD):
@@ -184,22 +184,25 @@ def _torch_moments(optimizer: Optimizer, param: nn.Parameter) -> int:
 def _cheapest(
     model: nn.Module, optimizer: Optimizer, target: Target, before: Target | None, phase: PhasePlan, budget: int
 ) -> str:
-    """The change to a phase that fits and gives up least."""
-    own = target.settings
-    if own is None or not isinstance(optimizer, CompactOptimizer):
+    """A sentence on the change to a phase that fits the budget and gives up least."""
+    given = target.settings
+    if given is None or not isinstance(optimizer, CompactOptimizer):
         return "nothing but its recipe is the schedule's to change: train on smaller batches, or with octavo.optim"
     ways: dict[str, tuple[Settings, tuple[Granularity | None, ...]]] = {}
     if before is not None and before.settings is not None:
         last, storage = before.settings, target.storage
-        ways["leave moments as they were, and promote the master alone"] = last._replace(master=own.master), storage
-        ways["leave masters as they were, and promote the moments alone"] = last._replace(moments=own.moments), storage
+        ways["leave moments as they were, and promote the master alone"] = last._replace(master=given.master), storage
+        ways["leave masters as they were, and promote the moments alone"] = (
+            last._replace(moments=given.moments),
+            storage,
+        )
         ways["leave moments and masters as they were"] = last, storage
         ways[f"only compute in {phase.name}, which takes no memory for parameters"] = last, before.storage
     else:
         low, middle = optimizer.moments_of("fp8"), optimizer.moments_of("bf16")
-        ways["moments='bf16'"] = own._replace(moments=middle), target.storage
-        ways["moments='fp8'"] = own._replace(moments=low), target.storage
-        ways["moments='fp8', master='split16'"] = own._replace(moments=low, master="split16"), target.storage
+        ways["moments='bf16'"] = given._replace(moments=middle), target.storage
+        ways["moments='fp8'"] = given._replace(moments=low), target.storage
+        ways["moments='fp8', master='split16'"] = given._replace(moments=low, master="split16"), target.storage
     totals = {}
     for name, (settings, storage) in ways.items():
         other = replace(target, settings=settings, storage=storage)

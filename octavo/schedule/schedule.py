@@ -1,8 +1,7 @@
 """PrecisionSchedule: phases that begin while a model trains, and recovery from faults.
 
 A fault is a step whose gradients are not finite or whose loss is a spike. It is found on the device before the
-optimizer's step, which it turns into nothing: neither weights nor state are touched. The host learns of it when it
-reads the flags.
+optimizer's step, which then changes neither weights nor state. The host learns of it when it reads the flags.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from octavo.schedule.plan import Plan, plan_of
 
 FAULTS = {1: "a gradient or the loss is not finite", 2: "the loss is a spike"}
 FINITE, SPIKE = FAULTS
-SPREAD = 1.4826  # of a normal distribution's standard deviation against the median absolute deviation
-LEAST = 1e-3  # a spread of less than this part of the median is taken for it: a loss that hardly moves has no spikes
+DEVIATIONS = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
+LEAST = 1e-3  # the least deviation, as a share of the median: a loss that hardly moves has no spikes
 
 
 @dataclass(frozen=True)
@@ -37,15 +36,15 @@ class Recovery:
     """A policy against faults.
 
     Args:
-        phase: a phase of higher precision, without a trigger, to run after a fault. Its moments and master must keep
-            all that those of the phases around it have, if nothing is to be lost: leave them, or raise them.
+        phase: a phase of higher precision, without a trigger, to run after a fault. Its moments and master should be
+            "same" or of more bits than in the phases around it, or else bits are lost.
         steps: how long to stay in it.
-        spike: how many robust standard deviations (1.4826 median absolute deviations) above the median of the last
-            losses is a spike; None: only what is not finite is a fault.
-        window: how many losses that median is of.
-        attempts: after so many recoveries training stays in the phase; None: never.
-        check_every: steps after which the host reads whether there was a fault; it waits for the device then. Faulty
-            steps do nothing in any case.
+        spike: a loss is a spike if it is so many robust standard deviations (1.4826 median absolute deviations) above
+            the median of the last losses; None: only what is not finite is a fault.
+        window: the number of last losses.
+        attempts: after so many recoveries training stays in the phase; None: it always returns.
+        check_every: how often, in steps, the host reads whether there was a fault, for which it waits for the device.
+            Faulty steps do nothing in any case.
 
     Raises:
         TypeError, ValueError: for fields out of range.
@@ -84,14 +83,14 @@ class LossWatch:
     def __init__(self, policy: Recovery) -> None:
         self.policy = policy
         self.losses = torch.full((policy.window,), math.nan)
-        self.seen = torch.zeros((), dtype=torch.int64)  # losses that were no faults
-        self.faults = torch.zeros((), dtype=torch.int32)  # since the last reading, bits of FAULTS
-        self._step: tuple[Tensor, Tensor, Tensor] | None = None  # its loss, and the bits of that and of its gradients
+        self.seen = torch.zeros((), dtype=torch.int64)  # how many losses were no faults
+        self.faults = torch.zeros((), dtype=torch.int32)  # bits of FAULTS, since the last reading
+        self._step: tuple[Tensor, Tensor, Tensor] | None = None  # (loss, its bits of FAULTS, those of the gradients)
 
     def look(self, loss: Tensor, largest: Tensor, spikes: bool) -> Tensor:
-        """Whether a step is faulty, as one float32 on the device; without waiting for it.
+        """Whether a step is faulty, as one float32 on the device, without waiting for it.
 
-        The loss is the same on all ranks; ``largest``: the largest absolute value of all gradients, NaN where one is.
+        ``loss``: the same on all ranks; ``largest``: the largest absolute value of all gradients, NaN if one is NaN.
         """
         loss = loss.detach().float().reshape(())
         self.losses, self.seen, self.faults = (x.to(loss.device) for x in (self.losses, self.seen, self.faults))
@@ -103,9 +102,9 @@ class LossWatch:
         return ((of_loss | of_gradients) != 0).float()
 
     def count(self, is_scaled: bool) -> None:
-        """Count what ``look`` found of the step, which is over.
+        """Count what ``look`` found in the step, which is over.
 
-        Where a GradScaler scaled its gradients (``is_scaled``), that these overflow is how it works, and no fault.
+        ``is_scaled``: a GradScaler has scaled the gradients. Then an overflow is no fault, but how it finds its scale.
         """
         assert self._step is not None
         loss, found, of_gradients = self._step
@@ -124,7 +123,7 @@ class LossWatch:
         return found
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """What a checkpoint saves of the watch."""
         return {"losses": self.losses.cpu(), "seen": int(self.seen), "faults": int(self.faults)}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -136,19 +135,19 @@ class LossWatch:
         self.faults = torch.tensor(state["faults"], dtype=torch.int32)
 
     def _score(self, loss: Tensor) -> Tensor:
-        """Robust standard deviations above the median; 0 before half a window was seen."""
+        """How many robust standard deviations a loss is above the median; 0 before half a window was seen."""
         median = self.losses.nanmedian()
-        spread = SPREAD * (self.losses - median).abs().nanmedian()
-        spread = torch.maximum(spread, LEAST * median.abs())
-        return torch.where(self.seen * 2 >= self.policy.window, (loss - median) / spread, 0.0)
+        deviation = DEVIATIONS * (self.losses - median).abs().nanmedian()
+        deviation = torch.maximum(deviation, LEAST * median.abs())
+        return torch.where(self.seen * 2 >= self.policy.window, (loss - median) / deviation, 0.0)
 
 
-def said(faults: int) -> str:
+def fault_text(faults: int) -> str:
     """Faults in words."""
     return " and ".join(text for bit, text in FAULTS.items() if faults & bit)
 
 
-RESOLUTION_EVERY = 10  # steps whose updates are taken together; their ratio is read as many steps later, without a wait
+RESOLUTION_EVERY = 10  # steps whose updates are summed; the host reads their ratio as many steps later, without a wait
 COUNTERS = "steps tokens index _recovering _recoveries _rescued _highest_lr _highest_ratio".split()  # of the state
 _logger = logging.getLogger("octavo")
 
@@ -177,27 +176,27 @@ class Switch:
 class PrecisionSchedule:
     """Switches a training from phase to phase, in place.
 
-    The first phase begins at once. ``step()`` belongs after every ``optimizer.step()``. A switch changes the recipe,
-    and where the phases say so the storage of weights, their masters and the moments, one tensor after the other:
-    beside the larger of both forms no more than one tensor lies in memory. Upwards no value changes: a master that has
-    more bits holds what the old one did. Parameters stay the same objects, with their hooks, whatever they hold.
+    The first phase begins at once. Call ``step()`` after every ``optimizer.step()``. A switch changes the recipe, and
+    where the phases say so the storage of weights, their masters and the moments. It does so one tensor after the
+    other: memory never holds more than the larger of both forms and one more tensor. A switch to more bits changes no
+    value. Parameters stay the same objects, with their hooks.
 
-    To resume, load its state first: it puts model and optimizer into the form that theirs were saved in.
+    To resume, load the schedule's state first: it puts model and optimizer into the form that their state was saved in.
 
     Args:
         model: a converted model.
-        optimizer: of its parameters. With one of torch's only recipes change.
+        optimizer: of the model's parameters. With one of torch's only recipes can change.
         phases: the first without a trigger, each other with one; they begin in this order.
-        recovery: what to do about faults; then ``observe(loss)`` belongs before every ``optimizer.step()``.
+        recovery: what to do about faults; with it, call ``observe(loss)`` before every ``optimizer.step()``.
 
     Attributes:
         steps: how many were counted.
         tokens: how many were counted.
-        index: the phase's; during a recovery that of the phase to which it returns.
+        index: that of the phase; during a recovery that of the phase to which it returns.
         switches: all Switches so far.
 
     Raises:
-        TypeError, ValueError: naming the phase that can't be, with the reason.
+        TypeError, ValueError: naming the phase that is not possible, with the reason.
 
     Example:
         >>> import torch, octavo
@@ -221,53 +220,53 @@ class PrecisionSchedule:
         _check_order(self.phases)
         self.steps = self.tokens = self.index = 0
         self.switches: list[Switch] = []
-        self._recovering = self._recoveries = 0  # steps left (-1: to the end), and how many there were
-        self._rescued = 0  # the phase that the last one interrupted
+        self._recovering = self._recoveries = 0  # steps left of a recovery (-1: all), how many recoveries there were
+        self._rescued = 0  # the phase that the last recovery interrupted
         self._highest_lr = self._highest_ratio = 0.0
         self._watch: LossWatch | None = None
         self._observed = True
-        self.left_out: Tensor | None = None  # of the step last observed: not 0 where it is left out
+        self.left_out: Tensor | None = None  # not 0 if the step last observed is left out
         self._faulty = False  # whether torch's optimizer has to leave this step out
-        self._left_out = False  # whether a GradScaler has left it out, or may
+        self._left_out = False  # whether a GradScaler has left this step out, or may
         self._targets = targets_of(model, optimizer, self.phases)
-        self._rescues: tuple[Target, ...] = ()  # the recovery's phase, as it follows each of them
+        self._rescues: tuple[Target, ...] = ()  # what the recovery's phase means after each phase
         if recovery is not None:
             self._prepare_recovery(recovery)
         self._refuse_ddp()
         self._enter(self._targets[0], 0, "the first phase")
 
     def _prepare_recovery(self, recovery: Recovery) -> None:
-        """Every phase must be able to go there and back."""
+        """Set up a recovery; every phase must be able to switch to its phase."""
         if getattr(self.optimizer, "in_backward", None) is not None:
             raise ValueError("a recovery decides by the loss and all gradients; remove() update_in_backward")
         self._watch, self._observed = LossWatch(recovery), False
-        own = weakref.WeakMethod(self._before_step)
-        self.optimizer.register_step_pre_hook(lambda *_: None if (method := own()) is None else method())
+        weak = weakref.WeakMethod(self._before_step)
+        self.optimizer.register_step_pre_hook(lambda *_: None if (method := weak()) is None else method())
         self._rescues = tuple(
             targets_of(self.model, self.optimizer, [recovery.phase], after=target)[0] for target in self._targets
         )
 
     def _refuse_ddp(self) -> None:
-        """Raise RuntimeError if a phase to come changes the storage of weights that DistributedDataParallel holds."""
+        """Raise RuntimeError if a later phase changes the storage of weights that DistributedDataParallel has."""
         to_come = (*self._targets[self.index :], *self._rescues)
         refuse_moves(weight for target in to_come for weight in target.moved(self.model))
 
     def _before_step(self) -> None:
-        """A hook before each optimizer step: it runs, so no GradScaler has skipped the step."""
-        self._left_out = getattr(self.optimizer, "found_inf", None) is not None  # fused ones skip it themselves
+        """A hook before each optimizer step; that it runs shows that no GradScaler has skipped the step."""
+        self._left_out = getattr(self.optimizer, "found_inf", None) is not None  # then the optimizer may skip it itself
         if self._faulty:
             self.optimizer.zero_grad()
 
     @property
     def phase(self) -> Phase:
-        """The phase that it is in; the recovery's during one."""
+        """The present phase; during a recovery the recovery's."""
         return self.recovery.phase if self.recovery is not None and self._recovering else self.phases[self.index]
 
     def observe(self, loss: Tensor) -> None:
-        """Look at a step before the optimizer takes it; faulty ones change nothing. It does not wait for the device.
+        """Look for a fault before the optimizer's step, which changes nothing if there is one.
 
-        With an optimizer of torch's, which can't leave a step out by itself, it does wait. Gradients that a GradScaler
-        has scaled may overflow: that is no fault, and the scaler's to see to.
+        This does not wait for the device, except with an optimizer of torch's, which can't leave a step out by itself.
+        Gradients that a GradScaler has scaled may overflow: that is no fault, and the scaler handles it.
 
         Args:
             loss: of the step, over all its micro-batches; under torch.distributed this rank's.
@@ -282,7 +281,7 @@ class PrecisionSchedule:
         self.left_out = found = self._watch.look(
             ranks.mean(loss.detach().float()),
             largest(gradients),
-            spikes=not self._recovering,  # where the loss may stay what it jumped to
+            spikes=not self._recovering,  # in a recovery the loss may stay as high as it jumped
         )
         self._observed = self._left_out = True
         if isinstance(self.optimizer, CompactOptimizer):
@@ -294,12 +293,12 @@ class PrecisionSchedule:
         """Count an optimizer step, and begin the next phase if it is time.
 
         Args:
-            tokens: trained on in this step, on all ranks.
+            tokens: how many were trained on in this step, on all ranks.
         """
         if not self._observed:
             raise RuntimeError("with a recovery, observe(loss) belongs before each optimizer.step()")
         if not self.steps:
-            self._refuse_ddp()  # it may have wrapped the model since
+            self._refuse_ddp()  # DistributedDataParallel may have wrapped the model since
         self.steps += 1
         self.tokens += tokens
         self._observed = self._watch is None
@@ -342,7 +341,7 @@ class PrecisionSchedule:
         return ""
 
     def _awaits(self, trigger: str) -> bool:
-        """Whether a phase to come begins by this."""
+        """Whether a later phase begins by this trigger."""
         return any(phase.trigger == trigger for phase in self.phases[self.index + 1 :])
 
     def _recover(self) -> None:
@@ -358,7 +357,7 @@ class PrecisionSchedule:
             self._rescued = self.index
             forget_delayed(self.model)
             again = f", after {policy.attempts} recoveries" if for_good else ""
-            self._enter(self._rescues[self.index], -1, said(faults) + again)
+            self._enter(self._rescues[self.index], -1, fault_text(faults) + again)
         elif self._recovering > 0:
             self._recovering -= 1
             if not self._recovering:
@@ -371,18 +370,18 @@ class PrecisionSchedule:
         self._measure()
 
     def _measure(self) -> None:
-        """Measure updates against the weights' resolution while a later phase waits for that."""
+        """Measure updates against the weights' resolution for as long as a later phase waits for it."""
         waits = self._awaits("when_update_below_resolution")
         if isinstance(self.optimizer, CompactOptimizer) and waits != (self.optimizer.resolution is not None):
             self.optimizer.measure(Resolution(fp8_weights(self.model)) if waits else None)
 
     def plan(self, budget_bytes: int | None = None, example_inputs: Iterable[Any] | None = None) -> Plan:
-        """What each phase takes: bytes of weights, masters, moments, gradients and of what forward saves.
+        """The bytes of each phase: of weights, masters, moments, gradients and of what forward saves.
 
         Nothing is computed and no memory is taken: the model runs on tensors without data.
 
         Args:
-            budget_bytes: of memory, for all of that.
+            budget_bytes: the most that a phase may take in all.
             example_inputs: the model's arguments, of one micro-batch; without them saved activations are not counted.
 
         Raises:
@@ -403,7 +402,7 @@ class PrecisionSchedule:
         return plan_of(self.model, self.optimizer, (*self._targets, *self._rescues[:1]), budget_bytes, inputs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state as numbers, strings and small tensors, for a checkpoint."""
+        """The schedule's state as numbers, strings and small tensors, for a checkpoint."""
         measured = getattr(self.optimizer, "resolution", None)
         return {
             **{name.lstrip("_"): getattr(self, name) for name in COUNTERS},
@@ -414,14 +413,14 @@ class PrecisionSchedule:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state, and put model and optimizer into its phase; load theirs after it.
+        """Load a state, and put model and optimizer into its phase; load their states afterwards.
 
         Raises:
-            ValueError: if it is of other phases.
+            ValueError: if the state is of other phases.
         """
-        own = [repr(phase) for phase in self.phases]
-        if state_dict["phases"] != own:
-            raise ValueError(f"the state is of the phases {state_dict['phases']}, not {own}")
+        phases = [repr(phase) for phase in self.phases]
+        if state_dict["phases"] != phases:
+            raise ValueError(f"the state is of the phases {state_dict['phases']}, not {phases}")
         if (state_dict["watch"] is None) != (self._watch is None):
             raise ValueError("the state was saved with a recovery and the schedule has none, or the other way round")
         for name in COUNTERS:

@@ -1,14 +1,15 @@
 """What a run leaves on the disk: a folder with `config.json`, `log.csv` and a checkpoint, each replaced as a whole.
 
-The checkpoint of one process is `checkpoint.pt`; that of many ranks is a folder, `checkpoint`, which all of them write
-and any number can read. Both hold tensors, numbers and strings only, for `torch.load(weights_only=True)`: the state of
-model and optimizer, and the run's
+The checkpoint of one process is the file `checkpoint.pt`; that of many ranks is the folder `checkpoint`, which all of
+them write and any number of ranks can read. Both have tensors, numbers and strings only, so that
+`torch.load(weights_only=True)` reads them: the state of model and optimizer, and the run's
 
-    step, rows      steps done, and the log of them: a Row each, as float64 [step, 5]
+    step, rows      steps done, and their log: a StepRow each, as float64 [step, 5]
     identity        the options and the data that decide the loss curve
-    schedule        the state of the precision schedule, and in_backward: that of updates in backward; if there is one
+    schedule        the state of the precision schedule, if there is one
+    in_backward     the state of updates in backward, if there are any
 
-The checkpoint's rows are the truth: after a resume `log.csv` is written anew from them, and rows past it are gone.
+A resumed run writes `log.csv` anew from the checkpoint's rows: rows of later steps are gone.
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ from octavo.train.config import CONFIG_FILE, RunCheckpointError, TrainConfig, sa
 
 FORMAT = 1
 CHECKPOINT = "checkpoint.pt"
-SHARDED = "checkpoint"  # a folder, of a run on many ranks
-LOCK = ".lock"  # whose run it is now
+SHARDED = "checkpoint"  # the folder of a run on many ranks
+LOCK = ".lock"  # names the process that trains in the folder
 
 Identity = dict[str, int | float | str]
-Content = dict[str, Any]  # what the module's docstring lists, but rows as Rows once they are read
+Content = dict[str, Any]  # what the module's docstring lists; rows that were read are StepRows
 
 
 @dataclass(frozen=True)
 class StepRow:
     """One step of a run; losses are in nats a byte."""
 
-    step: int  # steps done after it, so the first row's is 1
-    loss: float  # of its batch
+    step: int  # from 1 on
+    loss: float  # of the step's batch
     lr: float
     tokens_per_s: float  # bytes trained on a second, validation not counted
-    val_loss: float = math.nan  # after it; nan where none was taken
+    val_loss: float = math.nan  # after the step; nan if none was computed
 
     def csv(self) -> str:
-        """The row as a line of `log.csv`; floats in full, an absent validation loss empty."""
+        """The row as a line of `log.csv`, with floats in full; a missing validation loss is empty."""
         val_loss = "" if math.isnan(self.val_loss) else repr(self.val_loss)
         return f"{self.step},{self.loss!r},{self.lr!r},{self.tokens_per_s:.1f},{val_loss}\n"
 
@@ -65,15 +66,15 @@ def rows_to_tensor(rows: list[StepRow]) -> Tensor:
 
 def rows_from_tensor(values: Tensor) -> list[StepRow]:
     """The inverse of rows_to_tensor."""
-    return [StepRow(int(step), *rest) for step, *rest in values.tolist()]
+    return [StepRow(int(step), *numbers) for step, *numbers in values.tolist()]
 
 
 class RunFolder:
     """The folder of a run of one process.
 
-    Of many ranks only rank 0 writes the log, and where that fails all ranks raise its error.
+    Of many ranks only rank 0 writes the log; if that fails, all ranks raise its error.
 
-    ``saved_step`` is the checkpoint's step, None where none is known.
+    ``saved_step`` is the checkpoint's step; None if no checkpoint was saved or loaded.
     """
 
     name = CHECKPOINT
@@ -91,17 +92,17 @@ class RunFolder:
         return any((self.path / name).exists() for name in (CHECKPOINT, SHARDED, self.log.name))
 
     def open(self, resume: bool) -> contextlib.ExitStack:
-        """Makes the folder this run's, until what is returned is closed or the process ends.
+        """Lock the folder for this run, until the returned stack is closed or the process ends.
 
         Raises:
             RunCheckpointError: it can't be written, another run has it, or it holds a run and `resume` is not set.
         """
-        with self.ranks.together(), contextlib.ExitStack() as held:
+        with self.ranks.together(), contextlib.ExitStack() as lock:
             if self.ranks.rank > 0:
-                return held
+                return lock
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                held.enter_context(locked(self.path / LOCK))
+                lock.enter_context(locked(self.path / LOCK))
             except BlockingIOError as error:
                 raise RunCheckpointError(
                     f"another run trains in {self.path} ({error.strerror}): wait for its end, or give another --out"
@@ -114,16 +115,16 @@ class RunFolder:
                 raise RunCheckpointError(
                     f"{self.path} already holds a run: add --resume to go on, or give another --out"
                 )
-            for left in self.path.glob(f"*.{PARTIAL}"):  # by a run that was killed as it wrote
+            for left in self.path.glob(f"*.{PARTIAL}"):  # files that a killed run was writing
                 left.unlink(missing_ok=True)
-            return held.pop_all()
+            return lock.pop_all()
         raise AssertionError  # together() swallows nothing
 
     def save(self, model: nn.Module, optimizer: Optimizer, content: Content) -> None:
-        """Replaces the checkpoint; when that fails the previous one is still there.
+        """Replace the checkpoint; if that fails, the previous one is still there.
 
         Raises:
-            RunCheckpointError: the disk is full or gone, on whatever rank.
+            RunCheckpointError: the disk is full or gone, on any rank.
         """
         states = {
             "model": model.state_dict(),
@@ -135,10 +136,10 @@ class RunFolder:
         self.saved_step = content["step"]
 
     def load(self, identity: Identity | None) -> Content | None:
-        """Reads the checkpoint of this very run, or None when none was written yet; see `fill`.
+        """Read the checkpoint of this run, or return None if none was written yet; see `fill`.
 
         Args:
-            identity: what the run to be continued has, which must be equal to the checkpoint's; None: any run's.
+            identity: this run's, which must equal the checkpoint's; None: any run's checkpoint is read.
 
         Raises:
             RunCheckpointError: it is damaged, or belongs to a run with other options or other data.
@@ -179,10 +180,10 @@ class RunFolder:
         return content
 
     def _require_same(self, found: Identity, wanted: Identity) -> None:
-        """Raises RunCheckpointError for another run's identity; an option that one leaves out has its default."""
+        """Raise RunCheckpointError for another run's identity; an option that is missing in one has its default."""
         defaults = TrainConfig().identity()
         for name in wanted | found:
-            there, here = (own.get(name, defaults.get(name)) for own in (found, wanted))
+            there, here = (identity.get(name, defaults.get(name)) for identity in (found, wanted))
             if there != here:
                 raise RunCheckpointError(
                     f"the run in {self.path} has {name} {there}, not {here}: resume it with the same options, "
@@ -190,13 +191,13 @@ class RunFolder:
                 )
 
     def fill(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Fills the model and its optimizer from the checkpoint that `load` has read.
+        """Fill the model and its optimizer from the checkpoint that `load` has read.
 
         Raises:
-            KeyError, RuntimeError, ValueError: from one process, it is of another model.
-            RunCheckpointError: from many ranks, it is of another model or damaged.
+            KeyError, RuntimeError, ValueError: the checkpoint of one process is another model's.
+            RunCheckpointError: the checkpoint of many ranks is another model's or damaged.
         """
-        states, self._states = self._states, {}  # which takes as much memory as the run
+        states, self._states = self._states, {}  # freed here, as they take as much memory as the run
         model.load_state_dict(states["model"])
         if optimizer is not None:
             optimizer.load_state_dict(states["optimizer"])

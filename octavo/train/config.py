@@ -1,8 +1,8 @@
 """The options of a run: eight frozen dataclasses, checked when built; the CLI's flags are made from their fields.
 
-A field's annotation says what it may be (a Literal: one of these strings), its metadata what it means and its limits.
-As a file, JSON or TOML, they are the `config.json` in a run's folder, and what `octavo train --config` reads. Sections
-are TrainConfig's parts; what a file leaves out has its default:
+A field's annotation says which values it takes (a Literal: one of these strings), its metadata what it means and its
+limits. A run's folder has them as `config.json`, and `octavo train --config` reads such a file, JSON or TOML. A section
+is a field of TrainConfig; options that a file leaves out have their defaults:
 
     {"recipe": "delayed", "model": {"width": 192, "layers": 4}, "optimizer": {"steps": 1000}}
 
@@ -34,7 +34,7 @@ from octavo.errors import OctavoError, first_line
 from octavo.recipes import NAMED
 
 CONFIG_FILE = "config.json"
-_OF_ONE_RUN = ("out", "resume")  # where it lies and that it goes on: not what another run is to repeat
+_THIS_RUN_ALONE = ("out", "resume")  # options that a file for other runs leaves out
 
 
 class TrainError(OctavoError):
@@ -51,7 +51,7 @@ class DivergedError(TrainError):
 
 @contextlib.contextmanager
 def train_errors(before: str = "") -> Iterator[None]:
-    """Makes a ValueError in the block a TrainError of the same words, ``before`` them."""
+    """Raise a ValueError in the block as a TrainError with the same message after ``before``."""
     try:
         yield
     except ValueError as error:
@@ -70,9 +70,9 @@ LARGEST = 2**31 - 1  # torch indexes with int64, but no size below may need it
 
 
 def option(default: Any, help: str, *limits: float, metavar: str = "") -> Any:
-    """A dataclass field: its flag's help, and its limits: the lowest integer, or lowest and largest float.
+    """A dataclass field with its flag's help and its limits: the lowest integer, or the lowest and largest float.
 
-    ``metavar`` is what the flag's help calls a value (default: N for an integer, X for a float).
+    ``metavar``: what the flag's help calls a value (default: N for an integer, X for a float).
     """
     return field(default=default, metadata={"help": help, "limits": limits, "metavar": metavar})
 
@@ -84,22 +84,22 @@ def hints(config: type) -> dict[str, Any]:
 
 
 def choices(config: type, name: str) -> tuple[str, ...]:
-    """The strings that a field may be: those of its Literal; empty for a field of another kind."""
+    """The strings that a field takes: those of its Literal; empty for a field of another kind."""
     return typing.get_args(hint) if typing.get_origin(hint := hints(config)[name]) is Literal else ()
 
 
-def remedy(config: type, own: dataclasses.Field[Any], value: object) -> str | None:
-    """What to choose where a value is not what a field may be, or None where it is."""
-    default, limits = own.default, own.metadata["limits"]
-    if known := choices(config, own.name):
-        return None if value in known else f"{', '.join(known[:-1])} or {known[-1]}"
+def remedy(config: type, field: dataclasses.Field[Any], value: object) -> str | None:
+    """What to choose instead of a value that a field does not take; None if it takes the value."""
+    default, limits = field.default, field.metadata["limits"]
+    if allowed := choices(config, field.name):
+        return None if value in allowed else f"{', '.join(allowed[:-1])} or {allowed[-1]}"
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "true or false"
     if isinstance(default, int):
         fits = type(value) is int and limits[0] <= value <= LARGEST
         return None if fits else f"a whole number from {limits[0]} to {LARGEST}"
     if not isinstance(default, float):
-        return None if isinstance(value, hints(config)[own.name]) else "a Path" if default is None else "a string"
+        return None if isinstance(value, hints(config)[field.name]) else "a Path" if default is None else "a string"
     low, high = limits
     fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
     return None if fits else f"a number {'above 0' if low == SMALLEST else f'from {low:g}'} up to {high:g}"
@@ -107,10 +107,10 @@ def remedy(config: type, own: dataclasses.Field[Any], value: object) -> str | No
 
 class _Checked:
     def __post_init__(self) -> None:
-        for own in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, own.name)
-            if (choice := remedy(type(self), own, value)) is not None:
-                raise ValueError(f"{own.name} is {value!r}: choose {choice}")
+        for each in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            if (choice := remedy(type(self), each, value)) is not None:
+                raise ValueError(f"{each.name} is {value!r}: choose {choice}")
 
 
 @dataclass(frozen=True)
@@ -147,16 +147,16 @@ class ModelConfig(_Checked):
     def hidden(self) -> int:
         """Features inside the SwiGLU: 8/3 of the width (the parameters of a plain 4x MLP), rounded up to 32.
 
-        Of experts, each one's: so many by top_k, so that a byte takes as many FLOPs as without experts.
+        Each expert has 1 / top_k of that, so that a byte takes as many FLOPs as without experts.
         """
-        parts = 3 * self.top_k if self.experts else 3
-        return -(-8 * self.width // parts // 32) * 32
+        divisor = 3 * self.top_k if self.experts else 3
+        return -(-8 * self.width // divisor // 32) * 32
 
     @property
     def parameters(self) -> int:
         """The number of parameters."""
         mlp = 3 * self.width * self.hidden
-        mlp = self.experts * (mlp + self.width) if self.experts else mlp  # a row of the router each
+        mlp = self.experts * (mlp + self.width) if self.experts else mlp  # each expert has a row of the router
         block = 4 * self.width**2 + mlp + 2 * self.width
         return self.layers * block + 2 * VOCABULARY * self.width + self.width
 
@@ -169,8 +169,8 @@ class DataConfig(_Checked):
         None, "text file, or folder of text files (default: Python's own standard library)", metavar="PATH"
     )
     batch: int = option(16, "sequences in each step", 1)
-    micro_batches: int = option(1, "parts in which a step's batch is computed; their gradients are summed", 1)
-    eval_windows: int = option(256, "validation sequences, the same ones each time", 1)
+    micro_batches: int = option(1, "micro-batches that a step's batch is split into; their gradients are summed", 1)
+    eval_windows: int = option(256, "sequences in each validation, always the same ones", 1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -187,8 +187,8 @@ class OptimizerConfig(_Checked):
 
     steps: int = option(200, "optimizer steps", 1)
     lr: float = option(1.5e-3, "peak learning rate", SMALLEST, 1e3, metavar="RATE")
-    final_lr: float = option(0.01, "last learning rate, as a part of the peak", 0, 1, metavar="PART")
-    warmup: float = option(0.1, "part of the steps in which the learning rate rises", 0, 1, metavar="PART")
+    final_lr: float = option(0.01, "last learning rate, as a share of the peak", 0, 1, metavar="SHARE")
+    warmup: float = option(0.1, "share of the steps in which the learning rate rises", 0, 1, metavar="SHARE")
     weight_decay: float = option(0.1, "decoupled weight decay of the matrices", 0, 1)
     beta1: float = option(0.9, "decay of AdamW's first moment", 0, 0.999999)
     beta2: float = option(0.95, "decay of AdamW's second moment", 0, 0.999999)
@@ -196,7 +196,7 @@ class OptimizerConfig(_Checked):
 
 
 def or_none(value: str) -> str | None:
-    """What an option says, None for "none"."""
+    """An option's value; None for "none"."""
     return None if value == "none" else value
 
 
@@ -248,7 +248,7 @@ class StateConfig(_Checked):
 
     @property
     def outstanding_bytes(self) -> int | None:
-        """Bytes of gradients that wait for an update in backward (a KB is 2^10); None: updates come after it."""
+        """Bytes of gradients that wait for an update in backward (a KB is 2^10); None: updates come after backward."""
         text = self.update_in_backward
         if not text:
             return None
@@ -338,23 +338,23 @@ class TrainConfig:
             raise ValueError(f"tensor_parallel {ranks} does not divide {wrong}: choose sizes that are multiples of it")
 
     def with_dtype(self, recipes: Collection[object], fastest: str) -> TrainConfig:
-        """The options with the dtype that `auto` means: a recipe's or the master's, or where none says one the fastest.
+        """The options with the dtype that `auto` means: what a recipe or the master demands, or else the fastest.
 
         Raises:
-            ValueError: recipes, dtype and master say different ones.
+            ValueError: recipes, dtype and master demand different ones.
         """
-        said = {dtype for dtype, name in DTYPES.items() if name in recipes or dtype == self.run.dtype}
-        said |= {"bfloat16"} if self.state.bf16_weights else set()
-        if len(said) > 1:
+        demanded = {dtype for dtype, name in DTYPES.items() if name in recipes or dtype == self.run.dtype}
+        demanded |= {"bfloat16"} if self.state.bf16_weights else set()
+        if len(demanded) > 1:
             raise ValueError(
                 f"recipe {', '.join(map(str, recipes))}, dtype {self.run.dtype} and master {self.state.master} mean "
                 f"both {' and '.join(DTYPES)}: choose one dtype, and recipe {BASELINE} for the run in it"
             )
-        dtype: Any = said.pop() if said else fastest
+        dtype: Any = demanded.pop() if demanded else fastest
         return dataclasses.replace(self, run=dataclasses.replace(self.run, dtype=dtype))
 
     def require_phases(self, recipes: Collection[object]) -> None:
-        """Raise ValueError where a schedule or recovery would change nothing: without a recipe there is no FP8."""
+        """Raise ValueError for a schedule or recovery that would change nothing, because no recipe has FP8."""
         wanted = [
             f"{name} {getattr(self.state, name)}" for name in ("schedule", "recover") if getattr(self.state, name)
         ]
@@ -365,22 +365,22 @@ class TrainConfig:
             )
 
     def called(self, recipe: str) -> str:
-        """What a run of this recipe is called: the baseline by the dtype, which must be settled."""
+        """The name of a run of this recipe; a baseline's is that of the dtype, which must not be "auto" any more."""
         return DTYPES[self.run.dtype] if recipe in UNCONVERTED else recipe
 
     def identity(self) -> dict[str, int | float | str]:
         """The options that decide the loss curve: a run can only be resumed with the same ones.
 
-        The data's path is not among them (its contents are compared instead), nor device, compile, out, resume, the
-        intervals, the ranks and what is recorded. The dtype must be settled.
+        They are those of model, data, optimizer and state, the seed and the dtype, which must not be "auto" any more;
+        not the data's path, as its contents are compared instead.
         """
-        parts = (self.model, self.data, self.optimizer, self.state)
-        chosen = {name: value for part in parts for name, value in vars(part).items() if name != "data"}
+        sections = (self.model, self.data, self.optimizer, self.state)
+        chosen = {name: value for section in sections for name, value in vars(section).items() if name != "data"}
         return chosen | {"seed": self.run.seed, "dtype": self.run.dtype}
 
 
 def check_schedule(text: str) -> str:
-    """Returns the schedule, or raises ValueError; see trainer.py's phases_of."""
+    """Return the schedule, or raise ValueError; see trainer.py's phases_of."""
     names = "|".join(("fp8", *RECIPES))
     if text != AUTO and re.fullmatch(rf"({names})(-then-({names})@(0?\.\d+))+", text) is None:
         raise ValueError(
@@ -391,29 +391,29 @@ def check_schedule(text: str) -> str:
 
 
 def check_recipe(name: str) -> str:
-    """Returns the name, or raises ValueError with the known ones."""
+    """Return the recipe's name, or raise ValueError, which lists the known ones."""
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}: choose from {', '.join(RECIPES)}")
     return name
 
 
 def save_options(folder: Path, config: TrainConfig, recipe: str) -> None:
-    """Write a run's options to `config.json` in its folder; without --out and --resume, which are its own."""
+    """Write a run's options to `config.json` in its folder, without --out and --resume."""
     sections: dict[str, Any] = {"recipe": recipe}
-    for name, part in vars(config).items():
-        sections[name] = {key: value for key, value in vars(part).items() if key not in _OF_ONE_RUN}
+    for name, section in vars(config).items():
+        sections[name] = {key: value for key, value in vars(section).items() if key not in _THIS_RUN_ALONE}
     with replacing(folder / CONFIG_FILE) as file:
         file.write(f"{json.dumps(sections, indent=2, default=lambda path: str(path.absolute()))}\n".encode())
 
 
 def load_options(path: Path) -> dict[str, Any]:
-    """The options that a file gives, by their names; `recipe` (a name) and `recipes` (a list of names) among them.
+    """The options in a file, by their names; `recipe` (a name) and `recipes` (a list of names) among them.
 
     Args:
-        path: JSON, or TOML where it ends in .toml; or the folder of a run, whose `config.json` it is.
+        path: a JSON file, a TOML file whose name ends with .toml, or a run's folder, whose `config.json` is read.
 
     Raises:
-        TrainError: it can't be read, or holds something that is no option, or a value that an option can't have.
+        TrainError: the file can't be read, or has an unknown option, or a value that an option does not take.
     """
     file = path / CONFIG_FILE if path.is_dir() else path
     try:
@@ -423,14 +423,14 @@ def load_options(path: Path) -> dict[str, Any]:
         raise TrainError(f"{file}: {error.strerror}: give a run's folder, its {CONFIG_FILE}, or a TOML file") from error
     except ValueError as error:
         raise TrainError(f"{file} is neither JSON nor, ending in .toml, TOML: {first_line(error)}") from error
-    known = hints(TrainConfig)
-    if not isinstance(content, dict) or (unknown := content.keys() - known - {"recipe", "recipes"}):
-        held = f"{', '.join(sorted(unknown))} is no section" if isinstance(content, dict) else "it has no sections"
-        raise TrainError(f"{file}: {held}: choose recipe, recipes, {', '.join(known)}")
+    sections = hints(TrainConfig)
+    if not isinstance(content, dict) or (unknown := content.keys() - sections - {"recipe", "recipes"}):
+        fault = f"{', '.join(sorted(unknown))} is no section" if isinstance(content, dict) else "it has no sections"
+        raise TrainError(f"{file}: {fault}: choose recipe, recipes, {', '.join(sections)}")
     options: dict[str, Any] = {}
-    for section, values in content.items():
+    for name, values in content.items():
         with train_errors(f"{file}: "):
-            options |= _section(known[section], section, values) if section in known else _recipes(section, values)
+            options |= _section(sections[name], name, values) if name in sections else _recipes(name, values)
     return options
 
 
@@ -443,29 +443,29 @@ def _recipes(key: str, value: Any) -> dict[str, Any]:
     return {key: value}
 
 
-def _section(part: type, section: str, values: Any) -> dict[str, Any]:
-    fields = {field.name: field for field in dataclasses.fields(part)}
+def _section(config: type, section: str, values: Any) -> dict[str, Any]:
+    fields = {field.name: field for field in dataclasses.fields(config)}
     if not isinstance(values, dict) or values.keys() - fields:
         wrong = sorted(values.keys() - fields) if isinstance(values, dict) else [repr(values)]
         raise ValueError(f"{section} has no option {', '.join(wrong)}: choose {', '.join(fields)}")
     found = {}
     for name, value in values.items():
         found[name] = Path(value) if fields[name].default is None and isinstance(value, str) and value else value
-        if (choice := remedy(part, fields[name], found[name])) is not None:
+        if (choice := remedy(config, fields[name], found[name])) is not None:
             raise ValueError(f"{section}.{name} is {value!r}: choose {choice}")
     return found
 
 
 def config_of(options: Mapping[str, Any]) -> TrainConfig:
-    """All options, of some given by name; the others have their defaults.
+    """A TrainConfig with the given options, by name, and defaults for the others.
 
     Raises:
-        ValueError: options that contradict each other, or that can't be.
+        ValueError: options that contradict each other, or values that an option does not take.
     """
-    return TrainConfig(**{section: build(part, options) for section, part in hints(TrainConfig).items()})
+    return TrainConfig(**{name: build(section, options) for name, section in hints(TrainConfig).items()})
 
 
-def build(part: type, options: Mapping[str, Any]) -> Any:
-    """One part of TrainConfig, of options by name; see `config_of`."""
-    names = (field.name for field in dataclasses.fields(part))
-    return part(**{name: options[name] for name in names if name in options})
+def build(section: type, options: Mapping[str, Any]) -> Any:
+    """One section of TrainConfig with its options among the given ones; see `config_of`."""
+    names = (field.name for field in dataclasses.fields(section))
+    return section(**{name: options[name] for name in names if name in options})

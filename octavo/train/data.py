@@ -1,6 +1,6 @@
-"""Text as bytes: where it is read, how it is split, and which windows of it each step sees.
+"""Text as bytes: where it is read from, how it is split, and which windows of it each step sees.
 
-Step `s` of a run with seed `r` sees windows that depend on (r, s) and the data only, so a resumed run goes on exactly
+The windows of a step depend on the run's seed, the step's number and the data only: so a resumed run continues exactly
 where it stopped, and every recipe of a comparison sees the same bytes.
 """
 
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from octavo.train.config import ModelConfig, TrainError
 
-VALIDATION_PART = 0.1
+VALIDATION_SHARE = 0.1
 
-# Not written by hand as programs (tables, 2to3 fixtures), or not the library itself.
+# Folders of files that are not hand-written programs (tables, 2to3 fixtures), or not the library itself.
 SKIPPED_FOLDERS = frozenset(
     "site-packages dist-packages test tests idlelib lib2to3 encodings pydoc_data turtledemo distutils ensurepip "
     "__pycache__ __phello__".split()
@@ -29,7 +29,7 @@ SKIPPED_FOLDERS = frozenset(
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text in two parts that share no byte; the last tenth of it is for validation.
+    """Text for training, and text for validation: the last tenth.
 
     Attributes:
         train: [n] uint8.
@@ -45,19 +45,19 @@ class Corpus:
 
     @classmethod
     def of(cls, text: bytes | bytearray, description: str) -> Corpus:
-        """Splits a text."""
+        """The Corpus of a text."""
         whole = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
-        split = len(text) - int(len(text) * VALIDATION_PART)
+        split = len(text) - int(len(text) * VALIDATION_SHARE)
         return cls(whole[:split], whole[split:], description, hashlib.sha256(text).hexdigest())
 
     def require(self, model: ModelConfig) -> None:
-        """Raises TrainError unless both parts hold at least one window (context + 1 bytes)."""
+        """Raise TrainError unless training and validation have at least one window each (context + 1 bytes)."""
         if min(len(self.train), len(self.validation)) > model.context:
             return
-        needed = int((model.context + 1) / VALIDATION_PART) + 1
-        held = len(self.train) + len(self.validation)
+        needed = int((model.context + 1) / VALIDATION_SHARE) + 1
+        size = len(self.train) + len(self.validation)
         raise TrainError(
-            f"{self.description} is too small: {held} bytes, but context {model.context} needs {needed} "
+            f"{self.description} is too small: {size} bytes, but context {model.context} needs {needed} "
             "(a tenth is for validation); give more text or a smaller --context"
         )
 
@@ -66,11 +66,11 @@ def load_corpus(data: Path | None = None) -> Corpus:
     """Reads a file, a folder, or Python's standard library.
 
     Args:
-        data: a UTF-8 text file; a folder, of which every text file is read, in sorted order, hidden ones and files that
-            are not text left out; None for the source of Python's standard library.
+        data: a UTF-8 text file; a folder, whose text files are read in sorted order, without hidden ones; None for the
+            source of Python's standard library.
 
     Raises:
-        TrainError: nothing is there, or it is empty or not text.
+        TrainError: the file or folder does not exist, is empty or has no text.
     """
     if data is None:
         return _load_standard_library()
@@ -103,7 +103,7 @@ def why_not_text(text: bytes) -> str | None:
 
 
 def _walk(root: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
-    """Regular files below root in an order that depends on their names only; hidden names left out."""
+    """Regular files below root, without hidden names, in an order that depends only on their names."""
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in skipped)
         yield from (Path(folder, n) for n in sorted(names) if not n.startswith(".") and Path(folder, n).is_file())
@@ -137,10 +137,7 @@ def _load_standard_library() -> Corpus:
 
 @dataclass(frozen=True)
 class Batches:
-    """The windows of a corpus that a run sees: ``context`` bytes each (C), ``batch`` of them in a step (B).
-
-    Which ones they are is decided by the seed and the step.
-    """
+    """The windows of a corpus that a run sees, by seed and step: ``context`` bytes each (C), ``batch`` a step (B)."""
 
     corpus: Corpus
     context: int
@@ -160,8 +157,8 @@ class Batches:
         last = len(self.corpus.validation) - self.context - 1
         spaced = [last * index // max(windows - 1, 1) for index in range(windows)]
         starts = torch.tensor(sorted(set(spaced)))
-        for part in starts.split(self.batch):
-            yield self._windows(self.corpus.validation, part)
+        for some in starts.split(self.batch):
+            yield self._windows(self.corpus.validation, some)
 
     def _windows(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         windows = text[starts[:, None] + torch.arange(self.context + 1)]  # [B, C + 1]

@@ -1,4 +1,4 @@
-"""One run, or several to compare: train, leave a log and a checkpoint, go on from there exactly, and read it back."""
+"""Runs, one or several to compare: train, write a log and checkpoints, resume exactly, read a trained model."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from octavo.train.config import (
 from octavo.train.data import Corpus, load_corpus
 from octavo.train.model import GPT
 from octavo.train.progress import Progress, RunRecorder, in_words
-from octavo.train.shard import device_name, ranks_of, require_one_process, require_parts
+from octavo.train.shard import device_name, ranks_of, require_even_batches, require_one_process
 from octavo.train.trainer import Trainer, build_model, choose_device, recipe_named, require_memory, settle_dtype
 
-FORECAST_AFTER = 4  # steps: the first ones are slow
+FORECAST_AFTER = 4  # steps, as the first ones are slow
 
-RECORD = "inspect"  # the folder in a run's
+RECORD = "inspect"  # the record's folder in a run's folder
 
 
 class Inspection:
@@ -51,9 +51,9 @@ class Inspection:
 
     Args:
         trainer: of a model with FP8 layers, loaded.
-        folder: the run's; without one, faults are watched for alone.
-        config: how often.
-        step: steps done before; a run that begins anew drops the record that a killed one left.
+        folder: the run's; without one there is no record.
+        config: how often to record.
+        step: steps done before; a run that begins anew deletes the record that a killed one left.
     """
 
     def __init__(self, trainer: Trainer, folder: Path | None, config: InspectConfig, step: int) -> None:
@@ -75,13 +75,13 @@ class Inspection:
         self._trace = octavo.inspect.trace_faults(trainer.model, raises=False, step=step, group=group)
 
     def step(self, loss: Tensor, norm: Tensor, lr: float) -> None:
-        """A step was launched."""
+        """Record a step that was launched."""
         self._trace.step(loss, norm)
         if self._recorder is not None:
             self._recorder.step(loss, norm, lr=lr)
 
     def close(self) -> str:
-        """Write what is under way, and leave the model as it was; where the first fault was, if there was one."""
+        """Write what is left, and leave the model as it was; return where the first fault was, or ""."""
         self._trace.close()
         fault = self._trace.fault
         if self._recorder is not None:
@@ -93,11 +93,11 @@ class Inspection:
 
 @dataclass
 class RunResult:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
         name: the recipe's name; the baseline's is that of its dtype, bf16 or float32.
-        steps: steps that the run has in all.
+        steps: how many steps the run has in all.
         rows: one for each step done.
         parameters: the model's parameters.
         tokens_per_step: bytes trained on in a step.
@@ -124,7 +124,7 @@ class RunResult:
 
     @property
     def validations(self) -> list[tuple[int, float]]:
-        """(step, validation loss) wherever one was taken."""
+        """(step, validation loss) for each validation."""
         return [(row.step, row.val_loss) for row in self.rows if not math.isnan(row.val_loss)]
 
     @property
@@ -150,8 +150,8 @@ class Hooks:
     Attributes:
         on_model: called once with the model, converted and loaded, before the first step.
         on_step: called with the row of each step, in order.
-        should_stop: asked before each step; when true the run saves itself and returns.
-        progress: shown what happens.
+        should_stop: called before each step; if it returns true, the run saves itself and returns.
+        progress: shows what happens.
     """
 
     on_model: Callable[[GPT], object] = lambda model: None
@@ -169,23 +169,23 @@ def run(
     hooks: Hooks | None = None,
     ranks: Ranks | None = None,
 ) -> RunResult:
-    """Trains the byte-level GPT with one recipe.
+    """Train the byte-level GPT with one recipe.
 
-    The same config gives the same losses bit for bit on a CPU, in one piece or resumed; recipes share the initial
+    On a CPU the same config gives the same losses bit for bit, in one piece or resumed; recipes share the initial
     weights and the data order of a seed.
 
     Args:
         config: all options. With `config.run.out` None nothing is written.
         recipe: a name in `octavo.train.RECIPES`, or a Recipe or RecipeMap of your own. `baseline` is the model as it is
-            built, in the run's dtype; `bf16` and `float32` are the same and say the dtype.
-        name: what the run is called, and its folder in `config.run.out` (default: the recipe's, that of a map's
-            default, of the baseline bf16 or float32).
+            built, in the run's dtype; `bf16` and `float32` are the same with that dtype.
+        name: the name of the run and of its folder in `config.run.out` (default: the recipe's name, or that of a map's
+            default; for the baseline bf16 or float32).
         corpus: text already loaded (default: `load_corpus(config.data.data)`).
-        hooks: what is called while it runs, on every rank.
-        ranks: who trains together under `config.ranks.shard` (default: the ranks of the default process group).
+        hooks: callbacks of the run, on every rank.
+        ranks: the ranks that train together under `config.ranks.shard` (default: those of the default process group).
 
     Returns:
-        The run's rows and what they come to.
+        The run's result.
 
     Raises:
         ValueError: an unknown recipe.
@@ -205,8 +205,8 @@ def run(
         check_recipe(recipe)
     shared = _Shared(config, [recipe], corpus, hooks or Hooks(), ranks or ranks_of(config.ranks))
     if name is None:
-        own = recipe.default if isinstance(recipe, RecipeMap) else recipe
-        name = shared.config.called(own) if isinstance(own, str) else own.name
+        one = recipe.default if isinstance(recipe, RecipeMap) else recipe
+        name = shared.config.called(one) if isinstance(one, str) else one.name
     with shared.opened:
         opened = _Run(shared, name, recipe)
         shared.say_first([name])
@@ -220,17 +220,17 @@ def compare(
     corpus: Corpus | None = None,
     hooks: Hooks | None = None,
 ) -> list[RunResult]:
-    """Trains with each recipe in turn: the same initial weights, the same data in the same order.
+    """Train with each recipe in turn: the same initial weights, the same data in the same order.
 
     Args:
-        config: all options; each run has its folder, named like its recipe, in `config.run.out`. When resumed, the runs
-            that are finished are read and not trained again.
+        config: all options; each run has its folder, named after its recipe, in `config.run.out`. A resumed comparison
+            reads the finished runs and does not train them again.
         recipes: names in `octavo.train.RECIPES`; a name given twice counts once.
         corpus: as for `run`.
         hooks: as for `run`; `on_model` is called for each recipe.
 
     Returns:
-        One result a recipe, in order; after an interruption the last one is the interrupted run's.
+        One result for each recipe, in order; after an interruption the last one is the interrupted run's.
     """
     recipes = [check_recipe(name) for name in recipes]
     require_one_process(config.ranks)
@@ -240,7 +240,7 @@ def compare(
         shared.rehearse(name)
     results = []
     with shared.opened:
-        # opened before the first run: nothing trains for minutes to fail in the second
+        # all folders are opened before the first run, so that the second does not fail after minutes of training
         ahead = [len(_Run(shared, name, name).steps_ahead) for name in names]
         shared.say_first(names)
         for index, name in enumerate(names):
@@ -253,16 +253,16 @@ def compare(
 
 
 class _Shared:
-    """What the runs of a comparison have in common. The config's dtype is settled."""
+    """What the runs of a comparison have in common. The config's dtype is not "auto" any more."""
 
     def __init__(
         self, config: TrainConfig, recipes: Collection[object], corpus: Corpus | None, hooks: Hooks, ranks: Ranks
     ) -> None:
-        """Load the text, settle the dtype, and check that the model fits the device and the text holds its windows."""
+        """Load the text, settle the dtype, and check that the model fits the device and the text is long enough."""
         self.hooks, self.progress, self.ranks = hooks, hooks.progress, ranks
         self.opened = contextlib.ExitStack()  # the runs' folders, until this is closed
         self._folders: set[Path] = set()
-        require_parts(config, ranks)
+        require_even_batches(config, ranks)
         with train_errors():
             config.require_phases(recipes)
         with ranks.together():
@@ -289,13 +289,13 @@ class _Shared:
             self._folders.add(folder.path)
 
     def rehearse(self, name: str) -> None:
-        """Raise TrainError for options that a recipe can't have, by a tiny model: nothing trains for minutes before."""
+        """Raise TrainError for options that a recipe can't have; a tiny model finds that before minutes of training."""
         tiny = replace(self.config.model, width=2, layers=1, heads=1, context=1)
         model = build_model(tiny, name, 0, self.config.state).to(self.device)
         Trainer(self.config, model, self.corpus, Ranks(), recipe_named(name))
 
     def say_first(self, names: Collection[str]) -> None:
-        """Says what is trained, where, and in which dtype."""
+        """Say what is trained, where, and in which dtype."""
         dtype, each = self.config.run.dtype, " each" if len(names) > 1 else ""
         if fast_dtype(self.device) == torch.bfloat16:
             why = f"--dtype {'float32' if dtype == 'bfloat16' else 'bfloat16'} decides otherwise"
@@ -310,7 +310,7 @@ class _Shared:
 
 
 class _Run:
-    """One run: its folder is open and its checkpoint read, where it goes on from one."""
+    """One run, whose folder is open; if it is resumed, its checkpoint is read."""
 
     def __init__(self, shared: _Shared, name: str, recipe: str | Recipe | RecipeMap) -> None:
         config = shared.config
@@ -333,11 +333,11 @@ class _Run:
 
     @property
     def steps_ahead(self) -> range:
-        """The steps that are left, the first of all being 0."""
+        """The steps that are left; a run's first step is 0."""
         return range(len(self.rows), self.result.steps)
 
     def train(self, later: Collection[int] = ()) -> RunResult:
-        """Trains to the end, or until it is stopped; `later` are the steps of each of the runs after it."""
+        """Train to the end, or until the run is stopped; `later`: the steps of each of the runs after it."""
         if not self.steps_ahead:
             return self.result
         config, ranks, device = self.shared.config, self.shared.ranks, self.shared.device
@@ -359,8 +359,8 @@ class _Run:
             with lost_ranks():
                 self._steps()
         except DivergedError as error:
-            said = f"{error}{self._end_inspection()}{self._kept()}"
-            raise DivergedError(f"{self.result.name} diverged: {said}; try a lower --lr") from error
+            why = f"{error}{self._end_inspection()}{self._kept()}"
+            raise DivergedError(f"{self.result.name} diverged: {why}; try a lower --lr") from error
         except RankError as error:
             kept = self._kept()
             raise RankError(f"{error}{kept}{'; add --resume to go on' if kept else ''}") from error
@@ -370,7 +370,7 @@ class _Run:
         return self.result
 
     def _inspected(self) -> Inspection | None:
-        """What records the run, where that was asked for and there is something to record."""
+        """The run's Inspection, if the options ask for one and the model has layers in FP8."""
         config, recipe = self.shared.config, recipe_named(self.recipe)
         if not config.inspect.inspect:
             return None
@@ -384,7 +384,7 @@ class _Run:
         return Inspection(self.trainer, self.result.folder, config.inspect, len(self.rows))
 
     def _end_inspection(self) -> str:
-        """Where the first fault was, if one was found."""
+        """End the inspection; return where the first fault was, or ""."""
         ended, self.inspection = self.inspection, None
         found = "" if ended is None else ended.close()
         return f"; {found}" if found else ""
@@ -417,16 +417,16 @@ class _Run:
             self.progress.message(f"{self.result.name}: in the last step the busiest expert had {load}")
 
     def _note_switches(self) -> None:
-        """Says which phases have begun."""
+        """Say which phases have begun."""
         if self.trainer.schedule is None:
             return
-        known = len(self.result.switches)
+        before = len(self.result.switches)
         self.result.switches = list(self.trainer.schedule.switches)
-        for switch in self.result.switches[max(known, 1) :]:
+        for switch in self.result.switches[max(before, 1) :]:
             self.progress.message(f"{self.result.name}  step {switch.step}: {switch.name}, since {switch.reason}")
 
     def _read(self, validate: bool, save: bool) -> None:
-        """Makes rows of the steps launched since the last time, and writes and shows them."""
+        """Wait for the steps launched since the last time, and write and show their rows."""
         new = self.recorder.read()
         if validate:
             since = time.perf_counter()
@@ -452,7 +452,7 @@ def _due(step: int, interval: int) -> bool:
 
 
 def run_in(path: Path) -> Path:
-    """The folder of the only run in a folder, as `octavo train` leaves one there; else the path itself."""
+    """The run's folder in a folder with just one run, as `octavo train` makes it; else the path itself."""
     runs = [] if RunFolder(path).holds_run() else _runs_in(path)
     return runs[0] if len(runs) == 1 else path
 
@@ -465,10 +465,10 @@ def trained_model(path: Path) -> GPT:
     """The model that a run trained, in evaluation mode, with its recipe and delayed state.
 
     Args:
-        path: the run's folder, that of this run alone, or its checkpoint.pt; of a run on many ranks a folder.
+        path: the run's folder, a folder with this run alone, or its checkpoint.pt (not for a run on many ranks).
 
     Raises:
-        RunCheckpointError: there is no checkpoint, or none that can be read.
+        RunCheckpointError: there is no checkpoint that can be read.
     """
     path = run_in(path)
     folder = path.parent if path.name == CHECKPOINT else path
@@ -479,14 +479,14 @@ def trained_model(path: Path) -> GPT:
         raise RunCheckpointError(f"{path} does not exist: give a run's folder or its {CHECKPOINT}")
     if content is None:
         runs = _runs_in(folder)
-        held = f"holds {len(runs)} runs: choose one of {', '.join(map(str, runs))}"
+        several = f"holds {len(runs)} runs: choose one of {', '.join(map(str, runs))}"
         none = f"is no run of octavo: give a run's folder or its {CHECKPOINT}"
-        raise RunCheckpointError(f"{path} {held if runs else none}")
+        raise RunCheckpointError(f"{path} {several if runs else none}")
     identity = content["identity"]
     recipe = identity.get("recipe")
     if recipe not in RECIPES:
         raise RunCheckpointError(f"{folder} was trained with a recipe of its own, {recipe}: build its model in Python")
-    # a checkpoint of many ranks has the names of the weights' storage; one of one process is read by plain weights too
+    # a checkpoint of many ranks can only be read by a model with the same storage of weights
     names = [name for name in StateConfig.__dataclass_fields__ if sharded and name in identity]
     try:
         # an older checkpoint has no experts

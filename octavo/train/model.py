@@ -2,9 +2,9 @@
 
 Its MLPs may be mixtures of experts.
 
-Shapes: B sequences, C positions (context), W width, V = 256 bytes; in a mixture T bytes, E experts, k of them a byte.
+Shapes: B sequences, C positions (context), W width, V = 256 bytes; in a mixture T bytes, E experts, k for each byte.
 The blocks are built in high precision, where they compute as plain torch does; `octavo.convert` gives them a recipe.
-Nothing else here knows about FP8.
+Nothing else here depends on FP8.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from octavo.nn import Experts, GroupedLinear, RMSNorm, TransformerBlock, rotary_
 from octavo.recipes import high_precision
 from octavo.train.config import VOCABULARY, ModelConfig
 
-HEAD, ROUTER = "head", "router"  # the output layer's name; the last part of the names of layers that choose experts
+HEAD, ROUTER = "head", "router"  # the output layer's name; the end of the names of layers that choose experts
 
-SPEED = 0.01  # of a bias a step; DeepSeek-V3's is 0.001, of some hundred times as many steps
+SPEED = 0.01  # change of a bias in a step; DeepSeek-V3 has 0.001 and about a hundred times as many steps
 
 
 class Router(nn.Linear):
-    """Scores [..., E] of what it reads [..., W]: sigmoids in float32, also in autocast."""
+    """Scores [..., E] for an input [..., W]: sigmoids in float32, also in autocast."""
 
     def forward(self, input: Tensor) -> Tensor:
         """See Router."""
@@ -36,13 +36,13 @@ class Router(nn.Linear):
 
 
 class Mixture(nn.Module):
-    """The MLP of a block as experts: ``experts(norm(x))``, each byte by the k experts that its router scores highest.
+    """The MLP of a block as experts, ``experts(norm(x))``: the k experts with the highest scores compute each byte.
 
     Scores are sigmoids, and those of the chosen ones are divided by their sum (DeepSeek-V3, arXiv 2412.19437, eq. 13).
     The router computes in float32, also in autocast: near ties decide which experts compute.
 
     Attributes:
-        bias: [E] float32, added to the scores for the choice alone; a part of the model, so that it is in checkpoints.
+        bias: [E] float32, added to the scores for the choice alone; a buffer that checkpoints save.
         load: [E] int64, how many times each expert was chosen in training since the last ``balance``.
 
     Example:
@@ -80,20 +80,20 @@ class Mixture(nn.Module):
 
 @torch.no_grad()
 def balance(mixtures: Iterable[Mixture], ranks: Ranks) -> Tensor:
-    """After a step: moves every bias by what all ranks chose since the last time, and forgets that.
+    """Move every bias by the choices of all ranks since the last call, and count anew; to be called after a step.
 
-    So load is balanced as in DeepSeek-V3, without an auxiliary loss (Wang et al. 2024, arXiv 2408.15664): an expert's
-    bias, which decides who is chosen and not what it counts for, rises by a constant where the expert had fewer bytes
-    than the mean, and falls where it had more.
+    This balances loads as DeepSeek-V3 does, without an auxiliary loss (Wang et al. 2024, arXiv 2408.15664). An expert's
+    bias, which changes whether it is chosen and not the weight of its output, rises by a constant if the expert had
+    fewer bytes than the mean, and falls if it had more.
 
     Returns:
-        The largest load of an expert of any of the mixtures, by the mean of its mixture's; on the device.
+        The largest load of an expert, divided by the mean of its mixture; on the device.
     """
     mixtures = list(mixtures)
     loads = ranks.sum(torch.stack([mixture.load for mixture in mixtures])).float()  # [mixtures, E]
     means = loads.mean(1, keepdim=True)
     for mixture, step in zip(mixtures, SPEED * torch.sign(means - loads), strict=True):
-        mixture.bias += step - step.mean()  # as torchtitan: what all biases share decides nothing, and would drift
+        mixture.bias += step - step.mean()  # as in torchtitan: the biases' mean has no effect, and would drift
         mixture.load.zero_()
     return (loads / means).max()
 
@@ -130,7 +130,7 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights of variance 1 / fan-in, the two that write to the residual stream smaller by √(2 × layers)."""
+        """Normal weights of variance 1 / fan-in; those that write to the residual stream divided by √(2 × layers)."""
         for module in self.modules():
             if isinstance(module, nn.Linear | GroupedLinear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
@@ -146,11 +146,11 @@ class GPT(nn.Module):
 
     @property
     def mixtures(self) -> list[Mixture]:
-        """The mixtures of experts, one a block or none."""
+        """The mixtures of experts, one for each block, or none."""
         return [block.mlp for block in self.blocks if isinstance(block.mlp, Mixture)]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B, C, 256] of each next byte, in the Linear layers' output dtype; tokens: integers, [B, C]."""
+        """Logits [B, C, 256] of each next byte, in the Linear layers' output dtype, from integers [B, C]."""
         x = self.embedding(tokens.int())  # [B, C, W]
         for block in self.blocks:
             x = block(x, (self.cos, self.sin))

@@ -1,4 +1,4 @@
-"""The steps of a run as rows: their losses, their pace, whether they diverge; and how it shows that it is alive."""
+"""The steps of a run as rows, with losses and pace; whether they diverge; the display of a run's progress."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ STEPS_OF_PACE = 20
 
 
 class RunRecorder:
-    """Turns steps into rows, which it appends to those of the steps before, and looks whether they diverge.
+    """Turns steps into rows, appends these to the run's, and checks whether the run diverges.
 
-    On an accelerator losses are read every few steps only, as that waits for the device.
+    On an accelerator losses are read every few steps only, as reading waits for the device.
     """
 
     def __init__(self, config: TrainConfig, rows: list[StepRow], on_accelerator: bool) -> None:
@@ -42,15 +42,15 @@ class RunRecorder:
         self._since = 0.0
 
     def restart_clock(self) -> None:
-        """Leaves what happened until now, such as a validation, out of the steps' time."""
+        """Leave the time until now, such as that of a validation, out of the steps' time."""
         self._since = time.perf_counter()
 
     def add(self, step: int, loss: Tensor, norm: Tensor, lr: float) -> None:
-        """A step was launched."""
+        """Add a step that was launched."""
         self._pending.append((step, loss, norm, lr))
 
     def read(self) -> list[StepRow]:
-        """Waits for the steps launched since the last time, and returns their rows.
+        """Wait for the steps launched since the last time, and return their rows.
 
         Raises:
             DivergedError: a loss or the gradients' norm is not finite, or the loss has run away.
@@ -71,7 +71,7 @@ class RunRecorder:
         return self.rows[len(self.rows) - len(values) :]
 
     def validated(self, loss: float, seconds: float) -> StepRow:
-        """Writes the validation loss, which took so long, into the last row, and returns it."""
+        """Put the validation loss, which took so many seconds, into the last row, and return the row."""
         self._validation = seconds
         if not math.isfinite(loss):
             raise DivergedError(f"the validation loss became {loss} after step {self.rows[-1].step}")
@@ -79,9 +79,10 @@ class RunRecorder:
         return self.rows[-1]
 
     def seconds_left(self, steps: int) -> float:
-        """What so many steps more will take, at the mean pace of the last ones, slow ones and all, but not the first.
+        """The seconds that so many more steps will take, at the mean pace of the last ones, without the first.
 
-        Their validations count: as long as the last one took, until there is one a third of a step for each batch.
+        Their validations are counted, each with the time of the last one; before there is one, a batch of a validation
+        counts as a third of a step.
         """
         recent = self.rows[max(self._begun + 1, len(self.rows) - STEPS_OF_PACE) :] or self.rows[-1:]
         pace = fmean(self._tokens / row.tokens_per_s for row in recent)
@@ -90,19 +91,19 @@ class RunRecorder:
 
 
 class Progress:
-    """Is told how runs go on; this one shows nothing of it."""
+    """Shows how runs go on; this base class shows nothing."""
 
     def begin(self, name: str, step: int, steps: int) -> None:
-        """A run starts, or goes on after `step` of `steps`."""
+        """Show that a run starts, or goes on after `step` of `steps`."""
 
     def update(self, row: StepRow, seconds_left: float) -> None:
-        """A step is done; what is left of all runs takes so long."""
+        """Show a step that is done; ``seconds_left``: of all runs."""
 
     def message(self, text: str) -> None:
-        """Something worth a line."""
+        """Show a line of text."""
 
     def end(self) -> None:
-        """The run ended, well or not."""
+        """Show that the run ended, well or not."""
 
 
 def clock(seconds: float) -> str:
@@ -134,7 +135,7 @@ class Lines(Progress):
         self._name, self._steps, self._last = name, steps, time.monotonic()
 
     def update(self, row: StepRow, seconds_left: float) -> None:
-        """Writes a line when it is time, or when the step has a validation."""
+        """Write a line if ``interval`` has passed, or if the step has a validation."""
         validated = not math.isnan(row.val_loss)
         if not validated and row.step != self._steps and time.monotonic() - self._last < self.interval:
             return
@@ -174,7 +175,7 @@ class Bar(Progress):
         self._bar.update(self._task, completed=row.step, facts=_facts(row, self._validation, seconds_left))
 
     def message(self, text: str) -> None:
-        """Writes a line above the bar."""
+        """Write a line above the bar."""
         self._console.print(text, markup=False)
 
     def end(self) -> None:
@@ -182,5 +183,5 @@ class Bar(Progress):
 
 
 def choose_progress() -> Progress:
-    """A bar where a terminal and rich are there, else lines."""
+    """A bar if there are a terminal and rich, else lines."""
     return Bar() if sys.stderr.isatty() and find_spec("rich") is not None else Lines(sys.stderr)

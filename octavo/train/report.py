@@ -1,4 +1,4 @@
-"""What runs came to: a table, the same as CSV, and a plot of the loss curves and their gap."""
+"""The results of runs: a table, the same as CSV, and a plot of the loss curves and their gap."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from octavo.errors import MissingExtraError
 from octavo.train.config import UNCONVERTED
 from octavo.train.loop import RunResult
 
-# Okabe and Ito's palette, told apart with any kind of colour vision; the baseline is black.
+# Okabe and Ito's palette, which any kind of colour vision can distinguish; the baseline is black.
 BASELINE_COLOUR = "#000000"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-SMOOTHING = 0.03  # width of the smoothing window, as a part of the run
+SMOOTHING = 0.03  # width of the smoothing window, as a share of the run
 
 
 def require_plotting() -> None:
-    """Raises MissingExtraError when matplotlib is absent."""
+    """Raise MissingExtraError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise MissingExtraError("the plot needs matplotlib: pip install octavo[cli]")
 
@@ -35,12 +35,12 @@ def gap(result: RunResult, baseline: RunResult) -> float:
 
 
 def find_baseline(results: Sequence[RunResult]) -> RunResult | None:
-    """The run without FP8, bf16 or float32, where there is one."""
+    """The run without FP8, which is bf16 or float32, if there is one."""
     return next((result for result in results if result.name in UNCONVERTED), None)
 
 
 def table(results: Sequence[RunResult]) -> str:
-    """The results as aligned text: validation loss, gap to the baseline, time of a step, speed; below it, the dtype."""
+    """The results as aligned text: validation loss, gap to the baseline, time of a step, speed; then the dtype."""
     baseline = find_baseline(results)
     head = ["recipe", "validation loss", "time/step", "tokens/s"]
     if baseline is not None:
@@ -58,7 +58,7 @@ def table(results: Sequence[RunResult]) -> str:
 
 
 def write_csv(results: Sequence[RunResult], path: Path) -> None:
-    """Writes the table's numbers in full."""
+    """Write the table's numbers in full."""
     baseline = find_baseline(results)
     text = "recipe,validation_loss,gap_percent,seconds_per_step,tokens_per_s,steps,parameters,dtype\n"
     for result in results:
@@ -72,9 +72,9 @@ def write_csv(results: Sequence[RunResult], path: Path) -> None:
 
 
 def smooth(losses: Sequence[float], width: float) -> list[float]:
-    """A Gaussian mean of that standard deviation in steps.
+    """The Gaussian mean of a curve, with a standard deviation of ``width`` steps.
 
-    Where the curve starts, and falls fast, the window narrows so that both its sides are equal; at the end one is cut.
+    At the start, where the curve falls fast, the window is as short before a step as after; at the end it is cut off.
     """
     reach = math.ceil(3 * width)
     weights = [math.exp(-0.5 * (offset / max(width, 1e-9)) ** 2) for offset in range(reach + 1)]
@@ -87,10 +87,10 @@ def smooth(losses: Sequence[float], width: float) -> list[float]:
 
 
 def plot(results: Sequence[RunResult], path: Path) -> None:
-    """Writes a PNG: training and validation loss above, the gap to the baseline below (where there is one to show).
+    """Write a PNG: training and validation loss above, the gap to the baseline, if there is one, below.
 
     Raises:
-        MissingExtraError: matplotlib is absent.
+        MissingExtraError: matplotlib is not installed.
     """
     require_plotting()
     from matplotlib.figure import Figure
@@ -122,15 +122,15 @@ Styles = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 def _styles(ordered: Sequence[RunResult], baseline: RunResult | None) -> Styles:
     """How the line and the marks of each run are drawn, by its name.
 
-    Curves may coincide, so that each is thinner than the one below it; the baseline, which comes first, is black.
+    As curves may coincide, each is thinner than the one below it; the baseline, which comes first, is black.
     """
     colours = itertools.cycle(COLOURS)
     styles = {}
     for index, result in enumerate(ordered):
         colour = BASELINE_COLOUR if result is baseline else next(colours)
-        part = index / max(len(ordered) - 1, 1)
-        line = {"color": colour, "linewidth": 3.6 - 2.2 * part, "solid_capstyle": "round"}
-        marks = {"color": colour, "marker": MARKERS[index % len(MARKERS)], "markersize": 9.0 - 4.5 * part}
+        above = index / max(len(ordered) - 1, 1)  # from 0 to 1
+        line = {"color": colour, "linewidth": 3.6 - 2.2 * above, "solid_capstyle": "round"}
+        marks = {"color": colour, "marker": MARKERS[index % len(MARKERS)], "markersize": 9.0 - 4.5 * above}
         styles[result.name] = line, {**marks, "markerfacecolor": "none", "markeredgewidth": 1.4}
     return styles
 
@@ -147,16 +147,16 @@ def _draw_losses(axes: Any, results: Sequence[RunResult], styles: Styles) -> Non
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_ylabel("loss (nats/byte)")
     axes.legend(title="final validation loss", frameon=False, alignment="left")
-    # The first steps fall from log(256) = 5.5: the scale is made for what comes after the first tenth.
+    # The first steps fall from log(256) = 5.5, so the axis is scaled for what comes after the first tenth.
     after = [loss for result in results for loss in result.losses[len(result.losses) // 10 :]]
     after += [loss for result in results for step, loss in result.validations if step > len(result.losses) // 10]
     low, high = min(after), max(after)
     axes.set_ylim(low - 0.1 * (high - low) - 1e-3, high + 0.15 * (high - low) + 1e-3)
-    axes.margins(x=0.03)  # as far as a mark at the end reaches
+    axes.margins(x=0.03)  # room for a mark at the end
 
 
 def _shade_phases(axes: Any, results: Sequence[RunResult], styles: Styles, named: bool = True) -> None:
-    """Each phase of a run in its colour, light and darker in turn, with its recipe's name; runs one below the other."""
+    """Shade each phase of a run in its colour, light and dark in turn, with its recipe's name; runs are stacked."""
     scheduled = [result for result in results if len(result.switches) > 1]
     for index, result in enumerate(scheduled):
         ends = [switch.step for switch in result.switches[1:]] + [result.steps]

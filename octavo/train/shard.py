@@ -1,4 +1,4 @@
-"""A run on the ranks that torchrun starts: who takes part, and what each has of the model and of every batch."""
+"""A run on the ranks that torchrun starts: which take part, and what each has of the model and of every batch."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ LAUNCH = "torchrun --nproc-per-node 2 -m octavo train"
 
 
 def require_one_process(config: RanksConfig) -> None:
-    """Raises TrainError unless this process is to train alone."""
+    """Raise TrainError unless this process is to train alone."""
     if config.shard != ALONE or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise TrainError("compare trains in one process: start it without torchrun and --shard, or use octavo train")
 
 
 @contextlib.contextmanager
 def joined(config: TrainConfig) -> Iterator[Ranks]:
-    """The ranks of a run, joined by what torchrun says of them; a lone process where `config.ranks.shard` is none.
+    """The ranks of a run, joined as torchrun's environment says; this process alone if `config.ranks.shard` is none.
 
     Raises:
         TrainError: processes were not started as `config.ranks.shard` needs them.
-        RankError: some did not come.
+        RankError: some processes did not join.
     """
     shard, started = config.ranks.shard, int(os.environ.get("WORLD_SIZE", "1"))
     if shard == ALONE and started > 1:
@@ -45,7 +45,7 @@ def joined(config: TrainConfig) -> Iterator[Ranks]:
     accelerated, ended = device_name(config).startswith("cuda"), False
     try:
         with lost_ranks():
-            # gloo, beside NCCL, for what ranks agree on: tensors on the CPU
+            # gloo besides NCCL, as what ranks agree on are tensors on the CPU
             backend = "cpu:gloo,cuda:nccl" if accelerated else "gloo"
             dist.init_process_group(backend, timeout=timedelta(seconds=config.ranks.timeout))
         yield Ranks(dist.group.WORLD)
@@ -56,7 +56,7 @@ def joined(config: TrainConfig) -> Iterator[Ranks]:
 
 
 def ranks_of(config: RanksConfig) -> Ranks:
-    """The ranks of a run: this process alone, or those of the default process group, or TrainError without one."""
+    """The ranks of a run: this process alone, or those of the default process group; without one, TrainError."""
     if config.shard == ALONE:
         return Ranks()
     ranks = Ranks.of_process()
@@ -68,34 +68,34 @@ def ranks_of(config: RanksConfig) -> Ranks:
 
 
 def device_name(config: TrainConfig) -> str:
-    """The device of this process; of several on one machine each has a GPU of its own."""
+    """The device of this process; each process on a machine has a GPU of its own."""
     name = config.run.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" and config.ranks.shard != ALONE else name
 
 
-def require_parts(config: TrainConfig, ranks: Ranks) -> None:
-    """Raises TrainError unless every rank, or those that share each sequence, gets as many in each micro-batch."""
+def require_even_batches(config: TrainConfig, ranks: Ranks) -> None:
+    """Raise TrainError unless all ranks (or groups of ranks that share sequences) get as many in each micro-batch."""
     sharing = config.ranks.tensor_parallel
     if ranks.size % sharing:
         raise TrainError(f"{ranks.size} ranks do not divide by tensor_parallel {sharing}: start a multiple of it")
     data, size = config.data, ranks.size // sharing
-    parts = size * data.micro_batches
-    if data.batch % parts:
+    divisor = size * data.micro_batches
+    if data.batch % divisor:
         raise TrainError(
             f"batch {data.batch} does not divide into {size} ranks x {data.micro_batches} micro_batches: "
-            f"choose a batch of {-(-data.batch // parts) * parts}"
+            f"choose a batch of {-(-data.batch // divisor) * divisor}"
         )
 
 
-def part_of(batch: Tensor, ranks: Ranks) -> Tensor:
+def share_of(batch: Tensor, ranks: Ranks) -> Tensor:
     """This rank's sequences of a batch."""
     return batch.tensor_split(ranks.size)[ranks.rank]
 
 
 def _mesh_of(config: TrainConfig, ranks: Ranks, device_type: str) -> Any:
-    """The ranks as (data) or, under tensor parallelism, (data, tensor)."""
+    """The ranks as a mesh (data) or, under tensor parallelism, (data, tensor)."""
     from torch.distributed.device_mesh import DeviceMesh
 
     if (sharing := config.ranks.tensor_parallel) == 1:
@@ -106,7 +106,7 @@ def _mesh_of(config: TrainConfig, ranks: Ranks, device_type: str) -> Any:
 
 
 def _parallelize(model: GPT, mesh: Any) -> None:
-    """Shares each product or experts among the ranks of a mesh, and each sequence between products."""
+    """Share each product, or the experts, among the ranks of a mesh, and between products each sequence."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -138,11 +138,11 @@ def _parallelize(model: GPT, mesh: Any) -> None:
 
 
 def shard(model: GPT, config: TrainConfig, ranks: Ranks) -> tuple[nn.Module, Ranks]:
-    """Shards the model over the ranks, or replicates it, and compiles it where the run asks for that.
+    """Shard the model over the ranks, or replicate it, and compile it if the run's options say so.
 
     Returns:
-        What is to be called, the model itself or a module that holds it; and the ranks that parts of a batch go to:
-        under tensor parallelism one of each group that shares its sequences.
+        The module to call, which is the model or contains it; and the ranks that share a batch: under tensor
+        parallelism, one of each group of ranks that share sequences.
     """
     if config.ranks.shard == FSDP:
         from torch.distributed.fsdp import fully_shard
@@ -153,7 +153,7 @@ def shard(model: GPT, config: TrainConfig, ranks: Ranks) -> tuple[nn.Module, Ran
             mesh = mesh["data"]
         for block in model.blocks:
             if config.run.compile:
-                # fully_shard's hooks around it stay out of the graph; experts on several ranks would break it in two
+                # compiled before fully_shard adds hooks, which stay out of the graph; experts on several ranks break it
                 compiled: Any = block.attention if model.mixtures and mesh.size() < ranks.size else block
                 compiled.compile()
             fully_shard(block, mesh=mesh)
@@ -166,7 +166,7 @@ def shard(model: GPT, config: TrainConfig, ranks: Ranks) -> tuple[nn.Module, Ran
 
 
 def syncing(called: nn.Module, last: bool) -> AbstractContextManager[None]:
-    """For a forward and backward whose gradients are sent only after the last micro-batch."""
+    """A context for the forward and backward of a micro-batch: gradients are sent only after the last one."""
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(called, FSDPModule):

@@ -1,4 +1,4 @@
-"""The model, its optimizer, and one step of both: what is computed, without what is written or shown."""
+"""The model, its optimizer, and one step of both: what a run computes, but not what it writes or shows."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from octavo.train.config import (
 )
 from octavo.train.data import Batches, Corpus
 from octavo.train.model import GPT, HEAD, ROUTER, balance, next_byte_loss
-from octavo.train.shard import part_of, shard, syncing
+from octavo.train.shard import shard, share_of, syncing
 
 DEFAULT_STATE = StateConfig()
 
-BELOW = 0.06  # auto's threshold, which the default run crosses after three quarters; benchmarks/training/adaptive.py
+BELOW = 0.06  # auto's threshold: the default run crosses it after three quarters; benchmarks/training/adaptive.py
 
 
 def phases_of(text: str, recipe: Recipe | RecipeMap, steps: int, state: StateConfig) -> list[Phase]:
-    """The phases of a run by what --schedule says, or one; ``state`` is how FP8 phases keep weights and state.
+    """The phases of a run by --schedule, or one phase; ``state``: how FP8 phases keep weights and optimizer state.
 
         fp8-then-bf16@0.7    the run's recipe, weights and state for 70 % of the steps, then all in high precision
         bf16-then-fp8@0.3    the other way round
@@ -63,10 +63,10 @@ def phases_of(text: str, recipe: Recipe | RecipeMap, steps: int, state: StateCon
         return [_phase("fp8", recipe, state)]
     if check_schedule(text) == AUTO:
         return [_phase("fp8", recipe, state), _phase(BASELINE, recipe, state, when_update_below_resolution=BELOW)]
-    first, *rest = text.split("-then-")
+    first, *later = text.split("-then-")
     phases, before = [_phase(first, recipe, state)], 0
-    for part in rest:
-        name, share = part.split("@")
+    for words in later:
+        name, share = words.split("@")
         begins = round(float(share) * steps)
         if not before < begins < steps:
             raise TrainError(
@@ -81,8 +81,8 @@ def phases_of(text: str, recipe: Recipe | RecipeMap, steps: int, state: StateCon
 def _phase(name: str, recipe: Recipe | RecipeMap, state: StateConfig, **trigger: Any) -> Phase:
     if name in UNCONVERTED:
         return Phase(octavo.recipes.high_precision(), "fp32", "fp32", None, **trigger)
-    own = recipe if name == "fp8" else getattr(octavo.recipes, name)()
-    return Phase(own, state.moments, or_none(state.master), or_none(state.weight_storage), **trigger)  # type: ignore[arg-type]
+    casts = recipe if name == "fp8" else getattr(octavo.recipes, name)()
+    return Phase(casts, state.moments, or_none(state.master), or_none(state.weight_storage), **trigger)  # type: ignore[arg-type]
 
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:
@@ -97,7 +97,7 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
 def build_optimizer(
     model: nn.Module, config: OptimizerConfig, state: StateConfig = DEFAULT_STATE
 ) -> torch.optim.Optimizer:
-    """AdamW that decays matrices only: not the norms' gains. Torch's, unless the state takes fewer bytes or changes."""
+    """AdamW that decays matrices only, not the norms' gains: torch's, unless options of the state need octavo's."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -109,7 +109,7 @@ def build_optimizer(
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of a name, or TrainError where there is none here."""
+    """The device of this name, or TrainError if it can't be used here."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device).add_(1).item()  # the meta device has no values
@@ -125,10 +125,10 @@ def settle_dtype(config: TrainConfig, device: torch.device, recipes: Collection[
 
 
 def require_memory(config: TrainConfig, device: torch.device, ranks: int = 1) -> None:
-    """Raises TrainError when weights, gradients, moments and activations cannot possibly fit.
+    """Raise TrainError if weights, gradients, moments and activations cannot possibly fit.
 
-    A lower bound for each of the ranks: 16 bytes a parameter (under fsdp, of its part), and for each token about 20
-    width of activations a layer in 2 bytes, and its logits in 4.
+    It takes a lower bound for each rank: 16 bytes for each parameter (under fsdp, of its shard), and for each token
+    2 bytes for about 20 x width activations in each layer and 4 for each logit.
     """
     total = memory_of(device)
     model, data = config.model, config.data
@@ -145,16 +145,16 @@ def require_memory(config: TrainConfig, device: torch.device, ranks: int = 1) ->
 def build_model(
     config: ModelConfig, recipe: str | Recipe | RecipeMap, seed: int, state: StateConfig = DEFAULT_STATE
 ) -> GPT:
-    """The model with the initial weights of a seed; unless the recipe is the baseline, all its blocks follow it.
+    """The model with the initial weights of a seed, its blocks converted to the recipe unless that is the baseline.
 
-    The output head stays in high precision, as FP8 training usually has it: it is a small part of the work, and to
-    round the gradients of the loss at their source costs more than anywhere else. So do the routers of experts.
+    The output head stays in high precision, as is usual in FP8 training: it is a small share of the work, and rounding
+    the gradients of the loss at their source costs more than anywhere else. Routers of experts stay so, too.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = GPT(config)
     if state.bf16_weights:
-        for parameter in model.parameters():  # buffers stay: rotary tables
+        for parameter in model.parameters():  # not buffers, which are rotary tables
             parameter.data = parameter.data.bfloat16()
     casts, storage = recipe_named(recipe), or_none(state.weight_storage)
     if casts is None and storage is not None:
@@ -171,7 +171,7 @@ def in_fp8(module: nn.Module, name: str) -> bool:
 
 
 def recipe_named(recipe: str | Recipe | RecipeMap) -> Recipe | RecipeMap | None:
-    """The recipe of a name, or itself; None: the model stays as it is built."""
+    """The recipe with this name, or the recipe given; None: the model stays as it is built."""
     if not isinstance(recipe, str):
         return recipe
     return None if check_recipe(recipe) in UNCONVERTED else getattr(octavo.recipes, recipe)()
@@ -183,9 +183,9 @@ class Trainer:
     Args:
         config: all options.
         model: on its device, converted.
-        corpus: what it trains on.
-        ranks: who trains; the model is the same on each, and is sharded or replicated here (default: this process).
-        recipe: the model's, of which the config's schedule makes its phases; None: it has no FP8 and no phases.
+        corpus: the text.
+        ranks: the ranks that train, with the same model, which is sharded or replicated here (default: this process).
+        recipe: the model's, for the phases of the config's schedule; None: there is no FP8, and there are no phases.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Trainer:
         self.optimizer: Any
         with train_errors():
             self.optimizer = build_optimizer(model, config.optimizer, state)
-        self.busiest: Tensor | None = None  # the largest load of an expert in the last step, by the mean of its block's
+        self.busiest: Tensor | None = None  # the largest load of an expert in the last step over its block's mean
         self.in_backward: Any = None
         if (outstanding := config.state.outstanding_bytes) is not None:
             clip = octavo.optim.EstimatedNorm(config.optimizer.clip or math.inf)
@@ -220,7 +220,7 @@ class Trainer:
                 self.schedule = octavo.schedule.PrecisionSchedule(model, self.optimizer, phases, recovery)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of a batch, in autocast when the dtype asks for it; both [B, C] uint8."""
+        """The loss of a batch, in autocast if the dtype is bfloat16; inputs and targets [B, C] uint8."""
         inputs, targets = inputs.to(self.device), targets.to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.run.dtype == "bfloat16"):
             return next_byte_loss(self.called(inputs), targets)
@@ -236,16 +236,16 @@ class Trainer:
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.zero_grad()
-        inputs, targets = (part_of(part, self.data) for part in self.batches.training(step))
-        parts = self.config.data.micro_batches
+        inputs, targets = (share_of(whole_batch, self.data) for whole_batch in self.batches.training(step))
+        count = self.config.data.micro_batches
         total = torch.zeros((), device=self.device)
-        pairs = zip(inputs.chunk(parts), targets.chunk(parts), strict=True)
-        for index, (part_inputs, part_targets) in enumerate(pairs):
-            last = index == parts - 1
+        micro_batches = zip(inputs.chunk(count), targets.chunk(count), strict=True)
+        for index, micro_batch in enumerate(micro_batches):
+            last = index == count - 1
             # updates in backward, and gradients kept in FP8, wait for the backward of the last micro-batch
             waits = isinstance(optimizer, octavo.optim.AdamW) and not last
             with syncing(self.called, last), optimizer.accumulate() if waits else nullcontext():
-                loss = self.loss(part_inputs, part_targets) / parts
+                loss = self.loss(*micro_batch) / count
                 loss.backward()
             total += loss.detach()
         if self.in_backward is None:
@@ -273,28 +273,28 @@ class Trainer:
     def _summed_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of this rank's sequences of a batch, times their number.
 
-        A rank that has none computes one all the same: under fsdp the others wait for it.
+        A rank without sequences computes one all the same: under fsdp other ranks wait for it.
         """
-        mine, theirs = part_of(inputs, self.data), part_of(targets, self.data)
+        mine, theirs = share_of(inputs, self.data), share_of(targets, self.data)
         if len(mine) == 0:
             return 0 * self.loss(inputs[:1], targets[:1])
         return self.loss(mine, theirs) * len(mine)
 
     def save(self, folder: RunFolder, identity: Identity, rows: list[StepRow]) -> None:
-        """Replaces the folder's checkpoint."""
+        """Replace the folder's checkpoint."""
         found = {"schedule": self.schedule, "in_backward": self.in_backward}
-        parts = {name: part.state_dict() for name, part in found.items() if part is not None}
-        content = {"step": len(rows), "identity": identity, "rows": rows_to_tensor(rows), **parts}
+        states = {name: each.state_dict() for name, each in found.items() if each is not None}
+        content = {"step": len(rows), "identity": identity, "rows": rows_to_tensor(rows), **states}
         folder.save(self.model, self.optimizer, content)
 
     def load(self, folder: RunFolder, content: Content) -> None:
-        """Goes back to the checkpoint that the folder has read.
+        """Load the checkpoint that the folder has read.
 
         Raises:
-            RunCheckpointError: it is of another schedule or holds another model's weights.
+            RunCheckpointError: it is of another schedule or another model.
         """
         try:
-            if self.schedule is not None:  # first: it brings model and optimizer into the form of its phase
+            if self.schedule is not None:  # first, as it brings model and optimizer into the form of its phase
                 self.schedule.load_state_dict(content.get("schedule", {}))
             if self.in_backward is not None and content.get("in_backward"):  # older checkpoints have none
                 self.in_backward.load_state_dict(content["in_backward"])

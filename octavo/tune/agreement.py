@@ -1,8 +1,7 @@
-"""Whether a kernel's results are its reference's: bit for bit, or but for float32's roundings on the way to a cast.
+"""Whether a kernel's results are its reference's: bit for bit, or up to float32's roundings before a cast.
 
-A kernel may add up in another order, and compute an activation with other instructions. Then few codes lie on the other
-side of a rounding, a scale that is a power of two may lie on the other side of one, and all else is as near as its
-dtype.
+A kernel may add in another order, and compute an activation with other instructions. Then few codes may be rounded the
+other way, a scale that is a power of two may be its neighbour, and all other results are as close as their dtype.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FEW = 1000  # one code of so many may differ
-FLIPS = 10000  # one scale of so many may be another power of two
-CLOSE = 1e-5  # relative, of float32
+FEW = 1000  # one in so many codes may differ
+FLIPS = 10000  # one in so many scales may be another power of two
+CLOSE = 1e-5  # relative difference of float32 numbers
 TINY = 2.0**-20  # float32's roundings, relative to the largest number that was cast
 
 
 def difference(results: Sequence[Tensor], expected: Sequence[Tensor], exact: bool, rows: int) -> str:
-    """The first result that differs, and how; "" for none.
+    """The first result that differs, and how; "" if none does.
 
     Args:
         results: the kernel's.
         expected: the reference's.
-        exact: all must be the same bits but for sums of columns.
+        exact: whether all must have the same bits, except sums of columns.
         rows: how many numbers are added in such a sum.
     """
     excused = 0
@@ -42,7 +41,7 @@ def difference(results: Sequence[Tensor], expected: Sequence[Tensor], exact: boo
 
 
 def same_state(arguments: Sequence[Any], expected: Sequence[Any], exact: bool) -> bool:
-    """Whether the kernel left its arguments in float32 as the reference did."""
+    """Whether the kernel left the same numbers in its float32 arguments as the reference."""
     for left, right in zip(arguments, expected, strict=True):
         if isinstance(left, Tensor) and left.dtype == torch.float32:
             same = torch.equal(left, right) if exact else torch.allclose(left, right, rtol=CLOSE, atol=0)
@@ -81,7 +80,7 @@ def _difference(result: Tensor, truth: Tensor, exact: bool, rows: int, excused: 
 
 
 def _code_difference(codes: Tensor, truth: Tensor, excused: int) -> str:
-    """What is amiss with codes that may be one apart, or as far as roundings of numbers near 0 may put them."""
+    """What is wrong with codes; few may be one apart, or further where numbers near 0 were rounded in float32."""
     a, b = (_ordered(c) for c in (codes, truth))
     differing = a != b
     if int(differing.sum()) > excused + max(1, codes.numel() // FEW):

@@ -1,10 +1,10 @@
-"""The casts, norms and steps of AdamW that are timed: how each is called, and that its results are right.
+"""The casts, norms and steps of AdamW that are timed: how each is called, and whether its results are right.
 
-A case's arguments are made once for each input; the same go to the Triton kernel and to the reference. The bytes of a
-case are what it must at least move: its inputs once (twice where the scale needs an amax of the whole tensor first) and
-each of its outputs once.
+A case's arguments are made once for each input, and go to the Triton kernel and to the reference. The bytes of a case
+are the least that it must move: its inputs once (twice if the scale first needs an amax of the whole tensor) and each
+of its outputs once.
 
-x [R, C], from which inputs are made, has the shape of what is cast. All other numbers are from a seed.
+Inputs are made from x [R, C], which has the shape of the tensor that is cast. All other numbers come from a seed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from octavo.granularity import ALL, Granularity, PerBlock
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.reference.norm import normalise
-from octavo.kernels.reference.optimizer_step import AdamGroup, WeightUpdate
+from octavo.kernels.reference.optimizer_step import AdamGroup, BitNumbers, WeightUpdate
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference_step
 from octavo.kernels.triton import KERNELS as TRITON
 from octavo.kernels.triton import optimizer_step
@@ -37,7 +37,7 @@ TENSOR, ROWS, COLUMNS = (ALL, ALL), (1, ALL), (ALL, 1)
 VECTOR, TALL = (1, 128), (128, 1)
 MX, MX_TALL = (1, 32), (32, 1)
 UPDATE = ([448.0, 448.0, 57344.0], [False] * 3, [0] * 3, "max")
-SCALE, FUSED_SCALE = 64.0, 16.0  # of normal numbers, and of their products: nothing saturates
+SCALE, FUSED_SCALE = 64.0, 16.0  # for normal numbers, and for their products: nothing saturates
 EPS = 1e-5
 GATED = {"swiglu"}
 KINDS = {"rmsnorm": "rms_norm", "layernorm": "layer_norm"}
@@ -54,16 +54,16 @@ def _x_alone(x: Tensor) -> tuple[Tensor, ...]:
 
 
 class Case(NamedTuple):
-    """An op of the kernels' table, what it reads, made from x [R, C], and its arguments, made from what it reads.
+    """An op of the kernels' table; ``inputs`` makes what it reads from x [R, C], ``arguments`` its arguments from that.
 
     The last argument may be Named.
     """
 
     op: str
     arguments: Callable[..., tuple[Any, ...]]
-    reads: int = 1  # of all that is read
+    reads: int = 1  # how many times it reads its inputs
     inputs: Callable[[Tensor], tuple[Tensor, ...]] = _x_alone
-    exact: bool = True  # its codes are the reference's; else it may round otherwise on the way to them
+    exact: bool = True  # its codes are the reference's; else it may round differently before the cast
 
 
 class Named(dict[str, Any]):
@@ -71,15 +71,15 @@ class Named(dict[str, Any]):
 
 
 def call(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """A kernel's results of a case's arguments."""
+    """A kernel's results for a case's arguments."""
     *flat, last = arguments
     return kernel(*flat, **last) if isinstance(last, Named) else kernel(*arguments)
 
 
 def delayed_state(scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """A delayed state whose scales are known to exist, as after the first steps of training."""
+    """A delayed state that has scales, as after the first steps of training."""
     scales, history = torch.full((3,), scale, device=DEVICE), torch.full((3, 16), 448 / scale, device=DEVICE)
-    before = torch.stack((torch.zeros_like(scales), scales)).view(torch.int32)  # of no pass
+    before = torch.stack((torch.zeros_like(scales), scales)).view(torch.int32)  # written in no pass
     _history.committed(scales, history, before, (True, True, True))
     return scales, history, before
 
@@ -128,7 +128,7 @@ def _dequantized(tile: Sequence[int]) -> Case:
 
 
 def _weights(x: Tensor) -> tuple[Any, ...]:
-    """x as five weights of uneven heights, and where their pairs go."""
+    """x as five weights of uneven heights, and memory for their pairs."""
     rows = len(x)
     unit = max(rows // 16, 1)
     xs = [piece for piece in x.split([unit, 2 * unit, 3 * unit, 4 * unit, rows - 10 * unit]) if len(piece)]
@@ -139,11 +139,11 @@ def _weights(x: Tensor) -> tuple[Any, ...]:
 
 
 def many(kernel: Callable[..., None]) -> Callable[..., tuple[Tensor, ...]]:
-    """``multi_tensor_cast`` as a function of ``_weights``, with results."""
+    """``multi_tensor_cast`` as a function of ``_weights`` that returns what it wrote."""
 
     def run(x: Tensor, xs: list[Tensor], *outputs: list[Tensor]) -> tuple[Tensor, ...]:
         kernel(xs, *outputs, [], 1, TENSOR, False, 0, None)
-        return tuple(tensor for group in outputs for tensor in group)
+        return tuple(tensor for tensors in outputs for tensor in tensors)
 
     return run
 
@@ -232,14 +232,14 @@ def _normed(norm: str, make: Make, transpose: bool = True, reads: int = 1, keep:
         return x, *_parameters(norm, x)
 
     def arguments(x: Tensor, gamma: Tensor, beta: Tensor | None = None) -> tuple[Any, ...]:
-        of_norm = {"gamma": gamma, "beta": beta, "kind": KINDS[norm], "eps": EPS, "keep": keep}
-        return x, *make(), transpose, Named(of_norm | named)
+        norm_arguments = {"gamma": gamma, "beta": beta, "kind": KINDS[norm], "eps": EPS, "keep": keep}
+        return x, *make(), transpose, Named(norm_arguments | named)
 
     return Case("cast", arguments, reads, inputs, exact=False)
 
 
 def _norm_gradient(norm: str) -> Case:
-    """A norm's gradient, to which that of a residual branch is added."""
+    """A norm's gradient, to which the gradient of a residual branch is added."""
 
     def inputs(x: Tensor) -> tuple[Tensor, ...]:
         gamma, *beta = _parameters(norm, x)
@@ -273,7 +273,7 @@ FUSED = {
     "layernorm gradient + residual": _norm_gradient("layernorm"),
 }
 
-# whose configurations no other case would show
+# cases of configurations that no other case uses
 ONLY_TUNED = {
     "swiglu gradient + cast+sum delayed": _gradient("swiglu", "cast", _delayed(role=2, dtype=E5M2), transpose=False),
     "swiglu gradient + rows": _gradient("swiglu", "cast", _dynamic(ROWS), transpose=False, column_sum=False),
@@ -291,7 +291,7 @@ ONLY_TUNED = {
 def update(
     shape: tuple[int, int], moments: tuple[Moment, ...], master: str | None, dtype: torch.dtype, grad: torch.dtype
 ) -> WeightUpdate:
-    """A weight's update, of memory that is never read."""
+    """A weight's update, with memory that was never written."""
     weight = torch.empty(shape, dtype=dtype)
     state: dict[str, Tensor] = {}
     for number, moment in enumerate(moments):
@@ -302,7 +302,7 @@ def update(
     state |= small
     stored = tuple(moment.for_kernel(str(number), state) for number, moment in enumerate(moments))
     kept = MASTERS[master].for_kernel(as_matrix(weight), state)
-    return WeightUpdate(kept, stored, torch.empty(shape, dtype=grad), torch.zeros(()), 1, 0, 0)
+    return WeightUpdate(kept, stored, torch.empty(shape, dtype=grad), torch.zeros(()), BitNumbers(1), 0)
 
 
 def stored_update(shape: tuple[int, int], master: str | None, granularity: Granularity) -> WeightUpdate:
@@ -320,19 +320,19 @@ def stored_update(shape: tuple[int, int], master: str | None, granularity: Granu
 
 
 def _places(one: WeightUpdate) -> list[tuple[Any, str]]:
-    """Where the tensors are that a step reads and writes: (object, attribute's name)."""
+    """(object, attribute's name) of each tensor that a step reads and writes."""
     names = ("weight", "data", "rest", "scale_inv", "amax")
-    parts = one.master, *one.moments
-    return [(part, name) for part in parts for name in names if getattr(part, name, None) is not None]
+    owners = one.master, *one.moments
+    return [(owner, name) for owner in owners for name in names if getattr(owner, name, None) is not None]
 
 
 def stored(one: WeightUpdate) -> tuple[Tensor, ...]:
     """The tensors that a step reads and writes."""
-    return tuple(getattr(part, name) for part, name in _places(one))
+    return tuple(getattr(owner, name) for owner, name in _places(one))
 
 
 def filled(tensor: Tensor, x: Tensor | None = None) -> Tensor:
-    """With x, or zeros: a new state."""
+    """Fill a tensor with x, or with zeros, which are a new state."""
     return tensor.zero_() if x is None else tensor.copy_(x)
 
 
@@ -347,15 +347,15 @@ def _case(make: Callable[[tuple[int, int]], WeightUpdate]) -> Case:
 
     def arguments(gradient: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
         one = made(gradient)._replace(gradient=gradient)
-        for (part, name), tensor in zip(_places(one), tensors, strict=True):
-            setattr(part, name, tensor)
+        for (owner, name), tensor in zip(_places(one), tensors, strict=True):
+            setattr(owner, name, tensor)
         return one, {}
 
     return Case("step", arguments, inputs=inputs, exact=ON_GPU)
 
 
 def stepping(kernel: Callable[..., None], keeps_plans: bool) -> Callable[..., tuple[Tensor, ...]]:
-    """A step as a function of ``_case``'s arguments, with results: what it has written."""
+    """A step as a function of ``_case``'s arguments that returns what it wrote."""
 
     def run(one: WeightUpdate, plans: dict[Any, dict[Any, Any]]) -> tuple[Tensor, ...]:
         kept = {"plans": plans.setdefault(config("optimizer_step", 64), {})} if keeps_plans else {}
@@ -382,13 +382,13 @@ _ALL = {**CASES, **ONLY_TUNED, **STEPS}
 
 
 def inputs(rows: int, cols: int, sets: int) -> list[Tensor]:
-    """So many tensors [rows, cols] of normal numbers, bf16."""
+    """``sets`` tensors [rows, cols] of normal numbers, bf16."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     return [torch.randn(rows, cols, dtype=torch.bfloat16, device=DEVICE, generator=generator) for _ in range(sets)]
 
 
 def reads(name: str, x: Tensor) -> tuple[Tensor, ...]:
-    """What the case reads, made from x."""
+    """The inputs of a case, made from x."""
     return _ALL[name].inputs(x)
 
 
@@ -397,16 +397,16 @@ def _arguments(name: str, x: Tensor) -> tuple[Any, ...]:
 
 
 def calls(name: str, xs: Sequence[Tensor]) -> list[Callable[[], Any]]:
-    """The Triton kernel on each input."""
+    """Calls of a case's Triton kernel, one for each input."""
     kernel = KERNELS[_ALL[name].op]
 
     bound: list[Callable[[], Any]] = [partial(call, kernel, _arguments(name, x)) for x in xs]
-    synchronize()  # the scales' arrival on the host
+    synchronize()  # until the scales have arrived on the host
     return bound
 
 
 def wrong(name: str, x: Tensor) -> str:
-    """What differs between the kernel and its reference beyond what the definition permits, "" for nothing."""
+    """What differs between the kernel and its reference more than the definition permits; "" if nothing does."""
     case = _ALL[name]
     arguments, expected_arguments = _arguments(name, x), _arguments(name, x)
     synchronize()

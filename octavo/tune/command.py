@@ -1,4 +1,4 @@
-"""``octavo tune``: which kinds of kernels are tuned, for how long, and where what was found is kept."""
+"""``octavo tune``: which kinds of kernels are tuned, for how long, and where the result is kept."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from octavo.kernels.devices import triton_kernels
 if TYPE_CHECKING:
     from octavo.tune.tuner import Tuned
 
-LEAST = 15  # seconds that a kind takes at least
+LEAST = 15  # seconds: no kind takes less
 
 
 class TuneError(OctavoError, RuntimeError):
-    """There is nothing to tune here, or not by this name; the message says why."""
+    """There is nothing to tune here, or nothing of this name; the message says why."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What both ``octavo tune`` and ``python -m benchmarks tune`` take."""
+    """The options of both ``octavo tune`` and ``python -m benchmarks tune``."""
     help = "kinds of kernels by their names in configs.json, and library, the products that are torch's (default: all)"
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=help)
     help = "kinds not reached by then keep their rows (default: 9.0)"
@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def tune_here(options: argparse.Namespace) -> int:
-    """``octavo tune``: 0, or 1 where something failed or there was no time.
+    """Run ``octavo tune``; return 0, or 1 if something failed or there was no time.
 
     Raises:
         TuneError: without Triton or a GPU with native FP8.
@@ -70,18 +70,18 @@ def _require_gpu() -> None:
 
 
 def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Namespace) -> int:
-    """Tune kinds one after the other, and write what is found after each.
+    """Tune kinds one after the other, and write the table after each.
 
     Args:
         output: the table to write, whose other rows stay; None to keep nothing.
-        origin: device and versions, which the table and the log name.
+        origin: device and versions, for the table and the log.
         options: see ``add_options``.
 
     Returns:
-        0, or 1 where something failed or nothing was found.
+        0, or 1 if something failed or nothing was found.
 
     Raises:
-        TuneError: for a kind that there isn't.
+        TuneError: for an unknown kind.
     """
     from octavo.tune import products, tuner
     from octavo.tune.timing import ON_GPU, Deadline, describe
@@ -90,10 +90,10 @@ def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Names
     found: dict[str, Tuned] = {}
     log: list[dict[str, Any]] = []
     library = [tuner.LIBRARY] if products.TORCH else []  # torch 2.11 has no FP8 product on a CPU
-    known = [*tuner.KINDS, *library]  # which comes last: by the products' new rows
-    kinds, failed = options.kinds or known, False
-    if unknown := set(kinds) - set(known):
-        raise TuneError(f"no such kind: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    all_kinds = [*tuner.KINDS, *library]  # library last, as it is compared with the products' new rows
+    kinds, failed = options.kinds or all_kinds, False
+    if unknown := set(kinds) - set(all_kinds):
+        raise TuneError(f"no such kind: {', '.join(sorted(unknown))}; known: {', '.join(all_kinds)}")
     if ON_GPU:
         _compile_ahead(kinds, options)
     try:
@@ -122,7 +122,7 @@ def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Names
 
 
 def _compile_ahead(kinds: Sequence[str], options: argparse.Namespace) -> None:
-    """Leave what will be timed in Triton's cache, in half of the time at most."""
+    """Compile what will be timed into Triton's cache, in at most half of the time."""
     from octavo.tune import tuner
     from octavo.tune.timing import precompile
 
@@ -133,7 +133,7 @@ def _compile_ahead(kinds: Sequence[str], options: argparse.Namespace) -> None:
 
 
 def _write(path: Path, origin: Mapping[str, str], found: Mapping[str, Tuned]) -> None:
-    """The table with the kinds found replaced, a line a kind."""
+    """Write the table with the rows of these kinds replaced, one line for each kind."""
     from octavo.kernels.triton.launch import table
 
     old, rows = table(path), {kind: tuned.rows for kind, tuned in found.items()}

@@ -1,8 +1,8 @@
-"""The products of two pairs that are timed: their operands, and that their results are right.
+"""The products of two pairs that are timed: their operands, and whether their results are right.
 
-A product's shape is (M, N, K): [M, K] . [N, K]^T, both in E4M3. By their tiles these are the products of the recipes:
-tensor . tensor is delayed's and dynamic's, rows . rows rowwise's, 1x128 . 128x128 blockwise's output and grad_input,
-1x128 . 1x128 its grad_weight, 1x32 . 1x32 mx's.
+A product of shape (M, N, K) is [M, K] . [N, K]^T, both in E4M3. They are named by the operands' tiles. delayed and
+dynamic have tensor . tensor, rowwise has rows . rows, blockwise has 1x128 . 128x128 for output and grad_input and 1x128
+. 1x128 for grad_weight, mx has 1x32 . 1x32.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from octavo.tune.timing import ON_GPU
 
 # by its path: the function of the same name hides the module
 _module = importlib.import_module("octavo.kernels.triton.matmul")
-LEAST_SQNR = 35.0  # dB of a result in bf16, whose own rounding is at 50; fast accumulation costs some
+LEAST_SQNR = 35.0  # dB of a result in bf16, whose rounding alone gives 50; fast accumulation costs some
 CHECKED_ROWS = 256
 
 
 def _of_flat(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """With ``octavo::matmul``'s own arguments."""
+    """The product as a function of ``octavo::matmul``'s arguments."""
     return unpacking({"matmul": product})["matmul"]
 
 
@@ -49,7 +49,7 @@ TILES: dict[str, tuple[Tile, Tile]] = {
     "1x128 . 1x128": ((1, 128), (1, 128)),
     "1x32 . 1x32": ((1, 32), (1, 32)),
 }
-# those that torch's own product has here; a CPU has no blocks, and in torch 2.11 none at all
+# those that torch has here; on a CPU it has none of blocks, and torch 2.11 has none at all
 _ON_CPU = torch.__version__ >= "2.12"
 TORCH = [name for name in TILES if name != "1x32 . 1x32" and (ON_GPU or (_ON_CPU and "128" not in name))]
 PRODUCTS = {f"{name}, Triton": ProductKind(*tiles, _of_flat(_module.triton_matmul)) for name, tiles in TILES.items()}
@@ -73,13 +73,13 @@ def arguments(name: str, shape: tuple[int, ...], fast_accum: bool = False) -> tu
 
 
 def calls(name: str, shape: tuple[int, ...], fast_accum: bool = False) -> list[Callable[[], Any]]:
-    """The product; of one set, for it is arithmetic that bounds it."""
+    """A call of the product; on one input, as arithmetic bounds it, and not memory."""
     function, bound = PRODUCTS[name].function, arguments(name, shape, fast_accum)
     return [lambda: function(*bound)]
 
 
 def wrong(name: str, shape: tuple[int, ...], fast_accum: bool = False) -> str:
-    """What is wrong with its first rows, "" for nothing: against the same pairs multiplied in float32."""
+    """What is wrong with the product's first rows, by the same pairs multiplied in float32; "" if nothing is."""
     a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, *others = arguments(name, shape, fast_accum)
     result = PRODUCTS[name].function(a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, *others)
     rows = min(CHECKED_ROWS, shape[0])
@@ -90,6 +90,6 @@ def wrong(name: str, shape: tuple[int, ...], fast_accum: bool = False) -> str:
 
 
 def _first_rows(q: Tensor, scale_inv: Tensor, tile: Tile, rows: int) -> Tensor:
-    """The pair's first rows in float32; as many as whole blocks of the tile."""
+    """A pair's first rows in float32."""
     scales = scale_inv if tile[0] == -1 else scale_inv[: -(-rows // tile[0])]
     return REFERENCE["dequantize"](q[:rows], scales, tile, torch.float32)

@@ -1,9 +1,8 @@
 """How long kernels take on a GPU.
 
-A reading is the time between two CUDA events around calls that were queued while the GPU was kept busy, so that no time
-of the host is in it. Calls rotate among input sets, and the results of the last ones stay allocated, so that neither is
-read from or written to memory that the L2 cache still holds. Variants take turns, so drift of the machine hits all
-alike. On a CPU the same functions read the host's clock.
+A reading is the time between two CUDA events around calls that were queued while the GPU was kept busy: it has no time
+of the host. Calls rotate among inputs, and the last results stay allocated, so that no input or output is in the L2
+cache. Variants take turns, so that drift affects all alike. On a CPU the same functions read the host's clock.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ from octavo.private import gpu_sleep
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 _L2_BYTES = 60 << 20
-_LONG_ENOUGH = 100e-6  # seconds of a reading: an event's own time is about 1 us
-_HERTZ = 2e9  # at most, of the GPU's clock
+_LONG_ENOUGH = 100e-6  # seconds of a reading: an event takes about 1 us
+_HERTZ = 2e9  # the most of a GPU's clock
 
 
 class Timings(NamedTuple):
-    """Seconds a call, a reading a round, and why a variant has none."""
+    """Seconds a call, with one reading for each round, and the errors of variants without readings."""
 
     seconds: dict[str, list[float]]
     errors: dict[str, str]
 
     def median(self, name: str) -> float:
-        """NaN where the variant failed."""
+        """The median of a variant's readings; NaN if the variant failed."""
         return statistics.median(self.seconds[name]) if name in self.seconds else math.nan
 
 
 class Deadline:
-    """So many minutes from now."""
+    """A point in time so many minutes from now."""
 
     def __init__(self, minutes: float) -> None:
         self._end = time.monotonic() + 60 * minutes
@@ -76,9 +75,9 @@ def timings(
 ) -> Timings:
     """Time variants, each a list of calls that do the same work on different inputs.
 
-    A variant whose first calls raise has an error instead of readings. One so slow that its rounds would take longer
-    than ``seconds_a_variant`` has fewer of them. Unless ``hide_host``, a reading is of several calls in a row, the
-    first of which finds the GPU idle: if the host is the slower one, it is the host's time.
+    A variant whose first calls raise has an error instead of readings. A variant whose rounds would take longer than
+    ``seconds_a_variant`` has fewer rounds. Unless ``hide_host``, a reading is of several calls in a row, which begin
+    with an idle GPU: if the host is slower than the GPU, it is the host's time.
     """
     ready: dict[str, tuple[Sequence[Callable[[], object]], int, float]] = {}
     errors = {}
@@ -108,7 +107,7 @@ def timings(
 
 
 def _warm_up(calls: Sequence[Callable[[], object]]) -> tuple[int, float]:
-    """Call all once, then say how many make a reading long enough and the host's seconds for one."""
+    """Call all once; return how many calls make a reading long enough, and the host's seconds for one."""
     kept: deque[object] = deque(maxlen=len(calls))
     for call in calls:
         kept.append(call())
@@ -128,7 +127,7 @@ def _warm_up(calls: Sequence[Callable[[], object]]) -> tuple[int, float]:
 def _reading(
     calls: Sequence[Callable[[], object]], count: int, host: float
 ) -> float | tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Time ``count`` calls that the host needs ``host`` seconds each for; NaN: its time is not to be hidden."""
+    """Time ``count`` calls, for each of which the host takes ``host`` seconds; NaN: its time is not to be hidden."""
     kept: deque[object] = deque(maxlen=len(calls))
     if not ON_GPU:
         before = time.perf_counter()
@@ -148,12 +147,12 @@ def _reading(
 
 
 def precompile(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], minutes: float) -> list[str]:
-    """Call ``function(*task)`` for each task, a process a core; it is a module's function, what it returns is dropped.
+    """Call ``function(*task)`` for each task, in a process for each core; ``function`` belongs to a module.
 
     Returns:
-        a line for each that raised; those not done in ``minutes`` are left to be compiled when first called.
+        a line for each task that raised; those not done in ``minutes`` are compiled when they are first called.
     """
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # of the processes too: each would start more
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # inherited by the processes, which would start more
     deadline, in_time = Deadline(minutes), False
     processes = min(len(os.sched_getaffinity(0)), len(tasks), 32)
     failures = []

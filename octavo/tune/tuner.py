@@ -1,10 +1,10 @@
 """Measure which tiles each kernel is fastest with.
 
 For each kind of kernel and each bucket of sizes, all configurations of a grid are timed in turns on the bucket's
-shapes, and the best few and octavo's own again, longer, on all the cases that share the kind. The best one whose
-results equal the reference's is taken; neighbouring buckets share a configuration where that costs less than 2 %.
+shapes. The best few, and octavo's own, are timed again, longer, on all cases of the kind. The best one whose results
+equal the reference's is taken; neighbouring buckets share a configuration if that costs less than 2 %.
 
-KINDS has each row of configs.json: the cases that it serves, the configurations tried, and at which sizes.
+KINDS has an entry for each row of configs.json: its cases, the configurations tried, and at which sizes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Buckets = Mapping[int, Sequence[Dimensions]]  # largest log2 of elements -> shap
 
 
 class Kind(NamedTuple):
-    """A row of the table: its cases, the first of which decides who is timed again, its grid and its buckets."""
+    """A row of the table: its cases (the first decides which configurations are timed again), its grid, its buckets."""
 
     cases: tuple[str, ...]
     grid: list[Config]
@@ -45,7 +45,7 @@ def _tiles(
     largest: int,
     per_thread: tuple[int, int] = (16, 64),
 ) -> list[Config]:
-    """Tiles of ``smallest`` to ``largest`` elements; each thread holds so many of them, or twice as many of 2^14."""
+    """Tiles of ``smallest`` to ``largest`` elements; a thread has ``per_thread`` (least, most; from 2^14 on twice)."""
     found = []
     for r, c, t, warps in itertools.product(rows, cols, tiles, (2, 4, 8, 16)):
         least, most = per_thread[0], per_thread[1] * (2 if r * c >= 1 << 14 else 1)
@@ -65,13 +65,13 @@ def _products(stages: Sequence[int], warps: Sequence[int] = (4, 8), square: bool
 
 SIZES = {20: ((768, 1024),), 22: ((2048, 1408),), 25: ((4096, 4096),), 64: ((16384, 8192), (15872, 4096))}
 WIDE = {**SIZES, 64: ((16384, 8192), (15872, 4096), (15872, 16384))}
-# of what plain casts have shown already
+# for kinds whose best tiles follow those of plain casts
 FEW = {22: ((2048, 1408),), 64: ((16384, 8192), (15872, 4096))}
 TOY_PRODUCTS: tuple[Dimensions, ...] = ((32, 48, 128),)
 PRODUCTS = {20: ((768, 1024, 4096),), 22: ((2048, 1408, 4096),), 64: ((8192, 8192, 8192), (15872, 4096, 4096))}
 
-LAID = _tiles((8, 16, 32, 64), (128, 256, 512, 1024), (1, 2, 4, 8), 2048, 16384)
-# two tiles a read, and what they are computed from: half the elements a thread
+AS_IT_LIES = _tiles((8, 16, 32, 64), (128, 256, 512, 1024), (1, 2, 4, 8), 2048, 16384)
+# the kernel reads two tiles, so that a thread has half the elements
 GRADIENTS = _tiles((8, 16, 32), (128, 256, 512), (1, 4, 8), 2048, 8192, (8, 32))
 TRANSPOSED_GRADIENTS = _tiles((32, 64, 128), (32, 64, 128), (1, 4, 8), 2048, 8192, (8, 32))
 
@@ -81,8 +81,8 @@ KINDS = {
         _tiles((32, 64, 128, 256), (32, 64, 128, 256), (1, 2, 4, 8), 4096, 16384),
         SIZES,
     ),
-    "cast": Kind(("cast delayed",), LAID, SIZES),
-    "amax": Kind(("amax",), LAID, SIZES),
+    "cast": Kind(("cast delayed",), AS_IT_LIES, SIZES),
+    "amax": Kind(("amax",), AS_IT_LIES, SIZES),
     "cast_rows": Kind(("cast rows",), _tiles((1, 2, 4), (1024, 2048, 4096, 8192, 16384), (1,), 1024, 16384), WIDE),
     "amax_lines": Kind(
         ("cast columns", "cast rows + columns"),
@@ -141,21 +141,21 @@ KINDS = {
 launch = importlib.import_module("octavo.kernels.triton.launch")
 LIBRARY = "library"
 FINALISTS = 6
-SHARED = 1.02  # a neighbouring bucket's configuration is taken when it costs less than this
+SHARED = 1.02  # a neighbouring bucket's configuration is taken if its time over the best's is less than this
 
 Log = list[dict[str, Any]]
-Ranking = dict[Config, float]  # time by the best's
+Ranking = dict[Config, float]  # time over the best's
 
 
 class Tuned(NamedTuple):
-    """A kind's rows of the table, and how many times as fast they are as octavo's own; NaN where those failed."""
+    """A kind's rows of the table, and how many times as fast as octavo's own they are; NaN if those failed."""
 
     rows: list[list[Any]]
     gain: float
 
 
 def buckets_of(kind: str, toy: bool) -> Buckets:
-    """The shapes that a kind is timed at, by the largest log2 of elements that they stand for."""
+    """The shapes at which a kind is timed, by the bucket (the largest log2 of elements) that they represent."""
     if not toy:
         return KINDS[kind].buckets
     if KINDS[kind].cases[0] in products.PRODUCTS:
@@ -170,7 +170,7 @@ def shipped(kind: str) -> list[tuple[int, Config]]:
 
 
 def grid_of(kind: str, toy: bool) -> list[Config]:
-    """The configurations that are tried, octavo's own among them; of the products that are torch's none."""
+    """The configurations that are tried, octavo's own among them; none for LIBRARY."""
     if kind == LIBRARY:
         return []
     grid = KINDS[kind].grid[: 1 if toy else None]
@@ -179,7 +179,7 @@ def grid_of(kind: str, toy: bool) -> list[Config]:
 
 @contextmanager
 def _tables(rows: Mapping[str, list[list[Any]]]) -> Iterator[None]:
-    """The table with these kinds' rows."""
+    """Use the table with these kinds' rows."""
     before = dict(launch.TABLE)
     launch.TABLE.update(rows)
     launch.config.cache_clear()
@@ -192,27 +192,27 @@ def _tables(rows: Mapping[str, list[list[Any]]]) -> Iterator[None]:
 
 
 def _table(kind: str, config: Config) -> AbstractContextManager[None]:
-    """The table with one configuration for all sizes of a kind."""
+    """Use the table with one configuration for all sizes of a kind."""
     return _tables({kind: [[64, *config]]})
 
 
 class _Watched(list[list[int]]):
-    """A kind's rows, which know whether they were looked at."""
+    """A kind's rows, which note whether they were read."""
 
-    looked_at = False
+    was_read = False
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.looked_at = True
+        self.was_read = True
         return super().__iter__()
 
 
 def unaffected(kind: str, shape: Dimensions) -> str:
-    """A case of the kind that its row of the table makes no difference to, "" for none."""
+    """A case of the kind whose kernel does not read its row of the table; "" if there is none."""
     for name in KINDS[kind].cases:
         rows = _Watched([[64, *shipped(kind)[-1][1]]])
         with _tables({kind: rows}):
             _bound(name, shape, 1)[0]()
-        if not rows.looked_at:
+        if not rows.was_read:
             return name
     return ""
 
@@ -232,7 +232,7 @@ def _inputs(shape: Dimensions, sets: int) -> list[Tensor]:
 
 
 def compile_one(kind: str, config: Config, toy: bool) -> None:
-    """Run all of a kind's cases once with a configuration; what a worker does."""
+    """Run all of a kind's cases once with a configuration, in a worker."""
     with _table(kind, config):
         for shape in dict.fromkeys(itertools.chain(*buckets_of(kind, toy).values())):
             for name in KINDS[kind].cases:
@@ -268,7 +268,7 @@ def _rank(kind: str, bucket: int, shapes: Sequence[Dimensions], grid: Sequence[C
     """The best configurations of one bucket, and octavo's own, by their time relative to the best."""
 
     def costs(configs: Sequence[Config], names: Sequence[str], rounds: int) -> Ranking:
-        """Geometric mean over cases and shapes of the time by the best's."""
+        """The geometric mean over cases and shapes of the time over the best's."""
         total = dict.fromkeys(configs, 0.0)
         for name, shape in itertools.product(names, shapes):
             found = _time(kind, configs, name, shape, rounds)
@@ -295,10 +295,10 @@ def _rank(kind: str, bucket: int, shapes: Sequence[Dimensions], grid: Sequence[C
     names = KINDS[kind].cases
     first = costs(grid, names[:1], 1 if toy else 4)
     best = [config for config, cost in first.items() if cost < math.inf][:FINALISTS]
-    return costs(list(dict.fromkeys([*best, _own(kind, bucket)])), names, 1 if toy else 15)
+    return costs(list(dict.fromkeys([*best, _shipped_for(kind, bucket)])), names, 1 if toy else 15)
 
 
-def _own(kind: str, bucket: int) -> Config:
+def _shipped_for(kind: str, bucket: int) -> Config:
     """Octavo's own configuration of a bucket."""
     rows = shipped(kind)
     return next((config for largest, config in rows if bucket <= largest), rows[-1][1])
@@ -318,7 +318,7 @@ def _choose(kind: str, shapes: Sequence[Dimensions], ranking: Ranking, neighbour
 
 
 def tune(kind: str, toy: bool, log: Log, rows: Mapping[str, list[list[Any]]]) -> Tuned:
-    """Tune one kind, or LIBRARY, by these rows of other kinds; readings are added to the log."""
+    """Tune one kind, or LIBRARY, while other kinds have these rows; readings are added to the log."""
     try:
         with _tables(rows):
             return _tune_library(toy, log) if kind == LIBRARY else _tune_kind(kind, toy, log)
@@ -330,7 +330,7 @@ def tune(kind: str, toy: bool, log: Log, rows: Mapping[str, list[list[Any]]]) ->
 
 
 def _tune_kind(kind: str, toy: bool, log: Log) -> Tuned:
-    """A kind's rows, largest bucket last; a bucket that can't be tuned is left out."""
+    """Tune a kind; its rows have the largest bucket last, and leave out a bucket that can't be tuned."""
     rows: list[list[Any]] = []
     gains: list[float] = []
     neighbour, grid, buckets = None, grid_of(kind, toy), buckets_of(kind, toy)
@@ -345,18 +345,18 @@ def _tune_kind(kind: str, toy: bool, log: Log) -> Tuned:
             print(f"  some failed: {error}", flush=True)
         chosen = _choose(kind, shapes, ranking, neighbour)
         if chosen is not None:
-            gains.append(math.log(ranking[_own(kind, bucket)] / ranking[chosen]))
+            gains.append(math.log(ranking[_shipped_for(kind, bucket)] / ranking[chosen]))
             if chosen != neighbour:
                 rows.insert(0, [bucket, *chosen])
         neighbour = chosen or neighbour
     if rows:
         rows[-1][0] = 64
-    known = [gain for gain in gains if gain < math.inf]
-    return Tuned(rows, math.exp(sum(known) / len(known)) if known else math.nan)
+    finite = [gain for gain in gains if gain < math.inf]
+    return Tuned(rows, math.exp(sum(finite) / len(finite)) if finite else math.nan)
 
 
 def _tune_library(toy: bool, log: Log) -> Tuned:
-    """The products that torch's own function makes: those where it is right, and as fast as Triton's kernel."""
+    """The products that torch's function is to compute: those where it is right, and as fast as Triton's kernel."""
     found: list[list[Any]] = []
     shapes = TOY_PRODUCTS if toy else PRODUCTS[64]
     for name, fast in itertools.product(products.TORCH, (True, False)):

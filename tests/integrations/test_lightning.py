@@ -258,7 +258,7 @@ def test_fabrics_sharded_checkpoints_take_one_line_more(tmp_path: Path) -> None:
                 assert torch.equal(again[0].delayed_scale, net[0].delayed_scale) and net[0].delayed_scale.all()
                 model(x)
             else:
-                with pytest.warns(UserWarning, match=r"call own\.load_state_dict\(state\['octavo'\]\) after it"):
+                with pytest.warns(UserWarning, match=r"call load_state_dict\(state\['octavo'\]\) of the TrainingState"):
                     model(x)
                 model(x)  # once
     finally:

@@ -9,7 +9,7 @@ import torch
 from octavo.kernels import devices as module
 from octavo.kernels.devices import optimizer_step
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_step import SgdGroup, WeightUpdate
+from octavo.kernels.reference.optimizer_step import BitNumbers, SgdGroup, WeightUpdate
 
 GROUPS = [SgdGroup(0.5, 0.0, 0.0, 0.0, False, False)]
 FLAG, SCALE = torch.tensor(0.0), torch.tensor(2.0)
@@ -17,7 +17,7 @@ FLAG, SCALE = torch.tensor(0.0), torch.tensor(2.0)
 
 def on_a_cpu() -> WeightUpdate:
     master = MasterWeight(torch.ones(2, 3), "weight")
-    return WeightUpdate(master, (), torch.ones(2, 3), torch.zeros(()), 0, 0, 0)
+    return WeightUpdate(master, (), torch.ones(2, 3), torch.zeros(()), BitNumbers(0), 0)
 
 
 def on_a_gpu() -> Any:

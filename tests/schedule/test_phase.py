@@ -10,7 +10,7 @@ import octavo
 from octavo import PerBlock, PerTensor, RecipeMap, recipes
 from octavo.nn.convert import stored_now
 from octavo.optim import Moment
-from octavo.optim.state import held
+from octavo.optim.state import data_of
 from octavo.schedule import Phase
 from octavo.schedule import phase as module
 from octavo.schedule.phase import fp8_weights, switch, targets_of
@@ -104,7 +104,7 @@ def test_no_more_than_one_old_weight_is_there_beside_the_new_ones(storage, monke
     x = torch.randn(4, 64, dtype=torch.bfloat16)
     model(x).square().sum().backward()
     optimizer.step()
-    old = [StorageWeakRef(held(layer.weight).untyped_storage()) for layer in model]
+    old = [StorageWeakRef(data_of(layer.weight).untyped_storage()) for layer in model]
     states = [
         StorageWeakRef(value.untyped_storage())
         for layer in model

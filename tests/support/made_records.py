@@ -54,7 +54,7 @@ def made(layers: int = 2, records: int = 4, rule: Delayed | Dynamic = DELAYED) -
         {"loss": (steps, loss), "grad_norm": (steps, loss)},
         [(step, "switch", "fp8") for step in steps[1:2]],
     )
-    return Record(rows, steps, measures, _normal(amax), LOWEST, names, weights, scalars, events)
+    return Record(rows, steps, measures, _normal(amax), names, weights, scalars, events)
 
 
 def _normal(amax: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo import E4M3, E5M2, PerBlock, PerTensor, quantize
 from octavo.formats import E4M4
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
+from octavo.kernels.reference.optimizer_step import AdamGroup, BitNumbers, SgdGroup, WeightUpdate
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference
 from octavo.optim.moment import NAMED, Moment
 from tests.support.triton_cases import assert_counters_are_zero
@@ -60,9 +60,8 @@ def update_of(
             moment.for_kernel(str(index), moment.new_state(str(index), torch.Size(shape), torch.device("cpu")))
         )
     steps, grad = torch.tensor(float(step)), torch.randn(shape).to(gradient)
-    return WeightUpdate(
-        MasterWeight(weight, master, rest), tuple(stored), grad, steps, number * 77, number % 2, first_row
-    )
+    bits = BitNumbers(number * 77, first_row)
+    return WeightUpdate(MasterWeight(weight, master, rest), tuple(stored), grad, steps, bits, number % 2)
 
 
 def moved(update: WeightUpdate, device: torch.device) -> WeightUpdate:

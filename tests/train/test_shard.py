@@ -28,7 +28,7 @@ from octavo.train import (
     run,
 )
 from octavo.train.loop import trained_model
-from octavo.train.shard import device_name, joined, require_parts
+from octavo.train.shard import device_name, joined, require_even_batches
 from octavo.train.trainer import require_memory
 from tests.support.pool import free_port
 from tests.support.sharded_runs import changed, curve, nearly, train_on
@@ -128,7 +128,7 @@ def test_refusals_under_tensor_parallelism(pool, config):
     with pytest.raises(ValueError, match=r"tensor_parallel 2 does not divide \{'experts': 3\}"):
         changed(config, model={"experts": 3}, ranks={"shard": "fsdp", "tensor_parallel": 2})
     with pytest.raises(TrainError, match="3 ranks do not divide by tensor_parallel 2"):
-        require_parts(changed(config, ranks={"shard": "fsdp", "tensor_parallel": 2}), SimpleNamespace(size=3))
+        require_even_batches(changed(config, ranks={"shard": "fsdp", "tensor_parallel": 2}), SimpleNamespace(size=3))
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""The ops as a CPU is fast with them, bit for bit the reference's but for the order of additions; in torch.
+"""The ops that a CPU computes faster than the reference, in torch; the same bits but for the order of additions.
 
-In chunks that fit a cache; products in bfloat16 where that is exact. Other devices without FP8 run them too, in larger
-chunks. What isn't here the reference does as fast.
+They work in chunks that fit a cache, and multiply in bfloat16 where that is exact. Other devices without FP8 run them
+too, in larger chunks. Of the other ops the reference is as fast as could be.
 """
 
 from collections.abc import Callable, Sequence

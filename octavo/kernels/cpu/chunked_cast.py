@@ -1,7 +1,7 @@
-"""What casts write (``written``), by chunks of rows: what is computed first is in float32 never there as a whole.
+"""Casts by chunks of rows (``written``): the float32 values to be rounded never exist all at once.
 
-Where a scale needs the amax of all rows before the first code, chunks are kept between, as long as they are KEPT
-elements at most, and the rest computed twice.
+Where a scale needs the amax of all rows before the first code, the first chunks, up to KEPT elements, are kept from the
+first pass to the second; the other chunks are computed twice.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from octavo.kernels.cpu import codes
 from octavo.kernels.cpu.codes import decode, encode, row_slices, tile_rows
 from octavo.kernels.layouts import as_tiles
 from octavo.kernels.reference.activation import produced as reference_produced
-from octavo.kernels.reference.cast import CastResult, laid
+from octavo.kernels.reference.cast import CastResult, as_returned
 from octavo.kernels.reference.norm import normalise
 from octavo.numerics import scale_from_amax, scale_inv_from_scale, scale_inv_of, scale_of
 
-# 4 MiB. Swiglu's gradient 1024x2816, all of it computed twice, takes 9.3 ms, all of it kept 6.0 ms (1 core, AMD EPYC
-# Zen 5); but there memory is short: the cast of that gradient is where a training step needs most.
+# 4 MiB. Swiglu's gradient 1024x2816 takes 9.3 ms where all is computed twice, 6.0 ms where all is kept (1 core, AMD
+# EPYC Zen 5). Not all is kept, because at the cast of that gradient a training step needs the most memory.
 KEPT = 1 << 20
 
-Seen = tuple[Tensor, bool]  # an amax, and whether all that it is of is finite
+Seen = tuple[Tensor, bool]  # the amax of some chunks, and whether all their elements are finite
 
 _FEW = 4096  # elements whose arithmetic costs less than a call of torch
 
@@ -42,7 +42,7 @@ def written(
     """``reference.cast.written``."""
     x = source.x
     if isinstance(source, NormSource):
-        mean, rstd, kept = rest = new_statistics(source, output.keep)
+        mean, rstd, kept = statistics = new_statistics(source, output.keep)
 
         def normalised(rows: slice) -> Tensor:
             y, mean_of_rows, rstd[rows] = normalise(*source._replace(x=x[rows]))
@@ -52,7 +52,7 @@ def written(
                 kept[rows] = y
             return y
 
-        return cast_in_chunks(x, scalings, source.shape, normalised)[0], rest
+        return cast_in_chunks(x, scalings, source.shape, normalised)[0], statistics
     if not source.activation and source.preactivation is None and source.h_scale_inv is None:
         sums = x.sum(0) if output.column_sum else x.new_empty(0)  # torch adds in float32 and rounds once
         if x.numel() <= codes.CHUNK:
@@ -76,7 +76,7 @@ def produced(*flat: Any) -> Tensor:
 
 
 def _rows_of(source: CastSource, rows: slice) -> Tensor:
-    """Some rows, of whole tiles, of what is cast."""
+    """The values to be cast of some rows, which are whole tiles."""
     unit = source.h_tile[0]
     of_scale = slice(None) if unit == ALL else slice(rows.start // unit, -(-rows.stop // unit))
     return reference_produced(*source.part(rows, of_scale), decode)
@@ -86,15 +86,15 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     """``octavo::amax``."""
     if tile[0] == ALL and tile[1] == ALL:
         return amax_and_finiteness(x, tile)[0]
-    parts = [amax_and_finiteness(x[rows], tile)[0] for rows in row_slices(x.shape, max(tile[0], 1), x.device)]
-    found = torch.stack(parts).amax(0) if tile[0] == ALL else torch.cat(parts)
-    return laid(found, (tile[0], tile[1]))
+    amaxes = [amax_and_finiteness(x[rows], tile)[0] for rows in row_slices(x.shape, max(tile[0], 1), x.device)]
+    found = torch.stack(amaxes).amax(0) if tile[0] == ALL else torch.cat(amaxes)
+    return as_returned(found, (tile[0], tile[1]))
 
 
 def amax_and_finiteness(x: Tensor, tile: Sequence[int]) -> tuple[Tensor, bool]:
     """The amax of each tile and whether ``x`` is finite throughout.
 
-    x is read once without a mask; only when the result shows a fault is it done again with the faults masked.
+    x is read once without a mask; only if the result shows a fault is it read again, with the faults masked.
     """
     shape = scale_shape(x.shape, tile)
     if tile[0] == ALL and tile[1] == ALL:
@@ -124,9 +124,9 @@ def _without_faults(x: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor, tile: Sequence[int]) -> Tensor:
-    """Largest absolute value of each tile, NaN where it holds one; float32."""
-    # in float32: reducing 32 neighbours of 2048x256 bf16 takes 1044 us, converting and reducing 120 us (1 core, AMD
-    # EPYC Zen 5)
+    """Largest absolute value of each tile, NaN where the tile has one; float32."""
+    # converted first: reducing 32 neighbours of 2048x256 bf16 takes 1044 us, converting and reducing 120 us (1 core,
+    # AMD EPYC Zen 5)
     wide = x.abs() if x.dtype == torch.float32 else x.to(torch.float32).abs_()
     return as_tiles(wide, tile).amax(dim=(1, 3))
 
@@ -134,9 +134,9 @@ def _largest(x: Tensor, tile: Sequence[int]) -> Tensor:
 def cast_values(
     x: Tensor, scaling: Scaling, into: Tensor | None = None, overwrites: bool = False, seen: Seen | None = None
 ) -> CastResult:
-    """Cast x [R, C], any float dtype, one chunk, as it lies; ``into`` and ``overwrites`` as of encode.
+    """Cast one chunk, x [R, C] of any float dtype, as it lies; ``into`` and ``overwrites`` as in encode.
 
-    ``seen``: the amax of all chunks, and whether these are finite; by default x is all.
+    ``seen``: the amax of all chunks, and whether all are finite; by default there is no other chunk.
     """
     dtype, tile, power_of_two, margin, *_ = scaling
     limit = format_of(dtype).max
@@ -145,28 +145,28 @@ def cast_values(
         scales = scale_from_amax(amax, limit, power_of_two, margin)
         codes = encode(x, scales, tile, dtype, all_finite, False, into, overwrites)
         return codes, scale_inv_from_scale(scales), amax
-    known = scaling.known_scale
+    delayed = scaling.known_scale
     if into is None and 0 < x.numel() <= _FEW:
-        found = _cast_few(x, scaling, known, limit)
+        found = _cast_few(x, scaling, delayed, limit)
         if found is not None:
             return found
     largest, all_finite = (float(seen[0]), seen[1]) if seen else one_amax_and_finiteness(x)
-    scale = known or scale_of(largest, limit, power_of_two, margin)
+    scale = delayed or scale_of(largest, limit, power_of_two, margin)
     clips = largest * scale > limit * _ROUNDING
     codes = encode(x, scale, tile, dtype, all_finite, clips, into, overwrites)
     scale_inv, amax = (x.new_full((1, 1), number, dtype=torch.float32) for number in (scale_inv_of(scale), largest))
     return codes, scale_inv, amax
 
 
-def _cast_few(x: Tensor, scaling: Scaling, known: float, limit: float) -> CastResult | None:
-    """The same with one scale, in the fewest calls; None where x holds a fault."""
+def _cast_few(x: Tensor, scaling: Scaling, delayed: float, limit: float) -> CastResult | None:
+    """``cast_values`` with one scale and few calls of torch; None if x holds a fault. ``delayed``: its scale, or 0."""
     amax = torch.linalg.vector_norm(x, math.inf, keepdim=True, dtype=torch.float32)
     largest = amax.item()
     if not math.isfinite(largest):
         return None
-    value = known or scale_of(largest, limit, scaling.power_of_two, scaling.margin)
+    value = delayed or scale_of(largest, limit, scaling.power_of_two, scaling.margin)
     scale = torch.full_like(amax, value)
-    wide = torch.mul(x, scale)  # float32, which a tensor of it makes of bf16
+    wide = torch.mul(x, scale)  # float32, as ``scale`` is
     if largest * value > limit * _ROUNDING:
         wide.clamp_(-limit, limit)
     codes = wide.to(scaling.dtype, memory_format=torch.contiguous_format)
@@ -181,10 +181,9 @@ def cast_in_chunks(
     unit: int = 1,
     column_sum: bool = False,
 ) -> tuple[list[CastResult], Tensor]:
-    """Cast x, or y [R, C] of this shape, in one or two scalings: (what each writes, y's column sums [C], or [0]).
+    """Cast x, or the y [R, C] that ``make`` makes, in one or two scalings: (each one's result, y's column sums or [0]).
 
-    ``make`` gives rows of y, float32, from their slice, as a fresh tensor, which is overwritten. Chunks begin at
-    multiples of ``unit``.
+    ``make(rows)``: these rows of y, float32, in a tensor that is overwritten. Chunks begin at multiples of ``unit``.
     """
     slices = row_slices(shape, math.lcm(unit, *(s.tile[0] for s in scalings if s.tile[0] != ALL)), x.device)
     sums = x.new_zeros(shape[1] if column_sum else 0, dtype=torch.float32)
@@ -195,30 +194,29 @@ def cast_in_chunks(
         return [
             cast_values(y, scaling, None, make is not None and scaling is scalings[-1]) for scaling in scalings
         ], sums
-    sums = x.new_zeros(shape[1] if column_sum else 0, dtype=torch.float32)
-    kept, parts = _KeptChunks(make or x.__getitem__), [_ScalingChunks(scaling, shape, x.device) for scaling in scalings]
-    if looking := [part for part in parts if part.looks_first]:
+    kept, casts = _KeptChunks(make or x.__getitem__), [_ScalingChunks(scaling, shape, x.device) for scaling in scalings]
+    if looking := [cast for cast in casts if cast.looks_first]:
         for y in map(kept.first, slices):
-            for part in looking:
-                part.look(y)
+            for cast in looking:
+                cast.look(y)
     for rows in slices:
         y = kept.again(rows)
         if column_sum:
             sums.add_(y.sum(0))
-        for part in parts:
-            part.add(y, rows, make is not None and part is parts[-1])
+        for cast in casts:
+            cast.add(y, rows, make is not None and cast is casts[-1])
         del y  # before the next is made
-    return [(part.codes, part.scale_inv, part.amax) for part in parts], sums
+    return [(cast.codes, cast.scale_inv, cast.amax) for cast in casts], sums
 
 
 class _KeptChunks:
-    """Chunks made once and, of the first ones, kept for a second reading."""
+    """Makes chunks, and keeps the first of them for a second pass."""
 
     def __init__(self, make: Callable[[slice], Tensor]) -> None:
         self.make, self.left, self.chunks = make, KEPT, dict[int, Tensor]()
 
     def first(self, rows: slice) -> Tensor:
-        """Make a chunk."""
+        """Make a chunk in the first pass."""
         y = self.make(rows)
         self.left -= y.numel()
         if self.left >= 0:
@@ -226,13 +224,13 @@ class _KeptChunks:
         return y
 
     def again(self, rows: slice) -> Tensor:
-        """The same chunk, which is then kept no longer."""
+        """The same chunk in the second pass, kept or made again; it is not kept any longer."""
         y = self.chunks.pop(rows.start, None)
         return self.make(rows) if y is None else y
 
 
 class _ScalingChunks:
-    """One scaling's result, as its chunks come."""
+    """One scaling's result, written chunk by chunk."""
 
     seen: Seen | None
 
@@ -244,7 +242,7 @@ class _ScalingChunks:
         self.scale_inv, self.amax = torch.empty(grid, device=device), torch.zeros(grid, device=device)
 
     def look(self, y: Tensor) -> None:
-        """Raise the amax to a chunk's."""
+        """Raise the amax of all chunks seen to this chunk's."""
         amax, is_finite = amax_and_finiteness(y, self.scaling.tile)
         self.seen = (torch.maximum(self.seen[0], amax), self.seen[1] and is_finite) if self.seen else (amax, is_finite)
 

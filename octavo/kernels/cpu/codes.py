@@ -1,4 +1,4 @@
-"""Rounding to float8 codes and reading them back, in chunks of rows that fit a cache, with one scratch.
+"""Rounding to float8 codes and reading them back, in chunks of rows that fit a cache, with one temporary for all.
 
 Reading back goes through the bit patterns: on a CPU torch's float8 -> bfloat16 costs 2 ns an element, this 0.35
 (2048x256: 1808 us against 180 us on 1 core of an AMD EPYC Zen 5), with the same result.
@@ -17,16 +17,15 @@ from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.reference.codes import with_faults
 
 _SMALL = 4096  # below this, one conversion at 2 ns an element is faster than eight calls
-_FACTOR = {torch.float8_e4m3fn: 256.0, torch.float8_e5m2: 1.0}  # of what codes' bits read as a float16
-# Elements worked on at a time. Fresh memory costs more than arithmetic on a CPU: reading 2048x1408 codes in one piece
-# took 3.5 to 15 ms, depending on what malloc had to fetch from the system, in chunks with one scratch 1.0 ms (1 core,
-# AMD EPYC Zen 5).
+_FACTOR = {torch.float8_e4m3fn: 256.0, torch.float8_e5m2: 1.0}  # value of a code / value of its bits in a float16
+# Elements worked on at a time. Fresh memory costs more than arithmetic on a CPU: reading 2048x1408 codes at once took
+# 3.5 to 15 ms, depending on malloc's state, and in chunks with one temporary 1.0 ms (1 core, AMD EPYC Zen 5).
 CHUNK = 1 << 18
-CHUNK_ELSEWHERE = 1 << 26  # on a GPU each chunk is more launches, and only memory asks for any: 256 MiB of float32
+CHUNK_ELSEWHERE = 1 << 26  # on a GPU each chunk costs launches, and only saves memory: this is 256 MiB of float32
 
 
 def row_slices(shape: Sequence[int], unit: int, device: torch.device, chunks: int = 1) -> list[slice]:
-    """Rows in chunks of about so many times CHUNK elements, each of whole units but the last."""
+    """Slices of rows, each of about ``chunks`` times CHUNK elements and, except the last, of whole units."""
     rows, cols = shape
     chunk = CHUNK if device.type == "cpu" else CHUNK_ELSEWHERE
     step = max(chunks * chunk // max(cols, 1) // unit, 1) * unit
@@ -34,7 +33,7 @@ def row_slices(shape: Sequence[int], unit: int, device: torch.device, chunks: in
 
 
 def tile_rows(scales: Tensor, tile: Sequence[int], rows: slice) -> Tensor:
-    """The scales of whole tiles' rows."""
+    """The scales of some rows, which are whole tiles."""
     return scales if tile[0] == ALL else scales[rows.start // tile[0] : -(-rows.stop // tile[0])]
 
 
@@ -48,13 +47,13 @@ def encode(
     into: Tensor | None = None,
     overwrites: bool = False,
 ) -> Tensor:
-    """``reference.codes.encode``, of one chunk; ``into`` [R, C] if that is given. A scale of all may be a number.
+    """``reference.codes.encode`` of one chunk, written to ``into`` [R, C] if given; one scale for all may be a number.
 
-    ``all_finite``: whether x is known to be; ``clips``: whether the scale may take an element of it past the format's
-    max by more than float32's rounding; ``overwrites``: whether x, contiguous float32, is needed no more.
+    ``all_finite``: x has no inf or NaN; ``clips``: the scale may take an element past the format's max by more than
+    float32's rounding; ``overwrites``: x, contiguous float32, may be overwritten.
     """
     limit = format_of(dtype).max
-    in_place = overwrites and all_finite  # where the faults are is read from x
+    in_place = overwrites and all_finite  # else x is still read for its faults
     wide = x if in_place else x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     wide = multiply_tiles_(wide, scale, tile)
     if clips or not all_finite:
@@ -71,19 +70,19 @@ def dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: tor
 def decode(
     codes: Tensor, dtype: torch.dtype, scale_inv: Tensor, tile: Sequence[int], into: Tensor | None = None
 ) -> Tensor:
-    """``reference.codes.decode`` of codes of any strides, laid out as they are where they are dense.
+    """``reference.codes.decode`` of codes of any strides; the result has the strides of dense codes.
 
-    ``into``: memory to write to, as many elements of ``dtype``, if codes are dense; fresh by default.
+    ``into``: memory for as many elements of ``dtype``, which the result of dense codes is written to.
     """
     if codes.numel() < _SMALL:
         return multiply_tiles_(codes.to(torch.float32), scale_inv, tile).to(dtype)
     return _decode(codes, dtype, scale_inv, tile, into, _FACTOR[codes.dtype])
 
 
-def decode_apart(codes: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> tuple[Tensor, float]:
-    """Numbers [R, C], exact in bfloat16 and float32, and a power of two that makes them what the codes read.
+def decode_with_factor(codes: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> tuple[Tensor, float]:
+    """(numbers [R, C], exact in bfloat16 and float32; a power of two): the codes read the product of both.
 
-    A product applies it to its result for nothing. Arguments are as of decode.
+    A matrix product multiplies its result by that power at no cost. Arguments as decode's.
     """
     if codes.numel() < _SMALL:
         return codes.to(dtype), 1.0
@@ -93,7 +92,7 @@ def decode_apart(codes: Tensor, dtype: torch.dtype, into: Tensor | None = None) 
 def _decode(
     codes: Tensor, dtype: torch.dtype, scale_inv: Tensor | None, tile: Sequence[int], into: Tensor | None, factor: float
 ) -> Tensor:
-    """Codes' bits read as numbers, times ``factor`` and their scale_inv."""
+    """The numbers that the codes' bits are in a float16, times ``factor`` and scale_inv."""
     if not codes.is_contiguous():
         if codes.t().is_contiguous():
             flipped = None if scale_inv is None else scale_inv.t()
@@ -103,10 +102,10 @@ def _decode(
     holds_nan = codes.dtype == torch.float8_e4m3fn and _holds_nan(codes)
     slices = row_slices(codes.shape, max(tile[0], 1), codes.device)
     in_place = dtype == torch.float32
-    scratch = values if in_place else values.new_empty((slices[0].stop, codes.shape[1]), dtype=torch.float32)
+    temporary = values if in_place else values.new_empty((slices[0].stop, codes.shape[1]), dtype=torch.float32)
     for rows in slices:
         target = values[rows]
-        wide = target if in_place else scratch[: rows.stop - rows.start]
+        wide = target if in_place else temporary[: rows.stop - rows.start]
         _read(codes[rows], wide, holds_nan)
         if factor != 1.0:
             wide.mul_(factor)
@@ -118,10 +117,10 @@ def _decode(
 
 
 def _read(codes: Tensor, wide: Tensor, holds_nan: bool) -> None:
-    """Write what contiguous codes read, divided by their format's factor, to float32 memory."""
-    # E4M3: s eeee mmm -> s 0eeee mmm0000000, a float16 whose exponent reads 2^8 too small. (int8 extends the sign to
-    # two bits, the mask drops the second.) By way of float16, because CPUs told to flush subnormals leave its
-    # conversion alone. E5M2 is the upper byte of a float16, inf and NaN included.
+    """Write what contiguous codes read, divided by their format's _FACTOR, to float32 memory."""
+    # E4M3: s eeee mmm -> s 0eeee mmm0000000, a float16 that is 2^8 too small. (int8 extends the sign to two bits, the
+    # mask drops the second.) By way of float16, because a CPU set to flush subnormals does not flush in its conversion.
+    # E5M2 is the upper byte of a float16, inf and NaN included.
     bits = codes.view(torch.int8).to(torch.int16)
     bits = bits.mul_(1 << 7).bitwise_and_(-0x4080) if codes.dtype == torch.float8_e4m3fn else bits.mul_(1 << 8)
     wide.copy_(bits.view(torch.float16))

@@ -1,12 +1,12 @@
 """The product of two pairs, a . b^T, in chunks.
 
-Codes are exact in bfloat16 and in float32, so a CPU multiplies them in the one that it multiplies faster: its own
+Codes are exact in bfloat16 and in float32, so a CPU multiplies them in the dtype that it multiplies faster: its own
 float8 product (oneDNN) is 2-8 times slower. A scale that is constant along K multiplies the result; one that varies
 along K must multiply the operand first.
 
-All is applied before the one rounding to the result's dtype. torch has no bfloat16 product with a float32 output on a
-CPU, so bfloat16 serves where nothing but one number has to multiply the result: of each operand, its scale is one for
-all, or its scales are powers of two, which operands take exactly. All other products are float32's.
+The result is rounded once, at the end. torch has no bfloat16 product with a float32 output on a CPU, so bfloat16 is
+used only where just one number has to multiply the result: where each operand has one scale, or scales that are powers
+of two, which multiply its codes exactly. All other products are in float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from octavo.granularity import ALL
 from octavo.kernels import capability
 from octavo.kernels.arguments import OperandPair, ProductArguments
 from octavo.kernels.cpu import codes
-from octavo.kernels.cpu.codes import decode, decode_apart, row_slices, tile_rows
+from octavo.kernels.cpu.codes import decode, decode_with_factor, row_slices, tile_rows
 from octavo.kernels.reference.matmul import result_scales
 from octavo.numerics import MAX_SCALE, MIN_SCALE
 
@@ -36,7 +36,7 @@ def matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool)
     compute = capability.fast_dtype(a.device) if narrow else torch.float32
     if compute == torch.bfloat16 and not _rounds_once(a_pair, b_pair):
         compute = torch.float32
-    if bias is not None and not bias.dtype == out_dtype == compute:  # a call of torch is not for nothing
+    if bias is not None and not bias.dtype == out_dtype == compute:  # even a conversion to the same dtype costs a call
         bias = bias.to(torch.bfloat16 if narrow else torch.float32).to(compute)
     if (
         max(a.numel(), b.numel()) > codes.CHUNK
@@ -53,44 +53,43 @@ def matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool)
 
 
 def _rounds_once(a: OperandPair, b: OperandPair) -> bool:
-    """Whether a bfloat16 product needs no second rounding, and float32 holds the one number that multiplies it."""
+    """Whether a bfloat16 product needs no second rounding, and the number that multiplies it is normal in float32."""
     number = 1.0
     for pair in (a, b):
         if _is_single(pair):
             number *= float(pair.scale_inv)
         elif (pair.scale_inv.view(torch.int32) & _MANTISSA).any():
             return False
-    return MIN_SCALE <= number <= MAX_SCALE / 2**16  # decode_apart leaves up to 2^8 of each operand
+    return MIN_SCALE <= number <= MAX_SCALE / 2**16  # decode_with_factor leaves up to 2^8 of each operand
 
 
 def _is_single(pair: OperandPair) -> bool:
-    """Whether one scale is for all of an operand."""
+    """Whether an operand has one scale."""
     return pair.tile[1] == ALL and pair.scale_inv.numel() == 1
 
 
 class _ScaledOperand(NamedTuple):
-    """An operand [rows, K] to multiply, and what is left to multiply the result with.
+    """An operand [rows, K] to multiply, and the scales and the power of two that its product is to be multiplied by.
 
-    ``rest``: [rows, 1] or [1, 1], or None; ``factor``: a power of two.
+    ``scale_inv``: [rows, 1] or [1, 1]; None where ``values`` are multiplied by it.
     """
 
     values: Tensor
-    rest: Tensor | None
+    scale_inv: Tensor | None
     factor: float
 
 
 def lies_transposed(x: Tensor) -> bool:
-    """Whether columns, and not rows, are contiguous one after the other."""
+    """Whether x is the transpose of a contiguous matrix."""
     return not x.is_contiguous() and x.t().is_contiguous()
 
 
 def _by_chunks_of_rows(
     a: OperandPair, b: OperandPair, bias: Tensor | None, compute: torch.dtype, out_dtype: torch.dtype
 ) -> Tensor:
-    """In chunks of a's rows, which stay in the cache between reading them and multiplying them.
+    """The product in chunks of a's rows, which stay in the cache between being read and being multiplied.
 
-    Of a transposed operand rows are columns in memory, and chunks larger: there they only keep all of it from being in
-    another dtype at once.
+    The rows of a transposed a are columns in memory. Its chunks are larger, as all that they save is memory.
     """
     (q, scale_inv, tile), multiplied = a, _operand(b, compute)
     rows, cols = q.shape[0], b.codes.shape[0]
@@ -115,7 +114,7 @@ def _by_chunks_of_rows(
 
 
 def _by_chunks_of_terms(a: OperandPair, b: OperandPair, bias: Tensor | None) -> Tensor:
-    """In float32, of operands that both lie transposed, as grad_weight's do: some terms of all sums after others.
+    """The product in float32 of two transposed operands, as grad_weight's are, in chunks of the terms of its sums.
 
     So neither operand is ever in float32 as a whole.
     """
@@ -138,7 +137,7 @@ def _by_chunks_of_terms(a: OperandPair, b: OperandPair, bias: Tensor | None) -> 
 
 
 def _terms(pair: OperandPair, chunk: slice) -> OperandPair:
-    """Some columns of an operand, whole tiles."""
+    """Some columns of an operand, which are whole tiles."""
     q, scale_inv, tile = pair
     of_chunk = tile_rows(scale_inv.t(), (tile[1], tile[0]), chunk).t()
     return OperandPair(q.t()[chunk].t(), of_chunk, tile)
@@ -148,14 +147,14 @@ def _operand(pair: OperandPair, compute: torch.dtype, memory: Tensor | None = No
     q, scale_inv, tile = pair
     if tile[1] != ALL or (compute == torch.bfloat16 and not _is_single(pair)):
         return _ScaledOperand(decode(q, compute, scale_inv, tile, memory), None, 1.0)
-    values, factor = decode_apart(q, compute, memory)
+    values, factor = decode_with_factor(q, compute, memory)
     return _ScaledOperand(values, scale_inv, factor)
 
 
 def _multiply(a: _ScaledOperand, b: _ScaledOperand, bias: Tensor | None, out_MN: Tensor) -> None:
-    """Write a . b^T times the scales left, plus bias.
+    """Write a . b^T times both operands' scales and factors, plus bias.
 
-    By out=, because autocast would turn the product into float16, where a sum of codes overflows.
+    With out=, because autocast would turn the product into float16, where a sum of codes overflows.
     """
     common = _common_factor(a, b)
     if common is not None:  # inside the product: one rounding and no second pass over the result
@@ -169,18 +168,18 @@ def _multiply(a: _ScaledOperand, b: _ScaledOperand, bias: Tensor | None, out_MN:
 
 def _finish(wide_MN: Tensor, a: _ScaledOperand, b: _ScaledOperand, bias: Tensor | None) -> None:
     """Multiply float32 rows by a's scales and columns by b's; add bias."""
-    for scales in result_scales(a.rest, b.rest):
+    for scales in result_scales(a.scale_inv, b.scale_inv):
         wide_MN.mul_(scales)
     if bias is not None:
         wide_MN.add_(bias)
 
 
 def _common_factor(a: _ScaledOperand, b: _ScaledOperand) -> float | None:
-    """The one number that multiplies the whole result; None where there is none, or float32 would not hold it."""
+    """The one number that multiplies the whole result; None where it is not one, or not normal in float32."""
     factor = a.factor * b.factor
-    for rest in (a.rest, b.rest):
-        if rest is not None:
-            if rest.numel() != 1:
+    for scale_inv in (a.scale_inv, b.scale_inv):
+        if scale_inv is not None:
+            if scale_inv.numel() != 1:
                 return None
-            factor *= float(rest)
+            factor *= float(scale_inv)
     return factor if MIN_SCALE <= factor <= MAX_SCALE else None

@@ -1,4 +1,4 @@
-"""Activations and their gradients in float32: the definition of what casts compute on their way (activations.py)."""
+"""Activations and their gradients in float32: the definition of what casts compute before they round."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def produced(
     h_tile: Sequence[int] = (ALL, ALL),
     decode: Callable[..., Tensor] = decode,
 ) -> Tensor:
-    """What a cast casts: x itself, or float32 [R, C]; see signatures.py."""
+    """The values that a cast rounds: x itself, or an activation or its gradient, float32 [R, C]; see signatures.py."""
     cast_shape(x.shape, activation, None if preactivation is None else preactivation.shape, h_scale_inv is not None)
     if not activation:
         return x
@@ -46,13 +46,13 @@ def _activated(h: Tensor, activation: str) -> Tensor:
 
 
 def _gradient(h: Tensor, dy: Tensor, activation: str) -> Tensor:
-    """The gradient of h, where h was."""
+    """The gradient of h, which overwrites h."""
     function, gated = activation_of(activation)
     if not gated:
         return slope(h, function).mul_(dy)
     gate, up = h.chunk(2, dim=1)
     of_gate, slopes = value_and_slope(gate, function)
-    # not by out=, which torch's compiler refuses for parts of rows, and which takes a CPU 1.4 times as long
+    # not by out=, which torch's compiler refuses for some columns, and which takes a CPU 1.4 times as long
     gate.copy_(slopes.mul_(up.mul_(dy)))
     up.copy_(of_gate.mul_(dy))
     return h
@@ -75,9 +75,9 @@ def slope(h: Tensor, function: str) -> Tensor:
 
 
 def value_and_slope(h: Tensor, function: str) -> tuple[Tensor, Tensor]:
-    """(f(h), f'(h)), float32, of what both have in common computed once."""
+    """(f(h), f'(h)), float32; what both need is computed once."""
     if function == "relu":
-        # any positive number, subnormal or not, is 1 at most of 2^200 times it; NaN stays
+        # any positive number, even a subnormal one, is at least 1 after times 2^200; NaN stays NaN
         return _relu(h), h.mul(2.0**100).mul_(2.0**100).clamp_(0.0, 1.0).add_(0.0)
     if function == "squared_relu":
         return _relu(h).square_(), _relu(h).mul_(2.0)
@@ -87,7 +87,7 @@ def value_and_slope(h: Tensor, function: str) -> tuple[Tensor, Tensor]:
         return below * h, bell.mul_(h).add_(below)
     if function == "gelu_tanh":
         factor, cubic = _TANH
-        # from a square of 1e4 on the sigmoid is 0 or 1, and the slope's own would multiply a 0 by inf
+        # from a square of 1e4 on the sigmoid is 0 or 1 and its slope 0, which must not be multiplied by inf
         inner = h.square().clamp_(max=1e4).mul_(factor * cubic).add_(factor)
         s = torch.mul(inner, h).sigmoid_()
         return s * h, torch.ops.aten.sigmoid_backward(h, s).mul_(inner.mul_(3.0).sub_(2 * factor)).add_(s)
@@ -102,12 +102,12 @@ def _relu(h: Tensor) -> Tensor:
 
 
 def _normal_distribution(h: Tensor) -> Tensor:
-    """How much of the normal distribution lies below h."""
+    """The normal distribution's cumulative function at h."""
     return torch.erfc(h * -_SQRT_HALF).mul_(0.5)
 
 
 def _sigmoid(h: Tensor, function: str) -> Tensor:
-    """The sigmoid that multiplies h in f. Of a tensor's last few elements torch rounds another way, in the last bit."""
+    """The sigmoid that multiplies h in f. For a tensor's last few elements torch's may differ in the last bit."""
     if function == "silu":
         return h.sigmoid()
     if function == "quick_gelu":

@@ -1,6 +1,6 @@
 """amax, and casts from bf16, fp16 or fp32 to codes, their scale_inv and the amax. Contracts are in signatures.py.
 
-The ops differ in what they return of ``written``, in whose place another device may have a tuned function.
+All ops cast with ``written``, for which another device may pass a tuned function, and return some of its results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Write = Callable[[CastSource | NormSource, Sequence[Scaling], Output], tuple[lis
 
 
 def amax_of(x: Tensor, tile: Sequence[int]) -> Tensor:
-    """An element a tile, float32."""
+    """The amax of each tile, float32."""
     shape = scale_shape(x.shape, tile)
     if x.numel() == 0:
         return x.new_zeros(shape, dtype=torch.float32)
@@ -49,11 +49,11 @@ def amax_of(x: Tensor, tile: Sequence[int]) -> Tensor:
 
 def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     """``octavo::amax``; see signatures.py."""
-    return laid(amax_of(x, tile), (tile[0], tile[1]))
+    return as_returned(amax_of(x, tile), (tile[0], tile[1]))
 
 
-def laid(found: Tensor, tile: Tile, transpose: bool = False) -> Tensor:
-    """An element a tile as the ops return it."""
+def as_returned(found: Tensor, tile: Tile, transpose: bool = False) -> Tensor:
+    """One number a tile, in the memory layout in which the ops return it."""
     given = found.t() if transpose else found
     out = laid_scales(given, found.shape, tile, transpose)
     return given if not transpose and given.stride() == out.stride() else out.copy_(given)
@@ -72,7 +72,7 @@ def cast_values(x: Tensor, scaling: Scaling) -> CastResult:
 def written(
     source: CastSource | NormSource, scalings: Sequence[Scaling], output: Output
 ) -> tuple[list[CastResult], tuple[Tensor, ...]]:
-    """(what is cast in each scaling, what the ops return beside it: column sums, or a norm's mean, rstd and y)."""
+    """(each scaling's result, what the ops return besides: column sums, or a norm's mean, rstd and y)."""
     if isinstance(source, NormSource):
         values, mean, rstd = normalise(*source)
         kept = values.to(source.x.dtype) if output.keep else new_statistics(source, False)[2]
@@ -97,23 +97,23 @@ def cast(
     """``octavo::cast``."""
     if offsets is not None:
         assert isinstance(source, CastSource)
-        return _cast_groups(source, first, output, offsets, write)
+        return _grouped_cast(source, first, output, offsets, write)
     scalings = [first] if second is None else [first, second]
-    ((codes, scale_inv, found), *more), rest = write(source, scalings, output)
+    ((codes, scale_inv, found), *more), besides = write(source, scalings, output)
     if second is None:
         other = with_padding(transposed(codes), output.pad) if output.transpose else no_codes(codes, codes.dtype)
-        found = laid(found, first.tile)
+        found = as_returned(found, first.tile)
     else:
         ((other, found, _),) = more
         other = with_padding(transposed(other) if output.transpose else other, output.pad)
-        found = laid(found, second.tile, output.transpose)
-    return with_padding(codes, output.pad), other, laid(scale_inv, first.tile), found, *rest
+        found = as_returned(found, second.tile, output.transpose)
+    return with_padding(codes, output.pad), other, as_returned(scale_inv, first.tile), found, *besides
 
 
-def _cast_groups(
+def _grouped_cast(
     source: CastSource, scaling: Scaling, output: Output, offsets: Tensor, write: Write
 ) -> tuple[Tensor, ...]:
-    """Each group's own cast."""
+    """``octavo::cast`` of rows in groups: each group is cast by itself."""
     q, t, scale_inv, amax = new_grouped(source, scaling, output, offsets)
     rows, cols = source.shape
     ends = check_offsets(offsets, rows)
@@ -124,7 +124,7 @@ def _cast_groups(
     inputs = places(ends, source.h_tile[0])
     for place, of_input in zip(places(ends, scaling.tile[0], output.pad), inputs, strict=True):
         if place.rows.start == place.rows.stop and scaling.delayed_scale is None:
-            continue  # a scale of 1 and an amax of 0, which are there
+            continue  # its scale is 1 and its amax 0, as they were filled
         mine = source.part(of_input.rows, of_input.scale_rows)
         codes, _, found_inv, found, _ = cast(mine, scaling, write=write)
         scale_inv[place.scale_rows], amax[place.scale_rows] = found_inv, found
@@ -147,13 +147,13 @@ def cast_and_commit(
     return q, t, scale_inv, sums
 
 
-def check_multi_tensor_cast(groups: Sequence[Sequence[Tensor]], tile: Sequence[int]) -> None:
-    """Refuse, by a ValueError, what one launch can't do; groups: the op's lists, in their order."""
-    xs, qdata, transposed, scale_inv, amax, delayed_scales = groups
-    lengths = [len(group) for group in (qdata, scale_inv, amax)]
-    lengths += [len(group) for group in (transposed, delayed_scales) if group]
+def check_multi_tensor_cast(lists: Sequence[Sequence[Tensor]], tile: Sequence[int]) -> None:
+    """Raise ValueError for what one launch can't do; ``lists``: the op's, in their order."""
+    xs, qdata, transposed, scale_inv, amax, delayed_scales = lists
+    lengths = [len(some) for some in (qdata, scale_inv, amax)]
+    lengths += [len(some) for some in (transposed, delayed_scales) if some]
     if any(length != len(xs) for length in lengths):
-        raise ValueError(f"the lists are {[len(group) for group in groups]} long; give each tensor its outputs")
+        raise ValueError(f"the lists are {[len(some) for some in lists]} long; give each tensor its outputs")
     if tuple(tile) != (ALL, ALL) and not is_small_block(tile):
         raise ValueError(f"tile={tuple(tile)}: many are cast per tensor or by blocks of powers of two up to 128")
     for name, tensors in (("xs", xs), ("qdata", qdata)):
@@ -197,6 +197,6 @@ def multi_tensor_cast(
 
 
 def _copy_codes(out: Tensor, codes: Tensor) -> None:
-    """Write codes to ``out``, whose rows may be longer, with zero codes at their end."""
+    """Write codes to ``out``; where its rows are longer, they end with zero codes."""
     padding = out.shape[1] - codes.shape[1]
     out.view(torch.uint8).copy_(F.pad(codes.view(torch.uint8), (0, padding)))

@@ -1,16 +1,16 @@
-"""What a cast did to a tensor: how much of it was flushed to zero, clipped and rounded, beside what the tensor holds.
+"""What a cast did to a tensor: how many elements it flushed to zero or clipped, and how large its rounding errors are.
 
-What is counted lies in two tensors, to which any number of casts are added. SUMS, float64: these, and the histogram of
-binary exponents. EXTREMES, float32, each the largest so far, from 0 on: the amax, the scale_inv, and the scale. Of rows
-in groups each group is counted in a row of its own.
+The counts are in two tensors, to which any number of casts are added. SUMS, float64, has the numbers below and then the
+histogram of binary exponents. EXTREMES, float32, has the largest amax, scale_inv and scale so far, or 0. Rows in groups
+have a row of counts for each group.
 
     elements    all
-    zeros       that are 0 as they are
-    flushed     finite, not 0, whose code is 0
-    clipped     finite, beyond all that rounds to the format's largest number
+    zeros       elements that are 0
+    flushed     finite elements that are not 0, but whose code is
+    clipped     finite elements too large to round to the format's largest number
     nonfinite   inf or NaN
-    power       the sum of squares of the finite ones
-    error       that of their differences from what their codes read
+    power       the sum of the finite elements' squares
+    error       the sum of squares of the differences between finite elements and what their codes read
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def count(
     extremes: Tensor,
     decode: Callable[..., Tensor] = decode,
 ) -> None:
-    """Add those of x [R, C]. A histogram of exponents counts what else would be a pass each."""
+    """Add the counts of x [R, C]. The histogram of exponents finds faults and zeros without further passes."""
     if x.numel() == 0:
         return
     largest, smallest = scale_inv.max(), scale_inv.min()
@@ -47,20 +47,20 @@ def count(
     numbers, error = x, x - read
     if nonfinite:
         finite = x.isfinite()
-        numbers, error = (torch.where(finite, part, 0) for part in (numbers, error))
+        numbers, error = (torch.where(finite, values, 0) for values in (numbers, error))
     amax = torch.stack(torch.aminmax(numbers)).abs().max()
     magnitudes = codes.view(torch.uint8) & 0x7F
-    zeros = exponents[0] and x.numel() - x.count_nonzero()  # whose codes are 0
+    zeros = exponents[0] and x.numel() - x.count_nonzero()
     code, factor = LARGEST[codes.dtype]
     clipped = exponents.new_zeros(())
     if amax > smallest * format_of(codes.dtype).max * factor:
         clipped = (magnitudes == code).logical_and_(numbers.abs() > read.abs() * factor).count_nonzero()
     squares = []
-    for part in (numbers, error):
-        wide = part.flatten().to(torch.float64)
+    for values in (numbers, error):
+        wide = values.flatten().to(torch.float64)
         squares.append(torch.dot(wide, wide))
     counts = x.numel(), zeros, x.numel() - magnitudes.count_nonzero() - zeros, clipped, nonfinite, *squares
-    sums[: len(SUMS)] += torch.stack([torch.as_tensor(part, device=sums.device).to(sums) for part in counts])
+    sums[: len(SUMS)] += torch.stack([torch.as_tensor(number, device=sums.device).to(sums) for number in counts])
     extremes[0] = torch.maximum(extremes[0], amax)
     exponents[0] -= zeros
     bins = (torch.arange(255, device=x.device) - 127 - LOWEST).clamp_(0, EXPONENTS - 1)
@@ -83,5 +83,5 @@ def cast_statistics(
         count(x, codes, scale_inv, tile, sums, extremes)
         return
     every = places(check_offsets(offsets, x.shape[0]), tile[0])
-    for place, *of_group in zip(every, sums, extremes, strict=True):
-        count(x[place.rows], codes[place.rows], scale_inv[place.scale_rows], tile, *of_group)
+    for place, *counts in zip(every, sums, extremes, strict=True):
+        count(x[place.rows], codes[place.rows], scale_inv[place.scale_rows], tile, *counts)

@@ -1,8 +1,7 @@
 """Rounding to float8 codes and reading them back.
 
-torch's own conversion rounds right (to nearest, ties to even, subnormals included) on every version, but what it does
-past the largest value differs between versions and formats, so what may lie there is clamped first and faults are set
-by hand:
+torch's conversion rounds correctly (to nearest, ties to even, subnormals included) in every version. Beyond the largest
+value versions and formats differ: so values are clamped first, and the codes of inf and NaN written afterwards:
 
     NaN -> 0x7F        +-inf -> 0x7F in E4M3, +-inf in E5M2        finite -> saturates at +-max
 """
@@ -19,7 +18,7 @@ from octavo.kernels.layouts import multiply_tiles_
 
 
 def encode(x: Tensor, scale: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Round x [R, C] times its scale, one a tile, a float32 product, to codes."""
+    """Round x [R, C] times its tiles' scales, a float32 product, to codes."""
     wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     limit = format_of(dtype).max
     wide = multiply_tiles_(wide, scale, tile).clamp_(-limit, limit)
@@ -27,7 +26,7 @@ def encode(x: Tensor, scale: Tensor, tile: Sequence[int], dtype: torch.dtype) ->
 
 
 def with_faults(codes: Tensor, x: Tensor) -> Tensor:
-    """The same codes, with those of x's NaN and inf written to them."""
+    """The same codes, after writing those of x's NaN and inf."""
     fmt, raw, inf = format_of(codes.dtype), codes.view(torch.uint8), x.isinf()
     if fmt.has_inf:
         raw.copy_(torch.where(inf, torch.where(x < 0, 0xFC, 0x7C), raw))

@@ -1,4 +1,4 @@
-"""The delayed state's update: roll the histories, write the next scales; all three roles at once."""
+"""The update of the delayed state: roll the histories and write the next scales, for all three roles at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masters: the float32 weight that an optimizer updates, out of the weight itself and a few more bytes.
+"""Masters: the float32 weight that an optimizer updates, made of the weight itself and a rest of few bytes.
 
     float32 weight            the master is the weight
     bf16 + 16-bit remainder   all of float32: weight and remainder add up to its bits
@@ -8,8 +8,7 @@
 A bf16 weight with a remainder is its master rounded to nearest, ties away from zero: so the remainder, master minus
 weight in units of the last bit, always fits.
 
-Each master follows a weight that was given other values, however they were written: a remainder is added to what is
-there.
+When the user writes a weight, its master follows: a remainder is added to whatever the weight is.
 
 Where a weight lives in FP8, its codes are the master's high part:
 
@@ -20,8 +19,8 @@ Where a weight lives in FP8, its codes are the master's high part:
     None      the code alone, rounded stochastically
 
 The code is the master rounded to nearest, so a remainder, the difference, always fits. Scales are powers of two: a new
-scale changes no master but those that become subnormal. They are known before the update (bound_after), one for
-the weight or one for each block of 128 x 128. Each expert's matrix has its own.
+scale changes only masters that become subnormal. They are known before the update (bound_after), one for the weight or
+one for each block of 128 x 128. Each expert's matrix has its own.
 """
 
 from __future__ import annotations
@@ -38,21 +37,21 @@ from octavo.kernels.moment_codes import decode_moment, encode_moment, round_to_b
 from octavo.kernels.reference.optimizer_state import Piece, Scaled, finite_amax, pieces
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 
-_EXPONENT = 2.0 ** (E4M3.bias - 127)  # of codes against float32
+_EXPONENT = 2.0 ** (E4M3.bias - 127)  # gives a float32 the exponent bits of an E4M3 code
 _LARGEST = 0x7E
-FLOAT16_FACTOR = 128.0  # of the float16 master against codes: it holds that many times as large numbers
+FLOAT16_FACTOR = 128.0  # a float16 master is this many times the scaled weight: float16 holds larger numbers than E4M3
 _REST_BITS = {"fp8_split16": 8, "fp8_split24": 16}
 
 
 @dataclass
 class MasterWeight(Scaled):
-    """A weight [R, C] and what its master has besides.
+    """A weight [R, C] and the rest of its master.
 
     Attributes:
         weight: float32, bf16 or float16.
         kind: "weight" (it is its own master), "split32", "split24" or "stochastic".
         rest: int16 or int8 remainder; None for the others.
-        matrices: of experts, how many; a plain weight is one, whatever it holds.
+        matrices: how many have scales of their own; a plain weight counts as one.
     """
 
     weight: Tensor
@@ -66,7 +65,7 @@ class MasterWeight(Scaled):
         return self.kind in ("split24", "stochastic")
 
     def read(self, piece: Piece) -> Tensor:
-        """The master in float32: the weight's own piece where it is that, else a fresh tensor."""
+        """A piece of the master in float32: the weight's memory where it is float32, else a fresh tensor."""
         weight = piece.of(self.weight)
         if self.rest is None:
             return weight.to(torch.float32)
@@ -76,7 +75,7 @@ class MasterWeight(Scaled):
         return bits.view(torch.float32)
 
     def write(self, piece: Piece, wide: Tensor, bits16: Tensor | None) -> None:
-        """Store the updated master, float32, which is overwritten, and the weight; bits16: where ``is_random``."""
+        """Store the updated master, float32 ``wide``, which is overwritten; bits16: random bits where ``is_random``."""
         weight = piece.of(self.weight)
         if self.rest is None:
             if self.kind == "stochastic":
@@ -102,15 +101,15 @@ class MasterWeight(Scaled):
 
 @dataclass
 class Fp8Weight(Scaled):
-    """A weight in codes [R, C] and what its master has besides.
+    """A weight in codes [R, C] and the rest of its master.
 
     Attributes:
-        weight: uint8, of E4M3.
+        weight: codes of E4M3, as uint8.
         kind: "fp8_split16", "fp8_split24", "fp8_fp16", "fp8_fp32" or "fp8_stochastic".
-        scale_inv: float32 powers of two, [1, 1] or [ceil(R / 128), ceil(C / 128)]; of E experts, whose matrices lie one
-            below the other, [E, ...]: the same of each one's rows.
+        scale_inv: float32 powers of two, [1, 1] or [ceil(R / 128), ceil(C / 128)]; for E experts, whose matrices lie
+            one below the other, [E, ...]: such scales for each matrix.
         rest: int8 or int16 remainder, or the float16 or float32 master; None for the last kind.
-        amax: float32 of scale_inv's shape, no less than the weight's; None for what is only read.
+        amax: float32 of scale_inv's shape, no less than the weight's; None where the master is only read.
     """
 
     weight: Tensor
@@ -126,36 +125,36 @@ class Fp8Weight(Scaled):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether its scales are those of blocks."""
+        """Whether each block of 128 x 128 has a scale."""
         return self.scale_inv.shape[-2:] != (1, 1)
 
     @property
     def matrices(self) -> int:
-        """How many have scales of their own: experts, or one weight; at least one, perhaps without elements."""
+        """How many matrices have scales of their own: the experts, or one. No experts count as one without elements."""
         return max(len(self.scale_inv), 1) if self.scale_inv.ndim == 3 else 1
 
     def matrix(self, index: int) -> Fp8Weight:
-        """One of ``matrices``, over the same memory."""
+        """The master of one of the ``matrices``, over the same memory."""
         if self.scale_inv.ndim == 2 or not len(self.scale_inv):
             return self
         rows = self.weight.shape[0] // self.matrices
-        own = slice(index * rows, (index + 1) * rows)
-        rest, amax = None if self.rest is None else self.rest[own], None if self.amax is None else self.amax[index]
-        return replace(self, weight=self.weight[own], scale_inv=self.scale_inv[index], rest=rest, amax=amax)
+        of_one = slice(index * rows, (index + 1) * rows)
+        rest, amax = None if self.rest is None else self.rest[of_one], None if self.amax is None else self.amax[index]
+        return replace(self, weight=self.weight[of_one], scale_inv=self.scale_inv[index], rest=rest, amax=amax)
 
     def read_all(self, like: Tensor) -> Tensor:
-        """As Scaled's, of all matrices."""
+        """As Scaled's, for all matrices."""
         if self.matrices == 1:
             return super(Fp8Weight, self.matrix(0)).read_all(like)
         return torch.cat([one.read_all(one.weight) for one in map(self.matrix, range(self.matrices))])
 
-    def scale_of(self, amax: Tensor) -> Tensor:
-        """The scale for a weight up to this amax, in scale_inv's shape; of blocks one for each of a row [R, n]."""
+    def scale_for(self, amax: Tensor) -> Tensor:
+        """The scale for a weight up to this amax, in scale_inv's shape; for blocks [R, n], each row's own copy."""
         scale = scale_from_amax(amax, E4M3.max, True, 0)
         return scale.repeat_interleave(BLOCK, 0)[: self.weight.shape[0]] if self.has_blocks else scale
 
     def end(self) -> None:
-        """Note the scales that were written with, and the amaxes found."""
+        """Store the scales of what was written, and its amaxes."""
         if self.has_blocks and self.scale is not None and self.found is not None:
             self.scale, self.found = self.scale[::BLOCK], largest_in_squares(self.found)
         super().end()
@@ -180,7 +179,7 @@ class Fp8Weight(Scaled):
         return value.masked_fill_(faults, float("nan"))
 
     def write(self, piece: Piece, wide: Tensor, bits16: Tensor | None) -> None:
-        """Store the updated master, float32, which is overwritten, and the codes; bits16: where ``is_random``."""
+        """As MasterWeight's; the weight is codes."""
         assert self.scale is not None
         scales = piece.scales_of(self.scale)
         y = wide * scales
@@ -207,7 +206,7 @@ class Fp8Weight(Scaled):
             self.raise_found(amax)
 
     def _write_split(self, piece: Piece, y: Tensor, bits16: Tensor) -> Tensor:
-        """Write codes and remainders; the amax of each block, scaled."""
+        """Write codes and remainders of the scaled values ``y``; return each block's amax, scaled."""
         bits = _REST_BITS[self.kind]
         dropped = 20 - bits
         sign = (y.view(torch.int32) >> 24).bitwise_and_(0x80)
@@ -239,7 +238,7 @@ Master = MasterWeight | Fp8Weight
 
 
 def largest_in_squares(amax: Tensor) -> Tensor:
-    """Of the amaxes of rows' blocks [R, n], those of squares: [ceil(R / 128), n]."""
+    """The amax of each square block [ceil(R / 128), n], out of those of each row's blocks [R, n]."""
     rows, cols = amax.shape
     whole = amax.new_zeros(-(-rows // BLOCK) * BLOCK, cols)
     whole[:rows] = amax
@@ -247,11 +246,11 @@ def largest_in_squares(amax: Tensor) -> Tensor:
 
 
 def remainder_of(values: Tensor, codes: Tensor, scale_inv: Tensor) -> Tensor:
-    """What split16 adds to codes of values, so that they read 12 bits of these: int8 [R, C].
+    """The remainder that split16 keeps of values beside their codes, so that both read 12 bits: int8, shaped as codes.
 
     Args:
-        values: [R, C] of any float dtype, whose cast to nearest the codes are; of experts [E, N, K].
-        codes: uint8 [R, C], or [E, N, K].
+        values: of any float dtype, [R, C], or [E, N, K] for experts.
+        codes: uint8 of the same shape: the values rounded to nearest.
         scale_inv: as Fp8Weight's.
     """
     rests = torch.empty_like(codes, dtype=torch.int8)
@@ -266,13 +265,13 @@ def remainder_of(values: Tensor, codes: Tensor, scale_inv: Tensor) -> Tensor:
         code = piece.of(codes).to(torch.int32).bitwise_and_(0x7F)
         magnitude = wide.abs_().mul_(_EXPONENT).view(torch.int32)
         rest = (magnitude + (1 << (19 - bits))).bitwise_right_shift_(20 - bits).sub_(code << bits)
-        # of ties half round the other way here: 1 of 4096 parts is lost
+        # half of the ties round the other way than the codes did: clamping their remainder loses 1/4096 of the value
         rest.clamp_(-(1 << (bits - 1)), (1 << (bits - 1)) - 1).masked_fill_(code == E4M3.nan_code, 0)
         piece.of(rests).copy_(rest)
     return rests
 
 
 def values_with(codes: Tensor, scale_inv: Tensor, rest: Tensor) -> Tensor:
-    """What codes and such a remainder read, float32; arguments as ``remainder_of``'s and its result."""
+    """The float32 values that codes and the remainder of ``remainder_of`` read; arguments as there."""
     codes_RC, rest_RC = (x.flatten(0, -2) for x in (codes, rest))
     return Fp8Weight(codes_RC, "fp8_split16", scale_inv, rest_RC).read_all(codes_RC).view(codes.shape)

@@ -1,7 +1,7 @@
 """The product of two pairs, a . b^T, in float32, in which codes and their products are exact.
 
-A scale that is constant along K multiplies the result; one that varies along K must multiply the operand first. All is
-applied before the one rounding to the result's dtype. Of operands in groups each group has its own product.
+A scale that is constant along K multiplies the result; one that varies along K must multiply the operand first. The
+result is rounded once, at the end, to its dtype. Where operands are in groups, each group has its own product.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool)
 
 
 def _values(pair: OperandPair) -> Tensor:
-    """An operand [rows, K], with the scales that vary along K."""
+    """An operand [rows, K] in float32, multiplied by its scales where these vary along K."""
     return pair.codes.to(torch.float32) if pair.tile[1] == ALL else decode(pair.codes, torch.float32, *pair[1:])
 
 
 def result_scales(a_scale_inv: Tensor | None, b_scale_inv: Tensor | None) -> list[Tensor]:
-    """What multiplies the result, one after the other: [M, 1] and [1, N], or one number; of operands that have None.
+    """The scales [M, 1] and [1, N] that multiply the result one after the other; None: the operand has none left.
 
-    Two of one number multiply each other first, where float32 holds their product as a normal number.
+    Where both are one number, they are multiplied first, if their product is a normal number in float32.
     """
     scales = [] if a_scale_inv is None else [a_scale_inv]
     scales += [] if b_scale_inv is None else [b_scale_inv.t()]
@@ -60,8 +60,8 @@ def grouped_matmul(
             mine = OperandPair(a.codes[place.rows], a.scale_inv[place.scale_rows], a.tile)
             theirs = OperandPair(b.codes[group], b.scale_inv[group], b.tile)
             if mine.codes.shape[0] > 0:
-                part = ProductArguments(mine, theirs, None if bias is None else bias[group])
-                out[place.rows] = matmul(part, out_dtype, fast_accum)
+                arguments = ProductArguments(mine, theirs, None if bias is None else bias[group])
+                out[place.rows] = matmul(arguments, out_dtype, fast_accum)
         return out
     ends = check_offsets(offsets, a.codes.shape[1])
     of_operands = (
@@ -74,10 +74,10 @@ def grouped_matmul(
 
 
 def _terms(pair: OperandPair, columns: slice, of_scale: slice) -> OperandPair:
-    """A group's terms of an operand.
+    """An operand's columns that one group sums over.
 
     Raises:
-        ValueError: where codes end before the group.
+        ValueError: if the codes end before the group.
     """
     codes, scale_inv, tile = pair
     if columns.stop > codes.shape[1]:

@@ -26,9 +26,9 @@ def normalise(
     """(y [R, C], mean [R], or [0] for rms_norm, and rstd [R]), float32."""
     wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if kind == "layer_norm":
-        mean = wide.mean(1, keepdim=True)  # first, as torch's layer norm loses digits to a large one
-        y, rest, rstd = torch.native_layer_norm(wide.sub_(mean), (wide.shape[1],), None, None, eps)
-        mean, rstd = mean.add_(rest).flatten(), rstd.flatten()
+        mean = wide.mean(1, keepdim=True)  # subtracted first: torch's layer norm loses digits to a large mean
+        y, correction, rstd = torch.native_layer_norm(wide.sub_(mean), (wide.shape[1],), None, None, eps)
+        mean, rstd = mean.add_(correction).flatten(), rstd.flatten()
     else:
         mean = wide.new_empty(0)
         rstd = torch.reciprocal(wide.square().mean(1).add_(eps).sqrt_())
@@ -40,7 +40,7 @@ def normalise(
 def normalised(
     x: Tensor, mean: Tensor, rstd: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, zero_centered: bool
 ) -> Tensor:
-    """The same y, of rows whose mean and rstd are known."""
+    """``normalise``'s y, from rows' mean and rstd."""
     wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if kind == "layer_norm":
         wide.sub_(mean[:, None])
@@ -54,7 +54,7 @@ def _factor(gamma: Tensor, zero_centered: bool) -> Tensor:
 
 
 def norm_backward(gradient: NormGradient, chunks: Sequence[slice] = (slice(None),)) -> tuple[Tensor, Tensor, Tensor]:
-    """``octavo::norm_backward``, of all rows, or in chunks of them."""
+    """``octavo::norm_backward``, in chunks of rows."""
     dy, x, gamma, mean, rstd, kind, zero_centered, with_beta, residual = gradient
     dx = x.new_empty(x.shape)
     sums = torch.zeros(2, x.shape[1], dtype=torch.float32, device=x.device)
@@ -75,7 +75,7 @@ def _backward_of_rows(
     wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     wide_dy = dy.to(torch.float32).contiguous()
     if mean is not None:
-        # about its mean first, as torch's too loses digits to a large one
+        # the mean is subtracted first: torch's backward, too, loses digits to a large one
         args = wide.sub_(mean), factor.shape, torch.zeros_like(mean), rstd, factor, factor, [True] * 3
         dx, dgamma, dbeta = torch.ops.aten.native_layer_norm_backward(wide_dy, *args)
     else:

@@ -1,10 +1,10 @@
-"""How many rows of a product's operand have an inf or a NaN, which the product's result tells at the cost of a column.
+"""How many rows of a product's operand have an inf or a NaN, found from one column of the product's result.
 
-A product carries a fault of its operand's row to the whole row of its result: only where the first element of that is
-not finite is the operand itself looked at, since the element may have overflowed, or the other operand have a fault.
+A fault in a row of the operand makes the whole row of the result faulty. So a row of the operand is read only where the
+first element of the result's row is not finite: that may also come from an overflow or from the other operand.
 
-What is found lies in FOUND, float32, a layer's role in a step: the faulty rows and all rows, added up; the largest
-scale_inv and amax.
+``found``, float32, is that of a layer's role in a step: the number of faulty rows and of all rows, added up over calls;
+the largest scale_inv and amax.
 """
 
 from __future__ import annotations

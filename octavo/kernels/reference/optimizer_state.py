@@ -1,8 +1,8 @@
-"""What an optimizer keeps of a tensor, read and written piece by piece: moments and masters in few bytes.
+"""An optimizer's moments and masters in few bytes, read and written piece by piece.
 
 A tensor is seen as a matrix [R, C] of its first dimension by all others; blocks of up to BLOCK elements lie along C and
-end with the row, so that ranks which hold some rows hold whole blocks. A piece is a view [rows, blocks, width] of some
-of them. Each store knows how to ``read`` a piece as float32 and to ``write`` it back.
+end with the row, so that a rank which has some rows has whole blocks. A piece is a view [rows, blocks, width] of some
+blocks. A moment and a master each ``read`` a piece as float32 and ``write`` it back.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from octavo.kernels.layouts import BLOCK, blocks_of
 from octavo.kernels.moment_codes import decode_moment, encode_moment, round_to_bf16
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 
-PIECE = 1 << 17  # elements: with a dozen of float32 scratches it stays in a CPU's second cache
+PIECE = 1 << 17  # elements: with a dozen float32 temporaries they fit a CPU's second-level cache
 
 
 @dataclass(frozen=True)
 class Piece:
     """Some rows and columns of a matrix, in blocks of one width.
 
-    ``start``: index of the first element in the whole tensor, whose rows are ``row_length`` long.
+    ``start``: the index of its first element in the whole tensor, whose rows are ``row_length`` long.
     """
 
     rows: slice
@@ -40,7 +40,7 @@ class Piece:
         return matrix[self.rows, self.cols].unflatten(1, (-1, self.width))
 
     def scales_of(self, scales: Tensor) -> Tensor:
-        """The piece's scales of [R, blocks], as a view [rows, blocks, 1]; of [1, 1] as it is."""
+        """The piece's part of scales [R, blocks], as a view [rows, blocks, 1]; one scale for all as [1, 1, 1]."""
         if scales.numel() == 1:
             return scales.view(1, 1, 1)
         first, count = self.cols.start // BLOCK, (self.cols.stop - self.cols.start) // self.width
@@ -66,7 +66,7 @@ def counted(count: int, device: torch.device) -> Tensor:
 
 
 def pieces(rows: int, cols: int, first_row: int = 0, first_col: int = 0, row_length: int = 0) -> Iterator[Piece]:
-    """Split a matrix into pieces; it begins there in the tensor, whose rows are ``row_length`` long (0: as its own)."""
+    """Split a matrix into pieces; it begins at this row and column of a tensor with this row length (0: its own)."""
     whole, length = cols - cols % BLOCK, row_length or cols
     for begin, end, width in ((0, whole, BLOCK), (whole, cols, cols - whole)):
         if begin == end:
@@ -82,7 +82,7 @@ def pieces(rows: int, cols: int, first_row: int = 0, first_col: int = 0, row_len
 
 
 class Scaled:
-    """A moment or a master, which may have scales that are known before a step writes it.
+    """A moment or a master whose scale may be known before a step writes it.
 
     Between ``begin`` and ``end`` it is read with the old scale_inv and written with the new scale.
     """
@@ -90,35 +90,35 @@ class Scaled:
     scale_inv: Tensor | None = None
     amax: Tensor | None = None
     scale: Tensor | None = None
-    found: Tensor | None = None  # the amax of what was written, where the next step asks for it
+    found: Tensor | None = None  # the amax of what was written so far, where the next step needs it
 
     def read(self, piece: Piece) -> Tensor:
-        """The piece in float32: the stored one itself where it is that, else a fresh tensor."""
+        """The piece in float32: the stored memory where that is float32, else a fresh tensor."""
         raise NotImplementedError
 
     def read_all(self, like: Tensor) -> Tensor:
-        """All of it in float32, a fresh tensor of the shape [R, C] of this one."""
+        """All values in float32, in a fresh tensor of ``like``'s shape [R, C]."""
         values = torch.empty(like.shape, dtype=torch.float32, device=like.device)
         for piece in pieces(*like.shape):
             piece.of(values).copy_(self.read(piece))
         return values
 
-    def scale_of(self, amax: Tensor) -> Tensor:
+    def scale_for(self, amax: Tensor) -> Tensor:
         """The scale for values up to this amax."""
         raise NotImplementedError
 
     def begin(self, amax: Tensor) -> None:
-        """Have a step write with the scale of this amax, or of a bound of it."""
-        self.scale = self.scale_of(amax)
+        """Have a step write with the scale for this amax, or for a bound of it."""
+        self.scale = self.scale_for(amax)
         self.found = None if self.amax is None else torch.zeros_like(self.scale)
 
     def raise_found(self, amax: Tensor) -> None:
-        """Note the amax of a piece that was written."""
+        """Raise ``found`` to the amax of a piece that was written."""
         if self.found is not None:
             torch.maximum(self.found, amax.max(), out=self.found)
 
     def end(self) -> None:
-        """Note the scale that was written with, and the amax found."""
+        """Store the scale of what was written, and its amax."""
         if self.scale is not None and self.scale_inv is not None:
             self.scale_inv.copy_(scale_inv_from_scale(self.scale))
         if self.amax is not None and self.found is not None:
@@ -128,15 +128,15 @@ class Scaled:
 
 @dataclass
 class MomentTensors(Scaled):
-    """A moment of a tensor.
+    """A tensor's moment as a step reads and writes it.
 
     Attributes:
         data: [R, C] float32, bf16, or uint8 codes.
         fmt: of the codes; None for float32 and bf16.
-        scale_inv: float32 [R, blocks], or [1, 1], of E experts in FP8 [E, 1]; of codes.
-        amax: float32 of one scale's shape, what the next step's comes from where that is the previous amax; else None.
-        root: whether codes are of the square root.
-        stochastic: whether it is rounded so, or to nearest.
+        scale_inv: of the codes, float32 [R, blocks], or [1, 1]; [E, 1] for E experts in FP8.
+        amax: where the next scale comes from the previous amax: that amax, float32, shaped as scale_inv; else None.
+        root: whether the codes are of the square root.
+        stochastic: whether writing rounds stochastically, or to nearest.
     """
 
     data: Tensor
@@ -147,7 +147,7 @@ class MomentTensors(Scaled):
     stochastic: bool = False
 
     def matrix(self, index: int, count: int) -> MomentTensors:
-        """That of one of ``count`` experts, whose matrices lie one below the other, over the same memory."""
+        """The moment of one of ``count`` experts, whose matrices lie one below the other, over the same memory."""
         if count == 1:
             return self
         data, scale_inv, amax = (rows_of(x, index, count) for x in (self.data, self.scale_inv, self.amax))
@@ -156,18 +156,18 @@ class MomentTensors(Scaled):
 
     @property
     def needs_amax_first(self) -> bool:
-        """Whether one scale for all takes the amax of all before the first code."""
+        """Whether one scale is for all codes, so that the amax of all values must be found before the first code."""
         if self.fmt is None or self.scale_inv is None or self.scale_inv.numel() > 1 or self.amax is not None:
             return False
         return self.data.shape[0] * blocks_of(self.data.shape[1]) > 1
 
-    def scale_of(self, amax: Tensor) -> Tensor:
+    def scale_for(self, amax: Tensor) -> Tensor:
         """The scale for codes of values up to this amax."""
         assert self.fmt is not None
         return scale_from_amax(amax, self.fmt.max, False, 0)
 
     def read(self, piece: Piece) -> Tensor:
-        """The moment's piece, as Scaled says."""
+        """As Scaled's."""
         stored = piece.of(self.data)
         if self.fmt is None:
             return stored.to(torch.float32)
@@ -176,7 +176,7 @@ class MomentTensors(Scaled):
         return wide.square_() if self.root else wide
 
     def write(self, piece: Piece, wide: Tensor, bits16: Tensor | None) -> None:
-        """Store what ``read`` gave, updated, which is overwritten; bits16: where it is rounded stochastically."""
+        """Store an updated piece, float32 ``wide``, which is overwritten; bits16: used where rounding is stochastic."""
         stored = piece.of(self.data)
         bits16 = bits16 if self.stochastic else None
         if self.fmt is None:
@@ -191,13 +191,13 @@ class MomentTensors(Scaled):
         if self.found is not None:
             self.raise_found(finite_amax(wide))
         if (scale := self.scale) is None:
-            scale = self.scale_of(finite_amax(wide))
+            scale = self.scale_for(finite_amax(wide))
             piece.scales_of(self.scale_inv).copy_(scale_inv_from_scale(scale))
         stored.copy_(encode_moment(wide.mul_(scale), self.fmt, bits16))
 
 
 def rows_of(tensor: Tensor | None, index: int, count: int) -> Tensor | None:
-    """A part of ``count`` equal ones of a tensor's rows; None of none."""
+    """One of ``count`` equal runs of a tensor's rows; None for None."""
     if tensor is None:
         return None
     rows = tensor.shape[0] // count
@@ -206,7 +206,7 @@ def rows_of(tensor: Tensor | None, index: int, count: int) -> Tensor | None:
 
 def finite_amax(wide: Tensor) -> Tensor:
     """The largest absolute finite value of each block [rows, blocks, width] -> [rows, blocks, 1]."""
-    # aminmax along a dimension takes 13 times as long as both
+    # aminmax along a dimension takes 13 times as long as amax and amin
     amax = torch.maximum(wide.amax(-1, keepdim=True), wide.amin(-1, keepdim=True).neg_())
     if bool(torch.isfinite(amax.sum())):
         return amax

@@ -4,8 +4,8 @@ A weight is read and written once, piece by piece: no temporary is as large as t
 how gradients enter the moments, and how these move the weight.
 
 The step also measures its resolution, which tells when FP8 has become too coarse: how far an update moves weights,
-beside the grid that E4M3 has for them. The grid's step at a weight w is 2^(floor(log2 |w|) - 3), and no less than the
-smallest step at the weight's scale where it lives in FP8. Rounding to it is noise of step / sqrt(12).
+compared with E4M3's grid. The grid's step at a weight w is 2^(floor(log2 |w|) - 3); for a weight that lives in FP8 it
+is no less than the smallest step at its scale. Rounding to the grid is noise of step / sqrt(12).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from octavo.kernels.reference.master_weights import Fp8Weight, Master
 from octavo.kernels.reference.optimizer_state import MomentTensors, Piece, finite_amax, pieces, rows_of
 from octavo.kernels.step_numbers import adam_max_update, bound_after, halves, key_of, power, random_bits
 
-LARGEST_ROOT = 2.0**63  # that moments in codes hold: what is twice as large has no finite square in float32
+LARGEST_ROOT = 2.0**63  # of a second moment in codes: a root twice as large has no finite square in float32
 LARGEST_SQUARE = LARGEST_ROOT**2
 SMALLEST = 2.0**-9  # E4M3's step at scale 1
 
@@ -64,7 +64,7 @@ class AdamStep:
         v.mul_(self.group.beta2).addcmul_(g, g, value=1 - self.group.beta2)
 
     def move(self, w: Tensor, g: Tensor, moments: Sequence[Tensor]) -> None:
-        """Update the master; unclipped, the operations and their order are torch's."""
+        """Update the master; without a clip, by torch's operations in torch's order."""
         m, v = moments
         if self.decoupled_decay:
             w.mul_(1 - self.lr * self.decoupled_decay)
@@ -72,18 +72,17 @@ class AdamStep:
         if self.max_update is None:
             w.addcdiv_(m, root.div_(self.correction2).add_(self.group.eps), value=-self.lr / self.correction1)
             return
-        # a division less than torch, which is a tenth of the GPU kernel's instructions
+        # one division fewer than torch, which saves a tenth of the GPU kernel's instructions
         denominator = root.mul_(1 / self.correction2).add_(self.group.eps)
         limit = self.max_update * self.correction1
         update = torch.div(m, denominator, out=denominator).clamp_(-limit, limit)
         w.add_(update, alpha=-self.lr / self.correction1)
 
     def saturate(self, values: Sequence[Tensor], moments: Sequence[MomentTensors]) -> None:
-        """Keep new moments within what codes are for: |m| and the root of v up to 2^63, in place.
+        """Clamp new moments, in place, to what codes can store: |m| and the root of v up to 2^63. A NaN stays NaN.
 
-        Gradients beyond that make v infinite, which no code can say. In their own step it is so, and nothing moves, as
-        with float32 moments; from then on both moments are as large as each other, and the update is bounded. A NaN
-        stays one.
+        Larger gradients make v infinite, which no code can store. In that step v is infinite and nothing moves, as with
+        float32 moments; from the next step on m and the root of v are the same, so that the update is bounded.
         """
         if moments[0].fmt is not None:
             values[0].clamp_(-LARGEST_ROOT, LARGEST_ROOT)
@@ -93,7 +92,7 @@ class AdamStep:
     def bits(
         self, draw: Callable[..., Tensor], moments: Sequence[MomentTensors], master_is_random: bool
     ) -> tuple[Tensor | None, ...]:
-        """16 random bits an element for each moment and for the master, where these are rounded stochastically."""
+        """16 random bits an element for each moment and for the master, None for those that are rounded to nearest."""
         low, high = halves(draw(0)) if any(moment.stochastic for moment in moments) else (None, None)
         return low, high, draw(1).bitwise_and_(0xFFFF) if master_is_random else None
 
@@ -115,14 +114,14 @@ class SgdGroup(NamedTuple):
 
 
 class SgdStep:
-    """Step ``number``, from 1, of weights with a group's options; none, or one moment."""
+    """Step ``number``, from 1, of weights with a group's options, which have one moment or none."""
 
     def __init__(self, group: SgdGroup, number: int) -> None:
         self.group, self.number, self.lr = group, number, float(group.lr)
         self.maximize, self.coupled_decay = group.maximize, group.weight_decay
 
     def average(self, moments: Sequence[Tensor], g: Tensor) -> None:
-        """Have the momentum follow a gradient, in place: the first is the gradient itself, as torch's."""
+        """Have the momentum follow a gradient, in place: it begins as the gradient itself, as torch's does."""
         for momentum in moments:
             if self.number == 1:
                 momentum.copy_(g)
@@ -137,7 +136,7 @@ class SgdStep:
         w.add_(update, alpha=-self.lr)
 
     def saturate(self, values: Sequence[Tensor], moments: Sequence[MomentTensors]) -> None:
-        """A momentum's codes take any finite number."""
+        """Do nothing: a momentum's codes can store any finite number."""
 
     def bits(
         self, draw: Callable[..., Tensor], moments: Sequence[MomentTensors], master_is_random: bool
@@ -148,6 +147,19 @@ class SgdStep:
         return *(low for _ in moments), high
 
 
+class BitNumbers(NamedTuple):
+    """Which random bits a shard's elements take: those of a key and of each element's index in the whole weight.
+
+    ``key``: of the seed and the weight's number. The shard begins with the whole weight's ``first_row`` and
+    ``first_col``; ``row_length``: how many columns the whole has, 0: as many as the shard.
+    """
+
+    key: int
+    first_row: int = 0
+    first_col: int = 0
+    row_length: int = 0
+
+
 class WeightUpdate(NamedTuple):
     """What a step of one weight reads and writes.
 
@@ -156,33 +168,24 @@ class WeightUpdate(NamedTuple):
         moments: as many as the rule has, all [R, C].
         gradient: [R, C] of any float dtype, or uint8: codes of E4M3.
         step: float32, one number on the weight's device: the steps before this one.
-        key: of random bits: of the seed and the weight's number.
+        bits: the random bits of its elements.
         group: the index of its options.
-        first_row: of the whole weight that these rows begin with; random bits depend on it.
-        gradient_scale_inv: of a gradient in codes, float32 [R, blocks]; of a vector that is seen as [n, 1], of blocks
-            along it: [1, ceil(n / 128)]. Else None.
+        gradient_scale_inv: of a gradient in codes, float32 [R, blocks]; where a vector is seen as [n, 1], blocks lie
+            along it: [1, ceil(n / 128)]. None for other gradients.
         measured: whether its update counts for the resolution.
-        first_col: of the whole weight that these columns begin with.
-        row_length: how many columns that has; 0: as many as this.
     """
 
     master: Master
     moments: tuple[MomentTensors, ...]
     gradient: Tensor
     step: Tensor
-    key: int
+    bits: BitNumbers
     group: int
-    first_row: int
     gradient_scale_inv: Tensor | None = None
     measured: bool = False
-    first_col: int = 0
-    row_length: int = 0
 
     def matrices(self) -> list[WeightUpdate]:
-        """The updates of all experts, each with scales of its own, over the same memory; of other weights itself.
-
-        They share ``step``, which counts once for all.
-        """
+        """An update for each expert, over the same memory and with one ``step`` for all; of other weights just this."""
         count = self.master.matrices
         if not isinstance(self.master, Fp8Weight) or self.master.scale_inv.ndim == 2:
             return [self]
@@ -192,14 +195,14 @@ class WeightUpdate(NamedTuple):
                 master=self.master.matrix(index),
                 moments=tuple(moment.matrix(index, count) for moment in self.moments),
                 gradient=self.gradient[index * rows : (index + 1) * rows],
-                first_row=self.first_row + index * rows,
+                bits=self.bits._replace(first_row=self.bits.first_row + index * rows),
                 gradient_scale_inv=rows_of(self.gradient_scale_inv, index, count),
             )
             for index in range(count)
         ]
 
     def gradient_of(self, piece: Piece, divisor: float, maximize: bool) -> Tensor:
-        """A piece of the gradient in float32, divided, its sign turned to go up; not to be written to."""
+        """A piece of the gradient in float32, divided, and negated to maximize; not to be written to."""
         g, scale_inv = piece.of(self.gradient), self.gradient_scale_inv
         if scale_inv is None:
             g = g.to(torch.float32)
@@ -244,7 +247,7 @@ def _update_weight(update: WeightUpdate, step: AdamStep | SgdStep, divisor: floa
     master, moments = update.master, update.moments
 
     def read(piece: Piece, keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """(master, gradient, new moments, unrounded) of a piece; ``keep``: what is stored stays as it is."""
+        """(master, gradient, unrounded new moments) of a piece; ``keep``: do not change the stored moments."""
         w, g = master.read(piece), update.gradient_of(piece, divisor, step.maximize)
         if step.coupled_decay:
             g = g.add(w, alpha=step.coupled_decay)
@@ -253,7 +256,7 @@ def _update_weight(update: WeightUpdate, step: AdamStep | SgdStep, divisor: floa
         return w, g, new
 
     rows, cols = master.weight.shape
-    all_pieces = list(pieces(rows, cols, update.first_row, update.first_col, update.row_length))
+    all_pieces = list(pieces(rows, cols, *update.bits[1:]))
     for moment in moments:
         if moment.amax is not None:
             moment.begin(moment.amax)
@@ -279,7 +282,7 @@ def _update_weight(update: WeightUpdate, step: AdamStep | SgdStep, divisor: floa
         step.saturate(new, moments)
 
         def draw(*stream: int, piece: Piece = piece) -> Tensor:
-            key = key_of(update.key, step.number, *stream)
+            key = key_of(update.bits.key, step.number, *stream)
             return random_bits(key, piece.index(master.weight.device))
 
         bits = step.bits(draw, moments, master.is_random)
@@ -290,9 +293,9 @@ def _update_weight(update: WeightUpdate, step: AdamStep | SgdStep, divisor: floa
 
 
 def add_resolution(sums: Tensor, piece: Piece, before: Tensor, after: Tensor, master: Master) -> None:
-    """Add a piece's squares of updates and of the grid's steps to float64 [2].
+    """Add the squares of a piece's updates and of its grid's steps to float64 [2].
 
-    ``before``, ``after``: the master's piece in float32. Elements that are not finite count for nothing.
+    ``before``, ``after``: the master's piece in float32. Elements that are not finite do not count.
     """
     moved = after - before
     grid = (before.view(torch.int32) & 0x7F800000).view(torch.float32) * 0.125

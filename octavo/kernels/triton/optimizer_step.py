@@ -159,13 +159,13 @@ def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: _Rul
     matrices = [matrix for update in updates for matrix in update.matrices()]
     for update in matrices:
         height, cols = _shape(update)
-        length = update.row_length or update.gradient.shape[1]
-        start, gap = update.first_row * length + update.first_col, length - update.gradient.shape[1]
+        length = update.bits.row_length or update.gradient.shape[1]
+        start, gap = update.bits.first_row * length + update.bits.first_col, length - update.gradient.shape[1]
         of = _class_of(update, height, cols, start + height * gap)
         tiles = -(-height * blocks_of(cols) // chosen.block_r)
         if of.square:
             tiles = blocks_of(height) * blocks_of(cols) * chosen.tiles
-        kind, key = numbers.setdefault(of, len(numbers)), key_of(update.key)
+        kind, key = numbers.setdefault(of, len(numbers)), key_of(update.bits.key)
         rest = rates[update.group], update.group, kind, height, cols, start, key, programs, update.measured, gap
         rows.append([*_addresses(update), *rest, *[0] * 14])
         programs += -(-tiles // chosen.tiles)
@@ -186,7 +186,7 @@ def _shape(update: WeightUpdate) -> tuple[int, int]:
     rows, cols = update.gradient.shape
     scale_inv = update.gradient_scale_inv  # of a vector that is [n, 1], blocks lie along all of it
     has_rows = scale_inv is not None and scale_inv.shape[0] == rows
-    is_apart = update.row_length not in (0, cols)
+    is_apart = update.bits.row_length not in (0, cols)
     has_blocks = any(m.fmt is not None and not MomentClass.of(m).has_one_scale for m in update.moments)
     return (rows, cols) if _is_square(update) or has_blocks or has_rows or is_apart else (1, rows * cols)
 
@@ -198,7 +198,7 @@ def _class_of(update: WeightUpdate, rows: int, cols: int, beyond: int) -> Tensor
     is_even = ((rows == 1 and not square) or cols % BLOCK == 0) and rows * cols % 16 == 0
     is_even = is_even and all(tensor.data_ptr() % 16 == 0 for tensor in kept if tensor is not None)
     first, second = (*map(MomentClass.of, update.moments), MomentClass(), MomentClass())[:2]
-    is_large, is_apart = beyond + rows * cols > 1 << 31, update.row_length not in (0, update.gradient.shape[1])
+    is_large, is_apart = beyond + rows * cols > 1 << 31, update.bits.row_length not in (0, update.gradient.shape[1])
     kinds = DTYPES[update.gradient.dtype], MasterClass.of(master), first, second
     return TensorClass(*kinds, is_even, square, is_large, is_apart)
 

@@ -220,7 +220,7 @@ def test_a_gradient_in_codes(shape, vector):
     expected = pair.dequantize()
     rows = (expected.numel(), 1) if vector else shape
     codes = pair.qdata.view(torch.uint8).view(rows)
-    update = WeightUpdate(None, (), codes, None, 0, 0, 0, pair.scale_inv)  # type: ignore[arg-type]
+    update = WeightUpdate(None, (), codes, None, None, 0, pair.scale_inv)  # type: ignore[arg-type]
     found = torch.empty(rows)
     for piece in pieces(*rows, first_row=7):
         piece.of(found).copy_(update.gradient_of(piece, 1.0, False))

@@ -14,7 +14,14 @@ from octavo.kernels.layouts import blocks_of
 from octavo.kernels.reference import optimizer_state
 from octavo.kernels.reference.master_weights import Fp8Weight, MasterWeight
 from octavo.kernels.reference.optimizer_state import MomentTensors, pieces
-from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate, add_resolution, optimizer_step
+from octavo.kernels.reference.optimizer_step import (
+    AdamGroup,
+    BitNumbers,
+    SgdGroup,
+    WeightUpdate,
+    add_resolution,
+    optimizer_step,
+)
 from octavo.kernels.step_numbers import adam_max_update, bound_after
 from octavo.numerics import scale_from_amax
 from octavo.tensor.stored_weight import StoredWeight
@@ -38,12 +45,11 @@ def update(
     *moments: MomentTensors,
     number: int = 1,
     key: int = 5,
-    first_row: int = 0,
     **where: Any,
 ) -> None:
-    """Step ``number`` of one weight."""
+    """Step ``number`` of one weight; ``where`` it lies in the whole: BitNumbers' other fields."""
     done = torch.tensor(float(number - 1))
-    optimizer_step([WeightUpdate(master, moments, grad, done, key, 0, first_row, **where)], [group])
+    optimizer_step([WeightUpdate(master, moments, grad, done, BitNumbers(key, **where), 0)], [group])
 
 
 def codes(fmt: Format, shape: tuple[int, int], root: bool = False, rounding: bool = True, **one: Any) -> MomentTensors:
@@ -315,7 +321,9 @@ def weights(groups: list[Any]) -> list[WeightUpdate]:
     for number, shape in enumerate([(1, 1), (3, 300), (0, 5), (2, 128)]):
         master, step = MasterWeight(torch.randn(shape).bfloat16(), "stochastic"), torch.tensor(float(number))
         stored = fp8(shape, 2 if groups is ADAM else 1)
-        found.append(WeightUpdate(master, stored, torch.randn(shape), step, 5 + number, number % 2, 7 * number))
+        found.append(
+            WeightUpdate(master, stored, torch.randn(shape), step, BitNumbers(5 + number, 7 * number), number % 2)
+        )
     return found
 
 
@@ -412,7 +420,7 @@ def test_a_step_adds_the_measured_weights_sums(groups: list[Any]) -> None:
     for measured in (True, False, True):
         w = torch.randn(5, 300)
         before, was = w.clone(), sums.clone()
-        one = WeightUpdate(MasterWeight(w, "weight"), moments, torch.randn(5, 300), torch.tensor(0.0), 0, 0, 0)
+        one = WeightUpdate(MasterWeight(w, "weight"), moments, torch.randn(5, 300), torch.tensor(0.0), BitNumbers(0), 0)
         one = one._replace(measured=measured)
         optimizer_step([one], groups, None, None, sums)
         if measured:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo import E4M3, PerTensor
 from octavo.kernels.reference.master_weights import Fp8Weight
-from octavo.kernels.reference.optimizer_step import SgdGroup, WeightUpdate
+from octavo.kernels.reference.optimizer_step import BitNumbers, SgdGroup, WeightUpdate
 from octavo.kernels.step_numbers import power
 from octavo.optim.moment import NAMED, Moment
 from tests.support.fp8_weights import RESTS, store, values_of, weight
@@ -72,7 +72,7 @@ def made(case: dict[str, Any], moments: slice, number: int) -> WeightUpdate:
         update = fp8_update((rows, cols), *master, scheme, gradient=gradient, number=number)
     length = 1000 if case["apart"] and cols < 800 else 0
     first_row = max(case["start"] // max(length or cols, 1) - rows // 2, 0)
-    update = update._replace(first_row=first_row, first_col=128 if length else 0, row_length=length)
+    update = update._replace(bits=BitNumbers(update.bits.key, first_row, 128 if length else 0, length))
     return coded(update) if case["gradient"] is None else update
 
 
@@ -377,7 +377,7 @@ def experts(
     )
     stored = [m.for_kernel(str(i), m.new_state(str(i), whole, "cpu", True), True) for i, m in enumerate(moments)]
     gradient = torch.cat([one.gradient for one in apart])
-    return apart[0]._replace(master=master, moments=tuple(stored), gradient=gradient, key=number * 77)
+    return apart[0]._replace(master=master, moments=tuple(stored), gradient=gradient, bits=BitNumbers(number * 77))
 
 
 PREVIOUS = (Moment(E4M3, granularity=PerTensor(), scale="previous"),) * 2
@@ -469,7 +469,7 @@ def test_codes_of_a_vector_that_is_seen_in_rows_of_one(kernels: TritonKernels, s
     lengths = [1, 5, 128, 300, 2064, 0]
     masters = itertools.cycle(MASTERS[:4])
     updates = [update_of((n, 1), NAMED["fp32"], next(masters), number=i) for i, n in enumerate(lengths)]
-    updates = [coded(update._replace(first_row=1000), vector=True) for update in updates]
+    updates = [coded(update._replace(bits=BitNumbers(update.bits.key, 1000)), vector=True) for update in updates]
     Both(kernels, updates, [ADAM, OTHER]).steps(2)
 
 

@@ -232,7 +232,7 @@ def shared(made: Made) -> None:
     "one module in three reentrant checkpoints",
     MEMORY,
     exceptions={
-        ("delayed", "recording", "schedule"): ONCE_EACH,
+        ("delayed", "recording", "schedule", "shared inputs, delayed"): ONCE_EACH,
         "updates in backward": Refused(UnsupportedOpError, "use_reentrant=False", "gradients come region by region"),
         "FP8 gradients": Refused(UnsupportedOpError, r"accumulate\(\)", "they are complete region by region"),
     },
@@ -270,7 +270,11 @@ READS_NEXT = Documented(
 )
 
 
-@situation("the same, checkpointed", MEMORY, exceptions={("delayed", "recording", "schedule"): READS_NEXT})
+@situation(
+    "the same, checkpointed",
+    MEMORY,
+    exceptions={("delayed", "recording", "schedule", "shared inputs, delayed"): READS_NEXT},
+)
 def two_ahead_recomputed(made: Made) -> None:
     """Each forward is a region."""
     _two_ahead(made, recompute=True)

@@ -216,6 +216,28 @@ class Experts(Feature):
         return [(experts.gate_up.weight, (slice(None), kept)), (experts.down.weight, (slice(None), slice(None), kept))]
 
 
+class SharedPart(Part):
+    """Two layers that read one input, as gate and up do, and a third that reads its square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.square = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, WIDTH] to the same."""
+        return torch.tanh(super().forward(x) * self.gate(x) + self.square(x * x))
+
+
+class Shared(Feature):
+    """Layers that share the cast of their input; a twin's cast it each."""
+
+    def plain(self) -> nn.Module:
+        return nn.Sequential(SharedPart(), SharedPart()).to(self.dtype)
+
+    def half(self, model: Any) -> list[tuple[Tensor, Any]]:
+        return [(p, slice(WIDTH // 2)) for p in model[1].parameters()]
+
+
 class AdaptedPart(nn.Module):
     """LoRA, as PEFT writes it."""
 
@@ -328,6 +350,8 @@ FEATURES: dict[str, Feature] = {
         Kept("KeptWeights", recipes.dynamic(), "kept"),
         Fused("fused modules", recipes.dynamic(), "fused"),
         Experts("experts", recipes.dynamic()),
+        Shared("shared inputs", recipes.blockwise(), "shared"),
+        Shared("shared inputs, delayed", recipes.delayed(2), "... delayed"),
         Lora("LoRA over FP8", recipes.dynamic(power_of_two=True), "LoRA"),
         CompactState("FP8 moments", recipes.dynamic(), "moments"),
         Scheduled("schedule", recipes.blockwise()),

@@ -1,0 +1,148 @@
+"""A tensor that several layers read is cast once: q, k and v share one pair of their input, gate and up another.
+
+The pair is found by what the tensor is, and by no layer's name: the same object at the same version, cast the same way
+on the same stream. An in-place write moves the version; one through ``.data`` does not, as autograd does not see it
+either. So what is found is what casting again would give, bit for bit. Under a Delayed rule the layers' histories of
+the input must be the same too: they are for as long as the layers have shared all their inputs (scaling/delayed.py).
+
+A layer that reads a tensor again begins another forward, and casts anew. Pairs are held for the last few tensors of
+each thread, and no longer than the tensor lives. In compiled graphs equal ops on one input are one node without this.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.private import current_graph_task_id, current_raw_stream
+from octavo.scaling.delayed import State, have_same_inputs
+from octavo.scaling.recipe import Recipe
+from octavo.step_count import version_of
+from octavo.tensor.pair import Operands
+
+KEPT = 4  # tensors a thread: layers that share an input have few others between them
+UNKNOWN = 1  # the number of a cast that nobody else can have found
+_numbers = itertools.count(UNKNOWN + 1)
+
+
+class CastReader(NamedTuple):
+    """How a layer reads its input: by a recipe and its delayed state, in this dtype, of rows in groups or not."""
+
+    recipe: Recipe
+    state: State | None
+    dtype: torch.dtype
+    offsets: Tensor | None
+
+    def agrees(self, other: CastReader) -> bool:
+        """Whether a cast for the other gives what one for this would."""
+        recipe, found = self.recipe, other.recipe
+        if recipe is not found and (recipe.input_casts, recipe.pads) != (found.input_casts, found.pads):
+            return False
+        if self.dtype is not other.dtype or self.offsets is not other.offsets:
+            return False
+        if recipe.delayed is None or self.state is other.state:
+            return True
+        assert self.state is not None and other.state is not None
+        return recipe.delayed == found.delayed and have_same_inputs(self.state, other.state)
+
+    def moment(self) -> tuple[int, ...]:
+        """What differs where a cast of the same tensor would read another delayed scale."""
+        if self.state is None:
+            return ()
+        return version_of(self.state.scale), current_graph_task_id()
+
+
+class _SharedCast(NamedTuple):
+    reader: CastReader
+    moment: tuple[int, ...]
+    offsets_version: int
+    transposed: bool
+    operands: Operands
+    number: int
+
+
+class ReadTensor:
+    """A tensor at one version, the layers that have read it in this forward, and the casts that they made of it."""
+
+    __slots__ = ("casts", "place", "readers", "reference", "version")
+
+    def __init__(self, reference: Any, version: int, place: Any) -> None:
+        self.reference, self.version, self.place = reference, version, place
+        self.readers: set[int] = set()
+        self.casts: list[_SharedCast] = []
+
+    def find(self, reader: CastReader, transposed: bool) -> tuple[Operands, int] | None:
+        """A cast that serves this reader, and its number; ``transposed``: whether grad_weight needs the input."""
+        for cast in self.casts:
+            if (cast.transposed or not transposed) and reader.agrees(cast.reader):
+                if cast.moment == cast.reader.moment() and cast.offsets_version == _version(reader.offsets):
+                    return cast.operands, cast.number
+        return None
+
+    def add(self, reader: CastReader, transposed: bool, operands: Operands) -> int:
+        """Keep a cast for other readers; its number, which no other has."""
+        number = next(_numbers)
+        moment, version = reader.moment(), _version(reader.offsets)
+        self.casts.append(_SharedCast(reader, moment, version, transposed, operands, number))
+        return number
+
+
+def _version(offsets: Tensor | None) -> int:
+    return 0 if offsets is None else version_of(offsets)
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.tensors: dict[int, ReadTensor] = {}
+
+
+_of_thread = _OfThread()
+
+
+def read_by(x: Tensor, layer: object) -> ReadTensor | None:
+    """What a layer that reads x may share with others; None where that can't be told, and it casts for itself.
+
+    That is in compiled graphs and in inference mode, whose tensors have no versions; and in a CUDA graph's capture of
+    what may have been made before it.
+    """
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_inference():
+        return None
+    place = None
+    if x.is_cuda:
+        capturing = torch.cuda.is_current_stream_capturing()
+        if capturing and x.grad_fn is None:
+            return None
+        place = current_raw_stream(x.get_device()), capturing
+    tensors, key = _of_thread.tensors, id(x)
+    found = tensors.pop(key, None)
+    if (
+        found is None
+        or found.reference() is not x
+        or found.version != x._version
+        or found.place != place
+        or id(layer) in found.readers
+    ):
+        found = ReadTensor(weakref.ref(x, functools.partial(_forget, tensors, key)), x._version, place)
+        if len(tensors) >= KEPT:
+            tensors.pop(next(iter(tensors), key), None)
+    found.readers.add(id(layer))
+    tensors[key] = found  # the last
+    return found
+
+
+def _forget(tensors: dict[int, ReadTensor], key: int, reference: Any) -> None:
+    tensors.pop(key, None)
+
+
+def viewed(x: Tensor) -> Tensor:
+    """The tensor of which x is a view with the same elements in the same order, as a DTensor's ``to_local()``; or x."""
+    base = x._base
+    if base is None or base.dtype != x.dtype or base.shape != x.shape or base.stride() != x.stride():
+        return x
+    return base if base.storage_offset() == x.storage_offset() else x

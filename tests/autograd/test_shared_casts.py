@@ -1,0 +1,243 @@
+"""Layers that read one tensor share its cast, and compute bit for bit what each would that casts for itself."""
+
+import gc
+import random
+import threading
+import weakref
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo import recipes
+from octavo.autograd import shared_casts
+from octavo.autograd.shared_casts import KEPT, read_by, viewed
+from octavo.nn import recipe_module
+from tests.support.helpers import FP8_RECIPES, CountOps
+
+T, K = 32, 64
+each_recipe = pytest.mark.parametrize("recipe", FP8_RECIPES)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """``alone(True)``: each layer casts for itself."""
+
+    def switch(on):
+        monkeypatch.setattr(recipe_module, "read_by", (lambda x, layer: None) if on else read_by)
+
+    return switch
+
+
+def layers(recipe, count=3, **options):
+    torch.manual_seed(0)
+    return nn.ModuleList(octavo.nn.Linear(K, K, recipe=recipe, **options) for _ in range(count))
+
+
+def input_of(dtype=torch.float32, seed=1):
+    x = torch.randn(T, K, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    return x.to(dtype).requires_grad_() * 1  # no leaf, as a layer's input
+
+
+def region(model, x):
+    x = x * 2
+    return sum(layer(x) for layer in model)
+
+
+def casts_in(call):
+    with CountOps() as ops:
+        result = call()
+    return ops.calls["cast"] + ops.calls["cast_two_scalings"], result
+
+
+def program(seed, recipe, trace):
+    """A random training: layers that read shared, written, viewed, rounded and recomputed tensors, some alone."""
+    rng, model = random.Random(seed), layers(recipe, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = input_of(seed=seed)
+    for step in range(4):
+        outputs = []
+        for number in range(rng.randint(2, 8)):
+            layer, kind = rng.choice(model), rng.randrange(9)
+            if kind == 0:
+                x = input_of(seed=100 * step + number)
+            elif kind == 1 and not x.is_leaf:
+                x.mul_(1.5)
+            read = x[: T // 2] if kind == 2 else x
+            if kind == 3:
+                with torch.no_grad():
+                    trace.append(layer(read).clone())
+            elif kind == 4:
+                with torch.autocast("cpu", torch.bfloat16):
+                    outputs.append(layer(read).float())
+            elif kind == 5:
+                both = [layer, rng.choice(model)]
+                outputs += checkpoint(lambda x, both=both: [one(x) for one in both], read, use_reentrant=False)
+            elif kind == 6:
+                layer.eval()
+                outputs.append(layer(read))
+                layer.train()
+            else:
+                outputs.append(layer(read))
+            if rng.random() < 0.25:
+                outputs.append(model[0](read) + model[1](read) * model[2](read))
+        if outputs:
+            sum(y.square().mean() for y in outputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        x = input_of(seed=1000 + step)
+    trace += [p.detach().clone() for p in model.parameters()]
+    trace += [t.clone() for layer in model if recipe.delayed for t in layer.delayed_state[:2]]
+
+
+@each_recipe
+def test_random_trainings_equal_those_without_sharing(recipe, alone):
+    for seed in range(4):
+        shared, own = [], []
+        program(seed, FP8_RECIPES[recipe](), shared)
+        alone(True)
+        program(seed, FP8_RECIPES[recipe](), own)
+        alone(False)
+        assert len(shared) == len(own)
+        assert all(torch.equal(a, b) for a, b in zip(shared, own, strict=True)), seed
+
+
+@each_recipe
+def test_three_readers_make_one_cast_of_the_input_and_save_it_once(recipe):
+    model, saved = layers(FP8_RECIPES[recipe]()), {}
+    x = input_of(dtype=torch.float32)
+
+    def pack(t):
+        if t.numel() == T * K and t.element_size() == 1:
+            saved[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        found, outputs = casts_in(lambda: [layer(x) for layer in model])
+    assert found == 1 + len(model)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert len(saved.keys() - weights) == 1
+    sum(outputs).sum().backward()
+
+
+def test_what_reads_something_else_casts_for_itself():
+    first, second, third = layers(recipes.dynamic())
+    x = input_of()
+    first(x)
+    assert casts_in(lambda: second(x))[0] == 1  # the weight's
+    x.add_(1)
+    assert casts_in(lambda: third(x))[0] == 2  # it was written
+    assert casts_in(lambda: third(x))[0] == 2  # the same layer again: another forward
+    assert casts_in(lambda: second(x[:16]))[0] == 2  # a view
+    assert casts_in(lambda: second(x.clone()))[0] == 2
+    handle = first.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    assert casts_in(lambda: first(x))[0] == 2  # a hook gives another tensor
+    handle.remove()
+    first.recipe = recipes.rowwise()
+    assert casts_in(lambda: first(x))[0] == 2  # it is cast otherwise
+    with torch.inference_mode():
+        y = torch.ones(T, K)
+        assert casts_in(lambda: (second(y), third(y)))[0] == 4  # its writes can't be seen
+
+
+def test_a_frozen_reader_first_leaves_the_transposed_cast_to_the_next():
+    frozen, trained, other = layers(recipes.rowwise())
+    frozen.requires_grad_(False)
+    x = input_of()
+    assert casts_in(lambda: (frozen(x), trained(x), other(x)))[0] == 3 + 2
+
+
+def test_layers_under_autocast_share_the_cast_of_what_each_rounds():
+    model, x = layers(recipes.dynamic()), input_of()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert casts_in(lambda: [layer(x) for layer in model])[0] == 4
+    assert casts_in(lambda: layers(recipes.dynamic(), 1)[0](x))[0] == 2  # of what was not rounded
+
+
+def test_pairs_live_no_longer_than_their_tensor(monkeypatch):
+    tensors = shared_casts._of_thread.tensors
+    tensors.clear()
+    model, x = layers(recipes.dynamic()), input_of()
+    with torch.no_grad():
+        model[0](x)
+    pair = weakref.ref(tensors[id(x)].casts[0].operands.as_is[0])
+    assert pair() is not None
+    del x
+    gc.collect()
+    assert pair() is None and not tensors
+    alive = [input_of(seed=seed) for seed in range(2 * KEPT)]
+    for x in alive:
+        model[0](x)
+    assert len(tensors) == KEPT
+    model[1](alive[-KEPT])  # what is read again stays
+    model[0](input_of(seed=99))
+    assert id(alive[-KEPT]) in tensors and id(alive[1 - KEPT]) not in tensors
+
+
+def test_threads_share_nothing():
+    model, x, counts = layers(recipes.dynamic(), 2), input_of(), []
+    model[0](x)
+    thread = threading.Thread(target=lambda: counts.append(casts_in(lambda: model[1](x))[0]))
+    thread.start()
+    thread.join()
+    assert counts == [2]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_shares_as_the_first_forward_did(reentrant):
+    model = layers(recipes.delayed())
+    leaf = torch.ones(T, K, requires_grad=True)
+    forward, y = casts_in(lambda: checkpoint(region, model, leaf, use_reentrant=reentrant))
+    backward, _ = casts_in(lambda: y.sum().backward())
+    assert forward == backward == 4
+
+
+def test_histories_are_shared_until_a_layer_is_called_alone():
+    model = layers(recipes.delayed())
+
+    def step(*also):
+        x = input_of()
+        found, y = casts_in(lambda: sum(layer(x) for layer in model))
+        (y + sum(layer(x * 3) for layer in also)).sum().backward()
+        return found
+
+    assert [step() for _ in range(3)] == [4, 4, 4]
+    assert step(model[2]) == 4
+    assert [step() for _ in range(2)] == [5, 5]  # its history is its own
+    octavo.nn.load_delayed_state_dict(model, octavo.nn.delayed_state_dict(model))
+    assert step() == 5  # compared once, and still another
+    for layer in model:
+        layer.reset_delayed_state()
+    assert [step() for _ in range(2)] == [4, 4]
+
+
+def test_a_view_of_all_elements_is_found_by_its_base():
+    x = input_of()
+    assert viewed(x.view_as(x)) is x and viewed(x) is x
+    assert viewed(x.t()) is not x and viewed(x[1:]) is not x
+
+
+def test_what_was_cast_by_an_older_scale_is_cast_anew():
+    model, x = layers(recipes.delayed(), 2), input_of()
+    model[0](x)
+    region(model, input_of(seed=2) * 5).sum().backward()
+    assert casts_in(lambda: model[1](x))[0] == 2
+
+
+def test_a_compiled_training_casts_a_shared_input_once():
+    """Inductor's partitioner of forward and backward merges equal ops."""
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(sum("octavo.cast" in str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    model = layers(recipes.dynamic())
+    torch.compile(lambda x: region(model, x), backend=backend)(torch.ones(T, K, requires_grad=True)).sum().backward()
+    assert graphs == [1 + len(model), 1]  # one gradient reaches all three
