@@ -16,12 +16,13 @@ from benchmarks.kernels import accumulation, grouped_accuracy, grouped_roofline
 from benchmarks.machine_code import emulated
 from benchmarks.pictures import data_flow, layouts, losses, memory
 from benchmarks.subjects import ROOT
-from benchmarks.training import mixture_convergence, quality_study
+from benchmarks.training import mixture_convergence, quality_study, saved_bytes
 
 PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/communication.md": communication_model.TABLES,
     "docs/emulator.md": emulated.TABLES,
     "docs/kernels.md": accumulation.TABLES,
+    "docs/modules.md": saved_bytes.TABLES,
     "docs/study/gradient-reduction.md": fp8_reduce.TABLES,
     "docs/study/mixture-of-experts.md": mixture_convergence.TABLES | grouped_accuracy.TABLES | grouped_roofline.TABLES,
     "docs/study/training-quality.md": quality_study.TABLES,

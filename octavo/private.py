@@ -80,6 +80,7 @@ NAMES = {
     "cpu_attention_backward": Name(
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "counts attention's FLOPs"
     ),
+    "to_copy": Name("torch.ops.aten._to_copy", "tells copies of weights from what else is saved for backward"),
     "grouped_mm": Name("torch.ops.aten._grouped_mm", "counts the FLOPs of transformers' experts"),
     # modules
     "parameter_registration_hooks": Name(

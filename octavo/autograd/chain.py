@@ -116,7 +116,7 @@ def _forward(
     result = output(None, a, second_weight, second_bias, second, chain.dtype)
     saved_second = to_save(None, a, second_weight, second, needs_dh, needs[5])
     reads_h = needs_dh or (needs[5] and second.recipe.grad_weight is None)
-    return result, y, (*of_norm, *saved, *(_saved_input(h, second) if reads_h else (None, None)), *saved_second)
+    return result, y, (*of_norm, *saved, *(saved_input(h, second) if reads_h else (None, None)), *saved_second)
 
 
 def _input_of(tensors: ChainTensors, norm: Norm | None, mean: Any, rstd: Any) -> Tensor:
@@ -128,7 +128,7 @@ def _input_of(tensors: ChainTensors, norm: Norm | None, mean: Any, rstd: Any) ->
     return kernels.normalised(x, mean, rstd, gamma, beta, norm.kind, norm.zero_centered)
 
 
-def _saved_input(h: Tensor, layer: Layer) -> tuple[Tensor | None, Tensor | None]:
+def saved_input(h: Tensor, layer: Layer) -> tuple[Tensor | None, Tensor | None]:
     """An activation's input, as the recipe of the layer that it leads to saves it: (tensor or codes, scale_inv)."""
     cast = layer.recipe.saved
     if cast is None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.private import current_graph_task_id, current_raw_stream
+from octavo.private import FakeTensor, current_graph_task_id, current_raw_stream
 from octavo.scaling.delayed import State, have_same_inputs
 from octavo.scaling.recipe import Recipe
 from octavo.step_count import version_of
@@ -111,10 +111,11 @@ def read_by(x: Tensor, layer: object) -> ReadTensor | None:
     That is in compiled graphs and in inference mode, whose tensors have no versions; and in a CUDA graph's capture of
     what may have been made before it.
     """
-    if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_inference():
+    is_fake = type(x) is FakeTensor  # a forward without data shares as one with data would
+    if torch.compiler.is_compiling() or not (is_fake or type(x) is Tensor) or x.is_inference():
         return None
     place = None
-    if x.is_cuda:
+    if x.is_cuda and not is_fake:
         capturing = torch.cuda.is_current_stream_capturing()
         if capturing and x.grad_fn is None:
             return None

@@ -350,7 +350,8 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     recipes = [None, *(make() for make in command.RECIPES.values())]
     print(f"{command.parameters_of(model)}, {len(inputs[0])} sequences of {context} tokens")
     work = work_of(model, inputs)
-    print(command.describe_plan([estimate(model, inputs, recipe, rates, work=work) for recipe in recipes], rates))
+    found = [estimate(model, inputs, recipe, rates, work=work, fuse=options.fuse) for recipe in recipes]
+    print(command.describe_plan(found, rates))
     return 0
 
 

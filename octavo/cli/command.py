@@ -103,6 +103,8 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, metavar="N", help=help)
     help = "H100, H200 or B200, by published rates (default: this one, by what `octavo info --measure` found)"
     parser.add_argument("--device", metavar="NAME", help=help)
+    help = "predict memory as octavo.convert(..., fuse=True) converts"
+    parser.add_argument("--fuse", action="store_true", help=help)
     add_options(parser, ModelConfig)
 
 

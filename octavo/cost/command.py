@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from octavo import recipes
 from octavo.cost.estimate import Estimate, LayerTime, LinearWork
 from octavo.cost.rates import FORMS, HIGH_PRECISION, PlanError, Rates
+from octavo.nn.saved import KINDS
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe
 
@@ -82,6 +83,11 @@ def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
         share = f"{memory.total / first.memory.total:.2f}"
         sizes.append([found.name, *(f"{size / GIB:.2f}" for size in kept), share])
     lines = [f"by the rates of {rates.device} ({rates.source})", "", columns(times), "", columns(sizes), ""]
+    saved = [["GiB of activations", *(found.name for found in estimates)]]
+    for kind in KINDS:
+        of_kind = [(found.memory.saved or {}).get(kind, 0) / GIB for found in estimates]
+        saved += [[kind, *(f"{size:.2f}" for size in of_kind)]] * any(of_kind)
+    lines += [columns(saved), ""]
     room = rates.memory or math.inf
     too_large = [found.name for found in estimates if found.memory.total > room]
     if rates.memory:

@@ -19,12 +19,12 @@ from octavo.nn.convert import convert, set_recipe
 from octavo.nn.flops import formulas
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.saved import twin_of, without_data
 from octavo.private import FakeTensorMode, TorchDispatchMode, cpu_attention, cpu_attention_backward, pytree
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Phase, PhasePlan, PrecisionSchedule
-from octavo.schedule.plan import twin_of, without_data
 
 # FLOP of attention on a CPU, which torch's counter lacks
 _ATTENTION = {
@@ -237,11 +237,11 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     return Work(linears, max(flop.get_total_flops() - of_linears, 0.0), traffic.bytes, traffic.ops)
 
 
-def _convert(model: nn.Module, recipe: Recipe | RecipeMap, select: Select | None) -> None:
-    """octavo.convert, without the warning that there is nothing to convert."""
+def _convert(model: nn.Module, recipe: Recipe | RecipeMap, select: Select | None, fuse: bool = False) -> None:
+    """octavo.convert, without the warning that there is nothing to convert or fuse."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "octavo.convert converted nothing")
-        convert(model, recipe, select)
+        warnings.filterwarnings("ignore", "octavo.convert (converted|fused) nothing")
+        convert(model, recipe, select, fuse=fuse)
 
 
 def _plain(outputs: Any) -> Any:
@@ -257,6 +257,7 @@ def estimate(
     select: Select | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = torch.optim.AdamW,
     work: Work | None = None,
+    fuse: bool = False,
 ) -> Estimate:
     """Predict a training step of a model, in eager PyTorch on one device, without computing it.
 
@@ -272,6 +273,7 @@ def estimate(
         select: as for octavo.convert.
         optimizer: makes the optimizer from the parameters.
         work: what ``work_of`` returned for the model, to be counted once for several recipes.
+        fuse: as for octavo.convert; it changes the memory that is predicted, not the time.
 
     Returns:
         an Estimate.
@@ -289,7 +291,7 @@ def estimate(
     twin = on_meta(model)
     work = work or work_of(model, inputs)
     if recipe is not None:
-        _convert(twin, recipe, select)
+        _convert(twin, recipe, select, fuse)
     modules = dict(twin.named_modules())
     products = casts = 0.0
     layers = []

@@ -181,9 +181,10 @@ def _put_back(model: nn.Module, added: list[RecipeModule], modes: list[Any], buf
     for module in dict.fromkeys(layer.holder for layer in added):
         if isinstance(module, ConvertedExperts):
             module.remove_parts()
+            restore_class(module, ConvertedExperts)
         else:
             module.forget_recipe()  # type: ignore[operator]
-        restore_class(module)  # type: ignore[arg-type]
+            restore_class(module, RecipeModule)
     for module, training in modes:
         module.training = training
     for module, found in buffers:

@@ -15,7 +15,7 @@ import torch
 from octavo.kernels.cpu import KERNELS
 from octavo.kernels.cpu.chunked_cast import produced
 from octavo.kernels.devices import kernels_of
-from octavo.kernels.reference.norm import normalised
+from octavo.kernels.reference.norm import normalise, normalised
 from octavo.kernels.signatures import SCHEMAS
 from octavo.private import modes_active
 
@@ -57,4 +57,4 @@ def multi_tensor_cast(xs: Sequence[torch.Tensor], *args: Any) -> None:
     torch.ops.octavo.multi_tensor_cast(xs, *args)
 
 
-__all__ = [*SCHEMAS, "normalised", "produced"]
+__all__ = [*SCHEMAS, "normalise", "normalised", "produced"]

@@ -127,10 +127,9 @@ def _new(base: type[Any], kind: type[nn.Module]) -> nn.Module:
     return found.__new__(found)
 
 
-def restore_class(module: RecipeModule | ConvertedExperts) -> None:
-    """Give an FP8 module the class that it was made from: its base after octavo's. A parametrization stays."""
+def restore_class(module: nn.Module, base: type[nn.Module]) -> None:
+    """Give a module the class that it was made from: that after octavo's, of this base. A parametrization stays."""
     kind = type(module)
-    base: type[nn.Module] = ConvertedExperts if isinstance(module, ConvertedExperts) else RecipeModule
     plain = kind.__mro__[kind.__mro__.index(base) + 1]
     if class_of(module) is not kind:
         own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}

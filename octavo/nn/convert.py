@@ -30,6 +30,7 @@ from octavo.nn.candidates import (
 from octavo.nn.converted_experts import ConvertedExperts, keys_of, recipe_names
 from octavo.nn.gather_group import GatherGroup
 from octavo.nn.grouped_linear import Grouped
+from octavo.nn.known_forwards import KnownForward, fuse_known
 from octavo.nn.linear import Linear
 from octavo.nn.parted_linear import PartedLinear, Split
 from octavo.nn.recipe_module import RecipeModule
@@ -54,6 +55,7 @@ def convert(
     recipe: Recipe | RecipeMap | None = None,
     select: Select | None = None,
     weight_storage: Literal["fp8"] | None = None,
+    fuse: bool = False,
 ) -> nn.Module:
     """Turn the model's linear layers into FP8 modules, in place.
 
@@ -73,18 +75,23 @@ def convert(
             without a cast, and octavo.optim.AdamW updates them, made before or after. Then fully_shard, if at all, and
             that before the optimizer. Weights that a module of another kind shares stay as they are. None leaves
             weights as they are; a model without stored weights.
+        fuse: also give modules that hold these layers, whose forward octavo knows (transformers' feed-forwards and RMS
+            norms), one that saves less for backward: an activation and the layer behind it compute together, from
+            float32 with one rounding, and a norm saves its input alone. ``octavo.summary`` lists them, and the rest
+            with the reason. False leaves such modules as they are, fused or not.
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: if ``recipe`` is no Recipe, ``model`` no Module or ``select`` no function; nothing is changed then.
+        TypeError: if ``recipe`` is no Recipe, ``model`` no Module, ``select`` no function or ``fuse`` no bool; nothing
+            is changed then.
         ValueError: if weights can't be stored under the recipe; nothing is changed then.
 
     Warns:
-        UserWarning: if nothing was converted, with the reasons; of what stays in high precision: layers that are
-            sharded by fully_shard already, whose forward something replaced (transformers' tp_plan), or whose weight
-            the model reads without calling them; 3-D parameters of modules that it does not know.
+        UserWarning: if nothing was converted, or fused, with the reasons; of what stays in high precision: layers that
+            are sharded by fully_shard already, whose forward something replaced (transformers' tp_plan), or whose
+            weight the model reads without calling them; 3-D parameters of modules that it does not know.
 
     Example:
         >>> import torch, octavo
@@ -100,6 +107,8 @@ def convert(
     _check(model, recipe)
     if weight_storage not in (None, "fp8"):
         raise ValueError(f"weight_storage={weight_storage!r}: use 'fp8' or None")
+    if not isinstance(fuse, bool):
+        raise TypeError(f"fuse={fuse!r}: use True or False")
     targets = targets_of(model, select)
     stored = {} if weight_storage is None else _storage(model, recipe, targets)
     for name, module, _ in targets:
@@ -123,6 +132,8 @@ def convert(
         group.told |= told_of(module, name)
         if (own := local_stored(weight_of(module))) is not None:
             own.layer_name = name
+    if fuse:
+        _fuse(model)
     choose_fast_path(model)
     converted = _modules(model)
     others = _weights_of_others(model, {id(module.holder) for _, module in converted})
@@ -140,6 +151,17 @@ def _become(name: str, module: nn.Module, target: type[nn.Module]) -> list[tuple
         return [(f"{name}.{part_name}".lstrip("."), part) for part_name, part in module.add_parts()]
     assert isinstance(module, RecipeModule)
     return [(name, module)]
+
+
+def _fuse(model: nn.Module) -> None:
+    """Fuse what octavo knows; warn if that is nothing."""
+    refused = fuse_known(model)
+    if not any(isinstance(module, KnownForward) for module in model.modules()):
+        reasons: dict[str, list[str]] = {}
+        for name, why in refused.items():
+            reasons.setdefault(why, []).append(name or "the model")
+        found = "; ".join(f"{why} ({len(names)} such, first {names[0]})" for why, names in reasons.items())
+        warnings.warn(f"octavo.convert fused nothing: {found or 'the model has no module that it knows'}", stacklevel=3)
 
 
 def _storage(
@@ -318,10 +340,12 @@ def restore(model: nn.Module) -> nn.Module:
         elif isinstance(module, RecipeModule):
             store_weight(weight_of(module), None)
             module.forget_recipe()
-            restore_class(module)
+            restore_class(module, RecipeModule)
         elif isinstance(module, ConvertedExperts) and not (is_sharded(type(module)) or module.is_parallel):
             module.remove_parts()
-            restore_class(module)
+            restore_class(module, ConvertedExperts)
+        elif isinstance(module, KnownForward) and not is_sharded(type(module)):
+            restore_class(module, KnownForward)
     choose_fast_path(model)
     gather_anew(model)
     return model

@@ -226,9 +226,21 @@ def converted_class(module: nn.Module) -> type[ConvertedExperts] | None:
     return (OfTorchtitan if keys in _TITAN else OfTransformers) if keys else None
 
 
+def function_of(act: nn.Module | None) -> str | None:
+    """The function of an activation module of torch or transformers, as kernels/activations.py calls it; or None.
+
+    Example:
+        >>> function_of(nn.GELU(approximate="tanh")), function_of(nn.Tanh())
+        ('gelu_tanh', None)
+    """
+    if type(act) is nn.GELU:
+        return "gelu" if act.approximate == "none" else "gelu_tanh"
+    return _FUNCTIONS.get(type(act).__name__)
+
+
 def _activation_of(module: nn.Module) -> str | None:
     """The name of a module's activation, if a cast knows it."""
-    function = _FUNCTIONS.get(type(getattr(module, "act_fn", None)).__name__)
+    function = function_of(getattr(module, "act_fn", None))
     if not module.has_gate:
         return function
     gate: Any = getattr(type(module), "_apply_gate", None)

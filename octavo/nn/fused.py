@@ -13,13 +13,13 @@ parts' own. The parts do run one after the other where something wants to see th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from octavo.autograd.activated import FUNCTIONS
 from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.products import requires_grad
 from octavo.kernels.activations import activation_of
@@ -31,15 +31,6 @@ from octavo.nn.parted_linear import PartedLinear
 from octavo.nn.tensor_parallel import FusedParts, finished, fused_parts, hooks_on, is_parallel, style_of
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
-
-_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "squared_relu": lambda h: F.relu(h).square(),
-    "silu": F.silu,
-    "quick_gelu": lambda h: h * (1.702 * h).sigmoid(),
-    "gelu": F.gelu,
-    "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
-}
 
 
 def activate(h: Tensor | tuple[Tensor, ...], name: str) -> Tensor:
@@ -56,10 +47,10 @@ def activate(h: Tensor | tuple[Tensor, ...], name: str) -> Tensor:
     function, gated = activation_of(name)
     if isinstance(h, Tensor):
         if not gated:
-            return _FUNCTIONS[function](h)
+            return FUNCTIONS[function].value(h)
         h = h.chunk(2, dim=-1)
     gate, up = h
-    return _FUNCTIONS[function](gate) * up
+    return FUNCTIONS[function].value(gate) * up
 
 
 def runs_alone(module: nn.Module) -> bool:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
 
 from octavo.nn.candidates import PastReads, class_of, expert_weights, fp8_class, past_reads, shape_of, why_not
+from octavo.nn.convert import restore
 from octavo.nn.converted_experts import ConvertedExperts, ExpertsPart
 from octavo.nn.flops import forward_flops
+from octavo.nn.known_forwards import KnownForward, refusal
 from octavo.nn.parted_linear import Split
 from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.saved import predicted_by_kind
 from octavo.nn.weight import weight_of
 from octavo.scaling.recipe import Recipe
 
@@ -40,6 +45,39 @@ class ModuleSummary:
     gathered: str = ""
 
 
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """What a forward in training saves for backward besides parameters and inputs, by the kinds of nn/saved.py.
+
+    Attributes:
+        plain: bytes of the same model unconverted.
+        converted: bytes of the model as it is.
+        reason: why one of them was not counted, and both are empty; else "".
+    """
+
+    plain: Mapping[str, int]
+    converted: Mapping[str, int]
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"what a forward saves for backward was not counted: {self.reason}"
+        plain, converted = (sum(size for kind, size in one.items() if kind != "weights") for one in self._both)
+        lines = [f"a forward saves {converted / max(plain, 1):.3f} of what it does unconverted, weights apart"]
+        lines.append(f"  {'MiB':<16}  {'unconverted':>11}  {'as it is':>10}")
+        for kind in self.converted:
+            sizes = [one[kind] / MIB for one in self._both]
+            lines += [f"  {kind:<16}  {sizes[0]:>11,.2f}  {sizes[1]:>10,.2f}"] * any(sizes)
+        return "\n".join(lines)
+
+    @property
+    def _both(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        return self.plain, self.converted
+
+
 @dataclass(frozen=True)
 class Summary:
     """All of a model's matrices. ``str()`` of it is a table.
@@ -47,10 +85,16 @@ class Summary:
     Attributes:
         modules: one of each module that holds a matrix.
         flops: of a forward pass: the operations of products in FP8, and of all products; None where none was run.
+        saved: of a forward pass: what it saves for backward; None where none was run.
+        fused: the modules that ``octavo.convert(..., fuse=True)`` has fused, by name: their class.
+        not_fused: those that it left as they are though they look alike: why. Both are empty where nothing is fused.
     """
 
     modules: tuple[ModuleSummary, ...]
     flops: tuple[int, int] | None = None
+    saved: SavedBytes | None = None
+    fused: Mapping[str, str] = field(default_factory=dict)
+    not_fused: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def converted(self) -> tuple[ModuleSummary, ...]:
@@ -70,6 +114,15 @@ class Summary:
         if self.flops is not None:
             part = 100 * self.flops[0] / max(self.flops[1], 1)
             lines.append(f"{part:.1f} % of the forward pass's {self.flops[1]:.3g} FLOPs in FP8")
+        if self.saved is not None:
+            lines.append(str(self.saved))
+        if self.fused:
+            lines.append(
+                "fused: " + ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(self.fused.values()).items()))
+            )
+            first = {why: name for name, why in reversed([*self.not_fused.items()])}
+            for why, count in Counter(self.not_fused.values()).items():
+                lines.append(f"not fused: {count}, first {first[why]}: {why}")
         width = max((len(m.name or "(model)") for m in self.modules), default=0)
         for m in self.modules:
             state = f"left alone: {m.reason}"
@@ -89,12 +142,14 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
     Args:
         model: any module.
         args: of one forward pass, which then runs in evaluation mode without gradients; the summary says how much of
-            its FLOPs (products of matrices, attention, convolutions) is in FP8. Without any, none runs.
+            its FLOPs (products of matrices, attention, convolutions) is in FP8. A copy without data runs in training,
+            and one unconverted: what they save for backward is counted by kind. Without any, none runs.
         kwargs: of the same forward pass.
 
     Returns:
-        a Summary; print it, or read ``.converted``, ``.left_alone`` and ``.flops``. It lists every module that holds a
-        parameter of two or more dimensions: 3-D expert weights, embeddings and convolutions among those left alone.
+        a Summary; print it, or read ``.converted``, ``.left_alone``, ``.flops`` and ``.saved``. It lists every module
+        that holds a parameter of two or more dimensions: 3-D expert weights, embeddings and convolutions among those
+        left alone.
 
     Example:
         >>> import torch, octavo
@@ -129,7 +184,20 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
                 reason = "" if recipe is not None else _reason(module, key)
             gathered = _gathered(reader) if key == "weight" or key in parts else ""
             rows.append(ModuleSummary(label, class_of(module).__name__, shape, recipe, reason, gathered))
-    return Summary(tuple(rows), flops)
+    saved = _saved(model, args, kwargs) if flops is not None else None
+    kinds = {
+        name: class_of(module).__name__ for name, module in model.named_modules() if isinstance(module, KnownForward)
+    }
+    refused = {name: why for name, module in model.named_modules() if kinds and (why := refusal(module))}
+    return Summary(tuple(rows), flops, saved, kinds, refused)
+
+
+def _saved(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SavedBytes:
+    """What the model saves, and what it would unconverted."""
+    try:
+        return SavedBytes(predicted_by_kind(model, args, kwargs, restore), predicted_by_kind(model, args, kwargs))
+    except Exception as error:  # of a model's own forward, which may ask tensors for their values
+        return SavedBytes({}, {}, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
 
 def _past(reads: PastReads, called: bool | None) -> str:

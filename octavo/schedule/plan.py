@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +13,12 @@ from torch.optim import Optimizer
 from octavo.errors import OctavoError
 from octavo.granularity import Granularity
 from octavo.nn.convert import set_recipe, stored_now
+from octavo.nn.saved import predicted_by_kind
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import blank
 from octavo.optim.layout import is_fp8_experts
 from octavo.optim.state import Settings
-from octavo.private import FakeTensor, FakeTensorMode, pytree
 from octavo.schedule.phase import Target
 from octavo.tensor.parameters import put_into
 from octavo.tensor.stored_gradient import StoredGradient
@@ -42,7 +41,8 @@ class PhasePlan:
         masters: of what masters keep beside the weights.
         moments: of the optimizer's moving averages.
         gradients: the most that backward has at a time.
-        activations: of what the model's forward saves for backward; None without example inputs.
+        saved: of what the model's forward saves for backward, by the kinds of nn/saved.py; None without
+            example inputs.
 
     Example:
         >>> PhasePlan("delayed", parameters=1000, weights=1000, masters=1000, moments=2000, gradients=2000).total
@@ -55,7 +55,12 @@ class PhasePlan:
     masters: int
     moments: int
     gradients: int
-    activations: int | None = None
+    saved: Mapping[str, int] | None = None
+
+    @property
+    def activations(self) -> int | None:
+        """Bytes of all that the model's forward saves for backward; None where it was not asked for."""
+        return None if self.saved is None else sum(self.saved.values())
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -127,7 +132,7 @@ def plan_of(
     return Plan(tuple(found))
 
 
-def _phase_plan(model: nn.Module, optimizer: Optimizer, target: Target, activations: int | None) -> PhasePlan:
+def _phase_plan(model: nn.Module, optimizer: Optimizer, target: Target, saved: Mapping[str, int] | None) -> PhasePlan:
     storage = dict(zip(stored_now(model), target.storage, strict=True))
     trained = {param for group in optimizer.param_groups for param in group["params"]}
     weights = masters = moments = parameters = 0
@@ -141,7 +146,7 @@ def _phase_plan(model: nn.Module, optimizer: Optimizer, target: Target, activati
         if param in trained and not isinstance(optimizer, CompactOptimizer):
             moments += _torch_moments(optimizer, param)
     gradients = _gradients(model, optimizer)
-    return PhasePlan(target.phase.name, parameters, weights, masters, moments, gradients, activations)
+    return PhasePlan(target.phase.name, parameters, weights, masters, moments, gradients, saved)
 
 
 def _gradients(model: nn.Module, optimizer: Optimizer) -> int:
@@ -201,7 +206,7 @@ def _cheapest(
     totals = {}
     for name, (settings, storage) in ways.items():
         other = replace(target, settings=settings, storage=storage)
-        totals[name] = _phase_plan(model, optimizer, other, phase.activations).total
+        totals[name] = _phase_plan(model, optimizer, other, phase.saved).total
     if fitting := [name for name, total in totals.items() if total <= budget]:
         name = max(fitting, key=totals.__getitem__)
         return f"cheapest way to fit: {name} ({_mib(totals[name])})"
@@ -212,60 +217,15 @@ def _cheapest(
     )
 
 
-def saved_bytes(model: nn.Module, target: Target, inputs: tuple[Any, ...]) -> int:
-    """Bytes that the model's forward saves for backward in a phase, besides parameters, buffers and inputs.
+def saved_bytes(model: nn.Module, target: Target, inputs: tuple[Any, ...]) -> dict[str, int]:
+    """Bytes that the model's forward saves for backward in a phase, by the kinds of nn/saved.py.
 
     The forward runs on a copy of the model whose tensors have no data.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    twin = twin_of(model, mode)
-    with mode:
+
+    def change(twin: nn.Module) -> None:
         for weight, granularity in target.moved(twin).items():
             put_into(weight, blank(weight, granularity))
         set_recipe(twin, target.phase.recipe)
-        twin.train()
-        arguments = pytree.tree_map_only(Tensor, lambda x: without_data(x, mode), inputs)
-        state = [inner for tensor in (*twin.parameters(), *twin.buffers()) for inner in _inner(tensor)]
-        not_counted = {_storage(leaf) for leaf in (*state, *pytree.tree_leaves(arguments))}
-        found: dict[int, Tensor] = {}
 
-        def pack(tensor: Tensor) -> Tensor:
-            found.update({_storage(inner): inner for inner in _inner(tensor)})
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = twin(*arguments)
-        total = sum(tensor.untyped_storage().nbytes() for key, tensor in found.items() if key not in not_counted)
-        del output
-    return total
-
-
-def without_data(tensor: Tensor, mode: Any) -> Tensor:
-    """A fake of a tensor; for one on the meta device a CPU's, as attention on meta would save its probabilities."""
-    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_meta:
-        return mode.from_tensor(tensor)
-    fake = FakeTensor(mode, tensor.detach(), torch.device("cpu"))
-    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-
-
-def twin_of(model: nn.Module, mode: Any) -> nn.Module:
-    """A copy of a model with fake parameters and buffers, whose data is not copied."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if getattr(tensor, "placements", None) is not None:
-            raise ValueError(
-                "example_inputs: make the plan before fully_shard; a sharded model can't be run without data"
-            )
-        memo[id(tensor)] = without_data(tensor, mode)
-    return copy.deepcopy(model, memo)
-
-
-def _inner(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors inside a tensor subclass; a plain tensor itself."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        return [inner for name in tensor.__tensor_flatten__()[0] for inner in _inner(getattr(tensor, name))]
-    return [tensor]
-
-
-def _storage(tensor: Any) -> int:
-    return tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else 0
+    return predicted_by_kind(model, inputs, change=change)

@@ -50,7 +50,7 @@ def test_whether_a_step_fits() -> None:
     x = torch.empty(16384, 8192, dtype=torch.bfloat16, device="meta")
     found = [estimate(model, (x,), recipe, H200) for recipe in (None, recipes.delayed(), recipes.blockwise())]
     sizes = [each.memory.total for each in found]
-    found[1] = dataclasses.replace(found[1], memory=dataclasses.replace(found[1].memory, activations=1 << 40))
+    found[1] = dataclasses.replace(found[1], memory=dataclasses.replace(found[1].memory, saved={"other": 1 << 40}))
     text = command.describe_plan(found, dataclasses.replace(H200, memory=float(max(sizes))))
     assert "A step in delayed does not fit" in text and "blockwise is the fastest" in text
 

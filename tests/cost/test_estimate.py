@@ -123,6 +123,20 @@ def test_only_what_convert_would_convert_is_in_fp8() -> None:
     assert nothing.products == estimate(model, (x,), None, H200).products
 
 
+def test_fused_a_step_saves_less_by_kind() -> None:
+    config = transformers.LlamaConfig(hidden_size=64, intermediate_size=176, num_hidden_layers=1, vocab_size=64)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).bfloat16()
+    found = [
+        estimate(model, (TOKENS,), recipes.delayed(), H200, lambda module, name: True, fuse=fuse).memory
+        for fuse in (False, True)
+    ]
+    plain, fused = (each.saved for each in found)
+    less = {kind for kind in plain if fused[kind] < plain[kind]}
+    assert less == {"norms", "activations"} and found[1].total < found[0].total
+    assert found[0].activations == sum(plain.values())
+
+
 def test_the_optimizer_counts() -> None:
     def compact(parameters: object) -> torch.optim.Optimizer:
         return octavo.optim.AdamW(parameters, moments="fp8", master=None)  # type: ignore[arg-type]

@@ -292,6 +292,18 @@ def test_memory_by_kind() -> None:
     assert all(after < before for before, after in itertools.pairwise(totals[:-1])) and totals[-1] == totals[-2]
 
 
+@pytest.mark.full
+def test_saved_bytes_by_kind() -> None:
+    """A norm's three copies become one, an activation's three results two; an input's two bytes one, and its scale."""
+    saved = importlib.import_module("benchmarks.training.saved_bytes")
+    found = {row["kind"]: row for row in saved.rows("Llama", ("delayed",), sequences=1, tokens=64, num_hidden_layers=1)}
+    norms, activations, inputs = (found[kind] for kind in ("norms", "activations", "inputs of layers"))
+    assert norms["bf16"] == norms["converted"] > 2.9 * norms["fused"]
+    assert activations["bf16"] == activations["converted"] == 1.5 * activations["fused"]
+    assert inputs["bf16"] > inputs["converted"] == inputs["fused"]
+    assert {"attention", "logits and loss", "weights"} < found.keys()
+
+
 def test_tables_and_pictures_are_those_of_the_results(capsys: pytest.CaptureFixture[str]) -> None:
     assert importlib.import_module("benchmarks.report").main(["--check"]) == 0, capsys.readouterr().out
 

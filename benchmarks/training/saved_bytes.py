@@ -1,0 +1,111 @@
+"""What a forward saves for backward, by kind: transformers' models as they come, unconverted, converted and fused.
+
+Nothing is computed: forwards run on tensors without data, and tests hold them to what a real forward saves. Models have
+4 layers, 512 features and 8 sequences of 512 tokens in bfloat16, without dropout; the vocabulary is an eighth of a real
+one, as the number of layers is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import octavo
+from benchmarks.common.measure import table, write_results
+from benchmarks.common.pages import markdown, read
+from octavo import recipes
+from octavo.nn.saved import KINDS, predicted_by_kind
+
+TAKES = "5 minutes"
+MEASURES = (
+    "octavo/nn/saved.py",
+    "octavo/nn/known_forwards.py",
+    "octavo/autograd/activated.py",
+    "octavo/autograd/products.py",
+)
+
+WIDTH, LAYERS, HEADS, VOCABULARY = 512, 4, 8, 4096
+RECIPES = ("dynamic", "delayed", "blockwise")
+_SIZES = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
+_DECODER = _SIZES | {"intermediate_size": 1408, "num_attention_heads": HEADS, "num_key_value_heads": HEADS}
+_T5 = {"d_model": WIDTH, "d_kv": WIDTH // HEADS, "d_ff": 1024, "num_layers": LAYERS, "num_heads": HEADS}
+_T5 |= {"vocab_size": VOCABULARY, "dropout_rate": 0.0, "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"}
+_VIT = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": 2048}
+_VIT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "image_size": 352, "num_labels": 1000}
+# transformers' names of the configuration and of the model
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Llama": ("LlamaConfig", "LlamaForCausalLM", _DECODER),
+    "Qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _DECODER | {"head_dim": WIDTH // HEADS, "num_key_value_heads": 2}),
+    "Mixtral": ("MixtralConfig", "MixtralForCausalLM", _DECODER | {"num_local_experts": 8, "num_key_value_heads": 2}),
+    "ViT": ("ViTConfig", "ViTForImageClassification", _VIT),
+    "T5": ("T5Config", "T5ForConditionalGeneration", _T5),
+    "Mamba": ("MambaConfig", "MambaForCausalLM", _SIZES),
+}
+
+
+def build(name: str, sequences: int = 8, tokens: int = 512, **changes: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model in training, and a batch for it; images are as large as the model's."""
+    import transformers
+
+    config, model, sizes = MODELS[name]
+    built = getattr(transformers, model)(getattr(transformers, config)(**(sizes | changes))).to(torch.bfloat16)
+    if name == "ViT":
+        side = built.config.image_size
+        images = torch.randn(sequences, 3, side, side, dtype=torch.bfloat16)
+        return built.train(), {"pixel_values": images, "labels": torch.zeros(sequences, dtype=torch.int64)}
+    batch = torch.zeros(sequences, tokens, dtype=torch.int64)
+    return built.train(), {"input_ids": batch, "labels": batch}
+
+
+def rows(name: str, names: tuple[str, ...] = RECIPES, **how: Any) -> Iterator[dict[str, object]]:
+    """One a recipe and kind, bytes."""
+    model, batch = build(name, **how)
+    plain = predicted_by_kind(model, (), batch)
+    for each in names:
+        found = []
+        for fuse in (False, True):
+            net = copy.deepcopy(model)
+            octavo.convert(net, getattr(recipes, each)(), fuse=fuse)
+            found.append(predicted_by_kind(net, (), batch))
+        for kind in KINDS:
+            sizes = {"bf16": plain[kind], "converted": found[0][kind], "fused": found[1][kind]}
+            if any(sizes.values()):
+                yield {"model": name, "recipe": each, "kind": kind} | sizes
+
+
+def saved_table() -> str:
+    """MiB by kind under the delayed recipe, unconverted, converted, fused; and the sums but for weights' codes."""
+    found = [row for row in read("saved_bytes") if row["recipe"] == "delayed"]
+    cells: list[list[str]] = []
+    for kind in KINDS:
+        cells.append([kind])
+        for name in MODELS:
+            own = [row for row in found if (row["model"], row["kind"]) == (name, kind)]
+            sizes = [float(own[0][how]) / 2**20 if own else 0.0 for how in ("bf16", "converted", "fused")]
+            cells[-1].append(" · ".join(f"{size:,.0f}" for size in sizes) if any(sizes) else "")
+    shares = []
+    for name in MODELS:
+        own = [row for row in found if row["model"] == name and row["kind"] != "weights"]
+        sums = [sum(float(row[how]) for row in own) for how in ("bf16", "converted", "fused")]
+        shares.append(" · ".join(f"{size / sums[0]:.3f}" for size in sums[1:]))
+    return markdown(["MiB", *MODELS], [*cells, ["of bf16's, weights apart", *shares]])
+
+
+TABLES = {"saved": saved_table}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks saved_bytes", description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    options = parser.parse_args(arguments)
+    found = [row for name in options.models for row in rows(name)]
+    print(table(found))
+    if not options.no_write:
+        print(f"written to {write_results('saved_bytes', found)}")
+    return 0

@@ -1,0 +1,346 @@
+"""convert(fuse=True) in transformers' models as they come, tiny and random."""
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import octavo
+from octavo import recipes
+from octavo.nn.fused import run_as_one
+from octavo.nn.known_forwards import FeedForward, KnownForward, LeanRMSNorm, refusal
+from octavo.nn.saved import predicted_by_kind, saved_by_kind
+from octavo.nn.tensor_parallel import whole
+from tests.support.helpers import FP8_RECIPES, assert_equal, every_layer, gradients, to_fp8
+
+transformers = pytest.importorskip("transformers")
+
+from tests.support.tiny_models import DECODER, MODELS, T5, VOCABULARY, new  # noqa: E402
+
+MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 4}
+FAMILIES = {
+    "llama": MODELS["llama"],
+    "qwen3": ("Qwen3", "Qwen3ForCausalLM", DECODER | {"head_dim": 16}),
+    "mixtral": MODELS["mixtral"],
+    "vit": MODELS["vit"],
+    "t5": MODELS["t5"],
+    "t5, gated": ("T5", "T5ForConditionalGeneration", T5 | {"feed_forward_proj": "gated-gelu"}),
+    "mamba": ("Mamba", "MambaForCausalLM", MAMBA),
+}
+# feed-forwards and norms that are fused
+FUSED = {
+    "llama": (2, 5),
+    "qwen3": (2, 9),
+    "mixtral": (0, 5),  # its experts are converted with their activation whether fused or not
+    "vit": (2, 0),  # torch's LayerNorm saves its input alone already
+    "t5": (4, 12),
+    "t5, gated": (4, 12),
+    "mamba": (0, 3),
+}
+# a mixer reads one layer's weight without calling it, which convert says
+pytestmark = pytest.mark.filterwarnings("ignore:2 layers stay in high precision, first backbone.layers.0.mixer.dt_proj")
+each_family = pytest.mark.parametrize("kind", FAMILIES)
+
+
+def build(kind: str, recipe: octavo.Recipe | None = None, fuse: bool = True, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    net = new(*FAMILIES[kind]).train().to(dtype)
+    return net if recipe is None else octavo.convert(net, recipe, every_layer, fuse=fuse)
+
+
+def inputs(kind: str, seed: int = 5) -> dict[str, Tensor]:
+    if kind != "vit":
+        tokens = torch.randint(1, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(seed))
+        return {"input_ids": tokens, "labels": tokens}
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(5))
+    return {"pixel_values": images, "labels": torch.tensor([0, 1])}
+
+
+def step(net: Any, kind: str = "llama", seed: int = 5) -> dict[str, Tensor]:
+    """The loss and gradients of a step."""
+    net.zero_grad()
+    given = inputs(kind, seed)
+    if kind == "vit":
+        given["pixel_values"] = given["pixel_values"].to(net.dtype)
+    loss = net(**given).loss
+    loss.backward()
+    return {"loss": loss.detach(), **gradients(net)}
+
+
+def fused(net: nn.Module) -> tuple[int, int]:
+    modules = list(net.modules())
+    return sum(isinstance(one, FeedForward) for one in modules), sum(isinstance(one, LeanRMSNorm) for one in modules)
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Of all gradients together, by their size."""
+    assert a.keys() == b.keys()
+    difference = sum((a[name].double() - b[name].double()).square().sum() for name in a)
+    return float((difference / sum(one.double().square().sum() for one in b.values())).sqrt())
+
+
+@each_family
+def test_it_computes_what_the_model_does(kind: str) -> None:
+    net, plain = build(kind, recipes.blockwise()), build(kind, recipes.blockwise(), fuse=False)
+    assert fused(net) == FUSED[kind] and fused(plain) == (0, 0)
+    assert list(net.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in net.named_modules()] == [name for name, _ in plain.named_modules()]
+    # float32 differs in its last bits, 2^-24; an element so near a tie between codes that it rounds to the other, 1/8
+    # of it away, is one in 2^20, and one of at least 2 x 12 x 64 that make up a gradient
+    assert distance(step(net, kind), step(plain, kind)) < 1 / 8 / (24 * 64) ** 0.5
+    saved = [saved_by_kind(model, (), inputs(kind)) for model in (net, plain)]
+    assert saved == [predicted_by_kind(model, (), inputs(kind)) for model in (net, plain)]
+    less = sum(saved[0].values()) - sum(saved[1].values())
+    assert less == 0 if kind == "vit" else less < 0  # GELU, of one input, saves that alone
+    assert_equal(step(octavo.restore(net), kind), step(build(kind), kind))
+    assert [type(one) for one in net.modules()] == [type(one) for one in build(kind).modules()]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("llama", "dynamic"), ("llama", "blockwise"), ("t5, gated", "blockwise")])
+def test_in_bf16_it_is_no_further_from_the_truth(kind: str, name: str) -> None:
+    """On average: of one batch the two differ by up to 8 % either way, by what their codes happen to round."""
+    recipe, errors = FP8_RECIPES[name](), torch.zeros(2)
+    for seed in range(4):
+        truth = step(build(kind, dtype=torch.bfloat16).float(), kind, seed)  # of the same weights
+        for i, fuse in enumerate((True, False)):
+            errors[i] += distance(step(build(kind, recipe, fuse, torch.bfloat16), kind, seed), truth)
+    assert errors[0] < 1.02 * errors[1]
+
+
+def test_a_feed_forward_is_octavos_own_bit_for_bit() -> None:
+    """vit's is fc1 and fc2 of a LayerNormMLP without its norm, llama's an RMSNormMLP, of one matrix for gate and up."""
+    vit = build("vit", recipes.delayed()).vit.layers[0].mlp
+    x = torch.randn(3, 17, 64)
+    parts = whole(x, (None, None), [linear.operands() for linear in (vit.fc1, vit.fc2)])
+    assert torch.equal(vit(x), run_as_one(parts, None, [vit.fc1, vit.fc2], "gelu", x.dtype))
+    layer = build("llama", recipes.blockwise()).model.layers[0]
+    mlp, norm = layer.mlp, layer.post_attention_layernorm
+    own = octavo.nn.RMSNormMLP(64, 176, eps=norm.variance_epsilon, bias=False, recipe=recipes.blockwise())
+    joined = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+    own.load_state_dict({"norm.weight": norm.weight, "fc1.weight": joined, "fc2.weight": mlp.down_proj.weight})
+    # 176 is no multiple of 128: a block of joined rows has some of gate's and some of up's, so weights of one scale
+    with torch.no_grad():
+        for weight in (mlp.gate_proj.weight, mlp.up_proj.weight):
+            weight[::7, ::3] = 1.0
+        own.fc1.weight.copy_(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    found, expected = mlp(norm(a)), own(b)
+    assert torch.equal(found, expected)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    assert torch.equal(mlp.down_proj.weight.grad, own.fc2.weight.grad)
+    assert distance({"x": a.grad, "norm": norm.weight.grad}, {"x": b.grad, "norm": own.norm.weight.grad}) < 0.02
+
+
+def test_it_saves_loads_and_is_copied(tmp_path: Path) -> None:
+    net = build("llama", recipes.dynamic())
+    expected = step(net)
+    net.save_pretrained(tmp_path)
+    plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path).train()
+    assert_equal(dict(plain.state_dict()), dict(net.state_dict()))
+    assert_equal(step(octavo.convert(plain, recipes.dynamic(), every_layer, fuse=True)), expected)
+    assert_equal(step(copy.deepcopy(net)), expected)
+    torch.save(net, tmp_path / "whole.pt")
+    assert_equal(step(torch.load(tmp_path / "whole.pt", weights_only=False)), expected)
+    octavo.set_recipe(net, recipes.high_precision())
+    assert distance(step(net), step(build("llama"))) < 1e-5
+    octavo.convert(net, recipes.dynamic())  # which leaves fused what is
+    assert_equal(step(net), expected)
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_it_generates_the_same_tokens(kind: str) -> None:
+    found = []
+    for fuse in (True, False):
+        net = build(kind, recipes.blockwise(), fuse).eval()
+        net.generation_config.pad_token_id = 0
+        found.append(net.generate(inputs(kind)["input_ids"][:, :4], max_new_tokens=6, do_sample=False, use_cache=True))
+    assert torch.equal(*found)
+
+
+def test_where_someone_looks_on_the_parts_run_as_they_are() -> None:
+    net, plain = (build("llama", recipes.dynamic(), fuse, torch.bfloat16) for fuse in (True, False))
+    mlp = net.model.layers[0].mlp
+    norms_alone = copy.deepcopy(net)
+    for layer in norms_alone.model.layers:
+        octavo.restore(layer.mlp)
+        to_fp8(layer.mlp, recipes.dynamic())
+    expected = {"fused": step(net), "apart": step(norms_alone)}
+    assert distance(expected["fused"], expected["apart"]) > 0
+    seen = []
+    for part, is_fused in ((mlp.gate_proj, True), (mlp.down_proj, False), (mlp.act_fn, False), (mlp, True)):
+        handle = part.register_forward_hook(lambda module, *_: seen.append(module))
+        norms = step(net)
+        handle.remove()
+        assert seen.pop() is part and not seen
+        assert (distance(norms, expected["fused"]) == 0) == is_fused
+    mlp.down_proj.recipe = recipes.high_precision()
+    plain.model.layers[0].mlp.down_proj.recipe = recipes.high_precision()
+    found = step(net)
+    assert torch.isfinite(found["loss"]) and distance(found, step(plain)) < 0.2
+
+
+def test_lora_on_a_layer_of_each_kind() -> None:
+    peft = pytest.importorskip("peft")
+    found = []
+    for fuse in (True, False):
+        net = build("llama", recipes.blockwise(), fuse)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "gate_proj", "down_proj"], init_lora_weights=False)
+        torch.manual_seed(1)
+        adapted = peft.get_peft_model(net, config).train()
+        found.append(step(adapted))
+    assert any("down_proj.lora_A" in name for name in found[0])
+    assert distance(*found) < 1 / 8 / (24 * 64) ** 0.5  # see test_it_computes_what_the_model_does
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_it_is_the_same(reentrant: bool) -> None:
+    net = build("llama", recipes.delayed())
+    expected = step(copy.deepcopy(net))
+    enable = getattr(net, "activation_checkpointing_enable", None) or net.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+    assert_equal(step(net), expected)
+
+
+def test_under_autocast() -> None:
+    found = []
+    for fuse in (True, False):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(step(build("llama", recipes.blockwise(), fuse)))
+    truth = step(build("llama"))
+    assert found[0].keys() == truth.keys() and distance(found[0], truth) < 1.05 * distance(found[1], truth)
+
+
+class NormAndFeedForward(nn.Module):
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.norm, self.mlp = layer.post_attention_layernorm, layer.mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.norm(x))
+
+
+def test_compiled_it_is_one_graph_and_bit_equal() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    layer = build("llama", recipes.delayed()).model.layers[0]
+    both = [NormAndFeedForward(one) for one in (layer, copy.deepcopy(layer))]
+    counter = CompileCounterWithBackend("aot_eager")
+    both[1].compile(backend=counter, fullgraph=True)
+    x, found = torch.randn(3, 16, 64), []
+    for net in both:
+        y = net(own := x.clone().requires_grad_())
+        y.square().sum().backward()
+        found.append({"y": y.detach(), "x": own.grad, **gradients(net)})
+    assert_equal(*found)
+    assert counter.frame_count == 1
+
+
+def sharded_run(mesh: Any, recipe: str) -> list[float]:
+    """The loss and the distance of gradients under fully_shard from those on one rank; the tokens are the same."""
+    from torch.distributed.fsdp import fully_shard
+
+    net = build("llama", FP8_RECIPES[recipe]())
+    expected = step(copy.deepcopy(net))
+    for layer in net.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    found = {name: getattr(one, "full_tensor", lambda one=one: one)() for name, one in step(net).items()}
+    return [distance(found, expected), float(fused(net) == FUSED["llama"])]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("blockwise", marks=pytest.mark.full)])
+def test_equal_under_fsdp2(pool: Any, recipe: str) -> None:
+    assert pool.run(sharded_run, (2,), recipe) == [[0.0, 1.0], [0.0, 1.0]]
+
+
+def replaced(net: Any) -> None:
+    net.model.layers[0].mlp.forward = net.model.layers[1].mlp.forward
+
+
+class Tanh(nn.Tanh):
+    pass
+
+
+REFUSED = {
+    "another forward": (
+        lambda net: setattr(net.model.layers[0].mlp, "__class__", Doubled),
+        "octavo does not know the forward of Doubled",
+    ),
+    "forward replaced": (replaced, "its forward was replaced on the instance"),
+    "another activation": (
+        lambda net: setattr(net.model.layers[0].mlp, "act_fn", Tanh()),
+        "casts don't compute Tanh as a gate",
+    ),
+    "down left out": (lambda net: None, "down_proj is not converted"),
+}
+
+
+class Doubled(transformers.models.llama.modeling_llama.LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_is_named_and_stays(case: str) -> None:
+    change, reason = REFUSED[case]
+    net = build("llama")
+    change(net)
+    kind = type(net.model.layers[0].mlp)
+    select = every_layer if case != "down left out" else lambda module, name: not name.endswith("0.mlp.down_proj")
+    octavo.convert(net, recipes.dynamic(), select, fuse=True)
+    assert fused(net) == (1, 5) and type(net.model.layers[0].mlp) is kind
+    found = octavo.summary(net)
+    assert list(found.not_fused) == ["model.layers.0.mlp"] and reason in found.not_fused["model.layers.0.mlp"]
+    assert "\nfused: 1 LlamaMLP, 5 LlamaRMSNorm\n" in str(found)
+    assert f"\nnot fused: 1, first model.layers.0.mlp: {found.not_fused['model.layers.0.mlp']}\n" in str(found)
+
+
+def test_dropout_between_and_a_scan() -> None:
+    net = new("T5", "T5ForConditionalGeneration", T5 | {"dropout_rate": 0.1})
+    octavo.convert(net, recipes.dynamic(), every_layer, fuse=True)
+    assert fused(net) == (0, 12)
+    assert set(octavo.summary(net).not_fused.values()) == {"dropout of 0.1 lies between its activation and wo"}
+    kept = build("t5", recipes.dynamic())
+    for module in kept.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5  # set after: dropout is at work all the same
+    torch.manual_seed(1)
+    first = step(kept, "t5")
+    torch.manual_seed(2)
+    assert distance(step(kept, "t5"), first) > 0
+    mamba = octavo.summary(build("mamba", recipes.dynamic()))
+    assert set(mamba.not_fused.values()) == {"octavo does not know the forward of MambaMixer"}
+
+
+def test_bad_input_and_nothing_to_fuse() -> None:
+    net = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(TypeError, match="fuse='yes': use True or False"):
+        octavo.convert(net, fuse="yes")  # type: ignore[arg-type]
+    assert type(net[0]) is nn.Linear
+    with pytest.warns(UserWarning, match="fused nothing: the model has no module that it knows"):
+        octavo.convert(net, recipes.dynamic(), every_layer, fuse=True)
+    gemma = new(*MODELS["gemma"])
+    gemma.model.layers = gemma.model.layers[:0]
+    with pytest.warns(UserWarning, match="not know the forward of GemmaRMSNorm .1 such, first model.norm"):
+        octavo.convert(gemma, recipes.dynamic(), every_layer, fuse=True)
+    assert refusal(nn.LayerNorm(4)) == "" and not octavo.summary(gemma).not_fused
+    with pytest.raises(NotImplementedError):
+        KnownForward().known()
+    assert KnownForward.why_not(net) is None
+
+
+def test_a_norm_in_another_dtype_or_under_torch_func_runs_as_it_is() -> None:
+    norm = build("llama", recipes.dynamic()).model.norm
+    plain = functools.partial(type(norm).__mro__[3].forward, norm)
+    x = torch.randn(5, 64)
+    assert torch.equal(norm(x.bfloat16()), plain(x.bfloat16()))
+    torch.testing.assert_close(torch.func.vmap(norm)(x), plain(x))
+    assert torch.equal(
+        torch.func.jvp(norm, (x,), (torch.ones_like(x),))[1], torch.func.jvp(plain, (x,), (torch.ones_like(x),))[1]
+    )
+    assert norm(x.requires_grad_()).grad_fn.name() != plain(x).grad_fn.name()

@@ -1,0 +1,84 @@
+import pytest
+import torch
+from torch import Tensor, nn
+
+import octavo
+from octavo import recipes
+from octavo.nn.saved import KINDS, predicted_by_kind, saved_by_kind
+from tests.support.helpers import to_fp8
+
+T, K, N = 128, 64, 96
+
+
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(K, 3 * K, bias=False), nn.Linear(K, K, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one.view(1, 1, -1, K) for one in self.qkv(x).chunk(3, dim=-1))
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).view(x.shape))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.attention = nn.Embedding(32, K), nn.LayerNorm(K), Attention()
+        self.mlp = nn.Sequential(nn.Linear(K, N, bias=False), nn.SiLU(), nn.Linear(N, K, bias=False))
+        self.head = nn.Linear(K, 32, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.attention(self.norm(self.embed(tokens)))
+        return nn.functional.cross_entropy(self.head(x + self.mlp(x)), tokens)
+
+
+def count(model: nn.Module) -> dict[str, int]:
+    tokens = torch.zeros(T, dtype=torch.int64)
+    found = saved_by_kind(model, (tokens,))
+    assert found == predicted_by_kind(model, (tokens,))
+    return found
+
+
+def test_each_kind_is_counted_where_it_is_saved_first():
+    found = count(Model())
+    assert tuple(found) == KINDS
+    assert found["inputs of layers"] == 4 * T * (K + K + N + K)  # qkv's, fc1's, fc2's, the head's; not out's
+    assert found["attention"] == 4 * T * (3 * K + K + 1)  # with its output, and a number a row
+    assert found["norms"] == 4 * T * (K + 2)
+    assert found["activations"] == 4 * T * N
+    assert found["logits and loss"] == pytest.approx(4 * T * 32, rel=0.01)
+    assert found["other"] == found["weights"] == 0
+
+
+def test_codes_are_told_from_weights_codes():
+    model = Model()
+    plain = count(model)
+    found = count(to_fp8(model, recipes.dynamic()))
+    assert found["weights"] == pytest.approx(K * 3 * K + K * K + 2 * K * N + 32 * K, rel=0.01)
+    # a byte in place of four; and out's, which attention has in high precision
+    assert found["inputs of layers"] == pytest.approx(plain["inputs of layers"] / 4 + T * K, rel=0.01)
+    assert {kind: found[kind] for kind in ("attention", "norms", "activations")} == {
+        kind: plain[kind] for kind in ("attention", "norms", "activations")
+    }
+
+
+def test_fused_modules_and_copies_in_another_dtype():
+    mlp = octavo.nn.RMSNormMLP(K, N, bias=False, recipe=recipes.blockwise())
+    found = saved_by_kind(mlp, (torch.randn(T, K, requires_grad=True),))
+    assert found["inputs of layers"] == pytest.approx(T * (K + N), rel=0.05)
+    assert found["weights"] == pytest.approx(3 * K * N, rel=0.01)
+    x = torch.randn(T, K, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = saved_by_kind(nn.Sequential(nn.Linear(K, N)), (x,))
+    assert (found["weights"], found["inputs of layers"]) == (2 * K * N, 2 * T * K)
+
+
+def test_a_model_that_fails_leaves_nothing_behind():
+    with pytest.raises(RuntimeError):
+        saved_by_kind(nn.Sequential(nn.Linear(K, N)), (torch.zeros(2, 2),))
+    assert not torch.nn.modules.module._global_forward_hooks
