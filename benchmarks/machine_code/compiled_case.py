@@ -34,7 +34,7 @@ class Case(NamedTuple):
 def _sizes() -> list[tuple[int, int]]:
     """Shapes of which each row of configs.json serves one."""
     *bounds, _ = sorted({row[0] for rows in TABLE.values() for row in rows})  # the last row serves any larger size
-    logs = [*bounds, bounds[-1] + 4 if bounds else 24]
+    logs = [*bounds, max(24, *(bound + 1 for bound in bounds))]
     return [(1 << (log - 1 - log // 2), 1 << (log // 2)) for log in logs]
 
 

@@ -105,15 +105,17 @@ class _OfThread(threading.local):
 _of_thread = _OfThread()
 
 
-def read_by(x: Tensor, layer: object) -> ReadTensor | None:
+def read_by(x: Tensor, layer: object, is_view: bool = False) -> ReadTensor | None:
     """What a layer that reads x may share with others; None where that can't be told, and it casts for itself.
 
     That is in compiled graphs and in inference mode, whose tensors have no versions; and in a CUDA graph's capture of
-    what may have been made before it.
+    what may have been made before it. ``is_view``: whether x may be a view, new for each layer, of what they read.
     """
     is_fake = type(x) is FakeTensor  # a forward without data shares as one with data would
     if torch.compiler.is_compiling() or not (is_fake or type(x) is Tensor) or x.is_inference():
         return None
+    if is_view:
+        x = viewed(x)
     place = None
     if x.is_cuda and not is_fake:
         capturing = torch.cuda.is_current_stream_capturing()

@@ -25,7 +25,7 @@ from torch import Tensor
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, State
 from octavo.autograd.gather_input import GatherReader, arguments_of, can_gather, gather_input
 from octavo.autograd.products import requires_grad
-from octavo.autograd.shared_casts import read_by, viewed
+from octavo.autograd.shared_casts import read_by
 from octavo.autograd.shared_scales import Parts
 from octavo.nn.inputs import product_dtype
 from octavo.tensor.gathered_input import GatheredInput, Wire
@@ -328,7 +328,7 @@ def parallel_product(module: Any, input: Any, weight: Any, bias: Any) -> Any:
     roles = rowwise or tokens, not whole, tokens or not (whole or rowwise)
     parts = Parts(mesh.get_group().group_name, roles)
     # ranks that agree on scales cast together: each layer for itself
-    read = None if roles[INPUT] else read_by(viewed(x), module)
+    read = None if roles[INPUT] else read_by(x, module, is_view=True)
     y = module.local_product(x, local, b, weight, parts, read=read)
     if rowwise and (found := _scattered_for(module, y, requires_grad(x), local, b, mesh)) is not None:
         return found

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from octavo import kernels
 from octavo.kernels import backward_pass
-from octavo.private import current_graph_task_id, no_modes
+from octavo.private import FakeTensor, current_graph_task_id, no_modes
 from octavo.scaling.recipe import ROLES, Delayed
 from octavo.step_count import version_of
 
@@ -172,6 +172,8 @@ def have_same_inputs(a: State, b: State) -> bool:
         return of_a == of_b and of_a is not _NEVER
     if _NEVER in (of_a, of_b) or (a.scale.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
+    if type(a.scale) is FakeTensor:  # a forward without data: as in a training from its beginning
+        return True
     role, found = ROLES.index("input"), of_a or of_b or _InputHistory(next(_fresh_histories), -1, 0)
     with no_modes(), torch.no_grad():  # a mode that sees ops must see the same ones in a recomputed forward
         same = all(

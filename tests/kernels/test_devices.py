@@ -11,7 +11,7 @@ from octavo.kernels import devices
 from octavo.kernels.cpu import KERNELS
 from octavo.kernels.devices import ON_CUDA, kernels_of, triton_kernels
 from octavo.kernels.reference.master_weights import MasterWeight
-from octavo.kernels.reference.optimizer_step import SgdGroup, WeightUpdate
+from octavo.kernels.reference.optimizer_step import BitNumbers, SgdGroup, WeightUpdate
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ FLAG, SCALE = torch.tensor(0.0), torch.tensor(2.0)
 def test_on_a_cpu_the_reference_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "kernels_of", lambda index: pytest.fail("Triton is for GPUs"))
     master = MasterWeight(torch.ones(2, 3), "weight")
-    update = WeightUpdate(master, (), torch.ones(2, 3), torch.zeros(()), 0, 0, 0)
+    update = WeightUpdate(master, (), torch.ones(2, 3), torch.zeros(()), BitNumbers(0), 0)
     devices.optimizer_step([update], GROUPS, FLAG, SCALE, {})
     devices.optimizer_step([update], GROUPS, torch.ones(()))
     assert torch.equal(master.weight, torch.full((2, 3), 0.75)) and float(update.step) == 1.0
