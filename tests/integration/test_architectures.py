@@ -8,8 +8,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from octavo import recipes
 from octavo.autograd.shared_casts import read_by
 from octavo.nn import recipe_module
-from tests.support.helpers import assert_equal, gradients, to_fp8
-from tests.support.tiny_models import DECODER, GPT2, NO_DROPOUT, T5
+from tests.support.helpers import CountOps, assert_equal, gradients, to_fp8
+from tests.support.tiny_models import DECODER, GPT2, LAYERS, NO_DROPOUT, T5, decoder
 
 NAMES = """
     afmoe apertus arcee bailing_hybrid bert biogpt bitnet bloom cohere cohere2 cwm deepseek_v2 diffllama doge electra
@@ -42,6 +42,13 @@ def trace(model, tokens):
     found = model(input_ids=tokens, labels=tokens)
     found.loss.backward()
     return {"logits": found.logits.detach(), **gradients(model)}
+
+
+def test_a_block_casts_four_inputs_for_seven_layers():
+    model = to_fp8(decoder("Llama", use_cache=False), recipes.dynamic())
+    with CountOps() as ops:
+        model(input_ids=torch.ones(2, 16, dtype=torch.int64))
+    assert ops.casts == LAYERS * (4 + 7) + 2  # and the head
 
 
 @pytest.mark.full
