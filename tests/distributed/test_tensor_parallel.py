@@ -136,3 +136,10 @@ def test_tied_embeddings_and_a_loss_over_parts_of_the_vocabulary(pool, recipe):
     for same, difference, said in pool.run(tasks.tied, (2,), recipe):
         assert same and difference < 1e-5
         assert "tied to another module's, which is sharded S(0)" in said or "sharded Shard(dim=0)" in said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["dynamic", "rowwise"])
+def test_llama_of_transformers(pool, recipe):
+    """Within float32's addition, and the code that it changes here and there."""
+    assert max(pool.run(tasks.llama, (2,), recipe)) < 1e-3

@@ -350,3 +350,25 @@ def from_meta(mesh: Any) -> tuple[bool, bool]:
     states = octavo.nn.delayed_state_dict(model).values()
     finite = all(bool(whole(parameter.grad).isfinite().all()) for parameter in model.parameters())
     return finite, all(type(state) is Tensor and bool(state.isfinite().all()) for state in states)
+
+
+def llama(mesh: Any, recipe: str) -> float:
+    """The largest difference of a gradient of transformers' Llama from one rank's, of the largest."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    alone = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation="eager"))
+    model = copy.deepcopy(alone)
+    convert(alone, recipe), convert(model, recipe)
+    plan: dict[str, Any] = {"lm_head": ours.ColwiseParallel(output_layouts=Replicate())}
+    plan |= dict.fromkeys([f"model.layers.*.self_attn.{one}_proj" for one in "qkv"], ours.ColwiseParallel())
+    plan |= dict.fromkeys([f"model.layers.*.mlp.{one}_proj" for one in ("gate", "up")], ours.ColwiseParallel())
+    plan |= dict.fromkeys(("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"), ours.RowwiseParallel())
+    parallelize_module(model, mesh, plan)
+    tokens = torch.randint(128, (2, 16))
+    for own in (alone, model):
+        own(input_ids=tokens, labels=tokens).loss.backward()
+    one, other = ({name: whole(p.grad) for name, p in own.named_parameters()} for own in (alone, model))
+    return max(differences(one, other).values())
