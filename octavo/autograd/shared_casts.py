@@ -46,7 +46,7 @@ class CastReader(NamedTuple):
             return False
         if self.dtype is not other.dtype or self.offsets is not other.offsets:
             return False
-        if recipe.delayed is None or self.state is other.state:
+        if self.state is other.state or not any(cast and cast.is_delayed for cast in recipe.input_casts[:2]):
             return True
         assert self.state is not None and other.state is not None
         return recipe.delayed == found.delayed and have_same_inputs(self.state, other.state)

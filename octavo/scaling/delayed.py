@@ -106,11 +106,14 @@ def empty_state(state: State | None, role: int | None = None) -> None:
     """Forget the history of a role, or of all."""
     if state is None:
         return
+    inputs = None if role in (None, ROLES.index("input")) else _input_history(state)
     with torch.no_grad():
         for tensor in state[:2]:
             (tensor if role is None else tensor[role]).zero_()
         (state.before if role is None else state.before[:, role]).zero_()  # no pass has rolled what there is now
     note_empty(state.scale)
+    if inputs is not None:
+        _note_input_history(state, inputs)
 
 
 def note_empty(scale: Tensor) -> None:

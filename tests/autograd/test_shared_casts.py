@@ -1,5 +1,6 @@
 """Layers that read one tensor share its cast, and compute bit for bit what each would that casts for itself."""
 
+import dataclasses
 import gc
 import random
 import threading
@@ -18,6 +19,7 @@ from octavo import recipes
 from octavo.autograd import shared_casts
 from octavo.autograd.shared_casts import KEPT, read_by, viewed
 from octavo.nn import recipe_module
+from octavo.scaling import delayed
 from tests.support.helpers import FP8_RECIPES, CountOps
 
 T, K = 32, 64
@@ -214,6 +216,22 @@ def test_histories_are_shared_until_a_layer_is_called_alone():
     for layer in model:
         layer.reset_delayed_state()
     assert [step() for _ in range(2)] == [4, 4]
+
+
+def test_histories_are_compared_once(monkeypatch):
+    """On a GPU the host waits for it."""
+    model = layers(recipes.delayed())
+    for step in range(3):
+        region(model, input_of(seed=step)).sum().backward()
+        monkeypatch.setattr(delayed, "no_modes", lambda: pytest.fail("compared again"))
+        with torch.no_grad():
+            model[1].weight.mul_(0.5)  # by hand: its weight's history is forgotten, its input's is not
+    of_weights = dataclasses.replace(
+        recipes.dynamic(),
+        output=(recipes.dynamic().output[0], recipes.delayed().output[1]),
+        grad_input=(recipes.dynamic().grad_input[0], recipes.delayed().grad_input[1]),
+    )
+    assert casts_in(lambda: region(layers(of_weights), input_of()))[0] == 4
 
 
 def test_a_view_of_all_elements_is_found_by_its_base():
