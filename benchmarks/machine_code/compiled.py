@@ -214,7 +214,7 @@ def _product(
 
 
 def many_tensors() -> Iterator[Case]:
-    xs = [tensor(shape) for shape in (*SIZES, LARGE)]
+    xs = [tensor(shape) for shape in (SIZES[0], LARGE, LARGE)]
     for tile, transpose, delayed in ((TENSOR, True, False), (TENSOR, False, True), (SQUARE, True, False)):
         laid = [torch.empty(x.shape[::-1], dtype=E4M3) for x in xs] if transpose else []
         found = [[torch.empty(granularity_of(tile).scale_shape(x.shape)) for x in xs] for _ in range(2)]
