@@ -1,8 +1,8 @@
 """How long an optimizer's step takes, and the bytes that it keeps and needs: octavo's beside others'.
 
 On a GPU: 10^9 parameters in 300 uneven tensors, float32 or bf16, against the copy bandwidth of the same run; octavo's
-step also as a captured CUDA graph. On a CPU: 2^23 parameters in 24 of them, one thread, beside torchao's compiled
-steps. torch's and torchao's are as their users call them; flashoptim's and torchao's only where they are installed.
+step also as a captured CUDA graph. On a CPU: 2^23 parameters in 24 of them, one thread by default, beside torchao's
+compiled steps. torch's and torchao's are as their users call them; flashoptim's and torchao's where they are installed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 import octavo
 from benchmarks.common.measure import table, write_results
+from octavo import PerTensor
+from octavo.tensor.stored_weight import StoredWeight
 from octavo.tune.timing import DEVICE, ON_GPU, describe, synchronize, timings
 
 TAKES = "2 minutes"
@@ -35,10 +37,11 @@ ROUNDS = {True: 20, False: 15}  # by whether on a GPU
 
 
 class Variant(NamedTuple):
-    """An optimizer of bf16 or float32 weights."""
+    """An optimizer of bf16 or float32 weights; ``stored``: matrices live in FP8, with gradients of the dtype."""
 
     dtype: torch.dtype
     make: Callable[[Sequence[nn.Parameter]], Any]
+    stored: bool = False
 
 
 def _octavo(master: str | None, moments: str = "fp8") -> Callable[[Sequence[nn.Parameter]], Any]:
@@ -54,6 +57,7 @@ VARIANTS: dict[str, Variant] = {
     "octavo fp8, split32": Variant(torch.bfloat16, _octavo("split32")),
     "octavo fp8, split24": Variant(torch.bfloat16, _octavo("split24")),
     "octavo fp8, no master": Variant(torch.bfloat16, _octavo(None)),
+    "octavo fp8, FP8 weights": Variant(torch.bfloat16, _octavo("split16"), stored=True),
     "octavo fp32, float32": Variant(torch.float32, _octavo("fp32", "fp32")),
     "torch fused, float32": Variant(torch.float32, _other("torch.optim", "AdamW", fused=True)),
     "torch foreach, float32": Variant(torch.float32, _other("torch.optim", "AdamW", foreach=True)),
@@ -80,12 +84,13 @@ def shapes(elements: int, tensors: int) -> list[tuple[int, ...]]:
     return [(max((elements - sum(math.prod(shape) for shape in found)) // width, 1), width), *found]
 
 
-def parameters(sizes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[nn.Parameter]:
+def parameters(sizes: Sequence[tuple[int, ...]], kind: Variant) -> list[nn.Parameter]:
     """Weights with gradients of their dtype."""
     params = []
     for size in sizes:
-        param = nn.Parameter(torch.empty(size, dtype=dtype, device=DEVICE).normal_())
-        param.grad = torch.empty_like(param).normal_()
+        values = torch.empty(size, dtype=kind.dtype, device=DEVICE).normal_()
+        param = nn.Parameter(StoredWeight.cast(values, PerTensor()) if kind.stored and len(size) > 1 else values)
+        param.grad = torch.empty_like(values).normal_()
         params.append(param)
     return params
 
@@ -107,6 +112,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def state_bytes(optimizer: Any) -> int:
     """Bytes that the optimizer keeps."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(dict(optimizer.state)))
+
+
+def weight_bytes(weight: Tensor) -> int:
+    """Bytes an element of what a step reads and writes of a weight itself."""
+    return 1 if isinstance(weight, StoredWeight) else weight.element_size()
 
 
 def peak_bytes(step: Callable[[], object]) -> int:
@@ -141,11 +151,11 @@ def measure(name: str, sizes: Sequence[tuple[int, ...]], seconds: float) -> dict
     """One optimizer's row."""
     kind = VARIANTS[name]
     elements = sum(math.prod(size) for size in sizes)
-    params = parameters(sizes, kind.dtype)
+    params = parameters(sizes, kind)
     optimizer = kind.make(params)
     optimizer.step()
     kept = state_bytes(optimizer)
-    moved = 2 * (kept + elements * kind.dtype.itemsize) + elements * kind.dtype.itemsize
+    moved = 2 * (kept + sum(param.numel() * weight_bytes(param) for param in params)) + elements * kind.dtype.itemsize
     calls: dict[str, list[Callable[[], object]]] = {name: [optimizer.step]}
     if ON_GPU and name.startswith("octavo"):
         calls["graph"] = [graph_of(optimizer)]
@@ -157,6 +167,7 @@ def measure(name: str, sizes: Sequence[tuple[int, ...]], seconds: float) -> dict
         "dtype": str(kind.dtype).removeprefix("torch."),
         "parameters": elements,
         "tensors": len(sizes),
+        "threads": "" if ON_GPU else torch.get_num_threads(),
         "step_ms": f"{1e3 * found.median(name):.4g}",
         "graph_ms": f"{1e3 * found.median('graph'):.4g}" if "graph" in calls else "",
         "ns_an_element": f"{1e9 * found.median(name) / elements:.4g}",
@@ -180,7 +191,7 @@ def judge(rows: list[dict[str, object]]) -> list[str]:
     for name, row in by_name.items():
         if not name.startswith("octavo fp8"):
             continue
-        master = {"octavo fp8, split32": 2.0, "octavo fp8, split24": 1.0}.get(name, 0.0)
+        master = {"octavo fp8, split32": 2.0, "octavo fp8, split24": 1.0, "octavo fp8, FP8 weights": 1.0}.get(name, 0.0)
         moments = float(str(row["state_bytes_an_element"])) - master
         if moments > BYTES_AIM:
             missed.append(f"{name}: moments take {moments:.3f} bytes an element, more than {BYTES_AIM}")
@@ -199,10 +210,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks optimizer_step", description=__doc__)
     parser.add_argument("variants", nargs="*", help=f"of {', '.join(VARIANTS)}; all")
     parser.add_argument("--toy", action="store_true", help="small tensors, octavo's and torch's only; writes nothing")
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
     parser.add_argument("--seconds", type=float, default=8.0, help="of readings a variant, at most")
     parser.add_argument("--output", type=Path, help="another file to write")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     sizes = shapes(1 << 16, 12) if options.toy else shapes(10**9, 300) if ON_GPU else shapes(1 << 23, 24)
     rows: list[dict[str, object]] = []
     peak = bandwidth()

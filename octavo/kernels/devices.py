@@ -17,6 +17,7 @@ from torch import Tensor
 
 from octavo.kernels.capability import runs_natively
 from octavo.kernels.cpu import KERNELS
+from octavo.kernels.cpu.optimizer_step import step_in_place
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference_step
 
@@ -69,4 +70,4 @@ def optimizer_step(
 
         triton.optimizer_step(updates, groups, skip, grad_scale, plans, resolution)
     else:
-        reference_step(updates, groups, skip, grad_scale, resolution)
+        reference_step(updates, groups, skip, grad_scale, resolution, step_in_place)

@@ -2,6 +2,8 @@
 
 import copy
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import E4M3, E5M2, PerBlock, PerTensor
+from octavo.kernels import devices
 from octavo.kernels.reference import optimizer_step as steps
 from octavo.optim import AdamW, Moment
 from octavo.optim.conversion import change
@@ -30,9 +33,14 @@ SHAPES = [
 ] + [(1, 15, 120), (3, 1, 120), (2, 5, 7)]
 
 
-def same_bits() -> Any:
-    """Have all steps round by the same random bits."""
-    return mock.patch.object(steps, "random_bits", lambda _, index: torch.full_like(index, 0x1234567).int())
+@contextmanager
+def same_bits() -> Iterator[None]:
+    """Have all steps be the reference's, and round by the same random bits."""
+    with (
+        mock.patch.object(steps, "random_bits", lambda _, index: torch.full_like(index, 0x1234567).int()),
+        mock.patch.object(devices, "step_in_place", lambda *_: False),
+    ):
+        yield
 
 
 def together_and_apart(granularity: Any) -> tuple[nn.Parameter, list[nn.Parameter]]:

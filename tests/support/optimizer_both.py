@@ -1,10 +1,8 @@
 """The optimizer's launch and its reference, each on its own copy of the same weights."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -117,25 +115,6 @@ def coded(update: WeightUpdate, vector: bool = False) -> WeightUpdate:
     return found
 
 
-_sqrt = torch.Tensor.sqrt
-
-
-def _correct(x: Tensor) -> Tensor:
-    if x.dtype != torch.float32 or x.is_cuda:
-        return _sqrt(x)
-    return _sqrt(x.double()).float()  # float64 has more than twice float32's bits, so rounding twice rounds once
-
-
-@contextmanager
-def correct_roots() -> Iterator[None]:
-    """Let Tensor.sqrt and sqrt_ of float32 on a CPU be rounded correctly, as by the kernels: 15 % are a bit off."""
-    with (
-        mock.patch.object(torch.Tensor, "sqrt", _correct),
-        mock.patch.object(torch.Tensor, "sqrt_", lambda x: x.copy_(_correct(x))),
-    ):
-        yield
-
-
 class Both:
     """Weights that the kernel updates, and the same that the reference does."""
 
@@ -155,8 +134,7 @@ class Both:
 
     def step(self, skip: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
         """A step of both; they must agree in all that they store."""
-        with correct_roots():
-            reference(self.theirs, self.groups, skip, grad_scale)
+        reference(self.theirs, self.groups, skip, grad_scale)
         self.module.optimizer_step(self.ours, self.groups, skip, grad_scale, self.plans)
         assert differences(self.ours, self.theirs) == []
         assert_counters_are_zero(self.kernels)

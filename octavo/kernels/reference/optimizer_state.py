@@ -17,6 +17,7 @@ from torch import Tensor
 from octavo.formats import Format
 from octavo.kernels.layouts import BLOCK, blocks_of
 from octavo.kernels.moment_codes import decode_moment, encode_moment, round_to_bf16
+from octavo.kernels.step_numbers import root_of
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 
 PIECE = 1 << 17  # elements: with a dozen float32 temporaries they fit a CPU's second-level cache
@@ -187,7 +188,7 @@ class MomentTensors(Scaled):
             return
         assert self.scale_inv is not None
         if self.root:
-            wide.sqrt_()
+            wide = root_of(wide)
         if self.found is not None:
             self.raise_found(finite_amax(wide))
         if (scale := self.scale) is None:

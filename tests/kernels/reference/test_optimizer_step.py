@@ -197,7 +197,7 @@ def test_one_scale_from_the_current_amax_is_as_by_hand(both: bool, root: bool, m
         update(PLAIN, MasterWeight(weight, "weight"), grad, first, second, number=number)
         denominator = v.sqrt().div((1 - 0.99**number) ** 0.5).add(1e-8)
         assert torch.equal(weight, before.addcdiv(m, denominator, value=-0.01 / (1 - 0.9**number)))
-        for moment, wide in ((first, m), (second, v.sqrt() if root else v)):
+        for moment, wide in ((first, m), (second, v.double().sqrt().float() if root else v)):
             if moment.fmt is None:
                 assert torch.equal(moment.data, wide)
                 continue

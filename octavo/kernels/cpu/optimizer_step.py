@@ -1,0 +1,135 @@
+"""Adam's step of one weight by ``optimizer_step.cpp``: the reference's bits, in one pass and in threads."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
+
+import torch
+from torch import Tensor
+
+from octavo.formats import E4M3, Format
+from octavo.kernels.cpu.library import in_threads, library
+from octavo.kernels.layouts import blocks_of
+from octavo.kernels.reference.master_weights import Fp8Weight, Master
+from octavo.kernels.reference.optimizer_state import MomentTensors
+from octavo.kernels.reference.optimizer_step import AdamStep, SgdStep, WeightUpdate
+from octavo.kernels.step_numbers import key_of
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2, torch.float16: 3}
+_MASTERS = "weight split32 split24 stochastic fp8_split16 fp8_split24 fp8_fp16 fp8_fp32 fp8_stochastic".split()
+
+
+def _structure(name: str, **fields: type) -> type[ctypes.Structure]:
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
+_INTEGERS = "mantissa_bits bias max_code nan_code is_signed has_inf".split()
+_NUMBERS = "weight1 square beta2 kept coupled_decay divisor correction2_inv eps limit rate".split()
+_SWITCHES = "is_small decoupled coupled maximize has_divisor".split()
+_FormatFields = _structure("Format", **dict.fromkeys(_INTEGERS, c_int32), max=c_float, smallest_normal=c_float)
+_MomentFields = _structure(
+    "Moment",
+    **dict.fromkeys(("data", "scale_inv", "scale"), c_void_p),
+    **dict.fromkeys(("kind", "one_scale", "root", "stochastic"), c_int32),
+    format=_FormatFields,
+)
+_MasterFields = _structure(
+    "Master",
+    **dict.fromkeys(("weight", "rest", "scale_inv", "scale", "found"), c_void_p),
+    **dict.fromkeys(("kind", "has_blocks"), c_int32),
+)
+_StepFields = _structure("Step", **dict.fromkeys(_NUMBERS, c_float), **dict.fromkeys(_SWITCHES, c_int32))
+_UpdateFields = _structure(
+    "Update",
+    master=_MasterFields,
+    moments=_MomentFields * 2,
+    **dict.fromkeys(("gradient", "gradient_scale_inv"), c_void_p),
+    **dict.fromkeys(("rows", "cols", "first_row", "first_col", "row_length"), c_int64),
+    **dict.fromkeys(("moment_key", "master_key"), c_uint32),
+    **dict.fromkeys(("gradient_kind", "gradient_by_rows"), c_int32),
+)
+
+
+def step_in_place(update: WeightUpdate, step: AdamStep | SgdStep, divisor: float) -> bool:
+    """``reference.optimizer_step``'s pass over a weight whose state has begun the step; False if it isn't done here.
+
+    Args:
+        update: with one matrix.
+        step: the rule; SGD's, and Adam's without a clip, which is torch's, are the reference's alone.
+        divisor: what the gradient is divided by.
+    """
+    tensors = [*_tensors_of(update.master), *(x for moment in update.moments for x in _tensors_of(moment))]
+    tensors += [x for x in (update.gradient, update.gradient_scale_inv) if x is not None]
+    if isinstance(step, SgdStep) or step.max_update is None or not all(x.is_cpu and x.is_contiguous() for x in tensors):
+        return False
+    if update.master.kind == "weight" and update.master.weight.dtype != torch.float32:
+        return False
+    if (compiled := library()) is None:
+        return False
+    rows, cols = update.gradient.shape
+    scale_inv, bits = update.gradient_scale_inv, update.bits
+    described = _UpdateFields(
+        _master(update.master),
+        (_MomentFields * 2)(*map(_moment, update.moments)),
+        update.gradient.data_ptr(),
+        _pointer(scale_inv),
+        *(rows, cols, bits.first_row, bits.first_col, bits.row_length or cols),
+        *(key_of(bits.key, step.number, stream) for stream in (0, 1)),
+        *(_KINDS[update.gradient.dtype], scale_inv is not None and scale_inv.shape[0] == rows),
+    )
+    numbers = _numbers(step, divisor)
+    shares: list[Tensor] = []
+
+    def work(first: int, last: int) -> None:
+        shares.append(share := torch.zeros(3))
+        compiled.octavo_adam(
+            ctypes.byref(described), ctypes.byref(numbers), c_int64(first), c_int64(last), c_void_p(share.data_ptr())
+        )
+
+    in_threads(work, rows * blocks_of(cols), rows * cols)
+    for stored, found in zip((*update.moments, update.master), torch.stack(shares).amax(0), strict=True):
+        if not (isinstance(stored, Fp8Weight) and stored.has_blocks):
+            stored.raise_found(found)
+    return True
+
+
+def _tensors_of(stored: Master | MomentTensors) -> list[Tensor]:
+    return [value for value in vars(stored).values() if isinstance(value, Tensor)]
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _numbers(step: AdamStep, divisor: float) -> ctypes.Structure:
+    """The numbers of a step as the reference computes them, in float64; each becomes float32 here, as in torch."""
+    assert step.max_update is not None
+    group, limit = step.group, step.max_update * step.correction1
+    return _StepFields(
+        *(1 - group.beta1, 1 - group.beta2, group.beta2, 1 - step.lr * step.decoupled_decay, step.coupled_decay),
+        *(divisor, 1 / step.correction2, group.eps, limit, -step.lr / step.correction1),
+        *(1 - group.beta1 < 0.5, bool(step.decoupled_decay), bool(step.coupled_decay)),
+        *(step.maximize, divisor != 1.0),
+    )
+
+
+def _format(fmt: Format) -> ctypes.Structure:
+    integers = (fmt.mantissa_bits, fmt.bias, fmt.max_code, fmt.nan_code, fmt.signed, fmt.has_inf)
+    return _FormatFields(*integers, fmt.max, fmt.smallest_normal)
+
+
+def _moment(moment: MomentTensors) -> ctypes.Structure:
+    one_scale = moment.scale_inv is not None and moment.scale_inv.numel() == 1
+    return _MomentFields(
+        *(moment.data.data_ptr(), _pointer(moment.scale_inv), _pointer(moment.scale), _KINDS[moment.data.dtype]),
+        *(one_scale, moment.root, moment.stochastic, _format(moment.fmt or E4M3)),
+    )
+
+
+def _master(master: Master) -> ctypes.Structure:
+    has_blocks = isinstance(master, Fp8Weight) and master.has_blocks
+    return _MasterFields(
+        *(master.weight.data_ptr(), _pointer(master.rest), _pointer(master.scale_inv), _pointer(master.scale)),
+        *(_pointer(master.found) if has_blocks else None, _MASTERS.index(master.kind), has_blocks),
+    )

@@ -1,0 +1,57 @@
+"""What a CPU's C++ is compiled to, where it is kept, and what happens where it can't be."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.kernels.cpu.library import in_threads, library
+from octavo.kernels.cpu.optimizer_step import step_in_place
+from octavo.kernels.reference.optimizer_step import optimizer_step
+from tests.kernels.cpu.test_optimizer_step import CPU, random_update
+from tests.support.optimizer_both import differences, moved
+
+
+@pytest.fixture
+def fresh_library() -> Iterator[None]:
+    library.cache_clear()
+    yield
+    library.cache_clear()
+
+
+def test_shares_are_all_units_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    shares: list[tuple[int, int]] = []
+    in_threads(lambda first, last: shares.append((first, last)), 10, 1 << 20)
+    assert sorted(shares) == [(0, 3), (3, 6), (6, 10)]
+    shares.clear()
+    in_threads(lambda first, last: shares.append((first, last)), 10, 100)
+    assert shares == [(0, 10)]
+
+
+@pytest.mark.parametrize("compiler", ["", "no-such-compiler", "broken"])
+def test_without_a_compiler_the_reference_runs(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_library: None
+) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\nexit 1\n')
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken) if compiler == "broken" else compiler)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert library() is None
+    update, group, _ = random_update(0)
+    ours, theirs = moved(update, CPU), moved(update, CPU)
+    optimizer_step([theirs], [group])
+    optimizer_step([ours], [group], None, None, None, step_in_place)
+    assert differences([ours], [theirs]) == []
+
+
+def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_library: None) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert library() is not None
+    (made,) = (tmp_path / "octavo").iterdir()
+    first = made.stat().st_mtime_ns
+    library.cache_clear()
+    assert library() is not None
+    assert [path.stat().st_mtime_ns for path in (tmp_path / "octavo").iterdir()] == [first]
