@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -20,8 +21,9 @@ import octavo
 from octavo import distributed as ours
 from tests.support.seams.features import MixturePart
 from tests.support.seams.made import TOKENS, Made
-from tests.support.seams.on_ranks import CUT, FOUR, NOT_KEPT, REDUCTION, TWO, shard
+from tests.support.seams.on_ranks import CUT, FOUR, NOT_KEPT, OF_FSDP2, REDUCTION, TWO, shard
 from tests.support.seams.situations import Documented, Refused, Sound, situation
+from tests.support.seams.twins import casts_of
 
 PARTS, PIPELINES = "Parts of a layer on each rank", "Pipelines"
 
@@ -171,16 +173,22 @@ MICRO = 4
 Order = list[tuple[int, str, int]]  # of a rank: stage, kind of computation, micro-batch
 
 
-def _piped(made: Made, of_stages: Callable[..., Any], places: Sequence[int]) -> None:
-    """Train a stage a part, each on the rank that ``places`` names, no shapes given; a twin follows the order alone."""
-    made.divide(None)
+def _piped(made: Made, of_stages: Callable[..., Any], places: Sequence[int], shards: bool = False) -> None:
+    """Train a stage a part, each on the rank that ``places`` names, no shapes given; a twin follows the order alone.
+
+    ``shards``: each stage is under FSDP2 on the mesh's first dimension, whose ranks have batches of their own.
+    """
+    pipe = made.mesh["shard"] if shards else made.mesh
+    made.divide(made.mesh["replicate"] if shards else None)
     parts = list(made.model)
     if len(places) > len(parts):
         torch.manual_seed(0)
         made.take(made.converted(nn.Sequential(*made.feature.plain(), *made.feature.plain()).to(made.feature.dtype)))
         parts = list(made.model)
-    own = [number for number, place in enumerate(places) if place == made.rank]
-    group, cpu = made.mesh.get_group(), torch.device("cpu")
+    own = [number for number, place in enumerate(places) if place == pipe.get_local_rank()]
+    for part in (parts[number] for number in own if shards and made.is_library):
+        fully_shard(part, mesh=made.mesh["replicate"])
+    group, cpu = pipe.get_group(), torch.device("cpu")
     schedule = of_stages(
         [PipelineStage(parts[number], number, len(parts), cpu, group=group) for number in own],
         n_microbatches=MICRO,
@@ -191,28 +199,32 @@ def _piped(made: Made, of_stages: Callable[..., Any], places: Sequence[int]) -> 
         for number in range(len(parts)):
             if number not in own:
                 del made.model._modules[str(number)]
+    made.feature.wrapped(made)
     by_rank = [
         nn.ModuleList(part for part, place in zip(parts, places, strict=True) if place == rank) for rank in (0, 1)
     ]
     made.begin(None if made.is_library else lambda make: [make(own.parameters()) for own in by_rank])
     for step in range(2):
-        batches = [made.data(step, number) for number in range(MICRO)]
+        batches = [made.data(step, number, made.batch) for number in range(MICRO)]
         if made.is_library:
-            _step(made, step, schedule, batches, places)
+            _step(made, step, schedule, batches, places, pipe)
         else:
+            for casts in casts_of(made.model) if shards and made.role == "twin" else ():
+                casts.gathered = []  # a stage stays gathered from a step's first micro-batch to its last
             _in_order(made, step, _orders(schedule, len(parts)), parts, batches)
+            made.average()
         made.update()
 
 
-def _step(made: Made, step: int, schedule: Any, batches: list[Tensor], places: Sequence[int]) -> None:
-    inputs = [torch.cat(batches)] if made.rank == places[0] else []
-    target = {"target": torch.cat(batches)} if made.rank == places[-1] else {}
+def _step(made: Made, step: int, schedule: Any, batches: list[Tensor], places: Sequence[int], pipe: Any) -> None:
+    inputs = [torch.cat(batches)] if pipe.get_local_rank() == places[0] else []
+    target = {"target": torch.cat(batches)} if pipe.get_local_rank() == places[-1] else {}
     with made.accumulating(more=True):
         y = schedule.step(*inputs, **target)
     y = torch.empty_like(torch.cat(batches)) if y is None else y.detach().clone()
-    torch.distributed.broadcast(y, group=made.mesh.get_group(), group_src=places[-1])
+    torch.distributed.broadcast(y, group=pipe.get_group(), group_src=places[-1])
     for number, part in enumerate(y.chunk(MICRO)):
-        made.note(f"output {step}.{number}", part)
+        made.note(f"output {step}.{number} of rank {made.batch}", part)
 
 
 def _orders(schedule: Any, stages: int) -> list[Order]:
@@ -244,7 +256,7 @@ def _in_order(made: Made, step: int, orders: list[Order], parts: list[Any], batc
             entered[key] = left[stage - 1, number].detach().requires_grad_()
             left[key] = parts[stage](entered[key])
             if last:
-                made.note(f"output {step}.{number}", left[key])
+                made.note(f"output {step}.{number} of rank {made.batch}", left[key])
         elif kind in ("FULL_BACKWARD", "BACKWARD_INPUT" if stage else "BACKWARD_WEIGHT"):
             if not last and (stage + 1, number) not in gradients:
                 return False
@@ -282,3 +294,15 @@ def zero_bubble(made: Made) -> None:
 def zero_bubble_v(made: Made) -> None:
     """Two stages a rank."""
     _piped(made, ScheduleZBVZeroBubble, (0, 1, 1, 0))
+
+
+@situation("pipeline, 1F1B, stages under FSDP2", PIPELINES, FOUR, exceptions=OF_FSDP2)
+def pipeline_of_shards(made: Made) -> None:
+    """A stage on two ranks, which share its weights and have micro-batches of their own."""
+    _piped(made, _single, (0, 1), shards=True)
+
+
+@situation("pipeline, zero-bubble V, stages under FSDP2", PIPELINES, FOUR, exceptions=OF_FSDP2)
+def zero_bubble_v_of_shards(made: Made) -> None:
+    """Two stages on two ranks."""
+    _piped(made, ScheduleZBVZeroBubble, (0, 1, 1, 0), shards=True)

@@ -43,6 +43,7 @@ class Casts:
         self.own: History | None = None
         self.pass_id = -1  # of the last backward pass
         self.pending: tuple[octavo.Recipe, History, Tensor] | None = None  # what it shall roll, its largest amaxes [3]
+        self.gathered: list[float] | None = None  # the weight's scales since its gather, of which the first holds
         self.set(recipe)
 
     def set(self, recipe: octavo.Recipe | None) -> None:
@@ -83,6 +84,9 @@ class Casts:
         """The pair of x [R, C] as a product reads it; without a history, or an empty one, by its own amax."""
         tile = cast.tile[::-1] if transposed else cast.tile
         scale = 0.0 if history is None or not cast.is_delayed else float(history.scale[role])
+        if role == WEIGHT and self.gathered is not None:
+            self.gathered.append(scale)
+            scale = self.gathered[0]
         x = x.detach().contiguous()
         how = cast.format.dtype, tile, cast.power_of_two, cast.margin, scale
         pair = _cast(x.view(torch.uint8).numpy().tobytes(), x.shape, x.dtype, *how)
