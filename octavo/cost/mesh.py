@@ -327,8 +327,8 @@ class Stage:
             given, common = getattr(now, kind), math.gcd(*counts) or 1
             if common % given:
                 would = ", ".join(str(each) for each in range(1, min(common, 1024) + 1) if common % each == 0)
-                known = ", ".join(map(str, sorted(set(counts)))) or "not known to divide"
-                raise PlanError(f"{kind}={given}: the {words} are {known}: {kind} may be {would}")
+                known = ", ".join(map(str, sorted(set(counts)))) or "none known"
+                raise PlanError(f"{kind}={given} does not divide the model's {words} ({known}): {kind} may be {would}")
         if now.pipeline > self.whole.layers:
             raise PlanError(f"pipeline={now.pipeline}: there are {self.whole.layers} layers, and each stage needs one")
         if now.gpus % (now.tensor * now.pipeline * now.context) or now.data % now.replicate:

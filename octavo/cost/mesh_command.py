@@ -155,8 +155,10 @@ def limit(stage: Stage) -> str:
     takes |= {f"{kind}'s collectives": wait.exposed for kind, wait in step.waits.items()}
     most, (kind, wait) = max(takes, key=takes.__getitem__), max(step.waits.items(), key=lambda item: item[1].exposed)
     where = {"NVLink": "NVLink inside a server", "network": "the network between servers"}[wait.link]
-    share = f"{most} take most, {takes[most] / step.seconds:.0%} of the step"
-    waits = f"the link that limits is {where}, on which ranks wait {wait.exposed / step.seconds:.0%} of it for {kind}"
+    share = f"{takes[most] / step.seconds:.0%} of the step is {most}"
+    waits = (
+        f"the link that limits is {where}, on which ranks wait for {kind} {wait.exposed / step.seconds:.0%} of the step"
+    )
     return f"{share}; {waits if wait.exposed > 0.01 * step.seconds else 'no link limits'}"
 
 
