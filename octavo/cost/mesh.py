@@ -58,8 +58,9 @@ class Shapes:
     ``attention``: features of a head's queries and values, the mean of both, times heads. ``elementwise``: elements
     that a block's forward reads or writes for a token between its products (norms, residuals, rotation, activation);
     ``logits``: bytes that a step moves for a logit. ``launches``: of a block's kernels between products, if the device
-    waits for them. ``saved``: bytes that a block saves for a token; None: its products' and its attention's operands in
-    bf16, and its activation's input. ``heads``: of queries, and of keys; each that tensor parallelism divides.
+    waits for them. ``saved``: bytes that a block saves for a token; None: its products' operands as they read them, and
+    what attention and the activation read, in bf16. ``heads``: of queries, and of keys; tensor parallelism divides
+    each.
     """
 
     name: str
@@ -482,17 +483,14 @@ class Stage:
             if ranks * layout.replicate == 1:
                 continue
             gather = functools.partial(hardware.wire, ranks=ranks, stride=stride)
-            levels = self.precision.reduction
-            fp8 = functools.partial(hardware.exchange, ranks=ranks, stride=stride, levels=levels)
+            exchange = functools.partial(hardware.exchange, ranks=ranks, stride=stride, levels=self.precision.reduction)
             root = sum(sent(w, HIGH_PRECISION, ranks) for w in shapes.root)
             block, gradients = (sum(sent(w, of, ranks) for w in shapes.block) for of in (recipe, HIGH_PRECISION))
-            first, last, scatter = (
-                gather(root + block),
-                *(
-                    fp8(size * PAIR / BF16) if levels else gather(size)
-                    for size in (root, shapes.layers * gradients + root)
-                ),
+            sizes = root, shapes.layers * gradients + root
+            last, scatter = (
+                exchange(size * PAIR / BF16) if self.precision.reduction else gather(size) for size in sizes
             )
+            first = gather(root + block)
             exposed += first + last + hardware.latency * (recipe in PER_TENSOR and ranks > 1)
             replicas = 2 * hardware.wire(BF16 * shapes.parameters / ranks, layout.replicate, apart)
             gathered += gather(shapes.layers * block + root) - first
@@ -507,10 +505,10 @@ class Stage:
     def memory(self) -> dict[str, float]:
         """Bytes of a GPU by kind.
 
-        Gradients are in float32; FSDP2 has two blocks' weights and gradients gathered at a time. Saved for backward are
-        the products' and the attention's operands and the activation's input, or what ``Shapes.saved`` says, of as many
-        micro-batches as interleaved 1F1B has on their way, and of layers that are recomputed their input and one of
-        them as a whole; of logits the loss has three tensors in float32: its log-softmax and two gradients.
+        Gradients are in float32; FSDP2 has two blocks' weights and gradients gathered at a time. ``Shapes.saved`` is
+        kept for as many micro-batches as interleaved 1F1B has on their way, and of layers that are recomputed their
+        input, and one of them as a whole. The loss has three tensors of the logits' size in float32: its log-softmax
+        and two gradients.
         """
         layout, shapes, precision = self.layout, self.shapes, self.precision
         master, moments = STATES[precision.state]

@@ -112,16 +112,11 @@ def searched(stage: Stage) -> Stage:
     """The best on all meshes of powers of two, with and without recomputation."""
     powers, found = [1 << power for power in range(7)], [stage]
     experts = powers if any(weight.split == "experts" for weight in stage.whole.block) else [1]
-    ways = powers[:4], powers[:5], experts, powers[:4], (0.0, 1.0)
-    for tensor, pipeline, expert, batch, recomputed in itertools.product(*ways):
-        kinds: dict[str, Any] = {
-            "tensor": tensor,
-            "pipeline": pipeline,
-            "expert": expert,
-            "batch": batch,
-            "recomputed": recomputed,
-        }
-        for replicate in {1, max(1, stage.layout.gpus // (pipeline * stage.hardware.server))}:
+    ways: dict[str, Sequence[Any]] = {"tensor": powers[:4], "pipeline": powers[:5], "expert": experts}
+    ways |= {"batch": powers[:4], "recomputed": (0.0, 1.0)}
+    for values in itertools.product(*ways.values()):
+        kinds = dict(zip(ways, values, strict=True))
+        for replicate in {1, max(1, stage.layout.gpus // (kinds["pipeline"] * stage.hardware.server))}:
             found += changed(stage, replicate=replicate, context=1, **kinds)
     return max(found, key=order)
 
@@ -151,15 +146,14 @@ def better(stage: Stage) -> list[tuple[str, Stage]]:
 def limit(stage: Stage) -> str:
     """What takes longest, and the link that ranks wait for."""
     step = stage.step
-    takes = {**step.kinds, "the pipeline's bubble": step.bubble, "the optimizer": step.optimizer}
+    takes = {**step.kinds, "bubble": step.bubble, "optimizer": step.optimizer}
     takes |= {f"{kind}'s collectives": wait.exposed for kind, wait in step.waits.items()}
     most, (kind, wait) = max(takes, key=takes.__getitem__), max(step.waits.items(), key=lambda item: item[1].exposed)
     where = {"NVLink": "NVLink inside a server", "network": "the network between servers"}[wait.link]
     share = f"{takes[most] / step.seconds:.0%} of the step is {most}"
-    waits = (
-        f"the link that limits is {where}, on which ranks wait for {kind} {wait.exposed / step.seconds:.0%} of the step"
-    )
-    return f"{share}; {waits if wait.exposed > 0.01 * step.seconds else 'no link limits'}"
+    if (waits := wait.exposed / step.seconds) < 0.01:
+        return f"{share}; no link limits"
+    return f"{share}; the link that limits is {where}, on which ranks wait for {kind} {waits:.0%} of the step"
 
 
 class MeshPlan(NamedTuple):
@@ -269,6 +263,8 @@ def plan(model: nn.Module, rates: Rates, **asked: Any) -> MeshPlan:
         PlanError: for a mesh by which the model does not divide.
     """
     gpus, sequences, context, mesh = (asked[name] for name in ("gpus", "sequences", "context", "mesh"))
+    if gpus < 1 or not 0 <= asked["recompute"] <= 1:
+        raise PlanError(f"--gpus {gpus} --recompute {asked['recompute']:g}: one GPU at least, and a share from 0 to 1")
     hardware, ranks = Hardware.of(rates), mesh_of(mesh, gpus) if mesh else dict.fromkeys(RANKS, 1)
     del ranks["fsdp"]
     layout = Layout(gpus, sequences, context, resharded=ranks["pipeline"] == 1, recomputed=asked["recompute"], **ranks)

@@ -97,6 +97,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     for flags, says in (
         (["--mesh", "fsdp=4,tensor=2"], "fsdp=8 or --gpus 8 would do"),
         (["--mesh", "fsdp=4,tensor=4"], "tensor may be 1, 2"),
+        (["--recompute", "2"], "a share from 0 to 1"),
         (["--mesh", "data=16"], "'data=16' is not KIND=RANKS; kinds are fsdp, replicate"),
         (["--mesh", "fsdp=16", "--micro-batches", "3"], "--micro-batches 3 does not divide the 4 sequences"),
     ):
