@@ -19,7 +19,7 @@ import transformers
 from benchmarks.common.measure import commit, table, write_results
 from benchmarks.common.pages import markdown, read
 from benchmarks.distributed.fsdp_traffic import DEEPSEEK, LLAMA
-from octavo.cost.mesh import Hardware, Layout, Precision, Shapes, Stage, Step
+from octavo.cost.mesh import Hardware, MeshLayout, Precision, Shapes, Stage, Step
 from octavo.cost.mesh_command import plan
 from octavo.cost.rates import rates_of
 
@@ -59,7 +59,7 @@ class Published(NamedTuple):
     """
 
     shapes: Shapes
-    layout: Layout
+    layout: MeshLayout
     precision: Precision
     tokens: float
     source: str
@@ -103,12 +103,12 @@ HERD = "Llama 3, table 4"  # arXiv 2407.21783
 HERD_TFLOP = LLAMA_405B.flop(8192) / 1e12  # a token's: the paper gives TFLOP/s
 V3 = "DeepSeek-V3, table 1"  # arXiv 2412.19437: 14.8T tokens in 2.664M hours of H800
 TORCHAO = "torchao's README"  # torch.compile and selective recomputation, which the formulas do not know
-LAYOUT_8B = Layout(8, 128, resharded=True, recomputed=5 / 32)
-LAYOUT_70B = Layout(64, 128, tensor=4, pipeline=8, chunks=5)
-LAYOUT_405B = Layout(1024, 512, tensor=8, pipeline=8, context=2, chunks=8)
-LAYOUT_HERD = Layout(8192, SEQUENCES, tensor=8, pipeline=16, chunks=8)
-LAYOUT_V3_2048 = Layout(2048, 15360, 4096, pipeline=16, expert=64)
-LAYOUT_V3 = Layout(1024, 8192, 4096, tensor=2, pipeline=8, expert=64, chunks=4)
+LAYOUT_8B = MeshLayout(8, 128, resharded=True, recomputed=5 / 32)
+LAYOUT_70B = MeshLayout(64, 128, tensor=4, pipeline=8, chunks=5)
+LAYOUT_405B = MeshLayout(1024, 512, tensor=8, pipeline=8, context=2, chunks=8)
+LAYOUT_HERD = MeshLayout(8192, SEQUENCES, tensor=8, pipeline=16, chunks=8)
+LAYOUT_V3_2048 = MeshLayout(2048, 15360, 4096, pipeline=16, expert=64)
+LAYOUT_V3 = MeshLayout(1024, 8192, 4096, tensor=2, pipeline=8, expert=64, chunks=4)
 PUBLISHED = (
     Published(LLAMA_8B, LAYOUT_8B, MEGATRON, 14451, BRIDGE("25.11"), HELD),
     Published(LLAMA_70B, LAYOUT_70B, MEGATRON, 1602, BRIDGE("25.11"), HELD),
@@ -119,7 +119,7 @@ PUBLISHED = (
     Published(LLAMA_405B, replace(LAYOUT_HERD, gpus=16384), MEGATRON_BF16, 400 / HERD_TFLOP, HERD, HELD),
     Published(DEEPSEEK, LAYOUT_V3, MEGATRON, 1297, BRIDGE("25.09"), UPPER),
     Published(DEEPSEEK, LAYOUT_V3_2048, MEGATRON, 14.8e12 / (2.664e6 * 3600), V3, UPPER),
-    Published(LLAMA_8B, Layout(8, 8, resharded=True), BF16, 6150, TORCHAO, None),
+    Published(LLAMA_8B, MeshLayout(8, 8, resharded=True), BF16, 6150, TORCHAO, None),
 )
 # torchtitan's benchmarks/llama3_h100_202412_torchtitan.md, tables 1 to 4, but for AsyncTP, unknown here.
 # H100 of 96 GB at 2.4 TB/s and 500 W: the memory rate is theirs, what power takes of products is not published, and so
@@ -136,7 +136,12 @@ TITAN_FP8 = Precision("dynamic", gathers=True, pairs=True)
 
 
 def titan(
-    layout: Layout, precision: Precision, tokens: float, gib: float, kernels: str = "compiled", shapes: Shapes = TRACED
+    layout: MeshLayout,
+    precision: Precision,
+    tokens: float,
+    gib: float,
+    kernels: str = "compiled",
+    shapes: Shapes = TRACED,
 ) -> Published:
     layout = replace(layout, resharded=True)
     return Published(shapes, layout, precision, tokens, "torchtitan, 12/2024", None, gib, SLOWER, kernels)
@@ -144,7 +149,7 @@ def titan(
 
 TITAN = (
     *(
-        titan(Layout(gpus, 2 * gpus, recomputed=0.5, batch=2), *row)
+        titan(MeshLayout(gpus, 2 * gpus, recomputed=0.5, batch=2), *row)
         for gpus, rows in (
             (8, ((BF16, 5762, 82.4, "eager"), (BF16, 6667, 77.0), (TITAN_FP8, 8532, 76.8))),
             (128, ((BF16, 5605, 67.0, "eager"), (BF16, 6514, 62.0), (TITAN_FP8, 8380, 61.8))),
@@ -152,10 +157,10 @@ TITAN = (
         for row in rows
     ),
     *(
-        titan(Layout(8, 8 // ranks, 32768 * ranks, context=ranks, recomputed=1), TITAN_FP8, tokens, gib)
+        titan(MeshLayout(8, 8 // ranks, 32768 * ranks, context=ranks, recomputed=1), TITAN_FP8, tokens, gib)
         for ranks, tokens, gib in ((1, 3890, 83.9), (2, 2540, 84.2), (4, 1071, 84.0), (8, 548, 84.5))
     ),
-    titan(Layout(256, 512, tensor=8, batch=16, recomputed=1), TITAN_FP8, 829, 71.9, shapes=LLAMA_70B),
+    titan(MeshLayout(256, 512, tensor=8, batch=16, recomputed=1), TITAN_FP8, 829, 71.9, shapes=LLAMA_70B),
 )
 
 
@@ -177,18 +182,18 @@ def published_rows() -> list[dict[str, object]]:
     return rows
 
 
-def in_words(layout: Layout) -> str:
+def in_words(layout: MeshLayout) -> str:
     """Such as TP 8, PP 16."""
     kinds = {"TP": layout.tensor, "PP": layout.pipeline, "CP": layout.context, "EP": layout.expert}
     return ", ".join(f"{name} {ranks}" for name, ranks in kinds.items() if ranks > 1) or "FSDP"
 
 
-def layouts(shapes: Shapes, gpus: int) -> Iterator[Layout]:
+def layouts(shapes: Shapes, gpus: int) -> Iterator[MeshLayout]:
     """Ways to divide a step: two sequences a GPU, as long as that is no more than SEQUENCES."""
     expert_ranks = (8, 16, 32, 64) if any(w.split == "experts" for w in shapes.block) else (1,)
     ways = (1, 2, 4, 8), (1, 2, 4, 8, 16), expert_ranks, (0, 0.25, 0.5, 1)
     for tensor, pipeline, expert, recomputed in itertools.product(*ways):
-        made = Layout(
+        made = MeshLayout(
             gpus,
             min(2 * gpus, SEQUENCES),
             tensor=tensor,
@@ -203,7 +208,7 @@ def layouts(shapes: Shapes, gpus: int) -> Iterator[Layout]:
             yield made
 
 
-def fastest(shapes: Shapes, gpus: int, hardware: Hardware) -> Layout | None:
+def fastest(shapes: Shapes, gpus: int, hardware: Hardware) -> MeshLayout | None:
     """The layout with the shortest step in bf16 of those that fit into memory, where one does."""
     found = [
         (Stage(shapes, layout, BF16, hardware).step.seconds, place, layout)

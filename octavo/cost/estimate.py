@@ -270,18 +270,7 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     )
     products = {**formulas(), **_ATTENTION}
     traffic = _Traffic(products)
-    stack, marks = blocks_of(twin), list[tuple[int, int, int]]()
-
-    def mark(_: object, given: Any, output: Any = None) -> None:
-        marks.append(traffic.counts)
-        x = next(leaf for leaf in pytree.tree_leaves(given if output is None else output) if isinstance(leaf, Tensor))
-        if x.requires_grad:  # backward begins at the last block's output, and ends at the first one's input
-            x.register_hook(lambda _: marks.append(traffic.counts))
-
-    if stack is not None:
-        blocks = twin.get_submodule(stack)
-        blocks[0].register_forward_pre_hook(mark)  # type: ignore[index]
-        blocks[-1].register_forward_hook(mark)  # type: ignore[index]
+    of_blocks = _counted_blocks(twin, traffic)
     with mode, FlopCounterMode(display=False, custom_mapping=products) as flop, traffic:
         outputs = twin(*arguments)
         results = [
@@ -292,14 +281,32 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
         sum(result.float().sum() for result in results).backward()  # type: ignore[union-attr]
     linears = tuple(found.values())
     of_linears = sum(work.flop * sum(work.products) for work in linears)
-    found_blocks = None
-    if stack is not None:
-        if len(marks) < 4:  # nothing is trained before the blocks: all counts as theirs
-            marks = [(0, 0, 0), (0, 0, 0), (0, 0, 0), traffic.counts]
-        sums = (b - a + d - c for a, b, c, d in zip(*marks[:4], strict=True))
-        found_blocks = Blocks(stack, len(twin.get_submodule(stack)), *sums)  # type: ignore[arg-type]
     other_flop = max(flop.get_total_flops() - of_linears, 0.0)
-    return Work(linears, other_flop, *traffic.counts, found_blocks)
+    return Work(linears, other_flop, *traffic.counts, of_blocks())
+
+
+def _counted_blocks(model: nn.Module, traffic: _Traffic) -> Callable[[], Blocks | None]:
+    """Counts in a step what its blocks do; the result says it after the step."""
+    if (name := blocks_of(model)) is None:
+        return lambda: None
+    blocks: Any = model.get_submodule(name)
+    marks: list[tuple[int, int, int]] = []
+
+    def mark(_: object, given: Any, output: Any = None) -> None:
+        marks.append(traffic.counts)
+        x = next(leaf for leaf in pytree.tree_leaves(given if output is None else output) if isinstance(leaf, Tensor))
+        if x.requires_grad:  # backward begins at the last block's output, and ends at the first one's input
+            x.register_hook(lambda _: marks.append(traffic.counts))
+
+    blocks[0].register_forward_pre_hook(mark)
+    blocks[-1].register_forward_hook(mark)
+
+    def found() -> Blocks:
+        if len(marks) < 4:  # nothing is trained before the blocks: all counts as theirs
+            return Blocks(name, len(blocks), *traffic.counts)
+        return Blocks(name, len(blocks), *(b - a + d - c for a, b, c, d in zip(*marks[:4], strict=True)))
+
+    return found
 
 
 def blocks_of(model: nn.Module) -> str | None:

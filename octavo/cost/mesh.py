@@ -227,7 +227,7 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MeshLayout:
     """How a step is divided among GPUs.
 
     Args:
@@ -314,7 +314,7 @@ class Stage:
     """
 
     whole: Shapes
-    layout: Layout
+    layout: MeshLayout
     precision: Precision
     hardware: Hardware
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from octavo.cost.command import GIB, RECIPES, columns, tokens_of
 from octavo.cost.estimate import Work, blocks_of, estimate, on_meta, work_of
-from octavo.cost.mesh import PER_TENSOR, RANKS, Hardware, Layout, Precision, Shapes, Stage, Weight
+from octavo.cost.mesh import PER_TENSOR, RANKS, Hardware, MeshLayout, Precision, Shapes, Stage, Weight
 from octavo.cost.rates import HIGH_PRECISION, PlanError, Rates
 from octavo.nn.saved import KINDS
 
@@ -267,7 +267,9 @@ def plan(model: nn.Module, rates: Rates, **asked: Any) -> MeshPlan:
         raise PlanError(f"--gpus {gpus} --recompute {asked['recompute']:g}: one GPU at least, and a share from 0 to 1")
     hardware, ranks = Hardware.of(rates), mesh_of(mesh, gpus) if mesh else dict.fromkeys(RANKS, 1)
     del ranks["fsdp"]
-    layout = Layout(gpus, sequences, context, resharded=ranks["pipeline"] == 1, recomputed=asked["recompute"], **ranks)
+    layout = MeshLayout(
+        gpus, sequences, context, resharded=ranks["pipeline"] == 1, recomputed=asked["recompute"], **ranks
+    )
     if (count := asked["micro_batches"]) is not None:
         layout = replace(layout, batch=max(1, layout.micro_batches // max(1, count)))
         if layout.micro_batches != count:
