@@ -42,7 +42,9 @@ def test_shapes_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     ideal = 10 * 64 + 2 * (64 + 2 * 32) + 3 * 176  # read and written by kernels that are fused by hand
     assert ideal < found.elementwise < 2 * ideal
     whole = command.shapes_of(model, work_of(model, tokens_of(64, 64)), 64, {"norms": 6400})
-    assert whole.block == found.block and whole.launches > 20 > found.launches
+    assert (
+        whole.block == found.block and 20 < whole.launches < 150 and found.launches == 0
+    )  # asking for a device is none
     assert whole.elementwise > 2 * found.elementwise and whole.saved == 6400 / 64 / 3
 
 
