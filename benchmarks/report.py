@@ -23,6 +23,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/emulator.md": emulated.TABLES,
     "docs/kernels.md": accumulation.TABLES,
     "docs/modules.md": saved_bytes.TABLES,
+    "docs/plan.md": communication_model.PLAN_TABLES,
     "docs/study/gradient-reduction.md": fp8_reduce.TABLES,
     "docs/study/mixture-of-experts.md": mixture_convergence.TABLES | grouped_accuracy.TABLES | grouped_roofline.TABLES,
     "docs/study/training-quality.md": quality_study.TABLES,

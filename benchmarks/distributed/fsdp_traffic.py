@@ -5,62 +5,11 @@ They are exact for what octavo does: ``communication.py`` checks them against a 
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
-BLOCK = 128  # of the recipe "blockwise"
+from octavo.cost.mesh import PER_TENSOR, Shapes, Weight, sent
+
 RECIPES = ("bf16", "dynamic", "delayed", "rowwise", "blockwise", "mx")
-PER_TENSOR = ("dynamic", "delayed")
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter: a matrix, or a vector of one column.
-
-    ``split``: which of its sides tensor parallelism divides, the features in or out; experts are divided among ranks as
-    a whole. ``held``: how many of these matrices there are, and ``used``: by how many of them a token is multiplied.
-    """
-
-    rows: int
-    cols: int = 1
-    converted: bool = False
-    split: Literal["in", "out", "experts", None] = None
-    held: int = 1
-    used: int = 1
-
-    @property
-    def elements(self) -> int:
-        """Of all these matrices."""
-        return self.held * self.rows * self.cols
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """A transformer whose blocks are sharded one by one, the rest (embedding, last norm, head) with the root.
-
-    ``attention``: features of a head's queries and values, the mean of both, times heads. ``elementwise``: elements
-    that a block's forward reads or writes for a token between its products (norms, residuals, rotation, activation).
-    """
-
-    name: str
-    width: int
-    layers: int
-    block: tuple[Weight, ...]
-    root: tuple[Weight, ...]
-    attention: int
-    elementwise: int
-
-    @property
-    def products(self) -> tuple[int, int]:
-        """Weights that each token is multiplied by: in converted layers, and in the head."""
-        converted = sum(weight.used * weight.rows * weight.cols for weight in self.block if weight.converted)
-        return self.layers * converted, self.root[-1].rows * self.root[-1].cols
-
-    @property
-    def parameters(self) -> int:
-        """How many numbers the model has."""
-        return self.layers * sum(w.elements for w in self.block) + sum(w.elements for w in self.root)
 
 
 def transformer(name: str, width: int, hidden: int, layers: int, kv_width: int, vocabulary: int) -> Shapes:
@@ -125,19 +74,6 @@ def deepseek_v3() -> Shapes:
 DEEPSEEK = deepseek_v3()
 
 
-def sent(weight: Weight, recipe: str, ranks: int, param_bytes: int = 2) -> int:
-    """Bytes of one gather of a weight over so many ranks, each of which has as many rows (the last one's padded).
-
-    Per tensor: a byte an element. 128x128 blocks, where each rank has whole ones: also 4 bytes a block. Else as bf16.
-    """
-    rows = weight.held * math.ceil(weight.rows / ranks) * ranks
-    if weight.converted and recipe in PER_TENSOR and ranks > 1:
-        return rows * weight.cols
-    if weight.converted and recipe == "blockwise" and ranks > 1 and weight.rows % (ranks * BLOCK) == 0:
-        return rows * weight.cols + 4 * (rows // BLOCK) * math.ceil(weight.cols / BLOCK)
-    return rows * weight.cols * param_bytes
-
-
 @dataclass(frozen=True)
 class Traffic:
     """Bytes and calls of one step's collectives, as byte_counter.ByteCounter counts them: of whole tensors."""
@@ -150,9 +86,6 @@ class Traffic:
     scatters: int
     reduces: int
     weights: int  # of the gathered bytes, those of converted weights
-    block_gather: int  # one of the gathers
-    root_gather: int
-    root_scatter: int
 
     @property
     def gathered(self) -> int:
@@ -166,7 +99,7 @@ def traffic(shapes: Shapes, recipe: str, ranks: int, param_bytes: int = 2, reduc
     Source: FSDP2 as torch 2.13 does it. ``fully_shard`` of each block and of the model: a block is gathered in forward
     and again in backward, the root's own parameters once; each gradient is scattered once; parameters are padded to as
     many rows a rank. octavo finds the scales of all weights that are cast per tensor in one all-reduce of an fp32 each.
-    What depends on the way a recipe's weights are gathered is in ``sent``.
+    What depends on the way a recipe's weights are gathered is in octavo's ``sent``, as for its plan.
 
     Args:
         shapes: of the model.
@@ -190,28 +123,4 @@ def traffic(shapes: Shapes, recipe: str, ranks: int, param_bytes: int = 2, reduc
         scatters=shapes.layers + 1,
         reduces=int(scales > 0),
         weights=2 * shapes.layers * converted,
-        block_gather=block,
-        root_gather=root,
-        root_scatter=root_gradients,
     )
-
-
-def divided(shapes: Shapes, tensor: int, pipeline: int, expert: int = 1) -> Shapes:
-    """What one rank holds of a model under tensor, pipeline and expert parallelism, before FSDP2 shards it.
-
-    Args:
-        shapes: of the model.
-        tensor: over how many ranks matrices are split; the embedding and the head by their rows.
-        pipeline: how many stages of equally many layers; each is taken to hold as much of the embedding and the head.
-        expert: over how many ranks experts are divided.
-    """
-
-    def part(weight: Weight) -> Weight:
-        if weight.split == "experts":
-            return replace(weight, held=weight.held // expert)
-        rows, cols = (tensor if weight.split == side else 1 for side in ("out", "in"))
-        return replace(weight, rows=weight.rows // rows, cols=weight.cols // cols)
-
-    root = tuple(replace(w, rows=math.ceil(w.rows / (tensor * pipeline))) if w.cols > 1 else w for w in shapes.root)
-    layers = math.ceil(shapes.layers / pipeline)
-    return replace(shapes, layers=layers, block=tuple(map(part, shapes.block)), root=root)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.metadata
+import json
 import logging
 import os
 import platform
@@ -346,12 +347,22 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     else:
         with torch.device("meta"):
             model = GPT(config).bfloat16()
+    if options.gpus is None and (options.mesh or options.micro_batches or options.recompute):
+        raise PlanError("--mesh, --micro-batches and --recompute are for a step on several GPUs: add --gpus")
     inputs = command.tokens_of(options.tokens, context)
-    recipes = [None, *(make() for make in command.RECIPES.values())]
-    print(f"{command.parameters_of(model)}, {len(inputs[0])} sequences of {context} tokens")
-    work = work_of(model, inputs)
+    head = f"{command.parameters_of(model)}, {len(inputs[0]) * (options.gpus or 1)} sequences of {context} tokens"
+    if options.gpus is not None:
+        from octavo.cost import mesh_command
+
+        asked = {name: getattr(options, name) for name in ("gpus", "mesh", "micro_batches", "recompute", "fuse")}
+        asked |= {"context": context, "sequences": len(inputs[0]) * options.gpus}
+        steps = mesh_command.plan(model, rates, **asked)
+        print(steps.json() if options.json else f"{head}\n{steps.text()}")
+        return 0
+    work, recipes = work_of(model, inputs), [None, *(make() for make in command.RECIPES.values())]
     found = [estimate(model, inputs, recipe, rates, work=work, fuse=options.fuse) for recipe in recipes]
-    print(command.describe_plan(found, rates))
+    as_json = json.dumps([dataclasses.asdict(each) for each in found])
+    print(as_json if options.json else f"{head}\n{command.describe_plan(found, rates)}")
     return 0
 
 

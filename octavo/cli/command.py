@@ -99,12 +99,21 @@ def _export(parser: argparse.ArgumentParser) -> None:
 def _plan(parser: argparse.ArgumentParser) -> None:
     help = "a Hugging Face config.json, or its folder (default: a GPT by the sizes below; CONFIG takes --context)"
     parser.add_argument("model", nargs="?", type=Path, metavar="CONFIG", help=help)
-    help = "of a step on one device (default: the sequences in 16384, or one if it is longer)"
+    help = "of a step on one device, or for each GPU (default: the sequences in 16384, or one if it is longer)"
     parser.add_argument("--tokens", type=int, metavar="N", help=help)
     help = "H100, H200 or B200, by published rates (default: this one, by what `octavo info --measure` found)"
     parser.add_argument("--device", metavar="NAME", help=help)
     help = "predict memory as octavo.convert(..., fuse=True) converts"
     parser.add_argument("--fuse", action="store_true", help=help)
+    help = "plan a step on N GPUs in servers of 8; without --mesh, find the fastest mesh that fits"
+    parser.add_argument("--gpus", type=int, metavar="N", help=help)
+    help = "ranks by kind, such as fsdp=8,tensor=8: fsdp, replicate, tensor, pipeline, context, expert"
+    parser.add_argument("--mesh", metavar="KIND=RANKS,...", help=help)
+    help = "of a rank of data parallelism in a step on a mesh (default: one for each sequence)"
+    parser.add_argument("--micro-batches", type=int, metavar="N", help=help)
+    help = "share of layers whose activations are checkpointed on a mesh, 0 to 1 (default: 0)"
+    parser.add_argument("--recompute", type=float, default=0.0, metavar="SHARE", help=help)
+    parser.add_argument("--json", action="store_true", help="print JSON: seconds and bytes")
     add_options(parser, ModelConfig)
 
 
@@ -151,6 +160,7 @@ _COMMANDS = {
         (
             "octavo plan path/to/config.json --tokens 16384 --context 8192 --device H100",
             "octavo plan --width 4096 --layers 32 --heads 32 --context 4096 --device B200",
+            "octavo plan path/to/config.json --device H100 --gpus 64 --mesh fsdp=8,tensor=8",
         ),
     ),
     "inspect": Command(

@@ -73,11 +73,17 @@ def _called(kind: str) -> str:
 def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
     """The predicted steps, of which the first is without FP8, and what to do."""
     first, *others = estimates
-    times = [["ms a step", "products", "casts", "other", "optimizer", "total", "of bf16"]]
+    eager, compiled = ((f"other, {way}", f"total, {way}", "of bf16") for way in ("eager", "compiled"))
+    times = [["ms a step", "products", "casts", "optimizer", *eager, *compiled]]
     sizes = [["GiB", "weights", "masters", "moments", "gradients", "activations", "total", "of bf16"]]
     for found in estimates:
-        kinds = found.products, found.casts, found.other, found.optimizer, found.total
-        times.append([found.name, *(f"{1e3 * seconds:.2f}" for seconds in kinds), f"{found.total / first.total:.2f}"])
+        line = [found.name, *(f"{1e3 * seconds:.2f}" for seconds in (found.products, found.casts, found.optimizer))]
+        for other, total, base in (
+            (found.other, found.total, first.total),
+            (found.fused, found.compiled, first.compiled),
+        ):
+            line += [f"{1e3 * other:.2f}", f"{1e3 * total:.2f}", f"{total / base:.2f}"]
+        times.append(line)
         memory = found.memory
         kept = memory.weights, memory.masters, memory.moments, memory.gradients, memory.activations or 0, memory.total
         share = f"{memory.total / first.memory.total:.2f}"
@@ -95,10 +101,14 @@ def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
         lines.append(f"A {what} the {room / GIB:.0f} GiB of {rates.device}.")
     fitting = [found for found in others if found.memory.total <= room]
     best = min(fitting or others, key=lambda found: found.total, default=first)
-    if best.total >= WORTH * first.total:
+    shares = best.total / first.total, best.compiled / first.compiled
+    if not fitting and first.memory.total > room:
+        least = min(found.memory.total for found in estimates) / GIB
+        lines.append(f"None fits one device: it needs {least:,.0f} GiB at least. Plan for several: --gpus N.")
+    elif min(shares) >= WORTH:
         lines.append(f"Don't: no recipe takes less than {WORTH:.0%} of bf16's time here; {_why(first, best)}.")
     else:
-        lines.append(f"{best.name} is the fastest: {best.total / first.total:.2f} of bf16's time.")
+        lines.append(f"{best.name} is the fastest: {shares[0]:.2f} of bf16's time in eager, {shares[1]:.2f} compiled.")
     for found in others:
         if found.slower and len(found.slower) < len(found.layers):
             lines.append(f"{found.name}: leave out, as fast in bf16 or faster: {_grouped(found.slower)}")

@@ -19,7 +19,7 @@ from octavo.nn.convert import convert, set_recipe
 from octavo.nn.flops import formulas
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.saved import twin_of, without_data
+from octavo.nn.saved import storage_of, twin_of, without_data
 from octavo.private import FakeTensorMode, TorchDispatchMode, cpu_attention, cpu_attention_backward, pytree
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe
@@ -100,12 +100,27 @@ class Work:
         other_flop: FLOP of all other products (attention, convolutions, experts that convert does not take).
         other_bytes: bytes that all other operations read and write in eager PyTorch.
         other_ops: how many other operations there are.
+        fused_bytes: bytes that they read and write where compiled: a tensor is written once, if a product reads it or
+            what comes after a product, and read once between two products.
+        blocks: those of them that the model's blocks do; None without blocks.
     """
 
     linears: tuple[LinearWork, ...]
     other_flop: float
     other_bytes: float
     other_ops: int
+    fused_bytes: float
+    blocks: Blocks | None
+
+
+class Blocks(NamedTuple):
+    """A model's list of blocks: its name, how many, and what ``Work`` says of other operations, for the blocks."""
+
+    name: str
+    size: int
+    other_bytes: float
+    other_ops: int
+    fused_bytes: float
 
 
 @dataclass(frozen=True)
@@ -123,7 +138,8 @@ class Estimate:
 
     Attributes:
         name: the recipe's.
-        products, casts, other, optimizer: seconds.
+        products, casts, other, optimizer: seconds in eager PyTorch.
+        fused: seconds of the other operations where ``torch.compile`` fuses those between two products.
         memory: bytes by kind.
         layers: the converted layers' times, as converted and in bf16.
 
@@ -143,11 +159,17 @@ class Estimate:
     optimizer: float
     memory: PhasePlan
     layers: tuple[LayerTime, ...]
+    fused: float
 
     @property
     def total(self) -> float:
-        """Seconds of a step."""
+        """Seconds of a step in eager PyTorch."""
         return self.products + self.casts + self.other + self.optimizer
+
+    @property
+    def compiled(self) -> float:
+        """Seconds of a compiled step."""
+        return self.total - self.other + self.fused
 
     @property
     def slower(self) -> tuple[LayerTime, ...]:
@@ -156,21 +178,45 @@ class Estimate:
 
 
 class _Traffic(TorchDispatchMode):
-    """Counts the bytes that operations read and write, except products: those that torch counts, and ``products``."""
+    """Counts the bytes that operations read and write, except products: those that torch counts, and ``products``.
+
+    ``fused``: the same, if all operations between two products are one kernel. ``made``: for each storage, after how
+    many products it was computed, and whether by one.
+    """
 
     def __init__(self, products: Container[Any]) -> None:
         super().__init__()
-        self.bytes, self.ops, self.products = 0, 0, products
+        self.bytes, self.ops, self.fused, self.products = 0, 0, 0, products
+        self.made: dict[int, tuple[int, bool]] = {}
+        self.moved: set[tuple[int, int]] = set()  # (storage, after how many products it is read; -1: written)
+        self.held: list[Any] = []  # so that no other storage gets its number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        read, made = ([x for x in pytree.tree_leaves(xs) if isinstance(x, Tensor)] for xs in ((args, kwargs), result))
         is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
+        if not made or is_view or any(word in func._schema.name for word in ("empty", "_unsafe_view")):
+            return result
         is_product = func._overloadpacket in flop_registry or func._overloadpacket in self.products
-        if not is_view and not is_product and "empty" not in func._schema.name:
-            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
-            self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        after = max((self.made.get(storage_of(x), (0, True))[0] for x in read), default=0)
+        if not is_product:
+            self.bytes += sum(x.numel() * x.element_size() for x in (*read, *made))
             self.ops += 1
+        for x in read:
+            key, size = storage_of(x), x.numel() * x.element_size()
+            before, of_product = self.made.get(key, (-1, True))
+            if is_product or of_product or before < after:
+                uses = {use for use, counts in (((key, -1), not of_product), ((key, after), not is_product)) if counts}
+                self.fused += size * len(uses - self.moved)
+                self.moved |= uses
+        self.made |= {storage_of(x): (after + is_product, is_product) for x in made}
+        self.held += made
         return result
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Bytes, operations, and bytes of fused ones, until now."""
+        return self.bytes, self.ops, self.fused
 
 
 def on_meta(model: nn.Module) -> nn.Module:
@@ -224,6 +270,7 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     )
     products = {**formulas(), **_ATTENTION}
     traffic = _Traffic(products)
+    of_blocks = _counted_blocks(twin, traffic)
     with mode, FlopCounterMode(display=False, custom_mapping=products) as flop, traffic:
         outputs = twin(*arguments)
         results = [
@@ -234,7 +281,39 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
         sum(result.float().sum() for result in results).backward()  # type: ignore[union-attr]
     linears = tuple(found.values())
     of_linears = sum(work.flop * sum(work.products) for work in linears)
-    return Work(linears, max(flop.get_total_flops() - of_linears, 0.0), traffic.bytes, traffic.ops)
+    other_flop = max(flop.get_total_flops() - of_linears, 0.0)
+    return Work(linears, other_flop, *traffic.counts, of_blocks())
+
+
+def _counted_blocks(model: nn.Module, traffic: _Traffic) -> Callable[[], Blocks | None]:
+    """Counts in a step what its blocks do; the result says it after the step."""
+    if (name := blocks_of(model)) is None:
+        return lambda: None
+    blocks: Any = model.get_submodule(name)
+    marks: list[tuple[int, int, int]] = []
+
+    def mark(_: object, given: Any, output: Any = None) -> None:
+        marks.append(traffic.counts)
+        x = next(leaf for leaf in pytree.tree_leaves(given if output is None else output) if isinstance(leaf, Tensor))
+        if x.requires_grad:  # backward begins at the last block's output, and ends at the first one's input
+            x.register_hook(lambda _: marks.append(traffic.counts))
+
+    blocks[0].register_forward_pre_hook(mark)
+    blocks[-1].register_forward_hook(mark)
+
+    def found() -> Blocks:
+        if len(marks) < 4:  # nothing is trained before the blocks: all counts as theirs
+            return Blocks(name, len(blocks), *traffic.counts)
+        return Blocks(name, len(blocks), *(b - a + d - c for a, b, c, d in zip(*marks[:4], strict=True)))
+
+    return found
+
+
+def blocks_of(model: nn.Module) -> str | None:
+    """The name of the list of modules that has the most parameters; None without any."""
+    lists = [(sum(p.numel() for p in module.parameters()), name) for name, module in model.named_modules()
+             if isinstance(module, nn.ModuleList)]  # fmt: skip
+    return max(lists)[1] if lists else None
 
 
 def _convert(model: nn.Module, recipe: Recipe | RecipeMap, select: Select | None, fuse: bool = False) -> None:
@@ -259,11 +338,11 @@ def estimate(
     work: Work | None = None,
     fuse: bool = False,
 ) -> Estimate:
-    """Predict a training step of a model, in eager PyTorch on one device, without computing it.
+    """Predict a training step of a model on one device, in eager PyTorch and compiled, without computing it.
 
     Products and casts take their time by the rates; all other operations, and the optimizer, that of the bytes that
     they move. Nothing overlaps: this is the sum over the kernels in a profile. ``torch.compile`` fuses the other
-    operations, which then take less.
+    operations, which then move less.
 
     Args:
         model: on any device; the meta device (``with torch.device("meta"):``) takes no memory.
@@ -303,11 +382,12 @@ def estimate(
         if not followed.is_high_precision:
             layers.append(LayerTime(linear, linear.seconds(high_precision(), rates)[0], multiplied + cast))
     other = work.other_bytes / rates.copy + work.other_ops * rates.launch
-    other += rates.product_seconds(HIGH_PRECISION, work.other_flop) if work.other_flop else 0.0
+    attention = rates.product_seconds(HIGH_PRECISION, work.other_flop) if work.other_flop else 0.0
+    fused = work.fused_bytes / rates.copy + attention
     memory = _memory(twin, optimizer, recipe, inputs)
     moved = 2 * (memory.weights + memory.masters + memory.moments) + memory.gradients
     name = "bf16" if recipe is None else getattr(recipe, "name", "map")
-    return Estimate(name, products, casts, other, moved / rates.copy, memory, tuple(layers))
+    return Estimate(name, products, casts, other + attention, moved / rates.copy, memory, tuple(layers), fused)
 
 
 def _memory(

@@ -43,7 +43,9 @@ def test_a_small_layer_among_large_ones_is_named() -> None:
 
 def test_whether_a_step_fits() -> None:
     assert "A step in any of them fits the 139 GiB of NVIDIA H200." in plan(16384, 8192, 8192)
-    assert "A step in bf16, delayed does not fit the 139 GiB of NVIDIA H200." in plan(16384, *[65536] * 7)
+    text = plan(16384, *[65536] * 7)
+    assert "A step in bf16, delayed does not fit the 139 GiB of NVIDIA H200." in text and "the fastest" not in text
+    assert "None fits one device: it needs 2" in text
     # in between, the fastest is of those that fit
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8192, 8192), nn.GELU(), nn.Linear(8192, 8192)).bfloat16()

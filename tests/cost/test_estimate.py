@@ -38,6 +38,20 @@ def test_work_is_that_of_a_real_step() -> None:
     assert work.other_bytes > sum(p.numel() for p in model.parameters())
 
 
+def test_operations_between_products_are_one_kernel_where_compiled() -> None:
+    class Neg(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return -x
+
+    x = torch.ones(4, 8, requires_grad=True)
+    once, twice = (
+        work_of(on_meta(nn.Sequential(nn.Linear(8, 8, False), *(Neg(),) * times, nn.Linear(8, 8, False))), (x,))
+        for times in (1, 2)
+    )
+    assert twice.fused_bytes == once.fused_bytes and twice.other_ops == once.other_ops + 2
+    assert twice.other_bytes == once.other_bytes + 2 * 2 * 4 * 32
+
+
 def test_what_backward_needs_and_a_layer_called_twice() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

@@ -1,0 +1,568 @@
+"""A training step of a transformer on a mesh of GPUs: formulas of its time and of each rank's memory.
+
+Nothing here is measured. Products, casts and the memory's bandwidth are those of a device's Rates; all else is assumed,
+and named with its source in ``Hardware`` or in the docstring of what assumes it. None of it was fitted to the published
+steps that docs/plan.md holds the results against.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+from octavo import recipes
+from octavo.cost.estimate import LinearWork
+from octavo.cost.rates import HIGH_PRECISION, PlanError, Rates, forms_of, rates_of
+from octavo.scaling.recipe import Recipe
+
+BF16, CODE, FLOAT = 2, 1, 4  # bytes
+PAIR = 1 + 4 / 128  # bytes of a code and its share of the scale of 128
+BLOCK = 128  # of the recipe "blockwise"
+RANKS = ("fsdp", "replicate", "tensor", "pipeline", "context", "expert")
+PER_TENSOR = ("dynamic", "delayed")
+# bytes an element of a master beside its bf16 weight, and of Adam's two moments: octavo.optim.AdamW's
+STATES = {"float32": (4, 8), "FP8": (1, 2 * PAIR)}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of a block, or of the rest of a model: a matrix, or a vector of one column.
+
+    ``split``: which of its sides tensor parallelism divides, the features in or out; experts are divided among ranks as
+    a whole. ``held``: how many of these matrices there are, and ``used``: by how many of them a token is multiplied.
+    ``share``: of the blocks that have it.
+    """
+
+    rows: int
+    cols: int = 1
+    converted: bool = False
+    split: Literal["in", "out", "experts", None] = None
+    held: int = 1
+    used: float = 1
+    share: float = 1
+
+    @property
+    def elements(self) -> float:
+        """Of all these matrices."""
+        return self.share * self.held * self.rows * self.cols
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A transformer whose blocks are sharded one by one, the rest (embedding, last norm, head) with the root.
+
+    ``attention``: features of a head's queries and values, the mean of both, times heads. ``elementwise``: elements
+    that a block's forward reads or writes for a token between its products (norms, residuals, rotation, activation);
+    ``logits``: bytes that a step moves for a logit. ``launches``: of a block's kernels between products, if the device
+    waits for them. ``saved``: bytes that a block saves for a token; None: its products' operands as they read them, and
+    what attention and the activation read, in bf16. ``heads``: of queries, and of keys; tensor parallelism divides
+    each.
+    """
+
+    name: str
+    width: int
+    layers: int
+    block: tuple[Weight, ...]
+    root: tuple[Weight, ...]
+    attention: float
+    elementwise: float
+    logits: float = 4 * BF16
+    launches: float = 0
+    saved: float | None = None
+    heads: tuple[int, ...] = ()
+
+    @property
+    def products(self) -> tuple[float, int]:
+        """Weights that each token is multiplied by: in converted layers, and in the head."""
+        converted = sum(w.share * w.used * w.rows * w.cols for w in self.block if w.converted)
+        return self.layers * converted, self.root[-1].rows * self.root[-1].cols
+
+    @property
+    def parameters(self) -> float:
+        """How many numbers the model has."""
+        return self.layers * sum(w.elements for w in self.block) + sum(w.elements for w in self.root)
+
+    def flop(self, sequence: int) -> float:
+        """Of a token: 6 a number that multiplies it, and causal attention; what is recomputed does not count."""
+        return 6.0 * (sum(self.products) + sequence * self.attention * self.layers)
+
+    def divided(self, tensor: int, pipeline: int, expert: int = 1) -> Shapes:
+        """What one rank holds, before FSDP2 shards it; each stage of the pipeline as much of the embedding and head."""
+
+        def part(weight: Weight) -> Weight:
+            if weight.split == "experts":
+                return replace(weight, held=weight.held // expert)
+            rows, cols = (tensor if weight.split == side else 1 for side in ("out", "in"))
+            return replace(weight, rows=weight.rows // rows, cols=weight.cols // cols)
+
+        root = tuple(replace(w, rows=math.ceil(w.rows / (tensor * pipeline))) if w.cols > 1 else w for w in self.root)
+        layers = math.ceil(self.layers / pipeline)
+        return replace(self, layers=layers, block=tuple(map(part, self.block)), root=root)
+
+
+def sent(weight: Weight, recipe: str, ranks: int, param_bytes: int = BF16) -> float:
+    """Bytes of one gather of a weight over so many ranks, each of which has as many rows (the last one's padded).
+
+    Per tensor: a byte an element. 128x128 blocks, where each rank has whole ones: also 4 bytes a block. Else as bf16.
+    """
+    rows = weight.share * weight.held * math.ceil(weight.rows / ranks) * ranks
+    if weight.converted and recipe in PER_TENSOR and ranks > 1:
+        return rows * weight.cols
+    if weight.converted and recipe == "blockwise" and ranks > 1 and weight.rows % (ranks * BLOCK) == 0:
+        return rows * weight.cols + 4 * (rows // BLOCK) * math.ceil(weight.cols / BLOCK)
+    return rows * weight.cols * param_bytes
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """H100 SXM servers of 8 GPUs with a network card of 400 Gb/s a GPU. None of these is measured here.
+
+    Args:
+        rates: of products, casts and copies: octavo.cost's, which names their sources.
+        attention_forward: FLOP/s of a causal attention's forward, 8,192 tokens, heads of 128 (pytorch/benchmark#2391).
+        attention_backward: the same backward, which computes 2.5 times the FLOP. Assumed: 0.8 of forward's.
+        nvlink: bytes/s each way of a GPU in NCCL's all-gathers and reduce-scatters inside a server (nccl-tests#212:
+            370 of 450 GB/s).
+        network: bytes/s each way of a GPU's card (nccl-tests#290: 46 to 48 of 50 GB/s).
+        server: GPUs in one.
+        latency: seconds that a collective takes before its first byte. Assumed.
+        memory: bytes of a GPU.
+    """
+
+    rates: Rates = field(default_factory=lambda: rates_of("H100"))
+    attention_forward: float = 614e12
+    attention_backward: float = 490e12
+    nvlink: float = 370e9
+    network: float = 47e9
+    server: int = 8
+    latency: float = 20e-6
+    memory: float = 80e9
+
+    @classmethod
+    def of(cls, rates: Rates) -> Hardware:
+        """Servers of another device, assumed: attention as much faster as products in bf16, NVLink of its generation.
+
+        Raises:
+            PlanError: for a device that is no GPU.
+        """
+        if "CPU" in rates.device:
+            raise PlanError("--gpus: a mesh is planned of GPUs: add --device H100, H200 or B200")
+        here, speed = cls(), rates.products[HIGH_PRECISION][-1][1] / rates_of("H100").products[HIGH_PRECISION][-1][1]
+        forward, backward = here.attention_forward * speed, here.attention_backward * speed
+        return cls(rates, forward, backward, here.nvlink * (1 + ("B200" in rates.device)), memory=rates.memory)
+
+    def wire(self, whole: float, ranks: int, stride: int, directly: bool = False) -> float:
+        """Seconds of an all-gather or a reduce-scatter of so many bytes in all, each rank ``stride`` GPUs apart.
+
+        Each GPU takes in (n - 1) / n of the bytes over NVLink. Over the network a ring takes each byte into a server
+        once, over the cards of the group's ranks there; the slower of the two counts. ``directly``: an all-to-all, in
+        which each rank's card takes in what all ranks elsewhere have for it.
+        """
+        if ranks == 1:
+            return 0.0
+        here = self.here(ranks, stride)
+        inside = whole * (here - 1 if directly else ranks - 1) / ranks / self.nvlink * (here > 1)
+        servers = ranks / here
+        arriving = (ranks - here) / ranks if directly else (servers - 1) / servers / here
+        return max(inside, whole * arriving / self.network) + self.latency
+
+    def here(self, ranks: int, stride: int) -> int:
+        """How many of a group's ranks, ``stride`` GPUs apart, are in one server."""
+        return max(1, min(ranks, self.server // stride))
+
+    def exchange(self, whole: float, ranks: int, stride: int, levels: int) -> float:
+        """Seconds of all-to-alls that reduce so many bytes at one level or at two, one after the other."""
+        if levels == 1:
+            return self.wire(whole, ranks, stride, directly=True)
+        here = self.here(ranks, stride)
+        inside = self.wire(whole, here, stride, directly=True)
+        return inside + self.wire(whole / here, ranks // here, self.server, directly=True)
+
+    def link(self, ranks: int, stride: int, directly: bool = False) -> str:
+        """On which wires such a group waits longest."""
+        inside = replace(self, network=math.inf).wire(1e12, ranks, stride, directly)
+        return "NVLink" if self.wire(1e12, ranks, stride, directly) == inside else "network"
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What is computed and what is sent in FP8; each is octavo's way unless said otherwise.
+
+    Args:
+        name: for tables.
+        recipe: of the products, by its name in ``octavo.recipes``; "bf16": none.
+        gathers: weights gathered in FP8 by FSDP2; else in bf16.
+        reduction: at how many levels gradients are reduced as pairs in blocks of 128
+            (``octavo.distributed.Fp8ReduceScatter``): by an all-to-all of all ranks, or by one of a server's ranks and
+            one of servers. What casts and sums take is not counted. 0: a reduce-scatter of bf16.
+        pairs: inputs and gradients that tensor and sequence parallelism gather, and tokens and gradients that expert
+            parallelism dispatches, are codes, whose scale ranks agree on first. What was gathered is kept for backward.
+            What is added up over ranks stays in bf16.
+        state: weights, masters and moments, one of STATES.
+        elsewhere: Megatron's and DeepSeek's way: forward keeps this rank's part of an input, which is gathered again in
+            backward; a token is cast and sent over the network once for all its experts of a server.
+    """
+
+    name: str
+    recipe: str = "dynamic"
+    gathers: bool = False
+    reduction: int = 0
+    pairs: bool = False
+    elsewhere: bool = False
+    state: str = "float32"
+
+    @property
+    def casts(self) -> Recipe:
+        """Of the products."""
+        return recipes.high_precision() if self.recipe == HIGH_PRECISION else getattr(recipes, self.recipe)()
+
+    @property
+    def sent(self) -> int:
+        """Bytes of an element of an input or a gradient that is gathered or dispatched."""
+        return CODE if self.pairs else BF16
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """How a step is divided among GPUs.
+
+    Args:
+        gpus: all of them.
+        sequences: of a step.
+        sequence: tokens of one.
+        tensor, pipeline, context, expert: ranks of each kind of parallelism. Tensor parallelism is with sequence
+            parallelism; experts are divided among ranks of data parallelism.
+        chunks: layers of a stage come in so many (interleaved 1F1B).
+        resharded: FSDP2 frees weights after each use, gathers them twice a micro-batch and reduces gradients in each.
+            Else once a step: a stage keeps its weights, and masters and moments are sharded (ZeRO-1, or FSDP2 with
+            reshard_after_forward=False).
+        recomputed: the share of layers whose forward runs again in backward.
+        replicate: of the ranks of data parallelism, groups that each hold all weights (HSDP; DDP, if no more do).
+        batch: sequences of a micro-batch.
+    """
+
+    gpus: int
+    sequences: int
+    sequence: int = 8192
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    chunks: int = 1
+    resharded: bool = False
+    recomputed: float = 0.0
+    replicate: int = 1
+    batch: int = 1
+
+    @property
+    def data(self) -> int:
+        """Ranks of data parallelism."""
+        return self.gpus // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a rank and step."""
+        return self.sequences // (self.data * self.batch)
+
+    @property
+    def sharded(self) -> int:
+        """Ranks that the weights of a stage are sharded over."""
+        return self.data * self.context // self.replicate
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """By RANKS."""
+        kinds = {kind: getattr(self, kind) for kind in RANKS[1:]}
+        return {"fsdp": self.sharded // self.context} | kinds
+
+    def __str__(self) -> str:
+        return ",".join(f"{kind}={ranks}" for kind, ranks in self.ranks.items() if ranks > 1) or "fsdp=1"
+
+
+class Wait(NamedTuple):
+    """Collectives of a kind of parallelism: seconds, those of them that nothing hides, and their slowest wires."""
+
+    seconds: float
+    exposed: float
+    link: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step on each GPU: ``kinds`` of compute, and what nothing hides; TFLOP/s that the model needs."""
+
+    kinds: Mapping[str, float]
+    waits: Mapping[str, Wait]
+    bubble: float
+    optimizer: float
+    seconds: float
+    tflops: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one rank computes and sends for a micro-batch.
+
+    Backward takes twice what forward takes. Products have octavo.cost's rate whatever their size, those of experts
+    together that of one of all their rows. Collectives take no SMs. Those of tensor and expert parallelism are waited
+    for, as torch's functional collectives are. The exchange of keys and values of context parallelism and the
+    activations between stages hide behind compute, and stages are equally long.
+    """
+
+    whole: Shapes
+    layout: MeshLayout
+    precision: Precision
+    hardware: Hardware
+
+    def __post_init__(self) -> None:
+        """Refuse a layout by which the model does not divide, and say what would."""
+        now, block = self.layout, self.whole.block
+        split = [w.cols if w.split == "in" else w.rows for w in block if w.split in ("in", "out")]
+        experts = [w.held for w in block if w.split == "experts"]
+        whole = {"tensor": ("heads and features", [*self.whole.heads, *split] * bool(split))}
+        for kind, (words, counts) in (whole | {"expert": ("experts", experts)}).items():
+            given, common = getattr(now, kind), math.gcd(*counts) or 1
+            if common % given:
+                would = ", ".join(str(each) for each in range(1, min(common, 1024) + 1) if common % each == 0)
+                known = ", ".join(map(str, sorted(set(counts)))) or "none known"
+                raise PlanError(f"{kind}={given} does not divide the model's {words} ({known}): {kind} may be {would}")
+        if now.pipeline > self.whole.layers:
+            raise PlanError(f"pipeline={now.pipeline}: there are {self.whole.layers} layers, and each stage needs one")
+        if now.gpus % (now.tensor * now.pipeline * now.context) or now.data % now.replicate:
+            raise PlanError(f"{now.gpus} GPUs do not divide by the ranks of {now.ranks}: no fsdp would make it so")
+        at_once = now.data * now.batch
+        if now.sequences % at_once:
+            raise PlanError(
+                f"the step's {now.sequences} sequences do not divide by {now.data} ranks of data parallelism and "
+                f"{now.batch} a micro-batch: {at_once * math.ceil(now.sequences / at_once)} sequences would"
+            )
+        if now.sharded * now.tensor % now.expert:
+            most = math.gcd(now.sharded * now.tensor, now.expert)
+            raise PlanError(
+                f"expert={now.expert}: experts divide among ranks of fsdp and tensor: expert={most} would do"
+            )
+
+    @functools.cached_property
+    def shapes(self) -> Shapes:
+        """What the rank holds before FSDP2 shards it."""
+        return self.whole.divided(self.layout.tensor, self.layout.pipeline, self.layout.expert)
+
+    @property
+    def tokens(self) -> float:
+        """Of a micro-batch on a rank of context parallelism."""
+        return self.layout.batch * self.layout.sequence / self.layout.context
+
+    @functools.cached_property
+    def shards(self) -> list[tuple[Shapes, int, int]]:
+        """What the rank holds, by over how many ranks it is sharded, and how many GPUs these are apart.
+
+        Experts are sharded over the ranks that hold the same ones, as far apart as a server has ranks of experts.
+        """
+        layout, held = self.layout, self.shapes
+        if layout.expert == 1:
+            return [(held, layout.sharded, layout.tensor)]
+        dense, experts = (tuple(w for w in held.block if (w.split == "experts") == own) for own in (False, True))
+        alone = replace(held, block=experts, root=(Weight(0),))
+        ranks = layout.sharded * layout.tensor // layout.expert
+        return [
+            (replace(held, block=dense), layout.sharded, layout.tensor),
+            (alone, ranks, min(layout.expert, self.hardware.server)),
+        ]
+
+    def rows(self, weight: Weight) -> float:
+        """Of a weight's input: all tokens where tensor parallelism splits it, else this rank's part of them."""
+        return self.tokens * weight.used / (1 if weight.split in ("in", "out") else self.layout.tensor)
+
+    def linear(self, weight: Weight) -> tuple[float, float]:
+        """Seconds of a converted weight's products and casts, forward and backward.
+
+        What tensor parallelism gathers is cast before that where pairs are sent, and else after; elsewhere tokens are
+        cast once for all their experts. A weight is cast where it is sharded if it is gathered in FP8, else as a whole.
+        """
+        rates, recipe = self.hardware.rates, self.precision.casts
+        work = LinearWork("", round(self.rows(weight)), weight.cols, weight.rows, True, True)
+        products, casts = sum(rates.product_seconds(form, work.flop) for form in forms_of(recipe)), 0.0
+        if recipe.is_high_precision:
+            return weight.share * products, casts
+        size = weight.elements / weight.share / (self.layout.sharded if self.precision.gathers else 1)
+        size /= 1 if self.layout.resharded else self.layout.micro_batches
+        counts = work.tokens * weight.cols, size, work.tokens * weight.rows
+        first = weight.split == "out" or (weight.split == "experts" and weight.cols == self.whole.width)
+        spared: float = self.layout.tensor if weight.split in ("in", "out") else 1
+        if weight.split == "experts" and self.precision.elsewhere:
+            spared = weight.used
+        spared = spared if self.precision.pairs else 1
+        shares = spared if first else 1, 1, 1 if first else spared
+        for role, elements, share in zip(recipe.casts, counts, shares, strict=True):
+            if (cast := role.as_is or role.transposed) is not None:
+                casts += rates.cast_seconds(cast, elements / share, True)
+        return weight.share * products, weight.share * casts
+
+    @functools.cached_property
+    def kinds(self) -> dict[str, float]:
+        """Seconds of forward and backward by kind; the head's products are in bf16."""
+        layout, rates, head = self.layout, self.hardware.rates, self.whole.root[-1]
+        linears = [self.linear(weight) for weight in self.shapes.block if weight.converted]
+        other = 3 * BF16 * self.whole.elementwise * self.tokens / layout.tensor / rates.copy
+        flop = 2.0 * self.tokens * layout.sequence * self.whole.attention / layout.tensor
+        attention = flop / self.hardware.attention_forward + 2.5 * flop / self.hardware.attention_backward
+        times = self.shapes.layers * (1 + layout.recomputed / 3)
+        logits = self.tokens * head.rows / (layout.tensor * layout.pipeline)
+        return {
+            "products": times * sum(products for products, _ in linears)
+            + 3 * rates.product_seconds(HIGH_PRECISION, 2 * logits * head.cols),
+            "casts": times * sum(casts for _, casts in linears),
+            "attention": times * attention,
+            "other": times * (other + self.whole.launches * rates.launch) + self.whole.logits * logits / rates.copy,
+        }
+
+    @property
+    def compute(self) -> float:
+        """Seconds of forward and backward."""
+        return sum(self.kinds.values())
+
+    @property
+    def tensor(self) -> float:
+        """Seconds of tensor parallelism's collectives.
+
+        A split of the features out gathers its input in forward, elsewhere also in backward for the weight's gradient
+        (arXiv 2205.05198, section 4.2.2), and scatters the sum of its input's gradient; a split of the features in
+        scatters the sum of its output and gathers that output's gradient.
+        """
+        layout, sent = self.layout, self.precision.sent
+        if layout.tensor == 1:
+            return 0.0
+        seconds = 0.0
+        for weight in self.whole.block:
+            if weight.split in ("in", "out"):
+                size = weight.cols if weight.split == "out" else weight.rows
+                count = 2 if weight.split == "out" and self.precision.elsewhere else 1
+                for each, times in ((sent, count), (BF16, 1)):
+                    whole = self.tokens * size * each
+                    seconds += weight.share * times * self.hardware.wire(whole, layout.tensor, 1)
+                seconds += weight.share * self.hardware.latency * (sent == CODE)  # of the scale
+        return self.shapes.layers * seconds
+
+    @property
+    def expert(self) -> float:
+        """Seconds of expert parallelism's all-to-alls: tokens there and back, in forward and in backward.
+
+        A token goes to each of its experts; elsewhere once to each server that has some and on to them over NVLink.
+        Experts are as likely on any server, of which at most 4 are chosen (arXiv 2412.19437, section 3.2.2).
+        """
+        layout, hardware = self.layout, self.hardware
+        experts = [weight for weight in self.whole.block if weight.split == "experts"]
+        if layout.expert == 1 or not experts:
+            return 0.0
+        used, servers = experts[0].used, max(1.0, layout.expert / hardware.server)
+        visited = min(4.0, servers * (1 - (1 - 1 / servers) ** used)) if self.precision.elsewhere else used
+        here = min(layout.expert, hardware.server)
+        layers = self.shapes.layers * experts[0].share
+        numbers = self.tokens / layout.tensor * self.whole.width * layers
+        slowest = max(visited * (1 - 1 / servers) / hardware.network, used * (1 - 1 / here) / hardware.nvlink)
+        waits = (4 + 2 * self.precision.pairs) * layers * hardware.latency  # also of the scales
+        return numbers * 2 * (self.precision.sent + BF16) * slowest + waits
+
+    @functools.cached_property
+    def data(self) -> Wait:
+        """A round of the collectives of FSDP2 (and of HSDP's replicas), of which a micro-batch's compute hides some.
+
+        One block is prefetched: gathers hide behind forward, gathers and scatters, on the same wires, behind backward,
+        except for the first gathers (the root's and block 0's) and the root's scatter at the end. Replicas add their
+        shards of gradients by an all-reduce, which hides behind backward too.
+        """
+        layout, hardware = self.layout, self.hardware
+        recipe = self.precision.recipe if self.precision.gathers else HIGH_PRECISION
+        exposed = gathered = scattered = 0.0
+        groups, apart = [("NVLink", 0.0)], layout.tensor * layout.sharded
+        for shapes, ranks, stride in self.shards:
+            if ranks * layout.replicate == 1:
+                continue
+            gather = functools.partial(hardware.wire, ranks=ranks, stride=stride)
+            exchange = functools.partial(hardware.exchange, ranks=ranks, stride=stride, levels=self.precision.reduction)
+            root = sum(sent(w, HIGH_PRECISION, ranks) for w in shapes.root)
+            block, gradients = (sum(sent(w, of, ranks) for w in shapes.block) for of in (recipe, HIGH_PRECISION))
+            sizes = root, shapes.layers * gradients + root
+            last, scatter = (
+                exchange(size * PAIR / BF16) if self.precision.reduction else gather(size) for size in sizes
+            )
+            first = gather(root + block)
+            exposed += first + last + hardware.latency * (recipe in PER_TENSOR and ranks > 1)
+            replicas = 2 * hardware.wire(BF16 * shapes.parameters / ranks, layout.replicate, apart)
+            gathered += gather(shapes.layers * block + root) - first
+            scatter += gather(shapes.layers * block) * layout.resharded
+            scattered += scatter - last + replicas
+            groups += [(hardware.link(ranks, stride), scatter), (hardware.link(layout.replicate, apart), replicas)]
+        total = exposed + gathered + scattered
+        exposed += max(0.0, gathered - self.compute / 3) + max(0.0, scattered - 2 * self.compute / 3)
+        return Wait(total, exposed, max(groups, key=lambda group: group[1])[0])
+
+    @functools.cached_property
+    def memory(self) -> dict[str, float]:
+        """Bytes of a GPU by kind.
+
+        Gradients are in float32; FSDP2 has two blocks' weights and gradients gathered at a time. ``Shapes.saved`` is
+        kept for as many micro-batches as interleaved 1F1B has on their way, and of layers that are recomputed their
+        input, and one of them as a whole. The loss has three tensors of the logits' size in float32: its log-softmax
+        and two gradients.
+        """
+        layout, shapes, precision = self.layout, self.shapes, self.precision
+        master, moments = STATES[precision.state]
+        weight, found = BF16 if precision.state == "float32" else PAIR, Counter[Any]()
+        for part, ranks, _ in self.shards:
+            shard = part.parameters / ranks
+            most = max(sum(w.elements for w in weights) for weights in (part.block, part.root))
+            held = shard if layout.resharded else part.parameters
+            sizes = {"weights": weight * held, "masters": master * shard, "moments": moments * shard}
+            found.update(sizes | {"gradients": FLOAT * held, "gathered": 4 * BF16 * most * layout.resharded})
+        operand = BF16 if precision.recipe == HIGH_PRECISION else CODE
+        operands, whole = 0.0, 0.0  # whole: more of a gathered input than this rank's part of it
+        for w in self.whole.block:
+            gathered = w.split == "out" and not precision.elsewhere
+            rows = BF16 * w.rows if w.split != "in" else 0
+            operands += w.share * w.used * w.converted * (operand * w.cols + rows)
+            whole += (
+                min(operand, precision.sent) * w.share * w.used * w.converted * w.cols * (layout.tensor - 1) * gathered
+            )
+        saved = self.tokens / layout.tensor * ((operands if self.whole.saved is None else self.whole.saved) + whole)
+        under_way = layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.chunks))
+        recomputed, width = layout.recomputed, BF16 * self.tokens * self.whole.width / layout.tensor
+        layers = shapes.layers * min(under_way, layout.micro_batches)
+        activations = layers * ((1 - recomputed) * saved + recomputed * width) + math.ceil(recomputed) * saved
+        logits = 3 * FLOAT * self.tokens * self.whole.root[-1].rows / layout.tensor
+        return {**found, "activations": activations, "logits": logits}
+
+    @property
+    def size(self) -> float:
+        """Bytes of a GPU, of all kinds."""
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the GPU has them."""
+        return self.size <= (self.hardware.memory or math.inf)
+
+    @property
+    def optimizer(self) -> float:
+        """Seconds of AdamW's update of what this rank has: its state and the bf16 weight twice, the gradient once."""
+        moved = 2 * sum(STATES[self.precision.state]) + FLOAT + BF16
+        return sum(moved * part.parameters / ranks for part, ranks, _ in self.shards) / self.hardware.rates.copy
+
+    @functools.cached_property
+    def step(self) -> Step:
+        """The time of all micro-batches and of the optimizer."""
+        layout, count = self.layout, self.layout.micro_batches
+        rounds, waits = count if layout.resharded else 1, {"fsdp": self.data}
+        waits["fsdp"] = Wait(rounds * self.data.seconds, rounds * self.data.exposed, self.data.link)
+        for kind, directly in (("tensor", False), ("expert", True)):
+            seconds = count * getattr(self, kind)
+            waits[kind] = Wait(seconds, seconds, self.hardware.link(getattr(layout, kind), 1, directly))
+        kinds = {kind: count * seconds for kind, seconds in self.kinds.items()}
+        bubble = (layout.pipeline - 1) / layout.chunks * (self.compute + self.tensor + self.expert)
+        total = sum(kinds.values()) + sum(wait.exposed for wait in waits.values()) + bubble + self.optimizer
+        flop = layout.sequences * layout.sequence * self.whole.flop(layout.sequence) / layout.gpus
+        return Step(kinds, waits, bubble, self.optimizer, total, flop / total / 1e12)
