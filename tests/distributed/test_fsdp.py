@@ -224,9 +224,9 @@ WAYS = {  # how weights are gathered of "even shards" on 2 ranks, and on 4
     "dynamic": {"in FP8"},
     "delayed": {"in FP8"},
     "power of two": {"in FP8"},
-    "blockwise": {"in FP8", "cast after"},  # the head's 40 rows are no whole blocks
-    "rowwise": {"cast after"},
-    "mx": {"cast after"},
+    "blockwise": {"in FP8"},  # the head's 40 rows are no whole blocks
+    "rowwise": {"in FP8"},
+    "mx": {"in FP8"},
     "high_precision": {"as it is"},
 }
 
