@@ -508,6 +508,58 @@ def test_fsdp2_on_two_servers(pool):
     assert 0.005 < error_of(pool.run(scattered, (4,), torch.float32, None, options)) < 2 * 2.0**-4
 
 
+def between_replicas(mesh, dtype):
+    """(what the hook took of each module's gradients, what it left, this rank's shards then), float64 all."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(37, 130), nn.ReLU(), nn.Linear(130, 3))
+    octavo.convert(net, octavo.recipes.rowwise(), select=lambda module, name: True)
+    between, taken, left = Fp8Reduction(group=mesh["replicate"].get_group()), [], []
+
+    def hook(flat):
+        taken.append(flat.double().numpy().copy())
+        between.all_reduce(flat)
+        left.append(flat.double().numpy().copy())
+
+    for part in (net[0], net):
+        fully_shard(part, mesh=mesh["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+        part.set_custom_reduce_scatter(Fp8ReduceScatter(Fp8Reduction()))
+        part.set_all_reduce_hook(hook)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        net(data(dist.get_rank(), step)).square().mean().backward()
+        optimizer.step()
+    shards = [p.grad.to_local().flatten().double().numpy() for p in net.parameters()]
+    return taken, left, np.concatenate(shards)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((2, 2), torch.float32),
+        *(pytest.param((2, 2), dtype, marks=pytest.mark.full) for dtype in (torch.bfloat16, torch.float16)),
+        pytest.param((4, 2), torch.float32, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_between_replicas_equals_a_simulation_in_float64(pool, shape, dtype):
+    """HSDP: each replica's ranks first, and then replicas, in FP8 both; all replicas have the same bits."""
+    replicas, shards = shape
+    found = pool.run(between_replicas, shape, dtype)
+    for place in range(shards):
+        own = found[place::shards]  # the ranks that have the same shard
+        for number in range(4):  # two modules, two steps
+            mean = simulated([taken[number] for taken, _, _ in own], E4M3)
+            expected = torch.from_numpy(mean).to(dtype).double().numpy()
+            for taken, left, _ in own:
+                assert (taken[number] != own[0][0][number]).any() or taken is own[0][0]
+                np.testing.assert_array_equal(left[number], expected)
+        assert len(own) == replicas
+        for _, left, gradients in own:
+            assert np.isin(gradients, np.concatenate(left)).all()
+            np.testing.assert_array_equal(gradients, own[0][2])
+
+
 def error_of(found):
     """|in FP8 - plain| / |plain| over all ranks' shards."""
     in_fp8, plain = (np.concatenate(part) for part in zip(*found, strict=True))
@@ -530,6 +582,8 @@ def test_what_is_refused(pool):
     for name in (None, "head"):
         with pytest.raises(ValueError, match="a name that no other has"):
             Fp8ReduceScatter(feedback, name)
+    with pytest.raises(ValueError, match="no residuals between replicas"):
+        feedback.all_reduce(torch.ones(4))
     with pytest.raises(ValueError, match="ranks_per_server=0"):
         Fp8Reduction(ranks_per_server=0)
     with pytest.raises(ValueError, match="residuals of weight"):
