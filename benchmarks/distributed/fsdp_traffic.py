@@ -11,7 +11,6 @@ from typing import Literal
 
 BLOCK = 128  # of the recipe "blockwise"
 RECIPES = ("bf16", "dynamic", "delayed", "rowwise", "blockwise", "mx")
-PER_TENSOR = ("dynamic", "delayed")
 
 
 @dataclass(frozen=True)
@@ -125,17 +124,37 @@ def deepseek_v3() -> Shapes:
 DEEPSEEK = deepseek_v3()
 
 
+def layouts(weight: Weight, recipe: str, ranks: int) -> tuple[int, list[tuple[int, int]]]:
+    """(Pairs that are sent of a converted weight, of each the bytes of scales sent and how many are agreed on).
+
+    Scales are sent beside the codes where no scale is of several ranks' rows and each has as many rows: 4 bytes each,
+    powers of two of ``mx`` one. Else ranks agree on an amax of 4 bytes for each.
+    """
+    tiles = {"rowwise": [(1, 0, 4), (0, 1, 4)], "blockwise": [(BLOCK, BLOCK, 4)], "mx": [(1, 32, 1), (32, 1, 1)]}
+    part, found = math.ceil(weight.rows / ranks), []
+    for rows, cols, size in tiles.get(recipe, [(0, 0, 4)]):
+        count = math.ceil(weight.rows / (rows or weight.rows)) * math.ceil(weight.cols / (cols or weight.cols))
+        apart = rows and weight.rows == part * ranks and part % rows == 0
+        found.append((size * count, 0) if apart else (0, count))
+    return len(found), found
+
+
 def sent(weight: Weight, recipe: str, ranks: int, param_bytes: int = 2) -> int:
     """Bytes of one gather of a weight over so many ranks, each of which has as many rows (the last one's padded).
 
-    Per tensor: a byte an element. 128x128 blocks, where each rank has whole ones: also 4 bytes a block. Else as bf16.
+    A byte an element for each pair, and its scales; else as bf16.
     """
-    rows = weight.held * math.ceil(weight.rows / ranks) * ranks
-    if weight.converted and recipe in PER_TENSOR and ranks > 1:
-        return rows * weight.cols
-    if weight.converted and recipe == "blockwise" and ranks > 1 and weight.rows % (ranks * BLOCK) == 0:
-        return rows * weight.cols + 4 * (rows // BLOCK) * math.ceil(weight.cols / BLOCK)
-    return rows * weight.cols * param_bytes
+    elements = weight.held * math.ceil(weight.rows / ranks) * ranks * weight.cols
+    if not weight.converted or recipe == "bf16" or ranks == 1:
+        return elements * param_bytes
+    pairs, scales = layouts(weight, recipe, ranks)
+    return pairs * elements + weight.held * sum(size for size, _ in scales)
+
+
+def agreed(weight: Weight, recipe: str, ranks: int) -> int:
+    """Bytes of a converted weight's amaxes that ranks agree on."""
+    counts = [count for _, count in layouts(weight, recipe, ranks)[1]]
+    return 4 * weight.held * sum(counts) if recipe != "bf16" else 0
 
 
 @dataclass(frozen=True)
@@ -165,7 +184,7 @@ def traffic(shapes: Shapes, recipe: str, ranks: int, param_bytes: int = 2, reduc
 
     Source: FSDP2 as torch 2.13 does it. ``fully_shard`` of each block and of the model: a block is gathered in forward
     and again in backward, the root's own parameters once; each gradient is scattered once; parameters are padded to as
-    many rows a rank. octavo finds the scales of all weights that are cast per tensor in one all-reduce of an fp32 each.
+    many rows a rank. octavo finds what ranks agree on in one all-reduce of an fp32 each.
     What depends on the way a recipe's weights are gathered is in ``sent``.
 
     Args:
@@ -180,12 +199,12 @@ def traffic(shapes: Shapes, recipe: str, ranks: int, param_bytes: int = 2, reduc
     root = sum(sent(weight, "bf16", ranks, param_bytes) for weight in shapes.root)
     block_gradients = sum(sent(weight, "bf16", ranks, reduce_bytes) for weight in shapes.block)
     root_gradients = sum(sent(weight, "bf16", ranks, reduce_bytes) for weight in shapes.root)
-    scales = shapes.layers * sum(weight.converted for weight in shapes.block) if recipe in PER_TENSOR else 0
+    scales = shapes.layers * sum(agreed(weight, recipe, ranks) for weight in shapes.block if weight.converted)
     return Traffic(
         gathered_forward=shapes.layers * block + root,
         gathered_backward=shapes.layers * block,
         scattered=shapes.layers * block_gradients + root_gradients,
-        reduced=4 * scales,
+        reduced=scales,
         gathers=2 * shapes.layers + 1,
         scatters=shapes.layers + 1,
         reduces=int(scales > 0),

@@ -18,7 +18,7 @@ from octavo.cost.rates import HIGH_PRECISION, Rates, forms_of, rates_of
 from octavo.scaling.recipe import Recipe
 
 BF16, CODE = 2, 1  # bytes
-PAIR = 1 + 4 / 128  # bytes of a code and its share of the scale of 128
+PAIR = 1 + 1 / 128  # bytes of a code and its share of the scale of 128
 STATE = 12  # bytes an element of a master and Adam's two moments in float32, each on one rank
 OPTIMIZER = 30  # bytes an element that AdamW reads and writes: those twice, a gradient in float32 and the bf16 weight
 

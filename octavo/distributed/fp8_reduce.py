@@ -42,7 +42,6 @@ from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.tensor.collectives import agree, all_gather, largest, pack, unpack
 
 SENT, MEAN, BETWEEN = 0, 1, 2  # the roundings: of gradients, of the gathered mean, of servers' means
-_SCALE_BYTES = 4  # scales begin at a multiple of this in a message
 _ALIKE = "ranks_per_server", "format", "granularity", "stochastic", "gather_dtype", "error_feedback", "seed"
 
 
@@ -220,8 +219,8 @@ class Fp8Reduction:
             rank: the rank that sends it; ``rounding``: SENT, MEAN or BETWEEN; both for the bits of stochastic rounding.
 
         Returns:
-            uint8 [R, .]: each row's codes, padded to a multiple of 4, and then its float32 scale_inv; codes alone if
-            ranks agreed on a scale.
+            uint8 [R, .]: each row's codes, and then the exponents of its scale_inv; codes alone if ranks agreed on a
+            scale.
         """
         if self.stochastic:
             codes, scale_inv = self._stochastic(x, agreed, key_of(self.seed, rank, self.calls, rounding))
@@ -231,14 +230,14 @@ class Fp8Reduction:
             codes, _, scale_inv, *_ = kernels.cast(x, given, 0, self.format.dtype, self.granularity.tile, True, 0)
         if agreed is not None:
             return codes.view(torch.uint8)
-        return pack(codes, scale_inv, False, _SCALE_BYTES)
+        return pack(codes, scale_inv, True)
 
     def unpack(self, message: Tensor, columns: int, dtype: torch.dtype, agreed: Tensor | None) -> Tensor:
         """The values [R, columns] of ``dtype`` in a message from ``pack``."""
         if agreed is not None:
             codes, scale_inv = message.view(self.format.dtype), scale_inv_from_scale(agreed)
         else:
-            codes, scale_inv = unpack(message, columns, self.format.dtype, False, _SCALE_BYTES)
+            codes, scale_inv = unpack(message, columns, self.format.dtype, True)
         return kernels.dequantize(codes, scale_inv, self.granularity.tile, dtype)
 
     def _agreed_scale(self, x: Tensor, group: Any) -> Tensor | None:
@@ -355,7 +354,8 @@ class Fp8ReduceScatter:
     """FSDP2's reduce-scatter in FP8, for ``FSDPModule.set_custom_reduce_scatter``.
 
     A gradient is rounded to FP8 once, and the mean is in FSDP2's ``reduce_dtype``. Replicas (HSDP) reduce it further in
-    that dtype, or in FP8 by ``Fp8Reduction.all_reduce``. One object serves all modules of a model, but with error feedback each module has its own.
+    that dtype, or in FP8 by ``Fp8Reduction.all_reduce``. One object serves all modules of a model, but with error
+    feedback each module has its own.
 
     Args:
         reduction: how to reduce; its ``gather_dtype`` and ``group`` are not used.

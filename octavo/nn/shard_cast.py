@@ -1,9 +1,9 @@
 """The pairs of a sharded weight [N, K] that each rank casts of its own rows, so that together they are the whole one's.
 
 For weights whose two layouts are scaled differently (rows, 1 x 32), and for blocks that reach over several ranks' rows.
-There ranks first agree on the amax of each block. One casts its rows with a row of such amaxes beside them, which makes
-a block's scale that of the whole block; that row's codes are not sent. Other scales are sent beside the codes, but if
-ranks have different numbers of rows: FSDP2 then takes tensors of the shard's shape alone, and ranks agree on all scales.
+There ranks first agree on the amax of each block. Each casts its rows with a row of such amaxes beside them, which
+makes a block's scale that of the whole block; that row's codes are not sent. Other scales are sent beside the codes,
+unless ranks have different numbers of rows: then FSDP2 takes tensors of the shard's shape alone, and ranks agree on all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from octavo.tensor.pair import Operands, operands_of, transposed_pair
 
 
 class _Layout(NamedTuple):
-    """A cast, its tile of the weight as it lies, and the shape of the scales that ranks agree on; None: they are sent."""
+    """A cast, its tile of the weight as it lies, the shape of the scales that ranks agree on; None: they are sent."""
 
     cast: Cast
     tile: Tile
@@ -87,7 +87,9 @@ class ShardCast:
         for cast, tile, grid in self.layouts:
             if grid is not None:
                 blocks, amax = amax[: math.prod(grid)].view(grid), amax[math.prod(grid) :]
-                known.append(scale_inv_from_scale(scale_from_amax(blocks, cast.format.max, cast.power_of_two, cast.margin)))
+                known.append(
+                    scale_inv_from_scale(scale_from_amax(blocks, cast.format.max, cast.power_of_two, cast.margin))
+                )
                 if tile[0] != 1:
                     x, before = self._beside(shard, blocks, tile)
         (first, *_), *others = self.layouts

@@ -248,7 +248,9 @@ def cells():
         marks = () if default(recipe, situation, shape) else pytest.mark.full
         name = ", ".join((recipe, situation, shape, "reshard" if reshard else "keep"))
         found.append(pytest.param((recipe, situation, shape, reshard), marks=marks, id=name))
-    of_many = [(recipe, situation, "8 ranks", True) for recipe in OF_PAIRS for situation in ("even shards", "uneven shards")]
+    of_many = [
+        (recipe, situation, "8 ranks", True) for recipe in OF_PAIRS for situation in ("even shards", "uneven shards")
+    ]
     return found + [pytest.param(cell, marks=pytest.mark.full, id=", ".join(cell[:3])) for cell in of_many]
 
 

@@ -67,7 +67,7 @@ def test_equal_to_the_whole_weight(rows, columns, ranks, recipe, dtype):
 
 
 def test_bytes():
-    """Two pairs are bf16's bytes and those of their scales; one is half of that, in blocks that reach over ranks too."""
+    """Two pairs are bf16's bytes, and their scales; one is half of that, in blocks that reach over ranks too."""
     whole = torch.randn(2048, 1024)
     share = {name: gathered(whole, recipe, 16)[1] / 2 for name, recipe in RECIPES.items()}
     assert share["rowwise"] <= 1.01 and share["blockwise"] <= 0.5003
