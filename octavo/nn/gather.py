@@ -13,7 +13,8 @@ as stored   a weight that lives in FP8: its codes as they are, and the scales of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -173,8 +174,11 @@ class Gather:
             return Way(CAST_AFTER, f"of {rows} experts {ranks} ranks do not have as many each, as scales sent need it")
         if experts or (square and rows % ranks == 0 and rows // ranks % block[0] == 0):
             return Way(IN_FP8)
-        if not ShardCast.serves(casts) or self.at + 1 < parameter.device_mesh.ndim:
-            return Way(CAST_AFTER, "ranks can't cast their rows of it alone")
+        delayed = casts.as_is.is_delayed or casts.transposed.is_delayed
+        if delayed or not (casts.once or 1 in (block[0], casts.transposed.tile[1])):
+            return Way(CAST_AFTER, "its two layouts have different scales, of which ranks would have to agree on both")
+        if self.at + 1 < parameter.device_mesh.ndim:
+            return Way(CAST_AFTER, "tensor parallelism shards it too")
         self.shard_cast = ShardCast(casts, self.shape, ranks, parameter.device_mesh.get_local_rank(self.at))
         return Way(IN_FP8)
 
@@ -259,29 +263,16 @@ class Gather:
             dtype = shard.dtype if alone else mp_policy.param_dtype or shard.dtype
             return (padded_rows(shard, outer_size, mesh.size()).to(dtype),), self._cast_after(module, outer_size)
         self._refresh(module, mesh, for_backward)
-        if self.shard_cast is not None:
-            return self._send_pairs(module, outer_size, shard.device)
         cast, device = casts.as_is, shard.device
+        if self.shard_cast is not None:
+            own, known = ([one.to(device, non_blocking=True) for one in tensors] for tensors in self.cast_alone)
+            read = functools.partial(self.shard_cast.read, known=known, pads=module.recipe.pads)
+            return tuple(own), _reading(read, known, module.recipe, outer_size)
         assert self.codes is not None
         amax = self.amax if cast.is_delayed else None
         sent, scale_inv = self.codes.to(device, non_blocking=True), self.scale_inv.to(device, non_blocking=True)
         has_scale = cast.tile == (ALL, ALL)
         return _send_codes(sent, scale_inv, has_scale, amax, module, outer_size, cast.format.dtype)
-
-    def _send_pairs(self, module: Any, shape: torch.Size, device: torch.device) -> tuple[tuple[Tensor, ...], After]:
-        """As ``_send_codes``, what ``shard_cast`` made of this rank's rows."""
-        (sent, known), cast, recipe = self.cast_alone, self.shard_cast, module.recipe
-        known = [scales.to(device, non_blocking=True) for scales in known]
-
-        def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
-            for scales in known:  # made on FSDP2's own stream
-                if scales.is_cuda:
-                    scales.record_stream(torch.cuda.current_stream(scales.device))
-            assert cast is not None
-            operands = cast.read(outputs, known, recipe.pads)
-            return _gathered(operands, recipe, shape, dtype, outputs, out)
-
-        return tuple(tensor.to(device, non_blocking=True) for tensor in sent), after
 
     def _refresh(self, module: Any, mesh: Any, for_backward: bool) -> None:
         """Cast all shards of the group, unless the gather of another weight for the same forward has done so."""
@@ -307,7 +298,7 @@ class Gather:
                 )
             read = wide.mT if module.stores_transposed else wide
             operands = cast_role(read, recipe, WEIGHT, True, True, state)
-            return _gathered(operands, recipe, shape, dtype, [wide], out)
+            return _gathered(operands, recipe, shape, dtype, outputs, out)
 
         return after
 
@@ -327,21 +318,32 @@ def _send_codes(
     """(What this rank sends, the second hook). ``has_scale``: all ranks have the whole weight's scale_inv already."""
     recipe = module.recipe
 
-    def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
+    def read(outputs: Sequence[Tensor]) -> Operands:
         q = outputs[0][: shape[0]].view(code_dtype)
         scales = scale_inv if has_scale else outputs[1] if q.ndim == 2 else outputs[1][: shape[0]]
-        for tensor in (scale_inv, amax):  # made on FSDP2's own stream, and freed before this one has read them
-            if tensor is not None and tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         operands = Operands((q, scales), (q.mT, scales.mT))
         if not recipe.is_high_precision:
             operands = operands_of(q, scales, recipe.pads)
         if module.stores_transposed:
             operands = Operands(operands.transposed, operands.as_is)
-        operands = operands._replace(amax=None if amax is None else amax.to(q.device))
-        return _gathered(operands, recipe, shape, dtype, [q], out)
+        return operands._replace(amax=None if amax is None else amax.to(q.device))
 
-    return ((codes,) if has_scale else (codes, scale_inv)), after
+    sent = (codes,) if has_scale else (codes, scale_inv)
+    return sent, _reading(read, [scale_inv] if amax is None else [scale_inv, amax], recipe, shape)
+
+
+def _reading(
+    read: Callable[[Sequence[Tensor]], Operands], known: Sequence[Tensor], recipe: Any, shape: torch.Size
+) -> After:
+    """The second hook that makes operands of what was received, by tensors that this rank has ``known`` before."""
+
+    def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
+        for tensor in known:  # made on FSDP2's own stream, and freed before this one has read them
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return _gathered(read(outputs), recipe, shape, dtype, outputs, out)
+
+    return after
 
 
 def _all_of(codes: Tensor) -> Tensor:

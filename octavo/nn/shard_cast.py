@@ -3,7 +3,8 @@
 For weights whose two layouts are scaled differently (rows, 1 x 32), and for blocks that reach over several ranks' rows.
 There ranks first agree on the amax of each block. Each casts its rows with a row of such amaxes beside them, which
 makes a block's scale that of the whole block; that row's codes are not sent. Other scales are sent beside the codes,
-unless ranks have different numbers of rows: then FSDP2 takes tensors of the shard's shape alone, and ranks agree on all.
+unless ranks have different numbers of rows: FSDP2 then takes tensors of the shard's shape alone, and ranks agree on
+all.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class ShardCast:
     """How one rank casts its rows of a weight [N, K], and reads all ranks'.
 
     Args:
-        casts: of the weight, that ``serves``.
+        casts: of the weight, Dynamic; of its two layouts one at most has blocks of several rows.
         shape: of the whole weight.
         ranks: that have rows; ``rank``: this one's number.
     """
@@ -55,13 +56,6 @@ class ShardCast:
         for cast, tile in layouts[: 1 if casts.once else 2]:
             apart = shape[0] == part * ranks and tile[0] != ALL and part % tile[0] == 0
             self.layouts.append(_Layout(cast, tile, None if apart else scale_shape(shape, tile)))
-
-    @staticmethod
-    def serves(casts: RoleCasts) -> bool:
-        """Whether ranks can cast so: by no history, and at most one of the layouts in blocks of several rows."""
-        if casts.as_is is None or casts.transposed is None or casts.as_is.is_delayed or casts.transposed.is_delayed:
-            return False
-        return casts.once or 1 in (casts.as_is.tile[0], casts.transposed.tile[1])
 
     def amax(self, shard: Tensor) -> Tensor:
         """What this rank knows of the amax of all blocks that ranks agree on, one after the other; float32."""

@@ -43,7 +43,7 @@ def layer(recipe, mesh, rows=512, cols=96, **options):
         (recipes.blockwise(), 500, "in FP8", ""),
         (recipes.rowwise(), 512, "in FP8", ""),
         (recipes.mx(), 500, "in FP8", ""),
-        (IN_TILES, 512, "cast after", "rows of it alone"),
+        (IN_TILES, 512, "cast after", "would have to agree on both"),
         (recipes.high_precision(), 512, "as it is", "high precision"),
         (octavo.Recipe(output=recipes.dynamic().output), 512, "as it is", "high precision"),
     ],
@@ -71,7 +71,7 @@ def test_summary_says_how(mesh):
     assert [m.gathered for m in octavo.summary(model).modules] == ["", ""]
     fully_shard(model, mesh=mesh)
     first, second = octavo.summary(model).modules
-    assert first.gathered == "in FP8" and re.match(r"cast after \(ranks can't cast", second.gathered)
+    assert first.gathered == "in FP8" and re.match(r"cast after \(its two layouts", second.gathered)
     assert "recipe blockwise, gathered in FP8\n" in str(octavo.summary(model))
 
 
