@@ -30,7 +30,7 @@ from octavo.tensor.fsdp2 import padded_rows, rows_on_each_rank
 from octavo.tensor.pair import Operands, operands_of, transposed_pair
 
 
-class _Layout(NamedTuple):
+class _CastLayout(NamedTuple):
     """A cast, its tile of the weight as it lies, the shape of the scales that ranks agree on; None: they are sent."""
 
     cast: Cast
@@ -52,10 +52,10 @@ class ShardCast:
         self.shape, self.ranks, part = shape, ranks, rows_on_each_rank(shape[0], ranks)
         self.begin = min(rank * part, shape[0])
         layouts = [(casts.as_is, casts.as_is.tile), (casts.transposed, casts.transposed.tile[::-1])]
-        self.layouts = list[_Layout]()
+        self.layouts = list[_CastLayout]()
         for cast, tile in layouts[: 1 if casts.once else 2]:
             apart = shape[0] == part * ranks and tile[0] != ALL and part % tile[0] == 0
-            self.layouts.append(_Layout(cast, tile, None if apart else scale_shape(shape, tile)))
+            self.layouts.append(_CastLayout(cast, tile, None if apart else scale_shape(shape, tile)))
 
     def amax(self, shard: Tensor) -> Tensor:
         """What this rank knows of the amax of all blocks that ranks agree on, one after the other; float32."""
