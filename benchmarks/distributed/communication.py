@@ -149,7 +149,6 @@ def wire_rows() -> list[dict[str, object]]:
             | {"pack_us": _microseconds(lambda: pack(q, scale_inv, power_of_two))}  # noqa: B023
             | {"unpack_us": _microseconds(lambda: unpack(message, x.shape[1], q.dtype, power_of_two))}  # noqa: B023
             | {"copy_us": _microseconds(codes.clone)}
-            | {"cast_us": _microseconds(lambda: kernels.cast(x, None, 0, E4M3.dtype, tile, power_of_two, 0), 5)}  # noqa: B023
         )
     return rows
 
@@ -275,11 +274,11 @@ def wire_table() -> str:
         [
             row["scales"],
             f"{float(row['bytes_more']):.2%}",
-            *(row[f"{what}_us"] for what in ("pack", "unpack", "copy", "cast")),
+            *(row[f"{what}_us"] for what in ("pack", "unpack", "copy")),
         ]
         for row in read("communication_wire")
     ]
-    return markdown(["scales", "bytes more", "µs to pack", "to unpack", "to copy the codes", "to cast"], rows)
+    return markdown(["scales", "bytes more", "µs to pack", "to unpack", "to copy the codes"], rows)
 
 
 TABLES = {"weights": weights_table, "gradients": gradients_table, "wire": wire_table}
