@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks import readme
 from benchmarks.common.pages import filled
-from benchmarks.distributed import communication_model, fp8_reduce
+from benchmarks.distributed import communication, communication_model, fp8_reduce
 from benchmarks.kernels import accumulation, grouped_accuracy, grouped_roofline
 from benchmarks.machine_code import emulated
 from benchmarks.pictures import data_flow, layouts, losses, memory
@@ -19,7 +19,7 @@ from benchmarks.subjects import ROOT
 from benchmarks.training import mixture_convergence, quality_study, saved_bytes
 
 PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
-    "docs/communication.md": communication_model.TABLES,
+    "docs/communication.md": communication_model.TABLES | communication.TABLES,
     "docs/emulator.md": emulated.TABLES,
     "docs/kernels.md": accumulation.TABLES,
     "docs/modules.md": saved_bytes.TABLES,

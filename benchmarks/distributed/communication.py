@@ -1,12 +1,16 @@
 """What FSDP2 sends in a training step, counted, and whether the formulas say so.
 
-A small bf16 GPT on gloo processes of this machine, each block and the model sharded; every collective's bytes. The
-formulas (fsdp_traffic.py) must give the same bytes; what they come to on many GPUs is communication_model.py's.
+A small GPT on gloo processes of this machine, each block and the model sharded; every collective's bytes, and those
+that go over a link inside a server or between two. The formulas (fsdp_traffic.py) must give the same bytes; what they
+come to on many GPUs is communication_model.py's. A message's scales, and the host's time for it, are measured beside.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,54 +18,149 @@ from torch import nn
 
 import octavo
 from benchmarks.common.measure import table, write_results
+from benchmarks.common.pages import markdown, read
 from benchmarks.distributed.communication_ranks import on_ranks
 from benchmarks.distributed.fsdp_traffic import RECIPES, Shapes, Traffic, traffic, transformer
-from octavo import recipes
+from octavo import E4M3, kernels, recipes
+from octavo.distributed import Fp8ReduceScatter, Fp8Reduction
 from octavo.nn import TransformerBlock
+from octavo.tensor.collectives import pack, unpack
 from octavo.train.config import VOCABULARY, ModelConfig
 from octavo.train.model import GPT, HEAD, next_byte_loss
-from tests.support.byte_counter import GATHER, REDUCE, SCATTER, ByteCounter
+from tests.support.byte_counter import BETWEEN, GATHER, INSIDE, OTHER, REDUCE, SCATTER, ByteCounter
 
-TAKES = "1 minute"
-MEASURES = ("octavo/nn/gather.py", "octavo/nn/gather_group.py")
+TAKES = "2 minutes"
+MEASURES = (
+    "octavo/nn/gather.py",
+    "octavo/nn/gather_group.py",
+    "octavo/nn/shard_cast.py",
+    "octavo/distributed/fp8_reduce.py",
+    "octavo/tensor/collectives.py",
+)
 
 WIDTH, LAYERS, HIDDEN, CONTEXT = 512, 2, 1024, 16  # on 2 and 4 ranks every shard is of whole 128x128 blocks
 STEPS = 3
 AIM = 0.52  # of bf16's bytes, of weights gathered in FP8
-AMAX_COLLECTIVES = {"dynamic": 1, "delayed": 1, "blockwise": 0}
+OF_TWO_PAIRS = 1.035
+MASTERS = {"bfloat16": 2, "float32": 4}  # bytes of an element
+AMAX_COLLECTIVES = {"dynamic": 1, "delayed": 1, "rowwise": 1, "blockwise": 0, "mx": 0}
+LINKS, SERVERS = (INSIDE, BETWEEN), "aabb"  # of ranks 0 to 3
+FLAT, REPLICAS = "FSDP", "HSDP"  # over both servers; a replica each
+PLAIN, ONE_LEVEL, TWO_LEVELS = "in bf16", "FP8, one level", "FP8, two levels"
 
 
-def sharded(mesh: Any, recipe: str, width: int, hidden: int, layers: int) -> nn.Module:
-    """A GPT of bf16 parameters, its blocks' layers converted, and sharded."""
+def sharded(
+    mesh: Any, recipe: str, width: int, hidden: int, layers: int, dtype: torch.dtype = torch.bfloat16, ways: str = PLAIN
+) -> nn.Module:
+    """A GPT of parameters of this dtype, its blocks' layers converted, and sharded; ``ways``: of its gradients."""
     from torch.distributed.fsdp import fully_shard
 
     model = GPT(ModelConfig(width=width, layers=layers, heads=4, context=CONTEXT))
     model.blocks = nn.ModuleList(
         TransformerBlock(width, hidden, 4, recipe=recipes.high_precision()) for _ in range(layers)
     )
-    model.bfloat16()
+    model.to(dtype)
     if recipe != "bf16":
         octavo.convert(model, getattr(recipes, recipe)(), select=lambda module, name: name != HEAD)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    scatter = Fp8ReduceScatter(Fp8Reduction(ranks_per_server=1 if ways == ONE_LEVEL else 2))
+    own = mesh["shard"] if ways != PLAIN and mesh.ndim == 2 else mesh
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=own)
+        if ways != PLAIN:
+            part.set_custom_reduce_scatter(scatter)
+        if own is not mesh:
+            part.set_all_reduce_hook(Fp8Reduction(group=mesh["replicate"].get_group(), ranks_per_server=1).all_reduce)
+    return model
 
 
-def count(mesh: Any, width: int, hidden: int, layers: int) -> dict[str, list[dict[str, int]]]:
-    """Calls and bytes of each of some steps, by recipe."""
+def count(mesh: Any, width: int, hidden: int, layers: int) -> dict[tuple[str, str], list[dict[str, int]]]:
+    """Calls and bytes of each of some steps but the first, in which ranks ask whether they were told the same."""
     tokens = torch.randint(0, VOCABULARY, (1, CONTEXT))
-    found: dict[str, list[dict[str, int]]] = {}
-    for recipe in RECIPES:
-        model = sharded(mesh, recipe, width, hidden, layers)
+    found: dict[tuple[str, str], list[dict[str, int]]] = {}
+    for recipe, masters in itertools.product(RECIPES, MASTERS):
+        model = sharded(mesh, recipe, width, hidden, layers, getattr(torch, masters))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        found[recipe] = []
+        steps = found[recipe, masters] = []
         for _ in range(STEPS):
             with ByteCounter() as counter:
                 next_byte_loss(model(tokens), tokens).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            found[recipe].append(as_counts(counter.calls, counter.bytes))
+            steps.append(as_counts(counter.calls, counter.bytes))
+        del steps[0]
     return found
+
+
+def count_links(mesh: Any, width: int, hidden: int, layers: int) -> list[dict[str, object]]:
+    """What this rank sends in a step, by collective and link; a row for each of ``_runs``."""
+    import torch.distributed as dist
+
+    pair = dist.DeviceMesh("cpu", torch.arange(mesh.size()).view(2, -1), mesh_dim_names=("replicate", "shard"))
+    tokens, rows = torch.randint(0, VOCABULARY, (1, CONTEXT)), []
+    for layout, recipe, dtype, ways in _runs():
+        model = sharded(pair if layout == REPLICAS else mesh, recipe, width, hidden, layers, dtype, ways)
+        for _ in range(2):  # in the first ranks ask whether they were told the same
+            with ByteCounter(SERVERS) as counter:
+                next_byte_loss(model(tokens), tokens).backward()
+            model.zero_grad()
+        row = {"layout": layout, "recipe": recipe, "masters": str(dtype).removeprefix("torch."), "gradients": ways}
+        rows.append(row | {f"{kind}_{link}": counter.by_kind[kind, link] for kind in KINDS for link in LINKS})
+    return rows
+
+
+KINDS = (GATHER, SCATTER, REDUCE, OTHER)  # the last is all-to-alls
+
+
+def _runs() -> list[tuple[str, str, torch.dtype, str]]:
+    """(Layout, recipe, masters, how gradients are reduced)."""
+    weights = itertools.product((FLAT, REPLICAS), RECIPES, (torch.bfloat16, torch.float32))
+    gradients = ((FLAT, ONE_LEVEL), (FLAT, TWO_LEVELS), (REPLICAS, TWO_LEVELS))
+    return [(*run, PLAIN) for run in weights] + [(layout, "bf16", torch.bfloat16, ways) for layout, ways in gradients]
+
+
+def links_rows(hidden: int, layers: int) -> list[dict[str, object]]:
+    """What all four ranks send, the sum of ``count_links``."""
+    every = on_ranks(count_links, len(SERVERS), WIDTH, hidden, layers)
+    return [
+        {
+            name: value if isinstance(value, str) else sum(row[name] for row in of_ranks)
+            for name, value in of_ranks[0].items()
+        }
+        for of_ranks in zip(*every, strict=True)
+    ]
+
+
+def wire_rows() -> list[dict[str, object]]:
+    """Of messages of 4096 x 1024 codes: the bytes of scales, and the host's time for making and reading one."""
+    x, rows = torch.randn(4096, 1024), []
+    for name, tile, power_of_two in (
+        ("a scale a row", (1, -1), False),
+        ("1 x 128", (1, 128), False),
+        ("1 x 128, powers of two", (1, 128), True),
+        ("1 x 32, powers of two", (1, 32), True),
+    ):
+        q, _, scale_inv, *_ = kernels.cast(x, None, 0, E4M3.dtype, tile, power_of_two, 0)
+        message, codes = pack(q, scale_inv, power_of_two), q.view(torch.uint8)
+        found = unpack(message, x.shape[1], q.dtype, power_of_two)
+        assert torch.equal(found[0].view(torch.uint8), codes) and torch.equal(found[1], scale_inv)
+        rows.append(
+            {"scales": name, "codes": codes.numel(), "message": message.numel()}
+            | {"bytes_more": f"{message.numel() / codes.numel() - 1:.4f}"}
+            | {"pack_us": _microseconds(lambda: pack(q, scale_inv, power_of_two))}  # noqa: B023
+            | {"unpack_us": _microseconds(lambda: unpack(message, x.shape[1], q.dtype, power_of_two))}  # noqa: B023
+            | {"copy_us": _microseconds(codes.clone)}
+        )
+    return rows
+
+
+def _microseconds(run: Callable[[], Any], times: int = 50) -> int:
+    """The fastest of some runs, as others share this machine."""
+    found = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - begin)
+    return round(1e6 * min(found))
 
 
 def as_counts(calls: Any, bytes: Any) -> dict[str, int]:
@@ -85,9 +184,9 @@ def measured_rows(ranks: int, shapes: Shapes, hidden: int) -> tuple[list[dict[st
     """One row a recipe, and what is not as it should be."""
     rows, wrong, plain = [], [], {}
     counted = on_ranks(count, ranks, shapes.width, hidden, shapes.layers)
-    for recipe in RECIPES:
-        every = [found for rank in counted for found in rank[recipe]]
-        found, moved = every[-1], traffic(shapes, recipe, ranks)
+    for recipe, masters in itertools.product(RECIPES, MASTERS):
+        every = [found for rank in counted for found in rank[recipe, masters]]
+        found, moved = every[-1], traffic(shapes, recipe, ranks, MASTERS[masters], MASTERS[masters])
         wrong += [
             f"{recipe}, {ranks} ranks: a step counts {other}, another {found}" for other in every if other != found
         ]
@@ -96,17 +195,93 @@ def measured_rows(ranks: int, shapes: Shapes, hidden: int) -> tuple[list[dict[st
         weights = found[f"{GATHER}_bytes"] - (moved.gathered - moved.weights)
         plain = plain or {"all": found[f"{GATHER}_bytes"], "weights": weights}
         share = weights / plain["weights"]
-        if recipe in AMAX_COLLECTIVES and (share > AIM or found[f"{REDUCE}_calls"] != AMAX_COLLECTIVES[recipe]):
+        aim = OF_TWO_PAIRS if recipe in ("rowwise", "mx") else AIM
+        if recipe in AMAX_COLLECTIVES and (share > aim or found[f"{REDUCE}_calls"] != AMAX_COLLECTIVES[recipe]):
             wrong.append(
                 f"{recipe}, {ranks} ranks: {share:.4f} of bf16's bytes, {found[f'{REDUCE}_calls']} all-reduces"
             )
         rows.append(
-            {"ranks": ranks, "recipe": recipe}
+            {"ranks": ranks, "recipe": recipe, "masters": masters}
             | found
             | {"weight_bytes": weights, "weights_by_bf16": f"{share:.4f}"}
             | {"all_gathered_by_bf16": f"{found[f'{GATHER}_bytes'] / plain['all']:.4f}"}
         )
     return rows, wrong
+
+
+# --- the page's tables
+
+
+def _sent(row: dict[str, str], kinds: Sequence[str]) -> dict[str, int]:
+    """Bytes over each link."""
+    return {link: sum(int(row[f"{kind}_{link}"]) for kind in kinds) for link in LINKS}
+
+
+def _links() -> dict[tuple[str, ...], dict[str, str]]:
+    names = "layout", "recipe", "masters", "gradients"
+    return {tuple(row[name] for name in names): row for row in read("communication_links")}
+
+
+def weights_table() -> str:
+    """Gathers and what ranks agree on for them: MiB inside servers and between them, and of bf16's."""
+    rows, found = [], _links()
+    for recipe, masters in itertools.product(RECIPES, MASTERS):
+        cells = [f"`{recipe}`" if recipe != "bf16" else "without octavo", masters]
+        for layout in (FLAT, REPLICAS):
+            kinds = (GATHER, REDUCE)
+            gradients = _sent(found[layout, "bf16", masters, PLAIN], (REDUCE,))  # of replicas
+            own = {k: v - gradients[k] for k, v in _sent(found[layout, recipe, masters, PLAIN], kinds).items()}
+            in_bf16 = _sent(found[layout, "bf16", "bfloat16", PLAIN], (GATHER,))
+            cells += [_cell(own[link], in_bf16[link]) for link in LINKS]
+        rows.append(cells)
+    heads = [
+        f"{layout}, {link} {what}" for layout in (FLAT, REPLICAS) for link, what in zip(LINKS, PLACES, strict=True)
+    ]
+    return markdown(["recipe", "masters", *heads], rows)
+
+
+def gradients_table() -> str:
+    """The same of gradients."""
+    rows, found = [], _links()
+    for layout, ways in (
+        (FLAT, PLAIN),
+        (FLAT, ONE_LEVEL),
+        (FLAT, TWO_LEVELS),
+        (REPLICAS, PLAIN),
+        (REPLICAS, TWO_LEVELS),
+    ):
+        weights = _sent(found[layout, "bf16", "bfloat16", PLAIN], (GATHER,))
+        own, plain = (
+            {k: v - weights[k] for k, v in _sent(found[layout, "bf16", "bfloat16", how], KINDS).items()}
+            for how in (ways, PLAIN)
+        )
+        rows.append([layout, ways, *(_cell(own[link], plain[link]) for link in LINKS)])
+    return markdown(
+        ["layout", "gradients", *(f"{link} {what}" for link, what in zip(LINKS, PLACES, strict=True))], rows
+    )
+
+
+PLACES = "servers", "them"
+
+
+def _cell(own: int, plain: int) -> str:
+    return f"{own / 2**20:.2f} ({own / plain:.3f})" if plain else "0" if not own else f"{own / 2**20:.2f}"
+
+
+def wire_table() -> str:
+    """Bytes and the host's time of a message."""
+    rows = [
+        [
+            row["scales"],
+            f"{float(row['bytes_more']):.2%}",
+            *(row[f"{what}_us"] for what in ("pack", "unpack", "copy")),
+        ]
+        for row in read("communication_wire")
+    ]
+    return markdown(["scales", "bytes more", "µs to pack", "to unpack", "to copy the codes"], rows)
+
+
+TABLES = {"weights": weights_table, "gradients": gradients_table, "wire": wire_table}
 
 
 def main(arguments: list[str]) -> int:
@@ -125,6 +300,9 @@ def main(arguments: list[str]) -> int:
     print(f"bytes and calls of a step, {shapes.parameters:,} bf16 parameters, gloo")
     print(table(rows))
     print("\n".join(f"WRONG: {line}" for line in wrong) or "ok: the formulas give every count exactly")
+    links, wires = links_rows(HIDDEN, options.layers), wire_rows()
+    print(f"\nbytes of a step over links, two servers of two ranks\n{table(links)}\n\na message\n{table(wires)}")
     if not options.no_write:
-        print(f"written to {write_results('communication', rows)}")
+        for name, found in (("communication", rows), ("communication_links", links), ("communication_wire", wires)):
+            print(f"written to {write_results(name, found)}")
     return int(bool(wrong))

@@ -32,7 +32,7 @@ class InFp8:
         reduction.calls += 1
         width = -(-count // ranks)
         parts = torch.stack([F.pad(flat, (0, ranks * width - count)).view(ranks, width) for flat in flats])
-        all_levels = levels(range(ranks), reduction.ranks_per_server or ranks)
+        all_levels = levels(range(ranks), [rank // (reduction.ranks_per_server or ranks) for rank in range(ranks)])
         if reduction.error_feedback and not self.lost:
             between = [torch.zeros(ranks, len(level[0]), width) for level in all_levels[1:]]
             self.lost = [torch.zeros_like(parts), *between, torch.zeros(ranks, width)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.cost.mesh import PER_TENSOR, Shapes, Weight, sent
+from octavo.cost.mesh import Shapes, Weight, agreed, sent
 
 RECIPES = ("bf16", "dynamic", "delayed", "rowwise", "blockwise", "mx")
 
@@ -98,7 +98,7 @@ def traffic(shapes: Shapes, recipe: str, ranks: int, param_bytes: int = 2, reduc
 
     Source: FSDP2 as torch 2.13 does it. ``fully_shard`` of each block and of the model: a block is gathered in forward
     and again in backward, the root's own parameters once; each gradient is scattered once; parameters are padded to as
-    many rows a rank. octavo finds the scales of all weights that are cast per tensor in one all-reduce of an fp32 each.
+    many rows a rank. octavo finds what ranks agree on in one all-reduce of an fp32 each.
     What depends on the way a recipe's weights are gathered is in octavo's ``sent``, as for its plan.
 
     Args:
@@ -113,12 +113,12 @@ def traffic(shapes: Shapes, recipe: str, ranks: int, param_bytes: int = 2, reduc
     root = sum(sent(weight, "bf16", ranks, param_bytes) for weight in shapes.root)
     block_gradients = sum(sent(weight, "bf16", ranks, reduce_bytes) for weight in shapes.block)
     root_gradients = sum(sent(weight, "bf16", ranks, reduce_bytes) for weight in shapes.root)
-    scales = shapes.layers * sum(weight.converted for weight in shapes.block) if recipe in PER_TENSOR else 0
+    scales = shapes.layers * sum(agreed(weight, recipe, ranks) for weight in shapes.block if weight.converted)
     return Traffic(
         gathered_forward=shapes.layers * block + root,
         gathered_backward=shapes.layers * block,
         scattered=shapes.layers * block_gradients + root_gradients,
-        reduced=4 * scales,
+        reduced=scales,
         gathers=2 * shapes.layers + 1,
         scatters=shapes.layers + 1,
         reduces=int(scales > 0),

@@ -43,7 +43,7 @@ from octavo.granularity import ALL
 from octavo.kernels.arguments import lie_by_columns
 from octavo.private import c10d_ops
 from octavo.scaling.recipe import Cast, Recipe
-from octavo.tensor.collectives import bytes_of, largest, scales_from, summed
+from octavo.tensor.collectives import bytes_of, largest, pack, scales_from, summed, unpack
 from octavo.tensor.gathered_input import GatheredGradient, GatheredInput, Wire
 from octavo.tensor.pair import Operands, transposed_pair
 
@@ -97,11 +97,6 @@ def scattered(x_TC: Tensor, wire: Wire) -> Tensor:
     return c10d_ops.wait_tensor(found)
 
 
-def _gathered_scales(scale_inv: Tensor, cast: Cast, wire: Wire) -> Tensor:
-    """All ranks' scales of rows [R, .], powers of two as their exponents, which is exact."""
-    return scales_from(_gathered(bytes_of(scale_inv, cast.power_of_two), wire), cast.power_of_two)
-
-
 def _scale_of_all(amax: Tensor, cast: Cast, state: State | None, role: int, wire: Wire) -> tuple[Tensor, Tensor]:
     """``agreed_scale`` of all ranks' rows; a delayed one holds where there is one."""
     delayed = state.in_force(role) if cast.is_delayed and state is not None else None
@@ -114,9 +109,11 @@ def _operands(pair: CodesAndScale, amax: Tensor | None, reader: GatherReader, ro
     casts = recipe.casts[role]
     cast = casts.as_is
     assert cast is not None
-    q = _gathered(q, wire)
-    if cast.tile != (ALL, ALL):
-        scale_inv = _gathered_scales(scale_inv, cast, wire)
+    if cast.tile == (ALL, ALL):
+        q = _gathered(q, wire)
+    else:
+        message = _gathered(pack(q, scale_inv, cast.power_of_two), wire)
+        q, scale_inv = unpack(message, q.shape[1], q.dtype, cast.power_of_two)
     if lie_by_columns(cast.tile):  # with the strides that products want, see kernels/signatures.py
         scale_inv = scale_inv.t().contiguous().t()
     return operands_of_codes(q, scale_inv, recipe, role, needs_dw and (casts.once or not wire.exact), amax)
@@ -181,7 +178,8 @@ def gathered_transposed(x_RK: Tensor, recipe: Recipe, wire: Wire, observer: Any 
         observer.cast(recipe, INPUT, lambda: x_RK, Operands(None, (q[:own].t(), scale_inv.t())))
         if wire.memo:
             return wire.memo[0]
-    scale_inv = scale_inv if by_column else _gathered_scales(scale_inv, cast, wire)  # [1, K] or [blocks, K]
+    if not by_column:  # [blocks, K]
+        scale_inv = scales_from(_gathered(bytes_of(scale_inv, cast.power_of_two), wire), cast.power_of_two)
     pair = transposed_pair(_gathered(q[:own], wire), scale_inv, recipe.pads)
     if wire.memo is not None:
         wire.memo.append(pair)

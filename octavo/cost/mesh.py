@@ -20,10 +20,9 @@ from octavo.cost.rates import HIGH_PRECISION, PlanError, Rates, forms_of, rates_
 from octavo.scaling.recipe import Recipe
 
 BF16, CODE, FLOAT = 2, 1, 4  # bytes
-PAIR = 1 + 4 / 128  # bytes of a code and its share of the scale of 128
+PAIR, SENT_PAIR = 1 + 4 / 128, 1 + 1 / 128  # bytes of a code and its share of 128's scale; sent, of its exponent
 BLOCK = 128  # of the recipe "blockwise"
 RANKS = ("fsdp", "replicate", "tensor", "pipeline", "context", "expert")
-PER_TENSOR = ("dynamic", "delayed")
 # bytes an element of a master beside its bf16 weight, and of Adam's two moments: octavo.optim.AdamW's
 STATES = {"float32": (4, 8), "FP8": (1, 2 * PAIR)}
 
@@ -104,17 +103,37 @@ class Shapes:
         return replace(self, layers=layers, block=tuple(map(part, self.block)), root=root)
 
 
+def layouts(weight: Weight, recipe: str, ranks: int) -> list[tuple[float, float]]:
+    """Of each pair that FSDP2 gathers of a converted weight: the bytes of scales sent, and how many are agreed on.
+
+    Scales are sent beside the codes where no scale is of several ranks' rows and each has as many rows: 4 bytes each,
+    powers of two of ``mx`` one. Else ranks agree on an amax of 4 bytes for each.
+    """
+    tiles = {"rowwise": [(1, 0, 4), (0, 1, 4)], "blockwise": [(BLOCK, BLOCK, 4)], "mx": [(1, 32, 1), (32, 1, 1)]}
+    part, held, found = math.ceil(weight.rows / ranks), weight.share * weight.held, list[tuple[float, float]]()
+    for rows, cols, size in tiles.get(recipe, [(0, 0, 4)]):
+        count = held * math.ceil(weight.rows / (rows or weight.rows)) * math.ceil(weight.cols / (cols or weight.cols))
+        apart = rows and weight.rows == part * ranks and part % rows == 0
+        found.append((size * count, 0.0) if apart else (0.0, count))
+    return found
+
+
 def sent(weight: Weight, recipe: str, ranks: int, param_bytes: int = BF16) -> float:
     """Bytes of one gather of a weight over so many ranks, each of which has as many rows (the last one's padded).
 
-    Per tensor: a byte an element. 128x128 blocks, where each rank has whole ones: also 4 bytes a block. Else as bf16.
+    A byte an element for each pair, and its scales; else as bf16.
     """
-    rows = weight.share * weight.held * math.ceil(weight.rows / ranks) * ranks
-    if weight.converted and recipe in PER_TENSOR and ranks > 1:
-        return rows * weight.cols
-    if weight.converted and recipe == "blockwise" and ranks > 1 and weight.rows % (ranks * BLOCK) == 0:
-        return rows * weight.cols + 4 * (rows // BLOCK) * math.ceil(weight.cols / BLOCK)
-    return rows * weight.cols * param_bytes
+    elements = weight.share * weight.held * math.ceil(weight.rows / ranks) * ranks * weight.cols
+    if not weight.converted or recipe == HIGH_PRECISION or ranks == 1:
+        return elements * param_bytes
+    return sum(elements + scales for scales, _ in layouts(weight, recipe, ranks))
+
+
+def agreed(weight: Weight, recipe: str, ranks: int) -> float:
+    """Bytes of a converted weight's amaxes that ranks agree on."""
+    if recipe == HIGH_PRECISION:
+        return 0.0
+    return 4 * sum(count for _, count in layouts(weight, recipe, ranks))
 
 
 @dataclass(frozen=True)
@@ -488,10 +507,14 @@ class Stage:
             block, gradients = (sum(sent(w, of, ranks) for w in shapes.block) for of in (recipe, HIGH_PRECISION))
             sizes = root, shapes.layers * gradients + root
             last, scatter = (
-                exchange(size * PAIR / BF16) if self.precision.reduction else gather(size) for size in sizes
+                exchange(size * SENT_PAIR / BF16) if self.precision.reduction else gather(size) for size in sizes
             )
             first = gather(root + block)
-            exposed += first + last + hardware.latency * (recipe in PER_TENSOR and ranks > 1)
+            exposed += (
+                first
+                + last
+                + hardware.latency * (ranks > 1 and any(agreed(w, recipe, ranks) for w in shapes.block if w.converted))
+            )
             replicas = 2 * hardware.wire(BF16 * shapes.parameters / ranks, layout.replicate, apart)
             gathered += gather(shapes.layers * block + root) - first
             scatter += gather(shapes.layers * block) * layout.resharded

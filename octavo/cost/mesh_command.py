@@ -16,7 +16,7 @@ from torch import nn
 
 from octavo.cost.command import GIB, RECIPES, columns, tokens_of
 from octavo.cost.estimate import Work, blocks_of, estimate, on_meta, work_of
-from octavo.cost.mesh import PER_TENSOR, RANKS, Hardware, MeshLayout, Precision, Shapes, Stage, Weight
+from octavo.cost.mesh import RANKS, Hardware, MeshLayout, Precision, Shapes, Stage, Weight
 from octavo.cost.rates import HIGH_PRECISION, PlanError, Rates
 from octavo.nn.saved import KINDS
 
@@ -283,7 +283,7 @@ def plan(model: nn.Module, rates: Rates, **asked: Any) -> MeshPlan:
         recipe, saved = None if name == HIGH_PRECISION else RECIPES[name](), None
         if not compiled:
             saved = estimate(short, inputs, recipe, rates, work=work, fuse=fuse).memory.saved
-        precision = Precision(name, name, gathers=name in (*PER_TENSOR, "blockwise"), pairs=recipe is not None)
+        precision = Precision(name, name, gathers=recipe is not None, pairs=recipe is not None)
         return Stage(shapes_of(model, work, context, saved), layout, precision, hardware)
 
     compiled, other = [stage(name, True, False) for name in (HIGH_PRECISION, *RECIPES)], None

@@ -42,7 +42,6 @@ from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.tensor.collectives import agree, all_gather, largest, pack, unpack
 
 SENT, MEAN, BETWEEN = 0, 1, 2  # the roundings: of gradients, of the gathered mean, of servers' means
-_SCALE_BYTES = 4  # scales begin at a multiple of this in a message
 _ALIKE = "ranks_per_server", "format", "granularity", "stochastic", "gather_dtype", "error_feedback", "seed"
 
 
@@ -62,10 +61,10 @@ class Fp8Reduction:
             the whole model on each rank, under FSDP2 too, 4 / L for means of servers of L ranks, and under DDP 4 / n
             for the gathered means. Loss scales must not change.
         seed: for ``stochastic``.
-        group: DDP's process group; None is the default one. FSDP2 brings its own.
+        group: DDP's process group, or that of FSDP2's replicas; None is the default one. Else FSDP2 brings its own.
         ranks_per_server: ranks r of the job with the same r // ranks_per_server reduce among themselves first, and then
-            with other servers. None: LOCAL_WORLD_SIZE, which torchrun sets; without it, or if servers have different
-            numbers of the group's ranks, there is one level. 1: one level.
+            with other servers. None: as LOCAL_WORLD_SIZE says, which torchrun sets, or else the ranks' host names;
+            if servers have different numbers of the group's ranks, there is one level. 1: one level.
 
     Attributes:
         calls: reductions so far. To resume stochastic rounding bit for bit, save and restore it (``state_dict`` does).
@@ -99,7 +98,7 @@ class Fp8Reduction:
         if gather_dtype not in (None, *HIGH_PRECISION):
             raise TypeError(f"gather_dtype={gather_dtype}: use torch.bfloat16, or None to gather in {format}")
         if ranks_per_server is not None and ranks_per_server < 1:
-            raise ValueError(f"ranks_per_server={ranks_per_server}: use 1 or more, or None for LOCAL_WORLD_SIZE")
+            raise ValueError(f"ranks_per_server={ranks_per_server}: use 1 or more, or None to find it")
         self.format, self.granularity, self.stochastic = format, granularity, stochastic
         self.gather_dtype, self.error_feedback, self.seed, self.group = gather_dtype, error_feedback, seed, group
         self.ranks_per_server, self.calls = ranks_per_server, 0
@@ -154,34 +153,62 @@ class Fp8Reduction:
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """``fp8_reduce_hook`` with this state."""
-        flat, group = bucket.buffer(), self.group if self.group is not None else dist.group.WORLD
+        with self._own_stream(bucket.buffer().device):
+            return self._average(bucket.buffer(), bucket)
+
+    def all_reduce(self, flat: Tensor) -> None:
+        """Average the gradients of FSDP2's replicas (HSDP): what ``FSDPModule.set_all_reduce_hook`` takes.
+
+        FSDP2 must shard over the ranks of one replica alone, ``fully_shard(module, mesh=mesh["shard"])``, as its own
+        all-reduce comes before the hook. All replicas get the same bits.
+
+        Args:
+            flat: [N] bf16, fp16 or fp32, this replica's, which becomes the mean over ``group``.
+
+        Raises:
+            ValueError: with error feedback, which has no residuals for FSDP2's means.
+            TypeError: for gradients of another dtype.
+
+        Example:
+            >>> def in_fp8(module, mesh):
+            ...     between = Fp8Reduction(group=mesh["replicate"].get_group())
+            ...     module.set_all_reduce_hook(between.all_reduce)
+        """
+        if self.error_feedback:
+            raise ValueError("error_feedback=True has no residuals between replicas: give them an Fp8Reduction without")
+        if flat.device.type != "cpu":  # it is of FSDP2's other stream
+            flat.record_stream(torch.accelerator.current_stream(flat.device))
+        self._average(flat, None).wait()
+
+    def _average(self, flat: Tensor, bucket: dist.GradBucket | None) -> torch.futures.Future[Tensor]:
+        """A Future of ``flat`` [N] once it holds the mean; ``bucket``: whose residuals there may be."""
+        group = self.group if self.group is not None else dist.group.WORLD
         if flat.dtype not in HIGH_PRECISION:
             raise TypeError(f"gradients of {flat.dtype} are not reduced in FP8; use bfloat16, float16 or float32")
-        with self._own_stream(flat.device):
-            ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-            width = -(-len(flat) // ranks)
-            x_nS = F.pad(flat, (0, ranks * width - len(flat))).view(ranks, width)
-            lost = self._residuals(bucket, x_nS, group)
-            mean, agreed = self.mean(x_nS, group, lost)
-            if lost is not None:
-                mean += lost[-1]
-            message = mean.to(self.gather_dtype) if self.gather_dtype else self.pack(mean, agreed, rank, MEAN)
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        width = -(-len(flat) // ranks)
+        x_nS = F.pad(flat, (0, ranks * width - len(flat))).view(ranks, width)
+        lost = None if bucket is None else self._residuals(bucket, x_nS, group)
+        mean, agreed = self.mean(x_nS, group, lost)
+        if lost is not None:
+            mean += lost[-1]
+        message = mean.to(self.gather_dtype) if self.gather_dtype else self.pack(mean, agreed, rank, MEAN)
 
-            def read(message: Tensor, dtype: torch.dtype) -> Tensor:
-                return message if self.gather_dtype else self.unpack(message, width, dtype, agreed)
+        def read(message: Tensor, dtype: torch.dtype) -> Tensor:
+            return message if self.gather_dtype else self.unpack(message, width, dtype, agreed)
 
-            if lost is not None:
-                torch.sub(mean, read(message, torch.float32), out=lost[-1:]).nan_to_num_(0.0, 0.0, 0.0)
-            gathered = message.new_empty(ranks, message.shape[1])
-            work = all_gather(gathered, message, group, async_op=True)
+        if lost is not None:
+            torch.sub(mean, read(message, torch.float32), out=lost[-1:]).nan_to_num_(0.0, 0.0, 0.0)
+        gathered = message.new_empty(ranks, message.shape[1])
+        work = all_gather(gathered, message, group, async_op=True)
 
-            def finish(_: Any) -> Tensor:
-                if flat.device.type != "cpu":  # a callback has a stream of its own, and their memory is of another
-                    for used in (gathered,) if agreed is None else (gathered, agreed):
-                        used.record_stream(torch.accelerator.current_stream(flat.device))
-                return flat.copy_(read(gathered, flat.dtype).view(-1)[: len(flat)])
+        def finish(_: Any) -> Tensor:
+            if flat.device.type != "cpu":  # a callback has a stream of its own, and their memory is of another
+                for used in (gathered,) if agreed is None else (gathered, agreed):
+                    used.record_stream(torch.accelerator.current_stream(flat.device))
+            return flat.copy_(read(gathered, flat.dtype).view(-1)[: len(flat)])
 
-            return work.get_future().then(finish)
+        return work.get_future().then(finish)
 
     def pack(self, x: Tensor, agreed: Tensor | None, rank: int, rounding: int) -> Tensor:
         """Cast to a message.
@@ -192,8 +219,8 @@ class Fp8Reduction:
             rank: the rank that sends it; ``rounding``: SENT, MEAN or BETWEEN; both for the bits of stochastic rounding.
 
         Returns:
-            uint8 [R, .]: each row's codes, padded to a multiple of 4, and then its float32 scale_inv; codes alone if
-            ranks agreed on a scale.
+            uint8 [R, .]: each row's codes, and then the exponents of its scale_inv; codes alone if ranks agreed on a
+            scale.
         """
         if self.stochastic:
             codes, scale_inv = self._stochastic(x, agreed, key_of(self.seed, rank, self.calls, rounding))
@@ -203,14 +230,14 @@ class Fp8Reduction:
             codes, _, scale_inv, *_ = kernels.cast(x, given, 0, self.format.dtype, self.granularity.tile, True, 0)
         if agreed is not None:
             return codes.view(torch.uint8)
-        return pack(codes, scale_inv, False, _SCALE_BYTES)
+        return pack(codes, scale_inv, True)
 
     def unpack(self, message: Tensor, columns: int, dtype: torch.dtype, agreed: Tensor | None) -> Tensor:
         """The values [R, columns] of ``dtype`` in a message from ``pack``."""
         if agreed is not None:
             codes, scale_inv = message.view(self.format.dtype), scale_inv_from_scale(agreed)
         else:
-            codes, scale_inv = unpack(message, columns, self.format.dtype, False, _SCALE_BYTES)
+            codes, scale_inv = unpack(message, columns, self.format.dtype, True)
         return kernels.dequantize(codes, scale_inv, self.granularity.tile, dtype)
 
     def _agreed_scale(self, x: Tensor, group: Any) -> Tensor | None:
@@ -327,7 +354,8 @@ class Fp8ReduceScatter:
     """FSDP2's reduce-scatter in FP8, for ``FSDPModule.set_custom_reduce_scatter``.
 
     A gradient is rounded to FP8 once, and the mean is in FSDP2's ``reduce_dtype``. Replicas (HSDP) reduce it further in
-    that dtype. One object serves all modules of a model, but with error feedback each module has its own.
+    that dtype, or in FP8 by ``Fp8Reduction.all_reduce``. One object serves all modules of a model, but with error
+    feedback each module has its own.
 
     Args:
         reduction: how to reduce; its ``gather_dtype`` and ``group`` are not used.

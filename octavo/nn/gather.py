@@ -3,9 +3,9 @@
 in FP8      the shard is cast, codes are sent: half of bf16's bytes. Per tensor the scale is that of the whole
             weight, of experts one each: one collective finds the amax of all weights of the model together
             (nn/gather_group.py). Blocks of which each lies on one rank need none; their scales are sent beside the
-            codes.
-cast after  the shard is sent in the parameter's dtype (or the mixed-precision policy's), and cast once an unshard:
-            recipes whose two layouts are scaled differently (rows, 1 x 32), where codes would be sent twice.
+            codes. A weight whose two layouts are scaled differently (rows, 1 x 32) is sent as two pairs, which are
+            bf16's bytes (nn/shard_cast.py).
+cast after  the shard is sent in the parameter's dtype (or the mixed-precision policy's), and cast once an unshard.
 as it is    a weight that a product reads in high precision, or that another kind of module shares.
 as stored   a weight that lives in FP8: its codes as they are, and the scales of blocks and of experts. Per tensor
             every rank has the whole weight's scale already (octavo.optim keeps it so): no other collective runs.
@@ -13,6 +13,8 @@ as stored   a weight that lives in FP8: its codes as they are, and the scales of
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import is_small_block
 from octavo.nn.agreement import ask
 from octavo.nn.gather_group import GatherGroup
+from octavo.nn.shard_cast import ShardCast
 from octavo.nn.weight import notice_writes
 from octavo.scaling.delayed import state_of
 from octavo.step_count import OPTIMIZER_STEPS
@@ -115,6 +118,8 @@ class Gather:
         self.codes: Tensor | None = None  # uint8 [rows on each rank, K]: what the shard was cast into
         self.scale = self.amax = torch.empty(0)  # of the whole weight, [1] and [1, 1], if it is cast per tensor
         self.scale_inv = torch.empty(0)  # [1, 1], or of the shard's blocks
+        self.shard_cast: ShardCast | None = None  # where it is cast with no other weight
+        self.cast_alone: tuple[list[Tensor], list[Tensor]] = [], []  # what that gave
         self._way: Way | None = None
         self.steps = -1  # of the optimizer that owns the weight, when ``amax`` was found
         self._ready: tuple[Any, ...] | None = None  # the codes' key when another weight's gather has just cast them
@@ -153,24 +158,28 @@ class Gather:
         experts = parameter.ndim == 3
         if not experts and module.stores_transposed:
             return Way(AS_IT_IS, f"{type(module).__name__} stores it transposed")
-        if not casts.once:
-            return Way(CAST_AFTER, "its two layouts have different scales, and codes of both are bf16's bytes")
         if ranks == 1:
             return Way(CAST_AFTER, "one rank gathers nothing")
         if self.group is None:
             return Way(CAST_AFTER, "octavo.convert(model, recipe) before fully_shard lets weights find scales together")
         if parameter.placements[self.at].dim != 0:
             return Way(CAST_AFTER, f"it is not sharded by {'experts' if experts else 'rows'}")
-        block = casts.as_is.tile
-        if block == (ALL, ALL):
+        block, rows = casts.as_is.tile, self.shape[0]
+        if casts.once and block == (ALL, ALL):
             return Way(IN_FP8)
-        rows = self.shape[0]
+        square = casts.once and block[0] == block[1] and is_small_block(block)
+        if experts and not square:
+            return Way(CAST_AFTER, f"experts are cast one matrix at a time by {casts.as_is} and {casts.transposed}")
         if experts and rows % ranks:
             return Way(CAST_AFTER, f"of {rows} experts {ranks} ranks do not have as many each, as scales sent need it")
-        if not experts and (rows % ranks or (rows // ranks) % block[0]):
-            return Way(CAST_AFTER, f"blocks of {block[0]} rows reach over several ranks' shards")
-        if block[0] != block[1] or not is_small_block(block):
-            return Way(CAST_AFTER, f"blocks of {block[0]} x {block[1]} are cast one weight at a time")
+        if experts or (square and rows % ranks == 0 and rows // ranks % block[0] == 0):
+            return Way(IN_FP8)
+        delayed = casts.as_is.is_delayed or casts.transposed.is_delayed
+        if delayed or not (casts.once or 1 in (block[0], casts.transposed.tile[1])):
+            return Way(CAST_AFTER, "its two layouts have different scales, of which ranks would have to agree on both")
+        if self.at + 1 < parameter.device_mesh.ndim:
+            return Way(CAST_AFTER, "tensor parallelism shards it too")
+        self.shard_cast = ShardCast(casts, self.shape, ranks, parameter.device_mesh.get_local_rank(self.at))
         return Way(IN_FP8)
 
     # --- when a forward reads the weight ------------------------------------------------------------------------------
@@ -255,6 +264,10 @@ class Gather:
             return (padded_rows(shard, outer_size, mesh.size()).to(dtype),), self._cast_after(module, outer_size)
         self._refresh(module, mesh, for_backward)
         cast, device = casts.as_is, shard.device
+        if self.shard_cast is not None:
+            own, known = ([one.to(device, non_blocking=True) for one in tensors] for tensors in self.cast_alone)
+            read = functools.partial(self.shard_cast.read, known=known, pads=module.recipe.pads)
+            return tuple(own), _reading(read, known, module.recipe, outer_size)
         assert self.codes is not None
         amax = self.amax if cast.is_delayed else None
         sent, scale_inv = self.codes.to(device, non_blocking=True), self.scale_inv.to(device, non_blocking=True)
@@ -264,7 +277,7 @@ class Gather:
     def _refresh(self, module: Any, mesh: Any, for_backward: bool) -> None:
         """Cast all shards of the group, unless the gather of another weight for the same forward has done so."""
         assert self.group is not None
-        if for_backward and self.codes is not None:
+        if for_backward and (self.codes is not None or self.cast_alone[0]):
             self.group.backwards += 1
         else:
             if self._ready != self._codes_key(module):
@@ -285,7 +298,7 @@ class Gather:
                 )
             read = wide.mT if module.stores_transposed else wide
             operands = cast_role(read, recipe, WEIGHT, True, True, state)
-            return _gathered(operands, recipe, shape, dtype, wide, out)
+            return _gathered(operands, recipe, shape, dtype, outputs, out)
 
         return after
 
@@ -305,21 +318,32 @@ def _send_codes(
     """(What this rank sends, the second hook). ``has_scale``: all ranks have the whole weight's scale_inv already."""
     recipe = module.recipe
 
-    def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
+    def read(outputs: Sequence[Tensor]) -> Operands:
         q = outputs[0][: shape[0]].view(code_dtype)
         scales = scale_inv if has_scale else outputs[1] if q.ndim == 2 else outputs[1][: shape[0]]
-        for tensor in (scale_inv, amax):  # made on FSDP2's own stream, and freed before this one has read them
-            if tensor is not None and tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         operands = Operands((q, scales), (q.mT, scales.mT))
         if not recipe.is_high_precision:
             operands = operands_of(q, scales, recipe.pads)
         if module.stores_transposed:
             operands = Operands(operands.transposed, operands.as_is)
-        operands = operands._replace(amax=None if amax is None else amax.to(q.device))
-        return _gathered(operands, recipe, shape, dtype, q, out)
+        return operands._replace(amax=None if amax is None else amax.to(q.device))
 
-    return ((codes,) if has_scale else (codes, scale_inv)), after
+    sent = (codes,) if has_scale else (codes, scale_inv)
+    return sent, _reading(read, [scale_inv] if amax is None else [scale_inv, amax], recipe, shape)
+
+
+def _reading(
+    read: Callable[[Sequence[Tensor]], Operands], known: Sequence[Tensor], recipe: Any, shape: torch.Size
+) -> After:
+    """The second hook that makes operands of what was received, by tensors that this rank has ``known`` before."""
+
+    def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
+        for tensor in known:  # made on FSDP2's own stream, and freed before this one has read them
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return _gathered(read(outputs), recipe, shape, dtype, outputs, out)
+
+    return after
 
 
 def _all_of(codes: Tensor) -> Tensor:
@@ -330,7 +354,7 @@ def _all_of(codes: Tensor) -> Tensor:
 
 
 def _gathered(
-    operands: Operands, recipe: Any, shape: torch.Size, dtype: torch.dtype, received: Tensor, out: Any
+    operands: Operands, recipe: Any, shape: torch.Size, dtype: torch.dtype, received: Sequence[Tensor], out: Any
 ) -> Any:
     """What the second hook returns: the weight, and the tensors that FSDP2 has to free besides what it ``received``."""
     if out is not None:
@@ -338,5 +362,6 @@ def _gathered(
     assert operands.as_is is not None and operands.transposed is not None
     codes = operands.as_is[0], operands.transposed[0]
     storages = {one.untyped_storage().data_ptr(): _all_of(one) for one in codes}
-    storages.pop(received.untyped_storage().data_ptr(), None)
+    for tensor in received:
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
     return GatheredWeight(operands, shape, dtype, recipe.weight_key), tuple(storages.values())

@@ -61,14 +61,19 @@ class GatherGroup:
     def refresh(self, gather: Any, mesh: Any) -> None:
         """Find scales anew and cast all shards that lie on this one's mesh; ``mesh``: that of its gather."""
         together: dict[tuple[Any, ...], Gathers] = {}
+        alone: Gathers = []
         for module in self.modules_on(gather.parameter.device_mesh):
             other = module.gather
             if not other.begin_in_fp8(module):
                 continue
+            if other.shard_cast is not None:
+                alone.append(other)
+                continue
             shard, cast = on_this_rank(other.parameter), module.recipe.weight_casts.as_is
             together.setdefault((cast, shard.dtype, shard.device), []).append(other)
-        if per_tensor := [(cast, found) for (cast, *_), found in together.items() if cast.tile == (ALL, ALL)]:
-            _find_scales(per_tensor, mesh)
+        per_tensor = [(cast, found) for (cast, *_), found in together.items() if cast.tile == (ALL, ALL)]
+        if per_tensor or alone:
+            _find_scales(per_tensor, alone, mesh)
         for (cast, *_), found in together.items():
             _cast_shards(found, cast, mesh)
         self._cast = torch.cuda.current_stream().record_event() if mesh.device_type == "cuda" else None
@@ -104,14 +109,24 @@ def _amax_of(gather: Any, mesh: Any) -> Tensor:
     return amax
 
 
-def _find_scales(groups: list[tuple[Cast, Gathers]], mesh: Any) -> None:
-    """The scale and global amax of every matrix cast per tensor: one collective, under tensor parallelism two."""
+def _find_scales(groups: list[tuple[Cast, Gathers]], alone: Gathers, mesh: Any) -> None:
+    """The scale and global amax of every matrix cast per tensor: one collective, under tensor parallelism two.
+
+    What those that are cast ``alone`` have to agree on is in it, and they are cast.
+    """
     gathers = [gather for _, some in groups for gather in some]
-    ranks = dict.fromkeys(group for gather in gathers for group in groups_of(gather.parameter))
-    amax = largest(torch.cat([_amax_of(gather, mesh) for gather in gathers]), *ranks, device=mesh.device_type)
-    found = amax.split([sum(map(_matrices, some)) for _, some in groups])
-    for (cast, gathers), maxima in zip(groups, found, strict=True):
+    shards = [on_this_rank(gather.parameter) for gather in alone]
+    known = [gather.shard_cast.amax(shard) for gather, shard in zip(alone, shards, strict=True)]
+    amax = torch.cat([*(_amax_of(gather, mesh) for gather in gathers), *known])
+    if len(amax):
+        ranks = dict.fromkeys(group for gather in (*gathers, *alone) for group in groups_of(gather.parameter))
+        amax = largest(amax, *ranks, device=mesh.device_type)
+    sizes = [sum(map(_matrices, some)) for _, some in groups]
+    found = amax.split([*sizes, *map(len, known)])
+    for (cast, gathers), maxima in zip(groups, found, strict=False):
         _take_scales(gathers, maxima, cast)
+    for gather, shard, maxima in zip(alone, shards, found[len(groups) :], strict=True):
+        gather.cast_alone = gather.shard_cast.cast(shard, maxima)
 
 
 def _take_scales(gathers: Gathers, amax: Tensor, cast: Cast) -> None:

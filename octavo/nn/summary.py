@@ -33,8 +33,9 @@ class ModuleSummary:
         shape: of its weight, as stored.
         recipe: what it is converted with, or None.
         reason: why it is left alone; of a converted one "", or what of it is not, or perhaps not, in FP8 all the same.
-        gathered: under FSDP2 how its weight is gathered: "in FP8", "cast after" (sent in the parameter's dtype, or the
-            mixed-precision policy's, and cast once an unshard) or "as it is", and why not in FP8; "" elsewhere.
+        gathered: under FSDP2 how its weight is gathered: "in FP8" (one pair, or two), "cast after" (sent in the
+            parameter's dtype, or the mixed-precision policy's, and cast once an unshard) or "as it is", and why not in
+            FP8; "" elsewhere.
     """
 
     name: str

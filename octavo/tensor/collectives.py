@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from octavo.errors import RanksDifferError
 from octavo.numerics import exponents_of, powers_of
@@ -60,18 +59,14 @@ def scales_from(raw: Tensor, power_of_two: bool) -> Tensor:
     return powers_of(raw) if power_of_two else raw.clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
-def pack(qdata: Tensor, scale_inv: Tensor, power_of_two: bool, multiple: int = 1) -> Tensor:
-    """A pair as a message, uint8: of each row its codes [R, C], zeros up to a multiple, and its scales."""
-    codes = F.pad(qdata.view(torch.uint8), (0, -qdata.shape[1] % multiple))
-    return torch.cat([codes, bytes_of(scale_inv, power_of_two)], 1)
+def pack(qdata: Tensor, scale_inv: Tensor, power_of_two: bool) -> Tensor:
+    """A pair as a message, uint8: of each row its codes [R, C] and its scales."""
+    return torch.cat([qdata.view(torch.uint8), bytes_of(scale_inv, power_of_two)], 1)
 
 
-def unpack(
-    message: Tensor, columns: int, dtype: torch.dtype, power_of_two: bool, multiple: int = 1
-) -> tuple[Tensor, Tensor]:
+def unpack(message: Tensor, columns: int, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
     """The pair that ``pack`` was given, of so many columns and codes of this dtype."""
-    codes = message[:, :columns].contiguous().view(dtype)
-    return codes, scales_from(message[:, columns + -columns % multiple :], power_of_two)
+    return message[:, :columns].contiguous().view(dtype), scales_from(message[:, columns:], power_of_two)
 
 
 def home_of(group: Any) -> torch.device:

@@ -1,6 +1,7 @@
 """What FSDP2 sends of converted weights: half of bf16's bytes, and at most one collective a forward for scales."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ MICRO_BATCHES = 2
 ASKED = [1, 0]  # in each step: whether all ranks were told the same
 
 
-def model_of(mesh, recipe):
+def model_of(mesh, recipe, dtype, rows):
     """Layers without biases: all that is gathered is weights."""
-    layers = [nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(LAYERS)]
+    sizes = [WIDTH, *[rows] * LAYERS]
+    layers = [nn.Linear(*size, bias=False, dtype=dtype) for size in itertools.pairwise(sizes)]
     model = nn.Sequential(*layers)
     if recipe:
         octavo.convert(model, getattr(recipes, recipe)(), select=lambda module, name: True)
@@ -27,11 +29,11 @@ def model_of(mesh, recipe):
     return fully_shard(model, mesh=mesh)
 
 
-def counted_steps(mesh, recipe, micro_batches=1, evaluates=False, steps=2):
+def counted_steps(mesh, recipe, micro_batches=1, evaluates=False, steps=2, dtype=torch.bfloat16, rows=WIDTH):
     """Calls and bytes of each step's collectives."""
-    model = model_of(mesh, recipe)
+    model = model_of(mesh, recipe, dtype, rows)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x = torch.randn(4, WIDTH, dtype=torch.bfloat16)
+    x = torch.randn(4, WIDTH, dtype=dtype)
     found = []
     for _ in range(steps):
         with ByteCounter() as counter:
@@ -96,9 +98,22 @@ def test_bytes_and_collectives(pool, in_bf16, recipe, amax_collectives, micro_ba
             assert 0.5 <= bytes[GATHER] / plain_bytes[GATHER] <= 0.52
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "mx"])
-def test_cast_after_sends_bf16(pool, in_bf16, recipe):
-    for steps in pool.run(counted_steps, (2,), recipe):
-        assert [calls.pop(REDUCE, 0) for calls, _ in steps] == ASKED
-        assert [bytes.pop(REDUCE, 0) for _, bytes in steps] == [16, 0]
-        assert steps == in_bf16()
+@pytest.mark.parametrize(
+    ("recipe", "rows", "share", "agreed"),
+    [
+        ("rowwise", WIDTH, 1 + 2 / WIDTH, 4 * WIDTH),  # a scale each row, and an amax each column
+        ("mx", WIDTH, 1 + 1 / 32, 0),
+        ("blockwise", WIDTH - 64, 0.5, 4 * 2 * 2),  # the second block of 128 rows is cut
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=str)
+def test_bytes_of_any_master(pool, recipe, rows, share, agreed, dtype):
+    """Two pairs are bf16's bytes, of float32 masters too; one is half of that, wherever its blocks are cut."""
+    for steps in pool.run(counted_steps, (2,), recipe, 1, False, 2, dtype, rows):
+        elements = sum(rows * columns for columns in (WIDTH, *[rows] * (LAYERS - 1)))
+        for first, (calls, bytes) in zip(ASKED, steps, strict=True):
+            assert bytes[GATHER] == pytest.approx(share * 2 * 2 * elements, rel=0.001)
+            assert calls.get(REDUCE, 0) - first == (agreed > 0)
+            assert bytes.get(REDUCE, 0) - 16 * first <= LAYERS * agreed
+            in_bf16 = 2 * 2 * elements
+            assert bytes[GATHER] + bytes.get(REDUCE, 0) < in_bf16 * (0.52 if recipe == "blockwise" else 1.035)

@@ -23,6 +23,12 @@ def mesh():
     dist.destroy_process_group()
 
 
+# a weight in blocks of several rows, of both layouts
+IN_TILES = octavo.Recipe(
+    *[(octavo.Cast(octavo.E4M3, octavo.PerRow()), octavo.Cast(octavo.E4M3, octavo.PerBlock(n, 16))) for n in (2, 4)]
+)
+
+
 def layer(recipe, mesh, rows=512, cols=96, **options):
     linear = to_fp8(nn.Linear(cols, rows), recipe)
     return fully_shard(linear, mesh=mesh, **options)
@@ -34,9 +40,10 @@ def layer(recipe, mesh, rows=512, cols=96, **options):
         (recipes.dynamic(), 49, "in FP8", ""),
         (recipes.delayed(), 3, "in FP8", ""),
         (recipes.blockwise(), 512, "in FP8", ""),
-        (recipes.blockwise(), 500, "cast after", "reach over several ranks"),
-        (recipes.rowwise(), 512, "cast after", "different scales"),
-        (recipes.mx(), 512, "cast after", "different scales"),
+        (recipes.blockwise(), 500, "in FP8", ""),
+        (recipes.rowwise(), 512, "in FP8", ""),
+        (recipes.mx(), 500, "in FP8", ""),
+        (IN_TILES, 512, "cast after", "would have to agree on both"),
         (recipes.high_precision(), 512, "as it is", "high precision"),
         (octavo.Recipe(output=recipes.dynamic().output), 512, "as it is", "high precision"),
     ],
@@ -60,7 +67,7 @@ def test_what_can_not_be_gathered_in_fp8(mesh):
 
 def test_summary_says_how(mesh):
     model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64))
-    to_fp8(model, octavo.RecipeMap(recipes.blockwise(), {"1": recipes.mx()}))
+    to_fp8(model, octavo.RecipeMap(recipes.blockwise(), {"1": IN_TILES}))
     assert [m.gathered for m in octavo.summary(model).modules] == ["", ""]
     fully_shard(model, mesh=mesh)
     first, second = octavo.summary(model).modules

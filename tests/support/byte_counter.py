@@ -1,15 +1,21 @@
-"""Counts what collectives move: calls and bytes of each kind."""
+"""Counts what collectives move: calls and bytes of each kind, and what goes over which link."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from octavo.private import resolve_process_group
+
 GATHER, SCATTER, REDUCE, OTHER = "all_gather", "reduce_scatter", "all_reduce", "other"
+INSIDE, BETWEEN = "inside", "between"  # a server, servers
 
 _NAMES = {"allgather": GATHER, "reducescatter": SCATTER, "allreduce": REDUCE}  # without underscores
 _MOVE_NOTHING = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier", "check_for_nan")
@@ -18,21 +24,29 @@ _MOVE_NOTHING = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_b
 class ByteCounter(TorchDispatchMode):
     """Counts this rank's collectives while entered.
 
-    Bytes are those of the whole tensor: what an all-gather gives, what a reduce-scatter takes, what an all-reduce
-    reduces. On a ring of n ranks each rank sends (n - 1) / n of them, in an all-reduce twice that.
+    ``bytes`` are those of the whole tensor: what an all-gather gives, what a reduce-scatter takes, what an all-reduce
+    reduces. ``sent`` is what this rank sends over each link, to ranks of its server or of others: on a ring of n ranks,
+    on which it sends to the next, (n - 1) / n of the whole, in an all-reduce twice that; in an all-to-all each part to
+    its rank. ``by_kind`` is the same by (kind, link).
+
+    Args:
+        servers: the name of each rank's server, by the ranks' numbers in the job; None: all are one server.
 
     Example:
         >>> import torch
         >>> with ByteCounter() as counter:
         ...     sums = torch.zeros(8).sum()
-        >>> counter.calls["all_gather"], counter.bytes["all_gather"]
-        (0, 0)
+        >>> counter.calls["all_gather"], counter.bytes["all_gather"], counter.sent["between"]
+        (0, 0, 0)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, servers: Sequence[object] | None = None) -> None:
         super().__init__()
+        self.servers = servers
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+        self.by_kind: Counter[tuple[str, str]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -41,7 +55,43 @@ class ByteCounter(TorchDispatchMode):
             plain = name.replace("_", "")
             kind = next((kind for start, kind in _NAMES.items() if plain.startswith(start)), OTHER)
             tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+            whole = max((tensor.numel() * tensor.itemsize for tensor in tensors), default=0)
             self.calls[kind] += 1
             # the larger of its input and its output is the whole tensor
-            self.bytes[kind] += max((tensor.numel() * tensor.itemsize for tensor in tensors), default=0)
+            self.bytes[kind] += whole
+            if (ranks := _ranks(args)) is not None:
+                self._count_links(kind, plain, whole, args, ranks)
         return result
+
+    def _count_links(self, kind: str, plain: str, whole: int, args: Any, ranks: list[int]) -> None:
+        """Add what this rank sends to others of ``ranks``."""
+        own, size = ranks.index(dist.get_rank()), len(ranks)
+        shares = [0] * size
+        if kind != OTHER:
+            shares[(own + 1) % size] = whole * (size - 1) // size * (2 if kind == REDUCE else 1)
+        elif plain.startswith("alltoall"):
+            # c10d's takes its output first, the functional one its input; both the receivers' sizes before the senders'
+            sent, splits = (args[1], args[4]) if plain.startswith("alltoallbase") else (args[0], args[2])
+            row = sent[:1].numel() * sent.itemsize
+            shares = [count * row for count in splits or [len(sent) // size] * size]
+        for other, share in zip(ranks, shares, strict=True):
+            if other != ranks[own]:
+                link = INSIDE if self.servers is None or self.servers[other] == self.servers[ranks[own]] else BETWEEN
+                self.sent[link] += share
+                self.by_kind[kind, link] += share
+
+
+def _ranks(args: Any) -> list[int] | None:
+    """Those of a collective's process group, which is among its arguments, as itself or by its name."""
+    for given in args:
+        if isinstance(given, torch.ScriptObject):
+            try:
+                return dist.get_process_group_ranks(dist.ProcessGroup.unbox(given))
+            except (RuntimeError, TypeError):  # another kind of object: how to reduce
+                continue
+        if isinstance(given, str):
+            try:
+                return dist.get_process_group_ranks(resolve_process_group(given))
+            except (RuntimeError, LookupError):  # how to reduce, too
+                continue
+    return None

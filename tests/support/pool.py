@@ -148,7 +148,7 @@ class Pool:
             AssertionError: with the ranks' tracebacks, where any failed or took longer.
         """
         size = math.prod(shape)
-        world = size if whole else max(len(self._processes), FEW if size <= FEW else MANY)
+        world = size if whole else max(len(self._processes), FEW if size <= FEW else MANY, size)
         if world != len(self._processes):
             self.stop()
             self._start(world)
