@@ -152,6 +152,30 @@ def test_it_saves_loads_and_is_copied(tmp_path: Path) -> None:
     assert_equal(step(net), expected)
 
 
+@pytest.mark.parametrize("name", ["delayed", pytest.param("blockwise", marks=pytest.mark.full)])
+def test_a_record_and_a_comparison_have_the_same_layers_and_numbers(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("numpy")
+    records, compared, recipe = [], [], FP8_RECIPES[name]()
+    for fuse in (True, False):
+        net = build("llama", recipe, fuse)
+        with octavo.inspect.record(net, tmp_path / str(fuse)) as recorder:
+            for seed in range(2):
+                step(net, seed=seed)
+                recorder.step()
+        records.append(octavo.inspect.load(tmp_path / str(fuse)))
+        compared.append(octavo.inspect.compare(net, lambda net, given: net(**given).loss, [inputs("llama")], [recipe]))
+        assert fused(net) == (FUSED["llama"] if fuse else (0, 0))
+    assert records[0].rows == records[1].rows and len({row.layer for row in records[0].rows}) == 15
+    for measure, values in records[0].measures.items():
+        torch.testing.assert_close(
+            *map(torch.from_numpy, (values, records[1].measures[measure])), rtol=2e-2, atol=1e-3, equal_nan=True
+        )
+    for one, other in zip(*(found.effects for found in compared), strict=True):
+        assert (one.layer, one.recipe) == (other.layer, other.recipe)
+        for of in ("output", "grad_input", "grad_weight", "loss", "cosine", "norm_ratio"):
+            assert getattr(one, of) == pytest.approx(getattr(other, of), rel=2e-2, abs=1e-4), (one.layer, of)
+
+
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_it_generates_the_same_tokens(kind: str) -> None:
     found = []
