@@ -243,7 +243,11 @@ class Shared(Feature):
 class KnownNorm(nn.RMSNorm):
     """Llama's."""
 
-    forward, variance_epsilon = LeanRMSNorm.known, 1e-6
+    forward = LeanRMSNorm.known
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.variance_epsilon = 1e-6
 
 
 class KnownMLP(nn.Module):
@@ -262,7 +266,7 @@ class KnownPart(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.mlp = KnownNorm(WIDTH), KnownMLP()
+        self.norm, self.mlp = KnownNorm(), KnownMLP()
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, WIDTH] to the same."""
