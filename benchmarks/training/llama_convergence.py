@@ -21,14 +21,14 @@ from benchmarks.common.pages import markdown, read, signed
 from octavo import recipes
 from octavo.train import Batches, load_corpus
 
-TAKES = "15 minutes"
+TAKES = "10 minutes"
 MEASURES = ("octavo/nn/known_forwards.py", "octavo/autograd", "octavo/kernels/reference", "octavo/recipes.py")
 
 BASELINE = "bf16"
 VARIANTS = (BASELINE, *(f"{recipe}{fused}" for recipe in ("dynamic", "delayed") for fused in ("", ", fused")))
 LIMIT = 0.5  # %
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 2}
-CONTEXT, BATCH, STEPS, WARM_UP, RATE, WINDOWS = 64, 8, 300, 30, 3e-3, 512
+CONTEXT, BATCH, STEPS, WARM_UP, RATE, WINDOWS = 64, 4, 250, 25, 3e-3, 256
 
 
 def build(variant: str, seed: int) -> nn.Module:
