@@ -87,7 +87,8 @@ def rows(name: str, names: Iterable[str] = RECIPES, **how: Any) -> Iterator[dict
 
 def saved_table() -> str:
     """MiB by kind under the delayed recipe, unconverted, converted, fused; and the sums but for weights' codes."""
-    found = [row for row in read("saved_bytes") if row["recipe"] == "delayed"]
+    every = read("saved_bytes")
+    found = [row for row in every if row["recipe"] == "delayed"]
     cells: list[list[str]] = []
     for kind in KINDS:
         cells.append([kind])
@@ -95,12 +96,13 @@ def saved_table() -> str:
             own = [row for row in found if (row["model"], row["kind"]) == (name, kind)]
             sizes = [float(own[0][how]) / 2**20 if own else 0.0 for how in ("bf16", "converted", "fused")]
             cells[-1].append(" · ".join(f"{size:,.0f}" for size in sizes) if any(sizes) else "")
-    shares = []
-    for name in MODELS:
-        own = [row for row in found if row["model"] == name and row["kind"] != "weights"]
-        sums = [sum(float(row[how]) for row in own) for how in ("bf16", "converted", "fused")]
-        shares.append(" · ".join(f"{size / sums[0]:.3f}" for size in sums[1:]))
-    return markdown(["MiB", *MODELS], [*cells, ["of bf16's, weights apart", *shares]])
+    for recipe, how in {"delayed": "", "delayed, saved": ", with `saved=`"}.items():
+        cells.append([f"of bf16's, weights apart{how}"])
+        for name in MODELS:
+            own = [row for row in every if (row["model"], row["recipe"]) == (name, recipe) and row["kind"] != "weights"]
+            sums = [sum(float(row[how]) for row in own) for how in ("bf16", "converted", "fused")]
+            cells[-1].append(" · ".join(f"{size / sums[0]:.3f}" for size in sums[1:]))
+    return markdown(["MiB", *MODELS], cells)
 
 
 def floor(kind: str, fuse: bool) -> int:

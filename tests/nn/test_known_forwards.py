@@ -1,6 +1,7 @@
 """convert(fuse=True) in transformers' models as they come, tiny and random."""
 
 import copy
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo import recipes
+from octavo import E4M3, Cast, Dynamic, PerBlock, recipes
 from octavo.nn.fused import run_as_one
 from octavo.nn.known_forwards import FeedForward, KnownForward, LeanRMSNorm, refusal
 from octavo.nn.saved import predicted_by_kind, saved_by_kind
@@ -111,15 +112,17 @@ def test_in_bf16_it_is_no_further_from_the_truth(kind: str, name: str) -> None:
     assert errors[0] < 1.02 * errors[1]
 
 
-def test_a_feed_forward_is_octavos_own_bit_for_bit() -> None:
+@pytest.mark.parametrize("saved", [None, Cast(E4M3, PerBlock(1, 32), Dynamic())])
+def test_a_feed_forward_is_octavos_own_bit_for_bit(saved: Cast | None) -> None:
     """vit's is fc1 and fc2 of a LayerNormMLP without its norm, llama's an RMSNormMLP, of one matrix for gate and up."""
     vit = build("vit", recipes.delayed()).vit.layers[0].mlp
     x = torch.randn(3, 17, 64)
     parts = whole(x, (None, None), [linear.operands() for linear in (vit.fc1, vit.fc2)])
     assert torch.equal(vit(x), run_as_one(parts, None, [vit.fc1, vit.fc2], "gelu", x.dtype))
-    layer = build("llama", recipes.blockwise()).model.layers[0]
+    recipe = dataclasses.replace(recipes.blockwise(), saved=saved)
+    layer = build("llama", recipe).model.layers[0]
     mlp, norm = layer.mlp, layer.post_attention_layernorm
-    own = octavo.nn.RMSNormMLP(64, 176, eps=norm.variance_epsilon, bias=False, recipe=recipes.blockwise())
+    own = octavo.nn.RMSNormMLP(64, 176, eps=norm.variance_epsilon, bias=False, recipe=recipe)
     joined = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
     own.load_state_dict({"norm.weight": norm.weight, "fc1.weight": joined, "fc2.weight": mlp.down_proj.weight})
     # 176 is no multiple of 128: a block of joined rows has some of gate's and some of up's, so weights of one scale

@@ -275,7 +275,7 @@ def fused(made: Made) -> None:
     model = made.feature.convert(nn.Sequential(KnownPart(), KnownPart()).to(made.feature.dtype))
     octavo.convert(model, made.feature.recipe, every_layer, fuse=True)
     made.take(model if made.is_library else twin_of(model, exact=made.role == "float64"))
-    made.train(micro=2)
+    made.train()
 
 
 def _recomputed(made: Made, **options: Any) -> None:
