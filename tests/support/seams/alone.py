@@ -191,7 +191,7 @@ def using(made: Made) -> None:
             made.note(f"output in {step}", made.call(made.data(step, 6)))
 
 
-READS = "One tensor, several layers; fused where it stands"
+READS = "What several layers read, and what is fused in place"
 KEPT = Refused(RuntimeError, "inplace operation", "backward reads that tensor, and torch sees the write")
 ONCE = Sound(8, "what lies between the layers is rounded once, to codes; a twin's rounds it to bfloat16 before")
 
