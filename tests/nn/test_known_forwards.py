@@ -224,15 +224,6 @@ def test_lora_on_a_layer_of_each_kind() -> None:
     assert distance(*found) < 1 / 8 / (24 * 64) ** 0.5  # see test_it_computes_what_the_model_does
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputed_it_is_the_same(reentrant: bool) -> None:
-    net = build("llama", recipes.delayed())
-    expected = step(copy.deepcopy(net))
-    enable = getattr(net, "activation_checkpointing_enable", None) or net.gradient_checkpointing_enable
-    enable({"use_reentrant": reentrant})
-    assert_equal(step(net), expected)
-
-
 def test_under_autocast() -> None:
     found = []
     for fuse in (True, False):
@@ -265,24 +256,6 @@ def test_compiled_it_is_one_graph_and_bit_equal() -> None:
         found.append({"y": y.detach(), "x": own.grad, **gradients(net)})
     assert_equal(*found)
     assert counter.frame_count == 1
-
-
-def sharded_run(mesh: Any, recipe: str) -> list[float]:
-    """The loss and the distance of gradients under fully_shard from those on one rank; the tokens are the same."""
-    from torch.distributed.fsdp import fully_shard
-
-    net = build("llama", FP8_RECIPES[recipe]())
-    expected = step(copy.deepcopy(net))
-    for layer in net.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(net, mesh=mesh)
-    found = {name: getattr(one, "full_tensor", lambda one=one: one)() for name, one in step(net).items()}
-    return [distance(found, expected), float(fused(net) == FUSED["llama"])]
-
-
-@pytest.mark.parametrize("recipe", ["delayed", pytest.param("blockwise", marks=pytest.mark.full)])
-def test_equal_under_fsdp2(pool: Any, recipe: str) -> None:
-    assert pool.run(sharded_run, (2,), recipe) == [[0.0, 1.0], [0.0, 1.0]]
 
 
 def replaced(net: Any) -> None:
