@@ -11,9 +11,9 @@ OCTAVO = ("dynamic", "delayed", "rowwise", "blockwise", "mx")
 TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
-def with_octavo(model: nn.Module, recipe: str) -> nn.Module:
+def with_octavo(model: nn.Module, recipe: str, fuse: bool = False) -> nn.Module:
     """Every Linear of the model converted, whatever its size."""
-    return octavo.convert(model, getattr(recipes, recipe)(), select=lambda module, name: True)
+    return octavo.convert(model, getattr(recipes, recipe)(), select=lambda module, name: True, fuse=fuse)
 
 
 def with_torchao(model: nn.Module, recipe: str) -> nn.Module:

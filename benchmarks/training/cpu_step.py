@@ -1,11 +1,13 @@
 """A whole training step on a CPU: the trainer's model in bf16, 256 wide, 4 layers, 8 x 256 tokens, AdamW.
 
-What bf16 costs depends on the CPU's instructions, so rows name those, and the aims are two.
+What bf16 costs depends on the CPU's instructions, so rows name those, and the aims are two. ``--model llama`` takes
+transformers' Llama as it comes, 512 wide, 4 layers, 8 x 512 tokens, and ``--compiled`` compiles all variants.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import statistics
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from torch import nn
 
 from benchmarks.common.measure import RESULTS, device_name, interleaved, ratio, table, write_results
 from benchmarks.common.models import OCTAVO, TORCHAO, with_octavo, with_torchao
+from benchmarks.training import saved_bytes
 from octavo.kernels.capability import fast_dtype
 from octavo.train.config import VOCABULARY, ModelConfig
 from octavo.train.model import GPT, next_byte_loss
@@ -29,6 +32,7 @@ AIMS = {  # of bf16's step, by the dtype that the CPU multiplies fastest
     torch.bfloat16: {"dynamic": 1.5, "delayed": 1.5, "rowwise": 1.9, "blockwise": 1.9, "mx": 1.9},
     torch.float32: {"dynamic": 0.5, "delayed": 0.5, "rowwise": 0.7, "blockwise": 0.7, "mx": 0.7},
 }
+LLAMA = ("dynamic", "delayed", "blockwise")
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "neon", "bf16", "sve")  # torch.cpu's and Linux's names
 
 
@@ -43,16 +47,22 @@ def instructions() -> str:
     return " ".join(name for name in INSTRUCTIONS if name in found)
 
 
-def step_of(convert: Callable[[nn.Module], nn.Module]) -> Callable[[], None]:
+LLAMA_AIMS = {False: {"dynamic": 1.3, "delayed": 1.3, "blockwise": 1.5}, True: dict.fromkeys(LLAMA, 1.4)}
+
+
+def step_of(convert: Callable[[nn.Module], nn.Module], llama: bool, compiled: bool) -> Callable[[], None]:
     """One training step of a converted model."""
     torch.manual_seed(0)
-    model = convert(GPT(SIZES).bfloat16())
+    model = convert(saved_bytes.build("Llama")[0] if llama else GPT(SIZES).bfloat16())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.randint(0, VOCABULARY, (BATCH, SIZES.context))
-    targets = torch.randint(0, VOCABULARY, (BATCH, SIZES.context))
+    shape = (8, 512) if llama else (BATCH, SIZES.context)
+    tokens, targets = (torch.randint(0, VOCABULARY, shape) for _ in range(2))
+    if compiled:
+        model.compile(dynamic=False)
 
     def step() -> None:
-        next_byte_loss(model(tokens), targets).backward()
+        loss = model(input_ids=tokens, labels=tokens).loss if llama else next_byte_loss(model(tokens), targets)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -63,12 +73,19 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks cpu_step", description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=5, help="in a row in each round, as in training")
+    parser.add_argument("--model", choices=("gpt", "llama"), default="gpt")
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args(arguments)
 
-    variants = {"bf16": step_of(lambda model: model)}
-    variants |= {f"octavo {name}": step_of(lambda model, name=name: with_octavo(model, name)) for name in OCTAVO}
-    variants |= {f"torchao {name}": step_of(lambda model, name=name: with_torchao(model, name)) for name in TORCHAO}
+    llama, compiled = options.model == "llama", options.compiled
+    ours, theirs = (LLAMA, TORCHAO[:1]) if llama else (OCTAVO, TORCHAO)
+    kinds: dict[str, Callable[[nn.Module], nn.Module]] = {"bf16": lambda model: model}
+    kinds |= {f"octavo {name}": functools.partial(with_octavo, recipe=name) for name in ours}
+    if llama:
+        kinds |= {f"octavo {name}, fused": functools.partial(with_octavo, recipe=name, fuse=True) for name in ours}
+    kinds |= {f"torchao {name}": functools.partial(with_torchao, recipe=name) for name in theirs}
+    variants = {name: step_of(convert, llama, compiled) for name, convert in kinds.items()}
     fastest = fast_dtype(torch.device("cpu"))
     seconds = interleaved(variants, options.rounds, options.steps)
     rows = [
@@ -84,11 +101,12 @@ def main(arguments: list[str]) -> int:
     print(table(rows))
     if not options.no_write:
         kind = "" if fastest == torch.bfloat16 else "-without-bf16"
-        path = RESULTS / f"cpu_step-{device_name()}{kind}.csv"
+        subject = "cpu_step" + "_llama" * llama + "_compiled" * compiled
+        path = RESULTS / f"{subject}-{device_name()}{kind}.csv"
         print(f"written to {write_results('cpu_step', rows, path)}")
-    fastest_torchao = min(ratio(seconds, f"torchao {name}", "bf16") for name in TORCHAO)
+    fastest_torchao = min(ratio(seconds, f"torchao {name}", "bf16") for name in theirs)
     missed = False
-    for name, aim in AIMS[fastest].items():
+    for name, aim in (LLAMA_AIMS[compiled] if llama else AIMS[fastest]).items():
         value = ratio(seconds, f"octavo {name}", "bf16")
         ok = value <= aim and value < fastest_torchao
         missed |= not ok

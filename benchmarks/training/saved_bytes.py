@@ -1,5 +1,7 @@
 """What a forward saves for backward, by kind: transformers' models as they come, unconverted, converted and fused.
 
+"delayed, saved" also keeps in FP8 what a fused feed-forward's activation reads, by the recipe's ``saved`` cast.
+
 Nothing is computed: forwards run on tensors without data, and tests hold them to what a real forward saves. Models have
 4 layers, 512 features and 8 sequences of 512 tokens in bfloat16, without dropout; the vocabulary is an eighth of a real
 one, as the number of layers is.
@@ -9,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +21,9 @@ from torch import Tensor, nn
 import octavo
 from benchmarks.common.measure import table, write_results
 from benchmarks.common.pages import markdown, read
-from octavo import recipes
+from octavo import E4M3, Cast, Dynamic, PerBlock, recipes
+from octavo.cost.estimate import LinearWork
+from octavo.cost.rates import PUBLISHED
 from octavo.nn.saved import KINDS, predicted_by_kind
 
 TAKES = "5 minutes"
@@ -30,7 +35,9 @@ MEASURES = (
 )
 
 WIDTH, LAYERS, HEADS, VOCABULARY = 512, 4, 8, 4096
-RECIPES = ("dynamic", "delayed", "blockwise")
+RECIPES = {name: getattr(recipes, name)() for name in ("dynamic", "delayed", "blockwise")}
+_SAVED = Cast(E4M3, PerBlock(1, 128), Dynamic())
+RECIPES["delayed, saved"] = dataclasses.replace(RECIPES["delayed"], saved=_SAVED)
 _SIZES = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
 _DECODER = _SIZES | {"intermediate_size": 1408, "num_attention_heads": HEADS, "num_key_value_heads": HEADS}
 _T5 = {"d_model": WIDTH, "d_kv": WIDTH // HEADS, "d_ff": 1024, "num_layers": LAYERS, "num_heads": HEADS}
@@ -62,7 +69,7 @@ def build(name: str, sequences: int = 8, tokens: int = 512, **changes: Any) -> t
     return built.train(), {"input_ids": batch, "labels": batch}
 
 
-def rows(name: str, names: tuple[str, ...] = RECIPES, **how: Any) -> Iterator[dict[str, object]]:
+def rows(name: str, names: Iterable[str] = RECIPES, **how: Any) -> Iterator[dict[str, object]]:
     """One a recipe and kind, bytes."""
     model, batch = build(name, **how)
     plain = predicted_by_kind(model, (), batch)
@@ -70,7 +77,7 @@ def rows(name: str, names: tuple[str, ...] = RECIPES, **how: Any) -> Iterator[di
         found = []
         for fuse in (False, True):
             net = copy.deepcopy(model)
-            octavo.convert(net, getattr(recipes, each)(), fuse=fuse)
+            octavo.convert(net, RECIPES[each], fuse=fuse)
             found.append(predicted_by_kind(net, (), batch))
         for kind in KINDS:
             sizes = {"bf16": plain[kind], "converted": found[0][kind], "fused": found[1][kind]}
@@ -80,7 +87,8 @@ def rows(name: str, names: tuple[str, ...] = RECIPES, **how: Any) -> Iterator[di
 
 def saved_table() -> str:
     """MiB by kind under the delayed recipe, unconverted, converted, fused; and the sums but for weights' codes."""
-    found = [row for row in read("saved_bytes") if row["recipe"] == "delayed"]
+    every = read("saved_bytes")
+    found = [row for row in every if row["recipe"] == "delayed"]
     cells: list[list[str]] = []
     for kind in KINDS:
         cells.append([kind])
@@ -88,15 +96,64 @@ def saved_table() -> str:
             own = [row for row in found if (row["model"], row["kind"]) == (name, kind)]
             sizes = [float(own[0][how]) / 2**20 if own else 0.0 for how in ("bf16", "converted", "fused")]
             cells[-1].append(" · ".join(f"{size:,.0f}" for size in sizes) if any(sizes) else "")
-    shares = []
-    for name in MODELS:
-        own = [row for row in found if row["model"] == name and row["kind"] != "weights"]
-        sums = [sum(float(row[how]) for row in own) for how in ("bf16", "converted", "fused")]
-        shares.append(" · ".join(f"{size / sums[0]:.3f}" for size in sums[1:]))
-    return markdown(["MiB", *MODELS], [*cells, ["of bf16's, weights apart", *shares]])
+    for recipe, how in {"delayed": "", "delayed, saved": ", with `saved=`"}.items():
+        cells.append([f"of bf16's, weights apart{how}"])
+        for name in MODELS:
+            own = [row for row in every if (row["model"], row["recipe"]) == (name, recipe) and row["kind"] != "weights"]
+            sums = [sum(float(row[how]) for row in own) for how in ("bf16", "converted", "fused")]
+            cells[-1].append(" · ".join(f"{size / sums[0]:.3f}" for size in sums[1:]))
+    return markdown(["MiB", *MODELS], cells)
 
 
-TABLES = {"saved": saved_table}
+def floor(kind: str, fuse: bool) -> int:
+    """The least bytes of a kind that Llama's forward saves: what the operations of this kind read in backward."""
+    wide, norm = _DECODER["intermediate_size"], (2 if fuse else 6) * WIDTH + 4
+    a_layer = {
+        "inputs of layers": 3 * WIDTH + wide,  # codes of what q, k and v read, what o does, gate and up, down
+        "attention": 4 * 2 * WIDTH + 4 * HEADS,  # q, k, v and the output in bf16, a number a head
+        "norms": 2 * norm,  # the input in bf16, or what torch's operations keep: 6 bytes an element
+        "activations": (2 if fuse else 3) * 2 * wide,  # what gate and up return, and the activation of gate
+    }
+    once = {"inputs of layers": WIDTH, "norms": norm, "logits and loss": 4 * VOCABULARY}  # the head's, the last norm's
+    return 8 * 512 * (LAYERS * a_layer.get(kind, 0) + once.get(kind, 0))
+
+
+def floor_table() -> str:
+    """Llama's MiB under the delayed recipe, and over the floor."""
+    cells, sums = [], [0.0] * 5
+    for row in read("saved_bytes"):
+        if (row["model"], row["recipe"]) == ("Llama", "delayed") and row["kind"] != "weights":
+            least = [floor(row["kind"], fuse) for fuse in (False, True)]
+            sizes = [float(row["bf16"]), least[0], float(row["converted"]), least[1], float(row["fused"])]
+            cells.append([row["kind"], *(f"{size / 2**20:.1f}" for size in sizes)])
+            sums = [one + size for one, size in zip(sums, sizes, strict=True)]
+    cells.append(["of bf16's", *(f"{size / sums[0]:.3f}" for size in sums)])
+    return markdown(["MiB", "bf16", "floor", "converted", "floor, fused", "fused"], cells)
+
+
+def casts_table() -> str:
+    """Milliseconds of a step's casts of a block of Llama 3 8B on an H100 by published rates, 8,192 tokens."""
+    sizes = {"q": (4096, 4096, 1), "k": (4096, 1024, 1), "v": (4096, 1024, 1), "o": (4096, 4096, 2)}
+    sizes |= {"gate": (4096, 14336, 3), "up": (4096, 14336, 3), "down": (14336, 4096, 4)}
+    works = [LinearWork(name, 8192, *size[:2], True, True, 1, size[2]) for name, size in sizes.items()]
+    found, rates = [], PUBLISHED["H100"]
+    for name in ("dynamic", "delayed", "rowwise", "blockwise"):
+        recipe = getattr(recipes, name)()
+        products = sum(work.seconds(recipe, rates)[0] for work in works)
+        casts = [work.cast_seconds(recipe, rates) for work in works]
+        inputs = (
+            [one[0] for one in casts],
+            {work.reads: one[0] for work, one in zip(works, casts, strict=True)}.values(),
+        )
+        others = sum(sum(one[1:]) for one in casts)
+        own, shared = (sum(each) for each in inputs)
+        numbers = [own, shared, own + others, shared + others, products]
+        found.append([f"`{name}`", *(f"{1e3 * each:.2f}" for each in numbers)])
+    head = ["", "7 casts of inputs", "4 casts of inputs", "all casts before", "all casts", "products"]
+    return markdown(head, found)
+
+
+TABLES = {"saved": saved_table, "floor": floor_table, "shared casts": casts_table}
 
 
 def main(arguments: list[str]) -> int:

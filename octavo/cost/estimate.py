@@ -37,7 +37,8 @@ class LinearWork(NamedTuple):
     """What a linear layer computes in a step.
 
     ``tokens``: rows of its input; ``grad_input``, ``grad_weight``: whether backward needs them; ``groups``: how many
-    matrices a layer of experts has, each of which multiplies some of the rows.
+    matrices a layer of experts has, each of which multiplies some of the rows; ``reads``: the number of its input in
+    the model, which layers have in common that read one tensor, and cast it once; 0 where that is not known.
     """
 
     name: str
@@ -47,6 +48,7 @@ class LinearWork(NamedTuple):
     grad_input: bool
     grad_weight: bool
     groups: int = 1
+    reads: int = 0
 
     @property
     def products(self) -> tuple[bool, bool, bool]:
@@ -242,6 +244,8 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
         ValueError: if no result of the forward needs a gradient.
     """
     found: dict[str, LinearWork] = {}
+    numbers: dict[tuple[int, int], int] = {}
+    held: list[Tensor] = []  # so that no other tensor gets its place
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: object) -> None:
@@ -251,10 +255,12 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
                 groups, rows, columns = weight.shape
             else:
                 weight, (columns, rows) = next(module.parameters()), features(module)
-            tokens = x.numel() // columns
+            tokens, reads = x.numel() // columns, numbers.setdefault((id(x), x._version), len(numbers) + 1)
+            held.append(x)
             if name in found:  # called more than once: the rows of its products add up
-                tokens += found[name].tokens
-            found[name] = LinearWork(name, tokens, columns, rows, x.requires_grad, weight.requires_grad, groups)
+                tokens, reads = tokens + found[name].tokens, 0
+            needs = x.requires_grad, weight.requires_grad
+            found[name] = LinearWork(name, tokens, columns, rows, *needs, groups, reads)
 
         return hook
 
@@ -341,8 +347,8 @@ def estimate(
     """Predict a training step of a model on one device, in eager PyTorch and compiled, without computing it.
 
     Products and casts take their time by the rates; all other operations, and the optimizer, that of the bytes that
-    they move. Nothing overlaps: this is the sum over the kernels in a profile. ``torch.compile`` fuses the other
-    operations, which then move less.
+    they move. Layers that read one tensor cast it once. Nothing overlaps: this is the sum over the kernels in a
+    profile. ``torch.compile`` fuses the other operations, which then move less.
 
     Args:
         model: on any device; the meta device (``with torch.device("meta"):``) takes no memory.
@@ -373,11 +379,15 @@ def estimate(
         _convert(twin, recipe, select, fuse)
     modules = dict(twin.named_modules())
     products = casts = 0.0
-    layers = []
+    layers, cast_inputs = [], set()
     for linear in work.linears:
         module = modules.get(linear.name)  # None for experts that are not converted
         followed = module.recipe if isinstance(module, RecipeModule) else high_precision()
         multiplied, cast = linear.seconds(followed, rates)
+        key = linear.reads, linear.grad_weight, followed.input_casts
+        if key in cast_inputs:
+            cast -= linear.cast_seconds(followed, rates)[0]
+        cast_inputs |= {key} if linear.reads else set()
         products, casts = products + multiplied, casts + cast
         if not followed.is_high_precision:
             layers.append(LayerTime(linear, linear.seconds(high_precision(), rates)[0], multiplied + cast))
@@ -401,5 +411,5 @@ def _memory(
         convert(model, high_precision(), lambda module, name: True)  # a schedule needs converted layers
     phase = Phase(high_precision() if recipe is None else recipe)
     schedule = PrecisionSchedule(model, optimizer(model.parameters()), [phase])
-    on = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), tuple(inputs))
+    on = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta").requires_grad_(x.requires_grad), tuple(inputs))
     return schedule.plan(example_inputs=on).phases[0]

@@ -68,6 +68,26 @@ def test_what_backward_needs_and_a_layer_called_twice() -> None:
         work_of(on_meta(Twice().requires_grad_(False)), (torch.ones(3, 8),))
 
 
+def test_layers_that_read_one_tensor_cast_it_once() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = (nn.Linear(512, 512, bias=False) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.gate(x) * self.up(x))
+
+    recipe, x = recipes.delayed(), torch.ones(8192, 512, requires_grad=True)
+    works = work_of(on_meta(Gated()), (x,)).linears
+    assert [work.reads for work in works] == [1, 1, 2]
+    alone, apart = (
+        estimate(Gated(), (x,), each, H200).casts for each in (recipe, octavo.RecipeMap(recipe, {"up": None}))
+    )
+    of_input, of_weight, of_grad = works[0].cast_seconds(recipe, H200)
+    assert alone == pytest.approx(2 * of_input + 3 * (of_weight + of_grad))
+    assert apart == pytest.approx(2 * (of_input + of_weight + of_grad))  # the first that is converted casts it
+
+
 def test_estimates_of_recipes() -> None:
     model = octavo.convert(gpt(), recipes.delayed())  # converted already, as users have it
     many = torch.empty(4096, 16, dtype=torch.int64, device="meta")
@@ -111,7 +131,7 @@ def test_experts_are_counted_as_the_loop_over_them() -> None:
         work = work_of(on_meta(model), (TOKENS,))
         rows, found = (
             TOKENS.numel() * 2,
-            {layer.name.removeprefix(f"{name}.experts."): layer[1:] for layer in work.linears},
+            {layer.name.removeprefix(f"{name}.experts."): layer[1:7] for layer in work.linears},
         )
         assert found["gate_up"] == (rows, 64, 2 * 96, True, True, 4) and found["down"] == (rows, 96, 64, True, True, 4)
         scores, router = 2 * 4 * 2 * 16 * 16 * 32, 2 * TOKENS.numel() * 64 * 4

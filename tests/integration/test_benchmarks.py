@@ -304,6 +304,18 @@ def test_saved_bytes_by_kind() -> None:
     assert {"attention", "logits and loss", "weights"} < found.keys()
 
 
+def test_llama_saves_its_floor() -> None:
+    """By kind, within 3 %, as it was counted last."""
+    saved = importlib.import_module("benchmarks.training.saved_bytes")
+    found = [
+        row for row in saved.read("saved_bytes") if row["model"] == "Llama" and row["recipe"] in ("dynamic", "delayed")
+    ]
+    assert len(found) == 2 * 6
+    for row in found:
+        for how in ("converted", "fused") if row["kind"] != "weights" else ():
+            assert 1 <= int(row[how]) / saved.floor(row["kind"], how == "fused") < 1.03, (row["kind"], how)
+
+
 def test_tables_and_pictures_are_those_of_the_results(capsys: pytest.CaptureFixture[str]) -> None:
     assert importlib.import_module("benchmarks.report").main(["--check"]) == 0, capsys.readouterr().out
 

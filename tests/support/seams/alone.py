@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import io
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -16,8 +17,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import octavo
 from octavo import recipes
 from octavo.errors import UnsupportedOpError
+from tests.support.helpers import every_layer
+from tests.support.seams.features import KNOWN, KnownPart
 from tests.support.seams.made import Made, evaluating
 from tests.support.seams.situations import Documented, Refused, Sound, situation
+from tests.support.seams.twins import TwinLinear, twin_of
 
 HIGH = recipes.high_precision()
 LOOP, MEMORY, COMPILED = "The loop", "Recomputation", "torch.compile and torch.export"
@@ -187,6 +191,93 @@ def using(made: Made) -> None:
             made.note(f"output in {step}", made.call(made.data(step, 6)))
 
 
+READS = "What several layers read, and what is fused in place"
+KEPT = Refused(RuntimeError, "inplace operation", "backward reads that tensor, and torch sees the write")
+ONCE = Sound(8, "what lies between the layers is rounded once, to codes; a twin's rounds it to bfloat16 before")
+
+
+@situation(
+    "a tensor written between two reads",
+    READS,
+    exceptions={("rowwise_with_gw_hp", "fused modules", *KNOWN, "LoRA over FP8"): KEPT},
+)
+def written_between(made: Made) -> None:
+    """Both parts read it, the second after a write."""
+
+    def call(x: torch.Tensor) -> Any:
+        read = x + 0
+        first = made.model[0](read)
+        return first + made.model[1](read.mul_(3))
+
+    made.train(call=call)
+
+
+@situation("views of one storage", READS)
+def views(made: Made) -> None:
+    """Halves of a tensor, all of it by another view, and itself."""
+
+    def call(x: torch.Tensor) -> Any:
+        read, half = x + 0, len(x) // 2
+        first, second = made.model
+        return torch.cat([first(read[:half]), second(read[half:])]) + second(read.view_as(read)) - first(read)
+
+    made.train(call=call)
+
+
+@situation("autocast", READS, exceptions={("fused modules", "experts", *KNOWN): ONCE})
+def autocast(made: Made) -> None:
+    """To bfloat16, which each layer does by itself."""
+
+    def call(x: torch.Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=made.role != "float64"):
+            return made.model(x)
+
+    made.train(call=call)
+
+
+@situation(
+    "hooks that return another tensor",
+    READS,
+    exceptions={"fused modules": Sound(8, "parts run one after the other, the norm by torch's own kernel")},
+)
+def hooked(made: Made) -> None:
+    """Before every second linear layer."""
+    layers = [one for one in made.model.modules() if isinstance(one, nn.Linear | octavo.nn.Linear | TwinLinear)]
+    for layer in layers[::2]:
+        layer.register_forward_pre_hook(lambda module, args: (3 * args[0],))
+    made.train()
+
+
+@situation("two threads", READS)
+def two_threads(made: Made) -> None:
+    """Each computes a forward of the same tensor; one backward of both."""
+
+    def call(x: torch.Tensor) -> Any:
+        read = x.detach() + 0
+        with ThreadPoolExecutor(2) as pool:
+            first, second = (pool.map if made.is_library else map)(made.model, [read, read])
+        return first + 2 * second
+
+    made.train(call=call)
+
+
+@situation(
+    "feed-forwards and norms fused",
+    READS,
+    exceptions={
+        "FP8 moments": ONCE,
+        "LoRA over FP8": Documented("modules.md#models-as-they-come", "a last layer that is adapted runs by itself"),
+    },
+)
+def fused(made: Made) -> None:
+    """The models of convert(fuse=True) in the place of each feature's."""
+    torch.manual_seed(0)
+    model = made.feature.convert(nn.Sequential(KnownPart(), KnownPart()).to(made.feature.dtype))
+    octavo.convert(model, made.feature.recipe, every_layer, fuse=True)
+    made.take(model if made.is_library else twin_of(model, exact=made.role == "float64"))
+    made.train()
+
+
 def _recomputed(made: Made, **options: Any) -> None:
     def call(x: torch.Tensor) -> Any:
         for part in made.model:
@@ -232,7 +323,7 @@ def shared(made: Made) -> None:
     "one module in three reentrant checkpoints",
     MEMORY,
     exceptions={
-        ("delayed", "recording", "schedule", "shared inputs, delayed"): ONCE_EACH,
+        ("delayed", "recording", "schedule", "shared inputs, delayed", KNOWN[1]): ONCE_EACH,
         "updates in backward": Refused(UnsupportedOpError, "use_reentrant=False", "gradients come region by region"),
         "FP8 gradients": Refused(UnsupportedOpError, r"accumulate\(\)", "they are complete region by region"),
     },
@@ -273,7 +364,7 @@ READS_NEXT = Documented(
 @situation(
     "the same, checkpointed",
     MEMORY,
-    exceptions={("delayed", "recording", "schedule", "shared inputs, delayed"): READS_NEXT},
+    exceptions={("delayed", "recording", "schedule", "shared inputs, delayed", KNOWN[1]): READS_NEXT},
 )
 def two_ahead_recomputed(made: Made) -> None:
     """Each forward is a region."""

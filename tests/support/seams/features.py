@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import recipes
+from octavo.nn.known_forwards import LeanRMSNorm, OfLlama
 from octavo.schedule import Phase, PrecisionSchedule
 from tests.support.helpers import every_layer
 from tests.support.seams.made import WIDTH, Made
@@ -24,6 +25,7 @@ from tests.support.seams.twins import casts_of
 from tests.support.trained import by_hand
 
 LR = 1e-3
+KNOWN = ("convert(fuse=True)", "convert(fuse=True), delayed")
 SWITCHES_AT = 2  # steps, of the schedule
 
 
@@ -217,15 +219,15 @@ class Experts(Feature):
 
 
 class SharedPart(Part):
-    """Two layers that read one input, as gate and up do, and a third that reads its square."""
+    """Two layers that read one input, as gate and up do, and a third that reads twice that."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.square = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.gate, self.twice = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, WIDTH] to the same."""
-        return torch.tanh(super().forward(x) * self.gate(x) + self.square(x * x))
+        return torch.tanh(super().forward(x) * self.gate(x) + self.twice(2 * x))
 
 
 class Shared(Feature):
@@ -236,6 +238,52 @@ class Shared(Feature):
 
     def half(self, model: Any) -> list[tuple[Tensor, Any]]:
         return [(p, slice(WIDTH // 2)) for p in model[1].parameters()]
+
+
+class KnownNorm(nn.RMSNorm):
+    """Llama's."""
+
+    forward = LeanRMSNorm.known
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.variance_epsilon = 1e-6
+
+
+class KnownMLP(nn.Module):
+    """Llama's."""
+
+    forward = OfLlama.known
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.act_fn = nn.ReLU()
+
+
+class KnownPart(nn.Module):
+    """A norm and a feed-forward whose forwards octavo knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = KnownNorm(), KnownMLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, WIDTH] to the same."""
+        return self.mlp(self.norm(x))  # type: ignore[no-any-return]
+
+
+class Known(Feature):
+    """Feed-forwards and norms as models have them, fused; a twin computes one part after the other."""
+
+    def plain(self) -> nn.Module:
+        return nn.Sequential(KnownPart(), KnownPart()).to(self.dtype)
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        return octavo.convert(model, self.recipe, every_layer, fuse=True)
+
+    def half(self, model: Any) -> list[tuple[Tensor, Any]]:
+        return [(model[1].mlp.down_proj.weight, slice(WIDTH // 2))]
 
 
 class AdaptedPart(nn.Module):
@@ -352,6 +400,8 @@ FEATURES: dict[str, Feature] = {
         Experts("experts", recipes.dynamic()),
         Shared("shared inputs", recipes.blockwise(), "shared"),
         Shared("shared inputs, delayed", recipes.delayed(2), "... delayed"),
+        Known(KNOWN[0], recipes.blockwise(), "fuse=True"),
+        Known(KNOWN[1], recipes.delayed(2), "... delayed"),
         Lora("LoRA over FP8", recipes.dynamic(power_of_two=True), "LoRA"),
         CompactState("FP8 moments", recipes.dynamic(), "moments"),
         Scheduled("schedule", recipes.blockwise()),

@@ -21,14 +21,13 @@ import octavo
 from octavo import distributed as ours
 from tests.support.seams.features import MixturePart
 from tests.support.seams.made import TOKENS, Made
-from tests.support.seams.on_ranks import CUT, FOUR, NOT_KEPT, OF_FSDP2, REDUCTION, TWO, shard
+from tests.support.seams.on_ranks import CUT, FOUR, FUSED, NOT_KEPT, OF_FSDP2, REDUCTION, TWO, WITH_NORM, shard
 from tests.support.seams.situations import Documented, Refused, Sound, situation
 from tests.support.seams.twins import casts_of
 
 PARTS, PIPELINES = "Parts of a layer on each rank", "Pipelines"
 
 ORDER = Sound(15, "sums over ranks are added in another order")
-FUSED = Sound(8, "the same, and the gradient went through two norms")
 NONE_KEPT = Refused(ValueError, "stored in FP8", "what ranks share, and experts, are cast at each forward")
 NOT_AVERAGED = Documented("communication.md#gradients-in-fp8", "ranks share each batch, and average no gradients")
 
@@ -49,7 +48,8 @@ def _split(made: Made, mesh: Any, styles: Any, tokens: Any) -> None:
     for name, module in made.model.named_modules():
         if isinstance(module, nn.Linear | octavo.nn.Linear):
             chains = made.feature.name != "LoRA over FP8"
-            if name.endswith("fc1") or (name.startswith("0.") and not name.endswith("fc2")):
+            first, second = name.endswith(("fc1", "gate_proj", "up_proj")), name.endswith(("fc2", "down_proj"))
+            if first or (name.startswith("0.") and not second):
                 after = {} if chains else {"output_layouts": tokens}
                 plan[name] = styles.ColwiseParallel(input_layouts=tokens, **after)
             else:
@@ -71,7 +71,7 @@ def _split(made: Made, mesh: Any, styles: Any, tokens: Any) -> None:
     {
         "FP8 reduction": NOT_AVERAGED,
         "KeptWeights": NONE_KEPT,
-        "fused modules": FUSED,
+        WITH_NORM: FUSED,
         "experts": Documented("mixture-of-experts.md#on-several-ranks", "experts are divided by expert_parallel"),
     },
 )
@@ -88,7 +88,7 @@ def tensor_parallel_of_torch(made: Made) -> None:
     PARTS,
     TWO,
     ORDER,
-    {"FP8 reduction": NOT_AVERAGED, "KeptWeights": NONE_KEPT, "fused modules": FUSED},
+    {"FP8 reduction": NOT_AVERAGED, "KeptWeights": NONE_KEPT, WITH_NORM: FUSED},
 )
 def tensor_parallel(made: Made) -> None:
     """Tokens are divided between the layers."""
@@ -107,7 +107,7 @@ def tensor_parallel(made: Made) -> None:
     {
         "FP8 reduction": REDUCTION,
         "KeptWeights": NOT_KEPT,
-        "fused modules": FUSED,
+        WITH_NORM: FUSED,
         "FP8 weights in blocks": CUT,
         ("shared inputs", "shared inputs, delayed"): Sound(8, "the same, and outputs of two layers are multiplied"),
     },

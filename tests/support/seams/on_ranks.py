@@ -19,6 +19,7 @@ import octavo
 from octavo.distributed.checkpoint import load_checkpoint, load_extra, save_checkpoint
 from octavo.distributed.ranks import Ranks
 from octavo.errors import RanksDifferError, UnsupportedOpError
+from tests.support.seams.features import KNOWN
 from tests.support.seams.made import Made
 from tests.support.seams.situations import Documented, Exact, Refused, Sound, situation
 from tests.support.seams.twins import casts_of
@@ -30,6 +31,8 @@ STORED = ("FP8 weights", "FP8 weights in blocks", "LoRA over FP8")
 REDUCTION = Sound(10, "gradients are rounded twice on their way, by blocks that depend on how they are put together")
 NOT_DDP = Refused(RuntimeError, "FSDP2|fully_shard", "DDP exchanges gradients after the hook that uses them has run")
 OF_DDP = {("FP8 gradients", "updates in backward"): NOT_DDP, "FP8 reduction": REDUCTION}
+WITH_NORM = ("fused modules", *KNOWN)
+FUSED = Sound(8, "the same, and the gradient went through two norms")
 NOT_KEPT = Refused(ValueError, "convert the model", "what FSDP2 shards is cast for its gathers, once an unshard")
 OF_FSDP2 = {"FP8 reduction": REDUCTION, "KeptWeights": NOT_KEPT}
 
@@ -177,7 +180,7 @@ CLIPPED = Sound(15, "the norm is summed over ranks in another order")
     CLIPPED,
     {
         **OF_FSDP2,
-        "fused modules": Sound(8, "the same, and the gradient went through two norms"),
+        WITH_NORM: FUSED,
         ("shared inputs", "shared inputs, delayed"): Sound(8, "the same, and outputs of two layers are multiplied"),
         "updates in backward": Refused(UnsupportedOpError, "clip", "the global norm needs all gradients at once"),
     },

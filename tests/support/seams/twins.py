@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 import octavo
 from octavo import kernels
+from octavo.nn.known_forwards import LeanRMSNorm
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support import definitions
 
@@ -199,7 +200,7 @@ class _Products(torch.autograd.Function):
             pair = casts.cast(g, recipe.grad_weight[0], GRAD_OUTPUT, history, transposed=True)
             dw = product(casts, "grad_weight", pair, ctx.x_pair, None, dtype).to(weight_dtype)
         if needs_db:
-            db = g.float().sum(0).to(bias_dtype)
+            db = g.sum(0).to(bias_dtype)  # in float32, rounded once
         casts.recipe = now
         return dx, dw, db, None, None
 
@@ -224,6 +225,8 @@ class TwinLinear(nn.Module):
             weight = self.weight.dequantize() if isinstance(self.weight, StoredWeight) else self.weight
             return F.linear(x, weight, self.bias)
         rows = x.reshape(-1, x.shape[-1])
+        if torch.is_autocast_enabled("cpu"):  # a weight is rounded once, to codes
+            rows = rows.to(torch.get_autocast_dtype("cpu"))
         y = _Products.apply(rows, self.weight, self.bias, self.casts, self.training)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
 
@@ -292,36 +295,49 @@ class _Norm(torch.autograd.Function):
         return dx, (grads[0] * n).sum(0), None
 
 
+class TwinNorm(nn.Module):
+    """What an RMS norm that octavo computes does."""
+
+    def __init__(self, norm: Any, exact: bool) -> None:
+        super().__init__()
+        self.weight, self.exact, self.eps = norm.weight, exact, getattr(norm, "variance_epsilon", norm.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In torch's own operation if exact."""
+        if self.exact:
+            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return _Norm.apply(x, self.weight, self.eps)  # type: ignore[no-any-return,no-untyped-call]
+
+
 class TwinMLP(nn.Module):
     """What octavo.nn.RMSNormMLP computes, one part after the other."""
 
     def __init__(self, mlp: Any, exact: bool) -> None:
         super().__init__()
         assert mlp.activation == "relu"
-        self.norm = nn.Module()
-        self.norm.weight, self.eps = mlp.norm.weight, mlp.norm.eps
+        self.norm = TwinNorm(mlp.norm, exact)
         self.fc1, self.fc2 = TwinLinear(mlp.fc1, exact), TwinLinear(mlp.fc2, exact)
 
     def forward(self, x: Tensor) -> Tensor:
         """Norm, fc1, ReLU, fc2."""
-        if self.fc1.casts.recipe is None:
-            normed = F.rms_norm(x, x.shape[-1:], self.norm.weight, self.eps)
-        else:
-            normed = _Norm.apply(x, self.norm.weight, self.eps)  # type: ignore[no-untyped-call]
-        return self.fc2(self.fc1(normed).relu())  # type: ignore[no-any-return]
+        return self.fc2(self.fc1(self.norm(x)).relu())  # type: ignore[no-any-return]
 
 
 TWINS: dict[type, Any] = {
     octavo.nn.Linear: TwinLinear,
     octavo.nn.Experts: TwinExperts,
     octavo.nn.RMSNormMLP: TwinMLP,
+    LeanRMSNorm: TwinNorm,
 }
 
 
 def twin_of(model: nn.Module, exact: bool = False) -> nn.Module:
-    """The model with twins in the place of octavo's modules, on the same parameters; ``exact``: in float64."""
+    """The model with twins in the place of octavo's modules, on the same parameters; ``exact``: in float64.
+
+    A feed-forward whose last layer is a twin runs by its own forward.
+    """
     for name, child in model.named_children():
-        twin = TWINS.get(type(child))
+        twin = next((TWINS[kind] for kind in type(child).__mro__ if kind in TWINS), None)
         setattr(model, name, twin_of(child, exact) if twin is None else twin(child, exact))
     return model.double() if exact else model
 
