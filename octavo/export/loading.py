@@ -372,6 +372,7 @@ def _load(model: nn.Module, key: str, stored: _Stored, reader: OpenFile, device:
     module, target = _owner(model, key)
     local = on_this_rank(target)
     place = torch.device(device) if local.is_meta else local.device
+    value: Tensor
     if rounds := isinstance(local, StoredWeight):
         value, rounds = (_experts_as_stored if stored.matrices else _as_stored)(target, local, stored, reader, place)
     else:
