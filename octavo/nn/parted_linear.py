@@ -59,9 +59,8 @@ class Split(nn.Module):
         if not isinstance(shard, StoredWeight):
             return gather_as_it_is(shard, mesh, outer_size, mp_policy)
         layer = self.__dict__["layer"]
-        others = [weight for weight in layer.weights if weight is not self.weight]
-        shard = agreed(shard, self.weight, *(others if shard.common is not None else ()))
-        return layer.gather.before(layer, shard, mesh, outer_size, mp_policy)
+        shard.known.alone |= layer.agree()  # what came here may be a copy elsewhere, of before
+        return layer.gather.before(layer, agreed(shard, self.weight), mesh, outer_size, mp_policy)
 
 
 class PartedLinear(Linear):
@@ -106,11 +105,16 @@ class PartedLinear(Linear):
             torch.cat([tensor.to_local() for tensor in found]), first.device_mesh, first.placements, run_check=False
         )
 
-    def agree(self) -> None:
-        """Give splits that have one scale in common such a one, if any of them was written; all ranks call it."""
+    def agree(self) -> bool:
+        """Give splits that have one scale in common such a one, if any was written, which it returns; for all ranks."""
         stored = local_stored(self.weights[0])
-        if stored is not None and stored.common is not None:
-            agree_on_scale(*self.weights)
+        if stored is None or stored.common is None or not stored.common.written:
+            return False
+        stored.common.written = False
+        agree_on_scale(*self.weights)
+        for weight in self.weights:
+            local_stored(weight).common.written = False  # type: ignore[union-attr]
+        return True
 
     def reset_parameters(self) -> None:
         """Initialise each split as torch.nn.Linear does, and empty the delayed state."""

@@ -75,10 +75,11 @@ class OneScale:
 
     Attributes:
         count: how many there are.
+        written: whether any was written since they were known to have one and the same.
     """
 
     def __init__(self, count: int) -> None:
-        self.count = count
+        self.count, self.written = count, False
 
 
 class StoredWeight(ShardHooks, Pair):
@@ -323,7 +324,9 @@ class StoredWeight(ShardHooks, Pair):
         if self.is_meta:
             return self
         knows = fits and other.is_shard and not other.known.alone  # type: ignore[attr-defined]  # no value: ranks decide alike
-        self.known.alone = self.is_shard and self.has_one_scale and (not knows or self.common is not None)
+        self.known.alone = self.is_shard and self.has_one_scale and not knows
+        if self.common is not None:
+            self.common.written = True
         if self.is_shard and other.dtype == torch.uint8:
             return self._take_codes(other)
         if not isinstance(other, StoredWeight):
@@ -605,7 +608,8 @@ def agree_on_scale(*params: Tensor, just_cut: bool = False) -> None:
     shards = [shard for param in params if (shard := local_stored(param)) is not None]
     if not shards or shards[0].is_meta:
         return
-    alone = shards[0].has_one_scale and (just_cut or any(shard.known.alone for shard in shards))
+    differ = any(not torch.equal(shard.scale_inv, shards[0].scale_inv) for shard in shards[1:])
+    alone = shards[0].has_one_scale and (just_cut or differ or any(shard.known.alone for shard in shards))
     scales = torch.cat([shard.scale_inv for shard in shards]) if alone else None
     if scales is not None and not _is_one(largest_of_ranks(torch.cat([scales, -scales]), params[0])):
         values = [shard.before_cast() for shard in shards]
@@ -623,13 +627,12 @@ def _is_one(scales: Tensor) -> bool:
     return bool((scales == scales[:1] * scales.sign()).all())
 
 
-def agreed(shard: StoredWeight, *params: Tensor) -> StoredWeight:
-    """A shard of the first of these DTensors, or a copy of it elsewhere, after ``agree_on_scale`` of all."""
-    found = [local_stored(param) for param in params]
-    if found[0] is None or not any(one is not None and one.known.alone for one in found):
+def agreed(shard: StoredWeight, param: Tensor) -> StoredWeight:
+    """A shard of a DTensor, or a copy of it elsewhere, after ``agree_on_scale``."""
+    if (found := local_stored(param)) is None or not shard.known.alone:
         return shard
-    agree_on_scale(*params)
-    return found[0].moved(lambda tensor: tensor.to(shard.device))
+    agree_on_scale(param)
+    return found.moved(lambda tensor: tensor.to(shard.device))
 
 
 def store(
