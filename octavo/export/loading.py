@@ -1,8 +1,8 @@
-"""Loads FP8 checkpoints, as published on a hub, into a model whose weights live in FP8: codes stay codes.
+"""Loads checkpoints, as published on a hub, into a model whose weights live in FP8: codes stay codes.
 
 It reads the layouts of export/layouts.py and similar ones: scales of 128 x 128 blocks, of a whole weight or of its
-rows, in float32, bfloat16 or E8M0, named ``weight_scale_inv`` or ``weight_scale``. Names may be those on the hub where
-transformers' model has others.
+rows, in float32, bfloat16 or E8M0, named ``weight_scale_inv`` or ``weight_scale``; and weights in high precision. Names
+may be those on the hub where transformers' model has others. Of a sharded model each rank reads its own part of a file.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from octavo.export.layouts import BLOCK, places_in
 from octavo.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight_files import SCALE_INV, check_scales
-from octavo.tensor.fsdp2 import on_this_rank
+from octavo.tensor.fsdp2 import like_sharded, on_this_rank, own_slices
 from octavo.tensor.parameters import put_into
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, local_stored
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, cast_shard, local_stored
 
 SCALES = ("_scale_inv", "_scale")  # a scale's name is its weight's and one of these
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # of static casts
@@ -108,17 +108,22 @@ class _Stored(NamedTuple):
 def load_fp8(
     model: nn.Module, folder: str | os.PathLike[str], strict: bool = True, device: torch.device | str = "cpu"
 ) -> nn.Module:
-    """Load an FP8 checkpoint into a model that octavo.convert(..., weight_storage="fp8") has converted.
+    """Load a checkpoint into a model that octavo.convert(..., weight_storage="fp8") has converted.
 
     Codes become the layers' weights as they are, one tensor at a time, and no wider copy of the model is ever made: so
     make the model on the meta device. A frozen weight can have any scales. A trained one needs powers of two (as octavo
     and DeepSeek-V3.1 write them): with other scales, or with another granularity than the recipe's, its codes are
-    rounded anew, and the optimizer's master begins with 12 bits of the checkpoint's values.
+    rounded anew, and the optimizer's master begins with 12 bits of the checkpoint's values. So do weights that the
+    checkpoint has in high precision.
+
+    Of a model that fully_shard or tensor parallelism has sharded, all ranks call this, and each reads its own part: it
+    has then what loading the whole and sharding it gives, bit for bit.
 
     Args:
         model: with the checkpoint's names, or those that transformers gives them for this model. Parameters keep their
             identity, dtype and device; those on the meta device come to ``device``.
-        folder: with ``config.json`` and ``model.safetensors``, or several files and ``model.safetensors.index.json``.
+        folder: with ``config.json`` and ``model.safetensors``, or several files and ``model.safetensors.index.json``;
+            the same on every rank.
         strict: raise where names are missing or left over, as load_state_dict does.
         device: where parameters go that are on the meta device.
 
@@ -127,8 +132,8 @@ def load_fp8(
 
     Raises:
         FileNotFoundError: without these files.
-        ValueError: for a checkpoint that is not in FP8 or is damaged, with what is wrong; for layers that are not
-            stored in FP8, names or shapes that don't fit, and sharded models. Nothing is changed then.
+        ValueError: for a checkpoint in a format that can't be read or is damaged, with what is wrong; for layers that
+            are not stored in FP8, and names or shapes that don't fit. Nothing is changed then.
         MissingExtraError: without safetensors.
 
     Warns:
@@ -162,11 +167,15 @@ def load_fp8(
 
         found = _tensors(Path(folder), reader)
         targets = _targets(model, found, strict, reader)
+        # shards on the meta device, which FSDP2 is to learn of; the others are replaced one by one
+        model._apply(
+            lambda one: one if on_this_rank(one) is one or not one.is_meta else torch.empty_like(one, device=device)
+        )
         rounded = [name for name, stored in targets.items() if _load(model, name, stored, reader, device)]
     for module in model.modules():
         if isinstance(module, RecipeModule):
             module.reset_delayed_state()
-            module.kept_operands = None
+            module.weight_was_loaded()
     if rounded:
         warnings.warn(
             f"{len(rounded)} weights were rounded to new codes, first {rounded[0]}: the checkpoint has them in high "
@@ -207,8 +216,6 @@ def _tensors(folder: Path, reader: OpenFile) -> dict[str, _Stored]:
         if (has_scale or found[key].dtype.startswith("F8")) and not (is_e4m3 and has_scale):
             why = "without scales beside it" if is_e4m3 else "not in E4M3"
             raise ValueError(f"{folder}: {key} is {found[key].dtype}, {why}; only E4M3 codes with scales can be read")
-    if not any(stored.scale for stored in found.values()):
-        raise ValueError(f"{folder} holds no FP8 weight; load it as transformers does, and octavo.convert the model")
     return found
 
 
@@ -220,9 +227,10 @@ def _check_config(folder: Path) -> None:
     config = config.get("text_config", {}) | config  # the former in models of several kinds of input
     quantization = config.get("quantization_config") or config.get("compression_config") or {}
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
-    if method not in ("fp8", "compressed-tensors"):
+    if method not in ("fp8", "compressed-tensors", None):
         raise ValueError(
-            f"{path}: quant_method is {method!r}; load_fp8 reads 'fp8' (fine-grained) and 'compressed-tensors'"
+            f"{path}: quant_method is {method!r}; load_fp8 reads 'fp8' (fine-grained), 'compressed-tensors' and "
+            "checkpoints in high precision, which have none"
         )
     if block is not None and list(block) != [BLOCK, BLOCK]:
         raise ValueError(f"{path}: weight_block_size is {block}; weights are stored in blocks of {[BLOCK, BLOCK]}")
@@ -323,8 +331,6 @@ def _expected_surplus(model: nn.Module, named: dict[str, _Stored]) -> list[str]:
 
 def _check_target(model: nn.Module, key: str, stored: _Stored, reader: OpenFile) -> None:
     module, parameter = _owner(model, key)
-    if on_this_rank(parameter) is not parameter:
-        raise ValueError(f"{key} is sharded; load_fp8 before fully_shard")
     if tuple(parameter.shape) != stored.shape:
         raise ValueError(f"{key} is {tuple(parameter.shape)} in the model and {stored.shape} in the checkpoint")
     for (_, rows), matrix in stored.matrices:
@@ -334,7 +340,7 @@ def _check_target(model: nn.Module, key: str, stored: _Stored, reader: OpenFile)
             _scales_of(matrix, reader)
     if stored.matrices:
         return
-    if stored.scale is not None and not isinstance(parameter, StoredWeight):
+    if stored.scale is not None and local_stored(parameter) is None:
         raise ValueError(
             f"{key} is in FP8 in the checkpoint but not in the model, where it belongs to a {type(module).__name__}; "
             "octavo.convert(model, recipe, select, weight_storage='fp8') with a select that takes this layer"
@@ -362,21 +368,19 @@ def _owner(model: nn.Module, key: str) -> tuple[nn.Module, Tensor]:
 
 
 def _load(model: nn.Module, key: str, stored: _Stored, reader: OpenFile, device: Any) -> bool:
-    """Load one tensor; return whether it had to be rounded to new codes."""
+    """Load this rank's part of one tensor; return whether it had to be rounded to new codes."""
     module, target = _owner(model, key)
-    place = torch.device(device) if target.is_meta else target.device
-    rounds = isinstance(target, StoredWeight)
-    value: Tensor = (
-        torch.empty(0) if stored.matrices else reader(stored.file).get_tensor(stored.key).to(place, copy=True)
-    )
-    if isinstance(target, StoredWeight):
-        found = (target, stored, reader)
-        value, rounds = _experts_as_stored(*found, place) if stored.matrices else _as_stored(*found, value)
-    elif target.is_floating_point():
-        value = value.to(target.dtype)
+    local = on_this_rank(target)
+    place = torch.device(device) if local.is_meta else local.device
+    value: Tensor
+    if rounds := isinstance(local, StoredWeight):
+        value, rounds = (_experts_as_stored if stored.matrices else _as_stored)(target, local, stored, reader, place)
+    else:
+        value = _read(stored, reader, own_slices(stored.shape, target), place)
+        value = value.to(target.dtype) if target.is_floating_point() else value
     with torch.no_grad():
-        if not target.is_meta:
-            target.copy_(value)
+        if not local.is_meta:
+            target.copy_(value if local is target else like_sharded(value, target, target.shape))
         elif isinstance(target, nn.Parameter):
             put_into(target, value)
         else:
@@ -384,46 +388,93 @@ def _load(model: nn.Module, key: str, stored: _Stored, reader: OpenFile, device:
     return rounds
 
 
-def _as_stored(target: StoredWeight, stored: _Stored, reader: OpenFile, value: Tensor) -> tuple[StoredWeight, bool]:
-    """(a stored weight of the target's kind, whether it was rounded anew: codes stay as they are where possible)."""
-    if stored.scale is None:
-        return StoredWeight.cast(value.to(target.dtype), target.granularity, target.requires_grad), True
-    scales, granularity = _scales_of(stored, reader)
-    scales = scales.to(value.device)
-    if scales.shape == target.scale_inv.shape and target.may_have(scales):
-        return StoredWeight(value, scales, target.dtype, target.granularity), False
-    values = ScaledTensor(value, scales, granularity.of_matrices(value.shape), torch.float32).dequantize()
-    found = StoredWeight.cast(values, target.granularity, target.requires_grad)
-    return found.moved(lambda tensor: tensor, target.dtype), True
+def _read(stored: _Stored, reader: OpenFile, part: tuple[slice, ...], place: torch.device) -> Tensor:
+    """A part of a tensor of the checkpoint, on this device; nothing else of the file is read."""
+    value: Tensor = reader(stored.file).get_slice(stored.key)[part]
+    return value.to(place, copy=True, memory_format=torch.contiguous_format)
+
+
+def _read_values(
+    stored: _Stored,
+    reader: OpenFile,
+    part: tuple[slice, ...],
+    place: torch.device,
+    pair: tuple[Tensor, Granularity] | None,
+) -> Tensor:
+    """The values of a part: in float32 of codes with these scales, of which whole blocks are read, else as they are."""
+    if pair is None:
+        return _read(stored, reader, part, place)
+    scales, granularity = pair
+    read, of_scales, kept = list(part), [slice(None)] * scales.ndim, [slice(None)] * len(part)
+    for dim, (size, count) in enumerate(zip(stored.shape, scales.shape, strict=True)):
+        if count > 1:
+            step, own = 1 if count == size else BLOCK, part[dim]
+            of_scales[dim] = slice(own.start // step, -(-own.stop // step))
+            read[dim] = slice(of_scales[dim].start * step, min(of_scales[dim].stop * step, size))
+            kept[dim] = slice(own.start - read[dim].start, own.stop - read[dim].start)
+    codes = _read(stored, reader, tuple(read), place)
+    own_scales = scales[tuple(of_scales)].to(place).contiguous()
+    values = ScaledTensor(codes, own_scales, granularity.of_matrices(codes.shape), torch.float32).dequantize()
+    return values[tuple(kept)]
+
+
+def _cast(values: Tensor, target: Tensor, granularity: Granularity) -> StoredWeight:
+    """This rank's part of a weight in FP8; of a shard with one scale all ranks call it."""
+    if on_this_rank(target) is not target:
+        return cast_shard(values, target, granularity, target.requires_grad)
+    return StoredWeight.cast(values, granularity, target.requires_grad).moved(lambda tensor: tensor, target.dtype)
+
+
+def _as_stored(
+    target: Tensor, own: StoredWeight, stored: _Stored, reader: OpenFile, place: torch.device
+) -> tuple[StoredWeight, bool]:
+    """(a stored weight like ``own``, this rank's part of the target; whether it was rounded anew, as on all ranks).
+
+    Codes stay as they are where possible.
+    """
+    part = own_slices(target.shape, target)
+    pair = None if stored.scale is None else _scales_of(stored, reader)
+    if pair is None:
+        return _cast(_read(stored, reader, part, place).to(target.dtype), target, own.granularity), True
+    scales, is_shard = pair[0], own is not target
+    if scales.shape == _scale_shape(target, own) and own.may_have(scales):
+        scales = scales if own.has_one_scale else scales[own_slices(scales.shape, target)]
+        codes = _read(stored, reader, part, place)
+        return StoredWeight(codes, scales.to(place), target.dtype, own.granularity, is_shard), False
+    return _cast(_read_values(stored, reader, part, place, pair), target, own.granularity), True
+
+
+def _scale_shape(target: Tensor, own: StoredWeight) -> torch.Size:
+    """The shape of all ranks' scales."""
+    return torch.Size(own.granularity.of_matrices(target.shape).scale_shape(target.shape))
 
 
 def _experts_as_stored(
-    target: StoredWeight, stored: _Stored, reader: OpenFile, place: torch.device
+    target: Tensor, own: StoredWeight, stored: _Stored, reader: OpenFile, place: torch.device
 ) -> tuple[StoredWeight, bool]:
     """``_as_stored`` for experts whose matrices are tensors: codes stay as they are if all scales fit the target's."""
-    codes = torch.empty(target.shape, dtype=torch.uint8, device=place)
-    scales = torch.zeros(target.scale_inv.shape, device=place)
-    height, kept = scales.shape[1], True
-    values = torch.empty(target.shape, device=place)
+    experts, scales, kept = own_slices(target.shape, target)[0], torch.zeros(_scale_shape(target, own)), True
+    height, ours = scales.shape[1], []
     for (expert, rows), matrix in stored.matrices:
-        value: Tensor = reader(matrix.file).get_tensor(matrix.key).to(place)
-        scale_inv, granularity = (None, None) if matrix.scale is None else _scales_of(matrix, reader)
-        if scale_inv is None or granularity is None:
-            values[expert, rows], kept = value, False
-            continue
-        scale_inv = scale_inv.to(place)
-        values[expert, rows] = ScaledTensor(value, scale_inv, granularity, torch.float32).dequantize()
-        codes[expert, rows] = value.view(torch.uint8)
+        pair = None if matrix.scale is None else _scales_of(matrix, reader)
+        if experts.start <= expert < experts.stop:
+            ours.append((expert - experts.start, rows, matrix, pair))
         at = slice(rows.start // BLOCK, -(-rows.stop // BLOCK)) if height > 1 else slice(0, 1)
-        fits = scale_inv.shape == scales[expert, at].shape and (height == 1 or rows.start % BLOCK == 0)
-        fits = fits and bool(((scales[expert, at] == 0) | (scales[expert, at] == scale_inv)).all())
-        kept = kept and fits
-        if fits:
-            scales[expert, at] = scale_inv
-    if kept and target.may_have(scales):
-        return StoredWeight(codes.view(target.qdata.dtype), scales, target.dtype, target.granularity), False
-    found = StoredWeight.cast(values, target.granularity, target.requires_grad)
-    return found.moved(lambda tensor: tensor, target.dtype), True
+        fits = pair is not None and pair[0].shape == scales[expert, at].shape
+        fits = fits and (height == 1 or rows.start % BLOCK == 0)
+        kept = fits and kept and bool(((scales[expert, at] == 0) | (scales[expert, at] == pair[0])).all())  # type: ignore[index]
+        if kept:
+            scales[expert, at] = pair[0]  # type: ignore[index]
+    kept = kept and own.may_have(scales)
+    values = torch.empty(own.shape, dtype=own.qdata.dtype if kept else torch.float32, device=place)
+    for expert, rows, matrix, pair in ours:
+        values[expert, rows] = _read_values(
+            matrix, reader, own_slices(matrix.shape, torch.empty(0)), place, None if kept else pair
+        )
+    if kept:
+        arguments = scales[experts].to(place), target.dtype, own.granularity, own is not target
+        return StoredWeight(values, *arguments), False
+    return _cast(values, target, own.granularity), True
 
 
 def _scales_of(stored: _Stored, reader: OpenFile) -> tuple[Tensor, Granularity]:

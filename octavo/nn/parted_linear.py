@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from octavo.granularity import PerTensor
 from octavo.nn.linear import Linear
 from octavo.nn.weight import check_recipe
-from octavo.nn.weight_files import SCALE_INV, load_stored, save_plain
+from octavo.nn.weight_files import load_stored, save_plain
 from octavo.tensor.fsdp2 import attach, gather_as_it_is
-from octavo.tensor.stored_weight import BLOCK, StoredWeight, agree_on_scale, agreed, has_powers_of_two, local_stored
+from octavo.tensor.stored_weight import BLOCK, StoredWeight, agree_on_scale, agreed, local_stored
 
 
 class Split(nn.Module):
@@ -44,16 +44,14 @@ class Split(nn.Module):
         return stored.scale_inv
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        alone = prefix == "" and "weight" in state_dict  # by its own load_state_dict, of which the layer hears here
-        if alone:
-            self.__dict__["layer"].check_scales_of(self, state_dict)
         load_stored(self.weight, state_dict, f"{prefix}weight")
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if alone:
+        if prefix == "" and "weight" in state_dict:  # by its own load_state_dict, of which the layer hears here
             self.__dict__["layer"].weight_was_loaded()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        self.__dict__["layer"].agree()
         save_plain(destination, f"{prefix}weight", keep_vars)
 
     def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
@@ -61,6 +59,7 @@ class Split(nn.Module):
         if not isinstance(shard, StoredWeight):
             return gather_as_it_is(shard, mesh, outer_size, mp_policy)
         layer = self.__dict__["layer"]
+        shard.known.alone |= layer.agree()  # what came here may be a copy elsewhere, of before
         return layer.gather.before(layer, agreed(shard, self.weight), mesh, outer_size, mp_policy)
 
 
@@ -94,6 +93,8 @@ class PartedLinear(Linear):
     def _joined(self, name: str) -> Any:
         from torch.distributed.tensor import DTensor
 
+        if not torch.compiler.is_compiling():
+            self.agree()
         found: list[Any] = [getattr(split, name) for split in self._split_modules()]
         if found[0] is None:
             return None
@@ -104,36 +105,30 @@ class PartedLinear(Linear):
             torch.cat([tensor.to_local() for tensor in found]), first.device_mesh, first.placements, run_check=False
         )
 
+    def agree(self) -> bool:
+        """Give splits that have one scale in common such a one, if any was written, which it returns; for all ranks."""
+        stored = local_stored(self.weights[0])
+        if stored is None or stored.common is None or not stored.common.written:
+            return False
+        stored.common.written = False
+        agree_on_scale(*self.weights)
+        for weight in self.weights:
+            local_stored(weight).common.written = False  # type: ignore[union-attr]
+        return True
+
+    def reset_parameters(self) -> None:
+        """Initialise each split as torch.nn.Linear does, and empty the delayed state."""
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.uniform_(-(self.in_features**-0.5), self.in_features**-0.5)
+        self.reset_delayed_state()
+
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """Leave the splits' keys to their modules, once they are known to have one scale."""
-        self._check_scales(state_dict, prefix)
+        """Leave the splits' keys to their modules."""
         super(Linear, self)._load_from_state_dict(state_dict, prefix, *args)
         assert self.splits is not None
         if any(f"{prefix}{name}.weight" in state_dict for name in self.splits):
             self.weight_was_loaded()
-
-    def check_scales_of(self, split: Split, state_dict: dict[str, Tensor]) -> None:
-        """Raise ValueError where a split would be loaded alone with another scale than the others'."""
-        name = next(name for name, module in self.named_children() if module is split)
-        self._check_scales({f"{name}.{key}": value for key, value in state_dict.items()}, "")
-
-    def _check_scales(self, state_dict: dict[str, Tensor], prefix: str) -> None:
-        """Raise ValueError where splits that have one scale would be loaded with several, or without."""
-        keys = [f"{prefix}{name}.weight" for name in self.splits or ()]
-        stored = [local_stored(split.weight) for split in self._split_modules()]
-        if stored[0] is None or stored[0].common is None or not any(key in state_dict for key in keys):
-            return
-        scales = [
-            state_dict.get(f"{key}{SCALE_INV}") if key in state_dict else shard.scale_inv  # type: ignore[union-attr]
-            for key, shard in zip(keys, stored, strict=True)
-        ]
-        wrong = any(one is None or one.shape != (1, 1) or not has_powers_of_two(one) for one in scales)
-        known = [] if wrong else [float(one) for one in scales if not one.is_meta]  # type: ignore[union-attr, arg-type]
-        if wrong or len({*known}) > 1:
-            raise ValueError(
-                f"{', '.join(keys)} are splits of a weight that lives in FP8 with one scale for all: give codes of all "
-                "splits with that scale, a power of two, or load by octavo.distributed.checkpoint"
-            )
 
     def parted(self, y: Any) -> Any:
         """The output of all splits, a DTensor, as one for each, sharded by its features."""

@@ -20,13 +20,12 @@ from torch import Tensor
 
 from octavo.granularity import PerTensor
 from octavo.tensor.collectives import largest
-from octavo.tensor.fsdp2 import like_sharded, on_this_rank, plain, shard_as
+from octavo.tensor.fsdp2 import like_sharded, on_this_rank, own_slices, plain
 from octavo.tensor.stored_weight import (
     GRANULARITIES,
     StoredWeight,
     agree_on_scale,
     cast_shard,
-    has_powers_of_two,
     local_stored,
 )
 
@@ -171,8 +170,8 @@ def _as_shard(
     if scale_inv is not None:
         scales = on_this_rank(scale_inv)
         if scales is scale_inv and scales.shape != (1, 1):  # of a full state dict: those of all ranks' blocks
-            scales = shard_as(scales, weight)
-        if scales.shape == shard.scale_inv.shape and has_powers_of_two(scales):
+            scales = scales[own_slices(scales.shape, weight)]
+        if scales.shape == shard.scale_inv.shape and shard.may_have(scales):
             kept = StoredWeight(local, scales, shard.dtype, shard.granularity, is_shard=True)
             return like_sharded(kept, weight, weight.shape)
         local = StoredWeight(local, scales, shard.dtype).dequantize()

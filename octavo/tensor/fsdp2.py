@@ -16,7 +16,7 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -238,13 +238,19 @@ def like_sharded(local: Tensor, param: Tensor, shape: torch.Size, of_columns: in
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def shard_as(whole: Tensor, param: Tensor) -> Tensor:
-    """This rank's shard of a plain tensor that is sharded as ``param`` is, evenly; FSDP2's dimension first."""
-    mesh = param.device_mesh  # type: ignore[attr-defined]
-    for dim, placement in reversed(list(enumerate(param.placements))):  # type: ignore[attr-defined]
-        if (of := getattr(placement, "dim", None)) is not None:  # tensor parallelism has cut what FSDP2 cuts
-            whole = whole.chunk(mesh.size(dim), of)[mesh.get_local_rank(dim)]
-    return whole
+def own_slices(shape: Sequence[int], param: Tensor) -> tuple[slice, ...]:
+    """Where this rank's shard lies in a tensor of this shape that is sharded as ``param`` is: all, if it is whole.
+
+    FSDP2's dimension of the mesh comes first; tensor parallelism, behind it, has cut what FSDP2 cuts.
+    """
+    own = [slice(0, size) for size in shape]
+    for at, placement in reversed(list(enumerate(getattr(param, "placements", ())))):
+        if (dim := getattr(placement, "dim", None)) is not None:
+            mesh, one = param.device_mesh, own[dim]  # type: ignore[attr-defined]
+            each = rows_on_each_rank(one.stop - one.start, mesh.size(at))
+            start = min(one.start + mesh.get_local_rank(at) * each, one.stop)
+            own[dim] = slice(start, min(start + each, one.stop))
+    return tuple(own)
 
 
 def groups_of(param: Tensor) -> tuple[Any, ...]:
@@ -257,7 +263,9 @@ def groups_of(param: Tensor) -> tuple[Any, ...]:
 
 
 def largest_of_ranks(values: Tensor, param: Tensor) -> Tensor:
-    """The largest of each of ``values`` over the ranks that share a sharded weight, which all call it."""
+    """The largest of each of ``values`` over the ranks that share a weight, which all call it if it is sharded."""
+    if on_this_rank(param) is param:
+        return values
     return largest(values, *groups_of(param), device=param.device_mesh.device_type)  # type: ignore[attr-defined]
 
 

@@ -75,10 +75,11 @@ class OneScale:
 
     Attributes:
         count: how many there are.
+        written: whether any was written since they were known to have one and the same.
     """
 
     def __init__(self, count: int) -> None:
-        self.count = count
+        self.count, self.written = count, False
 
 
 class StoredWeight(ShardHooks, Pair):
@@ -320,17 +321,14 @@ class StoredWeight(ShardHooks, Pair):
         """Take another's values: stored ones as they are, plain ones cast."""
         same_shape = isinstance(other, StoredWeight) and other.scale_inv.shape == self.scale_inv.shape
         fits = same_shape and self.may_have(other.scale_inv)  # type: ignore[attr-defined]
-        if self.common is not None and not fits:
-            raise UnsupportedOpError(
-                f"{tuple(self.shape)} is this rank's part of splits with one scale, which are found together: write "
-                "them by model.load_state_dict or octavo.distributed.checkpoint.load_checkpoint on all ranks"
-            )
         if self.is_meta:
             return self
         knows = fits and other.is_shard and not other.known.alone  # type: ignore[attr-defined]  # no value: ranks decide alike
         self.known.alone = self.is_shard and self.has_one_scale and not knows
-        if self.is_shard and other.dtype == torch.uint8 and other.shape[:-2] + other.shape[-1:] == self.shape:
-            return self._take_codes(other.squeeze(-2))
+        if self.common is not None:
+            self.common.written = True
+        if self.is_shard and other.dtype == torch.uint8:
+            return self._take_codes(other)
         if not isinstance(other, StoredWeight):
             other = other.to(self.device).expand(self.shape)
             if torch.equal(self.before_cast(), other.to(self.dtype)):
@@ -353,7 +351,13 @@ class StoredWeight(ShardHooks, Pair):
 
     def _take_codes(self, codes: Tensor) -> StoredWeight:
         """Take a file's, as torch.distributed.checkpoint sends them: all is NaN until load_state_dict finds scales."""
-        self.qdata.view(torch.uint8).copy_(codes)
+        if codes.shape[:-2] + codes.shape[-1:] != self.shape:
+            raise UnsupportedOpError(
+                f"codes {tuple(codes.shape)} are no {tuple(self.shape)}: torch cuts a full state dict's codes by rows, "
+                "and this weight is sharded by columns. Give its values (octavo.restore before state_dict), or load by "
+                "octavo.export.load_fp8 or octavo.distributed.checkpoint"
+            )
+        self.qdata.view(torch.uint8).copy_(codes.squeeze(-2))
         self.scale_inv.fill_(torch.nan)
         self.rest = None
         torch.autograd.graph.increment_version([self.qdata])
@@ -462,6 +466,11 @@ def _initialize(func: Any, weight: StoredWeight, *args: Any, **kwargs: Any) -> S
     return weight.take(func(torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), *args, **kwargs))
 
 
+def _plainly(func: Any, *args: Any) -> Tensor:
+    """What torch.nn.init.trunc_normal_ asks of values it has drawn: of all that is known of them."""
+    return func(*(one.before_cast() if isinstance(one, StoredWeight) else one for one in args))
+
+
 def _cat(func: Any, shards: list[Any], dim: int = 0) -> Any:
     """Shards of one weight by rows, for a product; ``rest`` is an optimizer's alone."""
     first = shards[0]
@@ -551,6 +560,7 @@ StoredWeight.RULES = {
     aten.copy_.default: _copy,
     aten.empty_like.default: _empty_like,
     **dict.fromkeys(WRITES, _initialize),
+    **dict.fromkeys((aten.lt.Scalar, aten.gt.Scalar, aten.where.self), _plainly),
     aten.split.Tensor: _split,
     aten.slice.Tensor: _slice,
     aten.cat.default: _cat,
@@ -589,21 +599,32 @@ def cast_shard(
     return shard
 
 
-def agree_on_scale(param: Tensor, just_cut: bool = False) -> None:
-    """Give this rank's shard of a DTensor the scale of the whole, if it is this rank's alone; all ranks call it.
+def agree_on_scale(*params: Tensor, just_cut: bool = False) -> None:
+    """Give this rank's shard of a weight the scale of the whole, if it is this rank's alone; all ranks call it.
 
     So it is where FSDP2 has ``just_cut`` it, as ranks may have begun with other values, and where it was written.
+    Several are splits that have one scale in common.
     """
-    shard = local_stored(param)
-    if shard is None or shard is param or shard.is_meta:
+    shards = [shard for param in params if (shard := local_stored(param)) is not None]
+    if not shards or shards[0].is_meta:
         return
-    alone, shard.known.alone = shard.has_one_scale and (shard.known.alone or just_cut), False
-    if not alone:
-        return
-    scales = largest_of_ranks(torch.cat([shard.scale_inv, -shard.scale_inv]), param)
-    if not torch.equal(scales[:1], -scales[1:]):
-        keep_rest = shard.rest is not None or param.requires_grad
-        shard.take(cast_shard(shard.before_cast(), param, shard.granularity, keep_rest))
+    differ = any(not torch.equal(shard.scale_inv, shards[0].scale_inv) for shard in shards[1:])
+    alone = shards[0].has_one_scale and (just_cut or differ or any(shard.known.alone for shard in shards))
+    scales = torch.cat([shard.scale_inv for shard in shards]) if alone else None
+    if scales is not None and not _is_one(largest_of_ranks(torch.cat([scales, -scales]), params[0])):
+        values = [shard.before_cast() for shard in shards]
+        amaxes = torch.cat([kernels.amax(value.contiguous(), PerTensor().tile) for value in values])
+        amax = largest_of_ranks(amaxes.amax(0, keepdim=True), params[0])
+        for param, shard, value in zip(params, shards, values, strict=True):
+            keep_rest = shard.rest is not None or param.requires_grad
+            shard.take(cast_shard(value, param, PerTensor(), keep_rest, amax))
+    for shard in shards:
+        shard.known.alone = False
+
+
+def _is_one(scales: Tensor) -> bool:
+    """Whether the largest of scales and of their negatives, [2 n, 1], are those of one and the same scale."""
+    return bool((scales == scales[:1] * scales.sign()).all())
 
 
 def agreed(shard: StoredWeight, param: Tensor) -> StoredWeight:

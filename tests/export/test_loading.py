@@ -6,7 +6,10 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import octavo
 from octavo import recipes
@@ -246,7 +249,6 @@ NAN = torch.tensor([[1.0, float("nan")], [1.0, 1.0]])
         ({"weight_scale": torch.ones(2, 2)}, "weight has scales of two names, _scale_inv and _scale"),
         ({"bias": None}, r"lacks 0 of the checkpoint's tensors, and the checkpoint 1 of the model's \(first bias\)"),
         ({"more": torch.ones(2)}, r"lacks 1 of the checkpoint's tensors \(first more\)"),
-        ({"weight": torch.ones(256, 256), "weight_scale_inv": None}, "holds no FP8 weight"),
     ],
 )
 def test_a_bad_checkpoint_is_refused(tmp_path, changes, message):
@@ -272,7 +274,7 @@ def test_a_damaged_or_absent_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"the index has weight in part\.safetensors, which does not hold it"):
         load_fp8(model, tmp_path / "out")
     index.write_text("{}")
-    with pytest.raises(ValueError, match="holds no FP8 weight"):
+    with pytest.raises(ValueError, match=r"the checkpoint 2 of the model's \(first weight\)"):
         load_fp8(model, tmp_path / "out")
     index.write_text("{")
     with pytest.raises(ValueError, match=r"index\.json is no JSON"):
@@ -288,8 +290,11 @@ def test_a_damaged_or_absent_file_is_named(tmp_path):
         (None, FileNotFoundError, "config.json is missing"),
         ("{", ValueError, "config.json is no JSON"),
         ("[]", ValueError, "config.json holds a list"),
-        ("{}", ValueError, "quant_method is None; load_fp8 reads 'fp8'"),
-        ('{"quantization_config": {"quant_method": "gptq"}}', ValueError, "quant_method is 'gptq'"),
+        (
+            '{"quantization_config": {"quant_method": "gptq"}}',
+            ValueError,
+            "quant_method is 'gptq'; load_fp8 reads 'fp8'",
+        ),
         ('{"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}', ValueError, r"\[64, 64\]"),
     ],
 )
@@ -426,3 +431,24 @@ def test_what_save_pretrained_writes_is_for_the_same_model(tmp_path) -> None:
     state = model.state_dict()
     assert f"{EXPERTS}.gate_up_proj" in stored and not any("experts" in name for name in others)
     assert all(torch.equal(value, state[name]) for name, value in stored.items())
+
+
+def test_ranks_read_the_matrices_of_their_experts(tmp_path):
+    """Whether codes stay is the same on all ranks, whose experts each are."""
+    experts_written(tmp_path / "out", recipes.blockwise())
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+    try:
+        for recipe in (recipes.blockwise(), recipes.dynamic()):  # as they are, and rounded
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = on_meta(mixtral, recipe, True)
+                fully_shard(model.model.layers[0].mlp.experts, mesh=dist.device_mesh.init_device_mesh("cpu", (3,)))
+                load_fp8(model, tmp_path / "out")
+                whole = load_fp8(on_meta(mixtral, recipe, True), tmp_path / "out")
+            for name, weight in whole.model.layers[0].mlp.experts.named_parameters():
+                own = local_stored(model.model.layers[0].mlp.experts.get_parameter(name))
+                assert torch.equal(own.qdata.float(), weight.qdata[1:2].float())
+                assert torch.equal(own.scale_inv, weight.scale_inv[1:2])
+                assert torch.equal(own.before_cast(), weight.before_cast()[1:2])
+    finally:
+        dist.destroy_process_group()

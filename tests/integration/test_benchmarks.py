@@ -264,6 +264,12 @@ def test_gather_host() -> None:
     assert all(name in output for name in ("octavo dynamic", "octavo blockwise", "torchao, precomputed"))
 
 
+@pytest.mark.full
+def test_sharded_load() -> None:
+    pytest.importorskip("psutil")
+    assert "blocks     bf16 files" in run_apart("sharded_load", "--toy")
+
+
 def test_what_tensor_cores_lose() -> None:
     """Few sums made anew are as good as the committed ones."""
     accumulation = importlib.import_module("benchmarks.kernels.accumulation")

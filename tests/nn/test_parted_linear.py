@@ -54,19 +54,29 @@ def test_splits_in_fp8_have_one_scale_and_one_optimizer():
     values = {name: torch.ones(128, 256) for name in ("a.weight", "b.weight")}
     saved = {name: value.clone() for name, value in layer.state_dict().items()}
     twice = saved | {"b.weight_scale_inv": saved["b.weight_scale_inv"] * 2}  # as layers of their own would have
-    for wrong in (values, twice, {name: twice[name] for name in ("b.weight", "b.weight_scale_inv")}):
-        with pytest.raises(ValueError, match="splits of a weight that lives in FP8 with one scale"):
-            layer.load_state_dict(wrong, strict=False)
-    for wrong in (values, twice):  # of one split alone
-        with pytest.raises(ValueError, match="splits of a weight that lives in FP8 with one scale"):
-            layer.b.load_state_dict({name[2:]: value for name, value in wrong.items() if name[0] == "b"}, strict=False)
-    assert all(torch.equal(value, saved[name]) for name, value in layer.state_dict().items())
+    b_alone = {name: twice[name] for name in ("b.weight", "b.weight_scale_inv")}
+    for other, factor in ((twice, 2), (saved, 1), (b_alone, 2), (saved, 1), (values, None)):
+        layer.load_state_dict(other, strict=False)
+        assert torch.equal(layer.weight.dequantize()[128:], layer.b.weight.dequantize())  # by the scale of a
+        found = layer.state_dict()
+        assert torch.equal(found["a.weight_scale_inv"], found["b.weight_scale_inv"])
+        expected = [torch.ones(128, 256)] * 2 if factor is None else [pair(saved, "a"), pair(saved, "b") * factor]
+        for weight, value in zip(layer.weights, expected, strict=True):
+            torch.testing.assert_close(weight.dequantize(), value, rtol=2**-4, atol=2**-9 * value.abs().max())
+    layer.b.load_state_dict({"weight": values["b.weight"] * 1000}, strict=False)  # of one split alone
+    assert torch.equal(layer.state_dict()["a.weight_scale_inv"], layer.b.weight.scale_inv)
     layer.load_state_dict(saved)
+    assert all(torch.equal(value, saved[name]) for name, value in layer.state_dict().items())
     others = saved["b.weight"].flip(0)
     layer.b.load_state_dict(
         {name[2:]: value for name, value in (saved | {"b.weight": others}).items() if name[0] == "b"}
     )
     assert torch.equal(layer.b.state_dict()["weight"], others)
+
+
+def pair(state, split):
+    codes, scale_inv = state[f"{split}.weight"], state[f"{split}.weight_scale_inv"]
+    return codes.squeeze(1).view(torch.float8_e4m3fn).float() * scale_inv
 
 
 def test_a_split_that_is_loaded_alone_ends_the_delayed_state():

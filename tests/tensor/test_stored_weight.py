@@ -284,8 +284,7 @@ def test_a_part_with_one_scale_notes_that_other_parts_may_have_others():
         part.known.alone = False
         assert part.copy_(values).known.alone
     part.common = OneScale(2)
-    with pytest.raises(UnsupportedOpError, match="of splits with one scale, which are found together"):
-        part.copy_(torch.ones(N // 2, K))
+    assert part.copy_(other).common.written  # the other splits may have been given another
     blocks = parts_of(stored(PerBlock(128, 128), shape=(512, K)), 2)[0]
     assert same(blocks.copy_(torch.ones(256, K)), StoredWeight.cast(torch.ones(256, K).bfloat16(), PerBlock(128, 128)))
 

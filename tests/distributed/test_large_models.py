@@ -1,0 +1,255 @@
+"""Models that one rank can't hold: made on the meta device and sharded there, they get values part by part."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import octavo
+import octavo.distributed as ours
+from octavo import recipes
+from octavo.export import load_fp8
+from octavo.tensor.fsdp2 import on_this_rank
+from octavo.tensor.stored_weight import local_stored
+from tests.support.helpers import every_layer, to_fp8
+from tests.support.memory import peak_bytes
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+SENT = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+BF16 = {"dtype": torch.bfloat16}
+ANY_SCALES = recipes.blockwise(power_of_two=False)
+
+
+def shard(net: Any, mesh: Any) -> Any:
+    """Under FSDP2; of a mesh of two dimensions the last is tensor parallelism's."""
+    if mesh.ndim == 2:
+        plan = {name: ours.ColwiseParallel() for name in ("0", "splits") if name in net._modules}
+        parallelize_module(net, mesh["shard"], plan | ({"1": ours.RowwiseParallel()} if "1" in net._modules else {}))
+        mesh = mesh["replicate"]
+    for layer in net.children():
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def held(net: nn.Module) -> list[torch.Tensor]:
+    """All that training begins with, of this rank."""
+    found = []
+    for parameter in net.parameters():
+        stored = local_stored(parameter)
+        own = (on_this_rank(parameter),) if stored is None else (stored.pair().dequantize(), stored.before_cast())
+        found += own if stored is None else [stored.qdata.view(torch.uint8), stored.scale_inv, *own]
+    return [one.detach().clone() for one in found]
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(*pair) for pair in zip(held(one), held(other), strict=True))
+
+
+def trains_alike(*nets: Any) -> bool:
+    """Whether a step of an optimizer that is made now leaves the same."""
+    for net in nets:
+        net(torch.ones(2, 256, **BF16)).sum().backward()
+        octavo.optim.AdamW(net.parameters(), lr=0.1).step()
+    return equal(*nets)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def two_layers(recipe: Any, storage: Any, trained: bool, width: int = 320, experts: bool = False) -> nn.Module:
+    """On the meta device."""
+    with torch.device("meta"):
+        layers = [nn.Linear(256, width, **BF16), nn.Linear(width, 256, **BF16)]
+        if experts:
+            layers = [octavo.nn.GroupedLinear(4, 256, 128, bias=False, **BF16, recipe=recipe)]
+    return octavo.convert(nn.Sequential(*layers).requires_grad_(trained), recipe, every_layer, storage)
+
+
+def written(folder: Any) -> None:
+    """Checkpoints of such layers."""
+    torch.manual_seed(0)
+    net, wide = (nn.Sequential(nn.Linear(256, n, **BF16), nn.Linear(n, 256, **BF16)) for n in (320, 512))
+    for name, model, recipe in (
+        ("codes", wide, ANY_SCALES),
+        ("powers", wide, recipes.blockwise()),
+        ("blocks", net, recipes.blockwise()),
+        ("rows", net, recipes.rowwise()),
+    ):
+        layout = "compressed-tensors" if name == "rows" else "fine-grained"
+        octavo.export.to_safetensors(to_fp8(copy.deepcopy(model), recipe), folder / name, layout)
+    experts = octavo.nn.GroupedLinear(4, 256, 128, bias=False, recipe=recipes.blockwise(), **BF16)
+    octavo.export.to_safetensors(nn.Sequential(experts), folder / "experts")
+    for name, model in (("values", net), ("wide values", wide)):
+        (folder / name).mkdir()
+        safetensors.save_file(model.state_dict(), folder / name / "model.safetensors")
+        (folder / name / "config.json").write_text("{}")
+
+
+CASES = {
+    "codes": (ANY_SCALES, "fp8", False, 512),
+    "powers": (recipes.blockwise(), "fp8", True, 512),
+    "blocks": (recipes.dynamic(), "fp8", True),  # 160 rows a rank are no whole blocks
+    "rows": (recipes.delayed(), "fp8", True),
+    "values": (recipes.dynamic(), "fp8", True),
+    "wide values": (recipes.blockwise(), "fp8", True, 512),
+    "experts": (recipes.blockwise(), "fp8", True, 0, True),
+}
+
+
+def wrong_loads(mesh: Any, folder: Any, parallel: bool) -> list[str]:
+    """The checkpoints that shards hold otherwise than the shards of what is loaded whole."""
+    warnings.simplefilter("ignore")
+    found = []
+    for name, options in CASES.items():
+        if parallel and name in ("powers", "wide values", "experts"):
+            continue
+        net = shard(two_layers(*options), mesh)
+        load_fp8(net.to_empty(device="cpu") if name in ("codes", "rows") else net, folder / name)
+        whole = shard(load_fp8(two_layers(*options), folder / name), mesh)
+        can_train = options[2] and name != "experts"
+        if not equal(net, whole) or (can_train and not trains_alike(net, whole)):
+            found.append(name)
+    if not parallel:
+        net = shard(two_layers(recipes.mx(), None, True), mesh)
+        whole = shard(load_fp8(two_layers(recipes.mx(), None, True), folder / "values"), mesh)
+        found += ["kept in bf16"] * (not trains_alike(load_fp8(net, folder / "values"), whole))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:2 layers have sizes:UserWarning")
+@pytest.mark.parametrize("parallel", [False, True], ids=["FSDP2", "tensor parallel"])
+def test_shards_hold_what_loading_the_whole_and_sharding_gives(pool, tmp_path, parallel):
+    written(tmp_path)
+    assert pool.run(wrong_loads, (1, 2) if parallel else (2,), tmp_path, parallel) == [[], []]
+
+
+# --- splits of one scale ----------------------------------------------------------------------------------------------
+
+
+class Splits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.splits = octavo.nn.Linear(64, {"a": 64, "b": 32}, **BF16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.splits(x), -1)
+
+
+def of_splits(state: dict[str, Any]) -> dict[str, Any]:
+    """The names that a layer has under tensor parallelism."""
+    found = {}
+    for name, rows in (("a", slice(0, 64)), ("b", slice(64, 96))):
+        for key, value in state.items():
+            of_all = key.endswith("scale_inv")
+            found[key.replace("splits.", f"splits.{name}.")] = value if of_all else value[rows].clone()
+    return found
+
+
+def wrong_splits(mesh: Any) -> list[str]:
+    """The ways to give a layer with splits values by which it differs from the whole one's shards."""
+
+    def made(device: str) -> Any:
+        torch.manual_seed(1)
+        with torch.device(device):
+            return Splits()
+
+    def on_meta() -> Any:
+        net = octavo.convert(made("meta"), recipes.dynamic(), every_layer, "fp8")
+        return shard(net, mesh).to_empty(device="cpu")
+
+    found, x = [], torch.randn(8, 64, **BF16)
+    for way in ("values", "codes"):
+        whole = made("cpu")
+        with torch.no_grad():
+            whole.splits.weight[0] *= 20  # the scale of all is that of one split of one rank
+        values = whole.state_dict()
+        octavo.convert(whole, recipes.dynamic(), every_layer, "fp8")
+        if way == "codes":
+            values = whole.state_dict()
+            whole.splits.weight.rest = None  # of which files have none
+        whole, net = shard(whole, mesh), on_meta()
+        set_model_state_dict(net, of_splits(values) if dist.get_rank() == 0 else {}, options=SENT)
+        if not torch.equal(net(x), whole(x)) or not equal(net, whole):
+            found.append(way)
+    for way, initialize in {
+        "reset_parameters": lambda net: net.splits.reset_parameters(),
+        "trunc_normal_": lambda net: [nn.init.trunc_normal_(p, 0, 0.05, -0.125, 0.125) for p in net.parameters()],
+    }.items():
+        net = on_meta()
+        initialize(net)
+        net(x)
+        stored = [local_stored(net.splits.get_submodule(name).weight) for name in "ab"]
+        values = torch.cat([one.dequantize() for one in stored]).float()
+        same = torch.equal(stored[0].scale_inv, stored[1].scale_inv)
+        if not (same and values.abs().max() <= 0.125 and 0.04 < values.std() < 0.08):
+            found.append(way)
+    return found
+
+
+def test_splits_that_are_written_one_by_one_agree_on_a_scale(pool):
+    assert pool.run(wrong_splits, (1, 2), whole=True) == [[], []]
+
+
+def codes_of_columns(mesh: Any) -> str:
+    with torch.device("meta"):
+        net = octavo.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), recipes.dynamic(), every_layer, "fp8")
+    codes = {key: torch.ones(p.shape, dtype=p.dtype) for key, p in net.state_dict().items()}
+    net = shard(net, mesh).to_empty(device="cpu")
+    with pytest.raises(octavo.UnsupportedOpError) as caught:
+        set_model_state_dict(net, codes if dist.get_rank() == 0 else {}, options=SENT)
+    return str(caught.value)
+
+
+def test_codes_that_torch_cuts_wrongly_are_refused(pool):
+    for said in pool.run(codes_of_columns, (1, 2), whole=True):
+        assert "this weight is sharded by columns. Give its values" in said
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+LAYERS, WIDTH = 40, 256
+
+
+def peaks(mesh: Any, folder: Any, recipe: str) -> dict[str, float]:
+    """The most bytes that values take on their way into shards, beside the shards, in those of a layer in bf16."""
+
+    def deep() -> Any:
+        with torch.device("meta"):
+            net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False, **BF16) for _ in range(LAYERS)])
+        return shard(octavo.convert(net, getattr(recipes, recipe)(), every_layer, "fp8"), mesh)
+
+    values = safetensors.load_file(folder / "model.safetensors") if dist.get_rank() == 0 else {}
+    found = {}
+    for way in ("reset_parameters", "broadcast", "files"):
+        net = deep().to_empty(device="cpu")
+        run = {
+            "reset_parameters": lambda net=net: [layer.reset_parameters() for layer in net],
+            "broadcast": lambda net=net: set_model_state_dict(net, dict(values), options=SENT),
+            "files": lambda net=net: load_fp8(net, folder),
+        }[way]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            peak = peak_bytes(run)
+        if way == "files":  # which are mapped, and counted as if they were read
+            peak -= (folder / "model.safetensors").stat().st_size
+        rests = sum(local_stored(p).rest.nbytes for p in net.parameters())  # which the optimizer waits for
+        found[way] = (peak - rests) / (2 * WIDTH * WIDTH)
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
+def test_values_on_their_way_take_about_a_layer(pool, tmp_path, recipe):
+    state = {f"{layer}.weight": torch.randn(WIDTH, WIDTH, **BF16) for layer in range(LAYERS)}
+    safetensors.save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    for found in pool.run(peaks, (2,), tmp_path, recipe, whole=True):
+        assert max(found.values()) < 10, found  # all of it in bf16 has 40, a shard 20; gloo holds what it has just sent
