@@ -51,6 +51,7 @@ from octavo.train.config import (
     hints,
     load_options,
     remedy,
+    words_of,
 )
 from octavo.train.loop import RECORD, run_in, trained_model
 from octavo_command import INTERRUPTED
@@ -83,13 +84,28 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
             text += f" (default: {shown})"
         common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
         if isinstance(default, bool):
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+            words = words_of(config, field.name)
+            added = group.add_argument(flag, action=_Switch if words else argparse.BooleanOptionalAction, **common)
+            added.choices = words or None
             continue
         if allowed := choices(config, field.name):
             group.add_argument(flag, choices=allowed, **common)
         else:
             metavar = field.metadata["metavar"] or _METAVARS[type(default)]
             group.add_argument(flag, type=_reader(config, field), metavar=metavar, **common)
+
+
+class _Switch(argparse.BooleanOptionalAction):
+    """A flag and its --no- twin; the flag may have a word: --resume, --resume auto, --no-resume."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.nargs = "?"
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        super().__call__(parser, namespace, values, option_string)
+        if values is not None:
+            setattr(namespace, self.dest, getattr(namespace, self.dest) and values)
 
 
 def flag_of(name: str) -> str:
@@ -274,13 +290,13 @@ def _hooks(rank: int) -> Iterator[Hooks]:
 
 
 def _stopped(result: RunResult, config: TrainConfig, arguments: list[str]) -> int:
-    again = [argument for argument in arguments if argument != "--resume"]
+    again = list(arguments)
     for flag, value in (("--out", str(config.run.out)), ("--dtype", config.run.dtype)):
         if not any(argument == flag or argument.startswith(f"{flag}=") for argument in again):
             again += [flag, value]
     ranks = os.environ.get("WORLD_SIZE", "1")
     program = ["octavo"] if config.ranks.shard == "none" else f"torchrun --nproc-per-node {ranks} -m octavo".split()
-    command = shlex.join([*program, *again, "--resume"])
+    command = shlex.join([*program, *again, *([] if config.run.resume else ["--resume"])])
     print(
         f"octavo: stopped {result.name} at step {len(result.rows)} of {result.steps}, saved; go on with: {command}",
         file=sys.stderr,
