@@ -289,7 +289,7 @@ class RunConfig(_Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.resume == AUTO and self.out is None:
-            raise ValueError("resume auto finds its run by the folder: give one with out")
+            raise ValueError("resume auto finds its run by the folder: give out, too")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from octavo.distributed.checkpoint import checkpoints_in
 from octavo.train.checkpoint import rows_from_tensor
 from tests.support.restarts import PLACES, train_through_kills
 
-TINY = "--width 32 --layers 2 --heads 2 --context 16 --eval-windows 4 --eval-every 7 --device cpu --timeout 20".split()
+TINY = "--width 16 --layers 1 --heads 2 --context 16 --eval-windows 4 --eval-every 9 --device cpu --timeout 20".split()
 STORED = "--shard fsdp --recipe delayed --weight-storage fp8 --moments fp8 --master split16".split()
 
 

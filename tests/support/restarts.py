@@ -1,7 +1,7 @@
 """Runs that torchrun's engine starts again, whose ranks are killed at moments that a seed chooses.
 
 torchrun gives its agent a program, and each start takes seconds of imports; here the agent gets a function, and ranks are
-forked from a process that has imported octavo.
+forked from its process, which is forked from one that has imported octavo.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 # what is called at that moment; by which rank alone; up to how often before
 PLACES: dict[str, tuple[str, int | None, int]] = {
     "in a forward": ("octavo.train.trainer:Trainer.loss", None, 6),
-    "in a gather": (f"{FSDP2}:foreach_all_gather", None, 24),
-    "in a reduction of gradients": (f"{FSDP2}:foreach_reduce", None, 12),
+    "in a gather": (f"{FSDP2}:foreach_all_gather", None, 12),
+    "in a reduction of gradients": (f"{FSDP2}:foreach_reduce", None, 8),
     "in an update": ("octavo.optim:AdamW.step", None, 6),
-    "as tensors are written": ("torch:save", None, 300),
-    "before the metadata": ("octavo.distributed.checkpoint:Writer.finish", 0, 3),
-    "before it is published": ("octavo.distributed.checkpoint:_publish", 0, 3),
+    "as tensors are written": ("torch:save", None, 150),
+    "before the metadata": ("octavo.distributed.checkpoint:Writer.finish", 0, 2),
+    "before it is published": ("octavo.distributed.checkpoint:_publish", 0, 2),
     "as an older one is removed": ("shutil:rmtree", 0, 1),
     "as it is loaded": ("octavo.distributed.checkpoint:MetadataReader.read_data", None, 1),
     TIMED: ("", None, 0),
@@ -48,7 +48,7 @@ def _die(folder: Path, text: str) -> None:
 def _die_in(place: str, die: Callable[[], None], chosen: random.Random) -> None:
     """Let this process die at a place, or after some time."""
     target, _, most = PLACES[place]
-    nth, before, seconds = chosen.randrange(max(most, 1)), chosen.random() < 0.5, chosen.uniform(0, 1.5)
+    nth, before, seconds = chosen.randrange(max(most, 1)), chosen.random() < 0.5, chosen.uniform(0, 2)
     if place == TIMED:
         threading.Thread(target=lambda: (time.sleep(seconds), die()), daemon=True).start()
         return
@@ -103,7 +103,7 @@ def _launch(folder: Path, ranks: int, kills: int, *given: Any) -> None:
         rdzv_endpoint="127.0.0.1:0",
         max_restarts=kills,
         monitor_interval=0.02,
-        start_method="forkserver",
+        start_method="fork",
         logs_specs=DefaultLogsSpecs(str(folder / "logs"), redirects=Std.ALL),
     )
     elastic_launch(config, _rank)(folder, *given)
