@@ -238,7 +238,7 @@ def _settled(config: TrainConfig, options: argparse.Namespace, recipes: Sequence
     """The options with the dtype that --dtype auto means, and the folder that is used without --out."""
     config = trainer.settle_dtype(config, trainer.choose_device(shard.device_name(config)), recipes)
     names = [config.called(recipe) for recipe in recipes]
-    out = config.run.out or _default_folder(options.name, config.run.resume)
+    out = config.run.out or _default_folder(options.name, bool(config.run.resume))
     if config.run.resume and not any(checkpoint.RunFolder(out / name).holds_run() for name in names):
         none = f"octavo: nothing to resume: {out} holds no run of {', '.join(names)}"
         out = config.run.out or _default_folder(options.name, False)

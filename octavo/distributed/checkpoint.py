@@ -5,8 +5,9 @@
         octavo.pt                 names, groups of the optimizer, delayed state of each rank, ``extra``
     path/save-00000008.partial/   the next one; renamed once all ranks have written it
 
-A save that fails removes its folder, and what a killed one has left the next save removes. No file can run code when it is read: octavo.pt and the tensors are read with ``weights_only=True``. DCP's
-.metadata, a pickle of sizes and places, is read by an unpickler that loads their classes and no others.
+A save that fails removes its folder, and what a killed one has left the next save removes. No file can run code when it
+is read: octavo.pt and the tensors are read with ``weights_only=True``. DCP's .metadata, a pickle of sizes and places, is
+read by an unpickler that loads their classes and no others.
 """
 
 from __future__ import annotations
@@ -209,7 +210,9 @@ def load_checkpoint(
     """
     root, ranks, model = Path(path), ranks or Ranks.of_process(), unwrapped(model)
     with _as_checkpoint_errors(
-        f"cannot read the checkpoint in {root}", "give the folder of a whole one, and the model it was saved from", ranks
+        f"cannot read the checkpoint in {root}",
+        "give the folder of a whole one, and the model it was saved from",
+        ranks,
     ):
         folder = ranks.first(lambda: _latest(root))
         with ranks.together():
@@ -593,7 +596,9 @@ class MetadataReader(dcp.FileSystemReader):
                 self._metadata = _Unpickler(file).load()
             self._metadata.storage_meta.load_id = self.load_id
         except Exception as error:  # whatever a damaged file makes pickle raise
-            raise CheckpointError(f"{path} is damaged ({reason_of(error)}): remove its folder to load the checkpoint before") from error
+            raise CheckpointError(
+                f"{path} is damaged ({reason_of(error)}): remove its folder to load the checkpoint before"
+            ) from error
 
     def size(self, name: str) -> torch.Size:
         """The size of a saved tensor; an empty one for anything else."""

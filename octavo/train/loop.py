@@ -285,7 +285,7 @@ class _Shared:
     def open(self, folder: RunFolder) -> None:
         """Open a run's folder, unless that was done."""
         if folder.path not in self._folders:
-            self.opened.enter_context(folder.open(self.config.run.resume))
+            self.opened.enter_context(folder.open(bool(self.config.run.resume)))
             self._folders.add(folder.path)
 
     def rehearse(self, name: str) -> None:

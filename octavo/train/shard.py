@@ -62,9 +62,9 @@ def joined(config: TrainConfig) -> Iterator[Ranks]:
 def _fresh_store(timeout: timedelta) -> tuple[Any, int, int]:
     """The store in which ranks find each other, under a name that no start before has used; this rank; how many.
 
-    torchrun's agent keeps its store through restarts, with the addresses of ranks that are dead (PyTorch's issues 135712
-    and 167288). Rank 0 invents a name and tells each rank that asks. A question of a start before is answered too, but
-    only who has asked now hears it and says so.
+    torchrun's agent keeps its store through restarts, with the addresses of dead ranks (PyTorch's issues 135712 and
+    167288). Rank 0 invents a name and tells each rank that asks. A question of a start before is answered too, but only
+    who has asked now hears it and says so.
     """
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     own, missing, until = secrets.token_hex(8), {*range(1, size)}, time.monotonic() + timeout.total_seconds()

@@ -168,7 +168,10 @@ def test_the_values_of_resume(capsys):
     for given, value in (([], None), (["--resume"], True), (["--resume", "auto"], "auto"), (["--no-resume"], False)):
         assert getattr(cli.parser(["train"]).parse_args(["train", *given, "--seed", "1"]), "resume", None) == value
     assert train("--resume", "now") == 2 and "invalid choice: 'now'" in one_line(capsys)
-    result, config = RunResult("dynamic", 6, [], 0, 0, "float32"), TrainConfig(run=RunConfig(resume="auto", out=Path("a")))
+    result, config = (
+        RunResult("dynamic", 6, [], 0, 0, "float32"),
+        TrainConfig(run=RunConfig(resume="auto", out=Path("a"))),
+    )
     actions._stopped(result, config, ["train", "--out", "a", "--resume", "auto"])
     assert capsys.readouterr().err.endswith("octavo train --out a --resume auto --dtype auto\n")
 

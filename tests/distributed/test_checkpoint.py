@@ -366,7 +366,11 @@ def test_a_save_cut_off_anywhere_leaves_one_that_loads(when, model, tmp_path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(place, cut)
-        with pytest.raises(CheckpointError, match="Full; what was saved before is kept") if counts == 1 else nullcontext():
+        with (
+            pytest.raises(CheckpointError, match="Full; what was saved before is kept")
+            if counts == 1
+            else nullcontext()
+        ):
             save_checkpoint(failed, model, optimizer, 2)
     assert counts == 2 or [path.name for path in failed.iterdir()] == ["save-00000001"]
     for folder in (failed, killed):

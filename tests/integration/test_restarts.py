@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from octavo.distributed.checkpoint import checkpoints_in
 from octavo.train.checkpoint import rows_from_tensor
 from tests.support.restarts import PLACES, train_through_kills
+from tests.train.test_shard import ROOT, environment, rows, wait_for
 
 TINY = "--width 16 --layers 1 --heads 2 --context 16 --eval-windows 4 --eval-every 9 --device cpu --timeout 20".split()
 STORED = "--shard fsdp --recipe delayed --weight-storage fp8 --moments fp8 --master split16".split()
@@ -23,7 +29,9 @@ def trained(folder: Path) -> tuple[list[str], dict[str, Any]]:
     last = checkpoints_in(folder / "checkpoint")[0]
     dcp_to_torch_save(last, folder.parent / "whole.pt")
     found = torch.load(folder.parent / "whole.pt", weights_only=True)
-    bits = {name: (value.dtype, value.contiguous().flatten().view(torch.uint8).tolist()) for name, value in found.items()}
+    bits = {
+        name: (value.dtype, value.contiguous().flatten().view(torch.uint8).tolist()) for name, value in found.items()
+    }
     content = torch.load(last / "octavo.pt", weights_only=True)
     rows = [(row.step, row.loss, row.lr, str(row.val_loss)) for row in rows_from_tensor(content["extra"]["rows"])]
     assert len(bits) > 20
@@ -53,3 +61,24 @@ def test_a_run_whose_ranks_are_killed_is_the_unbroken_one(ranks, kills, more, tm
     for folder in (whole, parts):
         assert len(list((folder / "checkpoint").iterdir())) == 2
         assert sorted(path.name for path in folder.iterdir()) == ["checkpoint", "config.json", "log.csv"]
+
+
+@pytest.mark.full
+def test_the_commands_of_the_page(tmp_path):
+    """Word for word, but for the folder."""
+    commands = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "many-gpus.md").read_text(), re.DOTALL)[:2]
+    begin, kill = (command.replace("runs/many-gpus", str(tmp_path / "run")) for command in commands)
+    env = environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    shell = {"env": env, "cwd": tmp_path, "text": True}
+    with subprocess.Popen(
+        ["bash", "-c", f"exec {begin}"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, **shell
+    ) as run:
+        try:
+            wait_for(tmp_path / "run" / "delayed", 12, SimpleNamespace(processes=[run]))
+            subprocess.run(["bash"], input=kill, check=True, **shell)
+            _, err = run.communicate(timeout=500)
+        finally:
+            run.terminate()
+    assert run.returncode == 0 and err.count("delayed: 60 steps") == 2 and "another rank ended" in err, err
+    assert rows(tmp_path / "run" / "delayed")[0] == 60
+    assert len(list((tmp_path / "run" / "delayed" / "checkpoint").iterdir())) == 3

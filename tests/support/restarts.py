@@ -1,7 +1,7 @@
 """Runs that torchrun's engine starts again, whose ranks are killed at moments that a seed chooses.
 
-torchrun gives its agent a program, and each start takes seconds of imports; here the agent gets a function, and ranks are
-forked from its process, which is forked from one that has imported octavo.
+torchrun gives its agent a program, and each start takes seconds of imports; here the agent gets a function, and ranks
+are forked from its process, which is forked from one that has imported octavo.
 """
 
 from __future__ import annotations
