@@ -85,7 +85,7 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
         common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
         if isinstance(default, bool):
             words = words_of(config, field.name)
-            added = group.add_argument(flag, action=_Switch if words else argparse.BooleanOptionalAction, **common)
+            added = group.add_argument(flag, action=_FlagWithWord if words else argparse.BooleanOptionalAction, **common)
             added.choices = words or None
             continue
         if allowed := choices(config, field.name):
@@ -95,7 +95,7 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
             group.add_argument(flag, type=_reader(config, field), metavar=metavar, **common)
 
 
-class _Switch(argparse.BooleanOptionalAction):
+class _FlagWithWord(argparse.BooleanOptionalAction):
     """A flag and its --no- twin; the flag may have a word: --resume, --resume auto, --no-resume."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

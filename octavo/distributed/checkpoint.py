@@ -6,8 +6,8 @@
     path/save-00000008.partial/   the next one; renamed once all ranks have written it
 
 A save that fails removes its folder, and what a killed one has left the next save removes. No file can run code when it
-is read: octavo.pt and the tensors are read with ``weights_only=True``. DCP's .metadata, a pickle of sizes and places, is
-read by an unpickler that loads their classes and no others.
+is read: octavo.pt and the tensors are read with ``weights_only=True``. DCP's .metadata, a pickle of sizes and places,
+is read by an unpickler that loads their classes and no others.
 """
 
 from __future__ import annotations
