@@ -84,28 +84,18 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
             text += f" (default: {shown})"
         common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
         if isinstance(default, bool):
-            words = words_of(config, field.name)
-            added = group.add_argument(flag, action=_FlagWithWord if words else argparse.BooleanOptionalAction, **common)
-            added.choices = words or None
+            if words := words_of(config, field.name):  # --resume, --resume auto, --no-resume
+                group.add_argument(flag, nargs="?", const=True, choices=words, **common)
+                common = {"dest": field.name, "action": "store_false", "default": argparse.SUPPRESS}
+                group.add_argument(f"--no-{flag[2:]}", **common)
+            else:
+                group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
             continue
         if allowed := choices(config, field.name):
             group.add_argument(flag, choices=allowed, **common)
         else:
             metavar = field.metadata["metavar"] or _METAVARS[type(default)]
             group.add_argument(flag, type=_reader(config, field), metavar=metavar, **common)
-
-
-class _FlagWithWord(argparse.BooleanOptionalAction):
-    """A flag and its --no- twin; the flag may have a word: --resume, --resume auto, --no-resume."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.nargs = "?"
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        super().__call__(parser, namespace, values, option_string)
-        if values is not None:
-            setattr(namespace, self.dest, getattr(namespace, self.dest) and values)
 
 
 def flag_of(name: str) -> str:

@@ -55,6 +55,7 @@ __all__ = ["save_checkpoint", "async_save_checkpoint", "load_checkpoint", "load_
 
 FORMAT = 1
 CONTENT = "octavo.pt"
+KEPT = "what was saved before is kept"
 Places = dict[str, tuple[Any, str]]  # for each tensor of a checkpoint, a dict that it is in, and its name there
 SCALE, HISTORY = "delayed_scale", "delayed_amax_history"
 
@@ -140,31 +141,26 @@ def _begin(
 ) -> tuple[dict[str, Any], Writer]:
     """The tensors of a checkpoint, which are the model's own, and what writes it."""
     model = unwrapped(model)
-    with _as_checkpoint_errors(*_failed(root), ranks):
-        folder = ranks.first(lambda: _new_folder(root))
+    with _as_checkpoint_errors(f"cannot write a checkpoint to {root}", KEPT, ranks):
         state = get_model_state_dict(model)  # outside of together(): ranks may agree on a scale in it
         with ranks.together():
             tensors, content = _collect(model, state, optimizer)
         content |= {"octavo_distributed": FORMAT, "delayed": gather_delayed(model, ranks), "extra": extra}
         with ranks.together():
             packed = _packed(content) if ranks.rank == 0 else b""
-        return tensors, Writer(folder, packed, keep)
+        return tensors, Writer(ranks.first(lambda: _new_folder(root)), packed, keep)
 
 
 def _write(tensors: dict[str, Any], writer: Writer, ranks: Ranks) -> None:
     """Write and publish a checkpoint; if that fails anywhere, remove what was written."""
     folder = Path(writer.path)
     try:
-        with _as_checkpoint_errors(*_failed(folder.parent), ranks):
+        with _as_checkpoint_errors(f"cannot write a checkpoint to {folder.parent}", KEPT, ranks):
             dcp.save(tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
     except CheckpointError:
         if ranks.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _failed(root: Path) -> tuple[str, str]:
-    return f"cannot write a checkpoint to {root}", "what was saved before is kept"
 
 
 def _on_cpu(value: Any) -> Any:
