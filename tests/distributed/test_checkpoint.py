@@ -310,11 +310,11 @@ def fail_later(mesh, folder, failing):
 
 @pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_save_in_the_background_says_its_faults_and_what_it_saves_does_not_change(pool, failing, tmp_path):
-    for kind, text, left, extra, same in pool.run(fail_later, (2,), str(tmp_path), failing):
+    for kind, text, left, extra, same in pool.run(fail_later, (2,), str(tmp_path), failing, whole=True):
         assert kind is CheckpointError and f"rank {failing} failed: Full; what was saved before is kept" in text
         assert left == ["save-00000001"] and extra == {"list": [4]} and same
     assert len(list(tmp_path.iterdir())) == 2
-    found = pool.run(on_the_group_that_trains, (2,), str(tmp_path))[0]
+    found = pool.run(on_the_group_that_trains, (2,), str(tmp_path), whole=True)[0]
     assert "training uses the default process group meanwhile" in found
 
 
