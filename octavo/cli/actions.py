@@ -52,6 +52,7 @@ from octavo.train.config import (
     hints,
     load_options,
     remedy,
+    words_of,
 )
 from octavo.train.loop import RECORD, run_in, trained_model
 from octavo_command import INTERRUPTED
@@ -84,7 +85,12 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
             text += f" (default: {shown})"
         common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
         if isinstance(default, bool):
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+            if words := words_of(config, field.name):  # --resume, --resume auto, --no-resume
+                group.add_argument(flag, nargs="?", const=True, choices=words, **common)
+                common = {"dest": field.name, "action": "store_false", "default": argparse.SUPPRESS}
+                group.add_argument(f"--no-{flag[2:]}", **common)
+            else:
+                group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
             continue
         if allowed := choices(config, field.name):
             group.add_argument(flag, choices=allowed, **common)
@@ -223,7 +229,7 @@ def _settled(config: TrainConfig, options: argparse.Namespace, recipes: Sequence
     """The options with the dtype that --dtype auto means, and the folder that is used without --out."""
     config = trainer.settle_dtype(config, trainer.choose_device(shard.device_name(config)), recipes)
     names = [config.called(recipe) for recipe in recipes]
-    out = config.run.out or _default_folder(options.name, config.run.resume)
+    out = config.run.out or _default_folder(options.name, bool(config.run.resume))
     if config.run.resume and not any(checkpoint.RunFolder(out / name).holds_run() for name in names):
         none = f"octavo: nothing to resume: {out} holds no run of {', '.join(names)}"
         out = config.run.out or _default_folder(options.name, False)
@@ -275,13 +281,13 @@ def _hooks(rank: int) -> Iterator[Hooks]:
 
 
 def _stopped(result: RunResult, config: TrainConfig, arguments: list[str]) -> int:
-    again = [argument for argument in arguments if argument != "--resume"]
+    again = list(arguments)
     for flag, value in (("--out", str(config.run.out)), ("--dtype", config.run.dtype)):
         if not any(argument == flag or argument.startswith(f"{flag}=") for argument in again):
             again += [flag, value]
     ranks = os.environ.get("WORLD_SIZE", "1")
     program = ["octavo"] if config.ranks.shard == "none" else f"torchrun --nproc-per-node {ranks} -m octavo".split()
-    command = shlex.join([*program, *again, "--resume"])
+    command = shlex.join([*program, *again, *([] if config.run.resume else ["--resume"])])
     print(
         f"octavo: stopped {result.name} at step {len(result.rows)} of {result.steps}, saved; go on with: {command}",
         file=sys.stderr,

@@ -1,13 +1,13 @@
-"""Checkpoints of many ranks: written by all of them, readable by any number, replaced as a whole or not at all.
+"""Checkpoints of many ranks: written by all of them, readable by any number, each there as a whole or not at all.
 
-    path/latest                   the name of the folder that counts: one line, replaced in one piece
-    path/save-00000007/
+    path/save-00000007/           the last one: of those that have a .metadata, the one with the largest number
         .metadata, __0_0.distcp   torch.distributed.checkpoint: the model's tensors and the optimizer's
         octavo.pt                 names, groups of the optimizer, delayed state of each rank, ``extra``
+    path/save-00000008.partial/   the next one; renamed once all ranks have written it
 
-A save that is cut off anywhere leaves `latest` as it was, and so the checkpoint before; the next save removes what it
-left. No file can run code when it is read: octavo.pt and the tensors are read with ``weights_only=True``. DCP's
-.metadata, a pickle of sizes and places, is read by an unpickler that loads their classes and no others.
+A save that fails removes its folder, and what a killed one has left the next save removes. No file can run code when it
+is read: octavo.pt and the tensors are read with ``weights_only=True``. DCP's .metadata, a pickle of sizes and places,
+is read by an unpickler that loads their classes and no others.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -37,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from octavo.distributed import joined_parts
-from octavo.distributed.files import reason_of, replacing
+from octavo.distributed.files import PARTIAL, reason_of, replacing
 from octavo.distributed.joined_parts import Joined
 from octavo.distributed.ranks import CheckpointError, RankError, Ranks, lost_ranks
 from octavo.errors import first_line
@@ -48,13 +49,13 @@ from octavo.optim.moment import Moment
 from octavo.optim.state import moment_from
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 from octavo.tensor.collectives import agree
-from octavo.tensor.fsdp2 import like_sharded, on_this_rank
+from octavo.tensor.fsdp2 import like_sharded, on_this_rank, plain
 
-__all__ = ["save_checkpoint", "load_checkpoint", "load_extra"]
+__all__ = ["save_checkpoint", "async_save_checkpoint", "load_checkpoint", "load_extra"]
 
 FORMAT = 1
-LATEST = "latest"
 CONTENT = "octavo.pt"
+KEPT = "what was saved before is kept"
 Places = dict[str, tuple[Any, str]]  # for each tensor of a checkpoint, a dict that it is in, and its name there
 SCALE, HISTORY = "delayed_scale", "delayed_amax_history"
 
@@ -66,18 +67,20 @@ def save_checkpoint(
     extra: Any = None,
     *,
     ranks: Ranks | None = None,
+    keep: int = 1,
 ) -> None:
     """Saves model, optimizer and delayed state; every rank calls it.
 
     Args:
-        path: a folder that all ranks see. It holds the last checkpoint only.
+        path: a folder that all ranks see.
         model: under fully_shard, DistributedDataParallel or neither.
         optimizer: the model's; None: a checkpoint without one.
         extra: what else to save; tensors, numbers, strings, and lists and dicts of these. Rank 0's is saved.
         ranks: the ranks that save (default: those of the default process group, or this process alone).
+        keep: how many checkpoints stay in the folder, this one included; older ones are removed.
 
     Raises:
-        CheckpointError: on all ranks, if the save failed on any. The checkpoint before is still there.
+        CheckpointError: on all ranks, if the save failed on any. The checkpoints before are still there.
 
     Example:
         >>> import tempfile, torch
@@ -86,16 +89,85 @@ def save_checkpoint(
         >>> load_checkpoint(folder, model, torch.optim.AdamW(model.parameters()))
         {'step': 120}
     """
-    root, ranks, model = Path(path), ranks or Ranks.of_process(), unwrapped(model)
-    with _as_checkpoint_errors(f"cannot write a checkpoint to {root}", "what was saved before is kept"):
-        folder = ranks.first(lambda: _new_folder(root))
+    ranks = ranks or Ranks.of_process()
+    tensors, writer = _begin(Path(path), model, optimizer, extra, ranks, keep)
+    _write(tensors, writer, ranks)
+
+
+def async_save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Any = None,
+    *,
+    ranks: Ranks,
+    keep: int = 1,
+) -> Future[None]:
+    """Copies what `save_checkpoint` saves to the CPU, and writes it while training goes on; every rank calls it.
+
+    Args:
+        path, model, optimizer, extra, keep: as for save_checkpoint. They may change once this has returned.
+        ranks: the ranks that save: ``Ranks()`` for this process alone, else of a process group that nothing else uses
+            until the save has ended, such as ``Ranks(dist.new_group())``, made once. At most one save may run.
+
+    Returns:
+        Its ``result()`` waits for the checkpoint to be there, and raises the CheckpointError of a save that failed.
+
+    Raises:
+        CheckpointError: on all ranks, if what to save could not be collected on any.
+        ValueError: ``ranks`` are of the default process group, which training uses.
+
+    Example:
+        >>> import tempfile, torch
+        >>> folder, model = tempfile.mkdtemp(), torch.nn.Linear(4, 4)
+        >>> saving = async_save_checkpoint(folder, model, extra={"step": 120}, ranks=Ranks())
+        >>> saving.result()
+        >>> load_extra(folder)
+        {'step': 120}
+    """
+    if ranks.group is not None and ranks.group is torch.distributed.group.WORLD:
+        raise ValueError("training uses the default process group meanwhile: give Ranks(torch.distributed.new_group())")
+    tensors, writer = _begin(Path(path), model, optimizer, extra, ranks, keep)
+    copies = {name: _on_cpu(value) for name, value in tensors.items()}
+    executor = ThreadPoolExecutor(1, "octavo-save")
+    try:
+        return executor.submit(_write, copies, writer, ranks)
+    finally:
+        executor.shutdown(wait=False)
+
+
+def _begin(
+    root: Path, model: nn.Module, optimizer: Optimizer | None, extra: Any, ranks: Ranks, keep: int
+) -> tuple[dict[str, Any], Writer]:
+    """The tensors of a checkpoint, which are the model's own, and what writes it."""
+    model = unwrapped(model)
+    with _as_checkpoint_errors(f"cannot write a checkpoint to {root}", KEPT, ranks):
         state = get_model_state_dict(model)  # outside of together(): ranks may agree on a scale in it
         with ranks.together():
             tensors, content = _collect(model, state, optimizer)
         content |= {"octavo_distributed": FORMAT, "delayed": gather_delayed(model, ranks), "extra": extra}
-        ranks.first(lambda: _write_content(folder, content))
-        dcp.save(tensors, storage_writer=Writer(folder), process_group=ranks.group, no_dist=ranks.group is None)
-        ranks.first(lambda: _finish(folder))
+        with ranks.together():
+            packed = _packed(content) if ranks.rank == 0 else b""
+        return tensors, Writer(ranks.first(lambda: _new_folder(root)), packed, keep)
+
+
+def _write(tensors: dict[str, Any], writer: Writer, ranks: Ranks) -> None:
+    """Write and publish a checkpoint; if that fails anywhere, remove what was written."""
+    folder = Path(writer.path)
+    try:
+        with _as_checkpoint_errors(f"cannot write a checkpoint to {folder.parent}", KEPT, ranks):
+            dcp.save(tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
+    except CheckpointError:
+        if ranks.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _on_cpu(value: Any) -> Any:
+    """A copy of a tensor, sharded as it is."""
+    if isinstance(value, Joined):
+        return Joined([_on_cpu(split) for split in value.parts])
+    return plain(value).detach().to("cpu", copy=True)
 
 
 def load_checkpoint(
@@ -134,7 +206,9 @@ def load_checkpoint(
     """
     root, ranks, model = Path(path), ranks or Ranks.of_process(), unwrapped(model)
     with _as_checkpoint_errors(
-        f"cannot read the checkpoint in {root}", "give the folder of a whole one, and the model it was saved from"
+        f"cannot read the checkpoint in {root}",
+        "give the folder of a whole one, and the model it was saved from",
+        ranks,
     ):
         folder = ranks.first(lambda: _latest(root))
         with ranks.together():
@@ -182,16 +256,18 @@ def load_extra(path: str | os.PathLike[str]) -> Any:
         >>> load_extra(folder)
         {'step': 120}
     """
-    with _as_checkpoint_errors(f"cannot read the checkpoint in {path}", "give the folder of a whole one"):
+    with _as_checkpoint_errors(f"cannot read the checkpoint in {path}", "give the folder of a whole one", Ranks()):
         return _read_content(_latest(Path(path)))["extra"]
 
 
 @contextlib.contextmanager
-def _as_checkpoint_errors(what: str, remedy: str) -> Iterator[None]:
+def _as_checkpoint_errors(what: str, remedy: str, ranks: Ranks) -> Iterator[None]:
     """Raise any failure as a CheckpointError; silence torch's warning that there is no process group."""
     try:
-        with lost_ranks(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*torch.distributed is .*")
+        # filters of warnings are those of all threads: they change where there is that warning, and not elsewhere
+        with lost_ranks(), warnings.catch_warnings() if ranks.group is None else contextlib.nullcontext():
+            if ranks.group is None:
+                warnings.filterwarnings("ignore", message=".*torch.distributed is .*")
             yield
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
@@ -206,44 +282,37 @@ def _as_checkpoint_errors(what: str, remedy: str) -> Iterator[None]:
 def _new_folder(root: Path) -> str:
     """Remove what interrupted saves have left, and make the folder of the next one."""
     root.mkdir(parents=True, exist_ok=True)
-    kept = _pointed(root)
-    for other in root.glob("save-*"):
-        if other.name != kept:
-            shutil.rmtree(other)
-    number = 1 + (int(kept.removeprefix("save-")) if kept else 0)
-    folder = root / f"save-{number:08}"
+    for left in root.glob(f"save-*.{PARTIAL}"):
+        shutil.rmtree(left)
+    number = 1 + max((int(digits) for _, digits in _numbered(root)), default=0)
+    folder = root / f"save-{number:08}.{PARTIAL}"
     folder.mkdir()
     return str(folder)
 
 
-def _pointed(root: Path) -> str | None:
-    """The name in `latest`, or None if there is no such file yet."""
-    try:
-        name = (root / LATEST).read_text().strip()
-    except FileNotFoundError:
-        return None
-    if not name.removeprefix("save-").isdecimal():
-        raise CheckpointError(f"{root / LATEST} is damaged: write into it the name of the folder to load")
-    return name
+def _numbered(root: Path) -> list[tuple[Path, str]]:
+    found = ((path, path.name.removeprefix("save-")) for path in root.glob("save-*"))
+    return [(path, digits) for path, digits in found if digits.isdecimal()]
+
+
+def checkpoints_in(root: Path) -> list[Path]:
+    """The folders of the whole checkpoints in a folder, the last one first."""
+    whole = [(int(digits), path) for path, digits in _numbered(root) if (path / METADATA).is_file()]
+    return [path for _, path in sorted(whole, reverse=True)]
 
 
 def _latest(root: Path) -> str:
-    name = _pointed(root)
-    if name is None:
-        raise CheckpointError(f"{root} holds no checkpoint: give the folder that save_checkpoint was given")
-    if not (root / name / METADATA).is_file():
-        raise CheckpointError(f"{root / name} is gone or damaged: write into {root / LATEST} another folder's name")
-    return str(root / name)
+    if not (found := checkpoints_in(root)):
+        raise CheckpointError(f"{root} holds no whole checkpoint: give the folder that save_checkpoint was given")
+    return str(found[0])
 
 
-def _finish(folder: str) -> None:
-    """Make the folder the last checkpoint, and remove the others."""
-    root = Path(folder).parent
-    with replacing(root / LATEST) as pointer:
-        pointer.write(f"{Path(folder).name}\n".encode())
-    for other in root.glob("save-*"):
-        if other != Path(folder):
-            shutil.rmtree(other, ignore_errors=True)
+def _publish(folder: Path, keep: int) -> None:
+    """Make the folder the last checkpoint, and remove those that are not kept."""
+    folder.rename(folder.with_suffix(""))
+    for old in checkpoints_in(folder.parent)[max(keep, 1) :]:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(old.rename(f"{old}.{PARTIAL}"))  # never whole by its name while it goes
 
 
 # --- what is in them --------------------------------------------------------------------------------------------------
@@ -323,8 +392,8 @@ def _optimizer_to_fill(
     return {"state": kept, "param_groups": groups}, codes, places
 
 
-def _write_content(folder: str, content: dict[str, Any]) -> None:
-    """Write octavo.pt.
+def _packed(content: dict[str, Any]) -> memoryview:
+    """The bytes of octavo.pt.
 
     Raises:
         CheckpointError: ``extra`` or a group of the optimizer has objects that `weights_only` can't read.
@@ -339,8 +408,7 @@ def _write_content(folder: str, content: dict[str, Any]) -> None:
             f"extra, or a group of the optimizer, holds more than tensors, numbers, strings, lists and dicts: "
             f"{first_line(error)}"
         ) from error
-    with replacing(Path(folder) / CONTENT) as file:
-        file.write(written.getbuffer())
+    return written.getbuffer()
 
 
 def _read_content(folder: str) -> dict[str, Any]:
@@ -350,7 +418,8 @@ def _read_content(folder: str) -> dict[str, Any]:
             raise ValueError("another format")
     except Exception as error:  # whatever a damaged file makes torch raise
         raise CheckpointError(
-            f"{Path(folder) / CONTENT} is damaged or not octavo's ({reason_of(error)}): load another checkpoint"
+            f"{Path(folder) / CONTENT} is damaged or not octavo's ({reason_of(error)}): remove its folder to load the "
+            "checkpoint before"
         ) from error
     return content
 
@@ -467,13 +536,31 @@ METADATA = ".metadata"  # DCP's name
 
 
 class Writer(dcp.FileSystemWriter):
-    """DCP's writer, whose errors say why it failed: those that are sent to other ranks lose their cause."""
+    """DCP's writer of a partial folder, which octavo.pt completes and which is published once all ranks have written.
+
+    Its errors say why it failed: those that are sent to other ranks lose their cause.
+
+    Args:
+        folder: the partial folder.
+        content: the bytes of octavo.pt.
+        keep: how many checkpoints stay.
+    """
+
+    def __init__(self, folder: str, content: memoryview | bytes, keep: int) -> None:
+        super().__init__(folder)
+        self._content, self._keep = content, keep
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().write_data(*args, **kwargs)
         except Exception as error:
             raise CheckpointError(reason_of(error)) from error
+
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        with replacing(Path(self.path) / CONTENT) as file:
+            file.write(self._content)
+        super().finish(*args, **kwargs)
+        _publish(Path(self.path), self._keep)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -505,7 +592,9 @@ class MetadataReader(dcp.FileSystemReader):
                 self._metadata = _Unpickler(file).load()
             self._metadata.storage_meta.load_id = self.load_id
         except Exception as error:  # whatever a damaged file makes pickle raise
-            raise CheckpointError(f"{path} is damaged ({reason_of(error)}): load another checkpoint") from error
+            raise CheckpointError(
+                f"{path} is damaged ({reason_of(error)}): remove its folder to load the checkpoint before"
+            ) from error
 
     def size(self, name: str) -> torch.Size:
         """The size of a saved tensor; an empty one for anything else."""

@@ -1,7 +1,7 @@
 """What a run leaves on the disk: a folder with `config.json`, `log.csv` and a checkpoint, each replaced as a whole.
 
-The checkpoint of one process is the file `checkpoint.pt`; that of many ranks is the folder `checkpoint`, which all of
-them write and any number of ranks can read. Both have tensors, numbers and strings only, so that
+The checkpoint of one process is the file `checkpoint.pt`; those of many ranks are in the folder `checkpoint`, which all
+of them write and any number of ranks can read. Both have tensors, numbers and strings only, so that
 `torch.load(weights_only=True)` reads them: the state of model and optimizer, and the run's
 
     step, rows      steps done, and their log: a StepRow each, as float64 [step, 5]
@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from octavo.distributed.ranks import CheckpointError, Ranks
 from octavo.errors import first_line
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 from octavo.train.config import CONFIG_FILE, RunCheckpointError, TrainConfig, save_options
+from octavo.train.shard import ranks_for_saves
 
 FORMAT = 1
 CHECKPOINT = "checkpoint.pt"
@@ -117,6 +120,8 @@ class RunFolder:
                 )
             for left in self.path.glob(f"*.{PARTIAL}"):  # files that a killed run was writing
                 left.unlink(missing_ok=True)
+            for left in (self.path / SHARDED).glob(f"*.{PARTIAL}"):
+                shutil.rmtree(left)
             return lock.pop_all()
         raise AssertionError  # together() swallows nothing
 
@@ -134,6 +139,13 @@ class RunFolder:
         with self._writing(self.checkpoint), replacing(self.checkpoint) as file:
             torch.save({"octavo_checkpoint": FORMAT, "schedule": {}, "in_backward": {}, **states, **content}, file)
         self.saved_step = content["step"]
+
+    def finish(self) -> None:
+        """Wait until what `save` has begun is written; of many ranks all call it.
+
+        Raises:
+            RunCheckpointError: it could not be written, on any rank.
+        """
 
     def load(self, identity: Identity | None) -> Content | None:
         """Read the checkpoint of this run, or return None if none was written yet; see `fill`.
@@ -235,26 +247,56 @@ class RunFolder:
 
 
 class ShardedFolder(RunFolder):
-    """The folder of a run on many ranks."""
+    """The folder of a run on many ranks.
+
+    Args:
+        path: the folder.
+        ranks: those that train.
+        config: how many checkpoints it keeps, and whether `save` writes while training goes on (default: no).
+    """
 
     name = SHARDED
 
-    def save(self, model: nn.Module, optimizer: Optimizer, content: Content) -> None:
-        from octavo.distributed.checkpoint import save_checkpoint
+    def __init__(self, path: Path, ranks: Ranks | None = None, config: TrainConfig | None = None) -> None:
+        super().__init__(path, ranks)
+        self._keep = 1 if config is None else config.ranks.keep
+        self._background = None if config is None else ranks_for_saves(config, self.ranks)
+        self._saving: tuple[int, Future[None]] | None = None
 
+    def save(self, model: nn.Module, optimizer: Optimizer, content: Content) -> None:
+        from octavo.distributed.checkpoint import async_save_checkpoint, save_checkpoint
+
+        self.finish()
+        given: Any = self.checkpoint, model, optimizer, content
+        with self._reported():
+            if self._background is not None:
+                saving = async_save_checkpoint(*given, ranks=self._background, keep=self._keep)
+                self._saving = content["step"], saving
+                return
+            save_checkpoint(*given, ranks=self.ranks, keep=self._keep)
+        self.saved_step = content["step"]
+
+    def finish(self) -> None:
+        if self._saving is not None:
+            (step, saving), self._saving = self._saving, None
+            with self._reported():
+                saving.result()
+            self.saved_step = step
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
         try:
-            save_checkpoint(self.checkpoint, model, optimizer, content, ranks=self.ranks)
+            yield
         except CheckpointError as error:
             kept = "nothing yet" if self.saved_step is None else f"step {self.saved_step}"
             raise RunCheckpointError(f"{error} ({kept}); add --resume to go on") from error
-        self.saved_step = content["step"]
 
     def _read(self) -> Content | None:
-        from octavo.distributed.checkpoint import LATEST, load_extra
+        from octavo.distributed.checkpoint import checkpoints_in, load_extra
 
         if (self.path / CHECKPOINT).exists():
             raise RunCheckpointError(f"the run in {self.path} was trained by one process: resume it without --shard")
-        return load_extra(self.checkpoint) if (self.checkpoint / LATEST).exists() else None
+        return load_extra(self.checkpoint) if checkpoints_in(self.checkpoint) else None
 
     def fill(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         from octavo.distributed.checkpoint import load_checkpoint

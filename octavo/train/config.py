@@ -34,6 +34,7 @@ from octavo.errors import OctavoError, first_line
 from octavo.recipes import NAMED
 
 CONFIG_FILE = "config.json"
+AUTO = "auto"
 _THIS_RUN_ALONE = ("out", "resume")  # options that a file for other runs leaves out
 
 
@@ -63,7 +64,6 @@ BASELINE = "baseline"  # the model as it is built; such a run is named after its
 DTYPES = {"bfloat16": "bf16", "float32": "float32"}
 UNCONVERTED = (BASELINE, *DTYPES.values())
 ALONE, FSDP, DDP = "none", "fsdp", "ddp"
-AUTO = "auto"
 RECIPES = (*UNCONVERTED, *(name for name in NAMED if name != "default"))
 SMALLEST = math.ulp(0.0)  # above 0
 LARGEST = 2**31 - 1  # torch indexes with int64, but no size below may need it
@@ -88,13 +88,19 @@ def choices(config: type, name: str) -> tuple[str, ...]:
     return typing.get_args(hint) if typing.get_origin(hint := hints(config)[name]) is Literal else ()
 
 
+def words_of(config: type, name: str) -> tuple[str, ...]:
+    """The strings that a field takes besides true and false."""
+    return tuple(word for kind in typing.get_args(hints(config)[name]) for word in typing.get_args(kind))
+
+
 def remedy(config: type, field: dataclasses.Field[Any], value: object) -> str | None:
     """What to choose instead of a value that a field does not take; None if it takes the value."""
     default, limits = field.default, field.metadata["limits"]
     if allowed := choices(config, field.name):
         return None if value in allowed else f"{', '.join(allowed[:-1])} or {allowed[-1]}"
     if isinstance(default, bool):
-        return None if isinstance(value, bool) else "true or false"
+        words = words_of(config, field.name)
+        return None if isinstance(value, bool) or value in words else " or ".join(("true", "false", *words))
     if isinstance(default, int):
         fits = type(value) is int and limits[0] <= value <= LARGEST
         return None if fits else f"a whole number from {limits[0]} to {LARGEST}"
@@ -272,23 +278,36 @@ class RunConfig(_Checked):
     out: Path | None = option(  # noqa: RUF009 (it is a field)
         None, "folder for checkpoints, logs and plots (default: a new one under runs/)", metavar="FOLDER"
     )
-    resume: bool = option(
+    resume: bool | Literal["auto"] = option(
         False,
-        "continue the run in the folder --out (default: the newest one under runs/), or begin one",
+        "continue the run in the folder --out (default: the newest one under runs/), or begin one; auto: for a command "
+        "that is started again and again, which must name --out",
     )
     checkpoint_every: int = option(100, "steps between checkpoints (0: only at the end and when interrupted)", 0)
     eval_every: int = option(80, "steps between validations (0: only at the end)", 0)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.resume == AUTO and self.out is None:
+            raise ValueError("resume auto finds its run by the folder: give out, too")
+
 
 @dataclass(frozen=True)
 class RanksConfig(_Checked):
-    """Which processes train together, and how they share the model."""
+    """Which processes train together, how they share the model, and how they save it."""
 
     shard: Literal["none", "fsdp", "ddp"] = option(
         "none", "fsdp (each rank has a part of the model) or ddp (the whole of it): train on the ranks of torchrun"
     )
     tensor_parallel: int = option(1, "under fsdp: ranks that share each product and each sequence", 1, metavar="RANKS")
     timeout: int = option(60, "seconds that ranks wait for each other before they give up", 1, metavar="SECONDS")
+    keep: int = option(1, "checkpoints that stay, the newest ones", 1)
+    async_save: bool = option(False, "write checkpoints while training goes on: a step waits for a copy alone")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shard == ALONE and (self.keep > 1 or self.async_save):
+            raise ValueError("keep and async_save are for runs on ranks, one is enough: choose shard fsdp or ddp")
 
 
 @dataclass(frozen=True)

@@ -285,7 +285,7 @@ class _Shared:
     def open(self, folder: RunFolder) -> None:
         """Open a run's folder, unless that was done."""
         if folder.path not in self._folders:
-            self.opened.enter_context(folder.open(self.config.run.resume))
+            self.opened.enter_context(folder.open(bool(self.config.run.resume)))
             self._folders.add(folder.path)
 
     def rehearse(self, name: str) -> None:
@@ -321,7 +321,7 @@ class _Run:
         self.saved: Content | None = None
         if config.run.out is not None:
             path = config.run.out / name
-            self.folder = RunFolder(path) if config.ranks.shard == ALONE else ShardedFolder(path, shared.ranks)
+            self.folder = RunFolder(path) if config.ranks.shard == ALONE else ShardedFolder(path, shared.ranks, config)
             shared.open(self.folder)
             self.saved = self.folder.load(self.identity) if config.run.resume else None
         self.rows: list[StepRow] = self.saved["rows"] if self.saved is not None else []
@@ -358,6 +358,8 @@ class _Run:
         try:
             with lost_ranks():
                 self._steps()
+            if self.folder is not None:
+                self.folder.finish()
         except DivergedError as error:
             why = f"{error}{self._end_inspection()}{self._kept()}"
             raise DivergedError(f"{self.result.name} diverged: {why}; try a lower --lr") from error
@@ -390,7 +392,13 @@ class _Run:
         return f"; {found}" if found else ""
 
     def _kept(self) -> str:
-        if self.folder is None or self.folder.saved_step is None:
+        if self.folder is None:
+            return ""
+        try:
+            self.folder.finish()
+        except RunCheckpointError as error:
+            return f"; {error}"
+        if self.folder.saved_step is None:
             return ""
         return f"; the checkpoint of step {self.folder.saved_step} is kept in {self.folder.path}"
 

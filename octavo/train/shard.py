@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -47,12 +49,38 @@ def joined(config: TrainConfig) -> Iterator[Ranks]:
         with lost_ranks():
             # gloo besides NCCL, as what ranks agree on are tensors on the CPU
             backend = "cpu:gloo,cuda:nccl" if accelerated else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=config.ranks.timeout))
+            timeout = timedelta(seconds=config.ranks.timeout)
+            store, rank, size = _fresh_store(timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         yield Ranks(dist.group.WORLD)
         ended = True
     finally:
         if dist.is_initialized() and (ended or not accelerated):  # NCCL would wait for the ranks that are gone
             dist.destroy_process_group()
+
+
+def _fresh_store(timeout: timedelta) -> tuple[Any, int, int]:
+    """The store in which ranks find each other, under a name that no start before has used; this rank; how many.
+
+    torchrun's agent keeps its store through restarts, with the addresses of dead ranks (PyTorch's issues 135712 and
+    167288). Rank 0 invents a name and tells each rank that asks. A question of a start before is answered too, but only
+    who has asked now hears it and says so.
+    """
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    own, missing, until = secrets.token_hex(8), {*range(1, size)}, time.monotonic() + timeout.total_seconds()
+    if rank > 0:
+        store.set(f"octavo/question/{rank}", own)
+        name = store.get(f"octavo/answer/{own}").decode()
+        store.set(f"octavo/{name}/{rank}", "")
+        return dist.PrefixStore(name, store), rank, size
+    while missing := {other for other in missing if not store.check([f"octavo/{own}/{other}"])}:
+        if time.monotonic() > until:
+            raise dist.DistStoreError(f"timeout: ranks {sorted(missing)} did not join")
+        for other in missing:
+            if store.check([f"octavo/question/{other}"]):
+                store.set(f"octavo/answer/{store.get(f'octavo/question/{other}').decode()}", own)
+        time.sleep(0.01)
+    return dist.PrefixStore(own, store), rank, size
 
 
 def ranks_of(config: RanksConfig) -> Ranks:
@@ -65,6 +93,15 @@ def ranks_of(config: RanksConfig) -> Ranks:
             f"shard {config.shard} needs a process group: {LAUNCH} --shard {config.shard} ..., or joined(config)"
         )
     return ranks
+
+
+def ranks_for_saves(config: TrainConfig, ranks: Ranks) -> Ranks | None:
+    """The run's ranks in a group of their own, to write checkpoints while they train; None: they wait for each one."""
+    if not config.ranks.async_save:
+        return None
+    with lost_ranks():
+        members, timeout = dist.get_process_group_ranks(ranks.group), timedelta(seconds=config.ranks.timeout)
+        return Ranks(dist.new_group(members, timeout=timeout, use_local_synchronization=True))
 
 
 def device_name(config: TrainConfig) -> str:

@@ -17,7 +17,7 @@ import octavo
 from octavo import cli
 from octavo.cli import actions
 from octavo.cli.actions import add_options, option_errors
-from octavo.train import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig, report, run
+from octavo.train import DataConfig, ModelConfig, OptimizerConfig, RunConfig, RunResult, TrainConfig, report, run
 from octavo.train.config import TrainError, option
 from octavo.train.trainer import Trainer
 from tests.support.command_line import TEXT, TINY, one_line, train
@@ -164,10 +164,24 @@ def test_folders_are_chosen_when_none_is_given(capsys, no_plot):
     assert Path("runs/train-1000/dynamic").is_dir() and Path("runs/train-1001/dynamic").is_dir()
 
 
+def test_the_values_of_resume(capsys):
+    for given, value in (([], None), (["--resume"], True), (["--resume", "auto"], "auto"), (["--no-resume"], False)):
+        assert getattr(cli.parser(["train"]).parse_args(["train", *given, "--seed", "1"]), "resume", None) == value
+    assert train("--resume", "now") == 2 and "invalid choice: 'now'" in one_line(capsys)
+    result, config = (
+        RunResult("dynamic", 6, [], 0, 0, "float32"),
+        TrainConfig(run=RunConfig(resume="auto", out=Path("a"))),
+    )
+    actions._stopped(result, config, ["train", "--out", "a", "--resume", "auto"])
+    assert capsys.readouterr().err.endswith("octavo train --out a --resume auto --dtype auto\n")
+
+
 def test_one_set_of_flags_begins_a_run_and_goes_on_with_it(capsys, no_plot):
     kept = []
+    assert train("--resume", "auto") == 2
+    assert "resume auto finds its run by the folder: give out, too" in one_line(capsys)
     for said in ("octavo: nothing to resume: here holds no run of dynamic; it begins anew in here\n", ""):
-        assert train("--resume", "--out", "here") == 0
+        assert train(*(["--resume", "auto"] if said else ["--resume"]), "--out", "here") == 0
         assert capsys.readouterr().err.startswith(said or "dynamic: 6 steps")
         kept.append(Path("here/dynamic/log.csv").read_bytes())
     assert kept[0] == kept[1]
@@ -238,7 +252,7 @@ def test_a_second_ctrl_c_does_not_wait_and_a_second_sigterm_does(capfd, monkeypa
         assert train("--out", "here") == 130
     err = capfd.readouterr().err
     assert err.count("stopping after this step") == 1 and err.splitlines()[-1] == "octavo: interrupted"
-    assert train("--out", "here", "--resume") == 0
+    assert train("--out", "here", "--resume", "auto") == 0
 
 
 ROOT = Path(__file__).parents[2]

@@ -3,11 +3,13 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -20,7 +22,7 @@ from octavo.distributed import checkpoint
 from octavo.distributed.checkpoint import (
     MetadataReader,
     TensorPlanner,
-    Writer,
+    async_save_checkpoint,
     load_checkpoint,
     load_extra,
     save_checkpoint,
@@ -285,6 +287,44 @@ def test_what_fails_on_one_rank_fails_on_all_and_keeps_the_one_before(pool, fail
         assert f"cannot read the checkpoint in {tmp_path}" in read and "failed" in read
 
 
+def fail_later(mesh, folder, failing):
+    """What a save in the background says where a rank can't write, what is left; then one that is held back."""
+    ranks = Ranks(dist.new_group([*range(mesh.size())], use_local_synchronization=True))
+    model = shared(build(), "fsdp", mesh)
+    optimizer = adamw(model)
+    train(model, optimizer, 0, 2, ranks)
+    async_save_checkpoint(folder, model, optimizer, 2, ranks=ranks).result()
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks.rank == failing:
+            patch.setattr(dcp.FileSystemWriter, "write_data", lambda *args: (_ for _ in ()).throw(OSError(28, "Full")))
+        saving = async_save_checkpoint(folder, model, optimizer, 3, ranks=ranks)
+        error = saving.exception(60)
+    left = ranks.first(lambda: [path.name for path in Path(folder).iterdir()])
+    extra, before = {"list": [4]}, everything(model, optimizer)
+    with stored.save_later(folder, model, optimizer, extra, ranks=ranks, keep=2):
+        train(model, optimizer, 2, 3, Ranks(mesh.get_group()))
+        extra["list"][0] = 5
+    extra = load_checkpoint(folder, model, optimizer, ranks=ranks)
+    return type(error), str(error), left, extra, equal(everything(model, optimizer), before)
+
+
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_save_in_the_background_says_its_faults_and_what_it_saves_does_not_change(pool, failing, tmp_path):
+    for kind, text, left, extra, same in pool.run(fail_later, (2,), str(tmp_path), failing, whole=True):
+        assert kind is CheckpointError and f"rank {failing} failed: Full; what was saved before is kept" in text
+        assert left == ["save-00000001"] and extra == {"list": [4]} and same
+    assert len(list(tmp_path.iterdir())) == 2
+    found = pool.run(on_the_group_that_trains, (2,), str(tmp_path), whole=True)[0]
+    assert "training uses the default process group meanwhile" in found
+
+
+def on_the_group_that_trains(mesh, folder):
+    try:
+        async_save_checkpoint(folder, build(), ranks=Ranks.of_process())
+    except ValueError as error:
+        return str(error)
+
+
 def test_where_one_rank_cannot_load_all_say_why(pool, tmp_path):
     for said, differs in pool.run(one_fails, (2,), str(tmp_path), 1, seconds=60):
         assert len(said) == 4 and all("No such file" in one for one in said)
@@ -301,37 +341,56 @@ def model():
     return model
 
 
-class Killed(BaseException):
-    pass
-
-
-def kill(*args, **kwargs):
-    raise Killed
-
-
-KILLS = {
+CUTS = {
     "folder made": ("octavo.distributed.checkpoint.dcp.save", 1),
-    "tensors written": ("octavo.distributed.checkpoint._finish", 1),
-    "pointer written": ("os.replace", 1),
+    "tensors written": ("octavo.distributed.checkpoint.Writer.finish", 1),
+    "octavo.pt written": ("torch.distributed.checkpoint.FileSystemWriter.finish", 1),
+    "all written": ("octavo.distributed.checkpoint._publish", 1),
     "older ones not yet gone": ("shutil.rmtree", 2),
 }
 
 
-@pytest.mark.parametrize("when", KILLS)
+@pytest.mark.parametrize("when", CUTS)
 def test_a_save_cut_off_anywhere_leaves_one_that_loads(when, model, tmp_path, monkeypatch):
-    optimizer = adamw(model)
+    """Where it is killed, which leaves what is on the disk then, and where it fails, which leaves nothing partial."""
+    optimizer, (place, counts) = adamw(model), CUTS[when]
+    failed, killed = tmp_path / "failed", tmp_path / "killed"
     train(model, optimizer, 2, 4)
-    save_checkpoint(tmp_path, model, optimizer, 1)
+    save_checkpoint(failed, model, optimizer, 1)
     first = everything(model, optimizer)
     train(model, optimizer, 4, 5)
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(KILLS[when][0], kill)
-        save_checkpoint(tmp_path, model, optimizer, KILLS[when][1])
-    extra = load_checkpoint(tmp_path, model, optimizer)
-    assert extra == KILLS[when][1] and (extra == 2 or equal(everything(model, optimizer), first))
-    save_checkpoint(tmp_path, model, optimizer, 3)
-    assert load_checkpoint(tmp_path, model, optimizer) == load_extra(tmp_path) == 3
-    assert sorted(path.name[:5] for path in tmp_path.iterdir()) == ["lates", "save-"]
+
+    def cut(*args, **kwargs):
+        shutil.copytree(failed, killed)
+        raise OSError(28, "Full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, cut)
+        with (
+            pytest.raises(CheckpointError, match="Full; what was saved before is kept")
+            if counts == 1
+            else nullcontext()
+        ):
+            save_checkpoint(failed, model, optimizer, 2)
+    assert counts == 2 or [path.name for path in failed.iterdir()] == ["save-00000001"]
+    for folder in (failed, killed):
+        extra = load_checkpoint(folder, model, optimizer)
+        assert extra == counts and (extra == 2 or equal(everything(model, optimizer), first))
+        save_checkpoint(folder, model, optimizer, 3)
+        assert load_checkpoint(folder, model, optimizer) == load_extra(folder) == 3
+        assert [path.name for path in folder.iterdir()] == [f"save-{counts + 1:08}"]
+
+
+def test_the_newest_whole_ones_are_kept_and_found(model, tmp_path):
+    for number in range(1, 5):
+        save_checkpoint(tmp_path, model, extra=number, keep=3)
+    assert [path.name for path in checkpoint.checkpoints_in(tmp_path)] == [f"save-{n:08}" for n in (4, 3, 2)]
+    (tmp_path / "save-00000004" / ".metadata").unlink()
+    shutil.copytree(tmp_path / "save-00000003", tmp_path / "save-00000009.partial")
+    assert load_extra(tmp_path) == load_checkpoint(tmp_path, model) == 3
+    save_checkpoint(tmp_path, model, extra=5, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"save-{n:08}" for n in (3, 4, 5)]  # 4 is not whole
+    assert load_extra(tmp_path) == 5
 
 
 def test_before_the_first_step_and_without_an_optimizer(tmp_path):
@@ -397,7 +456,7 @@ def test_names_are_those_of_the_plain_model(model, tmp_path):
 
 
 def fill(folder, name, data):
-    (folder / (folder / "latest").read_text().strip() / name).write_bytes(data)
+    (folder / "save-00000001" / name).write_bytes(data)
 
 
 class Evil:
@@ -408,9 +467,8 @@ class Evil:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda folder: (folder / "latest").unlink(), "holds no checkpoint: give the folder"),
-        (lambda folder: (folder / "latest").write_text("../elsewhere"), "latest is damaged"),
-        (lambda folder: shutil.rmtree(next(folder.glob("save-*"))), "is gone or damaged"),
+        (lambda folder: shutil.rmtree(folder / "save-00000001"), "holds no whole checkpoint: give the folder"),
+        (lambda folder: (folder / "save-00000001" / ".metadata").unlink(), "holds no whole checkpoint"),
         (lambda folder: fill(folder, "octavo.pt", b"junk"), "octavo.pt is damaged or not octavo's"),
         (lambda folder: fill(folder, "octavo.pt", pickle.dumps(Evil())), "octavo.pt is damaged or not octavo's"),
         (lambda folder: fill(folder, ".metadata", b""), ".metadata is damaged"),
@@ -451,7 +509,7 @@ def test_what_cannot_be_read_back_is_not_written(model, tmp_path):
     save_checkpoint(tmp_path, model, extra=1)
     with pytest.raises(CheckpointError, match="extra, or a group of the optimizer, holds more than"):
         save_checkpoint(tmp_path, model, extra={"path": Path("x")})
-    assert load_extra(tmp_path) == 1
+    assert load_extra(tmp_path) == 1 and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_folder_that_cannot_be_made(model, tmp_path):
@@ -463,7 +521,7 @@ def test_a_folder_that_cannot_be_made(model, tmp_path):
 def test_file_names_are_those_of_the_docstring(model, tmp_path):
     save_checkpoint(tmp_path, model)
     names = sorted(path.name for path in tmp_path.rglob("*"))
-    assert names == [".metadata", "__0_0.distcp", "latest", "octavo.pt", "save-00000001"]
+    assert names == [".metadata", "__0_0.distcp", "octavo.pt", "save-00000001"]
     assert all(name in (checkpoint.__doc__ or "") for name in names if name != "save-00000001")
 
 
@@ -532,7 +590,7 @@ def test_what_was_saved_as_it_is_kept_is_filled_in_place():
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_tensors_come_back_and_nothing_else_does(tmp_path):
     options = {"no_dist": True}
-    dcp.save({"w": torch.arange(6.0), "text": "a"}, storage_writer=Writer(tmp_path), **options)
+    dcp.save({"w": torch.arange(6.0), "text": "a"}, storage_writer=dcp.FileSystemWriter(tmp_path), **options)
     found = {"w": torch.zeros(6)}
     dcp.load(found, storage_reader=MetadataReader(str(tmp_path)), planner=TensorPlanner(), **options)
     assert found["w"].tolist() == list(range(6))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -16,9 +17,11 @@ import octavo
 from octavo import distributed as ours
 from octavo.distributed.checkpoint import load_checkpoint, save_checkpoint
 from octavo.distributed.joined_parts import Joined, join, names_of, part, renamed
+from octavo.distributed.ranks import Ranks
 from octavo.optim.layout import like_param
 from octavo.optim.state import as_fp32
 from tests.support.parallel_tasks import RECIPES, whole
+from tests.support.sharded_weights import save_later
 
 
 def trained(mesh: Any, recipe: str, steps: int, compact: Any = None, width: int = 32) -> tuple[nn.Module, Any]:
@@ -83,8 +86,12 @@ def moments(mesh: Any, path: str, saves: bool, compact: Any, width: int) -> dict
 
 def save(mesh: Any, path: str, recipe: str, *how: Any) -> dict[str, Tensor]:
     model, optimizer = trained(mesh, recipe, 2, *how)
-    save_checkpoint(path, model, optimizer, {"step": 2})
-    return values(model, optimizer)
+    found = values(model, optimizer)
+    with save_later(path, model, optimizer, {"step": 2}, ranks=Ranks(dist.new_group())):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    return found
 
 
 def load(mesh: Any, path: str, recipe: str, *how: Any) -> tuple[dict[str, Tensor], bool]:

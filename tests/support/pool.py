@@ -28,7 +28,15 @@ GROUPS_A_TASK = 1000  # more than any makes
 SECONDS_AFTER_A_FAULT = 5  # in which the others may still tell of theirs
 
 # Imported once, in a process without threads that ranks are forked from: each would take seconds for it.
-PRELOADED = ["tests.support.pool", "torch._inductor.compile_fx", "torch.distributed.fsdp", "octavo.train"]
+PRELOADED = [
+    "tests.support.pool",
+    "torch._inductor.compile_fx",
+    "torch.distributed.fsdp",
+    "torch.distributed.launcher.api",
+    "octavo.train",
+    "octavo.cli.command",
+    "octavo.distributed.checkpoint",
+]
 
 
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}  # namespaces of torch's ops

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import octavo
+from octavo.distributed import checkpoint
 from octavo.optim import AdamW
 from octavo.tensor.fsdp2 import like_sharded, on_this_rank
 from octavo.tensor.stored_weight import local_stored
@@ -116,3 +121,14 @@ def average(net: nn.Module, mesh: Any) -> None:
             for dim in reversed(range(mesh.ndim)):
                 dist.all_reduce(p.grad, group=mesh.get_group(dim))
             p.grad /= mesh.size()
+
+
+@contextlib.contextmanager
+def save_later(*given: Any, **options: Any) -> Iterator[None]:
+    """Begin a save in the background that writes nothing until the block has ended, and then is waited for."""
+    go, write = threading.Event(), checkpoint._write
+    with mock.patch.object(checkpoint, "_write", lambda *args: go.wait(60) and write(*args)):
+        saving = checkpoint.async_save_checkpoint(*given, **options)
+        yield
+        go.set()
+        saving.result(60)

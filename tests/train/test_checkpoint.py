@@ -11,6 +11,7 @@ from torch import nn
 
 import octavo
 from octavo.distributed import checkpoint
+from octavo.distributed.ranks import Ranks
 from octavo.tensor.stored_weight import StoredWeight
 from octavo.train import RunCheckpointError, StateConfig, run
 from octavo.train.checkpoint import (
@@ -107,6 +108,8 @@ def test_a_folder_with_a_run_is_only_opened_to_resume(folder):
         RunFolder(folder.path).open(resume=False)
     left = folder.path / "checkpoint.pt.12345678.partial"
     left.touch()  # by a run that was killed
+    partial = folder.path / "checkpoint" / "save-00000001.partial"
+    partial.mkdir(parents=True)
     with RunFolder(folder.path).open(resume=True):
         for resume in (True, False):
             with pytest.raises(
@@ -114,7 +117,8 @@ def test_a_folder_with_a_run_is_only_opened_to_resume(folder):
             ):
                 RunFolder(folder.path).open(resume)
     with RunFolder(folder.path).open(resume=True):
-        assert not left.exists()
+        assert not left.exists() and not partial.exists()
+    partial.parent.rmdir()
     assert RunFolder(folder.path).load(IDENTITY) is None and list(folder.path.iterdir()) == [folder.log]
 
 
@@ -229,9 +233,25 @@ def test_a_full_disk_keeps_the_ranks_checkpoint_before(sharded, parts, monkeypat
         monkeypatch.context() as patch,
         pytest.raises(RunCheckpointError, match=r"cannot write .*Full.*kept \(step 2\)"),
     ):
-        patch.setattr(checkpoint, "_finish", lambda *args: (_ for _ in ()).throw(OSError(28, "Full")))
+        patch.setattr(checkpoint, "_publish", lambda *args: (_ for _ in ()).throw(OSError(28, "Full")))
         sharded.save(*parts, content(rows=[*ROWS, ROWS[0]]))
     assert sharded.load(IDENTITY)["step"] == 2
+
+
+def test_what_fails_in_the_background_is_said_by_the_next_save_or_at_the_end(sharded, parts, monkeypatch):
+    monkeypatch.setattr(sharded, "_background", Ranks())
+    sharded.save(*parts, content())
+    sharded.finish()
+    later = content(rows=[*ROWS, ROWS[0]])
+    for report in (lambda: sharded.save(*parts, later), sharded.finish):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "_publish", lambda *args: (_ for _ in ()).throw(OSError(28, "Full")))
+            sharded.save(*parts, later)
+            with pytest.raises(RunCheckpointError, match=r"cannot write .*Full.*kept \(step 2\)"):
+                report()
+        sharded.finish()  # nothing is left to say
+        assert sharded.saved_step == sharded.load(IDENTITY)["step"] == 2
+        assert len(list(sharded.checkpoint.iterdir())) == 1
 
 
 PHASES = {"schedule": "fp8-then-bf16@0.3-then-fp8@0.6"}  # the run is stopped in the second

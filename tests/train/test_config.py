@@ -109,6 +109,16 @@ def test_identity_holds_what_decides_the_loss_and_nothing_else():
     assert "data" not in config.identity()
 
 
+def test_what_needs_ranks_or_a_folder_says_so():
+    for options in ({"keep": 2}, {"async_save": True}):
+        with pytest.raises(ValueError, match="keep and async_save are for runs on ranks"):
+            RanksConfig(**options)
+    with pytest.raises(ValueError, match="resume auto finds its run by the folder: give out"):
+        RunConfig(resume="auto")
+    with pytest.raises(ValueError, match="resume is 'now': choose true or false or auto"):
+        RunConfig(resume="now")
+
+
 def test_each_recipe_exists():
     assert all(callable(getattr(recipes, name)) for name in RECIPES if name not in UNCONVERTED)
 

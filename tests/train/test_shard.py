@@ -20,7 +20,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from octavo import cli
-from octavo.distributed.checkpoint import load_extra
+from octavo.distributed.checkpoint import checkpoints_in, load_extra
 from octavo.distributed.ranks import Ranks
 from octavo.train import (
     DataConfig,
@@ -255,9 +255,10 @@ def test_faults_are_those_of_all_ranks(pool, config, tmp_path):
     (mine, first), (other, second) = pool.run(train_on, (2,), config)
     assert mine == "RunCheckpointError" and "already holds a run: add --resume" in first
     assert other == "RankError" and second == f"rank 0 failed: {first}"
-    (tmp_path / "dynamic" / "checkpoint" / "latest").write_text("junk")
+    (last,) = checkpoints_in(tmp_path / "dynamic" / "checkpoint")
+    (last / "octavo.pt").write_text("junk")
     for _, text in pool.run(train_on, (2,), changed(config, run={"resume": True})):
-        assert "latest is damaged" in text and "move" in text
+        assert "octavo.pt is damaged" in text and "move" in text
 
 
 def write_differs(mesh, config, folder):
@@ -455,7 +456,7 @@ def test_killed_ranks(count, kills, more, text_file, tmp_path):
     folder, reached = tmp_path / "parts" / "delayed", 0
     for kill in range(kills):
         (folder / "log.csv").unlink(missing_ok=True)  # it is written anew
-        again = ["--resume"] if (folder / "checkpoint" / "latest").exists() else []
+        again = ["--resume"] if checkpoints_in(folder / "checkpoint") else []
         with Started(count, *run_options, str(tmp_path / "parts"), *again) as ranks:
             if kill % 5 == 4:  # while they start
                 time.sleep(chosen.uniform(1, 4))
@@ -470,7 +471,7 @@ def test_killed_ranks(count, kills, more, text_file, tmp_path):
             assert code == 2 and said.startswith(f"octavo: error: rank {rank}: "), said
             assert "another rank ended" in said or "another rank did not answer in time" in said, said
             assert "is kept" not in said or "--resume to go on" in said, said
-        if (folder / "checkpoint" / "latest").exists():
+        if checkpoints_in(folder / "checkpoint"):
             assert trained_model(folder).blocks[0].mlp.fc2.delayed_scale.all()
             reached = load_extra(folder / "checkpoint")["step"]
     with Started(count, *run_options, str(tmp_path / "parts"), "--resume") as ranks:
