@@ -38,13 +38,9 @@ def trained(folder: Path) -> tuple[list[str], dict[str, Any]]:
     return [str(log), str(rows), str(content["groups"]), str(content["delayed"]["ranks"].tolist())], bits
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("ranks", "kills", "more"),
-    [
-        (2, 3, ["--async-save"]),
-        *(pytest.param(4, 20, more, marks=pytest.mark.full) for more in ([], ["--async-save"])),
-    ],
-    ids=str,
+    ("ranks", "kills", "more"), [(2, 3, ["--async-save"]), (4, 20, []), (4, 20, ["--async-save"])], ids=str
 )
 def test_a_run_whose_ranks_are_killed_is_the_unbroken_one(ranks, kills, more, tmp_path):
     text = tmp_path / "text.py"

@@ -21,7 +21,7 @@ import octavo
 from octavo import recipes
 from octavo.distributed.ranks import whole
 from octavo.integrations import torchtitan as ours
-from octavo.tensor.fsdp2 import on_this_rank, shard_as
+from octavo.tensor.fsdp2 import on_this_rank, own_slices
 from octavo.tensor.stored_weight import StoredWeight
 
 
@@ -116,7 +116,8 @@ def parallel_llama(mesh: Any, recipe: str, compiled: bool) -> tuple[list[float],
     model = built(config, prepare)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            on_this_rank(parameter).copy_(shard_as(alone.get_parameter(name), parameter))
+            whole_one = alone.get_parameter(name)
+            on_this_rank(parameter).copy_(whole_one[own_slices(whole_one.shape, parameter)])
     return losses_of(alone, 3), losses_of(model, 3)
 
 

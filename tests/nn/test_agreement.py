@@ -188,5 +188,5 @@ def asked(mesh: Any) -> list[int]:
 
 
 def test_ranks_are_asked_once_and_ddps_never(pool: Any) -> None:
-    amaxes = 1  # of weights with one scale a tensor, in each forward
-    assert pool.run(asked, (2,)) == [[amaxes, 1, amaxes + 1, 1, 0, 0, 0]] * 2
+    amaxes = 1  # of whole weights, or of their columns, in each forward
+    assert pool.run(asked, (2,)) == [[amaxes, amaxes + 1, amaxes + 1, 1, 0, 0, 0]] * 2
