@@ -23,7 +23,7 @@ from octavo.cost.mesh import Hardware, MeshLayout, Precision, Shapes, Stage, Ste
 from octavo.cost.mesh_command import plan
 from octavo.cost.rates import rates_of
 
-TAKES = "10 seconds"
+TAKES = "20 seconds"
 MEASURES = (
     "benchmarks/distributed/communication_model.py",
     "benchmarks/distributed/fsdp_traffic.py",

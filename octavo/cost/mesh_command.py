@@ -23,6 +23,7 @@ from octavo.nn.saved import KINDS
 # how octavo.train.GPT's matrices split; transformers' configurations say it of theirs
 OWN_SPLITS = {"attention.qkv": "colwise", "attention.out": "rowwise", "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
 SOME = 8  # blocks that are traced in place of all
+STORED = ("dynamic", "delayed", "blockwise")  # recipes whose weights can live in FP8
 WORTH = 1.02  # of the speed, from which on a change is worth naming
 
 
@@ -123,7 +124,7 @@ def searched(stage: Stage) -> Stage:
 
 def better(stage: Stage) -> list[tuple[str, Stage]]:
     """What to change, best first: what makes it fit, or smaller; what makes a step that fits faster."""
-    now, ranks = stage.layout, stage.layout.ranks
+    now, ranks, recipe = stage.layout, stage.layout.ranks, stage.precision.recipe
     made = {
         "checkpoint activations (--recompute 1)": changed(stage, recomputed=1.0),
         "keep activations (--recompute 0)": changed(stage, recomputed=0.0),
@@ -131,7 +132,7 @@ def better(stage: Stage) -> list[tuple[str, Stage]]:
         f"micro-batches of {now.batch // 2} sequences": changed(stage, batch=now.batch // 2),
         "twice as many tokens a step": changed(stage, sequences=2 * now.sequences),
         "gradients reduced in FP8 (octavo.distributed.Fp8ReduceScatter)": changed(stage, {"reduction": 2}),
-        "weights, masters and moments in FP8": changed(stage, {"state": "FP8"}) if stage.precision.gathers else (),
+        "weights, masters and moments in FP8": changed(stage, {"state": "FP8"}) if recipe in STORED else (),
     }
     for more, fewer in itertools.permutations(RANKS[:-1], 2):
         if ranks[fewer] % 2 == 0:
