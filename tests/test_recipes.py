@@ -11,7 +11,7 @@ import octavo
 from octavo import E4M3, E5M2, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, recipes
 from octavo.scaling.recipe import PRODUCTS
 
-NAMES = ("dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx", "high_precision")
+NAMES = ("dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx", "batch_invariant", "high_precision")
 ALL = {name: getattr(recipes, name) for name in NAMES}
 
 
