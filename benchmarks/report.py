@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import readme
+from benchmarks.common import where
 from benchmarks.common.pages import filled
 from benchmarks.distributed import communication, communication_model, fp8_reduce
 from benchmarks.kernels import accumulation, grouped_accuracy, grouped_roofline
@@ -21,6 +22,7 @@ from benchmarks.training import mixture_convergence, quality_study, saved_bytes
 PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/communication.md": communication_model.TABLES | communication.TABLES,
     "docs/emulator.md": emulated.TABLES,
+    "docs/guides/which-recipe.md": where.TABLES,
     "docs/kernels.md": accumulation.TABLES,
     "docs/modules.md": saved_bytes.TABLES,
     "docs/plan.md": communication_model.PLAN_TABLES,
