@@ -17,7 +17,7 @@ from benchmarks.kernels import accumulation, grouped_accuracy, grouped_roofline
 from benchmarks.machine_code import emulated
 from benchmarks.pictures import data_flow, layouts, losses, memory
 from benchmarks.subjects import ROOT
-from benchmarks.training import mixture_convergence, quality_study, saved_bytes
+from benchmarks.training import gradient_error, mixture_convergence, quality_study, saved_bytes
 
 PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/communication.md": communication_model.TABLES | communication.TABLES,
@@ -28,7 +28,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/plan.md": communication_model.PLAN_TABLES,
     "docs/study/gradient-reduction.md": fp8_reduce.TABLES,
     "docs/study/mixture-of-experts.md": mixture_convergence.TABLES | grouped_accuracy.TABLES | grouped_roofline.TABLES,
-    "docs/study/training-quality.md": quality_study.TABLES,
+    "docs/study/training-quality.md": quality_study.TABLES | gradient_error.TABLES,
 }
 
 PICTURES: Mapping[str, Callable[[], str]] = {
