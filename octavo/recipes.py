@@ -146,7 +146,7 @@ def blockwise(power_of_two: bool = True) -> Recipe:
 
 
 def mx() -> Recipe:
-    """1x32 blocks with power-of-two scales; E4M3 throughout.
+    """1x32 blocks with power-of-two scales; E4M3 throughout, as 32 neighbours need no range of E5M2's in gradients.
 
     Source: OCP Microscaling Formats v1.0; Mishra et al., arXiv 2506.08027, whose rounding of the scale keeps every
     block's largest element from saturating, as rounding down does here.

@@ -18,7 +18,7 @@ metric, coordinates divided by the fourth root of E g^2: g . g' is what Adam's s
 to first order, 1 - (E g . E(g + e) / rms|g + e|) / (E g . E g / rms|g|). Columns _se are standard errors over batches.
 
 ``--scales`` compares instead how scales of 1x32 blocks are rounded to powers of two, on random tensors and those of a
-run of SHORT steps in float32 (--size 0.5M). results/gradient_error_scales-<device>.csv has the SQNR in dB, the mean over
+run of SHORT steps in float32 (size 0.5M). results/gradient_error_scales-<device>.csv has the SQNR in dB, the mean over
 tensors, and which share of elements lies above the format's largest number once it is scaled, in percent.
 """
 

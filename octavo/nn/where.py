@@ -26,7 +26,7 @@ TORCH, TRITON, REFERENCE = "torch's", "octavo's Triton kernel", "the reference"
 _HOPPER = 9
 
 
-class Way(NamedTuple):
+class Maker(NamedTuple):
     """How a product is made: by whose kernel, what is lost, and whether that is time beside another recipe's."""
 
     product: str
@@ -35,13 +35,13 @@ class Way(NamedTuple):
     is_slower: bool = False
 
 
-def ways(recipe: Recipe, capability: Capability) -> Iterator[Way]:
+def makers(recipe: Recipe, capability: Capability) -> Iterator[Maker]:
     """Each FP8 product's, of whole sixteens of features, to bfloat16."""
     if capability is None or capability < FIRST_NATIVE or triton_kernels() is None:
         casts = [cast for pair in recipe.casts for cast in pair[:2] if cast is not None]
         exact = all(cast.power_of_two or cast.tile == (ALL, ALL) for cast in casts)
         loss = "FP8's speed: emulated" if exact else "FP8's speed and bfloat16's: emulated in float32"
-        yield from (Way(product, REFERENCE, loss) for product in PRODUCTS if getattr(recipe, product) is not None)
+        yield from (Maker(product, REFERENCE, loss) for product in PRODUCTS if getattr(recipe, product) is not None)
         return
     from octavo.kernels.triton.launch import SHIPPED_LIBRARY
     from octavo.kernels.triton.matmul import step_along
@@ -53,27 +53,27 @@ def ways(recipe: Recipe, capability: Capability) -> Iterator[Way]:
         a, b = (cast.tile for cast in casts)
         changes, step = a[1] != ALL or b[1] != ALL, step_along(a, b)
         if (a, b, product in recipe.fast_accum) in SHIPPED_LIBRARY and (major == _HOPPER or not changes):
-            yield Way(product, TORCH)
+            yield Maker(product, TORCH)
         elif step == 0:
-            yield Way(product, REFERENCE, "FP8's speed: no kernel has blocks that 32 does not divide", True)
+            yield Maker(product, REFERENCE, "FP8's speed: no kernel has blocks that 32 does not divide", True)
         elif changes:
             loss = f"an FFMA{' and an FMUL' if b[0] == 1 else ''} an element for each {step} of the contraction"
             loss += " instead of the tensor cores' own scales" if step == 32 and major > _HOPPER else ""
-            yield Way(product, TRITON, loss, True)
+            yield Maker(product, TRITON, loss, True)
         else:
-            yield Way(product, TRITON, "torch's product, which does not mix these two scales")
+            yield Maker(product, TRITON, "torch's product, which does not mix these two scales")
 
 
 def described(recipe: Recipe, capability: Capability) -> tuple[str, str]:
     """(whose kernels make the three products, the first thing that is lost), in words."""
-    found = {way.product: way for way in ways(recipe, capability)}
+    found = {maker.product: maker for maker in makers(recipe, capability)}
     owners = {product: found[product].kernel if product in found else "high precision" for product in PRODUCTS}
-    first = next((way for way in found.values() if way.loss), None)
+    first = next((maker for maker in found.values() if maker.loss), None)
     text = ", ".join(f"{product}: {owner}" for product, owner in owners.items())
     text = owners["output"] if len(set(owners.values())) == 1 else text
     if first is None:
         return text, "nothing"
-    of_all = len({way.loss for way in found.values()}) == 1
+    of_all = len({maker.loss for maker in found.values()}) == 1
     return text, first.loss if of_all else f"in {first.product} {first.loss}"
 
 
@@ -82,10 +82,10 @@ def warn_once_if_slower(recipe: Recipe, device: torch.device) -> None:
     capability = compute_capability(device)
     if capability is None or capability < FIRST_NATIVE or torch.compiler.is_compiling():
         return  # where all FP8 is emulated that is said already
-    slower = next((way for way in ways(recipe, capability) if way.is_slower), None)
+    slower = next((maker for maker in makers(recipe, capability) if maker.is_slower), None)
     if slower is not None:
         both = (recipes.blockwise(), recipes.rowwise())
-        faster = next(other.name for other in both if not any(way.loss for way in ways(other, capability)))
+        faster = next(other.name for other in both if not any(maker.loss for maker in makers(other, capability)))
         where = f"{device} (sm_{capability[0]}{capability[1]})"
         warn_once(
             f"{recipe} on sm_{capability}",
