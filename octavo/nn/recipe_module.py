@@ -220,9 +220,10 @@ class RecipeModule(nn.Module):
         if self.holder is self and (state := state_of(self)) is not None:  # that of experts' parts: the next forward
             self.__dict__[STATE] = state.on(device_of(self))
         self.kept_operands = None
-        if self.gather.parameter is not None and (weight := self._parameters.get("weight")) is not None:
-            self.gather.adopt(weight, weight, self)
-        warn_once_if_slower(self.recipe, device_of(self))
+        if (weight := self._parameters.get("weight")) is not None:
+            if self.gather.parameter is not None:
+                self.gather.adopt(weight, weight, self)
+            warn_once_if_slower(self.recipe, weight.device)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:

@@ -50,16 +50,22 @@ def test_a_product_goes_where_the_table_says(architecture: str, name: str) -> No
 def test_one_warning_where_another_recipe_is_faster(sm: Any, slow: Any, faster: str, caplog: Any, monkeypatch: Any):
     monkeypatch.setattr(capability, "_warned", {"cpu"})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: sm)
-    module, device = octavo.nn.Linear(32, 32, recipe=recipes.mx()), torch.device("cuda", 0)
+    device = torch.device("cuda", 0)
     with caplog.at_level(logging.WARNING, logger="octavo"):
         with mock.patch("torch.compiler.is_compiling", lambda: True):
             warn_once_if_slower(recipes.mx(), device)
         for recipe in list(FP8.values()) * 2:
             warn_once_if_slower(recipe, torch.device("cpu"))
             warn_once_if_slower(recipe, device)
-        with mock.patch("octavo.nn.recipe_module.device_of", lambda module: device):
-            capability._warned.clear()
-            module.float()  # a module that is moved there
     found = [record.getMessage() for record in caplog.records]
-    assert [message.partition(" on cuda:0 (sm_")[0] for message in found] == slow + slow[-2:-1]
+    assert [message.partition(" on cuda:0 (sm_")[0] for message in found] == slow
     assert all(f"octavo.recipes.{faster}()" in message for message in found)
+
+
+def test_a_module_that_is_moved_tells_where_it_is() -> None:
+    module = octavo.nn.Linear(32, 32, recipe=recipes.mx())
+    with mock.patch("octavo.nn.recipe_module.warn_once_if_slower") as warn:
+        module.to("meta")
+        module.recipe = recipes.dynamic()
+    meta = torch.device("meta")
+    assert warn.mock_calls == [mock.call(recipes.mx(), meta), mock.call(recipes.dynamic(), meta)]
