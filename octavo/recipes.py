@@ -13,6 +13,7 @@ is all its fields, with a name of its own. Casts are text, as they print. Nothin
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,7 +24,8 @@ from octavo.granularity import PerBlock, PerRow, PerTensor
 from octavo.scaling.recipe import FIELDS, PRODUCTS, Cast, Delayed, Dynamic, Recipe
 from octavo.scaling.recipe_map import RecipeMap, RecipeRule
 
-__all__ = ["default", "dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx", "high_precision"]
+__all__ = ["default", "dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx"]
+__all__ += ["batch_invariant", "high_precision"]
 NAMED = tuple(__all__)
 __all__ += ["load", "to_json"]
 
@@ -144,7 +146,7 @@ def blockwise(power_of_two: bool = True) -> Recipe:
 
 
 def mx() -> Recipe:
-    """1x32 blocks with power-of-two scales; E4M3 throughout.
+    """1x32 blocks with power-of-two scales; E4M3 throughout, as 32 neighbours need no range of E5M2's in gradients.
 
     Source: OCP Microscaling Formats v1.0; Mishra et al., arXiv 2506.08027, whose rounding of the scale keeps every
     block's largest element from saturating, as rounding down does here.
@@ -156,6 +158,23 @@ def mx() -> Recipe:
     """
     cast = Cast(E4M3, PerBlock(1, 32), Dynamic(), power_of_two=True)
     return _linear("mx", cast, cast, cast)
+
+
+def batch_invariant() -> Recipe:
+    """For evaluation and log-probabilities: nothing that a batch's other rows hold changes a row's output by a bit.
+
+    In forward, if the batch has as many rows; the guide "which recipe?" says what is not promised. It is ``rowwise``
+    with powers of two: a row's scale is its own, and a CPU, which multiplies powers of two in bfloat16 and other scales
+    in float32, never chooses by what a batch's scales happen to be.
+
+    Example:
+        >>> import octavo
+        >>> layer = octavo.nn.Linear(64, 64)
+        >>> with octavo.using(layer, octavo.recipes.batch_invariant()):
+        ...     layer.recipe.name
+        'batch_invariant'
+    """
+    return dataclasses.replace(rowwise(power_of_two=True), name="batch_invariant")
 
 
 def high_precision() -> Recipe:

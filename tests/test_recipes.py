@@ -2,16 +2,20 @@ import copy
 import dataclasses
 import pickle
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from transformers.pytorch_utils import Conv1D
 
 import octavo
 from octavo import E4M3, E5M2, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, recipes
+from octavo.numerics import exponents_of
 from octavo.scaling.recipe import PRODUCTS
+from tests.support.triton_kernels import in_place_of_reference
 
-NAMES = ("dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx", "high_precision")
+NAMES = ("dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx", "batch_invariant", "high_precision")
 ALL = {name: getattr(recipes, name) for name in NAMES}
 
 
@@ -100,6 +104,46 @@ def test_rowwise_with_the_gradient_of_the_weight_in_high_precision_is_torchaos()
         assert torch.equal(ours, other)
 
 
+def mx_pairs(x, format, mode):
+    """Of 1x32 blocks octavo's exponents and codes, and torchao's."""
+    mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    ours = octavo.quantize(x, format, PerBlock(1, 32), power_of_two=True)
+    exponents, codes = mx_tensor.to_mx(x, format.dtype, 32, mx_tensor.ScaleCalculationMode(mode))
+    found = exponents_of(ours.scale_inv.float()), ours.qdata, exponents, codes
+    return [each.view(torch.uint8) for each in found]
+
+
+def test_mx_codes_and_scales_are_torchaos():
+    """Its RCEIL, the rule of cuBLAS too. FLOOR, the OCP's, has the same scale_inv or half of it, and clips then."""
+    halves = 0
+    for number in range(1000):
+        x, format = torch.randn(8, 64) * torch.exp2(torch.randint(-100, 100, (8, 1))), (E4M3, E5M2)[number % 2]
+        x[number % 8, :32] = 0  # then ours is 1, theirs 2^-127, and codes are 0
+        x = x.bfloat16() if number % 3 else x
+        exponents, codes, theirs, their_codes = mx_pairs(x, format, "rceil")
+        expected = torch.where(x.view(8, 2, 32).any(-1), theirs, theirs + 127)
+        assert torch.equal(exponents, expected) and torch.equal(codes, their_codes)
+        if number % 10 == 0:
+            _, _, floors, floored = mx_pairs(x, format, "floor")
+            is_half = theirs != floors
+            alike = ~is_half.repeat_interleave(32, 1)
+            assert torch.equal(floors[is_half], theirs[is_half] - 1) and torch.equal(codes[alike], floored[alike])
+            halves += int(is_half.sum())
+    assert 200 < halves < 350  # of 1,500, whose amax is above 1.75 times its power of two
+
+
+def test_where_mx_is_not_torchaos():
+    """docs/concepts/overview.md says why."""
+    x = torch.ones(4, 32)
+    x[:, 0] = torch.tensor([1e-40, torch.inf, torch.nan, 7.0000005])
+    x[0] = 1e-40
+    exponents, codes, theirs, their_codes = mx_pairs(x, E4M3, "rceil")
+    assert (exponents.flatten().tolist(), theirs.flatten().tolist()) == ([1, 119, 119, 122], [0, 254, 255, 121])
+    found = [pair.view(E4M3.dtype)[:, :2].tolist() for pair in (codes, their_codes)]
+    assert str(found[0]) == "[[0.0078125, 0.0078125], [nan, 256.0], [nan, 256.0], [224.0, 32.0]]"
+    assert str(found[1]) == "[[0.0, 0.0], [448.0, 0.0], [nan, nan], [448.0, 64.0]]"
+
+
 def test_delayed_arguments():
     recipe = recipes.delayed(history_length=3, reduce="most_recent", margin=2)
     assert recipe.delayed == Delayed(3, "most_recent")
@@ -163,20 +207,36 @@ def roles(recipe: Recipe):
 
 MODULES = {
     "Linear": lambda recipe: octavo.nn.Linear(256, 160, recipe=recipe),
+    "Linear of odd sizes, in splits": lambda recipe: octavo.nn.Linear(256, {"q": 45, "k": 3}, False, recipe=recipe),
+    "Conv1D": lambda recipe: octavo.convert(Conv1D(160, 256), recipe, lambda module, name: True),
     "LayerNormLinear": lambda recipe: octavo.nn.LayerNormLinear(256, 160, recipe=recipe),
+    "LayerNormMLP": lambda recipe: octavo.nn.LayerNormMLP(256, 160, "gelu", recipe=recipe),
     "RMSNormMLP": lambda recipe: octavo.nn.RMSNormMLP(256, 160, "swiglu", recipe=recipe),
     "TransformerBlock": lambda recipe: octavo.nn.TransformerBlock(256, 192, 4, recipe=recipe),
+    "GroupedLinear": lambda recipe: octavo.nn.GroupedLinear(3, 256, 160, recipe=recipe),
     "Experts": lambda recipe: octavo.nn.Experts(3, 256, 160, recipe=recipe),
 }
 ROWS, SEEN = 48, 20  # the positions of a sequence, and how many of them come before those that change
 ROUTING = torch.arange(ROWS)[:, None] % 3, torch.ones(ROWS, 1)
+OFFSETS = torch.tensor([17, 17, 46], dtype=torch.int32)  # an expert without rows, two rows of no expert
+OTHERS = {  # what the other rows hold instead
+    "other numbers": torch.randn_like,
+    "larger ones": lambda x: 1.37 * x,
+    "huge ones": lambda x: 1e30 * x,
+    "zeros": torch.zeros_like,
+    "inf": lambda x: torch.where(x > 1, torch.inf, x),
+    "NaN": lambda x: torch.full_like(x, torch.nan),
+}
 
 
 def of_first(module, x):
-    """The output of the first sequence's first positions, of x [2, positions, features]."""
+    """The output of the first sequence, of x [2, positions, features]."""
     if isinstance(module, octavo.nn.Experts):
-        return module(x[0], *ROUTING)[:SEEN]
-    return module(x)[0, :SEEN]
+        return module(x[0], *(each.to(x.device) for each in ROUTING))
+    if isinstance(module, octavo.nn.GroupedLinear):
+        return module(x[0], OFFSETS.to(x.device))
+    y = module(x)
+    return torch.cat(y, -1)[0] if isinstance(y, tuple) else y[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -187,13 +247,41 @@ def test_whether_what_other_rows_contain_moves_a_row(name):
     for kind, make in MODULES.items():
         torch.manual_seed(0)
         module, x = make(ALL[name]()), torch.randn(2, ROWS, 256)
-        of_first(module, x).sum().backward()
+        of_first(module, x)[:SEEN].sum().backward()
         other = torch.cat((x[:1], 7 * torch.randn(1, ROWS, 256)))
         other[0, SEEN:] = 7 * torch.randn(ROWS - SEEN, 256) * torch.randn(ROWS - SEEN, 1).exp()
         for training in (True, False):
             module.train(training)
-            moved = not torch.equal(of_first(module, x), of_first(module, other))
+            moved = not torch.equal(of_first(module, x)[:SEEN], of_first(module, other)[:SEEN])
             assert moved == (row[1] == "yes"), kind
+
+
+def moved_by(kind, recipe, dtype, device="cpu"):
+    """Which of OTHERS in random rows move a bit of the rest; in another sequence, where tokens attend to each other."""
+    module, x = MODULES[kind](recipe).to(device, dtype), torch.randn(2, ROWS, 256, dtype=dtype, device=device)
+    kept = torch.randperm(ROWS, device=device) < (ROWS if kind == "TransformerBlock" else SEEN)
+    with torch.no_grad():
+        before = of_first(module, x)[kept]
+        afterwards = {
+            name: of_first(module, torch.stack((torch.where(kept[:, None], x[0], other(x[0])), other(x[1]))))[kept]
+            for name, other in OTHERS.items()
+        }
+    return {name for name, after in afterwards.items() if not torch.equal(before, after)}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", MODULES)
+def test_batch_invariant_whatever_other_rows_hold(kind, dtype):
+    assert moved_by(kind, recipes.dynamic(), dtype) >= {"huge ones"}
+    assert moved_by(kind, recipes.batch_invariant(), dtype) == set()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["Linear", pytest.param("RMSNormMLP", marks=pytest.mark.full)])
+def test_batch_invariant_in_the_kernels_for_gpus(kind, kernels):
+    with in_place_of_reference(kernels) if kernels.device.type == "cpu" else nullcontext():
+        assert moved_by(kind, recipes.batch_invariant(), torch.bfloat16, kernels.device) == set()
 
 
 def test_how_far_later_tokens_move_earlier_outputs():

@@ -16,6 +16,10 @@ Squares of means are products of the means of two halves of the batches, so that
 Those of a mean that is nearly 0 may come out below 0, which is written as 0. All but cosine and error are in Adam's
 metric, coordinates divided by the fourth root of E g^2: g . g' is what Adam's step for g' gains along g. ``steps`` is,
 to first order, 1 - (E g . E(g + e) / rms|g + e|) / (E g . E g / rms|g|). Columns _se are standard errors over batches.
+
+``--scales`` compares instead how scales of 1x32 blocks are rounded to powers of two, on random tensors and those of a
+run of SHORT steps in float32 (size 0.5M). results/gradient_error_scales-<device>.csv has the SQNR in dB, the mean over
+tensors, and which share of elements lies above the format's largest number once it is scaled, in percent.
 """
 
 from __future__ import annotations
@@ -32,7 +36,17 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common.measure import ROOT, provenance, table, write_results
-from benchmarks.training.gradient_rounding import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Products, RoundedProducts, Rounding
+from benchmarks.common.pages import markdown, read
+from benchmarks.training.gradient_rounding import (
+    GRAD_INPUT,
+    GRAD_WEIGHT,
+    OUTPUT,
+    Products,
+    RoundedProducts,
+    Rounding,
+    rounded,
+    scaled,
+)
 from benchmarks.training.gradient_rounding import products_of as of
 from benchmarks.training.quality import results_path, rows_of
 from benchmarks.training.quality_experiments import BATCH, SIZES, STEPS, TOY, TOY_STEPS, Task, config_of
@@ -42,12 +56,14 @@ from octavo.train import BASELINE, GPT, Batches, Hooks, load_corpus, next_byte_l
 from octavo.train.checkpoint import StepRow
 from octavo.train.model import HEAD
 from octavo.train.trainer import build_model
+from octavo.tune.agreement import sqnr
 
 TAKES = "40 minutes"
 MEASURES = ("octavo/numerics.py", "octavo/formats.py", "octavo/train")
 
 STATE = ROOT / "runs/gradient_error"  # weights of the runs; not in git
 AT = (300, 1500, 3000)  # steps, of 3,000
+SHORT = 300
 _E4M3, _E5M2 = Rounding(), Rounding(E5M2)
 _LAYOUTS = {
     "per tensor": {},
@@ -240,6 +256,62 @@ def compare(
     return rows
 
 
+def samples(task: Task) -> dict[str, list[Tensor]]:
+    """Matrices by kind: random ones, and what the layers' products of a batch read after a short run in float32."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(4, 4096, 256, generator=generator)
+    found = {"normal": [normal[0]], "Student's t, 3 degrees": [normal[0] / normal[1:].square().mean(0).sqrt()]}
+    config = config_of(task)
+    model = build_model(config.model, BASELINE, task.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.5e-3)
+    data = Batches(load_corpus(), config.model.context, BATCH, task.seed)
+
+    def backward(step: int) -> None:
+        batch = data.training(step)
+        optimizer.zero_grad()
+        next_byte_loss(model(batch[0]), batch[1]).backward()
+
+    for step in range(task.steps):
+        backward(step)
+        optimizer.step()
+    layers = [module for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != HEAD]
+    kinds: tuple[list[Tensor], ...] = ([], [], [layer.weight.detach() for layer in layers])
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda layer, inputs: kinds[0].append(inputs[0].detach().flatten(0, -2)))
+        layer.register_full_backward_hook(lambda layer, dx, dy: kinds[1].append(dy[0].flatten(0, -2)))
+    backward(task.steps)
+    return found | dict(zip(("inputs", "gradients", "weights"), kinds, strict=True))
+
+
+def scale_rows(task: Task) -> list[dict[str, Any]]:
+    """What each rounding of scales loses."""
+    rows, generator = [], torch.Generator()
+    for kind, tensors in samples(task).items():
+        for base in (_E4M3, _E5M2):
+            for powers in ("down", "ocp"):
+                how = dataclasses.replace(base, granularity=PerBlock(1, 32), powers=powers)
+                clipped = sum(int((scaled(x, how)[0].abs() > how.format.max).sum()) for x in tensors)
+                found = [sqnr(rounded(x, how, generator), x.double()) for x in tensors]
+                row = {"size": task.size, "tensors": kind, "count": len(tensors)}
+                row |= {"format": how.format.name, "scales": powers}
+                row |= {"sqnr_db": f"{sum(found) / len(found):.2f}"}
+                rows.append(row | {"clipped_percent": f"{100 * clipped / sum(x.numel() for x in tensors):.3f}"})
+    return rows
+
+
+def scales_table() -> str:
+    """Of docs/study/training-quality.md."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for row in read("gradient_error_scales"):
+        cells = rows.setdefault((row["tensors"], row["format"]), [])
+        cells += [f"{float(row['sqnr_db']):.1f}", f"{float(row['clipped_percent']):.2f}"]
+    header = ("tensors", "format", "down: SQNR, dB", "clipped, %", "as OCP: SQNR, dB", "clipped, %")
+    return markdown(header, ([*names, *cells] for names, cells in rows.items()))
+
+
+TABLES = {"scales": scales_table}
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks gradient_error",
@@ -253,15 +325,22 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--groups", nargs="+", choices=list(dict.fromkeys(v.group for v in variants())))
     parser.add_argument("--state", type=Path, default=STATE, help="folder of the run's weights")
     parser.add_argument("--output", type=Path, help="another results file")
+    parser.add_argument("--scales", action="store_true", help="only how scales of 1x32 blocks are rounded; a minute")
     parser.add_argument("--toy", action="store_true", help="a tiny model, 20 steps; needs --output")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     task, steps = Task("bf16", options.size, 0, STEPS), tuple(options.at)
     if options.toy:
         task, steps = Task("bf16", TOY, 0, TOY_STEPS), (TOY_STEPS,)
+    rows: list[dict[str, Any]] = []
+    if options.scales:
+        rows = scale_rows(task._replace(steps=SHORT))
+        print(table(rows))
+        write_results("gradient_error_scales", rows, options.output)
+        return 0
     chosen = [v for v in variants() if options.groups is None or v.group in options.groups]
     found = weights_of(task, steps, options.state)
-    rows: list[dict[str, Any]] = []
+    rows = []
     path = results_path("gradient_error", options.output)
     for step in steps:
         made = compare(found[step], task, chosen, options.batches, options.windows)

@@ -59,18 +59,24 @@ def products_of(recipe: Recipe) -> Products:
     }
 
 
-def rounded(x: Tensor, how: Rounding | None, generator: torch.Generator) -> Tensor:
-    """A float32 matrix [R, C] as it reads after the cast."""
-    if how is None:
-        return x
+def scaled(x: Tensor, how: Rounding) -> tuple[Tensor, Tensor]:
+    """A float32 matrix in tiles [tiles, rows, tiles, columns], times their scales, and these: before it is rounded."""
     rows, cols = (size if side == ALL else side for size, side in zip(x.shape, how.granularity.tile, strict=True))
     tiles = F.pad(x, (0, -x.shape[1] % cols, 0, -x.shape[0] % rows))
-    tiles = tiles.unflatten(1, (-1, cols)).unflatten(0, (-1, rows))  # [tiles, rows, tiles, cols]
+    tiles = tiles.unflatten(1, (-1, cols)).unflatten(0, (-1, rows))
     amax, limit = tiles.abs().amax((1, 3), keepdim=True), how.format.max
     if how.powers == "ocp":
         amax, limit = floor_power_of_two(amax), 2.0 ** math.floor(math.log2(limit))
     scale = scale_from_amax(amax, limit, how.powers == "down", 0)
-    values = (tiles * scale).clamp(-how.format.max, how.format.max)
+    return tiles * scale, scale
+
+
+def rounded(x: Tensor, how: Rounding | None, generator: torch.Generator) -> Tensor:
+    """A float32 matrix [R, C] as it reads after the cast."""
+    if how is None:
+        return x
+    values, scale = scaled(x, how)
+    values = values.clamp(-how.format.max, how.format.max)
     values = stochastically(values, how.format, generator) if how.stochastic else values.to(how.format.dtype).float()
     return (values / scale).flatten(0, 1).flatten(1)[: x.shape[0], : x.shape[1]]
 

@@ -24,8 +24,10 @@ import torch
 
 import octavo
 from octavo.errors import MissingExtraError
-from octavo.kernels.capability import runs_natively
+from octavo.kernels.capability import compute_capability, runs_natively
 from octavo.kernels.devices import triton_kernels
+from octavo.nn.where import described
+from octavo.recipes import NAMED
 from octavo.train import (
     GPT,
     Batches,
@@ -153,6 +155,12 @@ def devices() -> list[tuple[str, str, str]]:
     return found
 
 
+def recipes_on(device: torch.device) -> list[str]:
+    """Whose kernels make each recipe's products on a device, and what is lost there first."""
+    found = {name: described(getattr(octavo.recipes, name)(), compute_capability(device)) for name in NAMED[1:]}
+    return ["", f"recipes on {device}", *(f"  {name:<18}  {who}; lost: {loss}" for name, (who, loss) in found.items())]
+
+
 def products_of(device: torch.device) -> list[str]:
     """Which FP8 products torch computes on a device, by a test now, and which octavo's Triton kernel computes."""
     if not runs_natively(device) or triton_kernels() is None:
@@ -190,8 +198,8 @@ def describe_machine() -> str:
     rows = devices()
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines += [f"  {name:<{widths[0]}}  {what:<{widths[1]}}  {fp8}" for name, what, fp8 in rows]
-    for index in range(torch.cuda.device_count()):
-        lines += products_of(torch.device("cuda", index))
+    for name, *_ in rows:
+        lines += recipes_on(torch.device(name)) + products_of(torch.device(name))
     lines += [*configurations(), "", "extras"]
     for extra, packages in EXTRAS.items():
         absent = [package for package in packages if find_spec(package) is None]

@@ -11,13 +11,20 @@ from octavo.private import is_avx512_bf16_supported
 
 _logger = logging.getLogger("octavo")
 _warned: set[str] = set()
+FIRST_NATIVE = (8, 9)  # sm_89
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """(9, 0) of an sm_90; None of what is no GPU of NVIDIA's."""
+    # AMD's GPUs answer to the name of cuda too, with capabilities that mean something else
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if nvidia else None
 
 
 def runs_natively(device: torch.device) -> bool:
     """Whether the device has FP8 tensor cores that octavo uses: NVIDIA's sm_89, sm_90, sm_100 and later."""
-    # AMD's GPUs answer to the name of cuda too, with capabilities that mean something else
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
+    found = compute_capability(device)
+    return found is not None and found >= FIRST_NATIVE
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
@@ -41,8 +48,12 @@ def warn_once_if_emulated(device: torch.device) -> None:
     """Log, once a device type, that FP8 is emulated there: exact, but without FP8's speed."""
     if device.type in _warned or device.type == "meta" or runs_natively(device):
         return
-    _warned.add(device.type)
-    _logger.warning(
-        "no FP8 hardware on %s: octavo emulates it there in PyTorch, exactly but without its speed",
-        device,
-    )
+    message = f"no FP8 hardware on {device}: octavo emulates it there in PyTorch, exactly but without its speed"
+    warn_once(device.type, message)
+
+
+def warn_once(key: str, message: str) -> None:
+    """Log a warning, in a process once for this key."""
+    if key not in _warned:
+        _warned.add(key)
+        _logger.warning(message)

@@ -32,6 +32,7 @@ from octavo.nn.weight import (
     widened,
 )
 from octavo.nn.weight_files import load_stored, save_plain
+from octavo.nn.where import warn_once_if_slower
 from octavo.private import parameter_registration_hooks
 from octavo.scaling.delayed import (
     ASIDE,
@@ -80,6 +81,7 @@ class RecipeModule(nn.Module):
             drop_delayed_state(self)
         if not recipe.is_high_precision:
             warn_once_if_emulated(device)
+            warn_once_if_slower(recipe, device)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As any module's, but a recipe is checked, and a weight that FSDP2 sharded is gathered by nn/gather.py."""
@@ -218,8 +220,10 @@ class RecipeModule(nn.Module):
         if self.holder is self and (state := state_of(self)) is not None:  # that of experts' parts: the next forward
             self.__dict__[STATE] = state.on(device_of(self))
         self.kept_operands = None
-        if self.gather.parameter is not None and (weight := self._parameters.get("weight")) is not None:
-            self.gather.adopt(weight, weight, self)
+        if (weight := self._parameters.get("weight")) is not None:
+            if self.gather.parameter is not None:
+                self.gather.adopt(weight, weight, self)
+            warn_once_if_slower(self.recipe, weight.device)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:

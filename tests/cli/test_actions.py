@@ -86,6 +86,7 @@ def test_it_names_versions_devices_and_extras(monkeypatch):
     text = actions.describe_machine()
     assert octavo.__version__ in text and torch.__version__ in text and "python" in text and "triton" in text
     assert "cpu" in text and actions.EMULATED in text
+    assert re.search(r"\nrecipes on cpu\n(  .*\n)*  mx +the reference; lost: FP8's speed: emulated\n", text)
     assert "pip install octavo[cli] (matplotlib absent)" in text and "onnx         installed" in text
     assert actions.version("no such package") is None
 

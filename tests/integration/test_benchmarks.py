@@ -377,6 +377,11 @@ def test_gradient_error(run: Run, tmp_path: Path) -> None:
     rows = {row["variant"]: row for row in rows_of(tmp_path / "error.csv")}
     assert_numbers(list(rows.values()), "cosine", "error", "bias", "along_se", "loss_se", "steps_se")
     assert float(rows["bf16"]["error"]) < float(rows["rowwise"]["error"]) < float(rows["dynamic"]["error"]) < 10
+    run("gradient_error", "--scales", "--toy", "--state", tmp_path, "--output", tmp_path / "scales.csv")
+    clipped = {
+        float(row["clipped_percent"]) > 0.1 for row in rows_of(tmp_path / "scales.csv") if row["scales"] == "ocp"
+    }
+    assert clipped == {True}
 
 
 @pytest.mark.parametrize("name", ["dynamic", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx"])

@@ -23,7 +23,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from octavo.cache import cache_folder
-from octavo.granularity import ALL, Tile
+from octavo.granularity import ALL
 from octavo.private import current_device, current_raw_stream, is_in_bad_fork
 
 SHIPPED = Path(__file__).with_name("configs.json")
@@ -61,8 +61,10 @@ def table(path: Path | None) -> dict[str, Any]:
 _CONFIGS = table(tuned_file())
 TABLE: dict[str, list[list[int]]] = _CONFIGS["configs"]
 
-# (a's tile, b's tile, fast_accum) of the products that torch's own scaled product makes
-LIBRARY: set[tuple[Tile, Tile, bool]] = {(tuple(a), tuple(b), fast) for a, b, fast in _CONFIGS["library"]}
+# (a's tile, b's tile, fast_accum) of the products that torch's own scaled product makes: here, and by the shipped table
+LIBRARY, SHIPPED_LIBRARY = (
+    {(tuple(a), tuple(b), fast) for a, b, fast in configs["library"]} for configs in (_CONFIGS, table(None))
+)
 
 
 @functools.cache

@@ -9,10 +9,10 @@ import torch
 
 from octavo.granularity import Tile, scale_shape
 from octavo.kernels.reference import KERNELS as REFERENCE
-from octavo.kernels.triton.launch import LIBRARY
+from octavo.kernels.triton.launch import LIBRARY, Config
 from tests.support.product_cases import BLOCK, MX, ROWS, SQUARE, close, of_flat, operands, sums_shortly
 from tests.support.triton_cases import ALL, E4M3, E5M2, poisoned_memory, to
-from tests.support.triton_kernels import TritonKernels
+from tests.support.triton_kernels import TritonKernels, running
 
 pytestmark = pytest.mark.gpu
 
@@ -142,3 +142,17 @@ def test_the_choice_is_the_table_s(tiles: tuple[Tile, Tile], kernels: TritonKern
         short = (*operands((30, 64, 256), tiles, (E4M3, E4M3)), None, torch.bfloat16, False)
         assert chosen(kernels, *short) == ("torch" if tiles[0] == ROWS else "Triton")  # scales not in sixteens
     assert (ALL, ALL, True) in LIBRARY
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", [90, 100])
+def test_a_row_is_the_same_in_another_batch_and_tile(capability: int) -> None:
+    """Bit for bit, on tensor cores: the configuration does not change the order of a sum along the contraction."""
+    a, a_scale, *rest = operands((40, 128, 384), (ROWS, ROWS), (E4M3, E4M3))
+    found = []
+    with running(capability) as kernels:
+        for rows, config in ((40, Config(128, 64, 4, 4)), (17, Config(128, 128, 4, 8)), (1, Config(128, 128, 3, 8))):
+            args = to(kernels.device, (a[:rows], a_scale[:rows], *rest, None))
+            with mock.patch.object(kernels.module("matmul"), "product_config", lambda *shapes, config=config: config):
+                found.append(of_flat(kernels.module("matmul").triton_matmul)(*args, torch.float32, False).cpu())
+    assert all(torch.equal(other, found[0][: len(other)]) for other in found)

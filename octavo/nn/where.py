@@ -1,0 +1,94 @@
+"""Which kernel makes each of a recipe's products on a device, and what its user loses there.
+
+By what octavo asks for as it is shipped: the products of configs.json, of which those whose scales change along the
+contraction have torch's kernels on Hopper alone. A GPU is asked itself whether they are right (library_matmul.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from octavo import recipes
+from octavo.granularity import ALL
+from octavo.kernels.capability import FIRST_NATIVE, compute_capability, warn_once
+from octavo.kernels.devices import triton_kernels
+from octavo.scaling.recipe import PRODUCTS, Recipe
+
+Capability = tuple[int, int] | None  # None: a CPU, or a GPU of another maker
+ARCHITECTURES: dict[str, Capability] = {
+    f"sm_{major}{minor}": (major, minor) for major, minor in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1))
+}
+ARCHITECTURES["CPU"] = None
+TORCH, TRITON, REFERENCE = "torch's", "octavo's Triton kernel", "the reference"
+_HOPPER = 9
+
+
+class Maker(NamedTuple):
+    """How a product is made: by whose kernel, what is lost, and whether that is time beside another recipe's."""
+
+    product: str
+    kernel: str
+    loss: str = ""
+    is_slower: bool = False
+
+
+def makers(recipe: Recipe, capability: Capability) -> Iterator[Maker]:
+    """Each FP8 product's, of whole sixteens of features, to bfloat16."""
+    if capability is None or capability < FIRST_NATIVE or triton_kernels() is None:
+        casts = [cast for pair in recipe.casts for cast in pair[:2] if cast is not None]
+        exact = all(cast.power_of_two or cast.tile == (ALL, ALL) for cast in casts)
+        loss = "FP8's speed: emulated" if exact else "FP8's speed and bfloat16's: emulated in float32"
+        yield from (Maker(product, REFERENCE, loss) for product in PRODUCTS if getattr(recipe, product) is not None)
+        return
+    from octavo.kernels.triton.launch import SHIPPED_LIBRARY
+    from octavo.kernels.triton.matmul import step_along
+
+    major = capability[0]
+    for product in PRODUCTS:
+        if (casts := getattr(recipe, product)) is None:
+            continue
+        a, b = (cast.tile for cast in casts)
+        changes, step = a[1] != ALL or b[1] != ALL, step_along(a, b)
+        if (a, b, product in recipe.fast_accum) in SHIPPED_LIBRARY and (major == _HOPPER or not changes):
+            yield Maker(product, TORCH)
+        elif step == 0:
+            yield Maker(product, REFERENCE, "FP8's speed: no kernel has blocks that 32 does not divide", True)
+        elif changes:
+            loss = f"an FFMA{' and an FMUL' if b[0] == 1 else ''} an element for each {step} of the contraction"
+            loss += " instead of the tensor cores' own scales" if step == 32 and major > _HOPPER else ""
+            yield Maker(product, TRITON, loss, True)
+        else:
+            yield Maker(product, TRITON, "torch's product, which does not mix these two scales")
+
+
+def described(recipe: Recipe, capability: Capability) -> tuple[str, str]:
+    """(whose kernels make the three products, the first thing that is lost), in words."""
+    found = {maker.product: maker for maker in makers(recipe, capability)}
+    owners = {product: found[product].kernel if product in found else "high precision" for product in PRODUCTS}
+    first = next((maker for maker in found.values() if maker.loss), None)
+    text = ", ".join(f"{product}: {owner}" for product, owner in owners.items())
+    text = owners["output"] if len(set(owners.values())) == 1 else text
+    if first is None:
+        return text, "nothing"
+    of_all = len({maker.loss for maker in found.values()}) == 1
+    return text, first.loss if of_all else f"in {first.product} {first.loss}"
+
+
+def warn_once_if_slower(recipe: Recipe, device: torch.device) -> None:
+    """Log, once a recipe and kind of GPU, that a product takes a slower kernel there, and a recipe whose don't."""
+    capability = compute_capability(device)
+    if capability is None or capability < FIRST_NATIVE or torch.compiler.is_compiling():
+        return  # where all FP8 is emulated that is said already
+    slower = next((maker for maker in makers(recipe, capability) if maker.is_slower), None)
+    if slower is not None:
+        both = (recipes.blockwise(), recipes.rowwise())
+        faster = next(other.name for other in both if not any(maker.loss for maker in makers(other, capability)))
+        where = f"{device} (sm_{capability[0]}{capability[1]})"
+        warn_once(
+            f"{recipe} on sm_{capability}",
+            f"{recipe.name} on {where}: {slower.product} is made by {slower.kernel}, which costs {slower.loss}; "
+            f"of octavo.recipes.{faster}() torch makes all products there",
+        )
