@@ -1,0 +1,228 @@
+"""Muon beside torch.optim.Muon, whose results it has bit for bit where nothing is rounded."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import octavo
+from octavo import PerTensor
+from octavo.kernels.reference.optimizer_state import pieces
+from octavo.kernels.step_numbers import halves, key_of, random_bits
+from octavo.optim import E4M4, Moment, Muon, update_in_backward
+from octavo.optim.muon import MAX_UPDATE
+from octavo.tensor.stored_weight import StoredWeight
+from tests.support.triton_kernels import TritonKernels, in_place_of_reference
+
+SHAPES = [(40, 200), (200, 40), (64, 64), (1, 130), (130, 1)]
+
+
+def matrices(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(99)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def steps(optimizer: Any, params: list[nn.Parameter], count: int, start: int = 0) -> None:
+    for step in range(start, start + count):
+        generator = torch.Generator().manual_seed(step)
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        optimizer.step()
+
+
+def equal(ours: list[nn.Parameter], others: list[nn.Parameter]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, others, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"lr": 0.02, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"},
+        {"momentum": 0.3, "weight_decay": 0.0, "adjust_lr_fn": "original", "ns_steps": 3},
+        {"lr": 0.03125, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3},
+    ],
+    ids=["default", "matching AdamW", "weak momentum", "other coefficients"],
+)
+def test_exact_moments_give_torchs_results_bit_for_bit(options: dict[str, Any]) -> None:
+    found = []
+    for kind, exact in ((Muon, {"moments": "fp32"}), (torch.optim.Muon, {})):
+        params: list[nn.Parameter] = matrices()
+        optimizer: Any = kind([{"params": params[:2]}, {"params": params[2:], "momentum": 0.9}], **options, **exact)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=4)
+        for step in range(5):
+            optimizer.param_groups[1]["weight_decay"] = 0.25 * step
+            steps(optimizer, params, 1, step)
+            schedule.step()
+        found.append(params)
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_momentum_in_codes_is_the_average_encoded_with_the_steps_random_bits(dtype: torch.dtype) -> None:
+    (param,) = matrices(dtype, [(40, 200)])
+    optimizer = Muon([param], moments="fp8", seed=5)
+    moment, wide = optimizer.moments[0], torch.zeros(40, 200)
+    for step in range(4):
+        steps(optimizer, [param], 1, step)
+        wide = wide.lerp(param.grad.float(), 1 - 0.95)  # type: ignore[union-attr]
+        expected = moment.new_state("momentum_buffer", param.shape, "cpu")
+        stored = moment.for_kernel("momentum_buffer", expected)
+        for piece in pieces(40, 200):
+            bits, _ = halves(random_bits(key_of(key_of(5, 0), step + 1), piece.index(torch.device("cpu"))))
+            stored.write(piece, piece.of(wide).clone(), bits)
+        state = optimizer.state[param]
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+        wide = moment.read_codes(state["momentum_buffer_codes"], state["momentum_buffer_scale_inv"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "most"),
+    [
+        (torch.float32, {"moments": "fp8"}, 0.04),
+        (torch.float32, {"moments": "bf16"}, 0.01),
+        (torch.bfloat16, {"moments": "fp32", "master": "split32"}, 0.001),
+        (torch.bfloat16, {"moments": "fp32", "master": "split24"}, 0.01),
+    ],
+    ids=["fp8", "bf16", "split32", "split24"],
+)
+def test_few_bytes_stay_near(dtype: torch.dtype, options: dict[str, Any], most: float) -> None:
+    """The distance from torch's master, over the way that it has gone."""
+    ours, start = matrices(dtype), [param.detach().float() for param in matrices(dtype)]
+    torchs = [nn.Parameter(value.clone()) for value in start]
+    optimizer, other = Muon(ours, lr=0.02, **options), torch.optim.Muon(torchs, lr=0.02)
+    for step in range(8):
+        steps(optimizer, ours, 1, step)
+        for a, b in zip(ours, torchs, strict=True):
+            b.grad = a.grad.float()  # type: ignore[union-attr]
+        other.step()
+    for a, b, before in zip(ours, torchs, start, strict=True):
+        master, _ = octavo.optim.state.for_kernel(a, a.detach(), optimizer.state[a], optimizer.settings)
+        assert (master.read_all(a) - b).norm() < most * (b - before).norm()
+
+
+@pytest.mark.parametrize("options", [{"moments": "fp8", "master": "split24"}, {"gradient_storage": "fp8"}], ids=str)
+def test_save_load_continue(options: dict[str, Any]) -> None:
+    def fill_and_step(optimizer: Muon, params: list[nn.Parameter], seeds: range) -> None:
+        for seed in seeds:
+            generator = torch.Generator().manual_seed(seed)
+            optimizer.zero_grad()
+            sum((torch.randn(p.shape, generator=generator) * p).sum() for p in params).backward()  # type: ignore[union-attr]
+            optimizer.step()
+
+    ours = matrices(torch.bfloat16)
+    optimizer = Muon(ours, lr=0.02, **options)
+    fill_and_step(optimizer, ours, range(3))
+    again = [nn.Parameter(param.detach().clone()) for param in ours]
+    loaded = Muon(again, lr=0.5, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    fill_and_step(optimizer, ours, range(3, 5))
+    fill_and_step(loaded, again, range(3, 5))
+    assert equal(ours, again)
+
+
+def test_torchs_state_goes_on_and_goes_back() -> None:
+    ours, torchs = matrices(), matrices()
+    before = torch.optim.Muon(torchs, lr=0.02)
+    steps(before, torchs, 2)
+    for a, b in zip(ours, torchs, strict=True):
+        a.data.copy_(b.data)
+    exact, rounded = Muon(ours, moments="fp32"), Muon(matrices(), moments="fp8")
+    exact.load_state_dict(copy.deepcopy(before.state_dict()))
+    with pytest.warns(UserWarning, match="converted: from torch's"):
+        rounded.load_state_dict(copy.deepcopy(before.state_dict()))
+    steps(exact, ours, 2, 2)
+    steps(before, torchs, 2, 2)
+    assert equal(ours, torchs)
+    back = torch.optim.Muon(torchs)
+    back.load_state_dict(copy.deepcopy(exact.state_dict()))
+    steps(exact, ours, 1, 4)
+    steps(back, torchs, 1, 4)
+    assert equal(ours, torchs)
+
+
+def train(params: list[nn.Parameter], optimizer: Muon) -> None:
+    for step in range(3):
+        sum((param.float() * (step + number + 1)).sin().sum() for number, param in enumerate(params)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(prepare: Callable[[Muon], Any] = lambda optimizer: None) -> list[Tensor]:
+    params = matrices(torch.bfloat16, [(9, 140), (4, 70)])
+    optimizer = Muon([{"params": [param]} for param in params], lr=torch.tensor(0.02), moments="fp8")
+    prepare(optimizer)
+    train(params, optimizer)
+    return [value for param in params for value in (param.detach(), *optimizer.state[param].values())]
+
+
+def test_updates_in_backward_are_those_of_a_step() -> None:
+    found = trained(lambda optimizer: update_in_backward(optimizer, 0))
+    assert all(torch.equal(a, b) for a, b in zip(found, trained(), strict=True))
+
+
+def test_the_triton_launches_do_what_the_reference_does(kernels: TritonKernels) -> None:
+    expected = trained()
+    with in_place_of_reference(kernels):
+        found = trained()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("master", ["split16", "fp32"])
+def test_weights_in_fp8_follow_float32_ones(master: str) -> None:
+    weight = nn.Parameter(StoredWeight.cast(torch.randn(40, 200), PerTensor()))
+    start = weight.detach().dequantize()
+    plain, weight = nn.Parameter(start.clone()), nn.Parameter(StoredWeight.cast(start, PerTensor()))
+    ours, other = Muon([weight], lr=0.02, moments="fp32", master=master), Muon([plain], lr=0.02, moments="fp32")
+    for step in range(6):
+        plain.grad = torch.randn(40, 200, generator=torch.Generator().manual_seed(step))
+        weight.grad = plain.grad.clone()
+        ours.step()
+        other.step()
+    kept, _ = octavo.optim.state.for_kernel(weight, weight.detach(), ours.state[weight], ours.settings)
+    moved = (kept.read_all(kept.weight) - plain).norm() / (plain - start).norm()
+    assert moved < (0.02 if master == "fp32" else 0.05)
+
+
+def test_an_update_of_a_weight_in_fp8_is_bounded() -> None:
+    weight = nn.Parameter(StoredWeight.cast(torch.zeros(1, 8), PerTensor()))
+    optimizer = Muon([weight], lr=0.5, ns_coefficients=(3.0, 0.0, 0.0), master="fp32")
+    weight.grad = torch.eye(8)[:1]
+    optimizer.step()
+    assert float(optimizer.state[weight]["master_rest"][0, 0]) == -0.5 * MAX_UPDATE
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "error", "message"),
+    [
+        ((4,), {}, ValueError, r"shape \(4,\): give vectors"),
+        ((4, 2, 2), {}, ValueError, r"octavo\.optim\.AdamW"),
+        ((4, 4), {"lr": -1.0}, ValueError, r"lr=-1\.0"),
+        ((4, 4), {"weight_decay": float("nan")}, ValueError, "weight_decay=nan"),
+        ((4, 4), {"adjust_lr_fn": "mine"}, ValueError, "adjust_lr_fn='mine': use None, 'original'"),
+        ((4, 4), {"ns_steps": 100}, ValueError, "ns_steps=100: give three"),
+        ((4, 4), {"ns_coefficients": (1.0, 2.0)}, ValueError, r"ns_coefficients=\(1\.0, 2\.0\)"),
+        ((4, 4), {"moments": "fp9"}, ValueError, "moments='fp9'"),
+        ((4, 4), {"moments": Moment(E4M4)}, ValueError, "has no sign"),
+        ((4, 4), {"moments": (Moment("fp32"), Moment("fp32"))}, TypeError, r"octavo\.optim\.Moment"),
+        ((4, 4), {"maximize": True}, TypeError, "unexpected keyword argument 'maximize'"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments(shape: tuple[int, ...], options: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        Muon([nn.Parameter(torch.ones(shape))], **options)
+
+
+def test_an_empty_matrix_is_no_hindrance() -> None:
+    weight = nn.Parameter(torch.empty(3, 0))
+    optimizer = Muon([weight])
+    weight.grad = torch.empty(3, 0)
+    optimizer.step()
+    assert float(optimizer.state[weight]["step"]) == 1.0
