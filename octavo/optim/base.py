@@ -323,12 +323,10 @@ class CompactOptimizer(Optimizer):
             if isinstance(weight, StoredWeight):
                 self._kept[param] = self._kept[param]._replace(data=weight.qdata, version=weight.qdata._version)
 
-    def _launch(
-        self, updates: list[WeightUpdate], skip: Tensor | None, scale: Tensor | None, sums: Tensor | None
-    ) -> None:
+    def _launch(self, some: list[WeightUpdate], skip: Tensor | None, scale: Tensor | None, sums: Tensor | None) -> None:
         """Update weights of one device; arguments as the kernels' ``optimizer_step``."""
         groups: Any = [self._options(group) for group in self.param_groups]
-        optimizer_step(updates, groups, skip, scale, self._plans, sums)
+        optimizer_step(some, groups, skip, scale, self._plans, sums)
 
     def _places(self) -> dict[nn.Parameter, tuple[int, int]]:
         """Each parameter's group and its number among all parameters, on which its random bits depend."""

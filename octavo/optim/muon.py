@@ -10,34 +10,33 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.kernels.devices import optimizer_step
 from octavo.kernels.reference.master_weights import Fp8Weight, Master, MasterWeight
 from octavo.kernels.reference.optimizer_step import SgdGroup, WeightUpdate
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer, check_not_negative
-from octavo.optim.layout import is_sharded
+from octavo.optim.layout import is_sharded, sharded_dims
 from octavo.optim.moment import Moment, momentum_of
+from octavo.optim.owners import by_owners
 from octavo.optim.state import Settings
 from octavo.private import adjust_muon_lr, orthogonalize
+from octavo.tensor.fsdp2 import groups_of
 
 # Torch's coefficients keep singular values, which begin in [0, 1], below 1.2024 after any number of iterations, and no
 # element exceeds the largest. Where a weight lives in FP8, elements are clamped to this, so that its scale is known
 # before the update whatever the coefficients.
 MAX_UPDATE = 1.25
+OWNED = 4  # matrices that a rank orthogonalises, of those that travel together
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
 class _Workspace(NamedTuple):
     """What the launches of a matrix use besides its state; it stays, as CUDA graphs and prepared launches read it.
 
-    Attributes:
-        owner: the weight's master.
-        scratch: float32 [R, C], the direction, then the orthogonal matrix; all matrices of a device share its memory.
-        step: a copy of the state's step, which the first launch counts.
-        rate: the adjusted learning rate, where that is computed on a GPU.
-        plans: prepared launches.
+    ``scratch``: the direction [R, C], then the orthogonal matrix; ``step``: a copy of the state's, which the first
+    launch counts; ``rate``: the adjusted learning rate, where that is computed on a GPU; ``plans``: prepared launches.
     """
 
     owner: Master
@@ -50,18 +49,18 @@ class _Workspace(NamedTuple):
 class Muon(CompactOptimizer):
     """torch.optim.Muon, its momentum in few bytes, on matrices of any master.
 
-    With ``moments="fp32"``, float32 weights and gradients its results are torch's. Vectors, embeddings and a head
-    belong to an AdamW beside it. On each device it keeps a float32 scratch as large as the largest matrix.
+    With ``moments="fp32"`` and float32 weights its results are torch's, bit for bit on a CPU. Vectors, embeddings and a
+    head belong to an AdamW beside it. Each device keeps a float32 scratch as large as the largest matrix, or its rows.
 
     Args:
-        params: matrices [R, C], or groups of them; not sharded.
+        params: matrices [R, C], or groups of them; plain, or sharded by rows over one dimension of a mesh.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as torch's.
         moments: "fp8" (E4M3 in blocks of 128: 1.03 bytes an element, rounded stochastically), "bf16", "fp32", a Moment.
         master, seed, skip_nonfinite, gradient_storage: as AdamW's.
 
     Raises:
-        TypeError, ValueError: for arguments out of range, parameters that are no matrices or are sharded, or weights
-            of a dtype that the master is not for.
+        TypeError, ValueError: for arguments out of range, parameters that are no matrices or are sharded otherwise,
+            or weights of a dtype that the master is not for.
 
     Example:
         >>> import torch, octavo
@@ -114,54 +113,87 @@ class Muon(CompactOptimizer):
         return stored
 
     def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
-        """As any optimizer's; also refuse what is no matrix, or is sharded, and options out of range."""
+        """As any optimizer's; also refuse what is no matrix, or is sharded by columns, and options out of range."""
         shape = tuple(weight.shape)
         if weight.ndim != 2:
             raise ValueError(
                 f"Muon is for matrices, and a parameter has the shape {shape}: give vectors, convolutions and stacked "
                 "experts to octavo.optim.AdamW, and embeddings and heads too"
             )
-        if is_sharded(weight):
+        dims = [dim for dim, *_ in sharded_dims(weight)]
+        if dims not in ([], [0]):
             raise ValueError(
-                f"a weight {shape} with placements {weight.placements}: Muon orthogonalises whole matrices, and each "  # type: ignore[attr-defined]
-                "rank has only a shard. Replicate them (DistributedDataParallel, or fully_shard's ignored_params), or "
-                "use octavo.optim.AdamW"
+                f"a weight {shape} with placements {weight.placements}: Muon takes matrices that ranks share by rows, "  # type: ignore[attr-defined]
+                "over one dimension of a mesh (FSDP2, HSDP, ColwiseParallel); give others to octavo.optim.AdamW"
             )
         if (adjustment := group["adjust_lr_fn"]) not in _ADJUSTMENTS:
             raise ValueError(f"adjust_lr_fn={adjustment!r}: use {', '.join(map(repr, _ADJUSTMENTS))}")
-        if len(group["ns_coefficients"]) != 3 or not 0 <= group["ns_steps"] < 100:
-            raise ValueError(
-                f"ns_coefficients={group['ns_coefficients']!r}, ns_steps={group['ns_steps']!r}: give three "
-                "coefficients and less than 100 steps"
-            )
+        coefficients, count = group["ns_coefficients"], group["ns_steps"]
+        if len(coefficients) != 3 or not 0 <= count < 100:
+            raise ValueError(f"ns_coefficients={coefficients!r}, ns_steps={count!r}: give three, and below 100 steps")
         super().check(weight, group, settings, bounds)
 
     def _options(self, group: dict[str, Any]) -> SgdGroup:
         momentum, decay = float(group["momentum"]), float(group["weight_decay"])
         return SgdGroup(group["lr"], momentum, 0.0, decay, group["nesterov"], False, True, MAX_UPDATE)
 
-    def _launch(
-        self, updates: list[WeightUpdate], skip: Tensor | None, scale: Tensor | None, sums: Tensor | None
-    ) -> None:
-        for update in updates:
-            work, options = self._workspace(update), self.param_groups[update.group]
-            group, matrix, ratio = self._options(options), work.scratch.weight.zero_(), 1.0
-            if matrix.numel():
-                work.step.copy_(update.step)
-                first = update._replace(master=work.scratch, step=work.step, group=0, measured=False)
-                optimizer_step([first], [group._replace(lr=-1.0, weight_decay=0.0)], skip, scale, work.plans)
-                matrix.copy_(orthogonalize(matrix, options["ns_coefficients"], options["ns_steps"], options["eps"]))
-                ratio = adjust_muon_lr(1.0, options["adjust_lr_fn"], matrix.shape)
-            if isinstance(update.master, Fp8Weight):
-                matrix.clamp_(-MAX_UPDATE, MAX_UPDATE)
-            rate: float | Tensor = work.rate
-            if isinstance(group.lr, Tensor) and group.lr.is_cuda:
-                torch.mul(group.lr, ratio, out=work.rate)
+    def _launch(self, some: list[WeightUpdate], skip: Tensor | None, scale: Tensor | None, sums: Tensor | None) -> None:
+        params = {id(kept.update.master): param for param, kept in self._kept.items()}
+        shared: dict[Any, list[tuple[WeightUpdate, nn.Parameter]]] = {}
+        for update in some:
+            param = params[id(update.master)]
+            if is_sharded(param):
+                shared.setdefault(groups_of(param)[0], []).append((update, param))
             else:
-                rate = float(group.lr) * ratio
-            group = group._replace(lr=rate, weight_decay=group.weight_decay / ratio)  # torch decays by lr as it is
-            second = update._replace(moments=(), gradient=matrix, gradient_scale_inv=None, group=0)
-            optimizer_step([second], [group], skip, None, work.plans, sums)
+                matrix = self._orthogonal(self._direction(update, skip, scale), update.group)
+                self._move(update, matrix, param.shape, skip, sums)
+        for group, those in shared.items():
+            count = OWNED * group.size()
+            for batch in (those[first : first + count] for first in range(0, len(those), count)):
+                parts, numbers = [], [update.group for update, _ in batch]
+                for update, param in batch:  # bf16 travels, which is what torch orthogonalises
+                    part = self._direction(update, skip, scale)[: states.local(param).shape[0]]
+                    parts.append(part.to(param.device_mesh.device_type, torch.bfloat16, copy=True))  # type: ignore[attr-defined]
+                whole = [param.shape for _, param in batch]
+                found = by_owners(parts, whole, group, lambda n, x, of=numbers: self._orthogonal(x, of[n]))
+                for (update, param), part in zip(batch, found, strict=True):
+                    self._move(update, part, param.shape, skip, sums)
+
+    def _direction(self, update: WeightUpdate, skip: Tensor | None, scale: Tensor | None) -> Tensor:
+        """Have the momentum follow the gradient; return the direction, in the scratch, float32 [R, C]."""
+        work = self._workspace(update)
+        matrix = work.scratch.weight.zero_()
+        if matrix.numel():
+            work.step.copy_(update.step)
+            rule = self._options(self.param_groups[update.group])
+            update = update._replace(master=work.scratch, step=work.step, group=0, measured=False)
+            optimizer_step([update], [rule._replace(lr=-1.0, weight_decay=0.0)], skip, scale, work.plans)
+        return matrix
+
+    def _orthogonal(self, matrix: Tensor, group: int) -> Tensor:
+        """What torch makes of a direction: bf16."""
+        options = self.param_groups[group]
+        coefficients, count, eps = (options[name] for name in ("ns_coefficients", "ns_steps", "eps"))
+        return orthogonalize(matrix, coefficients, count, eps) if matrix.numel() else matrix
+
+    def _move(
+        self, update: WeightUpdate, orthogonal: Tensor, shape: torch.Size, skip: Tensor | None, sums: Tensor | None
+    ) -> None:
+        """Move this rank's rows of a weight whose whole shape this is along those of the orthogonal matrix."""
+        work, options = self._workspace(update), self.param_groups[update.group]
+        matrix, rule = work.scratch.weight, self._options(options)
+        matrix[: orthogonal.shape[0]].copy_(orthogonal)
+        if isinstance(update.master, Fp8Weight):
+            matrix.clamp_(-MAX_UPDATE, MAX_UPDATE)
+        ratio = adjust_muon_lr(1.0, options["adjust_lr_fn"], shape) if shape.numel() else 1.0
+        rate: float | Tensor = work.rate
+        if isinstance(rule.lr, Tensor) and rule.lr.is_cuda and matrix.is_cuda:
+            torch.mul(rule.lr, ratio, out=work.rate)
+        else:
+            rate = float(rule.lr) * ratio
+        rule = rule._replace(lr=rate, weight_decay=rule.weight_decay / ratio)  # torch decays by lr as it is
+        update = update._replace(moments=(), gradient=matrix, gradient_scale_inv=None, group=0)
+        optimizer_step([update], [rule], skip, None, work.plans, sums)
 
     def _workspace(self, update: WeightUpdate) -> _Workspace:
         found = self._plans.get(id(update.master))
@@ -169,7 +201,7 @@ class Muon(CompactOptimizer):
             shape, device = update.master.weight.shape, update.gradient.device
             scratch = self._scratch.get(device)
             if scratch is None or scratch.numel() < shape.numel():
-                largest = max(states.local(param).numel() for param in self.all_params())
+                largest = max(shape.numel(), *(states.local(param).numel() for param in self.all_params()))
                 scratch = self._scratch[device] = torch.empty(largest, device=device)
             whole = MasterWeight(scratch[: shape.numel()].view(shape), "weight")
             rate = torch.zeros((), device=device)
