@@ -1,4 +1,4 @@
-"""Whole matrices whose rows several ranks share: each comes together on one rank, its owner, and goes back."""
+"""Matrices whose rows several ranks share: each comes together on one rank, its owner, and goes back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def by_owners(
     owners = owners_of(shapes, ranks)
     owned = [[number for number, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
     ordered = list(itertools.chain.from_iterable(owned))
-    rows = {number: _rows(shapes[number][0], ranks) for number in owned[own]}
+    rows: dict[int, list[int]] = {}  # of each rank, of the matrices that are this one's
+    for number in owned[own]:
+        count, each = shapes[number][0], rows_on_each_rank(shapes[number][0], ranks)
+        rows[number] = [max(0, min(each, count - rank * each)) for rank in range(ranks)]
     whole_sizes = [[rows[number][rank] * shapes[number][1] for number in owned[own]] for rank in range(ranks)]
     sent = [sum(parts[number].numel() for number in some) for some in owned]
     received = [sum(some) for some in whole_sizes]
@@ -52,12 +55,6 @@ def by_owners(
     returned = _exchanged(back, parts[0], received, sent, group).split([parts[number].numel() for number in ordered])
     found = dict(zip(ordered, returned, strict=True))
     return [found[number].view(part.shape) for number, part in enumerate(parts)]
-
-
-def _rows(count: int, ranks: int) -> list[int]:
-    """How many of a matrix's rows each rank has."""
-    each = rows_on_each_rank(count, ranks)
-    return [max(0, min(each, count - rank * each)) for rank in range(ranks)]
 
 
 def _exchanged(tensors: Iterable[Tensor], like: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:

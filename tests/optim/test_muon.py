@@ -104,27 +104,6 @@ def test_a_split_master_is_torchs_float32_weight_bit_for_bit() -> None:
         assert torch.equal(master_values(optimizer, a), b)
 
 
-@pytest.mark.parametrize("options", [{"moments": "fp8", "master": "split24"}, {"gradient_storage": "fp8"}], ids=str)
-def test_save_load_continue(options: dict[str, Any]) -> None:
-    def fill_and_step(optimizer: Muon, params: list[nn.Parameter], seeds: range) -> None:
-        for seed in seeds:
-            optimizer.zero_grad()
-            torch.stack([(param * seed).sin().sum() for param in params]).sum().backward()
-            optimizer.step()
-
-    ours = matrices(torch.bfloat16)
-    optimizer = Muon(ours, lr=0.02, **options)
-    fill_and_step(optimizer, ours, range(3))
-    again = [nn.Parameter(param.detach().clone()) for param in ours]
-    loaded = Muon(again, lr=0.5, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    fill_and_step(optimizer, ours, range(3, 5))
-    fill_and_step(loaded, again, range(3, 5))
-    assert equal(ours, again)
-
-
 def test_torchs_state_goes_on_and_goes_back() -> None:
     ours, torchs = matrices(), matrices()
     before = torch.optim.Muon(torchs, lr=0.02)
@@ -132,7 +111,9 @@ def test_torchs_state_goes_on_and_goes_back() -> None:
     for a, b in zip(ours, torchs, strict=True):
         a.data.copy_(b.data)
     exact, rounded = Muon(ours, moments="fp32"), Muon(matrices(), moments="fp8")
-    exact.load_state_dict(copy.deepcopy(before.state_dict()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exact.load_state_dict(copy.deepcopy(before.state_dict()))
     with pytest.warns(UserWarning, match="converted: from torch's"):
         rounded.load_state_dict(copy.deepcopy(before.state_dict()))
     steps(exact, ours, 2, 2)
@@ -145,9 +126,9 @@ def test_torchs_state_goes_on_and_goes_back() -> None:
     assert equal(ours, torchs)
 
 
-def trained(prepare: Callable[[Muon], Any] = lambda optimizer: None) -> list[Tensor]:
-    params = matrices(torch.bfloat16, [(9, 140), (4, 70)])
-    optimizer = Muon([{"params": [param]} for param in params], lr=torch.tensor(0.02), moments="fp8")
+def trained(prepare: Callable[[Muon], Any] = lambda optimizer: None, **options: Any) -> list[Tensor]:
+    params = matrices(torch.bfloat16, [(9, 140), (4, 70), (3, 0)])
+    optimizer = Muon([{"params": [param]} for param in params], lr=torch.tensor(0.02), moments="fp8", **options)
     prepare(optimizer)
     for step in range(3):
         torch.stack([(param.float() * (step + 1)).sin().sum() for param in params]).sum().backward()
@@ -162,9 +143,9 @@ def test_updates_in_backward_are_those_of_a_step() -> None:
 
 
 def test_the_triton_launches_do_what_the_reference_does(kernels: TritonKernels) -> None:
-    expected = trained()
+    expected = trained(gradient_storage="fp8")
     with in_place_of_reference(kernels):
-        found = trained()
+        found = trained(gradient_storage="fp8")
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -192,33 +173,22 @@ def test_an_update_of_a_weight_in_fp8_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "options", "error", "message"),
+    ("shape", "options", "message"),
     [
-        ((4,), {}, ValueError, r"shape \(4,\): give vectors"),
-        ((4, 2, 2), {}, ValueError, r"octavo\.optim\.AdamW"),
-        ((4, 4), {"lr": -1.0}, ValueError, r"lr=-1\.0"),
-        ((4, 4), {"weight_decay": float("nan")}, ValueError, "weight_decay=nan"),
-        ((4, 4), {"adjust_lr_fn": "mine"}, ValueError, "adjust_lr_fn='mine': use None, 'original'"),
-        ((4, 4), {"ns_steps": 100}, ValueError, "ns_steps=100: give three"),
-        ((4, 4), {"ns_coefficients": (1.0, 2.0)}, ValueError, r"ns_coefficients=\(1\.0, 2\.0\)"),
-        ((4, 4), {"moments": "fp9"}, ValueError, "moments='fp9'"),
-        ((4, 4), {"moments": Moment(E4M4)}, ValueError, "has no sign"),
-        ((4, 4), {"moments": (Moment("fp32"), Moment("fp32"))}, TypeError, r"octavo\.optim\.Moment"),
-        ((4, 4), {"maximize": True}, TypeError, "unexpected keyword argument 'maximize'"),
+        ((4,), {}, r"shape \(4,\): give vectors"),
+        ((4, 2, 2), {}, r"octavo\.optim\.AdamW"),
+        ((4, 4), {"lr": -1.0}, r"lr=-1\.0"),
+        ((4, 4), {"weight_decay": float("nan")}, "weight_decay=nan"),
+        ((4, 4), {"adjust_lr_fn": "mine"}, "adjust_lr_fn='mine': use None, 'original'"),
+        ((4, 4), {"ns_steps": 100}, "ns_steps=100: give three"),
+        ((4, 4), {"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients=\(1\.0, 2\.0\)"),
+        ((4, 4), {"moments": Moment(E4M4)}, "has no sign"),
     ],
     ids=str,
 )
-def test_wrong_arguments(shape: tuple[int, ...], options: dict[str, Any], error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_wrong_arguments(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Muon([nn.Parameter(torch.ones(shape))], **options)
-
-
-def test_an_empty_matrix_is_no_hindrance() -> None:
-    weight = nn.Parameter(torch.empty(3, 0))
-    optimizer = Muon([weight])
-    weight.grad = torch.empty(3, 0)
-    optimizer.step()
-    assert float(optimizer.state[weight]["step"]) == 1.0
 
 
 # on ranks

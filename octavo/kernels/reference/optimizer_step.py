@@ -140,13 +140,11 @@ class SgdStep:
 
     def move(self, w: Tensor, g: Tensor, moments: Sequence[Tensor]) -> None:
         """Update the master."""
-        update, group = g, self.group
+        update, beta = g, self.group.momentum
         for momentum in moments:
             update = momentum
-            if group.nesterov and group.averages:
-                update = g.lerp(momentum, group.momentum)
-            elif group.nesterov:
-                update = g.add(momentum, alpha=group.momentum)
+            if self.group.nesterov:
+                update = g.lerp(momentum, beta) if self.group.averages else g.add(momentum, alpha=beta)
         if self.decoupled_decay:
             w.mul_(1 - self.lr * self.decoupled_decay)
         w.add_(update, alpha=-self.lr)
