@@ -7,6 +7,7 @@ weight's master along the orthogonal matrix, which by then is in the scratch.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -150,12 +151,12 @@ class Muon(CompactOptimizer):
         for group, those in shared.items():
             count = OWNED * group.size()
             for batch in (those[first : first + count] for first in range(0, len(those), count)):
-                parts, numbers = [], [update.group for update, _ in batch]
+                parts, shapes = [], [param.shape for _, param in batch]
                 for update, param in batch:  # bf16 travels, which is what torch orthogonalises
                     part = self._direction(update, skip, scale)[: states.local(param).shape[0]]
                     parts.append(part.to(param.device_mesh.device_type, torch.bfloat16, copy=True))  # type: ignore[attr-defined]
-                whole = [param.shape for _, param in batch]
-                found = by_owners(parts, whole, group, lambda n, x, of=numbers: self._orthogonal(x, of[n]))
+                functions = [functools.partial(self._orthogonal, group=update.group) for update, _ in batch]
+                found = by_owners(parts, shapes, group, functions)
                 for (update, param), part in zip(batch, found, strict=True):
                     self._move(update, part, param.shape, skip, sums)
 
@@ -172,9 +173,8 @@ class Muon(CompactOptimizer):
 
     def _orthogonal(self, matrix: Tensor, group: int) -> Tensor:
         """What torch makes of a direction: bf16."""
-        options = self.param_groups[group]
-        coefficients, count, eps = (options[name] for name in ("ns_coefficients", "ns_steps", "eps"))
-        return orthogonalize(matrix, coefficients, count, eps) if matrix.numel() else matrix
+        given = (self.param_groups[group][name] for name in ("ns_coefficients", "ns_steps", "eps"))
+        return orthogonalize(matrix, *given) if matrix.numel() else matrix
 
     def _move(
         self, update: WeightUpdate, orthogonal: Tensor, shape: torch.Size, skip: Tensor | None, sums: Tensor | None

@@ -24,15 +24,15 @@ def owners_of(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
 
 
 def by_owners(
-    parts: Sequence[Tensor], shapes: Sequence[torch.Size], group: Any, apply: Callable[[int, Tensor], Tensor]
+    parts: Sequence[Tensor], shapes: Sequence[torch.Size], group: Any, functions: Sequence[Callable[[Tensor], Tensor]]
 ) -> list[Tensor]:
-    """This rank's rows of what a function makes of each matrix, which is called on the matrix's owner alone.
+    """This rank's rows of what each matrix's function makes of it, which is called on the matrix's owner alone.
 
     Args:
         parts: this rank's rows [r, C] of each matrix, all of one dtype and device, divided as FSDP2 divides them.
         shapes: of the whole matrices [R, C]; all ranks call with the same.
         group: the process group of the ranks that share them, in the order of the rows.
-        apply: gets a matrix's number and the matrix, and returns one of the same shape and dtype.
+        functions: one a matrix [R, C], each of which returns a matrix of the same shape and dtype.
     """
     ranks, own = group.size(), group.rank()
     owners = owners_of(shapes, ranks)
@@ -48,7 +48,7 @@ def by_owners(
     arrived = _exchanged((parts[number] for number in ordered), parts[0], sent, received, group)
     pieces = [part.split(each) for part, each in zip(arrived.split(received), whole_sizes, strict=True)]
     made = [
-        apply(number, torch.cat(those).view(shapes[number])).split(rows[number])
+        functions[number](torch.cat(those).view(shapes[number])).split(rows[number])
         for number, those in zip(owned[own], zip(*pieces, strict=True), strict=True)
     ]
     back = (matrix[rank] for rank in range(ranks) for matrix in made)
