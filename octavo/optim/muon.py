@@ -188,7 +188,7 @@ class Muon(CompactOptimizer):
         ratio = adjust_muon_lr(1.0, options["adjust_lr_fn"], shape) if shape.numel() else 1.0
         rate: float | Tensor = work.rate
         if isinstance(rule.lr, Tensor) and rule.lr.is_cuda and matrix.is_cuda:
-            torch.mul(rule.lr, ratio, out=work.rate)
+            work.rate.copy_(rule.lr.view(()) * ratio)
         else:
             rate = float(rule.lr) * ratio
         rule = rule._replace(lr=rate, weight_decay=rule.weight_decay / ratio)  # torch decays by lr as it is

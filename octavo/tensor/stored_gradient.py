@@ -76,7 +76,7 @@ class StoredGradient(Pair):
         gradient = gradient.detach().contiguous()
         matrix = gradient.flatten(0, 1) if by_expert else gradient.view(as_matrix_shape(gradient.shape))
         pair = quantize(matrix, E4M3, GRANULARITY)
-        scale_inv = pair.scale_inv.contiguous()  # casts on a GPU write them column by column, as products read them
+        scale_inv = pair.scale_inv.contiguous()  # casts write them column by column, as products read them
         return cls(pair.qdata, scale_inv, gradient.shape, dtype or gradient.dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:

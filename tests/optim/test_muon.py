@@ -89,10 +89,8 @@ def test_momentum_in_codes_is_the_average_encoded_with_the_steps_random_bits(dty
 
 
 def test_a_split_master_is_torchs_float32_weight_bit_for_bit() -> None:
-    ours, torchs = (
-        matrices(torch.bfloat16),
-        [nn.Parameter(param.detach().float()) for param in matrices(torch.bfloat16)],
-    )
+    ours = matrices(torch.bfloat16)
+    torchs = [nn.Parameter(param.detach().float()) for param in ours]
     optimizer, other = Muon(ours, moments="fp32", master="split32"), torch.optim.Muon(torchs)
     for step in range(4):
         steps(optimizer, ours, 1, step)
