@@ -70,6 +70,9 @@ NAMES = {
     ),
     "assert_async": Name("torch._assert_async", "refuses an expert's number that is too large, without a wait"),
     "c10d_ops": Name("torch.ops._c10d_functional", "exchanges tensors in graphs and outside of them"),
+    # optimizers
+    "orthogonalize": Name("torch.optim._muon._zeropower_via_newtonschulz", "orthogonalises Muon's directions"),
+    "adjust_muon_lr": Name("torch.optim._muon._adjust_lr", "adjusts Muon's learning rate to a matrix's shape"),
     # fake tensors and what counts operations
     "FakeTensor": Name("torch._subclasses.fake_tensor.FakeTensor", "predicts memory without data"),
     "FakeTensorMode": Name("torch._subclasses.fake_tensor.FakeTensorMode", "predicts memory and time without data"),

@@ -4,6 +4,7 @@ from octavo.formats import E4M4
 from octavo.optim.adam import Adam, AdamW
 from octavo.optim.in_backward import EstimatedNorm, LastStepNorm, PerParameterNorm, update_in_backward
 from octavo.optim.moment import Moment
+from octavo.optim.muon import Muon
 from octavo.optim.sgd import SGD
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "EstimatedNorm",
     "LastStepNorm",
     "Moment",
+    "Muon",
     "PerParameterNorm",
     "update_in_backward",
 ]

@@ -306,11 +306,10 @@ class CompactOptimizer(Optimizer):
         for param in params:
             update = self._update(param, *places[param])
             updates.setdefault(update.gradient.device, []).append(update)
-        groups: Any = [self._options(group) for group in self.param_groups]
         for device, some in updates.items():
             there = [None if x is None else x.to(device, torch.float32, non_blocking=True) for x in (skip, scale)]
             sums = None if self.resolution is None else self.resolution.on(device)
-            optimizer_step(some, groups, there[0], there[1], self._plans, sums)
+            self._launch(some, there[0], there[1], sums)
         written: list[Tensor] = list(params)
         for param in params:
             kept, weight = self._kept[param], states.local(param)
@@ -323,6 +322,11 @@ class CompactOptimizer(Optimizer):
             weight = states.local(param)
             if isinstance(weight, StoredWeight):
                 self._kept[param] = self._kept[param]._replace(data=weight.qdata, version=weight.qdata._version)
+
+    def _launch(self, some: list[WeightUpdate], skip: Tensor | None, scale: Tensor | None, sums: Tensor | None) -> None:
+        """Update weights of one device; arguments as the kernels' ``optimizer_step``."""
+        groups: Any = [self._options(group) for group in self.param_groups]
+        optimizer_step(some, groups, skip, scale, self._plans, sums)
 
     def _places(self) -> dict[nn.Parameter, tuple[int, int]]:
         """Each parameter's group and its number among all parameters, on which its random bits depend."""

@@ -104,7 +104,7 @@ def update_in_backward(
     norm of all gradients, and raises if it would clip. A closure is evaluated once.
 
     Args:
-        optimizer: octavo's AdamW, Adam or SGD.
+        optimizer: octavo's AdamW, Adam, Muon or SGD.
         outstanding_weight_updates_bytes: of gradients that wait for a launch; with 0 none waits.
         clip: how gradients are clipped by a norm; None: they are not.
 

@@ -161,3 +161,17 @@ def moments_of(moments: Any) -> tuple[Moment, Moment]:
         raise TypeError(f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or a pair of octavo.optim.Moment")
     moments[0].check(second=False)
     return moments
+
+
+def momentum_of(moments: Any) -> Moment:
+    """The momentum's Moment that a ``moments`` argument means: a name of NAMED, or a Moment.
+
+    Raises:
+        TypeError, ValueError: for anything else.
+    """
+    moment = NAMED.get(moments, (None,))[0] if isinstance(moments, str) else moments
+    if not isinstance(moment, Moment):
+        error = ValueError if isinstance(moments, str) else TypeError
+        raise error(f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or an octavo.optim.Moment")
+    moment.check(second=False)
+    return moment

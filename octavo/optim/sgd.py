@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from octavo.kernels.reference.optimizer_step import SgdGroup
 from octavo.optim.base import CompactOptimizer, PreparedUpdate, check_not_negative, refuse
-from octavo.optim.moment import NAMED, Moment
+from octavo.optim.moment import Moment, momentum_of
 from octavo.optim.state import Settings, holds, local, new_moments, sharded_like
 
 
@@ -65,12 +65,7 @@ class SGD(CompactOptimizer):
 
     def moments_of(self, moments: Any) -> tuple[Moment, ...]:
         """The momentum's Moment, given by its name or as a Moment."""
-        moment = NAMED.get(moments, (None,))[0] if isinstance(moments, str) else moments
-        if not isinstance(moment, Moment):
-            error = ValueError if isinstance(moments, str) else TypeError
-            raise error(f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or an octavo.optim.Moment")
-        moment.check(second=False)
-        return (moment,)
+        return (momentum_of(moments),)
 
     def _averages(self, group: dict[str, Any]) -> bool:
         return bool(group["momentum"])

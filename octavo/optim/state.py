@@ -79,7 +79,7 @@ def check(param: Tensor, settings: Settings, bounds: bool) -> None:
     if stored and not bounds:
         raise ValueError(
             "a weight that is stored in FP8 is written with a scale that the largest update gives: use "
-            "octavo.optim.AdamW or Adam, with clip_update on"
+            "octavo.optim.AdamW or Adam, with clip_update on, or Muon for its matrices"
         )
     if param.is_complex() or param.is_sparse:
         raise ValueError("octavo's optimizers are for dense real weights")

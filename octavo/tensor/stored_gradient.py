@@ -76,7 +76,8 @@ class StoredGradient(Pair):
         gradient = gradient.detach().contiguous()
         matrix = gradient.flatten(0, 1) if by_expert else gradient.view(as_matrix_shape(gradient.shape))
         pair = quantize(matrix, E4M3, GRANULARITY)
-        return cls(pair.qdata, pair.scale_inv, gradient.shape, dtype or gradient.dtype)
+        scale_inv = pair.scale_inv.contiguous()  # casts write them column by column, as products read them
+        return cls(pair.qdata, scale_inv, gradient.shape, dtype or gradient.dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Its values as a plain tensor, by default of its own dtype; norms and optimizers read them in float32."""

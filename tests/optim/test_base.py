@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.optim import SGD, Adam, AdamW
+from octavo.optim import SGD, Adam, AdamW, Muon
 from octavo.optim.base import CompactOptimizer, PreparedUpdate, has_moved, was_written
 from octavo.tensor.stored_weight import StoredWeight
 
@@ -32,7 +32,7 @@ def test_amsgrads_state_is_refused():
         octavo.optim.AdamW([weight]).load_state_dict(torchs.state_dict())
 
 
-KINDS = [octavo.optim.AdamW, octavo.optim.Adam, octavo.optim.SGD]
+KINDS = [octavo.optim.AdamW, octavo.optim.Adam, octavo.optim.SGD, octavo.optim.Muon]
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
 
@@ -40,7 +40,8 @@ def of(kind: type, **options: Any) -> tuple[list[nn.Parameter], CompactOptimizer
     """Equal weights and an optimizer of them, at each call."""
     generator = torch.Generator().manual_seed(3)
     params = []
-    for shape, dtype in (((5, 200), torch.bfloat16), ((7,), torch.float32)):
+    second = (7, 1) if kind is Muon else (7,)
+    for shape, dtype in (((5, 200), torch.bfloat16), (second, torch.float32)):
         params.append(nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
     options = {"lr": 0.1, **({"momentum": 0.9} if kind is octavo.optim.SGD else {}), **options}
     return params, kind(params, **options)
@@ -79,7 +80,7 @@ def test_options_may_be_tensors_which_stay_as_they_are(kind: type) -> None:
     """As torch's may."""
     options: dict[str, Any] = {"lr": 0.125, "weight_decay": 0.25}
     options |= {"momentum": 0.5, "dampening": 0.25} if kind is octavo.optim.SGD else {"eps": 2.0**-20}
-    betas = {} if kind is octavo.optim.SGD else {"betas": (0.5, 0.75)}
+    betas = {"betas": (0.5, 0.75)} if issubclass(kind, Adam) else {}
     as_tensors = {name: torch.tensor(value) for name, value in options.items()}
     as_tensors |= {name: tuple(map(torch.tensor, values)) for name, values in betas.items()}
     found = []
@@ -228,13 +229,13 @@ def test_a_parameter_that_takes_the_place_of_another_is_stepped(kind: type) -> N
     params, optimizer = of(kind)
     fill(params, 0)
     optimizer.step()
-    new = nn.Parameter(torch.ones(4))
-    new.grad = torch.ones(4)
+    new = nn.Parameter(torch.ones(4, 1))
+    new.grad = torch.ones(4, 1)
     optimizer.param_groups[0]["params"][0] = new
     optimizer.step()
     assert (new < 1).all()
-    optimizer.param_groups[0]["params"][0] = wrong = nn.Parameter(torch.ones(4, dtype=torch.float64))
-    wrong.grad = torch.ones(4, dtype=torch.float64)
+    optimizer.param_groups[0]["params"][0] = wrong = nn.Parameter(torch.ones(4, 1, dtype=torch.float64))
+    wrong.grad = torch.ones(4, 1, dtype=torch.float64)
     with pytest.raises(ValueError, match="float64"):
         optimizer.step()
 
@@ -249,7 +250,7 @@ def test_a_set_has_no_order(kind: type) -> None:
 @each_kind
 def test_a_grad_scaler_leaves_gradients_unscaled_unless_it_skips(kind: type) -> None:
     for storage in (None, "fp8"):
-        weight = nn.Parameter(torch.ones(300))
+        weight = nn.Parameter(torch.ones(1, 300))
         optimizer = kind([weight], lr=0.1, gradient_storage=storage)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for factor, expected in ((1.0, 1.0), (math.inf, math.inf)):
@@ -258,7 +259,7 @@ def test_a_grad_scaler_leaves_gradients_unscaled_unless_it_skips(kind: type) -> 
             scaler.step(optimizer)
             scaler.update()
             grad = weight.grad if storage is None else weight.grad.dequantize()  # type: ignore[union-attr]
-            assert grad is not None and (not math.isfinite(expected) or float(grad[0]) == expected)
+            assert grad is not None and (not math.isfinite(expected) or float(grad[0, 0]) == expected)
 
 
 @each_kind
@@ -276,7 +277,7 @@ def test_float16_weights_are_their_own_masters(kind: type) -> None:
 
 
 # Torch's own arguments stand in the signatures; those that octavo has no use for are refused, with a reason.
-PAIRS = [(AdamW, torch.optim.AdamW), (Adam, torch.optim.Adam), (SGD, torch.optim.SGD)]
+PAIRS = [(AdamW, torch.optim.AdamW), (Adam, torch.optim.Adam), (SGD, torch.optim.SGD), (Muon, torch.optim.Muon)]
 
 
 @pytest.mark.parametrize(("ours", "torchs"), PAIRS)
@@ -289,7 +290,7 @@ def test_the_signature_has_all_of_torchs(ours: Any, torchs: Any) -> None:
 
 @pytest.mark.parametrize(("ours", "torchs"), PAIRS)
 def test_what_is_off_is_taken_and_what_is_on_refused(ours: Any, torchs: Any) -> None:
-    p = nn.Parameter(torch.ones(2))
+    p = nn.Parameter(torch.ones(2, 2))
     refused = inspect.signature(torchs).parameters.keys() & {
         *("amsgrad", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
     }

@@ -211,7 +211,8 @@ def test_a_step_makes_no_gradient_of_full_size() -> None:
     (weight * torch.randn(1024, 1024)).sum().backward()
     with Largest(weight) as found:
         optimizer.step()
-    assert 4 << 17 <= found.bytes <= 1 << 20  # a piece, and of all the codes: a gradient in float32 has 4 << 20
+    # at most a piece, and of all the codes; the compiled step has no pieces. A gradient in float32 has 4 << 20
+    assert 0 < found.bytes <= 1 << 20
 
 
 def test_loading_a_state_keeps_the_hooks() -> None:

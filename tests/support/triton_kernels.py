@@ -70,7 +70,7 @@ def in_place_of_reference(kernels: TritonKernels) -> Iterator[None]:
     from octavo import kernels as entries
     from octavo.autograd import casts, grouped, products
     from octavo.kernels.signatures import SCHEMAS
-    from octavo.optim import base
+    from octavo.optim import base, muon
 
     with ExitStack() as stack:
         for name in SCHEMAS:
@@ -79,7 +79,8 @@ def in_place_of_reference(kernels: TritonKernels) -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, "needs_transposed_codes", lambda device: True))
         for module in (casts, products):
             stack.enter_context(mock.patch.object(module, "contraction_multiple", lambda device: 16))
-        stack.enter_context(mock.patch.object(base, "optimizer_step", kernels.modules[PACKAGE].optimizer_step))
+        for module in (base, muon):
+            stack.enter_context(mock.patch.object(module, "optimizer_step", kernels.modules[PACKAGE].optimizer_step))
         yield
 
 

@@ -103,7 +103,11 @@ class AdamStep:
 
 
 class SgdGroup(NamedTuple):
-    """Options of some weights: torch.optim.SGD's."""
+    """Options of some weights: torch.optim.SGD's, or, with ``averages``, how torch.optim.Muon treats its matrices.
+
+    ``averages``: the momentum is the gradients' exponential average, ``nesterov`` goes on from it towards the gradient,
+    and weight decay is decoupled. ``max_update``: the most that the rule moves an element, by the learning rate.
+    """
 
     lr: float | Tensor
     momentum: float
@@ -111,29 +115,43 @@ class SgdGroup(NamedTuple):
     weight_decay: float
     nesterov: bool
     maximize: bool
+    averages: bool = False
+    max_update: float = math.inf
 
 
 class SgdStep:
     """Step ``number``, from 1, of weights with a group's options, which have one moment or none."""
 
     def __init__(self, group: SgdGroup, number: int) -> None:
-        self.group, self.number, self.lr = group, number, float(group.lr)
-        self.maximize, self.coupled_decay = group.maximize, group.weight_decay
+        self.group, self.number, self.lr, self.maximize = group, number, float(group.lr), group.maximize
+        self.coupled_decay, self.decoupled_decay = group.weight_decay, 0.0
+        if group.averages:
+            self.coupled_decay, self.decoupled_decay = 0.0, group.weight_decay
 
     def average(self, moments: Sequence[Tensor], g: Tensor) -> None:
-        """Have the momentum follow a gradient, in place: it begins as the gradient itself, as torch's does."""
+        """Have the momentum follow a gradient, in place: it begins as the gradient itself, an average as 0."""
         for momentum in moments:
-            if self.number == 1:
+            if self.group.averages:
+                momentum.lerp_(g, 1 - self.group.momentum)
+            elif self.number == 1:
                 momentum.copy_(g)
             else:
                 momentum.mul_(self.group.momentum).add_(g, alpha=1 - self.group.dampening)
 
     def move(self, w: Tensor, g: Tensor, moments: Sequence[Tensor]) -> None:
         """Update the master."""
-        update = g
+        update, beta = g, self.group.momentum
         for momentum in moments:
-            update = g.add(momentum, alpha=self.group.momentum) if self.group.nesterov else momentum
+            update = momentum
+            if self.group.nesterov:
+                update = g.lerp(momentum, beta) if self.group.averages else g.add(momentum, alpha=beta)
+        if self.decoupled_decay:
+            w.mul_(1 - self.lr * self.decoupled_decay)
         w.add_(update, alpha=-self.lr)
+
+    def bound(self, amax: Tensor) -> Tensor:
+        """As AdamStep's."""
+        return bound_after(amax, self.lr, self.group.max_update, self.decoupled_decay)
 
     def saturate(self, values: Sequence[Tensor], moments: Sequence[MomentTensors]) -> None:
         """Do nothing: a momentum's codes can store any finite number."""
@@ -279,7 +297,6 @@ def _update_weight(
             if moment.needs_amax_first:
                 moment.begin(amax)
     if master.amax is not None:
-        assert isinstance(step, AdamStep)  # only Adam bounds its updates
         master.begin(step.bound(master.amax))
     for piece in () if sums is None and step_in_place(update, step, divisor) else all_pieces:
         w, g, new = read(piece, keep=False)

@@ -134,7 +134,7 @@ def _rule_of(groups: Sequence[AdamGroup] | Sequence[SgdGroup]) -> _RuleFlags:
     ascends = any(group.maximize for group in groups)
     first = groups[0]
     if not isinstance(first, AdamGroup):
-        return False, False, False, False, ascends
+        return False, first.averages, False, False, ascends
     small = all(isinstance(group, AdamGroup) and group.beta1 > 0.51 for group in groups)  # in float32 too
     return True, first.decoupled, first.clip, small, ascends
 
@@ -145,7 +145,7 @@ def _row_of(group: AdamGroup | SgdGroup) -> list[float]:
         ratio = ratio_of(group.beta1, group.beta2)
         return [lr, group.beta1, group.beta2, group.eps, group.weight_decay, float(group.maximize), ratio, 0.0]
     rest = group.momentum, group.dampening, group.weight_decay, float(group.nesterov), float(group.maximize)
-    return [lr, *rest, 0.0, 0.0]
+    return [lr, *rest, group.max_update, 0.0]
 
 
 def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: _RuleFlags) -> _Launch:

@@ -58,7 +58,7 @@ class StepClass:
     Attributes:
         tensors: one for each way in which tensors differ.
         is_adam: else SGD.
-        decoupled, clip: as AdamGroup's.
+        decoupled, clip: as AdamGroup's; SGD's rule is decoupled where SgdGroup's ``averages``.
         small: whether all weights of a gradient in a first moment are below a half.
         ascends: whether any group does, by ``maximize``.
         blocks: a tile.
@@ -121,17 +121,27 @@ def saturate(m, v, FIRST_MOMENT: tl.constexpr, SECOND_MOMENT: tl.constexpr):
 
 
 @triton.jit
-def sgd_moment(momentum, g, n):
+def sgd_moment(momentum, g, n, AVERAGES: tl.constexpr):
     """The momentum after a gradient."""
-    return tl.where(n.is_first, g, tl.fma(tl.zeros_like(g) + n.new, g, momentum * n.momentum))
+    if AVERAGES:
+        result = lerp(momentum, g, n.average, False)
+    else:
+        result = tl.where(n.is_first, g, tl.fma(tl.zeros_like(g) + n.new, g, momentum * n.momentum))
+    return result
 
 
 @triton.jit
-def sgd_weight(w, momentum, g, n, HAS_MOMENTUM: tl.constexpr):
+def sgd_weight(w, momentum, g, n, HAS_MOMENTUM: tl.constexpr, AVERAGES: tl.constexpr):
     """The updated master."""
     update = g
     if HAS_MOMENTUM:
-        update = tl.where(n.nesterov, tl.fma(tl.zeros_like(g) + n.momentum, momentum, g), momentum)
+        if AVERAGES:
+            ahead = lerp(g, momentum, n.momentum, False)
+        else:
+            ahead = tl.fma(tl.zeros_like(g) + n.momentum, momentum, g)
+        update = tl.where(n.nesterov, ahead, momentum)
+    if AVERAGES:
+        w = w * n.kept
     return tl.fma(tl.zeros_like(w) + n.lr, update, w)
 
 
@@ -256,13 +266,13 @@ def tile_step(row, gradient, place, n, scales, key, OF: tl.constexpr, STEP: tl.c
         m, v = adam_moments(m, v, g, n, STEP.small)
         root = tl.sqrt_rn(v)
     elif FIRST_MOMENT.dtype is not None:
-        m = sgd_moment(m, g, n)
+        m = sgd_moment(m, g, n, STEP.decoupled)
     before = w
     if not STEP.find:
         if STEP.is_adam:
             w = adam_weight(w, m, root, n, STEP.decoupled, STEP.clip)
         else:
-            w = sgd_weight(w, m, g, n, FIRST_MOMENT.dtype is not None)
+            w = sgd_weight(w, m, g, n, FIRST_MOMENT.dtype is not None, STEP.decoupled)
     if STEP.is_adam:
         m, v = saturate(m, root if SECOND_MOMENT.root else v, FIRST_MOMENT, SECOND_MOMENT)
     moved = 0.0

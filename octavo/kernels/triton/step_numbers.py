@@ -54,6 +54,9 @@ class SgdNumbers(NamedTuple):
     nesterov: Any
     maximize: Any
     is_first: Any
+    average: Any
+    kept: Any
+    bound: Any
 
 
 @triton.jit
@@ -150,14 +153,20 @@ def adam_numbers(group_ptr, lr_address, by):
 @triton.jit
 def sgd_numbers(group_ptr, lr_address, number):
     """The numbers of step ``number``, int64, from 1."""
+    lr = learning_rate(group_ptr, lr_address)
+    momentum = tl.load(group_ptr + 1)
+    weight_decay = tl.load(group_ptr + 3)
     return SgdNumbers(
-        (-learning_rate(group_ptr, lr_address)).to(tl.float32),
-        tl.load(group_ptr + 1).to(tl.float32),
+        (-lr).to(tl.float32),
+        momentum.to(tl.float32),
         (1.0 - tl.load(group_ptr + 2)).to(tl.float32),
-        tl.load(group_ptr + 3).to(tl.float32),
+        weight_decay.to(tl.float32),
         tl.load(group_ptr + 4) != 0,
         tl.load(group_ptr + 5) != 0,
         number == 1,
+        (1.0 - momentum).to(tl.float32),
+        (1.0 - lr * weight_decay).to(tl.float32),
+        (lr * tl.load(group_ptr + 6)).to(tl.float32),
     )
 
 

@@ -128,16 +128,21 @@ RULES = {
     "nesterov": SGD._replace(nesterov=True, maximize=True),
     "dampening": SGD._replace(dampening=0.5, weight_decay=0.0),
     "no momentum": SGD._replace(momentum=0.0),
+    "an average": SGD._replace(averages=True, nesterov=True, momentum=0.3),
+    "decoupled, bounded": SGD._replace(averages=True, momentum=0.0, max_update=1.25),
 }
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_other_rules(rule: str, kernels: TritonKernels, small: None) -> None:
+def test_the_other_rules(rule: str, kernels: TritonKernels, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     group = RULES[rule]
     moments = slice(2)
     if isinstance(group, SgdGroup):
         moments = slice(1 if group.momentum else 0)
     cases = dealt_weights([*RULES].index(rule), 5, MASTERS, SHAPES)
+    if rule == "decoupled, bounded":
+        cases = dealt_weights(1, 3, IN_FP8, [(3, 31), (130, 140), (7, 16)])
+        set_tiles(kernels, monkeypatch, 128, 1)
     updates = [made(case, moments, number) for number, case in enumerate(cases)]
     two_steps(Both(kernels, updates, [group, group._replace(lr=0.3)]), 10.0)
 

@@ -1,0 +1,213 @@
+"""Muon whose momentum takes one or two bytes.
+
+A step of a matrix is two launches of SGD's rule, and torch's orthogonalisation between them. The first has the momentum
+follow the gradient, and leaves the direction, float32, in a scratch that all matrices share; the second moves the
+weight's master along the orthogonal matrix, which by then is in the scratch.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.kernels.devices import optimizer_step
+from octavo.kernels.reference.master_weights import Fp8Weight, Master, MasterWeight
+from octavo.kernels.reference.optimizer_step import SgdGroup, WeightUpdate
+from octavo.optim import state as states
+from octavo.optim.base import CompactOptimizer, check_not_negative
+from octavo.optim.layout import is_sharded, sharded_dims
+from octavo.optim.moment import Moment, momentum_of
+from octavo.optim.owners import by_owners
+from octavo.optim.state import Settings
+from octavo.private import adjust_muon_lr, orthogonalize
+from octavo.tensor.fsdp2 import groups_of
+
+# Torch's coefficients keep singular values, which begin in [0, 1], below 1.2024 after any number of iterations, and no
+# element exceeds the largest. Where a weight lives in FP8, elements are clamped to this, so that its scale is known
+# before the update whatever the coefficients.
+MAX_UPDATE = 1.25
+OWNED = 4  # matrices that a rank orthogonalises, of those that travel together
+_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+
+
+class _Workspace(NamedTuple):
+    """What the launches of a matrix use besides its state; it stays, as CUDA graphs and prepared launches read it.
+
+    ``scratch``: the direction [R, C], then the orthogonal matrix; ``step``: a copy of the state's, which the first
+    launch counts; ``rate``: the adjusted learning rate, where that is computed on a GPU; ``plans``: prepared launches.
+    """
+
+    owner: Master
+    scratch: MasterWeight
+    step: Tensor
+    rate: Tensor
+    plans: dict[Any, Any]
+
+
+class Muon(CompactOptimizer):
+    """torch.optim.Muon, its momentum in few bytes, on matrices of any master.
+
+    With ``moments="fp32"`` and float32 weights its results are torch's, bit for bit on a CPU. Vectors, embeddings and a
+    head belong to an AdamW beside it. Each device keeps a float32 scratch as large as the largest matrix, or its rows.
+
+    Args:
+        params: matrices [R, C], or groups of them; plain, or sharded by rows over one dimension of a mesh.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as torch's.
+        moments: "fp8" (E4M3 in blocks of 128: 1.03 bytes an element, rounded stochastically), "bf16", "fp32", a Moment.
+        master, seed, skip_nonfinite, gradient_storage: as AdamW's.
+
+    Raises:
+        TypeError, ValueError: for arguments out of range, parameters that are no matrices or are sharded otherwise,
+            or weights of a dtype that the master is not for.
+
+    Example:
+        >>> import torch, octavo
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        >>> matrices = [p for p in model.parameters() if p.ndim == 2]
+        >>> others = [p for p in model.parameters() if p.ndim != 2]
+        >>> optimizers = octavo.optim.Muon(matrices, lr=0.02), octavo.optim.AdamW(others, lr=1e-3)
+        >>> model(torch.ones(2, 64)).sum().backward()
+        >>> for optimizer in optimizers:
+        ...     optimizer.step()
+        >>> sorted(optimizers[0].state[matrices[0]])
+        ['momentum_buffer_codes', 'momentum_buffer_scale_inv', 'step']
+    """
+
+    names = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        moments: str | Moment = "fp8",
+        master: str | None = "auto",
+        seed: int = 0,
+        skip_nonfinite: bool = False,
+        gradient_storage: str | None = None,
+    ) -> None:
+        check_not_negative(lr=float(lr), weight_decay=weight_decay, momentum=momentum)
+        defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        defaults |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        super().__init__(params, defaults, self.moments_of(moments), master, seed, skip_nonfinite, gradient_storage)
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._scratch: dict[torch.device, Tensor] = {}
+
+    def moments_of(self, moments: Any) -> tuple[Moment, ...]:
+        """The momentum's Moment, given by its name or as a Moment."""
+        return (momentum_of(moments),)
+
+    def will_bound(self, settings: Settings, stored: bool) -> bool:
+        """Whether any weight lives in FP8."""
+        return stored
+
+    def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
+        """As any optimizer's; also refuse what is no matrix, or is sharded by columns, and options out of range."""
+        shape = tuple(weight.shape)
+        if weight.ndim != 2:
+            raise ValueError(
+                f"Muon is for matrices, and a parameter has the shape {shape}: give vectors, convolutions and stacked "
+                "experts to octavo.optim.AdamW, and embeddings and heads too"
+            )
+        dims = [dim for dim, *_ in sharded_dims(weight)]
+        if dims not in ([], [0]):
+            raise ValueError(
+                f"a weight {shape} with placements {weight.placements}: Muon takes matrices that ranks share by rows, "  # type: ignore[attr-defined]
+                "over one dimension of a mesh (FSDP2, HSDP, ColwiseParallel); give others to octavo.optim.AdamW"
+            )
+        if (adjustment := group["adjust_lr_fn"]) not in _ADJUSTMENTS:
+            raise ValueError(f"adjust_lr_fn={adjustment!r}: use {', '.join(map(repr, _ADJUSTMENTS))}")
+        coefficients, count = group["ns_coefficients"], group["ns_steps"]
+        if len(coefficients) != 3 or not 0 <= count < 100:
+            raise ValueError(f"ns_coefficients={coefficients!r}, ns_steps={count!r}: give three, and below 100 steps")
+        super().check(weight, group, settings, bounds)
+
+    def _options(self, group: dict[str, Any]) -> SgdGroup:
+        momentum, decay = float(group["momentum"]), float(group["weight_decay"])
+        return SgdGroup(group["lr"], momentum, 0.0, decay, group["nesterov"], False, True, MAX_UPDATE)
+
+    def _launch(self, some: list[WeightUpdate], skip: Tensor | None, scale: Tensor | None, sums: Tensor | None) -> None:
+        params = {id(kept.update.master): param for param, kept in self._kept.items()}
+        shared: dict[Any, list[tuple[WeightUpdate, nn.Parameter]]] = {}
+        for update in some:
+            param = params[id(update.master)]
+            if is_sharded(param):
+                shared.setdefault(groups_of(param)[0], []).append((update, param))
+            else:
+                matrix = self._orthogonal(self._direction(update, skip, scale), update.group)
+                self._move(update, matrix, param.shape, skip, sums)
+        for group, those in shared.items():
+            count = OWNED * group.size()
+            for batch in (those[first : first + count] for first in range(0, len(those), count)):
+                parts, shapes = [], [param.shape for _, param in batch]
+                for update, param in batch:  # bf16 travels, which is what torch orthogonalises
+                    part = self._direction(update, skip, scale)[: states.local(param).shape[0]]
+                    parts.append(part.to(param.device_mesh.device_type, torch.bfloat16, copy=True))  # type: ignore[attr-defined]
+                functions = [functools.partial(self._orthogonal, group=update.group) for update, _ in batch]
+                found = by_owners(parts, shapes, group, functions)
+                for (update, param), part in zip(batch, found, strict=True):
+                    self._move(update, part, param.shape, skip, sums)
+
+    def _direction(self, update: WeightUpdate, skip: Tensor | None, scale: Tensor | None) -> Tensor:
+        """Have the momentum follow the gradient; return the direction, in the scratch, float32 [R, C]."""
+        work = self._workspace(update)
+        matrix = work.scratch.weight.zero_()
+        if matrix.numel():
+            work.step.copy_(update.step)
+            rule = self._options(self.param_groups[update.group])
+            update = update._replace(master=work.scratch, step=work.step, group=0, measured=False)
+            optimizer_step([update], [rule._replace(lr=-1.0, weight_decay=0.0)], skip, scale, work.plans)
+        return matrix
+
+    def _orthogonal(self, matrix: Tensor, group: int) -> Tensor:
+        """What torch makes of a direction: bf16."""
+        given = (self.param_groups[group][name] for name in ("ns_coefficients", "ns_steps", "eps"))
+        return orthogonalize(matrix, *given) if matrix.numel() else matrix
+
+    def _move(
+        self, update: WeightUpdate, orthogonal: Tensor, shape: torch.Size, skip: Tensor | None, sums: Tensor | None
+    ) -> None:
+        """Move this rank's rows of a weight whose whole shape this is along those of the orthogonal matrix."""
+        work, options = self._workspace(update), self.param_groups[update.group]
+        matrix, rule = work.scratch.weight, self._options(options)
+        matrix[: orthogonal.shape[0]].copy_(orthogonal)
+        if isinstance(update.master, Fp8Weight):
+            matrix.clamp_(-MAX_UPDATE, MAX_UPDATE)
+        ratio = adjust_muon_lr(1.0, options["adjust_lr_fn"], shape) if shape.numel() else 1.0
+        rate: float | Tensor = work.rate
+        if isinstance(rule.lr, Tensor) and rule.lr.is_cuda and matrix.is_cuda:
+            work.rate.copy_(rule.lr.view(()) * ratio)
+        else:
+            rate = float(rule.lr) * ratio
+        rule = rule._replace(lr=rate, weight_decay=rule.weight_decay / ratio)  # torch decays by lr as it is
+        update = update._replace(moments=(), gradient=matrix, gradient_scale_inv=None, group=0)
+        optimizer_step([update], [rule], skip, None, work.plans, sums)
+
+    def _workspace(self, update: WeightUpdate) -> _Workspace:
+        found = self._plans.get(id(update.master))
+        if found is None:
+            shape, device = update.master.weight.shape, update.gradient.device
+            scratch = self._scratch.get(device)
+            if scratch is None or scratch.numel() < shape.numel():
+                largest = max(shape.numel(), *(states.local(param).numel() for param in self.all_params()))
+                scratch = self._scratch[device] = torch.empty(largest, device=device)
+            whole = MasterWeight(scratch[: shape.numel()].view(shape), "weight")
+            rate = torch.zeros((), device=device)
+            found = self._plans[id(update.master)] = _Workspace(update.master, whole, rate.clone(), rate, {})
+        return found
+
+    def _forget_plans(self) -> None:
+        captured = [work for name, work in self._plans.items() if name != "captured" and "captured" in work.plans]
+        self._plans = {"captured": [*self._plans.get("captured", []), *captured]}

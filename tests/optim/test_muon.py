@@ -1,0 +1,263 @@
+"""Muon beside torch.optim.Muon, whose results it has bit for bit where nothing is rounded."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from octavo import PerTensor
+from octavo.kernels.reference.optimizer_state import pieces
+from octavo.kernels.step_numbers import halves, key_of, random_bits
+from octavo.optim import E4M4, Moment, Muon, update_in_backward
+from octavo.optim.muon import MAX_UPDATE
+from octavo.optim.state import for_kernel
+from octavo.tensor.fsdp2 import on_this_rank, own_slices
+from octavo.tensor.stored_weight import StoredWeight
+from tests.support import sharded_weights as cases
+from tests.support.triton_kernels import TritonKernels, in_place_of_reference
+
+SHAPES = [(40, 200), (200, 40), (64, 64), (1, 130), (130, 1)]
+
+
+def matrices(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(99)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def steps(optimizer: Any, params: list[nn.Parameter], count: int, start: int = 0) -> None:
+    for step in range(start, start + count):
+        generator = torch.Generator().manual_seed(step)
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        optimizer.step()
+
+
+def master_values(optimizer: Muon, weight: nn.Parameter) -> Tensor:
+    master, _ = for_kernel(weight, weight.detach(), optimizer.state[weight], optimizer.settings)
+    return master.read_all(master.weight)
+
+
+def equal(ours: list[nn.Parameter], others: list[nn.Parameter]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, others, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"lr": 0.02, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"},
+        {"momentum": 0.3, "weight_decay": 0.0, "adjust_lr_fn": "original", "ns_steps": 3},
+        {"lr": 0.03125, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3},
+    ],
+    ids=["default", "matching AdamW", "weak momentum", "other coefficients"],
+)
+def test_exact_moments_give_torchs_results_bit_for_bit(options: dict[str, Any]) -> None:
+    found = []
+    for kind, exact in ((Muon, {"moments": "fp32"}), (torch.optim.Muon, {})):
+        params: list[nn.Parameter] = matrices()
+        optimizer: Any = kind([{"params": params[:2]}, {"params": params[2:], "momentum": 0.9}], **options, **exact)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=4)
+        for step in range(5):
+            optimizer.param_groups[1]["weight_decay"] = 0.25 * step
+            steps(optimizer, params, 1, step)
+            schedule.step()
+        found.append(params)
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_momentum_in_codes_is_the_average_encoded_with_the_steps_random_bits(dtype: torch.dtype) -> None:
+    (param,) = matrices(dtype, [(40, 200)])
+    optimizer = Muon([param], moments="fp8", seed=5)
+    moment, wide = optimizer.moments[0], torch.zeros(40, 200)
+    for step in range(4):
+        steps(optimizer, [param], 1, step)
+        wide = wide.lerp(param.grad.float(), 1 - 0.95)  # type: ignore[union-attr]
+        expected = moment.new_state("momentum_buffer", param.shape, "cpu")
+        stored = moment.for_kernel("momentum_buffer", expected)
+        for piece in pieces(40, 200):
+            bits, _ = halves(random_bits(key_of(key_of(5, 0), step + 1), piece.index(torch.device("cpu"))))
+            stored.write(piece, piece.of(wide).clone(), bits)
+        state = optimizer.state[param]
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+        wide = moment.read_codes(state["momentum_buffer_codes"], state["momentum_buffer_scale_inv"])
+
+
+def test_a_split_master_is_torchs_float32_weight_bit_for_bit() -> None:
+    ours = matrices(torch.bfloat16)
+    torchs = [nn.Parameter(param.detach().float()) for param in ours]
+    optimizer, other = Muon(ours, moments="fp32", master="split32"), torch.optim.Muon(torchs)
+    for step in range(4):
+        steps(optimizer, ours, 1, step)
+        for a, b in zip(ours, torchs, strict=True):
+            b.grad = a.grad.float()  # type: ignore[union-attr]
+        other.step()
+    for a, b in zip(ours, torchs, strict=True):
+        assert torch.equal(master_values(optimizer, a), b)
+
+
+def test_torchs_state_goes_on_and_goes_back() -> None:
+    ours, torchs = matrices(), matrices()
+    before = torch.optim.Muon(torchs, lr=0.02)
+    steps(before, torchs, 2)
+    for a, b in zip(ours, torchs, strict=True):
+        a.data.copy_(b.data)
+    exact, rounded = Muon(ours, moments="fp32"), Muon(matrices(), moments="fp8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exact.load_state_dict(copy.deepcopy(before.state_dict()))
+    with pytest.warns(UserWarning, match="converted: from torch's"):
+        rounded.load_state_dict(copy.deepcopy(before.state_dict()))
+    steps(exact, ours, 2, 2)
+    steps(before, torchs, 2, 2)
+    assert equal(ours, torchs)
+    back = torch.optim.Muon(torchs)
+    back.load_state_dict(copy.deepcopy(exact.state_dict()))
+    steps(exact, ours, 1, 4)
+    steps(back, torchs, 1, 4)
+    assert equal(ours, torchs)
+
+
+def trained(prepare: Callable[[Muon], Any] = lambda optimizer: None, **options: Any) -> list[Tensor]:
+    params = matrices(torch.bfloat16, [(9, 140), (4, 70), (3, 0)])
+    optimizer = Muon([{"params": [param]} for param in params], lr=torch.tensor(0.02), moments="fp8", **options)
+    prepare(optimizer)
+    for step in range(3):
+        torch.stack([(param.float() * (step + 1)).sin().sum() for param in params]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value for param in params for value in (param.detach(), *optimizer.state[param].values())]
+
+
+def test_updates_in_backward_are_those_of_a_step() -> None:
+    found = trained(lambda optimizer: update_in_backward(optimizer, 0))
+    assert all(torch.equal(a, b) for a, b in zip(found, trained(), strict=True))
+
+
+def test_the_triton_launches_do_what_the_reference_does(kernels: TritonKernels) -> None:
+    expected = trained(gradient_storage="fp8")
+    with in_place_of_reference(kernels):
+        found = trained(gradient_storage="fp8")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("master", ["split16", "fp32"])
+def test_weights_in_fp8_follow_float32_ones(master: str) -> None:
+    weight = nn.Parameter(StoredWeight.cast(torch.randn(40, 200), PerTensor()))
+    start = weight.detach().dequantize()
+    plain, weight = nn.Parameter(start.clone()), nn.Parameter(StoredWeight.cast(start, PerTensor()))
+    ours, other = Muon([weight], lr=0.02, moments="fp32", master=master), Muon([plain], lr=0.02, moments="fp32")
+    for step in range(6):
+        plain.grad = torch.randn(40, 200, generator=torch.Generator().manual_seed(step))
+        weight.grad = plain.grad.clone()
+        ours.step()
+        other.step()
+    apart = (master_values(ours, weight) - plain).norm() / (plain - start).norm()
+    assert apart == 0 if master == "fp32" else apart < 0.05
+
+
+def test_an_update_of_a_weight_in_fp8_is_bounded() -> None:
+    weight = nn.Parameter(StoredWeight.cast(torch.zeros(1, 8), PerTensor()))
+    optimizer = Muon([weight], lr=0.5, ns_coefficients=(3.0, 0.0, 0.0), master="fp32")
+    weight.grad = torch.eye(8)[:1]
+    optimizer.step()
+    assert float(optimizer.state[weight]["master_rest"][0, 0]) == -0.5 * MAX_UPDATE
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((4,), {}, r"shape \(4,\): give vectors"),
+        ((4, 2, 2), {}, r"octavo\.optim\.AdamW"),
+        ((4, 4), {"lr": -1.0}, r"lr=-1\.0"),
+        ((4, 4), {"weight_decay": float("nan")}, "weight_decay=nan"),
+        ((4, 4), {"adjust_lr_fn": "mine"}, "adjust_lr_fn='mine': use None, 'original'"),
+        ((4, 4), {"ns_steps": 100}, "ns_steps=100: give three"),
+        ((4, 4), {"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients=\(1\.0, 2\.0\)"),
+        ((4, 4), {"moments": Moment(E4M4)}, "has no sign"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Muon([nn.Parameter(torch.ones(shape))], **options)
+
+
+# on ranks
+
+
+def beside_one_process(mesh: Any, options: dict[str, Any]) -> list[str]:
+    """What differs, on this rank, of matrices that ranks share by rows, and of their state, from the same ones whole.
+
+    The second step is skipped; before the third a new optimizer loads the first one's state.
+    """
+    dtype = torch.bfloat16 if "master" in options else torch.float32
+    wholes = matrices(dtype, [(37, 130), (5, 40), (1, 200), (200, 30)])
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    ours = [nn.Parameter(distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)) for whole in wholes]
+    optimizers = [Muon(params, lr=0.02, **options) for params in (ours, wholes)]
+    for number in range(3):
+        for param, twin in zip(ours, wholes, strict=True):
+            twin.grad = torch.randn(twin.shape, generator=torch.Generator().manual_seed(number)).to(dtype)
+            param.grad = distribute_tensor(twin.grad, mesh, placements, src_data_rank=None)
+        if number == 2:
+            saved = copy.deepcopy(optimizers[0].state_dict())
+            optimizers[0] = Muon(ours, lr=0.5, **options)
+            optimizers[0].load_state_dict(saved)
+        for optimizer in optimizers:
+            optimizer.skip = torch.tensor(float(number == 1))
+            optimizer.step()
+    found = []
+    for number, (param, twin) in enumerate(zip(ours, wholes, strict=True)):
+        pairs = {"weight": (param.detach(), twin.detach())}
+        pairs |= {name: (value, optimizers[1].state[twin][name]) for name, value in optimizers[0].state[param].items()}
+        found += [
+            f"{number} {name}"
+            for name, (one, other) in pairs.items()
+            if not torch.equal(on_this_rank(one), other[own_slices(other.shape, one)])
+        ]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2,), {"moments": "fp8", "master": "split24"}),
+        pytest.param((2,), {"moments": "fp32"}, marks=pytest.mark.full),
+        pytest.param((3,), {"moments": "fp8"}, marks=pytest.mark.full),
+        pytest.param((2, 2), {"moments": "bf16", "master": None}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_rows_do_what_one_process_does(shape: Any, options: dict[str, Any], pool: Any) -> None:
+    assert not any(pool.run(beside_one_process, shape, options))
+
+
+def stored_beside_one_process(mesh: Any, recipe: str) -> list[str]:
+    both = [(net, Muon(net.parameters(), lr=0.05)) for net in (cases.sharded(recipe, mesh), cases.model(recipe))]
+    for net, optimizer in both:
+        cases.steps(net, optimizer, 0, 2)  # type: ignore[arg-type]
+    found, expected = (cases.held(*one) for one in both)  # type: ignore[arg-type]
+    return cases.differences(found, expected, mesh)
+
+
+@pytest.mark.parametrize("recipe", ["dynamic", pytest.param("blockwise", marks=pytest.mark.full)])
+def test_shards_in_fp8_too(recipe: str, pool: Any) -> None:
+    """Of the last layers a rank has no rows."""
+    assert not any(pool.run(stored_beside_one_process, (2,), recipe))
+
+
+def refused(mesh: Any) -> str:
+    param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
+    with pytest.raises(ValueError, match=r"share by rows.*octavo\.optim\.AdamW") as found:
+        Muon([param])
+    return str(found.value)
+
+
+def test_columns_are_refused(pool: Any) -> None:
+    assert all("weight (4, 4)" in told for told in pool.run(refused, (2,)))
