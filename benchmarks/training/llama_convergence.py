@@ -28,7 +28,7 @@ BASELINE = "bf16"
 VARIANTS = (BASELINE, *(f"{recipe}{fused}" for recipe in ("dynamic", "delayed") for fused in ("", ", fused")))
 LIMIT = 0.5  # %
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 2}
-CONTEXT, BATCH, STEPS, WARM_UP, RATE, WINDOWS = 64, 4, 250, 25, 3e-3, 256
+CONTEXT, BATCH, STEPS, WARM_UP, RATE, WINDOWS = 64, 4, 250, 25, 1e-3, 256
 
 
 def build(variant: str, seed: int) -> nn.Module:
