@@ -1,4 +1,4 @@
-"""Where octavo keeps what it measured on this machine."""
+"""Where octavo keeps what it measured and compiled on this machine."""
 
 from __future__ import annotations
 

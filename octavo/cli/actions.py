@@ -375,8 +375,10 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
         return 0
     work, recipes = work_of(model, inputs), [None, *(make() for make in command.RECIPES.values())]
     found = [estimate(model, inputs, recipe, rates, work=work, fuse=options.fuse) for recipe in recipes]
-    as_json = json.dumps([dataclasses.asdict(each) for each in found])
-    print(as_json if options.json else f"{head}\n{command.describe_plan(found, rates)}")
+    if options.json:
+        print(json.dumps([dataclasses.asdict(each) for each in found]))
+    else:
+        print(f"{head}\n{command.describe_plan(found, rates)}")
     return 0
 
 

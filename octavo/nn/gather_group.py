@@ -23,7 +23,7 @@ from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.scaling.recipe import Cast
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.collectives import largest
-from octavo.tensor.fsdp2 import groups_of, on_this_rank, rows_on_each_rank
+from octavo.tensor.fsdp2 import groups_of, on_this_rank, rows_of_rank, rows_on_each_rank
 
 Gathers = list[Any]  # of octavo.nn.gather.Gather
 
@@ -94,7 +94,7 @@ def _matrices(gather: Any) -> int:
 
 def _first(gather: Any, mesh: Any) -> int:
     """The number of this rank's first expert, of a weight of experts."""
-    return rows_on_each_rank(gather.shape[0], mesh.size()) * mesh.get_local_rank()
+    return rows_of_rank(gather.shape[0], mesh.size(), mesh.get_local_rank()).start
 
 
 def _amax_of(gather: Any, mesh: Any) -> Tensor:

@@ -26,7 +26,7 @@ from octavo.kernels.reference.cast import with_padding
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.scaling.recipe import Cast, RoleCasts
 from octavo.tensor.collectives import bytes_of, scales_from
-from octavo.tensor.fsdp2 import padded_rows, rows_on_each_rank
+from octavo.tensor.fsdp2 import padded_rows, rows_of_rank, rows_on_each_rank
 from octavo.tensor.pair import Operands, operands_of, transposed_pair
 
 
@@ -50,7 +50,7 @@ class ShardCast:
     def __init__(self, casts: RoleCasts, shape: torch.Size, ranks: int, rank: int) -> None:
         assert casts.as_is is not None and casts.transposed is not None
         self.shape, self.ranks, part = shape, ranks, rows_on_each_rank(shape[0], ranks)
-        self.begin = min(rank * part, shape[0])
+        self.begin = rows_of_rank(shape[0], ranks, rank).start
         layouts = [(casts.as_is, casts.as_is.tile), (casts.transposed, casts.transposed.tile[::-1])]
         self.layouts = list[_CastLayout]()
         for cast, tile in layouts[: 1 if casts.once else 2]:

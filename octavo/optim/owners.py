@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.private import c10d_ops
-from octavo.tensor.fsdp2 import rows_on_each_rank
+from octavo.tensor.fsdp2 import rows_of_rank
 
 
 def owners_of(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
@@ -40,8 +40,8 @@ def by_owners(
     ordered = list(itertools.chain.from_iterable(owned))
     rows: dict[int, list[int]] = {}  # of each rank, of the matrices that are this one's
     for number in owned[own]:
-        count, each = shapes[number][0], rows_on_each_rank(shapes[number][0], ranks)
-        rows[number] = [max(0, min(each, count - rank * each)) for rank in range(ranks)]
+        each = (rows_of_rank(shapes[number][0], ranks, rank) for rank in range(ranks))
+        rows[number] = [some.stop - some.start for some in each]
     whole_sizes = [[rows[number][rank] * shapes[number][1] for number in owned[own]] for rank in range(ranks)]
     sent = [sum(parts[number].numel() for number in some) for some in owned]
     received = [sum(some) for some in whole_sizes]

@@ -246,10 +246,9 @@ def own_slices(shape: Sequence[int], param: Tensor) -> tuple[slice, ...]:
     own = [slice(0, size) for size in shape]
     for at, placement in reversed(list(enumerate(getattr(param, "placements", ())))):
         if (dim := getattr(placement, "dim", None)) is not None:
-            mesh, one = param.device_mesh, own[dim]  # type: ignore[attr-defined]
-            each = rows_on_each_rank(one.stop - one.start, mesh.size(at))
-            start = min(one.start + mesh.get_local_rank(at) * each, one.stop)
-            own[dim] = slice(start, min(start + each, one.stop))
+            mesh, whole = param.device_mesh, own[dim]  # type: ignore[attr-defined]
+            part = rows_of_rank(whole.stop - whole.start, mesh.size(at), mesh.get_local_rank(at))
+            own[dim] = slice(whole.start + part.start, whole.start + part.stop)
     return tuple(own)
 
 
@@ -326,6 +325,12 @@ def take_shards(model: nn.Module, params: Iterable[Tensor]) -> None:
 def rows_on_each_rank(rows: int, ranks: int) -> int:
     """How many rows FSDP2 pads every rank's shard of a matrix to."""
     return -(-rows // ranks)
+
+
+def rows_of_rank(rows: int, ranks: int, rank: int) -> slice:
+    """Which of so many rows this rank has; the last ranks may have fewer than others, or none."""
+    each = rows_on_each_rank(rows, ranks)
+    return slice(min(rank * each, rows), min((rank + 1) * each, rows))
 
 
 def padded_rows(shard: Tensor, whole: torch.Size, ranks: int) -> Tensor:

@@ -22,7 +22,9 @@ from pathlib import Path
 
 import torch
 
-_SOURCES = ("optimizer_step.cpp",)
+from octavo.cache import cache_folder
+
+_SOURCE = Path(__file__).with_name("optimizer_step.cpp")
 # One rounding an operation, as torch's own; -fno-trapping-math lets loops with conditions become vector instructions.
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 _INSTRUCTIONS = {"AVX2": ("-march=x86-64-v3",), "AVX512": ("-march=x86-64-v4",)}
@@ -36,25 +38,19 @@ def library() -> ctypes.CDLL | None:
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         return None
-    here = Path(__file__).parent
-    capability = torch.backends.cpu.get_cpu_capability()
-    command = [compiler, *_FLAGS, *_INSTRUCTIONS.get(capability, ()), *(str(here / name) for name in _SOURCES)]
+    flags = *_FLAGS, *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ())
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-        key = hashlib.sha256(b"".join([version, *(word.encode() for word in command[1 : -len(_SOURCES)])]))
-        for name in _SOURCES:
-            key.update((here / name).read_bytes())
-        kept = (
-            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / f"{key.hexdigest()[:32]}.so"
-        )
+        key = hashlib.sha256(b"".join([version, *map(str.encode, flags), _SOURCE.read_bytes()]))
+        kept = cache_folder() / f"{key.hexdigest()[:32]}.so"
         if not kept.exists():
             kept.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=kept.parent) as folder:  # another process may compile it as well
                 made = Path(folder) / kept.name
-                subprocess.run([*command, "-o", str(made)], capture_output=True, check=True)
+                subprocess.run([compiler, *flags, str(_SOURCE), "-o", str(made)], capture_output=True, check=True)
                 made.replace(kept)
         return ctypes.CDLL(str(kept))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: there is no home folder
         _logger.debug("%s could not compile octavo's CPU library, so the reference runs: %s", compiler, error)
         return None
 

@@ -58,7 +58,7 @@ struct Master {
 
 struct Step {
     float weight1, square, beta2, kept, coupled_decay, divisor, correction2_inv, eps, limit, rate;
-    int32_t is_small, decoupled, coupled, maximize, has_divisor;
+    int32_t maximize;
 };
 
 struct Update {
@@ -74,6 +74,8 @@ struct Update {
 }  // extern "C"
 
 namespace {
+
+constexpr Format E4M3 = {3, 7, 0x7E, 0x7F, 1, 0, 448.0f, 0x1p-6f}, E4M4 = {4, 7, 0xFE, 0xFF, 0, 0, 496.0f, 0x1p-6f};
 
 struct Place {
     int64_t row, column, block, blocks, at; // ``at``: of the first element
@@ -137,19 +139,16 @@ INLINE void read_gradient(float *g, const Update &u, const Step &s, const Place 
     if (u.gradient_kind == BFLOAT16) for (int j = 0; j < p.width; j++) g[j] = from_bf16(half[j]);
     if (u.gradient_kind == FLOAT16) for (int j = 0; j < p.width; j++) g[j] = from_half(half[j]);
     if (u.gradient_kind == CODES) {
-        const Format e4m3 = {3, 7, 0x7E, 0x7F, 1, 0, 448.0f, 0x1p-6f};
         const uint8_t *codes = (const uint8_t *)u.gradient + p.at;
         float scale_inv = u.gradient_scale_inv[u.gradient_by_rows ? p.row * p.blocks + p.block : p.row / BLOCK];
-        for (int j = 0; j < p.width; j++) g[j] = decode(codes[j], e4m3) * scale_inv;
+        for (int j = 0; j < p.width; j++) g[j] = decode(codes[j], E4M3) * scale_inv;
     }
-    if (s.has_divisor) for (int j = 0; j < p.width; j++) g[j] = g[j] / s.divisor;
+    if (s.divisor != 1.0f) for (int j = 0; j < p.width; j++) g[j] = g[j] / s.divisor;
     if (s.maximize) for (int j = 0; j < p.width; j++) g[j] = -g[j];
 }
 
 template <int FORMAT> inline Format known(const Format &f) {
-    if (FORMAT == 1) return {3, 7, 0x7E, 0x7F, 1, 0, 448.0f, 0x1p-6f};
-    if (FORMAT == 2) return {4, 7, 0xFE, 0xFF, 0, 0, 496.0f, 0x1p-6f};
-    return f;
+    return FORMAT == 1 ? E4M3 : FORMAT == 2 ? E4M4 : f;
 }
 
 template <int FORMAT> INLINE void read_codes(float *x, const uint8_t *codes, float scale_inv, const Moment &m, int width) {
@@ -199,7 +198,6 @@ INLINE void write_moment(float *x, const Moment &m, const Place &p, const int32_
     (format == 1 ? write_codes<1> : format == 2 ? write_codes<2> : write_codes<0>)(codes, x, scale, m, bits16, p.width);
 }
 
-constexpr Format E4M3 = {3, 7, 0x7E, 0x7F, 1, 0, 448.0f, 0x1p-6f};
 constexpr float EXPONENT = 0x1p-120f;  // gives a float32 the exponent bits of an E4M3 code
 
 template <int BITS, class Rest>
@@ -327,13 +325,14 @@ INLINE void update_block(const Update &u, const Step &s, const Place &p, float *
     int width = p.width;
     read_master(w, u.master, p);
     read_gradient(g, u, s, p);
-    if (s.coupled) for (int j = 0; j < width; j++) g[j] = std::fma(w[j], s.coupled_decay, g[j]);
+    if (s.coupled_decay != 0.0f) for (int j = 0; j < width; j++) g[j] = std::fma(w[j], s.coupled_decay, g[j]);
     read_moment(m, u.moments[0], p);
     read_moment(v, u.moments[1], p);
-    float factor = s.is_small ? s.weight1 : s.weight1 - 1.0f;
-    for (int j = 0; j < width; j++) m[j] = std::fma(factor, g[j] - m[j], s.is_small ? m[j] : g[j]);
+    bool is_small = s.weight1 < 0.5f;  // torch's two ways to interpolate
+    float factor = is_small ? s.weight1 : s.weight1 - 1.0f;
+    for (int j = 0; j < width; j++) m[j] = std::fma(factor, g[j] - m[j], is_small ? m[j] : g[j]);
     for (int j = 0; j < width; j++) v[j] = std::fma(s.square * g[j], g[j], v[j] * s.beta2);
-    if (s.decoupled) for (int j = 0; j < width; j++) w[j] = w[j] * s.kept;
+    if (s.kept != 1.0f) for (int j = 0; j < width; j++) w[j] = w[j] * s.kept;
     for (int j = 0; j < width; j++) root[j] = std::sqrt(v[j]);
     for (int j = 0; j < width; j++) {
         float update = m[j] / (root[j] * s.correction2_inv + s.eps);

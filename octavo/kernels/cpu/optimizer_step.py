@@ -26,7 +26,6 @@ def _structure(name: str, **fields: type) -> type[ctypes.Structure]:
 
 _INTEGERS = "mantissa_bits bias max_code nan_code is_signed has_inf".split()
 _NUMBERS = "weight1 square beta2 kept coupled_decay divisor correction2_inv eps limit rate".split()
-_SWITCHES = "is_small decoupled coupled maximize has_divisor".split()
 _FormatFields = _structure("Format", **dict.fromkeys(_INTEGERS, c_int32), max=c_float, smallest_normal=c_float)
 _MomentFields = _structure(
     "Moment",
@@ -39,7 +38,7 @@ _MasterFields = _structure(
     **dict.fromkeys(("weight", "rest", "scale_inv", "scale", "found"), c_void_p),
     **dict.fromkeys(("kind", "has_blocks"), c_int32),
 )
-_StepFields = _structure("Step", **dict.fromkeys(_NUMBERS, c_float), **dict.fromkeys(_SWITCHES, c_int32))
+_StepFields = _structure("Step", **dict.fromkeys(_NUMBERS, c_float), maximize=c_int32)
 _UpdateFields = _structure(
     "Update",
     master=_MasterFields,
@@ -109,8 +108,7 @@ def _numbers(step: AdamStep, divisor: float) -> ctypes.Structure:
     return _StepFields(
         *(1 - group.beta1, 1 - group.beta2, group.beta2, 1 - step.lr * step.decoupled_decay, step.coupled_decay),
         *(divisor, 1 / step.correction2, group.eps, limit, -step.lr / step.correction1),
-        *(1 - group.beta1 < 0.5, bool(step.decoupled_decay), bool(step.coupled_decay)),
-        *(step.maximize, divisor != 1.0),
+        step.maximize,
     )
 
 

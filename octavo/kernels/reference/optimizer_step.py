@@ -234,13 +234,17 @@ class WeightUpdate(NamedTuple):
         return -g if maximize else g
 
 
+# (an update, its rule, what the gradient is divided by) -> whether the pass over the weight was done
+StepInPlace = Callable[[WeightUpdate, AdamStep | SgdStep, float], bool]
+
+
 def optimizer_step(
     updates: Sequence[WeightUpdate],
     groups: Sequence[AdamGroup] | Sequence[SgdGroup],
     skip: Tensor | None = None,
     grad_scale: Tensor | None = None,
     resolution: Tensor | None = None,
-    step_in_place: Callable[[WeightUpdate, AdamStep | SgdStep, float], bool] = lambda *_: False,
+    step_in_place: StepInPlace = lambda *_: False,
 ) -> None:
     """Update weights and their state in place.
 
@@ -268,7 +272,7 @@ def _update_weight(
     step: AdamStep | SgdStep,
     divisor: float,
     sums: Tensor | None,
-    step_in_place: Callable[[WeightUpdate, AdamStep | SgdStep, float], bool],
+    step_in_place: StepInPlace,
 ) -> None:
     master, moments = update.master, update.moments
 
