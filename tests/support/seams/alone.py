@@ -20,7 +20,7 @@ from octavo.errors import UnsupportedOpError
 from tests.support.helpers import every_layer
 from tests.support.seams.features import KNOWN, KnownPart
 from tests.support.seams.made import Made, evaluating
-from tests.support.seams.situations import Documented, Refused, Sound, situation
+from tests.support.seams.situations import NO_MATRICES, Documented, Refused, Sound, situation
 from tests.support.seams.twins import TwinLinear, twin_of
 
 HIGH = recipes.high_precision()
@@ -266,6 +266,7 @@ def two_threads(made: Made) -> None:
     READS,
     exceptions={
         "FP8 moments": ONCE,
+        "Muon": NO_MATRICES,
         "LoRA over FP8": Documented("modules.md#models-as-they-come", "a last layer that is adapted runs by itself"),
     },
 )
@@ -424,7 +425,7 @@ def exported(made: Made) -> None:
 
 
 COPIES, FAULTS, WRITES = "Copies and files", "Faults", "Writes by hand"
-STORED = ("FP8 weights", "FP8 weights in blocks")
+STORED = ("FP8 weights", "FP8 weights in blocks", "Muon")
 FROM_CODES = Sound(15, "a state dict holds codes, so masters begin as these read")
 NOT_BY_HAND = {
     STORED: Refused(

@@ -120,6 +120,16 @@ class StoredWeights(Feature):
         return octavo.optim.AdamW(parameters, lr=LR, moments=self.moments)
 
 
+class ByMuon(StoredWeights):
+    """Weights in FP8 that Muon moves, its momentum in FP8 too."""
+
+    def optimizer(self, made: Made, parameters: Any) -> Any:
+        """Float64's is torch's."""
+        if made.role == "float64":
+            return torch.optim.Muon(parameters, lr=LR)
+        return octavo.optim.Muon(parameters, lr=LR)
+
+
 class StoredGradients(Feature):
     """Gradients that wait in FP8; a twin's are rounded by hand."""
 
@@ -391,8 +401,10 @@ FEATURES: dict[str, Feature] = {
         Feature("rowwise_with_gw_hp", recipes.rowwise_with_gw_hp(), "gw_hp"),
         Feature("blockwise", recipes.blockwise()),
         Feature("mx", recipes.mx()),
+        Feature("batch_invariant", recipes.batch_invariant(), "invariant"),
         StoredWeights("FP8 weights", recipes.dynamic(power_of_two=True)),
         StoredWeights("FP8 weights in blocks", recipes.blockwise(), "... blocks"),
+        ByMuon("Muon", recipes.blockwise()),
         StoredGradients("FP8 gradients", recipes.dynamic()),
         InBackward("updates in backward", recipes.dynamic(), "in backward"),
         Kept("KeptWeights", recipes.dynamic(), "kept"),

@@ -22,13 +22,14 @@ from octavo import distributed as ours
 from tests.support.seams.features import MixturePart
 from tests.support.seams.made import TOKENS, Made
 from tests.support.seams.on_ranks import CUT, FOUR, FUSED, NOT_KEPT, OF_FSDP2, REDUCTION, TWO, WITH_NORM, shard
-from tests.support.seams.situations import Documented, Refused, Sound, situation
+from tests.support.seams.situations import NO_MATRICES, Documented, Refused, Sound, situation
 from tests.support.seams.twins import casts_of
 
 PARTS, PIPELINES = "Parts of a layer on each rank", "Pipelines"
 
 ORDER = Sound(15, "sums over ranks are added in another order")
 NONE_KEPT = Refused(ValueError, "stored in FP8", "what ranks share, and experts, are cast at each forward")
+BY_COLUMNS = Refused(ValueError, "share by rows", "Muon takes whole columns of a matrix")
 NOT_AVERAGED = Documented("communication.md#gradients-in-fp8", "ranks share each batch, and average no gradients")
 
 
@@ -72,6 +73,7 @@ def _split(made: Made, mesh: Any, styles: Any, tokens: Any) -> None:
         "FP8 reduction": NOT_AVERAGED,
         "KeptWeights": NONE_KEPT,
         WITH_NORM: FUSED,
+        "Muon": BY_COLUMNS,
         "experts": Documented("mixture-of-experts.md#on-several-ranks", "experts are divided by expert_parallel"),
     },
 )
@@ -88,7 +90,7 @@ def tensor_parallel_of_torch(made: Made) -> None:
     PARTS,
     TWO,
     ORDER,
-    {"FP8 reduction": NOT_AVERAGED, "KeptWeights": NONE_KEPT, WITH_NORM: FUSED},
+    {"FP8 reduction": NOT_AVERAGED, "KeptWeights": NONE_KEPT, WITH_NORM: FUSED, "Muon": BY_COLUMNS},
 )
 def tensor_parallel(made: Made) -> None:
     """Tokens are divided between the layers."""
@@ -108,7 +110,7 @@ def tensor_parallel(made: Made) -> None:
         "FP8 reduction": REDUCTION,
         "KeptWeights": NOT_KEPT,
         WITH_NORM: FUSED,
-        "FP8 weights in blocks": CUT,
+        ("FP8 weights in blocks", "Muon"): CUT,
         ("shared inputs", "shared inputs, delayed"): Sound(8, "the same, and outputs of two layers are multiplied"),
     },
 )
@@ -151,6 +153,7 @@ class _Times(torch.autograd.Function):
         ("rowwise", "blockwise", "mx", "FP8 weights in blocks", "schedule"): TWICE,
         "FP8 reduction": NOT_AVERAGED,
         "KeptWeights": NONE_KEPT,
+        "Muon": NO_MATRICES,
     },
 )
 def expert_parallel(made: Made) -> None:

@@ -26,7 +26,7 @@ from tests.support.seams.twins import casts_of
 
 REPLICATED, SHARDED = "DistributedDataParallel", "FSDP2"
 TWO, FOUR = (2,), (2, 2)
-STORED = ("FP8 weights", "FP8 weights in blocks", "LoRA over FP8")
+STORED = ("FP8 weights", "FP8 weights in blocks", "Muon", "LoRA over FP8")
 
 REDUCTION = Sound(10, "gradients are rounded twice on their way, by blocks that depend on how they are put together")
 NOT_DDP = Refused(RuntimeError, "FSDP2|fully_shard", "DDP exchanges gradients after the hook that uses them has run")
@@ -327,7 +327,7 @@ def on_four_ranks(made: Made) -> None:
     _moved(made, made.mesh["shard"], made.mesh)
 
 
-@situation("FSDP2, broadcast_from_rank0", FILES, FOUR, exceptions={**OF_FSDP2, STORED[:2]: FROM_CODES})
+@situation("FSDP2, broadcast_from_rank0", FILES, FOUR, exceptions={**OF_FSDP2, STORED[:3]: FROM_CODES})
 def fsdp2_broadcasts(made: Made) -> None:
     """Rank 0 has the values, the others get them with torch's functions, which take all ranks of the process."""
     if made.is_library:
