@@ -127,24 +127,15 @@ class Twice(nn.Module):
 
 
 OTHERS = {
-    "written": lambda net: net[0].weight.detach().mul_(2),
-    "loaded": lambda net: net.load_state_dict({name: 2 * value for name, value in net.state_dict().items()}),
     "replaced": lambda net: setattr(net[0], "weight", nn.Parameter(2 * net[0].weight.detach())),
     "parametrized": lambda net: nn.utils.parametrize.register_parametrization(net[0], "weight", Twice()),
-    "stepped": lambda net: (net(torch.ones(4, 48)).sum().backward(), torch.optim.SGD(net.parameters(), lr=0.1).step()),
-    "stepped by what moves no version": lambda net: (
-        net(torch.ones(4, 48)).sum().backward(),
-        torch.optim.SGD(net.parameters(), lr=0.1, fused=True).step(),
-    ),
 }
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_weight_that_was_not_cast_since_is_cast_by_its_layer(name, compiled):
-    """Compiled, only where another tensor takes the weight's place."""
-    if compiled and name not in ("replaced", "parametrized"):
-        return
+def test_another_tensor_in_the_weights_place_is_cast_by_its_layer(name, compiled):
+    """Writes, loads and steps are in tests/integration/test_sequences.py."""
     net = model(recipes.dynamic())
     octavo.nn.KeptWeights(net).cast()
     OTHERS[name](net)
