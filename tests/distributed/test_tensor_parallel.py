@@ -88,6 +88,7 @@ def test_checkpointed_and_frozen(pool, recipe):
         assert BF16 <= gathered <= 1.04 * BF16  # codes of the input and of the gradient
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("recipe", "kind"),
     [

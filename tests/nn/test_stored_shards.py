@@ -202,9 +202,10 @@ def compiled(mesh: Any, recipe: str, whole: bool) -> Any:
     return all(torch.equal(found[0][name], found[1][name]) for name in found[0]), graphs[3:]
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("whole", [False, True], ids=["in layers", "in one graph"])
-@both
+@pytest.mark.parametrize(
+    "whole", [False, pytest.param(True, marks=pytest.mark.full)], ids=["in layers", "in one graph"]
+)
+@pytest.mark.parametrize("recipe", ["blockwise", pytest.param("dynamic", marks=pytest.mark.full)])
 def test_compiled_equals_eager_and_is_compiled_once(pool, recipe, whole):
     for same, graphs in pool.run(compiled, (2,), recipe, whole, seconds=120):
         assert same and graphs[-1] == graphs[1] > 0

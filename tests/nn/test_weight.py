@@ -287,9 +287,7 @@ def trained(model, call, xs):
     return found | codes(model)
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(r, marks=[] if r in ("delayed", "blockwise") else pytest.mark.full) for r in STORED]
-)
+@pytest.mark.parametrize("recipe", [pytest.param(r, marks=[] if r == "delayed" else pytest.mark.full) for r in STORED])
 def test_compiled_equals_eager_and_is_compiled_once(recipe):
     torch.compiler.reset()
     eager, model, xs = net(recipe), net(recipe), [inputs() for _ in range(4)]

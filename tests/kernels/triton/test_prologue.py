@@ -172,6 +172,7 @@ def test_cast_and_commit(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
     run(kernels, monkeypatch, case, "cast_and_commit", *given, case["transpose"])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("tiles_of_any_size")
 @pytest.mark.parametrize("cols", [9, 20, 57])
 def test_padding_of_the_second_half(kernels: TritonKernels, cols: int) -> None:
@@ -182,6 +183,7 @@ def test_padding_of_the_second_half(kernels: TritonKernels, cols: int) -> None:
         check(kernels, "cast", dy, None, 0, E4M3, tile, False, 0, False, 16, True, "reglu", h)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fault", [0.0, math.inf], ids=["", "inf"])
 @pytest.mark.parametrize("zeros", [slice(0, 100), slice(100, 200)], ids=["gate", "up"])
 def test_either_half_may_hold_the_amax(kernels: TritonKernels, zeros: slice, fault: float) -> None:
