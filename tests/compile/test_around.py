@@ -38,23 +38,6 @@ def check_equal(model, other):
         assert difference(delayed, octavo.nn.delayed_state_dict(other)) == 0.0
 
 
-@in_recipes("recipe map")
-def test_micro_batches_on_an_unchanged_weight(recipe):
-    call, counter = compiled()
-    model, eager = built(MLP, recipe), built(MLP, recipe)
-    for net, forward in ((model, call), (eager, lambda net, x: net(x))):
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for step in range(3):
-            for micro_batch in range(3):
-                x, target = batch(MLP, 3 * step + micro_batch)
-                mean_square(lambda x, net=net, forward=forward: forward(net, x), x, target).backward()
-            if step < 2:
-                optimizer.step()
-                optimizer.zero_grad()
-    check_equal(model, eager)
-    assert counter.frame_count == 1
-
-
 def test_set_recipe_between_steps_compiles_once_for_each_distinct_recipe():
     call, counter = compiled()
     model, eager = built(MLP, "dynamic"), built(MLP, "dynamic")

@@ -106,18 +106,6 @@ def test_converted_twice():
     store(to_fp8(plain(), recipes.rowwise()))  # from plain weights of a converted model
 
 
-def test_weights_are_averaged_in_a_plain_copy_that_loads_back():
-    model = net()
-    averages = widened(model)
-    with torch.no_grad():
-        for average, weight in zip(averages.parameters(), model.parameters(), strict=True):
-            average.lerp_(weight.dequantize().to(average.dtype), 0.5)
-    assert torch.equal(averages[0].weight, model[0].weight.dequantize())  # they were equal
-    model.load_state_dict(averages.state_dict())
-    with pytest.raises(octavo.UnsupportedOpError, match=r"to average weights \(EMA\)"):
-        model[0].weight.lerp(averages[0].weight, 0.5)
-
-
 def test_restored_weights_are_plain():
     model = net()
     model[0].weight.requires_grad_(False)  # which so gives up what its cast rounded away
@@ -127,11 +115,6 @@ def test_restored_weights_are_plain():
         assert type(module) is nn.Linear and type(module.weight) is nn.Parameter and torch.equal(module.weight, value)
     assert not model[0].weight.requires_grad and model[2].weight.requires_grad
     assert "weight_scale_inv" not in " ".join(model.state_dict())
-
-
-def test_restored_splits_are_plain():
-    model = store(octavo.nn.LayerNormMLP(64, 128))
-    assert type(octavo.restore(model).fc1.weight) is nn.Parameter
 
 
 # --- shared weights ---------------------------------------------------------------------------------------------------

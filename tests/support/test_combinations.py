@@ -14,10 +14,6 @@ def test_every_pair_occurs_in_few_cases() -> None:
     assert len(cases) <= 16  # 12 at least; all of them are 72
 
 
-def test_always_the_same() -> None:
-    assert all_pairs(**OPTIONS) == all_pairs(**OPTIONS)
-
-
 def test_by_default_each_value_occurs() -> None:
     _, params = each_pair(**OPTIONS).args
     usual = [param.values[0] for param in params if not param.marks]
