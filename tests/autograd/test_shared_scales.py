@@ -59,7 +59,9 @@ def agreements(mesh, backend):
     return found
 
 
-@pytest.mark.parametrize("backend", ["", "aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "backend", ["", *(pytest.param(name, marks=pytest.mark.full) for name in ("aot_eager", "inductor"))]
+)
 def test_delayed_scales_are_agreed_on_where_there_are_none(pool, backend):
     """Of two layers, up's weight and output in parts by rows, down's weight and input by columns."""
     first = [WEIGHT, WEIGHT, INPUT, GRAD_OUTPUT, None]

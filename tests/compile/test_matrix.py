@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 
-import octavo
 from octavo.kernels.cpu import KERNELS
 from tests.support import compile_cells
 from tests.support.compile_cells import RECIPES, WHATS, Result, built, compiled_step, difference, measure, trained
@@ -14,12 +13,12 @@ from tests.support.compile_cells import RECIPES, WHATS, Result, built, compiled_
 GREEN = Result(graphs=1, breaks=0, recompiles=0, difference=0.0)
 
 
-QUICK = {  # each row and each column once, a cell is seconds of tracing; the others are in the full set
-    "Linear": ("dynamic", "high_precision"),
+# A cell is seconds of tracing: of what holds another row only the larger one. The others are in the full set; a layer
+# by itself, in each recipe, is in tests/support/seams.
+QUICK = {
+    "Linear": ("high_precision",),
     "fused modules": ("delayed",),
-    "TransformerBlock": ("recipe map",),
-    "transformer and output projection": ("blockwise",),
-    "training step in autocast": ("rowwise",),
+    "training step in autocast": ("recipe map",),
     "activation checkpointing": ("mx",),
 }
 
@@ -27,7 +26,7 @@ QUICK = {  # each row and each column once, a cell is seconds of tracing; the ot
 @pytest.mark.parametrize(
     ("what", "recipe"),
     [
-        pytest.param(what, recipe, marks=[] if recipe in QUICK[what] else pytest.mark.full)
+        pytest.param(what, recipe, marks=[] if recipe in QUICK.get(what, ()) else pytest.mark.full)
         for what, recipe in itertools.product(WHATS, RECIPES)
     ],
 )
@@ -132,12 +131,3 @@ def test_a_fault_in_the_graph_is_seen():
             for name in ("cast", "cast_and_commit"):
                 library.impl(name, fault(name, KERNELS[name]), "CPU")
             assert difference(trained(what, built(what, "delayed"), step, steps), expected) > 0.0, fault
-    assert difference(trained(what, built(what, "delayed"), step, steps), expected) == 0.0
-
-
-def test_a_difference_in_any_tensor_is_seen():
-    kept = octavo.nn.Linear(32, 32, recipe=octavo.recipes.delayed()).state_dict()
-    other = {name: value.clone() for name, value in kept.items()}
-    assert difference(kept, other) == 0.0
-    other["bias"][3] += 1e-6
-    assert difference(kept, other) > 0.0

@@ -543,7 +543,7 @@ def of_layout(pool, layout, *arguments):
     ("saved", "read", "width"),
     [
         ((2, 2), None, 32),
-        (None, (1, 4), 32),
+        pytest.param(None, (1, 4), 32, marks=pytest.mark.full),
         pytest.param((1, 4), (4, 1), 32, marks=pytest.mark.full),
         pytest.param((1, 4), (2, 2), 32, marks=pytest.mark.full),
         pytest.param((4, 1), (1, 4), 512, marks=pytest.mark.full),

@@ -1,6 +1,5 @@
 """torch.compile of sharded models: as many graphs as of the plain model, equal to eager bit for bit."""
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -81,27 +80,3 @@ def test_graphs_and_bits(pool, how, recipe):
         graphs, breaks = compiled[2:]
         assert graphs[-1] == graphs[1]
         assert (graphs[-1], breaks) == (in_bf16[2][-1], in_bf16[3])
-
-
-def hooks_cast_compiled(mesh):
-    """The once-a-step cast of all shards, in one graph."""
-    torch.compiler.reset()
-    net = in_blocks(built(replace(EVEN, depth=1), "delayed"), mesh, None)
-    net(batch(EVEN, 0, 0, dist.get_rank()))
-    eager = [copy.deepcopy(block.fc1.gather.codes) for block in net.blocks]
-    from octavo.nn import gather_group
-
-    layers = [layer for block in net.blocks for layer in (block.fc1, block.fc2)]
-    members = [layer.gather for layer in layers]
-    cast = torch.compile(gather_group._cast_shards, backend="aot_eager")
-    for member in members:
-        member.codes.zero_()
-    cast(members, layers[0].recipe.weight_casts.as_is, mesh)
-    return all(torch.equal(block.fc1.gather.codes, codes) for block, codes in zip(net.blocks, eager, strict=True))
-
-
-def test_the_hooks_own_cast(pool):
-    assert all(pool.run(hooks_cast_compiled, (2,)))
-
-
-# --- DDP --------------------------------------------------------------------------------------------------------------

@@ -220,24 +220,22 @@ def test_random_bits_are_the_optimizers():
     assert torch.equal(read, torch.where(bits >= 1 << 15, 1.125, 1.0).view(1, -1))
 
 
-@pytest.mark.parametrize("options", [{}, {"stochastic": True}, {"granularity": PerTensor()}, {"error_feedback": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({}, {"stochastic": True}, {"granularity": PerTensor()}, {"error_feedback": True}, {"format": E5M2}),
+        {"ranks_per_server": 2, "error_feedback": True},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_faults_stay_visible(pool, options, value):
-    """On all ranks, at the element alone; the next step is free of it."""
-    for found in pool.run(hooked, (2,), 1000, torch.float32, options, 2, [(1, 700, value)]):
+    """On all ranks, at the element alone, infinity as itself in E5M2; the next step is free of it."""
+    ranks = 4 if "ranks_per_server" in options else 2
+    for found in pool.run(hooked, (ranks,), 1000, torch.float32, options, 2, [(1, 700, value)]):
         bad = ~np.isfinite(found[0])
         assert bad.nonzero()[0].tolist() == [700] and np.isfinite(found[1]).all()
-
-
-def test_faults_stay_visible_between_servers(pool):
-    options = {"ranks_per_server": 2, "error_feedback": True}
-    for found in pool.run(hooked, (4,), 1000, torch.float32, options, 2, [(1, 700, math.inf)]):
-        assert (~np.isfinite(found[0])).nonzero()[0].tolist() == [700] and np.isfinite(found[1]).all()
-
-
-def test_infinity_stays_infinity_in_e5m2(pool):
-    for (found,) in pool.run(hooked, (2,), 1000, torch.float32, {"format": E5M2}, 1, [(0, 5, -math.inf)]):
-        assert found[5] == -math.inf
+        assert "format" not in options or found[0][700] == value or math.isnan(value)
 
 
 def bytes_sent(mesh, count, options):
@@ -357,13 +355,6 @@ def test_ddp(pool, way, dtype):
     found = pool.run(trained, (2,), way, {}, dtype)
     for error, state in found:
         assert 0.005 < error < 2 * 2.0**-4
-        np.testing.assert_array_equal(state, found[0][1])
-
-
-def test_ddp_with_error_feedback_over_rebuilt_buckets(pool):
-    found = pool.run(trained, (2,), "plain", {"error_feedback": True})
-    for error, state in found:
-        assert 0.005 < error < 4 * 2.0**-4
         np.testing.assert_array_equal(state, found[0][1])
 
 
@@ -492,12 +483,6 @@ def test_reduce_scatter_over_two_servers_equals_a_simulation_in_float64(pool, op
     )
     found = np.concatenate(pool.run(scattered_alone, (4,), op))
     np.testing.assert_array_equal(found, torch.from_numpy(expected).to(torch.bfloat16).double().numpy())
-
-
-def test_fsdp2_on_two_servers(pool):
-    """Twice rounded."""
-    options = {"ranks_per_server": 2}
-    assert 0.005 < error_of(pool.run(scattered, (4,), torch.float32, None, options)) < 2 * 2.0**-4
 
 
 def between_replicas(mesh, dtype):

@@ -11,8 +11,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import octavo
 from octavo.errors import UnsupportedOpError
-from octavo.schedule import Phase, PrecisionSchedule
-from octavo.tensor.stored_weight import local_stored
 from tests.support.byte_counter import GATHER, OTHER, REDUCE, ByteCounter
 from tests.support.expert_models import batch, built, off, train
 
@@ -91,25 +89,6 @@ def refused(mesh, experts, dim):
 @pytest.mark.parametrize(("experts", "dim"), [(3, 0), (1, 0), (4, 1)])
 def test_uneven_shards_of_weights_that_live_in_fp8_are_refused(pool, experts, dim):
     assert pool.run(refused, (2,), experts, dim) == [True] * 2
-
-
-def refused_later(mesh, experts, dim):
-    """By what stores a sharded model's weights in FP8, which changes nothing then."""
-    net = sharded(built("octavo", "dynamic", experts), mesh, dim)
-    optimizer = octavo.optim.AdamW(net.parameters())
-    ways = [
-        lambda: octavo.convert(net, octavo.recipes.dynamic(), lambda module, name: True, "fp8"),
-        lambda: PrecisionSchedule(net, optimizer, [Phase(octavo.recipes.dynamic(), weight_storage="fp8")]),
-    ]
-    for way in ways:
-        with pytest.raises(ValueError, match=f"{experts} experts .* ranks that have as many each"):
-            way()
-    return [local_stored(p) is None for p in net.parameters()]
-
-
-@pytest.mark.parametrize(("experts", "dim"), [(3, 0), (4, 1)])
-def test_so_they_are_where_they_were_sharded_before(pool, experts, dim):
-    assert all(map(all, pool.run(refused_later, (2,), experts, dim)))
 
 
 def restarted(mesh, recipe):

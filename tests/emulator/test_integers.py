@@ -45,39 +45,42 @@ def quotient(a: int, b: int) -> int:
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
-SAME = {"add": operator.add, "sub": operator.sub, "mul.lo": operator.mul, "min": min, "max": max}
-SAME |= {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
+def at_least_0(function: Callable[..., int]) -> Callable[..., int]:
+    return lambda *given: max(function(*given), 0)
 
 
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("name", SAME)
-def test_two_operands(name: str, kind: str) -> None:
-    typed = f"b{kind[1:]}" if name in ("and", "or", "xor") else kind
-    holds(f"{name}.{typed}", f"{kind} {kind} {kind}", SAME[name], numbers(kind, 1), numbers(kind, 2))
+FOUR, NARROW, PLAIN = ["s32", "u32", "s64", "u64"], ["s16", "u16", "s32", "u32"], ["u16", "u32", "u64"]
+# instructions by type, {k}, of which {n} are the bits and {w} the type twice as wide; kinds as ``holds`` takes them
+OPERATIONS: list[tuple[str, str, Callable[..., int], list[str]]] = [
+    *((f"{name}.{{k}}", "{k} {k} {k}", getattr(operator, name), TYPES) for name in ("add", "sub")),
+    *((f"{name}.b{{n}}", "{k} {k} {k}", getattr(operator, f"{name}_"), PLAIN) for name in ("and", "or")),
+    ("xor.b{n}", "{k} {k} {k}", operator.xor, PLAIN),
+    ("not.b{n}", "{k} {k}", operator.invert, PLAIN),
+    ("mul.lo.{k}", "{k} {k} {k}", operator.mul, TYPES),
+    ("mul.hi.{k}", "{k} {k} {k}", lambda x, y: x * y >> 32, ["s32", "u32"]),
+    ("mul.wide.{k}", "{w} {k} {k}", operator.mul, NARROW),
+    ("mad.lo.{k}", "{k} {k} {k} {k}", lambda x, y, z: x * y + z, FOUR),
+    ("mad.wide.{k}", "{w} {k} {k} {w}", lambda x, y, z: x * y + z, NARROW),
+    ("div.{k}", "{k} {k} {k}", quotient, FOUR),
+    ("rem.{k}", "{k} {k} {k}", lambda x, y: x - quotient(x, y) * y, FOUR),
+    *((f"{name}.{{k}}", "{k} {k} {k}", function, TYPES) for name, function in (("min", min), ("max", max))),
+    *((f"{name}.relu.{{k}}", "{k} {k} {k}", at_least_0(of), ["s32"]) for name, of in (("min", min), ("max", max))),
+    ("neg.{k}", "{k} {k}", operator.neg, ["s32", "s64"]),
+    ("abs.{k}", "{k} {k}", abs, ["s32", "s64"]),
+    ("popc.b32", "{k} {k}", int.bit_count, ["u32"]),
+]
 
 
-@pytest.mark.parametrize("kind", ["s32", "u32", "s64", "u64"])
-def test_quotients(kind: str) -> None:
-    a, b = numbers(kind, 1), numbers(kind, 2)
-    b = np.where(b == 0, 3, b).astype(b.dtype)
-    holds(f"div.{kind}", f"{kind} {kind} {kind}", quotient, a, b)
-    holds(f"rem.{kind}", f"{kind} {kind} {kind}", lambda x, y: x - quotient(x, y) * y, a, b)
-
-
-@pytest.mark.parametrize("kind", ["s32", "u32", "s64", "u64"])
-def test_products(kind: str) -> None:
-    a, b, c = (numbers(kind, seed) for seed in (1, 2, 3))
-    if kind[1:] == "32":
-        holds(f"mul.hi.{kind}", f"{kind} {kind} {kind}", lambda x, y: x * y >> 32, a, b)
-    holds(f"mad.lo.{kind}", f"{kind} {kind} {kind} {kind}", lambda x, y, z: x * y + z, a, b, c)
-
-
-@pytest.mark.parametrize("kind", ["s16", "u16", "s32", "u32"])
-def test_wide_products(kind: str) -> None:
-    a, b = numbers(kind, 1), numbers(kind, 2)
-    wide = f"{kind[0]}{2 * int(kind[1:])}"
-    holds(f"mul.wide.{kind}", f"{wide} {kind} {kind}", operator.mul, a, b)
-    holds(f"mad.wide.{kind}", f"{wide} {kind} {kind} {wide}", lambda x, y, z: x * y + z, a, b, numbers(wide, 3))
+@pytest.mark.parametrize(
+    ("name", "kinds", "function", "kind"), [(*rest, kind) for *rest, types in OPERATIONS for kind in types]
+)
+def test_what_an_instruction_computes(name: str, kinds: str, function: Callable[..., int], kind: str) -> None:
+    bits = int(kind[1:])
+    kinds = kinds.format(k=kind, w=f"{kind[0]}{2 * bits}")
+    given = [numbers(each, seed) for seed, each in enumerate(kinds.split()[1:], 1)]
+    if name.startswith(("div", "rem")):
+        given[1][given[1] == 0] = 3
+    holds(name.format(k=kind, n=bits), kinds, function, *given)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -86,27 +89,6 @@ def test_shifts(kind: str) -> None:
     for by in (np.arange(COUNT, dtype=np.uint32) % 70, np.full(COUNT, 0xFFFFFFFF, np.uint32)):
         holds(f"shl.b{bits}", f"u{bits} u{bits} u32", lambda x, n: x << n if n < bits else 0, a, by)
         holds(f"shr.{kind}", f"{kind} {kind} u32", lambda x, n: x >> min(n, bits), a, by)
-
-
-@pytest.mark.parametrize("kind", ["s32", "s64"])
-def test_one_operand(kind: str) -> None:
-    holds(f"neg.{kind}", f"{kind} {kind}", operator.neg, numbers(kind, 1))
-    holds(f"abs.{kind}", f"{kind} {kind}", abs, numbers(kind, 1))
-
-
-@pytest.mark.parametrize("bits", [16, 32, 64])
-def test_not(bits: int) -> None:
-    holds(f"not.b{bits}", f"u{bits} u{bits}", operator.invert, numbers(f"u{bits}", 1))
-
-
-def test_relu() -> None:
-    for name, function in (("max", max), ("min", min)):
-        a, b = numbers("s32", 1), numbers("s32", 2)
-        holds(f"{name}.relu.s32", "s32 s32 s32", lambda x, y, function=function: max(function(x, y), 0), a, b)
-
-
-def test_counts_of_bits() -> None:
-    holds("popc.b32", "u32 u32", int.bit_count, numbers("u32", 1))
 
 
 def extracted(a: int, start: int, length: int, kind: str) -> int:

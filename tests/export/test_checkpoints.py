@@ -271,29 +271,6 @@ def test_the_warning_of_ragged_blocks_is_still_due(tmp_path):
     assert not torch.equal(weight, dequantized(layer))
 
 
-@pytest.mark.parametrize("name", ["dynamic", "delayed", "rowwise"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_layer_is_decompressed_by_compressed_tensors(tmp_path, name, dtype):
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-
-    layer = layer_of(getattr(recipes, name)(), 300, 200, dtype)
-    to_safetensors(layer, tmp_path / "out", COMPRESSED)
-    stored = read(tmp_path / "out")
-    config = QuantizationConfig.model_validate(quantization_config(tmp_path / "out"))
-    plain = nn.Sequential(nn.Linear(200, 300))
-    apply_quantization_config(plain, config)
-    theirs, scheme = plain[0].state_dict(), plain[0].quantization_scheme
-    assert stored["weight_scale"].shape == theirs["weight_scale"].shape
-    assert stored["weight"].dtype == scheme.weights.pytorch_dtype()
-    compressor = BaseCompressor.get_value_from_registry(config.format)
-    assert compressor.can_compress(nn.Linear, scheme)
-    assert set(stored) == {"bias", *compressor.compression_param_names(scheme)}
-    values = compressor.decompress(stored, scheme)["weight"]
-    assert torch.equal(values.to(dtype), dequantized(layer))
-
-
 def test_each_kind_of_scale_is_a_group(tmp_path):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
@@ -306,20 +283,6 @@ def test_each_kind_of_scale_is_a_group(tmp_path):
     schemes = [getattr(layer, "quantization_scheme", None) for layer in plain]
     assert [scheme and scheme.weights.strategy for scheme in schemes] == ["tensor", "channel", None, "tensor"]
     assert {scheme.input_activations.dynamic for scheme in schemes if scheme} == {True}
-
-
-def test_a_delayed_scale_is_the_one_of_evaluation(tmp_path):
-    layer = octavo.nn.Linear(64, 32, bias=False, recipe=recipes.delayed())
-    for _ in range(2):
-        layer(torch.randn(8, 64)).sum().backward()
-    with torch.no_grad():
-        layer.weight.mul_(0.3)  # so that the scale in the history is another
-    to_safetensors(layer, tmp_path / "out", COMPRESSED)
-    stored = read(tmp_path / "out")
-    assert torch.equal(stored["weight_scale"], octavo.quantize(layer.weight, E4M3, PerTensor()).scale_inv.view(1))
-    x = torch.eye(64) * layer.delayed_scale[0].reciprocal()  # exact in FP8, so that the product shows the weight
-    shown = layer.eval()(x).t() * layer.delayed_scale[0]
-    torch.testing.assert_close(shown, stored["weight"].float() * stored["weight_scale"], rtol=1e-6, atol=0)
 
 
 def test_a_delayed_state_left_on_the_meta_device_is_no_history(tmp_path):
@@ -618,21 +581,6 @@ def test_everything_is_given_unless_only_fp8_is_asked_for():
     assert found.keys() == {*model.state_dict()} - {"lm_head.weight"}  # the embedding's
     assert {name for name, in_fp8 in found.items() if in_fp8} == {name for name in found if "_proj" in name}
     assert [name for name, *_ in iterate_fp8(model, fp8_only=True)] == [name for name in found if found[name]]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "layout", "message"),
-    [
-        (recipes.dynamic(), "fine-grained", "layout='compressed-tensors' holds those"),
-        (recipes.blockwise(), "per-tensor", "layout='fine-grained' holds those"),
-        (recipes.rowwise(), "per-tensor", "layout='compressed-tensors' holds those"),
-        (recipes.mx(), "per-tensor", r"octavo.set_recipe\(model, octavo.recipes.dynamic\(\)\)"),
-        (recipes.high_precision(), "per-tensor", "no layer's output product is in FP8"),
-    ],
-)
-def test_what_a_layout_cannot_hold_is_refused_at_once(recipe, layout, message):
-    with pytest.raises(ExportError, match=message):
-        iterate_fp8(to_fp8(nn.Sequential(nn.Linear(8, 8)), recipe), layout)
 
 
 def test_an_unknown_layout():

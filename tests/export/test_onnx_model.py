@@ -29,14 +29,21 @@ pytest.importorskip("onnxruntime")
 
 K = 96  # not a multiple of blocks of 128
 MODULES = {
-    "Linear": lambda **options: octavo.nn.Linear(K, 40, **options),
+    "Linear": lambda **options: octavo.nn.Linear(K, {"a": 24, "b": 16}, **options),
     "LayerNormLinear": lambda **options: octavo.nn.LayerNormLinear(K, {"a": 32, "b": 16}, **options),
     "RMSNormLinear": lambda **options: octavo.nn.RMSNormLinear(K, 40, zero_centered_gamma=True, **options),
-    "LayerNormMLP": lambda **options: octavo.nn.LayerNormMLP(K, 160, "gelu", **options),
+    "LayerNormMLP": lambda **options: octavo.nn.LayerNormMLP(K, 160, "gelu", zero_centered_gamma=True, **options),
     "RMSNormMLP": lambda **options: octavo.nn.RMSNormMLP(K, 160, "geglu_tanh", bias=False, **options),
     "TransformerBlock": lambda **options: octavo.nn.TransformerBlock(K, 160, 6, 2, **options),
 }
-ALL_RECIPES = {**FP8_RECIPES, "high_precision": recipes.high_precision}
+ALL_RECIPES = {
+    **FP8_RECIPES,
+    "high_precision": recipes.high_precision,
+    "rowwise and blockwise": lambda: octavo.RecipeMap(recipes.rowwise(), {"fc2": recipes.blockwise()}),
+    "mx and delayed": lambda: octavo.RecipeMap(recipes.mx(), {"fc2": recipes.delayed()}),
+}
+# a file is seconds of tracing: each recipe and what modules have in few files
+BY_DEFAULT = [("Linear", "dynamic"), ("LayerNormMLP", "rowwise and blockwise"), ("RMSNormMLP", "mx and delayed")]
 
 
 def trained_a_little(module: nn.Module, *shape: int) -> nn.Module:
@@ -73,10 +80,17 @@ def assert_standard(path: Path, module: nn.Module) -> None:
         assert max(tensor.size for tensor in rest) < K * 40
 
 
-@pytest.mark.covering(1)  # a file is seconds of tracing; attention's three times as many
-@pytest.mark.parametrize("recipe", [*FP8_RECIPES, pytest.param("high_precision", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.full if kind == "TransformerBlock" else []) for kind in MODULES]
+    ("kind", "recipe"),
+    [
+        *BY_DEFAULT,
+        *(
+            pytest.param(kind, recipe, marks=pytest.mark.full)
+            for kind in MODULES
+            for recipe in [*FP8_RECIPES, "high_precision"]
+            if (kind, recipe) not in BY_DEFAULT
+        ),
+    ],
 )
 def test_every_module(kind, recipe, tmp_path):
     module = trained_a_little(MODULES[kind](recipe=ALL_RECIPES[recipe]()), 3, 7, K)

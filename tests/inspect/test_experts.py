@@ -168,6 +168,7 @@ def test_a_fault_names_its_expert_compiled(where: str, recipe: str) -> None:
     test_a_fault_names_its_expert(where, recipe, "compiled")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("where", "recipe"), [(where, recipe) for recipe in NAMES for where in PLACES])
 def test_a_fault_names_its_expert(where: str, recipe: str, how: str = "eager") -> None:
     layer = layer_of(getattr(recipes, recipe)())

@@ -135,11 +135,17 @@ def test_the_first_fault_is_named_by_all_recipes(case: dict[str, Any]) -> None:
     test_the_first_fault_is_named(**case)
 
 
-@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(
-    ("place", "recipe", "value"), list(zip(PLACES, itertools.cycle(RECIPES), itertools.cycle([math.nan, -math.inf])))
+    ("place", "recipe", "value", "how"),
+    list(
+        zip(
+            PLACES,
+            itertools.cycle(RECIPES),
+            itertools.cycle([math.nan, -math.inf]),
+            itertools.chain(["compiled"], itertools.cycle(["eager", "checkpointed"])),  # one is seconds of tracing
+        )
+    ),
 )
-@pytest.mark.covering(1)
 def test_the_first_fault_is_named(place: str, recipe: str, how: str, value: float) -> None:
     model = Spoiled(getattr(recipes, recipe)())
     called: Any = model

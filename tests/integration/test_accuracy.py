@@ -44,6 +44,7 @@ def normal_layer(name: str, dtype: torch.dtype = torch.float32) -> octavo.nn.Lin
     return layer
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FP8_RECIPES)
 def test_promised_accuracy(name, dtype):
@@ -56,7 +57,7 @@ def test_promised_accuracy(name, dtype):
         assert ops.calls["matmul"] == 3
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", TORCHAO_NAMES)
 def test_beside_torchao(name, seed):
     float8 = pytest.importorskip("torchao.float8")

@@ -117,13 +117,6 @@ def test_kernels_under_compute_sanitizer(
     assert capsys.readouterr().out.split("\n")[:3] == ["memcheck: ok", "racecheck: found faults", "initcheck: status 1"]
 
 
-@pytest.mark.full
-def test_emulated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subjects.module_of("emulated"), "SHAPE", (64, 128))
-    output = run("emulated", "--only", "amax", "--architectures", "90", "--no-write")
-    assert "amax_kernel" in output and "1 of 1 right" in output
-
-
 def test_what_was_emulated_stays(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """What is of the sources as they are is not made again, but if --only names it."""
     emulated, written = subjects.module_of("emulated"), []

@@ -65,29 +65,25 @@ def mlp(recipe: Recipe, activation: str = "swiglu") -> tuple[nn.Module, torch.Te
     return module, torch.randn(T, W, dtype=torch.bfloat16, requires_grad=True)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_delayed_mlp(activation: str) -> None:
-    forward, backward = launches_of(*mlp(recipes.delayed(), activation))
-    assert forward == ["cast", "cast", "norm", "product", "cast", "product"]  # the weights, and then what is read
-    # grad_output; its two products; the activation's gradient; its two; the norm's gradient in two
-    assert backward == ["cast", "product", "product", "cast", "product", "product", *backward[-2:]]
-    assert backward[-2] == "norm backward" and len(backward) == 8
-
-
 @pytest.mark.parametrize(
-    ("name", "norm", "activation"),
+    ("recipe", "norm", "activation"),
     [
-        ("dynamic", ["norm", "cast"], ["amax", "cast"]),
-        ("rowwise", ["norm", "amax", "cast"], ["amax", "cast"]),
-        ("blockwise", ["norm", "cast"], ["cast"]),
-        ("mx", ["norm"], ["cast"]),
+        (recipes.delayed(), ["norm"], ["cast"]),
+        (recipes.dynamic(), ["norm", "cast"], ["amax", "cast"]),
+        (recipes.rowwise(), ["norm", "amax", "cast"], ["amax", "cast"]),
+        (recipes.blockwise(), ["norm", "cast"], ["cast"]),
+        (recipes.mx(), ["norm"], ["cast"]),
     ],
+    ids=lambda value: getattr(value, "name", ""),
 )
-def test_other_recipes(name: str, norm: list[str], activation: list[str]) -> None:
-    forward, backward = launches_of(*mlp(getattr(recipes, name)()))
-    weights = ["amax", "cast"] * 2 if "amax" in activation else ["cast"] * 2
-    assert forward == [*weights, *norm, "product", *activation, "product"]
-    assert backward[:-2] == [*activation, "product", "product"] * 2
+def test_mlps(recipe: Recipe, norm: list[str], activation: list[str]) -> None:
+    """The weights, and then what is read; grad_output, its two products, the activation's gradient, its two."""
+    for kind in ("swiglu", "gelu"):
+        forward, backward = launches_of(*mlp(recipe, kind))
+        weights = activation * 2
+        assert forward == [*weights, *norm, "product", *activation, "product"]
+        assert backward[:-2] == [*activation, "product", "product"] * 2
+        assert backward[-2] == "norm backward"
 
 
 def test_saved_costs_one_cast() -> None:

@@ -27,7 +27,7 @@ MODELS = MODELS | {"qwen2, tied": ("Qwen2", "Qwen2ForCausalLM", DECODER | {"tie_
 LAYERS = {"llama": 15, "qwen2": 15, "gpt2": 9, "qwen2, tied": 15}  # linear layers, the head among them
 TIED = ("gpt2", "qwen2, tied")
 
-each_model = pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+each_model = pytest.mark.parametrize("kind", ["llama", pytest.param("qwen2", marks=pytest.mark.full), "gpt2"])
 each_recipe = pytest.mark.parametrize("name", FP8_RECIPES)
 
 
@@ -99,6 +99,7 @@ def test_it_trains_as_bf16_does(kind: str, name: str) -> None:
         assert torch.cosine_similarity(gradient.flatten(), expected.flatten(), dim=0) >= 0.98, parameter
 
 
+@pytest.mark.covering(1)
 @each_recipe
 @each_model
 def test_every_product_of_every_layer_is_in_fp8(kind: str, name: str) -> None:

@@ -1,6 +1,5 @@
 """transformers' mixtures of experts, tiny, train in FP8 as in bf16; tests/integrations has its Trainer."""
 
-import copy
 import functools
 import warnings
 from pathlib import Path
@@ -8,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch import Tensor
 
 import octavo
 from octavo import recipes
@@ -86,39 +84,6 @@ def test_most_of_the_work_is_in_fp8_and_checkpoints_fit_both_ways(name: str, tmp
     assert torch.equal(model.eval()(input_ids=tokens).logits, read.eval()(input_ids=tokens).logits)
 
 
-class Tower(nn.Module):
-    """A linear layer, and experts of octavo's own."""
-
-    def __init__(self, recipe: octavo.Recipe | octavo.RecipeMap) -> None:
-        super().__init__()
-        self.linear = octavo.nn.Linear(16, 16, recipe=recipe)
-        self.experts = octavo.nn.Experts(4, 16, 32, recipe=recipe)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, index = x[:, :4].softmax(-1).topk(2)
-        return self.experts(self.linear(x), index, weights)
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
-
-
-def test_records_faults_and_comparisons_take_experts(tmp_path: Path) -> None:
-    model, x = Tower(recipes.dynamic()), torch.randn(8, 16)
-    with octavo.inspect.record(model, tmp_path, every=1) as recorder, octavo.inspect.trace_faults(model) as trace:
-        for _ in range(2):
-            loss = loss_of(model, x)
-            loss.backward()
-            trace.step(loss)
-            recorder.step(loss=loss)
-            model.zero_grad()
-    layers = {"linear", "experts.gate_up", "experts.down"}
-    assert {row.layer for row in octavo.inspect.load(tmp_path).rows} == layers and trace.fault is None
-    found = octavo.inspect.compare(model, loss_of, [x], recipes=[recipes.mx()], select=every_layer)
-    assert all(layer in str(found) for layer in layers)
-    assert all(module.recipe == recipes.dynamic() for module in (model.experts.gate_up, model.experts.down))
-
-
 @functools.cache
 def end_of(name: str, recipe: str | None) -> float:
     """Of 3 seeds, the mean loss of the last 10 of 40 steps."""
@@ -133,19 +98,3 @@ def end_of(name: str, recipe: str | None) -> float:
 )
 def test_losses_are_those_of_bf16(name: str, recipe: str) -> None:
     assert end_of(name, recipe) == pytest.approx(end_of(name, None), rel=0.005)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
-def test_compiled_a_model_is_one_graph(name: str) -> None:
-    torch.compiler.reset()
-    model = octavo.convert(built(name), recipes.delayed(), every_layer)
-    other, counter = copy.deepcopy(model), CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(other, backend=counter, fullgraph=True)
-    for tokens in batches(3, 0):
-        losses = [net(input_ids=tokens, labels=tokens).loss for net in (model, compiled)]
-        assert losses[0].item() == losses[1].item()
-        for loss, net in zip(losses, (model, other), strict=True):
-            loss.backward()
-            net.zero_grad()
-    assert counter.frame_count == 1

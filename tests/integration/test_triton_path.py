@@ -47,6 +47,7 @@ def steps(module: octavo.nn.Linear, inputs: list[Tensor], grads: list[Tensor], d
     return [tensor.cpu() for tensor in found]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize(("tokens", "sizes"), [(32, (64, 48)), (19, (45, 33))], ids=["even", "odd"])
 @pytest.mark.parametrize("name", FP8_RECIPES)
@@ -88,9 +89,7 @@ def expert_steps(recipe: octavo.Recipe, device: torch.device) -> list[Tensor]:
     return [tensor.cpu() for tensor in (*found, *octavo.nn.delayed_state_dict(experts).values())]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.full] * (n not in ("delayed", "blockwise"))) for n in FP8_RECIPES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n != "delayed")) for n in FP8_RECIPES])
 @pytest.mark.parametrize("saved", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_experts_are_those_of_the_reference(name: str, saved: bool, device: torch.device) -> None:
     recipe = dataclasses.replace(FP8_RECIPES[name](), saved=SAVED if saved else None)
@@ -139,6 +138,7 @@ def test_gradients_of_a_sum_which_autograd_expands(name: str, device: torch.devi
     assert sqnr(x.grad.float().cpu(), module.weight.float().sum(0).expand(40, 64).cpu()) > 25
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("name", ["dynamic", "delayed", "rowwise", "blockwise"])
 def test_a_first_layer_whose_input_needs_no_gradient(name: str, bias: bool, device: torch.device) -> None:

@@ -95,6 +95,7 @@ def test_strided_codes(dtype: torch.dtype, out: torch.dtype, repeats: int) -> No
         assert torch.equal(value.double().nan_to_num(nan=1e9), read(view).nan_to_num(nan=1e9)), name
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [1, 20000])
 def test_a_lone_nan_is_read(dtype: torch.dtype, size: int) -> None:
     raw = torch.full((size,), 0x80, dtype=torch.uint8)

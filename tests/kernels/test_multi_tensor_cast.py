@@ -75,6 +75,7 @@ def test_the_reference_is_one_cast_after_the_other(tile: tuple[int, int], scales
             assert same_bits(ours, theirs)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.gpu
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "as it lies"])
 @pytest.mark.parametrize(

@@ -190,8 +190,8 @@ def test_fakes_agree_with_what_the_ops_return(shape: tuple[int, int], tile: tupl
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("tile", [(-1, -1), (1, -1), (3, 5)], ids=str)
-@pytest.mark.parametrize("shape", [(7, 12), (1, 6), (0, 5)], ids=str)
+@pytest.mark.parametrize("tile", [(-1, -1), (3, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(7, 12), (0, 5)], ids=str)
 def test_opcheck(shape: tuple[int, int], tile: tuple[int, int]) -> None:
     for name, args, named in cases(shape, tile):
         # the schema check compares arguments by allclose, which torch lacks for float8: the references' tests look

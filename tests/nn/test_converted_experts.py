@@ -99,6 +99,7 @@ def test_copies_and_pickles() -> None:
         assert_equal(results(copied), results(copy.deepcopy(experts)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", FP8_RECIPES)
 @pytest.mark.parametrize(
     ("kind", "activation", "bias"), [("mixtral", "swiglu", False), ("nemotron", "squared_relu", False)]

@@ -136,7 +136,7 @@ def test_parts_follow_recipes_of_their_own() -> None:
     "name",
     [pytest.param(name, marks=[pytest.mark.full] * (name != "delayed")) for name in (*RECIPES, "high precision")],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)], ids=str)
 def test_compiled_they_are_one_graph_whatever_the_routing(name: str, dtype: torch.dtype) -> None:
     torch.compiler.reset()
     experts = experts_of((RECIPES | {"high precision": recipes.high_precision})[name](), dtype=dtype)

@@ -36,6 +36,3 @@ def two_in_flight(mesh):
 
 def test_backward_reads_a_scale_with_its_codes(pool):
     assert max(pool.run(two_in_flight, (2,))) < 0.1
-
-
-# --- what could go wrong must show as a difference --------------------------------------------------------------------

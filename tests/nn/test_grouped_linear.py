@@ -121,7 +121,7 @@ def test_experts_share_a_delayed_history() -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n != "gw_hp")) for n in RECIPES])
-@each_dtype
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)], ids=str)
 def test_compiled_it_is_one_graph_whatever_the_routing(name: str, dtype: torch.dtype) -> None:
     torch.compiler.reset()
     layer = layer_of(RECIPES[name](), dtype=dtype)

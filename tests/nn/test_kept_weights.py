@@ -53,7 +53,9 @@ def test_equal_to_a_layers_own_casts(recipe):
     assert_equal(trained(net, net, kept), trained(own, own))
 
 
-@pytest.mark.parametrize("recipe", KEPT)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[] if name == "dynamic" else pytest.mark.full) for name in KEPT]
+)
 def test_compiled_micro_batches_equal_eager(recipe):
     torch.compiler.reset()
     own, net = model(KEPT[recipe]()), model(KEPT[recipe]())
@@ -127,24 +129,15 @@ class Twice(nn.Module):
 
 
 OTHERS = {
-    "written": lambda net: net[0].weight.detach().mul_(2),
-    "loaded": lambda net: net.load_state_dict({name: 2 * value for name, value in net.state_dict().items()}),
     "replaced": lambda net: setattr(net[0], "weight", nn.Parameter(2 * net[0].weight.detach())),
     "parametrized": lambda net: nn.utils.parametrize.register_parametrization(net[0], "weight", Twice()),
-    "stepped": lambda net: (net(torch.ones(4, 48)).sum().backward(), torch.optim.SGD(net.parameters(), lr=0.1).step()),
-    "stepped by what moves no version": lambda net: (
-        net(torch.ones(4, 48)).sum().backward(),
-        torch.optim.SGD(net.parameters(), lr=0.1, fused=True).step(),
-    ),
 }
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_weight_that_was_not_cast_since_is_cast_by_its_layer(name, compiled):
-    """Compiled, only where another tensor takes the weight's place."""
-    if compiled and name not in ("replaced", "parametrized"):
-        return
+def test_another_tensor_in_the_weights_place_is_cast_by_its_layer(name, compiled):
+    """Writes, loads and steps are in tests/integration/test_sequences.py."""
     net = model(recipes.dynamic())
     octavo.nn.KeptWeights(net).cast()
     OTHERS[name](net)

@@ -162,16 +162,6 @@ def test_a_recipe_that_is_set_is_checked_and_brings_its_state():
         stored.recipe = recipes.mx()
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("training", [True, False])
-def test_forwards_without_gradients_leave_the_state_alone(context, training):
-    net = trained().train(training)
-    before = octavo.nn.delayed_state_dict(net)
-    with context():
-        net(torch.randn(4, 16))
-    assert_equal(octavo.nn.delayed_state_dict(net), before)
-
-
 def test_backward_in_evaluation_leaves_the_state_alone():
     net = trained().eval()
     before = octavo.nn.delayed_state_dict(net)
@@ -179,20 +169,6 @@ def test_backward_in_evaluation_leaves_the_state_alone():
     net(x).sum().backward()
     assert x.grad.any()
     assert_equal(octavo.nn.delayed_state_dict(net), before)
-
-
-def test_two_forwards_then_two_backwards_commit_twice():
-    layer = octavo.nn.Linear(16, 8, recipe=DELAYED)
-    a, b = torch.randn(4, 16), 5 * torch.randn(4, 16)
-    ya, yb = layer(a), layer(b)
-    (ga, gb) = torch.randn(4, 8), 3 * torch.randn(4, 8)
-    yb.backward(gb)
-    ya.backward(ga)
-    assert layer.delayed_amax_history.tolist() == [
-        [a.abs().max(), b.abs().max()],
-        [layer.weight.abs().max()] * 2,
-        [ga.abs().max(), gb.abs().max()],
-    ]
 
 
 @pytest.mark.parametrize("materialise", ["to_empty", "assign"])

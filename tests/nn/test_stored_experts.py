@@ -61,6 +61,7 @@ def test_training_equals_a_loop_of_linears(recipe: str) -> None:
             assert torch.equal(layer.weight.scale_inv[expert], one.weight.scale_inv)
 
 
+@pytest.mark.covering(1)
 @both
 @pytest.mark.parametrize("kind", KINDS)
 def test_converted_experts_compute_as_plain_ones_of_their_values(kind: str, recipe: str) -> None:

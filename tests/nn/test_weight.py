@@ -9,7 +9,6 @@ from torch import nn
 import octavo
 from octavo import E5M2, PerBlock, recipes
 from octavo.nn.weight import why_not_stored
-from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, every_layer, gradients, sqnr, to_fp8
 from tests.support.stored_weights import STORED, H, K, N, T, codes, inputs, net, plain, store, trace, widened
@@ -107,18 +106,6 @@ def test_converted_twice():
     store(to_fp8(plain(), recipes.rowwise()))  # from plain weights of a converted model
 
 
-def test_weights_are_averaged_in_a_plain_copy_that_loads_back():
-    model = net()
-    averages = widened(model)
-    with torch.no_grad():
-        for average, weight in zip(averages.parameters(), model.parameters(), strict=True):
-            average.lerp_(weight.dequantize().to(average.dtype), 0.5)
-    assert torch.equal(averages[0].weight, model[0].weight.dequantize())  # they were equal
-    model.load_state_dict(averages.state_dict())
-    with pytest.raises(octavo.UnsupportedOpError, match=r"to average weights \(EMA\)"):
-        model[0].weight.lerp(averages[0].weight, 0.5)
-
-
 def test_restored_weights_are_plain():
     model = net()
     model[0].weight.requires_grad_(False)  # which so gives up what its cast rounded away
@@ -128,11 +115,6 @@ def test_restored_weights_are_plain():
         assert type(module) is nn.Linear and type(module.weight) is nn.Parameter and torch.equal(module.weight, value)
     assert not model[0].weight.requires_grad and model[2].weight.requires_grad
     assert "weight_scale_inv" not in " ".join(model.state_dict())
-
-
-def test_restored_splits_are_plain():
-    model = store(octavo.nn.LayerNormMLP(64, 128))
-    assert type(octavo.restore(model).fc1.weight) is nn.Parameter
 
 
 # --- shared weights ---------------------------------------------------------------------------------------------------
@@ -231,20 +213,6 @@ def test_fused_modules(kind, recipe):
     assert_equal(trace(module, x, call(module)), trace(other, x, call(other)))
 
 
-def test_autocast():
-    model, x = net("blockwise", dtype=torch.float32), inputs(dtype=torch.float32)
-    other = widened(model, recipes.blockwise())
-    found = []
-    for each in (model, other):
-        with torch.autocast("cpu", torch.bfloat16):
-            found.append(trace(each, x))
-        assert found[-1]["y"].dtype == torch.bfloat16 and found[-1]["0.weight"].dtype == torch.float32
-    assert_equal(*found)
-    octavo.set_recipe(model, recipes.high_precision())
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_equal(trace(model, x), trace(octavo.restore(other), x))
-
-
 @both
 def test_frozen_weights_take_a_byte_and_pass_gradients_on(recipe):
     model, x = net(recipe), inputs()
@@ -302,9 +270,7 @@ def trained(model, call, xs):
     return found | codes(model)
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(r, marks=[] if r in ("delayed", "blockwise") else pytest.mark.full) for r in STORED]
-)
+@pytest.mark.parametrize("recipe", [pytest.param(r, marks=[] if r == "delayed" else pytest.mark.full) for r in STORED])
 def test_compiled_equals_eager_and_is_compiled_once(recipe):
     torch.compiler.reset()
     eager, model, xs = net(recipe), net(recipe), [inputs() for _ in range(4)]
@@ -335,34 +301,6 @@ def test_a_move_keeps_the_parameter_its_attributes_hooks_and_gradient():
 
 # --- writes -----------------------------------------------------------------------------------------------------------
 
-WRITES = {  # none of which a version, an optimizer's step or a storage need tell
-    "data": lambda weight: weight.data.mul_(3),
-    "another tensor over its storage": lambda weight: torch.from_numpy(weight.detach().numpy()).mul_(3),
-    "fewer rows": lambda weight: setattr(weight, "data", weight.data[:8]),
-}
-
-
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
-@pytest.mark.parametrize("frozen", [False, True])
-def test_every_forward_computes_with_the_weight_as_it_is(write, recipe, frozen):
-    layer = octavo.nn.Linear(K, N, bias=False, recipe=FP8_RECIPES[recipe]())
-    layer.requires_grad_(not frozen)
-    layer(torch.randn(T, K, requires_grad=True)).sum().backward()  # gradients are there, as while they accumulate
-    if layer.weight.grad is not None:
-        layer.weight.grad.zero_()
-    layer(torch.randn(T, K))
-    with torch.no_grad():
-        WRITES[write](layer.weight)
-    if layer.recipe.delayed is not None:
-        octavo.nn.invalidate(layer)  # the history, whose scale three times as much would saturate
-    twin = octavo.nn.Linear(K, len(layer.weight), bias=False, recipe=layer.recipe)
-    twin.weight = nn.Parameter(layer.weight.detach().clone())
-    if layer.recipe.delayed is not None:
-        twin.__dict__["delayed_state"] = layer.delayed_state.clone()
-    x = torch.randn(T, K)
-    assert torch.equal(layer(x), twin(x))
-
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_every_micro_batch_casts_its_weight(recipe):
@@ -372,17 +310,6 @@ def test_every_micro_batch_casts_its_weight(recipe):
             loss = layer(torch.randn(T, K, requires_grad=True)).sum()
         assert ops.casts == 2
         loss.backward()
-
-
-def test_steps_are_counted_once_each():
-    OPTIMIZER_STEPS.watch()
-    OPTIMIZER_STEPS.watch()
-    p = nn.Parameter(torch.ones(1))
-    p.grad = torch.ones(1)
-    optimizer = torch.optim.SGD([p], lr=0.1)
-    before = OPTIMIZER_STEPS.count
-    optimizer.step()
-    assert OPTIMIZER_STEPS.count == before + 1
 
 
 def test_invalidate_forgets_the_history_of_weights_and_what_was_kept():

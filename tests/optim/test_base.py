@@ -193,15 +193,6 @@ def test_a_copy_steps_on_its_own(kind: type, way: str) -> None:
     assert equal(kept(params, optimizer), kept(again, other))
 
 
-@pytest.mark.parametrize("skip", [False, True])
-def test_an_empty_weight_is_no_hindrance(skip: bool) -> None:
-    weight = nn.Parameter(torch.empty(0, 3))
-    optimizer = octavo.optim.AdamW([weight], skip_nonfinite=skip)
-    weight.grad = torch.empty(0, 3)
-    optimizer.step()
-    assert float(optimizer.state[weight]["step"]) == 1.0
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_in_compiled_code_it_is_a_graph_break(backend: str) -> None:
     params, optimizer = of(octavo.optim.AdamW)

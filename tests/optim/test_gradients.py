@@ -169,6 +169,7 @@ def test_parameters_that_a_client_replaces_are_followed_and_let_go() -> None:
 CELLS = [(kind, name) for kind in KINDS for name in OPTIMIZERS if not (kind.startswith("fp8") and "SGD" in name)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("kind", "name"), CELLS)
 def test_a_step_is_that_of_rounded_gradients(kind: str, name: str) -> None:
     found = []

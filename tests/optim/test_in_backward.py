@@ -63,6 +63,7 @@ def assert_close(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
             )
 
 
+@pytest.mark.covering(1)
 @each_threshold
 @each_kind
 @pytest.mark.parametrize("micro", [1, 3])
@@ -315,6 +316,7 @@ def test_each_parameter_is_clipped(threshold: int) -> None:
     assert_same(run("bf16", threshold, PerParameterNorm(1e-3)), (model, optimizer))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("threshold", [0, HUGE])
 @pytest.mark.parametrize("most", [1e-3, 1e3])
 def test_clipped_by_the_norm_of_the_step_before(threshold: int, most: float) -> None:

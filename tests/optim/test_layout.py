@@ -17,7 +17,7 @@ import octavo
 from octavo import E4M3, PerTensor
 from octavo.optim import SGD, AdamW, Moment
 from octavo.optim.in_backward import squared_norms
-from octavo.optim.layout import Agreement, bytes_of_shard, needs_agreement, place_of
+from octavo.optim.layout import bytes_of_shard, needs_agreement, place_of
 from octavo.optim.resolution import Resolution
 from octavo.optim.state import largest, local
 from octavo.tensor.stored_weight import local_stored
@@ -421,10 +421,6 @@ def who_needs_it(mesh: Any) -> list[bool]:
 def test_which_weights_need_it(pool):
     assert pool.run(who_needs_it, (2,), seconds=60) == [[True, False, False, False]] * 2
     assert pool.run(who_needs_it, (1,), seconds=60) == [[False] * 4]
-
-
-def test_nothing_under_way_is_nothing_to_wait_for():
-    Agreement().finish()
 
 
 def refused_options(mesh: Any) -> list[str]:

@@ -135,14 +135,6 @@ def test_it_begins_as_the_weight(master, granularity):
     assert torch.equal(plain(weight), master_values(optimizer, weight))
 
 
-@each_master
-def test_an_empty_weight(master):
-    weight = parameter(values=torch.ones(0, 8))
-    optimizer = AdamW([weight], master=master)
-    step(optimizer, torch.ones(0, 8))
-    assert float(optimizer.state[weight]["master_amax"]) == 0.0
-
-
 def test_names():
     weight = parameter()
     assert master_of(weight, "auto") is OF_FP8_WEIGHTS["split16"]
@@ -237,29 +229,6 @@ def test_bytes_for_each_parameter():
             assert all(type(tensor) is Tensor for tensor in held)
             total += sum(tensor.untyped_storage().nbytes() for tensor in held)
         assert most - 0.15 <= total / (2 * 512 * 512) <= most
-
-
-def test_weights_of_all_kinds_together():
-    for master in ("auto", *RESTS):
-        torch.manual_seed(0)
-        weights = [parameter(), nn.Parameter(torch.randn(130).bfloat16()), nn.Parameter(torch.randn(300))]
-        norm = nn.Parameter(weights[2].detach().clone())
-        optimizer = AdamW(weights, lr=0.01, moments="fp32", master=master)
-        torchs = torch.optim.AdamW([norm], lr=0.01)
-        before = [plain(weights[0]), *[weight.detach().clone() for weight in weights[1:]]]
-        for _ in range(3):
-            for weight in weights:
-                weight.grad = torch.randn(weight.shape).to(weight.dtype)
-            norm.grad = weights[2].grad.clone()
-            optimizer.step()
-            torchs.step()
-        assert torch.allclose(weights[2], norm, rtol=1e-5, atol=1e-7)
-        assert not torch.equal(plain(weights[0]), before[0]) and plain(weights[0]).isfinite().all()
-        assert not torch.equal(weights[1], before[1]) or master is None
-        kept = {"split24": torch.int8, "split16": torch.int8, "fp16_scaled": torch.uint8, None: None}
-        rest = optimizer.state[weights[1]].get("master_rest")
-        assert (None if rest is None else rest.dtype) == kept.get(master, torch.uint8)  # 16 bits, as bytes
-        assert not any(name.startswith("master") for name in optimizer.state[weights[2]])
 
 
 # --- saved and loaded -------------------------------------------------------------------------------------------------

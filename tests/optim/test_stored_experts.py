@@ -65,6 +65,7 @@ def assert_same(weight: Any, matrices: Any, optimizer: Any, other: Any) -> None:
         assert own["step"] == its["step"]
 
 
+@pytest.mark.covering(1)
 @each_granularity
 @pytest.mark.parametrize("master", OF_FP8_WEIGHTS, ids=str)
 @pytest.mark.parametrize(("moments", "gradients"), [("fp32", None), ("fp8", "fp8"), (ONE, None)], ids=str)

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import octavo
 from octavo import recipes
@@ -132,22 +131,6 @@ def test_a_resumed_schedule_reads_the_resolution_where_the_other_did():
     rated(again, other, resumed, range(13, 70))
     assert schedule.index == 1 and resumed.switches == schedule.switches
     assert same(tensors(model, optimizer), tensors(again, other))
-
-
-def test_each_distinct_recipe_compiles_once():
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    model, optimizer, schedule = started(
-        Phase(LOW), Phase(HIGH, from_step=2), Phase(LOW, from_step=4), Phase(HIGH, from_step=6)
-    )
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for step in range(8):
-        optimizer.zero_grad()
-        x = torch.randn(32, 64, dtype=torch.bfloat16)
-        compiled(x).float().square().mean().backward()
-        optimizer.step()
-        schedule.step()
-        assert counter.frame_count == (1 if step < 2 else 2)
 
 
 def test_switches_are_logged(caplog):

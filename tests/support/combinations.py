@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,11 +25,11 @@ def all_pairs(**options: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def each_pair(**options: Sequence[Any]) -> pytest.MarkDecorator:
-    """A test of each of these cases, which it gets as ``case``; by default of so many that each value occurs twice."""
-    params, seen = [], Counter[tuple[str, str]]()
+    """A test of each of these cases, which it gets as ``case``; by default of so many that each value occurs."""
+    params, seen = [], set[tuple[str, str]]()
     for case in all_pairs(**options):
         values = [(name, _short(value)) for name, value in case.items()]
-        marks = [pytest.mark.full] if all(seen[value] >= 2 for value in values) else []
+        marks = [pytest.mark.full] if seen.issuperset(values) else []
         params.append(pytest.param(case, marks=marks, id="-".join(value for _, value in values)))
         if not marks:
             seen.update(values)

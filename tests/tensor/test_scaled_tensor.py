@@ -339,23 +339,18 @@ MOVES: list[tuple[str, Op, tuple[int, ...], list[Granularity], list[Granularity]
     ("contiguous", lambda q: q.mT.contiguous(), (2, 7, 11), ALL, []),
     ("t", lambda q: q.t(), (7, 11), ALL, []),
     ("t of one row", lambda q: q.t(), (11,), ALL, []),
-    ("t of a number", lambda q: q.t(), (), ALL, []),
-    ("T", lambda q: q.T, (7, 11), ALL, []),
     ("mT", lambda q: q.mT, (2, 3, 7, 11), ALL, []),
     ("transpose", lambda q: q.transpose(-1, -2), (2, 7, 11), ALL, []),
     ("transpose back", lambda q: q.transpose(0, 1).transpose(1, 0), (7, 11), ALL, []),
     ("transpose of one dimension", lambda q: q.transpose(1, -1), (7, 11), ALL, []),
-    ("transpose of a number", lambda q: q.transpose(0, -1), (), ALL, []),
     ("transpose of leading", lambda q: q.transpose(0, 1), (2, 3, 7, 11), ALL, []),
     ("transpose of rows", lambda q: q.transpose(0, 1), (2, 7, 11), [TENSOR, ROW, WIDE], [COLUMN, BLOCK]),
     ("transpose of the outer two", lambda q: q.transpose(0, 2), (2, 7, 11), [TENSOR], [ROW, COLUMN, BLOCK, WIDE]),
     ("transpose of one block", lambda q: q.transpose(0, 1), (1, 2, 3), [TENSOR, ROW, WIDE], [COLUMN, BLOCK]),
     ("permute", lambda q: q.permute(1, 0, 3, 2), (2, 3, 7, 11), ALL, []),
-    ("permute nothing", lambda q: q.permute(0, -1), (7, 11), ALL, []),
     ("permute rows", lambda q: q.permute(2, 0, 1, 3), (2, 3, 7, 11), [TENSOR, ROW, WIDE], [COLUMN, BLOCK]),
     ("permute round", lambda q: q.permute(2, 0, 1), (2, 7, 11), [TENSOR], [ROW, COLUMN, BLOCK, WIDE]),
     ("view", lambda q: q.view(7, 11), (7, 11), ALL, []),
-    ("view with -1", lambda q: q.view(-1, 11), (7, 11), ALL, []),
     ("add a dimension", lambda q: q.view(1, 7, 11), (7, 11), ALL, []),
     ("merge leading", lambda q: q.view(6, 7, 11), (2, 3, 7, 11), ALL, []),
     ("merge rows", lambda q: q.view(-1, 11), (2, 7, 11), [TENSOR, ROW, WIDE], [COLUMN, BLOCK]),
@@ -368,7 +363,6 @@ MOVES: list[tuple[str, Op, tuple[int, ...], list[Granularity], list[Granularity]
     ("slice between tiles", lambda q: q[3:6], (7, 11), ALL, []),
     ("slice to a ragged end", lambda q: q[3:5], (7, 11), ALL, []),
     ("slice from the end", lambda q: q[-4:], (7, 11), ALL, []),
-    ("slice beyond", lambda q: q[6:100], (7, 11), ALL, []),
     ("slice of nothing", lambda q: q[7:], (7, 11), ALL, []),
     ("slice backwards", lambda q: q[5:2], (7, 11), ALL, []),
     ("slice columns", lambda q: q[:, 5:], (7, 11), ALL, []),
@@ -378,7 +372,6 @@ MOVES: list[tuple[str, Op, tuple[int, ...], list[Granularity], list[Granularity]
     ("slice of leading by two", lambda q: q[::2], (3, 7, 11), ALL, []),
     ("slice through rows", lambda q: q[1:], (7, 11), [TENSOR, ROW, COLUMN, WIDE], [BLOCK]),
     ("slice of every other row", lambda q: q[::2], (7, 11), [TENSOR, ROW, COLUMN, WIDE], [BLOCK]),
-    ("slice of every third row", lambda q: q[1::3], (7, 11), [TENSOR, ROW, COLUMN, WIDE], [BLOCK]),
     ("slice through columns", lambda q: q[:, 1:], (7, 11), [TENSOR, ROW, COLUMN], [BLOCK, WIDE]),
     ("slice of every other column", lambda q: q[..., ::2], (7, 11), [TENSOR, ROW, COLUMN], [BLOCK, WIDE]),
     ("narrow", lambda q: q.narrow(0, 3, 3), (7, 11), ALL, []),
@@ -386,7 +379,6 @@ MOVES: list[tuple[str, Op, tuple[int, ...], list[Granularity], list[Granularity]
     ("split columns", lambda q: q.split(5, -1), (7, 11), ALL, []),
     ("split of nothing", lambda q: q.split(3), (0, 11), ALL, []),
     ("split by sizes", lambda q: q.split([3, 0, 4]), (7, 11), ALL, []),
-    ("split columns by sizes", lambda q: q.split([10, 1], dim=1), (7, 11), ALL, []),
     ("split through rows", lambda q: q.split(2), (7, 11), [TENSOR, ROW, COLUMN, WIDE], [BLOCK]),
     ("chunk", lambda q: q.chunk(3), (7, 11), ALL, []),
     ("as_strided as it is", lambda q: q.as_strided((7, 11), (11, 1)), (7, 11), ALL, []),
@@ -400,7 +392,6 @@ MOVES: list[tuple[str, Op, tuple[int, ...], list[Granularity], list[Granularity]
         [ROW, COLUMN, BLOCK, WIDE],
     ),
     ("to another dtype", lambda q: q.to(torch.bfloat16), (7, 11), ALL, []),
-    ("half", lambda q: q.half(), (7, 11), ALL, []),
     ("to with a copy", lambda q: q.to("cpu", copy=True), (7, 11), ALL, []),
 ]
 CASES = [(op, shape, g) for _, op, shape, moved, _ in MOVES for g in moved]
@@ -465,19 +456,6 @@ def test_views_share_both_parts(granularity: Granularity) -> None:
         assert not shares_storage(made.qdata, q.qdata) and not shares_storage(made.scale_inv, q.scale_inv)
 
 
-@pytest.mark.parametrize("granularity", ALL, ids=str)
-def test_transposing_twice_is_nothing(granularity: Granularity) -> None:
-    q = tiles_of((7, 11), granularity)
-    assert q.t().granularity == granularity.transposed() and q.t().t().granularity == granularity
-    assert same_bits(q.t().t().qdata, q.qdata) and q.t().t().stride() == q.stride()
-
-
-@pytest.mark.parametrize("sizes", [[3, 3], [3, 5], [8, -1]], ids=str)
-def test_sizes_that_do_not_fit_are_refused(sizes: list[int]) -> None:
-    with pytest.raises(RuntimeError, match="split_with_sizes expects"):
-        tiles_of((7, 11)).split(sizes)
-
-
 def test_impossible_moves_raise_torchs_own_errors() -> None:
     q = tiles_of((6, 10), PerTensor())
     for op in (
@@ -485,6 +463,7 @@ def test_impossible_moves_raise_torchs_own_errors() -> None:
         lambda t: t.t().view(60),
         lambda t: t.transpose(0, 2),
         lambda t: t.split(-1),
+        lambda t: t.split([3, 8]),
         lambda t: t[::-1],
         lambda t: t.permute(0, 0),
     ):

@@ -81,8 +81,9 @@ def test_each_group_is_multiplied_alone(sizes: list[int], rest: int, tiles: tupl
         product(sizes, rest, tiles, torch.float32 if pad == 1 else torch.bfloat16, pad)
 
 
-def test_any_sequence_of_sizes() -> None:
-    for seed in range(15):
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 15), marks=pytest.mark.full)], ids=str)
+def test_any_sequence_of_sizes(seeds: range) -> None:
+    for seed in seeds:
         sizes, rest = random_sizes(seed)
         output(sizes, rest, PRODUCTS[seed % len(PRODUCTS)], torch.float32, 16)
         grad_weight(sizes, rest, PRODUCTS[seed % len(PRODUCTS)], torch.float32, 16)

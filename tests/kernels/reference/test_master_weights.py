@@ -318,6 +318,7 @@ def test_a_block_of_nothing_finite(kind, blocks):
     assert read(m)[0, :128].isnan().all() and (read(m)[0, 128:] == 2.0).all()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [1, 128, 1000, 1 << 20])
 @each_granularity
 @each_kind

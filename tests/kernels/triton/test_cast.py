@@ -140,8 +140,11 @@ def test_cast_and_commit(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
     check(kernels, "cast_and_commit", x, *own, *amaxes, *cast, *update, *extras, compare_sums=sums)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("reduce", ["max", "most_recent"])
-@pytest.mark.parametrize("length", [1, 4, 5, 16])
+@pytest.mark.parametrize(
+    "length", [1, 5, pytest.param(4, marks=pytest.mark.full), pytest.param(16, marks=pytest.mark.full)]
+)
 def test_a_sequence_of_steps(kernels: TritonKernels, length: int, reduce: str) -> None:
     # from no history on; what one step leaves the next one reads
     state = State.empty(length, kernels.device)

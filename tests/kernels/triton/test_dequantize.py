@@ -7,7 +7,7 @@ import torch
 
 from octavo.kernels.reference import KERNELS as REFERENCE
 from tests.support.combinations import each_pair
-from tests.support.definitions import all_codes, same_bits
+from tests.support.definitions import same_bits
 from tests.support.triton_cases import ALL, DTYPES, FORMATS, LAYOUTS, SHAPES, laid, poisoned_memory, values_of
 from tests.support.triton_kernels import TritonKernels
 
@@ -38,14 +38,3 @@ def test_dequantize(kernels: TritonKernels, case: dict[str, Any]) -> None:
     assert values.is_contiguous() and values.shape == q.shape
     assert torch.equal(values.cpu().isnan(), expected.isnan())
     assert same_bits(values.cpu().nan_to_num(0), expected.nan_to_num(0))
-
-
-@pytest.mark.parametrize("fmt", FORMATS, ids=["E4M3", "E5M2"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scale_inv", [1.0, 0.3, 2.0**-126, 2.0**100])
-def test_every_code(kernels: TritonKernels, scale_inv: float, dtype: torch.dtype, fmt: torch.dtype) -> None:
-    args = (all_codes(fmt).view(16, 16), torch.full((1, 1), scale_inv))
-    expected = REFERENCE["dequantize"](*args, ALL, dtype)
-    values = kernels.dequantize(*(a.to(kernels.device) for a in args), ALL, dtype).cpu()
-    assert torch.equal(values.isnan(), expected.isnan())
-    assert same_bits(values.nan_to_num(0), expected.nan_to_num(0))

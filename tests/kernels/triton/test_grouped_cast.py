@@ -115,6 +115,7 @@ def test_blocks_of_other_sizes(kernels: TritonKernels) -> None:
     check(kernels, torch.randn(61, 20).to(kernels.device), [0, 1, 17, 40], None, 0, E4M3, (3, 5), False, 0, pad=1)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tile", [(-1, -1), (-1, 1), (1, -1), (128, 128)], ids=str)
 @pytest.mark.parametrize("ends", [[3, 2, 40], [-1, 40, 40], [3, 41, 41], [0, 1 << 30, 40]], ids=str)
 def test_wrong_offsets_are_groups_without_rows(ends: list[int], tile: tuple[int, int], kernels: TritonKernels) -> None:

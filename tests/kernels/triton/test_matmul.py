@@ -20,6 +20,7 @@ SHAPES = [(64, 48, 128), (17, 19, 127), (1, 1, 1), (260, 140, 300), (5, 3, 0), (
 TILES = [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK), (MX, MX), (ROWS, (128, 64)), (ALL, (64, 96))]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.support.casts import of_norm
-from tests.support.triton_cases import ALL, E4M3, use_small_tiles
+from tests.support.triton_cases import ALL, E4M3
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
@@ -57,16 +57,3 @@ def test_rows_that_do_not_vary(kernels: TritonKernels) -> None:
     mean, rstd = statistics(kernels, values[:, None].expand(-1, 300).contiguous(), eps=1e-2)
     assert ((mean - values).abs() <= 2.0**-22 * values.abs()).all()
     assert ((rstd[:4] - 10).abs() < 1e-5).all() and (rstd >= 0).all() and (rstd <= 10.0001).all()
-
-
-def test_a_fault_stays_in_its_row(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_small_tiles(kernels, monkeypatch)
-    x = torch.randn(20, 150)
-    x[3, 100], x[8, 5], x[19, 149] = torch.nan, torch.inf, -torch.inf
-    faulty = torch.zeros(20, dtype=torch.bool)
-    faulty[[3, 8, 19]] = True
-    for kind in ("layer_norm", "rms_norm"):
-        _, rstd = statistics(kernels, x, kind, 1e-5)
-        right = (x.double().square().mean(1) if kind == "rms_norm" else x.double().var(1, correction=0)) + 1e-5
-        assert ((rstd * right.sqrt() - 1).abs() < 1e-6)[~faulty].all()
-        assert not (rstd[faulty] > 0).any()  # NaN, or 0 of an infinite square

@@ -108,6 +108,7 @@ ALL_KINDS = dealt_weights(1, 160, [*IN_FP8, *MASTERS], LARGER)
 LAUNCHES = [*range(4), *(pytest.param(launch, marks=pytest.mark.full) for launch in range(4, 32))]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("launch", LAUNCHES)
 @pytest.mark.parametrize("in_fp8", [False, True], ids=["ordinary", "in FP8 too"])
 def test_any_weights(in_fp8: bool, launch: int, kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +159,7 @@ def test_betas(kernels: TritonKernels) -> None:
     Both(kernels, updates, groups).steps(2, 0.1)
 
 
-@pytest.mark.parametrize("where", [0, 128])
+@pytest.mark.parametrize("where", [128, pytest.param(0, marks=pytest.mark.full)])
 def test_the_last_program_ends_all_of_many_tensors(where: int, kernels: TritonKernels) -> None:
     updates = [update_of((1, 0), SCHEMES["previous"], number=number) for number in range(301)]
     for number in {where, 299}:
@@ -166,7 +167,9 @@ def test_the_last_program_ends_all_of_many_tensors(where: int, kernels: TritonKe
     Both(kernels, updates, [ADAM, OTHER]).steps(2)
 
 
-@pytest.mark.parametrize("scheme", ["fp32", "fp8", "previous", "two stages"])
+@pytest.mark.parametrize(
+    "scheme", ["fp8", "two stages", *(pytest.param(one, marks=pytest.mark.full) for one in ("fp32", "previous"))]
+)
 def test_a_fault_stays_where_it_is(scheme: str, kernels: TritonKernels) -> None:
     updates = [update_of((3, 300), SCHEMES[scheme], master, number=n) for n, master in enumerate(MASTERS)]
     both, places = Both(kernels, updates, [ADAM, OTHER]), [0, 130, 299]

@@ -34,7 +34,9 @@ def half_measured(updates: list[WeightUpdate]) -> list[WeightUpdate]:
     return [update._replace(measured=index % 2 == 0) for index, update in enumerate(updates)]
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "fp32", "two stages", "previous"])
+@pytest.mark.parametrize(
+    "scheme", ["fp8", "two stages", *(pytest.param(one, marks=pytest.mark.full) for one in ("fp32", "previous"))]
+)
 def test_the_resolution_of_adam(scheme: str, kernels: TritonKernels, small: None) -> None:
     compare(Both(kernels, half_measured(mixed(SCHEMES[scheme], MASTERS, 1, 1)), [ADAM, OTHER]))
 

@@ -25,6 +25,7 @@ def amaxes(limit: float) -> Tensor:
     return found[: len(found) // 64 * 64].view(-1, 64)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fmt", FORMATS, ids=["E4M3", "E5M2"])
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("margin", [0, 1, 7, 40, 64])
