@@ -271,6 +271,29 @@ def test_the_warning_of_ragged_blocks_is_still_due(tmp_path):
     assert not torch.equal(weight, dequantized(layer))
 
 
+@pytest.mark.parametrize("name", ["dynamic", "delayed", "rowwise"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_layer_is_decompressed_by_compressed_tensors(tmp_path, name, dtype):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    layer = layer_of(getattr(recipes, name)(), 300, 200, dtype)
+    to_safetensors(layer, tmp_path / "out", COMPRESSED)
+    stored = read(tmp_path / "out")
+    config = QuantizationConfig.model_validate(quantization_config(tmp_path / "out"))
+    plain = nn.Sequential(nn.Linear(200, 300))
+    apply_quantization_config(plain, config)
+    theirs, scheme = plain[0].state_dict(), plain[0].quantization_scheme
+    assert stored["weight_scale"].shape == theirs["weight_scale"].shape
+    assert stored["weight"].dtype == scheme.weights.pytorch_dtype()
+    compressor = BaseCompressor.get_value_from_registry(config.format)
+    assert compressor.can_compress(nn.Linear, scheme)
+    assert set(stored) == {"bias", *compressor.compression_param_names(scheme)}
+    values = compressor.decompress(stored, scheme)["weight"]
+    assert torch.equal(values.to(dtype), dequantized(layer))
+
+
 def test_each_kind_of_scale_is_a_group(tmp_path):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config

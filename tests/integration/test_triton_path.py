@@ -14,6 +14,7 @@ import octavo
 from octavo import kernels as entries
 from octavo.autograd import casts, grouped, products
 from octavo.kernels.signatures import SCHEMAS
+from tests.support import triton_kernels
 from tests.support.fused_cases import SAVED
 from tests.support.helpers import FP8_RECIPES, sqnr
 from tests.support.triton_kernels import in_place_of_reference
@@ -68,7 +69,7 @@ def test_a_layer_is_that_of_the_reference(
     for ours, theirs in zip(got, expected, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
         # the codes are the same, and the products round differently: on a GPU also by its tensor cores' short sums
-        assert sqnr(ours, theirs) > (45 if device.type == "cuda" else 110)
+        assert sqnr(ours, theirs) > (45 if device.type == "cuda" or triton_kernels.compiled_for else 110)
     if recipe.delayed is not None:
         for ours, theirs in zip(got[-2:], expected[-2:], strict=True):
             assert torch.equal(ours, theirs)
