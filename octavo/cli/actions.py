@@ -46,21 +46,20 @@ from octavo.train import (
 )
 from octavo.train.config import (
     BASELINE,
+    SECTIONS,
     TrainConfig,
     TrainError,
     build,
     choices,
     config_of,
-    hints,
     load_options,
     remedy,
-    words_of,
 )
 from octavo.train.loop import RECORD, run_in, trained_model
 from octavo_command import INTERRUPTED
 
 EXTRAS = {
-    "cli": ("rich", "matplotlib"),
+    "cli": ("matplotlib",),
     "inspect": ("numpy",),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "safetensors": ("safetensors", "huggingface_hub"),
@@ -70,8 +69,6 @@ EMULATED = "emulated FP8 (the reference)"
 RUNS = Path("runs")  # the folder of runs without --out
 RECIPE = "dynamic"
 COMPARED = (BASELINE, "dynamic", "delayed")
-
-_METAVARS = {int: "N", float: "X"}
 
 
 def add_options(parser: argparse.ArgumentParser, config: type) -> None:
@@ -83,22 +80,17 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
     for field in dataclasses.fields(config):
         flag, default, text = flag_of(field.name), field.default, field.metadata["help"].replace("%", "%%")
         if default is not None and "(default: " not in text:
-            shown = "no" if default == "" or default is False else default
-            text += f" (default: {shown})"
-        common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
-        if isinstance(default, bool):
-            if words := words_of(config, field.name):  # --resume, --resume auto, --no-resume
-                group.add_argument(flag, nargs="?", const=True, choices=words, **common)
-                common = {"dest": field.name, "action": "store_false", "default": argparse.SUPPRESS}
-                group.add_argument(f"--no-{flag[2:]}", **common)
-            else:
-                group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
-            continue
-        if allowed := choices(config, field.name):
-            group.add_argument(flag, choices=allowed, **common)
+            text += f" (default: {'no' if default == '' or default is False else default})"
+        words, common = choices(field), {"default": argparse.SUPPRESS, "help": text}
+        if isinstance(default, bool) and words:  # --resume, --resume auto, --no-resume
+            group.add_argument(flag, nargs="?", const=True, choices=words, **common)
+            group.add_argument(f"--no-{flag[2:]}", dest=field.name, action="store_false", default=argparse.SUPPRESS)
+        elif isinstance(default, bool):
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+        elif words:
+            group.add_argument(flag, choices=words, **common)
         else:
-            metavar = field.metadata["metavar"] or _METAVARS[type(default)]
-            group.add_argument(flag, type=_reader(config, field), metavar=metavar, **common)
+            group.add_argument(flag, type=_reader(field), metavar=field.metadata["metavar"], **common)
 
 
 def flag_of(name: str) -> str:
@@ -106,7 +98,7 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _reader(config: type, field: dataclasses.Field[Any]) -> Callable[[str], Any]:
+def _reader(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
     kind: Callable[[str], Any] = Path if field.default is None else type(field.default)
 
     def read(text: str) -> Any:
@@ -114,7 +106,7 @@ def _reader(config: type, field: dataclasses.Field[Any]) -> Callable[[str], Any]
             value: Any = kind(text) if text else text  # Path("") is the current folder, which nobody asked for
         except ValueError:
             value = text
-        if (choice := remedy(config, field, value)) is not None:
+        if (choice := remedy(field, value)) is not None:
             raise argparse.ArgumentTypeError(f"invalid value: {text!r} (choose {choice})")
         return value
 
@@ -127,7 +119,7 @@ def option_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        names = (field.name for section in hints(TrainConfig).values() for field in dataclasses.fields(section))
+        names = (field.name for section in SECTIONS.values() for field in dataclasses.fields(section))
         options = "|".join(name for name in names if "_" in name)
         raise TrainError(re.sub(rf"\b({options})\b", lambda found: flag_of(found[0]), str(error))) from error
 
@@ -228,9 +220,7 @@ def _config(options: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
         raise TrainError(f"{options.config} gives {other}, and octavo {options.name} needs {needed}: add --{needed}")
     recipes = [given.get("recipe", RECIPE)] if needed == "recipe" else list(given.get("recipes", COMPARED))
     with option_errors():
-        config = config_of(given)
-        config.require_phases(recipes)
-    return config, recipes
+        return config_of(given), recipes
 
 
 def _settled(config: TrainConfig, options: argparse.Namespace, recipes: Sequence[str]) -> TrainConfig:
@@ -284,7 +274,7 @@ def _hooks(rank: int) -> Iterator[Hooks]:
         reached.add("stop")
 
     with signals_to(note, signal.SIGINT, signal.SIGTERM):
-        shown = progress.choose_progress() if rank == 0 else progress.Progress()
+        shown = progress.Lines(sys.stderr) if rank == 0 else progress.Progress()
         yield Hooks(lambda model: reached.add("steps"), should_stop=lambda: "stop" in reached, progress=shown)
 
 
@@ -390,7 +380,7 @@ def inspect(options: argparse.Namespace, arguments: list[str]) -> int:
     source = options.folder = run_in(options.folder)
     if (source / RECORD / "record.json").exists() and not asked(options):
         source = options.folder = source / RECORD
-    if source.is_file() or (checkpoint.RunFolder(source).holds_run() and not (source / "record.json").exists()):
+    if checkpoint.RunFolder(source).holds_run() and not (source / "record.json").exists():
         record = source / RECORD
         model, corpus = trained_model(source), load_corpus(options.data)
         corpus.require(model.config)

@@ -19,7 +19,7 @@ from typing import NamedTuple, NoReturn
 import octavo
 from octavo.cli import actions
 from octavo.cli.actions import add_options, signals_to
-from octavo.train.config import RECIPES, UNCONVERTED, ModelConfig, TrainConfig, hints
+from octavo.train.config import RECIPES, SECTIONS, UNCONVERTED, ModelConfig
 from octavo_command import COMMANDS, FAULT, fault, interrupted
 from octavo_command import parser as top_parser
 
@@ -81,12 +81,12 @@ def _without_fp8() -> str:
 def _run_options(parser: argparse.ArgumentParser) -> None:
     help = "JSON or TOML with options, or a run's folder to take those of; flags win over it"
     parser.add_argument("--config", type=Path, metavar="FILE", help=help)
-    for config in hints(TrainConfig).values():
+    for config in SECTIONS.values():
         add_options(parser, config)
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run's folder, or its checkpoint.pt")
+    parser.add_argument("source", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--onnx", type=Path, required=True, metavar="FILE", help="the file to write")
     parser.add_argument("--opset", type=int, default=21, metavar="N", help="of ONNX, 19 to 24 (default: 21)")
     dtypes = ("bfloat16", "float32")

@@ -97,22 +97,16 @@ class LinearWork(NamedTuple):
 class Work:
     """What a training step of a model computes.
 
-    Attributes:
-        linears: its linear layers that run, those of experts included.
-        other_flop: FLOP of all other products (attention, convolutions, experts that convert does not take).
-        other_bytes: bytes that all other operations read and write in eager PyTorch.
-        other_ops: how many other operations there are.
-        fused_bytes: bytes that they read and write where compiled: a tensor is written once, if a product reads it or
-            what comes after a product, and read once between two products.
-        blocks: those of them that the model's blocks do; None without blocks.
+    ``fused_bytes``: a compiled step writes a tensor once, if a product reads it or what comes after a product, and
+    reads it once between two products.
     """
 
-    linears: tuple[LinearWork, ...]
-    other_flop: float
-    other_bytes: float
-    other_ops: int
-    fused_bytes: float
-    blocks: Blocks | None
+    linears: tuple[LinearWork, ...]  # that run, those of experts included
+    other_flop: float  # of other products: attention, convolutions, experts that convert does not take
+    other_bytes: float  # that all other operations read and write in eager PyTorch
+    other_ops: int  # how many these are
+    fused_bytes: float  # that they read and write where compiled
+    blocks: Blocks | None  # what of them the model's blocks do
 
 
 class Blocks(NamedTuple):
@@ -278,10 +272,8 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     traffic = _Traffic(products)
     of_blocks = _counted_blocks(twin, traffic)
     with mode, FlopCounterMode(display=False, custom_mapping=products) as flop, traffic:
-        outputs = twin(*arguments)
-        results = [
-            leaf for leaf in pytree.tree_leaves(_plain(outputs)) if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
+        outputs = pytree.tree_leaves(twin(*arguments))
+        results = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not results:
             raise ValueError("no result of the model's forward needs a gradient: there is nothing to train")
         sum(result.float().sum() for result in results).backward()  # type: ignore[union-attr]
@@ -327,11 +319,6 @@ def _convert(model: nn.Module, recipe: Recipe | RecipeMap, select: Select | None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "octavo.convert (converted|fused) nothing")
         convert(model, recipe, select, fuse=fuse)
-
-
-def _plain(outputs: Any) -> Any:
-    """A model's outputs, without transformers' classes around them."""
-    return tuple(outputs.values()) if isinstance(outputs, dict) else outputs
 
 
 def estimate(
@@ -394,22 +381,12 @@ def estimate(
     other = work.other_bytes / rates.copy + work.other_ops * rates.launch
     attention = rates.product_seconds(HIGH_PRECISION, work.other_flop) if work.other_flop else 0.0
     fused = work.fused_bytes / rates.copy + attention
-    memory = _memory(twin, optimizer, recipe, inputs)
+    if not any(isinstance(module, RecipeModule) for module in twin.modules()):
+        convert(twin, high_precision(), lambda module, name: True)  # a schedule needs converted layers
+    phase = Phase(high_precision() if recipe is None else recipe)
+    schedule = PrecisionSchedule(twin, optimizer(twin.parameters()), [phase])
+    on = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta").requires_grad_(x.requires_grad), tuple(inputs))
+    memory = schedule.plan(example_inputs=on).phases[0]
     moved = 2 * (memory.weights + memory.masters + memory.moments) + memory.gradients
     name = "bf16" if recipe is None else getattr(recipe, "name", "map")
     return Estimate(name, products, casts, other + attention, moved / rates.copy, memory, tuple(layers), fused)
-
-
-def _memory(
-    model: nn.Module,
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
-    recipe: Recipe | RecipeMap | None,
-    inputs: Sequence[Any],
-) -> PhasePlan:
-    """Bytes by kind of a model on the meta device, which is converted if there is a recipe."""
-    if not any(isinstance(module, RecipeModule) for module in model.modules()):
-        convert(model, high_precision(), lambda module, name: True)  # a schedule needs converted layers
-    phase = Phase(high_precision() if recipe is None else recipe)
-    schedule = PrecisionSchedule(model, optimizer(model.parameters()), [phase])
-    on = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta").requires_grad_(x.requires_grad), tuple(inputs))
-    return schedule.plan(example_inputs=on).phases[0]

@@ -29,20 +29,15 @@ STATES = {"float32": (4, 8), "FP8": (1, 2 * PAIR)}
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of a block, or of the rest of a model: a matrix, or a vector of one column.
-
-    ``split``: which of its sides tensor parallelism divides, the features in or out; experts are divided among ranks as
-    a whole. ``held``: how many of these matrices there are, and ``used``: by how many of them a token is multiplied.
-    ``share``: of the blocks that have it.
-    """
+    """A parameter of a block, or of the rest of a model: a matrix, or a vector of one column."""
 
     rows: int
     cols: int = 1
     converted: bool = False
-    split: Literal["in", "out", "experts", None] = None
-    held: int = 1
-    used: float = 1
-    share: float = 1
+    split: Literal["in", "out", "experts", None] = None  # the features that tensor parallelism divides; whole experts
+    held: int = 1  # how many of these matrices there are
+    used: float = 1  # by how many of them a token is multiplied
+    share: float = 1  # of the blocks that have it
 
     @property
     def elements(self) -> float:
@@ -54,12 +49,9 @@ class Weight:
 class Shapes:
     """A transformer whose blocks are sharded one by one, the rest (embedding, last norm, head) with the root.
 
-    ``attention``: features of a head's queries and values, the mean of both, times heads. ``elementwise``: elements
-    that a block's forward reads or writes for a token between its products (norms, residuals, rotation, activation);
-    ``logits``: bytes that a step moves for a logit. ``launches``: of a block's kernels between products, if the device
-    waits for them. ``saved``: bytes that a block saves for a token; None: its products' operands as they read them, and
-    what attention and the activation read, in bf16. ``heads``: of queries, and of keys; tensor parallelism divides
-    each.
+    ``elementwise``: elements that a block's forward reads or writes for a token between its products (norms, residuals,
+    rotation, activation). ``saved``: bytes that a block saves for a token; None: its products' operands as they read
+    them, and what attention and the activation read, in bf16.
     """
 
     name: str
@@ -67,12 +59,12 @@ class Shapes:
     layers: int
     block: tuple[Weight, ...]
     root: tuple[Weight, ...]
-    attention: float
+    attention: float  # features of a head's queries and values, the mean of both, times heads
     elementwise: float
-    logits: float = 4 * BF16
-    launches: float = 0
+    logits: float = 4 * BF16  # bytes that a step moves for one
+    launches: float = 0  # of a block's kernels between products, if the device waits for them
     saved: float | None = None
-    heads: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()  # of queries, and of keys; tensor parallelism divides each
 
     @property
     def products(self) -> tuple[float, int]:
@@ -211,28 +203,22 @@ class Hardware:
 class Precision:
     """What is computed and what is sent in FP8; each is octavo's way unless said otherwise.
 
-    Args:
-        name: for tables.
-        recipe: of the products, by its name in ``octavo.recipes``; "bf16": none.
-        gathers: weights gathered in FP8 by FSDP2; else in bf16.
-        reduction: at how many levels gradients are reduced as pairs in blocks of 128
-            (``octavo.distributed.Fp8ReduceScatter``): by an all-to-all of all ranks, or by one of a server's ranks and
-            one of servers. What casts and sums take is not counted. 0: a reduce-scatter of bf16.
-        pairs: inputs and gradients that tensor and sequence parallelism gather, and tokens and gradients that expert
-            parallelism dispatches, are codes, whose scale ranks agree on first. What was gathered is kept for backward.
-            What is added up over ranks stays in bf16.
-        state: weights, masters and moments, one of STATES.
-        elsewhere: Megatron's and DeepSeek's way: forward keeps this rank's part of an input, which is gathered again in
-            backward; a token is cast and sent over the network once for all its experts of a server.
+    ``reduction``: at how many levels gradients are reduced as pairs in blocks of 128
+    (``octavo.distributed.Fp8ReduceScatter``): by an all-to-all of all ranks, or by one of a server's ranks and one of
+    servers. What casts and sums take is not counted. 0: a reduce-scatter of bf16. ``pairs``: inputs and gradients that
+    tensor and sequence parallelism gather, and tokens and gradients that expert parallelism dispatches, are codes,
+    whose scale ranks agree on first. What was gathered is kept for backward; what is added up over ranks stays in bf16.
+    ``elsewhere``: Megatron's and DeepSeek's way: forward keeps this rank's part of an input, which is gathered again in
+    backward; a token is cast and sent over the network once for all its experts of a server.
     """
 
     name: str
-    recipe: str = "dynamic"
-    gathers: bool = False
+    recipe: str = "dynamic"  # of the products, by its name in octavo.recipes; "bf16": none
+    gathers: bool = False  # FSDP2 gathers weights in FP8, else in bf16
     reduction: int = 0
     pairs: bool = False
     elsewhere: bool = False
-    state: str = "float32"
+    state: str = "float32"  # weights, masters and moments: one of STATES
 
     @property
     def casts(self) -> Recipe:
@@ -249,33 +235,23 @@ class Precision:
 class MeshLayout:
     """How a step is divided among GPUs.
 
-    Args:
-        gpus: all of them.
-        sequences: of a step.
-        sequence: tokens of one.
-        tensor, pipeline, context, expert: ranks of each kind of parallelism. Tensor parallelism is with sequence
-            parallelism; experts are divided among ranks of data parallelism.
-        chunks: layers of a stage come in so many (interleaved 1F1B).
-        resharded: FSDP2 frees weights after each use, gathers them twice a micro-batch and reduces gradients in each.
-            Else once a step: a stage keeps its weights, and masters and moments are sharded (ZeRO-1, or FSDP2 with
-            reshard_after_forward=False).
-        recomputed: the share of layers whose forward runs again in backward.
-        replicate: of the ranks of data parallelism, groups that each hold all weights (HSDP; DDP, if no more do).
-        batch: sequences of a micro-batch.
+    ``resharded``: FSDP2 frees weights after each use, gathers them twice a micro-batch and reduces gradients in each.
+    Else once a step: a stage keeps its weights, and masters and moments are sharded (ZeRO-1, or FSDP2 with
+    reshard_after_forward=False).
     """
 
     gpus: int
-    sequences: int
-    sequence: int = 8192
-    tensor: int = 1
+    sequences: int  # of a step
+    sequence: int = 8192  # tokens of one
+    tensor: int = 1  # ranks of each kind of parallelism; of this kind with sequence parallelism
     pipeline: int = 1
     context: int = 1
-    expert: int = 1
-    chunks: int = 1
+    expert: int = 1  # among the ranks of data parallelism
+    chunks: int = 1  # that the layers of a stage come in (interleaved 1F1B)
     resharded: bool = False
-    recomputed: float = 0.0
-    replicate: int = 1
-    batch: int = 1
+    recomputed: float = 0.0  # the share of layers whose forward runs again in backward
+    replicate: int = 1  # groups of ranks of data parallelism that each hold all weights (HSDP, DDP)
+    batch: int = 1  # sequences of a micro-batch
 
     @property
     def data(self) -> int:

@@ -12,7 +12,7 @@ import octavo
 from octavo import cli
 from octavo.cli.actions import flag_of
 from octavo.cli.command import _COMMANDS
-from octavo.train.config import TrainConfig, hints
+from octavo.train.config import SECTIONS
 from octavo_command import COMMANDS
 from tests.support.command_line import one_line, train
 
@@ -39,7 +39,7 @@ def test_each_command_has_a_description_and_its_options_only_where_it_is_named()
 def test_each_option_of_a_run_has_a_flag_with_its_choices_and_default(command, capsys):
     assert cli.main([command, "--help"]) == 0
     text = capsys.readouterr().out
-    for config in hints(TrainConfig).values():
+    for config in SECTIONS.values():
         assert all(f"  {flag_of(name)}" in text for name in config.__dataclass_fields__)
     shown = " ".join(text.split())
     assert "--moments {fp32,bf16,fp8}" in shown and "--timeout SECONDS" in shown and "(default: 0.0015)" in shown
@@ -120,8 +120,8 @@ def test_wrong_input_is_one_line_and_loses_nothing(arguments, says, folder, caps
     (folder / "latin.txt").write_bytes("naïve ".encode("latin-1") * 1000)
     (folder / "short.txt").write_text("too short")
     (folder / "bare").mkdir()
-    (folder / "old" / "dynamic").mkdir(parents=True)
-    (folder / "old" / "dynamic" / "checkpoint.pt").write_bytes(b"precious")
+    (folder / "old/dynamic/checkpoint/save-00000001").mkdir(parents=True)
+    (folder / "old/dynamic/checkpoint/save-00000001/.metadata").write_bytes(b"precious")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert cli.main(shlex.split(arguments)) == 2
     assert says in one_line(capsys)
