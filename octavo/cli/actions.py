@@ -53,7 +53,6 @@ from octavo.train.config import (
     choices,
     config_of,
     load_options,
-    remedy,
 )
 from octavo.train.loop import RECORD, run_in, trained_model
 from octavo_command import INTERRUPTED
@@ -90,7 +89,8 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
         elif words:
             group.add_argument(flag, choices=words, **common)
         else:
-            group.add_argument(flag, type=_reader(field), metavar=field.metadata["metavar"], **common)
+            kind = type(default) if default is not None else lambda text: Path(text) if text else text
+            group.add_argument(flag, type=kind, metavar=field.metadata["metavar"], **common)
 
 
 def flag_of(name: str) -> str:
@@ -98,30 +98,15 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _reader(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
-    kind: Callable[[str], Any] = Path if field.default is None else type(field.default)
-
-    def read(text: str) -> Any:
-        try:
-            value: Any = kind(text) if text else text  # Path("") is the current folder, which nobody asked for
-        except ValueError:
-            value = text
-        if (choice := remedy(field, value)) is not None:
-            raise argparse.ArgumentTypeError(f"invalid value: {text!r} (choose {choice})")
-        return value
-
-    return read
-
-
 @contextlib.contextmanager
 def option_errors() -> Iterator[None]:
-    """Raise options' ValueError as a TrainError, in which an option's name with an underscore becomes its flag."""
+    """Raise options' ValueError as a TrainError, in which an option's name that is no other word becomes its flag."""
     try:
         yield
     except ValueError as error:
-        names = (field.name for section in SECTIONS.values() for field in dataclasses.fields(section))
-        options = "|".join(name for name in names if "_" in name)
-        raise TrainError(re.sub(rf"\b({options})\b", lambda found: flag_of(found[0]), str(error))) from error
+        names = [field.name for section in SECTIONS.values() for field in dataclasses.fields(section)]
+        options = rf"^({'|'.join(names)})(?= is )|\b({'|'.join(name for name in names if '_' in name)})\b"
+        raise TrainError(re.sub(options, lambda found: flag_of(found[0]), str(error))) from error
 
 
 def version(package: str) -> str | None:
@@ -274,7 +259,7 @@ def _hooks(rank: int) -> Iterator[Hooks]:
         reached.add("stop")
 
     with signals_to(note, signal.SIGINT, signal.SIGTERM):
-        shown = progress.Lines(sys.stderr) if rank == 0 else progress.Progress()
+        shown = progress.Progress(sys.stderr if rank == 0 else None)
         yield Hooks(lambda model: reached.add("steps"), should_stop=lambda: "stop" in reached, progress=shown)
 
 

@@ -269,8 +269,8 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
         Tensor, lambda x: without_data(x, mode).requires_grad_(x.requires_grad), tuple(inputs)
     )
     products = {**formulas(), **_ATTENTION}
-    traffic = _Traffic(products)
-    of_blocks = _counted_blocks(twin, traffic)
+    traffic, name = _Traffic(products), blocks_of(twin)
+    marks = [] if name is None else _marks(twin.get_submodule(name), traffic)
     with mode, FlopCounterMode(display=False, custom_mapping=products) as flop, traffic:
         outputs = pytree.tree_leaves(twin(*arguments))
         results = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -280,14 +280,16 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     linears = tuple(found.values())
     of_linears = sum(work.flop * sum(work.products) for work in linears)
     other_flop = max(flop.get_total_flops() - of_linears, 0.0)
-    return Work(linears, other_flop, *traffic.counts, of_blocks())
+    of_blocks = None
+    if name is not None:  # where nothing is trained before the blocks, all counts as theirs
+        counts = zip(*marks[:4], strict=True) if len(marks) >= 4 else ((0, count, 0, 0) for count in traffic.counts)
+        size = len(list(twin.get_submodule(name).children()))
+        of_blocks = Blocks(name, size, *(b - a + d - c for a, b, c, d in counts))
+    return Work(linears, other_flop, *traffic.counts, of_blocks)
 
 
-def _counted_blocks(model: nn.Module, traffic: _Traffic) -> Callable[[], Blocks | None]:
-    """Counts in a step what its blocks do; the result says it after the step."""
-    if (name := blocks_of(model)) is None:
-        return lambda: None
-    blocks: Any = model.get_submodule(name)
+def _marks(blocks: Any, traffic: _Traffic) -> list[tuple[int, int, int]]:
+    """What was counted before and after a step's blocks, in forward and then in backward: filled by the step."""
     marks: list[tuple[int, int, int]] = []
 
     def mark(_: object, given: Any, output: Any = None) -> None:
@@ -298,13 +300,7 @@ def _counted_blocks(model: nn.Module, traffic: _Traffic) -> Callable[[], Blocks 
 
     blocks[0].register_forward_pre_hook(mark)
     blocks[-1].register_forward_hook(mark)
-
-    def found() -> Blocks:
-        if len(marks) < 4:  # nothing is trained before the blocks: all counts as theirs
-            return Blocks(name, len(blocks), *traffic.counts)
-        return Blocks(name, len(blocks), *(b - a + d - c for a, b, c, d in zip(*marks[:4], strict=True)))
-
-    return found
+    return marks
 
 
 def blocks_of(model: nn.Module) -> str | None:

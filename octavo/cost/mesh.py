@@ -233,12 +233,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """How a step is divided among GPUs.
-
-    ``resharded``: FSDP2 frees weights after each use, gathers them twice a micro-batch and reduces gradients in each.
-    Else once a step: a stage keeps its weights, and masters and moments are sharded (ZeRO-1, or FSDP2 with
-    reshard_after_forward=False).
-    """
+    """How a step is divided among GPUs."""
 
     gpus: int
     sequences: int  # of a step
@@ -248,10 +243,18 @@ class MeshLayout:
     context: int = 1
     expert: int = 1  # among the ranks of data parallelism
     chunks: int = 1  # that the layers of a stage come in (interleaved 1F1B)
-    resharded: bool = False
     recomputed: float = 0.0  # the share of layers whose forward runs again in backward
     replicate: int = 1  # groups of ranks of data parallelism that each hold all weights (HSDP, DDP)
     batch: int = 1  # sequences of a micro-batch
+
+    @property
+    def resharded(self) -> bool:
+        """Whether FSDP2 frees weights after each use, gathers them twice a micro-batch, and reduces gradients in each.
+
+        A pipeline does so once a step: a stage keeps its weights, and masters and moments are sharded (ZeRO-1, or FSDP2
+        with reshard_after_forward=False).
+        """
+        return self.pipeline == 1
 
     @property
     def data(self) -> int:

@@ -103,10 +103,9 @@ def order(stage: Stage) -> tuple[bool, float]:
 
 def changed(stage: Stage, precision: Mapping[str, Any] | None = None, **layout: Any) -> Iterator[Stage]:
     """The step otherwise, if the model divides so."""
-    made = replace(stage.layout, **layout)
     with contextlib.suppress(PlanError, ZeroDivisionError):
-        made = replace(made, resharded=made.pipeline == 1)
-        yield replace(stage, layout=made, precision=replace(stage.precision, **(precision or {})))
+        changes = {"layout": replace(stage.layout, **layout), "precision": replace(stage.precision, **precision or {})}
+        yield replace(stage, **changes)
 
 
 def searched(stage: Stage) -> Stage:
@@ -268,9 +267,7 @@ def plan(model: nn.Module, rates: Rates, **asked: Any) -> MeshPlan:
         raise PlanError(f"--gpus {gpus} --recompute {asked['recompute']:g}: one GPU at least, and a share from 0 to 1")
     hardware, ranks = Hardware.of(rates), mesh_of(mesh, gpus) if mesh else dict.fromkeys(RANKS, 1)
     del ranks["fsdp"]
-    layout = MeshLayout(
-        gpus, sequences, context, resharded=ranks["pipeline"] == 1, recomputed=asked["recompute"], **ranks
-    )
+    layout = MeshLayout(gpus, sequences, context, recomputed=asked["recompute"], **ranks)
     if (count := asked["micro_batches"]) is not None:
         layout = replace(layout, batch=max(1, layout.micro_batches // max(1, count)))
         if layout.micro_batches != count:

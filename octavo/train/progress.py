@@ -81,22 +81,6 @@ class RunRecorder:
         return steps * ((time.perf_counter() - since) / done if done else self._tokens / self.rows[-1].tokens_per_s)
 
 
-class Progress:
-    """Shows how runs go on; this base class shows nothing."""
-
-    def begin(self, name: str, step: int, steps: int) -> None:
-        """Show that a run starts, or goes on after `step` of `steps`."""
-
-    def update(self, row: StepRow, seconds_left: float) -> None:
-        """Show a step that is done; ``seconds_left``: of all runs."""
-
-    def message(self, text: str) -> None:
-        """Show a line of text."""
-
-    def end(self) -> None:
-        """Show that the run ended, well or not."""
-
-
 def in_words(seconds: float) -> str:
     """Seconds as people say them: 40 s, 3 min, 2.5 h."""
     if seconds < 55:
@@ -104,20 +88,24 @@ def in_words(seconds: float) -> str:
     return f"{max(1, round(seconds / 60))} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-class Lines(Progress):
-    """A line to ``stream`` every ``interval`` seconds, and one for each validation; a terminal shows every step."""
+class Progress:
+    """Shows how runs go on: a line to ``stream`` every ``interval`` seconds, and one for each validation.
 
-    def __init__(self, stream: TextIO, interval: float = SECONDS_BETWEEN_LINES) -> None:
+    A terminal shows every step, in a line that is written over. Without a stream nothing is shown.
+    """
+
+    def __init__(self, stream: TextIO | None = None, interval: float = SECONDS_BETWEEN_LINES) -> None:
         self.stream = stream
         self.interval = interval
-        self._anew = "\r\x1b[K" if stream.isatty() else ""  # begins a terminal's line again
+        self._anew = "\r\x1b[K" if stream is not None and stream.isatty() else ""  # begins a terminal's line again
         self._is_open = False  # a terminal's line, which the next one is written over
 
     def begin(self, name: str, step: int, steps: int) -> None:
+        """A run starts, or goes on after `step` of `steps`."""
         self._name, self._steps, self._last = name, steps, time.monotonic()
 
     def update(self, row: StepRow, seconds_left: float) -> None:
-        """Write a line if ``interval`` has passed, or if the step has a validation, or over the last one."""
+        """A step is done; ``seconds_left``: of all runs."""
         validated = not math.isnan(row.val_loss)
         stays = validated or row.step == self._steps
         if not self._anew and not stays and time.monotonic() - self._last < self.interval:
@@ -128,13 +116,16 @@ class Lines(Progress):
         self._write(text, stays or not self._anew)
 
     def message(self, text: str) -> None:
+        """Show a line of text."""
         self._write(text, True)
 
     def end(self) -> None:
+        """The run ended, well or not."""
         if self._is_open:
             print(file=self.stream, flush=True)
             self._is_open = False
 
     def _write(self, text: str, stays: bool) -> None:
-        print(f"{self._anew}{text}", end="\n" if stays else "", file=self.stream, flush=True)
-        self._is_open = not stays
+        if self.stream is not None:
+            print(f"{self._anew}{text}", end="\n" if stays else "", file=self.stream, flush=True)
+            self._is_open = not stays

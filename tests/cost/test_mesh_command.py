@@ -62,7 +62,7 @@ def test_shapes_of_the_trainers_models_with_and_without_experts() -> None:
 def test_what_limits_and_what_to_change() -> None:
     block = Weight(10240, 8192, True, "out"), Weight(8192, 8192, True, "in"), Weight(8192, 22528, True, "in")
     wide = Shapes("", 8192, 12, block, (Weight(0), Weight(12288, 8192)), 8192, 200000, heads=(64, 8))
-    layout = MeshLayout(64, 128, 8192, tensor=2, resharded=True, batch=2)
+    layout = MeshLayout(64, 128, 8192, tensor=2, batch=2)
     stage = Stage(wide, layout, Precision("dynamic", gathers=True, pairs=True), Hardware())
     assert "of the step is products" in command.limit(stage) and "NVLink" in command.limit(stage)
     small = replace(stage, hardware=replace(stage.hardware, memory=0.7 * stage.size))

@@ -70,7 +70,7 @@ def test_a_gradient_on_the_wire_has_the_bytes_of_the_formula() -> None:
 
 
 def test_one_gpu_waits_for_nobody() -> None:
-    found = step(sent.LLAMA[0], mesh.MeshLayout(1, 4, resharded=True), model.BF16)
+    found = step(sent.LLAMA[0], mesh.MeshLayout(1, 4), model.BF16)
     assert [*waited(found).values(), found.bubble] == [0, 0, 0, 0]
     assert found.tflops * 1e12 < HARDWARE.attention_forward
 

@@ -363,6 +363,7 @@ def test_gradients_that_are_not_finite_stop_the_run_too(config, tmp_path):
 
 class Messages(Progress):
     def __init__(self):
+        super().__init__()
         self.lines = []
 
     def message(self, text):

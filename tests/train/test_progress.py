@@ -6,7 +6,7 @@ import torch
 
 from octavo.train import DataConfig, DivergedError, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from octavo.train.checkpoint import StepRow
-from octavo.train.progress import Lines, Progress, RunRecorder, in_words
+from octavo.train.progress import Progress, RunRecorder, in_words
 
 CONFIG = TrainConfig(
     ModelConfig(context=16), DataConfig(batch=4, eval_windows=6), OptimizerConfig(steps=30), RunConfig(eval_every=10)
@@ -59,7 +59,7 @@ def test_in_words(seconds, text):
 
 def test_lines_come_now_and_then_and_for_each_validation():
     stream = io.StringIO()
-    lines = Lines(stream, interval=1e9)
+    lines = Progress(stream, interval=1e9)
     lines.begin("dynamic", 0, 10)
     for step in range(1, 11):
         lines.update(StepRow(step, 2.5, 1e-3, 12345.6, 3.25 if step == 4 else float("nan")), seconds_left=75)
@@ -68,14 +68,14 @@ def test_lines_come_now_and_then_and_for_each_validation():
         "dynamic  step 4/10  loss 2.5000  validation 3.2500  12,346 tokens/s  1 min left",
         "dynamic  step 10/10  loss 2.5000  12,346 tokens/s  1 min left",
     ]
-    eager = Lines(stream, interval=0)
+    eager = Progress(stream, interval=0)
     eager.begin("dynamic", 0, 10)
     eager.update(StepRow(1, 2.5, 1e-3, 1.0), 0)
     assert "step 1/10" in stream.getvalue()
 
 
 def test_a_terminal_shows_each_step_in_one_line():
-    terminal = Lines(Terminal())
+    terminal = Progress(Terminal())
     terminal.begin("delayed", 3, 10)
     for step, val_loss in ((4, math.nan), (5, 3.25), (6, math.nan)):
         terminal.update(StepRow(step, 2.5, 1e-3, 12345.6, val_loss), seconds_left=75)
