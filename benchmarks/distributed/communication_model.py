@@ -19,16 +19,16 @@ import transformers
 from benchmarks.common.measure import commit, table, write_results
 from benchmarks.common.pages import markdown, read
 from benchmarks.distributed.fsdp_traffic import DEEPSEEK, LLAMA
+from octavo.cost.command import plan
 from octavo.cost.mesh import Hardware, MeshLayout, Precision, Shapes, Stage, Step
-from octavo.cost.mesh_command import plan
 from octavo.cost.rates import rates_of
 
 TAKES = "20 seconds"
 MEASURES = (
     "benchmarks/distributed/communication_model.py",
     "benchmarks/distributed/fsdp_traffic.py",
+    "octavo/cost/command.py",
     "octavo/cost/mesh.py",
-    "octavo/cost/mesh_command.py",
     "octavo/cost/rates.py",
 )
 

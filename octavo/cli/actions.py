@@ -339,13 +339,12 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.gpus is None and (options.mesh or options.micro_batches or options.recompute):
         raise PlanError("--mesh, --micro-batches and --recompute are for a step on several GPUs: add --gpus")
     inputs = command.tokens_of(options.tokens, context)
-    head = f"{command.parameters_of(model)}, {len(inputs[0]) * (options.gpus or 1)} sequences of {context} tokens"
+    size = sum(parameter.numel() for parameter in model.parameters()) / 1e9
+    head = f"{size:.3g} B parameters, {len(inputs[0]) * (options.gpus or 1)} sequences of {context} tokens"
     if options.gpus is not None:
-        from octavo.cost import mesh_command
-
         asked = {name: getattr(options, name) for name in ("gpus", "mesh", "micro_batches", "recompute", "fuse")}
         asked |= {"context": context, "sequences": len(inputs[0]) * options.gpus}
-        steps = mesh_command.plan(model, rates, **asked)
+        steps = command.plan(model, rates, **asked)
         print(steps.json() if options.json else f"{head}\n{steps.text()}")
         return 0
     work, recipes = work_of(model, inputs), [None, *(make() for make in command.RECIPES.values())]

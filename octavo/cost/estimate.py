@@ -34,21 +34,16 @@ _ATTENTION = {
 
 
 class LinearWork(NamedTuple):
-    """What a linear layer computes in a step.
-
-    ``tokens``: rows of its input; ``grad_input``, ``grad_weight``: whether backward needs them; ``groups``: how many
-    matrices a layer of experts has, each of which multiplies some of the rows; ``reads``: the number of its input in
-    the model, which layers have in common that read one tensor, and cast it once; 0 where that is not known.
-    """
+    """What a linear layer computes in a step."""
 
     name: str
-    tokens: int
+    tokens: int  # rows of its input
     in_features: int
     out_features: int
-    grad_input: bool
+    grad_input: bool  # whether backward needs it
     grad_weight: bool
-    groups: int = 1
-    reads: int = 0
+    groups: int = 1  # how many matrices a layer of experts has, each of which multiplies some of the rows
+    reads: int = 0  # its input's number in the model, the same for layers that cast one tensor; 0: not known
 
     @property
     def products(self) -> tuple[bool, bool, bool]:

@@ -130,28 +130,16 @@ def agreed(weight: Weight, recipe: str, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Hardware:
-    """H100 SXM servers of 8 GPUs with a network card of 400 Gb/s a GPU. None of these is measured here.
+    """H100 SXM servers of 8 GPUs with a network card of 400 Gb/s a GPU. None of these is measured here."""
 
-    Args:
-        rates: of products, casts and copies: octavo.cost's, which names their sources.
-        attention_forward: FLOP/s of a causal attention's forward, 8,192 tokens, heads of 128 (pytorch/benchmark#2391).
-        attention_backward: the same backward, which computes 2.5 times the FLOP. Assumed: 0.8 of forward's.
-        nvlink: bytes/s each way of a GPU in NCCL's all-gathers and reduce-scatters inside a server (nccl-tests#212:
-            370 of 450 GB/s).
-        network: bytes/s each way of a GPU's card (nccl-tests#290: 46 to 48 of 50 GB/s).
-        server: GPUs in one.
-        latency: seconds that a collective takes before its first byte. Assumed.
-        memory: bytes of a GPU.
-    """
-
-    rates: Rates = field(default_factory=lambda: rates_of("H100"))
-    attention_forward: float = 614e12
-    attention_backward: float = 490e12
-    nvlink: float = 370e9
-    network: float = 47e9
-    server: int = 8
-    latency: float = 20e-6
-    memory: float = 80e9
+    rates: Rates = field(default_factory=lambda: rates_of("H100"))  # they name their sources
+    attention_forward: float = 614e12  # FLOP/s: causal, 8,192 tokens, heads of 128 (pytorch/benchmark#2391)
+    attention_backward: float = 490e12  # which computes 2.5 times the FLOP. Assumed: 0.8 of forward's
+    nvlink: float = 370e9  # bytes/s each way of a GPU in NCCL's all-gathers inside a server (nccl-tests#212)
+    network: float = 47e9  # bytes/s each way of a GPU's card (nccl-tests#290: 46 to 48 of 50 GB/s)
+    server: int = 8  # GPUs in one
+    latency: float = 20e-6  # seconds that a collective takes before its first byte. Assumed
+    memory: float = 80e9  # bytes of a GPU
 
     @classmethod
     def of(cls, rates: Rates) -> Hardware:

@@ -3,7 +3,7 @@
 Checkpoints are those of octavo.distributed.checkpoint, in the folder `checkpoint`: any number of ranks reads what
 another number, or one process, has written. Besides the state of model and optimizer they have the run's
 
-    step, rows      steps done, and their log: a StepRow each, as float64 [step, 5]
+    step, rows      steps done, and their log: the numbers of a StepRow each
     identity        the options and the data that decide the loss curve
     weights_in_fp8  whether weights are stored in FP8, which a phase of the schedule may change
     schedule        the state of the precision schedule, if there is one
@@ -18,12 +18,11 @@ import contextlib
 import math
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from octavo.distributed.files import PARTIAL, locked, reason_of, replacing
@@ -57,16 +56,6 @@ class StepRow:
 
 
 HEADER = ",".join(f.name for f in fields(StepRow)) + "\n"
-
-
-def rows_to_tensor(rows: list[StepRow]) -> Tensor:
-    """Rows as [n, 5] float64."""
-    return torch.tensor([astuple(row) for row in rows], dtype=torch.float64).reshape(len(rows), len(fields(StepRow)))
-
-
-def rows_from_tensor(values: Tensor) -> list[StepRow]:
-    """The inverse of rows_to_tensor."""
-    return [StepRow(int(step), *numbers) for step, *numbers in values.tolist()]
 
 
 class RunFolder:
@@ -165,7 +154,7 @@ class RunFolder:
                 return None
             try:
                 content = {**load_extra(self.checkpoint)}
-                content |= {"step": int(content["step"]), "rows": rows_from_tensor(content["rows"])}
+                content |= {"step": int(content["step"]), "rows": [StepRow(*row) for row in content["rows"]]}
                 found = {**content["identity"]}
             except Exception as error:  # whatever a damaged file makes torch raise
                 raise RunCheckpointError(

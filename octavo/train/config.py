@@ -338,12 +338,12 @@ class TrainConfig:
         """The options with the dtype that `auto` means: what a recipe or the master demands, or else the fastest.
 
         Raises:
-            ValueError: recipes, dtype and master demand different ones.
+            TrainError: recipes, dtype and master demand different ones.
         """
         demanded = {dtype for dtype, name in DTYPES.items() if name in recipes or dtype == self.run.dtype}
         demanded |= {"bfloat16"} if self.state.bf16_weights else set()
         if len(demanded) > 1:
-            raise ValueError(
+            raise TrainError(
                 f"recipe {', '.join(map(str, recipes))}, dtype {self.run.dtype} and master {self.state.master} mean "
                 f"both {' and '.join(DTYPES)}: choose one dtype, and recipe {BASELINE} for the run in it"
             )

@@ -19,7 +19,7 @@ from octavo.nn.weight import stored_as
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Phase, Recovery
-from octavo.train.checkpoint import Content, Identity, RunFolder, StepRow, rows_to_tensor
+from octavo.train.checkpoint import Content, Identity, RunFolder, StepRow
 from octavo.train.config import (
     AUTO,
     BASELINE,
@@ -113,8 +113,7 @@ def choose_device(name: str) -> torch.device:
 
 def settle_dtype(config: TrainConfig, device: torch.device, recipes: Collection[object] = ()) -> TrainConfig:
     """The options with the dtype that `auto` means on a device for these recipes, or TrainError."""
-    with train_errors():
-        return config.with_dtype(recipes, str(fast_dtype(device)).removeprefix("torch."))
+    return config.with_dtype(recipes, str(fast_dtype(device)).removeprefix("torch."))
 
 
 def require_memory(config: TrainConfig, device: torch.device, ranks: int = 1) -> None:
@@ -266,7 +265,7 @@ class Trainer:
         """Replace the folder's checkpoint."""
         found = {"schedule": self.schedule, "in_backward": self.in_backward}
         content: Content = {name: each.state_dict() for name, each in found.items() if each is not None}
-        content |= {"step": len(rows), "identity": identity, "rows": rows_to_tensor(rows)}
+        content |= {"step": len(rows), "identity": identity, "rows": [dataclasses.astuple(row) for row in rows]}
         content["weights_in_fp8"] = any(stored_as(weight) is not None for weight in self.model.parameters())
         folder.save(self.model, self.optimizer, content)
 

@@ -138,7 +138,7 @@ def test_the_dtype_is_settled_once_and_names_the_baseline(said, recipes, dtype, 
     state = StateConfig(**{key: value for key, value in said.items() if key == "master"})
     config = TrainConfig(run=run, state=state)
     if dtype is None:
-        with pytest.raises(ValueError, match="choose one dtype, and recipe baseline"):
+        with pytest.raises(TrainError, match="choose one dtype, and recipe baseline"):
             config.with_dtype(recipes, "float32")
         return
     settled = config.with_dtype(recipes, "float32")
