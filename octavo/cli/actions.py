@@ -89,6 +89,7 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
         elif words:
             group.add_argument(flag, choices=words, **common)
         else:
+            # Path("") would be the current folder, which nobody asked for
             kind = type(default) if default is not None else lambda text: Path(text) if text else text
             group.add_argument(flag, type=kind, metavar=field.metadata["metavar"], **common)
 

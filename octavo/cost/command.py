@@ -146,14 +146,7 @@ def _grouped(layers: Sequence[LayerTime]) -> str:
 
 
 def from_hugging_face(path: Path) -> nn.Module:
-    """A causal language model from its configuration file, in bfloat16, without memory.
-
-    Args:
-        path: a config.json, or a folder that has one.
-
-    Raises:
-        PlanError: without transformers, or for a file that is not such a configuration.
-    """
+    """A causal language model from a config.json, or a folder that has one, in bfloat16, without memory."""
     if not path.exists():  # transformers would look for a model of this name on its hub
         raise PlanError(f"{path} does not exist: give a config.json, or a folder that has one")
     try:
@@ -173,11 +166,7 @@ def from_hugging_face(path: Path) -> nn.Module:
 
 
 def context_of(model: nn.Module) -> int:
-    """The longest sequence of a Hugging Face model, by its configuration.
-
-    Raises:
-        PlanError: if the configuration does not say.
-    """
+    """The longest sequence of a Hugging Face model, by its configuration."""
     found = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr,operator]
     if not found:
         raise PlanError("the configuration does not say how long a sequence is: give --context")
@@ -185,15 +174,7 @@ def context_of(model: nn.Module) -> int:
 
 
 def tokens_of(tokens: int | None, context: int) -> tuple[Tensor]:
-    """A step's input, [sequences, context], without memory.
-
-    Args:
-        tokens: in all; None: as many sequences as 16,384 tokens make, but at least one.
-        context: tokens of a sequence.
-
-    Raises:
-        PlanError: unless the tokens make one or more whole sequences.
-    """
+    """A step's input, [sequences, context], without memory; by default of 16,384 tokens, but at least one sequence."""
     wanted = TOKENS[-1] if tokens is None else tokens
     whole = max(wanted // context, 1) * context
     if tokens not in (None, whole):
@@ -215,14 +196,8 @@ def shortened(model: nn.Module) -> nn.Module:
 def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, int] | None) -> Shapes:
     """A model as the formulas see it; layers that read one input are one matrix, and all in blocks are converted.
 
-    Args:
-        model: on any device.
-        work: of a step of one sequence, of the model or its ``shortened``.
-        context: tokens of that.
-        saved: bytes that its forward saves in eager, by kind, where each operation is a launch; None: it is compiled.
-
-    Raises:
-        PlanError: for a model without a layer that makes logits.
+    ``work`` is that of a step of one sequence of ``context`` tokens, of the model or its ``shortened``; ``saved`` what
+    its forward saves in eager, in bytes by kind, where each operation is a launch; None: it is compiled.
     """
     assert work.blocks is not None  # of ``shortened``
     name, count = work.blocks[:2]
@@ -403,11 +378,7 @@ def flags(stage: Stage) -> str:
 
 
 def mesh_of(text: str, gpus: int) -> dict[str, int]:
-    """Ranks by kind, from such as "fsdp=8,tensor=8".
-
-    Raises:
-        PlanError: for an unknown kind, or a product that is not the number of GPUs.
-    """
+    """Ranks by kind, from such as "fsdp=8,tensor=8"."""
     found = dict.fromkeys(RANKS, 1)
     for part in text.split(","):
         kind, _, ranks = (word.strip() for word in part.partition("="))
@@ -428,13 +399,7 @@ def mesh_of(text: str, gpus: int) -> dict[str, int]:
 def plan(model: nn.Module, rates: Rates, **asked: Any) -> MeshPlan:
     """A step in each recipe, eager and compiled, on the given mesh or on the fastest that fits.
 
-    Args:
-        model: on any device.
-        rates: of the device.
-        **asked: gpus, mesh (text or None), sequences of a step, context (their tokens), micro_batches, recompute, fuse.
-
-    Raises:
-        PlanError: for a mesh by which the model does not divide.
+    ``asked``: gpus, mesh (text or None), sequences of a step, context (their tokens), micro_batches, recompute, fuse.
     """
     gpus, sequences, context, mesh = (asked[name] for name in ("gpus", "sequences", "context", "mesh"))
     if gpus < 1 or not 0 <= asked["recompute"] <= 1:

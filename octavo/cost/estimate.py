@@ -225,12 +225,7 @@ def on_meta(model: nn.Module) -> nn.Module:
 def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     """What a step of a model computes in high precision, found by running forward and backward without data.
 
-    Args:
-        model: on any device, as for ``estimate``.
-        inputs: positional arguments of its forward; tensors of any device, whose values are not read.
-
-    Raises:
-        ValueError: if no result of the forward needs a gradient.
+    ``inputs``: as for ``estimate``. ValueError, if no result of the forward needs a gradient.
     """
     found: dict[str, LinearWork] = {}
     numbers: dict[tuple[int, int], int] = {}

@@ -61,7 +61,8 @@ HEADER = ",".join(f.name for f in fields(StepRow)) + "\n"
 class RunFolder:
     """The folder of a run on these ranks (default: this process alone), of which rank 0 alone writes the log.
 
-    ``saved_step`` is the last checkpoint's step; None if no checkpoint was saved or loaded.
+    All ranks call its methods; if one fails on any rank, all raise a RunCheckpointError. ``saved_step`` is the last
+    checkpoint's step; None if no checkpoint was saved or loaded.
     """
 
     def __init__(self, path: Path, ranks: Ranks | None = None, config: TrainConfig | None = None) -> None:
@@ -82,8 +83,7 @@ class RunFolder:
     def open(self, resume: bool) -> contextlib.ExitStack:
         """Lock the folder for this run, until the returned stack is closed or the process ends.
 
-        Raises:
-            RunCheckpointError: it can't be written, another run has it, or it holds a run and `resume` is not set.
+        It fails if another run has the folder, or if it holds a run and `resume` is not set.
         """
         with self.ranks.together(), contextlib.ExitStack() as lock:
             if self.ranks.rank > 0:
@@ -109,11 +109,7 @@ class RunFolder:
         raise AssertionError  # together() swallows nothing
 
     def save(self, model: nn.Module, optimizer: Optimizer, content: Content) -> None:
-        """Write a checkpoint; all ranks call it. If that fails, the previous one is still there.
-
-        Raises:
-            RunCheckpointError: it, or the one before in the background, could not be written, on any rank.
-        """
+        """Write a checkpoint, or begin to; if that fails, or the one begun before has, the previous one is kept."""
         from octavo.distributed.checkpoint import async_save_checkpoint, save_checkpoint
 
         self.finish()
@@ -127,11 +123,7 @@ class RunFolder:
         self.saved_step = content["step"]
 
     def finish(self) -> None:
-        """Wait until what `save` has begun is written; all ranks call it.
-
-        Raises:
-            RunCheckpointError: it could not be written, on any rank.
-        """
+        """Wait until what `save` has begun is written."""
         if self._saving is not None:
             (step, saving), self._saving = self._saving, None
             with self._writing(self.checkpoint):
@@ -141,11 +133,7 @@ class RunFolder:
     def load(self, identity: Identity | None) -> Content | None:
         """Read the checkpoint of this run, or return None if none was written yet; see `fill`.
 
-        Args:
-            identity: this run's, which must equal the checkpoint's; None: any run's checkpoint is read.
-
-        Raises:
-            RunCheckpointError: it is damaged, or belongs to a run with other options or other data.
+        It fails for a checkpoint of another identity than this; None: any run's is read.
         """
         from octavo.distributed.checkpoint import checkpoints_in, load_extra
 
@@ -181,11 +169,7 @@ class RunFolder:
                 )
 
     def fill(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Fill the model and its optimizer from the last checkpoint; all ranks call it.
-
-        Raises:
-            RunCheckpointError: it is another model's, or damaged.
-        """
+        """Fill the model and its optimizer from the last checkpoint."""
         from octavo.distributed.checkpoint import load_checkpoint
 
         try:

@@ -335,11 +335,7 @@ class TrainConfig:
             raise ValueError(f"tensor_parallel {ranks} does not divide {wrong}: choose sizes that are multiples of it")
 
     def with_dtype(self, recipes: Collection[object], fastest: str) -> Self:
-        """The options with the dtype that `auto` means: what a recipe or the master demands, or else the fastest.
-
-        Raises:
-            TrainError: recipes, dtype and master demand different ones.
-        """
+        """The options with the dtype that `auto` means: what a recipe or the master demands, or else the fastest."""
         demanded = {dtype for dtype, name in DTYPES.items() if name in recipes or dtype == self.run.dtype}
         demanded |= {"bfloat16"} if self.state.bf16_weights else set()
         if len(demanded) > 1:
@@ -395,11 +391,8 @@ def options_text(config: TrainConfig, recipe: str) -> str:
 def load_options(path: Path) -> dict[str, Any]:
     """The options in a file, by their names; `recipe` (a name) and `recipes` (a list of names) among them.
 
-    Args:
-        path: a JSON file, a TOML file whose name ends with .toml, or a run's folder, whose `config.json` is read.
-
-    Raises:
-        TrainError: the file can't be read, or has an unknown option, or a value that an option does not take.
+    It is a JSON file, a TOML file whose name ends with .toml, or the `config.json` of a run's folder. TrainError, if it
+    can't be read, has an unknown option, or a value that an option does not take.
     """
     file = path / CONFIG_FILE if path.is_dir() else path
     try:

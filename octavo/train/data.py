@@ -56,14 +56,9 @@ class Corpus:
 
 
 def load_corpus(data: Path | None = None) -> Corpus:
-    """Reads a file, a folder, or Python's standard library.
+    """Text of a UTF-8 file, of a folder's text files but hidden ones, or of the sources of Python's standard library.
 
-    Args:
-        data: a UTF-8 text file; a folder, whose text files are read in sorted order, without hidden ones; None for the
-            source of Python's standard library.
-
-    Raises:
-        TrainError: the file or folder does not exist, is empty or has no text.
+    TrainError, if the file or folder does not exist, is empty or has no text.
     """
     if data is None:
         return _load_folder(Path(sysconfig.get_paths()["stdlib"]), "Python's standard library", ".py", SKIPPED_FOLDERS)

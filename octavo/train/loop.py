@@ -235,17 +235,16 @@ class _Run:
         called = config.called(recipe) if isinstance(recipe, str) else str(recipe)
         self.identity: Identity = config.identity() | {"recipe": called, "text": shared.corpus.digest}
         self.folder: RunFolder | None = None
-        self.saved: Content | None = None
+        self.saved: Content = {}
         if config.run.out is not None:
             self.folder = RunFolder(config.run.out / name, shared.ranks, config)
             shared.opened.enter_context(self.folder.open(bool(config.run.resume)))
-            self.saved = self.folder.load(self.identity) if config.run.resume else None
-        self.rows: list[StepRow] = self.saved["rows"] if self.saved is not None else []
+            self.saved = (self.folder.load(self.identity) if config.run.resume else None) or {}
+        self.rows: list[StepRow] = self.saved.get("rows", [])
         steps, tokens = config.optimizer.steps, config.data.batch * config.model.context
         self.result = RunResult(name, steps, self.rows, config.model.parameters, tokens, config.run.dtype)
         self.result.folder = self.folder.path if self.folder is not None else None
-        if self.saved is not None and self.saved.get("schedule"):
-            self.result.switches = [Switch(**found) for found in self.saved["schedule"]["switches"]]
+        self.result.switches = [Switch(**found) for found in self.saved.get("schedule", {}).get("switches", ())]
 
     @property
     def steps_ahead(self) -> range:
@@ -261,7 +260,7 @@ class _Run:
             model = build_model(config.model, self.recipe, config.run.seed, config.state).to(device)
         with lost_ranks():
             self.trainer = Trainer(config, model, self.shared.corpus, ranks, recipe_named(self.recipe))
-        if self.folder is not None and self.saved is not None:
+        if self.folder is not None and self.saved:
             self.trainer.load(self.folder, self.saved)
         self.later = [len(each.steps_ahead) for each in later if each.steps_ahead]
         self.forecast_at = len(self.rows) + FORECAST_AFTER
@@ -408,13 +407,7 @@ def _runs_in(path: Path) -> list[Path]:
 def trained_model(path: Path) -> GPT:
     """The model that a run trained, in evaluation mode, with its recipe and delayed state.
 
-    Its weights lie as in the checkpoint: in FP8 if they were stored so.
-
-    Args:
-        path: the run's folder, or a folder with this run alone.
-
-    Raises:
-        RunCheckpointError: there is no checkpoint that can be read.
+    ``path`` is the run's folder, or a folder with this run alone. Weights that were stored in FP8 are stored so.
     """
     path = run_in(path)
     folder = RunFolder(path)

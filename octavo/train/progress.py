@@ -44,11 +44,7 @@ class RunRecorder:
         self._pending.append((step, loss, norm, lr))
 
     def read(self) -> list[StepRow]:
-        """Wait for the steps launched since the last time, and return their rows.
-
-        Raises:
-            DivergedError: a loss or the gradients' norm is not finite, or the loss has run away.
-        """
+        """Wait for the steps launched since the last time, and return their rows, or raise DivergedError."""
         values = [(step, float(loss), float(norm), lr) for step, loss, norm, lr in self._pending]
         now = time.perf_counter()
         speed = self._tokens * len(values) / max(now - self._since, 1e-9)

@@ -86,11 +86,7 @@ def smooth(losses: Sequence[float], width: float) -> list[float]:
 
 
 def plot(results: Sequence[RunResult], path: Path) -> None:
-    """Write a PNG: training and validation loss above, the gap to the baseline, if there is one, below.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Write a PNG: training and validation loss above, the gap to the baseline, if there is one, below."""
     require_plotting()
     from matplotlib.figure import Figure
 

@@ -30,12 +30,7 @@ def require_one_process(config: RanksConfig) -> None:
 
 @contextlib.contextmanager
 def joined(config: TrainConfig) -> Iterator[Ranks]:
-    """The ranks of a run, joined as torchrun's environment says; this process alone if `config.ranks.shard` is none.
-
-    Raises:
-        TrainError: processes were not started as `config.ranks.shard` needs them.
-        RankError: some processes did not join.
-    """
+    """The ranks of a run, joined as torchrun's environment says; this process alone if `config.ranks.shard` is none."""
     shard, started = config.ranks.shard, int(os.environ.get("WORLD_SIZE", "1"))
     if shard == ALONE and started > 1:
         raise TrainError(f"{started} processes were started, but shard is none: add --shard fsdp or --shard ddp")
@@ -173,9 +168,8 @@ def _parallelize(model: GPT, mesh: Any) -> None:
 def shard(model: GPT, config: TrainConfig, ranks: Ranks) -> tuple[nn.Module, Ranks]:
     """Shard the model over the ranks, or replicate it, and compile it if the run's options say so.
 
-    Returns:
-        The module to call, which is the model or contains it; and the ranks that share a batch: under tensor
-        parallelism, one of each group of ranks that share sequences.
+    Returns the module to call, which is the model or contains it; and the ranks that share a batch: under tensor
+    parallelism, one of each group of ranks that share sequences.
     """
     if config.ranks.shard == FSDP:
         from torch.distributed.fsdp import fully_shard

@@ -212,11 +212,7 @@ class Trainer:
             return next_byte_loss(self.called(inputs), targets)
 
     def step(self, step: int) -> tuple[Tensor, Tensor, float]:
-        """One optimizer step.
-
-        Returns:
-            The loss and the norm of the gradients, over all ranks and both on the device, and the learning rate.
-        """
+        """One optimizer step: loss and norm of the gradients, over all ranks and on the device, and learning rate."""
         options, optimizer = self.config.optimizer, self.optimizer
         lr = learning_rate(step, options)
         for group in optimizer.param_groups:
