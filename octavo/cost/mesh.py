@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -67,19 +67,14 @@ class Shapes:
     heads: tuple[int, ...] = ()  # of queries, and of keys; tensor parallelism divides each
 
     @property
-    def products(self) -> tuple[float, int]:
-        """Weights that each token is multiplied by: in converted layers, and in the head."""
-        converted = sum(w.share * w.used * w.rows * w.cols for w in self.block if w.converted)
-        return self.layers * converted, self.root[-1].rows * self.root[-1].cols
-
-    @property
     def parameters(self) -> float:
         """How many numbers the model has."""
         return self.layers * sum(w.elements for w in self.block) + sum(w.elements for w in self.root)
 
     def flop(self, sequence: int) -> float:
         """Of a token: 6 a number that multiplies it, and causal attention; what is recomputed does not count."""
-        return 6.0 * (sum(self.products) + sequence * self.attention * self.layers)
+        converted = self.layers * sum(w.share * w.used * w.rows * w.cols for w in self.block if w.converted)
+        return 6.0 * (converted + self.root[-1].rows * self.root[-1].cols + sequence * self.attention * self.layers)
 
     def divided(self, tensor: int, pipeline: int, expert: int = 1) -> Shapes:
         """What one rank holds, before FSDP2 shards it; each stage of the pipeline as much of the embedding and head."""
@@ -95,37 +90,31 @@ class Shapes:
         return replace(self, layers=layers, block=tuple(map(part, self.block)), root=root)
 
 
-def layouts(weight: Weight, recipe: str, ranks: int) -> list[tuple[float, float]]:
-    """Of each pair that FSDP2 gathers of a converted weight: the bytes of scales sent, and how many are agreed on.
+def sent(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes: int = BF16) -> tuple[float, float]:
+    """Bytes of one gather of weights over so many ranks, and of the amaxes that ranks agree on before it.
 
-    Scales are sent beside the codes where no scale is of several ranks' rows and each has as many rows: 4 bytes each,
-    powers of two of ``mx`` one. Else ranks agree on an amax of 4 bytes for each.
+    Each rank has as many rows of a weight (the last one's padded): as bf16, or, of a converted one, a byte an element
+    for each pair, and its scales. These are sent beside the codes where no scale is of several ranks' rows and each
+    rank has as many: 4 bytes each, powers of two of ``mx`` one. Else ranks agree on an amax of 4 bytes for each.
     """
     tiles = {"rowwise": [(1, 0, 4), (0, 1, 4)], "blockwise": [(BLOCK, BLOCK, 4)], "mx": [(1, 32, 1), (32, 1, 1)]}
-    part, held, found = math.ceil(weight.rows / ranks), weight.share * weight.held, list[tuple[float, float]]()
-    for rows, cols, size in tiles.get(recipe, [(0, 0, 4)]):
-        count = held * math.ceil(weight.rows / (rows or weight.rows)) * math.ceil(weight.cols / (cols or weight.cols))
-        apart = rows and weight.rows == part * ranks and part % rows == 0
-        found.append((size * count, 0.0) if apart else (0.0, count))
-    return found
-
-
-def sent(weight: Weight, recipe: str, ranks: int, param_bytes: int = BF16) -> float:
-    """Bytes of one gather of a weight over so many ranks, each of which has as many rows (the last one's padded).
-
-    A byte an element for each pair, and its scales; else as bf16.
-    """
-    elements = weight.share * weight.held * math.ceil(weight.rows / ranks) * ranks * weight.cols
-    if not weight.converted or recipe == HIGH_PRECISION or ranks == 1:
-        return elements * param_bytes
-    return sum(elements + scales for scales, _ in layouts(weight, recipe, ranks))
-
-
-def agreed(weight: Weight, recipe: str, ranks: int) -> float:
-    """Bytes of a converted weight's amaxes that ranks agree on."""
-    if recipe == HIGH_PRECISION:
-        return 0.0
-    return 4 * sum(count for _, count in layouts(weight, recipe, ranks))
+    whole: float = 0
+    amaxes: float = 0
+    for weight in weights:
+        part, held = math.ceil(weight.rows / ranks), weight.share * weight.held
+        elements, pairs = held * part * ranks * weight.cols, 0.0
+        if not weight.converted or recipe == HIGH_PRECISION:
+            whole += elements * param_bytes
+            continue
+        for rows, cols, size in tiles.get(recipe, [(0, 0, 4)]):
+            count = (
+                held * math.ceil(weight.rows / (rows or weight.rows)) * math.ceil(weight.cols / (cols or weight.cols))
+            )
+            apart = rows and weight.rows == part * ranks and part % rows == 0
+            pairs += elements + size * count if apart else elements
+            amaxes += 0 if apart else 4 * count
+        whole += elements * param_bytes if ranks == 1 else pairs
+    return whole, amaxes
 
 
 @dataclass(frozen=True)
@@ -207,11 +196,6 @@ class Precision:
     pairs: bool = False
     elsewhere: bool = False
     state: str = "float32"  # weights, masters and moments: one of STATES
-
-    @property
-    def casts(self) -> Recipe:
-        """Of the products."""
-        return recipes.high_precision() if self.recipe == HIGH_PRECISION else getattr(recipes, self.recipe)()
 
     @property
     def sent(self) -> int:
@@ -369,7 +353,8 @@ class Stage:
         What tensor parallelism gathers is cast before that where pairs are sent, and else after; elsewhere tokens are
         cast once for all their experts. A weight is cast where it is sharded if it is gathered in FP8, else as a whole.
         """
-        rates, recipe = self.hardware.rates, self.precision.casts
+        rates, name = self.hardware.rates, self.precision.recipe
+        recipe: Recipe = getattr(recipes, "high_precision" if name == HIGH_PRECISION else name)()
         work = LinearWork("", round(self.rows(weight)), weight.cols, weight.rows, True, True)
         products, casts = sum(rates.product_seconds(form, work.flop) for form in forms_of(recipe)), 0.0
         if recipe.is_high_precision:
@@ -470,18 +455,15 @@ class Stage:
                 continue
             gather = functools.partial(hardware.wire, ranks=ranks, stride=stride)
             exchange = functools.partial(hardware.exchange, ranks=ranks, stride=stride, levels=self.precision.reduction)
-            root = sum(sent(w, HIGH_PRECISION, ranks) for w in shapes.root)
-            block, gradients = (sum(sent(w, of, ranks) for w in shapes.block) for of in (recipe, HIGH_PRECISION))
+            root, _ = sent(shapes.root, HIGH_PRECISION, ranks)
+            gradients, _ = sent(shapes.block, HIGH_PRECISION, ranks)
+            block, amaxes = sent(shapes.block, recipe, ranks)
             sizes = root, shapes.layers * gradients + root
             last, scatter = (
                 exchange(size * SENT_PAIR / BF16) if self.precision.reduction else gather(size) for size in sizes
             )
             first = gather(root + block)
-            exposed += (
-                first
-                + last
-                + hardware.latency * (ranks > 1 and any(agreed(w, recipe, ranks) for w in shapes.block if w.converted))
-            )
+            exposed += first + last + hardware.latency * (ranks > 1 and amaxes > 0)
             replicas = 2 * hardware.wire(BF16 * shapes.parameters / ranks, layout.replicate, apart)
             gathered += gather(shapes.layers * block + root) - first
             scatter += gather(shapes.layers * block) * layout.resharded

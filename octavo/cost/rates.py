@@ -28,21 +28,9 @@ from octavo.scaling.recipe import Cast, Delayed, Recipe
 HIGH_PRECISION = "bf16"
 FORMS = ("tensor", "row", "block", "mx")  # of scales: one each, a row, 128 elements, 32 elements
 KEPT = "rates.json"
-ProductShape = tuple[int, int, int]  # rows and columns of a product's result, and the length that it contracts over
-ON_GPU: tuple[ProductShape, ...] = (
-    (4096, 1024, 1024),
-    (4096, 2048, 2048),
-    (4096, 4096, 4096),
-    (8192, 8192, 8192),
-    (16384, 14336, 4096),
-)
-ON_CPU: tuple[ProductShape, ...] = (
-    (256, 128, 128),
-    (512, 256, 256),
-    (1024, 512, 512),
-    (1024, 1024, 1024),
-    (2048, 1024, 2048),
-)
+# rows and columns of a product's result, and the length that it contracts over
+ON_GPU = ((4096, 1024, 1024), (4096, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (16384, 14336, 4096))
+ON_CPU = ((256, 128, 128), (512, 256, 256), (1024, 512, 512), (1024, 1024, 1024), (2048, 1024, 2048))
 _CAST = {True: (8192, 8192), False: (1024, 1024)}  # what is cast, on a GPU and elsewhere
 
 
