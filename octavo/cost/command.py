@@ -253,8 +253,8 @@ def order(stage: Stage) -> tuple[bool, float]:
 def changed(stage: Stage, precision: Mapping[str, Any] | None = None, **layout: Any) -> Iterator[Stage]:
     """The step otherwise, if the model divides so."""
     with contextlib.suppress(PlanError, ZeroDivisionError):
-        changes = {"layout": replace(stage.layout, **layout), "precision": replace(stage.precision, **precision or {})}
-        yield replace(stage, **changes)
+        other = replace(stage.precision, **precision or {})
+        yield replace(stage, layout=replace(stage.layout, **layout), precision=other)
 
 
 def searched(stage: Stage) -> Stage:

@@ -343,10 +343,6 @@ class Stage:
             (alone, ranks, min(layout.expert, self.hardware.server)),
         ]
 
-    def rows(self, weight: Weight) -> float:
-        """Of a weight's input: all tokens where tensor parallelism splits it, else this rank's part of them."""
-        return self.tokens * weight.used / (1 if weight.split in ("in", "out") else self.layout.tensor)
-
     def linear(self, weight: Weight) -> tuple[float, float]:
         """Seconds of a converted weight's products and casts, forward and backward.
 
@@ -355,7 +351,9 @@ class Stage:
         """
         rates, name = self.hardware.rates, self.precision.recipe
         recipe: Recipe = getattr(recipes, "high_precision" if name == HIGH_PRECISION else name)()
-        work = LinearWork("", round(self.rows(weight)), weight.cols, weight.rows, True, True)
+        splits = weight.split in ("in", "out")  # all tokens, else this rank's part of them
+        rows = self.tokens * weight.used / (1 if splits else self.layout.tensor)
+        work = LinearWork("", round(rows), weight.cols, weight.rows, True, True)
         products, casts = sum(rates.product_seconds(form, work.flop) for form in forms_of(recipe)), 0.0
         if recipe.is_high_precision:
             return weight.share * products, casts
@@ -363,10 +361,11 @@ class Stage:
         size /= 1 if self.layout.resharded else self.layout.micro_batches
         counts = work.tokens * weight.cols, size, work.tokens * weight.rows
         first = weight.split == "out" or (weight.split == "experts" and weight.cols == self.whole.width)
-        spared: float = self.layout.tensor if weight.split in ("in", "out") else 1
-        if weight.split == "experts" and self.precision.elsewhere:
+        spared: float = 1
+        if self.precision.pairs and splits:
+            spared = self.layout.tensor
+        elif self.precision.pairs and self.precision.elsewhere and weight.split == "experts":
             spared = weight.used
-        spared = spared if self.precision.pairs else 1
         shares = spared if first else 1, 1, 1 if first else spared
         for role, elements, share in zip(recipe.casts, counts, shares, strict=True):
             if (cast := role.as_is or role.transposed) is not None:
