@@ -226,6 +226,9 @@ def measure(device: torch.device | None = None, seconds: float = 0.05) -> Rates:
 
     Returns:
         its rates; nothing is written.
+
+    Example:
+        >>> octavo.cost.estimate(model, inputs, recipe, octavo.cost.measure()).total  # doctest: +SKIP
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
