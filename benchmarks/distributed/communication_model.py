@@ -19,16 +19,16 @@ import transformers
 from benchmarks.common.measure import commit, table, write_results
 from benchmarks.common.pages import markdown, read
 from benchmarks.distributed.fsdp_traffic import DEEPSEEK, LLAMA
+from octavo.cost.command import plan
 from octavo.cost.mesh import Hardware, MeshLayout, Precision, Shapes, Stage, Step
-from octavo.cost.mesh_command import plan
 from octavo.cost.rates import rates_of
 
 TAKES = "20 seconds"
 MEASURES = (
     "benchmarks/distributed/communication_model.py",
     "benchmarks/distributed/fsdp_traffic.py",
+    "octavo/cost/command.py",
     "octavo/cost/mesh.py",
-    "octavo/cost/mesh_command.py",
     "octavo/cost/rates.py",
 )
 
@@ -103,7 +103,7 @@ HERD = "Llama 3, table 4"  # arXiv 2407.21783
 HERD_TFLOP = LLAMA_405B.flop(8192) / 1e12  # a token's: the paper gives TFLOP/s
 V3 = "DeepSeek-V3, table 1"  # arXiv 2412.19437: 14.8T tokens in 2.664M hours of H800
 TORCHAO = "torchao's README"  # torch.compile and selective recomputation, which the formulas do not know
-LAYOUT_8B = MeshLayout(8, 128, resharded=True, recomputed=5 / 32)
+LAYOUT_8B = MeshLayout(8, 128, recomputed=5 / 32)
 LAYOUT_70B = MeshLayout(64, 128, tensor=4, pipeline=8, chunks=5)
 LAYOUT_405B = MeshLayout(1024, 512, tensor=8, pipeline=8, context=2, chunks=8)
 LAYOUT_HERD = MeshLayout(8192, SEQUENCES, tensor=8, pipeline=16, chunks=8)
@@ -119,7 +119,7 @@ PUBLISHED = (
     Published(LLAMA_405B, replace(LAYOUT_HERD, gpus=16384), MEGATRON_BF16, 400 / HERD_TFLOP, HERD, HELD),
     Published(DEEPSEEK, LAYOUT_V3, MEGATRON, 1297, BRIDGE("25.09"), UPPER),
     Published(DEEPSEEK, LAYOUT_V3_2048, MEGATRON, 14.8e12 / (2.664e6 * 3600), V3, UPPER),
-    Published(LLAMA_8B, MeshLayout(8, 8, resharded=True), BF16, 6150, TORCHAO, None),
+    Published(LLAMA_8B, MeshLayout(8, 8), BF16, 6150, TORCHAO, None),
 )
 # torchtitan's benchmarks/llama3_h100_202412_torchtitan.md, tables 1 to 4, but for AsyncTP, unknown here.
 # H100 of 96 GB at 2.4 TB/s and 500 W: the memory rate is theirs, what power takes of products is not published, and so
@@ -143,7 +143,6 @@ def titan(
     kernels: str = "compiled",
     shapes: Shapes = TRACED,
 ) -> Published:
-    layout = replace(layout, resharded=True)
     return Published(shapes, layout, precision, tokens, "torchtitan, 12/2024", None, gib, SLOWER, kernels)
 
 
@@ -200,7 +199,6 @@ def layouts(shapes: Shapes, gpus: int) -> Iterator[MeshLayout]:
             pipeline=pipeline,
             expert=expert,
             chunks=max(1, min(8, shapes.layers // pipeline)) if pipeline > 1 else 1,
-            resharded=pipeline == 1,
             recomputed=recomputed,
         )
         data = gpus // (tensor * pipeline)

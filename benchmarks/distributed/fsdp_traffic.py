@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.cost.mesh import Shapes, Weight, agreed, sent
+from octavo.cost.mesh import Shapes, Weight, sent
 
 RECIPES = ("bf16", "dynamic", "delayed", "rowwise", "blockwise", "mx")
 
@@ -108,12 +108,12 @@ def traffic(shapes: Shapes, recipe: str, ranks: int, param_bytes: int = 2, reduc
         param_bytes: of an element that is gathered in high precision.
         reduce_bytes: of a gradient's element.
     """
-    block = sum(sent(weight, recipe, ranks, param_bytes) for weight in shapes.block)
-    converted = sum(sent(weight, recipe, ranks, param_bytes) for weight in shapes.block if weight.converted)
-    root = sum(sent(weight, "bf16", ranks, param_bytes) for weight in shapes.root)
-    block_gradients = sum(sent(weight, "bf16", ranks, reduce_bytes) for weight in shapes.block)
-    root_gradients = sum(sent(weight, "bf16", ranks, reduce_bytes) for weight in shapes.root)
-    scales = shapes.layers * sum(agreed(weight, recipe, ranks) for weight in shapes.block if weight.converted)
+    block, amaxes = sent(shapes.block, recipe, ranks, param_bytes)
+    converted, _ = sent([weight for weight in shapes.block if weight.converted], recipe, ranks, param_bytes)
+    root, _ = sent(shapes.root, "bf16", ranks, param_bytes)
+    block_gradients, _ = sent(shapes.block, "bf16", ranks, reduce_bytes)
+    root_gradients, _ = sent(shapes.root, "bf16", ranks, reduce_bytes)
+    scales = shapes.layers * amaxes
     return Traffic(
         gathered_forward=shapes.layers * block + root,
         gathered_backward=shapes.layers * block,

@@ -46,21 +46,19 @@ from octavo.train import (
 )
 from octavo.train.config import (
     BASELINE,
+    SECTIONS,
     TrainConfig,
     TrainError,
     build,
     choices,
     config_of,
-    hints,
     load_options,
-    remedy,
-    words_of,
 )
 from octavo.train.loop import RECORD, run_in, trained_model
 from octavo_command import INTERRUPTED
 
 EXTRAS = {
-    "cli": ("rich", "matplotlib"),
+    "cli": ("matplotlib",),
     "inspect": ("numpy",),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "safetensors": ("safetensors", "huggingface_hub"),
@@ -70,8 +68,6 @@ EMULATED = "emulated FP8 (the reference)"
 RUNS = Path("runs")  # the folder of runs without --out
 RECIPE = "dynamic"
 COMPARED = (BASELINE, "dynamic", "delayed")
-
-_METAVARS = {int: "N", float: "X"}
 
 
 def add_options(parser: argparse.ArgumentParser, config: type) -> None:
@@ -83,22 +79,19 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
     for field in dataclasses.fields(config):
         flag, default, text = flag_of(field.name), field.default, field.metadata["help"].replace("%", "%%")
         if default is not None and "(default: " not in text:
-            shown = "no" if default == "" or default is False else default
-            text += f" (default: {shown})"
-        common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
-        if isinstance(default, bool):
-            if words := words_of(config, field.name):  # --resume, --resume auto, --no-resume
-                group.add_argument(flag, nargs="?", const=True, choices=words, **common)
-                common = {"dest": field.name, "action": "store_false", "default": argparse.SUPPRESS}
-                group.add_argument(f"--no-{flag[2:]}", **common)
-            else:
-                group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
-            continue
-        if allowed := choices(config, field.name):
-            group.add_argument(flag, choices=allowed, **common)
+            text += f" (default: {'no' if default == '' or default is False else default})"
+        words, common = choices(field), {"default": argparse.SUPPRESS, "help": text}
+        if isinstance(default, bool) and words:  # --resume, --resume auto, --no-resume
+            group.add_argument(flag, nargs="?", const=True, choices=words, **common)
+            group.add_argument(f"--no-{flag[2:]}", dest=field.name, action="store_false", default=argparse.SUPPRESS)
+        elif isinstance(default, bool):
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+        elif words:
+            group.add_argument(flag, choices=words, **common)
         else:
-            metavar = field.metadata["metavar"] or _METAVARS[type(default)]
-            group.add_argument(flag, type=_reader(config, field), metavar=metavar, **common)
+            # Path("") would be the current folder, which nobody asked for
+            kind = type(default) if default is not None else lambda text: Path(text) if text else text
+            group.add_argument(flag, type=kind, metavar=field.metadata["metavar"], **common)
 
 
 def flag_of(name: str) -> str:
@@ -106,30 +99,15 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _reader(config: type, field: dataclasses.Field[Any]) -> Callable[[str], Any]:
-    kind: Callable[[str], Any] = Path if field.default is None else type(field.default)
-
-    def read(text: str) -> Any:
-        try:
-            value: Any = kind(text) if text else text  # Path("") is the current folder, which nobody asked for
-        except ValueError:
-            value = text
-        if (choice := remedy(config, field, value)) is not None:
-            raise argparse.ArgumentTypeError(f"invalid value: {text!r} (choose {choice})")
-        return value
-
-    return read
-
-
 @contextlib.contextmanager
 def option_errors() -> Iterator[None]:
-    """Raise options' ValueError as a TrainError, in which an option's name with an underscore becomes its flag."""
+    """Raise options' ValueError as a TrainError, in which an option's name that is no other word becomes its flag."""
     try:
         yield
     except ValueError as error:
-        names = (field.name for section in hints(TrainConfig).values() for field in dataclasses.fields(section))
-        options = "|".join(name for name in names if "_" in name)
-        raise TrainError(re.sub(rf"\b({options})\b", lambda found: flag_of(found[0]), str(error))) from error
+        names = [field.name for section in SECTIONS.values() for field in dataclasses.fields(section)]
+        options = rf"^({'|'.join(names)})(?= is )|\b({'|'.join(name for name in names if '_' in name)})\b"
+        raise TrainError(re.sub(options, lambda found: flag_of(found[0]), str(error))) from error
 
 
 def version(package: str) -> str | None:
@@ -228,9 +206,7 @@ def _config(options: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
         raise TrainError(f"{options.config} gives {other}, and octavo {options.name} needs {needed}: add --{needed}")
     recipes = [given.get("recipe", RECIPE)] if needed == "recipe" else list(given.get("recipes", COMPARED))
     with option_errors():
-        config = config_of(given)
-        config.require_phases(recipes)
-    return config, recipes
+        return config_of(given), recipes
 
 
 def _settled(config: TrainConfig, options: argparse.Namespace, recipes: Sequence[str]) -> TrainConfig:
@@ -284,7 +260,7 @@ def _hooks(rank: int) -> Iterator[Hooks]:
         reached.add("stop")
 
     with signals_to(note, signal.SIGINT, signal.SIGTERM):
-        shown = progress.choose_progress() if rank == 0 else progress.Progress()
+        shown = progress.Progress(sys.stderr if rank == 0 else None)
         yield Hooks(lambda model: reached.add("steps"), should_stop=lambda: "stop" in reached, progress=shown)
 
 
@@ -364,13 +340,12 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.gpus is None and (options.mesh or options.micro_batches or options.recompute):
         raise PlanError("--mesh, --micro-batches and --recompute are for a step on several GPUs: add --gpus")
     inputs = command.tokens_of(options.tokens, context)
-    head = f"{command.parameters_of(model)}, {len(inputs[0]) * (options.gpus or 1)} sequences of {context} tokens"
+    size = sum(parameter.numel() for parameter in model.parameters()) / 1e9
+    head = f"{size:.3g} B parameters, {len(inputs[0]) * (options.gpus or 1)} sequences of {context} tokens"
     if options.gpus is not None:
-        from octavo.cost import mesh_command
-
         asked = {name: getattr(options, name) for name in ("gpus", "mesh", "micro_batches", "recompute", "fuse")}
         asked |= {"context": context, "sequences": len(inputs[0]) * options.gpus}
-        steps = mesh_command.plan(model, rates, **asked)
+        steps = command.plan(model, rates, **asked)
         print(steps.json() if options.json else f"{head}\n{steps.text()}")
         return 0
     work, recipes = work_of(model, inputs), [None, *(make() for make in command.RECIPES.values())]
@@ -390,7 +365,7 @@ def inspect(options: argparse.Namespace, arguments: list[str]) -> int:
     source = options.folder = run_in(options.folder)
     if (source / RECORD / "record.json").exists() and not asked(options):
         source = options.folder = source / RECORD
-    if source.is_file() or (checkpoint.RunFolder(source).holds_run() and not (source / "record.json").exists()):
+    if checkpoint.RunFolder(source).holds_run() and not (source / "record.json").exists():
         record = source / RECORD
         model, corpus = trained_model(source), load_corpus(options.data)
         corpus.require(model.config)

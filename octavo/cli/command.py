@@ -14,12 +14,12 @@ import threading
 import types
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import octavo
 from octavo.cli import actions
 from octavo.cli.actions import add_options, signals_to
-from octavo.train.config import RECIPES, UNCONVERTED, ModelConfig, TrainConfig, hints
+from octavo.train.config import RECIPES, SECTIONS, UNCONVERTED, ModelConfig
 from octavo_command import COMMANDS, FAULT, fault, interrupted
 from octavo_command import parser as top_parser
 
@@ -61,32 +61,27 @@ def parser(arguments: Collection[str] | None = None) -> argparse.ArgumentParser:
 
 
 def _train(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "octavo train [OPTIONS]"
-    help = f"how FP8 is used; {_without_fp8()} (default: {actions.RECIPE})"
-    parser.add_argument("--recipe", choices=RECIPES, default=argparse.SUPPRESS, help=help)
-    _run_options(parser)
+    _run_options(parser, "--recipe", "how FP8 is used", actions.RECIPE)
 
 
 def _compare(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "octavo compare [OPTIONS]"
-    help = f"some of {', '.join(RECIPES)}; {_without_fp8()} (default: {' '.join(actions.COMPARED)})"
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=argparse.SUPPRESS, metavar="RECIPE", help=help)
-    _run_options(parser)
+    what, default = f"some of {', '.join(RECIPES)}", " ".join(actions.COMPARED)
+    _run_options(parser, "--recipes", what, default, nargs="+", metavar="RECIPE")
 
 
-def _without_fp8() -> str:
-    return f"the first {len(UNCONVERTED)} without FP8: in --dtype, in bfloat16, in float32"
-
-
-def _run_options(parser: argparse.ArgumentParser) -> None:
+def _run_options(parser: argparse.ArgumentParser, flag: str, what: str, default: str, **how: Any) -> None:
+    parser.usage = f"{parser.prog} [OPTIONS]"
+    without = f"the first {len(UNCONVERTED)} without FP8: in --dtype, in bfloat16, in float32"
+    help = f"{what}; {without} (default: {default})"
+    parser.add_argument(flag, choices=RECIPES, default=argparse.SUPPRESS, help=help, **how)
     help = "JSON or TOML with options, or a run's folder to take those of; flags win over it"
     parser.add_argument("--config", type=Path, metavar="FILE", help=help)
-    for config in hints(TrainConfig).values():
+    for config in SECTIONS.values():
         add_options(parser, config)
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run's folder, or its checkpoint.pt")
+    parser.add_argument("source", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--onnx", type=Path, required=True, metavar="FILE", help="the file to write")
     parser.add_argument("--opset", type=int, default=21, metavar="N", help="of ONNX, 19 to 24 (default: 21)")
     dtypes = ("bfloat16", "float32")

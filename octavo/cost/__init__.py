@@ -1,7 +1,6 @@
 """What a training step would cost on a device, and whether FP8 pays there."""
 
 from octavo.cost.estimate import Estimate, estimate
-from octavo.cost.measure import measure
-from octavo.cost.rates import PUBLISHED, Rates, rates_of
+from octavo.cost.rates import PUBLISHED, Rates, measure, rates_of
 
 __all__ = ["PUBLISHED", "Estimate", "Rates", "estimate", "measure", "rates_of"]

@@ -1,17 +1,24 @@
-"""What ``octavo plan`` and ``octavo info --measure`` print: tables of rates and of predicted steps, and what to do."""
+"""What ``octavo plan`` and ``octavo info --measure`` print: rates, predicted steps, on a mesh too, and what to do."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
+import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo.cost.estimate import Estimate, LayerTime, LinearWork
+from octavo.cost.estimate import Estimate, LayerTime, LinearWork, Work, blocks_of, estimate, on_meta, work_of
+from octavo.cost.mesh import RANKS, Hardware, MeshLayout, Precision, Shapes, Stage, Weight
 from octavo.cost.rates import FORMS, HIGH_PRECISION, PlanError, Rates
 from octavo.nn.saved import KINDS
 from octavo.recipes import high_precision
@@ -22,6 +29,11 @@ TOKENS = (1024, 4096, 16384)  # sizes of a step that ``pays`` looks at
 FEATURES = tuple(1 << power for power in range(8, 15))
 WORTH = 0.97  # share of bf16's time, from which on FP8 is not worth what it costs in quality and care
 GIB = 1 << 30
+# how octavo.train.GPT's matrices split; transformers' configurations say it of theirs
+OWN_SPLITS = {"attention.qkv": "colwise", "attention.out": "rowwise", "mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
+SOME = 8  # blocks that are traced in place of all
+STORED = ("dynamic", "delayed", "blockwise")  # recipes whose weights can live in FP8
+WORTH_NAMING = 1.02  # of the speed, from which on a change is worth naming
 
 
 def columns(rows: Iterable[Sequence[str]]) -> str:
@@ -134,14 +146,7 @@ def _grouped(layers: Sequence[LayerTime]) -> str:
 
 
 def from_hugging_face(path: Path) -> nn.Module:
-    """A causal language model from its configuration file, in bfloat16, without memory.
-
-    Args:
-        path: a config.json, or a folder that has one.
-
-    Raises:
-        PlanError: without transformers, or for a file that is not such a configuration.
-    """
+    """A causal language model from a config.json, or a folder that has one, in bfloat16, without memory."""
     if not path.exists():  # transformers would look for a model of this name on its hub
         raise PlanError(f"{path} does not exist: give a config.json, or a folder that has one")
     try:
@@ -161,11 +166,7 @@ def from_hugging_face(path: Path) -> nn.Module:
 
 
 def context_of(model: nn.Module) -> int:
-    """The longest sequence of a Hugging Face model, by its configuration.
-
-    Raises:
-        PlanError: if the configuration does not say.
-    """
+    """The longest sequence of a Hugging Face model, by its configuration."""
     found = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr,operator]
     if not found:
         raise PlanError("the configuration does not say how long a sequence is: give --context")
@@ -173,15 +174,7 @@ def context_of(model: nn.Module) -> int:
 
 
 def tokens_of(tokens: int | None, context: int) -> tuple[Tensor]:
-    """A step's input, [sequences, context], without memory.
-
-    Args:
-        tokens: in all; None: as many sequences as 16,384 tokens make, but at least one.
-        context: tokens of a sequence.
-
-    Raises:
-        PlanError: unless the tokens make one or more whole sequences.
-    """
+    """A step's input, [sequences, context], without memory; by default of 16,384 tokens, but at least one sequence."""
     wanted = TOKENS[-1] if tokens is None else tokens
     whole = max(wanted // context, 1) * context
     if tokens not in (None, whole):
@@ -189,6 +182,254 @@ def tokens_of(tokens: int | None, context: int) -> tuple[Tensor]:
     return (torch.empty(whole // context, context, dtype=torch.int64, device="meta"),)
 
 
-def parameters_of(model: nn.Module) -> str:
-    """How many elements its parameters have, as text."""
-    return f"{sum(parameter.numel() for parameter in model.parameters()) / 1e9:.3g} B parameters"
+def shortened(model: nn.Module) -> nn.Module:
+    """A copy without memory, of at most SOME blocks if all have the same parameters: its step takes less to predict."""
+    twin, name = on_meta(model), blocks_of(model)
+    if name is None:
+        raise PlanError("--gpus: the model has no list of blocks, by which it could be divided")
+    blocks: Any = twin.get_submodule(name)
+    if len({str([(key, p.shape) for key, p in block.named_parameters()]) for block in blocks}) == 1:
+        del blocks[SOME:]
+    return twin
+
+
+def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, int] | None) -> Shapes:
+    """A model as the formulas see it; layers that read one input are one matrix, and all in blocks are converted.
+
+    ``work`` is that of a step of one sequence of ``context`` tokens, of the model or its ``shortened``; ``saved`` what
+    its forward saves in eager, in bytes by kind, where each operation is a launch; None: it is compiled.
+    """
+    assert work.blocks is not None  # of ``shortened``
+    name, count = work.blocks[:2]
+    layers = sum(1 for _ in model.get_submodule(name).children())
+    config = getattr(model, "config", None)
+    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config  # type: ignore[union-attr]
+    plan = {
+        key.split("*.")[-1]: way for key, way in (getattr(config, "base_model_tp_plan", None) or OWN_SPLITS).items()
+    }
+    rows: Counter[Any] = Counter()
+    for each in work.linears:
+        if each.name.startswith(f"{name}."):
+            index, suffix = each.name.removeprefix(f"{name}.").split(".", 1)
+            way = plan.get(suffix, plan.get(suffix.removesuffix(".linear")))
+            split = "experts" if each.groups > 1 else {"colwise": "out", "rowwise": "in"}.get(str(way))
+            read = (each.in_features, split, each.groups, each.tokens / context)
+            rows[index, suffix.rpartition(".")[0], *read] += each.out_features
+    shapes = Counter((wide, *key[2:]) for key, wide in rows.items())
+    block = [Weight(wide, cols, True, split, groups, used, times / count)
+             for (wide, cols, split, groups, used), times in shapes.items()]  # fmt: skip
+    inside = sum(p.numel() for p in model.get_submodule(name).parameters())
+    block.append(Weight(max(0, round(inside / layers - sum(weight.elements for weight in block)))))
+    heads = [one for one in work.linears if not one.name.startswith(f"{name}.")]
+    if not heads:
+        raise PlanError("--gpus: the model has no linear layer after its blocks, whose output would be logits")
+    head = max(heads, key=lambda one: one.sizes[1])
+    rest = sum(p.numel() for p in model.parameters()) - inside - head.sizes[1]
+    root = Weight(max(0, rest // head.in_features), head.in_features), Weight(head.out_features, head.in_features)
+    kept = sum((saved or {}).get(kind, 0) for kind in KINDS if kind not in ("logits and loss", "weights"))
+    moved, of_blocks = (one.fused_bytes if saved is None else one.other_bytes for one in (work, work.blocks))
+    counts = [getattr(text, key, None) for key in ("num_attention_heads", "num_key_value_heads")]
+    own = getattr(text, "heads", None)  # octavo.train.GPT's
+    return Shapes(
+        name=type(model).__name__,
+        width=head.in_features,
+        layers=layers,
+        block=tuple(block),
+        root=root,
+        attention=work.other_flop / (14 * context**2 * count),  # 4 forward and 10 backward, not causal
+        elementwise=of_blocks / (6 * context * count),  # of bf16, and backward as twice forward
+        logits=(moved - of_blocks) / (context * head.out_features),
+        launches=0 if saved is None else work.blocks.other_ops / count,
+        saved=kept / context / count if kept else None,
+        heads=tuple(each for each in (*counts, own) if each),
+    )
+
+
+def order(stage: Stage) -> tuple[bool, float]:
+    """Largest for the fastest of those that fit, or else for the smallest."""
+    return stage.fits, stage.step.tflops if stage.fits else -stage.size
+
+
+def changed(stage: Stage, precision: Mapping[str, Any] | None = None, **layout: Any) -> Iterator[Stage]:
+    """The step otherwise, if the model divides so."""
+    with contextlib.suppress(PlanError, ZeroDivisionError):
+        other = replace(stage.precision, **precision or {})
+        yield replace(stage, layout=replace(stage.layout, **layout), precision=other)
+
+
+def searched(stage: Stage) -> Stage:
+    """The best on all meshes of powers of two, with and without recomputation."""
+    powers, found = [1 << power for power in range(7)], [stage]
+    experts = powers if any(weight.split == "experts" for weight in stage.whole.block) else [1]
+    ways: dict[str, Sequence[Any]] = {"tensor": powers[:4], "pipeline": powers[:5], "expert": experts}
+    ways |= {"batch": powers[:4], "recomputed": (0.0, 1.0)}
+    for values in itertools.product(*ways.values()):
+        kinds = dict(zip(ways, values, strict=True))
+        for replicate in {1, max(1, stage.layout.gpus // (kinds["pipeline"] * stage.hardware.server))}:
+            found += changed(stage, replicate=replicate, context=1, **kinds)
+    return max(found, key=order)
+
+
+def better(stage: Stage) -> list[tuple[str, Stage]]:
+    """What to change, best first: what makes it fit, or smaller; what makes a step that fits faster."""
+    now, ranks, recipe = stage.layout, stage.layout.ranks, stage.precision.recipe
+    made = {
+        "checkpoint activations (--recompute 1)": changed(stage, recomputed=1.0),
+        "keep activations (--recompute 0)": changed(stage, recomputed=0.0),
+        f"micro-batches of {2 * now.batch} sequences": changed(stage, batch=2 * now.batch),
+        f"micro-batches of {now.batch // 2} sequences": changed(stage, batch=now.batch // 2),
+        "twice as many tokens a step": changed(stage, sequences=2 * now.sequences),
+        "gradients reduced in FP8 (octavo.distributed.Fp8ReduceScatter)": changed(stage, {"reduction": 2}),
+        "weights, masters and moments in FP8": changed(stage, {"state": "FP8"}) if recipe in STORED else (),
+    }
+    for more, fewer in itertools.permutations(RANKS[:-1], 2):
+        if ranks[fewer] % 2 == 0:
+            kinds: dict[str, Any] = ranks | {more: 2 * ranks[more], fewer: ranks[fewer] // 2}
+            words = f"more {more} ranks ({more}={kinds[more]}, {fewer}={kinds[fewer]})"
+            made[words] = changed(stage, **{kind: count for kind, count in kinds.items() if kind != "fsdp"})
+    found = [(words, other) for words, others in made.items() for other in others if order(other) > order(stage)]
+    found = [one for one in found if not stage.fits or one[1].step.tflops > WORTH_NAMING * stage.step.tflops]
+    return sorted(found, key=lambda one: order(one[1]), reverse=True)[:3]
+
+
+def limit(stage: Stage) -> str:
+    """What takes longest, and the link that ranks wait for."""
+    step = stage.step
+    takes = {**step.kinds, "bubble": step.bubble, "optimizer": step.optimizer}
+    takes |= {f"{kind}'s collectives": wait.exposed for kind, wait in step.waits.items()}
+    most, (kind, wait) = max(takes, key=takes.__getitem__), max(step.waits.items(), key=lambda item: item[1].exposed)
+    where = {"NVLink": "NVLink inside a server", "network": "the network between servers"}[wait.link]
+    share = f"{takes[most] / step.seconds:.0%} of the step is {most}"
+    if (waits := wait.exposed / step.seconds) < 0.01:
+        return f"{share}; no link limits"
+    return f"{share}; the link that limits is {where}, on which ranks wait for {kind} {waits:.0%} of the step"
+
+
+class MeshPlan(NamedTuple):
+    """A step on a mesh in each recipe, compiled and in eager; the best that is compiled; what to change, best first.
+
+    ``fused``: the best in eager as octavo.convert(..., fuse=True) converts. ``other``: a mesh on which a compiled step
+    fits, if none does on the one that was asked for.
+    """
+
+    steps: Mapping[str, Sequence[Stage]]
+    best: Stage
+    changes: Sequence[tuple[str, Stage]]
+    fused: Stage
+    other: Stage | None
+
+    def text(self) -> str:
+        """Tables, whether it fits, what limits it, what to change."""
+        best, now, rates = self.best, self.best.layout, self.best.hardware.rates
+        kinds, waits = list(best.step.kinds), [kind for kind, wait in best.step.waits.items() if wait.seconds]
+        header = ["ms a step", "", *kinds, *(f"{kind}: waits of all" for kind in waits), "bubble", "optimizer"]
+        times = [[*header, "total", "of bf16", "TFLOP/s"]]
+        sizes = [["GiB a rank", "", *best.memory, "total", "fits"]]
+        for kernels, stages in self.steps.items():
+            for stage in stages:
+                step = stage.step
+                line = [f"{1e3 * step.kinds[kind]:.1f}" for kind in kinds]
+                line += [
+                    f"{1e3 * step.waits[kind].exposed:.1f} of {1e3 * step.waits[kind].seconds:.1f}" for kind in waits
+                ]
+                line += [f"{1e3 * seconds:.1f}" for seconds in (step.bubble, step.optimizer, step.seconds)]
+                line += [f"{step.seconds / stages[0].step.seconds:.2f}", f"{step.tflops:.0f}"]
+                times.append([stage.precision.name, kernels, *line])
+                numbers = [f"{size / GIB:.2f}" for size in (*stage.memory.values(), stage.size)]
+                sizes.append([stage.precision.name, kernels, *numbers, "yes" if stage.fits else "no"])
+        name = best.precision.name
+        says = f"{name}, compiled, is the fastest that fits" if best.fits else f"None fits: {name} is the smallest"
+        lines = [
+            f"{flags(best)}, micro-batches of {now.batch} sequences, by the rates of {rates.device} ({rates.source})",
+            *("", columns(times), "", columns(sizes), ""),
+            f"{says}: it needs {best.size / GIB:,.0f} GiB, {rates.device} has {best.hardware.memory / GIB:.0f}.",
+            f"{name}, compiled: {limit(best)}.",
+        ]
+        for words, other in self.changes:
+            gain = f"{other.step.tflops / best.step.tflops:.2f} of the speed, {other.size / GIB:,.0f} GiB"
+            lines.append(f"change first: {words}: {gain}{'' if other.fits else ', still too much'}")
+        eager = max(self.steps["eager"], key=order)
+        if self.fused.size < eager.size:
+            sizes_of = (
+                f"{eager.size / GIB:,.0f} GiB, and fused (octavo.convert(..., fuse=True)) {self.fused.size / GIB:,.0f}"
+            )
+            lines.append(f"{eager.precision.name}, eager: it needs {sizes_of}.")
+        if self.other is not None:
+            lines.append(f"{self.other.precision.name} fits with {flags(self.other)}: {self.other.size / GIB:.0f} GiB")
+        return "\n".join(lines)
+
+    def json(self) -> str:
+        """The same: seconds, bytes."""
+
+        def plain(stage: Stage) -> dict[str, Any]:
+            step = dataclasses.asdict(stage.step) | {"memory": stage.memory, "fits": stage.fits}
+            return step | {"recipe": stage.precision.name, "layout": dataclasses.asdict(stage.layout)}
+
+        found = {kernels: [plain(stage) for stage in stages] for kernels, stages in self.steps.items()}
+        changes = {words: plain(stage) for words, stage in self.changes}
+        best = {"best": plain(self.best), "limit": limit(self.best), "changes": changes, "fused": plain(self.fused)}
+        return json.dumps(found | best | {"other": self.other and plain(self.other)})
+
+
+def flags(stage: Stage) -> str:
+    """The command's, for a step."""
+    now = stage.layout
+    return f"--mesh {now} --micro-batches {now.micro_batches} --recompute {now.recomputed:g}"
+
+
+def mesh_of(text: str, gpus: int) -> dict[str, int]:
+    """Ranks by kind, from such as "fsdp=8,tensor=8"."""
+    found = dict.fromkeys(RANKS, 1)
+    for part in text.split(","):
+        kind, _, ranks = (word.strip() for word in part.partition("="))
+        if kind not in RANKS or not ranks.isdigit() or int(ranks) < 1:
+            raise PlanError(f"--mesh {text}: {part!r} is not KIND=RANKS; kinds are {', '.join(RANKS)}")
+        found[kind] = int(ranks)
+    product = math.prod(ranks for kind, ranks in found.items() if kind != "expert")
+    if product != gpus:
+        others = product // found["fsdp"]
+        would = f"fsdp={gpus // others} or " if gpus % others == 0 else ""
+        raise PlanError(
+            f"--mesh {text} has {product} ranks, --gpus says {gpus}: {would}--gpus {product} would do; expert does not "
+            "count, as experts are divided among ranks of fsdp and tensor"
+        )
+    return found
+
+
+def plan(model: nn.Module, rates: Rates, **asked: Any) -> MeshPlan:
+    """A step in each recipe, eager and compiled, on the given mesh or on the fastest that fits.
+
+    ``asked``: gpus, mesh (text or None), sequences of a step, context (their tokens), micro_batches, recompute, fuse.
+    """
+    gpus, sequences, context, mesh = (asked[name] for name in ("gpus", "sequences", "context", "mesh"))
+    if gpus < 1 or not 0 <= asked["recompute"] <= 1:
+        raise PlanError(f"--gpus {gpus} --recompute {asked['recompute']:g}: one GPU at least, and a share from 0 to 1")
+    hardware, ranks = Hardware.of(rates), mesh_of(mesh, gpus) if mesh else dict.fromkeys(RANKS, 1)
+    del ranks["fsdp"]
+    layout = MeshLayout(gpus, sequences, context, recomputed=asked["recompute"], **ranks)
+    if (count := asked["micro_batches"]) is not None:
+        layout = replace(layout, batch=max(1, layout.micro_batches // max(1, count)))
+        if layout.micro_batches != count:
+            raise PlanError(
+                f"--micro-batches {count} does not divide the {sequences // layout.data} sequences of a rank"
+            )
+    short, inputs = shortened(model), tokens_of(context, context)
+    work = work_of(short, inputs)
+
+    def stage(name: str, compiled: bool, fuse: bool) -> Stage:
+        recipe, saved = None if name == HIGH_PRECISION else RECIPES[name](), None
+        if not compiled:
+            saved = estimate(short, inputs, recipe, rates, work=work, fuse=fuse).memory.saved
+        precision = Precision(name, name, gathers=recipe is not None, pairs=recipe is not None)
+        return Stage(shapes_of(model, work, context, saved), layout, precision, hardware)
+
+    compiled, other = [stage(name, True, False) for name in (HIGH_PRECISION, *RECIPES)], None
+    if not mesh or not any(each.fits for each in compiled):
+        other = max(map(searched, compiled), key=order)
+        if not mesh:
+            layout, other = other.layout, None
+            compiled = [replace(each, layout=layout) for each in compiled]
+    best, eager = max(compiled, key=order), [stage(each.precision.name, False, asked["fuse"]) for each in compiled]
+    fused = stage(max(eager, key=order).precision.name, False, True)
+    steps = {"compiled": compiled, "eager": eager}
+    return MeshPlan(steps, best, better(best), fused, other if other and other.fits else None)

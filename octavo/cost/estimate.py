@@ -34,21 +34,16 @@ _ATTENTION = {
 
 
 class LinearWork(NamedTuple):
-    """What a linear layer computes in a step.
-
-    ``tokens``: rows of its input; ``grad_input``, ``grad_weight``: whether backward needs them; ``groups``: how many
-    matrices a layer of experts has, each of which multiplies some of the rows; ``reads``: the number of its input in
-    the model, which layers have in common that read one tensor, and cast it once; 0 where that is not known.
-    """
+    """What a linear layer computes in a step."""
 
     name: str
-    tokens: int
+    tokens: int  # rows of its input
     in_features: int
     out_features: int
-    grad_input: bool
+    grad_input: bool  # whether backward needs it
     grad_weight: bool
-    groups: int = 1
-    reads: int = 0
+    groups: int = 1  # how many matrices a layer of experts has, each of which multiplies some of the rows
+    reads: int = 0  # its input's number in the model, the same for layers that cast one tensor; 0: not known
 
     @property
     def products(self) -> tuple[bool, bool, bool]:
@@ -97,22 +92,16 @@ class LinearWork(NamedTuple):
 class Work:
     """What a training step of a model computes.
 
-    Attributes:
-        linears: its linear layers that run, those of experts included.
-        other_flop: FLOP of all other products (attention, convolutions, experts that convert does not take).
-        other_bytes: bytes that all other operations read and write in eager PyTorch.
-        other_ops: how many other operations there are.
-        fused_bytes: bytes that they read and write where compiled: a tensor is written once, if a product reads it or
-            what comes after a product, and read once between two products.
-        blocks: those of them that the model's blocks do; None without blocks.
+    ``fused_bytes``: a compiled step writes a tensor once, if a product reads it or what comes after a product, and
+    reads it once between two products.
     """
 
-    linears: tuple[LinearWork, ...]
-    other_flop: float
-    other_bytes: float
-    other_ops: int
-    fused_bytes: float
-    blocks: Blocks | None
+    linears: tuple[LinearWork, ...]  # that run, those of experts included
+    other_flop: float  # of other products: attention, convolutions, experts that convert does not take
+    other_bytes: float  # that all other operations read and write in eager PyTorch
+    other_ops: int  # how many these are
+    fused_bytes: float  # that they read and write where compiled
+    blocks: Blocks | None  # what of them the model's blocks do
 
 
 class Blocks(NamedTuple):
@@ -236,12 +225,7 @@ def on_meta(model: nn.Module) -> nn.Module:
 def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     """What a step of a model computes in high precision, found by running forward and backward without data.
 
-    Args:
-        model: on any device, as for ``estimate``.
-        inputs: positional arguments of its forward; tensors of any device, whose values are not read.
-
-    Raises:
-        ValueError: if no result of the forward needs a gradient.
+    ``inputs``: as for ``estimate``. ValueError, if no result of the forward needs a gradient.
     """
     found: dict[str, LinearWork] = {}
     numbers: dict[tuple[int, int], int] = {}
@@ -275,27 +259,27 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
         Tensor, lambda x: without_data(x, mode).requires_grad_(x.requires_grad), tuple(inputs)
     )
     products = {**formulas(), **_ATTENTION}
-    traffic = _Traffic(products)
-    of_blocks = _counted_blocks(twin, traffic)
+    traffic, name = _Traffic(products), blocks_of(twin)
+    marks = [] if name is None else _marks(twin.get_submodule(name), traffic)
     with mode, FlopCounterMode(display=False, custom_mapping=products) as flop, traffic:
-        outputs = twin(*arguments)
-        results = [
-            leaf for leaf in pytree.tree_leaves(_plain(outputs)) if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
+        outputs = pytree.tree_leaves(twin(*arguments))
+        results = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not results:
             raise ValueError("no result of the model's forward needs a gradient: there is nothing to train")
         sum(result.float().sum() for result in results).backward()  # type: ignore[union-attr]
     linears = tuple(found.values())
     of_linears = sum(work.flop * sum(work.products) for work in linears)
     other_flop = max(flop.get_total_flops() - of_linears, 0.0)
-    return Work(linears, other_flop, *traffic.counts, of_blocks())
+    of_blocks = None
+    if name is not None:  # where nothing is trained before the blocks, all counts as theirs
+        counts = zip(*marks[:4], strict=True) if len(marks) >= 4 else ((0, count, 0, 0) for count in traffic.counts)
+        size = len(list(twin.get_submodule(name).children()))
+        of_blocks = Blocks(name, size, *(b - a + d - c for a, b, c, d in counts))
+    return Work(linears, other_flop, *traffic.counts, of_blocks)
 
 
-def _counted_blocks(model: nn.Module, traffic: _Traffic) -> Callable[[], Blocks | None]:
-    """Counts in a step what its blocks do; the result says it after the step."""
-    if (name := blocks_of(model)) is None:
-        return lambda: None
-    blocks: Any = model.get_submodule(name)
+def _marks(blocks: Any, traffic: _Traffic) -> list[tuple[int, int, int]]:
+    """What was counted before and after a step's blocks, in forward and then in backward: filled by the step."""
     marks: list[tuple[int, int, int]] = []
 
     def mark(_: object, given: Any, output: Any = None) -> None:
@@ -306,13 +290,7 @@ def _counted_blocks(model: nn.Module, traffic: _Traffic) -> Callable[[], Blocks 
 
     blocks[0].register_forward_pre_hook(mark)
     blocks[-1].register_forward_hook(mark)
-
-    def found() -> Blocks:
-        if len(marks) < 4:  # nothing is trained before the blocks: all counts as theirs
-            return Blocks(name, len(blocks), *traffic.counts)
-        return Blocks(name, len(blocks), *(b - a + d - c for a, b, c, d in zip(*marks[:4], strict=True)))
-
-    return found
+    return marks
 
 
 def blocks_of(model: nn.Module) -> str | None:
@@ -327,11 +305,6 @@ def _convert(model: nn.Module, recipe: Recipe | RecipeMap, select: Select | None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "octavo.convert (converted|fused) nothing")
         convert(model, recipe, select, fuse=fuse)
-
-
-def _plain(outputs: Any) -> Any:
-    """A model's outputs, without transformers' classes around them."""
-    return tuple(outputs.values()) if isinstance(outputs, dict) else outputs
 
 
 def estimate(
@@ -394,22 +367,12 @@ def estimate(
     other = work.other_bytes / rates.copy + work.other_ops * rates.launch
     attention = rates.product_seconds(HIGH_PRECISION, work.other_flop) if work.other_flop else 0.0
     fused = work.fused_bytes / rates.copy + attention
-    memory = _memory(twin, optimizer, recipe, inputs)
+    if not any(isinstance(module, RecipeModule) for module in twin.modules()):
+        convert(twin, high_precision(), lambda module, name: True)  # a schedule needs converted layers
+    phase = Phase(high_precision() if recipe is None else recipe)
+    schedule = PrecisionSchedule(twin, optimizer(twin.parameters()), [phase])
+    on = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta").requires_grad_(x.requires_grad), tuple(inputs))
+    memory = schedule.plan(example_inputs=on).phases[0]
     moved = 2 * (memory.weights + memory.masters + memory.moments) + memory.gradients
     name = "bf16" if recipe is None else getattr(recipe, "name", "map")
     return Estimate(name, products, casts, other + attention, moved / rates.copy, memory, tuple(layers), fused)
-
-
-def _memory(
-    model: nn.Module,
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
-    recipe: Recipe | RecipeMap | None,
-    inputs: Sequence[Any],
-) -> PhasePlan:
-    """Bytes by kind of a model on the meta device, which is converted if there is a recipe."""
-    if not any(isinstance(module, RecipeModule) for module in model.modules()):
-        convert(model, high_precision(), lambda module, name: True)  # a schedule needs converted layers
-    phase = Phase(high_precision() if recipe is None else recipe)
-    schedule = PrecisionSchedule(model, optimizer(model.parameters()), [phase])
-    on = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta").requires_grad_(x.requires_grad), tuple(inputs))
-    return schedule.plan(example_inputs=on).phases[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -29,20 +29,15 @@ STATES = {"float32": (4, 8), "FP8": (1, 2 * PAIR)}
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of a block, or of the rest of a model: a matrix, or a vector of one column.
-
-    ``split``: which of its sides tensor parallelism divides, the features in or out; experts are divided among ranks as
-    a whole. ``held``: how many of these matrices there are, and ``used``: by how many of them a token is multiplied.
-    ``share``: of the blocks that have it.
-    """
+    """A parameter of a block, or of the rest of a model: a matrix, or a vector of one column."""
 
     rows: int
     cols: int = 1
     converted: bool = False
-    split: Literal["in", "out", "experts", None] = None
-    held: int = 1
-    used: float = 1
-    share: float = 1
+    split: Literal["in", "out", "experts", None] = None  # the features that tensor parallelism divides; whole experts
+    held: int = 1  # how many of these matrices there are
+    used: float = 1  # by how many of them a token is multiplied
+    share: float = 1  # of the blocks that have it
 
     @property
     def elements(self) -> float:
@@ -54,12 +49,9 @@ class Weight:
 class Shapes:
     """A transformer whose blocks are sharded one by one, the rest (embedding, last norm, head) with the root.
 
-    ``attention``: features of a head's queries and values, the mean of both, times heads. ``elementwise``: elements
-    that a block's forward reads or writes for a token between its products (norms, residuals, rotation, activation);
-    ``logits``: bytes that a step moves for a logit. ``launches``: of a block's kernels between products, if the device
-    waits for them. ``saved``: bytes that a block saves for a token; None: its products' operands as they read them, and
-    what attention and the activation read, in bf16. ``heads``: of queries, and of keys; tensor parallelism divides
-    each.
+    ``elementwise``: elements that a block's forward reads or writes for a token between its products (norms, residuals,
+    rotation, activation). ``saved``: bytes that a block saves for a token; None: its products' operands as they read
+    them, and what attention and the activation read, in bf16.
     """
 
     name: str
@@ -67,18 +59,12 @@ class Shapes:
     layers: int
     block: tuple[Weight, ...]
     root: tuple[Weight, ...]
-    attention: float
+    attention: float  # features of a head's queries and values, the mean of both, times heads
     elementwise: float
-    logits: float = 4 * BF16
-    launches: float = 0
+    logits: float = 4 * BF16  # bytes that a step moves for one
+    launches: float = 0  # of a block's kernels between products, if the device waits for them
     saved: float | None = None
-    heads: tuple[int, ...] = ()
-
-    @property
-    def products(self) -> tuple[float, int]:
-        """Weights that each token is multiplied by: in converted layers, and in the head."""
-        converted = sum(w.share * w.used * w.rows * w.cols for w in self.block if w.converted)
-        return self.layers * converted, self.root[-1].rows * self.root[-1].cols
+    heads: tuple[int, ...] = ()  # of queries, and of keys; tensor parallelism divides each
 
     @property
     def parameters(self) -> float:
@@ -87,7 +73,8 @@ class Shapes:
 
     def flop(self, sequence: int) -> float:
         """Of a token: 6 a number that multiplies it, and causal attention; what is recomputed does not count."""
-        return 6.0 * (sum(self.products) + sequence * self.attention * self.layers)
+        converted = self.layers * sum(w.share * w.used * w.rows * w.cols for w in self.block if w.converted)
+        return 6.0 * (converted + self.root[-1].rows * self.root[-1].cols + sequence * self.attention * self.layers)
 
     def divided(self, tensor: int, pipeline: int, expert: int = 1) -> Shapes:
         """What one rank holds, before FSDP2 shards it; each stage of the pipeline as much of the embedding and head."""
@@ -103,63 +90,45 @@ class Shapes:
         return replace(self, layers=layers, block=tuple(map(part, self.block)), root=root)
 
 
-def layouts(weight: Weight, recipe: str, ranks: int) -> list[tuple[float, float]]:
-    """Of each pair that FSDP2 gathers of a converted weight: the bytes of scales sent, and how many are agreed on.
+def sent(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes: int = BF16) -> tuple[float, float]:
+    """Bytes of one gather of weights over so many ranks, and of the amaxes that ranks agree on before it.
 
-    Scales are sent beside the codes where no scale is of several ranks' rows and each has as many rows: 4 bytes each,
-    powers of two of ``mx`` one. Else ranks agree on an amax of 4 bytes for each.
+    Each rank has as many rows of a weight (the last one's padded): as bf16, or, of a converted one, a byte an element
+    for each pair, and its scales. These are sent beside the codes where no scale is of several ranks' rows and each
+    rank has as many: 4 bytes each, powers of two of ``mx`` one. Else ranks agree on an amax of 4 bytes for each.
     """
     tiles = {"rowwise": [(1, 0, 4), (0, 1, 4)], "blockwise": [(BLOCK, BLOCK, 4)], "mx": [(1, 32, 1), (32, 1, 1)]}
-    part, held, found = math.ceil(weight.rows / ranks), weight.share * weight.held, list[tuple[float, float]]()
-    for rows, cols, size in tiles.get(recipe, [(0, 0, 4)]):
-        count = held * math.ceil(weight.rows / (rows or weight.rows)) * math.ceil(weight.cols / (cols or weight.cols))
-        apart = rows and weight.rows == part * ranks and part % rows == 0
-        found.append((size * count, 0.0) if apart else (0.0, count))
-    return found
-
-
-def sent(weight: Weight, recipe: str, ranks: int, param_bytes: int = BF16) -> float:
-    """Bytes of one gather of a weight over so many ranks, each of which has as many rows (the last one's padded).
-
-    A byte an element for each pair, and its scales; else as bf16.
-    """
-    elements = weight.share * weight.held * math.ceil(weight.rows / ranks) * ranks * weight.cols
-    if not weight.converted or recipe == HIGH_PRECISION or ranks == 1:
-        return elements * param_bytes
-    return sum(elements + scales for scales, _ in layouts(weight, recipe, ranks))
-
-
-def agreed(weight: Weight, recipe: str, ranks: int) -> float:
-    """Bytes of a converted weight's amaxes that ranks agree on."""
-    if recipe == HIGH_PRECISION:
-        return 0.0
-    return 4 * sum(count for _, count in layouts(weight, recipe, ranks))
+    whole: float = 0
+    amaxes: float = 0
+    for weight in weights:
+        part, held = math.ceil(weight.rows / ranks), weight.share * weight.held
+        elements, pairs = held * part * ranks * weight.cols, 0.0
+        if not weight.converted or recipe == HIGH_PRECISION:
+            whole += elements * param_bytes
+            continue
+        for rows, cols, size in tiles.get(recipe, [(0, 0, 4)]):
+            count = (
+                held * math.ceil(weight.rows / (rows or weight.rows)) * math.ceil(weight.cols / (cols or weight.cols))
+            )
+            apart = rows and weight.rows == part * ranks and part % rows == 0
+            pairs += elements + size * count if apart else elements
+            amaxes += 0 if apart else 4 * count
+        whole += elements * param_bytes if ranks == 1 else pairs
+    return whole, amaxes
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """H100 SXM servers of 8 GPUs with a network card of 400 Gb/s a GPU. None of these is measured here.
+    """H100 SXM servers of 8 GPUs with a network card of 400 Gb/s a GPU. None of these is measured here."""
 
-    Args:
-        rates: of products, casts and copies: octavo.cost's, which names their sources.
-        attention_forward: FLOP/s of a causal attention's forward, 8,192 tokens, heads of 128 (pytorch/benchmark#2391).
-        attention_backward: the same backward, which computes 2.5 times the FLOP. Assumed: 0.8 of forward's.
-        nvlink: bytes/s each way of a GPU in NCCL's all-gathers and reduce-scatters inside a server (nccl-tests#212:
-            370 of 450 GB/s).
-        network: bytes/s each way of a GPU's card (nccl-tests#290: 46 to 48 of 50 GB/s).
-        server: GPUs in one.
-        latency: seconds that a collective takes before its first byte. Assumed.
-        memory: bytes of a GPU.
-    """
-
-    rates: Rates = field(default_factory=lambda: rates_of("H100"))
-    attention_forward: float = 614e12
-    attention_backward: float = 490e12
-    nvlink: float = 370e9
-    network: float = 47e9
-    server: int = 8
-    latency: float = 20e-6
-    memory: float = 80e9
+    rates: Rates = field(default_factory=lambda: rates_of("H100"))  # they name their sources
+    attention_forward: float = 614e12  # FLOP/s: causal, 8,192 tokens, heads of 128 (pytorch/benchmark#2391)
+    attention_backward: float = 490e12  # which computes 2.5 times the FLOP. Assumed: 0.8 of forward's
+    nvlink: float = 370e9  # bytes/s each way of a GPU in NCCL's all-gathers inside a server (nccl-tests#212)
+    network: float = 47e9  # bytes/s each way of a GPU's card (nccl-tests#290: 46 to 48 of 50 GB/s)
+    server: int = 8  # GPUs in one
+    latency: float = 20e-6  # seconds that a collective takes before its first byte. Assumed
+    memory: float = 80e9  # bytes of a GPU
 
     @classmethod
     def of(cls, rates: Rates) -> Hardware:
@@ -211,33 +180,22 @@ class Hardware:
 class Precision:
     """What is computed and what is sent in FP8; each is octavo's way unless said otherwise.
 
-    Args:
-        name: for tables.
-        recipe: of the products, by its name in ``octavo.recipes``; "bf16": none.
-        gathers: weights gathered in FP8 by FSDP2; else in bf16.
-        reduction: at how many levels gradients are reduced as pairs in blocks of 128
-            (``octavo.distributed.Fp8ReduceScatter``): by an all-to-all of all ranks, or by one of a server's ranks and
-            one of servers. What casts and sums take is not counted. 0: a reduce-scatter of bf16.
-        pairs: inputs and gradients that tensor and sequence parallelism gather, and tokens and gradients that expert
-            parallelism dispatches, are codes, whose scale ranks agree on first. What was gathered is kept for backward.
-            What is added up over ranks stays in bf16.
-        state: weights, masters and moments, one of STATES.
-        elsewhere: Megatron's and DeepSeek's way: forward keeps this rank's part of an input, which is gathered again in
-            backward; a token is cast and sent over the network once for all its experts of a server.
+    ``reduction``: at how many levels gradients are reduced as pairs in blocks of 128
+    (``octavo.distributed.Fp8ReduceScatter``): by an all-to-all of all ranks, or by one of a server's ranks and one of
+    servers. What casts and sums take is not counted. 0: a reduce-scatter of bf16. ``pairs``: inputs and gradients that
+    tensor and sequence parallelism gather, and tokens and gradients that expert parallelism dispatches, are codes,
+    whose scale ranks agree on first. What was gathered is kept for backward; what is added up over ranks stays in bf16.
+    ``elsewhere``: Megatron's and DeepSeek's way: forward keeps this rank's part of an input, which is gathered again in
+    backward; a token is cast and sent over the network once for all its experts of a server.
     """
 
     name: str
-    recipe: str = "dynamic"
-    gathers: bool = False
+    recipe: str = "dynamic"  # of the products, by its name in octavo.recipes; "bf16": none
+    gathers: bool = False  # FSDP2 gathers weights in FP8, else in bf16
     reduction: int = 0
     pairs: bool = False
     elsewhere: bool = False
-    state: str = "float32"
-
-    @property
-    def casts(self) -> Recipe:
-        """Of the products."""
-        return recipes.high_precision() if self.recipe == HIGH_PRECISION else getattr(recipes, self.recipe)()
+    state: str = "float32"  # weights, masters and moments: one of STATES
 
     @property
     def sent(self) -> int:
@@ -247,35 +205,28 @@ class Precision:
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """How a step is divided among GPUs.
-
-    Args:
-        gpus: all of them.
-        sequences: of a step.
-        sequence: tokens of one.
-        tensor, pipeline, context, expert: ranks of each kind of parallelism. Tensor parallelism is with sequence
-            parallelism; experts are divided among ranks of data parallelism.
-        chunks: layers of a stage come in so many (interleaved 1F1B).
-        resharded: FSDP2 frees weights after each use, gathers them twice a micro-batch and reduces gradients in each.
-            Else once a step: a stage keeps its weights, and masters and moments are sharded (ZeRO-1, or FSDP2 with
-            reshard_after_forward=False).
-        recomputed: the share of layers whose forward runs again in backward.
-        replicate: of the ranks of data parallelism, groups that each hold all weights (HSDP; DDP, if no more do).
-        batch: sequences of a micro-batch.
-    """
+    """How a step is divided among GPUs."""
 
     gpus: int
-    sequences: int
-    sequence: int = 8192
-    tensor: int = 1
+    sequences: int  # of a step
+    sequence: int = 8192  # tokens of one
+    tensor: int = 1  # ranks of each kind of parallelism; of this kind with sequence parallelism
     pipeline: int = 1
     context: int = 1
-    expert: int = 1
-    chunks: int = 1
-    resharded: bool = False
-    recomputed: float = 0.0
-    replicate: int = 1
-    batch: int = 1
+    expert: int = 1  # among the ranks of data parallelism
+    chunks: int = 1  # that the layers of a stage come in (interleaved 1F1B)
+    recomputed: float = 0.0  # the share of layers whose forward runs again in backward
+    replicate: int = 1  # groups of ranks of data parallelism that each hold all weights (HSDP, DDP)
+    batch: int = 1  # sequences of a micro-batch
+
+    @property
+    def resharded(self) -> bool:
+        """Whether FSDP2 frees weights after each use, gathers them twice a micro-batch, and reduces gradients in each.
+
+        A pipeline does so once a step: a stage keeps its weights, and masters and moments are sharded (ZeRO-1, or FSDP2
+        with reshard_after_forward=False).
+        """
+        return self.pipeline == 1
 
     @property
     def data(self) -> int:
@@ -392,18 +343,17 @@ class Stage:
             (alone, ranks, min(layout.expert, self.hardware.server)),
         ]
 
-    def rows(self, weight: Weight) -> float:
-        """Of a weight's input: all tokens where tensor parallelism splits it, else this rank's part of them."""
-        return self.tokens * weight.used / (1 if weight.split in ("in", "out") else self.layout.tensor)
-
     def linear(self, weight: Weight) -> tuple[float, float]:
         """Seconds of a converted weight's products and casts, forward and backward.
 
         What tensor parallelism gathers is cast before that where pairs are sent, and else after; elsewhere tokens are
         cast once for all their experts. A weight is cast where it is sharded if it is gathered in FP8, else as a whole.
         """
-        rates, recipe = self.hardware.rates, self.precision.casts
-        work = LinearWork("", round(self.rows(weight)), weight.cols, weight.rows, True, True)
+        rates, name = self.hardware.rates, self.precision.recipe
+        recipe: Recipe = getattr(recipes, "high_precision" if name == HIGH_PRECISION else name)()
+        splits = weight.split in ("in", "out")  # all tokens, else this rank's part of them
+        rows = self.tokens * weight.used / (1 if splits else self.layout.tensor)
+        work = LinearWork("", round(rows), weight.cols, weight.rows, True, True)
         products, casts = sum(rates.product_seconds(form, work.flop) for form in forms_of(recipe)), 0.0
         if recipe.is_high_precision:
             return weight.share * products, casts
@@ -411,10 +361,11 @@ class Stage:
         size /= 1 if self.layout.resharded else self.layout.micro_batches
         counts = work.tokens * weight.cols, size, work.tokens * weight.rows
         first = weight.split == "out" or (weight.split == "experts" and weight.cols == self.whole.width)
-        spared: float = self.layout.tensor if weight.split in ("in", "out") else 1
-        if weight.split == "experts" and self.precision.elsewhere:
+        spared: float = 1
+        if self.precision.pairs and splits:
+            spared = self.layout.tensor
+        elif self.precision.pairs and self.precision.elsewhere and weight.split == "experts":
             spared = weight.used
-        spared = spared if self.precision.pairs else 1
         shares = spared if first else 1, 1, 1 if first else spared
         for role, elements, share in zip(recipe.casts, counts, shares, strict=True):
             if (cast := role.as_is or role.transposed) is not None:
@@ -503,18 +454,15 @@ class Stage:
                 continue
             gather = functools.partial(hardware.wire, ranks=ranks, stride=stride)
             exchange = functools.partial(hardware.exchange, ranks=ranks, stride=stride, levels=self.precision.reduction)
-            root = sum(sent(w, HIGH_PRECISION, ranks) for w in shapes.root)
-            block, gradients = (sum(sent(w, of, ranks) for w in shapes.block) for of in (recipe, HIGH_PRECISION))
+            root, _ = sent(shapes.root, HIGH_PRECISION, ranks)
+            gradients, _ = sent(shapes.block, HIGH_PRECISION, ranks)
+            block, amaxes = sent(shapes.block, recipe, ranks)
             sizes = root, shapes.layers * gradients + root
             last, scatter = (
                 exchange(size * SENT_PAIR / BF16) if self.precision.reduction else gather(size) for size in sizes
             )
             first = gather(root + block)
-            exposed += (
-                first
-                + last
-                + hardware.latency * (ranks > 1 and any(agreed(w, recipe, ranks) for w in shapes.block if w.converted))
-            )
+            exposed += first + last + hardware.latency * (ranks > 1 and amaxes > 0)
             replicas = 2 * hardware.wire(BF16 * shapes.parameters / ranks, layout.replicate, apart)
             gathered += gather(shapes.layers * block + root) - first
             scatter += gather(shapes.layers * block) * layout.resharded

@@ -41,7 +41,7 @@ _CLEAR = "\x1b[2J\x1b[H"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``octavo inspect``."""
-    help = "a folder of octavo.inspect.record, or a run with one; or a model: module:function, a run, a checkpoint.pt"
+    help = "a folder of octavo.inspect.record, or a run with one; or a model: module:function, a run"
     parser.add_argument("folder", type=Path, metavar="RECORD_OR_MODEL", help=help)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with all findings and plots")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as JSON; of a model what was found")

@@ -1,11 +1,11 @@
-"""What a run leaves on the disk: a folder with `config.json`, `log.csv` and a checkpoint, each replaced as a whole.
+"""What a run leaves on the disk: a folder with `config.json`, `log.csv` and checkpoints, each replaced as a whole.
 
-The checkpoint of one process is the file `checkpoint.pt`; those of many ranks are in the folder `checkpoint`, which all
-of them write and any number of ranks can read. Both have tensors, numbers and strings only, so that
-`torch.load(weights_only=True)` reads them: the state of model and optimizer, and the run's
+Checkpoints are those of octavo.distributed.checkpoint, in the folder `checkpoint`: any number of ranks reads what
+another number, or one process, has written. Besides the state of model and optimizer they have the run's
 
-    step, rows      steps done, and their log: a StepRow each, as float64 [step, 5]
+    step, rows      steps done, and their log: the numbers of a StepRow each
     identity        the options and the data that decide the loss curve
+    weights_in_fp8  whether weights are stored in FP8, which a phase of the schedule may change
     schedule        the state of the precision schedule, if there is one
     in_backward     the state of updates in backward, if there are any
 
@@ -16,27 +16,23 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from octavo.distributed.files import PARTIAL, locked, reason_of, replacing
 from octavo.distributed.ranks import CheckpointError, Ranks
 from octavo.errors import first_line
-from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
-from octavo.train.config import CONFIG_FILE, RunCheckpointError, TrainConfig, save_options
+from octavo.train.config import CONFIG_FILE, RunCheckpointError, TrainConfig, options_text
 from octavo.train.shard import ranks_for_saves
 
-FORMAT = 1
-CHECKPOINT = "checkpoint.pt"
-SHARDED = "checkpoint"  # the folder of a run on many ranks
+CHECKPOINT = "checkpoint"
+LOG = "log.csv"
 LOCK = ".lock"  # names the process that trains in the folder
 
 Identity = dict[str, int | float | str]
@@ -62,43 +58,32 @@ class StepRow:
 HEADER = ",".join(f.name for f in fields(StepRow)) + "\n"
 
 
-def rows_to_tensor(rows: list[StepRow]) -> Tensor:
-    """Rows as [n, 5] float64."""
-    return torch.tensor([astuple(row) for row in rows], dtype=torch.float64).reshape(len(rows), len(fields(StepRow)))
-
-
-def rows_from_tensor(values: Tensor) -> list[StepRow]:
-    """The inverse of rows_to_tensor."""
-    return [StepRow(int(step), *numbers) for step, *numbers in values.tolist()]
-
-
 class RunFolder:
-    """The folder of a run of one process.
+    """The folder of a run on these ranks (default: this process alone), of which rank 0 alone writes the log.
 
-    Of many ranks only rank 0 writes the log; if that fails, all ranks raise its error.
-
-    ``saved_step`` is the checkpoint's step; None if no checkpoint was saved or loaded.
+    All ranks call its methods; if one fails on any rank, all raise a RunCheckpointError. ``saved_step`` is the last
+    checkpoint's step; None if no checkpoint was saved or loaded.
     """
 
-    name = CHECKPOINT
-
-    def __init__(self, path: Path, ranks: Ranks | None = None) -> None:
+    def __init__(self, path: Path, ranks: Ranks | None = None, config: TrainConfig | None = None) -> None:
+        config = config or TrainConfig()
         self.path = path
         self.ranks = ranks or Ranks()
-        self.checkpoint = path / self.name
-        self.log = path / "log.csv"
+        self.checkpoint = path / CHECKPOINT
+        self.log = path / LOG
         self.saved_step: int | None = None
-        self._states: dict[str, Any] = {}
+        self._keep = config.ranks.keep
+        self._background = ranks_for_saves(config, self.ranks)
+        self._saving: tuple[int, Future[None]] | None = None
 
     def holds_run(self) -> bool:
         """Whether a run was started here."""
-        return any((self.path / name).exists() for name in (CHECKPOINT, SHARDED, self.log.name))
+        return self.checkpoint.exists() or self.log.exists()
 
     def open(self, resume: bool) -> contextlib.ExitStack:
         """Lock the folder for this run, until the returned stack is closed or the process ends.
 
-        Raises:
-            RunCheckpointError: it can't be written, another run has it, or it holds a run and `resume` is not set.
+        It fails if another run has the folder, or if it holds a run and `resume` is not set.
         """
         with self.ranks.together(), contextlib.ExitStack() as lock:
             if self.ranks.rank > 0:
@@ -120,51 +105,45 @@ class RunFolder:
                 )
             for left in self.path.glob(f"*.{PARTIAL}"):  # files that a killed run was writing
                 left.unlink(missing_ok=True)
-            for left in (self.path / SHARDED).glob(f"*.{PARTIAL}"):
-                shutil.rmtree(left)
             return lock.pop_all()
         raise AssertionError  # together() swallows nothing
 
     def save(self, model: nn.Module, optimizer: Optimizer, content: Content) -> None:
-        """Replace the checkpoint; if that fails, the previous one is still there.
+        """Write a checkpoint, or begin to; if that fails, or the one begun before has, the previous one is kept."""
+        from octavo.distributed.checkpoint import async_save_checkpoint, save_checkpoint
 
-        Raises:
-            RunCheckpointError: the disk is full or gone, on any rank.
-        """
-        states = {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "delayed": delayed_state_dict(model),
-        }
-        with self._writing(self.checkpoint), replacing(self.checkpoint) as file:
-            torch.save({"octavo_checkpoint": FORMAT, "schedule": {}, "in_backward": {}, **states, **content}, file)
+        self.finish()
+        given: Any = self.checkpoint, model, optimizer, content
+        with self._writing(self.checkpoint):
+            if self._background is not None:
+                saving = async_save_checkpoint(*given, ranks=self._background, keep=self._keep)
+                self._saving = content["step"], saving
+                return
+            save_checkpoint(*given, ranks=self.ranks, keep=self._keep)
         self.saved_step = content["step"]
 
     def finish(self) -> None:
-        """Wait until what `save` has begun is written; of many ranks all call it.
-
-        Raises:
-            RunCheckpointError: it could not be written, on any rank.
-        """
+        """Wait until what `save` has begun is written."""
+        if self._saving is not None:
+            (step, saving), self._saving = self._saving, None
+            with self._writing(self.checkpoint):
+                saving.result()
+            self.saved_step = step
 
     def load(self, identity: Identity | None) -> Content | None:
         """Read the checkpoint of this run, or return None if none was written yet; see `fill`.
 
-        Args:
-            identity: this run's, which must equal the checkpoint's; None: any run's checkpoint is read.
-
-        Raises:
-            RunCheckpointError: it is damaged, or belongs to a run with other options or other data.
+        It fails for a checkpoint of another identity than this; None: any run's is read.
         """
+        from octavo.distributed.checkpoint import checkpoints_in, load_extra
 
         def read() -> Content | None:
+            if not checkpoints_in(self.checkpoint):
+                return None
             try:
-                if (content := self._read()) is None:
-                    return None
-                rows, found = rows_from_tensor(content["rows"]), {**content["identity"]}
-                content |= {"step": int(content["step"]), "identity": found, "rows": rows}
-            except RunCheckpointError:
-                raise
+                content = {**load_extra(self.checkpoint)}
+                content |= {"step": int(content["step"]), "rows": [StepRow(*row) for row in content["rows"]]}
+                found = {**content["identity"]}
             except Exception as error:  # whatever a damaged file makes torch raise
                 raise RunCheckpointError(
                     f"{self.checkpoint} is damaged or not a checkpoint of octavo: move it away to start this run again "
@@ -176,19 +155,6 @@ class RunFolder:
 
         content = self.ranks.first(read)
         self.saved_step = None if content is None else content["step"]
-        return content
-
-    def _read(self) -> Content | None:
-        if not self.checkpoint.exists():
-            if (self.path / SHARDED).exists():
-                raise RunCheckpointError(
-                    f"the run in {self.path} was trained on many ranks: resume it with --shard fsdp or ddp"
-                )
-            return None
-        content: Content = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-        if content.pop("octavo_checkpoint") != FORMAT:
-            raise ValueError("another format")
-        self._states = {name: content.pop(name) for name in ("model", "optimizer", "delayed")}
         return content
 
     def _require_same(self, found: Identity, wanted: Identity) -> None:
@@ -203,105 +169,41 @@ class RunFolder:
                 )
 
     def fill(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Fill the model and its optimizer from the checkpoint that `load` has read.
-
-        Raises:
-            KeyError, RuntimeError, ValueError: the checkpoint of one process is another model's.
-            RunCheckpointError: the checkpoint of many ranks is another model's or damaged.
-        """
-        states, self._states = self._states, {}  # freed here, as they take as much memory as the run
-        model.load_state_dict(states["model"])
-        if optimizer is not None:
-            optimizer.load_state_dict(states["optimizer"])
-        load_delayed_state_dict(model, states["delayed"])
-
-    def write_options(self, config: TrainConfig, recipe: str) -> None:
-        """Writes the run's options to `config.json`."""
-        with self.ranks.together(), self._writing(self.path / CONFIG_FILE):
-            if self.ranks.rank == 0:
-                save_options(self.path, config, recipe)
-
-    def start_log(self, rows: list[StepRow]) -> None:
-        """Writes the log anew with these rows."""
-        with self.ranks.together(), self._writing(self.log):
-            if self.ranks.rank == 0:
-                with replacing(self.log) as file:
-                    file.write((HEADER + "".join(row.csv() for row in rows)).encode())
-
-    def append(self, rows: list[StepRow]) -> None:
-        """Appends rows to the log; they are in the file when this returns."""
-        with self.ranks.together(), self._writing(self.log):
-            if self.ranks.rank == 0:
-                with open(self.log, "ab") as file:
-                    file.write("".join(row.csv() for row in rows).encode())
-
-    @contextlib.contextmanager
-    def _writing(self, path: Path) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, RuntimeError) as error:
-            kept = "no checkpoint was written yet" if self.saved_step is None else f"step {self.saved_step} is kept"
-            raise RunCheckpointError(
-                f"cannot write {path}: {reason_of(error)}; {kept}; make room and add --resume to go on"
-            ) from error
-
-
-class ShardedFolder(RunFolder):
-    """The folder of a run on many ranks.
-
-    Args:
-        path: the folder.
-        ranks: those that train.
-        config: how many checkpoints it keeps, and whether `save` writes while training goes on (default: no).
-    """
-
-    name = SHARDED
-
-    def __init__(self, path: Path, ranks: Ranks | None = None, config: TrainConfig | None = None) -> None:
-        super().__init__(path, ranks)
-        self._keep = 1 if config is None else config.ranks.keep
-        self._background = None if config is None else ranks_for_saves(config, self.ranks)
-        self._saving: tuple[int, Future[None]] | None = None
-
-    def save(self, model: nn.Module, optimizer: Optimizer, content: Content) -> None:
-        from octavo.distributed.checkpoint import async_save_checkpoint, save_checkpoint
-
-        self.finish()
-        given: Any = self.checkpoint, model, optimizer, content
-        with self._reported():
-            if self._background is not None:
-                saving = async_save_checkpoint(*given, ranks=self._background, keep=self._keep)
-                self._saving = content["step"], saving
-                return
-            save_checkpoint(*given, ranks=self.ranks, keep=self._keep)
-        self.saved_step = content["step"]
-
-    def finish(self) -> None:
-        if self._saving is not None:
-            (step, saving), self._saving = self._saving, None
-            with self._reported():
-                saving.result()
-            self.saved_step = step
-
-    @contextlib.contextmanager
-    def _reported(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError as error:
-            kept = "nothing yet" if self.saved_step is None else f"step {self.saved_step}"
-            raise RunCheckpointError(f"{error} ({kept}); add --resume to go on") from error
-
-    def _read(self) -> Content | None:
-        from octavo.distributed.checkpoint import checkpoints_in, load_extra
-
-        if (self.path / CHECKPOINT).exists():
-            raise RunCheckpointError(f"the run in {self.path} was trained by one process: resume it without --shard")
-        return load_extra(self.checkpoint) if checkpoints_in(self.checkpoint) else None
-
-    def fill(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Fill the model and its optimizer from the last checkpoint."""
         from octavo.distributed.checkpoint import load_checkpoint
 
         try:
             load_checkpoint(self.checkpoint, model, optimizer, ranks=self.ranks)
         except CheckpointError as error:
             raise RunCheckpointError(str(error)) from error
+
+    def write_options(self, config: TrainConfig, recipe: str) -> None:
+        """Write the run's options to `config.json`."""
+        self._replace(self.path / CONFIG_FILE, options_text(config, recipe))
+
+    def start_log(self, rows: list[StepRow]) -> None:
+        """Write the log anew with these rows."""
+        self._replace(self.log, HEADER + "".join(row.csv() for row in rows))
+
+    def append(self, rows: list[StepRow]) -> None:
+        """Append rows to the log; they are in the file when this returns."""
+        with self.ranks.together(), self._writing(self.log):
+            if self.ranks.rank == 0:
+                with open(self.log, "ab") as file:
+                    file.write("".join(row.csv() for row in rows).encode())
+
+    def _replace(self, path: Path, text: str) -> None:
+        with self.ranks.together(), self._writing(path):
+            if self.ranks.rank == 0:
+                with replacing(path) as file:
+                    file.write(text.encode())
+
+    @contextlib.contextmanager
+    def _writing(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except (CheckpointError, OSError) as error:
+            full = f"cannot write {path}: {reason_of(error)}; make room; what was saved before is kept"
+            what = error if isinstance(error, CheckpointError) else full
+            kept = "nothing yet" if self.saved_step is None else f"step {self.saved_step}"
+            raise RunCheckpointError(f"{what} ({kept}); add --resume to go on") from error

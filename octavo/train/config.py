@@ -5,16 +5,7 @@ limits. A run's folder has them as `config.json`, and `octavo train --config` re
 is a field of TrainConfig; options that a file leaves out have their defaults:
 
     {"recipe": "delayed", "model": {"width": 192, "layers": 4}, "optimizer": {"steps": 1000}}
-
-Example:
-    >>> from octavo.train import ModelConfig
-    >>> ModelConfig(width=100, heads=3)
-    Traceback (most recent call last):
-    ...
-    ValueError: width 100 is not a multiple of 2 x heads (heads 3): choose width 96 or 102
 """
-
-from __future__ import annotations
 
 import contextlib
 import dataclasses
@@ -24,18 +15,15 @@ import re
 import tomllib
 import typing
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from octavo.distributed.files import replacing
 from octavo.errors import OctavoError, first_line
 from octavo.recipes import NAMED
 
 CONFIG_FILE = "config.json"
 AUTO = "auto"
-_THIS_RUN_ALONE = ("out", "resume")  # options that a file for other runs leaves out
 
 
 class TrainError(OctavoError):
@@ -74,38 +62,28 @@ def option(default: Any, help: str, *limits: float, metavar: str = "") -> Any:
 
     ``metavar``: what the flag's help calls a value (default: N for an integer, X for a float).
     """
+    metavar = metavar or {int: "N", float: "X"}.get(type(default), "")
     return field(default=default, metadata={"help": help, "limits": limits, "metavar": metavar})
 
 
-@cache
-def hints(config: type) -> dict[str, Any]:
-    """The annotations of a dataclass, evaluated."""
-    return typing.get_type_hints(config)
+def choices(field: Field[Any]) -> tuple[str, ...]:
+    """The strings of a field's Literal, which a bool field takes besides true and false; empty without a Literal."""
+    literals = (kind for kind in (field.type, *typing.get_args(field.type)) if typing.get_origin(kind) is Literal)
+    return tuple(word for literal in literals for word in typing.get_args(literal))
 
 
-def choices(config: type, name: str) -> tuple[str, ...]:
-    """The strings that a field takes: those of its Literal; empty for a field of another kind."""
-    return typing.get_args(hint) if typing.get_origin(hint := hints(config)[name]) is Literal else ()
-
-
-def words_of(config: type, name: str) -> tuple[str, ...]:
-    """The strings that a field takes besides true and false."""
-    return tuple(word for kind in typing.get_args(hints(config)[name]) for word in typing.get_args(kind))
-
-
-def remedy(config: type, field: dataclasses.Field[Any], value: object) -> str | None:
+def remedy(field: Field[Any], value: object) -> str | None:
     """What to choose instead of a value that a field does not take; None if it takes the value."""
-    default, limits = field.default, field.metadata["limits"]
-    if allowed := choices(config, field.name):
-        return None if value in allowed else f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+    default, limits, words = field.default, field.metadata["limits"], choices(field)
     if isinstance(default, bool):
-        words = words_of(config, field.name)
         return None if isinstance(value, bool) or value in words else " or ".join(("true", "false", *words))
+    if words:
+        return None if value in words else f"{', '.join(words[:-1])} or {words[-1]}"
     if isinstance(default, int):
         fits = type(value) is int and limits[0] <= value <= LARGEST
         return None if fits else f"a whole number from {limits[0]} to {LARGEST}"
     if not isinstance(default, float):
-        return None if isinstance(value, hints(config)[field.name]) else "a Path" if default is None else "a string"
+        return None if isinstance(value, field.type) else "a Path" if default is None else "a string"  # type: ignore[arg-type]
     low, high = limits
     fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
     return None if fits else f"a number {'above 0' if low == SMALLEST else f'from {low:g}'} up to {high:g}"
@@ -113,9 +91,9 @@ def remedy(config: type, field: dataclasses.Field[Any], value: object) -> str | 
 
 class _Checked:
     def __post_init__(self) -> None:
-        for each in dataclasses.fields(self):  # type: ignore[arg-type]
+        for each in fields(self):  # type: ignore[arg-type]
             value = getattr(self, each.name)
-            if (choice := remedy(type(self), each, value)) is not None:
+            if (choice := remedy(each, value)) is not None:
                 raise ValueError(f"{each.name} is {value!r}: choose {choice}")
 
 
@@ -244,8 +222,13 @@ class StateConfig(_Checked):
             raise ValueError("gradient_storage keeps gradients that update_in_backward does not: choose one")
         if self.outstanding_bytes is not None and self.recover:
             raise ValueError("recover looks at all gradients, which update_in_backward does not keep: choose one")
-        if self.schedule:
-            check_schedule(self.schedule)
+        names = "|".join(("fp8", *RECIPES))
+        phases = rf"({names})(-then-({names})@(0?\.\d+))+"  # see trainer.py's phases_of
+        if self.schedule not in ("", AUTO) and re.fullmatch(phases, self.schedule) is None:
+            raise ValueError(
+                f"schedule is {self.schedule!r}: choose auto, or phases and the shares of the steps where they begin, "
+                f"such as fp8-then-bf16@0.7 (fp8: the run's recipe; others: {', '.join(RECIPES)})"
+            )
 
     @property
     def bf16_weights(self) -> bool:
@@ -304,11 +287,6 @@ class RanksConfig(_Checked):
     keep: int = option(1, "checkpoints that stay, the newest ones", 1)
     async_save: bool = option(False, "write checkpoints while training goes on: a step waits for a copy alone")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.shard == ALONE and (self.keep > 1 or self.async_save):
-            raise ValueError("keep and async_save are for runs on ranks, one is enough: choose shard fsdp or ddp")
-
 
 @dataclass(frozen=True)
 class InspectConfig(_Checked):
@@ -356,16 +334,12 @@ class TrainConfig:
         if wrong := {name: size for name, size in sizes.items() if size % ranks}:
             raise ValueError(f"tensor_parallel {ranks} does not divide {wrong}: choose sizes that are multiples of it")
 
-    def with_dtype(self, recipes: Collection[object], fastest: str) -> TrainConfig:
-        """The options with the dtype that `auto` means: what a recipe or the master demands, or else the fastest.
-
-        Raises:
-            ValueError: recipes, dtype and master demand different ones.
-        """
+    def with_dtype(self, recipes: Collection[object], fastest: str) -> Self:
+        """The options with the dtype that `auto` means: what a recipe or the master demands, or else the fastest."""
         demanded = {dtype for dtype, name in DTYPES.items() if name in recipes or dtype == self.run.dtype}
         demanded |= {"bfloat16"} if self.state.bf16_weights else set()
         if len(demanded) > 1:
-            raise ValueError(
+            raise TrainError(
                 f"recipe {', '.join(map(str, recipes))}, dtype {self.run.dtype} and master {self.state.master} mean "
                 f"both {' and '.join(DTYPES)}: choose one dtype, and recipe {BASELINE} for the run in it"
             )
@@ -373,15 +347,13 @@ class TrainConfig:
         return dataclasses.replace(self, run=dataclasses.replace(self.run, dtype=dtype))
 
     def require_phases(self, recipes: Collection[object]) -> None:
-        """Raise ValueError for a schedule or recovery that would change nothing, because no recipe has FP8."""
-        wanted = [
-            f"{name} {getattr(self.state, name)}" for name in ("schedule", "recover") if getattr(self.state, name)
-        ]
-        if wanted and all(recipe in UNCONVERTED for recipe in recipes):
-            raise ValueError(
-                f"{wanted[0]} switches FP8 layers, and {', '.join(map(str, recipes))} has none: "
-                "choose an FP8 recipe, such as dynamic; a phase of the schedule may be bf16"
-            )
+        """Raise TrainError for a schedule or recovery that would change nothing, because no recipe has FP8."""
+        for name in ("schedule", "recover"):
+            if (given := getattr(self.state, name)) and all(recipe in UNCONVERTED for recipe in recipes):
+                raise TrainError(
+                    f"{name} {given} switches FP8 layers, and {', '.join(map(str, recipes))} has none: "
+                    "choose an FP8 recipe, such as dynamic; a phase of the schedule may be bf16"
+                )
 
     def called(self, recipe: str) -> str:
         """The name of a run of this recipe; a baseline's is that of the dtype, which must not be "auto" any more."""
@@ -398,15 +370,7 @@ class TrainConfig:
         return chosen | {"seed": self.run.seed, "dtype": self.run.dtype}
 
 
-def check_schedule(text: str) -> str:
-    """Return the schedule, or raise ValueError; see trainer.py's phases_of."""
-    names = "|".join(("fp8", *RECIPES))
-    if text != AUTO and re.fullmatch(rf"({names})(-then-({names})@(0?\.\d+))+", text) is None:
-        raise ValueError(
-            f"schedule is {text!r}: choose auto, or phases and the shares of the steps where they begin, such as "
-            f"fp8-then-bf16@0.7 (fp8: the run's recipe; others: {', '.join(RECIPES)})"
-        )
-    return text
+SECTIONS: dict[str, Any] = {section.name: section.type for section in fields(TrainConfig)}
 
 
 def check_recipe(name: str) -> str:
@@ -416,23 +380,19 @@ def check_recipe(name: str) -> str:
     return name
 
 
-def save_options(folder: Path, config: TrainConfig, recipe: str) -> None:
-    """Write a run's options to `config.json` in its folder, without --out and --resume."""
+def options_text(config: TrainConfig, recipe: str) -> str:
+    """A run's options as `config.json` has them: without --out and --resume."""
     sections: dict[str, Any] = {"recipe": recipe}
     for name, section in vars(config).items():
-        sections[name] = {key: value for key, value in vars(section).items() if key not in _THIS_RUN_ALONE}
-    with replacing(folder / CONFIG_FILE) as file:
-        file.write(f"{json.dumps(sections, indent=2, default=lambda path: str(path.absolute()))}\n".encode())
+        sections[name] = {key: value for key, value in vars(section).items() if key not in ("out", "resume")}
+    return f"{json.dumps(sections, indent=2, default=lambda path: str(path.absolute()))}\n"
 
 
 def load_options(path: Path) -> dict[str, Any]:
     """The options in a file, by their names; `recipe` (a name) and `recipes` (a list of names) among them.
 
-    Args:
-        path: a JSON file, a TOML file whose name ends with .toml, or a run's folder, whose `config.json` is read.
-
-    Raises:
-        TrainError: the file can't be read, or has an unknown option, or a value that an option does not take.
+    It is a JSON file, a TOML file whose name ends with .toml, or the `config.json` of a run's folder. TrainError, if it
+    can't be read, has an unknown option, or a value that an option does not take.
     """
     file = path / CONFIG_FILE if path.is_dir() else path
     try:
@@ -442,49 +402,43 @@ def load_options(path: Path) -> dict[str, Any]:
         raise TrainError(f"{file}: {error.strerror}: give a run's folder, its {CONFIG_FILE}, or a TOML file") from error
     except ValueError as error:
         raise TrainError(f"{file} is neither JSON nor, ending in .toml, TOML: {first_line(error)}") from error
-    sections = hints(TrainConfig)
-    if not isinstance(content, dict) or (unknown := content.keys() - sections - {"recipe", "recipes"}):
+    if not isinstance(content, dict) or (unknown := content.keys() - SECTIONS - {"recipe", "recipes"}):
         fault = f"{', '.join(sorted(unknown))} is no section" if isinstance(content, dict) else "it has no sections"
-        raise TrainError(f"{file}: {fault}: choose recipe, recipes, {', '.join(sections)}")
+        raise TrainError(f"{file}: {fault}: choose recipe, recipes, {', '.join(SECTIONS)}")
     options: dict[str, Any] = {}
     for name, values in content.items():
         with train_errors(f"{file}: "):
-            options |= _section(sections[name], name, values) if name in sections else _recipes(name, values)
+            options |= _section(name, values) if name in SECTIONS else _recipes(name, values)
     return options
 
 
 def _recipes(key: str, value: Any) -> dict[str, Any]:
     names = [value] if key == "recipe" else value
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{key} is {value!r}: choose {'a name' if key == 'recipe' else 'a list of names'}")
+    if not isinstance(names, list) or not names:
+        raise ValueError(f"{key} is {value!r}: choose a list of names")
     for name in names:
         check_recipe(name)
     return {key: value}
 
 
-def _section(config: type, section: str, values: Any) -> dict[str, Any]:
-    fields = {field.name: field for field in dataclasses.fields(config)}
-    if not isinstance(values, dict) or values.keys() - fields:
-        wrong = sorted(values.keys() - fields) if isinstance(values, dict) else [repr(values)]
-        raise ValueError(f"{section} has no option {', '.join(wrong)}: choose {', '.join(fields)}")
+def _section(section: str, values: Any) -> dict[str, Any]:
+    known = {field.name: field for field in fields(SECTIONS[section])}
+    if not isinstance(values, dict) or values.keys() - known:
+        wrong = sorted(values.keys() - known) if isinstance(values, dict) else [repr(values)]
+        raise ValueError(f"{section} has no option {', '.join(wrong)}: choose {', '.join(known)}")
     found = {}
     for name, value in values.items():
-        found[name] = Path(value) if fields[name].default is None and isinstance(value, str) and value else value
-        if (choice := remedy(config, fields[name], found[name])) is not None:
+        found[name] = Path(value) if known[name].default is None and isinstance(value, str) and value else value
+        if (choice := remedy(known[name], found[name])) is not None:
             raise ValueError(f"{section}.{name} is {value!r}: choose {choice}")
     return found
 
 
 def config_of(options: Mapping[str, Any]) -> TrainConfig:
-    """A TrainConfig with the given options, by name, and defaults for the others.
-
-    Raises:
-        ValueError: options that contradict each other, or values that an option does not take.
-    """
-    return TrainConfig(**{name: build(section, options) for name, section in hints(TrainConfig).items()})
+    """A TrainConfig with the given options, by name, and defaults for the others; ValueError as a section raises it."""
+    return TrainConfig(**{name: build(section, options) for name, section in SECTIONS.items()})
 
 
-def build(section: type, options: Mapping[str, Any]) -> Any:
-    """One section of TrainConfig with its options among the given ones; see `config_of`."""
-    names = (field.name for field in dataclasses.fields(section))
-    return section(**{name: options[name] for name in names if name in options})
+def build(section: Any, options: Mapping[str, Any]) -> Any:
+    """One section of TrainConfig with its options among the given ones."""
+    return section(**{field.name: options[field.name] for field in fields(section) if field.name in options})

@@ -29,19 +29,12 @@ SKIPPED_FOLDERS = frozenset(
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text for training, and text for validation: the last tenth.
+    """Text for training, and text for validation: the last tenth."""
 
-    Attributes:
-        train: [n] uint8.
-        validation: [m] uint8.
-        description: where it came from, for people.
-        digest: a hash of the whole text.
-    """
-
-    train: Tensor
-    validation: Tensor
-    description: str
-    digest: str
+    train: Tensor  # [n] uint8
+    validation: Tensor  # [m] uint8
+    description: str  # where it came from, for people
+    digest: str  # of the whole text
 
     @classmethod
     def of(cls, text: bytes | bytearray, description: str) -> Corpus:
@@ -63,19 +56,14 @@ class Corpus:
 
 
 def load_corpus(data: Path | None = None) -> Corpus:
-    """Reads a file, a folder, or Python's standard library.
+    """Text of a UTF-8 file, of a folder's text files but hidden ones, or of the sources of Python's standard library.
 
-    Args:
-        data: a UTF-8 text file; a folder, whose text files are read in sorted order, without hidden ones; None for the
-            source of Python's standard library.
-
-    Raises:
-        TrainError: the file or folder does not exist, is empty or has no text.
+    TrainError, if the file or folder does not exist, is empty or has no text.
     """
     if data is None:
-        return _load_standard_library()
+        return _load_folder(Path(sysconfig.get_paths()["stdlib"]), "Python's standard library", ".py", SKIPPED_FOLDERS)
     if data.is_dir():
-        return _load_folder(data)
+        return _load_folder(data, str(data))
     if not data.exists():
         raise TrainError(f"no such file or folder: {data}")
     if not data.is_file():
@@ -102,37 +90,25 @@ def why_not_text(text: bytes) -> str | None:
     return None
 
 
-def _walk(root: Path, skipped: Collection[str] = ()) -> Iterator[Path]:
-    """Regular files below root, without hidden names, in an order that depends only on their names."""
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in skipped)
-        yield from (Path(folder, n) for n in sorted(names) if not n.startswith(".") and Path(folder, n).is_file())
-
-
-def _load_folder(root: Path) -> Corpus:
+def _load_folder(root: Path, called: str, suffix: str = "", skipped: Collection[str] = ()) -> Corpus:
+    """Text files below root, without hidden names, in an order that depends only on their names."""
     pieces, left_out = [], []
-    for path in _walk(root):
-        try:
-            text = path.read_bytes()
-        except OSError:
-            text = b"\0"
-        if why_not_text(text) is not None:
-            left_out.append(path)
-        elif text:
-            pieces.append(text)
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
+        wanted = [Path(folder, name) for name in sorted(names) if not name.startswith(".") and name.endswith(suffix)]
+        for path in filter(Path.is_file, wanted):
+            try:
+                text = path.read_bytes()
+            except OSError:
+                text = b"\0"
+            if why_not_text(text) is not None:
+                left_out.append(path)
+            elif text:
+                pieces.append(text)
     aside = f", {len(left_out)} left out as not text, such as {left_out[0]}" if left_out else ""
     if not pieces:
-        raise TrainError(f"no text in {root}{aside}: give a folder with UTF-8 text files")
-    return Corpus.of(b"\n".join(pieces), f"{root} ({len(pieces)} files{aside})")
-
-
-def _load_standard_library() -> Corpus:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    sources = (path.read_bytes() for path in _walk(root, SKIPPED_FOLDERS) if path.suffix == ".py")
-    pieces = [text for text in sources if text and why_not_text(text) is None]
-    if not pieces:
-        raise TrainError(f"Python's standard library has no sources in {root}: give text with --data")
-    return Corpus.of(b"\n".join(pieces), f"Python's standard library ({len(pieces)} files)")
+        raise TrainError(f"no text in {root}{aside}: give UTF-8 text files with --data")
+    return Corpus.of(b"\n".join(pieces), f"{called} ({len(pieces)} files{aside})")
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,20 +20,19 @@ from octavo.kernels.capability import fast_dtype
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Switch
-from octavo.train.checkpoint import CHECKPOINT, SHARDED, Content, Identity, RunFolder, ShardedFolder, StepRow
+from octavo.train.checkpoint import CHECKPOINT, Content, Identity, RunFolder, StepRow
 from octavo.train.config import (
     ALONE,
     BASELINE,
     RECIPES,
     DivergedError,
-    InspectConfig,
     ModelConfig,
     RunCheckpointError,
     StateConfig,
     TrainConfig,
     TrainError,
+    build,
     check_recipe,
-    train_errors,
 )
 from octavo.train.data import Corpus, load_corpus
 from octavo.train.model import GPT
@@ -46,76 +45,19 @@ FORECAST_AFTER = 4  # steps, as the first ones are slow
 RECORD = "inspect"  # the record's folder in a run's folder
 
 
-class Inspection:
-    """What `--inspect` adds to a run: a record in its folder, and where a fault came from.
-
-    Args:
-        trainer: of a model with FP8 layers, loaded.
-        folder: the run's; without one there is no record.
-        config: how often to record.
-        step: steps done before; a run that begins anew deletes the record that a killed one left.
-    """
-
-    def __init__(self, trainer: Trainer, folder: Path | None, config: InspectConfig, step: int) -> None:
-        ranks, group = trainer.ranks, trainer.ranks.group
-        self._recorder = None
-        if folder is not None:
-            with ranks.together():
-                if step == 0 and ranks.rank == 0:
-                    shutil.rmtree(folder / RECORD, ignore_errors=True)
-            self._recorder = octavo.inspect.Recorder(
-                trainer.model,
-                folder / RECORD,
-                config.inspect_every,
-                optimizer=trainer.optimizer,
-                schedule=trainer.schedule,
-                step=step,
-                group=group,
-            )
-        self._trace = octavo.inspect.trace_faults(trainer.model, raises=False, step=step, group=group)
-
-    def step(self, loss: Tensor, norm: Tensor, lr: float) -> None:
-        """Record a step that was launched."""
-        self._trace.step(loss, norm)
-        if self._recorder is not None:
-            self._recorder.step(loss, norm, lr=lr)
-
-    def close(self) -> str:
-        """Write what is left, and leave the model as it was; return where the first fault was, or ""."""
-        self._trace.close()
-        fault = self._trace.fault
-        if self._recorder is not None:
-            if fault is not None:
-                self._recorder.event("fault", str(fault))
-            self._recorder.close()
-        return "" if fault is None else fault.where
-
-
 @dataclass
 class RunResult:
-    """The result of a run.
+    """The result of a run."""
 
-    Attributes:
-        name: the recipe's name; the baseline's is that of its dtype, bf16 or float32.
-        steps: how many steps the run has in all.
-        rows: one for each step done.
-        parameters: the model's parameters.
-        tokens_per_step: bytes trained on in a step.
-        dtype: bfloat16 or float32, of what is not FP8.
-        folder: where its files are, or None.
-        interrupted: whether it was stopped before its end.
-        switches: where its phases began; empty without a schedule.
-    """
-
-    name: str
-    steps: int
-    rows: list[StepRow] = field(repr=False)
-    parameters: int
-    tokens_per_step: int
-    dtype: str
-    folder: Path | None = None
-    interrupted: bool = False
-    switches: list[Switch] = field(default_factory=list, repr=False)
+    name: str  # the recipe's; the baseline's is that of its dtype, bf16 or float32
+    steps: int  # in all
+    rows: list[StepRow] = field(repr=False)  # of the steps done
+    parameters: int  # how many numbers the model has
+    tokens_per_step: int  # bytes trained on
+    dtype: str  # bfloat16 or float32, of what is not FP8
+    folder: Path | None = None  # where its files are
+    interrupted: bool = False  # stopped before its end
+    switches: list[Switch] = field(default_factory=list, repr=False)  # where its phases began
 
     @property
     def losses(self) -> list[float]:
@@ -145,19 +87,12 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Hooks:
-    """Callbacks of `run`.
+    """Callbacks of `run`."""
 
-    Attributes:
-        on_model: called once with the model, converted and loaded, before the first step.
-        on_step: called with the row of each step, in order.
-        should_stop: called before each step; if it returns true, the run saves itself and returns.
-        progress: shows what happens.
-    """
-
-    on_model: Callable[[GPT], object] = lambda model: None
-    on_step: Callable[[StepRow], object] = lambda row: None
-    should_stop: Callable[[], bool] = lambda: False
-    progress: Progress = field(default_factory=Progress)
+    on_model: Callable[[GPT], object] = lambda model: None  # with the model, loaded, before the first step
+    on_step: Callable[[StepRow], object] = lambda row: None  # with the row of each step, in order
+    should_stop: Callable[[], bool] = lambda: False  # before each step; if true, the run saves itself and returns
+    progress: Progress = field(default_factory=Progress)  # shows what happens
 
 
 def run(
@@ -184,13 +119,9 @@ def run(
         hooks: callbacks of the run, on every rank.
         ranks: the ranks that train together under `config.ranks.shard` (default: those of the default process group).
 
-    Returns:
-        The run's result.
-
     Raises:
         ValueError: an unknown recipe.
-        TrainError: a recipe and a dtype that contradict each other, no such device or data, an unusable folder or
-            checkpoint, divergence.
+        TrainError: options, device, data or folder can't be used, or the run diverges.
         RankError: another rank failed or is gone.
 
     Example:
@@ -226,8 +157,7 @@ def compare(
         config: all options; each run has its folder, named after its recipe, in `config.run.out`. A resumed comparison
             reads the finished runs and does not train them again.
         recipes: names in `octavo.train.RECIPES`; a name given twice counts once.
-        corpus: as for `run`.
-        hooks: as for `run`; `on_model` is called for each recipe.
+        corpus, hooks: as for `run`; `on_model` is called for each recipe.
 
     Returns:
         One result for each recipe, in order; after an interruption the last one is the interrupted run's.
@@ -238,15 +168,14 @@ def compare(
     names = list(dict.fromkeys(shared.config.called(name) for name in recipes))
     for name in names:
         shared.rehearse(name)
-    results = []
+    results: list[RunResult] = []
     with shared.opened:
         # all folders are opened before the first run, so that the second does not fail after minutes of training
-        ahead = [len(_Run(shared, name, name).steps_ahead) for name in names]
+        runs = [_Run(shared, name, name) for name in names]
         shared.say_first(names)
         for index, name in enumerate(names):
             shared.progress.message(f"run {index + 1} of {len(names)}: {name}")
-            later = [steps for steps in ahead[index + 1 :] if steps]
-            results.append(_Run(shared, name, name).train(later))
+            results.append(runs.pop(0).train(runs))  # which frees its model
             if results[-1].interrupted:
                 break
     return results
@@ -261,10 +190,8 @@ class _Shared:
         """Load the text, settle the dtype, and check that the model fits the device and the text is long enough."""
         self.hooks, self.progress, self.ranks = hooks, hooks.progress, ranks
         self.opened = contextlib.ExitStack()  # the runs' folders, until this is closed
-        self._folders: set[Path] = set()
         require_even_batches(config, ranks)
-        with train_errors():
-            config.require_phases(recipes)
+        config.require_phases(recipes)
         with ranks.together():
             self.device = choose_device(device_name(config))
             if self.device.type == "cuda" and config.ranks.shard != ALONE:
@@ -282,12 +209,6 @@ class _Shared:
                     f"{corpus.description} is another text here than on rank 0: give all ranks the same --data"
                 )
 
-    def open(self, folder: RunFolder) -> None:
-        """Open a run's folder, unless that was done."""
-        if folder.path not in self._folders:
-            self.opened.enter_context(folder.open(bool(self.config.run.resume)))
-            self._folders.add(folder.path)
-
     def rehearse(self, name: str) -> None:
         """Raise TrainError for options that a recipe can't have; a tiny model finds that before minutes of training."""
         tiny = replace(self.config.model, width=2, layers=1, heads=1, context=1)
@@ -297,15 +218,11 @@ class _Shared:
     def say_first(self, names: Collection[str]) -> None:
         """Say what is trained, where, and in which dtype."""
         dtype, each = self.config.run.dtype, " each" if len(names) > 1 else ""
-        if fast_dtype(self.device) == torch.bfloat16:
-            why = f"--dtype {'float32' if dtype == 'bfloat16' else 'bfloat16'} decides otherwise"
-        elif dtype == "float32":
-            why = "this CPU has no instructions for bfloat16; --dtype bfloat16 decides otherwise"
-        else:
-            why = "this CPU has no instructions for it: --dtype float32 is faster"
+        why = "" if fast_dtype(self.device) == torch.bfloat16 else "this CPU has no instructions for bfloat16; "
+        other = "float32" if dtype == "bfloat16" else "bfloat16"
         self.progress.message(
             f"{', '.join(names)}: {self.config.optimizer.steps} steps{each} on {self.device}; "
-            f"what is not FP8 is {dtype} ({why})"
+            f"what is not FP8 is {dtype} ({why}--dtype {other} decides otherwise)"
         )
 
 
@@ -318,26 +235,24 @@ class _Run:
         called = config.called(recipe) if isinstance(recipe, str) else str(recipe)
         self.identity: Identity = config.identity() | {"recipe": called, "text": shared.corpus.digest}
         self.folder: RunFolder | None = None
-        self.saved: Content | None = None
+        self.saved: Content = {}
         if config.run.out is not None:
-            path = config.run.out / name
-            self.folder = RunFolder(path) if config.ranks.shard == ALONE else ShardedFolder(path, shared.ranks, config)
-            shared.open(self.folder)
-            self.saved = self.folder.load(self.identity) if config.run.resume else None
-        self.rows: list[StepRow] = self.saved["rows"] if self.saved is not None else []
+            self.folder = RunFolder(config.run.out / name, shared.ranks, config)
+            shared.opened.enter_context(self.folder.open(bool(config.run.resume)))
+            self.saved = (self.folder.load(self.identity) if config.run.resume else None) or {}
+        self.rows: list[StepRow] = self.saved.get("rows", [])
         steps, tokens = config.optimizer.steps, config.data.batch * config.model.context
         self.result = RunResult(name, steps, self.rows, config.model.parameters, tokens, config.run.dtype)
         self.result.folder = self.folder.path if self.folder is not None else None
-        if self.saved is not None and self.saved.get("schedule"):
-            self.result.switches = [Switch(**found) for found in self.saved["schedule"]["switches"]]
+        self.result.switches = [Switch(**found) for found in self.saved.get("schedule", {}).get("switches", ())]
 
     @property
     def steps_ahead(self) -> range:
         """The steps that are left; a run's first step is 0."""
         return range(len(self.rows), self.result.steps)
 
-    def train(self, later: Collection[int] = ()) -> RunResult:
-        """Train to the end, or until the run is stopped; `later`: the steps of each of the runs after it."""
+    def train(self, later: Sequence[_Run] = ()) -> RunResult:
+        """Train to the end, or until the run is stopped; `later`: the runs after it."""
         if not self.steps_ahead:
             return self.result
         config, ranks, device = self.shared.config, self.shared.ranks, self.shared.device
@@ -345,15 +260,16 @@ class _Run:
             model = build_model(config.model, self.recipe, config.run.seed, config.state).to(device)
         with lost_ranks():
             self.trainer = Trainer(config, model, self.shared.corpus, ranks, recipe_named(self.recipe))
-        if self.folder is not None and self.saved is not None:
+        if self.folder is not None and self.saved:
             self.trainer.load(self.folder, self.saved)
-        self.later, self.forecast_at = later, len(self.rows) + FORECAST_AFTER
+        self.later = [len(each.steps_ahead) for each in later if each.steps_ahead]
+        self.forecast_at = len(self.rows) + FORECAST_AFTER
         self.recorder = RunRecorder(config, self.rows, device.type != "cpu")
         self.shared.hooks.on_model(model)
         if self.folder is not None:
             self.folder.write_options(config, str(self.identity["recipe"]))
             self.folder.start_log(self.rows)
-        self.inspection = self._inspected()
+        self.inspection = _Inspection(self)
         self.progress.begin(self.result.name, len(self.rows), self.result.steps)
         try:
             with lost_ranks():
@@ -361,35 +277,15 @@ class _Run:
             if self.folder is not None:
                 self.folder.finish()
         except DivergedError as error:
-            why = f"{error}{self._end_inspection()}{self._kept()}"
+            why = f"{error}{self.inspection.close()}{self._kept()}"
             raise DivergedError(f"{self.result.name} diverged: {why}; try a lower --lr") from error
         except RankError as error:
             kept = self._kept()
             raise RankError(f"{error}{kept}{'; add --resume to go on' if kept else ''}") from error
         finally:
             self.progress.end()
-            self._end_inspection()
+            self.inspection.close()
         return self.result
-
-    def _inspected(self) -> Inspection | None:
-        """The run's Inspection, if the options ask for one and the model has layers in FP8."""
-        config, recipe = self.shared.config, recipe_named(self.recipe)
-        if not config.inspect.inspect:
-            return None
-        if recipe is None or (getattr(recipe, "is_high_precision", False) and not config.state.schedule):
-            self.progress.message(f"{self.result.name} has no layers in FP8: nothing of it is recorded")
-            return None
-        if self.result.folder is not None:
-            self.progress.message(
-                f"{self.result.name} is recorded: octavo inspect {self.result.folder} says what it shows"
-            )
-        return Inspection(self.trainer, self.result.folder, config.inspect, len(self.rows))
-
-    def _end_inspection(self) -> str:
-        """End the inspection; return where the first fault was, or ""."""
-        ended, self.inspection = self.inspection, None
-        found = "" if ended is None else ended.close()
-        return f"; {found}" if found else ""
 
     def _kept(self) -> str:
         if self.folder is None:
@@ -413,16 +309,12 @@ class _Run:
             done = step + 1
             launched = self.trainer.step(step)
             self.recorder.add(done, *launched)
-            if self.inspection is not None:
-                self.inspection.step(*launched)
+            self.inspection.step(*launched)
             self._note_switches()
             validate = done == steps or _due(done, intervals.eval_every)
             save = done == steps or _due(done, intervals.checkpoint_every)
             if validate or save or _due(done, self.recorder.every):
                 self._read(validate, save)
-        if self.trainer.busiest is not None:
-            load = f"{float(self.trainer.busiest):.2f} times its block's mean"
-            self.progress.message(f"{self.result.name}: in the last step the busiest expert had {load}")
 
     def _note_switches(self) -> None:
         """Say which phases have begun."""
@@ -437,9 +329,7 @@ class _Run:
         """Wait for the steps launched since the last time, and write and show their rows."""
         new = self.recorder.read()
         if validate:
-            since = time.perf_counter()
-            loss = self.trainer.validate()
-            new[-1] = self.recorder.validated(loss, time.perf_counter() - since)
+            new[-1] = self.recorder.validated(self.trainer.validate())
         if self.folder is not None:
             self.folder.append(new)
         for row in new:
@@ -455,6 +345,51 @@ class _Run:
         self.recorder.restart_clock()
 
 
+class _Inspection:
+    """What `--inspect` adds to a run with layers in FP8: a record, if it has a folder, and where a fault came from."""
+
+    def __init__(self, run: _Run) -> None:
+        """Of a run whose model is loaded; does nothing if the options don't ask for it."""
+        self._recorder: octavo.inspect.Recorder | None = None
+        self._trace: octavo.inspect.FaultTrace | None = None
+        config, recipe, folder = run.shared.config, recipe_named(run.recipe), run.result.folder
+        if not config.inspect.inspect:
+            return
+        if recipe is None or (getattr(recipe, "is_high_precision", False) and not config.state.schedule):
+            run.progress.message(f"{run.result.name} has no layers in FP8: nothing of it is recorded")
+            return
+        trainer, ranks = run.trainer, run.trainer.ranks
+        how: dict[str, Any] = {"step": len(run.rows), "group": ranks.group}
+        if folder is not None:
+            run.progress.message(f"{run.result.name} is recorded: octavo inspect {folder} says what it shows")
+            with ranks.together():
+                if not run.rows and ranks.rank == 0:  # a run that was killed before its first checkpoint left a record
+                    shutil.rmtree(folder / RECORD, ignore_errors=True)
+            how_often = config.inspect.inspect_every
+            kept = {"optimizer": trainer.optimizer, "schedule": trainer.schedule}
+            self._recorder = octavo.inspect.Recorder(trainer.model, folder / RECORD, how_often, **kept, **how)
+        self._trace = octavo.inspect.trace_faults(trainer.model, raises=False, **how)
+
+    def step(self, loss: Tensor, norm: Tensor, lr: float) -> None:
+        """Record a step that was launched."""
+        if self._trace is not None:
+            self._trace.step(loss, norm)
+        if self._recorder is not None:
+            self._recorder.step(loss, norm, lr=lr)
+
+    def close(self) -> str:
+        """Write what is left, and leave the model as it was; the words for where the first fault was, or ""."""
+        (trace, self._trace), (recorder, self._recorder) = (self._trace, None), (self._recorder, None)
+        if trace is not None:
+            trace.close()
+        fault = None if trace is None else trace.fault
+        if recorder is not None:
+            if fault is not None:
+                recorder.event("fault", str(fault))
+            recorder.close()
+        return "" if fault is None else f"; {fault.where}"
+
+
 def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
@@ -466,41 +401,28 @@ def run_in(path: Path) -> Path:
 
 
 def _runs_in(path: Path) -> list[Path]:
-    return sorted(found.parent for name in (CHECKPOINT, SHARDED) for found in path.glob(f"*/{name}"))
+    return sorted(found.parent for found in path.glob(f"*/{CHECKPOINT}"))
 
 
 def trained_model(path: Path) -> GPT:
     """The model that a run trained, in evaluation mode, with its recipe and delayed state.
 
-    Args:
-        path: the run's folder, a folder with this run alone, or its checkpoint.pt (not for a run on many ranks).
-
-    Raises:
-        RunCheckpointError: there is no checkpoint that can be read.
+    ``path`` is the run's folder, or a folder with this run alone. Weights that were stored in FP8 are stored so.
     """
     path = run_in(path)
-    folder = path.parent if path.name == CHECKPOINT else path
-    sharded = (folder / SHARDED).is_dir() and not (folder / CHECKPOINT).exists()
-    kept = ShardedFolder(folder) if sharded else RunFolder(folder)
-    content = kept.load(None) if sharded or kept.checkpoint.is_file() else None
-    if content is None and not path.exists():
-        raise RunCheckpointError(f"{path} does not exist: give a run's folder or its {CHECKPOINT}")
-    if content is None:
-        runs = _runs_in(folder)
+    folder = RunFolder(path)
+    if (content := folder.load(None)) is None:
+        runs = _runs_in(path)
         several = f"holds {len(runs)} runs: choose one of {', '.join(map(str, runs))}"
-        none = f"is no run of octavo: give a run's folder or its {CHECKPOINT}"
+        none = f"{'is no run of octavo' if path.exists() else 'does not exist'}: give a run's folder"
         raise RunCheckpointError(f"{path} {several if runs else none}")
     identity = content["identity"]
     recipe = identity.get("recipe")
     if recipe not in RECIPES:
-        raise RunCheckpointError(f"{folder} was trained with a recipe of its own, {recipe}: build its model in Python")
-    # a checkpoint of many ranks can only be read by a model with the same storage of weights
-    names = [name for name in StateConfig.__dataclass_fields__ if sharded and name in identity]
-    try:
-        # an older checkpoint has no experts
-        sizes = ModelConfig(**{name: identity[name] for name in ModelConfig.__dataclass_fields__ if name in identity})
-        model = build_model(sizes, recipe, 0, StateConfig(**{name: identity[name] for name in names}))
-        kept.fill(model, None)
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise RunCheckpointError(f"{kept.checkpoint} does not hold this octavo's model: {error}") from error
+        raise RunCheckpointError(f"{path} was trained with a recipe of its own, {recipe}: build its model in Python")
+    state = build(StateConfig, identity)
+    if not content["weights_in_fp8"]:  # in another phase than that of its options
+        state = replace(state, weight_storage="none")
+    model = build_model(build(ModelConfig, identity), recipe, 0, state)
+    folder.fill(model, None)
     return model.eval()

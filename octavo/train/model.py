@@ -30,7 +30,6 @@ class Router(nn.Linear):
     """Scores [..., E] for an input [..., W]: sigmoids in float32, also in autocast."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """See Router."""
         with torch.autocast(input.device.type, enabled=False):
             return F.linear(input.float(), self.weight.float()).sigmoid()
 
@@ -44,14 +43,6 @@ class Mixture(nn.Module):
     Attributes:
         bias: [E] float32, added to the scores for the choice alone; a buffer that checkpoints save.
         load: [E] int64, how many times each expert was chosen in training since the last ``balance``.
-
-    Example:
-        >>> import torch
-        >>> from octavo.train import ModelConfig
-        >>> from octavo.train.model import Mixture
-        >>> mixture = Mixture(ModelConfig(width=32, heads=2, experts=4, top_k=2))
-        >>> mixture(torch.randn(2, 16, 32)).shape, int(mixture.load.sum())
-        (torch.Size([2, 16, 32]), 64)
     """
 
     bias: Tensor
@@ -99,15 +90,7 @@ def balance(mixtures: Iterable[Mixture], ranks: Ranks) -> Tensor:
 
 
 class GPT(nn.Module):
-    """The language model: bytes in, logits of the next byte out.
-
-    Example:
-        >>> import torch
-        >>> from octavo.train import GPT, ModelConfig
-        >>> model = GPT(ModelConfig(width=32, layers=1, heads=2, context=16))
-        >>> model(torch.zeros(2, 16, dtype=torch.uint8)).shape
-        torch.Size([2, 16, 256])
-    """
+    """The language model: bytes in, logits of the next byte out."""
 
     cos: Tensor
     sin: Tensor

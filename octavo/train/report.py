@@ -19,7 +19,6 @@ from octavo.train.loop import RunResult
 # Okabe and Ito's palette, which any kind of colour vision can distinguish; the baseline is black.
 BASELINE_COLOUR = "#000000"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 SMOOTHING = 0.03  # width of the smoothing window, as a share of the run
 
 
@@ -87,11 +86,7 @@ def smooth(losses: Sequence[float], width: float) -> list[float]:
 
 
 def plot(results: Sequence[RunResult], path: Path) -> None:
-    """Write a PNG: training and validation loss above, the gap to the baseline, if there is one, below.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Write a PNG: training and validation loss above, the gap to the baseline, if there is one, below."""
     require_plotting()
     from matplotlib.figure import Figure
 
@@ -120,17 +115,14 @@ Styles = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 
 
 def _styles(ordered: Sequence[RunResult], baseline: RunResult | None) -> Styles:
-    """How the line and the marks of each run are drawn, by its name.
-
-    As curves may coincide, each is thinner than the one below it; the baseline, which comes first, is black.
-    """
+    """How the line and the marks of each run are drawn, by its name; as curves may coincide, the later the thinner."""
     colours = itertools.cycle(COLOURS)
     styles = {}
     for index, result in enumerate(ordered):
         colour = BASELINE_COLOUR if result is baseline else next(colours)
         above = index / max(len(ordered) - 1, 1)  # from 0 to 1
         line = {"color": colour, "linewidth": 3.6 - 2.2 * above, "solid_capstyle": "round"}
-        marks = {"color": colour, "marker": MARKERS[index % len(MARKERS)], "markersize": 9.0 - 4.5 * above}
+        marks = {"color": colour, "marker": "o", "markersize": 9.0 - 4.5 * above}
         styles[result.name] = line, {**marks, "markerfacecolor": "none", "markeredgewidth": 1.4}
     return styles
 

@@ -30,12 +30,7 @@ def require_one_process(config: RanksConfig) -> None:
 
 @contextlib.contextmanager
 def joined(config: TrainConfig) -> Iterator[Ranks]:
-    """The ranks of a run, joined as torchrun's environment says; this process alone if `config.ranks.shard` is none.
-
-    Raises:
-        TrainError: processes were not started as `config.ranks.shard` needs them.
-        RankError: some processes did not join.
-    """
+    """The ranks of a run, joined as torchrun's environment says; this process alone if `config.ranks.shard` is none."""
     shard, started = config.ranks.shard, int(os.environ.get("WORLD_SIZE", "1"))
     if shard == ALONE and started > 1:
         raise TrainError(f"{started} processes were started, but shard is none: add --shard fsdp or --shard ddp")
@@ -99,6 +94,8 @@ def ranks_for_saves(config: TrainConfig, ranks: Ranks) -> Ranks | None:
     """The run's ranks in a group of their own, to write checkpoints while they train; None: they wait for each one."""
     if not config.ranks.async_save:
         return None
+    if ranks.group is None:
+        return ranks
     with lost_ranks():
         members, timeout = dist.get_process_group_ranks(ranks.group), timedelta(seconds=config.ranks.timeout)
         return Ranks(dist.new_group(members, timeout=timeout, use_local_synchronization=True))
@@ -149,26 +146,20 @@ def _parallelize(model: GPT, mesh: Any) -> None:
 
     from octavo.distributed import ColwiseParallel, RowwiseParallel, SequenceParallel, expert_parallel
 
-    def first() -> Any:
-        return ColwiseParallel(input_layouts=Shard(1))
-
-    def second() -> Any:
-        return RowwiseParallel(output_layouts=Shard(1))
-
+    first, second = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
     plan: dict[str, Any] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "blocks.*.attention.qkv.norm": SequenceParallel(),
+        "blocks.*.attention.qkv.linear": first,
+        "blocks.*.attention.out": second,
+        "blocks.*.mlp.norm": SequenceParallel(use_local_output=bool(model.mixtures)),
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
-    for index in range(len(model.blocks)):
-        at = f"blocks.{index}"
-        plan |= {f"{at}.attention.qkv.norm": SequenceParallel(), f"{at}.attention.qkv.linear": first()}
-        plan |= {f"{at}.attention.out": second()}
-        if model.mixtures:
-            plan[f"{at}.mlp.norm"] = SequenceParallel(use_local_output=True)
-            plan[f"{at}.mlp.router"] = SequenceParallel(sequence_dim=0, use_local_output=True)  # of [T, W]
-        else:
-            plan |= {f"{at}.mlp.norm": SequenceParallel(), f"{at}.mlp.fc1": first(), f"{at}.mlp.fc2": second()}
+    if model.mixtures:
+        plan["blocks.*.mlp.router"] = SequenceParallel(sequence_dim=0, use_local_output=True)  # of [T, W]
+    else:
+        plan |= {"blocks.*.mlp.fc1": first, "blocks.*.mlp.fc2": second}
     parallelize_module(model, mesh, plan)
     if model.mixtures:
         expert_parallel(model, mesh, average=False)
@@ -177,9 +168,8 @@ def _parallelize(model: GPT, mesh: Any) -> None:
 def shard(model: GPT, config: TrainConfig, ranks: Ranks) -> tuple[nn.Module, Ranks]:
     """Shard the model over the ranks, or replicate it, and compile it if the run's options say so.
 
-    Returns:
-        The module to call, which is the model or contains it; and the ranks that share a batch: under tensor
-        parallelism, one of each group of ranks that share sequences.
+    Returns the module to call, which is the model or contains it; and the ranks that share a batch: under tensor
+    parallelism, one of each group of ranks that share sequences.
     """
     if config.ranks.shard == FSDP:
         from torch.distributed.fsdp import fully_shard

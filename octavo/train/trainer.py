@@ -15,10 +15,11 @@ import octavo
 from octavo.cost.rates import memory_of
 from octavo.distributed.ranks import Ranks, whole
 from octavo.kernels.capability import fast_dtype
+from octavo.nn.weight import stored_as
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Phase, Recovery
-from octavo.train.checkpoint import Content, Identity, RunFolder, StepRow, rows_to_tensor
+from octavo.train.checkpoint import Content, Identity, RunFolder, StepRow
 from octavo.train.config import (
     AUTO,
     BASELINE,
@@ -32,7 +33,6 @@ from octavo.train.config import (
     TrainConfig,
     TrainError,
     check_recipe,
-    check_schedule,
     or_none,
     train_errors,
 )
@@ -46,24 +46,17 @@ BELOW = 0.06  # auto's threshold: the default run crosses it after three quarter
 
 
 def phases_of(text: str, recipe: Recipe | RecipeMap, steps: int, state: StateConfig) -> list[Phase]:
-    """The phases of a run by --schedule, or one phase; ``state``: how FP8 phases keep weights and optimizer state.
+    """The phases of a run by --schedule, such as fp8-then-bf16@0.7, or one phase.
 
-        fp8-then-bf16@0.7    the run's recipe, weights and state for 70 % of the steps, then all in high precision
-        bf16-then-fp8@0.3    the other way round
-        dynamic-then-blockwise@0.5-then-bf16@0.9
-        auto                 the run's recipe until updates fall below the weights' resolution, then high precision
-
-    In bf16 (float32 and baseline are the same here) layers compute in high precision, in the run's dtype; weights are
-    plain, and masters and moments float32.
+    In fp8 layers have the run's recipe, weights and ``state``. In bf16 (float32 and baseline are the same here) they
+    compute in high precision, in the run's dtype; weights are plain, and masters and moments float32.
 
     Raises:
         TrainError: for a schedule whose phases begin in no step of the run.
     """
-    if not text:
-        return [_phase("fp8", recipe, state)]
-    if check_schedule(text) == AUTO:
+    if text == AUTO:
         return [_phase("fp8", recipe, state), _phase(BASELINE, recipe, state, when_update_below_resolution=BELOW)]
-    first, *later = text.split("-then-")
+    first, *later = (text or "fp8").split("-then-")
     phases, before = [_phase(first, recipe, state)], 0
     for words in later:
         name, share = words.split("@")
@@ -120,15 +113,13 @@ def choose_device(name: str) -> torch.device:
 
 def settle_dtype(config: TrainConfig, device: torch.device, recipes: Collection[object] = ()) -> TrainConfig:
     """The options with the dtype that `auto` means on a device for these recipes, or TrainError."""
-    with train_errors():
-        return config.with_dtype(recipes, str(fast_dtype(device)).removeprefix("torch."))
+    return config.with_dtype(recipes, str(fast_dtype(device)).removeprefix("torch."))
 
 
 def require_memory(config: TrainConfig, device: torch.device, ranks: int = 1) -> None:
-    """Raise TrainError if weights, gradients, moments and activations cannot possibly fit.
+    """Raise TrainError if a rank cannot possibly hold weights, gradients, moments and activations.
 
-    It takes a lower bound for each rank: 16 bytes for each parameter (under fsdp, of its shard), and for each token
-    2 bytes for about 20 x width activations in each layer and 4 for each logit.
+    A lower bound: 16 bytes a parameter; a token's 2 for about 20 x width activations in a layer, and 4 a logit.
     """
     total = memory_of(device)
     model, data = config.model, config.data
@@ -178,14 +169,10 @@ def recipe_named(recipe: str | Recipe | RecipeMap) -> Recipe | RecipeMap | None:
 
 
 class Trainer:
-    """The model, its optimizer and one step of both.
+    """The model, which is on its device and converted, its optimizer and one step of both.
 
-    Args:
-        config: all options.
-        model: on its device, converted.
-        corpus: the text.
-        ranks: the ranks that train, with the same model, which is sharded or replicated here (default: this process).
-        recipe: the model's, for the phases of the config's schedule; None: there is no FP8, and there are no phases.
+    On several ranks the model, the same on each, is sharded or replicated here. ``recipe`` is the model's, for the
+    phases of the config's schedule; without one there is no FP8, and there are no phases.
     """
 
     def __init__(
@@ -206,7 +193,6 @@ class Trainer:
         self.optimizer: Any
         with train_errors():
             self.optimizer = build_optimizer(model, config.optimizer, state)
-        self.busiest: Tensor | None = None  # the largest load of an expert in the last step over its block's mean
         self.in_backward: Any = None
         if (outstanding := config.state.outstanding_bytes) is not None:
             clip = octavo.optim.EstimatedNorm(config.optimizer.clip or math.inf)
@@ -226,11 +212,7 @@ class Trainer:
             return next_byte_loss(self.called(inputs), targets)
 
     def step(self, step: int) -> tuple[Tensor, Tensor, float]:
-        """One optimizer step.
-
-        Returns:
-            The loss and the norm of the gradients, over all ranks and both on the device, and the learning rate.
-        """
+        """One optimizer step: loss and norm of the gradients, over all ranks and on the device, and learning rate."""
         options, optimizer = self.config.optimizer, self.optimizer
         lr = learning_rate(step, options)
         for group in optimizer.param_groups:
@@ -254,7 +236,7 @@ class Trainer:
             self.schedule.observe(total)
         optimizer.step()
         if mixtures := self.model.mixtures:
-            self.busiest = balance(mixtures, self.ranks)
+            balance(mixtures, self.ranks)
         if self.schedule is not None:
             self.schedule.step(inputs.numel() * self.data.size)
         if self.in_backward is not None:
@@ -266,41 +248,30 @@ class Trainer:
         """Mean loss over the validation windows, nats a byte."""
         self.model.eval()
         windows = list(self.batches.validation(self.config.data.eval_windows))
-        losses = [self._summed_loss(inputs, targets) for inputs, targets in windows]
+        losses = []
+        for batch in windows:
+            count = len(share_of(batch[0], self.data))
+            # a rank without sequences computes one all the same: under fsdp other ranks wait for it
+            inputs, targets = (share_of(part, self.data) if count else part[:1] for part in batch)
+            losses.append(self.loss(inputs, targets) * count)
         self.model.train()
         return sum(float(self.data.sum(loss)) for loss in losses) / sum(len(inputs) for inputs, _ in windows)
-
-    def _summed_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of this rank's sequences of a batch, times their number.
-
-        A rank without sequences computes one all the same: under fsdp other ranks wait for it.
-        """
-        mine, theirs = share_of(inputs, self.data), share_of(targets, self.data)
-        if len(mine) == 0:
-            return 0 * self.loss(inputs[:1], targets[:1])
-        return self.loss(mine, theirs) * len(mine)
 
     def save(self, folder: RunFolder, identity: Identity, rows: list[StepRow]) -> None:
         """Replace the folder's checkpoint."""
         found = {"schedule": self.schedule, "in_backward": self.in_backward}
-        states = {name: each.state_dict() for name, each in found.items() if each is not None}
-        content = {"step": len(rows), "identity": identity, "rows": rows_to_tensor(rows), **states}
+        content: Content = {name: each.state_dict() for name, each in found.items() if each is not None}
+        content |= {"step": len(rows), "identity": identity, "rows": [dataclasses.astuple(row) for row in rows]}
+        content["weights_in_fp8"] = any(stored_as(weight) is not None for weight in self.model.parameters())
         folder.save(self.model, self.optimizer, content)
 
     def load(self, folder: RunFolder, content: Content) -> None:
-        """Load the checkpoint that the folder has read.
-
-        Raises:
-            RunCheckpointError: it is of another schedule or another model.
-        """
+        """Load the checkpoint that the folder has read; RunCheckpointError for one of another schedule or model."""
         try:
             if self.schedule is not None:  # first, as it brings model and optimizer into the form of its phase
-                self.schedule.load_state_dict(content.get("schedule", {}))
-            if self.in_backward is not None and content.get("in_backward"):  # older checkpoints have none
+                self.schedule.load_state_dict(content["schedule"])
+            if self.in_backward is not None:
                 self.in_backward.load_state_dict(content["in_backward"])
         except (KeyError, ValueError) as error:
             raise RunCheckpointError(f"the checkpoint does not fit this run: {error}") from error
-        try:
-            folder.fill(self.model, self.optimizer)
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise RunCheckpointError("the checkpoint does not fit this model: it was made by another octavo") from error
+        folder.fill(self.model, self.optimizer)

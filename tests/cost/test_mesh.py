@@ -12,7 +12,7 @@ from octavo.cost.rates import PUBLISHED, PlanError
 BLOCK = (Weight(3 * 1024, 1024, True, "out"), Weight(1024, 1024, True, "in"), Weight(4096, 1024, True, "experts", 8, 2))
 SHAPES = Shapes("", 1024, 4, BLOCK, (Weight(512, 1024), Weight(512, 1024)), 1024, 20480, heads=(8, 4))
 BF16, FP8 = Precision("bf16", "bf16"), Precision("dynamic", gathers=True, pairs=True)
-LAYOUT = MeshLayout(64, 128, 1024, resharded=True)
+LAYOUT = MeshLayout(64, 128, 1024)
 
 
 def stage(precision: Precision = BF16, **layout: int | float) -> Stage:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from octavo import recipes
+from octavo.cost import rates
 from octavo.cost.rates import FORMS, HIGH_PRECISION, PUBLISHED, Rates, device_label, forms_of, keep, memory_of, rates_of
 from octavo.granularity import PerBlock
 from octavo.scaling.recipe import Cast
@@ -74,8 +75,20 @@ def test_measured_rates_are_kept_for_this_device_and_torch(cache: Path) -> None:
 
 def test_published_rates() -> None:
     assert rates_of("h200") is PUBLISHED["H200"]
-    for rates in PUBLISHED.values():
-        assert set(rates.products) == {HIGH_PRECISION, *FORMS} and rates.source
-        assert rates.product_seconds("tensor", 1e12) < rates.product_seconds(HIGH_PRECISION, 1e12)
+    for each in PUBLISHED.values():
+        assert set(each.products) == {HIGH_PRECISION, *FORMS} and each.source
+        assert each.product_seconds("tensor", 1e12) < each.product_seconds(HIGH_PRECISION, 1e12)
     with pytest.raises(ValueError, match=r"nothing is published of 'A100' here; known: H100, H200, B200"):
         rates_of("A100")
+
+
+def test_all_rates_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "ON_CPU", ((64, 32, 48), (16, 16, 16)))
+    monkeypatch.setattr(rates, "_CAST", {False: (64, 64)})
+    found = rates.measure(torch.device("cpu"), seconds=0.001)
+    assert found.source == "measured" and found.copy > 0 and found.launch > 0
+    assert set(found.products) == {HIGH_PRECISION, *FORMS}
+    for points in found.products.values():
+        assert [flop for flop, _ in points] == [2 * 16**3, 2 * 64 * 32 * 48]
+        assert all(rate > 0 for _, rate in points)
+    assert set(found.casts) == {*FORMS, "delayed"} and min(found.casts.values()) > 0

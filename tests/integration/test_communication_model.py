@@ -38,7 +38,7 @@ def test_steps_take_what_is_published(row) -> None:
 def test_torchtitans_steps_take_and_hold_what_it_says() -> None:
     rows = [(row, row.stage) for row in model.TITAN]
     shapes = rows[1][1].whole  # as octavo plan traces it: that of the paper
-    assert (shapes.parameters, shapes.products) == (model.LLAMA_8B.parameters, model.LLAMA_8B.products)
+    assert (shapes.parameters, shapes.flop(8192)) == (model.LLAMA_8B.parameters, model.LLAMA_8B.flop(8192))
     assert shapes.attention == model.LLAMA_8B.attention
     assert shapes.elementwise == pytest.approx(model.LLAMA_8B.elementwise, rel=0.25)
     for row, stage in rows:
@@ -70,7 +70,7 @@ def test_a_gradient_on_the_wire_has_the_bytes_of_the_formula() -> None:
 
 
 def test_one_gpu_waits_for_nobody() -> None:
-    found = step(sent.LLAMA[0], mesh.MeshLayout(1, 4, resharded=True), model.BF16)
+    found = step(sent.LLAMA[0], mesh.MeshLayout(1, 4), model.BF16)
     assert [*waited(found).values(), found.bubble] == [0, 0, 0, 0]
     assert found.tflops * 1e12 < HARDWARE.attention_forward
 

@@ -15,7 +15,6 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from octavo.distributed.checkpoint import checkpoints_in
-from octavo.train.checkpoint import rows_from_tensor
 from tests.support.restarts import PLACES, train_through_kills
 from tests.train.test_shard import ROOT, environment, rows, wait_for
 
@@ -33,7 +32,7 @@ def trained(folder: Path) -> tuple[list[str], dict[str, Any]]:
         name: (value.dtype, value.contiguous().flatten().view(torch.uint8).tolist()) for name, value in found.items()
     }
     content = torch.load(last / "octavo.pt", weights_only=True)
-    rows = [(row.step, row.loss, row.lr, str(row.val_loss)) for row in rows_from_tensor(content["extra"]["rows"])]
+    rows = [(step, loss, lr, str(val_loss)) for step, loss, lr, _, val_loss in content["extra"]["rows"]]
     assert len(bits) > 20
     return [str(log), str(rows), str(content["groups"]), str(content["delayed"]["ranks"].tolist())], bits
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import octavo
+from octavo.distributed.checkpoint import load_extra, save_checkpoint
 from octavo.inspect import diagnose
 from octavo.inspect.report import table
+from octavo.tensor.stored_weight import StoredWeight
 from octavo.train import (
     DivergedError,
     Hooks,
@@ -308,7 +310,7 @@ def test_comparison_checks_all_before_it_trains(config, tmp_path):
     run(at(config, tmp_path), "dynamic", hooks=stop_after(3))
     with pytest.raises(RunCheckpointError, match=r"dynamic already holds"):
         compare(at(config, tmp_path), ["bf16", "dynamic"], hooks=Hooks(on_model=refuse))
-    (tmp_path / "dynamic" / "checkpoint.pt").write_bytes(b"junk")
+    (tmp_path / "dynamic/checkpoint/save-00000001/octavo.pt").write_bytes(b"junk")
     with pytest.raises(RunCheckpointError, match="damaged"):
         compare(at(config, tmp_path, resume=True), ["bf16", "dynamic"], hooks=Hooks(on_model=refuse))
     with pytest.raises(TrainError, match="too small"):
@@ -356,11 +358,12 @@ def test_gradients_that_are_not_finite_stop_the_run_too(config, tmp_path):
 
     with pytest.raises(DivergedError, match=r"norm of the gradients became (nan|inf) in step 1"):
         run(at(config, tmp_path, checkpoint_every=1), hooks=Hooks(on_model=poison))
-    assert not (tmp_path / "bf16" / "checkpoint.pt").exists()
+    assert not (tmp_path / "bf16" / "checkpoint").exists()
 
 
 class Messages(Progress):
     def __init__(self):
+        super().__init__()
         self.lines = []
 
     def message(self, text):
@@ -411,10 +414,20 @@ def test_it_is_the_model_that_was_trained(folder, index):
     out, kept = folder
     path = out / ("delayed", "bf16")[index]
     tokens = torch.randint(0, 256, (2, 16))
-    for source in (path, path / "checkpoint.pt"):
-        model = trained_model(source)
-        assert not model.training
-        assert torch.equal(model(tokens), kept[index].eval()(tokens))
+    model = trained_model(path)
+    assert not model.training
+    assert torch.equal(model(tokens), kept[index].eval()(tokens))
+
+
+@pytest.mark.parametrize(("schedule", "stored"), [("", True), ("fp8-then-bf16@0.5", False)])
+def test_its_weights_are_in_fp8_if_they_were_at_the_end(config, schedule, stored, tmp_path):
+    kept, config = [], at(steps(config, 4), tmp_path)
+    config = replace(config, state=StateConfig("fp8", "split16", "fp8", schedule=schedule))
+    run(config, "delayed", hooks=Hooks(on_model=kept.append))
+    model, tokens = trained_model(tmp_path), torch.randint(0, 256, (2, 16))
+    assert isinstance(model.blocks[0].mlp.fc2.weight, StoredWeight) == stored
+    octavo.set_recipe(model, kept[0].blocks[0].mlp.fc2.recipe)
+    assert torch.equal(model(tokens), kept[0].eval()(tokens))
 
 
 def test_what_is_no_run(folder, tmp_path):
@@ -422,16 +435,20 @@ def test_what_is_no_run(folder, tmp_path):
     for path, says in ((tmp_path / "no", "does not exist"), (tmp_path, "no run"), (out, "holds 2 runs: choose one of")):
         with pytest.raises(RunCheckpointError, match=says):
             trained_model(path)
-    (tmp_path / "checkpoint.pt").write_text("damaged")
+    (tmp_path / "checkpoint/save-00000001").mkdir(parents=True)
+    (tmp_path / "checkpoint/save-00000001/.metadata").write_text("damaged")
     with pytest.raises(RunCheckpointError, match="damaged"):
         trained_model(tmp_path)
 
 
 def test_a_recipe_without_a_name_is_refused(folder, tmp_path):
-    content = torch.load(folder[0] / "bf16" / "checkpoint.pt", weights_only=True)
-    torch.save(content | {"identity": content["identity"] | {"recipe": "Recipe(...)"}}, tmp_path / "checkpoint.pt")
-    with pytest.raises(RunCheckpointError, match="a recipe of its own"):
-        trained_model(tmp_path)
-    torch.save(content | {"identity": content["identity"] | {"width": 64}}, tmp_path / "checkpoint.pt")
-    with pytest.raises(RunCheckpointError, match="does not hold"):
-        trained_model(tmp_path)
+    out, kept = folder
+    content = load_extra(out / "bf16/checkpoint")
+    for identity, says in (
+        ({"recipe": "Recipe(...)"}, "a recipe of its own"),
+        ({"width": 64}, "cannot read the check"),
+    ):
+        extra = content | {"identity": content["identity"] | identity}
+        save_checkpoint(tmp_path / "checkpoint", kept[1], extra=extra)
+        with pytest.raises(RunCheckpointError, match=says):
+            trained_model(tmp_path)

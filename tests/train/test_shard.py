@@ -27,7 +27,6 @@ from octavo.train import (
     Hooks,
     ModelConfig,
     RanksConfig,
-    RunCheckpointError,
     RunConfig,
     TrainConfig,
     TrainError,
@@ -211,6 +210,16 @@ def test_a_run_stopped_on_one_rank_goes_on_exactly(pool, short, shard, recipe, t
     assert left == ["checkpoint", "config.json", "log.csv"]
 
 
+def test_a_run_of_one_process_goes_on_on_ranks(pool, short, tmp_path):
+    config, seen = changed(short, run={"out": tmp_path, "dtype": "float32"}), []
+    hooks = Hooks(on_step=seen.append, should_stop=lambda: len(seen) == 3)
+    assert run(changed(config, ranks={"async_save": True, "keep": 2}), "delayed", hooks=hooks).interrupted
+    config = changed(config, run={"resume": True}, ranks={"shard": "fsdp"})
+    ((found, interrupted, _), *_) = pool.run(train_on, (2,), config, "delayed")
+    alone = curve(run(changed(config, run={"out": None, "resume": False}, ranks={"shard": "none"}), "delayed"))
+    assert not interrupted and found[:3] == alone[:3] and nearly(found, alone, 0.01)
+
+
 @pytest.mark.parametrize("between", [None, pytest.param(4, marks=pytest.mark.full)])
 def test_it_goes_on_on_another_number_of_ranks_and_its_model_is_read_by_one(pool, short, between, tmp_path):
     config = changed(short, run={"out": tmp_path}, ranks={"shard": "fsdp"})
@@ -225,8 +234,7 @@ def test_it_goes_on_on_another_number_of_ranks_and_its_model_is_read_by_one(pool
     assert nearly(third, alone, 0.05)
     model = trained_model(tmp_path / "delayed")
     assert not model.training and model.blocks[0].mlp.fc2.delayed_scale.all()
-    with pytest.raises(RunCheckpointError, match="trained on many ranks: resume it with --shard"):
-        run(changed(config, ranks={"shard": "none"}), "delayed")
+    assert curve(run(changed(config, ranks={"shard": "none"}), "delayed")) == third  # it is read, as it was finished
 
 
 @pytest.mark.full
@@ -492,14 +500,14 @@ def test_a_rank_that_hangs_and_one_whose_disk_is_full(text_file, tmp_path):
     code = (
         "import os, resource, signal\n"
         "from octavo import cli\n"
-        "from octavo.train.checkpoint import ShardedFolder\n"
-        "save = ShardedFolder.save\n"
+        "from octavo.train.checkpoint import RunFolder\n"
+        "save = RunFolder.save\n"
         "def save_once(self, *arguments):\n"
         "    save(self, *arguments)\n"
         "    if os.environ['RANK'] == '1':\n"
         "        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))\n"  # as on a full disk
-        "ShardedFolder.save = save_once\n"
+        "RunFolder.save = save_once\n"
         "cli.main()\n"
     )
     with Started(2, *arguments, str(tmp_path / "full"), "--checkpoint-every", "2", code=code) as ranks:
