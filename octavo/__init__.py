@@ -32,44 +32,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-__all__ = [
-    "E4M3",
-    "E5M2",
-    "Cast",
-    "Delayed",
-    "Dynamic",
-    "ExportError",
-    "HigherOrderGradientError",
-    "MissingExtraError",
-    "OctavoError",
-    "PerBlock",
-    "PerRow",
-    "PerTensor",
-    "RanksDifferError",
-    "Recipe",
-    "RecipeMap",
-    "ScaledTensor",
-    "UnsupportedOpError",
-    "UnsupportedOptionError",
-    "compat",
-    "convert",
-    "distributed",
-    "export",
-    "inspect",
-    "integrations",
-    "nn",
-    "optim",
-    "quantize",
-    "recipes",
-    "restore",
-    "schedule",
-    "set_recipe",
-    "summary",
-    "using",
-]
-
 # Imported when named: the import stays light.
 _ROOMS = ("compat", "distributed", "export", "inspect", "integrations", "optim", "schedule")
+
+__all__ = ["nn", "recipes", "compat", "distributed", "export", "inspect", "integrations", "optim", "schedule"]
+__all__ += ["E4M3", "E5M2", "PerTensor", "PerRow", "PerBlock", "Dynamic", "Delayed", "Cast", "Recipe", "RecipeMap"]
+__all__ += ["ScaledTensor", "quantize", "convert", "restore", "set_recipe", "summary", "using"]
+__all__ += ["OctavoError", "ExportError", "HigherOrderGradientError", "MissingExtraError", "RanksDifferError"]
+__all__ += ["UnsupportedOpError", "UnsupportedOptionError"]
 
 
 def __getattr__(name: str) -> Any:
