@@ -157,7 +157,7 @@ def row_of(name: str, shape: tuple[int, int], capability: int) -> dict[str, obje
         launches.clear()  # making a state launches too
         found = cases.call(KERNELS[case.op], arguments)
         outputs = (found,) if isinstance(found, Tensor) else found
-        read, written = sum(x.nbytes for x in inputs), sum(x.nbytes for x in outputs)
+        read, written = sum(x.nbytes for x in inputs if isinstance(x, Tensor)), sum(x.nbytes for x in outputs)
         elements = math.prod(shape)
         is_step = case.op == "step"  # whose kernel finds what it reads by a table
         known = [launch._replace(read=read) if is_step else launch for launch in launches]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import logging
 import operator
@@ -164,19 +165,16 @@ def _is_octavos(node: fx.Node) -> bool:
 
 def _evaluator(module: fx.GraphModule) -> Callable[[fx.Node], Any]:
     """A function that returns a node's value, or None if it depends on the inputs."""
-    values: dict[fx.Node, Any] = {}
 
+    @functools.cache
     def value(node: fx.Node) -> Any:
-        if node not in values:
-            values[node] = None
-            if node.op == "get_attr":
-                values[node] = operator.attrgetter(str(node.target))(module)
-            elif node.op == "call_function" and node.all_input_nodes:
-                found = {argument: value(argument) for argument in node.all_input_nodes}
-                if all(result is not None for result in found.values()):
-                    arguments, options = fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
-                    values[node] = node.target(*arguments, **options)  # type: ignore[operator]
-        return values[node]
+        if node.op == "get_attr":
+            return operator.attrgetter(str(node.target))(module)
+        found = {argument: value(argument) for argument in node.all_input_nodes}
+        if node.op != "call_function" or not found or any(result is None for result in found.values()):
+            return None
+        arguments, options = fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
+        return node.target(*arguments, **options)  # type: ignore[operator]
 
     return value
 
@@ -331,8 +329,7 @@ def _quiet() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logger.setLevel(level)

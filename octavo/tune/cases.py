@@ -75,7 +75,7 @@ class Case(NamedTuple):
     op: str
     arguments: Callable[..., tuple[Any, ...]]
     reads: int = 1  # how many times it reads its inputs
-    inputs: Callable[[Shape], tuple[Tensor, ...]] = _x_alone
+    inputs: Callable[[Shape], tuple[Any, ...]] = _x_alone
     exact: bool = True  # its codes are the reference's; else it may round differently before the cast
 
 
@@ -318,16 +318,11 @@ def stored_update(shape: Shape, master: str | None, granularity: Granularity) ->
     return moments._replace(master=kept)
 
 
-def _places(one: WeightUpdate) -> list[tuple[Any, str]]:
-    """(object, attribute's name) of each tensor that a step reads and writes."""
-    names = ("weight", "data", "rest", "scale_inv", "amax")
-    owners = one.master, *one.moments
-    return [(owner, name) for owner in owners for name in names if getattr(owner, name, None) is not None]
-
-
 def stored(one: WeightUpdate) -> tuple[Tensor, ...]:
     """The tensors that a step reads and writes."""
-    return tuple(getattr(owner, name) for owner, name in _places(one))
+    names = ("weight", "data", "rest", "scale_inv", "amax")
+    found = (getattr(owner, name, None) for owner in (one.master, *one.moments) for name in names)
+    return tuple(tensor for tensor in found if tensor is not None)
 
 
 def filled(tensor: Tensor, x: Tensor | None = None) -> Tensor:
@@ -336,22 +331,13 @@ def filled(tensor: Tensor, x: Tensor | None = None) -> Tensor:
 
 
 def _step(make: Callable[[Shape], WeightUpdate]) -> Case:
-    def made(x: Tensor) -> WeightUpdate:
-        with torch.device(x.device):
-            return make(tuple(x.shape))
-
-    def inputs(shape: Shape) -> tuple[Tensor, ...]:
+    def inputs(shape: Shape) -> tuple[Any, ...]:
         x = normal(shape)
-        one = made(x)
-        return filled(one.gradient, x), *map(filled, stored(one))
+        with torch.device(x.device):
+            one = make(shape)
+        return one, filled(one.gradient, x), *map(filled, stored(one))
 
-    def arguments(gradient: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
-        one = made(gradient)._replace(gradient=gradient)
-        for (owner, name), tensor in zip(_places(one), tensors, strict=True):
-            setattr(owner, name, tensor)
-        return one, {}
-
-    return Case("step", arguments, inputs=inputs, exact=ON_GPU)
+    return Case("step", lambda one, *tensors: (one, {}), inputs=inputs, exact=ON_GPU)
 
 
 def stepping(kernel: Callable[..., None], keeps_plans: bool) -> Callable[..., tuple[Tensor, ...]]:
@@ -419,8 +405,8 @@ _ALL = {**CASES, **ONLY_TUNED, **STEPS, **PRODUCTS}
 
 
 def reads(name: str, shape: Shape) -> tuple[Tensor, ...]:
-    """The inputs of a case."""
-    return _ALL[name].inputs(shape)
+    """The tensors that a case reads."""
+    return tuple(tensor for tensor in _ALL[name].inputs(shape) if isinstance(tensor, Tensor))
 
 
 def call_of(name: str, shape: Shape) -> Callable[[], Any]:

@@ -67,11 +67,11 @@ def test_an_activations_input_may_be_codes(tuner: ModuleType) -> None:
 
 
 def test_what_a_step_reads_is_a_new_state(tuner: ModuleType) -> None:
-    gradient, *state = tuner.cases.reads("AdamW fp8, split32", (32, 128))
-    assert torch.equal(gradient, tuner.cases.normal((32, 128))) and all(
-        not tensor.view(torch.uint8).any() for tensor in state
-    )
+    case = STEPS["AdamW fp8, split32"]
+    one, gradient, *state = case.inputs((32, 128))
+    assert torch.equal(gradient, tuner.cases.normal((32, 128)))
+    assert all(not tensor.view(torch.uint8).any() for tensor in state)
     before = [tensor.clone() for tensor in state]
-    one, plans = STEPS["AdamW fp8, split32"].arguments(gradient, *state)
+    _, plans = case.arguments(one, gradient, *state)
     tuner.cases.KERNELS["step"](one, plans)
     assert any(not torch.equal(a, b) for a, b in zip(before, state, strict=True)) and plans
