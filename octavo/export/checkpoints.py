@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import ExportError, MissingExtraError
+from octavo.errors import ExportError, require
 from octavo.export.layouts import BLOCK, GATHER, LAYOUTS, Entry, Layers, Layout, WrittenTensors, entries, scale_name
 from octavo.tensor.fsdp2 import mp_policies, on_this_rank
 
@@ -73,13 +73,10 @@ def to_safetensors(
         raise ValueError(f"layout={layout!r}: use 'fine-grained' or 'compressed-tensors'")
     if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes!r} must be an integer of at least 1")
-    try:
-        from huggingface_hub import split_torch_state_dict_into_shards
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise MissingExtraError(
-            "to_safetensors needs safetensors and huggingface_hub: pip install octavo[safetensors]"
-        ) from error
+    require("safetensors", "safetensors.torch", "huggingface_hub")
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
     folder = Path(folder).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         what = "is not empty, and nothing in it is overwritten" if folder.is_dir() else "is a file"

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import MissingExtraError
+from octavo.errors import require
 from octavo.export.layouts import BLOCK, places_in
 from octavo.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.nn.recipe_module import RecipeModule
@@ -153,10 +153,9 @@ def load_fp8(
         ...     octavo.export.load_fp8(other, f"{parent}/served").weight
         StoredWeight((512, 256), torch.float32, PerBlock(128, 128))
     """
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise MissingExtraError("load_fp8 needs safetensors: pip install octavo[safetensors]") from error
+    require("safetensors", "safetensors")
+    from safetensors import safe_open
+
     with contextlib.ExitStack() as stack:
         opened: dict[Path, Any] = {}
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 import logging
 import operator
 import os
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
-from octavo.errors import ExportError, MissingExtraError, first_line
+from octavo.errors import ExportError, first_line, require
 from octavo.export.layouts import GATHER
 from octavo.export.lowering import BLOCKS_FROM, decompositions
 from octavo.formats import HIGH_PRECISION
@@ -64,10 +63,9 @@ def run_onnx(path: str | os.PathLike[str], *inputs: Tensor) -> list[Tensor]:
         >>> octavo.export.run_onnx("mlp.onnx", torch.randn(4, 64))[0].shape  # doctest: +SKIP
         torch.Size([4, 64])
     """
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise MissingExtraError("onnxruntime is not installed: pip install octavo[onnx]") from error
+    require("onnx", "onnxruntime")
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # its messages come with the exception
     arrays = [in_float32(x).numpy() for x in inputs]
@@ -232,11 +230,7 @@ def to_onnx(
         >>> octavo.export.to_onnx(model, torch.randn(4, 64), "mlp.onnx")  # doctest: +SKIP
         PosixPath('mlp.onnx')
     """
-    for package in ("onnx", "onnxscript"):
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise MissingExtraError(f"{package} is not installed: pip install octavo[onnx]") from error
+    require("onnx", "onnx", "onnxscript")
     target = _checked_path(path)
     if opset not in OPSETS:
         raise ExportError(

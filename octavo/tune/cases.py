@@ -31,7 +31,6 @@ from octavo.kernels.triton.library_matmul import library_matmul
 from octavo.optim.masters import NAMED as MASTERS
 from octavo.optim.masters import OF_FP8_WEIGHTS
 from octavo.optim.moment import NAMED, Moment, as_matrix
-from octavo.tensor.stored_weight import StoredWeight
 from octavo.tune.agreement import difference, same_state, sqnr
 from octavo.tune.timing import DEVICE, ON_GPU, synchronize
 
@@ -288,34 +287,30 @@ ONLY_TUNED = {
 
 
 def update(
-    shape: Shape, moments: tuple[Moment, ...], master: str | None, dtype: torch.dtype, grad: torch.dtype
+    shape: Shape,
+    moments: tuple[Moment, ...],
+    master: str | None,
+    dtype: torch.dtype,
+    grad: torch.dtype,
+    scale_inv: Tensor | None = None,
 ) -> WeightUpdate:
-    """A weight's update, with memory that was never written."""
+    """A weight's update, with a new state; ``scale_inv``: that of a weight whose dtype is that of codes."""
     weight = torch.empty(shape, dtype=dtype)
-    state: dict[str, Tensor] = {}
+    form = (MASTERS if scale_inv is None else OF_FP8_WEIGHTS)[master]
+    state = form.new_state(weight)
+    if scale_inv is not None:
+        state["master_amax"] = torch.empty_like(scale_inv)
     for number, moment in enumerate(moments):
         state |= moment.new_state(str(number), weight.shape, weight.device)
-    small = MASTERS[master].new_state(torch.empty(1, 1, dtype=dtype))
-    if (rest := small.pop("master_rest", None)) is not None:
-        small["master_rest"] = torch.empty(*shape, *rest.shape[2:], dtype=rest.dtype)
-    state |= small
     stored = tuple(moment.for_kernel(str(number), state) for number, moment in enumerate(moments))
-    kept = MASTERS[master].for_kernel(as_matrix(weight), state)
+    kept = form.for_kernel(as_matrix(weight), state, scale_inv)
     return WeightUpdate(kept, stored, torch.empty(shape, dtype=grad), torch.zeros(()), BitNumbers(1), 0)
 
 
 def stored_update(shape: Shape, master: str | None, granularity: Granularity) -> WeightUpdate:
     """The update of a weight that is stored in FP8."""
     scale_inv = torch.empty(granularity.scale_shape(shape))
-    weight = StoredWeight(torch.empty(shape, dtype=torch.float8_e4m3fn), scale_inv)
-    like = OF_FP8_WEIGHTS[master]
-    state = {"master_amax": torch.empty_like(scale_inv)}
-    if like.rest is not None:
-        rest = torch.empty(shape, dtype=like.rest)
-        state["master_rest"] = rest.view(torch.uint8) if like.rest == torch.int16 else rest  # 16 bits are kept as bytes
-    moments = update(shape, NAMED["fp8"], "split32", torch.bfloat16, torch.bfloat16)
-    kept = like.for_kernel(weight.qdata.view(torch.uint8), state, scale_inv)
-    return moments._replace(master=kept)
+    return update(shape, NAMED["fp8"], master, torch.uint8, torch.bfloat16, scale_inv)
 
 
 def stored(one: WeightUpdate) -> tuple[Tensor, ...]:
