@@ -27,7 +27,7 @@ launch = importlib.import_module("octavo.kernels.triton.launch")
 LIBRARY = "library"
 FINALISTS = 6
 
-Rows = list[list[Any]]  # of a table
+TableRows = list[list[Any]]  # of a table
 Ranking = dict[Config, float]  # time over the best's
 Buckets = Mapping[int, Sequence[cases.Shape]]  # largest log2 of elements -> shapes timed
 
@@ -65,7 +65,7 @@ TOY_PRODUCTS: Buckets = {64: ((32, 48, 128),)}
 class Tuned(NamedTuple):
     """A kind's rows of the table, and how many times as fast as octavo's own they are; NaN if those failed."""
 
-    rows: Rows
+    rows: TableRows
     gain: float
 
 
@@ -167,7 +167,7 @@ def _rank(kind: str, bucket: int, toy: bool) -> Ranking:
     return costs(list(dict.fromkeys([*best, shipped(kind, bucket)])), KINDS[kind], 1 if toy else 15)
 
 
-def tune(kind: str, toy: bool, rows: Mapping[str, Rows]) -> Tuned:
+def tune(kind: str, toy: bool, rows: Mapping[str, TableRows]) -> Tuned:
     """Tune one kind, or LIBRARY, while other kinds have these rows."""
     try:
         with _tables(rows):
@@ -180,7 +180,7 @@ def tune(kind: str, toy: bool, rows: Mapping[str, Rows]) -> Tuned:
 
 def _tune_kind(kind: str, toy: bool) -> Tuned:
     """Tune a kind; its rows leave out a bucket of which no configuration is right."""
-    rows: Rows = []
+    rows: TableRows = []
     gains: list[float] = []
     for bucket, shapes in sorted(buckets_of(kind, toy).items()):
         ranking = _rank(kind, bucket, toy)
@@ -200,7 +200,7 @@ def _tune_kind(kind: str, toy: bool) -> Tuned:
 
 def _tune_library(toy: bool) -> Tuned:
     """The products that torch's function is to compute: those where it is right, and as fast as Triton's kernel."""
-    found: Rows = []
+    found: TableRows = []
     shapes = buckets_of(LIBRARY, toy)[64]
     for name, fast in itertools.product(cases.TORCH, (True, False)):
         named = {who: f"{name}, {who}{', fast' * fast}" for who in ("torch", "Triton")}
