@@ -32,51 +32,18 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-__all__ = [
-    "E4M3",
-    "E5M2",
-    "Cast",
-    "Delayed",
-    "Dynamic",
-    "ExportError",
-    "HigherOrderGradientError",
-    "MissingExtraError",
-    "OctavoError",
-    "PerBlock",
-    "PerRow",
-    "PerTensor",
-    "RanksDifferError",
-    "Recipe",
-    "RecipeMap",
-    "ScaledTensor",
-    "UnsupportedOpError",
-    "UnsupportedOptionError",
-    "compat",
-    "convert",
-    "distributed",
-    "export",
-    "inspect",
-    "integrations",
-    "nn",
-    "optim",
-    "quantize",
-    "recipes",
-    "restore",
-    "schedule",
-    "set_recipe",
-    "summary",
-    "using",
-]
-
-# Imported when named: the import stays light.
-_ROOMS = ("compat", "distributed", "export", "inspect", "integrations", "optim", "schedule")
+__all__ = ["nn", "recipes", "compat", "distributed", "export", "inspect", "integrations", "optim", "schedule"]
+__all__ += ["E4M3", "E5M2", "PerTensor", "PerRow", "PerBlock", "Dynamic", "Delayed", "Cast", "Recipe", "RecipeMap"]
+__all__ += ["ScaledTensor", "quantize", "convert", "restore", "set_recipe", "summary", "using"]
+__all__ += ["OctavoError", "ExportError", "HigherOrderGradientError", "MissingExtraError", "RanksDifferError"]
+__all__ += ["UnsupportedOpError", "UnsupportedOptionError"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in __all__:  # a room, imported when it is named: the import stays light
         return importlib.import_module(f"octavo.{name}")
     raise AttributeError(f"module 'octavo' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ROOMS})
+    return sorted({*globals(), *__all__})

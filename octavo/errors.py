@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 
 class OctavoError(Exception):
     """Base of the errors that only octavo raises."""
@@ -34,3 +36,12 @@ class ExportError(OctavoError, ValueError):
 def first_line(error: BaseException) -> str:
     """The first line of what an error says, or its type where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def require(extra: str, *packages: str) -> None:
+    """Raise MissingExtraError, with the extra that installs it, if one of these packages can't be imported."""
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise MissingExtraError(f"{package} is not installed: pip install octavo[{extra}]") from error

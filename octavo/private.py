@@ -105,7 +105,6 @@ NAMES = {
     "current_device": Name("torch._C._cuda_getDevice", "launches on the tensors' device", cuda=True),
     "is_avx512_bf16_supported": Name("torch.cpu._is_avx512_bf16_supported", "finds fast bfloat16, in torch 2.11"),
     "is_in_bad_fork": Name("torch.cuda._is_in_bad_fork", "asks no GPU in a forked process"),
-    "gpu_sleep": Name("torch.cuda._sleep", "hides the host's time while products are timed", cuda=True),
 }
 
 ANYWHERE = {  # as torch's own tutorials use them

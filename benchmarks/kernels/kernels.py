@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from benchmarks.common.rehearsal import rehearsed
 from benchmarks.common.roofline import Peaks, floor_seconds, peaks, product_bytes, product_flop
 from benchmarks.kernels.libraries import torchao_product
 from benchmarks.kernels.rivals import RIVALS, rivals_of
-from octavo.tune import cases, products
-from octavo.tune.timing import ON_GPU, Deadline, describe, input_sets, precompile, timings
+from octavo.tune import cases
+from octavo.tune.timing import ON_GPU, Deadline, describe, precompile, timings
 
 TAKES = "a GPU; 4 minutes"
 MEASURES = ("octavo/kernels/triton",)
@@ -44,16 +44,12 @@ Row = dict[str, str]
 
 def compile_one(name: str, shape: tuple[int, ...]) -> None:
     """Run a case and its rivals, or a product, once: what a worker does."""
-    if name in products.PRODUCTS:
-        for fast in (True, False):
-            products.calls(name, shape, fast)[0]()
-        if torchao := torchao_product(name, shape):
-            torchao()
-        return
-    (x,) = cases.inputs(*shape, 1)  # type: ignore[arg-type]
-    cases.calls(name, [x])[0]()
-    for rival in rivals_of(name, False).values():
-        rival.bound(cases.reads(name, x))()
+    cases.call_of(name, shape)()
+    if name not in cases.PRODUCTS:
+        for rival in rivals_of(name, False).values():
+            rival.bound(cases.reads(name, shape))()
+    elif torchao := torchao_product(name, shape):
+        torchao()
 
 
 def _row(name: str, shape: tuple[int, ...], **values: object) -> Row:
@@ -70,24 +66,22 @@ def _number(value: float, digits: int = 1) -> str:
     return "" if math.isnan(value) else f"{value:.{digits}f}"
 
 
-def moved_bytes(name: str, x: Tensor, result: Any) -> int:
+def moved_bytes(name: str, inputs: Sequence[Tensor], result: Any) -> int:
     """What a case must move at least."""
     outputs = (result,) if isinstance(result, Tensor) else result
-    read = sum(tensor.nbytes for tensor in cases.reads(name, x))
+    read = sum(tensor.nbytes for tensor in inputs)
     return cases.CASES[name].reads * read + sum(output.nbytes for output in outputs)
 
 
 def cast_row(name: str, shape: tuple[int, ...], peak: Peaks, toy: bool, with_rivals: bool) -> Row:
     """Time one case at one shape."""
-    rows, cols = shape
-    xs = cases.inputs(rows, cols, input_sets(2 * rows * cols))
-    if problem := cases.wrong(name, xs[0]):
+    if problem := cases.wrong(name, shape):
         return _row(name, shape, us="FAILED", note=problem)
-    calls = cases.calls(name, xs)
-    nbytes = moved_bytes(name, xs[0], calls[0]())
+    call, inputs = cases.call_of(name, shape), cases.reads(name, shape)
+    nbytes = moved_bytes(name, inputs, call())
     others = rivals_of(name, toy) if with_rivals else {}
-    bound = {who: [rival.bound(cases.reads(name, x)) for x in xs] for who, rival in others.items()}
-    found = timings({"octavo": calls, **bound}, 1 if toy else 15)
+    bound = {who: rival.bound(inputs) for who, rival in others.items()}
+    found = timings({"octavo": call, **bound}, 1 if toy else 15)
     seconds = found.median("octavo")
     if "octavo" in found.errors:
         return _row(name, shape, us="FAILED", note=found.errors["octavo"])
@@ -106,29 +100,29 @@ def cast_row(name: str, shape: tuple[int, ...], peak: Peaks, toy: bool, with_riv
     )
 
 
-def product_row(name: str, shape: tuple[int, ...], fast: bool, peak: Peaks, toy: bool, with_rivals: bool) -> Row:
+def product_row(name: str, shape: tuple[int, ...], peak: Peaks, toy: bool, with_rivals: bool) -> Row:
     """Time one product; beside it bf16's, in inductor's column."""
-    text, note = f"{name}{', fast' if fast else ''}", ""
-    if problem := products.wrong(name, shape, fast):
-        return _row(text, shape, us="FAILED", note=problem)
-    a, b = (cases.inputs(rows, shape[2], 1)[0] for rows in shape[:2])
-    variants: dict[str, list[Callable[[], Any]]] = {
-        "octavo": products.calls(name, shape, fast),
-        "bf16": [lambda: torch.mm(a, b.t())],
+    note, fast = "", name.endswith("fast")
+    if problem := cases.wrong(name, shape):
+        return _row(name, shape, us="FAILED", note=problem)
+    a, b = (cases.normal((rows, shape[2])) for rows in shape[:2])
+    variants: dict[str, Callable[[], Any]] = {
+        "octavo": cases.call_of(name, shape),
+        "bf16": lambda: torch.mm(a, b.t()),
     }
     try:
         torchao = torchao_product(name, shape) if with_rivals else None
     except Exception as error:
         torchao, note = None, f"torchao: {describe(error)}; "
     if torchao is not None:
-        variants["torchao"] = [torchao]
+        variants["torchao"] = torchao
     found = timings(variants, 1 if toy else 10)
     seconds, flop = found.median("octavo"), product_flop(*shape)
     if "octavo" in found.errors:
-        return _row(text, shape, us="FAILED", note=found.errors["octavo"])
+        return _row(name, shape, us="FAILED", note=found.errors["octavo"])
     nbytes = product_bytes(*shape)
     return _row(
-        text,
+        name,
         shape,
         us=_number(seconds * 1e6),
         moved_mb=_number(nbytes / 1e6),
@@ -152,15 +146,13 @@ def _tasks(toy: bool) -> Iterator[Task]:
         shape = TOY_SHAPE_OF.get(name, TOY_SHAPE) if toy else SHAPES[number]
         return name, shape, lambda peak, rival: cast_row(name, shape, peak, toy, rival)
 
-    def product(name: str, shape: tuple[int, ...], fast: bool) -> Task:
-        return name, shape, lambda peak, rival: product_row(name, shape, fast, peak, toy, rival)
+    def product(name: str, shape: tuple[int, ...]) -> Task:
+        return name, shape, lambda peak, rival: product_row(name, shape, peak, toy, rival)
 
     yield from (cast(name, 0) for name in cases.CASES)
-    yield from (product(name, product_shapes[0], fast) for name in products.PRODUCTS for fast in (True, False))
+    yield from (product(name, product_shapes[0]) for name in cases.PRODUCTS)
     yield from (cast(name, number) for number in range(1, passes) for name in cases.CASES)
-    yield from (
-        product(name, s, fast) for s in product_shapes[1:] for name in products.PRODUCTS for fast in (True, False)
-    )
+    yield from (product(name, shape) for shape in product_shapes[1:] for name in cases.PRODUCTS)
 
 
 def verdicts(rows: list[Row], main_shape: str) -> int:

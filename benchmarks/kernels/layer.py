@@ -191,7 +191,7 @@ def measure_shape(
     data = Data(shape)
     truth = VARIANTS[EAGER](data)()
     truth_with_bias = WITH_BIAS["bf16 bias"](data)()
-    ready: dict[str, list[Step]] = {}
+    ready: dict[str, Step] = {}
     problems = {}
     for name, make in variants.items():
         if deadline.left() < 3:
@@ -207,7 +207,7 @@ def measure_shape(
         if problem:
             problems[name] = f"FAILED: {problem}"
         else:
-            ready[name] = [step]
+            ready[name] = step
     found = timings(ready, rounds=2 if toy else 8, seconds_a_variant=1.5, hide_host=False)
     return found, {**problems, **{name: f"FAILED: {error}" for name, error in found.errors.items()}}
 

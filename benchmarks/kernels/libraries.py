@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.kernels.plain_torch import Work, compiled, transposed
 from octavo.tune import cases
-from octavo.tune.cases import E4M3, inputs
+from octavo.tune.cases import E4M3, normal
 from octavo.tune.timing import DEVICE, ON_GPU
 
 
@@ -234,15 +234,16 @@ def _quantizers(dtype: Any) -> tuple[Callable[..., Any], ...]:
 
 def torchao_product(name: str, shape: tuple[int, ...]) -> Callable[[], Tensor] | None:
     """torchao's own kernel for the product's tiles, where it has one: for blocks."""
-    if not ON_GPU or name not in ("1x128 . 128x128", "1x128 . 1x128"):
+    tiles = name.partition(",")[0]
+    if not ON_GPU or tiles not in ("1x128 . 128x128", "1x128 . 1x128"):
         return None
     try:
         from torchao.prototype.blockwise_fp8_training import kernels
     except Exception:  # absent, or not for this Triton
         return None
-    a, b = inputs(shape[0], shape[2], 1)[0], inputs(shape[1], shape[2], 1)[0]
+    a, b = normal((shape[0], shape[2])), normal((shape[1], shape[2]))
     a_codes, a_scale = kernels.triton_fp8_blockwise_act_quant_lhs(a)
-    if name == "1x128 . 128x128":
+    if tiles == "1x128 . 128x128":
         b_codes, b_scale = kernels.triton_fp8_blockwise_weight_quant_transposed_rhs(b)
         return lambda: kernels.triton_fp8_gemm_1x128_128x128(a_codes, b_codes, a_scale, b_scale, 128, torch.bfloat16)
     b_codes, b_scale = kernels.triton_fp8_blockwise_act_quant_rhs(b.t().contiguous())

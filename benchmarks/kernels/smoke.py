@@ -15,7 +15,7 @@ from torch import nn
 import octavo
 from benchmarks.common.models import OCTAVO, with_octavo
 from benchmarks.common.rehearsal import rehearsed
-from octavo.tune import cases, products
+from octavo.tune import cases
 from octavo.tune.agreement import sqnr
 from octavo.tune.timing import DEVICE, ON_GPU, describe, precompile
 
@@ -31,9 +31,9 @@ def check(name: str) -> str:
     try:
         if name in OCTAVO:
             return step(name)
-        if name in products.PRODUCTS:
-            return products.wrong(name, PRODUCT if ON_GPU else (32, 48, 64))
-        return cases.wrong(name, cases.inputs(*(SHAPE if ON_GPU else (32, 48)), 1)[0])
+        if name in cases.PRODUCTS:
+            return cases.wrong(name, PRODUCT if ON_GPU else (32, 48, 64))
+        return cases.wrong(name, SHAPE if ON_GPU else (32, 48))
     except Exception as error:
         return describe(error)
 
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks smoke", description=__doc__)
     parser.add_argument("--minutes", type=float, default=0.7, help="for compiling ahead, in a process a core")
     options = parser.parse_args(arguments)
-    names = [*OCTAVO, *products.PRODUCTS, *cases.CASES]
+    names = [*OCTAVO, *cases.PRODUCTS, *cases.CASES]
     start = time.perf_counter()
     if ON_GPU:
         failures = precompile(check, [(name,) for name in names], options.minutes)

@@ -29,7 +29,7 @@ from emulator import Options
 from emulator.memory import SECTOR, Count
 from emulator.parse import Instruction
 from octavo.kernels.triton import launch as launching
-from octavo.tune import cases, products
+from octavo.tune import cases
 from octavo.tune.timing import describe
 from tests.kernels.triton import test_compiled
 from tests.support import triton_kernels
@@ -41,7 +41,7 @@ MEASURES = ("octavo/kernels/triton", "emulator")
 
 SHAPE, TALL, WIDE = (256, 512), (1024, 512), (64, 8192)
 PRODUCT = (256, 256, 512)
-NAMES = [*cases.CASES, *cases.ONLY_TUNED, *cases.STEPS, *(name for name in products.PRODUCTS if "Triton" in name)]
+NAMES = [*cases.CASES, *cases.ONLY_TUNED, *cases.STEPS, *(name for name in cases.PRODUCTS if name.endswith("Triton"))]
 NAMES += test_compiled.CALLS
 Rows = list[dict[str, object]]
 
@@ -56,7 +56,7 @@ def shape_of(name: str) -> tuple[int, ...]:
     """Of a case's tensor: groups hold whole tiles, and rows are as long as a model's where a program owns them."""
     if name in test_compiled.CALLS:
         return (0, 0)
-    if name in products.PRODUCTS:
+    if name in cases.PRODUCTS:
         return PRODUCT
     return TALL if name.startswith(("grouped", "five")) else WIDE if "norm" in name or "rows" in name else SHAPE
 
@@ -85,9 +85,7 @@ def _wrong(name: str, shape: tuple[int, ...]) -> str:
         except AssertionError as error:
             return describe(error)
         return ""
-    return (
-        products.wrong(name, shape) if name in products.PRODUCTS else cases.wrong(name, cases.inputs(*shape[:2], 1)[0])
-    )
+    return cases.wrong(name, shape)
 
 
 @contextmanager

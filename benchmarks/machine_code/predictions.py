@@ -142,22 +142,22 @@ def _first_cache_clocks(counts: Mapping[str, str]) -> float:
     return moved / SECTOR / 4 + float(counts["wavefronts_an_element"])
 
 
-def _empty(rows: int, cols: int, seed: int) -> Tensor:
+def _empty(shape: tuple[int, ...], seed: int = 0) -> Tensor:
     """In place of numbers that nothing reads."""
-    return torch.empty(rows, cols, dtype=torch.bfloat16)
+    return torch.empty(shape, dtype=torch.bfloat16)
 
 
 def row_of(name: str, shape: tuple[int, int], capability: int) -> dict[str, object]:
     """A case at a shape: its launches together."""
     case, device = CASES[name], DEVICES[capability]
     unfilled = mock.patch.object(cases, "filled", lambda tensor, x=None: tensor)
-    with offline(capability) as launches, mock.patch.object(cases, "_normal", _empty), unfilled:
-        inputs = case.inputs(torch.empty(shape, dtype=torch.bfloat16))
+    with offline(capability) as launches, mock.patch.object(cases, "normal", _empty), unfilled:
+        inputs = case.inputs(shape)
         arguments = case.arguments(*inputs)
         launches.clear()  # making a state launches too
         found = cases.call(KERNELS[case.op], arguments)
         outputs = (found,) if isinstance(found, Tensor) else found
-        read, written = sum(x.nbytes for x in inputs), sum(x.nbytes for x in outputs)
+        read, written = sum(x.nbytes for x in inputs if isinstance(x, Tensor)), sum(x.nbytes for x in outputs)
         elements = math.prod(shape)
         is_step = case.op == "step"  # whose kernel finds what it reads by a table
         known = [launch._replace(read=read) if is_step else launch for launch in launches]

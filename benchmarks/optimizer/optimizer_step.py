@@ -156,9 +156,9 @@ def measure(name: str, sizes: Sequence[tuple[int, ...]], seconds: float) -> dict
     optimizer.step()
     kept = state_bytes(optimizer)
     moved = 2 * (kept + sum(param.numel() * weight_bytes(param) for param in params)) + elements * kind.dtype.itemsize
-    calls: dict[str, list[Callable[[], object]]] = {name: [optimizer.step]}
+    calls: dict[str, Callable[[], object]] = {name: optimizer.step}
     if ON_GPU and name.startswith("octavo"):
-        calls["graph"] = [graph_of(optimizer)]
+        calls["graph"] = graph_of(optimizer)
     found = timings(calls, rounds=ROUNDS[ON_GPU], seconds_a_variant=seconds)
     for error in found.errors.values():
         raise RuntimeError(error)
@@ -180,7 +180,7 @@ def measure(name: str, sizes: Sequence[tuple[int, ...]], seconds: float) -> dict
 def bandwidth() -> float:
     """Bytes a second of a copy of 1 GiB, read and written."""
     source, target = (torch.zeros(1 << (30 if ON_GPU else 24), dtype=torch.uint8, device=DEVICE) for _ in range(2))
-    found = timings({"copy": [lambda: target.copy_(source)]}, rounds=20)
+    found = timings({"copy": lambda: target.copy_(source)}, rounds=20)
     return 2 * source.numel() / found.median("copy")
 
 

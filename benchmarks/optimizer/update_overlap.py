@@ -72,7 +72,7 @@ def measure(case: Case, size: Size, seconds: float) -> dict[str, object]:
     call: Callable[[], object] = step
     if case.graph:
         call = _captured(step)
-    found = timings({"step": [call]}, rounds=10, seconds_a_variant=seconds)
+    found = timings({"step": call}, rounds=10, seconds_a_variant=seconds)
     for error in found.errors.values():
         raise RuntimeError(error)
     return {

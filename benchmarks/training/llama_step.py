@@ -116,7 +116,7 @@ def measure(name: str, mode: str, toy: bool) -> dict[str, str]:
     first, last = (float(step()) for _ in range(2))
     if not (math.isfinite(last) and last < first + 0.5):
         raise ArithmeticError(f"the loss goes from {first:.3f} to {last:.3f}")
-    seconds = timings({"step": [step]}, rounds=2 if toy else 6, seconds_a_variant=6, hide_host=False).median("step")
+    seconds = timings({"step": step}, rounds=2 if toy else 6, seconds_a_variant=6, hide_host=False).median("step")
     tokens = 2 * 16 if toy else 8 * 2048
     peak = torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else 0.0
     return {

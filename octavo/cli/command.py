@@ -14,7 +14,7 @@ import threading
 import types
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import octavo
 from octavo.cli import actions
@@ -22,14 +22,6 @@ from octavo.cli.actions import add_options, signals_to
 from octavo.train.config import RECIPES, SECTIONS, UNCONVERTED, ModelConfig
 from octavo_command import COMMANDS, FAULT, fault, interrupted
 from octavo_command import parser as top_parser
-
-
-class Command(NamedTuple):
-    """The function of a command, its options, and examples of its use."""
-
-    run: Callable[[argparse.Namespace, list[str]], int]
-    add_options: Callable[[argparse.ArgumentParser], None]
-    examples: tuple[str, ...]
 
 
 def parser(arguments: Collection[str] | None = None) -> argparse.ArgumentParser:
@@ -130,8 +122,9 @@ def _info(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", action="store_true", help=help)
 
 
-_COMMANDS = {
-    "train": Command(
+# by name: its function, what adds its options, and examples of its use
+_COMMANDS: dict[str, tuple[Callable[..., int], Callable[[argparse.ArgumentParser], None], tuple[str, ...]]] = {
+    "train": (
         actions.train,
         _train,
         (
@@ -140,7 +133,7 @@ _COMMANDS = {
             "torchrun --nproc-per-node 2 -m octavo train --shard fsdp",
         ),
     ),
-    "compare": Command(
+    "compare": (
         actions.train,
         _compare,
         (
@@ -148,8 +141,8 @@ _COMMANDS = {
             "octavo compare --recipes baseline dynamic mx --out runs/mine --resume",
         ),
     ),
-    "export": Command(actions.export, _export, ("octavo export runs/train-001/delayed --onnx model.onnx",)),
-    "plan": Command(
+    "export": (actions.export, _export, ("octavo export runs/train-001/delayed --onnx model.onnx",)),
+    "plan": (
         actions.plan,
         _plan,
         (
@@ -158,7 +151,7 @@ _COMMANDS = {
             "octavo plan path/to/config.json --device H100 --gpus 64 --mesh fsdp=8,tensor=8",
         ),
     ),
-    "inspect": Command(
+    "inspect": (
         actions.inspect,
         _inspect,
         (
@@ -167,8 +160,8 @@ _COMMANDS = {
             "octavo inspect job:training --recipes dynamic,blockwise --loss 0.1% --write map.json",
         ),
     ),
-    "tune": Command(actions.tune, _tune, ("octavo tune", "octavo tune cast amax --minutes 3", "octavo tune --forget")),
-    "info": Command(actions.info, _info, ("octavo info", "octavo info --measure")),
+    "tune": (actions.tune, _tune, ("octavo tune", "octavo tune cast amax --minutes 3", "octavo tune --forget")),
+    "info": (actions.info, _info, ("octavo info", "octavo info --measure")),
 }
 
 

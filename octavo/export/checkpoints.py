@@ -6,13 +6,14 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
-from octavo.errors import ExportError, MissingExtraError
+from octavo.errors import ExportError, require
 from octavo.export.layouts import BLOCK, GATHER, LAYOUTS, Entry, Layers, Layout, WrittenTensors, entries, scale_name
 from octavo.tensor.fsdp2 import mp_policies, on_this_rank
 
@@ -72,20 +73,14 @@ def to_safetensors(
         raise ValueError(f"layout={layout!r}: use 'fine-grained' or 'compressed-tensors'")
     if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes!r} must be an integer of at least 1")
-    try:
-        from huggingface_hub import split_torch_state_dict_into_shards
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise MissingExtraError(
-            "to_safetensors needs safetensors and huggingface_hub: pip install octavo[safetensors]"
-        ) from error
+    require("safetensors", "safetensors.torch", "huggingface_hub")
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
     folder = Path(folder).resolve()
-    if folder.exists() and not folder.is_dir():
-        raise ExportError(f"{folder} is a file; name a folder that is new or empty")
-    if folder.exists() and any(folder.iterdir()):
-        raise ExportError(
-            f"{folder} is not empty, and nothing in it is overwritten; name a folder that is new or empty"
-        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        what = "is not empty, and nothing in it is overwritten" if folder.is_dir() else "is a file"
+        raise ExportError(f"{folder} {what}; name a folder that is new or empty")
     found, layers, skipped = entries(model, layout)
     likes = _likes(found, chosen)
     if layout == "fine-grained":
@@ -100,7 +95,8 @@ def to_safetensors(
         for entry in found:
             for key, tensor in _keyed(entry.read(training=False, policies={}), chosen):
                 file = plan.tensor_to_filename[key]
-                waiting[file][key] = _owned(tensor, waiting[file].values())
+                # in a storage of its own: safetensors takes no shared ones
+                waiting[file][key] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
                 if len(waiting[file]) == len(plan.filename_to_tensors[file]):
                     save_file(waiting.pop(file), partial / file, metadata={"format": "pt"})
         assert not waiting
@@ -148,14 +144,6 @@ def _keyed(written: WrittenTensors, layout: Layout) -> Iterator[tuple[str, Tenso
         yield name, tensor
         if scale_inv is not None:
             yield scale_name(name, layout), scale_inv
-
-
-def _owned(tensor: Tensor, others: Iterable[Tensor]) -> Tensor:
-    """The tensor on the CPU, contiguous, in a storage that it shares with nothing, ``others`` included."""
-    tensor = tensor.detach().cpu().contiguous()
-    storage = tensor.untyped_storage()
-    shared = any(other.untyped_storage().data_ptr() == storage.data_ptr() for other in others)
-    return tensor.clone() if shared or storage.nbytes() != tensor.nbytes else tensor
 
 
 def _write_config(folder: Path, model: nn.Module, quantization: dict[str, Any]) -> None:

@@ -90,18 +90,6 @@ def written_pairs(
     return {name: (matrix, scales[name].reshape(1) if whole else scales[name]) for name, matrix in named.items()}
 
 
-def why_not_written(module: Grouped) -> str | None:
-    """Why an expert matrix in FP8 can't be written; or None."""
-    if not isinstance(module, ExpertsPart):
-        return None
-    holder: Any = module.holder
-    if module.stores_transposed:
-        return f"{type(holder).__name__} stores it as [E, K, N], which no reader takes in FP8"
-    if any(part.recipe.output is None for part in holder.parts):
-        return "other matrices of the same experts are not in FP8, and servers read all of them alike"
-    return None
-
-
 class Layout(NamedTuple):
     """How pairs are written.
 
@@ -196,7 +184,7 @@ def entries(model: nn.Module, layout: str) -> tuple[list[Entry], Layers, list[st
         except ValueError as error:
             raise ExportError(f"{entry.key}: {error}; keep it in high precision by an octavo.RecipeMap") from error
     if renaming is not None:
-        likes = (written_names(renaming, join(name, "weight"), torch.empty(0)) for name in skipped)
+        likes = (written_names(renaming, f"{name}.weight".removeprefix("."), torch.empty(0)) for name in skipped)
         skipped = [next(iter(like)).removesuffix(".weight") for like in likes]
     return found, layers, skipped
 
@@ -228,9 +216,15 @@ def _misfit(name: str, module: RecipeModule, layout: str) -> str | None:
     """Why the layout can't hold a layer's pair, and what works; or None."""
     cast, chosen = weight_cast(module), LAYOUTS[layout]
     remedy = f"octavo.set_recipe(model, octavo.recipes.{chosen.recipe}()) makes weights that it holds"
-    if isinstance(module, Grouped):
-        if (why := why_not_written(module)) is not None:
-            return f"{why}; keep them in high precision by octavo.RecipeMap(recipe, {{'*.experts': None}})"
+    if isinstance(module, ExpertsPart):
+        holder: Any = module.holder
+        others = "; keep them in high precision by octavo.RecipeMap(recipe, {'*.experts': None})"
+        if module.stores_transposed:
+            return f"{type(holder).__name__} stores it as [E, K, N], which no reader takes in FP8{others}"
+        if any(part.recipe.output is None for part in holder.parts):
+            return f"other matrices of the same experts are not in FP8, and servers read all of them alike{others}"
+    elif isinstance(module, Grouped):
+        pass  # one tensor, of any recipe
     elif isinstance(module, PartedLinear):
         return f"its splits are on several ranks: {GATHER}"
     elif module._parameters.get("weight") is None:
@@ -291,11 +285,6 @@ def scale_shape(module: RecipeModule) -> tuple[int, ...]:
 def scale_name(name: str, layout: Layout) -> str:
     """The name of a weight's scales."""
     return name.removesuffix("weight") + layout.scale_key if name.endswith("weight") else name + layout.scale_key[6:]
-
-
-def join(module: str, key: str) -> str:
-    """A tensor's name, from its module's and its own."""
-    return f"{module}.{key}".removeprefix(".")
 
 
 def _fine_grained_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:

@@ -14,14 +14,14 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import MissingExtraError
+from octavo.errors import require
 from octavo.export.layouts import BLOCK, places_in
 from octavo.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.nn.recipe_module import RecipeModule
@@ -153,16 +153,18 @@ def load_fp8(
         ...     octavo.export.load_fp8(other, f"{parent}/served").weight
         StoredWeight((512, 256), torch.float32, PerBlock(128, 128))
     """
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise MissingExtraError("load_fp8 needs safetensors: pip install octavo[safetensors]") from error
+    require("safetensors", "safetensors")
+    from safetensors import safe_open
+
     with contextlib.ExitStack() as stack:
         opened: dict[Path, Any] = {}
 
         def reader(file: Path) -> Any:
             if file not in opened:
-                opened[file] = stack.enter_context(_opened(safe_open, file))
+                try:
+                    opened[file] = stack.enter_context(safe_open(file, "pt"))
+                except Exception as error:  # of safetensors' own class
+                    raise ValueError(f"{file} is no whole safetensors file: {error}") from error
             return opened[file]
 
         found = _tensors(Path(folder), reader)
@@ -259,16 +261,6 @@ def _weight_map(folder: Path, reader: OpenFile) -> dict[str, str]:
     return dict.fromkeys(reader(single).keys(), single.name)
 
 
-@contextlib.contextmanager
-def _opened(safe_open: Any, file: Path) -> Iterator[Any]:
-    try:
-        opened = safe_open(file, "pt")
-    except Exception as error:  # of safetensors' own class
-        raise ValueError(f"{file} is no whole safetensors file: {error}") from error
-    with opened as tensors:
-        yield tensors
-
-
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
@@ -281,11 +273,13 @@ def _targets(model: nn.Module, found: dict[str, _Stored], strict: bool, reader: 
     if (tie_weights := getattr(model, "tie_weights", None)) is not None:
         tie_weights()  # accelerate's init_empty_weights unties what transformers has tied
     state = model.state_dict(keep_vars=True)
-    tensors = {key: tensor for key, tensor in state.items() if not _is_scale(key, state)}
+    scales = {f"{key}{SCALE_INV}" for key in state}
+    tensors = {key: tensor for key, tensor in state.items() if key not in scales}
     named = _joined(model, tensors, found)
-    inputs = [key for key in named if key not in tensors and OF_INPUTS.search(key)]
-    ignored = [*inputs, *_expected_surplus(model, named)]
-    surplus = [key for key in named if key not in tensors and key not in ignored]
+    surplus = [key for key in named if key not in tensors]
+    inputs = [key for key in surplus if OF_INPUTS.search(key)]
+    ignored = [OF_INPUTS.pattern, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])]  # transformers'
+    surplus = [key for key in surplus if not any(re.search(pattern, key) for pattern in ignored)]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     loaded = {id(parameters.get(key, tensors[key])) for key in named if key in tensors}
     missing = [key for key, tensor in tensors.items() if id(parameters.get(key, tensor)) not in loaded]
@@ -315,18 +309,8 @@ def _joined(model: nn.Module, tensors: dict[str, Tensor], found: dict[str, _Stor
     return named | {renamed(key): stored for key, stored in others.items()}
 
 
-def _is_scale(key: str, state: dict[str, Any]) -> bool:
-    return key.endswith(SCALE_INV) and key.removesuffix(SCALE_INV) in state
-
-
 def _first(names: list[str]) -> str:
     return f" (first {names[0]})" if names else ""
-
-
-def _expected_surplus(model: nn.Module, named: dict[str, _Stored]) -> list[str]:
-    """The checkpoint's names that a transformers model ignores."""
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
-    return [key for key in named if any(re.search(pattern, key) for pattern in patterns)]
 
 
 def _check_target(model: nn.Module, key: str, stored: _Stored, reader: OpenFile) -> None:
@@ -336,8 +320,7 @@ def _check_target(model: nn.Module, key: str, stored: _Stored, reader: OpenFile)
     for (_, rows), matrix in stored.matrices:
         if matrix.shape != (rows.stop - rows.start, parameter.shape[2]):
             raise ValueError(f"{matrix.key} is {matrix.shape}, and no {rows.stop - rows.start} rows of {key}")
-        if matrix.scale is not None:
-            _scales_of(matrix, reader)
+        _scales_of(matrix, reader)
     if stored.matrices:
         return
     if stored.scale is not None and local_stored(parameter) is None:
@@ -345,8 +328,7 @@ def _check_target(model: nn.Module, key: str, stored: _Stored, reader: OpenFile)
             f"{key} is in FP8 in the checkpoint but not in the model, where it belongs to a {type(module).__name__}; "
             "octavo.convert(model, recipe, select, weight_storage='fp8') with a select that takes this layer"
         )
-    if stored.scale is not None:
-        _scales_of(stored, reader)
+    _scales_of(stored, reader)
 
 
 def _check_meta(model: nn.Module, targets: dict[str, _Stored]) -> None:
@@ -433,7 +415,7 @@ def _as_stored(
     Codes stay as they are where possible.
     """
     part = own_slices(target.shape, target)
-    pair = None if stored.scale is None else _scales_of(stored, reader)
+    pair = _scales_of(stored, reader)
     if pair is None:
         return _cast(_read(stored, reader, part, place).to(target.dtype), target, own.granularity), True
     scales, is_shard = pair[0], own is not target
@@ -456,7 +438,7 @@ def _experts_as_stored(
     experts, scales, kept = own_slices(target.shape, target)[0], torch.zeros(_scale_shape(target, own)), True
     height, ours = scales.shape[1], []
     for (expert, rows), matrix in stored.matrices:
-        pair = None if matrix.scale is None else _scales_of(matrix, reader)
+        pair = _scales_of(matrix, reader)
         if experts.start <= expert < experts.stop:
             ours.append((expert - experts.start, rows, matrix, pair))
         at = slice(rows.start // BLOCK, -(-rows.stop // BLOCK)) if height > 1 else slice(0, 1)
@@ -477,13 +459,14 @@ def _experts_as_stored(
     return _cast(values, target, own.granularity), True
 
 
-def _scales_of(stored: _Stored, reader: OpenFile) -> tuple[Tensor, Granularity]:
-    """The scale_inv of codes [N, K] or [E, N, K], and their granularity.
+def _scales_of(stored: _Stored, reader: OpenFile) -> tuple[Tensor, Granularity] | None:
+    """The scale_inv of codes [N, K] or [E, N, K], and their granularity; None of a tensor in high precision.
 
     Raises:
         ValueError: if they don't fit such codes.
     """
-    assert stored.scale is not None
+    if stored.scale is None:
+        return None
     file, name = stored.scale
     scales: Tensor = reader(file).get_tensor(name)
     if not scales.is_floating_point():

@@ -126,28 +126,23 @@ def _repeated(scale_inv: Tensor, times: int, rows: int) -> Tensor:
     return scale_inv[:, None].expand(tiles, times, cols).reshape(tiles * times, cols)[:rows]
 
 
-def _tiles(size: int, extent: int) -> int:
-    """How many tiles there are along a dimension, by positive numbers: torch.onnx rounds quotients towards 0."""
-    return (size + extent - 1) // extent
-
-
 def _amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     """The amax of each tile. Unlike octavo's, it is inf or NaN if an element of the tile is."""
+    r, c = tile
+    if r == ALL and c == ALL:
+        return x.abs().amax((0, 1), keepdim=True)
+    found = _amax_of_columns(x.abs(), c)
+    return found if r == 1 else _amax_of_columns(found.t(), r).t()
+
+
+def _amax_of_columns(x: Tensor, count: int) -> Tensor:
+    """The largest of each ``count`` columns of a row, [rows, tiles]."""
     rows, cols = x.shape
-    r, c = (size if extent == ALL else extent for size, extent in zip((rows, cols), tile, strict=True))
-    found = x.abs()
-    if tile[0] == ALL and tile[1] == ALL:
-        return found.amax((0, 1), keepdim=True)
-    if tile[1] == ALL:
-        found = found.amax(1, keepdim=True)
-    elif c > 1:
-        n_c = _tiles(cols, c)
-        if n_c * c != cols:
-            found = F.pad(found, (0, n_c * c - cols))
-        found = found.reshape(rows, n_c, c).amax(2)
-    if tile[0] == ALL:
-        return found.amax(0, keepdim=True)
-    if r > 1:
-        n_r = _tiles(rows, r)
-        found = F.pad(found, (0, 0, 0, n_r * r - rows)).reshape(n_r, r, found.shape[1]).amax(1)
-    return found
+    if count == ALL:
+        return x.amax(1, keepdim=True)
+    if count == 1:
+        return x
+    tiles = (cols + count - 1) // count  # by positive numbers: torch.onnx rounds quotients towards 0
+    if not isinstance(cols, int) or cols % count:
+        x = F.pad(x, (0, tiles * count - cols))
+    return x.reshape(rows, tiles, count).amax(2)

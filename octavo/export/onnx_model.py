@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
+import functools
 import logging
 import operator
 import os
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
-from octavo.errors import ExportError, MissingExtraError, first_line
+from octavo.errors import ExportError, first_line, require
 from octavo.export.layouts import GATHER
 from octavo.export.lowering import BLOCKS_FROM, decompositions
 from octavo.formats import HIGH_PRECISION
@@ -63,10 +63,9 @@ def run_onnx(path: str | os.PathLike[str], *inputs: Tensor) -> list[Tensor]:
         >>> octavo.export.run_onnx("mlp.onnx", torch.randn(4, 64))[0].shape  # doctest: +SKIP
         torch.Size([4, 64])
     """
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise MissingExtraError("onnxruntime is not installed: pip install octavo[onnx]") from error
+    require("onnx", "onnxruntime")
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # its messages come with the exception
     arrays = [in_float32(x).numpy() for x in inputs]
@@ -164,19 +163,16 @@ def _is_octavos(node: fx.Node) -> bool:
 
 def _evaluator(module: fx.GraphModule) -> Callable[[fx.Node], Any]:
     """A function that returns a node's value, or None if it depends on the inputs."""
-    values: dict[fx.Node, Any] = {}
 
+    @functools.cache
     def value(node: fx.Node) -> Any:
-        if node not in values:
-            values[node] = None
-            if node.op == "get_attr":
-                values[node] = operator.attrgetter(str(node.target))(module)
-            elif node.op == "call_function" and node.all_input_nodes:
-                found = {argument: value(argument) for argument in node.all_input_nodes}
-                if all(result is not None for result in found.values()):
-                    arguments, options = fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
-                    values[node] = node.target(*arguments, **options)  # type: ignore[operator]
-        return values[node]
+        if node.op == "get_attr":
+            return operator.attrgetter(str(node.target))(module)
+        found = {argument: value(argument) for argument in node.all_input_nodes}
+        if node.op != "call_function" or not found or any(result is None for result in found.values()):
+            return None
+        arguments, options = fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
+        return node.target(*arguments, **options)  # type: ignore[operator]
 
     return value
 
@@ -234,11 +230,7 @@ def to_onnx(
         >>> octavo.export.to_onnx(model, torch.randn(4, 64), "mlp.onnx")  # doctest: +SKIP
         PosixPath('mlp.onnx')
     """
-    for package in ("onnx", "onnxscript"):
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise MissingExtraError(f"{package} is not installed: pip install octavo[onnx]") from error
+    require("onnx", "onnx", "onnxscript")
     target = _checked_path(path)
     if opset not in OPSETS:
         raise ExportError(
@@ -331,8 +323,7 @@ def _quiet() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logger.setLevel(level)

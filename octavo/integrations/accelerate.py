@@ -65,7 +65,7 @@ class TrainingState:
     def __init__(self, model: nn.Module, schedule: PrecisionSchedule | None = None) -> None:
         self.model, self.schedule = unwrapped(model), schedule
         recipes_of(self.model)
-        self._awaited: RemovableHandle | None = None
+        self._waiting = ExitStack()  # has a hook from when sharded weights were loaded until this state is
         if "lightning.fabric" in sys.modules:
             self.model.register_load_state_dict_post_hook(self._await)
         if schedule is not None:
@@ -75,18 +75,13 @@ class TrainingState:
 
     def _await(self, model: nn.Module, keys: Any) -> None:
         """Prepare a warning after sharded weights were loaded: Fabric may load only them and optimizers."""
-        sharded = any(hasattr(parameter, "placements") for parameter in model.parameters())
-        if self._awaited is None and sharded:
-            self._awaited = model.register_forward_pre_hook(self._look)
-
-    def _look_no_more(self) -> None:
-        if self._awaited is not None:
-            self._awaited.remove()
-        self._awaited = None
+        if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+            self._waiting.close()
+            self._waiting.callback(model.register_forward_pre_hook(self._look).remove)
 
     def _look(self, model: nn.Module, arguments: Any) -> None:
         if model.training and torch.is_grad_enabled():
-            self._look_no_more()
+            self._waiting.close()
             warnings.warn(
                 "weights were loaded but no TrainingState: delayed state and schedule begin anew. After fabric.load "
                 "under ModelParallelStrategy call load_state_dict(state['octavo']) of the TrainingState",
@@ -157,7 +152,7 @@ class TrainingState:
                     "same recipe and select; another recipe is octavo.set_recipe's after loading"
                 )
         load_delayed(self.model, state_dict["delayed"], Ranks.of_process())
-        self._look_no_more()
+        self._waiting.close()
 
 
 def _settings(schedule: PrecisionSchedule) -> Any:

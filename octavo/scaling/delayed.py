@@ -137,30 +137,21 @@ def may_be_empty(scale: Tensor) -> bool:
     return version_of(scale) <= version
 
 
-class _InputHistory(NamedTuple):
-    """What a layer's history of its input is made of: equal ones have equal numbers, device and all.
-
-    ``before``: of all passes but the last, ``task``: the last pass, ``entered``: the sum of what it has entered, as
-    the largest of several amaxes is the same in any order.
-    """
-
-    before: int
-    task: int
-    entered: int
-
-
-_NEVER = _InputHistory(0, -2, 0)  # that of a layer in a captured CUDA graph, whose replays enter more
+_NEVER = 0  # the history of a layer in a captured CUDA graph, whose replays enter more
 _fresh_histories = itertools.count(1)
 
 
-def _input_history(state: State) -> _InputHistory | None:
-    """None: nobody knows what wrote it last."""
+def _input_history(state: State) -> int | None:
+    """A number of what a layer's history of its input is made of: equal ones are of equal histories, device and all.
+
+    None: nobody knows what wrote it last.
+    """
     scale = state.scale
     noted = scale.__dict__.get(INPUTS)
     return noted[2] if noted is not None and noted[:2] == (id(scale), version_of(scale)) else None
 
 
-def _note_input_history(state: State, history: _InputHistory) -> None:
+def _note_input_history(state: State, history: int) -> None:
     state.scale.__dict__[INPUTS] = id(state.scale), version_of(state.scale), history
 
 
@@ -172,12 +163,12 @@ def have_same_inputs(a: State, b: State) -> bool:
     """
     of_a, of_b = _input_history(a), _input_history(b)
     if of_a is not None and of_b is not None:
-        return of_a == of_b and of_a is not _NEVER
+        return of_a == of_b != _NEVER
     if _NEVER in (of_a, of_b) or (a.scale.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     if type(a.scale) is FakeTensor:  # a forward without data: as in a training from its beginning
         return True
-    role, found = ROLES.index("input"), of_a or of_b or _InputHistory(next(_fresh_histories), -1, 0)
+    role, found = ROLES.index("input"), of_a or of_b or next(_fresh_histories)
     with no_modes(), torch.no_grad():  # a mode that sees ops must see the same ones in a recomputed forward
         same = all(
             torch.equal(one, other)
@@ -189,7 +180,7 @@ def have_same_inputs(a: State, b: State) -> bool:
         )
     for state, history in ((a, of_a), (b, of_b)):
         if history is None:
-            _note_input_history(state, found if same else _InputHistory(next(_fresh_histories), -1, 0))
+            _note_input_history(state, found if same else next(_fresh_histories))
     return same
 
 
@@ -203,12 +194,8 @@ def entering_input(state: State, number: int) -> Iterator[None]:
     yield
     if state.scale.is_cuda and torch.cuda.is_current_stream_capturing():
         history = _NEVER
-    elif history is not None and history is not _NEVER:
-        task = current_graph_task_id()
-        if task == history.task and task != -1:
-            history = history._replace(entered=history.entered + hash((number,)))
-        else:
-            history = _InputHistory(hash(history), task, hash((number,)))
+    elif history:
+        history = hash((history, current_graph_task_id(), number))
     if history is not None:
         _note_input_history(state, history)
 

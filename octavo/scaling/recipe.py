@@ -184,15 +184,6 @@ class RoleCasts(NamedTuple):
     once: bool
 
 
-class DelayedUpdate(NamedTuple):
-    """How each role's next scale is made: the arguments of ``octavo::delayed_update``."""
-
-    limits: tuple[float, ...]
-    powers_of_two: tuple[bool, ...]
-    margins: tuple[int, ...]
-    reduce: str
-
-
 @dataclass(frozen=True)
 class Recipe:
     """For each product, the casts of its two operands, or None: that product stays in high precision.
@@ -260,13 +251,15 @@ class Recipe:
                     f"Recipe: {role} has one delayed scale but two casts, {pair[0]} and {pair[1]}; "
                     "make them equal or one of them Dynamic"
                 )
+        rule = next(iter(rules), None)
         casts = tuple(RoleCasts(*pair, once=_coincide(*pair)) for pair in casts_by_role.values())
         vars(self).update(  # derived once, read on every forward
             casts=casts,
-            pads=all(cast is None or _takes_padding(cast) for pair in casts for cast in pair[:2]),
+            # whether padding the contraction to a multiple of 16 adds no tile
+            pads=all(c is None or c.tile[1] == ALL or c.tile[1] % 16 == 0 for pair in casts for c in pair[:2]),
             is_high_precision=not any(getattr(self, product) for product in PRODUCTS),
-            delayed=next(iter(rules), None),
-            delayed_update=_delayed_update(delayed),
+            delayed=rule,
+            delayed_update=_delayed_update(delayed, rule),
             **{f"{role}_casts": found for role, found in zip(ROLES, casts, strict=True)},
             weight_key=str(casts[1]),
         )
@@ -289,7 +282,7 @@ class Recipe:
     pads: bool = field(init=False, repr=False, compare=False)  # whether every operand's contraction may be padded
     is_high_precision: bool = field(init=False, repr=False, compare=False)  # no product is in FP8
     delayed: Delayed | None = field(init=False, repr=False, compare=False)
-    delayed_update: DelayedUpdate = field(init=False, repr=False, compare=False)
+    delayed_update: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # that op's arguments
 
     def __str__(self) -> str:
         lines = [f"{self.name}:"]
@@ -312,17 +305,8 @@ def _coincide(as_is: Cast | None, transposed: Cast | None) -> bool:
     return alike and replace(as_is, granularity=transposed.granularity) == transposed
 
 
-def _takes_padding(cast: Cast) -> bool:
-    """Whether padding the contraction to a multiple of 16 adds no tile."""
-    return cast.tile[1] == ALL or cast.tile[1] % 16 == 0
-
-
-def _delayed_update(delayed: list[list[Cast]]) -> DelayedUpdate:
-    """The update's arguments, from each role's Delayed casts. A role without any is never rolled: any value will do."""
+def _delayed_update(delayed: list[list[Cast]], rule: Delayed | None) -> tuple[Any, ...]:
+    """How each role's next scale is made, from its Delayed casts. A role without any is never rolled: any will do."""
     chosen = [pair[0] if pair else Cast(E4M3, PerTensor(), Delayed()) for pair in delayed]
-    return DelayedUpdate(
-        tuple(cast.format.max for cast in chosen),
-        tuple(cast.power_of_two for cast in chosen),
-        tuple(cast.margin for cast in chosen),
-        next((pair[0].rule.reduce for pair in delayed if pair), "max"),  # type: ignore[union-attr]
-    )
+    each = ((cast.format.max, cast.power_of_two, cast.margin) for cast in chosen)
+    return *zip(*each, strict=True), "max" if rule is None else rule.reduce

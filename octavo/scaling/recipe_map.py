@@ -77,8 +77,12 @@ class RecipeMap:
         names = tuple(_joined(self.prefix, name) for name in names)
         recipe = self.default
         for pattern, rule in self.rules.items():
-            if any(fnmatchcase(name, pattern) for name in names):
-                recipe = _applied(recipe, rule)
+            if not any(fnmatchcase(name, pattern) for name in names):
+                continue
+            if rule is None or isinstance(rule, Recipe):
+                recipe = rule or _HIGH_PRECISION
+            else:
+                recipe = _changed(recipe, recipe.name, tuple(rule.items()))
         return recipe
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
@@ -88,13 +92,6 @@ class RecipeMap:
 
 
 _HIGH_PRECISION = Recipe(name="high_precision")
-
-
-def _applied(recipe: Recipe, rule: RecipeRule) -> Recipe:
-    """What a rule makes of a recipe."""
-    if rule is None:
-        return _HIGH_PRECISION
-    return rule if isinstance(rule, Recipe) else _changed(recipe, recipe.name, tuple(rule.items()))
 
 
 @functools.cache

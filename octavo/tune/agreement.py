@@ -61,22 +61,21 @@ def _difference(result: Tensor, truth: Tensor, exact: bool, rows: int, excused: 
     if result.numel() == 0:
         return ""
     is_sum = result.ndim == 1 and result.dtype != torch.float32
-    if is_sum:
-        close = torch.allclose(result, truth, rtol=2**-7, atol=1e-3 * rows**0.5)
-        return "" if close else f"sums differ by {_largest(result.float() - truth.float()):.3g}"
-    if exact:
-        differing = int((_bits(result) != _bits(truth)).sum())
+    if exact and not is_sum:
+        bits, right = (tensor.flatten().view(torch.uint8) for tensor in (result, truth))
+        differing = int((bits != right).sum())
         return f"{differing} of {result.numel()} differ" if differing else ""
     if result.element_size() == 1:
         return _code_difference(result, truth, excused)
-    if result.dtype != torch.float32:  # y or dx, rounded once more
-        close = torch.allclose(result, truth, rtol=2**-7, atol=1e-5)
-        return "" if close else f"differs by {_largest(result.float() - truth.float()):.3g}"
+    if result.dtype != torch.float32:  # sums of columns; or y or dx, rounded once more
+        close = torch.allclose(result, truth, rtol=2**-7, atol=1e-3 * rows**0.5 if is_sum else 1e-5)
+        largest = (result.float() - truth.float()).abs().max().item()
+        return "" if close else f"{'sums differ' if is_sum else 'differs'} by {largest:.3g}"
     # a mean may be near 0
     near = torch.isclose(result, truth, rtol=CLOSE, atol=1e-6 if result.ndim == 1 else 0.0)
     if _is_scale(result):
         near |= _flips(result, truth)
-    return "" if bool(near.all()) else f"differs by {_largest(result / truth - 1):.3g} relative"
+    return "" if bool(near.all()) else f"differs by {(result / truth - 1).abs().max().item():.3g} relative"
 
 
 def _code_difference(codes: Tensor, truth: Tensor, excused: int) -> str:
@@ -109,11 +108,3 @@ def _flips(result: Tensor, truth: Tensor) -> Tensor:
     """Where a scale is the neighbouring power of two; nowhere if too many are."""
     flips = (result == 2 * truth) ^ (2 * result == truth)
     return flips if int(flips.sum()) <= flips.numel() // FLIPS else torch.zeros_like(flips)
-
-
-def _largest(differences: Tensor) -> float:
-    return differences.abs().max().item()
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)

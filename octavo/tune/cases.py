@@ -1,10 +1,11 @@
-"""The casts, norms and steps of AdamW that are timed: how each is called, and whether its results are right.
+"""The casts, norms, products and steps of AdamW that are timed: how each is called, and whether its results are right.
 
-A case's arguments are made once for each input, and go to the Triton kernel and to the reference. The bytes of a case
-are the least that it must move: its inputs once (twice if the scale first needs an amax of the whole tensor) and each
-of its outputs once.
+A case's arguments are made for a shape: [R, C] of the tensor that is cast, (M, N, K) of a product [M, K] . [N, K]^T.
+They go to the Triton kernel and to the reference. The bytes of a case are the least that it must move: its inputs once
+(twice if the scale first needs an amax of the whole tensor) and each of its outputs once. All numbers come from a seed.
 
-Inputs are made from x [R, C], which has the shape of the tensor that is cast. All other numbers come from a seed.
+Products are named by the operands' tiles: delayed and dynamic have tensor . tensor, rowwise has rows . rows, blockwise
+has 1x128 . 128x128 for output and grad_input and 1x128 . 1x128 for grad_weight, mx has 1x32 . 1x32.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.granularity import ALL, Granularity, PerBlock
+from octavo.granularity import ALL, Granularity, PerBlock, Tile
+from octavo.kernels.arguments import unpacking
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.reference.norm import normalise
 from octavo.kernels.reference.optimizer_step import AdamGroup, BitNumbers, WeightUpdate
@@ -25,36 +27,46 @@ from octavo.kernels.reference.optimizer_step import optimizer_step as reference_
 from octavo.kernels.triton import KERNELS as TRITON
 from octavo.kernels.triton import optimizer_step
 from octavo.kernels.triton.launch import config
+from octavo.kernels.triton.library_matmul import library_matmul
 from octavo.optim.masters import NAMED as MASTERS
 from octavo.optim.masters import OF_FP8_WEIGHTS
 from octavo.optim.moment import NAMED, Moment, as_matrix
-from octavo.tensor.stored_weight import StoredWeight
-from octavo.tune.agreement import difference, same_state
+from octavo.tune.agreement import difference, same_state, sqnr
 from octavo.tune.timing import DEVICE, ON_GPU, synchronize
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROWS, COLUMNS = (ALL, ALL), (1, ALL), (ALL, 1)
-VECTOR, TALL = (1, 128), (128, 1)
+VECTOR, TALL, SQUARE = (1, 128), (128, 1), (128, 128)
 MX, MX_TALL = (1, 32), (32, 1)
 UPDATE = ([448.0, 448.0, 57344.0], [False] * 3, [0] * 3, "max")
 SCALE, FUSED_SCALE = 64.0, 16.0  # for normal numbers, and for their products: nothing saturates
 EPS = 1e-5
 GATED = {"swiglu"}
+OF_COMMIT = ("transpose", "pad", "column_sum", "activation", "preactivation", "h_scale_inv", "h_tile")
 KINDS = {"rmsnorm": "rms_norm", "layernorm": "layer_norm"}
 ADAM = AdamGroup(1e-3, 0.9, 0.999, 1e-8, 0.01, False, True, True)
+LEAST_SQNR = 35.0  # dB of a product in bf16, whose rounding alone gives 50; fast accumulation costs some
 
-# by its path: the function of the same name hides the module
+# by their paths: the functions of the same names hide the modules
 _history = importlib.import_module("octavo.kernels.triton.known_scales")
+_matmul = importlib.import_module("octavo.kernels.triton.matmul")
 
+Shape = tuple[int, ...]
 Make = Callable[[], tuple[Any, ...]]  # an op's arguments from the scale up to the margin
 
 
-def _x_alone(x: Tensor) -> tuple[Tensor, ...]:
-    return (x,)
+def normal(shape: Shape, seed: int = 0) -> Tensor:
+    """Normal numbers, bf16."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE, generator=generator)
+
+
+def _x_alone(shape: Shape) -> tuple[Tensor, ...]:
+    return (normal(shape),)
 
 
 class Case(NamedTuple):
-    """An op of the kernels' table; ``inputs`` makes what it reads from x [R, C], ``arguments`` its arguments from that.
+    """An op of the kernels' table; ``inputs`` makes what it reads for a shape, ``arguments`` its arguments from that.
 
     The last argument may be Named.
     """
@@ -62,7 +74,7 @@ class Case(NamedTuple):
     op: str
     arguments: Callable[..., tuple[Any, ...]]
     reads: int = 1  # how many times it reads its inputs
-    inputs: Callable[[Tensor], tuple[Tensor, ...]] = _x_alone
+    inputs: Callable[[Shape], tuple[Any, ...]] = _x_alone
     exact: bool = True  # its codes are the reference's; else it may round differently before the cast
 
 
@@ -76,15 +88,15 @@ def call(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     return kernel(*flat, **last) if isinstance(last, Named) else kernel(*arguments)
 
 
+# --- casts ------------------------------------------------------------------------------------------------------------
+
+
 def delayed_state(scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """A delayed state that has scales, as after the first steps of training."""
     scales, history = torch.full((3,), scale, device=DEVICE), torch.full((3, 16), 448 / scale, device=DEVICE)
     before = torch.stack((torch.zeros_like(scales), scales)).view(torch.int32)  # written in no pass
     _history.committed(scales, history, before, (True, True, True))
     return scales, history, before
-
-
-# --- a tensor as it is, and what reads codes back ---------------------------------------------------------------------
 
 
 def _delayed(scale: float = FUSED_SCALE, role: int = 0, dtype: torch.dtype = E4M3) -> Make:
@@ -95,9 +107,9 @@ def _dynamic(tile: Sequence[int] = TENSOR, power_of_two: bool = False, dtype: to
     return lambda: (None, 0, dtype, tile, power_of_two, 0)
 
 
-def _commit(scale: float = FUSED_SCALE) -> tuple[Any, ...]:
+def _commit() -> tuple[Any, ...]:
     amax = torch.full((1, 1), 5.0, device=DEVICE)
-    return *delayed_state(scale), amax, amax, E5M2, False, 0, *UPDATE, True
+    return *delayed_state(FUSED_SCALE), amax, amax, E5M2, False, 0, *UPDATE
 
 
 def second(tile: Sequence[int], power_of_two: bool = True) -> Named:
@@ -105,24 +117,94 @@ def second(tile: Sequence[int], power_of_two: bool = True) -> Named:
     return Named(second_dtype=E4M3, second_tile=tile, second_power_of_two=power_of_two)
 
 
-def _cast(make: Make, transpose: bool = False, reads: int = 1, **named: Any) -> Case:
-    return Case("cast", lambda x: (x, *make(), transpose, Named(named)), reads)
+def _cast(
+    make: Make,
+    reads: int = 1,
+    inputs: Callable[[Shape], tuple[Tensor, ...]] = _x_alone,
+    names: Sequence[str] = (),
+    exact: bool = True,
+    **named: Any,
+) -> Case:
+    """A cast of the first input; ``names``: those of the arguments that the other inputs are."""
+
+    def arguments(x: Tensor, *others: Tensor) -> tuple[Any, ...]:
+        given = named | dict(zip(names, others, strict=False))
+        if make is _commit:  # whose arguments have no names
+            return x, *make(), *(given[name] for name in OF_COMMIT if name in given)
+        return x, *make(), Named(given)
+
+    return Case("cast_and_commit" if make is _commit else "cast", arguments, reads, inputs, exact)
 
 
-def _grouped(tile: Sequence[int], as_is: bool = True, delayed: bool = False) -> Callable[[Tensor], tuple[Any, ...]]:
+def _grouped(tile: Sequence[int], reads: int = 1, as_is: bool = True, delayed: bool = False) -> Case:
     """Eight groups of equal sizes; transposed codes unless a scale is for a part of a row."""
+
+    def inputs(shape: Shape) -> tuple[Tensor, ...]:
+        ends = torch.arange(1, 9, device=DEVICE, dtype=torch.int32) * (shape[0] // 8)
+        return normal(shape), ends
+
     make = _delayed(SCALE) if delayed else _dynamic(tile, tile[0] * tile[1] > 1)
+    return _cast(make, reads, inputs, ("offsets",), transpose=tile[0] != 1, pad=16, as_is=as_is)
 
-    def arguments(x: Tensor) -> tuple[Any, ...]:
-        ends = torch.arange(1, 9, device=DEVICE, dtype=torch.int32) * (len(x) // 8)
-        return x, *make(), tile[0] != 1, 16, Named(offsets=ends, as_is=as_is)
 
-    return arguments
+def _activated(activation: str, make: Make, reads: int = 1, **named: Any) -> Case:
+    """The cast of an activation."""
+
+    def inputs(shape: Shape) -> tuple[Tensor, ...]:
+        x = normal(shape)
+        return (torch.cat((x, normal(shape, 1)), 1),) if activation in GATED else (x,)
+
+    return _cast(make, reads, inputs, exact=False, activation=activation, transpose=True, **named)
+
+
+def _gradient(activation: str, make: Make, reads: int = 1, saved: Sequence[int] | None = None, **named: Any) -> Case:
+    """The cast of an activation's gradient; ``saved``: the tile of the codes that the activation's input is kept in."""
+
+    def inputs(shape: Shape) -> tuple[Tensor, ...]:
+        rows, cols = shape
+        h = normal(shape)
+        dy = normal((rows, cols // 2 if activation in GATED else cols), 1)
+        return (dy, h) if saved is None else (dy, *REFERENCE["cast"](h, None, 0, E4M3, saved, False, 0)[:3:2])
+
+    tile = {} if saved is None else {"h_tile": saved}
+    named = {"transpose": True, "pad": 1, "column_sum": True, "activation": activation, **tile, **named}
+    return _cast(make, reads, inputs, ("preactivation", "h_scale_inv"), False, **named)
+
+
+def _parameters(norm: str, cols: int) -> tuple[Tensor, ...]:
+    """(gamma, beta), or gamma alone."""
+    wide = 0.1 * normal((2, cols), 2)
+    return (wide[0] + 1,) if norm == "rmsnorm" else (wide[0] + 1, wide[1])
+
+
+def _normed(norm: str, make: Make, reads: int = 1, **named: Any) -> Case:
+    """The cast of a norm."""
+
+    def inputs(shape: Shape) -> tuple[Tensor, ...]:
+        return normal(shape), *_parameters(norm, shape[1])
+
+    named = {"transpose": True, "kind": KINDS[norm], "eps": EPS, **named}
+    return _cast(make, reads, inputs, ("gamma", "beta"), False, **named)
+
+
+def _norm_gradient(norm: str) -> Case:
+    """A norm's gradient, to which the gradient of a residual branch is added."""
+
+    def inputs(shape: Shape) -> tuple[Tensor, ...]:
+        x, (gamma, *beta) = normal(shape), _parameters(norm, shape[1])
+        _, mean, rstd = normalise(x, gamma, beta[0] if beta else None, KINDS[norm], EPS, False)
+        return normal(shape, 1), x, gamma, mean, rstd, normal(shape, 3)
+
+    def arguments(*tensors: Tensor) -> tuple[Any, ...]:
+        *saved, residual = tensors
+        return *saved, KINDS[norm], False, norm == "layernorm", residual
+
+    return Case("norm_backward", arguments, 1, inputs, exact=False)
 
 
 def _dequantized(tile: Sequence[int]) -> Case:
-    def inputs(x: Tensor) -> tuple[Tensor, ...]:
-        return REFERENCE["cast"](x, None, 0, E4M3, tile, False, 0)[:3:2]
+    def inputs(shape: Shape) -> tuple[Tensor, ...]:
+        return REFERENCE["cast"](normal(shape), None, 0, E4M3, tile, False, 0)[:3:2]
 
     return Case("dequantize", lambda q, scale_inv: (q, scale_inv, tile, torch.bfloat16), inputs=inputs)
 
@@ -151,133 +233,49 @@ def many(kernel: Callable[..., None]) -> Callable[..., tuple[Tensor, ...]]:
 PLAIN = {
     "amax": Case("amax", lambda x: (x, TENSOR)),
     "cast delayed": _cast(_delayed(SCALE)),
-    "cast dynamic": _cast(_dynamic(), reads=2),
-    "cast+transpose delayed": _cast(_delayed(SCALE), True),
-    "cast+transpose dynamic": _cast(_dynamic(), True, reads=2),
-    "cast+transpose+sum+commit": Case("cast_and_commit", lambda x: (x, *_commit(SCALE), 1, True)),
+    "cast dynamic": _cast(_dynamic(), 2),
+    "cast+transpose delayed": _cast(_delayed(SCALE), transpose=True),
+    "cast+transpose dynamic": _cast(_dynamic(), 2, transpose=True),
+    "cast+transpose+sum+commit": _cast(_commit, transpose=True, pad=1, column_sum=True),
     "five weights at once": Case("many", _weights, reads=2),
     "cast rows": _cast(_dynamic(ROWS)),
     "cast columns": Case("cast", lambda x: (x.t(), *_dynamic(ROWS)()), reads=2),
-    "cast rows + columns": _cast(_dynamic(ROWS), True, 2, **second(COLUMNS, False)),
+    "cast rows + columns": _cast(_dynamic(ROWS), 2, transpose=True, **second(COLUMNS, False)),
     "cast 1x128": _cast(_dynamic(VECTOR, True)),
-    "cast 1x128 + 128x1": _cast(_dynamic(VECTOR, True), True, **second(TALL)),
-    "cast 1x32 + 32x1": _cast(_dynamic(MX, True), True, **second(MX_TALL)),
-    "cast+transpose 128x128": _cast(_dynamic((128, 128), True), True),
-    "grouped cast+transpose delayed": Case("cast", _grouped(TENSOR, delayed=True)),
-    "grouped cast columns, transposed": Case("cast", _grouped(COLUMNS, False), reads=2),
-    "grouped cast 1x128": Case("cast", _grouped(VECTOR)),
-    "grouped cast 128x1, transposed": Case("cast", _grouped(TALL, False)),
+    "cast 1x128 + 128x1": _cast(_dynamic(VECTOR, True), transpose=True, **second(TALL)),
+    "cast 1x32 + 32x1": _cast(_dynamic(MX, True), transpose=True, **second(MX_TALL)),
+    "cast+transpose 128x128": _cast(_dynamic(SQUARE, True), transpose=True),
+    "grouped cast+transpose delayed": _grouped(TENSOR, delayed=True),
+    "grouped cast columns, transposed": _grouped(COLUMNS, 2, as_is=False),
+    "grouped cast 1x128": _grouped(VECTOR),
+    "grouped cast 128x1, transposed": _grouped(TALL, as_is=False),
     "dequantize tensor": _dequantized(TENSOR),
     "dequantize 1x128": _dequantized(VECTOR),
 }
-
-
-# --- activations, their gradients, norms and theirs -------------------------------------------------------------------
-
-
-def _normal(rows: int, cols: int, seed: int) -> Tensor:
-    """Normal numbers [rows, cols], bf16."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.randn(rows, cols, dtype=torch.bfloat16, device=DEVICE, generator=generator)
-
-
-def _activated(activation: str, op: str, make: Make, reads: int = 1, transpose: bool = True, **named: Any) -> Case:
-    """The cast of an activation."""
-
-    def inputs(x: Tensor) -> tuple[Tensor, ...]:
-        return (torch.cat((x, _normal(x.shape[0], x.shape[1], 1)), 1),) if activation in GATED else (x,)
-
-    def arguments(h: Tensor) -> tuple[Any, ...]:
-        transposed = (transpose,) if op != "cast_and_commit" else ()
-        return h, *make(), *transposed, 1, False, activation, Named(named)
-
-    return Case(op, arguments, reads, inputs, exact=False)
-
-
-def _gradient(
-    activation: str,
-    op: str,
-    make: Make,
-    reads: int = 1,
-    transpose: bool = True,
-    column_sum: bool = True,
-    saved: Sequence[int] | None = None,
-    **named: Any,
-) -> Case:
-    """The cast of an activation's gradient; ``saved``: the tile of the codes that the activation's input is kept in."""
-
-    def inputs(x: Tensor) -> tuple[Tensor, ...]:
-        rows, cols = x.shape
-        h = (x,) if saved is None else REFERENCE["cast"](x, None, 0, E4M3, saved, False, 0)[:3:2]
-        return _normal(rows, cols // 2 if activation in GATED else cols, 1), *h
-
-    def arguments(dy: Tensor, *h: Any) -> tuple[Any, ...]:
-        transposed = (transpose,) if op != "cast_and_commit" else ()
-        tile = () if saved is None else (saved,)
-        return dy, *make(), *transposed, 1, column_sum, activation, *h, *tile, Named(named)
-
-    return Case(op, arguments, reads, inputs, exact=False)
-
-
-def _parameters(norm: str, x: Tensor) -> tuple[Tensor, ...]:
-    """(gamma, beta), or gamma alone."""
-    wide = 0.1 * _normal(2, x.shape[1], 2)
-    return (wide[0] + 1,) if norm == "rmsnorm" else (wide[0] + 1, wide[1])
-
-
-def _normed(norm: str, make: Make, transpose: bool = True, reads: int = 1, keep: bool = False, **named: Any) -> Case:
-    """The cast of a norm."""
-
-    def inputs(x: Tensor) -> tuple[Tensor, ...]:
-        return x, *_parameters(norm, x)
-
-    def arguments(x: Tensor, gamma: Tensor, beta: Tensor | None = None) -> tuple[Any, ...]:
-        norm_arguments = {"gamma": gamma, "beta": beta, "kind": KINDS[norm], "eps": EPS, "keep": keep}
-        return x, *make(), transpose, Named(norm_arguments | named)
-
-    return Case("cast", arguments, reads, inputs, exact=False)
-
-
-def _norm_gradient(norm: str) -> Case:
-    """A norm's gradient, to which the gradient of a residual branch is added."""
-
-    def inputs(x: Tensor) -> tuple[Tensor, ...]:
-        gamma, *beta = _parameters(norm, x)
-        _, mean, rstd = normalise(x, gamma, beta[0] if beta else None, KINDS[norm], EPS, False)
-        return _normal(x.shape[0], x.shape[1], 1), x, gamma, mean, rstd, _normal(x.shape[0], x.shape[1], 3)
-
-    def arguments(dy: Tensor, *others: Tensor) -> tuple[Any, ...]:
-        *saved, residual = others
-        return dy, *saved, KINDS[norm], False, norm == "layernorm", residual
-
-    return Case("norm_backward", arguments, 1, inputs, exact=False)
-
-
 FUSED = {
-    "swiglu + cast+transpose delayed": _activated("swiglu", "cast", _delayed()),
-    "swiglu + cast+transpose dynamic": _activated("swiglu", "cast", _dynamic(), 2),
-    "gelu_tanh + cast+transpose delayed": _activated("gelu_tanh", "cast", _delayed()),
-    "gelu + cast+transpose delayed": _activated("gelu", "cast", _delayed()),
-    "swiglu + rows + columns": _activated("swiglu", "cast", _dynamic(ROWS), 2, **second(COLUMNS, False)),
-    "swiglu + 1x128 + 128x1": _activated("swiglu", "cast", _dynamic(VECTOR, True), **second(TALL)),
-    "swiglu gradient + cast+transpose+sum+commit": _gradient("swiglu", "cast_and_commit", _commit),
-    "swiglu gradient + cast+transpose+sum dynamic": _gradient("swiglu", "cast", _dynamic(dtype=E5M2), 2),
-    "gelu gradient + cast+transpose+sum+commit": _gradient("gelu", "cast_and_commit", _commit),
-    "swiglu gradient + 1x128 + 128x1 + sum": _gradient("swiglu", "cast", _dynamic(VECTOR, True), **second(TALL)),
+    "swiglu + cast+transpose delayed": _activated("swiglu", _delayed()),
+    "swiglu + cast+transpose dynamic": _activated("swiglu", _dynamic(), 2),
+    "gelu_tanh + cast+transpose delayed": _activated("gelu_tanh", _delayed()),
+    "gelu + cast+transpose delayed": _activated("gelu", _delayed()),
+    "swiglu + rows + columns": _activated("swiglu", _dynamic(ROWS), 2, **second(COLUMNS, False)),
+    "swiglu + 1x128 + 128x1": _activated("swiglu", _dynamic(VECTOR, True), **second(TALL)),
+    "swiglu gradient + cast+transpose+sum+commit": _gradient("swiglu", _commit),
+    "swiglu gradient + cast+transpose+sum dynamic": _gradient("swiglu", _dynamic(dtype=E5M2), 2),
+    "gelu gradient + cast+transpose+sum+commit": _gradient("gelu", _commit),
+    "swiglu gradient + 1x128 + 128x1 + sum": _gradient("swiglu", _dynamic(VECTOR, True), **second(TALL)),
     "rmsnorm + cast+transpose delayed": _normed("rmsnorm", _delayed()),
-    "rmsnorm + cast+transpose dynamic": _normed("rmsnorm", _dynamic(), reads=2),
+    "rmsnorm + cast+transpose dynamic": _normed("rmsnorm", _dynamic(), 2),
     "layernorm + cast+transpose delayed": _normed("layernorm", _delayed()),
     "rmsnorm, y kept + cast+transpose delayed": _normed("rmsnorm", _delayed(), keep=True),
     "rmsnorm + 1x128 + 128x1": _normed("rmsnorm", _dynamic(VECTOR, True), **second(TALL)),
     "rmsnorm gradient + residual": _norm_gradient("rmsnorm"),
     "layernorm gradient + residual": _norm_gradient("layernorm"),
 }
-
 # cases of configurations that no other case uses
 ONLY_TUNED = {
-    "swiglu gradient + cast+sum delayed": _gradient("swiglu", "cast", _delayed(role=2, dtype=E5M2), transpose=False),
-    "swiglu gradient + rows": _gradient("swiglu", "cast", _dynamic(ROWS), transpose=False, column_sum=False),
-    "swiglu gradient of codes + cast+transpose+sum+commit": _gradient("swiglu", "cast_and_commit", _commit, saved=MX),
+    "swiglu gradient + cast+sum delayed": _gradient("swiglu", _delayed(role=2, dtype=E5M2), transpose=False),
+    "swiglu gradient + rows": _gradient("swiglu", _dynamic(ROWS), transpose=False, column_sum=False),
+    "swiglu gradient of codes + cast+transpose+sum+commit": _gradient("swiglu", _commit, saved=MX),
     "rmsnorm + cast delayed": _normed("rmsnorm", _delayed(), transpose=False),
     "rmsnorm + rows": _normed("rmsnorm", _dynamic(ROWS), transpose=False),
     "rmsnorm + 1x128": _normed("rmsnorm", _dynamic(VECTOR, True), transpose=False),
@@ -289,46 +287,37 @@ ONLY_TUNED = {
 
 
 def update(
-    shape: tuple[int, int], moments: tuple[Moment, ...], master: str | None, dtype: torch.dtype, grad: torch.dtype
+    shape: Shape,
+    moments: tuple[Moment, ...],
+    master: str | None,
+    dtype: torch.dtype,
+    grad: torch.dtype,
+    scale_inv: Tensor | None = None,
 ) -> WeightUpdate:
-    """A weight's update, with memory that was never written."""
+    """A weight's update, with a new state; ``scale_inv``: that of a weight whose dtype is that of codes."""
     weight = torch.empty(shape, dtype=dtype)
-    state: dict[str, Tensor] = {}
+    form = (MASTERS if scale_inv is None else OF_FP8_WEIGHTS)[master]
+    state = form.new_state(weight)
+    if scale_inv is not None:
+        state["master_amax"] = torch.empty_like(scale_inv)
     for number, moment in enumerate(moments):
         state |= moment.new_state(str(number), weight.shape, weight.device)
-    small = MASTERS[master].new_state(torch.empty(1, 1, dtype=dtype))
-    if (rest := small.pop("master_rest", None)) is not None:
-        small["master_rest"] = torch.empty(*shape, *rest.shape[2:], dtype=rest.dtype)
-    state |= small
     stored = tuple(moment.for_kernel(str(number), state) for number, moment in enumerate(moments))
-    kept = MASTERS[master].for_kernel(as_matrix(weight), state)
+    kept = form.for_kernel(as_matrix(weight), state, scale_inv)
     return WeightUpdate(kept, stored, torch.empty(shape, dtype=grad), torch.zeros(()), BitNumbers(1), 0)
 
 
-def stored_update(shape: tuple[int, int], master: str | None, granularity: Granularity) -> WeightUpdate:
+def stored_update(shape: Shape, master: str | None, granularity: Granularity) -> WeightUpdate:
     """The update of a weight that is stored in FP8."""
     scale_inv = torch.empty(granularity.scale_shape(shape))
-    weight = StoredWeight(torch.empty(shape, dtype=torch.float8_e4m3fn), scale_inv)
-    like = OF_FP8_WEIGHTS[master]
-    state = {"master_amax": torch.empty_like(scale_inv)}
-    if like.rest is not None:
-        rest = torch.empty(shape, dtype=like.rest)
-        state["master_rest"] = rest.view(torch.uint8) if like.rest == torch.int16 else rest  # 16 bits are kept as bytes
-    moments = update(shape, NAMED["fp8"], "split32", torch.bfloat16, torch.bfloat16)
-    kept = like.for_kernel(weight.qdata.view(torch.uint8), state, scale_inv)
-    return moments._replace(master=kept)
-
-
-def _places(one: WeightUpdate) -> list[tuple[Any, str]]:
-    """(object, attribute's name) of each tensor that a step reads and writes."""
-    names = ("weight", "data", "rest", "scale_inv", "amax")
-    owners = one.master, *one.moments
-    return [(owner, name) for owner in owners for name in names if getattr(owner, name, None) is not None]
+    return update(shape, NAMED["fp8"], master, torch.uint8, torch.bfloat16, scale_inv)
 
 
 def stored(one: WeightUpdate) -> tuple[Tensor, ...]:
     """The tensors that a step reads and writes."""
-    return tuple(getattr(owner, name) for owner, name in _places(one))
+    names = ("weight", "data", "rest", "scale_inv", "amax")
+    found = (getattr(owner, name, None) for owner in (one.master, *one.moments) for name in names)
+    return tuple(tensor for tensor in found if tensor is not None)
 
 
 def filled(tensor: Tensor, x: Tensor | None = None) -> Tensor:
@@ -336,26 +325,18 @@ def filled(tensor: Tensor, x: Tensor | None = None) -> Tensor:
     return tensor.zero_() if x is None else tensor.copy_(x)
 
 
-def _case(make: Callable[[tuple[int, int]], WeightUpdate]) -> Case:
-    def made(x: Tensor) -> WeightUpdate:
+def _step(make: Callable[[Shape], WeightUpdate]) -> Case:
+    def inputs(shape: Shape) -> tuple[Any, ...]:
+        x = normal(shape)
         with torch.device(x.device):
-            return make((x.shape[0], x.shape[1]))
+            one = make(shape)
+        return one, filled(one.gradient, x), *map(filled, stored(one))
 
-    def inputs(x: Tensor) -> tuple[Tensor, ...]:
-        one = made(x)
-        return filled(one.gradient, x), *map(filled, stored(one))
-
-    def arguments(gradient: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
-        one = made(gradient)._replace(gradient=gradient)
-        for (owner, name), tensor in zip(_places(one), tensors, strict=True):
-            setattr(owner, name, tensor)
-        return one, {}
-
-    return Case("step", arguments, inputs=inputs, exact=ON_GPU)
+    return Case("step", lambda one, *tensors: (one, {}), inputs=inputs, exact=ON_GPU)
 
 
 def stepping(kernel: Callable[..., None], keeps_plans: bool) -> Callable[..., tuple[Tensor, ...]]:
-    """A step as a function of ``_case``'s arguments that returns what it wrote."""
+    """A step as a function of ``_step``'s arguments that returns what it wrote."""
 
     def run(one: WeightUpdate, plans: dict[Any, dict[Any, Any]]) -> tuple[Tensor, ...]:
         kept = {"plans": plans.setdefault(config("optimizer_step", 64), {})} if keeps_plans else {}
@@ -367,52 +348,86 @@ def stepping(kernel: Callable[..., None], keeps_plans: bool) -> Callable[..., tu
 
 
 STEPS = {
-    "AdamW fp8, split32": _case(lambda s: update(s, NAMED["fp8"], "split32", torch.bfloat16, torch.bfloat16)),
-    "AdamW fp8, fp32": _case(lambda s: update(s, NAMED["fp8"], "fp32", torch.float32, torch.bfloat16)),
-    "AdamW fp32, fp32": _case(lambda s: update(s, NAMED["fp32"], "fp32", torch.float32, torch.float32)),
-    "AdamW fp8, E4M3 weight in blocks, split16": _case(lambda s: stored_update(s, "split16", PerBlock(128, 128))),
+    "AdamW fp8, split32": _step(lambda s: update(s, NAMED["fp8"], "split32", torch.bfloat16, torch.bfloat16)),
+    "AdamW fp8, fp32": _step(lambda s: update(s, NAMED["fp8"], "fp32", torch.float32, torch.bfloat16)),
+    "AdamW fp32, fp32": _step(lambda s: update(s, NAMED["fp32"], "fp32", torch.float32, torch.float32)),
+    "AdamW fp8, E4M3 weight in blocks, split16": _step(lambda s: stored_update(s, "split16", PerBlock(128, 128))),
 }
 
-KERNELS = {**TRITON, "many": many(TRITON["multi_tensor_cast"])}
-KERNELS["step"] = stepping(optimizer_step, keeps_plans=True)
+
+# --- products of two pairs in E4M3, by octavo's kernel and by torch's -------------------------------------------------
+
+TILES: dict[str, tuple[Tile, Tile]] = {
+    "tensor . tensor": (TENSOR, TENSOR),
+    "rows . rows": (ROWS, ROWS),
+    "1x128 . 128x128": (VECTOR, SQUARE),
+    "1x128 . 1x128": (VECTOR, VECTOR),
+    "1x32 . 1x32": (MX, MX),
+}
+# those that torch has here; on a CPU it has none of blocks, and torch 2.11 has none at all
+_ON_CPU = torch.__version__ >= "2.12"
+TORCH = [name for name in TILES if name != "1x32 . 1x32" and (ON_GPU or (_ON_CPU and "128" not in name))]
+
+
+def _product(a_tile: Tile, b_tile: Tile, who: str, fast_accum: bool) -> Case:
+    def operand(x: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+        return TRITON["cast"](x, None, 0, E4M3, tile, tile[1] > 0, 0)[:3:2]  # scales of blocks are powers of two
+
+    def inputs(shape: Shape) -> tuple[Tensor, ...]:
+        rows, cols, contraction = shape
+        return *operand(normal((rows, contraction)), a_tile), *operand(normal((cols, contraction), 1), b_tile)
+
+    def arguments(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor) -> tuple[Any, ...]:
+        return a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, None, torch.bfloat16, fast_accum
+
+    return Case(f"{who} product", arguments, inputs=inputs, exact=False)
+
+
+PRODUCTS = {
+    f"{name}, {who}{', fast' * fast}": _product(*TILES[name], who, fast)
+    for who, names in (("Triton", list(TILES)), ("torch", TORCH))
+    for name in names
+    for fast in (True, False)
+}
+
+KERNELS = {**TRITON, "many": many(TRITON["multi_tensor_cast"]), "step": stepping(optimizer_step, keeps_plans=True)}
+KERNELS["Triton product"] = unpacking({"matmul": _matmul.triton_matmul})["matmul"]
+KERNELS["torch product"] = unpacking({"matmul": library_matmul})["matmul"]
 DEFINITIONS = {**REFERENCE, "many": many(REFERENCE["multi_tensor_cast"])}
 DEFINITIONS["step"] = stepping(reference_step, keeps_plans=False)
 CASES = {**PLAIN, **FUSED}
-_ALL = {**CASES, **ONLY_TUNED, **STEPS}
+_ALL = {**CASES, **ONLY_TUNED, **STEPS, **PRODUCTS}
 
 
-def inputs(rows: int, cols: int, sets: int) -> list[Tensor]:
-    """``sets`` tensors [rows, cols] of normal numbers, bf16."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    return [torch.randn(rows, cols, dtype=torch.bfloat16, device=DEVICE, generator=generator) for _ in range(sets)]
+def reads(name: str, shape: Shape) -> tuple[Tensor, ...]:
+    """The tensors that a case reads."""
+    return tuple(tensor for tensor in _ALL[name].inputs(shape) if isinstance(tensor, Tensor))
 
 
-def reads(name: str, x: Tensor) -> tuple[Tensor, ...]:
-    """The inputs of a case, made from x."""
-    return _ALL[name].inputs(x)
-
-
-def _arguments(name: str, x: Tensor) -> tuple[Any, ...]:
-    return _ALL[name].arguments(*reads(name, x))
-
-
-def calls(name: str, xs: Sequence[Tensor]) -> list[Callable[[], Any]]:
-    """Calls of a case's Triton kernel, one for each input."""
-    kernel = KERNELS[_ALL[name].op]
-
-    bound: list[Callable[[], Any]] = [partial(call, kernel, _arguments(name, x)) for x in xs]
+def call_of(name: str, shape: Shape) -> Callable[[], Any]:
+    """A call of a case's kernel."""
+    case = _ALL[name]
+    bound = partial(call, KERNELS[case.op], case.arguments(*case.inputs(shape)))
     synchronize()  # until the scales have arrived on the host
     return bound
 
 
-def wrong(name: str, x: Tensor) -> str:
-    """What differs between the kernel and its reference more than the definition permits; "" if nothing does."""
+def wrong(name: str, shape: Shape) -> str:
+    """What differs between the kernel and its reference more than the definition permits; "" if nothing does.
+
+    A product is held against the same pairs multiplied in float32.
+    """
     case = _ALL[name]
-    arguments, expected_arguments = _arguments(name, x), _arguments(name, x)
+    arguments, expected_arguments = (case.arguments(*case.inputs(shape)) for _ in range(2))
     synchronize()
-    results, expected = call(KERNELS[case.op], arguments), call(DEFINITIONS[case.op], expected_arguments)
+    results = call(KERNELS[case.op], arguments)
+    if name in PRODUCTS:
+        a, b = (REFERENCE["dequantize"](*pair, torch.float32) for pair in (arguments[:3], arguments[3:6]))
+        quality = sqnr(results.float(), a @ b.t())
+        return "" if quality > LEAST_SQNR else f"{quality:.1f} dB"
+    expected = call(DEFINITIONS[case.op], expected_arguments)
     results, expected = ((r,) if isinstance(r, Tensor) else tuple(r) for r in (results, expected))
-    found = difference(results, expected, case.exact, x.shape[0])
+    found = difference(results, expected, case.exact, shape[0])
     if not found and not same_state(arguments, expected_arguments, case.exact):
         found = "state differs"
     return found

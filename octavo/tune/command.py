@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import math
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,7 +34,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=help)
     help = "kinds not reached by then keep their rows (default: 9.0)"
     parser.add_argument("--minutes", type=float, default=9.0, metavar="MINUTES", help=help)
-    parser.add_argument("--log", type=Path, metavar="FILE", help="a file for all readings")
     parser.add_argument("--toy", action="store_true", help="tiny shapes and two configurations; nothing is kept")
 
 
@@ -47,6 +44,8 @@ def tune_here(options: argparse.Namespace) -> int:
         TuneError: without Triton or a GPU with native FP8.
     """
     _require_gpu()
+    import triton
+
     from octavo.kernels.triton.launch import tuned_file
 
     path = tuned_file()
@@ -55,11 +54,8 @@ def tune_here(options: argparse.Namespace) -> int:
         print(f"forgotten: {path}" if path.exists() else f"nothing was tuned here: there is no {path}")
         path.unlink(missing_ok=True)
         return 0
-    import triton
-
     versions = {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
-    origin = {"device": torch.cuda.get_device_name(), **versions}
-    return tune(None if options.toy else path, origin, options)
+    return tune(None if options.toy else path, {"device": torch.cuda.get_device_name(), **versions}, options)
 
 
 def _require_gpu() -> None:
@@ -74,7 +70,7 @@ def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Names
 
     Args:
         output: the table to write, whose other rows stay; None to keep nothing.
-        origin: device and versions, for the table and the log.
+        origin: device and versions, for the table.
         options: see ``add_options``.
 
     Returns:
@@ -83,53 +79,39 @@ def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Names
     Raises:
         TuneError: for an unknown kind.
     """
-    from octavo.tune import products, tuner
-    from octavo.tune.timing import ON_GPU, Deadline, describe
+    from octavo.tune import cases, timing, tuner
 
-    deadline = Deadline(options.minutes)
+    deadline = timing.Deadline(options.minutes)
     found: dict[str, Tuned] = {}
-    log: list[dict[str, Any]] = []
-    library = [tuner.LIBRARY] if products.TORCH else []  # torch 2.11 has no FP8 product on a CPU
+    library = [tuner.LIBRARY] if cases.TORCH else []  # torch 2.11 has no FP8 product on a CPU
     all_kinds = [*tuner.KINDS, *library]  # library last, as it is compared with the products' new rows
     kinds, failed = options.kinds or all_kinds, False
     if unknown := set(kinds) - set(all_kinds):
         raise TuneError(f"no such kind: {', '.join(sorted(unknown))}; known: {', '.join(all_kinds)}")
-    if ON_GPU:
-        _compile_ahead(kinds, options)
+    if timing.ON_GPU and (tasks := tuner.tasks(kinds, options.toy)):
+        failures = timing.precompile(tuner.compile_one, tasks, options.minutes / 2)
+        print(f"{len(tasks)} configurations compiled ahead; failed: {failures[:3] or 'none'}", flush=True)
     try:
         for kind in kinds:
             if deadline.left() < LEAST:
                 print(f"{kind}: left out, no time", flush=True)
                 continue
             try:
-                tuned = tuner.tune(kind, options.toy, log, {kind: tuned.rows for kind, tuned in found.items()})
+                tuned = tuner.tune(kind, options.toy, {kind: tuned.rows for kind, tuned in found.items()})
             except Exception as error:
-                print(f"{kind}: FAILED, {describe(error)}", file=sys.stderr, flush=True)
+                print(f"{kind}: FAILED, {timing.describe(error)}", file=sys.stderr, flush=True)
                 failed = True
                 continue
-            is_answer = bool(tuned.rows) or kind == tuner.LIBRARY  # torch's product may be the slower one everywhere
-            failed |= not is_answer
-            if is_answer:
+            if tuned.rows or kind == tuner.LIBRARY:  # torch's product may be the slower one everywhere
                 found[kind] = tuned
                 print(f"{json.dumps(kind)}: {json.dumps(tuned.rows)}", flush=True)
                 if output is not None:
                     _write(output, origin, found)
-            if options.log and log:
-                _write_log(options.log, origin, log)
+            else:
+                failed = True
     finally:  # also when interrupted
         print(_summary(output, found), flush=True)
     return int(failed or not found)
-
-
-def _compile_ahead(kinds: Sequence[str], options: argparse.Namespace) -> None:
-    """Compile what will be timed into Triton's cache, in at most half of the time."""
-    from octavo.tune import tuner
-    from octavo.tune.timing import precompile
-
-    tasks = [(kind, config, options.toy) for kind in kinds for config in tuner.grid_of(kind, options.toy)]
-    failures = precompile(tuner.compile_one, tasks, options.minutes / 2) if tasks else []
-    print(f"{len(tasks)} configurations compiled ahead; {len(failures)} failed", flush=True)
-    print(*(f"  {line}\n" for line in failures[:3]), sep="", end="", flush=True)
 
 
 def _write(path: Path, origin: Mapping[str, str], found: Mapping[str, Tuned]) -> None:
@@ -145,15 +127,6 @@ def _write(path: Path, origin: Mapping[str, str], found: Mapping[str, Tuned]) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write(f'{head}"configs": {{\n{lines}\n}}}}\n'.encode())
-
-
-def _write_log(path: Path, origin: Mapping[str, str], log: Sequence[Mapping[str, Any]]) -> None:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*dict.fromkeys(key for line in log for key in line), *origin])
-    writer.writeheader()
-    writer.writerows({**line, **origin} for line in log)
-    with replacing(path) as file:
-        file.write(text.getvalue().encode())
 
 
 def _summary(output: Path | None, found: Mapping[str, Tuned]) -> str:

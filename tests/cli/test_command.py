@@ -22,10 +22,11 @@ def test_help_says_what_a_command_does_and_shows_examples_that_it_takes(command,
     assert cli.main([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert f"{COMMANDS[command][1:15]}" in text
-    for example in _COMMANDS[command].examples:
+    run, _, examples = _COMMANDS[command]
+    for example in examples:
         assert f"  {example}\n" in text
         _, _, arguments = example.partition("octavo ")
-        assert cli.parser().parse_args(shlex.split(arguments)).command is _COMMANDS[command].run
+        assert cli.parser().parse_args(shlex.split(arguments)).command is run
 
 
 def test_each_command_has_a_description_and_its_options_only_where_it_is_named():

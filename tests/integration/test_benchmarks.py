@@ -232,13 +232,11 @@ def test_what_if(run: Run, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_tune(run: Run, tmp_path: Path) -> None:
     before = TABLE.read_bytes()
-    run("tune", "--toy", "--log", tmp_path / "tune.csv")
+    run("tune", "--toy", "--output", tmp_path / "configs.json")
     assert TABLE.read_bytes() == before
-    rows = rows_of(tmp_path / "tune.csv")
-    assert_numbers(rows, "us")
-    assert_numbers([row for row in rows if row["kind"] != "library"], "by_fastest", "num_warps")
-    # torch 2.11 has no FP8 product on a CPU
-    assert {row["kind"] for row in rows} - {"library"} == json.loads(before)["configs"].keys()
+    tuned = json.loads((tmp_path / "configs.json").read_text())["configs"]
+    assert tuned.keys() == json.loads(before)["configs"].keys()
+    assert all(rows and rows[-1][0] == 64 for rows in tuned.values())
 
 
 @pytest.mark.full

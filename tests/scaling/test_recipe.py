@@ -132,8 +132,8 @@ def test_a_changed_recipe_does_not_keep_the_name():
 def test_one_delayed_cast_among_dynamic_ones():
     recipe = Recipe(output=(TENSOR, Cast(E4M3, PerTensor(), Delayed(5, "most_recent"), margin=1)))
     assert recipe.delayed == Delayed(5, "most_recent")
-    assert recipe.delayed_update.margins[1] == 1
-    assert recipe.delayed_update.reduce == "most_recent"
+    assert recipe.delayed_update[2][1] == 1
+    assert recipe.delayed_update[3] == "most_recent"
 
 
 def test_same_tile_but_other_values_is_not_cast_once():

@@ -1,6 +1,5 @@
 """``octavo tune``: what it writes, what stays when it is interrupted, what it says, and how it is forgotten."""
 
-import csv
 import importlib
 import json
 import math
@@ -26,16 +25,15 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The tuner, of which "amax" finds a row, "cast" fails, and "cast_rows" is interrupted."""
     module = importlib.import_module("octavo.tune.tuner")
 
-    def tune(kind: str, toy: bool, log: list[dict[str, Any]], rows: dict[str, Any]) -> Any:
+    def tune(kind: str, toy: bool, rows: dict[str, Any]) -> Any:
         if kind == "cast":
             raise RuntimeError("no room")
         if kind == "cast_rows":
             raise KeyboardInterrupt
-        log.append({"kind": kind, "us": "1"})
         return module.Tuned([[64, 8, 128, 1, 4]] if kind == "amax" else [], 1.25 if kind == "amax" else math.nan)
 
     monkeypatch.setattr(module, "tune", tune)
-    monkeypatch.setattr("octavo.tune.products.TORCH", ["tensor . tensor"])
+    monkeypatch.setattr("octavo.tune.cases.TORCH", ["tensor . tensor"])
     monkeypatch.setattr("octavo.tune.timing.precompile", lambda function, tasks, minutes: [])
     return module
 
@@ -49,13 +47,12 @@ def options(*arguments: str) -> Namespace:
 def test_what_is_found_is_written_and_other_rows_stay(
     tuner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output, log = tmp_path / "new" / "table.json", tmp_path / "log.csv"
-    assert command.tune(output, ORIGIN, options("amax", "--log", str(log))) == 0
+    output = tmp_path / "new" / "table.json"
+    assert command.tune(output, ORIGIN, options("amax")) == 0
     assert "times as fast as by octavo's own rows: 1.25 (amax 1.25)\n1 kinds tuned; wrote" in capsys.readouterr().out
     found, own = tuned.table(output), tuned.table(None)
     assert found["configs"] == {**own["configs"], "amax": [[64, 8, 128, 1, 4]]} and found["library"] == own["library"]
     assert found["measured_on"] == "a GPU, torch 2, triton 3"
-    assert list(csv.DictReader(log.read_text().splitlines())) == [{"kind": "amax", "us": "1", **ORIGIN}]
     command.tune(None, ORIGIN, options("amax"))
     assert "nothing is kept" in capsys.readouterr().out
 
@@ -80,7 +77,7 @@ def test_that_torch_has_no_faster_product_is_an_answer(tuner: ModuleType, tmp_pa
 
 
 def test_without_a_product_of_torchs_none_is_timed(tuner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.tune.products.TORCH", [])
+    monkeypatch.setattr("octavo.tune.cases.TORCH", [])
     with pytest.raises(command.TuneError, match=r"no such kind: library; known: .*, matmul$"):
         command.tune(None, ORIGIN, options("library"))
 

@@ -14,7 +14,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from emulator import Options
-from octavo.tune import cases, products
+from octavo.tune import cases
 from tests.kernels import test_cast_statistics, test_multi_tensor_cast, test_note_faults
 from tests.kernels.triton import (
     test_delayed_update,
@@ -123,11 +123,9 @@ def check(name: str, kernels: TritonKernels) -> None:
     """Hold a case's results against the reference's."""
     if name in CALLS:
         CALLS[name](kernels)
-    elif name in products.PRODUCTS:
-        assert kernels.module("octavo.tune.products").wrong(name, PRODUCT) == ""
     else:
-        module = kernels.module("octavo.tune.cases")
-        assert module.wrong(name, module.inputs(*SHAPES.get(name, SHAPE), 1)[0]) == ""
+        shape = PRODUCT if name in cases.PRODUCTS else SHAPES.get(name, SHAPE)
+        assert kernels.module("octavo.tune.cases").wrong(name, shape) == ""
 
 
 @pytest.mark.parametrize(
@@ -145,7 +143,7 @@ def test_it_is_the_reference(capability: int, name: str) -> None:
 def test_stores_fill_sectors(name: str) -> None:
     """Where rows of codes do, what a warp stores beside them lies together too."""
     with emulating(90, Options(counts=True)) as launches:
-        assert cases.wrong(name, cases.inputs(64, 256, 1)[0]) == ""
+        assert cases.wrong(name, (64, 256)) == ""
     accesses = [access for one in launches for access in one.launch.counts.items()]
     counts = [count for (line, space), count in accesses if space == "global" and line.name.startswith(("st", "red"))]
     assert counts and all(count.got <= 1.05 * count.least for count in counts)
