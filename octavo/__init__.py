@@ -19,9 +19,8 @@ from octavo.errors import (
 )
 from octavo.formats import E4M3, E5M2
 from octavo.granularity import PerBlock, PerRow, PerTensor
-from octavo.nn.convert import convert, restore, set_recipe
+from octavo.nn.convert import convert, restore, set_recipe, using
 from octavo.nn.summary import summary
-from octavo.nn.using import using
 from octavo.scaling.recipe import Cast, Delayed, Dynamic, Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.tensor.quantize import quantize

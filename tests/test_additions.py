@@ -36,7 +36,7 @@ ADDED = {
                 '    elif NAME == "square":\n        result = 2 * h\n',
             ),
         ],
-        "octavo/autograd/activated.py": [
+        "octavo/autograd/chain.py": [
             ('    "relu": D', '    "square": Differentiable(lambda h: h * h, lambda dy, h: dy * h * 2),\n')
         ],
     },

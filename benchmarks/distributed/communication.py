@@ -33,7 +33,6 @@ TAKES = "2 minutes"
 MEASURES = (
     "octavo/nn/gather.py",
     "octavo/nn/gather_group.py",
-    "octavo/nn/shard_cast.py",
     "octavo/distributed/fp8_reduce.py",
     "octavo/tensor/collectives.py",
 )

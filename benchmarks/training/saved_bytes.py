@@ -30,7 +30,7 @@ TAKES = "5 minutes"
 MEASURES = (
     "octavo/nn/saved.py",
     "octavo/nn/known_forwards.py",
-    "octavo/autograd/activated.py",
+    "octavo/autograd/chain.py",
     "octavo/autograd/products.py",
 )
 

@@ -56,47 +56,31 @@ def cast_role(
     column_sum: bool = False,
     offsets: Tensor | None = None,
     parts: Parts | None = None,
+    keep: bool = False,
 ) -> Operands:
     """Cast a role for the products that need it, reading it once where one kernel can.
 
     Args:
         source: bf16, fp16 or fp32 [R, C], or what is computed of such; a weight of groups is [G, N, K].
         recipe: whose casts of this role (INPUT, WEIGHT or GRAD_OUTPUT) are made; products in high precision need none.
-        as_is, transposed: which of the two layouts are needed now.
+        as_is, transposed: which of the two layouts are needed now; their contraction is padded as the device wants it.
         state: read by Delayed casts.
         column_sum: find it in the same read, if a cast reads the source as it lies.
         offsets: of rows in groups, see grouped.py; column sums are not found then.
         parts: how the role lies on several ranks, all of which then call this.
-
-    Returns:
-        pairs laid as their products want them: as_is [R, C'], transposed [C, R'], the contraction padded as the device
-        wants it (transposed on some devices a strided view).
+        keep: of a norm, also its result y in high precision.
     """
     if isinstance(source, ForProducts):
         return source.read()
-    return _cast_layouts(source, recipe, role, as_is, transposed, state, (column_sum, False, offsets), parts)[0]
-
-
-def _cast_layouts(
-    source: AnySource,
-    recipe: Recipe,
-    role: int,
-    as_is: bool,
-    transposed: bool,
-    state: State | None,
-    how: tuple[bool, bool, Tensor | None],
-    parts: Parts | None = None,
-) -> tuple[Operands, Sequence[Tensor]]:
-    """(The operands, of a norm its mean, rstd and y); ``how``: column_sum, whether y is kept, offsets."""
-    casts, (column_sum, keep, offsets) = recipe.casts[role], how
+    casts = recipe.casts[role]
     first = casts.as_is if as_is else None
     second = casts.transposed if transposed else None
-    x, what = _what(source, keep)
-    pad = _pad(x, recipe)
+    x, what = (source, _PLAIN) if isinstance(source, Tensor) else _what(source, keep)
+    pad = contraction_multiple(x.device) if recipe.pads else 1
     if first is None or second is None or casts.once:
         cast = first or second
         if cast is None:
-            return Operands(), ()
+            return Operands()
         call = scale_for(source, cast, state, role, parts), role, pad, column_sum, offsets
         return _cast(x, what, cast, call, first is not None, second is not None)
     scale, scale2 = scale_for(source, first, state, role, parts), scale_for(source, second, state, role, parts)
@@ -106,53 +90,45 @@ def _cast_layouts(
         how_first = *first.arguments, lays, pad, column_sum, *activation
         q_RC, q2, scale_inv, scale_inv2, *rest = kernels.cast(x, None, role, *how_first, **named, **second.as_second)
         pair = (q2, scale_inv2) if lays else (q2.t(), scale_inv2.t())
-        return Operands((q_RC, scale_inv), pair, None, rest[0] if column_sum else None), rest
-    if isinstance(source, NormSource):
-        x, what = _what(source, keep=True)
-    a, rest = _cast(x, what, first, (scale, role, pad, column_sum, offsets), True, False)
-    if isinstance(source, NormSource):
-        x, what = _what(rest[2])
-    b, _ = _cast(x, what, second, (scale2, role, pad, False, offsets), False, True)
-    return a._replace(transposed=b.transposed, amax=b.amax if a.amax is None else a.amax), rest
+        return Operands((q_RC, scale_inv), pair, None, rest[0] if column_sum else None, of_norm=rest if named else ())
+    if is_norm := isinstance(source, NormSource):
+        _, what = _what(source, keep=True)
+    a = _cast(x, what, first, (scale, role, pad, column_sum, offsets), True, False)
+    if is_norm:
+        x, what = a.of_norm[2], _PLAIN
+    b = _cast(x, what, second, (scale2, role, pad, False, offsets), False, True)
+    return a._replace(transposed=b.transposed, amax=b.amax if a.amax is None else a.amax)
 
 
 _What = tuple[Sequence[Any], dict[str, Any]]  # arguments of the op, the last by place and by name; none of x itself
 _Call = tuple[Tensor | None, int, int, bool, Tensor | None]  # scale, role, pad, column_sum, offsets
+_PLAIN: _What = (), {}
 
 
-def _what(source: AnySource, keep: bool = False) -> tuple[Tensor, _What]:
+def _what(source: CastSource | NormSource, keep: bool = False) -> tuple[Tensor, _What]:
     """(x, and what says what of it is cast); ``keep``: of a norm, its y too."""
-    if isinstance(source, Tensor):
-        return source, ((), {})
     if isinstance(source, CastSource):
         x, *activation = source
         return x, (activation, {})
-    x, gamma, beta, kind, eps, zero_centered = source
-    of_norm = {"gamma": gamma, "beta": beta, "kind": kind, "eps": eps, "zero_centered": zero_centered, "keep": keep}
-    return x, ((), of_norm)
+    of_norm = source._asdict() | {"keep": keep}
+    return of_norm.pop("x"), ((), of_norm)
 
 
 def _cast(
-    x: Tensor,
-    what: _What,
-    cast: Cast,
-    call: _Call,
-    as_is: bool,
-    transposed: bool,
-    commit: tuple[Any, ...] = (),
-) -> tuple[Operands, Sequence[Tensor]]:
+    x: Tensor, what: _What, cast: Cast, call: _Call, as_is: bool, transposed: bool, commit: tuple[Any, ...] = ()
+) -> Operands:
     """Cast by one scaling, in one layout or both; with the amax, if the cast is Delayed.
 
     ``cast`` is that of x as it lies, unless only the transposed layout is needed. ``commit``: see cast_grad_output.
     """
     (activation, named), (scale, role, pad, column_sum, offsets) = what, call
     if x.ndim == 3:
-        return cast_matrices(x, scale, role, cast, (as_is, transposed), pad), ()
+        return cast_matrices(x, scale, role, cast, (as_is, transposed), pad)
     lays = transposed and needs_transposed_codes(x.device)
     is_plain = not activation and not named and offsets is None
     if lays and not as_is and is_plain and not (commit and column_sum):  # the transposed codes alone
-        laid, _ = _cast(x.t(), what, cast, (scale, role, pad, False, None), True, False, commit)
-        return Operands(None, laid.as_is, laid.amax), ()
+        laid = _cast(x.t(), what, cast, (scale, role, pad, False, None), True, False, commit)
+        return Operands(None, laid.as_is, laid.amax)
     how = cast.arguments if as_is else cast.arguments_transposed
     rest: Sequence[Tensor] = ()
     if commit:
@@ -170,29 +146,23 @@ def _cast(
         how = *how, lays, pad, column_sum, *activation
         q_RC, q_CR, scale_inv, amax, *rest = kernels.cast(x, scale, role, *how, **named)
     whole = offsets is None and cast.tile == (ALL, ALL)  # one scale is its own transpose
-    operands = Operands(
+    return Operands(
         (q_RC, scale_inv) if as_is else None,
         (q_CR if lays else q_RC.t(), scale_inv if whole else scale_inv.t()) if transposed else None,
         amax if cast.is_delayed else None,
         rest[0] if column_sum else None,
+        of_norm=rest if named else (),
     )
-    return operands, rest
 
 
 def operands_of_codes(
-    q_RC: Tensor,
-    scale_inv: Tensor,
-    recipe: Recipe,
-    role: int,
-    transposed: bool,
-    amax: Tensor | None,
-    offsets: Tensor | None = None,
+    pair: CodesAndScale, recipe: Recipe, role: int, transposed: bool, amax: Tensor | None, offsets: Tensor | None = None
 ) -> Operands:
     """The operands of rows of which there are the codes alone, as the role's first cast has written them.
 
     Where one cast serves both layouts these are both; else the transposed one is cast from the values of the codes.
     """
-    casts = recipe.casts[role]
+    (q_RC, scale_inv), casts = pair, recipe.casts[role]
     cast, second = casts.as_is, casts.transposed if transposed else None
     assert cast is not None
     found = operands_of(q_RC, scale_inv, recipe.pads, second is not None and casts.once and offsets is None)
@@ -202,13 +172,9 @@ def operands_of_codes(
         values = kernels.dequantize(q_RC, *scales, torch.float32)
         laid = cast_role(values, recipe, role, False, True, None, offsets=offsets).transposed
     elif second is not None and offsets is not None and needs_transposed_codes(q_RC.device):
-        laid = transposed_codes(q_RC, offsets, _pad(q_RC, recipe)), scale_inv.t()
+        pad = contraction_multiple(q_RC.device) if recipe.pads else 1
+        laid = transposed_codes(q_RC, offsets, pad), scale_inv.t()
     return Operands(found.as_is, laid, amax if cast.is_delayed else None)
-
-
-def _pad(x: Tensor, recipe: Recipe) -> int:
-    """The multiple that both operands of a product are padded to along the contraction."""
-    return contraction_multiple(x.device) if recipe.pads else 1
 
 
 def cast_grad_output(
@@ -223,17 +189,16 @@ def cast_grad_output(
     parts: Parts | None = None,
 ) -> Operands:
     """Cast grad_output and, given the amax of forward's (input, weight), commit the delayed state with all three."""
-    casts = recipe.grad_output_casts
-    how = as_is, transposed, state, column_sum, offsets, parts
+    how = source, recipe, GRAD_OUTPUT, as_is, transposed, state, column_sum, offsets, parts
     if state is None or forward_amax is None:
-        return cast_role(source, recipe, GRAD_OUTPUT, *how)
-    update, cast = recipe.delayed_update, casts.as_is or casts.transposed
+        return cast_role(*how)
+    (cast, _, once), update = recipe.grad_output_casts, recipe.delayed_update
     apart = offsets is not None or parts is not None
-    if cast is not None and casts.once and cast.is_delayed and (as_is or transposed) and not apart:
-        x, what = _what(source)
-        call = None, GRAD_OUTPUT, _pad(x, recipe), column_sum, None
-        return _cast(x, what, cast, call, as_is, transposed, (*state, *forward_amax, update))[0]
-    operands = cast_role(source, recipe, GRAD_OUTPUT, *how)
+    if cast is not None and once and cast.is_delayed and (as_is or transposed) and not apart:
+        x, what = (source, _PLAIN) if isinstance(source, Tensor) else _what(source)
+        call = None, GRAD_OUTPUT, contraction_multiple(x.device) if recipe.pads else 1, column_sum, None
+        return _cast(x, what, cast, call, as_is, transposed, (*state, *forward_amax, update))
+    operands = cast_role(*how)
     kernels.delayed_update(*state, *shared_amax((*forward_amax, operands.amax), parts), *update)
     return operands
 
@@ -247,22 +212,15 @@ class Norm(NamedTuple):
 
 
 def cast_norm(
-    x_TK: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    norm: Norm,
-    recipe: Recipe,
-    transposed: bool,
-    state: State | None,
-    keep: bool,
+    source: NormSource, recipe: Recipe, transposed: bool, state: State | None, keep: bool
 ) -> tuple[Operands, Tensor | None, Tensor, Tensor]:
-    """Normalise x [T, K] and cast the result as the input of products, without writing it in between.
+    """Cast a norm's result [T, K] as the input of products, without writing it in between.
 
-    Gamma and beta are [K]. The recipe's ``output`` must be in FP8; ``transposed``: grad_weight will need the input.
+    The recipe's ``output`` must be in FP8; ``transposed``: grad_weight will need the input.
 
     Returns:
         the pairs, the norm's output y in high precision if it is to be kept, and its rows' mean and rstd.
     """
-    source, how = NormSource(x_TK, gamma, beta, *norm), (False, keep, None)
-    operands, (mean, rstd, y) = _cast_layouts(source, recipe, INPUT, True, transposed, state, how)
-    return operands, y if keep else None, mean, rstd
+    operands = cast_role(source, recipe, INPUT, True, transposed, state, keep=keep)
+    mean, rstd, y = operands.of_norm
+    return operands._replace(of_norm=()), y if keep else None, mean, rstd

@@ -2,6 +2,8 @@
 
     [norm] -> cast -> product                                   LayerNormLinear
     [norm] -> cast -> product -> activation + cast -> product   LayerNormMLP; Experts, whose rows are in groups
+                                 activation + cast -> product   activated_linear: the last layer of other libraries'
+                                                                feed-forwards, behind layers that are called as ever
 
 A norm writes the pairs that the first product reads. The activation reads that product's output h and writes the pairs
 that the second product reads; backward its gradient reads h again and writes the pairs of the first layer's
@@ -13,17 +15,18 @@ product to the second each rank has its part of the features, and the result is 
 reads x, whole on every rank or this rank's tokens, whose pairs are then gathered.
 
 Saved for backward, beside each layer's pairs: the norm's input and row statistics, and h, as it is or by the recipe's
-``saved`` cast.
+``saved`` cast. Behind other layers h's gradient is computed by torch's own gradients of activations, in h's dtype.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from octavo import kernels
 from octavo.autograd.casts import INPUT, WEIGHT, Norm, as_rows, cast_norm, cast_role
@@ -44,26 +47,19 @@ from octavo.autograd.products import (
     unrounded,
 )
 from octavo.granularity import ALL
-from octavo.kernels.arguments import CastSource
+from octavo.kernels.activations import activation_of
+from octavo.kernels.arguments import CastSource, NormSource
 from octavo.tensor.collectives import summed
 
 
 class Chain(NamedTuple):
-    """What a chain does: every layer's ``output`` product must be in FP8.
+    """What a chain does: every layer's ``output`` product must be in FP8."""
 
-    Attributes:
-        norm: before the first layer, or None.
-        layers: one, or two with an activation between them.
-        activation: a name of kernels/activations.py.
-        dtype: of all results; the input's own where there is no norm.
-        returns_norm: whether the norm's output is a second result.
-    """
-
-    norm: Norm | None
-    layers: tuple[Layer, ...]
-    activation: str
-    dtype: torch.dtype
-    returns_norm: bool
+    norm: Norm | None  # before the first layer
+    layers: tuple[Layer, ...]  # one, or two with an activation between them
+    activation: str  # a name of kernels/activations.py
+    dtype: torch.dtype  # of all results; the input's own where there is no norm
+    returns_norm: bool  # whether the norm's output is a second result
 
 
 class ChainTensors(NamedTuple):
@@ -94,41 +90,43 @@ def _forward(
     else:
         assert gamma is not None
         keep = chain.returns_norm or (needs_dw and first.recipe.grad_weight is None)
-        how = x, gamma, beta, chain.norm, first.recipe, needs_dw, first.state, keep
+        how = NormSource(x, gamma, beta, *chain.norm), first.recipe, needs_dw, first.state, keep
         operands, y, mean, rstd = cast_norm(*how) if first.wire is None else gather_norm(*how, first.wire)
         if y is not None and y.dtype != chain.dtype:  # to y's own dtype .to() would return y, see _Chain
             y = y.to(chain.dtype)
     if first.observer is not None and first.wire is None:
-        source = functools.partial(_input_of, tensors, chain.norm, mean, rstd)
+        of_norm: Any = chain.norm and (mean, rstd, gamma, beta, chain.norm.kind, chain.norm.zero_centered)
+        source = (lambda: x) if of_norm is None else functools.partial(kernels.normalised, x, *of_norm)
         first.observer.cast(first.recipe, INPUT, source, operands, first.offsets)
     h = output(y, operands, weight, bias, first, chain.dtype)
     saved = to_save(y, operands, weight, first, needs_dx, needs_dw)
-    of_norm = (x, gamma, mean, rstd) if needs_dx and chain.norm is not None else (None,) * 4
+    saved_norm = (x, gamma, mean, rstd) if needs_dx and chain.norm is not None else (None,) * 4
     if not rest:
-        return h, y, (*of_norm, *saved)
+        return h, y, (*saved_norm, *saved)
     (second,) = rest
     assert second_weight is not None
-    of_input = False, second.offsets, second.parts
-    a = cast_role(CastSource(h, chain.activation), second.recipe, INPUT, True, needs[5], second.state, *of_input)
-    if second.observer is not None:
-        produced = functools.partial(kernels.produced, h, chain.activation, None)
-        second.observer.cast(second.recipe, INPUT, produced, a, second.offsets)
-    result = output(None, a, second_weight, second_bias, second, chain.dtype)
-    saved_second = to_save(None, a, second_weight, second, needs_dh, needs[5])
-    reads_h = needs_dh or (needs[5] and second.recipe.grad_weight is None)
-    return result, y, (*of_norm, *saved, *(saved_input(h, second) if reads_h else (None, None)), *saved_second)
+    needs_second = needs_dh, needs[5]
+    result, saved_second = _behind_activation(h, chain.activation, second, second_weight, second_bias, needs_second)
+    return result, y, (*saved_norm, *saved, *saved_second)
 
 
-def _input_of(tensors: ChainTensors, norm: Norm | None, mean: Any, rstd: Any) -> Tensor:
-    """What is cast for the first layer, in high precision: for an observer."""
-    x, gamma, beta, *_ = tensors
-    if norm is None:
-        return x
-    assert gamma is not None
-    return kernels.normalised(x, mean, rstd, gamma, beta, norm.kind, norm.zero_centered)
+def _behind_activation(
+    h: Tensor, activation: str, layer: Layer, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool]
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """(a layer's product with an activation of h, what to save for the gradients of (h, weight) that are needed)."""
+    needs_dh, needs_dw = needs
+    of_input = False, layer.offsets, layer.parts
+    a = cast_role(CastSource(h, activation), layer.recipe, INPUT, True, needs_dw, layer.state, *of_input)
+    if layer.observer is not None:
+        produced = functools.partial(kernels.produced, h, activation, None)
+        layer.observer.cast(layer.recipe, INPUT, produced, a, layer.offsets)
+    result = output(None, a, weight, bias, layer, h.dtype)
+    saved = to_save(None, a, weight, layer, needs_dh, needs_dw)
+    reads_h = needs_dh or (needs_dw and layer.recipe.grad_weight is None)
+    return result, (*(_saved_input(h, layer) if reads_h else (None, None)), *saved)
 
 
-def saved_input(h: Tensor, layer: Layer) -> tuple[Tensor | None, Tensor | None]:
+def _saved_input(h: Tensor, layer: Layer) -> tuple[Tensor | None, Tensor | None]:
     """An activation's input, as the recipe of the layer that it leads to saves it: (tensor or codes, scale_inv)."""
     cast = layer.recipe.saved
     if cast is None:
@@ -200,7 +198,7 @@ def _activation_of(
     read_back = h_scale_inv, (ALL, ALL) if recipe.saved is None else recipe.saved.tile
     if needs_dw and recipe.grad_weight is None:
         assert h is not None
-        x = unrounded(h, saved.offsets, ctx.activation, None, *read_back)
+        x = unrounded(CastSource(h, ctx.activation, None, *read_back), saved.offsets)
         saved = saved._replace(x_TK=x.to(ctx.plans[1].dtypes[0]))
     return (ctx.activation, h, *read_back), saved
 
@@ -228,3 +226,126 @@ def run_chain(
     dims = (x.shape[:-1] if leading is None else leading), x.shape[:-1]
     shaped = [one if x.ndim == 2 else one.view(*own, one.shape[-1]) for one, own in zip(results, dims, strict=False)]
     return tuple(shaped) if chain.returns_norm else shaped[0]
+
+
+class Differentiable(NamedTuple):
+    """A function of kernels/activations.py by torch's operations: f(h), and (dy, h) -> dy . f'(h)."""
+
+    value: Callable[[Tensor], Tensor]
+    gradient: Callable[[Tensor, Tensor], Tensor]
+
+
+def _quick_gelu_gradient(dy: Tensor, h: Tensor) -> Tensor:
+    s = (1.702 * h).sigmoid()
+    return dy * (s + 1.702 * h * s * (1 - s))
+
+
+_aten = torch.ops.aten
+FUNCTIONS = {
+    "relu": Differentiable(F.relu, lambda dy, h: _aten.threshold_backward(dy, h, 0)),
+    "squared_relu": Differentiable(lambda h: F.relu(h).square(), lambda dy, h: dy * F.relu(h) * 2),
+    "silu": Differentiable(F.silu, lambda dy, h: _aten.silu_backward(dy, h)),
+    "quick_gelu": Differentiable(lambda h: h * (1.702 * h).sigmoid(), _quick_gelu_gradient),
+    "gelu": Differentiable(F.gelu, lambda dy, h: _aten.gelu_backward(dy, h)),
+    "gelu_tanh": Differentiable(
+        lambda h: F.gelu(h, approximate="tanh"), lambda dy, h: _aten.gelu_backward(dy, h, approximate="tanh")
+    ),
+}
+
+
+class _ActivatedLinear(torch.autograd.Function):
+    """See activated_linear."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, layer: Layer, activation: str
+    ) -> Tensor:
+        needs_dgate, needs_dup, needs_dw, *_ = ctx.needs_input_grad
+        h, needs = _joined(gate, up), (needs_dgate or needs_dup, needs_dw)
+        y, saved = _behind_activation(h, activation, layer, weight, bias, needs)
+        ctx.plan, ctx.activation = plan_of(layer, gate.dtype, weight, bias), activation
+        ctx.given = True, up is not None, True, bias is not None
+        ctx.save_for_backward(*saved)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        plan, (h, h_scale_inv, *rest) = ctx.plan, ctx.saved_tensors
+        of_gate, of_up, needs_dw, needs_db = asked(ctx, ctx.needs_input_grad[:4], ctx.given)
+        ctx.plan = later(plan)
+        saved, needs, dtype = Saved(*rest), (of_gate or of_up, needs_dw, needs_db), plan.dtypes[0]
+        if h_scale_inv is not None:
+            tile = (ALL, ALL) if plan.recipe.saved is None else plan.recipe.saved.tile
+            h = kernels.dequantize(h, h_scale_inv.to(torch.float32), tile, dtype)
+        if needs_dw and plan.recipe.grad_weight is None:
+            saved = saved._replace(x_TK=kernels.produced(h, ctx.activation, None).to(dtype))
+        da, dw, db = gradients(cast_gradient(grads[0], saved, plan, needs), saved, plan, needs)
+        dgate, dup = (None, None) if da is None else _gradients_of_h(da, h, ctx.activation)
+        return dgate if of_gate else None, dup if of_up else None, dw, db, None, None
+
+
+def _joined(gate: Tensor, up: Tensor | None) -> Tensor:
+    return gate if up is None else torch.cat((gate, up), 1)
+
+
+def _gradients_of_h(da: Tensor, h: Tensor, activation: str) -> tuple[Tensor, Tensor | None]:
+    """The gradients of (gate, up), or of (h, None)."""
+    name, gated = activation_of(activation)
+    function = FUNCTIONS[name]
+    if not gated:
+        return function.gradient(da, h), None
+    gate, up = h.chunk(2, dim=1)
+    return function.gradient(da * up, gate), da * function.value(gate)
+
+
+def activated_linear(
+    gate: Tensor, up: Tensor | None, weight_NK: Tensor, bias: Tensor | None, layer: Layer, activation: str
+) -> Tensor:
+    """y [..., N] = activation(h) . weight^T + bias, of one dtype, bf16, fp16 or fp32.
+
+    ``gate`` and ``up`` [..., K] are what a gated activation reads; without a gate ``gate`` is h, and ``up`` None.
+    """
+    rows, rows_of_up = as_rows(gate), None if up is None else as_rows(up)
+    if is_recorded(gate, up, weight_NK, bias):
+        y_TN = _ActivatedLinear.apply(rows, rows_of_up, weight_NK, bias, layer, activation)
+    else:
+        y_TN, _ = _behind_activation(_joined(rows, rows_of_up), activation, layer, weight_NK, bias, (False, False))
+    return y_TN if gate.ndim == 2 else y_TN.view(*gate.shape[:-1], y_TN.shape[1])
+
+
+class _LeanNorm(torch.autograd.Function):
+    """An RMS norm that saves its input and a number a row, and computes in float32 with one rounding.
+
+    Written in torch's operations a norm in bf16 saves its input in float32, the normalised rows, and what multiplies
+    them: 6 bytes an element beside the result.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+        y, mean, rstd = kernels.normalise(x, gamma, None, "rms_norm", eps, False)
+        ctx.eps = eps
+        ctx.save_for_backward(x, gamma, mean, rstd)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, gamma, mean, rstd = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # asked for second derivatives
+            wide = x.float()
+            y = wide * (wide.square().mean(1, keepdim=True) + ctx.eps).rsqrt() * gamma.float()
+            leaves = [one for one in (x, gamma) if one.requires_grad]
+            found = iter(torch.autograd.grad(y.to(x.dtype), leaves, grads[0], create_graph=True))
+            return *(next(found) if one.requires_grad else None for one in (x, gamma)), None
+        dx, dgamma, _ = kernels.norm_backward(grads[0], x, gamma, mean, rstd, "rms_norm", False, False)
+        return dx, dgamma, None
+
+
+def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) . gamma over the last dimension of x [..., K], of the dtype of both."""
+    rows = as_rows(x)
+    if is_recorded(x, gamma):
+        y = _LeanNorm.apply(rows, gamma, eps)
+    else:
+        y = kernels.normalise(rows, gamma, None, "rms_norm", eps, False)[0].to(x.dtype)
+    return y if x.ndim == 2 else y.view(x.shape)

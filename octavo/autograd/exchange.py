@@ -18,6 +18,8 @@ Legend: S rows of this rank by all E experts, R rows that it received for its ow
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -71,28 +73,14 @@ class ReceivedRows(ForProducts):
 
 
 class Journey(NamedTuple):
-    """Where the rows of one forward go.
-
-    Attributes:
-        exchange: the ranks.
-        offsets: int32 [E], where this rank's rows of each expert end.
-        sizes: how many those are, E of them.
-        sent: how many rows this rank sends to each.
-        received: how many it gets from each.
-        routing: sorts what was received by this rank's experts; rows of one are in the order of ranks.
-    """
+    """Where the rows of one forward go."""
 
     exchange: Exchange
-    offsets: Tensor
-    sizes: list[int]
-    sent: list[int]
-    received: list[int]
-    routing: Routing
-
-    @property
-    def own(self) -> slice:
-        """The numbers of this rank's experts."""
-        return self.exchange.part(len(self.sizes) // self.exchange.size)
+    offsets: Tensor  # int32 [E], where this rank's rows of each expert end
+    sizes: list[int]  # how many those are
+    sent: list[int]  # rows to each rank
+    received: list[int]  # rows from each rank
+    routing: Routing  # sorts what was received by this rank's experts; rows of one are in the order of ranks
 
 
 def dispatch(rows: Tensor, offsets: Tensor, exchange: Exchange, sending: RowsToSend) -> tuple[Tensor, Journey]:
@@ -115,47 +103,41 @@ def dispatch(rows: Tensor, offsets: Tensor, exchange: Exchange, sending: RowsToS
             raise ValueError(f"rank {rank} has {total} rows, of which {sum(of_experts)} are of the {experts} experts")
     by_rank = [[sum(row) for row in _split(of_experts, exchange.size)] for *of_experts, _ in sizes]
     each = experts // exchange.size
-    here = every[:, exchange.rank * each : (exchange.rank + 1) * each].flatten()
+    here = every[:, exchange.part(each)].flatten()
     received = [row[exchange.rank] for row in by_rank]
     expert = torch.arange(each, device=offsets.device).repeat(exchange.size)
     routing = Routing.of(expert.repeat_interleave(here, output_size=sum(received)), each)
     journey = Journey(exchange, offsets, sizes[exchange.rank][:-1], by_rank[exchange.rank], received, routing)
     amax = every[:, experts + 1 :].view(torch.float32).amax(0) if _shares_scales(sending) else None
-    return _There.apply(rows, journey, sending, amax), journey
+    there = functools.partial(_send, journey=journey, sending=sending, amax=amax)
+    return _Travel.apply(rows, there, functools.partial(_bring_back, journey=journey)), journey
 
 
 def combine(y: Tensor, journey: Journey, sending: RowsToSend) -> Tensor:
     """The results [R, C] of dispatched rows back to where these came from: [S, C]; their gradient is sent as pairs."""
-    return _Back.apply(y, journey, sending)
+
+    def there(grad: Tensor) -> Tensor:
+        grad, amax = grad.contiguous(), None
+        if _shares_scales(sending):
+            amax = largest(_amax_of_groups(grad, journey.offsets), journey.exchange.group)
+        return _send(grad, journey, sending, amax)
+
+    return _Travel.apply(y, functools.partial(_bring_back, journey=journey), there)
 
 
-class _There(torch.autograd.Function):
-    """Rows to their experts; the gradient comes back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, journey: Journey, sending: RowsToSend, amax: Tensor | None) -> Tensor:
-        ctx.journey = journey
-        return _send(rows, journey, sending, amax)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _bring_back(grads[0], ctx.journey), None, None, None
-
-
-class _Back(torch.autograd.Function):
-    """Results back; the gradient goes to the experts."""
+class _Travel(torch.autograd.Function):
+    """Rows by one way, their gradient by the other."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, journey: Journey, sending: RowsToSend) -> Tensor:
-        ctx.journey, ctx.sending = journey, sending
-        return _bring_back(y, journey)
+    def forward(
+        ctx: Any, rows: Tensor, way: Callable[[Tensor], Tensor], way_back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.way_back = way_back
+        return way(rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        amax, grad = None, grads[0].contiguous()
-        if _shares_scales(ctx.sending):
-            amax = largest(_amax_of_groups(grad, ctx.journey.offsets), ctx.journey.exchange.group)
-        return _send(grad, ctx.journey, ctx.sending, amax), None, None
+        return ctx.way_back(grads[0]), None, None
 
 
 def _send(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Tensor | None) -> Tensor:
@@ -176,10 +158,11 @@ def _send(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Tensor | No
     if amax is None:
         codes, scales = unpack(received, columns, cast.format.dtype, cast.power_of_two)
     else:
-        codes, scales = received.view(cast.format.dtype), scale_inv[journey.own]
+        here = journey.exchange.part(len(scale_inv) // journey.exchange.size)
+        codes, scales = received.view(cast.format.dtype), scale_inv[here]
     recipe, _, needs_dw, _ = sending.reader
     how = recipe, sending.role, needs_dw, largest_amax, journey.routing.offsets
-    return ReceivedRows(operands_of_codes(codes, scales, *how), codes.shape, rows.dtype)
+    return ReceivedRows(operands_of_codes((codes, scales), *how), codes.shape, rows.dtype)
 
 
 def _bring_back(y: Tensor, journey: Journey) -> Tensor:

@@ -28,21 +28,12 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import (
-    GRAD_OUTPUT,
-    INPUT,
-    CodesAndScale,
-    Norm,
-    State,
-    as_rows,
-    cast_to_send,
-    operands_of_codes,
-)
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CodesAndScale, State, as_rows, cast_to_send, operands_of_codes
 from octavo.autograd.shared_scales import agreed_scale
 from octavo.granularity import ALL
-from octavo.kernels.arguments import lie_by_columns
+from octavo.kernels.arguments import NormSource, lie_by_columns
 from octavo.private import c10d_ops
-from octavo.scaling.recipe import Cast, Recipe
+from octavo.scaling.recipe import Recipe
 from octavo.tensor.collectives import bytes_of, largest, pack, scales_from, summed, unpack
 from octavo.tensor.gathered_input import GatheredGradient, GatheredInput, Wire
 from octavo.tensor.pair import Operands, transposed_pair
@@ -97,18 +88,27 @@ def scattered(x_TC: Tensor, wire: Wire) -> Tensor:
     return c10d_ops.wait_tensor(found)
 
 
-def _scale_of_all(amax: Tensor, cast: Cast, state: State | None, role: int, wire: Wire) -> tuple[Tensor, Tensor]:
-    """``agreed_scale`` of all ranks' rows; a delayed one holds where there is one."""
-    delayed = state.in_force(role) if cast.is_delayed and state is not None else None
-    return agreed_scale(amax, cast.arguments, wire.group, delayed)
-
-
-def _operands(pair: CodesAndScale, amax: Tensor | None, reader: GatherReader, role: int, wire: Wire) -> Operands:
-    """Of all rows, from the pair of this rank's, unpadded, and what per tensor is the amax of all."""
-    (recipe, _, needs_dw, _), (q, scale_inv) = reader, pair
-    casts = recipe.casts[role]
+def _gather(source: Tensor | NormSource, reader: GatherReader, role: int, wire: Wire, keep: bool = False) -> Operands:
+    """The pairs of all ranks' rows, of this rank's or of their norm, whose ``of_norm`` is of this rank's."""
+    recipe, state, needs_dw, observers = reader
+    casts, scale, amax = recipe.casts[role], None, None
     cast = casts.as_is
     assert cast is not None
+    if isinstance(source, NormSource):
+        of_norm = source._asdict()
+        rows = of_norm.pop("x")
+    else:
+        rows, of_norm = source, {}
+    if cast.tile == (ALL, ALL):
+        if of_norm:  # computed twice, and not written in between
+            own = kernels.cast(rows, None, role, *cast.arguments, **of_norm)[3]
+        else:
+            own = kernels.amax(rows, cast.tile)
+        delayed = state.in_force(role) if cast.is_delayed and state is not None else None
+        scale, amax = agreed_scale(own, cast.arguments, wire.group, delayed)
+    q, _, scale_inv, _, *rest = kernels.cast(rows, scale, role, *cast.arguments, **of_norm, keep=keep)
+    for observed, observer in observers:
+        observer.cast(observed, role, lambda: rows, Operands((q, scale_inv)))
     if cast.tile == (ALL, ALL):
         q = _gathered(q, wire)
     else:
@@ -116,48 +116,18 @@ def _operands(pair: CodesAndScale, amax: Tensor | None, reader: GatherReader, ro
         q, scale_inv = unpack(message, q.shape[1], q.dtype, cast.power_of_two)
     if lie_by_columns(cast.tile):  # with the strides that products want, see kernels/signatures.py
         scale_inv = scale_inv.t().contiguous().t()
-    return operands_of_codes(q, scale_inv, recipe, role, needs_dw and (casts.once or not wire.exact), amax)
-
-
-def _gather(rows: Tensor, reader: GatherReader, role: int, wire: Wire) -> Operands:
-    cast, scale, amax = reader.recipe.casts[role].as_is, None, None
-    assert cast is not None
-    if cast.tile == (ALL, ALL):
-        scale, amax = _scale_of_all(kernels.amax(rows, cast.tile), cast, reader.state, role, wire)
-    q, _, scale_inv, *_ = kernels.cast(rows, scale, role, *cast.arguments)
-    for recipe, observer in reader.observers:
-        observer.cast(recipe, role, lambda: rows, Operands((q, scale_inv)))
-    return _operands((q, scale_inv), amax, reader, role, wire)
+    transposed = needs_dw and (casts.once or not wire.exact)
+    return operands_of_codes((q, scale_inv), recipe, role, transposed, amax)._replace(of_norm=rest)
 
 
 def gather_norm(
-    x_RK: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    norm: Norm,
-    recipe: Recipe,
-    needs_dw: bool,
-    state: State | None,
-    keep: bool,
-    wire: Wire,
+    source: NormSource, recipe: Recipe, needs_dw: bool, state: State | None, keep: bool, wire: Wire
 ) -> tuple[Operands, Tensor | None, Tensor, Tensor]:
-    """``cast_norm`` of this rank's rows, and the pairs of all rows gathered.
-
-    Returns:
-        the pairs of all rows [T, K]; of this rank's the norm's output, if backward gathers it transposed or it is to be
-        kept, and their mean and rstd.
-    """
-    casts, scale, amax = recipe.input_casts, None, None
-    cast, of_norm = casts.as_is, {"gamma": gamma, "beta": beta, **norm._asdict()}
-    assert cast is not None
-    if cast.tile == (ALL, ALL):  # the norm is computed twice, and not written in between
-        own = kernels.cast(x_RK, None, INPUT, *cast.arguments, **of_norm)[3]
-        scale, amax = _scale_of_all(own, cast, state, INPUT, wire)
-    keep = keep or (needs_dw and wire.exact and not casts.once)
-    written = kernels.cast(x_RK, scale, INPUT, *cast.arguments, **of_norm, keep=keep)
-    q, _, scale_inv, _, mean, rstd, y = written
-    reader = GatherReader(recipe, state, needs_dw)
-    return _operands((q, scale_inv), amax, reader, INPUT, wire), y if keep else None, mean, rstd
+    """``cast_norm`` of this rank's rows, with the pairs of all; y is kept too if backward gathers it transposed."""
+    keep = keep or (needs_dw and wire.exact and not recipe.input_casts.once)
+    operands = _gather(source, GatherReader(recipe, state, needs_dw), INPUT, wire, keep)
+    mean, rstd, y = operands.of_norm
+    return operands._replace(of_norm=()), y if keep else None, mean, rstd
 
 
 def gathered_transposed(x_RK: Tensor, recipe: Recipe, wire: Wire, observer: Any = None) -> CodesAndScale:

@@ -6,6 +6,7 @@ features. Matrices of all groups are one tensor, weight_GNK. Nothing here reads 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.granularity import ALL, Tile
+from octavo.granularity import ALL
 from octavo.kernels.groups import check_offsets, of_equal_groups, padded_columns
 from octavo.kernels.layouts import needs_transposed_codes
 from octavo.scaling.recipe import Cast
@@ -169,7 +170,7 @@ def group_sums(x_RN: Tensor, offsets: Tensor) -> Tensor:
     return grouped_mm(x_RN.new_ones(1, 1).expand(1, x_RN.shape[0]), x_RN, offsets)[:, 0]
 
 
-def scales_of_rows(scale_inv: Tensor, tile: Tile, offsets: Tensor, rows: int) -> tuple[Tensor, Tile]:
+def scales_of_rows(scale_inv: Tensor, tile: Sequence[int], offsets: Tensor, rows: int) -> tuple[Tensor, Sequence[int]]:
     """What ``cast`` of R rows returned, as a scale for each row, and its tile."""
     height = tile[0]
     if height == 1:

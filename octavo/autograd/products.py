@@ -30,7 +30,7 @@ from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scal
 from octavo.autograd.shared_casts import UNKNOWN, CastReader, ReadTensor
 from octavo.autograd.shared_scales import Parts
 from octavo.errors import HigherOrderGradientError
-from octavo.granularity import PerBlock, Tile
+from octavo.granularity import PerBlock
 from octavo.kernels.arguments import CastSource
 from octavo.kernels.layouts import contraction_multiple
 from octavo.private import keeps_graph, will_engine_execute_node
@@ -69,18 +69,9 @@ def plan_of(layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | 
     ``number``: of the input's cast.
     """
     dtypes = dtype, weight_NK.dtype, *(() if bias is None else (bias.dtype,))
+    commits = layer.commits and number
     # field by field, as every forward calls this: _replace takes twice as long
-    return Layer(
-        _SAVED,
-        layer.recipe,
-        layer.state,
-        layer.commits and number,
-        layer.observer,
-        None,
-        layer.parts,
-        layer.wire,
-        dtypes,
-    )
+    return Layer(_SAVED, layer.recipe, layer.state, commits, layer.observer, None, layer.parts, layer.wire, dtypes)
 
 
 def output(
@@ -164,9 +155,11 @@ def asked(ctx: Any, needs: Sequence[bool], given: Sequence[bool]) -> Any:
     """
     if torch.compiler.is_compiling():
         return tuple(needs)
-    edges = iter(ctx.next_functions)
-    nodes = [next(edges)[0] if is_tensor else None for is_tensor in given]
-    return tuple(need and _will_run(node) for need, node in zip(needs, nodes, strict=True))
+    edges, found = iter(ctx.next_functions), []
+    for need, is_tensor in zip(needs, given, strict=True):
+        node = next(edges)[0] if is_tensor else None
+        found.append(need and _will_run(node))
+    return tuple(found)
 
 
 def _will_run(node: Any) -> bool:
@@ -200,23 +193,18 @@ def cast_gradient(
         with entering_input(plan.state, plan.commits):
             g = cast_grad_output(*how)
     if plan.observer is not None:
-        produced = functools.partial(unrounded, grad_TN, offsets, *activation) if activation else lambda: grad_TN
-        plan.observer.cast(recipe, GRAD_OUTPUT, produced, g, offsets)
+        plan.observer.cast(recipe, GRAD_OUTPUT, functools.partial(unrounded, source, offsets), g, offsets)
     products = (needs_dx and recipe.grad_input is None) or (needs_dw and recipe.grad_weight is None)
     if not products and (not needs_db or g.column_sum is not None):
         return g, None
-    return g, unrounded(grad_TN, offsets, *activation).to(plan.dtypes[0]) if activation else grad_TN
+    return g, unrounded(source, offsets).to(plan.dtypes[0]) if activation else grad_TN
 
 
-def unrounded(
-    x: Tensor,
-    offsets: Tensor | None,
-    activation: str,
-    preactivation: Tensor | None,
-    h_scale_inv: Tensor | None,
-    h_tile: Tile,
-) -> Tensor:
-    """What a cast with these last arguments rounds to codes, in float32: for a product that stays in high precision."""
+def unrounded(source: Tensor | CastSource, offsets: Tensor | None) -> Tensor:
+    """What a cast of the source rounds to codes, in float32 if it is computed: for a product in high precision."""
+    if isinstance(source, Tensor):
+        return source
+    x, activation, preactivation, h_scale_inv, h_tile = source
     if h_scale_inv is not None:
         if offsets is not None:
             h_scale_inv, h_tile = scales_of_rows(h_scale_inv, h_tile, offsets, x.shape[0])
@@ -267,11 +255,7 @@ def gradients(
 
 
 def refuse_second_derivatives() -> None:
-    """Raise in a backward under ``create_graph=True``.
-
-    Raises:
-        HigherOrderGradientError: outside of a compiled graph, which asks for none.
-    """
+    """Raise HigherOrderGradientError in a backward under ``create_graph=True``, of which a compiled graph has none."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise HigherOrderGradientError(
             "create_graph=True asks for second derivatives, which FP8 products don't have; use "
@@ -371,7 +355,11 @@ def is_recorded(*tensors: Tensor | None) -> bool:
 
     Casts for one would ask whether there are rows for more than one block, and so limit the number of rows.
     """
-    return torch.is_grad_enabled() and any(map(requires_grad, tensors)) and not torch.compiler.is_exporting()
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return not torch.compiler.is_exporting()
+    return False
 
 
 def requires_grad(tensor: Tensor | None) -> bool:

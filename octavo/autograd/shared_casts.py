@@ -11,7 +11,6 @@ each thread, and no longer than the tensor lives. In compiled graphs equal ops o
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 import weakref
@@ -52,16 +51,14 @@ class CastReader(NamedTuple):
         return recipe.delayed == found.delayed and have_same_inputs(self.state, other.state)
 
     def moment(self) -> tuple[int, ...]:
-        """What differs where a cast of the same tensor would read another delayed scale."""
-        if self.state is None:
-            return ()
-        return version_of(self.state.scale), current_graph_task_id()
+        """What differs where a cast of the same tensor would read another delayed scale, or other groups."""
+        groups = 0 if self.offsets is None else version_of(self.offsets)
+        return (groups,) if self.state is None else (groups, version_of(self.state.scale), current_graph_task_id())
 
 
 class _SharedCast(NamedTuple):
     reader: CastReader
     moment: tuple[int, ...]
-    offsets_version: int
     transposed: bool
     operands: Operands
     number: int
@@ -81,20 +78,15 @@ class ReadTensor:
         """A cast that serves this reader, and its number; ``transposed``: whether grad_weight needs the input."""
         for cast in self.casts:
             if (cast.transposed or not transposed) and reader.agrees(cast.reader):
-                if cast.moment == cast.reader.moment() and cast.offsets_version == _version(reader.offsets):
+                if cast.moment == cast.reader.moment():
                     return cast.operands, cast.number
         return None
 
     def add(self, reader: CastReader, transposed: bool, operands: Operands) -> int:
         """Keep a cast for other readers; its number, which no other has."""
         number = next(_numbers)
-        moment, version = reader.moment(), _version(reader.offsets)
-        self.casts.append(_SharedCast(reader, moment, version, transposed, operands, number))
+        self.casts.append(_SharedCast(reader, reader.moment(), transposed, operands, number))
         return number
-
-
-def _version(offsets: Tensor | None) -> int:
-    return 0 if offsets is None else version_of(offsets)
 
 
 class _OfThread(threading.local):
@@ -131,16 +123,12 @@ def read_by(x: Tensor, layer: object, is_view: bool = False) -> ReadTensor | Non
         or found.place != place
         or id(layer) in found.readers
     ):
-        found = ReadTensor(weakref.ref(x, functools.partial(_forget, tensors, key)), x._version, place)
+        found = ReadTensor(weakref.ref(x, lambda _: tensors.pop(key, None)), x._version, place)
         if len(tensors) >= KEPT:
             tensors.pop(next(iter(tensors), key), None)
     found.readers.add(id(layer))
     tensors[key] = found  # the last
     return found
-
-
-def _forget(tensors: dict[int, ReadTensor], key: int, reference: Any) -> None:
-    tensors.pop(key, None)
 
 
 def viewed(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import parallel as torch_parallel
 
 from octavo.autograd.gather_input import scatter_output
 from octavo.distributed.fp8_reduce import Fp8ReduceScatter, Fp8Reduction
-from octavo.nn.agreement import ask
+from octavo.nn.gather_group import ask
 from octavo.nn.linear import Linear
 from octavo.nn.parted_linear import divide
 from octavo.nn.recipe_module import RecipeModule

@@ -36,10 +36,9 @@ from octavo.cost.rates import PUBLISHED, PlanError, Rates, rates_of
 from octavo.inspect.effects import Effect, WhatIf, WhatIfError
 from octavo.inspect.rows import parameter_of, sizes_of
 from octavo.nn.candidates import MIN_FEATURES, Select, experts_class, fp8_class, large_enough, restore_class
-from octavo.nn.convert import choose_fast_path, convert
+from octavo.nn.convert import choose_fast_path, convert, using
 from octavo.nn.converted_experts import ConvertedExperts
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.using import using
 from octavo.nn.weight import check_recipe
 from octavo.recipes import high_precision
 from octavo.scaling.delayed import STATE, State, state_of

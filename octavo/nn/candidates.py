@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from octavo.formats import HIGH_PRECISION
 from octavo.nn.converted_experts import ConvertedExperts, converted_class, keys_of, sizes_of
-from octavo.nn.linear import Linear
+from octavo.nn.linear import Linear, TransposedLinear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight import weight_of, why_unreadable
 
@@ -28,7 +28,6 @@ Select = Callable[[nn.Module, str], bool]
 # about 500 features.
 MIN_FEATURES = 512
 
-
 SHARDED = "it is sharded already: call octavo.convert before fully_shard"
 REPLACED = (
     "its forward was replaced on the instance, so converting would change nothing (transformers' tp_plan does that: "
@@ -37,17 +36,7 @@ REPLACED = (
 
 
 def large_enough(module: nn.Module, name: str) -> bool:
-    """The default ``select``: both feature counts are at least 512.
-
-    Args:
-        module: an nn.Linear, a Conv1D, or experts.
-        name: its name in the model.
-
-    Example:
-        >>> import torch
-        >>> large_enough(torch.nn.Linear(4096, 128), "gate")
-        False
-    """
+    """The default ``select``, of an nn.Linear, a Conv1D or experts: both feature counts are at least 512."""
     return min(features(module)) >= MIN_FEATURES
 
 
@@ -94,13 +83,11 @@ def fp8_class(module: nn.Module) -> type[RecipeModule] | None:
         return Linear
     transformers = sys.modules.get("transformers.pytorch_utils")
     if transformers is not None and kind is transformers.Conv1D:
-        from octavo.nn.conv1d import Conv1D
-
-        return Conv1D
+        return of_subclass(TransposedLinear, kind)
     plain = issubclass(kind, nn.Linear) and not issubclass(kind, RecipeModule)
     # a MultiheadAttention reads the weight of its NonDynamicallyQuantizableLinear and never calls it
     if plain and kind.forward is nn.Linear.forward and not issubclass(kind, NonDynamicallyQuantizableLinear):
-        return of_subclass(Linear, kind)  # type: ignore[arg-type]  # torch annotates no hash of classes
+        return of_subclass(Linear, kind)  # type: ignore[arg-type]
     return None
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
-from octavo.kernels.activations import ACTIVATIONS, Activation
+from octavo.kernels.activations import ACTIVATIONS
 from octavo.nn.experts import feed_forward, mix
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.weight import moved_stored
@@ -42,12 +42,7 @@ _FUNCTIONS = {
 
 
 def keys_of(module: nn.Module) -> dict[str, str]:
-    """The names of a module's matrices by the names of their parts; none where it holds no experts of a known kind.
-
-    Example:
-        >>> keys_of(nn.Linear(2, 2))
-        {}
-    """
+    """The names of a module's matrices by the names of their parts; none where it holds no experts of a known kind."""
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if keys := next((titan for titan in _TITAN if own.keys() == set(titan.values())), {}):
         _, *others = inspect.signature(module.forward).parameters
@@ -88,11 +83,9 @@ class ExpertsPart(Grouped):
 
     @property
     def weight_place(self) -> tuple[nn.Module, str]:
-        """See RecipeModule."""
         return self.holder, self.key
 
     def weight_name(self, name: str) -> str:
-        """See RecipeModule."""
         return f"{name.rpartition('.')[0]}.{self.key}".removeprefix(".")
 
     def names(self, name: str) -> tuple[str, ...]:
@@ -105,7 +98,6 @@ class ExpertsPart(Grouped):
         return getattr(self.holder, "is_transposed", False)
 
     def own_parameters(self) -> tuple[Parameter, Parameter | None]:
-        """See RecipeModule."""
         return getattr(self.holder, self.key), getattr(self.holder, f"{self.key}_bias", None)
 
     def reset_parameters(self) -> None:
@@ -227,23 +219,20 @@ def converted_class(module: nn.Module) -> type[ConvertedExperts] | None:
 
 
 def function_of(act: nn.Module | None) -> str | None:
-    """The function of an activation module of torch or transformers, as kernels/activations.py calls it; or None.
-
-    Example:
-        >>> function_of(nn.GELU(approximate="tanh")), function_of(nn.Tanh())
-        ('gelu_tanh', None)
-    """
+    """The function of an activation module of torch or transformers, as kernels/activations.py calls it; or None."""
     if type(act) is nn.GELU:
         return "gelu" if act.approximate == "none" else "gelu_tanh"
     return _FUNCTIONS.get(type(act).__name__)
 
 
+def name_of(function: str | None, gated: bool) -> str | None:
+    """The name in kernels/activations.py of a function, or of a gate by it; or None."""
+    return next((name for name, known in ACTIVATIONS.items() if known == (function, gated)), None)
+
+
 def _activation_of(module: nn.Module) -> str | None:
     """The name of a module's activation, if a cast knows it."""
-    function = function_of(getattr(module, "act_fn", None))
-    if not module.has_gate:
-        return function
     gate: Any = getattr(type(module), "_apply_gate", None)
-    if not module.is_concatenated or getattr(gate, "__name__", "") != "_default_apply_gate":
-        return None
-    return next((name for name, known in ACTIVATIONS.items() if known == Activation(function or "", True)), None)
+    own_gate = not module.is_concatenated or getattr(gate, "__name__", "") != "_default_apply_gate"
+    gated = bool(module.has_gate)
+    return None if gated and own_gate else name_of(function_of(getattr(module, "act_fn", None)), gated)

@@ -20,7 +20,7 @@ from octavo.nn.fused import activate, run_alone, run_as_one
 from octavo.nn.grouped_linear import Grouped, GroupedLinear
 from octavo.nn.inputs import grouped_dtype
 from octavo.nn.linear import recipe_for
-from octavo.nn.tensor_parallel import whole
+from octavo.nn.tensor_parallel import FusedParts
 from octavo.private import assert_async
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
@@ -55,10 +55,7 @@ def mix(
 ) -> Tensor:
     """Each token's sum over its experts of weight times ``compute(rows [S, H], offsets)``, in the dtype of ``x``.
 
-    Numbers of experts are below ``limit``; those of ``experts`` or more add nothing.
-
-    Raises:
-        TypeError, ValueError: as Experts.
+    Numbers of experts are below ``limit``; those of ``experts`` or more add nothing. It raises what Experts does.
     """
     x_TH = as_rows(x)
     if top_k_index.shape != top_k_weights.shape or top_k_index.ndim != 2 or len(top_k_index) != len(x_TH):
@@ -91,12 +88,8 @@ def feed_forward(
 ) -> Tensor:
     """Down's product of an activation of gate_up's; the activation and its gradient are fused into casts, where known.
 
-    Args:
-        rows: [S, H], sorted by expert.
-        offsets: where each expert's rows end.
-        gate_up, down: linear layers of experts.
-        activation: a name of kernels/activations.py, or None where ``between`` is none of them.
-        between: the same, on its own.
+    ``rows`` [S, H] are sorted by expert and end at ``offsets``. ``activation``: a name of kernels/activations.py, or
+    None where ``between``, which computes it on its own, is none of them.
     """
 
     def compute(rows: Tensor, offsets: Tensor) -> Tensor:
@@ -105,7 +98,9 @@ def feed_forward(
             return down(between(gate_up(rows, offsets)), offsets)
         own = [linear.operands() for linear in linears]
         dtype = grouped_dtype(rows, own[0][0], offsets)
-        return run_as_one(whole(rows.to(dtype), (None, None), own), None, linears, activation, dtype, offsets=offsets)
+        return run_as_one(
+            FusedParts(rows.to(dtype), (None, None), own), None, linears, activation, dtype, offsets=offsets
+        )
 
     if gate_up.elsewhere is not None:
         return gate_up.elsewhere(rows, offsets, gate_up, down, compute)
@@ -172,7 +167,6 @@ class Experts(nn.Module):
         self.down = GroupedLinear(experts, intermediate_size, hidden_size, **options, recipe=recipe_for(recipe, "down"))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """See the class."""
 
         def compute(rows: Tensor, offsets: Tensor) -> Tensor:
             name = self.activation

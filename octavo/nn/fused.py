@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.activated import FUNCTIONS
-from octavo.autograd.chain import Chain, run_chain
+from octavo.autograd.chain import FUNCTIONS, Chain, run_chain
 from octavo.autograd.products import requires_grad
 from octavo.kernels.activations import activation_of
-from octavo.nn.agreement import ask
+from octavo.nn.gather_group import ask
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear, Splits, recipe_for, split_output
 from octavo.nn.norm import LayerNorm, RMSNorm
@@ -34,16 +33,7 @@ from octavo.scaling.recipe_map import RecipeMap
 
 
 def activate(h: Tensor | tuple[Tensor, ...], name: str) -> Tensor:
-    """activation(h) of h [..., C], in its dtype; for a gated one h is (gate | up) [..., 2C], or the two apart.
-
-    Raises:
-        ValueError: for a name that is not in octavo.kernels.activations.ACTIVATIONS.
-
-    Example:
-        >>> import torch
-        >>> activate(torch.tensor([1.0, -1.0, 2.0, 3.0]), "reglu").tolist()
-        [2.0, 0.0]
-    """
+    """activation(h) of h [..., C], in its dtype; for a gated one h is (gate | up) [..., 2C], or the two apart."""
     function, gated = activation_of(name)
     if isinstance(h, Tensor):
         if not gated:
@@ -77,18 +67,20 @@ def run_as_one(
 
     ``placed``: their input and parameters; ``offsets``: where groups of rows end, of experts.
     """
-    x, own, (gamma, beta) = placed.input, placed.linears, placed.norm
-    read, layers = [gamma, beta], []
-    for _, bias, parameter in own:
+    x, (gamma, beta), layers, parameters = placed.input, placed.norm, [], []
+    read = [gamma, beta]
+    for weight, bias, parameter in placed.linears:
+        parameters.append((weight, bias))
         read += [parameter, bias]
     refuse_for_fp8(x, *read)
     needs_grad = x.requires_grad or requires_grad(gamma) or requires_grad(beta)
-    for linear, (weight, bias, parameter), parts in zip(linears, own, placed.parts, strict=True):
-        layers.append(linear.layer_of(x, weight, parameter, needs_grad, parts, offsets))
-        needs_grad = needs_grad or weight.requires_grad or requires_grad(bias)
-    layers[0] = layers[0]._replace(wire=placed.wire)
+    for linear, tensors, parts in zip(linears, placed.linears, placed.parts, strict=False):
+        layers.append(linear.layer_of(x, tensors, needs_grad, parts, offsets))
+        needs_grad = needs_grad or tensors[0].requires_grad or requires_grad(tensors[1])
+    if placed.wire is not None:
+        layers[0] = layers[0]._replace(wire=placed.wire)
     chain = Chain(None if norm is None else norm.norm(), tuple(layers), activation, dtype, returns_norm)
-    return run_chain(x, placed.norm, [(weight, bias) for weight, bias, _ in own], chain, placed.shape[:-1])
+    return run_chain(x, placed.norm, parameters, chain, None if placed.shape is None else placed.shape[:-1])
 
 
 class Fused(nn.Module):
@@ -110,12 +102,14 @@ class Fused(nn.Module):
 
     def _fused(self, input: Tensor, activation: str, returns_norm: bool) -> tuple[Any, Any] | None:
         """(the output of all parts, the norm's or None) by one chain; or None where they run one after the other."""
-        first: Any = next(self._linears()[0].parameters(), None)
+        norm, linears = self.norm, self._linears()
+        first: Any = linears[0]._parameters.get("weight")
+        if first is None:  # its splits have theirs
+            first = next(linears[0].parameters(), None)
         if is_parallel(first):  # before any of the parts runs
-            ask([linear for linear in self._linears() if isinstance(linear, Linear)], first.device_mesh)
+            ask([linear for linear in linears if isinstance(linear, Linear)], first.device_mesh)
         if not self._can_fuse():
             return None
-        norm, linears = self.norm, self._linears()
         weights = [linear.weight for linear in linears]
         dtype = product_dtype(input, weights[0])
         placed = fused_parts(norm, linears, weights, input)
@@ -150,7 +144,6 @@ class _NormLinear(Fused):
         self.splits = self.linear.splits
 
     def forward(self, input: Tensor) -> Any:
-        """See the class."""
         found = self._fused(input, "", self.return_norm_output)
         if found is not None:
             output, normed = found
@@ -241,7 +234,6 @@ class _NormMLP(Fused):
         self.fc2 = Linear(ffn_hidden_size, hidden_size, bias, device, dtype, recipe=recipe_for(recipe, "fc2"))
 
     def forward(self, input: Tensor) -> Tensor:
-        """See the class."""
         found = self._fused(input, self.activation, False)
         if found is not None:
             return found[0]

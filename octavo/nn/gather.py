@@ -4,7 +4,7 @@ in FP8      the shard is cast, codes are sent: half of bf16's bytes. Per tensor 
             weight, of experts one each: one collective finds the amax of all weights of the model together
             (nn/gather_group.py). Blocks of which each lies on one rank need none; their scales are sent beside the
             codes. A weight whose two layouts are scaled differently (rows, 1 x 32) is sent as two pairs, which are
-            bf16's bytes (nn/shard_cast.py).
+            bf16's bytes.
 cast after  the shard is sent in the parameter's dtype (or the mixed-precision policy's), and cast once an unshard.
 as it is    a weight that a product reads in high precision, or that another kind of module shares.
 as stored   a weight that lives in FP8: its codes as they are, and the scales of blocks and of experts. Per tensor
@@ -24,9 +24,7 @@ from octavo.autograd.casts import WEIGHT, State, cast_role
 from octavo.granularity import ALL
 from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import is_small_block
-from octavo.nn.agreement import ask
-from octavo.nn.gather_group import GatherGroup
-from octavo.nn.shard_cast import ShardCast
+from octavo.nn.gather_group import GatherGroup, ShardCast, ask
 from octavo.nn.weight import notice_writes
 from octavo.scaling.delayed import state_of
 from octavo.step_count import OPTIMIZER_STEPS
@@ -72,13 +70,9 @@ class Gather:
         self.forget()
 
     def adopt(self, parameter: Any, whole: Any, module: Any, part: str = "") -> None:
-        """Take this parameter, if FSDP2 has just sharded it.
+        """Gather this parameter of the module from now on, if FSDP2 has just sharded it; before it was ``whole``.
 
-        Args:
-            parameter: of the module.
-            whole: the parameter before.
-            module: that computes with it.
-            part: the module's name as a part of the one that owns the parameter, if it does not itself.
+        ``part``: the module's name as a part of the one that owns the parameter, if it does not itself.
 
         Raises:
             ValueError: for a second shard of a parameter.
@@ -100,10 +94,6 @@ class Gather:
                 "fully_shard was applied to two modules that share a weight, each of which would train its own; "
                 "apply it to a module that holds both"
             )
-        self.take(parameter, module)
-
-    def take(self, parameter: Any, module: Any) -> None:
-        """Gather this parameter of the module from now on: one that was just sharded."""
         OPTIMIZER_STEPS.watch()
         self.parameter = parameter
         if self.group is not None:
@@ -128,7 +118,7 @@ class Gather:
         self.generation += 1
 
     def join(self, group: GatherGroup, module: Any, name: str) -> None:
-        """Find scales together with this group from now on; ``name``: the module's."""
+        """Find scales together with this group from now on."""
         self.group, self._way, self.name = group, None, name
         if self.parameter is not None:
             group.add(module)
@@ -182,18 +172,12 @@ class Gather:
         self.shard_cast = ShardCast(casts, self.shape, ranks, parameter.device_mesh.get_local_rank(self.at))
         return Way(IN_FP8)
 
-    # --- when a forward reads the weight ------------------------------------------------------------------------------
-
-    def _weight_key(self, module: Any) -> tuple[Any, ...]:
-        """Changes when the weight is known to have been written; on all ranks at the same time."""
-        parameter = self.parameter
-        versions = parameter._version, on_this_rank(parameter)._version
-        return OPTIMIZER_STEPS.of(parameter), versions, self.generation, id(module.recipe)
-
     def _codes_key(self, module: Any) -> tuple[Any, ...]:
         """The codes serve forwards until this changes. No value of a weight is in it, so all ranks decide alike."""
         assert self.group is not None
-        return self.group.backwards, module.training, self._weight_key(module)
+        parameter = self.parameter
+        writes = OPTIMIZER_STEPS.of(parameter), parameter._version, on_this_rank(parameter)._version, self.generation
+        return self.group.backwards, module.training, *writes, id(module.recipe)
 
     def begin(self, module: Any) -> None:
         """Note that a forward of the module is about to read the weight."""
@@ -211,11 +195,7 @@ class Gather:
         return True
 
     def read(self, weight: GatheredWeight, module: Any) -> None:
-        """Note that the module computes with its gathered weight.
-
-        Raises:
-            RuntimeError: if the weight was gathered by other casts.
-        """
+        """Note that the module computes with its gathered weight; raise RuntimeError if other casts gathered it."""
         if weight.casts != module.recipe.weight_key:
             raise RuntimeError(
                 "the weight was gathered by other casts than this layer's recipe has: layers that share a weight need "
@@ -224,8 +204,6 @@ class Gather:
         # it stayed gathered after evaluation
         if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled() and not self.for_training:
             self.begin(module)
-
-    # --- FSDP2's hooks ------------------------------------------------------------------------------------------------
 
     def before(
         self, module: Any, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any

@@ -1,42 +1,91 @@
-"""The sharded weights that FSDP2 gathers in FP8: the casts and scales that ranks agree on.
+"""The sharded weights that FSDP2 gathers in FP8: what ranks were told alike, and the casts and scales they agree on.
 
 All shards of the model are cast in one launch by the first gather of each forward, so that no write to a weight is
 missed: torch moves no counter for ``p.data`` and ``torch._foreach_*`` of a DTensor. The gathers for backward send the
 same codes again. A gathered weight's codes and scales are always written together, also into what a forward saved.
 
 Under Delayed a weight that was written by other than its optimizer takes the scale of its own amax.
+
+Weights whose two layouts are scaled differently (rows, 1 x 32), and blocks that reach over several ranks' rows, are
+cast each for itself (ShardCast). There ranks first agree on the amax of each block. Each casts its rows with a row of
+such amaxes beside them, which makes a block's scale that of the whole block; that row's codes are not sent. Other
+scales are sent beside the codes, unless ranks have different numbers of rows: FSDP2 then takes tensors of the shard's
+shape alone, and ranks agree on all.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from octavo import kernels
 from octavo.autograd.casts import WEIGHT
-from octavo.granularity import ALL, scale_shape
-from octavo.nn.agreement import ask_of
+from octavo.granularity import ALL, Tile, scale_shape
+from octavo.kernels.arguments import lie_by_columns
+from octavo.kernels.layouts import contraction_multiple
+from octavo.kernels.reference.cast import with_padding
+from octavo.nn.tensor_parallel import sending_of
+from octavo.nn.weight import stored_as, weight_of
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.scaling.recipe import Cast
+from octavo.scaling.recipe import Cast, RoleCasts
 from octavo.step_count import OPTIMIZER_STEPS
-from octavo.tensor.collectives import largest
-from octavo.tensor.fsdp2 import groups_of, on_this_rank, rows_of_rank, rows_on_each_rank
+from octavo.tensor.collectives import agree, bytes_of, largest, scales_from
+from octavo.tensor.fsdp2 import groups_of, on_this_rank, padded_rows, rows_of_rank, rows_on_each_rank
+from octavo.tensor.pair import Operands, operands_of, transposed_pair
 
 Gathers = list[Any]  # of octavo.nn.gather.Gather
 
 
-class GatherGroup:
-    """The sharded weights of one ``octavo.convert``: their scales are found together, in one collective.
+def told_of(module: Any, name: str) -> dict[str, object]:
+    """What a RecipeModule was told, by this name: its recipe, how its weight is stored, how it sends tokens."""
+    recipe, sending, exchange = module.recipe, sending_of(module), getattr(module, "exchange", None)
+    told = {f"recipe.{field.name}": getattr(recipe, field.name) for field in fields(recipe) if field.compare}
+    weights = module.gather.parameter, weight_of(module), *getattr(module, "weights", ())  # of splits on several ranks
+    weight = next((weight for weight in weights if weight is not None), None)
+    if weight is not None:
+        granularity = stored_as(weight)
+        told["weight_storage"] = weight.dtype if granularity is None else f"fp8 {granularity}"
+    if sending is not None:
+        told |= {"exact": sending.exact, "reduction in FP8": sending.reduce is not None}
+    if exchange is not None:
+        told |= {"exact": exchange.exact, "average": exchange.average}
+    return {f"{name}: {what}": value for what, value in told.items()}
 
-    Attributes:
-        told: what was told of all layers then, of which ranks are asked when the first is sharded.
+
+def ask_of(told: Mapping[str, object], mesh: Any) -> None:
+    """Ask the ranks of a mesh, all together, whether they were told the same."""
+    agree(told, [mesh.get_group(dim) for dim in range(mesh.ndim)])
+
+
+def ask(modules: Sequence[Any], mesh: Any, **told: object) -> None:
+    """Ask the ranks of a mesh about these RecipeModules, unless they have agreed since the last change of any.
+
+    All of them call it with the same modules; ``told``: what else is to be alike. A compiled graph does not ask.
+
+    Raises:
+        RanksDifferError: on all ranks, naming layer and option, where one was told something else.
     """
+    if torch.compiler.is_compiling() or all(module.gather.agreed for module in modules):
+        return
+    for number, module in enumerate(modules):
+        told |= told_of(module, module.gather.name or f"{type(module).__name__} {number}")
+    ask_of(told, mesh)
+    for module in modules:
+        module.gather.agreed = True
+
+
+class GatherGroup:
+    """The sharded weights of one ``octavo.convert``: their scales are found together, in one collective."""
 
     def __init__(self, told: dict[str, object] | None = None) -> None:
-        self.told = {} if told is None else told
+        self.told = {} if told is None else told  # of all layers then; ranks are asked when the first is sharded
         self._asked: set[Any] = set()  # meshes
         self._modules: list[weakref.ref[Any]] = []  # those whose weights they are
         self.backwards = 0  # how often a weight was gathered for backward
@@ -188,3 +237,93 @@ def _cast_shards(gathers: Gathers, cast: Cast, mesh: Any) -> None:
         amax = [torch.empty_like(one) for one in scale_inv]
         how = cast.tile, cast.power_of_two, cast.margin
         kernels.multi_tensor_cast(shards, codes, [], scale_inv, amax, scales if per_tensor else [], 0, *how, None)
+
+
+class _CastLayout(NamedTuple):
+    """A cast, its tile of the weight as it lies, the shape of the scales that ranks agree on; None: they are sent."""
+
+    cast: Cast
+    tile: Tile
+    grid: tuple[int, ...] | None
+
+
+class ShardCast:
+    """How one rank casts its rows of a weight [N, K] of this shape, and reads all ranks'.
+
+    The casts are Dynamic; of the two layouts one at most has blocks of several rows.
+    """
+
+    def __init__(self, casts: RoleCasts, shape: torch.Size, ranks: int, rank: int) -> None:
+        assert casts.as_is is not None and casts.transposed is not None
+        self.shape, self.ranks, part = shape, ranks, rows_on_each_rank(shape[0], ranks)
+        self.begin = rows_of_rank(shape[0], ranks, rank).start
+        layouts = [(casts.as_is, casts.as_is.tile), (casts.transposed, casts.transposed.tile[::-1])]
+        self.layouts = list[_CastLayout]()
+        for cast, tile in layouts[: 1 if casts.once else 2]:
+            apart = shape[0] == part * ranks and tile[0] != ALL and part % tile[0] == 0
+            self.layouts.append(_CastLayout(cast, tile, None if apart else scale_shape(shape, tile)))
+
+    def amax(self, shard: Tensor) -> Tensor:
+        """What this rank knows of the amax of all blocks that ranks agree on, one after the other; float32."""
+        found = [shard.new_zeros(0, dtype=torch.float32)]
+        for _, tile, grid in self.layouts:
+            if grid is not None:
+                blocks = shard.new_zeros(grid, dtype=torch.float32)
+                if len(shard):
+                    first, before = (0, 0) if tile[0] == ALL else divmod(self.begin, tile[0])
+                    own = kernels.amax(functional.pad(shard, (0, 0, before, 0)) if before else shard, tile)
+                    blocks[first : first + len(own)] = own
+                found.append(blocks.view(-1))
+        return torch.cat(found)
+
+    def cast(self, shard: Tensor, amax: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """(What this rank sends, uint8 of as many rows as every rank's; the scale_inv that ranks have agreed on).
+
+        Args:
+            shard: this rank's rows, bf16, fp16 or fp32.
+            amax: the largest that ranks know, of all that ``amax`` gives.
+        """
+        x, before, sent, known = shard, 0, list[Tensor](), list[Tensor]()
+        for cast, tile, grid in self.layouts:
+            if grid is not None:
+                blocks, amax = amax[: math.prod(grid)].view(grid), amax[math.prod(grid) :]
+                known.append(
+                    scale_inv_from_scale(scale_from_amax(blocks, cast.format.max, cast.power_of_two, cast.margin))
+                )
+                if tile[0] != 1:
+                    x, before = self._beside(shard, blocks, tile)
+        (first, *_), *others = self.layouts
+        second = others[0].cast.as_second if others else {}
+        q, q2, scale_inv, scale_inv2, *_ = kernels.cast(x, None, WEIGHT, *first.arguments, **second)
+        for (cast, _, grid), codes, scales in zip(self.layouts, (q, q2), (scale_inv, scale_inv2), strict=False):
+            own = codes.view(torch.uint8)[before : before + len(shard)]
+            sent.append(padded_rows(own, self.shape, self.ranks))
+            if grid is None:  # of rows alone where others are beside them
+                sent.append(bytes_of(scales[before : before + len(shard)], cast.power_of_two))
+        return sent, known
+
+    def _beside(self, shard: Tensor, blocks: Tensor, tile: Tile) -> tuple[Tensor, int]:
+        """(The shard with rows of the amaxes of blocks that other ranks have rows of, how many are before it)."""
+        columns, end = shard.shape[1], self.begin + len(shard)
+        wide = blocks.to(shard.dtype).repeat_interleave(columns if tile[1] == ALL else tile[1], 1)[:, :columns]
+        if tile[0] == ALL:
+            return torch.cat([shard, wide]), 0
+        if not len(shard):
+            return shard, 0
+        (first, before), (last, after) = divmod(self.begin, tile[0]), divmod(end if end < self.shape[0] else 0, tile[0])
+        rows = wide[first : first + 1].expand(before, columns), shard, wide[last : last + 1][:after]
+        return torch.cat(rows) if before or after else shard, before
+
+    def read(self, received: Sequence[Tensor], known: Sequence[Tensor], pads: bool) -> Operands:
+        """What products read, of all ranks' ``sent``, and what ``cast`` gave besides."""
+        left, agreed, pairs = iter(received), iter(known), list[tuple[Tensor, Tensor]]()
+        for cast, tile, grid in self.layouts:
+            q = next(left)[: self.shape[0]].view(cast.format.dtype)
+            scales = scales_from(next(left), cast.power_of_two) if grid is None else next(agreed)
+            # with the strides that products want, see kernels/signatures.py
+            pairs.append((q, scales.t().contiguous().t() if lie_by_columns(tile) else scales))
+        if len(pairs) == 1:
+            return operands_of(*pairs[0], pads)
+        (q, scale_inv), (q2, scale_inv2) = pairs
+        pad = contraction_multiple(q.device) if pads else 1
+        return Operands((with_padding(q, pad), scale_inv), transposed_pair(q2, scale_inv2, pads))

@@ -15,13 +15,9 @@ from octavo.scaling.recipe_map import RecipeMap
 
 
 class Grouped(RecipeModule):
-    """Base of the modules that multiply rows in groups, whoever owns their matrices.
+    """Base of the modules that multiply rows in groups, whoever owns their matrices."""
 
-    Attributes:
-        elsewhere: what computes these experts on the ranks that hold them, see octavo/distributed/experts.py.
-    """
-
-    elsewhere: Callable[..., Tensor] | None = None
+    elsewhere: Callable[..., Tensor] | None = None  # computes these experts on the ranks that hold them
 
     @property
     def trains(self) -> tuple[bool, bool]:
@@ -31,7 +27,6 @@ class Grouped(RecipeModule):
         return enabled and weight.requires_grad, enabled and requires_grad(bias)
 
     def forward(self, input: Tensor, offsets: Tensor) -> Tensor:
-        """See GroupedLinear."""
         return self._product(input, offsets)
 
 

@@ -37,11 +37,7 @@ def product_dtype(input: Tensor, weight_NK: Tensor) -> torch.dtype:
 
 
 def grouped_dtype(input: Tensor, weight_ENK: Tensor, offsets: Tensor) -> torch.dtype:
-    """The dtype that products with ``input``, rows in groups that end at ``offsets``, compute in.
-
-    Raises:
-        TypeError, ValueError: as octavo.nn.GroupedLinear.
-    """
+    """The dtype that products of GroupedLinear, which says what is refused, compute in."""
     if input.ndim != 2:
         raise ValueError(f"input of shape {tuple(input.shape)}: rows sorted by expert are [T, K]")
     dtype = product_dtype(input, weight_ENK)

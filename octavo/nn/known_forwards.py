@@ -1,8 +1,8 @@
 """Modules of other libraries whose forward octavo knows, and computes with less to save for backward.
 
     feed-forward   act(gate(x)) . up(x), or act(up(x)), then down: the activation is computed as its result is cast for
-                   down's product, and is never written in high precision (autograd/activated.py)
-    RMS norm       saves its input, and no copies of it in float32 (autograd/rms_norm.py)
+                   down's product, and is never written in high precision (autograd/chain.py)
+    RMS norm       saves its input, and no copies of it in float32 (autograd/chain.py)
 
 A module becomes a subclass of its own class, as a linear layer does: parameters, parts, hooks and names stay. Known are
 the forwards that stand here as ``known``, as transformers writes them: a class whose forward has the same instructions
@@ -24,11 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.activated import activated_linear
-from octavo.autograd.rms_norm import rms_norm
-from octavo.kernels.activations import ACTIVATIONS, Activation
+from octavo.autograd.chain import activated_linear, rms_norm
 from octavo.nn.candidates import REPLACED, SHARDED, class_of, fp8_class, is_sharded, of_subclass
-from octavo.nn.converted_experts import ConvertedExperts, function_of
+from octavo.nn.converted_experts import ConvertedExperts, function_of, name_of
 from octavo.nn.fused import run_alone, runs_alone
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear
@@ -76,7 +74,6 @@ class FeedForward(KnownForward):
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
-        """See KnownForward."""
         names = cls.parts
         down, act, dropout = (getattr(module, name, None) for name in (names.down, names.act, names.dropout))
         if not isinstance(down, Linear):
@@ -88,7 +85,6 @@ class FeedForward(KnownForward):
         return None
 
     def lean(self, x: Any) -> Tensor | None:
-        """See KnownForward."""
         names = self.parts
         down: Any = getattr(self, names.down)
         dropout: Any = getattr(self, names.dropout) if names.dropout else None
@@ -97,7 +93,7 @@ class FeedForward(KnownForward):
         activation = activation_of(getattr(self, names.act), bool(names.up))
         if activation is None or (dropout is not None and dropout.p and dropout.training):
             return None
-        weight, bias, parameter = down.operands()
+        tensors = weight, bias, parameter = down.operands()
         if is_parallel(weight) or not (weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)):
             return None
         gate = getattr(self, names.gate)(x)
@@ -106,7 +102,7 @@ class FeedForward(KnownForward):
         gate, up = gate.to(dtype), None if up is None else up.to(dtype)
         refuse_for_fp8(gate, parameter, bias)
         needs_grad = gate.requires_grad or (up is not None and up.requires_grad)
-        return activated_linear(gate, up, weight, bias, down.layer_of(gate, weight, parameter, needs_grad), activation)
+        return activated_linear(gate, up, weight, bias, down.layer_of(gate, tensors, needs_grad), activation)
 
 
 class OfLlama(FeedForward):
@@ -184,7 +180,6 @@ class LeanRMSNorm(KnownForward):
         return self.weight * hidden_states.to(input_dtype)
 
     def lean(self, x: Any) -> Tensor | None:
-        """See KnownForward."""
         weight = self.weight
         compiling = torch.compiler.is_compiling()
         if x.dtype != weight.dtype or is_parallel(weight) or is_parallel(x):
@@ -210,10 +205,7 @@ _KINDS: tuple[type[KnownForward], ...] = (OfLlama, OfViT, OfT5, OfGatedT5, LeanR
 
 def activation_of(act: nn.Module | None, gated: bool) -> str | None:
     """The name of an activation module's function, or of a gate by it, in kernels/activations.py; or None."""
-    function = function_of(act)
-    if function is None or act is None or not runs_alone(act):
-        return None
-    return next((name for name, known in ACTIVATIONS.items() if known == Activation(function, gated)), None)
+    return name_of(function_of(act), gated) if act is not None and runs_alone(act) else None
 
 
 @functools.cache

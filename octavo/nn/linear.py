@@ -66,7 +66,6 @@ class Linear(RecipeModule, nn.Linear):
         self.recipe = recipe_for(recipe, "")
 
     def forward(self, input: Tensor) -> Any:
-        """See the class."""
         return self.parted(self._product(input))
 
     def parted(self, y: Tensor) -> Any:
@@ -85,6 +84,16 @@ class Linear(RecipeModule, nn.Linear):
         return f"{super().extra_repr()}{splits}, recipe={self.recipe.name}"
 
 
+class TransposedLinear(RecipeModule):
+    """What convert makes of transformers' Conv1D (GPT-2), which it is mixed with: y = x . W + b, W [K, N]."""
+
+    stores_transposed = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]."""
+        return self._product(x)
+
+
 def recipe_for(recipe: Recipe | RecipeMap | None, name: str) -> Recipe:
     """What a module's ``recipe`` argument means for its part of this name; default() where there is none."""
     return recipes.default() if recipe is None else recipe_of(recipe, name)
@@ -98,10 +107,6 @@ def checked_splits(out_features: int | Splits) -> tuple[int, dict[str, int] | No
 
     Raises:
         ValueError: for a name that can't be one of state_dict's, or no split at all.
-
-    Example:
-        >>> checked_splits({"query": 64, "key": 16, "value": 16})
-        (96, {'query': 64, 'key': 16, 'value': 16})
     """
     if isinstance(out_features, int):
         return out_features, None
@@ -120,10 +125,8 @@ def split_output(output: Tensor, splits: dict[str, int] | None) -> Tensor | tupl
 def merge_keys(state_dict: dict[str, Tensor], prefix: str, splits: dict[str, int]) -> list[str]:
     """Join ``<prefix><split>.weight`` and ``.bias``, as separate layers save them, to one key each; in place.
 
-    Only where all of them are there, and the joined one isn't.
-
-    Returns:
-        a line for each of another size than its split; where there is one, nothing is joined.
+    Only where all of them are there, and the joined one isn't. Returned is a line for each of another size than its
+    split; where there is one, nothing is joined.
     """
     wrong = []
     for parameter in ("weight", "bias"):

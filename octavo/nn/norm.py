@@ -51,7 +51,6 @@ class LayerNorm(_ZeroCentered, nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """See the class."""
         return F.layer_norm(input, self.normalized_shape, self.factor(), self.bias, self.eps)
 
     def norm(self) -> Norm:
@@ -79,7 +78,6 @@ class RMSNorm(_ZeroCentered, nn.RMSNorm):
     bias = None
 
     def forward(self, input: Tensor) -> Tensor:
-        """See the class."""
         return F.rms_norm(input, self.normalized_shape, self.factor(), self.eps)
 
     def norm(self) -> Norm:

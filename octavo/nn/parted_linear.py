@@ -38,7 +38,6 @@ class Split(nn.Module):
 
     @property
     def weight_scale_inv(self) -> Tensor:
-        """See RecipeModule's."""
         if (stored := local_stored(self.weight)) is None:
             raise AttributeError("this split's weight does not live in FP8")
         return stored.scale_inv

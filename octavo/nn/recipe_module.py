@@ -15,10 +15,10 @@ from octavo.autograd.shared_casts import ReadTensor, read_by
 from octavo.autograd.shared_scales import Parts
 from octavo.errors import UnsupportedOpError
 from octavo.kernels.capability import warn_once_if_emulated
-from octavo.nn.agreement import ask
 from octavo.nn.gather import Gather
+from octavo.nn.gather_group import ask
 from octavo.nn.inputs import finds_shapes, grouped_dtype, product_dtype, refuse_for_fp8
-from octavo.nn.tensor_parallel import is_parallel, parallel_product
+from octavo.nn.tensor_parallel import LayerTensors, is_parallel, parallel_product
 from octavo.nn.weight import (
     KeptOperands,
     WeightWrites,
@@ -103,12 +103,9 @@ class RecipeModule(nn.Module):
         super().register_parameter(name, param)
 
     def take_parameter(self, weight: nn.Parameter, whole: nn.Parameter | None, part: str = "") -> None:
-        """Note that the weight is another parameter now, which FSDP2 has just sharded perhaps.
+        """Note that the weight is another parameter now, which FSDP2 has just sharded perhaps; before it was ``whole``.
 
-        Args:
-            weight: the new one.
-            whole: the one before.
-            part: the name of this module as a part of that which owns the weight, if it is not this one.
+        ``part``: the name of this module as a part of that which owns the weight, if it is not this one.
         """
         if self.exchange is not None:  # FSDP2 gathers weights as they are stored
             if part and (stored := local_stored(weight)) is not None:
@@ -155,8 +152,8 @@ class RecipeModule(nn.Module):
         """Weight and bias or None, as they are stored."""
         return self.weight, self.bias
 
-    def operands(self) -> tuple[Tensor, Tensor | None, nn.Parameter]:
-        """Weight [N, K] and bias [N] or None, of experts [E, ...]; the parameter that the weight is a view of."""
+    def operands(self) -> LayerTensors:
+        """The tensors of its products; of experts [E, ...]."""
         parameter, bias = self.own_parameters()
         weight = parameter
         if self.exchange is not None:
@@ -182,11 +179,7 @@ class RecipeModule(nn.Module):
 
     @property
     def weight_scale_inv(self) -> Tensor:
-        """This rank's scale_inv of a weight that lives in FP8: torch.distributed.checkpoint reads each key so.
-
-        Raises:
-            AttributeError: for a weight in high precision.
-        """
+        """This rank's scale_inv of a weight that lives in FP8: torch.distributed.checkpoint reads each key so."""
         stored = local_stored(weight_of(self))
         if stored is None:
             raise AttributeError(f"{type(self).__name__} has no weight that lives in FP8")
@@ -248,7 +241,7 @@ class RecipeModule(nn.Module):
 
     def _product(self, input: Tensor, offsets: Tensor | None = None) -> Tensor:
         """input [..., K] . weight^T + bias [N] by this module's recipe; of rows in groups that end at ``offsets``."""
-        weight, bias, parameter = self.operands()
+        tensors = weight, bias, _ = self.operands()
         parallel = offsets is None and is_parallel(weight)
         if parallel:
             ask([self], weight.device_mesh)  # type: ignore[attr-defined]
@@ -262,7 +255,7 @@ class RecipeModule(nn.Module):
         x = input if input.dtype == dtype else input.to(dtype)
         if parallel:
             return parallel_product(self, x, weight, bias)
-        return self.local_product(x, weight, bias, parameter, offsets=offsets, read=read_by(input, self))
+        return self.local_product(x, tensors, read_by(input, self), offsets=offsets)
 
     def state_of_input(self) -> State | None:
         """The delayed state that a cast of the next input reads."""
@@ -271,31 +264,30 @@ class RecipeModule(nn.Module):
     def local_product(
         self,
         input: Tensor,
-        weight_NK: Tensor,
-        bias: Tensor | None,
-        parameter: Tensor,
+        tensors: LayerTensors,
+        read: ReadTensor | None,
         parts: Parts | None = None,
         offsets: Tensor | None = None,
-        read: ReadTensor | None = None,
     ) -> Tensor:
-        """``_product`` in FP8 of one dtype; of what this rank has, where ``parameter`` is in parts on several.
+        """``_product`` in FP8 of one dtype; of what this rank has, where the parameter is in parts on several.
 
         ``read``: the tensor that ``input`` is, or is rounded from, whose casts layers share.
         """
+        weight_NK, bias, parameter = tensors
         refuse_for_fp8(input, parameter, bias)
-        layer = self.layer_of(input, weight_NK, parameter, input.requires_grad, parts, offsets)
+        layer = self.layer_of(input, tensors, input.requires_grad, parts, offsets)
         return linear(input, weight_NK, bias, layer, read)
 
     def layer_of(
         self,
         input: Tensor,
-        weight_NK: Tensor,
-        parameter: Tensor,
+        tensors: LayerTensors,
         needs_input_grad: bool,
         parts: Parts | None = None,
         offsets: Tensor | None = None,
     ) -> Layer:
-        """What this module brings to its products with ``input``; ``weight_NK`` is a view of ``parameter``, a leaf."""
+        """What this module brings to its products with ``input``."""
+        weight_NK, _, parameter = tensors
         recipe, grad_enabled = self.recipe, torch.is_grad_enabled()
         if self.exchange is not None:
             parts = Parts(self.exchange.group, (False,) * 3)

@@ -81,15 +81,7 @@ class _Origins(TorchDispatchMode):
 def saved_by_kind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> dict[str, int]:
     """Bytes that one forward saves for backward besides parameters, buffers and its arguments, by KINDS.
 
-    Args:
-        model: runs as it is, in the mode (training or evaluation) that it is in.
-        args: of its forward.
-        kwargs: the same.
-
-    Example:
-        >>> saved = saved_by_kind(nn.Sequential(nn.Linear(4, 8), nn.SiLU()), (torch.zeros(2, 4, requires_grad=True),))
-        >>> {kind: size for kind, size in saved.items() if size}
-        {'activations': 64}
+    The model runs as it is, in the mode (training or evaluation) that it is in.
     """
     kwargs = dict(kwargs or {})
     given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -134,9 +126,7 @@ def predicted_by_kind(
     kwargs: Mapping[str, Any] | None = None,
     change: Callable[[nn.Module], Any] | None = None,
 ) -> dict[str, int]:
-    """The same of a copy of the model whose tensors have no data, in training: nothing is computed.
-
-    ``change`` is done to the copy before.
+    """The same of a copy of the model whose tensors have no data, in training; ``change`` is done to it before.
 
     Raises:
         ValueError: for a model that is sharded.

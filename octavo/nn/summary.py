@@ -8,18 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from octavo.nn.candidates import PastReads, class_of, expert_weights, fp8_class, past_reads, shape_of, why_not
 from octavo.nn.convert import restore
 from octavo.nn.converted_experts import ConvertedExperts, ExpertsPart
-from octavo.nn.flops import forward_flops
 from octavo.nn.known_forwards import KnownForward, refusal
 from octavo.nn.parted_linear import Split
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import predicted_by_kind
 from octavo.nn.weight import weight_of
+from octavo.private import cpu_attention, grouped_mm
 from octavo.scaling.recipe import Recipe
 
 
@@ -219,3 +220,60 @@ def _reason(module: nn.Module, parameter: str) -> str:
     if parameter in expert_weights(module):
         return "a 3-D parameter (expert weights) is not a linear layer"
     return why_not(module) or "not selected"
+
+
+# How many floating-point operations of a forward pass are in FP8, counted by torch's FlopCounterMode.
+
+_Size = tuple[int, ...]
+
+
+def _product(a: _Size, a_scale_inv: _Size, a_tile: Any, b: _Size, *_: Any, **__: Any) -> int:
+    """Of octavo::matmul, a [M, K] · b [N, K]ᵀ: a multiplication and an addition each."""
+    return 2 * a[0] * b[0] * a[1]
+
+
+def _grouped(a: _Size, b: _Size, *_: Any, **__: Any) -> int:
+    """Of a [T, K], each row times one of the experts' weights b [E, K, N]; or of a [N, T] and b [T, K], T in groups."""
+    return 2 * math.prod(a) * b[-1]
+
+
+def _grouped_product(a: _Size, a_scale_inv: _Size, a_tile: Any, b: _Size, *_: Any, **__: Any) -> int:
+    """Of octavo::grouped_matmul, a [T, K], each row times one of the experts' weights b [E, N, K]."""
+    return 2 * math.prod(a) * b[1]
+
+
+def _attention(query: _Size, key: _Size, value: _Size, *_: Any, **__: Any) -> int:
+    """Of query [B, H, S, D] and value [B, G, T, D], causal or not: of CPUs' own op, which torch doesn't count."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def formulas() -> dict[Any, Any]:
+    """Of the ops that torch's counter doesn't know."""
+    grouped = [grouped_mm, torch.ops.octavo.grouped_mm]
+    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # what transformers calls where torch's can't be used
+        grouped.append(torch.ops.transformers.grouped_mm_fallback)
+    attention = {cpu_attention: _attention}
+    return {**_FP8, **dict.fromkeys(grouped, _grouped), **attention}
+
+
+_FP8 = {torch.ops.octavo.matmul: _product, torch.ops.octavo.grouped_matmul: _grouped_product}
+
+
+def forward_flops(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[int, int], set[str]]:
+    """((operations of products in FP8, of all products), the names of the modules that computed any) of a forward."""
+    from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
+
+    training = {module: module.training for module in model.modules()}
+    counter = FlopCounterMode(display=False, custom_mapping=formulas())
+    try:
+        with counter, torch.no_grad():
+            model.eval()(*args, **kwargs)
+    finally:
+        for module, was in training.items():
+            module.training = was
+    counts = counter.get_flop_counts()
+    total = counts.pop("Global", {})
+    called = {name.partition(".")[2] for name in counts}  # after the model's class
+    return (sum(total.get(op, 0) for op in _FP8), sum(total.values())), called

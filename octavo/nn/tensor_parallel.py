@@ -59,29 +59,22 @@ STYLE = "_octavo_style"  # on a module: its Style
 
 @dataclass(frozen=True)
 class Style:
-    """What one of octavo.distributed's styles does around a module, which a fused one does itself in its part's place.
+    """What a style of octavo.distributed does around a module, which a fused one does itself in its part's place."""
 
-    Attributes:
-        hooks: how many hooks the style has on the module; by their ids each block would be compiled for itself.
-        input: the placement of a plain input.
-        output: the placement that the output is brought to, or None: as it is.
-        finish: ``finish(module, output, mesh)``, what the module returns of the DTensor that is its output.
-        sending: of a layer, how its tokens are sent.
-        reads_gathered: whether an input that was gathered in FP8 has reached it.
-    """
-
-    hooks: int
-    input: Any
-    output: Any
-    finish: Callable[[Any, Any, Any], Any]
-    sending: Sending | None = None
-    reads_gathered: bool = False
+    hooks: int  # that the style has on the module: by their ids each block would be compiled for itself
+    input: Any  # the placement of a plain input
+    output: Any  # the placement that the output is brought to, or None: as it is
+    finish: Callable[[Any, Any, Any], Any]  # (module, output, mesh): what it returns of the DTensor that is its output
+    sending: Sending | None = None  # of a layer, how its tokens are sent
+    reads_gathered: bool = False  # whether an input that was gathered in FP8 has reached it
 
 
 def hooks_on(module: Any) -> int:
     """How many hooks a module has, of forward and of backward."""
-    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-    return sum(len(getattr(module, kind)) for kind in kinds)
+    count = 0
+    for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        count += len(getattr(module, kind))
+    return count
 
 
 def style_of(module: Any) -> Style | None:
@@ -95,30 +88,20 @@ def sending_of(module: Any) -> Sending | None:
     return None if style is None else style.sending
 
 
+# This rank's weight [N, K] and bias [N], and the parameter, a leaf of autograd's graph, that the weight is a view of.
+LayerTensors = tuple[Tensor, Tensor | None, Tensor]
+
+
 class FusedParts(NamedTuple):
-    """What this rank has of a fused module's input and parameters.
+    """What this rank has of a fused module's input and parameters: all, or of what lies on a mesh some."""
 
-    Attributes:
-        mesh: that they lie on, or None: this rank has all.
-        input, shape: [..., K], and the whole input's shape.
-        norm: gamma and beta [K].
-        linears: a (weight, bias, the parameter that the weight is a view of) each.
-        parts: the roles of each, None without a mesh.
-        wire: how the input is gathered, None where it is whole.
-    """
-
-    mesh: Any
-    input: Tensor
-    shape: list[int]
-    norm: tuple[Tensor | None, Tensor | None]
-    linears: list[tuple[Tensor, Tensor | None, Tensor]]
-    parts: list[Parts | None]
-    wire: Wire | None = None
-
-
-def whole(input: Tensor, norm: tuple[Tensor | None, Tensor | None], linears: Sequence[Any]) -> FusedParts:
-    """What a rank has that has all, ``linears`` as in FusedParts."""
-    return FusedParts(None, input, [*input.shape], norm, [*linears], [None] * len(linears))
+    input: Tensor  # [..., K]
+    norm: tuple[Tensor | None, Tensor | None]  # gamma and beta [K]
+    linears: Sequence[LayerTensors]
+    mesh: Any = None
+    shape: Sequence[int] | None = None  # of the whole input, where it lies on a mesh
+    parts: Sequence[Parts | None] = (None, None)  # the roles of each layer
+    wire: Wire | None = None  # how the input is gathered, None where it is whole
 
 
 def _placement(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input: Any) -> Any:
@@ -149,7 +132,7 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
     """What a norm and one or two linear layers run as one on; None where ranks have parts that can't, see the file."""
     biases = [linear.bias for linear in linears]
     if not any(map(is_parallel, weights)):
-        return whole(input, (norm.weight, norm.bias), [*zip(weights, biases, weights, strict=True)])
+        return FusedParts(input, (norm.weight, norm.bias), [*zip(weights, biases, weights, strict=True)])
     from torch.distributed.tensor import Partial
 
     placement, mesh = _placement(norm, linears, weights, input), weights[0].device_mesh
@@ -172,18 +155,17 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
     gamma, beta = (
         one.to_local(grad_placements=[of_gamma]) if is_parallel(one) else one for one in (norm.weight, norm.bias)
     )
-    local_linears: list[tuple[Tensor, Tensor | None, Tensor]] = []
+    local_linears: list[LayerTensors] = []
     for weight, bias in zip(weights, biases, strict=True):
         local = weight.to_local(grad_placements=weight.placements)
         local_linears.append((local, _local_bias(bias, weight.placements[0].dim == 1, mesh), weight))
-    roles = (False, True, True), (True, True, False)
-    parts: list[Parts | None] = [Parts(group, of) for of in roles[: len(linears)]]
-    return FusedParts(mesh, x, shape, (gamma, beta), local_linears, parts, wire)
+    parts = Parts(group, (False, True, True)), Parts(group, (True, True, False))
+    return FusedParts(x, (gamma, beta), local_linears, mesh, shape, parts, wire)
 
 
 def finished(placed: FusedParts, norm: Any, last: Any, y: Any, normed: Tensor | None) -> tuple[Any, Any]:
     """A fused module's output and its norm's, as the styles of its parts return them."""
-    if placed.mesh is None:
+    if placed.mesh is None or placed.shape is None:
         return y, normed
     from torch.distributed.tensor import Partial, Shard
 
@@ -287,11 +269,7 @@ def _scattered_for(module: Any, y: Tensor, needs_dx: bool, weight: Tensor, bias:
 
 
 def parallel_product(module: Any, input: Any, weight: Any, bias: Any) -> Any:
-    """input [..., K] . weight^T + bias [N] of DTensors, by the module's recipe: a DTensor, see the table above.
-
-    Raises:
-        ValueError: for an input that is no DTensor, or another mesh, or a weight sharded in another way.
-    """
+    """input [..., K] . weight^T + bias [N] of DTensors, by the module's recipe: a DTensor, see the table above."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     mesh = weight.device_mesh
@@ -329,7 +307,7 @@ def parallel_product(module: Any, input: Any, weight: Any, bias: Any) -> Any:
     parts = Parts(mesh.get_group().group_name, roles)
     # ranks that agree on scales cast together: each layer for itself
     read = None if roles[INPUT] else read_by(x, module, is_view=True)
-    y = module.local_product(x, local, b, weight, parts, read=read)
+    y = module.local_product(x, (local, b, weight), read, parts)
     if rowwise and (found := _scattered_for(module, y, requires_grad(x), local, b, mesh)) is not None:
         return found
     return spread(y, (*input.shape[:-1], weight.shape[0]), mesh, of_output)
@@ -359,5 +337,5 @@ def _product_of_gathered(module: Any, input: GatheredInput, weight: Any, bias: A
         module.__dict__[STYLE] = replace(style, reads_gathered=True)
     parts = Parts(input.wire.group, (False, True, True))
     local = None if bias is None else bias.to_local()
-    y = module.local_product(input, weight.to_local(), local, weight, parts)
+    y = module.local_product(input, (weight.to_local(), local, weight), None, parts)
     return spread(y, (*input.shape[:-1], weight.shape[0]), weight.device_mesh, Shard(input.ndim - 1))

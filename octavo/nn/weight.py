@@ -140,16 +140,10 @@ def notice_writes(module: Any, weight: Tensor) -> None:
         empty_state(state_of(module), WEIGHT)
 
 
-# --- what tells of writes ---------------------------------------------------------------------------------------------
-
-
 class KeptOperands:
-    """A weight's operands in the buffers of KeptWeights. A copy or pickle of the layer has none.
+    """A weight's operands in the buffers of KeptWeights, cast from it just now. A copy of the layer has none.
 
-    Args:
-        weight: that they were cast from just now.
-        operands: the buffers.
-        captured: whether the cast is only recorded in a CUDA graph, and to be read by what is captured too.
+    ``captured``: whether the cast is only recorded in a CUDA graph, and to be read by what is captured too.
     """
 
     def __init__(self, weight: Tensor, operands: Operands, captured: bool) -> None:
@@ -220,9 +214,6 @@ def invalidate(model: nn.Module) -> None:
             module.__dict__["kept_operands"] = None
             empty_state(state_of(module), WEIGHT)
             module.gather.generation += 1  # type: ignore[union-attr, operator]
-
-
-# --- weights that are stored: which recipes can read them, and their making -------------------------------------------
 
 
 def widened(weight: Any) -> Tensor:

@@ -21,13 +21,7 @@ from torch import Tensor
 from octavo.granularity import PerTensor
 from octavo.tensor.collectives import largest
 from octavo.tensor.fsdp2 import like_sharded, on_this_rank, own_slices, plain
-from octavo.tensor.stored_weight import (
-    GRANULARITIES,
-    StoredWeight,
-    agree_on_scale,
-    cast_shard,
-    local_stored,
-)
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, agree_on_scale, cast_shard, local_stored
 
 SCALE_INV = "_scale_inv"  # after a weight's name
 

@@ -35,7 +35,7 @@ class Operands(NamedTuple):
     ``amax`` [1, 1] fp32 is what a Delayed cast found; None where nothing was cast that way. ``column_sum`` [C] of the
     tensor's dtype, where it was asked for and the cast could find it. ``refilled``: the pairs' tensors belong to a
     weight in FP8, and are written together, a gathered one's while a backward may still read them; what it saves is
-    therefore themselves.
+    therefore themselves. ``of_norm``: of a norm that was cast its mean, rstd and, if it is to be kept, y.
     """
 
     as_is: tuple[Tensor, Tensor] | None = None
@@ -43,6 +43,7 @@ class Operands(NamedTuple):
     amax: Tensor | None = None
     column_sum: Tensor | None = None
     refilled: bool = False
+    of_norm: Sequence[Tensor] = ()
 
 
 def transposed_pair(qdata: Tensor, scale_inv: Tensor, pads: bool) -> tuple[Tensor, Tensor]:

@@ -3,9 +3,9 @@ import torch
 
 from octavo import E4M3, Cast, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, recipes
 from octavo.autograd import casts as module
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Norm, cast_grad_output, cast_norm, cast_role, cast_to_send
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, cast_grad_output, cast_norm, cast_role, cast_to_send
 from octavo.kernels import dequantize
-from octavo.kernels.arguments import CastSource
+from octavo.kernels.arguments import CastSource, NormSource
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import RoleCasts
 from octavo.tensor.pair import Operands
@@ -131,13 +131,11 @@ def test_gradients_commit_and_find_sums_once(recipe, asked, activated, column_su
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_norm_casts_as_its_result_is_cast(recipe, transposed, keep, monkeypatch):
     x, gamma, recipe = torch.randn(48, 32), torch.rand(32) + 0.5, recipe()
-    norm = Norm("rms_norm", 1e-5, False)
-    plain, laid, _ = on_both_devices(
-        monkeypatch, lambda state: cast_norm(x, gamma, None, norm, recipe, transposed, state, keep)
-    )
+    norm = NormSource(x, gamma, None, "rms_norm", 1e-5, False)
+    plain, laid, _ = on_both_devices(monkeypatch, lambda state: cast_norm(norm, recipe, transposed, state, keep))
     assert_same_operands(plain[0], laid[0], (True, transposed))
     state = State(torch.tensor([3.0, 5.0, 7.0]), torch.ones(3, 2), torch.zeros(2, 3, dtype=torch.int32))
-    y = cast_norm(x, gamma, None, norm, recipe, transposed, state, True)[1]
+    y = cast_norm(norm, recipe, transposed, state, True)[1]
     assert_same_operands(plain[0], cast_role(y, recipe, INPUT, True, transposed, state), (True, transposed))
     assert keep <= (plain[1] is not None)
 
@@ -151,7 +149,7 @@ def test_one_op_reads_a_gradient_or_makes_a_norm():
         assert ops.calls == {"cast_and_commit": 1}
     for recipe, op in ((recipes.dynamic(), "norm_cast"), (recipes.rowwise(), "norm_cast_two_scalings")):
         with CountOps() as ops:
-            cast_norm(x, torch.ones(32), None, Norm("rms_norm", 1e-5, False), recipe, True, None, False)
+            cast_norm(NormSource(x, torch.ones(32), None, "rms_norm", 1e-5, False), recipe, True, None, False)
         assert ops.calls == {op: 1}
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import octavo
 from octavo import E4M3, PerBlock, kernels, recipes
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, Norm, cast_norm, cast_role
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, cast_norm, cast_role
 from octavo.autograd.gather_input import (
     GatherReader,
     arguments_of,
@@ -22,6 +22,7 @@ from octavo.autograd.gather_input import (
 )
 from octavo.distributed import Fp8Reduction
 from octavo.distributed.tensor_parallel import _summed_in_fp8
+from octavo.kernels.arguments import NormSource
 from octavo.scaling.recipe import Cast
 from octavo.tensor.gathered_input import Wire
 from tests.support.parallel_tasks import RECIPES, small
@@ -100,16 +101,16 @@ def test_pairs_are_those_of_the_whole(pool, recipe, exact, shape, dim):
 def norm_as_cast_alone(mesh, recipe, runs):
     """Whether pairs of a norm's gathered output are those of one rank."""
     x, rank, recipe = torch.randn(runs, 256, 40), mesh.get_local_rank(), RECIPES[recipe]
-    parameters = torch.randn(40), torch.randn(40), Norm("layer_norm", 1e-5, False), recipe, True, None, False
+    parameters, how = (torch.randn(40), torch.randn(40), "layer_norm", 1e-5, False), (recipe, True, None, False)
     own = x.chunk(2, 1)[rank].reshape(-1, 40)
     answers = []
     for exact in (False, True):
         wire = Wire(mesh.get_group().group_name, 2, runs, exact)
-        operands, shard, mean, rstd = gather_norm(own, *parameters, wire)
+        operands, shard, mean, rstd = gather_norm(NormSource(own, *parameters), *how, wire)
         assert mean.shape == rstd.shape == (runs * 128,) and (shard is None) == (operands.transposed is not None)
         if shard is not None:
             operands = operands._replace(transposed=gathered_transposed(shard, recipe, wire))
-        expected = cast_norm(x.view(-1, 40), *parameters)[0]
+        expected = cast_norm(NormSource(x.view(-1, 40), *parameters), *how)[0]
         answers += same(operands, of_values(expected, recipe, INPUT, exact))
     return answers
 

@@ -110,7 +110,7 @@ def test_scales_of_rows_read_every_group_back(sizes: list[int], rest: int, tile:
 
 
 def test_products_in_high_precision_are_counted() -> None:
-    from octavo.nn.flops import forward_flops
+    from octavo.nn.summary import forward_flops
 
     layer = torch.nn.Module()
     layer.forward = lambda x: grouped_mm(x, torch.randn(3, 8, 16), offsets_of([2, 0, 3]))  # type: ignore[method-assign]

@@ -3,7 +3,7 @@ import torch
 from torch.nn import functional as F
 
 import octavo
-from octavo.autograd.rms_norm import rms_norm
+from octavo.autograd.chain import rms_norm
 
 EPS = 1e-5
 

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import recipes
 from octavo.distributed import expert_parallel
-from octavo.nn.agreement import ask
 from octavo.nn.experts import feed_forward
+from octavo.nn.gather_group import ask
 from tests.support.byte_counter import GATHER, OTHER, REDUCE, SCATTER, ByteCounter
 from tests.support.expert_models import RECIPES, Mixture, batch, built, whole
 

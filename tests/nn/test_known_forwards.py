@@ -15,7 +15,7 @@ from octavo import E4M3, Cast, Dynamic, PerBlock, recipes
 from octavo.nn.fused import run_as_one
 from octavo.nn.known_forwards import FeedForward, KnownForward, LeanRMSNorm, refusal
 from octavo.nn.saved import predicted_by_kind, saved_by_kind
-from octavo.nn.tensor_parallel import whole
+from octavo.nn.tensor_parallel import FusedParts
 from tests.support.helpers import FP8_RECIPES, assert_equal, every_layer, gradients, to_fp8
 
 transformers = pytest.importorskip("transformers")
@@ -125,7 +125,7 @@ def test_a_feed_forward_is_octavos_own_bit_for_bit(saved: Cast | None) -> None:
     """vit's is fc1 and fc2 of a LayerNormMLP without its norm, llama's an RMSNormMLP, of one matrix for gate and up."""
     vit = build("vit", recipes.delayed()).vit.layers[0].mlp
     x = torch.randn(3, 17, 64)
-    parts = whole(x, (None, None), [linear.operands() for linear in (vit.fc1, vit.fc2)])
+    parts = FusedParts(x, (None, None), [linear.operands() for linear in (vit.fc1, vit.fc2)])
     assert torch.equal(vit(x), run_as_one(parts, None, [vit.fc1, vit.fc2], "gelu", x.dtype))
     recipe = dataclasses.replace(recipes.blockwise(), saved=saved)
     layer = build("llama", recipe).model.layers[0]
