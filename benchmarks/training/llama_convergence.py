@@ -2,7 +2,8 @@
 
 A seed fixes the initial weights and the order of the data, so that runs pair up. Asserted: for each variant the mean
 over seeds of (final validation loss / bf16's - 1) is within 0.5 %. Weights are in float32, what computes in bf16 does
-so by autocast. The same model in float32 shows how far a change of rounding alone moves a loss. Written to results/llama_convergence-<device>.csv.
+so by autocast. The same model in float32 shows how far a change of rounding alone moves a loss. Written to
+results/llama_convergence-<device>.csv.
 """
 
 from __future__ import annotations
