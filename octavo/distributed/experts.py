@@ -109,11 +109,7 @@ def _reader(layer: Grouped, needs_dw: bool) -> GatherReader:
 
 
 def _exchanging_layers(module: nn.Module, name: str) -> list[Grouped]:
-    """The linear layers of a module of experts that can exchange rows; none for another module.
-
-    Raises:
-        ValueError: for experts whose rows another library exchanges.
-    """
+    """The linear layers of a module of experts that can exchange rows; none for another module."""
     if isinstance(module, ConvertedExperts) and not isinstance(module, OfTransformers):
         raise ValueError(f"{name or 'the model'}: torchtitan exchanges the rows of its experts itself")
     if isinstance(module, OfTransformers) and getattr(module, "_is_expert_parallel", False):

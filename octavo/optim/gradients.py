@@ -32,7 +32,7 @@ class GradientHooks:
         self.handles: dict[nn.Parameter, Any] = {}
         weak = weakref.WeakMethod(method)  # parameters hold their hooks, which would hold the method's object
         self._hook = lambda param: None if (found := weak()) is None else found(param)
-        weakref.finalize(self, _remove, self.handles).atexit = False
+        weakref.finalize(self, lambda hooks: [hook.remove() for hook in hooks.values()], self.handles).atexit = False
 
     def attach(self, params: Iterable[nn.Parameter]) -> None:
         """Hook these parameters and no others, as clients replace parameters; frozen ones keep a hook they have."""
@@ -101,11 +101,6 @@ def _set(param: nn.Parameter, gradient: Tensor, dtype: torch.dtype | None) -> No
     if param.grad_dtype != dtype:
         param.grad_dtype = dtype
     param.grad = gradient
-
-
-def _remove(hooks: dict[nn.Parameter, Any]) -> None:
-    for hook in hooks.values():
-        hook.remove()
 
 
 def refuse_ddp(params: Iterable[nn.Parameter], reason: str) -> None:

@@ -183,9 +183,8 @@ class GradientNorms:
     def estimate(self) -> Tensor:
         """An estimate of this step's global norm: exact once all gradients have come.
 
-        Gradients that have come count as they are. Of the others the last step's squares count, times a power of the
-        growth since then of those that have come. Its exponent is the square root of the share that those had in the
-        last step's squares: the smaller the share, the less it says of the others.
+        Of the others the last step's squares count, times a power of the growth since then of those that have come. Its
+        exponent is the root of the share that those had in the last step: the smaller, the less it says of the others.
         """
         come = self._now != _TO_COME
         now, before, to_come = self._now * come, (self._last * come).sum(), (self._last * ~come).sum()

@@ -20,16 +20,6 @@ def put_into(parameter: nn.Parameter, tensor: Tensor) -> None:
 
     ``parameter`` is a leaf; it takes the memory of ``tensor``, which is of its shape. Of a sharded one, which keeps all
     the rest, ``tensor`` is this rank's shard.
-
-    Example:
-        >>> import torch
-        >>> from octavo.tensor.stored_weight import StoredWeight
-        >>> weight = torch.nn.Parameter(torch.eye(256))
-        >>> weight.place = "layer 1"
-        >>> same = weight
-        >>> put_into(weight, StoredWeight.cast(weight))
-        >>> same, same.place
-        (StoredWeight((256, 256), torch.float32, PerTensor()), 'layer 1')
     """
     if on_this_rank(parameter) is not parameter:
         set_local_tensor(parameter, tensor)
@@ -41,10 +31,8 @@ def put_into(parameter: nn.Parameter, tensor: Tensor) -> None:
     given = {name: value for name, value in vars(parameter).items() if name not in _own(parameter)}
     if parameter.requires_grad:
         torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(_refuse)
-    kinds, contents = (type(other), type(parameter)), (vars(other) | given, dict(vars(parameter)))
-    for one, kind, content in zip((parameter, other), kinds, contents, strict=True):
-        one.__class__ = kind
-        one.__dict__ = content
+    parameter.__class__, other.__class__ = type(other), type(parameter)
+    parameter.__dict__, other.__dict__ = vars(other) | given, dict(vars(parameter))
     swap_tensor_impl(parameter, other)
     set_hooks(parameter, hooks)
     if parameter.requires_grad and chosen:

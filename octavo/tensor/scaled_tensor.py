@@ -53,7 +53,6 @@ class ScaledTensor(Pair):
     def __new__(
         cls, qdata: Tensor, scale_inv: Tensor, granularity: Granularity, dtype: torch.dtype = torch.bfloat16
     ) -> ScaledTensor:
-        """Make the facade."""
         layout: Any = {"strides": qdata.stride(), "storage_offset": qdata.storage_offset()}
         self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device, **layout)
         self.qdata, self.scale_inv, self.granularity = qdata, scale_inv, granularity
@@ -88,16 +87,7 @@ class ScaledTensor(Pair):
         """qdata x scale_inv as a plain tensor of this one's dtype and shape; gradients pass straight through."""
         return dequantized(self)
 
-    def tile_amax(self) -> Tensor:
-        """The amax of each tile of the values as stored: float32, shape of scale_inv."""
-        if self.numel() == 0:
-            return torch.zeros_like(self.scale_inv)
-        tile = self.granularity.tile
-        found = [kernels.amax(kernels.dequantize(q, s, tile, torch.float32), tile) for q, s in _matrices(self)]
-        return torch.cat([amax.reshape(-1) for amax in found]).view(self.scale_inv.shape)
-
     def other_arguments(self, dtype: torch.dtype) -> tuple[Granularity, torch.dtype]:
-        """See Pair."""
         return self.granularity, dtype
 
     @classmethod
@@ -125,8 +115,9 @@ def _amax_range(pair: ScaledTensor) -> str:
         return "amax unknown"
     if pair.numel() == 0:
         return "empty"
-    amax = pair.tile_amax()
-    low, high = float(amax.min()), float(amax.max())
+    tile = pair.granularity.tile
+    found = [kernels.amax(kernels.dequantize(q, s, tile, torch.float32), tile) for q, s in _matrices(pair)]
+    low, high = float(min(amax.min() for amax in found)), float(max(amax.max() for amax in found))
     return f"amax {high:g}" if low == high else f"amax {low:g} to {high:g}"
 
 
@@ -245,13 +236,11 @@ def _split(func: Any, pair: ScaledTensor, sizes: Any, dim: int = 0) -> tuple[Sca
 def _as_strided(
     func: Any, pair: ScaledTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> ScaledTensor:
-    same = (
-        tuple(size) == tuple(pair.shape) and tuple(stride) == pair.stride() and offset in (None, pair.storage_offset())
-    )
-    if same:
+    layout = tuple(size), tuple(stride), pair.storage_offset() if offset is None else offset
+    if layout == (tuple(pair.shape), pair.stride(), pair.storage_offset()):
         return _like(pair, pair.qdata, pair.scale_inv)
     if pair.granularity.tile == (ALL, ALL):
-        qdata = func(pair.qdata, size, stride, pair.storage_offset() if offset is None else offset)
+        qdata = func(pair.qdata, *layout)
         return _like(pair, qdata, pair.scale_inv.view(scale_shape(qdata.shape, (ALL, ALL))))
     raise UnsupportedOpError(
         f"{func} with another layout than its own would cut through the tiles of {pair.granularity}; use view, slice "
