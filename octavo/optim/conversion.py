@@ -24,8 +24,7 @@ from octavo.optim.layout import is_fp8_experts
 from octavo.optim.masters import master_of
 from octavo.optim.state import Settings, for_kernel, new_master
 from octavo.tensor.fsdp2 import largest_of_ranks, like_sharded, on_this_rank
-from octavo.tensor.parameters import put_into
-from octavo.tensor.stored_weight import OneScale, StoredWeight, local_stored, store, why_cut
+from octavo.tensor.stored_weight import OneScale, StoredWeight, local_stored, put_into, store, why_cut
 
 Common = tuple[OneScale, Tensor]  # what weights with one scale have in common, and the amax [1, 1] of all of them
 WeightStorage = Granularity | None  # of a weight's codes; None: it is a plain tensor

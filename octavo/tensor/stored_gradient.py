@@ -19,8 +19,7 @@ from octavo.formats import E4M3
 from octavo.granularity import PerBlock
 from octavo.kernels.layouts import BLOCK, as_matrix_shape
 from octavo.tensor.pair import COPIES, DIVISIONS, MOVES, Facade, Pair, gradient_rules, moves
-from octavo.tensor.quantize import quantize
-from octavo.tensor.scaled_tensor import ScaledTensor
+from octavo.tensor.scaled_tensor import ScaledTensor, quantize
 
 aten = torch.ops.aten
 

@@ -22,7 +22,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,13 +36,11 @@ from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.master_weights import remainder_of, values_with
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.private import pytree
+from octavo.private import hooks_of, pytree, set_hooks, set_local_tensor, swap_tensor_impl
 from octavo.tensor.flat_weights import WRITES, FlatWeights, flat_cat
 from octavo.tensor.fsdp2 import After, ShardHooks, largest_of_ranks, on_this_rank
 from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, operands_of
-from octavo.tensor.parameters import put_into
-from octavo.tensor.quantize import quantize
-from octavo.tensor.scaled_tensor import ScaledTensor, dequantized
+from octavo.tensor.scaled_tensor import ScaledTensor, dequantized, quantize
 
 aten = torch.ops.aten
 
@@ -631,6 +629,47 @@ def store(
         values = cast_shard(values, param, granularity, param.requires_grad, amax)
         values.common = None if common is None else common[0]
     put_into(param, values)
+
+
+def put_into(parameter: torch.nn.Parameter, tensor: Tensor) -> None:
+    """Make a parameter hold other values, of another class or dtype perhaps (a plain weight as a StoredWeight).
+
+    The object stays, and so do its hooks, its gradient, ``requires_grad`` and whatever attributes a user gave it. Weak
+    references to it hold too, which is why this isn't torch.utils.swap_tensors. A backward pass of a forward that read
+    the old values raises RuntimeError: its gradient would reach nobody.
+
+    ``parameter`` is a leaf; it takes the memory of ``tensor``, which is of its shape. Of a sharded one, which keeps all
+    the rest, ``tensor`` is this rank's shard.
+    """
+    if on_this_rank(parameter) is not parameter:
+        set_local_tensor(parameter, tensor)
+        return
+    other = torch.nn.Parameter(tensor.detach(), parameter.requires_grad)
+    grad, grad_dtype = parameter.grad, parameter.grad_dtype
+    chosen = grad_dtype != parameter.dtype  # else it is what follows from the parameter's
+    hooks = hooks_of(parameter)
+    given = {name: value for name, value in vars(parameter).items() if name not in _own(parameter)}
+    if parameter.requires_grad:
+        torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(_refuse)
+    parameter.__class__, other.__class__ = type(other), type(parameter)
+    parameter.__dict__, other.__dict__ = vars(other) | given, dict(vars(parameter))
+    swap_tensor_impl(parameter, other)
+    set_hooks(parameter, hooks)
+    if parameter.requires_grad and chosen:
+        parameter.grad_dtype = grad_dtype
+    parameter.grad = grad
+
+
+def _own(parameter: torch.nn.Parameter) -> set[str]:
+    """The attributes that belong to its class, not to its user."""
+    return {"_is_param"}.union(*(getattr(kind, "__annotations__", ()) for kind in type(parameter).__mro__))
+
+
+def _refuse(gradients: Any) -> NoReturn:
+    raise RuntimeError(
+        "a backward pass reached a parameter that holds another tensor since the forward (its storage changed): run "
+        "forward again. DistributedDataParallel has to be made after such a change"
+    )
 
 
 # --- Adapters merged into a weight that lives in FP8: ``weight.data += delta``, as PEFT does it.
