@@ -530,7 +530,7 @@ METADATA = ".metadata"  # DCP's name
 class Writer(dcp.FileSystemWriter):
     """DCP's writer of a partial folder, which octavo.pt completes and which is published once all ranks have written.
 
-    Its errors say why it failed: those that are sent to other ranks lose their cause.
+    ``content``: the bytes of octavo.pt. Errors say why they are: those that are sent to other ranks lose their cause.
     """
 
     def __init__(self, folder: str, content: memoryview | bytes, keep: int) -> None:

@@ -335,15 +335,11 @@ def take_master(state: dict[str, Any], given: dict[str, Any]) -> str | None:
 
     The new master then begins as the weight. The result is None where it was copied, or neither state has a rest.
     """
-    new_kind, old_kind = (some.get("master_kind") for some in (state, given))
-    if new_kind is None and old_kind is None:
+    was, now = (-1 if kind is None else int(kind) for kind in (given.get("master_kind"), state.get("master_kind")))
+    if was == now and _copy(state, given, [name for name in state if name.startswith("master_")]):
         return None
-    names = [name for name in state if name.startswith("master_")]
-    is_same = new_kind is not None and old_kind is not None and int(new_kind) == int(old_kind)
-    if is_same and _copy(state, given, names):
-        return None
-    was, now = ("none" if some is None else KINDS[int(some)] for some in (old_kind, new_kind))
-    return f"masters that were {was} begin anew as the weights are: {now}"
+    names = [*KINDS, "none"]
+    return f"masters that were {names[was]} begin anew as the weights are: {names[now]}"
 
 
 def _as_loaded(given: dict[str, Any], names: Sequence[str], state: dict[str, Any]) -> dict[str, Any]:

@@ -253,10 +253,7 @@ def own_slices(shape: Sequence[int], param: Tensor) -> tuple[slice, ...]:
 
 
 def groups_of(param: Tensor) -> tuple[Any, ...]:
-    """The process groups of the ranks that share a sharded weight, one for each dimension of its mesh that shards it.
-
-    Replicas (HSDP) have theirs each.
-    """
+    """The process groups of the ranks that share a sharded weight, one for each dimension of a mesh that shards it."""
     mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
     return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
 
@@ -297,11 +294,7 @@ def mp_policies(model: nn.Module) -> dict[int, Any]:
 
 
 def forget_gathered(model: nn.Module) -> list[nn.Module]:
-    """Make FSDP2 forget how it gathered weights with hooks of ours, since they may be gathered otherwise now.
-
-    Returns:
-        the modules whose weights those are.
-    """
+    """Make FSDP2 forget how it gathered weights with hooks of ours, as that may change; return their modules."""
     forgotten = []
     for param in fsdp_params(model):
         if isinstance(param.shard, ShardHooks) and param.was_gathered:
