@@ -107,13 +107,7 @@ _OF_BF16 = {"auto": "split32", "fp32": "split32", "fp16_scaled": "split32", "spl
 
 
 def master_of(param: nn.Parameter, master: str | None) -> MasterForm:
-    """The master of a weight.
-
-    Args:
-        param: the weight.
-        master: a name of NAMED or OF_FP8_WEIGHTS, or "auto": float32 and float16 weights are their own master, bf16
-            ones have "split32", those in FP8 "split16". For bf16 weights "split16", which has 8 bits of remainder,
-            means "split24", and "fp32" and "fp16_scaled" mean "split32".
+    """The master of a weight, by "auto" or a name of NAMED or OF_FP8_WEIGHTS; all serve float32 and bf16 weights.
 
     Raises:
         ValueError: for another name, or a weight of another dtype than the master is for.
