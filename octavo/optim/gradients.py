@@ -22,14 +22,10 @@ from octavo.tensor.stored_gradient import StoredGradient
 
 
 class GradientHooks:
-    """Hooks that call a method after parameters' gradients, for as long as somebody else holds the method's object.
-
-    Attributes:
-        handles: for each parameter that has the hook.
-    """
+    """Hooks that call a method after parameters' gradients, for as long as somebody else holds the method's object."""
 
     def __init__(self, method: Callable[[nn.Parameter], None]) -> None:
-        self.handles: dict[nn.Parameter, Any] = {}
+        self.handles: dict[nn.Parameter, Any] = {}  # of the parameters that have the hook
         weak = weakref.WeakMethod(method)  # parameters hold their hooks, which would hold the method's object
         self._hook = lambda param: None if (found := weak()) is None else found(param)
         weakref.finalize(self, lambda hooks: [hook.remove() for hook in hooks.values()], self.handles).atexit = False
@@ -46,11 +42,7 @@ class GradientHooks:
 
 
 class GradientStorage:
-    """Keeps an optimizer's gradients in FP8 for as long as the optimizer lives.
-
-    Attributes:
-        hooks: on the parameters whose gradients it keeps.
-    """
+    """Keeps an optimizer's gradients in FP8 for as long as the optimizer lives."""
 
     def __init__(self) -> None:
         self.hooks = GradientHooks(self._take)

@@ -170,13 +170,10 @@ class Agreement:
     step, runs beside the next forward and backward, and is waited for at the beginning of the next step.
 
     All of these weights take part, in their order, even without gradients: so ranks never disagree on a collective.
-
-    Attributes:
-        asked: whether ranks know that they have the same options.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = False  # whether ranks know that they have the same options
         self._under_way: list[tuple[Any, Tensor, list[Tensor]]] = []  # (work, its result, amaxes to copy that to)
 
     def start(self, params: Sequence[nn.Parameter], states: Mapping[Tensor, Mapping[str, Any]]) -> None:

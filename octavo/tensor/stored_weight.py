@@ -68,16 +68,12 @@ class Known:
         return Known, (self.rest, False, self.is_frozen, self.alone)
 
 
+@dataclass(eq=False)
 class OneScale:
-    """What weights have in common of which a product reads all rows with one scale: an optimizer gives them one.
+    """What weights have in common of which a product reads all rows with one scale: an optimizer gives them one."""
 
-    Attributes:
-        count: how many there are.
-        written: whether any was written since they were known to have one and the same.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count, self.written = count, False
+    count: int  # of the weights
+    written: bool = False  # whether any was written since they were known to have one and the same
 
 
 class StoredWeight(ShardHooks, Pair):
