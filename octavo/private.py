@@ -39,25 +39,17 @@ class Name(NamedTuple):
 NAMES = {
     # autograd
     "current_graph_task_id": Name("torch._C._current_graph_task_id", "moves delayed scales once a backward pass"),
-    "will_engine_execute_node": Name(
-        "torch._C._will_engine_execute_node", "leaves out gradients that nobody asked for"
-    ),
-    "keeps_graph": Name(
-        "torch._C._autograd._get_current_graph_task_keep_graph", "casts a second backward pass by the first's scales"
-    ),
+    "will_engine_execute_node": Name("torch._C._will_engine_execute_node", "leaves out gradients nobody asked for"),
+    "keeps_graph": Name("torch._C._autograd._get_current_graph_task_keep_graph", "casts a second pass as the first"),
     "execution_engine": Name("torch.autograd.Variable._execution_engine", "ends a backward pass that updates weights"),
-    "preserve_version_counter": Name(
-        "torch.autograd._unsafe_preserve_version_counter", "refills gathered weights that a forward has saved"
-    ),
+    "preserve_version_counter": Name("torch.autograd._unsafe_preserve_version_counter", "refills gathered weights"),
     "functorch_is_active": Name("torch._C._are_functorch_transforms_active", "refuses torch.func's transforms"),
     # tensors
     "modes_active": Name("torch._C._len_torch_dispatch_stack", "sends casts through the dispatcher for modes"),
     "no_modes": Name("torch.utils._python_dispatch._disable_current_modes", "compares delayed states unseen by modes"),
     "no_torch_function": Name("torch._C._disabled_torch_function_impl", "lets aten's rules decide for FP8 tensors"),
     "DisableTorchFunctionSubclass": Name("torch._C.DisableTorchFunctionSubclass", "makes views of sharded weights"),
-    "swap_tensor_impl": Name(
-        "torch._C._swap_tensor_impl", "puts FP8 codes into a parameter that stays the same object"
-    ),
+    "swap_tensor_impl": Name("torch._C._swap_tensor_impl", "puts FP8 codes into a parameter that stays the same"),
     "assert_async": Name("torch._assert_async", "refuses an expert's number that is too large, without a wait"),
     "c10d_ops": Name("torch.ops._c10d_functional", "exchanges tensors in graphs and outside of them"),
     # optimizers
