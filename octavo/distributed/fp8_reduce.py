@@ -147,11 +147,6 @@ class Fp8Reduction:
         """How many rows [S] a rank rounds in ``mean``: one for each rank, and one for each server's mean."""
         return dist.get_world_size(group) + sum(map(sum, self._levels(group)[1:]))
 
-    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """``fp8_reduce_hook`` with this state."""
-        with self._own_stream(bucket.buffer().device):
-            return self._average(bucket.buffer(), bucket)
-
     def all_reduce(self, flat: Tensor) -> None:
         """Average the gradients of FSDP2's replicas (HSDP): what ``FSDPModule.set_all_reduce_hook`` takes.
 
@@ -306,9 +301,7 @@ class Fp8Reduction:
         if device.type == "cpu":
             yield
             return
-        if device not in self._streams:
-            self._streams[device] = torch.Stream(device)
-        stream = self._streams[device]
+        stream = self._streams.setdefault(device, torch.Stream(device))
         stream.wait_stream(torch.accelerator.current_stream(device))
         with stream:
             yield
@@ -336,7 +329,8 @@ def fp8_reduce_hook(state: Fp8Reduction, bucket: dist.GradBucket) -> torch.futur
     """
     if not isinstance(state, Fp8Reduction):
         raise TypeError(f"the state is {state!r}: call register_comm_hook(Fp8Reduction(), fp8_reduce_hook)")
-    return state.average(bucket)
+    with state._own_stream(bucket.buffer().device):
+        return state._average(bucket.buffer(), bucket)
 
 
 class Fp8ReduceScatter:

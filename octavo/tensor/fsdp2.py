@@ -144,11 +144,7 @@ class GatheredWeight(ForProducts):
             written.add(address)
             if old.itemsize == 1:
                 old, new = old.view(torch.uint8), new.view(torch.uint8)
-            if old.is_inference():
-                with torch.inference_mode():
-                    old.copy_(new)
-                continue
-            with preserve_version_counter(old):
+            with torch.inference_mode() if old.is_inference() else preserve_version_counter(old):
                 old.copy_(new)
 
     def operands(self, reader: Any, transposed: bool) -> Operands:
