@@ -438,7 +438,7 @@ def _empty(like: Any, dtype: torch.dtype) -> Any:
     if isinstance(like, Joined):
         return Joined([_empty(split, dtype) for split in like.parts])
     shard = torch.empty_like(on_this_rank(like), dtype=dtype)
-    return like_sharded(shard, like, like.shape) if hasattr(like, "placements") else shard
+    return like_sharded(shard, like, like.shape)
 
 
 def _scales(like: Any, size: torch.Size) -> Any:
@@ -466,7 +466,7 @@ def _read(moment: Moment, codes: Any, scales: Any, first: int = 0) -> Any:
     place = place_of(codes)
     first += place.first_row if codes.ndim < 2 else place.first_col
     wide = moment.read_codes(on_this_rank(codes), on_this_rank(scales), first)
-    return like_sharded(wide, codes, codes.shape) if hasattr(codes, "placements") else wide
+    return like_sharded(wide, codes, codes.shape)
 
 
 # --- delayed state ----------------------------------------------------------------------------------------------------

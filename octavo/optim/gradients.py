@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo.optim import state as states
-from octavo.optim.layout import is_fp8_experts, like_gradient, settle_gradient
+from octavo.optim.layout import is_fp8_experts, settle_gradient
+from octavo.tensor.fsdp2 import like_sharded
 from octavo.tensor.stored_gradient import StoredGradient
 
 
@@ -81,10 +82,10 @@ class GradientStorage:
         if not self._accumulating:
             grad_dtype, dtype = self._dtypes.pop(param, (param.grad_dtype, gradient.dtype))
             stored = StoredGradient.cast(gradient, dtype, is_fp8_experts(param))
-            _set(param, like_gradient(whole, stored), grad_dtype)
+            _set(param, like_sharded(stored, whole, whole.shape), grad_dtype)
         elif gradient.dtype != torch.float32:
             self._dtypes[param] = param.grad_dtype, gradient.dtype
-            _set(param, like_gradient(whole, gradient.float()), torch.float32)
+            _set(param, like_sharded(gradient.float(), whole, whole.shape), torch.float32)
 
 
 def _set(param: nn.Parameter, gradient: Tensor, dtype: torch.dtype | None) -> None:

@@ -22,8 +22,9 @@ from octavo.kernels.backward_pass import is_running
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.gradients import GradientHooks, living, refuse_ddp
-from octavo.optim.layout import bytes_of_shard, like_gradient, settle_gradient, sharded_dims
+from octavo.optim.layout import bytes_of_shard, settle_gradient, sharded_dims
 from octavo.private import execution_engine, has_scaled
+from octavo.tensor.fsdp2 import like_sharded
 from octavo.tensor.stored_gradient import TWICE, UsedGradient
 
 MIB = 1 << 20
@@ -366,7 +367,7 @@ class UpdatesInBackward:
         for param, norm in itertools.zip_longest(params, norms):
             gradient, param.grad = param.grad, None
             if norm is not None and gradient is not None:
-                param.grad = like_gradient(gradient, UsedGradient(states.local(gradient), norm))
+                param.grad = like_sharded(UsedGradient(states.local(gradient), norm), gradient, gradient.shape)
 
     def _forget_used(self) -> None:
         """Drop the UsedGradients."""

@@ -90,7 +90,7 @@ def place_of(param: Tensor) -> ShardPlace:
 def like_param(tensor: Tensor, param: Tensor) -> Tensor:
     """A tensor of this rank's state, sharded as the weight is, so that checkpoints can reshard it."""
     shard_shape = on_this_rank(param).shape
-    if getattr(param, "placements", None) is None or tensor.shape[:1] != shard_shape[:1]:
+    if tensor.shape[:1] != shard_shape[:1]:
         return tensor
     if tensor.shape[: param.ndim] == shard_shape:
         whole = *param.shape, *tensor.shape[param.ndim :]
@@ -99,11 +99,6 @@ def like_param(tensor: Tensor, param: Tensor) -> Tensor:
     else:  # the tensor has a scale for each block
         whole = param.shape[0], blocks_of(math.prod(param.shape[1:]))
     return like_sharded(tensor, param, torch.Size(whole))
-
-
-def like_gradient(whole: Tensor, local: Tensor) -> Tensor:
-    """A rank's shard of a gradient, sharded as the gradient is."""
-    return like_sharded(local, whole, whole.shape) if hasattr(whole, "placements") else local
 
 
 def bytes_of_shard(tensor: Tensor) -> int:

@@ -210,14 +210,11 @@ def sharded_like(tensors: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]
     """This rank's tensors of a state, sharded as the weight is, so that checkpoints can reshard them."""
     shard, found = local_stored(param), dict[str, Tensor]()
     for name, value in tensors.items():
-        if name != "master_amax":
-            found[name] = like_param(value, param)
-        elif shard is None or shard is param or (shard.granularity == PerTensor() and not is_fp8_experts(shard)):
-            found[name] = value  # one for all ranks, as scale_inv is
+        if name == "master_amax" and shard is not None:  # one for each scale
+            shape = shard.granularity.of_matrices(param.shape).scale_shape(param.shape)
+            found[name] = value if shard.has_one_scale else like_sharded(value, param, torch.Size(shape))
         else:
-            found[name] = like_sharded(
-                value, param, torch.Size(shard.granularity.of_matrices(param.shape).scale_shape(param.shape))
-            )
+            found[name] = like_param(value, param)
     return found
 
 

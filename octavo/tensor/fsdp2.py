@@ -220,10 +220,12 @@ def plain(param: Any) -> Tensor:
 
 
 def like_sharded(local: Tensor, param: Tensor, shape: torch.Size, of_columns: int | None = None) -> Tensor:
-    """A DTensor of this shape, sharded as ``param`` is, whose shard on this rank is ``local``.
+    """A DTensor of this shape, sharded as ``param`` is, whose shard on this rank is ``local``; that, if it is plain.
 
     ``of_columns``: its dimension that has the columns, ``param``'s last, if that is another one.
     """
+    if not hasattr(param, "placements"):
+        return local
     from torch.distributed.tensor import DTensor, Shard
 
     mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
