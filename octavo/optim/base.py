@@ -6,7 +6,7 @@ import copy
 import operator
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -229,9 +229,8 @@ class CompactOptimizer(Optimizer):
         """
         return self._untraced(self, closure)
 
-    def step_some(self, params: Iterable[nn.Parameter], grad_scale: Tensor | None = None) -> None:
+    def step_some(self, params: list[nn.Parameter], grad_scale: Tensor | None = None) -> None:
         """Update these weights, which have gradients, by them divided by ``grad_scale``; ``step()`` ends the step."""
-        params = list(params)
         with torch.no_grad(), OPTIMIZER_STEPS.writing(params):
             self.begin_step()
             self._run(params, None, grad_scale)
