@@ -23,8 +23,7 @@ from octavo.nn.convert import convert, restore, set_recipe, using
 from octavo.nn.summary import summary
 from octavo.scaling.recipe import Cast, Delayed, Dynamic, Recipe
 from octavo.scaling.recipe_map import RecipeMap
-from octavo.tensor.quantize import quantize
-from octavo.tensor.scaled_tensor import ScaledTensor
+from octavo.tensor.scaled_tensor import ScaledTensor, quantize
 
 if TYPE_CHECKING:
     from octavo import compat, distributed, export, inspect, integrations, optim, schedule

@@ -10,10 +10,8 @@ What is used of Triton's launches beyond its documentation is in kernels/triton/
 
 from __future__ import annotations
 
-import functools
-import importlib
-import operator
-from collections.abc import Callable, Iterator
+import pkgutil
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -40,34 +38,18 @@ class Name(NamedTuple):
 
 NAMES = {
     # autograd
-    "current_graph_task_id": Name(
-        "torch._C._current_graph_task_id", "tells one backward pass from the next: delayed scales move once a pass"
-    ),
-    "will_engine_execute_node": Name(
-        "torch._C._will_engine_execute_node", "leaves out gradients that torch.autograd.grad was not asked for"
-    ),
-    "keeps_graph": Name(
-        "torch._C._autograd._get_current_graph_task_keep_graph", "casts a second backward pass by the first's scales"
-    ),
-    "execution_engine": Name(
-        "torch.autograd.Variable._execution_engine", "queues what ends a backward pass that updates weights"
-    ),
-    "preserve_version_counter": Name(
-        "torch.autograd._unsafe_preserve_version_counter", "refills gathered weights that a forward has saved"
-    ),
+    "current_graph_task_id": Name("torch._C._current_graph_task_id", "moves delayed scales once a backward pass"),
+    "will_engine_execute_node": Name("torch._C._will_engine_execute_node", "leaves out gradients nobody asked for"),
+    "keeps_graph": Name("torch._C._autograd._get_current_graph_task_keep_graph", "casts a second pass as the first"),
+    "execution_engine": Name("torch.autograd.Variable._execution_engine", "ends a backward pass that updates weights"),
+    "preserve_version_counter": Name("torch.autograd._unsafe_preserve_version_counter", "refills gathered weights"),
     "functorch_is_active": Name("torch._C._are_functorch_transforms_active", "refuses torch.func's transforms"),
     # tensors
-    "modes_active": Name(
-        "torch._C._len_torch_dispatch_stack", "sends casts through the dispatcher while modes look on"
-    ),
-    "no_modes": Name(
-        "torch.utils._python_dispatch._disable_current_modes", "compares delayed states unseen by dispatch modes"
-    ),
+    "modes_active": Name("torch._C._len_torch_dispatch_stack", "sends casts through the dispatcher for modes"),
+    "no_modes": Name("torch.utils._python_dispatch._disable_current_modes", "compares delayed states unseen by modes"),
     "no_torch_function": Name("torch._C._disabled_torch_function_impl", "lets aten's rules decide for FP8 tensors"),
     "DisableTorchFunctionSubclass": Name("torch._C.DisableTorchFunctionSubclass", "makes views of sharded weights"),
-    "swap_tensor_impl": Name(
-        "torch._C._swap_tensor_impl", "puts FP8 codes into a parameter that stays the same object"
-    ),
+    "swap_tensor_impl": Name("torch._C._swap_tensor_impl", "puts FP8 codes into a parameter that stays the same"),
     "assert_async": Name("torch._assert_async", "refuses an expert's number that is too large, without a wait"),
     "c10d_ops": Name("torch.ops._c10d_functional", "exchanges tensors in graphs and outside of them"),
     # optimizers
@@ -147,31 +129,17 @@ ATTRIBUTES = {  # by the functions of this file
 
 def __getattr__(name: str) -> Any:
     """The object of one of NAMES, looked up once."""
-    try:
-        found = NAMES[name]
-    except KeyError:
-        raise AttributeError(f"octavo.private has no {name!r}") from None
+    if (found := NAMES.get(name)) is None:
+        raise AttributeError(f"octavo.private has no {name!r}")
     globals()[name] = value = None if found.cuda and torch.version.cuda is None else _look_up(found)
     return value
 
 
 def _look_up(name: Name) -> Any:
-    """The object at a path, whose module is imported if it has to be.
-
-    Raises:
-        OctavoError: where this torch lacks it.
-    """
-    names = name.path.split(".")
-    for count in range(len(names) - 1, 0, -1):
-        try:
-            module = importlib.import_module(".".join(names[:count]))
-        except ModuleNotFoundError:
-            continue
-        try:
-            return operator.attrgetter(".".join(names[count:]))(module)
-        except AttributeError as error:
-            raise _missing(name, error) from error
-    raise _missing(name, None)
+    try:
+        return pkgutil.resolve_name(name.path)
+    except (ImportError, AttributeError) as error:
+        raise _missing(name, error) from error
 
 
 def _missing(name: Name, error: object) -> OctavoError:
@@ -216,35 +184,18 @@ class FsdpParam:
 
     Attributes:
         module: the module that ``fully_shard`` was applied to.
+        owner: the module whose parameter it is.
+        sharded: the DTensor.
+        shard: this rank's part, as FSDP2 will gather it.
+        mesh_dim: the dimension of the mesh that it is sharded over.
+        mp_policy: the mixed-precision policy of its group.
     """
 
     def __init__(self, module: Any, param: Any) -> None:
         self.module, self._param = module, param
-
-    @property
-    def sharded(self) -> Any:
-        """The DTensor."""
-        return _read(lambda: self._param.sharded_param)
-
-    @property
-    def shard(self) -> Tensor:
-        """This rank's part, as FSDP2 will gather it."""
-        return _read(lambda: self._param._sharded_local_tensor)
-
-    @property
-    def mp_policy(self) -> Any:
-        """The mixed-precision policy of its group."""
-        return _read(lambda: self._param.mp_policy)
-
-    @property
-    def mesh_dim(self) -> int:
-        """The dimension of the mesh that it is sharded over."""
-        return _read(lambda: self._param.mesh_info.mesh.ndim) - 1
-
-    @property
-    def owner(self) -> nn.Module:
-        """The module whose parameter it is."""
-        return _read(lambda: self._param._module_info.module)
+        self.owner: nn.Module = param._module_info.module
+        self.sharded, self.shard = param.sharded_param, param._sharded_local_tensor
+        self.mesh_dim, self.mp_policy = param.mesh_info.mesh.ndim - 1, param.mp_policy
 
     @property
     def was_gathered(self) -> bool:
@@ -265,30 +216,24 @@ class FsdpParam:
 
 
 def fsdp_params(model: nn.Module) -> Iterator[FsdpParam]:
-    """Each FSDPParam of each module that ``fully_shard`` was applied to."""
+    """Each FSDPParam of each module that ``fully_shard`` was applied to.
+
+    Raises:
+        OctavoError: where this torch has FSDP2's attributes no more.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for param in _read(functools.partial(_params_of, module)):
-                yield FsdpParam(module, param)
+            yield from _params_of(module)
 
 
-def _params_of(module: Any) -> list[Any]:
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch 2.11 and before
-        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return [param for group in groups for param in group.fsdp_params]
-
-
-def _read(read: Callable[[], Any]) -> Any:
-    """What ``read`` reads of FSDP2's attributes.
-
-    Raises:
-        OctavoError: where this torch has them no more.
-    """
+def _params_of(module: Any) -> list[FsdpParam]:
     try:
-        return read()
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch 2.11 and before
+            groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+        return [FsdpParam(module, param) for group in groups for param in group.fsdp_params]
     except AttributeError as error:
         raise _missing(Name("torch.distributed.fsdp", "gather weights in FP8"), error) from error

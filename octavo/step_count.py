@@ -28,9 +28,8 @@ class _OptimizerSteps:
     def __init__(self) -> None:
         self.count = 0
         self._watching = False
-        self._known: dict[
-            int, _SeenWrites
-        ] = {}  # by id: weak references to parameters would keep torch from swapping them
+        # by id: weak references to parameters would keep torch from swapping them
+        self._known: dict[int, _SeenWrites] = {}
 
     def watch(self) -> None:
         """Start counting; more calls change nothing."""

@@ -47,8 +47,8 @@ def test_a_name_that_is_missing_says_what_fails() -> None:
             private._look_up(private.Name(path, "hold a pair"))
     with pytest.raises(AttributeError, match="no_such_name"):
         getattr(private, "no_such_name")  # noqa: B009
-    with pytest.raises(OctavoError, match=r"has no torch\.distributed\.fsdp .*no attribute 'sharded_param'"):
-        _ = private.FsdpParam(None, object()).sharded
+    with pytest.raises(OctavoError, match=r"has no torch\.distributed\.fsdp .*no attribute '_get_fsdp_state'"):
+        private._params_of(object())
 
 
 def test_hooks_scalers_and_forward_mode() -> None:

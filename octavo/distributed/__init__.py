@@ -27,15 +27,14 @@ __all__ = [
 ]
 
 _FILES = {
+    "checkpoint": "checkpoint",  # torch.distributed.checkpoint takes a second to import
     "expert_parallel": "experts",
     **dict.fromkeys(("Fp8Reduction", "fp8_reduce_hook", "Fp8ReduceScatter"), "fp8_reduce"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name == "checkpoint":  # torch.distributed.checkpoint takes a second to import
-        return importlib.import_module("octavo.distributed.checkpoint")
     if name in __all__:  # of a torch without distributed, only these cannot be imported
-        file = _FILES.get(name, "tensor_parallel")
-        return getattr(importlib.import_module(f"octavo.distributed.{file}"), name)
+        file = importlib.import_module(f"octavo.distributed.{_FILES.get(name, 'tensor_parallel')}")
+        return file if name == "checkpoint" else getattr(file, name)
     raise AttributeError(f"module 'octavo.distributed' has no attribute {name!r}")

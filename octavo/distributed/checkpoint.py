@@ -215,26 +215,28 @@ def load_checkpoint(
             content, reader = _read_content(folder), MetadataReader(folder)
         present = get_model_state_dict(model)  # outside of together(): ranks may agree on a scale in it
         with ranks.together():
-            state, places = _model_to_fill(model, present, content)
+            places = _model_to_fill(model, present, content)
+        filled: Any = None
+        codes: list[Any] = []
         if optimizer is not None and content["states"] is not None:
             optimizer.zero_grad()
             begun = get_optimizer_state_dict(model, optimizer)  # it steps a new optimizer: ranks agree on amaxes
             with ranks.together():
-                state["optimizer"], state["codes"], more = _optimizer_to_fill(model, optimizer, begun, content, reader)
+                filled, codes, more = _optimizer_to_fill(model, optimizer, begun, content, reader)
                 places |= more
         tensors = {name: values[key] for name, (values, key) in places.items()}
         how = {"process_group": ranks.group, "no_dist": ranks.group is None}
         dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), **how)
         with ranks.together():
-            joined_parts.share(state["model"], joined_parts.names_of(model))
-            set_model_state_dict(model, state["model"])
-            if optimizer is not None and state["optimizer"] is None:  # it was saved before its first step
+            parted = joined_parts.names_of(model)
+            joined_parts.share(present, parted)
+            set_model_state_dict(model, present)
+            if optimizer is not None and filled is None:  # it was saved before its first step
                 optimizer.state.clear()
             elif optimizer is not None:
-                for moments, name, moment in state["codes"]:
+                for moments, name, moment in codes:
                     moments[name] = _read(moment, moments.pop(f"{name}_codes"), moments.pop(f"{name}_scale_inv"))
-                filled = state["optimizer"]
-                filled["state"] = joined_parts.part(filled["state"], joined_parts.names_of(model))
+                filled["state"] = joined_parts.part(filled["state"], parted)
                 set_optimizer_state_dict(model, optimizer, filled)
             load_delayed(model, content["delayed"], ranks)
     return content["extra"]
@@ -342,11 +344,8 @@ def _collect(model: nn.Module, model_state: Any, optimizer: Optimizer | None) ->
     return tensors, content
 
 
-def _model_to_fill(model: nn.Module, model_state: Any, content: dict[str, Any]) -> tuple[dict[str, Any], Places]:
-    """The state dicts to fill, at first the model's alone, and the place in them of each tensor in the checkpoint.
-
-    The state dict of an optimizer that was saved before its first step stays None.
-    """
+def _model_to_fill(model: nn.Module, model_state: Any, content: dict[str, Any]) -> Places:
+    """The place in the state dict to fill of each of the model's tensors in the checkpoint."""
     parted = joined_parts.names_of(model)
     whole = joined_parts.join(model_state, parted) if parted else model_state
     places = {f"model.{name}": (whole, name) for name in whole}
@@ -358,7 +357,7 @@ def _model_to_fill(model: nn.Module, model_state: Any, content: dict[str, Any]) 
         )
     for name in content["others"].keys() & places.keys():
         model_state[places.pop(name)[1]] = content["others"][name]
-    return {"model": model_state, "optimizer": None, "codes": []}, places
+    return places
 
 
 def _optimizer_to_fill(
@@ -393,11 +392,7 @@ def _optimizer_to_fill(
 
 
 def _packed(content: dict[str, Any]) -> memoryview:
-    """The bytes of octavo.pt.
-
-    Raises:
-        CheckpointError: ``extra`` or a group of the optimizer has objects that `weights_only` can't read.
-    """
+    """The bytes of octavo.pt, which `weights_only` can read."""
     written = io.BytesIO()
     try:
         torch.save(content, written)
@@ -428,10 +423,7 @@ def _read_content(folder: str) -> dict[str, Any]:
 
 
 def _moment_to_fill(name: str, state: dict[str, Any], sizes: dict[str, torch.Size]) -> dict[str, Any]:
-    """Tensors to fill with a moment as it was saved, if a parameter's ``state`` has it in another form; else none.
-
-    ``sizes``: of all tensors that were saved for the parameter.
-    """
+    """Tensors to fill with a moment as it was saved, if a parameter's ``state`` has it in another form; else none."""
     codes, scales = f"{name}_codes", f"{name}_scale_inv"
     like, saved = state.get(codes, state.get(name)), [key for key in (name, codes, scales) if key in sizes]
     if like is None or all(key in state and state[key].shape == sizes[key] for key in saved):
@@ -446,7 +438,7 @@ def _empty(like: Any, dtype: torch.dtype) -> Any:
     if isinstance(like, Joined):
         return Joined([_empty(split, dtype) for split in like.parts])
     shard = torch.empty_like(on_this_rank(like), dtype=dtype)
-    return like_sharded(shard, like, like.shape) if hasattr(like, "placements") else shard
+    return like_sharded(shard, like, like.shape)
 
 
 def _scales(like: Any, size: torch.Size) -> Any:
@@ -474,7 +466,7 @@ def _read(moment: Moment, codes: Any, scales: Any, first: int = 0) -> Any:
     place = place_of(codes)
     first += place.first_row if codes.ndim < 2 else place.first_col
     wide = moment.read_codes(on_this_rank(codes), on_this_rank(scales), first)
-    return like_sharded(wide, codes, codes.shape) if hasattr(codes, "placements") else wide
+    return like_sharded(wide, codes, codes.shape)
 
 
 # --- delayed state ----------------------------------------------------------------------------------------------------
@@ -538,12 +530,7 @@ METADATA = ".metadata"  # DCP's name
 class Writer(dcp.FileSystemWriter):
     """DCP's writer of a partial folder, which octavo.pt completes and which is published once all ranks have written.
 
-    Its errors say why it failed: those that are sent to other ranks lose their cause.
-
-    Args:
-        folder: the partial folder.
-        content: the bytes of octavo.pt.
-        keep: how many checkpoints stay.
+    ``content``: the bytes of octavo.pt. Errors say why they are: those that are sent to other ranks lose their cause.
     """
 
     def __init__(self, folder: str, content: memoryview | bytes, keep: int) -> None:

@@ -64,16 +64,15 @@ def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: b
         raise TypeError(f"a torch.nn.Module and a DeviceMesh, not {type(model).__name__} and {type(mesh).__name__}")
     if mesh.ndim != 1:
         raise ValueError(f"{mesh} has {mesh.ndim} dimensions: give the one of experts, such as mesh['ep']")
-    found = {name: layers for name, module in model.named_modules() if (layers := _exchanging_layers(module, name))}
+    found = [(name, layer) for name, module in model.named_modules() for layer in _exchanging_layers(module, name)]
     if not found:
         raise ValueError("the model holds no octavo.nn.Experts; octavo.convert(model, recipe) converts those it knows")
-    for name, layers in found.items():
-        for layer in layers:
-            if reason := _why_not(layer, mesh):
-                raise ValueError(f"{name or 'the model'}: {reason}")
+    for name, layer in found:
+        if reason := _why_not(layer, mesh):
+            raise ValueError(f"{name or 'the model'}: {reason}")
     exchange = Exchange(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), exact, average)
     sharded: dict[nn.Parameter, nn.Parameter] = {}  # modules may share a parameter
-    for layer in (layer for layers in found.values() for layer in layers):
+    for _, layer in found:
         owner = layer.holder
         for key, parameter in list(owner._parameters.items()):
             if parameter is not None and not hasattr(parameter, "device_mesh"):
@@ -109,11 +108,7 @@ def _reader(layer: Grouped, needs_dw: bool) -> GatherReader:
 
 
 def _exchanging_layers(module: nn.Module, name: str) -> list[Grouped]:
-    """The linear layers of a module of experts that can exchange rows; none for another module.
-
-    Raises:
-        ValueError: for experts whose rows another library exchanges.
-    """
+    """The linear layers of a module of experts that can exchange rows; none for another module."""
     if isinstance(module, ConvertedExperts) and not isinstance(module, OfTransformers):
         raise ValueError(f"{name or 'the model'}: torchtitan exchanges the rows of its experts itself")
     if isinstance(module, OfTransformers) and getattr(module, "_is_expert_parallel", False):

@@ -107,20 +107,16 @@ class Fp8Reduction:
         self._pieces: dict[int, Tensor] = {}  # by parameter: the residuals of its gradient
         self._modules: dict[str, Tensor | None] = {}  # by the names of Fp8ReduceScatters: the residuals of ``mean``
         self._streams: dict[torch.device, Any] = {}
-        self._agreed: set[str] = set()  # process groups whose ranks have the same arguments
+        self._found: dict[str, list[list[int]]] = {}  # own_levels by process groups whose ranks have the same arguments
 
     def mean(self, x_nS: Tensor, group: Any, lost: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The mean over ranks of the row that this rank averages.
+        """The mean [1, S] of the row that this rank averages, float32, and the scale [1, 1] agreed on, or None.
 
         Args:
             x_nS: [n, S] bf16, fp16 or fp32, this rank's gradients; row r is rank r's to average.
             group: the process group of n ranks.
             lost: residuals, float32 [``rounded_rows``, S]: what roundings lost before is added; what they lose now is
                 written, 0 for inf and NaN.
-
-        Returns:
-            ([1, S] float32, the scale [1, 1] that ranks agreed on, or None for blocks, which have their own). NaN and
-            inf of any rank stay NaN, or inf if ``format`` and the rounding have it.
         """
         self.calls += 1
         x, agreed, columns = x_nS, None, x_nS.shape[1]
@@ -142,19 +138,14 @@ class Fp8Reduction:
         return x, agreed
 
     def _levels(self, group: Any) -> list[list[int]]:
-        if group.group_name not in self._agreed:  # for each reduction, as another has other arguments
+        if group.group_name not in self._found:
             agree({f"Fp8Reduction's {name}": getattr(self, name) for name in _ALIKE}, [group])
-            self._agreed.add(group.group_name)
-        return own_levels(group, self.ranks_per_server)
+            self._found[group.group_name] = own_levels(group, self.ranks_per_server)
+        return self._found[group.group_name]
 
     def rounded_rows(self, group: Any) -> int:
         """How many rows [S] a rank rounds in ``mean``: one for each rank, and one for each server's mean."""
         return dist.get_world_size(group) + sum(map(sum, self._levels(group)[1:]))
-
-    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """``fp8_reduce_hook`` with this state."""
-        with self._own_stream(bucket.buffer().device):
-            return self._average(bucket.buffer(), bucket)
 
     def all_reduce(self, flat: Tensor) -> None:
         """Average the gradients of FSDP2's replicas (HSDP): what ``FSDPModule.set_all_reduce_hook`` takes.
@@ -211,16 +202,9 @@ class Fp8Reduction:
         return work.get_future().then(finish)
 
     def pack(self, x: Tensor, agreed: Tensor | None, rank: int, rounding: int) -> Tensor:
-        """Cast to a message.
+        """Cast [R, S] to a message, uint8 [R, .]: each row's codes and, unless ranks ``agreed`` on a scale, exponents.
 
-        Args:
-            x: [R, S] bf16, fp16 or fp32.
-            agreed: the scale [1, 1] that ranks agreed on; None for blocks.
-            rank: the rank that sends it; ``rounding``: SENT, MEAN or BETWEEN; both for the bits of stochastic rounding.
-
-        Returns:
-            uint8 [R, .]: each row's codes, and then the exponents of its scale_inv; codes alone if ranks agreed on a
-            scale.
+        The bits of stochastic rounding depend on the ``rank`` that sends it, and ``rounding``: SENT, MEAN or BETWEEN.
         """
         if self.stochastic:
             codes, scale_inv = self._stochastic(x, agreed, key_of(self.seed, rank, self.calls, rounding))
@@ -317,9 +301,7 @@ class Fp8Reduction:
         if device.type == "cpu":
             yield
             return
-        if device not in self._streams:
-            self._streams[device] = torch.Stream(device)
-        stream = self._streams[device]
+        stream = self._streams.setdefault(device, torch.Stream(device))
         stream.wait_stream(torch.accelerator.current_stream(device))
         with stream:
             yield
@@ -347,7 +329,8 @@ def fp8_reduce_hook(state: Fp8Reduction, bucket: dist.GradBucket) -> torch.futur
     """
     if not isinstance(state, Fp8Reduction):
         raise TypeError(f"the state is {state!r}: call register_comm_hook(Fp8Reduction(), fp8_reduce_hook)")
-    return state.average(bucket)
+    with state._own_stream(bucket.buffer().device):
+        return state._average(bucket.buffer(), bucket)
 
 
 class Fp8ReduceScatter:

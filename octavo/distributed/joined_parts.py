@@ -31,7 +31,6 @@ class Joined(Facade):
 
     @staticmethod
     def __new__(cls, parts: list[Tensor]) -> Joined:
-        """Make it of the parts, in order."""
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=parts[0].dtype)
         self.parts = parts
@@ -85,11 +84,7 @@ def names_of(model: nn.Module) -> Names:
     for at, layer in model.named_modules():
         if isinstance(layer, PartedLinear):
             stored = local_stored(next(layer.children()).weight) is not None
-            for name in (
-                "weight",
-                *(("bias",) if layer.bias is not None else ()),
-                *((f"weight{SCALE_INV}",) if stored else ()),
-            ):
+            for name in ("weight", *["bias"] * (layer.bias is not None), *[f"weight{SCALE_INV}"] * stored):
                 whole = f"{at}.{name}".lstrip(".")
                 found[whole] = [f"{at}.{split}.{name}".lstrip(".") for split in layer.splits or ()]
     return found

@@ -6,27 +6,18 @@ import itertools
 import os
 import socket
 import warnings
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 Levels = list[list[list[int]]]
-# the results of own_levels, by process group and ranks_per_server
-_FOUND: weakref.WeakKeyDictionary[Any, dict[int | None, list[list[int]]]] = weakref.WeakKeyDictionary()
 
 
 def levels(ranks: Sequence[int], servers: Sequence[object]) -> Levels:
     """At each level the sets of ranks that exchange with each other; all sets of a level are equally large.
 
-    Args:
-        ranks: a group's, by their numbers in the job, ascending.
-        servers: what the server of each of these ranks is known by: a number, a host name.
-
-    Returns:
-        first the ranks of each server; then the servers' first ranks, their second ranks and so on. There is one level
-        if all ranks are on one server, or each on another.
+    ``ranks``: a group's, by their numbers in the job, ascending; ``servers``: what the server of each is known by.
 
     Raises:
         ValueError: if one server has more of these ranks than another, or another's ranks lie between its own.
@@ -50,28 +41,20 @@ def levels(ranks: Sequence[int], servers: Sequence[object]) -> Levels:
 
 
 def own_levels(group: Any, ranks_per_server: int | None) -> list[list[int]]:
-    """At each level this rank and those that it exchanges with; all ranks of ``group`` call it together.
+    """For each level a list with 1 for each rank of ``group`` that exchanges with this one, and 0 for others.
 
-    Args:
-        group: the process group of all ranks.
-        ranks_per_server: rank r of the job is on server r // ranks_per_server. None: as LOCAL_WORLD_SIZE says, which
-            torchrun sets; where a rank has none (srun, mpirun), by the ranks' host names. There is one level, with a
-            warning, if servers have different numbers of ranks.
-
-    Returns:
-        for each level a list with 1 for each rank of ``group`` that takes part, and 0 for others.
+    Rank r of the job is on server r // ranks_per_server; None: as LOCAL_WORLD_SIZE says, which torchrun sets; where a
+    rank has none (srun, mpirun), by the ranks' host names. All ranks of the group call it together.
 
     Raises:
-        ValueError: as ``levels``, for a number that was given.
+        ValueError: as ``levels``, for a number that was given; else there is one level then, with a warning.
     """
-    found = _FOUND.setdefault(group, {})
-    if ranks_per_server not in found:
-        ranks, this_rank = dist.get_process_group_ranks(group), dist.get_rank()
-        given = [rank // ranks_per_server for rank in ranks] if ranks_per_server else None
-        made = levels(ranks, given) if given else _found(ranks, group)
-        with_this_rank = [{*some} for level in made for some in level if this_rank in some]
-        found[ranks_per_server] = [[int(rank in some) for rank in ranks] for some in with_this_rank]
-    return found[ranks_per_server]
+    ranks, this_rank = dist.get_process_group_ranks(group), dist.get_rank()
+    if ranks_per_server:
+        found = levels(ranks, [rank // ranks_per_server for rank in ranks])
+    else:
+        found = _found(ranks, group)
+    return [[int(rank in some) for rank in ranks] for level in found for some in level if this_rank in some]
 
 
 def _found(ranks: Sequence[int], group: Any) -> Levels:

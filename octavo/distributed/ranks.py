@@ -125,11 +125,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def lost_ranks() -> Iterator[None]:
-    """Raise a RankError in place of the many kinds of errors that collectives raise when another rank is gone or late.
-
-    Raises:
-        RankError: another rank ended or did not answer in time.
-    """
+    """Raise a RankError in place of the many errors that collectives raise when another rank is gone or late."""
     try:
         yield
     except RuntimeError as error:

@@ -59,11 +59,7 @@ def _sending(exact: bool, reduction: Fp8Reduction | None, layouts: Any, name: st
 
 
 def _in_fp8(readers: list[RecipeModule], input: Any, mesh: Any, sending: Sending) -> GatheredInput | None:
-    """A DTensor gathered for these layers in FP8; None if it is not sharded by tokens, or they can't take it so.
-
-    Raises:
-        ValueError: if it is on another mesh than the layers.
-    """
+    """A DTensor gathered for these layers in FP8; None if it is not sharded by tokens, or they can't take it so."""
     if not readers:
         return None
     if input.device_mesh != mesh:
@@ -102,11 +98,7 @@ class _Noted:
 
 
 def _shard_parameters(style: Any, module: nn.Module, mesh: Any, of_weight: Any, of_bias: Any) -> None:
-    """Shard a module's own parameters; one that is tied to another module's stays tied.
-
-    Raises:
-        ValueError: the other module has sharded the parameter in another way, or its FP8 blocks would be cut.
-    """
+    """Shard a module's own parameters; one that is tied to another module's stays tied."""
     for name, param in list(module.named_parameters(recurse=False)):
         if isinstance(param, StoredWeight):
             why = why_not_cut(param.shape, param.granularity, mesh.size(), of_weight.dim)

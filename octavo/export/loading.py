@@ -27,9 +27,8 @@ from octavo.granularity import Granularity, PerBlock, PerRow, PerTensor
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight_files import SCALE_INV, check_scales
 from octavo.tensor.fsdp2 import like_sharded, on_this_rank, own_slices
-from octavo.tensor.parameters import put_into
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, cast_shard, local_stored
+from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, cast_shard, local_stored, put_into
 
 SCALES = ("_scale_inv", "_scale")  # a scale's name is its weight's and one of these
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # of static casts

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.kernels.reference.optimizer_step import AdamGroup
 from octavo.optim.base import CompactOptimizer, check_not_negative, refuse
-from octavo.optim.moment import Moment, moments_of
+from octavo.optim.moment import Moment
 from octavo.optim.state import Settings
 from octavo.tensor.stored_weight import local_stored
 
@@ -63,11 +63,9 @@ class Adam(CompactOptimizer):
         check_not_negative(lr=float(lr), eps=eps, weight_decay=weight_decay)
         if not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"betas={betas!r} must be at least 0 and below 1")
-        kept = moments_of(moments)
         self._clip = clip_update
-        self.clip_update = self.will_bound(Settings(kept, self.names, master), stored=False)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, kept, master, seed, skip_nonfinite, gradient_storage)
+        super().__init__(params, defaults, moments, master, seed, skip_nonfinite, gradient_storage)
 
     def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
         """As any optimizer's; also refuse betas that give no largest update, from which an FP8 weight's scale comes."""
@@ -78,10 +76,6 @@ class Adam(CompactOptimizer):
                 "no scale; use a larger beta2, or float32 weights"
             )
         super().check(weight, group, settings, bounds)
-
-    def moments_of(self, moments: Any) -> tuple[Moment, ...]:
-        """A pair of Moments, given by its name or as a pair."""
-        return moments_of(moments)
 
     def will_bound(self, settings: Settings, stored: bool) -> bool:
         """As ``clip_update`` says; without it, whether anything that the optimizer keeps is not exact."""

@@ -6,7 +6,7 @@ import copy
 import operator
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from octavo.optim import state as states
 from octavo.optim.gradients import GradientStorage
 from octavo.optim.layout import Agreement, agreeing, place_of, settle_gradient
 from octavo.optim.masters import master_of
-from octavo.optim.moment import Moment
+from octavo.optim.moment import Moment, moments_of
 from octavo.optim.resolution import Resolution
 from octavo.optim.state import Settings
 from octavo.step_count import OPTIMIZER_STEPS
@@ -62,18 +62,14 @@ class PreparedUpdate(NamedTuple):
     identity: tuple[int, ...]  # the weight's group and number, the seed, whether it has moments, ids of its state
 
 
-def _is_stored_shard(weight: Tensor) -> bool:
-    return isinstance(weight, StoredWeight) and weight.is_shard
-
-
 def has_moved(kept: PreparedUpdate, weight: Tensor, data: Tensor) -> bool:
     """Whether a weight has other memory now; a stored shard is compared by object: without rows it has no address."""
-    return kept.data is not data if _is_stored_shard(weight) else kept.address != data.data_ptr()
+    return kept.data is not data if getattr(weight, "is_shard", False) else kept.address != data.data_ptr()
 
 
 def was_written(kept: PreparedUpdate, weight: Tensor, data: Tensor) -> bool:
     """Whether anything but a step has written a weight since; where FSDP2 loads shards, it gives them other memory."""
-    if not _is_stored_shard(weight):
+    if not getattr(weight, "is_shard", False):
         return kept.address == data.data_ptr() and kept.version != data._version
     if kept.data._version != kept.version:
         return True
@@ -87,8 +83,7 @@ class CompactOptimizer(Optimizer):
     """
 
     names: tuple[str, ...] = ()
-    clip_update = False  # whether updates are clipped to the most that exact moments give, which bounds a step
-    gradient_storage: str | None = None
+    clip_update: bool  # whether updates are clipped to the most that exact moments give, which bounds a step
     _untraced: Callable[..., Any]  # _step, which torch.compile must not trace
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and does not wait for them
 
@@ -96,7 +91,7 @@ class CompactOptimizer(Optimizer):
         self,
         params: Any,
         defaults: dict[str, Any],
-        moments: tuple[Moment, ...],
+        moments: Any,
         master: str | None,
         seed: int,
         skip_nonfinite: bool = False,
@@ -104,8 +99,9 @@ class CompactOptimizer(Optimizer):
     ) -> None:
         if gradient_storage not in (None, "fp8"):
             raise ValueError(f"gradient_storage={gradient_storage!r}: use None or 'fp8'")
-        self.moments, self.master, self.seed, self.skip_nonfinite = moments, master, seed, skip_nonfinite
-        self.gradient_storage = gradient_storage
+        self.moments, self.master, self.seed = self.moments_of(moments), master, seed
+        self.skip_nonfinite, self.gradient_storage = skip_nonfinite, gradient_storage
+        self.clip_update = self.will_bound(self._settings_of(True), stored=False)
         self._begin()
         if isinstance(params, set | frozenset):
             raise TypeError("a set's order changes between runs, and random bits with it: give a list of parameters")
@@ -158,7 +154,7 @@ class CompactOptimizer(Optimizer):
 
     def moments_of(self, moments: Any) -> tuple[Moment, ...]:
         """What a ``moments`` argument means for this optimizer."""
-        raise NotImplementedError
+        return moments_of(moments, len(self.names))
 
     def will_bound(self, settings: Settings, stored: bool) -> bool:
         """Whether it would bound its updates under these settings; ``stored``: whether any weight lives in FP8."""
@@ -233,12 +229,8 @@ class CompactOptimizer(Optimizer):
         """
         return self._untraced(self, closure)
 
-    def step_some(self, params: Iterable[nn.Parameter], grad_scale: Tensor | None = None) -> None:
-        """Update these weights alone by their gradients divided by ``grad_scale``; all of them must have one.
-
-        Where weights in FP8 are sharded, ``step()`` has to end each step.
-        """
-        params = list(params)
+    def step_some(self, params: list[nn.Parameter], grad_scale: Tensor | None = None) -> None:
+        """Update these weights, which have gradients, by them divided by ``grad_scale``; ``step()`` ends the step."""
         with torch.no_grad(), OPTIMIZER_STEPS.writing(params):
             self.begin_step()
             self._run(params, None, grad_scale)

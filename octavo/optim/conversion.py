@@ -24,8 +24,7 @@ from octavo.optim.layout import is_fp8_experts
 from octavo.optim.masters import master_of
 from octavo.optim.state import Settings, for_kernel, new_master
 from octavo.tensor.fsdp2 import largest_of_ranks, like_sharded, on_this_rank
-from octavo.tensor.parameters import put_into
-from octavo.tensor.stored_weight import OneScale, StoredWeight, local_stored, store, why_cut
+from octavo.tensor.stored_weight import OneScale, StoredWeight, local_stored, put_into, store, why_cut
 
 Common = tuple[OneScale, Tensor]  # what weights with one scale have in common, and the amax [1, 1] of all of them
 WeightStorage = Granularity | None  # of a weight's codes; None: it is a plain tensor
@@ -40,12 +39,8 @@ def change(
 ) -> None:
     """Change how an optimizer keeps its weights, in place: each parameter stays the same object.
 
-    Args:
-        optimizer: whose weights and state change.
-        settings: its new moments and master.
-        storage: the weights whose storage changes, each with its new one.
-        stored: called with each of these weights as soon as it has the new storage.
-        common: what ``common_scales`` returned, for weights that are to have one scale together.
+    ``storage`` has the weights whose storage changes, each with its new one; ``stored`` is called with each of them as
+    soon as it has that; ``common`` is what ``common_scales`` returned.
 
     Raises:
         ValueError: if a weight can't be kept so; nothing is changed then.
@@ -180,34 +175,25 @@ def _rewrite(
     ``common_amax``: of all weights that are to share the scale, where there are several.
     """
     values = old.read_all(old.weight)
-    fp8_experts = isinstance(new, Fp8Weight) and new.scale_inv.ndim == 3  # each lies whole on one rank
-    # old or new, but not both, may be a row that stands in for a shard without rows
+    # old or new, but not both, may be a row that stands in for a shard without rows: nothing is written then
     stands_in = old.weight.numel() != new.weight.numel()
-    if not stands_in:
-        values = values.view(new.weight.shape)
     for index in range(new.matrices):
         one = new.matrix(index) if isinstance(new, Fp8Weight) else new
-        wide = values[index * one.weight.shape[0] : (index + 1) * one.weight.shape[0]] if fp8_experts else values
-        _rewrite_matrix(one, wide, sharded if not fp8_experts else None, same_storage, stands_in, common_amax)
-
-
-def _rewrite_matrix(
-    new: Master, values: Tensor, sharded: Tensor | None, same_storage: bool, stands_in: bool, common_amax: Tensor | None
-) -> None:
-    """``_rewrite`` of one matrix, from its values in float32; none are written where a row stands in."""
-    if isinstance(new, Fp8Weight):
-        if same_storage:
-            bound = new.scale_inv * E4M3.max
-        elif common_amax is not None:
-            bound = common_amax
-        else:
-            is_one = new.scale_inv.numel() == 1
-            bound = amax(values, (ALL, ALL) if is_one else (BLOCK, BLOCK))
-            if sharded is not None and is_one:
-                bound = largest_of_ranks(bound, sharded)
-        new.begin(bound)
-    for piece in () if stands_in else pieces(*values.shape):
-        wide = piece.of(values)
-        half = torch.full_like(wide, 1 << 15, dtype=torch.int32)  # bits that round to nearest
-        new.write(piece, wide, half)
-    new.end()
+        rows = one.weight.shape[0]
+        wide = values if stands_in else values.view(new.weight.shape)[index * rows : (index + 1) * rows]
+        if isinstance(one, Fp8Weight):
+            by_expert = isinstance(new, Fp8Weight) and new.scale_inv.ndim == 3  # each lies whole on one rank
+            if same_storage:
+                bound = one.scale_inv * E4M3.max
+            elif common_amax is not None:
+                bound = common_amax
+            else:
+                bound = amax(wide, (BLOCK, BLOCK) if one.has_blocks else (ALL, ALL))
+                if sharded is not None and not by_expert and not one.has_blocks:
+                    bound = largest_of_ranks(bound, sharded)
+            one.begin(bound)
+        for piece in () if stands_in else pieces(*wide.shape):
+            part = piece.of(wide)
+            half = torch.full_like(part, 1 << 15, dtype=torch.int32)  # bits that round to nearest
+            one.write(piece, part, half)
+        one.end()

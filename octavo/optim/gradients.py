@@ -17,22 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from octavo.optim import state as states
-from octavo.optim.layout import is_fp8_experts, like_gradient, settle_gradient
+from octavo.optim.layout import is_fp8_experts, settle_gradient
+from octavo.tensor.fsdp2 import like_sharded
 from octavo.tensor.stored_gradient import StoredGradient
 
 
 class GradientHooks:
-    """Hooks that call a method after parameters' gradients, for as long as somebody else holds the method's object.
-
-    Attributes:
-        handles: for each parameter that has the hook.
-    """
+    """Hooks that call a method after parameters' gradients, for as long as somebody else holds the method's object."""
 
     def __init__(self, method: Callable[[nn.Parameter], None]) -> None:
-        self.handles: dict[nn.Parameter, Any] = {}
+        self.handles: dict[nn.Parameter, Any] = {}  # of the parameters that have the hook
         weak = weakref.WeakMethod(method)  # parameters hold their hooks, which would hold the method's object
         self._hook = lambda param: None if (found := weak()) is None else found(param)
-        weakref.finalize(self, _remove, self.handles).atexit = False
+        weakref.finalize(self, lambda hooks: [hook.remove() for hook in hooks.values()], self.handles).atexit = False
 
     def attach(self, params: Iterable[nn.Parameter]) -> None:
         """Hook these parameters and no others, as clients replace parameters; frozen ones keep a hook they have."""
@@ -46,11 +43,7 @@ class GradientHooks:
 
 
 class GradientStorage:
-    """Keeps an optimizer's gradients in FP8 for as long as the optimizer lives.
-
-    Attributes:
-        hooks: on the parameters whose gradients it keeps.
-    """
+    """Keeps an optimizer's gradients in FP8 for as long as the optimizer lives."""
 
     def __init__(self) -> None:
         self.hooks = GradientHooks(self._take)
@@ -89,10 +82,10 @@ class GradientStorage:
         if not self._accumulating:
             grad_dtype, dtype = self._dtypes.pop(param, (param.grad_dtype, gradient.dtype))
             stored = StoredGradient.cast(gradient, dtype, is_fp8_experts(param))
-            _set(param, like_gradient(whole, stored), grad_dtype)
+            _set(param, like_sharded(stored, whole, whole.shape), grad_dtype)
         elif gradient.dtype != torch.float32:
             self._dtypes[param] = param.grad_dtype, gradient.dtype
-            _set(param, like_gradient(whole, gradient.float()), torch.float32)
+            _set(param, like_sharded(gradient.float(), whole, whole.shape), torch.float32)
 
 
 def _set(param: nn.Parameter, gradient: Tensor, dtype: torch.dtype | None) -> None:
@@ -101,11 +94,6 @@ def _set(param: nn.Parameter, gradient: Tensor, dtype: torch.dtype | None) -> No
     if param.grad_dtype != dtype:
         param.grad_dtype = dtype
     param.grad = gradient
-
-
-def _remove(hooks: dict[nn.Parameter, Any]) -> None:
-    for hook in hooks.values():
-        hook.remove()
 
 
 def refuse_ddp(params: Iterable[nn.Parameter], reason: str) -> None:

@@ -22,8 +22,9 @@ from octavo.kernels.backward_pass import is_running
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.gradients import GradientHooks, living, refuse_ddp
-from octavo.optim.layout import bytes_of_shard, like_gradient, settle_gradient, sharded_dims
+from octavo.optim.layout import bytes_of_shard, settle_gradient, sharded_dims
 from octavo.private import execution_engine, has_scaled
+from octavo.tensor.fsdp2 import like_sharded
 from octavo.tensor.stored_gradient import TWICE, UsedGradient
 
 MIB = 1 << 20
@@ -183,9 +184,8 @@ class GradientNorms:
     def estimate(self) -> Tensor:
         """An estimate of this step's global norm: exact once all gradients have come.
 
-        Gradients that have come count as they are. Of the others the last step's squares count, times a power of the
-        growth since then of those that have come. Its exponent is the square root of the share that those had in the
-        last step's squares: the smaller the share, the less it says of the others.
+        Of the others the last step's squares count, times a power of the growth since then of those that have come. Its
+        exponent is the root of the share that those had in the last step: the smaller, the less it says of the others.
         """
         come = self._now != _TO_COME
         now, before, to_come = self._now * come, (self._last * come).sum(), (self._last * ~come).sum()
@@ -367,7 +367,7 @@ class UpdatesInBackward:
         for param, norm in itertools.zip_longest(params, norms):
             gradient, param.grad = param.grad, None
             if norm is not None and gradient is not None:
-                param.grad = like_gradient(gradient, UsedGradient(states.local(gradient), norm))
+                param.grad = like_sharded(UsedGradient(states.local(gradient), norm), gradient, gradient.shape)
 
     def _forget_used(self) -> None:
         """Drop the UsedGradients."""

@@ -90,24 +90,15 @@ def place_of(param: Tensor) -> ShardPlace:
 def like_param(tensor: Tensor, param: Tensor) -> Tensor:
     """A tensor of this rank's state, sharded as the weight is, so that checkpoints can reshard it."""
     shard_shape = on_this_rank(param).shape
-    if getattr(param, "placements", None) is None or tensor.shape[:1] != shard_shape[:1]:
+    if tensor.shape[:1] != shard_shape[:1]:
         return tensor
     if tensor.shape[: param.ndim] == shard_shape:
-        return like_sharded(tensor, param, torch.Size((*param.shape, *tensor.shape[param.ndim :])))
-    if all(dim == 0 for dim, *_ in sharded_dims(param)):
-        return like_sharded(tensor, param, torch.Size((param.shape[0], *tensor.shape[1:])))
-    blocks = blocks_of(math.prod(param.shape[1:]))  # the tensor has a scale for each
-    return like_sharded(tensor, param, torch.Size((param.shape[0], blocks)))
-
-
-def like_gradient(whole: Tensor, local: Tensor) -> Tensor:
-    """A rank's shard of a gradient, sharded as the gradient is."""
-    if getattr(whole, "placements", None) is None:
-        return local
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements = whole.device_mesh, whole.placements  # type: ignore[attr-defined]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+        whole = *param.shape, *tensor.shape[param.ndim :]
+    elif all(dim == 0 for dim, *_ in sharded_dims(param)):
+        whole = param.shape[0], *tensor.shape[1:]
+    else:  # the tensor has a scale for each block
+        whole = param.shape[0], blocks_of(math.prod(param.shape[1:]))
+    return like_sharded(tensor, param, torch.Size(whole))
 
 
 def bytes_of_shard(tensor: Tensor) -> int:
@@ -174,19 +165,16 @@ class Agreement:
     step, runs beside the next forward and backward, and is waited for at the beginning of the next step.
 
     All of these weights take part, in their order, even without gradients: so ranks never disagree on a collective.
-
-    Attributes:
-        asked: whether ranks know that they have the same options.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = False  # whether ranks know that they have the same options
         self._under_way: list[tuple[Any, Tensor, list[Tensor]]] = []  # (work, its result, amaxes to copy that to)
 
     def start(self, params: Sequence[nn.Parameter], states: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Begin to find the largest amaxes; all ranks call it with the same parameters, all that need it, in one order.
+        """Begin to find the largest amaxes, which ``finish`` writes to the states; all ranks give the same parameters.
 
-        ``finish`` writes the result to ``master_amax`` [1, 1] of each state; a state without one takes part with 0.
+        A state without a ``master_amax`` [1, 1] takes part with 0.
         """
         import torch.distributed as dist
 
@@ -205,11 +193,7 @@ class Agreement:
             self._under_way.append((work, largest, amaxes))
 
     def ask(self, optimizer: Any) -> None:
-        """Compare the options of all ranks that share an optimizer's weights, unless that was done.
-
-        Raises:
-            RanksDifferError: on all ranks, naming the option, if one rank's is different.
-        """
+        """Compare the options of all ranks that share an optimizer's weights, unless that was done."""
         sharded = [] if self.asked else filter(is_sharded, optimizer.all_params())
         self.asked = True
         if not (groups := dict.fromkeys(itertools.chain.from_iterable(map(groups_of, sharded)))):

@@ -33,16 +33,12 @@ class MasterForm:
     """How a master is kept.
 
     Attributes:
-        name: the ``master`` argument's.
         kind: the kernels' name.
         rest: dtype of the rest, which is what the state keeps besides the weight; None: it keeps nothing.
-        dtypes: of the plain weights that can have this master; none, where it is for weights in FP8.
     """
 
-    name: str | None
     kind: str
     rest: torch.dtype | None = None
-    dtypes: tuple[torch.dtype, ...] = ()
 
     def new_state(self, weight: Tensor) -> dict[str, Tensor]:
         """The rest of a master that begins as the weight.
@@ -50,13 +46,10 @@ class MasterForm:
         The master of a weight in FP8 begins as the value that was cast to it, if that is still known and the master has
         a rest to hold it. Its amax, from which the next scale comes, is part of the state.
         """
-        if isinstance(weight, StoredWeight):
-            return self._new_state_of_codes(weight)
-        if self.rest is None:
-            return {}
-        return {"master_rest": _as_kept(torch.zeros(weight.shape, dtype=self.rest, device=weight.device))}
-
-    def _new_state_of_codes(self, weight: StoredWeight) -> dict[str, Tensor]:
+        if not isinstance(weight, StoredWeight):
+            if self.rest is None:
+                return {}
+            return {"master_rest": _as_kept(torch.zeros(weight.shape, dtype=self.rest, device=weight.device))}
         if not has_powers_of_two(weight.scale_inv):
             raise ValueError(
                 f"a weight {tuple(weight.shape)} stored in FP8 was loaded while it was frozen, with scales that are no "
@@ -95,33 +88,26 @@ def _as_kept(rest: Tensor) -> Tensor:
     return rest.unsqueeze(-1).view(torch.uint8) if rest.dtype == torch.int16 else rest
 
 
-_BF16 = (torch.bfloat16,)
 NAMED: dict[str | None, MasterForm] = {
-    "fp32": MasterForm("fp32", "weight", None, (torch.float32,)),
-    "split32": MasterForm("split32", "split32", torch.int16, _BF16),
-    "split24": MasterForm("split24", "split24", torch.int8, _BF16),
-    None: MasterForm(None, "stochastic", None, _BF16),
+    "fp32": MasterForm("weight"),
+    "split32": MasterForm("split32", torch.int16),
+    "split24": MasterForm("split24", torch.int8),
+    None: MasterForm("stochastic"),
 }
-_FLOAT16 = MasterForm("auto", "weight", None, (torch.float16,))
 OF_FP8_WEIGHTS: dict[str | None, MasterForm] = {
-    "split16": MasterForm("split16", "fp8_split16", torch.int8),
-    "split24": MasterForm("split24", "fp8_split24", torch.int16),
-    "fp16_scaled": MasterForm("fp16_scaled", "fp8_fp16", torch.float16),
-    "fp32": MasterForm("fp32", "fp8_fp32", torch.float32),
-    None: MasterForm(None, "fp8_stochastic"),
+    "split16": MasterForm("fp8_split16", torch.int8),
+    "split24": MasterForm("fp8_split24", torch.int16),
+    "fp16_scaled": MasterForm("fp8_fp16", torch.float16),
+    "fp32": MasterForm("fp8_fp32", torch.float32),
+    None: MasterForm("fp8_stochastic"),
 }
 KINDS = [form.kind for forms in (NAMED, OF_FP8_WEIGHTS) for form in forms.values()]  # saved states hold indices of it
-KINDS.insert(3, "fp16_scaled")  # a master that bf16 weights once had, which old saved states name
+# "split32" is the same master as "fp32": the weight is half of its bits
+_OF_BF16 = {"auto": "split32", "fp32": "split32", "fp16_scaled": "split32", "split16": "split24"}
 
 
 def master_of(param: nn.Parameter, master: str | None) -> MasterForm:
-    """The master of a weight.
-
-    Args:
-        param: the weight.
-        master: a name of NAMED or OF_FP8_WEIGHTS, or "auto": float32 and float16 weights are their own master, bf16
-            ones have "split32", those in FP8 "split16". For bf16 weights "split16", which has 8 bits of remainder,
-            means "split24", and "fp32" and "fp16_scaled" mean "split32".
+    """The master of a weight, by "auto" or a name of NAMED or OF_FP8_WEIGHTS; all serve float32 and bf16 weights.
 
     Raises:
         ValueError: for another name, or a weight of another dtype than the master is for.
@@ -131,23 +117,11 @@ def master_of(param: nn.Parameter, master: str | None) -> MasterForm:
         if wanted not in OF_FP8_WEIGHTS:
             raise ValueError(f"master={master!r}: weights stored in FP8 take {', '.join(map(repr, OF_FP8_WEIGHTS))}")
         return OF_FP8_WEIGHTS[wanted]
-    chosen = master
-    if param.dtype == torch.bfloat16:  # "split32" is the same master as "fp32": the weight is half of its bits
-        chosen = {"auto": "split32", "fp32": "split32", "fp16_scaled": "split32", "split16": "split24"}.get(
-            master or "", master
-        )
-    elif master == "auto" and param.dtype == torch.float16:
-        return _FLOAT16
-    elif master in ("auto", "split16", "fp16_scaled"):
-        chosen = "fp32"
-    if chosen not in NAMED:
+    if master not in NAMED and master not in _OF_BF16:
         raise ValueError(f"master={master!r}: use 'auto', 'split16', 'fp16_scaled', {', '.join(map(repr, NAMED))}")
-    found = NAMED[chosen]
-    if param.dtype not in found.dtypes:
-        if param.dtype == torch.float32:
-            return NAMED["fp32"]  # as is: a norm's weight, say, beside bf16 matrices
-        raise ValueError(
-            f"master={master!r} is for weights of {', '.join(map(str, found.dtypes))}, not {param.dtype}; "
-            "use 'auto', or convert the model"
-        )
-    return found
+    if param.dtype == torch.bfloat16:
+        return NAMED[_OF_BF16.get(master or "", master)]
+    if param.dtype == torch.float32 or (param.dtype == torch.float16 and master == "auto"):
+        return NAMED["fp32"]  # whatever the name: a norm's weight, say, beside bf16 matrices
+    of = torch.float32 if master in _OF_BF16 else torch.bfloat16
+    raise ValueError(f"master={master!r} is for weights of {of}, not {param.dtype}; use 'auto', or convert the model")

@@ -14,6 +14,7 @@ from octavo.kernels.layouts import BLOCK, as_matrix_shape, blocks_of
 from octavo.kernels.reference.optimizer_state import MomentTensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+GRANULARITIES = (PerBlock(1, BLOCK), PerTensor())
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Moment:
             raise TypeError(f"Moment: format={self.format!r}: use 'fp32', 'bf16', E4M3, E5M2 or E4M4")
         if self.rounding not in ("nearest", "stochastic") or (self.format == "fp32" and self.rounding != "nearest"):
             raise ValueError(f"Moment: rounding={self.rounding!r} of {self.format}: use 'nearest' or 'stochastic'")
-        if self.granularity not in (PerBlock(1, BLOCK), PerTensor()):
+        if self.granularity not in GRANULARITIES:
             raise ValueError(f"Moment: granularity={self.granularity}: use PerBlock(1, {BLOCK}) or PerTensor()")
         if self.scale not in ("block", "previous"):
             raise ValueError(f"Moment: scale={self.scale!r}: use 'block' or 'previous'")
@@ -64,11 +65,6 @@ class Moment:
             words += (["root"] if self.root else []) + [str(self.granularity)]
         words.append(self.rounding)
         return f"Moment({', '.join(words + (['previous amax'] if self.scale == 'previous' else []))})"
-
-    def check(self, second: bool) -> None:
-        """Raise ValueError for a first moment that is stored without a sign."""
-        if not second and (self.root or (isinstance(self.format, Format) and not self.format.signed)):
-            raise ValueError(f"{self} has no sign: it is for second moments")
 
     def new_state(
         self, name: str, shape: torch.Size, device: torch.device | str, fp8_experts: bool = False
@@ -96,20 +92,12 @@ class Moment:
     def for_kernel(self, name: str, state: dict[str, Tensor], fp8_experts: bool = False) -> MomentTensors:
         """What the kernels read and write: the tensors of ``new_state`` as matrices."""
         stochastic = self.rounding == "stochastic"
-        as_rows = as_rows_of_matrices if fp8_experts else as_matrix
         if not isinstance(self.format, Format):
-            return MomentTensors(as_rows(state[name]), stochastic=stochastic)
-        data, scale_inv = as_rows(state[f"{name}_codes"]), state[f"{name}_scale_inv"]
+            return MomentTensors(as_matrix(state[name], fp8_experts), stochastic=stochastic)
+        data, scale_inv = as_matrix(state[f"{name}_codes"], fp8_experts), state[f"{name}_scale_inv"]
         if fp8_experts and self.granularity != PerTensor():
             scale_inv = scale_inv.view(data.shape[0], blocks_of(data.shape[1]))
-        return MomentTensors(
-            data,
-            self.format,
-            scale_inv,
-            state.get(f"{name}_amax"),
-            self.root,
-            stochastic,
-        )
+        return MomentTensors(data, self.format, scale_inv, state.get(f"{name}_amax"), self.root, stochastic)
 
     def read_codes(self, codes: Tensor, scale_inv: Tensor, first: int = 0) -> Tensor:
         """Values in float32, of codes' shape; scales as ``new_state`` makes them.
@@ -127,14 +115,9 @@ class Moment:
         return MomentTensors(matrix, self.format, blocks, root=self.root).read_all(matrix).view(codes.shape)
 
 
-def as_matrix(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as [R, C]."""
-    return tensor.view(as_matrix_shape(tensor.shape))
-
-
-def as_rows_of_matrices(tensor: Tensor) -> Tensor:
-    """The contiguous matrices [E, N, K] of experts in FP8, one below the other: [E * N, K]."""
-    return tensor.flatten(0, 1)
+def as_matrix(tensor: Tensor, fp8_experts: bool = False) -> Tensor:
+    """A contiguous tensor as [R, C]; of experts in FP8 [E, N, K] the matrices one below the other, [E * N, K]."""
+    return tensor.flatten(0, 1) if fp8_experts else tensor.view(as_matrix_shape(tensor.shape))
 
 
 _STOCHASTIC: Any = "stochastic"
@@ -147,31 +130,21 @@ NAMED: dict[str, tuple[Moment, Moment]] = {
 }
 
 
-def moments_of(moments: Any) -> tuple[Moment, Moment]:
-    """The pair of Moments that a ``moments`` argument means.
-
-    Raises:
-        TypeError, ValueError: for anything but a name of NAMED or a pair of Moments.
-    """
-    if isinstance(moments, str):
-        if moments not in NAMED:
-            raise ValueError(f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or a pair of octavo.optim.Moment")
-        return NAMED[moments]
-    if not (isinstance(moments, tuple) and len(moments) == 2 and all(isinstance(m, Moment) for m in moments)):
-        raise TypeError(f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or a pair of octavo.optim.Moment")
-    moments[0].check(second=False)
-    return moments
-
-
-def momentum_of(moments: Any) -> Moment:
-    """The momentum's Moment that a ``moments`` argument means: a name of NAMED, or a Moment.
+def moments_of(moments: Any, count: int = 2) -> tuple[Moment, ...]:
+    """The Moments, two or one, that a ``moments`` argument means: a name of NAMED, a pair of Moments or a Moment.
 
     Raises:
         TypeError, ValueError: for anything else.
     """
-    moment = NAMED.get(moments, (None,))[0] if isinstance(moments, str) else moments
-    if not isinstance(moment, Moment):
-        error = ValueError if isinstance(moments, str) else TypeError
-        raise error(f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or an octavo.optim.Moment")
-    moment.check(second=False)
-    return moment
+    wanted = "a pair of octavo.optim.Moment" if count == 2 else "an octavo.optim.Moment"
+    remedy = f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or {wanted}"
+    if isinstance(moments, str):
+        if moments not in NAMED:
+            raise ValueError(remedy)
+        return NAMED[moments][:count]
+    found = (moments,) if count == 1 else moments
+    if not (isinstance(found, tuple) and len(found) == count and all(isinstance(m, Moment) for m in found)):
+        raise TypeError(remedy)
+    if any(first.root or (isinstance(first.format, Format) and not first.format.signed) for first in found[:1]):
+        raise ValueError(f"{found[0]} has no sign: it is for second moments")
+    return found

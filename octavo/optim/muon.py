@@ -8,6 +8,8 @@ weight's master along the orthogonal matrix, which by then is in the scratch.
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +21,10 @@ from octavo.kernels.reference.optimizer_step import SgdGroup, WeightUpdate
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer, check_not_negative
 from octavo.optim.layout import is_sharded, sharded_dims
-from octavo.optim.moment import Moment, momentum_of
-from octavo.optim.owners import by_owners
+from octavo.optim.moment import Moment
 from octavo.optim.state import Settings
-from octavo.private import adjust_muon_lr, orthogonalize
-from octavo.tensor.fsdp2 import groups_of
+from octavo.private import adjust_muon_lr, c10d_ops, orthogonalize
+from octavo.tensor.fsdp2 import groups_of, rows_of_rank
 
 # Torch's coefficients keep singular values, which begin in [0, 1], below 1.2024 after any number of iterations, and no
 # element exceeds the largest. Where a weight lives in FP8, elements are clamped to this, so that its scale is known
@@ -99,15 +100,11 @@ class Muon(CompactOptimizer):
         check_not_negative(lr=float(lr), weight_decay=weight_decay, momentum=momentum)
         defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         defaults |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-        super().__init__(params, defaults, self.moments_of(moments), master, seed, skip_nonfinite, gradient_storage)
+        super().__init__(params, defaults, moments, master, seed, skip_nonfinite, gradient_storage)
 
     def _begin(self) -> None:
         super()._begin()
         self._scratch: dict[torch.device, Tensor] = {}
-
-    def moments_of(self, moments: Any) -> tuple[Moment, ...]:
-        """The momentum's Moment, given by its name or as a Moment."""
-        return (momentum_of(moments),)
 
     def will_bound(self, settings: Settings, stored: bool) -> bool:
         """Whether any weight lives in FP8."""
@@ -211,3 +208,49 @@ class Muon(CompactOptimizer):
     def _forget_plans(self) -> None:
         captured = [work for name, work in self._plans.items() if name != "captured" and "captured" in work.plans]
         self._plans = {"captured": [*self._plans.get("captured", []), *captured]}
+
+
+def owners_of(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
+    """The rank that has each matrix [R, C]: the work, R C min(R, C), is spread evenly, alike on all ranks."""
+    work = [shape.numel() * min(shape) for shape in shapes]
+    owners, loads = [0] * len(shapes), [0] * ranks
+    for number in sorted(range(len(shapes)), key=lambda number: -work[number]):
+        owners[number] = owner = loads.index(min(loads))
+        loads[owner] += work[number]
+    return owners
+
+
+def by_owners(
+    parts: Sequence[Tensor], shapes: Sequence[torch.Size], group: Any, functions: Sequence[Callable[[Tensor], Tensor]]
+) -> list[Tensor]:
+    """This rank's rows of what each matrix's function makes of it, which is called on the matrix's owner alone.
+
+    ``parts``: this rank's rows [r, C] of each matrix, all of one dtype and device, divided as FSDP2 divides them;
+    ``shapes``: of the whole matrices [R, C], the same on all ranks of the group, which are in the order of the rows.
+    """
+    ranks, own = group.size(), group.rank()
+    owners = owners_of(shapes, ranks)
+    owned = [[number for number, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
+    ordered = list(itertools.chain.from_iterable(owned))
+    rows: dict[int, list[int]] = {}  # of each rank, of the matrices that are this one's
+    for number in owned[own]:
+        each = (rows_of_rank(shapes[number][0], ranks, rank) for rank in range(ranks))
+        rows[number] = [some.stop - some.start for some in each]
+    whole_sizes = [[rows[number][rank] * shapes[number][1] for number in owned[own]] for rank in range(ranks)]
+    sent = [sum(parts[number].numel() for number in some) for some in owned]
+    received = [sum(some) for some in whole_sizes]
+    arrived = _exchanged((parts[number] for number in ordered), parts[0], sent, received, group)
+    pieces = [part.split(each) for part, each in zip(arrived.split(received), whole_sizes, strict=True)]
+    made = [
+        functions[number](torch.cat(those).view(shapes[number])).split(rows[number])
+        for number, those in zip(owned[own], zip(*pieces, strict=True), strict=True)
+    ]
+    back = (matrix[rank] for rank in range(ranks) for matrix in made)
+    returned = _exchanged(back, parts[0], received, sent, group).split([parts[number].numel() for number in ordered])
+    found = dict(zip(ordered, returned, strict=True))
+    return [found[number].view(part.shape) for number, part in enumerate(parts)]
+
+
+def _exchanged(tensors: Iterable[Tensor], like: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensor in tensors)])
+    return c10d_ops.wait_tensor(c10d_ops.all_to_all_single(flat, received, sent, group.group_name))

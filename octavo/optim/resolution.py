@@ -70,34 +70,23 @@ class Resolution:
     def load(self, state: dict[str, Any]) -> None:
         """Go on from such a state."""
         self._reading = None if state["reading"] is None else SumsInFlight(state["reading"])
+        self.restart(state["sums"])
         self._loaded = state["sums"]
-        self._begin_with(state["sums"])
 
-    def restart(self) -> None:
+    def restart(self, sums: Tensor | None = None) -> None:
         """Load again what was loaded here: loading an optimizer's state may run a step of nothing (torch does so)."""
-        if self._loaded is not None:
-            self._begin_with(self._loaded)
-            self._loaded = None
-
-    def _begin_with(self, sums: Tensor) -> None:
-        self._sums = {}
-        for param in self.params:
-            self.on(states.local(param.detach()).device).copy_(sums)
-            break
+        sums, self._loaded = self._loaded if sums is None else sums, None
+        if sums is not None and self.params:
+            self._sums = {}
+            self.on(states.local(next(iter(self.params)).detach()).device).copy_(sums)
 
 
 class SumsInFlight:
     """Sums on their way to the host; they travel while work goes on."""
 
     def __init__(self, sums: Tensor) -> None:
-        self._event: Any = None
-        if not sums.is_cuda:
-            self._sums = sums
-            return
-        self._sums = torch.empty(2, dtype=torch.float64, pin_memory=True)
-        self._sums.copy_(sums, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
+        self._sums = sums.to("cpu", non_blocking=True)  # into pinned memory
+        self._event = torch.cuda.current_stream(sums.device).record_event() if sums.is_cuda else None
 
     def sums(self) -> Tensor:
         """The sums on the CPU; waits for the work that was launched before ``take``, and no later work."""

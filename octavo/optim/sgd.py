@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from octavo.kernels.reference.optimizer_step import SgdGroup
 from octavo.optim.base import CompactOptimizer, PreparedUpdate, check_not_negative, refuse
-from octavo.optim.moment import Moment, momentum_of
+from octavo.optim.moment import Moment
 from octavo.optim.state import Settings, holds, local, new_moments, sharded_like
 
 
@@ -61,11 +61,7 @@ class SGD(CompactOptimizer):
             raise ValueError("nesterov=True needs a momentum and no dampening")
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         defaults |= {"nesterov": nesterov, "maximize": maximize}
-        super().__init__(params, defaults, self.moments_of(moments), master, seed, skip_nonfinite, gradient_storage)
-
-    def moments_of(self, moments: Any) -> tuple[Moment, ...]:
-        """The momentum's Moment, given by its name or as a Moment."""
-        return (momentum_of(moments),)
+        super().__init__(params, defaults, moments, master, seed, skip_nonfinite, gradient_storage)
 
     def _averages(self, group: dict[str, Any]) -> bool:
         return bool(group["momentum"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.formats import E4M3, E4M4, E5M2, Format
-from octavo.granularity import PerBlock, PerTensor
+from octavo.granularity import PerTensor
 from octavo.kernels.layouts import BLOCK
 from octavo.kernels.reference.master_weights import Master
 from octavo.kernels.reference.optimizer_state import MomentTensors, pieces
@@ -24,7 +24,7 @@ from octavo.optim.layout import (
     ranks_share_blocks,
 )
 from octavo.optim.masters import KINDS, master_of
-from octavo.optim.moment import Moment, as_matrix, as_rows_of_matrices
+from octavo.optim.moment import GRANULARITIES, Moment, as_matrix
 from octavo.tensor.collectives import largest as largest_of_ranks
 from octavo.tensor.fsdp2 import like_sharded, on_this_rank
 from octavo.tensor.stored_gradient import StoredGradient
@@ -46,8 +46,7 @@ def data_of(weight: Tensor) -> Tensor:
 def matrix_of(weight: Tensor) -> Tensor:
     """A weight, or the codes of a stored one, as the contiguous [R, C] that kernels take; not copied if it is that."""
     if isinstance(weight, StoredWeight):
-        codes = weight.qdata.view(torch.uint8)
-        return as_rows_of_matrices(codes) if is_fp8_experts(weight) else codes
+        return as_matrix(weight.qdata.view(torch.uint8), is_fp8_experts(weight))
     return as_matrix(weight.detach().contiguous())
 
 
@@ -103,12 +102,7 @@ def largest(gradients: list[Tensor]) -> Tensor:
 
 
 def with_codes(update: WeightUpdate, gradient: StoredGradient) -> WeightUpdate:
-    """An update by a gradient in codes.
-
-    Raises:
-        RuntimeError: if its blocks are not those of the weight's rows, because experts were stored in FP8, or restored,
-            after it was rounded.
-    """
+    """An update by a gradient in codes; RuntimeError if its blocks are not those of the weight's rows."""
     codes, shape = gradient.qdata.view(torch.uint8), update.master.weight.shape
     if codes.shape != shape and not (len(codes) == shape[1] == 1):  # a sharded vector is seen as a column
         raise RuntimeError(
@@ -140,14 +134,7 @@ def holds(state: dict[str, Any], name: str) -> bool:
 def description(moments: tuple[Moment, ...], master: str | None, seed: int) -> dict[str, Any]:
     """How a state is to be read, as numbers and strings."""
     described = [
-        {
-            "format": str(moment.format),
-            "root": moment.root,
-            "per_tensor": moment.granularity == PerTensor(),
-            "rounding": moment.rounding,
-            "scale": moment.scale,
-        }
-        for moment in moments
+        vars(moment) | {"format": str(moment.format), "granularity": str(moment.granularity)} for moment in moments
     ]
     return {"moments": described, "master": str(master), "seed": seed}
 
@@ -155,16 +142,12 @@ def description(moments: tuple[Moment, ...], master: str | None, seed: int) -> d
 def moment_from(described: dict[str, Any]) -> Moment:
     """The Moment that ``description`` described."""
     fmt: Any = _FORMATS.get(described["format"], described["format"])
-    granularity = PerTensor() if described["per_tensor"] else PerBlock(1, BLOCK)
-    return Moment(fmt, described["root"], granularity, described["rounding"], described["scale"])
+    granularity = next(one for one in GRANULARITIES if str(one) == described["granularity"])
+    return Moment(**described | {"format": fmt, "granularity": granularity})
 
 
 def as_fp32(name: str, moment: Moment, given: dict[str, Any]) -> Tensor:
-    """A moment's values in float32, read from a loaded state.
-
-    Raises:
-        ValueError: if the state lacks it.
-    """
+    """A moment's values in float32, read from a loaded state; ValueError if that lacks it."""
     tensors = {key: local(value) for key, value in given.items() if isinstance(value, Tensor)}
     if name in tensors:
         return tensors[name].to(torch.float32)
@@ -174,11 +157,7 @@ def as_fp32(name: str, moment: Moment, given: dict[str, Any]) -> Tensor:
 
 
 def converted(param: Tensor, name: str, old: Moment, new: Moment, given: dict[str, Any]) -> dict[str, Tensor]:
-    """A parameter's moment as ``new`` keeps it, rounded to nearest, from a state that keeps it as ``old``.
-
-    Raises:
-        ValueError: if the state lacks it, or has it in another shape.
-    """
+    """A parameter's moment as ``new`` keeps it, rounded to nearest, from a state that keeps it as ``old``."""
     values = as_fp32(name, old, given).to(local(param).device)
     if is_sharded(param) and values.shape == param.shape:  # from a full state dict
         (chunk, *_) = param.__create_chunk_list__()  # type: ignore[attr-defined]
@@ -231,14 +210,11 @@ def sharded_like(tensors: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]
     """This rank's tensors of a state, sharded as the weight is, so that checkpoints can reshard them."""
     shard, found = local_stored(param), dict[str, Tensor]()
     for name, value in tensors.items():
-        if name != "master_amax":
-            found[name] = like_param(value, param)
-        elif shard is None or shard is param or (shard.granularity == PerTensor() and not is_fp8_experts(shard)):
-            found[name] = value  # one for all ranks, as scale_inv is
+        if name == "master_amax" and shard is not None:  # one for each scale
+            shape = shard.granularity.of_matrices(param.shape).scale_shape(param.shape)
+            found[name] = value if shard.has_one_scale else like_sharded(value, param, torch.Size(shape))
         else:
-            found[name] = like_sharded(
-                value, param, torch.Size(shard.granularity.of_matrices(param.shape).scale_shape(param.shape))
-            )
+            found[name] = like_param(value, param)
     return found
 
 
@@ -256,18 +232,6 @@ def bytes_of_state(param: nn.Parameter, weight: Tensor, settings: Settings | Non
     return bytes_of(tensors), bytes_of(master.values()), bytes_of(moments.values())
 
 
-def _check_storage(weight: Tensor, state: dict[str, Any]) -> None:
-    """Raise RuntimeError for a weight that was stored in FP8, restored, or rescaled since its state was made."""
-    amax = state.get("master_amax")  # weights in FP8 have one for each scale
-    now = weight.scale_inv.shape if isinstance(weight, StoredWeight) else None
-    if now != (None if amax is None else amax.shape):
-        raise RuntimeError(
-            f"a weight {tuple(weight.shape)} is not stored as it was when the optimizer's state of it was made: "
-            "octavo.convert(..., weight_storage=...) or octavo.restore came between two steps. Let an "
-            "octavo.schedule.PrecisionSchedule change the storage: the state follows; or make the optimizer anew"
-        )
-
-
 def for_kernel(
     param: nn.Parameter, weight: Tensor, state: dict[str, Any], settings: Settings
 ) -> tuple[Master, tuple[MomentTensors, ...]]:
@@ -277,7 +241,14 @@ def for_kernel(
         RuntimeError: if the state was made while the weight was stored otherwise.
     """
     kept = {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
-    _check_storage(weight, kept)
+    amax = kept.get("master_amax")  # weights in FP8 have one for each scale
+    scales = weight.scale_inv.shape if isinstance(weight, StoredWeight) else None
+    if scales != (None if amax is None else amax.shape):
+        raise RuntimeError(
+            f"a weight {tuple(weight.shape)} is not stored as it was when the optimizer's state of it was made: "
+            "octavo.convert(..., weight_storage=...) or octavo.restore came between two steps. Let an "
+            "octavo.schedule.PrecisionSchedule change the storage: the state follows; or make the optimizer anew"
+        )
     master, moments = master_of(param, settings.master), settings.moments_of(param)
     fp8_experts = is_fp8_experts(weight)
     if isinstance(weight, StoredWeight) and weight.is_shard and weight.shape[0] == 0 and not fp8_experts:
@@ -298,13 +269,9 @@ def for_kernel(
 
 
 def fit_groups(groups: list[dict[str, Any]], optimizer: Any) -> dict[str, Any] | None:
-    """Put an optimizer's parameters into loaded groups, and the options that these lack.
+    """Put an optimizer's parameters into loaded groups, and the options that these lack; ValueError if they don't fit.
 
-    Returns:
-        what the groups say of how the state is to be read; None: it is torch's.
-
-    Raises:
-        ValueError: if they don't fit, or are of a kind that octavo doesn't keep.
+    It returns what the groups say of how the state is to be read; None: it is torch's.
     """
     present = optimizer.param_groups
     given, here = ([len(group["params"]) for group in some] for some in (groups, present))
@@ -324,17 +291,10 @@ def fit_groups(groups: list[dict[str, Any]], optimizer: Any) -> dict[str, Any] |
 def loaded(
     param: nn.Parameter, given: dict[str, Any], described: dict[str, Any] | None, same: bool, settings: Settings
 ) -> tuple[dict[str, Any], list[str]]:
-    """A parameter's state, made from a loaded one.
+    """A parameter's state, made from a loaded one, ``given``, which may have to be converted.
 
-    Args:
-        param: the parameter.
-        given: its loaded state.
-        described: how that is to be read; None: it is torch's.
-        same: whether the loaded state keeps moments as this optimizer does.
-        settings: how this optimizer keeps them.
-
-    Returns:
-        the state, and a list. If the state was converted, it has a sentence on a master that begins anew, or "".
+    ``described``: how the loaded state is to be read; None: it is torch's. ``same``: whether it keeps moments as
+    ``settings`` do. The list that is returned has, if something was converted, a sentence on a lost master, or "".
     """
     if described is None and any(str(name).endswith("_codes") for name in given):
         raise ValueError("the state holds codes, but its groups no 'octavo', which says how these are to be read")
@@ -372,15 +332,11 @@ def take_master(state: dict[str, Any], given: dict[str, Any]) -> str | None:
 
     The new master then begins as the weight. The result is None where it was copied, or neither state has a rest.
     """
-    new_kind, old_kind = (some.get("master_kind") for some in (state, given))
-    if new_kind is None and old_kind is None:
+    was, now = (-1 if kind is None else int(kind) for kind in (given.get("master_kind"), state.get("master_kind")))
+    if was == now and _copy(state, given, [name for name in state if name.startswith("master_")]):
         return None
-    names = [name for name in state if name.startswith("master_")]
-    is_same = new_kind is not None and old_kind is not None and int(new_kind) == int(old_kind)
-    if is_same and _copy(state, given, names):
-        return None
-    was, now = ("none" if some is None else KINDS[int(some)] for some in (old_kind, new_kind))
-    return f"masters that were {was} begin anew as the weights are: {now}"
+    names = [*KINDS, "none"]
+    return f"masters that were {names[was]} begin anew as the weights are: {names[now]}"
 
 
 def _as_loaded(given: dict[str, Any], names: Sequence[str], state: dict[str, Any]) -> dict[str, Any]:
@@ -395,12 +351,10 @@ def _as_loaded(given: dict[str, Any], names: Sequence[str], state: dict[str, Any
 
 def _copy(state: dict[str, Any], given: dict[str, Any], names: list[str]) -> bool:
     """Copy the named tensors, plain or sharded, from a loaded state, if dtypes and shapes are the same; whether so."""
-    for name in names:
-        into, other = state[name], given.get(name)
-        if not isinstance(other, Tensor) or other.dtype != into.dtype:
+    pairs = [(local(state[name]), given.get(name)) for name in names]
+    for into, other in pairs:
+        if not isinstance(other, Tensor) or other.dtype != into.dtype or local(other).shape != into.shape:
             return False
-        if local(other).shape != local(into).shape:
-            return False
-    for name in names:
-        local(state[name]).copy_(local(given[name]))
+    for into, other in pairs:
+        into.copy_(local(other))  # type: ignore[arg-type]
     return True

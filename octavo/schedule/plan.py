@@ -20,8 +20,8 @@ from octavo.optim.conversion import blank
 from octavo.optim.layout import is_fp8_experts
 from octavo.optim.state import Settings
 from octavo.schedule.phase import Target
-from octavo.tensor.parameters import put_into
 from octavo.tensor.stored_gradient import StoredGradient
+from octavo.tensor.stored_weight import put_into
 
 MIB = 1 << 20
 

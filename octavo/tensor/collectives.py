@@ -26,25 +26,19 @@ def all_gather(whole: Tensor, part: Tensor, group: Any, async_op: bool = False) 
 def largest(values: Tensor, *groups: Any, device: torch.device | str | None = None) -> Tensor:
     """The largest of each of ``values`` over the ranks of process groups: a collective each, in compiled graphs too.
 
-    Args:
-        values: as many on all ranks; they stay as they are.
-        groups: one, or those of each dimension of a mesh; as themselves or, in what may be compiled, by their names.
-        device: where the ranks send from, if ``values`` may lie elsewhere.
+    ``groups``: one, or those of each dimension of a mesh; as themselves or, in what may be compiled, by their names.
+    ``device``: where the ranks send from, if ``values`` may lie elsewhere.
     """
     found = values if device is None else values.to(device)
     for group in groups:
-        found = _reduced(found, "max", group)
+        name = group if isinstance(group, str) else group.group_name
+        found = c10d_ops.wait_tensor(c10d_ops.all_reduce(found, "max", name))
     return found.to(values.device)
 
 
 def summed(values: Tensor, group: str) -> Tensor:
     """The sum of each of ``values`` over the ranks of the process group of this name, in their own dtype."""
-    return _reduced(values, "sum", group)
-
-
-def _reduced(values: Tensor, how: str, group: Any) -> Tensor:
-    name = group if isinstance(group, str) else group.group_name
-    return c10d_ops.wait_tensor(c10d_ops.all_reduce(values, how, name))
+    return c10d_ops.wait_tensor(c10d_ops.all_reduce(values, "sum", group))
 
 
 def bytes_of(scale_inv: Tensor, power_of_two: bool) -> Tensor:

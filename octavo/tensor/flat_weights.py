@@ -25,7 +25,6 @@ class FlatWeights(Facade):
 
     @staticmethod
     def __new__(cls, pieces: list[Any]) -> FlatWeights:
-        """Make the facade."""
         size, first = sum(piece.numel() for piece in pieces), pieces[0]
         self = torch.Tensor._make_wrapper_subclass(cls, (size,), dtype=first.dtype, device=first.device)
         self.pieces = pieces

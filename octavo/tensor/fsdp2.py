@@ -144,11 +144,7 @@ class GatheredWeight(ForProducts):
             written.add(address)
             if old.itemsize == 1:
                 old, new = old.view(torch.uint8), new.view(torch.uint8)
-            if old.is_inference():
-                with torch.inference_mode():
-                    old.copy_(new)
-                continue
-            with preserve_version_counter(old):
+            with torch.inference_mode() if old.is_inference() else preserve_version_counter(old):
                 old.copy_(new)
 
     def operands(self, reader: Any, transposed: bool) -> Operands:
@@ -224,10 +220,12 @@ def plain(param: Any) -> Tensor:
 
 
 def like_sharded(local: Tensor, param: Tensor, shape: torch.Size, of_columns: int | None = None) -> Tensor:
-    """A DTensor of this shape, sharded as ``param`` is, whose shard on this rank is ``local``.
+    """A DTensor of this shape, sharded as ``param`` is, whose shard on this rank is ``local``; that, if it is plain.
 
     ``of_columns``: its dimension that has the columns, ``param``'s last, if that is another one.
     """
+    if not hasattr(param, "placements"):
+        return local
     from torch.distributed.tensor import DTensor, Shard
 
     mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
@@ -253,10 +251,7 @@ def own_slices(shape: Sequence[int], param: Tensor) -> tuple[slice, ...]:
 
 
 def groups_of(param: Tensor) -> tuple[Any, ...]:
-    """The process groups of the ranks that share a sharded weight, one for each dimension of its mesh that shards it.
-
-    Replicas (HSDP) have theirs each.
-    """
+    """The process groups of the ranks that share a sharded weight, one for each dimension of a mesh that shards it."""
     mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
     return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
 
@@ -297,11 +292,7 @@ def mp_policies(model: nn.Module) -> dict[int, Any]:
 
 
 def forget_gathered(model: nn.Module) -> list[nn.Module]:
-    """Make FSDP2 forget how it gathered weights with hooks of ours, since they may be gathered otherwise now.
-
-    Returns:
-        the modules whose weights those are.
-    """
+    """Make FSDP2 forget how it gathered weights with hooks of ours, as that may change; return their modules."""
     forgotten = []
     for param in fsdp_params(model):
         if isinstance(param.shard, ShardHooks) and param.was_gathered:

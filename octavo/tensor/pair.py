@@ -96,12 +96,7 @@ class ForProducts(Facade):
     """A facade of which there is nothing but what products read, and to which gradients flow.
 
     Each tensor of its operands is an attribute, or None: so compiled graphs, which hold tensors alone, take it apart.
-
-    Args:
-        operands: with a pair as it lies.
-        shape: of the tensor that they stand for.
-        dtype: that tensor's, and its gradient's.
-        casts: what a weight was cast by, as text.
+    ``shape`` and ``dtype`` are those of the tensor that they stand for; ``casts``: what a weight was cast by, as text.
     """
 
     qdata: Tensor
@@ -115,7 +110,6 @@ class ForProducts(Facade):
 
     @staticmethod
     def __new__(cls, operands: Operands, shape: Sequence[int], dtype: torch.dtype, casts: str = "") -> Self:
-        """Make the facade."""
         assert operands.as_is is not None
         self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=operands.as_is[0].device)
         tensors = *operands.as_is, *(operands.transposed or (None, None)), operands.amax, operands.column_sum
@@ -124,9 +118,7 @@ class ForProducts(Facade):
 
     def read(self) -> Operands:
         """What products read."""
-        second = None
-        if self.transposed_qdata is not None and self.transposed_scale_inv is not None:
-            second = self.transposed_qdata, self.transposed_scale_inv
+        second: Any = None if self.transposed_qdata is None else (self.transposed_qdata, self.transposed_scale_inv)
         return Operands((self.qdata, self.scale_inv), second, self.found_amax, self.column_sum, self.refilled)
 
     def moved(self, move: Any = None, shape: Sequence[int] | None = None) -> Self:
@@ -242,10 +234,8 @@ def plain_like(func: Any, own: Tensor, **options: Any) -> Tensor:
 def gradient_rules(kind: type[Facade], write: AtenRule, add: AtenRule, norm: AtenRule) -> dict[Any, AtenRule]:
     """What torch's backward, clipping and optimizers, and trainers, do with gradients, with one or with a list.
 
-    Args:
-        kind: the gradients that the rules are for; others in a list are left to torch.
-        write: ``write(func, gradients)`` zeroes a list of them, ``write(func, gradients, factor)`` scales it.
-        add, norm: the rules of additions and of one gradient's norm.
+    ``kind``: the gradients that the rules are for; others in a list are left to torch. ``write(func, gradients)``
+    zeroes a list of them, ``write(func, gradients, factor)`` scales it.
     """
 
     def in_place(func: Any, given: Any, *factor: Any) -> Any:

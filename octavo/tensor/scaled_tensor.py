@@ -1,4 +1,7 @@
-"""ScaledTensor: the pair (qdata, scale_inv) as one torch.Tensor."""
+"""ScaledTensor, the pair (qdata, scale_inv) as one torch.Tensor, and quantize, which makes it.
+
+Both have gradients here, and not in autograd/: the pair must be differentiable wherever it goes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.errors import UnsupportedOpError
-from octavo.formats import HIGH_PRECISION, format_of
+from octavo.formats import HIGH_PRECISION, Format, format_of
 from octavo.granularity import ALL, Granularity, PerBlock, PerRow, PerTensor, Tile, scale_shape, tiles_along
 from octavo.tensor.pair import COPIES, MOVES, Pair
 
@@ -53,7 +56,6 @@ class ScaledTensor(Pair):
     def __new__(
         cls, qdata: Tensor, scale_inv: Tensor, granularity: Granularity, dtype: torch.dtype = torch.bfloat16
     ) -> ScaledTensor:
-        """Make the facade."""
         layout: Any = {"strides": qdata.stride(), "storage_offset": qdata.storage_offset()}
         self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device, **layout)
         self.qdata, self.scale_inv, self.granularity = qdata, scale_inv, granularity
@@ -88,16 +90,7 @@ class ScaledTensor(Pair):
         """qdata x scale_inv as a plain tensor of this one's dtype and shape; gradients pass straight through."""
         return dequantized(self)
 
-    def tile_amax(self) -> Tensor:
-        """The amax of each tile of the values as stored: float32, shape of scale_inv."""
-        if self.numel() == 0:
-            return torch.zeros_like(self.scale_inv)
-        tile = self.granularity.tile
-        found = [kernels.amax(kernels.dequantize(q, s, tile, torch.float32), tile) for q, s in _matrices(self)]
-        return torch.cat([amax.reshape(-1) for amax in found]).view(self.scale_inv.shape)
-
     def other_arguments(self, dtype: torch.dtype) -> tuple[Granularity, torch.dtype]:
-        """See Pair."""
         return self.granularity, dtype
 
     @classmethod
@@ -125,8 +118,9 @@ def _amax_range(pair: ScaledTensor) -> str:
         return "amax unknown"
     if pair.numel() == 0:
         return "empty"
-    amax = pair.tile_amax()
-    low, high = float(amax.min()), float(amax.max())
+    tile = pair.granularity.tile
+    found = [kernels.amax(kernels.dequantize(q, s, tile, torch.float32), tile) for q, s in _matrices(pair)]
+    low, high = float(min(amax.min() for amax in found)), float(max(amax.max() for amax in found))
     return f"amax {high:g}" if low == high else f"amax {low:g} to {high:g}"
 
 
@@ -167,6 +161,72 @@ def matrices_of(x: Tensor, tile: Tile) -> list[Tensor]:
     if x.ndim == 2 or tile == (ALL, ALL) or tile[0] == 1 or (tile[0] != ALL and rows % tile[0] == 0):
         return [x.reshape(-1, cols)]
     return list(x.reshape(-1, rows, cols).unbind(0))
+
+
+def quantize(
+    x: Tensor, format: Format, granularity: Granularity, power_of_two: bool = False, margin: int = 0
+) -> ScaledTensor:
+    """Round ``x`` to FP8 with scales from its own amax.
+
+    The gradient is straight-through: that of the result where the scaled value is within the format's range, 0 where
+    it was clipped (which takes a NaN or infinite element: a scale from the tensor's own amax clips no finite one).
+
+    Args:
+        x: bfloat16, float16 or float32, any shape.
+        format: octavo.E4M3 or octavo.E5M2.
+        granularity: PerTensor(), PerRow() or PerBlock(rows, cols), over the last two dimensions.
+        power_of_two: round scales down to powers of two.
+        margin: divide scales by 2^margin.
+
+    Returns:
+        a ScaledTensor of x's shape and dtype; qdata is contiguous.
+
+    Raises:
+        TypeError: for another dtype, or arguments of the wrong kind.
+
+    Example:
+        >>> import torch, octavo
+        >>> q = octavo.quantize(torch.randn(300, 256), octavo.E4M3, octavo.PerBlock(128, 128), power_of_two=True)
+        >>> q.qdata.dtype, q.scale_inv.shape
+        (torch.float8_e4m3fn, torch.Size([3, 2]))
+    """
+    if isinstance(x, ScaledTensor):
+        raise TypeError("x is a ScaledTensor already; quantize x.dequantize() to change its granularity")
+    if not isinstance(x, Tensor) or x.dtype not in HIGH_PRECISION:
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"octavo casts bfloat16, float16 and float32 tensors to FP8, not {kind}")
+    if not isinstance(format, Format):
+        raise TypeError(f"format={format!r}: use octavo.E4M3 or octavo.E5M2")
+    if not isinstance(granularity, Granularity):
+        raise TypeError(f"granularity={granularity!r}: use octavo.PerTensor(), PerRow() or PerBlock(rows, cols)")
+    if not isinstance(margin, int) or not 0 <= margin <= 64:
+        raise ValueError(f"margin={margin!r} must be an integer from 0 to 64")
+    return _Quantize.apply(x, format, granularity, power_of_two, margin)
+
+
+class _Quantize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, format: Format, granularity: Granularity, power_of_two: bool, margin: int
+    ) -> ScaledTensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[0] else None)
+        tile = granularity.tile
+        if x.numel() == 0:
+            scale_inv = x.new_ones(granularity.scale_shape(x.shape), dtype=torch.float32)
+            return ScaledTensor(x.new_empty(x.shape, dtype=format.dtype), scale_inv, granularity, x.dtype)
+        codes, scales = [], []
+        for matrix in matrices_of(x, tile):
+            q, _, s, *_ = kernels.cast(matrix, None, 0, format.dtype, tile, power_of_two, margin)
+            codes.append(q)
+            scales.append(s)
+        qdata = codes[0] if len(codes) == 1 else torch.stack([q.view(torch.uint8) for q in codes]).view(format.dtype)
+        scale_inv = scales[0] if len(scales) == 1 else torch.stack(scales)
+        return ScaledTensor(qdata.view(x.shape), scale_inv.view(granularity.scale_shape(x.shape)), granularity, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        return torch.where(torch.isfinite(x), grads[0], 0), None, None, None, None
 
 
 torch.serialization.add_safe_globals([ScaledTensor, PerTensor, PerRow, PerBlock])
@@ -245,13 +305,11 @@ def _split(func: Any, pair: ScaledTensor, sizes: Any, dim: int = 0) -> tuple[Sca
 def _as_strided(
     func: Any, pair: ScaledTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> ScaledTensor:
-    same = (
-        tuple(size) == tuple(pair.shape) and tuple(stride) == pair.stride() and offset in (None, pair.storage_offset())
-    )
-    if same:
+    layout = tuple(size), tuple(stride), pair.storage_offset() if offset is None else offset
+    if layout == (tuple(pair.shape), pair.stride(), pair.storage_offset()):
         return _like(pair, pair.qdata, pair.scale_inv)
     if pair.granularity.tile == (ALL, ALL):
-        qdata = func(pair.qdata, size, stride, pair.storage_offset() if offset is None else offset)
+        qdata = func(pair.qdata, *layout)
         return _like(pair, qdata, pair.scale_inv.view(scale_shape(qdata.shape, (ALL, ALL))))
     raise UnsupportedOpError(
         f"{func} with another layout than its own would cut through the tiles of {pair.granularity}; use view, slice "

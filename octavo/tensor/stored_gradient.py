@@ -19,8 +19,7 @@ from octavo.formats import E4M3
 from octavo.granularity import PerBlock
 from octavo.kernels.layouts import BLOCK, as_matrix_shape
 from octavo.tensor.pair import COPIES, DIVISIONS, MOVES, Facade, Pair, gradient_rules, moves
-from octavo.tensor.quantize import quantize
-from octavo.tensor.scaled_tensor import ScaledTensor
+from octavo.tensor.scaled_tensor import ScaledTensor, quantize
 
 aten = torch.ops.aten
 
@@ -38,17 +37,6 @@ class StoredGradient(Pair):
         scale_inv: float32 [R, ceil(C / 128)].
         shape: the gradient's, of R x C elements.
         dtype: what it reads back to.
-
-    Example:
-        >>> import torch
-        >>> weight = torch.nn.Parameter(torch.zeros(2, 3, 4))
-        >>> weight.grad = StoredGradient.cast(torch.full((2, 3, 4), 0.5))
-        >>> weight.grad
-        StoredGradient((2, 3, 4), torch.float32)
-        >>> torch.nn.utils.clip_grad_norm_([weight], 1.0)
-        tensor(2.4495)
-        >>> weight.grad.dequantize()[0, 0]
-        tensor([0.2041, 0.2041, 0.2041, 0.2041])
     """
 
     is_zero: bool  # by zero_(): a gradient can be added, as nothing was rounded yet
@@ -61,7 +49,6 @@ class StoredGradient(Pair):
     def __new__(
         cls, qdata: Tensor, scale_inv: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32
     ) -> StoredGradient:
-        """Make the facade."""
         self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=qdata.device)
         self.qdata, self.scale_inv, self.is_zero = qdata, scale_inv, False
         return self
@@ -85,7 +72,6 @@ class StoredGradient(Pair):
         return pair.dequantize().view(self.shape)
 
     def other_arguments(self, dtype: torch.dtype) -> tuple[Any, ...]:
-        """See Pair."""
         return tuple(self.shape), dtype
 
 
@@ -157,14 +143,12 @@ def norm_of(gradient: StoredGradient, ord: float = 2) -> Tensor:
 
 def _unscale(func: Any, gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """What a GradScaler does: note whether any value is not finite, and multiply by inv_scale."""
-    plain = [gradient for gradient in gradients if not isinstance(gradient, StoredGradient)]
-    if plain:
+    if plain := [gradient for gradient in gradients if not isinstance(gradient, StoredGradient)]:
         func(plain, found_inf, inv_scale)
     for gradient in gradients:
         if isinstance(gradient, StoredGradient):
             gradient.mul_(inv_scale)
-            finite = torch.isfinite(norm_of(gradient, float("inf")))
-            found_inf.copy_(torch.where(finite, found_inf, 1.0))
+            found_inf.masked_fill_(~torch.isfinite(norm_of(gradient, float("inf"))), 1.0)
 
 
 StoredGradient.RULES = {
@@ -188,21 +172,7 @@ TWICE = (
 
 
 class UsedGradient(Facade):
-    """A gradient of which only shape, dtype, device and 2-norm are left.
-
-    Args:
-        like: what it had.
-        norm: one number.
-
-    Example:
-        >>> import torch
-        >>> weight = torch.nn.Parameter(torch.zeros(2, 3))
-        >>> weight.grad = UsedGradient(weight, torch.tensor(0.5))
-        >>> torch.nn.utils.clip_grad_norm_([weight], 1.0)
-        tensor(0.5000)
-        >>> weight.grad
-        UsedGradient((2, 3), torch.float32)
-    """
+    """A gradient of which only shape, dtype, device, those of ``like``, and its 2-norm are left."""
 
     norm_: Tensor
     REMEDY = (
@@ -213,7 +183,6 @@ class UsedGradient(Facade):
 
     @staticmethod
     def __new__(cls, like: Tensor, norm: Tensor) -> UsedGradient:
-        """Make the facade."""
         self = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
         self.norm_ = norm
         return self

@@ -36,13 +36,11 @@ from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.master_weights import remainder_of, values_with
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.private import pytree
+from octavo.private import hooks_of, pytree, set_hooks, set_local_tensor, swap_tensor_impl
 from octavo.tensor.flat_weights import WRITES, FlatWeights, flat_cat
 from octavo.tensor.fsdp2 import After, ShardHooks, largest_of_ranks, on_this_rank
 from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, operands_of
-from octavo.tensor.parameters import put_into
-from octavo.tensor.quantize import quantize
-from octavo.tensor.scaled_tensor import ScaledTensor, dequantized
+from octavo.tensor.scaled_tensor import ScaledTensor, dequantized, quantize
 
 aten = torch.ops.aten
 
@@ -70,16 +68,12 @@ class Known:
         return Known, (self.rest, False, self.is_frozen, self.alone)
 
 
+@dataclass(eq=False)
 class OneScale:
-    """What weights have in common of which a product reads all rows with one scale: an optimizer gives them one.
+    """What weights have in common of which a product reads all rows with one scale: an optimizer gives them one."""
 
-    Attributes:
-        count: how many there are.
-        written: whether any was written since they were known to have one and the same.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count, self.written = count, False
+    count: int  # of the weights
+    written: bool = False  # whether any was written since they were known to have one and the same
 
 
 class StoredWeight(ShardHooks, Pair):
@@ -95,14 +89,6 @@ class StoredWeight(ShardHooks, Pair):
         dtype: what it stands for, and its gradient's.
         granularity: which elements of a matrix share a scale; by default PerTensor() where there is one scale.
         is_shard: whether this is a rank's shard of a weight; [1, 1] is then the whole one's scale.
-
-    Example:
-        >>> import torch
-        >>> weight = StoredWeight.cast(torch.eye(256, dtype=torch.bfloat16))
-        >>> weight
-        StoredWeight((256, 256), torch.bfloat16, PerTensor())
-        >>> weight.dequantize().dtype
-        torch.bfloat16
     """
 
     granularity: Granularity
@@ -126,7 +112,6 @@ class StoredWeight(ShardHooks, Pair):
         granularity: Granularity | None = None,
         is_shard: bool = False,
     ) -> StoredWeight:
-        """Make the facade."""
         self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device)
         self.qdata, self.scale_inv, self.is_shard, self.known = qdata, scale_inv, is_shard, Known()
         self.granularity = granularity or GRANULARITIES[scale_inv.shape[-2:] != (1, 1)]
@@ -140,16 +125,10 @@ class StoredWeight(ShardHooks, Pair):
         keep_rest: bool = False,
         shard_dtype: torch.dtype | None = None,
     ) -> StoredWeight:
-        """A high-precision matrix [N, K] in FP8, or experts' [E, N, K].
+        """A high-precision matrix [N, K] in FP8, or experts' [E, N, K]; ValueError for other granularities.
 
-        Args:
-            weight: the matrix.
-            granularity: which elements share a scale.
-            keep_rest: keep what rounding takes away, to 12 bits in all, for an optimizer's master to begin from.
-            shard_dtype: of a weight of which ``weight`` is a shard.
-
-        Raises:
-            ValueError: for a granularity other than PerTensor() and PerBlock(128, 128), with the reason.
+        ``keep_rest``: keep what rounding takes away, to 12 bits in all, for an optimizer's master to begin from;
+        ``shard_dtype``: of a weight of which ``weight`` is a shard.
         """
         if granularity not in GRANULARITIES:
             raise ValueError(
@@ -166,7 +145,6 @@ class StoredWeight(ShardHooks, Pair):
 
     @property
     def rest(self) -> Tensor | None:
-        """See Known."""
         return self.known.rest
 
     @rest.setter
@@ -251,7 +229,6 @@ class StoredWeight(ShardHooks, Pair):
         )
 
     def other_arguments(self, dtype: torch.dtype) -> tuple[Any, ...]:
-        """See Pair."""
         return dtype, self.granularity, self.is_shard
 
     def moved(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> StoredWeight:
@@ -277,11 +254,7 @@ class StoredWeight(ShardHooks, Pair):
         return found
 
     def shard(self, start: int, stop: int, dim: int = 0) -> StoredWeight:
-        """Rows (columns: ``dim`` 1) start to stop, with the same scale per tensor; of rows over the same codes.
-
-        Raises:
-            UnsupportedOpError: if a block reaches beyond them.
-        """
+        """Rows (columns: ``dim`` 1) start to stop, with the same scale per tensor; of rows over the same codes."""
 
         def cut(tensor: Tensor, first: int = start, last: int = stop) -> Tensor:
             return tensor.narrow(dim, first, last - first).contiguous()
@@ -451,7 +424,12 @@ def _copy(func: Any, weight: Tensor, other: Tensor, *non_blocking: bool) -> Any:
 def _add(func: Any, weight: StoredWeight, other: Tensor, *, alpha: float = 1) -> Any:
     if weight.is_shard or not weight.known.is_frozen:
         return NotImplemented
-    return add_adapter(weight, other, alpha) if func is aten.add_.Tensor else refuse_subtraction()
+    if func is aten.add_.Tensor:
+        return add_adapter(weight, other, alpha)
+    raise UnsupportedOpError(
+        "an adapter can't be taken out of a weight that is stored in FP8, which was rounded when it was merged: load "
+        "the weights again, or merge into a copy of the model"
+    )
 
 
 def _empty_like(func: Any, weight: StoredWeight, *, dtype: Any = None, device: Any = None, **_: Any) -> StoredWeight:
@@ -609,22 +587,18 @@ def agree_on_scale(*params: Tensor, just_cut: bool = False) -> None:
     if not shards or shards[0].is_meta:
         return
     differ = any(not torch.equal(shard.scale_inv, shards[0].scale_inv) for shard in shards[1:])
-    alone = shards[0].has_one_scale and (just_cut or differ or any(shard.known.alone for shard in shards))
-    scales = torch.cat([shard.scale_inv for shard in shards]) if alone else None
-    if scales is not None and not _is_one(largest_of_ranks(torch.cat([scales, -scales]), params[0])):
-        values = [shard.before_cast() for shard in shards]
-        amaxes = torch.cat([kernels.amax(value.contiguous(), PerTensor().tile) for value in values])
-        amax = largest_of_ranks(amaxes.amax(0, keepdim=True), params[0])
-        for param, shard, value in zip(params, shards, values, strict=True):
-            keep_rest = shard.rest is not None or param.requires_grad
-            shard.take(cast_shard(value, param, PerTensor(), keep_rest, amax))
+    if shards[0].has_one_scale and (just_cut or differ or any(shard.known.alone for shard in shards)):
+        scales = torch.cat([shard.scale_inv for shard in shards])
+        scales = largest_of_ranks(torch.cat([scales, -scales]), params[0])
+        if not (scales == scales[:1] * scales.sign()).all():  # so the largest and the least differ
+            values = [shard.before_cast() for shard in shards]
+            amaxes = torch.cat([kernels.amax(value.contiguous(), PerTensor().tile) for value in values])
+            amax = largest_of_ranks(amaxes.amax(0, keepdim=True), params[0])
+            for param, shard, value in zip(params, shards, values, strict=True):
+                keep_rest = shard.rest is not None or param.requires_grad
+                shard.take(cast_shard(value, param, PerTensor(), keep_rest, amax))
     for shard in shards:
         shard.known.alone = False
-
-
-def _is_one(scales: Tensor) -> bool:
-    """Whether the largest of scales and of their negatives, [2 n, 1], are those of one and the same scale."""
-    return bool((scales == scales[:1] * scales.sign()).all())
 
 
 def agreed(shard: StoredWeight, param: Tensor) -> StoredWeight:
@@ -653,25 +627,56 @@ def store(
     put_into(param, values)
 
 
+def put_into(parameter: torch.nn.Parameter, tensor: Tensor) -> None:
+    """Make a parameter hold other values, of another class or dtype perhaps (a plain weight as a StoredWeight).
+
+    The object stays, and so do its hooks, its gradient, ``requires_grad`` and whatever attributes a user gave it. Weak
+    references to it hold too, which is why this isn't torch.utils.swap_tensors. A backward pass of a forward that read
+    the old values raises RuntimeError: its gradient would reach nobody.
+
+    ``parameter`` is a leaf; it takes the memory of ``tensor``, which is of its shape. Of a sharded one, which keeps all
+    the rest, ``tensor`` is this rank's shard.
+    """
+    if on_this_rank(parameter) is not parameter:
+        set_local_tensor(parameter, tensor)
+        return
+    other = torch.nn.Parameter(tensor.detach(), parameter.requires_grad)
+    grad, grad_dtype = parameter.grad, parameter.grad_dtype
+    chosen = grad_dtype != parameter.dtype  # else it is what follows from the parameter's
+    hooks = hooks_of(parameter)
+    given = {name: value for name, value in vars(parameter).items() if name not in _own(parameter)}
+    if parameter.requires_grad:
+        torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(_refuse)
+    parameter.__class__, other.__class__ = type(other), type(parameter)
+    parameter.__dict__, other.__dict__ = vars(other) | given, dict(vars(parameter))
+    swap_tensor_impl(parameter, other)
+    set_hooks(parameter, hooks)
+    if parameter.requires_grad and chosen:
+        parameter.grad_dtype = grad_dtype
+    parameter.grad = grad
+
+
+def _own(parameter: torch.nn.Parameter) -> set[str]:
+    """The attributes that belong to its class, not to its user."""
+    return {"_is_param"}.union(*(getattr(kind, "__annotations__", ()) for kind in type(parameter).__mro__))
+
+
+def _refuse(gradients: Any) -> NoReturn:
+    raise RuntimeError(
+        "a backward pass reached a parameter that holds another tensor since the forward (its storage changed): run "
+        "forward again. DistributedDataParallel has to be made after such a change"
+    )
+
+
 # --- Adapters merged into a weight that lives in FP8: ``weight.data += delta``, as PEFT does it.
 
 
 def add_adapter(weight: Any, delta: Tensor, alpha: float = 1) -> Any:
-    """Add to a StoredWeight in place: values are added in float32, then rounded to codes of a new scale.
+    """Add to a whole, frozen StoredWeight in place: in float32, then rounded to codes of a new scale, with a warning.
 
-    Rounded stochastically, by torch's seed: an adapter moves most elements by less than half a code's step, and to
-    nearest these would not move at all: of a delta of 1 % of the weight, rms, less than half would be left.
-
-    Args:
-        weight: a StoredWeight [N, K], whole and not trained, or experts' [E, N, K].
-        delta: of its shape, or one that is expanded to it, of any float dtype.
-        alpha: multiplies it.
-
-    Warns:
-        UserWarning: that weights are rounded once more.
-
-    Source:
-        stochastic rounding: Gupta et al., arXiv 1502.02551, section 4.
+    Rounded stochastically (Gupta et al., arXiv 1502.02551, section 4), by torch's seed: an adapter moves most elements
+    by less than half a code's step, and to nearest these would not move at all: of a delta of 1 % of the weight, rms,
+    less than half would be left.
     """
     warnings.warn(
         "an adapter is merged into weights that are stored in FP8, which rounds them once more (stochastically, as "
@@ -689,11 +694,3 @@ def add_adapter(weight: Any, delta: Tensor, alpha: float = 1) -> Any:
         weight.rest.zero_()
     torch.autograd.graph.increment_version([weight.qdata])
     return weight
-
-
-def refuse_subtraction() -> NoReturn:
-    """Raise UnsupportedOpError for ``weight.data -= delta`` of a frozen weight."""
-    raise UnsupportedOpError(
-        "an adapter can't be taken out of a weight that is stored in FP8, which was rounded when it was merged: load "
-        "the weights again, or merge into a copy of the model"
-    )

@@ -14,7 +14,7 @@ from octavo import PerTensor
 from octavo.kernels.reference.optimizer_state import pieces
 from octavo.kernels.step_numbers import halves, key_of, random_bits
 from octavo.optim import E4M4, Moment, Muon, update_in_backward
-from octavo.optim.muon import MAX_UPDATE
+from octavo.optim.muon import MAX_UPDATE, owners_of
 from octavo.optim.state import for_kernel
 from octavo.tensor.fsdp2 import on_this_rank, own_slices
 from octavo.tensor.stored_weight import StoredWeight
@@ -261,3 +261,9 @@ def refused(mesh: Any) -> str:
 
 def test_columns_are_refused(pool: Any) -> None:
     assert all("weight (4, 4)" in told for told in pool.run(refused, (2,)))
+
+
+def test_owners_have_about_the_same_work() -> None:
+    shapes = [torch.Size(shape) for shape in [(2, 2), (16, 16), (8, 8), (8, 8), (32, 4)]]
+    assert owners_of(shapes, 2) == [1, 0, 1, 1, 1]
+    assert owners_of(shapes, 1) == [0] * 5

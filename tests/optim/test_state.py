@@ -322,13 +322,3 @@ def test_the_state_of_another_rule_is_refused():
     train(adam, 1)
     with pytest.raises(ValueError, match="this optimizer keeps exp_avg, exp_avg_sq"):
         AdamW([p]).load_state_dict(momentum.state_dict())
-
-
-def test_a_master_that_weights_no_longer_have_begins_anew():
-    p = parameter(2, 200, dtype=torch.bfloat16)
-    before = AdamW([p])
-    train(before, 1)
-    saved = before.state_dict()
-    saved["state"][0]["master_kind"] = torch.tensor(3, dtype=torch.uint8)
-    with pytest.warns(UserWarning, match="masters that were fp16_scaled begin anew as the weights are: split32"):
-        AdamW([p]).load_state_dict(saved)

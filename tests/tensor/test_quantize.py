@@ -145,21 +145,6 @@ def test_dequantize_passes_the_gradient_to_a_leaf() -> None:
     assert type(q.grad) is Tensor and torch.equal(q.grad, grad)
 
 
-@each_granularity
-@pytest.mark.parametrize("shape", [(), (7,), (0, 5), (5, 0), (7, 130), (2, 7, 11), (2, 0, 5)], ids=str)
-def test_tile_amax(shape: tuple[int, ...], granularity: Granularity) -> None:
-    q = quantize(torch.randn(shape), E4M3, granularity)
-    amax = q.tile_amax()
-    assert (amax.shape, amax.dtype) == (q.scale_inv.shape, torch.float32)
-    if not q.numel():
-        assert not amax.any()
-        return
-    assert amax.max() == q.dequantize().abs().max()
-    if q.ndim == 2:
-        for i, j, rows, cols in definitions.tiles_of(shape, granularity.tile):
-            assert amax[i, j] == q.dequantize()[rows, cols].abs().max()
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.int32, torch.uint8, torch.float8_e4m3fn, torch.complex64], ids=str
 )
