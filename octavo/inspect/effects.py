@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from octavo.cost.command import columns
@@ -36,7 +38,6 @@ WITHOUT = high_precision().name
 LEAST = 0.8  # another recipe is taken for a layer if it leaves less than this share of its loss: else it may be chance
 SHOWN = 10  # layers of each recipe, in a table
 
-Chosen = dict[str, str]  # from layers' names to recipes' names
 LEGEND = """\
 output, grad_input, grad_weight: the layer's products, SQNR in dB
 loss, 1 - cosine, norm: of the model's loss and gradient with this layer alone in FP8, against high precision
@@ -134,24 +135,22 @@ class WhatIf:
         budget = keep if loss is None else loss
         if budget is None or budget < 0 or (keep is not None and loss is not None):
             raise ValueError(f"keep={keep}, loss={loss}: give one of them, of at least 0")
-        choice = _Choice(self)
         if keep is not None:
-            found = [
-                (name, choice.keeping([effect.layer for effect in self.ranked(name)[:keep]], name))
-                for name in choice.faster or self.recipes
-            ]
-            default, chosen = min(found, key=lambda pair: choice.lost(pair[1]))
+            kept = {
+                name: {effect.layer for effect in self.ranked(name)[:keep]} for name in self._faster or self.recipes
+            }
+            found = [(name, {layer: WITHOUT if layer in kept[name] else name for layer in self.works}) for name in kept]
+            default, chosen = min(found, key=lambda pair: self._sum(self._losses, pair[1]))
         else:
-            found = [(name, choice.within(budget, name)) for name in self.recipes]
-            default, chosen = min(found, key=lambda pair: choice.cost(pair[1]))
+            found = [(name, self._within(budget, name)) for name in self.recipes]
+            default, chosen = min(found, key=lambda pair: self._sum(self._costs, pair[1]))
         values = {**self.recipes, WITHOUT: None}
         rules = {glob.escape(layer): values[name] for layer, name in chosen.items() if name != default}
         return RecipeMap(self.recipes[default], rules)
 
     def predicted(self, recipe: RecipeMap) -> float:
         """The predicted loss under a map from ``recipe_map``: the sum of its layers'."""
-        choice = _Choice(self)
-        return sum(choice.losses[layer, recipe.of(layer).name] for layer in self.works)
+        return self._sum(self._losses, {layer: recipe.of(layer).name for layer in self.works})
 
     def seconds(self, recipe: Recipe | RecipeMap) -> float:
         """The predicted seconds that the compared layers take in a step: products and casts."""
@@ -159,27 +158,81 @@ class WhatIf:
 
     def costs(self, recipe: RecipeMap) -> list[Cost]:
         """What the exceptions of a map from ``recipe_map`` cost and bring, in the model's order."""
-        choice, default, found = _Choice(self), recipe.default.name, []
+        default, found = recipe.default.name, []
         whole = sum(work.flop * sum(work.products) for work in self.works.values())
         for layer, work in self.works.items():
             chosen = recipe.of(layer)
             if chosen.name != default:
                 share = work.flop * sum(work.products) / whole if chosen.is_high_precision else 0.0
                 seconds = sum(work.seconds(chosen, self.rates)) - sum(work.seconds(recipe.default, self.rates))
-                saved = choice.losses[layer, default] - choice.losses[layer, chosen.name]
+                saved = self._losses[layer, default] - self._losses[layer, chosen.name]
                 found.append(Cost(layer, chosen.name, share, seconds, saved))
         return found
+
+    @cached_property
+    def _options(self) -> dict[str, Recipe]:
+        return {**self.recipes, WITHOUT: high_precision()}
+
+    @cached_property
+    def _faster(self) -> list[str]:
+        """The recipes that are faster than high precision."""
+        whole = self.seconds(high_precision())
+        return [name for name, recipe in self.recipes.items() if self.seconds(recipe) < whole]
+
+    @cached_property
+    def _losses(self) -> dict[tuple[str, str], float]:
+        """The predicted loss by layer and recipe."""
+        found = {(effect.layer, effect.recipe): effect.predicted for effect in self.effects}
+        return found | {(layer, WITHOUT): 0.0 for layer in self.works}
+
+    @cached_property
+    def _costs(self) -> dict[tuple[str, str], float]:
+        """The predicted time by layer and recipe.
+
+        Where the layers are too small for any recipe to be faster than high precision, it is that of the products
+        alone, so that recipes still differ.
+        """
+        ideal = dataclasses.replace(self.rates, launch=0.0, copy=math.inf, casts={})
+        rates = self.rates if self._faster else ideal
+        pairs = itertools.product(self.works.items(), self._options.items())
+        return {(layer, name): sum(work.seconds(recipe, rates)) for (layer, work), (name, recipe) in pairs}
+
+    @staticmethod
+    def _sum(values: Mapping[tuple[str, str], float], chosen: Mapping[str, str]) -> float:
+        return sum(values[pair] for pair in chosen.items())
+
+    def _within(self, budget: float, default: str) -> dict[str, str]:
+        """A recipe's name for each layer so that the predicted loss is within the budget, begun with one for all.
+
+        Again and again it makes the change that saves most loss for its cost. At the end it takes back the changes that
+        later ones have made needless, the dearest first.
+        """
+        chosen = dict.fromkeys(self.works, default)
+        while self._sum(self._losses, chosen) > budget:  # this ends, as a layer in high precision loses nothing
+            changes = [(layer, name) for layer in self.works for name in self._options]
+            layer, name = max(changes, key=lambda change: self._worth(change, chosen[change[0]]))
+            chosen[layer] = name
+        for layer in sorted(chosen, key=lambda layer: self._costs[layer, chosen[layer]], reverse=True):
+            back = {**chosen, layer: default}
+            is_cheaper = self._sum(self._costs, back) <= self._sum(self._costs, chosen)
+            if is_cheaper and self._sum(self._losses, back) <= budget:
+                chosen = back
+        return chosen
+
+    def _worth(self, change: tuple[str, str], before: str) -> tuple[float, float]:
+        """The loss that a layer's change saves: divided by its cost, and as it is."""
+        now = change[0], before
+        if self._losses[change] >= LEAST * self._losses[now]:
+            return -math.inf, 0.0
+        saved, cost = self._losses[now] - self._losses[change], self._costs[change] - self._costs[now]
+        return (saved / cost if cost > 0 else math.inf), saved
 
     def rows(self) -> list[dict[str, Any]]:
         """Effects with their predicted losses, for JSON: None in place of inf and NaN."""
         found = (*self.whole.values(), *self.effects)
         rows = [{**dataclasses.asdict(effect), "predicted": effect.predicted} for effect in found]
         return [
-            {
-                name: None if isinstance(value, float) and not math.isfinite(value) else value
-                for name, value in row.items()
-            }
-            for row in rows
+            {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()} for row in rows
         ]
 
     def __str__(self) -> str:
@@ -193,66 +246,6 @@ class WhatIf:
         return "\n".join([*lines, LEGEND])
 
     __repr__ = __str__
-
-
-class _Choice:
-    """Losses and costs of a WhatIf's layers by recipe, "high_precision" among them.
-
-    A cost is the predicted time. Where the layers are too small for any recipe to be faster than high precision, it is
-    that of the products alone, so that recipes still differ. ``faster``: the recipes that are faster.
-    """
-
-    def __init__(self, found: WhatIf) -> None:
-        self.options: dict[str, Recipe] = {**found.recipes, WITHOUT: high_precision()}
-        self.losses = {(effect.layer, effect.recipe): effect.predicted for effect in found.effects}
-        self.losses |= {(layer, WITHOUT): 0.0 for layer in found.works}
-        self.layers = list(found.works)
-        whole = found.seconds(high_precision())
-        self.faster = [name for name, recipe in found.recipes.items() if found.seconds(recipe) < whole]
-        ideal = dataclasses.replace(found.rates, launch=0.0, copy=math.inf, casts={})
-        rates = found.rates if self.faster else ideal
-        self.costs = {
-            (layer, name): sum(work.seconds(recipe, rates))
-            for layer, work in found.works.items()
-            for name, recipe in self.options.items()
-        }
-
-    def lost(self, chosen: Chosen) -> float:
-        """The predicted loss of a choice."""
-        return sum(self.losses[pair] for pair in chosen.items())
-
-    def cost(self, chosen: Chosen) -> float:
-        """The cost of all layers."""
-        return sum(self.costs[pair] for pair in chosen.items())
-
-    def keeping(self, kept: list[str], default: str) -> Chosen:
-        """The choice of high precision for these layers, and of the default for the others."""
-        return {layer: WITHOUT if layer in kept else default for layer in self.layers}
-
-    def within(self, budget: float, default: str) -> Chosen:
-        """A choice whose predicted loss is within the budget, begun with one recipe for all layers.
-
-        Again and again it makes the change that saves most loss for its cost. At the end it takes back the changes that
-        later ones have made needless, the dearest first.
-        """
-        chosen = dict.fromkeys(self.layers, default)
-        while self.lost(chosen) > budget:  # this ends, as a layer in high precision loses nothing
-            changes = [(layer, name) for layer in self.layers for name in self.options]
-            layer, name = max(changes, key=lambda change: self._worth(change, chosen[change[0]]))
-            chosen[layer] = name
-        for layer in sorted(chosen, key=lambda layer: self.costs[layer, chosen[layer]], reverse=True):
-            back = {**chosen, layer: default}
-            if self.lost(back) <= budget and self.cost(back) <= self.cost(chosen):
-                chosen = back
-        return chosen
-
-    def _worth(self, change: tuple[str, str], before: str) -> tuple[float, float]:
-        """The loss that a layer's change saves: divided by its cost, and as it is."""
-        now = change[0], before
-        if self.losses[change] >= LEAST * self.losses[now]:
-            return -math.inf, 0.0
-        saved, cost = self.losses[now] - self.losses[change], self.costs[change] - self.costs[now]
-        return (saved / cost if cost > 0 else math.inf), saved
 
 
 def _row(effect: Effect) -> list[str]:

@@ -15,7 +15,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -70,11 +69,10 @@ class Fault:
     @property
     def where(self) -> str:
         """The fault in a line."""
-        layer = f"`{self.layer}`" if self.layer else "the model"
-        layer = layer if self.expert is None else f"expert {self.expert} of {layer}"
-        where = f"the {self.role}" if self.layer is None else f"the {self.role} of {layer}"
+        expert = "" if self.expert is None else f"expert {self.expert} of "
+        layer = "" if self.layer is None else f" of {expert}{f'`{self.layer}`' if self.layer else 'the model'}"
         rows = "" if self.share is None else f", in {100 * self.share:.3g} % of its rows"
-        return f"an inf or a NaN in {where} at step {self.step}, on rank {self.rank}{rows}"
+        return f"an inf or a NaN in the {self.role}{layer} at step {self.step}, on rank {self.rank}{rows}"
 
     def __str__(self) -> str:
         rows = [[f"{value:.4g}" for value in row.values()] for row in self.before]
@@ -143,21 +141,16 @@ class FaultTrace:
         self._readings: list[_StepInFlight] = []
         self._read: deque[tuple[int, float, float]] = deque(maxlen=BEFORE + 1)
         roles = [module for _, module in self._layers for _ in WATCHED]
-        size = len(roles)
-        self._ring = torch.zeros(BEFORE + 1 + self._late, size, len(FOUND), device=self._device)
-        self._found = torch.zeros(size, len(FOUND), device=self._device)
+        self._found = torch.zeros(len(roles), len(FOUND), device=self._device)
+        self._ring = self._found.new_zeros(BEFORE + 1 + self._late, *self._found.shape)
         self._first = [torch.zeros(1, dtype=torch.int32, device=self._device) for _ in WATCHED]
         # each role, or each expert of a role, has a number, from 1 on
-        experts = [max(1, sizes_of(module)[0]) for module in roles]
-        self._ends = list(itertools.accumulate(experts))
-        begins = [end - count + 1 + first_here(m) for end, count, m in zip(self._ends, experts, roles, strict=True)]
-        places = torch.tensor(begins, dtype=torch.int32, device=self._device).unsqueeze(1)
-        notes = [
-            Notes(place, found, self._first[at % len(WATCHED)])
-            for at, (place, found) in enumerate(zip(places, self._found, strict=True))
-        ]
-        for (_, module), *pair in zip(self._layers, notes[::2], notes[1::2], strict=True):
-            observe(module, notes=tuple(pair))
+        self._begins = [0, *itertools.accumulate(max(1, sizes_of(module)[0]) for module in roles)]
+        numbers = [begin + 1 + first_here(module) for begin, module in zip(self._begins, roles, strict=False)]
+        places = torch.tensor(numbers, dtype=torch.int32, device=self._device).unsqueeze(1)
+        notes = map(Notes, places, self._found, itertools.cycle(self._first))
+        for _, module in self._layers:
+            observe(module, notes=(next(notes), next(notes)))
         self._weights = self._faulty_weight()
 
     def step(self, loss: float | Tensor | None = None, grad_norm: float | Tensor | None = None) -> None:
@@ -185,9 +178,7 @@ class FaultTrace:
     def __enter__(self) -> FaultTrace:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
         if self.fault is not None and not isinstance(error, FaultError):
             if error is not None:
@@ -198,13 +189,12 @@ class FaultTrace:
     @torch.no_grad()
     def _send(self, loss: float | Tensor | None, grad_norm: float | Tensor | None) -> None:
         """Keep the step's statistics on the device, and send what shows a fault to the host."""
-        loss, grad_norm = whole(loss), whole(grad_norm)
         self._ring[self._step % len(self._ring)].copy_(self._found)
-        scalars = [self._scalar(math.nan if given is None else given) for given in (loss, grad_norm)]
-        faulty = [
-            self._scalar(0) if given is None else (~value.isfinite()).float()
-            for given, value in zip((loss, grad_norm), scalars, strict=True)
-        ]
+        scalars, faulty = [], []
+        for given in (loss, grad_norm):
+            value = torch.as_tensor(math.nan if given is None else whole(given), dtype=torch.float32).detach()
+            scalars.append(value.to(self._device, non_blocking=True).reshape(()))
+            faulty.append((~scalars[-1].isfinite() & (given is not None)).float())
         forward, backward = (first[0].float() for first in self._first)
         signals = torch.stack([self._weights, forward, faulty[0], backward, faulty[1], *scalars])
         signals, event = self._ranks.gather(signals), None
@@ -217,18 +207,13 @@ class FaultTrace:
             event = torch.cuda.current_stream(self._device).record_event()
         self._readings.append(_StepInFlight(self._step, signals, event))
 
-    def _scalar(self, value: float | Tensor) -> Tensor:
-        return torch.as_tensor(value, dtype=torch.float32).detach().to(self._device, non_blocking=True).reshape(())
-
     def _faulty_weight(self) -> Tensor:
         """1 + the number of the first layer whose weight's first or last row has a fault; 0 if none has."""
         rows = [row for _, module in self._layers for row in _ends(module)]
-        found: dict[int, Tensor] = {}
-        for dims in {row.ndim for row in rows}:  # one launch for all plain weights; experts' rows are not dense
-            places = [place for place, row in enumerate(rows) if row.ndim == dims]
-            found |= zip(places, torch._foreach_norm([rows[place] for place in places], math.inf), strict=True)
-        norms = torch.stack([found[place].float() for place in range(len(rows))]).view(-1, 2)
-        faulty = ~norms.isfinite().all(1)
+        kinds = [[row for row in rows if row.ndim == dims] for dims in (1, 2)]  # experts' rows, [E, K], are not dense
+        found = [iter(torch._foreach_norm(alike, math.inf) if alike else ()) for alike in kinds]
+        norms = torch.stack([next(found[row.ndim - 1]).float() for row in rows])
+        faulty = ~norms.view(-1, 2).isfinite().all(1)
         return torch.where(faulty.any(), faulty.int().argmax() + 1, 0).float()
 
     def _receive(self, late: int, collective: bool) -> None:
@@ -252,26 +237,26 @@ class FaultTrace:
         if collective:
             history = torch.cat([self._ranks.sum(history[..., :2]), self._ranks.largest(history[..., 2:])], -1)
         history = history.cpu()
-        name = share = expert = None
+        share = expert = None
         if role == "weight":
             at = place - 1
-            name, expert = self._layers[at][0], self._faulty_expert(self._layers[at][1], collective)
+            expert = self._faulty_expert(self._layers[at][1], collective)
         elif role in ROLES:
-            row = bisect.bisect_left(self._ends, place)
+            row = bisect.bisect_left(self._begins, place) - 1
             at = row // len(WATCHED)
-            name, module = self._layers[at]
-            expert = place - 1 - (self._ends[row - 1] if row else 0) if isinstance(module, Grouped) else None
+            expert = place - 1 - self._begins[row] if isinstance(self._layers[at][1], Grouped) else None
             faulty, rows = history[-1, row, :2].tolist()
             share = faulty / rows if rows else None
         else:
             sizes = history[:, ::2, 2]  # the scale_inv of inputs
             at = int((sizes[-1] / sizes[0]).nan_to_num(0, 0, 0).argmax())
+        name, module = self._layers[at]
         of_layer = history[:, len(WATCHED) * at : len(WATCHED) * (at + 1)].tolist()
         before = [
-            {"step": taken, "loss": loss, "grad_norm": norm, **_sizes(self._layers[at][1], pair)}
+            {"step": taken, "loss": loss, "grad_norm": norm, **_sizes(module, pair)}
             for (taken, loss, norm), pair in zip(self._read, of_layer, strict=True)
         ]
-        return Fault(step, role, name, rank, share, before, expert)
+        return Fault(step, role, name if role in ROLES else None, rank, share, before, expert)
 
     def _faulty_expert(self, module: RecipeModule, collective: bool) -> int | None:
         """The first expert whose matrix has a fault in its first or last row; ``collective``: on any rank."""

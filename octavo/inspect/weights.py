@@ -14,7 +14,6 @@ from octavo import kernels
 from octavo.autograd.casts import WEIGHT
 from octavo.distributed.ranks import Ranks
 from octavo.granularity import ALL
-from octavo.inspect.observer import RoleCounts
 from octavo.inspect.rows import RecordedRole, parameter_of
 from octavo.kernels.reference.master_weights import Fp8Weight
 from octavo.kernels.reference.optimizer_state import Piece
@@ -24,6 +23,7 @@ from octavo.numerics import scale_from_amax
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.masters import MasterForm, master_of
 from octavo.optim.state import matrix_of
+from octavo.scaling.recipe import Cast
 from octavo.tensor.fsdp2 import on_this_rank
 from octavo.tensor.stored_weight import StoredWeight
 
@@ -39,50 +39,34 @@ SAMPLED = 1024  # elements of a weight
 
 def count_weights(weights: Sequence[RecordedRole], ranks: Ranks) -> None:
     """Count what the casts of weights do, as the next forward will make them; of sharded weights this rank's rows."""
-    whole = _scales_of_whole(weights, ranks)
-    for (module, recipe, _, counts), scales in zip(weights, whole, strict=True):
+    shared = _shared_scales(weights, ranks)
+    for place, (module, recipe, _, counts) in enumerate(weights):
         weight = parameter_of(module)
         if weight is None or module.recipe is not recipe:
             continue
-        if isinstance(module, Grouped):
-            _count_experts(module, weight, counts)
-            continue
         local = on_this_rank(weight).detach()
-        if isinstance(local, StoredWeight):  # it has only codes: nothing is cast
-            if counts[0] is not None:
-                tile = local.granularity.tile
-                kernels.cast_statistics(local.dequantize(), local.qdata, local.scale_inv, tile, *counts[0])
+        stored = local if isinstance(local, StoredWeight) else None
+        matrices = local if stored is None else stored.dequantize()
+        x, ends, here = matrices.flatten(0, -2), None, slice(None)
+        if x.numel() == 0:
             continue
-        x = _as_rows(module, weight)
-        casts = recipe.weight_casts
-        for cast, values, counted in ((casts.as_is, x, counts[0]), (casts.transposed, x.t(), counts[1])):
-            if cast is not None and counted is not None:
-                delayed = scales if cast.tile == (ALL, ALL) else None
-                q, _, scale_inv, *_ = kernels.cast(values, delayed, WEIGHT, *cast.arguments)
-                kernels.cast_statistics(values, q, scale_inv, cast.tile, *counted)
-
-
-def _count_experts(module: Grouped, weight: Tensor, counts: RoleCounts) -> None:
-    """``count_weights`` for a layer of experts: those of this rank, which has each of them whole."""
-    local, first = on_this_rank(weight).detach(), first_expert(weight)
-    stored = local if isinstance(local, StoredWeight) else None
-    matrices, casts = local if stored is None else stored.dequantize(), module.recipe.weight_casts
-    x, rows = matrices.flatten(0, 1), matrices.shape[1]
-    if x.numel() == 0:
-        return
-    ends = torch.arange(rows, len(x) + 1, rows, dtype=torch.int32, device=x.device)
-    for cast, counted, is_transposed in zip(casts[:2], counts, (False, True), strict=False):
-        if cast is None or counted is None:
-            continue
-        here = [tensor[first : first + len(ends)] for tensor in counted]
-        tile = cast.tile[::-1] if is_transposed != module.stores_transposed else cast.tile
-        if stored is not None:
-            pair, tile = (stored.qdata.flatten(0, 1), stored.scale_inv.flatten(0, 1)), stored.granularity.tile
-        else:
-            delayed, (dtype, _, *how) = module.delayed_scale if cast.is_delayed else None, cast.arguments
-            q, _, scale_inv, _ = kernels.cast(x, delayed, WEIGHT, dtype, tile, *how, offsets=ends)
-            pair = q, scale_inv
-        kernels.cast_statistics(x, *pair, tile, *here, ends)
+        is_stored_transposed = not isinstance(module, nn.Linear)
+        if isinstance(module, Grouped):  # a rank has whole experts
+            ends = torch.arange(matrices.shape[1], len(x) + 1, matrices.shape[1], dtype=torch.int32, device=x.device)
+            here = slice(first := first_expert(weight), first + len(ends))
+            is_stored_transposed = module.stores_transposed
+        for cast, counted, is_transposed in zip(recipe.weight_casts[:2], counts, (False, True), strict=True):
+            if cast is None or counted is None:
+                continue
+            if stored is not None:  # it has only codes: nothing is cast
+                tile, pair = stored.granularity.tile, (stored.qdata.flatten(0, -2), stored.scale_inv.flatten(0, -2))
+            else:
+                delayed, (dtype, tile, *how) = module.delayed_scale if cast.is_delayed else None, cast.arguments
+                delayed = shared.get(place) if delayed is None and cast.tile == (ALL, ALL) else delayed
+                tile = tile[::-1] if is_transposed != is_stored_transposed else tile
+                q, _, scale_inv, *_ = kernels.cast(x, delayed, WEIGHT, dtype, tile, *how, offsets=ends)
+                pair = q, scale_inv
+            kernels.cast_statistics(x, *pair, tile, *(tensor[here] for tensor in counted), ends)
 
 
 def first_expert(weight: Tensor) -> int:
@@ -95,32 +79,23 @@ def first_expert(weight: Tensor) -> int:
     return local_shape_and_offset(weight.shape, mesh, placements)[1][0]
 
 
-def _as_rows(module: RecipeModule, weight: nn.Parameter) -> Tensor:
-    """This rank's rows of a weight [N, K]."""
-    shard = on_this_rank(weight).detach()
-    return shard if isinstance(module, nn.Linear) else shard.t()
-
-
-def _scales_of_whole(weights: Sequence[RecordedRole], ranks: Ranks) -> list[Tensor | None]:
-    """For casts per tensor: the delayed scales, or those from the amax of all ranks' rows; None: from this rank's."""
-    found: list[Tensor | None] = [getattr(module, "delayed_scale", None) for module, *_ in weights]
-    sharded = [i for i, (module, *_) in enumerate(weights) if found[i] is None and _is_sharded_per_tensor(module)]
-    if sharded:
-        shards = [_as_rows(weights[i].module, parameter_of(weights[i].module)) for i in sharded]  # type: ignore[arg-type]
-        amax = ranks.largest(torch.cat([kernels.amax(shard, (ALL, ALL)).reshape(1) for shard in shards]))
-        for i, largest in zip(sharded, amax, strict=True):
-            cast = next(c for c in weights[i].module.recipe.weight_casts[:2] if c is not None and c.tile == (ALL, ALL))
-            found[i] = scale_from_amax(largest, cast.format.max, cast.power_of_two, cast.margin).expand(3).contiguous()
-    return found
-
-
-def _is_sharded_per_tensor(module: RecipeModule) -> bool:
-    weight, casts = parameter_of(module), module.recipe.weight_casts[:2]
-    if weight is None or isinstance(module, Grouped):  # a rank has whole experts
-        return False
-    if on_this_rank(weight) is weight or isinstance(on_this_rank(weight), StoredWeight):
-        return False
-    return any(cast is not None and cast.tile == (ALL, ALL) for cast in casts)
+def _shared_scales(weights: Sequence[RecordedRole], ranks: Ranks) -> dict[int, Tensor]:
+    """Scales of casts per tensor of sharded weights, by place: from the amax of all ranks' rows."""
+    shards: dict[int, tuple[Tensor, Cast]] = {}
+    for place, (module, *_) in enumerate(weights):
+        weight = parameter_of(module)
+        cast = next((c for c in module.recipe.weight_casts[:2] if c is not None and c.tile == (ALL, ALL)), None)
+        if weight is None or cast is None or isinstance(module, Grouped) or module.recipe.delayed:
+            continue
+        shard = on_this_rank(weight)
+        if shard is not weight and not isinstance(shard, StoredWeight):
+            shards[place] = shard.detach(), cast
+    if not shards:
+        return {}
+    amax = ranks.largest(torch.cat([kernels.amax(shard, (ALL, ALL)).reshape(1) for shard, _ in shards.values()]))
+    pairs = zip(amax, (cast for _, cast in shards.values()), strict=True)
+    scales = [scale_from_amax(one, cast.format.max, cast.power_of_two, cast.margin) for one, cast in pairs]
+    return {place: scale.expand(3).contiguous() for place, scale in zip(shards, scales, strict=True)}
 
 
 class _Sample(NamedTuple):
@@ -233,8 +208,6 @@ def _read(weights: Sequence[RecordedRole], optimizer: torch.optim.Optimizer | No
     for places in by_key.values():
         alike = [samples[place] for place in places]
         read = torch.stack(_read_stored(alike) if isinstance(alike[0].weight, StoredWeight) else _read_plain(alike))
-        if len(by_key) == 1:
-            return samples, read
         rows |= zip(places, read.unbind(1), strict=True)
     return samples, torch.stack([rows[place] for place in range(len(samples))], 1)
 

@@ -19,13 +19,14 @@ large as what remains, or larger. What remains is what the errors cost whatever 
 
 from __future__ import annotations
 
-import contextlib
+import copy
+import functools
 import itertools
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +36,9 @@ from octavo.cost.estimate import LinearWork
 from octavo.cost.rates import PUBLISHED, PlanError, Rates, rates_of
 from octavo.inspect.effects import Effect, WhatIf, WhatIfError
 from octavo.inspect.rows import parameter_of, sizes_of
-from octavo.nn.candidates import MIN_FEATURES, Select, experts_class, fp8_class, large_enough, restore_class
-from octavo.nn.convert import choose_fast_path, convert
-from octavo.nn.converted_experts import ConvertedExperts
+from octavo.nn.candidates import MIN_FEATURES, Select
+from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.using import using
 from octavo.nn.weight import check_recipe
 from octavo.recipes import high_precision
 from octavo.scaling.delayed import STATE, State, state_of
@@ -48,8 +47,8 @@ from octavo.scaling.recipe_map import RecipeMap, recipe_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Key = tuple[str, str]  # a layer's name and a recipe's
-Gradients = list[Tensor | None]  # by parameter
-Found = tuple[float, float, float, float]
+Found = tuple[float, float, float, float]  # Effect's loss, curvature, cosine and norm_ratio
+EMPTY: Mapping[str, Any] = {}
 NO_PRODUCTS = math.nan, math.nan, math.nan
 NAMES = ("dynamic", "delayed", "rowwise", "blockwise", "mx")
 
@@ -66,8 +65,8 @@ def compare(
 ) -> WhatIf:
     """Find which layers can't stand FP8, by what it does to their products and to the model's gradient.
 
-    The model is left as it was: weights, gradients, buffers, recipes, modes, and torch's random numbers, which are the
-    same in each pass. No optimizer runs, and no hook on accumulated gradients. It works in one process.
+    It runs a copy of the model, with the same parameters, and leaves all as it was, torch's random numbers too, which
+    are the same in each pass. No optimizer runs, and no hook on accumulated gradients. It works in one process.
 
     Args:
         model: plain or converted, on its device; it computes in training mode. Give one that has trained for a while.
@@ -104,15 +103,15 @@ def compare(
         raise WhatIfError(f"recipes={names}: needs recipes with products in FP8, each of another name")
     if not batches:
         raise WhatIfError("batches is empty: give at least one of the training's")
-    with _borrowed(model, select) as layers:
-        for recipe, layer in itertools.product(chosen, layers.values()):
-            try:
-                check_recipe(recipe, parameter_of(layer))
-            except ValueError as error:
-                raise WhatIfError(f"{error}; leave {recipe.name} out") from error
-        passes = _Passes(model, loss, layers, {recipe.name: recipe for recipe in chosen})
-        for batch in batches:
-            passes.measure(batch, runs // (len(batches) * len(chosen)))
+    twin, layers = _twin(model, select)
+    for recipe, layer in itertools.product(chosen, layers.values()):
+        try:
+            check_recipe(recipe, parameter_of(layer))
+        except ValueError as error:
+            raise WhatIfError(f"{error}; leave {recipe.name} out") from error
+    passes = _Passes(twin, loss, layers, {recipe.name: recipe for recipe in chosen})
+    for batch in batches:
+        passes.measure(batch, runs // (len(batches) * len(chosen)))
     return passes.result(_rates(rates, next(model.parameters()).device))
 
 
@@ -128,16 +127,12 @@ def check(
     Returns:
         an Effect of the layer "", whose products and curvature are nan.
     """
-    found = []
-    with _borrowed(model, select) as layers:
-        passes = _Passes(model, loss, layers, {})
-        for batch in batches:
-            value, exact = passes.gradient(batch)
-            with contextlib.ExitStack() as stack:
-                for name in layers:
-                    stack.enter_context(passes.under(name, recipe_of(recipe, name)))
-                changed, gradient = passes.gradient(batch)
-            found.append(((changed - value) / abs(value), math.nan, *_against(exact, gradient)))
+    twin, layers = _twin(model, select)
+    passes, found = _Passes(twin, loss, layers, {}), []
+    for batch in batches:
+        exact = passes.gradient(batch)
+        changed = passes.gradient(batch, {name: recipe_of(recipe, name) for name in layers})
+        found.append(_against(exact, changed, math.nan))
     return Effect("", "map", *NO_PRODUCTS, *_mean(found), True)
 
 
@@ -148,48 +143,31 @@ def _rates(rates: Rates | None, device: torch.device) -> Rates:
         return PUBLISHED["H100"]
 
 
-@contextlib.contextmanager
-def _borrowed(model: nn.Module, select: Select | None) -> Iterator[dict[str, RecipeModule]]:
-    """The layers to compare, converted and in high precision, by name; afterwards the model is as it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(module, dict(module._buffers)) for module in model.modules()]
-    converted = {name: m for name, m in model.named_modules() if isinstance(m, RecipeModule)}
-    layers = {n: m for n, m in converted.items() if select is None or select(m, n)}
-    others: Mapping[str, Any] = {name: m.recipe for name, m in converted.items() if name not in layers}
-    chosen = large_enough if select is None else select
-
-    def is_new(module: nn.Module, name: str) -> bool:
-        return (fp8_class(module) or experts_class(module)) is not None and chosen(module, name)
-
-    with contextlib.ExitStack() as afterwards:
-        if converted:
-            afterwards.enter_context(using(model, RecipeMap(high_precision(), others)))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "octavo.convert converted nothing")
-            convert(model, high_precision(), is_new)
-        added = {name: m for name, m in model.named_modules() if isinstance(m, RecipeModule) and name not in converted}
-        afterwards.callback(_put_back, model, list(added.values()), modes, buffers)
-        if not layers and not added:
-            default = f"; the default takes those of at least {MIN_FEATURES} features" * (select is None)
-            raise WhatIfError(f"no layer to compare: select takes none of this model's{default}")
-        if not model.training:
-            model.train()
-        yield layers | added
+def _twin(model: nn.Module, select: Select | None) -> tuple[nn.Module, dict[str, RecipeModule]]:
+    """A copy in training, with the model's own parameters, and the layers to compare, in high precision, by name."""
+    own = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
+    twin = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *own)})
+    if not twin.training:
+        twin.train()
+    given = dict(model.named_modules())
+    chosen = None if select is None else lambda _, name: select(given[name], name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "octavo.convert converted nothing")
+        convert(twin, high_precision(), chosen)
+    layers = {name: m for name, m in twin.named_modules() if isinstance(m, RecipeModule)}
+    if select is not None:
+        layers = {n: m for n, m in layers.items() if not isinstance(given.get(n), RecipeModule) or select(given[n], n)}
+    if not layers:
+        default = f"; the default takes those of at least {MIN_FEATURES} features" * (select is None)
+        raise WhatIfError(f"no layer to compare: select takes none of this model's{default}")
+    return twin, layers
 
 
-def _put_back(model: nn.Module, added: list[RecipeModule], modes: list[Any], buffers: list[Any]) -> None:
-    for module in dict.fromkeys(layer.holder for layer in added):
-        if isinstance(module, ConvertedExperts):
-            module.remove_parts()
-            restore_class(module, ConvertedExperts)
-        else:
-            module.forget_recipe()  # type: ignore[operator]
-            restore_class(module, RecipeModule)
-    for module, training in modes:
-        module.training = training
-    for module, found in buffers:
-        module._buffers.update(found)
-    choose_fast_path(model)
+class Gradient(NamedTuple):
+    """A batch's loss, and its gradients by parameter."""
+
+    loss: float
+    of: Sequence[Tensor | None]
 
 
 class _Passes:
@@ -205,12 +183,7 @@ class _Passes:
     ) -> None:
         self.model, self.loss, self.layers, self.recipes = model, loss, layers, recipes
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.buffers = [
-            (module, name, buffer)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        self.buffers = [(m, name, buffer) for m in model.modules() for name, buffer in m.named_buffers(recurse=False)]
         self.works: dict[str, LinearWork] = {}
         self.local: dict[Key, Tensor] = {}
         self.gradient_share: dict[str, float] = {}  # by layer, its share of the gradient's square
@@ -223,31 +196,30 @@ class _Passes:
     def measure(self, batch: Any, most: int) -> None:
         """Run a batch in high precision, with all layers in FP8, and with ``most`` layers alone, under each recipe."""
         before, self.first = dict(self.states), {}
-        with self._watched():
-            value, exact = self.gradient(batch)
-        if not math.isfinite(value) or value == 0:
-            raise WhatIfError(f"loss(model, batch) is {value} in high precision: nothing is relative to it")
+        hooks = [
+            layer.register_forward_hook(functools.partial(self._watch, name), prepend=True, with_kwargs=True)
+            for name, layer in self.layers.items()
+        ]
+        exact = self.gradient(batch)
+        for hook in hooks:
+            hook.remove()
+        if not math.isfinite(exact.loss) or exact.loss == 0:
+            raise WhatIfError(f"loss(model, batch) is {exact.loss} in high precision: nothing is relative to it")
         if not self.run:
-            self._choose(exact, max(most, 1))
+            self._choose(exact.of, max(most, 1))
         for recipe, chosen in self.run.items():
             for names, found in (
                 (list(self.layers), self.together[recipe]),
                 *(([name], self.alone.setdefault((name, recipe), [])) for name in chosen),
             ):
-                with contextlib.ExitStack() as stack:
-                    for name in names:
-                        stack.enter_context(self.under(name, self.recipes[recipe], before.get((name, recipe))))
-                    changed, gradient = self.gradient(batch)
-                change, first = changed - value, sum(self.first.get((name, recipe), 0.0) for name in names)
-                found.append((change / abs(value), (change - first) / abs(value), *_against(exact, gradient)))
+                states = {name: before.get((name, recipe)) for name in names}
+                changed = self.gradient(batch, dict.fromkeys(names, self.recipes[recipe]), states)
+                found.append(_against(exact, changed, sum(self.first.get((name, recipe), 0.0) for name in names)))
 
-    def _choose(self, exact: Gradients, most: int) -> None:
+    def _choose(self, exact: Sequence[Tensor | None], most: int) -> None:
         """Choose which layers to run alone: those whose products' errors add most noise to the gradient."""
-        squares = {
-            id(parameter): 0.0 if gradient is None else float(gradient.double().square().sum())
-            for parameter, gradient in zip(self.parameters, exact, strict=True)
-        }
-        whole = sum(squares.values())
+        sizes = [0.0 if gradient is None else float(gradient.double().square().sum()) for gradient in exact]
+        squares, whole = dict(zip(map(id, self.parameters), sizes, strict=True)), sum(sizes)
         for name, layer in self.layers.items():
             self.gradient_share[name] = squares.get(id(parameter_of(layer)), 0.0) / whole if whole else 0.0
         reached = [name for name in self.layers if name in self.works]
@@ -264,11 +236,15 @@ class _Passes:
         output, grad_input, grad_weight = (errors / exact).sqrt().tolist()  # 0 / 0: a product that is not computed
         return output, grad_input, grad_weight
 
-    def gradient(self, batch: Any) -> tuple[float, Gradients]:
-        """The loss of a batch and its gradients. It changes nothing but buffers, for which the model has copies."""
+    def gradient(
+        self, batch: Any, recipes: Mapping[str, Recipe] = EMPTY, states: Mapping[str, State | None] = EMPTY
+    ) -> Gradient:
+        """The gradient of a batch with some layers under recipes, which begin with these delayed states."""
         for module, name, buffer in self.buffers:
             module._buffers[name] = buffer.clone()
-        devices = {p.device.index or 0 for p in self.model.parameters() if p.device.type == "cuda"}
+        for name, recipe in recipes.items():
+            self._put(name, recipe, states.get(name))
+        devices = {p.device.index or 0 for p in self.parameters if p.device.type == "cuda"}
         with torch.random.fork_rng(devices), torch.enable_grad():
             value = self.loss(self.model, batch)
             if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
@@ -276,47 +252,32 @@ class _Passes:
                 what = f"a {type(value).__name__}" if shape is None else f"a tensor of shape {tuple(shape)}"
                 raise WhatIfError(f"loss(model, batch) gave {what}: it must be a scalar with a gradient")
             found = torch.autograd.grad(value.reshape(()), self.parameters, allow_unused=True)
-        return float(value.detach()), list(found)
+        for name in recipes:
+            self._put(name, high_precision())
+        return Gradient(float(value.detach()), found)
 
-    @contextlib.contextmanager
-    def under(self, name: str, recipe: Recipe, state: State | None = None) -> Iterator[None]:
-        """Put a layer under a recipe; ``state``: the delayed state that it begins with."""
-        layer = self.layers[name]
-        layer.recipe = recipe
+    def _put(self, name: str, recipe: Recipe, state: State | None = None) -> None:
+        self.layers[name].recipe = recipe
         if state is not None:
-            layer.__dict__[STATE] = state.clone()
-        try:
-            yield
-        finally:
-            layer.recipe = high_precision()
+            self.layers[name].__dict__[STATE] = state.clone()
 
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Compute each layer's products under each recipe when its backward begins, which has input and grad_output."""
-        with contextlib.ExitStack() as stack:
-            for name, layer in self.layers.items():
-                stack.callback(layer.register_forward_hook(self._watch(name), prepend=True, with_kwargs=True).remove)
-            yield
+    def _watch(self, name: str, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Compute a layer's products under each recipe when its backward begins, which has input and grad_output."""
+        x, *offsets = (*args, *(kwargs[key] for key in ("input", "offsets") if key in kwargs))
+        splits = output if isinstance(output, tuple) else (output,)
+        if not splits[0].requires_grad:
+            return
+        kind = x.device.type
+        autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        sizes = [split.shape for split in splits]
 
-    def _watch(self, name: str) -> Callable[..., None]:
-        def hook(layer: Any, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-            x, *offsets = (*arguments, *(named[key] for key in ("input", "offsets") if key in named))
-            splits = output if isinstance(output, tuple) else (output,)
-            if not splits[0].requires_grad:
-                return
-            kind = x.device.type
-            autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            sizes = [split.shape for split in splits]
+        def backward(gradients: Sequence[Tensor | None]) -> None:
+            first = next(gradient for gradient in gradients if gradient is not None)
+            whole = [first.new_zeros(s) if g is None else g for g, s in zip(gradients, sizes, strict=True)]
+            with autocast:
+                self._count(name, x, torch.cat(whole, -1), offsets)
 
-            def backward(gradients: Sequence[Tensor | None]) -> None:
-                first = next(gradient for gradient in gradients if gradient is not None)
-                whole = [first.new_zeros(s) if g is None else g for g, s in zip(gradients, sizes, strict=True)]
-                with autocast:
-                    self._count(name, x, torch.cat(whole, -1), offsets)
-
-            torch.autograd.graph.register_multi_grad_hook(splits, backward)
-
-        return hook
+        torch.autograd.graph.register_multi_grad_hook(splits, backward)
 
     def _count(self, name: str, x: Tensor, grad: Tensor, offsets: Sequence[Tensor]) -> None:
         layer = self.layers[name]
@@ -326,10 +287,11 @@ class _Passes:
         self.works.setdefault(name, LinearWork(name, x.numel() // columns, columns, rows, *needs, experts or 1))
         for recipe, value in self.recipes.items():
             key = name, recipe
-            with self.under(name, value, self.states.get(key)):
-                products = _products(layer, x, grad, offsets)
-                if (state := state_of(layer)) is not None:
-                    self.states[key] = state.clone()
+            self._put(name, value, self.states.get(key))
+            products = _products(layer, x, grad, offsets)
+            if (state := state_of(layer)) is not None:
+                self.states[key] = state.clone()
+            self._put(name, high_precision())
             squares = x.new_zeros(2, len(PRODUCTS), dtype=torch.float64)
             for i, (product, wanted) in enumerate(zip(products, exact, strict=True)):
                 if product is not None and wanted is not None:
@@ -377,17 +339,16 @@ def _products(layer: RecipeModule, x: Tensor, grad: Tensor, ends: Any) -> tuple[
     return output.detach(), grads[0], grads[1]
 
 
-def _against(exact: Gradients, found: Gradients) -> tuple[float, float]:
-    """(cosine, ratio of the norms) of two gradients, in float64."""
-    sums = torch.zeros(3, dtype=torch.float64)
-    for a, b in zip(exact, found, strict=True):
-        x, y = (None if g is None else g.detach().double().flatten() for g in (a, b))
+def _against(exact: Gradient, found: Gradient, first: float) -> Found:
+    """Effect's loss, curvature, cosine and norm_ratio; ``first``: the term of first order in the loss's change."""
+    change, sums = found.loss - exact.loss, torch.zeros(3, dtype=torch.float64)
+    for pair in zip(exact.of, found.of, strict=True):
+        x, y = (None if g is None else g.detach().double().flatten() for g in pair)
         pairs = ((x, y), (x, x), (y, y))
         sums += torch.stack([torch.zeros(()).double() if p is None or q is None else (p @ q).cpu() for p, q in pairs])
     dot, norm, other = sums.tolist()
-    if not norm or not other:
-        return math.nan, math.nan
-    return dot / math.sqrt(norm * other), math.sqrt(other / norm)
+    cosine, ratio = (dot / math.sqrt(norm * other), math.sqrt(other / norm)) if norm and other else (math.nan, math.nan)
+    return change / abs(exact.loss), (change - first) / abs(exact.loss), cosine, ratio
 
 
 def _mean(values: Sequence[Found]) -> Found:
