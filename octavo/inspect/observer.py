@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from octavo import kernels
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT
+from octavo.autograd.casts import GRAD_OUTPUT
 from octavo.autograd.grouped import group_of_rows, padded_ends, rows_of_codes
 from octavo.autograd.products import Layer
 from octavo.kernels.layouts import contraction_multiple
@@ -27,8 +27,7 @@ class LayerCounts(NamedTuple):
     """
 
     recipe: Recipe
-    input: RoleCounts
-    grad_output: RoleCounts
+    roles: Sequence[RoleCounts]
     first: int
 
 
@@ -66,7 +65,7 @@ class Observer(NamedTuple):
         x_RC = source()
         if isinstance(x_RC, ForProducts):
             return
-        casts, (first, second) = recipe.casts[role], self.counts.input if role == INPUT else self.counts.grad_output
+        casts, (first, second) = recipe.casts[role], self.counts.roles[role]
         if first is not None and casts.as_is is not None and operands.as_is is not None:
             kernels.cast_statistics(x_RC, *operands.as_is, casts.as_is.tile, *self._of(first, offsets), offsets)
         elif casts.once:  # in a first layer, whose input needs no gradient
@@ -78,12 +77,11 @@ class Observer(NamedTuple):
 
     def _of(self, counts: Counts, offsets: Tensor | None) -> Counts:
         """The counts of these groups, which are all experts, or those whose products this rank computes."""
-        (sums, extremes), layer = counts, self.counts
-        assert layer is not None
-        if offsets is None or offsets.shape[0] == sums.shape[0]:
+        assert self.counts is not None
+        if offsets is None or offsets.shape[0] == counts[0].shape[0]:
             return counts
-        here = slice(layer.first, layer.first + offsets.shape[0])
-        return sums[here], extremes[here]
+        here = slice(self.counts.first, self.counts.first + offsets.shape[0])
+        return counts[0][here], counts[1][here]
 
     def product(
         self,

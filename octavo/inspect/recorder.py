@@ -190,14 +190,14 @@ class Recorder:
             self._table = Table(self.model)
         self._table.attach(True)
         if self._table.rows:
-            self._samples.take(self._table.weights, self.optimizer)
+            self._samples.take(self._table.layers, self.optimizer)
 
     @torch.no_grad()
     def _count(self) -> dict[str, Tensor]:
         """Take the step's counts, summed over all ranks, and set the model's to 0."""
         table = self._table
-        count_weights(table.weights, self._ranks)
-        moved = self._samples.moved(table.weights, self.optimizer)
+        count_weights(table.layers, self._ranks)
+        moved = self._samples.moved(table.layers, self.optimizer)
         sums, extremes = self._ranks.sum(table.sums).clone(), self._ranks.largest(table.extremes).clone()
         table.sums.zero_()
         table.extremes.zero_()

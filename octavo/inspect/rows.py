@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from octavo.autograd.casts import WEIGHT
-from octavo.inspect.observer import LayerCounts, RoleCounts, observe
+from octavo.inspect.observer import LayerCounts, observe
 from octavo.kernels.arguments import EXPONENTS, EXTREMES, SUMS
 from octavo.nn.candidates import features
 from octavo.nn.grouped_linear import Grouped
@@ -69,35 +68,27 @@ class Row:
         return self.cast.format.max / 2.0**self.cast.margin
 
 
-class RecordedRole(NamedTuple):
-    """A role of a layer: the module, and where its casts are counted while it has this recipe."""
-
-    module: RecipeModule
-    recipe: Recipe
-    role: int
-    counts: RoleCounts
-
-
 class Table:
     """The rows of a model with its present recipes, and the tensors they are counted in.
 
     Attributes:
         rows: in the order of the model's layers.
         sums, extremes: [lines of all rows, ...], as in ``cast_statistics``.
-        roles: each layer's roles.
+        layers: each layer with a product in FP8, and its part of these tensors.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = _fp8_layers(model)
         devices = {device_of(m) for m in model.modules() if isinstance(m, RecipeModule)} or {torch.device("cpu")}
         if len(devices) > 1:
             raise ValueError(f"the model lies on several devices, {sorted(map(str, devices))}: record each part")
         (device,) = devices
-        self.recipes = [(name, m.recipe) for name, m in modules]
-        planned = [(name, m, role, _casts(m, role)) for name, m in modules for role in range(len(ROLES))]
+        layers = _fp8_layers(model)
+        self._recipes = [(name, m.recipe) for name, m in layers]
+        planned = [(name, m, [_casts(m.recipe, role) for role in range(len(ROLES))]) for name, m in layers]
         self.rows = [
             Row(name, ROLES[role], *cast, *_of_experts(m, role))
-            for name, m, role, casts in planned
+            for name, m, roles in planned
+            for role, casts in enumerate(roles)
             for cast in casts
             if cast
         ]
@@ -106,29 +97,22 @@ class Table:
         self.extremes = torch.zeros(sum(lines), len(EXTREMES), device=device)
         counts = zip(self.rows, self.sums.split(lines), self.extremes.split(lines), strict=True)
         places = ((sums, extremes) if row.experts else (sums[0], extremes[0]) for row, sums, extremes in counts)
-        self.roles = []
-        for _, module, role, casts in planned:
-            first, second = (next(places) if cast else None for cast in casts)
-            self.roles.append(RecordedRole(module, module.recipe, role, (first, second)))
+        self.layers: list[tuple[RecipeModule, LayerCounts]] = []
+        for _, module, roles in planned:
+            of_roles = [(next(places) if first else None, next(places) if second else None) for first, second in roles]
+            self.layers.append((module, LayerCounts(module.recipe, of_roles, first_here(module))))
         self._is_attached = False
-
-    @property
-    def weights(self) -> list[RecordedRole]:
-        """The roles that are weights."""
-        return [found for found in self.roles if found.role == WEIGHT]
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether a model's layers and recipes are those of the table."""
-        return self.recipes == [(name, m.recipe) for name, m in _fp8_layers(model)]
+        return self._recipes == [(name, m.recipe) for name, m in _fp8_layers(model)]
 
     def attach(self, on: bool) -> None:
         """Have the modules count, or stop counting."""
-        if not on and not self._is_attached:
-            return
+        if on or self._is_attached:
+            for module, counts in self.layers:
+                observe(module, counts=counts if on else None)
         self._is_attached = on
-        for x, _, grad in zip(*[iter(self.roles)] * len(ROLES), strict=True):
-            counts = LayerCounts(x.recipe, x.counts, grad.counts, first_here(x.module)) if on else None
-            observe(x.module, counts=counts)
 
 
 def _fp8_layers(model: nn.Module) -> list[tuple[str, RecipeModule]]:
@@ -169,9 +153,9 @@ def parameter_of(module: RecipeModule) -> nn.Parameter | None:
 _CastOfRow = tuple[tuple[str, ...], Cast] | None
 
 
-def _casts(module: RecipeModule, role: int) -> tuple[_CastOfRow, _CastOfRow]:
+def _casts(recipe: Recipe, role: int) -> tuple[_CastOfRow, _CastOfRow]:
     """A role's casts as it lies and transposed, each with the products that read it; if they are the same, only one."""
-    casts, (as_is, transposed) = module.recipe.casts[role], READS[ROLES[role]]
+    casts, (as_is, transposed) = recipe.casts[role], READS[ROLES[role]]
     if casts.once:
         assert casts.as_is is not None
         return ((as_is, transposed), casts.as_is), None

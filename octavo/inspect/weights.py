@@ -14,7 +14,8 @@ from octavo import kernels
 from octavo.autograd.casts import WEIGHT
 from octavo.distributed.ranks import Ranks
 from octavo.granularity import ALL
-from octavo.inspect.rows import RecordedRole, parameter_of
+from octavo.inspect.observer import LayerCounts
+from octavo.inspect.rows import parameter_of
 from octavo.kernels.reference.master_weights import Fp8Weight
 from octavo.kernels.reference.optimizer_state import Piece
 from octavo.nn.grouped_linear import Grouped
@@ -36,13 +37,15 @@ MOVED = (
 )
 SAMPLED = 1024  # elements of a weight
 
+Layer = tuple[RecipeModule, LayerCounts]
 
-def count_weights(weights: Sequence[RecordedRole], ranks: Ranks) -> None:
+
+def count_weights(layers: Sequence[Layer], ranks: Ranks) -> None:
     """Count what the casts of weights do, as the next forward will make them; of sharded weights this rank's rows."""
-    shared = _shared_scales(weights, ranks)
-    for place, (module, recipe, _, counts) in enumerate(weights):
+    shared = _shared_scales(layers, ranks)
+    for place, (module, layer) in enumerate(layers):
         weight = parameter_of(module)
-        if weight is None or module.recipe is not recipe:
+        if weight is None or module.recipe is not layer.recipe:
             continue
         local = on_this_rank(weight).detach()
         stored = local if isinstance(local, StoredWeight) else None
@@ -55,7 +58,9 @@ def count_weights(weights: Sequence[RecordedRole], ranks: Ranks) -> None:
             ends = torch.arange(matrices.shape[1], len(x) + 1, matrices.shape[1], dtype=torch.int32, device=x.device)
             here = slice(first := first_expert(weight), first + len(ends))
             is_stored_transposed = module.stores_transposed
-        for cast, counted, is_transposed in zip(recipe.weight_casts[:2], counts, (False, True), strict=True):
+        for cast, counted, is_transposed in zip(
+            layer.recipe.weight_casts[:2], layer.roles[WEIGHT], (False, True), strict=True
+        ):
             if cast is None or counted is None:
                 continue
             if stored is not None:  # it has only codes: nothing is cast
@@ -79,10 +84,10 @@ def first_expert(weight: Tensor) -> int:
     return local_shape_and_offset(weight.shape, mesh, placements)[1][0]
 
 
-def _shared_scales(weights: Sequence[RecordedRole], ranks: Ranks) -> dict[int, Tensor]:
+def _shared_scales(layers: Sequence[Layer], ranks: Ranks) -> dict[int, Tensor]:
     """Scales of casts per tensor of sharded weights, by place: from the amax of all ranks' rows."""
     shards: dict[int, tuple[Tensor, Cast]] = {}
-    for place, (module, *_) in enumerate(weights):
+    for place, (module, _) in enumerate(layers):
         weight = parameter_of(module)
         cast = next((c for c in module.recipe.weight_casts[:2] if c is not None and c.tile == (ALL, ALL)), None)
         if weight is None or cast is None or isinstance(module, Grouped) or module.recipe.delayed:
@@ -152,15 +157,15 @@ class WeightSamples:
         self._before: tuple[list[MasterForm | None], Tensor] | None = None
 
     @torch.no_grad()
-    def take(self, weights: Sequence[RecordedRole], optimizer: torch.optim.Optimizer | None) -> None:
+    def take(self, layers: Sequence[Layer], optimizer: torch.optim.Optimizer | None) -> None:
         """Take the samples before a step."""
-        samples, values = _read(weights, optimizer)
+        samples, values = _read(layers, optimizer)
         self._before = [sample.master for sample in samples], values
 
-    def moved(self, weights: Sequence[RecordedRole], optimizer: torch.optim.Optimizer | None) -> Tensor:
+    def moved(self, layers: Sequence[Layer], optimizer: torch.optim.Optimizer | None) -> Tensor:
         """MOVED of each weight, summed over its sample: float64 [weights, 10]."""
         assert self._before is not None
-        (masters, before), (new, after) = self._before, _read(weights, optimizer)
+        (masters, before), (new, after) = self._before, _read(layers, optimizer)
         self._before = None
         change = (after - before).double()  # of the weight, of the distance to the next number, and of the master
         squares, changed = change.square().sum(-1), (change != 0).sum(-1, dtype=torch.float64)
@@ -198,9 +203,9 @@ def _together(samples: Sequence[Tensor]) -> Tensor:
     )
 
 
-def _read(weights: Sequence[RecordedRole], optimizer: torch.optim.Optimizer | None) -> tuple[list[_Sample], Tensor]:
+def _read(layers: Sequence[Layer], optimizer: torch.optim.Optimizer | None) -> tuple[list[_Sample], Tensor]:
     """Samples, and their values [3, weights, SAMPLED]: the weight's, the distances to the next number, the master's."""
-    samples = [_Sample.of(found.module, optimizer) for found in weights]
+    samples = [_Sample.of(module, optimizer) for module, _ in layers]
     by_key: dict[object, list[int]] = {}
     for place, sample in enumerate(samples):
         by_key.setdefault(sample.key, []).append(place)

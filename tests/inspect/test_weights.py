@@ -128,10 +128,10 @@ def test_more_layers_are_no_more_launches(storage: str | None) -> None:
         model(torch.randn(8, 64, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
         table, samples = Table(model), WeightSamples()
-        samples.take(table.weights, optimizer)  # what is made once
-        samples.moved(table.weights, optimizer)
+        samples.take(table.layers, optimizer)  # what is made once
+        samples.moved(table.layers, optimizer)
         with Launches() as launches:
-            samples.take(table.weights, optimizer)
-            samples.moved(table.weights, optimizer)
+            samples.take(table.layers, optimizer)
+            samples.moved(table.layers, optimizer)
         counted.append(launches.count)
     assert counted[0] == counted[1] < 100
