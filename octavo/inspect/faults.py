@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,14 +87,6 @@ class FaultError(OctavoError):
         self.fault = fault
 
 
-class _StepInFlight(NamedTuple):
-    """A step on its way to the host: SIGNALS of each rank, its loss and its grad_norm."""
-
-    step: int
-    signals: Tensor  # [ranks, 7]
-    event: Any
-
-
 class FaultTrace:
     """Finds the first inf or NaN of a training, by its layer, role and step; cheap enough to be left on.
 
@@ -138,7 +130,7 @@ class FaultTrace:
         self._ranks = Ranks.of_process() if group is None else Ranks(group)
         self._device = device_of(self._layers[0][1])
         self._late = 0 if self._device.type == "cpu" else LATE
-        self._readings: list[_StepInFlight] = []
+        self._readings: list[tuple[int, Tensor, Any]] = []  # steps on their way to the host, with _send's signals
         self._read: deque[tuple[int, float, float]] = deque(maxlen=BEFORE + 1)
         roles = [module for _, module in self._layers for _ in WATCHED]
         self._found = torch.zeros(len(roles), len(FOUND), device=self._device)
@@ -188,7 +180,7 @@ class FaultTrace:
 
     @torch.no_grad()
     def _send(self, loss: float | Tensor | None, grad_norm: float | Tensor | None) -> None:
-        """Keep the step's statistics on the device, and send what shows a fault to the host."""
+        """Keep the step's statistics on the device; send the host [ranks, 7]: SIGNALS, the loss and the grad_norm."""
         self._ring[self._step % len(self._ring)].copy_(self._found)
         scalars, faulty = [], []
         for given in (loss, grad_norm):
@@ -205,7 +197,7 @@ class FaultTrace:
         if self._device.type == "cuda":
             signals = torch.empty_like(signals, device="cpu", pin_memory=True).copy_(signals, non_blocking=True)
             event = torch.cuda.current_stream(self._device).record_event()
-        self._readings.append(_StepInFlight(self._step, signals, event))
+        self._readings.append((self._step, signals, event))
 
     def _faulty_weight(self) -> Tensor:
         """1 + the number of the first layer whose weight's first or last row has a fault; 0 if none has."""
@@ -219,15 +211,15 @@ class FaultTrace:
     def _receive(self, late: int, collective: bool) -> None:
         """Read the steps that ended more than ``late`` steps ago; ``collective``: all ranks do so together."""
         while len(self._readings) > late and self.fault is None:
-            reading = self._readings.pop(0)
-            if reading.event is not None:
-                reading.event.synchronize()
-            rows = reading.signals.tolist()
-            self._read.append((reading.step, *rows[0][len(SIGNALS) :]))
+            step, signals, event = self._readings.pop(0)
+            if event is not None:
+                event.synchronize()
+            rows = signals.tolist()
+            self._read.append((step, *rows[0][len(SIGNALS) :]))
             for at, role in enumerate(SIGNALS):
                 faulty = [rank for rank, row in enumerate(rows) if row[at]]
                 if faulty and (self._gradients or not role.startswith("grad")):
-                    self.fault = self._named(reading.step, role, faulty[0], int(rows[faulty[0]][at]), collective)
+                    self.fault = self._named(step, role, faulty[0], int(rows[faulty[0]][at]), collective)
                     return
 
     def _named(self, step: int, role: str, rank: int, place: int, collective: bool) -> Fault:

@@ -142,22 +142,19 @@ def diagnose(record: Record) -> list[Finding]:
 
 def _joined_faults(found: list[Finding], steps: list[int]) -> list[Finding]:
     """Findings in order, but each "nonfinite" one is joined to an earlier one that it soon follows, which counts it."""
-    kept: list[Finding] = []
-    followers: dict[int, list[Finding]] = {}  # by the index in ``kept`` of the one that they follow
-    for each in found:
-        if each.kind != "nonfinite":
-            kept.append(each)
-        elif followers and steps.index(each.begins) - steps.index(kept[first := max(followers)].begins) <= SOON:
-            followers[first].append(each)
+    together: list[list[Finding]] = []
+    for each in (each for each in found if each.kind == "nonfinite"):
+        if together and steps.index(each.begins) - steps.index(together[-1][0].begins) <= SOON:
+            together[-1].append(each)
         else:
-            followers[len(kept)] = []
-            kept.append(each)
-    for first, others in followers.items():
+            together.append([each])
+    joined = []
+    for first, *others in together:
         if layers := {other.layer for other in others}:
             many, where = "s" * (len(others) > 1), f"{len(layers)} layer{'s' * (len(layers) > 1)}"
-            cause = f"{kept[first].cause}; soon those of {len(others)} more cast{many} in {where} too"
-            kept[first] = replace(kept[first], cause=cause)
-    return kept
+            first = replace(first, cause=f"{first.cause}; soon those of {len(others)} more cast{many} in {where} too")
+        joined.append(first)
+    return joined + [each for each in found if each.kind != "nonfinite"]
 
 
 def _explained(found: list[Finding], steps: list[int]) -> list[Finding]:
@@ -171,8 +168,10 @@ def _explained(found: list[Finding], steps: list[int]) -> list[Finding]:
             return 0 <= records <= SOON and later.kind in ("stale", "clipped")
         return 0 < records <= SOON and later.layer == each.layer and math.isfinite(later.severity)
 
-    severities = [max([each.severity, *(later.severity for later in found if follows(later, each))]) for each in found]
-    return [replace(each, severity=severity) for each, severity in zip(found, severities, strict=True)]
+    return [
+        replace(each, severity=max([each.severity, *(later.severity for later in found if follows(later, each))]))
+        for each in found
+    ]
 
 
 def _stretch(over: Any, values: Any) -> tuple[int, int]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,11 +98,9 @@ def _as_lines(lines: Iterable[Mapping[str, Any]]) -> str:
 
 def files_of(folder: Path, kind: str) -> dict[int, Path]:
     """The files of a kind, "rows" or "counts", by their step, in order."""
-    found = {}
-    for path in folder.glob(f"{kind}-*"):
-        if match := re.fullmatch(rf"{kind}-(\d+)\.(?:json|npz)", path.name):
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
+    paths = folder.glob(f"{kind}-*.{'json' if kind == 'rows' else 'npz'}")
+    steps = ((path.stem.removeprefix(f"{kind}-"), path) for path in paths)
+    return dict(sorted((int(step), path) for step, path in steps if step.isdecimal()))
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:

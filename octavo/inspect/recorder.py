@@ -17,7 +17,7 @@ from octavo.distributed.ranks import Ranks, whole
 from octavo.inspect.findings import severities
 from octavo.inspect.record import RecordWriter, by_layer, measures_of, numpy, of_weights
 from octavo.inspect.rows import Row, Table
-from octavo.inspect.weights import WeightSamples, count_weights
+from octavo.inspect.weights import Samples, count_weights, moved_since, sample
 from octavo.kernels.arguments import SUMS
 
 Scalar = float | Tensor
@@ -96,7 +96,7 @@ class Recorder:
         with self._ranks.together():
             self._writer = RecordWriter(Path(to), step) if self._ranks.rank == 0 else None
         self._written: Table | None = None
-        self._samples = WeightSamples()
+        self._samples: Samples | None = None
         self._scalars: list[tuple[int, str, Scalar]] = []
         self._readings: list[_InFlight] = []
         self._switches = 0 if schedule is None else len(schedule.switches)
@@ -190,14 +190,15 @@ class Recorder:
             self._table = Table(self.model)
         self._table.attach(True)
         if self._table.rows:
-            self._samples.take(self._table.layers, self.optimizer)
+            self._samples = sample(self._table.layers, self.optimizer)
 
     @torch.no_grad()
     def _count(self) -> dict[str, Tensor]:
         """Take the step's counts, summed over all ranks, and set the model's to 0."""
         table = self._table
         count_weights(table.layers, self._ranks)
-        moved = self._samples.moved(table.layers, self.optimizer)
+        assert self._samples is not None
+        moved, self._samples = moved_since(self._samples, table.layers, self.optimizer), None
         sums, extremes = self._ranks.sum(table.sums).clone(), self._ranks.largest(table.extremes).clone()
         table.sums.zero_()
         table.extremes.zero_()
@@ -298,13 +299,14 @@ def kept(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]:
         extremes: [lines, 3].
     """
     np = numpy()
-    ends = np.cumsum([row.lines for row in rows])
-    starts = ends - [row.lines for row in rows]
+    lines = [row.experts or 1 for row in rows]
+    ends = np.cumsum(lines)
+    starts = ends - lines
     found = _counts("", np.add.reduceat(counts, starts), np.maximum.reduceat(extremes, starts))
     of_experts = [(row, slice(*its)) for row, *its in zip(rows, starts, ends, strict=True) if row.experts]
     if not of_experts:
         return found
-    each = [row for row in rows for _ in range(row.lines)]
+    each = [row for row in rows for _ in range(row.experts or 1)]
     severity = severities(measures_of(each, counts[:, : len(SUMS)], extremes), each)
     worst = np.array([its.start + severity[its].argmax() for _, its in of_experts])
     beyond = [(severity[its] > 1).sum() for _, its in of_experts]

@@ -47,20 +47,12 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
-        of_experts = {"experts": self.experts, "features": self.features} if self.experts else {}
-        return {"layer": self.layer, "role": self.role, "products": self.products, "cast": str(self.cast), **of_experts}
+        return {**{name: value for name, value in vars(self).items() if value != 0}, "cast": str(self.cast)}
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Row:
         """The row with such fields."""
-        cast = Cast.of(fields["cast"])
-        of_experts = fields.get("experts", 0), fields.get("features", 0)
-        return cls(fields["layer"], fields["role"], tuple(fields["products"]), cast, *of_experts)
-
-    @property
-    def lines(self) -> int:
-        """How many lines of counts it has: one, or one for each expert."""
-        return self.experts or 1
+        return cls(**{**fields, "products": tuple(fields["products"]), "cast": Cast.of(fields["cast"])})
 
     @property
     def largest(self) -> float:
@@ -92,7 +84,7 @@ class Table:
             for cast in casts
             if cast
         ]
-        lines = [row.lines for row in self.rows]
+        lines = [row.experts or 1 for row in self.rows]  # of counts: one, or one for each expert
         self.sums = torch.zeros(sum(lines), len(SUMS) + EXPONENTS, dtype=torch.float64, device=device)
         self.extremes = torch.zeros(sum(lines), len(EXTREMES), device=device)
         counts = zip(self.rows, self.sums.split(lines), self.extremes.split(lines), strict=True)

@@ -140,44 +140,33 @@ class _Sample(NamedTuple):
         codes = [_strided(state[name].view(torch.uint8)) for name in sorted(moments, key=len)]
         return cls(weight, _strided(matrix_of(weight)), master, rest, state, codes if len(codes) == 2 else ())
 
-    @property
-    def key(self) -> object:
-        """Equal for samples that are read together."""
-        return type(self.weight), self.weight.dtype, self.master
+
+Samples = tuple[list[MasterForm | None], Tensor]
 
 
-class WeightSamples:
+@torch.no_grad()
+def sample(layers: Sequence[Layer], optimizer: torch.optim.Optimizer | None) -> Samples:
     """Sampled elements of each weight and of its master before a step, to be compared with those after it.
 
     The samples of all layers are one tensor [layers, SAMPLED], padded with zeros: a few launches read them, however
     many layers there are.
     """
+    samples, values = _read(layers, optimizer)
+    return [sample.master for sample in samples], values
 
-    def __init__(self) -> None:
-        self._before: tuple[list[MasterForm | None], Tensor] | None = None
 
-    @torch.no_grad()
-    def take(self, layers: Sequence[Layer], optimizer: torch.optim.Optimizer | None) -> None:
-        """Take the samples before a step."""
-        samples, values = _read(layers, optimizer)
-        self._before = [sample.master for sample in samples], values
-
-    def moved(self, layers: Sequence[Layer], optimizer: torch.optim.Optimizer | None) -> Tensor:
-        """MOVED of each weight, summed over its sample: float64 [weights, 10]."""
-        assert self._before is not None
-        (masters, before), (new, after) = self._before, _read(layers, optimizer)
-        self._before = None
-        change = (after - before).double()  # of the weight, of the distance to the next number, and of the master
-        squares, changed = change.square().sum(-1), (change != 0).sum(-1, dtype=torch.float64)
-        sizes = []
-        for then, now in zip(masters, new, strict=True):
-            elements, moments = len(now.elements), len(now.moments[0]) if now.moments else 0
-            compares = now.master is not None and now.master == then  # not in the first step, which makes the master
-            sizes.append((elements, moments, elements * compares))
-        columns = [squares[0], after[1].double().square().sum(-1), changed[0], *_flushed(new)]
-        return torch.cat(
-            [_on_device(tuple(sizes), after.device), torch.stack([*columns, squares[2], changed[2]], 1)], 1
-        )
+def moved_since(before: Samples, layers: Sequence[Layer], optimizer: torch.optim.Optimizer | None) -> Tensor:
+    """MOVED of each weight, summed over its sample: float64 [weights, 10]."""
+    new, after = _read(layers, optimizer)
+    change = (after - before[1]).double()  # of the weight, of the distance to the next number, and of the master
+    squares, changed = change.square().sum(-1), (change != 0).sum(-1, dtype=torch.float64)
+    sizes = []
+    for then, now in zip(before[0], new, strict=True):
+        elements, moments = len(now.elements), len(now.moments[0]) if now.moments else 0
+        compares = now.master is not None and now.master == then  # not in the first step, which makes the master
+        sizes.append((elements, moments, elements * compares))
+    columns = [squares[0], after[1].double().square().sum(-1), changed[0], *_flushed(new), squares[2], changed[2]]
+    return torch.cat([_on_device(tuple(sizes), after.device), torch.stack(columns, 1)], 1)
 
 
 @functools.lru_cache(maxsize=8)
@@ -208,7 +197,7 @@ def _read(layers: Sequence[Layer], optimizer: torch.optim.Optimizer | None) -> t
     samples = [_Sample.of(module, optimizer) for module, _ in layers]
     by_key: dict[object, list[int]] = {}
     for place, sample in enumerate(samples):
-        by_key.setdefault(sample.key, []).append(place)
+        by_key.setdefault((type(sample.weight), sample.weight.dtype, sample.master), []).append(place)
     rows: dict[int, Tensor] = {}
     for places in by_key.values():
         alike = [samples[place] for place in places]
@@ -220,6 +209,10 @@ def _read(layers: Sequence[Layer], optimizer: torch.optim.Optimizer | None) -> t
 _WHOLE = Piece(slice(None), slice(None), SAMPLED, 0, SAMPLED)
 
 
+def _rests(samples: Sequence[_Sample]) -> Tensor:
+    return _together([sample.rest for sample in samples if sample.rest is not None])
+
+
 def _read_plain(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     """Values, distances and masters [samples, SAMPLED], float32, of plain weights."""
     elements, (first, *_) = _together([sample.elements for sample in samples]), samples
@@ -227,10 +220,7 @@ def _read_plain(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     eps = torch.full_like(values, torch.finfo(elements.dtype).eps).masked_fill_(values == 0, 0)
     masters = values
     if first.master is not None:
-        state = {
-            **first.state,
-            "master_rest": _together([sample.rest for sample in samples if sample.rest is not None]),
-        }
+        state = {**first.state, "master_rest": _rests(samples)}
         masters = first.master.for_kernel(elements, state).read(_WHOLE).view_as(values)
     return values, torch.ldexp(eps, torch.frexp(values).exponent - 1), masters
 
@@ -248,7 +238,7 @@ def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     values = values * scale_inv
     if first.master is None:
         return values, distances, values
-    rest = _together([sample.rest for sample in samples if sample.rest is not None])
+    rest = _rests(samples)
     if rest.dtype == torch.float32:  # the master itself
         return values, distances, rest
     unscaled = Fp8Weight(codes, first.master.kind, torch.ones(1, 1, device=codes.device), rest).read(_WHOLE)

@@ -9,8 +9,7 @@ from torch import nn
 
 import octavo
 from octavo import recipes
-from octavo.inspect.effects import WhatIfError
-from octavo.inspect.what_if import check, compare
+from octavo.inspect.what_if import WhatIfError, check, compare
 from octavo.train import GPT, ModelConfig, next_byte_loss
 from tests.support.expert_models import TOKENS, Mixture, batch
 from tests.support.helpers import every_layer, to_fp8
