@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from octavo.cost.command import columns
 from octavo.distributed.ranks import Ranks, whole
 from octavo.errors import OctavoError
-from octavo.inspect.observer import Notes, observe
-from octavo.inspect.rows import first_here, parameter_of, sizes_of
+from octavo.inspect.rows import Notes, first_here, observe, parameter_of, sizes_of
 from octavo.inspect.weights import first_expert
 from octavo.kernels.arguments import FOUND
 from octavo.nn.grouped_linear import Grouped

@@ -14,8 +14,7 @@ from octavo import kernels
 from octavo.autograd.casts import WEIGHT
 from octavo.distributed.ranks import Ranks
 from octavo.granularity import ALL
-from octavo.inspect.observer import LayerCounts
-from octavo.inspect.rows import parameter_of
+from octavo.inspect.rows import LayerCounts, parameter_of
 from octavo.kernels.reference.master_weights import Fp8Weight
 from octavo.kernels.reference.optimizer_state import Piece
 from octavo.nn.grouped_linear import Grouped
@@ -263,12 +262,7 @@ def _places_of_scales(shapes: tuple[Any, ...], device: torch.device) -> Tensor:
 
 def _flushed(samples: Sequence[_Sample]) -> list[Tensor]:
     """(how many codes of each first moment are 0 where the second's are not, and the other way round)."""
-    device = samples[0].elements.device
-    if not any(sample.moments for sample in samples):
-        return list(torch.zeros(2, len(samples), dtype=torch.float64, device=device))
-    none = torch.zeros(SAMPLED, dtype=torch.uint8, device=device)
-    first, second = (
-        _together([sample.moments[which] if sample.moments else none for sample in samples]) for which in range(2)
-    )
+    none = torch.zeros(SAMPLED, dtype=torch.uint8, device=samples[0].elements.device)
+    first, second = (_together([s.moments[which] if s.moments else none for s in samples]) for which in range(2))
     no_first, no_second = first & 0x7F == 0, second == 0
     return [only.sum(-1, dtype=torch.float64) for only in (no_first & ~no_second, no_second & ~no_first)]
