@@ -110,11 +110,7 @@ def _report(options: argparse.Namespace) -> str:
 
 
 def _what_if(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of a WhatIf, from the file that was given or that the record's folder has.
-
-    Raises:
-        RecordError: for a file that holds none.
-    """
+    """Rows of a WhatIf, from the file that was given or that the record's folder has."""
     path = options.what_if or options.folder / WHAT_IF
     if options.what_if is None and not path.exists():
         return []

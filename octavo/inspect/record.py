@@ -34,11 +34,7 @@ _STEPS = "steps.jsonl"
 
 
 def numpy() -> Any:
-    """NumPy, which records are made of.
-
-    Raises:
-        MissingExtraError: if it is not installed.
-    """
+    """NumPy, which records are made of; MissingExtraError if it is not installed."""
     try:
         import numpy
     except ImportError as error:
@@ -47,15 +43,7 @@ def numpy() -> Any:
 
 
 class RecordWriter:
-    """Writes one record.
-
-    Args:
-        folder: made if absent.
-        step: how many steps are done; the record of later ones is deleted.
-
-    Raises:
-        ValueError: if the folder holds a record and ``step`` is 0.
-    """
+    """Writes a record to a folder, and deletes that of steps after the first ``step``, which are done."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self.numpy, self.folder = numpy(), folder

@@ -282,21 +282,15 @@ _TOKENS_FROM = ("grad_output", "input", "weight")
 
 
 def kept(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]:
-    """What a record keeps of a step, as NumPy arrays.
+    """What a record keeps of a step, as NumPy arrays, from counts [lines, 71] and extremes [lines, 3].
 
     A row of experts is counted in one line for each expert. A record of all lines would be larger by the number of
     experts, and the worst expert shows what hurts a training. So it has:
 
         sums, exponents, extremes    for each row, all experts together
         worst_...                    the same of the worst expert alone, for each row of experts
-        worst                        its number, and how many experts have a measure beyond its limit: [rows of
-                                     experts, 2]
+        worst                        [rows of experts, 2]: its number, how many experts have a measure beyond its limit
         tokens                       those of each expert [E], one layer after the other
-
-    Args:
-        rows: at least one.
-        counts: [lines, 71], the lines of all rows.
-        extremes: [lines, 3].
     """
     np = numpy()
     lines = [row.experts or 1 for row in rows]

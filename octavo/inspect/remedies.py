@@ -71,17 +71,11 @@ class Exponents:
 
 
 class Remedy(NamedTuple):
-    """A change of a layer's recipe.
-
-    Attributes:
-        rules: of a RecipeMap: ``{"layers.3.mlp.down": {"grad_weight": None}}``.
-        share: the share of the row's numbers that would be too small.
-        is_bound: whether that is only an upper bound.
-    """
+    """A change of a layer's recipe, by rules of a RecipeMap: ``{"layers.3.mlp.down": {"grad_weight": None}}``."""
 
     rules: dict[str, RecipeRule]
-    share: float
-    is_bound: bool
+    share: float  # of the row's numbers that would be too small
+    is_bound: bool  # whether that is only an upper bound
 
 
 def remedies(row: Row, rows: Sequence[Row], found: Exponents, scale_inv: float, least: str) -> Iterator[Remedy]:

@@ -23,14 +23,12 @@ from octavo.nn.grouped_linear import Grouped
 from octavo.nn.parted_linear import PartedLinear
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.nn.weight import weight_of
-from octavo.scaling.recipe import ROLES, Cast, Recipe
+from octavo.scaling.recipe import OPERANDS, ROLES, Cast, Recipe
 from octavo.tensor.pair import ForProducts, Operands
 
-READS = {  # the products that read a role as it lies, and transposed
-    "input": ("output", "grad_weight"),
-    "weight": ("output", "grad_input"),
-    "grad_output": ("grad_input", "grad_weight"),
-}
+# the products that read a role as it lies, and transposed
+READS = {role: tuple(product for product, roles in OPERANDS.items() if role in roles) for role in ROLES}
+
 Counts = tuple[Tensor, Tensor]  # sums and extremes, arguments of the op cast_statistics; a row for each group
 RoleCounts = tuple[Counts | None, Counts | None]  # of the cast as it lies, and of the transposed one if that differs
 
@@ -44,6 +42,9 @@ class LayerCounts(NamedTuple):
     recipe: Recipe
     roles: Sequence[RoleCounts]
     first: int
+
+
+RecordedLayer = tuple[RecipeModule, LayerCounts]
 
 
 class Notes(NamedTuple):
@@ -201,7 +202,7 @@ class Table:
         self.extremes = torch.zeros(sum(lines), len(EXTREMES), device=device)
         counts = zip(self.rows, self.sums.split(lines), self.extremes.split(lines), strict=True)
         places = ((sums, extremes) if row.experts else (sums[0], extremes[0]) for row, sums, extremes in counts)
-        self.layers: list[tuple[RecipeModule, LayerCounts]] = []
+        self.layers: list[RecordedLayer] = []
         for _, module, roles in planned:
             of_roles = [(next(places) if first else None, next(places) if second else None) for first, second in roles]
             self.layers.append((module, LayerCounts(module.recipe, of_roles, first_here(module))))
@@ -254,14 +255,11 @@ def parameter_of(module: RecipeModule) -> nn.Parameter | None:
     return module.weight if isinstance(module, PartedLinear) else weight_of(module)
 
 
-_CastOfRow = tuple[tuple[str, ...], Cast] | None
-
-
-def _casts(recipe: Recipe, role: int) -> tuple[_CastOfRow, _CastOfRow]:
+def _casts(recipe: Recipe, role: int) -> list[tuple[tuple[str, ...], Cast] | None]:
     """A role's casts as it lies and transposed, each with the products that read it; if they are the same, only one."""
-    casts, (as_is, transposed) = recipe.casts[role], READS[ROLES[role]]
+    casts, products = recipe.casts[role], READS[ROLES[role]]
     if casts.once:
         assert casts.as_is is not None
-        return ((as_is, transposed), casts.as_is), None
-    first = None if casts.as_is is None else ((as_is,), casts.as_is)
-    return first, None if casts.transposed is None else ((transposed,), casts.transposed)
+        return [(products, casts.as_is), None]
+    pairs = zip(casts[:2], products, strict=True)
+    return [None if cast is None else ((product,), cast) for cast, product in pairs]

@@ -14,7 +14,7 @@ from octavo import kernels
 from octavo.autograd.casts import WEIGHT
 from octavo.distributed.ranks import Ranks
 from octavo.granularity import ALL
-from octavo.inspect.rows import LayerCounts, parameter_of
+from octavo.inspect.rows import RecordedLayer, parameter_of
 from octavo.kernels.reference.master_weights import Fp8Weight
 from octavo.kernels.reference.optimizer_state import Piece
 from octavo.nn.grouped_linear import Grouped
@@ -36,10 +36,8 @@ MOVED = (
 )
 SAMPLED = 1024  # elements of a weight
 
-Layer = tuple[RecipeModule, LayerCounts]
 
-
-def count_weights(layers: Sequence[Layer], ranks: Ranks) -> None:
+def count_weights(layers: Sequence[RecordedLayer], ranks: Ranks) -> None:
     """Count what the casts of weights do, as the next forward will make them; of sharded weights this rank's rows."""
     shared = _shared_scales(layers, ranks)
     for place, (module, layer) in enumerate(layers):
@@ -83,7 +81,7 @@ def first_expert(weight: Tensor) -> int:
     return local_shape_and_offset(weight.shape, mesh, placements)[1][0]
 
 
-def _shared_scales(layers: Sequence[Layer], ranks: Ranks) -> dict[int, Tensor]:
+def _shared_scales(layers: Sequence[RecordedLayer], ranks: Ranks) -> dict[int, Tensor]:
     """Scales of casts per tensor of sharded weights, by place: from the amax of all ranks' rows."""
     shards: dict[int, tuple[Tensor, Cast]] = {}
     for place, (module, _) in enumerate(layers):
@@ -103,23 +101,14 @@ def _shared_scales(layers: Sequence[Layer], ranks: Ranks) -> dict[int, Tensor]:
 
 
 class _Sample(NamedTuple):
-    """Views of at most SAMPLED elements of a weight [N, K], at equal distances.
+    """Views of at most SAMPLED elements of a weight [N, K], at equal distances."""
 
-    Attributes:
-        weight: this rank's rows; for a weight in FP8 the pair.
-        elements: the sampled elements; for a weight in FP8 its codes, uint8.
-        master: how an octavo optimizer keeps the master; None if it keeps nothing besides the weight.
-        rest: the sampled elements of the master's rest.
-        state: the optimizer's state of the weight.
-        moments: the sampled codes of the first and the second moment, uint8; empty if they are not in codes.
-    """
-
-    weight: Tensor
-    elements: Tensor
-    master: MasterForm | None
-    rest: Tensor | None
+    weight: Tensor  # this rank's rows; for a weight in FP8 the pair
+    elements: Tensor  # for a weight in FP8 its codes, uint8
+    master: MasterForm | None  # None if the optimizer keeps nothing besides the weight
+    rest: Tensor | None  # the sampled elements of the master's rest
     state: Mapping[str, Tensor]
-    moments: Sequence[Tensor]
+    moments: Sequence[Tensor]  # the sampled codes of the first and the second, uint8; empty if they are not in codes
 
     @classmethod
     def of(cls, module: RecipeModule, optimizer: torch.optim.Optimizer | None) -> _Sample:
@@ -144,17 +133,13 @@ Samples = tuple[list[MasterForm | None], Tensor]
 
 
 @torch.no_grad()
-def sample(layers: Sequence[Layer], optimizer: torch.optim.Optimizer | None) -> Samples:
-    """Sampled elements of each weight and of its master before a step, to be compared with those after it.
-
-    The samples of all layers are one tensor [layers, SAMPLED], padded with zeros: a few launches read them, however
-    many layers there are.
-    """
+def sample(layers: Sequence[RecordedLayer], optimizer: torch.optim.Optimizer | None) -> Samples:
+    """Sampled elements of each weight and of its master before a step, to be compared with those after it."""
     samples, values = _read(layers, optimizer)
     return [sample.master for sample in samples], values
 
 
-def moved_since(before: Samples, layers: Sequence[Layer], optimizer: torch.optim.Optimizer | None) -> Tensor:
+def moved_since(before: Samples, layers: Sequence[RecordedLayer], optimizer: torch.optim.Optimizer | None) -> Tensor:
     """MOVED of each weight, summed over its sample: float64 [weights, 10]."""
     new, after = _read(layers, optimizer)
     change = (after - before[1]).double()  # of the weight, of the distance to the next number, and of the master
@@ -191,8 +176,11 @@ def _together(samples: Sequence[Tensor]) -> Tensor:
     )
 
 
-def _read(layers: Sequence[Layer], optimizer: torch.optim.Optimizer | None) -> tuple[list[_Sample], Tensor]:
-    """Samples, and their values [3, weights, SAMPLED]: the weight's, the distances to the next number, the master's."""
+def _read(layers: Sequence[RecordedLayer], optimizer: torch.optim.Optimizer | None) -> tuple[list[_Sample], Tensor]:
+    """Samples, and their values [3, weights, SAMPLED]: the weight's, the distances to the next number, the master's.
+
+    They are padded with zeros, so that a few launches read them, however many layers there are.
+    """
     samples = [_Sample.of(module, optimizer) for module, _ in layers]
     by_key: dict[object, list[int]] = {}
     for place, sample in enumerate(samples):

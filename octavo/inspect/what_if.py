@@ -171,15 +171,15 @@ class WhatIf:
         budget = keep if loss is None else loss
         if budget is None or budget < 0 or (keep is not None and loss is not None):
             raise ValueError(f"keep={keep}, loss={loss}: give one of them, of at least 0")
-        if keep is not None:
-            kept = {
-                name: {effect.layer for effect in self.ranked(name)[:keep]} for name in self._faster or self.recipes
-            }
-            found = [(name, {layer: WITHOUT if layer in kept[name] else name for layer in self.works}) for name in kept]
-            default, chosen = min(found, key=lambda pair: self._sum(self._losses, pair[1]))
-        else:
-            found = [(name, self._within(budget, name)) for name in self.recipes]
-            default, chosen = min(found, key=lambda pair: self._sum(self._costs, pair[1]))
+        found, least = [], self._costs if keep is None else self._losses
+        for name in self.recipes if keep is None else self._faster or self.recipes:
+            if keep is None:
+                choice = self._within(budget, name)
+            else:
+                kept = {effect.layer for effect in self.ranked(name)[:keep]}
+                choice = {layer: WITHOUT if layer in kept else name for layer in self.works}
+            found.append((name, choice))
+        default, chosen = min(found, key=lambda pair: self._sum(least, pair[1]))
         values = {**self.recipes, WITHOUT: None}
         rules = {glob.escape(layer): values[name] for layer, name in chosen.items() if name != default}
         return RecipeMap(self.recipes[default], rules)
@@ -206,10 +206,6 @@ class WhatIf:
         return found
 
     @cached_property
-    def _options(self) -> dict[str, Recipe]:
-        return {**self.recipes, WITHOUT: high_precision()}
-
-    @cached_property
     def _faster(self) -> list[str]:
         """The recipes that are faster than high precision."""
         whole = self.seconds(high_precision())
@@ -230,7 +226,8 @@ class WhatIf:
         """
         ideal = dataclasses.replace(self.rates, launch=0.0, copy=math.inf, casts={})
         rates = self.rates if self._faster else ideal
-        pairs = itertools.product(self.works.items(), self._options.items())
+        options = {**self.recipes, WITHOUT: high_precision()}
+        pairs = itertools.product(self.works.items(), options.items())
         return {(layer, name): sum(work.seconds(recipe, rates)) for (layer, work), (name, recipe) in pairs}
 
     @staticmethod
@@ -245,7 +242,7 @@ class WhatIf:
         """
         chosen = dict.fromkeys(self.works, default)
         while self._sum(self._losses, chosen) > budget:  # this ends, as a layer in high precision loses nothing
-            changes = [(layer, name) for layer in self.works for name in self._options]
+            changes = [(layer, name) for layer in self.works for name in (*self.recipes, WITHOUT)]
             layer, name = max(changes, key=lambda change: self._worth(change, chosen[change[0]]))
             chosen[layer] = name
         for layer in sorted(chosen, key=lambda layer: self._costs[layer, chosen[layer]], reverse=True):
@@ -360,12 +357,7 @@ def check(
 ) -> Effect:
     """Measure what recipes by layer do together, as ``compare`` does for one recipe; the model is left as it was.
 
-    Args:
-        model, loss, batches, select: as for compare.
-        recipe: an octavo.Recipe or RecipeMap.
-
-    Returns:
-        an Effect of the layer "", whose products and curvature are nan.
+    Returns an Effect of the layer "", whose products and curvature are nan.
     """
     twin, layers = _twin(model, select)
     passes, found = _Passes(twin, loss, layers, {}), []
@@ -403,7 +395,7 @@ def _twin(model: nn.Module, select: Select | None) -> tuple[nn.Module, dict[str,
     return twin, layers
 
 
-class Gradient(NamedTuple):
+class _Gradient(NamedTuple):
     """A batch's loss, and its gradients by parameter."""
 
     loss: float
@@ -415,7 +407,6 @@ class _Passes:
 
     ``local``: the squared norms of the three products' errors and of the products.
     ``first``: the change of this batch's loss, of first order in the output's errors.
-    ``alone``, ``together``: Effect's loss, curvature, cosine and norm_ratio of each batch.
     """
 
     def __init__(
@@ -428,8 +419,7 @@ class _Passes:
         self.local: dict[Key, Tensor] = {}
         self.gradient_share: dict[str, float] = {}  # by layer, its share of the gradient's square
         self.first: dict[Key, float] = {}
-        self.alone: dict[Key, list[Found]] = {}
-        self.together: dict[str, list[Found]] = {name: [] for name in recipes}
+        self.found: dict[Key, list[Found]] = {}  # of each batch; of all layers together by the name ""
         self.states: dict[Key, State] = {}
         self.run: dict[str, list[str]] = {}  # by recipe, the layers that are run alone
 
@@ -448,13 +438,12 @@ class _Passes:
         if not self.run:
             self._choose(exact.of, max(most, 1))
         for recipe, chosen in self.run.items():
-            for names, found in (
-                (list(self.layers), self.together[recipe]),
-                *(([name], self.alone.setdefault((name, recipe), [])) for name in chosen),
-            ):
-                states = {name: before.get((name, recipe)) for name in names}
+            for name in dict.fromkeys(("", *chosen)):
+                names = [name] if name else list(self.layers)
+                states = {each: before.get((each, recipe)) for each in names}
                 changed = self.gradient(batch, dict.fromkeys(names, self.recipes[recipe]), states)
-                found.append(_against(exact, changed, sum(self.first.get((name, recipe), 0.0) for name in names)))
+                first = sum(self.first.get((each, recipe), 0.0) for each in names)
+                self.found.setdefault((name, recipe), []).append(_against(exact, changed, first))
 
     def _choose(self, exact: Sequence[Tensor | None], most: int) -> None:
         """Choose which layers to run alone: those whose products' errors add most noise to the gradient."""
@@ -478,7 +467,7 @@ class _Passes:
 
     def gradient(
         self, batch: Any, recipes: Mapping[str, Recipe] = EMPTY, states: Mapping[str, State | None] = EMPTY
-    ) -> Gradient:
+    ) -> _Gradient:
         """The gradient of a batch with some layers under recipes, which begin with these delayed states."""
         for module, name, buffer in self.buffers:
             module._buffers[name] = buffer.clone()
@@ -494,7 +483,7 @@ class _Passes:
             found = torch.autograd.grad(value.reshape(()), self.parameters, allow_unused=True)
         for name in recipes:
             self._put(name, high_precision())
-        return Gradient(float(value.detach()), found)
+        return _Gradient(float(value.detach()), found)
 
     def _put(self, name: str, recipe: Recipe, state: State | None = None) -> None:
         self.layers[name].recipe = recipe
@@ -548,13 +537,13 @@ class _Passes:
         works = {name: self.works[name] for name in self.layers if name in self.works}
         effects = []
         for recipe in self.recipes:
-            measured = {name: _mean(self.alone[name, recipe]) for name in self.run[recipe]}
+            measured = {name: _mean(self.found[name, recipe]) for name in self.run[recipe]}
             per_noise = _per_noise([(self._noise(name, recipe), found) for name, found in measured.items()])
             for name in works:
                 noise, was_run = self._noise(name, recipe), name in measured
                 found = measured[name] if was_run else (0.0, per_noise[0] * noise, 1 - per_noise[1] * noise, 1.0)
                 effects.append(Effect(name, recipe, *self._errors(name, recipe), *found, was_run))
-        whole = {name: Effect("", name, *NO_PRODUCTS, *_mean(found), True) for name, found in self.together.items()}
+        whole = {name: Effect("", name, *NO_PRODUCTS, *_mean(self.found["", name]), True) for name in self.recipes}
         return WhatIf(dict(self.recipes), tuple(effects), whole, works, rates)
 
 
@@ -579,7 +568,7 @@ def _products(layer: RecipeModule, x: Tensor, grad: Tensor, ends: Any) -> tuple[
     return output.detach(), grads[0], grads[1]
 
 
-def _against(exact: Gradient, found: Gradient, first: float) -> Found:
+def _against(exact: _Gradient, found: _Gradient, first: float) -> Found:
     """Effect's loss, curvature, cosine and norm_ratio; ``first``: the term of first order in the loss's change."""
     change, sums = found.loss - exact.loss, torch.zeros(3, dtype=torch.float64)
     for pair in zip(exact.of, found.of, strict=True):

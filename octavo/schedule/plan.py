@@ -80,13 +80,14 @@ class Plan:
         phases: a PhasePlan for each, in order.
 
     Example:
-        >>> import octavo
-        >>> model = octavo.nn.Linear(512, 512, dtype=torch.bfloat16)
-        >>> optimizer = octavo.optim.AdamW(model.parameters(), moments="fp8", master="split24")
-        >>> phases = [octavo.schedule.Phase(octavo.recipes.dynamic())]
-        >>> octavo.schedule.PrecisionSchedule(model, optimizer, phases).plan()
-        phase   recipe   weights   masters   moments  gradients  bytes a parameter     total
-            0  dynamic  0.50 MiB  0.25 MiB  0.52 MiB   0.50 MiB               5.06  1.77 MiB
+        >>> from octavo import nn, optim, recipes, schedule
+        >>> model = nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
+        >>> optimizer = optim.AdamW(model.parameters(), master="split24")
+        >>> high = schedule.Phase(recipes.high_precision(), moments="fp32", master="split32", from_step=9000)
+        >>> schedule.PrecisionSchedule(model, optimizer, [schedule.Phase(recipes.dynamic()), high]).plan()
+        phase          recipe   weights   masters   moments  gradients  bytes a parameter     total
+            0         dynamic  0.50 MiB  0.25 MiB  0.52 MiB   0.50 MiB               5.06  1.77 MiB
+            1  high_precision  0.50 MiB  0.50 MiB  2.00 MiB   0.50 MiB              12.00  3.50 MiB
     """
 
     phases: tuple[PhasePlan, ...]

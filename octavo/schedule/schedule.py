@@ -375,17 +375,6 @@ class PrecisionSchedule:
 
         Raises:
             BudgetError: if a phase takes more than the budget, with the cheapest way to fit.
-
-        Example:
-            >>> import torch, octavo
-            >>> model = octavo.nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
-            >>> optimizer = octavo.optim.AdamW(model.parameters(), master="split24")
-            >>> low, high = octavo.recipes.dynamic(), octavo.recipes.high_precision()
-            >>> phases = [Phase(low), Phase(high, moments="fp32", master="split32", from_step=9000)]
-            >>> print(PrecisionSchedule(model, optimizer, phases).plan())
-            phase          recipe   weights   masters   moments  gradients  bytes a parameter     total
-                0         dynamic  0.50 MiB  0.25 MiB  0.52 MiB   0.50 MiB               5.06  1.77 MiB
-                1  high_precision  0.50 MiB  0.50 MiB  2.00 MiB   0.50 MiB              12.00  3.50 MiB
         """
         inputs = None if example_inputs is None else tuple(example_inputs)
         return plan_of(self.model, self.optimizer, (*self._targets, *self._rescues[:1]), budget_bytes, inputs)
