@@ -349,7 +349,11 @@ def compare(
     passes = _Passes(twin, loss, layers, {recipe.name: recipe for recipe in chosen})
     for batch in batches:
         passes.measure(batch, runs // (len(batches) * len(chosen)))
-    return passes.result(_rates(rates, next(model.parameters()).device))
+    try:
+        rates = rates or rates_of(device=next(model.parameters()).device)
+    except PlanError:  # such as a laptop's CPU, on which a model is compared but not trained
+        rates = PUBLISHED["H100"]
+    return passes.result(rates)
 
 
 def check(
@@ -366,13 +370,6 @@ def check(
         changed = passes.gradient(batch, {name: recipe_of(recipe, name) for name in layers})
         found.append(_against(exact, changed, math.nan))
     return Effect("", "map", *NO_PRODUCTS, *_mean(found), True)
-
-
-def _rates(rates: Rates | None, device: torch.device) -> Rates:
-    try:
-        return rates or rates_of(device=device)
-    except PlanError:  # such as a laptop's CPU, on which a model is compared but not trained
-        return PUBLISHED["H100"]
 
 
 def _twin(model: nn.Module, select: Select | None) -> tuple[nn.Module, dict[str, RecipeModule]]:
@@ -524,8 +521,8 @@ class _Passes:
             squares = x.new_zeros(2, len(PRODUCTS), dtype=torch.float64)
             for i, (product, wanted) in enumerate(zip(products, exact, strict=True)):
                 if product is not None and wanted is not None:
-                    wanted = wanted.double()
-                    squares[:, i] = torch.stack([(product.double() - wanted).square().sum(), wanted.square().sum()])
+                    error = product.double() - wanted.double()
+                    squares[:, i] = torch.stack([error.square().sum(), wanted.double().square().sum()])
             first = ((products[0].double() - exact[0].double()) * grad.double()).sum()
             self.first[key] = self.first.get(key, 0.0) + float(first)
             self.local[key] = self.local.get(key, 0) + squares
@@ -557,15 +554,13 @@ def _per_noise(found: Sequence[tuple[float, Found]]) -> tuple[float, float]:
 def _products(layer: RecipeModule, x: Tensor, grad: Tensor, ends: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(output, grad_input, grad_weight) of a layer under its recipe; None for a gradient that nothing needs."""
     weight = parameter_of(layer)
-    needs = x.requires_grad, weight is not None and weight.requires_grad
     with torch.enable_grad():
         x = x.detach().requires_grad_(x.requires_grad)
         output = type(layer).forward(layer, x, *ends)
         output = torch.cat(output, -1) if isinstance(output, tuple) else output
-        wanted = [tensor for tensor, needed in zip((x, weight), needs, strict=True) if needed]
-        found = iter(torch.autograd.grad(output, wanted, grad))  # type: ignore[arg-type]
-    grads = [next(found) if needed else None for needed in needs]
-    return output.detach(), grads[0], grads[1]
+        wanted = [tensor for tensor in (x, weight) if tensor is not None and tensor.requires_grad]
+        found = dict(zip(map(id, wanted), torch.autograd.grad(output, wanted, grad), strict=True))
+    return output.detach(), found.get(id(x)), found.get(id(weight))
 
 
 def _against(exact: _Gradient, found: _Gradient, first: float) -> Found:

@@ -106,7 +106,8 @@ class LossWatch:
 
         ``is_scaled``: a GradScaler has scaled the gradients. Then an overflow is no fault, but how it finds its scale.
         """
-        assert self._step is not None
+        if self._step is None:
+            raise RuntimeError("with a recovery, observe(loss) belongs before each optimizer.step()")
         loss, found, of_gradients = self._step
         self._step = None
         found = found if is_scaled else found | of_gradients
@@ -219,7 +220,6 @@ class PrecisionSchedule:
         self._rescued = 0  # the phase that the last recovery interrupted
         self._highest_lr = self._highest_ratio = 0.0
         self._watch: LossWatch | None = None
-        self._observed = True
         self.left_out: Tensor | None = None  # not 0 if the step last observed is left out
         self._faulty = False  # whether torch's optimizer has to leave this step out
         self._left_out = False  # whether a GradScaler has left this step out, or may
@@ -228,7 +228,7 @@ class PrecisionSchedule:
         if recovery is not None:
             if getattr(optimizer, "in_backward", None) is not None:
                 raise ValueError("a recovery decides by the loss and all gradients; remove() update_in_backward")
-            self._watch, self._observed = LossWatch(recovery), False
+            self._watch = LossWatch(recovery)
             weak = weakref.WeakMethod(self._before_step)
             optimizer.register_step_pre_hook(lambda *_: None if (method := weak()) is None else method())
             self._rescues = [targets_of(model, optimizer, [recovery.phase], target)[0] for target in self._targets]
@@ -269,7 +269,7 @@ class PrecisionSchedule:
         mean = Ranks.of_process().mean(loss.detach().float())
         # in a recovery the loss may stay as high as it jumped
         self.left_out = found = self._watch.look(mean, largest(gradients), spikes=not self._recovering)
-        self._observed = self._left_out = True
+        self._left_out = True
         if isinstance(self.optimizer, CompactOptimizer):
             self.optimizer.skip = found
         else:
@@ -281,16 +281,13 @@ class PrecisionSchedule:
         Args:
             tokens: how many were trained on in this step, on all ranks.
         """
-        if not self._observed:
-            raise RuntimeError("with a recovery, observe(loss) belongs before each optimizer.step()")
+        if self._watch is not None:
+            self._watch.count(is_scaled=self._left_out)
         if not self.steps:
             self._refuse_ddp()  # DistributedDataParallel may have wrapped the model since
         self.steps += 1
         self.tokens += tokens
-        self._observed = self._watch is None
         self._faulty = False
-        if self._watch is not None:
-            self._watch.count(is_scaled=self._left_out)
         if isinstance(self.optimizer, CompactOptimizer):
             self.optimizer.skip = None
         waits = self._awaits("when_lr_below")
@@ -299,10 +296,7 @@ class PrecisionSchedule:
         measured = getattr(self.optimizer, "resolution", None)
         ratio = None if measured is None or self.steps % RESOLUTION_EVERY else measured.next_ratio()
         self._highest_ratio = max(self._highest_ratio, ratio or 0.0)
-        while self.index + 1 < len(self.phases):
-            reason = self._reason(self.phases[self.index + 1], rate, ratio)
-            if not reason:
-                break
+        while self.index + 1 < len(self.phases) and (reason := self._reason(self.phases[self.index + 1], rate, ratio)):
             self.index += 1
             ratio = None
             if not self._recovering:
@@ -332,10 +326,10 @@ class PrecisionSchedule:
 
     def _recover(self) -> None:
         """Begin or end a recovery."""
-        policy, watch = self.recovery, self._watch
-        if policy is None or watch is None:
+        if self._watch is None:
             return
-        faults = watch.read() if self.steps % policy.check_every == 0 else 0
+        policy = self._watch.policy
+        faults = self._watch.read() if self.steps % policy.check_every == 0 else 0
         if faults and not self._recovering:
             self._recoveries += 1
             for_good = policy.attempts is not None and self._recoveries > policy.attempts
