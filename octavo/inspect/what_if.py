@@ -52,7 +52,7 @@ from octavo import recipes as named_recipes
 from octavo.cost.command import columns
 from octavo.cost.estimate import LinearWork
 from octavo.cost.rates import PUBLISHED, PlanError, Rates, rates_of
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, first_line
 from octavo.inspect.rows import parameter_of, sizes_of
 from octavo.nn.candidates import MIN_FEATURES, Select
 from octavo.nn.convert import convert
@@ -375,11 +375,15 @@ def check(
 def _twin(model: nn.Module, select: Select | None) -> tuple[nn.Module, dict[str, RecipeModule]]:
     """A copy in training, with the model's own parameters, and the layers to compare, in high precision, by name."""
     own = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
-    twin = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *own)})
+    try:
+        twin = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *own)})
+    except (TypeError, RuntimeError) as error:
+        why = "take away what its modules hold besides tensors and plain Python"
+        raise WhatIfError(f"the model can't be copied ({first_line(error)}): {why}") from error
     if not twin.training:
         twin.train()
     given = dict(model.named_modules())
-    chosen = None if select is None else lambda _, name: select(given[name], name)
+    chosen = (lambda _, name: select(given[name], name)) if callable(select) else select
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "octavo.convert converted nothing")
         convert(twin, high_precision(), chosen)
@@ -411,12 +415,14 @@ class _Passes:
     ) -> None:
         self.model, self.loss, self.layers, self.recipes = model, loss, layers, recipes
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.buffers = [(m, name, buffer) for m in model.modules() for name, buffer in m.named_buffers(recurse=False)]
+        self.buffers = [
+            (m, name, buffer) for m in model.modules() for name, buffer in m._buffers.items() if buffer is not None
+        ]
         self.works: dict[str, LinearWork] = {}
         self.local: dict[Key, Tensor] = {}
         self.gradient_share: dict[str, float] = {}  # by layer, its share of the gradient's square
         self.first: dict[Key, float] = {}
-        self.found: dict[Key, list[Found]] = {}  # of each batch; of all layers together by the name ""
+        self.found: dict[tuple[str | None, str], list[Found]] = {}  # of each batch; None: of all layers together
         self.states: dict[Key, State] = {}
         self.run: dict[str, list[str]] = {}  # by recipe, the layers that are run alone
 
@@ -435,8 +441,8 @@ class _Passes:
         if not self.run:
             self._choose(exact.of, max(most, 1))
         for recipe, chosen in self.run.items():
-            for name in dict.fromkeys(("", *chosen)):
-                names = [name] if name else list(self.layers)
+            for name in (None, *chosen):
+                names = list(self.layers) if name is None else [name]
                 states = {each: before.get((each, recipe)) for each in names}
                 changed = self.gradient(batch, dict.fromkeys(names, self.recipes[recipe]), states)
                 first = sum(self.first.get((each, recipe), 0.0) for each in names)
@@ -470,7 +476,7 @@ class _Passes:
             module._buffers[name] = buffer.clone()
         for name, recipe in recipes.items():
             self._put(name, recipe, states.get(name))
-        devices = {p.device.index or 0 for p in self.parameters if p.device.type == "cuda"}
+        devices = {p.device.index or 0 for p in self.model.parameters() if p.device.type == "cuda"}
         with torch.random.fork_rng(devices), torch.enable_grad():
             value = self.loss(self.model, batch)
             if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
@@ -540,7 +546,7 @@ class _Passes:
                 noise, was_run = self._noise(name, recipe), name in measured
                 found = measured[name] if was_run else (0.0, per_noise[0] * noise, 1 - per_noise[1] * noise, 1.0)
                 effects.append(Effect(name, recipe, *self._errors(name, recipe), *found, was_run))
-        whole = {name: Effect("", name, *NO_PRODUCTS, *_mean(self.found["", name]), True) for name in self.recipes}
+        whole = {name: Effect("", name, *NO_PRODUCTS, *_mean(self.found[None, name]), True) for name in self.recipes}
         return WhatIf(dict(self.recipes), tuple(effects), whole, works, rates)
 
 

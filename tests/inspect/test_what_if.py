@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 
 import pytest
 import torch
@@ -251,6 +252,13 @@ def test_what_can_not_be_compared(options, says):
     given = {"model": network(), "loss": loss, "batches": batches(1), "select": every_layer, **options}
     with pytest.raises(WhatIfError, match=says):
         compare(**given)
+
+
+def test_a_model_that_can_not_be_copied():
+    model = network()
+    model.lock = threading.Lock()
+    with pytest.raises(WhatIfError, match=r"can't be copied .*lock.*: take away"):
+        found(model)
 
 
 @pytest.mark.parametrize("kind", ["octavo", "stored transposed"])
