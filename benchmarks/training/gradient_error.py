@@ -51,7 +51,7 @@ from benchmarks.training.gradient_rounding import products_of as of
 from benchmarks.training.quality import results_path, rows_of
 from benchmarks.training.quality_experiments import BATCH, SIZES, STEPS, TOY, TOY_STEPS, Task, config_of
 from octavo import E5M2, PerBlock, PerRow, recipes
-from octavo.inspect.effects import DESCENT
+from octavo.inspect.what_if import DESCENT
 from octavo.train import BASELINE, GPT, Batches, Hooks, load_corpus, next_byte_loss, run
 from octavo.train.checkpoint import StepRow
 from octavo.train.model import HEAD

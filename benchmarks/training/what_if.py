@@ -36,7 +36,7 @@ from octavo.train import Batches, ModelConfig, load_corpus, next_byte_loss
 from octavo.train.trainer import build_model
 
 TAKES = "15 minutes"
-MEASURES = ("octavo/inspect/what_if.py", "octavo/inspect/effects.py", "octavo/autograd", "octavo/recipes.py")
+MEASURES = ("octavo/inspect/what_if.py", "octavo/autograd", "octavo/recipes.py")
 
 WIDTH, CONTEXT, BATCH, STEPS, WARM, LR = 64, 64, 16, 200, 40, 1e-3
 KEEP, OUTLIER = 3, 2.0**17

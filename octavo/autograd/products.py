@@ -45,7 +45,7 @@ class Layer(NamedTuple):
 
     ``weight`` is the weight's operands; ``commits``: whether backward commits the delayed state, in backward by the
     number of the input's cast, see shared_casts.py; ``observer``: who sees what casts and products do, see
-    inspect/observer.py; ``offsets``: where groups of rows end; ``parts``: how roles lie on the ranks of a
+    inspect/rows.py; ``offsets``: where groups of rows end; ``parts``: how roles lie on the ranks of a
     tensor-parallel group; ``wire``: how the input came from them; ``dtypes``: of results, weight and bias, in backward.
     """
 

@@ -360,7 +360,7 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
 def inspect(options: argparse.Namespace, arguments: list[str]) -> int:
     """Print what a record shows, or which layers of a model can't stand FP8."""
     from octavo.inspect.command import Subject, asked, entry_point, inspect_command, what_if_command
-    from octavo.inspect.effects import WhatIfError
+    from octavo.inspect.what_if import WhatIfError
 
     source = options.folder = run_in(options.folder)
     if (source / RECORD / "record.json").exists() and not asked(options):

@@ -7,12 +7,12 @@ it prints which layers can't stand FP8, and finds the recipes by layer that keep
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import sys
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +23,11 @@ from octavo.cost.command import columns
 from octavo.cost.rates import rates_of
 from octavo.distributed.files import replacing, require_place
 from octavo.errors import first_line
-from octavo.inspect.effects import Cost, WhatIf, WhatIfError
 from octavo.inspect.findings import diagnose
 from octavo.inspect.record import RecordError, files_of, load
 from octavo.inspect.remedies import together
 from octavo.inspect.report import table, to_html, to_json
-from octavo.inspect.what_if import NAMES, check, compare
+from octavo.inspect.what_if import NAMES, Cost, WhatIf, WhatIfError, check, compare
 from octavo.nn.candidates import MIN_FEATURES, features
 from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import to_json as to_rules
@@ -75,14 +74,13 @@ def inspect_command(options: argparse.Namespace) -> int:
         print(_report(options))
         return 0
     seen = None
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         while True:
             if (records := len(files_of(options.folder, "counts"))) != seen:
                 seen = records
                 print(_CLEAR * sys.stdout.isatty() + _report(options), flush=True)
             time.sleep(EVERY)
-    except KeyboardInterrupt:
-        return 0
+    return 0
 
 
 def write(path: Path, text: str) -> str:
@@ -101,21 +99,18 @@ def _report(options: argparse.Namespace) -> str:
     record = load(options.folder)
     findings = diagnose(record)
     what_if = _what_if(options)
-    written = []
-    for path, text in ((options.json, to_json), (options.html, partial(to_html, title=str(options.folder)))):
-        if path is not None:
-            written.append(write(path, text(record, findings, what_if=what_if)))
+    shown = [table(record, findings, options.top)]
+    if options.json is not None:
+        shown.append(write(options.json, to_json(record, findings, what_if)))
+    if options.html is not None:
+        shown.append(write(options.html, to_html(record, findings, str(options.folder), what_if)))
     if options.write is not None:
-        written.append(write_rules(options.write, to_rules(together(found.rules for found in findings)), "DEFAULT"))
-    return "\n\n".join([table(record, findings, options.top), *written])
+        shown.append(write_rules(options.write, to_rules(together(found.rules for found in findings)), "DEFAULT"))
+    return "\n\n".join(shown)
 
 
 def _what_if(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of a WhatIf, from the file that was given or that the record's folder has.
-
-    Raises:
-        RecordError: for a file that holds none.
-    """
+    """Rows of a WhatIf, from the file that was given or that the record's folder has."""
     path = options.what_if or options.folder / WHAT_IF
     if options.what_if is None and not path.exists():
         return []
@@ -191,8 +186,8 @@ def entry_point(name: str) -> Subject:
     Raises:
         WhatIfError: if the function can't be called, or returns something else.
     """
-    module, colon, function = name.partition(":")
-    if not colon or not module or not function:
+    module, _, function = name.partition(":")
+    if not module or not function:
         raise WhatIfError(f"{name} is no folder of a record or a run; of a model give module:function")
     sys.path.insert(0, "")
     try:
@@ -205,11 +200,12 @@ def entry_point(name: str) -> Subject:
     if not callable(make):
         raise WhatIfError(f"{name}: {module} has no function {function}")
     made = make()
-    found = Subject(*made) if isinstance(made, tuple) and len(made) == 3 else Subject(None, None, None)  # type: ignore[arg-type]
-    if not isinstance(found.model, nn.Module) or not callable(found.loss) or not isinstance(found.batches, Iterable):
-        got = f"({', '.join(type(one).__name__ for one in made)})" if isinstance(made, tuple) else type(made).__name__
-        raise WhatIfError(f"{name} must return (model, loss, batches) with loss(model, batch), but returned {got}")
-    return found
+    if isinstance(made, tuple) and len(made) == 3:
+        found = Subject(*made)
+        if isinstance(found.model, nn.Module) and callable(found.loss) and isinstance(found.batches, Iterable):
+            return found
+    got = f"({', '.join(type(one).__name__ for one in made)})" if isinstance(made, tuple) else type(made).__name__
+    raise WhatIfError(f"{name} must return (model, loss, batches) with loss(model, batch), but returned {got}")
 
 
 def what_if_command(options: argparse.Namespace, subject: Subject, record: Path | None = None) -> int:
@@ -217,10 +213,8 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
 
     ``record``: the folder of the model's record, where the result is written too, for the record's page.
     """
-    if of_records := [f"--{name}" for name in ("html", "what_if", "live") if getattr(options, name, None)]:
-        raise WhatIfError(
-            f"{', '.join(of_records).replace('_', '-')}: {options.folder} is a model, and these are for records"
-        )
+    if of_records := [f"--{name}" for name in ("html", "what-if", "live") if getattr(options, name.replace("-", "_"))]:
+        raise WhatIfError(f"{', '.join(of_records)}: {options.folder} is a model, and these are for records")
     if options.write is not None and options.keep is None and options.loss is None:
         raise WhatIfError("--write needs a budget: --keep N or --loss SHARE")
     for path in filter(None, (options.json, options.write)):
@@ -257,12 +251,12 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
 
 
 def _summary(found: WhatIf, chosen: RecipeMap) -> str:
-    seconds, high = found.seconds(chosen), found.seconds(recipes.high_precision())
-    share = sum(cost.share for cost in found.costs(chosen))
-    loss = f"predicted loss {100 * found.predicted(chosen):.4f} %, {100 * share:.1f} % of the layers' FLOP not in FP8"
-    time = f"{1e3 * seconds:.3f} ms a batch, {1e3 * high:.3f} ms in high precision"
+    seconds, high = (1e3 * found.seconds(recipe) for recipe in (chosen, recipes.high_precision()))
+    share = 100 * sum(cost.share for cost in found.costs(chosen))
     many = f"{len(chosen.rules)} exception{'s' * (len(chosen.rules) != 1)} from {chosen.default.name}"
-    return f"{many}: {loss}\nlayers take {time} ({found.rates.device})"
+    loss = f"predicted loss {100 * found.predicted(chosen):.4f} %, {share:.1f} % of the layers' FLOP not in FP8"
+    time = f"{seconds:.3f} ms a batch, {high:.3f} ms in high precision ({found.rates.device})"
+    return f"{many}: {loss}\nlayers take {time}"
 
 
 def _remark(cost: Cost) -> str:

@@ -15,8 +15,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +23,7 @@ from torch import Tensor, nn
 from octavo.cost.command import columns
 from octavo.distributed.ranks import Ranks, whole
 from octavo.errors import OctavoError
-from octavo.inspect.observer import Notes, observe
-from octavo.inspect.rows import first_here, parameter_of, sizes_of
+from octavo.inspect.rows import Notes, first_here, observe, parameter_of, sizes_of
 from octavo.inspect.weights import first_expert
 from octavo.kernels.arguments import FOUND
 from octavo.nn.grouped_linear import Grouped
@@ -70,11 +68,10 @@ class Fault:
     @property
     def where(self) -> str:
         """The fault in a line."""
-        layer = f"`{self.layer}`" if self.layer else "the model"
-        layer = layer if self.expert is None else f"expert {self.expert} of {layer}"
-        where = f"the {self.role}" if self.layer is None else f"the {self.role} of {layer}"
+        expert = "" if self.expert is None else f"expert {self.expert} of "
+        layer = "" if self.layer is None else f" of {expert}{f'`{self.layer}`' if self.layer else 'the model'}"
         rows = "" if self.share is None else f", in {100 * self.share:.3g} % of its rows"
-        return f"an inf or a NaN in {where} at step {self.step}, on rank {self.rank}{rows}"
+        return f"an inf or a NaN in the {self.role}{layer} at step {self.step}, on rank {self.rank}{rows}"
 
     def __str__(self) -> str:
         rows = [[f"{value:.4g}" for value in row.values()] for row in self.before]
@@ -87,14 +84,6 @@ class FaultError(OctavoError):
     def __init__(self, fault: Fault) -> None:
         super().__init__(str(fault))
         self.fault = fault
-
-
-class _StepInFlight(NamedTuple):
-    """A step on its way to the host: SIGNALS of each rank, its loss and its grad_norm."""
-
-    step: int
-    signals: Tensor  # [ranks, 7]
-    event: Any
 
 
 class FaultTrace:
@@ -140,24 +129,19 @@ class FaultTrace:
         self._ranks = Ranks.of_process() if group is None else Ranks(group)
         self._device = device_of(self._layers[0][1])
         self._late = 0 if self._device.type == "cpu" else LATE
-        self._readings: list[_StepInFlight] = []
+        self._readings: list[tuple[int, Tensor, Any]] = []  # steps on their way to the host, with _send's signals
         self._read: deque[tuple[int, float, float]] = deque(maxlen=BEFORE + 1)
         roles = [module for _, module in self._layers for _ in WATCHED]
-        size = len(roles)
-        self._ring = torch.zeros(BEFORE + 1 + self._late, size, len(FOUND), device=self._device)
-        self._found = torch.zeros(size, len(FOUND), device=self._device)
+        self._found = torch.zeros(len(roles), len(FOUND), device=self._device)
+        self._ring = self._found.new_zeros(BEFORE + 1 + self._late, *self._found.shape)
         self._first = [torch.zeros(1, dtype=torch.int32, device=self._device) for _ in WATCHED]
         # each role, or each expert of a role, has a number, from 1 on
-        experts = [max(1, sizes_of(module)[0]) for module in roles]
-        self._ends = list(itertools.accumulate(experts))
-        begins = [end - count + 1 + first_here(m) for end, count, m in zip(self._ends, experts, roles, strict=True)]
-        places = torch.tensor(begins, dtype=torch.int32, device=self._device).unsqueeze(1)
-        notes = [
-            Notes(place, found, self._first[at % len(WATCHED)])
-            for at, (place, found) in enumerate(zip(places, self._found, strict=True))
-        ]
-        for (_, module), *pair in zip(self._layers, notes[::2], notes[1::2], strict=True):
-            observe(module, notes=tuple(pair))
+        self._begins = [0, *itertools.accumulate(max(1, sizes_of(module)[0]) for module in roles)]
+        numbers = [begin + 1 + first_here(module) for begin, module in zip(self._begins, roles, strict=False)]
+        places = torch.tensor(numbers, dtype=torch.int32, device=self._device).unsqueeze(1)
+        notes = map(Notes, places, self._found, itertools.cycle(self._first))
+        for _, module in self._layers:
+            observe(module, notes=(next(notes), next(notes)))
         self._weights = self._faulty_weight()
 
     def step(self, loss: float | Tensor | None = None, grad_norm: float | Tensor | None = None) -> None:
@@ -185,9 +169,7 @@ class FaultTrace:
     def __enter__(self) -> FaultTrace:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
         if self.fault is not None and not isinstance(error, FaultError):
             if error is not None:
@@ -197,14 +179,13 @@ class FaultTrace:
 
     @torch.no_grad()
     def _send(self, loss: float | Tensor | None, grad_norm: float | Tensor | None) -> None:
-        """Keep the step's statistics on the device, and send what shows a fault to the host."""
-        loss, grad_norm = whole(loss), whole(grad_norm)
+        """Keep the step's statistics on the device; send the host [ranks, 7]: SIGNALS, the loss and the grad_norm."""
         self._ring[self._step % len(self._ring)].copy_(self._found)
-        scalars = [self._scalar(math.nan if given is None else given) for given in (loss, grad_norm)]
-        faulty = [
-            self._scalar(0) if given is None else (~value.isfinite()).float()
-            for given, value in zip((loss, grad_norm), scalars, strict=True)
-        ]
+        scalars, faulty = [], []
+        for given in (loss, grad_norm):
+            value = torch.as_tensor(math.nan if given is None else whole(given), dtype=torch.float32).detach()
+            scalars.append(value.to(self._device, non_blocking=True).reshape(()))
+            faulty.append((~scalars[-1].isfinite() & (given is not None)).float())
         forward, backward = (first[0].float() for first in self._first)
         signals = torch.stack([self._weights, forward, faulty[0], backward, faulty[1], *scalars])
         signals, event = self._ranks.gather(signals), None
@@ -215,34 +196,29 @@ class FaultTrace:
         if self._device.type == "cuda":
             signals = torch.empty_like(signals, device="cpu", pin_memory=True).copy_(signals, non_blocking=True)
             event = torch.cuda.current_stream(self._device).record_event()
-        self._readings.append(_StepInFlight(self._step, signals, event))
-
-    def _scalar(self, value: float | Tensor) -> Tensor:
-        return torch.as_tensor(value, dtype=torch.float32).detach().to(self._device, non_blocking=True).reshape(())
+        self._readings.append((self._step, signals, event))
 
     def _faulty_weight(self) -> Tensor:
         """1 + the number of the first layer whose weight's first or last row has a fault; 0 if none has."""
         rows = [row for _, module in self._layers for row in _ends(module)]
-        found: dict[int, Tensor] = {}
-        for dims in {row.ndim for row in rows}:  # one launch for all plain weights; experts' rows are not dense
-            places = [place for place, row in enumerate(rows) if row.ndim == dims]
-            found |= zip(places, torch._foreach_norm([rows[place] for place in places], math.inf), strict=True)
-        norms = torch.stack([found[place].float() for place in range(len(rows))]).view(-1, 2)
-        faulty = ~norms.isfinite().all(1)
+        kinds = [[row for row in rows if row.ndim == dims] for dims in (1, 2)]  # experts' rows, [E, K], are not dense
+        found = [iter(torch._foreach_norm(alike, math.inf) if alike else ()) for alike in kinds]
+        norms = torch.stack([next(found[row.ndim - 1]).float() for row in rows])
+        faulty = ~norms.view(-1, 2).isfinite().all(1)
         return torch.where(faulty.any(), faulty.int().argmax() + 1, 0).float()
 
     def _receive(self, late: int, collective: bool) -> None:
         """Read the steps that ended more than ``late`` steps ago; ``collective``: all ranks do so together."""
         while len(self._readings) > late and self.fault is None:
-            reading = self._readings.pop(0)
-            if reading.event is not None:
-                reading.event.synchronize()
-            rows = reading.signals.tolist()
-            self._read.append((reading.step, *rows[0][len(SIGNALS) :]))
+            step, signals, event = self._readings.pop(0)
+            if event is not None:
+                event.synchronize()
+            rows = signals.tolist()
+            self._read.append((step, *rows[0][len(SIGNALS) :]))
             for at, role in enumerate(SIGNALS):
                 faulty = [rank for rank, row in enumerate(rows) if row[at]]
                 if faulty and (self._gradients or not role.startswith("grad")):
-                    self.fault = self._named(reading.step, role, faulty[0], int(rows[faulty[0]][at]), collective)
+                    self.fault = self._named(step, role, faulty[0], int(rows[faulty[0]][at]), collective)
                     return
 
     def _named(self, step: int, role: str, rank: int, place: int, collective: bool) -> Fault:
@@ -252,26 +228,26 @@ class FaultTrace:
         if collective:
             history = torch.cat([self._ranks.sum(history[..., :2]), self._ranks.largest(history[..., 2:])], -1)
         history = history.cpu()
-        name = share = expert = None
+        share = expert = None
         if role == "weight":
             at = place - 1
-            name, expert = self._layers[at][0], self._faulty_expert(self._layers[at][1], collective)
+            expert = self._faulty_expert(self._layers[at][1], collective)
         elif role in ROLES:
-            row = bisect.bisect_left(self._ends, place)
+            row = bisect.bisect_left(self._begins, place) - 1
             at = row // len(WATCHED)
-            name, module = self._layers[at]
-            expert = place - 1 - (self._ends[row - 1] if row else 0) if isinstance(module, Grouped) else None
+            expert = place - 1 - self._begins[row] if isinstance(self._layers[at][1], Grouped) else None
             faulty, rows = history[-1, row, :2].tolist()
             share = faulty / rows if rows else None
         else:
             sizes = history[:, ::2, 2]  # the scale_inv of inputs
             at = int((sizes[-1] / sizes[0]).nan_to_num(0, 0, 0).argmax())
+        name, module = self._layers[at]
         of_layer = history[:, len(WATCHED) * at : len(WATCHED) * (at + 1)].tolist()
         before = [
-            {"step": taken, "loss": loss, "grad_norm": norm, **_sizes(self._layers[at][1], pair)}
+            {"step": taken, "loss": loss, "grad_norm": norm, **_sizes(module, pair)}
             for (taken, loss, norm), pair in zip(self._read, of_layer, strict=True)
         ]
-        return Fault(step, role, name, rank, share, before, expert)
+        return Fault(step, role, name if role in ROLES else None, rank, share, before, expert)
 
     def _faulty_expert(self, module: RecipeModule, collective: bool) -> int | None:
         """The first expert whose matrix has a fault in its first or last row; ``collective``: on any rank."""

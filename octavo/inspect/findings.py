@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from octavo.formats import E4M3
 from octavo.inspect.record import Record, numpy
 from octavo.inspect.remedies import Exponents, as_text, called, outcome, remedies, with_cast, without_fp8
 from octavo.inspect.rows import Row
-from octavo.scaling.recipe import Dynamic
+from octavo.scaling.recipe import Cast, Dynamic
 from octavo.scaling.recipe_map import RecipeRule
 
 # A measure beyond its limit is a finding, whose severity is the measure divided by the limit.
@@ -82,6 +82,31 @@ class Finding:
         return replace(self, cause=cause, remedy=as_text(rules), expected=expected, rules=rules)
 
 
+def _excess(rows: Sequence[Row], measures: Mapping[str, Any]) -> dict[str, Any]:
+    """The measure of each kind of a cast's finding, from MEASURES [..., rows]."""
+    np = numpy()
+    room = np.array([2.0**row.cast.margin if row.cast.is_delayed else math.inf for row in rows])
+    usual = np.array([FORMAT_SQNR[row.cast.format.name] for row in rows])
+    found = {kind: measures[kind] for kind in ("nonfinite", "clipped", "flushed")}
+    return {**found, "stale": measures["assumed"] / room, "rounded": usual - measures["sqnr"]}
+
+
+def _severity(kind: str, values: Any) -> Any:
+    """How severe a measure is: divided by its limit, and if it is in decibels, the ratio of both."""
+    np = numpy()
+    if kind == "rounded":
+        return 10 ** ((values - LIMITS[kind]) / 10)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.divide(values, LIMITS[kind])
+
+
+def severities(measures: Mapping[str, Any], rows: Sequence[Row]) -> Any:
+    """The highest severity of each row, from MEASURES [rows]; -inf where nothing was counted."""
+    np = numpy()
+    found = np.stack([_severity(kind, values) for kind, values in _excess(rows, measures).items()])
+    return np.where(np.isnan(found), -math.inf, found).max(axis=0)
+
+
 def diagnose(record: Record) -> list[Finding]:
     """What is wrong in a record, worst first. An inf or NaN that soon shows in other casts is one finding, the first.
 
@@ -102,38 +127,34 @@ def diagnose(record: Record) -> list[Finding]:
         []
     """
     found, worst = [*_of_weights(record)], record.of_worst
-    found += [finding for place in range(len(record.rows)) for finding in _CastOf(worst, place).findings()]
+    excess = _excess(record.rows, worst.measures)
+    found += [finding for place in range(len(record.rows)) for finding in _CastOf(worst, excess, place).findings()]
     layers = {layer: place for place, layer in enumerate(record.layers)}
 
     def order(finding: Finding) -> tuple[float, float, float]:
-        if finding.kind != "nonfinite":
-            return -finding.severity, finding.begins - (finding.kind == "jump"), layers[finding.layer]
-        backward = finding.role == "grad_output"  # computed from the last layer to the first, after all of forward
         place = layers[finding.layer]
-        return -finding.severity, finding.begins, 2 * len(layers) - place if backward else place
+        if finding.kind == "nonfinite" and finding.role == "grad_output":
+            place = 2 * len(layers) - place  # computed from the last layer to the first, after all of forward
+        return -finding.severity, finding.begins - (finding.kind == "jump"), place
 
     return _joined_faults(sorted(_explained(found, record.steps), key=order), record.steps)
 
 
 def _joined_faults(found: list[Finding], steps: list[int]) -> list[Finding]:
     """Findings in order, but each "nonfinite" one is joined to an earlier one that it soon follows, which counts it."""
-    kept: list[Finding] = []
-    followers: dict[int, list[Finding]] = {}  # by the index in ``kept`` of the one that they follow
-    for each in found:
-        if each.kind != "nonfinite":
-            kept.append(each)
-        elif followers and steps.index(each.begins) - steps.index(kept[first := max(followers)].begins) <= SOON:
-            followers[first].append(each)
+    together: list[list[Finding]] = []
+    for each in (each for each in found if each.kind == "nonfinite"):
+        if together and steps.index(each.begins) - steps.index(together[-1][0].begins) <= SOON:
+            together[-1].append(each)
         else:
-            followers[len(kept)] = []
-            kept.append(each)
-    for first, others in followers.items():
+            together.append([each])
+    joined = []
+    for first, *others in together:
         if layers := {other.layer for other in others}:
-            casts, where = (
-                f"{n} {what}{'s' * (n > 1)}" for n, what in ((len(others), "more cast"), (len(layers), "layer"))
-            )
-            kept[first] = replace(kept[first], cause=f"{kept[first].cause}; soon those of {casts} in {where} too")
-    return kept
+            many, where = "s" * (len(others) > 1), f"{len(layers)} layer{'s' * (len(layers) > 1)}"
+            first = replace(first, cause=f"{first.cause}; soon those of {len(others)} more cast{many} in {where} too")
+        joined.append(first)
+    return joined + [each for each in found if each.kind != "nonfinite"]
 
 
 def _explained(found: list[Finding], steps: list[int]) -> list[Finding]:
@@ -147,8 +168,10 @@ def _explained(found: list[Finding], steps: list[int]) -> list[Finding]:
             return 0 <= records <= SOON and later.kind in ("stale", "clipped")
         return 0 < records <= SOON and later.layer == each.layer and math.isfinite(later.severity)
 
-    severities = [max([each.severity, *(later.severity for later in found if follows(later, each))]) for each in found]
-    return [replace(each, severity=severity) for each, severity in zip(found, severities, strict=True)]
+    return [
+        replace(each, severity=max([each.severity, *(later.severity for later in found if follows(later, each))]))
+        for each in found
+    ]
 
 
 def _stretch(over: Any, values: Any) -> tuple[int, int]:
@@ -162,70 +185,49 @@ def _stretch(over: Any, values: Any) -> tuple[int, int]:
 class _CastOf:
     """A row of a record, and what is wrong with it."""
 
-    def __init__(self, record: Record, place: int) -> None:
+    def __init__(self, record: Record, excess: Mapping[str, Any], place: int) -> None:
         np = numpy()
         self.record, self.place, self.row = record, place, record.rows[place]
         self.values = {name: values[:, place] for name, values in record.measures.items()}
         self.is_finite = ~(np.nancumsum(self.values["nonfinite"]) > 0)  # in this step and all before
+        self.excess = {
+            kind: np.where(self.is_finite | (kind == "nonfinite"), of[:, place], np.nan) for kind, of in excess.items()
+        }
         self.cast = self.row.cast
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> list[Finding]:
         """Its findings: inf or NaN; at most one of numbers too large for the scale, and one of numbers too small."""
-        for kind in ("nonfinite", "stale", "clipped"):
-            if (found := self._finding(kind)) is not None:
-                yield found
-                if kind != "nonfinite":
-                    break
-        small = self._finding("flushed")
-        yield from [small] if small is not None else filter(None, [self._outliers_alone()])
-        if found is None and small is None and (rounded := self._finding("rounded")) is not None:
-            yield rounded
-
-    def _measured(self, kind: str) -> Any:
-        """A kind's measure by step, NaN where it does not count."""
-        np = numpy()
-        if kind == "nonfinite":
-            return self.values["nonfinite"]
-        if kind == "stale":
-            room = 2.0**self.cast.margin if self.cast.is_delayed else math.inf
-            measured = self.values["assumed"] / room
-        elif kind == "rounded":
-            measured = FORMAT_SQNR[self.cast.format.name] - self.values["sqnr"]
-        else:
-            measured = self.values[kind]
-        return np.where(self.is_finite, measured, np.nan)
+        large, flushed = self._finding("stale") or self._finding("clipped"), self._finding("flushed")
+        found = [self._finding("nonfinite"), large, flushed or self._outliers_alone()]
+        if large is None and flushed is None:
+            found.append(self._finding("rounded"))
+        return [each for each in found if each is not None]
 
     def _finding(self, kind: str) -> Finding | None:
-        measured = self._measured(kind)
-        over = measured > LIMITS[kind]
+        over = self.excess[kind] > LIMITS[kind]
         if not over.any():
             return None
-        return self._at(kind, *_stretch(over, measured), float(numpy().where(over, measured, 0).max()))
+        value = float(numpy().where(over, self.excess[kind], 0).max())
+        return self._at(kind, *_stretch(over, self.excess[kind]), float(_severity(kind, value)))
 
-    def _at(self, kind: str, begins: int, worst: int, value: float) -> Finding:
+    def _at(self, kind: str, begins: int, worst: int, severity: float) -> Finding:
         numbers = {name: float(values[worst]) for name, values in self.values.items()}
-        row, steps = self.row, self.record.steps
-        severity = value / LIMITS[kind] if LIMITS[kind] else math.inf
+        row, steps, experts = self.row, self.record.steps, self.record.experts
         if kind == "stale":  # what the scale clips may be more severe
             severity = max(severity, numbers["clipped"] / LIMITS["clipped"])
-        if kind == "rounded":
-            severity = 10 ** ((value - LIMITS[kind]) / 10)
         where = row.layer, row.role, row.products, str(self.cast)
         found = Finding(kind, *where, steps[begins], steps[worst], numbers, "", "", "", severity)
-        experts = self.record.experts if row.experts else None
-        describe: dict[str, Callable[[Finding, int], Finding]] = {
-            "nonfinite": self._nonfinite,
-            "stale": self._stale,
-            "clipped": self._stale,
-            "rounded": self._rounded,
-        }
+        describe = {"nonfinite": self._nonfinite, "rounded": self._rounded}
+        describe |= dict.fromkeys(("stale", "clipped"), self._stale)
         found = describe.get(kind, self._small)(found, worst)
-        if experts is None:
+        if experts is None or not row.experts:
             return found
-        number, tokens, beyond = expert = experts.at(worst, self.place, row.layer)
+        expert, beyond = (int(of[worst, self.place]) for of in (experts.worst, experts.beyond))
+        tokens = int(experts.tokens[row.layer][worst, expert])
         others = f", the worst of {beyond} beyond a limit" if beyond > 1 else ""
-        cause = f"expert {number} of {row.experts} ({tokens} tokens{others}): {found.cause}"
-        return replace(found, numbers=found.numbers | expert._asdict(), cause=cause)
+        cause = f"expert {expert} of {row.experts} ({tokens} tokens{others}): {found.cause}"
+        numbers = {**found.numbers, "expert": expert, "tokens": tokens, "experts_beyond": beyond}
+        return replace(found, numbers=numbers, cause=cause)
 
     def _nonfinite(self, found: Finding, worst: int) -> Finding:
         return found.mended(
@@ -239,19 +241,16 @@ class _CastOf:
         beyond, numbers = found.numbers["assumed"] / 2.0**self.cast.margin, self._exponents(worst)
         room = f"the amax is {beyond:.3g} times the largest number that the scale has room for"
         cause = f"{room}, so {called(found.numbers['clipped'])} are clipped: the scale is of earlier steps"
-        margin = self.cast.margin + math.ceil(math.log2(max(beyond, 1)))
-        roomy = replace(self.cast, margin=min(margin, 64))
-        flushed = numbers.below(roomy.format.smallest_subnormal / 2 * numbers.amax / roomy.format.max * 2)
-        if self.cast.is_delayed and margin <= 3 and flushed < LIMITS["flushed"]:
-            rule = with_cast(self.row, self._rows(worst), roomy)
-            if rule is not None:
+        if self.cast.is_delayed:
+            margin = self.cast.margin + math.ceil(math.log2(max(beyond, 1)))
+            roomy = replace(self.cast, margin=min(margin, 64))
+            flushed = numbers.below(roomy.format.smallest_subnormal / 2 * numbers.amax / roomy.format.max * 2)
+            if margin <= 3 and flushed < LIMITS["flushed"] and (rule := self._with(roomy, worst)):
                 expected = f"room for the amax recorded; at most {called(flushed)} flushed then"
                 return found.mended(cause, rule, expected)
-        dynamic = replace(self.cast, rule=Dynamic())
-        rule = with_cast(self.row, self._rows(worst), dynamic) if self.cast.is_delayed else None
-        if rule is None:
-            return found.mended(cause, without_fp8(self.row), "nothing is clipped")
-        return found.mended(cause, rule, "nothing is clipped: the scale is the tensor's own")
+            if rule := self._with(replace(self.cast, rule=Dynamic()), worst):
+                return found.mended(cause, rule, "nothing is clipped: the scale is the tensor's own")
+        return found.mended(cause, without_fp8(self.row), "nothing is clipped")
 
     def _rounded(self, found: Finding, worst: int) -> Finding:
         """A low SQNR, though little is clipped or flushed."""
@@ -259,14 +258,13 @@ class _CastOf:
         cause = (
             f"an SQNR of {sqnr:.1f} dB, where {self.cast.format} has about {usual}: few codes hold most of the power"
         )
-        finer = replace(self.cast, format=E4M3)
         scale_inv = found.numbers["scale_inv"] * self.cast.format.max / E4M3.max
         flushed = float(self._exponents(worst).below(E4M3.smallest_subnormal / 2 * scale_inv))
-        rule = with_cast(self.row, self._rows(worst), finer) if flushed <= LIMITS["flushed"] else None
-        if rule is None or finer.format is self.cast.format:
-            return found.mended(cause, without_fp8(self.row), "these are in high precision")
-        expected = f"a digit more, about {FORMAT_SQNR['E4M3'] - FORMAT_SQNR['E5M2']:.0f} dB; {called(flushed)} flushed"
-        return found.mended(cause, rule, expected)
+        can_be_finer = self.cast.format is not E4M3 and flushed <= LIMITS["flushed"]
+        if can_be_finer and (rule := self._with(replace(self.cast, format=E4M3), worst)):
+            more = f"{FORMAT_SQNR['E4M3'] - FORMAT_SQNR['E5M2']:.0f} dB"
+            return found.mended(cause, rule, f"a digit more, about {more}; {called(flushed)} flushed")
+        return found.mended(cause, without_fp8(self.row), "these are in high precision")
 
     def _small(self, found: Finding, worst: int) -> Finding:
         """Numbers too small for the format at the scale in use."""
@@ -304,11 +302,13 @@ class _CastOf:
     def _exponents(self, at: int | slice) -> Exponents:
         return Exponents(self.record.exponents[at, self.place], numpy().nan_to_num(self.values["amax"][at]))
 
+    def _with(self, cast: Cast, at: int) -> dict[str, RecipeRule] | None:
+        return with_cast(self.row, self._rows(at), cast)
+
     def _rows(self, at: int) -> list[Row]:
         """The rows of the layer's recipe in that step: those counted in it, and those that are never counted."""
         is_there = numpy().isfinite(self.record.measures["amax"])
-        now = is_there[at] | ~is_there.any(axis=0)
-        rows = zip(self.record.rows, now, strict=True)
+        rows = zip(self.record.rows, is_there[at] | ~is_there.any(axis=0), strict=True)
         return [row for row, counted in rows if counted and row.layer == self.row.layer]
 
 
@@ -328,19 +328,14 @@ def _of_weights(record: Record) -> Iterator[Finding]:
         jumps = np.where(before > 0, updates / before, np.nan)
     changed = np.where(updates > 0, weights["changed"], np.nan)
     has_master = weights["master_update"] > 0  # then rounding the weight loses nothing, rounding the master does
-    measured = {
-        "jump": jumps,
-        "unmoved": 1 - np.where(has_master, weights["master_changed"], changed),
-        "second moments": weights["second_flushed"],
-    }
-    for kind, values in measured.items():
-        over = values > LIMITS[kind]
-        if over.any():
-            yield _of_weight(record, kind, values, over)
+    unmoved = 1 - np.where(has_master, weights["master_changed"], changed)
+    for kind, values in {"jump": jumps, "unmoved": unmoved, "second moments": weights["second_flushed"]}.items():
+        if (values > LIMITS[kind]).any():
+            yield _of_weight(record, kind, values)
 
 
-def _of_weight(record: Record, kind: str, values: Any, over: Any) -> Finding:
-    np = numpy()
+def _of_weight(record: Record, kind: str, values: Any) -> Finding:
+    np, over = numpy(), values > LIMITS[kind]
     layer = int(np.where(over, values, -1).max(axis=0).argmax())
     begins, worst = _stretch(over[:, layer], values[:, layer])
     value, count = float(values[worst, layer]), int(over[worst].sum())

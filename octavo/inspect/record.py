@@ -16,9 +16,9 @@ A file is replaced as a whole, or a line added to its end; if a run was killed, 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -34,11 +34,7 @@ _STEPS = "steps.jsonl"
 
 
 def numpy() -> Any:
-    """NumPy, which records are made of.
-
-    Raises:
-        MissingExtraError: if it is not installed.
-    """
+    """NumPy, which records are made of; MissingExtraError if it is not installed."""
     try:
         import numpy
     except ImportError as error:
@@ -47,63 +43,52 @@ def numpy() -> Any:
 
 
 class RecordWriter:
-    """Writes one record.
-
-    Args:
-        folder: made if absent.
-        step: how many steps are done; the record of later ones is deleted.
-
-    Raises:
-        ValueError: if the folder holds a record and ``step`` is 0.
-    """
+    """Writes a record to a folder, and deletes that of steps after the first ``step``, which are done."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self.numpy, self.folder = numpy(), folder
         folder.mkdir(parents=True, exist_ok=True)
-        old = [path for kind in ("rows", "counts") for path in files_of(folder, kind).values()]
+        old = [pair for kind in ("rows", "counts") for pair in files_of(folder, kind).items()]
         if step == 0 and (old or (folder / _STEPS).exists()):
             raise ValueError(f"{folder} holds a record: name another folder, or the step to go on from (step=...)")
-        later = [path for kind in ("rows", "counts") for at, path in files_of(folder, kind).items() if at >= step]
-        for path in (*later, *folder.glob(f"*.{PARTIAL}")):  # the latter are files that a killed run was writing
+        for path in folder.glob(f"*.{PARTIAL}"):  # which a killed run was writing
             path.unlink()
-        self._write_json(folder / "record.json", {"format": FORMAT})
+        for at, path in old:
+            if at >= step:
+                path.unlink()
+        self._write("record.json", {"format": FORMAT})
         kept = [line for line in read_lines(folder) if line["step"] < step]
         with replacing(folder / _STEPS) as file:
-            file.write("".join(json.dumps(line) + "\n" for line in kept).encode())
+            file.write(_as_lines(kept).encode())
 
     def add_rows(self, step: int, rows: Sequence[Row]) -> None:
         """Write which casts the rows of counts are of, from a step on."""
-        self._write_json(self.folder / f"rows-{step:08d}.json", [row.as_dict() for row in rows])
+        self._write(f"rows-{step:08d}.json", [row.as_dict() for row in rows])
 
     def add_counts(self, step: int, counts: Mapping[str, Any]) -> None:
         """Write what was counted in a step: arrays by their names."""
         with replacing(self.folder / f"counts-{step:08d}.npz") as file:
             self.numpy.savez_compressed(file, **counts)
 
-    def add_scalars(self, rows: Mapping[int, Mapping[str, float]]) -> None:
-        """Write steps' numbers by name."""
-        self._add_lines([{"step": step, **values} for step, values in rows.items()])
-
-    def add_event(self, step: int, kind: str, text: str) -> None:
-        """Write what happened in a step."""
-        self._add_lines([{"step": step, "event": kind, "text": text}])
-
-    def _add_lines(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def add_lines(self, *lines: Mapping[str, Any]) -> None:
+        """Write what steps.jsonl has of steps: their numbers by name, or an event with its text."""
         with open(self.folder / _STEPS, "a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines))
+            file.write(_as_lines(lines))
 
-    def _write_json(self, path: Path, content: Any) -> None:
-        with replacing(path) as file:
+    def _write(self, name: str, content: Any) -> None:
+        with replacing(self.folder / name) as file:
             file.write(json.dumps(content, indent=1).encode())
+
+
+def _as_lines(lines: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 def files_of(folder: Path, kind: str) -> dict[int, Path]:
     """The files of a kind, "rows" or "counts", by their step, in order."""
-    found = {}
-    for path in folder.glob(f"{kind}-*"):
-        if match := re.fullmatch(rf"{kind}-(\d+)\.(?:json|npz)", path.name):
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
+    paths = folder.glob(f"{kind}-*.{'json' if kind == 'rows' else 'npz'}")
+    steps = ((path.stem.removeprefix(f"{kind}-"), path) for path in paths)
+    return dict(sorted((int(step), path) for step, path in steps if step.isdecimal()))
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:
@@ -140,14 +125,6 @@ class RecordError(OctavoError, ValueError):
     """A folder without a record, or with one that this release can't read."""
 
 
-class WorstExpert(NamedTuple):
-    """A row's worst expert: its number, its tokens, and how many experts have a measure beyond its limit."""
-
-    expert: int
-    tokens: int
-    experts_beyond: int
-
-
 class OfExperts(NamedTuple):
     """What a record has of layers of experts besides the sums over all experts.
 
@@ -164,11 +141,6 @@ class OfExperts(NamedTuple):
     worst: Any
     beyond: Any
     tokens: dict[str, Any]
-
-    def at(self, step: int, place: int, layer: str) -> WorstExpert:
-        """The worst expert of a row of this layer; ``step`` and ``place``: indices of the step and the row."""
-        number = int(self.worst[step, place])
-        return WorstExpert(number, int(self.tokens[layer][step, number]), int(self.beyond[step, place]))
 
 
 @dataclass(frozen=True)
@@ -249,34 +221,39 @@ def load(folder: str | Path) -> Record:
     for step, path in files_of(folder, "rows").items():
         with _reading(path):
             tables[step] = [Row.of(found) for found in json.loads(path.read_text())]
-    places: dict[Row, int] = {}
-    for rows in tables.values():
-        for row in rows:
-            places.setdefault(row, len(places))
+    places = {row: place for place, row in enumerate(dict.fromkeys(itertools.chain(*tables.values())))}
     layers = list(dict.fromkeys(row.layer for row in places))
-    counts = files_of(folder, "counts")
-    sums = np.zeros((len(counts), len(places), len(SUMS)))
-    extremes = np.zeros((len(counts), len(places), len(EXTREMES)))
-    exponents = np.zeros((len(counts), len(places), EXPONENTS), dtype="float32")
-    experts = _ExpertSteps(list(places), len(counts))
-    moved = np.zeros((len(counts), len(layers), len(MOVED)))
-    for at, (step, path) in enumerate(counts.items()):
+    files = files_of(folder, "counts")
+    shape = len(files), len(places)
+    counts = {"sums": np.zeros((*shape, len(SUMS))), "extremes": np.zeros((*shape, len(EXTREMES)))}
+    counts["exponents"] = np.zeros((*shape, EXPONENTS), dtype="float32")
+    tokens = {row.layer: np.full((len(files), row.experts), np.nan) for row in places if row.experts}
+    of_worst = {name: values.copy() for name, values in counts.items()} if tokens else counts
+    worst, beyond = np.full(shape, -1), np.zeros(shape, dtype="int64")
+    moved = np.zeros((len(files), len(layers), len(MOVED)))
+    for at, (step, path) in enumerate(files.items()):
         begun = max((begun for begun in tables if begun <= step), default=None)
         if begun is None:
             raise RecordError(f"{folder} has no rows-*.json that says what {path.name} counts: copy it whole")
         rows = tables[begun]
+        where, of_experts = [places[row] for row in rows], [places[row] for row in rows if row.experts]
         with _reading(path), open(path, "rb") as file, np.load(file) as arrays:
-            where = [places[row] for row in rows]
-            for all_steps, name in ((sums, "sums"), (extremes, "extremes"), (exponents, "exponents")):
-                all_steps[at, where] = arrays[name]
-            experts.add(at, rows, where, arrays)
+            for name, values in counts.items():
+                values[at, where] = of_worst[name][at, where] = arrays[name]
+                if of_experts:
+                    of_worst[name][at, of_experts] = arrays[f"worst_{name}"]
+            if of_experts:
+                worst[at, of_experts], beyond[at, of_experts] = arrays["worst"].T
+                for layer, its in by_layer(rows, arrays["tokens"]).items():
+                    tokens[layer][at] = its
             moved[at, [layers.index(layer) for layer in dict.fromkeys(row.layer for row in rows)]] = arrays["moved"]
-    limits = np.array([row.largest for row in places])
     scalars, events = _steps(folder)
-    measures = measures_of(np, sums, extremes, limits)
-    steps, of_experts = list(counts), experts.found(sums, extremes, exponents, limits)
-    weights = of_weights(np, moved)
-    return Record(list(places), steps, measures, exponents, layers, weights, scalars, events, of_experts)
+    measures, experts = measures_of(list(places), counts["sums"], counts["extremes"]), None
+    if tokens:
+        measures_of_worst = measures_of(list(places), of_worst["sums"], of_worst["extremes"])
+        experts = OfExperts(measures_of_worst, of_worst["exponents"], worst, beyond, tokens)
+    exponents, weights = counts["exponents"], of_weights(moved)
+    return Record(list(places), list(files), measures, exponents, layers, weights, scalars, events, experts)
 
 
 @contextlib.contextmanager
@@ -289,51 +266,16 @@ def _reading(path: Path) -> Iterator[None]:
         raise RecordError(f"{path} is damaged ({why}): copy it again, or take it away") from error
 
 
-class _ExpertSteps:
-    """Reads a record's experts step by step."""
-
-    def __init__(self, rows: Sequence[Row], steps: int) -> None:
-        np = self.np = numpy()
-        self.rows, self.steps = rows, steps
-        shape = steps, len(rows)
-        self.numbers = np.stack([np.full(shape, -1), np.zeros(shape, dtype="int64")], -1)
-        self.tokens = {row.layer: np.full((steps, row.experts), np.nan) for row in rows if row.experts}
-        self.worst: list[
-            tuple[int, list[int], dict[str, Any]]
-        ] = []  # (step, rows of experts, their worst one's counts)
-
-    def add(self, at: int, rows: Sequence[Row], where: Sequence[int], arrays: Any) -> None:
-        """Read the arrays of a step's file, which has these rows; ``where``: their indices among the record's rows."""
-        if "worst" not in arrays:
-            return
-        of_experts = [place for place, row in zip(where, rows, strict=True) if row.experts]
-        self.numbers[at, of_experts] = arrays["worst"]
-        for layer, tokens in by_layer(rows, arrays["tokens"]).items():
-            self.tokens[layer][at] = tokens
-        counts = {name: arrays[f"worst_{name}"] for name in ("sums", "extremes", "exponents")}
-        self.worst.append((at, of_experts, counts))
-
-    def found(self, sums: Any, extremes: Any, exponents: Any, limits: Any) -> OfExperts | None:
-        """What was read; the arguments are the record's, in which all experts are summed."""
-        if not self.tokens:
-            return None
-        whole = {"sums": sums.copy(), "extremes": extremes.copy(), "exponents": exponents.copy()}
-        for at, of_experts, counts in self.worst:
-            for name, values in counts.items():
-                whole[name][at, of_experts] = values
-        measures = measures_of(self.np, whole["sums"], whole["extremes"], limits)
-        worst, beyond = self.np.moveaxis(self.numbers, -1, 0)
-        return OfExperts(measures, whole["exponents"], worst, beyond, self.tokens)
-
-
 def by_layer(rows: Sequence[Row], tokens: Any) -> dict[str, Any]:
     """The experts' numbers of each layer, from an array that has them one layer after the other."""
     experts = {row.layer: row.experts for row in rows if row.experts}
     return dict(zip(experts, numpy().split(tokens, numpy().cumsum(list(experts.values()))[:-1]), strict=True))
 
 
-def measures_of(np: Any, sums: Any, extremes: Any, limits: Any) -> dict[str, Any]:
-    """MEASURES from counts [..., rows, 7] and [..., rows, 3]; ``limits`` [rows]: Row.largest of each row."""
+def measures_of(rows: Sequence[Row], sums: Any, extremes: Any) -> dict[str, Any]:
+    """MEASURES of rows from their counts [..., rows, 7] and [..., rows, 3]."""
+    np = numpy()
+    limits = np.array([row.largest for row in rows])
     elements, zeros, flushed, clipped, nonfinite, power, error = np.moveaxis(sums, -1, 0)
     amax, scale_inv, _ = np.moveaxis(extremes, -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -349,8 +291,9 @@ def measures_of(np: Any, sums: Any, extremes: Any, limits: Any) -> dict[str, Any
         }
 
 
-def of_weights(np: Any, moved: Any) -> dict[str, Any]:
+def of_weights(moved: Any) -> dict[str, Any]:
     """OF_WEIGHTS from counts [..., layers, 10]."""
+    np = numpy()
     sums = dict(zip(MOVED, np.moveaxis(moved, -1, 0), strict=True))
     with np.errstate(divide="ignore", invalid="ignore"):
         masters = np.where(sums["masters"] > 0, sums["masters"], np.nan)

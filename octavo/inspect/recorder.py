@@ -7,7 +7,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,30 +14,24 @@ from torch import Tensor, nn
 
 from octavo.distributed.files import reason_of
 from octavo.distributed.ranks import Ranks, whole
-from octavo.inspect.findings import FORMAT_SQNR, LIMITS
+from octavo.inspect.findings import severities
 from octavo.inspect.record import RecordWriter, by_layer, measures_of, numpy, of_weights
 from octavo.inspect.rows import Row, Table
-from octavo.inspect.weights import WeightSamples, count_weights
+from octavo.inspect.weights import Samples, count_weights, moved_since, sample
 from octavo.kernels.arguments import SUMS
 
 Scalar = float | Tensor
 SKIPPED = "skipped"  # a kind of event that arrives from the device, as scalars do
 
 
-class _CountsInFlight(NamedTuple):
+class _InFlight(NamedTuple):
     """What is on its way to the host: the counts of a recorded step, and the scalars of the steps until then."""
 
     step: int
     table: Table
-    numbers: list[tuple[int, str, float]]
-    scalars: list[tuple[int, str]]
+    scalars: list[tuple[int, str, Scalar]]  # those that are tensors are also in ``tensors``, one after the other
     tensors: dict[str, Tensor]
     event: Any
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether it can be read without waiting."""
-        return self.event is None or bool(self.event.query())
 
 
 class Recorder:
@@ -103,11 +96,10 @@ class Recorder:
         with self._ranks.together():
             self._writer = RecordWriter(Path(to), step) if self._ranks.rank == 0 else None
         self._written: Table | None = None
-        self._samples = WeightSamples()
-        self._numbers: list[tuple[int, str, float]] = []
-        self._scalars: list[tuple[int, list[str], Tensor]] = []  # of each step, those that are on the device
-        self._readings: list[_CountsInFlight] = []
-        self._switches = self._switches_so_far()
+        self._samples: Samples | None = None
+        self._scalars: list[tuple[int, str, Scalar]] = []
+        self._readings: list[_InFlight] = []
+        self._switches = 0 if schedule is None else len(schedule.switches)
         self._begin()
 
     def step(self, loss: Scalar | None = None, grad_norm: Scalar | None = None, **scalars: Scalar) -> None:
@@ -119,12 +111,12 @@ class Recorder:
         """
         if self._goes_on:
             self._keep({"loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: self._left_out()})
-        for switch in self._switches_so_far()[len(self._switches) :]:
+        for switch in () if self.schedule is None else self.schedule.switches[self._switches :]:
             self.event("recovery" if switch.phase < 0 else "switch", f"{switch.name}: {switch.reason}")
-            self._switches.append(switch)
+            self._switches += 1
         if self._is_recorded:
             self._read(self._count() if self._table.rows else {})
-        while self._readings and self._readings[0].has_arrived:
+        while self._readings and (self._readings[0].event is None or self._readings[0].event.query()):
             self._write(self._readings.pop(0))
         self._step += 1
         self._begin()
@@ -137,12 +129,12 @@ class Recorder:
         """
         with self._or_ends():
             if self._writer is not None:
-                self._writer.add_event(self._step, kind, text)
+                self._writer.add_lines({"step": self._step, "event": kind, "text": text})
 
     def close(self) -> None:
         """Write what is on its way to the host, and leave the model as it was."""
         self._table.attach(False)
-        if self._scalars or self._numbers:
+        if self._scalars:
             self._read({})
         for reading in self._readings:
             if reading.event is not None:
@@ -153,9 +145,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -179,23 +169,17 @@ class Recorder:
 
     def _keep(self, given: Mapping[str, Scalar | None]) -> None:
         """Keep a step's numbers: copies without autograd's graph, and whole where they are sharded."""
-        tensors = {}
         for name, value in given.items():
             if isinstance(value, Tensor):
-                tensors[name] = whole(value).detach().reshape(()).to(self._table.sums.device, non_blocking=True)
-            elif value is not None:
-                self._numbers.append((self._step, name, value))
-        if tensors:
-            self._scalars.append((self._step, list(tensors), torch.stack(list(tensors.values()))))
+                value = whole(value).detach().reshape(()).to(self._table.sums.device, non_blocking=True, copy=True)
+            if value is not None:
+                self._scalars.append((self._step, name, value))
 
     def _left_out(self) -> Tensor | None:
         """A number that is not 0 if the last step changed nothing; None if nothing here skips steps."""
         optimizer = self.optimizer if self.schedule is None else self.schedule.optimizer
         found = getattr(optimizer, "left_out", None)
         return found if found is not None or self.schedule is None else self.schedule.left_out
-
-    def _switches_so_far(self) -> list[Any]:
-        return [] if self.schedule is None else list(self.schedule.switches)
 
     def _begin(self) -> None:
         """Have the model's layers count in the next step, if that one is recorded."""
@@ -206,14 +190,15 @@ class Recorder:
             self._table = Table(self.model)
         self._table.attach(True)
         if self._table.rows:
-            self._samples.take(self._table.weights, self.optimizer)
+            self._samples = sample(self._table.layers, self.optimizer)
 
     @torch.no_grad()
     def _count(self) -> dict[str, Tensor]:
         """Take the step's counts, summed over all ranks, and set the model's to 0."""
         table = self._table
-        count_weights(table.weights, self._ranks)
-        moved = self._samples.moved(table.weights, self.optimizer)
+        count_weights(table.layers, self._ranks)
+        assert self._samples is not None
+        moved, self._samples = moved_since(self._samples, table.layers, self.optimizer), None
         sums, extremes = self._ranks.sum(table.sums).clone(), self._ranks.largest(table.extremes).clone()
         table.sums.zero_()
         table.extremes.zero_()
@@ -221,32 +206,32 @@ class Recorder:
 
     def _read(self, counts: Mapping[str, Tensor]) -> None:
         """Send counts, and the scalars since the last time, to the host."""
-        (numbers, self._numbers), (kept, self._scalars) = (self._numbers, []), (self._scalars, [])
+        scalars, self._scalars = self._scalars, []
         if self._writer is None:
             return
-        device = self._table.sums.device
-        scalars = torch.cat([values for *_, values in kept]) if kept else torch.zeros(0, device=device)
-        tensors, event = {**counts, "scalars": scalars.double()}, None
+        device, on_device = self._table.sums.device, [value for *_, value in scalars if isinstance(value, Tensor)]
+        values = torch.stack(on_device).double() if on_device else torch.zeros(0, device=device)
+        tensors, event = {**counts, "scalars": values}, None
         if device.type == "cuda":
             pinned = {name: torch.empty_like(t, device="cpu", pin_memory=True) for name, t in tensors.items()}
             tensors = {name: pinned[name].copy_(t, non_blocking=True) for name, t in tensors.items()}
             event = torch.cuda.current_stream(device).record_event()
-        names = [(step, name) for step, names, _ in kept for name in names]
-        self._readings.append(_CountsInFlight(self._step, self._table, numbers, names, tensors, event))
+        self._readings.append(_InFlight(self._step, self._table, scalars, tensors, event))
 
-    def _write(self, reading: _CountsInFlight) -> None:
+    def _write(self, reading: _InFlight) -> None:
         if self._writer is None:
             return
         rows: dict[int, dict[str, float]] = {}
-        arrived = zip(reading.scalars, reading.tensors["scalars"].tolist(), strict=True)
+        arrived = iter(reading.tensors["scalars"].tolist())
         with self._or_ends():
-            for step, name, value in (*((*place, value) for place, value in arrived), *reading.numbers):
+            for step, name, value in reading.scalars:
+                value = next(arrived) if isinstance(value, Tensor) else value
                 if name != SKIPPED:
                     rows.setdefault(step, {})[name] = value if math.isfinite(value) else math.nan
                 elif value != 0:
                     text = "neither the weights nor the optimizer's state were touched"
-                    self._writer.add_event(step, SKIPPED, text)
-            self._writer.add_scalars(rows)
+                    self._writer.add_lines({"step": step, "event": SKIPPED, "text": text})
+            self._writer.add_lines(*({"step": step, **values} for step, values in rows.items()))
             if "sums" in reading.tensors:
                 if self._written is not reading.table:
                     self._writer.add_rows(reading.step, reading.table.rows)
@@ -256,8 +241,9 @@ class Recorder:
                 self._writer.add_counts(reading.step, counts)
                 if self.on_record is not None:
                     rows.setdefault(reading.step, {}).update(_named(reading.table.rows, counts))
-        for step, values in rows.items() if self.on_record is not None else ():
-            self.on_record(step, values)  # type: ignore[misc]
+        if self.on_record is not None:
+            for step, values in rows.items():
+                self.on_record(step, values)
 
 
 def _named(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]:
@@ -265,26 +251,24 @@ def _named(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]:
 
     A layer of experts also has those of the worst one, and the fewest and the most tokens that an expert got.
     """
-    np = numpy()
     places = [(row.layer, row.role) for row in rows]
     names = [
         ".".join(filter(None, (*place, *(row.products if places.count(place) > 1 else ()))))
         for place, row in zip(places, rows, strict=True)
     ]
-    limits = np.array([row.largest for row in rows])
-    found = [(names, measures_of(np, counts["sums"], counts["extremes"].astype("float64"), limits))]
+    found = [(names, measures_of(rows, counts["sums"], counts["extremes"].astype("float64")))]
     if "worst" in counts:
-        at = [place for place, row in enumerate(rows) if row.experts]
-        of_worst = counts["worst_sums"], counts["worst_extremes"].astype("float64")
-        found.append(([f"{names[place]}.worst_expert" for place in at], measures_of(np, *of_worst, limits[at])))
+        named = [(f"{name}.worst_expert", row) for name, row in zip(names, rows, strict=True) if row.experts]
+        worst = [row for _, row in named], counts["worst_sums"], counts["worst_extremes"].astype("float64")
+        found.append(([name for name, _ in named], measures_of(*worst)))
         tokens = by_layer(rows, counts["tokens"])
         ends = {
-            "least_tokens": [of_layer.min() for of_layer in tokens.values()],
-            "most_tokens": [of_layer.max() for of_layer in tokens.values()],
+            "least_tokens": [min(its) for its in tokens.values()],
+            "most_tokens": [max(its) for its in tokens.values()],
         }
         found.append((list(tokens), ends))
     layers = [".".join(filter(None, (layer, "weight"))) for layer in dict.fromkeys(row.layer for row in rows)]
-    found.append((layers, of_weights(np, counts["moved"])))
+    found.append((layers, of_weights(counts["moved"])))
     return {
         f"{name}.{measure}": float(value)
         for named, measures in found
@@ -298,76 +282,38 @@ _TOKENS_FROM = ("grad_output", "input", "weight")
 
 
 def kept(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]:
-    """What a record keeps of a step, as NumPy arrays.
+    """What a record keeps of a step, as NumPy arrays, from counts [lines, 71] and extremes [lines, 3].
 
     A row of experts is counted in one line for each expert. A record of all lines would be larger by the number of
     experts, and the worst expert shows what hurts a training. So it has:
 
         sums, exponents, extremes    for each row, all experts together
         worst_...                    the same of the worst expert alone, for each row of experts
-        worst                        its number, and how many experts have a measure beyond its limit: [rows of
-                                     experts, 2]
+        worst                        [rows of experts, 2]: its number, how many experts have a measure beyond its limit
         tokens                       those of each expert [E], one layer after the other
-
-    Args:
-        rows: at least one.
-        counts: [lines, 71], the lines of all rows.
-        extremes: [lines, 3].
     """
     np = numpy()
-    starts = np.cumsum([0, *(row.lines for row in rows)])[:-1]
+    lines = [row.experts or 1 for row in rows]
+    ends = np.cumsum(lines)
+    starts = ends - lines
     found = _counts("", np.add.reduceat(counts, starts), np.maximum.reduceat(extremes, starts))
-    of_experts = [
-        (row, slice(start, start + row.experts)) for row, start in zip(rows, starts, strict=True) if row.experts
-    ]
+    of_experts = [(row, slice(*its)) for row, *its in zip(rows, starts, ends, strict=True) if row.experts]
     if not of_experts:
         return found
-    lines = np.concatenate([np.arange(its.start, its.stop) for _, its in of_experts])
-    each = [row for row, _ in of_experts for _ in range(row.experts)]
-    limits = np.array([row.largest for row in each])
-    severity = np.full(len(counts), -np.inf)
-    severity[lines] = severities(measures_of(np, counts[lines, : len(SUMS)], extremes[lines], limits), each)
-    worst = [(its.start + int(severity[its].argmax()), its) for _, its in of_experts]
-    at = [line for line, _ in worst]
-    numbers = [(line - its.start, int((severity[its] > 1).sum())) for line, its in worst]
-    tokens = [np.rint(counts[its, 0] / row.features) for row, its in _one_a_layer(of_experts, counts[:, 0])]
-    return (
-        found
-        | _counts("worst_", counts[at], extremes[at])
-        | {
-            "worst": np.array(numbers),
-            "tokens": np.concatenate(tokens).astype("int64"),
-        }
-    )
-
-
-def severities(measures: Mapping[str, Any], rows: Sequence[Row]) -> Any:
-    """Each row's worst measure, divided by its limit, from MEASURES [rows]; -inf where nothing was counted."""
-    np = numpy()
-    room = np.array([2.0**row.cast.margin if row.cast.is_delayed else math.inf for row in rows])
-    lost = np.array([FORMAT_SQNR[row.cast.format.name] for row in rows]) - measures["sqnr"]
-    found = [
-        np.where(measures["nonfinite"] > 0, math.inf, np.where(measures["nonfinite"] == 0, 0, np.nan)),
-        measures["assumed"] / room / LIMITS["stale"],
-        *(measures[kind] / LIMITS[kind] for kind in ("clipped", "flushed")),
-        10 ** ((lost - LIMITS["rounded"]) / 10),
-    ]
-    return np.stack([np.where(np.isnan(values), -math.inf, values) for values in found]).max(axis=0)
+    each = [row for row in rows for _ in range(row.experts or 1)]
+    severity = severities(measures_of(each, counts[:, : len(SUMS)], extremes), each)
+    worst = np.array([its.start + severity[its].argmax() for _, its in of_experts])
+    beyond = [(severity[its] > 1).sum() for _, its in of_experts]
+    found |= _counts("worst_", counts[worst], extremes[worst])
+    found["worst"] = np.stack([worst - [its.start for _, its in of_experts], beyond], 1)
+    layers: dict[str, list[tuple[Any, ...]]] = {}
+    for row, its in of_experts:  # tokens are counted from a row that was cast, and from grad_output's, if possible:
+        place = not counts[its, 0].any(), _TOKENS_FROM.index(row.role)  # it is cast once however often forward runs
+        layers.setdefault(row.layer, []).append((*place, its.start, counts[its, 0] / row.features))
+    tokens = [np.rint(min(its, key=lambda row: row[:3])[-1]) for its in layers.values()]
+    return found | {"tokens": np.concatenate(tokens).astype("int64")}
 
 
 def _counts(prefix: str, counts: Any, extremes: Any) -> dict[str, Any]:
     sums, exponents = counts[:, : len(SUMS)], counts[:, len(SUMS) :].astype("float32")
     return {f"{prefix}sums": sums, f"{prefix}exponents": exponents, f"{prefix}extremes": extremes}
-
-
-def _one_a_layer(of_experts: Sequence[tuple[Row, slice]], elements: Any) -> Iterator[tuple[Row, slice]]:
-    """The row of each layer from which its tokens are counted.
-
-    It is a row that was counted, and if possible grad_output's, which is cast once however often forward runs.
-    """
-    layers: dict[str, list[tuple[Row, slice]]] = {}
-    for row, its in of_experts:
-        layers.setdefault(row.layer, []).append((row, its))
-    for found in layers.values():
-        of_rows = [(not elements[its].any(), _TOKENS_FROM.index(row.role), at) for at, (row, its) in enumerate(found)]
-        yield found[min(of_rows)[-1]]

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from octavo.formats import E4M3, E5M2, Format
-from octavo.granularity import ALL, Granularity, PerTensor
+from octavo.granularity import ALL, PerTensor
 from octavo.inspect.record import numpy
 from octavo.inspect.rows import Row
 from octavo.kernels.arguments import LOWEST
@@ -71,23 +71,11 @@ class Exponents:
 
 
 class Remedy(NamedTuple):
-    """A change of a layer's recipe.
-
-    Attributes:
-        rules: of a RecipeMap: ``{"layers.3.mlp.down": {"grad_weight": None}}``.
-        share: the share of the row's numbers that would be too small.
-        is_bound: whether that is only an upper bound.
-    """
+    """A change of a layer's recipe, by rules of a RecipeMap: ``{"layers.3.mlp.down": {"grad_weight": None}}``."""
 
     rules: dict[str, RecipeRule]
-    share: float
-    is_bound: bool
-
-
-def tile_size(granularity: Granularity) -> float:
-    """How many numbers share a scale; infinitely many where that depends on the tensor."""
-    rows, cols = granularity.tile
-    return math.inf if ALL in (rows, cols) else rows * cols
+    share: float  # of the row's numbers that would be too small
+    is_bound: bool  # whether that is only an upper bound
 
 
 def remedies(row: Row, rows: Sequence[Row], found: Exponents, scale_inv: float, least: str) -> Iterator[Remedy]:
@@ -100,20 +88,7 @@ def remedies(row: Row, rows: Sequence[Row], found: Exponents, scale_inv: float, 
         scale_inv: the one in use.
         least: "smallest_subnormal": flushed numbers are too small; "smallest_normal": also those that lose digits.
     """
-    cast = row.cast
-    finer = [*_other_casts(row, rows, cast, found, scale_inv, least)]
-    for tile, make in _FINER:
-        if tile < tile_size(cast.granularity):
-            share = found.bound(tile, E4M3, _least(E4M3, least))
-            finer.append(Remedy(_of(row, make()), share, True))
-    # gradients keep enough digits in E5M2; inputs and weights do not, so that for them it comes last
-    yield from sorted(finer, key=lambda remedy: row.role != "grad_output" and "E5M2" in as_text(remedy.rules))
-    yield Remedy(without_fp8(row), 0.0, False)
-
-
-def _other_casts(
-    row: Row, rows: Sequence[Row], cast: Cast, found: Exponents, scale_inv: float, least: str
-) -> Iterator[Remedy]:
+    cast, finer = row.cast, []
     changes: list[dict[str, Any]] = [{}]
     changes += [{"rule": Dynamic()}] * cast.is_delayed + [{"format": E5M2}] * (cast.format is not E5M2)
     # a margin that the numbers did not need is left out
@@ -122,7 +97,14 @@ def _other_casts(
         changed = dataclasses.replace(cast, **change, margin=0 if is_unused else cast.margin)
         if changed != cast and (rules := with_cast(row, rows, changed)) is not None:
             share = float(found.below(_least(changed.format, least) * _scale_inv(cast, scale_inv, changed, found)))
-            yield Remedy(rules, share, cast.granularity != PerTensor())
+            finer.append(Remedy(rules, share, cast.granularity != PerTensor()))
+    shared = math.inf if ALL in cast.granularity.tile else math.prod(cast.granularity.tile)
+    for tile, make in _FINER:
+        if tile < shared:
+            finer.append(Remedy(_of(row, make()), found.bound(tile, E4M3, _least(E4M3, least)), True))
+    # gradients keep enough digits in E5M2; inputs and weights do not, so that for them it comes last
+    yield from sorted(finer, key=lambda remedy: row.role != "grad_output" and "E5M2" in as_text(remedy.rules))
+    yield Remedy(without_fp8(row), 0.0, False)
 
 
 def _scale_inv(cast: Cast, scale_inv: float, changed: Cast, found: Exponents) -> float:
@@ -142,20 +124,16 @@ def _least(format: Format, least: str) -> float:
 def with_cast(row: Row, rows: Sequence[Row], cast: Cast) -> dict[str, RecipeRule] | None:
     """The rule that changes a row's cast in the products that read it; None if no recipe can have it."""
     casts = {(other.role, product): its for other in rows for product, its in _by_product(other, other.cast)}
-    before = {
-        product: tuple(casts[role, product] for role in roles)
-        for product, roles in OPERANDS.items()
-        if all((role, product) in casts for role in roles)
-    }
-    after: dict[str, Any] = {}
-    for product, new in _by_product(row, cast):
-        if product in before:
-            pair = zip(OPERANDS[product], before[product], strict=True)
-            after[product] = tuple(new if role == row.role else other for role, other in pair)
+    own = {(row.role, product): its for product, its in _by_product(row, cast)}
+    pairs: dict[str, Any] = {}
+    for product, roles in OPERANDS.items():
+        if all((role, product) in casts for role in roles):
+            pairs[product] = tuple((casts | own)[role, product] for role in roles)
     try:
-        Recipe(**{**before, **after})
+        Recipe(**pairs)
     except ValueError:
         return None
+    after = {product: pairs[product] for _, product in own if product in pairs}
     return _of(row, after) if after else None
 
 
@@ -205,12 +183,11 @@ def called(share: float) -> str:
 def outcome(chosen: Remedy, options: Sequence[Remedy], least: str) -> str:
     """What the chosen one of ``remedies`` would do; if it is the last, which finer scales might have done."""
     what = "flushed" if least == "smallest_subnormal" else "below the smallest normal number"
-    bounds = [option for option in options if option.is_bound]
     if chosen is not options[-1]:
-        return f"{'at most ' if chosen.is_bound else ''}{called(chosen.share)} {what}, by the exponents recorded"
+        return f"{'at most ' * chosen.is_bound}{called(chosen.share)} {what}, by the exponents recorded"
     text = f"nothing is {what}: these products are in high precision"
-    if not bounds:
+    best = min((option for option in options if option.is_bound), key=lambda option: option.share, default=None)
+    if best is None:
         return text
-    best = min(bounds, key=lambda option: option.share)
     bound = f"of its finer scales only a bound is known, at most {called(best.share)}"
     return f"{text}; {as_text(best.rules)} may do too: {bound}"

@@ -96,7 +96,7 @@ def to_json(record: Record, findings: Sequence[Finding], what_if: Sequence[Mappi
 
     ``what_if``: rows of a WhatIf of the model.
     """
-    bins, worst = _Bins(len(record.steps)), record.of_worst
+    bins, worst = _Bins(len(record.steps), COLUMNS), record.of_worst
     content = {
         "records": len(record.steps),
         "last": record.steps[-1] if record.steps else None,
@@ -138,17 +138,16 @@ def to_html(record: Record, findings: Sequence[Finding], title: str, what_if: Se
 
 
 class _Bins:
-    """Joins neighbouring records, so that there are at most COLUMNS."""
+    """Joins neighbours of so many, so that there are at most ``most``."""
 
-    def __init__(self, count: int) -> None:
-        each = max(1, math.ceil(count / COLUMNS))
-        self.starts = list(range(0, count, each))
+    def __init__(self, count: int, most: int) -> None:
+        self.starts = list(range(0, count, max(1, math.ceil(count / most))))
 
     def firsts(self, values: Sequence[int]) -> list[int]:
         """The first value of each bin."""
         return [values[start] for start in self.starts]
 
-    def worst(self, values: Any, is_worse: Any) -> list[float]:
+    def worst(self, values: Any, is_worse: Any = max) -> list[float]:
         """The worst value of each bin, from [steps] or [steps, casts]; NaN if there is none."""
         np = numpy()
         missing, ufunc = (-math.inf, np.maximum) if is_worse is max else (math.inf, np.minimum)
@@ -161,20 +160,15 @@ def _casts(record: Record, layer: str, role: str, bins: _Bins) -> dict[str, Any]
     """The worst measures by step of a layer's role, over its casts; ``amax``: the binary logarithm of the last one."""
     np = numpy()
     places = [place for place, row in enumerate(record.rows) if (row.layer, row.role) == (layer, role)]
-    found = {
+    worst = {
         name: [_rounded(times * value) for value in bins.worst(record.measures[name][:, places], is_worse)]
         for name, (times, is_worse) in _WORST.items()
     }
     amax = record.measures["amax"][:, places]
     last = amax[amax > 0][-1:].tolist()
     is_delayed = any(record.rows[place].cast.is_delayed for place in places)
-    return {
-        "layer": layer,
-        "role": role,
-        **found,
-        "is_delayed": is_delayed,
-        "amax": float(np.log2(*last)) if last else None,
-    }
+    amax = float(np.log2(*last)) if last else None
+    return {"layer": layer, "role": role, **worst, "is_delayed": is_delayed, "amax": amax}
 
 
 def _rounded(value: float) -> float:
@@ -194,12 +188,10 @@ def _exponents(record: Record, place: int, findings: Sequence[Finding]) -> dict[
     """A row's histogram in its worst step (or else the last), in thousandths, and the windows of formats."""
     np, row = numpy(), record.rows[place]
     counted = np.flatnonzero(record.measures["amax"][:, place] > 0)
-    worst = [
-        each.worst for each in findings if (each.layer, each.role, each.products) == (row.layer, row.role, row.products)
-    ]
-    at = record.steps.index(worst[0]) if worst else int(counted[-1]) if len(counted) else 0
-    share = np.zeros(record.exponents.shape[-1])
-    windows = []
+    where = row.layer, row.role, row.products
+    worst = [record.steps.index(each.worst) for each in findings if (each.layer, each.role, each.products) == where]
+    at = [*worst, *counted[::-1].tolist(), 0][0]
+    share, windows = np.zeros(record.exponents.shape[-1]), []
     if len(counted):
         share = 1000 * record.exponents[at, place] / max(1.0, float(record.exponents[at, place].sum()))
         scale_inv, amax = (float(record.measures[name][at, place]) for name in ("scale_inv", "amax"))
@@ -221,10 +213,8 @@ def _window(format: Format, scale_inv: float, of: str) -> dict[str, Any]:
 
 def _curve(steps: Sequence[int], values: Sequence[float]) -> list[dict[str, float]]:
     """The points of a curve; where there are many, the largest of each few."""
-    each = max(1, math.ceil(len(steps) / POINTS))
-    starts = range(0, len(steps), each)
-    largest = [max((v for v in values[s : s + each] if math.isfinite(v)), default=math.nan) for s in starts]
-    return [{"step": steps[start], "value": value} for start, value in zip(starts, largest, strict=True)]
+    bins = _Bins(len(steps), POINTS)
+    return [{"step": s, "value": v} for s, v in zip(bins.firsts(steps), bins.worst(values), strict=True)]
 
 
 def _plain(value: Any) -> Any:
@@ -233,8 +223,8 @@ def _plain(value: Any) -> Any:
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, Iterable) and not isinstance(value, str):
         return [_plain(each) for each in value]
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            return None
-        return int(value) if value == int(value) else float(f"{value:.4g}")
-    return value
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        return None
+    return int(value) if value == int(value) else float(f"{value:.4g}")

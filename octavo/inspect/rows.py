@@ -1,29 +1,141 @@
-"""The rows of a model's record, one for each cast of each layer's roles, and the tensors they are counted in."""
+"""The rows of a model's record, one for each cast of each layer's roles, and the observers that count what casts do.
+
+An observer also notes faults in its layer's products. Both are in tensors on the device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from octavo.autograd.casts import WEIGHT
-from octavo.inspect.observer import LayerCounts, RoleCounts, observe
+from octavo import kernels
+from octavo.autograd.casts import GRAD_OUTPUT
+from octavo.autograd.grouped import group_of_rows, padded_ends, rows_of_codes
+from octavo.autograd.products import Layer
 from octavo.kernels.arguments import EXPONENTS, EXTREMES, SUMS
+from octavo.kernels.layouts import contraction_multiple
 from octavo.nn.candidates import features
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.parted_linear import PartedLinear
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.nn.weight import weight_of
-from octavo.scaling.recipe import ROLES, Cast, Recipe
+from octavo.scaling.recipe import OPERANDS, ROLES, Cast, Recipe
+from octavo.tensor.pair import ForProducts, Operands
 
-READS = {  # the products that read a role as it lies, and transposed
-    "input": ("output", "grad_weight"),
-    "weight": ("output", "grad_input"),
-    "grad_output": ("grad_input", "grad_weight"),
-}
+# the products that read a role as it lies, and transposed
+READS = {role: tuple(product for product, roles in OPERANDS.items() if role in roles) for role in ROLES}
+
+Counts = tuple[Tensor, Tensor]  # sums and extremes, arguments of the op cast_statistics; a row for each group
+RoleCounts = tuple[Counts | None, Counts | None]  # of the cast as it lies, and of the transposed one if that differs
+
+
+class LayerCounts(NamedTuple):
+    """Where a layer's casts are counted by role, while it has this recipe; the recorder counts those of the weight.
+
+    ``first``: the number of the first expert whose products this rank computes.
+    """
+
+    recipe: Recipe
+    roles: Sequence[RoleCounts]
+    first: int
+
+
+RecordedLayer = tuple[RecipeModule, LayerCounts]
+
+
+class Notes(NamedTuple):
+    """Where faults of a layer's role are noted: arguments of the op note_faults."""
+
+    place: Tensor
+    found: Tensor
+    first: Tensor
+
+
+class Observer(NamedTuple):
+    """Sees what a layer's casts and products do, and changes nothing.
+
+    ``counts``: None except in a step that is recorded; ``notes``: of (input, grad_output), where faults are traced.
+    """
+
+    counts: LayerCounts | None = None
+    notes: tuple[Notes, Notes] | None = None
+
+    def cast(
+        self,
+        recipe: Recipe,
+        role: int,
+        source: Callable[[], Tensor],
+        operands: Operands,
+        offsets: Tensor | None = None,
+    ) -> None:
+        """Count what a cast of ``source()``, of the role INPUT or GRAD_OUTPUT, did.
+
+        ``offsets``: of rows in groups, see autograd/grouped.py. Rows that came in FP8 were counted by their sender.
+        """
+        if self.counts is None or self.counts.recipe is not recipe:
+            return
+        x_RC = source()
+        if isinstance(x_RC, ForProducts):
+            return
+        casts, (first, second) = recipe.casts[role], self.counts.roles[role]
+        if first is not None and casts.as_is is not None and operands.as_is is not None:
+            kernels.cast_statistics(x_RC, *operands.as_is, casts.as_is.tile, *self._of(first, offsets), offsets)
+        elif casts.once:  # in a first layer, whose input needs no gradient
+            second = first
+        if second is not None and casts.transposed is not None and operands.transposed is not None:
+            codes, scale_inv = operands.transposed
+            as_is = rows_of_codes(codes, offsets, x_RC.shape[0], _pad(x_RC, recipe)), scale_inv.t()
+            kernels.cast_statistics(x_RC, *as_is, casts.transposed.tile[::-1], *self._of(second, offsets), offsets)
+
+    def _of(self, counts: Counts, offsets: Tensor | None) -> Counts:
+        """The counts of these groups, which are all experts, or those whose products this rank computes."""
+        assert self.counts is not None
+        if offsets is None or offsets.shape[0] == counts[0].shape[0]:
+            return counts
+        here = slice(self.counts.first, self.counts.first + offsets.shape[0])
+        return counts[0][here], counts[1][here]
+
+    def product(
+        self,
+        layer: Layer,
+        name: str,
+        result: Tensor,
+        operand: tuple[Tensor, Tensor | None],
+        offsets: Tensor | None,
+        amax: Tensor | None = None,
+    ) -> None:
+        """Note faults in a product's operand by its result; the operand is a pair, or (tensor, None) in high precision.
+
+        "output" shows faults in the input, whose ``amax`` a Delayed cast has found. "grad_input" shows those in
+        grad_output; where it is not computed, "grad_weight" does. A faulty element of a group's grad_weight does not
+        show the row: all rows of the group are read.
+        """
+        if self.notes is None:
+            return
+        tensor, scale_inv = operand
+        if name != "output" and layer.state is not None and layer.commits:
+            amax = layer.state.amax_history[GRAD_OUTPUT, :1]
+        if name == "grad_weight" and offsets is not None:
+            offsets = padded_ends(offsets, 1 if scale_inv is None else _pad(tensor, layer.recipe))
+            tensor, scale_inv = tensor.t(), None if scale_inv is None else scale_inv.t()
+            group = group_of_rows(offsets, tensor.shape[0]).clamp(max=offsets.shape[0] - 1)
+            result = result[..., 0].sum(-1)[group].unsqueeze(1)
+        kernels.note_faults(result, tensor, scale_inv, amax, *self.notes[name != "output"], offsets)
+
+
+def _pad(x: Tensor, recipe: Recipe) -> int:
+    return contraction_multiple(x.device) if recipe.pads else 1
+
+
+def observe(module: RecipeModule, **fields: Any) -> None:
+    """Set fields of a module's Observer; a module with no field set has no Observer."""
+    observer = (module.__dict__.pop("observer", None) or Observer())._replace(**fields)
+    if observer != (None, None):
+        module.observer = observer
 
 
 @dataclass(frozen=True)
@@ -48,34 +160,17 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
-        of_experts = {"experts": self.experts, "features": self.features} if self.experts else {}
-        return {"layer": self.layer, "role": self.role, "products": self.products, "cast": str(self.cast), **of_experts}
+        return {**{name: value for name, value in vars(self).items() if value != 0}, "cast": str(self.cast)}
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Row:
         """The row with such fields."""
-        cast = Cast.of(fields["cast"])
-        of_experts = fields.get("experts", 0), fields.get("features", 0)
-        return cls(fields["layer"], fields["role"], tuple(fields["products"]), cast, *of_experts)
-
-    @property
-    def lines(self) -> int:
-        """How many lines of counts it has: one, or one for each expert."""
-        return self.experts or 1
+        return cls(**{**fields, "products": tuple(fields["products"]), "cast": Cast.of(fields["cast"])})
 
     @property
     def largest(self) -> float:
         """The largest number that the cast's scale has room for, times that scale."""
         return self.cast.format.max / 2.0**self.cast.margin
-
-
-class RecordedRole(NamedTuple):
-    """A role of a layer: the module, and where its casts are counted while it has this recipe."""
-
-    module: RecipeModule
-    recipe: Recipe
-    role: int
-    counts: RoleCounts
 
 
 class Table:
@@ -84,51 +179,45 @@ class Table:
     Attributes:
         rows: in the order of the model's layers.
         sums, extremes: [lines of all rows, ...], as in ``cast_statistics``.
-        roles: each layer's roles.
+        layers: each layer with a product in FP8, and its part of these tensors.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = _fp8_layers(model)
         devices = {device_of(m) for m in model.modules() if isinstance(m, RecipeModule)} or {torch.device("cpu")}
         if len(devices) > 1:
             raise ValueError(f"the model lies on several devices, {sorted(map(str, devices))}: record each part")
         (device,) = devices
-        self.recipes = [(name, m.recipe) for name, m in modules]
-        planned = [(name, m, role, _casts(m, role)) for name, m in modules for role in range(len(ROLES))]
+        layers = _fp8_layers(model)
+        self._recipes = [(name, m.recipe) for name, m in layers]
+        planned = [(name, m, [_casts(m.recipe, role) for role in range(len(ROLES))]) for name, m in layers]
         self.rows = [
             Row(name, ROLES[role], *cast, *_of_experts(m, role))
-            for name, m, role, casts in planned
+            for name, m, roles in planned
+            for role, casts in enumerate(roles)
             for cast in casts
             if cast
         ]
-        lines = [row.lines for row in self.rows]
+        lines = [row.experts or 1 for row in self.rows]  # of counts: one, or one for each expert
         self.sums = torch.zeros(sum(lines), len(SUMS) + EXPONENTS, dtype=torch.float64, device=device)
         self.extremes = torch.zeros(sum(lines), len(EXTREMES), device=device)
         counts = zip(self.rows, self.sums.split(lines), self.extremes.split(lines), strict=True)
         places = ((sums, extremes) if row.experts else (sums[0], extremes[0]) for row, sums, extremes in counts)
-        self.roles = []
-        for _, module, role, casts in planned:
-            first, second = (next(places) if cast else None for cast in casts)
-            self.roles.append(RecordedRole(module, module.recipe, role, (first, second)))
+        self.layers: list[RecordedLayer] = []
+        for _, module, roles in planned:
+            of_roles = [(next(places) if first else None, next(places) if second else None) for first, second in roles]
+            self.layers.append((module, LayerCounts(module.recipe, of_roles, first_here(module))))
         self._is_attached = False
-
-    @property
-    def weights(self) -> list[RecordedRole]:
-        """The roles that are weights."""
-        return [found for found in self.roles if found.role == WEIGHT]
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether a model's layers and recipes are those of the table."""
-        return self.recipes == [(name, m.recipe) for name, m in _fp8_layers(model)]
+        return self._recipes == [(name, m.recipe) for name, m in _fp8_layers(model)]
 
     def attach(self, on: bool) -> None:
         """Have the modules count, or stop counting."""
-        if not on and not self._is_attached:
-            return
+        if on or self._is_attached:
+            for module, counts in self.layers:
+                observe(module, counts=counts if on else None)
         self._is_attached = on
-        for x, _, grad in zip(*[iter(self.roles)] * len(ROLES), strict=True):
-            counts = LayerCounts(x.recipe, x.counts, grad.counts, first_here(x.module)) if on else None
-            observe(x.module, counts=counts)
 
 
 def _fp8_layers(model: nn.Module) -> list[tuple[str, RecipeModule]]:
@@ -166,14 +255,11 @@ def parameter_of(module: RecipeModule) -> nn.Parameter | None:
     return module.weight if isinstance(module, PartedLinear) else weight_of(module)
 
 
-_CastOfRow = tuple[tuple[str, ...], Cast] | None
-
-
-def _casts(module: RecipeModule, role: int) -> tuple[_CastOfRow, _CastOfRow]:
+def _casts(recipe: Recipe, role: int) -> list[tuple[tuple[str, ...], Cast] | None]:
     """A role's casts as it lies and transposed, each with the products that read it; if they are the same, only one."""
-    casts, (as_is, transposed) = module.recipe.casts[role], READS[ROLES[role]]
+    casts, products = recipe.casts[role], READS[ROLES[role]]
     if casts.once:
         assert casts.as_is is not None
-        return ((as_is, transposed), casts.as_is), None
-    first = None if casts.as_is is None else ((as_is,), casts.as_is)
-    return first, None if casts.transposed is None else ((transposed,), casts.transposed)
+        return [(products, casts.as_is), None]
+    pairs = zip(casts[:2], products, strict=True)
+    return [None if cast is None else ((product,), cast) for cast, product in pairs]

@@ -14,8 +14,7 @@ from octavo import kernels
 from octavo.autograd.casts import WEIGHT
 from octavo.distributed.ranks import Ranks
 from octavo.granularity import ALL
-from octavo.inspect.observer import RoleCounts
-from octavo.inspect.rows import RecordedRole, parameter_of
+from octavo.inspect.rows import RecordedLayer, parameter_of
 from octavo.kernels.reference.master_weights import Fp8Weight
 from octavo.kernels.reference.optimizer_state import Piece
 from octavo.nn.grouped_linear import Grouped
@@ -24,6 +23,7 @@ from octavo.numerics import scale_from_amax
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.masters import MasterForm, master_of
 from octavo.optim.state import matrix_of
+from octavo.scaling.recipe import Cast
 from octavo.tensor.fsdp2 import on_this_rank
 from octavo.tensor.stored_weight import StoredWeight
 
@@ -37,52 +37,38 @@ MOVED = (
 SAMPLED = 1024  # elements of a weight
 
 
-def count_weights(weights: Sequence[RecordedRole], ranks: Ranks) -> None:
+def count_weights(layers: Sequence[RecordedLayer], ranks: Ranks) -> None:
     """Count what the casts of weights do, as the next forward will make them; of sharded weights this rank's rows."""
-    whole = _scales_of_whole(weights, ranks)
-    for (module, recipe, _, counts), scales in zip(weights, whole, strict=True):
+    shared = _shared_scales(layers, ranks)
+    for place, (module, layer) in enumerate(layers):
         weight = parameter_of(module)
-        if weight is None or module.recipe is not recipe:
-            continue
-        if isinstance(module, Grouped):
-            _count_experts(module, weight, counts)
+        if weight is None or module.recipe is not layer.recipe:
             continue
         local = on_this_rank(weight).detach()
-        if isinstance(local, StoredWeight):  # it has only codes: nothing is cast
-            if counts[0] is not None:
-                tile = local.granularity.tile
-                kernels.cast_statistics(local.dequantize(), local.qdata, local.scale_inv, tile, *counts[0])
+        stored = local if isinstance(local, StoredWeight) else None
+        matrices = local if stored is None else stored.dequantize()
+        x, ends, here = matrices.flatten(0, -2), None, slice(None)
+        if x.numel() == 0:
             continue
-        x = _as_rows(module, weight)
-        casts = recipe.weight_casts
-        for cast, values, counted in ((casts.as_is, x, counts[0]), (casts.transposed, x.t(), counts[1])):
-            if cast is not None and counted is not None:
-                delayed = scales if cast.tile == (ALL, ALL) else None
-                q, _, scale_inv, *_ = kernels.cast(values, delayed, WEIGHT, *cast.arguments)
-                kernels.cast_statistics(values, q, scale_inv, cast.tile, *counted)
-
-
-def _count_experts(module: Grouped, weight: Tensor, counts: RoleCounts) -> None:
-    """``count_weights`` for a layer of experts: those of this rank, which has each of them whole."""
-    local, first = on_this_rank(weight).detach(), first_expert(weight)
-    stored = local if isinstance(local, StoredWeight) else None
-    matrices, casts = local if stored is None else stored.dequantize(), module.recipe.weight_casts
-    x, rows = matrices.flatten(0, 1), matrices.shape[1]
-    if x.numel() == 0:
-        return
-    ends = torch.arange(rows, len(x) + 1, rows, dtype=torch.int32, device=x.device)
-    for cast, counted, is_transposed in zip(casts[:2], counts, (False, True), strict=False):
-        if cast is None or counted is None:
-            continue
-        here = [tensor[first : first + len(ends)] for tensor in counted]
-        tile = cast.tile[::-1] if is_transposed != module.stores_transposed else cast.tile
-        if stored is not None:
-            pair, tile = (stored.qdata.flatten(0, 1), stored.scale_inv.flatten(0, 1)), stored.granularity.tile
-        else:
-            delayed, (dtype, _, *how) = module.delayed_scale if cast.is_delayed else None, cast.arguments
-            q, _, scale_inv, _ = kernels.cast(x, delayed, WEIGHT, dtype, tile, *how, offsets=ends)
-            pair = q, scale_inv
-        kernels.cast_statistics(x, *pair, tile, *here, ends)
+        is_stored_transposed = not isinstance(module, nn.Linear)
+        if isinstance(module, Grouped):  # a rank has whole experts
+            ends = torch.arange(matrices.shape[1], len(x) + 1, matrices.shape[1], dtype=torch.int32, device=x.device)
+            here = slice(first := first_expert(weight), first + len(ends))
+            is_stored_transposed = module.stores_transposed
+        for cast, counted, is_transposed in zip(
+            layer.recipe.weight_casts[:2], layer.roles[WEIGHT], (False, True), strict=True
+        ):
+            if cast is None or counted is None:
+                continue
+            if stored is not None:  # it has only codes: nothing is cast
+                tile, pair = stored.granularity.tile, (stored.qdata.flatten(0, -2), stored.scale_inv.flatten(0, -2))
+            else:
+                delayed, (dtype, tile, *how) = module.delayed_scale if cast.is_delayed else None, cast.arguments
+                delayed = shared.get(place) if delayed is None and cast.tile == (ALL, ALL) else delayed
+                tile = tile[::-1] if is_transposed != is_stored_transposed else tile
+                q, _, scale_inv, *_ = kernels.cast(x, delayed, WEIGHT, dtype, tile, *how, offsets=ends)
+                pair = q, scale_inv
+            kernels.cast_statistics(x, *pair, tile, *(tensor[here] for tensor in counted), ends)
 
 
 def first_expert(weight: Tensor) -> int:
@@ -95,52 +81,34 @@ def first_expert(weight: Tensor) -> int:
     return local_shape_and_offset(weight.shape, mesh, placements)[1][0]
 
 
-def _as_rows(module: RecipeModule, weight: nn.Parameter) -> Tensor:
-    """This rank's rows of a weight [N, K]."""
-    shard = on_this_rank(weight).detach()
-    return shard if isinstance(module, nn.Linear) else shard.t()
-
-
-def _scales_of_whole(weights: Sequence[RecordedRole], ranks: Ranks) -> list[Tensor | None]:
-    """For casts per tensor: the delayed scales, or those from the amax of all ranks' rows; None: from this rank's."""
-    found: list[Tensor | None] = [getattr(module, "delayed_scale", None) for module, *_ in weights]
-    sharded = [i for i, (module, *_) in enumerate(weights) if found[i] is None and _is_sharded_per_tensor(module)]
-    if sharded:
-        shards = [_as_rows(weights[i].module, parameter_of(weights[i].module)) for i in sharded]  # type: ignore[arg-type]
-        amax = ranks.largest(torch.cat([kernels.amax(shard, (ALL, ALL)).reshape(1) for shard in shards]))
-        for i, largest in zip(sharded, amax, strict=True):
-            cast = next(c for c in weights[i].module.recipe.weight_casts[:2] if c is not None and c.tile == (ALL, ALL))
-            found[i] = scale_from_amax(largest, cast.format.max, cast.power_of_two, cast.margin).expand(3).contiguous()
-    return found
-
-
-def _is_sharded_per_tensor(module: RecipeModule) -> bool:
-    weight, casts = parameter_of(module), module.recipe.weight_casts[:2]
-    if weight is None or isinstance(module, Grouped):  # a rank has whole experts
-        return False
-    if on_this_rank(weight) is weight or isinstance(on_this_rank(weight), StoredWeight):
-        return False
-    return any(cast is not None and cast.tile == (ALL, ALL) for cast in casts)
+def _shared_scales(layers: Sequence[RecordedLayer], ranks: Ranks) -> dict[int, Tensor]:
+    """Scales of casts per tensor of sharded weights, by place: from the amax of all ranks' rows."""
+    shards: dict[int, tuple[Tensor, Cast]] = {}
+    for place, (module, _) in enumerate(layers):
+        weight = parameter_of(module)
+        cast = next((c for c in module.recipe.weight_casts[:2] if c is not None and c.tile == (ALL, ALL)), None)
+        if weight is None or cast is None or isinstance(module, Grouped) or module.recipe.delayed:
+            continue
+        shard = on_this_rank(weight)
+        if shard is not weight and not isinstance(shard, StoredWeight):
+            shards[place] = shard.detach(), cast
+    if not shards:
+        return {}
+    amax = ranks.largest(torch.cat([kernels.amax(shard, (ALL, ALL)).reshape(1) for shard, _ in shards.values()]))
+    pairs = zip(amax, (cast for _, cast in shards.values()), strict=True)
+    scales = [scale_from_amax(one, cast.format.max, cast.power_of_two, cast.margin) for one, cast in pairs]
+    return {place: scale.expand(3).contiguous() for place, scale in zip(shards, scales, strict=True)}
 
 
 class _Sample(NamedTuple):
-    """Views of at most SAMPLED elements of a weight [N, K], at equal distances.
+    """Views of at most SAMPLED elements of a weight [N, K], at equal distances."""
 
-    Attributes:
-        weight: this rank's rows; for a weight in FP8 the pair.
-        elements: the sampled elements; for a weight in FP8 its codes, uint8.
-        master: how an octavo optimizer keeps the master; None if it keeps nothing besides the weight.
-        rest: the sampled elements of the master's rest.
-        state: the optimizer's state of the weight.
-        moments: the sampled codes of the first and the second moment, uint8; empty if they are not in codes.
-    """
-
-    weight: Tensor
-    elements: Tensor
-    master: MasterForm | None
-    rest: Tensor | None
+    weight: Tensor  # this rank's rows; for a weight in FP8 the pair
+    elements: Tensor  # for a weight in FP8 its codes, uint8
+    master: MasterForm | None  # None if the optimizer keeps nothing besides the weight
+    rest: Tensor | None  # the sampled elements of the master's rest
     state: Mapping[str, Tensor]
-    moments: Sequence[Tensor]
+    moments: Sequence[Tensor]  # the sampled codes of the first and the second, uint8; empty if they are not in codes
 
     @classmethod
     def of(cls, module: RecipeModule, optimizer: torch.optim.Optimizer | None) -> _Sample:
@@ -160,44 +128,29 @@ class _Sample(NamedTuple):
         codes = [_strided(state[name].view(torch.uint8)) for name in sorted(moments, key=len)]
         return cls(weight, _strided(matrix_of(weight)), master, rest, state, codes if len(codes) == 2 else ())
 
-    @property
-    def key(self) -> object:
-        """Equal for samples that are read together."""
-        return type(self.weight), self.weight.dtype, self.master
+
+Samples = tuple[list[MasterForm | None], Tensor]
 
 
-class WeightSamples:
-    """Sampled elements of each weight and of its master before a step, to be compared with those after it.
+@torch.no_grad()
+def sample(layers: Sequence[RecordedLayer], optimizer: torch.optim.Optimizer | None) -> Samples:
+    """Sampled elements of each weight and of its master before a step, to be compared with those after it."""
+    samples, values = _read(layers, optimizer)
+    return [sample.master for sample in samples], values
 
-    The samples of all layers are one tensor [layers, SAMPLED], padded with zeros: a few launches read them, however
-    many layers there are.
-    """
 
-    def __init__(self) -> None:
-        self._before: tuple[list[MasterForm | None], Tensor] | None = None
-
-    @torch.no_grad()
-    def take(self, weights: Sequence[RecordedRole], optimizer: torch.optim.Optimizer | None) -> None:
-        """Take the samples before a step."""
-        samples, values = _read(weights, optimizer)
-        self._before = [sample.master for sample in samples], values
-
-    def moved(self, weights: Sequence[RecordedRole], optimizer: torch.optim.Optimizer | None) -> Tensor:
-        """MOVED of each weight, summed over its sample: float64 [weights, 10]."""
-        assert self._before is not None
-        (masters, before), (new, after) = self._before, _read(weights, optimizer)
-        self._before = None
-        change = (after - before).double()  # of the weight, of the distance to the next number, and of the master
-        squares, changed = change.square().sum(-1), (change != 0).sum(-1, dtype=torch.float64)
-        sizes = []
-        for then, now in zip(masters, new, strict=True):
-            elements, moments = len(now.elements), len(now.moments[0]) if now.moments else 0
-            compares = now.master is not None and now.master == then  # not in the first step, which makes the master
-            sizes.append((elements, moments, elements * compares))
-        columns = [squares[0], after[1].double().square().sum(-1), changed[0], *_flushed(new)]
-        return torch.cat(
-            [_on_device(tuple(sizes), after.device), torch.stack([*columns, squares[2], changed[2]], 1)], 1
-        )
+def moved_since(before: Samples, layers: Sequence[RecordedLayer], optimizer: torch.optim.Optimizer | None) -> Tensor:
+    """MOVED of each weight, summed over its sample: float64 [weights, 10]."""
+    new, after = _read(layers, optimizer)
+    change = (after - before[1]).double()  # of the weight, of the distance to the next number, and of the master
+    squares, changed = change.square().sum(-1), (change != 0).sum(-1, dtype=torch.float64)
+    sizes = []
+    for then, now in zip(before[0], new, strict=True):
+        elements, moments = len(now.elements), len(now.moments[0]) if now.moments else 0
+        compares = now.master is not None and now.master == then  # not in the first step, which makes the master
+        sizes.append((elements, moments, elements * compares))
+    columns = [squares[0], after[1].double().square().sum(-1), changed[0], *_flushed(new), squares[2], changed[2]]
+    return torch.cat([_on_device(tuple(sizes), after.device), torch.stack(columns, 1)], 1)
 
 
 @functools.lru_cache(maxsize=8)
@@ -223,23 +176,28 @@ def _together(samples: Sequence[Tensor]) -> Tensor:
     )
 
 
-def _read(weights: Sequence[RecordedRole], optimizer: torch.optim.Optimizer | None) -> tuple[list[_Sample], Tensor]:
-    """Samples, and their values [3, weights, SAMPLED]: the weight's, the distances to the next number, the master's."""
-    samples = [_Sample.of(found.module, optimizer) for found in weights]
+def _read(layers: Sequence[RecordedLayer], optimizer: torch.optim.Optimizer | None) -> tuple[list[_Sample], Tensor]:
+    """Samples, and their values [3, weights, SAMPLED]: the weight's, the distances to the next number, the master's.
+
+    They are padded with zeros, so that a few launches read them, however many layers there are.
+    """
+    samples = [_Sample.of(module, optimizer) for module, _ in layers]
     by_key: dict[object, list[int]] = {}
     for place, sample in enumerate(samples):
-        by_key.setdefault(sample.key, []).append(place)
+        by_key.setdefault((type(sample.weight), sample.weight.dtype, sample.master), []).append(place)
     rows: dict[int, Tensor] = {}
     for places in by_key.values():
         alike = [samples[place] for place in places]
         read = torch.stack(_read_stored(alike) if isinstance(alike[0].weight, StoredWeight) else _read_plain(alike))
-        if len(by_key) == 1:
-            return samples, read
         rows |= zip(places, read.unbind(1), strict=True)
     return samples, torch.stack([rows[place] for place in range(len(samples))], 1)
 
 
 _WHOLE = Piece(slice(None), slice(None), SAMPLED, 0, SAMPLED)
+
+
+def _rests(samples: Sequence[_Sample]) -> Tensor:
+    return _together([sample.rest for sample in samples if sample.rest is not None])
 
 
 def _read_plain(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,10 +207,7 @@ def _read_plain(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     eps = torch.full_like(values, torch.finfo(elements.dtype).eps).masked_fill_(values == 0, 0)
     masters = values
     if first.master is not None:
-        state = {
-            **first.state,
-            "master_rest": _together([sample.rest for sample in samples if sample.rest is not None]),
-        }
+        state = {**first.state, "master_rest": _rests(samples)}
         masters = first.master.for_kernel(elements, state).read(_WHOLE).view_as(values)
     return values, torch.ldexp(eps, torch.frexp(values).exponent - 1), masters
 
@@ -270,7 +225,7 @@ def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     values = values * scale_inv
     if first.master is None:
         return values, distances, values
-    rest = _together([sample.rest for sample in samples if sample.rest is not None])
+    rest = _rests(samples)
     if rest.dtype == torch.float32:  # the master itself
         return values, distances, rest
     unscaled = Fp8Weight(codes, first.master.kind, torch.ones(1, 1, device=codes.device), rest).read(_WHOLE)
@@ -295,12 +250,7 @@ def _places_of_scales(shapes: tuple[Any, ...], device: torch.device) -> Tensor:
 
 def _flushed(samples: Sequence[_Sample]) -> list[Tensor]:
     """(how many codes of each first moment are 0 where the second's are not, and the other way round)."""
-    device = samples[0].elements.device
-    if not any(sample.moments for sample in samples):
-        return list(torch.zeros(2, len(samples), dtype=torch.float64, device=device))
-    none = torch.zeros(SAMPLED, dtype=torch.uint8, device=device)
-    first, second = (
-        _together([sample.moments[which] if sample.moments else none for sample in samples]) for which in range(2)
-    )
+    none = torch.zeros(SAMPLED, dtype=torch.uint8, device=samples[0].elements.device)
+    first, second = (_together([s.moments[which] if s.moments else none for s in samples]) for which in range(2))
     no_first, no_second = first & 0x7F == 0, second == 0
     return [only.sum(-1, dtype=torch.float64) for only in (no_first & ~no_second, no_second & ~no_first)]

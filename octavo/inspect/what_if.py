@@ -15,29 +15,47 @@ estimated, and the median of that, times its noise, is a layer's estimate.
 From the change of the loss, the term of first order in the layer's errors is subtracted (their exact product with
 grad_output): rounding raises the loss as often as it lowers it, and with few batches this chance is three times as
 large as what remains, or larger. What remains is what the errors cost whatever their signs.
+
+A layer's predicted loss is how much higher, relatively, the trained model's loss will be with this layer in FP8:
+
+    curvature + DESCENT × (1 - cosine)
+
+Curvature is the loss that rounding adds in a forward in FP8. The cosine between the exact gradient and the one in FP8
+is the share of a step's length that follows the exact gradient; noise that averages out makes up the step's other
+component. So a training loses the share 1 - cosine of its steps (with an optimizer such as AdamW, whose steps do not
+grow with the gradient's norm). The loss falls with the steps t as t^-DESCENT, so the lost steps would have lowered it
+by the share DESCENT × (1 - cosine). Late in a language model's training the exponent is 0.05 to 0.1 (Kaplan et al.,
+arXiv 2001.08361); early on the loss falls faster, so that more is lost.
+
+Layers' losses add up: their noises are independent, so that the squares add, and 1 - cosine is half the square.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
+import dataclasses
+import functools
+import glob
 import itertools
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from octavo import recipes as named_recipes
+from octavo.cost.command import columns
 from octavo.cost.estimate import LinearWork
 from octavo.cost.rates import PUBLISHED, PlanError, Rates, rates_of
-from octavo.inspect.effects import Effect, WhatIf, WhatIfError
+from octavo.errors import OctavoError, first_line
 from octavo.inspect.rows import parameter_of, sizes_of
-from octavo.nn.candidates import MIN_FEATURES, Select, experts_class, fp8_class, large_enough, restore_class
-from octavo.nn.convert import choose_fast_path, convert, using
-from octavo.nn.converted_experts import ConvertedExperts
+from octavo.nn.candidates import MIN_FEATURES, Select
+from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight import check_recipe
 from octavo.recipes import high_precision
@@ -47,10 +65,229 @@ from octavo.scaling.recipe_map import RecipeMap, recipe_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Key = tuple[str, str]  # a layer's name and a recipe's
-Gradients = list[Tensor | None]  # by parameter
-Found = tuple[float, float, float, float]
+Found = tuple[float, float, float, float]  # Effect's loss, curvature, cosine and norm_ratio
+EMPTY: Mapping[str, Any] = {}
 NO_PRODUCTS = math.nan, math.nan, math.nan
 NAMES = ("dynamic", "delayed", "rowwise", "blockwise", "mx")
+DESCENT = 0.1
+WITHOUT = high_precision().name
+LEAST = 0.8  # another recipe is taken for a layer if it leaves less than this share of its loss: else it may be chance
+SHOWN = 10  # layers of each recipe, in a table
+
+LEGEND = """\
+output, grad_input, grad_weight: the layer's products, SQNR in dB
+loss, 1 - cosine, norm: of the model's loss and gradient with this layer alone in FP8, against high precision
+predicted loss: how much higher the trained model's will be; ~: estimated"""
+
+
+class WhatIfError(OctavoError, ValueError):
+    """A model, loss or budget that can't be compared; the message says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What one layer in FP8 under a recipe changes, compared with high precision; averaged over batches.
+
+    Attributes:
+        layer, recipe: names; the layer "" where all of them are in FP8.
+        output, grad_input, grad_weight: the norms of the products' errors over the products'; nan for one not computed.
+        loss: relative change of the loss.
+        curvature: the same without the term of first order in the output's errors, which is chance.
+        cosine, norm_ratio: between the gradients of all the model's parameters, in FP8 and in high precision.
+        measured: whether the model was run so; else curvature and cosine are estimates, loss and norm_ratio unknown.
+    """
+
+    layer: str
+    recipe: str
+    output: float
+    grad_input: float
+    grad_weight: float
+    loss: float
+    curvature: float
+    cosine: float
+    norm_ratio: float
+    measured: bool
+
+    @property
+    def predicted(self) -> float:
+        """The predicted loss, see the top of the file: infinite where the loss or the gradient is not finite."""
+        found = max(self.curvature, 0.0) + DESCENT * (1 - self.cosine)
+        return found if math.isfinite(found) else math.inf
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an exception from a map's default recipe costs, and what it saves.
+
+    Attributes:
+        layer, recipe: names; "high_precision" stands for no recipe.
+        share: of all compared layers' operations, the share that is no longer in FP8.
+        seconds: predicted additional seconds a step.
+        loss: how much lower the predicted loss is with the exception.
+    """
+
+    layer: str
+    recipe: str
+    share: float
+    seconds: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """What octavo.inspect.compare found.
+
+    Attributes:
+        recipes: by name.
+        effects: of each layer alone under each recipe, in the model's order.
+        whole: by recipe, the effect of all layers together.
+        works: what each layer computes in a batch.
+        rates: of the device that costs are predicted for.
+    """
+
+    recipes: Mapping[str, Recipe]
+    effects: tuple[Effect, ...]
+    whole: Mapping[str, Effect]
+    works: Mapping[str, LinearWork]
+    rates: Rates
+
+    def ranked(self, recipe: str) -> list[Effect]:
+        """Layers under a recipe, the highest predicted loss first."""
+        under_it = [effect for effect in self.effects if effect.recipe == recipe]
+        return sorted(under_it, key=lambda effect: effect.predicted, reverse=True)
+
+    def recipe_map(self, *, keep: int | None = None, loss: float | None = None) -> RecipeMap:
+        """Recipes by layer, for octavo.convert.
+
+        Args:
+            keep: this many layers stay in high precision. The others follow one recipe: the one with the lowest
+                predicted loss among those faster than high precision, or among all if none is faster.
+            loss: the predicted loss stays within this (0.001 is 0.1 %), at the least predicted time: layers may follow
+                different recipes, or none.
+
+        Raises:
+            ValueError: unless exactly one of the two is given, and is at least 0.
+        """
+        budget = keep if loss is None else loss
+        if budget is None or budget < 0 or (keep is not None and loss is not None):
+            raise ValueError(f"keep={keep}, loss={loss}: give one of them, of at least 0")
+        found, least = [], self._costs if keep is None else self._losses
+        for name in self.recipes if keep is None else self._faster or self.recipes:
+            if keep is None:
+                choice = self._within(budget, name)
+            else:
+                kept = {effect.layer for effect in self.ranked(name)[:keep]}
+                choice = {layer: WITHOUT if layer in kept else name for layer in self.works}
+            found.append((name, choice))
+        default, chosen = min(found, key=lambda pair: self._sum(least, pair[1]))
+        values = {**self.recipes, WITHOUT: None}
+        rules = {glob.escape(layer): values[name] for layer, name in chosen.items() if name != default}
+        return RecipeMap(self.recipes[default], rules)
+
+    def predicted(self, recipe: RecipeMap) -> float:
+        """The predicted loss under a map from ``recipe_map``: the sum of its layers'."""
+        return self._sum(self._losses, {layer: recipe.of(layer).name for layer in self.works})
+
+    def seconds(self, recipe: Recipe | RecipeMap) -> float:
+        """The predicted seconds that the compared layers take in a step: products and casts."""
+        return sum(sum(work.seconds(recipe_of(recipe, layer), self.rates)) for layer, work in self.works.items())
+
+    def costs(self, recipe: RecipeMap) -> list[Cost]:
+        """What the exceptions of a map from ``recipe_map`` cost and bring, in the model's order."""
+        default, found = recipe.default.name, []
+        whole = sum(work.flop * sum(work.products) for work in self.works.values())
+        for layer, work in self.works.items():
+            chosen = recipe.of(layer)
+            if chosen.name != default:
+                share = work.flop * sum(work.products) / whole if chosen.is_high_precision else 0.0
+                seconds = sum(work.seconds(chosen, self.rates)) - sum(work.seconds(recipe.default, self.rates))
+                saved = self._losses[layer, default] - self._losses[layer, chosen.name]
+                found.append(Cost(layer, chosen.name, share, seconds, saved))
+        return found
+
+    @cached_property
+    def _faster(self) -> list[str]:
+        """The recipes that are faster than high precision."""
+        whole = self.seconds(high_precision())
+        return [name for name, recipe in self.recipes.items() if self.seconds(recipe) < whole]
+
+    @cached_property
+    def _losses(self) -> dict[tuple[str, str], float]:
+        """The predicted loss by layer and recipe."""
+        found = {(effect.layer, effect.recipe): effect.predicted for effect in self.effects}
+        return found | {(layer, WITHOUT): 0.0 for layer in self.works}
+
+    @cached_property
+    def _costs(self) -> dict[tuple[str, str], float]:
+        """The predicted time by layer and recipe.
+
+        Where the layers are too small for any recipe to be faster than high precision, it is that of the products
+        alone, so that recipes still differ.
+        """
+        ideal = dataclasses.replace(self.rates, launch=0.0, copy=math.inf, casts={})
+        rates = self.rates if self._faster else ideal
+        options = {**self.recipes, WITHOUT: high_precision()}
+        pairs = itertools.product(self.works.items(), options.items())
+        return {(layer, name): sum(work.seconds(recipe, rates)) for (layer, work), (name, recipe) in pairs}
+
+    @staticmethod
+    def _sum(values: Mapping[tuple[str, str], float], chosen: Mapping[str, str]) -> float:
+        return sum(values[pair] for pair in chosen.items())
+
+    def _within(self, budget: float, default: str) -> dict[str, str]:
+        """A recipe's name for each layer so that the predicted loss is within the budget, begun with one for all.
+
+        Again and again it makes the change that saves most loss for its cost. At the end it takes back the changes that
+        later ones have made needless, the dearest first.
+        """
+        chosen = dict.fromkeys(self.works, default)
+        while self._sum(self._losses, chosen) > budget:  # this ends, as a layer in high precision loses nothing
+            changes = [(layer, name) for layer in self.works for name in (*self.recipes, WITHOUT)]
+            layer, name = max(changes, key=lambda change: self._worth(change, chosen[change[0]]))
+            chosen[layer] = name
+        for layer in sorted(chosen, key=lambda layer: self._costs[layer, chosen[layer]], reverse=True):
+            back = {**chosen, layer: default}
+            is_cheaper = self._sum(self._costs, back) <= self._sum(self._costs, chosen)
+            if is_cheaper and self._sum(self._losses, back) <= budget:
+                chosen = back
+        return chosen
+
+    def _worth(self, change: tuple[str, str], before: str) -> tuple[float, float]:
+        """The loss that a layer's change saves: divided by its cost, and as it is."""
+        now = change[0], before
+        if self._losses[change] >= LEAST * self._losses[now]:
+            return -math.inf, 0.0
+        saved, cost = self._losses[now] - self._losses[change], self._costs[change] - self._costs[now]
+        return (saved / cost if cost > 0 else math.inf), saved
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Effects with their predicted losses, for JSON: None in place of inf and NaN."""
+        found = (*self.whole.values(), *self.effects)
+        rows = [{**dataclasses.asdict(effect), "predicted": effect.predicted} for effect in found]
+        return [
+            {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()} for row in rows
+        ]
+
+    def __str__(self) -> str:
+        lines = []
+        for recipe, whole in self.whole.items():
+            ranked = self.ranked(recipe)
+            rows = [[recipe, *PRODUCTS, "loss", "1 - cosine", "norm", "predicted loss"]]
+            rows += [_row(effect) for effect in (whole, *ranked[:SHOWN])]
+            more = len(ranked) - SHOWN
+            lines += [columns(rows), *[f"and {more} more layers"] * (more > 0), ""]
+        return "\n".join([*lines, LEGEND])
+
+    __repr__ = __str__
+
+
+def _row(effect: Effect) -> list[str]:
+    errors = effect.output, effect.grad_input, effect.grad_weight
+    sqnr = ["" if math.isnan(e) else f"{-20 * math.log10(e):.1f}" if e > 0 else "exact" for e in errors]
+    loss, norm = (f"{100 * effect.loss:+.4f} %", f"{effect.norm_ratio:.4f}") if effect.measured else ("", "")
+    about = "" if effect.measured else "~"
+    predicted = f"{about}{100 * effect.predicted:.4f} %"
+    return [effect.layer or "(all layers)", *sqnr, loss, f"{about}{1 - effect.cosine:.2e}", norm, predicted]
 
 
 def compare(
@@ -65,8 +302,8 @@ def compare(
 ) -> WhatIf:
     """Find which layers can't stand FP8, by what it does to their products and to the model's gradient.
 
-    The model is left as it was: weights, gradients, buffers, recipes, modes, and torch's random numbers, which are the
-    same in each pass. No optimizer runs, and no hook on accumulated gradients. It works in one process.
+    It runs a copy of the model, with the same parameters, and leaves all as it was, torch's random numbers too, which
+    are the same in each pass. No optimizer runs, and no hook on accumulated gradients. It works in one process.
 
     Args:
         model: plain or converted, on its device; it computes in training mode. Give one that has trained for a while.
@@ -103,16 +340,20 @@ def compare(
         raise WhatIfError(f"recipes={names}: needs recipes with products in FP8, each of another name")
     if not batches:
         raise WhatIfError("batches is empty: give at least one of the training's")
-    with _borrowed(model, select) as layers:
-        for recipe, layer in itertools.product(chosen, layers.values()):
-            try:
-                check_recipe(recipe, parameter_of(layer))
-            except ValueError as error:
-                raise WhatIfError(f"{error}; leave {recipe.name} out") from error
-        passes = _Passes(model, loss, layers, {recipe.name: recipe for recipe in chosen})
-        for batch in batches:
-            passes.measure(batch, runs // (len(batches) * len(chosen)))
-    return passes.result(_rates(rates, next(model.parameters()).device))
+    twin, layers = _twin(model, select)
+    for recipe, layer in itertools.product(chosen, layers.values()):
+        try:
+            check_recipe(recipe, parameter_of(layer))
+        except ValueError as error:
+            raise WhatIfError(f"{error}; leave {recipe.name} out") from error
+    passes = _Passes(twin, loss, layers, {recipe.name: recipe for recipe in chosen})
+    for batch in batches:
+        passes.measure(batch, runs // (len(batches) * len(chosen)))
+    try:
+        rates = rates or rates_of(device=next(model.parameters()).device)
+    except PlanError:  # such as a laptop's CPU, on which a model is compared but not trained
+        rates = PUBLISHED["H100"]
+    return passes.result(rates)
 
 
 def check(
@@ -120,75 +361,46 @@ def check(
 ) -> Effect:
     """Measure what recipes by layer do together, as ``compare`` does for one recipe; the model is left as it was.
 
-    Args:
-        model, loss, batches, select: as for compare.
-        recipe: an octavo.Recipe or RecipeMap.
-
-    Returns:
-        an Effect of the layer "", whose products and curvature are nan.
+    Returns an Effect of the layer "", whose products and curvature are nan.
     """
-    found = []
-    with _borrowed(model, select) as layers:
-        passes = _Passes(model, loss, layers, {})
-        for batch in batches:
-            value, exact = passes.gradient(batch)
-            with contextlib.ExitStack() as stack:
-                for name in layers:
-                    stack.enter_context(passes.under(name, recipe_of(recipe, name)))
-                changed, gradient = passes.gradient(batch)
-            found.append(((changed - value) / abs(value), math.nan, *_against(exact, gradient)))
+    twin, layers = _twin(model, select)
+    passes, found = _Passes(twin, loss, layers, {}), []
+    for batch in batches:
+        exact = passes.gradient(batch)
+        changed = passes.gradient(batch, {name: recipe_of(recipe, name) for name in layers})
+        found.append(_against(exact, changed, math.nan))
     return Effect("", "map", *NO_PRODUCTS, *_mean(found), True)
 
 
-def _rates(rates: Rates | None, device: torch.device) -> Rates:
+def _twin(model: nn.Module, select: Select | None) -> tuple[nn.Module, dict[str, RecipeModule]]:
+    """A copy in training, with the model's own parameters, and the layers to compare, in high precision, by name."""
+    own = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
     try:
-        return rates or rates_of(device=device)
-    except PlanError:  # such as a laptop's CPU, on which a model is compared but not trained
-        return PUBLISHED["H100"]
+        twin = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *own)})
+    except (TypeError, RuntimeError) as error:
+        why = "take away what its modules hold besides tensors and plain Python"
+        raise WhatIfError(f"the model can't be copied ({first_line(error)}): {why}") from error
+    if not twin.training:
+        twin.train()
+    given = dict(model.named_modules())
+    chosen = (lambda _, name: select(given[name], name)) if callable(select) else select
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "octavo.convert converted nothing")
+        convert(twin, high_precision(), chosen)
+    layers = {name: m for name, m in twin.named_modules() if isinstance(m, RecipeModule)}
+    if select is not None:
+        layers = {n: m for n, m in layers.items() if not isinstance(given.get(n), RecipeModule) or select(given[n], n)}
+    if not layers:
+        default = f"; the default takes those of at least {MIN_FEATURES} features" * (select is None)
+        raise WhatIfError(f"no layer to compare: select takes none of this model's{default}")
+    return twin, layers
 
 
-@contextlib.contextmanager
-def _borrowed(model: nn.Module, select: Select | None) -> Iterator[dict[str, RecipeModule]]:
-    """The layers to compare, converted and in high precision, by name; afterwards the model is as it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(module, dict(module._buffers)) for module in model.modules()]
-    converted = {name: m for name, m in model.named_modules() if isinstance(m, RecipeModule)}
-    layers = {n: m for n, m in converted.items() if select is None or select(m, n)}
-    others: Mapping[str, Any] = {name: m.recipe for name, m in converted.items() if name not in layers}
-    chosen = large_enough if select is None else select
+class _Gradient(NamedTuple):
+    """A batch's loss, and its gradients by parameter."""
 
-    def is_new(module: nn.Module, name: str) -> bool:
-        return (fp8_class(module) or experts_class(module)) is not None and chosen(module, name)
-
-    with contextlib.ExitStack() as afterwards:
-        if converted:
-            afterwards.enter_context(using(model, RecipeMap(high_precision(), others)))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "octavo.convert converted nothing")
-            convert(model, high_precision(), is_new)
-        added = {name: m for name, m in model.named_modules() if isinstance(m, RecipeModule) and name not in converted}
-        afterwards.callback(_put_back, model, list(added.values()), modes, buffers)
-        if not layers and not added:
-            default = f"; the default takes those of at least {MIN_FEATURES} features" * (select is None)
-            raise WhatIfError(f"no layer to compare: select takes none of this model's{default}")
-        if not model.training:
-            model.train()
-        yield layers | added
-
-
-def _put_back(model: nn.Module, added: list[RecipeModule], modes: list[Any], buffers: list[Any]) -> None:
-    for module in dict.fromkeys(layer.holder for layer in added):
-        if isinstance(module, ConvertedExperts):
-            module.remove_parts()
-            restore_class(module, ConvertedExperts)
-        else:
-            module.forget_recipe()  # type: ignore[operator]
-            restore_class(module, RecipeModule)
-    for module, training in modes:
-        module.training = training
-    for module, found in buffers:
-        module._buffers.update(found)
-    choose_fast_path(model)
+    loss: float
+    of: Sequence[Tensor | None]
 
 
 class _Passes:
@@ -196,7 +408,6 @@ class _Passes:
 
     ``local``: the squared norms of the three products' errors and of the products.
     ``first``: the change of this batch's loss, of first order in the output's errors.
-    ``alone``, ``together``: Effect's loss, curvature, cosine and norm_ratio of each batch.
     """
 
     def __init__(
@@ -205,48 +416,42 @@ class _Passes:
         self.model, self.loss, self.layers, self.recipes = model, loss, layers, recipes
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.buffers = [
-            (module, name, buffer)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
+            (m, name, buffer) for m in model.modules() for name, buffer in m._buffers.items() if buffer is not None
         ]
         self.works: dict[str, LinearWork] = {}
         self.local: dict[Key, Tensor] = {}
         self.gradient_share: dict[str, float] = {}  # by layer, its share of the gradient's square
         self.first: dict[Key, float] = {}
-        self.alone: dict[Key, list[Found]] = {}
-        self.together: dict[str, list[Found]] = {name: [] for name in recipes}
+        self.found: dict[tuple[str | None, str], list[Found]] = {}  # of each batch; None: of all layers together
         self.states: dict[Key, State] = {}
         self.run: dict[str, list[str]] = {}  # by recipe, the layers that are run alone
 
     def measure(self, batch: Any, most: int) -> None:
         """Run a batch in high precision, with all layers in FP8, and with ``most`` layers alone, under each recipe."""
         before, self.first = dict(self.states), {}
-        with self._watched():
-            value, exact = self.gradient(batch)
-        if not math.isfinite(value) or value == 0:
-            raise WhatIfError(f"loss(model, batch) is {value} in high precision: nothing is relative to it")
+        hooks = [
+            layer.register_forward_hook(functools.partial(self._watch, name), prepend=True, with_kwargs=True)
+            for name, layer in self.layers.items()
+        ]
+        exact = self.gradient(batch)
+        for hook in hooks:
+            hook.remove()
+        if not math.isfinite(exact.loss) or exact.loss == 0:
+            raise WhatIfError(f"loss(model, batch) is {exact.loss} in high precision: nothing is relative to it")
         if not self.run:
-            self._choose(exact, max(most, 1))
+            self._choose(exact.of, max(most, 1))
         for recipe, chosen in self.run.items():
-            for names, found in (
-                (list(self.layers), self.together[recipe]),
-                *(([name], self.alone.setdefault((name, recipe), [])) for name in chosen),
-            ):
-                with contextlib.ExitStack() as stack:
-                    for name in names:
-                        stack.enter_context(self.under(name, self.recipes[recipe], before.get((name, recipe))))
-                    changed, gradient = self.gradient(batch)
-                change, first = changed - value, sum(self.first.get((name, recipe), 0.0) for name in names)
-                found.append((change / abs(value), (change - first) / abs(value), *_against(exact, gradient)))
+            for name in (None, *chosen):
+                names = list(self.layers) if name is None else [name]
+                states = {each: before.get((each, recipe)) for each in names}
+                changed = self.gradient(batch, dict.fromkeys(names, self.recipes[recipe]), states)
+                first = sum(self.first.get((each, recipe), 0.0) for each in names)
+                self.found.setdefault((name, recipe), []).append(_against(exact, changed, first))
 
-    def _choose(self, exact: Gradients, most: int) -> None:
+    def _choose(self, exact: Sequence[Tensor | None], most: int) -> None:
         """Choose which layers to run alone: those whose products' errors add most noise to the gradient."""
-        squares = {
-            id(parameter): 0.0 if gradient is None else float(gradient.double().square().sum())
-            for parameter, gradient in zip(self.parameters, exact, strict=True)
-        }
-        whole = sum(squares.values())
+        sizes = [0.0 if gradient is None else float(gradient.double().square().sum()) for gradient in exact]
+        squares, whole = dict(zip(map(id, self.parameters), sizes, strict=True)), sum(sizes)
         for name, layer in self.layers.items():
             self.gradient_share[name] = squares.get(id(parameter_of(layer)), 0.0) / whole if whole else 0.0
         reached = [name for name in self.layers if name in self.works]
@@ -263,10 +468,14 @@ class _Passes:
         output, grad_input, grad_weight = (errors / exact).sqrt().tolist()  # 0 / 0: a product that is not computed
         return output, grad_input, grad_weight
 
-    def gradient(self, batch: Any) -> tuple[float, Gradients]:
-        """The loss of a batch and its gradients. It changes nothing but buffers, for which the model has copies."""
+    def gradient(
+        self, batch: Any, recipes: Mapping[str, Recipe] = EMPTY, states: Mapping[str, State | None] = EMPTY
+    ) -> _Gradient:
+        """The gradient of a batch with some layers under recipes, which begin with these delayed states."""
         for module, name, buffer in self.buffers:
             module._buffers[name] = buffer.clone()
+        for name, recipe in recipes.items():
+            self._put(name, recipe, states.get(name))
         devices = {p.device.index or 0 for p in self.model.parameters() if p.device.type == "cuda"}
         with torch.random.fork_rng(devices), torch.enable_grad():
             value = self.loss(self.model, batch)
@@ -275,47 +484,32 @@ class _Passes:
                 what = f"a {type(value).__name__}" if shape is None else f"a tensor of shape {tuple(shape)}"
                 raise WhatIfError(f"loss(model, batch) gave {what}: it must be a scalar with a gradient")
             found = torch.autograd.grad(value.reshape(()), self.parameters, allow_unused=True)
-        return float(value.detach()), list(found)
+        for name in recipes:
+            self._put(name, high_precision())
+        return _Gradient(float(value.detach()), found)
 
-    @contextlib.contextmanager
-    def under(self, name: str, recipe: Recipe, state: State | None = None) -> Iterator[None]:
-        """Put a layer under a recipe; ``state``: the delayed state that it begins with."""
-        layer = self.layers[name]
-        layer.recipe = recipe
+    def _put(self, name: str, recipe: Recipe, state: State | None = None) -> None:
+        self.layers[name].recipe = recipe
         if state is not None:
-            layer.__dict__[STATE] = state.clone()
-        try:
-            yield
-        finally:
-            layer.recipe = high_precision()
+            self.layers[name].__dict__[STATE] = state.clone()
 
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Compute each layer's products under each recipe when its backward begins, which has input and grad_output."""
-        with contextlib.ExitStack() as stack:
-            for name, layer in self.layers.items():
-                stack.callback(layer.register_forward_hook(self._watch(name), prepend=True, with_kwargs=True).remove)
-            yield
+    def _watch(self, name: str, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Compute a layer's products under each recipe when its backward begins, which has input and grad_output."""
+        x, *offsets = (*args, *(kwargs[key] for key in ("input", "offsets") if key in kwargs))
+        splits = output if isinstance(output, tuple) else (output,)
+        if not splits[0].requires_grad:
+            return
+        kind = x.device.type
+        autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        sizes = [split.shape for split in splits]
 
-    def _watch(self, name: str) -> Callable[..., None]:
-        def hook(layer: Any, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-            x, *offsets = (*arguments, *(named[key] for key in ("input", "offsets") if key in named))
-            splits = output if isinstance(output, tuple) else (output,)
-            if not splits[0].requires_grad:
-                return
-            kind = x.device.type
-            autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            sizes = [split.shape for split in splits]
+        def backward(gradients: Sequence[Tensor | None]) -> None:
+            first = next(gradient for gradient in gradients if gradient is not None)
+            whole = [first.new_zeros(s) if g is None else g for g, s in zip(gradients, sizes, strict=True)]
+            with autocast:
+                self._count(name, x, torch.cat(whole, -1), offsets)
 
-            def backward(gradients: Sequence[Tensor | None]) -> None:
-                first = next(gradient for gradient in gradients if gradient is not None)
-                whole = [first.new_zeros(s) if g is None else g for g, s in zip(gradients, sizes, strict=True)]
-                with autocast:
-                    self._count(name, x, torch.cat(whole, -1), offsets)
-
-            torch.autograd.graph.register_multi_grad_hook(splits, backward)
-
-        return hook
+        torch.autograd.graph.register_multi_grad_hook(splits, backward)
 
     def _count(self, name: str, x: Tensor, grad: Tensor, offsets: Sequence[Tensor]) -> None:
         layer = self.layers[name]
@@ -325,15 +519,16 @@ class _Passes:
         self.works.setdefault(name, LinearWork(name, x.numel() // columns, columns, rows, *needs, experts or 1))
         for recipe, value in self.recipes.items():
             key = name, recipe
-            with self.under(name, value, self.states.get(key)):
-                products = _products(layer, x, grad, offsets)
-                if (state := state_of(layer)) is not None:
-                    self.states[key] = state.clone()
+            self._put(name, value, self.states.get(key))
+            products = _products(layer, x, grad, offsets)
+            if (state := state_of(layer)) is not None:
+                self.states[key] = state.clone()
+            self._put(name, high_precision())
             squares = x.new_zeros(2, len(PRODUCTS), dtype=torch.float64)
             for i, (product, wanted) in enumerate(zip(products, exact, strict=True)):
                 if product is not None and wanted is not None:
-                    wanted = wanted.double()
-                    squares[:, i] = torch.stack([(product.double() - wanted).square().sum(), wanted.square().sum()])
+                    error = product.double() - wanted.double()
+                    squares[:, i] = torch.stack([error.square().sum(), wanted.double().square().sum()])
             first = ((products[0].double() - exact[0].double()) * grad.double()).sum()
             self.first[key] = self.first.get(key, 0.0) + float(first)
             self.local[key] = self.local.get(key, 0) + squares
@@ -345,13 +540,13 @@ class _Passes:
         works = {name: self.works[name] for name in self.layers if name in self.works}
         effects = []
         for recipe in self.recipes:
-            measured = {name: _mean(self.alone[name, recipe]) for name in self.run[recipe]}
+            measured = {name: _mean(self.found[name, recipe]) for name in self.run[recipe]}
             per_noise = _per_noise([(self._noise(name, recipe), found) for name, found in measured.items()])
             for name in works:
                 noise, was_run = self._noise(name, recipe), name in measured
                 found = measured[name] if was_run else (0.0, per_noise[0] * noise, 1 - per_noise[1] * noise, 1.0)
                 effects.append(Effect(name, recipe, *self._errors(name, recipe), *found, was_run))
-        whole = {name: Effect("", name, *NO_PRODUCTS, *_mean(found), True) for name, found in self.together.items()}
+        whole = {name: Effect("", name, *NO_PRODUCTS, *_mean(self.found[None, name]), True) for name in self.recipes}
         return WhatIf(dict(self.recipes), tuple(effects), whole, works, rates)
 
 
@@ -365,28 +560,25 @@ def _per_noise(found: Sequence[tuple[float, Found]]) -> tuple[float, float]:
 def _products(layer: RecipeModule, x: Tensor, grad: Tensor, ends: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(output, grad_input, grad_weight) of a layer under its recipe; None for a gradient that nothing needs."""
     weight = parameter_of(layer)
-    needs = x.requires_grad, weight is not None and weight.requires_grad
     with torch.enable_grad():
         x = x.detach().requires_grad_(x.requires_grad)
         output = type(layer).forward(layer, x, *ends)
         output = torch.cat(output, -1) if isinstance(output, tuple) else output
-        wanted = [tensor for tensor, needed in zip((x, weight), needs, strict=True) if needed]
-        found = iter(torch.autograd.grad(output, wanted, grad))  # type: ignore[arg-type]
-    grads = [next(found) if needed else None for needed in needs]
-    return output.detach(), grads[0], grads[1]
+        wanted = [tensor for tensor in (x, weight) if tensor is not None and tensor.requires_grad]
+        found = dict(zip(map(id, wanted), torch.autograd.grad(output, wanted, grad), strict=True))
+    return output.detach(), found.get(id(x)), found.get(id(weight))
 
 
-def _against(exact: Gradients, found: Gradients) -> tuple[float, float]:
-    """(cosine, ratio of the norms) of two gradients, in float64."""
-    sums = torch.zeros(3, dtype=torch.float64)
-    for a, b in zip(exact, found, strict=True):
-        x, y = (None if g is None else g.detach().double().flatten() for g in (a, b))
+def _against(exact: _Gradient, found: _Gradient, first: float) -> Found:
+    """Effect's loss, curvature, cosine and norm_ratio; ``first``: the term of first order in the loss's change."""
+    change, sums = found.loss - exact.loss, torch.zeros(3, dtype=torch.float64)
+    for pair in zip(exact.of, found.of, strict=True):
+        x, y = (None if g is None else g.detach().double().flatten() for g in pair)
         pairs = ((x, y), (x, x), (y, y))
         sums += torch.stack([torch.zeros(()).double() if p is None or q is None else (p @ q).cpu() for p, q in pairs])
     dot, norm, other = sums.tolist()
-    if not norm or not other:
-        return math.nan, math.nan
-    return dot / math.sqrt(norm * other), math.sqrt(other / norm)
+    cosine, ratio = (dot / math.sqrt(norm * other), math.sqrt(other / norm)) if norm and other else (math.nan, math.nan)
+    return change / abs(exact.loss), (change - first) / abs(exact.loss), cosine, ratio
 
 
 def _mean(values: Sequence[Found]) -> Found:

@@ -73,11 +73,11 @@ class Phase:
         if len(given) > 1:
             raise ValueError(f"Phase: {' and '.join(given)}: a phase begins by one of them")
         for name in given:
-            value = getattr(self, name)
-            whole = name.startswith("from_")
-            kinds = int if whole else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0 or value == math.inf:
-                raise ValueError(f"Phase: {name}={value!r} must be {'a whole number' if whole else 'a number'} above 0")
+            value, (kinds, what) = getattr(self, name), (int | float, "a number")
+            if name.startswith("from_"):
+                kinds, what = int, "a whole number"
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+                raise ValueError(f"Phase: {name}={value!r} must be {what} above 0")
 
     @property
     def trigger(self) -> str | None:
@@ -181,8 +181,6 @@ def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
     refuse_moves(moved)
     if any(weight is not on_this_rank(weight) for weight in moved):
         gather_anew(model)
-    owned = {weight for group in optimizer.param_groups for weight in group["params"]}
-    others = [weight for weight in moved if weight not in owned]  # frozen ones, say
 
     def stored(weight: nn.Parameter) -> None:
         if on_this_rank(weight) is not weight:
@@ -195,14 +193,9 @@ def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
         common = common_scales(optimizer, moved, splits)
         if moved or target.settings != optimizer.settings:
             change(optimizer, target.settings, moved, stored, common)
-    for weight in others:
-        store(weight, moved[weight], common.get(weight))
-        stored(weight)
+    owned = {weight for group in optimizer.param_groups for weight in group["params"]}
+    for weight in moved:
+        if weight not in owned:  # a frozen one, say
+            store(weight, moved[weight], common.get(weight))
+            stored(weight)
     set_recipe(model, target.phase.recipe)
-
-
-def forget_delayed(model: nn.Module) -> None:
-    """Empty all delayed state, which may have amaxes of a faulty step."""
-    for module in model.modules():
-        if isinstance(module, RecipeModule):
-            module.reset_delayed_state()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,14 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from octavo.errors import OctavoError
-from octavo.granularity import Granularity
 from octavo.nn.convert import set_recipe, stored_now
 from octavo.nn.saved import predicted_by_kind
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import blank
 from octavo.optim.layout import is_fp8_experts
-from octavo.optim.state import Settings
 from octavo.schedule.phase import Target
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.tensor.stored_weight import put_into
@@ -81,13 +80,14 @@ class Plan:
         phases: a PhasePlan for each, in order.
 
     Example:
-        >>> import octavo
-        >>> model = octavo.nn.Linear(512, 512, dtype=torch.bfloat16)
-        >>> optimizer = octavo.optim.AdamW(model.parameters(), moments="fp8", master="split24")
-        >>> phases = [octavo.schedule.Phase(octavo.recipes.dynamic())]
-        >>> octavo.schedule.PrecisionSchedule(model, optimizer, phases).plan()
-        phase   recipe   weights   masters   moments  gradients  bytes a parameter     total
-            0  dynamic  0.50 MiB  0.25 MiB  0.52 MiB   0.50 MiB               5.06  1.77 MiB
+        >>> from octavo import nn, optim, recipes, schedule
+        >>> model = nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
+        >>> optimizer = optim.AdamW(model.parameters(), master="split24")
+        >>> high = schedule.Phase(recipes.high_precision(), moments="fp32", master="split32", from_step=9000)
+        >>> schedule.PrecisionSchedule(model, optimizer, [schedule.Phase(recipes.dynamic()), high]).plan()
+        phase          recipe   weights   masters   moments  gradients  bytes a parameter     total
+            0         dynamic  0.50 MiB  0.25 MiB  0.52 MiB   0.50 MiB               5.06  1.77 MiB
+            1  high_precision  0.50 MiB  0.50 MiB  2.00 MiB   0.50 MiB              12.00  3.50 MiB
     """
 
     phases: tuple[PhasePlan, ...]
@@ -119,17 +119,23 @@ def plan_of(
     """PrecisionSchedule.plan of these phases."""
     found: list[PhasePlan] = []
     for index, target in enumerate(targets):
-        saved = None if inputs is None else saved_bytes(model, target, inputs)
+        saved = None if inputs is None else predicted_by_kind(model, inputs, change=partial(_put_into, target))
         phase = _phase_plan(model, optimizer, target, saved)
         if budget is not None and phase.total > budget:
-            before = targets[index - 1] if index else None
-            way = _cheapest(model, optimizer, target, before, phase, budget)
+            way = _cheapest(model, optimizer, target, targets[index - 1] if index else None, phase, budget)
             raise BudgetError(
                 f"phase {index}, {target.phase}, takes {_mib(phase.total)}, {_mib(phase.total - budget)} more than the "
                 f"budget of {_mib(budget)}; {way}"
             )
         found.append(phase)
     return Plan(tuple(found))
+
+
+def _put_into(target: Target, twin: nn.Module) -> None:
+    """Put a model without data into a phase."""
+    for weight, granularity in target.moved(twin).items():
+        put_into(weight, blank(weight, granularity))
+    set_recipe(twin, target.phase.recipe)
 
 
 def _phase_plan(model: nn.Module, optimizer: Optimizer, target: Target, saved: Mapping[str, int] | None) -> PhasePlan:
@@ -165,14 +171,13 @@ def _gradients(model: nn.Module, optimizer: Optimizer) -> int:
 
 def _torch_moments(optimizer: Optimizer, param: nn.Parameter) -> int:
     """Bytes that an optimizer of torch's keeps for a parameter."""
-    state = optimizer.state.get(param)
-    if state:
+    if state := optimizer.state.get(param):
         return states.bytes_of(value for value in state.values() if isinstance(value, Tensor))
     group = next(group for group in optimizer.param_groups if any(param is other for other in group["params"]))
-    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-        count = 3 if group["amsgrad"] else 2
+    if isinstance(optimizer, torch.optim.Adam):
+        count = 2 + group["amsgrad"]
     elif isinstance(optimizer, torch.optim.SGD):
-        count = 1 if group["momentum"] else 0
+        count = int(group["momentum"] != 0)
     else:
         raise TypeError(
             f"what {type(optimizer).__name__} keeps is known after its first step only; plan with torch's Adam, AdamW "
@@ -188,25 +193,28 @@ def _cheapest(
     given = target.settings
     if given is None or not isinstance(optimizer, CompactOptimizer):
         return "nothing but its recipe is the schedule's to change: train on smaller batches, or with octavo.optim"
-    ways: dict[str, tuple[Settings, tuple[Granularity | None, ...]]] = {}
     if before is not None and before.settings is not None:
         last, storage = before.settings, target.storage
-        ways["leave moments as they were, and promote the master alone"] = last._replace(master=given.master), storage
-        ways["leave masters as they were, and promote the moments alone"] = (
-            last._replace(moments=given.moments),
-            storage,
-        )
-        ways["leave moments and masters as they were"] = last, storage
-        ways[f"only compute in {phase.name}, which takes no memory for parameters"] = last, before.storage
+        ways = {
+            "leave moments as they were, and promote the master alone": (last._replace(master=given.master), storage),
+            "leave masters as they were, and promote the moments alone": (
+                last._replace(moments=given.moments),
+                storage,
+            ),
+            "leave moments and masters as they were": (last, storage),
+            f"only compute in {phase.name}, which takes no memory for parameters": (last, before.storage),
+        }
     else:
-        low, middle = optimizer.moments_of("fp8"), optimizer.moments_of("bf16")
-        ways["moments='bf16'"] = given._replace(moments=middle), target.storage
-        ways["moments='fp8'"] = given._replace(moments=low), target.storage
-        ways["moments='fp8', master='split16'"] = given._replace(moments=low, master="split16"), target.storage
-    totals = {}
-    for name, (settings, storage) in ways.items():
-        other = replace(target, settings=settings, storage=storage)
-        totals[name] = _phase_plan(model, optimizer, other, phase.saved).total
+        low, middle = (given._replace(moments=optimizer.moments_of(kind)) for kind in ("fp8", "bf16"))
+        ways = {
+            "moments='bf16'": (middle, target.storage),
+            "moments='fp8'": (low, target.storage),
+            "moments='fp8', master='split16'": (low._replace(master="split16"), target.storage),
+        }
+    totals = {
+        name: _phase_plan(model, optimizer, replace(target, settings=settings, storage=storage), phase.saved).total
+        for name, (settings, storage) in ways.items()
+    }
     if fitting := [name for name, total in totals.items() if total <= budget]:
         name = max(fitting, key=totals.__getitem__)
         return f"cheapest way to fit: {name} ({_mib(totals[name])})"
@@ -215,17 +223,3 @@ def _cheapest(
         f"no other way of this phase fits; the smallest takes {_mib(totals[name])} ({name}): train on smaller "
         "micro-batches, checkpoint activations, or use gradient_storage='fp8' or update_in_backward"
     )
-
-
-def saved_bytes(model: nn.Module, target: Target, inputs: tuple[Any, ...]) -> dict[str, int]:
-    """Bytes that the model's forward saves for backward in a phase, by the kinds of nn/saved.py.
-
-    The forward runs on a copy of the model whose tensors have no data.
-    """
-
-    def change(twin: nn.Module) -> None:
-        for weight, granularity in target.moved(twin).items():
-            put_into(weight, blank(weight, granularity))
-        set_recipe(twin, target.phase.recipe)
-
-    return predicted_by_kind(model, inputs, change=change)

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from octavo.distributed.ranks import Ranks
+from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.resolution import Resolution
 from octavo.optim.state import largest
-from octavo.schedule.phase import Phase, Target, forget_delayed, fp8_weights, refuse_moves, switch, targets_of
+from octavo.schedule.phase import Phase, Target, fp8_weights, refuse_moves, switch, targets_of
 from octavo.schedule.plan import Plan, plan_of
 
 FAULTS = {1: "a gradient or the loss is not finite", 2: "the loss is a spike"}
@@ -69,9 +70,8 @@ class Recovery:
             raise ValueError(f"Recovery: {self.phase}: it begins by a fault, not by {self.phase.trigger}")
         for name, lowest in (("steps", 1), ("window", 8), ("attempts", 1), ("check_every", 1)):
             value = getattr(self, name)
-            if name == "attempts" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if not ((is_whole and value >= lowest) or (name == "attempts" and value is None)):
                 raise ValueError(f"Recovery: {name}={value!r} must be a whole number of at least {lowest}")
         if self.spike is not None and not 0 < self.spike < math.inf:
             raise ValueError(f"Recovery: spike={self.spike!r} must be a number above 0, or None")
@@ -106,7 +106,8 @@ class LossWatch:
 
         ``is_scaled``: a GradScaler has scaled the gradients. Then an overflow is no fault, but how it finds its scale.
         """
-        assert self._step is not None
+        if self._step is None:
+            raise RuntimeError("with a recovery, observe(loss) belongs before each optimizer.step()")
         loss, found, of_gradients = self._step
         self._step = None
         found = found if is_scaled else found | of_gradients
@@ -140,11 +141,6 @@ class LossWatch:
         deviation = DEVIATIONS * (self.losses - median).abs().nanmedian()
         deviation = torch.maximum(deviation, LEAST * median.abs())
         return torch.where(self.seen * 2 >= self.policy.window, (loss - median) / deviation, 0.0)
-
-
-def fault_text(faults: int) -> str:
-    """Faults in words."""
-    return " and ".join(text for bit, text in FAULTS.items() if faults & bit)
 
 
 RESOLUTION_EVERY = 10  # steps whose updates are summed; the host reads their ratio as many steps later, without a wait
@@ -224,27 +220,20 @@ class PrecisionSchedule:
         self._rescued = 0  # the phase that the last recovery interrupted
         self._highest_lr = self._highest_ratio = 0.0
         self._watch: LossWatch | None = None
-        self._observed = True
         self.left_out: Tensor | None = None  # not 0 if the step last observed is left out
         self._faulty = False  # whether torch's optimizer has to leave this step out
         self._left_out = False  # whether a GradScaler has left this step out, or may
         self._targets = targets_of(model, optimizer, self.phases)
-        self._rescues: tuple[Target, ...] = ()  # what the recovery's phase means after each phase
+        self._rescues: list[Target] = []  # what the recovery's phase means after each phase
         if recovery is not None:
-            self._prepare_recovery(recovery)
+            if getattr(optimizer, "in_backward", None) is not None:
+                raise ValueError("a recovery decides by the loss and all gradients; remove() update_in_backward")
+            self._watch = LossWatch(recovery)
+            weak = weakref.WeakMethod(self._before_step)
+            optimizer.register_step_pre_hook(lambda *_: None if (method := weak()) is None else method())
+            self._rescues = [targets_of(model, optimizer, [recovery.phase], target)[0] for target in self._targets]
         self._refuse_ddp()
         self._enter(self._targets[0], 0, "the first phase")
-
-    def _prepare_recovery(self, recovery: Recovery) -> None:
-        """Set up a recovery; every phase must be able to switch to its phase."""
-        if getattr(self.optimizer, "in_backward", None) is not None:
-            raise ValueError("a recovery decides by the loss and all gradients; remove() update_in_backward")
-        self._watch, self._observed = LossWatch(recovery), False
-        weak = weakref.WeakMethod(self._before_step)
-        self.optimizer.register_step_pre_hook(lambda *_: None if (method := weak()) is None else method())
-        self._rescues = tuple(
-            targets_of(self.model, self.optimizer, [recovery.phase], after=target)[0] for target in self._targets
-        )
 
     def _refuse_ddp(self) -> None:
         """Raise RuntimeError if a later phase changes the storage of weights that DistributedDataParallel has."""
@@ -277,13 +266,10 @@ class PrecisionSchedule:
         gradients = [param.grad for param in params if param.grad is not None]
         if not gradients:
             raise RuntimeError("observe(loss) belongs between backward and optimizer.step(): there are no gradients")
-        ranks = Ranks.of_process()
-        self.left_out = found = self._watch.look(
-            ranks.mean(loss.detach().float()),
-            largest(gradients),
-            spikes=not self._recovering,  # in a recovery the loss may stay as high as it jumped
-        )
-        self._observed = self._left_out = True
+        mean = Ranks.of_process().mean(loss.detach().float())
+        # in a recovery the loss may stay as high as it jumped
+        self.left_out = found = self._watch.look(mean, largest(gradients), spikes=not self._recovering)
+        self._left_out = True
         if isinstance(self.optimizer, CompactOptimizer):
             self.optimizer.skip = found
         else:
@@ -295,29 +281,22 @@ class PrecisionSchedule:
         Args:
             tokens: how many were trained on in this step, on all ranks.
         """
-        if not self._observed:
-            raise RuntimeError("with a recovery, observe(loss) belongs before each optimizer.step()")
+        if self._watch is not None:
+            self._watch.count(is_scaled=self._left_out)
         if not self.steps:
             self._refuse_ddp()  # DistributedDataParallel may have wrapped the model since
         self.steps += 1
         self.tokens += tokens
-        self._observed = self._watch is None
         self._faulty = False
-        if self._watch is not None:
-            self._watch.count(is_scaled=self._left_out)
         if isinstance(self.optimizer, CompactOptimizer):
             self.optimizer.skip = None
-        rate = 0.0
-        if self._awaits("when_lr_below"):
-            rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
+        waits = self._awaits("when_lr_below")
+        rate = max(float(group["lr"]) for group in self.optimizer.param_groups) if waits else 0.0
         self._highest_lr = max(self._highest_lr, rate)
         measured = getattr(self.optimizer, "resolution", None)
         ratio = None if measured is None or self.steps % RESOLUTION_EVERY else measured.next_ratio()
         self._highest_ratio = max(self._highest_ratio, ratio or 0.0)
-        while self.index + 1 < len(self.phases):
-            reason = self._reason(self.phases[self.index + 1], rate, ratio)
-            if not reason:
-                break
+        while self.index + 1 < len(self.phases) and (reason := self._reason(self.phases[self.index + 1], rate, ratio)):
             self.index += 1
             ratio = None
             if not self._recovering:
@@ -326,18 +305,19 @@ class PrecisionSchedule:
 
     def _reason(self, phase: Phase, rate: float, ratio: float | None) -> str:
         """Why a phase begins now; "" if it does not."""
-        if phase.from_step is not None and self.steps >= phase.from_step:
-            return f"step {phase.from_step}"
-        if phase.from_tokens is not None and not self.tokens:
-            raise RuntimeError(f"{phase} begins by tokens: schedule.step(tokens) counts those of each step")
-        if phase.from_tokens is not None and self.tokens >= phase.from_tokens:
-            return f"{self.tokens} tokens"
-        below = phase.when_lr_below
-        if below is not None and rate < below and rate < self._highest_lr:
-            return f"the learning rate fell to {rate:.3g}"
-        limit = phase.when_update_below_resolution
-        if limit is not None and ratio is not None and ratio < limit <= self._highest_ratio:
-            return f"updates fell to {ratio:.3g} of the weights' resolution"
+        assert phase.trigger is not None
+        limit = getattr(phase, phase.trigger)
+        match phase.trigger:
+            case "from_step" if self.steps >= limit:
+                return f"step {limit}"
+            case "from_tokens" if not self.tokens:
+                raise RuntimeError(f"{phase} begins by tokens: schedule.step(tokens) counts those of each step")
+            case "from_tokens" if self.tokens >= limit:
+                return f"{self.tokens} tokens"
+            case "when_lr_below" if rate < limit and rate < self._highest_lr:
+                return f"the learning rate fell to {rate:.3g}"
+            case "when_update_below_resolution" if ratio is not None and ratio < limit <= self._highest_ratio:
+                return f"updates fell to {ratio:.3g} of the weights' resolution"
         return ""
 
     def _awaits(self, trigger: str) -> bool:
@@ -346,18 +326,21 @@ class PrecisionSchedule:
 
     def _recover(self) -> None:
         """Begin or end a recovery."""
-        policy, watch = self.recovery, self._watch
-        if policy is None or watch is None:
+        if self._watch is None:
             return
-        faults = watch.read() if self.steps % policy.check_every == 0 else 0
+        policy = self._watch.policy
+        faults = self._watch.read() if self.steps % policy.check_every == 0 else 0
         if faults and not self._recovering:
             self._recoveries += 1
             for_good = policy.attempts is not None and self._recoveries > policy.attempts
             self._recovering = -1 if for_good else policy.steps
             self._rescued = self.index
-            forget_delayed(self.model)
+            for module in self.model.modules():
+                if isinstance(module, RecipeModule):
+                    module.reset_delayed_state()  # which may have amaxes of a faulty step
+            reason = " and ".join(text for bit, text in FAULTS.items() if faults & bit)
             again = f", after {policy.attempts} recoveries" if for_good else ""
-            self._enter(self._rescues[self.index], -1, fault_text(faults) + again)
+            self._enter(self._rescues[self.index], -1, reason + again)
         elif self._recovering > 0:
             self._recovering -= 1
             if not self._recovering:
@@ -386,17 +369,6 @@ class PrecisionSchedule:
 
         Raises:
             BudgetError: if a phase takes more than the budget, with the cheapest way to fit.
-
-        Example:
-            >>> import torch, octavo
-            >>> model = octavo.nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
-            >>> optimizer = octavo.optim.AdamW(model.parameters(), master="split24")
-            >>> low, high = octavo.recipes.dynamic(), octavo.recipes.high_precision()
-            >>> phases = [Phase(low), Phase(high, moments="fp32", master="split32", from_step=9000)]
-            >>> print(PrecisionSchedule(model, optimizer, phases).plan())
-            phase          recipe   weights   masters   moments  gradients  bytes a parameter     total
-                0         dynamic  0.50 MiB  0.25 MiB  0.52 MiB   0.50 MiB               5.06  1.77 MiB
-                1  high_precision  0.50 MiB  0.50 MiB  2.00 MiB   0.50 MiB              12.00  3.50 MiB
         """
         inputs = None if example_inputs is None else tuple(example_inputs)
         return plan_of(self.model, self.optimizer, (*self._targets, *self._rescues[:1]), budget_bytes, inputs)

@@ -12,7 +12,7 @@ import octavo
 from octavo import cli
 from octavo.inspect import command
 from octavo.inspect.command import Subject, entry_point, what_if_command
-from octavo.inspect.effects import WhatIfError
+from octavo.inspect.what_if import WhatIfError
 from tests.support.expert_models import Mixture, batch
 
 

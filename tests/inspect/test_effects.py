@@ -10,7 +10,7 @@ import octavo
 from octavo import recipes
 from octavo.cost.estimate import LinearWork
 from octavo.cost.rates import PUBLISHED
-from octavo.inspect.effects import DESCENT, SHOWN, Effect, WhatIf
+from octavo.inspect.what_if import DESCENT, SHOWN, Effect, WhatIf
 
 NAMES = ("dynamic", "blockwise")
 LAYERS = ("first", "blocks.0.up", "blocks.0.down", "head")

@@ -64,7 +64,7 @@ def test_each_expert_is_counted_as_a_layer_alone(name: str) -> None:
     twins, tables = alone(layer), []
     for model in (layer, twins):
         table = Table(model)
-        count_weights(table.weights, Ranks())
+        count_weights(table.layers, Ranks())
         table.attach(True)
         layer(rows_of(), ENDS).backward(grads()) if model is layer else run_alone(twins)
         tables.append(table)

@@ -17,9 +17,9 @@ import pytest
 from octavo.cost.rates import PUBLISHED
 from octavo.errors import MissingExtraError
 from octavo.inspect import Finding, Record, diagnose
-from octavo.inspect.effects import Effect, WhatIf
 from octavo.inspect.record import OfExperts
 from octavo.inspect.report import COLUMNS, table, to_html, to_json
+from octavo.inspect.what_if import Effect, WhatIf
 
 np = pytest.importorskip("numpy")
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import octavo
 from octavo import recipes
 from octavo.inspect.rows import Table
-from octavo.inspect.weights import WeightSamples
+from octavo.inspect.weights import moved_since, sample
 from octavo.optim.state import for_kernel
 
 np = pytest.importorskip("numpy")
@@ -127,11 +127,9 @@ def test_more_layers_are_no_more_launches(storage: str | None) -> None:
         optimizer = octavo.optim.AdamW(model.parameters(), moments="fp8")
         model(torch.randn(8, 64, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
-        table, samples = Table(model), WeightSamples()
-        samples.take(table.weights, optimizer)  # what is made once
-        samples.moved(table.weights, optimizer)
+        given = Table(model).layers, optimizer
+        moved_since(sample(*given), *given)  # what is made once
         with Launches() as launches:
-            samples.take(table.weights, optimizer)
-            samples.moved(table.weights, optimizer)
+            moved_since(sample(*given), *given)
         counted.append(launches.count)
     assert counted[0] == counted[1] < 100

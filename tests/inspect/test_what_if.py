@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 
 import pytest
 import torch
@@ -9,8 +10,7 @@ from torch import nn
 
 import octavo
 from octavo import recipes
-from octavo.inspect.effects import WhatIfError
-from octavo.inspect.what_if import check, compare
+from octavo.inspect.what_if import WhatIfError, check, compare
 from octavo.train import GPT, ModelConfig, next_byte_loss
 from tests.support.expert_models import TOKENS, Mixture, batch
 from tests.support.helpers import every_layer, to_fp8
@@ -252,6 +252,13 @@ def test_what_can_not_be_compared(options, says):
     given = {"model": network(), "loss": loss, "batches": batches(1), "select": every_layer, **options}
     with pytest.raises(WhatIfError, match=says):
         compare(**given)
+
+
+def test_a_model_that_can_not_be_copied():
+    model = network()
+    model.lock = threading.Lock()
+    with pytest.raises(WhatIfError, match=r"can't be copied .*lock.*: take away"):
+        found(model)
 
 
 @pytest.mark.parametrize("kind", ["octavo", "stored transposed"])

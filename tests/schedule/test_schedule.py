@@ -10,7 +10,7 @@ import torch.distributed as dist
 import octavo
 from octavo import recipes
 from octavo.schedule import Phase, PrecisionSchedule, Recovery
-from octavo.schedule.schedule import FINITE, SPIKE, LossWatch, fault_text
+from octavo.schedule.schedule import FINITE, SPIKE, LossWatch
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support.schedule_situations import HIGH, LOW, loss_of, net, optimizer_of, same, tensors, train
 
@@ -428,10 +428,6 @@ def test_its_state_is_all_that_it_knows():
     assert a.read() == b.read()
     with pytest.raises(ValueError, match="window=8, not 16"):
         watch(window=16).load(a.state())
-
-
-def test_faults_in_words():
-    assert fault_text(FINITE | SPIKE) == "a gradient or the loss is not finite and the loss is a spike"
 
 
 @pytest.mark.parametrize(
