@@ -21,8 +21,7 @@ from octavo import kernels
 from octavo.autograd.casts import WEIGHT
 from octavo.granularity import ALL, Tile, scale_shape
 from octavo.kernels.arguments import lie_by_columns
-from octavo.kernels.layouts import contraction_multiple
-from octavo.kernels.reference.cast import with_padding
+from octavo.kernels.layouts import contraction_multiple, with_padding
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.scaling.recipe import Cast, RoleCasts
 from octavo.tensor.collectives import bytes_of, scales_from

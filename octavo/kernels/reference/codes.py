@@ -42,4 +42,4 @@ def decode(codes: Tensor, dtype: torch.dtype, scale_inv: Tensor, tile: Sequence[
 
 def dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
     """``octavo::dequantize``."""
-    return decode(qdata, dtype, scale_inv, tile).contiguous()
+    return decode(qdata, dtype, scale_inv, tile).clone(memory_format=torch.contiguous_format)
