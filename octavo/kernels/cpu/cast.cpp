@@ -189,8 +189,7 @@ void write_codes(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to,
             }
             const typename X::Bits *x = m.row(row) + col;
             uint8_t *codes = held + (row - from) * WIDTH, *out = s.codes + row * s.codes_stride + col;
-            if (width == WIDTH) encode<X, F>(codes, x, scale, WIDTH);
-            else encode<X, F>(codes, x, scale, width);
+            encode<X, F>(codes, x, scale, width);
             if (faulty) encode_faults<X, F>(codes, x, width);
             if (s.codes && width == WIDTH) std::memcpy(out, codes, WIDTH);
             else if (s.codes) std::memcpy(out, codes, width);

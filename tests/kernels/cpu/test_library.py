@@ -46,9 +46,9 @@ def test_without_a_compiler_the_reference_runs(
 
 def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_library: None) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert library("cast") is not None
+    assert library("optimizer_step") is not None
     (made,) = (tmp_path / "octavo").iterdir()
     first = made.stat().st_mtime_ns
     library.cache_clear()
-    assert library("cast") is not None
+    assert library("optimizer_step") is not None
     assert [path.stat().st_mtime_ns for path in (tmp_path / "octavo").iterdir()] == [first]
