@@ -7,6 +7,7 @@ the second; the other chunks are made twice.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,38 +33,41 @@ KEPT = 1 << 20
 def write(source: CastSource | NormSource, targets: Sequence[Target], besides: Sequence[Tensor] = ()) -> None:
     """``reference.cast.write``."""
     x, shape = source.x, source.shape
-    if compiled(x) is None:
+    functions = compiled(x)
+    if functions is None:
         return reference_write(source, targets, besides)
     for target in targets:
         for codes, size in ((target.codes, shape[1]), (target.transposed, shape[0])):
             if codes.shape[1] > size:
                 codes.view(torch.uint8)[:, size:].zero_()
     if isinstance(source, NormSource):
-        return write_chunks(partial(_normalised, source, *besides), shape, 1, targets)
+        return write_chunks(functions, partial(_normalised, source, besides), shape, 1, targets)
     sums = besides[0] if besides and besides[0].numel() else None
     if source.activation:
-        return write_chunks(partial(_produced, source), shape, max(source.h_tile[0], 1), targets, sums)
+        unit = max(source.h_tile[0], 1)
+        return write_chunks(functions, partial(_produced, source), shape, unit, targets, sums)
     if sums is not None:
-        torch.sum(x, 0, out=sums)  # torch adds in float32 and rounds once
+        sums.copy_(x.sum(0))  # torch adds in float32 and rounds once
     by_columns = x.stride(1) != 1 and x.stride(0) == 1
     if by_columns:
         x = x.t()
     elif x.stride(1) != 1:
         x = x.contiguous()
+    given = _matrix(x, slice(0, x.shape[0]))
     for target in targets:
-        of_target, rows = described(target, shape, by_columns), slice(0, x.shape[0])
-        faulty = target.scaling.tile[by_columns] == ALL and _call("amax", of_target, x, rows)
-        _call("cast", of_target, x, rows, faulty)
+        of_target = described(target, shape, by_columns)
+        faulty = target.scaling.tile[by_columns] == ALL and functions.octavo_amax(of_target, *given)
+        functions.octavo_cast(of_target, *given, faulty)
 
 
-def _call(name: str, of_target: bytes, x: Tensor, rows: slice, *more: int) -> int:
-    """Run a function of cast.cpp on ``x``, which is these rows of what is cast."""
+def _matrix(x: Tensor, rows: slice) -> tuple[int, ...]:
+    """``x``, which is these rows of what is cast, as cast.cpp takes it."""
     first, stride = x.data_ptr() - rows.start * x.stride(0) * x.itemsize, x.stride(0)
-    function: Callable[..., int] = getattr(compiled(x), f"octavo_{name}")
-    return function(of_target, first, stride, KINDS[x.dtype], rows.start, rows.stop, threads_for(x.numel()), *more)
+    return first, stride, KINDS[x.dtype], rows.start, rows.stop, threads_for(x.numel())
 
 
 def write_chunks(
+    functions: ctypes.CDLL,
     make: Callable[[slice], Tensor],
     shape: tuple[int, int],
     unit: int,
@@ -83,23 +87,25 @@ def write_chunks(
         if left >= 0:
             kept[rows.start] = y
         for at in looking:
-            faulty[at] |= _call("amax", each[at], y, rows)
+            faulty[at] |= functions.octavo_amax(each[at], *_matrix(y, rows))
     added = torch.zeros(shape[1])
     for rows in slices:
         y = kept.pop(rows.start) if rows.start in kept else make(rows)
+        given = _matrix(y, rows)
         if sums is not None:
             added.add_(y.sum(0))
         for at, of_target in enumerate(each):
             if at in spanning and (at not in looking or len(slices) == 1):
-                faulty[at] = _call("amax", of_target, y, rows)
-            _call("cast", of_target, y, rows, faulty[at])
+                faulty[at] = functions.octavo_amax(of_target, *given)
+            functions.octavo_cast(of_target, *given, faulty[at])
         del y  # before the next is made
     if sums is not None:
         sums.copy_(added)
 
 
-def _normalised(source: NormSource, mean: Tensor, rstd: Tensor, kept: Tensor, rows: slice) -> Tensor:
+def _normalised(source: NormSource, besides: Sequence[Tensor], rows: slice) -> Tensor:
     """Some rows of a norm, whose statistics and, where asked for, y are written."""
+    mean, rstd, kept = besides
     y, mean_of_rows, rstd[rows] = normalise(*source._replace(x=source.x[rows]))
     if mean.numel():
         mean[rows] = mean_of_rows

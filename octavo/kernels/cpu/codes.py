@@ -39,8 +39,8 @@ def tile_rows(scales: Tensor, tile: Sequence[int], rows: slice) -> Tensor:
 
 
 def compiled(x: Tensor) -> ctypes.CDLL | None:
-    """cast.cpp, where x is on a CPU that has a compiler for it."""
-    found = library("cast") if x.is_cpu else None
+    """cast.cpp, where x is on a CPU that has a compiler for it, and of a dtype that it takes."""
+    found = library("cast") if x.is_cpu and x.itemsize < 8 else None
     if found is not None and found.octavo_cast.argtypes is None:
         matrix = [c_void_p, c_int64, c_int, c_int64, c_int64, c_int64]
         found.octavo_cast.argtypes = [c_char_p, *matrix, c_int]
