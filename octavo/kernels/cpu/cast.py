@@ -21,6 +21,7 @@ from octavo.kernels import reference
 from octavo.kernels.arguments import CastSource, NormSource, Scaling, Target, new_scales, no_codes
 from octavo.kernels.cpu.codes import KINDS, compiled, decode, described, row_slices
 from octavo.kernels.cpu.library import threads_for
+from octavo.kernels.layouts import as_matrix_shape
 from octavo.kernels.reference.activation import produced as reference_produced
 from octavo.kernels.reference.cast import write as reference_write
 from octavo.kernels.reference.norm import normalise
@@ -137,6 +138,7 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     if compiled(x) is None:
         return reference.KERNELS["amax"](x, tile)
     found, none = new_scales(x, x.shape, (tile[0], tile[1])), no_codes(x, torch.float8_e4m3fn)
-    scaling, of_matrix = Scaling(none.dtype, (tile[0], tile[1]), False, 0), found.view(found.shape[-2:])
-    write(CastSource(x.flatten(0, -2)), [Target(scaling, none, none, torch.empty_like(of_matrix), of_matrix)])
+    scaling, of_matrix = Scaling(none.dtype, (tile[0], tile[1]), False, 0), found if x.ndim == 2 else found.view(1, 1)
+    x_RC = x.reshape(as_matrix_shape(x.shape))
+    write(CastSource(x_RC), [Target(scaling, none, none, torch.empty_like(of_matrix), of_matrix)])
     return found
