@@ -98,7 +98,7 @@ class Output(NamedTuple):
     as_is: bool = True
 
 
-class Target(NamedTuple):
+class CastTarget(NamedTuple):
     """Where a scaling of a matrix [R, C] goes: codes as it lies and transposed, [0, 0] where not asked for.
 
     ``amax``, like ``scale_inv``, has an element for each of the matrix's tiles, however these lie.

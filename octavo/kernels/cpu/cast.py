@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.granularity import ALL
 from octavo.kernels import reference
-from octavo.kernels.arguments import CastSource, NormSource, Scaling, Target, new_scales, no_codes
+from octavo.kernels.arguments import CastSource, CastTarget, NormSource, Scaling, new_scales, no_codes
 from octavo.kernels.cpu.codes import KINDS, compiled, decode, described, row_slices
 from octavo.kernels.cpu.library import threads_for
 from octavo.kernels.layouts import as_matrix_shape
@@ -31,7 +31,7 @@ from octavo.kernels.reference.norm import normalise
 KEPT = 1 << 20
 
 
-def write(source: CastSource | NormSource, targets: Sequence[Target], besides: Sequence[Tensor] = ()) -> None:
+def write(source: CastSource | NormSource, targets: Sequence[CastTarget], besides: Sequence[Tensor] = ()) -> None:
     """``reference.cast.write``."""
     x, shape = source.x, source.shape
     functions = compiled(x)
@@ -72,7 +72,7 @@ def write_chunks(
     make: Callable[[slice], Tensor],
     shape: tuple[int, int],
     unit: int,
-    targets: Sequence[Target],
+    targets: Sequence[CastTarget],
     sums: Tensor | None = None,
 ) -> None:
     """Cast what ``make(rows)`` makes, float32, in chunks that begin at multiples of ``unit``, and add its columns."""
@@ -140,5 +140,5 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     found, none = new_scales(x, x.shape, (tile[0], tile[1])), no_codes(x, torch.float8_e4m3fn)
     scaling, of_matrix = Scaling(none.dtype, (tile[0], tile[1]), False, 0), found if x.ndim == 2 else found.view(1, 1)
     x_RC = x.reshape(as_matrix_shape(x.shape))
-    write(CastSource(x_RC), [Target(scaling, none, none, torch.empty_like(of_matrix), of_matrix)])
+    write(CastSource(x_RC), [CastTarget(scaling, none, none, torch.empty_like(of_matrix), of_matrix)])
     return found

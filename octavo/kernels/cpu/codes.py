@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.formats import format_of
 from octavo.granularity import ALL
-from octavo.kernels.arguments import Scaling, Target
+from octavo.kernels.arguments import CastTarget, Scaling
 from octavo.kernels.cpu.library import library, threads_for
 from octavo.kernels.reference.codes import decode as reference_decode
 
@@ -49,7 +49,7 @@ def compiled(x: Tensor) -> ctypes.CDLL | None:
     return found
 
 
-def described(target: Target, shape: Sequence[int], by_columns: bool = False) -> bytes:
+def described(target: CastTarget, shape: Sequence[int], by_columns: bool = False) -> bytes:
     """``target`` of a matrix of this shape as cast.cpp reads it; ``by_columns``: of the matrix's transpose."""
     scaling, codes, transposed, scale_inv, amax = target
     known, fmt, tile = scaling.delayed_scale, format_of(scaling.dtype), scaling.tile
@@ -84,6 +84,6 @@ def decode(
         return values.copy_(reference_decode(codes, dtype, scale_inv, tile))
     dense = codes if codes.stride(1) == 1 else codes.contiguous()
     scaling = Scaling(codes.dtype, (tile[0], tile[1]), False, 0)
-    of_codes = described(Target(scaling, dense, dense, scale_inv, scale_inv), codes.shape)
+    of_codes = described(CastTarget(scaling, dense, dense, scale_inv, scale_inv), codes.shape)
     functions.octavo_decode(of_codes, values.data_ptr(), KINDS[dtype], threads_for(codes.numel()))
     return values

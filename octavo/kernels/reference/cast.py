@@ -15,11 +15,11 @@ from octavo.formats import format_of
 from octavo.granularity import ALL, scale_shape
 from octavo.kernels.arguments import (
     CastSource,
+    CastTarget,
     Commit,
     NormSource,
     Output,
     Scaling,
-    Target,
     new_cast,
     new_scales,
     no_codes,
@@ -33,7 +33,7 @@ from octavo.kernels.reference.delayed_update import delayed_update
 from octavo.kernels.reference.norm import normalise
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 
-Write = Callable[[CastSource | NormSource, Sequence[Target], Sequence[Tensor]], None]
+Write = Callable[[CastSource | NormSource, Sequence[CastTarget], Sequence[Tensor]], None]
 
 
 def amax_of(x: Tensor, tile: Sequence[int]) -> Tensor:
@@ -50,7 +50,7 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     return new_scales(x, x.shape, (tile[0], tile[1])).copy_(amax_of(x, tile))
 
 
-def write(source: CastSource | NormSource, targets: Sequence[Target], besides: Sequence[Tensor] = ()) -> None:
+def write(source: CastSource | NormSource, targets: Sequence[CastTarget], besides: Sequence[Tensor] = ()) -> None:
     """Write each target, and column sums or a norm's mean, rstd and y; those that are empty are not asked for."""
     if isinstance(source, NormSource):
         values, *made = normalise(*source)
@@ -89,21 +89,21 @@ def cast(
     results = codes, other, scale_inv, found, *besides = new_cast(source, first, second, output, offsets)
     if offsets is not None:
         assert isinstance(source, CastSource)
-        _write_groups(source, Target(first, codes, other, scale_inv, found), output.pad, offsets, write)
+        _write_groups(source, CastTarget(first, codes, other, scale_inv, found), output.pad, offsets, write)
     elif second is None:
-        write(source, [Target(first, codes, other, scale_inv, found)], besides)
+        write(source, [CastTarget(first, codes, other, scale_inv, found)], besides)
     else:
         none, of_x = no_codes(codes, second.dtype), found.t() if output.transpose else found
         both = (none, other) if output.transpose else (other, none)
         targets = [
-            Target(first, codes, none, scale_inv, torch.empty_like(scale_inv)),
-            Target(second, *both, of_x, torch.empty_like(of_x)),
+            CastTarget(first, codes, none, scale_inv, torch.empty_like(scale_inv)),
+            CastTarget(second, *both, of_x, torch.empty_like(of_x)),
         ]
         write(source, targets, besides)
     return results
 
 
-def _write_groups(source: CastSource, target: Target, pad: int, offsets: Tensor, write: Write) -> None:
+def _write_groups(source: CastSource, target: CastTarget, pad: int, offsets: Tensor, write: Write) -> None:
     """Cast rows in groups, each by itself."""
     scaling, codes, transposed, scale_inv, amax = target
     rows, cols = source.shape
@@ -118,7 +118,7 @@ def _write_groups(source: CastSource, target: Target, pad: int, offsets: Tensor,
             continue  # its scale is 1 and its amax 0, as they were filled
         outputs = codes[place.rows, :cols], transposed[:, place.columns]
         scales = scale_inv[place.scale_rows], amax[place.scale_rows]
-        write(source.part(of_input.rows, of_input.scale_rows), [Target(scaling, *outputs, *scales)], ())
+        write(source.part(of_input.rows, of_input.scale_rows), [CastTarget(scaling, *outputs, *scales)], ())
 
 
 def cast_and_commit(
@@ -173,4 +173,6 @@ def multi_tensor_cast(
         codes = qdata[index]
         laid = transposed_qdata[index] if transposed_qdata else no_codes(codes, codes.dtype)
         scaling = Scaling(codes.dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role)
-        write(CastSource(x), [Target(scaling, codes, laid, scale_inv[index], amax[index])], ())
+        write(CastSource(x), [CastTarget(scaling, codes, laid, scale_inv[index], amax[index])], ())
+    written = [x for x in (*qdata, *transposed_qdata, *scale_inv, *amax) if not x.is_inference()]
+    torch.autograd.graph.increment_version(written)  # which C++ does not

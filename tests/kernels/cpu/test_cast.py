@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import cpu, reference
-from octavo.kernels.arguments import CastSource, Output, Scaling, Target, new_cast
+from octavo.kernels.arguments import CastSource, CastTarget, Output, Scaling, new_cast
 from octavo.kernels.cpu import cast, codes
 from octavo.kernels.cpu import library as libraries
 from octavo.kernels.cpu.cast import write_chunks
@@ -121,7 +121,7 @@ def test_rows_are_made_once_or_twice_if_they_were_not_kept(monkeypatch, case):
     tiles = [tile for tile in (case["tile"], case["second"]) if tile is not None]
     scalings = [Scaling(torch.float8_e4m3fn, t, False, 0, delayed if t == (-1, -1) else None) for t in tiles]
     make = lambda rows: (asked.append(rows), y[rows].clone())[1]  # noqa: E731
-    targets = [Target(s, *new_cast(CastSource(y), s, None, Output())[:4]) for s in scalings]
+    targets = [CastTarget(s, *new_cast(CastSource(y), s, None, Output())[:4]) for s in scalings]
     write_chunks(library("cast"), make, case["shape"], case["unit"], targets, sums := torch.empty(case["shape"][1]))
     torch.testing.assert_close(sums, y.sum(0), rtol=1e-5, atol=1e-4)
     whole = math.lcm(case["unit"], *(tile[0] for tile in tiles if tile[0] != -1))
