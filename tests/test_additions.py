@@ -73,7 +73,7 @@ ADDED = {
             ("PerBlock, PerRow, PerTensor, Tile", "PerSquare, "),
             ("PerBlock])", "PerSquare, "),
         ],
-        "octavo/__init__.py": [("PerBlock, PerRow", "PerSquare, "), ('    "PerBlock"', '    "PerSquare",\n')],
+        "octavo/__init__.py": [("PerBlock, PerRow", "PerSquare, "), ('"PerBlock", "Dynamic"', '"PerSquare", ')],
     },
     "an optimizer": {
         "octavo/optim/sgd.py": [

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from octavo.kernels.cpu import KERNELS
-from octavo.kernels.cpu.chunked_cast import produced
+from octavo.kernels.cpu.cast import produced
 from octavo.kernels.devices import kernels_of
 from octavo.kernels.reference.norm import normalise, normalised
 from octavo.kernels.signatures import SCHEMAS

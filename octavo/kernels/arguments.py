@@ -98,6 +98,19 @@ class Output(NamedTuple):
     as_is: bool = True
 
 
+class CastTarget(NamedTuple):
+    """Where a scaling of a matrix [R, C] goes: codes as it lies and transposed, [0, 0] where not asked for.
+
+    ``amax``, like ``scale_inv``, has an element for each of the matrix's tiles, however these lie.
+    """
+
+    scaling: Scaling
+    codes: Tensor
+    transposed: Tensor
+    scale_inv: Tensor
+    amax: Tensor
+
+
 class Commit(NamedTuple):
     """The delayed state that a cast of grad_output rolls, the amax of forward's casts, and how."""
 
@@ -373,12 +386,6 @@ def new_codes(x: Tensor, shape: Sequence[int], dtype: torch.dtype, pad: int, tra
     return x.new_empty((rows, padded(cols, pad)), dtype=dtype)
 
 
-def new_both_codes(x: Tensor, shape: Sequence[int], dtype: torch.dtype, output: Output) -> tuple[Tensor, Tensor]:
-    """The same, and where transposed ones go: [0, 0] where there are none."""
-    laid = new_codes(x, shape, dtype, output.pad, transpose=True) if output.transpose else no_codes(x, dtype)
-    return new_codes(x, shape, dtype, output.pad), laid
-
-
 def no_codes(x: Tensor, dtype: torch.dtype) -> Tensor:
     """What an op returns for codes that were not asked for."""
     return x.new_empty((0, 0), dtype=dtype)
@@ -395,6 +402,30 @@ def new_grouped(
         laid = laid.new_empty((shape[1], padded_columns(shape[0], count, output.pad)))
     grid = grouped_scale_shape(shape, count, scaling.tile)
     return codes, laid, laid_scales(x, grid, scaling.tile), laid_scales(x, grid, scaling.tile)
+
+
+def new_cast(
+    source: CastSource | NormSource,
+    first: Scaling,
+    second: Scaling | None,
+    output: Output,
+    offsets: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """What ``octavo::cast`` returns, unwritten."""
+    x, shape = source.x, source.shape
+    if offsets is not None:
+        assert isinstance(source, CastSource)
+        return new_grouped(source, first, output, offsets)
+    codes, scale_inv = new_codes(x, shape, first.dtype, output.pad), new_scales(x, shape, first.tile)
+    if second is not None:
+        other = new_codes(x, shape, second.dtype, output.pad, output.transpose)
+        found = codes, other, scale_inv, new_scales(x, shape, second.tile, output.transpose)
+    else:
+        other = new_codes(x, shape, first.dtype, output.pad, True) if output.transpose else no_codes(x, first.dtype)
+        found = codes, other, scale_inv, new_scales(x, shape, first.tile)
+    if isinstance(source, NormSource):
+        return *found, *new_statistics(source, output.keep)
+    return *found, new_sums(x, shape[1], output.column_sum)
 
 
 def new_scales(x: Tensor, shape: Sequence[int], tile: Tile, transpose: bool = False) -> Tensor:

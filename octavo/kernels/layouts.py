@@ -83,9 +83,9 @@ def as_tiles(x_RC: Tensor, tile: Sequence[int]) -> Tensor:
     return x_RC.unflatten(1, (n_c, c)).unflatten(0, (n_r, r))
 
 
-def multiply_tiles_(x_RC: Tensor, scale: Tensor | float, tile: Sequence[int]) -> Tensor:
+def multiply_tiles_(x_RC: Tensor, scale: Tensor, tile: Sequence[int]) -> Tensor:
     """Multiply each tile of [R, C] by its element of scale [R / r, C / c], in place (in a copy if ragged)."""
-    if isinstance(scale, float) or (tile[0] in (ALL, 1) and tile[1] in (ALL, 1)):
+    if tile[0] in (ALL, 1) and tile[1] in (ALL, 1):
         return x_RC.mul_(scale)
     tiled = as_tiles(x_RC, tile).mul_(scale[:, None, :, None])
     if tiled.data_ptr() == x_RC.data_ptr():

@@ -49,16 +49,11 @@ from octavo.kernels.arguments import (
     Commit,
     GroupedOperands,
     NormGradient,
-    NormSource,
     Output,
     ProductArguments,
     Scaling,
-    new_both_codes,
-    new_codes,
-    new_grouped,
+    new_cast,
     new_scales,
-    new_statistics,
-    new_sums,
     unpacking,
 )
 from octavo.kernels.cpu import KERNELS
@@ -139,31 +134,8 @@ SCHEMAS = {
 }
 
 
-def _fake_cast(
-    source: CastSource | NormSource,
-    first: Scaling,
-    second: Scaling | None,
-    output: Output,
-    offsets: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    x, shape = source.x, source.shape
-    if offsets is not None:
-        assert isinstance(source, CastSource)
-        return new_grouped(source, first, output, offsets)
-    scale_inv = new_scales(x, shape, first.tile)
-    if second is None:
-        found = *new_both_codes(x, shape, first.dtype, output), scale_inv, new_scales(x, shape, first.tile)
-    else:
-        codes = new_codes(x, shape, first.dtype, output.pad)
-        other = new_codes(x, shape, second.dtype, output.pad, output.transpose)
-        found = codes, other, scale_inv, new_scales(x, shape, second.tile, output.transpose)
-    if isinstance(source, NormSource):
-        return *found, *new_statistics(source, output.keep)
-    return *found, new_sums(x, shape[1], output.column_sum)
-
-
 def _fake_cast_and_commit(source: CastSource, scaling: Scaling, commit: Commit, output: Output) -> tuple[Tensor, ...]:
-    q, t, scale_inv, _, sums = _fake_cast(source, scaling, None, output)
+    q, t, scale_inv, _, sums = new_cast(source, scaling, None, output)
     return q, t, scale_inv, sums
 
 
@@ -179,7 +151,7 @@ def _fake_norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]
 FAKES: dict[str, Callable[..., Any]] = unpacking(
     {
         "amax": lambda x, tile: new_scales(x, x.shape, (tile[0], tile[1])),
-        "cast": _fake_cast,
+        "cast": new_cast,
         "cast_and_commit": _fake_cast_and_commit,
         "cast_statistics": lambda *_: None,
         "delayed_update": lambda *_: None,

@@ -29,8 +29,7 @@ from octavo import kernels
 from octavo.autograd.casts import WEIGHT
 from octavo.granularity import ALL, Tile, scale_shape
 from octavo.kernels.arguments import lie_by_columns
-from octavo.kernels.layouts import contraction_multiple
-from octavo.kernels.reference.cast import with_padding
+from octavo.kernels.layouts import contraction_multiple, with_padding
 from octavo.nn.tensor_parallel import sending_of
 from octavo.nn.weight import stored_as, weight_of
 from octavo.numerics import scale_from_amax, scale_inv_from_scale

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedOpError
 from octavo.formats import Format, format_of
-from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
-from octavo.kernels.reference.cast import transposed as transpose
-from octavo.kernels.reference.cast import with_padding
+from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, with_padding
+from octavo.kernels.layouts import transposed as transpose
 from octavo.private import no_torch_function
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import octavo
 from octavo import recipes
 from octavo.formats import FORMATS
-from octavo.kernels.cpu import chunked_cast, codes
+from octavo.kernels.cpu import cast, codes
 from tests.support.fused_cases import SAVED
 from tests.support.helpers import FP8_RECIPES
 from tests.support.memory import peak_bytes, saved_tensors
@@ -77,7 +77,7 @@ def test_a_transformer_block_saves(name, norm, saved, most):
 @pytest.mark.parametrize("name", FEW)
 def test_the_most_that_a_transformer_blocks_step_needs(name, monkeypatch):
     monkeypatch.setattr(codes, "CHUNK", 1 << 13)  # scratch, small beside activations, as it is with more tokens
-    monkeypatch.setattr(chunked_cast, "KEPT", 1 << 15)
+    monkeypatch.setattr(cast, "KEPT", 1 << 15)
 
     def needs(recipe: octavo.Recipe, dtype: torch.dtype) -> int:
         net = block(recipe, "layer_norm", 64).to(dtype)

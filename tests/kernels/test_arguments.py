@@ -11,7 +11,7 @@ from octavo.kernels.arguments import (
     OperandPair,
     Output,
     Scaling,
-    new_both_codes,
+    new_cast,
     sums_dtype,
     unpacking,
 )
@@ -79,9 +79,10 @@ def test_too_few_or_too_many_are_refused(count: int) -> None:
 
 
 def test_codes_are_padded_along_the_contraction() -> None:
-    q, t = new_both_codes(torch.ones(2, 3), (2, 3), E4M3, Output(True, 16))
+    source, scaling = CastSource(torch.ones(2, 3)), Scaling(E4M3, ALL, False, 0)
+    q, t, *_ = new_cast(source, scaling, None, Output(True, 16))
     assert (q.shape, t.shape) == ((2, 16), (3, 16))
-    assert new_both_codes(torch.ones(2, 3), (2, 3), E4M3, Output(False))[1].shape == (0, 0)
+    assert new_cast(source, scaling, None, Output(False))[1].shape == (0, 0)
 
 
 def test_sums_of_codes_are_float32() -> None:

@@ -1,7 +1,8 @@
-"""The ops that a CPU computes faster than the reference, in torch; the same bits but for the order of additions.
+"""The ops that a CPU computes faster than the reference; the same bits but for the order of additions.
 
-They work in chunks that fit a cache, and multiply in bfloat16 where that is exact. Other devices without FP8 run them
-too, in larger chunks. Of the other ops the reference is as fast as could be.
+They cast and read codes in C++, work in chunks that fit a cache, and multiply in bfloat16 where that is exact. Other
+devices without FP8 run them too, cast as the reference does, and in larger chunks. Of the other ops the reference is as
+fast as could be.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,10 +13,9 @@ from torch import Tensor
 
 from octavo.kernels import reference
 from octavo.kernels.arguments import NormGradient, unpacking
-from octavo.kernels.cpu.chunked_cast import amax, written
+from octavo.kernels.cpu.cast import amax, write
 from octavo.kernels.cpu.codes import decode, dequantize, row_slices, tile_rows
 from octavo.kernels.cpu.matmul import matmul
-from octavo.kernels.reference.cast import cast, cast_and_commit, multi_tensor_cast
 from octavo.kernels.reference.cast_statistics import cast_statistics, count
 from octavo.kernels.reference.matmul import grouped_matmul
 from octavo.kernels.reference.norm import norm_backward
@@ -33,13 +33,13 @@ def _count(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int], sum
 KERNELS: dict[str, Callable[..., Any]] = reference.KERNELS | unpacking(
     {
         "amax": amax,
-        "cast": partial(cast, write=written),
-        "cast_and_commit": partial(cast_and_commit, write=written),
+        "cast": partial(reference.cast, write=write),
+        "cast_and_commit": partial(reference.cast_and_commit, write=write),
         "cast_statistics": partial(cast_statistics, count=_count),
         "dequantize": dequantize,
         "grouped_matmul": partial(grouped_matmul, matmul=matmul),
         "matmul": matmul,
-        "multi_tensor_cast": partial(multi_tensor_cast, write=written),
+        "multi_tensor_cast": partial(reference.multi_tensor_cast, write=write),
         "norm_backward": _norm_backward,
     }
 )

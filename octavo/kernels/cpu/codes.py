@@ -1,27 +1,28 @@
-"""Rounding to float8 codes and reading them back, in chunks of rows that fit a cache, with one temporary for all.
-
-Reading back goes through the bit patterns: on a CPU torch's float8 -> bfloat16 costs 2 ns an element, this 0.35
-(2048x256: 1808 us against 180 us on 1 core of an AMD EPYC Zen 5), with the same result.
-"""
+"""What the doors to ``cast.cpp`` share, and codes read back by it; chunks of rows that fit a cache."""
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Sequence
+from ctypes import c_char_p, c_int, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from octavo.formats import format_of
 from octavo.granularity import ALL
-from octavo.kernels.layouts import multiply_tiles_
-from octavo.kernels.reference.codes import with_faults
+from octavo.kernels.arguments import CastTarget, Scaling
+from octavo.kernels.cpu.library import library, threads_for
+from octavo.kernels.reference.codes import decode as reference_decode
 
-_SMALL = 4096  # below this, one conversion at 2 ns an element is faster than eight calls
-_FACTOR = {torch.float8_e4m3fn: 256.0, torch.float8_e5m2: 1.0}  # value of a code / value of its bits in a float16
 # Elements worked on at a time. Fresh memory costs more than arithmetic on a CPU: reading 2048x1408 codes at once took
 # 3.5 to 15 ms, depending on malloc's state, and in chunks with one temporary 1.0 ms (1 core, AMD EPYC Zen 5).
 CHUNK = 1 << 18
 CHUNK_ELSEWHERE = 1 << 26  # on a GPU each chunk costs launches, and only saves memory: this is 256 MiB of float32
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_SCALING = struct.Struct("17qd")  # cast.cpp's
 
 
 def row_slices(shape: Sequence[int], unit: int, device: torch.device, chunks: int = 1) -> list[slice]:
@@ -37,29 +38,30 @@ def tile_rows(scales: Tensor, tile: Sequence[int], rows: slice) -> Tensor:
     return scales if tile[0] == ALL else scales[rows.start // tile[0] : -(-rows.stop // tile[0])]
 
 
-def encode(
-    x: Tensor,
-    scale: Tensor | float,
-    tile: Sequence[int],
-    dtype: torch.dtype,
-    all_finite: bool,
-    clips: bool,
-    into: Tensor | None = None,
-    overwrites: bool = False,
-) -> Tensor:
-    """``reference.codes.encode`` of one chunk, written to ``into`` [R, C] if given; one scale for all may be a number.
+def compiled(x: Tensor) -> ctypes.CDLL | None:
+    """cast.cpp, where x is on a CPU that has a compiler for it, and of a dtype that it takes."""
+    found = library("cast") if x.is_cpu and x.itemsize < 8 else None
+    if found is not None and found.octavo_cast.argtypes is None:
+        matrix = [c_void_p, c_int64, c_int, c_int64, c_int64, c_int64]
+        found.octavo_cast.argtypes = [c_char_p, *matrix, c_int]
+        found.octavo_amax.argtypes = [c_char_p, *matrix]
+        found.octavo_decode.argtypes = [c_char_p, c_void_p, c_int, c_int64]
+    return found
 
-    ``all_finite``: x has no inf or NaN; ``clips``: the scale may take an element past the format's max by more than
-    float32's rounding; ``overwrites``: x, contiguous float32, may be overwritten.
-    """
-    limit = format_of(dtype).max
-    in_place = overwrites and all_finite  # else x is still read for its faults
-    wide = x if in_place else x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    wide = multiply_tiles_(wide, scale, tile)
-    if clips or not all_finite:
-        wide.clamp_(-limit, limit)
-    codes = wide.to(dtype, memory_format=torch.contiguous_format) if into is None else into.copy_(wide)
-    return codes if all_finite else with_faults(codes, x)
+
+def described(target: CastTarget, shape: Sequence[int], by_columns: bool = False) -> bytes:
+    """``target`` of a matrix of this shape as cast.cpp reads it; ``by_columns``: of the matrix's transpose."""
+    scaling, codes, transposed, scale_inv, amax = target
+    known, fmt, tile = scaling.delayed_scale, format_of(scaling.dtype), scaling.tile
+    if by_columns:
+        codes, transposed, scale_inv, amax, tile = transposed, codes, scale_inv.t(), amax.t(), tile[::-1]
+    return _SCALING.pack(
+        *(codes.data_ptr(), transposed.data_ptr(), scale_inv.data_ptr(), amax.data_ptr()),
+        0 if known is None else known.data_ptr() + 4 * scaling.role * known.stride(0),
+        *(shape[::-1] if by_columns else shape),
+        *(codes.stride(0), transposed.stride(0), *scale_inv.stride(), *amax.stride(), *tile),
+        *(fmt.has_inf, scaling.power_of_two, fmt.max * 2.0**-scaling.margin),
+    )
 
 
 def dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -74,60 +76,14 @@ def decode(
 
     ``into``: memory for as many elements of ``dtype``, which the result of dense codes is written to.
     """
-    if codes.numel() < _SMALL:
-        return multiply_tiles_(codes.to(torch.float32), scale_inv, tile).to(dtype)
-    return _decode(codes, dtype, scale_inv, tile, into, _FACTOR[codes.dtype])
-
-
-def decode_with_factor(codes: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> tuple[Tensor, float]:
-    """(numbers [R, C], exact in bfloat16 and float32; a power of two): the codes read the product of both.
-
-    A matrix product multiplies its result by that power at no cost. Arguments as decode's.
-    """
-    if codes.numel() < _SMALL:
-        return codes.to(dtype), 1.0
-    return _decode(codes, dtype, None, (ALL, ALL), into, 1.0), _FACTOR[codes.dtype]
-
-
-def _decode(
-    codes: Tensor, dtype: torch.dtype, scale_inv: Tensor | None, tile: Sequence[int], into: Tensor | None, factor: float
-) -> Tensor:
-    """The numbers that the codes' bits are in a float16, times ``factor`` and scale_inv."""
-    if not codes.is_contiguous():
-        if codes.t().is_contiguous():
-            flipped = None if scale_inv is None else scale_inv.t()
-            return _decode(codes.t(), dtype, flipped, (tile[1], tile[0]), into, factor).t()
-        codes = codes.contiguous()
+    if not codes.is_contiguous() and codes.t().is_contiguous():
+        return decode(codes.t(), dtype, scale_inv.t(), tile[::-1], into).t()
     values = torch.empty(codes.shape, dtype=dtype, device=codes.device) if into is None else into.view(codes.shape)
-    holds_nan = codes.dtype == torch.float8_e4m3fn and _holds_nan(codes)
-    slices = row_slices(codes.shape, max(tile[0], 1), codes.device)
-    in_place = dtype == torch.float32
-    temporary = values if in_place else values.new_empty((slices[0].stop, codes.shape[1]), dtype=torch.float32)
-    for rows in slices:
-        target = values[rows]
-        wide = target if in_place else temporary[: rows.stop - rows.start]
-        _read(codes[rows], wide, holds_nan)
-        if factor != 1.0:
-            wide.mul_(factor)
-        if scale_inv is not None:
-            wide = multiply_tiles_(wide, tile_rows(scale_inv, tile, rows), tile)
-        if wide.data_ptr() != target.data_ptr():
-            target.copy_(wide)
+    functions = compiled(codes)
+    if functions is None or dtype == torch.float16:
+        return values.copy_(reference_decode(codes, dtype, scale_inv, tile))
+    dense = codes if codes.stride(1) == 1 else codes.contiguous()
+    scaling = Scaling(codes.dtype, (tile[0], tile[1]), False, 0)
+    of_codes = described(CastTarget(scaling, dense, dense, scale_inv, scale_inv), codes.shape)
+    functions.octavo_decode(of_codes, values.data_ptr(), KINDS[dtype], threads_for(codes.numel()))
     return values
-
-
-def _read(codes: Tensor, wide: Tensor, holds_nan: bool) -> None:
-    """Write what contiguous codes read, divided by their format's _FACTOR, to float32 memory."""
-    # E4M3: s eeee mmm -> s 0eeee mmm0000000, a float16 that is 2^8 too small. (int8 extends the sign to two bits, the
-    # mask drops the second.) By way of float16, because a CPU set to flush subnormals does not flush in its conversion.
-    # E5M2 is the upper byte of a float16, inf and NaN included.
-    bits = codes.view(torch.int8).to(torch.int16)
-    bits = bits.mul_(1 << 7).bitwise_and_(-0x4080) if codes.dtype == torch.float8_e4m3fn else bits.mul_(1 << 8)
-    wide.copy_(bits.view(torch.float16))
-    if holds_nan:
-        wide.masked_fill_(codes.view(torch.uint8).bitwise_and(0x7F) == 0x7F, float("nan"))
-
-
-def _holds_nan(codes: Tensor) -> bool:
-    """Whether any E4M3 code is NaN: 0x7F is the largest int8, 0xFF the largest uint8."""
-    return bool(codes.view(torch.int8).max() == 0x7F) or bool(codes.view(torch.uint8).max() == 0xFF)

@@ -15,53 +15,44 @@ import os
 import shutil
 import subprocess
 import tempfile
-import threading
-from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from octavo.cache import cache_folder
 
-_SOURCE = Path(__file__).with_name("optimizer_step.cpp")
+_FOLDER = Path(__file__).parent
 # One rounding an operation, as torch's own; -fno-trapping-math lets loops with conditions become vector instructions.
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+_FLAGS = "-std=c++17 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -shared -pthread".split()
 _INSTRUCTIONS = {"AVX2": ("-march=x86-64-v3",), "AVX512": ("-march=x86-64-v4",)}
 _SHARE = 1 << 16  # elements that are worth a thread
 _logger = logging.getLogger("octavo")
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled library; None where there is no compiler, or none that takes it."""
+def library(name: str) -> ctypes.CDLL | None:
+    """``name``.cpp, compiled; None where there is no compiler, or none that takes it."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         return None
+    source, shared = _FOLDER / f"{name}.cpp", _FOLDER / "float_bits.h"
     flags = *_FLAGS, *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ())
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-        key = hashlib.sha256(b"".join([version, *map(str.encode, flags), _SOURCE.read_bytes()]))
+        key = hashlib.sha256(b"".join([version, *map(str.encode, flags), source.read_bytes(), shared.read_bytes()]))
         kept = cache_folder() / f"{key.hexdigest()[:32]}.so"
         if not kept.exists():
             kept.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=kept.parent) as folder:  # another process may compile it as well
                 made = Path(folder) / kept.name
-                subprocess.run([compiler, *flags, str(_SOURCE), "-o", str(made)], capture_output=True, check=True)
+                subprocess.run([compiler, *flags, str(source), "-o", str(made)], capture_output=True, check=True)
                 made.replace(kept)
         return ctypes.CDLL(str(kept))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: there is no home folder
-        _logger.debug("%s could not compile octavo's CPU library, so the reference runs: %s", compiler, error)
+        _logger.debug("%s could not compile octavo's %s.cpp, so the reference runs: %s", compiler, name, error)
         return None
 
 
-def in_threads(work: Callable[[int, int], None], units: int, elements: int) -> None:
-    """Call ``work(from, to)`` on shares of ``units``, in as many threads as torch has and ``elements`` are worth."""
-    threads = max(min(torch.get_num_threads(), elements // _SHARE, units), 1)
-    ends = [units * number // threads for number in range(threads + 1)]
-    others = [threading.Thread(target=work, args=share) for share in pairwise(ends[1:])]
-    for other in others:
-        other.start()
-    work(ends[0], ends[1])
-    for other in others:
-        other.join()
+def threads_for(elements: int) -> int:
+    """As many threads as torch has and so many elements are worth."""
+    return max(min(torch.get_num_threads(), elements // _SHARE), 1)

@@ -21,7 +21,7 @@ from octavo.granularity import ALL
 from octavo.kernels import capability
 from octavo.kernels.arguments import OperandPair, ProductArguments
 from octavo.kernels.cpu import codes
-from octavo.kernels.cpu.codes import decode, decode_with_factor, row_slices, tile_rows
+from octavo.kernels.cpu.codes import decode, row_slices, tile_rows
 from octavo.kernels.reference.matmul import result_scales
 from octavo.numerics import MAX_SCALE, MIN_SCALE
 
@@ -60,7 +60,7 @@ def _rounds_once(a: OperandPair, b: OperandPair) -> bool:
             number *= float(pair.scale_inv)
         elif (pair.scale_inv.view(torch.int32) & _MANTISSA).any():
             return False
-    return MIN_SCALE <= number <= MAX_SCALE / 2**16  # decode_with_factor leaves up to 2^8 of each operand
+    return MIN_SCALE <= number <= MAX_SCALE
 
 
 def _is_single(pair: OperandPair) -> bool:
@@ -69,14 +69,13 @@ def _is_single(pair: OperandPair) -> bool:
 
 
 class _ScaledOperand(NamedTuple):
-    """An operand [rows, K] to multiply, and the scales and the power of two that its product is to be multiplied by.
+    """An operand [rows, K] to multiply, and the scales that its product is to be multiplied by.
 
     ``scale_inv``: [rows, 1] or [1, 1]; None where ``values`` are multiplied by it.
     """
 
     values: Tensor
     scale_inv: Tensor | None
-    factor: float
 
 
 def lies_transposed(x: Tensor) -> bool:
@@ -130,7 +129,7 @@ def _by_chunks_of_terms(a: OperandPair, b: OperandPair, bias: Tensor | None) -> 
             _operand(_terms(pair, chunk), torch.float32, memory[: chunk.stop - chunk.start])
             for pair, memory in zip((a, b), memories, strict=True)
         )
-        torch.addmm(out_MN, left.values, right.values.t(), alpha=left.factor * right.factor, out=out_MN)
+        torch.addmm(out_MN, left.values, right.values.t(), out=out_MN)
     assert left is not None and right is not None
     _finish(out_MN, left, right, bias)
     return out_MN
@@ -146,13 +145,12 @@ def _terms(pair: OperandPair, chunk: slice) -> OperandPair:
 def _operand(pair: OperandPair, compute: torch.dtype, memory: Tensor | None = None) -> _ScaledOperand:
     q, scale_inv, tile = pair
     if tile[1] != ALL or (compute == torch.bfloat16 and not _is_single(pair)):
-        return _ScaledOperand(decode(q, compute, scale_inv, tile, memory), None, 1.0)
-    values, factor = decode_with_factor(q, compute, memory)
-    return _ScaledOperand(values, scale_inv, factor)
+        return _ScaledOperand(decode(q, compute, scale_inv, tile, memory), None)
+    return _ScaledOperand(decode(q, compute, torch.ones((1, 1), device=q.device), (ALL, ALL), memory), scale_inv)
 
 
 def _multiply(a: _ScaledOperand, b: _ScaledOperand, bias: Tensor | None, out_MN: Tensor) -> None:
-    """Write a . b^T times both operands' scales and factors, plus bias.
+    """Write a . b^T times both operands' scales, plus bias.
 
     With out=, because autocast would turn the product into float16, where a sum of codes overflows.
     """
@@ -162,7 +160,7 @@ def _multiply(a: _ScaledOperand, b: _ScaledOperand, bias: Tensor | None, out_MN:
         torch.addmm(start, a.values, b.values.t(), beta=beta, alpha=common, out=out_MN)
         return
     assert out_MN.dtype == torch.float32  # bfloat16 would round here, and again
-    torch.addmm(out_MN, a.values, b.values.t(), beta=0, alpha=a.factor * b.factor, out=out_MN)
+    torch.addmm(out_MN, a.values, b.values.t(), beta=0, out=out_MN)
     _finish(out_MN, a, b, bias)
 
 
@@ -176,7 +174,7 @@ def _finish(wide_MN: Tensor, a: _ScaledOperand, b: _ScaledOperand, bias: Tensor 
 
 def _common_factor(a: _ScaledOperand, b: _ScaledOperand) -> float | None:
     """The one number that multiplies the whole result; None where it is not one, or not normal in float32."""
-    factor = a.factor * b.factor
+    factor = 1.0
     for scale_inv in (a.scale_inv, b.scale_inv):
         if scale_inv is not None:
             if scale_inv.numel() != 1:

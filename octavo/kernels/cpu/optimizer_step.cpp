@@ -1,35 +1,15 @@
 // A step of Adam over blocks of one weight, in one pass and with the bits of reference/optimizer_step.py, which explains
 // every formula here. Each block of up to 128 elements lies in one row; its numbers stay in the first-level cache.
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#include "float_bits.h"
 
 namespace {
 
-#define INLINE inline __attribute__((always_inline))
-
 constexpr int BLOCK = 128;
-constexpr int32_t INFINITE = 0x7F800000, MAGNITUDE = 0x7FFFFFFF;
 constexpr float LARGEST_ROOT = 0x1p63f;
 const float NOT_A_NUMBER = NAN;
 
 enum Kind : int32_t { FLOAT32, BFLOAT16, CODES, FLOAT16 };  // of a moment, a gradient and a rest
 enum MasterKind : int32_t { WEIGHT, SPLIT32, SPLIT24, STOCHASTIC, FP8_SPLIT16, FP8_SPLIT24, FP8_FP16, FP8_FP32, FP8_STOCHASTIC };
-
-inline int32_t bits_of(float x) { int32_t bits; std::memcpy(&bits, &x, 4); return bits; }
-inline float float_of(int32_t bits) { float x; std::memcpy(&x, &bits, 4); return x; }
-inline bool is_finite(float x) { return (bits_of(x) & INFINITE) != INFINITE; }
-inline float from_bf16(uint16_t x) { return float_of(int32_t(uint32_t(x) << 16)); }
-inline uint16_t to_bf16(float x) {
-    uint32_t bits = uint32_t(bits_of(x));
-    uint16_t rounded = uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
-    return x == x ? rounded : 0x7FC0;
-}
-inline float from_half(uint16_t x) {
-    float value = float_of(int32_t(x & 0x7FFF) << 13) * 0x1p112f;
-    value = (x & 0x7C00) == 0x7C00 ? float_of(INFINITE | int32_t(x & 0x3FF) << 13) : value;
-    return float_of(bits_of(value) | int32_t(uint32_t(x & 0x8000) << 16));
-}
 
 }  // namespace
 
@@ -359,14 +339,18 @@ INLINE void update_block(const Update &u, const Step &s, const Place &p, float *
 
 }  // namespace
 
-// Update blocks ``from`` to ``to`` of a weight, counted along rows. found [3]: the largest values written so far to both
-// moments and to a weight with one scale.
-extern "C" void octavo_adam(const Update *update, const Step *step, int64_t from, int64_t to, float *found) {
+// Update a weight, block by block along its rows. found [3]: the largest values written to both moments and to a weight
+// with one scale.
+extern "C" void octavo_adam(const Update *update, const Step *step, int64_t threads, float *found) {
     int64_t blocks = (update->cols + BLOCK - 1) / BLOCK;
-    for (int64_t number = from; number < to; number++) {
-        int64_t row = number / blocks, block = number % blocks, left = update->cols - block * BLOCK;
-        Place place = {row, block * BLOCK, block, blocks, row * update->cols + block * BLOCK, BLOCK};
-        if (left < BLOCK) place.width = int(left);
-        update_block(*update, *step, place, found);
-    }
+    std::vector<float> shares(3 * threads);
+    in_threads(threads, 0, update->rows * blocks, 1, [&](int64_t share, int64_t from, int64_t to) {
+        for (int64_t number = from; number < to; number++) {
+            int64_t row = number / blocks, block = number % blocks, left = update->cols - block * BLOCK;
+            Place place = {row, block * BLOCK, block, blocks, row * update->cols + block * BLOCK, BLOCK};
+            if (left < BLOCK) place.width = int(left);
+            update_block(*update, *step, place, &shares[3 * share]);
+        }
+    });
+    for (size_t i = 0; i < shares.size(); i++) found[i % 3] = std::max(found[i % 3], shares[i]);
 }

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, Format
-from octavo.kernels.cpu.library import in_threads, library
-from octavo.kernels.layouts import blocks_of
+from octavo.kernels.cpu.library import library, threads_for
 from octavo.kernels.reference.master_weights import Fp8Weight, Master
 from octavo.kernels.reference.optimizer_state import MomentTensors
 from octavo.kernels.reference.optimizer_step import AdamStep, SgdStep, WeightUpdate
@@ -64,7 +63,7 @@ def step_in_place(update: WeightUpdate, step: AdamStep | SgdStep, divisor: float
         return False
     if update.master.kind == "weight" and update.master.weight.dtype != torch.float32:
         return False
-    if (compiled := library()) is None:
+    if (compiled := library("optimizer_step")) is None:
         return False
     rows, cols = update.gradient.shape
     scale_inv, bits = update.gradient_scale_inv, update.bits
@@ -77,19 +76,11 @@ def step_in_place(update: WeightUpdate, step: AdamStep | SgdStep, divisor: float
         *(key_of(bits.key, step.number, stream) for stream in (0, 1)),
         *(_KINDS[update.gradient.dtype], scale_inv is not None and scale_inv.shape[0] == rows),
     )
-    numbers = _numbers(step, divisor)
-    shares: list[Tensor] = []
-
-    def work(first: int, last: int) -> None:
-        shares.append(share := torch.zeros(3))
-        compiled.octavo_adam(
-            ctypes.byref(described), ctypes.byref(numbers), c_int64(first), c_int64(last), c_void_p(share.data_ptr())
-        )
-
-    in_threads(work, rows * blocks_of(cols), rows * cols)
-    for stored, found in zip((*update.moments, update.master), torch.stack(shares).amax(0), strict=True):
+    numbers, threads, found = _numbers(step, divisor), threads_for(rows * cols), torch.zeros(3)
+    compiled.octavo_adam(ctypes.byref(described), ctypes.byref(numbers), c_int64(threads), c_void_p(found.data_ptr()))
+    for stored, largest in zip((*update.moments, update.master), found, strict=True):
         if not (isinstance(stored, Fp8Weight) and stored.has_blocks):
-            stored.raise_found(found)
+            stored.raise_found(largest)
     return True
 
 

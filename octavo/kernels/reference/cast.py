@@ -1,6 +1,6 @@
 """amax, and casts from bf16, fp16 or fp32 to codes, their scale_inv and the amax. Contracts are in signatures.py.
 
-All ops cast with ``written``, for which another device may pass a tuned function, and return some of its results.
+All ops cast with ``write``, for which another device may pass a tuned function.
 """
 
 from __future__ import annotations
@@ -12,30 +12,28 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.formats import format_of
-from octavo.granularity import ALL, Tile, scale_shape
+from octavo.granularity import ALL, scale_shape
 from octavo.kernels.arguments import (
     CastSource,
+    CastTarget,
     Commit,
     NormSource,
     Output,
     Scaling,
-    laid_scales,
-    new_grouped,
-    new_statistics,
-    new_sums,
+    new_cast,
+    new_scales,
     no_codes,
 )
 from octavo.kernels.backward_pass import scales_of_pass
 from octavo.kernels.groups import check_offsets, places
-from octavo.kernels.layouts import as_tiles, is_small_block, transposed, with_padding
+from octavo.kernels.layouts import as_tiles, is_small_block
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.codes import encode
 from octavo.kernels.reference.delayed_update import delayed_update
 from octavo.kernels.reference.norm import normalise
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 
-CastResult = tuple[Tensor, Tensor, Tensor]  # (codes, scale_inv, amax)
-Write = Callable[[CastSource | NormSource, Sequence[Scaling], Output], tuple[list[CastResult], tuple[Tensor, ...]]]
+Write = Callable[[CastSource | NormSource, Sequence[CastTarget], Sequence[Tensor]], None]
 
 
 def amax_of(x: Tensor, tile: Sequence[int]) -> Tensor:
@@ -49,38 +47,31 @@ def amax_of(x: Tensor, tile: Sequence[int]) -> Tensor:
 
 def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     """``octavo::amax``; see signatures.py."""
-    return as_returned(amax_of(x, tile), (tile[0], tile[1]))
+    return new_scales(x, x.shape, (tile[0], tile[1])).copy_(amax_of(x, tile))
 
 
-def as_returned(found: Tensor, tile: Tile, transpose: bool = False) -> Tensor:
-    """One number a tile, in the memory layout in which the ops return it."""
-    given = found.t() if transpose else found
-    out = laid_scales(given, found.shape, tile, transpose)
-    return given if not transpose and given.stride() == out.stride() else out.copy_(given)
-
-
-def cast_values(x: Tensor, scaling: Scaling) -> CastResult:
-    """Cast x [R, C], any float dtype, as it lies."""
-    dtype, tile, power_of_two, margin, delayed_scale, role = scaling
-    amax = amax_of(x, tile)
-    scale = scale_from_amax(amax, format_of(dtype).max, power_of_two, margin)
-    if delayed_scale is not None:  # 0 where there is no history yet
-        scale = torch.where(delayed_scale[role] == 0.0, scale, delayed_scale[role])
-    return encode(x, scale, tile, dtype), scale_inv_from_scale(scale), amax
-
-
-def written(
-    source: CastSource | NormSource, scalings: Sequence[Scaling], output: Output
-) -> tuple[list[CastResult], tuple[Tensor, ...]]:
-    """(each scaling's result, what the ops return besides: column sums, or a norm's mean, rstd and y)."""
+def write(source: CastSource | NormSource, targets: Sequence[CastTarget], besides: Sequence[Tensor] = ()) -> None:
+    """Write each target, and column sums or a norm's mean, rstd and y; those that are empty are not asked for."""
     if isinstance(source, NormSource):
-        values, mean, rstd = normalise(*source)
-        kept = values.to(source.x.dtype) if output.keep else new_statistics(source, False)[2]
-        return [cast_values(values, scaling) for scaling in scalings], (mean, rstd, kept)
-    values, sums = produced(*source), new_sums(source.x, source.shape[1], output.column_sum)
-    if output.column_sum:  # torch adds in float32 and rounds once
-        sums.copy_(values.sum(0))
-    return [cast_values(values, scaling) for scaling in scalings], (sums,)
+        values, *made = normalise(*source)
+        made.append(values)
+    else:
+        values = produced(*source)
+        made = [values.sum(0) for sums in besides if sums.numel()]  # torch adds in float32 and rounds once
+    for out, result in zip(besides, made, strict=False):
+        if out.numel():
+            out.copy_(result)
+    for scaling, codes, transposed, scale_inv, amax in targets:
+        amax.copy_(amax_of(values, scaling.tile))
+        scale = scale_from_amax(amax, format_of(scaling.dtype).max, scaling.power_of_two, scaling.margin)
+        if scaling.delayed_scale is not None:  # 0 where there is no history yet
+            delayed = scaling.delayed_scale[scaling.role]
+            scale = torch.where(delayed == 0.0, scale, delayed)
+        scale_inv.copy_(scale_inv_from_scale(scale))
+        found = encode(values, scale, scaling.tile, scaling.dtype).view(torch.uint8)
+        for out, raw in ((codes, found), (transposed, found.t())):
+            if out.numel():  # where its rows are longer, they end with zero codes
+                out.view(torch.uint8).copy_(F.pad(raw, (0, out.shape[1] - raw.shape[1])))
 
 
 _ONE = Output()
@@ -92,52 +83,46 @@ def cast(
     second: Scaling | None = None,
     output: Output = _ONE,
     offsets: Tensor | None = None,
-    write: Write = written,
+    write: Write = write,
 ) -> tuple[Tensor, ...]:
     """``octavo::cast``."""
+    results = codes, other, scale_inv, found, *besides = new_cast(source, first, second, output, offsets)
     if offsets is not None:
         assert isinstance(source, CastSource)
-        return _grouped_cast(source, first, output, offsets, write)
-    scalings = [first] if second is None else [first, second]
-    ((codes, scale_inv, found), *more), besides = write(source, scalings, output)
-    if second is None:
-        other = with_padding(transposed(codes), output.pad) if output.transpose else no_codes(codes, codes.dtype)
-        found = as_returned(found, first.tile)
+        _write_groups(source, CastTarget(first, codes, other, scale_inv, found), output.pad, offsets, write)
+    elif second is None:
+        write(source, [CastTarget(first, codes, other, scale_inv, found)], besides)
     else:
-        ((other, found, _),) = more
-        other = with_padding(transposed(other) if output.transpose else other, output.pad)
-        found = as_returned(found, second.tile, output.transpose)
-    return with_padding(codes, output.pad), other, as_returned(scale_inv, first.tile), found, *besides
+        none, of_x = no_codes(codes, second.dtype), found.t() if output.transpose else found
+        both = (none, other) if output.transpose else (other, none)
+        targets = [
+            CastTarget(first, codes, none, scale_inv, torch.empty_like(scale_inv)),
+            CastTarget(second, *both, of_x, torch.empty_like(of_x)),
+        ]
+        write(source, targets, besides)
+    return results
 
 
-def _grouped_cast(
-    source: CastSource, scaling: Scaling, output: Output, offsets: Tensor, write: Write
-) -> tuple[Tensor, ...]:
-    """``octavo::cast`` of rows in groups: each group is cast by itself."""
-    q, t, scale_inv, amax = new_grouped(source, scaling, output, offsets)
+def _write_groups(source: CastSource, target: CastTarget, pad: int, offsets: Tensor, write: Write) -> None:
+    """Cast rows in groups, each by itself."""
+    scaling, codes, transposed, scale_inv, amax = target
     rows, cols = source.shape
     ends = check_offsets(offsets, rows)
-    for codes in (q, t):
-        codes.view(torch.uint8).zero_()
+    for out in (codes, transposed):
+        out.view(torch.uint8).zero_()
     scale_inv.fill_(1.0)
     amax.zero_()
     inputs = places(ends, source.h_tile[0])
-    for place, of_input in zip(places(ends, scaling.tile[0], output.pad), inputs, strict=True):
+    for place, of_input in zip(places(ends, scaling.tile[0], pad), inputs, strict=True):
         if place.rows.start == place.rows.stop and scaling.delayed_scale is None:
             continue  # its scale is 1 and its amax 0, as they were filled
-        mine = source.part(of_input.rows, of_input.scale_rows)
-        codes, _, found_inv, found, _ = cast(mine, scaling, write=write)
-        scale_inv[place.scale_rows], amax[place.scale_rows] = found_inv, found
-        raw = codes.view(torch.uint8)
-        if output.as_is:
-            q.view(torch.uint8)[place.rows, :cols] = raw
-        if output.transpose:
-            t.view(torch.uint8)[:, place.columns] = raw.t()
-    return q, t, scale_inv, amax
+        outputs = codes[place.rows, :cols], transposed[:, place.columns]
+        scales = scale_inv[place.scale_rows], amax[place.scale_rows]
+        write(source.part(of_input.rows, of_input.scale_rows), [CastTarget(scaling, *outputs, *scales)], ())
 
 
 def cast_and_commit(
-    source: CastSource, scaling: Scaling, commit: Commit, output: Output, write: Write = written
+    source: CastSource, scaling: Scaling, commit: Commit, output: Output, write: Write = write
 ) -> tuple[Tensor, ...]:
     """``octavo::cast_and_commit``."""
     in_force = scales_of_pass(commit.delayed_scale, commit.delayed_before)
@@ -177,7 +162,7 @@ def multi_tensor_cast(
     power_of_two: bool,
     margin: int,
     skip: Tensor | None = None,
-    write: Write = written,
+    write: Write = write,
 ) -> None:
     """``octavo::multi_tensor_cast``."""
     check_multi_tensor_cast((xs, qdata, transposed_qdata, scale_inv, amax, delayed_scales), tile)
@@ -185,18 +170,9 @@ def multi_tensor_cast(
         return
     for index, x in enumerate(xs):
         delayed_scale = delayed_scales[index] if delayed_scales else None
-        dtype = qdata[index].dtype
-        scaling = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role)
-        output = Output(bool(transposed_qdata))
-        codes, other, scales, found, _ = cast(CastSource(x), scaling, None, output, write=write)
-        _copy_codes(qdata[index], codes)
-        if transposed_qdata:
-            _copy_codes(transposed_qdata[index], other)
-        scale_inv[index].copy_(scales)
-        amax[index].copy_(found)
-
-
-def _copy_codes(out: Tensor, codes: Tensor) -> None:
-    """Write codes to ``out``; where its rows are longer, they end with zero codes."""
-    padding = out.shape[1] - codes.shape[1]
-    out.view(torch.uint8).copy_(F.pad(codes.view(torch.uint8), (0, padding)))
+        codes = qdata[index]
+        laid = transposed_qdata[index] if transposed_qdata else no_codes(codes, codes.dtype)
+        scaling = Scaling(codes.dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role)
+        write(CastSource(x), [CastTarget(scaling, codes, laid, scale_inv[index], amax[index])], ())
+    written = [x for x in (*qdata, *transposed_qdata, *scale_inv, *amax) if not x.is_inference()]
+    torch.autograd.graph.increment_version(written)  # which C++ does not

@@ -22,12 +22,8 @@ def encode(x: Tensor, scale: Tensor, tile: Sequence[int], dtype: torch.dtype) ->
     wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     limit = format_of(dtype).max
     wide = multiply_tiles_(wide, scale, tile).clamp_(-limit, limit)
-    return with_faults(wide.to(dtype, memory_format=torch.contiguous_format), x)
-
-
-def with_faults(codes: Tensor, x: Tensor) -> Tensor:
-    """The same codes, after writing those of x's NaN and inf."""
-    fmt, raw, inf = format_of(codes.dtype), codes.view(torch.uint8), x.isinf()
+    codes = wide.to(dtype, memory_format=torch.contiguous_format)
+    fmt, raw, inf = format_of(dtype), codes.view(torch.uint8), x.isinf()
     if fmt.has_inf:
         raw.copy_(torch.where(inf, torch.where(x < 0, 0xFC, 0x7C), raw))
         inf = torch.zeros_like(inf)
@@ -42,4 +38,4 @@ def decode(codes: Tensor, dtype: torch.dtype, scale_inv: Tensor, tile: Sequence[
 
 def dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
     """``octavo::dequantize``."""
-    return decode(qdata, dtype, scale_inv, tile).contiguous()
+    return decode(qdata, dtype, scale_inv, tile).clone(memory_format=torch.contiguous_format)

@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.granularity import scale_shape
 from octavo.kernels import capability, cpu, reference
 from octavo.kernels.activations import ACTIVATIONS
-from octavo.kernels.cpu import chunked_cast, codes
+from octavo.kernels.cpu import cast, codes
 from octavo.kernels.reference.activation import produced
 from octavo.scaling.delayed import State
 from tests.support.casts import of_norm, second
@@ -31,7 +31,7 @@ LIMITS = [(1, 0), (500, 0), (500, 2000), (5000, 1 << 20), (1 << 18, 1 << 20)]  #
 @pytest.fixture(autouse=True)
 def _under_its_limits(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codes, "CHUNK", case["limits"][0])
-    monkeypatch.setattr(chunked_cast, "KEPT", case["limits"][1])
+    monkeypatch.setattr(cast, "KEPT", case["limits"][1])
 
 
 def laid(x: Tensor, how: str) -> Tensor:
@@ -111,7 +111,7 @@ def test_casts_of_activations(case: dict[str, Any]) -> None:
     if case["backward"]:
         x, preactivation = values(case["size"], case["dtype"], "normal"), x
     source, scaling = (case["activation"], preactivation, *scales), (case["fmt"], case["tile"], True, 0)
-    assert same_bits(chunked_cast.produced(x, *source), produced(x, *source))
+    assert same_bits(cast.produced(x, *source), produced(x, *source))
     alike("cast", x, None, 0, *scaling, case["transpose"], 1, True, *source, sums=[4])
     other = second(E5M2, case["second"], False, 0)
     alike("cast", x, None, 0, *scaling, case["transpose"], 1, True, *source, sums=[4], **other)
@@ -130,10 +130,10 @@ def test_norms(case: dict[str, Any]) -> None:
     x, cols = values(case["size"], case["dtype"], "normal", case["how"]), case["size"][1]
     gamma, beta = torch.rand(cols), torch.randn(cols) if case["affine"] else None
     norm = of_norm(gamma, beta, case["norm"], 1e-5, case["affine"])
-    cast, other = (None, 0, case["fmt"], case["tile"], True, 0), second(E5M2, case["second"], False, 0)
-    alike("cast", x, *cast, case["transpose"], **norm, keep=case["keep"])
-    alike("cast", x, *cast, case["transpose"], **norm, **other, keep=case["keep"])
-    *_, mean, rstd, _ = reference.KERNELS["cast"](x, *cast, **norm)
+    given, other = (None, 0, case["fmt"], case["tile"], True, 0), second(E5M2, case["second"], False, 0)
+    alike("cast", x, *given, case["transpose"], **norm, keep=case["keep"])
+    alike("cast", x, *given, case["transpose"], **norm, **other, keep=case["keep"])
+    *_, mean, rstd, _ = reference.KERNELS["cast"](x, *given, **norm)
     dy = values(case["size"], case["dtype"], "normal")
     how = case["norm"], case["affine"], case["affine"], x if case["keep"] else None
     alike("norm_backward", dy, x, gamma, mean, rstd, *how, sums=[1, 2])

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.kernels.cpu.library import in_threads, library
+from octavo.kernels.cpu.library import library, threads_for
 from octavo.kernels.cpu.optimizer_step import step_in_place
 from octavo.kernels.reference.optimizer_step import optimizer_step
+from tests.kernels.cpu.test_cast import differences_of
 from tests.kernels.cpu.test_optimizer_step import CPU, random_update
 from tests.support.optimizer_both import differences, moved
 
@@ -20,14 +21,9 @@ def fresh_library() -> Iterator[None]:
     library.cache_clear()
 
 
-def test_shares_are_all_units_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_as_many_as_the_elements_are_worth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    shares: list[tuple[int, int]] = []
-    in_threads(lambda first, last: shares.append((first, last)), 10, 1 << 20)
-    assert sorted(shares) == [(0, 3), (3, 6), (6, 10)]
-    shares.clear()
-    in_threads(lambda first, last: shares.append((first, last)), 10, 100)
-    assert shares == [(0, 10)]
+    assert [threads_for(elements) for elements in (0, 100, 1 << 17, 1 << 20)] == [1, 1, 2, 3]
 
 
 @pytest.mark.parametrize("compiler", ["", "no-such-compiler", "broken"])
@@ -39,19 +35,20 @@ def test_without_a_compiler_the_reference_runs(
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken) if compiler == "broken" else compiler)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert library() is None
+    assert library("optimizer_step") is library("cast") is None
     update, group, _ = random_update(0)
     ours, theirs = moved(update, CPU), moved(update, CPU)
     optimizer_step([theirs], [group])
     optimizer_step([ours], [group], None, None, None, step_in_place)
     assert differences([ours], [theirs]) == []
+    assert [differences_of(seed) for seed in range(3)] == [[]] * 3
 
 
 def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_library: None) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert library() is not None
+    assert library("optimizer_step") is not None
     (made,) = (tmp_path / "octavo").iterdir()
     first = made.stat().st_mtime_ns
     library.cache_clear()
-    assert library() is not None
+    assert library("optimizer_step") is not None
     assert [path.stat().st_mtime_ns for path in (tmp_path / "octavo").iterdir()] == [first]

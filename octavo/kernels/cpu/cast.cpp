@@ -1,0 +1,288 @@
+// Casts to float8, and back, with the bits of reference/cast.py and reference/codes.py.
+#include "float_bits.h"
+
+extern "C" {
+
+struct Scaling {
+    uint8_t *codes, *turned;       // [R, C] and transposed [C, R]; null where they are not written
+    float *scale_inv, *amax;       // one number a tile
+    const float *known;            // the scale, or 0 where amax makes it; null: amax does
+    int64_t rows, cols, codes_stride, turned_stride, scale_stride[2], amax_stride[2];
+    int64_t tile_rows, tile_cols;  // -1: all
+    int64_t is_e5m2, power_of_two;
+    double limit;                  // the format's largest number, over 2^margin
+    bool spans() const { return tile_rows < 0; }
+    int64_t height() const { return spans() ? rows : tile_rows; }
+    int64_t width() const { return tile_cols < 0 ? cols : tile_cols; }
+    int64_t tiles() const { return tile_cols < 0 ? 1 : (cols + tile_cols - 1) / tile_cols; }
+};
+
+}  // extern "C"
+
+namespace {
+
+constexpr int64_t HEIGHT = 64, WIDTH = 128;  // of the codes that wait in the first-level cache, whose lines have 64 bytes
+
+struct Float32 {
+    using Bits = uint32_t;
+    static constexpr Bits magnitude = MAGNITUDE, infinite = INFINITE;
+    static INLINE float value(Bits x) { return float_of(int32_t(x)); }
+    static INLINE Bits rounded(float x) { return Bits(bits_of(x)); }
+};
+struct BFloat16 {
+    using Bits = uint16_t;
+    static constexpr Bits magnitude = 0x7FFF, infinite = 0x7F80;
+    static INLINE float value(Bits x) { return from_bf16(x); }
+    static INLINE Bits rounded(float x) { return to_bf16(x); }
+};
+struct Half {
+    using Bits = uint16_t;
+    static constexpr Bits magnitude = 0x7FFF, infinite = 0x7C00;
+    static INLINE float value(Bits x) { return from_half(x); }
+};
+
+struct E4M3 {
+    static constexpr int32_t mantissa_bits = 3, bias = 7, infinite = 0x7F;
+    static constexpr float max = 448.0f;
+};
+struct E5M2 {
+    static constexpr int32_t mantissa_bits = 2, bias = 15, infinite = 0x7C;
+    static constexpr float max = 57344.0f;
+};
+constexpr int32_t NAN_CODE = 0x7F;
+
+template <class X> struct Matrix {
+    typename X::Bits *data;  // where row 0 is, though it may hold others alone
+    int64_t stride;
+    typename X::Bits *row(int64_t i) const { return data + i * stride; }
+};
+
+// Raise ``amax`` [tiles] to those of a row of tiles, of which these are rows; whether one has inf or NaN.
+template <class X>
+bool raise_amax(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, float *amax, std::vector<typename X::Bits> &held) {
+    using Bits = typename X::Bits;
+    held.assign(to - from == 1 ? 0 : s.cols, 0);
+    for (int64_t row = from; row < to && !held.empty(); row++) {
+        Bits *columns = held.data(), *x = m.row(row);
+        for (int64_t j = 0; j < s.cols; j++) {
+            Bits magnitude = x[j] & X::magnitude;
+            columns[j] = magnitude > columns[j] ? magnitude : columns[j];
+        }
+    }
+    const Bits *columns = held.empty() ? m.row(from) : held.data();
+    bool faulty = false;
+    for (int64_t tile = 0; tile < s.tiles(); tile++) {
+        int64_t begin = tile * s.width(), end = std::min(begin + s.width(), s.cols);
+        Bits largest = 0;
+        for (int64_t j = begin; j < end; j++) {
+            Bits magnitude = columns[j] & X::magnitude;
+            largest = magnitude > largest ? magnitude : largest;
+        }
+        if (largest >= X::infinite) {
+            faulty = true, largest = 0;
+            for (int64_t row = from; row < to; row++)
+                for (int64_t j = begin; j < end; j++) {
+                    Bits magnitude = m.row(row)[j] & X::magnitude;
+                    largest = magnitude > largest && magnitude < X::infinite ? magnitude : largest;
+                }
+        }
+        amax[tile] = std::max(amax[tile], X::value(largest));
+    }
+    return faulty;
+}
+
+// Make scales of ``numbers`` [tiles], which are amaxes, and write both for one row of tiles.
+void write_scales(const Scaling &s, int64_t i, float *numbers) {
+    for (int64_t j = 0; j < s.tiles(); j++) s.amax[i * s.amax_stride[0] + j * s.amax_stride[1]] = numbers[j];
+    for (int64_t j = 0; j < s.tiles(); j++) {
+        float scale = float(s.limit) / numbers[j];
+        scale = float_of(bits_of(scale) & (s.power_of_two ? INFINITE : -1));
+        scale = scale < 0x1p-126f ? 0x1p-126f : scale > 0x1p126f ? 0x1p126f : scale;
+        numbers[j] = numbers[j] > 0.0f ? scale : 1.0f;
+    }
+    if (s.known && *s.known != 0.0f) std::fill_n(numbers, s.tiles(), *s.known);
+    for (int64_t j = 0; j < s.tiles(); j++) s.scale_inv[i * s.scale_stride[0] + j * s.scale_stride[1]] = 1.0f / numbers[j];
+}
+
+// Round to nearest, ties to even: added to 2^20 times its power of two, a number leaves E4M3's digits in the sum's last
+// bits. What is added has the code's exponent there too, so that these bits are the code.
+template <class X, class F>
+INLINE void encode(uint8_t *__restrict codes, const typename X::Bits *__restrict x, const float *__restrict scale, int64_t width) {
+    constexpr int32_t dropped = 23 - F::mantissa_bits, smallest = (128 - F::bias) << 23;
+    constexpr int32_t offset = (dropped << 23) - (smallest >> dropped);
+    const int32_t limit = bits_of(F::max);
+    for (int64_t j = 0; j < width; j++) {
+        int32_t magnitude = bits_of(X::value(x[j] & X::magnitude) * scale[j]);
+        magnitude = magnitude < limit ? magnitude : limit;
+        int32_t power = magnitude & INFINITE;
+        power = power > smallest ? power : smallest;
+        int32_t sum = bits_of(float_of(magnitude) + float_of(power + (power >> dropped) + offset));
+        codes[j] = uint8_t(sum & 0x7F);
+    }
+    for (int64_t j = 0; j < width; j++) codes[j] |= uint8_t(x[j] >> (8 * sizeof(x[j]) - 8) & 0x80);
+}
+
+template <class X, class F> void encode_faults(uint8_t *codes, const typename X::Bits *x, int64_t width) {
+    for (int64_t j = 0; j < width; j++) {
+        typename X::Bits magnitude = x[j] & X::magnitude;
+        if (magnitude == X::infinite) codes[j] = F::infinite == NAN_CODE ? NAN_CODE : (codes[j] & 0x80) | F::infinite;
+        if (magnitude > X::infinite) codes[j] = NAN_CODE;
+    }
+}
+
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+#ifdef __clang__
+#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, Bytes{__VA_ARGS__})
+#endif
+
+// Transpose 16 x 16 bytes by four perfect shuffles of their rows.
+INLINE void transpose16(uint8_t *out, int64_t stride, const uint8_t *in) {
+    Bytes rows[16], next[16];
+    for (int i = 0; i < 16; i++) std::memcpy(rows + i, in + i * WIDTH, 16);
+    for (int round = 0; round < 4; round++) {
+        for (int i = 0; i < 8; i++) {
+            Bytes a = rows[i], b = rows[i + 8];
+            next[2 * i] = SHUFFLED(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            next[2 * i + 1] = SHUFFLED(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+        std::memcpy(rows, next, sizeof rows);
+    }
+    for (int i = 0; i < 16; i++) std::memcpy(out + i * stride, rows + i, 16);
+}
+
+void transpose(uint8_t *out, int64_t stride, const uint8_t *in, int64_t height, int64_t width) {
+    for (int64_t col = 0; col < width; col += 16)
+        for (int64_t row = 0; row < height; row += 16) {
+            if (col + 16 <= width && row + 16 <= height) {
+                transpose16(out + col * stride + row, stride, in + row * WIDTH + col);
+                continue;
+            }
+            for (int64_t j = col; j < std::min(col + 16, width); j++)
+                for (int64_t i = row; i < std::min(row + 16, height); i++) out[j * stride + i] = in[i * WIDTH + j];
+        }
+}
+
+// The number of each column's tile, of those of a row of tiles.
+INLINE const float *of_columns(const Scaling &s, const float *tiles, int64_t col, int64_t width, float *held) {
+    if (s.tile_cols == 1) return tiles + col;
+    for (int64_t j = 0; j < width;) {
+        int64_t tile = (col + j) / s.width(), end = std::min((tile + 1) * s.width() - col, width);
+        for (; j < end; j++) held[j] = tiles[tile];
+    }
+    return held;
+}
+
+// Write the codes of up to HEIGHT rows. ``scales`` [tile rows, tiles]: from the row of tiles ``first`` on.
+template <class X, class F>
+void write_codes(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, const float *scales, int64_t first, bool faulty) {
+    alignas(64) uint8_t held[HEIGHT * WIDTH];
+    alignas(64) float held_scales[WIDTH];
+    for (int64_t col = 0; col < s.cols; col += WIDTH) {
+        int64_t width = std::min(s.cols - col, WIDTH), tile_row = -1;
+        const float *scale = nullptr;
+        for (int64_t row = from; row < to; row++) {
+            if (row / s.height() != tile_row) {
+                tile_row = row / s.height();
+                scale = of_columns(s, scales + (tile_row - first) * s.tiles(), col, width, held_scales);
+            }
+            const typename X::Bits *x = m.row(row) + col;
+            uint8_t *codes = held + (row - from) * WIDTH, *out = s.codes + row * s.codes_stride + col;
+            encode<X, F>(codes, x, scale, width);
+            if (faulty) encode_faults<X, F>(codes, x, width);
+            if (s.codes && width == WIDTH) std::memcpy(out, codes, WIDTH);
+            else if (s.codes) std::memcpy(out, codes, width);
+        }
+        if (s.turned) transpose(s.turned + col * s.turned_stride + from, s.turned_stride, held, to - from, width);
+    }
+}
+
+template <class X> bool amax(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, int64_t threads) {
+    std::vector<std::vector<float>> found(threads, std::vector<float>(s.tiles()));
+    std::vector<int> faulty(threads);
+    in_threads(threads, from, to, HEIGHT, [&](int64_t share, int64_t first, int64_t last) {
+        std::vector<typename X::Bits> held;
+        faulty[share] = raise_amax<X>(s, m, first, last, found[share].data(), held);
+    });
+    for (int64_t j = 0; j < s.tiles(); j++) {
+        float &out = s.amax[j * s.amax_stride[1]];
+        if (from == 0) out = 0.0f;
+        for (auto &of_share : found) out = std::max(out, of_share[j]);
+    }
+    return *std::max_element(faulty.begin(), faulty.end());
+}
+
+template <class X>
+void cast(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, bool faulty, int64_t threads) {
+    auto write = s.is_e5m2 ? write_codes<X, E5M2> : write_codes<X, E4M3>;
+    int64_t unit = s.spans() ? HEIGHT : (HEIGHT + s.height() - 1) / s.height() * s.height(), tiles = s.tiles();
+    std::vector<float> whole(s.spans() ? tiles : 0);
+    for (size_t j = 0; j < whole.size(); j++) whole[j] = s.amax[j * s.amax_stride[1]];
+    if (s.spans()) write_scales(s, 0, whole.data());
+    in_threads(threads, from, to, unit, [&](int64_t, int64_t begin, int64_t end) {
+        std::vector<float> found;
+        std::vector<typename X::Bits> held;
+        for (int64_t row = begin; row < end; row += unit) {
+            int64_t stop = std::min(row + unit, end), first = s.spans() ? 0 : row / s.height();
+            bool is_faulty = faulty;
+            found.assign(s.spans() ? 0 : unit / s.height() * tiles, 0.0f);
+            float *numbers = found.data();
+            for (int64_t i = row; !s.spans() && i < stop; i += s.height(), numbers += tiles) {
+                is_faulty |= raise_amax<X>(s, m, i, std::min(i + s.height(), stop), numbers, held);
+                write_scales(s, i / s.height(), numbers);
+            }
+            const float *scales = s.spans() ? whole.data() : found.data();
+            for (int64_t i = row; i < stop; i += HEIGHT) write(s, m, i, std::min(i + HEIGHT, stop), scales, first, is_faulty);
+        }
+    });
+}
+
+template <class F, class Y> INLINE void decode(typename Y::Bits *out, const uint8_t *codes, const float *scale_inv, int64_t width) {
+    for (int64_t j = 0; j < width; j++) {
+        int32_t magnitude = (codes[j] & 0x7F) << (23 - F::mantissa_bits), bits = widened(magnitude, 127 - F::bias);
+        bits = magnitude < F::infinite << (23 - F::mantissa_bits) ? bits : magnitude | INFINITE;
+        out[j] = Y::rounded(float_of(bits | int32_t(uint32_t(codes[j] & 0x80) << 24)) * scale_inv[j]);
+    }
+}
+
+template <class Y> void decode_rows(const Scaling &s, const Matrix<Y> &out, int64_t threads) {
+    in_threads(threads, 0, s.rows, 1, [&](int64_t, int64_t from, int64_t to) {
+        std::vector<float> held(s.cols), tiles(s.tiles());
+        const float *scales = nullptr;
+        for (int64_t row = from; row < to; row++) {
+            if (row == from || row % s.height() == 0) {
+                const float *of_row = s.scale_inv + row / s.height() * s.scale_stride[0];
+                for (int64_t j = 0; j < s.tiles(); j++) tiles[j] = of_row[j * s.scale_stride[1]];
+                scales = of_columns(s, tiles.data(), 0, s.cols, held.data());
+            }
+            (s.is_e5m2 ? decode<E5M2, Y> : decode<E4M3, Y>)(out.row(row), s.codes + row * s.codes_stride, scales, s.cols);
+        }
+    });
+}
+
+template <class Work> auto on_kind(int kind, void *x, int64_t stride, Work work) {
+    if (kind == 0) return work(Matrix<Float32>{(uint32_t *)x, stride});
+    if (kind == 1) return work(Matrix<BFloat16>{(uint16_t *)x, stride});
+    return work(Matrix<Half>{(uint16_t *)x, stride});
+}
+
+}  // namespace
+
+// Write the amax of tiles that span all rows, or, from another row than 0 on, raise it to that of these rows; whether one
+// has inf or NaN. x: where row 0 of the matrix would be. kind: float32, bfloat16, float16.
+extern "C" int octavo_amax(const Scaling *s, void *x, int64_t stride, int kind, int64_t from, int64_t to, int64_t threads) {
+    return on_kind(kind, x, stride, [&](auto m) { return amax(*s, m, from, to, threads); });
+}
+
+// Write all else of rows that begin whole tiles; ``faulty``: what octavo_amax has told of them.
+extern "C" void octavo_cast(
+    const Scaling *s, void *x, int64_t stride, int kind, int64_t from, int64_t to, int64_t threads, int faulty) {
+    on_kind(kind, x, stride, [&](auto m) { cast(*s, m, from, to, faulty, threads); });
+}
+
+// Write what codes times scale_inv read to dense rows of float32 (kind 0) or bfloat16 (1).
+extern "C" void octavo_decode(const Scaling *s, void *out, int kind, int64_t threads) {
+    if (kind == 0) decode_rows(*s, Matrix<Float32>{(uint32_t *)out, s->cols}, threads);
+    else decode_rows(*s, Matrix<BFloat16>{(uint16_t *)out, s->cols}, threads);
+}
