@@ -302,9 +302,9 @@ class TwinNorm(nn.Module):
         super().__init__()
         self.weight, self.exact, self.eps = norm.weight, exact, getattr(norm, "variance_epsilon", norm.eps)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """In torch's own operation if exact."""
-        if self.exact:
+    def forward(self, x: Tensor, by_torch: bool = False) -> Tensor:
+        """In torch's own operation if asked for, or exact."""
+        if self.exact or by_torch:
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         return _Norm.apply(x, self.weight, self.eps)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -319,8 +319,8 @@ class TwinMLP(nn.Module):
         self.fc1, self.fc2 = TwinLinear(mlp.fc1, exact), TwinLinear(mlp.fc2, exact)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm, fc1, ReLU, fc2."""
-        return self.fc2(self.fc1(self.norm(x)).relu())  # type: ignore[no-any-return]
+        """Norm, fc1, ReLU, fc2; where fc1 is in high precision the norm is torch's."""
+        return self.fc2(self.fc1(self.norm(x, self.fc1.casts.recipe is None)).relu())  # type: ignore[no-any-return]
 
 
 TWINS: dict[type, Any] = {
