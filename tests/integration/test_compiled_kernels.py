@@ -46,7 +46,8 @@ def misses(found: list[tuple[dict[str, object], list[str]]]) -> list[tuple[objec
 @pytest.mark.parametrize("group", compiled.GROUPS)
 def test_machine_code(group: str, capability: int) -> None:
     found = list(compiled.compiled(capability, group))
-    assert found and misses(found) == []
+    release = ".".join(triton.__version__.split(".")[:2])
+    assert found and misses(found) == KNOWN.get((release, group, capability), [])
 
 
 @pytest.mark.parametrize("kernel", EACH_KERNEL)
