@@ -37,6 +37,12 @@ BY_DEFAULT = {
 EACH_KERNEL = [pytest.param(kernel, marks=[] if kernel in BY_DEFAULT else pytest.mark.full) for kernel in FIRST]
 
 
+# What a release of Triton misses: docs/kernels.md says so.
+BLOCKS = "PerBlock(1, 128) e4m3 . PerBlock(1, 128) e4m3 to bfloat16 [2048, 4096, 4096]"
+SPILLS = [("matmul_kernel", "matmul", BLOCKS, "18 spills, 56 bytes of stack")]
+KNOWN = {("3.6", "matmul", 89): SPILLS, ("3.6", "matmul", 120): SPILLS}
+
+
 def misses(found: list[tuple[dict[str, object], list[str]]]) -> list[tuple[object, ...]]:
     return [(row["kernel"], row["op"], row["case"], miss) for row, misses in found for miss in misses]
 
