@@ -335,12 +335,7 @@ def _operands(*flat: Any) -> ProductArguments:
 
 
 def check_norm(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    kind: str,
-    dy: Tensor | None = None,
-    residual: Tensor | None = None,
+    x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, dy: Tensor | None = None, residual: Tensor | None = None
 ) -> None:
     """What a norm of x [R, C], or its backward, asks of its arguments.
 
@@ -416,13 +411,14 @@ def new_cast(
     if offsets is not None:
         assert isinstance(source, CastSource)
         return new_grouped(source, first, output, offsets)
-    codes, scale_inv = new_codes(x, shape, first.dtype, output.pad), new_scales(x, shape, first.tile)
+    codes, grid = new_codes(x, shape, first.dtype, output.pad), scale_shape(shape, first.tile)
     if second is not None:
         other = new_codes(x, shape, second.dtype, output.pad, output.transpose)
-        found = codes, other, scale_inv, new_scales(x, shape, second.tile, output.transpose)
+        amax = new_scales(x, shape, second.tile, output.transpose)  # the second's scale_inv
     else:
         other = new_codes(x, shape, first.dtype, output.pad, True) if output.transpose else no_codes(x, first.dtype)
-        found = codes, other, scale_inv, new_scales(x, shape, first.tile)
+        amax = laid_scales(x, grid, first.tile)
+    found = codes, other, laid_scales(x, grid, first.tile), amax
     if isinstance(source, NormSource):
         return *found, *new_statistics(source, output.keep)
     return *found, new_sums(x, shape[1], output.column_sum)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.arguments import Scaling
-from octavo.kernels.triton.cast_input import CastInput, block_scaling_of
+from octavo.kernels.triton.cast_input import CastInput, rounding_of
 from octavo.kernels.triton.launch import with_room_for, workspace
 from octavo.kernels.triton.prologue import produce
 from octavo.kernels.triton.tiles import (
@@ -115,7 +115,7 @@ def cast_blocks_kernel(
     sums,  # None, or (column sums, their parts [halves, groups, C])
     work_ptr,
     function: tl.constexpr,  # Function
-    scaling: tl.constexpr,  # BlockScaling of the first
+    scaling: tl.constexpr,  # Rounding of the first
     second_scaling: tl.constexpr,  # of the second, or None
     tiling: tl.constexpr,  # Tiling
 ):
@@ -128,24 +128,18 @@ def cast_blocks_kernel(
 
 
 def cast_by_block(
-    given: CastInput,
-    column_sum: bool,
-    first: tuple[Scaling, Outputs],
-    second: tuple[Scaling, Outputs] | None = None,
-) -> Tensor:
-    """Cast by one or two scalings of small blocks: the column sums."""
+    given: CastInput, sums: Tensor | None, first: tuple[Scaling, Outputs], second: tuple[Scaling, Outputs] | None = None
+) -> None:
+    """Cast by one or two scalings of small blocks."""
     scaling, out = first
     second_scaling, second_out = second or (None, None)
     kind = "cast_blocks" if second_scaling is None and out.codes.t is None else "cast_blocks_transpose"
     chosen = with_room_for(given.config(kind), scaling.tile, (second_scaling or scaling).tile)
     strips, groups, tiling = given.tiling(chosen.block_r, chosen.block_c)
-    sums = given.sums(column_sum)
-    summed = (sums, given.parts_of_sums(groups)) if column_sum else None
-    work = workspace(given.x, 2 + strips * given.halves) if column_sum else None
-    scalings = block_scaling_of(scaling), None if second_scaling is None else block_scaling_of(second_scaling)
-    arguments = out, second_out, summed, work
+    work = None if sums is None else workspace(given.x, 2 + strips * given.halves)
+    roundings = rounding_of(scaling), None if second_scaling is None else rounding_of(second_scaling)
+    arguments = out, second_out, given.with_parts(sums, groups), work
     num_warps = chosen.num_warps
     if given.function.name and kind == "cast_blocks_transpose":  # what is computed is held in float32
         num_warps = min(16, 2 * num_warps)
-    given.launch(cast_blocks_kernel, strips * groups, num_warps, arguments, (*scalings, tiling))
-    return sums
+    given.launch(cast_blocks_kernel, strips * groups, num_warps, arguments, (*roundings, tiling))

@@ -159,8 +159,8 @@ def cast_lines_kernel(
             )
 
 
-def cast_by_line(given: CastInput, column_sum: bool, *scalings: tuple[Scaling, Outputs]) -> Tensor:
-    """A scale for each row, for each column, or one scaling of each: the column sums."""
+def cast_by_line(given: CastInput, sums: Tensor | None, *scalings: tuple[Scaling, Outputs]) -> None:
+    """A scale for each row, for each column, or one scaling of each."""
     by_tile = {scaling.tile: (rounding_of(scaling), out) for scaling, out in scalings}
     roundings, outs = zip(*(by_tile.get(tile, (None, None)) for tile in LINES), strict=True)
     scales = given.x.new_empty(sum(given.shape), dtype=torch.float32).split(given.shape)
@@ -169,12 +169,9 @@ def cast_by_line(given: CastInput, column_sum: bool, *scalings: tuple[Scaling, O
     work = workspace(given.x, sum(given.shape) + strips + groups)
     found = (*(out and out._replace(codes=None) for out in outs), scales, work, groups)
     given.launch(line_amax_kernel, strips * groups, chosen.num_warps, found, (*roundings, tiling))
-    sums = given.sums(column_sum)
-    if column_sum or any(out.codes.q is not None or out.codes.t is not None for _, out in scalings):
+    if sums is not None or any(out.codes.q is not None or out.codes.t is not None for _, out in scalings):
         chosen = given.config("cast_lines")
         strips, groups, tiling = given.tiling(*chosen[:3])
-        summed = (sums, given.parts_of_sums(groups)) if column_sum else None
         work = workspace(given.x, strips * given.halves)
-        arguments = *outs, scales, summed, work, groups
+        arguments = *outs, scales, given.with_parts(sums, groups), work, groups
         given.launch(cast_lines_kernel, strips * groups, chosen.num_warps, arguments, (*roundings, tiling))
-    return sums

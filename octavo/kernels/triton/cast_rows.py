@@ -12,13 +12,7 @@ import triton.language as tl
 from octavo.kernels.arguments import Scaling
 from octavo.kernels.triton.cast_input import CastInput, rounding_of
 from octavo.kernels.triton.prologue import produce
-from octavo.kernels.triton.tiles import (
-    Outputs,
-    finite_abs,
-    scale_from_amax,
-    scale_inv_from_scale,
-    store_tiles,
-)
+from octavo.kernels.triton.tiles import Outputs, finite_abs, scale_from_amax, scale_inv_from_scale, store_tiles
 
 
 @triton.jit

@@ -185,13 +185,13 @@ def cast_by_tensor(
     given: CastInput,
     scaling: Scaling,
     out: Outputs,
-    column_sum: bool,
+    sums: Tensor | None,
     state: StateTensors | None = None,  # that the last program rolls
     rolled: Sequence[Tensor | None] = (None, None),  # beside this cast's: amax of input, amax of weight
     update: Update | None = None,
     knows_amax: bool = False,  # out's, and may be
-) -> Tensor:
-    """One scale for all: the column sums."""
+) -> None:
+    """One scale for all."""
     delayed_scale, role = scaling.delayed_scale, None if scaling.delayed_scale is None else scaling.role
     delayed = StateTensors(delayed_scale, None, None, None) if state is None and delayed_scale is not None else state
     chosen = given.config("cast" if out.codes.t is None else "cast_transpose")
@@ -199,16 +199,14 @@ def cast_by_tensor(
     needs_amax = knows_amax or delayed_scale is None or not scale_exists(delayed_scale, scaling.role)
     if needs_amax and not knows_amax:
         find_amax(given, out.amax, delayed, role)
-    sums = given.sums(column_sum)
     arguments = (
         out,
         out.amax if needs_amax else None,
         delayed,
         tuple(rolled),
-        (sums, given.parts_of_sums(groups)) if column_sum else None,
+        given.with_parts(sums, groups),
         workspace(given.x, 2 + strips * given.halves),
         groups,
     )
     constants = role, rounding_of(scaling), update, tiling
     given.launch(cast_tensor_kernel, strips * groups, chosen.num_warps, arguments, constants)
-    return sums

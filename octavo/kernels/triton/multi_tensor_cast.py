@@ -30,7 +30,6 @@ from octavo.kernels.triton.launch import Config, config, is_capturing, launch, w
 from octavo.kernels.triton.prologue import Function
 from octavo.kernels.triton.table import TensorCount, find_tensor, pointer, size
 from octavo.kernels.triton.tiles import (
-    BlockScaling,
     Codes,
     Outputs,
     Source,
@@ -158,7 +157,7 @@ def multi_tensor_cast_blocks_kernel(
     skip_ptr,  # None, or: return at once where it is not 0
     X_TYPE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    scaling: tl.constexpr,  # BlockScaling
+    scaling: tl.constexpr,  # Rounding
     ALIGNED: tl.constexpr,
     TENSORS: tl.constexpr,
     tiling: tl.constexpr,  # Tiling
@@ -280,9 +279,8 @@ def multi_tensor_cast(
     tensors = aligned, TensorCount(len(xs))
     x_type, writes_transposed, delayed = _TYPES[xs[0].dtype], bool(transposed), bool(delayed_scales)
     if blocks:
-        block_scaling = BlockScaling(*rounding, (tile[0], tile[1]))
         block_tiling = Tiling(False, chosen.block_r, chosen.block_c)
-        arguments = table, skip, x_type, writes_transposed, block_scaling, *tensors, block_tiling
+        arguments = table, skip, x_type, writes_transposed, rounding, *tensors, block_tiling
         launch(multi_tensor_cast_blocks_kernel, programs, arguments, chosen.num_warps)
         return
     first = table, skip, workspace(xs[0], 2 * len(xs)), programs, x_type

@@ -222,7 +222,7 @@ def norm_blocks_kernel(
     first_out,  # Outputs of the first scaling
     second_out,  # of the second, or None
     ZERO_CENTERED: tl.constexpr,
-    scaling: tl.constexpr,  # BlockScaling of the first
+    scaling: tl.constexpr,  # Rounding of the first
     second_scaling: tl.constexpr,  # of the second, or None
     tiling: tl.constexpr,  # Tiling
 ):
