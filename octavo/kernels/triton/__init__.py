@@ -16,7 +16,7 @@ from octavo.kernels.triton.grouped_matmul import grouped_matmul
 from octavo.kernels.triton.launch import on_its_device
 from octavo.kernels.triton.matmul import matmul
 from octavo.kernels.triton.multi_tensor_cast import multi_tensor_cast
-from octavo.kernels.triton.norm_backward import norm_backward
+from octavo.kernels.triton.norm_kernels import norm_backward
 from octavo.kernels.triton.note_faults import note_faults
 from octavo.kernels.triton.optimizer_step import optimizer_step
 

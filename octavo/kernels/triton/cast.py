@@ -1,9 +1,9 @@
 """The casts: each picks its kernel by granularity and launches it. The contracts are in signatures.py.
 
-    per tensor        cast_tensor.py    Delayed one launch; Dynamic two, the first for the amax
-    per row           cast_rows.py      one launch, where x and the codes lie in order and no columns are summed
-    per row, column   cast_lines.py     else, and for a scaling of each: two launches, the first for the amaxes
-    per block         cast_blocks.py    of powers of two: one launch, for two such scalings too; others: the reference
+    per tensor        Delayed one launch; Dynamic two, the first for the amax
+    per row           one launch, where x and the codes lie in order and no columns are summed
+    per row, column   else, and for a scaling of each: two launches, the first for the amaxes
+    per block         of powers of two: one launch, for two such scalings too; others: the reference
     rows in groups    grouped_cast.py
 
 Two other scalings take their launches one after the other. A norm and its cast are one launch, of norm_kernels.py,
@@ -35,14 +35,17 @@ from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.cast import amax as reference_amax
 from octavo.kernels.reference.cast import cast as reference_cast
-from octavo.kernels.triton.cast_blocks import cast_by_block
 from octavo.kernels.triton.cast_input import CastInput, cast_input, codes_to, norm_input, rounding_of
-from octavo.kernels.triton.cast_lines import LINES, cast_by_line
-from octavo.kernels.triton.cast_rows import cast_by_row
-from octavo.kernels.triton.cast_tensor import cast_by_tensor, find_amax
-from octavo.kernels.triton.delayed_update import StateTensors, update_of
+from octavo.kernels.triton.cast_kernels import (
+    LINES,
+    cast_by_block,
+    cast_by_line,
+    cast_by_row,
+    cast_by_tensor,
+    find_amax,
+)
+from octavo.kernels.triton.delayed_update import StateTensors, committed, scale_exists, update_of
 from octavo.kernels.triton.grouped_cast import grouped_cast
-from octavo.kernels.triton.known_scales import committed, scale_exists
 from octavo.kernels.triton.launch import Config, config, launch, workspace
 from octavo.kernels.triton.norm_kernels import norm_blocks_kernel, norm_rows_kernel, norm_tensor_kernel
 from octavo.kernels.triton.tiles import Codes, Outputs

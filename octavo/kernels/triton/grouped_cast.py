@@ -24,13 +24,11 @@ from octavo.granularity import ALL
 from octavo.kernels.arguments import CastSource, Output, Scaling, new_grouped
 from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.cast import cast as reference_cast
-from octavo.kernels.triton.cast_blocks import encode_blocks, store_block_scales
 from octavo.kernels.triton.cast_input import CastInput, cast_input, codes_to, rounding_of
-from octavo.kernels.triton.cast_lines import finish_lines
-from octavo.kernels.triton.cast_rows import larger
+from octavo.kernels.triton.cast_kernels import encode_blocks, finish_lines, larger, store_block_scales
+from octavo.kernels.triton.delayed_update import scale_exists
 from octavo.kernels.triton.groups import Grouping, locate, on_device
 from octavo.kernels.triton.groups import Groups as GroupsOnDevice
-from octavo.kernels.triton.known_scales import scale_exists
 from octavo.kernels.triton.launch import with_room_for, workspace
 from octavo.kernels.triton.prologue import Input, produce
 from octavo.kernels.triton.tiles import (

@@ -22,10 +22,9 @@ from torch import Tensor
 from octavo.granularity import ALL
 from octavo.kernels.arguments import Scaling
 from octavo.kernels.reference.cast import check_multi_tensor_cast
-from octavo.kernels.triton.cast_blocks import store_blocks
 from octavo.kernels.triton.cast_input import rounding_of
-from octavo.kernels.triton.cast_tensor import cast_strip, strip_amax
-from octavo.kernels.triton.known_scales import scale_exists
+from octavo.kernels.triton.cast_kernels import cast_strip, store_blocks, strip_amax
+from octavo.kernels.triton.delayed_update import scale_exists
 from octavo.kernels.triton.launch import Config, config, is_capturing, launch, with_room_for, workspace
 from octavo.kernels.triton.prologue import Function
 from octavo.kernels.triton.table import TensorCount, find_tensor, pointer, size
