@@ -275,11 +275,7 @@ def optimizer_step(
 
 
 def _update_weight(
-    update: WeightUpdate,
-    step: AdamStep | SgdStep,
-    divisor: float,
-    sums: Tensor | None,
-    step_in_place: StepInPlace,
+    update: WeightUpdate, step: AdamStep | SgdStep, divisor: float, sums: Tensor | None, step_in_place: StepInPlace
 ) -> None:
     master, moments = update.master, update.moments
 
