@@ -414,11 +414,11 @@ def new_cast(
     codes, grid = new_codes(x, shape, first.dtype, output.pad), scale_shape(shape, first.tile)
     if second is not None:
         other = new_codes(x, shape, second.dtype, output.pad, output.transpose)
-        amax = new_scales(x, shape, second.tile, output.transpose)  # the second's scale_inv
+        scale_inv = laid_scales(x, scale_shape(shape, second.tile), second.tile, output.transpose)
+        found = codes, other, laid_scales(x, grid, first.tile), scale_inv
     else:
         other = new_codes(x, shape, first.dtype, output.pad, True) if output.transpose else no_codes(x, first.dtype)
-        amax = laid_scales(x, grid, first.tile)
-    found = codes, other, laid_scales(x, grid, first.tile), amax
+        found = codes, other, laid_scales(x, grid, first.tile), laid_scales(x, grid, first.tile)
     if isinstance(source, NormSource):
         return *found, *new_statistics(source, output.keep)
     return *found, new_sums(x, shape[1], output.column_sum)

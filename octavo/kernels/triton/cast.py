@@ -156,10 +156,9 @@ def _two_scalings(
     """Both of blocks, or of rows and of columns, by one call; of others the first by ``by_tile``, then the second."""
     first, second = scalings
     both_blocks = is_small_block(first.tile) and is_small_block(second.tile)
-    out, other = (
-        Outputs(to, scale_inv, None if both_blocks else torch.empty_like(scale_inv), *scale_inv.stride())
-        for to, scale_inv in zip(codes, scale_invs, strict=True)
-    )
+    amaxes = (None, None) if both_blocks else tuple(map(torch.empty_like, scale_invs))
+    out = Outputs(codes[0], scale_invs[0], amaxes[0], *scale_invs[0].stride())
+    other = Outputs(codes[1], scale_invs[1], amaxes[1], *scale_invs[1].stride())
     if both_blocks:
         by_block(given, sums, (first, out), (second, other))
     elif {first.tile, second.tile} == set(LINES):
