@@ -41,7 +41,7 @@ BARRIER = re.compile(
 )
 ELSEWHERE = ("cast+transpose dynamic", "cast 1x128 + 128x1", "tensor . tensor, Triton")  # what sm_89 and others run too
 REASONS = {  # of barriers that the source asks for, by its file
-    "cast_lines.py": "a thread reads and clears its own elements",
+    "cast_kernels.py": "a thread reads and clears its own elements",
     "grouped_cast.py": "a thread reads and clears its own elements",
     "tiles.py": "not found: needed, but in no order tried was a warp late enough",
     "delayed_update.py": "a thread reads and writes its own elements, or one warp has the history",

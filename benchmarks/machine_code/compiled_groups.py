@@ -36,8 +36,8 @@ from octavo.granularity import Tile, granularity_of, scale_shape
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.groups import grouped_scale_shape, padded_columns
 from octavo.kernels.triton import KERNELS
-from octavo.kernels.triton.grouped_library import library_grouped_matmul
 from octavo.kernels.triton.grouped_matmul import triton_grouped_matmul
+from octavo.kernels.triton.library_matmul import library_grouped_matmul
 
 GROUPS = 128
 

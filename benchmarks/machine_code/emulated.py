@@ -100,7 +100,7 @@ def _large_tiles() -> Iterator[None]:
         for name, module in list(sys.modules.items()):
             if name.startswith(f"{PACKAGE}.") and getattr(module, "config", None) is original:
                 patches.enter_context(mock.patch.object(module, "config", config))
-        gradients = sys.modules[f"{PACKAGE}.norm_backward"]
+        gradients = sys.modules[f"{PACKAGE}.norm_kernels"]
         patches.enter_context(mock.patch.object(gradients, "multiprocessors", lambda index: 1))
         yield
 

@@ -24,7 +24,7 @@ import torch
 import octavo
 from benchmarks.common.measure import table, write_results
 from benchmarks.optimizer.optimizer_convergence import LIMIT, LR, STEPS, model_of, ours, trained
-from octavo.kernels.reference import master_weights
+from octavo.kernels.reference.optimizer_state import Fp8Weight
 
 TAKES = "20 minutes"
 MEASURES = ("octavo/optim", "octavo/tensor/stored_weight.py", "octavo/kernels/reference")
@@ -66,8 +66,10 @@ def one_run(task: Task) -> float:
     octavo.convert(model, octavo.recipes.dynamic(), select=lambda module, name: True, weight_storage="fp8")
     octavo.set_recipe(model, octavo.recipes.high_precision())
     optimizer = ours(scheme.moments, master=scheme.master)(model.parameters(), betas)
-    encode = master_weights.encode_moment
-    to_nearest = mock.patch.object(master_weights, "encode_moment", lambda y, fmt, bits16: encode(y, fmt, None))
+    write = Fp8Weight.write
+    to_nearest = mock.patch.object(
+        Fp8Weight, "write", lambda master, piece, wide, bits16: write(master, piece, wide, None)
+    )
     with to_nearest if scheme.nearest else nullcontext():
         return trained(model, optimizer, seed, steps)
 

@@ -15,8 +15,7 @@ from octavo.autograd.casts import WEIGHT
 from octavo.distributed.ranks import Ranks
 from octavo.granularity import ALL
 from octavo.inspect.rows import RecordedLayer, parameter_of
-from octavo.kernels.reference.master_weights import Fp8Weight
-from octavo.kernels.reference.optimizer_state import Piece
+from octavo.kernels.reference.optimizer_state import Fp8Weight, Piece
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.numerics import scale_from_amax

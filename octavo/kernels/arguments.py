@@ -335,12 +335,7 @@ def _operands(*flat: Any) -> ProductArguments:
 
 
 def check_norm(
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    kind: str,
-    dy: Tensor | None = None,
-    residual: Tensor | None = None,
+    x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, dy: Tensor | None = None, residual: Tensor | None = None
 ) -> None:
     """What a norm of x [R, C], or its backward, asks of its arguments.
 
@@ -416,16 +411,19 @@ def new_cast(
     if offsets is not None:
         assert isinstance(source, CastSource)
         return new_grouped(source, first, output, offsets)
-    codes, scale_inv = new_codes(x, shape, first.dtype, output.pad), new_scales(x, shape, first.tile)
+    codes, grid = new_codes(x, shape, first.dtype, output.pad), scale_shape(shape, first.tile)
     if second is not None:
         other = new_codes(x, shape, second.dtype, output.pad, output.transpose)
-        found = codes, other, scale_inv, new_scales(x, shape, second.tile, output.transpose)
+        scale_inv = laid_scales(x, scale_shape(shape, second.tile), second.tile, output.transpose)
+        found = codes, other, laid_scales(x, grid, first.tile), scale_inv
     else:
         other = new_codes(x, shape, first.dtype, output.pad, True) if output.transpose else no_codes(x, first.dtype)
-        found = codes, other, scale_inv, new_scales(x, shape, first.tile)
+        found = codes, other, laid_scales(x, grid, first.tile), laid_scales(x, grid, first.tile)
     if isinstance(source, NormSource):
-        return *found, *new_statistics(source, output.keep)
-    return *found, new_sums(x, shape[1], output.column_sum)
+        rstd = x.new_empty(shape[0], dtype=torch.float32)
+        mean = torch.empty_like(rstd) if source.kind == "layer_norm" else rstd.new_empty(0)
+        return *found, mean, rstd, x.new_empty(shape if output.keep else (0, 0))
+    return *found, x.new_empty(shape[1] if output.column_sum else 0, dtype=sums_dtype(x.dtype))
 
 
 def new_scales(x: Tensor, shape: Sequence[int], tile: Tile, transpose: bool = False) -> Tensor:
@@ -450,16 +448,3 @@ def lie_by_columns(tile: Tile) -> bool:
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of column sums: that of what a cast reads, float32 where that is codes."""
     return torch.float32 if dtype.itemsize == 1 else dtype
-
-
-def new_sums(x: Tensor, cols: int, column_sum: bool) -> Tensor:
-    """Where column sums go, unwritten."""
-    return x.new_empty(cols if column_sum else 0, dtype=sums_dtype(x.dtype))
-
-
-def new_statistics(source: NormSource, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Where a norm's (mean, rstd, y) go, unwritten."""
-    x = source.x
-    rstd = x.new_empty(x.shape[0], dtype=torch.float32)
-    mean = torch.empty_like(rstd) if source.kind == "layer_norm" else rstd.new_empty(0)
-    return mean, rstd, x.new_empty(x.shape if keep else (0, 0))

@@ -101,9 +101,9 @@ SCHEMAS = {
     # newest ("most_recent"); an amax of 0 keeps the scale. limits, powers_of_two, margins: one a role
     "delayed_update": f"({_STATE}, Tensor? amax_input, Tensor? amax_weight, Tensor? amax_grad_output, {_UPDATE}) -> ()",
     # how many rows of a product's operand [R, C'], codes or numbers, have faults, by its result y [R, C]: added to
-    # found [4], as reference/note_faults.py says, with the operand's scales, dense, and its amax [1]. The first fault
-    # leaves its place [1] in first [1], int32 and 0 before; of rows in groups, which end at offsets [G], its place and
-    # the group's number added up. Scales of groups without rows, one a group, are left out
+    # found [4], as reference/cast_statistics.py says, with the operand's scales, dense, and its amax [1]. The first
+    # fault leaves its place [1] in first [1], int32 and 0 before; of rows in groups, which end at offsets [G], its
+    # place and the group's number added up. Scales of groups without rows, one a group, are left out
     "note_faults": "(Tensor y, Tensor operand, Tensor? scale_inv, Tensor? amax, Tensor place, Tensor(a!) found, "
     "Tensor(b!) first, Tensor? offsets=None) -> ()",
     # the scales [3] that were in force when the backward pass that is under way began

@@ -16,8 +16,7 @@ from octavo.formats import E4M3
 from octavo.granularity import ALL, Granularity, PerTensor
 from octavo.kernels import amax
 from octavo.kernels.layouts import BLOCK
-from octavo.kernels.reference.master_weights import Fp8Weight, Master
-from octavo.kernels.reference.optimizer_state import pieces
+from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, pieces
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.layout import is_fp8_experts

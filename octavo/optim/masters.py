@@ -7,7 +7,7 @@ Of plain weights (bytes with the weight):
     split24      bf16 and an 8-bit remainder (3): the upper 24 bits of float32, the others rounded stochastically
     None         bf16 alone (2), rounded stochastically, so that small updates count on average
 
-Those of weights in FP8: kernels/reference/master_weights.py. 16-bit remainders are bytes: NCCL and gloo send no int16.
+Those of weights in FP8: kernels/reference/optimizer_state.py. 16-bit remainders are bytes: NCCL and gloo send no int16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.kernels import amax
-from octavo.kernels.reference.master_weights import (
+from octavo.kernels.reference.optimizer_state import (
     FLOAT16_FACTOR,
     Fp8Weight,
     Master,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.kernels.devices import optimizer_step
-from octavo.kernels.reference.master_weights import Fp8Weight, Master, MasterWeight
+from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, MasterWeight
 from octavo.kernels.reference.optimizer_step import SgdGroup, WeightUpdate
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer, check_not_negative

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from octavo.formats import E4M3, E4M4, E5M2, Format
 from octavo.granularity import PerTensor
 from octavo.kernels.layouts import BLOCK
-from octavo.kernels.reference.master_weights import Master
-from octavo.kernels.reference.optimizer_state import MomentTensors, pieces
+from octavo.kernels.reference.optimizer_state import Master, MomentTensors, pieces
 from octavo.kernels.reference.optimizer_step import LARGEST_SQUARE, WeightUpdate
 from octavo.optim.layout import (
     check_layout,

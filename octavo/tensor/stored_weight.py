@@ -34,7 +34,7 @@ from octavo.formats import E4M3
 from octavo.granularity import Granularity, PerBlock, PerTensor
 from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
-from octavo.kernels.reference.master_weights import remainder_of, values_with
+from octavo.kernels.reference.optimizer_state import remainder_of, values_with
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.private import hooks_of, pytree, set_hooks, set_local_tensor, swap_tensor_impl
 from octavo.tensor.flat_weights import WRITES, FlatWeights, flat_cat

@@ -48,7 +48,7 @@ ADAM = AdamGroup(1e-3, 0.9, 0.999, 1e-8, 0.01, False, True, True)
 LEAST_SQNR = 35.0  # dB of a product in bf16, whose rounding alone gives 50; fast accumulation costs some
 
 # by their paths: the functions of the same names hide the modules
-_history = importlib.import_module("octavo.kernels.triton.known_scales")
+_history = importlib.import_module("octavo.kernels.triton.delayed_update")
 _matmul = importlib.import_module("octavo.kernels.triton.matmul")
 
 Shape = tuple[int, ...]

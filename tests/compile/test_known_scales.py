@@ -12,7 +12,7 @@ from octavo import recipes
 from octavo.kernels.cpu import KERNELS
 
 pytest.importorskip("triton")
-known_scales = importlib.import_module("octavo.kernels.triton.known_scales")
+known_scales = importlib.import_module("octavo.kernels.triton.delayed_update")
 
 
 @pytest.mark.full

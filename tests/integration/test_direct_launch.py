@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton")
 tl = importlib.import_module("triton.language")
 offline = importlib.import_module("benchmarks.machine_code.offline").offline
 launch = importlib.import_module("octavo.kernels.triton.launch")
-known_scales = importlib.import_module("octavo.kernels.triton.known_scales")
+known_scales = importlib.import_module("octavo.kernels.triton.delayed_update")
 KERNELS = importlib.import_module("octavo.kernels.triton").KERNELS
 uncompiled = importlib.import_module("tests.support.uncompiled").uncompiled
 

@@ -24,7 +24,7 @@ def state(kernels: TritonKernels) -> State:
     """A delayed state whose scales are known to exist."""
     scale, history = torch.ones(3, device=kernels.device), torch.zeros(3, 4, device=kernels.device)
     found = State(scale, history, before_of(scale))
-    kernels.module("known_scales").committed(*found, (True, True, True))
+    kernels.module("delayed_update").committed(*found, (True, True, True))
     if kernels.device.type == "cuda":
         torch.cuda.synchronize()
     return found

@@ -10,7 +10,7 @@ import torch
 from octavo.kernels import devices
 from octavo.kernels.cpu import KERNELS
 from octavo.kernels.devices import ON_CUDA, kernels_of, triton_kernels
-from octavo.kernels.reference.master_weights import MasterWeight
+from octavo.kernels.reference.optimizer_state import MasterWeight
 from octavo.kernels.reference.optimizer_step import BitNumbers, SgdGroup, WeightUpdate
 
 

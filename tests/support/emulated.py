@@ -45,7 +45,7 @@ FORMATS = {
     "i64": "<q",
     "u64": "<Q",
 }
-COUNT_MULTIPROCESSORS = ("launch", "cast_input", "norm_backward", "optimizer_step")  # modules that imported the name
+COUNT_MULTIPROCESSORS = ("launch", "cast_input", "norm_kernels", "optimizer_step")  # modules that imported the name
 
 
 class Done(NamedTuple):

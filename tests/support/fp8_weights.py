@@ -5,8 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.master_weights import Fp8Weight, Master
-from octavo.kernels.reference.optimizer_state import pieces
+from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, pieces
 
 RESTS = {
     "fp8_split16": torch.int8,

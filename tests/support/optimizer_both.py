@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo import E4M3, E5M2, PerBlock, PerTensor, quantize
 from octavo.formats import E4M4
-from octavo.kernels.reference.master_weights import MasterWeight
+from octavo.kernels.reference.optimizer_state import MasterWeight
 from octavo.kernels.reference.optimizer_step import AdamGroup, BitNumbers, SgdGroup, WeightUpdate
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference
 from octavo.kernels.step_numbers import root_of

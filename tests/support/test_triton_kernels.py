@@ -32,7 +32,7 @@ def test_the_interpreted_modules_are_a_copy() -> None:
     assert isinstance(copy.encode, InterpretedFunction) and isinstance(tiles.encode, JITFunction)
     assert sys.modules["octavo.kernels.triton.tiles"] is tiles is package.tiles
     assert kernels.module("octavo.kernels.triton") is not package
-    assert vars(kernels.module("cast_tensor"))["workspace"] is kernels.module("launch").workspace
+    assert vars(kernels.module("cast_kernels"))["workspace"] is kernels.module("launch").workspace
     assert kernels.cast is not package.KERNELS["cast"]
     assert triton_kernels.load(True) is kernels
 

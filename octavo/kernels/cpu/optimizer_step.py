@@ -10,8 +10,7 @@ from torch import Tensor
 
 from octavo.formats import E4M3, Format
 from octavo.kernels.cpu.library import library, threads_for
-from octavo.kernels.reference.master_weights import Fp8Weight, Master
-from octavo.kernels.reference.optimizer_state import MomentTensors
+from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, MomentTensors
 from octavo.kernels.reference.optimizer_step import AdamStep, SgdStep, WeightUpdate
 from octavo.kernels.step_numbers import key_of
 

@@ -20,8 +20,15 @@ from torch import Tensor
 from octavo.formats import E4M3
 from octavo.kernels.layouts import BLOCK
 from octavo.kernels.moment_codes import decode_moment
-from octavo.kernels.reference.master_weights import Fp8Weight, Master
-from octavo.kernels.reference.optimizer_state import MomentTensors, Piece, finite_amax, pieces, rows_of
+from octavo.kernels.reference.optimizer_state import (
+    Fp8Weight,
+    Master,
+    MomentTensors,
+    Piece,
+    finite_amax,
+    pieces,
+    rows_of,
+)
 from octavo.kernels.step_numbers import adam_max_update, bound_after, halves, key_of, power, random_bits, root_of
 
 LARGEST_ROOT = 2.0**63  # of a second moment in codes: a root twice as large has no finite square in float32
@@ -268,11 +275,7 @@ def optimizer_step(
 
 
 def _update_weight(
-    update: WeightUpdate,
-    step: AdamStep | SgdStep,
-    divisor: float,
-    sums: Tensor | None,
-    step_in_place: StepInPlace,
+    update: WeightUpdate, step: AdamStep | SgdStep, divisor: float, sums: Tensor | None, step_in_place: StepInPlace
 ) -> None:
     master, moments = update.master, update.moments
 

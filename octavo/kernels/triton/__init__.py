@@ -9,32 +9,18 @@ from typing import Any
 from octavo.kernels.arguments import UNPACK
 from octavo.kernels.backward_pass import scales_of_pass
 from octavo.kernels.triton.cast import amax, cast, cast_and_commit
-from octavo.kernels.triton.cast_statistics import cast_statistics
+from octavo.kernels.triton.cast_statistics import cast_statistics, note_faults
 from octavo.kernels.triton.delayed_update import delayed_update
 from octavo.kernels.triton.dequantize import dequantize
 from octavo.kernels.triton.grouped_matmul import grouped_matmul
 from octavo.kernels.triton.launch import on_its_device
 from octavo.kernels.triton.matmul import matmul
 from octavo.kernels.triton.multi_tensor_cast import multi_tensor_cast
-from octavo.kernels.triton.norm_backward import norm_backward
-from octavo.kernels.triton.note_faults import note_faults
+from octavo.kernels.triton.norm_kernels import norm_backward
 from octavo.kernels.triton.optimizer_step import optimizer_step
 
 __all__ = ["KERNELS", "optimizer_step"]
 
-_KERNELS: dict[str, Callable[..., Any]] = {
-    "amax": amax,
-    "cast": cast,
-    "cast_and_commit": cast_and_commit,
-    "cast_statistics": cast_statistics,
-    "delayed_update": delayed_update,
-    "dequantize": dequantize,
-    "grouped_matmul": grouped_matmul,
-    "matmul": matmul,
-    "multi_tensor_cast": multi_tensor_cast,
-    "note_faults": note_faults,
-    "scales_of_pass": scales_of_pass,
-    "norm_backward": norm_backward,
-}
-
-KERNELS = {name: on_its_device(kernel, UNPACK.get(name)) for name, kernel in _KERNELS.items()}
+_KERNELS: list[Callable[..., Any]] = [amax, cast, cast_and_commit, cast_statistics, delayed_update, dequantize]
+_KERNELS += [grouped_matmul, matmul, multi_tensor_cast, norm_backward, note_faults, scales_of_pass]
+KERNELS = {kernel.__name__: on_its_device(kernel, UNPACK.get(kernel.__name__)) for kernel in _KERNELS}

@@ -1,9 +1,9 @@
 """The casts: each picks its kernel by granularity and launches it. The contracts are in signatures.py.
 
-    per tensor        cast_tensor.py    Delayed one launch; Dynamic two, the first for the amax
-    per row           cast_rows.py      one launch, where x and the codes lie in order and no columns are summed
-    per row, column   cast_lines.py     else, and for a scaling of each: two launches, the first for the amaxes
-    per block         cast_blocks.py    of powers of two: one launch, for two such scalings too; others: the reference
+    per tensor        Delayed one launch; Dynamic two, the first for the amax
+    per row           one launch, where x and the codes lie in order and no columns are summed
+    per row, column   else, and for a scaling of each: two launches, the first for the amaxes
+    per block         of powers of two: one launch, for two such scalings too; others: the reference
     rows in groups    grouped_cast.py
 
 Two other scalings take their launches one after the other. A norm and its cast are one launch, of norm_kernels.py,
@@ -29,30 +29,26 @@ import triton
 from torch import Tensor
 
 from octavo.granularity import ALL, Tile
-from octavo.kernels.arguments import CastSource, Commit, NormSource, Output, Scaling, new_statistics, sums_dtype
+from octavo.kernels.arguments import CastSource, Commit, NormSource, Output, Scaling, new_cast, new_scales, sums_dtype
 from octavo.kernels.backward_pass import backward_pass
 from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.cast import amax as reference_amax
 from octavo.kernels.reference.cast import cast as reference_cast
-from octavo.kernels.triton.cast_blocks import cast_by_block
-from octavo.kernels.triton.cast_input import (
-    CastInput,
-    block_scaling_of,
-    cast_input,
-    codes_to,
-    norm_input,
-    rounding_of,
+from octavo.kernels.triton.cast_input import CastInput, cast_input, codes_to, norm_input, rounding_of
+from octavo.kernels.triton.cast_kernels import (
+    LINES,
+    cast_by_block,
+    cast_by_line,
+    cast_by_row,
+    cast_by_tensor,
+    find_amax,
 )
-from octavo.kernels.triton.cast_lines import LINES, cast_by_line
-from octavo.kernels.triton.cast_rows import cast_by_row
-from octavo.kernels.triton.cast_tensor import cast_by_tensor, find_amax
-from octavo.kernels.triton.delayed_update import StateTensors, update_of
+from octavo.kernels.triton.delayed_update import StateTensors, committed, scale_exists, update_of
 from octavo.kernels.triton.grouped_cast import grouped_cast
-from octavo.kernels.triton.known_scales import committed, scale_exists
 from octavo.kernels.triton.launch import Config, config, launch, workspace
 from octavo.kernels.triton.norm_kernels import norm_blocks_kernel, norm_rows_kernel, norm_tensor_kernel
-from octavo.kernels.triton.tiles import Outputs
+from octavo.kernels.triton.tiles import Codes, Outputs
 
 _MOST_ROWS = 32  # of a block, for one launch: of 4096 rows the programs of 128 would be 32
 
@@ -61,28 +57,31 @@ def cast(
     source: CastSource | NormSource, first: Scaling, second: Scaling | None, output: Output, offsets: Tensor | None
 ) -> tuple[Tensor, ...]:
     """``octavo::cast``."""
-    norm: _NormToFind | None = None
-    casts: tuple[Callable[..., Any], ...] = _CASTS
-    if isinstance(source, CastSource):
-        if offsets is not None:
-            return grouped_cast(source, first, output, offsets)
-        given = cast_input(source)
-    elif source.x.numel() == 0:
+    if offsets is not None:
+        assert isinstance(source, CastSource)
+        return grouped_cast(source, first, output, offsets)
+    if isinstance(source, NormSource) and source.x.numel() == 0:
         return reference_cast(source, first, second, output)
+    results = codes, other, scale_inv, found, *besides = new_cast(source, first, second, output)
+    casts: tuple[Callable[..., Any], ...] = cast_by_tile, cast_by_block, cast_by_line
+    sums = besides[0] if output.column_sum else None
+    if isinstance(source, CastSource):
+        given = cast_input(source)
     else:
-        norm = _norm(source, output)
-        given, casts = norm.given, (norm.by_tile, norm.by_block, norm.by_line)
+        given = norm_input(source, *besides[:2])
+        norm = _NormToFind(given, float(source.eps), besides[2] if output.keep else None)
+        casts = norm.by_tile, norm.by_block, norm.by_line
     if not (given.fits(first.tile) if second is None else given.fits(first.tile, second.tile)):
         return _by_torch(source, first, second, output)
-    if second is not None:
-        q, t, scale_inv, found, sums = _two_scalings(given, first, second, output, *casts)
+    given.clear_padding(codes)
+    if second is None:
+        casts[0](given, first, Outputs(codes_to(codes, other), scale_inv, found, *scale_inv.stride()), sums)
     else:
-        q, t = given.both_codes(first.dtype, output)
-        out = given.outputs(first, q, t)
-        scale_inv, found, sums = out.scale_inv, out.amax, casts[0](given, first, out, output.column_sum)
-    if norm is None:
-        return q, t, scale_inv, found, sums
-    return q, t, scale_inv, found, *norm.statistics
+        if not output.transpose:
+            given.clear_padding(other)
+        both = codes_to(codes), codes_to(None, other) if output.transpose else codes_to(other)
+        _two_scalings(given, (first, second), both, (scale_inv, found.t() if output.transpose else found), sums, *casts)
+    return results
 
 
 def _by_torch(
@@ -101,15 +100,16 @@ def cast_and_commit(source: CastSource, scaling: Scaling, commit: Commit, output
     if not given.fits(scaling.tile):
         *results, sums = cast_and_commit(CastSource(produced(*source)), scaling, commit, output)
         return *results, sums.to(sums_dtype(source.x.dtype))
-    q, t = given.both_codes(scaling.dtype, output)
+    q, t, scale_inv, found, sums = new_cast(source, scaling, None, output)
+    given.clear_padding(q)
     own, (amax_input, amax_weight, limits, powers_of_two, margins, reduce) = commit[:3], commit[3:]
-    update = update_of(
-        tuple(limits), tuple(powers_of_two), tuple(margins), reduce, commit.delayed_amax_history.shape[1]
-    )
-    out, state = given.outputs(scaling, q, t), StateTensors(*own, backward_pass(commit.delayed_scale.device))
-    sums = cast_by_tensor(given, scaling, out, output.column_sum, state, (amax_input, amax_weight), update)
+    length = commit.delayed_amax_history.shape[1]
+    update = update_of(tuple(limits), tuple(powers_of_two), tuple(margins), reduce, length)
+    out = Outputs(codes_to(q, t), scale_inv, found, *scale_inv.stride())
+    state, rolled = StateTensors(*own, backward_pass(commit.delayed_scale.device)), (amax_input, amax_weight)
+    cast_by_tensor(given, scaling, out, sums if output.column_sum else None, state, rolled, update)
     committed(*own, (amax_input is not None, amax_weight is not None, True))
-    return q, t, out.scale_inv, sums
+    return q, t, scale_inv, sums
 
 
 def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
@@ -117,67 +117,57 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     given, scaling = CastInput(x, *x.shape), NO_CODES._replace(tile=(tile[0], tile[1]))
     if not given.fits(scaling.tile):
         return reference_amax(x, tile)
-    out = given.outputs(scaling)
+    scale_inv = new_scales(x, x.shape, scaling.tile)
+    out = Outputs(codes_to(None), scale_inv, torch.empty_like(scale_inv), *scale_inv.stride())
     if scaling.tile == (ALL, ALL):
         find_amax(given, out.amax)
     else:
-        cast_by_tile(given, scaling, out, False)
+        cast_by_tile(given, scaling, out, None)
     return out.amax
 
 
 def cast_by_tile(
-    given: CastInput, scaling: Scaling, out: Outputs, column_sum: bool, knows_amax: bool = False
-) -> Tensor:
-    """One scaling: the column sums. knows_amax: per tensor, out's."""
+    given: CastInput, scaling: Scaling, out: Outputs, sums: Tensor | None, knows_amax: bool = False
+) -> None:
+    """One scaling. knows_amax: per tensor, out's."""
     if scaling.tile == (ALL, ALL):
-        return cast_by_tensor(given, scaling, out, column_sum, knows_amax=knows_amax)
-    if scaling.tile == (1, ALL) and not column_sum and out.codes.t is None and given.x.stride(1) == 1:
+        cast_by_tensor(given, scaling, out, sums, knows_amax=knows_amax)
+    elif scaling.tile == (1, ALL) and sums is None and out.codes.t is None and given.x.stride(1) == 1:
         cast_by_row(given, scaling, out)
-        return given.sums(column_sum)
-    if scaling.tile in LINES:
-        return cast_by_line(given, column_sum, (scaling, out))
-    return cast_by_block(given, column_sum, (scaling, out))
+    elif scaling.tile in LINES:
+        cast_by_line(given, sums, (scaling, out))
+    else:
+        cast_by_block(given, sums, (scaling, out))
 
 
 NO_CODES = Scaling(torch.float8_e4m3fn, (ALL, ALL), False, 0)  # for launches that write none
-_CASTS = cast_by_tile, cast_by_block, cast_by_line
 
 
 def _two_scalings(
     given: CastInput,
-    first: Scaling,
-    second: Scaling,
-    output: Output,
-    by_tile: Callable[..., Tensor | None],
-    by_block: Callable[..., Tensor | None],
-    by_line: Callable[..., Tensor | None],
-) -> tuple[Any, ...]:
-    """Both pairs, as ``octavo::cast`` returns them, and the column sums: of blocks, or rows and columns, by one call.
-
-    Of other scalings the first is cast by ``by_tile``, and then the second.
-    """
-    q = given.codes(first.dtype, output.pad)
-    other = given.codes(second.dtype, output.pad, output.transpose)
+    scalings: tuple[Scaling, Scaling],
+    codes: tuple[Codes, Codes],
+    scale_invs: tuple[Tensor, Tensor],
+    sums: Tensor | None,
+    by_tile: Callable[..., None],
+    by_block: Callable[..., None],
+    by_line: Callable[..., None],
+) -> None:
+    """Both of blocks, or of rows and of columns, by one call; of others the first by ``by_tile``, then the second."""
+    first, second = scalings
     both_blocks = is_small_block(first.tile) and is_small_block(second.tile)
-    out = given.outputs(first, q, with_amax=not both_blocks)
-    codes: tuple[Tensor | None, Tensor | None] = (None, other) if output.transpose else (other, None)
-    other_out = given.outputs(second, *codes, transpose=output.transpose, with_amax=not both_blocks)
+    amaxes = (None, None) if both_blocks else tuple(map(torch.empty_like, scale_invs))
+    out = Outputs(codes[0], scale_invs[0], amaxes[0], *scale_invs[0].stride())
+    other = Outputs(codes[1], scale_invs[1], amaxes[1], *scale_invs[1].stride())
     if both_blocks:
-        sums = by_block(given, output.column_sum, (first, out), (second, other_out))
+        by_block(given, sums, (first, out), (second, other))
     elif {first.tile, second.tile} == set(LINES):
-        sums = by_line(given, output.column_sum, (first, out), (second, other_out))
+        by_line(given, sums, (first, out), (second, other))
     else:
         # whichever scaling has columns of its own to itself can sum them
-        in_second = output.column_sum and second.tile == (ALL, 1)
-        sums = by_tile(given, first, out, output.column_sum and not in_second)
-        other_sums = cast_by_tile(given, second, other_out, in_second)
-        sums = other_sums if in_second else sums
-    return q, other, out.scale_inv, other_out.scale_inv, sums
-
-
-def _norm(source: NormSource, output: Output) -> _NormToFind:
-    mean, rstd, y = new_statistics(source, output.keep)
-    return _NormToFind(norm_input(source, mean, rstd), float(source.eps), (mean, rstd, y), output.keep)
+        in_second = second.tile == (ALL, 1)
+        by_tile(given, first, out, None if in_second else sums)
+        cast_by_tile(given, second, other, sums if in_second else None)
 
 
 class _NormToFind(NamedTuple):
@@ -185,14 +175,13 @@ class _NormToFind(NamedTuple):
 
     given: CastInput
     eps: float
-    statistics: tuple[Tensor, Tensor, Tensor]  # (mean, rstd, y), as the ops return them
-    keep: bool
+    y: Tensor | None
 
-    def by_tile(self, given: CastInput, scaling: Scaling, out: Outputs, column_sum: bool = False) -> None:
-        """``cast_by_tile`` of the norm, and its statistics and y; column sums are not asked for."""
+    def by_tile(self, given: CastInput, scaling: Scaling, out: Outputs, sums: None) -> None:
+        """``cast_by_tile`` of the norm, and its statistics and y."""
         tile, delayed_scale = scaling.tile, scaling.delayed_scale
         if is_small_block(tile):
-            self.by_block(given, column_sum, (scaling, out))
+            self.by_block(given, sums, (scaling, out))
         elif tile == (1, ALL):
             self.launch(norm_rows_kernel, "norm_cast", out.codes.t is not None, (out,), (rounding_of(scaling),))
         elif tile == (ALL, ALL) and delayed_scale is not None and scale_exists(delayed_scale, scaling.role):
@@ -201,12 +190,12 @@ class _NormToFind(NamedTuple):
             self.launch(norm_tensor_kernel, "norm_cast", out.codes.t is not None, arguments, constants)
         else:
             self.find_statistics(out.amax if tile == (ALL, ALL) else None)
-            cast_by_tile(given, scaling, out, column_sum, knows_amax=True)
+            cast_by_tile(given, scaling, out, sums, knows_amax=True)
 
     def by_block(
         self,
         given: CastInput,
-        column_sum: bool,
+        sums: None,
         first: tuple[Scaling, Outputs],
         second: tuple[Scaling, Outputs] | None = None,
     ) -> None:
@@ -216,16 +205,16 @@ class _NormToFind(NamedTuple):
         blocks = scaling.tile, (second_scaling or scaling).tile
         if max(rows for rows, _ in blocks) > _MOST_ROWS:
             self.find_statistics(None)
-            cast_by_block(given, column_sum, first, second)
+            cast_by_block(given, sums, first, second)
             return
         transposes = (out if second_out is None else second_out).codes.t is not None
-        scalings = block_scaling_of(scaling), None if second_scaling is None else block_scaling_of(second_scaling)
-        self.launch(norm_blocks_kernel, "norm_cast_blocks", transposes, (out, second_out), scalings, blocks)
+        roundings = rounding_of(scaling), None if second_scaling is None else rounding_of(second_scaling)
+        self.launch(norm_blocks_kernel, "norm_cast_blocks", transposes, (out, second_out), roundings, blocks)
 
-    def by_line(self, given: CastInput, column_sum: bool, *scalings: tuple[Scaling, Outputs]) -> None:
+    def by_line(self, given: CastInput, sums: None, *scalings: tuple[Scaling, Outputs]) -> None:
         """``cast_by_line`` of the norm, and its statistics and y."""
         self.find_statistics(None)
-        cast_by_line(given, column_sum, *scalings)
+        cast_by_line(given, sums, *scalings)
 
     def find_statistics(self, amax: Tensor | None) -> None:
         """Statistics, y, and unless it is None the amax of what is to be cast [1, 1]."""
@@ -253,7 +242,7 @@ class _NormToFind(NamedTuple):
         tiles = tiles if kernel is norm_tensor_kernel else 1  # fewer programs then meet at the shared amax
         fold = 16 // x.element_size()
         _, programs, tiling = self.given.tiling(block_r, block_c, tiles, block_c >= cols, fold)
-        first = self.given.source, norm, self.statistics[2] if self.keep else None, self.eps
+        first = self.given.source, norm, self.y, self.eps
         launch(kernel, programs, (*first, *arguments, function.zero_centered, *constants, tiling), num_warps)
 
 

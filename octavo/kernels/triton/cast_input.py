@@ -10,37 +10,26 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E5M2, format_of
-from octavo.granularity import ALL, Tile, scale_shape
+from octavo.granularity import ALL, Tile
 from octavo.kernels.activations import activation_of
-from octavo.kernels.arguments import CastSource, NormSource, Output, Scaling, laid_scales, new_codes, new_sums, no_codes
+from octavo.kernels.arguments import CastSource, NormSource, Scaling
 from octavo.kernels.layouts import is_small_block, padded
 from octavo.kernels.triton.launch import TABLE, WHOLE, Config, config, launch, multiprocessors, tile_size
 from octavo.kernels.triton.prologue import Function, Input, NormFactors
-from octavo.kernels.triton.tiles import BlockScaling, Codes, Outputs, Rounding, Source, Tiling
+from octavo.kernels.triton.tiles import Codes, Rounding, Source, Tiling
 
-_scale_shape = functools.lru_cache(maxsize=4096)(scale_shape)
 _WHOLE = {(ALL, ALL), (1, ALL), (ALL, 1)}
 
 
 def rounding_of(scaling: Scaling) -> Rounding:
     """How the kernels make a scaling's scales and codes."""
-    return _rounding(scaling.dtype, scaling.power_of_two, scaling.margin)
-
-
-def block_scaling_of(scaling: Scaling) -> BlockScaling:
-    """The same with its blocks."""
-    return _block_scaling(scaling.dtype, scaling.power_of_two, scaling.margin, scaling.tile)
+    return _rounding(*scaling[:4])
 
 
 @functools.cache
-def _block_scaling(dtype: torch.dtype, power_of_two: bool, margin: int, tile: Tile) -> BlockScaling:
-    return BlockScaling(*_rounding(dtype, power_of_two, margin), tile)
-
-
-@functools.cache
-def _rounding(dtype: torch.dtype, power_of_two: bool, margin: int) -> Rounding:
+def _rounding(dtype: torch.dtype, tile: Tile, power_of_two: bool, margin: int) -> Rounding:
     fmt = format_of(dtype)
-    return Rounding(fmt is E5M2, fmt.max * 2.0**-margin, power_of_two)
+    return Rounding(fmt is E5M2, fmt.max * 2.0**-margin, power_of_two, tile)
 
 
 def codes_to(q: Tensor | None, t: Tensor | None = None) -> Codes:
@@ -120,41 +109,10 @@ class CastInput(NamedTuple):
                     return False
         return True
 
-    def codes(self, dtype: torch.dtype, pad: int, transpose: bool = False) -> Tensor:
-        """Where codes go, unwritten."""
-        codes = new_codes(self.x, self.shape, dtype, pad, transpose)
-        if not transpose:
-            self.clear_padding(codes)
-        return codes
-
     def clear_padding(self, codes: Tensor) -> None:
         """Set codes [R, C'] to 0 where kernels would not reach all of their padding."""
         if self.halves == 2 and codes.shape[1] - self.cols > padded(self.cols, 16):
             codes.view(torch.uint8).zero_()  # no tile of a half may reach the end of the padding
-
-    def both_codes(self, dtype: torch.dtype, output: Output) -> tuple[Tensor, Tensor]:
-        """The same, and where transposed ones go: [0, 0] where there are none."""
-        laid = self.codes(dtype, output.pad, transpose=True) if output.transpose else no_codes(self.x, dtype)
-        return self.codes(dtype, output.pad), laid
-
-    def outputs(
-        self,
-        scaling: Scaling,
-        q: Tensor | None = None,
-        t: Tensor | None = None,
-        transpose: bool = False,
-        with_amax: bool = True,
-    ) -> Outputs:
-        """Where a scaling is written: into these codes, scale_inv transposed or not, and amax."""
-        shape = _scale_shape(self.shape, scaling.tile)
-        scale_inv = laid_scales(self.x, shape, scaling.tile, transpose)
-        amax = laid_scales(self.x, shape, scaling.tile) if with_amax else None
-        strides = scale_inv.stride()[::-1] if transpose else scale_inv.stride()
-        return Outputs(codes_to(q, t), scale_inv, amax, *strides)
-
-    def sums(self, column_sum: bool) -> Tensor:
-        """Where the column sums go, unwritten."""
-        return new_sums(self.x, self.shape[1], column_sum)
 
     def tiling(self, block_r: int, block_c: int, tiles: int = 1, one_tile: bool = False, fold: int = 1) -> _Shares:
         """How programs share what is cast: (strips of columns, groups of rows in a strip, tiling).
@@ -165,9 +123,9 @@ class CastInput(NamedTuple):
         enough = 3 * multiprocessors(self.x.get_device())
         return _shares(shape, enough, block_r, block_c, tiles, one_tile, self.halves == 2, fold)
 
-    def parts_of_sums(self, groups: int) -> Tensor:
-        """Where so many groups of programs leave their parts of the column sums."""
-        return self.x.new_empty((self.halves, groups, self.cols), dtype=torch.float32)
+    def with_parts(self, sums: Tensor | None, groups: int) -> tuple[Tensor, Tensor] | None:
+        """Where column sums go, if any, and where so many groups of programs leave their parts of them."""
+        return sums if sums is None else (sums, self.x.new_empty((self.halves, groups, self.cols), dtype=torch.float32))
 
     def launch(
         self, kernel: Any, programs: int, num_warps: int, arguments: Sequence[Any], constants: Sequence[Any]

@@ -24,13 +24,11 @@ from octavo.granularity import ALL
 from octavo.kernels.arguments import CastSource, Output, Scaling, new_grouped
 from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.cast import cast as reference_cast
-from octavo.kernels.triton.cast_blocks import encode_blocks, store_block_scales
-from octavo.kernels.triton.cast_input import CastInput, block_scaling_of, cast_input, codes_to, rounding_of
-from octavo.kernels.triton.cast_lines import finish_lines
-from octavo.kernels.triton.cast_rows import larger
+from octavo.kernels.triton.cast_input import CastInput, cast_input, codes_to, rounding_of
+from octavo.kernels.triton.cast_kernels import encode_blocks, finish_lines, larger, store_block_scales
+from octavo.kernels.triton.delayed_update import scale_exists
 from octavo.kernels.triton.groups import Grouping, locate, on_device
 from octavo.kernels.triton.groups import Groups as GroupsOnDevice
-from octavo.kernels.triton.known_scales import scale_exists
 from octavo.kernels.triton.launch import with_room_for, workspace
 from octavo.kernels.triton.prologue import Input, produce
 from octavo.kernels.triton.tiles import (
@@ -286,7 +284,7 @@ def cast_group_blocks_kernel(
     out,  # Outputs
     function: tl.constexpr,  # Function
     grouping: tl.constexpr,  # Grouping
-    scaling: tl.constexpr,  # BlockScaling
+    scaling: tl.constexpr,  # Rounding
     tiling: tl.constexpr,  # Tiling
 ):
     """A scale for each block of a group."""
@@ -383,7 +381,7 @@ def _cast_by_block(grouped: _GroupedSource, scaling: Scaling, out: Outputs) -> N
     kind = "cast_blocks" if out.codes.t is None else "cast_blocks_transpose"
     chosen = with_room_for(grouped.given.config(kind), scaling.tile)
     strips, heights, tiling = grouped.tiling(chosen.block_r, chosen.block_c)
-    constants = block_scaling_of(scaling), tiling
+    constants = rounding_of(scaling), tiling
     num_warps = chosen.num_warps
     if grouped.given.function.name and out.codes.t is not None:  # what is computed is held in float32
         num_warps = min(16, 2 * num_warps)

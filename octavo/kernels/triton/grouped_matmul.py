@@ -1,4 +1,4 @@
-"""The products of operands in groups: torch's where it serves (grouped_library.py), else all groups in one launch.
+"""The products of operands in groups: torch's where it serves (library_matmul.py), else all groups in one launch.
 
     rows in groups     a program writes a part of one group's rows (groups.py); whoever is left writes the rows that are
                        in no group
@@ -20,9 +20,9 @@ from torch import Tensor
 from octavo.granularity import ALL
 from octavo.kernels.arguments import GroupedOperands, OperandPair
 from octavo.kernels.reference.matmul import grouped_matmul as reference_grouped_matmul
-from octavo.kernels.triton.grouped_library import is_right, library_grouped_matmul
 from octavo.kernels.triton.groups import fill_part, locate, on_device, sizes_of, tiles_of
 from octavo.kernels.triton.launch import Config, config, launch
+from octavo.kernels.triton.library_matmul import is_right_in_groups, library_grouped_matmul
 from octavo.kernels.triton.matmul import (
     Operand,
     Product,
@@ -127,7 +127,7 @@ def scales_before(group, sizes, before, TILE: tl.constexpr):
 
 def grouped_matmul(operands: GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """``octavo::grouped_matmul``."""
-    if is_right(operands, out_dtype, fast_accum):
+    if is_right_in_groups(operands, out_dtype, fast_accum):
         return library_grouped_matmul(operands, fast_accum)
     if step_along(operands.a.tile, operands.b.tile) == 0:
         return reference_grouped_matmul(operands, out_dtype, fast_accum)

@@ -170,12 +170,7 @@ def _add_parts(key: list[Any], arguments: Sequence[Any]) -> None:
 
 
 def launch(
-    kernel: Any,
-    programs: int,
-    arguments: Sequence[Any],
-    num_warps: int,
-    fuses: bool = False,
-    stages: int | None = None,
+    kernel: Any, programs: int, arguments: Sequence[Any], num_warps: int, fuses: bool = False, stages: int | None = None
 ) -> None:
     """Launch a kernel, whose constants come last, where its first tensor lies, which must be the current device.
 

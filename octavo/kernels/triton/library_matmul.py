@@ -1,25 +1,35 @@
-"""torch's own product of two pairs (cuBLAS), and whether a device computes it rightly, which the device is asked once.
+"""torch's own products of two pairs (cuBLAS), and of operands in groups (CUTLASS); and whether a device is right.
 
 What torch's product supports, and the layout that it wants scales in, differ between GPUs and between releases of
 torch, and a wrong layout is a wrong result and no error. So before a kind of product is given to torch for the first
 time, a small one, whose scales differ by row, column and block, must be what the reference computes. The answer holds
 for the process; ``octavo info`` shows it.
+
+In groups torch's takes E4M3 codes with a scale a row and gives bfloat16, and says nothing of rows that are in no group.
+It reads where the offsets say, so it gets checked ones, and what it leaves is written after it: three launches and what
+torch adds.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType
 
 from octavo.granularity import ALL, Tile, granularity_of, scale_shape
-from octavo.kernels.arguments import OperandPair, ProductArguments
+from octavo.kernels.arguments import CastSource, GroupedOperands, OperandPair, Output, ProductArguments, Scaling
+from octavo.kernels.reference.cast import cast as reference_cast
+from octavo.kernels.reference.matmul import grouped_matmul as reference_grouped_matmul
 from octavo.kernels.reference.matmul import matmul as reference_matmul
-from octavo.kernels.triton.launch import LIBRARY, is_capturing
+from octavo.kernels.triton.groups import fill_part, on_device, sizes_of, tiles_of
+from octavo.kernels.triton.launch import LIBRARY, is_capturing, launch
 
 _logger = logging.getLogger("octavo")
 _TENSOR, _ROW, _BLOCK = (ALL, ALL), (1, ALL), (1, 128)
@@ -42,13 +52,28 @@ def is_right(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: boo
     a, b, bias = operands
     kind = a.codes.device, a.tile, b.tile, a.codes.dtype, b.codes.dtype, out_dtype, bias is not None, fast_accum
     found = _known.get(kind)
-    if found is None:
-        if is_capturing():  # a graph can't look at results
-            return False
-        found = _known[kind] = _agrees(*kind)
-        verdict = "torch's" if found else "octavo's Triton kernel, for torch's is not right here"
-        _logger.info("%s . %s on %s: %s", granularity_of(a.tile), granularity_of(b.tile), a.codes.device, verdict)
+    return _ask(_agrees, kind, f"{granularity_of(a.tile)} . {granularity_of(b.tile)}") if found is None else found
+
+
+def _ask(agrees: Callable[..., bool], kind: tuple[Any, ...], name: str) -> bool:
+    """Ask the device of a kind, its first element, whether it computes products of that rightly."""
+    if is_capturing():  # a graph can't look at results
+        return False
+    found = _known[kind] = agrees(*kind)
+    verdict = "torch's" if found else "octavo's Triton kernel, for torch's is not right here"
+    _logger.info("%s on %s: %s", name, kind[0], verdict)
     return found
+
+
+def _is_near(product: Callable[..., Tensor], arguments: tuple[Any, ...], true: Tensor) -> bool:
+    """Whether torch computes a product without a refusal, and in every row and column what the reference does."""
+    try:
+        found = product(*arguments).to("cpu", torch.float32)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        _logger.info("torch's product: %s", str(error).partition("\n")[0])
+        return False
+    miss = found - true
+    return all(bool((miss.norm(dim=dim) <= _ERROR * true.norm(dim=dim)).all()) for dim in (-1, -2))
 
 
 def _agrees(
@@ -75,14 +100,7 @@ def _agrees(
     case = ProductArguments(pair(rows, a_tile, a_dtype), pair(cols, b_tile, b_dtype), bias)
     a, b = (OperandPair(codes.to(device), scale_inv.to(device), tile) for codes, scale_inv, tile in case[:2])
     there = ProductArguments(a, b, None if bias is None else bias.to(device))
-    true = reference_matmul(case, torch.float32, False)
-    try:
-        found = library_matmul(there, out_dtype, fast_accum).to("cpu", torch.float32)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        _logger.info("torch's product: %s", str(error).partition("\n")[0])
-        return False
-    miss = found - true
-    return all(bool((miss.norm(dim=dim) <= _ERROR * true.norm(dim=dim)).all()) for dim in (0, 1))
+    return _is_near(library_matmul, (there, out_dtype, fast_accum), reference_matmul(case, torch.float32, False))
 
 
 def library_kinds(device: torch.device) -> dict[str, bool]:
@@ -148,3 +166,108 @@ def laid_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
         return scale_inv.t().contiguous().t()  # as casts write it
     # without the padding to a multiple of 4 cuBLAS reads the wrong ones
     return F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).contiguous().t()
+
+
+@triton.jit
+def checked_ends_kernel(groups, R, ends_ptr, grouping: tl.constexpr):
+    """Each group's end, padded; 0 for all where offsets are wrong."""
+    PAD: tl.constexpr = grouping.pad
+    e = tl.arange(0, grouping.width)
+    sizes, _ = sizes_of(groups, R, grouping)
+    ends = tl.cumsum(tiles_of(sizes, PAD), 0) * PAD
+    tl.store(ends_ptr + e, tl.where(tl.max(ends, 0) > R, 0, ends), mask=e < groups.count)
+
+
+@triton.jit
+def mend_kernel(groups, R, out_ptr, height, width, grouping: tl.constexpr, RAGGED: tl.constexpr, BLOCK: tl.constexpr):
+    """Write 0 to the rows in no group of out [height, width], if RAGGED; NaN to all where offsets are wrong."""
+    PAD: tl.constexpr = grouping.pad
+    sizes, is_wrong = sizes_of(groups, R, grouping)
+    padded = tl.sum(tiles_of(sizes, PAD), 0) * PAD
+    is_wrong = is_wrong | (padded > R)
+    first = tl.program_id(0) // tl.cdiv(width, BLOCK) * BLOCK
+    last = height
+    if RAGGED:
+        last = padded
+    last = tl.where(is_wrong, 0, last)
+    if first + BLOCK > last:
+        first_n = tl.program_id(0) % tl.cdiv(width, BLOCK) * BLOCK
+        value = tl.where(is_wrong, float("nan"), 0.0)
+        end = tl.minimum(height, first + BLOCK)
+        fill_part(out_ptr, value, end, width, tl.maximum(first, last), first_n, BLOCK, BLOCK)
+
+
+def is_right_in_groups(operands: GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> bool:
+    """Whether torch's product takes these operands, and computes such ones rightly on their device."""
+    if (operands.a.tile, operands.b.tile, fast_accum) not in LIBRARY or not takes_groups(operands, out_dtype):
+        return False
+    kind = operands.a.codes.device, operands.has_ragged_rows, fast_accum
+    found, form = _known.get(kind), "rows" if operands.has_ragged_rows else "terms"
+    return _ask(_agrees_in_groups, kind, f"products whose {form} are in groups,") if found is None else found
+
+
+def takes_groups(operands: GroupedOperands, out_dtype: torch.dtype) -> bool:
+    """Whether torch's product has this case: what its checks and CUTLASS ask for."""
+    a, b, _, bias, pad = operands
+    codes = a.codes, b.codes
+    return (
+        a.tile == b.tile == _ROW
+        and out_dtype is torch.bfloat16
+        and bias is None
+        and all(c.dtype is torch.float8_e4m3fn and c.is_contiguous() and c.numel() > 0 for c in codes)
+        and all(size % 16 == 0 for size in (a.codes.shape[-1], *b.codes.shape[-2:]))
+        and (operands.has_ragged_rows or (pad == 16 and a.codes.shape[0] % 16 == 0))
+    )
+
+
+def _agrees_in_groups(device: torch.device, ragged_rows: bool, fast_accum: bool) -> bool:
+    """Whether torch's product of a small case is the reference's, in every group, row and column."""
+    generator = torch.Generator().manual_seed(0)
+    offsets = torch.tensor([40, 40, 41, 58, 170], dtype=torch.int32)
+    groups, rows, N, K = len(offsets), 184, 144, 272
+    scaling = Scaling(torch.float8_e4m3fn, (ALL, 1), False, 0)
+
+    def pair(count: int, scales: tuple[int, ...]) -> OperandPair:
+        x = torch.randn(K if ragged_rows else rows, count, generator=generator)
+        codes = x.t().to(scaling.dtype).contiguous()
+        if not ragged_rows:  # whose padding is 0
+            codes = reference_cast(CastSource(x), scaling, None, Output(transpose=True, pad=16), offsets)[1]
+        return OperandPair(codes, torch.exp2(4 * torch.rand(scales, generator=generator)), _ROW)
+
+    if ragged_rows:
+        a, b = pair(rows, (rows, 1)), pair(groups * N, (groups, N, 1))
+        b = b._replace(codes=b.codes.unflatten(0, (groups, N)))
+    else:
+        a, b = pair(N, (N, groups)), pair(K, (K, groups))
+    case = GroupedOperands(a, b, offsets, None, 16)
+    mine, theirs = (OperandPair(codes.to(device), scales.to(device), tile) for codes, scales, tile in (a, b))
+    there = GroupedOperands(mine, theirs, offsets.to(device), None, 16)
+    return _is_near(library_grouped_matmul, (there, fast_accum), reference_grouped_matmul(case, torch.float32, False))
+
+
+def library_grouped_matmul(operands: GroupedOperands, fast_accum: bool) -> Tensor:
+    """torch's product, for what ``takes_groups``."""
+    a, b, offsets, _, pad = operands
+    count, ragged = offsets.shape[0], operands.has_ragged_rows
+    (groups, grouping), size = on_device(offsets, 1 if ragged else pad), a.codes.shape[0 if ragged else 1]
+    ends = torch.empty_like(groups.offsets)
+    launch(checked_ends_kernel, 1, (groups, size, ends, grouping), 4)
+    # a scale for each row: [R] and [G, N]; where terms are in groups, of each group in turn, as casts write them
+    scales = (a.scale_inv, b.scale_inv.squeeze(-1)) if ragged else (a.scale_inv.t(), b.scale_inv.t())
+    scale_a, scale_b = (scale.reshape(-1) for scale in scales)
+    out: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
+        a.codes,
+        b.codes.transpose(-1, -2),
+        scale_a,
+        ScalingType.RowWise,
+        scale_b.view(count, -1) if ragged else scale_b,
+        ScalingType.RowWise,
+        offs=ends,
+        output_dtype=torch.bfloat16,
+        use_fast_accum=fast_accum,
+    )
+    width = out.shape[-1]
+    height, block = out.numel() // width, 128
+    programs = -(-height // block) * -(-width // block)
+    launch(mend_kernel, programs, (groups, size, out, height, width, grouping, ragged, block), 4)
+    return out

@@ -22,15 +22,13 @@ from torch import Tensor
 from octavo.granularity import ALL
 from octavo.kernels.arguments import Scaling
 from octavo.kernels.reference.cast import check_multi_tensor_cast
-from octavo.kernels.triton.cast_blocks import store_blocks
 from octavo.kernels.triton.cast_input import rounding_of
-from octavo.kernels.triton.cast_tensor import cast_strip, strip_amax
-from octavo.kernels.triton.known_scales import scale_exists
+from octavo.kernels.triton.cast_kernels import cast_strip, store_blocks, strip_amax
+from octavo.kernels.triton.delayed_update import scale_exists
 from octavo.kernels.triton.launch import Config, config, is_capturing, launch, with_room_for, workspace
 from octavo.kernels.triton.prologue import Function
 from octavo.kernels.triton.table import TensorCount, find_tensor, pointer, size
 from octavo.kernels.triton.tiles import (
-    BlockScaling,
     Codes,
     Outputs,
     Source,
@@ -158,7 +156,7 @@ def multi_tensor_cast_blocks_kernel(
     skip_ptr,  # None, or: return at once where it is not 0
     X_TYPE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    scaling: tl.constexpr,  # BlockScaling
+    scaling: tl.constexpr,  # Rounding
     ALIGNED: tl.constexpr,
     TENSORS: tl.constexpr,
     tiling: tl.constexpr,  # Tiling
@@ -280,9 +278,8 @@ def multi_tensor_cast(
     tensors = aligned, TensorCount(len(xs))
     x_type, writes_transposed, delayed = _TYPES[xs[0].dtype], bool(transposed), bool(delayed_scales)
     if blocks:
-        block_scaling = BlockScaling(*rounding, (tile[0], tile[1]))
         block_tiling = Tiling(False, chosen.block_r, chosen.block_c)
-        arguments = table, skip, x_type, writes_transposed, block_scaling, *tensors, block_tiling
+        arguments = table, skip, x_type, writes_transposed, rounding, *tensors, block_tiling
         launch(multi_tensor_cast_blocks_kernel, programs, arguments, chosen.num_warps)
         return
     first = table, skip, workspace(xs[0], 2 * len(xs)), programs, x_type

@@ -1,25 +1,35 @@
-"""The kernels of norms with casts, a program of which owns BLOCK_R rows.
+"""The kernels of norms with casts, and of their gradient, whose contract is in signatures.py.
 
-It reads them for their statistics, and again, from a cache, to normalise them. Rows that fit one tile stay in
-registers.
+A program owns BLOCK_R rows: it reads them for their statistics, and again, from a cache, to normalise them. Rows that
+fit one tile stay in registers. norm is prologue.py's NormFactors, whose statistics are written.
 
-norm is prologue.py's Norm, whose statistics are written.
+The gradient has a fixed number of programs, each of which goes over rows far apart: it reads dy and x once, writes dx,
+and adds up its part of dgamma and dbeta. A second launch adds the parts in their order, so that results never differ
+from run to run. reference/norm.py has the formulas.
 """
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from octavo.kernels.triton.cast_blocks import store_blocks
-from octavo.kernels.triton.prologue import factor
+from octavo.kernels.arguments import NormGradient
+from octavo.kernels.triton.cast_kernels import store_blocks
+from octavo.kernels.triton.launch import Config, config, launch, multiprocessors, with_room_for
+from octavo.kernels.triton.prologue import NormFactors, factor
 from octavo.kernels.triton.tiles import (
+    Source,
+    Tiling,
     encode,
     finite_abs,
     is_last_program,
     load_tile,
     narrow,
     raise_amax,
+    rounded,
     scale_from_amax,
     scale_inv_from_scale,
     store_codes,
@@ -222,7 +232,7 @@ def norm_blocks_kernel(
     first_out,  # Outputs of the first scaling
     second_out,  # of the second, or None
     ZERO_CENTERED: tl.constexpr,
-    scaling: tl.constexpr,  # BlockScaling of the first
+    scaling: tl.constexpr,  # Rounding of the first
     second_scaling: tl.constexpr,  # of the second, or None
     tiling: tl.constexpr,  # Tiling
 ):
@@ -239,3 +249,165 @@ def norm_blocks_kernel(
         store_blocks(tile, 0, place, x, first_out, scaling, tiling)
         if second_scaling is not None:
             store_blocks(tile, 0, place, x, second_out, second_scaling, tiling)
+
+
+@triton.jit
+def normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED: tl.constexpr, EVEN: tl.constexpr):
+    """Tiles [BR, BC] of dy, of n = (x - mean) rstd, and of w = dy gamma; and rstd [BR]. dy and w are 0 outside of x."""
+    inside = rows < x.R
+    rstd = tl.load(norm.rstd + rows, mask=inside, other=0.0)
+    gradient = load_tile(dy, rows, cols, EVEN)
+    n = load_tile(x, rows, cols, EVEN)
+    if norm.mean is not None:
+        n -= tl.load(norm.mean + rows, mask=inside, other=0.0)[:, None]
+    n *= rstd[:, None]
+    w = gradient * factor(vector(norm.gamma, cols, x, EVEN), ZERO_CENTERED)[None, :]
+    return gradient, n, w, rstd
+
+
+@triton.jit
+def store_dx(w, n, mean_wn, mean_w, rstd, residual, dx_ptr, x, rows, cols, EVEN: tl.constexpr):
+    """Write a tile [BR, BC] of rstd (w - n mean(w n) - mean(w)) + residual."""
+    dx = (w - n * mean_wn[:, None] - mean_w[:, None]) * rstd[:, None]
+    if residual is not None:
+        dx += load_tile(residual, rows, cols, EVEN)
+    store_y(dx, dx_ptr, x, rows, cols, EVEN)
+
+
+@triton.jit
+def norm_backward_kernel(
+    dy,
+    x,
+    residual,  # Source, or None
+    norm,
+    dx_ptr,
+    parts_ptr,  # [1 or 2, programs, C]: of dgamma, and of dbeta
+    WITH_BETA: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    tiling: tl.constexpr,  # Tiling
+):
+    """dx, and each program's parts of dgamma and dbeta.
+
+    Of rows that fit a tile the parts stay in registers. Longer ones are read twice, and their parts grow in memory.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    cols = tl.arange(0, tiling.block_c)
+    count = tl.full([tiling.block_r], x.C, tl.float32)
+    dgamma_ptr = parts_ptr + program * x.C
+    dbeta_ptr = parts_ptr + (programs + program) * x.C
+    if tiling.one_tile:
+        dgamma = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+        dbeta = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+        for first in range(program * tiling.block_r, x.R, programs * tiling.block_r):
+            rows = first + tl.arange(0, tiling.block_r)
+            gradient, n, w, rstd = normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED, tiling.even)
+            dgamma += gradient * n
+            if WITH_BETA:
+                dbeta += gradient
+            mean_wn = tl.math.div_rn(tl.sum(rounded(w * n), 1), count)
+            mean_w = tl.full([tiling.block_r], 0.0, tl.float32)
+            if norm.mean is not None:
+                mean_w = tl.math.div_rn(tl.sum(rounded(w), 1), count)
+            store_dx(w, n, mean_wn, mean_w, rstd, residual, dx_ptr, x, rows, cols, tiling.even)
+        tl.store(dgamma_ptr + cols, tl.sum(dgamma, 0), mask=cols < x.C)
+        if WITH_BETA:
+            tl.store(dbeta_ptr + cols, tl.sum(dbeta, 0), mask=cols < x.C)
+    else:
+        for first in range(program * tiling.block_r, x.R, programs * tiling.block_r):
+            rows = first + tl.arange(0, tiling.block_r)
+            sums_wn = tl.full([tiling.block_r, tiling.block_c // tiling.fold], 0.0, tl.float32)
+            sums_w = tl.full([tiling.block_r, tiling.block_c // tiling.fold], 0.0, tl.float32)
+            for start in range(0, x.C, tiling.block_c):
+                _, n, w, _ = normalised_rows(dy, x, norm, rows, start + cols, ZERO_CENTERED, tiling.even)
+                sums_wn += fold_sum(rounded(w * n), tiling.fold)
+                if norm.mean is not None:
+                    sums_w += fold_sum(rounded(w), tiling.fold)
+            mean_wn = tl.math.div_rn(tl.sum(sums_wn, 1), count)
+            mean_w = tl.math.div_rn(tl.sum(sums_w, 1), count)
+            for start in range(0, x.C, tiling.block_c):
+                gradient, n, w, rstd = normalised_rows(dy, x, norm, rows, start + cols, ZERO_CENTERED, tiling.even)
+                written = tl.where(first == program * tiling.block_r, 0, x.C)  # nothing yet, the first time
+                grow(dgamma_ptr, tl.sum(rounded(gradient * n), 0), start + cols, written, x.C)
+                if WITH_BETA:
+                    grow(dbeta_ptr, tl.sum(gradient, 0), start + cols, written, x.C)
+                store_dx(w, n, mean_wn, mean_w, rstd, residual, dx_ptr, x, rows, start + cols, tiling.even)
+            tl.debug_barrier()  # another thread may read what this one has written
+
+
+@triton.jit
+def grow(ptr, values, cols, written, C):
+    """Add values to elements ``cols`` of [C], of which so many were written."""
+    before = tl.load(ptr + cols, mask=cols < written, other=0.0)
+    tl.store(ptr + cols, before + values, mask=cols < C)
+
+
+@triton.jit
+def norm_backward_sum_kernel(
+    parts,  # of dgamma, followed by those of dbeta if that is not None
+    dgamma_ptr,
+    dbeta_ptr,
+    strips,
+    EVEN: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """The sums of all programs' parts."""
+    of_beta = tl.program_id(0) // strips
+    cols = (tl.program_id(0) % strips) * BLOCK_C + tl.arange(0, BLOCK_C)
+    first = of_beta * parts.R
+    end = first + parts.R
+    total = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for start in range(first, end, BLOCK_R):
+        rows = start + tl.arange(0, BLOCK_R)
+        total += load_tile(Source(parts.ptr, end, parts.C, parts.stride_r, parts.stride_c), rows, cols, EVEN)
+    result = narrow(tl.sum(total, 0), dgamma_ptr.dtype.element_ty)
+    if of_beta == 0:
+        tl.store(dgamma_ptr + cols, result, mask=cols < parts.C)
+    elif dbeta_ptr is not None:
+        tl.store(dbeta_ptr + cols, result, mask=cols < parts.C)
+
+
+def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
+    """``octavo::norm_backward``."""
+    dy, x, gamma, mean, rstd, kind, zero_centered, with_beta, residual = gradient
+    rows, cols = x.shape
+    dx, dgamma = x.new_empty((rows, cols)), gamma.new_empty(cols)
+    dbeta = gamma.new_empty(cols) if with_beta else None
+    if rows * cols == 0:
+        return dx, dgamma.zero_(), gamma.new_empty(0) if dbeta is None else dbeta.zero_()
+    gamma, mean, rstd = gamma.contiguous(), mean.contiguous(), rstd.contiguous()
+    chosen, one_tile = _tile(config("norm_backward", (rows * cols).bit_length()), cols)
+    block_r, block_c, per_multiprocessor, num_warps = chosen
+    enough = per_multiprocessor * (multiprocessors(x.get_device()) or 2)  # interpreted, two
+    programs = min(-(-rows // block_r), enough)
+    parts = rstd.new_empty((1 + with_beta, programs, cols))
+    even = rows % block_r == 0 and cols % block_c == 0
+    norm = NormFactors(mean if kind == "layer_norm" else None, rstd, gamma, None)
+    dy_source = Source(dy, rows, cols, *dy.stride())
+    residual_source = None if residual is None else Source(residual, rows, cols, *residual.stride())
+    constants = with_beta, zero_centered, Tiling(even, block_r, block_c, one_tile=one_tile, fold=16 // x.element_size())
+    arguments = dy_source, Source(x, rows, cols, *x.stride()), residual_source, norm, dx, parts, *constants
+    launch(norm_backward_kernel, programs, arguments, num_warps, fuses=True)
+    strips, tile = -(-cols // 32), (128, 32)
+    even = programs % tile[0] == 0 and cols % tile[1] == 0
+    summed = Source(parts, programs, cols, cols, 1), dgamma, dbeta, strips, even, *tile
+    launch(norm_backward_sum_kernel, strips * len(parts), summed, 8)
+    return dx, dgamma, gamma.new_empty(0) if dbeta is None else dbeta
+
+
+@functools.lru_cache(maxsize=4096)
+def _tile(chosen: Config, cols: int) -> tuple[Config, bool]:
+    """A configuration of as many elements a thread for rows of ``cols``, and whether a tile holds them.
+
+    ``tiles`` is how many programs a multiprocessor has.
+    """
+    widest = max(16, triton.next_power_of_2(cols))
+    wide = with_room_for(chosen, (1, widest))
+    larger = wide.block_c // chosen.block_c
+    if wide.num_warps < larger * chosen.num_warps:  # more than 16 warps could hold
+        block_r = min(4, chosen.block_r * chosen.block_c // 16)
+        return chosen._replace(block_r=block_r, block_c=chosen.block_r * chosen.block_c // block_r), False
+    if larger > 1:
+        return wide._replace(tiles=max(1, chosen.tiles // larger)), True
+    return chosen._replace(block_r=chosen.block_r * chosen.block_c // widest, block_c=widest), True

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.layouts import BLOCK, blocks_of
-from octavo.kernels.reference.master_weights import Fp8Weight
+from octavo.kernels.reference.optimizer_state import Fp8Weight
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.kernels.step_numbers import key_of, ratio_of
 from octavo.kernels.triton.launch import config, is_capturing, launch, multiprocessors, on_its_device, workspace

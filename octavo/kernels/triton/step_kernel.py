@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.master_weights import read_master, write_master
 from octavo.kernels.triton.optimizer_state import (
     CLASS,
     FIRST,
@@ -35,7 +34,9 @@ from octavo.kernels.triton.optimizer_state import (
     in_whole,
     place_in_square,
     place_of,
+    read_master,
     read_moment,
+    write_master,
     write_moment,
 )
 from octavo.kernels.triton.step_numbers import (

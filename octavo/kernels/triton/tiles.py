@@ -51,20 +51,12 @@ class Outputs(NamedTuple):
 
 
 class Rounding(NamedTuple):
-    """How kernels make scales and codes; ``limit`` is format.max / 2^margin."""
+    """How kernels make scales and codes; ``limit`` is format.max / 2^margin, ``block`` what shares a scale."""
 
     e5m2: bool
     limit: float
     power_of_two: bool
-
-
-class BlockScaling(NamedTuple):
-    """A Rounding, and the (rows, columns) that share a scale."""
-
-    e5m2: bool
-    limit: float
-    power_of_two: bool
-    block: tuple[int, int]
+    block: tuple[int, int]  # (rows, columns), -1 for all
 
 
 class Tiling(NamedTuple):

@@ -11,8 +11,7 @@ from octavo.kernels.cpu import library as libraries
 from octavo.kernels.cpu.library import library
 from octavo.kernels.cpu.optimizer_step import step_in_place
 from octavo.kernels.layouts import blocks_of
-from octavo.kernels.reference.master_weights import Fp8Weight, Master, MasterWeight
-from octavo.kernels.reference.optimizer_state import MomentTensors
+from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, MasterWeight, MomentTensors
 from octavo.kernels.reference.optimizer_step import AdamGroup, BitNumbers, WeightUpdate, optimizer_step
 from tests.support.optimizer_both import differences, moved
 

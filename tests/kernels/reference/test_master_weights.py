@@ -6,8 +6,14 @@ from torch import Tensor
 
 from octavo.formats import E4M3
 from octavo.kernels.reference import optimizer_state
-from octavo.kernels.reference.master_weights import FLOAT16_FACTOR, Fp8Weight, MasterWeight, remainder_of, values_with
-from octavo.kernels.reference.optimizer_state import pieces
+from octavo.kernels.reference.optimizer_state import (
+    FLOAT16_FACTOR,
+    Fp8Weight,
+    MasterWeight,
+    pieces,
+    remainder_of,
+    values_with,
+)
 from tests.support.fp8_weights import RESTS, amax_of, random16, read, store, values_of, weight
 
 SHAPE = (4, 200)  # a row is a block and a part of one

@@ -12,8 +12,7 @@ from octavo import PerBlock, PerTensor
 from octavo.formats import E4M3, E4M4, E5M2, Format
 from octavo.kernels.layouts import blocks_of
 from octavo.kernels.reference import optimizer_state
-from octavo.kernels.reference.master_weights import Fp8Weight, MasterWeight
-from octavo.kernels.reference.optimizer_state import MomentTensors, pieces
+from octavo.kernels.reference.optimizer_state import Fp8Weight, MasterWeight, MomentTensors, pieces
 from octavo.kernels.reference.optimizer_step import (
     AdamGroup,
     BitNumbers,

@@ -162,7 +162,7 @@ def test_a_sequence_of_steps(kernels: TritonKernels, length: int, reduce: str) -
 def test_casts_of_a_pass_read_the_scales_of_before_it(kernels, monkeypatch, reduce):
     state, other = State.empty(3, kernels.device), State.empty(3, kernels.device)
     update, launched = update_args(reduce), count_launches(kernels, monkeypatch)
-    exists = kernels.module("known_scales").scale_exists
+    exists = kernels.module("delayed_update").scale_exists
 
     def both(x: Tensor, *amaxes: Tensor | None) -> Tensor:
         arguments = *amaxes, E5M2, False, 2, *update, True, 1, True

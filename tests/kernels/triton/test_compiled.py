@@ -48,9 +48,9 @@ def _grouped_products(kernels: TritonKernels) -> None:
 
 
 def _around_torchs_grouped_product(kernels: TritonKernels) -> None:
-    kernels.module("grouped_library")._known.clear()
+    kernels.module("library_matmul")._known.clear()
     test_grouped_library.test_torch_s_product(test_grouped_matmul.rows_in_groups, SIZES, 3, kernels)
-    kernels.module("grouped_library")._known.clear()
+    kernels.module("library_matmul")._known.clear()
 
 
 def _extreme_scales(kernels: TritonKernels) -> None:

@@ -56,7 +56,7 @@ def e4m3(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def emulated(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> TritonKernels:
     if kernels.device.type == "cuda":
         pytest.skip("a GPU has its own")
-    monkeypatch.setattr(kernels.module("grouped_library"), "_known", {})
+    monkeypatch.setattr(kernels.module("library_matmul"), "_known", {})
     return kernels
 
 
@@ -92,14 +92,14 @@ def test_a_wrong_product_is_left_alone(form: Any, emulated: TritonKernels) -> No
 
     args = *e4m3(form([10, 0, 23], 2, (ROWS, ROWS), 32, 48)), None, torch.bfloat16, False, 16
     for product in (wrong, missing):
-        emulated.module("grouped_library")._known.clear()
+        emulated.module("library_matmul")._known.clear()
         with given_to_torch(product):
             close(emulated.grouped_matmul(*args), REFERENCE["grouped_matmul"](*args), emulated)
 
 
 def test_what_torch_does_not_take(kernels: TritonKernels) -> None:
-    library = kernels.module("grouped_library")
-    takes = unpacking({"grouped_matmul": lambda operands, dtype, fast: library.takes(operands, dtype)})
+    library = kernels.module("library_matmul")
+    takes = unpacking({"grouped_matmul": lambda operands, dtype, fast: library.takes_groups(operands, dtype)})
     args = e4m3(rows_in_groups([10, 0, 23], 2, (ROWS, ROWS), 32, 48))
     terms = e4m3(terms_in_groups([10, 0, 23], 2, (ROWS, ROWS), 32, 48))
     how = None, torch.bfloat16, False

@@ -23,7 +23,7 @@ def known(kernels: TritonKernels) -> Callable[[Tensor], list[bool]]:
     def ask(state: Tensor) -> list[bool]:
         if state.is_cuda:
             torch.cuda.synchronize()
-        return [kernels.module("known_scales").scale_exists(state, role) for role in range(3)]
+        return [kernels.module("delayed_update").scale_exists(state, role) for role in range(3)]
 
     return ask
 
@@ -114,7 +114,7 @@ def test_inference_tensors_are_never_known(kernels: TritonKernels, known: Callab
 
 
 def test_an_entry_goes_with_its_tensor(kernels: TritonKernels) -> None:
-    entries = kernels.module("known_scales")._entries
+    entries = kernels.module("delayed_update")._entries
     gc.collect()
     before = len(entries)
     state = State.empty(4, kernels.device)
@@ -127,7 +127,7 @@ def test_an_entry_goes_with_its_tensor(kernels: TritonKernels) -> None:
 
 def test_a_known_scale_spares_the_amax(kernels, known, monkeypatch):
     launches = []
-    module = kernels.module("cast_tensor")
+    module = kernels.module("cast_kernels")
     launch = module.find_amax
     monkeypatch.setattr(module, "find_amax", lambda *args: launches.append(args) or launch(*args))
     state = State.empty(4, kernels.device)

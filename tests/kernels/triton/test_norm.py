@@ -73,7 +73,7 @@ def state_of(kernels: TritonKernels, scale: float, known: bool = True, role: int
     state = state.to(kernels.device)
     if known:
         others = torch.zeros(3, 4, device=kernels.device), before_of(state)
-        kernels.module("known_scales").committed(state, *others, (True, True, True))
+        kernels.module("delayed_update").committed(state, *others, (True, True, True))
         if kernels.device.type == "cuda":
             torch.cuda.synchronize()
     return state

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo import E4M3, PerTensor
-from octavo.kernels.reference.master_weights import Fp8Weight
+from octavo.kernels.reference.optimizer_state import Fp8Weight
 from octavo.kernels.reference.optimizer_step import BitNumbers, SgdGroup, WeightUpdate
 from octavo.kernels.step_numbers import power
 from octavo.optim.moment import NAMED, Moment

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo import PerBlock, PerTensor
-from octavo.kernels.reference.master_weights import Fp8Weight
+from octavo.kernels.reference.optimizer_state import Fp8Weight
 from octavo.kernels.reference.optimizer_step import WeightUpdate
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference
 from octavo.tensor.stored_weight import StoredWeight

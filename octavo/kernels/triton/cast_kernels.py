@@ -1,0 +1,547 @@
+"""The kernels of casts, by what shares a scale.
+
+    a tensor    cast_tensor_kernel: the cast with both layouts, amax, column sums and the delayed roll; amax_kernel
+    a line      a row, a column, or a row for some codes and a column for others: lines are shared by programs, so
+                line_amax_kernel finds their amaxes before cast_lines_kernel
+    a row       cast_rows_kernel, of rows in order whose codes lie so too: a program owns BLOCK_R whole rows. Those that
+                fit one tile are read once; longer ones twice, the second time mostly from a cache
+    a block     cast_blocks_kernel, of sizes that are powers of two: many a program
+
+Of tensors and lines a program works down a strip of columns, some tiles, so that few programs meet at the shared amax
+and a strip's column sums have few parts. What spans programs is finished by the last of them, in the same launch.
+
+work (int32, all 0 before and after). Of a tensor: [0] the bits of the shared amax, [1] its counter, [2...] a counter a
+strip. Of lines: the bits of the columns' amaxes and of the rows', a counter a strip, one a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.granularity import ALL
+from octavo.kernels.arguments import Scaling
+from octavo.kernels.triton.cast_input import CastInput, rounding_of
+from octavo.kernels.triton.delayed_update import StateTensors, Update, roll, roll_others, scale_exists, scale_of_pass
+from octavo.kernels.triton.launch import with_room_for, workspace
+from octavo.kernels.triton.prologue import produce
+from octavo.kernels.triton.tiles import (
+    Outputs,
+    encode,
+    finish_column_sum,
+    finite_abs,
+    is_last_program,
+    kept_narrow,
+    raise_amax,
+    rounded,
+    scale_from_amax,
+    scale_inv_from_scale,
+    store_codes,
+    store_tiles,
+    take_amax,
+)
+
+
+@triton.jit
+def finite_largest(largest, tile, second, tiling: tl.constexpr):
+    """``largest`` raised to the finite magnitudes of what ``produce`` made."""
+    largest = tl.maximum(largest, finite_abs(tile))
+    if tiling.halves:
+        largest = tl.maximum(largest, finite_abs(second))
+    return largest
+
+
+@triton.jit
+def strip_amax(x, h, first_row, cols, function: tl.constexpr, tiling: tl.constexpr):
+    """The amax of a program's tiles, a scalar."""
+    largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    for i in range(tiling.tiles):
+        rows = first_row + i * tiling.block_r + tl.arange(0, tiling.block_r)
+        tile, second = produce(x, h, rows, cols, function, tiling.even)
+        largest = finite_largest(largest, tile, second, tiling)
+    return tl.max(tl.max(largest, 1), 0)
+
+
+@triton.jit
+def cast_strip(
+    x,
+    h,
+    out,
+    scale,
+    first_row,
+    cols,
+    function: tl.constexpr,
+    E5M2: tl.constexpr,
+    SUMS: tl.constexpr,
+    tiling: tl.constexpr,
+):
+    """Write the codes of a program's tiles: (their amax, their columns' sums [BLOCK_C], those of the second tiles)."""
+    largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    sums = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    second_sums = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    for i in range(tiling.tiles):
+        rows = first_row + i * tiling.block_r + tl.arange(0, tiling.block_r)
+        tile, second = produce(x, h, rows, cols, function, tiling.even)
+        largest = finite_largest(largest, tile, second, tiling)
+        if SUMS:
+            sums += tile
+            if tiling.halves:
+                second_sums += second
+        store_tiles(tile, second, scale, scale, out, rows, cols, x, E5M2, tiling)
+    return tl.max(tl.max(largest, 1), 0), tl.sum(sums, 0), tl.sum(second_sums, 0)
+
+
+@triton.jit(do_not_specialize=["groups"])
+def amax_kernel(
+    x,
+    h,
+    amax_ptr,
+    delayed,  # with a ROLE, a State: return at once where a scale exists
+    work_ptr,
+    groups,  # of tiling.tiles tiles in a strip
+    function: tl.constexpr,  # Function
+    ROLE: tl.constexpr,  # None for Dynamic; a State that holds None is nothing that Triton 3.6 compares with None
+    tiling: tl.constexpr,  # Tiling
+):
+    """The amax of all that is to be cast."""
+    if ROLE is not None:
+        if scale_of_pass(delayed, ROLE) != 0:
+            return
+    strips = tl.num_programs(0) // groups
+    program = tl.program_id(0)
+    first_row = (program // strips) * (tiling.tiles * tiling.block_r)
+    cols = (program % strips) * tiling.block_c + tl.arange(0, tiling.block_c)
+    raise_amax(work_ptr, strip_amax(x, h, first_row, cols, function, tiling))
+    if is_last_program(work_ptr + 1, tl.num_programs(0)):
+        tl.store(amax_ptr, take_amax(work_ptr))
+
+
+@triton.jit
+def scale_of(delayed, own_amax_ptr, ROLE: tl.constexpr, rounding: tl.constexpr):
+    """The delayed scale, or where there is none yet, or for Dynamic, that of the tensor's own amax."""
+    if ROLE is not None:
+        scale = scale_of_pass(delayed, ROLE)
+        if scale == 0:
+            if own_amax_ptr is not None:
+                scale = scale_from_amax(tl.load(own_amax_ptr), rounding.limit, rounding.power_of_two)
+            else:  # a CUDA graph replayed after the state was emptied
+                scale = 1.0
+    else:
+        scale = scale_from_amax(tl.load(own_amax_ptr), rounding.limit, rounding.power_of_two)
+    return scale
+
+
+@triton.jit(do_not_specialize=["groups"])
+def cast_tensor_kernel(
+    x,
+    h,
+    out,  # Outputs; its amax is written if Delayed
+    own_amax_ptr,  # the same, if amax_kernel found it: for Dynamic, or where there may be no history; else None
+    delayed,  # with a ROLE, a State, of which the scale alone is read without an update
+    rolled,  # with an update, what the last program rolls besides: (amax of the input, of the weight)
+    sums,  # None, or (column sums [C], their parts [groups, C])
+    work_ptr,
+    groups,  # of tiling.tiles tiles in a strip
+    function: tl.constexpr,  # Function
+    ROLE: tl.constexpr,  # None for Dynamic
+    rounding: tl.constexpr,
+    update: tl.constexpr,  # Update, or None
+    tiling: tl.constexpr,  # Tiling
+):
+    """One scale for all that is cast: codes in one or both layouts, scale_inv, and what else is asked for."""
+    programs = tl.num_programs(0)
+    program = tl.program_id(0)
+    scale = scale_of(delayed, own_amax_ptr, ROLE, rounding)
+    if ROLE is None:
+        program = programs - 1 - program  # what amax_kernel read last is still in the cache
+    if program == 0:
+        tl.store(out.scale_inv, scale_inv_from_scale(scale, False))
+    strips = programs // groups
+    strip = program % strips
+    group = program // strips
+    cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
+    first_row = group * (tiling.tiles * tiling.block_r)
+    amax, parts, second_parts = cast_strip(
+        x, h, out.codes, scale, first_row, cols, function, rounding.e5m2, sums is not None, tiling
+    )
+    if sums is not None:
+        counters = work_ptr + 2 + strip
+        finish_column_sum(parts, sums[0], sums[1], counters, group, groups, cols, x.C)
+        if tiling.halves:
+            sum_ptr = sums[0] + x.C
+            finish_column_sum(
+                second_parts, sum_ptr, sums[1] + groups * x.C, counters + strips, group, groups, cols, x.C
+            )
+    if ROLE is not None:
+        raise_amax(work_ptr, amax)
+        if is_last_program(work_ptr + 1, programs):
+            amax = take_amax(work_ptr)
+            tl.store(out.amax, amax)
+            if update is not None:  # all programs have read their scale
+                roll_others(delayed, rolled[0], rolled[1], update)
+                roll(delayed, amax, ROLE, update)
+
+
+def find_amax(given: CastInput, amax: Tensor, delayed: StateTensors | None = None, role: int | None = None) -> None:
+    """Write amax [1, 1]; but given ``delayed`` and a role, not where that has a scale for it."""
+    chosen = given.config("amax")
+    strips, groups, tiling = given.tiling(*chosen[:3])
+    arguments = amax, delayed, workspace(given.x, 2), groups
+    given.launch(amax_kernel, strips * groups, chosen.num_warps, arguments, (role, tiling))
+
+
+def cast_by_tensor(
+    given: CastInput,
+    scaling: Scaling,
+    out: Outputs,
+    sums: Tensor | None,
+    state: StateTensors | None = None,  # that the last program rolls
+    rolled: Sequence[Tensor | None] = (None, None),  # beside this cast's: amax of input, amax of weight
+    update: Update | None = None,
+    knows_amax: bool = False,  # out's, and may be
+) -> None:
+    """One scale for all."""
+    delayed_scale, role = scaling.delayed_scale, None if scaling.delayed_scale is None else scaling.role
+    delayed = StateTensors(delayed_scale, None, None, None) if state is None and delayed_scale is not None else state
+    chosen = given.config("cast" if out.codes.t is None else "cast_transpose")
+    strips, groups, tiling = given.tiling(*chosen[:3])
+    needs_amax = knows_amax or delayed_scale is None or not scale_exists(delayed_scale, scaling.role)
+    if needs_amax and not knows_amax:
+        find_amax(given, out.amax, delayed, role)
+    arguments = (
+        out,
+        out.amax if needs_amax else None,
+        delayed,
+        tuple(rolled),
+        given.with_parts(sums, groups),
+        workspace(given.x, 2 + strips * given.halves),
+        groups,
+    )
+    constants = role, rounding_of(scaling), update, tiling
+    given.launch(cast_tensor_kernel, strips * groups, chosen.num_warps, arguments, constants)
+
+
+@triton.jit
+def cast_rows_kernel(
+    x,
+    h,
+    out,  # Outputs
+    function: tl.constexpr,  # Function
+    rounding: tl.constexpr,
+    tiling: tl.constexpr,  # Tiling
+):
+    """A scale for each row of what is cast."""
+    rows = tl.program_id(0) * tiling.block_r + tl.arange(0, tiling.block_r)
+    cols = tl.arange(0, tiling.block_c)
+    tile, second = produce(x, h, rows, cols, function, tiling.even)
+    largest = larger(tile, second, tiling)
+    if not tiling.one_tile:
+        for start in range(tiling.block_c, x.C, tiling.block_c):
+            more, more_second = produce(x, h, rows, start + cols, function, tiling.even)
+            largest = tl.maximum(largest, larger(more, more_second, tiling))
+    amax = tl.max(largest, 1)
+    scale = scale_from_amax(amax, rounding.limit, rounding.power_of_two)
+    tl.store(out.amax + rows, amax, mask=rows < x.R)
+    tl.store(out.scale_inv + rows, scale_inv_from_scale(scale, rounding.power_of_two), mask=rows < x.R)
+    scale = scale[:, None]
+    if tiling.one_tile:
+        store_tiles(tile, second, scale, scale, out.codes, rows, cols, x, rounding.e5m2, tiling)
+    else:
+        for start in range(0, x.C, tiling.block_c):
+            tile, second = produce(x, h, rows, start + cols, function, tiling.even)
+            store_tiles(tile, second, scale, scale, out.codes, rows, start + cols, x, rounding.e5m2, tiling)
+
+
+@triton.jit
+def larger(tile, second, tiling: tl.constexpr):
+    """The finite magnitudes of a tile, or the larger ones of two halves."""
+    result = finite_abs(tile)
+    if tiling.halves:
+        result = tl.maximum(result, finite_abs(second))
+    return result
+
+
+def cast_by_row(given: CastInput, scaling: Scaling, out: Outputs) -> None:
+    """A scale for each row."""
+    if given.rows == 0:
+        return
+    chosen = given.config("cast_rows")
+    widest = max(16, triton.next_power_of_2(given.cols))
+    block_c = min(chosen.block_c, widest)
+    # narrow rows: as many as fill half a tile
+    block_r = chosen.block_r * max(1, chosen.block_c // (2 * block_c))
+    _, programs, tiling = given.tiling(block_r, block_c, one_tile=widest <= block_c)
+    given.launch(cast_rows_kernel, programs, chosen.num_warps, (out,), (rounding_of(scaling), tiling))
+
+
+LINES = (1, ALL), (ALL, 1)
+
+
+@triton.jit
+def finish_lines(bits_ptr, lines, end, out, scale_ptr, rounding: tl.constexpr):
+    """Write the amax, scale_inv and scale of ``lines`` before ``end``, and set their bits back to 0."""
+    inside = lines < end
+    # from L2: this multiprocessor's own cache doesn't see what others raised
+    amax = tl.load(bits_ptr + lines, mask=inside, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
+    tl.store(out.amax + lines, amax, mask=inside)
+    scale = scale_from_amax(amax, rounding.limit, rounding.power_of_two)
+    tl.store(scale_ptr + lines, scale, mask=inside)
+    tl.store(out.scale_inv + lines, scale_inv_from_scale(scale, rounding.power_of_two), mask=inside)
+    tl.debug_barrier()  # all threads have read
+    tl.store(bits_ptr + lines, tl.zeros_like(lines), mask=inside)
+
+
+@triton.jit(do_not_specialize=["groups"])
+def line_amax_kernel(
+    x,
+    h,
+    by_row,  # Outputs of a scaling by rows, or anything
+    by_column,  # of one by columns
+    scales,  # of the rows, and of the columns, for the cast
+    work_ptr,
+    groups,  # of tiling.tiles tiles in a strip
+    function: tl.constexpr,  # Function
+    row_rounding: tl.constexpr,  # None without a scaling by rows
+    column_rounding: tl.constexpr,
+    tiling: tl.constexpr,  # Tiling
+):
+    """The amaxes and scales of all rows, all columns or both."""
+    HEIGHT: tl.constexpr = tiling.tiles * tiling.block_r
+    strips = tl.num_programs(0) // groups
+    strip = tl.program_id(0) % strips
+    group = tl.program_id(0) // strips
+    cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
+    row_bits_ptr = work_ptr + x.C
+    if tiling.halves:
+        row_bits_ptr += x.C
+    counter_ptr = row_bits_ptr + x.R
+    largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    second_largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    for i in range(tiling.tiles):
+        rows = group * HEIGHT + i * tiling.block_r + tl.arange(0, tiling.block_r)
+        tile, second = produce(x, h, rows, cols, function, tiling.even)
+        tile = finite_abs(tile)
+        second = finite_abs(second)
+        if column_rounding is not None:
+            largest = tl.maximum(largest, tile)
+            if tiling.halves:
+                second_largest = tl.maximum(second_largest, second)
+        if row_rounding is not None:
+            if tiling.halves:
+                tile = tl.maximum(tile, second)
+            raise_amax(row_bits_ptr + rows, tl.max(tile, 1), rows < x.R)
+    if column_rounding is not None:
+        raise_amax(work_ptr + cols, tl.max(largest, 0), cols < x.C)
+        if tiling.halves:
+            raise_amax(work_ptr + x.C + cols, tl.max(second_largest, 0), cols < x.C)
+        if is_last_program(counter_ptr + strip, groups):
+            finish_lines(work_ptr, cols, x.C, by_column, scales[1], column_rounding)
+            if tiling.halves:
+                second_cols = tl.where(cols < x.C, x.C + cols, 2 * x.C)
+                finish_lines(work_ptr, second_cols, 2 * x.C, by_column, scales[1], column_rounding)
+    if row_rounding is not None:
+        if is_last_program(counter_ptr + strips + group, strips):
+            finish_lines(row_bits_ptr, group * HEIGHT + tl.arange(0, HEIGHT), x.R, by_row, scales[0], row_rounding)
+
+
+@triton.jit(do_not_specialize=["groups"])
+def cast_lines_kernel(
+    x,
+    h,
+    by_row,  # Outputs of a scaling by rows, or anything
+    by_column,  # of one by columns
+    scales,  # that line_amax_kernel wrote
+    sums,  # None, or (column sums, their parts [halves, groups, C])
+    work_ptr,
+    groups,  # of tiling.tiles tiles in a strip
+    function: tl.constexpr,  # Function
+    row_rounding: tl.constexpr,  # None without a scaling by rows
+    column_rounding: tl.constexpr,
+    tiling: tl.constexpr,  # Tiling
+):
+    """Codes by the scales of rows, of columns or both."""
+    programs = tl.num_programs(0)
+    program = programs - 1 - tl.program_id(0)  # what line_amax_kernel read last is still in the cache
+    strips = programs // groups
+    strip = program % strips
+    group = program // strips
+    cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
+    column_scale = 1.0
+    second_scale = 1.0
+    if column_rounding is not None:
+        column_scale = tl.load(scales[1] + cols, mask=cols < x.C, other=1.0)[None, :]
+        second_scale = column_scale
+        if tiling.halves:
+            second_scale = tl.load(scales[1] + x.C + cols, mask=cols < x.C, other=1.0)[None, :]
+    total = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    second_total = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    for i in range(tiling.tiles):
+        rows = (group * tiling.tiles + i) * tiling.block_r + tl.arange(0, tiling.block_r)
+        tile, second = produce(x, h, rows, cols, function, tiling.even)
+        if row_rounding is not None:
+            scale = tl.load(scales[0] + rows, mask=rows < x.R, other=1.0)[:, None]
+            store_tiles(tile, second, scale, scale, by_row.codes, rows, cols, x, row_rounding.e5m2, tiling)
+        if column_rounding is not None:
+            codes = by_column.codes
+            store_tiles(tile, second, column_scale, second_scale, codes, rows, cols, x, column_rounding.e5m2, tiling)
+        if sums is not None:
+            total += tile
+            if tiling.halves:
+                second_total += second
+    if sums is not None:
+        finish_column_sum(tl.sum(total, 0), sums[0], sums[1], work_ptr + strip, group, groups, cols, x.C)
+        if tiling.halves:
+            finish_column_sum(
+                tl.sum(second_total, 0),
+                sums[0] + x.C,
+                sums[1] + groups * x.C,
+                work_ptr + strips + strip,
+                group,
+                groups,
+                cols,
+                x.C,
+            )
+
+
+def cast_by_line(given: CastInput, sums: Tensor | None, *scalings: tuple[Scaling, Outputs]) -> None:
+    """A scale for each row, for each column, or one scaling of each."""
+    by_tile = {scaling.tile: (rounding_of(scaling), out) for scaling, out in scalings}
+    roundings, outs = zip(*(by_tile.get(tile, (None, None)) for tile in LINES), strict=True)
+    scales = given.x.new_empty(sum(given.shape), dtype=torch.float32).split(given.shape)
+    chosen = given.config("amax_lines")
+    strips, groups, tiling = given.tiling(*chosen[:3])
+    work = workspace(given.x, sum(given.shape) + strips + groups)
+    found = (*(out and out._replace(codes=None) for out in outs), scales, work, groups)
+    given.launch(line_amax_kernel, strips * groups, chosen.num_warps, found, (*roundings, tiling))
+    if sums is not None or any(out.codes.q is not None or out.codes.t is not None for _, out in scalings):
+        chosen = given.config("cast_lines")
+        strips, groups, tiling = given.tiling(*chosen[:3])
+        work = workspace(given.x, strips * given.halves)
+        arguments = *outs, scales, given.with_parts(sums, groups), work, groups
+        given.launch(cast_lines_kernel, strips * groups, chosen.num_warps, arguments, (*roundings, tiling))
+
+
+@triton.jit
+def encode_blocks(tile, scaling: tl.constexpr, tiling: tl.constexpr):
+    """Codes of a float32 tile in one scaling, whose blocks divide it: (codes, the blocks' amax, their scale)."""
+    ROWS: tl.constexpr = scaling.block[0]
+    COLS: tl.constexpr = scaling.block[1]
+    BR: tl.constexpr = tiling.block_r
+    BC: tl.constexpr = tiling.block_c
+    amax = tl.max(tl.max(tl.reshape(finite_abs(tile), [BR // ROWS, ROWS, BC // COLS, COLS]), 3), 1)
+    scale = scale_from_amax(amax, scaling.limit, scaling.power_of_two)
+    wide = tl.broadcast_to(scale[:, None, :, None], [BR // ROWS, ROWS, BC // COLS, COLS])
+    return encode(tile, tl.reshape(wide, [BR, BC]), scaling.e5m2), amax, scale
+
+
+@triton.jit
+def store_block_scales(amax, scale, out, first_row, rows_end, first_col, cols_end, offset, scaling: tl.constexpr):
+    """Write blocks' scale_inv and amax from a row and column on, up to the ends, ``offset`` elements further."""
+    row = first_row + tl.arange(0, amax.shape[0])
+    col = first_col + tl.arange(0, amax.shape[1])
+    mask = (row < rows_end)[:, None] & (col < cols_end)[None, :]
+    offsets = row[:, None] * out.stride_r + col[None, :] * out.stride_c + offset
+    tl.store(out.scale_inv + offsets, scale_inv_from_scale(scale, scaling.power_of_two), mask=mask)
+    if out.amax is not None:
+        tl.store(out.amax + offsets, amax, mask=mask)
+
+
+@triton.jit
+def store_blocks(tile, HALF: tl.constexpr, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr):
+    """Write a float32 tile in one scaling, whose blocks divide it, to the Outputs out: codes, scale_inv, amax.
+
+    HALF: which of two halves the tile belongs to; place: (group, strip) of the program; x has R and C, a half's.
+    """
+    ROWS: tl.constexpr = scaling.block[0]
+    COLS: tl.constexpr = scaling.block[1]
+    BR: tl.constexpr = tiling.block_r
+    BC: tl.constexpr = tiling.block_c
+    blocks_c = tl.cdiv(x.C, COLS)
+    rows = place[0] * BR + tl.arange(0, BR)
+    cols = place[1] * BC + tl.arange(0, BC)
+    codes, amax, scale = encode_blocks(tile, scaling, tiling)
+    first_row, first_col = place[0] * (BR // ROWS), place[1] * (BC // COLS)
+    shift = HALF * blocks_c * out.stride_c
+    store_block_scales(amax, scale, out, first_row, tl.cdiv(x.R, ROWS), first_col, blocks_c, shift, scaling)
+    if tiling.halves:
+        store_codes(codes, out.codes, rows, cols, x, tiling.even, HALF)
+    else:
+        store_codes(codes, out.codes, rows, cols, x, tiling.even)
+
+
+@triton.jit
+def cast_blocks_of_half(
+    HALF: tl.constexpr,
+    x,
+    h,
+    place,
+    first,
+    second,
+    sums,
+    work_ptr,
+    function: tl.constexpr,
+    scaling: tl.constexpr,
+    second_scaling: tl.constexpr,
+    tiling: tl.constexpr,
+):
+    """All that a program writes of one half; the arguments after ``place`` are the kernel's."""
+    rows = place[0] * tiling.block_r + tl.arange(0, tiling.block_r)
+    cols = place[1] * tiling.block_c + tl.arange(0, tiling.block_c)
+    tile, other = produce(x, h, rows, cols, function, tiling.even)
+    if HALF == 1:
+        tile = other
+    if sums is not None:
+        groups = tl.cdiv(x.R, tiling.block_r)
+        counter_ptr = work_ptr + 2 + HALF * tl.cdiv(x.C, tiling.block_c) + place[1]
+        sum_ptr = sums[0] + HALF * x.C
+        part_ptr = sums[1] + HALF * groups * x.C
+        summed = tile if function.name == "" else rounded(tile)
+        finish_column_sum(tl.sum(summed, 0), sum_ptr, part_ptr, counter_ptr, place[0], groups, cols, x.C)
+    store_blocks(tile, HALF, place, x, first, scaling, tiling)
+    if second_scaling is not None:
+        if function.name == "" and x.ptr.dtype.element_ty.primitive_bitwidth == 16:
+            tile = kept_narrow(tile, x.ptr.dtype.element_ty)
+        store_blocks(tile, HALF, place, x, second, second_scaling, tiling)
+
+
+@triton.jit
+def cast_blocks_kernel(
+    x,
+    h,
+    first,  # Outputs of the first scaling
+    second,  # of the second, or None
+    sums,  # None, or (column sums, their parts [halves, groups, C])
+    work_ptr,
+    function: tl.constexpr,  # Function
+    scaling: tl.constexpr,  # Rounding of the first
+    second_scaling: tl.constexpr,  # of the second, or None
+    tiling: tl.constexpr,  # Tiling
+):
+    """A scale for each block whose sizes divide the program's tile; two such scalings of one read."""
+    strips = tl.cdiv(x.C, tiling.block_c)
+    place = (tl.program_id(0) // strips, tl.program_id(0) % strips)
+    cast_blocks_of_half(0, x, h, place, first, second, sums, work_ptr, function, scaling, second_scaling, tiling)
+    if tiling.halves:  # one after the other: both would not fit the registers, and the cache has what is read again
+        cast_blocks_of_half(1, x, h, place, first, second, sums, work_ptr, function, scaling, second_scaling, tiling)
+
+
+def cast_by_block(
+    given: CastInput, sums: Tensor | None, first: tuple[Scaling, Outputs], second: tuple[Scaling, Outputs] | None = None
+) -> None:
+    """Cast by one or two scalings of small blocks."""
+    scaling, out = first
+    second_scaling, second_out = second or (None, None)
+    kind = "cast_blocks" if second_scaling is None and out.codes.t is None else "cast_blocks_transpose"
+    chosen = with_room_for(given.config(kind), scaling.tile, (second_scaling or scaling).tile)
+    strips, groups, tiling = given.tiling(chosen.block_r, chosen.block_c)
+    work = None if sums is None else workspace(given.x, 2 + strips * given.halves)
+    roundings = rounding_of(scaling), None if second_scaling is None else rounding_of(second_scaling)
+    arguments = out, second_out, given.with_parts(sums, groups), work
+    num_warps = chosen.num_warps
+    if given.function.name and kind == "cast_blocks_transpose":  # what is computed is held in float32
+        num_warps = min(16, 2 * num_warps)
+    given.launch(cast_blocks_kernel, strips * groups, num_warps, arguments, (*roundings, tiling))
