@@ -220,20 +220,25 @@ def gathered_for(readers: Sequence[Any], input: Any, sending: Sending, memo: lis
     has read such an input before; where none has (a first forward, compiled ones), that which all have, else the
     input's own. ``memo``: see Wire.
     """
-    known = [reader for reader in readers if (style := style_of(reader)) is not None and style.reads_gathered]
+    known = [reader for reader in readers if _reads_gathered(reader)]
     reading = known or readers
     first, dim, mesh = reading[0], input.placements[0].dim % input.ndim, input.device_mesh
     recipe, x = first.recipe, input.to_local()
     if any(arguments_of(reader.recipe) != arguments_of(recipe) for reader in readers) or input.shape[dim] % mesh.size():
         return None
     trains = torch.is_grad_enabled() and any(one.requires_grad for reader in readers for one in reader.parameters())
-    observers = [(reader.recipe, observer) for reader in reading if (observer := reader.observing) is not None]
+    observers = [(reader.recipe, reader.observing) for reader in reading if reader.observing is not None]
     reader = GatherReader(recipe, first.state_of_input() if known else _state_of_all(readers), trains, tuple(observers))
     if not can_gather(reader, INPUT, math.prod(x.shape[dim:-1]), sending.exact):
         return None
     weight = next(one for one in first.parameters() if one.ndim > 1)  # that of one split stands for those of all
     wire = sending.wire(mesh, x, dim, memo)
     return gather_input(x.to(product_dtype(input, weight)), dim, reader, wire)
+
+
+def _reads_gathered(reader: Any) -> bool:
+    style = style_of(reader)  # not in the comprehension by :=, which Dynamo can't trace
+    return style is not None and style.reads_gathered
 
 
 def _state_of_all(readers: Sequence[Any]) -> State | None:
