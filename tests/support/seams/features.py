@@ -123,7 +123,7 @@ class StoredWeights(Feature):
 class ByMuon(StoredWeights):
     """Weights in FP8 that Muon moves, its momentum in FP8 too. Few iterations: torch's bf16 products take seconds."""
 
-    options: ClassVar = {"lr": LR, "ns_steps": 2}
+    options: ClassVar[dict[str, Any]] = {"lr": LR, "ns_steps": 2}
 
     def optimizer(self, made: Made, parameters: Any) -> Any:
         """Float64's is torch's."""
