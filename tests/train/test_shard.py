@@ -178,7 +178,7 @@ def test_refusals_under_tensor_parallelism(pool, config):
 
 @pytest.fixture
 def short(config):
-    return changed(config, optimizer={"steps": 6}, run={"eval_every": 2})
+    return changed(config, optimizer={"steps": 8}, run={"eval_every": 2})
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_run_stopped_on_one_rank_goes_on_exactly(pool, short, shard, recipe, t
     for again, interrupted, _ in pool.run(train_on, shape, config, recipe):
         assert not interrupted and again == whole
     logs = [(tmp_path / part / recipe / "log.csv").read_text().splitlines() for part in ("whole", "parts")]
-    assert [line.split(",")[:3] for line in logs[0]] == [line.split(",")[:3] for line in logs[1]] and len(logs[0]) == 7
+    assert [line.split(",")[:3] for line in logs[0]] == [line.split(",")[:3] for line in logs[1]] and len(logs[0]) == 9
     left = sorted(path.name for path in (tmp_path / "parts" / recipe).iterdir())
     assert left == ["checkpoint", "config.json", "log.csv"]
 
