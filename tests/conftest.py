@@ -30,7 +30,10 @@ LONG = {
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # without a traceback, which torch.manual_seed formats for each kind of device: milliseconds a test
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from octavo import cli
 ROOT = Path(__file__).parents[1]
 EXECUTED = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SLOW = ("export", "hugging-face", "lightning", "mixture-of-experts")  # libraries that take seconds to import
-SLOW += ("ten-minutes",)  # trains three times
+SLOW += ("ten-minutes", "compile")  # one trains three times, one compiles as tests/compile does
 LINKED = sorted(p for p in ROOT.rglob("*.md") if not any(part[0] == "." for part in p.relative_to(ROOT).parts))
 
 FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)")

@@ -185,6 +185,7 @@ def test_error_feedback(pool, servers):
     np.testing.assert_allclose(sum(expected) + left.reshape(-1)[:5000], exact, atol=1e-5)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("granularity", [PerBlock(1, BLOCK), PerTensor()], ids=str)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_stochastic_rounding(pool, fmt, granularity):

@@ -78,6 +78,7 @@ def read_tensor(tensor: torch.Tensor, memory: Unwritten, is_argument: bool) -> N
     emulator.run(module("ld.global.b32 %r1, [%a0];", 1), (1, 1, 1), values, 0, found, emulator.Options())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_argument", [True, False])
 @pytest.mark.parametrize(
     "made",

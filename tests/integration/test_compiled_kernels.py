@@ -29,10 +29,10 @@ with (ROOT / "benchmarks/results/compiled.csv").open(newline="") as file:
     FIRST = {row["kernel"]: (row["op"], row["case"]) for row in reversed(list(csv.DictReader(file)))}
 
 
-# by default one kernel that casts, one that multiplies, of rows in groups, of a norm and its gradient, of an optimizer
+# by default one kernel that casts, one that multiplies, of rows in groups, of a norm's gradient, of an optimizer
 BY_DEFAULT = {
-    *("cast_tensor_kernel", "matmul_kernel", "cast_group_blocks_kernel", "norm_blocks_kernel"),
-    *("norm_backward_kernel", "optimizer_step_kernel"),
+    *("cast_tensor_kernel", "matmul_kernel", "cast_group_blocks_kernel", "norm_backward_kernel"),
+    "optimizer_step_kernel",
 }
 EACH_KERNEL = [pytest.param(kernel, marks=[] if kernel in BY_DEFAULT else pytest.mark.full) for kernel in FIRST]
 
@@ -165,7 +165,7 @@ def kernel_of(capability: int, case: Any) -> Any:
     return kernel
 
 
-@pytest.mark.parametrize("capability", [89, 120])
+@pytest.mark.parametrize("capability", [pytest.param(89, marks=pytest.mark.full), 120])
 def test_machine_code_of_a_cast_elsewhere(capability: int) -> None:
     assert machine_code.examine(kernel_of(capability, next(compiled.per_row())))[1] == []
 

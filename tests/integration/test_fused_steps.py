@@ -39,10 +39,10 @@ def assert_near_state(module: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(state[name], expected[name], rtol=0.05, atol=0, msg=name)
 
 
-@pytest.mark.parametrize("step_of", [3, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("step_of", [5, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_whatever_is_frozen(recipe, step_of):
-    """All 128 choices of what needs a gradient, by default every third: the others' are those of a trainable module."""
+    """All 128 choices of what needs a gradient, by default every fifth: the others' are those of a trainable module."""
     whole = mlp("layer_norm", recipe, activation="gelu_tanh", inside=32)
     x, grad = torch.randn(T, K), torch.randn(T, K)
     expected = step(copy.deepcopy(whole), x, grad)

@@ -86,7 +86,7 @@ def test_bf16_learns(kind: str) -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in ("delayed", "rowwise", "mx") else pytest.mark.full) for n in FP8_RECIPES]
+    "name", [pytest.param(n, marks=[] if n in ("delayed", "rowwise") else pytest.mark.full) for n in FP8_RECIPES]
 )
 @each_model
 def test_it_trains_as_bf16_does(kind: str, name: str) -> None:

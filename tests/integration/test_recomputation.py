@@ -77,6 +77,7 @@ def check_compiled(net: Net, kind: str) -> None:
     assert_equal(train(net, kind, compiled, micro_batches=1), expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
 @pytest.mark.parametrize("frozen", ["nothing", "norm", "fc1", "fc2", "fc1.bias"])
 def test_frozen_parts_inside_a_recomputed_region(frozen, way):

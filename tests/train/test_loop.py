@@ -182,10 +182,10 @@ def test_two_runs_are_equal_and_seeds_differ(config):
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])  # other recipes have no state
 def test_a_resumed_run_is_the_run_in_one_piece(config, recipe, tmp_path):
-    config = steps(config, 10)
+    config = steps(config, 6)
     whole = run(at(config, tmp_path / "whole"), recipe)
-    first = run(at(config, tmp_path / "parts"), recipe, hooks=stop_after(5))
-    assert first.interrupted and len(first.rows) == 5 and math.isnan(first.final_validation)
+    first = run(at(config, tmp_path / "parts"), recipe, hooks=stop_after(3))
+    assert first.interrupted and len(first.rows) == 3 and math.isnan(first.final_validation)
     second = run(at(config, tmp_path / "parts", resume=True), recipe)
     assert not second.interrupted and curve(second) == curve(whole)
     assert log_curve(tmp_path / "parts" / recipe / "log.csv") == log_curve(tmp_path / "whole" / recipe / "log.csv")
@@ -209,13 +209,13 @@ def plain_run():
     ids=", ".join,
 )
 def test_so_is_one_whose_state_takes_few_bytes(config, state, tmp_path, plain_run):
-    config = steps(config, 10)
+    config = steps(config, 6)
     if "delayed" not in plain_run:
         plain_run["delayed"] = run(config, "delayed")
     plain = plain_run["delayed"]
     config = replace(config, state=StateConfig(*state))
     whole = run(config, "delayed")
-    assert run(at(config, tmp_path), "delayed", hooks=stop_after(5)).interrupted
+    assert run(at(config, tmp_path), "delayed", hooks=stop_after(3)).interrupted
     assert curve(run(at(config, tmp_path, resume=True), "delayed")) == curve(whole)
     assert whole.final_validation == pytest.approx(plain.final_validation, rel=0.05)
     assert curve(whole) != curve(plain)

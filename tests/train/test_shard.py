@@ -120,7 +120,7 @@ def test_the_curve_is_that_of_one_process(pool, config, ranks, micro_batches, wi
 )
 def test_the_curve_under_tensor_parallelism_is_that_of_one_process(pool, config, recipe, experts, rel, compiled):
     """Up to the order of additions; where a scale is a tensor's, each pair of ranks has that of its own sequences."""
-    config = changed(config, optimizer={"steps": 4}, run={"eval_every": 2, "dtype": "float32"})
+    config = changed(config, optimizer={"steps": 3}, run={"eval_every": 3, "dtype": "float32"})
     config = changed(config, model={"experts": experts})
     alone = curve(run(config, recipe))
     config = changed(config, run={"compile": compiled}, ranks={"shard": "fsdp", "tensor_parallel": 2})
@@ -154,7 +154,7 @@ STORED = COMPACT | {"weight_storage": "fp8", "master": "split16"}
 )
 def test_state_in_few_bytes_under_tensor_parallelism(pool, config, state, experts):
     """Random bits of layers with named splits are others, and codes of columns that ranks share."""
-    config = changed(config, model={"experts": experts}, optimizer={"steps": 6}, run={"eval_every": 3}, state=state)
+    config = changed(config, model={"experts": experts}, optimizer={"steps": 4}, run={"eval_every": 2}, state=state)
     alone = curve(run(config, "delayed"))
     config = changed(config, ranks={"shard": "fsdp", "tensor_parallel": 2})
     answers = pool.run(train_on, (4,), config, "delayed")

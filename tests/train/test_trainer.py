@@ -69,7 +69,9 @@ def test_phases_that_begin_in_no_step(text):
         phases_of(text, DYNAMIC, 10, STATE)
 
 
-@pytest.mark.parametrize("state", [STATE, StateConfig(), StateConfig("fp8", "split16", "fp8", "8KB")])
+@pytest.mark.parametrize(
+    "state", [pytest.param(STATE, marks=pytest.mark.full), StateConfig(), StateConfig("fp8", "split16", "fp8", "8KB")]
+)
 def test_a_run_switches_and_resumes_bit_for_bit(state, tmp_path):
     config = replace(TINY, state=replace(state, schedule="fp8-then-bf16@0.4-then-fp8@0.8"))
     whole = run(config, "dynamic")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -121,13 +121,15 @@ class StoredWeights(Feature):
 
 
 class ByMuon(StoredWeights):
-    """Weights in FP8 that Muon moves, its momentum in FP8 too."""
+    """Weights in FP8 that Muon moves, its momentum in FP8 too. Few iterations: torch's bf16 products take seconds."""
+
+    options: ClassVar[dict[str, Any]] = {"lr": LR, "ns_steps": 2}
 
     def optimizer(self, made: Made, parameters: Any) -> Any:
         """Float64's is torch's."""
         if made.role == "float64":
-            return torch.optim.Muon(parameters, lr=LR)
-        return octavo.optim.Muon(parameters, lr=LR)
+            return torch.optim.Muon(parameters, **self.options)
+        return octavo.optim.Muon(parameters, **self.options)
 
 
 class StoredGradients(Feature):
