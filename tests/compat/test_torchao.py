@@ -50,12 +50,11 @@ def signal_to_noise(found, expected):
 def test_it_has_every_name(theirs):
     assert set(theirs.__all__) <= vars(ours).keys()
     for name in ("ScalingType", "ScalingGranularity"):
-        assert [v.value for v in getattr(ours, name)] == [v.value for v in getattr(theirs, name)]
+        assert [v.short_str() for v in getattr(ours, name)] == [v.short_str() for v in getattr(theirs, name)]
     for kind in RECIPES:
         for role in ("input", "weight", "grad_output"):
-            one, other = (getattr(of(kind), f"cast_config_{role}") for of in from_name(ours, theirs))
-            assert one.scaling_type.value == other.scaling_type.value and one.target_dtype == other.target_dtype
-            assert one.scaling_granularity.value == other.scaling_granularity.value
+            found = (getattr(of(kind), f"cast_config_{role}").short_str() for of in from_name(ours, theirs))
+            assert len(set(found)) == 1
 
 
 @pytest.mark.parametrize(
