@@ -369,8 +369,8 @@ def _optimizer_to_fill(
     """
     parted, codes, places = joined_parts.names_of(model), list[tuple[dict[str, Any], str, Moment]](), Places()
     present, kept = joined_parts.join(begun["state"], parted), dict[str, Any]()
-    names, described = getattr(optimizer, "names", ()), content["groups"][0].get("octavo", {"moments": ()})
-    moments = dict(zip(names, map(moment_from, described["moments"]), strict=False))
+    names, described = getattr(optimizer, "names", ()), content["groups"][0].get("octavo", {"moments": {}})
+    moments = {name: moment_from(one) for name, one in described["moments"].items()}
     for name, keys in content["states"].items():
         here, sizes = present.get(name, {}), {key: reader.size(f"optimizer.{name}.{key}") for key in keys}
         others = {one: _moment_to_fill(one, here, sizes) for one in names}

@@ -13,6 +13,22 @@ from octavo.optim.state import Settings
 from octavo.tensor.stored_weight import local_stored
 
 
+def check_betas(weight: Tensor, group: dict[str, Any]) -> None:
+    """Raise ValueError for betas that give no largest update, from which an FP8 weight's scale comes."""
+    beta1, beta2 = group["betas"]
+    if local_stored(weight) is not None and beta1 * beta1 > beta2:
+        raise ValueError(
+            f"betas={(beta1, beta2)!r}: the largest update grows without end where beta1^2 > beta2, so it can give "
+            "no scale; use a larger beta2, or float32 weights"
+        )
+
+
+def adam_group(group: dict[str, Any], maximize: bool, decoupled: bool, clip: bool) -> AdamGroup:
+    """A group's options as the kernels take them."""
+    beta1, beta2, eps, decay = map(float, (*group["betas"], group["eps"], group["weight_decay"]))  # may be tensors
+    return AdamGroup(group["lr"], beta1, beta2, eps, decay, maximize, decoupled, clip)
+
+
 class Adam(CompactOptimizer):
     """torch.optim.Adam: weight decay is added to the gradient, so that it enters the moments. Else as AdamW.
 
@@ -69,12 +85,7 @@ class Adam(CompactOptimizer):
 
     def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
         """As any optimizer's; also refuse betas that give no largest update, from which an FP8 weight's scale comes."""
-        beta1, beta2 = group["betas"]
-        if local_stored(weight) is not None and beta1 * beta1 > beta2:
-            raise ValueError(
-                f"betas={(beta1, beta2)!r}: the largest update grows without end where beta1^2 > beta2, so it can give "
-                "no scale; use a larger beta2, or float32 weights"
-            )
+        check_betas(weight, group)
         super().check(weight, group, settings, bounds)
 
     def will_bound(self, settings: Settings, stored: bool) -> bool:
@@ -84,8 +95,7 @@ class Adam(CompactOptimizer):
         return stored or any(m.format != "fp32" for m in settings.moments)
 
     def _options(self, group: dict[str, Any]) -> AdamGroup:
-        beta1, beta2, eps, decay = map(float, (*group["betas"], group["eps"], group["weight_decay"]))  # may be tensors
-        return AdamGroup(group["lr"], beta1, beta2, eps, decay, group["maximize"], self.decoupled, self.clip_update)
+        return adam_group(group, group["maximize"], self.decoupled, self.clip_update)
 
 
 class AdamW(Adam):

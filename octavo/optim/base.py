@@ -59,7 +59,7 @@ class PreparedUpdate(NamedTuple):
     data: Tensor  # the tensor that the step writes: the weight, or its codes
     address: int
     version: int  # of the weight after the last step
-    identity: tuple[int, ...]  # the weight's group and number, the seed, whether it has moments, ids of its state
+    identity: tuple[Any, ...]  # the weight's group and number, the seed, its moments' names, ids of its state
 
 
 def has_moved(kept: PreparedUpdate, weight: Tensor, data: Tensor) -> bool:
@@ -101,7 +101,7 @@ class CompactOptimizer(Optimizer):
             raise ValueError(f"gradient_storage={gradient_storage!r}: use None or 'fp8'")
         self.moments, self.master, self.seed = self.moments_of(moments), master, seed
         self.skip_nonfinite, self.gradient_storage = skip_nonfinite, gradient_storage
-        self.clip_update = self.will_bound(self._settings_of(True), stored=False)
+        self.clip_update = self.will_bound(self.settings, stored=False)
         self._begin()
         if isinstance(params, set | frozenset):
             raise TypeError("a set's order changes between runs, and random bits with it: give a list of parameters")
@@ -146,11 +146,11 @@ class CompactOptimizer(Optimizer):
     def _describe(self) -> None:
         """Note in each group how its state is to be read: torch.distributed.checkpoint saves what groups have."""
         for group in self.param_groups:
-            group["octavo"] = states.description(self.moments, self.master, self.seed)
+            group["octavo"] = states.description(self.settings, self.seed)
 
     def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
         """Raise ValueError for a weight that these settings can't keep; ``bounds``: whether updates will be bounded."""
-        states.check(weight, settings, bounds)
+        states.check(weight, settings.only(self.names_of(group)), bounds)
 
     def moments_of(self, moments: Any) -> tuple[Moment, ...]:
         """What a ``moments`` argument means for this optimizer."""
@@ -185,8 +185,8 @@ class CompactOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._agreement.finish()
-        names = ("moments", "master", "seed", "skip_nonfinite", "clip_update", "_clip", "names", "gradient_storage")
-        return {**super().__getstate__(), **{name: vars(self)[name] for name in names if name in vars(self)}}
+        names = {"moments", "master", "seed", "skip_nonfinite", "clip_update", "_clip", "gradient_storage", "adamw"}
+        return super().__getstate__() | {name: value for name, value in vars(self).items() if name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -345,10 +345,10 @@ class CompactOptimizer(Optimizer):
         """A weight's update, and whether its master begins anew: in the first step, or after the weight was written."""
         weight, state = states.local(param), self.state[param]
         anew = not state
-        averages = self._averages(self.param_groups[group])
+        names = self.names_of(self.param_groups[group])
         if anew:
-            state.update(states.new_state(param, self._settings_of(averages)))
-        kept, ids = self._kept.get(param), (group, index, self.seed, averages, *map(id, state.values()))
+            state.update(states.new_state(param, self.settings.only(names)))
+        kept, ids = self._kept.get(param), (group, index, self.seed, names, *map(id, state.values()))
         data = states.data_of(weight)
         written = kept is not None and isinstance(weight, StoredWeight) and was_written(kept, weight, data)
         if kept is None or has_moved(kept, weight, data) or kept.identity != ids or not data.is_contiguous():
@@ -364,12 +364,12 @@ class CompactOptimizer(Optimizer):
             weight.rest = None
         return kept, anew or written
 
-    def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[int, ...]) -> PreparedUpdate:
-        group, index, _, averages, *_ = ids
+    def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[Any, ...]) -> PreparedUpdate:
+        group, index, _, names, *_ = ids
         if isinstance(weight, StoredWeight):  # it may have been stored after the optimizer was made
             self.clip_update = self.will_bound(self.settings, stored=True)
         self.check(param, self.param_groups[group], self.settings, self.clip_update)
-        master, moments = states.for_kernel(param, weight, state, self._settings_of(bool(averages)))
+        master, moments = states.for_kernel(param, weight, state, self.settings.only(names))
         bits = BitNumbers(key_of(self.seed, index), *place_of(param))
         measured = self.resolution is not None and self.resolution.counts(param)
         update = WeightUpdate(master, moments, master.weight, state["step"], bits, group, None, measured)
@@ -378,16 +378,12 @@ class CompactOptimizer(Optimizer):
 
     @property
     def settings(self) -> Settings:
-        """How the optimizer keeps weights: with moments if any group has them."""
-        return self._settings_of(any(map(self._averages, self.param_groups)))
+        """How the optimizer keeps weights; a group's have the moments of ``names_of`` alone."""
+        return Settings(self.moments, self.names, self.master)
 
-    def _averages(self, group: dict[str, Any]) -> bool:
-        """Whether steps of a group read and write moments."""
-        return True
-
-    def _settings_of(self, averages: bool) -> Settings:
-        """How weights are kept in a group; ``averages``: whether it has moments."""
-        return Settings(self.moments, self.names, self.master) if averages else Settings((), (), self.master)
+    def names_of(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The names of the moments that steps of a group read and write."""
+        return self.names
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with the moments' and masters' own tensors; each group says how they are to be read."""
@@ -411,13 +407,13 @@ class CompactOptimizer(Optimizer):
         ids = [index for group in groups for index in group["params"]]
         described = states.fit_groups(groups, self)
         self._agreement.finish()
-        same = described is None or described == states.description(self.moments, self.master, described["seed"])
+        same = described is None or described == states.description(self.settings, described["seed"])
         found: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         converted: list[str] = []
-        for index, param in zip(ids, self.all_params(), strict=True):
-            if state_dict["state"].get(index):
-                given = state_dict["state"][index]
-                found[param], how = states.loaded(param, given, described, same, self._settings_in(given))
+        in_groups = [(param, group) for group in groups for param in group["params"]]
+        for index, (param, group) in zip(ids, in_groups, strict=True):
+            if given := state_dict["state"].get(index):
+                found[param], how = states.loaded(param, given, described, same, self._settings_in(given, group))
                 converted += how
         super().__setstate__({"state": found, "param_groups": groups})
         self.forget_kept()
@@ -431,10 +427,10 @@ class CompactOptimizer(Optimizer):
         for attached in filter(None, (self.resolution, self.in_backward)):
             attached.restart()
         if converted:
-            warnings.warn(states.conversion_warning(described, self.moments, self.master, converted), stacklevel=2)
+            warnings.warn(states.conversion_warning(described, self.settings, converted), stacklevel=2)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _settings_in(self, given: dict[str, Any]) -> Settings:
-        """How a weight's loaded state is to be kept."""
-        return self.settings
+    def _settings_in(self, given: dict[str, Any], group: dict[str, Any]) -> Settings:
+        """How a loaded state of a weight of this group is to be kept."""
+        return self.settings.only(self.names_of(group))

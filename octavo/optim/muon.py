@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from octavo.kernels.devices import optimizer_step
 from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, MasterWeight
-from octavo.kernels.reference.optimizer_step import SgdGroup, WeightUpdate
+from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.optim import state as states
+from octavo.optim.adam import adam_group, check_betas
 from octavo.optim.base import CompactOptimizer, check_not_negative
 from octavo.optim.layout import is_sharded, sharded_dims
-from octavo.optim.moment import Moment
+from octavo.optim.moment import NAMED, Moment, moments_of
 from octavo.optim.state import Settings
 from octavo.private import adjust_muon_lr, c10d_ops, orthogonalize
 from octavo.tensor.fsdp2 import groups_of, rows_of_rank
@@ -32,6 +33,7 @@ from octavo.tensor.fsdp2 import groups_of, rows_of_rank
 MAX_UPDATE = 1.25
 OWNED = 4  # matrices that a rank orthogonalises, of those that travel together
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
+_ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 
 class _Workspace(NamedTuple):
@@ -51,14 +53,19 @@ class _Workspace(NamedTuple):
 class Muon(CompactOptimizer):
     """torch.optim.Muon, its momentum in few bytes, on matrices of any master.
 
-    With ``moments="fp32"`` and float32 weights its results are torch's, bit for bit on a CPU. Vectors, embeddings and a
-    head belong to an AdamW beside it. Each device keeps a float32 scratch as large as the largest matrix, or its rows.
+    With ``moments="fp32"`` and float32 weights its results are torch's, bit for bit on a CPU. Embeddings, a head, and
+    what is no matrix belong to AdamW: here too, in groups with ``"algorithm": "adamw"``, which take AdamW's options.
+    Each device keeps a float32 scratch as large as the largest matrix, or its rows.
 
     Args:
-        params: matrices [R, C], or groups of them; plain, or sharded by rows over one dimension of a mesh.
+        params: matrices [R, C], or groups of them; plain, or sharded by rows over one dimension of a mesh. In groups of
+            AdamW what octavo.optim.AdamW takes.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as torch's.
-        moments: "fp8" (E4M3 in blocks of 128: 1.03 bytes an element, rounded stochastically), "bf16", "fp32", a Moment.
+        moments: "fp8" (E4M3 in blocks of 128: 1.03 bytes an element, rounded stochastically), "bf16", "fp32", a Moment;
+            or three Moments: the momentum's, and AdamW's two.
         master, seed, skip_nonfinite, gradient_storage: as AdamW's.
+        adamw: options of AdamW's groups: lr (1e-3), betas, eps, weight_decay. If it is given, what is no matrix in
+            other groups goes to a group of AdamW, which follows; None: it is refused.
 
     Raises:
         TypeError, ValueError: for arguments out of range, parameters that are no matrices or are sharded otherwise,
@@ -66,18 +73,21 @@ class Muon(CompactOptimizer):
 
     Example:
         >>> import torch, octavo
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
-        >>> matrices = [p for p in model.parameters() if p.ndim == 2]
-        >>> others = [p for p in model.parameters() if p.ndim != 2]
-        >>> optimizers = octavo.optim.Muon(matrices, lr=0.02), octavo.optim.AdamW(others, lr=1e-3)
-        >>> model(torch.ones(2, 64)).sum().backward()
-        >>> for optimizer in optimizers:
-        ...     optimizer.step()
-        >>> sorted(optimizers[0].state[matrices[0]])
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(50, 64), torch.nn.Linear(64, 256), torch.nn.Linear(256, 50))
+        >>> embedding, hidden, head = model
+        >>> matrices = {"params": hidden.parameters()}
+        >>> others = {"params": [*embedding.parameters(), *head.parameters()], "algorithm": "adamw"}
+        >>> optimizer = octavo.optim.Muon([matrices, others], lr=0.02, adamw={"lr": 1e-3})
+        >>> [(group["algorithm"], group["lr"], len(group["params"])) for group in optimizer.param_groups]
+        [('muon', 0.02, 1), ('adamw', 0.001, 1), ('adamw', 0.001, 3)]
+        >>> model(torch.arange(8)).sum().backward()
+        >>> optimizer.step()
+        >>> sorted(optimizer.state[hidden.weight])
         ['momentum_buffer_codes', 'momentum_buffer_scale_inv', 'step']
     """
 
-    names = ("momentum_buffer",)
+    names = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+    adamw: dict[str, Any] | None
 
     def __init__(
         self,
@@ -91,13 +101,17 @@ class Muon(CompactOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
-        moments: str | Moment = "fp8",
+        moments: str | Moment | tuple[Moment, Moment, Moment] = "fp8",
         master: str | None = "auto",
         seed: int = 0,
         skip_nonfinite: bool = False,
         gradient_storage: str | None = None,
+        adamw: dict[str, Any] | None = None,
     ) -> None:
         check_not_negative(lr=float(lr), weight_decay=weight_decay, momentum=momentum)
+        if adamw is not None and (unknown := adamw.keys() - _ADAMW.keys()):
+            raise ValueError(f"adamw={adamw!r}: {', '.join(sorted(unknown))} is none of {', '.join(_ADAMW)}")
+        self.adamw = adamw
         defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         defaults |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         super().__init__(params, defaults, moments, master, seed, skip_nonfinite, gradient_storage)
@@ -106,23 +120,64 @@ class Muon(CompactOptimizer):
         super()._begin()
         self._scratch: dict[torch.device, Tensor] = {}
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; where ``adamw`` is given, what is no matrix goes to a group of AdamW, which follows."""
+        params = param_group["params"]
+        if "algorithm" in param_group or self.adamw is None or isinstance(params, set):
+            algorithm = param_group.get("algorithm", "muon")
+            super().add_param_group({**self._defaults_of(algorithm), "algorithm": algorithm, **param_group})
+            return
+        split: dict[str, list[Any]] = {"muon": [], "adamw": []}
+        for param in [params] if isinstance(params, Tensor) else params:
+            tensor = param[1] if isinstance(param, tuple) else param
+            split["muon" if tensor.ndim == 2 else "adamw"].append(param)
+        own = {name: value for name, value in param_group.items() if name not in self.defaults}
+        for algorithm, options in (("muon", param_group), ("adamw", own)):
+            if split[algorithm]:
+                given = options | {"params": split[algorithm], "algorithm": algorithm}
+                super().add_param_group(self._defaults_of(algorithm) | given)
+
+    def _defaults_of(self, algorithm: str) -> dict[str, Any]:
+        return {**_ADAMW, **(self.adamw or {})} if algorithm == "adamw" else {}
+
+    def names_of(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The momentum, or in a group of AdamW its two moments."""
+        return self.names[1:] if group["algorithm"] == "adamw" else self.names[:1]
+
+    def moments_of(self, moments: Any) -> tuple[Moment, ...]:
+        """The momentum's and AdamW's two; beside one Moment these are of its dtype, or in FP8."""
+        if isinstance(moments, Moment):
+            kind = moments.format if isinstance(moments.format, str) else "fp8"
+            return *moments_of(moments, 1), *NAMED[kind]
+        if isinstance(moments, str):
+            return *moments_of(moments, 1), *moments_of(moments)
+        if not isinstance(moments, tuple) or len(moments) != 3:
+            raise TypeError(f"moments={moments!r}: use {', '.join(map(repr, NAMED))}, a Moment, or three Moments")
+        return *moments_of(moments[0], 1), *moments_of(moments[1:])
+
     def will_bound(self, settings: Settings, stored: bool) -> bool:
         """Whether any weight lives in FP8."""
         return stored
 
     def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
         """As any optimizer's; also refuse what is no matrix, or is sharded by columns, and options out of range."""
+        if (algorithm := group["algorithm"]) not in ("muon", "adamw"):
+            raise ValueError(f"algorithm={algorithm!r}: use 'muon' or 'adamw'")
+        if algorithm == "adamw":
+            check_betas(weight, group)
+            super().check(weight, group, settings, bounds)
+            return
         shape = tuple(weight.shape)
         if weight.ndim != 2:
             raise ValueError(
                 f"Muon is for matrices, and a parameter has the shape {shape}: give vectors, convolutions and stacked "
-                "experts to octavo.optim.AdamW, and embeddings and heads too"
+                'experts to AdamW, and embeddings and heads too, in a group with "algorithm": "adamw"'
             )
         dims = [dim for dim, *_ in sharded_dims(weight)]
         if dims not in ([], [0]):
             raise ValueError(
                 f"a weight {shape} with placements {weight.placements}: Muon takes matrices that ranks share by rows, "  # type: ignore[attr-defined]
-                "over one dimension of a mesh (FSDP2, HSDP, ColwiseParallel); give others to octavo.optim.AdamW"
+                'over one dimension of a mesh (FSDP2, HSDP, ColwiseParallel); "algorithm": "adamw" is for others'
             )
         if (adjustment := group["adjust_lr_fn"]) not in _ADJUSTMENTS:
             raise ValueError(f"adjust_lr_fn={adjustment!r}: use {', '.join(map(repr, _ADJUSTMENTS))}")
@@ -131,11 +186,18 @@ class Muon(CompactOptimizer):
             raise ValueError(f"ns_coefficients={coefficients!r}, ns_steps={count!r}: give three, and below 100 steps")
         super().check(weight, group, settings, bounds)
 
-    def _options(self, group: dict[str, Any]) -> SgdGroup:
+    def _options(self, group: dict[str, Any]) -> AdamGroup | SgdGroup:
+        if group["algorithm"] == "adamw":
+            clip = self.clip_update or any(moment.format != "fp32" for moment in self.moments[1:])
+            return adam_group(group, False, True, clip)
+        return self._rule(group)
+
+    def _rule(self, group: dict[str, Any]) -> SgdGroup:
         momentum, decay = float(group["momentum"]), float(group["weight_decay"])
         return SgdGroup(group["lr"], momentum, 0.0, decay, group["nesterov"], False, True, MAX_UPDATE)
 
     def _launch(self, some: list[WeightUpdate], skip: Tensor | None, scale: Tensor | None, sums: Tensor | None) -> None:
+        some = self._without_adamws(some, skip, scale, sums)
         params = {id(kept.update.master): param for param, kept in self._kept.items()}
         shared: dict[Any, list[tuple[WeightUpdate, nn.Parameter]]] = {}
         for update in some:
@@ -157,13 +219,23 @@ class Muon(CompactOptimizer):
                 for (update, param), part in zip(batch, found, strict=True):
                     self._move(update, part, param.shape, skip, sums)
 
+    def _without_adamws(
+        self, some: list[WeightUpdate], skip: Tensor | None, scale: Tensor | None, sums: Tensor | None
+    ) -> list[WeightUpdate]:
+        """Update the weights in AdamW's groups; return the updates of the others."""
+        groups = [number for number, group in enumerate(self.param_groups) if group["algorithm"] == "adamw"]
+        if theirs := [update._replace(group=groups.index(update.group)) for update in some if update.group in groups]:
+            options: Any = [self._options(self.param_groups[number]) for number in groups]
+            optimizer_step(theirs, options, skip, scale, self._plans.setdefault("adamw", {}), sums)
+        return [update for update in some if update.group not in groups]
+
     def _direction(self, update: WeightUpdate, skip: Tensor | None, scale: Tensor | None) -> Tensor:
         """Have the momentum follow the gradient; return the direction, in the scratch, float32 [R, C]."""
         work = self._workspace(update)
         matrix = work.scratch.weight.zero_()
         if matrix.numel():
             work.step.copy_(update.step)
-            rule = self._options(self.param_groups[update.group])
+            rule = self._rule(self.param_groups[update.group])
             update = update._replace(master=work.scratch, step=work.step, group=0, measured=False)
             optimizer_step([update], [rule._replace(lr=-1.0, weight_decay=0.0)], skip, scale, work.plans)
         return matrix
@@ -178,7 +250,7 @@ class Muon(CompactOptimizer):
     ) -> None:
         """Move this rank's rows of a weight whose whole shape this is along those of the orthogonal matrix."""
         work, options = self._workspace(update), self.param_groups[update.group]
-        matrix, rule = work.scratch.weight, self._options(options)
+        matrix, rule = work.scratch.weight, self._rule(options)
         matrix[: orthogonal.shape[0]].copy_(orthogonal)
         if isinstance(update.master, Fp8Weight):
             matrix.clamp_(-MAX_UPDATE, MAX_UPDATE)
@@ -206,8 +278,9 @@ class Muon(CompactOptimizer):
         return found
 
     def _forget_plans(self) -> None:
-        captured = [work for name, work in self._plans.items() if name != "captured" and "captured" in work.plans]
-        self._plans = {"captured": [*self._plans.get("captured", []), *captured]}
+        adamws, captured = self._plans.pop("adamw", {}), self._plans.pop("captured", [])
+        captured += [work for work in self._plans.values() if "captured" in work.plans]
+        self._plans = {"captured": captured, "adamw": {name: of for name, of in adamws.items() if name == "captured"}}
 
 
 def owners_of(shapes: Sequence[torch.Size], ranks: int) -> list[int]:

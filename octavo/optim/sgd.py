@@ -63,17 +63,18 @@ class SGD(CompactOptimizer):
         defaults |= {"nesterov": nesterov, "maximize": maximize}
         super().__init__(params, defaults, moments, master, seed, skip_nonfinite, gradient_storage)
 
-    def _averages(self, group: dict[str, Any]) -> bool:
-        return bool(group["momentum"])
+    def names_of(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """None where the group has no momentum."""
+        return self.names if group["momentum"] else ()
 
-    def _settings_in(self, given: dict[str, Any]) -> Settings:
-        return self._settings_of(True).in_state(given)
+    def _settings_in(self, given: dict[str, Any], group: dict[str, Any]) -> Settings:
+        return self.settings.in_state(given)
 
     def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[PreparedUpdate, bool]:
         state = self.state[param]
-        if state and self._averages(self.param_groups[group]) and not holds(state, self.names[0]):
+        if state and self.names_of(self.param_groups[group]) and not holds(state, self.names[0]):
             # the group was given a momentum since the last step: the moment begins with this step's gradient
-            moments = new_moments(self._settings_of(True).moments_of(param), local(param.detach()))
+            moments = new_moments(self.settings.moments_of(param), local(param.detach()))
             state.update(sharded_like(moments, param))
             state["step"].zero_()
         return super()._current(param, group, index)

@@ -65,10 +65,14 @@ class Settings(NamedTuple):
                     found[name] = Moment("fp32") if param.ndim < 2 else Moment("bf16", rounding=one.rounding)
         return found
 
+    def only(self, names: Sequence[str]) -> Settings:
+        """These settings with the moments of these names alone."""
+        kept = {name: one for name, one in zip(self.names, self.moments, strict=True) if name in names}
+        return Settings(tuple(kept.values()), tuple(kept), self.master)
+
     def in_state(self, state: dict[str, Any]) -> Settings:
         """These settings without the moments that a state lacks: SGD's has none before its group has a momentum."""
-        kept = {name: one for name, one in zip(self.names, self.moments, strict=True) if holds(state, name)}
-        return Settings(tuple(kept.values()), tuple(kept), self.master)
+        return self.only([name for name in self.names if holds(state, name)])
 
 
 def check(param: Tensor, settings: Settings, bounds: bool) -> None:
@@ -130,12 +134,13 @@ def holds(state: dict[str, Any], name: str) -> bool:
     return state.get(name) is not None or state.get(f"{name}_codes") is not None
 
 
-def description(moments: tuple[Moment, ...], master: str | None, seed: int) -> dict[str, Any]:
-    """How a state is to be read, as numbers and strings."""
-    described = [
-        vars(moment) | {"format": str(moment.format), "granularity": str(moment.granularity)} for moment in moments
-    ]
-    return {"moments": described, "master": str(master), "seed": seed}
+def description(settings: Settings, seed: int) -> dict[str, Any]:
+    """How a state is to be read, as numbers and strings; moments by their names."""
+    described = {
+        name: vars(moment) | {"format": str(moment.format), "granularity": str(moment.granularity)}
+        for name, moment in zip(settings.names, settings.moments, strict=True)
+    }
+    return {"moments": described, "master": str(settings.master), "seed": seed}
 
 
 def moment_from(described: dict[str, Any]) -> Moment:
@@ -305,22 +310,22 @@ def loaded(
     names = [name for name in state if name != "step" and not name.startswith("master_")]
     if same and _copy(state, given, names):
         return state, [] if lost is None else [lost]
-    before = settings.moments if described is None else tuple(map(moment_from, described["moments"]))
-    if len(before) < len(settings.names):
-        raise ValueError(f"the state's moments are {before}, and this optimizer keeps {', '.join(settings.names)}")
-    for old, (name, new) in zip(before, settings.moments_of(param).items(), strict=False):
-        state |= converted(param, name, old, new, given)
+    before = dict(zip(settings.names, settings.moments, strict=True))
+    if described is not None:
+        before = {name: moment_from(one) for name, one in described["moments"].items()}
+    if missing := [name for name in settings.names if name not in before]:
+        raise ValueError(f"the state's moments are {[*before]}, and this optimizer keeps {', '.join(missing)} too")
+    for name, new in settings.moments_of(param).items():
+        state |= converted(param, name, before[name], new, given)
     return state, [lost or ""]
 
 
-def conversion_warning(
-    described: dict[str, Any] | None, moments: tuple[Moment, ...], master: str | None, converted: Sequence[str]
-) -> str:
+def conversion_warning(described: dict[str, Any] | None, settings: Settings, converted: Sequence[str]) -> str:
     """The warning about a converted state; ``converted``: the sentences that ``loaded`` returned."""
     before = "torch's"
     if described is not None:
-        before = f"{tuple(map(moment_from, described['moments']))}, master {described['master']}"
-    now = "; ".join([f"{moments}, master {master}", *sorted({*converted} - {""})])
+        before = f"{tuple(map(moment_from, described['moments'].values()))}, master {described['master']}"
+    now = "; ".join([f"{settings.moments}, master {settings.master}", *sorted({*converted} - {""})])
     if before == now:
         before, now = "other blocks, or moments in codes on one side alone", "as they are kept here, to nearest"
     return f"the optimizer's state was converted: from {before} to {now}"

@@ -140,12 +140,14 @@ def _put_into(target: Target, twin: nn.Module) -> None:
 
 def _phase_plan(model: nn.Module, optimizer: Optimizer, target: Target, saved: Mapping[str, int] | None) -> PhasePlan:
     storage = dict(zip(stored_now(model), target.storage, strict=True))
-    trained = {param for group in optimizer.param_groups for param in group["params"]}
+    trained = {param: group for group in optimizer.param_groups for param in group["params"]}
     weights = masters = moments = parameters = 0
     for param in model.parameters():
         local = states.local(param.detach())
         stored = blank(local, storage[param], "meta") if param in storage else torch.empty_like(local, device="meta")
         kept = target.settings if param in trained and param.requires_grad else None
+        if kept is not None and isinstance(optimizer, CompactOptimizer):
+            kept = kept.only(optimizer.names_of(trained[param]))
         weight, master, averages = states.bytes_of_state(param, stored, kept)
         weights, masters, moments = weights + weight, masters + master, moments + averages
         parameters += local.numel()

@@ -167,8 +167,11 @@ class DataConfig(_Checked):
 
 @dataclass(frozen=True)
 class OptimizerConfig(_Checked):
-    """AdamW, with a linear warmup and a cosine decay."""
+    """AdamW or Muon, with a linear warmup and a cosine decay."""
 
+    algorithm: Literal["adamw", "muon"] = option(
+        "adamw", "muon: orthogonalised updates of the blocks' matrices, as large as AdamW's, which has all others"
+    )
     steps: int = option(200, "optimizer steps", 1)
     lr: float = option(1.5e-3, "peak learning rate", SMALLEST, 1e3, metavar="RATE")
     final_lr: float = option(0.01, "last learning rate, as a share of the peak", 0, 1, metavar="SHARE")
@@ -189,7 +192,7 @@ class StateConfig(_Checked):
     """In how many bytes the optimizer keeps its state, and the weights, and when that changes."""
 
     moments: Literal["fp32", "bf16", "fp8"] = option(
-        "fp32", "how AdamW's moments are kept: fp32 (torch's own optimizer), bf16 or fp8"
+        "fp32", "how moments are kept: fp32 (AdamW is torch's own then), bf16 or fp8"
     )
     master: Literal["auto", "fp32", "split32", "split24", "split16", "fp16_scaled", "none"] = option(
         "auto",
@@ -327,6 +330,8 @@ class TrainConfig:
         ranks, model = self.ranks.tensor_parallel, self.model
         if ranks == 1:
             return
+        if self.optimizer.algorithm == "muon":
+            raise ValueError(f"tensor_parallel {ranks} cuts columns of matrices, which muon takes whole: choose adamw")
         if self.ranks.shard != FSDP:
             raise ValueError(f"tensor_parallel {ranks} with shard {self.ranks.shard}: choose shard fsdp")
         shared = {"experts": model.experts} if model.experts else {"hidden": model.hidden}

@@ -16,6 +16,7 @@ from octavo.cost.rates import memory_of
 from octavo.distributed.ranks import Ranks, whole
 from octavo.kernels.capability import fast_dtype
 from octavo.nn.weight import stored_as
+from octavo.optim.base import CompactOptimizer
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Phase, Recovery
@@ -90,15 +91,24 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
 def build_optimizer(
     model: nn.Module, config: OptimizerConfig, state: StateConfig = DEFAULT_STATE
 ) -> torch.optim.Optimizer:
-    """AdamW that decays matrices only, not the norms' gains: torch's, unless options of the state need octavo's."""
+    """AdamW or Muon, decaying matrices only, not the norms' gains: torch's AdamW, unless the state needs octavo's."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    betas = config.beta1, config.beta2
-    if state == StateConfig(master=state.master) and not state.bf16_weights:
+    betas, is_muon = (config.beta1, config.beta2), config.algorithm == "muon"
+    if state == StateConfig(master=state.master) and not state.bf16_weights and not is_muon:
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
     kept: Any = {"moments": state.moments, "master": or_none(state.master)}
-    return octavo.optim.AdamW(groups, config.lr, betas, **kept, gradient_storage=or_none(state.gradient_storage))
+    kept["gradient_storage"] = or_none(state.gradient_storage)
+    if not is_muon:
+        return octavo.optim.AdamW(groups, config.lr, betas, **kept)
+    named = model.named_parameters()
+    hidden = {p for name, p in named if name.startswith("blocks.") and p.dim() == 2 and f".{ROUTER}." not in name}
+    groups[0]["params"] = [p for p in matrices if p not in hidden]
+    others = [{**group, "algorithm": "adamw"} for group in groups]
+    first = {"params": [p for p in matrices if p in hidden], "weight_decay": config.weight_decay}
+    adamw = {"lr": config.lr, "betas": betas}
+    return octavo.optim.Muon([first, *others], config.lr, adjust_lr_fn="match_rms_adamw", **kept, adamw=adamw)
 
 
 def choose_device(name: str) -> torch.device:
@@ -225,7 +235,7 @@ class Trainer:
         for index, micro_batch in enumerate(micro_batches):
             last = index == count - 1
             # updates in backward, and gradients kept in FP8, wait for the backward of the last micro-batch
-            waits = isinstance(optimizer, octavo.optim.AdamW) and not last
+            waits = isinstance(optimizer, CompactOptimizer) and not last
             with syncing(self.called, last), optimizer.accumulate() if waits else nullcontext():
                 loss = self.loss(*micro_batch) / count
                 loss.backward()

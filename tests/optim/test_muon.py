@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from octavo import PerTensor
 from octavo.kernels.reference.optimizer_state import pieces
 from octavo.kernels.step_numbers import halves, key_of, random_bits
-from octavo.optim import E4M4, Moment, Muon, update_in_backward
+from octavo.optim import E4M4, AdamW, Moment, Muon, update_in_backward
 from octavo.optim.muon import MAX_UPDATE, owners_of
 from octavo.optim.state import for_kernel
 from octavo.tensor.fsdp2 import on_this_rank, own_slices
@@ -38,7 +38,9 @@ def steps(optimizer: Any, params: list[nn.Parameter], count: int, start: int = 0
 
 
 def master_values(optimizer: Muon, weight: nn.Parameter) -> Tensor:
-    master, _ = for_kernel(weight, weight.detach(), optimizer.state[weight], optimizer.settings)
+    master, _ = for_kernel(
+        weight, weight.detach(), optimizer.state[weight], optimizer.settings.in_state(optimizer.state[weight])
+    )
     return master.read_all(master.weight)
 
 
@@ -173,7 +175,7 @@ def test_an_update_of_a_weight_in_fp8_is_bounded() -> None:
     ("shape", "options", "message"),
     [
         ((4,), {}, r"shape \(4,\): give vectors"),
-        ((4, 2, 2), {}, r"octavo\.optim\.AdamW"),
+        ((4, 2, 2), {}, '"algorithm": "adamw"'),
         ((4, 4), {"lr": -1.0}, r"lr=-1\.0"),
         ((4, 4), {"weight_decay": float("nan")}, "weight_decay=nan"),
         ((4, 4), {"adjust_lr_fn": "mine"}, "adjust_lr_fn='mine': use None, 'original'"),
@@ -254,7 +256,7 @@ def test_shards_in_fp8_too(recipe: str, pool: Any) -> None:
 
 def refused(mesh: Any) -> str:
     param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
-    with pytest.raises(ValueError, match=r"share by rows.*octavo\.optim\.AdamW") as found:
+    with pytest.raises(ValueError, match=r'share by rows.*"algorithm": "adamw"') as found:
         Muon([param])
     return str(found.value)
 
@@ -267,3 +269,47 @@ def test_owners_have_about_the_same_work() -> None:
     shapes = [torch.Size(shape) for shape in [(2, 2), (16, 16), (8, 8), (8, 8), (32, 4)]]
     assert owners_of(shapes, 2) == [1, 0, 1, 1, 1]
     assert owners_of(shapes, 1) == [0] * 5
+
+
+@pytest.mark.parametrize("moments", ["fp32", "fp8"])
+def test_what_is_no_matrix_is_updated_as_by_an_adamw_beside_it(moments: str) -> None:
+    options: dict[str, Any] = {"lr": 3e-3, "betas": (0.8, 0.95), "weight_decay": 0.1}
+    both, apart = (matrices(shapes=[(40, 200), (64, 64), (200,), (3, 4, 5), (30, 64)]) for _ in range(2))
+
+    def together() -> Muon:
+        groups = [{"params": both[:4]}, {"params": both[4:], "algorithm": "adamw", "lr": 1e-2}]
+        return Muon(groups, lr=0.02, moments=moments, adamw=options)
+
+    optimizer = together()
+    rates = [(group["algorithm"], group["lr"]) for group in optimizer.param_groups]
+    assert rates == [("muon", 0.02), ("adamw", 3e-3), ("adamw", 1e-2)]
+    muon = Muon(apart[:2], lr=0.02, moments=moments)
+    others: list[dict[str, Any]] = [{"params": apart[2:4]}, {"params": apart[4:], "lr": 1e-2}]
+    adamw: Any = torch.optim.AdamW(others, **options, foreach=False)
+    if moments == "fp8":  # random bits depend on a weight's number among all of its optimizer
+        adamw = AdamW([{"params": matrices(shapes=SHAPES[:2])}, *others], **options)
+    for step in range(4):
+        steps(optimizer, both, 1, step)
+        for a, b in zip(apart, both, strict=True):
+            a.grad = b.grad
+        muon.step()
+        adamw.step()
+        if step == 1:
+            saved, optimizer = optimizer.state_dict(), together()
+            optimizer.load_state_dict(copy.deepcopy(saved))
+        elif step == 2:
+            optimizer = copy.deepcopy(optimizer)
+            both = optimizer.all_params()
+    assert equal(both, apart)
+
+
+def test_what_adamws_groups_refuse() -> None:
+    vector = nn.Parameter(torch.ones(4))
+    with pytest.raises(ValueError, match='"algorithm": "adamw"'):
+        Muon([vector])
+    with pytest.raises(ValueError, match="momentum is none of lr, betas, eps, weight_decay"):
+        Muon([vector], adamw={"momentum": 0.9})
+    with pytest.raises(ValueError, match="use 'muon' or 'adamw'"):
+        Muon([{"params": [vector], "algorithm": "adam"}])
+    with pytest.raises(TypeError, match="three Moments"):
+        Muon([vector], moments=(Moment("fp32"), Moment("fp32")), adamw={})

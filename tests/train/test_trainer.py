@@ -69,11 +69,21 @@ def test_phases_that_begin_in_no_step(text):
         phases_of(text, DYNAMIC, 10, STATE)
 
 
+IN_BACKWARD = StateConfig("fp8", "split16", "fp8", "8KB")
+
+
 @pytest.mark.parametrize(
-    "state", [pytest.param(STATE, marks=pytest.mark.full), StateConfig(), StateConfig("fp8", "split16", "fp8", "8KB")]
+    ("state", "algorithm"),
+    [
+        pytest.param(STATE, "adamw", marks=pytest.mark.full),
+        (StateConfig(), "adamw"),
+        pytest.param(IN_BACKWARD, "adamw", marks=pytest.mark.full),
+        (IN_BACKWARD, "muon"),
+    ],
 )
-def test_a_run_switches_and_resumes_bit_for_bit(state, tmp_path):
+def test_a_run_switches_and_resumes_bit_for_bit(state, algorithm, tmp_path):
     config = replace(TINY, state=replace(state, schedule="fp8-then-bf16@0.4-then-fp8@0.8"))
+    config = replace(config, optimizer=replace(config.optimizer, algorithm=algorithm))
     whole = run(config, "dynamic")
     assert [(s.step, s.name) for s in whole.switches] == [(0, "dynamic"), (4, "high_precision"), (8, "dynamic")]
     config = replace(config, run=replace(config.run, out=tmp_path))
@@ -228,3 +238,16 @@ def test_gradients_kept_in_fp8_are_rounded_once_a_step(config, parts):
     _, norm, _ = trainer.step(0)
     assert kinds == [torch.Tensor] * (parts - 1) + [StoredGradient]
     assert norm > 0 and all(isinstance(param.grad, StoredGradient) for param in trainer.model.parameters())
+
+
+def test_muon_has_the_blocks_matrices_and_adamw_all_others():
+    config = ModelConfig(width=32, layers=1, heads=2, context=16, experts=2)
+    model = build_model(config, "dynamic", 0)
+    names = {param: name for name, param in model.named_parameters()}
+    optimizer = build_optimizer(model, OptimizerConfig(algorithm="muon"))
+    groups = [(group["algorithm"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert groups == [("muon", 0.1), ("adamw", 0.1), ("adamw", 0.0)]
+    moved, others, vectors = ([names[param] for param in group["params"]] for group in optimizer.param_groups)
+    assert moved and all("attention" in name or "mlp" in name for name in moved)
+    assert {"embedding.weight", "head.weight", "blocks.0.mlp.router.weight"} <= {*others}
+    assert all(name.endswith("norm.weight") for name in vectors)
