@@ -185,7 +185,8 @@ class CompactOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._agreement.finish()
-        names = {"moments", "master", "seed", "skip_nonfinite", "clip_update", "_clip", "gradient_storage", "adamw"}
+        names = {"moments", "master", "seed", "skip_nonfinite", "clip_update", "_clip", "gradient_storage"}
+        names |= {"adamw", "directions"}  # Muon's
         return super().__getstate__() | {name: value for name, value in vars(self).items() if name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

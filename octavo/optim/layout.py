@@ -198,8 +198,8 @@ class Agreement:
         self.asked = True
         if not (groups := dict.fromkeys(itertools.chain.from_iterable(map(groups_of, sharded)))):
             return
-        names = "moments", "master", "seed", "clip_update", "skip_nonfinite", "gradient_storage"
-        options = {name: getattr(optimizer, name) for name in names}
+        names = "moments", "master", "seed", "clip_update", "skip_nonfinite", "gradient_storage", "directions"
+        options = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}
         for number, group in enumerate(optimizer.param_groups):
             of_group = optimizer._options(group)._replace(lr=float(group["lr"]))._asdict()
             options |= {f"{name} of group {number}": value for name, value in of_group.items()}

@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo import kernels
+from octavo.autograd.casts import INPUT
+from octavo.formats import E4M3
+from octavo.granularity import PerBlock
 from octavo.kernels.devices import optimizer_step
+from octavo.kernels.layouts import BLOCK
 from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, MasterWeight
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.optim import state as states
@@ -25,6 +30,8 @@ from octavo.optim.layout import is_sharded, sharded_dims
 from octavo.optim.moment import NAMED, Moment, moments_of
 from octavo.optim.state import Settings
 from octavo.private import adjust_muon_lr, c10d_ops, orthogonalize
+from octavo.scaling.recipe import Cast
+from octavo.tensor.collectives import pack, unpack
 from octavo.tensor.fsdp2 import groups_of, rows_of_rank
 
 # Torch's coefficients keep singular values, which begin in [0, 1], below 1.2024 after any number of iterations, and no
@@ -33,6 +40,7 @@ from octavo.tensor.fsdp2 import groups_of, rows_of_rank
 MAX_UPDATE = 1.25
 OWNED = 4  # matrices that a rank orthogonalises, of those that travel together
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
+_IN_FP8 = Cast(E4M3, PerBlock(1, BLOCK), power_of_two=True)  # of directions
 _ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 
@@ -64,6 +72,8 @@ class Muon(CompactOptimizer):
         moments: "fp8" (E4M3 in blocks of 128: 1.03 bytes an element, rounded stochastically), "bf16", "fp32", a Moment;
             or three Moments: the momentum's, and AdamW's two.
         master, seed, skip_nonfinite, gradient_storage: as AdamW's.
+        directions: "bf16", or "fp8": they are rounded to E4M3 in blocks of 128 before they are orthogonalised, on one
+            process too; of sharded matrices that is half of what travels to their owners.
         adamw: options of AdamW's groups: lr (1e-3), betas, eps, weight_decay. If it is given, what is no matrix in
             other groups goes to a group of AdamW, which follows; None: it is refused.
 
@@ -106,12 +116,15 @@ class Muon(CompactOptimizer):
         seed: int = 0,
         skip_nonfinite: bool = False,
         gradient_storage: str | None = None,
+        directions: str = "bf16",
         adamw: dict[str, Any] | None = None,
     ) -> None:
+        if directions not in ("bf16", "fp8"):
+            raise ValueError(f"directions={directions!r}: use 'bf16' or 'fp8'")
         check_not_negative(lr=float(lr), weight_decay=weight_decay, momentum=momentum)
         if adamw is not None and (unknown := adamw.keys() - _ADAMW.keys()):
             raise ValueError(f"adamw={adamw!r}: {', '.join(sorted(unknown))} is none of {', '.join(_ADAMW)}")
-        self.adamw = adamw
+        self.adamw, self.directions = adamw, directions
         defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         defaults |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         super().__init__(params, defaults, moments, master, seed, skip_nonfinite, gradient_storage)
@@ -205,16 +218,16 @@ class Muon(CompactOptimizer):
             if is_sharded(param):
                 shared.setdefault(groups_of(param)[0], []).append((update, param))
             else:
-                matrix = self._orthogonal(self._direction(update, skip, scale), update.group)
-                self._move(update, matrix, param.shape, skip, sums)
+                direction = self._as_sent(self._direction(update, skip, scale))
+                self._move(update, self._orthogonal(direction, param, update.group), param.shape, skip, sums)
         for group, those in shared.items():
             count = OWNED * group.size()
             for batch in (those[first : first + count] for first in range(0, len(those), count)):
                 parts, shapes = [], [param.shape for _, param in batch]
-                for update, param in batch:  # bf16 travels, which is what torch orthogonalises
+                for update, param in batch:
                     part = self._direction(update, skip, scale)[: states.local(param).shape[0]]
-                    parts.append(part.to(param.device_mesh.device_type, torch.bfloat16, copy=True))  # type: ignore[attr-defined]
-                functions = [functools.partial(self._orthogonal, group=update.group) for update, _ in batch]
+                    parts.append(self._as_sent(part).to(param.device_mesh.device_type))  # type: ignore[attr-defined]
+                functions = [functools.partial(self._orthogonal, param=param, group=one.group) for one, param in batch]
                 found = by_owners(parts, shapes, group, functions)
                 for (update, param), part in zip(batch, found, strict=True):
                     self._move(update, part, param.shape, skip, sums)
@@ -240,8 +253,18 @@ class Muon(CompactOptimizer):
             optimizer_step([update], [rule._replace(lr=-1.0, weight_decay=0.0)], skip, scale, work.plans)
         return matrix
 
-    def _orthogonal(self, matrix: Tensor, group: int) -> Tensor:
-        """What torch makes of a direction: bf16."""
+    def _as_sent(self, direction: Tensor) -> Tensor:
+        """Rows of a direction [r, C] as they travel: in bf16, which is what torch orthogonalises, or codes in bytes."""
+        if self.directions == "bf16":
+            return direction.to(torch.bfloat16)
+        qdata, _, scale_inv, *_ = kernels.cast(direction, None, INPUT, *_IN_FP8.arguments)
+        return pack(qdata, scale_inv, True)
+
+    def _orthogonal(self, matrix: Tensor, param: nn.Parameter, group: int) -> Tensor:
+        """What torch makes of a matrix's direction, which travelled: bf16."""
+        if self.directions == "fp8" and matrix.numel():
+            pair = unpack(matrix, param.shape[1], E4M3.dtype, True)
+            matrix = kernels.dequantize(*pair, _IN_FP8.tile, torch.bfloat16)
         given = (self.param_groups[group][name] for name in ("ns_coefficients", "ns_steps", "eps"))
         return orthogonalize(matrix, *given) if matrix.numel() else matrix
 
@@ -298,8 +321,9 @@ def by_owners(
 ) -> list[Tensor]:
     """This rank's rows of what each matrix's function makes of it, which is called on the matrix's owner alone.
 
-    ``parts``: this rank's rows [r, C] of each matrix, all of one dtype and device, divided as FSDP2 divides them;
-    ``shapes``: of the whole matrices [R, C], the same on all ranks of the group, which are in the order of the rows.
+    ``parts``: this rank's rows of each matrix, [r, C] or coded [r, C'], all of one dtype and device, divided as FSDP2
+    divides them; ``shapes``: of the whole matrices [R, C], the same on all ranks, which are in the order of the rows.
+    Functions make bf16 [R, C] of all rows.
     """
     ranks, own = group.size(), group.rank()
     owners = owners_of(shapes, ranks)
@@ -309,19 +333,23 @@ def by_owners(
     for number in owned[own]:
         each = (rows_of_rank(shapes[number][0], ranks, rank) for rank in range(ranks))
         rows[number] = [some.stop - some.start for some in each]
-    whole_sizes = [[rows[number][rank] * shapes[number][1] for number in owned[own]] for rank in range(ranks)]
+    sizes = [[rows[number][rank] * parts[number].shape[1] for number in owned[own]] for rank in range(ranks)]
     sent = [sum(parts[number].numel() for number in some) for some in owned]
-    received = [sum(some) for some in whole_sizes]
+    received = [sum(some) for some in sizes]
     arrived = _exchanged((parts[number] for number in ordered), parts[0], sent, received, group)
-    pieces = [part.split(each) for part, each in zip(arrived.split(received), whole_sizes, strict=True)]
+    pieces = [part.split(each) for part, each in zip(arrived.split(received), sizes, strict=True)]
     made = [
-        functions[number](torch.cat(those).view(shapes[number])).split(rows[number])
+        functions[number](torch.cat(those).view(shapes[number][0], parts[number].shape[1])).split(rows[number])
         for number, those in zip(owned[own], zip(*pieces, strict=True), strict=True)
     ]
     back = (matrix[rank] for rank in range(ranks) for matrix in made)
-    returned = _exchanged(back, parts[0], received, sent, group).split([parts[number].numel() for number in ordered])
+    sent_back = [sum(rows[number][rank] * shapes[number][1] for number in owned[own]) for rank in range(ranks)]
+    own_sizes = {number: parts[number].shape[0] * shapes[number][1] for number in ordered}
+    expected = [sum(own_sizes[number] for number in some) for some in owned]
+    like = parts[0].new_empty(0, dtype=torch.bfloat16)
+    returned = _exchanged(back, like, sent_back, expected, group).split([*own_sizes.values()])
     found = dict(zip(ordered, returned, strict=True))
-    return [found[number].view(part.shape) for number, part in enumerate(parts)]
+    return [found[number].view(part.shape[0], shapes[number][1]) for number, part in enumerate(parts)]
 
 
 def _exchanged(tensors: Iterable[Tensor], like: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from octavo import PerTensor
+from octavo import E4M3, PerBlock, PerTensor, quantize
 from octavo.kernels.reference.optimizer_state import pieces
 from octavo.kernels.step_numbers import halves, key_of, random_bits
 from octavo.optim import E4M4, AdamW, Moment, Muon, update_in_backward
@@ -229,7 +229,8 @@ def beside_one_process(mesh: Any, options: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        ((2,), {"moments": "fp8", "master": "split24"}),
+        ((2,), {"moments": "fp8", "master": "split24", "directions": "fp8"}),
+        pytest.param((2,), {"moments": "fp8", "master": "split24"}, marks=pytest.mark.full),
         pytest.param((2,), {"moments": "fp32"}, marks=pytest.mark.full),
         pytest.param((3,), {"moments": "fp8"}, marks=pytest.mark.full),
         pytest.param((2, 2), {"moments": "bf16", "master": None}, marks=pytest.mark.full),
@@ -301,6 +302,18 @@ def test_what_is_no_matrix_is_updated_as_by_an_adamw_beside_it(moments: str) -> 
             optimizer = copy.deepcopy(optimizer)
             both = optimizer.all_params()
     assert equal(both, apart)
+
+
+def test_directions_in_fp8_are_rounded_before_they_are_orthogonalised() -> None:
+    (rounded,), (exact,) = matrices(shapes=[(40, 200)]), matrices(shapes=[(40, 200)])
+    optimizers = [Muon([rounded], directions="fp8", moments="fp32"), Muon([exact], moments="fp32", nesterov=False)]
+    optimizers[0].param_groups[0]["nesterov"] = False
+    steps(optimizers[0], [rounded], 1)
+    assert rounded.grad is not None
+    direction = 0.05 * rounded.grad  # the momentum of a first step
+    exact.grad = quantize(direction, E4M3, PerBlock(1, 128), power_of_two=True).dequantize() / 0.05
+    optimizers[1].step()
+    torch.testing.assert_close(rounded, exact, rtol=1e-6, atol=1e-8)
 
 
 def test_what_adamws_groups_refuse() -> None:
