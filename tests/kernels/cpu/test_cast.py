@@ -95,16 +95,6 @@ def test_all_numbers_of_16_bits(fmt: torch.dtype, dtype: torch.dtype) -> None:
     assert differing("cast", x, None, 0, fmt, (1, -1), False, 0, **second(fmt, (-1, 1), True, 0)) == []
 
 
-def test_numbers_beside_every_tie() -> None:
-    for fmt in FORMATS:
-        values = torch.arange(128, dtype=torch.uint8).view(fmt).float()
-        values = values[values.isfinite()]
-        ties = (values[1:] + values[:-1]) / 2
-        near = torch.stack([torch.nextafter(ties, torch.full((), to)) for to in (-math.inf, math.inf)])
-        x = torch.cat((values[None, 1:], ties[None], near)).repeat(2, 1) * torch.tensor([1.0, -1.0]).repeat(4)[:, None]
-        assert differing("cast", x, torch.ones(1), 0, fmt, ALL, False, 0, True) == []
-
-
 @each_pair(
     shape=[(0, 7), (5, 0), (1, 1), (17, 130), (150, 40), (300, 9)],
     run=[1, 500, 3000, 1 << 30],

@@ -11,11 +11,10 @@ from torch.nn import functional as F
 
 from octavo import kernels
 from octavo.kernels.reference.activation import produced, slope, value
-from octavo.scaling.delayed import State
 from tests.support import definitions
 from tests.support.casts import every_cast, second
 from tests.support.combinations import each_pair
-from tests.support.definitions import FLOAT32_MAX, all_codes, same_bits
+from tests.support.definitions import FLOAT32_MAX, same_bits
 from tests.support.exact_activation import GATED, PLAIN, exact, exact_gradient
 from tests.support.triton_cases import LAYOUTS, laid
 
@@ -219,40 +218,6 @@ def test_casts(case: dict[str, Any]) -> None:
             assert same_bits(a, b), name
         assert same_bits(actual[-1], expected[-1].to(sums.dtype)), name
     assert all(map(same_bits, [t for t in (x, *activation) if isinstance(t, Tensor)], before))
-
-
-def test_a_delayed_scale_is_of_what_is_cast() -> None:
-    h = torch.randn(9, 14)
-    y = produced(h, "swiglu")
-    for scale in (0.0, 3.0):
-        state, history, before = State.empty(2)
-        state.copy_(torch.tensor([7.0, 7.0, scale]))
-        qdata, _, scale_inv, amax, _ = kernels.cast(h, state, 2, E5M2, ALL, True, 1, False, 1, False, "swiglu")
-        codes, expected, expected_amax = definitions.cast(y, E5M2, ALL, True, 1, scale)
-        assert same_bits(qdata.view(torch.uint8), codes)
-        assert same_bits(scale_inv, expected) and same_bits(amax, expected_amax)
-        update = ([448.0] * 3, [False] * 3, [0] * 3, "max")
-        commit = (None, None, E5M2, True, 1, *update, False, 1, False, "swiglu")
-        assert same_bits(kernels.cast_and_commit(h, state, history, before, *commit)[0], qdata)
-        assert history[2].tolist() == [amax.item(), 0.0]
-
-
-@each_activation
-@pytest.mark.parametrize("fmt", FORMATS, ids=["E4M3", "E5M2"])
-def test_every_code(fmt: torch.dtype, activation: str) -> None:
-    codes = all_codes(fmt).view(16, 16)
-    for scale_inv, tile in ((torch.tensor([[0.37]]), ALL), (torch.rand(16, 4) + 0.1, (1, 4))):
-        wide = definitions.dequantize(codes, scale_inv, tile).float()
-        dy = torch.randn(16, 8 if activation in GATED else 16)
-        found = produced(codes, activation, None, scale_inv, tile), produced(dy, activation, codes, scale_inv, tile)
-        for a, b in zip(found, (produced(wide, activation), produced(dy, activation, wide)), strict=True):
-            assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
-        assert bool(found[0].isnan().any())
-
-
-def test_without_an_activation_x_itself_is_cast() -> None:
-    x = torch.randn(3, 5).bfloat16()
-    assert produced(x) is x
 
 
 @pytest.mark.parametrize(
