@@ -48,12 +48,21 @@ def given(
     zero_centered: bool = False,
     eps: float = 1e-5,
     offset: float = 0.0,
+    layout: str = "rows",
     **_: Any,
 ) -> Norm:
     rows, cols = shape
     x = (torch.randn(shape) + offset) * torch.logspace(-1, 1, rows)[:, None]
     gamma, added = torch.randn(cols).to(of_gamma), torch.randn(cols).to(of_gamma)
-    return Norm(x.to(dtype), gamma, added if beta else None, kind, eps, zero_centered)
+    x, gamma, added = (laid(t, layout) for t in (x.to(dtype), gamma, added))
+    return Norm(x, gamma, added if beta else None, kind, eps, zero_centered)
+
+
+def laid(t: Tensor, layout: str) -> Tensor:
+    """As it is, or with other strides."""
+    if layout == "rows":
+        return t
+    return t.t().contiguous().t() if t.ndim == 2 else torch.stack((t, t), 1)[:, 0]
 
 
 def exact(norm: Norm) -> Tensor:
@@ -99,6 +108,7 @@ NORM: dict[str, Any] = {
     "beta": [False, True],
     "zero_centered": [False, True],
 }
+LAYOUTS = ["rows", "columns"]
 CAST: dict[str, Any] = {
     "kind": KINDS,
     "shape": [(0, 5), (1, 1), (17, 127), (127, 130)],
@@ -132,10 +142,10 @@ def test_against_float64(case: dict[str, Any]) -> None:
     assert same_bits(kept, y.to(norm.x.dtype))
 
 
-@each_pair(**NORM, residual=[False, True], offset=[0.0, 30.0])
+@each_pair(**NORM, residual=[False, True], offset=[0.0, 30.0], layout=LAYOUTS)
 def test_backward_against_float64(case: dict[str, Any]) -> None:
     norm = given(**case)
-    dy, residual = torch.randn(2, *norm.x.shape).to(norm.x.dtype)
+    dy, residual = (laid(t, case["layout"]) for t in torch.randn(2, *norm.x.shape).to(norm.x.dtype))
     *_, mean, rstd, _ = cast(norm)
     added = residual if case["residual"] else None
     dx, dgamma, dbeta = kernels.norm_backward(dy, *norm[:2], mean, rstd, *norm[3::2], case["beta"], added)
@@ -147,7 +157,7 @@ def test_backward_against_float64(case: dict[str, Any]) -> None:
     _, exact_rstd, n, growth = statistics(norm)
     w, n = (dy * factor_of(norm)).abs(), n.abs()
     natural = exact_rstd * growth * (w + n * (w * n).mean(1, keepdim=True) + w.mean(1, keepdim=True)) + truth.abs()
-    assert (dx.dtype, dgamma.dtype) == (norm.x.dtype, norm.gamma.dtype)
+    assert (dx.dtype, dgamma.dtype) == (norm.x.dtype, norm.gamma.dtype) and dx.is_contiguous()
     assert bool(((dx.double() - truth).abs() <= 4 * HALF_ULP * natural + rounding(dx.dtype, truth)).all())
     allowed = 4 * HALF_ULP * (dy.abs() * (n + growth)).sum(0) + rounding(dgamma.dtype, truth_gamma)
     assert bool(((dgamma.double() - truth_gamma).abs() <= allowed).all())
@@ -165,6 +175,7 @@ def test_backward_against_float64(case: dict[str, Any]) -> None:
     second_tile=[(-1, 1), (128, 1), (3, 5)],
     scale=[None, 0.0, 3.0],
     scaling=[(False, 0), (True, 0), (False, 2)],
+    layout=LAYOUTS,
 )
 def test_norm_casts(case: dict[str, Any]) -> None:
     """By one scaling and by two."""
@@ -195,26 +206,6 @@ def test_norm_casts(case: dict[str, Any]) -> None:
     assert same_bits(other_inv, expected.t() if transpose else expected)
     assert state is None or state.tolist() == [7.0, scale, 7.0]
     assert all(map(same_bits, [t for t in norm[:3] if t is not None], before))
-
-
-@each_kind
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_strides_do_not_matter(dtype: torch.dtype, kind: str) -> None:
-    norm = given((17, 40), kind, dtype, dtype)
-    dy, residual = torch.randn(2, 17, 40).to(dtype)
-    expected = cast(norm, keep=True, transpose=True)
-    arguments = *expected[4:6], kind, False, True
-    gradients = kernels.norm_backward(dy, *norm[:2], *arguments, residual)
-
-    def turned(t: Tensor) -> Tensor:
-        return t.t().contiguous().t() if t.ndim == 2 else torch.stack((t, t), 1)[:, 0]
-
-    others = norm._replace(x=turned(norm.x), gamma=turned(norm.gamma), beta=turned(norm.beta))
-    found = cast(others, keep=True, transpose=True)
-    for back in (dy, turned(dy)):
-        again = kernels.norm_backward(back, *others[:2], *arguments, turned(residual))
-        for a, b in zip((*found, *again), (*expected, *gradients), strict=True):
-            assert same_bits(a, b) and a.is_contiguous()
 
 
 @each_kind
