@@ -77,11 +77,6 @@ def test_save_and_load_continue_bit_for_bit():
     assert_equal(octavo.nn.delayed_state_dict(other), octavo.nn.delayed_state_dict(net))
 
 
-def test_names_of_a_bare_layer():
-    layer = octavo.nn.Linear(16, 8, recipe=recipes.delayed())
-    assert set(octavo.nn.delayed_state_dict(layer)) == {"delayed_scale", "delayed_amax_history"}
-
-
 def test_no_delayed_recipe_no_state():
     assert octavo.nn.delayed_state_dict(model(recipes.dynamic())) == {}
     octavo.nn.load_delayed_state_dict(model(recipes.dynamic()), {})
@@ -217,15 +212,3 @@ def test_a_copy_may_be_empty_until_its_own_backward():
         assert may_be_empty(copied[0].delayed_scale)
         step(copied)
         assert not may_be_empty(copied[0].delayed_scale)
-
-
-def test_state_made_on_meta_is_loaded_once_the_weights_are():
-    """Weights that are assigned, as transformers loads them, move no state; nothing runs before it is loaded."""
-    trained = octavo.nn.Linear(64, 32, recipe=octavo.recipes.delayed())
-    trained(torch.randn(8, 64)).sum().backward()
-    loaded = octavo.nn.Linear(64, 32, recipe=octavo.recipes.delayed(), device="meta")
-    loaded.load_state_dict(trained.state_dict(), assign=True)
-    assert loaded.delayed_scale.tolist() == [0, 0, 0]
-    octavo.nn.load_delayed_state_dict(loaded, octavo.nn.delayed_state_dict(trained))
-    assert torch.equal(loaded.delayed_scale, trained.delayed_scale) and loaded.delayed_scale.all()
-    assert torch.equal(loaded.delayed_amax_history, trained.delayed_amax_history)
