@@ -13,7 +13,7 @@ GREEN = Result(graphs=1, breaks=0, recompiles=0, difference=0.0)
 
 # A cell is seconds of tracing: of what holds another row only the larger one. The others are in the full set; a layer
 # by itself, in each recipe, is in tests/support/seams.
-QUICK = [("fused modules", "delayed"), ("training step in autocast", "recipe map"), ("activation checkpointing", "mx")]
+QUICK = [("training step in autocast", "recipe map"), ("activation checkpointing", "mx")]
 
 
 @pytest.mark.parametrize(

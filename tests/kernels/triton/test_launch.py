@@ -107,7 +107,7 @@ def test_every_launch_is_made_by_launch() -> None:
     root, found = Path(__file__).parents[3], set()
     for file in (file for folder in ("octavo", "tests", "benchmarks") for file in (root / folder).rglob("*.py")):
         text = file.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)) if "kernel" in text and re.search(r"\w\[.*\]\(", text) else ():
+        for node in ast.walk(ast.parse(text)) if "triton" in text and re.search(r"\w\[.*\]\(", text) else ():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
                 name, grid = ast.unparse(node.func.value), node.func.slice
                 if name.endswith("kernel") or (isinstance(grid, ast.Tuple) and name != "dict"):

@@ -179,9 +179,8 @@ LAUNCHES: list[tuple[Any, Any, list[str]]] = [  # a tile; another's, or a delaye
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    x, norm = torch.randn(40, 48).to(kernels.device), of_norm(torch.randn(48).to(kernels.device), None, kind)
+def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, norm = torch.randn(40, 48).to(kernels.device), of_norm(torch.randn(48).to(kernels.device), None, "rms_norm")
     launched = count_launches(kernels, monkeypatch)
     for tile, other, expected in LAUNCHES:
         state = state_of(kernels, *other) if other and isinstance(other[0], float) else None
@@ -193,13 +192,15 @@ def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, kind:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_rows(kernels: TritonKernels, kind: str) -> None:
-    x, gamma = torch.randn(1000, 17).to(kernels.device), torch.randn(17).to(kernels.device)
+    x, gamma = torch.randn(300, 17).to(kernels.device), torch.randn(17).to(kernels.device)
     norm = of_norm(gamma, None, kind)
     check_norm(kernels, x, state_of(kernels, 50.0), 1, E4M3, ALL, False, 0, True, 16, **norm, keep=True)
     check_norm(kernels, x, None, 0, E4M3, ROW, False, 0, True, 16, **norm, **second(E4M3, COLUMN, False, 0))
 
 
-@pytest.mark.parametrize("cast", [CASTS[0], CASTS[3], *CASTS[5:8]], ids=str)
+@pytest.mark.parametrize(
+    "cast", [CASTS[3], CASTS[5], *(pytest.param(CASTS[at], marks=pytest.mark.full) for at in (0, 6, 7))], ids=str
+)
 def test_infinities_made_on_the_way(kernels, cast, monkeypatch):
     use_small_tiles(kernels, monkeypatch)
     # gamma has them, or overflows: amax is that of what is finite, and all else is cast as if they were not there
