@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.scaling.delayed import State
-from tests.support.triton_cases import ALL, E4M3, E5M2, assert_counters_are_zero, update_args
+from tests.support.triton_cases import ALL, E4M3, assert_counters_are_zero
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
@@ -88,18 +87,6 @@ def test_the_first_launch_may_not_be_captured(kernels: TritonKernels, monkeypatc
     with first_launch, torch.cuda.graph(torch.cuda.CUDAGraph()):
         kernels.amax(x + 1, ALL)
     assert kernels.amax(x, ALL).item() == x.abs().max()
-
-
-def test_launches_one_after_the_other(kernels: TritonKernels) -> None:
-    # an amax or a counter left behind by one would be seen by the next, smaller one
-    state = State.empty(2, kernels.device)
-    for scale in (8.0, 4.0, 1.0, 0.0, 2.0):
-        x = torch.full((40, 100), scale, device=kernels.device)
-        assert kernels.amax(x, ALL).item() == scale
-        assert kernels.cast(x, None, 0, E4M3, ALL, False, 0)[3].item() == scale
-        kernels.cast_and_commit(x, *state, None, None, E5M2, False, 0, *update_args("max"), True, 1, True)
-        assert state.amax_history[2, 0].item() == scale
-        assert_counters_are_zero(kernels)
 
 
 def test_every_launch_is_made_by_launch() -> None:

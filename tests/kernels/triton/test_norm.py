@@ -222,23 +222,3 @@ def test_parameters_that_are_not_contiguous(kernels: TritonKernels) -> None:
     gamma, beta = (torch.randn(40, 3).to(kernels.device)[:, 1] for _ in range(2))
     for tile in (ALL, ROW, (1, 32)):
         check_norm(kernels, x, None, 0, E4M3, tile, False, 0, True, **of_norm(gamma, beta, "layer_norm"))
-
-
-def test_tiles(kernels: TritonKernels) -> None:
-    config, tile = kernels.module("launch").Config, kernels.module("cast")._tile
-    wide, tall = config(1, 4096, 4, 4), config(16, 512, 1, 8)
-    for chosen, cols, blocks, expected in (
-        (wide, 4096, (), (1, 4096, 4, 4)),
-        (wide, 1000, (), (4, 1024, 4, 4)),
-        (wide, 3, (), (256, 16, 4, 4)),
-        (wide, 5000, (), (1, 8192, 4, 8)),
-        (wide, 16384, (), (1, 16384, 4, 16)),
-        (wide, 16385, (), (1, 4096, 4, 4)),
-        (wide, 5000, ((8, 2),), (8, 512, 4, 4)),
-        (wide, 40, ((1, 128),), (32, 128, 4, 4)),
-        (tall, 4096, (), (16, 512, 1, 8)),
-        (tall, 100, (), (64, 128, 1, 8)),
-        (tall, 100, ((1, 32), (32, 1)), (64, 128, 1, 8)),
-        (tall, 4096, ((1, 32), (32, 1)), (32, 256, 1, 8)),
-    ):
-        assert tile(chosen, cols, blocks) == expected

@@ -29,7 +29,6 @@ from tests.support.optimizer_both import (
     coded,
     differences,
     mixed,
-    moved,
     update_of,
 )
 from tests.support.triton_kernels import TritonKernels
@@ -139,7 +138,7 @@ def test_the_other_rules(rule: str, kernels: TritonKernels, small: None, monkeyp
     moments = slice(2)
     if isinstance(group, SgdGroup):
         moments = slice(1 if group.momentum else 0)
-    cases = dealt_weights([*RULES].index(rule), 5, MASTERS, SHAPES)
+    cases = dealt_weights([*RULES].index(rule), 3, MASTERS, SHAPES)
     if rule == "decoupled, bounded":
         cases = dealt_weights(1, 3, IN_FP8, [(3, 31), (130, 140), (7, 16)])
         set_tiles(kernels, monkeypatch, 128, 1)
@@ -156,7 +155,7 @@ def test_the_last_program_ends_all_of_many_tensors(where: int, kernels: TritonKe
 
 
 @pytest.mark.parametrize(
-    "scheme", ["fp8", "two stages", *(pytest.param(one, marks=pytest.mark.full) for one in ("fp32", "previous"))]
+    "scheme", ["fp8", *(pytest.param(one, marks=pytest.mark.full) for one in ("fp32", "previous", "two stages"))]
 )
 def test_a_fault_stays_where_it_is(scheme: str, kernels: TritonKernels) -> None:
     updates = [update_of((3, 300), SCHEMES[scheme], master, number=n) for n, master in enumerate(MASTERS)]
@@ -175,11 +174,11 @@ def test_a_fault_stays_where_it_is(scheme: str, kernels: TritonKernels) -> None:
     both.step()
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "previous", "two stages"])
+@pytest.mark.parametrize("scheme", ["fp8", pytest.param("two stages", marks=pytest.mark.full)])
 def test_gradients_too_large_for_a_second_moment_make_no_nan(scheme: str, kernels: TritonKernels) -> None:
     both = Both(kernels, [update_of((3, 300), SCHEMES[scheme], "weight")], [ADAM])
     places, large = (torch.arange(3), torch.tensor([0, 130, 299])), torch.tensor([1e30, -1e30, 3e38])
-    for spoilt in (False, True, False, True):
+    for spoilt in (False, True, False):
         both.new_gradients(spoil=lambda g, spoilt=spoilt: g.index_put_(places, large) if spoilt else g)
         both.step()
     assert all(update.master.weight.isfinite().all() for update in both.ours)
@@ -187,8 +186,8 @@ def test_gradients_too_large_for_a_second_moment_make_no_nan(scheme: str, kernel
 
 def test_a_step_is_skipped(kernels: TritonKernels, large: None) -> None:
     flag = torch.ones((), device=kernels.device)
-    updates = [update_of((3, 300), SCHEMES[scheme], "split24") for scheme in ("fp8", "previous", "two stages")]
-    updates += [fp8_update((3, 200), *cell, number=number) for number, cell in enumerate(BY_TURNS)]
+    updates = [update_of((3, 300), SCHEMES[scheme], "split24") for scheme in ("previous", "two stages")]
+    updates += [fp8_update((3, 200), *cell, number=number) for number, cell in enumerate(BY_TURNS[:2])]
     both = Both(kernels, updates, [ADAM, OTHER])
     both.new_gradients()
     both.step(flag.zero_())
@@ -225,10 +224,9 @@ def test_corrections_that_a_step_kept_are_those_of_the_next_one_alone(kernels: T
     for number in (9.0, 3.0):  # as a loaded state has it
         for update in (*both.ours, *both.theirs):
             update.step.fill_(number)
-        both.steps(2)
-    for betas in ((0.8, 0.99), (0.8, 0.97)):
-        both.groups = [ADAM._replace(beta1=betas[0], beta2=betas[1]), OTHER]
-        both.steps(2)
+        both.steps(1)
+    both.groups = [ADAM._replace(beta1=0.8, beta2=0.97), OTHER]
+    both.steps(2)
     assert list(both.plans.values()) == [plan]
 
 
@@ -407,48 +405,9 @@ def test_codes_of_a_vector_that_is_seen_in_rows_of_one(kernels: TritonKernels, s
     Both(kernels, updates, [ADAM, OTHER]).steps(2)
 
 
-def test_all_codes_of_a_gradient(kernels: TritonKernels) -> None:
-    """NaN too, which stays where it is."""
-    update = coded(update_of((2, 256), NAMED["fp32"]))
-    update.gradient.copy_(torch.arange(256).to(torch.uint8).expand(2, 256))
-    both = Both(kernels, [update], [ADAM])
-    both.step()
-    for name in ("ours", "theirs"):
-        (found,) = getattr(both, name)
-        assert found.master.weight.isnan().nonzero().tolist() == [[r, c] for r in range(2) for c in (127, 255)]
-
-
 def test_a_plan_keeps_no_gradient(kernels: TritonKernels) -> None:
     both = Both(kernels, [coded(update_of((3, 300), NAMED["fp8"])), update_of((3, 300), NAMED["fp8"])], [ADAM, OTHER])
     both.step()
     ends = [weakref.ref(update.gradient) for update in both.ours]
     both.ours = [update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in both.ours]
     assert len(both.plans) == 1 and all(end() is None for end in ends)
-
-
-def doubled(update: WeightUpdate) -> WeightUpdate:
-    """With scales at another address, and nothing else."""
-    assert update.gradient_scale_inv is not None
-    return update._replace(gradient_scale_inv=update.gradient_scale_inv * 2)
-
-
-def test_a_plan_for_codes_and_one_for_floats(kernels: TritonKernels) -> None:
-    both = Both(kernels, [update_of((3, 300), NAMED["fp8"], number=n) for n in range(2)], [ADAM, OTHER])
-    both.steps(1)
-    floats = both.ours, both.theirs
-    codes = [coded(update) for update in both.ours]
-    both.ours = [moved(u, kernels.device)._replace(master=u.master, moments=u.moments, step=u.step) for u in codes]
-    both.theirs = [
-        b._replace(gradient=a.gradient.clone(), gradient_scale_inv=a.gradient_scale_inv)
-        for a, b in zip(both.ours, both.theirs, strict=True)
-    ]
-    both.step()
-    (plain, other) = both.plans.values()
-    assert [plan.steps[0].tensors[0].gradient_fmt for plan in (plain, other)] == [None, E4M3]
-    sent = other.sent["gradients"]
-    both.ours, both.theirs = ([doubled(update) for update in updates] for updates in (both.ours, both.theirs))
-    both.step()
-    assert other.sent["gradients"] is not sent and len(both.plans) == 2
-    both.ours, both.theirs = floats
-    both.step()
-    assert len(both.plans) == 2
