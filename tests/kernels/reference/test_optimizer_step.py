@@ -24,7 +24,6 @@ from octavo.kernels.reference.optimizer_step import (
 from octavo.kernels.step_numbers import adam_max_update, bound_after
 from octavo.numerics import scale_from_amax
 from octavo.tensor.stored_weight import StoredWeight
-from tests.support.fp8_weights import read
 
 ADAM = [
     AdamGroup(0.01, 0.9, 0.99, 1e-8, 0.1, False, True, True),
@@ -110,25 +109,6 @@ def test_float32_is_torchs_bit_for_bit(maximize, decay, kind, shape, monkeypatch
     names = [(), ("momentum_buffer",), ("exp_avg", "exp_avg_sq")][len(moments)]
     for name, moment in zip(names, moments, strict=True):
         assert torch.equal(moment.data, optimizer.state[theirs][name])
-
-
-@pytest.mark.parametrize(("kind", "most"), [("split32", 0.0), ("split24", 0.01), ("stochastic", 0.15)])
-def test_the_master_is_updated_and_the_weight_follows(kind: str, most: float) -> None:
-    shape, group = (3, 300), PLAIN._replace(lr=1e-4, clip=True)
-    start = torch.randn(shape).bfloat16()
-    exact, moments, own = start.float(), fp32(shape), fp32(shape)
-    master = master_of(kind, start.clone())
-    for number in range(1, 101):
-        grad = torch.randn(shape) + 0.5
-        update(group, MasterWeight(exact, "weight"), grad, *moments, number=number)
-        update(group, master, grad, *own, number=number)
-    found = read(master)
-    moved, drift = (exact - start.float()).abs().mean(), (found - exact).mean().abs()
-    assert moved > 30 * 1e-4
-    assert drift <= most * moved
-    if kind == "split32":
-        assert torch.equal(found, exact)
-    assert ((master.weight.float() - found).abs() <= found.abs() * 2.0**-8).all()
 
 
 @pytest.mark.covering(1)

@@ -157,9 +157,9 @@ def test_the_last_program_ends_all_of_many_tensors(where: int, kernels: TritonKe
 @pytest.mark.parametrize(
     "scheme", ["fp8", *(pytest.param(one, marks=pytest.mark.full) for one in ("fp32", "previous", "two stages"))]
 )
-def test_a_fault_stays_where_it_is(scheme: str, kernels: TritonKernels) -> None:
+def test_a_fault_stays_where_it_is(scheme: str, kernels: TritonKernels, large: None) -> None:
     updates = [update_of((3, 300), SCHEMES[scheme], master, number=n) for n, master in enumerate(MASTERS)]
-    updates += [fp8_update((3, 300), *cell, SCHEMES[scheme], number=n) for n, cell in enumerate(BY_TURNS)]
+    updates += [fp8_update((3, 300), *cell, SCHEMES[scheme], number=n) for n, cell in enumerate(BY_TURNS[:3])]
     both, places = Both(kernels, updates, [ADAM, OTHER]), [0, 130, 299]
     both.new_gradients()
     both.step()
