@@ -46,9 +46,12 @@ def test_set_recipe_between_steps_compiles_once_for_each_distinct_recipe():
     assert counter.frame_count == 3
 
 
-def test_evaluation_in_between():
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[] if name == "delayed" else pytest.mark.full) for name in RECIPES]
+)
+def test_evaluation_in_between(recipe):
     call, counter = compiled()
-    model, eager = built(LINEAR, "delayed"), built(LINEAR, "delayed")
+    model, eager = built(LINEAR, recipe), built(LINEAR, recipe)
     graphs = []
     for step in range(4):
         x, target = batch(LINEAR, step)

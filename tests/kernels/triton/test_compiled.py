@@ -1,6 +1,6 @@
 """Compiled kernels: what Triton makes of them for several architectures, run by the emulator of PTX.
 
-Each kernel at least once for sm_90, products for sm_89, sm_100 and sm_120 too; in the full set casts as well.
+Each kernel at least once for sm_90, a product for sm_89, sm_100 and sm_120 too; in the full set more, and casts.
 All other tests of kernels run so by ``./dev test --compiled sm_90``.
 """
 
