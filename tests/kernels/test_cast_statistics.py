@@ -57,7 +57,9 @@ SHAPES = [(1, 1), (17, 40), (130, 20), (9, 140), (0, 4)]
 
 @pytest.mark.parametrize("kernels", [REFERENCE, CPU], ids=["reference", "cpu"])
 @each_pair(shape=SHAPES, **CAST)
-def test_the_reference_is_the_definition(case: dict[str, Any], kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_and_cpu_are_the_definition(
+    case: dict[str, Any], kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chunks, "CHUNK", 300)  # of what a CPU counts at a time
     x, q, scale_inv, tile = pair_of(case)
     sums, extremes = empty()
