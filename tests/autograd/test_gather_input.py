@@ -83,7 +83,6 @@ def gathered_as_cast_alone(mesh, recipe, shape, dim, exact):
     return found.shape == x.shape, [*answers, torch.allclose(seen[0].column_sum, sums, atol=1e-4)]
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize(("shape", "dim"), [((2, 256, 40), 1), ((256, 3, 40), 0), ((512, 130), 0)])
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("recipe", ["dynamic", "rowwise", "blockwise", "mx"])

@@ -212,3 +212,15 @@ def test_a_copy_may_be_empty_until_its_own_backward():
         assert may_be_empty(copied[0].delayed_scale)
         step(copied)
         assert not may_be_empty(copied[0].delayed_scale)
+
+
+def test_state_made_on_meta_is_loaded_once_the_weights_are():
+    """Weights that are assigned, as transformers loads them, move no state; nothing runs before it is loaded."""
+    trained = octavo.nn.Linear(64, 32, recipe=octavo.recipes.delayed())
+    trained(torch.randn(8, 64)).sum().backward()
+    loaded = octavo.nn.Linear(64, 32, recipe=octavo.recipes.delayed(), device="meta")
+    loaded.load_state_dict(trained.state_dict(), assign=True)
+    assert loaded.delayed_scale.tolist() == [0, 0, 0]
+    octavo.nn.load_delayed_state_dict(loaded, octavo.nn.delayed_state_dict(trained))
+    assert torch.equal(loaded.delayed_scale, trained.delayed_scale) and loaded.delayed_scale.all()
+    assert torch.equal(loaded.delayed_amax_history, trained.delayed_amax_history)
