@@ -10,19 +10,17 @@ import torch.distributed as dist
 
 import octavo
 from octavo import E4M3, PerBlock, kernels, recipes
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, cast_norm, cast_role
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, cast_role
 from octavo.autograd.gather_input import (
     GatherReader,
     arguments_of,
     can_gather,
     gather_input,
-    gather_norm,
     gathered_transposed,
     scatter_output,
 )
 from octavo.distributed import Fp8Reduction
 from octavo.distributed.tensor_parallel import _summed_in_fp8
-from octavo.kernels.arguments import NormSource
 from octavo.scaling.recipe import Cast
 from octavo.tensor.gathered_input import Wire
 from tests.support.parallel_tasks import RECIPES, small
@@ -49,11 +47,7 @@ def test_what_can_be_sent(recipe):
 
 def as_cast_alone(x, recipe, role, exact):
     """The pairs of a whole tensor [..., K] on one rank: the second of values, where they are not exact."""
-    return of_values(cast_role(x.reshape(-1, x.shape[-1]), recipe, role, True, True, None), recipe, role, exact)
-
-
-def of_values(whole, recipe, role, exact):
-    casts = recipe.casts[role]
+    whole, casts = cast_role(x.reshape(-1, x.shape[-1]), recipe, role, True, True, None), recipe.casts[role]
     if exact or casts.once:
         return whole
     values = kernels.dequantize(*whole.as_is, casts.as_is.tile, torch.float32)
@@ -89,37 +83,12 @@ def gathered_as_cast_alone(mesh, recipe, shape, dim, exact):
     return found.shape == x.shape, [*answers, torch.allclose(seen[0].column_sum, sums, atol=1e-4)]
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize(("shape", "dim"), [((2, 256, 40), 1), ((256, 3, 40), 0), ((512, 130), 0)])
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("recipe", ["dynamic", "rowwise", "blockwise", "mx"])
 def test_pairs_are_those_of_the_whole(pool, recipe, exact, shape, dim):
     for same_shape, answers in pool.run(gathered_as_cast_alone, (2,), recipe, shape, dim, exact):
         assert same_shape and answers == [True] * (4 if exact else 9)
-
-
-def norm_as_cast_alone(mesh, recipe, runs):
-    """Whether pairs of a norm's gathered output are those of one rank."""
-    x, rank, recipe = torch.randn(runs, 256, 40), mesh.get_local_rank(), RECIPES[recipe]
-    parameters, how = (torch.randn(40), torch.randn(40), "layer_norm", 1e-5, False), (recipe, True, None, False)
-    own = x.chunk(2, 1)[rank].reshape(-1, 40)
-    answers = []
-    for exact in (False, True):
-        wire = Wire(mesh.get_group().group_name, 2, runs, exact)
-        operands, shard, mean, rstd = gather_norm(NormSource(own, *parameters), *how, wire)
-        assert mean.shape == rstd.shape == (runs * 128,) and (shard is None) == (operands.transposed is not None)
-        if shard is not None:
-            operands = operands._replace(transposed=gathered_transposed(shard, recipe, wire))
-        expected = cast_norm(NormSource(x.view(-1, 40), *parameters), *how)[0]
-        answers += same(operands, of_values(expected, recipe, INPUT, exact))
-    return answers
-
-
-@pytest.mark.parametrize("runs", [1, 3])
-@pytest.mark.parametrize("recipe", ["dynamic", "rowwise", "blockwise", "mx"])
-def test_pairs_of_a_norm(pool, recipe, runs):
-    for answers in pool.run(norm_as_cast_alone, (2,), recipe, runs):
-        assert answers == [True] * 8
 
 
 def test_blocks_may_reach_over_ranks(pool):

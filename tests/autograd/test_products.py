@@ -13,6 +13,7 @@ from octavo.scaling.recipe import PRODUCTS
 from tests.support.helpers import FP8_RECIPES, delayed_state, sqnr
 
 T, K, N = 48, 96, 80
+MIXED = {**FP8_RECIPES, "high_precision": recipes.high_precision}
 
 
 def run(recipe, x, weight, bias, grad, kept=None):
@@ -40,38 +41,23 @@ def truth(x, weight, bias, grad):
     return F.linear(x, weight, bias), grad @ weight, grad.t() @ x, grad.sum(0)
 
 
-@pytest.mark.parametrize("name", FP8_RECIPES)
-@pytest.mark.parametrize("kept", PRODUCTS)
-def test_a_product_left_in_high_precision_is_exactly_that(name, kept):
-    x, weight, bias, grad = data()
-    results = dict(
-        zip(
-            PRODUCTS, run(dataclasses.replace(FP8_RECIPES[name](), **{kept: None}), x, weight, bias, grad), strict=False
-        )
-    )
-    for (product, result), expected in zip(results.items(), truth(x, weight, bias, grad), strict=False):
-        if product == kept:
+@pytest.mark.parametrize("output", MIXED)
+@pytest.mark.parametrize("grad_input", MIXED)
+@pytest.mark.parametrize("grad_weight", MIXED)
+def test_each_product_is_the_one_of_its_own_recipe(output, grad_input, grad_weight):
+    names = dict(zip(PRODUCTS, (output, grad_input, grad_weight), strict=True))
+    chosen = {product: getattr(MIXED[name](), product) for product, name in names.items()}
+    tensors = data()
+    *found, db = run(Recipe(**chosen), *tensors)
+    *exact, sums = truth(*tensors)
+    for (product, name), result, expected in zip(names.items(), found, exact, strict=True):
+        if name == "high_precision":
             torch.testing.assert_close(result, expected.float(), rtol=1e-5, atol=1e-4)
         else:
+            alone = run(Recipe(**{product: chosen[product]}), *tensors)[PRODUCTS.index(product)]
+            torch.testing.assert_close(result, alone, rtol=1e-6, atol=1e-5)
             assert 22 < sqnr(result, expected) < 34, product
-
-
-@pytest.mark.parametrize("name", FP8_RECIPES)
-def test_a_lone_fp8_product_is_the_one_of_the_whole_recipe(name):
-    tensors = data()
-    whole = run(FP8_RECIPES[name](), *tensors)
-    for index, product in enumerate(PRODUCTS):
-        others = {other: None for other in PRODUCTS if other != product}
-        alone = run(dataclasses.replace(FP8_RECIPES[name](), **others), *tensors)
-        torch.testing.assert_close(alone[index], whole[index], rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize("pick", list(itertools.product(FP8_RECIPES, repeat=3)), ids="-".join)
-def test_any_mixture_of_recipes_computes(pick):
-    chosen = {product: getattr(FP8_RECIPES[name](), product) for product, name in zip(PRODUCTS, pick, strict=True)}
-    tensors = data()
-    for result, expected in zip(run(Recipe(**chosen), *tensors), truth(*tensors), strict=True):
-        assert sqnr(result, expected) > 22
+    torch.testing.assert_close(db, sums.float(), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -8,10 +8,7 @@ import weakref
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
 import octavo
@@ -245,17 +242,3 @@ def test_what_was_cast_by_an_older_scale_is_cast_anew():
     model[0](x)
     region(model, input_of(seed=2) * 5).sum().backward()
     assert casts_in(lambda: model[1](x))[0] == 2
-
-
-def test_a_compiled_training_casts_a_shared_input_once():
-    """Inductor's partitioner of forward and backward merges equal ops."""
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(sum("octavo.cast" in str(node.target) for node in graph.graph.nodes))
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
-    model = layers(recipes.dynamic())
-    torch.compile(lambda x: region(model, x), backend=backend)(torch.ones(T, K, requires_grad=True)).sum().backward()
-    assert graphs == [1 + len(model), 1]  # one gradient reaches all three

@@ -97,7 +97,9 @@ def ours(x: Tensor, y: Tensor, c: Tensor, rule: Rule) -> np.ndarray:
     return multiply_add(a, b, c.numpy()[:, None, None], rule).view(np.uint32)[:, 0, 0]
 
 
-def check(case: tuple[str, str, str, str], count: int) -> None:
+@pytest.mark.parametrize("count", [24, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_sums_are_the_oracles(case: tuple[str, str, str, str], count: int) -> None:
     x, y, c = sums(*case[2:], count)
     expected = oracle(*case).dpa(x, y, c).numpy().view(np.uint32)
     wrong = np.flatnonzero(ours(x, y, c, rule_of(*case)) != expected)
@@ -106,18 +108,7 @@ def check(case: tuple[str, str, str, str], count: int) -> None:
     assert not (expected == 0x80000000).any()
 
 
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_sums_are_the_oracles(case: tuple[str, str, str, str]) -> None:
-    check(case, 24)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_more_sums_are_the_oracles(case: tuple[str, str, str, str]) -> None:
-    check(case, 1000)
-
-
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
+@pytest.mark.parametrize("case", [case for case in CASES if case[2:] in (FP8[1], WIDE[0])], ids=" ".join)
 def test_every_number_of_a_rule_shows(case: tuple[str, str, str, str]) -> None:
     x, y, c = sums(*case[2:], 30)
     rule = rule_of(*case)
@@ -162,17 +153,6 @@ def test_a_longer_k_is_further_instructions() -> None:
     first = multiply_add(a[..., :32], b[..., :32], np.full((1, 4, 3), 1000.3, np.float32), rule)
     second = multiply_add(a[..., 32:], b[..., 32:], first, rule)
     assert np.array_equal(multiply_add(a, b, np.full((1, 4, 3), 1000.3, np.float32), rule), second)
-
-
-def test_what_is_cut_off() -> None:
-    """1 and -2^-14 beside it: the short accumulators lose it, the others don't."""
-    a = np.zeros((1, 1, 32))
-    a[0, 0, 5] = -(2.0**-6)
-    b = np.full((1, 1, 32), 2.0**-8)
-    for target, instruction, lost in (("sm_89", "mma", True), ("sm_90a", "wgmma", True), ("sm_120f", "mma", False)):
-        rule = rule_of(target, instruction, "e5m2", "e5m2")
-        found = multiply_add(a, b, np.ones((1, 1, 1), np.float32), rule)
-        assert found == (1 if lost else 1 - 2.0**-14)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.kernels import cpu, reference
-from tests.support.definitions import FLOAT32_MAX, all_bfloat16, all_codes, boundaries, read, round_to_codes, same_bits
+from tests.support.definitions import FLOAT32_MAX, all_bfloat16, all_codes, boundaries, read, round_to_codes
 from tests.support.triton_cases import to
 
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -79,23 +79,6 @@ def test_every_code_reads_exactly(dtype, flushes, repeats, out, is_triton, reque
     assert torch.equal(torch.signbit(value)[number], (codes.view(torch.uint8) >= 0x80)[number])
 
 
-@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("repeats", [1, 64])
-def test_strided_codes(dtype: torch.dtype, out: torch.dtype, repeats: int) -> None:
-    codes = all_codes(dtype).view(16, 16).repeat(1, repeats)
-    strided = {
-        "transposed": codes.t(),
-        "every other": codes[::2, 1::3],
-        "column": codes[:, 3:4],
-        "expanded": codes[:, :1].expand(-1, 5 * repeats),
-        "one": codes[7:8, 15:16],
-        "empty": codes[:0],
-    }
-    for name, view in strided.items():
-        value = check_decode(view, out)
-        assert torch.equal(value.double().nan_to_num(nan=1e9), read(view).nan_to_num(nan=1e9)), name
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [1, 20000])
 def test_a_lone_nan_is_read(dtype: torch.dtype, size: int, is_triton: bool) -> None:
@@ -104,14 +87,6 @@ def test_a_lone_nan_is_read(dtype: torch.dtype, size: int, is_triton: bool) -> N
     for nan, out in itertools.product((0x7F, 0xFF), (torch.bfloat16, torch.float32)):
         raw[size // 2] = nan
         assert torch.isnan(check_decode(raw.view(dtype), out)).nonzero().tolist() == [[size // 2]]
-
-
-def test_decode_is_fresh(dtype: torch.dtype) -> None:
-    for repeats in (1, 64):
-        codes = all_codes(dtype).repeat(repeats).view(16, -1)
-        before = codes.clone()
-        decode(codes, torch.float32).zero_()
-        assert same_bits(codes, before)
 
 
 @pytest.mark.parametrize("faulty", [True, False])  # finite tensors and others are rounded in two ways

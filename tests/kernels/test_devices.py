@@ -37,16 +37,6 @@ def test_any_other_runs_what_a_cpu_runs(monkeypatch: pytest.MonkeyPatch) -> None
     assert kernels_of(0) is KERNELS
 
 
-def test_an_optimizer_too_steps_by_the_reference_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton refuses E4M3 below sm_89, so that moments in FP8 could not step."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    seen = []
-    monkeypatch.setattr(devices, "reference_step", lambda updates, *rest: seen.append(updates))
-    updates: Any = [SimpleNamespace(gradient=SimpleNamespace(is_cuda=True, get_device=lambda: 0))]
-    devices.optimizer_step(updates, [])
-    assert seen == [updates]
-
-
 def test_without_triton_it_runs_what_a_cpu_runs_and_says_so(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setitem(sys.modules, "octavo.kernels.triton", None)
@@ -81,12 +71,17 @@ def test_on_a_cpu_the_reference_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     devices.optimizer_step([], GROUPS)
 
 
-def test_on_a_gpu_with_fp8_the_launch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("native", [False, True])
+def test_on_a_gpu_with_fp8_the_launch_does(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton refuses E4M3 below sm_89, so that there moments in FP8 could not step."""
     triton = pytest.importorskip("octavo.kernels.triton")
     launched: list[Any] = []
-    monkeypatch.setattr(devices, "kernels_of", lambda index: triton.KERNELS)
+    stepped: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 if native else 8, 0))
     monkeypatch.setattr(triton, "optimizer_step", lambda *args: launched.extend(args))
+    monkeypatch.setattr(devices, "reference_step", lambda *args: stepped.append(args[0]))
     updates: Any = [SimpleNamespace(gradient=SimpleNamespace(is_cuda=True, get_device=lambda: 0))]
     given = updates, GROUPS, FLAG, SCALE, {}, torch.zeros(2, dtype=torch.float64)
     devices.optimizer_step(*given)
-    assert all(found is each for found, each in zip(launched, given, strict=True))
+    assert all(found is each for found, each in zip(launched, given if native else (), strict=True))
+    assert stepped == ([] if native else [updates])

@@ -26,7 +26,7 @@ from tests.support.triton_cases import (
 )
 from tests.support.triton_kernels import TritonKernels
 
-SHAPES = [(64, 64), (17, 127), (0, 5), (130, 70), (200, 16), (5, 0), (1, 1)]
+SHAPES = [(64, 64), (17, 127), (0, 5), (130, 70), (5, 0), (1, 1)]
 WEIGHT = 1
 
 
@@ -49,7 +49,7 @@ def outputs(tile: tuple[int, int], fmt: torch.dtype, pad: int = 1, transpose: bo
 
 
 def weights(dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    kinds = ["varied", "faults", "zeros", "edge", "varied", "varied", "varied"]
+    kinds = ["varied", "faults", "zeros", "edge", "varied", "varied"]
     return [values_of(kind, shape, dtype) for kind, shape in zip(kinds, SHAPES, strict=True)]
 
 
@@ -111,7 +111,7 @@ def run(request: pytest.FixtureRequest, kernels: TritonKernels) -> Any:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("tile", "scales"), [(ALL, "dynamic"), (ALL, "mixed"), ((128, 128), "dynamic")])
+@pytest.mark.parametrize(("tile", "scales"), [(ALL, "mixed"), ((128, 128), "dynamic")])
 def test_the_flag_leaves_everything_as_it_is(tile, scales, run, kernels):
     xs, delayed = to(kernels.device, weights()), to(kernels.device, states(scales))
     out = to(kernels.device, outputs(tile, E4M3))
@@ -127,7 +127,8 @@ def test_the_flag_leaves_everything_as_it_is(tile, scales, run, kernels):
 @pytest.mark.gpu
 def test_the_table_is_made_once_for_the_same_tensors(kernels: TritonKernels) -> None:
     work_of = kernels.module("multi_tensor_cast")._work_of
-    xs, out = to(kernels.device, weights()), to(kernels.device, outputs(ALL, E4M3))
+    xs, out = to(kernels.device, weights()[-2:]), to(kernels.device, outputs(ALL, E4M3))
+    out = Outputs(*(group[-2:] for group in out))
     kernels.multi_tensor_cast(xs, *out, [], WEIGHT, ALL, True, 0, None)
     made = work_of.cache_info().misses
     kernels.multi_tensor_cast(xs, *out, [], WEIGHT, ALL, True, 0, None)
@@ -152,7 +153,7 @@ def test_what_one_launch_cannot_do_is_refused(run: Any, kernels: TritonKernels) 
         run([xs[0].float(), *xs[1:]], *out, [], WEIGHT, ALL, True, 0, None)
     with pytest.raises(ValueError, match=r"xs\[0\] of shape \(64, 64\), strides \(1, 64\): needs contiguous rows"):
         run([xs[0].t(), *xs[1:]], *out, [], WEIGHT, ALL, True, 0, None)
-    with pytest.raises(ValueError, match=r"the lists are \[6, 7, 7, 7, 7, 0\] long"):
+    with pytest.raises(ValueError, match=r"the lists are \[5, 6, 6, 6, 6, 0\] long"):
         run(xs[1:], *out, [], WEIGHT, ALL, True, 0, None)
 
 

@@ -29,12 +29,8 @@ def test_a_power_is_made_of_products_alone() -> None:
     assert power(b, 3) == b * (b * b)
     b4 = (b * b) * (b * b)
     assert power(b, 13) == b * b4 * (b4 * b4)
-    assert power(0.0, 5) == 0.0 and power(1.0, 1 << 40) == 1.0
-
-
-def test_a_power_that_is_too_large_is_inf_and_too_small_is_0() -> None:
+    assert power(0.0, 5) == power(0.9, 1 << 20) == 0.0 and power(1.0, 1 << 40) == 1.0
     assert power(1.62, 1 << 20) == math.inf
-    assert power(0.9, 1 << 20) == 0.0
 
 
 def test_a_ratio() -> None:
@@ -44,19 +40,15 @@ def test_a_ratio() -> None:
     assert ratio_of(0.5, 0.25) == 1.0
 
 
-BETAS = [(0.9, 0.999), (0.9, 0.95), (0.9, 0.9), (0.95, 0.9), (0.0, 0.999), (0.0, 0.0), (0.5, 0.25), (0.99, 0.9)]
-
-
 def test_known_largest_updates() -> None:
     assert adam_max_update(10**6, 0.9, 0.999) == pytest.approx(7.27, abs=0.005)
     assert adam_max_update(10**6, 0.9, 0.95) == pytest.approx(1.165, abs=0.0005)
     for steps in (1, 2, 10, 1000):
         assert adam_max_update(steps, 0.9, 0.9) == pytest.approx(1.0, rel=1e-12)
-        assert adam_max_update(steps, 0.0, 0.0) == 1.0
-    for betas in BETAS:
-        assert adam_max_update(1, *betas) == pytest.approx(1.0, rel=1e-12)
     assert adam_max_update(10**6, 0.0, 0.99) == pytest.approx(10.0)
-    assert adam_max_update(4, 0.5, 0.25) == pytest.approx(0.5 / (1 - 0.5**4) * math.sqrt((1 - 0.25**4) / 0.75 * 4))
+    assert adam_max_update(2, 0.9, 0.0) == adam_max_update(10**5, 0.9, 0.5) == math.inf
+    assert adam_max_update(1, 0.9, 0.0) == adam_max_update(10**7, 0.0, 0.0) == 1.0
+    assert adam_max_update(10, 0.99, 0.5) < adam_max_update(20, 0.99, 0.5) < math.inf
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.25), (0.9, 0.5), (0.0, 0.9), (0.0, 0.0)], ids=str)
@@ -70,14 +62,6 @@ def test_the_largest_update_is_that_of_the_worst_gradients(betas: tuple[float, f
             m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
         found = m / (1 - beta1**step) / math.sqrt(v / (1 - beta2**step))
         assert adam_max_update(step, beta1, beta2) == pytest.approx(found, rel=1e-9)
-
-
-def test_updates_without_a_bound() -> None:
-    assert adam_max_update(1, 0.9, 0.0) == 1.0
-    assert adam_max_update(2, 0.9, 0.0) == math.inf
-    assert adam_max_update(10**5, 0.9, 0.5) == math.inf
-    assert adam_max_update(10**7, 0.0, 0.0) == 1.0
-    assert adam_max_update(10, 0.99, 0.5) < adam_max_update(20, 0.99, 0.5) < math.inf
 
 
 def test_a_bound_is_of_numbers_and_tensors() -> None:

@@ -77,11 +77,6 @@ def test_save_and_load_continue_bit_for_bit():
     assert_equal(octavo.nn.delayed_state_dict(other), octavo.nn.delayed_state_dict(net))
 
 
-def test_names_of_a_bare_layer():
-    layer = octavo.nn.Linear(16, 8, recipe=recipes.delayed())
-    assert set(octavo.nn.delayed_state_dict(layer)) == {"delayed_scale", "delayed_amax_history"}
-
-
 def test_no_delayed_recipe_no_state():
     assert octavo.nn.delayed_state_dict(model(recipes.dynamic())) == {}
     octavo.nn.load_delayed_state_dict(model(recipes.dynamic()), {})

@@ -18,13 +18,10 @@ def results() -> list[Tensor]:
     return [codes, codes.t().contiguous(), torch.exp2(x.log2().floor()), x.sum(0).bfloat16()]
 
 
-def test_results_that_agree() -> None:
-    assert difference(results(), results(), True, 128) == difference(results(), results(), False, 128) == ""
-
-
 @pytest.mark.parametrize(
     ("output", "change", "exact", "found"),
     [
+        (0, lambda q: None, True, ""),
         (0, lambda q: q.view(torch.uint8)[0, :32].add_(1), False, ""),
         (0, lambda q: q.view(torch.uint8)[0, :1].add_(1), True, "output 0: 1 of 32768 differ"),
         (1, lambda q: q.view(torch.uint8)[0, :33].add_(1), False, "output 1: 33 of 32768 codes differ"),

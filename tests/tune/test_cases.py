@@ -1,5 +1,6 @@
 """Cases run as ops do, are held against their references, and say what they read; each kernel is its reference's."""
 
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -7,17 +8,24 @@ import pytest
 import torch
 
 from octavo.tune.cases import CASES, FUSED, ONLY_TUNED, PRODUCTS, STEPS
+from tests.kernels.triton.test_compiled import BY_DEFAULT
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("name", [*CASES, *ONLY_TUNED, *STEPS])
+def unless_compiled(names: Iterable[str]) -> list[Any]:
+    """The default set runs the others compiled, in test_compiled.py."""
+    compiled = {name for _, name in BY_DEFAULT}
+    return [pytest.param(name, marks=[pytest.mark.full] if name in compiled else []) for name in names]
+
+
+@pytest.mark.parametrize("name", unless_compiled([*CASES, *ONLY_TUNED, *STEPS]))
 def test_kernel_and_reference(tuner: ModuleType, name: str) -> None:
     shape = (32, 256) if name in FUSED or name in ONLY_TUNED else (32, 128) if name in STEPS else (48, 128)
     assert tuner.cases.wrong(name, shape) == ""
 
 
-@pytest.mark.parametrize("name", [name for name in PRODUCTS if not name.endswith("fast")])
+@pytest.mark.parametrize("name", unless_compiled(name for name in PRODUCTS if not name.endswith("fast")))
 def test_products(tuner: ModuleType, name: str) -> None:
     assert tuner.cases.wrong(name, (32, 48, 128)) == ""
     assert tuner.cases.call_of(name, (32, 48, 128))().shape == (32, 48)
@@ -33,12 +41,14 @@ def test_a_wrong_product_is_found(tuner: ModuleType, monkeypatch: pytest.MonkeyP
     assert tuner.cases.wrong("rows . rows, Triton", (32, 48, 128)).endswith("dB")
 
 
-def test_a_case_and_what_it_reads(tuner: ModuleType) -> None:
+def test_what_a_case_reads(tuner: ModuleType) -> None:
     cases = tuner.cases
     (x,) = cases.reads("amax", (32, 48))
     assert torch.equal(x, cases.normal((32, 48))) and not torch.equal(x, cases.normal((32, 48), 1))
     assert cases.call_of("amax", (32, 48))().item() == x.abs().max().item()
     assert len(cases.reads("rmsnorm gradient + residual", (32, 48))) == 6
+    dy, h, scale_inv = cases.reads("swiglu gradient of codes + cast+transpose+sum+commit", (32, 128))
+    assert dy.shape == (32, 64) and h.shape == (32, 128) and h.element_size() == 1 and scale_inv.shape == (32, 4)
 
 
 def test_a_wrong_kernel_is_found(tuner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,24 +64,3 @@ def test_a_wrong_kernel_is_found(tuner: ModuleType, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setitem(cases.KERNELS, "cast_and_commit", leaves_the_state)
     assert cases.wrong("cast+transpose+sum+commit", (32, 48)) == "state differs"
-
-
-def test_weights_of_uneven_heights_are_all_rows(tuner: ModuleType) -> None:
-    _, xs, q, t, *_ = tuner.cases.CASES["five weights at once"].arguments(tuner.cases.normal((48, 16)))
-    assert [len(piece) for piece in xs] == [3, 6, 9, 12, 18] and [w.shape for w in q] == [w.t().shape for w in t]
-
-
-def test_an_activations_input_may_be_codes(tuner: ModuleType) -> None:
-    dy, h, scale_inv = tuner.cases.reads("swiglu gradient of codes + cast+transpose+sum+commit", (32, 128))
-    assert dy.shape == (32, 64) and h.shape == (32, 128) and h.element_size() == 1 and scale_inv.shape == (32, 4)
-
-
-def test_what_a_step_reads_is_a_new_state(tuner: ModuleType) -> None:
-    case = STEPS["AdamW fp8, split32"]
-    one, gradient, *state = case.inputs((32, 128))
-    assert torch.equal(gradient, tuner.cases.normal((32, 128)))
-    assert all(not tensor.view(torch.uint8).any() for tensor in state)
-    before = [tensor.clone() for tensor in state]
-    _, plans = case.arguments(one, gradient, *state)
-    tuner.cases.KERNELS["step"](one, plans)
-    assert any(not torch.equal(a, b) for a, b in zip(before, state, strict=True)) and plans

@@ -71,20 +71,14 @@ def test_a_kind_that_fails_and_an_interrupt_leave_what_is_written(
     assert "library: left out, no time\nnothing was found" in capsys.readouterr().out
 
 
-def test_that_torch_has_no_faster_product_is_an_answer(tuner: ModuleType, tmp_path: Path) -> None:
+def test_products_of_torchs(tuner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert command.tune(tmp_path / "table.json", ORIGIN, options("library")) == 0
-    assert tuned.table(tmp_path / "table.json")["library"] == []
-
-
-def test_without_a_product_of_torchs_none_is_timed(tuner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tuned.table(tmp_path / "table.json")["library"] == []  # none is faster
+    with pytest.raises(command.TuneError, match=r"no such kind: cost; known: cast_transpose, .*, library"):
+        command.tune(None, ORIGIN, options("cost"))
     monkeypatch.setattr("octavo.tune.cases.TORCH", [])
     with pytest.raises(command.TuneError, match=r"no such kind: library; known: .*, matmul$"):
         command.tune(None, ORIGIN, options("library"))
-
-
-def test_unknown_kinds(tuner: ModuleType) -> None:
-    with pytest.raises(command.TuneError, match=r"no such kind: cost; known: cast_transpose, .*, library"):
-        command.tune(None, ORIGIN, options("cost"))
 
 
 def test_on_a_gpu(

@@ -21,18 +21,9 @@ def test_variants_take_turns_and_a_failing_one_has_an_error() -> None:
     if not timing.ON_GPU:
         assert order == [*"ab"] * 4  # to warm up, then a round after the other
 
-
-def test_a_slow_variant_has_fewer_rounds() -> None:
-    found = timing.timings({"a": lambda: None}, rounds=5, seconds_a_variant=-1.0, hide_host=False)
-    assert len(found.seconds["a"]) == 1
-
-
-def test_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(timing.time, "monotonic", lambda: now)
-    deadline = timing.Deadline(0.5)
-    now += 20
-    assert deadline.left() == pytest.approx(10)
+    slow = timing.timings({"a": lambda: None}, rounds=5, seconds_a_variant=-1.0, hide_host=False)
+    assert len(slow.seconds["a"]) == 1, "it has fewer rounds"
+    assert 29 < timing.Deadline(0.5).left() <= 30
 
 
 @pytest.mark.full  # processes that import torch

@@ -90,7 +90,7 @@ def test_activations_by_group(case: dict[str, Any]) -> None:
     check(sizes, rest, cols, case, extras, x)
 
 
-@pytest.mark.parametrize("tile", [(-1, -1), (-1, 1), (128, 128)], ids=str)
+@pytest.mark.parametrize("tile", [(-1, 1), (128, 128)], ids=str)
 def test_any_sequence_of_sizes(tile: tuple[int, int]) -> None:
     case = {"tile": tile, "pad": 16, "dtype": E4M3, "power_of_two": False, "margin": 0, "delayed": None}
     for seed in range(25):

@@ -133,11 +133,6 @@ def test_a_float32_weight_is_its_own_master():
     assert (m.weight == 2.0).all()
 
 
-def test_only_masters_that_round_take_random_bits():
-    kinds = ["weight", "split32", "split24", "stochastic"]
-    assert [kind for kind in kinds if master(kind).is_random] == ["split24", "stochastic"]
-
-
 # --- weights that live in FP8 -----------------------------------------------------------------------------------------
 
 MANTISSA = {"fp8_split16": 11, "fp8_split24": 19, "fp8_fp16": 10, "fp8_stochastic": 3}  # bits of the master
@@ -313,17 +308,6 @@ def test_what_is_not_finite_stays_alone_in_fp8(kind, blocks):
         assert all(int(m.rest[place]) == 0 for place in places)
 
 
-@each_granularity
-@each_kind
-def test_a_block_of_nothing_finite(kind, blocks):
-    m = weight(kind, (1, 256), blocks)
-    x = torch.full((1, 256), math.nan)
-    x[0, 128:] = 2.0
-    amax = store(m, x)
-    assert amax.tolist() == ([[0.0, 2.0]] if blocks else [[2.0]])
-    assert read(m)[0, :128].isnan().all() and (read(m)[0, 128:] == 2.0).all()
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [1, 128, 1000, 1 << 20])
 @each_granularity
@@ -337,14 +321,6 @@ def test_pieces_of_any_size_give_the_same(kind, blocks, size, monkeypatch):
         amax = store(m, x, bits)
         found.append([m.weight, m.scale_inv, amax, read(m)] + ([] if m.rest is None else [m.rest]))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-@each_kind
-def test_what_it_says_of_itself(kind):
-    m = weight(kind, (130, 300), blocks=True)
-    assert m.is_random is (kind != "fp8_fp32") and m.has_blocks
-    assert not weight(kind, (130, 300)).has_blocks
-    assert not weight(kind, (128, 128), blocks=True).has_blocks  # one block is all
 
 
 def test_the_remainder_of_a_tie_between_two_codes_keeps_to_its_bits():

@@ -92,34 +92,22 @@ ERRORS |= {(E5M2, True): (2**-3, 0.053), (E4M4, True): (2**-5, 0.013)}
 def test_codes_to_nearest_are_as_near_as_the_format_allows(fmt, root, cols):
     most, rms = ERRORS[fmt, root]
     v = torch.randn(5, cols).square() * torch.randn(5, 1).mul(10).exp()  # each row has its own size
+    v[1] = 0
+    if not root:
+        v[::2] *= -1
     moment = stored(fmt, v.shape, root)
     write(moment, v)
     kept, found = (v.sqrt(), read(moment).sqrt()) if root else (v, read(moment))
+    amax = torch.stack([part.abs().amax(1) for part in kept.split(BLOCK, 1)], 1)
+    assert torch.allclose(moment.scale_inv, torch.where(amax == 0, 1, amax / fmt.max), rtol=1e-6, atol=0)
     smallest = moment.scale_inv.repeat_interleave(BLOCK, 1)[:, :cols] * fmt.smallest_normal
-    normal = kept >= smallest
+    normal = kept.abs() >= smallest
     error = (found - kept).abs()
-    assert (error[normal] <= kept[normal] * (most * 1.001)).all()
+    assert (error[normal] <= kept[normal].abs() * (most * 1.001)).all()
     assert (error[~normal] <= (smallest * 2**-fmt.mantissa_bits)[~normal] * 0.501).all()
     if cols == 4095:
-        relative = (read(moment).sqrt() / v.sqrt() - 1)[normal]
+        relative = (read(moment).abs().sqrt() / v.abs().sqrt() - 1)[normal]
         assert float(relative.square().mean().sqrt()) == pytest.approx(rms, rel=0.12)
-
-
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
-def test_signs_and_zeros_are_kept(fmt):
-    m = torch.randn(3, 300)
-    m[:, ::3] = 0
-    m[1] = 0
-    moment = stored(fmt, m.shape)
-    write(moment, m)
-    found = read(moment)
-    assert (found[m == 0] == 0).all()
-    assert ((found.sign() == m.sign()) | (found == 0)).all()
-    assert (moment.scale_inv[1] == 1).all()
-    amax = torch.stack([part.abs().amax(1) for part in m.split(BLOCK, 1)], 1)
-    assert torch.allclose(moment.scale_inv[::2], amax[::2] / fmt.max)
-    largest = torch.stack([part.abs().amax(1) for part in found.split(BLOCK, 1)], 1)
-    assert torch.allclose(largest, amax)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

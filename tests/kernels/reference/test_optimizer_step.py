@@ -24,8 +24,6 @@ from octavo.kernels.reference.optimizer_step import (
 from octavo.kernels.step_numbers import adam_max_update, bound_after
 from octavo.numerics import scale_from_amax
 from octavo.tensor.stored_weight import StoredWeight
-from tests.support.fp8_weights import read
-from tests.support.optimizer_both import coded
 
 ADAM = [
     AdamGroup(0.01, 0.9, 0.99, 1e-8, 0.1, False, True, True),
@@ -111,25 +109,6 @@ def test_float32_is_torchs_bit_for_bit(maximize, decay, kind, shape, monkeypatch
     names = [(), ("momentum_buffer",), ("exp_avg", "exp_avg_sq")][len(moments)]
     for name, moment in zip(names, moments, strict=True):
         assert torch.equal(moment.data, optimizer.state[theirs][name])
-
-
-@pytest.mark.parametrize(("kind", "most"), [("split32", 0.0), ("split24", 0.01), ("stochastic", 0.15)])
-def test_the_master_is_updated_and_the_weight_follows(kind: str, most: float) -> None:
-    shape, group = (3, 300), PLAIN._replace(lr=1e-4, clip=True)
-    start = torch.randn(shape).bfloat16()
-    exact, moments, own = start.float(), fp32(shape), fp32(shape)
-    master = master_of(kind, start.clone())
-    for number in range(1, 101):
-        grad = torch.randn(shape) + 0.5
-        update(group, MasterWeight(exact, "weight"), grad, *moments, number=number)
-        update(group, master, grad, *own, number=number)
-    found = read(master)
-    moved, drift = (exact - start.float()).abs().mean(), (found - exact).mean().abs()
-    assert moved > 30 * 1e-4
-    assert drift <= most * moved
-    if kind == "split32":
-        assert torch.equal(found, exact)
-    assert ((master.weight.float() - found).abs() <= found.abs() * 2.0**-8).all()
 
 
 @pytest.mark.covering(1)
@@ -224,18 +203,6 @@ def test_the_previous_amax_scales_the_next_step() -> None:
     assert float((values(first) - m).norm() / m.norm()) < 0.1
 
 
-def test_sgd_s_scales() -> None:
-    group, grad = SGD[0]._replace(weight_decay=0.0), torch.randn(4, 300)
-    stored = codes(E4M3, (4, 300), rounding=False, per_tensor=True)
-    update(group, MasterWeight(torch.randn(4, 300), "weight"), grad, stored)
-    assert stored.scale_inv.item() == pytest.approx(grad.abs().max().item() / 448, rel=1e-6)
-    stored = codes(E4M3, (1, 8), rounding=False, per_tensor=True, previous=True)
-    stored.amax.fill_(2.0)
-    update(group, MasterWeight(torch.zeros(1, 8), "weight"), torch.full((1, 8), 3.0), stored)
-    assert stored.scale_inv.item() == pytest.approx(2 / 448)
-    assert stored.amax.item() == 3.0
-
-
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.9)], ids=str)
 def test_an_update_is_clipped_to_the_bound_which_exact_adam_never_meets(betas: tuple[float, float]) -> None:
     shape, lr = (2, 200), 2.0**-4
@@ -291,21 +258,6 @@ def test_a_scaled_master_that_was_rounded_up_does_not_overflow() -> None:
             assert master.rest.isfinite().all()
 
 
-@each_rule
-def test_gradients_of_other_dtypes_and_empty_ones(groups: list[Any]) -> None:
-    count = 2 if groups is ADAM else 1
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        grad = torch.randn(3, 200).bfloat16()
-        found = []
-        for g in (grad.to(dtype), grad.float()):
-            weight = torch.zeros(3, 200)
-            update(groups[0], MasterWeight(weight, "weight"), g, *fp8((3, 200), count))
-            found.append(weight)
-        assert torch.equal(*found)
-    for shape in ((0, 5), (5, 0)):
-        update(groups[0], MasterWeight(torch.zeros(shape), "weight"), torch.zeros(shape), *fp8(shape, count))
-
-
 # --- many weights -----------------------------------------------------------------------------------------------------
 
 
@@ -350,19 +302,6 @@ def test_a_flag_that_is_not_0_skips_all(groups: list[Any]) -> None:
     optimizer_step(ours, groups, torch.tensor(0.0))
     optimizer_step(theirs, groups)
     assert equal(ours, theirs) and not equal(ours, weights(groups))
-
-
-@each_rule
-def test_a_gradient_in_codes_is_what_the_codes_say(groups: list[Any]) -> None:
-    ours, theirs = [coded(one) for one in weights(groups)], weights(groups)
-    for _ in range(2):
-        for number, one in enumerate(ours):
-            scales = one.gradient_scale_inv.repeat_interleave(128, 1)[:, : one.gradient.shape[1]]
-            wide = one.gradient.view(torch.float8_e4m3fn).float() * scales
-            theirs[number] = theirs[number]._replace(gradient=wide)
-        optimizer_step(ours, groups, None, torch.tensor(2.0))
-        optimizer_step(theirs, groups, None, torch.tensor(2.0))
-    assert equal(ours, theirs)
 
 
 # --- the resolution ---------------------------------------------------------------------------------------------------

@@ -85,21 +85,6 @@ def test_anyone_elses_write_makes_it_unknown(kernels: TritonKernels, known: Call
     assert known(state.scale) == [False, True, False]
 
 
-def test_a_write_between_two_commits(kernels: TritonKernels, known: Callable[[Tensor], list[bool]]) -> None:
-    state = State.empty(4, kernels.device)
-    commit_twice(kernels, known, state, 1.0, 1.0, 1.0)
-    state.scale.zero_()  # before anyone asked
-    commit_twice(kernels, known, state, 1.0, None, None)
-    assert known(state.scale) == [True, False, False]
-
-
-def test_a_commit_moves_the_versions(kernels: TritonKernels) -> None:
-    state = State.empty(4, kernels.device)
-    versions = [tensor._version for tensor in state]
-    commit(kernels, state, 1.0, 1.0, 1.0)
-    assert all(tensor._version > version for tensor, version in zip(state, versions, strict=True))
-
-
 def test_inference_tensors_are_never_known(kernels: TritonKernels, known: Callable[[Tensor], list[bool]]) -> None:
     with torch.inference_mode():
         state = State.empty(4, kernels.device)

@@ -179,9 +179,8 @@ LAUNCHES: list[tuple[Any, Any, list[str]]] = [  # a tile; another's, or a delaye
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    x, norm = torch.randn(40, 48).to(kernels.device), of_norm(torch.randn(48).to(kernels.device), None, kind)
+def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, norm = torch.randn(40, 48).to(kernels.device), of_norm(torch.randn(48).to(kernels.device), None, "rms_norm")
     launched = count_launches(kernels, monkeypatch)
     for tile, other, expected in LAUNCHES:
         state = state_of(kernels, *other) if other and isinstance(other[0], float) else None
@@ -193,13 +192,15 @@ def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, kind:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_rows(kernels: TritonKernels, kind: str) -> None:
-    x, gamma = torch.randn(1000, 17).to(kernels.device), torch.randn(17).to(kernels.device)
+    x, gamma = torch.randn(300, 17).to(kernels.device), torch.randn(17).to(kernels.device)
     norm = of_norm(gamma, None, kind)
     check_norm(kernels, x, state_of(kernels, 50.0), 1, E4M3, ALL, False, 0, True, 16, **norm, keep=True)
     check_norm(kernels, x, None, 0, E4M3, ROW, False, 0, True, 16, **norm, **second(E4M3, COLUMN, False, 0))
 
 
-@pytest.mark.parametrize("cast", [CASTS[0], CASTS[3], *CASTS[5:8]], ids=str)
+@pytest.mark.parametrize(
+    "cast", [CASTS[3], CASTS[5], *(pytest.param(CASTS[at], marks=pytest.mark.full) for at in (0, 6, 7))], ids=str
+)
 def test_infinities_made_on_the_way(kernels, cast, monkeypatch):
     use_small_tiles(kernels, monkeypatch)
     # gamma has them, or overflows: amax is that of what is finite, and all else is cast as if they were not there
@@ -221,23 +222,3 @@ def test_parameters_that_are_not_contiguous(kernels: TritonKernels) -> None:
     gamma, beta = (torch.randn(40, 3).to(kernels.device)[:, 1] for _ in range(2))
     for tile in (ALL, ROW, (1, 32)):
         check_norm(kernels, x, None, 0, E4M3, tile, False, 0, True, **of_norm(gamma, beta, "layer_norm"))
-
-
-def test_tiles(kernels: TritonKernels) -> None:
-    config, tile = kernels.module("launch").Config, kernels.module("cast")._tile
-    wide, tall = config(1, 4096, 4, 4), config(16, 512, 1, 8)
-    for chosen, cols, blocks, expected in (
-        (wide, 4096, (), (1, 4096, 4, 4)),
-        (wide, 1000, (), (4, 1024, 4, 4)),
-        (wide, 3, (), (256, 16, 4, 4)),
-        (wide, 5000, (), (1, 8192, 4, 8)),
-        (wide, 16384, (), (1, 16384, 4, 16)),
-        (wide, 16385, (), (1, 4096, 4, 4)),
-        (wide, 5000, ((8, 2),), (8, 512, 4, 4)),
-        (wide, 40, ((1, 128),), (32, 128, 4, 4)),
-        (tall, 4096, (), (16, 512, 1, 8)),
-        (tall, 100, (), (64, 128, 1, 8)),
-        (tall, 100, ((1, 32), (32, 1)), (64, 128, 1, 8)),
-        (tall, 4096, ((1, 32), (32, 1)), (32, 256, 1, 8)),
-    ):
-        assert tile(chosen, cols, blocks) == expected

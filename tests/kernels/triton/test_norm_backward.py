@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 
 KINDS = ["layer_norm", "rms_norm"]
 # with small tiles rows of more than 256 elements don't fit one
-SHAPES = [(0, 17), (17, 0), (1, 1), (1, 1000), (17, 127), (127, 128), (150, 17), (40, 256), (19, 300)]
+SHAPES = [(0, 17), (17, 0), (1, 1), (1, 700), (17, 127), (37, 128), (70, 17), (9, 256), (7, 300)]
 EPS = 1e-4
 ROUNDINGS = 2.0**-19
 
@@ -112,7 +112,7 @@ def test_gradients(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, case
 
 @pytest.mark.usefixtures("tiles_of_any_size")
 def test_two_launches_whose_bits_are_the_same_each_time(kernels, monkeypatch):
-    x, dy, gamma = torch.randn(20, 260), torch.randn(20, 260), torch.randn(260)
+    x, dy, gamma = torch.randn(9, 130), torch.randn(9, 130), torch.randn(130)
     args = *to(kernels.device, (dy, x, gamma, *statistics(x, "layer_norm"))), "layer_norm", False, True
     launched = count_launches(kernels, monkeypatch)
     first, second = kernels.norm_backward(*args), kernels.norm_backward(*args)

@@ -15,7 +15,6 @@ from torch import Tensor
 from octavo import E4M3, PerTensor
 from octavo.kernels.reference.optimizer_state import Fp8Weight
 from octavo.kernels.reference.optimizer_step import BitNumbers, SgdGroup, WeightUpdate
-from octavo.kernels.step_numbers import power
 from octavo.optim.moment import NAMED, Moment
 from tests.support.fp8_weights import RESTS, store, values_of, weight
 from tests.support.optimizer_both import (
@@ -30,7 +29,6 @@ from tests.support.optimizer_both import (
     coded,
     differences,
     mixed,
-    moved,
     update_of,
 )
 from tests.support.triton_kernels import TritonKernels
@@ -140,23 +138,12 @@ def test_the_other_rules(rule: str, kernels: TritonKernels, small: None, monkeyp
     moments = slice(2)
     if isinstance(group, SgdGroup):
         moments = slice(1 if group.momentum else 0)
-    cases = dealt_weights([*RULES].index(rule), 5, MASTERS, SHAPES)
+    cases = dealt_weights([*RULES].index(rule), 3, MASTERS, SHAPES)
     if rule == "decoupled, bounded":
         cases = dealt_weights(1, 3, IN_FP8, [(3, 31), (130, 140), (7, 16)])
         set_tiles(kernels, monkeypatch, 128, 1)
     updates = [made(case, moments, number) for number, case in enumerate(cases)]
     two_steps(Both(kernels, updates, [group, group._replace(lr=0.3)]), 10.0)
-
-
-def test_betas(kernels: TritonKernels) -> None:
-    betas = [(0.0, 0.9), (0.9, 0.0), (0.0, 0.0), (0.9, 0.5), (0.5, 0.25)]
-    groups = [ADAM._replace(beta1=beta1, beta2=beta2) for beta1, beta2 in betas]
-    cells, masters = itertools.product(range(len(groups)), (0, 4000)), itertools.cycle(MASTERS[::2])
-    updates = [
-        update_of((2, 150), NAMED["fp8"], next(masters), number=number, step=first)._replace(group=group)
-        for number, (group, first) in enumerate(cells)
-    ]
-    Both(kernels, updates, groups).steps(2, 0.1)
 
 
 @pytest.mark.parametrize("where", [128, pytest.param(0, marks=pytest.mark.full)])
@@ -168,10 +155,11 @@ def test_the_last_program_ends_all_of_many_tensors(where: int, kernels: TritonKe
 
 
 @pytest.mark.parametrize(
-    "scheme", ["fp8", "two stages", *(pytest.param(one, marks=pytest.mark.full) for one in ("fp32", "previous"))]
+    "scheme", ["fp8", *(pytest.param(one, marks=pytest.mark.full) for one in ("fp32", "previous", "two stages"))]
 )
-def test_a_fault_stays_where_it_is(scheme: str, kernels: TritonKernels) -> None:
+def test_a_fault_stays_where_it_is(scheme: str, kernels: TritonKernels, large: None) -> None:
     updates = [update_of((3, 300), SCHEMES[scheme], master, number=n) for n, master in enumerate(MASTERS)]
+    updates += [fp8_update((3, 300), *cell, SCHEMES[scheme], number=n) for n, cell in enumerate(BY_TURNS[:3])]
     both, places = Both(kernels, updates, [ADAM, OTHER]), [0, 130, 299]
     both.new_gradients()
     both.step()
@@ -179,17 +167,18 @@ def test_a_fault_stays_where_it_is(scheme: str, kernels: TritonKernels) -> None:
     both.new_gradients(spoil=lambda g: g.index_put_(where, faults))
     both.step()
     for update in both.ours:
-        spoilt = ~update.master.weight.cpu().isfinite()
+        weight = update.master.weight.cpu()
+        spoilt = (weight & 0x7F) == 0x7F if weight.dtype == torch.uint8 else ~weight.isfinite()
         assert spoilt.nonzero().tolist() == [[row, col] for row, col in enumerate(places)]
     both.new_gradients()
     both.step()
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "previous", "two stages"])
+@pytest.mark.parametrize("scheme", ["fp8", pytest.param("two stages", marks=pytest.mark.full)])
 def test_gradients_too_large_for_a_second_moment_make_no_nan(scheme: str, kernels: TritonKernels) -> None:
     both = Both(kernels, [update_of((3, 300), SCHEMES[scheme], "weight")], [ADAM])
     places, large = (torch.arange(3), torch.tensor([0, 130, 299])), torch.tensor([1e30, -1e30, 3e38])
-    for spoilt in (False, True, False, True):
+    for spoilt in (False, True, False):
         both.new_gradients(spoil=lambda g, spoilt=spoilt: g.index_put_(places, large) if spoilt else g)
         both.step()
     assert all(update.master.weight.isfinite().all() for update in both.ours)
@@ -197,8 +186,8 @@ def test_gradients_too_large_for_a_second_moment_make_no_nan(scheme: str, kernel
 
 def test_a_step_is_skipped(kernels: TritonKernels, large: None) -> None:
     flag = torch.ones((), device=kernels.device)
-    updates = [update_of((3, 300), SCHEMES[scheme], "split24") for scheme in ("fp8", "previous", "two stages")]
-    updates += [fp8_update((3, 200), *cell, number=number) for number, cell in enumerate(BY_TURNS)]
+    updates = [update_of((3, 300), SCHEMES[scheme], "split24") for scheme in ("previous", "two stages")]
+    updates += [fp8_update((3, 200), *cell, number=number) for number, cell in enumerate(BY_TURNS[:2])]
     both = Both(kernels, updates, [ADAM, OTHER])
     both.new_gradients()
     both.step(flag.zero_())
@@ -221,30 +210,23 @@ def test_learning_rates(group: Any, kernels: TritonKernels, monkeypatch: pytest.
     moments = NAMED["fp32"][: 1 + (group is ADAM)]
     both = Both(kernels, [update_of((2, 10), moments, number=n) for n in range(2)], groups)
     both.steps(1)
-    plan = next(iter(both.plans.values()))
-    assert (plan.table[:, 11] != 0).tolist() == [True, False]
-    assert plan.sent["groups"][0][0][0] == 0.0
-    rate.fill_(0.5)
+    (plan,) = both.plans.values()
     sent = plan.sent["groups"]
+    rate.fill_(0.5)
     both.steps(1)
     assert len(both.plans) == 1 and plan.sent["groups"] is sent  # nothing new to send
 
 
-def test_a_step_keeps_the_corrections_of_the_next_one(kernels: TritonKernels) -> None:
+def test_corrections_that_a_step_kept_are_those_of_the_next_one_alone(kernels: TritonKernels) -> None:
     both = Both(kernels, [update_of((2, 150), NAMED["fp8"], "split32", number=n) for n in range(2)], [ADAM, OTHER])
     both.steps(2)
     (plan,) = both.plans.values()
-    entries = plan.table[:, -14:].unflatten(1, (2, -1))[:, 1].cpu()  # of odd steps
-    assert entries[:, 0].tolist() == [3, 3]
-    expected = [[g.beta1, g.beta2, 1 - power(g.beta1, 3)] for g in (ADAM, OTHER)]
-    assert entries.view(torch.float64)[:, 1:4].tolist() == expected
     for number in (9.0, 3.0):  # as a loaded state has it
         for update in (*both.ours, *both.theirs):
             update.step.fill_(number)
-        both.steps(2)
-    for betas in ((0.8, 0.99), (0.8, 0.97)):
-        both.groups = [ADAM._replace(beta1=betas[0], beta2=betas[1]), OTHER]
-        both.steps(2)
+        both.steps(1)
+    both.groups = [ADAM._replace(beta1=0.8, beta2=0.97), OTHER]
+    both.steps(2)
     assert list(both.plans.values()) == [plan]
 
 
@@ -411,20 +393,6 @@ def test_aligned_blocks_are_read_in_vectors(kernels: TritonKernels, large: None)
     assert [of.even for of in plan.steps[0].tensors] == [True] * 5 + [False]
 
 
-def test_a_fault_of_a_weight_in_fp8_stays_where_it_is(kernels: TritonKernels, large: None) -> None:
-    updates = [fp8_update((130, 200), *cell, NAMED["fp32"], number=n) for n, cell in enumerate(BY_TURNS)]
-    both, rows, cols = Both(kernels, updates, [ADAM, OTHER]), [0, 1, 129], [3, 130, 199]
-    faults = torch.tensor([math.nan, math.inf, -math.inf])
-    both.new_gradients(spoil=lambda g: g.index_put_((torch.tensor(rows), torch.tensor(cols)), faults))
-    both.step()
-    both.new_gradients()
-    both.step()
-    for update in both.ours:
-        spoilt = (update.master.weight.cpu() & 0x7F) == 0x7F
-        assert spoilt.nonzero().tolist() == [list(place) for place in zip(rows, cols, strict=True)]
-        assert update.master.amax.isfinite().all() and update.master.scale_inv.isfinite().all()
-
-
 # --- gradients in codes -----------------------------------------------------------------------------------------------
 
 
@@ -437,48 +405,9 @@ def test_codes_of_a_vector_that_is_seen_in_rows_of_one(kernels: TritonKernels, s
     Both(kernels, updates, [ADAM, OTHER]).steps(2)
 
 
-def test_all_codes_of_a_gradient(kernels: TritonKernels) -> None:
-    """NaN too, which stays where it is."""
-    update = coded(update_of((2, 256), NAMED["fp32"]))
-    update.gradient.copy_(torch.arange(256).to(torch.uint8).expand(2, 256))
-    both = Both(kernels, [update], [ADAM])
-    both.step()
-    for name in ("ours", "theirs"):
-        (found,) = getattr(both, name)
-        assert found.master.weight.isnan().nonzero().tolist() == [[r, c] for r in range(2) for c in (127, 255)]
-
-
 def test_a_plan_keeps_no_gradient(kernels: TritonKernels) -> None:
     both = Both(kernels, [coded(update_of((3, 300), NAMED["fp8"])), update_of((3, 300), NAMED["fp8"])], [ADAM, OTHER])
     both.step()
     ends = [weakref.ref(update.gradient) for update in both.ours]
     both.ours = [update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in both.ours]
     assert len(both.plans) == 1 and all(end() is None for end in ends)
-
-
-def doubled(update: WeightUpdate) -> WeightUpdate:
-    """With scales at another address, and nothing else."""
-    assert update.gradient_scale_inv is not None
-    return update._replace(gradient_scale_inv=update.gradient_scale_inv * 2)
-
-
-def test_a_plan_for_codes_and_one_for_floats(kernels: TritonKernels) -> None:
-    both = Both(kernels, [update_of((3, 300), NAMED["fp8"], number=n) for n in range(2)], [ADAM, OTHER])
-    both.steps(1)
-    floats = both.ours, both.theirs
-    codes = [coded(update) for update in both.ours]
-    both.ours = [moved(u, kernels.device)._replace(master=u.master, moments=u.moments, step=u.step) for u in codes]
-    both.theirs = [
-        b._replace(gradient=a.gradient.clone(), gradient_scale_inv=a.gradient_scale_inv)
-        for a, b in zip(both.ours, both.theirs, strict=True)
-    ]
-    both.step()
-    (plain, other) = both.plans.values()
-    assert [plan.steps[0].tensors[0].gradient_fmt for plan in (plain, other)] == [None, E4M3]
-    sent = other.sent["gradients"]
-    both.ours, both.theirs = ([doubled(update) for update in updates] for updates in (both.ours, both.theirs))
-    both.step()
-    assert other.sent["gradients"] is not sent and len(both.plans) == 2
-    both.ours, both.theirs = floats
-    both.step()
-    assert len(both.plans) == 2

@@ -52,7 +52,7 @@ def test_the_resolution_of_weights_in_fp8(
     granularity: PerTensor | PerBlock, kernels: TritonKernels, small: None
 ) -> None:
     updates = []
-    for number, shape in enumerate([(130, 300), (7, 16)]):
+    for number, shape in enumerate([(130, 140), (7, 16)]):
         values = torch.randn(shape) * torch.logspace(-6, 0, shape[1])
         stored = StoredWeight.cast(values, granularity)
         amax = values.abs().amax().reshape(1, 1).expand_as(stored.scale_inv).clone()
