@@ -171,35 +171,6 @@ def test_a_schedule_switches_and_resumes(phases: list[Phase], kind: str, tmp_pat
     assert [switch.step for switch in whole.schedule.switches] == [0, *(phase.from_step for phase in phases[1:])]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["llama", "vit", "mixtral"])  # names are translated of the last two
-def test_weights_that_live_in_fp8(kind: str, tmp_path: Path) -> None:
-    def begun() -> Any:
-        model = tiny_models.build(kind).bfloat16()
-        octavo.convert(model, recipes.delayed(), select=every_layer, weight_storage="fp8")
-        optimizer = octavo.optim.AdamW(model.parameters(), lr=1e-3, master="split16")
-        return trainer_of(tmp_path, kind, [OctavoCallback()], model, optimizer=optimizer)
-
-    ours = trained(begun())
-    assert_alike(trained(begun(), resume=True), ours)
-
-
-@pytest.mark.full
-def test_micro_batches_with_gradients_in_fp8_or_used_in_backward(tmp_path: Path) -> None:
-    def losses(early: bool, **options: Any) -> list[float]:
-        model = tiny_models.build("llama")
-        optimizer = octavo.optim.AdamW(model.parameters(), lr=1e-3, **options)
-        if early:
-            octavo.optim.update_in_backward(optimizer)
-        changes = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.0, "save_strategy": "no"}
-        callback = fp8(recipes.dynamic())
-        return trained(trainer_of(tmp_path, "llama", [callback], model, optimizer=optimizer, **changes)).losses
-
-    after = losses(early=False)
-    assert losses(early=True) == after
-    assert losses(early=False, gradient_storage="fp8") == pytest.approx(after, rel=1e-3)
-
-
 class Interrupts(transformers.TrainerCallback):
     """Ctrl-C between two micro-batches."""
 
