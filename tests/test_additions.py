@@ -178,9 +178,9 @@ def listed() -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package, with one of each."""
+    """The package, with one of each; of files that stay as they are Python's bytecode too."""
     copy = tmp_path_factory.mktemp("copy")
-    shutil.copytree(ROOT / "octavo", copy / "octavo", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "octavo", copy / "octavo", ignore=shutil.ignore_patterns("*.pyc.*"))
     shutil.copy(ROOT / "octavo_command.py", copy)
     for files in ADDED.values():
         for file, additions in files.items():

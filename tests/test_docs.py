@@ -16,7 +16,7 @@ from octavo import cli
 
 ROOT = Path(__file__).parents[1]
 EXECUTED = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SLOW = ("export", "hugging-face", "lightning", "mixture-of-experts")  # libraries that take seconds to import
+SLOW = ("export", "hugging-face", "lightning", "mixture-of-experts", "peft")  # libraries that take seconds to import
 SLOW += ("ten-minutes", "compile")  # one trains three times, one compiles as tests/compile does
 LINKED = sorted(p for p in ROOT.rglob("*.md") if not any(part[0] == "." for part in p.relative_to(ROOT).parts))
 
@@ -121,19 +121,16 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("page", LINKED, ids=name)
-def test_links_lead_somewhere(page: Path) -> None:
-    prose = re.sub(r"(`+)(?!`).*?\1", "", split(page.read_text(encoding="utf-8"))[0])
+def test_links_lead_somewhere_and_subcommands_of_dev_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    prose = re.sub(r"(`+)(?!`).*?\1", "", split(text)[0])
     targets = [inline or reference for inline, reference in LINK.findall(prose)]
-    broken = [problem for target in targets if (problem := broken_link(page, target))]
-    assert not broken
+    assert [problem for target in targets if (problem := broken_link(page, target))] == []
+    known = re.findall(r"^#   (\w+) ", (ROOT / "dev").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {*re.findall(r"\./dev ([a-z]+)\b", text)} <= {*known}
 
 
-@pytest.mark.parametrize("page", LINKED, ids=name)
-def test_named_subcommands_of_dev_exist(page: Path) -> None:
-    script = (ROOT / "dev").read_text(encoding="utf-8")
-    known = set(re.findall(r"^#   (\w+) ", script, re.MULTILINE))
-    named = set(re.findall(r"\./dev ([a-z]+)\b", page.read_text(encoding="utf-8")))
-    assert named <= known
+parser = cache(cli.parser)
 
 
 @pytest.mark.parametrize("page", EXECUTED, ids=name)
@@ -142,10 +139,10 @@ def test_commands_are_taken(page: Path) -> None:
     prose, blocks = split(page.read_text(encoding="utf-8"))
     lines = "\n".join(block.code for block in blocks if block.language in {"", "bash", "sh"})
     for line in re.findall(rf"(?:^|-m ){COMMAND}", lines.replace("\\\n", " "), re.MULTILINE):
-        cli.parser().parse_args(shlex.split(line, comments=True))
+        parser().parse_args(shlex.split(line, comments=True))
     for line in re.findall(rf"`{COMMAND}`", re.sub(r"\s+", " ", prose)):
         command, *arguments = shlex.split(line)
-        (commands,) = (action.choices for action in cli.parser()._actions if isinstance(action.choices, dict))
+        (commands,) = (action.choices for action in parser()._actions if isinstance(action.choices, dict))
         assert {word.partition("=")[0] for word in arguments if word.startswith("--")} <= {
             flag for action in commands[command]._actions for flag in action.option_strings
         }, line

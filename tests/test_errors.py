@@ -25,10 +25,6 @@ def test_all_are_public() -> None:
     assert all(getattr(octavo, name) is getattr(errors, name) for name in own)
 
 
-def test_errors_have_reasons() -> None:
-    assert all(vars(errors)[name].__doc__ for name in vars(errors) if name.endswith("Error"))
-
-
 def test_the_first_line_of_an_error():
     assert errors.first_line(ValueError("\n one\ntwo")) == "one"
     assert errors.first_line(KeyError()) == "KeyError"

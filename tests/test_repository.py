@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import octavo
+
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "octavo").rglob("*.py"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -18,7 +20,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 OF_STEPS = ("optimizer_state", "table")
 # Modules without a test file of their own, and why.
 NO_MIRROR = {
-    "octavo/__main__.py": "two lines; tests/cli/test_command.py starts it",
+    "octavo/__main__.py": "two lines; the test of the light import below starts it",
     "octavo/kernels/triton/cast_kernels.py": "test_cast.py casts by each of their tiles",
     **{f"octavo/kernels/triton/{name}.py": "test_optimizer_step.py compares whole steps" for name in OF_STEPS},
 }
@@ -82,10 +84,6 @@ def run_python(*arguments: str, **options: object) -> subprocess.CompletedProces
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, **options)
 
 
-def test_there_are_sources() -> None:
-    assert SOURCES
-
-
 def test_tests_mirror_sources() -> None:
     """All but those in NO_MIRROR, which are files and have no test."""
     sources = [name(source) for source in SOURCES if source.name != "__init__.py"]
@@ -123,6 +121,7 @@ def test_nothing_is_copied(rooms: tuple[str, ...]) -> None:
 
 
 def test_import_needs_torch_only_says_nothing_and_leaves_triton_alone() -> None:
+    """Then the command starts as ``python -m octavo`` starts it."""
     code = """if True:
         import sys
         import torch
@@ -137,12 +136,17 @@ def test_import_needs_torch_only_says_nothing_and_leaves_triton_alone() -> None:
         brought = {module.partition(".")[0] for module in set(sys.modules) - before}
         print(*sorted(brought - sys.stdlib_module_names))
         assert not torch.cuda.is_initialized(), "importing octavo initialises CUDA"
-        later = {f"octavo.{room}" for room in ("distributed", "export", "optim", "schedule")} & set(sys.modules)
-        assert not later, f"importing octavo imports {later}"
+        later = {f"octavo.{room}" for room in ("cli", "distributed", "export", "optim", "schedule", "train")}
+        assert not later & set(sys.modules), f"importing octavo imports {later & set(sys.modules)}"
+        sys.meta_path.pop(0)
+        import runpy
+        sys.argv = ["octavo", "--version"]
+        runpy.run_module("octavo", run_name="__main__")
         """
     result = run_python("-W", "error", "-c", code)
     assert (result.returncode, result.stderr) == (0, "")
-    assert set(result.stdout.split()) - OF_TORCH == {"octavo"}
+    brought, shown = result.stdout.splitlines()
+    assert set(brought.split()) - OF_TORCH == {"octavo"} and shown == f"octavo {octavo.__version__}"
 
 
 def unsafe_reads(code: str) -> list[str]:

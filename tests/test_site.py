@@ -112,20 +112,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.full
-def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
-    found = {page: elsewhere((site / page).read_text(encoding="utf-8"), FETCHED, LINKED) for page in pages_of(site)}
-    found |= {style.name: elsewhere(style.read_text(encoding="utf-8"), IN_STYLES) for style in site.rglob("*.css")}
-    assert {page: addresses for page, addresses in found.items() if addresses} == {}
-    assert not any("mermaid" in (site / page).read_text(encoding="utf-8") for page in pages_of(site))  # from a host
-
-
-@pytest.mark.full
-def test_every_link_leads_to_a_file(site: Path) -> None:
+def test_pages_fetch_nothing_from_elsewhere_and_link_to_files_and_to_papers(site: Path) -> None:
+    for style in site.rglob("*.css"):
+        assert elsewhere(style.read_text(encoding="utf-8"), IN_STYLES) == [], style
     for page in pages_of(site):
+        text = (site / page).read_text(encoding="utf-8")
+        assert elsewhere(text, FETCHED, LINKED) == [] and "mermaid" not in text, page  # which comes from a host
         if page != "404.html":  # whose links are the server's
-            found = re.findall(r"<a\b[^>]*?\shref=\"?([^\s\">#?]+)", (site / page).read_text(encoding="utf-8"))
+            found = re.findall(r"<a\b[^>]*?\shref=\"?([^\s\">#?]+)", text)
             local = {unquote(link) for link in found if not re.match(r"[a-z]+:", link)}
             assert [link for link in local if not (site / page).parent.joinpath(link).resolve().exists()] == [], page
+        words = re.sub(r"<(code|pre|title|a)\b.*?</\1>", "", text[text.index("<article") :], flags=re.DOTALL)
+        assert re.findall(r"arXiv \d{4}\.\d+|\b\w[\w.-]*/[\w.-]+#\d+", words) == [], page
 
 
 @pytest.mark.full
@@ -135,14 +133,6 @@ def test_search_and_llms_txt_know_all_pages(site: Path) -> None:
         assert any(term in entry["text"].lower() + entry["location"] for entry in index)
     listed = set(re.findall(r"\]\(([^)]+\.html)\)", (site / "llms.txt").read_text(encoding="utf-8")))
     assert {page for page in pages_of(site) if not page.startswith("files/")} - {"404.html"} == listed
-
-
-@pytest.mark.full
-def test_papers_and_threads_are_linked(site: Path) -> None:
-    for page in pages_of(site):
-        text = (site / page).read_text(encoding="utf-8")
-        text = re.sub(r"<(code|pre|title|a)\b.*?</\1>", "", text[text.index("<article") :], flags=re.DOTALL)
-        assert re.findall(r"arXiv \d{4}\.\d+|\b\w[\w.-]*/[\w.-]+#\d+", text) == [], page
 
 
 @pytest.mark.full

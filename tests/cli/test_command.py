@@ -1,8 +1,6 @@
 import os
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -51,9 +49,6 @@ def test_shtab_writes_completions(shell):
     shtab = pytest.importorskip("shtab")
     written = shtab.complete(cli.parser(), shell)
     assert "--weight-storage" in written and "split24" in written
-
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_version_help_and_info(capsys):
@@ -179,15 +174,3 @@ def test_sigterm_ends_it_at_once_from_the_very_first_import(capsys, monkeypatch)
     before = signal.getsignal(signal.SIGTERM)
     assert cli.main(["info"]) == 130
     assert capsys.readouterr().err == "octavo: interrupted\n" and signal.getsignal(signal.SIGTERM) is before
-
-
-def test_python_dash_m_and_a_light_import():
-    code = (
-        "import runpy, sys, octavo\n"
-        "assert not any(name.startswith(('octavo.train', 'octavo.cli')) for name in sys.modules)\n"
-        "sys.argv = ['octavo', '--version']\n"
-        "runpy.run_module('octavo', run_name='__main__')\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"octavo {octavo.__version__}\n", "")

@@ -41,6 +41,7 @@ def around_nested_hooks(net, mesh, backend):
 
 
 HOW = {how.__name__: how for how in (in_blocks, in_one_graph, around_nested_hooks)}
+OTHERS = "dynamic", "rowwise", "blockwise", "mx"
 
 
 def trained(mesh, recipe, how, backend, depth=1):
@@ -66,13 +67,8 @@ def beside_eager(mesh, recipe, how, backend, depth=1):
     return [trained(mesh, recipe, how, backend, depth) for backend in (None, backend)]
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    "recipe", ["dynamic", "delayed", *(pytest.param(r, marks=pytest.mark.full) for r in ("rowwise", "blockwise", "mx"))]
-)
-@pytest.mark.parametrize(
-    "how", ["in_blocks", "in_one_graph", pytest.param("around_nested_hooks", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("recipe", ["delayed", *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])
+@pytest.mark.parametrize("how", [n if n == "in_blocks" else pytest.param(n, marks=pytest.mark.full) for n in HOW])
 def test_graphs_and_bits(pool, how, recipe):
     plain = pool.run(trained, (2,), "high_precision", how, "aot_eager")
     for in_bf16, (eager, compiled) in zip(plain, pool.run(beside_eager, (2,), recipe, how, "aot_eager"), strict=True):

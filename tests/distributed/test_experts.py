@@ -93,7 +93,8 @@ def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, floa
 
 
 KINDS = ["octavo", "octavo bias", "stored", "stored transposed"]
-ALL = ["dynamic", "short history", "blockwise", "rowwise", "mx", "gw_hp", "high_precision"]
+ALL = ["dynamic", "short history", "blockwise", "rowwise", "mx"]
+ALL += [pytest.param(name, marks=pytest.mark.full) for name in ("gw_hp", "high_precision")]
 
 
 def check(recipe, answers):

@@ -233,10 +233,10 @@ WAYS = {  # how weights are gathered of "even shards" on 2 ranks, and on 4
 
 
 def default(recipe, situation, shape):
-    """On 2 ranks one recipe in every situation, and every recipe in one; uneven parts of 4, one of them empty."""
+    """On 2 ranks one recipe in every situation, and each scaling in one; uneven parts of 4, one of them empty."""
     if shape == "2 ranks":
-        return recipe == "delayed" or situation == "even shards"
-    return (recipe, situation) == ("delayed", "uneven shards") and shape != "1 rank"
+        return recipe == "delayed" or (situation == "even shards" and recipe not in ("power of two", "high_precision"))
+    return (recipe, situation, shape) == ("delayed", "uneven shards", "4 ranks")
 
 
 def cells():

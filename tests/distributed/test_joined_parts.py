@@ -132,8 +132,5 @@ def test_names_and_states_go_together_and_apart():
     assert renamed(groups, names, True) == [{"params": ["a.weight", "b"], "lr": 1.0}]
     assert renamed(renamed(groups, names, True), names, False) == groups
     assert names_of(octavo.nn.Linear(8, {"q": 4, "k": 4})) == {}
-
-
-def test_joined_parts_are_not_computed_with():
     with pytest.raises(octavo.UnsupportedOpError, match="read the parts"):
-        Joined([torch.ones(2, 3), torch.ones(1, 3)]) + 1
+        joined["a.weight"]["m"] + 1

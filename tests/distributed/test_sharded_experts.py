@@ -15,6 +15,7 @@ from tests.support.byte_counter import GATHER, OTHER, REDUCE, ByteCounter
 from tests.support.expert_models import batch, built, off, train
 
 PER_TENSOR = ("short history", "dynamic")
+OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in ("mx", "gw_hp", "high_precision")]
 
 
 def loss(net, step):
@@ -47,7 +48,7 @@ def compare(mesh, kind, recipe, experts, dim=0, compiled=False, storage=None):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["octavo", "octavo bias", "stored", "stored transposed"])
-@pytest.mark.parametrize("recipe", [*PER_TENSOR, "blockwise", "rowwise", "mx", "gw_hp", "high_precision"])
+@pytest.mark.parametrize("recipe", [*PER_TENSOR, "blockwise", "rowwise", *OTHERS])
 @pytest.mark.parametrize("experts", [4, 3])
 def test_equal_to_the_replicated_model(pool, kind, recipe, experts):
     for differences, ways in pool.run(compare, (2,), kind, recipe, experts):

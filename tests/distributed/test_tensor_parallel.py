@@ -19,7 +19,9 @@ IN_BF16 = ("gw_hp", "high_precision")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(2,), pytest.param((4,), marks=pytest.mark.full)])
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("recipe", tasks.RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(it, marks=[pytest.mark.full] * (it in IN_BF16)) for it in tasks.RECIPES]
+)
 def test_equal_to_one_rank(pool, recipe, shared, shape):
     """Bit for bit where sums are exact, which scales that are powers of two make them."""
     for (first, second), *_ in pool.run(tasks.sequence_parallel, shape, recipe, shared, torch.float32):
@@ -128,13 +130,15 @@ def test_a_frozen_norm_stays_frozen(pool):
 
 
 @pytest.mark.parametrize("shape", [(2,), pytest.param((4,), marks=pytest.mark.full)])
-@pytest.mark.parametrize("recipe", ["power of two", "rowwise", "blockwise", "mx"])
+@pytest.mark.parametrize(
+    "recipe", ["power of two", "rowwise", *(pytest.param(one, marks=pytest.mark.full) for one in ("blockwise", "mx"))]
+)
 def test_features_that_do_not_divide(pool, recipe, shape):
     for found in pool.run(tasks.uneven, shape, recipe):
         assert max(found.values()) == 0.0
 
 
-@pytest.mark.parametrize("recipe", ["power of two", "high_precision"])
+@pytest.mark.parametrize("recipe", ["power of two", pytest.param("high_precision", marks=pytest.mark.full)])
 def test_tied_embeddings_and_a_loss_over_parts_of_the_vocabulary(pool, recipe):
     """51 bytes on 2 ranks."""
     for same, difference, said in pool.run(tasks.tied, (2,), recipe):

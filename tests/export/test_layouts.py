@@ -18,23 +18,23 @@ from octavo.export.layouts import LAYOUTS, entries, scale_shape
 from tests.export.test_checkpoints import seen_operands
 from tests.support.helpers import to_fp8
 from tests.support.pool import Pool
+from tests.support.tiny_models import decoder
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-}  # fmt: skip
+SIZES: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_experts_per_tok": 2}
 GRANULARITIES = {"blockwise": PerBlock(128, 128), "rowwise": PerRow(), "dynamic": PerTensor(), "delayed": PerTensor()}
 IN_HIGH_PRECISION = {"lm_head": None, "*.gate": None}
 
 
 def mixtral(intermediate: int = 256) -> nn.Module:
-    config = transformers.MixtralConfig(intermediate_size=intermediate, num_local_experts=4, **SIZES)
-    return transformers.MixtralForCausalLM(config).bfloat16()
+    return decoder("Mixtral", **SIZES, intermediate_size=intermediate, num_local_experts=4).bfloat16()
 
 
 def qwen3() -> nn.Module:
-    sizes = {"moe_intermediate_size": 128, "num_experts": 4, "head_dim": 64}
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **SIZES)).bfloat16()
+    return decoder("Qwen3Moe", **SIZES, moe_intermediate_size=128, num_experts=4, head_dim=64).bfloat16()
+
+
+def gpt_oss() -> nn.Module:
+    return decoder("GptOss", **SIZES, intermediate_size=128, num_local_experts=4, head_dim=64).bfloat16()
 
 
 def in_fp8(model: nn.Module, recipe: str) -> nn.Module:
@@ -121,26 +121,17 @@ def test_transformers_reads_the_file(tmp_path: Path) -> None:
     torch.testing.assert_close(read(tokens).logits, model(tokens).logits, rtol=0.2, atol=0.05)
 
 
-def test_experts_that_stay_in_high_precision_have_the_names_of_their_checkpoint_too() -> None:
-    model = mixtral()
-    layers = octavo.RecipeMap(recipes.blockwise(), {**IN_HIGH_PRECISION, "*.experts": None})
-    octavo.convert(model, layers, lambda module, name: True)
-    names = [name for name, *_ in iterate_fp8(model)]
-    assert "model.layers.0.mlp.experts.gate_up_proj" in names  # those of state_dict, as of any model
-
-
-def test_octavos_own_experts_keep_their_tensors() -> None:
+def test_experts_that_keep_their_tensors() -> None:
+    """octavo's own, and those in high precision, whose names are those of state_dict, as of any model."""
     experts = octavo.nn.Experts(3, 128, 256, recipe=recipes.blockwise())
     found = {name: (codes.shape, scale_inv.shape) for name, codes, scale_inv in iterate_fp8(experts)}  # type: ignore[union-attr]
     assert found == {
         "gate_up.weight": ((3, 512, 128), (3, 4, 1)),
         "down.weight": ((3, 128, 256), (3, 1, 2)),
     }
-
-
-def gpt_oss() -> nn.Module:
-    config = transformers.GptOssConfig(intermediate_size=128, num_local_experts=4, head_dim=64, **SIZES)
-    return transformers.GptOssForCausalLM(config).bfloat16()
+    layers = octavo.RecipeMap(recipes.blockwise(), {**IN_HIGH_PRECISION, "*.experts": None})
+    model = octavo.convert(mixtral(), layers, lambda module, name: True)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in [name for name, *_ in iterate_fp8(model)]
 
 
 @pytest.mark.parametrize(
@@ -197,14 +188,9 @@ def test_the_recipe_that_is_named_fits(layout):
     ((name, codes, scales),) = found[0].read(True, {})
     assert name == "0.weight"
     assert (codes.shape, codes.dtype) == ((300, 200), torch.float8_e4m3fn)
-    assert scales.shape == scale_shape(net[0])
-
-
-@pytest.mark.parametrize(
-    ("shape", "recipe"), [((3, 2), recipes.blockwise()), ((1,), recipes.dynamic()), ((300, 1), recipes.rowwise())]
-)
-def test_the_shapes_of_scales(shape, recipe):
-    assert scale_shape(octavo.nn.Linear(200, 300, recipe=recipe)) == shape
+    assert (
+        scales.shape == scale_shape(net[0]) == {"blockwise": (3, 2), "rowwise": (300, 1)}.get(net[0].recipe.name, (1,))
+    )
 
 
 def test_codes_that_no_product_reads_are_not_taken_for_values():

@@ -24,14 +24,19 @@ safetensors = pytest.importorskip("safetensors.torch")
 pytest.importorskip("huggingface_hub")
 transformers = pytest.importorskip("transformers")
 
+from tests.support.tiny_models import decoder  # noqa: E402
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
 HEAD_AS_IT_IS = {"lm_head": None}
 ANY_SCALES = recipes.blockwise(power_of_two=False)
 
 
 def llama(tied: bool = False) -> nn.Module:
-    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=tied))
+    return decoder("Llama", **SIZES, tie_word_embeddings=tied)
+
+
+def mixtral() -> nn.Module:
+    return decoder("Mixtral", **SIZES, num_hidden_layers=1, num_local_experts=3)
 
 
 def on_meta(kind=llama, recipe=ANY_SCALES, trained=False, **options) -> nn.Module:
@@ -39,6 +44,12 @@ def on_meta(kind=llama, recipe=ANY_SCALES, trained=False, **options) -> nn.Modul
     with pytest.importorskip("accelerate").init_empty_weights():
         model = kind(**options).bfloat16().requires_grad_(trained)
     return octavo.convert(model, octavo.RecipeMap(recipe, HEAD_AS_IT_IS), every_layer, "fp8")
+
+
+def with_memory() -> nn.Module:
+    """The same with weights, frozen."""
+    model = llama().bfloat16().requires_grad_(False)
+    return octavo.convert(model, octavo.RecipeMap(ANY_SCALES, HEAD_AS_IT_IS), every_layer, "fp8")
 
 
 def written(folder, recipe=ANY_SCALES, **options) -> nn.Module:
@@ -140,38 +151,27 @@ def test_trained_weights_with_other_scales_begin_with_the_values_of_the_file(tmp
     assert isinstance(found.model.layers[0].mlp.up_proj.weight, StoredWeight)
 
 
-def test_weights_loaded_frozen_with_other_scales_are_no_optimizers(tmp_path):
-    written(tmp_path / "out")
-    found = load_fp8(on_meta(), tmp_path / "out").requires_grad_(True)
-    tokens = torch.randint(64, (2, 16))
-    found(input_ids=tokens, labels=tokens).loss.backward()
-    with pytest.raises(ValueError, match="loaded while it was frozen, with scales that are no powers of two"):
-        octavo.optim.AdamW(found.parameters(), lr=1e-3).step()
-
-
-def test_a_state_dict_of_frozen_weights_with_other_scales_is_loaded_as_it_is(tmp_path):
+def test_frozen_weights_with_other_scales(tmp_path):
+    """A state dict gives them as they are; gradients pass as by the same codes, whatever the recipe says of scales."""
     model = written(tmp_path / "out")
-    found = load_fp8(on_meta(), tmp_path / "out")
-    other = octavo.convert(
-        llama().bfloat16().requires_grad_(False), octavo.RecipeMap(ANY_SCALES, HEAD_AS_IT_IS), every_layer, "fp8"
-    )
+    found, other = load_fp8(on_meta(), tmp_path / "out"), with_memory()
     other.load_state_dict(found.state_dict())
     assert_same_codes(other, model)
-
-
-def test_gradients_pass_frozen_weights_with_any_scales(tmp_path):
-    """As they pass the same codes, whatever the recipe says of its own scales."""
-    model = written(tmp_path / "out")
     x = torch.randn(32, 128, dtype=torch.bfloat16)
     gradients = []
-    for net in (model.train(), load_fp8(on_meta(), tmp_path / "out"), load_fp8(on_meta(), tmp_path / "out")):
-        if len(gradients) == 2:  # scales of inputs that are powers of two, and then no longer equal
+    for net in (model.train(), found, other):
+        if net is other:  # scales of inputs that are powers of two, and then no longer equal
             octavo.set_recipe(net, octavo.RecipeMap(recipes.blockwise(), HEAD_AS_IT_IS))
         leaf = x.clone().requires_grad_()
         net.model.layers[0].mlp.up_proj(leaf).sum().backward()
         gradients.append(leaf.grad)
     assert torch.equal(gradients[0], gradients[1])
     torch.testing.assert_close(gradients[2], gradients[0], rtol=0.1, atol=0.1 * gradients[0].abs().max().item())
+    found.requires_grad_(True)
+    tokens = torch.randint(64, (2, 16))
+    found(input_ids=tokens, labels=tokens).loss.backward()
+    with pytest.raises(ValueError, match="loaded while it was frozen, with scales that are no powers of two"):
+        octavo.optim.AdamW(found.parameters(), lr=1e-3).step()
 
 
 def deep(width: int = 512, layers: int = 8) -> nn.Module:
@@ -207,10 +207,7 @@ def test_names_are_mapped_as_transformers_maps_them(tmp_path):
 
 
 def test_a_model_with_memory_is_written_in_place(tmp_path):
-    model = written(tmp_path / "out")
-    found = octavo.convert(
-        llama().bfloat16().requires_grad_(False), octavo.RecipeMap(ANY_SCALES, HEAD_AS_IT_IS), every_layer, "fp8"
-    )
+    model, found = written(tmp_path / "out"), with_memory()
     parameters = {name: (id(p), p.data_ptr()) for name, p in found.named_parameters()}
     load_fp8(found, tmp_path / "out")
     assert parameters == {name: (id(p), p.data_ptr()) for name, p in found.named_parameters()}
@@ -307,29 +304,16 @@ def test_another_kind_of_checkpoint_is_refused(tmp_path, config, error, message)
         load_fp8(model, tmp_path / "out")
 
 
-def test_a_model_that_cannot_take_codes_is_refused(tmp_path):
+def test_models_that_cannot_take_codes_are_refused(tmp_path):
     layer(tmp_path / "out")
     plain = to_fp8(nn.Linear(256, 256), recipes.blockwise())
     with pytest.raises(ValueError, match=r"weight is in FP8 in the checkpoint but not in the model.*weight_storage"):
         load_fp8(plain, tmp_path / "out")
-
-
-def test_experts_that_are_not_stored_are_refused(tmp_path):
-    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 2}
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
-    layer(tmp_path / "out")
     name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
-    tensors = {name: torch.zeros(128, 128).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+    tensors = {name: torch.zeros(256, 128).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(2, 1)}
     safetensors.save_file(tensors, tmp_path / "out" / "model.safetensors")
     with pytest.raises(ValueError, match=rf"{name} is joined with others by transformers \(.*gate_up_proj\)"):
-        load_fp8(model, tmp_path / "out")
-
-
-def mixtral() -> nn.Module:
-    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 3}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
+        load_fp8(mixtral(), tmp_path / "out")
 
 
 def experts_written(folder, recipe) -> nn.Module:
@@ -418,18 +402,13 @@ def test_an_absent_library_is_named(tmp_path, monkeypatch):
         load_fp8(model, tmp_path / "out")
 
 
-safetensors = pytest.importorskip("safetensors.torch")
-
-EXPERTS = "model.layers.0.mlp.experts"
-
-
 def test_what_save_pretrained_writes_is_for_the_same_model(tmp_path) -> None:
     model = octavo.convert(mixtral(), recipes.blockwise(), every_layer, "fp8")
     model.save_pretrained(tmp_path)
     given = safetensors.load_file(tmp_path / "model.safetensors")
     stored, others = split_stored(model, given)
     state = model.state_dict()
-    assert f"{EXPERTS}.gate_up_proj" in stored and not any("experts" in name for name in others)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in stored and not any("experts" in name for name in others)
     assert all(torch.equal(value, state[name]) for name, value in stored.items())
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo import kernels
-from octavo.export.lowering import _amax, _repeated
+from octavo.export.lowering import _TYPES, _amax, _repeated
 from octavo.numerics import floor_power_of_two, floor_power_of_two_by_comparison
 from tests.support.definitions import GRANULARITIES
 
@@ -14,6 +14,11 @@ from tests.support.definitions import GRANULARITIES
 def test_amax(shape, tile):
     x = torch.randn(shape)
     assert torch.equal(_amax(x, tile), kernels.amax(x, tile))
+
+
+def test_formats_have_onnxs_numbers():
+    proto = pytest.importorskip("onnx").TensorProto
+    assert _TYPES == {torch.float8_e4m3fn: proto.FLOAT8E4M3FN, torch.float8_e5m2: proto.FLOAT8E5M2}
 
 
 def test_scales_of_tiles_for_each_row():

@@ -26,11 +26,19 @@ def record(folder: Path, steps: range = range(2)) -> None:
 
 
 def test_a_record_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Options of a model are not for it."""
     record(tmp_path / "run")
     assert cli.main(["inspect", str(tmp_path / "run"), "--json", str(tmp_path / "x.json")]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("1 layers, 2 of the steps 0 to 1 recorded, no findings") and err == ""
     assert json.loads((tmp_path / "x.json").read_text())["steps"] == [0, 1]
+    assert cli.main(["inspect", str(tmp_path / "run"), "--keep", "1"]) == 2
+    assert "--keep: " in (said := capsys.readouterr().err) and "is a record, and these are for models" in said
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    assert f"such as {tmp_path / 'run'}" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["inspect", str(tmp_path / "empty")]) == 2
+    assert "holds no record: give the folder that octavo.inspect.record wrote to" in capsys.readouterr().err
 
 
 def test_what_mends_casts_is_written_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,22 +77,6 @@ def test_what_was_found_of_the_model_is_shown_beside(tmp_path: Path, capsys: pyt
         (tmp_path / "run/what_if.json").write_text(text)
         assert cli.main(["inspect", str(tmp_path / "run")]) == 2
         assert "holds no what-if: write one by octavo inspect MODEL --json FILE" in capsys.readouterr().err
-
-
-def test_options_of_a_model_are_not_for_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record(tmp_path / "run")
-    assert cli.main(["inspect", str(tmp_path / "run"), "--keep", "1"]) == 2
-    assert "--keep: " in (said := capsys.readouterr().err) and "is a record, and these are for models" in said
-
-
-def test_a_folder_without_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record(tmp_path / "below/run")
-    assert cli.main(["inspect", str(tmp_path / "below")]) == 2
-    assert f"such as {tmp_path / 'below/run'}" in capsys.readouterr().err
-    (tmp_path / "empty").mkdir()
-    tmp_path = tmp_path / "empty"
-    assert cli.main(["inspect", str(tmp_path)]) == 2
-    assert "holds no record: give the folder that octavo.inspect.record wrote to" in capsys.readouterr().err
 
 
 def test_a_training_is_followed(
@@ -139,12 +131,6 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_entry_point_in_the_current_folder(folder):
-    subject = entry_point("what_if_user:training")
-    assert isinstance(subject.model, nn.Sequential)
-    assert subject.loss(subject.model, *subject.batches).ndim == 0
-
-
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -182,20 +168,15 @@ def test_it_writes_a_map_that_converts_the_model(folder, capsys, budget):
     assert isinstance(model[0], octavo.nn.Linear) and isinstance(model[2], octavo.nn.Linear)
 
 
-def test_what_was_found_is_written_for_the_page_of_a_record(folder, capsys):
+def test_without_a_budget_it_shows_and_writes_for_the_page_of_a_record(folder, capsys):
     (folder / "record").mkdir()
-    given = options("--recipes", "dynamic,mx", "--min-features", "16")
-    assert what_if_command(given, entry_point("what_if_user:training"), folder / "record") == 0
+    subject = entry_point("what_if_user:training")
+    assert what_if_command(options("--min-features", "16"), subject, folder / "record") == 0
+    printed, names = capsys.readouterr().out, ("dynamic", "delayed", "rowwise", "blockwise", "mx")
+    assert all(name in printed for name in names) and "rules" not in printed and "wrote" in printed
     rows = json.loads((folder / "record/what_if.json").read_text())["what_if"]
-    assert [(row["recipe"], row["layer"]) for row in rows[:3]] == [("dynamic", ""), ("mx", ""), ("dynamic", "0")]
-    assert all(row["predicted"] > 0 for row in rows) and "wrote" in capsys.readouterr().out
-
-
-def test_without_a_budget_it_only_shows(folder, capsys):
-    assert what_if_command(options("--min-features", "16"), entry_point("what_if_user:training")) == 0
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in ("dynamic", "delayed", "rowwise", "blockwise", "mx"))
-    assert "rules" not in printed
+    assert [(row["recipe"], row["layer"]) for row in rows[:6]] == [*((name, "") for name in names), ("dynamic", "0")]
+    assert all(row["predicted"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +195,7 @@ def test_without_a_budget_it_only_shows(folder, capsys):
 def test_wrong_options(arguments, says):
     with pytest.raises(argparse.ArgumentError, match=says):
         options(*arguments)
+    assert options("--loss", "0.1%").loss == pytest.approx(options("--loss", "0.001").loss) == pytest.approx(0.001)
 
 
 @pytest.mark.parametrize(
@@ -236,11 +218,6 @@ def test_a_file_that_can_not_be_is_refused_before_anything_is_computed(option, t
     for path in (tmp_path, tmp_path / "no" / "x"):
         with pytest.raises(OSError):
             what_if_command(options("--keep", "1", option, str(path)), subject)
-
-
-def test_shares():
-    assert options("--loss", "0.1%").loss == pytest.approx(0.001)
-    assert options("--loss", "0.001").loss == 0.001
 
 
 def test_a_map_of_experts_converts_them(folder, capsys):

@@ -158,54 +158,39 @@ def test_flushed() -> None:
     assert where(found) == ("flushed", "model.layers.1.mlp", "grad_output", 50)
     assert (found.worst, found.severity) == (100, pytest.approx(7.1))
     assert "7.1 % are flushed" in found.cause and "wider than E5M2" in found.cause
-
-
-def test_a_finding_begins_where_its_worst_stretch_does() -> None:
-    record = put(made(records=6), GRADIENT, flushed=[0.02, 0.0, 0.02, 0.05, 0.0])
-    found = only(diagnose(record))
-    assert (found.begins, found.worst) == (150, 200)
+    found = only(diagnose(put(made(records=6), GRADIENT, flushed=[0.02, 0.0, 0.02, 0.05, 0.0])))
+    assert (found.begins, found.worst) == (150, 200)  # where its worst stretch begins
 
 
 def test_a_stale_scale_and_what_it_clips() -> None:
+    """One that is far too old is given up; a margin is room."""
     found = only(diagnose(put(made(), INPUT, assumed=[3.0, 6.0, 3.0], clipped=[0.01, 0.03, 0.01])))
     assert where(found) == ("stale", "model.layers.1.mlp", "input", 50)
     assert found.severity == pytest.approx(30) and "3 % are clipped" in found.cause
     assert "margin=3" in found.remedy
-
-
-def test_a_margin_is_room_and_not_stale() -> None:
+    found = only(diagnose(put(made(), INPUT, assumed=1000.0, clipped=0.5)))
+    assert "Delayed" not in found.remedy.split("'grad_weight'")[0].split("(Cast")[1].split(")), ")[0]
+    assert found.expected.startswith("nothing is clipped")
     record = made()
     record.rows[INPUT] = dataclasses.replace(record.rows[INPUT], cast=Cast(E4M3, PerTensor(), Delayed(), margin=3))
     assert diagnose(put(record, INPUT, assumed=6.0)) == []
 
 
-def test_a_scale_that_is_far_too_old_is_given_up() -> None:
-    found = only(diagnose(put(made(), INPUT, assumed=1000.0, clipped=0.5)))
-    assert "Delayed" not in found.remedy.split("'grad_weight'")[0].split("(Cast")[1].split(")), ")[0]
-    assert found.expected.startswith("nothing is clipped")
-
-
 def test_what_is_not_finite_is_found_once_where_it_began() -> None:
+    """After it nothing counts but a fault that begins much later."""
     record = made(3, 5)
     for place, at in ((8, 2), (5, 2), (2, 3), (0, 3)):  # gradients of the third and second layer, then what follows
         record.measures["nonfinite"][at:, place] = 0.5
     found = only(diagnose(record))
     assert (found.role, found.layer[13:14], found.begins) == ("grad_output", "2", 100)
     assert "; soon those of 3 more casts in 2 layers too" in found.cause
-
-
-def test_a_fault_that_begins_much_later_is_another() -> None:
     record = made(3, 9)
     for place, at in ((5, 1), (2, 2), (0, 7)):
         record.measures["nonfinite"][at:, place] = 0.5
     first, second = diagnose(record)
     assert (first.begins, second.begins) == (50, 350) and "soon" not in second.cause
     assert "; soon those of 1 more cast in 1 layer too" in first.cause
-
-
-def test_after_what_is_not_finite_nothing_counts() -> None:
-    record = put(made(), INPUT, nonfinite=1.0, sqnr=NAN, flushed=1.0)
-    assert only(diagnose(record)).kind == "nonfinite"
+    assert only(diagnose(put(made(), INPUT, nonfinite=1.0, sqnr=NAN, flushed=1.0))).kind == "nonfinite"
 
 
 def test_a_low_sqnr() -> None:

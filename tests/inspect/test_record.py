@@ -79,9 +79,6 @@ def test_a_damaged_record_says_which_file(tmp_path: Path) -> None:
     assert octavo.inspect.load(tmp_path).scalars == {"loss": ([0], [0.5])}
 
 
-np = pytest.importorskip("numpy")
-
-
 def test_a_run_goes_on_with_its_record(tmp_path: Path) -> None:
     model = network(recipes.dynamic())
     with octavo.inspect.record(model, tmp_path / "whole", every=2) as recorder:

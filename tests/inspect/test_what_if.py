@@ -54,16 +54,12 @@ def effect_of(result, layer, recipe="dynamic"):
     return effect
 
 
-def test_the_hostile_layer_is_found_first():
-    ranked = found(network(outlier=2.0**17)).ranked("dynamic")
-    assert ranked[0].layer == "4"
+def test_the_hostile_layer_is_found_first_and_kept():
+    result = found(network(outlier=2.0**17))
+    ranked, rules = result.ranked("dynamic"), result.recipe_map(keep=1).rules
+    assert ranked[0].layer == "4" and [name for name, rule in rules.items() if rule is None] == ["4"]
     assert ranked[0].predicted > 10 * ranked[1].predicted
     assert found(network()).ranked("dynamic")[0].predicted < 0.1 * ranked[0].predicted
-
-
-def test_kept_layers_are_the_hostile_ones():
-    chosen = found(network(outlier=2.0**17)).recipe_map(keep=1)
-    assert [name for name, rule in chosen.rules.items() if rule is None] == ["4"]
 
 
 @pytest.mark.parametrize("layer", ["0", "2", "7"])
@@ -220,14 +216,11 @@ def test_weights_that_live_in_fp8():
         found(model, recipes.rowwise())
 
 
-def test_dropout_is_the_same_in_each_pass():
-    model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.5), nn.Linear(64, 8))
-    assert all(1 - effect.cosine < 0.01 for effect in found(model).effects)
-
-
 def test_a_map_is_measured_as_a_whole():
-    model = network()
+    """Dropout is the same in each pass."""
+    model = network().insert(1, nn.Dropout(0.5))
     result = found(model)
+    assert all(1 - effect.cosine < 0.01 for effect in result.effects)
     whole, checked = result.whole["dynamic"], check(model, loss, batches(2), recipes.dynamic(), select=every_layer)
     assert (checked.loss, checked.cosine, checked.norm_ratio) == (whole.loss, whole.cosine, whole.norm_ratio)
     nothing = octavo.RecipeMap(recipes.dynamic(), {"*": None})

@@ -1,7 +1,7 @@
 """Llama, Qwen2 and GPT-2 of transformers train converted, in every recipe as in bf16; they save, load and restore.
 
-The models are tiny, random and built offline. The learning rate is one at which bf16's loss about halves on the fixed
-batch. Where it nears 0 instead, the little that is left differs by some percent between bf16 and float32 too.
+The models are tiny, random and built offline. The learning rate is one at which bf16's loss falls by a third on the
+fixed batch. Where it nears 0 instead, the little that is left differs by some percent between bf16 and float32 too.
 """
 
 import copy
@@ -21,14 +21,13 @@ transformers = pytest.importorskip("transformers")
 
 from tests.support.tiny_models import DECODER, MODELS, POSITIONS, VOCABULARY, new  # noqa: E402
 
-BATCH, STEPS, LR = 4, 30, 1e-3
+BATCH, STEPS, LR = 4, 12, 2e-3
 
 MODELS = MODELS | {"qwen2, tied": ("Qwen2", "Qwen2ForCausalLM", DECODER | {"tie_word_embeddings": True})}
 LAYERS = {"llama": 15, "qwen2": 15, "gpt2": 9, "qwen2, tied": 15}  # linear layers, the head among them
 TIED = ("gpt2", "qwen2, tied")
 
 each_model = pytest.mark.parametrize("kind", ["llama", pytest.param("qwen2", marks=pytest.mark.full), "gpt2"])
-each_recipe = pytest.mark.parametrize("name", FP8_RECIPES)
 
 
 def build(kind: str, recipe: Recipe | RecipeMap | None = None) -> nn.Module:
@@ -66,7 +65,9 @@ def train(net: nn.Module, steps: int) -> Trained:
 
 @functools.cache
 def baseline(kind: str) -> Trained:
-    return train(build(kind), STEPS)
+    found = train(build(kind), STEPS)
+    assert found.losses[-1] <= 0.7 * found.losses[0], "bf16 does not learn"
+    return found
 
 
 def logits(net: nn.Module) -> Tensor:
@@ -76,12 +77,6 @@ def logits(net: nn.Module) -> Tensor:
 
 def embedding_and_head(net: nn.Module) -> tuple[Tensor, Tensor]:
     return net.get_input_embeddings().weight, net.get_output_embeddings().weight
-
-
-@each_model
-def test_bf16_learns(kind: str) -> None:
-    losses = baseline(kind).losses
-    assert losses[-1] <= 0.7 * losses[0]
 
 
 @pytest.mark.covering(1)
@@ -97,17 +92,6 @@ def test_it_trains_as_bf16_does(kind: str, name: str) -> None:
     for parameter, gradient in ours.first_gradients.items():
         expected = theirs.first_gradients[parameter]
         assert torch.cosine_similarity(gradient.flatten(), expected.flatten(), dim=0) >= 0.98, parameter
-
-
-@pytest.mark.covering(1)
-@each_recipe
-@each_model
-def test_every_product_of_every_layer_is_in_fp8(kind: str, name: str) -> None:
-    net = build(kind, FP8_RECIPES[name]())
-    assert len(octavo.summary(net).converted) == LAYERS[kind]
-    with CountOps() as ops:
-        net(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()
-    assert ops.calls["matmul"] == 3 * LAYERS[kind]
 
 
 @each_model
@@ -152,16 +136,17 @@ def test_a_tied_head_stays_tied(kind: str, tmp_path: Path) -> None:
         assert torch.equal(embedding, net.get_input_embeddings().weight)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_head_in_high_precision(kind: str) -> None:
-    net = build(kind, RecipeMap(recipes.dynamic(), {"lm_head": None}))
-    assert net.get_output_embeddings().recipe.is_high_precision
-    in_fp8 = [m for m in octavo.summary(net).converted if m.recipe is not None and not m.recipe.is_high_precision]
-    assert len(in_fp8) == LAYERS[kind] - 1
+@pytest.mark.parametrize("head", ["in FP8", "in high precision"])
+@each_model
+def test_every_product_of_every_layer_is_in_fp8(kind: str, head: str) -> None:
+    net = build(kind, RecipeMap(recipes.dynamic(), {"lm_head": None} if head == "in high precision" else {}))
+    assert net.get_output_embeddings().recipe.is_high_precision == (head == "in high precision")
+    converted = octavo.summary(net).converted
+    in_fp8 = [row for row in converted if row.recipe is not None and not row.recipe.is_high_precision]
+    assert len(converted) == LAYERS[kind] and len(in_fp8) == LAYERS[kind] - (head == "in high precision")
     with CountOps() as ops:
         net(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()
     assert ops.calls["matmul"] == 3 * len(in_fp8)
-    assert train(net, 10).losses == pytest.approx(baseline(kind).losses[:10], rel=0.02)
 
 
 def test_codes_that_save_pretrained_writes_are_read_by_the_same_model_only(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import recipes
 from tests.support.fused_cases import SAVED
-from tests.support.helpers import FP8_RECIPES, assert_equal, gradients, to_fp8
+from tests.support.helpers import assert_equal, gradients, to_fp8
 
 REENTRANT = {"none": None, "reentrant": True, "not reentrant": False}
+EACH = recipes.delayed(), recipes.dynamic()
 
 
 class Net(nn.Module):
@@ -62,16 +63,25 @@ def train(net: Net, kind: str, call=None, micro_batches: int = 2) -> dict[str, T
     return found
 
 
+def saved_in_fp8() -> Net:
+    recipe = dataclasses.replace(recipes.rowwise(), grad_input=None, saved=SAVED)
+    return fused(octavo.nn.RMSNormMLP(24, 32, bias=False), recipe)
+
+
 # Without recomputation, and with the kind that is not reentrant, tests/compile has every recipe and fused modules;
 # in eager tests/support/seams.
-@pytest.mark.parametrize("name", ["delayed", pytest.param("dynamic", marks=pytest.mark.full)])
-def test_compiled_in_one_graph(name):
-    check_compiled(to_fp8(Net(), FP8_RECIPES[name]()), "reentrant")
-
-
-def check_compiled(net: Net, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("build", "kind"),
+    [
+        (saved_in_fp8, "none"),
+        *(pytest.param(lambda r=r: to_fp8(Net(), r), "reentrant", marks=pytest.mark.full) for r in EACH),
+    ],
+)
+def test_compiled_in_one_graph(build, kind):
     torch.compiler.reset()
+    net = build()
     net.blocks = net.blocks[:1]  # each is traced anew
+    net.enter = nn.Linear(16, 24)
     compiled = torch.compile(lambda model, x: model(x, kind), backend="aot_eager", fullgraph=True)
     expected = train(net, "none", micro_batches=1)  # in a graph the weight is cast each time
     assert_equal(train(net, kind, compiled, micro_batches=1), expected)
@@ -86,8 +96,3 @@ def test_frozen_parts_inside_a_recomputed_region(frozen, way):
         for name, parameter in block.named_parameters():
             parameter.requires_grad_(not name.startswith(frozen))
     assert_equal(train(net, way), train(net, "none"))
-
-
-def test_what_is_saved_in_fp8_compiled_in_one_graph():
-    recipe = dataclasses.replace(recipes.rowwise(), grad_input=None, saved=SAVED)
-    check_compiled(fused(octavo.nn.RMSNormMLP(24, 32, bias=False), recipe), "none")

@@ -168,17 +168,14 @@ def test_it_trains_saves_and_resumes_bit_for_bit(case: str, tmp_path: Path) -> N
     assert_equal(rest.state(), ours.state())
     if rest.schedule is not None and ours.schedule is not None:
         assert rest.schedule.switches == ours.schedule.switches
-
-
-def test_without_it_a_resumed_run_differs(tmp_path: Path) -> None:
-    ours = whole(tmp_path)
-    run = Run()
-    run.accelerator._custom_objects.clear()
-    (tmp_path / "custom_checkpoint_0.pkl").unlink()
-    run.accelerator.load_state(str(tmp_path))
-    run.done = SAVED
-    run.step()
-    assert run.losses[0] != ours.losses[SAVED]
+    if case == "octavo.optim":  # without what octavo keeps a resumed run differs
+        run = Run(**CASES[case])
+        run.accelerator._custom_objects.clear()
+        (tmp_path / "custom_checkpoint_0.pkl").unlink()
+        run.accelerator.load_state(str(tmp_path))
+        run.done = SAVED
+        run.step()
+        assert run.losses[0] != ours.losses[SAVED]
 
 
 def test_a_loss_scale_that_overflows_skips_the_step() -> None:

@@ -30,6 +30,13 @@ from octavo.integrations.lightning import OctavoPrecision  # noqa: E402
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}") for text in ("The dirpath has changed", "Checkpoint directory")
 ]
+ALONE = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+    "devices": 1,
+}
 WIDTH, BATCH, LR = 64, 4, 1e-3
 STEPS, SAVED = 5, 2  # the checkpoint lies at an epoch's end: no loader goes on within one
 SWITCHING = [Phase(recipes.delayed()), Phase(recipes.blockwise(), from_step=1), Phase(recipes.delayed(), from_step=3)]
@@ -95,9 +102,8 @@ def fit(
     module = Module() if module is None else module
     where = folder / ("resumed" if resume else "whole")
     saved = ModelCheckpoint(where, "{step}", every_n_train_steps=SAVED, save_top_k=-1)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = lightning.Trainer(
-        **{"accelerator": "cpu", "devices": 1, "max_steps": STEPS, **quiet, **changes},
+        **{**ALONE, "max_steps": STEPS, **changes},
         callbacks=[saved],
         plugins=[precision],
     )
@@ -150,18 +156,12 @@ def test_it_trains_saves_and_resumes_bit_for_bit(case: str, tmp_path: Path) -> N
         assert [switch.step for switch in last.schedule.switches] == [0, *(phase.from_step for phase in schedule[1:])]
 
 
-@pytest.mark.full
-def test_it_trains_as_bf16_does(tmp_path: Path) -> None:
-    from lightning.pytorch.plugins.precision import MixedPrecision
-
-    bf16 = fit(tmp_path, MixedPrecision("bf16-mixed", "cpu"))
-    ours = fit(tmp_path / "ours", plugin())
-    assert ours.losses == pytest.approx(bf16.losses, rel=0.02)
-    assert ours.losses != bf16.losses
-
-
-def test_without_its_state_a_resumed_run_differs(tmp_path: Path) -> None:
+def test_another_recipe_and_a_checkpoint_without_its_state(tmp_path: Path) -> None:
     ours = fit(tmp_path, plugin())
+    with pytest.raises(ValueError, match="computes in delayed, this model's in blockwise"):
+        fit(tmp_path, plugin("blockwise"), resume=True)
+    with pytest.raises(ValueError, match="the other way round"):
+        fit(tmp_path, plugin(schedule=SWITCHING), resume=True)
     path = tmp_path / "whole" / f"step={SAVED}.ckpt"
     content = torch.load(path)
     del content["OctavoPrecision"]
@@ -171,35 +171,24 @@ def test_without_its_state_a_resumed_run_differs(tmp_path: Path) -> None:
     assert rest.losses[0] != ours.losses[SAVED]
 
 
-def test_testing_keeps_the_phase(tmp_path: Path) -> None:
-    own, module = plugin(schedule=SWITCHING[:2]), Module()
-    fit(tmp_path, own, module)
+def recipes_of(module: nn.Module) -> set[str]:
+    return {part.recipe.name for part in module.modules() if isinstance(part, octavo.nn.Linear)}
+
+
+def test_each_fit_begins_the_schedule_anew_and_testing_keeps_the_phase(tmp_path: Path) -> None:
+    """Of one plugin, and of another for a model that an earlier schedule moved on."""
+    first, module = plugin(schedule=SWITCHING[:2]), Module()
+    for own in (first, first, plugin(schedule=SWITCHING[:2])):
+        fit(tmp_path, own, module)
+        assert recipes_of(module) == {"blockwise"} and own.schedule is not None
+        assert [switch.step for switch in own.schedule.switches] == [0, 1]
     loader = torch.utils.data.DataLoader(torch.randn(BATCH, WIDTH), batch_size=BATCH)  # type: ignore[arg-type]
     module.trainer.test(module, loader, verbose=False)
-    assert {part.recipe.name for part in module.modules() if isinstance(part, octavo.nn.Linear)} == {"blockwise"}
-    fresh = Module()
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    lightning.Trainer(accelerator="cpu", devices=1, plugins=[plugin()], **quiet).test(fresh, loader, verbose=False)
-    assert {part.recipe.name for part in fresh.modules() if isinstance(part, octavo.nn.Linear)} == {"delayed"}
-
-
-def test_a_second_fit_begins_the_schedule_anew(tmp_path: Path) -> None:
-    own, module = plugin(schedule=SWITCHING[:2]), Module()
-    for _ in range(2):
-        fit(tmp_path, own, module)
-        assert {part.recipe.name for part in module.modules() if isinstance(part, octavo.nn.Linear)} == {"blockwise"}
-    assert own.schedule is not None
-    assert [switch.step for switch in own.schedule.switches] == [0, 1]
-
-
-def test_a_new_plugin_trains_a_model_that_an_earlier_schedule_moved_on(tmp_path: Path) -> None:
-    module = Module()
-    for _ in range(2):
-        own = plugin(schedule=SWITCHING[:2])
-        fit(tmp_path, own, module)
-        assert own.schedule is not None and [switch.step for switch in own.schedule.switches] == [0, 1]
+    assert recipes_of(module) == {"blockwise"}
     with pytest.raises(ValueError, match="was converted with 'blockwise' already, not 'rowwise'"):
         fit(tmp_path, plugin(recipes.rowwise()), module)
+    lightning.Trainer(plugins=[plugin()], **ALONE).test(fresh := Module(), loader, verbose=False)
+    assert recipes_of(fresh) == {"delayed"}
 
 
 def test_fabric_saves_and_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -280,17 +269,6 @@ def test_arguments_that_mean_nothing() -> None:
         OctavoPrecision("dynamic", schedule=SWITCHING)
 
 
-def test_models_and_checkpoints_of_other_recipes(tmp_path: Path) -> None:
-    fit(tmp_path, plugin())
-    with pytest.raises(ValueError, match="computes in delayed, this model's in blockwise"):
-        fit(tmp_path, plugin("blockwise"), resume=True)
-    with pytest.raises(ValueError, match="the other way round"):
-        fit(tmp_path, plugin(schedule=SWITCHING), resume=True)
-    module = octavo.convert(Module(), recipes.dynamic(), select=every_layer)
-    with pytest.raises(ValueError, match="'dynamic' already, not 'delayed'"):
-        fit(tmp_path, plugin(), module)
-
-
 class Early(Module):
     def configure_optimizers(self) -> Any:
         octavo.optim.update_in_backward(optimizer := super().configure_optimizers())
@@ -306,13 +284,14 @@ def test_micro_batches_with_gradients_in_fp8_or_used_in_backward(tmp_path: Path)
         fit(tmp_path, plugin(), Early({}), gradient_clip_val=0.05)
 
 
+class Two(Module):
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [super(Two, self).configure_optimizers() for _ in range(2)]
+
+
 def test_a_schedule_follows_one_optimizer(tmp_path: Path) -> None:
-    class Two(Module):
-        automatic_optimization = False
-
-        def configure_optimizers(self) -> Any:
-            return [super(Two, self).configure_optimizers() for _ in range(2)]
-
     with pytest.raises(ValueError, match="gave 2"):
         fit(tmp_path, plugin(schedule=SWITCHING), Two())
 

@@ -21,6 +21,8 @@ from tests.support.helpers import assert_equal, sqnr
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
+from tests.support.tiny_models import decoder  # noqa: E402
+
 # Weights are stored with powers of two, so a plain twin casts with such scales too.
 RECIPES = {"dynamic": recipes.dynamic(power_of_two=True), "blockwise": recipes.blockwise()}
 LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
@@ -28,8 +30,7 @@ LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"
 
 def llama(hidden: int = 128, inner: int = 256, layers: int = 2, vocabulary: int = 64) -> nn.Module:
     sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).bfloat16()
+    return decoder("Llama", **sizes, num_key_value_heads=4, tie_word_embeddings=True).bfloat16()
 
 
 def base_layers(module: nn.Module, name: str) -> bool:
@@ -183,29 +184,22 @@ def test_what_an_optimizer_would_begin_with_is_dropped_at_the_first_forward():
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_adapters_are_saved_and_loaded(tmp_path, recipe):
+def test_adapters_are_saved_and_loaded_switched_off_and_changed(tmp_path, recipe):
     model = adapted(RECIPES[recipe])
-    train(model)
-    model.save_pretrained(tmp_path)
-    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 200_000  # nothing of the base
-    torch.manual_seed(0)
-    base = octavo.convert(llama(), RECIPES[recipe], base_layers, "fp8")
-    assert torch.equal(logits(peft.PeftModel.from_pretrained(base, tmp_path)), logits(model))
-
-
-@pytest.mark.full
-def test_adapters_are_switched_off_and_changed():
-    model = adapted(recipes.blockwise())
     base = logits(model)  # LoRA begins as nothing
     train(model)
     trained = logits(model)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 200_000  # nothing of the base
+    torch.manual_seed(0)
+    other = octavo.convert(llama(), RECIPES[recipe], base_layers, "fp8")
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(other, tmp_path)), trained)
     with model.disable_adapter():
         assert torch.equal(logits(model), base)
     model.add_adapter("other", peft.LoraConfig(**LORA))
-    model.set_adapter("other")
-    assert torch.equal(logits(model), base)
-    model.set_adapter("default")
-    assert torch.equal(logits(model), trained)
+    for name, expected in (("other", base), ("default", trained)):
+        model.set_adapter(name)
+        assert torch.equal(logits(model), expected)
 
 
 @pytest.mark.full
