@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,19 @@ import octavo
 from octavo import distributed as ours
 from tests.support.seams.features import MixturePart
 from tests.support.seams.made import TOKENS, Made
-from tests.support.seams.on_ranks import CUT, FOUR, FUSED, NOT_KEPT, OF_FSDP2, REDUCTION, TWO, WITH_NORM, shard
+from tests.support.seams.on_ranks import (
+    CUT,
+    FOUR,
+    FUSED,
+    MULTIPLIED,
+    NOT_KEPT,
+    OF_FSDP2,
+    REDUCTION,
+    SHARED,
+    TWO,
+    WITH_NORM,
+    shard,
+)
 from tests.support.seams.situations import NO_MATRICES, Documented, Refused, Sound, situation
 from tests.support.seams.twins import casts_of
 
@@ -64,64 +77,39 @@ def _split(made: Made, mesh: Any, styles: Any, tokens: Any) -> None:
         ours.expert_parallel(made.model, mesh, average=False)
 
 
-@situation(
-    "tensor parallel, torch's styles",
-    PARTS,
-    TWO,
-    ORDER,
-    {
-        "FP8 reduction": NOT_AVERAGED,
-        "KeptWeights": NONE_KEPT,
-        WITH_NORM: FUSED,
-        "Muon": BY_COLUMNS,
-        "experts": Documented("mixture-of-experts.md#on-several-ranks", "experts are divided by expert_parallel"),
-    },
-)
-def tensor_parallel_of_torch(made: Made) -> None:
-    """Tokens are on all ranks."""
-    made.divide(None)
+def _tensor_parallel(made: Made, styles: Any = ours, tokens: Any = Shard(0), shards: bool = False) -> None:  # noqa: B008
+    """Between the layers tokens are divided, or on all ranks; ``shards``: on a mesh of two dimensions, under FSDP2."""
+    mesh, replicas = (made.mesh["shard"], made.mesh["replicate"]) if shards else (made.mesh, None)
+    made.divide(replicas)
     if made.is_library:
-        _split(made, made.mesh, torch_parallel, Replicate())
+        _split(made, mesh, styles, tokens)
+        if shards:
+            shard(made, replicas)
+        if tokens == Shard(0):
+            made.call = by_tokens(made, mesh)
     made.train()
 
 
-@situation(
-    "tensor parallel, octavo's styles",
-    PARTS,
-    TWO,
-    ORDER,
-    {"FP8 reduction": NOT_AVERAGED, "KeptWeights": NONE_KEPT, WITH_NORM: FUSED, "Muon": BY_COLUMNS},
-)
-def tensor_parallel(made: Made) -> None:
-    """Tokens are divided between the layers."""
-    made.divide(None)
-    if made.is_library:
-        _split(made, made.mesh, ours, Shard(0))
-        made.call = by_tokens(made, made.mesh)
-    made.train()
-
-
-@situation(
-    "tensor parallel and FSDP2",
-    PARTS,
-    FOUR,
-    ORDER,
-    {
-        "FP8 reduction": REDUCTION,
-        "KeptWeights": NOT_KEPT,
-        WITH_NORM: FUSED,
-        ("FP8 weights in blocks", "Muon"): CUT,
-        ("shared inputs", "shared inputs, delayed"): Sound(8, "the same, and outputs of two layers are multiplied"),
-    },
-)
-def two_dimensions(made: Made) -> None:
-    """On a mesh of two dimensions."""
-    made.divide(made.mesh["replicate"])
-    if made.is_library:
-        _split(made, made.mesh["shard"], ours, Shard(0))
-        shard(made, made.mesh["replicate"])
-        made.call = by_tokens(made, made.mesh["shard"])
-    made.train()
+BY_FEATURES = {"FP8 reduction": NOT_AVERAGED, "KeptWeights": NONE_KEPT, WITH_NORM: FUSED, "Muon": BY_COLUMNS}
+DIVIDED = Documented("mixture-of-experts.md#on-several-ranks", "experts are divided by expert_parallel")
+ON_TWO_DIMENSIONS = {
+    "FP8 reduction": REDUCTION,
+    "KeptWeights": NOT_KEPT,
+    WITH_NORM: FUSED,
+    ("FP8 weights in blocks", "Muon"): CUT,
+    SHARED: MULTIPLIED,
+}
+for name, ranks, exceptions, options in (
+    (
+        "tensor parallel, torch's styles",
+        TWO,
+        BY_FEATURES | {"experts": DIVIDED},
+        {"styles": torch_parallel, "tokens": Replicate()},
+    ),
+    ("tensor parallel, octavo's styles", TWO, BY_FEATURES, {}),
+    ("tensor parallel and FSDP2", FOUR, ON_TWO_DIMENSIONS, {"shards": True}),
+):
+    situation(name, PARTS, ranks, ORDER, exceptions)(functools.partial(_tensor_parallel, **options))
 
 
 def _where_tokens_begin(made: Made, mesh: Any) -> None:
@@ -173,139 +161,61 @@ def expert_parallel(made: Made) -> None:
 # --- pipelines --------------------------------------------------------------------------------------------------------
 
 MICRO = 4
-Order = list[tuple[int, str, int]]  # of a rank: stage, kind of computation, micro-batch
 
 
 def _piped(made: Made, of_stages: Callable[..., Any], places: Sequence[int], shards: bool = False) -> None:
-    """Train a stage a part, each on the rank that ``places`` names, no shapes given; a twin follows the order alone.
+    """Train a stage a part, each on the rank that ``places`` names, no shapes given; a twin by the same schedule.
 
     ``shards``: each stage is under FSDP2 on the mesh's first dimension, whose ranks have batches of their own.
     """
     pipe = made.mesh["shard"] if shards else made.mesh
     made.divide(made.mesh["replicate"] if shards else None)
-    parts = list(made.model)
+    parts = nn.ModuleList(made.model)
     if len(places) > len(parts):
         torch.manual_seed(0)
-        made.take(made.converted(nn.Sequential(*made.feature.plain(), *made.feature.plain()).to(made.feature.dtype)))
-        parts = list(made.model)
+        parts = made.converted(nn.ModuleList([*made.feature.plain(), *made.feature.plain()]).to(made.feature.dtype))
     own = [number for number, place in enumerate(places) if place == pipe.get_local_rank()]
-    for part in (parts[number] for number in own if shards and made.is_library):
+    made.take(nn.ModuleDict({str(number): parts[number] for number in own}))
+    for part in made.model.values() if shards and made.is_library else ():
         fully_shard(part, mesh=made.mesh["replicate"])
     group, cpu = pipe.get_group(), torch.device("cpu")
+    stages = []
+    for number, part in zip(own, made.model.values(), strict=True):
+        entering = made.data(0).requires_grad_(number > 0)
+        known = {} if made.is_library else {"input_args": entering, "output_args": made.data(0).requires_grad_()}
+        stages.append(PipelineStage(part, number, len(parts), cpu, group=group, **known))
     schedule = of_stages(
-        [PipelineStage(parts[number], number, len(parts), cpu, group=group) for number in own],
-        n_microbatches=MICRO,
-        loss_fn=lambda y, target: made.loss(y) / MICRO,
-        scale_grads=False,
+        stages, n_microbatches=MICRO, loss_fn=lambda y, target: made.loss(y) / MICRO, scale_grads=False
     )
-    if made.is_library:
-        for number in range(len(parts)):
-            if number not in own:
-                del made.model._modules[str(number)]
     made.feature.wrapped(made)
-    by_rank = [
-        nn.ModuleList(part for part, place in zip(parts, places, strict=True) if place == rank) for rank in (0, 1)
-    ]
-    made.begin(None if made.is_library else lambda make: [make(own.parameters()) for own in by_rank])
+    made.begin()
     for step in range(2):
-        batches = [made.data(step, number, made.batch) for number in range(MICRO)]
-        if made.is_library:
-            _step(made, step, schedule, batches, places, pipe)
-        else:
-            for casts in casts_of(made.model) if shards and made.role == "twin" else ():
-                casts.gathered = []  # a stage stays gathered from a step's first micro-batch to its last
-            _in_order(made, step, _orders(schedule, len(parts)), parts, batches)
-            made.average()
+        for casts in casts_of(made.model) if shards and made.role == "twin" else ():
+            casts.gathered = []  # a stage stays gathered from a step's first micro-batch to its last
+        batch = torch.cat([made.data(step, number, made.batch) for number in range(MICRO)])
+        inputs = [batch] if pipe.get_local_rank() == places[0] else []
+        target = {"target": batch} if pipe.get_local_rank() == places[-1] else {}
+        with made.accumulating(more=True):
+            y = schedule.step(*inputs, **target)
+        y = torch.empty_like(batch) if y is None else y.detach().clone()
+        torch.distributed.broadcast(y, group=group, group_src=places[-1])
+        made.note(f"output {step} of rank {made.batch}", y)
+        made.average()
         made.update()
-
-
-def _step(made: Made, step: int, schedule: Any, batches: list[Tensor], places: Sequence[int], pipe: Any) -> None:
-    inputs = [torch.cat(batches)] if pipe.get_local_rank() == places[0] else []
-    target = {"target": torch.cat(batches)} if pipe.get_local_rank() == places[-1] else {}
-    with made.accumulating(more=True):
-        y = schedule.step(*inputs, **target)
-    y = torch.empty_like(torch.cat(batches)) if y is None else y.detach().clone()
-    torch.distributed.broadcast(y, group=pipe.get_group(), group_src=places[-1])
-    for number, part in enumerate(y.chunk(MICRO)):
-        made.note(f"output {step}.{number} of rank {made.batch}", part)
-
-
-def _orders(schedule: Any, stages: int) -> list[Order]:
-    """Those of all ranks; torch's of 1F1B names a micro-batch too many on its last rank."""
-    if isinstance(schedule, Schedule1F1B):
-        orders: list[Order] = []
-        for stage in range(stages):
-            ahead = stages - 1 - stage
-            both = [((stage, "FORWARD", at), (stage, "FULL_BACKWARD", at - ahead)) for at in range(MICRO + ahead)]
-            orders.append([action for pair in both for action in pair if 0 <= action[2] < MICRO])
-        return orders
-    return [
-        [(action.stage_index, action.computation_type.name, action.microbatch_index) for action in order if action]
-        for order in schedule.pipeline_order.values()
-    ]
-
-
-def _in_order(made: Made, step: int, orders: list[Order], parts: list[Any], batches: list[Tensor]) -> None:
-    """What each rank does, in an order that all ranks' orders allow; a stage's backward at once."""
-    entered: dict[Any, Tensor] = {}
-    left: dict[Any, Tensor] = {(-1, number): batch for number, batch in enumerate(batches)}
-    gradients: dict[Any, Tensor] = {}
-
-    def done(stage: int, kind: str, number: int) -> bool:
-        last, key = stage == len(parts) - 1, (stage, number)
-        if kind == "FORWARD":
-            if (stage - 1, number) not in left:
-                return False
-            entered[key] = left[stage - 1, number].detach().requires_grad_()
-            left[key] = parts[stage](entered[key])
-            if last:
-                made.note(f"output {step}.{number} of rank {made.batch}", left[key])
-        elif kind in ("FULL_BACKWARD", "BACKWARD_INPUT" if stage else "BACKWARD_WEIGHT"):
-            if not last and (stage + 1, number) not in gradients:
-                return False
-            if last:
-                (made.loss(left[key]) / MICRO).backward()
-            else:
-                left[key].backward(gradients[stage + 1, number])
-            gradients[key] = entered[key].grad  # type: ignore[assignment]
-        return True
-
-    while left_over := sum(map(len, orders)):
-        for order in orders:
-            while order and done(*order[0]):
-                order.pop(0)
-        assert sum(map(len, orders)) < left_over
 
 
 def _single(stages: list[Any], **options: Any) -> Any:
     return Schedule1F1B(stages[0], **options)
 
 
-@situation("pipeline, 1F1B", PIPELINES, TWO, exceptions={"FP8 reduction": NOT_AVERAGED})
-def pipeline(made: Made) -> None:
-    """A stage a rank."""
-    _piped(made, _single, (0, 1))
-
-
-@situation("pipeline, zero-bubble", PIPELINES, TWO, exceptions={"FP8 reduction": NOT_AVERAGED})
-def zero_bubble(made: Made) -> None:
-    """Interleaved, a stage a rank: gradients of inputs come first, those of weights later."""
-    _piped(made, ScheduleInterleavedZeroBubble, (0, 1))
-
-
-@situation("pipeline, zero-bubble V", PIPELINES, TWO, exceptions={"FP8 reduction": NOT_AVERAGED})
-def zero_bubble_v(made: Made) -> None:
-    """Two stages a rank."""
-    _piped(made, ScheduleZBVZeroBubble, (0, 1, 1, 0))
-
-
-@situation("pipeline, 1F1B, stages under FSDP2", PIPELINES, FOUR, exceptions=OF_FSDP2)
-def pipeline_of_shards(made: Made) -> None:
-    """A stage on two ranks, which share its weights and have micro-batches of their own."""
-    _piped(made, _single, (0, 1), shards=True)
-
-
-@situation("pipeline, zero-bubble V, stages under FSDP2", PIPELINES, FOUR, exceptions=OF_FSDP2)
-def zero_bubble_v_of_shards(made: Made) -> None:
-    """Two stages on two ranks."""
-    _piped(made, ScheduleZBVZeroBubble, (0, 1, 1, 0), shards=True)
+for name, of_stages, places in (  # a stage a rank, or two
+    ("pipeline, 1F1B", _single, (0, 1)),
+    ("pipeline, zero-bubble", ScheduleInterleavedZeroBubble, (0, 1)),
+    ("pipeline, zero-bubble V", ScheduleZBVZeroBubble, (0, 1, 1, 0)),
+    ("pipeline, 1F1B, stages under FSDP2", _single, (0, 1)),
+    ("pipeline, zero-bubble V, stages under FSDP2", ScheduleZBVZeroBubble, (0, 1, 1, 0)),
+):
+    shards = "FSDP2" in name
+    ranks, exceptions = (FOUR, OF_FSDP2) if shards else (TWO, {"FP8 reduction": NOT_AVERAGED})
+    how = {"of_stages": of_stages, "places": places, "shards": shards}
+    situation(name, PIPELINES, ranks, exceptions=exceptions)(functools.partial(_piped, **how))

@@ -19,6 +19,7 @@ import octavo
 from octavo.distributed.checkpoint import load_checkpoint, load_extra, save_checkpoint
 from octavo.distributed.ranks import Ranks
 from octavo.errors import RanksDifferError, UnsupportedOpError
+from octavo.schedule import PrecisionSchedule
 from tests.support.seams.features import KNOWN
 from tests.support.seams.made import Made
 from tests.support.seams.situations import Documented, Exact, Refused, Sound, situation
@@ -43,8 +44,8 @@ def ddp(made: Made, **options: Any) -> None:
     made.feature.wrapped(made)
 
 
-def _train_under_ddp(made: Made, **options: Any) -> None:
-    ddp(made, **options)
+def _train(made: Made, wrap: Any, **options: Any) -> None:
+    wrap(made, **options)
     made.train()
 
 
@@ -53,21 +54,14 @@ for name, options in {
     "DDP, broadcast_buffers=False": {"broadcast_buffers": False},
     "DDP, static_graph=True": {"static_graph": True},
 }.items():
-    situation(name, REPLICATED, TWO, exceptions=OF_DDP)(functools.partial(_train_under_ddp, **options))
+    situation(name, REPLICATED, TWO, exceptions=OF_DDP)(functools.partial(_train, wrap=ddp, **options))
 
 
 @situation("DDP, accumulation", REPLICATED, TWO, exceptions=OF_DDP)
 def ddp_accumulates(made: Made) -> None:
-    """Two micro-batches a step, each with its exchange."""
+    """Two micro-batches a step, each with its exchange of what is accumulated."""
     ddp(made)
-    made.begin()
-    for step in range(3):
-        if made.is_library:
-            made.gradients(step, micro=2)
-        else:
-            made.gradients(step, rounds=False)
-            made.gradients(step, micro=2, first=1)
-        made.update()
+    made.train(micro=2, after=lambda number: None if number else made.average())
 
 
 @situation("DDP, no_sync", REPLICATED, TWO, exceptions=OF_DDP)
@@ -113,38 +107,32 @@ def shard(made: Made, mesh: Any = None, **options: Any) -> None:
     made.feature.wrapped(made)
 
 
-def _train_under_fsdp2(made: Made, **options: Any) -> None:
-    shard(made, **options)
-    made.train()
-
-
 for name, ranks, options in (
     ("FSDP2", TWO, {}),
     ("FSDP2, reshard_after_forward=False", TWO, {"reshard_after_forward": False}),
     ("FSDP2, offload to the CPU", TWO, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     ("FSDP2, replicas of shards (HSDP)", FOUR, {}),
 ):
-    situation(name, SHARDED, ranks, exceptions=OF_FSDP2)(functools.partial(_train_under_fsdp2, **options))
+    situation(name, SHARDED, ranks, exceptions=OF_FSDP2)(functools.partial(_train, wrap=shard, **options))
 
 
 @situation("FSDP2, accumulation", SHARDED, TWO, exceptions=OF_FSDP2)
 def fsdp2_accumulates(made: Made) -> None:
-    """Two micro-batches a step, each with its exchange."""
+    """Two micro-batches a step, each with its exchange, whose results are added."""
     shard(made)
-    made.begin()
-    for step in range(3):
-        if made.is_library:
-            made.gradients(step, micro=2)
-        else:
-            made.gradients(step, rounds=False)
-            first = [parameter.grad for parameter in made.model.parameters()]
+    first: dict[Any, Any] = {}
+
+    def after(number: int) -> None:
+        if number == 0 and not made.is_library:
+            made.average()
+            first.update((p, p.grad) for p in made.with_gradients())
             made.model.zero_grad()
-            made.gradients(step, micro=2, first=1, rounds=False)
-            for parameter, grad in zip(made.model.parameters(), first, strict=True):
-                parameter.grad = None if grad is None else grad + parameter.grad
-            if made.role == "twin":
-                made.feature.rounded(made)
-        made.update()
+
+    def complete() -> None:
+        for parameter, grad in first.items():
+            parameter.grad += grad
+
+    made.train(micro=2, after=after, complete=complete)
 
 
 @situation("FSDP2, accumulation without exchange", SHARDED, TWO, exceptions=OF_FSDP2)
@@ -171,6 +159,8 @@ def fsdp2_recomputes(made: Made) -> None:
 
 CUT = Refused(UnsupportedOpError, "multiple of 128 rows", "a block lies on one rank")
 CLIPPED = Sound(15, "the norm is summed over ranks in another order")
+SHARED = ("shared inputs", "shared inputs, delayed")
+MULTIPLIED = Sound(8, "the same, and outputs of two layers are multiplied")
 
 
 @situation(
@@ -181,18 +171,14 @@ CLIPPED = Sound(15, "the norm is summed over ranks in another order")
     {
         **OF_FSDP2,
         WITH_NORM: FUSED,
-        ("shared inputs", "shared inputs, delayed"): Sound(8, "the same, and outputs of two layers are multiplied"),
+        SHARED: MULTIPLIED,
         "updates in backward": Refused(UnsupportedOpError, "clip", "the global norm needs all gradients at once"),
     },
 )
 def fsdp2_clips(made: Made) -> None:
     """By the global norm, of DTensors."""
     shard(made)
-    made.begin()
-    for step in range(3):
-        made.gradients(step)
-        nn.utils.clip_grad_norm_(made.model.parameters(), 1e-3)
-        made.update()
+    made.train_clipped()
 
 
 @situation(
@@ -205,21 +191,8 @@ def fsdp2_clips(made: Made) -> None:
     },
 )
 def fsdp2_scales(made: Made) -> None:
-    """Losses are scaled; a twin's gradients are divided by hand."""
     shard(made)
-    made.begin()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for step in range(3):
-        made.scale = scaler.scale(torch.ones(()))
-        made.gradients(step)
-        if made.is_library:
-            made.update(by=scaler.step)
-            scaler.update()
-        else:
-            for parameter in made.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad /= 2.0**10
-            made.update()
+    made.train_scaled()
 
 
 @situation(
@@ -255,8 +228,7 @@ SET_AGAIN = Exact("the schedule sets the recipe of its first phase on all ranks"
 def _recipes_differ(made: Made, wrap: Any) -> None:
     if made.is_library and made.rank:
         octavo.set_recipe(made.model, _margin(made.feature.recipe))
-    wrap(made)
-    made.train()
+    _train(made, wrap)
 
 
 situation(
@@ -297,7 +269,7 @@ def _moved(made: Made, saving: Any, loading: Any) -> None:
     if made.is_library:
         with tempfile.TemporaryDirectory() as own:
             pair = Ranks(saving.get_group())
-            extra = made.schedule.state_dict() if hasattr(made, "schedule") else None
+            extra = made.extra.state_dict() if isinstance(made.extra, PrecisionSchedule) else None
             save_checkpoint(pair.first(lambda: own), made.model, made.optimizers[0], extra, ranks=pair)
             folder = everyone.first(lambda: own)
             made.take(another(made))
@@ -306,7 +278,7 @@ def _moved(made: Made, saving: Any, loading: Any) -> None:
             made.begin()
             ranks = Ranks() if loading is None else everyone
             if extra is not None:
-                made.schedule.load_state_dict(load_extra(folder))  # type: ignore[attr-defined]
+                made.extra.load_state_dict(load_extra(folder))
             load_checkpoint(folder, made.model, made.optimizers[0], ranks=ranks)
             everyone.any(False)  # nobody reads any more
     else:
