@@ -73,11 +73,11 @@ def two_optimizers(made: Made) -> None:
     made.train()
 
 
-def _often(made: Made, module: Any, times: int = 64) -> Callable[[Tensor], Tensor]:
+def _often(made: Made, module: Any, times: int = 8) -> Callable[[Tensor], Tensor]:
     return lambda x: functools.reduce(lambda y, _: module(y), range(times), x)
 
 
-@situation("one module called 64 times", LOOP)
+@situation("one module called 8 times", LOOP)
 def called_often(made: Made) -> None:
     """In one forward, as a recurrent cell is."""
     made.train(2, call=_often(made, made.model[0]))

@@ -176,11 +176,11 @@ class Feature:
 
 
 class ByMuon(Feature):
-    """Weights that Muon moves, its momentum in FP8 too. Few iterations: torch's bf16 products take seconds."""
+    """Weights that Muon moves, its momentum in FP8 too. One iteration: torch's bf16 products take seconds."""
 
     def optimizer(self, made: Made, parameters: Any) -> Any:
         optim = torch.optim if made.role == "float64" else octavo.optim
-        return optim.Muon(parameters, lr=LR, ns_steps=2)
+        return optim.Muon(parameters, lr=LR, ns_steps=1)
 
 
 class StoredGradients(Feature):

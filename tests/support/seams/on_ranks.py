@@ -22,7 +22,7 @@ from octavo.errors import RanksDifferError, UnsupportedOpError
 from octavo.schedule import PrecisionSchedule
 from tests.support.seams.features import KNOWN
 from tests.support.seams.made import Made
-from tests.support.seams.situations import Documented, Exact, Refused, Sound, situation
+from tests.support.seams.situations import EXACT, Documented, Exact, Refused, Sound, situation
 from tests.support.seams.twins import casts_of
 
 REPLICATED, SHARDED = "DistributedDataParallel", "FSDP2"
@@ -44,9 +44,9 @@ def ddp(made: Made, **options: Any) -> None:
     made.feature.wrapped(made)
 
 
-def _train(made: Made, wrap: Any, **options: Any) -> None:
+def _train(made: Made, wrap: Any, train: Any = Made.train, **options: Any) -> None:
     wrap(made, **options)
-    made.train()
+    train(made)
 
 
 for name, options in {
@@ -163,36 +163,14 @@ SHARED = ("shared inputs", "shared inputs, delayed")
 MULTIPLIED = Sound(8, "the same, and outputs of two layers are multiplied")
 
 
-@situation(
-    "FSDP2, clipping",
-    SHARDED,
-    TWO,
-    CLIPPED,
-    {
-        **OF_FSDP2,
-        WITH_NORM: FUSED,
-        SHARED: MULTIPLIED,
-        "updates in backward": Refused(UnsupportedOpError, "clip", "the global norm needs all gradients at once"),
-    },
-)
-def fsdp2_clips(made: Made) -> None:
-    """By the global norm, of DTensors."""
-    shard(made)
-    made.train_clipped()
-
-
-@situation(
-    "FSDP2, GradScaler",
-    SHARDED,
-    TWO,
-    exceptions={
-        **OF_FSDP2,
-        "updates in backward": Refused(RuntimeError, "GradScaler", "the scale is known to hold after backward only"),
-    },
-)
-def fsdp2_scales(made: Made) -> None:
-    shard(made)
-    made.train_scaled()
+ALL_AT_ONCE = Refused(UnsupportedOpError, "clip", "the global norm needs all gradients at once")
+KNOWN_LATE = Refused(RuntimeError, "GradScaler", "the scale is known to hold after backward only")
+NOT_CLIPPED = OF_FSDP2 | {WITH_NORM: FUSED, SHARED: MULTIPLIED, "updates in backward": ALL_AT_ONCE}
+for name, train, verdict, exceptions in (
+    ("FSDP2, clipping", Made.train_clipped, CLIPPED, NOT_CLIPPED),
+    ("FSDP2, GradScaler", Made.train_scaled, EXACT, OF_FSDP2 | {"updates in backward": KNOWN_LATE}),
+):
+    situation(name, SHARDED, TWO, verdict, exceptions)(functools.partial(_train, wrap=shard, train=train))
 
 
 @situation(
@@ -231,20 +209,12 @@ def _recipes_differ(made: Made, wrap: Any) -> None:
     _train(made, wrap)
 
 
-situation(
-    "DDP, ranks with different recipes",
-    REPLICATED,
-    TWO,
-    NOBODY_ASKS,
-    {("FP8 gradients", "updates in backward"): NOT_DDP, "schedule": SET_AGAIN},
-)(functools.partial(_recipes_differ, wrap=ddp))
-situation(
-    "FSDP2, ranks with different recipes",
-    SHARDED,
-    TWO,
-    DIFFER,
-    {"KeptWeights": NOT_KEPT, "schedule": SET_AGAIN},
-)(functools.partial(_recipes_differ, wrap=shard))
+for name, group, wrap, verdict, exceptions in (
+    ("DDP", REPLICATED, ddp, NOBODY_ASKS, {("FP8 gradients", "updates in backward"): NOT_DDP}),
+    ("FSDP2", SHARDED, shard, DIFFER, {"KeptWeights": NOT_KEPT}),
+):
+    add = situation(f"{name}, ranks with different recipes", group, TWO, verdict, exceptions | {"schedule": SET_AGAIN})
+    add(functools.partial(_recipes_differ, wrap=wrap))
 
 
 FILES = "State of ranks"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.support.seams.made import Made
 
@@ -57,27 +57,16 @@ Program = Callable[[Made], None]
 SITUATIONS: dict[str, Situation] = {}
 
 
-@dataclass(frozen=True)
-class Situation:
-    """A program that trains what a feature has made, and what is to be said of it.
+class Situation(NamedTuple):
+    """A program that trains what a feature has made, and what is to be said of it."""
 
-    Attributes:
-        name: in tests, and the row in the page.
-        program: see made.py; run on the library and on a twin.
-        ranks: the shape of the mesh, () for one process.
-        verdict: of every feature but ``exceptions``.
-        exceptions: by features' names, one or a tuple of several.
-        group: the heading in the page.
-        slow: whether no cell of it is in the default sample.
-    """
-
-    name: str
-    program: Program
-    ranks: tuple[int, ...]
-    verdict: Verdict
-    exceptions: Mapping[str, Verdict]
-    group: str
-    slow: bool = False
+    name: str  # in tests, and the row in the page
+    program: Program  # see made.py; run on the library and on a twin
+    ranks: tuple[int, ...]  # the shape of the mesh, () for one process
+    verdict: Verdict  # of every feature but ``exceptions``
+    exceptions: Mapping[str, Verdict]  # by features' names
+    group: str  # the heading in the page
+    slow: bool  # whether no cell of it is in the default sample
 
 
 def situation(
@@ -88,12 +77,10 @@ def situation(
     exceptions: Mapping[str | tuple[str, ...], Verdict] | None = None,
     slow: bool = False,
 ) -> Callable[[Program], Program]:
-    """Decorates a program, which thereby is a row of the table."""
-    by_feature = {
-        feature: found
-        for features, found in (exceptions or {}).items()
-        for feature in ([features] if isinstance(features, str) else features)
-    }
+    """Decorates a program, which thereby is a row of the table; ``exceptions``: by a feature's name, or by several."""
+    by_feature: dict[str, Verdict] = {}
+    for features, found in (exceptions or {}).items():
+        by_feature |= dict.fromkeys([features] if isinstance(features, str) else features, found)
 
     def add(program: Program) -> Program:
         assert name not in SITUATIONS, name
