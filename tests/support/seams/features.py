@@ -155,10 +155,10 @@ class Feature:
         return octavo.optim.AdamW(parameters, lr=LR, **self.adamw)
 
     def begin(self, made: Made) -> None:
-        """Once the optimizers are made."""
+        """Once the library's optimizers are made."""
 
     def accumulate(self, made: Made) -> list[Any]:
-        """Those whose ``accumulate()`` is around a backward that others of its step follow; the library's only."""
+        """Those whose ``accumulate()`` is around a backward of the library that others of its step follow."""
         return []
 
     def wrapped(self, made: Made) -> None:
@@ -171,8 +171,11 @@ class Feature:
     def rounded(self, made: Made) -> None:
         """A twin's gradients are complete."""
 
-    def stepped(self, made: Made, step: int) -> None:
-        """After the optimizers' step of this number."""
+    def stepped(self, made: Made) -> None:
+        """After a step of the library's optimizers."""
+
+    def twin_stepped(self, made: Made, steps: int) -> None:
+        """After so many steps of a twin's since it began."""
 
 
 class ByMuon(Feature):
@@ -205,8 +208,7 @@ class InBackward(Feature):
     def begin(self, made: Made) -> None:
         for handle in made.extra or ():
             handle.remove()
-        if made.is_library:
-            made.extra = [octavo.optim.update_in_backward(optimizer, 0) for optimizer in made.optimizers]
+        made.extra = [octavo.optim.update_in_backward(optimizer, 0) for optimizer in made.optimizers]
 
     def accumulate(self, made: Made) -> list[Any]:
         return made.extra
@@ -216,13 +218,11 @@ class Kept(Feature):
     """KeptWeights, cast after each step; a twin keeps none."""
 
     def begin(self, made: Made) -> None:
-        if made.is_library:
-            made.extra = octavo.nn.KeptWeights(made.model)
-            made.extra.cast()
+        made.extra = octavo.nn.KeptWeights(made.model)
+        made.extra.cast()
 
-    def stepped(self, made: Made, step: int) -> None:
-        if made.is_library:
-            made.extra.cast()
+    def stepped(self, made: Made) -> None:
+        made.extra.cast()
 
 
 class Experts(Feature):
@@ -237,17 +237,15 @@ class Scheduled(Feature):
     """A schedule that goes from blocks to one scale a tensor; a twin's recipe is set by hand."""
 
     def begin(self, made: Made) -> None:
-        if made.is_library:
-            phases = [Phase(self.recipe), Phase(recipes.delayed(2), from_step=SWITCHES_AT)]
-            made.extra = PrecisionSchedule(made.model, made.optimizers[0], phases)
-        else:
-            made.set_recipe(self.recipe)
+        phases = [Phase(self.recipe), Phase(DELAYED, from_step=SWITCHES_AT)]
+        made.extra = PrecisionSchedule(made.model, made.optimizers[0], phases)
 
-    def stepped(self, made: Made, step: int) -> None:
-        if made.is_library:
-            made.extra.step()
-        elif step + 1 - made.begun_at == SWITCHES_AT:
-            made.set_recipe(recipes.delayed(2))
+    def stepped(self, made: Made) -> None:
+        made.extra.step()
+
+    def twin_stepped(self, made: Made, steps: int) -> None:
+        if steps in (0, SWITCHES_AT):
+            made.set_recipe(DELAYED if steps else self.recipe)
 
 
 class Reduced(Feature):
@@ -269,15 +267,13 @@ class Recorded(Feature):
     """A recorder that looks at every step, into a folder of its own."""
 
     def begin(self, made: Made) -> None:
-        if made.is_library:
-            path = f"{made.closing.enter_context(tempfile.TemporaryDirectory())}/record"
-            group = made.mesh.get_group() if made.mesh is not None and made.mesh.ndim == 1 else None
-            recorder = octavo.inspect.record(made.model, path, every=1, optimizer=made.optimizers[0], group=group)
-            made.extra = made.closing.enter_context(recorder)
+        path = f"{made.closing.enter_context(tempfile.TemporaryDirectory())}/record"
+        group = made.mesh.get_group() if made.mesh is not None and made.mesh.ndim == 1 else None
+        recorder = octavo.inspect.record(made.model, path, every=1, optimizer=made.optimizers[0], group=group)
+        made.extra = made.closing.enter_context(recorder)
 
-    def stepped(self, made: Made, step: int) -> None:
-        if made.is_library:
-            made.extra.step(loss=torch.zeros(()))
+    def stepped(self, made: Made) -> None:
+        made.extra.step(loss=torch.zeros(()))
 
 
 DYNAMIC, BY_POWERS, DELAYED = recipes.dynamic(), recipes.dynamic(power_of_two=True), recipes.delayed(2)

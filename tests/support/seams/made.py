@@ -100,7 +100,10 @@ class Made:
 
         self.begun_at = self.step_number
         self.optimizers = [make(self.model.parameters())] if optimizers is None else optimizers(make)
-        self.feature.begin(self)
+        if self.is_library:
+            self.feature.begin(self)
+        elif self.role == "twin":
+            self.feature.twin_stepped(self, 0)
 
     # --- ranks --------------------------------------------------------------------------------------------------------
 
@@ -200,8 +203,11 @@ class Made:
         """The optimizers' step, ``by`` a GradScaler's or their own; what the feature does after it, and zero_grad."""
         for optimizer in self.optimizers:
             optimizer.step() if by is None else by(optimizer)
-        self.feature.stepped(self, self.step_number)
         self.step_number += 1
+        if self.is_library:
+            self.feature.stepped(self)
+        elif self.role == "twin":
+            self.feature.twin_stepped(self, self.step_number - self.begun_at)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=zero_to_none)
 
