@@ -358,6 +358,7 @@ def _tensor_parallel(made: Made, styles: Any = ours, tokens: Any = Shard(0), sha
 
 
 BY_FEATURES = {"FP8 reduction": NOT_AVERAGED, "KeptWeights": NONE_KEPT, WITH_NORM: FUSED, "Muon": BY_COLUMNS}
+OF_TORCH = {"styles": torch_parallel, "tokens": Replicate()}
 DIVIDED = Documented("mixture-of-experts.md#on-several-ranks", "experts are divided by expert_parallel")
 ON_TWO_DIMENSIONS = {
     "FP8 reduction": REDUCTION,
@@ -367,12 +368,7 @@ ON_TWO_DIMENSIONS = {
     SHARED: MULTIPLIED,
 }
 for name, ranks, exceptions, options in (
-    (
-        "tensor parallel, torch's styles",
-        TWO,
-        BY_FEATURES | {"experts": DIVIDED},
-        {"styles": torch_parallel, "tokens": Replicate()},
-    ),
+    ("tensor parallel, torch's styles", TWO, BY_FEATURES | {"experts": DIVIDED}, OF_TORCH),
     ("tensor parallel, octavo's styles", TWO, BY_FEATURES, {}),
     ("tensor parallel and FSDP2", FOUR, ON_TWO_DIMENSIONS, {"shards": True}),
 ):
@@ -387,17 +383,11 @@ def _where_tokens_begin(made: Made, mesh: Any) -> None:
 TWICE = Sound(15, "rows that were sent are scaled a second time, for grad_weight: exact=True sends them again")
 
 
-class _Times(torch.autograd.Function):
+def _times(x: Tensor, factor: float) -> Tensor:
     """The identity, with a factor in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.factor, None
+    y = x.view_as(x)
+    y.register_hook(lambda grad: grad * factor)
+    return y
 
 
 @situation(
@@ -421,7 +411,7 @@ def expert_parallel(made: Made) -> None:
         _where_tokens_begin(made, made.mesh)
         ours.expert_parallel(made.model, made.mesh)
         all_tokens = by_tokens(made, made.mesh)
-        made.call = lambda x: _Times.apply(all_tokens(_Times.apply(x, 0.5)), 2.0)
+        made.call = lambda x: _times(all_tokens(_times(x, 0.5)), 2.0)
     made.train()
 
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tests.support.seams.made import Made
 
 
-@dataclass(frozen=True)
-class Exact:
+class Exact(NamedTuple):
     """Bit-equal to the twin that keeps nothing."""
 
     why: str = ""
     word = "exact"
 
 
-@dataclass(frozen=True)
-class Sound:
+class Sound(NamedTuple):
     """Outputs and inputs' gradients within ``db`` of float64's, and why not exact."""
 
     db: float
@@ -29,8 +26,7 @@ class Sound:
         return f"{self.db:g} dB"
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(NamedTuple):
     """The error, a part of its text that names the remedy, and why it is refused."""
 
     error: type[Exception]
@@ -39,8 +35,7 @@ class Refused:
     word = "refused"
 
 
-@dataclass(frozen=True)
-class Documented:
+class Documented(NamedTuple):
     """A link into docs/, and what it says there."""
 
     link: str
@@ -51,8 +46,6 @@ class Documented:
 Verdict = Exact | Sound | Refused | Documented
 EXACT: Any = Exact()
 NO_MATRICES = Refused(ValueError, r"octavo\.optim\.AdamW", "Muon is for matrices, not for norms or stacked experts")
-
-
 Program = Callable[[Made], None]
 SITUATIONS: dict[str, Situation] = {}
 
