@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -31,22 +32,12 @@ class ByteCounter(TorchDispatchMode):
 
     Args:
         servers: the name of each rank's server, by the ranks' numbers in the job; None: all are one server.
-
-    Example:
-        >>> import torch
-        >>> with ByteCounter() as counter:
-        ...     sums = torch.zeros(8).sum()
-        >>> counter.calls["all_gather"], counter.bytes["all_gather"], counter.sent["between"]
-        (0, 0, 0)
     """
 
     def __init__(self, servers: Sequence[object] | None = None) -> None:
         super().__init__()
         self.servers = servers
-        self.calls: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
-        self.sent: Counter[str] = Counter()
-        self.by_kind: Counter[tuple[str, str]] = Counter()
+        self.calls, self.bytes, self.sent, self.by_kind = Counter(), Counter(), Counter(), Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -57,8 +48,7 @@ class ByteCounter(TorchDispatchMode):
             tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
             whole = max((tensor.numel() * tensor.itemsize for tensor in tensors), default=0)
             self.calls[kind] += 1
-            # the larger of its input and its output is the whole tensor
-            self.bytes[kind] += whole
+            self.bytes[kind] += whole  # the larger of its input and its output
             if (ranks := _ranks(args)) is not None:
                 self._count_links(kind, plain, whole, args, ranks)
         return result
@@ -84,14 +74,8 @@ class ByteCounter(TorchDispatchMode):
 def _ranks(args: Any) -> list[int] | None:
     """Those of a collective's process group, which is among its arguments, as itself or by its name."""
     for given in args:
-        if isinstance(given, torch.ScriptObject):
-            try:
-                return dist.get_process_group_ranks(dist.ProcessGroup.unbox(given))
-            except (RuntimeError, TypeError):  # another kind of object: how to reduce
-                continue
-        if isinstance(given, str):
-            try:
-                return dist.get_process_group_ranks(resolve_process_group(given))
-            except (RuntimeError, LookupError):  # how to reduce, too
-                continue
+        find = dist.ProcessGroup.unbox if isinstance(given, torch.ScriptObject) else resolve_process_group
+        if isinstance(given, torch.ScriptObject | str):
+            with contextlib.suppress(RuntimeError, TypeError, LookupError):  # another argument: how to reduce
+                return dist.get_process_group_ranks(find(given))
     return None

@@ -17,8 +17,8 @@ ALL = (-1, -1)
 
 def second(dtype: torch.dtype, tile: Sequence[int], power_of_two: bool, margin: int) -> dict[str, Any]:
     """A second scaling, as ``cast`` takes it."""
-    scaling = {"second_dtype": dtype, "second_tile": tile}
-    return {**scaling, "second_power_of_two": power_of_two, "second_margin": margin}
+    names = ("dtype", "tile", "power_of_two", "margin")
+    return {f"second_{name}": value for name, value in zip(names, (dtype, tile, power_of_two, margin), strict=True)}
 
 
 def of_norm(

@@ -94,11 +94,6 @@ class What:
     step: Step = mean_square
     whole_step: bool = False
 
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether inputs are tokens."""
-        return self.step is not mean_square
-
 
 WHATS = {
     "Linear": What(lambda layers: nn.Linear(WIDTH, 40)),
@@ -112,24 +107,15 @@ WHATS = {
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Of one cell.
-
-    Attributes:
-        graphs: how many were compiled.
-        breaks: of a graph.
-        recompiles: graphs compiled after the second step.
-        difference: largest absolute difference from eager in losses, weights and delayed state, by the largest value of
-            each; 0: bit for bit.
-    """
+    """Of one cell."""
 
     graphs: int
     breaks: int
-    recompiles: int
-    difference: float
+    recompiles: int  # graphs compiled after the second step
+    difference: float  # the largest from eager in losses, weights and delayed state; 0: bit for bit
 
 
 def built(what: What, recipe: str, layers: int = 1) -> nn.Module:
-    """The model of a cell."""
     torch.manual_seed(0)
     model = what.build(layers)
     with warnings.catch_warnings():
@@ -138,28 +124,26 @@ def built(what: What, recipe: str, layers: int = 1) -> nn.Module:
 
 
 def batch(what: What, step: int, sequences: int = 2, positions: int = POSITIONS) -> tuple[Tensor, Tensor]:
-    """The input and target of a step."""
     generator = torch.Generator().manual_seed(step)
-    if what.reads_tokens:
-        shape = (2, sequences, positions)
-        tokens, targets = torch.randint(0, VOCABULARY, shape, generator=generator)
-        return tokens, targets
-    return torch.randn(sequences, positions, WIDTH, generator=generator), torch.randn(3, generator=generator)
+    if what.step is mean_square:
+        return torch.randn(sequences, positions, WIDTH, generator=generator), torch.randn(3, generator=generator)
+    tokens, targets = torch.randint(0, VOCABULARY, (2, sequences, positions), generator=generator)
+    return tokens, targets
 
 
 def trained(what: What, model: nn.Module, step: Step, steps: int) -> dict[str, Tensor]:
     """All that training leaves: losses, weights, delayed state."""
     device = next(model.parameters()).device
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    losses = []
+    found = {}
     for index in range(steps):
         loss = step(model, *(tensor.to(device) for tensor in batch(what, index)))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
+        found[f"loss {index}"] = loss.detach()
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return {"losses": torch.stack(losses)} | state | octavo.nn.delayed_state_dict(model)
+    return found | state | octavo.nn.delayed_state_dict(model)
 
 
 def compiled_step(what: What, backend: Any, **options: Any) -> Step:
@@ -167,11 +151,7 @@ def compiled_step(what: What, backend: Any, **options: Any) -> Step:
     if what.whole_step:
         return torch.compile(what.step, backend=backend, fullgraph=True, **options)
     call = torch.compile(lambda model, x: model(x), backend=backend, fullgraph=True, **options)
-
-    def step(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
-        return what.step(lambda inputs: call(model, inputs), x, target)  # type: ignore[arg-type]
-
-    return step
+    return lambda model, x, target: what.step(lambda inputs: call(model, inputs), x, target)
 
 
 def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -192,8 +172,7 @@ def measure(
 ) -> Result:
     """Compile a cell and train it beside eager; options are torch.compile's. Each layer is traced anew.
 
-    Raises:
-        torch._dynamo.exc.Unsupported: at a graph break.
+    A graph break raises torch._dynamo.exc.Unsupported.
     """
     what = WHATS[name]
     torch.compiler.reset()

@@ -166,8 +166,5 @@ def dequantize(codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> Tensor:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors agree in shape, dtype and every bit (so -0 is not 0, and NaN may equal NaN)."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return (
-        a.shape == b.shape
-        and a.dtype == b.dtype
-        and bool((a.contiguous().view(integer) == b.contiguous().view(integer)).all())
-    )
+    alike = a.shape == b.shape and a.dtype == b.dtype
+    return alike and torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))

@@ -30,21 +30,8 @@ from emulator.memory import GlobalMemory, Span
 
 # By compute capability: bytes of shared memory a program, and multiprocessors, of a GPU that has it.
 DEVICES = {89: (101376, 128), 90: (232448, 132), 100: (232448, 148), 120: (101376, 170)}
-FORMATS = {
-    "fp32": "<f",
-    "f32": "<f",
-    "fp64": "<d",
-    "i1": "<b",
-    "u1": "<B",
-    "i8": "<b",
-    "u8": "<B",
-    "i16": "<h",
-    "u16": "<H",
-    "i32": "<i",
-    "u32": "<I",
-    "i64": "<q",
-    "u64": "<Q",
-}
+FORMATS = {"fp32": "<f", "f32": "<f", "fp64": "<d", "i1": "<b", "u1": "<B", "i8": "<b", "u8": "<B"}
+FORMATS |= {"i16": "<h", "u16": "<H", "i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q"}
 COUNT_MULTIPROCESSORS = ("launch", "cast_input", "norm_kernels", "optimizer_step")  # modules that imported the name
 
 
@@ -63,12 +50,8 @@ ALLOCATES = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_str
 @functools.cache
 def _written_by(function: Any) -> tuple[tuple[int, str], ...]:
     """Places and names of an operator's arguments that it writes."""
-    arguments = function._schema.arguments if hasattr(function, "_schema") else ()
-    return tuple(
-        (place, one.name)
-        for place, one in enumerate(arguments)
-        if one.alias_info is not None and one.alias_info.is_write
-    )
+    arguments = enumerate(function._schema.arguments if hasattr(function, "_schema") else ())
+    return tuple((place, one.name) for place, one in arguments if one.alias_info and one.alias_info.is_write)
 
 
 class Unwritten(TorchDispatchMode):
@@ -95,9 +78,8 @@ class Unwritten(TorchDispatchMode):
 
     def _of(self, storage: Any) -> np.ndarray | None:
         reference, written = self._known.get(storage.data_ptr(), (None, None))
-        if reference is None or reference.expired() or len(written) != storage.nbytes():
-            return None
-        return written
+        known = reference is not None and not reference.expired() and len(written) == storage.nbytes()
+        return written if known else None
 
     def spans(self, storages: Iterable[Any]) -> list[Span]:
         """These storages as the emulator takes them."""

@@ -8,8 +8,6 @@ from octavo.granularity import Granularity
 from tests.support import definitions
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
 Pair = tuple[Tensor, Tensor]
 
 

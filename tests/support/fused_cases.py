@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import E4M3, Cast, PerBlock, Recipe, RecipeMap, recipes
@@ -81,18 +82,10 @@ class _Stored(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.fc1(self.norm(x))
         h = torch.cat(h, dim=-1) if isinstance(h, tuple) else h
-        return self.fc2(_ActivateStored.apply(h, self.activation, self.fc2.recipe.saved))
+        with torch.autograd.graph.saved_tensors_hooks(self._quantized, octavo.ScaledTensor.dequantize):
+            y = checkpoint(activate, h, self.activation, use_reentrant=True)  # saves h alone
+        return self.fc2(y)
 
-
-class _ActivateStored(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, name: str, cast: Cast) -> Tensor:
-        ctx.save_for_backward(octavo.quantize(h, cast.format, cast.granularity, cast.power_of_two).dequantize())
-        ctx.name = name
-        return activate(h, name)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        with torch.enable_grad():
-            h = ctx.saved_tensors[0].requires_grad_()
-            return *torch.autograd.grad(activate(h, ctx.name), h, grads), None, None
+    def _quantized(self, h: Tensor) -> octavo.ScaledTensor:
+        cast = self.fc2.recipe.saved
+        return octavo.quantize(h.detach(), cast.format, cast.granularity, cast.power_of_two)

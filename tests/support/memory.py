@@ -24,12 +24,11 @@ def saved_tensors(net: nn.Module, x: Tensor) -> list[Tensor]:
 def peak_bytes(step) -> int:
     """The most that a call holds above what was there before it: all of the allocator's events, temporaries too."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # of torch 2.11, which would have its own events kept: they take most of the time
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-            step()
+    with (
+        warnings.catch_warnings(action="ignore"),  # torch 2.11 would have its own events kept, which take longest
+        torch.profiler.profile(activities=activities, profile_memory=True) as profile,
+    ):
+        step()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = most = 0
     for event in sorted(events, key=lambda e: e.start_ns()):

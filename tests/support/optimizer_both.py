@@ -31,6 +31,7 @@ SCHEMES = {
     "a root in two stages": (Moment("fp32"), Moment(E4M4, root=True, **ONE, **STOCHASTIC)),
 }
 MASTERS = ["weight", "split32", "split24", "stochastic"]
+RESTS = {"split32": (torch.int16, -30000, 30000), "split24": (torch.int8, -128, 127)}
 SHAPES = [(1, 1), (1, 31), (3, 31), (5, 128), (0, 5), (2, 300), (9, 256), (5, 0), (7, 16), (1, 1030)]
 GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
 ADAM = AdamGroup(0.01, 0.9, 0.99, 1e-8, 0.1, False, True, True)
@@ -49,16 +50,10 @@ def update_of(
 ) -> WeightUpdate:
     """A weight with a state of 0, on the CPU; number: of the weight; it is of group number % 2."""
     weight = torch.randn(shape).to(torch.float32 if master == "weight" else torch.bfloat16)
-    rest = None
-    if master == "split32":
-        rest = torch.randint(-30000, 30000, shape).to(torch.int16)
-    if master == "split24":
-        rest = torch.randint(-128, 127, shape).to(torch.int8)
-    stored = []
-    for index, moment in enumerate(moments):
-        stored.append(
-            moment.for_kernel(str(index), moment.new_state(str(index), torch.Size(shape), torch.device("cpu")))
-        )
+    dtype, *span = RESTS.get(master, [None])
+    rest = None if dtype is None else torch.randint(*span, shape).to(dtype)
+    size, cpu = torch.Size(shape), torch.device("cpu")
+    stored = [m.for_kernel(name, m.new_state(name, size, cpu)) for name, m in zip("01", moments, strict=False)]
     steps, grad = torch.tensor(float(step)), torch.randn(shape).to(gradient)
     bits = BitNumbers(number * 77, first_row)
     return WeightUpdate(MasterWeight(weight, master, rest), tuple(stored), grad, steps, bits, number % 2)
@@ -136,9 +131,7 @@ class Both:
 
     def step(self, skip: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
         """A step of both; they must agree in all that they store."""
-        with mock.patch.object(
-            Tensor, "sqrt", root_of
-        ):  # unbounded, the reference takes torch's, which may be an ulp off
+        with mock.patch.object(Tensor, "sqrt", root_of):  # the reference may take torch's, which may be an ulp off
             reference(self.theirs, self.groups, skip, grad_scale)
         self.module.optimizer_step(self.ours, self.groups, skip, grad_scale, self.plans)
         assert differences(self.ours, self.theirs) == []

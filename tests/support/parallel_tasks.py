@@ -72,20 +72,33 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def own_tokens(tensor: Tensor, mesh: Any) -> Tensor:
+    """This rank's, of [B, T, C]."""
+    return tensor.chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Those of all parameters, whole."""
+    return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+
+
 def step(model: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
     """A forward and backward: the output, the gradients of the input and of all parameters, whole."""
     x = x.clone().requires_grad_()
     model.zero_grad()
     y = whole(model(x))
     y.backward(g)
-    found = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
-    return found | {"y": y.detach(), "x": whole(x.grad)}
+    return gradients(model) | {"y": y.detach(), "x": whole(x.grad)}
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    """The largest, of the largest element."""
+    return ((one - other).abs().max() / one.abs().max()).item()
 
 
 def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
-    """The largest difference of each tensor, of its largest element."""
     assert one.keys() == other.keys()
-    return {name: ((one[name] - other[name]).abs().max() / one[name].abs().max()).item() for name in one}
+    return {name: difference(one[name], other[name]) for name in one}
 
 
 def compare(mesh: Any, recipe: str, before: bool, bias: bool, compiles: bool = False) -> tuple[Any, Any, Any]:
@@ -114,9 +127,7 @@ def compare(mesh: Any, recipe: str, before: bool, bias: bool, compiles: bool = F
     )
     alone.eval(), model.eval()
     with torch.no_grad():
-        y = alone(x)
-        evaluated = ((whole(model(x)) - y).abs().max() / y.abs().max()).item()
-    return found, evaluated, same
+        return found, difference(alone(x), whole(model(x))), same
 
 
 LAYOUTS = {  # of the input, of the weight
@@ -144,8 +155,7 @@ def lies_otherwise(mesh: Any, recipe: str, layouts: str) -> dict[str, float]:
     placed = distribute_tensor(x, mesh, [of_input]).requires_grad_()
     y = layer(placed)
     y.full_tensor().backward(g)
-    found = {"weight": whole(layer.weight.grad), "bias": whole(layer.bias.grad)}
-    return differences(wanted, found | {"y": whole(y).detach(), "x": whole(placed.grad)})
+    return differences(wanted, gradients(layer) | {"y": whole(y).detach(), "x": whole(placed.grad)})
 
 
 def refused(mesh: Any) -> list[str]:
@@ -205,19 +215,17 @@ def sequence_parallel(mesh: Any, recipe: str, shared: bool, dtype: torch.dtype, 
     parallelize_module(model, mesh, STYLES[styles](shared))
     convert(alone, recipe)
     x, g = (small(2, 256, 256).to(dtype) for _ in range(2))
-    found, rank, ranks = [], mesh.get_local_rank(), mesh.size()
-    part = lambda t: t.chunk(ranks, 1)[rank].contiguous()  # noqa: E731
+    found = []
     for _ in range(2):
         wanted = step(alone, x, g)
-        own = part(x).requires_grad_()
+        wanted |= {name: own_tokens(wanted[name], mesh) for name in "yx"}
+        own = own_tokens(x, mesh).requires_grad_()
         model.zero_grad()
         with ByteCounter() as forward:
             y = model(own)
         with ByteCounter() as backward:
-            y.backward(part(g))
-        grads = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
-        wanted |= {"y": part(wanted["y"]), "x": part(wanted["x"])}
-        found.append(differences(wanted, grads | {"y": y.detach(), "x": own.grad}))
+            y.backward(own_tokens(g, mesh))
+        found.append(differences(wanted, gradients(model) | {"y": y.detach(), "x": own.grad}))
     return found, forward.bytes, backward.bytes
 
 
@@ -233,11 +241,10 @@ def errors(mesh: Any, recipe: str, sending: dict[str, Any]) -> list[float]:
     second = ours.RowwiseParallel(output_layouts=Shard(1), **sending)
     parallelize_module(model, mesh, {"0": first, "2": second})
     x, g = ((torch.randn(*tokens, k) * torch.exp2(torch.randn(*tokens, 1) * size)).to(bf16) for size in (1, 2))
-    part = lambda t: t.chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()  # noqa: E731
-    own, all_of_it = part(x).requires_grad_(), x.double().requires_grad_()
-    (y := model(own)).backward(part(g))
+    own, all_of_it = own_tokens(x, mesh).requires_grad_(), x.double().requires_grad_()
+    (y := model(own)).backward(own_tokens(g, mesh))
     (wanted := truth(all_of_it)).backward(g.double())
-    pairs = [(y, part(wanted)), (own.grad, part(all_of_it.grad))]
+    pairs = [(y, own_tokens(wanted, mesh)), (own.grad, own_tokens(all_of_it.grad, mesh))]
     pairs += [(whole(model[at].weight.grad), truth[at].weight.grad) for at in (0, 2)]
     return [((found.double() - exact).norm() / exact.norm()).item() for found, exact in pairs]
 
@@ -250,13 +257,12 @@ def checkpointed_and_frozen(mesh: Any, recipe: str) -> tuple[dict[str, float], f
         model = parallelize_module(convert(copy.deepcopy(alone), recipe), mesh, sequence_plan(True, ours))
         y = called(model, own := x.clone().requires_grad_())
         y.backward(g)
-        grads = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
-        found.append(grads | {"y": y.detach(), "x": own.grad})
+        found.append(gradients(model) | {"y": y.detach(), "x": own.grad})
     frozen = parallelize_module(convert(alone.requires_grad_(False), recipe), mesh, sequence_plan(True, ours))
     own = x.clone().requires_grad_()
     with ByteCounter() as counter:
         frozen(own).backward(g)
-    return differences(*found), differences({"x": found[0]["x"]}, {"x": own.grad})["x"], counter.bytes[GATHER]
+    return differences(*found), difference(found[0]["x"], own.grad), counter.bytes[GATHER]
 
 
 def block_plan(sequence: bool, **sending: Any) -> dict[str, Any]:
@@ -277,17 +283,16 @@ def block(mesh: Any, recipe: str, norm: str, sequence: bool) -> dict[str, float]
     model = copy.deepcopy(alone)
     parallelize_module(model, mesh, block_plan(sequence))
     x, g = torch.randn(2, 256, 256), torch.randn(2, 256, 256)
-
-    def own(tensor: Tensor) -> Tensor:
-        return tensor.chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous() if sequence else tensor
-
-    wanted, found = step(alone, x, g), step(model, own(x), own(g))
+    wanted = step(alone, x, g)
+    if sequence:
+        x, g = own_tokens(x, mesh), own_tokens(g, mesh)
+        wanted |= {name: own_tokens(wanted[name], mesh) for name in "yx"}
+    found = step(model, x, g)
     for at, layer in model.named_modules():
         if isinstance(layer, octavo.nn.Linear) and layer.splits:
             for name in ("weight", "bias") if bias else ("weight",):
-                parts = [found.pop(f"{at}.{split}.{name}") for split in layer.splits]
-                found[f"{at}.{name}"] = torch.cat(parts)
-    return differences(wanted | {"y": own(wanted["y"]), "x": own(wanted["x"])}, found)
+                found[f"{at}.{name}"] = torch.cat([found.pop(f"{at}.{split}.{name}") for split in layer.splits])
+    return differences(wanted, found)
 
 
 def uneven_splits(mesh: Any) -> str:
@@ -331,11 +336,10 @@ def tied(mesh: Any, recipe: str) -> tuple[bool, float, str]:
     nn.functional.cross_entropy(alone(tokens).flatten(0, 1), wanted.flatten()).backward()
     with torch_parallel.loss_parallel():
         nn.functional.cross_entropy(model(tokens).flatten(0, 1), wanted.flatten()).backward()
-    found, grad = whole(model.head.weight.grad), alone.head.weight.grad
     with pytest.raises(ValueError) as caught:
         parallelize_module(other, mesh, by_rows | {"head": ours.RowwiseParallel()})
-    same = model.head.weight is model.embedding.weight
-    return same, ((found - grad).abs().max() / grad.abs().max()).item(), str(caught.value)
+    off = difference(alone.head.weight.grad, whole(model.head.weight.grad))
+    return model.head.weight is model.embedding.weight, off, str(caught.value)
 
 
 def from_meta(mesh: Any) -> tuple[bool, bool]:
@@ -354,12 +358,10 @@ def from_meta(mesh: Any) -> tuple[bool, bool]:
 
 def llama(mesh: Any, recipe: str) -> float:
     """The largest difference of a gradient of transformers' Llama from one rank's, of the largest."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tests.support.tiny_models import VOCABULARY, decoder
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 128}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
-    alone = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation="eager"))
+    alone = decoder("Llama", attn_implementation="eager")
     model = copy.deepcopy(alone)
     convert(alone, recipe), convert(model, recipe)
     plan: dict[str, Any] = {"lm_head": ours.ColwiseParallel(output_layouts=Replicate())}
@@ -367,8 +369,7 @@ def llama(mesh: Any, recipe: str) -> float:
     plan |= dict.fromkeys([f"model.layers.*.mlp.{one}_proj" for one in ("gate", "up")], ours.ColwiseParallel())
     plan |= dict.fromkeys(("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"), ours.RowwiseParallel())
     parallelize_module(model, mesh, plan)
-    tokens = torch.randint(128, (2, 16))
+    tokens = torch.randint(VOCABULARY, (2, 16))
     for own in (alone, model):
         own(input_ids=tokens, labels=tokens).loss.backward()
-    one, other = ({name: whole(p.grad) for name, p in own.named_parameters()} for own in (alone, model))
-    return max(differences(one, other).values())
+    return max(differences(gradients(alone), gradients(model)).values())

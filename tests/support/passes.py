@@ -10,25 +10,12 @@ from octavo.scaling.delayed import State
 from tests.support.definitions import same_bits
 
 
-class _Node(torch.autograd.Function):
-    """A step of a graph that calls something in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Callable[[], object]) -> Tensor:
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.call()
-        return grad, None
-
-
 def one_pass(*calls: Callable[[], Any]) -> list[Any]:
     """What the calls return, made in their order, each by a node of its own of one backward pass."""
     y, results = torch.zeros(1, requires_grad=True), []
     for call in reversed(calls):
-        y = _Node.apply(y, lambda call=call: results.append(call()))
+        y = y.clone()
+        y.register_hook(lambda grad, call=call: results.append(call()))
     y.backward()
     return results
 

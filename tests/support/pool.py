@@ -40,7 +40,6 @@ PRELOADED = [
 
 
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}  # namespaces of torch's ops
-HARMLESS = {"wait_tensor"}
 
 
 class NoCollectives(TorchDispatchMode):
@@ -51,7 +50,7 @@ class NoCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._opname
-        if func.namespace in COLLECTIVES and name not in HARMLESS:
+        if func.namespace in COLLECTIVES and name != "wait_tensor":
             raise AssertionError(
                 f"{name} began inside Ranks.together(): a rank that fails in that block never calls it, and the others "
                 "would wait for it; end the block before it"
@@ -63,17 +62,15 @@ def guard_together() -> None:
     """Have Ranks.together() run its blocks so, in this process."""
     from octavo.distributed.ranks import Ranks
 
-    together: Any = Ranks.together
-    if getattr(together, "guarded", False):
-        return
+    together = Ranks.together
 
     @contextlib.contextmanager
     def guarded(self: Ranks) -> Iterator[None]:
         with together(self), NoCollectives():
             yield
 
-    guarded.guarded = True  # type: ignore[attr-defined]
-    Ranks.together = guarded  # type: ignore[method-assign]
+    if together.__name__ != "guarded":
+        Ranks.together = guarded
 
 
 def free_port() -> int:

@@ -1,8 +1,4 @@
-"""Runs that torchrun's engine starts again, whose ranks are killed at moments that a seed chooses.
-
-torchrun gives its agent a program, and each start takes seconds of imports; here the agent gets a function, and ranks
-are forked from its process, which is forked from one that has imported octavo.
-"""
+"""Runs whose ranks are killed at moments that a seed chooses, and which torchrun's engine starts again."""
 
 from __future__ import annotations
 
@@ -10,16 +6,16 @@ import itertools
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
+from unittest import mock
 
-from tests.support.pool import prepare
+from tests.support.torchrun import on_ranks
 
 TIMED = "at any time"
 FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
@@ -52,12 +48,7 @@ def _die_in(place: str, die: Callable[[], None], chosen: random.Random) -> None:
     if place == TIMED:
         threading.Thread(target=lambda: (time.sleep(seconds), die()), daemon=True).start()
         return
-    module, _, names = target.partition(":")
-    *owners, name = names.split(".")
-    owner: Any = import_module(module)
-    for each in owners:
-        owner = getattr(owner, each)
-    calls, function = itertools.count(), getattr(owner, name)
+    calls, function = itertools.count(), resolve_name(target)
 
     def called(*args: Any, **kwargs: Any) -> Any:
         now = next(calls) == nth
@@ -68,16 +59,13 @@ def _die_in(place: str, die: Callable[[], None], chosen: random.Random) -> None:
             die()
         return found
 
-    setattr(owner, name, called)
+    mock.patch(target.replace(":", "."), called).start()
 
 
 def _rank(folder: Path, arguments: list[str], seed: int, kills: int, places: list[str]) -> None:
-    import torch
-
     from octavo import cli
     from octavo.train import report
 
-    torch.set_num_threads(1)
     report.find_spec = lambda name: None  # it takes seconds to import what plots
     start, rank, ranks = (int(os.environ[name]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE"))
     chosen = random.Random(f"{seed} {start}")
@@ -89,40 +77,10 @@ def _rank(folder: Path, arguments: list[str], seed: int, kills: int, places: lis
         os._exit(code)  # as the command does
 
 
-def _launch(folder: Path, ranks: int, kills: int, *given: Any) -> None:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    (folder / "logs").mkdir(parents=True)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        max_restarts=kills,
-        monitor_interval=0.02,
-        start_method="fork",
-        logs_specs=DefaultLogsSpecs(str(folder / "logs"), redirects=Std.ALL),
-    )
-    elastic_launch(config, _rank)(folder, *given)
-    sys.exit(0)
-
-
 def train_through_kills(
     folder: Path, ranks: int, arguments: list[str], kills: int, seed: int = 0, places: list[str] | None = None
 ) -> list[str]:
-    """Run `octavo train` on ranks that are started again after each kill, and return where they were killed.
-
-    Raises:
-        AssertionError: the run did not end well; with what its ranks wrote last.
-    """
+    """Run `octavo train` on ranks that are started again after each kill, and return where they were killed."""
     chosen = places or random.Random(seed).sample([*PLACES], len(PLACES))
-    process = prepare().Process(target=_launch, args=(folder, ranks, kills, arguments, seed, kills, chosen))
-    process.start()
-    process.join(1800)
-    process.kill()
-    told = [f"{path}: {path.read_text()[-2000:]}" for path in sorted(folder.rglob("std*.log"))[-2 * ranks :]]
-    assert process.exitcode == 0, "\n".join(told)
+    on_ranks(_rank, folder, arguments, seed, kills, chosen, ranks=ranks, restarts=kills)
     return (folder / KILLED).read_text().splitlines() if kills else []

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import octavo
 from octavo import recipes
 from octavo.optim import AdamW
+from tests.support.definitions import same_bits
 
 LOW, HIGH = recipes.dynamic(), recipes.high_precision()
 
@@ -53,13 +54,10 @@ def train(model: nn.Module, optimizer: Any, schedule: Any, steps: range) -> list
 
 def tensors(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """Copies of all that decides how a training goes on."""
-    found = list(model.state_dict().values())
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            found += list(optimizer.state[param].values())
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    return [value.detach().contiguous().view(bits[value.element_size()]).clone() for value in found]
+    states = [optimizer.state[param] for group in optimizer.param_groups for param in group["params"]]
+    found = [*model.state_dict().values(), *(value for state in states for value in state.values())]
+    return [value.detach().clone() for value in found]
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(map(same_bits, ours, theirs))

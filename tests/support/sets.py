@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import itertools
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ UNKNOWN = 0.1  # seconds of a test in a file that is not there
 def covering(cells: Sequence[Mapping[str, Hashable]], strength: int = 2) -> list[int]:
     """Indices of cells in which all combinations of ``strength`` parameters' values occur that occur at all."""
     strength = min(strength, len(cells[0]))
-    tuples = [{*itertools.combinations(sorted(cell.items(), key=_name), strength)} for cell in cells]
+    tuples = [{*itertools.combinations(sorted(cell.items(), key=lambda item: item[0]), strength)} for cell in cells]
     order = [*range(len(cells))]
     random.Random(SEED).shuffle(order)
     left, chosen = set[Any]().union(*tuples), list[int]()
@@ -32,10 +32,6 @@ def covering(cells: Sequence[Mapping[str, Hashable]], strength: int = 2) -> list
         chosen.append(best)
         order = [index for index in order if tuples[index] & left]
     return sorted(chosen)
-
-
-def _name(item: tuple[str, Hashable]) -> str:
-    return item[0]
 
 
 def _hashable(value: Any) -> Hashable:
@@ -72,35 +68,26 @@ def file_of(item: Any) -> str:
 
 def known_seconds() -> dict[str, float]:
     """Seconds of each file's tests in the full set."""
-    if not SECONDS_FILE.exists():
-        return {}
-    with SECONDS_FILE.open(newline="") as file:
-        return {row["file"]: float(row["seconds"]) for row in csv.DictReader(file)}
+    rows = SECONDS_FILE.read_text().splitlines() if SECONDS_FILE.exists() else []
+    return {row["file"]: float(row["seconds"]) for row in csv.DictReader(rows)}
 
 
 def write_seconds(measured: Mapping[str, float]) -> None:
     """Puts these files' seconds in place of what is known of them; files that are gone are dropped."""
-    root = SECONDS_FILE.parents[1]
-    rows = {file: seconds for file, seconds in {**known_seconds(), **measured}.items() if (root / file).exists()}
-    with SECONDS_FILE.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["file", "seconds"])
-        writer.writerows((name, f"{rows[name]:.1f}") for name in sorted(rows))
+    rows = sorted((known_seconds() | measured).items())
+    lines = [f"{file},{seconds:.1f}\n" for file, seconds in rows if (SECONDS_FILE.parents[1] / file).exists()]
+    SECONDS_FILE.write_text("".join(["file,seconds\n", *lines]))
 
 
 def expected_seconds(items: Sequence[Any]) -> dict[str, float]:
     """Seconds of each file among these items, on one worker."""
-    known, counts = known_seconds(), defaultdict[str, int](int)
-    for item in items:
-        counts[file_of(item)] += 1
-    return {file: known.get(file, UNKNOWN * count) for file, count in counts.items()}
+    known = known_seconds()
+    return {file: known.get(file, UNKNOWN * count) for file, count in Counter(map(file_of, items)).items()}
 
 
 def cheapest_first(items: Sequence[Any]) -> list[Any]:
     """Files by the seconds of one of their tests: what fails soon fails first."""
-    seconds, counts = expected_seconds(items), defaultdict[str, int](int)
-    for item in items:
-        counts[file_of(item)] += 1
+    seconds, counts = expected_seconds(items), Counter(map(file_of, items))
     return sorted(items, key=lambda item: (seconds[file_of(item)] / counts[file_of(item)], file_of(item)))
 
 

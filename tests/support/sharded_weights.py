@@ -64,12 +64,9 @@ def gradients(net: nn.Module, step: int) -> None:
 
 def like(whole: Tensor, p: Tensor) -> Tensor:
     """A whole tensor, sharded if the parameter is."""
-    return part_of(whole, p) if isinstance(p, DTensor) else whole
-
-
-def part_of(whole: Tensor, p: DTensor) -> Tensor:
-    mesh = p.device_mesh
-    return like_sharded(rows_of(whole, mesh).clone(), p, whole.shape)
+    if not isinstance(p, DTensor):
+        return whole
+    return like_sharded(rows_of(whole, p.device_mesh).clone(), p, whole.shape)
 
 
 def rows_of(whole: Tensor, mesh: Any) -> Tensor:

@@ -64,8 +64,6 @@ def trace(model: nn.Module, x: Tensor, call: Callable[..., Any] | None = None) -
 
 
 def codes(model: nn.Module) -> dict[str, Tensor]:
-    found = {}
-    for name, weight in model.named_parameters():
-        if isinstance(weight, StoredWeight):
-            found |= {name: weight.qdata.view(torch.uint8).clone(), f"{name} scales": weight.scale_inv.clone()}
-    return found
+    stored = {name: weight for name, weight in model.named_parameters() if isinstance(weight, StoredWeight)}
+    found = {name: weight.qdata.view(torch.uint8).clone() for name, weight in stored.items()}
+    return found | {f"{name} scales": weight.scale_inv.clone() for name, weight in stored.items()}

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 VOCABULARY, POSITIONS, WIDTH, FEEDFORWARD = 64, 32, 64, 176
 LAYERS, HEADS = 2, 4
 CLASSES, IMAGE, PATCH = 4, 16, 4
-
-
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": WIDTH,

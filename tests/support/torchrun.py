@@ -1,36 +1,64 @@
-"""A task on two ranks that torchrun starts, as people start their trainers."""
+"""Tasks on ranks that torchrun's engine starts, and starts again.
+
+torchrun gives its agent a program, and each start takes seconds of imports; here the agent gets a function, and ranks
+are forked from its process, which is forked from one that has imported octavo.
+"""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.pool import free_port, guard_together
-
-ROOT = Path(__file__).parents[2]
-RANKS = 2
+from tests.support.pool import guard_together, prepare
 
 
-def on_ranks(task: Callable[..., Any], folder: Path, *arguments: str) -> list[Any]:
-    """What ``task(folder, *arguments)`` returns on each rank, as JSON has it."""
-    address = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    start = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), *address]
-    done = subprocess.run(
-        [*start, "-m", "tests.support.torchrun", task.__module__, task.__name__, str(folder), *arguments],
-        cwd=ROOT,
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
+def _rank(task: Callable[..., Any], folder: Path, given: Any) -> Any:
+    import torch
+
+    torch.set_num_threads(1)
+    guard_together()
+    return task(folder, *given)
+
+
+def _agent(task: Callable[..., Any], folder: Path, ranks: int, restarts: int, given: Any) -> None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    (folder / "logs").mkdir(parents=True)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=restarts,
+        monitor_interval=0.02,
+        start_method="fork",
+        logs_specs=DefaultLogsSpecs(str(folder / "logs"), redirects=Std.ALL),
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    found = elastic_launch(config, _rank)(task, folder, given)
+    (folder / "found.json").write_text(json.dumps([found[rank] for rank in range(ranks)]))
+    sys.exit(0)
+
+
+def on_ranks(task: Callable[..., Any], folder: Path, *given: Any, ranks: int = 2, restarts: int = 0) -> list[Any]:
+    """What ``task(folder, *given)`` returns on each rank, as JSON has it.
+
+    Raises:
+        AssertionError: the run did not end well; with what its ranks wrote last.
+    """
+    process = prepare().Process(target=_agent, args=(task, folder, ranks, restarts, given))
+    process.start()
+    process.join(1800)
+    process.kill()
+    told = [f"{path}: {path.read_text()[-2000:]}" for path in sorted(folder.rglob("std*.log"))[-2 * ranks :]]
+    assert process.exitcode == 0, "\n".join(told)
+    return json.loads((folder / "found.json").read_text())
 
 
 def let_accelerate_shard_on_cpus() -> None:
@@ -47,17 +75,3 @@ def let_accelerate_shard_on_cpus() -> None:
         inner(self, *args, **kwargs)
 
     AcceleratorState.__init__ = init
-
-
-def main() -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    guard_together()
-    module, task, folder, *arguments = sys.argv[1:]
-    found = getattr(importlib.import_module(module), task)(Path(folder), *arguments)
-    Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

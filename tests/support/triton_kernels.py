@@ -85,11 +85,8 @@ def in_place_of_reference(kernels: TritonKernels) -> Iterator[None]:
 
 
 def _ours() -> dict[str, ModuleType]:
-    found = {}
-    for name, module in sys.modules.items():
-        if any(name == copied or name.startswith(f"{copied}.") for copied in COPIED):
-            found[name] = module
-    return found
+    within = tuple(f"{copied}." for copied in COPIED)
+    return {name: module for name, module in sys.modules.items() if f"{name}.".startswith(within)}
 
 
 def _real() -> dict[str, ModuleType]:

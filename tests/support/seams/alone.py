@@ -6,11 +6,12 @@ import contextlib
 import copy
 import functools
 import io
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -25,61 +26,33 @@ from tests.support.seams.twins import TwinLinear, twin_of
 
 HIGH = recipes.high_precision()
 LOOP, MEMORY, COMPILED = "The loop", "Recomputation", "torch.compile and torch.export"
+DELAYED = ("delayed", "recording", "schedule", "shared inputs, delayed", KNOWN[1])
 
+ALL_AT_ONCE = Refused(UnsupportedOpError, "clip", "the global norm needs all gradients at once")
+KNOWN_LATE = Refused(RuntimeError, "bf16", "whether to step is known only when all gradients are")
 
-@situation("as it is", LOOP)
-def as_it_is(made: Made) -> None:
-    made.train()
-
-
-@situation("accumulation", LOOP)
-def accumulation(made: Made) -> None:
-    """Three micro-batches a step."""
-    made.train(micro=3)
-
-
-@situation("zero_grad(set_to_none=False)", LOOP)
-def zero_in_place(made: Made) -> None:
-    """Gradients stay, as zeros."""
-    made.begin()
-    for step in range(3):
-        made.gradients(step)
-        made.update(zero_to_none=False)
-
-
-@situation(
+situation("as it is", LOOP)(Made.train)
+situation("accumulation", LOOP)(functools.partial(Made.train, micro=3))
+situation("zero_grad(set_to_none=False)", LOOP)(functools.partial(Made.train, zero_to_none=False))
+situation(
     "clipping",
     LOOP,
     exceptions={
         "FP8 gradients": Sound(10, "the factor goes to the scales, the norm is summed in another order"),
-        "updates in backward": Refused(UnsupportedOpError, "clip", "the global norm needs all gradients at once"),
+        "updates in backward": ALL_AT_ONCE,
     },
-)
-def clipping(made: Made) -> None:
-    """By the global norm."""
-    made.begin()
-    for step in range(3):
-        made.gradients(step)
-        nn.utils.clip_grad_norm_(made.model.parameters(), 1e-3)
-        made.update()
+)(Made.train_clipped)
 
 
-@situation("evaluation between steps", LOOP)
-def evaluation(made: Made) -> None:
-    """In evaluation, without gradients."""
+def _evaluated(made: Made, mode: Callable[[], Any]) -> None:
     for step in range(3):
         made.train(1)
-        with evaluating(made), torch.no_grad():
+        with evaluating(made), mode():
             made.note(f"evaluation {step}", made.call(4 * made.data(step, 5)))
 
 
-@situation("inference mode between steps", LOOP)
-def inference(made: Made) -> None:
-    """In evaluation, in inference mode."""
-    for step in range(3):
-        made.train(1)
-        with evaluating(made), torch.inference_mode():
-            made.note(f"evaluation {step}", made.call(4 * made.data(step, 5)))
+situation("evaluation between steps", LOOP)(functools.partial(_evaluated, mode=torch.no_grad))
+situation("inference mode between steps", LOOP)(functools.partial(_evaluated, mode=torch.inference_mode))
 
 
 @situation("a forward before the optimizer is made", LOOP)
@@ -100,31 +73,26 @@ def two_optimizers(made: Made) -> None:
     made.train()
 
 
-@situation("one module called 64 times", LOOP)
+def _often(made: Made, module: Any, times: int = 8) -> Callable[[Tensor], Tensor]:
+    return lambda x: functools.reduce(lambda y, _: module(y), range(times), x)
+
+
+@situation("one module called 8 times", LOOP)
 def called_often(made: Made) -> None:
     """In one forward, as a recurrent cell is."""
-
-    def call(x: torch.Tensor) -> Any:
-        for _ in range(64):
-            x = made.model[0](x)
-        return x
-
-    made.train(2, call=call)
+    made.train(2, call=_often(made, made.model[0]))
 
 
 @situation("backward twice", LOOP)
 def backward_twice(made: Made) -> None:
     """By retain_graph: two losses of one forward."""
-    made.begin()
-    for step in range(3):
-        x, y = made.forward(f"{step}", made.data(step))
+
+    def twice(y: Tensor) -> None:
         with made.accumulating(more=True):
             made.loss(y).backward(retain_graph=True)
         made.loss(2 * y).backward()
-        made.note(f"input's gradient {step}", x.grad)
-        if made.role == "twin":
-            made.feature.rounded(made)
-        made.update()
+
+    made.train(backward=twice)
 
 
 @situation("an optimizer made before convert", LOOP)
@@ -141,42 +109,20 @@ def optimizer_first(made: Made) -> None:
     made.train()
 
 
-@situation(
-    "GradScaler",
-    LOOP,
-    exceptions={
-        "updates in backward": Refused(RuntimeError, "bf16", "whether to step is known only when all gradients are")
-    },
-)
-def grad_scaler(made: Made) -> None:
-    """By a power of two."""
-    made.begin()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8) if made.is_library else None
-    for step in range(3):
-        _, y = made.forward(f"{step}", made.data(step))
-        loss = made.loss(y)
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        if made.role == "twin":
-            made.feature.rounded(made)
-        made.update(by=None if scaler is None else scaler.step)
-        if scaler is not None:
-            scaler.update()
+situation("GradScaler", LOOP, exceptions={"updates in backward": KNOWN_LATE})(Made.train_scaled)
 
 
 @situation("a recipe set between forward and backward", LOOP)
 def recipe_between(made: Made) -> None:
     """The graph keeps the recipe that it was built with."""
-    made.begin()
-    own = made.feature.recipe
-    for step, (before, after) in enumerate([(own, own), (own, HIGH), (HIGH, own), (own, own)]):
-        x, y = made.forward(f"{step}", made.data(step))
-        if after is not before:
-            made.set_recipe(after)
+    changes = iter([None, HIGH, made.feature.recipe, None])
+
+    def backward(y: Tensor) -> None:
+        if (recipe := next(changes)) is not None:
+            made.set_recipe(recipe)
         made.loss(y).backward()
-        made.note(f"input's gradient {step}", x.grad)
-        if made.role == "twin":
-            made.feature.rounded(made)
-        made.update()
+
+    made.train(4, backward=backward)
 
 
 @situation("octavo.using between steps", LOOP)
@@ -204,7 +150,7 @@ ONCE = Sound(8, "what lies between the layers is rounded once, to codes; a twin'
 def written_between(made: Made) -> None:
     """Both parts read it, the second after a write."""
 
-    def call(x: torch.Tensor) -> Any:
+    def call(x: Tensor) -> Tensor:
         read = x + 0
         first = made.model[0](read)
         return first + made.model[1](read.mul_(3))
@@ -216,7 +162,7 @@ def written_between(made: Made) -> None:
 def views(made: Made) -> None:
     """Halves of a tensor, all of it by another view, and itself."""
 
-    def call(x: torch.Tensor) -> Any:
+    def call(x: Tensor) -> Tensor:
         read, half = x + 0, len(x) // 2
         first, second = made.model
         return torch.cat([first(read[:half]), second(read[half:])]) + second(read.view_as(read)) - first(read)
@@ -228,7 +174,7 @@ def views(made: Made) -> None:
 def autocast(made: Made) -> None:
     """To bfloat16, which each layer does by itself."""
 
-    def call(x: torch.Tensor) -> Any:
+    def call(x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=made.role != "float64"):
             return made.model(x)
 
@@ -252,7 +198,7 @@ def hooked(made: Made) -> None:
 def two_threads(made: Made) -> None:
     """Each computes a forward of the same tensor; one backward of both."""
 
-    def call(x: torch.Tensor) -> Any:
+    def call(x: Tensor) -> Tensor:
         read = x.detach() + 0
         with ThreadPoolExecutor(2) as pool:
             first, second = (pool.map if made.is_library else map)(made.model, [read, read])
@@ -279,61 +225,29 @@ def fused(made: Made) -> None:
     made.train()
 
 
+# --- recomputation ----------------------------------------------------------------------------------------------------
+
+
+def _keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if "matmul" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def _recomputed(made: Made, **options: Any) -> None:
-    def call(x: torch.Tensor) -> Any:
-        for part in made.model:
-            x = checkpoint(part, x, **options)
-        return x
+    def call(x: Tensor) -> Tensor:
+        return functools.reduce(lambda y, part: checkpoint(part, y, **options), made.model, x)
 
     made.train(micro=2, call=call if made.is_library else None)
 
 
-@situation("checkpointing", MEMORY)
-def checkpointing(made: Made) -> None:
-    _recomputed(made, use_reentrant=False)
-
-
-@situation("reentrant checkpointing", MEMORY)
-def reentrant(made: Made) -> None:
-    _recomputed(made, use_reentrant=True)
-
-
 def _shared(made: Made, reentrant: bool) -> None:
-    def call(x: torch.Tensor) -> Any:
-        for _ in range(3):
-            x = checkpoint(made.model[0], x, use_reentrant=reentrant) if made.is_library else made.model[0](x)
-        return x
-
-    made.train(3, call=call)
-
-
-ONCE_EACH = Documented(
-    "#recomputation",
-    "each region's backward is a pass of its own, so the history rolls once a region, and a region that is computed "
-    "again reads what the one after it wrote; `use_reentrant=False`",
-)
-
-
-@situation("one module in three checkpoints", MEMORY)
-def shared(made: Made) -> None:
     """Recomputed after another call's backward has committed."""
-    _shared(made, reentrant=False)
-
-
-@situation(
-    "one module in three reentrant checkpoints",
-    MEMORY,
-    exceptions={
-        ("delayed", "recording", "schedule", "shared inputs, delayed", KNOWN[1]): ONCE_EACH,
-        "updates in backward": Refused(UnsupportedOpError, "use_reentrant=False", "gradients come region by region"),
-        "FP8 gradients": Refused(UnsupportedOpError, r"accumulate\(\)", "they are complete region by region"),
-    },
-)
-def shared_reentrant(made: Made) -> None:
-    _shared(made, reentrant=True)
+    part = made.model[0]
+    call = functools.partial(checkpoint, part, use_reentrant=reentrant) if made.is_library else part
+    made.train(3, call=_often(made, call, 3))
 
 
 def _two_ahead(made: Made, recompute: bool) -> None:
+    """Two forwards, then two backwards; each forward may be a region."""
     made.begin()
     for step in range(3):
         call = made.call
@@ -345,45 +259,42 @@ def _two_ahead(made: Made, recompute: bool) -> None:
         made.loss(second).backward()
         made.note(f"input's gradient {step}.0", a.grad)
         made.note(f"input's gradient {step}.1", b.grad)
-        if made.role == "twin":
-            made.feature.rounded(made)
+        made.round()
         made.update()
 
 
-@situation("two forwards, then two backwards", MEMORY)
-def two_ahead(made: Made) -> None:
-    _two_ahead(made, recompute=False)
-
-
+ONCE_EACH = Documented(
+    "#recomputation",
+    "each region's backward is a pass of its own, so the history rolls once a region, and a region that is computed "
+    "again reads what the one after it wrote; `use_reentrant=False`",
+)
 READS_NEXT = Documented(
     "#recomputation",
     "the second backward computes again with the scales that the first one wrote; no checkpointing there, or a dynamic "
     "recipe",
 )
+REGION_BY_REGION = {
+    DELAYED: ONCE_EACH,
+    "updates in backward": Refused(UnsupportedOpError, "use_reentrant=False", "gradients come region by region"),
+    "FP8 gradients": Refused(UnsupportedOpError, r"accumulate\(\)", "they are complete region by region"),
+}
+SELECTIVE = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+for name, program, options, exceptions in (
+    ("checkpointing", _recomputed, {"use_reentrant": False}, {}),
+    ("reentrant checkpointing", _recomputed, {"use_reentrant": True}, {}),
+    ("one module in three checkpoints", _shared, {"reentrant": False}, {}),
+    ("one module in three reentrant checkpoints", _shared, {"reentrant": True}, REGION_BY_REGION),
+    ("two forwards, then two backwards", _two_ahead, {"recompute": False}, {}),
+    ("the same, checkpointed", _two_ahead, {"recompute": True}, {DELAYED: READS_NEXT}),
+    ("selective checkpointing", _recomputed, {"use_reentrant": False, "context_fn": SELECTIVE}, {}),
+):
+    situation(name, MEMORY, exceptions=exceptions)(functools.partial(program, **options))
 
 
-@situation(
-    "the same, checkpointed",
-    MEMORY,
-    exceptions={("delayed", "recording", "schedule", "shared inputs, delayed", KNOWN[1]): READS_NEXT},
-)
-def two_ahead_recomputed(made: Made) -> None:
-    """Each forward is a region."""
-    _two_ahead(made, recompute=True)
+# --- compilers --------------------------------------------------------------------------------------------------------
 
 
-@situation("selective checkpointing", MEMORY)
-def selective(made: Made) -> None:
-    """FP8 products are kept, casts are computed again."""
-
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if "matmul" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    _recomputed(made, use_reentrant=False, context_fn=contexts)
-
-
-def _compiled(made: Made, tokens: tuple[int, ...], **options: Any) -> None:
+def _compiled(made: Made, tokens: tuple[int, ...] = (16, 16, 16), **options: Any) -> None:
     torch._dynamo.reset()
     if made.is_library:
         made.call = torch.compile(made.model, **options)
@@ -391,27 +302,11 @@ def _compiled(made: Made, tokens: tuple[int, ...], **options: Any) -> None:
         made.train(1)
 
 
-@situation("torch.compile", COMPILED)
-def compiled(made: Made) -> None:
-    """Without inductor, whose own sums are rounded otherwise."""
-    _compiled(made, (16, 16, 16), backend="aot_eager")
-
-
-@situation("torch.compile(dynamic=True)", COMPILED)
-def compiled_dynamic(made: Made) -> None:
-    """Another number of tokens each time."""
-    _compiled(made, (16, 24, 40), backend="aot_eager", dynamic=True)
-
-
-@situation(
-    "torch.compile with inductor",
-    COMPILED,
-    verdict=Sound(10, "inductor's fused sums are rounded otherwise"),
-    slow=True,
-)
-def inductor(made: Made) -> None:
-    """As a user calls it."""
-    _compiled(made, (16, 16, 16))
+ROUNDED = Sound(10, "inductor's fused sums are rounded otherwise")
+IN_EAGER = functools.partial(_compiled, backend="aot_eager")
+situation("torch.compile", COMPILED)(IN_EAGER)
+situation("torch.compile(dynamic=True)", COMPILED)(functools.partial(IN_EAGER, tokens=(16, 24, 40), dynamic=True))
+situation("torch.compile with inductor", COMPILED, verdict=ROUNDED, slow=True)(_compiled)
 
 
 @situation("torch.export", COMPILED)
@@ -424,24 +319,18 @@ def exported(made: Made) -> None:
         made.note("output exported", call(x))
 
 
+# --- copies and files -------------------------------------------------------------------------------------------------
+
 COPIES, FAULTS, WRITES = "Copies and files", "Faults", "Writes by hand"
 STORED = ("FP8 weights", "FP8 weights in blocks", "Muon")
 FROM_CODES = Sound(15, "a state dict holds codes, so masters begin as these read")
-NOT_BY_HAND = {
-    STORED: Refused(
-        UnsupportedOpError, r"\.copy_\(values\)", "a weight in FP8 is written as codes and scales together"
-    ),
-    "FP8 gradients": Refused(UnsupportedOpError, r"\.grad\.dequantize", "a gradient in FP8 is not read by itself"),
-    "updates in backward": Refused(UnsupportedOpError, "update_in_backward", "the gradient was used in backward"),
-}
 
 
 @situation("deepcopy", COPIES)
 def deep_copy(made: Made) -> None:
     """Train, and go on with a copy and a new optimizer; a twin has a new optimizer only."""
     made.train(2)
-    model = made.model
-    made.take(copy.deepcopy(model) if made.is_library else model)
+    made.take(copy.deepcopy(made.model) if made.is_library else made.model)
     made.train(2)
 
 
@@ -460,19 +349,15 @@ def _load(made: Made, assign: bool) -> None:
     """Back to what was saved, after a step; a twin takes no such step."""
     if made.is_library:
         state = copy.deepcopy(made.model.state_dict())
-        made.begin()
-        made.loss(made.call(made.data(9, rank=1))).backward()
-        made.update()
+        made.train(1, seed=9)
         made.model.load_state_dict(state, assign=assign)
-        made.step_number = 0
+        made.step_number, made.trace = 0, {}
         made.take(made.model)
     made.train()
 
 
-situation("load_state_dict", COPIES, exceptions={STORED: FROM_CODES})(functools.partial(_load, assign=False))
-situation("load_state_dict(assign=True)", COPIES, exceptions={STORED: FROM_CODES})(
-    functools.partial(_load, assign=True)
-)
+for name, assign in {"load_state_dict": False, "load_state_dict(assign=True)": True}.items():
+    situation(name, COPIES, exceptions={STORED: FROM_CODES})(functools.partial(_load, assign=assign))
 
 
 @situation(
@@ -496,22 +381,27 @@ def averaged(made: Made) -> None:
 def from_meta(made: Made) -> None:
     """A model without memory, then with, then initialised."""
 
-    def initialise(model: nn.Module) -> None:
+    def initialised(model: nn.Module) -> nn.Module:
         torch.manual_seed(1)
         for module in model.modules():
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
+        return model
 
     if made.is_library:
         with torch.device("meta"):
             model = made.converted(made.plain())
-        initialise(model.to_empty(device="cpu"))
+        made.take(initialised(model.to_empty(device="cpu")))
     else:
-        plain = made.plain()
-        initialise(plain)
-        model = made.converted(plain)
-    made.take(model)
+        made.take(made.converted(initialised(made.plain())))
     made.train()
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def _fail(*_: Any) -> None:
+    raise MemoryError("out of memory")
 
 
 @situation("an exception in forward", FAULTS)
@@ -520,16 +410,11 @@ def fails_in_forward(made: Made) -> None:
     made.train(1)
     if made.is_library:
         handle = made.model[0].register_forward_hook(_fail)
-        try:
+        with contextlib.suppress(MemoryError):
             made.call(made.data(9))
-        except MemoryError:
-            handle.remove()
+        handle.remove()
         made.model.zero_grad()
     made.train(2)
-
-
-def _fail(*_: Any) -> None:
-    raise MemoryError("out of memory")
 
 
 @situation(
@@ -542,22 +427,18 @@ def _fail(*_: Any) -> None:
 def fails_in_backward(made: Made) -> None:
     """After the second part's, whose history rolls; then zero_grad, and on with the next batch."""
     made.train(1)
-    handle = made.model[1].register_forward_pre_hook(lambda module, x: (_Fails.apply(x[0]),))
+
+    def between(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        x = args[0].view_as(args[0])
+        x.register_hook(_fail)
+        return (x,)
+
+    handle = made.model[1].register_forward_pre_hook(between)
     with contextlib.suppress(MemoryError):
         made.loss(made.call(made.data(9))).backward()
     handle.remove()
     made.model.zero_grad()
     made.train(2)
-
-
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        raise MemoryError("out of memory")
 
 
 @situation(
@@ -577,60 +458,61 @@ def not_a_number(made: Made) -> None:
     made.train(2)
 
 
-def _descend(made: Made, write: Any, seen: Any = None) -> None:
+# --- writes by hand ---------------------------------------------------------------------------------------------------
+
+NOT_BY_HAND = {
+    STORED: Refused(
+        UnsupportedOpError, r"\.copy_\(values\)", "a weight in FP8 is written as codes and scales together"
+    ),
+    "FP8 gradients": Refused(UnsupportedOpError, r"\.grad\.dequantize", "a gradient in FP8 is not read by itself"),
+    "updates in backward": Refused(UnsupportedOpError, "update_in_backward", "the gradient was used in backward"),
+}
+UNSEEN = Documented(
+    "#writes-by-hand",
+    "what `cast()` wrote last is what counts: call it, or `octavo.nn.invalidate(model)`, after the write; "
+    "after any write, where a compiled or captured graph reads it",
+)
+
+
+def _by_data(parameter: Any, change: Tensor) -> None:
+    parameter.data.sub_(change)
+
+
+def _by_foreach(parameter: Any, change: Tensor) -> None:
+    with torch.no_grad():
+        torch._foreach_sub_([parameter], [change])
+
+
+def _invalidate(made: Made) -> None:
+    if made.is_library:
+        octavo.nn.invalidate(made.model)
+    made.wrote()
+
+
+def _descend(made: Made, write: Any, seen: Callable[[Made], None] = lambda made: None) -> None:
     """Plain descent by hand, without an optimizer; then twice the weights, after one has stepped."""
-
-    def wrote() -> None:
-        made.model.zero_grad()
-        if seen is not None:
-            seen(made)
-
     made.train(1)
-    for step in (5, 6):
-        made.gradients(step)
-        for parameter in made.model.parameters():
-            if parameter.grad is not None:
-                write(parameter, 0.05 * parameter.grad)
-        wrote()
+    for seed in (5, 6):
+        made.gradients(seed=seed)
+        for parameter in made.with_gradients():
+            write(parameter, 0.05 * parameter.grad)
+        made.model.zero_grad()
+        seen(made)
     made.train(1)
     for parameter in made.model.parameters():
         if parameter.requires_grad:
             write(parameter, -parameter.detach())
-    wrote()
+    made.model.zero_grad()
+    seen(made)
     made.train(2)
 
 
-@situation(
-    "descent through .data",
-    WRITES,
-    exceptions={
-        **NOT_BY_HAND,
-        "KeptWeights": Documented(
-            "#writes-by-hand",
-            "what `cast()` wrote last is what counts: call it, or `octavo.nn.invalidate(model)`, after the write; "
-            "after any write, where a compiled or captured graph reads it",
-        ),
-    },
-)
-def descent_by_data(made: Made) -> None:
-    """p.data -= lr * p.grad."""
-    _descend(made, lambda parameter, change: parameter.data.sub_(change))
-
-
-@situation("descent through .data, octavo.nn.invalidate", WRITES, exceptions=NOT_BY_HAND)
-def descent_and_invalidate(made: Made) -> None:
-
-    def invalidate(made: Made) -> None:
-        if made.is_library:
-            octavo.nn.invalidate(made.model)
-        made.wrote()
-
-    _descend(made, lambda parameter, change: parameter.data.sub_(change), invalidate)
-
-
-@situation("descent through torch._foreach_", WRITES, exceptions=NOT_BY_HAND)
-def descent_by_foreach(made: Made) -> None:
-    _descend(made, lambda parameter, change: torch.no_grad()(torch._foreach_sub_)([parameter], [change]), Made.wrote)
+for name, options, exceptions in (
+    ("descent through .data", {"write": _by_data}, {"KeptWeights": UNSEEN}),
+    ("descent through .data, octavo.nn.invalidate", {"write": _by_data, "seen": _invalidate}, {}),
+    ("descent through torch._foreach_", {"write": _by_foreach, "seen": Made.wrote}, {}),
+):
+    situation(name, WRITES, exceptions=NOT_BY_HAND | exceptions)(functools.partial(_descend, **options))
 
 
 @situation(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import tests.support.seams.alone
-import tests.support.seams.in_parts
 import tests.support.seams.on_ranks  # noqa: F401
 from tests.support.helpers import sqnr
 from tests.support.seams.alone import COMPILED

@@ -1,8 +1,8 @@
 """A feature's model in training, or a twin of it; what happened to it is its trace.
 
 A situation's program is written once, for the library and for the twins: what only the library meets (a wrapper,
-recomputation, a pipeline) it does under ``if made.is_library``. A twin on ranks has the whole model on each: where each
-has a batch of its own, with delayed state of its own, gradients are averaged by hand; else each rank is a twin alone.
+recomputation) it does under ``if made.is_library``. A twin on ranks has the whole model on each, but for a pipeline's:
+where each has a batch of its own, with delayed state of its own, gradients are averaged by hand; else each is alone.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ Role = Literal["library", "twin", "float64"]
 TOKENS, WIDTH, STEPS = 16, 256, 3
 
 
+def nothing(*_: Any) -> None:
+    """A hook that does nothing."""
+
+
 class Made:
     """A model, its optimizer and their trace.
 
@@ -37,24 +41,20 @@ class Made:
         trace: outputs, inputs' gradients, weights by name; see ``note``.
         batch: which batch of a step is this rank's; see ``divide``.
         scale: of the loss, for its gradients.
+        extra: what the feature has besides, once training has begun.
     """
 
     def __init__(self, feature: Feature, role: Role, mesh: Any = None) -> None:
         self.feature, self.role, self.mesh = feature, role, mesh
+        self.is_library = role == "library"
         self.trace: dict[str, Tensor] = {}
         self.closing = contextlib.ExitStack()
-        self.optimizers: list[Any] = []
         self.step_number = self.begun_at = 0
         self.divide(mesh)
-        self.scale, self.tokens = 1.0, TOKENS
+        self.scale, self.tokens, self.extra = 1.0, TOKENS, None
         self.take(self.converted(self.plain()))
 
     # --- making -------------------------------------------------------------------------------------------------------
-
-    @property
-    def is_library(self) -> bool:
-        """Whether this is octavo, and no twin."""
-        return self.role == "library"
 
     def plain(self) -> nn.Module:
         """The feature's model before octavo, with the same values each time."""
@@ -65,9 +65,8 @@ class Made:
         """From the next forward on."""
         if self.is_library:
             octavo.set_recipe(self.model, recipe)
-        elif self.role == "twin":
-            for casts in casts_of(self.model):
-                casts.set(recipe)
+        for casts in casts_of(self.model) if self.role == "twin" else ():
+            casts.set(recipe)
 
     @contextlib.contextmanager
     def using(self, recipe: octavo.Recipe) -> Iterator[None]:
@@ -88,7 +87,7 @@ class Made:
         """Go on with this model, which has no optimizer yet."""
         self.model: Any = model
         self.call: Any = model
-        self.optimizers = []
+        self.optimizers: list[Any] = []
 
     def begin(self, optimizers: Callable[[Any], list[Any]] | None = None) -> None:
         """Make the optimizer and what else the feature has; a program may give several optimizers, of the groups.
@@ -101,7 +100,10 @@ class Made:
 
         self.begun_at = self.step_number
         self.optimizers = [make(self.model.parameters())] if optimizers is None else optimizers(make)
-        self.feature.begin(self)
+        if self.is_library:
+            self.feature.begin(self)
+        elif self.role == "twin":
+            self.feature.twin_stepped(self, 0)
 
     # --- ranks --------------------------------------------------------------------------------------------------------
 
@@ -117,14 +119,19 @@ class Made:
         self.batch = 0 if mesh is None else mesh.get_rank() if mesh.ndim > 1 else mesh.get_local_rank()
 
     def average(self) -> None:
-        """A twin's gradients become their mean over ranks."""
-        for p in self.model.parameters() if self.data_mesh is not None else ():
-            if p.grad is not None:
-                parts = [torch.empty_like(p.grad) for _ in range(self.data_mesh.size())]
-                torch.distributed.all_gather(parts, p.grad, group=self.group)
-                p.grad = self.feature.mean(parts)
+        """A twin's gradients become their mean over ranks, added up as replicas of shards are."""
+        for p in self.with_gradients() if self.data_mesh is not None and not self.is_library else ():
+            parts = [torch.empty_like(p.grad) for _ in range(self.data_mesh.size())]
+            torch.distributed.all_gather(parts, p.grad, group=self.group)
+            while len(parts) > 1:
+                parts = [parts[at] + parts[at + 1] for at in range(0, len(parts), 2)]
+            p.grad = parts[0] / self.data_mesh.size()
 
     # --- training -----------------------------------------------------------------------------------------------------
+
+    def with_gradients(self) -> list[Any]:
+        """The parameters that have one."""
+        return [p for p in self.model.parameters() if p.grad is not None]
 
     def data(self, step: int, micro: int = 0, rank: int = 0) -> Tensor:
         """A batch [T, WIDTH]; the second rank's is larger."""
@@ -133,7 +140,7 @@ class Made:
         return x.to(torch.float64 if self.role == "float64" else self.feature.dtype)
 
     def loss(self, y: Tensor) -> Tensor:
-        return (y.to(torch.float64 if self.role == "float64" else torch.float32)).square().mean()
+        return (y.to(torch.float64 if self.role == "float64" else torch.float32)).square().mean() * self.scale
 
     def note(self, name: str, tensor: Tensor | None) -> None:
         """Put a tensor into the trace."""
@@ -147,67 +154,95 @@ class Made:
         self.note(f"output {name}", y)
         return x, y
 
-    def forward_backward(self, name: str, x: Tensor, call: Any = None, factor: float = 1.0) -> None:
-        """A forward and its backward; ``factor`` multiplies the loss."""
-        leaf, y = self.forward(name, x, call)
-        (self.loss(y) * (factor * self.scale)).backward()
-        self.note(f"input's gradient {name}", leaf.grad)
-
-    def accumulating(self, more: bool) -> Any:
+    @contextlib.contextmanager
+    def accumulating(self, more: bool) -> Iterator[None]:
         """Around a backward; ``more``: others of its step follow."""
-        return self.feature.accumulating(self) if more and self.is_library else contextlib.nullcontext()
+        with contextlib.ExitStack() as stack:
+            for one in self.feature.accumulate(self) if more and self.is_library else ():
+                stack.enter_context(one.accumulate())
+            yield
 
     def gradients(
         self,
-        step: int,
         micro: int = 1,
         call: Any = None,
-        before: Callable[[int], None] | None = None,
-        first: int = 0,
-        rounds: bool = True,
+        backward: Callable[[Tensor], Any] | None = None,
+        before: Callable[[int], Any] = nothing,
+        after: Callable[[int], Any] = nothing,
+        complete: Callable[[], Any] = nothing,
+        seed: int | None = None,
     ) -> None:
         """A step's gradients, averaged over ranks.
 
         Args:
-            micro: the number of micro-batches, of which those before ``first`` are left out.
-            before: called with each one's number.
-            rounds: whether they are complete then.
+            micro: the number of micro-batches.
+            backward: called with each output, in place of the loss's.
+            before: called with each micro-batch's number, as ``after`` is.
+            complete: called when they are averaged.
+            seed: of the batches, or else the step's number.
         """
-        for number in range(first, micro):
-            if before is not None:
-                before(number)
+        step = self.step_number if seed is None else seed
+        for number in range(micro):
+            before(number)
             name = f"{step}.{number}" + (f" of rank {self.batch}" if self.mesh is not None else "")
             with self.accumulating(more=number < micro - 1):
-                self.forward_backward(name, self.data(step, number, self.batch), call)
-        if not self.is_library:
-            self.average()
-        if self.role == "twin" and rounds:
+                x, y = self.forward(name, self.data(step, number, self.batch), call)
+                self.loss(y).backward() if backward is None else backward(y)
+            self.note(f"input's gradient {name}", x.grad)
+            after(number)
+        self.average()
+        complete()
+        self.round()
+
+    def round(self) -> None:
+        """A twin's gradients are as the feature stores them."""
+        if self.role == "twin":
             self.feature.rounded(self)
 
     def update(self, zero_to_none: bool = True, by: Any = None) -> None:
         """The optimizers' step, ``by`` a GradScaler's or their own; what the feature does after it, and zero_grad."""
         for optimizer in self.optimizers:
             optimizer.step() if by is None else by(optimizer)
-        self.feature.stepped(self, self.step_number)
         self.step_number += 1
+        if self.is_library:
+            self.feature.stepped(self)
+        elif self.role == "twin":
+            self.feature.twin_stepped(self, self.step_number - self.begun_at)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=zero_to_none)
 
-    def train(self, steps: int = STEPS, micro: int = 1, call: Any = None, before: Any = None) -> None:
-        """Some steps, the optimizer made before the first."""
+    def train(self, steps: int = STEPS, zero_to_none: bool = True, by: Any = None, **how: Any) -> None:
+        """Some steps, the optimizer made before the first; ``how``: see ``gradients``."""
         if not self.optimizers:
             self.begin()
         for _ in range(steps):
-            self.gradients(self.step_number, micro, call, before)
-            self.update()
+            self.gradients(**how)
+            self.update(zero_to_none, by)
+
+    def train_scaled(self) -> None:
+        """By a GradScaler; a twin's gradients are divided by hand."""
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        self.scale = scaler.scale(torch.ones(()))
+
+        def divide() -> None:
+            for p in () if self.is_library else self.with_gradients():
+                p.grad /= 2.0**10
+
+        def step(optimizer: Any) -> None:
+            scaler.step(optimizer)
+            scaler.update()
+
+        self.train(by=step if self.is_library else None, complete=divide)
+
+    def train_clipped(self) -> None:
+        """By the global norm."""
+        self.train(complete=lambda: nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3))
 
     def wrote(self) -> None:
         """A weight was written by hand, and something can see it: a twin forgets its history, as is documented."""
         for module in self.model.modules():
             if not self.is_library and isinstance(module, TwinLinear):
                 module.casts.forget(1)
-
-    # --- the trace ----------------------------------------------------------------------------------------------------
 
     def finish(self) -> dict[str, Tensor]:
         """The trace, with the weights as they are now; of sharded ones all ranks' parts."""
@@ -217,19 +252,19 @@ class Made:
         return self.trace
 
 
-def whole(parameter: Tensor) -> Tensor:
+def whole(parameter: Any) -> Tensor:
     """The values of a weight, of all ranks that have parts of it."""
     part = local_stored(parameter)
     if part is not None and part is not parameter:
-        codes = like_sharded(part.qdata.detach().view(torch.uint8), parameter, parameter.shape).full_tensor()  # type: ignore[attr-defined]
+        codes = like_sharded(part.qdata.detach().view(torch.uint8), parameter, parameter.shape).full_tensor()
         scales = part.scale_inv
         if scales.numel() > 1:  # of blocks
             shape = part.granularity.of_matrices(parameter.shape).scale_shape(parameter.shape)
-            scales = like_sharded(scales.detach(), parameter, torch.Size(shape)).full_tensor()  # type: ignore[attr-defined]
+            scales = like_sharded(scales.detach(), parameter, torch.Size(shape)).full_tensor()
         part = StoredWeight(codes.view(part.qdata.dtype), scales, part.dtype, part.granularity)
     if part is not None:
         return part.dequantize().detach()
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # type: ignore[no-any-return,operator]
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
 @contextlib.contextmanager

@@ -12,12 +12,10 @@ import os
 import shutil
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[3]
-WARM = ("torch._dynamo", "torch.distributed.fsdp", "gfloat", "ml_dtypes")  # nothing that imports octavo
+from tests.mutate import ROOT, WARM, in_a_fork
 
 
 class Mutant(NamedTuple):
@@ -59,17 +57,12 @@ def in_copy(mutant: Mutant) -> str:
     """The same of a copy of the repository with the mutant, in a fork."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        shutil.copytree(ROOT / "octavo", root / "octavo", ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copytree(ROOT / "tests", root / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("octavo", "tests"):
+            shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
         path = root / "octavo" / mutant.file
         path.write_text(path.read_text().replace(mutant.old, mutant.new))
-        if child := os.fork():
-            os.waitpid(child, 0)
-        else:
-            warnings.simplefilter("ignore")
-            (root / "said").write_text(finds(mutant, root))
-            os._exit(0)
-        return (root / "said").read_text()
+        said = in_a_fork(lambda: finds(mutant, root), 600, root / "log")
+        return "it did not end" if said is None else said
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Situations on ranks that each compute a batch of their own: gradients are averaged; and state that ranks write."""
+"""Situations on ranks: each computes a batch of its own, and gradients are averaged, or ranks share each batch."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import contextlib
 import dataclasses
 import functools
 import tempfile
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import pipelining
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import parallel as torch_parallel
 from torch.utils.checkpoint import checkpoint
 
 import octavo
+from octavo import distributed as ours
 from octavo.distributed.checkpoint import load_checkpoint, load_extra, save_checkpoint
 from octavo.distributed.ranks import Ranks
 from octavo.errors import RanksDifferError, UnsupportedOpError
-from tests.support.seams.features import KNOWN
-from tests.support.seams.made import Made
-from tests.support.seams.situations import Documented, Exact, Refused, Sound, situation
+from octavo.schedule import PrecisionSchedule
+from tests.support.seams.features import KNOWN, MixturePart
+from tests.support.seams.made import TOKENS, Made
+from tests.support.seams.situations import EXACT, NO_MATRICES, Documented, Exact, Refused, Sound, situation
 from tests.support.seams.twins import casts_of
 
 REPLICATED, SHARDED = "DistributedDataParallel", "FSDP2"
@@ -43,9 +48,9 @@ def ddp(made: Made, **options: Any) -> None:
     made.feature.wrapped(made)
 
 
-def _train_under_ddp(made: Made, **options: Any) -> None:
-    ddp(made, **options)
-    made.train()
+def _train(made: Made, wrap: Any, train: Any = Made.train, **options: Any) -> None:
+    wrap(made, **options)
+    train(made)
 
 
 for name, options in {
@@ -53,21 +58,14 @@ for name, options in {
     "DDP, broadcast_buffers=False": {"broadcast_buffers": False},
     "DDP, static_graph=True": {"static_graph": True},
 }.items():
-    situation(name, REPLICATED, TWO, exceptions=OF_DDP)(functools.partial(_train_under_ddp, **options))
+    situation(name, REPLICATED, TWO, exceptions=OF_DDP)(functools.partial(_train, wrap=ddp, **options))
 
 
 @situation("DDP, accumulation", REPLICATED, TWO, exceptions=OF_DDP)
 def ddp_accumulates(made: Made) -> None:
-    """Two micro-batches a step, each with its exchange."""
+    """Two micro-batches a step, each with its exchange of what is accumulated."""
     ddp(made)
-    made.begin()
-    for step in range(3):
-        if made.is_library:
-            made.gradients(step, micro=2)
-        else:
-            made.gradients(step, rounds=False)
-            made.gradients(step, micro=2, first=1)
-        made.update()
+    made.train(micro=2, after=lambda number: None if number else made.average())
 
 
 @situation("DDP, no_sync", REPLICATED, TWO, exceptions=OF_DDP)
@@ -113,38 +111,32 @@ def shard(made: Made, mesh: Any = None, **options: Any) -> None:
     made.feature.wrapped(made)
 
 
-def _train_under_fsdp2(made: Made, **options: Any) -> None:
-    shard(made, **options)
-    made.train()
-
-
 for name, ranks, options in (
     ("FSDP2", TWO, {}),
     ("FSDP2, reshard_after_forward=False", TWO, {"reshard_after_forward": False}),
     ("FSDP2, offload to the CPU", TWO, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     ("FSDP2, replicas of shards (HSDP)", FOUR, {}),
 ):
-    situation(name, SHARDED, ranks, exceptions=OF_FSDP2)(functools.partial(_train_under_fsdp2, **options))
+    situation(name, SHARDED, ranks, exceptions=OF_FSDP2)(functools.partial(_train, wrap=shard, **options))
 
 
 @situation("FSDP2, accumulation", SHARDED, TWO, exceptions=OF_FSDP2)
 def fsdp2_accumulates(made: Made) -> None:
-    """Two micro-batches a step, each with its exchange."""
+    """Two micro-batches a step, each with its exchange, whose results are added."""
     shard(made)
-    made.begin()
-    for step in range(3):
-        if made.is_library:
-            made.gradients(step, micro=2)
-        else:
-            made.gradients(step, rounds=False)
-            first = [parameter.grad for parameter in made.model.parameters()]
+    first: dict[Any, Any] = {}
+
+    def after(number: int) -> None:
+        if number == 0 and not made.is_library:
+            made.average()
+            first.update((p, p.grad) for p in made.with_gradients())
             made.model.zero_grad()
-            made.gradients(step, micro=2, first=1, rounds=False)
-            for parameter, grad in zip(made.model.parameters(), first, strict=True):
-                parameter.grad = None if grad is None else grad + parameter.grad
-            if made.role == "twin":
-                made.feature.rounded(made)
-        made.update()
+
+    def complete() -> None:
+        for parameter, grad in first.items():
+            parameter.grad += grad
+
+    made.train(micro=2, after=after, complete=complete)
 
 
 @situation("FSDP2, accumulation without exchange", SHARDED, TWO, exceptions=OF_FSDP2)
@@ -171,55 +163,18 @@ def fsdp2_recomputes(made: Made) -> None:
 
 CUT = Refused(UnsupportedOpError, "multiple of 128 rows", "a block lies on one rank")
 CLIPPED = Sound(15, "the norm is summed over ranks in another order")
+SHARED = ("shared inputs", "shared inputs, delayed")
+MULTIPLIED = Sound(8, "the same, and outputs of two layers are multiplied")
 
 
-@situation(
-    "FSDP2, clipping",
-    SHARDED,
-    TWO,
-    CLIPPED,
-    {
-        **OF_FSDP2,
-        WITH_NORM: FUSED,
-        ("shared inputs", "shared inputs, delayed"): Sound(8, "the same, and outputs of two layers are multiplied"),
-        "updates in backward": Refused(UnsupportedOpError, "clip", "the global norm needs all gradients at once"),
-    },
-)
-def fsdp2_clips(made: Made) -> None:
-    """By the global norm, of DTensors."""
-    shard(made)
-    made.begin()
-    for step in range(3):
-        made.gradients(step)
-        nn.utils.clip_grad_norm_(made.model.parameters(), 1e-3)
-        made.update()
-
-
-@situation(
-    "FSDP2, GradScaler",
-    SHARDED,
-    TWO,
-    exceptions={
-        **OF_FSDP2,
-        "updates in backward": Refused(RuntimeError, "GradScaler", "the scale is known to hold after backward only"),
-    },
-)
-def fsdp2_scales(made: Made) -> None:
-    """Losses are scaled; a twin's gradients are divided by hand."""
-    shard(made)
-    made.begin()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for step in range(3):
-        made.scale = scaler.scale(torch.ones(()))
-        made.gradients(step)
-        if made.is_library:
-            made.update(by=scaler.step)
-            scaler.update()
-        else:
-            for parameter in made.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad /= 2.0**10
-            made.update()
+ALL_AT_ONCE = Refused(UnsupportedOpError, "clip", "the global norm needs all gradients at once")
+KNOWN_LATE = Refused(RuntimeError, "GradScaler", "the scale is known to hold after backward only")
+NOT_CLIPPED = OF_FSDP2 | {WITH_NORM: FUSED, SHARED: MULTIPLIED, "updates in backward": ALL_AT_ONCE}
+for name, train, verdict, exceptions in (
+    ("FSDP2, clipping", Made.train_clipped, CLIPPED, NOT_CLIPPED),
+    ("FSDP2, GradScaler", Made.train_scaled, EXACT, OF_FSDP2 | {"updates in backward": KNOWN_LATE}),
+):
+    situation(name, SHARDED, TWO, verdict, exceptions)(functools.partial(_train, wrap=shard, train=train))
 
 
 @situation(
@@ -255,24 +210,15 @@ SET_AGAIN = Exact("the schedule sets the recipe of its first phase on all ranks"
 def _recipes_differ(made: Made, wrap: Any) -> None:
     if made.is_library and made.rank:
         octavo.set_recipe(made.model, _margin(made.feature.recipe))
-    wrap(made)
-    made.train()
+    _train(made, wrap)
 
 
-situation(
-    "DDP, ranks with different recipes",
-    REPLICATED,
-    TWO,
-    NOBODY_ASKS,
-    {("FP8 gradients", "updates in backward"): NOT_DDP, "schedule": SET_AGAIN},
-)(functools.partial(_recipes_differ, wrap=ddp))
-situation(
-    "FSDP2, ranks with different recipes",
-    SHARDED,
-    TWO,
-    DIFFER,
-    {"KeptWeights": NOT_KEPT, "schedule": SET_AGAIN},
-)(functools.partial(_recipes_differ, wrap=shard))
+for name, group, wrap, verdict, exceptions in (
+    ("DDP", REPLICATED, ddp, NOBODY_ASKS, {("FP8 gradients", "updates in backward"): NOT_DDP}),
+    ("FSDP2", SHARDED, shard, DIFFER, {"KeptWeights": NOT_KEPT}),
+):
+    add = situation(f"{name}, ranks with different recipes", group, TWO, verdict, exceptions | {"schedule": SET_AGAIN})
+    add(functools.partial(_recipes_differ, wrap=wrap))
 
 
 FILES = "State of ranks"
@@ -297,7 +243,7 @@ def _moved(made: Made, saving: Any, loading: Any) -> None:
     if made.is_library:
         with tempfile.TemporaryDirectory() as own:
             pair = Ranks(saving.get_group())
-            extra = made.schedule.state_dict() if hasattr(made, "schedule") else None
+            extra = made.extra.state_dict() if isinstance(made.extra, PrecisionSchedule) else None
             save_checkpoint(pair.first(lambda: own), made.model, made.optimizers[0], extra, ranks=pair)
             folder = everyone.first(lambda: own)
             made.take(another(made))
@@ -306,7 +252,7 @@ def _moved(made: Made, saving: Any, loading: Any) -> None:
             made.begin()
             ranks = Ranks() if loading is None else everyone
             if extra is not None:
-                made.schedule.load_state_dict(load_extra(folder))  # type: ignore[attr-defined]
+                made.extra.load_state_dict(load_extra(folder))
             load_checkpoint(folder, made.model, made.optimizers[0], ranks=ranks)
             everyone.any(False)  # nobody reads any more
     else:
@@ -355,3 +301,178 @@ def fsdp2_from_meta(made: Made) -> None:
                 value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
             parameter.copy_(value)
     made.train()
+
+
+# --- parts of a layer on each rank ------------------------------------------------------------------------------------
+
+PARTS, PIPELINES = "Parts of a layer on each rank", "Pipelines"
+
+ORDER = Sound(15, "sums over ranks are added in another order")
+NONE_KEPT = Refused(ValueError, "stored in FP8", "what ranks share, and experts, are cast at each forward")
+BY_COLUMNS = Refused(ValueError, "share by rows", "Muon takes whole columns of a matrix")
+NOT_AVERAGED = Documented("communication.md#gradients-in-fp8", "ranks share each batch, and average no gradients")
+
+
+def by_tokens(made: Made, mesh: Any) -> Callable[[Tensor], Tensor]:
+    """The model of all ranks, which have some tokens each, as a function of all tokens."""
+
+    def call(x: Tensor) -> Tensor:
+        own = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(0)]).to_local()
+        return DTensor.from_local(made.model(own), mesh, [Shard(0)]).full_tensor()
+
+    return call
+
+
+def _split(made: Made, mesh: Any, styles: Any, tokens: Any) -> None:
+    """The first layer by rows, the second by columns; between parts ``tokens``. Experts by themselves."""
+    plan: dict[str, Any] = {}
+    for name, module in made.model.named_modules():
+        if isinstance(module, nn.Linear | octavo.nn.Linear):
+            chains = made.feature.name != "LoRA over FP8"
+            first, second = name.endswith(("fc1", "gate_proj", "up_proj")), name.endswith(("fc2", "down_proj"))
+            if first or (name.startswith("0.") and not second):
+                after = {} if chains else {"output_layouts": tokens}
+                plan[name] = styles.ColwiseParallel(input_layouts=tokens, **after)
+            else:
+                before = {} if chains else {"input_layouts": tokens}
+                plan[name] = styles.RowwiseParallel(output_layouts=tokens, **before)
+        elif name.endswith("norm") and tokens != Replicate():
+            plan[name] = styles.SequenceParallel(sequence_dim=0)
+    torch_parallel.parallelize_module(made.model, mesh, plan)
+    if made.feature.name == "experts":
+        _where_tokens_begin(made, mesh)
+        ours.expert_parallel(made.model, mesh, average=False)
+
+
+def _tensor_parallel(made: Made, styles: Any = ours, tokens: Any = Shard(0), shards: bool = False) -> None:  # noqa: B008
+    """Between the layers tokens are divided, or on all ranks; ``shards``: on a mesh of two dimensions, under FSDP2."""
+    mesh, replicas = (made.mesh["shard"], made.mesh["replicate"]) if shards else (made.mesh, None)
+    made.divide(replicas)
+    if made.is_library:
+        _split(made, mesh, styles, tokens)
+        if shards:
+            shard(made, replicas)
+        if tokens == Shard(0):
+            made.call = by_tokens(made, mesh)
+    made.train()
+
+
+BY_FEATURES = {"FP8 reduction": NOT_AVERAGED, "KeptWeights": NONE_KEPT, WITH_NORM: FUSED, "Muon": BY_COLUMNS}
+OF_TORCH = {"styles": torch_parallel, "tokens": Replicate()}
+DIVIDED = Documented("mixture-of-experts.md#on-several-ranks", "experts are divided by expert_parallel")
+ON_TWO_DIMENSIONS = {
+    "FP8 reduction": REDUCTION,
+    "KeptWeights": NOT_KEPT,
+    WITH_NORM: FUSED,
+    ("FP8 weights in blocks", "Muon"): CUT,
+    SHARED: MULTIPLIED,
+}
+for name, ranks, exceptions, options in (
+    ("tensor parallel, torch's styles", TWO, BY_FEATURES | {"experts": DIVIDED}, OF_TORCH),
+    ("tensor parallel, octavo's styles", TWO, BY_FEATURES, {}),
+    ("tensor parallel and FSDP2", FOUR, ON_TWO_DIMENSIONS, {"shards": True}),
+):
+    situation(name, PARTS, ranks, ORDER, exceptions)(functools.partial(_tensor_parallel, **options))
+
+
+def _where_tokens_begin(made: Made, mesh: Any) -> None:
+    for part in made.model:
+        part.first_token = mesh.get_local_rank() * TOKENS // mesh.size()
+
+
+TWICE = Sound(15, "rows that were sent are scaled a second time, for grad_weight: exact=True sends them again")
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    """The identity, with a factor in backward."""
+    y = x.view_as(x)
+    y.register_hook(lambda grad: grad * factor)
+    return y
+
+
+@situation(
+    "expert parallel",
+    PARTS,
+    TWO,
+    exceptions={
+        ("rowwise", "blockwise", "mx", "FP8 weights in blocks", "schedule"): TWICE,
+        "FP8 reduction": NOT_AVERAGED,
+        "KeptWeights": NONE_KEPT,
+        "Muon": NO_MATRICES,
+    },
+)
+def expert_parallel(made: Made) -> None:
+    """Experts in the place of each feature's layers; each rank has a loss of its own tokens."""
+    made.divide(None)
+    torch.manual_seed(0)
+    parts = [MixturePart(made.feature.recipe) for _ in range(2)]
+    made.take(made.converted(nn.Sequential(*parts).to(made.feature.dtype)))
+    if made.is_library:
+        _where_tokens_begin(made, made.mesh)
+        ours.expert_parallel(made.model, made.mesh)
+        all_tokens = by_tokens(made, made.mesh)
+        made.call = lambda x: _times(all_tokens(_times(x, 0.5)), 2.0)
+    made.train()
+
+
+# --- pipelines --------------------------------------------------------------------------------------------------------
+
+MICRO = 4
+
+
+def _piped(made: Made, of_stages: Callable[..., Any], places: Sequence[int], shards: bool = False) -> None:
+    """Train a stage a part, each on the rank that ``places`` names, no shapes given; a twin by the same schedule.
+
+    ``shards``: each stage is under FSDP2 on the mesh's first dimension, whose ranks have batches of their own.
+    """
+    pipe = made.mesh["shard"] if shards else made.mesh
+    made.divide(made.mesh["replicate"] if shards else None)
+    parts = nn.ModuleList(made.model)
+    if len(places) > len(parts):
+        torch.manual_seed(0)
+        parts = made.converted(nn.ModuleList([*made.feature.plain(), *made.feature.plain()]).to(made.feature.dtype))
+    own = [number for number, place in enumerate(places) if place == pipe.get_local_rank()]
+    made.take(nn.ModuleDict({str(number): parts[number] for number in own}))
+    for part in made.model.values() if shards and made.is_library else ():
+        fully_shard(part, mesh=made.mesh["replicate"])
+    group, cpu = pipe.get_group(), torch.device("cpu")
+    stages = []
+    for number, part in zip(own, made.model.values(), strict=True):
+        entering = made.data(0).requires_grad_(number > 0)
+        known = {} if made.is_library else {"input_args": entering, "output_args": made.data(0).requires_grad_()}
+        stages.append(pipelining.PipelineStage(part, number, len(parts), cpu, group=group, **known))
+    schedule = of_stages(
+        stages, n_microbatches=MICRO, loss_fn=lambda y, target: made.loss(y) / MICRO, scale_grads=False
+    )
+    made.feature.wrapped(made)
+    made.begin()
+    for step in range(2):
+        for casts in casts_of(made.model) if shards and made.role == "twin" else ():
+            casts.gathered = []  # a stage stays gathered from a step's first micro-batch to its last
+        batch = torch.cat([made.data(step, number, made.batch) for number in range(MICRO)])
+        inputs = [batch] if pipe.get_local_rank() == places[0] else []
+        target = {"target": batch} if pipe.get_local_rank() == places[-1] else {}
+        with made.accumulating(more=True):
+            y = schedule.step(*inputs, **target)
+        y = torch.empty_like(batch) if y is None else y.detach().clone()
+        torch.distributed.broadcast(y, group=group, group_src=places[-1])
+        made.note(f"output {step} of rank {made.batch}", y)
+        made.average()
+        made.update()
+
+
+def _single(stages: list[Any], **options: Any) -> Any:
+    return pipelining.Schedule1F1B(stages[0], **options)
+
+
+for name, of_stages, places in (  # a stage a rank, or two
+    ("pipeline, 1F1B", _single, (0, 1)),
+    ("pipeline, zero-bubble", pipelining.ScheduleInterleavedZeroBubble, (0, 1)),
+    ("pipeline, zero-bubble V", pipelining.ScheduleZBVZeroBubble, (0, 1, 1, 0)),
+    ("pipeline, 1F1B, stages under FSDP2", _single, (0, 1)),
+    ("pipeline, zero-bubble V, stages under FSDP2", pipelining.ScheduleZBVZeroBubble, (0, 1, 1, 0)),
+):
+    shards = "FSDP2" in name
+    ranks, exceptions = (FOUR, OF_FSDP2) if shards else (TWO, {"FP8 reduction": NOT_AVERAGED})
+    how = {"of_stages": of_stages, "places": places, "shards": shards}
+    situation(name, PIPELINES, ranks, exceptions=exceptions)(functools.partial(_piped, **how))

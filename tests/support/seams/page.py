@@ -17,7 +17,7 @@ A machine wrote this page from the table that the tests hold: `tests/integration
 
 | in a cell | means |
 |---|---|
-| = | bit for bit what a twin computes that keeps nothing: it casts anew at every call, on one process |
+| = | bit for bit what a twin computes that keeps nothing: it casts anew at every call, alone or in a pipeline |
 | 20 dB | outputs and gradients are within so many dB of float64's; below the table is why |
 | refused | an error that names the remedy |
 | see | below the table is a link |

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.support.seams.made import Made
 
 
-@dataclass(frozen=True)
-class Exact:
+class Exact(NamedTuple):
     """Bit-equal to the twin that keeps nothing."""
 
     why: str = ""
     word = "exact"
 
 
-@dataclass(frozen=True)
-class Sound:
+class Sound(NamedTuple):
     """Outputs and inputs' gradients within ``db`` of float64's, and why not exact."""
 
     db: float
@@ -29,8 +26,7 @@ class Sound:
         return f"{self.db:g} dB"
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(NamedTuple):
     """The error, a part of its text that names the remedy, and why it is refused."""
 
     error: type[Exception]
@@ -39,8 +35,7 @@ class Refused:
     word = "refused"
 
 
-@dataclass(frozen=True)
-class Documented:
+class Documented(NamedTuple):
     """A link into docs/, and what it says there."""
 
     link: str
@@ -51,33 +46,20 @@ class Documented:
 Verdict = Exact | Sound | Refused | Documented
 EXACT: Any = Exact()
 NO_MATRICES = Refused(ValueError, r"octavo\.optim\.AdamW", "Muon is for matrices, not for norms or stacked experts")
-
-
 Program = Callable[[Made], None]
 SITUATIONS: dict[str, Situation] = {}
 
 
-@dataclass(frozen=True)
-class Situation:
-    """A program that trains what a feature has made, and what is to be said of it.
+class Situation(NamedTuple):
+    """A program that trains what a feature has made, and what is to be said of it."""
 
-    Attributes:
-        name: in tests, and the row in the page.
-        program: see made.py; run on the library and on a twin.
-        ranks: the shape of the mesh, () for one process.
-        verdict: of every feature but ``exceptions``.
-        exceptions: by features' names, one or a tuple of several.
-        group: the heading in the page.
-        slow: whether no cell of it is in the default sample.
-    """
-
-    name: str
-    program: Program
-    ranks: tuple[int, ...]
-    verdict: Verdict
-    exceptions: Mapping[str, Verdict]
-    group: str
-    slow: bool = False
+    name: str  # in tests, and the row in the page
+    program: Program  # see made.py; run on the library and on a twin
+    ranks: tuple[int, ...]  # the shape of the mesh, () for one process
+    verdict: Verdict  # of every feature but ``exceptions``
+    exceptions: Mapping[str, Verdict]  # by features' names
+    group: str  # the heading in the page
+    slow: bool  # whether no cell of it is in the default sample
 
 
 def situation(
@@ -88,12 +70,10 @@ def situation(
     exceptions: Mapping[str | tuple[str, ...], Verdict] | None = None,
     slow: bool = False,
 ) -> Callable[[Program], Program]:
-    """Decorates a program, which thereby is a row of the table."""
-    by_feature = {
-        feature: found
-        for features, found in (exceptions or {}).items()
-        for feature in ([features] if isinstance(features, str) else features)
-    }
+    """Decorates a program, which thereby is a row of the table; ``exceptions``: by a feature's name, or by several."""
+    by_feature: dict[str, Verdict] = {}
+    for features, found in (exceptions or {}).items():
+        by_feature |= dict.fromkeys([features] if isinstance(features, str) else features, found)
 
     def add(program: Program) -> Program:
         assert name not in SITUATIONS, name

@@ -59,46 +59,48 @@ class Casts:
         self.settle()
         kept = self.recipe, self.own
         if self.own is not None:
-            self.own = History(self.own.scale.clone(), self.own.amaxes.clone())
+            self.own = History(*(part.clone() for part in self.own))
         self.set(recipe)
         yield
         self.recipe, self.own = kept
 
-    def history(self) -> History:
-        """The layer's, on this rank."""
-        assert self.recipe is not None and self.recipe.delayed is not None
+    def history(self) -> History | None:
+        """The layer's on this rank, if its recipe has any."""
         self.settle()
+        if self.recipe.delayed is None:
+            return None
         if self.own is None:
             with torch.inference_mode(False):
                 self.own = History(torch.zeros(3), torch.zeros(3, self.recipe.delayed.history_length))
         return self.own
 
-    def forget(self, role: int | None = None) -> None:
-        """Empty the history of a role, or all."""
+    def forget(self, role: int) -> None:
+        """Empty the history of a role."""
         self.settle()
         for part in self.own or ():
-            part[slice(None) if role is None else role] = 0
+            part[role] = 0
 
-    def cast(
-        self, x: Tensor, cast: octavo.Cast, role: int, history: History | None = None, transposed: bool = False
-    ) -> Pair:
+    def cast(self, x: Tensor, cast: octavo.Cast, role: int, history: History | None, transposed: bool = False) -> Pair:
         """The pair of x [R, C] as a product reads it; without a history, or an empty one, by its own amax."""
         tile = cast.tile[::-1] if transposed else cast.tile
         scale = 0.0 if history is None or not cast.is_delayed else float(history.scale[role])
         if role == WEIGHT and self.gathered is not None:
             self.gathered.append(scale)
             scale = self.gathered[0]
-        x = x.detach().contiguous()
-        how = cast.format.dtype, tile, cast.power_of_two, cast.margin, scale
-        pair = _cast(x.view(torch.uint8).numpy().tobytes(), x.shape, x.dtype, *how)
+        if isinstance(x, StoredWeight):
+            pair = x.qdata.clone(), x.scale_inv.clone()
+        else:
+            x = x.detach().contiguous()
+            how = cast.format.dtype, tile, cast.power_of_two, cast.margin, scale
+            pair = _cast(x.view(torch.uint8).numpy().tobytes(), x.shape, x.dtype, *how)
         return (pair[0].t(), pair[1].t()) if transposed else pair
 
     def saw(self, recipe: octavo.Recipe, history: History, amaxes: list[Tensor]) -> None:
         """Note the amaxes of a call in the backward pass that runs; once it is over, completed or not, they roll."""
         self.settle()
-        task = torch._C._current_graph_task_id()
         seen = torch.zeros(3) if self.pending is None else self.pending[2]
-        self.pass_id, self.pending = task, (recipe, history, torch.maximum(seen, torch.stack(amaxes)))
+        self.pass_id = torch._C._current_graph_task_id()
+        self.pending = recipe, history, torch.maximum(seen, torch.stack(amaxes))
 
     def settle(self) -> None:
         """Put the largest amaxes of the last pass into the history, if it is over."""
@@ -107,13 +109,11 @@ class Casts:
         (recipe, (scale, amaxes), seen), self.pending = self.pending, None
         for role, pair in enumerate(recipe.casts):
             delayed = next((cast for cast in pair[:2] if cast is not None and cast.is_delayed), None)
-            if delayed is None or recipe.delayed is None:
-                continue
-            amaxes[role] = torch.cat([seen[role : role + 1], amaxes[role, :-1]])
-            found = amaxes[role].max() if recipe.delayed.reduce == "max" else amaxes[role, 0]
-            previous = float(scale[role]) or 1.0
-            limit = delayed.format.max
-            scale[role] = definitions.scale_of(float(found), limit, delayed.power_of_two, delayed.margin, previous)
+            if delayed is not None:
+                amaxes[role] = torch.cat([seen[role : role + 1], amaxes[role, :-1]])
+                found = amaxes[role].max() if recipe.delayed.reduce == "max" else amaxes[role, 0]
+                how = delayed.format.max, delayed.power_of_two, delayed.margin
+                scale[role] = definitions.scale_of(float(found), *how, float(scale[role]) or 1.0)
 
 
 @functools.lru_cache(256)
@@ -129,91 +129,65 @@ def amax_of(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x.float().abs(), 0.0).max() if x.numel() else torch.zeros(())
 
 
-def product(casts: Casts, name: str, a: Pair, b: Pair, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """One product of the recipe."""
-    a_cast, b_cast = getattr(casts.recipe, name)
-    return kernels.matmul(*a, a_cast.tile, *b, b_cast.tile, bias, dtype, False)
+def product(casts: Any, a: Pair, b: Pair, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Of two pairs, with their casts."""
+    return kernels.matmul(*a, casts[0].tile, *b, casts[1].tile, bias, dtype, False)
 
 
 class _Products(torch.autograd.Function):
     """x . W^T + b, and its gradients, in the recipe's casts."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, casts: Casts, training: bool) -> Tensor:
-        recipe = casts.recipe
-        assert recipe is not None
-        stored = isinstance(weight, StoredWeight)
-        ctx.casts, ctx.recipe, ctx.rolls = casts, recipe, training and recipe.delayed is not None
-        ctx.history = None if recipe.delayed is None else casts.history()
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, casts: Casts, training: bool) -> Tensor:
+        ctx.casts, ctx.recipe, ctx.history = casts, casts.recipe, casts.history()
+        ctx.rolls, of_weight = training and ctx.history is not None, ctx.history if training else None
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-
-        def weight_pair(cast: octavo.Cast, transposed: bool) -> Pair:
-            if stored:
-                codes, scale_inv = weight.qdata.clone(), weight.scale_inv.clone()  # type: ignore[attr-defined]
-                return (codes.t(), scale_inv.t()) if transposed else (codes, scale_inv)
-            return casts.cast(weight, cast, WEIGHT, ctx.history if training else None, transposed)
-
-        with torch.no_grad():
-            x_cast, w_cast = recipe.output or (None, None)
-            y: Tensor
-            if x_cast is None or w_cast is None:
-                y = F.linear(x, weight, bias)
-            else:
-                y = product(
-                    casts,
-                    "output",
-                    casts.cast(x, x_cast, INPUT, ctx.history),
-                    weight_pair(w_cast, False),
-                    bias,
-                    x.dtype,
-                )
-            ctx.x, ctx.weight, ctx.x_pair, ctx.weight_pair = x.detach(), None, None, None
-            if recipe.grad_input is not None:
-                ctx.weight_pair = weight_pair(recipe.grad_input[1], True)
-            else:
-                ctx.weight = weight.detach().clone()
-            if recipe.grad_weight is not None:
-                ctx.x_pair = casts.cast(x, recipe.grad_weight[1], INPUT, ctx.history, transposed=True)
-            ctx.amaxes = [amax_of(x), torch.zeros(()) if stored else amax_of(weight)]
+        output, grad_input, grad_weight = ctx.recipe.output, ctx.recipe.grad_input, ctx.recipe.grad_weight
+        if output is None:
+            y = F.linear(x, weight, bias)
+        else:
+            w_pair = casts.cast(weight, output[1], WEIGHT, of_weight)
+            y = product(output, casts.cast(x, output[0], INPUT, ctx.history), w_pair, bias, x.dtype)
+        ctx.x, ctx.weight = x.detach(), weight.detach().clone() if grad_input is None else None  # or their pairs
+        if grad_input is not None:
+            ctx.weight = casts.cast(weight, grad_input[1], WEIGHT, of_weight, transposed=True)
+        if grad_weight is not None:
+            ctx.x = casts.cast(x, grad_weight[1], INPUT, ctx.history, transposed=True)
+        ctx.amaxes = [amax_of(x), torch.zeros(()) if isinstance(weight, StoredWeight) else amax_of(weight)]
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g,), casts, now = grads, ctx.casts, ctx.casts.recipe
-        casts.recipe = recipe = ctx.recipe  # that of forward
-        history = ctx.history
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        casts, history, grad_input, grad_weight = ctx.casts, ctx.history, ctx.recipe.grad_input, ctx.recipe.grad_weight
         if ctx.rolls:
-            casts.saw(recipe, history, [*ctx.amaxes, amax_of(g)])
+            casts.saw(ctx.recipe, history, [*ctx.amaxes, amax_of(g)])
             # another pass over a graph that is kept commits nothing, and casts as this one
             ctx.history, ctx.rolls = History(history.scale.clone(), history.amaxes), False
-        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dtype, weight_dtype, bias_dtype = ctx.dtypes
         dx = dw = db = None
-        if needs_dx and recipe.grad_input is None:
+        if ctx.needs_input_grad[0] and grad_input is None:
             dx = g @ ctx.weight
-        elif needs_dx:
-            pair = casts.cast(g, recipe.grad_input[0], GRAD_OUTPUT, history)
-            dx = product(casts, "grad_input", pair, ctx.weight_pair, None, dtype)
-        if needs_dw and recipe.grad_weight is None:
+        elif ctx.needs_input_grad[0]:
+            dx = product(grad_input, casts.cast(g, grad_input[0], GRAD_OUTPUT, history), ctx.weight, None, dtype)
+        if ctx.needs_input_grad[1] and grad_weight is None:
             dw = (g.t() @ ctx.x).to(weight_dtype)
-        elif needs_dw:
-            pair = casts.cast(g, recipe.grad_weight[0], GRAD_OUTPUT, history, transposed=True)
-            dw = product(casts, "grad_weight", pair, ctx.x_pair, None, dtype).to(weight_dtype)
-        if needs_db:
+        elif ctx.needs_input_grad[1]:
+            pair = casts.cast(g, grad_weight[0], GRAD_OUTPUT, history, transposed=True)
+            dw = product(grad_weight, pair, ctx.x, None, dtype).to(weight_dtype)
+        if ctx.needs_input_grad[2]:
             db = g.sum(0).to(bias_dtype)  # in float32, rounded once
-        casts.recipe = now
         return dx, dw, db, None, None
 
 
 def held(weight: Any, exact: bool) -> Any:
     """A weight; ``exact``: of one in FP8 the values that it was stored from."""
     if exact and isinstance(weight, StoredWeight):
-        return nn.Parameter(weight.before_cast(), weight.requires_grad)  # type: ignore[no-untyped-call]
+        return nn.Parameter(weight.before_cast(), weight.requires_grad)
     return weight
 
 
 class TwinLinear(nn.Module):
-    """What octavo.nn.Linear computes."""
+    """What octavo.nn.Linear computes of [T, K]."""
 
     def __init__(self, layer: Any, exact: bool) -> None:
         super().__init__()
@@ -224,11 +198,9 @@ class TwinLinear(nn.Module):
         if self.casts.recipe is None:
             weight = self.weight.dequantize() if isinstance(self.weight, StoredWeight) else self.weight
             return F.linear(x, weight, self.bias)
-        rows = x.reshape(-1, x.shape[-1])
         if torch.is_autocast_enabled("cpu"):  # a weight is rounded once, to codes
-            rows = rows.to(torch.get_autocast_dtype("cpu"))
-        y = _Products.apply(rows, self.weight, self.bias, self.casts, self.training)  # type: ignore[no-untyped-call]
-        return y.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
+            x = x.to(torch.get_autocast_dtype("cpu"))
+        return _Products.apply(x, self.weight, self.bias, self.casts, self.training)
 
 
 class _OfExpert(torch.autograd.Function):
@@ -240,9 +212,9 @@ class _OfExpert(torch.autograd.Function):
         return StoredWeight(weight.qdata[expert], weight.scale_inv[expert], weight.dtype, weight.granularity)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0].new_zeros(ctx.shape)
-        grad[ctx.expert] = grads[0]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        grad = g.new_zeros(ctx.shape)
+        grad[ctx.expert] = g
         return grad, None
 
 
@@ -261,10 +233,10 @@ class TwinExperts(nn.Module):
     def linear(self, layer: Any, x: Tensor, expert: int) -> Tensor:
         """One expert's rows times its matrix."""
         stored = isinstance(layer.weight, StoredWeight)
-        weight = _OfExpert.apply(layer.weight, expert) if stored else layer.weight[expert]  # type: ignore[no-untyped-call]
+        weight = _OfExpert.apply(layer.weight, expert) if stored else layer.weight[expert]
         if layer.casts.recipe is None:
             return F.linear(x, weight)
-        return _Products.apply(x, weight, None, layer.casts, self.training)  # type: ignore[no-any-return,no-untyped-call]
+        return _Products.apply(x, weight, None, layer.casts, self.training)
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         rows = index.reshape(-1)
@@ -288,11 +260,11 @@ class _Norm(torch.autograd.Function):
         return x * rstd * gamma
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         n, rstd, gamma = ctx.saved_tensors
-        w = grads[0] * gamma
+        w = g * gamma
         dx = torch.addcmul(w, n, (w * n).mean(1, keepdim=True), value=-1) * rstd
-        return dx, (grads[0] * n).sum(0), None
+        return dx, (g * n).sum(0), None
 
 
 class TwinNorm(nn.Module):
@@ -306,7 +278,7 @@ class TwinNorm(nn.Module):
         """In torch's own operation if asked for, or exact."""
         if self.exact or by_torch:
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-        return _Norm.apply(x, self.weight, self.eps)  # type: ignore[no-any-return,no-untyped-call]
+        return _Norm.apply(x, self.weight, self.eps)
 
 
 class TwinMLP(nn.Module):
@@ -320,7 +292,7 @@ class TwinMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Norm, fc1, ReLU, fc2; where fc1 is in high precision the norm is torch's."""
-        return self.fc2(self.fc1(self.norm(x, self.fc1.casts.recipe is None)).relu())  # type: ignore[no-any-return]
+        return self.fc2(self.fc1(self.norm(x, self.fc1.casts.recipe is None)).relu())
 
 
 TWINS: dict[type, Any] = {
