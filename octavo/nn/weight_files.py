@@ -21,7 +21,7 @@ from torch import Tensor
 from octavo.granularity import PerTensor
 from octavo.tensor.collectives import largest
 from octavo.tensor.fsdp2 import like_sharded, on_this_rank, own_slices, plain
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, agree_on_scale, cast_shard, local_stored
+from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, cast_shard, granularity_of_scales, local_stored
 
 SCALE_INV = "_scale_inv"  # after a weight's name
 
@@ -127,7 +127,7 @@ def _check_pair(given: Tensor, codes: Tensor | None, scale_inv: Tensor | None, k
     if scale_inv is None:
         raise ValueError(f"{key} holds FP8 codes, but there is no {key}{SCALE_INV}; give both")
     shape = _shape_of(given)
-    if not any(each.of_matrices(shape).scale_shape(shape) == tuple(scale_inv.shape) for each in GRANULARITIES):
+    if granularity_of_scales(shape, scale_inv.shape) is None:
         raise ValueError(f"{key}{SCALE_INV} of shape {tuple(scale_inv.shape)} does not fit {tuple(shape)}")
     check_scales(on_this_rank(scale_inv), f"{key}{SCALE_INV}")
 

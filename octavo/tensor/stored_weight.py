@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from octavo import kernels
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
-from octavo.granularity import Granularity, PerBlock, PerTensor
+from octavo.granularity import ALL, Granularity, PerBlock, PerRow, PerTensor
 from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.optimizer_state import remainder_of, values_with
@@ -46,6 +46,7 @@ aten = torch.ops.aten
 
 BLOCK = 128
 GRANULARITIES = (PerTensor(), PerBlock(BLOCK, BLOCK))
+OF_FROZEN = (PerRow(), PerBlock(1, 32))  # the others, of which backward's product needs other codes than forward's
 
 
 @dataclass(eq=False)
@@ -81,13 +82,15 @@ class StoredWeight(ShardHooks, Pair):
 
     Of experts, [E, N, K], each one's matrix has its scale, or those of its blocks.
 
-    A frozen one that was loaded may have other scales: only the optimizers need powers of two.
+    A frozen one that was loaded may have other scales: only the optimizers need powers of two. It may also have a scale
+    for each row or block of 1 x 32: forward reads its codes, and backward what is cast from their values.
 
     Args:
         qdata: float8_e4m3fn [N, K] or [E, N, K], contiguous.
-        scale_inv: float32 [1, 1] or [ceil(N / 128), ceil(K / 128)]; of experts [E, ...].
+        scale_inv: float32 [1, 1] or [ceil(N / 128), ceil(K / 128)]; of experts [E, ...]. Of a frozen one also [N, 1]
+            or [N, ceil(K / 32)].
         dtype: what it stands for, and its gradient's.
-        granularity: which elements of a matrix share a scale; by default PerTensor() where there is one scale.
+        granularity: which elements of a matrix share a scale; by default what the scales' shape says.
         is_shard: whether this is a rank's shard of a weight; [1, 1] is then the whole one's scale.
     """
 
@@ -114,7 +117,7 @@ class StoredWeight(ShardHooks, Pair):
     ) -> StoredWeight:
         self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device)
         self.qdata, self.scale_inv, self.is_shard, self.known = qdata, scale_inv, is_shard, Known()
-        self.granularity = granularity or GRANULARITIES[scale_inv.shape[-2:] != (1, 1)]
+        self.granularity = granularity or granularity_of_scales(qdata.shape, scale_inv.shape) or GRANULARITIES[1]
         return self
 
     @classmethod
@@ -130,14 +133,14 @@ class StoredWeight(ShardHooks, Pair):
         ``keep_rest``: keep what rounding takes away, to 12 bits in all, for an optimizer's master to begin from;
         ``shard_dtype``: of a weight of which ``weight`` is a shard.
         """
-        if granularity not in GRANULARITIES:
+        if granularity not in (GRANULARITIES if keep_rest else GRANULARITIES + OF_FROZEN):
             raise ValueError(
                 f"weights are stored per tensor or in blocks of 128 x 128, not {granularity}: only then does one set "
                 "of codes serve the forward product and its gradient"
             )
         tile = granularity.of_matrices(weight.shape)
         pair, is_shard = quantize(weight.detach().contiguous(), E4M3, tile, power_of_two=True), shard_dtype is not None
-        of = granularity if is_shard else None  # of a whole weight of one block: PerTensor()
+        of = granularity if is_shard or granularity in OF_FROZEN else None  # of a whole weight of one block: PerTensor()
         stored = cls(pair.qdata, pair.scale_inv.clone(), shard_dtype or weight.dtype, of, is_shard)
         if keep_rest and not weight.is_meta:
             stored.rest = remainder_of(weight.detach().contiguous(), stored.qdata.view(torch.uint8), stored.scale_inv)
@@ -262,11 +265,11 @@ class StoredWeight(ShardHooks, Pair):
         scale_inv, rest = self.scale_inv, None if self.rest is None else cut(self.rest)
         if self.ndim == 3:
             scale_inv = cut(scale_inv)
-        elif self.granularity != PerTensor():
-            if start % BLOCK or (stop % BLOCK and stop != self.shape[dim]):
+        elif (step := self.granularity.tile[dim]) != ALL:
+            if start % step or (stop % step and stop != self.shape[dim]):
                 what = "rows" if dim == 0 else "columns"
                 raise UnsupportedOpError(f"{what} {start} to {stop} of {self} are no whole blocks")
-            scale_inv = cut(scale_inv, start // BLOCK, -(-stop // BLOCK))
+            scale_inv = cut(scale_inv, start // step, -(-stop // step))
         return self._like(cut(self.qdata), scale_inv, rest, is_shard=True)
 
     def splits_of_one_scale(self, sizes: Sequence[int]) -> list[StoredWeight]:
@@ -355,9 +358,18 @@ class StoredWeight(ShardHooks, Pair):
         return f"StoredWeight({tuple(self.shape)}, {self.dtype}, {self.granularity})"
 
 
+def granularity_of_scales(shape: torch.Size, scales: torch.Size) -> Granularity | None:
+    """Which elements of a weight [N, K] or [E, N, K] share a scale, by the shape of its scales; None if they don't fit.
+
+    Where two granularities have the same shape, they mean the same elements.
+    """
+    found = (each for each in GRANULARITIES + OF_FROZEN if each.of_matrices(shape).scale_shape(shape) == scales)
+    return next(found, None)
+
+
 def has_powers_of_two(scale_inv: Tensor) -> bool:
     """Whether all scales are powers of two, as those of a weight that is trained must be."""
-    return scale_inv.is_meta or bool((torch.frexp(scale_inv)[0] == 0.5).all())
+    return scale_inv.is_meta or bool((torch.frexp(scale_inv.float())[0] == 0.5).all())
 
 
 def local_stored(weight: Any) -> StoredWeight | None:
@@ -368,10 +380,15 @@ def local_stored(weight: Any) -> StoredWeight | None:
 
 def why_not_cut(shape: torch.Size, granularity: Granularity, ranks: int, dim: int = 0) -> str | None:
     """Why a weight [N, K] that is stored so can't be sharded over ranks by its rows (columns: ``dim`` 1); or None."""
-    size, each = shape[dim], -(-shape[dim] // ranks)
-    if granularity == PerTensor() or each == size or not (each % BLOCK or size % each):
+    size, each, step = shape[dim], -(-shape[dim] // ranks), granularity.tile[dim]
+    if granularity == PerTensor() or each == size or not (step == ALL or each % step or size % each):
         return None
     what = "rows" if dim == 0 else "columns"
+    if granularity in OF_FROZEN:
+        return (
+            f"a weight {tuple(shape)} stored {granularity} can't be sharded over {ranks} ranks by its {what}: shard it "
+            f"by rows over ranks that each get as many{'' if step == ALL else f', by columns in multiples of {step}'}"
+        )
     return (
         f"a weight {tuple(shape)} stored in blocks of 128 x 128 can't be sharded over {ranks} ranks: {each} {what} "
         "each are no whole blocks, or the last rank has fewer. Shard over ranks that each get the same multiple of "
