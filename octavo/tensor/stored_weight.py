@@ -133,16 +133,17 @@ class StoredWeight(ShardHooks, Pair):
         ``keep_rest``: keep what rounding takes away, to 12 bits in all, for an optimizer's master to begin from;
         ``shard_dtype``: of a weight of which ``weight`` is a shard.
         """
-        if granularity not in (GRANULARITIES if keep_rest else GRANULARITIES + OF_FROZEN):
+        if granularity not in GRANULARITIES + OF_FROZEN:
             raise ValueError(
                 f"weights are stored per tensor or in blocks of 128 x 128, not {granularity}: only then does one set "
-                "of codes serve the forward product and its gradient"
+                "of codes serve the forward product and its gradient; frozen ones by rows or 1 x 32, too"
             )
         tile = granularity.of_matrices(weight.shape)
         pair, is_shard = quantize(weight.detach().contiguous(), E4M3, tile, power_of_two=True), shard_dtype is not None
         of = granularity if is_shard or granularity in OF_FROZEN else None  # of a whole weight of one block: PerTensor()
-        stored = cls(pair.qdata, pair.scale_inv.clone(), shard_dtype or weight.dtype, of, is_shard)
-        if keep_rest and not weight.is_meta:
+        scale_inv = pair.scale_inv.clone(memory_format=torch.contiguous_format)
+        stored = cls(pair.qdata, scale_inv, shard_dtype or weight.dtype, of, is_shard)
+        if keep_rest and granularity in GRANULARITIES and not weight.is_meta:
             stored.rest = remainder_of(weight.detach().contiguous(), stored.qdata.view(torch.uint8), stored.scale_inv)
         return stored
 
