@@ -29,6 +29,7 @@ LAYOUT_OF = {
     "dynamic": "compressed-tensors",
     "rowwise": "compressed-tensors",
     "delayed": "per-tensor",
+    "mx": "mxfp8",
 }
 
 
@@ -53,15 +54,19 @@ def seen_operands() -> Iterator[list[tuple[Tensor, Tensor]]]:
 def same_codes(pairs: list[tuple[str, Tensor, Tensor]], operands: list[tuple[Tensor, Tensor]]) -> bool:
     """Whether named pairs of a model, in the order of its forward, are what its products multiplied, bit for bit."""
     return len(pairs) == len(operands) and all(
-        torch.equal(codes.view(torch.uint8), q.view(torch.uint8)) and torch.equal(scale_inv.reshape(s.shape), s)
+        torch.equal(codes.view(torch.uint8), q.view(torch.uint8)) and torch.equal(scale_inv.reshape(s.shape), s.float())
         for (_, codes, scale_inv), (q, s) in zip(pairs, operands, strict=True)
     )
 
 
 def fp8(model: nn.Module, layout: str) -> list[tuple[str, Tensor, Any]]:
-    """Copies of a model's named pairs."""
+    """Copies of a model's named pairs, with scales in float32."""
     found = octavo.export.iterate_fp8(model, layout, fp8_only=True)  # type: ignore[arg-type]
-    return [(name, codes.clone(), scale_inv.clone()) for name, codes, scale_inv in found]  # type: ignore[union-attr]
+    return [(name, codes.clone(), as_float(scale_inv).clone()) for name, codes, scale_inv in found]
+
+
+def as_float(scale_inv: Any) -> Tensor:
+    return scale_inv.view(torch.float8_e8m0fnu).float() if scale_inv.dtype == torch.uint8 else scale_inv
 
 
 def layers(recipe: str, stored: bool = False, sizes: tuple[int, ...] = (256, 512, 256, 512)) -> nn.Sequential:
@@ -168,7 +173,7 @@ def llama(recipe: Recipe, tied: bool = False, dtype: torch.dtype = torch.bfloat1
 def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """By transformers' from_pretrained, which dequantises to the model's dtype."""
     transformers = pytest.importorskip("transformers")
-    if quantization_config(folder)["quant_method"] == "fp8":
+    if quantization_config(folder)["quant_method"] in ("fp8", "mxfp8"):
         from transformers.quantizers import quantizer_finegrained_fp8
 
         # asked for at the door; dequantising doesn't use it
@@ -206,10 +211,13 @@ def test_fine_grained_is_what_transformers_reads(tmp_path, monkeypatch, dtype, s
     assert sqnr(found(tokens).logits, model(tokens).logits) > 25  # ours casts the inputs too; measured: 28.5 dB
 
 
-@pytest.mark.parametrize("name", ["dynamic", "delayed", "rowwise"])
-def test_compressed_tensors_is_what_transformers_reads(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("mx", "mxfp8"), *((name, COMPRESSED) for name in ("dynamic", "delayed", "rowwise", "blockwise", "mx"))],
+)
+def test_other_layouts_are_what_transformers_reads(tmp_path, monkeypatch, name, layout):
     model = llama(getattr(recipes, name)())
-    to_safetensors(model, tmp_path / "out", COMPRESSED)
+    to_safetensors(model, tmp_path / "out", layout)
     found = load(tmp_path / "out", monkeypatch)
     assert_same_model(found, model)
     tokens = torch.randint(64, (2, 16))
@@ -271,21 +279,33 @@ def test_the_warning_of_ragged_blocks_is_still_due(tmp_path):
     assert not torch.equal(weight, dequantized(layer))
 
 
-@pytest.mark.parametrize("name", ["dynamic", "delayed", "rowwise"])
+PRESETS = {"dynamic": None, "delayed": None, "rowwise": "FP8_DYNAMIC", "blockwise": "FP8_BLOCK", "mx": "MXFP8"}
+
+
+@pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_layer_is_decompressed_by_compressed_tensors(tmp_path, name, dtype):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        apply_quantization_config,
+        preset_name_to_scheme,
+    )
 
-    layer = layer_of(getattr(recipes, name)(), 300, 200, dtype)
+    layer = layer_of(getattr(recipes, name)(), 300, 192, dtype)
     to_safetensors(layer, tmp_path / "out", COMPRESSED)
     stored = read(tmp_path / "out")
     config = QuantizationConfig.model_validate(quantization_config(tmp_path / "out"))
-    plain = nn.Sequential(nn.Linear(200, 300))
+    if PRESETS[name]:
+        (ours,) = config.config_groups.values()
+        preset = preset_name_to_scheme(PRESETS[name], ["Linear"]).model_dump()
+        assert ours.model_dump() == preset | {"format": config.format}
+    plain = nn.Sequential(nn.Linear(192, 300))
     apply_quantization_config(plain, config)
     theirs, scheme = plain[0].state_dict(), plain[0].quantization_scheme
     assert stored["weight_scale"].shape == theirs["weight_scale"].shape
+    assert stored["weight_scale"].dtype == (scheme.weights.scale_dtype or torch.float32)
     assert stored["weight"].dtype == scheme.weights.pytorch_dtype()
     compressor = BaseCompressor.get_value_from_registry(config.format)
     assert compressor.can_compress(nn.Linear, scheme)
@@ -299,12 +319,13 @@ def test_each_kind_of_scale_is_a_group(tmp_path):
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
-    by_name = {"1": recipes.rowwise(), "2": None}
+    by_name = {"1": recipes.rowwise(), "2": None, "3": recipes.mx()}
     to_safetensors(to_fp8(model, octavo.RecipeMap(recipes.dynamic(), by_name)), tmp_path / "out", COMPRESSED)
     plain = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
     apply_quantization_config(plain, QuantizationConfig.model_validate(quantization_config(tmp_path / "out")))
     schemes = [getattr(layer, "quantization_scheme", None) for layer in plain]
-    assert [scheme and scheme.weights.strategy for scheme in schemes] == ["tensor", "channel", None, "tensor"]
+    assert [scheme and scheme.weights.strategy for scheme in schemes] == ["tensor", "channel", None, "group"]
+    assert quantization_config(tmp_path / "out")["format"] == "mixed-precision"
     assert {scheme.input_activations.dynamic for scheme in schemes if scheme} == {True}
 
 
@@ -362,9 +383,10 @@ SMALL_BLOCKS = Recipe(output=(Cast(E4M3, PerBlock(1, 64)), Cast(E4M3, PerBlock(6
     [
         (recipes.dynamic(), "fine-grained", r"PerTensor\(\); layout='compressed-tensors' holds those"),
         (recipes.rowwise(), "fine-grained", r"PerRow\(\); layout='compressed-tensors' holds those"),
-        (recipes.blockwise(), COMPRESSED, r"PerBlock\(128, 128\); layout='fine-grained' holds those"),
-        (recipes.mx(), "fine-grained", r"PerBlock\(1, 32\); octavo.set_recipe\(model, octavo.recipes.blockwise\(\)\)"),
-        (recipes.mx(), COMPRESSED, r"PerBlock\(1, 32\); octavo.set_recipe\(model, octavo.recipes.rowwise\(\)\)"),
+        (recipes.blockwise(), "mxfp8", r"PerBlock\(128, 128\); layout='fine-grained' holds those"),
+        (recipes.mx(), "fine-grained", r"PerBlock\(1, 32\); layout='mxfp8' holds those"),
+        (recipes.mx(), COMPRESSED, r"8 in features, .* blocks of 32 that are whole; .*RecipeMap\(recipe, {'a': None}\)"),
+        (SMALL_BLOCKS, COMPRESSED, r"PerBlock\(64, 64\); octavo.set_recipe\(model, octavo.recipes.rowwise\(\)\)"),
         (SMALL_BLOCKS, "fine-grained", r"PerBlock\(64, 64\); octavo.set_recipe\(model, octavo.recipes.blockwise\(\)\)"),
         (E5M2_WEIGHT, COMPRESSED, r"cast to E5M2, which no layout holds; octavo.set_recipe\(.*rowwise\(\)\)"),
     ],
@@ -453,7 +475,7 @@ def test_nothing_is_left_of_a_failure(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"layout": "gguf"}, "layout='gguf': use 'fine-grained' or 'compressed-tensors'"),
+        ({"layout": "gguf"}, "layout='gguf': use 'fine-grained', 'mxfp8', 'compressed-tensors'"),
         ({"max_shard_bytes": 0}, "max_shard_bytes=0 must be an integer of at least 1"),
     ],
 )
@@ -486,7 +508,7 @@ def frozen(net):
 SITUATIONS = [  # KeptWeights keep none that are scaled by rows
     (recipe, situation)
     for recipe, situation in itertools.product(LAYOUT_OF, [as_they_come, kept, frozen])
-    if (recipe, situation) != ("rowwise", kept)
+    if recipe not in ("rowwise", "mx") or situation is not kept
 ]
 
 
@@ -607,14 +629,14 @@ def test_everything_is_given_unless_only_fp8_is_asked_for():
 
 
 def test_an_unknown_layout():
-    with pytest.raises(ValueError, match="layout='gguf': use 'fine-grained', 'compressed-tensors', 'per-tensor'"):
+    with pytest.raises(ValueError, match="layout='gguf': use 'fine-grained', 'mxfp8', 'compressed-tensors', 'per-tensor'"):
         iterate_fp8(layers("dynamic"), "gguf")
 
 
 def sharded_cells():
     found = []
     for recipe, stored, mixed, training in itertools.product(LAYOUT_OF, *[(False, True)] * 3):
-        if (recipe == "rowwise" and stored) or (mixed and stored):  # FSDP2 gathers stored weights as they are
+        if (recipe in ("rowwise", "mx") and stored) or (mixed and stored):  # FSDP2 gathers stored weights as they are
             continue
         default = (recipe, stored, mixed, training) in {
             ("delayed", False, False, True),
