@@ -213,7 +213,11 @@ def test_fine_grained_is_what_transformers_reads(tmp_path, monkeypatch, dtype, s
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("mx", "mxfp8"), *((name, COMPRESSED) for name in ("dynamic", "delayed", "rowwise", "blockwise", "mx"))],
+    [
+        ("mx", "mxfp8"),
+        *((name, COMPRESSED) for name in ("dynamic", "delayed", "rowwise", "mx")),
+        pytest.param("blockwise", COMPRESSED, marks=pytest.mark.full),
+    ],
 )
 def test_other_layouts_are_what_transformers_reads(tmp_path, monkeypatch, name, layout):
     model = llama(getattr(recipes, name)())
