@@ -115,13 +115,14 @@ def mx_pairs(x, format, mode):
 
 def test_mx_codes_and_scales_are_torchaos():
     """Its RCEIL, the rule of cuBLAS too. FLOOR, the OCP's, has the same scale_inv or half of it, and clips then."""
-    halves = 0
+    halves, shapes = 0, ((8, 64), (1, 32), (17, 96), (3, 5, 64), (0, 32))
     for number in range(1000):
-        x, format = torch.randn(8, 64) * torch.exp2(torch.randint(-100, 100, (8, 1))), (E4M3, E5M2)[number % 2]
-        x[number % 8, :32] = 0  # then ours is 1, theirs 2^-127, and codes are 0
+        shape, format = shapes[number // 10 % 5 if number % 10 else 0], (E4M3, E5M2)[number % 2]
+        x = torch.randn(shape) * torch.exp2(torch.randint(-110, 125, (*shape[:-1], 1)))
+        x.view(-1, 32)[number % 8 :: 16] = 0  # then ours is 1, theirs 2^-127, and codes are 0
         x = x.bfloat16() if number % 3 else x
         exponents, codes, theirs, their_codes = mx_pairs(x, format, "rceil")
-        expected = torch.where(x.view(8, 2, 32).any(-1), theirs, theirs + 127)
+        expected = torch.where(x.unflatten(-1, (-1, 32)).any(-1), theirs, theirs + 127)
         assert torch.equal(exponents, expected) and torch.equal(codes, their_codes)
         if number % 10 == 0:
             _, _, floors, floored = mx_pairs(x, format, "floor")

@@ -83,7 +83,8 @@ def to_safetensors(
     """
     chosen = LAYOUTS.get(layout)
     if chosen is None or chosen.config is None:
-        raise ValueError(f"layout={layout!r}: use {', '.join(repr(name) for name, that in LAYOUTS.items() if that.config)}")
+        of_files = (repr(name) for name, each in LAYOUTS.items() if each.config is not None)
+        raise ValueError(f"layout={layout!r}: use {', '.join(of_files)}")
     if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes!r} must be an integer of at least 1")
     require("safetensors", "safetensors.torch", "huggingface_hub")

@@ -37,6 +37,7 @@ from octavo.nn.parted_linear import PartedLinear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight import fp8_pair
 from octavo.nn.weight_files import SCALE_INV
+from octavo.numerics import exponents_of
 from octavo.scaling.recipe import Cast
 from octavo.tensor.fsdp2 import on_this_rank, plain
 
@@ -146,7 +147,7 @@ class Entry(NamedTuple):
 
     def _written(self, tensor: Tensor, scale_inv: Tensor | None = None) -> WrittenTensors:
         if scale_inv is not None and self.layer is not None and weight_cast(self.layer).tile == MX:
-            scale_inv = e8m0_bytes(scale_inv)
+            scale_inv = exponents_of(scale_inv)
         if scale_inv is None or not isinstance(self.layer, Grouped):
             named = {self.key: tensor} if self.model is None else written_names(self.model, self.key, tensor)
             return ((name, each, scale_inv) for name, each in named.items())
@@ -297,11 +298,6 @@ def scale_shape(module: RecipeModule) -> tuple[int, ...]:
 def scale_name(name: str, layout: Layout) -> str:
     """The name of a weight's scales."""
     return name.removesuffix("weight") + layout.scale_key if name.endswith("weight") else name + layout.scale_key[6:]
-
-
-def e8m0_bytes(scale_inv: Tensor) -> Tensor:
-    """Scales that are powers of two as the bytes of E8M0, uint8."""
-    return scale_inv.to(torch.float8_e8m0fnu).view(torch.uint8)
 
 
 def _fine_grained_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:

@@ -140,7 +140,7 @@ class StoredWeight(ShardHooks, Pair):
             )
         tile = granularity.of_matrices(weight.shape)
         pair, is_shard = quantize(weight.detach().contiguous(), E4M3, tile, power_of_two=True), shard_dtype is not None
-        of = granularity if is_shard or granularity in OF_FROZEN else None  # of a whole weight of one block: PerTensor()
+        of = granularity if is_shard or granularity in OF_FROZEN else None  # of a whole one of one block: PerTensor()
         scale_inv = pair.scale_inv.clone(memory_format=torch.contiguous_format)
         stored = cls(pair.qdata, scale_inv, shard_dtype or weight.dtype, of, is_shard)
         if keep_rest and granularity in GRANULARITIES and not weight.is_meta:

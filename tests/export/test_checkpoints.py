@@ -389,7 +389,7 @@ SMALL_BLOCKS = Recipe(output=(Cast(E4M3, PerBlock(1, 64)), Cast(E4M3, PerBlock(6
         (recipes.rowwise(), "fine-grained", r"PerRow\(\); layout='compressed-tensors' holds those"),
         (recipes.blockwise(), "mxfp8", r"PerBlock\(128, 128\); layout='fine-grained' holds those"),
         (recipes.mx(), "fine-grained", r"PerBlock\(1, 32\); layout='mxfp8' holds those"),
-        (recipes.mx(), COMPRESSED, r"8 in features, .* blocks of 32 that are whole; .*RecipeMap\(recipe, {'a': None}\)"),
+        (recipes.mx(), COMPRESSED, r"8 in features, .* blocks of 32 that are whole; .*\(recipe, {'a': None}\)"),
         (SMALL_BLOCKS, COMPRESSED, r"PerBlock\(64, 64\); octavo.set_recipe\(model, octavo.recipes.rowwise\(\)\)"),
         (SMALL_BLOCKS, "fine-grained", r"PerBlock\(64, 64\); octavo.set_recipe\(model, octavo.recipes.blockwise\(\)\)"),
         (E5M2_WEIGHT, COMPRESSED, r"cast to E5M2, which no layout holds; octavo.set_recipe\(.*rowwise\(\)\)"),
@@ -633,7 +633,7 @@ def test_everything_is_given_unless_only_fp8_is_asked_for():
 
 
 def test_an_unknown_layout():
-    with pytest.raises(ValueError, match="layout='gguf': use 'fine-grained', 'mxfp8', 'compressed-tensors', 'per-tensor'"):
+    with pytest.raises(ValueError, match="use 'fine-grained', 'mxfp8', 'compressed-tensors', 'per-tensor'"):
         iterate_fp8(layers("dynamic"), "gguf")
 
 
