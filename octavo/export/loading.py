@@ -424,7 +424,8 @@ def _as_stored(
     if scales.shape == _scale_shape(target, own) and own.may_have(scales):
         scales = scales if own.has_one_scale else scales[own_slices(scales.shape, target)]
         codes = _read(stored, reader, part, place)
-        return StoredWeight(codes, scales.to(place), target.dtype, own.granularity, is_shard), False
+        scales = scales.to(place, own.scale_inv.dtype)
+        return StoredWeight(codes, scales, target.dtype, own.granularity, is_shard), False
     return _cast(_read_values(stored, reader, part, place, pair), target, own.granularity), True
 
 
@@ -456,8 +457,8 @@ def _experts_as_stored(
             matrix, reader, own_slices(matrix.shape, torch.empty(0)), place, None if kept else pair
         )
     if kept:
-        arguments = scales[experts].to(place), target.dtype, own.granularity, own is not target
-        return StoredWeight(values, *arguments), False
+        scales = scales[experts].to(place, own.scale_inv.dtype)
+        return StoredWeight(values, scales, target.dtype, own.granularity, own is not target), False
     return _cast(values, target, own.granularity), True
 
 

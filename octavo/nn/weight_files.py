@@ -113,7 +113,8 @@ def _scales_of_first_rank(weight: Any, shard: StoredWeight, given: Tensor | None
 
 def check_scales(scale_inv: Tensor, name: str) -> None:
     """Raise ValueError for scales that no cast can have given."""
-    if not scale_inv.is_meta and not bool((scale_inv.isfinite() & (scale_inv > 0)).all()):
+    values = scale_inv.float()
+    if not values.is_meta and not bool((values.isfinite() & (values > 0)).all()):
         raise ValueError(f"{name} holds scales that are not finite and positive: the checkpoint is damaged")
 
 

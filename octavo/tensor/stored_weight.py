@@ -35,7 +35,7 @@ from octavo.granularity import ALL, Granularity, PerBlock, PerRow, PerTensor
 from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.optimizer_state import remainder_of, values_with
-from octavo.numerics import scale_from_amax, scale_inv_from_scale
+from octavo.numerics import E8M0, scale_from_amax, scale_inv_from_scale
 from octavo.private import hooks_of, pytree, set_hooks, set_local_tensor, swap_tensor_impl
 from octavo.tensor.flat_weights import WRITES, FlatWeights, flat_cat
 from octavo.tensor.fsdp2 import After, ShardHooks, largest_of_ranks, on_this_rank
@@ -88,7 +88,7 @@ class StoredWeight(ShardHooks, Pair):
     Args:
         qdata: float8_e4m3fn [N, K] or [E, N, K], contiguous.
         scale_inv: float32 [1, 1] or [ceil(N / 128), ceil(K / 128)]; of experts [E, ...]. Of a frozen one also [N, 1]
-            or [N, ceil(K / 32)].
+            or, E8M0, [N, ceil(K / 32)].
         dtype: what it stands for, and its gradient's.
         granularity: which elements of a matrix share a scale; by default what the scales' shape says.
         is_shard: whether this is a rank's shard of a weight; [1, 1] is then the whole one's scale.
@@ -287,12 +287,12 @@ class StoredWeight(ShardHooks, Pair):
             return (self.device, self.shape) == (other.device, other.shape)
         rests = [one.rest.to(self.device) for one in (self, other) if one.rest is not None]
         same = torch.equal(*rests) if len(rests) == 2 else not any(rest.any() for rest in rests)
-        pairs = [(one.qdata.view(torch.uint8), one.scale_inv) for one in (self, other)]
+        pairs = [(one.qdata.view(torch.uint8), one.scale_inv.float()) for one in (self, other)]
         return same and all(torch.equal(a, b.to(a.device)) for a, b in zip(*pairs, strict=True))
 
     def may_have(self, scale_inv: Tensor) -> bool:
-        """Whether it may have these scales: a frozen parameter any, others powers of two."""
-        return self.known.is_frozen or has_powers_of_two(scale_inv)
+        """Whether it may have these scales: a frozen parameter any that its dtype holds, others powers of two."""
+        return (self.known.is_frozen and self.scale_inv.dtype != E8M0) or has_powers_of_two(scale_inv)
 
     def take(self, other: Tensor) -> StoredWeight:
         """Take another's values: stored ones as they are, plain ones cast."""
