@@ -506,7 +506,10 @@ def _pad(func: Any, weight: StoredWeight, pad: list[int], value: float = 0) -> A
 def _send(func: Any, outputs: list[Any], *arguments: Any) -> Any:
     """A collective that fills ``outputs``: of codes, of scales and, where it may be trained, of the rest."""
     kind, received = type(outputs[0]), [output.clone() for output in outputs]
-    of: list[Callable[[Any], Tensor]] = [lambda weight: weight.qdata.view(torch.uint8), lambda weight: weight.scale_inv]
+    of: list[Callable[[Any], Tensor]] = [  # as bytes, since gloo sends no E8M0
+        lambda weight: weight.qdata.view(torch.uint8),
+        lambda weight: weight.scale_inv.view(torch.uint8),
+    ]
     if not outputs[0].known.is_frozen:
         for weight in filter(lambda one: isinstance(one, kind), pytree.tree_leaves((received, *arguments))):
             if weight.rest is None:  # another rank may have one
@@ -604,8 +607,9 @@ def agree_on_scale(*params: Tensor, just_cut: bool = False) -> None:
     shards = [shard for param in params if (shard := local_stored(param)) is not None]
     if not shards or shards[0].is_meta:
         return
-    differ = any(not torch.equal(shard.scale_inv, shards[0].scale_inv) for shard in shards[1:])
-    if shards[0].has_one_scale and (just_cut or differ or any(shard.known.alone for shard in shards)):
+    one = [shard for shard in shards if shards[0].has_one_scale]
+    differ = any(not torch.equal(shard.scale_inv, one[0].scale_inv) for shard in one[1:])
+    if one and (just_cut or differ or any(shard.known.alone for shard in shards)):
         scales = torch.cat([shard.scale_inv for shard in shards])
         scales = largest_of_ranks(torch.cat([scales, -scales]), params[0])
         if not (scales == scales[:1] * scales.sign()).all():  # so the largest and the least differ
