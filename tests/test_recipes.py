@@ -11,7 +11,6 @@ from transformers.pytorch_utils import Conv1D
 
 import octavo
 from octavo import E4M3, E5M2, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, recipes
-from octavo.numerics import exponents_of
 from octavo.scaling.recipe import PRODUCTS
 from tests.support.triton_kernels import in_place_of_reference
 
@@ -77,19 +76,21 @@ def mx_pairs(x, format, mode):
     mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     ours = octavo.quantize(x, format, PerBlock(1, 32), power_of_two=True)
     exponents, codes = mx_tensor.to_mx(x, format.dtype, 32, mx_tensor.ScaleCalculationMode(mode))
-    found = exponents_of(ours.scale_inv.float()), ours.qdata, exponents, codes
+    assert ours.scale_inv.dtype == exponents.dtype == torch.float8_e8m0fnu
+    found = ours.scale_inv, ours.qdata, exponents, codes
     return [each.view(torch.uint8) for each in found]
 
 
 def test_mx_codes_and_scales_are_torchaos():
     """Its RCEIL, the rule of cuBLAS too. FLOOR, the OCP's, has the same scale_inv or half of it, and clips then."""
-    halves = 0
+    halves, shapes = 0, ((8, 64), (1, 32), (17, 96), (3, 5, 64), (0, 32))
     for number in range(1000):
-        x, format = torch.randn(8, 64) * torch.exp2(torch.randint(-100, 100, (8, 1))), (E4M3, E5M2)[number % 2]
-        x[number % 8, :32] = 0  # then ours is 1, theirs 2^-127, and codes are 0
+        shape, format = shapes[number // 10 % 5 if number % 10 else 0], (E4M3, E5M2)[number % 2]
+        x = torch.randn(shape) * torch.exp2(torch.randint(-110, 125, (*shape[:-1], 1)))
+        x.view(-1, 32)[number % 8 :: 16] = 0  # then ours is 1, theirs 2^-127, and codes are 0
         x = x.bfloat16() if number % 3 else x
         exponents, codes, theirs, their_codes = mx_pairs(x, format, "rceil")
-        expected = torch.where(x.view(8, 2, 32).any(-1), theirs, theirs + 127)
+        expected = torch.where(x.unflatten(-1, (-1, 32)).any(-1), theirs, theirs + 127)
         assert torch.equal(exponents, expected) and torch.equal(codes, their_codes)
         if number % 10 == 0:
             _, _, floors, floored = mx_pairs(x, format, "floor")

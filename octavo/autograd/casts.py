@@ -158,7 +158,7 @@ def _cast(
 def operands_of_codes(
     pair: CodesAndScale, recipe: Recipe, role: int, transposed: bool, amax: Tensor | None, offsets: Tensor | None = None
 ) -> Operands:
-    """The operands of rows of which there are the codes alone, as the role's first cast has written them.
+    """The operands of rows, or of a weight [G, N, K], of which there are the codes alone, as the first cast wrote them.
 
     Where one cast serves both layouts these are both; else the transposed one is cast from the values of the codes.
     """
@@ -169,7 +169,8 @@ def operands_of_codes(
     laid = found.transposed if second is not None else None
     if second is not None and not casts.once:
         scales = (scale_inv, cast.tile) if offsets is None else scales_of_rows(scale_inv, cast.tile, offsets, len(q_RC))
-        values = kernels.dequantize(q_RC, *scales, torch.float32)
+        flat = q_RC.flatten(0, -2), scales[0].flatten(0, -2)  # of a weight of groups, whose tiles are in one row
+        values = kernels.dequantize(*flat, scales[1], torch.float32).view(q_RC.shape)
         laid = cast_role(values, recipe, role, False, True, None, offsets=offsets).transposed
     elif second is not None and offsets is not None and needs_transposed_codes(q_RC.device):
         pad = contraction_multiple(q_RC.device) if recipe.pads else 1

@@ -295,10 +295,16 @@ def _report(results: list[RunResult], config: TrainConfig) -> int:
 
 
 def export(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Write a run's model as ONNX, and print how near its results in onnxruntime are to octavo's."""
+    """Write a run's model as ONNX, and print how near its results in onnxruntime are to octavo's; or as FP8 weights."""
     from octavo import export
 
     model = trained_model(options.source)
+    in_bf16 = 2 * sum(parameter.numel() for parameter in model.parameters())
+    if options.safetensors is not None:
+        export.to_safetensors(model, options.safetensors, options.layout)
+        size = sum(file.stat().st_size for file in options.safetensors.glob("*.safetensors"))
+        print(f"wrote {options.safetensors}: {size:,} bytes, {size / in_bf16:.2f} of its weights in bf16")
+        return 0
     corpus = load_corpus(options.data)
     corpus.require(model.config)
     tokens, targets = next(Batches(corpus, model.config.context, 16, 0).validation(16))
@@ -309,7 +315,7 @@ def export(options: argparse.Namespace, arguments: list[str]) -> int:
     with torch.no_grad():
         ours = float(next_byte_loss(model(tokens), targets))
     theirs = float(next_byte_loss(export.run_onnx(written, tokens.int())[0], targets))
-    size, in_bf16 = written.stat().st_size, 2 * sum(parameter.numel() for parameter in model.parameters())
+    size = written.stat().st_size
     print(
         f"wrote {written}: {size:,} bytes, {size / in_bf16:.2f} of its weights in bf16\n"
         f"in onnxruntime: SQNR {sqnr:.1f} dB, validation loss {theirs:.4f} nats a byte (octavo {ours:.4f})"

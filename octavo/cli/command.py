@@ -74,7 +74,13 @@ def _run_options(parser: argparse.ArgumentParser, flag: str, what: str, default:
 
 def _export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="RUN", help="a run's folder")
-    parser.add_argument("--onnx", type=Path, required=True, metavar="FILE", help="the file to write")
+    written = parser.add_mutually_exclusive_group(required=True)
+    written.add_argument("--onnx", type=Path, metavar="FILE", help="the file to write")
+    help = "a new folder for FP8 weights and their config.json, as servers read them"
+    written.add_argument("--safetensors", type=Path, metavar="FOLDER", help=help)
+    layouts = ("compressed-tensors", "fine-grained", "mxfp8")
+    help = "of FP8 weights; the first holds those of every recipe (default: compressed-tensors)"
+    parser.add_argument("--layout", default=layouts[0], choices=layouts, help=help)
     parser.add_argument("--opset", type=int, default=21, metavar="N", help="of ONNX, 19 to 24 (default: 21)")
     dtypes = ("bfloat16", "float32")
     help = "of other weights than FP8 (default: bfloat16)"
@@ -141,7 +147,14 @@ _COMMANDS: dict[str, tuple[Callable[..., int], Callable[[argparse.ArgumentParser
             "octavo compare --recipes baseline dynamic mx --out runs/mine --resume",
         ),
     ),
-    "export": (actions.export, _export, ("octavo export runs/train-001/delayed --onnx model.onnx",)),
+    "export": (
+        actions.export,
+        _export,
+        (
+            "octavo export runs/train-001/delayed --onnx model.onnx",
+            "octavo export runs/train-001/mx --safetensors served/",
+        ),
+    ),
     "plan": (
         actions.plan,
         _plan,

@@ -14,14 +14,26 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import ExportError, require
-from octavo.export.layouts import BLOCK, GATHER, LAYOUTS, Entry, Layers, Layout, WrittenTensors, entries, scale_name
+from octavo.export.layouts import (
+    BLOCK,
+    GATHER,
+    LAYOUTS,
+    SQUARE,
+    Entry,
+    Layers,
+    Layout,
+    WrittenTensors,
+    entries,
+    scale_name,
+    weight_cast,
+)
 from octavo.tensor.fsdp2 import mp_policies, on_this_rank
 
 
 def to_safetensors(
     model: nn.Module,
     folder: str | os.PathLike[str],
-    layout: Literal["fine-grained", "compressed-tensors"] = "fine-grained",
+    layout: Literal["fine-grained", "mxfp8", "compressed-tensors"] = "fine-grained",
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Write a checkpoint whose FP8 layers are served from the pairs that the model computes with.
@@ -35,8 +47,9 @@ def to_safetensors(
     Args:
         model: a converted model, none of it on the meta device.
         folder: created, parents too; may exist if it is empty.
-        layout: "fine-grained" holds E4M3 weights in 128x128 blocks (``recipes.blockwise()``), "compressed-tensors"
-            those with one scale, or one a row (``recipes.dynamic()``, ``delayed()``, ``rowwise()``).
+        layout: "fine-grained" holds E4M3 weights in 128x128 blocks (``recipes.blockwise()``), "mxfp8" those in 1x32
+            blocks (``mx()``), "compressed-tensors" both of these and those with one scale, or one a row
+            (``dynamic()``, ``delayed()``, ``rowwise()``).
         max_shard_bytes: the most that one file holds; a larger tensor has a file of its own.
 
     Raises:
@@ -49,8 +62,8 @@ def to_safetensors(
         UserWarning: of sizes that 128 does not divide under "fine-grained": transformers dequantises them wrongly.
 
     Source:
-        transformers' FineGrainedFP8Config, the layout of DeepSeek-V3's checkpoints; compressed-tensors' format
-        "float-quantized", llm-compressor's FP8_DYNAMIC.
+        transformers' FineGrainedFP8Config, the layouts of DeepSeek-V3's and of MiniMax-M3's MXFP8 checkpoints;
+        compressed-tensors' presets FP8_DYNAMIC, FP8_BLOCK and MXFP8, as llm-compressor writes them.
 
     Example:
         >>> import json, pathlib, tempfile, torch, octavo
@@ -70,7 +83,8 @@ def to_safetensors(
     """
     chosen = LAYOUTS.get(layout)
     if chosen is None or chosen.config is None:
-        raise ValueError(f"layout={layout!r}: use 'fine-grained' or 'compressed-tensors'")
+        of_files = (repr(name) for name, each in LAYOUTS.items() if each.config is not None)
+        raise ValueError(f"layout={layout!r}: use {', '.join(of_files)}")
     if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes!r} must be an integer of at least 1")
     require("safetensors", "safetensors.torch", "huggingface_hub")
@@ -83,7 +97,7 @@ def to_safetensors(
         raise ExportError(f"{folder} {what}; name a folder that is new or empty")
     found, layers, skipped = entries(model, layout)
     likes = _likes(found, chosen)
-    if layout == "fine-grained":
+    if layout != "compressed-tensors":
         _check_readers(layers, skipped)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
@@ -109,7 +123,7 @@ def to_safetensors(
 
 
 def _check_readers(layers: Layers, skipped: list[str]) -> None:
-    """Raise ExportError for what transformers' reader of "fine-grained" gets wrong, or warn of it."""
+    """Raise ExportError for what transformers' reader of "fine-grained" and "mxfp8" gets wrong, or warn of it."""
     for name in skipped:
         wrong = next((layer for layer in layers if layer.endswith(name)), None)
         if wrong is not None:
@@ -117,7 +131,8 @@ def _check_readers(layers: Layers, skipped: list[str]) -> None:
                 f"{name!r} stays in high precision, but by transformers' rule its name would stand for {wrong!r} too, "
                 "which ends with it; rename it or put it in FP8"
             )
-    shapes = {name: list(module.weight_parameter.shape) for name, module in layers.items()}
+    square = {name: module for name, module in layers.items() if weight_cast(module).tile == SQUARE}
+    shapes = {name: list(module.weight_parameter.shape) for name, module in square.items()}
     ragged = {name: shape for name, shape in shapes.items() if any(n > BLOCK and n % BLOCK for n in shape[-2:])}
     if ragged:
         name, shape = next(iter(ragged.items()))
@@ -165,7 +180,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def iterate_fp8(
     model: nn.Module,
-    layout: Literal["fine-grained", "compressed-tensors", "per-tensor"] = "fine-grained",
+    layout: Literal["fine-grained", "mxfp8", "compressed-tensors", "per-tensor"] = "fine-grained",
     fp8_only: bool = False,
 ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """The model's tensors one after the other, its FP8 layers' weights as the codes that their forward reads.
@@ -186,9 +201,10 @@ def iterate_fp8(
 
     Yields:
         (name, codes, scale_inv), named as in ``model.state_dict()``, on the model's device; tied tensors once, but FP8
-        layers that share a weight each yield it. Codes are float8_e4m3fn [N, K], scale_inv float32
-        [ceil(N / 128), ceil(K / 128)] ("fine-grained"), [1] or [N, 1]
-        ("compressed-tensors") or [1] ("per-tensor"). The value is codes * scale_inv. A tensor in high precision is
+        layers that share a weight each yield it. Codes are float8_e4m3fn [N, K], scale_inv is float32
+        [ceil(N / 128), ceil(K / 128)] ("fine-grained", "compressed-tensors"), [1] or [N, 1] ("compressed-tensors") or
+        [1] ("per-tensor"), and the value is codes * scale_inv; of 1x32 blocks ("mxfp8", "compressed-tensors") it is
+        uint8 [N, K / 32], E8M0's bytes, and the value is codes * 2 ** (scale_inv - 127). A tensor in high precision is
         (name, tensor, None). For a transformers model whose experts are in FP8, names are those that its
         save_pretrained writes, and each expert's matrices are tensors of their own.
 

@@ -5,8 +5,12 @@ after the module's.
 
     layout               weight          scale                                              read by
     fine-grained         weight [N, K]   weight_scale_inv [ceil(N/128), ceil(K/128)] fp32   transformers, vLLM, SGLang
-    compressed-tensors   weight [N, K]   weight_scale [1] or [N, 1] fp32                    compressed-tensors, vLLM
+    mxfp8                weight [N, K]   weight_scale_inv [N, K/32] E8M0                    transformers, SGLang
+    compressed-tensors   weight [N, K]   weight_scale [1], [N, 1] or those of blocks fp32   compressed-tensors, vLLM
+                                         weight_scale [N, K/32] E8M0                        the same
     per-tensor           weight [N, K]   weight_scale [1] fp32                              vLLM, SGLang ("fp8")
+
+E8M0 is a byte, as uint8, the type of these readers' parameters: the scale is 2 ** (byte - 127).
 
 In a model all experts' matrices are one parameter, [E, N, K]; its N rows may be those of gate and then those of up.
 Most models' checkpoints have ``experts.0.gate_proj.weight``, ``experts.0.up_proj.weight``, ... instead, and servers
@@ -33,11 +37,13 @@ from octavo.nn.parted_linear import PartedLinear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight import fp8_pair
 from octavo.nn.weight_files import SCALE_INV
+from octavo.numerics import exponents_of
 from octavo.scaling.recipe import Cast
 from octavo.tensor.fsdp2 import on_this_rank, plain
 
 Layers = dict[str, RecipeModule]  # the modules whose output product is in FP8, by name
 BLOCK = 128
+SQUARE, MX = (BLOCK, BLOCK), (1, 32)  # tiles
 GATHER = "gather the model first (torch.distributed.checkpoint.state_dict)"  # what to do about shards
 WrittenTensors = Iterator[tuple[str, Tensor, Tensor | None]]  # names, codes or tensors, scales or None
 
@@ -117,7 +123,7 @@ class Entry(NamedTuple):
     model: nn.Module | None = None
 
     def read(self, training: bool, policies: Mapping[int, Any]) -> WrittenTensors:
-        """(name, codes [N, K], scales in the layouts' shape) of a weight in FP8, else (name, tensor, None).
+        """(name, codes [N, K], scales in the layouts' shape and dtype) of a weight in FP8, else (name, tensor, None).
 
         Args:
             training: see octavo.nn.weight.fp8_pair.
@@ -140,6 +146,8 @@ class Entry(NamedTuple):
         return self._written(codes, torch.empty(scale_shape(self.layer), dtype=torch.float32, device="meta"))
 
     def _written(self, tensor: Tensor, scale_inv: Tensor | None = None) -> WrittenTensors:
+        if scale_inv is not None and self.layer is not None and weight_cast(self.layer).tile == MX:
+            scale_inv = exponents_of(scale_inv)
         if scale_inv is None or not isinstance(self.layer, Grouped):
             named = {self.key: tensor} if self.model is None else written_names(self.model, self.key, tensor)
             return ((name, each, scale_inv) for name, each in named.items())
@@ -240,6 +248,11 @@ def _misfit(name: str, module: RecipeModule, layout: str) -> str | None:
         other = next((name for name, that in LAYOUTS.items() if cast.tile in that.tiles), None)
         works = remedy if other is None else f"layout={other!r} holds those"
         return f"its weight's scales are {cast.granularity}; {works}"
+    if cast.tile == MX and (columns := module.weight_parameter.shape[-1]) % MX[1]:
+        return (
+            f"it has {columns} in features, and readers take blocks of {MX[1]} that are whole; keep it in high "
+            f"precision by octavo.RecipeMap(recipe, {{{name!r}: None}})"
+        )
     return None
 
 
@@ -293,30 +306,51 @@ def _fine_grained_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK],
+        "weight_block_size": [*SQUARE],
         "modules_to_not_convert": skipped,
     }
 
 
+def _mxfp8_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
+    """The same of MXFP8, as MiniMax's and verl's have it."""
+    mx = {"quant_method": "mxfp8", "weight_block_size": [*MX], "scale_fmt": "ue8m0"}
+    return _fine_grained_config(layers, skipped) | mx
+
+
+# By a weight's tile: what compressed-tensors says of weights and of inputs, which are cast as they come; the format
+_GROUPS_OF_32 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+_SCHEMES: dict[Tile, tuple[dict[str, Any], dict[str, Any], str]] = {
+    (ALL, ALL): ({"strategy": "tensor"}, {"strategy": "token"}, "float-quantized"),
+    (1, ALL): ({"strategy": "channel"}, {"strategy": "token"}, "float-quantized"),  # its preset FP8_DYNAMIC
+    SQUARE: (
+        {"strategy": "block", "block_structure": [*SQUARE]},
+        {"strategy": "group", "group_size": BLOCK},
+        "float-quantized",
+    ),  # FP8_BLOCK
+    MX: (_GROUPS_OF_32, _GROUPS_OF_32, "mxfp8-quantized"),  # MXFP8
+}
+
+
 def _compressed_tensors_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
-    """compressed-tensors' QuantizationConfig: a config group for each kind of weight scale; inputs are cast by rows."""
-    names: dict[str, list[str]] = {}
+    """compressed-tensors' QuantizationConfig: a config group for each kind of weight scale."""
+    names: dict[Tile, list[str]] = {}
     for name, module in layers.items():
         pattern = f"re:{re.escape(name.rpartition('.')[0])}[.].*" if isinstance(module, ExpertsPart) else name
-        names.setdefault("tensor" if weight_cast(module).tile == (ALL, ALL) else "channel", []).append(pattern)
-    args = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+        names.setdefault(weight_cast(module).tile, []).append(pattern)
+    args = {"num_bits": 8, "type": "float", "symmetric": True}
     groups = {
         f"group_{i}": {
             "targets": ["Linear"] if len(names) == 1 else targets,
-            "weights": args | {"strategy": strategy, "dynamic": False},
-            "input_activations": args,
-            "format": "float-quantized",
+            "weights": args | _SCHEMES[tile][0] | {"dynamic": False},
+            "input_activations": args | _SCHEMES[tile][1] | {"dynamic": True},
+            "format": _SCHEMES[tile][2],
         }
-        for i, (strategy, targets) in enumerate(names.items())
+        for i, (tile, targets) in enumerate(names.items())
     }
+    formats = {group["format"] for group in groups.values()}
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized",
+        "format": "mixed-precision" if len(formats) > 1 else formats.pop(),
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": skipped,
@@ -324,7 +358,8 @@ def _compressed_tensors_config(layers: Layers, skipped: list[str]) -> dict[str, 
 
 
 LAYOUTS = {
-    "fine-grained": Layout("weight_scale_inv", ((BLOCK, BLOCK),), "blockwise", _fine_grained_config),
-    "compressed-tensors": Layout("weight_scale", ((ALL, ALL), (1, ALL)), "rowwise", _compressed_tensors_config),
+    "fine-grained": Layout("weight_scale_inv", (SQUARE,), "blockwise", _fine_grained_config),
+    "mxfp8": Layout("weight_scale_inv", (MX,), "mx", _mxfp8_config),
+    "compressed-tensors": Layout("weight_scale", (*_SCHEMES,), "rowwise", _compressed_tensors_config),
     "per-tensor": Layout("weight_scale", ((ALL, ALL),), "dynamic", None),
 }

@@ -1,8 +1,9 @@
 """Loads checkpoints, as published on a hub, into a model whose weights live in FP8: codes stay codes.
 
-It reads the layouts of export/layouts.py and similar ones: scales of 128 x 128 blocks, of a whole weight or of its
-rows, in float32, bfloat16 or E8M0, named ``weight_scale_inv`` or ``weight_scale``; and weights in high precision. Names
-may be those on the hub where transformers' model has others. Of a sharded model each rank reads its own part of a file.
+It reads the layouts of export/layouts.py and similar ones: scales of 128 x 128 or 1 x 32 blocks, of a whole weight or
+of its rows, in float32, bfloat16 or E8M0 (its bytes too), named ``weight_scale_inv`` or ``weight_scale``; and weights
+in high precision. Names may be those on the hub where transformers' model has others. Of a sharded model each rank
+reads its own part of a file.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import require
-from octavo.export.layouts import BLOCK, places_in
-from octavo.granularity import Granularity, PerBlock, PerRow, PerTensor
+from octavo.export.layouts import MX, SQUARE, places_in
+from octavo.granularity import Granularity
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight_files import SCALE_INV, check_scales
 from octavo.tensor.fsdp2 import like_sharded, on_this_rank, own_slices
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, cast_shard, local_stored, put_into
+from octavo.tensor.stored_weight import StoredWeight, cast_shard, granularity_of_scales, local_stored, put_into
 
 SCALES = ("_scale_inv", "_scale")  # a scale's name is its weight's and one of these
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # of static casts
@@ -110,10 +111,11 @@ def load_fp8(
     """Load a checkpoint into a model that octavo.convert(..., weight_storage="fp8") has converted.
 
     Codes become the layers' weights as they are, one tensor at a time, and no wider copy of the model is ever made: so
-    make the model on the meta device. A frozen weight can have any scales. A trained one needs powers of two (as octavo
-    and DeepSeek-V3.1 write them): with other scales, or with another granularity than the recipe's, its codes are
-    rounded anew, and the optimizer's master begins with 12 bits of the checkpoint's values. So do weights that the
-    checkpoint has in high precision.
+    make the model on the meta device. A frozen weight can have any scales, and those of rows and 1x32 blocks under
+    recipes that scale so (``rowwise()``, ``mx()``). A trained one needs powers of two (as octavo and DeepSeek-V3.1
+    write them): with other scales, or with another granularity than the recipe's, its codes are rounded anew, and the
+    optimizer's master begins with 12 bits of the checkpoint's values. So do weights that the checkpoint has in high
+    precision.
 
     Of a model that fully_shard or tensor parallelism has sharded, all ranks call this, and each reads its own part: it
     has then what loading the whole and sharding it gives, bit for bit.
@@ -139,7 +141,8 @@ def load_fp8(
         UserWarning: of weights whose codes were rounded anew, and of scales of inputs, which are not read.
 
     Source:
-        transformers' FineGrainedFP8Config; compressed-tensors' format "float-quantized".
+        transformers' FineGrainedFP8Config; compressed-tensors' formats "float-quantized" and "mxfp8-quantized"; NVIDIA
+        ModelOpt's FP8 and MXFP8.
 
     Example:
         >>> import pathlib, tempfile, torch, octavo
@@ -228,13 +231,13 @@ def _check_config(folder: Path) -> None:
     config = config.get("text_config", {}) | config  # the former in models of several kinds of input
     quantization = config.get("quantization_config") or config.get("compression_config") or {}
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
-    if method not in ("fp8", "compressed-tensors", None):
+    if method not in ("fp8", "mxfp8", "compressed-tensors", "modelopt", None):
         raise ValueError(
-            f"{path}: quant_method is {method!r}; load_fp8 reads 'fp8' (fine-grained), 'compressed-tensors' and "
-            "checkpoints in high precision, which have none"
+            f"{path}: quant_method is {method!r}; load_fp8 reads 'fp8' (fine-grained), 'mxfp8', 'compressed-tensors', "
+            "'modelopt' and checkpoints in high precision, which have none"
         )
-    if block is not None and list(block) != [BLOCK, BLOCK]:
-        raise ValueError(f"{path}: weight_block_size is {block}; weights are stored in blocks of {[BLOCK, BLOCK]}")
+    if block is not None and tuple(block) not in (SQUARE, MX):
+        raise ValueError(f"{path}: weight_block_size is {block}; weights are stored in blocks of {SQUARE} or {MX}")
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -389,7 +392,7 @@ def _read_values(
     read, of_scales, kept = list(part), [slice(None)] * scales.ndim, [slice(None)] * len(part)
     for dim, (size, count) in enumerate(zip(stored.shape, scales.shape, strict=True)):
         if count > 1:
-            step, own = 1 if count == size else BLOCK, part[dim]
+            step, own = 1 if count == size else granularity.tile[dim - len(part)], part[dim]
             of_scales[dim] = slice(own.start // step, -(-own.stop // step))
             read[dim] = slice(of_scales[dim].start * step, min(of_scales[dim].stop * step, size))
             kept[dim] = slice(own.start - read[dim].start, own.stop - read[dim].start)
@@ -421,7 +424,8 @@ def _as_stored(
     if scales.shape == _scale_shape(target, own) and own.may_have(scales):
         scales = scales if own.has_one_scale else scales[own_slices(scales.shape, target)]
         codes = _read(stored, reader, part, place)
-        return StoredWeight(codes, scales.to(place), target.dtype, own.granularity, is_shard), False
+        scales = scales.to(place, own.scale_inv.dtype)
+        return StoredWeight(codes, scales, target.dtype, own.granularity, is_shard), False
     return _cast(_read_values(stored, reader, part, place, pair), target, own.granularity), True
 
 
@@ -435,14 +439,14 @@ def _experts_as_stored(
 ) -> tuple[StoredWeight, bool]:
     """``_as_stored`` for experts whose matrices are tensors: codes stay as they are if all scales fit the target's."""
     experts, scales, kept = own_slices(target.shape, target)[0], torch.zeros(_scale_shape(target, own)), True
-    height, ours = scales.shape[1], []
+    height, ours = own.granularity.of_matrices(target.shape).tile[0], []
     for (expert, rows), matrix in stored.matrices:
         pair = _scales_of(matrix, reader)
         if experts.start <= expert < experts.stop:
             ours.append((expert - experts.start, rows, matrix, pair))
-        at = slice(rows.start // BLOCK, -(-rows.stop // BLOCK)) if height > 1 else slice(0, 1)
+        at = slice(rows.start // height, -(-rows.stop // height))
         fits = pair is not None and pair[0].shape == scales[expert, at].shape
-        fits = fits and (height == 1 or rows.start % BLOCK == 0)
+        fits = fits and (scales.shape[1] == 1 or rows.start % height == 0)
         kept = fits and kept and bool(((scales[expert, at] == 0) | (scales[expert, at] == pair[0])).all())  # type: ignore[index]
         if kept:
             scales[expert, at] = pair[0]  # type: ignore[index]
@@ -453,8 +457,8 @@ def _experts_as_stored(
             matrix, reader, own_slices(matrix.shape, torch.empty(0)), place, None if kept else pair
         )
     if kept:
-        arguments = scales[experts].to(place), target.dtype, own.granularity, own is not target
-        return StoredWeight(values, *arguments), False
+        scales = scales[experts].to(place, own.scale_inv.dtype)
+        return StoredWeight(values, scales, target.dtype, own.granularity, own is not target), False
     return _cast(values, target, own.granularity), True
 
 
@@ -468,16 +472,16 @@ def _scales_of(stored: _Stored, reader: OpenFile) -> tuple[Tensor, Granularity] 
         return None
     file, name = stored.scale
     scales: Tensor = reader(file).get_tensor(name)
+    if scales.dtype == torch.uint8:
+        scales = scales.view(torch.float8_e8m0fnu)
     if not scales.is_floating_point():
-        raise ValueError(f"{name} is {scales.dtype}, exponents perhaps: store them as float32 or float8_e8m0fnu")
+        raise ValueError(f"{name} is {scales.dtype}: store scales as float32, or as E8M0 (float8_e8m0fnu, uint8)")
     scales = scales.to(torch.float32, copy=True)
     check_scales(scales, name)
-    if len(stored.shape) == 3:
-        for each in GRANULARITIES:
-            if each.of_matrices(stored.shape).scale_shape(stored.shape) == scales.shape:
-                return scales, each
-    shape = (1, 1) if scales.numel() == 1 else (*scales.shape, 1)[:2]
-    for granularity in (PerTensor(), PerBlock(BLOCK, BLOCK), PerRow()):
-        if granularity.scale_shape(stored.shape) == shape:
-            return scales.reshape(shape), granularity
-    raise ValueError(f"{name} of shape {tuple(scales.shape)} fits no layout of codes {stored.shape}")
+    if scales.numel() == 1:
+        scales = scales.reshape([1] * len(stored.shape))
+    elif scales.ndim == 1:
+        scales = scales.unsqueeze(1)
+    if (granularity := granularity_of_scales(torch.Size(stored.shape), scales.shape)) is None:
+        raise ValueError(f"{name} of shape {tuple(scales.shape)} fits no layout of codes {stored.shape}")
+    return scales, granularity

@@ -48,7 +48,7 @@ from octavo.scaling.delayed import ASIDE, LOADED, STATE, state_of
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
 from octavo.tensor.fsdp2 import forget_gathered, groups_of
-from octavo.tensor.stored_weight import local_stored, why_cut
+from octavo.tensor.stored_weight import OF_FROZEN, local_stored, why_cut
 
 
 def convert(
@@ -173,7 +173,7 @@ def _storage(
     matrices = [each for each in matrices if not recipe_of(recipe, *each[0]).is_high_precision]
     others = _weights_of_others(model, {id(getattr(module, "holder", module)) for *_, module in matrices})
     stored: dict[nn.Parameter, Granularity] = {}
-    for names, weight, target, _ in matrices:
+    for names, weight, target, module in matrices:
         name, wanted = names[-1], recipe_of(recipe, *names)
         if id(weight) in others:
             continue
@@ -188,9 +188,11 @@ def _storage(
             )
         if stored_as(weight) is None:
             _refuse_twice_sharded(name, weight)
-        if reason := why_not_stored(wanted):
+        if reason := why_not_stored(wanted, weight.requires_grad):
             raise ValueError(f"{name or 'the model'}: weights can't be stored in FP8 under {wanted.name!r}: {reason}")
         granularity = wanted.weight_casts.as_is.granularity  # type: ignore[union-attr]
+        if granularity in OF_FROZEN and getattr(module, "is_transposed", getattr(module, "stores_transposed", False)):
+            raise ValueError(f"{name}: experts that are [E, K, N] can't be stored in FP8 under {wanted.name!r}")
         if stored.setdefault(weight, granularity) != granularity:
             raise ValueError(f"{name or 'the model'}: modules that share a weight need recipes that scale it alike")
     found = {weight: stored_granularity(granularity, weight.shape) for weight, granularity in stored.items()}

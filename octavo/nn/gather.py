@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.autograd.casts import WEIGHT, State, cast_role
+from octavo.autograd.casts import WEIGHT, State, cast_role, operands_of_codes
 from octavo.granularity import ALL
 from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import is_small_block
@@ -37,7 +37,7 @@ from octavo.tensor.fsdp2 import (
     on_this_rank,
     padded_rows,
 )
-from octavo.tensor.pair import Operands, operands_of
+from octavo.tensor.pair import Operands
 from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, agreed, local_stored
 
 IN_FP8, CAST_AFTER, AS_IT_IS, AS_STORED = "in FP8", "cast after", "as it is", "as stored"
@@ -301,7 +301,7 @@ def _send_codes(
         scales = scale_inv if has_scale else outputs[1] if q.ndim == 2 else outputs[1][: shape[0]]
         operands = Operands((q, scales), (q.mT, scales.mT))
         if not recipe.is_high_precision:
-            operands = operands_of(q, scales, recipe.pads)
+            operands = operands_of_codes((q, scales), recipe, WEIGHT, True, None)
         if module.stores_transposed:
             operands = Operands(operands.transposed, operands.as_is)
         return operands._replace(amax=None if amax is None else amax.to(q.device))

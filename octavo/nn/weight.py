@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from octavo.autograd.casts import WEIGHT, cast_role
+from octavo.autograd.casts import WEIGHT, cast_role, operands_of_codes
 from octavo.autograd.shared_scales import Parts
 from octavo.formats import E4M3
 from octavo.granularity import Granularity, PerTensor
@@ -33,7 +33,7 @@ from octavo.step_count import OPTIMIZER_STEPS, version_of
 from octavo.tensor.fsdp2 import gather_alone, on_this_rank
 from octavo.tensor.pair import Operands
 from octavo.tensor.scaled_tensor import dequantized
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, local_stored, store
+from octavo.tensor.stored_weight import GRANULARITIES, OF_FROZEN, StoredWeight, local_stored, store
 
 # --- what products read; ``module`` is a RecipeModule -----------------------------------------------------------------
 
@@ -55,6 +55,8 @@ def fp8_operands(
     if module.exchange is not None and (stored := local_stored(parameter)) is not None:
         here = stored  # of this rank's experts, as they lie
     read = getattr(type(here), "operands", None)
+    if isinstance(here, StoredWeight) and here.granularity in OF_FROZEN:
+        return operands_of_codes((here.qdata, here.scale_inv), module.recipe, WEIGHT, transposed, None)
     if read is not None:  # stored or gathered
         return read(here, module, transposed)
     if not training:  # the weight may have been merged, averaged, swapped: its own amax, whatever the history
@@ -228,16 +230,18 @@ def widened(weight: Any) -> Tensor:
     return DTensor.from_local(dequantized(weight.to_local()), weight.device_mesh, weight.placements, **how)
 
 
-def why_not_stored(recipe: Recipe) -> str | None:
-    """Why weights can't be stored in FP8 under a recipe, or None."""
+def why_not_stored(recipe: Recipe, trained: bool = True) -> str | None:
+    """Why weights can't be stored in FP8 under a recipe, or None; ``trained``: of those that an optimizer may write."""
     casts = recipe.weight_casts
     if casts.as_is is None or casts.transposed is None:
         return "a product reads the weight in high precision"
-    if not casts.once:
-        return "its two layouts have different scales, so that one set of codes can't serve both"
+    of_frozen = casts.as_is.granularity in OF_FROZEN
+    if not casts.once and (trained or not of_frozen):
+        only = "; weights that are frozen before can be stored so" if of_frozen else ""
+        return f"its two layouts have different scales, so that one set of codes can't serve both{only}"
     if casts.as_is.format != E4M3:
         return f"its weights are {casts.as_is.format}, and stored ones E4M3"
-    if casts.as_is.granularity not in GRANULARITIES:
+    if not of_frozen and casts.as_is.granularity not in GRANULARITIES:
         return f"its weights are scaled {casts.as_is.granularity}, and stored ones per tensor or 128 x 128"
     return None
 
@@ -268,7 +272,7 @@ def check_granularity(recipe: Recipe, shape: torch.Size, stored: Granularity) ->
     shape = shape[-2:]
     if recipe.is_high_precision:
         return
-    if reason := why_not_stored(recipe):
+    if reason := why_not_stored(recipe, stored not in OF_FROZEN):
         raise ValueError(f"the recipe {recipe.name!r} can't read weights that are stored in FP8: {reason}")
     wanted = stored_granularity(recipe.weight_casts.as_is.granularity, shape)  # type: ignore[union-attr]
     if wanted.scale_shape(shape) != stored.scale_shape(shape):
@@ -280,7 +284,8 @@ def check_granularity(recipe: Recipe, shape: torch.Size, stored: Granularity) ->
 
 def stored_granularity(granularity: Granularity, shape: torch.Size) -> Granularity:
     """How a weight, or each expert's, is stored that a recipe scales so: PerTensor() where one block is all."""
-    return PerTensor() if granularity.scale_shape(shape[-2:]) == (1, 1) else granularity
+    one = granularity in GRANULARITIES and granularity.scale_shape(shape[-2:]) == (1, 1)
+    return PerTensor() if one else granularity
 
 
 def weight_of(module: nn.Module) -> nn.Parameter | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from octavo.granularity import PerTensor
 from octavo.tensor.collectives import largest
 from octavo.tensor.fsdp2 import like_sharded, on_this_rank, own_slices, plain
-from octavo.tensor.stored_weight import GRANULARITIES, StoredWeight, agree_on_scale, cast_shard, local_stored
+from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, cast_shard, granularity_of_scales, local_stored
 
 SCALE_INV = "_scale_inv"  # after a weight's name
 
@@ -113,7 +113,8 @@ def _scales_of_first_rank(weight: Any, shard: StoredWeight, given: Tensor | None
 
 def check_scales(scale_inv: Tensor, name: str) -> None:
     """Raise ValueError for scales that no cast can have given."""
-    if not scale_inv.is_meta and not bool((scale_inv.isfinite() & (scale_inv > 0)).all()):
+    values = scale_inv.float()
+    if not values.is_meta and not bool((values.isfinite() & (values > 0)).all()):
         raise ValueError(f"{name} holds scales that are not finite and positive: the checkpoint is damaged")
 
 
@@ -127,7 +128,7 @@ def _check_pair(given: Tensor, codes: Tensor | None, scale_inv: Tensor | None, k
     if scale_inv is None:
         raise ValueError(f"{key} holds FP8 codes, but there is no {key}{SCALE_INV}; give both")
     shape = _shape_of(given)
-    if not any(each.of_matrices(shape).scale_shape(shape) == tuple(scale_inv.shape) for each in GRANULARITIES):
+    if granularity_of_scales(shape, scale_inv.shape) is None:
         raise ValueError(f"{key}{SCALE_INV} of shape {tuple(scale_inv.shape)} does not fit {tuple(shape)}")
     check_scales(on_this_rank(scale_inv), f"{key}{SCALE_INV}")
 

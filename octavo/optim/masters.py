@@ -25,7 +25,7 @@ from octavo.kernels.reference.optimizer_state import (
     MasterWeight,
     values_with,
 )
-from octavo.tensor.stored_weight import StoredWeight, has_powers_of_two, local_stored
+from octavo.tensor.stored_weight import OF_FROZEN, StoredWeight, has_powers_of_two, local_stored
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class MasterForm:
             if self.rest is None:
                 return {}
             return {"master_rest": _as_kept(torch.zeros(weight.shape, dtype=self.rest, device=weight.device))}
-        if not has_powers_of_two(weight.scale_inv):
+        if not has_powers_of_two(weight.scale_inv) or weight.granularity in OF_FROZEN:
             raise ValueError(
                 f"a weight {tuple(weight.shape)} stored in FP8 was loaded while it was frozen, with scales that are no "
-                "powers of two, which an optimizer can't update: load it again with requires_grad"
+                "powers of two, or of rows or 1 x 32, which an optimizer can't update: load it again with requires_grad"
             )
         rest = weight.rest
         if rest is None or self.rest is None:

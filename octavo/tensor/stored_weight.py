@@ -31,11 +31,11 @@ from torch.nn import functional as F
 from octavo import kernels
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
-from octavo.granularity import Granularity, PerBlock, PerTensor
+from octavo.granularity import ALL, Granularity, PerBlock, PerRow, PerTensor
 from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.optimizer_state import remainder_of, values_with
-from octavo.numerics import scale_from_amax, scale_inv_from_scale
+from octavo.numerics import E8M0, scale_from_amax, scale_inv_from_scale
 from octavo.private import hooks_of, pytree, set_hooks, set_local_tensor, swap_tensor_impl
 from octavo.tensor.flat_weights import WRITES, FlatWeights, flat_cat
 from octavo.tensor.fsdp2 import After, ShardHooks, largest_of_ranks, on_this_rank
@@ -46,6 +46,7 @@ aten = torch.ops.aten
 
 BLOCK = 128
 GRANULARITIES = (PerTensor(), PerBlock(BLOCK, BLOCK))
+OF_FROZEN = (PerRow(), PerBlock(1, 32))  # the others, of which backward's product needs other codes than forward's
 
 
 @dataclass(eq=False)
@@ -81,13 +82,15 @@ class StoredWeight(ShardHooks, Pair):
 
     Of experts, [E, N, K], each one's matrix has its scale, or those of its blocks.
 
-    A frozen one that was loaded may have other scales: only the optimizers need powers of two.
+    A frozen one that was loaded may have other scales: only the optimizers need powers of two. It may also have a scale
+    for each row or block of 1 x 32: forward reads its codes, and backward what is cast from their values.
 
     Args:
         qdata: float8_e4m3fn [N, K] or [E, N, K], contiguous.
-        scale_inv: float32 [1, 1] or [ceil(N / 128), ceil(K / 128)]; of experts [E, ...].
+        scale_inv: float32 [1, 1] or [ceil(N / 128), ceil(K / 128)]; of experts [E, ...]. Of a frozen one also [N, 1]
+            or, E8M0, [N, ceil(K / 32)].
         dtype: what it stands for, and its gradient's.
-        granularity: which elements of a matrix share a scale; by default PerTensor() where there is one scale.
+        granularity: which elements of a matrix share a scale; by default what the scales' shape says.
         is_shard: whether this is a rank's shard of a weight; [1, 1] is then the whole one's scale.
     """
 
@@ -114,7 +117,7 @@ class StoredWeight(ShardHooks, Pair):
     ) -> StoredWeight:
         self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device)
         self.qdata, self.scale_inv, self.is_shard, self.known = qdata, scale_inv, is_shard, Known()
-        self.granularity = granularity or GRANULARITIES[scale_inv.shape[-2:] != (1, 1)]
+        self.granularity = granularity or granularity_of_scales(qdata.shape, scale_inv.shape) or GRANULARITIES[1]
         return self
 
     @classmethod
@@ -130,16 +133,17 @@ class StoredWeight(ShardHooks, Pair):
         ``keep_rest``: keep what rounding takes away, to 12 bits in all, for an optimizer's master to begin from;
         ``shard_dtype``: of a weight of which ``weight`` is a shard.
         """
-        if granularity not in GRANULARITIES:
+        if granularity not in GRANULARITIES + OF_FROZEN:
             raise ValueError(
                 f"weights are stored per tensor or in blocks of 128 x 128, not {granularity}: only then does one set "
-                "of codes serve the forward product and its gradient"
+                "of codes serve the forward product and its gradient; frozen ones by rows or 1 x 32, too"
             )
         tile = granularity.of_matrices(weight.shape)
         pair, is_shard = quantize(weight.detach().contiguous(), E4M3, tile, power_of_two=True), shard_dtype is not None
-        of = granularity if is_shard else None  # of a whole weight of one block: PerTensor()
-        stored = cls(pair.qdata, pair.scale_inv.clone(), shard_dtype or weight.dtype, of, is_shard)
-        if keep_rest and not weight.is_meta:
+        of = granularity if is_shard or granularity in OF_FROZEN else None  # of a whole one of one block: PerTensor()
+        scale_inv = pair.scale_inv.clone(memory_format=torch.contiguous_format)
+        stored = cls(pair.qdata, scale_inv, shard_dtype or weight.dtype, of, is_shard)
+        if keep_rest and granularity in GRANULARITIES and not weight.is_meta:
             stored.rest = remainder_of(weight.detach().contiguous(), stored.qdata.view(torch.uint8), stored.scale_inv)
         return stored
 
@@ -262,11 +266,11 @@ class StoredWeight(ShardHooks, Pair):
         scale_inv, rest = self.scale_inv, None if self.rest is None else cut(self.rest)
         if self.ndim == 3:
             scale_inv = cut(scale_inv)
-        elif self.granularity != PerTensor():
-            if start % BLOCK or (stop % BLOCK and stop != self.shape[dim]):
+        elif (step := self.granularity.tile[dim]) != ALL:
+            if start % step or (stop % step and stop != self.shape[dim]):
                 what = "rows" if dim == 0 else "columns"
                 raise UnsupportedOpError(f"{what} {start} to {stop} of {self} are no whole blocks")
-            scale_inv = cut(scale_inv, start // BLOCK, -(-stop // BLOCK))
+            scale_inv = cut(scale_inv, start // step, -(-stop // step))
         return self._like(cut(self.qdata), scale_inv, rest, is_shard=True)
 
     def splits_of_one_scale(self, sizes: Sequence[int]) -> list[StoredWeight]:
@@ -283,12 +287,12 @@ class StoredWeight(ShardHooks, Pair):
             return (self.device, self.shape) == (other.device, other.shape)
         rests = [one.rest.to(self.device) for one in (self, other) if one.rest is not None]
         same = torch.equal(*rests) if len(rests) == 2 else not any(rest.any() for rest in rests)
-        pairs = [(one.qdata.view(torch.uint8), one.scale_inv) for one in (self, other)]
+        pairs = [(one.qdata.view(torch.uint8), one.scale_inv.float()) for one in (self, other)]
         return same and all(torch.equal(a, b.to(a.device)) for a, b in zip(*pairs, strict=True))
 
     def may_have(self, scale_inv: Tensor) -> bool:
-        """Whether it may have these scales: a frozen parameter any, others powers of two."""
-        return self.known.is_frozen or has_powers_of_two(scale_inv)
+        """Whether it may have these scales: a frozen parameter any that its dtype holds, others powers of two."""
+        return (self.known.is_frozen and self.scale_inv.dtype != E8M0) or has_powers_of_two(scale_inv)
 
     def take(self, other: Tensor) -> StoredWeight:
         """Take another's values: stored ones as they are, plain ones cast."""
@@ -355,9 +359,18 @@ class StoredWeight(ShardHooks, Pair):
         return f"StoredWeight({tuple(self.shape)}, {self.dtype}, {self.granularity})"
 
 
+def granularity_of_scales(shape: torch.Size, scales: torch.Size) -> Granularity | None:
+    """Which elements of a weight [N, K] or [E, N, K] share a scale, by the shape of its scales; None if they don't fit.
+
+    Where two granularities have the same shape, they mean the same elements.
+    """
+    found = (each for each in GRANULARITIES + OF_FROZEN if each.of_matrices(shape).scale_shape(shape) == scales)
+    return next(found, None)
+
+
 def has_powers_of_two(scale_inv: Tensor) -> bool:
     """Whether all scales are powers of two, as those of a weight that is trained must be."""
-    return scale_inv.is_meta or bool((torch.frexp(scale_inv)[0] == 0.5).all())
+    return scale_inv.is_meta or bool((torch.frexp(scale_inv.float())[0] == 0.5).all())
 
 
 def local_stored(weight: Any) -> StoredWeight | None:
@@ -368,10 +381,15 @@ def local_stored(weight: Any) -> StoredWeight | None:
 
 def why_not_cut(shape: torch.Size, granularity: Granularity, ranks: int, dim: int = 0) -> str | None:
     """Why a weight [N, K] that is stored so can't be sharded over ranks by its rows (columns: ``dim`` 1); or None."""
-    size, each = shape[dim], -(-shape[dim] // ranks)
-    if granularity == PerTensor() or each == size or not (each % BLOCK or size % each):
+    size, each, step = shape[dim], -(-shape[dim] // ranks), granularity.tile[dim]
+    if granularity == PerTensor() or each == size or not (step == ALL or each % step or size % each):
         return None
     what = "rows" if dim == 0 else "columns"
+    if granularity in OF_FROZEN:
+        return (
+            f"a weight {tuple(shape)} stored {granularity} can't be sharded over {ranks} ranks by its {what}: shard it "
+            f"by rows over ranks that each get as many{'' if step == ALL else f', by columns in multiples of {step}'}"
+        )
     return (
         f"a weight {tuple(shape)} stored in blocks of 128 x 128 can't be sharded over {ranks} ranks: {each} {what} "
         "each are no whole blocks, or the last rank has fewer. Shard over ranks that each get the same multiple of "
@@ -488,7 +506,10 @@ def _pad(func: Any, weight: StoredWeight, pad: list[int], value: float = 0) -> A
 def _send(func: Any, outputs: list[Any], *arguments: Any) -> Any:
     """A collective that fills ``outputs``: of codes, of scales and, where it may be trained, of the rest."""
     kind, received = type(outputs[0]), [output.clone() for output in outputs]
-    of: list[Callable[[Any], Tensor]] = [lambda weight: weight.qdata.view(torch.uint8), lambda weight: weight.scale_inv]
+    of: list[Callable[[Any], Tensor]] = [  # as bytes, since gloo sends no E8M0
+        lambda weight: weight.qdata.view(torch.uint8),
+        lambda weight: weight.scale_inv.view(torch.uint8),
+    ]
     if not outputs[0].known.is_frozen:
         for weight in filter(lambda one: isinstance(one, kind), pytree.tree_leaves((received, *arguments))):
             if weight.rest is None:  # another rank may have one
@@ -586,8 +607,9 @@ def agree_on_scale(*params: Tensor, just_cut: bool = False) -> None:
     shards = [shard for param in params if (shard := local_stored(param)) is not None]
     if not shards or shards[0].is_meta:
         return
-    differ = any(not torch.equal(shard.scale_inv, shards[0].scale_inv) for shard in shards[1:])
-    if shards[0].has_one_scale and (just_cut or differ or any(shard.known.alone for shard in shards)):
+    one = [shard for shard in shards if shards[0].has_one_scale]
+    differ = any(not torch.equal(shard.scale_inv, one[0].scale_inv) for shard in one[1:])
+    if one and (just_cut or differ or any(shard.known.alone for shard in shards)):
         scales = torch.cat([shard.scale_inv for shard in shards])
         scales = largest_of_ranks(torch.cat([scales, -scales]), params[0])
         if not (scales == scales[:1] * scales.sign()).all():  # so the largest and the least differ

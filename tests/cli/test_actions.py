@@ -279,6 +279,14 @@ def test_export_checks_what_it_wrote(trained, capsys, monkeypatch):
     assert [(opset, weights) for _, opset, weights in seen] == [(21, torch.bfloat16)] and not seen[0][0].training
 
 
+def test_export_of_weights_that_servers_read(trained, capsys, monkeypatch):
+    monkeypatch.chdir(trained)
+    assert cli.main(["export", "runs/delayed", "--safetensors", "served"]) == 0
+    assert capsys.readouterr().out.startswith("wrote served: ")
+    assert json.loads(Path("served/config.json").read_text())["quantization_config"]["format"] == "float-quantized"
+    shutil.rmtree("served")
+
+
 def test_inspect_of_a_run_is_of_its_record_unless_more_is_asked(trained, capsys, monkeypatch):
     monkeypatch.chdir(trained)
     layer = octavo.nn.Linear(16, 16)
@@ -347,6 +355,7 @@ def test_export_writes_a_file_that_onnxruntime_runs(trained, capsys, monkeypatch
         (["runs/delayed", "--onnx", "no/m.onnx"], "the folder no does not exist"),
         (["runs/delayed", "--onnx", "m.onnx", "--opset", "3"], "opset=3: use 19 to 24"),
         (["runs/delayed", "--onnx", "m.onnx", "--data", "none"], "none"),
+        (["runs/delayed", "--safetensors", "served", "--layout", "mxfp8"], "layout='compressed-tensors' holds those"),
     ],
 )
 def test_an_export_that_fails_is_one_line_and_writes_nothing(arguments, says, trained, capsys, monkeypatch):

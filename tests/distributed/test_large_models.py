@@ -82,8 +82,10 @@ def written(folder: Any) -> None:
         ("powers", wide, recipes.blockwise()),
         ("blocks", net, recipes.blockwise()),
         ("rows", net, recipes.rowwise()),
+        ("own rows", net, recipes.rowwise()),
+        ("own 32", net, recipes.mx()),
     ):
-        layout = "compressed-tensors" if name == "rows" else "fine-grained"
+        layout = "fine-grained" if "blockwise" in recipe.name else "compressed-tensors"
         octavo.export.to_safetensors(to_fp8(copy.deepcopy(model), recipe), folder / name, layout)
     experts = octavo.nn.GroupedLinear(4, 256, 128, bias=False, recipe=recipes.blockwise(), **BF16)
     octavo.export.to_safetensors(nn.Sequential(experts), folder / "experts")
@@ -98,10 +100,20 @@ CASES = {
     "powers": (recipes.blockwise(), "fp8", True, 512),
     "blocks": (recipes.dynamic(), "fp8", True),  # 160 rows a rank are no whole blocks
     "rows": (recipes.delayed(), "fp8", True),
+    "own rows": (recipes.rowwise(), "fp8", False),
+    "own 32": (recipes.mx(), "fp8", False),
     "values": (recipes.dynamic(), "fp8", True),
     "wide values": (recipes.blockwise(), "fp8", True, 512),
     "experts": (recipes.blockwise(), "fp8", True, 0, True),
 }
+
+
+def passed(net: Any) -> list[torch.Tensor]:
+    """An output, and the gradient that passes frozen weights."""
+    x = torch.linspace(-1, 1, 512, **BF16).view(2, 256).requires_grad_()
+    y = net(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad]  # type: ignore[list-item]
 
 
 def wrong_loads(mesh: Any, folder: Any, parallel: bool) -> list[str]:
@@ -109,7 +121,7 @@ def wrong_loads(mesh: Any, folder: Any, parallel: bool) -> list[str]:
     warnings.simplefilter("ignore")
     found = []
     for name, options in CASES.items():
-        if parallel and name in ("powers", "wide values", "experts"):
+        if parallel and name in ("powers", "wide values", "experts", "own rows"):
             continue
         net = shard(two_layers(*options), mesh)
         load_fp8(net.to_empty(device="cpu") if name in ("codes", "rows") else net, folder / name)
@@ -117,6 +129,9 @@ def wrong_loads(mesh: Any, folder: Any, parallel: bool) -> list[str]:
         can_train = options[2] and name != "experts"
         if not equal(net, whole) or (can_train and not trains_alike(net, whole)):
             found.append(name)
+        if not parallel and not options[2]:
+            alone = passed(load_fp8(two_layers(*options), folder / name))
+            found += [f"{name}: gradients"] * (not all(map(torch.equal, passed(net), alone)))
     if not parallel:
         net = shard(two_layers(recipes.mx(), None, True), mesh)
         whole = shard(load_fp8(two_layers(recipes.mx(), None, True), folder / "values"), mesh)

@@ -29,6 +29,7 @@ LAYOUT_OF = {
     "dynamic": "compressed-tensors",
     "rowwise": "compressed-tensors",
     "delayed": "per-tensor",
+    "mx": "mxfp8",
 }
 
 
@@ -53,15 +54,19 @@ def seen_operands() -> Iterator[list[tuple[Tensor, Tensor]]]:
 def same_codes(pairs: list[tuple[str, Tensor, Tensor]], operands: list[tuple[Tensor, Tensor]]) -> bool:
     """Whether named pairs of a model, in the order of its forward, are what its products multiplied, bit for bit."""
     return len(pairs) == len(operands) and all(
-        torch.equal(codes.view(torch.uint8), q.view(torch.uint8)) and torch.equal(scale_inv.reshape(s.shape), s)
+        torch.equal(codes.view(torch.uint8), q.view(torch.uint8)) and torch.equal(scale_inv.reshape(s.shape), s.float())
         for (_, codes, scale_inv), (q, s) in zip(pairs, operands, strict=True)
     )
 
 
 def fp8(model: nn.Module, layout: str) -> list[tuple[str, Tensor, Any]]:
-    """Copies of a model's named pairs."""
+    """Copies of a model's named pairs, with scales in float32."""
     found = octavo.export.iterate_fp8(model, layout, fp8_only=True)  # type: ignore[arg-type]
-    return [(name, codes.clone(), scale_inv.clone()) for name, codes, scale_inv in found]  # type: ignore[union-attr]
+    return [(name, codes.clone(), as_float(scale_inv).clone()) for name, codes, scale_inv in found]
+
+
+def as_float(scale_inv: Any) -> Tensor:
+    return scale_inv.view(torch.float8_e8m0fnu).float() if scale_inv.dtype == torch.uint8 else scale_inv
 
 
 def layers(recipe: str, stored: bool = False, sizes: tuple[int, ...] = (256, 512, 256, 512)) -> nn.Sequential:
@@ -130,7 +135,7 @@ transformers = pytest.importorskip("transformers")
 from tests.support import tiny_models  # noqa: E402
 
 COMPRESSED = "compressed-tensors"
-SUFFIXES = {"fine-grained": "_scale_inv", COMPRESSED: "_scale"}
+SUFFIXES = {"fine-grained": "_scale_inv", "mxfp8": "_scale_inv", COMPRESSED: "_scale"}
 
 
 def read(folder: Path) -> dict[str, Tensor]:
@@ -162,7 +167,7 @@ def llama(recipe: Recipe, tied: bool = False, dtype: torch.dtype = torch.bfloat1
 
 def load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """By transformers' from_pretrained, which dequantises to the model's dtype."""
-    if quantization_config(folder)["quant_method"] == "fp8":
+    if quantization_config(folder)["quant_method"] in ("fp8", "mxfp8"):
         from transformers.quantizers import quantizer_finegrained_fp8
 
         # asked for at the door; dequantising doesn't use it
@@ -194,7 +199,8 @@ def assert_same_model(found: nn.Module, model: nn.Module) -> None:
     [
         ("blockwise", "fine-grained", torch.float32, False, 5_000_000_000),
         ("blockwise", "fine-grained", torch.bfloat16, True, 100_000),
-        *((name, COMPRESSED, torch.bfloat16, False, 5_000_000_000) for name in ("dynamic", "delayed", "rowwise")),
+        ("mx", "mxfp8", torch.bfloat16, False, 5_000_000_000),
+        *((name, COMPRESSED, torch.bfloat16, False, 5_000_000_000) for name in ("dynamic", "delayed", "rowwise", "mx")),
     ],
 )
 def test_transformers_reads_it(tmp_path, monkeypatch, name, layout, dtype, tied, shard_bytes):
@@ -260,21 +266,33 @@ def test_the_warning_of_ragged_blocks_is_still_due(tmp_path):
     assert not torch.equal(weight, dequantized(layer))
 
 
-@pytest.mark.parametrize("name", ["dynamic", "delayed", "rowwise"])
+PRESETS = {"dynamic": None, "delayed": None, "rowwise": "FP8_DYNAMIC", "blockwise": "FP8_BLOCK", "mx": "MXFP8"}
+
+
+@pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_layer_is_decompressed_by_compressed_tensors(tmp_path, name, dtype):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        apply_quantization_config,
+        preset_name_to_scheme,
+    )
 
-    layer = layer_of(getattr(recipes, name)(), 300, 200, dtype)
+    layer = layer_of(getattr(recipes, name)(), 300, 192, dtype)
     to_safetensors(layer, tmp_path / "out", COMPRESSED)
     stored = read(tmp_path / "out")
     config = QuantizationConfig.model_validate(quantization_config(tmp_path / "out"))
-    plain = nn.Sequential(nn.Linear(200, 300))
+    if PRESETS[name]:
+        (ours,) = config.config_groups.values()
+        preset = preset_name_to_scheme(PRESETS[name], ["Linear"]).model_dump()
+        assert ours.model_dump() == preset | {"format": config.format}
+    plain = nn.Sequential(nn.Linear(192, 300))
     apply_quantization_config(plain, config)
     theirs, scheme = plain[0].state_dict(), plain[0].quantization_scheme
     assert stored["weight_scale"].shape == theirs["weight_scale"].shape
+    assert stored["weight_scale"].dtype == (scheme.weights.scale_dtype or torch.float32)
     assert stored["weight"].dtype == scheme.weights.pytorch_dtype()
     compressor = BaseCompressor.get_value_from_registry(config.format)
     assert compressor.can_compress(nn.Linear, scheme)
@@ -288,12 +306,13 @@ def test_each_kind_of_scale_is_a_group(tmp_path):
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
-    by_name = {"1": recipes.rowwise(), "2": None}
+    by_name = {"1": recipes.rowwise(), "2": None, "3": recipes.mx()}
     to_safetensors(to_fp8(model, octavo.RecipeMap(recipes.dynamic(), by_name)), tmp_path / "out", COMPRESSED)
     plain = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
     apply_quantization_config(plain, QuantizationConfig.model_validate(quantization_config(tmp_path / "out")))
     schemes = [getattr(layer, "quantization_scheme", None) for layer in plain]
-    assert [scheme and scheme.weights.strategy for scheme in schemes] == ["tensor", "channel", None, "tensor"]
+    assert [scheme and scheme.weights.strategy for scheme in schemes] == ["tensor", "channel", None, "group"]
+    assert quantization_config(tmp_path / "out")["format"] == "mixed-precision"
     assert {scheme.input_activations.dynamic for scheme in schemes if scheme} == {True}
 
 
@@ -345,9 +364,10 @@ SMALL_BLOCKS = Recipe(output=(Cast(E4M3, PerBlock(1, 64)), Cast(E4M3, PerBlock(6
     [
         (recipes.dynamic(), "fine-grained", r"PerTensor\(\); layout='compressed-tensors' holds those"),
         (recipes.rowwise(), "fine-grained", r"PerRow\(\); layout='compressed-tensors' holds those"),
-        (recipes.blockwise(), COMPRESSED, r"PerBlock\(128, 128\); layout='fine-grained' holds those"),
-        (recipes.mx(), "fine-grained", r"PerBlock\(1, 32\); octavo.set_recipe\(model, octavo.recipes.blockwise\(\)\)"),
-        (recipes.mx(), COMPRESSED, r"PerBlock\(1, 32\); octavo.set_recipe\(model, octavo.recipes.rowwise\(\)\)"),
+        (recipes.blockwise(), "mxfp8", r"PerBlock\(128, 128\); layout='fine-grained' holds those"),
+        (recipes.mx(), "fine-grained", r"PerBlock\(1, 32\); layout='mxfp8' holds those"),
+        (recipes.mx(), COMPRESSED, r"8 in features, .* blocks of 32 that are whole; .*\(recipe, {'a': None}\)"),
+        (SMALL_BLOCKS, COMPRESSED, r"PerBlock\(64, 64\); octavo.set_recipe\(model, octavo.recipes.rowwise\(\)\)"),
         (SMALL_BLOCKS, "fine-grained", r"PerBlock\(64, 64\); octavo.set_recipe\(model, octavo.recipes.blockwise\(\)\)"),
         (E5M2_WEIGHT, COMPRESSED, r"cast to E5M2, which no layout holds; octavo.set_recipe\(.*rowwise\(\)\)"),
     ],
@@ -433,11 +453,11 @@ def test_nothing_is_left_of_a_failure(tmp_path, monkeypatch):
 
 
 def test_wrong_arguments(tmp_path):
-    with pytest.raises(ValueError, match="layout='gguf': use 'fine-grained' or 'compressed-tensors'"):
+    with pytest.raises(ValueError, match="layout='gguf': use 'fine-grained', 'mxfp8', 'compressed-tensors'"):
         to_safetensors(two_layers(), tmp_path / "out", "gguf")
     with pytest.raises(ValueError, match="max_shard_bytes=0 must be an integer of at least 1"):
         to_safetensors(two_layers(), tmp_path / "out", max_shard_bytes=0)
-    with pytest.raises(ValueError, match="layout='gguf': use 'fine-grained', 'compressed-tensors', 'per-tensor'"):
+    with pytest.raises(ValueError, match="layout='gguf': use .*, 'mxfp8', 'compressed-tensors', 'per-tensor'"):
         iterate_fp8(two_layers(), "gguf")
 
 
@@ -451,7 +471,7 @@ def test_an_absent_library_is_named(tmp_path, monkeypatch, absent):
 SITUATIONS = [  # weights that are scaled by rows are neither kept nor stored
     (recipe, situation)
     for recipe, situation in itertools.product(LAYOUT_OF, ["as they come", "kept", "frozen", "stored"])
-    if recipe != "rowwise" or situation in ("as they come", "frozen")
+    if recipe not in ("rowwise", "mx") or situation in ("as they come", "frozen")
 ]
 
 
@@ -531,7 +551,7 @@ def test_one_tensor_is_held_at_a_time():
 def sharded_cells():
     found = []
     for recipe, stored, mixed, training in itertools.product(LAYOUT_OF, *[(False, True)] * 3):
-        if (recipe == "rowwise" and stored) or (mixed and stored):  # FSDP2 gathers stored weights as they are
+        if (recipe in ("rowwise", "mx") and stored) or (mixed and stored):  # FSDP2 gathers stored weights as they are
             continue
         default = (recipe, stored, mixed, training) in {
             ("delayed", False, False, True),

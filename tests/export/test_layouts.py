@@ -181,16 +181,15 @@ def test_experts_on_several_ranks_are_gathered(pool: Pool, how: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_recipe_that_is_named_fits(layout):
-    net = to_fp8(nn.Sequential(nn.Linear(200, 300)), getattr(recipes, LAYOUTS[layout].recipe)())
+    net = to_fp8(nn.Sequential(nn.Linear(192, 300)), getattr(recipes, LAYOUTS[layout].recipe)())
     found, layers, skipped = entries(net, layout)
     assert [(entry.key, entry.layer) for entry in found] == [("0.weight", net[0]), ("0.bias", None)]
     assert (layers, skipped) == ({"0": net[0]}, [])
     ((name, codes, scales),) = found[0].read(True, {})
     assert name == "0.weight"
-    assert (codes.shape, codes.dtype) == ((300, 200), torch.float8_e4m3fn)
-    assert (
-        scales.shape == scale_shape(net[0]) == {"blockwise": (3, 2), "rowwise": (300, 1)}.get(net[0].recipe.name, (1,))
-    )
+    assert (codes.shape, codes.dtype) == ((300, 192), torch.float8_e4m3fn)
+    shapes = {"blockwise": (3, 2), "rowwise": (300, 1), "mx": (300, 6)}
+    assert scales.shape == scale_shape(net[0]) == shapes.get(LAYOUTS[layout].recipe, (1,))
 
 
 def test_codes_that_no_product_reads_are_not_taken_for_values():

@@ -17,7 +17,7 @@ from octavo.errors import MissingExtraError
 from octavo.export.checkpoints import iterate_fp8
 from octavo.export.loading import load_fp8, split_stored
 from octavo.tensor.stored_weight import StoredWeight, local_stored
-from tests.support.helpers import every_layer, to_fp8
+from tests.support.helpers import every_layer, sqnr, to_fp8
 from tests.support.memory import peak_bytes
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -52,11 +52,12 @@ def with_memory() -> nn.Module:
     return octavo.convert(model, octavo.RecipeMap(ANY_SCALES, HEAD_AS_IT_IS), every_layer, "fp8")
 
 
-def written(folder, recipe=ANY_SCALES, **options) -> nn.Module:
+def written(folder, recipe=ANY_SCALES, layout=None, kind=llama, **options) -> nn.Module:
     """A model that ``folder`` holds, in evaluation."""
     torch.manual_seed(0)
-    model = to_fp8(llama(**options).bfloat16(), octavo.RecipeMap(recipe, HEAD_AS_IT_IS)).eval()
-    octavo.export.to_safetensors(model, folder, "fine-grained" if "blockwise" in recipe.name else "compressed-tensors")
+    model = to_fp8(kind(**options).bfloat16(), octavo.RecipeMap(recipe, HEAD_AS_IT_IS)).eval()
+    layout = layout or ("fine-grained" if "blockwise" in recipe.name else "compressed-tensors")
+    octavo.export.to_safetensors(model, folder, layout)
     return model
 
 
@@ -126,6 +127,89 @@ def test_compressed_tensors(tmp_path, kind):
         expected = StoredWeight.cast(codes.float() * scale)
         assert torch.equal(stored.qdata.float(), expected.qdata.float())
         assert torch.equal(stored.scale_inv, expected.scale_inv)
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe", "layout"),
+    [
+        (llama, recipes.rowwise(), "compressed-tensors"),
+        ("mixtral", recipes.mx(), "mxfp8"),
+        pytest.param(llama, recipes.mx(), "compressed-tensors", marks=pytest.mark.full),
+        pytest.param(llama, ANY_SCALES, "compressed-tensors", marks=pytest.mark.full),
+        pytest.param("mixtral", recipes.rowwise(), "compressed-tensors", marks=pytest.mark.full),
+    ],
+)
+def test_frozen_weights_are_served_codes_and_pass_gradients(tmp_path, kind, recipe, layout):
+    """As a twin computes them whose weights are the values of the codes."""
+    kind = mixtral if kind == "mixtral" else kind
+    model = written(tmp_path / "out", recipe, layout, kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = load_fp8(on_meta(kind, recipe), tmp_path / "out").eval()
+    assert_same_codes(found, model, layout)
+    tokens = torch.randint(64, (2, 9))
+    assert torch.equal(found(tokens).logits, model(tokens).logits)
+    twin = octavo.restore(load_fp8(on_meta(kind, recipe), tmp_path / "out"))
+    octavo.convert(twin, octavo.RecipeMap(recipe, HEAD_AS_IT_IS), every_layer)
+    gradients = []
+    for net in (found, twin):
+        leaf = twin.model.embed_tokens(tokens).detach().requires_grad_()
+        net(inputs_embeds=leaf, labels=tokens).loss.backward()
+        gradients.append(leaf.grad)
+    # other scales than powers of two the twin's bfloat16 rounds, and another cast; measured: 26.5 dB and more
+    assert torch.equal(*gradients) if recipe == recipes.mx() else sqnr(*gradients) > 24
+    copied = octavo.convert(
+        kind().bfloat16().requires_grad_(False), octavo.RecipeMap(recipe, HEAD_AS_IT_IS), every_layer, "fp8"
+    )
+    copied.load_state_dict(found.state_dict())
+    assert_same_codes(copied, model, layout)
+    found.requires_grad_(True)(tokens, labels=tokens).loss.backward()
+    with pytest.raises(ValueError, match="with scales that are no powers of two, or of rows or 1 x 32, which"):
+        octavo.optim.AdamW(found.parameters(), lr=1e-3).step()
+
+
+@pytest.mark.parametrize(
+    ("preset", "recipe"),
+    [
+        ("MXFP8", recipes.mx()),
+        ("FP8_DYNAMIC", recipes.rowwise()),
+        ("FP8_BLOCK", ANY_SCALES),
+        ("FP8", recipes.dynamic()),
+    ],
+)
+def test_what_compressed_tensors_compresses_stays_as_it_is(tmp_path, preset, recipe):
+    """By its own scales and its own rounding of them; ours of MXFP8 are as its or twice as large."""
+    compressed_tensors = pytest.importorskip("compressed_tensors")
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    theirs, shape = nn.Sequential(nn.Linear(256, 384, bias=False)), recipe.output[1].granularity.scale_shape((384, 256))
+    weight, ours = theirs[0].weight.detach().clone(), octavo.nn.Linear(256, 384, bias=False, recipe=recipe)
+    apply_quantization_config(theirs, QuantizationConfig(config_groups={preset: ["Linear"]}))
+    tiles = weight.view(shape[0], 384 // shape[0], shape[1], 256 // shape[1])
+    bounds = tiles.amin((1, 3)), tiles.amax((1, 3))
+    scale, _ = calculate_qparams(*bounds, theirs[0].quantization_scheme.weights)
+    theirs[0].weight_scale.data = scale.view(theirs[0].weight_scale.shape)
+    compressed_tensors.compressors.compress_module(theirs[0])
+    config = QuantizationConfig.from_pretrained(theirs, [theirs[0].quantization_scheme.format])
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config.model_dump(mode="json")}))
+    state = {key: value for key, value in theirs.state_dict().items() if key != "0.input_scale"}
+    safetensors.save_file(state, tmp_path / "model.safetensors")
+    found = nn.Sequential(nn.Linear(256, 384, bias=False)).requires_grad_(False)
+    load_fp8(octavo.convert(found, recipe, every_layer, "fp8"), tmp_path)
+    stored = found[0].weight
+    assert torch.equal(stored.qdata.view(torch.uint8), state["0.weight"].view(torch.uint8))
+    assert torch.equal(stored.scale_inv.float(), scale.float().view(shape))
+    with torch.no_grad():
+        ours.weight.copy_(weight)
+    ((_, codes, scales),) = iterate_fp8(ours, "compressed-tensors")
+    assert (codes.shape, codes.dtype) == (state["0.weight"].shape, state["0.weight"].dtype)
+    assert (scales.shape, scales.dtype) == (state["0.weight_scale"].shape, state["0.weight_scale"].dtype)
+    if preset == "MXFP8":
+        same, difference = scales == state["0.weight_scale"], scales.int() - state["0.weight_scale"].int()
+        assert set(difference.unique().tolist()) <= {0, 1}
+        alike = same.repeat_interleave(32, 1)
+        assert same.any() and torch.equal(codes.float()[alike], state["0.weight"].float()[alike])
 
 
 def test_trained_weights_with_other_scales_begin_with_the_values_of_the_file(tmp_path):
@@ -240,9 +324,10 @@ NAN = torch.tensor([[1.0, float("nan")], [1.0, 1.0]])
         ({"weight_scale_inv": torch.ones(3, 2)}, r"weight_scale_inv of shape \(3, 2\) fits no layout of codes"),
         ({"weight_scale_inv": NAN}, "weight_scale_inv holds scales that are not finite and positive"),
         (
-            {"weight_scale_inv": torch.ones(2, 2, dtype=torch.uint8)},
-            r"weight_scale_inv is torch\.uint8, exponents",
+            {"weight_scale_inv": torch.ones(2, 2, dtype=torch.int32)},
+            r"weight_scale_inv is torch\.int32: store scales as float32, or as E8M0",
         ),
+        ({"weight_scale_inv": torch.full((2, 2), 255, dtype=torch.uint8)}, "scales that are not finite and positive"),
         ({"weight_scale": torch.ones(2, 2)}, "weight has scales of two names, _scale_inv and _scale"),
         ({"bias": None}, r"lacks 0 of the checkpoint's tensors, and the checkpoint 1 of the model's \(first bias\)"),
         ({"more": torch.ones(2)}, r"lacks 1 of the checkpoint's tensors \(first more\)"),
@@ -318,10 +403,7 @@ def test_models_that_cannot_take_codes_are_refused(tmp_path):
 
 def experts_written(folder, recipe) -> nn.Module:
     """Experts of the folder, each with matrices of its own, under the names of the hub."""
-    torch.manual_seed(0)
-    model = to_fp8(mixtral().bfloat16(), octavo.RecipeMap(recipe, HEAD_AS_IT_IS)).eval()
-    octavo.export.to_safetensors(model, folder, "fine-grained" if "blockwise" in recipe.name else "compressed-tensors")
-    return model
+    return written(folder, recipe, kind=mixtral)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ E5M2_WEIGHT, SMALL_BLOCKS = (
 )
 REFUSED = {
     "rowwise": (recipes.rowwise(), "its two layouts have different scales"),
-    "mx": (recipes.mx(), "its two layouts have different scales"),
+    "mx": (recipes.mx(), "its two layouts have different scales.*; weights that are frozen before can be stored so"),
     "no grad_input": (dataclasses.replace(dynamic, grad_input=None), "a product reads the weight in high precision"),
     "no output": (dataclasses.replace(dynamic, output=None), "a product reads the weight in high precision"),
     "E5M2": (
