@@ -457,7 +457,7 @@ def test_wrong_arguments(tmp_path):
         to_safetensors(two_layers(), tmp_path / "out", "gguf")
     with pytest.raises(ValueError, match="max_shard_bytes=0 must be an integer of at least 1"):
         to_safetensors(two_layers(), tmp_path / "out", max_shard_bytes=0)
-    with pytest.raises(ValueError, match="layout='gguf': use .*, 'mxfp8', 'compressed-tensors', 'per-tensor'"):
+    with pytest.raises(ValueError, match=r"layout='gguf': use .*, 'mxfp8', 'compressed-tensors', 'per-tensor'"):
         iterate_fp8(two_layers(), "gguf")
 
 
