@@ -22,7 +22,7 @@ LIMIT, SHARE, FAILS = 5.0, 0.01, 3
 LONG = {
     "tests/distributed/test_compile.py::test_graphs_and_bits[in_one_graph-dynamic]": "compiles on two ranks",
     "tests/distributed/test_compile.py::test_graphs_and_bits[in_blocks-delayed]": "the same",
-    "tests/nn/test_stored_shards.py::test_compiled_equals_eager_and_is_compiled_once[blockwise-in layers]": "on two",
+    "tests/nn/test_stored_shards.py::test_compiled_equals_eager_and_is_compiled_once[blockwise-a layer]": "on two",
     "tests/export/test_onnx_model.py::test_every_module[Linear-dynamic]": "the first export imports onnxscript",
     "tests/cli/test_command.py::test_python_dash_m_and_a_light_import": "starts Python, which imports torch",
 }

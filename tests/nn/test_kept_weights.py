@@ -197,9 +197,6 @@ def test_a_converted_model_needs_new_ones():
         kept.cast()
 
 
-# --- captured ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("recipe", KEPT)

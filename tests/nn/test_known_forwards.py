@@ -45,7 +45,7 @@ FUSED = {
 # a mixer reads one layer's weight without calling it, which convert says
 pytestmark = pytest.mark.filterwarnings("ignore:2 layers stay in high precision, first backbone.layers.0.mixer.dt_proj")
 each_family = pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.full if kind == "t5" else []) for kind in FAMILIES]
+    "kind", [pytest.param(kind, marks=pytest.mark.full if kind in ("t5", "mamba") else []) for kind in FAMILIES]
 )
 
 

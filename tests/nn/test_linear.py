@@ -262,9 +262,6 @@ def test_high_precision_allows_double_backward():
     assert ours.weight.grad.abs().sum() > 0
 
 
-# named splits
-
-
 SPLITS = {"query": 4, "key": 2, "value": 2}
 
 
@@ -302,8 +299,6 @@ def test_what_is_not_all_there_or_joined_already_is_left_alone():
     assert merge_keys(state, "", SPLITS) == []
     assert state.keys() == before.keys()
 
-
-# Linear with named splits
 
 WIDE = {"query": 32, "key": 16, "value": 8}
 

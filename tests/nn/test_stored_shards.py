@@ -44,9 +44,6 @@ def mesh():
     dist.destroy_process_group()
 
 
-# --- the shards -------------------------------------------------------------------------------------------------------
-
-
 @each_recipe
 def test_a_part_takes_a_byte_an_element(recipe, mesh):
     net, whole = sharded(recipe, mesh), model(recipe)
@@ -85,9 +82,6 @@ def test_a_plain_module_does_not_read_codes(mesh):
     layer.weight = nn.Parameter(StoredWeight.cast(torch.ones(6, 4)))
     with pytest.raises(UnsupportedOpError, match="a FSDPLinear can't read a weight that is stored in FP8"):
         fully_shard(layer, mesh=mesh)(torch.ones(2, 4))
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
 
 
 def beside_replicas(mesh: Any, recipe: str) -> list[str]:
@@ -134,9 +128,6 @@ def test_a_byte_a_weight_and_nothing_but_gathers(pool, recipe):
         assert reduces == 0 and 1.0 <= share / 2 <= 1.001  # forward and backward
 
 
-# --- recipes and compile ----------------------------------------------------------------------------------------------
-
-
 def in_high_precision(mesh: Any, recipe: str) -> list[bool]:
     """Products in bf16 read the gathered codes' values; then FP8 products as before."""
     net, whole = sharded(recipe, mesh), widened(model(recipe))
@@ -167,9 +158,8 @@ def compiled(mesh: Any, recipe: str, whole: bool) -> Any:
         net = fully_shard(model(recipe), mesh=mesh) if whole else sharded(recipe, mesh)
         if compile and whole:
             net.forward = torch.compile(net.forward, backend="aot_eager", fullgraph=True)
-        for layer in net:
-            if compile and not whole and isinstance(layer, nn.Linear):
-                layer.compile(backend="aot_eager", fullgraph=True)
+        if compile and not whole:
+            net[0].compile(backend="aot_eager", fullgraph=True)
         optimizer = adamw(net)
         for step in range(3):
             net(batch(step, dist.get_rank())).float().square().mean().backward()
@@ -180,16 +170,11 @@ def compiled(mesh: Any, recipe: str, whole: bool) -> Any:
     return all(torch.equal(found[0][name], found[1][name]) for name in found[0]), graphs[3:]
 
 
-@pytest.mark.parametrize(
-    "whole", [False, pytest.param(True, marks=pytest.mark.full)], ids=["in layers", "in one graph"]
-)
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)], ids=["a layer", "in one graph"])
 @pytest.mark.parametrize("recipe", ["blockwise", pytest.param("dynamic", marks=pytest.mark.full)])
 def test_compiled_equals_eager_and_is_compiled_once(pool, recipe, whole):
     for same, graphs in pool.run(compiled, (2,), recipe, whole, seconds=120):
         assert same and graphs[-1] == graphs[1] > 0
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 @both

@@ -43,9 +43,6 @@ each_recipe = pytest.mark.parametrize("recipe", STORED)
 both = pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
 
 
-# --- convert ----------------------------------------------------------------------------------------------------------
-
-
 @each_recipe
 def test_recipes_that_store_weights(recipe):
     model, before = plain(), plain()
@@ -117,9 +114,6 @@ def test_restored_weights_are_plain():
     assert "weight_scale_inv" not in " ".join(model.state_dict())
 
 
-# --- shared weights ---------------------------------------------------------------------------------------------------
-
-
 def tied(recipe):
     model = nn.Sequential(nn.Linear(K, K, bias=False), nn.Tanh(), nn.Linear(K, K, bias=False)).bfloat16()
     model[2].weight = model[0].weight
@@ -157,9 +151,6 @@ def test_a_weight_that_an_embedding_shares_stays_plain():
     assert isinstance(model["fc"].weight, StoredWeight)
     model["head"](model["fc"](model["embed"](torch.arange(5)))).sum().backward()
     assert model["embed"].weight.grad is not None
-
-
-# --- products ---------------------------------------------------------------------------------------------------------
 
 
 @each_recipe
@@ -230,9 +221,6 @@ def test_frozen_weights_take_a_byte_and_pass_gradients_on(recipe):
         octavo.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
 
 
-# --- recipes ----------------------------------------------------------------------------------------------------------
-
-
 @both
 def test_high_precision_and_back(recipe):
     model, x = net(recipe), inputs()
@@ -257,9 +245,6 @@ def test_a_recipe_that_is_refused_changes_nothing(change):
     with pytest.raises(ValueError, match="can't read weights"):
         change(model, octavo.RecipeMap(recipes.delayed(), {"2": recipes.rowwise()}))
     assert [model[0].recipe.name, model[2].recipe.name] == ["dynamic", "dynamic"]
-
-
-# --- the rest of training ---------------------------------------------------------------------------------------------
 
 
 def trained(model, call, xs):
@@ -297,9 +282,6 @@ def test_a_move_keeps_the_parameter_its_attributes_hooks_and_gradient():
     weight.detach().normal_()
     trace(model, inputs(dtype=torch.float32))
     assert calls == ["gradient", True]
-
-
-# --- writes -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)

@@ -399,19 +399,16 @@ def stored_equals(mesh: Any, recipe: str, clip: Any = None) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "ranks"), [("dynamic", 2), ("blockwise", 2), pytest.param("dynamic", 4, marks=pytest.mark.full)]
+    ("recipe", "ranks", "clip"),
+    [
+        ("dynamic", 2, None),
+        ("blockwise", 2, PerParameterNorm(0.01)),
+        *(pytest.param("dynamic", 4, clip, marks=pytest.mark.full) for clip in (None, PerParameterNorm(0.01))),
+    ],
+    ids=str,
 )
-def test_sharded_weights_in_fp8(recipe: str, ranks: int, pool: Any) -> None:
-    assert pool.run(stored_equals, (ranks,), recipe, seconds=60) == [[]] * ranks
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_sharded_weights_in_fp8_with_clipped_gradients(ranks: int, pool: Any) -> None:
-    clip = PerParameterNorm(0.01)
-    assert pool.run(stored_equals, (ranks,), "dynamic", clip, seconds=60) == [[]] * ranks
-
-
-# --- norms ------------------------------------------------------------------------------------------------------------
+def test_sharded_weights_in_fp8(recipe: str, ranks: int, clip: Any, pool: Any) -> None:
+    assert pool.run(stored_equals, (ranks,), recipe, clip, seconds=60) == [[]] * ranks
 
 
 def params_with(*norms: float) -> list[nn.Parameter]:

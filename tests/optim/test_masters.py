@@ -81,8 +81,6 @@ def test_a_weight_that_was_written_goes_on_from_there(write):
         assert values is None or torch.allclose(p.detach(), new - 1e-4, rtol=2.0**-7)
 
 
-# --- of weights in FP8 ------------------------------------------------------------------------------------------------
-
 RESTS = {"split16": torch.int8, "split24": torch.uint8, "fp16_scaled": torch.float16, "fp32": torch.float32, None: None}
 each_master = pytest.mark.parametrize("master", RESTS, ids=str)
 each_granularity = pytest.mark.parametrize("granularity", [PerTensor(), PerBlock(128, 128)], ids=str)
@@ -107,9 +105,6 @@ def step(optimizer, gradient: Tensor) -> None:
 
 def equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-# --- a state ----------------------------------------------------------------------------------------------------------
 
 
 @each_granularity
@@ -156,9 +151,6 @@ def test_who_cannot_bound_the_update_is_refused(moments):
     assert optimizer.clip_update is False
     optimizer.add_param_group({"params": weight})
     assert optimizer.clip_update is True
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
 
 
 @each_granularity
@@ -231,9 +223,6 @@ def test_bytes_for_each_parameter():
         assert most - 0.15 <= total / (2 * 512 * 512) <= most
 
 
-# --- saved and loaded -------------------------------------------------------------------------------------------------
-
-
 def through_a_file(state):
     file = io.BytesIO()
     torch.save(state, file)
@@ -249,9 +238,6 @@ def test_a_state_of_another_master_begins_as_the_weight():
         second.load_state_dict(through_a_file(first.state_dict()))
     assert torch.equal(master_values(second, weight), plain(weight))
     assert float(second.state[weight]["master_amax"]) == float(plain(weight).abs().max())
-
-
-# --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
 @each_master
@@ -291,9 +277,6 @@ def test_moving_to_another_dtype_keeps_the_optimizer_going():
         model(inputs(8, 64, dtype=dtype)).sum().backward()
         optimizer.step()
         assert any(not torch.equal(value, codes(model)[name]) for name, value in before.items())
-
-
-# --- where masters begin ----------------------------------------------------------------------------------------------
 
 
 def stored_layer(recipe="dynamic"):

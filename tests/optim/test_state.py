@@ -12,7 +12,7 @@ import octavo
 from octavo import E4M3, E5M2, PerBlock, PerTensor, recipes
 from octavo.optim import SGD, AdamW, Moment
 from octavo.optim.masters import OF_FP8_WEIGHTS
-from octavo.optim.state import description, for_kernel, moment_from, new_state
+from octavo.optim.state import description, moment_from
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support.trained import MASTERS, MOMENTS, moments_of, parameter, train
 
@@ -152,34 +152,6 @@ def test_a_description_says_all(moments):
     assert (described["master"], described["seed"]) == ("None", 3)
 
 
-# a weight's state, and its storage
-
-
-@pytest.mark.parametrize("moments", ["fp8", "bf16", "fp32"])
-@pytest.mark.parametrize("shape", [(5, 200), (7,), (2, 3, 4), ()])
-def test_a_state_has_the_tensors_that_a_step_begins_with(moments, shape):
-    weight = nn.Parameter(torch.randn(shape).bfloat16())
-    optimizer = AdamW([weight], moments=moments, master="split24")
-    mine = new_state(weight, optimizer.settings)
-    weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    begun = optimizer.state[weight]
-    assert {name: (value.dtype, value.shape) for name, value in mine.items()} == {
-        name: (value.dtype, value.shape) for name, value in begun.items()
-    }
-
-
-def test_stores_are_over_the_states_own_tensors():
-    weight = nn.Parameter(StoredWeight.cast(torch.randn(130, 70).bfloat16()))
-    optimizer = AdamW([weight], master="split16")
-    state = new_state(weight, optimizer.settings)
-    master, moments = for_kernel(weight, weight.detach(), state, optimizer.settings)
-    assert master.weight.data_ptr() == weight.qdata.data_ptr() and master.amax is state["master_amax"]
-    assert master.rest.data_ptr() == state["master_rest"].data_ptr()
-    codes = [state["exp_avg_codes"].data_ptr(), state["exp_avg_sq_codes"].data_ptr()]
-    assert [moment.data.data_ptr() for moment in moments] == codes
-
-
 def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[Tensor]:
     for step in range(steps):
         model(torch.full((4, 64), 0.1 * step + 1)).square().sum().backward()
@@ -241,9 +213,6 @@ def test_a_state_is_of_the_storage_it_was_made_for(master):
 def step_with_ones(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model.weight.grad = torch.ones(64, 64).to(model.weight.dtype)
     optimizer.step()
-
-
-# --- what of a loaded state is taken, converted or refused ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("first", "second"), [("bf16", "stored"), ("stored", "bf16")])
