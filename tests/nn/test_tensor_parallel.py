@@ -289,11 +289,3 @@ def test_refusals(pool):
     assert "the input is a plain tensor: give it through ColwiseParallel" in plain
     assert "want one mesh of one dimension" in mesh
     assert "placement _S" in strided and "want Shard(0), Shard(1) or Replicate()" in strided
-
-
-def test_a_bias_that_another_rank_adds_has_its_gradient():
-    from octavo.nn.tensor_parallel import _Elsewhere
-
-    bias = torch.ones(3, requires_grad=True)
-    _Elsewhere.apply(bias).backward(torch.arange(3.0))
-    assert torch.equal(bias.grad, torch.arange(3.0))

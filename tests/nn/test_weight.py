@@ -10,7 +10,7 @@ import octavo
 from octavo import E5M2, PerBlock, recipes
 from octavo.nn.weight import why_not_stored
 from octavo.tensor.stored_weight import StoredWeight
-from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, every_layer, gradients, sqnr, to_fp8
+from tests.support.helpers import CountOps, assert_equal, every_layer, gradients, sqnr, to_fp8
 from tests.support.stored_weights import STORED, H, K, N, T, codes, inputs, net, plain, store, trace, widened
 
 BY_POWERS_OF_TWO = ["dynamic by powers of two", "blockwise"]
@@ -282,29 +282,6 @@ def test_a_move_keeps_the_parameter_its_attributes_hooks_and_gradient():
     weight.detach().normal_()
     trace(model, inputs(dtype=torch.float32))
     assert calls == ["gradient", True]
-
-
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_every_micro_batch_casts_its_weight(recipe):
-    layer = octavo.nn.Linear(K, N, recipe=FP8_RECIPES[recipe]())
-    for _ in range(3):
-        with CountOps() as ops:
-            loss = layer(torch.randn(T, K, requires_grad=True)).sum()
-        assert ops.casts == 2
-        loss.backward()
-
-
-def test_invalidate_forgets_the_history_of_weights_and_what_was_kept():
-    net = nn.Sequential(octavo.nn.Linear(K, N, recipe=recipes.delayed()), nn.ModuleList([octavo.nn.Linear(N, N)]))
-    kept = octavo.nn.KeptWeights(net)
-    kept.cast()
-    net[0](torch.randn(2, K, requires_grad=True)).sum().backward()
-    octavo.nn.invalidate(net)
-    assert net[0].delayed_scale.ne(0).tolist() == [True, False, True]
-    for layer in (net[0], net[1][0]):
-        with CountOps() as ops:
-            layer(torch.randn(2, layer.in_features))
-        assert ops.casts == 2
 
 
 def test_a_copy_keeps_nothing():

@@ -216,13 +216,6 @@ def test_a_parameter_that_takes_the_place_of_another_is_stepped(kind: type) -> N
 
 
 @each_kind
-def test_a_set_has_no_order(kind: type) -> None:
-    for given in ({nn.Parameter(torch.ones(2))}, [{"params": {nn.Parameter(torch.ones(2))}}]):
-        with pytest.raises(TypeError, match=r"set|sets"):
-            kind(given, lr=0.1)
-
-
-@each_kind
 def test_a_grad_scaler_leaves_gradients_unscaled_unless_it_skips(kind: type) -> None:
     for storage in (None, "fp8"):
         weight = nn.Parameter(torch.ones(1, 300))

@@ -173,24 +173,20 @@ def test_a_plain_tensor_does_not_take_a_stored_one_silently():
         torch.empty(N, K).copy_(stored())
 
 
-def parts_of(weight, ranks):
-    return weight.chunk(ranks)
-
-
 @each_granularity
 def test_parts_are_views_with_the_scales_of_their_rows(granularity):
     weight = stored(granularity, shape=(512, K))
-    first, second = parts_of(weight, 2)
+    first, second = weight.chunk(2)
     assert first.is_shard and second.is_shard and first.granularity == second.granularity == granularity
     assert torch.equal(torch.cat([first.dequantize(), second.dequantize()]), weight.dequantize())
     assert second.qdata.data_ptr() == weight.qdata[256:].data_ptr()
     own = weight.scale_inv if granularity == PerTensor() else weight.scale_inv[2:]
     assert second.scale_inv.data_ptr() == own.data_ptr() and torch.equal(second.scale_inv, own)
-    assert [tuple(part.shape) for part in parts_of(stored(shape=(5, K)), 4)] == [(2, K), (2, K), (1, K)]
+    assert [tuple(part.shape) for part in stored(shape=(5, K)).chunk(4)] == [(2, K), (2, K), (1, K)]
 
 
 def test_a_part_that_is_one_block_stays_of_blocks():
-    part, _ = parts_of(stored(PerBlock(128, 128), shape=(256, 128)), 2)
+    part, _ = stored(PerBlock(128, 128), shape=(256, 128)).chunk(2)
     for found in (
         part,
         part.detach(),
@@ -207,13 +203,13 @@ def test_blocks_do_not_reach_over_parts(rows, ranks):
     with pytest.raises(
         UnsupportedOpError, match=rf"\({rows}, {K}\) stored in blocks of 128 x 128 .* over {ranks} ranks"
     ):
-        parts_of(stored(PerBlock(128, 128), shape=(rows, K)), ranks)
-    assert len(parts_of(stored(PerBlock(128, 128), shape=(rows, K)), 1)) == 1
+        stored(PerBlock(128, 128), shape=(rows, K)).chunk(ranks)
+    assert len(stored(PerBlock(128, 128), shape=(rows, K)).chunk(1)) == 1
 
 
 @each_granularity
 def test_zeros_to_copy_a_part_into(granularity):
-    part = parts_of(stored(granularity, shape=(512, K)), 2)[1]
+    part = stored(granularity, shape=(512, K)).chunk(2)[1]
     zeros = part.new_zeros(256, K)
     assert zeros.is_shard and (zeros.dequantize() == 0).all() and zeros.granularity == granularity
     assert granularity != PerTensor() or torch.equal(zeros.scale_inv, part.scale_inv)  # also where nothing is copied
@@ -230,7 +226,7 @@ def test_zeros_to_copy_a_part_into(granularity):
 
 
 def test_a_part_in_a_row_is_the_same_codes():
-    part = parts_of(stored(), 2)[0]
+    part = stored().chunk(2)[0]
     flat = part.view(-1)
     assert (
         isinstance(flat, StoredWeight)
@@ -240,7 +236,7 @@ def test_a_part_in_a_row_is_the_same_codes():
 
 
 def test_a_part_with_one_scale_notes_that_other_parts_may_have_others():
-    part, other = parts_of(stored(), 2)
+    part, other = stored().chunk(2)
     part.copy_(other)
     assert same(part, other) and not part.known.alone
     for values in (torch.ones(N // 2, K), stored(shape=(N // 2, K)), StoredWeight(part.qdata, part.scale_inv * 3)):
@@ -248,7 +244,7 @@ def test_a_part_with_one_scale_notes_that_other_parts_may_have_others():
         assert part.copy_(values).known.alone
     part.common = OneScale(2)
     assert part.copy_(other).common.written  # the other splits may have been given another
-    blocks = parts_of(stored(PerBlock(128, 128), shape=(512, K)), 2)[0]
+    blocks = stored(PerBlock(128, 128), shape=(512, K)).chunk(2)[0]
     assert same(blocks.copy_(torch.ones(256, K)), StoredWeight.cast(torch.ones(256, K).bfloat16(), PerBlock(128, 128)))
 
 
@@ -258,7 +254,7 @@ def test_empty_ones_have_a_scale():
 
 
 def test_pinned_memory(monkeypatch):
-    part = parts_of(stored(), 2)[0]
+    part = stored().chunk(2)[0]
     assert not part.is_pinned()
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.clone)  # which needs a GPU
     assert same(torch.ops.aten._pin_memory.default(part), part)
