@@ -9,7 +9,6 @@ from octavo.tensor.fsdp2 import (
     GatheredWeight,
     ShardedWeight,
     attach,
-    gather_as_it_is,
     gathered_whole,
     padded_rows,
     rows_on_each_rank,
@@ -60,35 +59,6 @@ def test_a_file_holds_a_plain_tensor():
     assert type(pickle.loads(pickle.dumps(shard()))) is Tensor
 
 
-class Mesh:
-    def __init__(self, ranks):
-        self.ranks = ranks
-
-    def size(self):
-        return self.ranks
-
-
-class Policy:
-    def __init__(self, param_dtype=None):
-        self.param_dtype = param_dtype
-
-
-def test_a_module_that_is_not_octavos_gathers_as_torch_does():
-    (sent,), after = shard().fsdp_pre_all_gather(Mesh(2), torch.Size([11, 3]), None, nn.Embedding(11, 3), Policy())
-    assert sent.shape == (6, 3)
-    assert torch.equal(sent[:5], shard().as_subclass(Tensor))
-    whole = torch.cat([sent, sent])
-    weight, inner = shard().fsdp_post_all_gather((whole,), after, torch.float32)
-    assert weight.shape == (11, 3) and inner == ()
-    assert weight.data_ptr() == whole.data_ptr()
-    assert shard().fsdp_post_all_gather((whole,), after, torch.float32, out=weight) is None
-
-
-def test_the_policys_dtype_is_sent():
-    (sent,), _ = gather_as_it_is(torch.ones(4, 3), Mesh(1), torch.Size([4, 3]), Policy(torch.bfloat16))
-    assert sent.dtype == torch.bfloat16
-
-
 def gathered(scale=2.0, shape=(4, 3)):
     q = torch.arange(12, dtype=torch.float32).view(shape).to(torch.float8_e4m3fn)
     scales = torch.full((1, 1), scale)
@@ -122,13 +92,6 @@ def test_refilled_in_place_for_the_backward_that_saved_it():
 
 def test_a_plain_parameter_is_no_shard():
     assert not attach(nn.Parameter(torch.ones(2, 2)), -1)
-
-
-def test_padded_rows():
-    x = torch.ones(2, 3)
-    assert padded_rows(x, x.shape, 1) is x
-    assert padded_rows(x, torch.Size((7, 3)), 2)[2:].abs().sum() == 0
-    assert padded_rows(x[:0], torch.Size((1, 3)), 2).shape == (1, 3)
 
 
 def test_what_ranks_send_is_the_whole():

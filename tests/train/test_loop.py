@@ -188,7 +188,7 @@ def test_it_learns_and_says_what_it_did(config):
     ids=str,
 )
 def test_a_resumed_run_is_the_run_in_one_piece(config, recipe, state, tmp_path):
-    plain = steps(config, 6)
+    plain = changed(config, model={"layers": 1}, optimizer={"steps": 6})
     config = replace(plain, state=StateConfig(*state))
     whole = run(at(config, tmp_path / "whole"), recipe)
     first = run(at(config, tmp_path / "parts"), recipe, hooks=stop_after(3))
@@ -203,7 +203,7 @@ def test_a_resumed_run_is_the_run_in_one_piece(config, recipe, state, tmp_path):
 
 
 def test_a_killed_run_goes_on_from_its_checkpoint_and_its_log_loses_what_came_after(config, tmp_path):
-    config = at(steps(config, 10), tmp_path, checkpoint_every=4)
+    config = at(changed(config, model={"layers": 1}, optimizer={"steps": 10}), tmp_path, checkpoint_every=4)
 
     class Killed(Exception):
         pass

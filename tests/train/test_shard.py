@@ -133,7 +133,9 @@ def test_the_curve_under_tensor_parallelism_is_that_of_one_process(pool, config,
 
     Random bits of layers with named splits are others, and codes of columns that ranks share.
     """
-    config = changed(config, optimizer={"steps": 4 if state else 3}, model={"experts": experts}, state=state)
+    config = changed(
+        config, model={"experts": experts, "layers": 1}, optimizer={"steps": 4 if state else 3}, state=state
+    )
     config = changed(config, run={"eval_every": 3} if state else {"eval_every": 3, "dtype": "float32"})
     alone = curve(run(config, recipe))
     config = changed(config, run={"compile": compiled}, ranks={"shard": "fsdp", "tensor_parallel": 2})
@@ -162,7 +164,7 @@ def test_refusals_under_tensor_parallelism(pool, config):
 
 @pytest.fixture
 def short(config):
-    return changed(config, optimizer={"steps": 6}, run={"eval_every": 2})
+    return changed(config, model={"layers": 1}, optimizer={"steps": 6}, run={"eval_every": 2})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from octavo.train import (
     Hooks,
     ModelConfig,
     OptimizerConfig,
-    RunConfig,
     StateConfig,
     TrainConfig,
     TrainError,
@@ -30,16 +29,16 @@ from octavo.train.trainer import (
     phases_of,
     require_memory,
 )
+from tests.train.test_shard import changed
 
 DYNAMIC = recipes.dynamic()
 STATE = StateConfig("fp8", "none", "fp8")
 HIGH = Phase(recipes.high_precision(), "fp32", "fp32", None)
-TINY = TrainConfig(
-    ModelConfig(width=32, layers=1, heads=2, context=16),
-    DataConfig(batch=4, eval_windows=4),
-    OptimizerConfig(steps=10),
-    RunConfig(eval_every=0),
-)
+
+
+@pytest.fixture
+def tiny(config):
+    return changed(config, model={"layers": 1}, optimizer={"steps": 10}, run={"eval_every": 0})
 
 
 def test_names_and_shares():
@@ -76,8 +75,8 @@ def test_phases_that_begin_in_no_step(text):
         *(pytest.param(state, marks=pytest.mark.full) for state in (STATE, StateConfig())),
     ],
 )
-def test_a_run_switches_and_resumes_bit_for_bit(state, tmp_path):
-    config = replace(TINY, state=replace(state, schedule="fp8-then-bf16@0.4-then-fp8@0.8"))
+def test_a_run_switches_and_resumes_bit_for_bit(tiny, state, tmp_path):
+    config = replace(tiny, state=replace(state, schedule="fp8-then-bf16@0.4-then-fp8@0.8"))
     whole = run(config, "dynamic")
     assert [(s.step, s.name) for s in whole.switches] == [(0, "dynamic"), (4, "high_precision"), (8, "dynamic")]
     config = replace(config, run=replace(config.run, out=tmp_path))
@@ -92,20 +91,20 @@ def test_a_run_switches_and_resumes_bit_for_bit(state, tmp_path):
         assert rest.switches == whole.switches
 
 
-def test_weights_take_the_form_of_the_phase():
-    config = replace(TINY, state=replace(STATE, schedule="bf16-then-fp8@0.5"))
+def test_weights_take_the_form_of_the_phase(tiny):
+    config = replace(tiny, state=replace(STATE, schedule="bf16-then-fp8@0.5"))
     models = []
     run(config, "dynamic", hooks=Hooks(on_model=models.append))
     weights = [p for p in models[0].parameters() if isinstance(p, StoredWeight)]
     assert len(weights) == 4 and all(p.dtype == torch.bfloat16 for p in weights)
 
 
-def test_the_baseline_has_no_phases_and_stands_beside_runs_that_do():
-    config = replace(TINY, state=StateConfig(schedule="fp8-then-bf16@0.5"))
+def test_the_baseline_has_no_phases_and_stands_beside_runs_that_do(tiny):
+    config = replace(tiny, state=StateConfig(schedule="fp8-then-bf16@0.5"))
     with pytest.raises(TrainError, match="switches FP8 layers, and bf16 has none"):
         run(config, "bf16")
     baseline, scheduled = compare(config, ["bf16", "dynamic"])
-    assert baseline.switches == [] and baseline.losses == run(replace(TINY, state=StateConfig()), "bf16").losses
+    assert baseline.switches == [] and baseline.losses == run(tiny, "bf16").losses
     assert len(scheduled.switches) == 2
 
 
