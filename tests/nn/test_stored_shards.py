@@ -59,13 +59,14 @@ def test_a_part_takes_a_byte_an_element(recipe, mesh):
     assert [m.gathered for m in octavo.summary(net).modules] == ["as stored"] * 3
 
 
-def test_other_ways_to_shard_are_refused(mesh):
+def test_what_sharded_weights_refuse(mesh):
     layer = octavo.convert(nn.Linear(256, 256), recipes.dynamic(), lambda module, name: True, "fp8")
     with pytest.raises(UnsupportedOpError, match="sharded by rows"):
         fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
-
-
-def test_what_comes_too_late(mesh):
+    plain = nn.Linear(4, 6, bias=False)
+    plain.weight = nn.Parameter(StoredWeight.cast(torch.ones(6, 4)))
+    with pytest.raises(UnsupportedOpError, match="a FSDPLinear can't read a weight that is stored in FP8"):
+        fully_shard(plain, mesh=mesh)(torch.ones(2, 4))
     net = sharded("dynamic", mesh)
     for change in (octavo.restore, lambda net: octavo.convert(net, recipes.dynamic(), weight_storage="fp8")):
         with pytest.raises(ValueError, match=r"0: octavo.* of a weight that fully_shard has sharded in FP8; do"):
@@ -75,13 +76,10 @@ def test_what_comes_too_late(mesh):
     assert net[0].recipe.name == "dynamic"
     octavo.convert(net, recipes.delayed())
     assert net[0].recipe.name == "delayed"
-
-
-def test_a_plain_module_does_not_read_codes(mesh):
-    layer = nn.Linear(4, 6, bias=False)
-    layer.weight = nn.Parameter(StoredWeight.cast(torch.ones(6, 4)))
-    with pytest.raises(UnsupportedOpError, match="a FSDPLinear can't read a weight that is stored in FP8"):
-        fully_shard(layer, mesh=mesh)(torch.ones(2, 4))
+    state = net.state_dict() | {"0.weight": torch.ones(37, 140)}
+    del state["0.weight_scale_inv"]
+    with pytest.raises(ValueError, match=r"a sharded weight \(37, 140\), here \(18, 140\), is loaded from one that is"):
+        net.load_state_dict(state)
 
 
 def beside_replicas(mesh: Any, recipe: str) -> list[str]:
@@ -231,11 +229,3 @@ def codes_equal(a: nn.Module, b: nn.Module) -> bool:
 def test_state_dicts_move(pool, recipe):
     for found in pool.run(moved, (2,), recipe, seconds=60, whole=True):
         assert all(found) and len(found) == 15
-
-
-def test_what_does_not_fit(mesh):
-    net = sharded("dynamic", mesh)
-    state = net.state_dict() | {"0.weight": torch.ones(37, 140)}
-    del state["0.weight_scale_inv"]
-    with pytest.raises(ValueError, match=r"a sharded weight \(37, 140\), here \(18, 140\), is loaded from one that is"):
-        net.load_state_dict(state)

@@ -75,11 +75,6 @@ def test_recipes_that_cannot_say_why_and_change_nothing(name):
             octavo.set_recipe(store(model), wanted)
 
 
-def test_another_storage_is_refused():
-    with pytest.raises(ValueError, match="weight_storage='int8': use 'fp8' or None"):
-        octavo.convert(plain(), dynamic, weight_storage="int8")
-
-
 def test_layers_in_high_precision_and_those_not_selected_stay_plain():
     model = store(plain(), octavo.RecipeMap(dynamic, {"2": recipes.high_precision()}))
     assert isinstance(model[0].weight, StoredWeight) and type(model[2].weight) is nn.Parameter
@@ -128,9 +123,6 @@ def test_tied_weights_stay_tied():
     assert torch.equal(first["y"], found["y"]) and list(gradients(model)) == ["0.weight"]
     octavo.restore(model)
     assert model[0].weight is model[2].weight and type(model[0].weight) is nn.Parameter
-
-
-def test_weights_tied_to_a_layer_in_high_precision_stay_tied():
     model = tied(octavo.RecipeMap(dynamic, {"2": recipes.high_precision()}))
     assert model[0].weight is model[2].weight
 
@@ -232,19 +224,17 @@ def test_high_precision_and_back(recipe):
     assert_equal(codes(model), stored)
 
 
-def test_a_recipe_of_another_granularity_is_refused():
+def test_a_recipe_or_storage_that_is_refused_changes_nothing():
     model = octavo.set_recipe(net(), recipes.delayed())
     with pytest.raises(ValueError, match=r"reads weights scaled PerBlock\(128, 128\), but they are stored PerTensor"):
         octavo.set_recipe(model, recipes.blockwise())
+    for change in (octavo.set_recipe, octavo.convert):
+        with pytest.raises(ValueError, match="can't read weights"):
+            change(model, octavo.RecipeMap(recipes.dynamic(), {"2": recipes.rowwise()}))
+    assert [model[0].recipe.name, model[2].recipe.name] == ["delayed", "delayed"]
     octavo.set_recipe(store(nn.Linear(128, 128)), recipes.blockwise())  # one block is all
-
-
-@pytest.mark.parametrize("change", [octavo.set_recipe, octavo.convert], ids=lambda change: change.__name__)
-def test_a_recipe_that_is_refused_changes_nothing(change):
-    model = net()
-    with pytest.raises(ValueError, match="can't read weights"):
-        change(model, octavo.RecipeMap(recipes.delayed(), {"2": recipes.rowwise()}))
-    assert [model[0].recipe.name, model[2].recipe.name] == ["dynamic", "dynamic"]
+    with pytest.raises(ValueError, match="weight_storage='int8': use 'fp8' or None"):
+        octavo.convert(plain(), dynamic, weight_storage="int8")
 
 
 def trained(model, call, xs):

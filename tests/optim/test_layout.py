@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -367,37 +366,3 @@ def test_one_number_a_weight_in_one_collective(pool):
     assert pool.run(exchanged, (2,), "dynamic", seconds=60) == [[(3, 16 + 24), (1, 12), (1, 12)]] * 2
     assert pool.run(exchanged, (2,), "blockwise", seconds=60) == [[(1, 16), (0, 0), (0, 0)]] * 2
     assert pool.run(exchanged, (1,), "dynamic", seconds=60) == [[(0, 0)] * 3]
-
-
-def waits(mesh: Any) -> list[Any]:
-    """Who waits for the exchange of the last step."""
-    net = sharded("dynamic", mesh)
-    optimizer, found = adamw(net), []
-    steps(net, optimizer, 0, 1)
-    agreement = optimizer._agreement
-
-    def under_way() -> int:
-        return len(agreement._under_way)
-
-    found.append(under_way())
-    net(cases.batch(0, 0)).sum().backward()
-    found.append(under_way())
-    optimizer.state_dict()
-    found.append(under_way())
-    steps(net, optimizer, 1, 2)
-    found.append(under_way())
-    optimizer.load_state_dict(optimizer.state_dict())
-    found.append(under_way())
-    steps(net, optimizer, 2, 3)
-    amax = optimizer.state[net[0].weight]["master_amax"]
-    del optimizer
-    found.append(under_way())
-    agreement.__del__()
-    found.append(under_way())
-    each = [torch.empty(1, 1) for _ in range(mesh.size())]
-    dist.all_gather(each, amax, group=mesh.get_group())
-    return [*found, all(torch.equal(other, amax) for other in each)]
-
-
-def test_who_waits(pool):
-    assert pool.run(waits, (2,), seconds=60) == [[1, 1, 0, 1, 0, 1, 0, True]] * 2
