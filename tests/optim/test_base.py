@@ -268,3 +268,6 @@ def test_what_is_off_is_taken_and_what_is_on_refused(ours: Any, torchs: Any) -> 
             ours([p], **{name: True})
     with pytest.raises(TypeError, match="unexpected keyword argument 'momentums'"):
         ours([p], momentums="fp8")
+    for given in ({p}, [{"params": {p}}]):
+        with pytest.raises(TypeError, match=r"set|sets"):
+            ours(given)
