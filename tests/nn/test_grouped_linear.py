@@ -119,6 +119,7 @@ def test_experts_share_a_delayed_history() -> None:
                 layer.bias[expert] = parameters[expert][1]  # whose gradient is added in another order
 
 
+@pytest.mark.full  # by default with two of them: tests/nn/test_experts.py
 def test_compiled_it_is_one_graph_whatever_the_routing() -> None:
     torch.compiler.reset()
     layer = layer_of(recipes.rowwise_with_gw_hp(), dtype=torch.bfloat16)

@@ -156,13 +156,8 @@ def test_a_budget_names_the_phase_and_the_cheapest_way_to_fit():
         schedule.plan(7 * MIB)
     with pytest.raises(BudgetError, match="no other way of this phase fits; the smallest takes"):
         schedule.plan(MIB)
-
-
-def test_computing_in_high_precision_takes_no_memory_for_parameters():
-    model = octavo.convert(nn.Sequential(nn.Linear(1024, 1024, bias=False)).bfloat16(), LOW)
-    optimizer = optimizer_of(model, master="auto")
     phases = [Phase(LOW, master="split16", weight_storage="fp8"), Phase(HIGH, weight_storage=None, from_step=9)]
-    schedule = PrecisionSchedule(model, optimizer, phases)
+    schedule = PrecisionSchedule(model, optimizer_of(model, master="auto"), phases)
     with pytest.raises(BudgetError, match="cheapest way to fit: only compute in high_precision, which takes no memory"):
         schedule.plan(int(6.2 * MIB))
 
