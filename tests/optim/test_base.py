@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.optim import SGD, Adam, AdamW, Muon
-from octavo.optim.base import CompactOptimizer
+from octavo.optim.base import CompactOptimizer, PreparedUpdate, has_moved, was_written
+from octavo.tensor.stored_weight import StoredWeight
 
 
 def test_amsgrads_state_is_refused():
@@ -271,3 +272,17 @@ def test_what_is_off_is_taken_and_what_is_on_refused(ours: Any, torchs: Any) -> 
     for given in ({p}, [{"params": {p}}]):
         with pytest.raises(TypeError, match=r"set|sets"):
             ours(given)
+
+
+def test_a_part_is_known_by_its_codes():
+    """Where FSDP2 loads shards, it gives them other memory: what is the same there was not written."""
+    part = StoredWeight.cast(torch.randn(8, 16)).shard(0, 4)
+    held = part.qdata
+    before = PreparedUpdate(None, held, held.data_ptr(), held._version, ())  # type: ignore[arg-type]
+    assert not has_moved(before, part, held) and not was_written(before, part, held)
+    again = held.clone()
+    assert has_moved(before, part, again) and not was_written(before, part, again)
+    again.view(torch.uint8)[0, 0] ^= 1
+    assert was_written(before, part, again)
+    held.view(torch.uint8).add_(0)
+    assert was_written(before, part, held)
