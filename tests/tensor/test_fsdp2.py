@@ -1,4 +1,5 @@
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,6 +58,19 @@ def test_written_in_place_it_keeps_its_storage_and_version():
 
 def test_a_file_holds_a_plain_tensor():
     assert type(pickle.loads(pickle.dumps(shard()))) is Tensor
+
+
+def test_a_module_that_is_not_octavos_gathers_as_torch_does_in_the_policys_dtype():
+    mesh, policy = SimpleNamespace(size=lambda: 2), SimpleNamespace(param_dtype=None)
+    (sent,), after = shard().fsdp_pre_all_gather(mesh, torch.Size([11, 3]), None, nn.Embedding(11, 3), policy)
+    assert sent.shape == (6, 3) and torch.equal(sent[:5], shard().as_subclass(Tensor))
+    whole = torch.cat([sent, sent])
+    weight, inner = shard().fsdp_post_all_gather((whole,), after, torch.float32)
+    assert weight.shape == (11, 3) and inner == () and weight.data_ptr() == whole.data_ptr()
+    assert shard().fsdp_post_all_gather((whole,), after, torch.float32, out=weight) is None
+    policy.param_dtype = torch.bfloat16
+    (sent,), _ = shard().fsdp_pre_all_gather(mesh, torch.Size([11, 3]), None, nn.Embedding(11, 3), policy)
+    assert sent.dtype == torch.bfloat16
 
 
 def gathered(scale=2.0, shape=(4, 3)):
