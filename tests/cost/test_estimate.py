@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import octavo
 from octavo import recipes
-from octavo.cost.estimate import LinearWork, estimate, on_meta, work_of
+from octavo.cost.estimate import Estimate, LinearWork, estimate, on_meta, work_of
 from octavo.cost.rates import PUBLISHED
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.train import GPT, ModelConfig
@@ -22,7 +22,7 @@ TOKENS = torch.zeros(4, 16, dtype=torch.int64)
 
 
 def gpt(width: int = 64) -> nn.Module:
-    return GPT(ModelConfig(width=width, layers=2, heads=2, context=16)).to(torch.bfloat16)
+    return GPT(ModelConfig(width=width, layers=1, heads=2, context=16)).to(torch.bfloat16)
 
 
 def test_work_is_that_of_a_real_step() -> None:
@@ -32,8 +32,8 @@ def test_work_is_that_of_a_real_step() -> None:
         model(TOKENS).float().sum().backward()
     # torch's counter knows nothing of a CPU's attention
     assert sum(layer.flop * sum(layer.products) for layer in work.linears) == counter.get_total_flops()
-    scores = 2 * 4 * 2 * 16 * 16 * 32  # FLOP of the two layers' query . key^T each: batch, heads, C, C, head width
-    assert work.other_flop == 2 * scores * (2 + 5)  # forward two products, backward five
+    scores = 2 * 4 * 2 * 16 * 16 * 32  # FLOP of query . key^T: batch, heads, C, C, head width
+    assert work.other_flop == scores * (2 + 5)  # forward two products, backward five
     assert {layer.name for layer in work.linears} == {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     assert work.other_bytes > sum(p.numel() for p in model.parameters())
 
@@ -147,22 +147,27 @@ def test_experts_are_counted_as_the_loop_over_them() -> None:
 def test_only_what_convert_would_convert_is_in_fp8() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 64), nn.Linear(64, 512)).to(torch.bfloat16)
-    x = torch.empty(256, 512, dtype=torch.bfloat16, device="meta")
-    assert [layer.work.name for layer in estimate(model, (x,), recipes.dynamic(), H200).layers] == ["0"]
-    every = estimate(model, (x,), recipes.dynamic(), H200, select=lambda module, name: name != "1")
+    x = (torch.empty(256, 512, dtype=torch.bfloat16, device="meta"),)
+    work = work_of(model, x)
+
+    def found(recipe: object, select: object = None) -> Estimate:
+        return estimate(model, x, recipe, H200, select, work=work)  # type: ignore[arg-type]
+
+    assert [layer.work.name for layer in found(recipes.dynamic()).layers] == ["0"]
+    every = found(recipes.dynamic(), lambda module, name: name != "1")
     assert [layer.work.name for layer in every.layers] == ["0", "2"]
-    mapped = estimate(model, (x,), RecipeMap(recipes.high_precision(), {"1": recipes.dynamic()}), H200)
+    mapped = found(RecipeMap(recipes.high_precision(), {"1": recipes.dynamic()}))
     assert mapped.casts == 0.0 and not mapped.layers  # "1" is too small for the default select
-    nothing = estimate(model, (x,), recipes.dynamic(), H200, select=lambda module, name: False)
-    assert nothing.products == estimate(model, (x,), None, H200).products
+    assert found(recipes.dynamic(), lambda module, name: False).products == found(None).products
 
 
 def test_fused_a_step_saves_less_by_kind() -> None:
     config = transformers.LlamaConfig(hidden_size=64, intermediate_size=176, num_hidden_layers=1, vocab_size=64)
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).bfloat16()
+    work = work_of(on_meta(model), (TOKENS,))
     found = [
-        estimate(model, (TOKENS,), recipes.delayed(), H200, lambda module, name: True, fuse=fuse).memory
+        estimate(model, (TOKENS,), recipes.delayed(), H200, lambda module, name: True, fuse=fuse, work=work).memory
         for fuse in (False, True)
     ]
     plain, fused = (each.saved for each in found)
@@ -175,5 +180,9 @@ def test_the_optimizer_counts() -> None:
     def compact(parameters: object) -> torch.optim.Optimizer:
         return octavo.optim.AdamW(parameters, moments="fp8", master=None)  # type: ignore[arg-type]
 
-    plain, small = (estimate(gpt(), (TOKENS,), None, H200, optimizer=make) for make in (torch.optim.AdamW, compact))
+    model = gpt()
+    work = work_of(on_meta(model), (TOKENS,))
+    plain, small = (
+        estimate(model, (TOKENS,), None, H200, optimizer=make, work=work) for make in (torch.optim.AdamW, compact)
+    )
     assert small.memory.moments < 0.6 * plain.memory.moments and small.optimizer < plain.optimizer

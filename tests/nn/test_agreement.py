@@ -133,7 +133,6 @@ OUTPUT = "1: recipe.output is (Cast(E4M3, PerTensor(), Dynamic()), Cast(E4M3, Pe
     ("name", "here", "there", "says"),
     [
         ("fsdp2", {}, ROWWISE, OUTPUT + "(Cast(E4M3, PerRow(), Dynamic()), Cast(E4M3, PerRow(), Dynamic())) on rank 1"),
-        ("fsdp2", {}, HIGH, OUTPUT + "None on rank 1"),
         (
             "fsdp2",
             {},

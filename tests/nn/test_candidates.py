@@ -1,4 +1,3 @@
-import contextlib
 import copy
 import pickle
 
@@ -10,7 +9,6 @@ from torch.nn import functional as F
 import octavo
 from octavo import recipes
 from octavo.nn.candidates import MIN_FEATURES, features, large_enough, past_reads
-from tests.nn.test_convert import LEFT_ALONE
 from tests.support.helpers import every_layer, to_fp8
 
 BIG = MIN_FEATURES
@@ -28,16 +26,6 @@ def test_the_default_select():
     assert [name for name, m in net.items() if isinstance(m, octavo.nn.Linear)] == ["both"]
     assert [large_enough(m, name) for name, m in net.items()] == [True, False, False]
     assert features(net["thin"]) == (BIG, BIG - 1)
-
-
-@pytest.mark.parametrize("kind", LEFT_ALONE)
-def test_left_alone(kind):
-    net = nn.Sequential(LEFT_ALONE[kind]())
-    classes = {name: type(m) for name, m in net.named_modules()}
-    with pytest.warns(UserWarning, match=r"converted nothing: \S"):
-        to_fp8(net, recipes.dynamic())
-    assert {name: type(m) for name, m in net.named_modules()} == classes
-    assert octavo.summary(net).converted == ()
 
 
 class Configured(nn.Linear):
@@ -136,22 +124,3 @@ def test_a_weight_in_fp8_that_is_read_names_its_layer():
         net = net.to(torch.bfloat16).float()
     called = model(read=False, weight_storage="fp8")
     called.mixer(torch.randn(4, 32)).sum().backward()
-
-
-@pytest.mark.full
-def test_transformers_mamba_and_jamba():
-    """Weights in FP8 but dt_proj's: Mamba's mixer never calls it, Jamba's where it is quantised."""
-    transformers = pytest.importorskip("transformers")
-    ids, found = torch.randint(0, 64, (2, 8)), {}
-    jamba = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 1, "mamba_dt_rank": 4}
-    jamba |= {"attn_layer_period": 2, "attn_layer_offset": 1, "intermediate_size": 64, "use_mamba_kernels": False}
-    for kind, sizes in {"Mamba": {"state_size": 8}, "Jamba": jamba}.items():
-        sizes |= {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
-        net = found[kind] = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes))
-        with (
-            pytest.warns(UserWarning, match="first backbone.*dt_proj") if kind == "Mamba" else contextlib.nullcontext()
-        ):
-            octavo.convert(net, recipes.delayed(), every_layer, weight_storage="fp8")
-    found["Mamba"](input_ids=ids, labels=ids).loss.backward()
-    with pytest.raises(octavo.UnsupportedOpError, match=r"^model\.layers\.0\.mamba\.dt_proj: aten"):
-        found["Jamba"](input_ids=ids)

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -60,32 +59,9 @@ def with_own_forward() -> nn.Module:
     return layer
 
 
-def of_another_library() -> nn.Module:
-    """As torchao's quantised weights: tensors that are wrapped."""
-    layer = nn.Linear(8, 8)
-    layer.weight = foreign(layer.weight)
-    return layer
-
-
 def foreign(weight: torch.Tensor) -> nn.Parameter:
+    """As torchao's quantised weights: a tensor that is wrapped."""
     return nn.Parameter(TwoTensor(weight.detach(), weight.detach().clone()))
-
-
-LEFT_ALONE = {
-    "subclass": lambda: Special(8, 8),
-    "attention": lambda: nn.MultiheadAttention(8, 2),
-    "parametrized": lambda: parametrizations.weight_norm(nn.Linear(8, 8)),
-    "parametrized bias": lambda: parametrize.register_parametrization(nn.Linear(8, 8), "bias", Twice()),
-    "weight_norm": lambda: legacy_weight_norm(nn.Linear(8, 8)),
-    "own forward": with_own_forward,
-    "float64": lambda: nn.Linear(8, 8, dtype=torch.float64),
-    "float8": lambda: nn.Linear(8, 8).requires_grad_(False).to(torch.float8_e4m3fn),
-    "embedding": lambda: nn.Embedding(8, 8),
-    "bilinear": lambda: nn.Bilinear(8, 8, 8),
-    "conv": lambda: nn.Conv2d(8, 8, 1),
-    "lazy": lambda: nn.LazyLinear(8),
-    "another library": of_another_library,
-}
 
 
 @pytest.fixture
@@ -137,13 +113,14 @@ def test_converting_again_changes_the_recipe_and_adds_layers():
 
 @pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)
 def test_a_weight_that_is_computed_after_conversion(compute):
-    """It takes recipes, and stays computed when the layer is restored."""
+    """It takes recipes, is one matrix of the summary, and stays computed when the layer is restored."""
     net, x = to_fp8(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), recipes.dynamic()), torch.randn(4, 32)
     compute(net[1])
     for change in (octavo.set_recipe, to_fp8):
         change(net, recipes.mx())
         assert net[0].recipe == net[1].recipe == recipes.mx()
         net(x).sum().backward()
+    assert [(m.name, m.kind, m.shape) for m in octavo.summary(net).converted] == [(i, "Linear", (32, 32)) for i in "01"]
     net.eval()
     wanted = nn.functional.linear(net[0](x), net[1].weight, net[1].bias)
     assert sqnr(net(x), wanted) > 15
@@ -185,14 +162,6 @@ def test_layers_under_tensor_parallel_are_converted_before_and_after(mesh):
         if torch.__version__ >= "2.12":  # before, the collectives of a fake group write nothing
             assert 15 < sqnr(net(x), wanted) < 60
         assert octavo.restore(net)[0].weight.placements == (Shard(0),)
-
-
-def test_layers_that_fully_shard_has_sharded_stay_in_high_precision(mesh):
-    net = fully_shard(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), mesh=mesh)
-    net.append(nn.Linear(16, 16))
-    with pytest.warns(UserWarning, match="2 layers stay in high precision, first 0: it is sharded already"):
-        to_fp8(net, recipes.dynamic())
-    assert [type(layer) for layer in net] == [nn.Linear, nn.Linear, octavo.nn.Linear]
 
 
 @pytest.mark.parametrize("call", [octavo.convert, octavo.set_recipe])
@@ -274,7 +243,7 @@ def test_select_sees_module_and_name_of_each_candidate_once():
 
 
 def test_what_convert_says_when_it_converts_nothing():
-    net = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4), "c": LEFT_ALONE["own forward"]()})
+    net = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4), "c": with_own_forward()})
     with pytest.warns(
         UserWarning, match=r"4 x 8 features; .* 512 on \(2 such, first a\); its forward was .* first c\)"
     ):

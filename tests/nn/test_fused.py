@@ -233,9 +233,6 @@ def test_a_replaced_part_is_split_too():
     assert [output.shape for output in layer(torch.randn(2, 64))] == [(2, 64), (2, 32)]
 
 
-# activations in plain torch
-
-
 each_activation = pytest.mark.parametrize("name", ACTIVATIONS)
 
 

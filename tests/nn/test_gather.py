@@ -123,9 +123,6 @@ def test_layouts_of_a_gpu(monkeypatch):
     assert laid.data_ptr() == whole.data_ptr() and inner[0] is transposed and len(inner) == 1
 
 
-# --- on ranks ---------------------------------------------------------------------------------------------------------
-
-
 def step(net, optimizer, index, mesh=None):
     loss = net(batch(EVEN, index, 0, dist.get_rank())).square().mean()
     loss.backward()
@@ -154,43 +151,30 @@ def through_recipes(mesh, names):
 
 
 def test_recipes_change_under_way(pool):
-    order = ["dynamic", "high_precision", "blockwise", "mx", "delayed", "rowwise", "delayed", "high_precision"]
+    order = ["dynamic", "delayed", "high_precision", "blockwise", "mx", "delayed", "rowwise"]
     assert pool.run(through_recipes, (2,), order) == [0.0, 0.0]
 
 
-def part_changes(mesh):
+def refused(mesh):
+    """A part of a group that changes alone, two recipes of one weight, a weight tied across groups."""
     net = sharded_blocks(built(EVEN, "dynamic"), mesh)
     net(batch(EVEN, 0, 0, 0)).sum().backward()
     octavo.set_recipe(net.blocks[0].fc1, recipes.high_precision())
     with pytest.raises(RuntimeError, match=r"call octavo\.set_recipe on the module that fully_shard was applied to"):
         net(batch(EVEN, 0, 0, 0))
-
-
-def test_a_part_of_a_group_can_not_change_alone(pool):
-    pool.run(part_changes, (2,))
-
-
-def two_recipes_one_weight(mesh):
     net = built(SITUATIONS["tied"], "dynamic")
     octavo.set_recipe(net.blocks[1].fc1, recipes.rowwise())
     fully_shard(net, mesh=mesh)
     with pytest.raises(RuntimeError, match="layers that share a weight need one recipe"):
         net(batch(EVEN, 0, 0, 0))
-
-
-def test_one_weight_has_one_recipe(pool):
-    pool.run(two_recipes_one_weight, (2,))
-
-
-def tied_across_groups(mesh):
     net = built(SITUATIONS["tied"], "dynamic")
     with pytest.raises(ValueError, match="fully_shard was applied to two modules that share a weight"):
         sharded_blocks(net, mesh)
         net(batch(EVEN, 0, 0, 0))
 
 
-def test_a_weight_tied_across_groups_is_refused(pool):
-    pool.run(tied_across_groups, (2,))
+def test_what_ranks_refuse(pool):
+    pool.run(refused, (2,))
 
 
 def restored(mesh):

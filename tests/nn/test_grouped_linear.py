@@ -119,42 +119,22 @@ def test_experts_share_a_delayed_history() -> None:
                 layer.bias[expert] = parameters[expert][1]  # whose gradient is added in another order
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n != "gw_hp")) for n in RECIPES])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)], ids=str)
-def test_compiled_it_is_one_graph_whatever_the_routing(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.full  # by default with two of them: tests/nn/test_experts.py
+def test_compiled_it_is_one_graph_whatever_the_routing() -> None:
     torch.compiler.reset()
-    layer = layer_of(RECIPES[name](), dtype=dtype)
+    layer = layer_of(recipes.rowwise_with_gw_hp(), dtype=torch.bfloat16)
     other, counter = copy.deepcopy(layer), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(other, backend=counter, fullgraph=True)
     for step, sizes in enumerate(([9, 0, 4, 4], [17, 0, 0, 0], [1, 2, 3, 4])):
         found = []
         for net, call in ((layer, layer), (other, compiled)):
-            x, grad = batch(sizes, 17 - sum(sizes), dtype, step)
+            x, grad = batch(sizes, 17 - sum(sizes), torch.bfloat16, step)
             net.zero_grad()
             y = call(x, offsets_of(sizes))
             y.backward(grad)
             found.append(gradients(net) | {"x": x.grad, "y": y} | octavo.nn.delayed_state_dict(net))
         assert_equal(*found)
     assert counter.frame_count == 1
-
-
-def test_recipes_change_and_return_as_of_any_module() -> None:
-    layer, (x, grad), offsets = layer_of(recipes.delayed()), batch([3, 4, 0, 2]), offsets_of([3, 4, 0, 2])
-    layer(x, offsets).backward(grad)
-    layer.zero_grad()
-    state = octavo.nn.delayed_state_dict(layer)
-    with octavo.using(layer, recipes.blockwise()):
-        assert torch.equal(layer(x, offsets), layer_of(recipes.blockwise())(x, offsets))
-    assert_equal(state, octavo.nn.delayed_state_dict(layer))
-    other = layer_of(recipes.delayed())
-    octavo.nn.load_delayed_state_dict(other, state)
-    assert torch.equal(layer(x, offsets), other(x, offsets))
-    (row,) = octavo.summary(layer).converted
-    assert (row.kind, row.shape) == ("GroupedLinear", (E, N, K))
-    assert octavo.restore(layer).recipe.is_high_precision and list(layer.state_dict()) == ["weight", "bias"]
-    octavo.convert(layer, recipes.rowwise())
-    assert torch.equal(layer(x, offsets), layer_of(recipes.rowwise())(x, offsets))
 
 
 def test_moves_and_evaluation() -> None:
@@ -167,7 +147,9 @@ def test_moves_and_evaluation() -> None:
     assert torch.equal(layer.eval()(x, offsets_of(sizes)), dynamic.eval()(x, offsets_of(sizes)))
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x, offsets_of(sizes))
-        octavo.restore(layer)
+        (row,) = octavo.summary(layer).converted
+        assert (row.kind, row.shape) == ("GroupedLinear", (E, N, K))
+        assert octavo.restore(layer).recipe.is_high_precision and list(layer.state_dict()) == ["weight", "bias"]
         assert y.dtype == layer(x, offsets_of(sizes)).dtype == torch.bfloat16
 
 

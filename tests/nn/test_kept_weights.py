@@ -53,12 +53,9 @@ def test_equal_to_a_layers_own_casts(recipe):
     assert_equal(trained(net, net, kept), trained(own, own))
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=[] if name == "dynamic" else pytest.mark.full) for name in KEPT]
-)
-def test_compiled_micro_batches_equal_eager(recipe):
+def test_compiled_micro_batches_equal_eager():
     torch.compiler.reset()
-    own, net = model(KEPT[recipe]()), model(KEPT[recipe]())
+    own, net = model(recipes.dynamic()), model(recipes.dynamic())
     call = torch.compile(lambda x: net(x), backend="aot_eager", fullgraph=True)
     torch._dynamo.utils.counters.clear()
     assert_equal(trained(net, call, octavo.nn.KeptWeights(net)), trained(own, own))
@@ -134,24 +131,22 @@ OTHERS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", [*OTHERS, "given by functional_call"])
 def test_another_tensor_in_the_weights_place_is_cast_by_its_layer(name, compiled):
     """Writes, loads and steps are in tests/integration/test_sequences.py."""
-    net = model(recipes.dynamic())
-    octavo.nn.KeptWeights(net).cast()
-    OTHERS[name](net)
-    x = torch.randn(16, 48)
-    found = torch.compile(net, backend="eager")(x) if compiled else net(x)
-    assert torch.equal(found, copy.deepcopy(net)(x))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_functional_call_computes_with_what_it_is_given(compiled):
     net, x = model(recipes.dynamic()), torch.randn(16, 48)
     octavo.nn.KeptWeights(net).cast()
-    given = {name: 2 * value.detach() for name, value in net.named_parameters()}
-    call = lambda x: torch.func.functional_call(net, given, (x,))  # noqa: E731
+    given = {}
+    if name in OTHERS:
+        OTHERS[name](net)
+    else:
+        given = {name: 2 * value.detach() for name, value in net.named_parameters()}
+
+    def call(x):
+        return torch.func.functional_call(net, given, (x,))
+
     found = torch.compile(call, backend="eager")(x) if compiled else call(x)
     assert torch.equal(found, torch.func.functional_call(copy.deepcopy(net), given, (x,)))
 
@@ -180,9 +175,8 @@ def test_layers_of_another_recipe_meanwhile_are_left_alone(name):
     kept = octavo.nn.KeptWeights(net)
     kept.cast()
     with octavo.using(net[0], recipes.high_precision()):
-        before = net[0].delayed_scale if hasattr(net[0], "delayed_scale") else None
         kept.cast()
-        assert before is None and net[0].kept_operands is None
+        assert net[0].kept_operands is None
     kept.cast()
     assert forward_casts(net) == 2
 
@@ -201,9 +195,6 @@ def test_a_converted_model_needs_new_ones():
     net.bfloat16()
     with pytest.raises(ValueError, match="make its KeptWeights anew"):
         kept.cast()
-
-
-# --- captured ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -45,7 +45,7 @@ FUSED = {
 # a mixer reads one layer's weight without calling it, which convert says
 pytestmark = pytest.mark.filterwarnings("ignore:2 layers stay in high precision, first backbone.layers.0.mixer.dt_proj")
 each_family = pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.full if kind == "t5" else []) for kind in FAMILIES]
+    "kind", [pytest.param(kind, marks=pytest.mark.full if kind in ("t5", "mamba") else []) for kind in FAMILIES]
 )
 
 
@@ -147,26 +147,21 @@ def test_a_feed_forward_is_octavos_own_bit_for_bit(saved: Cast | None) -> None:
     assert distance({"x": a.grad, "norm": norm.weight.grad}, {"x": b.grad, "norm": own.norm.weight.grad}) < 0.02
 
 
-def test_it_saves_loads_and_is_copied(tmp_path: Path) -> None:
+def test_it_saves_and_loads(tmp_path: Path) -> None:
     net = build("llama", recipes.dynamic())
     expected = step(net)
     net.save_pretrained(tmp_path)
     plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path).train()
     assert_equal(dict(plain.state_dict()), dict(net.state_dict()))
     assert_equal(step(octavo.convert(plain, recipes.dynamic(), every_layer, fuse=True)), expected)
-    assert_equal(step(copy.deepcopy(net)), expected)
-    torch.save(net, tmp_path / "whole.pt")
-    assert_equal(step(torch.load(tmp_path / "whole.pt", weights_only=False)), expected)
     octavo.set_recipe(net, recipes.high_precision())
     assert distance(step(net), step(build("llama"))) < 1e-5
     octavo.convert(net, recipes.dynamic())  # which leaves fused what is
     assert_equal(step(net), expected)
 
 
-@pytest.mark.parametrize("name", ["delayed", pytest.param("blockwise", marks=pytest.mark.full)])
-def test_a_record_and_a_comparison_have_the_same_layers_and_numbers(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("numpy")
-    records, compared, recipe = [], [], FP8_RECIPES[name]()
+def test_a_record_and_a_comparison_have_the_same_layers_and_numbers(tmp_path: Path) -> None:
+    records, compared, recipe = [], [], recipes.delayed()
     for fuse in (True, False):
         net = build("llama", recipe, fuse)
         with octavo.inspect.record(net, tmp_path / str(fuse)) as recorder:

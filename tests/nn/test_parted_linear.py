@@ -11,7 +11,15 @@ from tests.support import parallel_tasks as tasks
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 @pytest.mark.parametrize("sequence", [True, False])
-@pytest.mark.parametrize("recipe", ["high_precision", "power of two", "delayed", "rowwise", "mx"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "high_precision",
+        "delayed",
+        "mx",
+        *(pytest.param(it, marks=pytest.mark.full) for it in ("power of two", "rowwise")),
+    ],
+)
 def test_a_transformer_block(pool, recipe, norm, sequence):
     """Of the largest elements: what another order of additions, in float32, makes of a code here and there."""
     for found in pool.run(tasks.block, (2,), recipe, norm, sequence):

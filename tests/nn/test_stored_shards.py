@@ -44,9 +44,6 @@ def mesh():
     dist.destroy_process_group()
 
 
-# --- the shards -------------------------------------------------------------------------------------------------------
-
-
 @each_recipe
 def test_a_part_takes_a_byte_an_element(recipe, mesh):
     net, whole = sharded(recipe, mesh), model(recipe)
@@ -62,13 +59,14 @@ def test_a_part_takes_a_byte_an_element(recipe, mesh):
     assert [m.gathered for m in octavo.summary(net).modules] == ["as stored"] * 3
 
 
-def test_other_ways_to_shard_are_refused(mesh):
+def test_what_sharded_weights_refuse(mesh):
     layer = octavo.convert(nn.Linear(256, 256), recipes.dynamic(), lambda module, name: True, "fp8")
     with pytest.raises(UnsupportedOpError, match="sharded by rows"):
         fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
-
-
-def test_what_comes_too_late(mesh):
+    plain = nn.Linear(4, 6, bias=False)
+    plain.weight = nn.Parameter(StoredWeight.cast(torch.ones(6, 4)))
+    with pytest.raises(UnsupportedOpError, match="a FSDPLinear can't read a weight that is stored in FP8"):
+        fully_shard(plain, mesh=mesh)(torch.ones(2, 4))
     net = sharded("dynamic", mesh)
     for change in (octavo.restore, lambda net: octavo.convert(net, recipes.dynamic(), weight_storage="fp8")):
         with pytest.raises(ValueError, match=r"0: octavo.* of a weight that fully_shard has sharded in FP8; do"):
@@ -78,16 +76,10 @@ def test_what_comes_too_late(mesh):
     assert net[0].recipe.name == "dynamic"
     octavo.convert(net, recipes.delayed())
     assert net[0].recipe.name == "delayed"
-
-
-def test_a_plain_module_does_not_read_codes(mesh):
-    layer = nn.Linear(4, 6, bias=False)
-    layer.weight = nn.Parameter(StoredWeight.cast(torch.ones(6, 4)))
-    with pytest.raises(UnsupportedOpError, match="a FSDPLinear can't read a weight that is stored in FP8"):
-        fully_shard(layer, mesh=mesh)(torch.ones(2, 4))
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
+    state = net.state_dict() | {"0.weight": torch.ones(37, 140)}
+    del state["0.weight_scale_inv"]
+    with pytest.raises(ValueError, match=r"a sharded weight \(37, 140\), here \(18, 140\), is loaded from one that is"):
+        net.load_state_dict(state)
 
 
 def beside_replicas(mesh: Any, recipe: str) -> list[str]:
@@ -134,9 +126,6 @@ def test_a_byte_a_weight_and_nothing_but_gathers(pool, recipe):
         assert reduces == 0 and 1.0 <= share / 2 <= 1.001  # forward and backward
 
 
-# --- recipes and compile ----------------------------------------------------------------------------------------------
-
-
 def in_high_precision(mesh: Any, recipe: str) -> list[bool]:
     """Products in bf16 read the gathered codes' values; then FP8 products as before."""
     net, whole = sharded(recipe, mesh), widened(model(recipe))
@@ -167,9 +156,8 @@ def compiled(mesh: Any, recipe: str, whole: bool) -> Any:
         net = fully_shard(model(recipe), mesh=mesh) if whole else sharded(recipe, mesh)
         if compile and whole:
             net.forward = torch.compile(net.forward, backend="aot_eager", fullgraph=True)
-        for layer in net:
-            if compile and not whole and isinstance(layer, nn.Linear):
-                layer.compile(backend="aot_eager", fullgraph=True)
+        if compile and not whole:
+            net[0].compile(backend="aot_eager", fullgraph=True)
         optimizer = adamw(net)
         for step in range(3):
             net(batch(step, dist.get_rank())).float().square().mean().backward()
@@ -180,16 +168,11 @@ def compiled(mesh: Any, recipe: str, whole: bool) -> Any:
     return all(torch.equal(found[0][name], found[1][name]) for name in found[0]), graphs[3:]
 
 
-@pytest.mark.parametrize(
-    "whole", [False, pytest.param(True, marks=pytest.mark.full)], ids=["in layers", "in one graph"]
-)
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)], ids=["a layer", "in one graph"])
 @pytest.mark.parametrize("recipe", ["blockwise", pytest.param("dynamic", marks=pytest.mark.full)])
 def test_compiled_equals_eager_and_is_compiled_once(pool, recipe, whole):
     for same, graphs in pool.run(compiled, (2,), recipe, whole, seconds=120):
         assert same and graphs[-1] == graphs[1] > 0
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 @both
@@ -246,11 +229,3 @@ def codes_equal(a: nn.Module, b: nn.Module) -> bool:
 def test_state_dicts_move(pool, recipe):
     for found in pool.run(moved, (2,), recipe, seconds=60, whole=True):
         assert all(found) and len(found) == 15
-
-
-def test_what_does_not_fit(mesh):
-    net = sharded("dynamic", mesh)
-    state = net.state_dict() | {"0.weight": torch.ones(37, 140)}
-    del state["0.weight_scale_inv"]
-    with pytest.raises(ValueError, match=r"a sharded weight \(37, 140\), here \(18, 140\), is loaded from one that is"):
-        net.load_state_dict(state)

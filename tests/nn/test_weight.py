@@ -10,7 +10,7 @@ import octavo
 from octavo import E5M2, PerBlock, recipes
 from octavo.nn.weight import why_not_stored
 from octavo.tensor.stored_weight import StoredWeight
-from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, every_layer, gradients, sqnr, to_fp8
+from tests.support.helpers import CountOps, assert_equal, every_layer, gradients, sqnr, to_fp8
 from tests.support.stored_weights import STORED, H, K, N, T, codes, inputs, net, plain, store, trace, widened
 
 BY_POWERS_OF_TWO = ["dynamic by powers of two", "blockwise"]
@@ -43,9 +43,6 @@ each_recipe = pytest.mark.parametrize("recipe", STORED)
 both = pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
 
 
-# --- convert ----------------------------------------------------------------------------------------------------------
-
-
 @each_recipe
 def test_recipes_that_store_weights(recipe):
     model, before = plain(), plain()
@@ -76,11 +73,6 @@ def test_recipes_that_cannot_say_why_and_change_nothing(name):
         assert all(parameter is before[name] for name, parameter in model.named_parameters())
         with pytest.raises(ValueError, match=f"the recipe .* can't read weights that are stored in FP8: {reason}"):
             octavo.set_recipe(store(model), wanted)
-
-
-def test_another_storage_is_refused():
-    with pytest.raises(ValueError, match="weight_storage='int8': use 'fp8' or None"):
-        octavo.convert(plain(), dynamic, weight_storage="int8")
 
 
 def test_layers_in_high_precision_and_those_not_selected_stay_plain():
@@ -117,9 +109,6 @@ def test_restored_weights_are_plain():
     assert "weight_scale_inv" not in " ".join(model.state_dict())
 
 
-# --- shared weights ---------------------------------------------------------------------------------------------------
-
-
 def tied(recipe):
     model = nn.Sequential(nn.Linear(K, K, bias=False), nn.Tanh(), nn.Linear(K, K, bias=False)).bfloat16()
     model[2].weight = model[0].weight
@@ -134,9 +123,6 @@ def test_tied_weights_stay_tied():
     assert torch.equal(first["y"], found["y"]) and list(gradients(model)) == ["0.weight"]
     octavo.restore(model)
     assert model[0].weight is model[2].weight and type(model[0].weight) is nn.Parameter
-
-
-def test_weights_tied_to_a_layer_in_high_precision_stay_tied():
     model = tied(octavo.RecipeMap(dynamic, {"2": recipes.high_precision()}))
     assert model[0].weight is model[2].weight
 
@@ -157,9 +143,6 @@ def test_a_weight_that_an_embedding_shares_stays_plain():
     assert isinstance(model["fc"].weight, StoredWeight)
     model["head"](model["fc"](model["embed"](torch.arange(5)))).sum().backward()
     assert model["embed"].weight.grad is not None
-
-
-# --- products ---------------------------------------------------------------------------------------------------------
 
 
 @each_recipe
@@ -230,9 +213,6 @@ def test_frozen_weights_take_a_byte_and_pass_gradients_on(recipe):
         octavo.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
 
 
-# --- recipes ----------------------------------------------------------------------------------------------------------
-
-
 @both
 def test_high_precision_and_back(recipe):
     model, x = net(recipe), inputs()
@@ -244,22 +224,17 @@ def test_high_precision_and_back(recipe):
     assert_equal(codes(model), stored)
 
 
-def test_a_recipe_of_another_granularity_is_refused():
+def test_a_recipe_or_storage_that_is_refused_changes_nothing():
     model = octavo.set_recipe(net(), recipes.delayed())
     with pytest.raises(ValueError, match=r"reads weights scaled PerBlock\(128, 128\), but they are stored PerTensor"):
         octavo.set_recipe(model, recipes.blockwise())
+    for change in (octavo.set_recipe, octavo.convert):
+        with pytest.raises(ValueError, match="can't read weights"):
+            change(model, octavo.RecipeMap(recipes.dynamic(), {"2": recipes.rowwise()}))
+    assert [model[0].recipe.name, model[2].recipe.name] == ["delayed", "delayed"]
     octavo.set_recipe(store(nn.Linear(128, 128)), recipes.blockwise())  # one block is all
-
-
-@pytest.mark.parametrize("change", [octavo.set_recipe, octavo.convert], ids=lambda change: change.__name__)
-def test_a_recipe_that_is_refused_changes_nothing(change):
-    model = net()
-    with pytest.raises(ValueError, match="can't read weights"):
-        change(model, octavo.RecipeMap(recipes.delayed(), {"2": recipes.rowwise()}))
-    assert [model[0].recipe.name, model[2].recipe.name] == ["dynamic", "dynamic"]
-
-
-# --- the rest of training ---------------------------------------------------------------------------------------------
+    with pytest.raises(ValueError, match="weight_storage='int8': use 'fp8' or None"):
+        octavo.convert(plain(), dynamic, weight_storage="int8")
 
 
 def trained(model, call, xs):
@@ -297,32 +272,6 @@ def test_a_move_keeps_the_parameter_its_attributes_hooks_and_gradient():
     weight.detach().normal_()
     trace(model, inputs(dtype=torch.float32))
     assert calls == ["gradient", True]
-
-
-# --- writes -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_every_micro_batch_casts_its_weight(recipe):
-    layer = octavo.nn.Linear(K, N, recipe=FP8_RECIPES[recipe]())
-    for _ in range(3):
-        with CountOps() as ops:
-            loss = layer(torch.randn(T, K, requires_grad=True)).sum()
-        assert ops.casts == 2
-        loss.backward()
-
-
-def test_invalidate_forgets_the_history_of_weights_and_what_was_kept():
-    net = nn.Sequential(octavo.nn.Linear(K, N, recipe=recipes.delayed()), nn.ModuleList([octavo.nn.Linear(N, N)]))
-    kept = octavo.nn.KeptWeights(net)
-    kept.cast()
-    net[0](torch.randn(2, K, requires_grad=True)).sum().backward()
-    octavo.nn.invalidate(net)
-    assert net[0].delayed_scale.ne(0).tolist() == [True, False, True]
-    for layer in (net[0], net[1][0]):
-        with CountOps() as ops:
-            layer(torch.randn(2, layer.in_features))
-        assert ops.casts == 2
 
 
 def test_a_copy_keeps_nothing():

@@ -11,8 +11,6 @@ from octavo.optim import SGD, Adam, AdamW
 from tests.support.memory import peak_bytes
 from tests.support.trained import MASTERS, MOMENTS, moments_of, parameter, train
 
-# float32: torch's
-
 
 @pytest.mark.parametrize(("ours", "torchs"), [(AdamW, torch.optim.AdamW), (Adam, torch.optim.Adam)])
 @pytest.mark.parametrize(("decay", "maximize"), [(0.0, False), (0.1, True)])
@@ -32,9 +30,6 @@ def test_float32_is_torchs_bit_for_bit_in_the_state_too(ours, torchs, decay, max
 
     pairs = zip(trained(ours, moments="fp32"), trained(torchs, foreach=False), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-
-
-# the cases
 
 
 def test_the_second_moment_follows_when_gradients_fall():
@@ -110,9 +105,6 @@ def test_what_gets_no_gradient_stays_as_it_is(moments):
     assert unused not in optimizer.state
 
 
-# shapes and memory
-
-
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("master", ["auto", *MASTERS])
 @pytest.mark.parametrize("shape", [(1,), (31,), (4095,), (), (1, 1), (3, 31), (0,), (0, 4), (4, 0), (2, 3, 4)], ids=str)
@@ -167,9 +159,6 @@ def test_a_step_needs_little_beside_the_state(master, moments, monkeypatch):
     optimizer = AdamW([p], moments=MOMENTS[moments], master=master)
     train(optimizer, 1)
     assert peak_bytes(optimizer.step) < p.numel()  # a quarter of one temporary in float32
-
-
-# what goes around a step
 
 
 def test_a_weight_that_was_written_is_seen_by_autograd():

@@ -14,15 +14,6 @@ from octavo.optim.base import CompactOptimizer, PreparedUpdate, has_moved, was_w
 from octavo.tensor.stored_weight import StoredWeight
 
 
-def test_a_step_of_no_optimizer_in_particular():
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = CompactOptimizer([weight], {"lr": 0.1}, (), "auto", 0)
-    optimizer.names = ()
-    weight.grad = torch.ones(2)
-    with pytest.raises(NotImplementedError):
-        optimizer.step()
-
-
 def test_amsgrads_state_is_refused():
     weight = nn.Parameter(torch.ones(2))
     torchs = torch.optim.AdamW([weight], amsgrad=True)
@@ -122,7 +113,7 @@ def test_a_grad_scaler_is_heeded(kind: type, unscale: bool) -> None:
 
 
 @each_kind
-def test_a_step_that_is_not_finite_is_skipped(kind: type) -> None:
+def test_a_step_that_is_not_finite_is_skipped_if_that_is_asked_for(kind: type) -> None:
     params, optimizer = of(kind, skip_nonfinite=True)
     fill(params, 0)
     optimizer.step()
@@ -134,15 +125,10 @@ def test_a_step_that_is_not_finite_is_skipped(kind: type) -> None:
     fill(params, 1)
     optimizer.step()
     assert equal(kept(params, optimizer), trained(2, kind))
-
-
-@each_kind
-def test_a_step_that_is_not_finite_is_not_skipped_unasked(kind: type) -> None:
     params, optimizer = of(kind)
     fill(params, 0, fault=math.nan)
     optimizer.step()
-    assert float(optimizer.state[params[1]]["step"]) == 1.0
-    assert params[1].isnan().sum() >= 1
+    assert float(optimizer.state[params[1]]["step"]) == 1.0 and params[1].isnan().any()
 
 
 @each_kind
@@ -193,8 +179,7 @@ def test_a_copy_steps_on_its_own(kind: type, way: str) -> None:
     assert equal(kept(params, optimizer), kept(again, other))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_in_compiled_code_it_is_a_graph_break(backend: str) -> None:
+def test_in_compiled_code_it_is_a_graph_break() -> None:
     params, optimizer = of(octavo.optim.AdamW)
 
     def step(x: Tensor) -> Tensor:
@@ -203,7 +188,7 @@ def test_in_compiled_code_it_is_a_graph_break(backend: str) -> None:
         return y + params[1].sum()
 
     torch.compiler.reset()
-    compiled = torch.compile(step, backend=backend)
+    compiled = torch.compile(step, backend="aot_eager")
     for seed in (0, 1, 2):
         fill(params, seed)
         found = compiled(torch.ones(3))
@@ -211,7 +196,7 @@ def test_in_compiled_code_it_is_a_graph_break(backend: str) -> None:
     assert equal(kept(params, optimizer), trained(3, octavo.optim.AdamW))
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(step, backend=backend, fullgraph=True)(torch.ones(3))
+        torch.compile(step, backend="aot_eager", fullgraph=True)(torch.ones(3))
     torch.compiler.reset()
 
 
@@ -229,13 +214,6 @@ def test_a_parameter_that_takes_the_place_of_another_is_stepped(kind: type) -> N
     wrong.grad = torch.ones(4, 1, dtype=torch.float64)
     with pytest.raises(ValueError, match="float64"):
         optimizer.step()
-
-
-@each_kind
-def test_a_set_has_no_order(kind: type) -> None:
-    for given in ({nn.Parameter(torch.ones(2))}, [{"params": {nn.Parameter(torch.ones(2))}}]):
-        with pytest.raises(TypeError, match=r"set|sets"):
-            kind(given, lr=0.1)
 
 
 @each_kind
@@ -291,32 +269,20 @@ def test_what_is_off_is_taken_and_what_is_on_refused(ours: Any, torchs: Any) -> 
             ours([p], **{name: True})
     with pytest.raises(TypeError, match="unexpected keyword argument 'momentums'"):
         ours([p], momentums="fp8")
-
-
-# what a step keeps of a weight
-
-
-def update_of(held: Tensor) -> PreparedUpdate:
-    return PreparedUpdate(None, held, held.data_ptr(), held._version, ())  # type: ignore[arg-type]
-
-
-def test_a_plain_weight_is_known_by_its_address_and_version():
-    weight = torch.ones(4, 4)
-    before = update_of(weight)
-    assert not has_moved(before, weight, weight) and not was_written(before, weight, weight)
-    weight.add_(1)
-    assert was_written(before, weight, weight)
-    other = weight.clone()
-    assert has_moved(before, other, other) and not was_written(before, other, other)
+    for given in ({p}, [{"params": {p}}]):
+        with pytest.raises(TypeError, match=r"set|sets"):
+            ours(given)
 
 
 def test_a_part_is_known_by_its_codes():
+    """Where FSDP2 loads shards, it gives them other memory: what is the same there was not written."""
     part = StoredWeight.cast(torch.randn(8, 16)).shard(0, 4)
-    before = update_of(part.qdata)
-    assert not has_moved(before, part, part.qdata) and not was_written(before, part, part.qdata)
-    again = part.qdata.clone()
+    held = part.qdata
+    before = PreparedUpdate(None, held, held.data_ptr(), held._version, ())  # type: ignore[arg-type]
+    assert not has_moved(before, part, held) and not was_written(before, part, held)
+    again = held.clone()
     assert has_moved(before, part, again) and not was_written(before, part, again)
     again.view(torch.uint8)[0, 0] ^= 1
     assert was_written(before, part, again)
-    part.qdata.view(torch.uint8).add_(0)
-    assert was_written(before, part, part.qdata)
+    held.view(torch.uint8).add_(0)
+    assert was_written(before, part, held)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -17,10 +16,9 @@ import octavo
 from octavo import E4M3, PerTensor
 from octavo.optim import SGD, AdamW, Moment
 from octavo.optim.in_backward import squared_norms
-from octavo.optim.layout import bytes_of_shard, needs_agreement, place_of
+from octavo.optim.layout import bytes_of_shard, place_of
 from octavo.optim.resolution import Resolution
 from octavo.optim.state import largest, local
-from octavo.tensor.stored_weight import local_stored
 from tests.support import sharded_weights as cases
 from tests.support.byte_counter import REDUCE, ByteCounter
 from tests.support.sharded_weights import adamw, differences, held, model, sharded, steps
@@ -261,9 +259,6 @@ def test_resolutions_count_each_weight_once_however_ranks_share_it(pool: Any) ->
         assert ranks == pytest.approx(alone, rel=1e-9) and alone[0] > 0
 
 
-# --- weights that live in FP8: ranks exchange one number a weight -----------------------------------------------------
-
-
 # Trainings of a model that ``make(seed)`` makes: each returns what is compared.
 
 
@@ -355,9 +350,6 @@ def test_equal_to_whole_weights(pool, cell):
     assert pool.run(beside_whole, shape, training.__name__, *options, seconds=60) == [[]] * math.prod(shape)
 
 
-# --- what is exchanged, and when --------------------------------------------------------------------------------------
-
-
 def exchanged(mesh: Any, recipe: str) -> list[tuple[int, int]]:
     """(all-reduces, their bytes) of some steps."""
     net = sharded(recipe, mesh)
@@ -374,67 +366,3 @@ def test_one_number_a_weight_in_one_collective(pool):
     assert pool.run(exchanged, (2,), "dynamic", seconds=60) == [[(3, 16 + 24), (1, 12), (1, 12)]] * 2
     assert pool.run(exchanged, (2,), "blockwise", seconds=60) == [[(1, 16), (0, 0), (0, 0)]] * 2
     assert pool.run(exchanged, (1,), "dynamic", seconds=60) == [[(0, 0)] * 3]
-
-
-def waits(mesh: Any) -> list[Any]:
-    """Who waits for the exchange of the last step."""
-    net = sharded("dynamic", mesh)
-    optimizer, found = adamw(net), []
-    steps(net, optimizer, 0, 1)
-    agreement = optimizer._agreement
-
-    def under_way() -> int:
-        return len(agreement._under_way)
-
-    found.append(under_way())
-    net(cases.batch(0, 0)).sum().backward()
-    found.append(under_way())
-    optimizer.state_dict()
-    found.append(under_way())
-    steps(net, optimizer, 1, 2)
-    found.append(under_way())
-    optimizer.load_state_dict(optimizer.state_dict())
-    found.append(under_way())
-    steps(net, optimizer, 2, 3)
-    amax = optimizer.state[net[0].weight]["master_amax"]
-    del optimizer
-    found.append(under_way())
-    agreement.__del__()
-    found.append(under_way())
-    each = [torch.empty(1, 1) for _ in range(mesh.size())]
-    dist.all_gather(each, amax, group=mesh.get_group())
-    return [*found, all(torch.equal(other, amax) for other in each)]
-
-
-def test_who_waits(pool):
-    assert pool.run(waits, (2,), seconds=60) == [[1, 1, 0, 1, 0, 1, 0, True]] * 2
-
-
-# --- which weights ----------------------------------------------------------------------------------------------------
-
-
-def who_needs_it(mesh: Any) -> list[bool]:
-    nets = sharded("dynamic", mesh), sharded("blockwise", mesh), model("dynamic")
-    return [needs_agreement(net[0].weight) for net in nets] + [needs_agreement(nn.Parameter(torch.ones(2, 2)))]
-
-
-def test_which_weights_need_it(pool):
-    assert pool.run(who_needs_it, (2,), seconds=60) == [[True, False, False, False]] * 2
-    assert pool.run(who_needs_it, (1,), seconds=60) == [[False] * 4]
-
-
-def refused_options(mesh: Any) -> list[str]:
-    said = []
-    one = (Moment("fp32"), Moment("fp32"))
-    net = sharded("dynamic", mesh)
-    for options in ({"master": "split32"}, {"clip_update": False}, {"betas": (0.99, 0.9)}):
-        with pytest.raises(ValueError) as caught:
-            AdamW(net.parameters(), **options)
-        said.append(str(caught.value))
-    assert adamw(net, moments=one) is not None and local_stored(net[0].weight) is not None
-    return said
-
-
-def test_what_whole_weights_are_refused_sharded_ones_are(pool):
-    for said in pool.run(refused_options, (2,), seconds=60):
-        assert "weights stored in FP8 take" in said[0] and "clip_update on" in said[1] and "beta1^2 > beta2" in said[2]

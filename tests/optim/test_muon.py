@@ -190,9 +190,6 @@ def test_wrong_arguments(shape: tuple[int, ...], options: dict[str, Any], messag
         Muon([nn.Parameter(torch.ones(shape))], **options)
 
 
-# on ranks
-
-
 def beside_one_process(mesh: Any, options: dict[str, Any]) -> list[str]:
     """What differs, on this rank, of matrices that ranks share by rows, and of their state, from the same ones whole.
 

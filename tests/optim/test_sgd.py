@@ -91,16 +91,3 @@ def test_wrong_arguments(options, message):
 def test_a_pair_of_moments_is_no_momentum():
     with pytest.raises(TypeError, match=r"octavo\.optim\.Moment"):
         SGD(params(), momentum=0.9, moments=(Moment("fp32"), Moment("fp32")))
-
-
-def test_save_load_continue():
-    ours = params(torch.bfloat16)
-    optimizer = SGD(ours, lr=0.1, momentum=0.9, master="split24")
-    steps(optimizer, ours, 3)
-    again = [nn.Parameter(p.detach().clone()) for p in ours]
-    loaded = SGD(again, lr=0.1, momentum=0.9, master="split24")
-    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    steps(optimizer, ours, 3, 3)
-    steps(loaded, again, 3, 3)
-    assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
-    assert copy.deepcopy(loaded).names == ("momentum_buffer",)

@@ -24,6 +24,8 @@ def test_it_says_what_it_was_told():
     assert repr(phase) == "Phase(high_precision, master=None, weight_storage=None, from_tokens=5)"
     assert phase.trigger == "from_tokens" and Phase(HIGH).trigger is None
     assert repr(Phase(RecipeMap(HIGH))) == "Phase(map of high_precision)"
+    a, b = (Phase(recipes.dynamic(), moments=(Moment("fp32"), Moment("bf16")), from_step=3) for _ in range(2))
+    assert a == b and hash(a) == hash(b)
 
 
 @pytest.mark.parametrize(
@@ -44,11 +46,6 @@ def test_it_says_what_it_was_told():
 def test_what_it_can_not_be(arguments, error, message):
     with pytest.raises(error, match=message):
         Phase(*arguments)
-
-
-def test_it_is_a_value():
-    a, b = (Phase(recipes.dynamic(), moments=(Moment("fp32"), Moment("bf16")), from_step=3) for _ in range(2))
-    assert a == b and hash(a) == hash(b)
 
 
 def begun(**options):

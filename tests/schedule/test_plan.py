@@ -63,7 +63,7 @@ def inner(tensor: Tensor) -> list[Tensor]:
 
 def test_every_phase_takes_what_was_planned():
     torch.manual_seed(0)
-    model = GPT(ModelConfig(width=128, layers=2, heads=2, context=64)).bfloat16()
+    model = GPT(ModelConfig(width=128, layers=1, heads=2, context=64)).bfloat16()
     octavo.convert(model, LOW, select=lambda module, name: name != "head")
     optimizer = optimizer_of(model, master="auto")
     schedule = PrecisionSchedule(model, optimizer, PHASES)
@@ -87,7 +87,7 @@ def test_every_phase_takes_what_was_planned():
 def test_nothing_is_computed_or_changed():
     model = net()
     optimizer = optimizer_of(model)
-    schedule = PrecisionSchedule(model, optimizer, PHASES[-2:][:1] and [Phase(LOW), PHASES[-1]])
+    schedule = PrecisionSchedule(model, optimizer, [Phase(LOW), PHASES[-1]])
     before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
     schedule.plan(example_inputs=(torch.zeros(2, 64, dtype=torch.bfloat16),))
     for name, p in model.named_parameters():
@@ -103,9 +103,7 @@ def test_gradients_that_do_not_stay():
     assert schedule.plan().phases[0].gradients == 2 * sum(sizes)
     octavo.optim.update_in_backward(optimizer, 1000)
     assert schedule.plan().phases[0].gradients == 1000 + 2 * max(sizes)
-    stored = optimizer_of(net(), gradient_storage="fp8")
-    model = nn.Module()
-    schedule = PrecisionSchedule(net(), stored, [Phase(LOW)])
+    schedule = PrecisionSchedule(net(), optimizer_of(net(), gradient_storage="fp8"), [Phase(LOW)])
     assert schedule.plan().phases[0].gradients <= 1.2 * sum(sizes)
 
 
@@ -158,13 +156,8 @@ def test_a_budget_names_the_phase_and_the_cheapest_way_to_fit():
         schedule.plan(7 * MIB)
     with pytest.raises(BudgetError, match="no other way of this phase fits; the smallest takes"):
         schedule.plan(MIB)
-
-
-def test_computing_in_high_precision_takes_no_memory_for_parameters():
-    model = octavo.convert(nn.Sequential(nn.Linear(1024, 1024, bias=False)).bfloat16(), LOW)
-    optimizer = optimizer_of(model, master="auto")
     phases = [Phase(LOW, master="split16", weight_storage="fp8"), Phase(HIGH, weight_storage=None, from_step=9)]
-    schedule = PrecisionSchedule(model, optimizer, phases)
+    schedule = PrecisionSchedule(model, optimizer_of(model, master="auto"), phases)
     with pytest.raises(BudgetError, match="cheapest way to fit: only compute in high_precision, which takes no memory"):
         schedule.plan(int(6.2 * MIB))
 

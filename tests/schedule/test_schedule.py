@@ -25,13 +25,15 @@ def started(*phases, recovery=None, **options):
     return model, optimizer, PrecisionSchedule(model, optimizer, phases, recovery)
 
 
-def test_the_first_phase_begins_at_once_and_others_after_so_many_steps():
+def test_the_first_phase_begins_at_once_and_others_after_so_many_steps(caplog):
     model, optimizer, schedule = started(LOWEST, UP, Phase(DELAYED, from_step=6))
     assert isinstance(model[0].weight, StoredWeight) and schedule.phase is LOWEST
     names = []
-    for step in range(8):
-        train(model, optimizer, schedule, range(step, step + 1))
-        names.append(model[0].recipe.name)
+    with caplog.at_level(logging.INFO, "octavo"):
+        for step in range(8):
+            train(model, optimizer, schedule, range(step, step + 1))
+            names.append(model[0].recipe.name)
+    assert "step 4: Phase(high_precision" in caplog.text and "since step 4" in caplog.text
     assert names == ["dynamic"] * 3 + ["high_precision"] * 2 + ["delayed"] * 3
     assert [(s.step, s.phase, s.name) for s in schedule.switches] == [
         (0, 0, "dynamic"),
@@ -131,13 +133,6 @@ def test_a_resumed_schedule_reads_the_resolution_where_the_other_did():
     rated(again, other, resumed, range(13, 70))
     assert schedule.index == 1 and resumed.switches == schedule.switches
     assert same(tensors(model, optimizer), tensors(again, other))
-
-
-def test_switches_are_logged(caplog):
-    model, optimizer, schedule = started(LOWEST, UP)
-    with caplog.at_level(logging.INFO, "octavo"):
-        train(model, optimizer, schedule, range(4))
-    assert "step 4: Phase(high_precision" in caplog.text and "since step 4" in caplog.text
 
 
 def test_updates_in_backward_are_measured_and_switched():
@@ -385,6 +380,10 @@ def test_a_spike_is_many_median_deviations_above_the_median():
     assert look(own, 2.0 + 6.1 * spread) and not look(own, 2.0 + 5.9 * spread)
     assert not look(own, 0.1)  # a loss that falls is none
     assert own.read() == SPIKE and own.read() == 0
+    for loss in [10.0] * 8 + [2.0] * 8:  # the window moves
+        look(own, loss)
+    assert (own.losses == 2.0).all() and look(own, 10.0)
+    assert not look(own, 2.01) and look(own, 2.02)  # the last digits of a constant loss are no spike
 
 
 def test_spikes_are_judged_from_half_a_window_on_and_faults_stay_out_of_it():
@@ -393,20 +392,6 @@ def test_spikes_are_judged_from_half_a_window_on_and_faults_stay_out_of_it():
     assert look(own, 1000.0) and look(own, 1000.0)
     assert int(own.seen) == 4 and own.losses.isnan().sum() == 4
     assert not look(own, 1000.0, spikes=False)
-
-
-def test_the_window_moves():
-    own = watch(spike=6.0)
-    for loss in [10.0] * 8 + [1.0] * 8:
-        look(own, loss)
-    assert (own.losses == 1.0).all() and look(own, 10.0)
-
-
-def test_a_constant_loss_has_no_spikes_in_its_last_digits():
-    own = watch(spike=6.0)
-    for _ in range(8):
-        look(own, 2.0)
-    assert not look(own, 2.01) and look(own, 2.02)
 
 
 @pytest.mark.parametrize(("loss", "largest"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)])
@@ -445,7 +430,3 @@ def test_its_state_is_all_that_it_knows():
 def test_what_it_can_not_be(options, error, message):
     with pytest.raises(error, match=message):
         Recovery(**{"phase": PHASE} | options)
-
-
-def test_attempts_without_end():
-    assert Recovery(PHASE, attempts=None).attempts is None

@@ -1,4 +1,5 @@
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from octavo.tensor.fsdp2 import (
     GatheredWeight,
     ShardedWeight,
     attach,
-    gather_as_it_is,
     gathered_whole,
     padded_rows,
     rows_on_each_rank,
@@ -60,32 +60,16 @@ def test_a_file_holds_a_plain_tensor():
     assert type(pickle.loads(pickle.dumps(shard()))) is Tensor
 
 
-class Mesh:
-    def __init__(self, ranks):
-        self.ranks = ranks
-
-    def size(self):
-        return self.ranks
-
-
-class Policy:
-    def __init__(self, param_dtype=None):
-        self.param_dtype = param_dtype
-
-
-def test_a_module_that_is_not_octavos_gathers_as_torch_does():
-    (sent,), after = shard().fsdp_pre_all_gather(Mesh(2), torch.Size([11, 3]), None, nn.Embedding(11, 3), Policy())
-    assert sent.shape == (6, 3)
-    assert torch.equal(sent[:5], shard().as_subclass(Tensor))
+def test_a_module_that_is_not_octavos_gathers_as_torch_does_in_the_policys_dtype():
+    mesh, policy = SimpleNamespace(size=lambda: 2), SimpleNamespace(param_dtype=None)
+    (sent,), after = shard().fsdp_pre_all_gather(mesh, torch.Size([11, 3]), None, nn.Embedding(11, 3), policy)
+    assert sent.shape == (6, 3) and torch.equal(sent[:5], shard().as_subclass(Tensor))
     whole = torch.cat([sent, sent])
     weight, inner = shard().fsdp_post_all_gather((whole,), after, torch.float32)
-    assert weight.shape == (11, 3) and inner == ()
-    assert weight.data_ptr() == whole.data_ptr()
+    assert weight.shape == (11, 3) and inner == () and weight.data_ptr() == whole.data_ptr()
     assert shard().fsdp_post_all_gather((whole,), after, torch.float32, out=weight) is None
-
-
-def test_the_policys_dtype_is_sent():
-    (sent,), _ = gather_as_it_is(torch.ones(4, 3), Mesh(1), torch.Size([4, 3]), Policy(torch.bfloat16))
+    policy.param_dtype = torch.bfloat16
+    (sent,), _ = shard().fsdp_pre_all_gather(mesh, torch.Size([11, 3]), None, nn.Embedding(11, 3), policy)
     assert sent.dtype == torch.bfloat16
 
 
@@ -122,13 +106,6 @@ def test_refilled_in_place_for_the_backward_that_saved_it():
 
 def test_a_plain_parameter_is_no_shard():
     assert not attach(nn.Parameter(torch.ones(2, 2)), -1)
-
-
-def test_padded_rows():
-    x = torch.ones(2, 3)
-    assert padded_rows(x, x.shape, 1) is x
-    assert padded_rows(x, torch.Size((7, 3)), 2)[2:].abs().sum() == 0
-    assert padded_rows(x[:0], torch.Size((1, 3)), 2).shape == (1, 3)
 
 
 def test_what_ranks_send_is_the_whole():

@@ -1,7 +1,10 @@
 """What all pairs share: files of them, and the message of an op that has no rule."""
 
+import copy
 import io
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,19 +23,35 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("as_parameter", [False, True])
-def test_files_hold_bytes_and_are_read_safely(name: str, as_parameter: bool) -> None:
-    pair = torch.nn.Parameter(PAIRS[name]()) if as_parameter else PAIRS[name]()
-    pair.mark = "a user's"
+def loaded(pair: Any, weights_only: bool = True) -> Any:
     file = io.BytesIO()
     torch.save(pair, file)
-    file.seek(0)
-    for found in (torch.load(file, weights_only=True), pickle.loads(pickle.dumps(pair))):
-        assert isinstance(found, Pair) and repr(found) == repr(pair) and found.mark == pair.mark
-        assert isinstance(found, torch.nn.Parameter) is as_parameter and found.requires_grad is as_parameter
-        assert torch.equal(found.qdata.view(torch.uint8), pair.qdata.view(torch.uint8))
-        assert torch.equal(found.scale_inv, pair.scale_inv)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=weights_only)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "torch.save": loaded,
+    "torch.save, unpickled": lambda pair: loaded(pair, weights_only=False),
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("as_parameter", [False, True])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_copies_and_files_are_equal_and_share_nothing(
+    name: str, way: str, as_parameter: bool, requires_grad: bool
+) -> None:
+    pair = torch.nn.Parameter(PAIRS[name]()) if as_parameter else PAIRS[name]()
+    pair.requires_grad_(requires_grad).mark = "a user's"
+    found = COPIES[way](pair)
+    assert isinstance(found, Pair) and repr(found) == repr(pair) and found.mark == pair.mark
+    assert isinstance(found, torch.nn.Parameter) is as_parameter and found.requires_grad is requires_grad
+    assert torch.equal(found.qdata.view(torch.uint8), pair.qdata.view(torch.uint8))
+    assert torch.equal(found.scale_inv, pair.scale_inv) and found.is_leaf
+    assert found.qdata.data_ptr() != pair.qdata.data_ptr() and found.scale_inv.data_ptr() != pair.scale_inv.data_ptr()
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import octavo
 from octavo import E4M3, E5M2, PerBlock, PerRow, PerTensor, ScaledTensor, quantize
 from octavo.formats import Format
 from octavo.granularity import Granularity
@@ -116,23 +115,12 @@ def test_the_gradient_is_straight_through_and_zero_at_faults(fmt: Format, granul
     assert torch.equal(x.grad, passed)
 
 
-def test_no_finite_element_is_clipped() -> None:
-    # a scale from the tensor's own amax clips none, so the gradient passes at the largest one too
-    x = torch.tensor([[1.0, -3.0, 0.0], [1e-30, 2e30, 5.0]], requires_grad=True)
-    for granularity in GRANULARITIES:
-        quantize(x, E4M3, granularity).dequantize().sum().backward()
-    assert bool((x.grad == len(GRANULARITIES)).all())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_the_gradient_has_the_inputs_dtype(dtype: torch.dtype) -> None:
-    x = torch.randn(4, 6, dtype=dtype, requires_grad=True)
-    quantize(x, E4M3, PerRow()).to(torch.float32).dequantize().sum().backward()
-    assert x.grad.dtype == dtype and bool((x.grad == 1).all())
-
-
-def test_without_a_gradient_nothing_is_kept() -> None:
-    x = torch.randn(4, 6, requires_grad=True)
+def test_the_gradient_has_the_inputs_dtype_and_passes_at_the_largest_element(dtype: torch.dtype) -> None:
+    x = torch.nn.Parameter(torch.tensor([[1.0, -3.0, 0.0], [1e-5, 2e4, 5.0]], dtype=dtype))
+    for granularity in GRANULARITIES:  # a scale from the tensor's own amax clips nothing
+        quantize(x, E4M3, granularity).to(torch.float32).dequantize().sum().backward()
+    assert x.grad.dtype == dtype and bool((x.grad == len(GRANULARITIES)).all())
     with torch.no_grad():
         assert not quantize(x, E4M3, PerTensor()).requires_grad
     assert not quantize(x.detach(), E4M3, PerTensor()).requires_grad
@@ -175,11 +163,3 @@ def test_a_pair_is_not_quantized_again() -> None:
     with pytest.raises(TypeError, match=r"ScaledTensor already; quantize x.dequantize\(\)"):
         quantize(q, E5M2, PerRow())
     assert isinstance(quantize(q.dequantize(), E5M2, PerRow()), ScaledTensor)
-
-
-def test_a_parameter_is_quantized_like_a_tensor() -> None:
-    parameter = torch.nn.Parameter(torch.randn(4, 6))
-    q = octavo.quantize(parameter, E4M3, PerRow())
-    assert type(q) is ScaledTensor and same_bits(q.qdata, quantize(parameter.detach(), E4M3, PerRow()).qdata)
-    q.dequantize().sum().backward()
-    assert bool((parameter.grad == 1).all())

@@ -50,9 +50,6 @@ def assert_twins(a: ScaledTensor, b: ScaledTensor) -> None:
     b.validate()
 
 
-# the invariant
-
-
 @each_granularity
 @each_format
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -99,9 +96,6 @@ def test_shape_and_strides_are_those_of_the_codes(strided: Callable[[Tensor], Te
     assert same_bits(q.dequantize(), codes.to(torch.bfloat16))
 
 
-# save, load, copy
-
-
 @each_twin
 @each_granularity
 @each_format
@@ -117,25 +111,6 @@ def test_twins(fmt: Format, granularity: Granularity, twin: Callable[[Any], Any]
         assert_twins(original, twin(original))
     q.qdata.view(torch.uint8)[0] = 0x7F
     assert_twins(q, twin(q))
-
-
-@each_twin
-def test_twins_share_nothing(twin: Callable[[Any], Any]) -> None:
-    q = pair()
-    other = twin(q)
-    before = q.clone()
-    other.qdata.view(torch.uint8).zero_()
-    other.scale_inv.zero_()
-    assert_twins(q, before)
-
-
-@each_twin
-def test_a_parameter_stays_one(twin: Callable[[Any], Any]) -> None:
-    for requires_grad in (True, False):
-        other = twin(nn.Parameter(pair(), requires_grad=requires_grad))
-        assert isinstance(other, nn.Parameter) and other.requires_grad == requires_grad
-    assert not isinstance(twin(pair()), nn.Parameter)
-    assert twin(pair().requires_grad_()).requires_grad
 
 
 @each_twin
@@ -157,9 +132,6 @@ def test_a_file_with_parts_that_do_not_fit_is_refused() -> None:
     q.scale_inv = q.scale_inv[:3]
     with pytest.raises((ValueError, pickle.UnpicklingError), match="scale_inv has shape"):
         saved_and_loaded(q)
-
-
-# modules, devices, dtypes
 
 
 def test_as_a_parameter() -> None:
@@ -218,9 +190,6 @@ def test_requires_grad() -> None:
     assert q.grad.shape == q.shape and q.grad.dtype == torch.float32
 
 
-# repr
-
-
 @each_granularity
 @each_format
 def test_repr_says_format_granularity_and_amax(fmt: Format, granularity: Granularity) -> None:
@@ -247,9 +216,6 @@ def test_repr_of_what_has_no_amax() -> None:
     assert "amax 2" in repr(q)
 
 
-# torch.compile
-
-
 @each_granularity
 def test_flatten_and_unflatten(granularity: Granularity) -> None:
     for q in (pair(granularity), pair(granularity).t(), pair(granularity).half()):
@@ -261,20 +227,16 @@ def test_flatten_and_unflatten(granularity: Granularity) -> None:
         assert_twins(q, ScaledTensor.__tensor_unflatten__(inner, context, q.shape, q.stride()))
 
 
-@pytest.fixture
-def compiled() -> Callable[..., Any]:
+def test_as_input_and_output_of_a_compiled_graph_which_another_granularity_makes_anew() -> None:
     torch.compiler.reset()
-    return lambda f: torch.compile(f, backend="aot_eager", fullgraph=True)
 
+    def step(q: ScaledTensor, x: Tensor) -> tuple[ScaledTensor, ScaledTensor, ScaledTensor, Tensor]:
+        return q.t(), q.to(torch.bfloat16), quantize(x, E4M3, BLOCK), x @ q.dequantize()
 
-@each_granularity
-def test_as_input_and_output_of_a_compiled_graph(compiled: Callable[..., Any], granularity: Granularity) -> None:
-    def step(q: ScaledTensor, x: Tensor) -> tuple[ScaledTensor, ScaledTensor, Tensor]:
-        return q.t(), q.to(torch.bfloat16), x @ q.dequantize()
-
-    f = compiled(step)
+    f = torch.compile(step, backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 7)
-    for q in (pair(granularity), pair(granularity)):
+    for granularity in (*GRANULARITIES, BLOCK):
+        q = pair(granularity)
         for eager, traced in zip(step(q, x), f(q, x), strict=True):
             if isinstance(eager, ScaledTensor):
                 assert_twins(eager, traced)
@@ -282,20 +244,14 @@ def test_as_input_and_output_of_a_compiled_graph(compiled: Callable[..., Any], g
                 assert torch.equal(eager, traced)
 
 
-def test_a_pair_as_parameter_of_a_compiled_graph(compiled: Callable[..., Any]) -> None:
+def test_a_pair_as_parameter_of_a_compiled_graph() -> None:
+    torch.compiler.reset()
     parameter = nn.Parameter(pair())
-    f = compiled(lambda x: (x @ parameter.dequantize()).sum())
+    f = torch.compile(lambda x: (x @ parameter.dequantize()).sum(), backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 7, requires_grad=True)
     f(x).backward()
     assert torch.equal(parameter.grad, x.detach().sum(0)[:, None].expand(7, 11))
     assert torch.allclose(x.grad, parameter.dequantize().sum(1).expand(2, 7))
-
-
-def test_another_granularity_is_another_graph(compiled: Callable[..., Any]) -> None:
-    f = compiled(lambda q: q.dequantize())
-    for granularity in GRANULARITIES:
-        q = pair(granularity)
-        assert torch.equal(f(q), q.dequantize())
 
 
 def test_an_op_outside_the_table_raises_in_a_compiled_function_too() -> None:
@@ -303,11 +259,6 @@ def test_an_op_outside_the_table_raises_in_a_compiled_function_too() -> None:
     f = torch.compile(lambda q: q + 1, backend="aot_eager")
     with pytest.raises(Exception, match=r"aten.add.Tensor is not defined for a ScaledTensor"):
         f(pair())
-
-
-def test_quantize_compiles(compiled: Callable[..., Any]) -> None:
-    x = torch.randn(7, 11)
-    assert_twins(quantize(x, E4M3, BLOCK), compiled(lambda x: quantize(x, E4M3, BLOCK))(x))
 
 
 # torch hides this warning of its own, but not where warnings are errors
@@ -490,9 +441,6 @@ def test_a_pair_made_outside_of_inference_mode_is_read_inside() -> None:
         assert q.to(torch.bfloat16).dtype == torch.bfloat16
 
 
-# copy_
-
-
 @pytest.mark.parametrize("granularity", ALL, ids=str)
 def test_copy_writes_both_parts(granularity: Granularity) -> None:
     target, source = tiles_of((7, 11), granularity), tiles_of((7, 11), granularity).to(torch.bfloat16)
@@ -541,8 +489,6 @@ def test_copy_from_and_to_plain_tensors_is_refused() -> None:
     with pytest.raises(UnsupportedOpError, match=r"source.dequantize\(\)"):
         x.copy_(q)
 
-
-# what isn't in the table
 
 UNKNOWN: list[tuple[str, Callable[[ScaledTensor], Any]]] = [
     ("aten.add.Tensor", lambda q: q + 1),

@@ -1,7 +1,6 @@
 """A gradient in FP8 behind the facade of any tensor: what torch does with a gradient is exact, or raises."""
 
 import copy
-import io
 import math
 from typing import Any
 
@@ -209,10 +208,7 @@ def test_a_fault_that_was_found_stays_found() -> None:
 @each_shape
 def test_copies(shape: tuple[int, ...]) -> None:
     grad = StoredGradient.cast(values_of(*shape), torch.bfloat16)
-    file = io.BytesIO()
-    torch.save(grad, file)
-    file.seek(0)
-    for other in (torch.load(file), copy.deepcopy(grad), grad.clone(), grad.detach(), grad.view(shape)):
+    for other in (copy.deepcopy(grad), grad.clone(), grad.detach(), grad.view(shape)):
         assert isinstance(other, StoredGradient) and other.dtype == torch.bfloat16 and other.shape == grad.shape
         assert torch.equal(other.dequantize(), grad.dequantize())
     assert grad.clone().qdata.data_ptr() != grad.qdata.data_ptr() or not grad.numel()
@@ -220,12 +216,6 @@ def test_copies(shape: tuple[int, ...]) -> None:
     inner, context = grad.__tensor_flatten__()
     again = StoredGradient.__tensor_unflatten__({name: getattr(grad, name) for name in inner}, context, None, None)
     assert torch.equal(again.dequantize(), grad.dequantize()) and repr(again) == repr(grad)
-
-
-def test_bytes() -> None:
-    grad = StoredGradient.cast(values_of(64, 1024))
-    held = sum(part.numel() * part.element_size() for part in (grad.qdata, grad.scale_inv))
-    assert held == 64 * 1024 * (1 + 4 / 128)
 
 
 # --- What stands for a gradient that is gone: it has a norm and can be dropped; nothing else can be done with it.

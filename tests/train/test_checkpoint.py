@@ -1,8 +1,7 @@
 import errno
 import math
 import os
-import shutil
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,8 @@ from torch import nn
 import octavo
 from octavo.distributed import checkpoint
 from octavo.distributed.ranks import Ranks
-from octavo.tensor.stored_weight import StoredWeight
-from octavo.train import RunCheckpointError, StateConfig, run
+from octavo.train import RunCheckpointError
 from octavo.train.checkpoint import HEADER, RunFolder, StepRow
-from octavo.train.loop import trained_model
-from tests.train.test_shard import changed, curve, nearly, train_on
 
 ROWS = [StepRow(1, 5.5, 1e-3, 1000.0), StepRow(2, 1 / 3, 2e-3, 2000.0, 4.25)]
 IDENTITY = {"width": 32, "recipe": "dynamic"}
@@ -186,33 +182,3 @@ def test_what_fails_in_the_background_is_said_by_the_next_save_or_at_the_end(fol
         folder.finish()  # nothing is left to say
         assert folder.saved_step == folder.load(IDENTITY)["step"] == 2
         assert len(list(folder.checkpoint.iterdir())) == 1
-
-
-PHASES = {"schedule": "fp8-then-bf16@0.3-then-fp8@0.6"}  # the run is stopped in the second
-IN_BACKWARD = {"update_in_backward": "4KB"}
-OPTIONS = {"after": {}, "in backward": IN_BACKWARD, "phases": PHASES, "phases in backward": PHASES | IN_BACKWARD}
-
-
-@pytest.mark.parametrize(
-    "how", [*(pytest.param(how, marks=pytest.mark.full) for how in [*OPTIONS][:-1]), "phases in backward"]
-)
-def test_a_run_whose_weights_live_in_fp8(pool, config, how, tmp_path):
-    """Sharded: stopped and gone on with on as many ranks, exactly, and on another number; read by one process."""
-    state = StateConfig("fp8", "split16", "fp8", **OPTIONS[how])
-    config = replace(changed(config, optimizer={"steps": 6}, model={"layers": 1}), state=state)
-    alone = curve(run(config, "delayed"))
-    config = changed(config, ranks={"shard": "fsdp"}, run={"out": tmp_path / "whole"})
-    ((whole, *_), *_) = pool.run(train_on, (2,), config, "delayed", seconds=100)
-    assert nearly(whole, alone, 0.05) and len(whole) == 6
-    config = changed(config, run={"out": tmp_path / "parts"})
-    pool.run(train_on, (2,), config, "delayed", 3, seconds=100)
-    shutil.copytree(tmp_path / "parts", tmp_path / "other")
-    config = changed(config, run={"resume": True})
-    for again, interrupted, _ in pool.run(train_on, (2,), config, "delayed", seconds=100):
-        assert not interrupted and again == whole
-    config = changed(config, run={"out": tmp_path / "other"})
-    for again, interrupted, _ in pool.run(train_on, (1,), config, "delayed", seconds=100):
-        assert not interrupted and again[:3] == whole[:3] and nearly(again, whole, 0.05)
-    model = trained_model(tmp_path / "other" / "delayed")
-    assert isinstance(model.blocks[0].mlp.fc2.weight, StoredWeight)
-    assert model(torch.zeros(1, 4, dtype=torch.uint8)).isfinite().all()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from octavo import cli
 from octavo.distributed.checkpoint import checkpoints_in, load_extra
 from octavo.distributed.ranks import Ranks
+from octavo.tensor.stored_weight import StoredWeight
 from octavo.train import (
     DataConfig,
     Hooks,
@@ -100,28 +101,42 @@ def test_the_curve_is_that_of_one_process(pool, config, ranks, micro_batches, wi
     assert nearly(fp8, alone, 0.05) and not nearly(fp8, found["fsdp"], 1e-6)
 
 
+COMPACT = {"moments": "fp8", "master": "split24"}
+STORED = COMPACT | {"weight_storage": "fp8", "master": "split16"}
+PHASES = {"schedule": "fp8-then-bf16@0.3-then-fp8@0.6"}
+IN_BACKWARD = {"update_in_backward": "4KB"}
+
+
 @pytest.mark.parametrize(
-    ("recipe", "experts", "rel", "compiled"),
+    ("recipe", "experts", "rel", "compiled", "state"),
     [
-        ("blockwise", 4, 1e-6, False),
+        ("blockwise", 4, 1e-6, False, {}),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in [
-                ("baseline", 0, 1e-6, False),
-                ("dynamic", 0, 1e-3, False),
-                ("dynamic", 0, 1e-3, True),
-                ("blockwise", 0, 5e-3, True),
-                ("baseline", 4, 1e-6, False),
-                ("dynamic", 4, 5e-3, False),
-                ("blockwise", 4, 5e-3, True),
+                ("baseline", 0, 1e-6, False, {}),
+                ("dynamic", 0, 1e-3, True, {}),
+                ("dynamic", 4, 5e-3, False, {}),
+                ("blockwise", 4, 5e-3, True, {}),
+                ("delayed", 4, 0.01, False, STORED),
+                ("delayed", 0, 0.01, False, STORED | PHASES | {"recover": 2}),
+                ("delayed", 4, 0.01, False, COMPACT | {"schedule": "fp8-then-bf16@0.5", "recover": 2}),
+                ("delayed", 4, 0.01, False, COMPACT | {"update_in_backward": "0"}),
+                ("delayed", 0, 0.01, False, COMPACT | {"gradient_storage": "fp8", "schedule": "auto"}),
             ]
         ),
     ],
+    ids=str,
 )
-def test_the_curve_under_tensor_parallelism_is_that_of_one_process(pool, config, recipe, experts, rel, compiled):
-    """Up to the order of additions; where a scale is a tensor's, each pair of ranks has that of its own sequences."""
-    config = changed(config, optimizer={"steps": 3}, run={"eval_every": 3, "dtype": "float32"})
-    config = changed(config, model={"experts": experts})
+def test_the_curve_under_tensor_parallelism_is_that_of_one_process(pool, config, recipe, experts, rel, compiled, state):
+    """Up to the order of additions; where a scale is a tensor's, each pair of ranks has that of its own sequences.
+
+    Random bits of layers with named splits are others, and codes of columns that ranks share.
+    """
+    config = changed(
+        config, model={"experts": experts, "layers": 1}, optimizer={"steps": 4 if state else 3}, state=state
+    )
+    config = changed(config, run={"eval_every": 3} if state else {"eval_every": 3, "dtype": "float32"})
     alone = curve(run(config, recipe))
     config = changed(config, run={"compile": compiled}, ranks={"shard": "fsdp", "tensor_parallel": 2})
     answers = pool.run(train_on, (4,), config, recipe, seconds=300 if compiled else 120)
@@ -131,35 +146,6 @@ def test_the_curve_under_tensor_parallelism_is_that_of_one_process(pool, config,
 
 def size_of(mesh):
     return mesh.size()
-
-
-COMPACT = {"moments": "fp8", "master": "split24"}
-PHASES = {"schedule": "fp8-then-bf16@0.3-then-fp8@0.6", "recover": 2}
-STORED = COMPACT | {"weight_storage": "fp8", "master": "split16"}
-
-
-@pytest.mark.parametrize(
-    ("state", "experts"),
-    [
-        pytest.param(COMPACT | {"schedule": "fp8-then-bf16@0.5", "recover": 2}, 0, marks=pytest.mark.full),
-        (STORED, 0),
-        pytest.param(STORED | PHASES, 0, marks=pytest.mark.full),
-        pytest.param(COMPACT | {"update_in_backward": "0"}, 0, marks=pytest.mark.full),
-        pytest.param(COMPACT | {"gradient_storage": "fp8", "schedule": "auto"}, 0, marks=pytest.mark.full),
-        pytest.param(COMPACT | {"schedule": "fp8-then-bf16@0.5", "recover": 2}, 4, marks=pytest.mark.full),
-        pytest.param(COMPACT | {"update_in_backward": "0"}, 4, marks=pytest.mark.full),
-        pytest.param(STORED, 4, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
-def test_state_in_few_bytes_under_tensor_parallelism(pool, config, state, experts):
-    """Random bits of layers with named splits are others, and codes of columns that ranks share."""
-    config = changed(config, model={"experts": experts}, optimizer={"steps": 4}, run={"eval_every": 2}, state=state)
-    alone = curve(run(config, "delayed"))
-    config = changed(config, ranks={"shard": "fsdp", "tensor_parallel": 2})
-    answers = pool.run(train_on, (4,), config, "delayed")
-    assert all(answer[0] == answers[0][0] for answer in answers)
-    assert nearly(answers[0][0], alone, 0.01)
 
 
 def test_refusals_under_tensor_parallelism(pool, config):
@@ -178,36 +164,55 @@ def test_refusals_under_tensor_parallelism(pool, config):
 
 @pytest.fixture
 def short(config):
-    return changed(config, optimizer={"steps": 8}, run={"eval_every": 2})
+    return changed(config, model={"layers": 1}, optimizer={"steps": 6}, run={"eval_every": 2})
 
 
 @pytest.mark.parametrize(
     ("shard", "recipe", "tensor_parallel", "state"),
     [
-        ("fsdp", "delayed", 1, {}),
+        ("fsdp", "delayed", 1, STORED | PHASES | IN_BACKWARD),  # it is stopped in the second phase
         ("ddp", "delayed", 1, {}),
-        pytest.param("fsdp", "blockwise", 1, {}, marks=pytest.mark.full),
-        pytest.param("fsdp", "delayed", 2, {}, marks=pytest.mark.full),
-        pytest.param("fsdp", "delayed", 2, COMPACT, marks=pytest.mark.full),
-        pytest.param("fsdp", "dynamic", 2, STORED | PHASES, marks=pytest.mark.full),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                ("fsdp", "blockwise", 1, {}),
+                ("fsdp", "delayed", 1, STORED),
+                ("fsdp", "delayed", 2, COMPACT),
+                ("fsdp", "delayed", 2, STORED | PHASES),
+            ]
+        ),
     ],
+    ids=str,
 )
 def test_a_run_stopped_on_one_rank_goes_on_exactly(pool, short, shard, recipe, tensor_parallel, state, tmp_path):
+    """And nearly so on half of the ranks; its model is read by one process."""
     parts = {"shard": shard, "tensor_parallel": tensor_parallel}
     short, shape = changed(short, state=state), (2 * tensor_parallel,)
     config = changed(short, ranks=parts, run={"out": tmp_path / "whole"})
     ((whole, *_), *_) = pool.run(train_on, shape, config, recipe)
+    assert nearly(whole, curve(run(short, recipe)), 0.05)
     config = changed(config, run={"out": tmp_path / "parts"})
     for part, interrupted, _ in pool.run(train_on, shape, config, recipe, 3):
-        assert interrupted and [loss for loss, _ in part] == [loss for loss, _ in whole[: len(part)]]
-        assert len(part) == 3
+        assert interrupted and [loss for loss, _ in part] == [loss for loss, _ in whole[:3]]
+    shutil.copytree(tmp_path / "parts", tmp_path / "half")
     config = changed(config, run={"resume": True})
     for again, interrupted, _ in pool.run(train_on, shape, config, recipe):
         assert not interrupted and again == whole
     logs = [(tmp_path / part / recipe / "log.csv").read_text().splitlines() for part in ("whole", "parts")]
-    assert [line.split(",")[:3] for line in logs[0]] == [line.split(",")[:3] for line in logs[1]] and len(logs[0]) == 9
+    assert [line.split(",")[:3] for line in logs[0]] == [line.split(",")[:3] for line in logs[1]] and len(logs[0]) == 7
     left = sorted(path.name for path in (tmp_path / "parts" / recipe).iterdir())
     assert left == ["checkpoint", "config.json", "log.csv"]
+    config = changed(config, run={"out": tmp_path / "half"}, ranks={"tensor_parallel": 1})
+    for again, interrupted, _ in pool.run(train_on, (tensor_parallel,), config, recipe):
+        assert not interrupted and nearly(again, whole, 0.05)
+        assert [loss for loss, _ in again[:3]] == [loss for loss, _ in part]
+    assert curve(run(changed(config, ranks={"shard": "none"}), recipe)) == again  # it is read, as it was finished
+    model = trained_model(tmp_path / "half" / recipe)
+    assert not model.training and model(torch.zeros(1, 4, dtype=torch.uint8)).isfinite().all()
+    layer = model.blocks[0].mlp.fc2
+    stored = "weight_storage" in state
+    assert isinstance(layer.weight, StoredWeight) == stored
+    assert stored or recipe != "delayed" or layer.delayed_scale.all()
 
 
 def test_a_run_of_one_process_goes_on_on_ranks(pool, short, tmp_path):
@@ -218,37 +223,6 @@ def test_a_run_of_one_process_goes_on_on_ranks(pool, short, tmp_path):
     ((found, interrupted, _), *_) = pool.run(train_on, (2,), config, "delayed")
     alone = curve(run(changed(config, run={"out": None, "resume": False}, ranks={"shard": "none"}), "delayed"))
     assert not interrupted and found[:3] == alone[:3] and nearly(found, alone, 0.01)
-
-
-@pytest.mark.parametrize("between", [None, pytest.param(4, marks=pytest.mark.full)])
-def test_it_goes_on_on_another_number_of_ranks_and_its_model_is_read_by_one(pool, short, between, tmp_path):
-    config = changed(short, run={"out": tmp_path}, ranks={"shard": "fsdp"})
-    ((part, *_), *_) = pool.run(train_on, (2,), config, "delayed", 3)
-    config = changed(config, run={"resume": True})
-    if between is not None:
-        ((second, interrupted, _), *_) = pool.run(train_on, (between,), config, "delayed", 2)
-        assert interrupted and len(second) == 5
-    ((third, *_), *_) = pool.run(train_on, (1,), changed(config, ranks={"shard": "ddp"}), "delayed")
-    assert [loss for loss, _ in third[:3]] == [loss for loss, _ in part]
-    alone = curve(run(changed(config, run={"out": None, "resume": False}, ranks={"shard": "none"}), "delayed"))
-    assert nearly(third, alone, 0.05)
-    model = trained_model(tmp_path / "delayed")
-    assert not model.training and model.blocks[0].mlp.fc2.delayed_scale.all()
-    assert curve(run(changed(config, ranks={"shard": "none"}), "delayed")) == third  # it is read, as it was finished
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("experts", [0, 4])
-def test_a_run_under_tensor_parallelism_goes_on_without_and_its_model_is_read_by_one(pool, short, experts, tmp_path):
-    short = changed(short, model={"experts": experts})
-    config = changed(short, run={"out": tmp_path}, ranks={"shard": "fsdp", "tensor_parallel": 2})
-    ((part, *_), *_) = pool.run(train_on, (4,), config, "delayed", 3)
-    config = changed(config, run={"resume": True}, ranks={"tensor_parallel": 1})
-    ((again, *_), *_) = pool.run(train_on, (2,), config, "delayed")
-    assert [loss for loss, _ in again[:3]] == [loss for loss, _ in part]
-    alone = curve(run(changed(config, run={"out": None, "resume": False}, ranks={"shard": "none"}), "delayed"))
-    assert nearly(again, alone, 0.05)
-    assert trained_model(tmp_path / "delayed").blocks[0].attention.qkv.linear.delayed_scale.all()
 
 
 def test_faults_are_those_of_all_ranks(pool, config, tmp_path):
@@ -317,6 +291,7 @@ def test_a_group_of_one(config, monkeypatch, tmp_path):
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    config = changed(config, optimizer={"steps": 4})
     sharded = changed(config, ranks={"shard": "ddp"}, run={"out": tmp_path})
     with joined(sharded) as ranks:
         assert ranks.group is not None and ranks.size == 1
@@ -339,8 +314,6 @@ def test_devices_and_memory_of_each_rank(monkeypatch):
         replace(large, data=DataConfig(batch=2**20), model=ModelConfig(layers=1)), torch.device("cpu"), 2**10
     )
 
-
-# --- as torchrun starts them ------------------------------------------------------------------------------------------
 
 TINY = "--width 32 --layers 2 --heads 2 --context 16 --batch 4 --eval-windows 6 --eval-every 5 --device cpu".split()
 SECONDS = 300  # within which a run that lost a rank must end; far more than --timeout
@@ -451,40 +424,30 @@ def wait_for(folder, step, ranks):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("count", "kills", "more"), [(2, 10, ""), (4, 1, "--tensor-parallel 2 --moments fp8 --master split24")]
-)
-def test_killed_ranks(count, kills, more, text_file, tmp_path):
-    """Wherever a rank is killed the others end with one line, the last checkpoint loads, and the curve is the same."""
-    chosen, steps = random.Random(0), 12 + 6 * kills
-    run_options = f"--shard fsdp --recipe delayed --steps {steps} --checkpoint-every 3 --timeout 15 {more}".split()
-    run_options += ["--data", str(text_file), "--out"]
-    with Started(count, *run_options, str(tmp_path / "whole")) as ranks:
+@pytest.mark.parametrize(("count", "more"), [(2, ""), (4, "--tensor-parallel 2 --moments fp8 --master split24")])
+def test_killed_ranks(count, more, text_file, tmp_path):
+    """The others end with one line, the last checkpoint loads, and the curve is the same.
+
+    tests/integration/test_restarts.py kills at more places.
+    """
+    options = f"--shard fsdp --recipe delayed --steps 18 --checkpoint-every 3 --timeout 15 {more}".split()
+    options += ["--data", str(text_file), "--out"]
+    with Started(count, *options, str(tmp_path / "whole")) as ranks:
         ranks.end_well()
-    folder, reached = tmp_path / "parts" / "delayed", 0
-    for kill in range(kills):
-        (folder / "log.csv").unlink(missing_ok=True)  # it is written anew
-        again = ["--resume"] if checkpoints_in(folder / "checkpoint") else []
-        with Started(count, *run_options, str(tmp_path / "parts"), *again) as ranks:
-            if kill % 5 == 4:  # while they start
-                time.sleep(chosen.uniform(1, 4))
-            else:
-                wait_for(folder, reached + chosen.randint(1, 6), ranks)
-                time.sleep(chosen.uniform(0, 0.1))
-            killed = chosen.randrange(count)
-            ranks.processes[killed].kill()
-            left = ranks.ends(but=[killed])
-        for rank, (_, err, code) in zip(sorted({*range(count)} - {killed}), left, strict=True):
-            said = one_error(err)
-            assert code == 2 and said.startswith(f"octavo: error: rank {rank}: "), said
-            assert "another rank ended" in said or "another rank did not answer in time" in said, said
-            assert "is kept" not in said or "--resume to go on" in said, said
-        if checkpoints_in(folder / "checkpoint"):
-            assert trained_model(folder).blocks[0].mlp.fc2.delayed_scale.all()
-            reached = load_extra(folder / "checkpoint")["step"]
-    with Started(count, *run_options, str(tmp_path / "parts"), "--resume") as ranks:
+    folder = tmp_path / "parts" / "delayed"
+    with Started(count, *options, str(tmp_path / "parts")) as ranks:
+        wait_for(folder, 7, ranks)
+        ranks.processes[0].kill()
+        left = ranks.ends(but=[0])
+    for rank, (_, err, code) in enumerate(left, 1):
+        said = one_error(err)
+        assert code == 2 and said.startswith(f"octavo: error: rank {rank}: "), said
+        assert "another rank ended" in said or "another rank did not answer in time" in said, said
+        assert "is kept" not in said or "--resume to go on" in said, said
+    assert trained_model(folder).blocks[0].mlp.fc2.delayed_scale.all()
+    with Started(count, *options, str(tmp_path / "parts"), "--resume") as ranks:
         ranks.end_well()
-    assert rows(folder) == rows(tmp_path / "whole" / "delayed") and rows(folder)[0] == steps
+    assert rows(folder) == rows(tmp_path / "whole" / "delayed") and rows(folder)[0] == 18
 
 
 @pytest.mark.full
