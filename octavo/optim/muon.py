@@ -263,7 +263,7 @@ class Muon(CompactOptimizer):
     def _orthogonal(self, matrix: Tensor, param: nn.Parameter, group: int) -> Tensor:
         """What torch makes of a matrix's direction, which travelled: bf16."""
         if self.directions == "fp8" and matrix.numel():
-            pair = unpack(matrix, param.shape[1], E4M3.dtype, True)
+            pair = unpack(matrix, param.shape[1], E4M3.dtype, True, _IN_FP8.tile)
             matrix = kernels.dequantize(*pair, _IN_FP8.tile, torch.bfloat16)
         given = (self.param_groups[group][name] for name in ("ns_coefficients", "ns_steps", "eps"))
         return orthogonalize(matrix, *given) if matrix.numel() else matrix
