@@ -70,8 +70,7 @@ class OctavoCallback(TrainerCallback):
 
     Raises:
         ValueError: from Trainer or ``train()``: the model was converted with another recipe, the Trainer made another
-            model since, a checkpoint is of another recipe, or the optimizer or ``checkpoint_in_fp8`` does not fit the
-            TrainingArguments.
+            model since, a checkpoint is of another recipe, or an option does not fit the TrainingArguments.
 
     Example:
         >>> from octavo import recipes

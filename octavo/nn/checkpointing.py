@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo.formats import E4M3, HIGH_PRECISION
 from octavo.granularity import PerRow
-from octavo.private import FakeTensor, top_saved_tensors_hooks, untraced
+from octavo.private import FakeTensor, top_hooks, untraced
 from octavo.tensor.scaled_tensor import ScaledTensor, quantize
 
 ROW, SMALL = 32, 1024  # elements: a row's scale is 4 bytes, and a smaller tensor is not worth a kernel
@@ -47,8 +47,8 @@ def checkpoint_in_fp8(function: Callable[..., Any], *args: Any, use_reentrant: b
         use_reentrant, options: torch's, ``context_fn`` say; and keyword arguments of a function that isn't reentrant.
 
     Returns:
-        the function's result. torch.compile breaks its graph here: compile the function. Where a library calls torch's
-        checkpoint, see octavo.nn.checkpoint_model_in_fp8.
+        the function's result. torch.compile breaks its graph here: compile the function. For a library's regions there
+        is octavo.nn.checkpoint_model_in_fp8.
 
     Example:
         >>> import torch, octavo
@@ -108,11 +108,10 @@ class _Hooks:
     """Of one region: packs the first input that can be a pair; by the hooks around it, which may move or count."""
 
     def __init__(self, why: str) -> None:
-        self.outer = top_saved_tensors_hooks(True) or (lambda tensor: tensor,) * 2
+        self.outer = top_hooks(True) or (lambda tensor: tensor,) * 2
         self.why = why  # the input stays as it is
 
-    def pack(self, x: Tensor) -> tuple[torch.dtype | None, list[Any]]:
-        """(the dtype of what was rounded, else None; the packed tensors)."""
+    def pack(self, x: Tensor) -> tuple[torch.dtype | None, list[Any]]:  # the dtype of what was rounded
         why, parts = _why_not(x) or self.why, [x]
         if not why:
             pair = quantize(x.detach(), E4M3, PerRow(), power_of_two=True)
@@ -123,7 +122,6 @@ class _Hooks:
         return None if why else x.dtype, [self.outer[0](part) for part in parts]
 
     def unpack(self, packed: tuple[torch.dtype | None, list[Any]]) -> Tensor:
-        """What a region is computed again from."""
         dtype, (qdata, *scale_inv) = packed[0], [self.outer[1](part) for part in packed[1]]
         return qdata if dtype is None else ScaledTensor(qdata, scale_inv[0], PerRow(), dtype).dequantize()
 
@@ -146,13 +144,8 @@ def _choosing(function: Any) -> str:
     parts = [function.func, *function.args] if isinstance(function, functools.partial) else [function]
     parts += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     modules = [module for part in parts if isinstance(module := getattr(part, "__self__", part), nn.Module)]
-    kinds = (type(one) for module in modules for one in module.modules())
-    return next((f"a {kind.__name__} chooses by it" for kind in kinds if _chooses(kind)), "")
-
-
-@functools.cache
-def _chooses(kind: Any) -> bool:
-    return any(name in base.__name__ for base in kind.__mro__ for name in CHOOSE)
+    kinds = dict.fromkeys(kind.__name__ for module in modules for one in module.modules() for kind in type(one).__mro__)
+    return next((f"a {kind} chooses by it" for kind in kinds if any(name in kind for name in CHOOSE)), "")
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """OctavoPrecision in Lightning's Trainer: it converts, clips, accumulates, switches, resumes exactly; and Fabric."""
 
+import functools
 import logging
 import os
 from pathlib import Path
@@ -105,6 +106,30 @@ def fit(
     loader = torch.utils.data.DataLoader(inputs, batch_size=BATCH)
     trainer.fit(module, loader, ckpt_path=str(folder / "whole" / f"step={SAVED}.ckpt") if resume else None)
     return module
+
+
+class Checkpointed(Module):
+    """Its layers are regions, of enough tokens."""
+
+    region: Any = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return super().training_step(batch.repeat(8, 1), index)
+
+    def on_fit_start(self) -> None:
+        for layer in self.layers:
+            layer.forward = functools.partial(self.region, layer.forward)
+
+
+class CheckpointedInFP8(Checkpointed):
+    region = staticmethod(octavo.checkpoint_in_fp8)
+
+
+def test_inputs_of_checkpointed_layers_are_kept_in_fp8(tmp_path: Path) -> None:
+    plain, ours = (fit(tmp_path, plugin(), kind()).losses for kind in (Checkpointed, CheckpointedInFP8))
+    assert ours[0] == plain[0]  # forward is exact
+    assert ours == pytest.approx(plain, rel=1e-3)
+    assert ours != plain
 
 
 def state(module: nn.Module) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch import nn
 
 import octavo
 from octavo import RecipeMap, recipes
+from octavo.nn.checkpointing import watched
 from octavo.schedule import Phase
 from tests.support.helpers import assert_equal, every_layer
 from tests.support.torchrun import let_accelerate_shard_on_cpus, on_ranks
@@ -116,6 +117,22 @@ def test_it_trains_as_bf16_does_and_resumes_bit_for_bit(kind: str, how: str, tmp
     assert ours.losses == pytest.approx(bf16.losses, rel=0.02)
     assert ours.losses != bf16.losses
     assert_alike(trained(trainer_of(tmp_path, kind, [fp8(recipes.delayed())], **HOW[how]), resume=True), ours)
+
+
+def test_inputs_of_checkpointed_layers_are_kept_in_fp8(tmp_path: Path) -> None:
+    """Of what Trainer checkpoints; nothing is kept of what it doesn't."""
+    losses, layers = [], tiny_models.build("llama").config.num_hidden_layers
+    for in_fp8 in (False, True):
+        changes: dict[str, Any] = {"max_steps": 2, "save_strategy": "no", **HOW["not reentrant"]}
+        callback = fp8(recipes.dynamic(), checkpoint_in_fp8=in_fp8)
+        with watched() as found:
+            losses.append(trained(trainer_of(tmp_path, "llama", [callback], **changes)).losses)
+        assert found.get("", (0,))[0] == (2 * layers if in_fp8 else 0)
+    assert losses[0][0] == losses[1][0]  # forward is exact
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[0] != losses[1]
+    with pytest.raises(ValueError, match="gradient_checkpointing_enable"):
+        trained(trainer_of(tmp_path, "llama", [fp8(recipes.dynamic(), checkpoint_in_fp8=True)]))
 
 
 @pytest.mark.full  # of Llama and its like tests/integration/test_hugging_face.py does so without a Trainer
