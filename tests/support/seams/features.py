@@ -19,6 +19,7 @@ from octavo import recipes
 from octavo.nn.known_forwards import LeanRMSNorm, OfLlama
 from octavo.schedule import Phase, PrecisionSchedule
 from tests.support.helpers import every_layer
+from tests.support.regions import ByHand
 from tests.support.seams.made import WIDTH, Made
 from tests.support.seams.situations import Documented, Verdict
 from tests.support.seams.twins import casts_of
@@ -375,6 +376,23 @@ class Reduced(Feature):
                 module.set_custom_reduce_scatter(Fp8ReduceScatter(Fp8Reduction()))
 
 
+class RegionPart(Part):
+    """Computed again from its input in FP8; a twin's is rounded by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, WIDTH] to the same."""
+        if isinstance(self.linear, octavo.nn.Linear):
+            return octavo.checkpoint_in_fp8(super().forward, x)  # type: ignore[no-any-return]
+        return ByHand.apply(super().forward, x) if x.requires_grad else super().forward(x)  # type: ignore[no-any-return]
+
+
+class Regions(Feature):
+    """Checkpointed parts whose inputs are kept in FP8."""
+
+    def plain(self) -> nn.Module:
+        return nn.Sequential(RegionPart(), RegionPart()).to(self.dtype)
+
+
 class Recorded(Feature):
     """A recorder that looks at every step."""
 
@@ -421,5 +439,6 @@ FEATURES: dict[str, Feature] = {
         Scheduled("schedule", recipes.blockwise()),
         Reduced("FP8 reduction", recipes.dynamic(), "reduction"),
         Recorded("recording", recipes.delayed(2)),
+        Regions("checkpoint_in_fp8", recipes.blockwise(), "regions"),
     )
 }
