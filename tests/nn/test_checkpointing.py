@@ -1,5 +1,6 @@
 """Regions recomputed from a pair: against regions whose input is rounded by hand in plain torch, bit for bit."""
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ import octavo
 from octavo import recipes
 from octavo.nn.checkpointing import watched
 from tests.support.helpers import assert_equal, gradients, to_fp8
-from tests.support.regions import ByHand, by_hand
+from tests.support.regions import by_hand, region_by_hand
 
 T, K = 32, 64
 ours, of_model = octavo.checkpoint_in_fp8, octavo.nn.checkpoint_model_in_fp8
@@ -75,7 +76,7 @@ SLOW = ("compiled regions",)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler asks
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.full] * (way in SLOW)) for way in WAYS])
 def test_recomputed_from_what_is_rounded_by_hand(way: str) -> None:
-    expected, unrounded = trained(ByHand.apply), trained(plain)
+    expected, unrounded = trained(region_by_hand), trained(plain)
     assert_equal(trained(**WAYS[way]), expected)
     assert torch.equal(expected["y"], unrounded["y"]) and not torch.equal(expected["4"], unrounded["4"])
 
@@ -94,7 +95,7 @@ def test_nested_regions_and_hooks_around_them() -> None:
     nested = lambda region: lambda block, x: region(lambda x: 2 * region(block, 2 * x), x)  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         found = trained(nested(ours))
-    assert_equal(found, trained(nested(ByHand.apply)))
+    assert_equal(found, trained(nested(region_by_hand)))
     assert moved.count(torch.float8_e4m3fn) == 2  # an inner one's is the outer's to compute again
 
 
@@ -127,6 +128,18 @@ def test_half_of_the_bytes(dtype: torch.dtype) -> None:
     with watched() as found:
         trained(ours, dtype=dtype)
     assert found == {"": (2, 2 * dtype.itemsize * 2 * T * K, 2 * 2 * T * (K + 4))}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_the_input_itself_is_freed(use_reentrant: bool) -> None:
+    alive, enter, block = list[bool](), nn.Linear(K, K), Block()
+    for region in (checkpoint, ours):
+        x = enter(torch.randn(T, K))
+        y, held = region(block, x, use_reentrant=use_reentrant), weakref.ref(x)
+        del x
+        alive.append(held() is not None)
+        y.sum().backward()
+    assert alive == [True, False]
 
 
 @pytest.mark.parametrize("recipe", [recipes.rowwise(True), recipes.blockwise(), recipes.mx(), recipes.dynamic(True)])

@@ -163,7 +163,15 @@ def grad_scaler(made: Made) -> None:
             scaler.update()
 
 
-@situation("a recipe set between forward and backward", LOOP)
+@situation(
+    "a recipe set between forward and backward",
+    LOOP,
+    exceptions={
+        "checkpoint_in_fp8": Documented(
+            "modules.md#what-checkpointed-layers-keep", "a region is computed again by the recipe that is set then"
+        )
+    },
+)
 def recipe_between(made: Made) -> None:
     """The graph keeps the recipe that it was built with."""
     made.begin()

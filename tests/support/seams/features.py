@@ -19,7 +19,7 @@ from octavo import recipes
 from octavo.nn.known_forwards import LeanRMSNorm, OfLlama
 from octavo.schedule import Phase, PrecisionSchedule
 from tests.support.helpers import every_layer
-from tests.support.regions import ByHand
+from tests.support.regions import region_by_hand
 from tests.support.seams.made import WIDTH, Made
 from tests.support.seams.situations import Documented, Verdict
 from tests.support.seams.twins import casts_of
@@ -381,9 +381,8 @@ class RegionPart(Part):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, WIDTH] to the same."""
-        if isinstance(self.linear, octavo.nn.Linear):
-            return octavo.checkpoint_in_fp8(super().forward, x)  # type: ignore[no-any-return]
-        return ByHand.apply(super().forward, x) if x.requires_grad else super().forward(x)  # type: ignore[no-any-return]
+        region = octavo.checkpoint_in_fp8 if isinstance(self.linear, octavo.nn.Linear) else region_by_hand
+        return region(super().forward, x)  # type: ignore[no-any-return]
 
 
 class Regions(Feature):
