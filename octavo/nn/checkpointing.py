@@ -98,13 +98,13 @@ _found: dict[str, tuple[int, int, int]] | None = None  # that of ``watched``
 @untraced
 def _keeping_pairs(way: Callable[..., Any], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Call a checkpoint function whose region's input is to be kept as a pair."""
-    hooks = _Hooks(_choosing(function))
+    hooks = _Region(_choosing(function))
     around = torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
     with around if _in_fp8 else contextlib.nullcontext():
         return way(function, *args, **options)
 
 
-class _Hooks:
+class _Region:
     """Of one region: packs the first input that can be a pair; by the hooks around it, which may move or count."""
 
     def __init__(self, why: str) -> None:
