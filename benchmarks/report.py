@@ -17,14 +17,21 @@ from benchmarks.kernels import accumulation, grouped_accuracy, grouped_roofline
 from benchmarks.machine_code import emulated
 from benchmarks.pictures import data_flow, layouts, losses, memory
 from benchmarks.subjects import ROOT
-from benchmarks.training import gradient_error, llama_convergence, mixture_convergence, quality_study, saved_bytes
+from benchmarks.training import (
+    checkpointing,
+    gradient_error,
+    llama_convergence,
+    mixture_convergence,
+    quality_study,
+    saved_bytes,
+)
 
 PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/communication.md": communication_model.TABLES | communication.TABLES,
     "docs/emulator.md": emulated.TABLES,
     "docs/guides/which-recipe.md": where.TABLES,
     "docs/kernels.md": accumulation.TABLES,
-    "docs/modules.md": saved_bytes.TABLES | llama_convergence.TABLES,
+    "docs/modules.md": saved_bytes.TABLES | llama_convergence.TABLES | checkpointing.TABLES,
     "docs/plan.md": communication_model.PLAN_TABLES,
     "docs/study/gradient-reduction.md": fp8_reduce.TABLES,
     "docs/study/mixture-of-experts.md": mixture_convergence.TABLES | grouped_accuracy.TABLES | grouped_roofline.TABLES,

@@ -196,6 +196,7 @@ class Precision:
     pairs: bool = False
     elsewhere: bool = False
     state: str = "float32"  # weights, masters and moments: one of STATES
+    regions: float = BF16  # bytes of an element of what a layer that is recomputed keeps
 
     @property
     def sent(self) -> int:
@@ -501,7 +502,7 @@ class Stage:
             )
         saved = self.tokens / layout.tensor * ((operands if self.whole.saved is None else self.whole.saved) + whole)
         under_way = layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.chunks))
-        recomputed, width = layout.recomputed, BF16 * self.tokens * self.whole.width / layout.tensor
+        recomputed, width = layout.recomputed, precision.regions * self.tokens * self.whole.width / layout.tensor
         layers = shapes.layers * min(under_way, layout.micro_batches)
         activations = layers * ((1 - recomputed) * saved + recomputed * width) + math.ceil(recomputed) * saved
         logits = 3 * FLOAT * self.tokens * self.whole.root[-1].rows / layout.tensor

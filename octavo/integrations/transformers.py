@@ -34,6 +34,7 @@ from octavo.integrations.accelerate import (
     uses_gradients_early,
 )
 from octavo.nn.candidates import Select
+from octavo.nn.checkpointing import checkpoint_model_in_fp8
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight_files import SCALE_INV
 from octavo.scaling.recipe import Recipe
@@ -60,6 +61,8 @@ class OctavoCallback(TrainerCallback):
             masters or the storage of weights, give an optimizer of octavo.optim in ``Trainer(optimizers=...)``.
         inspect: a folder for a record of what casts do; see octavo.inspect.record.
         inspect_every: record one in so many steps.
+        checkpoint_in_fp8: keep the inputs of checkpointed layers in FP8, as octavo.checkpoint_in_fp8 does; with
+            ``gradient_checkpointing=True``.
 
     Attributes:
         schedule: the PrecisionSchedule, once training begins.
@@ -67,7 +70,7 @@ class OctavoCallback(TrainerCallback):
 
     Raises:
         ValueError: from Trainer or ``train()``: the model was converted with another recipe, the Trainer made another
-            model since, a checkpoint is of another recipe, or the optimizer does not fit the TrainingArguments.
+            model since, a checkpoint is of another recipe, or an option does not fit the TrainingArguments.
 
     Example:
         >>> from octavo import recipes
@@ -83,7 +86,9 @@ class OctavoCallback(TrainerCallback):
         schedule: Sequence[Phase] = (),
         inspect: str | Path | None = None,
         inspect_every: int = 50,
+        checkpoint_in_fp8: bool = False,
     ) -> None:
+        self.checkpoint_in_fp8 = checkpoint_in_fp8
         self.phases, self.select, self.inspect, self.inspect_every = tuple(schedule), select, inspect, inspect_every
         self.recipe = self.phases[0].recipe if recipe is None and self.phases else recipe
         self.schedule: PrecisionSchedule | None = None
@@ -123,6 +128,8 @@ class OctavoCallback(TrainerCallback):
                 "the model is not converted: give the callback to Trainer(callbacks=[...]), not to add_callback; and "
                 "with model_init=, call octavo.convert there"
             )
+        if self.checkpoint_in_fp8:
+            checkpoint_model_in_fp8(model)
         if args.max_grad_norm:
             check_clip(optimizer, f"max_grad_norm={args.max_grad_norm}")
         if self._following is not None:

@@ -1,5 +1,6 @@
 """FP8 modules, and the conversion of models to them."""
 
+from octavo.nn.checkpointing import checkpoint_model_in_fp8
 from octavo.nn.experts import Experts
 from octavo.nn.fused import LayerNormLinear, LayerNormMLP, RMSNormLinear, RMSNormMLP
 from octavo.nn.grouped_linear import GroupedLinear
@@ -23,6 +24,7 @@ __all__ = [
     "RMSNormMLP",
     "SelfAttention",
     "TransformerBlock",
+    "checkpoint_model_in_fp8",
     "delayed_state_dict",
     "invalidate",
     "load_delayed_state_dict",

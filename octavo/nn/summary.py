@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from octavo.nn.candidates import PastReads, class_of, expert_weights, fp8_class, past_reads, shape_of, why_not
+from octavo.nn.checkpointing import watched
 from octavo.nn.convert import restore
 from octavo.nn.converted_experts import ConvertedExperts, ExpertsPart
 from octavo.nn.known_forwards import KnownForward, refusal
@@ -55,14 +56,17 @@ class SavedBytes:
     """What a forward in training saves for backward besides parameters and inputs, by the kinds of nn/saved.py.
 
     Attributes:
-        plain: bytes of the same model unconverted.
+        plain: bytes of the same model unconverted, whose checkpointed regions keep their inputs as they are.
         converted: bytes of the model as it is.
         reason: why one of them was not counted, and both are empty; else "".
+        regions: (how many, their bytes as they are, as they are kept) of the arguments of octavo.checkpoint_in_fp8's
+            regions: of those in FP8 under "", of others under why they are not.
     """
 
     plain: Mapping[str, int]
     converted: Mapping[str, int]
     reason: str = ""
+    regions: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         if self.reason:
@@ -73,6 +77,9 @@ class SavedBytes:
         for kind in self.converted:
             sizes = [one[kind] / MIB for one in self._both]
             lines += [f"  {kind:<16}  {sizes[0]:>11,.2f}  {sizes[1]:>10,.2f}"] * any(sizes)
+        for why, (count, before, kept) in self.regions.items():
+            state = f"left as they are: {why}" if why else f"kept in FP8, {kept / MIB:,.2f} MiB"
+            lines.append(f"  {count} arguments of checkpointed regions, {before / MIB:,.2f} MiB, {state}")
         return "\n".join(lines)
 
     @property
@@ -197,7 +204,10 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
 def _saved(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SavedBytes:
     """What the model saves, and what it would unconverted."""
     try:
-        return SavedBytes(predicted_by_kind(model, args, kwargs, restore), predicted_by_kind(model, args, kwargs))
+        with watched(in_fp8=False):
+            plain = predicted_by_kind(model, args, kwargs, restore)
+        with watched() as regions:
+            return SavedBytes(plain, predicted_by_kind(model, args, kwargs), regions=regions)
     except Exception as error:  # of a model's own forward, which may ask tensors for their values
         return SavedBytes({}, {}, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 

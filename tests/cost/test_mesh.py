@@ -42,6 +42,9 @@ def test_recomputation_trades_time_for_memory_and_a_batch_memory_for_collectives
     kept, again = stage(), stage(recomputed=1.0)
     assert again.memory["activations"] < kept.memory["activations"] and again.compute > kept.compute
     assert again.kinds["attention"] == pytest.approx(4 / 3 * kept.kinds["attention"])
+    in_fp8 = replace(again, precision=replace(again.precision, regions=1))
+    inputs = 2 * LAYOUT.batch * LAYOUT.sequence * SHAPES.width * SHAPES.layers  # of a micro-batch
+    assert again.memory["activations"] - in_fp8.memory["activations"] == pytest.approx(inputs / 2)
     larger = stage(batch=2)
     assert larger.memory["activations"] == 2 * kept.memory["activations"] and larger.step.seconds < kept.step.seconds
     assert stage(FP8).memory["activations"] < kept.memory["activations"]

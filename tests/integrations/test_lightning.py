@@ -1,5 +1,6 @@
 """OctavoPrecision in Lightning's Trainer: it converts, clips, accumulates, switches, resumes exactly; and Fabric."""
 
+import functools
 import logging
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import recipes
@@ -111,6 +113,25 @@ def fit(
     loader = torch.utils.data.DataLoader(inputs, batch_size=BATCH)
     trainer.fit(module, loader, ckpt_path=str(folder / "whole" / f"step={SAVED}.ckpt") if resume else None)
     return module
+
+
+class Checkpointed(Module):
+    """Its layers are regions, of enough tokens."""
+
+    def __init__(self, region: Any) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.forward = functools.partial(region, layer.forward, use_reentrant=False)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return super().training_step(batch.repeat(8, 1), index)
+
+
+def test_inputs_of_checkpointed_layers_are_kept_in_fp8(tmp_path: Path) -> None:
+    plain, ours = (
+        fit(tmp_path, plugin(), Checkpointed(region)).losses for region in (checkpoint, octavo.checkpoint_in_fp8)
+    )
+    assert ours[0] == plain[0] and ours == pytest.approx(plain, rel=1e-3) and ours != plain
 
 
 def state(module: nn.Module) -> dict[str, Tensor]:

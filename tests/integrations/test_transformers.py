@@ -12,6 +12,7 @@ from torch import nn
 
 import octavo
 from octavo import recipes
+from octavo.nn.checkpointing import watched
 from octavo.schedule import Phase
 from tests.support.helpers import assert_equal, every_layer
 from tests.support.torchrun import let_accelerate_shard_on_cpus, on_ranks
@@ -125,6 +126,19 @@ def test_it_trains_as_bf16_does_and_resumes_bit_for_bit(kind: str, how: str, tmp
     forget(tmp_path)
     with pytest.raises(ValueError, match="holds no schedule"):
         trained(trainer_of(tmp_path, kind, [fp8(schedule=SWITCHING)]), resume=True)
+
+
+def test_inputs_of_checkpointed_layers_are_kept_in_fp8(tmp_path: Path) -> None:
+    losses: list[list[float]] = []
+    changes: dict[str, Any] = {"max_steps": 2, "save_strategy": "no"}
+    for in_fp8 in (False, True):
+        callback = fp8(recipes.dynamic(), checkpoint_in_fp8=in_fp8)
+        with watched() as found:
+            losses.append(trained(trainer_of(tmp_path, "llama", [callback], **changes, **HOW["not reentrant"])).losses)
+        assert ("" in found) is in_fp8
+    assert losses[0][0] == losses[1][0] and losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[0] != losses[1]
+    with pytest.raises(ValueError, match="gradient_checkpointing_enable"):
+        trained(trainer_of(tmp_path, "llama", [callback], **changes))
 
 
 @pytest.mark.full  # of Llama and its like tests/integration/test_hugging_face.py does so without a Trainer

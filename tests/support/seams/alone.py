@@ -112,7 +112,15 @@ def optimizer_first(made: Made) -> None:
 situation("GradScaler", LOOP, exceptions={"updates in backward": KNOWN_LATE})(Made.train_scaled)
 
 
-@situation("a recipe set between forward and backward", LOOP)
+@situation(
+    "a recipe set between forward and backward",
+    LOOP,
+    exceptions={
+        "checkpoint_in_fp8": Documented(
+            "modules.md#what-checkpointed-layers-keep", "a region is computed again by the recipe that is set then"
+        )
+    },
+)
 def recipe_between(made: Made) -> None:
     """The graph keeps the recipe that it was built with."""
     changes = iter([None, HIGH, made.feature.recipe, None])

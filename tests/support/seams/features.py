@@ -20,6 +20,7 @@ from octavo import recipes
 from octavo.nn.known_forwards import LeanRMSNorm, OfLlama
 from octavo.schedule import Phase, PrecisionSchedule
 from tests.support.helpers import every_layer
+from tests.support.regions import region_by_hand
 from tests.support.seams.made import WIDTH, Made
 from tests.support.seams.situations import Documented, Verdict
 from tests.support.trained import by_hand
@@ -263,6 +264,15 @@ class Reduced(Feature):
                 module.set_custom_reduce_scatter(Fp8ReduceScatter(Fp8Reduction()))
 
 
+class RegionPart(Part):
+    """Computed again from its input in FP8; a twin's is rounded by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, WIDTH] to the same."""
+        region = octavo.checkpoint_in_fp8 if isinstance(self.linear, octavo.nn.Linear) else region_by_hand
+        return region(super().forward, x)  # type: ignore[no-any-return]
+
+
 class Recorded(Feature):
     """A recorder that looks at every step, into a folder of its own."""
 
@@ -312,5 +322,6 @@ FEATURES: dict[str, Feature] = {
         Scheduled("schedule", BLOCKS),
         Reduced("FP8 reduction", DYNAMIC, "reduction"),
         Recorded("recording", DELAYED),
+        Feature("checkpoint_in_fp8", BLOCKS, "regions", RegionPart),
     )
 }

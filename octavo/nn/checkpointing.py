@@ -1,0 +1,160 @@
+"""Activation checkpointing whose regions keep their input as a pair: half of bf16's bytes, a quarter of float32's.
+
+torch saves a region's arguments as the region begins, and runs it again in backward. Saved-tensor hooks around that
+call see its arguments alone: what is computed inside has torch's own hooks, or no graph. So both of torch's ways,
+selective policies and wrappers work as they did. Hooks around a whole model would catch what other layers save too.
+
+Scales are powers of two: a code is then exact in bf16, and a later cast by powers of two, of whatever tiles, rounds it
+to what it would have rounded the input to, where neither cast is below E4M3's normal numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from octavo.formats import E4M3, HIGH_PRECISION
+from octavo.granularity import PerRow
+from octavo.private import FakeTensor, top_hooks, untraced
+from octavo.tensor.scaled_tensor import ScaledTensor, quantize
+
+ROW, SMALL = 32, 1024  # elements: a row's scale is 4 bytes, and a smaller tensor is not worth a kernel
+CHOOSE = "Router", "Experts", "Moe", "MoE"  # in names of classes whose tokens go where a choice sends them
+WAYS = "checkpoint_fn", "_gradient_checkpointing_func"  # of torch's CheckpointWrapper, of transformers' modules
+
+
+def checkpoint_in_fp8(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **options: Any) -> Any:
+    """torch.utils.checkpoint.checkpoint, whose region keeps its input for backward as a pair by rows.
+
+    Forward is exact. Backward computes the region again from the input rounded to E4M3 with a power-of-two scale a row,
+    so the region's gradients differ by that rounding; not where only casts in E4M3 with powers of two read the input,
+    as ``recipes.rowwise(power_of_two=True)`` and ``blockwise()`` make, and no element is below their normal numbers.
+
+    In FP8 is the first positional argument that can be: a bf16, fp16 or fp32 tensor that requires a gradient, of 32
+    features and 1,024 elements at least. As they are stay integers, masks and tables (no gradient flows to them),
+    parameters, further arguments, keyword arguments; and all arguments of a module that holds a router or experts,
+    whose tokens another value could send elsewhere. ``octavo.summary(model, *inputs)`` counts both.
+
+    Args:
+        function: what to compute again, as torch's.
+        args: its arguments; the input is [..., features].
+        use_reentrant, options: torch's, ``context_fn`` say; and keyword arguments of a function that isn't reentrant.
+
+    Returns:
+        the function's result. torch.compile breaks its graph here: compile the function. For a library's regions there
+        is octavo.nn.checkpoint_model_in_fp8.
+
+    Example:
+        >>> import torch, octavo
+        >>> block = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
+        >>> x = torch.randn(32, 64, requires_grad=True)
+        >>> torch.equal(octavo.checkpoint_in_fp8(block, x), block(x))
+        True
+    """
+    return _keeping_pairs(checkpoint, function, *args, use_reentrant=use_reentrant, **options)
+
+
+def checkpoint_model_in_fp8(model: nn.Module) -> nn.Module:
+    """Make the regions of torch's checkpoint_wrapper and of transformers keep inputs as octavo.checkpoint_in_fp8 does.
+
+    Args:
+        model: a model whose checkpointing is on; changed in place, and once however often this is called.
+
+    Returns:
+        the model.
+
+    Raises:
+        ValueError: if no module of it has a region.
+
+    Example:
+        >>> import torch, octavo
+        >>> from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+        >>> model = torch.nn.Sequential(*(checkpoint_wrapper(torch.nn.Linear(64, 64)) for _ in range(2)))
+        >>> model = octavo.nn.checkpoint_model_in_fp8(model)
+    """
+    found = [(module, name) for module in model.modules() for name in WAYS if vars(module).get(name) is not None]
+    if not found:
+        raise ValueError(
+            "no module has checkpointed regions: before, call model.gradient_checkpointing_enable(), or wrap layers by "
+            "torch's checkpoint_wrapper; in code of your own, call octavo.checkpoint_in_fp8"
+        )
+    for module, name in found:
+        way = getattr(module, name)
+        if getattr(way, "func", None) not in (_keeping_pairs, checkpoint_in_fp8):
+            setattr(module, name, functools.partial(_keeping_pairs, way))
+    return model
+
+
+_in_fp8: bool = True
+_found: dict[str, tuple[int, int, int]] | None = None  # that of ``watched``
+
+
+@untraced
+def _keeping_pairs(way: Callable[..., Any], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a checkpoint function whose region's input is to be kept as a pair."""
+    hooks = _Region(_choosing(function))
+    around = torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+    with around if _in_fp8 else contextlib.nullcontext():
+        return way(function, *args, **options)
+
+
+class _Region:
+    """Of one region: packs the first input that can be a pair; by the hooks around it, which may move or count."""
+
+    def __init__(self, why: str) -> None:
+        self.outer = top_hooks(True) or (lambda tensor: tensor,) * 2
+        self.why = why  # the input stays as it is
+
+    def pack(self, x: Tensor) -> tuple[torch.dtype | None, list[Any]]:  # the dtype of what was rounded
+        why, parts = _why_not(x) or self.why, [x]
+        if not why:
+            pair = quantize(x.detach(), E4M3, PerRow(), power_of_two=True)
+            parts, self.why = [pair.qdata, pair.scale_inv], "not the first"
+        if _found is not None:
+            count, plain, kept = _found.get(why, (0, 0, 0))
+            _found[why] = count + 1, plain + x.nbytes, kept + sum(part.nbytes for part in parts)
+        return None if why else x.dtype, [self.outer[0](part) for part in parts]
+
+    def unpack(self, packed: tuple[torch.dtype | None, list[Any]]) -> Tensor:
+        dtype, (qdata, *scale_inv) = packed[0], [self.outer[1](part) for part in packed[1]]
+        return qdata if dtype is None else ScaledTensor(qdata, scale_inv[0], PerRow(), dtype).dequantize()
+
+
+def _why_not(x: Tensor) -> str:
+    """Why an argument stays as it is; else ""."""
+    if x.dtype not in HIGH_PRECISION:
+        return str(x.dtype).removeprefix("torch.")
+    if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
+        return "a parameter"
+    if not x.requires_grad:
+        return "needs no gradient"
+    if type(x) not in (Tensor, FakeTensor):
+        return f"a {type(x).__name__}"
+    return "small" if x.ndim < 2 or x.shape[-1] < ROW or x.numel() < SMALL else ""
+
+
+def _choosing(function: Any) -> str:
+    """Why no argument of a region can be rounded; "" where it can, or where the function hides its module."""
+    parts = [function.func, *function.args] if isinstance(function, functools.partial) else [function]
+    parts += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    modules = [module for part in parts if isinstance(module := getattr(part, "__self__", part), nn.Module)]
+    kinds = dict.fromkeys(kind.__name__ for module in modules for one in module.modules() for kind in type(one).__mro__)
+    return next((f"a {kind} chooses by it" for kind in kinds if any(name in kind for name in CHOOSE)), "")
+
+
+@contextlib.contextmanager
+def watched(in_fp8: bool = True) -> Iterator[dict[str, tuple[int, int, int]]]:
+    """Count what regions keep meanwhile, as summary's ``regions``; or let them keep their inputs as they are."""
+    global _in_fp8, _found
+    before = _in_fp8, _found
+    _in_fp8, _found = in_fp8, {}
+    try:
+        yield _found
+    finally:
+        _in_fp8, _found = before
