@@ -49,6 +49,7 @@ from octavo.granularity import Tile, granularity_of
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.triton import KERNELS
 from octavo.kernels.triton.matmul import triton_matmul
+from octavo.numerics import scale_inv_dtype
 from octavo.tune.cases import second as second_scaling
 
 TAKES = "12 minutes"
@@ -205,7 +206,10 @@ def _product(
 ) -> Case:
     M, N = shape
     a, b = tensor((M, K), a_codes), tensor((N, K), E4M3)
-    scales = [torch.empty(granularity_of(tile).scale_shape(q.shape)) for q, tile in ((a, a_tile), (b, b_tile))]
+    scales = [
+        torch.empty(granularity_of(tile).scale_shape(q.shape), dtype=scale_inv_dtype(tile, True))
+        for q, tile in ((a, a_tile), (b, b_tile))
+    ]
     added = torch.empty(N, dtype=dtype) if bias else None
     arguments = (a, scales[0], a_tile, b, scales[1], b_tile, added, dtype, fast)
     kinds = f"{granularity_of(a_tile)} {name_of(a_codes)} . {granularity_of(b_tile)} {name_of(E4M3)}"

@@ -114,8 +114,8 @@ def load_scale_inv(ptr, mask=None, OTHER: tl.constexpr = 1.0):
         result = tl.load(ptr, mask=mask, other=OTHER)
     if result.dtype == tl.uint8:
         code = result.to(tl.int32)
-        special = tl.where(((code + 1) & 0xFE) == 0, 1 << 22, 0)  # 0 is 2^-127, and 255 NaN
-        result = ((code << 23) | special).to(tl.float32, bitcast=True)
+        bits = tl.maximum(code << 23, 1 << 22)  # 0 is 2^-127
+        result = tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
         if mask is not None:
             result = tl.where(mask, result, OTHER)
     return result
