@@ -26,7 +26,9 @@ def by_hand(x: Tensor) -> Tensor:
 
 
 def region_by_hand(region: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """What a region makes of x, with the gradients of what it makes of the rounded x."""
+    """What a region makes of x, with the gradients of what it makes of the rounded x; data are kept as they are."""
+    if not x.requires_grad:
+        return region(x)
     with torch.no_grad():
         y = region(x)
     return Instead.apply(y, region(Instead.apply(by_hand(x.detach()), x)))  # type: ignore[no-any-return]
