@@ -15,13 +15,28 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 MAX_SCALE = 2.0**126
 MIN_SCALE = 2.0**-126
+E8M0 = torch.float8_e8m0fnu  # float32's exponent and nothing else; 255 is NaN
 _SIGN_AND_EXPONENT = -(1 << 23)  # bits of a float32 above its mantissa
+
+
+def scale_inv_dtype(tile: Sequence[int], power_of_two: bool) -> torch.dtype:
+    """What a cast by these tiles writes scale_inv in: E8M0, exact in a byte, or float32.
+
+    E8M0 is for the blocks of 32 that MX formats have, whose scales are an eighth of the codes' bytes in float32. Blocks
+    of 128 stay float32, as torch's products of those take no other. A pair is read by its own scale_inv's dtype.
+
+    Example:
+        >>> scale_inv_dtype((1, 32), power_of_two=True), scale_inv_dtype((1, 128), power_of_two=True)
+        (torch.float8_e8m0fnu, torch.float32)
+    """
+    return E8M0 if power_of_two and tuple(tile) in ((1, 32), (32, 1)) else torch.float32
 
 
 def scale_from_amax(
@@ -72,16 +87,16 @@ def floor_power_of_two(scale: Tensor) -> Tensor:
 
 
 def exponents_of(powers: Tensor) -> Tensor:
-    """Powers of two (float32, 2^-126 to 2^126) as their exponents' bytes, uint8: the bits of E8M0.
+    """Powers of two (float32, 2^-126 to 2^126, or E8M0) as their exponents' bytes, uint8: the bits of E8M0.
 
-    In integers, since Inductor has no C++ for that dtype (torch 2.13).
+    In integers, since Inductor has no C++ for that dtype but conversions from and to float32 (torch 2.13).
 
     Example:
         >>> import torch
         >>> exponents_of(torch.tensor([1.0, 2.0**-126])).tolist()
         [127, 1]
     """
-    return (powers.view(torch.int32) >> 23).to(torch.uint8)
+    return (powers.to(torch.float32).view(torch.int32) >> 23).to(torch.uint8)
 
 
 def powers_of(exponents: Tensor) -> Tensor:

@@ -193,8 +193,6 @@ def _activation_of(
 ) -> tuple[tuple[Any, ...], Saved]:
     """(The activation's gradient, as casts take it; what the second layer saved, with its input if that is read)."""
     saved, recipe = Saved(*rest), ctx.plans[1].recipe
-    if h_scale_inv is not None:
-        h_scale_inv = h_scale_inv.to(torch.float32)
     read_back = h_scale_inv, (ALL, ALL) if recipe.saved is None else recipe.saved.tile
     if needs_dw and recipe.grad_weight is None:
         assert h is not None
@@ -277,7 +275,7 @@ class _ActivatedLinear(torch.autograd.Function):
         saved, needs, dtype = Saved(*rest), (of_gate or of_up, needs_dw, needs_db), plan.dtypes[0]
         if h_scale_inv is not None:
             tile = (ALL, ALL) if plan.recipe.saved is None else plan.recipe.saved.tile
-            h = kernels.dequantize(h, h_scale_inv.to(torch.float32), tile, dtype)
+            h = kernels.dequantize(h, h_scale_inv, tile, dtype)
         if needs_dw and plan.recipe.grad_weight is None:
             saved = saved._replace(x_TK=kernels.produced(h, ctx.activation, None).to(dtype))
         da, dw, db = gradients(cast_gradient(grads[0], saved, plan, needs), saved, plan, needs)

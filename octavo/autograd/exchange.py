@@ -156,7 +156,7 @@ def _send(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Tensor | No
         observer.cast(recipe, sending.role, lambda: rows, Operands((q, scale_inv)), journey.offsets)
     received = _all_to_all(message, journey.sent, journey.received, journey.exchange)[order]
     if amax is None:
-        codes, scales = unpack(received, columns, cast.format.dtype, cast.power_of_two)
+        codes, scales = unpack(received, columns, cast.format.dtype, cast.power_of_two, cast.tile)
     else:
         here = journey.exchange.part(len(scale_inv) // journey.exchange.size)
         codes, scales = received.view(cast.format.dtype), scale_inv[here]

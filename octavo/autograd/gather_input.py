@@ -31,7 +31,7 @@ from octavo import kernels
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CodesAndScale, State, as_rows, cast_to_send, operands_of_codes
 from octavo.autograd.shared_scales import agreed_scale
 from octavo.granularity import ALL
-from octavo.kernels.arguments import NormSource, lie_by_columns
+from octavo.kernels.arguments import NormSource
 from octavo.private import c10d_ops
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.collectives import bytes_of, largest, pack, scales_from, summed, unpack
@@ -113,9 +113,7 @@ def _gather(source: Tensor | NormSource, reader: GatherReader, role: int, wire: 
         q = _gathered(q, wire)
     else:
         message = _gathered(pack(q, scale_inv, cast.power_of_two), wire)
-        q, scale_inv = unpack(message, q.shape[1], q.dtype, cast.power_of_two)
-    if lie_by_columns(cast.tile):  # with the strides that products want, see kernels/signatures.py
-        scale_inv = scale_inv.t().contiguous().t()
+        q, scale_inv = unpack(message, q.shape[1], q.dtype, cast.power_of_two, cast.tile)
     transposed = needs_dw and (casts.once or not wire.exact)
     return operands_of_codes((q, scale_inv), recipe, role, transposed, amax)._replace(of_norm=rest)
 
@@ -149,7 +147,8 @@ def gathered_transposed(x_RK: Tensor, recipe: Recipe, wire: Wire, observer: Any 
         if wire.memo:
             return wire.memo[0]
     if not by_column:  # [blocks, K]
-        scale_inv = scales_from(_gathered(bytes_of(scale_inv, cast.power_of_two), wire), cast.power_of_two)
+        sent = bytes_of(scale_inv, cast.power_of_two)
+        scale_inv = scales_from(_gathered(sent, wire), cast.power_of_two, cast.tile[::-1])
     pair = transposed_pair(_gathered(q[:own], wire), scale_inv, recipe.pads)
     if wire.memo is not None:
         wire.memo.append(pair)

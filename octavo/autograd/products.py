@@ -33,6 +33,7 @@ from octavo.errors import HigherOrderGradientError
 from octavo.granularity import PerBlock
 from octavo.kernels.arguments import CastSource
 from octavo.kernels.layouts import contraction_multiple
+from octavo.numerics import E8M0
 from octavo.private import keeps_graph, will_engine_execute_node
 from octavo.scaling.delayed import entering_input
 from octavo.scaling.recipe import Cast, Recipe
@@ -126,7 +127,7 @@ def to_save(x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, n
 def packed(
     pair: CodesAndScale | None, cast: Cast | None, refilled: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
-    """A pair to save for backward: block scales that are powers of two as E8M0, exact in a quarter of the bytes.
+    """A pair to save for backward: all blocks' scales that are powers of two as E8M0, exact in a quarter of the bytes.
 
     ``refilled``: its own tensors have to be saved, see Operands.
     """
@@ -134,7 +135,7 @@ def packed(
         return None, None
     q, scale_inv = pair
     blocks = isinstance(cast.granularity, PerBlock) and not refilled
-    return q, scale_inv.to(torch.float8_e8m0fnu) if blocks and cast.power_of_two else scale_inv
+    return q, scale_inv.to(E8M0) if blocks and cast.power_of_two else scale_inv
 
 
 def later(plan: Layer) -> Layer:
@@ -229,7 +230,8 @@ def gradients(
             dx_TK = _mm(grad_TN, weight_NK.to(grad_TN.dtype), offsets)
         else:
             assert as_is is not None and w_q is not None and w_scale_inv is not None
-            dx_TK = _matmul(recipe, "grad_input", as_is, (w_q, w_scale_inv.to(torch.float32)), None, dtype, offsets)
+            weight = w_q, w_scale_inv.to(recipe.grad_input[1].scale_inv_dtype)
+            dx_TK = _matmul(recipe, "grad_input", as_is, weight, None, dtype, offsets)
         if plan.observer is not None:
             plan.observer.product(plan, "grad_input", dx_TK, as_is or (grad_TN, None), offsets)
     as_is = None
@@ -241,7 +243,7 @@ def gradients(
             if x_TK is not None and plan.wire is not None:
                 x_q, x_scale_inv = gathered_transposed(x_TK, recipe, plan.wire, plan.observer)
             assert transposed is not None and x_q is not None and x_scale_inv is not None
-            x = x_q, x_scale_inv.to(torch.float32)
+            x = x_q, x_scale_inv.to(recipe.grad_weight[1].scale_inv_dtype)
             dw_NK = _matmul(recipe, "grad_weight", transposed, x, None, dtype, offsets).to(weight_dtype)
         if plan.observer is not None and not needs_dx:
             operand = transposed or (None if grad_TN is None else grad_TN.t(), None)

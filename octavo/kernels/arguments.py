@@ -18,6 +18,7 @@ from octavo.granularity import ALL, Tile, scale_shape, tiles_along
 from octavo.kernels.activations import cast_shape
 from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padded_columns
 from octavo.kernels.layouts import padded
+from octavo.numerics import scale_inv_dtype
 
 # what cast_statistics adds to: reference/cast_statistics.py says what each is
 SUMS = ("elements", "zeros", "flushed", "clipped", "nonfinite", "power", "error")
@@ -78,6 +79,11 @@ class Scaling(NamedTuple):
     margin: int
     delayed_scale: Tensor | None = None
     role: int = 0
+
+    @property
+    def scale_inv_dtype(self) -> torch.dtype:
+        """Of what is written."""
+        return scale_inv_dtype(self.tile, self.power_of_two)
 
     @property
     def known_scale(self) -> float:
@@ -396,7 +402,8 @@ def new_grouped(
     if output.transpose:
         laid = laid.new_empty((shape[1], padded_columns(shape[0], count, output.pad)))
     grid = grouped_scale_shape(shape, count, scaling.tile)
-    return codes, laid, laid_scales(x, grid, scaling.tile), laid_scales(x, grid, scaling.tile)
+    scale_inv = laid_scales(x, grid, scaling.tile, dtype=scaling.scale_inv_dtype)
+    return codes, laid, scale_inv, laid_scales(x, grid, scaling.tile)
 
 
 def new_cast(
@@ -412,13 +419,14 @@ def new_cast(
         assert isinstance(source, CastSource)
         return new_grouped(source, first, output, offsets)
     codes, grid = new_codes(x, shape, first.dtype, output.pad), scale_shape(shape, first.tile)
+    scale_inv = laid_scales(x, grid, first.tile, dtype=first.scale_inv_dtype)
     if second is not None:
         other = new_codes(x, shape, second.dtype, output.pad, output.transpose)
-        scale_inv = laid_scales(x, scale_shape(shape, second.tile), second.tile, output.transpose)
-        found = codes, other, laid_scales(x, grid, first.tile), scale_inv
+        how = scale_shape(shape, second.tile), second.tile, output.transpose, second.scale_inv_dtype
+        found = codes, other, scale_inv, laid_scales(x, *how)
     else:
         other = new_codes(x, shape, first.dtype, output.pad, True) if output.transpose else no_codes(x, first.dtype)
-        found = codes, other, laid_scales(x, grid, first.tile), laid_scales(x, grid, first.tile)
+        found = codes, other, scale_inv, laid_scales(x, grid, first.tile)
     if isinstance(source, NormSource):
         rstd = x.new_empty(shape[0], dtype=torch.float32)
         mean = torch.empty_like(rstd) if source.kind == "layer_norm" else rstd.new_empty(0)
@@ -431,13 +439,15 @@ def new_scales(x: Tensor, shape: Sequence[int], tile: Tile, transpose: bool = Fa
     return laid_scales(x, scale_shape(shape, tile), tile, transpose)
 
 
-def laid_scales(x: Tensor, shape: Sequence[int], tile: Tile, transpose: bool = False) -> Tensor:
+def laid_scales(
+    x: Tensor, shape: Sequence[int], tile: Tile, transpose: bool = False, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """The same of this shape, before it is transposed; of parts of a row by columns, as products read them."""
     if transpose:
         shape, tile = shape[::-1], tile[::-1]
     if lie_by_columns(tile):
-        return x.new_empty(shape[::-1], dtype=torch.float32).t()
-    return x.new_empty(shape, dtype=torch.float32)
+        return x.new_empty(shape[::-1], dtype=dtype).t()
+    return x.new_empty(shape, dtype=dtype)
 
 
 def lie_by_columns(tile: Tile) -> bool:

@@ -17,7 +17,8 @@ Arguments that mean the same everywhere:
                    the last dimension, and some want it so. Where pad > 1, that dimension's tile is -1 or a multiple
     sums           [C] of x's dtype (fp32 if that is codes): the sum of each column, in float32 and rounded once; [0]
                    without ``column_sum``
-    scale_inv      fp32, granularity.scale_shape of what is cast, always written; contiguous, but where its tile, as the
+    scale_inv      fp32, or E8M0 as numerics.scale_inv_dtype says; what is read may be either. Of the shape that
+                   granularity.scale_shape of what is cast is, always written; contiguous, but where its tile, as the
                    codes are laid, is a part of a row: then its transpose is
     amax           fp32, shape and strides of scale_inv: largest absolute finite value of what is cast, unscaled
     activation     "" where x itself is cast. Else a name of activations.py: activation(x) is cast, computed in float32

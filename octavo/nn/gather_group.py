@@ -217,7 +217,7 @@ def _cast_shards(gathers: Gathers, cast: Cast, mesh: Any) -> None:
             gather.codes = torch.zeros(shape, dtype=torch.uint8, device=shard.device)
             if not per_tensor:
                 of_blocks = *shape[:-2], *scale_shape(shape[-2:], cast.tile)
-                gather.scale_inv = shard.new_ones(of_blocks, dtype=torch.float32)
+                gather.scale_inv = shard.new_ones(of_blocks, dtype=cast.scale_inv_dtype)
         if shard.numel() == 0:
             continue
         experts, written = shard.ndim == 3, gather.codes[: shard.shape[0]].view(cast.format.dtype)
@@ -233,7 +233,7 @@ def _cast_shards(gathers: Gathers, cast: Cast, mesh: Any) -> None:
         else:  # of whole blocks; rows that a last rank has not are zeros, and their scale 1
             scale_inv.append(gather.scale_inv[: -(-shard.shape[0] // cast.tile[0])])
     if shards:
-        amax = [torch.empty_like(one) for one in scale_inv]
+        amax = [torch.empty_like(one, dtype=torch.float32) for one in scale_inv]
         how = cast.tile, cast.power_of_two, cast.margin
         kernels.multi_tensor_cast(shards, codes, [], scale_inv, amax, scales if per_tensor else [], 0, *how, None)
 
@@ -286,9 +286,8 @@ class ShardCast:
         for cast, tile, grid in self.layouts:
             if grid is not None:
                 blocks, amax = amax[: math.prod(grid)].view(grid), amax[math.prod(grid) :]
-                known.append(
-                    scale_inv_from_scale(scale_from_amax(blocks, cast.format.max, cast.power_of_two, cast.margin))
-                )
+                scale = scale_from_amax(blocks, cast.format.max, cast.power_of_two, cast.margin)
+                known.append(scale_inv_from_scale(scale).to(cast.scale_inv_dtype))
                 if tile[0] != 1:
                     x, before = self._beside(shard, blocks, tile)
         (first, *_), *others = self.layouts
@@ -318,7 +317,7 @@ class ShardCast:
         left, agreed, pairs = iter(received), iter(known), list[tuple[Tensor, Tensor]]()
         for cast, tile, grid in self.layouts:
             q = next(left)[: self.shape[0]].view(cast.format.dtype)
-            scales = scales_from(next(left), cast.power_of_two) if grid is None else next(agreed)
+            scales = scales_from(next(left), cast.power_of_two, tile) if grid is None else next(agreed)
             # with the strides that products want, see kernels/signatures.py
             pairs.append((q, scales.t().contiguous().t() if lie_by_columns(tile) else scales))
         if len(pairs) == 1:

@@ -142,7 +142,7 @@ def _kept(layer: Linear) -> _Buffers | None:
     pad = contraction_multiple(weight.device) if recipe.pads else 1
     shape, lays = scale_shape(weight.shape, cast.tile), needs_transposed_codes(weight.device)
     new = weight.detach().new_zeros
-    qdata, scale_inv = new(rows, padded(cols, pad), dtype=cast.format.dtype), new(shape, dtype=torch.float32)
+    qdata, scale_inv = new(rows, padded(cols, pad), dtype=cast.format.dtype), new(shape, dtype=cast.scale_inv_dtype)
     transposed = new(cols, padded(rows, pad), dtype=cast.format.dtype) if lays else qdata.t()
     operands = Operands((qdata, scale_inv), (transposed, scale_inv.t()))
     return _Buffers(layer, cast, recipe, operands, lays, new(shape, dtype=torch.float32))

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from octavo.errors import first_line
 from octavo.formats import E4M3, E5M2, FORMATS, Format
 from octavo.granularity import ALL, Granularity, PerBlock, PerRow, PerTensor, Tile
+from octavo.numerics import scale_inv_dtype
 
 ROLES = ("input", "weight", "grad_output")
 OPERANDS = {  # the roles that each product multiplies
@@ -102,6 +103,7 @@ class Cast:
     # derived once, read by every cast
     tile: Tile = field(init=False, repr=False, compare=False)  # the granularity's
     is_delayed: bool = field(init=False, repr=False, compare=False)
+    scale_inv_dtype: Any = field(init=False, repr=False, compare=False)  # see numerics.scale_inv_dtype
     arguments: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # as the cast ops take them
     arguments_transposed: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # of the operand's transpose
     as_second: dict[str, Any] = field(init=False, repr=False, compare=False)  # those as a second scaling
@@ -124,7 +126,8 @@ class Cast:
         dtype, scale = self.format.dtype, (self.power_of_two, self.margin)
         arguments = {"arguments": (dtype, tile, *scale), "arguments_transposed": (dtype, tile[::-1], *scale)}
         second = {f"second_{name}": value for name, value in zip(_SCALING, (dtype, tile[::-1], *scale), strict=True)}
-        vars(self).update(tile=tile, is_delayed=delayed, **arguments, as_second=second)
+        written = scale_inv_dtype(tile, self.power_of_two)
+        vars(self).update(tile=tile, is_delayed=delayed, scale_inv_dtype=written, **arguments, as_second=second)
 
     def __repr__(self) -> str:
         power_of_two = ", power_of_two=True" if self.power_of_two else ""

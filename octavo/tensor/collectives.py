@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from octavo.errors import RanksDifferError
-from octavo.numerics import exponents_of, powers_of
+from octavo.granularity import ALL, Tile
+from octavo.kernels.arguments import lie_by_columns
+from octavo.numerics import exponents_of, powers_of, scale_inv_dtype
 from octavo.private import c10d_ops
 
 
@@ -42,15 +44,18 @@ def summed(values: Tensor, group: str) -> Tensor:
 
 
 def bytes_of(scale_inv: Tensor, power_of_two: bool) -> Tensor:
-    """Scales [R, S] as ranks send them: uint8 [R, S] of powers of two, which is exact, else [R, 4 S]."""
+    """Scales [R, S], float32 or E8M0, as ranks send them: uint8 [R, S] of powers of two, exact, else [R, 4 S]."""
     scales = exponents_of(scale_inv) if power_of_two else scale_inv
     return scales.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def scales_from(raw: Tensor, power_of_two: bool) -> Tensor:
-    """What ``bytes_of`` was given."""
+def scales_from(raw: Tensor, power_of_two: bool, tile: Tile = (ALL, ALL)) -> Tensor:
+    """What ``bytes_of`` was given, in the dtype and with the strides that a cast by these tiles gives it."""
     # not contiguous(): of a single row or column that is itself, with any stride and offset
-    return powers_of(raw) if power_of_two else raw.clone(memory_format=torch.contiguous_format).view(torch.float32)
+    scales = powers_of(raw) if power_of_two else raw.clone(memory_format=torch.contiguous_format).view(torch.float32)
+    if lie_by_columns(tile):
+        scales = scales.t().contiguous().t()
+    return scales.to(scale_inv_dtype(tile, power_of_two))
 
 
 def pack(qdata: Tensor, scale_inv: Tensor, power_of_two: bool) -> Tensor:
@@ -58,9 +63,11 @@ def pack(qdata: Tensor, scale_inv: Tensor, power_of_two: bool) -> Tensor:
     return torch.cat([qdata.view(torch.uint8), bytes_of(scale_inv, power_of_two)], 1)
 
 
-def unpack(message: Tensor, columns: int, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def unpack(
+    message: Tensor, columns: int, dtype: torch.dtype, power_of_two: bool, tile: Tile = (ALL, ALL)
+) -> tuple[Tensor, Tensor]:
     """The pair that ``pack`` was given, of so many columns and codes of this dtype."""
-    return message[:, :columns].contiguous().view(dtype), scales_from(message[:, columns:], power_of_two)
+    return message[:, :columns].contiguous().view(dtype), scales_from(message[:, columns:], power_of_two, tile)
 
 
 def home_of(group: Any) -> torch.device:

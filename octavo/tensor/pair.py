@@ -20,6 +20,7 @@ from octavo.errors import UnsupportedOpError
 from octavo.formats import Format, format_of
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, with_padding
 from octavo.kernels.layouts import transposed as transpose
+from octavo.numerics import E8M0
 from octavo.private import no_torch_function
 
 aten = torch.ops.aten
@@ -153,7 +154,7 @@ def _isnan(func: Any, own: ForProducts) -> Tensor:
 
 
 class Pair(Facade):
-    """A facade of ``qdata``, float8, and ``scale_inv``, float32, which its class takes first."""
+    """A facade of ``qdata``, float8, and ``scale_inv``, which its class takes first."""
 
     qdata: Tensor
     scale_inv: Tensor
@@ -183,6 +184,7 @@ class Pair(Facade):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # as bytes: plain pickle can't load a float8 storage (torch 2.13)
         codes, scale_inv = self.qdata.detach().view(torch.uint8), self.scale_inv.detach()
+        scale_inv = scale_inv.view(torch.uint8) if scale_inv.dtype == E8M0 else scale_inv
         kind = self.requires_grad, isinstance(self, torch.nn.Parameter)
         arguments = type(self), codes, self.qdata.dtype, scale_inv, self.other_arguments(self.dtype), *kind
         others = {name: value for name, value in vars(self).items() if name not in ("qdata", "scale_inv")}
@@ -200,6 +202,7 @@ def rebuild_pair(
     others: dict[str, Any] | None = None,
 ) -> Tensor:
     """Unpickle a pair from its two tensors, which are checked as always, and its other attributes, a user's too."""
+    scale_inv = scale_inv.view(E8M0) if scale_inv.dtype == torch.uint8 else scale_inv
     pair: Any = kind(codes.view(code_dtype), scale_inv, *arguments)
     pair = torch.nn.Parameter(pair, requires_grad) if is_parameter else pair.requires_grad_(requires_grad)
     vars(pair).update(others or {})

@@ -6,6 +6,7 @@ Both have gradients here, and not in autograd/: the pair must be differentiable 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from octavo import kernels
 from octavo.errors import UnsupportedOpError
 from octavo.formats import HIGH_PRECISION, Format, format_of
 from octavo.granularity import ALL, Granularity, PerBlock, PerRow, PerTensor, Tile, scale_shape, tiles_along
+from octavo.numerics import E8M0, scale_inv_dtype
 from octavo.tensor.pair import COPIES, MOVES, Pair
 
 
@@ -24,7 +26,8 @@ class ScaledTensor(Pair):
     Invariant, checked by ``validate`` and kept by every operation:
 
     - ``qdata`` is float8_e4m3fn or float8_e5m2 and has this tensor's shape and strides;
-    - ``scale_inv`` is float32 on the same device, of shape ``granularity.scale_shape(shape)``;
+    - ``scale_inv`` is float32, or powers of two in E8M0 (torch.float8_e8m0fnu), on the same device, of shape
+      ``granularity.scale_shape(shape)``;
     - whatever writes the codes writes their scale_inv, and nothing changes the one without the other.
 
     ``dtype`` is what it reads back to, not what it is stored in. Operations that move data (views, copies, devices)
@@ -35,7 +38,7 @@ class ScaledTensor(Pair):
 
     Args:
         qdata: float8 codes, any shape.
-        scale_inv: float32.
+        scale_inv: float32 or float8_e8m0fnu.
         granularity: which elements share a scale.
         dtype: bfloat16, float16 or float32.
 
@@ -73,8 +76,8 @@ class ScaledTensor(Pair):
             raise TypeError(
                 f"granularity={self.granularity!r} is none; use octavo.PerTensor(), PerRow() or PerBlock(r, c)"
             )
-        if self.scale_inv.dtype != torch.float32:
-            raise TypeError(f"scale_inv is {self.scale_inv.dtype}; it must be torch.float32")
+        if self.scale_inv.dtype not in (torch.float32, E8M0):
+            raise TypeError(f"scale_inv is {self.scale_inv.dtype}; it must be torch.float32 or {E8M0}")
         if self.dtype not in HIGH_PRECISION:
             raise TypeError(f"a ScaledTensor reads back to bfloat16, float16 or float32, not {self.dtype}")
         expected = self.granularity.scale_shape(self.qdata.shape)
@@ -212,7 +215,7 @@ class _Quantize(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[0] else None)
         tile = granularity.tile
         if x.numel() == 0:
-            scale_inv = x.new_ones(granularity.scale_shape(x.shape), dtype=torch.float32)
+            scale_inv = x.new_ones(granularity.scale_shape(x.shape), dtype=scale_inv_dtype(tile, power_of_two))
             return ScaledTensor(x.new_empty(x.shape, dtype=format.dtype), scale_inv, granularity, x.dtype)
         codes, scales = [], []
         for matrix in matrices_of(x, tile):
@@ -321,9 +324,10 @@ def _copy(func: Any, target: Tensor, source: Tensor, *non_blocking: bool) -> Ten
     if not (isinstance(target, ScaledTensor) and isinstance(source, ScaledTensor)):
         remedy = "octavo.quantize(source, ...)" if isinstance(target, ScaledTensor) else "source.dequantize()"
         raise UnsupportedOpError(f"copy_ between a ScaledTensor and a plain tensor converts silently; copy {remedy}")
-    for name in ("shape", "granularity", "format"):
-        if getattr(target, name) != getattr(source, name):
-            raise ValueError(f"copy_: {name} is {getattr(target, name)} here and {getattr(source, name)} in the source")
+    for name in ("shape", "granularity", "format", "scale_inv.dtype"):
+        here, there = map(attrgetter(name), (target, source))
+        if here != there:
+            raise ValueError(f"copy_: {name} is {here} here and {there} in the source")
     func(target.qdata, source.qdata, *non_blocking)
     func(target.scale_inv, source.scale_inv, *non_blocking)
     return target

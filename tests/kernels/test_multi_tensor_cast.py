@@ -13,6 +13,7 @@ from octavo import kernels as entries
 from octavo.granularity import scale_shape
 from octavo.kernels.layouts import padded
 from octavo.kernels.reference import KERNELS as REFERENCE
+from octavo.numerics import scale_inv_dtype
 from tests.support.definitions import same_bits
 from tests.support.triton_cases import (
     ALL,
@@ -43,7 +44,7 @@ def outputs(tile: tuple[int, int], fmt: torch.dtype, pad: int = 1, transpose: bo
         return Outputs(
             [torch.empty(r, padded(c, pad), dtype=fmt) for r, c in SHAPES],
             [torch.empty(c, padded(r, pad), dtype=fmt) for r, c in SHAPES] if transpose else [],
-            [torch.empty(scale_shape(shape, tile)) for shape in SHAPES],
+            [torch.empty(scale_shape(shape, tile), dtype=scale_inv_dtype(tile, True)) for shape in SHAPES],
             [torch.empty(scale_shape(shape, tile)) for shape in SHAPES],
         )
 

@@ -5,16 +5,22 @@ extern "C" {
 
 struct Scaling {
     uint8_t *codes, *turned;       // [R, C] and transposed [C, R]; null where they are not written
-    float *scale_inv, *amax;       // one number a tile
+    void *scale_inv;               // one number a tile, float32 or E8M0
+    float *amax;
     const float *known;            // the scale, or 0 where amax makes it; null: amax does
     int64_t rows, cols, codes_stride, turned_stride, scale_stride[2], amax_stride[2];
     int64_t tile_rows, tile_cols;  // -1: all
-    int64_t is_e5m2, power_of_two;
+    int64_t is_e8m0, is_e5m2, power_of_two;
     double limit;                  // the format's largest number, over 2^margin
     bool spans() const { return tile_rows < 0; }
     int64_t height() const { return spans() ? rows : tile_rows; }
     int64_t width() const { return tile_cols < 0 ? cols : tile_cols; }
     int64_t tiles() const { return tile_cols < 0 ? 1 : (cols + tile_cols - 1) / tile_cols; }
+    float read_scale_inv(int64_t at) const {
+        if (!is_e8m0) return ((const float *)scale_inv)[at];
+        int32_t code = ((const uint8_t *)scale_inv)[at];
+        return float_of(code << 23 | int32_t(code == 0 || code == 255) << 22);  // 2^-127, and NaN
+    }
 };
 
 }  // extern "C"
@@ -101,7 +107,11 @@ void write_scales(const Scaling &s, int64_t i, float *numbers) {
         numbers[j] = numbers[j] > 0.0f ? scale : 1.0f;
     }
     if (s.known && *s.known != 0.0f) std::fill_n(numbers, s.tiles(), *s.known);
-    for (int64_t j = 0; j < s.tiles(); j++) s.scale_inv[i * s.scale_stride[0] + j * s.scale_stride[1]] = 1.0f / numbers[j];
+    const int64_t first = i * s.scale_stride[0], step = s.scale_stride[1], tiles = s.tiles();
+    if (s.is_e8m0)
+        for (int64_t j = 0; j < tiles; j++) ((uint8_t *)s.scale_inv)[first + j * step] = uint8_t(bits_of(1.0f / numbers[j]) >> 23);
+    else
+        for (int64_t j = 0; j < tiles; j++) ((float *)s.scale_inv)[first + j * step] = 1.0f / numbers[j];
 }
 
 // Round to nearest, ties to even: added to 2^20 times its power of two, a number leaves E4M3's digits in the sum's last
@@ -252,8 +262,8 @@ template <class Y> void decode_rows(const Scaling &s, const Matrix<Y> &out, int6
         const float *scales = nullptr;
         for (int64_t row = from; row < to; row++) {
             if (row == from || row % s.height() == 0) {
-                const float *of_row = s.scale_inv + row / s.height() * s.scale_stride[0];
-                for (int64_t j = 0; j < s.tiles(); j++) tiles[j] = of_row[j * s.scale_stride[1]];
+                int64_t first = row / s.height() * s.scale_stride[0];
+                for (int64_t j = 0; j < s.tiles(); j++) tiles[j] = s.read_scale_inv(first + j * s.scale_stride[1]);
                 scales = of_columns(s, tiles.data(), 0, s.cols, held.data());
             }
             (s.is_e5m2 ? decode<E5M2, Y> : decode<E4M3, Y>)(out.row(row), s.codes + row * s.codes_stride, scales, s.cols);

@@ -15,6 +15,7 @@ from octavo.granularity import ALL
 from octavo.kernels.arguments import CastTarget, Scaling
 from octavo.kernels.cpu.library import library, threads_for
 from octavo.kernels.reference.codes import decode as reference_decode
+from octavo.numerics import E8M0
 
 # Elements worked on at a time. Fresh memory costs more than arithmetic on a CPU: reading 2048x1408 codes at once took
 # 3.5 to 15 ms, depending on malloc's state, and in chunks with one temporary 1.0 ms (1 core, AMD EPYC Zen 5).
@@ -22,7 +23,7 @@ CHUNK = 1 << 18
 CHUNK_ELSEWHERE = 1 << 26  # on a GPU each chunk costs launches, and only saves memory: this is 256 MiB of float32
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_SCALING = struct.Struct("17qd")  # cast.cpp's
+_SCALING = struct.Struct("18qd")  # cast.cpp's
 
 
 def row_slices(shape: Sequence[int], unit: int, device: torch.device, chunks: int = 1) -> list[slice]:
@@ -60,7 +61,7 @@ def described(target: CastTarget, shape: Sequence[int], by_columns: bool = False
         0 if known is None else known.data_ptr() + 4 * scaling.role * known.stride(0),
         *(shape[::-1] if by_columns else shape),
         *(codes.stride(0), transposed.stride(0), *scale_inv.stride(), *amax.stride(), *tile),
-        *(fmt.has_inf, scaling.power_of_two, fmt.max * 2.0**-scaling.margin),
+        *(scale_inv.dtype == E8M0, fmt.has_inf, scaling.power_of_two, fmt.max * 2.0**-scaling.margin),
     )
 
 

@@ -58,7 +58,7 @@ def _rounds_once(a: OperandPair, b: OperandPair) -> bool:
     for pair in (a, b):
         if _is_single(pair):
             number *= float(pair.scale_inv)
-        elif (pair.scale_inv.view(torch.int32) & _MANTISSA).any():
+        elif (pair.scale_inv.to(torch.float32).view(torch.int32) & _MANTISSA).any():
             return False
     return MIN_SCALE <= number <= MAX_SCALE
 

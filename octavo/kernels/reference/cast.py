@@ -31,7 +31,7 @@ from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.codes import encode
 from octavo.kernels.reference.delayed_update import delayed_update
 from octavo.kernels.reference.norm import normalise
-from octavo.numerics import scale_from_amax, scale_inv_from_scale
+from octavo.numerics import scale_from_amax, scale_inv_dtype, scale_inv_from_scale
 
 Write = Callable[[CastSource | NormSource, Sequence[CastTarget], Sequence[Tensor]], None]
 
@@ -96,8 +96,8 @@ def cast(
         none, of_x = no_codes(codes, second.dtype), found.t() if output.transpose else found
         both = (none, other) if output.transpose else (other, none)
         targets = [
-            CastTarget(first, codes, none, scale_inv, torch.empty_like(scale_inv)),
-            CastTarget(second, *both, of_x, torch.empty_like(of_x)),
+            CastTarget(first, codes, none, scale_inv, torch.empty_like(scale_inv, dtype=torch.float32)),
+            CastTarget(second, *both, of_x, torch.empty_like(of_x, dtype=torch.float32)),
         ]
         write(source, targets, besides)
     return results
@@ -132,7 +132,7 @@ def cast_and_commit(
     return q, t, scale_inv, sums
 
 
-def check_multi_tensor_cast(lists: Sequence[Sequence[Tensor]], tile: Sequence[int]) -> None:
+def check_multi_tensor_cast(lists: Sequence[Sequence[Tensor]], tile: Sequence[int], power_of_two: bool) -> None:
     """Raise ValueError for what one launch can't do; ``lists``: the op's, in their order."""
     xs, qdata, transposed, scale_inv, amax, delayed_scales = lists
     lengths = [len(some) for some in (qdata, scale_inv, amax)]
@@ -145,6 +145,9 @@ def check_multi_tensor_cast(lists: Sequence[Sequence[Tensor]], tile: Sequence[in
         dtypes = sorted({str(tensor.dtype) for tensor in tensors})
         if len(dtypes) > 1:
             raise ValueError(f"{name} have the dtypes {dtypes}; make a call for each")
+    written = scale_inv_dtype(tile, power_of_two)
+    if wrong := {str(one.dtype) for one in scale_inv if one.dtype != written}:
+        raise ValueError(f"scale_inv of {sorted(wrong)}: tiles of {tuple(tile)} have {written}")
     for index, x in enumerate(xs):
         if x.ndim != 2 or x.stride(1) != 1:
             raise ValueError(f"xs[{index}] of shape {tuple(x.shape)}, strides {x.stride()}: needs contiguous rows")
@@ -165,7 +168,7 @@ def multi_tensor_cast(
     write: Write = write,
 ) -> None:
     """``octavo::multi_tensor_cast``."""
-    check_multi_tensor_cast((xs, qdata, transposed_qdata, scale_inv, amax, delayed_scales), tile)
+    check_multi_tensor_cast((xs, qdata, transposed_qdata, scale_inv, amax, delayed_scales), tile, power_of_two)
     if skip is not None and bool(skip):
         return
     for index, x in enumerate(xs):

@@ -44,6 +44,7 @@ def count(
     """Add the counts of x [R, C]. The histogram of exponents finds faults and zeros without further passes."""
     if x.numel() == 0:
         return
+    scale_inv = scale_inv.to(torch.float32)
     largest, smallest = scale_inv.max(), scale_inv.min()
     extremes[1:].copy_(torch.maximum(extremes[1:], torch.stack((largest, 1 / smallest))))
     x = x.to(torch.float32).contiguous()
@@ -111,7 +112,7 @@ def note_faults(
         scale_inv = scale_inv[offsets.diff(prepend=offsets.new_zeros(1)) > 0]
     for at, values in ((2, scale_inv), (3, amax)):
         if values is not None and values.numel() > 0:
-            found[at] = torch.maximum(found[at], values.max())
+            found[at] = torch.maximum(found[at], values.to(torch.float32).max())
     suspects = y[:, 0].isfinite().logical_not_()
     if suspects.any():
         faulty = suspects.nonzero()[operand[suspects].float().isfinite().all(1).logical_not_()].flatten()

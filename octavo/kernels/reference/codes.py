@@ -33,7 +33,7 @@ def encode(x: Tensor, scale: Tensor, tile: Sequence[int], dtype: torch.dtype) ->
 
 def decode(codes: Tensor, dtype: torch.dtype, scale_inv: Tensor, tile: Sequence[int]) -> Tensor:
     """Read codes [R, C] times their scale_inv in float32, rounded once to dtype."""
-    return multiply_tiles_(codes.to(torch.float32), scale_inv, tile).to(dtype)
+    return multiply_tiles_(codes.to(torch.float32), scale_inv.to(torch.float32), tile).to(dtype)
 
 
 def dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -41,8 +41,8 @@ def result_scales(a_scale_inv: Tensor | None, b_scale_inv: Tensor | None) -> lis
 
     Where both are one number, they are multiplied first, if their product is a normal number in float32.
     """
-    scales = [] if a_scale_inv is None else [a_scale_inv]
-    scales += [] if b_scale_inv is None else [b_scale_inv.t()]
+    both = a_scale_inv, None if b_scale_inv is None else b_scale_inv.t()
+    scales = [scale_inv.to(torch.float32) for scale_inv in both if scale_inv is not None]
     if len(scales) == 2 and scales[0].numel() == scales[1].numel() == 1:
         product = scales[0] * scales[1]
         return [product] if MIN_SCALE <= float(product) <= MAX_SCALE else scales

@@ -35,7 +35,7 @@ from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.cast import amax as reference_amax
 from octavo.kernels.reference.cast import cast as reference_cast
-from octavo.kernels.triton.cast_input import CastInput, cast_input, codes_to, norm_input, rounding_of
+from octavo.kernels.triton.cast_input import CastInput, cast_input, codes_to, norm_input, outputs_to, rounding_of
 from octavo.kernels.triton.cast_kernels import (
     LINES,
     cast_by_block,
@@ -75,7 +75,7 @@ def cast(
         return _by_torch(source, first, second, output)
     given.clear_padding(codes)
     if second is None:
-        casts[0](given, first, Outputs(codes_to(codes, other), scale_inv, found, *scale_inv.stride()), sums)
+        casts[0](given, first, outputs_to(codes_to(codes, other), scale_inv, found), sums)
     else:
         if not output.transpose:
             given.clear_padding(other)
@@ -105,7 +105,7 @@ def cast_and_commit(source: CastSource, scaling: Scaling, commit: Commit, output
     own, (amax_input, amax_weight, limits, powers_of_two, margins, reduce) = commit[:3], commit[3:]
     length = commit.delayed_amax_history.shape[1]
     update = update_of(tuple(limits), tuple(powers_of_two), tuple(margins), reduce, length)
-    out = Outputs(codes_to(q, t), scale_inv, found, *scale_inv.stride())
+    out = outputs_to(codes_to(q, t), scale_inv, found)
     state, rolled = StateTensors(*own, backward_pass(commit.delayed_scale.device)), (amax_input, amax_weight)
     cast_by_tensor(given, scaling, out, sums if output.column_sum else None, state, rolled, update)
     committed(*own, (amax_input is not None, amax_weight is not None, True))
@@ -118,7 +118,7 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     if not given.fits(scaling.tile):
         return reference_amax(x, tile)
     scale_inv = new_scales(x, x.shape, scaling.tile)
-    out = Outputs(codes_to(None), scale_inv, torch.empty_like(scale_inv), *scale_inv.stride())
+    out = outputs_to(codes_to(None), scale_inv, torch.empty_like(scale_inv))
     if scaling.tile == (ALL, ALL):
         find_amax(given, out.amax)
     else:
@@ -156,9 +156,8 @@ def _two_scalings(
     """Both of blocks, or of rows and of columns, by one call; of others the first by ``by_tile``, then the second."""
     first, second = scalings
     both_blocks = is_small_block(first.tile) and is_small_block(second.tile)
-    amaxes = (None, None) if both_blocks else tuple(map(torch.empty_like, scale_invs))
-    out = Outputs(codes[0], scale_invs[0], amaxes[0], *scale_invs[0].stride())
-    other = Outputs(codes[1], scale_invs[1], amaxes[1], *scale_invs[1].stride())
+    amaxes = (None if both_blocks else torch.empty_like(one, dtype=torch.float32) for one in scale_invs)
+    out, other = map(outputs_to, codes, scale_invs, amaxes)
     if both_blocks:
         by_block(given, sums, (first, out), (second, other))
     elif {first.tile, second.tile} == set(LINES):

@@ -14,9 +14,9 @@ from octavo.granularity import ALL, Tile
 from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import CastSource, NormSource, Scaling
 from octavo.kernels.layouts import is_small_block, padded
-from octavo.kernels.triton.launch import TABLE, WHOLE, Config, config, launch, multiprocessors, tile_size
+from octavo.kernels.triton.launch import TABLE, WHOLE, Config, as_argument, config, launch, multiprocessors, tile_size
 from octavo.kernels.triton.prologue import Function, Input, NormFactors
-from octavo.kernels.triton.tiles import Codes, Rounding, Source, Tiling
+from octavo.kernels.triton.tiles import Codes, Outputs, Rounding, Source, Tiling
 
 _WHOLE = {(ALL, ALL), (1, ALL), (ALL, 1)}
 
@@ -39,6 +39,11 @@ def codes_to(q: Tensor | None, t: Tensor | None = None) -> Codes:
     if t is not None and t.numel() == 0:
         t = None
     return Codes(q, 0 if q is None else q.shape[1], t, 0 if t is None else t.shape[1])
+
+
+def outputs_to(codes: Codes, scale_inv: Tensor, amax: Tensor | None) -> Outputs:
+    """Where kernels write a scaling."""
+    return Outputs(codes, as_argument(scale_inv), amax, *scale_inv.stride())
 
 
 _Shares = tuple[int, int, Tiling]
@@ -150,6 +155,7 @@ def cast_input(source: CastSource) -> CastInput:
     if h_scale_inv is not None and h_scale_inv.numel() == 0:
         h_scale_inv = None  # of no codes, and kernels read one at least
     if h_scale_inv is not None:
+        h_scale_inv = as_argument(h_scale_inv)
         scale_r, scale_c = h_scale_inv.stride()
         scale_shift = half // tile_c * scale_c if gated else 0
     halves = 2 if gated and preactivation is not None else 1

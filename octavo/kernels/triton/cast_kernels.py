@@ -41,6 +41,7 @@ from octavo.kernels.triton.tiles import (
     scale_from_amax,
     scale_inv_from_scale,
     store_codes,
+    store_scale_inv,
     store_tiles,
     take_amax,
 )
@@ -445,7 +446,7 @@ def store_block_scales(amax, scale, out, first_row, rows_end, first_col, cols_en
     col = first_col + tl.arange(0, amax.shape[1])
     mask = (row < rows_end)[:, None] & (col < cols_end)[None, :]
     offsets = row[:, None] * out.stride_r + col[None, :] * out.stride_c + offset
-    tl.store(out.scale_inv + offsets, scale_inv_from_scale(scale, scaling.power_of_two), mask=mask)
+    store_scale_inv(out.scale_inv + offsets, scale_inv_from_scale(scale, scaling.power_of_two), mask)
     if out.amax is not None:
         tl.store(out.amax + offsets, amax, mask=mask)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from octavo.granularity import ALL
 from octavo.kernels.arguments import EXPONENTS, LARGEST, LOWEST, SUMS
 from octavo.kernels.triton.groups import locate, on_device
-from octavo.kernels.triton.launch import launch
-from octavo.kernels.triton.tiles import Source, decode, load_tile, raise_amax
+from octavo.kernels.triton.launch import as_argument, launch
+from octavo.kernels.triton.tiles import Source, decode, load_scale_inv, load_tile, raise_amax
 
 COUNTED: tl.constexpr = tl.constexpr(len(SUMS))
 BINS: tl.constexpr = tl.constexpr(EXPONENTS)
@@ -139,7 +139,7 @@ def load_codes(q, scale_inv, rows, scale_rows, cols, inside):
     offsets = rows.to(tl.int64)[:, None] * q.stride_r + cols.to(tl.int64)[None, :] * q.stride_c
     codes = tl.load(q.ptr + offsets, mask=inside, other=0.0)
     offsets = scale_rows[:, None] * scale_inv.stride_r + (cols // scale_inv.C)[None, :] * scale_inv.stride_c
-    return codes, tl.load(scale_inv.ptr + offsets, mask=inside, other=1.0)
+    return codes, load_scale_inv(scale_inv.ptr + offsets, inside)
 
 
 @triton.jit
@@ -185,7 +185,7 @@ def cast_statistics(
         return
     heights = (all_of if size == ALL else size for size, all_of in zip(tile, (rows, cols), strict=True))
     sources = Source(x, rows, cols, *x.stride()), Source(qdata, *qdata.shape, *qdata.stride())
-    arguments = *sources, Source(scale_inv, *heights, *scale_inv.stride())
+    arguments = *sources, Source(as_argument(scale_inv), *heights, *scale_inv.stride())
     counting = Counting(*LARGEST[qdata.dtype], False)
     height, strips = counting.block_r * counting.tiles, -(-cols // counting.block_c)
     if offsets is None:
@@ -260,7 +260,7 @@ def note_faults_kernel(
             if BY_GROUP:
                 ends = tl.load(offsets_ptr + at + place, mask=inside, other=0)
                 inside &= ends > tl.load(offsets_ptr + at + place - 1, mask=inside & (at + place > 0), other=0)
-            largest = tl.maximum(largest, tl.load(scale_inv_ptr + at + place, mask=inside, other=0.0))
+            largest = tl.maximum(largest, load_scale_inv(scale_inv_ptr + at + place, inside, 0.0))
         raise_amax(shared + 2, tl.max(largest, 0))
     if HAS_AMAX:
         if begin == 0:
@@ -283,7 +283,7 @@ def note_faults(
     scales = 0 if scale_inv is None else scale_inv.numel()
     programs = triton.cdiv(max(y.shape[0], scales // _SCALE_BLOCKS), _BLOCK)
     sources = (Source(x, *x.shape, *x.stride()) for x in (y, operand))
-    given = found if scale_inv is None else scale_inv, scales, found if amax is None else amax
+    given = found if scale_inv is None else as_argument(scale_inv), scales, found if amax is None else amax
     ends, count = (first, 0) if offsets is None else (offsets.contiguous(), offsets.shape[0])
     by_group = offsets is not None and scale_inv is not None and scale_inv.shape[0] == count
     constants = scales > 0, amax is not None, operand.itemsize == 1, offsets is not None, by_group, _BLOCK, _COLUMNS

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.granularity import ALL
-from octavo.kernels.triton.launch import config, launch
-from octavo.kernels.triton.tiles import Source, decode, narrow
+from octavo.kernels.triton.launch import as_argument, config, launch
+from octavo.kernels.triton.tiles import Source, decode, load_scale_inv, narrow
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def dequantize_kernel(
     values = decode(tl.load(q.ptr + offsets, mask=mask))
     scale_offsets = (rows // scale_inv.R)[:, None] * scale_inv.stride_r
     scale_offsets += (cols // scale_inv.C)[None, :] * scale_inv.stride_c
-    values *= tl.load(scale_inv.ptr + scale_offsets, mask=mask, other=1.0)
+    values *= load_scale_inv(scale_inv.ptr + scale_offsets, mask)
     offsets = rows.to(tl.int64)[:, None] * q.C + cols[None, :]
     tl.store(out_ptr + offsets, narrow(values, out_ptr.dtype.element_ty), mask=mask)
 
@@ -44,7 +44,7 @@ def dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: tor
         return out
     block_r, block_c, _, num_warps = config("cast", out.numel().bit_length())
     tile_rows, tile_cols = (all_of if size == ALL else size for size, all_of in zip(tile, (rows, cols), strict=True))
-    scales = Source(scale_inv, tile_rows, tile_cols, *scale_inv.stride())
+    scales = Source(as_argument(scale_inv), tile_rows, tile_cols, *scale_inv.stride())
     arguments = Source(qdata, rows, cols, *qdata.stride()), scales, out, block_r, block_c
     launch(dequantize_kernel, -(-rows // block_r) * -(-cols // block_c), arguments, num_warps)
     return out

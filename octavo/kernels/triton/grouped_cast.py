@@ -24,7 +24,7 @@ from octavo.granularity import ALL
 from octavo.kernels.arguments import CastSource, Output, Scaling, new_grouped
 from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.cast import cast as reference_cast
-from octavo.kernels.triton.cast_input import CastInput, cast_input, codes_to, rounding_of
+from octavo.kernels.triton.cast_input import CastInput, cast_input, codes_to, outputs_to, rounding_of
 from octavo.kernels.triton.cast_kernels import encode_blocks, finish_lines, larger, store_block_scales
 from octavo.kernels.triton.delayed_update import scale_exists
 from octavo.kernels.triton.groups import Grouping, locate, on_device
@@ -327,7 +327,7 @@ def grouped_cast(source: CastSource, scaling: Scaling, output: Output, offsets: 
         return reference_cast(source, scaling, None, output, offsets)
     q, t, scale_inv, amax = new_grouped(source, scaling, output, offsets)
     given.clear_padding(q)
-    out = Outputs(codes_to(q, t), scale_inv, amax, *scale_inv.stride())
+    out = outputs_to(codes_to(q, t), scale_inv, amax)
     h_tile_r = given.function.tile_r if isinstance(given.h, Input) and given.h.scale_inv is not None else 1
     ragged = output.transpose or tile[0] != 1 or h_tile_r != 1
     how = output.pad, tile[0], h_tile_r, ragged, t.shape[1], scale_inv.shape[0]

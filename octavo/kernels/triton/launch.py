@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from octavo.cache import cache_folder
 from octavo.granularity import ALL
+from octavo.numerics import E8M0
 from octavo.private import current_device, current_raw_stream, is_in_bad_fork
 
 SHIPPED = Path(__file__).with_name("configs.json")
@@ -83,6 +84,11 @@ def with_room_for(chosen: Config, *blocks: Sequence[int]) -> Config:
     block_c = max(chosen.block_c, *(cols for _, cols in blocks))
     larger = block_r * block_c // (chosen.block_r * chosen.block_c)
     return Config(block_r, block_c, chosen.tiles, min(16, chosen.num_warps * larger))
+
+
+def as_argument(scale_inv: Tensor) -> Tensor:
+    """scale_inv as kernels take it: of E8M0 the bytes, for Triton has no such dtype (3.7)."""
+    return scale_inv.view(torch.uint8) if scale_inv.dtype is E8M0 else scale_inv
 
 
 WHOLE = 1 << 30  # a tile of so many rows or columns holds them all

@@ -158,6 +158,7 @@ def laid_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
         tile: of the operand, the contraction last.
         dim: which dimension of a single column's result has size 1.
     """
+    scale_inv = scale_inv.to(torch.float32)
     if tile == _TENSOR:
         return scale_inv
     if tile[1] == ALL:

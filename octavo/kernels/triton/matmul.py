@@ -20,9 +20,10 @@ from triton.runtime.driver import driver
 from octavo.granularity import ALL, Tile
 from octavo.kernels.arguments import OperandPair, ProductArguments
 from octavo.kernels.reference.matmul import matmul as reference_matmul
-from octavo.kernels.triton.launch import LIBRARY, Config, config, launch, tile_size
+from octavo.kernels.triton.launch import LIBRARY, Config, as_argument, config, launch, tile_size
 from octavo.kernels.triton.library_matmul import is_right, library_matmul
-from octavo.kernels.triton.tiles import decode, narrow
+from octavo.kernels.triton.tiles import decode, load_scale_inv, narrow
+from octavo.numerics import E8M0
 
 
 class Operand(NamedTuple):
@@ -126,8 +127,8 @@ def sum_of_codes(product, first_m, first_n, tiling: tl.constexpr):
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K
     if not tiling.scaled:
-        a_scale = tl.load(a.scale_inv + a_scales)
-        b_scale = tl.load(b.scale_inv + b_scales)
+        a_scale = load_scale_inv(a.scale_inv + a_scales)
+        b_scale = load_scale_inv(b.scale_inv + b_scales)
         accumulator = scaled(accumulator, a_scale[:, None], b_scale[None, :])
     return accumulator
 
@@ -174,14 +175,14 @@ def sum_of_steps(product, first_m, first_n, tiling: tl.constexpr, EXTREME: tl.co
         tl.static_assert(BLOCK_M == BLOCK_N)
         i = tl.arange(0, 2 * BLOCK_M)
         scales = scales_of_program(product, first_m, first_n, A_ROWS, B_ROWS, BLOCK_M)
-        following = tl.load(scales, mask=i * 0 < product.K, other=1.0)  # a K of 0 has no scale
+        following = load_scale_inv(scales, i * 0 < product.K)  # a K of 0 has no scale
         farthest = tl.zeros([2 * BLOCK_M], tl.int32)
     for start in tl.range(0, product.K, BLOCK_K, num_stages=STAGES):
         a_codes = load_step(a_ptrs, start, product.K, tiling)
         b_codes = load_step(b_ptrs, start, product.K, tiling)
         if ONE:
-            a_scale = tl.load(a.scale_inv + (a_scales + scale_column(start, a, A_COLS)))[:, None]
-            b_scale = tl.load(b.scale_inv + (b_scales + scale_column(start, b, B_COLS)))
+            a_scale = load_scale_inv(a.scale_inv + (a_scales + scale_column(start, a, A_COLS)))[:, None]
+            b_scale = load_scale_inv(b.scale_inv + (b_scales + scale_column(start, b, B_COLS)))
             scale = a_scale * b_scale
             scale = tl.where(scale < 2.0**-126, float("nan"), scale)  # which the sums show, as they do inf
         else:
@@ -189,7 +190,7 @@ def sum_of_steps(product, first_m, first_n, tiling: tl.constexpr, EXTREME: tl.co
             farthest = tl.maximum(farthest, distance_from_1(both))
             then = tl.minimum(start + BLOCK_K, product.K - 1)
             step = tl.where(i < BLOCK_M, scale_column(then, a, A_COLS), scale_column(then, b, B_COLS))
-            following = tl.load(scales + step)
+            following = load_scale_inv(scales + step)
             a_scale, b_scale = as_factors(both)
             scale = a_scale * b_scale
         part = dot(a_codes, b_codes.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
@@ -381,7 +382,7 @@ def triton_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum
     """The Triton kernel's product, for tiles whose columns are a multiple of 32, or all."""
     if operands.bias is not None and out_dtype is torch.bfloat16:
         operands = operands._replace(bias=operands.bias.to(out_dtype))
-    a, b, bias = operands
+    (a, b), bias = of_one_dtype(operands.a, operands.b), operands.bias
     (M, N), K = operands.shape, a.codes.shape[1]
     out = a.codes.new_empty((M, N), dtype=out_dtype)
     if out.numel() > 0:
@@ -395,7 +396,7 @@ def triton_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum
 
 def is_scaled(a: OperandPair, b: OperandPair) -> bool:
     """Whether the tensor cores multiply by the scales: Blackwell's do, by E8M0's of every 32 columns."""
-    is_e8m0 = a.scale_inv.dtype is b.scale_inv.dtype is torch.float8_e8m0fnu
+    is_e8m0 = a.scale_inv.dtype is b.scale_inv.dtype is E8M0
     return is_e8m0 and (_INTERPRETED or _architecture() >= 100)
 
 
@@ -437,10 +438,14 @@ def tiling_of(a: OperandPair, b: OperandPair, fast_accum: bool, chosen: Config, 
     return ProductTiling(a_tile, b_tile, fast_accum, K % step == 0, *parts, dots, scaled)
 
 
+def of_one_dtype(a: OperandPair, b: OperandPair) -> tuple[OperandPair, OperandPair]:
+    """A product's operands, whose scales a program reads in one load: in float32 where one's are E8M0."""
+    if a.scale_inv.dtype != b.scale_inv.dtype:
+        a, b = (pair._replace(scale_inv=pair.scale_inv.to(torch.float32)) for pair in (a, b))
+    return a, b
+
+
 def operand_of(pair: OperandPair) -> Operand:
     """What kernels take for an operand, copied where rows don't lie in order; E8M0, which Triton lacks, as uint8."""
     codes = pair.codes if pair.codes.stride(1) == 1 else pair.codes.contiguous()
-    scale_inv = pair.scale_inv
-    if scale_inv.dtype is torch.float8_e8m0fnu:
-        scale_inv = scale_inv.view(torch.uint8)
-    return Operand(codes, codes.shape[0], codes.stride(0), scale_inv, *scale_inv.stride())
+    return Operand(codes, codes.shape[0], codes.stride(0), as_argument(pair.scale_inv), *pair.scale_inv.stride())

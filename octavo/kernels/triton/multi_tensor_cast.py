@@ -40,6 +40,7 @@ from octavo.kernels.triton.tiles import (
     scale_inv_from_scale,
     take_amax,
 )
+from octavo.numerics import E8M0
 
 
 @triton.jit
@@ -155,6 +156,7 @@ def multi_tensor_cast_blocks_kernel(
     table_ptr,
     skip_ptr,  # None, or: return at once where it is not 0
     X_TYPE: tl.constexpr,
+    SCALE_TYPE: tl.constexpr,  # float32, or uint8 for E8M0
     TRANSPOSED: tl.constexpr,
     scaling: tl.constexpr,  # Rounding
     ALIGNED: tl.constexpr,
@@ -178,7 +180,7 @@ def multi_tensor_cast_blocks_kernel(
         codes = Codes(q, size(row_ptr, 8, ALIGNED), t, size(row_ptr, 9, ALIGNED))
     else:
         codes = Codes(q, size(row_ptr, 8, ALIGNED), None, 0)
-    scale_inv = pointer(row_ptr, 3, tl.float32, False)
+    scale_inv = pointer(row_ptr, 3, SCALE_TYPE, False)
     amax = pointer(row_ptr, 4, tl.float32, False)
     out = Outputs(codes, scale_inv, amax, tl.cdiv(x.C, scaling.block[1]), 1)
     store_blocks(load_tile(x, rows, cols, False), 0, place, x, out, scaling, tiling)
@@ -256,7 +258,7 @@ def multi_tensor_cast(
 ) -> None:
     """``octavo::multi_tensor_cast``."""
     groups = (xs, qdata, transposed, scale_inv, amax, delayed_scales)
-    check_multi_tensor_cast(groups, tile)
+    check_multi_tensor_cast(groups, tile, power_of_two)
     if not xs:
         return
     blocks = tile[0] != ALL
@@ -279,7 +281,8 @@ def multi_tensor_cast(
     x_type, writes_transposed, delayed = _TYPES[xs[0].dtype], bool(transposed), bool(delayed_scales)
     if blocks:
         block_tiling = Tiling(False, chosen.block_r, chosen.block_c)
-        arguments = table, skip, x_type, writes_transposed, rounding, *tensors, block_tiling
+        scale_type = tl.uint8 if scale_inv[0].dtype == E8M0 else tl.float32
+        arguments = table, skip, x_type, scale_type, writes_transposed, rounding, *tensors, block_tiling
         launch(multi_tensor_cast_blocks_kernel, programs, arguments, chosen.num_warps)
         return
     first = table, skip, workspace(xs[0], 2 * len(xs)), programs, x_type

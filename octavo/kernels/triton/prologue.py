@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.tiles import decode, load_tile
+from octavo.kernels.triton.tiles import decode, load_scale_inv, load_tile
 
 
 class Function(NamedTuple):
@@ -112,7 +112,7 @@ def input_scale_inv(h, x, rows, cols, UP: tl.constexpr, function: tl.constexpr, 
     if scale_rows is None:
         row = tl.where(rows < x.R, rows, 0) // function.tile_r
     col = tl.where(cols < x.C, cols, 0) // function.tile_c
-    return tl.load(ptr + row[:, None] * h.scale_stride_r + col[None, :] * h.scale_stride_c)
+    return load_scale_inv(ptr + row[:, None] * h.scale_stride_r + col[None, :] * h.scale_stride_c)
 
 
 @triton.jit

@@ -106,6 +106,31 @@ def scale_inv_from_scale(scale, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
+def load_scale_inv(ptr, mask=None, OTHER: tl.constexpr = 1.0):
+    """scale_inv as float32, whether it lies there so or as bytes of E8M0; OTHER where the mask is not."""
+    if mask is None:
+        result = tl.load(ptr)
+    else:
+        result = tl.load(ptr, mask=mask, other=OTHER)
+    if result.dtype == tl.uint8:
+        code = result.to(tl.int32)
+        special = tl.where(((code + 1) & 0xFE) == 0, 1 << 22, 0)  # 0 is 2^-127, and 255 NaN
+        result = ((code << 23) | special).to(tl.float32, bitcast=True)
+        if mask is not None:
+            result = tl.where(mask, result, OTHER)
+    return result
+
+
+@triton.jit
+def store_scale_inv(ptr, scale_inv, mask):
+    """Write scale_inv, float32 [...], as float32, or powers of two as bytes of E8M0."""
+    if ptr.dtype.scalar.element_ty == tl.uint8:
+        tl.store(ptr, (scale_inv.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=mask)
+    else:
+        tl.store(ptr, scale_inv, mask=mask)
+
+
+@triton.jit
 def finite_abs(x):
     """|x|, 0 where x is inf or NaN: what amax looks at."""
     return tl.maximum(tl.abs(nan_if_inf(x)), 0.0)  # of NaN and a number the number
