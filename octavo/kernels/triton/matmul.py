@@ -396,9 +396,14 @@ def triton_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum
 
 
 def is_scaled(a: OperandPair, b: OperandPair) -> bool:
-    """Whether the tensor cores multiply by the scales: Blackwell's do, by E8M0's of every 32 columns."""
+    """Whether the tensor cores multiply by the scales, E8M0's of every 32 columns."""
     is_e8m0 = a.scale_inv.dtype is b.scale_inv.dtype is E8M0
-    return is_e8m0 and (_INTERPRETED or _architecture() >= 100)
+    return is_e8m0 and (_INTERPRETED or scales_blocks(_architecture()))
+
+
+def scales_blocks(architecture: int) -> bool:
+    """Whether Triton has the tensor cores scale blocks; for sm_121 it multiplies in bfloat16 instead (3.6 and 3.7)."""
+    return architecture // 10 == 10 or architecture == 120
 
 
 def product_config(a: OperandPair, b: OperandPair, shape: tuple[int, int]) -> Config:
