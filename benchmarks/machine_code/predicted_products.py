@@ -24,7 +24,6 @@ import argparse
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,13 +31,13 @@ import triton
 
 from benchmarks.common.measure import commit, table, write_results
 from benchmarks.common.roofline import product_flop
-from benchmarks.machine_code.compiled_case import E4M3, MX, ROW, SQUARE, TENSOR, VECTOR, tensor
+from benchmarks.machine_code.compiled_case import E4M3, MX, ROW, SQUARE, TENSOR, VECTOR, scales, tensor, terms_scales
 from benchmarks.machine_code.machine_code import instructions, loops, resources
 from benchmarks.machine_code.offline import SHARED_MEMORY, offline
 from benchmarks.machine_code.predictions import DEVICES
 from octavo.granularity import Tile, scale_shape
 from octavo.kernels.arguments import GroupedOperands, OperandPair, ProductArguments
-from octavo.kernels.groups import grouped_scale_shape, padded_columns
+from octavo.kernels.groups import padded_columns
 from octavo.kernels.triton.grouped_matmul import grouped_config, triton_grouped_matmul
 from octavo.kernels.triton.launch import Config
 from octavo.kernels.triton.matmul import product_config, tiling_of, triton_matmul
@@ -83,13 +82,6 @@ def operand(rows: int, columns: int, tile: Tile) -> OperandPair:
     return OperandPair(codes, scales(scale_shape(codes.shape, tile), tile), tile)
 
 
-def scales(shape: Sequence[int], tile: Tile) -> torch.Tensor:
-    """The same of an operand's scale_inv, as casts write it."""
-    if tile != MX:
-        return torch.empty(shape)
-    return torch.empty((*shape[:-2], shape[-1], shape[-2]), dtype=torch.float8_e8m0fnu).mT
-
-
 class Work(NamedTuple):
     """What a product's programs do, all of one tile and as many steps."""
 
@@ -109,7 +101,7 @@ def launched(name: str, shape: tuple[int, int, int]) -> Work:
     offsets = torch.empty(groups, dtype=torch.int32)
     if form == "rows in groups":
         codes = tensor((groups, N, K), E4M3)
-        b = OperandPair(codes, torch.empty(scale_shape(codes.shape, b_tile)), b_tile)
+        b = OperandPair(codes, scales(scale_shape(codes.shape, b_tile), b_tile), b_tile)
         triton_grouped_matmul(GroupedOperands(a, b, offsets, None), torch.bfloat16, False)
         config, parts, terms, read = grouped_config(a, b, (M, N), groups), 1, K, (M + groups * N) * K
     elif form:
@@ -117,7 +109,7 @@ def launched(name: str, shape: tuple[int, int, int]) -> Work:
         a, b = (
             OperandPair(
                 tensor((rows, columns), E4M3),
-                scales(grouped_scale_shape((K, rows), groups, tile[::-1])[::-1], tile),
+                terms_scales((K, rows), groups, tile),
                 tile,
             )
             for rows, tile in ((M, a_tile), (N, b_tile))
