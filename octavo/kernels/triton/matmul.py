@@ -396,8 +396,8 @@ def triton_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum
 
 
 def is_scaled(a: OperandPair, b: OperandPair) -> bool:
-    """Whether the tensor cores multiply by the scales, E8M0's of every 32 columns."""
-    is_e8m0 = a.scale_inv.dtype is b.scale_inv.dtype is E8M0
+    """Whether the tensor cores multiply by the scales: of blocks of both, in E8M0."""
+    is_e8m0 = a.scale_inv.dtype is b.scale_inv.dtype is E8M0 and ALL not in (a.tile[1], b.tile[1])
     return is_e8m0 and (_INTERPRETED or scales_blocks(_architecture()))
 
 
@@ -409,14 +409,14 @@ def scales_blocks(architecture: int) -> bool:
 def product_config(a: OperandPair, b: OperandPair, shape: tuple[int, int]) -> Config:
     """The configuration of a product of this shape: another one where a scale changes along K, for two accumulators."""
     log2_elements = math.prod(shape).bit_length()
-    if is_scaled(a, b) and not _INTERPRETED and _architecture() // 10 == 10:  # which accumulates in tensor memory
-        return config("matmul_scaled", log2_elements)
-    if is_scaled(a, b) or a.tile[1] == b.tile[1] == ALL:
+    if a.tile[1] == b.tile[1] == ALL:
         return config("matmul", log2_elements)
+    if is_scaled(a, b):  # sm_100 accumulates in tensor memory, sm_120 in registers
+        return config("matmul_scaled" if _architecture() // 10 == 10 else "matmul", log2_elements)
     chosen = config("matmul_blocks", log2_elements)
     if b.tile[0] == ALL or b.tile[0] % 128 == 0:
         square = config("matmul_square_blocks", log2_elements)
-        if square.num_warps <= 8 or _INTERPRETED or _architecture() == 90:  # no other's work for 16 warps in Triton
+        if square.num_warps <= 8 or _architecture() in (0, 90):  # no other's tensor cores work for 16 warps in Triton
             chosen = square
     return chosen
 
@@ -425,8 +425,8 @@ _INTERPRETED = triton.knobs.runtime.interpret  # as the kernels above are
 
 
 def _architecture() -> int:
-    """Of the current device: 90 is Hopper's."""
-    return _architecture_of(driver.active.get_current_device())
+    """Of the current device: 90 is Hopper's, 0 the interpreter's."""
+    return 0 if _INTERPRETED else _architecture_of(driver.active.get_current_device())
 
 
 @functools.cache
