@@ -187,10 +187,11 @@ def matmul() -> Iterator[Case]:
     for shape in SIZES:
         yield _product(shape, E4M3, TENSOR, TENSOR, fast=True, bias=True)
         yield _product(shape, E4M3, VECTOR, SQUARE)
-        yield _product(shape, E4M3, MX, MX)
     yield _product(LARGE, E5M2, TENSOR, TENSOR)
     yield _product(LARGE, E4M3, ROW, ROW)
     yield _product(LARGE, E4M3, VECTOR, VECTOR)
+    yield _product(LARGE, E4M3, MX, MX)
+    yield _product(SIZES[0], E4M3, MX, MX)
     yield _product(LARGE, E4M3, TENSOR, TENSOR, dtype=FP32, K=4096 + 16)
 
 

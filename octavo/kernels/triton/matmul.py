@@ -412,7 +412,7 @@ def product_config(a: OperandPair, b: OperandPair, shape: tuple[int, int]) -> Co
     if a.tile[1] == b.tile[1] == ALL:
         return config("matmul", log2_elements)
     if is_scaled(a, b):  # sm_100 accumulates in tensor memory, sm_120 in registers
-        return config("matmul_scaled" if _architecture() // 10 == 10 else "matmul", log2_elements)
+        return config("matmul" if _architecture() == 120 else "matmul_scaled", log2_elements)
     chosen = config("matmul_blocks", log2_elements)
     if b.tile[0] == ALL or b.tile[0] % 128 == 0:
         square = config("matmul_square_blocks", log2_elements)
