@@ -155,7 +155,11 @@ def cast(
     scales = torch.full_like(amax, scale) if scale else scales_of(amax, MAX[dtype], power_of_two, margin)
     scaled = x.double() * scales.double()[rows, cols]  # 48 significant bits at most: exact in float64
     saturating = scaled.float().clamp(-FLOAT32_MAX, FLOAT32_MAX)
-    return round_to_codes(torch.where(x.isfinite(), saturating, x.float()), dtype), scale_invs_of(scales), amax
+    scale_inv = scale_invs_of(scales)
+    if power_of_two and tuple(tile) in ((1, 32), (32, 1)):
+        exponents = scale_inv.numpy().astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
+        scale_inv = torch.from_numpy(exponents).view(torch.float8_e8m0fnu)
+    return round_to_codes(torch.where(x.isfinite(), saturating, x.float()), dtype), scale_inv, amax
 
 
 def dequantize(codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> Tensor:

@@ -279,7 +279,7 @@ def assert_codes_close(codes: Tensor, expected: Tensor, scale_inv: Tensor, value
     a, b, fault = a[:, :cols], b[:, :cols], 0x7F if codes.dtype == E4M3 else 0x7C
     faulty = ((a & 0x7F) >= fault) | ((b & 0x7F) >= fault)
     assert torch.equal(a[faulty], b[faulty])
-    wide = multiply_tiles_(torch.ones_like(values.y), scale_inv, tile)
+    wide = multiply_tiles_(torch.ones_like(values.y), scale_inv.float(), tile)
     scaled, limit = values.y / wide.double(), torch.finfo(codes.dtype).max
     error = values.size * ROUNDINGS / wide + scaled.abs() * 2.0**-22
     bounds = ((scaled + e).clamp(-limit, limit).float().to(codes.dtype) for e in (-error, error))
@@ -317,6 +317,7 @@ def assert_scales_close(
         assert_amax_close(amax, values, tile)
         assert same_bits(scale_inv, of(amax))
         return
+    scale_inv = scale_inv.float()
     amax, allowed = (REFERENCE["amax"](v.float(), tile) for v in (values.y, values.size * ROUNDINGS))
     least, most = of((amax - allowed).clamp(min=2.0**-149)), of(amax + allowed)
     assert bool((((least <= scale_inv) & (scale_inv <= most)) | (scale_inv == of(amax))).all())
