@@ -401,9 +401,14 @@ def is_scaled(a: OperandPair, b: OperandPair) -> bool:
     return is_e8m0 and (_INTERPRETED or scales_blocks(_architecture()))
 
 
+@functools.cache
 def scales_blocks(architecture: int) -> bool:
-    """Whether Triton has the tensor cores scale blocks; for sm_121 it multiplies in bfloat16 instead (3.6 and 3.7)."""
-    return architecture // 10 == 10 or architecture == 120
+    """Whether Triton has the tensor cores scale blocks.
+
+    3.6 does not compile this kernel's for sm_100, and for sm_121 3.6 and 3.7 multiply in bfloat16 instead.
+    """
+    release = tuple(map(int, triton.__version__.split(".")[:2]))
+    return architecture == 120 or (architecture // 10 == 10 and release >= (3, 7))
 
 
 def product_config(a: OperandPair, b: OperandPair, shape: tuple[int, int]) -> Config:
