@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from emulator.machine import Threads, instruction, write
 from emulator.memory import GROUP, NOBODY
 from emulator.parse import Fault, Instruction, Register
 from emulator.tensor_cores import Rule, multiply_add, rule_of
-from emulator.values import FP8, U32
+from emulator.values import E8M0, FP8, U32
 
 CHUNK = 16  # bytes of a matrix in shared memory that stay together
 
@@ -52,7 +52,13 @@ WGMMA, TCGEN05 = {1: 128, 2: 64, 3: 32}, {2: 128, 4: 64, 6: 32}  # bytes that ar
 
 
 def begin(
-    threads: Threads, lane: int, descriptors: list[tuple[int, int]], rule: Rule, one: Instruction, reader: int = NOBODY
+    threads: Threads,
+    lane: int,
+    descriptors: list[tuple[int, int]],
+    rule: Rule,
+    one: Instruction,
+    reader: int = NOBODY,
+    scales: Sequence[np.ndarray] = (),
 ) -> Callable[[np.ndarray], np.ndarray]:
     """A product of operands, (descriptor, rows), in a program's shared memory, which nobody may write before it ends.
 
@@ -80,7 +86,8 @@ def begin(
             if (shared.load(*at, NOBODY) != codes).any():
                 raise Fault(f"race: shared memory that a product under way reads was written: {one}")
             values.append(values_of(codes.view(np.uint8).reshape(1, -1, 2 * CHUNK), element))
-        return multiply_add(values[0], values[1], c[None], rule)[0]
+        factors = (E8M0[scale][None, :, None] for scale in scales)
+        return multiply_add(values[0], values[1], c[None], rule, *factors)[0]
 
     return end
 
@@ -102,13 +109,26 @@ def fragment(registers: np.ndarray, element: str, rows: int, depth: int) -> np.n
 
 @instruction("mma.sync.aligned.m16n8k(16).row.col.f32.(f16).(f16).f32", "f32*4 b32*4 b32*2 f32*4")
 @instruction("mma.sync.aligned.m16n8k(32).row.col.f32.(e4m3|e5m2).(e4m3|e5m2).f32", "f32*4 b32*4 b32*2 f32*4")
+@instruction(
+    "mma.sync.aligned.m16n8k(32).row.col.kind::mxf8f6f4.block_scale.scale_vec::1X"
+    ".f32.(e4m3|e5m2).(e4m3|e5m2).f32.ue8m0",
+    "f32*4 b32*4 b32*2 f32*4 b32 u16*2 b32 u16*2",
+)
 def warp_product(threads: Threads, k: str, *given: Any) -> np.ndarray:
-    """d = a . b + c of a warp: each lane holds parts of a, b, c and d in registers."""
+    """d = a . b + c of a warp: each lane holds parts of a, b, c and d in registers.
+
+    Scales of blocks are the low bytes of the first lanes of four: of a's rows i and i + 8 in two, of b's i in one.
+    """
     elements, lanes, at = given[:2], threads.warps(), (slice(None), *accumulator(32, 4))
     rule, sums = rule_of(threads.launch.program.target, "mma", *elements), np.empty((len(lanes), 16, 8), np.float32)
     a, b = (fragment(given[2 + n][lanes], elements[n], rows, int(k)) for n, rows in enumerate((16, 8)))
-    sums[at] = given[4][lanes]
-    return multiply_add(a, b, sums, rule)[at]
+    sums[at], scales = given[4][lanes], []
+    if given[5:]:
+        if given[6].any() or given[8].any():
+            raise threads.one.unsupported("scales in other bytes or lanes:")
+        of_a, of_b = (E8M0[given[n][lanes].reshape(-1, 8, 4) & 255] for n in (5, 7))
+        scales = [of_a[..., :2].swapaxes(1, 2).reshape(-1, 16, 1), of_b[..., :1]]
+    return multiply_add(a, b, sums, rule, *scales)[at]
 
 
 THREADS = 128  # of a warpgroup
@@ -190,27 +210,56 @@ def store_cells(threads: Threads, count: str, address: np.ndarray, values: np.nd
     threads.launch.cells[cells], threads.launch.states[cells] = values[threads.lanes()], WRITTEN
 
 
+SCALED = "kind::mxf8f6f4.block_scale.(?:scale_vec::1X|block32)"
+
+
 @instruction("tcgen05.mma.cta_group::1.kind::f8f6f4", "- [] u64 u64 u32 pred")
+@instruction(f"tcgen05.mma.cta_group::1.{SCALED}", "- [] u64 u64 u32 [] [] pred")
 def multiply(threads: Threads, *given: np.ndarray) -> None:
-    """d [128, N] in tensor memory = a . b^T, plus d where its predicate says so; a and b are FP8 in shared memory."""
+    """d [128, N] in tensor memory = a . b^T, plus d where its predicate says so; a and b are FP8 in shared memory.
+
+    Scales of blocks, a row's one, lie in tensor memory.
+    """
     for lane in threads.lanes().tolist():
         end = _promised(threads, lane, *(values[lane].item() for values in given))
         threads.launch.products.setdefault(int(threads.program[lane]), []).append(end)
 
 
-def _promised(threads: Threads, lane: int, into: int, a: int, b: int, shape: int, keeps: bool) -> Callable[[], None]:
-    launch, one, owner = threads.launch, threads.one, int(threads.program[lane])
-    rows, columns = (shape >> 24 & 31) << 4, (shape >> 17 & 63) << 3
-    if rows != LANES or shape >> 4 & 3 != 1 or shape & 0x1B0F or shape >> 13 & 15 or into >> 16:
+# (which bits of an instruction's descriptor are looked at, what they must be): 128 rows, float32 or scales in E8M0
+PLAIN, BLOCKS = (0x1F01FB3F, 0x08000010), (0x9F81FB4F, 0x08800000)
+
+
+def _scale_codes(threads: Threads, owner: int, address: int, rows: int, number: int) -> np.ndarray:
+    """A byte of each row's cell: a column has those of 32 rows, which each warp's 32 lanes must hold alike."""
+    first, columns = address & 0xFFFF, -(-rows // 32)
+    cells, states = (
+        every[owner, :, first : first + columns] for every in (threads.launch.cells, threads.launch.states)
+    )
+    if address >> 16 or cells.shape[1] != columns or (states != WRITTEN).any():
+        raise Fault(f"out of bounds, or nobody wrote the tensor memory that has scales: {threads.one}")
+    codes = (cells >> (8 * number) & 255).reshape(4, 32, columns)
+    if (codes != codes[0]).any():
+        raise Fault(f"four warps' lanes hold different scales: {threads.one}")
+    return codes[0].T.reshape(-1)[:rows]
+
+
+def _promised(threads: Threads, lane: int, into: int, a: int, b: int, shape: int, *rest: int) -> Callable[[], None]:
+    launch, one, owner, (*scales, keeps) = threads.launch, threads.one, int(threads.program[lane]), rest
+    (looked_at, wanted), rows, columns = BLOCKS if scales else PLAIN, LANES, (shape >> 17 & 63) << 3
+    if shape & looked_at != wanted or into >> 16:
         raise one.unsupported(f"instruction descriptor {shape:#x}:")
     rule = rule_of(launch.program.target, "tcgen05", *(("e4m3", "e5m2")[shape >> first & 7] for first in (7, 10)))
-    finish = begin(threads, lane, [(a, rows), (b, columns)], rule, one)
+    held = list(zip(scales, (rows, columns), (shape >> 29 & 3, shape >> 4 & 3), strict=False))
+    codes = [_scale_codes(threads, owner, *each) for each in held]
+    finish = begin(threads, lane, [(a, rows), (b, columns)], rule, one, scales=codes)
     cells, states = (every[owner, :, into : into + columns] for every in (launch.cells, launch.states))
     if cells.shape[1] != columns or (keeps and not states.all()):
         raise Fault(f"out of bounds, or nobody wrote the tensor memory that a product adds to: {one}")
     states[:] = PROMISED
 
     def end() -> None:
+        if any((_scale_codes(threads, owner, *each) != old).any() for each, old in zip(held, codes, strict=True)):
+            raise Fault(f"race: scales that a product under way reads were written: {one}")
         cells[:] = finish(cells.view(np.float32) if keeps else np.zeros(cells.shape, np.float32)).view(U32)
         states[:] = WRITTEN
 

@@ -3,7 +3,8 @@
 The hardware adds some products and the accumulator at once: all are cut off, towards zero, a fixed number of bits below
 the largest exponent among them, what is left is added exactly, and the sum is cut off to the result's bits. A product's
 exponent is the sum of its operands' and its significand is not normalised (1.5 * 1.5 is 2.25 * 2^0); a subnormal
-operand has the exponent of its format's smallest normal number.
+operand has the exponent of its format's smallest normal number. Scales of blocks are powers of two, which only add to
+their product's exponent.
 
 NVIDIA documents none of this. Sources:
 
@@ -40,6 +41,7 @@ _SUMS = {
     ("sm_120", "mma", 1): (32, 25, 23, -133),
     ("sm_120", "mma", 2): (16, 25, 23, -133),
 }
+UNSCALED = np.ones((1, 1, 1))
 _AT_ONCE = 1 << 18  # products: 2 MiB, which fit a cache
 _OF_ZERO = -5000  # counts as an operand's exponent where it is 0: below all others
 
@@ -71,7 +73,14 @@ def rule_of(target: str, instruction: str, a: str, b: str) -> Rule:
     return Rule((a, b), *sums)
 
 
-def multiply_add(a: Floats, b: Floats, c: NDArray[np.float32], rule: Rule) -> NDArray[np.float32]:
+def multiply_add(
+    a: Floats,
+    b: Floats,
+    c: NDArray[np.float32],
+    rule: Rule,
+    a_scale: Floats = UNSCALED,
+    b_scale: Floats = UNSCALED,
+) -> NDArray[np.float32]:
     """a . b^T + c, of G instructions alike.
 
     Args:
@@ -79,26 +88,30 @@ def multiply_add(a: Floats, b: Floats, c: NDArray[np.float32], rule: Rule) -> ND
         b: [G, N, K], of its second.
         c: [G, M, N].
         rule: of the instruction; what K has beyond it, further instructions add to the same accumulator.
+        a_scale, b_scale: [G or 1, M or 1, 1] and [G or 1, N or 1, 1]: powers of two, or NaN, that multiply rows.
 
     Returns:
         [G, M, N]. Zeros are +0, NaNs 0x7FFFFFFF; above float32's largest number is infinity.
     """
     groups = max(1, _AT_ONCE // max(1, rule.terms * c.shape[1] * c.shape[2]))
     parts = (slice(first, first + groups) for first in range(0, len(c), groups))
+    a_scale, b_scale = (np.broadcast_to(scale, (len(c), *scale.shape[1:])) for scale in (a_scale, b_scale))
     with np.errstate(invalid="ignore", over="ignore"):
-        result = np.concatenate([_chain(a[some], b[some], c[some], rule) for some in parts] or [c], dtype=np.float32)
+        found = [_chain(a[some], b[some], c[some], a_scale[some], b_scale[some], rule) for some in parts]
+        result = np.concatenate(found or [c], dtype=np.float32)
     result.view(np.uint32)[np.isnan(result)] = 0x7FFFFFFF
     return result
 
 
-def _chain(a: Floats, b: Floats, c: NDArray[np.float32], rule: Rule) -> NDArray[np.float32]:
+def _chain(
+    a: Floats, b: Floats, c: NDArray[np.float32], a_scale: Floats, b_scale: Floats, rule: Rule
+) -> NDArray[np.float32]:
     """The same, laid [K, G, M, N] or [K, M, N, G]: numpy is fast where the last axis is long."""
     by_groups = len(a) > b.shape[1]
     order, places, c_order = ((2, 1, 0), (2, 1), (1, 2, 0)) if by_groups else ((2, 0, 1), (3, 2), (0, 1, 2))
-    laid = [np.ascontiguousarray(np.expand_dims(x.transpose(order), at)) for x, at in zip((a, b), places, strict=True)]
     (a, a_tops), (b, b_tops) = (
-        (x, np.where(x == 0, _OF_ZERO, _exponents(x, SMALLEST_NORMAL[form])).astype(np.int16))
-        for x, form in zip(laid, rule.formats, strict=True)
+        _scaled(form, *(np.ascontiguousarray(np.expand_dims(each.transpose(order), at)) for each in (x, scale)))
+        for x, scale, form, at in zip((a, b), (a_scale, b_scale), rule.formats, places, strict=True)
     )
     total = c.transpose(c_order)
     for now in (slice(first, first + rule.terms) for first in range(0, len(a), rule.terms)):
@@ -107,13 +120,19 @@ def _chain(a: Floats, b: Floats, c: NDArray[np.float32], rule: Rule) -> NDArray[
     return total.transpose(np.argsort(c_order))
 
 
+def _scaled(form: str, x: Floats, scale: Floats) -> tuple[Floats, Exponents]:
+    """An operand's values times their scales, and the exponents of both together."""
+    tops = np.where(x == 0, _OF_ZERO, _exponents(x, SMALLEST_NORMAL[form])) + _exponents(scale, -127)
+    return x * scale, tops.astype(np.int16)
+
+
 def _sum(products: Floats, top: Exponents, c: NDArray[np.float32], rule: Rule) -> Floats:
     """Add products [terms, ...], of largest exponents top [...], and c [...]; products are overwritten.
 
     float64 holds all of it: products have 22 bits at most, and what is added are 33 integers below 2^27.
     """
     wide = c.astype(np.float64, order="C")
-    last = np.clip(np.maximum(top, np.where(c == 0, rule.zero, _exponents(wide, -126))), rule.zero, 254) - rule.kept
+    last = np.clip(np.maximum(top, np.where(c == 0, rule.zero, _exponents(wide, -126))), rule.zero, 284) - rule.kept
     unit = _power(-last)
     products *= unit
     total = (np.trunc(products, out=products).sum(axis=0) + np.trunc(wide * unit)) * _power(last)

@@ -84,6 +84,7 @@ with np.errstate(invalid="ignore"):  # NaN
 _POSITIVE["e4m3"][0x7F] = np.nan
 MAGNITUDES = {element: values[np.isfinite(values)] for element, values in _POSITIVE.items()}
 FP8 = {element: np.concatenate([values, -values]) for element, values in _POSITIVE.items()}  # float64 of each code
+E8M0 = np.append(np.exp2(np.arange(-127.0, 128.0)), np.nan)  # of a scale's code
 FP8_AS_F16 = {element: canonical(values.astype(np.float16)) for element, values in FP8.items()}
 
 

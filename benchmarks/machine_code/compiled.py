@@ -38,6 +38,7 @@ from benchmarks.machine_code.compiled_case import (
     delayed_state,
     describe,
     name_of,
+    scales,
     tensor,
 )
 from benchmarks.machine_code.compiled_groups import grouped, statistics
@@ -45,11 +46,10 @@ from benchmarks.machine_code.compiled_norms import norm, norm_backward
 from benchmarks.machine_code.compiled_optimizer import optimizer
 from benchmarks.machine_code.machine_code import examine
 from benchmarks.machine_code.offline import SHARED_MEMORY, offline
-from octavo.granularity import Tile, granularity_of
+from octavo.granularity import Tile, granularity_of, scale_shape
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.triton import KERNELS
 from octavo.kernels.triton.matmul import triton_matmul
-from octavo.numerics import scale_inv_dtype
 from octavo.tune.cases import second as second_scaling
 
 TAKES = "12 minutes"
@@ -191,6 +191,7 @@ def matmul() -> Iterator[Case]:
     yield _product(LARGE, E4M3, ROW, ROW)
     yield _product(LARGE, E4M3, VECTOR, VECTOR)
     yield _product(LARGE, E4M3, MX, MX)
+    yield _product(SIZES[0], E4M3, MX, MX)
     yield _product(LARGE, E4M3, TENSOR, TENSOR, dtype=FP32, K=4096 + 16)
 
 
@@ -206,12 +207,9 @@ def _product(
 ) -> Case:
     M, N = shape
     a, b = tensor((M, K), a_codes), tensor((N, K), E4M3)
-    scales = [
-        torch.empty(granularity_of(tile).scale_shape(q.shape), dtype=scale_inv_dtype(tile, True))
-        for q, tile in ((a, a_tile), (b, b_tile))
-    ]
+    scale_invs = [scales(scale_shape(q.shape, tile), tile) for q, tile in ((a, a_tile), (b, b_tile))]
     added = torch.empty(N, dtype=dtype) if bias else None
-    arguments = (a, scales[0], a_tile, b, scales[1], b_tile, added, dtype, fast)
+    arguments = (a, scale_invs[0], a_tile, b, scale_invs[1], b_tile, added, dtype, fast)
     kinds = f"{granularity_of(a_tile)} {name_of(a_codes)} . {granularity_of(b_tile)} {name_of(E4M3)}"
     what = f"{kinds} to {name_of(dtype)}{' bias' * bias}{' fast' * fast} [{M}, {N}, {K}]"
     return Case("matmul", what, functools.partial(_TRITON_MATMUL, *arguments))

@@ -5,15 +5,17 @@ Tensors are never read, so their memory isn't even touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.granularity import ALL, Tile, granularity_of
+from octavo.kernels.groups import grouped_scale_shape
 from octavo.kernels.triton import KERNELS
 from octavo.kernels.triton.launch import TABLE
+from octavo.numerics import E8M0, scale_inv_dtype
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -29,6 +31,16 @@ class Case(NamedTuple):
     what: str
     call: Callable[[], object]
     bits: int = 128
+
+
+def scales(shape: Sequence[int], tile: Tile) -> Tensor:
+    """In place of scale_inv of this shape; of MX's tiles E8M0 by columns, as casts write it."""
+    return torch.empty((*shape[:-2], *shape[:-3:-1]), dtype=E8M0).mT if tile == MX else torch.empty(shape)
+
+
+def terms_scales(shape: tuple[int, int], groups: int, tile: Tile) -> Tensor:
+    """The same of an operand by ``tile`` whose terms are in groups; shape: of what was cast, terms by rows."""
+    return torch.empty(grouped_scale_shape(shape, groups, tile[::-1]), dtype=scale_inv_dtype(tile, True)).t()
 
 
 def _sizes() -> list[tuple[int, int]]:

@@ -30,7 +30,9 @@ from benchmarks.machine_code.compiled_case import (
     delayed_state,
     describe,
     name_of,
+    scales,
     tensor,
+    terms_scales,
 )
 from octavo.granularity import Tile, granularity_of, scale_shape
 from octavo.kernels.arguments import unpacking
@@ -144,12 +146,13 @@ def _rows(
     M, N = shape
     groups = 8
     a, b = tensor((M, K), E4M3), tensor((groups, N, K), E4M3)
-    scales = torch.empty(grouped_scale_shape((M, K), groups, a_tile)), torch.empty(scale_shape(b.shape, b_tile))
+    shapes = grouped_scale_shape((M, K), groups, a_tile), scale_shape(b.shape, b_tile)
     if b_tile == TENSOR:
-        scales = scales[0], torch.empty(groups, 1, 1)
+        shapes = shapes[0], (groups, 1, 1)
+    of_a, of_b = (scales(shape, tile) for shape, tile in zip(shapes, (a_tile, b_tile), strict=True))
     added = torch.empty(groups, N, dtype=dtype) if bias else None
     what = f"{granularity_of(a_tile)} e4m3 . {granularity_of(b_tile)} e4m3 to {name_of(dtype)}{' bias' * bias}"
-    arguments = a, scales[0], a_tile, b, scales[1], b_tile, offsets(groups), added, dtype, False
+    arguments = a, of_a, a_tile, b, of_b, b_tile, offsets(groups), added, dtype, False
     what += f" [{M}, {N}, {K}], rows in {groups} groups{', by torch' * (call is not None)}"
     return _product(what, *arguments, call=call or _TRITON)
 
@@ -157,9 +160,6 @@ def _rows(
 def _terms(tile: Tile, N: int = 2048, K: int = 2048, rows: int = 16384) -> Case:
     groups = 8
     columns = padded_columns(rows, groups, PAD)
-    pairs = [
-        (tensor((size, columns), E4M3), torch.empty(grouped_scale_shape((rows, size), groups, tile[::-1])).t(), tile)
-        for size in (N, K)
-    ]
+    pairs = [(tensor((size, columns), E4M3), terms_scales((rows, size), groups, tile), tile) for size in (N, K)]
     what = f"{granularity_of(tile)} e4m3 . the same to bfloat16 [{N}, {K}, {rows}], terms in {groups} groups"
     return _product(what, *pairs[0], *pairs[1], offsets(groups), None, BF16, False, PAD)

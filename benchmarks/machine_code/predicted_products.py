@@ -31,16 +31,16 @@ import triton
 
 from benchmarks.common.measure import commit, table, write_results
 from benchmarks.common.roofline import product_flop
-from benchmarks.machine_code.compiled_case import E4M3, MX, ROW, SQUARE, TENSOR, VECTOR, tensor
+from benchmarks.machine_code.compiled_case import E4M3, MX, ROW, SQUARE, TENSOR, VECTOR, scales, tensor, terms_scales
 from benchmarks.machine_code.machine_code import instructions, loops, resources
 from benchmarks.machine_code.offline import SHARED_MEMORY, offline
 from benchmarks.machine_code.predictions import DEVICES
 from octavo.granularity import Tile, scale_shape
 from octavo.kernels.arguments import GroupedOperands, OperandPair, ProductArguments
-from octavo.kernels.groups import grouped_scale_shape, padded_columns
+from octavo.kernels.groups import padded_columns
 from octavo.kernels.triton.grouped_matmul import grouped_config, triton_grouped_matmul
 from octavo.kernels.triton.launch import Config
-from octavo.kernels.triton.matmul import product_config, step_along, triton_matmul
+from octavo.kernels.triton.matmul import product_config, tiling_of, triton_matmul
 
 TAKES = "20 seconds"
 MEASURES = ("octavo/kernels/triton/matmul.py", "octavo/kernels/triton/configs.json")
@@ -60,6 +60,7 @@ GROUPS = 8  # of equal sizes, whole tiles
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192))
 AIM = 1000.0  # TFLOP/s of 1x128 . 128x128 on an H200
 SHARED_BANDWIDTH = 128  # bytes a clock and multiprocessor
+TENSOR_MEMORY = 512  # columns of a multiprocessor
 
 
 class Peak(NamedTuple):
@@ -78,7 +79,7 @@ PEAKS = {90: Peak(8192, 1.83e9, 64), 100: Peak(16384, 1.85e9, 128, l2_bytes=126e
 def operand(rows: int, columns: int, tile: Tile) -> OperandPair:
     """In place of codes that nothing reads."""
     codes = tensor((rows, columns), E4M3)
-    return OperandPair(codes, torch.empty(scale_shape(codes.shape, tile)), tile)
+    return OperandPair(codes, scales(scale_shape(codes.shape, tile), tile), tile)
 
 
 class Work(NamedTuple):
@@ -87,6 +88,7 @@ class Work(NamedTuple):
     config: Config
     programs: int
     terms: int  # of a program's sums
+    step: int  # of them
     read: int  # bytes of codes, once each
 
 
@@ -99,14 +101,16 @@ def launched(name: str, shape: tuple[int, int, int]) -> Work:
     offsets = torch.empty(groups, dtype=torch.int32)
     if form == "rows in groups":
         codes = tensor((groups, N, K), E4M3)
-        b = OperandPair(codes, torch.empty(scale_shape(codes.shape, b_tile)), b_tile)
+        b = OperandPair(codes, scales(scale_shape(codes.shape, b_tile), b_tile), b_tile)
         triton_grouped_matmul(GroupedOperands(a, b, offsets, None), torch.bfloat16, False)
         config, parts, terms, read = grouped_config(a, b, (M, N), groups), 1, K, (M + groups * N) * K
     elif form:
         columns = padded_columns(K, groups, 16)
         a, b = (
             OperandPair(
-                tensor((rows, columns), E4M3), torch.empty(grouped_scale_shape((K, rows), groups, tile[::-1])).t(), tile
+                tensor((rows, columns), E4M3),
+                terms_scales((K, rows), groups, tile),
+                tile,
             )
             for rows, tile in ((M, a_tile), (N, b_tile))
         )
@@ -115,17 +119,18 @@ def launched(name: str, shape: tuple[int, int, int]) -> Work:
     else:
         operands = ProductArguments(a, b, None)
         triton_matmul(operands, torch.bfloat16, False)
-        config, parts, terms, read = product_config(a_tile, b_tile, (M, N)), 1, K, (M + N) * K
-    return Work(config, parts * -(-M // config.block_r) * -(-N // config.block_c), terms, read)
+        config, parts, terms, read = product_config(a, b, (M, N)), 1, K, (M + N) * K
+    step = tiling_of(a, b, False, config, terms).block_k
+    return Work(config, parts * -(-M // config.block_r) * -(-N // config.block_c), terms, step, read)
 
 
 def row_of(name: str, shape: tuple[int, int, int], capability: int) -> dict[str, object]:
     """A product at a shape."""
-    (a_tile, b_tile), device, peak = TILES[name], DEVICES[capability], PEAKS[capability]
+    device, peak = DEVICES[capability], PEAKS[capability]
     with offline(capability) as launches:
-        config, programs, terms, codes = launched(name, shape)
+        config, programs, terms, step, codes = launched(name, shape)
     ((kernel, *_),) = launches
-    tile_m, tile_n, step = config.block_r, config.block_c, step_along(a_tile, b_tile)
+    tile_m, tile_n = config.block_r, config.block_c
     loop = next(loop for loop in loops(kernel) if any(re.match("QGMMA|UTCQMMA", i.name) for i in loop))
     counts, used = Counter(i.name.partition(".")[0] for i in loop), resources(kernel)
 
@@ -134,7 +139,9 @@ def row_of(name: str, shape: tuple[int, int, int], capability: int) -> dict[str,
     arriving = (tile_m + tile_n) * step
     registers = -(-used["REG"] // 8) * 8
     held = min(
-        65536 // (registers * 32 * config.num_warps), SHARED_MEMORY[capability] // (kernel.metadata.shared + 1024)
+        65536 // (registers * 32 * config.num_warps),
+        SHARED_MEMORY[capability] // (kernel.metadata.shared + 1024),
+        TENSOR_MEMORY // max(1, kernel.metadata.tmem_size),
     )
     at_a_time = min(programs, held * device.multiprocessors)
     high = min(8, -(-shape[0] // tile_m))

@@ -15,6 +15,7 @@ from octavo import recipes
 from octavo.granularity import ALL
 from octavo.kernels.capability import FIRST_NATIVE, compute_capability, warn_once
 from octavo.kernels.devices import triton_kernels
+from octavo.numerics import E8M0
 from octavo.scaling.recipe import PRODUCTS, Recipe
 
 Capability = tuple[int, int] | None  # None: a CPU, or a GPU of another maker
@@ -44,9 +45,9 @@ def makers(recipe: Recipe, capability: Capability) -> Iterator[Maker]:
         yield from (Maker(product, REFERENCE, loss) for product in PRODUCTS if getattr(recipe, product) is not None)
         return
     from octavo.kernels.triton.launch import SHIPPED_LIBRARY
-    from octavo.kernels.triton.matmul import step_along
+    from octavo.kernels.triton.matmul import scales_blocks, step_along
 
-    major = capability[0]
+    major, minor = capability
     for product in PRODUCTS:
         if (casts := getattr(recipe, product)) is None:
             continue
@@ -56,6 +57,8 @@ def makers(recipe: Recipe, capability: Capability) -> Iterator[Maker]:
             yield Maker(product, TORCH)
         elif step == 0:
             yield Maker(product, REFERENCE, "FP8's speed: no kernel has blocks that 32 does not divide", True)
+        elif changes and scales_blocks(10 * major + minor) and all(cast.scale_inv_dtype is E8M0 for cast in casts):
+            yield Maker(product, TRITON)
         elif changes:
             loss = f"an FFMA{' and an FMUL' if b[0] == 1 else ''} an element for each {step} of the contraction"
             loss += " instead of the tensor cores' own scales" if step == 32 and major > _HOPPER else ""

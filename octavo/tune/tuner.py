@@ -54,6 +54,7 @@ KINDS = {
     "optimizer_step": ("AdamW fp8, split32", "AdamW fp8, E4M3 weight in blocks, split16"),
     "matmul_blocks": ("1x128 . 1x128, Triton",),
     "matmul_square_blocks": ("1x128 . 128x128, Triton",),
+    "matmul_scaled": ("1x32 . 1x32, Triton",),
     "matmul": ("rows . rows, Triton",),
 }
 SIZES: Buckets = {20: ((768, 1024),), 22: ((2048, 1408),), 25: ((4096, 4096),), 64: ((16384, 8192), (15872, 4096))}

@@ -51,16 +51,22 @@ def names(first: int, count: int) -> str:
 # --- mma.sync ---------------------------------------------------------------------------------------------------------
 
 
+def factors(codes: np.ndarray) -> np.ndarray:
+    """What E8M0's codes multiply by."""
+    return np.exp2(codes.astype(np.float32) - 127)
+
+
 @pytest.mark.parametrize(
-    ("kinds", "target"),
+    ("kinds", "target", "scaled"),
     [
-        (("f16", "f16"), "sm_90a"),
-        (("e4m3", "e5m2"), "sm_89"),
-        (("e5m2", "e4m3"), "sm_120a"),
-        (("e4m3", "e4m3"), "sm_89"),
+        (("f16", "f16"), "sm_90a", False),
+        (("e4m3", "e5m2"), "sm_89", False),
+        (("e5m2", "e4m3"), "sm_120a", False),
+        (("e5m2", "e4m3"), "sm_120a", True),
+        (("e4m3", "e4m3"), "sm_89", False),
     ],
 )
-def test_fragments_of_a_warp(kinds: tuple[str, str], target: str) -> None:
+def test_fragments_of_a_warp(kinds: tuple[str, str], target: str, scaled: bool) -> None:
     dtypes = [FP8.get(kind, np.float16) for kind in kinds]
     each = 4 // np.dtype(dtypes[0]).itemsize  # elements of a register
     depth = 8 * each
@@ -73,10 +79,23 @@ def test_fragments_of_a_warp(kinds: tuple[str, str], target: str) -> None:
     held_c = c[row[..., 0] + number[:, 0] // 2 * 8, thread[:, None] % 4 * 2 + number[:, 0] % 2]
     out = np.zeros((32, 4), np.float32)
     product = f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{kinds[0]}.{kinds[1]}.f32"
-    product += f" {names(10, 4)}, {names(0, 4)}, {names(4, 2)}, {names(6, 4)};"
-    body = f"{load(0, 4, 0)} {load(4, 2, 1)} {load(6, 4, 2)} {product}"
-    launch(body + store(10, 4, 3), aligned(held_a), aligned(held_b), aligned(held_c), out, target=target)
-    want = exact(a, b) + c
+    product += f" {names(10, 4)}, {names(0, 4)}, {names(4, 2)}, {names(6, 4)}"
+    want, scales = exact(a, b), np.random.default_rng(3).integers(120, 135, (32, 2)).astype(np.uint32)
+    if scaled:  # of a's rows in the first two lanes of four, of b's in the first
+        product = product.replace("col.", "col.kind::mxf8f6f4.block_scale.scale_vec::1X.").replace(
+            ".f32 ", ".f32.ue8m0 "
+        )
+        product += ", %r14, {0, 0}, %r15, {0, 0}"
+        rows, columns = np.concatenate([scales[::4, 0], scales[1::4, 0]]), scales[::4, 1]
+        want = want * factors(rows)[:, None] * factors(columns)
+        scales |= 0xABCD00  # other bytes
+    body = f"{load(0, 4, 0)} {load(4, 2, 1)} {load(6, 4, 2)} {load(14, 2, 4)} {product};"
+    given = aligned(held_a), aligned(held_b), aligned(held_c), out, scales
+    launch(body + store(10, 4, 3), *given, target=target)
+    want += c
+    for other in ("{1, 0}", "{0, 1}") if scaled else ():
+        with pytest.raises(emulator.Unsupported, match="scales in other bytes or lanes"):
+            launch(body.replace("{0, 0};", f"{other};"), *given, target=target)
     assert (out == want[row[..., 0] + number[:, 0] // 2 * 8, thread[:, None] % 4 * 2 + number[:, 0] % 2]).all()
 
 
@@ -280,6 +299,65 @@ class Tcgen05:
         given = {"shared": BARRIER + 32, "target": "sm_100a", "threads": 128} | options
         launch(f"{body} {store(0, 64, 2)}", *self.images, out, **given)
         return out
+
+
+class Scaled(Tcgen05):
+    """The same by scales of blocks: a row's two are bytes of its cell, in columns behind the result's."""
+
+    TO_CELLS = "tcgen05.st.sync.aligned.32x32b.x4.b32 [%r98+64], {%r0, %r1, %r2, %r3}; "
+    TO_CELLS += "tcgen05.st.sync.aligned.32x32b.x2.b32 [%r98+68], {%r4, %r5};"
+    SHAPES = tuple(0x08800000 | (64 >> 3) << 17 | number << 29 | number << 4 for number in (1, 3))
+
+    def __init__(self, form: str = "scale_vec::1X") -> None:
+        super().__init__()
+        self.codes = [
+            np.random.default_rng(seed).integers(124, 130, (n, 4)).astype(np.uint8) for n, seed in ((128, 2), (64, 3))
+        ]
+        cells = [codes.reshape(-1, 32, 4).swapaxes(0, 1).copy().view(np.uint32)[..., 0] for codes in self.codes]
+        self.cells = np.concatenate([np.concatenate(cells, 1)] * 4)  # each warp's lanes hold all: [128, 4 + 2]
+        self.lane = self.look[: self.look.index("tcgen05")]
+        self.begin = self.begin.replace("], 64;", "], 128;")
+        self.begin += f"{load(0, 6, 3)} {self.lane} {self.TO_CELLS} tcgen05.wait::st.sync.aligned; bar.sync 0;"
+        mma = f"@%p2 tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.{form} [%r99], %d1, %d2, "
+        self.products = "setp.ne.u32 %p3, %t, %t; " + " ".join(
+            f"{mma} {shape}, [%r96], [%r97], {adds};" for shape, adds in zip(self.SHAPES, ("%p3", "%p2"), strict=True)
+        )
+        self.products = f"add.s32 %r96, %r99, 64; add.s32 %r97, %r99, 68; {self.products}"
+
+    def launch(self, body: str, **options: Any) -> np.ndarray:
+        out = np.zeros((128, 64), np.float32)
+        given = {"shared": BARRIER + 32, "target": "sm_100a", "threads": 128} | options
+        launch(f"{body} {store(0, 64, 2)}", *self.images, out, self.cells, **given)
+        return out
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "warps"}, {"schedule": "programs"}])
+@pytest.mark.parametrize("form", ["scale_vec::1X", "block32"])
+def test_scaled_products(form: str, options: dict[str, Any]) -> None:
+    one = Scaled(form)
+    out = one.launch(one.begin + one.products + one.commit + one.wait + one.look, **options)
+    both = sum(np.outer(*(factors(codes[:, number]) for codes in one.codes)) for number in (1, 3))
+    assert (out == exact(one.a, one.b) * both).all()
+
+
+def test_what_may_not_be_done_with_scales() -> None:
+    one = Scaled()
+    begin, after = one.begin + one.products, one.commit + one.wait + one.look
+    write = "bar.sync 0; mov.b32 %r0, 0;" + one.lane + one.TO_CELLS
+    faults = {
+        begin.replace(one.TO_CELLS, "") + after: "nobody wrote",
+        begin + write + after: "scales that a product under way reads were written",
+        begin.replace("tcgen05.st", "mad.lo.s32 %r0, %t, 256, %r0; tcgen05.st", 1) + after: "hold different scales",
+        begin.replace("%r99, 68;", "%r99, 127;") + after: "out of bounds",
+        begin.replace("%r99, 68;", "%r99, 65604;") + after: "out of bounds",
+    }
+    for body, what in faults.items():
+        with pytest.raises(emulator.Fault, match=what):
+            one.launch(body)
+    one.launch(begin + one.commit + one.wait + write + one.look)
+    for bit in (0, 6, 8, 13, 23, 24, 28, 31):
+        with pytest.raises(emulator.Unsupported, match="instruction descriptor"):
+            one.launch(begin.replace(str(one.SHAPES[0]), str(one.SHAPES[0] ^ 1 << bit)) + after)
 
 
 @pytest.mark.parametrize("options", [{}, {"schedule": "warps"}, {"schedule": "programs"}])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from emulator.tensor_cores import Rule, multiply_add, rule_of
+from emulator.values import E8M0
 
 with mock.patch.dict(sys.modules, {"mmasim.arithmetic.fma": ModuleType("fma")}):  # of float64 alone; it compiles C++
     sim = pytest.importorskip("mmasim.nv_ptx.sim")
@@ -33,6 +34,8 @@ CASES = [
 GPUS = {"sm_89": "Ada Lovelace", "sm_90a": "Hopper", "sm_100a": "Blackwell", "sm_120a": "RTX Blackwell"}
 KINDS = ("any bits", "finite", "normal", "positive", "alike", "subnormal", "few", "small")
 OPERANDS = [*((kind, kind) for kind in KINDS), ("subnormal", "large"), ("large", "subnormal")]
+BLOCKS = [(*case, *formats) for case in (("sm_100a", "tcgen05"), ("sm_120a", "mma")) for formats in FP8]
+SCALES = {"any": (0, 256), "near 1": (120, 135), "tiny": (0, 4), "huge": (250, 255), "NaN": (254, 256)}  # codes of E8M0
 ACCUMULATORS = ("any bits", "0", "-0", "cancels", "near", "subnormal", "special")
 
 
@@ -44,6 +47,13 @@ def oracle(target: str, instruction: str, a: str, b: str) -> Any:
         return sim.WGMMA(GPUS[target], f"m64n16k{depth(a)}.f32.{a}.{b}")
     kind = "f8f6f4" if depth(a) == 32 else "f16"
     return sim.TCGen05MMA(GPUS[target], f"m128n16k{depth(a)}.kind::{kind}.f32.{a}.{b}")
+
+
+def oracle_of_blocks(target: str, instruction: str, a: str, b: str) -> Any:
+    """The same with a scale of 32 elements each."""
+    if instruction == "mma":
+        return sim.MMABlockScale(GPUS[target], f"m16n8k32.kind::mxf8f6f4.block32.f32.{a}.{b}.f32.ue8m0")
+    return sim.TCGen05MMABlockScale(GPUS[target], f"m128n16k32.kind::mxf8f6f4.block32.f32.{a}.{b}.ue8m0")
 
 
 def depth(element: str) -> int:
@@ -91,10 +101,11 @@ def sums(a: str, b: str, count: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(x), torch.cat(y), torch.cat(c)
 
 
-def ours(x: Tensor, y: Tensor, c: Tensor, rule: Rule) -> np.ndarray:
+def ours(x: Tensor, y: Tensor, c: Tensor, rule: Rule, *scales: Tensor) -> np.ndarray:
     """The results' bits."""
     a, b = (part.double().numpy()[:, None] for part in (x, y))
-    return multiply_add(a, b, c.numpy()[:, None, None], rule).view(np.uint32)[:, 0, 0]
+    factors = (E8M0[scale.numpy()][:, None] for scale in scales)
+    return multiply_add(a, b, c.numpy()[:, None, None], rule, *factors).view(np.uint32)[:, 0, 0]
 
 
 @pytest.mark.parametrize("count", [24, pytest.param(1000, marks=pytest.mark.full)])
@@ -106,6 +117,17 @@ def test_sums_are_the_oracles(case: tuple[str, str, str, str], count: int) -> No
     assert wrong.size == 0, (wrong.size, x[wrong[0]], y[wrong[0]], c[wrong[0]], hex(expected[wrong[0]]))
     assert (expected == 0x7FFFFFFF).any() and (expected == 0x7F800000).any() and (expected == 0).any()
     assert not (expected == 0x80000000).any()
+
+
+@pytest.mark.parametrize("case", BLOCKS, ids=" ".join)
+def test_sums_of_scaled_blocks_are_the_oracles(case: tuple[str, str, str, str]) -> None:
+    x, y, c = sums(*case[2:], 4)
+    rule, one = rule_of(*case), oracle_of_blocks(*case)
+    for kind in SCALES:
+        codes = [torch.randint(*kind, (len(c), 1), dtype=torch.uint8) for kind in (SCALES[kind], SCALES["any"])]
+        expected = one.dpa(x, y, c, *(code.view(torch.float8_e8m0fnu) for code in codes)).numpy().view(np.uint32)
+        wrong = np.flatnonzero(ours(x, y, c, rule, *codes) != expected)
+        assert wrong.size == 0, (kind, x[wrong[0]], y[wrong[0]], c[wrong[0]], [code[wrong[0]] for code in codes])
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[2:] in (FP8[1], WIDE[0])], ids=" ".join)

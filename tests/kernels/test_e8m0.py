@@ -15,6 +15,7 @@ from octavo.numerics import E8M0, exponents_of, powers_of, scale_from_amax, scal
 from tests.support import definitions
 from tests.support.definitions import same_bits
 from tests.support.groups import offsets_of
+from tests.support.helpers import sqnr
 from tests.support.triton_cases import to
 
 Ops = dict[str, Callable[..., Any]]
@@ -81,13 +82,18 @@ def test_products_are_those_of_float32(ops: Ops, seed: int) -> None:
     qb, _, b_inv, _ = ops["cast"](b.flatten(0, 1), *how, offsets=offsets_of([20] * 3))
     of_b = qb.unflatten(0, (3, 20)), b_inv[:60].unflatten(0, (3, 20))
     qa, _, a_inv, _ = ops["cast"](a, *how, offsets=offsets_of(sizes))
+    scaled = ops is not reference.KERNELS and ops is not cpu.KERNELS
     scales = [(a_inv, of_b[1]), (a_inv, of_b[1].float()), (a_inv.float(), of_b[1].float())]
     for out in (torch.bfloat16, torch.float32):
         whole = [ops["matmul"](qa, x, tile, of_b[0][0], y[0], tile, None, out, False) for x, y in scales]
         grouped = [
             ops["grouped_matmul"](qa, x, tile, of_b[0], y, tile, offsets_of(sizes), None, out, False) for x, y in scales
         ]
-        assert all(same_bits(one, found[-1]) for found in (whole, grouped) for one in found)
+        for e8m0, mixed, float32 in (whole, grouped):
+            assert same_bits(mixed, float32)
+            # tensor cores that multiply by the scales, as the interpreter does too, add more terms at once
+            near = scaled and sqnr(e8m0, float32) > {torch.bfloat16: 48, torch.float32: 110}[out]
+            assert near or same_bits(e8m0, float32)
 
 
 def test_all_256_scales_are_read(ops: Ops) -> None:

@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support import triton_kernels
 
@@ -14,6 +15,8 @@ pytestmark = pytest.mark.gpu
 def test_every_row_of_the_table_is_read_by_the_cases_that_tune_it(tuner: ModuleType) -> None:
     assert tuner.launch.TABLE.keys() == tuner.KINDS.keys()
     for kind, names in tuner.KINDS.items():
+        if kind == "matmul_scaled" and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 10:
+            continue  # sm_100 alone reads it
         for name in names:
             call = tuner.cases.call_of(name, tuner.buckets_of(kind, True)[64][0])
             with tuner._tables({kind: []}), pytest.raises(IndexError):

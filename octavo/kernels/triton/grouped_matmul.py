@@ -26,6 +26,7 @@ from octavo.kernels.triton.library_matmul import is_right_in_groups, library_gro
 from octavo.kernels.triton.matmul import (
     Operand,
     Product,
+    is_scaled,
     of_one_dtype,
     operand_of,
     place_of_program,
@@ -167,7 +168,7 @@ def _rows_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) ->
         heights,
         out,
         grouping,
-        tiling_of(a.tile, b.tile, fast_accum, chosen, K),
+        tiling_of(a, b, fast_accum, chosen, K),
     )
     launch(rows_in_groups_kernel, programs, arguments, chosen.num_warps, True, chosen.tiles)
 
@@ -183,7 +184,7 @@ def _terms_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) -
         groups,
         out,
         grouping,
-        tiling_of(a.tile, b.tile, fast_accum, chosen, 1),  # of any number of terms
+        tiling_of(a, b, fast_accum, chosen, 1),  # of any number of terms
     )
     programs = count * -(-N // chosen.block_r) * -(-K // chosen.block_c)
     launch(terms_in_groups_kernel, programs, arguments, chosen.num_warps, True, chosen.tiles)
@@ -197,7 +198,7 @@ def grouped_config(a: OperandPair, b: OperandPair, shape: tuple[int, int], group
         shape: of a product, or of all that share the rows.
         groups: that share the rows.
     """
-    if shape[0] >= LARGE_GROUP * groups:
-        return product_config(a.tile, b.tile, shape)
+    if shape[0] >= LARGE_GROUP * groups or is_scaled(a, b):
+        return product_config(a, b, shape)
     kernel = "matmul" if a.tile[1] == b.tile[1] == ALL else "matmul_blocks"
     return config(kernel, math.prod(shape).bit_length())

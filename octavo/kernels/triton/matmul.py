@@ -23,6 +23,7 @@ from octavo.kernels.reference.matmul import matmul as reference_matmul
 from octavo.kernels.triton.launch import LIBRARY, Config, as_argument, config, launch, tile_size
 from octavo.kernels.triton.library_matmul import is_right, library_matmul
 from octavo.kernels.triton.tiles import decode, load_scale_inv, narrow
+from octavo.numerics import E8M0
 
 
 class Operand(NamedTuple):
@@ -60,6 +61,7 @@ class ProductTiling(NamedTuple):
     block_n: int
     block_k: int
     dots: int  # products a step, of one or two halves of the columns
+    scaled: bool = False  # by the tensor cores, whose steps hold several tiles: scales are E8M0
 
 
 @triton.jit
@@ -74,7 +76,7 @@ def write_part(product, out_ptr, first_m, first_n, tiling: tl.constexpr):
     """Write a program's part of a product."""
     A_COLS: tl.constexpr = tiling.a_tile[1]
     B_COLS: tl.constexpr = tiling.b_tile[1]
-    if A_COLS == -1 and B_COLS == -1:
+    if tiling.scaled or (A_COLS == -1 and B_COLS == -1):
         store_part(product, sum_of_codes(product, first_m, first_n, tiling), out_ptr, first_m, first_n)
     else:
         COLS: tl.constexpr = tiling.block_n // tiling.dots
@@ -90,7 +92,10 @@ def write_part(product, out_ptr, first_m, first_n, tiling: tl.constexpr):
 
 @triton.jit
 def sum_of_codes(product, first_m, first_n, tiling: tl.constexpr):
-    """A program's part [BLOCK_M, BLOCK_N], float32, where scales are constant along K and multiply the sum."""
+    """A program's part [BLOCK_M, BLOCK_N], float32.
+
+    Scales are constant along K and multiply the sum, or, loaded a step ahead, go to the tensor cores with the codes.
+    """
     a = product.a
     b = product.b
     A_ROWS: tl.constexpr = tiling.a_tile[0]
@@ -102,16 +107,38 @@ def sum_of_codes(product, first_m, first_n, tiling: tl.constexpr):
     b_rows = rows_from(b, first_n, BLOCK_N)
     a_ptrs = a.ptr + a_rows.to(tl.int64)[:, None] * a.stride + tl.arange(0, BLOCK_K)[None, :]
     b_ptrs = b.ptr + b_rows.to(tl.int64)[:, None] * b.stride + tl.arange(0, BLOCK_K)[None, :]
+    a_scales = first_scales(a, a_rows, A_ROWS)
+    b_scales = first_scales(b, b_rows, B_ROWS)
+    if tiling.scaled:
+        a_following = scales_of_step(a, a_scales, 0, product.K, tiling.a_tile[1], BLOCK_K)
+        b_following = scales_of_step(b, b_scales, 0, product.K, tiling.b_tile[1], BLOCK_K)
     accumulator = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, product.K, BLOCK_K):
         a_codes = load_step(a_ptrs, start, product.K, tiling)
         b_codes = load_step(b_ptrs, start, product.K, tiling)
-        accumulator = add_product(a_codes, b_codes.T, accumulator, tiling.fast)
+        if tiling.scaled:
+            a_scale = a_following
+            b_scale = b_following
+            a_following = scales_of_step(a, a_scales, start + BLOCK_K, product.K, tiling.a_tile[1], BLOCK_K)
+            b_following = scales_of_step(b, b_scales, start + BLOCK_K, product.K, tiling.b_tile[1], BLOCK_K)
+            accumulator = dot_scaled(a_codes, a_scale, b_codes, b_scale, accumulator)
+        else:
+            accumulator = add_product(a_codes, b_codes.T, accumulator, tiling.fast)
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K
-    a_scale = load_scale_inv(a.scale_inv + first_scales(a, a_rows, A_ROWS))
-    b_scale = load_scale_inv(b.scale_inv + first_scales(b, b_rows, B_ROWS))
-    return scaled(accumulator, a_scale[:, None], b_scale[None, :])
+    if not tiling.scaled:
+        a_scale = load_scale_inv(a.scale_inv + a_scales)
+        b_scale = load_scale_inv(b.scale_inv + b_scales)
+        accumulator = scaled(accumulator, a_scale[:, None], b_scale[None, :])
+    return accumulator
+
+
+@triton.jit
+def scales_of_step(operand, first, start, K, COLS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """E8M0's codes [rows, BLOCK_K / 32] of a step, 1's beyond K; first [rows]: where each row's first scale lies."""
+    k = start + tl.arange(0, BLOCK_K // 32) * 32
+    ptrs = operand.scale_inv + (first[:, None] + scale_column(k, operand, COLS)[None, :])
+    return tl.load(ptrs, mask=(k < K)[None, :], other=127)
 
 
 @triton.jit
@@ -305,12 +332,34 @@ if triton.knobs.runtime.interpret:
         """Add a [M, K] . b [K, N] in float32."""
         return tl.dot(decode(a), decode(b), accumulator, input_precision="ieee")
 
+    @triton.jit
+    def dot_scaled(a, a_scale, b, b_scale, accumulator):
+        """Add a [M, K] . b [N, K]^T, whose 32 columns each have a scale, E8M0's code [., K / 32]."""
+        a_values = multiplied(decode(a), a_scale)
+        b_values = multiplied(decode(b), b_scale)
+        return tl.dot(a_values, b_values.T, accumulator.to(tl.float64), out_dtype=tl.float64).to(tl.float32)
+
+    @triton.jit
+    def multiplied(values, scale):
+        """The float64 values [rows, K] times their scales."""
+        factor = ((scale.to(tl.int64) + (1023 - 127)) << 52).to(tl.float64, bitcast=True)
+        factor = tl.where(scale == 255, float("nan"), factor)
+        blocks = tl.reshape(values, [scale.shape[0], scale.shape[1], 32]).to(tl.float64) * factor[:, :, None]
+        return tl.reshape(blocks, values.shape)
+
 else:
 
     @triton.jit
     def dot(a, b, accumulator):
         """Add a [M, K] . b [K, N] by the tensor cores."""
         return tl.dot(a, b, accumulator)
+
+    @triton.jit
+    def dot_scaled(a, a_scale, b, b_scale, accumulator):
+        """Add a [M, K] . b [N, K]^T, whose 32 columns each have a scale, E8M0's code [., K / 32]."""
+        A: tl.constexpr = "e5m2" if a.dtype == tl.float8e5 else "e4m3"
+        B: tl.constexpr = "e5m2" if b.dtype == tl.float8e5 else "e4m3"
+        return tl.dot_scaled(a, a_scale, A, b.T, b_scale, B, accumulator)
 
 
 def matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
@@ -338,39 +387,66 @@ def triton_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum
     (M, N), K = operands.shape, a.codes.shape[1]
     out = a.codes.new_empty((M, N), dtype=out_dtype)
     if out.numel() > 0:
-        chosen = product_config(a.tile, b.tile, (M, N))
-        tiling = tiling_of(a.tile, b.tile, fast_accum, chosen, K)
+        chosen = product_config(a, b, (M, N))
+        tiling = tiling_of(a, b, fast_accum, chosen, K)
         arguments = operand_of(a), operand_of(b), None if bias is None else bias.contiguous(), K, out, tiling
         programs = -(-M // chosen.block_r) * -(-N // chosen.block_c)
         launch(matmul_kernel, programs, arguments, chosen.num_warps, True, chosen.tiles)
     return out
 
 
-def product_config(a_tile: Tile, b_tile: Tile, shape: tuple[int, int]) -> Config:
+def is_scaled(a: OperandPair, b: OperandPair) -> bool:
+    """Whether the tensor cores multiply by the scales: of blocks of both, in E8M0."""
+    is_e8m0 = a.scale_inv.dtype is b.scale_inv.dtype is E8M0 and ALL not in (a.tile[1], b.tile[1])
+    return is_e8m0 and (_INTERPRETED or scales_blocks(_architecture()))
+
+
+@functools.cache
+def scales_blocks(architecture: int) -> bool:
+    """Whether Triton has the tensor cores scale blocks.
+
+    3.6 does not compile this kernel's for sm_100, and for sm_121 3.6 and 3.7 multiply in bfloat16 instead.
+    """
+    release = tuple(map(int, triton.__version__.split(".")[:2]))
+    return architecture == 120 or (architecture // 10 == 10 and release >= (3, 7))
+
+
+def product_config(a: OperandPair, b: OperandPair, shape: tuple[int, int]) -> Config:
     """The configuration of a product of this shape: another one where a scale changes along K, for two accumulators."""
     log2_elements = math.prod(shape).bit_length()
-    if a_tile[1] == b_tile[1] == ALL:
+    if a.tile[1] == b.tile[1] == ALL:
         return config("matmul", log2_elements)
+    if is_scaled(a, b):  # sm_100 accumulates in tensor memory, sm_120 in registers
+        return config("matmul" if _architecture() == 120 else "matmul_scaled", log2_elements)
     chosen = config("matmul_blocks", log2_elements)
-    if b_tile[0] == ALL or b_tile[0] % 128 == 0:
+    if b.tile[0] == ALL or b.tile[0] % 128 == 0:
         square = config("matmul_square_blocks", log2_elements)
-        if square.num_warps <= 8 or triton.knobs.runtime.interpret or _is_hopper(driver.active.get_current_device()):
+        if square.num_warps <= 8 or _architecture() in (0, 90):  # no other's tensor cores work for 16 warps in Triton
             chosen = square
     return chosen
 
 
+_INTERPRETED = triton.knobs.runtime.interpret  # as the kernels above are
+
+
+def _architecture() -> int:
+    """Of the current device: 90 is Hopper's, 0 the interpreter's."""
+    return 0 if _INTERPRETED else _architecture_of(driver.active.get_current_device())
+
+
 @functools.cache
-def _is_hopper(device: int) -> bool:
-    """Whether the device, the current one, is: no other's tensor cores work for 16 warps in Triton."""
-    return driver.active.get_current_target().arch == 90
+def _architecture_of(device: int) -> int:
+    return int(driver.active.get_current_target().arch)
 
 
-def tiling_of(a_tile: Tile, b_tile: Tile, fast_accum: bool, chosen: Config, K: int) -> ProductTiling:
+def tiling_of(a: OperandPair, b: OperandPair, fast_accum: bool, chosen: Config, K: int) -> ProductTiling:
     """How programs share a product whose sums are of K terms."""
-    step = step_along(a_tile, b_tile)
-    a, b = ((tile_size(rows), cols) for rows, cols in (a_tile, b_tile))
+    scaled = is_scaled(a, b)
+    step = 128 if scaled else step_along(a.tile, b.tile)
+    a_tile, b_tile = ((tile_size(pair.tile[0]), pair.tile[1]) for pair in (a, b))
     dots = 2 if chosen.num_warps > 8 else 1  # of 16 warps a thread has 128 registers, too few for two sums of 64 each
-    return ProductTiling(a, b, fast_accum, K % step == 0, chosen.block_r, chosen.block_c, step, dots)
+    parts = chosen.block_r, chosen.block_c, step
+    return ProductTiling(a_tile, b_tile, fast_accum, K % step == 0, *parts, dots, scaled)
 
 
 def of_one_dtype(a: OperandPair, b: OperandPair) -> tuple[OperandPair, OperandPair]:
@@ -381,6 +457,6 @@ def of_one_dtype(a: OperandPair, b: OperandPair) -> tuple[OperandPair, OperandPa
 
 
 def operand_of(pair: OperandPair) -> Operand:
-    """What kernels take for an operand, copied where rows don't lie in order."""
+    """What kernels take for an operand, copied where rows don't lie in order; E8M0, which Triton lacks, as uint8."""
     codes = pair.codes if pair.codes.stride(1) == 1 else pair.codes.contiguous()
     return Operand(codes, codes.shape[0], codes.stride(0), as_argument(pair.scale_inv), *pair.scale_inv.stride())

@@ -4,6 +4,7 @@ Each kernel at least once for sm_90, a product for sm_89, sm_100 and sm_120 too;
 All other tests of kernels run so by ``./dev test --compiled sm_90``.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from emulator import Options
+from octavo.granularity import Tile
 from octavo.tune import cases
 from tests.kernels import test_cast_statistics, test_multi_tensor_cast, test_note_faults
 from tests.kernels.triton import (
@@ -27,7 +29,7 @@ from tests.kernels.triton import (
 from tests.support import triton_kernels
 from tests.support.emulated import emulating
 from tests.support.optimizer_both import ADAM, OTHER, SCHEMES, SGD, Both, update_of
-from tests.support.product_cases import BLOCK, SQUARE
+from tests.support.product_cases import BLOCK, MX, SQUARE
 from tests.support.triton_cases import E4M3
 from tests.support.triton_kernels import TritonKernels
 
@@ -37,12 +39,12 @@ SHAPES = {"cast+transpose+sum+commit": (130, 160)}  # sums of columns in several
 PRODUCT = (48, 144, 272)  # M, N, K
 CASTS = ["cast+transpose dynamic", "cast rows", "cast rows + columns", "cast 1x128 + 128x1", "cast+transpose 128x128"]
 PRODUCTS = ["tensor . tensor, Triton", "1x128 . 128x128, Triton"]
+SCALED = ["1x32 . 1x32, Triton", "grouped products of MX"]  # by Blackwell's tensor cores themselves
 SIZES = [40, 0, 17]  # of groups; three rows more are in none
 
 
-def _grouped_products(kernels: TritonKernels) -> None:
+def _grouped_products(kernels: TritonKernels, tiles: tuple[Tile, Tile] = (BLOCK, SQUARE)) -> None:
     rows, terms = test_grouped_matmul.rows_in_groups, test_grouped_matmul.terms_in_groups
-    tiles = (1, 128), (128, 128)
     test_grouped_matmul.check(kernels, *rows(SIZES, 3, tiles, 24, 144), None, torch.bfloat16, False)
     test_grouped_matmul.check(kernels, *terms(SIZES, 3, tiles[:1] * 2, 24, 40), None, torch.bfloat16, False, 16)
 
@@ -91,6 +93,7 @@ def _sgd(kernels: TritonKernels) -> None:
 
 CALLS: dict[str, Callable[[TritonKernels], None]] = {
     "grouped products": _grouped_products,
+    "grouped products of MX": functools.partial(_grouped_products, tiles=(MX, MX)),
     "around torch's grouped product": _around_torchs_grouped_product,
     "grouped cast by rows": _grouped_rows,
     "weights in blocks": _weights_in_blocks,
@@ -111,11 +114,13 @@ ONCE = [
     *("rmsnorm + 1x128", "layernorm gradient + residual"),
 ]
 ALL_CASES = [
-    *((90, name) for name in (*CASTS, *ONCE, *PRODUCTS, *CALLS)),
+    *((90, name) for name in (*CASTS, *ONCE, *PRODUCTS, *CALLS) if name not in SCALED),
     *((capability, name) for capability in (89, 100, 120) for name in (*CASTS, *PRODUCTS)),
+    *((capability, name) for capability in (100, 120) for name in SCALED),
     *((capability, "extreme scales") for capability in (89, 100, 120)),
 ]
-BY_DEFAULT = [case for case in ALL_CASES if case[0] == 90 or case[1] in (*PRODUCTS[1:], *CASTS[: case[0] == 89])]
+QUICK = {89: [*PRODUCTS[1:], CASTS[0]], 100: [*PRODUCTS[1:], *SCALED], 120: [*PRODUCTS[1:], SCALED[0]]}
+BY_DEFAULT = [case for case in ALL_CASES if case[0] == 90 or case[1] in QUICK[case[0]]]
 _launched: dict[tuple[int, str], set[str]] = {}
 
 

@@ -10,6 +10,7 @@ import torch
 from octavo.granularity import Tile, scale_shape
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.triton.launch import LIBRARY, Config
+from octavo.numerics import E8M0
 from tests.support.product_cases import BLOCK, MX, ROWS, SQUARE, close, of_flat, operands, sums_shortly
 from tests.support.triton_cases import ALL, E4M3, E5M2, poisoned_memory, to
 from tests.support.triton_kernels import TritonKernels, running
@@ -36,7 +37,7 @@ def test_triton_s_product(formats, dtype, bias_dtype, fast, shape, tiles, kernel
     triton_matmul = of_flat(kernels.module("matmul").triton_matmul)
     args = operands(shape, tiles, formats)
     if dtype == torch.float16:  # within its range
-        args = (args[0], args[1] * 1e-2, *args[2:])
+        args = (args[0], (args[1].float() * 2.0**-7).to(args[1].dtype), *args[2:])
     bias = None if bias_dtype is None else torch.randn(shape[1]).to(bias_dtype)
     expected = REFERENCE["matmul"](*args, bias, torch.float32, fast).to(dtype)
     with poisoned_memory():
@@ -45,7 +46,7 @@ def test_triton_s_product(formats, dtype, bias_dtype, fast, shape, tiles, kernel
 
 
 @pytest.mark.parametrize(
-    "tiles", [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK), (ROWS, (128, 64))], ids=str
+    "tiles", [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK), (MX, MX), (ROWS, (128, 64))], ids=str
 )
 @pytest.mark.parametrize(
     ("a_exponent", "b_exponent", "code"),
@@ -58,6 +59,8 @@ def test_scales_whose_product_float32_does_not_hold(a_exponent, b_exponent, code
     scales = [torch.full(scale_shape(q.shape, tile), 1.3) for q, tile in zip((a, b), tiles, strict=True)]
     scales[0][::2] *= 2.0**a_exponent
     scales[1][:, -1] *= 2.0**b_exponent
+    if tiles == (MX, MX):
+        scales = [(scale / 1.3).to(E8M0) for scale in scales]
     values = [
         REFERENCE["dequantize"](q, scale_inv, tile, torch.float32).double()
         for q, scale_inv, tile in zip((a, b), scales, tiles, strict=True)
