@@ -167,11 +167,8 @@ class DataConfig(_Checked):
 
 @dataclass(frozen=True)
 class OptimizerConfig(_Checked):
-    """AdamW or Muon, with a linear warmup and a cosine decay."""
+    """AdamW, or Muon beside it, with a linear warmup and a cosine decay."""
 
-    algorithm: Literal["adamw", "muon"] = option(
-        "adamw", "muon: orthogonalised updates of the blocks' matrices, as large as AdamW's, which has all others"
-    )
     steps: int = option(200, "optimizer steps", 1)
     lr: float = option(1.5e-3, "peak learning rate", SMALLEST, 1e3, metavar="RATE")
     final_lr: float = option(0.01, "last learning rate, as a share of the peak", 0, 1, metavar="SHARE")
@@ -189,7 +186,7 @@ def or_none(value: str) -> str | None:
 
 @dataclass(frozen=True)
 class StateConfig(_Checked):
-    """In how many bytes the optimizer keeps its state, and the weights, and when that changes."""
+    """Which optimizer, in how many bytes it keeps its state, and the weights, and when that changes."""
 
     moments: Literal["fp32", "bf16", "fp8"] = option(
         "fp32", "how moments are kept: fp32 (AdamW is torch's own then), bf16 or fp8"
@@ -215,6 +212,9 @@ class StateConfig(_Checked):
         0,
         "skip a step whose loss jumps or is not finite, and compute so many after it in high precision (0: never)",
         0,
+    )
+    algorithm: Literal["adamw", "muon"] = option(
+        "adamw", "muon: orthogonalised updates of the blocks' matrices, as large as AdamW's, which has all others"
     )
 
     def __post_init__(self) -> None:
@@ -330,7 +330,7 @@ class TrainConfig:
         ranks, model = self.ranks.tensor_parallel, self.model
         if ranks == 1:
             return
-        if self.optimizer.algorithm == "muon":
+        if self.state.algorithm == "muon":
             raise ValueError(f"tensor_parallel {ranks} cuts columns of matrices, which muon takes whole: choose adamw")
         if self.ranks.shard != FSDP:
             raise ValueError(f"tensor_parallel {ranks} with shard {self.ranks.shard}: choose shard fsdp")

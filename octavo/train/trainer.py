@@ -95,7 +95,7 @@ def build_optimizer(
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    betas, is_muon = (config.beta1, config.beta2), config.algorithm == "muon"
+    betas, is_muon = (config.beta1, config.beta2), state.algorithm == "muon"
     if state == StateConfig(master=state.master) and not state.bf16_weights and not is_muon:
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
     kept: Any = {"moments": state.moments, "master": or_none(state.master)}

@@ -93,7 +93,7 @@ def test_files_that_do_not_fit(stored):
     given, _ = fine_grained(power_of_two=True)
     layer = octavo.nn.Linear(384, 256, bias=False, recipe=recipes.blockwise())
     layer = store(layer, recipes.blockwise()) if stored else layer
-    for scales in (torch.ones(3, 2), torch.ones(2), torch.ones(256, 1)):
+    for scales in (torch.ones(3, 2), torch.ones(2), torch.ones(384, 1)):
         with pytest.raises(ValueError, match=r"weight_scale_inv of shape .* does not fit \(256, 384\)"):
             layer.load_state_dict(given | {"weight_scale_inv": scales})
     for damage in (torch.nan, torch.inf, 0.0, -1.0):

@@ -79,8 +79,7 @@ IN_BACKWARD = StateConfig("fp8", "split16", "fp8", "8KB")
     ],
 )
 def test_a_run_switches_and_resumes_bit_for_bit(tiny, state, algorithm, tmp_path):
-    config = replace(tiny, state=replace(state, schedule="fp8-then-bf16@0.4-then-fp8@0.8"))
-    config = replace(config, optimizer=replace(config.optimizer, algorithm=algorithm))
+    config = replace(tiny, state=replace(state, schedule="fp8-then-bf16@0.4-then-fp8@0.8", algorithm=algorithm))
     whole = run(config, "dynamic")
     assert [(s.step, s.name) for s in whole.switches] == [(0, "dynamic"), (4, "high_precision"), (8, "dynamic")]
     config = replace(config, run=replace(config.run, out=tmp_path))
@@ -241,7 +240,7 @@ def test_muon_has_the_blocks_matrices_and_adamw_all_others():
     config = ModelConfig(width=32, layers=1, heads=2, context=16, experts=2)
     model = build_model(config, "dynamic", 0)
     names = {param: name for name, param in model.named_parameters()}
-    optimizer = build_optimizer(model, OptimizerConfig(algorithm="muon"))
+    optimizer = build_optimizer(model, OptimizerConfig(), StateConfig(algorithm="muon"))
     groups = [(group["algorithm"], group["weight_decay"]) for group in optimizer.param_groups]
     assert groups == [("muon", 0.1), ("adamw", 0.1), ("adamw", 0.0)]
     moved, others, vectors = ([names[param] for param in group["params"]] for group in optimizer.param_groups)
