@@ -1,7 +1,8 @@
 """Which kernel makes each of a recipe's products on a device, and what its user loses there.
 
-By what octavo asks for as it is shipped: the products of configs.json, of which those whose scales change along the
-contraction have torch's kernels on Hopper alone. A GPU is asked itself whether they are right (library_matmul.py).
+By what octavo asks for as it is shipped: the products of configs.json. Of those whose scales change along the
+contraction torch has blocks of 128 on Hopper alone, and blocks of 32 in E8M0 on what came after it. A GPU is asked
+itself whether they are right (library_matmul.py).
 """
 
 from __future__ import annotations
@@ -45,20 +46,20 @@ def makers(recipe: Recipe, capability: Capability) -> Iterator[Maker]:
         yield from (Maker(product, REFERENCE, loss) for product in PRODUCTS if getattr(recipe, product) is not None)
         return
     from octavo.kernels.triton.launch import SHIPPED_LIBRARY
-    from octavo.kernels.triton.matmul import scales_blocks, step_along
+    from octavo.kernels.triton.matmul import step_along
 
-    major, minor = capability
+    major = capability[0]
     for product in PRODUCTS:
         if (casts := getattr(recipe, product)) is None:
             continue
         a, b = (cast.tile for cast in casts)
         changes, step = a[1] != ALL or b[1] != ALL, step_along(a, b)
-        if (a, b, product in recipe.fast_accum) in SHIPPED_LIBRARY and (major == _HOPPER or not changes):
+        is_mx = all(cast.scale_inv_dtype is E8M0 for cast in casts)
+        has_torchs = not changes or (major > _HOPPER if is_mx else major == _HOPPER)
+        if (a, b, product in recipe.fast_accum) in SHIPPED_LIBRARY and has_torchs:
             yield Maker(product, TORCH)
         elif step == 0:
             yield Maker(product, REFERENCE, "FP8's speed: no kernel has blocks that 32 does not divide", True)
-        elif changes and scales_blocks(10 * major + minor) and all(cast.scale_inv_dtype is E8M0 for cast in casts):
-            yield Maker(product, TRITON)
         elif changes:
             loss = f"an FFMA{' and an FMUL' if b[0] == 1 else ''} an element for each {step} of the contraction"
             loss += " instead of the tensor cores' own scales" if step == 32 and major > _HOPPER else ""

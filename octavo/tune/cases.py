@@ -366,7 +366,7 @@ TILES: dict[str, tuple[Tile, Tile]] = {
 }
 # those that torch has here; on a CPU it has none of blocks, and torch 2.11 has none at all
 _ON_CPU = torch.__version__ >= "2.12"
-TORCH = [name for name in TILES if name != "1x32 . 1x32" and (ON_GPU or (_ON_CPU and "128" not in name))]
+TORCH = [name for name in TILES if ON_GPU or (_ON_CPU and "x" not in name)]
 
 
 def _product(a_tile: Tile, b_tile: Tile, who: str, fast_accum: bool) -> Case:

@@ -24,9 +24,10 @@ FP8["fine"] = dataclasses.replace(recipes.mx(), output=(FINE, FINE), name="fine"
 @pytest.mark.parametrize("name", FP8)
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in ("sm_80", "CPU")])
 def test_a_product_goes_where_the_table_says(architecture: str, name: str) -> None:
-    """By the kernels' own choice, on a GPU whose torch has blocks if it is a Hopper."""
+    """By the kernels' own choice, on a GPU whose torch has blocks of 128 if it is a Hopper, of 32 if it is a later one."""
     said, made = list(makers(FP8[name], ARCHITECTURES[architecture])), []
-    has = mock.Mock(side_effect=lambda pairs, *rest: architecture == "sm_90" or pairs.a.tile[1] == -1)
+    columns = {"sm_89": -1, "sm_90": 128}.get(architecture, 32)
+    has = mock.Mock(side_effect=lambda pairs, *rest: pairs.a.tile[1] in (-1, columns))
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(matmul, "is_right", has))
         for function, kernel in (("library", TORCH), ("triton", TRITON), ("reference", REFERENCE)):
@@ -44,8 +45,8 @@ def test_a_product_goes_where_the_table_says(architecture: str, name: str) -> No
         ((8, 0), [], ""),
         ((8, 9), ["blockwise", "mx", "fine"], "rowwise"),
         ((9, 0), ["mx", "fine"], "blockwise"),
-        ((10, 0), ["blockwise", *["mx"] * (not matmul.scales_blocks(100)), "fine"], "rowwise"),  # Triton 3.6
-        ((12, 1), ["blockwise", "mx", "fine"], "rowwise"),
+        ((10, 0), ["blockwise", "fine"], "rowwise"),
+        ((12, 1), ["blockwise", "fine"], "rowwise"),
     ],
 )
 def test_one_warning_where_another_recipe_is_faster(sm: Any, slow: Any, faster: str, caplog: Any, monkeypatch: Any):

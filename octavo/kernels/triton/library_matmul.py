@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, SwizzleType
 
 from octavo.granularity import ALL, Tile, granularity_of, scale_shape
 from octavo.kernels.arguments import CastSource, GroupedOperands, OperandPair, Output, ProductArguments, Scaling
@@ -30,16 +30,18 @@ from octavo.kernels.reference.matmul import grouped_matmul as reference_grouped_
 from octavo.kernels.reference.matmul import matmul as reference_matmul
 from octavo.kernels.triton.groups import fill_part, on_device, sizes_of, tiles_of
 from octavo.kernels.triton.launch import LIBRARY, is_capturing, launch
+from octavo.numerics import E8M0
 
 _logger = logging.getLogger("octavo")
-_TENSOR, _ROW, _BLOCK = (ALL, ALL), (1, ALL), (1, 128)
+_TENSOR, _ROW, _BLOCK, _MX = (ALL, ALL), (1, ALL), (1, 128), (1, 32)
 
-# What torch's product calls a tile; those of blocks are for Hopper.
+# What torch's product calls a tile; those of 128 are for Hopper, those of 32 for what came after it.
 _SCALINGS = {
     _TENSOR: ScalingType.TensorWise,
     _ROW: ScalingType.RowWise,
     _BLOCK: ScalingType.BlockWise1x128,
     (128, 128): ScalingType.BlockWise128x128,
+    _MX: ScalingType.BlockWise1x32,
 }
 _ERROR = 0.02  # of any row or column: bfloat16 rounds by 0.002, Hopper's short accumulator by some 0.005
 _known: dict[tuple[Any, ...], bool] = {}
@@ -94,6 +96,8 @@ def _agrees(
     def pair(count: int, tile: Tile, dtype: torch.dtype) -> OperandPair:
         codes = torch.randn(count, terms, generator=generator).to(dtype)
         scale_inv = torch.exp2(4 * torch.rand(scale_shape(codes.shape, tile), generator=generator))
+        if tile == _MX:
+            scale_inv = torch.exp2(scale_inv.log2().round()).to(E8M0)
         return OperandPair(codes, scale_inv, tile)
 
     bias = torch.randn(cols, generator=generator) * 100 if has_bias else None
@@ -129,6 +133,8 @@ def takes(operands: ProductArguments, out_dtype: torch.dtype) -> bool:
         return out_dtype is torch.bfloat16 or bias is None
     if out_dtype is not torch.bfloat16:
         return False
+    if a_tile == _MX or b_tile == _MX:
+        return operands.a.scale_inv.dtype is operands.b.scale_inv.dtype is E8M0 and a_tile == b_tile and K % 32 == 0
     # the scales of 1x128 blocks lie row by row, in sixteens of bytes
     aligned = all(tile != _BLOCK or rows % 4 == 0 for tile, rows in ((a_tile, M), (b_tile, N)))
     return (a_tile == b_tile == _ROW) or (aligned and K % 128 == 0)
@@ -137,6 +143,7 @@ def takes(operands: ProductArguments, out_dtype: torch.dtype) -> bool:
 def library_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """torch's product, for what ``takes``."""
     a, b, bias = operands
+    swizzle = SwizzleType.SWIZZLE_32_4_4 if a.tile == _MX else None
     return F.scaled_mm(
         a.codes,
         b.codes.t(),
@@ -144,6 +151,8 @@ def library_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accu
         _SCALINGS[a.tile],
         laid_scale_inv(b.scale_inv, b.tile, 0),
         _SCALINGS[b.tile],
+        swizzle,
+        swizzle,
         bias=None if bias is None else bias.to(out_dtype).contiguous(),
         output_dtype=out_dtype,
         use_fast_accum=fast_accum and a.tile[1] == ALL,  # blocks have none
@@ -154,10 +163,12 @@ def laid_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
     """scale_inv laid as torch's product wants it.
 
     Args:
-        scale_inv: [1, 1], [rows, 1] for rows, [row blocks, blocks along K] for blocks.
+        scale_inv: [1, 1], [rows, 1] for rows, [row blocks, blocks along K] for blocks; of 1x32 in E8M0.
         tile: of the operand, the contraction last.
         dim: which dimension of a single column's result has size 1.
     """
+    if tile == _MX:
+        return swizzled(scale_inv)
     scale_inv = scale_inv.to(torch.float32)
     if tile == _TENSOR:
         return scale_inv
@@ -167,6 +178,18 @@ def laid_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
         return scale_inv.t().contiguous().t()  # as casts write it
     # without the padding to a multiple of 4 cuBLAS reads the wrong ones
     return F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).contiguous().t()
+
+
+def swizzled(scale_inv: Tensor) -> Tensor:
+    """E8M0's codes [R, C] as cuBLAS reads them: of 128 rows and 4 columns at a time, padded with 2^-127.
+
+    Rows r, r + 32, r + 64 and r + 96 lie beside each other, with four columns each. It is one launch for whole parts,
+    which reads a byte for each 32 codes.
+    """
+    codes = scale_inv.view(torch.uint8)
+    codes = F.pad(codes, (0, -codes.shape[1] % 4, 0, -codes.shape[0] % 128))
+    parts = codes.view(-1, 4, 32, codes.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
+    return parts.reshape(-1).view(E8M0)
 
 
 @triton.jit

@@ -130,7 +130,12 @@ def test_the_choice(kernels: TritonKernels) -> None:
         assert chosen(kernels, *operands(odd, both, pair), None, bf16, True) == "Triton"
     assert chosen(kernels, *operands((32, 48, 64), both, (E5M2, E5M2)), None, bf16, True) == "Triton"
     assert chosen(kernels, *operands((32, 48, 60), ((1, 20), (1, 20)), pair), None, bf16, True) == "reference"
-    assert chosen(kernels, *operands((32, 48, 64), (MX, MX), pair), None, bf16, False) == "Triton"
+    scaled = operands((32, 48, 64), (MX, MX), pair)
+    assert chosen(kernels, *scaled, None, bf16, False) == "torch"
+    assert chosen(kernels, *scaled, None, bf16, False, right=False) == "Triton"
+    wide = *scaled[:1], scaled[1].float(), *scaled[2:]  # another cast's: torch's takes E8M0 of both
+    for args in ((*scaled, None, torch.float32), (*wide, None, bf16)):
+        assert chosen(kernels, *args, False) == "Triton"
 
 
 @pytest.mark.parametrize("tiles", [(ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK)], ids=str)
