@@ -24,7 +24,7 @@ FP8["fine"] = dataclasses.replace(recipes.mx(), output=(FINE, FINE), name="fine"
 @pytest.mark.parametrize("name", FP8)
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in ("sm_80", "CPU")])
 def test_a_product_goes_where_the_table_says(architecture: str, name: str) -> None:
-    """By the kernels' own choice, on a GPU whose torch has blocks of 128 if it is a Hopper, of 32 if it is a later one."""
+    """By the kernels' own choice, on a GPU whose torch has blocks of 128 if it is a Hopper, later of 32."""
     said, made = list(makers(FP8[name], ARCHITECTURES[architecture])), []
     columns = {"sm_89": -1, "sm_90": 128}.get(architecture, 32)
     has = mock.Mock(side_effect=lambda pairs, *rest: pairs.a.tile[1] in (-1, columns))
