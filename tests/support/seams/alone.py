@@ -21,7 +21,7 @@ from octavo.errors import UnsupportedOpError
 from tests.support.helpers import every_layer
 from tests.support.seams.features import KNOWN, KnownPart
 from tests.support.seams.made import Made, evaluating
-from tests.support.seams.situations import NO_MATRICES, Documented, Refused, Sound, situation
+from tests.support.seams.situations import Documented, Refused, Sound, situation
 from tests.support.seams.twins import TwinLinear, twin_of
 
 HIGH = recipes.high_precision()
@@ -220,7 +220,6 @@ def two_threads(made: Made) -> None:
     READS,
     exceptions={
         "FP8 moments": ONCE,
-        "Muon": NO_MATRICES,
         "LoRA over FP8": Documented("modules.md#models-as-they-come", "a last layer that is adapted runs by itself"),
     },
 )

@@ -183,8 +183,9 @@ class ByMuon(Feature):
     """Weights that Muon moves, its momentum in FP8 too. One iteration: torch's bf16 products take seconds."""
 
     def optimizer(self, made: Made, parameters: Any) -> Any:
-        optim = torch.optim if made.role == "float64" else octavo.optim
-        return optim.Muon(parameters, lr=LR, ns_steps=1)
+        if made.role == "float64":
+            return torch.optim.Muon(parameters, lr=LR, ns_steps=1)
+        return octavo.optim.Muon(parameters, lr=LR, ns_steps=1, adamw={"lr": LR})
 
 
 class StoredGradients(Feature):

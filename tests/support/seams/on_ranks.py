@@ -26,7 +26,7 @@ from octavo.errors import RanksDifferError, UnsupportedOpError
 from octavo.schedule import PrecisionSchedule
 from tests.support.seams.features import KNOWN, MixturePart
 from tests.support.seams.made import TOKENS, Made
-from tests.support.seams.situations import EXACT, NO_MATRICES, Documented, Exact, Refused, Sound, situation
+from tests.support.seams.situations import EXACT, Documented, Exact, Refused, Sound, situation
 from tests.support.seams.twins import casts_of
 
 REPLICATED, SHARDED = "DistributedDataParallel", "FSDP2"
@@ -398,7 +398,6 @@ def _times(x: Tensor, factor: float) -> Tensor:
         ("rowwise", "blockwise", "mx", "FP8 weights in blocks", "schedule"): TWICE,
         "FP8 reduction": NOT_AVERAGED,
         "KeptWeights": NONE_KEPT,
-        "Muon": NO_MATRICES,
     },
 )
 def expert_parallel(made: Made) -> None:

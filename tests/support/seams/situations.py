@@ -45,7 +45,6 @@ class Documented(NamedTuple):
 
 Verdict = Exact | Sound | Refused | Documented
 EXACT: Any = Exact()
-NO_MATRICES = Refused(ValueError, r"octavo\.optim\.AdamW", "Muon is for matrices, not for norms or stacked experts")
 Program = Callable[[Made], None]
 SITUATIONS: dict[str, Situation] = {}
 
