@@ -173,6 +173,20 @@ def test_no_file_that_is_read_can_run_code() -> None:
     assert {source: len(reads) for source, reads in found.items() if reads} == READS_PICKLES, found
 
 
+def of_the_default_dtype(code: str) -> list[int]:
+    """The lines that make a tensor of torch's default dtype, which is a user's to set; on meta they may, for shapes."""
+    makers = {"empty", "zeros", "ones", "rand", "randn", "linspace", "logspace", "eye"}
+    calls = [node for node in ast.walk(parse(code)) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if ast.unparse(call.func) in {f"torch.{maker}" for maker in makers}]
+    given = [(call, {key.arg: ast.unparse(key.value) for key in call.keywords}) for call in calls]
+    return [call.lineno for call, named in given if "dtype" not in named and named.get("device") != "'meta'"]
+
+
+def test_every_tensor_has_a_dtype_of_its_own() -> None:
+    assert of_the_default_dtype("import torch\na = torch.zeros(3)\nb = torch.ones(2, dtype=torch.float32)") == [2]
+    assert not {name(path): found for path in SOURCES if (found := of_the_default_dtype(path.read_text()))}
+
+
 def test_examples_are_short() -> None:
     lines = {name(example): len(example.read_text(encoding="utf-8").splitlines()) for example in EXAMPLES}
     assert {example: count for example, count in lines.items() if count > MAX_EXAMPLE_LINES} == {}

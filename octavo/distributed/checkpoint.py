@@ -444,10 +444,10 @@ def _empty(like: Any, dtype: torch.dtype) -> Any:
 def _scales(like: Any, size: torch.Size) -> Any:
     """Memory for the scales of this rank's rows, in all columns; for a vector all scales."""
     if like.ndim < 2 or size.numel() == 1:
-        return torch.empty(size, device=like.device)
+        return torch.empty(size, device=like.device, dtype=torch.float32)
     if isinstance(like, Joined):
         return Joined([_scales(split, torch.Size((split.shape[0], *size[1:]))) for split in like.parts])
-    shard = torch.empty(on_this_rank(like).shape[0], *size[1:], device=like.device)
+    shard = torch.empty(on_this_rank(like).shape[0], *size[1:], device=like.device, dtype=torch.float32)
     if not hasattr(like, "placements"):
         return shard
     from torch.distributed.tensor import DTensor, Replicate
@@ -492,7 +492,7 @@ def gather_delayed(model: nn.Module, ranks: Ranks) -> dict[str, Any]:
             if isinstance(module, RecipeModule):
                 options |= told_of(module, plain_name(name))
         agree(options, [ranks.group])
-    flat = torch.cat([value.flatten() for value in values.values()]) if values else torch.empty(0)
+    flat = torch.cat([value.flatten() for value in values.values()]) if values else torch.empty(0, dtype=torch.float32)
     return {"shapes": shapes, "ranks": ranks.gather(flat).cpu()}
 
 

@@ -248,7 +248,7 @@ class Fp8Reduction:
         parameters = [id(parameter) for parameter in bucket.parameters()]
         before, lost = self._lost.get(bucket.index(), ([], x_nS))
         if before != parameters:  # DDP puts other parameters into buckets after its first backward
-            lost = torch.zeros(self.rounded_rows(group) + 1, x_nS.shape[1], device=x_nS.device)
+            lost = torch.zeros(self.rounded_rows(group) + 1, x_nS.shape[1], device=x_nS.device, dtype=torch.float32)
             flat = lost.view(-1)
             for parameter in bucket.parameters():
                 piece, flat = flat[: parameter.numel()], flat[parameter.numel() :]
@@ -388,7 +388,7 @@ class Fp8ReduceScatter:
         if not self.reduction.error_feedback or self.name is None:
             return None
         lost, shape = self.reduction._modules[self.name], (self.reduction.rounded_rows(group), x_nS.shape[1])
-        lost = torch.zeros(shape, device=x_nS.device) if lost is None else lost.to(x_nS.device)
+        lost = torch.zeros(shape, device=x_nS.device, dtype=torch.float32) if lost is None else lost.to(x_nS.device)
         if lost.shape != shape:
             raise ValueError(
                 f"residuals of {self.name!r} are {list(lost.shape)}, its gradients need {list(shape)}: an "

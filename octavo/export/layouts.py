@@ -192,7 +192,10 @@ def entries(model: nn.Module, layout: str) -> tuple[list[Entry], Layers, list[st
         except ValueError as error:
             raise ExportError(f"{entry.key}: {error}; keep it in high precision by an octavo.RecipeMap") from error
     if renaming is not None:
-        likes = (written_names(renaming, f"{name}.weight".removeprefix("."), torch.empty(0)) for name in skipped)
+        likes = (
+            written_names(renaming, f"{name}.weight".removeprefix("."), torch.empty(0, dtype=torch.float32))
+            for name in skipped
+        )
         skipped = [next(iter(like)).removesuffix(".weight") for like in likes]
     return found, layers, skipped
 

@@ -438,7 +438,11 @@ def _experts_as_stored(
     target: Tensor, own: StoredWeight, stored: _Stored, reader: OpenFile, place: torch.device
 ) -> tuple[StoredWeight, bool]:
     """``_as_stored`` for experts whose matrices are tensors: codes stay as they are if all scales fit the target's."""
-    experts, scales, kept = own_slices(target.shape, target)[0], torch.zeros(_scale_shape(target, own)), True
+    experts, scales, kept = (
+        own_slices(target.shape, target)[0],
+        torch.zeros(_scale_shape(target, own), dtype=torch.float32),
+        True,
+    )
     height, ours = own.granularity.of_matrices(target.shape).tile[0], []
     for (expert, rows), matrix in stored.matrices:
         pair = _scales_of(matrix, reader)
@@ -454,7 +458,7 @@ def _experts_as_stored(
     values = torch.empty(own.shape, dtype=own.qdata.dtype if kept else torch.float32, device=place)
     for expert, rows, matrix, pair in ours:
         values[expert, rows] = _read_values(
-            matrix, reader, own_slices(matrix.shape, torch.empty(0)), place, None if kept else pair
+            matrix, reader, own_slices(matrix.shape, torch.empty(0, dtype=torch.float32)), place, None if kept else pair
         )
     if kept:
         scales = scales[experts].to(place, own.scale_inv.dtype)

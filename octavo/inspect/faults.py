@@ -132,7 +132,7 @@ class FaultTrace:
         self._readings: list[tuple[int, Tensor, Any]] = []  # steps on their way to the host, with _send's signals
         self._read: deque[tuple[int, float, float]] = deque(maxlen=BEFORE + 1)
         roles = [module for _, module in self._layers for _ in WATCHED]
-        self._found = torch.zeros(len(roles), len(FOUND), device=self._device)
+        self._found = torch.zeros(len(roles), len(FOUND), device=self._device, dtype=torch.float32)
         self._ring = self._found.new_zeros(BEFORE + 1 + self._late, *self._found.shape)
         self._first = [torch.zeros(1, dtype=torch.int32, device=self._device) for _ in WATCHED]
         # each role, or each expert of a role, has a number, from 1 on
@@ -253,7 +253,7 @@ class FaultTrace:
         """The first expert whose matrix has a fault in its first or last row; ``collective``: on any rank."""
         if not isinstance(module, Grouped):
             return None
-        faulty = torch.zeros(sizes_of(module)[0], device=self._device)
+        faulty = torch.zeros(sizes_of(module)[0], device=self._device, dtype=torch.float32)
         here = torch.stack(_ends(module)).isfinite().all(0)  # [experts here, K]
         first = first_expert(module.weight_parameter)
         faulty[first : first + len(here)] = (~here.view(len(here), -1).all(1)).float()  # zeros without experts here
@@ -273,7 +273,7 @@ def _ends(module: RecipeModule) -> list[Tensor]:
     weight = parameter_of(module)
     local = None if weight is None else on_this_rank(weight).detach()
     if local is None or local.numel() == 0:
-        return [torch.zeros(1, device=device_of(module))] * 2
+        return [torch.zeros(1, device=device_of(module), dtype=torch.float32)] * 2
     rows = local.qdata if isinstance(local, StoredWeight) else local
     if isinstance(module, Grouped):
         rows = rows.transpose(0, 1)

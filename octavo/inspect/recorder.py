@@ -210,7 +210,7 @@ class Recorder:
         if self._writer is None:
             return
         device, on_device = self._table.sums.device, [value for *_, value in scalars if isinstance(value, Tensor)]
-        values = torch.stack(on_device).double() if on_device else torch.zeros(0, device=device)
+        values = torch.stack(on_device).double() if on_device else torch.zeros(0, device=device, dtype=torch.float32)
         tensors, event = {**counts, "scalars": values}, None
         if device.type == "cuda":
             pinned = {name: torch.empty_like(t, device="cpu", pin_memory=True) for name, t in tensors.items()}

@@ -199,7 +199,7 @@ class Table:
         ]
         lines = [row.experts or 1 for row in self.rows]  # of counts: one, or one for each expert
         self.sums = torch.zeros(sum(lines), len(SUMS) + EXPONENTS, dtype=torch.float64, device=device)
-        self.extremes = torch.zeros(sum(lines), len(EXTREMES), device=device)
+        self.extremes = torch.zeros(sum(lines), len(EXTREMES), device=device, dtype=torch.float32)
         counts = zip(self.rows, self.sums.split(lines), self.extremes.split(lines), strict=True)
         places = ((sums, extremes) if row.experts else (sums[0], extremes[0]) for row, sums, extremes in counts)
         self.layers: list[RecordedLayer] = []

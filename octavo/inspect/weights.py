@@ -114,7 +114,7 @@ class _Sample(NamedTuple):
         """The sample of a module's weight and of its present state in the optimizer."""
         param = parameter_of(module)
         if param is None:
-            nothing = torch.zeros(0, device=device_of(module))
+            nothing = torch.zeros(0, device=device_of(module), dtype=torch.float32)
             return cls(nothing, nothing, None, None, {}, ())
         found = {} if optimizer is None else optimizer.state.get(param, {})
         state = {name: on_this_rank(value) for name, value in found.items() if isinstance(value, Tensor)}
@@ -227,7 +227,9 @@ def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     rest = _rests(samples)
     if rest.dtype == torch.float32:  # the master itself
         return values, distances, rest
-    unscaled = Fp8Weight(codes, first.master.kind, torch.ones(1, 1, device=codes.device), rest).read(_WHOLE)
+    unscaled = Fp8Weight(
+        codes, first.master.kind, torch.ones(1, 1, device=codes.device, dtype=torch.float32), rest
+    ).read(_WHOLE)
     return values, distances, unscaled.view_as(values) * scale_inv
 
 

@@ -575,7 +575,12 @@ def _against(exact: _Gradient, found: _Gradient, first: float) -> Found:
     for pair in zip(exact.of, found.of, strict=True):
         x, y = (None if g is None else g.detach().double().flatten() for g in pair)
         pairs = ((x, y), (x, x), (y, y))
-        sums += torch.stack([torch.zeros(()).double() if p is None or q is None else (p @ q).cpu() for p, q in pairs])
+        sums += torch.stack(
+            [
+                torch.zeros((), dtype=torch.float32).double() if p is None or q is None else (p @ q).cpu()
+                for p, q in pairs
+            ]
+        )
     dot, norm, other = sums.tolist()
     cosine, ratio = (dot / math.sqrt(norm * other), math.sqrt(other / norm)) if norm and other else (math.nan, math.nan)
     return change / abs(exact.loss), (change - first) / abs(exact.loss), cosine, ratio

@@ -101,7 +101,7 @@ def _scales_of_first_rank(weight: Any, shard: StoredWeight, given: Tensor | None
     All ranks call it; the first alone is given them.
     """
     mesh, shape = weight.device_mesh, shard.granularity.of_matrices(weight.shape).scale_shape(weight.shape)
-    found = torch.zeros(shape, device=mesh.device_type)
+    found = torch.zeros(shape, device=mesh.device_type, dtype=torch.float32)
     if given is not None and tuple(given.shape) == shape:
         found.copy_(given)
     found = largest(found, *(mesh.get_group(dim) for dim in range(mesh.ndim)))

@@ -337,7 +337,7 @@ class CompactOptimizer(Optimizer):
         update = self._current(param, group, index)[0].update
         shape = update.master.weight.shape
         if grad.numel() == 0 and shape.numel() > 0:  # the weight is a row that stands in for a shard without rows
-            return update._replace(gradient=torch.zeros(shape, device=grad.device))
+            return update._replace(gradient=torch.zeros(shape, device=grad.device, dtype=torch.float32))
         if isinstance(grad, StoredGradient):
             return states.with_codes(update, grad)
         return update._replace(gradient=grad.contiguous().view(shape))

@@ -184,7 +184,7 @@ class Agreement:
             together.setdefault(groups_of(param), []).append(param)
         for (*outer, last), some in together.items():
             device = some[0].device_mesh.device_type  # type: ignore[attr-defined]
-            none_yet = torch.zeros(1, 1, device=device)
+            none_yet = torch.zeros(1, 1, device=device, dtype=torch.float32)
             amaxes = [states.get(param, {}).get("master_amax", none_yet) for param in some]
             largest = _with_common(torch.cat([amax.to(device) for amax in amaxes]), some)
             for group in outer:  # where the mesh has several dimensions

@@ -294,9 +294,9 @@ class Muon(CompactOptimizer):
             scratch = self._scratch.get(device)
             if scratch is None or scratch.numel() < shape.numel():
                 largest = max(shape.numel(), *(states.local(param).numel() for param in self.all_params()))
-                scratch = self._scratch[device] = torch.empty(largest, device=device)
+                scratch = self._scratch[device] = torch.empty(largest, device=device, dtype=torch.float32)
             whole = MasterWeight(scratch[: shape.numel()].view(shape), "weight")
-            rate = torch.zeros((), device=device)
+            rate = torch.zeros((), device=device, dtype=torch.float32)
             found = self._plans[id(update.master)] = _Workspace(update.master, whole, rate.clone(), rate, {})
         return found
 

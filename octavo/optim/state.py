@@ -96,7 +96,7 @@ def check(param: Tensor, settings: Settings, bounds: bool) -> None:
 
 def largest(gradients: list[Tensor]) -> Tensor:
     """The largest absolute value of all gradients on all ranks, inf where one is not finite; the host does not wait."""
-    found = torch.zeros((), device=local(gradients[0]).device)
+    found = torch.zeros((), device=local(gradients[0]).device, dtype=torch.float32)
     if some := [shard for gradient in gradients if (shard := local(gradient.detach())).numel()]:
         found = torch.nn.utils.get_total_norm(some, math.inf, foreach=True).float().nan_to_num(math.inf, math.inf)
     for mesh in dict.fromkeys(gradient.device_mesh for gradient in gradients if hasattr(gradient, "device_mesh")):

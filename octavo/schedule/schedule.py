@@ -82,7 +82,7 @@ class LossWatch:
 
     def __init__(self, policy: Recovery) -> None:
         self.policy = policy
-        self.losses = torch.full((policy.window,), math.nan)
+        self.losses = torch.full((policy.window,), math.nan, dtype=torch.float32)
         self.seen = torch.zeros((), dtype=torch.int64)  # how many losses were no faults
         self.faults = torch.zeros((), dtype=torch.int32)  # bits of FAULTS, since the last reading
         self._step: tuple[Tensor, Tensor, Tensor] | None = None  # (loss, its bits of FAULTS, those of the gradients)

@@ -132,7 +132,7 @@ def norm_of(gradient: StoredGradient, ord: float = 2) -> Tensor:
     """The norm of a gradient's values, in float32 as codes and scales have them: one number."""
     q, scale_inv = gradient.qdata, gradient.scale_inv
     if q.numel() == 0:
-        return torch.zeros((), device=q.device)
+        return torch.zeros((), device=q.device, dtype=torch.float32)
     rows = max(_ELEMENTS_AT_A_TIME // q.shape[1], 1)
     norms = [
         torch.linalg.vector_norm(kernels.dequantize(*some, GRANULARITY.tile, torch.float32), ord)

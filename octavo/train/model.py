@@ -54,7 +54,7 @@ class Mixture(nn.Module):
         self.norm = RMSNorm(config.width)
         self.router = Router(config.width, config.experts, bias=False)
         self.experts = Experts(config.experts, config.width, config.hidden, recipe=high_precision())
-        self.register_buffer("bias", torch.zeros(config.experts))
+        self.register_buffer("bias", torch.zeros(config.experts, dtype=torch.float32))
         self.register_buffer("load", torch.zeros(config.experts, dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:

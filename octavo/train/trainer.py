@@ -115,7 +115,7 @@ def choose_device(name: str) -> torch.device:
     """The device of this name, or TrainError if it can't be used here."""
     try:
         device = torch.device(name)
-        torch.empty(1, device=device).add_(1).item()  # the meta device has no values
+        torch.empty(1, device=device, dtype=torch.float32).add_(1).item()  # the meta device has no values
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # what an absent backend raises
         raise TrainError(f"device {name!r} cannot be used here: choose auto, or one that octavo info lists") from error
     return device
@@ -230,7 +230,7 @@ class Trainer:
         optimizer.zero_grad()
         inputs, targets = (share_of(whole_batch, self.data) for whole_batch in self.batches.training(step))
         count = self.config.data.micro_batches
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros((), device=self.device, dtype=torch.float32)
         micro_batches = zip(inputs.chunk(count), targets.chunk(count), strict=True)
         for index, micro_batch in enumerate(micro_batches):
             last = index == count - 1
@@ -250,7 +250,11 @@ class Trainer:
         if self.schedule is not None:
             self.schedule.step(inputs.numel() * self.data.size)
         if self.in_backward is not None:
-            norm = self.in_backward.last_norm if self.in_backward.last_norm is not None else torch.zeros(())
+            norm = (
+                self.in_backward.last_norm
+                if self.in_backward.last_norm is not None
+                else torch.zeros((), dtype=torch.float32)
+            )
         return self.data.mean(total), whole(norm), lr
 
     @torch.no_grad()

@@ -93,7 +93,10 @@ def call(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 def delayed_state(scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """A delayed state that has scales, as after the first steps of training."""
-    scales, history = torch.full((3,), scale, device=DEVICE), torch.full((3, 16), 448 / scale, device=DEVICE)
+    scales, history = (
+        torch.full((3,), scale, device=DEVICE, dtype=torch.float32),
+        torch.full((3, 16), 448 / scale, device=DEVICE, dtype=torch.float32),
+    )
     before = torch.stack((torch.zeros_like(scales), scales)).view(torch.int32)  # written in no pass
     _history.committed(scales, history, before, (True, True, True))
     return scales, history, before
@@ -108,7 +111,7 @@ def _dynamic(tile: Sequence[int] = TENSOR, power_of_two: bool = False, dtype: to
 
 
 def _commit() -> tuple[Any, ...]:
-    amax = torch.full((1, 1), 5.0, device=DEVICE)
+    amax = torch.full((1, 1), 5.0, device=DEVICE, dtype=torch.float32)
     return *delayed_state(FUSED_SCALE), amax, amax, E5M2, False, 0, *UPDATE
 
 
@@ -216,7 +219,7 @@ def _weights(x: Tensor) -> tuple[Any, ...]:
     xs = [piece for piece in x.split([unit, 2 * unit, 3 * unit, 4 * unit, rows - 10 * unit]) if len(piece)]
     outputs = [torch.empty(w.shape, dtype=E4M3, device=DEVICE) for w in xs]
     transposed = [torch.empty(w.shape[::-1], dtype=E4M3, device=DEVICE) for w in xs]
-    scales = [[torch.empty(1, 1, device=DEVICE) for _ in xs] for _ in range(2)]
+    scales = [[torch.empty(1, 1, device=DEVICE, dtype=torch.float32) for _ in xs] for _ in range(2)]
     return x, xs, outputs, transposed, *scales
 
 
@@ -304,12 +307,14 @@ def update(
         state |= moment.new_state(str(number), weight.shape, weight.device)
     stored = tuple(moment.for_kernel(str(number), state) for number, moment in enumerate(moments))
     kept = form.for_kernel(as_matrix(weight), state, scale_inv)
-    return WeightUpdate(kept, stored, torch.empty(shape, dtype=grad), torch.zeros(()), BitNumbers(1), 0)
+    return WeightUpdate(
+        kept, stored, torch.empty(shape, dtype=grad), torch.zeros((), dtype=torch.float32), BitNumbers(1), 0
+    )
 
 
 def stored_update(shape: Shape, master: str | None, granularity: Granularity) -> WeightUpdate:
     """The update of a weight that is stored in FP8."""
-    scale_inv = torch.empty(granularity.scale_shape(shape))
+    scale_inv = torch.empty(granularity.scale_shape(shape), dtype=torch.float32)
     return update(shape, NAMED["fp8"], master, torch.uint8, torch.bfloat16, scale_inv)
 
 

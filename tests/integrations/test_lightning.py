@@ -49,7 +49,7 @@ PROMOTING = [
 
 
 class Module(lightning.LightningModule):
-    """An autoencoder; ``options`` are octavo's AdamW's, None: torch's."""
+    """An autoencoder; ``options`` are octavo's AdamW's, or Muon's; None: torch's."""
 
     def __init__(self, options: dict[str, Any] | None = None) -> None:
         super().__init__()
@@ -71,7 +71,8 @@ class Module(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         if self.options is None:
             return torch.optim.AdamW(self.parameters(), lr=LR)
-        return octavo.optim.AdamW(self.parameters(), lr=LR, **self.options)
+        kind = octavo.optim.Muon if "adamw" in self.options else octavo.optim.AdamW
+        return kind(self.parameters(), lr=LR, **self.options)
 
 
 class Sharded(Module):
@@ -144,7 +145,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16-true": {"precision": "bf16-true"},
     "32-true": {"precision": "32-true"},
     "octavo.optim": {"options": {}},
-    "octavo.optim, bf16-true": {"options": {"master": "split24"}, "precision": "bf16-true"},
+    "Muon, bf16-true": {"options": {"master": "split24", "adamw": {"lr": LR}}, "precision": "bf16-true"},
     "accumulating": {"accumulate_grad_batches": 2, "batches": 4},
     "schedule": {"schedule": SWITCHING},
     "moments and masters": {"schedule": PROMOTING, "precision": "bf16-true", "options": {}},

@@ -146,7 +146,9 @@ def _operand(pair: OperandPair, compute: torch.dtype, memory: Tensor | None = No
     q, scale_inv, tile = pair
     if tile[1] != ALL or (compute == torch.bfloat16 and not _is_single(pair)):
         return _ScaledOperand(decode(q, compute, scale_inv, tile, memory), None)
-    return _ScaledOperand(decode(q, compute, torch.ones((1, 1), device=q.device), (ALL, ALL), memory), scale_inv)
+    return _ScaledOperand(
+        decode(q, compute, torch.ones((1, 1), device=q.device, dtype=torch.float32), (ALL, ALL), memory), scale_inv
+    )
 
 
 def _multiply(a: _ScaledOperand, b: _ScaledOperand, bias: Tensor | None, out_MN: Tensor) -> None:

@@ -67,7 +67,7 @@ def count(
         wide = values.flatten().to(torch.float64)
         squares.append(torch.dot(wide, wide))
     counts = x.numel(), zeros, x.numel() - magnitudes.count_nonzero() - zeros, clipped, nonfinite, *squares
-    sums[: len(SUMS)] += torch.stack([torch.as_tensor(number, device=sums.device).to(sums) for number in counts])
+    sums[: len(SUMS)] += torch.stack([torch.as_tensor(number, dtype=sums.dtype, device=x.device) for number in counts])
     extremes[0] = torch.maximum(extremes[0], amax)
     exponents[0] -= zeros
     bins = (torch.arange(255, device=x.device) - 127 - LOWEST).clamp_(0, EXPONENTS - 1)

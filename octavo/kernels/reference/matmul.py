@@ -21,7 +21,7 @@ from octavo.numerics import MAX_SCALE, MIN_SCALE
 def matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """``octavo::matmul``."""
     a, b, bias = operands
-    out_MN = torch.empty(operands.shape, device=a.codes.device)
+    out_MN = torch.empty(operands.shape, device=a.codes.device, dtype=torch.float32)
     # by out=, because autocast would turn the product into float16, where a sum of codes overflows
     torch.mm(_values(a), _values(b).t(), out=out_MN)
     for scales in result_scales(*(pair.scale_inv if pair.tile[1] == ALL else None for pair in (a, b))):

@@ -294,7 +294,7 @@ def _update_weight(
         if moment.amax is not None:
             moment.begin(moment.amax)
     if any(moment.needs_amax_first for moment in moments):  # then new moments are computed twice
-        found = [torch.zeros(1, 1, device=moment.data.device) for moment in moments]
+        found = [torch.zeros(1, 1, device=moment.data.device, dtype=torch.float32) for moment in moments]
         for piece in all_pieces:
             _, _, new = read(piece, keep=True)
             step.saturate(new, moments)

@@ -133,6 +133,17 @@ def recipe_between(made: Made) -> None:
     made.train(4, backward=backward)
 
 
+@situation("another default dtype", LOOP)
+def default_dtype(made: Made) -> None:
+    """As Lightning's bf16-true has it in every step."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if made.is_library else usual)
+    try:
+        made.train()
+    finally:
+        torch.set_default_dtype(usual)
+
+
 @situation("octavo.using between steps", LOOP)
 def using(made: Made) -> None:
     """A gradient of the input under the same recipe, and an output in high precision; the history sees neither."""
