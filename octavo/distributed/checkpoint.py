@@ -492,7 +492,11 @@ def gather_delayed(model: nn.Module, ranks: Ranks) -> dict[str, Any]:
             if isinstance(module, RecipeModule):
                 options |= told_of(module, plain_name(name))
         agree(options, [ranks.group])
-    flat = torch.cat([value.flatten() for value in values.values()]) if values else torch.empty(0, dtype=torch.float32)
+    flat = (
+        torch.cat([value.flatten() for value in values.values()])
+        if values
+        else torch.empty(0, dtype=torch.float32, device="cpu")
+    )
     return {"shapes": shapes, "ranks": ranks.gather(flat).cpu()}
 
 

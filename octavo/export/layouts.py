@@ -64,11 +64,13 @@ def places_in(model: nn.Module, key: str, shape: torch.Size) -> dict[str, tuple[
     Empty if save_pretrained writes the parameter itself, or tensors that are no rows of it.
     """
     experts, rows, _ = shape
-    named = written_names(model, key, torch.arange(experts * rows).view(experts, rows, 1))
+    named = written_names(model, key, torch.arange(experts * rows, device="cpu").view(experts, rows, 1))
     found = {}
     for name, indices in named.items():
         first = int(indices.flatten()[0])
-        if indices.ndim != 2 or not torch.equal(indices.flatten(), torch.arange(first, first + len(indices))):
+        if indices.ndim != 2 or not torch.equal(
+            indices.flatten(), torch.arange(first, first + len(indices), device="cpu")
+        ):
             return {}
         found[name] = first // rows, slice(first % rows, first % rows + len(indices))
     return found
@@ -193,7 +195,9 @@ def entries(model: nn.Module, layout: str) -> tuple[list[Entry], Layers, list[st
             raise ExportError(f"{entry.key}: {error}; keep it in high precision by an octavo.RecipeMap") from error
     if renaming is not None:
         likes = (
-            written_names(renaming, f"{name}.weight".removeprefix("."), torch.empty(0, dtype=torch.float32))
+            written_names(
+                renaming, f"{name}.weight".removeprefix("."), torch.empty(0, dtype=torch.float32, device="cpu")
+            )
             for name in skipped
         )
         skipped = [next(iter(like)).removesuffix(".weight") for like in likes]

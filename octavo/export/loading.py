@@ -440,7 +440,7 @@ def _experts_as_stored(
     """``_as_stored`` for experts whose matrices are tensors: codes stay as they are if all scales fit the target's."""
     experts, scales, kept = (
         own_slices(target.shape, target)[0],
-        torch.zeros(_scale_shape(target, own), dtype=torch.float32),
+        torch.zeros(_scale_shape(target, own), dtype=torch.float32, device="cpu"),
         True,
     )
     height, ours = own.granularity.of_matrices(target.shape).tile[0], []
@@ -458,7 +458,11 @@ def _experts_as_stored(
     values = torch.empty(own.shape, dtype=own.qdata.dtype if kept else torch.float32, device=place)
     for expert, rows, matrix, pair in ours:
         values[expert, rows] = _read_values(
-            matrix, reader, own_slices(matrix.shape, torch.empty(0, dtype=torch.float32)), place, None if kept else pair
+            matrix,
+            reader,
+            own_slices(matrix.shape, torch.empty(0, dtype=torch.float32, device="cpu")),
+            place,
+            None if kept else pair,
         )
     if kept:
         scales = scales[experts].to(place, own.scale_inv.dtype)

@@ -103,7 +103,7 @@ def sqnr_in_onnxruntime(model: nn.Module, inputs: Tensor | tuple[Any, ...], path
     noise = sum(float((y.double() - z).square().sum()) for y, z in zip(expected, found, strict=True))
     if noise == 0.0:
         return float("inf")
-    return float(10 * torch.log10(torch.tensor(signal / noise, dtype=torch.float64)))
+    return float(10 * torch.log10(torch.tensor(signal / noise, dtype=torch.float64, device="cpu")))
 
 
 def program_of(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> ExportedProgram:

@@ -236,11 +236,11 @@ def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
 @functools.lru_cache(maxsize=8)
 def _places_of_scales(shapes: tuple[Any, ...], device: torch.device) -> Tensor:
     """The index of each sampled element's scale_inv among those of all weights; -1 for padding."""
-    found, begin = torch.full((len(shapes), SAMPLED), -1), 0
+    found, begin = torch.full((len(shapes), SAMPLED), -1, device="cpu"), 0
     for places, (shape, granularity) in zip(found, shapes, strict=True):
         (rows, cols), (height, width) = granularity.scale_shape(shape[-2:]), granularity.tile
         elements, numbers = math.prod(shape), math.prod(shape[-2:])
-        at = torch.arange(0, elements, _distance(elements))[:SAMPLED]
+        at = torch.arange(0, elements, _distance(elements), device="cpu")[:SAMPLED]
         expert, place = at // numbers, at % numbers
         row = place // shape[-1] // height if height != ALL else 0
         column = place % shape[-1] // width if width != ALL else 0

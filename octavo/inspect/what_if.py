@@ -571,13 +571,13 @@ def _products(layer: RecipeModule, x: Tensor, grad: Tensor, ends: Any) -> tuple[
 
 def _against(exact: _Gradient, found: _Gradient, first: float) -> Found:
     """Effect's loss, curvature, cosine and norm_ratio; ``first``: the term of first order in the loss's change."""
-    change, sums = found.loss - exact.loss, torch.zeros(3, dtype=torch.float64)
+    change, sums = found.loss - exact.loss, torch.zeros(3, dtype=torch.float64, device="cpu")
     for pair in zip(exact.of, found.of, strict=True):
         x, y = (None if g is None else g.detach().double().flatten() for g in pair)
         pairs = ((x, y), (x, x), (y, y))
         sums += torch.stack(
             [
-                torch.zeros((), dtype=torch.float32).double() if p is None or q is None else (p @ q).cpu()
+                torch.zeros((), dtype=torch.float32, device="cpu").double() if p is None or q is None else (p @ q).cpu()
                 for p, q in pairs
             ]
         )

@@ -149,7 +149,7 @@ class GradientNorms:
 
     def __init__(self) -> None:
         self._numbers: dict[nn.Parameter, int] = {}
-        self._now = self._last = torch.empty(0, dtype=torch.float32)
+        self._now = self._last = torch.empty(0, dtype=torch.float32, device="cpu")
         self._cells: tuple[Tensor, ...] = ()  # of self._now
 
     def add(self, params: list[nn.Parameter]) -> None:

@@ -47,7 +47,7 @@ class Resolution:
     def take(self) -> SumsInFlight:
         """The sums over all devices and ranks since the last time."""
         if not self._sums:
-            return SumsInFlight(torch.zeros(2, dtype=torch.float64))
+            return SumsInFlight(torch.zeros(2, dtype=torch.float64, device="cpu"))
         by_device = list(self._sums.values())
         total = torch.stack([sums.to(by_device[0].device) for sums in by_device]).sum(0)
         for group in self._process_groups.values():
@@ -63,7 +63,7 @@ class Resolution:
 
     def state(self) -> dict[str, Tensor | None]:
         """This rank's sums, and those on their way to the host, on the CPU."""
-        sums = [torch.zeros(2, dtype=torch.float64), *(each.cpu() for each in self._sums.values())]
+        sums = [torch.zeros(2, dtype=torch.float64, device="cpu"), *(each.cpu() for each in self._sums.values())]
         reading = None if self._reading is None else self._reading.sums().cpu()
         return {"sums": torch.stack(sums).sum(0), "reading": reading}
 

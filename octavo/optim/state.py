@@ -206,7 +206,7 @@ def new_master(param: nn.Parameter, master: str | None) -> dict[str, Tensor]:
     """A weight's master in its state, with its index in KINDS, as several kinds have the same names and dtypes."""
     chosen = master_of(param, master)
     tensors = chosen.new_state(local(param.detach()))
-    kind = {"master_kind": torch.tensor(KINDS.index(chosen.kind), dtype=torch.uint8)} if tensors else {}
+    kind = {"master_kind": torch.tensor(KINDS.index(chosen.kind), dtype=torch.uint8, device="cpu")} if tensors else {}
     return sharded_like(tensors, param) | kind
 
 

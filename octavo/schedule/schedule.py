@@ -82,9 +82,9 @@ class LossWatch:
 
     def __init__(self, policy: Recovery) -> None:
         self.policy = policy
-        self.losses = torch.full((policy.window,), math.nan, dtype=torch.float32)
-        self.seen = torch.zeros((), dtype=torch.int64)  # how many losses were no faults
-        self.faults = torch.zeros((), dtype=torch.int32)  # bits of FAULTS, since the last reading
+        self.losses = torch.full((policy.window,), math.nan, dtype=torch.float32, device="cpu")
+        self.seen = torch.zeros((), dtype=torch.int64, device="cpu")  # how many losses were no faults
+        self.faults = torch.zeros((), dtype=torch.int32, device="cpu")  # bits of FAULTS, since the last reading
         self._step: tuple[Tensor, Tensor, Tensor] | None = None  # (loss, its bits of FAULTS, those of the gradients)
 
     def look(self, loss: Tensor, largest: Tensor, spikes: bool) -> Tensor:
@@ -132,8 +132,8 @@ class LossWatch:
         if state["losses"].shape != self.losses.shape:
             raise ValueError(f"the state is of window={len(state['losses'])}, not {len(self.losses)}")
         self.losses = state["losses"].clone()
-        self.seen = torch.tensor(state["seen"])
-        self.faults = torch.tensor(state["faults"], dtype=torch.int32)
+        self.seen = torch.tensor(state["seen"], device="cpu")
+        self.faults = torch.tensor(state["faults"], dtype=torch.int32, device="cpu")
 
     def _score(self, loss: Tensor) -> Tensor:
         """How many robust standard deviations a loss is above the median; 0 before half a window was seen."""

@@ -39,7 +39,11 @@ class Corpus:
     @classmethod
     def of(cls, text: bytes | bytearray, description: str) -> Corpus:
         """The Corpus of a text."""
-        whole = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+        whole = (
+            torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            if text
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         split = len(text) - int(len(text) * VALIDATION_SHARE)
         return cls(whole[:split], whole[split:], description, hashlib.sha256(text).hexdigest())
 
@@ -125,17 +129,17 @@ class Batches:
         # torch's CPU generator keeps 32 bits of its seed, so seed and step are hashed into 32.
         mixed = hashlib.blake2b(f"{self.seed} {step}".encode(), digest_size=4).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
-        starts = torch.randint(len(self.corpus.train) - self.context, (self.batch,), generator=generator)
+        starts = torch.randint(len(self.corpus.train) - self.context, (self.batch,), generator=generator, device="cpu")
         return self._windows(self.corpus.train, starts)
 
     def validation(self, windows: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and targets of evenly spaced windows, in batches of at most B, the same ones each time."""
         last = len(self.corpus.validation) - self.context - 1
         spaced = [last * index // max(windows - 1, 1) for index in range(windows)]
-        starts = torch.tensor(sorted(set(spaced)))
+        starts = torch.tensor(sorted(set(spaced)), device="cpu")
         for some in starts.split(self.batch):
             yield self._windows(self.corpus.validation, some)
 
     def _windows(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        windows = text[starts[:, None] + torch.arange(self.context + 1)]  # [B, C + 1]
+        windows = text[starts[:, None] + torch.arange(self.context + 1, device="cpu")]  # [B, C + 1]
         return windows[:, :-1], windows[:, 1:]

@@ -253,7 +253,7 @@ class Trainer:
             norm = (
                 self.in_backward.last_norm
                 if self.in_backward.last_norm is not None
-                else torch.zeros((), dtype=torch.float32)
+                else torch.zeros((), dtype=torch.float32, device="cpu")
             )
         return self.data.mean(total), whole(norm), lr
 

@@ -89,7 +89,7 @@ def write_chunks(
             kept[rows.start] = y
         for at in looking:
             faulty[at] |= functions.octavo_amax(each[at], *_matrix(y, rows))
-    added = torch.zeros(shape[1], dtype=torch.float32)
+    added = torch.zeros(shape[1], dtype=torch.float32, device="cpu")
     for rows in slices:
         y = kept.pop(rows.start) if rows.start in kept else make(rows)
         given = _matrix(y, rows)

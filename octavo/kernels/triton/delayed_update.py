@@ -183,7 +183,7 @@ def committed(
     if not delayed_scale.is_cuda:
         entry.copy, entry.arrived = before.clone(), None
     elif not torch.cuda.is_current_stream_capturing():
-        entry.copy = torch.empty(3, dtype=torch.float32, pin_memory=True)
+        entry.copy = torch.empty(3, dtype=torch.float32, pin_memory=True, device="cpu")
         entry.copy.copy_(before, non_blocking=True)
         entry.arrived = torch.cuda.Event()
         entry.arrived.record()

@@ -94,13 +94,15 @@ def _agrees(
     terms = 384 if a_tile[1] != ALL or b_tile[1] != ALL else 272  # an odd number of blocks, or none
 
     def pair(count: int, tile: Tile, dtype: torch.dtype) -> OperandPair:
-        codes = torch.randn(count, terms, generator=generator, dtype=torch.float32).to(dtype)
-        scale_inv = torch.exp2(4 * torch.rand(scale_shape(codes.shape, tile), generator=generator, dtype=torch.float32))
+        codes = torch.randn(count, terms, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+        scale_inv = torch.exp2(
+            4 * torch.rand(scale_shape(codes.shape, tile), generator=generator, dtype=torch.float32, device="cpu")
+        )
         if tile == _MX:
             scale_inv = torch.exp2(scale_inv.log2().round()).to(E8M0)
         return OperandPair(codes, scale_inv, tile)
 
-    bias = torch.randn(cols, generator=generator, dtype=torch.float32) * 100 if has_bias else None
+    bias = torch.randn(cols, generator=generator, dtype=torch.float32, device="cpu") * 100 if has_bias else None
     case = ProductArguments(pair(rows, a_tile, a_dtype), pair(cols, b_tile, b_dtype), bias)
     a, b = (OperandPair(codes.to(device), scale_inv.to(device), tile) for codes, scale_inv, tile in case[:2])
     there = ProductArguments(a, b, None if bias is None else bias.to(device))
@@ -247,16 +249,18 @@ def takes_groups(operands: GroupedOperands, out_dtype: torch.dtype) -> bool:
 def _agrees_in_groups(device: torch.device, ragged_rows: bool, fast_accum: bool) -> bool:
     """Whether torch's product of a small case is the reference's, in every group, row and column."""
     generator = torch.Generator().manual_seed(0)
-    offsets = torch.tensor([40, 40, 41, 58, 170], dtype=torch.int32)
+    offsets = torch.tensor([40, 40, 41, 58, 170], dtype=torch.int32, device="cpu")
     groups, rows, N, K = len(offsets), 184, 144, 272
     scaling = Scaling(torch.float8_e4m3fn, (ALL, 1), False, 0)
 
     def pair(count: int, scales: tuple[int, ...]) -> OperandPair:
-        x = torch.randn(K if ragged_rows else rows, count, generator=generator, dtype=torch.float32)
+        x = torch.randn(K if ragged_rows else rows, count, generator=generator, dtype=torch.float32, device="cpu")
         codes = x.t().to(scaling.dtype).contiguous()
         if not ragged_rows:  # whose padding is 0
             codes = reference_cast(CastSource(x), scaling, None, Output(transpose=True, pad=16), offsets)[1]
-        return OperandPair(codes, torch.exp2(4 * torch.rand(scales, generator=generator, dtype=torch.float32)), _ROW)
+        return OperandPair(
+            codes, torch.exp2(4 * torch.rand(scales, generator=generator, dtype=torch.float32, device="cpu")), _ROW
+        )
 
     if ragged_rows:
         a, b = pair(rows, (rows, 1)), pair(groups * N, (groups, N, 1))

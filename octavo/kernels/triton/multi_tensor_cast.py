@@ -237,7 +237,7 @@ def _work_of(
         rows.append([*pointers, R, C, q_stride, t_stride, programs, x_stride])
         programs += strips * groups
     vectors = [*addresses[0], *addresses[1], *addresses[2], *(n for (_, *wide) in sizes for n in wide)]
-    table = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     sent = None if stream is None else (stream, stream.record_event())
     return _LaunchTable(table, programs, all(n % 16 == 0 for n in vectors), sent)

@@ -100,7 +100,7 @@ def _sent(plan: _Launch, name: str, values: list[Any], dtype: torch.dtype) -> Te
     if found is not None and found[0] == values:
         return found[1]
     _check_capture("the gradients' addresses or the options changed")
-    tensor = torch.tensor(values, dtype=dtype)
+    tensor = torch.tensor(values, dtype=dtype, device="cpu")
     if found is None or id(found[1]) in plan.captured:
         tensor = tensor.to(plan.table.device)
     else:
@@ -169,7 +169,7 @@ def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: _Rul
         rest = rates[update.group], update.group, kind, height, cols, start, key, programs, update.measured, gap
         rows.append([*_addresses(update), *rest, *[0] * 14])
         programs += -(-tiles // chosen.tiles)
-    table = torch.tensor(rows, dtype=torch.int64).to(first.device)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(first.device)
     finds = (True, False) if any(m.needs_amax_first for update in matrices for m in update.moments) else (False,)
     steps = tuple(StepClass(tuple(numbers), *rule, chosen.block_r, find) for find in finds)
     kept = tuple(update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in updates)

@@ -133,15 +133,16 @@ def recipe_between(made: Made) -> None:
     made.train(4, backward=backward)
 
 
-@situation("another default dtype", LOOP)
-def default_dtype(made: Made) -> None:
-    """As Lightning's bf16-true has it in every step."""
+@situation("another default dtype and device", LOOP)
+def other_defaults(made: Made) -> None:
+    """Lightning's bf16-true sets the dtype in every step; users set the device."""
     usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if made.is_library else usual)
-    try:
-        made.train()
-    finally:
-        torch.set_default_dtype(usual)
+    with torch.device("meta" if made.is_library else "cpu"):
+        torch.set_default_dtype(torch.bfloat16 if made.is_library else usual)
+        try:
+            made.train()
+        finally:
+            torch.set_default_dtype(usual)
 
 
 @situation("octavo.using between steps", LOOP)

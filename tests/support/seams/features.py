@@ -50,9 +50,9 @@ class MixturePart(nn.Module):
         self.experts = octavo.nn.Experts(4, WIDTH, WIDTH // 2, "relu", bias=False, recipe=recipe)
 
     def forward(self, x: Tensor) -> Tensor:
-        token = torch.arange(x.shape[0]) + self.first_token
+        token = torch.arange(x.shape[0], device=x.device) + self.first_token
         index = torch.stack([token % 3, (token + 1) % 3], 1)
-        return x + self.experts(x, index, torch.full((x.shape[0], 2), 0.5, dtype=x.dtype))
+        return x + self.experts(x, index, x.new_full((x.shape[0], 2), 0.5))
 
 
 class SharedPart(Part):
@@ -284,7 +284,7 @@ class Recorded(Feature):
         made.extra = made.closing.enter_context(recorder)
 
     def stepped(self, made: Made) -> None:
-        made.extra.step(loss=torch.zeros(()))
+        made.extra.step(loss=torch.zeros((), device="cpu"))
 
 
 DYNAMIC, BY_POWERS, DELAYED = recipes.dynamic(), recipes.dynamic(power_of_two=True), recipes.delayed(2)

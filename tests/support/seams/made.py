@@ -136,7 +136,8 @@ class Made:
     def data(self, step: int, micro: int = 0, rank: int = 0) -> Tensor:
         """A batch [T, WIDTH]; the second rank's is larger."""
         seed = 1000 * step + 10 * micro + rank
-        x = torch.randn(self.tokens, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        x = torch.randn(self.tokens, WIDTH, generator=generator, dtype=torch.float32, device="cpu")
         x *= 1 + 3 * rank
         return x.to(torch.float64 if self.role == "float64" else self.feature.dtype)
 
