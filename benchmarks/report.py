@@ -15,6 +15,7 @@ from benchmarks.common.pages import filled
 from benchmarks.distributed import communication, communication_model, fp8_reduce
 from benchmarks.kernels import accumulation, grouped_accuracy, grouped_roofline
 from benchmarks.machine_code import emulated
+from benchmarks.optimizer import muon_training
 from benchmarks.pictures import data_flow, layouts, losses, memory
 from benchmarks.subjects import ROOT
 from benchmarks.training import (
@@ -32,6 +33,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/guides/which-recipe.md": where.TABLES,
     "docs/kernels.md": accumulation.TABLES,
     "docs/modules.md": saved_bytes.TABLES | llama_convergence.TABLES | checkpointing.TABLES,
+    "docs/optimizer.md": muon_training.TABLES,
     "docs/plan.md": communication_model.PLAN_TABLES,
     "docs/study/gradient-reduction.md": fp8_reduce.TABLES,
     "docs/study/mixture-of-experts.md": mixture_convergence.TABLES | grouped_accuracy.TABLES | grouped_roofline.TABLES,

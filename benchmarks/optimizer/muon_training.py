@@ -3,7 +3,7 @@
 A byte-level GPT in float32 with no product in FP8, so that the optimizer alone differs; one thread. A seed fixes the
 initial weights and the data. ``sensitivity``: what rounding does to orthogonalised matrices: of the hidden matrices'
 momentum at the end of the run without rounding, how far the result in bf16 is from that of exact arithmetic, in percent
-of its Frobenius norm. Written to results/muon_training-<device>.csv and results/muon_sensitivity-<device>.csv.
+of its Frobenius norm. Written to results/muon_training-<device>.csv, muon_sensitivity and, 50 steps alone, muon_step.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ VARIANTS: dict[str, tuple[str, str, str]] = {  # algorithm, moments, directions
     "Muon, FP8, directions in FP8": ("muon", "fp8", "fp8"),
 }
 MODEL = ModelConfig(width=64, layers=2, heads=2, context=64)
-BATCH, STEPS, WINDOWS = 8, 1000, 512
+BATCH, STEPS, TIMED, WINDOWS = 8, 1000, 50, 512
 RATES = {"adamw": 6e-3, "muon": 2e-2}  # the best of four each, of seed 7 after 300 steps without rounding
 PARTS = {"_direction": "momentum", "_orthogonal": "orthogonalisation", "_move": "weights"}
 
 
-def one_run(variant: str, seed: int, steps: int) -> tuple[dict[str, Any], Any]:
-    """Train; a row of results, and the optimizer."""
+def one_run(variant: str, seed: int, steps: int) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """Train; a row of results, one of times, and the optimizer."""
     algorithm, moments, directions = VARIANTS[variant]
     options = OptimizerConfig(steps=steps, lr=RATES[algorithm])
     model, batches = build_model(MODEL, "bf16", seed), Batches(load_corpus(None), MODEL.context, BATCH, seed)
@@ -68,7 +68,8 @@ def one_run(variant: str, seed: int, steps: int) -> tuple[dict[str, Any], Any]:
     state = [value for of in optimizer.state.values() for name, value in of.items() if name != "step"]
     row = {"seed": seed, "variant": variant, "val_loss": f"{loss:.5f}"}
     row["state_bytes_a_parameter"] = f"{bytes_of(state) / MODEL.parameters:.2f}"
-    return row | {f"ms_{part}": f"{1e3 * seconds[part] / steps:.2f}" for part in ("step", *PARTS.values())}, optimizer
+    times = {f"ms_{part}": f"{1e3 * seconds[part] / steps:.2f}" for part in ("step", *PARTS.values())}
+    return row, {"variant": variant, **times}, optimizer
 
 
 def loss_of(model: GPT, windows: tuple[Tensor, Tensor]) -> Tensor:
@@ -136,30 +137,34 @@ def main(arguments: list[str]) -> int:
     rows, errors = [], []
     for seed in options.seeds:
         for variant in VARIANTS:
-            row, optimizer = one_run(variant, seed, options.steps)
+            row, _, optimizer = one_run(variant, seed, options.steps)
             rows.append(row)
             print(row, flush=True)
             if variant == "Muon, float32" and seed == options.seeds[0]:
                 errors = sensitivity(optimizer)
-    print(table(rows))
-    print(table(errors))
-    if not options.no_write:
-        print(f"written to {write_results('muon_training', rows)}, {write_results('muon_sensitivity', errors)}")
+    times = [one_run(variant, 0, TIMED)[1] for variant in VARIANTS]
+    for name, found in {"muon_training": rows, "muon_sensitivity": errors, "muon_step": times}.items():
+        print(table(found))
+        if not options.no_write and found:
+            print(f"written to {write_results(name, found)}")
     return 0
 
 
 def losses_table() -> str:
     """Final validation losses, bytes of state and times by variant."""
     found, cells = read("muon_training"), []
+    times = {row["variant"]: row for row in read("muon_step")}
     seeds = list(dict.fromkeys(row["seed"] for row in found))
     exact = [float(row["val_loss"]) for row in found if row["variant"] == "Muon, float32"]
     for variant in VARIANTS:
         own = [row for row in found if row["variant"] == variant]
         gap = statistics.fmean(100 * (float(row["val_loss"]) / of - 1) for row, of in zip(own, exact, strict=True))
-        parts = [statistics.fmean(float(row[f"ms_{part}"]) for row in own) for part in ("step", *PARTS.values())]
-        times = f"{parts[0]:.1f}" + f" ({', '.join(f'{part:.1f}' for part in parts[1:])})" * (variant != BASELINE)
+        whole, *parts = (float(times[variant][f"ms_{part}"]) for part in ("step", *PARTS.values()))
+        of_parts = f" ({', '.join(f'{part:.1f}' for part in parts)})" * (variant != BASELINE)
         losses = [f"{float(row['val_loss']):.4f}" for row in own]
-        cells.append([variant, *losses, f"{signed(gap)} %", own[0]["state_bytes_a_parameter"], times])
+        cells.append(
+            [variant, *losses, f"{signed(gap)} %", own[0]["state_bytes_a_parameter"], f"{whole:.1f}{of_parts}"]
+        )
     header = ["", *(f"seed {seed}" for seed in seeds), "of Muon in float32", "bytes of state a parameter", "ms a step"]
     return markdown(header, cells)
 
