@@ -247,6 +247,12 @@ def reduce_warp(threads: Threads, name: str, *given: Any) -> np.ndarray:
     return np.repeat(REDUCTIONS[name](values[_warps(threads, members)]), 32)
 
 
+@instruction("bar.warp.sync", "- u32")
+def meet_in_warp(threads: Threads, members: np.ndarray) -> None:
+    """A barrier of a warp's lanes, which run together: all are there."""
+    _warps(threads, members)
+
+
 @instruction("elect.sync", "u32|pred u32")
 def elect(threads: Threads, members: np.ndarray) -> np.ndarray:
     """The lowest lane."""

@@ -56,6 +56,7 @@ def test_reductions_of_floats_pass_over_nan() -> None:
         "redux.sync.add.s32 %r1, %t",
         "vote.sync.ballot.b32 %r1, %p1",
         "elect.sync %r1|%p2",
+        "bar.warp.sync",
         "shfl.sync.up.b32 %r1, %t, 1, 0",
     ],
 )
