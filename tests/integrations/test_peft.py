@@ -175,14 +175,6 @@ def test_the_base_takes_one_byte_a_parameter(size):
 
 
 @pytest.mark.full
-def test_what_an_optimizer_would_begin_with_is_dropped_at_the_first_forward():
-    model = adapted(recipes.blockwise())  # converted while it could still be trained
-    with_rest = memory(model)
-    logits(model)
-    assert memory(model) == with_rest - sum(p.numel() for p in model.parameters() if isinstance(p, StoredWeight))
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_adapters_are_saved_and_loaded_switched_off_and_changed(tmp_path, recipe):
     model = adapted(RECIPES[recipe])
@@ -245,7 +237,8 @@ def test_merged_in_the_weights_own_dtype(recipe):
 def test_what_cannot_be_merged_is_refused():
     model = adapted(recipes.blockwise())
     before = logits(model)
-    with pytest.raises(UnsupportedOpError, match=r"safe_merge=True after octavo\.restore\(model\)"):
+    merged = pytest.warns(UserWarning, match="an adapter is merged")
+    with merged, pytest.raises(UnsupportedOpError, match=r"safe_merge=True after octavo\.restore\(model\)"):
         model.merge_and_unload(safe_merge=True)
     assert torch.equal(logits(model), before)
     with pytest.warns(UserWarning, match="an adapter is merged"):
@@ -257,7 +250,7 @@ def test_what_cannot_be_merged_is_refused():
 @pytest.mark.full
 @pytest.mark.parametrize("after", [False, True], ids=["convert first", "get_peft_model first"])
 def test_dora_is_refused_over_fp8_weights(after):
-    with pytest.raises(UnsupportedOpError, match=r"adapters that compute with it \(DoRA\) need.*weight_storage=None"):
+    with pytest.raises(UnsupportedOpError, match=r"adapters like DoRA\) need.*weight_storage=None"):
         train(adapted(recipes.blockwise(), after=after, use_dora=True))
     train(adapted(recipes.blockwise(), storage=None, use_dora=True))
 
