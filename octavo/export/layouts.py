@@ -68,9 +68,8 @@ def places_in(model: nn.Module, key: str, shape: torch.Size) -> dict[str, tuple[
     found = {}
     for name, indices in named.items():
         first = int(indices.flatten()[0])
-        if indices.ndim != 2 or not torch.equal(
-            indices.flatten(), torch.arange(first, first + len(indices), device="cpu")
-        ):
+        expected = torch.arange(first, first + len(indices), device="cpu")
+        if indices.ndim != 2 or not torch.equal(indices.flatten(), expected):
             return {}
         found[name] = first // rows, slice(first % rows, first % rows + len(indices))
     return found
@@ -194,12 +193,8 @@ def entries(model: nn.Module, layout: str) -> tuple[list[Entry], Layers, list[st
         except ValueError as error:
             raise ExportError(f"{entry.key}: {error}; keep it in high precision by an octavo.RecipeMap") from error
     if renaming is not None:
-        likes = (
-            written_names(
-                renaming, f"{name}.weight".removeprefix("."), torch.empty(0, dtype=torch.float32, device="cpu")
-            )
-            for name in skipped
-        )
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+        likes = (written_names(renaming, f"{name}.weight".removeprefix("."), nothing) for name in skipped)
         skipped = [next(iter(like)).removesuffix(".weight") for like in likes]
     return found, layers, skipped
 

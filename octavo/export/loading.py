@@ -438,11 +438,8 @@ def _experts_as_stored(
     target: Tensor, own: StoredWeight, stored: _Stored, reader: OpenFile, place: torch.device
 ) -> tuple[StoredWeight, bool]:
     """``_as_stored`` for experts whose matrices are tensors: codes stay as they are if all scales fit the target's."""
-    experts, scales, kept = (
-        own_slices(target.shape, target)[0],
-        torch.zeros(_scale_shape(target, own), dtype=torch.float32, device="cpu"),
-        True,
-    )
+    experts, kept = own_slices(target.shape, target)[0], True
+    scales = torch.zeros(_scale_shape(target, own), dtype=torch.float32, device="cpu")
     height, ours = own.granularity.of_matrices(target.shape).tile[0], []
     for (expert, rows), matrix in stored.matrices:
         pair = _scales_of(matrix, reader)
@@ -456,14 +453,10 @@ def _experts_as_stored(
             scales[expert, at] = pair[0]  # type: ignore[index]
     kept = kept and own.may_have(scales)
     values = torch.empty(own.shape, dtype=own.qdata.dtype if kept else torch.float32, device=place)
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")  # no shard: the matrix is read whole
     for expert, rows, matrix, pair in ours:
-        values[expert, rows] = _read_values(
-            matrix,
-            reader,
-            own_slices(matrix.shape, torch.empty(0, dtype=torch.float32, device="cpu")),
-            place,
-            None if kept else pair,
-        )
+        part = own_slices(matrix.shape, nothing)
+        values[expert, rows] = _read_values(matrix, reader, part, place, None if kept else pair)
     if kept:
         scales = scales[experts].to(place, own.scale_inv.dtype)
         return StoredWeight(values, scales, target.dtype, own.granularity, own is not target), False

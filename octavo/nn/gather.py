@@ -106,10 +106,9 @@ class Gather:
     def forget(self) -> None:
         """Drop codes and scales that were cast by another recipe, or from another parameter."""
         self.codes: Tensor | None = None  # uint8 [rows on each rank, K]: what the shard was cast into
-        self.scale = self.amax = torch.empty(
-            0, dtype=torch.float32, device="cpu"
-        )  # of the whole weight, [1] and [1, 1], if it is cast per tensor
-        self.scale_inv = torch.empty(0, dtype=torch.float32, device="cpu")  # [1, 1], or of the shard's blocks
+        none = torch.empty(0, dtype=torch.float32, device="cpu")
+        self.scale = self.amax = none  # of the whole weight, [1] and [1, 1], if it is cast per tensor
+        self.scale_inv = none  # [1, 1], or of the shard's blocks
         self.shard_cast: ShardCast | None = None  # where it is cast with no other weight
         self.cast_alone: tuple[list[Tensor], list[Tensor]] = [], []  # what that gave
         self._way: Way | None = None

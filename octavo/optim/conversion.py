@@ -102,9 +102,8 @@ def blank(weight: Tensor, storage: WeightStorage, device: Any = None) -> Tensor:
     if storage is None:
         return torch.zeros(shard.shape, dtype=weight.dtype, device=device)
     codes = torch.zeros(shard.shape, dtype=E4M3.dtype, device=device)
-    scale_inv = torch.ones(
-        storage.of_matrices(shard.shape).scale_shape(shard.shape), device=device, dtype=torch.float32
-    )
+    shape = storage.of_matrices(shard.shape).scale_shape(shard.shape)
+    scale_inv = torch.ones(shape, device=device, dtype=torch.float32)
     return StoredWeight(codes, scale_inv, weight.dtype, storage, is_shard=shard is not weight)
 
 

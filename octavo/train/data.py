@@ -39,11 +39,8 @@ class Corpus:
     @classmethod
     def of(cls, text: bytes | bytearray, description: str) -> Corpus:
         """The Corpus of a text."""
-        whole = (
-            torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            if text
-            else torch.empty(0, dtype=torch.uint8, device="cpu")
-        )
+        none = torch.empty(0, dtype=torch.uint8, device="cpu")
+        whole = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else none
         split = len(text) - int(len(text) * VALIDATION_SHARE)
         return cls(whole[:split], whole[split:], description, hashlib.sha256(text).hexdigest())
 

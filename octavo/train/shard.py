@@ -136,9 +136,8 @@ def _mesh_of(config: TrainConfig, ranks: Ranks, device_type: str) -> Any:
         return DeviceMesh.from_group(ranks.group, device_type, mesh_dim_names=("data",))
     if ranks.size != dist.get_world_size():
         raise TrainError("tensor_parallel takes all ranks that were started: give no group of some of them")
-    return DeviceMesh(
-        device_type, torch.arange(ranks.size, device="cpu").view(-1, sharing), mesh_dim_names=("data", "tensor")
-    )
+    numbers = torch.arange(ranks.size, device="cpu").view(-1, sharing)
+    return DeviceMesh(device_type, numbers, mesh_dim_names=("data", "tensor"))
 
 
 def _parallelize(model: GPT, mesh: Any) -> None:

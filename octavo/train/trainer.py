@@ -250,11 +250,8 @@ class Trainer:
         if self.schedule is not None:
             self.schedule.step(inputs.numel() * self.data.size)
         if self.in_backward is not None:
-            norm = (
-                self.in_backward.last_norm
-                if self.in_backward.last_norm is not None
-                else torch.zeros((), dtype=torch.float32, device="cpu")
-            )
+            norm = self.in_backward.last_norm
+            norm = torch.zeros((), dtype=torch.float32, device="cpu") if norm is None else norm
         return self.data.mean(total), whole(norm), lr
 
     @torch.no_grad()
