@@ -258,3 +258,17 @@ def test_how_far_later_tokens_move_earlier_outputs():
         assert 0.03 < (found - expected).norm() / expected.norm() < 0.09
         with octavo.using(model, recipes.rowwise()):
             assert torch.equal(model(later)[:32], model(x)[:32])
+
+
+def test_what_is_no_recipe_is_told_what_to_write():
+    written = {
+        "mx": "recipes.mx()",
+        recipes.mx: "recipes.mx()",
+        "fast": "recipes.default()",
+        "load": "recipes.default()",
+    }
+    for value, instead in written.items():
+        with pytest.raises(TypeError, match=rf"is no octavo\.Recipe; try octavo\.{re.escape(instead)}"):
+            octavo.convert(torch.nn.Linear(512, 512), value)
+    with pytest.raises(TypeError, match=r"try octavo\.RecipeMap\(octavo\.recipes\.default\(\), rules\)"):
+        octavo.convert(torch.nn.Linear(512, 512), {"head": None})

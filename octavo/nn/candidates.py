@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -151,14 +151,18 @@ def why_left_alone(module: nn.Module) -> str | None:
     return None
 
 
-def why_not(module: nn.Module) -> str | None:
-    """Why convert with its default select leaves a module alone; None where it doesn't."""
+def why_not(module: nn.Module, taken: Sequence[nn.Module] = ()) -> str | None:
+    """Why convert with its default select leaves a module alone; None where it doesn't.
+
+    ``taken``: the model's converted layers. Where a small one is among them, the caller's select has decided.
+    """
     if fp8_class(module) is not None or keys_of(module):
-        if (why := why_left_alone(module)) is not None:
+        if (why := why_left_alone(module)) is not None and not (taken and why == SHARDED):
             return why
+        if large_enough(module, "") or not all(large_enough(layer, "") for layer in taken):
+            return why and "not selected, or sharded before octavo.convert"
         shape = " x ".join(map(str, features(module) if keys_of(module) else shape_of(module)))
-        small = f"{shape} features; the default select converts from {MIN_FEATURES} on"
-        return None if large_enough(module, "") else small
+        return f"{shape} features; the default select converts from {MIN_FEATURES} on"
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "a MultiheadAttention reads its weight without calling it"
     if isinstance(module, nn.Linear):

@@ -43,7 +43,7 @@ from octavo.nn.weight import (
     weight_of,
     why_not_stored,
 )
-from octavo.recipes import default, high_precision
+from octavo.recipes import default, high_precision, no_recipe
 from octavo.scaling.delayed import ASIDE, LOADED, STATE, state_of
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
@@ -443,7 +443,7 @@ def _check(model: nn.Module, recipe: Recipe | RecipeMap) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
     if not isinstance(recipe, Recipe | RecipeMap):
-        raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.default()")
+        raise no_recipe(recipe)
     names = [name for name, _ in model.named_modules()]
     for name, module in model.named_modules():
         names += itertools.chain.from_iterable(recipe_names(name, *part) for part in keys_of(module).items())

@@ -21,8 +21,13 @@ def product_dtype(input: Tensor, weight_NK: Tensor) -> torch.dtype:
 
     Raises:
         TypeError: for another dtype than the weight's outside of autocast.
-        ValueError: for a last dimension other than K.
+        ValueError: for a last dimension other than K, and for a weight on the meta device.
     """
+    if weight_NK.is_meta and not input.is_meta:
+        raise ValueError(
+            "the weight is on the meta device and has no values: call model.to_empty(device=...), then load or "
+            "initialise its parameters"
+        )
     device_type = input.device.type
     autocast = not input.is_meta and torch.is_autocast_enabled(device_type)
     if not autocast and input.dtype != weight_NK.dtype:

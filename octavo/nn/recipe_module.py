@@ -34,6 +34,7 @@ from octavo.nn.weight import (
 from octavo.nn.weight_files import load_stored, save_plain
 from octavo.nn.where import warn_once_if_slower
 from octavo.private import parameter_registration_hooks
+from octavo.recipes import no_recipe
 from octavo.scaling.delayed import (
     ASIDE,
     LOADED,
@@ -69,7 +70,7 @@ class RecipeModule(nn.Module):
             ValueError: for one that can't read the weight as it is stored.
         """
         if not isinstance(recipe, Recipe):
-            raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.recipes.default()")
+            raise no_recipe(recipe)
         check_recipe(recipe, weight_of(self))
         device = device_of(self)
         self.__dict__["recipe"] = recipe

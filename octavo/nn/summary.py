@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,6 +170,7 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
     rows: list[ModuleSummary] = []
     flops, called = forward_flops(model, args, kwargs) if args or kwargs else (None, None)
     past = past_reads(model)
+    taken = [m for m in model.modules() if isinstance(m, RecipeModule) and isinstance(m, nn.Linear)]
     computed: set[int] = set()  # ids of what computes a linear layer's weight, which is one matrix all the same
     for name, module in model.named_modules():
         if id(module) in computed or isinstance(module, ExpertsPart | Split):  # whose matrix is another module's
@@ -190,7 +191,7 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
             if reads is not None and not (reads.called and recipe is None):
                 reason = _past(reads, None if called is None else name in called)
             else:
-                reason = "" if recipe is not None else _reason(module, key)
+                reason = "" if recipe is not None else _reason(module, key, taken)
             gathered = _gathered(reader) if key == "weight" or key in parts else ""
             rows.append(ModuleSummary(label, class_of(module).__name__, shape, recipe, reason, gathered))
     saved = _saved(model, args, kwargs) if flops is not None else None
@@ -226,10 +227,10 @@ def _gathered(module: nn.Module) -> str:
     return f"{found.kind} ({found.why})" if found.why else found.kind
 
 
-def _reason(module: nn.Module, parameter: str) -> str:
+def _reason(module: nn.Module, parameter: str, taken: Sequence[nn.Module]) -> str:
     if parameter in expert_weights(module):
         return "a 3-D parameter (expert weights) is not a linear layer"
-    return why_not(module) or "not selected"
+    return why_not(module, taken) or "not selected"
 
 
 # How many floating-point operations of a forward pass are in FP8, counted by torch's FlopCounterMode.

@@ -20,6 +20,7 @@ from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import Common, change, check_change, common_scales
 from octavo.optim.gradients import refuse_ddp
 from octavo.optim.state import Settings
+from octavo.recipes import no_recipe
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.tensor.fsdp2 import on_this_rank, take_shards
@@ -66,7 +67,7 @@ class Phase:
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, Recipe | RecipeMap):
-            raise TypeError(f"Phase: recipe={self.recipe!r} is no octavo.Recipe; try octavo.recipes.default()")
+            raise no_recipe(self.recipe)
         if self.weight_storage not in ("fp8", None, SAME):
             raise ValueError(f"Phase: weight_storage={self.weight_storage!r}: use 'fp8', None or 'same'")
         given = [name for name in TRIGGERS if getattr(self, name) is not None]

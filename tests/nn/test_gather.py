@@ -81,8 +81,10 @@ def test_what_was_sharded_before_conversion_is_left_alone(mesh):
         model = to_fp8(nn.Sequential(plain, nn.Linear(8, 8)), recipes.dynamic())
     first, second = octavo.summary(model).modules
     assert first.kind == second.kind == "Linear"
-    assert first.reason == "it is sharded already: call octavo.convert before fully_shard"
+    assert first.reason == "not selected, or sharded before octavo.convert"
     assert second.recipe is not None
+    model = fully_shard(nn.Sequential(octavo.convert(nn.Linear(512, 512)), fully_shard(nn.Linear(512, 8), mesh=mesh)))
+    assert octavo.summary(model).left_alone[0].reason.startswith("8 x 512 features; the default select")
 
 
 def test_a_layer_sharded_itself_is_restored_to_high_precision(mesh):

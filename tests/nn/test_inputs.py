@@ -17,6 +17,8 @@ def test_the_dtype_of_a_product(dtype):
     for shape in ((), (2, 7)):
         with pytest.raises(ValueError, match=r"needs in_features=8 last"):
             product_dtype(torch.ones(shape, dtype=dtype), weight)
+    with pytest.raises(ValueError, match=r"on the meta device .* call model\.to_empty"):
+        product_dtype(torch.ones(2, 8, dtype=dtype), weight.to("meta"))
 
 
 def test_refusals():

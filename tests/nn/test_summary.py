@@ -94,6 +94,8 @@ def test_the_default_select_is_named():
         "not selected",
         "4 x 512 features; the default select converts from 512 on",
     ]
+    by_own_select = nn.ModuleList([octavo.nn.Linear(8, 8), small])
+    assert octavo.summary(by_own_select).left_alone[0].reason == "not selected"
 
 
 def test_a_root_and_nothing_at_all():
