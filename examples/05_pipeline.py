@@ -47,7 +47,7 @@ def train() -> None:
         n_microbatches=MICRO_BATCHES,
         loss_fn=nn.functional.mse_loss,
     )
-    optimizer = octavo.optim.AdamW(stage.parameters(), lr=3e-3)  # of this stage's weights
+    optimizer = octavo.optim.AdamW(stage.parameters(), lr=1e-3)  # of this stage's weights
 
     for step in range(10):
         generator = torch.Generator().manual_seed(step * 2 + shard)  # stages of one shard see one batch

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import octavo
 
@@ -61,6 +63,19 @@ def test_each_extra_is_described() -> None:
     page = (ROOT / "docs" / "start" / "install.md").read_text(encoding="utf-8")
     described = set(re.findall(r"^\| `octavo\[(\w+)\]` \|", page, re.MULTILINE))
     assert described == set(PROJECT["optional-dependencies"]) - {"dev", "docs"}
+
+
+def test_the_lock_has_a_hashed_release_for_each_development_requirement() -> None:
+    text = (ROOT / "locked.txt").read_text(encoding="utf-8")
+    hashes = r"(?: \\\n    --hash=sha256:[0-9a-f]{64})+$"
+    locked = re.findall(rf"^([a-z][a-z0-9-]+)==([^ ;]+)(?: ; [^\\\n]+)?{hashes}", text, re.MULTILINE)
+    assert len(locked) == len(re.findall(r"^\w", text, re.MULTILINE))
+    asked = [Requirement(line) for lines in PROJECT["optional-dependencies"].values() for line in lines]
+    for requirement in asked:
+        if requirement.name not in ("octavo", "triton"):
+            found = [version for name, version in locked if name == canonicalize_name(requirement.name)]
+            assert any(map(requirement.specifier.contains, found)), f"{requirement}: run ./dev lock"
+    assert not [name for name, _ in locked if name in ("torch", "triton") or name.startswith(("nvidia", "cuda"))]
 
 
 @pytest.fixture(scope="module")
