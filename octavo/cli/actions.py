@@ -353,6 +353,7 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     inputs = command.tokens_of(options.tokens, context)
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e9
     head = f"{size:.3g} B parameters, {len(inputs[0]) * (options.gpus or 1)} sequences of {context} tokens"
+    head += f", by {state.algorithm}" * (state != StateConfig())
     if options.gpus is not None:
         if state.moments != "fp32" or state.master != "auto":
             raise PlanError("--moments and --master are for a step on one device; with --gpus it says what FP8 brings")
@@ -365,7 +366,7 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     optimizer: Any = torch.optim.AdamW
     if state != StateConfig():
         optimizer = command.optimizer_of(model, state.algorithm, state.moments, or_none(state.master))
-        head += f", by {state.algorithm}, moments {state.moments}, master {state.master}"
+        head += f", moments {state.moments}, master {state.master}"
     kept = {"optimizer": optimizer, "work": work_of(model, inputs), "fuse": options.fuse}
     recipes = [None, *(make() for make in command.RECIPES.values())]
     found = [estimate(model, inputs, recipe, rates, **kept) for recipe in recipes]

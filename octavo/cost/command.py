@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from octavo import recipes
 from octavo.cost.estimate import Estimate, LayerTime, LinearWork, Work, blocks_of, estimate, on_meta, work_of
-from octavo.cost.mesh import RANKS, Hardware, MeshLayout, Precision, Shapes, Stage, Weight
+from octavo.cost.mesh import BF16, RANKS, Hardware, MeshLayout, Precision, Shapes, Stage, Weight
 from octavo.cost.rates import FORMS, HIGH_PRECISION, PlanError, Rates
 from octavo.nn.saved import KINDS
 from octavo.optim import AdamW, Muon
@@ -403,7 +403,8 @@ class MeshPlan(NamedTuple):
 def flags(stage: Stage) -> str:
     """The command's, for a step."""
     now = stage.layout
-    return f"--mesh {now} --micro-batches {now.micro_batches} --recompute {now.recomputed:g}"
+    in_fp8 = " --checkpoint-in-fp8" * (stage.precision.regions < BF16)
+    return f"--mesh {now} --micro-batches {now.micro_batches} --recompute {now.recomputed:g}{in_fp8}"
 
 
 def mesh_of(text: str, gpus: int) -> dict[str, int]:
