@@ -1,15 +1,22 @@
 """Muon with its momentum in FP8, beside AdamW and float32: losses, bytes, the time of a step by part.
 
-A byte-level GPT in float32 with no product in FP8, so that the optimizer alone differs; one thread. A seed fixes the
-initial weights and the data. ``sensitivity``: what rounding does to orthogonalised matrices: of the hidden matrices'
-momentum at the end of the run without rounding, how far the result in bf16 is from that of exact arithmetic, in percent
-of its Frobenius norm. Written to results/muon_training-<device>.csv, muon_sensitivity and, 50 steps alone, muon_step.
+Byte-level GPTs of two sizes in float32 with no product in FP8, so that the optimizer alone differs; one thread. A seed
+fixes the initial weights and the data. A row is added as its run ends, and a run that has one is left out: the same
+command goes on. Muon of the larger model multiplies bf16 values in float32 and rounds to bf16, which gives torch's
+products but for the order of sums: on a CPU without bf16 those take 12 times as long. bitsandbytes (committed rows:
+0.50.2) has no Muon, and its AdamW in 8 bits runs on a CPU.
+
+``sensitivity``: what rounding does to orthogonalised matrices: of the hidden matrices' momentum at the end of the run
+without rounding, how far the result in bf16 is from that of exact arithmetic, in percent of its Frobenius norm. Written
+to results/muon_training-<device>.csv, muon_sensitivity and, 50 steps alone, muon_step.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
+import itertools
 import statistics
 import time
 from collections import defaultdict
@@ -20,35 +27,52 @@ import torch
 from torch import Tensor
 
 import octavo
-from benchmarks.common.measure import table, write_results
+from benchmarks.common.measure import provenance, table, write_results
 from benchmarks.common.pages import markdown, read, signed
+from benchmarks.training.quality import results_path, rows_of
+from benchmarks.training.quality_experiments import SIZES
+from octavo.optim import muon
 from octavo.optim.state import bytes_of
+from octavo.private import orthogonalize
 from octavo.train import Batches, ModelConfig, OptimizerConfig, StateConfig, load_corpus
 from octavo.train.model import GPT, next_byte_loss
 from octavo.train.trainer import build_model, build_optimizer, learning_rate
 
-TAKES = "20 minutes"
+TAKES = "4 hours"
 MEASURES = ("octavo/optim", "octavo/kernels/reference/optimizer_step.py", "octavo/kernels/reference/optimizer_state.py")
 
-BASELINE = "AdamW, float32"
+BASELINE, EXACT, EIGHT_BITS = "AdamW, float32", "Muon, float32", "AdamW in 8 bits, bitsandbytes"
 VARIANTS: dict[str, tuple[str, str, str]] = {  # algorithm, moments, directions
     BASELINE: ("adamw", "fp32", ""),
-    "Muon, float32": ("muon", "fp32", "bf16"),
+    EXACT: ("muon", "fp32", "bf16"),
     "Muon, FP8": ("muon", "fp8", "bf16"),
     "Muon, FP8, directions in FP8": ("muon", "fp8", "fp8"),
+    EIGHT_BITS: ("bitsandbytes", "", ""),
 }
-MODEL = ModelConfig(width=64, layers=2, heads=2, context=64)
+SMALL, LARGE = "0.14M", "2.5M"
+MODELS = {SMALL: ModelConfig(width=64, layers=2, heads=2, context=64), LARGE: SIZES[LARGE]}
 BATCH, STEPS, TIMED, WINDOWS = 8, 1000, 50, 512
-RATES = {"adamw": 6e-3, "muon": 2e-2}  # the best of four each, of seed 7 after 300 steps without rounding
+RATES = {  # of the small model the best of four each, of seed 7 after 300 steps without rounding; the other has half
+    SMALL: {"adamw": 6e-3, "muon": 2e-2},
+    LARGE: {"adamw": 3e-3, "muon": 1e-2},
+}
 PARTS = {"_direction": "momentum", "_orthogonal": "orthogonalisation", "_move": "weights"}
 
 
-def one_run(variant: str, seed: int, steps: int) -> tuple[dict[str, Any], dict[str, Any], Any]:
+def one_run(
+    size: str, variant: str, seed: int, steps: int, rate: float | None = None
+) -> tuple[dict[str, Any], dict[str, Any], Any]:
     """Train; a row of results, one of times, and the optimizer."""
     algorithm, moments, directions = VARIANTS[variant]
-    options = OptimizerConfig(steps=steps, lr=RATES[algorithm])
-    model, batches = build_model(MODEL, "bf16", seed), Batches(load_corpus(None), MODEL.context, BATCH, seed)
-    optimizer: Any = build_optimizer(model, options, StateConfig(moments, algorithm=algorithm))  # type: ignore[arg-type]
+    config, ours = MODELS[size], algorithm == "muon"
+    options = OptimizerConfig(steps=steps, lr=rate or RATES[size]["muon" if ours else "adamw"])
+    model, batches = build_model(config, "bf16", seed), Batches(load_corpus(None), config.context, BATCH, seed)
+    state = StateConfig(moments, algorithm="muon") if ours else StateConfig()  # type: ignore[arg-type]
+    optimizer: Any = build_optimizer(model, options, state)
+    if variant == EIGHT_BITS:
+        eight_bits = importlib.import_module("bitsandbytes.optim").AdamW8bit
+        optimizer = eight_bits(optimizer.param_groups, options.lr, (options.beta1, options.beta2))
+    muon.orthogonalize = orthogonalize if size == SMALL else in_float32
     seconds = defaultdict[str, float](float)
     if directions:
         optimizer.directions = directions
@@ -66,11 +90,29 @@ def one_run(variant: str, seed: int, steps: int) -> tuple[dict[str, Any], dict[s
     model.eval()
     with torch.no_grad():
         loss = statistics.fmean(float(loss_of(model, windows)) for windows in batches.validation(WINDOWS))
-    state = [value for of in optimizer.state.values() for name, value in of.items() if name != "step"]
-    row = {"seed": seed, "variant": variant, "val_loss": f"{loss:.5f}"}
-    row["state_bytes_a_parameter"] = f"{bytes_of(state) / MODEL.parameters:.2f}"
+    kept = [value for of in optimizer.state.values() for name, value in of.items() if name != "step"]
+    once = {tensor.data_ptr(): tensor for tensor in kept if isinstance(tensor, Tensor)}  # bitsandbytes shares tables
+    row = {"model": size, "steps": steps, "seed": seed, "variant": variant, "val_loss": f"{loss:.5f}"}
+    row["state_bytes_a_parameter"] = f"{bytes_of(once.values()) / config.parameters:.2f}"
     times = {f"ms_{part}": f"{1e3 * seconds[part] / steps:.2f}" for part in ("step", *PARTS.values())}
     return row, {"variant": variant, **times}, optimizer
+
+
+def in_float32(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """torch's orthogonalisation in bf16, whose products are computed in float32 and rounded."""
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    wide = rounded(matrix.mT if is_tall else matrix)
+    wide = rounded(wide / rounded(wide.norm()).clamp(min=eps))
+    for _ in range(steps):
+        square = rounded(wide @ wide.mT)
+        wide = rounded(torch.addmm(wide, rounded(torch.addmm(square, square, square, beta=b, alpha=c)), wide, beta=a))
+    return (wide.mT if is_tall else wide).bfloat16()
+
+
+def rounded(values: Tensor) -> Tensor:
+    """Float32 values as bf16 holds them."""
+    return values.bfloat16().float()
 
 
 def loss_of(model: GPT, windows: tuple[Tensor, Tensor]) -> Tensor:
@@ -139,42 +181,50 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks muon_training", description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--no-write", action="store_true", help="print only")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--rates", type=float, nargs="+", help="print the losses of seed 7 at these rates, and no more")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rows, errors = [], []
-    for seed in options.seeds:
-        for variant in VARIANTS:
-            row, _, optimizer = one_run(variant, seed, options.steps)
-            rows.append(row)
-            print(row, flush=True)
-            if variant == "Muon, float32" and seed == options.seeds[0]:
-                errors = sensitivity(optimizer)
-    times = [one_run(variant, 0, TIMED)[1] for variant in VARIANTS]
-    for name, found in {"muon_training": rows, "muon_sensitivity": errors, "muon_step": times}.items():
-        print(table(found))
-        if not options.no_write and found:
-            print(f"written to {write_results(name, found)}")
+    if options.rates:
+        for size, variant, rate in itertools.product(options.models, options.variants, options.rates):
+            print(rate, one_run(size, variant, 7, options.steps, rate)[0], flush=True)
+        return 0
+    path = results_path("muon_training", None)
+    for size, seed, variant in itertools.product(options.models, options.seeds, options.variants):
+        wanted = {"model": size, "steps": options.steps, "seed": seed, "variant": variant}
+        if any(all(row[name] == str(value) for name, value in wanted.items()) for row in rows_of(path)):
+            continue
+        row, _, optimizer = one_run(size, variant, seed, options.steps)
+        print(row, flush=True)
+        write_results("muon_training", [*rows_of(path), row | provenance()], path, origin={})
+        if (size, variant, seed) == (SMALL, EXACT, 0):
+            write_results("muon_sensitivity", sensitivity(optimizer))
+            exact = [one_run(SMALL, variant, 0, TIMED)[1] for variant in VARIANTS if variant != EIGHT_BITS]
+            print(table(exact), write_results("muon_step", exact))
     return 0
 
 
-def losses_table() -> str:
-    """Final validation losses, bytes of state and times by variant."""
-    found, cells = read("muon_training"), []
-    times = {row["variant"]: row for row in read("muon_step")}
-    seeds = list(dict.fromkeys(row["seed"] for row in found))
-    exact = [float(row["val_loss"]) for row in found if row["variant"] == "Muon, float32"]
-    for variant in VARIANTS:
-        own = [row for row in found if row["variant"] == variant]
-        gap = statistics.fmean(100 * (float(row["val_loss"]) / of - 1) for row, of in zip(own, exact, strict=True))
-        whole, *parts = (float(times[variant][f"ms_{part}"]) for part in ("step", *PARTS.values()))
-        of_parts = f" ({', '.join(f'{part:.1f}' for part in parts)})" * (variant != BASELINE)
-        losses = [f"{float(row['val_loss']):.4f}" for row in own]
-        cells.append(
-            [variant, *losses, f"{signed(gap)} %", own[0]["state_bytes_a_parameter"], f"{whole:.1f}{of_parts}"]
-        )
-    header = ["", *(f"seed {seed}" for seed in seeds), "of Muon in float32", "bytes of state a parameter", "ms a step"]
-    return markdown(header, cells)
+def losses_table(size: str) -> str:
+    """Final validation losses and bytes of state by variant; of the small model times too."""
+    found = [row for row in read("muon_training") if row["model"] == size]
+    losses = {(row["variant"], row["seed"]): float(row["val_loss"]) for row in found}
+    state = {row["variant"]: row["state_bytes_a_parameter"] for row in found}
+    times = {row["variant"]: row for row in read("muon_step")} if size == SMALL else {}
+    seeds, cells = sorted({row["seed"] for row in found}), []
+    for variant in filter(state.__contains__, VARIANTS):
+        both = [seed for seed in seeds if (variant, seed) in losses and (EXACT, seed) in losses]
+        gaps = [100 * (losses[variant, seed] / losses[EXACT, seed] - 1) for seed in both]
+        gap = f"{signed(statistics.fmean(gaps))} %" if gaps else ""
+        each = [f"{losses[variant, seed]:.4f}" if (variant, seed) in losses else "" for seed in seeds]
+        cells.append([variant, *each, gap, state[variant]])
+        if variant in times:
+            whole, *parts = (f"{float(times[variant][f'ms_{part}']):.1f}" for part in ("step", *PARTS.values()))
+            cells[-1].append(f"{whole} ({', '.join(parts)})" if variant != BASELINE else whole)
+        elif times:
+            cells[-1].append("")
+    header = ["", *(f"seed {seed}" for seed in seeds), "of Muon in float32", "bytes of state a parameter"]
+    return markdown([*header, "ms a step"] if times else header, cells)
 
 
 def sensitivity_table() -> str:
@@ -186,4 +236,8 @@ def sensitivity_table() -> str:
     return markdown(["rounded", "mean error", "largest error"], cells)
 
 
-TABLES = {"Muon's losses": losses_table, "Muon's sensitivity": sensitivity_table}
+TABLES = {
+    "Muon's losses": functools.partial(losses_table, SMALL),
+    "Muon's losses, 2.5M": functools.partial(losses_table, LARGE),
+    "Muon's sensitivity": sensitivity_table,
+}

@@ -47,12 +47,14 @@ from octavo.train import (
 from octavo.train.config import (
     BASELINE,
     SECTIONS,
+    StateConfig,
     TrainConfig,
     TrainError,
     build,
     choices,
     config_of,
     load_options,
+    or_none,
 )
 from octavo.train.loop import RECORD, run_in, trained_model
 from octavo_command import INTERRUPTED
@@ -70,13 +72,13 @@ RECIPE = "dynamic"
 COMPARED = (BASELINE, "dynamic", "delayed")
 
 
-def add_options(parser: argparse.ArgumentParser, config: type) -> None:
-    """Add a flag for each field of a dataclass; its help is the field's, with the default.
+def add_options(parser: argparse.ArgumentParser, config: type, names: Sequence[str] = ()) -> None:
+    """Add a flag for each field of a dataclass, or those of these names; its help is the field's, with the default.
 
     Only flags that are given become attributes of the parser's result, so that they override a file's options.
     """
     group = parser.add_argument_group((config.__doc__ or config.__name__).splitlines()[0].rstrip("."))
-    for field in dataclasses.fields(config):
+    for field in (field for field in dataclasses.fields(config) if field.name in names or not names):
         flag, default, text = flag_of(field.name), field.default, field.metadata["help"].replace("%", "%%")
         if default is not None and "(default: " not in text:
             text += f" (default: {'no' if default == '' or default is False else default})"
@@ -335,7 +337,7 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
         flags = ", ".join(sorted(map(flag_of, sizes)))
         raise PlanError(f"{flags}: the model's sizes are those of {options.model}: leave out one or the other")
     with option_errors():
-        config = build(ModelConfig, vars(options))
+        config, state = build(ModelConfig, vars(options)), build(StateConfig, vars(options))
     rates, context = rates_of(options.device), config.context
     if options.model is not None:
         model = command.from_hugging_face(options.model)
@@ -343,19 +345,31 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     else:
         with torch.device("meta"):
             model = GPT(config).bfloat16()
-    if options.gpus is None and (options.mesh or options.micro_batches or options.recompute):
-        raise PlanError("--mesh, --micro-batches and --recompute are for a step on several GPUs: add --gpus")
+    if options.gpus is None and any(
+        (options.mesh, options.micro_batches, options.recompute, options.checkpoint_in_fp8)
+    ):
+        flags = "--mesh, --micro-batches, --recompute and --checkpoint-in-fp8"
+        raise PlanError(f"{flags} are for a step on several GPUs: add --gpus")
     inputs = command.tokens_of(options.tokens, context)
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e9
     head = f"{size:.3g} B parameters, {len(inputs[0]) * (options.gpus or 1)} sequences of {context} tokens"
+    head += f", by {state.algorithm}" * (state != StateConfig())
     if options.gpus is not None:
-        asked = {name: getattr(options, name) for name in ("gpus", "mesh", "micro_batches", "recompute", "fuse")}
+        if state.moments != "fp32" or state.master != "auto":
+            raise PlanError("--moments and --master are for a step on one device; with --gpus it says what FP8 brings")
+        names = ("gpus", "mesh", "micro_batches", "recompute", "fuse", "checkpoint_in_fp8")
+        asked = {name: getattr(options, name) for name in names} | {"algorithm": state.algorithm}
         asked |= {"context": context, "sequences": len(inputs[0]) * options.gpus}
         steps = command.plan(model, rates, **asked)
         print(steps.json() if options.json else f"{head}\n{steps.text()}")
         return 0
-    work, recipes = work_of(model, inputs), [None, *(make() for make in command.RECIPES.values())]
-    found = [estimate(model, inputs, recipe, rates, work=work, fuse=options.fuse) for recipe in recipes]
+    optimizer: Any = torch.optim.AdamW
+    if state != StateConfig():
+        optimizer = command.optimizer_of(model, state.algorithm, state.moments, or_none(state.master))
+        head += f", moments {state.moments}, master {state.master}"
+    kept = {"optimizer": optimizer, "work": work_of(model, inputs), "fuse": options.fuse}
+    recipes = [None, *(make() for make in command.RECIPES.values())]
+    found = [estimate(model, inputs, recipe, rates, **kept) for recipe in recipes]
     if options.json:
         print(json.dumps([dataclasses.asdict(each) for each in found]))
     else:

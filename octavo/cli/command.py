@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import octavo
 from octavo.cli import actions
 from octavo.cli.actions import add_options, signals_to
-from octavo.train.config import RECIPES, SECTIONS, UNCONVERTED, ModelConfig
+from octavo.train.config import RECIPES, SECTIONS, UNCONVERTED, ModelConfig, StateConfig
 from octavo_command import COMMANDS, FAULT, fault, interrupted
 from octavo_command import parser as top_parser
 
@@ -106,8 +106,11 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batches", type=int, metavar="N", help=help)
     help = "share of layers whose activations are checkpointed on a mesh, 0 to 1 (default: 0)"
     parser.add_argument("--recompute", type=float, default=0.0, metavar="SHARE", help=help)
+    help = "these layers keep their input as octavo.checkpoint_in_fp8 does"
+    parser.add_argument("--checkpoint-in-fp8", action="store_true", help=help)
     parser.add_argument("--json", action="store_true", help="print JSON: seconds and bytes")
     add_options(parser, ModelConfig)
+    add_options(parser, StateConfig, ("algorithm", "moments", "master"))
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
@@ -161,6 +164,7 @@ _COMMANDS: dict[str, tuple[Callable[..., int], Callable[[argparse.ArgumentParser
         (
             "octavo plan path/to/config.json --tokens 16384 --context 8192 --device H100",
             "octavo plan --width 4096 --layers 32 --heads 32 --context 4096 --device B200",
+            "octavo plan path/to/config.json --device H100 --algorithm muon --moments fp8 --master split24",
             "octavo plan path/to/config.json --device H100 --gpus 64 --mesh fsdp=8,tensor=8",
         ),
     ),

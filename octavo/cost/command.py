@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from octavo import recipes
 from octavo.cost.estimate import Estimate, LayerTime, LinearWork, Work, blocks_of, estimate, on_meta, work_of
-from octavo.cost.mesh import RANKS, Hardware, MeshLayout, Precision, Shapes, Stage, Weight
+from octavo.cost.mesh import BF16, RANKS, Hardware, MeshLayout, Precision, Shapes, Stage, Weight
 from octavo.cost.rates import FORMS, HIGH_PRECISION, PlanError, Rates
 from octavo.nn.saved import KINDS
+from octavo.optim import AdamW, Muon
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe
 
@@ -173,6 +176,26 @@ def context_of(model: nn.Module) -> int:
     return int(found)
 
 
+def optimizer_of(
+    model: nn.Module, algorithm: str, moments: str, master: str | None
+) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    """What makes the optimizer that these options of `octavo train` mean; Muon has the matrices of the blocks."""
+    kept: Any = {"moments": moments, "master": master}
+    if algorithm == "adamw":
+        return functools.partial(AdamW, **kept)
+    if (blocks := blocks_of(model)) is None:
+        raise PlanError("--algorithm muon: the model has no list of blocks, whose matrices Muon would have")
+    others = {param.shape for name, param in model.named_parameters() if not name.startswith(f"{blocks}.")}
+
+    def made(params: Iterable[nn.Parameter]) -> Optimizer:
+        groups: dict[str, list[nn.Parameter]] = {"muon": [], "adamw": []}
+        for param in params:
+            groups["muon" if param.ndim in (2, 3) and param.shape not in others else "adamw"].append(param)
+        return Muon([{"params": some, "algorithm": name} for name, some in groups.items()], **kept)
+
+    return made
+
+
 def tokens_of(tokens: int | None, context: int) -> tuple[Tensor]:
     """A step's input, [sequences, context], without memory; by default of 16,384 tokens, but at least one sequence."""
     wanted = TOKENS[-1] if tokens is None else tokens
@@ -250,6 +273,11 @@ def order(stage: Stage) -> tuple[bool, float]:
     return stage.fits, stage.step.tflops if stage.fits else -stage.size
 
 
+def in_pairs(width: int) -> float:
+    """Bytes of an element of what octavo.checkpoint_in_fp8 keeps: a code, and its share of a row's scale."""
+    return 1 + 4 / width
+
+
 def changed(stage: Stage, precision: Mapping[str, Any] | None = None, **layout: Any) -> Iterator[Stage]:
     """The step otherwise, if the model divides so."""
     with contextlib.suppress(PlanError, ZeroDivisionError):
@@ -276,7 +304,7 @@ def better(stage: Stage) -> list[tuple[str, Stage]]:
     made = {
         "checkpoint activations (--recompute 1)": changed(stage, recomputed=1.0),
         "keep activations (--recompute 0)": changed(stage, recomputed=0.0),
-        "octavo.checkpoint_in_fp8 in the place of torch's": changed(stage, {"regions": 1 + 4 / stage.whole.width}),
+        "octavo.checkpoint_in_fp8 in the place of torch's": changed(stage, {"regions": in_pairs(stage.whole.width)}),
         f"micro-batches of {2 * now.batch} sequences": changed(stage, batch=2 * now.batch),
         f"micro-batches of {now.batch // 2} sequences": changed(stage, batch=now.batch // 2),
         "twice as many tokens a step": changed(stage, sequences=2 * now.sequences),
@@ -375,7 +403,8 @@ class MeshPlan(NamedTuple):
 def flags(stage: Stage) -> str:
     """The command's, for a step."""
     now = stage.layout
-    return f"--mesh {now} --micro-batches {now.micro_batches} --recompute {now.recomputed:g}"
+    in_fp8 = " --checkpoint-in-fp8" * (stage.precision.regions < BF16)
+    return f"--mesh {now} --micro-batches {now.micro_batches} --recompute {now.recomputed:g}{in_fp8}"
 
 
 def mesh_of(text: str, gpus: int) -> dict[str, int]:
@@ -400,7 +429,8 @@ def mesh_of(text: str, gpus: int) -> dict[str, int]:
 def plan(model: nn.Module, rates: Rates, **asked: Any) -> MeshPlan:
     """A step in each recipe, eager and compiled, on the given mesh or on the fastest that fits.
 
-    ``asked``: gpus, mesh (text or None), sequences of a step, context (their tokens), micro_batches, recompute, fuse.
+    ``asked``: gpus, mesh (text or None), sequences of a step, context (their tokens), micro_batches, recompute, fuse,
+    checkpoint_in_fp8, algorithm.
     """
     gpus, sequences, context, mesh = (asked[name] for name in ("gpus", "sequences", "context", "mesh"))
     if gpus < 1 or not 0 <= asked["recompute"] <= 1:
@@ -421,8 +451,11 @@ def plan(model: nn.Module, rates: Rates, **asked: Any) -> MeshPlan:
         recipe, saved = None if name == HIGH_PRECISION else RECIPES[name](), None
         if not compiled:
             saved = estimate(short, inputs, recipe, rates, work=work, fuse=fuse).memory.saved
-        precision = Precision(name, name, gathers=recipe is not None, pairs=recipe is not None)
-        return Stage(shapes_of(model, work, context, saved), layout, precision, hardware)
+        shapes = shapes_of(model, work, context, saved)
+        kept: dict[str, Any] = {"algorithm": asked["algorithm"]}
+        kept |= {"regions": in_pairs(shapes.width)} if asked["checkpoint_in_fp8"] else {}
+        precision = Precision(name, name, gathers=recipe is not None, pairs=recipe is not None, **kept)
+        return Stage(shapes, layout, precision, hardware)
 
     compiled, other = [stage(name, True, False) for name in (HIGH_PRECISION, *RECIPES)], None
     if not mesh or not any(each.fits for each in compiled):

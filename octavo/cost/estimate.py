@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -307,6 +308,13 @@ def _convert(model: nn.Module, recipe: Recipe | RecipeMap, select: Select | None
         convert(model, recipe, select, fuse=fuse)
 
 
+def orthogonalising(shape: Sequence[float], rates: Rates, steps: int = 5) -> float:
+    """Seconds of the products that orthogonalise a matrix, or stacked ones, for octavo.optim.Muon."""
+    *stacked, less, more = *shape[:-2], *sorted(shape[-2:])
+    large, small = (2.0 * math.prod(stacked) * less * less * size for size in (more, less))
+    return steps * (2 * rates.product_seconds(HIGH_PRECISION, large) + rates.product_seconds(HIGH_PRECISION, small))
+
+
 def estimate(
     model: nn.Module,
     inputs: Sequence[Any],
@@ -370,9 +378,12 @@ def estimate(
     if not any(isinstance(module, RecipeModule) for module in twin.modules()):
         convert(twin, high_precision(), lambda module, name: True)  # a schedule needs converted layers
     phase = Phase(high_precision() if recipe is None else recipe)
-    schedule = PrecisionSchedule(twin, optimizer(twin.parameters()), [phase])
+    schedule = PrecisionSchedule(twin, made := optimizer(twin.parameters()), [phase])
     on = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta").requires_grad_(x.requires_grad), tuple(inputs))
     memory = schedule.plan(example_inputs=on).phases[0]
-    moved = 2 * (memory.weights + memory.masters + memory.moments) + memory.gradients
+    update = (2 * (memory.weights + memory.masters + memory.moments) + memory.gradients) / rates.copy
+    for group in made.param_groups:
+        if group.get("algorithm") == "muon":
+            update += sum(orthogonalising(param.shape, rates, group["ns_steps"]) for param in group["params"])
     name = "bf16" if recipe is None else getattr(recipe, "name", "map")
-    return Estimate(name, products, casts, other + attention, moved / rates.copy, memory, tuple(layers), fused)
+    return Estimate(name, products, casts, other + attention, update, memory, tuple(layers), fused)

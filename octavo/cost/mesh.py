@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from octavo import recipes
-from octavo.cost.estimate import LinearWork
+from octavo.cost.estimate import LinearWork, orthogonalising
 from octavo.cost.rates import HIGH_PRECISION, PlanError, Rates, forms_of, rates_of
 from octavo.scaling.recipe import Recipe
 
@@ -197,6 +197,7 @@ class Precision:
     elsewhere: bool = False
     state: str = "float32"  # weights, masters and moments: one of STATES
     regions: float = BF16  # bytes of an element of what a layer that is recomputed keeps
+    algorithm: str = "adamw"  # "muon": of the blocks' matrices
 
     @property
     def sent(self) -> int:
@@ -301,6 +302,10 @@ class Stage:
                 would = ", ".join(str(each) for each in range(1, min(common, 1024) + 1) if common % each == 0)
                 known = ", ".join(map(str, sorted(set(counts)))) or "none known"
                 raise PlanError(f"{kind}={given} does not divide the model's {words} ({known}): {kind} may be {would}")
+        if self.precision.algorithm == "muon" and now.tensor > 1:
+            raise PlanError(
+                f"tensor={now.tensor}: Muon takes whole columns, which these ranks divide: tensor=1 would do"
+            )
         if now.pipeline > self.whole.layers:
             raise PlanError(f"pipeline={now.pipeline}: there are {self.whole.layers} layers, and each stage needs one")
         if now.gpus % (now.tensor * now.pipeline * now.context) or now.data % now.replicate:
@@ -483,13 +488,13 @@ class Stage:
         and two gradients.
         """
         layout, shapes, precision = self.layout, self.shapes, self.precision
-        master, moments = STATES[precision.state]
+        master, _ = STATES[precision.state]
         weight, found = BF16 if precision.state == "float32" else PAIR, Counter[Any]()
         for part, ranks, _ in self.shards:
             shard = part.parameters / ranks
             most = max(sum(w.elements for w in weights) for weights in (part.block, part.root))
             held = shard if layout.resharded else part.parameters
-            sizes = {"weights": weight * held, "masters": master * shard, "moments": moments * shard}
+            sizes = {"weights": weight * held, "masters": master * shard, "moments": self.averages(part) * shard}
             found.update(sizes | {"gradients": FLOAT * held, "gathered": 4 * BF16 * most * layout.resharded})
         operand = BF16 if precision.recipe == HIGH_PRECISION else CODE
         operands, whole = 0.0, 0.0  # whole: more of a gathered input than this rank's part of it
@@ -518,11 +523,28 @@ class Stage:
         """Whether the GPU has them."""
         return self.size <= (self.hardware.memory or math.inf)
 
+    def averages(self, part: Shapes) -> float:
+        """Bytes of moments, for each number of a part: AdamW keeps two, and Muon one of a block's matrices."""
+        _, moments = STATES[self.precision.state]
+        matrices = part.layers * sum(w.elements for w in part.block if w.cols > 1)
+        return moments * (1 - matrices / part.parameters / 2 * (self.precision.algorithm == "muon"))
+
     @property
     def optimizer(self) -> float:
-        """Seconds of AdamW's update of what this rank has: its state and the bf16 weight twice, the gradient once."""
-        moved = 2 * sum(STATES[self.precision.state]) + FLOAT + BF16
-        return sum(moved * part.parameters / ranks for part, ranks, _ in self.shards) / self.hardware.rates.copy
+        """Seconds of the update of what this rank has: its state and the bf16 weight twice, the gradient once.
+
+        Muon's owners have equal shares of the products; matrices but those of experts travel to them and back in bf16.
+        """
+        master, seconds, hardware = STATES[self.precision.state][0], 0.0, self.hardware
+        for part, ranks, stride in self.shards:
+            moved = 2 * (master + self.averages(part)) + FLOAT + BF16
+            seconds += moved * part.parameters / ranks / hardware.rates.copy
+            for w in part.block if self.precision.algorithm == "muon" else ():
+                if w.cols > 1:
+                    products = orthogonalising((w.share * w.held, w.rows, w.cols), hardware.rates)
+                    sent = BF16 * w.elements / ranks * (w.split != "experts")
+                    seconds += part.layers * (products / ranks + 2 * hardware.wire(sent, ranks, stride, directly=True))
+        return seconds
 
     @functools.cached_property
     def step(self) -> Step:

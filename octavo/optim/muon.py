@@ -2,7 +2,8 @@
 
 A step of a matrix is two launches of SGD's rule, and torch's orthogonalisation between them. The first has the momentum
 follow the gradient, and leaves the direction, float32, in a scratch that all matrices share; the second moves the
-weight's master along the orthogonal matrix, which by then is in the scratch.
+weight's master along the orthogonal matrix, which by then is in the scratch. Experts' matrices, stacked in one weight,
+go through each of the three together.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from octavo import kernels
 from octavo.autograd.casts import INPUT
 from octavo.formats import E4M3
-from octavo.granularity import PerBlock
+from octavo.granularity import PerBlock, PerTensor
 from octavo.kernels.devices import optimizer_step
 from octavo.kernels.layouts import BLOCK
 from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, MasterWeight
@@ -26,7 +27,7 @@ from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightU
 from octavo.optim import state as states
 from octavo.optim.adam import adam_group, check_betas
 from octavo.optim.base import CompactOptimizer, check_not_negative
-from octavo.optim.layout import is_sharded, sharded_dims
+from octavo.optim.layout import is_fp8_experts, is_sharded, sharded_dims
 from octavo.optim.moment import NAMED, Moment, moments_of
 from octavo.optim.state import Settings
 from octavo.private import adjust_muon_lr, c10d_ops, orthogonalize
@@ -41,6 +42,10 @@ MAX_UPDATE = 1.25
 OWNED = 4  # matrices that a rank orthogonalises, of those that travel together
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 _IN_FP8 = Cast(E4M3, PerBlock(1, BLOCK), power_of_two=True)  # of directions
+_NO_MATRIX = (
+    'Muon is for matrices, and a parameter has the shape {}: stacked experts belong in a group with "algorithm": '
+    '"muon", and vectors, convolutions, embeddings and heads in one with "algorithm": "adamw"'
+)
 _ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 
@@ -63,11 +68,12 @@ class Muon(CompactOptimizer):
 
     With ``moments="fp32"`` and float32 weights its results are torch's, bit for bit on a CPU. Embeddings, a head, and
     what is no matrix belong to AdamW: here too, in groups with ``"algorithm": "adamw"``, which take AdamW's options.
-    Each device keeps a float32 scratch as large as the largest matrix, or its rows.
+    Each device keeps a float32 scratch as large as the largest matrix, or its rows, or the experts of one weight there.
 
     Args:
-        params: matrices [R, C], or groups of them; plain, or sharded by rows over one dimension of a mesh. In groups of
-            AdamW what octavo.optim.AdamW takes.
+        params: matrices [R, C], or groups of them; plain, or sharded by rows over one dimension of a mesh. In groups
+            with ``"algorithm": "muon"`` stacked experts too, [E, N, K], each of which is a matrix of its own; plain, or
+            sharded by experts. In groups of AdamW what octavo.optim.AdamW takes.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as torch's.
         moments: "fp8" (E4M3 in blocks of 128: 1.03 bytes an element, rounded stochastically), "bf16", "fp32", a Moment;
             or three Moments: the momentum's, and AdamW's two.
@@ -75,7 +81,7 @@ class Muon(CompactOptimizer):
         directions: "bf16", or "fp8": they are rounded to E4M3 in blocks of 128 before they are orthogonalised, on one
             process too; of sharded matrices that is half of what travels to their owners.
         adamw: options of AdamW's groups: lr (1e-3), betas, eps, weight_decay. If it is given, what is no matrix in
-            other groups goes to a group of AdamW, which follows; None: it is refused.
+            groups that name no algorithm goes to a group of AdamW, which follows; None: it is refused.
 
     Raises:
         TypeError, ValueError: for arguments out of range, parameters that are no matrices or are sharded otherwise,
@@ -134,11 +140,15 @@ class Muon(CompactOptimizer):
         self._scratch: dict[torch.device, Tensor] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; where ``adamw`` is given, what is no matrix goes to a group of AdamW, which follows."""
+        """As torch's; what is no matrix in a group without an ``algorithm`` goes to one of AdamW, which follows."""
         params = param_group["params"]
         if "algorithm" in param_group or self.adamw is None or isinstance(params, set):
             algorithm = param_group.get("algorithm", "muon")
             super().add_param_group({**self._defaults_of(algorithm), "algorithm": algorithm, **param_group})
+            stacked = [param.shape for param in self.param_groups[-1]["params"] if param.ndim > 2]
+            if stacked and "algorithm" not in param_group:  # of experts or of a convolution: shapes don't tell
+                self.param_groups.pop()
+                raise ValueError(_NO_MATRIX.format(tuple(stacked[0])))
             return
         split: dict[str, list[Any]] = {"muon": [], "adamw": []}
         for param in [params] if isinstance(params, Tensor) else params:
@@ -180,18 +190,17 @@ class Muon(CompactOptimizer):
             check_betas(weight, group)
             super().check(weight, group, settings, bounds)
             return
-        shape = tuple(weight.shape)
-        if weight.ndim != 2:
-            raise ValueError(
-                f"Muon is for matrices, and a parameter has the shape {shape}: give vectors, convolutions and stacked "
-                'experts to AdamW, and embeddings and heads too, in a group with "algorithm": "adamw"'
-            )
-        dims = [dim for dim, *_ in sharded_dims(weight)]
-        if dims not in ([], [0]):
+        shape, dims = tuple(weight.shape), [dim for dim, *_ in sharded_dims(weight)]
+        if weight.ndim not in (2, 3):
+            raise ValueError(_NO_MATRIX.format(shape))
+        if any(dims) or (weight.ndim == 2 and len(dims) > 1):
             raise ValueError(
                 f"a weight {shape} with placements {weight.placements}: Muon takes matrices that ranks share by rows, "  # type: ignore[attr-defined]
-                'over one dimension of a mesh (FSDP2, HSDP, ColwiseParallel); "algorithm": "adamw" is for others'
+                "over one dimension of a mesh (FSDP2, HSDP, ColwiseParallel), and stacked experts that they share by "
+                'experts; "algorithm": "adamw" is for others'
             )
+        if is_fp8_experts(weight) and PerTensor() in [one.granularity for one in settings.moments[:1]]:
+            raise ValueError("experts that live in FP8 have a momentum in blocks: leave out granularity=PerTensor()")
         if (adjustment := group["adjust_lr_fn"]) not in _ADJUSTMENTS:
             raise ValueError(f"adjust_lr_fn={adjustment!r}: use {', '.join(map(repr, _ADJUSTMENTS))}")
         coefficients, count = group["ns_coefficients"], group["ns_steps"]
@@ -215,11 +224,12 @@ class Muon(CompactOptimizer):
         shared: dict[Any, list[tuple[WeightUpdate, nn.Parameter]]] = {}
         for update in some:
             param = params[id(update.master)]
-            if is_sharded(param):
+            if is_sharded(param) and param.ndim == 2:
                 shared.setdefault(groups_of(param)[0], []).append((update, param))
             else:
-                direction = self._as_sent(self._direction(update, skip, scale))
-                self._move(update, self._orthogonal(direction, param, update.group), param.shape, skip, sums)
+                matrices = self._direction(update, skip, scale).view(states.local(param).shape).flatten(0, -2)
+                found = self._orthogonal(self._as_sent(matrices), param, update.group)
+                self._move(update, found, param.shape, skip, sums)
         for group, those in shared.items():
             count = OWNED * group.size()
             for batch in (those[first : first + count] for first in range(0, len(those), count)):
@@ -228,8 +238,8 @@ class Muon(CompactOptimizer):
                     part = self._direction(update, skip, scale)[: states.local(param).shape[0]]
                     parts.append(self._as_sent(part).to(param.device_mesh.device_type))  # type: ignore[attr-defined]
                 functions = [functools.partial(self._orthogonal, param=param, group=one.group) for one, param in batch]
-                found = by_owners(parts, shapes, group, functions)
-                for (update, param), part in zip(batch, found, strict=True):
+                pieces = by_owners(parts, shapes, group, functions)
+                for (update, param), part in zip(batch, pieces, strict=True):
                     self._move(update, part, param.shape, skip, sums)
 
     def _without_adamws(
@@ -243,7 +253,7 @@ class Muon(CompactOptimizer):
         return [update for update in some if update.group not in groups]
 
     def _direction(self, update: WeightUpdate, skip: Tensor | None, scale: Tensor | None) -> Tensor:
-        """Have the momentum follow the gradient; return the direction, in the scratch, float32 [R, C]."""
+        """Have the momentum follow the gradient; return the direction, in the scratch, float32 as the master [R, C]."""
         work = self._workspace(update)
         matrix = work.scratch.weight.zero_()
         if matrix.numel():
@@ -261,23 +271,27 @@ class Muon(CompactOptimizer):
         return pack(qdata, scale_inv, True)
 
     def _orthogonal(self, matrix: Tensor, param: nn.Parameter, group: int) -> Tensor:
-        """What torch makes of a matrix's direction, which travelled: bf16."""
-        if self.directions == "fp8" and matrix.numel():
-            pair = unpack(matrix, param.shape[1], E4M3.dtype, True, _IN_FP8.tile)
+        """What torch makes of a matrix's direction, which travelled, or of each expert's: bf16 [R, C] or [E * N, K]."""
+        if not matrix.numel():
+            return matrix
+        if self.directions == "fp8":
+            pair = unpack(matrix, param.shape[-1], E4M3.dtype, True, _IN_FP8.tile)
             matrix = kernels.dequantize(*pair, _IN_FP8.tile, torch.bfloat16)
-        given = (self.param_groups[group][name] for name in ("ns_coefficients", "ns_steps", "eps"))
-        return orthogonalize(matrix, *given) if matrix.numel() else matrix
+        coefficients, count, eps = (self.param_groups[group][name] for name in ("ns_coefficients", "ns_steps", "eps"))
+        if param.ndim == 2:
+            return orthogonalize(matrix, coefficients, count, eps)
+        return orthogonalize_each(matrix.view(-1, *param.shape[1:]), coefficients, count, eps).flatten(0, 1)
 
     def _move(
         self, update: WeightUpdate, orthogonal: Tensor, shape: torch.Size, skip: Tensor | None, sums: Tensor | None
     ) -> None:
-        """Move this rank's rows of a weight whose whole shape this is along those of the orthogonal matrix."""
+        """Move this rank's part of a weight whose whole shape this is along that of what is orthogonal."""
         work, options = self._workspace(update), self.param_groups[update.group]
         matrix, rule = work.scratch.weight, self._rule(options)
-        matrix[: orthogonal.shape[0]].copy_(orthogonal)
+        matrix.view(-1)[: orthogonal.numel()].view(orthogonal.shape).copy_(orthogonal)
         if isinstance(update.master, Fp8Weight):
             matrix.clamp_(-MAX_UPDATE, MAX_UPDATE)
-        ratio = adjust_muon_lr(1.0, options["adjust_lr_fn"], shape) if shape.numel() else 1.0
+        ratio = adjust_muon_lr(1.0, options["adjust_lr_fn"], shape[-2:]) if shape.numel() else 1.0
         rate: float | Tensor = work.rate
         if isinstance(rule.lr, Tensor) and rule.lr.is_cuda and matrix.is_cuda:
             work.rate.copy_(rule.lr.view(()) * ratio)
@@ -293,7 +307,8 @@ class Muon(CompactOptimizer):
             shape, device = update.master.weight.shape, update.gradient.device
             scratch = self._scratch.get(device)
             if scratch is None or scratch.numel() < shape.numel():
-                largest = max(shape.numel(), *(states.local(param).numel() for param in self.all_params()))
+                groups = [group["params"] for group in self.param_groups if group["algorithm"] == "muon"]
+                largest = max(shape.numel(), *(states.local(param).numel() for params in groups for param in params))
                 scratch = self._scratch[device] = torch.empty(largest, device=device, dtype=torch.float32)
             whole = MasterWeight(scratch[: shape.numel()].view(shape), "weight")
             rate = torch.zeros((), device=device, dtype=torch.float32)
@@ -304,6 +319,18 @@ class Muon(CompactOptimizer):
         adamws, captured = self._plans.pop("adamw", {}), self._plans.pop("captured", [])
         captured += [work for work in self._plans.values() if "captured" in work.plans]
         self._plans = {"captured": captured, "adamw": {name: of for name, of in adamws.items() if name == "captured"}}
+
+
+def orthogonalize_each(matrices: Tensor, coefficients: tuple[float, float, float], count: int, eps: float) -> Tensor:
+    """What torch makes of each matrix, [E, N, K] to bf16 of this shape: its operations, of all matrices at once."""
+    a, b, c = coefficients
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    wide = (matrices.mT if is_tall else matrices).to(torch.bfloat16)
+    wide = wide / torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(count):
+        square = wide @ wide.mT
+        wide = torch.baddbmm(wide, torch.baddbmm(square, square, square, beta=b, alpha=c), wide, beta=a)
+    return wide.mT if is_tall else wide
 
 
 def owners_of(shapes: Sequence[torch.Size], ranks: int) -> list[int]:

@@ -103,10 +103,10 @@ def build_optimizer(
     if not is_muon:
         return octavo.optim.AdamW(groups, config.lr, betas, **kept)
     named = model.named_parameters()
-    hidden = {p for name, p in named if name.startswith("blocks.") and p.dim() == 2 and f".{ROUTER}." not in name}
+    hidden = {p for name, p in named if name.startswith("blocks.") and p.dim() >= 2 and f".{ROUTER}." not in name}
     groups[0]["params"] = [p for p in matrices if p not in hidden]
     others = [{**group, "algorithm": "adamw"} for group in groups]
-    first = {"params": [p for p in matrices if p in hidden], "weight_decay": config.weight_decay}
+    first = {"params": [p for p in matrices if p in hidden], "weight_decay": config.weight_decay, "algorithm": "muon"}
     adamw = {"lr": config.lr, "betas": betas}
     return octavo.optim.Muon([first, *others], config.lr, adjust_lr_fn="match_rms_adamw", **kept, adamw=adamw)
 

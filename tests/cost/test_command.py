@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import nn
 
-from octavo import cli, recipes
+from octavo import checkpoint_in_fp8, cli, recipes
 from octavo.cost import command
-from octavo.cost.estimate import estimate, work_of
+from octavo.cost.estimate import estimate, orthogonalising, work_of
 from octavo.cost.mesh import Hardware, MeshLayout, Precision, Shapes, Stage, Weight
 from octavo.cost.rates import PUBLISHED, PlanError, device_label
+from octavo.nn.checkpointing import watched
 from octavo.train import GPT, ModelConfig
 
 H200 = PUBLISHED["H200"]
@@ -89,6 +92,42 @@ def test_a_hugging_face_configuration(
         command.from_hugging_face(Path("nowhere"))
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("moments", "master"), [("fp8", "split24"), ("fp32", "auto"), ("bf16", None)])
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+def test_the_bytes_of_an_optimizer_are_those_that_it_has_after_a_step(
+    algorithm: str, moments: str, master: str | None
+) -> None:
+    config = ModelConfig(width=32, layers=1, heads=2, context=16, experts=4)
+    model, inputs = GPT(config).bfloat16(), command.tokens_of(16, 16)
+    made = command.optimizer_of(model, algorithm, moments, master)
+    planned = estimate(model, inputs, recipes.dynamic(), H200, optimizer=made)
+    optimizer: Any = made(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    sizes: Counter[str] = Counter()
+    for state in optimizer.state.values():
+        for name, tensor in state.items():
+            sizes[name.removesuffix("_codes").removesuffix("_scale_inv")] += tensor.nbytes
+    assert planned.memory.masters == sizes["master_rest"]
+    assert planned.memory.moments == sizes["momentum_buffer"] + sizes["exp_avg"] + sizes["exp_avg_sq"]
+    memory, products = planned.memory, 0.0
+    if algorithm == "muon":
+        first, others = (group["params"] for group in optimizer.param_groups)
+        assert {*map(id, others)} >= {id(model.embedding.weight), id(model.head.weight)} and len(first) >= 4
+        products = sum(orthogonalising(param.shape, H200) for param in first)
+    moved = 2 * (memory.weights + memory.masters + memory.moments) + memory.gradients
+    assert planned.optimizer == pytest.approx(moved / H200.copy + products) and (products > 0) == (algorithm == "muon")
+
+
+def test_what_checkpointed_layers_keep_in_fp8() -> None:
+    x = torch.randn(64, 96, dtype=torch.bfloat16, requires_grad=True)
+    with watched() as found:
+        checkpoint_in_fp8(torch.sin, x)
+    assert found[""] == (1, 2 * x.numel(), command.in_pairs(96) * x.numel())
+
+
 def test_tokens_are_whole_sequences() -> None:
     assert command.tokens_of(96, 32)[0].shape == (3, 32)
     for tokens in (16, 100):
@@ -115,6 +154,8 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "no layer is faster than in bf16: dynamic, mx" in found
     assert cli.main(["plan", *size, "--json"]) == 0
     assert {"fused", "other", "memory"} < set(json.loads(capsys.readouterr().out)[0])
+    assert cli.main(["plan", *size, "--algorithm", "muon", "--moments", "fp8", "--master", "split24"]) == 0
+    assert "by muon, moments fp8, master split24" in capsys.readouterr().out
     assert cli.main(["plan", str(tmp_path), "--device", "H200"]) == 2
     assert "no configuration of a causal language model" in capsys.readouterr().err
 
@@ -187,15 +228,17 @@ def test_the_command_for_a_mesh(
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | LLAMA | {"num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     asked = ["plan", str(tmp_path), "--device", "H100", "--gpus", "16", "--tokens", "256"]
-    assert cli.main([*asked, "--mesh", "fsdp=4,tensor=2,replicate=2", "--micro-batches", "8"]) == 0
+    given = ["--mesh", "fsdp=4,tensor=2,replicate=2", "--micro-batches", "8", "--recompute", "1", "--checkpoint-in-fp8"]
+    assert cli.main([*asked, *given]) == 0
     text = capsys.readouterr().out
-    assert "64 sequences of 64 tokens" in text and "--micro-batches 8 --recompute 0, micro-batches of 1 seq" in text
+    assert "64 sequences of 64 tokens" in text and f"{' '.join(given[2:])}, micro-batches of 1 seq" in text
     for words in ("bf16       ", "compiled", "eager", "tensor: waits of all", "masters", "NVIDIA H100 SXM has 79"):
         assert words in text
-    assert cli.main([*asked, "--json"]) == 0  # the mesh is found
+    assert cli.main([*asked, "--json", "--algorithm", "muon"]) == 0  # the mesh is found
     found = json.loads(capsys.readouterr().out)
     fits = [step["fits"] for kernels in ("compiled", "eager") for step in found[kernels]]
     assert fits == [True] * 4 and found["best"]["seconds"] == min(step["seconds"] for step in found["compiled"])
+    assert found["best"]["layout"]["tensor"] == 1
     assert set(found["best"]["memory"]) == {
         "weights", "masters", "moments", "gradients", "gathered", "activations", "logits",
     }  # fmt: skip
@@ -203,6 +246,8 @@ def test_the_command_for_a_mesh(
         (["--gpus", "16", "--recompute", "2"], "a share from 0 to 1"),
         (["--gpus", "16", "--mesh", "fsdp=16", "--micro-batches", "3"], "3 does not divide the 4 sequences"),
         (["--mesh", "fsdp=4"], "add --gpus"),
+        (["--checkpoint-in-fp8"], "add --gpus"),
+        (["--gpus", "16", "--moments", "fp8"], "--moments and --master are for a step on one device"),
     ):
         assert cli.main(["plan", str(tmp_path), "--device", "H100", "--tokens", "256", *flags]) == 2
         assert says in capsys.readouterr().err

@@ -28,6 +28,20 @@ def test_ranks_hold_the_state_of_one_model_together() -> None:
     assert fp8["masters"] * 64 == SHAPES.parameters and fp8["weights"] < 0.52 * stage().memory["weights"]
 
 
+def test_muon_keeps_one_moment_of_the_blocks_matrices_and_takes_its_products() -> None:
+    adamw, muon = stage(expert=8), Stage(SHAPES, replace(LAYOUT, expert=8), replace(BF16, algorithm="muon"), Hardware())
+    matrices, root = 4 * sum(w.rows * w.cols * w.held for w in BLOCK), 2 * 512 * 1024
+    assert muon.memory["moments"] * 64 == 4 * matrices + 8 * root and adamw.memory["moments"] * 64 == 8 * (
+        matrices + root
+    )
+    flop = sum(w.held * 5 * (4 * 1024**2 * w.rows + 2 * 1024**3) for w in BLOCK) * 4 / 64  # each matrix once
+    fastest = max(rate for _, rate in Hardware().rates.products["bf16"])
+    saved = 2 * (adamw.memory["moments"] - muon.memory["moments"]) / Hardware().rates.copy
+    assert muon.optimizer + saved - adamw.optimizer > flop / fastest
+    with pytest.raises(PlanError, match="tensor=1 would do"):
+        Stage(SHAPES, replace(LAYOUT, tensor=2), replace(BF16, algorithm="muon"), Hardware())
+
+
 def test_replicas_keep_gathers_inside_a_server_and_add_gradients_between() -> None:
     hardware, size = Hardware(), 2 * SHAPES.parameters / 8  # a rank's bf16 gradients, added up by 8 ranks 8 GPUs apart
     replicas = 2 * hardware.wire(size, 8, 8)

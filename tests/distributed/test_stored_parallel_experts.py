@@ -12,7 +12,7 @@ import octavo
 from octavo import recipes
 from octavo.distributed import checkpoint, expert_parallel
 from octavo.distributed.ranks import Ranks
-from octavo.optim import AdamW, update_in_backward
+from octavo.optim import AdamW, Muon, update_in_backward
 from octavo.schedule import Phase, PrecisionSchedule
 from octavo.tensor.stored_weight import local_stored
 from tests.distributed.test_experts import SIZES, parts
@@ -25,6 +25,7 @@ OPTIONS: dict[str, Any] = {
     "no master": {"moments": "bf16", "master": None},
     "gradients": {"moments": "fp8", "master": "split24", "gradient_storage": "fp8"},
     "in backward": {"moments": "fp8", "master": "fp32"},
+    "Muon": {"moments": "fp8", "master": "split24", "directions": "fp8"},
 }
 
 
@@ -39,14 +40,20 @@ def made(mesh: Any, kind: str, recipe: str, when: str = "before") -> Mixture:
     return net
 
 
-def optimizer_of(net: Mixture, options: str) -> AdamW:
+def optimizer_of(net: Mixture, options: str) -> Any:
+    if options == "Muon":
+        by_rank: dict[bool, list[Any]] = {True: [], False: []}
+        for p in net.experts.parameters():
+            by_rank[p.ndim == 3].append(p)
+        groups = [{"params": by_rank[own], "algorithm": "muon" if own else "adamw"} for own in (True, False)]
+        return Muon(groups, lr=0.05, adamw={"eps": 1e-30}, **OPTIONS[options])
     optimizer = AdamW(net.experts.parameters(), lr=0.05, eps=1e-30, **OPTIONS[options])
     if options == "in backward":
         update_in_backward(optimizer, 0)
     return optimizer
 
 
-def step(net: Mixture, optimizer: AdamW, index: int, ranks: range) -> dict[str, torch.Tensor]:
+def step(net: Mixture, optimizer: Any, index: int, ranks: range) -> dict[str, torch.Tensor]:
     """Results of a step with these ranks' tokens, of which each is a copy of the model's loss."""
     x = torch.cat([batch(index, rank, SIZES[rank]) for rank in ranks]).requires_grad_()
     y = net(x)
@@ -56,7 +63,7 @@ def step(net: Mixture, optimizer: AdamW, index: int, ranks: range) -> dict[str, 
     return {f"y {index}": y.detach(), f"x {index}": x.grad}
 
 
-def held(net: Mixture, optimizer: AdamW) -> dict[str, torch.Tensor]:
+def held(net: Mixture, optimizer: Any) -> dict[str, torch.Tensor]:
     """All that training depends on, of all ranks."""
     found = {name: whole(value) for name, value in net.experts.state_dict().items()}
     for name, p in net.experts.named_parameters():
@@ -80,7 +87,7 @@ def compare(mesh: Any, kind: str, recipe: str, when: str, options: str) -> dict[
     for own, (each, _), optimizer in zip(found, both, optimizers, strict=True):
         own |= held(each, optimizer)
     for name, value in found[0].items():
-        if "exp_avg" in name and not name.endswith("_codes"):
+        if ("exp_avg" in name or "momentum" in name) and not name.endswith("_codes"):
             value *= size**2 if "sq" in name and "scale" not in name else size
     own = parts(mesh)[rank]
     expected = {name: value[own] if name[:2] in ("x ", "y ") else value for name, value in found[1].items()}
@@ -102,7 +109,7 @@ def saved_and_loaded(mesh: Any, kind: str, recipe: str, folder: str) -> list[dic
     rank, ranks = mesh.get_rank(), Ranks(mesh.get_group())
     here, every = range(rank, rank + 1), range(mesh.size())
 
-    def pair(on: Any) -> tuple[Mixture, AdamW]:
+    def pair(on: Any) -> tuple[Mixture, Any]:
         net = made(on, kind, recipe)
         return net, optimizer_of(net, "few bytes")
 

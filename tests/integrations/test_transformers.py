@@ -175,7 +175,9 @@ def test_a_schedule_switches_and_resumes(phases: list[Phase], kind: str, tmp_pat
         model, callback = tiny_models.build(kind).bfloat16(), fp8(schedule=phases)
         changes: dict[str, Any] = {}
         if kind == "mixtral":
-            changes["optimizer"] = octavo.optim.Muon(model.parameters(), lr=1e-3, adamw={"lr": 1e-3})
+            experts = {"params": [p for p in model.parameters() if p.ndim == 3], "algorithm": "muon"}
+            others = {"params": [p for p in model.parameters() if p.ndim != 3]}
+            changes["optimizer"] = octavo.optim.Muon([experts, others], lr=1e-3, adamw={"lr": 1e-3})
         elif phases is not SWITCHING:
             changes["optimizer"] = octavo.optim.AdamW(model.parameters(), lr=1e-3)
         return callback, trainer_of(tmp_path, kind, [callback], model, **changes)

@@ -18,6 +18,7 @@ from octavo.optim.muon import MAX_UPDATE, owners_of
 from octavo.optim.state import for_kernel
 from octavo.tensor.fsdp2 import on_this_rank, own_slices
 from octavo.tensor.stored_weight import StoredWeight
+from tests.optim.test_stored_experts import assert_same, backward, same_bits, together_and_apart
 from tests.support import sharded_weights as cases
 from tests.support.triton_kernels import TritonKernels, in_place_of_reference
 
@@ -126,8 +127,9 @@ def test_torchs_state_goes_on_and_goes_back() -> None:
 
 
 def trained(prepare: Callable[[Muon], Any] = lambda optimizer: None, **options: Any) -> list[Tensor]:
-    params = matrices(torch.bfloat16, [(9, 140), (4, 70), (3, 0)])
-    optimizer = Muon([{"params": [param]} for param in params], lr=torch.tensor(0.02), moments="fp8", **options)
+    params = matrices(torch.bfloat16, [(9, 140), (4, 70), (3, 0), (2, 5, 130)])
+    groups: Any = [{"params": [param], "algorithm": "muon"} for param in params]
+    optimizer = Muon(groups, lr=torch.tensor(0.02), moments="fp8", **options)
     prepare(optimizer)
     for step in range(3):
         torch.stack([(param.float() * (step + 1)).sin().sum() for param in params]).sum().backward()
@@ -174,8 +176,8 @@ def test_an_update_of_a_weight_in_fp8_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("shape", "options", "message"),
     [
-        ((4,), {}, r"shape \(4,\): give vectors"),
-        ((4, 2, 2), {}, '"algorithm": "adamw"'),
+        ((4,), {}, r"shape \(4,\): .* vectors, convolutions"),
+        ((4, 2, 2), {}, r"shape \(4, 2, 2\): stacked experts belong in a group with \"algorithm\": \"muon\""),
         ((4, 4), {"lr": -1.0}, r"lr=-1\.0"),
         ((4, 4), {"weight_decay": float("nan")}, "weight_decay=nan"),
         ((4, 4), {"adjust_lr_fn": "mine"}, "adjust_lr_fn='mine': use None, 'original'"),
@@ -193,20 +195,23 @@ def test_wrong_arguments(shape: tuple[int, ...], options: dict[str, Any], messag
 def beside_one_process(mesh: Any, options: dict[str, Any]) -> list[str]:
     """What differs, on this rank, of matrices that ranks share by rows, and of their state, from the same ones whole.
 
+    The last are experts, which ranks share by experts.
+
     The second step is skipped; before the third a new optimizer loads the first one's state.
     """
     dtype = torch.bfloat16 if "master" in options else torch.float32
-    wholes = matrices(dtype, [(37, 130), (5, 40), (1, 200), (200, 30)])
+    wholes = matrices(dtype, [(37, 130), (5, 40), (1, 200), (200, 30), (5, 9, 140)])
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     ours = [nn.Parameter(distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)) for whole in wholes]
-    optimizers = [Muon(params, lr=0.02, **options) for params in (ours, wholes)]
+    groups: Any = [[{"params": params, "algorithm": "muon"}] for params in (ours, wholes)]
+    optimizers = [Muon(some, lr=0.02, **options) for some in groups]
     for number in range(3):
         for param, twin in zip(ours, wholes, strict=True):
             twin.grad = torch.randn(twin.shape, generator=torch.Generator().manual_seed(number)).to(dtype)
             param.grad = distribute_tensor(twin.grad, mesh, placements, src_data_rank=None)
         if number == 2:
             saved = copy.deepcopy(optimizers[0].state_dict())
-            optimizers[0] = Muon(ours, lr=0.5, **options)
+            optimizers[0] = Muon(groups[0], lr=0.5, **options)
             optimizers[0].load_state_dict(saved)
         for optimizer in optimizers:
             optimizer.skip = torch.tensor(float(number == 1))
@@ -261,6 +266,67 @@ def refused(mesh: Any) -> str:
 
 def test_columns_are_refused(pool: Any) -> None:
     assert all("weight (4, 4)" in told for told in pool.run(refused, (2,)))
+
+
+EXPERTS = (3, 40, 256)
+
+
+def stacked(groups: Any, **options: Any) -> Muon:
+    return Muon([{"params": groups, "algorithm": "muon"}], lr=0.02, weight_decay=0.3, **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (EXPERTS, {}),
+        ((2, 70, 30), {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}),
+        ((0, 8, 8), {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_expert_is_a_matrix_of_torchs(shape: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """One in bf16 is half of its master, which is the float32 matrix that torch moves."""
+    (experts,) = matrices(dtype, [shape])
+    torchs = [nn.Parameter(one.float()) for one in experts.detach()] or [nn.Parameter(torch.ones(1, 1))]
+    optimizer = stacked([experts], moments="fp32", **options)
+    other = torch.optim.Muon(torchs, lr=0.02, weight_decay=0.3, **options)
+    for step in range(3):
+        experts.grad = torch.randn(shape, generator=torch.Generator().manual_seed(step)).to(dtype)
+        experts.grad[step % 2 :: 2] *= 1e4  # each is scaled by its own norm
+        for one, grad in zip(torchs, experts.grad, strict=False):
+            one.grad = grad.float()
+        optimizer.step()
+        other.step()
+    found = master_values(optimizer, experts).view(shape)
+    assert all(torch.equal(*pair) for pair in zip(found, torchs, strict=bool(shape[0])))
+
+
+@pytest.mark.parametrize("master", ["fp32", "split16", None])
+@pytest.mark.parametrize(("moments", "gradients"), [("fp32", None), ("fp8", "fp8")], ids=str)
+@pytest.mark.parametrize("granularity", [PerTensor(), PerBlock(128, 128)], ids=str)
+def test_experts_in_fp8_are_stepped_as_weights_of_their_own(
+    granularity: Any, moments: str, gradients: str | None, master: str | None
+) -> None:
+    weight, apart = together_and_apart(granularity, EXPERTS)
+    options: Any = {"moments": moments, "master": master, "gradient_storage": gradients, "directions": "fp8"}
+    optimizer, other = stacked([weight], **options), stacked(apart, **options)
+    with same_bits():
+        for step in range(3):
+            grad = torch.randn(EXPERTS, generator=torch.Generator().manual_seed(step))
+            grad[1] *= step
+            backward(weight, grad)
+            for one, its in zip(apart, grad, strict=True):
+                backward(one, its)
+            for each in (optimizer, other):
+                each.step()
+                each.zero_grad()
+    assert_same(weight, apart, optimizer, other)
+
+
+def test_experts_with_one_scale_for_a_momentum_are_refused() -> None:
+    with pytest.raises(ValueError, match="a momentum in blocks"):
+        stacked(together_and_apart(PerTensor(), (2, 4, 8))[0], moments=Moment(E4M3, granularity=PerTensor()))
 
 
 def test_owners_have_about_the_same_work() -> None:

@@ -43,8 +43,8 @@ def same_bits() -> Iterator[None]:
         yield
 
 
-def together_and_apart(granularity: Any) -> tuple[nn.Parameter, list[nn.Parameter]]:
-    values = torch.randn(SHAPE) * torch.tensor([1.0, 100, 1e-3]).view(3, 1, 1)
+def together_and_apart(granularity: Any, shape: Any = SHAPE) -> tuple[nn.Parameter, list[nn.Parameter]]:
+    values = torch.randn(shape) * torch.tensor([1.0, 100, 1e-3])[: shape[0]].view(-1, 1, 1)
     return (
         nn.Parameter(StoredWeight.cast(values, granularity, keep_rest=True)),
         [nn.Parameter(StoredWeight.cast(one, granularity, keep_rest=True)) for one in values],
