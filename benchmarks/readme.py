@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-
-from benchmarks.common.pages import read, signed
-from benchmarks.subjects import RESULTS, ROOT
+from benchmarks.common.pages import markdown, read, signed
+from benchmarks.subjects import ROOT
 from benchmarks.training.quality_study import OWN, Runs
 
 README = ROOT / "README.md"
 BEGIN, END = "<!-- made by ./dev bench readme -->\n", "<!-- until here -->\n"
-DEVICE, SIZE = "cpu-amd-epyc", "0.5M"
-RECIPES = ("dynamic", "delayed", "rowwise", "blockwise", "mx")
-BESIDE = {  # torchao's recipes beside ours
-    "dynamic": {"tensorwise": "tensorwise"},
-    "rowwise": {"rowwise": "rowwise", "rowwise_with_gw_hp": "with high-precision dW"},
-}
+SIZE, RECIPES = "0.5M", ("dynamic", "delayed", "rowwise", "blockwise", "mx")
+BESIDE = {"dynamic": "tensorwise", "rowwise": "rowwise_with_gw_hp"}  # torchao's recipes beside ours
 
 
 def filled() -> str:
@@ -25,24 +19,17 @@ def filled() -> str:
 
 
 def table() -> str:
-    """The rows, in Markdown."""
-    steps = {row["variant"]: float(row["by_bf16"]) for row in _rows("cpu_step")}
-    runs = Runs(read("quality"))
-    lines = [
-        "| recipe | final validation loss above bf16's, mean ± standard error | seeds "
-        "| training step on the CPU, bf16 = 1 | torchao's step |",
-        "|---|---|---|---|---|",
-    ]
+    """The rows, in Markdown: final losses, and steps by high precision's, eager and compiled, torchao's in brackets."""
+    steps = {(row["width"], row["mode"], row["variant"]): f"{float(row['by_base']):.2f}" for row in read("cpu_step")}
+    groups = list(dict.fromkeys(group[:2] for group in steps))
+    runs, rows = Runs(read("quality")), []
     for recipe in RECIPES:
-        theirs = (f"{steps[f'torchao {name}']:.2f} ({text})" for name, text in BESIDE.get(recipe, {}).items())
         found = runs.gap([recipe], SIZE, OWN)
         assert found is not None
-        gap = f"{signed(found.mean)} ± {found.error:.2f} % | {len(found.gaps)}"
-        step = steps[f"octavo {recipe}"]
-        lines.append(f"| `{recipe}` | {gap} | {step:.2f} | {', '.join(theirs)} |".replace("|  |", "| |"))
-    return "\n".join(lines) + "\n"
-
-
-def _rows(subject: str) -> list[dict[str, str]]:
-    with (RESULTS / f"{subject}-{DEVICE}.csv").open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        cells = [f"`{recipe}`", f"{signed(found.mean)} ± {found.error:.2f} %", str(len(found.gaps))]
+        for group in groups:
+            theirs = steps.get((*group, f"torchao {BESIDE.get(recipe)}"))
+            cells.append(steps[*group, f"octavo {recipe}"] + (f" ({theirs})" if theirs else ""))
+        rows.append(cells)
+    head = ("recipe", "final validation loss above bf16's, mean ± standard error", "seeds")
+    return markdown((*head, *(f"step {int(width):,} wide, {mode}" for width, mode in groups)), rows)

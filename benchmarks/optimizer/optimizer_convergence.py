@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.measure import RESULTS, device_name, provenance, table, write_results
+from benchmarks.common.pages import gaps_by_beta, read
 from benchmarks.optimizer.optimizer_rivals import FlashAdamW
 from octavo import E4M3, E5M2, PerTensor
 from octavo.optim import E4M4, AdamW, Moment
@@ -172,3 +173,11 @@ def main(arguments: list[str]) -> int:
     missed = [row for row in default if float(row["largest_gap"]) > LIMIT]
     print(f"{'MISSED' if missed else 'ok'}: the default is within {LIMIT} nats/byte of float32 in every run")
     return int(bool(missed))
+
+
+def convergence_table() -> str:
+    """Mean and largest gaps from float32's losses, by scheme and beta2."""
+    return gaps_by_beta(read("optimizer_convergence"), "scheme")
+
+
+TABLES = {"convergence": convergence_table}
