@@ -15,7 +15,7 @@ def main() -> int:
         from benchmarks import all_results
 
         return all_results.main(sys.argv[2:])
-    if name in ("report", "readme"):  # the comment in README has the second name
+    if name == "report":
         from benchmarks import report
 
         return report.main(sys.argv[2:])
