@@ -33,8 +33,9 @@ def numbers_table() -> str:
 
 def recipes_table() -> str:
     """Final losses, and steps by high precision's, eager and compiled, torchao's in brackets."""
-    steps = {(row["width"], row["mode"], row["variant"]): f"{float(row['by_base']):.2f}" for row in read("cpu_step")}
-    groups, rows = list(dict.fromkeys(group[:2] for group in steps)), []
+    keys = ("width", "mode", "base", "variant")
+    steps = {tuple(row[key] for key in keys): f"{float(row['by_base']):.2f}" for row in read("cpu_step")}
+    groups, rows = list(dict.fromkeys(group[:3] for group in steps)), []
     for recipe, found in _gaps().items():
         cells = [f"`{recipe}`", f"{signed(found.mean)} ± {found.error:.2f} %", str(len(found.gaps))]
         for group in groups:
@@ -42,7 +43,7 @@ def recipes_table() -> str:
             cells.append(steps[*group, f"octavo {recipe}"] + (f" ({theirs})" if theirs else ""))
         rows.append(cells)
     head = ("recipe", "loss above bf16's, mean ± standard error", "seeds")
-    return markdown((*head, *(f"step {int(width):,} wide, {mode}" for width, mode in groups)), rows)
+    return markdown((*head, *(f"step {int(width):,} wide, {mode}, {base} = 1" for width, mode, base in groups)), rows)
 
 
 def _gaps() -> dict[str, Gap]:
