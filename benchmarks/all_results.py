@@ -1,13 +1,13 @@
 """Make every result again that is not of the code as it is, each in a process of its own, then the pages' tables.
 
 What is interrupted goes on where it was: a subject whose rows are all of this code is left out. Commit changes first,
-for only rows of a commit are results. Machine code is of Triton 3.9: ``./dev bench --triton 3.9 all`` makes it.
+for only rows of a commit are results. Machine code is of Triton 3.9: ``./dev bench --triton 3.9 all`` makes what is
+older than the kernels.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import subprocess
 import sys
 import time
@@ -24,7 +24,7 @@ CODE = ("octavo", "emulator", "benchmarks/*.py")
 def is_made(subject: str, code: tuple[str, ...]) -> bool:
     """Whether all rows of all its CSVs are of this code."""
     found = {name: commits_of(path) for name, path in results()}
-    commits = [one for name in ALL[subject][1] for one in found.get(name, [""])]
+    commits = [one for name in ALL[subject] for one in found.get(name, [""])]
     return all(change_since(one, code) == "" for one in commits)
 
 
@@ -46,7 +46,8 @@ def main(arguments: list[str]) -> int:
     if commit().endswith("+") and not options.list:
         parser.error("commit your changes first: rows of what is not committed are no results")
     for subject in options.only:
-        if is_made(subject, known[subject].measures if options.stale else CODE):
+        code = known[subject].measures if options.stale or subject in OF_TRITON else CODE
+        if is_made(subject, code):
             print(f"{subject}: made")
         elif (subject in OF_TRITON) != metadata.version("triton").startswith(TRITON):
             print(f"{subject}: left to {'' if subject in OF_TRITON else 'the environment without '}--triton {TRITON}")
@@ -55,10 +56,10 @@ def main(arguments: list[str]) -> int:
         else:
             print(f"--- {subject} ({known[subject].takes})", flush=True)
             begin = time.monotonic()
-            command = [sys.executable, "-m", "benchmarks", subject, *shlex.split(ALL[subject][0])]
+            command = [sys.executable, "-m", "benchmarks", subject]
             status = subprocess.run(command, cwd=ROOT, check=False).returncode
-            drop_other_devices(ALL[subject][1])
-            made = is_made(subject, CODE)
+            drop_other_devices(ALL[subject])
+            made = is_made(subject, code)
             if status or not made:
                 missed.append(f"{subject}: {f'exit status {status}' if made else 'not made'}")
             print(f"--- {subject}: {time.monotonic() - begin:.0f} s", flush=True)

@@ -20,32 +20,32 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 
-# What ./dev bench all makes, in this order: a subject, its further arguments, and its CSVs but for the device's name.
-ALL: dict[str, tuple[str, tuple[str, ...]]] = {
-    "cpu_step": ("", ("cpu_step",)),
-    "gpu_host": ("", ("gpu_host",)),
-    "saved_bytes": ("", ("saved_bytes",)),
-    "memory_kinds": ("", ("memory_kinds",)),
-    "accumulation": ("", ("accumulation",)),
-    "communication": ("", ("communication", "communication_links", "communication_wire")),
-    "communication_model": ("", ("communication_model", "communication_model_published")),
-    "gather_host": ("", ("gather_host",)),
-    "grouped_accuracy": ("", ("grouped_accuracy",)),
-    "optimizer_step": ("", ("optimizer_step",)),
-    "checkpointing": ("", ("checkpointing",)),
-    "llama_convergence": ("", ("llama_convergence",)),
-    "compile_matrix": ("", ("compile_matrix",)),
-    "onnx_export": ("", ("onnx_export",)),
-    "sharded_load": ("", ("sharded_load",)),
-    "muon_training": ("", ("muon_training", "muon_step", "muon_sensitivity")),
-    "stored_weights": ("", ("stored_weights",)),
-    "fp8_reduce": ("", ("fp8_reduce", "fp8_reduce_outlier", "fp8_reduce_training")),
-    "optimizer_convergence": ("", ("optimizer_convergence",)),
-    "optimizer_state": ("", ("optimizer_state",)),
-    "compiled": ("", ("compiled",)),
-    "predicted_products": ("", ("predicted_products",)),
-    "predictions": ("", ("predictions",)),
-    "emulated": ("", ("emulated",)),
+# What ./dev bench all makes, in this order: a subject, and its CSVs but for the device's name.
+ALL: dict[str, tuple[str, ...]] = {
+    "cpu_step": ("cpu_step",),
+    "gpu_host": ("gpu_host",),
+    "saved_bytes": ("saved_bytes",),
+    "memory_kinds": ("memory_kinds",),
+    "accumulation": ("accumulation",),
+    "communication": ("communication", "communication_links", "communication_wire"),
+    "communication_model": ("communication_model", "communication_model_published"),
+    "gather_host": ("gather_host",),
+    "grouped_accuracy": ("grouped_accuracy",),
+    "optimizer_step": ("optimizer_step",),
+    "checkpointing": ("checkpointing",),
+    "llama_convergence": ("llama_convergence",),
+    "compile_matrix": ("compile_matrix",),
+    "onnx_export": ("onnx_export",),
+    "sharded_load": ("sharded_load",),
+    "muon_training": ("muon_training", "muon_step", "muon_sensitivity"),
+    "stored_weights": ("stored_weights",),
+    "fp8_reduce": ("fp8_reduce", "fp8_reduce_outlier", "fp8_reduce_training"),
+    "optimizer_convergence": ("optimizer_convergence",),
+    "optimizer_state": ("optimizer_state",),
+    "compiled": ("compiled",),
+    "predicted_products": ("predicted_products",),
+    "predictions": ("predictions",),
+    "emulated": ("emulated",),
 }
 OF_TRITON = {"compiled", "predicted_products", "predictions", "emulated"}  # machine code, which differs by release
 TRITON = "3.9"  # whose machine code is committed
@@ -121,7 +121,7 @@ def commits_of(path: Path) -> list[str]:
 def stale() -> list[str]:
     """A line for each result of `ALL` whose rows are older than the code that they speak of, or of no commit."""
     known = subjects()
-    measures = {name: known[subject].measures for subject, (_, names) in ALL.items() for name in names}
+    measures = {name: known[subject].measures for subject, names in ALL.items() for name in names}
     lines = []
     for name, path in results():
         for commit in commits_of(path) if name in measures else ():

@@ -40,8 +40,8 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "256": Size(ModelConfig(width=256, layers=4, heads=4, context=256), 8, 3),
-    "1024": Size(ModelConfig(width=1024, layers=2, heads=4, context=256), 4, 1),
+    "256": Size(ModelConfig(width=256, layers=4, heads=4, context=256), 6, 3),
+    "1024": Size(ModelConfig(width=1024, layers=2, heads=4, context=256), 3, 1),
 }
 BATCH = 8
 MODES = ("eager", "compiled")

@@ -235,7 +235,7 @@ def test_pages_have_every_table_that_is_made_for_them():
 
 def test_every_result_is_made_again_or_is_history() -> None:
     """Pages name the commits of what is history: `report --check` sees to that."""
-    made = [name for _, names in subjects.ALL.values() for name in names]
+    made = [name for names in subjects.ALL.values() for name in names]
     assert sorted({name for name, _ in subjects.results()}) == sorted([*made, *subjects.STUDIES])
     assert subjects.ALL.keys() <= subjects.subjects().keys() and subjects.OF_TRITON <= subjects.ALL.keys()
     for name, path in subjects.results():
@@ -251,7 +251,7 @@ def test_results_that_are_older_than_their_code_are_named(tmp_path, monkeypatch)
     monkeypatch.setattr(subjects, "ROOT", tmp_path)
     monkeypatch.setattr(subjects, "RESULTS", tmp_path)
     monkeypatch.setattr(subjects, "subjects", lambda: {"cpu_step": subjects.Subject("cpu_step", "", "", "", ("code",))})
-    monkeypatch.setattr(subjects, "ALL", {"cpu_step": ("", ("cpu_step",))})
+    monkeypatch.setattr(subjects, "ALL", {"cpu_step": ("cpu_step",)})
     git(["git", "init", "-q"])
     (tmp_path / "code").mkdir()
     commits = []
@@ -279,7 +279,7 @@ def test_all_makes_what_is_old_and_goes_on(tmp_path, monkeypatch, capsys) -> Non
     monkeypatch.setattr(subjects, "RESULTS", tmp_path)
     names = ("made", "old", "fails")
     one = subjects.Subject("", "", "", "a minute", ())
-    replaced = {"ALL": {name: ("", (name,)) for name in names}, "subjects": lambda: dict.fromkeys(names, one)}
+    replaced = {"ALL": {name: (name,) for name in names}, "subjects": lambda: dict.fromkeys(names, one)}
     replaced |= {"commit": lambda: "new", "change_since": lambda commit, code: "" if commit == "new" else "a file"}
     for name, value in replaced.items():
         monkeypatch.setattr(everything, name, value)
