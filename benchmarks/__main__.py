@@ -1,4 +1,4 @@
-"""``python -m benchmarks SUBJECT [options]``; ``stale`` and ``report`` look at what was measured."""
+"""``python -m benchmarks SUBJECT [options]``; ``all`` runs them, ``stale`` and ``report`` look at what was measured."""
 
 import sys
 
@@ -11,7 +11,11 @@ def main() -> int:
         lines = stale()
         print("\n".join(lines) or "every result is of the code as it is")
         return int(bool(lines))
-    if name in ("report", "readme"):  # the comment in README has the second name
+    if name == "all":
+        from benchmarks import all_results
+
+        return all_results.main(sys.argv[2:])
+    if name == "report":
         from benchmarks import report
 
         return report.main(sys.argv[2:])
@@ -20,6 +24,7 @@ def main() -> int:
     print("usage: python -m benchmarks SUBJECT [--help]\n")
     for subject in subjects().values():
         print(f"  {subject.name:<23}{subject.about} ({subject.takes})")
+    print(f"  {'all':<23}Make every result again that is not of the code as it is (6 hours; --list, --stale, --only)")
     print(f"  {'stale':<23}Results that are older than the code they speak of")
     print(
         f"  {'report':<23}Write all tables and pictures of pages from the results (--check: are they what these say?)"

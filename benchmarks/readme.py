@@ -1,48 +1,48 @@
-"""README's table of what was measured, made of the results that are committed, for ``report``."""
+"""README's tables, made of the results that are committed, for ``report``."""
 
 from __future__ import annotations
 
-import csv
+from benchmarks.common.pages import markdown, read, signed
+from benchmarks.training.memory_kinds import KINDS
+from benchmarks.training.quality_study import OWN, Gap, Runs
 
-from benchmarks.common.pages import read, signed
-from benchmarks.subjects import RESULTS, ROOT
-from benchmarks.training.quality_study import OWN, Runs
-
-README = ROOT / "README.md"
-BEGIN, END = "<!-- made by ./dev bench readme -->\n", "<!-- until here -->\n"
-DEVICE, SIZE = "cpu-amd-epyc", "0.5M"
-RECIPES = ("dynamic", "delayed", "rowwise", "blockwise", "mx")
-BESIDE = {  # torchao's recipes beside ours
-    "dynamic": {"tensorwise": "tensorwise"},
-    "rowwise": {"rowwise": "rowwise", "rowwise_with_gw_hp": "with high-precision dW"},
-}
+SIZE, RECIPES = "0.5M", ("dynamic", "delayed", "rowwise", "blockwise", "mx")
+BESIDE = {"dynamic": "tensorwise", "rowwise": "rowwise_with_gw_hp"}  # torchao's recipes beside ours
 
 
-def filled() -> str:
-    """README with its table made anew."""
-    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
-    return before + BEGIN + table() + END + rest.split(END)[1]
+def numbers_list() -> str:
+    """What a reader remembers: loss, memory, proof."""
+    means = [found.mean for found in _gaps().values()]
+    first, *_, last = (sum(int(row[kind]) for kind in KINDS) / 1e9 for row in read("memory_kinds"))
+    emulated = read("emulated")
+    right, of = sum(row["right"] == "yes" for row in emulated), len({row["architecture"] for row in emulated})
+    lines = (
+        f"**{signed(min(means), 1)} to {signed(max(means), 1)} %**: a small GPT's final validation loss beside bf16's",
+        f"**{last:.0f} GB instead of {first:.0f}** to train the blocks of Llama 3 8B, all in FP8, by tensors' sizes",
+        f"**{right} of {len(emulated)}** kernels' results are the reference's, run as PTX of {of} GPU architectures",
+    )
+    return "".join(f"- {line}.\n" for line in lines)
 
 
-def table() -> str:
-    """The rows, in Markdown."""
-    steps = {row["variant"]: float(row["by_bf16"]) for row in _rows("cpu_step")}
+def recipes_table() -> str:
+    """Final losses, and steps by high precision's, eager and compiled, torchao's in brackets."""
+    keys = ("width", "mode", "base", "variant")
+    steps = {tuple(row[key] for key in keys): f"{float(row['by_base']):.2f}" for row in read("cpu_step")}
+    groups, rows = list(dict.fromkeys(group[:3] for group in steps)), []
+    for recipe, found in _gaps().items():
+        cells = [f"`{recipe}`", f"{signed(found.mean)} ± {found.error:.2f} %", str(len(found.gaps))]
+        for group in groups:
+            theirs = steps.get((*group, f"torchao {BESIDE.get(recipe)}"))
+            cells.append(steps[*group, f"octavo {recipe}"] + (f" ({theirs})" if theirs else ""))
+        rows.append(cells)
+    head = ("recipe", "loss above bf16's, mean ± standard error", "seeds")
+    return markdown((*head, *(f"step {int(width):,} wide, {mode}, {base} = 1" for width, mode, base in groups)), rows)
+
+
+def _gaps() -> dict[str, Gap]:
     runs = Runs(read("quality"))
-    lines = [
-        "| recipe | final validation loss above bf16's, mean ± standard error | seeds "
-        "| training step on the CPU, bf16 = 1 | torchao's step |",
-        "|---|---|---|---|---|",
-    ]
-    for recipe in RECIPES:
-        theirs = (f"{steps[f'torchao {name}']:.2f} ({text})" for name, text in BESIDE.get(recipe, {}).items())
-        found = runs.gap([recipe], SIZE, OWN)
-        assert found is not None
-        gap = f"{signed(found.mean)} ± {found.error:.2f} % | {len(found.gaps)}"
-        step = steps[f"octavo {recipe}"]
-        lines.append(f"| `{recipe}` | {gap} | {step:.2f} | {', '.join(theirs)} |".replace("|  |", "| |"))
-    return "\n".join(lines) + "\n"
+    found = {recipe: runs.gap([recipe], SIZE, OWN) for recipe in RECIPES}
+    return {recipe: gap for recipe, gap in found.items() if gap is not None}
 
 
-def _rows(subject: str) -> list[dict[str, str]]:
-    with (RESULTS / f"{subject}-{DEVICE}.csv").open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+TABLES = {"numbers": numbers_list, "recipes": recipes_table}

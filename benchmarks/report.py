@@ -6,20 +6,24 @@ The two PNG there are screenshots of the page that ``octavo inspect RUN --html F
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import readme
-from benchmarks.common import where
+from benchmarks.common import predicted, where
 from benchmarks.common.pages import filled
-from benchmarks.distributed import communication, communication_model, fp8_reduce
-from benchmarks.kernels import accumulation, grouped_accuracy, grouped_roofline
+from benchmarks.compile import compile_matrix, onnx_export
+from benchmarks.distributed import communication, communication_model, fp8_reduce, gather_host, sharded_load
+from benchmarks.host import gpu_host
+from benchmarks.kernels import accumulation, grouped_accuracy
 from benchmarks.machine_code import emulated
-from benchmarks.optimizer import muon_training
+from benchmarks.optimizer import muon_training, optimizer_convergence, optimizer_state, optimizer_step, stored_weights
 from benchmarks.pictures import data_flow, layouts, losses, memory
-from benchmarks.subjects import ROOT
+from benchmarks.subjects import ROOT, STUDIES, history
 from benchmarks.training import (
     checkpointing,
+    cpu_step,
     gradient_error,
     llama_convergence,
     mixture_convergence,
@@ -28,15 +32,21 @@ from benchmarks.training import (
 )
 
 PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
-    "docs/communication.md": communication_model.TABLES | communication.TABLES,
+    "README.md": readme.TABLES,
+    "docs/compile.md": compile_matrix.TABLES | cpu_step.TABLES,
+    "docs/communication.md": communication_model.TABLES | communication.TABLES | gather_host.TABLES,
+    "docs/export.md": onnx_export.TABLES,
     "docs/emulator.md": emulated.TABLES,
     "docs/guides/which-recipe.md": where.TABLES,
-    "docs/kernels.md": accumulation.TABLES,
-    "docs/modules.md": saved_bytes.TABLES | llama_convergence.TABLES | checkpointing.TABLES,
-    "docs/optimizer.md": muon_training.TABLES,
+    "docs/kernels.md": accumulation.TABLES | gpu_host.TABLES,
+    "docs/many-gpus.md": sharded_load.TABLES,
+    "docs/modules.md": saved_bytes.TABLES | llama_convergence.TABLES | checkpointing.TABLES | predicted.MODULES,
+    "docs/optimizer.md": muon_training.TABLES | optimizer_step.TABLES,
     "docs/plan.md": communication_model.PLAN_TABLES,
     "docs/study/gradient-reduction.md": fp8_reduce.TABLES,
-    "docs/study/mixture-of-experts.md": mixture_convergence.TABLES | grouped_accuracy.TABLES | grouped_roofline.TABLES,
+    "docs/study/mixture-of-experts.md": mixture_convergence.TABLES | grouped_accuracy.TABLES | predicted.MIXTURES,
+    "docs/study/optimizer-state.md": optimizer_state.TABLES | optimizer_convergence.TABLES,
+    "docs/weights.md": stored_weights.TABLES,
     "docs/study/training-quality.md": quality_study.TABLES | gradient_error.TABLES,
 }
 
@@ -49,10 +59,16 @@ PICTURES: Mapping[str, Callable[[], str]] = {
 }
 
 
+def tables_of() -> dict[str, Mapping[str, Callable[[], str]]]:
+    """Each page's tables, and of pages with studies which commits these measured."""
+    studies = {page: {"history": functools.partial(history, page)} for page in STUDIES.values()}
+    return {page: PAGES.get(page, {}) | studies.get(page, {}) for page in PAGES | studies}
+
+
 def made() -> dict[Path, str]:
     """What each file should be."""
-    found = {ROOT / "README.md": readme.filled()}
-    for name, tables in PAGES.items():
+    found = {}
+    for name, tables in tables_of().items():
         found[ROOT / name] = filled((ROOT / name).read_text(encoding="utf-8"), tables)
     return found | {ROOT / name: drawn() for name, drawn in PICTURES.items()}
 

@@ -1,18 +1,71 @@
-"""The subjects of ``python -m benchmarks``, found by their files: those that say how long they take."""
+"""The subjects of ``python -m benchmarks``, the committed results, and which of these are older than their code.
+
+A subject is a file under benchmarks/ that says how long it takes. Each CSV of benchmarks/results is made again for
+every release by ``./dev bench all`` (ALL), or it is history (STUDIES): too long, or of a CPU of another kind.
+"""
 
 from __future__ import annotations
 
 import ast
 import csv
+import functools
 import importlib
+import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
+
+# What ./dev bench all makes, in this order: a subject, and its CSVs but for the device's name.
+ALL: dict[str, tuple[str, ...]] = {
+    "cpu_step": ("cpu_step",),
+    "gpu_host": ("gpu_host",),
+    "saved_bytes": ("saved_bytes",),
+    "memory_kinds": ("memory_kinds",),
+    "accumulation": ("accumulation",),
+    "communication": ("communication", "communication_links", "communication_wire"),
+    "communication_model": ("communication_model", "communication_model_published"),
+    "gather_host": ("gather_host",),
+    "grouped_accuracy": ("grouped_accuracy",),
+    "optimizer_step": ("optimizer_step",),
+    "checkpointing": ("checkpointing",),
+    "llama_convergence": ("llama_convergence",),
+    "compile_matrix": ("compile_matrix",),
+    "onnx_export": ("onnx_export",),
+    "sharded_load": ("sharded_load",),
+    "muon_training": ("muon_training", "muon_step", "muon_sensitivity"),
+    "stored_weights": ("stored_weights",),
+    "fp8_reduce": ("fp8_reduce", "fp8_reduce_outlier", "fp8_reduce_training"),
+    "optimizer_convergence": ("optimizer_convergence",),
+    "optimizer_state": ("optimizer_state",),
+    "compiled": ("compiled",),
+    "predicted_products": ("predicted_products",),
+    "predictions": ("predictions",),
+    "emulated": ("emulated",),
+}
+OF_TRITON = {"compiled", "predicted_products", "predictions", "emulated"}  # machine code, which differs by release
+TRITON = "3.9"  # whose machine code is committed
+
+# History, and the page that shows it and names its commits: ``./dev bench report`` writes there what `history` says. A
+# script that nobody needs any more lies in that commit alone.
+STUDIES = {
+    "quality": "docs/study/training-quality.md",
+    "gradient_error": "docs/study/training-quality.md",
+    "gradient_error_scales": "docs/study/training-quality.md",
+    "mixture_convergence_summary": "docs/study/mixture-of-experts.md",
+    "optimizer_training": "docs/weights.md",
+    "backward_clip": "docs/weights.md",
+    "gradient_storage": "docs/weights.md",
+    "adaptive": "docs/adaptive.md",
+    "what_if": "docs/inspect.md",
+    "inspect_cost": "docs/inspect.md",
+}
+# A state that was rewritten before it was merged: the commit that its rows came with.
+CAME_WITH = {"a5a2346": "161ce4a"}
 
 
 class Subject(NamedTuple):
@@ -53,32 +106,73 @@ def module_of(name: str) -> ModuleType:
     return importlib.import_module(subjects()[name].module)
 
 
-def stale() -> list[str]:
-    """A line for each committed result whose rows are older than the code that they speak of, or of no commit."""
-    lines, known = [], subjects()
+def results() -> Iterator[tuple[str, Path]]:
+    """Each committed CSV, and its name without the device's."""
     for path in sorted(RESULTS.glob("*.csv")):
-        with path.open(newline="", encoding="utf-8") as file:
-            commits = {row.get("commit", "") for row in csv.DictReader(file)}
-        names = [name for name in known if path.stem.startswith(name)]
-        if not names:
-            continue
-        measures = known[max(names, key=len)].measures
-        for commit in sorted(commits):
-            if not commit or commit.endswith("+"):
-                lines.append(f"{path.name}: rows of {commit or 'no commit'}: nobody can make them again")
-                continue
-            changes = commits_since(commit, measures)
-            if changes is None:
-                lines.append(f"{path.name}: rows of {commit}, which this history does not hold")
-            elif changes:
-                lines.append(f"{path.name}: rows of {commit}; {len(changes)} commits changed their code since")
+        yield re.split(r"-(?:cpu|nvidia)-", path.stem)[0], path
+
+
+def commits_of(path: Path) -> list[str]:
+    """Those that the rows of a CSV name."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return sorted({row.get("commit", "") for row in csv.DictReader(file)})
+
+
+def stale() -> list[str]:
+    """A line for each result of `ALL` whose rows are older than the code that they speak of, or of no commit."""
+    known = subjects()
+    measures = {name: known[subject].measures for subject, names in ALL.items() for name in names}
+    lines = []
+    for name, path in results():
+        for commit in commits_of(path) if name in measures else ():
+            change = change_since(commit, measures[name])
+            if change is None:
+                lines.append(f"{path.name}: rows of {commit or 'no commit'}, which this history does not hold")
+            elif change:
+                lines.append(f"{path.name}: rows of {commit}; since then {change} changed")
     return lines
 
 
-def commits_since(commit: str, measures: Sequence[str]) -> list[str] | None:
-    """Those that changed the code that rows of this commit speak of; None if the history does not hold it."""
-    log = _git("log", "--oneline", f"{commit}..HEAD", "--", *measures)
-    return None if log is None else log.splitlines()
+def change_since(commit: str, measures: Sequence[str]) -> str | None:
+    """A file among these whose code is another than a commit's; "" for none, None if the history does not hold it.
+
+    Comments, docstrings and layout of Python are no code.
+    """
+    changed = _git("diff", "--name-only", commit, "--", *measures) if commit else None
+    return None if changed is None else next((name for name in changed.splitlines() if _changed(commit, name)), "")
+
+
+@functools.cache
+def _changed(commit: str, name: str) -> bool:
+    path = ROOT / name
+    now = path.read_text(encoding="utf-8") if path.exists() else None
+    before = _git("show", f"{commit}:{name}")
+    if now is None or before is None or path.suffix != ".py":
+        return now != before
+    return _code(now) != _code(before)
+
+
+def _code(text: str) -> str:
+    """A Python file as its syntax tree, without docstrings."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
+    return ast.dump(tree)
+
+
+def history(page: str) -> str:
+    """Which code the studies of a page measured, for the page."""
+    parts = []
+    for name, path in results():
+        if STUDIES.get(name) == page:
+            commits = (
+                f"{one} (not in the history; its rows came with {CAME_WITH[one]})" if one in CAME_WITH else one
+                for one in commits_of(path)
+            )
+            parts.append(f"- [{name}]({'../' * page.count('/')}benchmarks/results/{path.name}): {', '.join(commits)}\n")
+    return "What is history: measured once, at these commits, and not again for each release.\n\n" + "".join(parts)
 
 
 def _git(*arguments: str) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 import octavo
 from benchmarks.common.measure import table, write_results
+from benchmarks.common.pages import Row, listed, signed
 from octavo import recipes
 from octavo.errors import ExportError
 from octavo.export import run_onnx, sqnr_in_onnxruntime, to_onnx
@@ -116,3 +118,25 @@ def main(arguments: list[str]) -> int:
         print(f"written to {write_results('onnx_export', rows)}")
     print("\n".join(f"MISSED: {line}" for line in missed) or "ok: every aim")
     return int(bool(missed))
+
+
+def export_table() -> str:
+    """Of docs/export.md: the least SQNR by opset, and the demo's."""
+
+    def least(row: Row, opsets: Sequence[int]) -> str:
+        found = [row[f"opset_{opset}"] for opset in opsets]
+        refused = any(one.startswith("refused") for one in found)
+        return "refused" if refused else f"{min(map(float, found)):.0f} dB"
+
+    cells: dict[str, Callable[[Row], str]] = {
+        "recipe": lambda row: f"`{row['recipe']}`",
+        "opset 19, 20": lambda row: least(row, OPSETS[:2]),
+        "opset 21 to 24": lambda row: least(row, OPSETS[2:]),
+        "demo": lambda row: f"{float(row['demo_sqnr']):.0f} dB",
+        "its loss": lambda row: f"{signed(float(row['demo_loss_change_percent']), 3)} %",
+        "its bytes, by bf16's": lambda row: row["demo_size_by_bf16"],
+    }
+    return listed("onnx_export", cells)
+
+
+TABLES = {"onnxruntime": export_table}

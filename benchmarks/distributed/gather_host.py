@@ -24,6 +24,7 @@ from torch import nn
 
 import octavo
 from benchmarks.common.measure import ratio, table, write_results
+from benchmarks.common.pages import Row, listed
 from benchmarks.distributed.communication_ranks import on_ranks
 from octavo import recipes
 
@@ -198,3 +199,18 @@ def main(arguments: list[str]) -> int:
     if not missed:
         print("ok: octavo takes no longer than torchao's faster way")
     return int(bool(missed))
+
+
+def host_table() -> str:
+    """Of docs/communication.md: octavo's microseconds a weight, and by torchao's faster way."""
+    cells: dict[str, Callable[[Row], str]] = {
+        "weight": lambda row: f"{row['size']} × {row['size']}",
+        "collectives": lambda row: {"none": "return at once"}.get(row["collectives"], row["collectives"]),
+        "recipe": lambda row: f"`{row['variant'].removeprefix('octavo ')}`",
+        "us": lambda row: f"{float(row['total_us']):.0f}",
+        "of torchao's": lambda row: f"{float(row['by_torchaos_faster']):.2f}",
+    }
+    return listed("gather_host", cells, lambda row: row["variant"].startswith("octavo"))
+
+
+TABLES = {"host": host_table}

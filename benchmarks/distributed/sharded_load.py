@@ -17,6 +17,7 @@ import json
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import nn
 
 import octavo
 from benchmarks.common.measure import table, write_results
+from benchmarks.common.pages import Row, listed
 from benchmarks.distributed.communication_ranks import on_ranks
 from octavo import recipes
 from octavo.tensor.fsdp2 import on_this_rank
@@ -186,3 +188,19 @@ def main(arguments: list[str]) -> int:
     if not options.no_write:
         print(f"written to {written}")
     return 0
+
+
+def load_table() -> str:
+    """Of docs/many-gpus.md: MB of a rank."""
+    ways = {"reset_parameters": "`reset_parameters`", "broadcast": "rank 0, bf16", "fp8 files": "files in FP8"}
+    cells: dict[str, Callable[[Row], str]] = {
+        "weights": lambda row: row["storage"] if row["storage"] == "bf16" else f"FP8, {row['storage']}",
+        "where values come from": lambda row: ways.get(row["way"], "files in bf16"),
+        "shard": lambda row: f"{float(row['shard_mb']):.0f}",
+        "peak": lambda row: f"{float(row['peak_mb']):.0f}",
+        "in blocks beyond the shard": lambda row: row["beyond_blocks"],
+    }
+    return listed("sharded_load", cells)
+
+
+TABLES = {"loading": load_table}

@@ -28,6 +28,7 @@ import octavo
 import octavo.kernels.triton
 from benchmarks.common.measure import interleaved, ratio, table, write_results
 from benchmarks.common.models import OCTAVO, with_torchao
+from benchmarks.common.pages import markdown, read
 from benchmarks.machine_code.offline import Launch, offline
 from octavo import kernels, recipes
 from octavo.autograd import casts as operands
@@ -202,3 +203,16 @@ def main(arguments: list[str]) -> int:
         print(f"written to {write_results('gpu_host', rows)}")
     print(*missed, f"{len(missed)} aims missed", sep="\n")
     return int(bool(missed))
+
+
+def host_table() -> str:
+    """Of docs/kernels.md: microseconds of a layer, and by torchao's."""
+    found = {tuple(row["what"].rsplit(", ", 1)): row for row in read("gpu_host") if "," in row["what"]}
+    rows = []
+    for name in (what for what, pass_ in found if pass_ == "forward"):
+        own = [found[name, pass_] for pass_ in ("forward", "forward + backward")]
+        rows.append([name, *(f"{float(row['us']):.0f} ({float(row['by_torchao_tensorwise']):.2f})" for row in own)])
+    return markdown(("us (of torchao's)", "forward", "forward + backward"), rows)
+
+
+TABLES = {"host": host_table}

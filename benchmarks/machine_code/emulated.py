@@ -24,7 +24,7 @@ import triton
 
 from benchmarks.common.measure import commit, table, write_results
 from benchmarks.common.pages import Row, markdown, read
-from benchmarks.subjects import commits_since
+from benchmarks.subjects import change_since
 from emulator import Options
 from emulator.memory import SECTOR, Count
 from emulator.parse import Instruction
@@ -180,7 +180,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     found, origin = committed(), {"triton": triton.__version__, "commit": commit()}
     fresh = {str(row["commit"]) for row in itertools.chain(*found.values())}
-    fresh = {one for one in fresh if commits_since(one, MEASURES) == []}
+    fresh = {one for one in fresh if change_since(one, MEASURES) == ""}
     made: Rows = []
     for capability, name in itertools.product(options.architectures, NAMES):
         key = capability, name

@@ -1,16 +1,14 @@
 """Every way to keep an optimizer's state, on one small byte-level GPT: final loss over seeds and betas.
 
 Beside torch's AdamW in float32: octavo's schemes, and by octavo's own parts the schemes of the field, each with and
-without the clip to R_t; torchao's and bitsandbytes' 8-bit optimizers where these are installed (committed rows: 0.18.0
-and 0.50.2); FlashOptim's scheme as optimizer_rivals.py writes it down, for its own kernels need CUDA. A seed fixes
-weights and data, so runs pair up. Each run's loss is the mean of its last 50 steps' (nats a byte). Written to
-results/optimizer_convergence-<device>.csv.
+without the clip to R_t; torchao's and bitsandbytes' 8-bit optimizers where these are installed; FlashOptim's scheme as
+optimizer_rivals.py writes it down, for its own kernels need CUDA. A seed fixes weights and data, so runs pair up. Each
+run's loss is the mean of its last 50 steps' (nats a byte). Written to results/optimizer_convergence-<device>.csv.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib
 import math
 import os
@@ -18,13 +16,13 @@ import statistics
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
-from itertools import product
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 
-from benchmarks.common.measure import RESULTS, device_name, provenance, table, write_results
+from benchmarks.common.measure import table, write_results
+from benchmarks.common.pages import gaps_by_beta, read
 from benchmarks.optimizer.optimizer_rivals import FlashAdamW
 from octavo import E4M3, E5M2, PerTensor
 from octavo.optim import E4M4, AdamW, Moment
@@ -130,45 +128,33 @@ def summary(losses: dict[tuple[Any, ...], float], schemes: list[str], seeds: lis
     return rows
 
 
-def with_earlier(rows: list[dict[str, str]], earlier: list[dict[str, str]]) -> list[dict[str, str]]:
-    """These rows and where they come from, and earlier ones of other schemes as they were; in the schemes' order."""
-    ran, origin = {row["scheme"] for row in rows}, provenance()
-    every = [row | origin for row in rows] + [row for row in earlier if row["scheme"] not in ran]
-    return sorted(every, key=lambda row: list(SCHEMES).index(row["scheme"]))
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks optimizer_convergence", description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--schemes", nargs="+", default=INSTALLED, choices=SCHEMES)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--merge", action="store_true", help="keep the CSV's rows of other schemes, float32's included")
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args(arguments)
-    path = RESULTS / f"optimizer_convergence-{device_name()}.csv"
-    earlier = list(csv.DictReader(path.read_text().splitlines())) if options.merge else []
-    seeds_there = [int(name[5:]) for row in earlier[:1] for name in row if name.startswith("seed_")]
-    if options.merge and (options.steps, options.seeds) != (STEPS, seeds_there):
-        parser.error(f"{path.name} is of {STEPS} steps and seeds {seeds_there}: choose these, or leave out --merge")
-    schemes = options.schemes if options.merge else list(dict.fromkeys([BASE, *options.schemes]))
-    losses = {
-        (BASE, betas, seed): float(row[f"seed_{seed}"])
-        for row in earlier
-        for betas, seed in product(BETAS, options.seeds)
-        if (row["scheme"], row["beta2"]) == (BASE, str(betas[1]))
-    }
+    schemes, losses = list(dict.fromkeys([BASE, *options.schemes])), {}
     tasks = [(scheme, seed, betas, options.steps) for scheme in schemes for betas in BETAS for seed in options.seeds]
     with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
         for (scheme, seed, betas, _), loss in zip(tasks, pool.map(one_run, tasks), strict=True):
             losses[scheme, betas, seed] = loss
             print(f"{scheme}, betas {betas}, seed {seed}: {loss:.4f}", flush=True)
-    new = summary(losses, schemes, options.seeds)
-    print(table(new))
-    rows = with_earlier(new, earlier)
+    rows = summary(losses, schemes, options.seeds)
+    print(table(rows))
     if not options.no_write:
-        print(f"written to {write_results('optimizer_convergence', rows, path, origin={})}")
+        print(f"written to {write_results('optimizer_convergence', rows)}")
     default = [row for row in rows if "default" in row["scheme"]]
     missed = [row for row in default if float(row["largest_gap"]) > LIMIT]
     print(f"{'MISSED' if missed else 'ok'}: the default is within {LIMIT} nats/byte of float32 in every run")
     return int(bool(missed))
+
+
+def convergence_table() -> str:
+    """Mean and largest gaps from float32's losses, by scheme and beta2."""
+    return gaps_by_beta(read("optimizer_convergence"), "scheme")
+
+
+TABLES = {"convergence": convergence_table}

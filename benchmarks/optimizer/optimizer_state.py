@@ -1,20 +1,21 @@
 """What eight bits do to Adam's state: each formula of docs/study/optimizer-state.md beside a Monte-Carlo check.
 
-Every table of that page is printed from results/optimizer_state-<device>.csv, the last one from
-optimizer_convergence's: ``--tables`` prints them again without a run. The checks below a run are those of the page.
+Every table of that page is made of results/optimizer_state-<device>.csv, the last one of optimizer_convergence's. The
+checks below a run are those of the page.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks.common.measure import RESULTS, device_name, write_results
+from benchmarks.common.measure import write_results
+from benchmarks.common.pages import markdown, read
 from benchmarks.optimizer.optimizer_state_rounding import STUDIES as ROUNDING
 from benchmarks.optimizer.optimizer_state_rounding import TOY, Row, Sizes
 from benchmarks.optimizer.optimizer_state_runs import STUDIES as RUNS
@@ -63,9 +64,8 @@ def tables(cells: Sequence[Mapping[str, str]]) -> dict[str, str]:
             column = [of.get((case, quantity), {"derived": "", "measured": ""}) for case in cases]
             kinds = [kind for kind in ("derived", "measured") if any(row[kind] for row in column)]
             columns.append([" / ".join(short(row[kind]) for kind in kinds) for row in column])
-        lines = [["", *quantities], ["---"] * (len(quantities) + 1)]
-        lines += [[case, *(column[i] for column in columns)] for i, case in enumerate(cases)]
-        found[study] = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        lines = ([case, *(column[i] for column in columns)] for i, case in enumerate(cases))
+        found[study] = markdown(["", *quantities], lines)
     return found
 
 
@@ -76,28 +76,6 @@ def short(value: str) -> str:
     return f"{float(value):.4g}".replace("-", "−")
 
 
-def convergence_table() -> str:
-    """What optimizer_convergence found, as a table in Markdown; every committed file of it."""
-    of: dict[str, dict[str, Mapping[str, str]]] = {}
-    for path in sorted(RESULTS.glob("optimizer_convergence*.csv")):
-        for row in rows_of(path):
-            if {"scheme", "beta2", "mean_gap", "largest_gap"} <= row.keys():
-                of.setdefault(row["scheme"], {})[row["beta2"]] = row
-    betas = sorted({beta2 for found in of.values() for beta2 in found})
-    lines = [["scheme", *(f"β2 = {b}: loss, mean gap, largest" for b in betas)], ["---"] * (len(betas) + 1)]
-    for scheme, found in of.items():
-        parts = [
-            [found[b][name] for name in ("loss", "mean_gap", "largest_gap")] if b in found else ["–"] for b in betas
-        ]
-        lines.append([scheme, *(", ".join(part).replace("-", "−") for part in parts)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def missed(rows: Sequence[Row]) -> list[Row]:
     """The rows whose measured number is not the derived one."""
     pairs = [row for row in rows if row.study in HOLDS and row.derived is not None and row.measured is not None]
@@ -106,19 +84,16 @@ def missed(rows: Sequence[Row]) -> list[Row]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks optimizer_state", description=__doc__)
-    parser.add_argument("--tables", action="store_true", help="print the committed results as tables, run nothing")
     parser.add_argument("--toy", action="store_true", help="run it all, tiny; the numbers mean nothing")
     parser.add_argument("--output", type=Path, help="the CSV to write")
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args(arguments)
-    if options.tables:
-        print_tables(rows_of(options.output or committed()))
-        return 0
     torch.set_num_threads(1)
     sizes = TOY if options.toy else Sizes()
     rows = [row for study in (*ROUNDING, *RUNS) for row in study(sizes)]
     cells = as_cells(rows)
-    print_tables(cells)
+    for study, table in tables(cells).items():
+        print(f"{study}\n\n{table}")
     if not options.no_write:
         print(f"written to {write_results('optimizer_state', cells, options.output)}")
     if options.toy:
@@ -130,13 +105,8 @@ def main(arguments: list[str]) -> int:
     return int(bool(wrong))
 
 
-def committed() -> Path:
-    """This device's results, or else another's."""
-    own = RESULTS / f"optimizer_state-{device_name()}.csv"
-    return own if own.exists() else sorted(RESULTS.glob("optimizer_state-*.csv"))[0]
+def _table(study: str) -> str:
+    return tables(read("optimizer_state"))[study]
 
 
-def print_tables(cells: Sequence[Mapping[str, str]]) -> None:
-    for study, table in tables(cells).items():
-        print(f"{study}\n\n{table}\n")
-    print(f"training runs\n\n{convergence_table()}\n")
+TABLES = {row["study"]: functools.partial(_table, row["study"]) for row in read("optimizer_state")}

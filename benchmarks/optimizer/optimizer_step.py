@@ -11,7 +11,7 @@ import argparse
 import importlib
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import octavo
 from benchmarks.common.measure import table, write_results
+from benchmarks.common.pages import markdown, read
 from octavo import PerTensor
 from octavo.tensor.stored_weight import StoredWeight
 from octavo.tune.timing import DEVICE, ON_GPU, describe, synchronize, timings
@@ -206,23 +207,17 @@ def judge(rows: list[dict[str, object]]) -> list[str]:
     return missed
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks optimizer_step", description=__doc__)
-    parser.add_argument("variants", nargs="*", help=f"of {', '.join(VARIANTS)}; all")
-    parser.add_argument("--toy", action="store_true", help="small tensors, octavo's and torch's only; writes nothing")
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of readings a variant, at most")
-    parser.add_argument("--output", type=Path, help="another file to write")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    sizes = shapes(1 << 16, 12) if options.toy else shapes(10**9, 300) if ON_GPU else shapes(1 << 23, 24)
+def measured(
+    variants: Iterable[str], sizes: Sequence[tuple[int, ...]], seconds: float, toy: bool
+) -> list[dict[str, object]]:
+    """A row an optimizer that runs here."""
     rows: list[dict[str, object]] = []
     peak = bandwidth()
-    for name in options.variants or VARIANTS:
-        if options.toy and name.startswith(("torchao", "flash")):
+    for name in variants:
+        if toy and name.startswith(("torchao", "flash")):
             continue
         try:
-            row = measure(name, sizes, 0.1 if options.toy else options.seconds)
+            row = measure(name, sizes, seconds)
         except Exception as error:
             print(f"{name}: {describe(error)}")
             continue
@@ -230,9 +225,41 @@ def main(arguments: list[str]) -> int:
         rows.append({**row, "of_roofline": f"{1e3 * fastest / float(str(row['step_ms'])):.3f}"})
         if ON_GPU:
             torch.cuda.empty_cache()
+    return rows
+
+
+def step_table() -> str:
+    """Of docs/optimizer.md: ns an element by threads."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for row in read("optimizer_step"):
+        found.setdefault(row["optimizer"], []).append(row)
+    rows = [
+        [name, f"{float(own[0]['state_bytes_an_element']):.2f}", *(f"{float(row['ns_an_element']):.1f}" for row in own)]
+        for name, own in found.items()
+    ]
+    threads = (row["threads"] for row in next(iter(found.values())))
+    return markdown(("", "state, bytes an element", *(f"threads: {count}" for count in threads)), rows)
+
+
+TABLES = {"steps": step_table}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks optimizer_step", description=__doc__)
+    parser.add_argument("variants", nargs="*", help=f"of {', '.join(VARIANTS)}; all")
+    parser.add_argument("--toy", action="store_true", help="small tensors, octavo's and torch's only; writes nothing")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1] if ON_GPU else [1, 2], help="of a CPU")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of readings a variant, at most")
+    parser.add_argument("--output", type=Path, help="another file to write")
+    options = parser.parse_args(arguments)
+    sizes = shapes(1 << 16, 12) if options.toy else shapes(10**9, 300) if ON_GPU else shapes(1 << 23, 24)
+    rows: list[dict[str, object]] = []
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        rows += measured(options.variants or VARIANTS, sizes, 0.1 if options.toy else options.seconds, options.toy)
     print(table(rows))
     if not options.toy or options.output:
         print(f"written to {write_results('optimizer_step', rows, path=options.output)}")
-    missed = judge(rows)
+    missed = judge(rows[: len(rows) // len(options.threads)])
     print(*(f"MISSED: {line}" for line in missed), sep="\n")
     return int(bool(missed) and not options.toy)

@@ -23,6 +23,7 @@ import torch
 
 import octavo
 from benchmarks.common.measure import table, write_results
+from benchmarks.common.pages import gaps_by_beta, read
 from benchmarks.optimizer.optimizer_convergence import LIMIT, LR, STEPS, model_of, ours, trained
 from octavo.kernels.reference.optimizer_state import Fp8Weight
 
@@ -124,3 +125,11 @@ def main(arguments: list[str]) -> int:
     if not options.toy or options.output:
         print(f"written to {write_results('stored_weights', rows, options.output)}")
     return 0 if options.toy else check(rows)
+
+
+def gaps_table() -> str:
+    """Of docs/weights.md: mean and largest gaps from float32's losses, by master and beta2."""
+    return gaps_by_beta(read("stored_weights"), "weights")
+
+
+TABLES = {"stored": gaps_table}

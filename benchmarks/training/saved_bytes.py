@@ -22,8 +22,6 @@ import octavo
 from benchmarks.common.measure import table, write_results
 from benchmarks.common.pages import markdown, read
 from octavo import E4M3, Cast, Dynamic, PerBlock, recipes
-from octavo.cost.estimate import LinearWork
-from octavo.cost.rates import PUBLISHED
 from octavo.nn.saved import KINDS, predicted_by_kind
 
 TAKES = "5 minutes"
@@ -131,29 +129,7 @@ def floor_table() -> str:
     return markdown(["MiB", "bf16", "floor", "converted", "floor, fused", "fused"], cells)
 
 
-def casts_table() -> str:
-    """Milliseconds of a step's casts of a block of Llama 3 8B on an H100 by published rates, 8,192 tokens."""
-    sizes = {"q": (4096, 4096, 1), "k": (4096, 1024, 1), "v": (4096, 1024, 1), "o": (4096, 4096, 2)}
-    sizes |= {"gate": (4096, 14336, 3), "up": (4096, 14336, 3), "down": (14336, 4096, 4)}
-    works = [LinearWork(name, 8192, *size[:2], True, True, 1, size[2]) for name, size in sizes.items()]
-    found, rates = [], PUBLISHED["H100"]
-    for name in ("dynamic", "delayed", "rowwise", "blockwise"):
-        recipe = getattr(recipes, name)()
-        products = sum(work.seconds(recipe, rates)[0] for work in works)
-        casts = [work.cast_seconds(recipe, rates) for work in works]
-        inputs = (
-            [one[0] for one in casts],
-            {work.reads: one[0] for work, one in zip(works, casts, strict=True)}.values(),
-        )
-        others = sum(sum(one[1:]) for one in casts)
-        own, shared = (sum(each) for each in inputs)
-        numbers = [own, shared, own + others, shared + others, products]
-        found.append([f"`{name}`", *(f"{1e3 * each:.2f}" for each in numbers)])
-    head = ["", "7 casts of inputs", "4 casts of inputs", "all casts before", "all casts", "products"]
-    return markdown(head, found)
-
-
-TABLES = {"saved": saved_table, "floor": floor_table, "shared casts": casts_table}
+TABLES = {"saved": saved_table, "floor": floor_table}
 
 
 def main(arguments: list[str]) -> int:

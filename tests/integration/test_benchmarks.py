@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import csv
+import functools
 import importlib
 import math
 import os
@@ -130,7 +131,7 @@ def test_what_was_emulated_stays(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     row = {"right": "yes", "made": "before", "triton": "", "commit": "new"}
     known = {(90, "amax"): [row], (90, "cast rows"): [row | {"commit": "old"}], (100, "cast rows"): [row]}
     monkeypatch.setattr(emulated, "committed", lambda: collections.defaultdict(list, known))
-    monkeypatch.setattr(emulated, "commits_since", lambda commit, measures: [] if commit == "new" else ["a change"])
+    monkeypatch.setattr(emulated, "change_since", lambda commit, measures: "" if commit == "new" else "a file")
     monkeypatch.setattr(emulated, "NAMES", ["amax", "cast rows"])
     monkeypatch.setattr(emulated, "rows_of", lambda capability, name: [row | {"made": name}])
     monkeypatch.setattr(emulated, "write_results", lambda subject, rows, origin: written.append(rows))
@@ -156,11 +157,8 @@ def test_a_stage_that_fails_is_named_and_the_next_runs(tmp_path: Path) -> None:
     ("subject", "arguments", "columns"),
     [
         ("stored_weights", "--seeds 0", "loss seed_0"),
-        ("backward_clip", "--seeds 0 --roundings 1", "val_loss divisor_error"),
-        ("what_if", "--seeds 0", "val_loss predicted_percent"),
         ("gradient_error", "--batches 2 --groups recipe rounding --state .", "cosine error along_se loss_se steps_se"),
         ("gradient_error", "--scales --state .", "clipped_percent"),
-        ("optimizer_training", "--seeds 0 --workers 1 --schemes 'fp8, master split24'", "val_loss"),
         ("quality", "--seeds 0 --state . --experiments bf16 dynamic", "val_loss val_loss_average train_loss step_ms"),
     ],
 )
@@ -229,19 +227,69 @@ def test_tables_and_pictures_are_those_of_the_results(capsys: pytest.CaptureFixt
 
 def test_pages_have_every_table_that_is_made_for_them():
     report, pages = (importlib.import_module(f"benchmarks.{name}") for name in ("report", "common.pages"))
-    for page, tables in report.PAGES.items():
+    for page, tables in report.tables_of().items():
         text = (ROOT / page).read_text(encoding="utf-8")
         assert [name for name in tables if pages.BEGIN.format(name) not in text] == [], page
         assert text.count("made by ./dev bench report") == len(tables), page
 
 
+def test_every_result_is_made_again_or_is_history() -> None:
+    """Pages name the commits of what is history: `report --check` sees to that."""
+    made = [name for names in subjects.ALL.values() for name in names]
+    assert sorted({name for name, _ in subjects.results()}) == sorted([*made, *subjects.STUDIES])
+    assert subjects.ALL.keys() <= subjects.subjects().keys() and subjects.OF_TRITON <= subjects.ALL.keys()
+    for name, path in subjects.results():
+        for commit in subjects.commits_of(path) if name in subjects.STUDIES else ():
+            held = subjects.CAME_WITH.get(commit, commit)
+            assert held and subjects.change_since(held, ["CITATION.cff"]) is not None, (path.name, commit)
+    in_development = ".dev" in importlib.import_module("octavo").__version__
+    assert in_development or subjects.stale() == []
+
+
 def test_results_that_are_older_than_their_code_are_named(tmp_path, monkeypatch):
-    commits = subjects._git("rev-list", "HEAD", "--", *subjects.subjects()["cpu_step"].measures).split()
+    git = functools.partial(subprocess.run, cwd=tmp_path, check=True, capture_output=True, text=True)
+    monkeypatch.setattr(subjects, "ROOT", tmp_path)
     monkeypatch.setattr(subjects, "RESULTS", tmp_path)
-    for name, commit in {"new": commits[0], "old": commits[1], "changed": commits[0] + "+", "lost": "0" * 7}.items():
-        (tmp_path / f"cpu_step-{name}.csv").write_text(f"commit\n{commit}\n")
+    monkeypatch.setattr(subjects, "subjects", lambda: {"cpu_step": subjects.Subject("cpu_step", "", "", "", ("code",))})
+    monkeypatch.setattr(subjects, "ALL", {"cpu_step": ("cpu_step",)})
+    git(["git", "init", "-q"])
+    (tmp_path / "code").mkdir()
+    commits = []
+    for text in ("a = 1", '"""What it is."""\na = 2', '"""What a is."""\na = 2  # two'):
+        (tmp_path / "code/a.py").write_text(text)
+        git(["git", "add", "code"])
+        git(["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", text])
+        commits.append(git(["git", "rev-parse", "HEAD"]).stdout.strip())
+    for number, commit in enumerate([*commits, commits[2] + "+", ""]):  # old, alike, new, changed, none
+        (tmp_path / f"cpu_step-cpu-{number}.csv").write_text(f"row,commit\n1,{commit}\n")
     lines = subjects.stale()
-    assert [line.partition(".csv")[0] for line in lines] == ["cpu_step-changed", "cpu_step-lost", "cpu_step-old"]
+    assert [line.partition(".csv")[0][-1] for line in lines] == ["0", "3", "4"] and "code/a.py changed" in lines[0]
+
+
+def test_all_makes_what_is_old_and_goes_on(tmp_path, monkeypatch, capsys) -> None:
+    everything = importlib.import_module("benchmarks.all_results")
+    ran = []
+
+    def run(command, **options):
+        ran.append(command[3])
+        if command[3] != "fails":
+            (tmp_path / f"{command[3]}.csv").write_text("commit\nnew\n")
+        return subprocess.CompletedProcess(command, command[3] == "fails")
+
+    monkeypatch.setattr(subjects, "RESULTS", tmp_path)
+    names = ("made", "old", "fails")
+    one = subjects.Subject("", "", "", "a minute", ())
+    replaced = {"ALL": {name: (name,) for name in names}, "subjects": lambda: dict.fromkeys(names, one)}
+    replaced |= {"commit": lambda: "new", "change_since": lambda commit, code: "" if commit == "new" else "a file"}
+    for name, value in replaced.items():
+        monkeypatch.setattr(everything, name, value)
+    monkeypatch.setattr(everything.subprocess, "run", run)
+    monkeypatch.setattr(everything.report, "main", lambda arguments: ran.append("report"))
+    for name, commit in {"made": "new", "old": "old"}.items():
+        (tmp_path / f"{name}.csv").write_text(f"commit\n{commit}\n")
+    assert everything.main([]) == 1 and "fails: not made" in capsys.readouterr().out
+    assert everything.main(["--only", "made", "old"]) == 0
+    assert ran == ["old", "fails", "report", "report"]
 
 
 @pytest.mark.full

@@ -1,0 +1,111 @@
+"""Tables of pages that octavo.cost predicts from GPUs' published rates, as ``octavo plan`` does: nothing is measured.
+
+A product takes its operations or its bytes, whichever is longer, and a cast its bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from benchmarks.common.pages import markdown
+from octavo import recipes
+from octavo.cost.estimate import LinearWork
+from octavo.cost.rates import PUBLISHED, Rates
+from octavo.scaling.recipe import Recipe
+
+EXPERTS = 32
+TOKENS = tuple(1 << power for power in range(3, 17))
+LARGE = 8192
+# (K, N): features in and out of an expert's matrices in models of today, and DeepGEMM's published size
+SIZES = {
+    "Qwen3-30B gate-up": (2048, 1536),
+    "Qwen3-30B down": (768, 2048),
+    "GPT-OSS gate-up": (2880, 5760),
+    "DeepSeek-V3 gate-up": (7168, 4096),
+    "DeepSeek-V3 down": (2048, 7168),
+    "Mixtral gate-up": (4096, 28672),
+}
+ALONE = {
+    "output": {"grad_input": None, "grad_weight": None},
+    "grad_input": {"output": None, "grad_weight": None},
+    "grad_weight": {"output": None, "grad_input": None},
+    "all": {},
+}
+
+
+def gain(recipe: Recipe, rates: Rates, size: tuple[int, int], tokens: int, kept: bool = False) -> float:
+    """How many times as long bf16 takes."""
+    work = LinearWork("", tokens * EXPERTS, *size, True, True, EXPERTS)
+    products, casts = work.seconds(recipe, rates)
+    if kept:
+        casts -= work.cast_seconds(recipe, rates)[1]
+    return sum(work.seconds(recipes.high_precision(), rates)) / (products + casts)
+
+
+def pays_from(recipe: Recipe, rates: Rates, size: tuple[int, int], kept: bool = False) -> int | str:
+    """The fewest tokens an expert from which on it is faster."""
+    slower = [tokens for tokens in TOKENS if gain(recipe, rates, size, tokens, kept) <= 1]
+    faster = [tokens for tokens in TOKENS if tokens > max(slower, default=0)]
+    return faster[0] if faster else ""
+
+
+def pays_table() -> str:
+    """Of docs/study/mixture-of-experts.md: tokens an expert from which the products pay together, and the gain."""
+    columns = [("H200", "delayed"), ("H200", "rowwise"), ("H200", "blockwise"), ("B200", "delayed"), ("B200", "mx")]
+    rows = []
+    for layer, size in SIZES.items():
+        whole = [(getattr(recipes, name)(), PUBLISHED[gpu], size) for gpu, name in columns]
+        cells = (f"{pays_from(*one) or 'none'} ({gain(*one, LARGE):.2f})" for one in whole)
+        rows.append([layer, f"{size[0]} × {size[1]}", *cells])
+    return markdown(("matrices", "K × N", *map(" ".join, columns)), rows)
+
+
+def products_table() -> str:
+    """Of the same page: of each product alone, by the usual recipe of each GPU."""
+    rows = []
+    for gpu, name in {"H200": "blockwise", "B200": "mx"}.items():
+        recipe, rates = getattr(recipes, name)(), PUBLISHED[gpu]
+        for layer, size in SIZES.items():
+            found = [pays_from(dataclasses.replace(recipe, **others), rates, size) for others in ALONE.values()]
+            found.append(pays_from(recipe, rates, size, kept=True))
+            rows.append([f"{gpu} {name}", layer, *(str(one or "none") for one in found)])
+    return markdown(("", "matrices", *(name.replace("_", " ") for name in (*ALONE, "weights_kept"))), rows)
+
+
+def casts_table() -> str:
+    """Milliseconds of a step's casts of a block of Llama 3 8B on an H100 by published rates, 8,192 tokens."""
+    sizes = {"q": (4096, 4096, 1), "k": (4096, 1024, 1), "v": (4096, 1024, 1), "o": (4096, 4096, 2)}
+    sizes |= {"gate": (4096, 14336, 3), "up": (4096, 14336, 3), "down": (14336, 4096, 4)}
+    works = [LinearWork(name, 8192, *size[:2], True, True, 1, size[2]) for name, size in sizes.items()]
+    found, rates = [], PUBLISHED["H100"]
+    for name in ("dynamic", "delayed", "rowwise", "blockwise"):
+        recipe = getattr(recipes, name)()
+        products = sum(work.seconds(recipe, rates)[0] for work in works)
+        casts = [work.cast_seconds(recipe, rates) for work in works]
+        inputs = (
+            [one[0] for one in casts],
+            {work.reads: one[0] for work, one in zip(works, casts, strict=True)}.values(),
+        )
+        others = sum(sum(one[1:]) for one in casts)
+        own, shared = (sum(each) for each in inputs)
+        numbers = [own, shared, own + others, shared + others, products]
+        found.append([f"`{name}`", *(f"{1e3 * each:.2f}" for each in numbers)])
+    head = ["", "7 casts of inputs", "4 casts of inputs", "all casts before", "all casts", "products"]
+    return markdown(head, found)
+
+
+def kept_table() -> str:
+    """Of docs/modules.md: percent that casting the weight in every micro-batch adds to a step of kept weights, H100."""
+    work, rates, rows = LinearWork("", 8192, 4096, 4096, True, True), PUBLISHED["H100"], []
+    for micro_batches in (1, 4, 16):
+        cells = []
+        for recipe in (recipes.dynamic(), recipes.delayed(), recipes.blockwise()):
+            weight, whole = work.cast_seconds(recipe, rates)[1], sum(work.seconds(recipe, rates))
+            kept = micro_batches * (whole - weight) + weight
+            cells.append(f"{100 * (micro_batches * whole / kept - 1):.1f}")
+        rows.append([str(micro_batches), *cells])
+    return markdown(("micro-batches a step", "`dynamic`", "`delayed`", "`blockwise`"), rows)
+
+
+MODULES = {"shared casts": casts_table, "kept weights": kept_table}
+MIXTURES = {"pays": pays_table, "products": products_table}
