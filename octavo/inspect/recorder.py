@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.distributed.files import reason_of
+from octavo.distributed.files import reason_of, replacing
 from octavo.distributed.ranks import Ranks, whole
 from octavo.inspect.findings import severities
 from octavo.inspect.record import RecordWriter, by_layer, measures_of, numpy, of_weights
+from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
 from octavo.inspect.weights import Samples, count_weights, moved_since, sample
 from octavo.kernels.arguments import SUMS
+from octavo.recipes import to_json
 
 Scalar = float | Tensor
 SKIPPED = "skipped"  # a kind of event that arrives from the device, as scalars do
@@ -89,7 +91,7 @@ class Recorder:
             raise ValueError(f"every={every}: needs at least 1")
         self.model, self.every, self.optimizer, self.schedule, self._step = model, every, optimizer, schedule, step
         self.on_record = on_record
-        self._table = Table(model)
+        self._table, self._recipes = Table(model), own_recipes(model)
         if not self._table.rows and schedule is None:
             raise ValueError("the model has no layer in FP8 to record: octavo.convert it first")
         self._ranks = Ranks.of_process() if group is None else Ranks(group)
@@ -187,7 +189,7 @@ class Recorder:
             return self._table.attach(False)
         if not self._table.is_of(self.model):
             self._table.attach(False)
-            self._table = Table(self.model)
+            self._table, self._recipes = Table(self.model), own_recipes(self.model)
         self._table.attach(True)
         if self._table.rows:
             self._samples = sample(self._table.layers, self.optimizer)
@@ -236,6 +238,9 @@ class Recorder:
                 if self._written is not reading.table:
                     self._writer.add_rows(reading.step, reading.table.rows)
                     self._written = reading.table
+                    if self._recipes is not None:
+                        with replacing(self._writer.folder / RECIPES) as file:
+                            file.write(to_json(self._recipes).encode())
                 found = {name: tensor.numpy() for name, tensor in reading.tensors.items()}
                 counts = kept(reading.table.rows, found["sums"], found["extremes"]) | {"moved": found["moved"]}
                 self._writer.add_counts(reading.step, counts)
