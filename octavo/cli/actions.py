@@ -333,13 +333,23 @@ def export(options: argparse.Namespace, arguments: list[str]) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings in logs: nothing runs, so nothing is emulated, and libraries that are imported have several."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@_quiet()
 def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     """Print what a training step would take, and whether FP8 pays."""
     from octavo.cost import command, estimate, rates_of
     from octavo.cost.estimate import work_of
     from octavo.cost.rates import PlanError
 
-    logging.getLogger("octavo").setLevel(logging.ERROR)  # nothing runs here, so nothing is emulated
     sizes = vars(options).keys() & ModelConfig.__dataclass_fields__.keys() - {"context"}
     if options.model is not None and sizes:
         flags = ", ".join(sorted(map(flag_of, sizes)))
