@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import json
 import pickle
 import re
 from contextlib import nullcontext
@@ -7,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import octavo
-from octavo import E4M3, E5M2, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, recipes
+from octavo import E4M3, E5M2, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, RecipeMap, recipes
 from octavo.scaling.recipe import PRODUCTS
 from tests.support.triton_kernels import in_place_of_reference
 
