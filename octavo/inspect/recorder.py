@@ -21,6 +21,7 @@ from octavo.inspect.rows import Row, Table
 from octavo.inspect.weights import Samples, count_weights, moved_since, sample
 from octavo.kernels.arguments import SUMS
 from octavo.recipes import to_json
+from octavo.scaling.recipe_map import RecipeMap
 
 Scalar = float | Tensor
 SKIPPED = "skipped"  # a kind of event that arrives from the device, as scalars do
@@ -91,13 +92,14 @@ class Recorder:
             raise ValueError(f"every={every}: needs at least 1")
         self.model, self.every, self.optimizer, self.schedule, self._step = model, every, optimizer, schedule, step
         self.on_record = on_record
-        self._table, self._recipes = Table(model), own_recipes(model)
+        self._table = Table(model)
         if not self._table.rows and schedule is None:
             raise ValueError("the model has no layer in FP8 to record: octavo.convert it first")
         self._ranks = Ranks.of_process() if group is None else Ranks(group)
         with self._ranks.together():
             self._writer = RecordWriter(Path(to), step) if self._ranks.rank == 0 else None
         self._written: Table | None = None
+        self._recipes: RecipeMap | None = None
         self._samples: Samples | None = None
         self._scalars: list[tuple[int, str, Scalar]] = []
         self._readings: list[_InFlight] = []
@@ -189,10 +191,11 @@ class Recorder:
             return self._table.attach(False)
         if not self._table.is_of(self.model):
             self._table.attach(False)
-            self._table, self._recipes = Table(self.model), own_recipes(self.model)
+            self._table = Table(self.model)
         self._table.attach(True)
         if self._table.rows:
             self._samples = sample(self._table.layers, self.optimizer)
+            self._recipes = own_recipes(self.model)
 
     @torch.no_grad()
     def _count(self) -> dict[str, Tensor]:
