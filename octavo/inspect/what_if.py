@@ -396,7 +396,7 @@ def _twin(model: nn.Module, select: Select | None) -> tuple[nn.Module, dict[str,
     if select is not None:
         layers = {n: m for n, m in layers.items() if not isinstance(given.get(n), RecipeModule) or select(given[n], n)}
     if not layers:
-        least = f"by default none of fewer than {MIN_FEATURES} features (--min-features N, or select=)"
+        least = f"by default those of at least {MIN_FEATURES} features (--min-features N, or select=)"
         raise WhatIfError(f"no layer to compare: none of this model's is selected, {least}")
     return twin, layers
 
