@@ -38,8 +38,7 @@ def table(record: Record, findings: Sequence[Finding], top: int) -> str:
     for place, found in enumerate(findings[:top], 1):
         where = f"{found.layer} {found.role}" + f" of {' and '.join(found.products)}" * bool(found.products)
         since = f"from step {found.begins}" + f", worst at {found.worst}" * (found.worst != found.begins)
-        severity = "" if math.isinf(found.severity) else f", {found.severity:.3g} times the limit"
-        lines += ["", f"{place:>2}  {where}: {found.kind} {since}{severity}"]
+        lines += ["", f"{place:>2}  {found.level}, {where}: {found.kind} {since}"]
         lines += [f"    {found.cast}"] * bool(found.cast)
         lines += [f"    {found.cause}", f"    {found.remedy}", f"      {found.expected}"]
     if len(findings) > top:
@@ -102,7 +101,7 @@ def to_json(record: Record, findings: Sequence[Finding], what_if: Sequence[Mappi
         "last": record.steps[-1] if record.steps else None,
         "steps": bins.firsts(record.steps),
         "layers": record.layers,
-        "findings": [{**vars(found), "rules": json.loads(to_rules(found.rules))["rules"]} for found in findings],
+        "findings": [_finding(found) for found in findings],
         "limits": LIMITS,
         "measures": MEASURES | OF_WEIGHTS,
         "casts": [_casts(worst, layer, role, bins) for layer in record.layers for role in ROLES],
@@ -114,6 +113,11 @@ def to_json(record: Record, findings: Sequence[Finding], what_if: Sequence[Mappi
         "events": [{"step": step, "kind": kind, "text": text} for step, kind, text in record.events],
     }
     return json.dumps(_plain(content), separators=(",", ":"))
+
+
+def _finding(found: Finding) -> dict[str, Any]:
+    rules, effects = json.loads(to_rules(found.rules))["rules"], [_finding(effect) for effect in found.consequences]
+    return {**vars(found), "rules": rules, "consequences": effects}
 
 
 def to_html(record: Record, findings: Sequence[Finding], title: str, what_if: Sequence[Mapping[str, Any]] = ()) -> str:

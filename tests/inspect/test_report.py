@@ -112,7 +112,7 @@ def test_as_text() -> None:
     record, findings = broken(3, 6)
     text = table(record, findings, 1)
     assert text.startswith("3 layers, 6 of the steps 0 to 250 recorded, 2 findings")
-    assert " 1  model.layers.1.mlp input of output and grad_weight: stale from step 50, 30 times the limit" in text
+    assert " 1  warning, model.layers.1.mlp input of output and grad_weight: stale from step 50" in text
     assert findings[0].remedy in text and text.endswith("and 1 more: --top 2")
     assert table(made(3, 6), [], 5) == "3 layers, 6 of the steps 0 to 250 recorded, no findings"
     assert table(made(3, 0), [], 5) == "no step is recorded yet"
