@@ -369,6 +369,8 @@ def inspect(options: argparse.Namespace, arguments: list[str]) -> int:
     from octavo.inspect.what_if import WhatIfError
 
     source = options.folder = run_in(options.folder)
+    if options.against is not None and ((other := run_in(options.against) / RECORD) / "record.json").exists():
+        options.against = other
     if (source / RECORD / "record.json").exists() and not asked(options):
         source = options.folder = source / RECORD
     if checkpoint.RunFolder(source).holds_run() and not (source / "record.json").exists():

@@ -26,7 +26,7 @@ from octavo.errors import first_line
 from octavo.inspect.findings import diagnose
 from octavo.inspect.record import RecordError, files_of, load
 from octavo.inspect.remedies import together
-from octavo.inspect.report import table, to_html, to_json
+from octavo.inspect.report import Against, table, to_html, to_json
 from octavo.inspect.what_if import NAMES, Cost, WhatIf, WhatIfError, check, compare
 from octavo.nn.candidates import MIN_FEATURES, features
 from octavo.nn.recipe_module import RecipeModule
@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"what was found of the model by --json, to draw beside (default: the record's own {WHAT_IF}, if there is one)"
     )
     parser.add_argument("--what-if", type=Path, metavar="FILE", help=help)
+    help = "another record or run, to compare with: which findings are new, worse or gone, and both on one page"
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help=help)
     help = "write recipes by layer for octavo.recipes.load: what mends a record's casts, or a model's by its budget"
     parser.add_argument("--write", type=Path, metavar="FILE", help=help)
     parser.add_argument("--top", type=at_least(0), default=10, metavar="N", help="findings to print (default: 10)")
@@ -99,11 +101,15 @@ def _report(options: argparse.Namespace) -> str:
     record = load(options.folder)
     findings = diagnose(record)
     what_if = _what_if(options)
-    shown = [table(record, findings, options.top)]
+    against = None
+    if options.against is not None:
+        other = load(options.against)
+        against = Against(str(options.against), other, diagnose(other))
+    shown = [table(record, findings, options.top, against)]
     if options.json is not None:
-        shown.append(write(options.json, to_json(record, findings, what_if)))
+        shown.append(write(options.json, to_json(record, findings, what_if, against)))
     if options.html is not None:
-        shown.append(write(options.html, to_html(record, findings, str(options.folder), what_if)))
+        shown.append(write(options.html, to_html(record, findings, str(options.folder), what_if, against)))
     if options.write is not None:
         shown.append(write_rules(options.write, to_rules(together(found.rules for found in findings)), "DEFAULT"))
     return "\n\n".join(shown)
@@ -213,7 +219,9 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
 
     ``record``: the folder of the model's record, where the result is written too, for the record's page.
     """
-    if of_records := [f"--{name}" for name in ("html", "what-if", "live") if getattr(options, name.replace("-", "_"))]:
+    if of_records := [
+        f"--{name}" for name in ("html", "what-if", "against", "live") if getattr(options, name.replace("-", "_"))
+    ]:
         raise WhatIfError(f"{', '.join(of_records)}: {options.folder} is a model, and these are for records")
     if options.write is not None and options.keep is None and options.loss is None:
         raise WhatIfError("--write needs a budget: --keep N or --loss SHARE")
