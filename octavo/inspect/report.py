@@ -245,10 +245,12 @@ class _Bins:
 
     def worst(self, values: Any, is_worse: Any = max) -> list[float]:
         """The worst value of each bin, from [steps] or [steps, casts]; NaN if there is none."""
+        if not self.starts:
+            return []
         np = numpy()
         missing, ufunc = (-math.inf, np.maximum) if is_worse is max else (math.inf, np.minimum)
         flat = np.where(np.isnan(values), missing, values).reshape(len(values), -1)
-        found = ufunc.reduceat(ufunc.reduce(flat, axis=1, initial=missing), self.starts) if self.starts else flat[:, 0]
+        found = ufunc.reduceat(ufunc.reduce(flat, axis=1, initial=missing), self.starts)
         return [math.nan if value == missing else float(value) for value in found]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from octavo import cli
 from octavo.cost.rates import PUBLISHED
 from octavo.errors import MissingExtraError
 from octavo.inspect import Finding, Record, diagnose
@@ -23,6 +24,7 @@ from octavo.inspect.what_if import Effect, WhatIf
 
 np = pytest.importorskip("numpy")
 
+from tests.inspect.test_command import record  # noqa: E402
 from tests.inspect.test_findings import made, put  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -152,6 +154,17 @@ def test_two_runs() -> None:
     assert table(made(), [], 5, Against("x", made(), [])).endswith("against x: no findings in either run")
 
 
+def test_the_command_compares_with_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("one", "other/inspect"):
+        record(tmp_path / folder)
+    one, other, path = (str(tmp_path / name) for name in ("one", "other", "x.json"))
+    assert cli.main(["inspect", one, "--against", other, "--json", path]) == 0
+    assert f"against {other}/inspect: no findings in either run" in capsys.readouterr().out
+    assert json.loads(Path(path).read_text())["against"]["states"] == []
+    assert cli.main(["inspect", one, "--against", str(tmp_path)]) == 2
+    assert f"{tmp_path} holds no record" in capsys.readouterr().err
+
+
 def test_as_json() -> None:
     record, findings = broken(3, 1000)
     record.measures["sqnr"][500, 0] = 3.0
@@ -208,7 +221,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert all(after < before for after, before in zip(found["after"], found["before"], strict=True))
     assert len(found["labels"]) == 12 and {role for role, *_ in found["labels"]} == {"img"}
     assert all(label and shows for _, label, shows in found["labels"])
-    assert "lr is 0.001 in all steps." in found["labels"][0][2]
+    assert "lr: 0.001 in all steps." in found["labels"][0][2]
     assert len(found["links"]) == 14 and all(found["links"])
     assert max(found["cut"] + found["narrow"]) <= 0 and found["wider"] <= 0 and found["wider_narrow"] <= 0
     assert max(found["cards"]) < 390 and all(right < 390 and height for right, height in found["remedies"])
