@@ -389,6 +389,8 @@ def inspect(options: argparse.Namespace, arguments: list[str]) -> int:
     from octavo.inspect.what_if import WhatIfError
 
     source = options.folder = run_in(options.folder)
+    if options.against is not None and ((other := run_in(options.against) / RECORD) / "record.json").exists():
+        options.against = other
     if options.apply:
         if not checkpoint.RunFolder(source).holds_run():
             raise WhatIfError(f"--apply: {source} is no run of octavo train: give --write FILE")

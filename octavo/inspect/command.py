@@ -26,7 +26,7 @@ from octavo.errors import first_line
 from octavo.inspect.findings import diagnose
 from octavo.inspect.record import RecordError, files_of, load
 from octavo.inspect.remedies import RECIPES, onto, own_recipes, together
-from octavo.inspect.report import table, to_html, to_json
+from octavo.inspect.report import Against, table, to_html, to_json
 from octavo.inspect.what_if import NAMES, Cost, WhatIf, WhatIfError, check, compare
 from octavo.nn.candidates import MIN_FEATURES, features
 from octavo.nn.recipe_module import RecipeModule
@@ -50,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"what was found of the model by --json, to draw beside (default: the record's own {WHAT_IF}, if there is one)"
     )
     parser.add_argument("--what-if", type=Path, metavar="FILE", help=help)
+    help = "another record or run, to compare with: which findings are new, worse or gone, and both on one page"
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help=help)
     help = "write recipes by layer for octavo.recipes.load: what mends a record's casts, or a model's by its budget"
     written = parser.add_mutually_exclusive_group()
     written.add_argument("--write", type=Path, metavar="FILE", help=help)
@@ -107,11 +109,15 @@ def _report(options: argparse.Namespace) -> str:
     record = load(options.folder)
     findings = diagnose(record)
     what_if = _what_if(options)
-    shown = [table(record, findings, options.top)]
+    against = None
+    if options.against is not None:
+        other = load(options.against)
+        against = Against(str(options.against), other, diagnose(other))
+    shown = [table(record, findings, options.top, against)]
     if options.json is not None:
-        shown.append(write(options.json, to_json(record, findings, what_if)))
+        shown.append(write(options.json, to_json(record, findings, what_if, against)))
     if options.html is not None:
-        shown.append(write(options.html, to_html(record, findings, str(options.folder), what_if)))
+        shown.append(write(options.html, to_html(record, findings, str(options.folder), what_if, against)))
     if options.write is not None:
         rules, own = together(found.rules for found in findings), options.folder / RECIPES
         shown.append(write_rules(options, onto(recipes.load(own), rules) if own.exists() else rules))
@@ -224,7 +230,9 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
 
     ``record``: the folder of the model's record, where the result is written too, for the record's page.
     """
-    if of_records := [f"--{name}" for name in ("html", "what-if", "live") if getattr(options, name.replace("-", "_"))]:
+    if of_records := [
+        f"--{name}" for name in ("html", "what-if", "against", "live") if getattr(options, name.replace("-", "_"))
+    ]:
         raise WhatIfError(f"{', '.join(of_records)}: {options.folder} is a model, and these are for records")
     if options.write is not None and options.keep is None and options.loss is None:
         raise WhatIfError("--write needs a budget: --keep N or --loss SHARE")
