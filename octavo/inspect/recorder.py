@@ -99,10 +99,10 @@ class Recorder:
         with self._ranks.together():
             self._writer = RecordWriter(Path(to), step) if self._ranks.rank == 0 else None
         self._written: Table | None = None
-        self._recipes: RecipeMap | None = None
         self._samples: Samples | None = None
         self._scalars: list[tuple[int, str, Scalar]] = []
         self._readings: list[_InFlight] = []
+        self._recipes: RecipeMap | None = None
         self._switches = 0 if schedule is None else len(schedule.switches)
         self._begin()
 
