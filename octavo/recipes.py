@@ -27,7 +27,7 @@ from octavo.scaling.recipe_map import RecipeMap, RecipeRule
 __all__ = ["default", "dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx"]
 __all__ += ["batch_invariant", "high_precision"]
 NAMED = tuple(__all__)
-__all__ += ["load", "to_json"]
+__all__ += ["as_recipe", "load", "to_json"]
 
 
 def no_recipe(value: object) -> TypeError:
@@ -201,12 +201,37 @@ def _linear(name: str, input: Cast, weight: Cast, grad_output: Cast) -> Recipe:
     return Recipe((input, weight), (grad_output, weight), (grad_output, input), name=name)
 
 
+def as_recipe(recipe: object) -> Recipe | RecipeMap:
+    """What octavo.convert, set_recipe, the trainer and the integrations take as a recipe.
+
+    Args:
+        recipe: a Recipe or RecipeMap, which is returned; a recipe's name; the path of a file for ``load``, a str that
+            ends in .json; or such a file's content.
+
+    Raises:
+        TypeError, ValueError: for anything else, or if the file can't be read.
+
+    Example:
+        >>> as_recipe("mx") == mx(), as_recipe({"default": "mx", "rules": {"lm_head": None}}).of("lm_head").name
+        (True, 'high_precision')
+    """
+    if isinstance(recipe, Recipe | RecipeMap):
+        return recipe
+    if isinstance(recipe, Path) or (isinstance(recipe, str) and recipe.endswith(".json")):
+        return load(recipe)
+    if isinstance(recipe, str):
+        return _rule(recipe)  # type: ignore[return-value]
+    if isinstance(recipe, Mapping) and "default" in recipe:
+        return _map(recipe, None)
+    raise no_recipe(recipe)
+
+
 def load(path: str | Path, default: Recipe | None = None) -> RecipeMap:
     """Recipes by layer from a file, as ``octavo inspect --write`` leaves one: what octavo.convert takes as a recipe.
 
     Args:
         path: JSON, see the top of the file.
-        default: of layers that no rule names (default: the file's; one of ``octavo inspect RECORD`` has none).
+        default: of layers that no rule names (default: the file's).
 
     Raises:
         ValueError: where the file, or what it says, can't be a RecipeMap.
@@ -219,13 +244,19 @@ def load(path: str | Path, default: Recipe | None = None) -> RecipeMap:
         ('high_precision', 'dynamic with grad_weight changed')
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        if default is None and "default" not in content:
-            raise ValueError("it names no default: give one, as in octavo.recipes.load(path, octavo.recipes.dynamic())")
-        chosen = _rule(content["default"]) if default is None else default
-        return RecipeMap(chosen, {pattern: _rule(rule) for pattern, rule in content["rules"].items()})  # type: ignore[arg-type]
+        return _map(json.loads(Path(path).read_text(encoding="utf-8")), default)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} holds no recipes by layer: {type(error).__name__}: {error}") from error
+
+
+def _map(content: Mapping[str, Any], default: Recipe | None) -> RecipeMap:
+    """The recipes by layer of a file."""
+    if unknown := sorted(set(content) - {"default", "rules"}):
+        raise ValueError(f"it has {', '.join(map(repr, unknown))}, and may have 'default' and 'rules'")
+    if default is None and "default" not in content:
+        raise ValueError("it names no default: give one, as in octavo.recipes.load(path, octavo.recipes.dynamic())")
+    chosen = _rule(content["default"]) if default is None else default
+    return RecipeMap(chosen, {pattern: _rule(rule) for pattern, rule in content["rules"].items()})  # type: ignore[arg-type]
 
 
 def to_json(recipe: RecipeMap | Mapping[str, RecipeRule]) -> str:
@@ -253,7 +284,7 @@ def _rule(found: Any) -> RecipeRule:
     """A rule of a file."""
     if isinstance(found, str):
         if found not in NAMED:
-            raise ValueError(f"{found!r} is no recipe: choose {', '.join(NAMED)}")
+            raise ValueError(f"{found!r} is no recipe: choose {', '.join(NAMED)}, or a file that ends in .json")
         made: Recipe = globals()[found]()
         return made
     if found is None:

@@ -1,10 +1,14 @@
-"""Every page's Python blocks run, every relative link leads somewhere, every command named exists.
+"""Every page's Python blocks and commands run, every relative link leads somewhere, every command named exists.
 
-A block after the comment ``<!-- no-run: reason -->`` is only compiled.
+Lines of ```sh and ```bash blocks that begin with ``octavo`` run in a page's folder, in turn with its Python blocks.
+A block after the comment ``<!-- no-run: reason -->`` is only compiled or parsed. A block that begins with ``# name.py``
+or ``# name.toml`` is also that file.
 """
 
+import json
 import re
 import shlex
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,6 +17,8 @@ from urllib.parse import unquote
 import pytest
 
 from octavo import cli
+from octavo.cost.rates import PUBLISHED
+from tests.support.command_line import TEXT, TINY
 
 ROOT = Path(__file__).parents[1]
 EXECUTED = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -24,6 +30,12 @@ FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)")
 NO_RUN = re.compile(r"^\s*<!--\s*no-run:(.*?)-->\s*$")
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)|^ {0,3}\[[^\]^][^\]]*\]:\s*<?([^\s>]+)", re.MULTILINE)
 HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$", re.MULTILINE)
+SHELL = ("bash", "sh")
+FILE = re.compile(r"# (\w+\.(?:py|toml))\n")
+HEAVY = re.compile(r"--html|--onnx|config\.json")  # these import libraries for seconds: they run in the full set
+LLAMA = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512}
+LLAMA |= {"num_attention_heads": 8, "max_position_embeddings": 8192, "tie_word_embeddings": False}
+SMALL = [*TINY, "--width", "32"]  # MX has blocks of 32
 COMMAND = r"octavo ((?:train|compare|export|plan|inspect|tune|info)\b[^`\n]*)"
 HTML_ANCHOR = re.compile(r"<a\s+(?:id|name)=\"([^\"]+)\"")
 
@@ -55,8 +67,8 @@ def split(text: str) -> tuple[str, list[Block]]:
         elif opening:
             fence = opening[1]
             blocks.append(Block(opening[2].lower(), number + 1, "", no_run))
-            if no_run and blocks[-1].language != "python":
-                raise ValueError(f"line {number}: a no-run comment stands before a block that is not ```python")
+            if no_run and blocks[-1].language not in ("python", *SHELL):
+                raise ValueError(f"line {number}: a no-run comment stands before a block that does not run")
             no_run = False
         else:
             comment = NO_RUN.match(line)
@@ -104,14 +116,67 @@ def broken_link(page: Path, target: str, root: Path = ROOT) -> str | None:
     return None
 
 
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder, and a machine that ``octavo info --measure`` finds to be an H100."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "job", raising=False)
+    monkeypatch.setattr("octavo.train.report.plot", lambda *_: None)
+    monkeypatch.setattr("octavo.cost.rates_of", lambda *_: PUBLISHED["H100"])
+    monkeypatch.setattr("octavo.cost.measure", lambda: PUBLISHED["H100"])
+    monkeypatch.setattr("octavo.cost.rates.keep", lambda rates: "rates.json")
+
+
+def make(words: list[str]) -> None:
+    """The files of a reader that a command names, if they are not there: small ones."""
+    for path in map(Path, words):
+        if path.name == "config.json":
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(LLAMA))
+        elif path.name == "my-text.txt":
+            path.write_text(TEXT)
+        elif str(path) == "job:training" and not Path("job.py").exists():
+            blocks = split((ROOT / "docs/inspect.md").read_text(encoding="utf-8"))[1]
+            Path("job.py").write_text(next(block.code for block in blocks if block.code.startswith("# job.py")))
+        elif path.parts[:1] == ("runs",) and not path.exists():
+            out, recipe = Path(*path.parts[:2]), (*path.parts[2:], "dynamic")[0]
+            assert cli.main(["train", *SMALL, "--recipe", recipe, "--out", str(out)]) == 0
+
+
+def run_commands(block: Block, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's commands; a training is a small one, unless the line says how large it is."""
+    for line in re.findall(rf"^(?:python -m )?{COMMAND}", block.code.replace("\\\n", " "), re.MULTILINE):
+        command, *words = shlex.split(line, comments=True)
+        if HEAVY.search(line) and not full:
+            continue
+        make([word for word in words if words[words.index(word) - 1] not in ("--out", "--html", "--write", "--onnx")])
+        with monkeypatch.context() as patch:
+            if "--live" in words:
+                patch.setattr("time.sleep", interrupt)
+            small = SMALL if command in ("train", "compare") else []
+            assert cli.main([command, *small, *words]) == 0, f"line {block.line}: octavo {line}"
+
+
+def interrupt(seconds: float) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
     "page", [pytest.param(p, marks=pytest.mark.full if p.stem in SLOW else []) for p in EXECUTED], ids=name
 )
-def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_blocks_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, reader: None
+) -> None:
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in split(page.read_text(encoding="utf-8"))[1]:
         assert block.language not in {"py", "python3", "pycon"}, f"line {block.line}: write ```python, or it isn't run"
+        assert block.language or not re.search(rf"^{COMMAND}", block.code, re.MULTILINE), (
+            f"line {block.line}: write ```sh"
+        )
+        if found := FILE.match(block.code):
+            Path(found[1]).write_text(block.code)
+        if block.language in SHELL and not block.no_run:
+            run_commands(block, request.config.getoption("--full"), monkeypatch)
         if block.language != "python":
             continue
         lines_above = "\n" * (block.line - 1)  # so that a traceback shows the page's line
@@ -137,7 +202,7 @@ parser = cache(cli.parser)
 def test_commands_are_taken(page: Path) -> None:
     """Those of blocks are parsed as a whole; of those within a sentence, which may leave things out, the options."""
     prose, blocks = split(page.read_text(encoding="utf-8"))
-    lines = "\n".join(block.code for block in blocks if block.language in {"", "bash", "sh"})
+    lines = "\n".join(block.code for block in blocks if block.language in SHELL)
     for line in re.findall(rf"(?:^|-m ){COMMAND}", lines.replace("\\\n", " "), re.MULTILINE):
         parser().parse_args(shlex.split(line, comments=True))
     for line in re.findall(rf"`{COMMAND}`", re.sub(r"\s+", " ", prose)):
@@ -177,11 +242,11 @@ def test_split_keeps_lines_and_no_run() -> None:
     [
         "```python\nx = 1\n",
         "<!-- no-run: -->\n```python\n```\n",
-        "<!-- no-run: why -->\n```bash\n```\n",
+        "<!-- no-run: why -->\n```toml\n```\n",
         "<!-- no-run: why -->\ntext\n```python\n```\n",
         "<!-- no-run: why -->\n",
     ],
-    ids=["open fence", "no reason", "not python", "text between", "no block"],
+    ids=["open fence", "no reason", "does not run", "text between", "no block"],
 )
 def test_split_refuses(text: str) -> None:
     with pytest.raises(ValueError, match=r"line \d+|page ends"):

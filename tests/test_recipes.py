@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import json
 import pickle
 import re
 from contextlib import nullcontext
@@ -7,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import octavo
-from octavo import E4M3, E5M2, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, recipes
+from octavo import E4M3, E5M2, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, RecipeMap, recipes
 from octavo.scaling.recipe import PRODUCTS
 from tests.support.triton_kernels import in_place_of_reference
 
@@ -152,6 +154,7 @@ def test_recipes_by_layer_are_a_file(tmp_path):
         ('{"default": "mx", "rules": {"a": {"output": ["Cast(E4M3)"]}}}', "is no Cast"),
         ('{"default": "mx", "rules": {"a": 3}}', "AttributeError"),
         ("{", "JSONDecodeError"),
+        ('{"default": "mx", "rule": {}, "rules": {}}', "it has 'rule', and may have 'default' and 'rules'"),
         ("[]", "names no default"),
     ],
 )
@@ -162,6 +165,26 @@ def test_a_file_that_is_none_says_why(text, says, tmp_path):
         recipes.load(path)
     with pytest.raises(ValueError, match=r"nowhere.json holds no recipes by layer: FileNotFoundError"):
         recipes.load(tmp_path / "nowhere.json")
+
+
+def test_a_recipe_is_its_name_or_a_file_too(tmp_path):
+    path, made = tmp_path / "map.json", RecipeMap(recipes.mx(), {"1": {"grad_weight": None}})
+    path.write_text(recipes.to_json(made))
+    for given in (path, str(path), json.loads(path.read_text()), made):
+        assert recipes.as_recipe(given) == made
+    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    octavo.convert(net, str(path), lambda *_: True)
+    assert [layer.recipe for layer in net] == [recipes.mx(), made.of("1")] and net[1].recipe.grad_weight is None
+    with octavo.using(net, "dynamic"):
+        assert {layer.recipe for layer in net} == {recipes.dynamic()}
+    octavo.set_recipe(net, path)
+    assert net[1].recipe == made.of("1")
+    for wrong, error, says in (
+        ("dinamic", ValueError, "no recipe: choose .* or a file that ends in .json"),
+        (3, TypeError, "is no"),
+    ):
+        with pytest.raises(error, match=says):
+            octavo.set_recipe(net, wrong)
 
 
 def roles(recipe: Recipe):
@@ -261,14 +284,10 @@ def test_how_far_later_tokens_move_earlier_outputs():
 
 
 def test_what_is_no_recipe_is_told_what_to_write():
-    written = {
-        "mx": "recipes.mx()",
-        recipes.mx: "recipes.mx()",
-        "fast": "recipes.default()",
-        "load": "recipes.default()",
-    }
-    for value, instead in written.items():
+    for value, instead in {recipes.mx: "recipes.mx()", recipes.load: "recipes.default()", 3: "recipes.default()"}.items():
         with pytest.raises(TypeError, match=rf"is no octavo\.Recipe; try octavo\.{re.escape(instead)}"):
             octavo.convert(torch.nn.Linear(512, 512), value)
     with pytest.raises(TypeError, match=r"try octavo\.RecipeMap\(octavo\.recipes\.default\(\), rules\)"):
         octavo.convert(torch.nn.Linear(512, 512), {"head": None})
+    with pytest.raises(ValueError, match=r"'fast' is no recipe: choose default, dynamic"):
+        octavo.convert(torch.nn.Linear(512, 512), "fast")

@@ -46,12 +46,14 @@ from octavo.train import (
 )
 from octavo.train.config import (
     BASELINE,
+    RULES,
     SECTIONS,
     StateConfig,
     TrainConfig,
     TrainError,
     build,
     choices,
+    chosen_recipe,
     config_of,
     load_options,
     or_none,
@@ -110,6 +112,14 @@ def option_errors() -> Iterator[None]:
         names = [field.name for section in SECTIONS.values() for field in dataclasses.fields(section)]
         options = rf"^({'|'.join(names)})(?= is )|\b({'|'.join(name for name in names if '_' in name)})\b"
         raise TrainError(re.sub(options, lambda found: flag_of(found[0]), str(error))) from error
+
+
+def recipe_given(text: str) -> Any:
+    """A recipe on the command line: a name, or a file."""
+    try:
+        return chosen_recipe(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def version(package: str) -> str | None:
@@ -199,7 +209,7 @@ def signals_to(handler: Callable[..., object], *numbers: int) -> Iterator[None]:
             signal.signal(number, previous)
 
 
-def _config(options: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
+def _config(options: argparse.Namespace) -> tuple[TrainConfig, list[Any]]:
     """All options and the recipes: those of the command line, or else of the file of --config."""
     file: dict[str, Any] = {} if options.config is None else load_options(options.config)
     given = file | vars(options)
@@ -211,7 +221,7 @@ def _config(options: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
         return config_of(given), recipes
 
 
-def _settled(config: TrainConfig, options: argparse.Namespace, recipes: Sequence[str]) -> TrainConfig:
+def _settled(config: TrainConfig, options: argparse.Namespace, recipes: Sequence[Any]) -> TrainConfig:
     """The options with the dtype that --dtype auto means, and the folder that is used without --out."""
     config = trainer.settle_dtype(config, trainer.choose_device(shard.device_name(config)), recipes)
     names = [config.called(recipe) for recipe in recipes]
@@ -325,13 +335,23 @@ def export(options: argparse.Namespace, arguments: list[str]) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings in logs: nothing runs, so nothing is emulated, and libraries that are imported have several."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@_quiet()
 def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     """Print what a training step would take, and whether FP8 pays."""
     from octavo.cost import command, estimate, rates_of
     from octavo.cost.estimate import work_of
     from octavo.cost.rates import PlanError
 
-    logging.getLogger("octavo").setLevel(logging.ERROR)  # nothing runs here, so nothing is emulated
     sizes = vars(options).keys() & ModelConfig.__dataclass_fields__.keys() - {"context"}
     if options.model is not None and sizes:
         flags = ", ".join(sorted(map(flag_of, sizes)))
@@ -383,6 +403,12 @@ def inspect(options: argparse.Namespace, arguments: list[str]) -> int:
     from octavo.inspect.what_if import WhatIfError
 
     source = options.folder = run_in(options.folder)
+    if options.against is not None and ((other := run_in(options.against) / RECORD) / "record.json").exists():
+        options.against = other
+    if options.apply:
+        if not checkpoint.RunFolder(source).holds_run():
+            raise WhatIfError(f"--apply: {source} is no run of octavo train: give --write FILE")
+        options.write = source / RULES
     if (source / RECORD / "record.json").exists() and not asked(options):
         source = options.folder = source / RECORD
     if checkpoint.RunFolder(source).holds_run() and not (source / "record.json").exists():

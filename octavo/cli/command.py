@@ -53,19 +53,20 @@ def parser(arguments: Collection[str] | None = None) -> argparse.ArgumentParser:
 
 
 def _train(parser: argparse.ArgumentParser) -> None:
-    _run_options(parser, "--recipe", "how FP8 is used", actions.RECIPE)
+    what = f"how FP8 is used: one of {', '.join(RECIPES)}; or a file of recipes by layer, such as rules.json"
+    _run_options(parser, "--recipe", what, actions.RECIPE, type=actions.recipe_given)
 
 
 def _compare(parser: argparse.ArgumentParser) -> None:
     what, default = f"some of {', '.join(RECIPES)}", " ".join(actions.COMPARED)
-    _run_options(parser, "--recipes", what, default, nargs="+", metavar="RECIPE")
+    _run_options(parser, "--recipes", what, default, nargs="+", choices=RECIPES)
 
 
 def _run_options(parser: argparse.ArgumentParser, flag: str, what: str, default: str, **how: Any) -> None:
     parser.usage = f"{parser.prog} [OPTIONS]"
     without = f"the first {len(UNCONVERTED)} without FP8: in --dtype, in bfloat16, in float32"
     help = f"{what}; {without} (default: {default})"
-    parser.add_argument(flag, choices=RECIPES, default=argparse.SUPPRESS, help=help, **how)
+    parser.add_argument(flag, metavar="RECIPE", default=argparse.SUPPRESS, help=help, **how)
     help = "JSON or TOML with options, or a run's folder to take those of; flags win over it"
     parser.add_argument("--config", type=Path, metavar="FILE", help=help)
     for config in SECTIONS.values():

@@ -12,7 +12,7 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,15 +25,17 @@ from octavo.distributed.files import replacing, require_place
 from octavo.errors import first_line
 from octavo.inspect.findings import diagnose
 from octavo.inspect.record import RecordError, files_of, load
-from octavo.inspect.remedies import together
-from octavo.inspect.report import table, to_html, to_json
+from octavo.inspect.remedies import RECIPES, onto, own_recipes, together
+from octavo.inspect.report import Against, table, to_html, to_json
 from octavo.inspect.what_if import NAMES, Cost, WhatIf, WhatIfError, check, compare
 from octavo.nn.candidates import MIN_FEATURES, features
 from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import to_json as to_rules
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe_map import RecipeMap, RecipeRule
 
 WHAT_IF = "what_if.json"  # a file in a record's folder
+OWN = "its own"
 EVERY = 3.0  # seconds between two reads of a record that grows
 _CLEAR = "\x1b[2J\x1b[H"
 
@@ -48,8 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"what was found of the model by --json, to draw beside (default: the record's own {WHAT_IF}, if there is one)"
     )
     parser.add_argument("--what-if", type=Path, metavar="FILE", help=help)
+    help = "another record or run, to compare with: which findings are new, worse or gone, and both on one page"
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help=help)
     help = "write recipes by layer for octavo.recipes.load: what mends a record's casts, or a model's by its budget"
-    parser.add_argument("--write", type=Path, metavar="FILE", help=help)
+    written = parser.add_mutually_exclusive_group()
+    written.add_argument("--write", type=Path, metavar="FILE", help=help)
+    help = "write that to rules.json of a run of octavo train, as the recipe of the next octavo train --config RUN"
+    written.add_argument("--apply", action="store_true", help=help)
     parser.add_argument("--top", type=at_least(0), default=10, metavar="N", help="findings to print (default: 10)")
     parser.add_argument("--live", action="store_true", help="print anew as the record grows, until interrupted")
     _add_what_if(parser)
@@ -90,22 +97,30 @@ def write(path: Path, text: str) -> str:
     return f"wrote {path}"
 
 
-def write_rules(path: Path, text: str, *more: str) -> str:
-    """Write recipes by layer; return a line that says how to load them, with ``more`` as load's further arguments."""
-    return f"{write(path, text)}: octavo.convert(model, octavo.recipes.load({', '.join((repr(str(path)), *more))}))"
+def write_rules(options: argparse.Namespace, recipe: RecipeMap | Mapping[str, RecipeRule]) -> str:
+    """Write recipes by layer; return a line that says what reads them."""
+    path, how = options.write, f"octavo.convert(model, {str(options.write)!r})"
+    if not isinstance(recipe, RecipeMap):  # an older record doesn't say which recipes the model has
+        how = f"octavo.convert(model, octavo.recipes.load({str(path)!r}, DEFAULT))"
+    return f"{write(path, to_rules(recipe))}: {f'octavo train --config {path.parent}' if options.apply else how}"
 
 
 def _report(options: argparse.Namespace) -> str:
     record = load(options.folder)
     findings = diagnose(record)
     what_if = _what_if(options)
-    shown = [table(record, findings, options.top)]
+    against = None
+    if options.against is not None:
+        other = load(options.against)
+        against = Against(str(options.against), other, diagnose(other))
+    shown = [table(record, findings, options.top, against)]
     if options.json is not None:
-        shown.append(write(options.json, to_json(record, findings, what_if)))
+        shown.append(write(options.json, to_json(record, findings, what_if, against)))
     if options.html is not None:
-        shown.append(write(options.html, to_html(record, findings, str(options.folder), what_if)))
+        shown.append(write(options.html, to_html(record, findings, str(options.folder), what_if, against)))
     if options.write is not None:
-        shown.append(write_rules(options.write, to_rules(together(found.rules for found in findings)), "DEFAULT"))
+        rules, own = together(found.rules for found in findings), options.folder / RECIPES
+        shown.append(write_rules(options, onto(recipes.load(own), rules) if own.exists() else rules))
     return "\n\n".join(shown)
 
 
@@ -138,6 +153,8 @@ def _add_what_if(parser: argparse.ArgumentParser) -> None:
     help = f"recipes to compare, with commas (default: {','.join(NAMES)})"
     group.add_argument("--recipes", type=_recipes, metavar="NAMES", help=help)
     budget = group.add_mutually_exclusive_group()
+    help = "say what the recipes by layer in this file would bring, beside the model's own"
+    budget.add_argument("--rules", type=Path, metavar="FILE", help=help)
     budget.add_argument(
         "--keep", type=at_least(0), metavar="N", help="find a RecipeMap with N layers in high precision"
     )
@@ -155,7 +172,7 @@ def _add_what_if(parser: argparse.ArgumentParser) -> None:
 
 def asked(options: argparse.Namespace) -> list[str]:
     """The options given that ask for a what-if and not for a record: a run of octavo train has both."""
-    names = ("recipes", "keep", "loss", "min_features", "runs", "data", "device")
+    names = ("recipes", "rules", "keep", "loss", "min_features", "runs", "data", "device")
     return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
 
 
@@ -213,7 +230,9 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
 
     ``record``: the folder of the model's record, where the result is written too, for the record's page.
     """
-    if of_records := [f"--{name}" for name in ("html", "what-if", "live") if getattr(options, name.replace("-", "_"))]:
+    if of_records := [
+        f"--{name}" for name in ("html", "what-if", "against", "live") if getattr(options, name.replace("-", "_"))
+    ]:
         raise WhatIfError(f"{', '.join(of_records)}: {options.folder} is a model, and these are for records")
     if options.write is not None and options.keep is None and options.loss is None:
         raise WhatIfError("--write needs a budget: --keep N or --loss SHARE")
@@ -222,20 +241,23 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
     batches, least = list(subject.batches), MIN_FEATURES if options.min_features is None else options.min_features
 
     def select(module: nn.Module, name: str) -> bool:
-        return isinstance(module, RecipeModule) or min(features(module)) >= least
+        is_plain = not isinstance(module, RecipeModule)  # which has no recipe of its own to compare with
+        return not is_plain or (min(features(module)) >= least and not (options.rules and own_recipes(subject.model)))
 
     found = compare(
         subject.model,
         subject.loss,
         batches,
-        [getattr(recipes, name)() for name in options.recipes or NAMES],
+        _compared(options, subject.model),
         select=select,
         runs=RUNS if options.runs is None else options.runs,
         rates=None if options.device is None else rates_of(options.device),
     )
     print(found)
-    for path in filter(None, (options.json, record and record / WHAT_IF)):
+    for path in filter(None, (options.json, record and not options.rules and record / WHAT_IF)):
         print(f"\n{write(path, json.dumps({'what_if': found.rows()}))}")
+    if options.rules is not None:
+        print(f"\n{_beside(found)}")
     if options.keep is None and options.loss is None:
         return 0
     chosen = found.recipe_map(keep=options.keep, loss=options.loss)
@@ -244,10 +266,37 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
     print(f"1 - cosine {1 - together.cosine:.2e}, norm {together.norm_ratio:.4f}\n")
     if costs := found.costs(chosen):
         print(columns([cost.layer, cost.recipe, _remark(cost)] for cost in costs), end="\n\n")
-    print(text := recipes.to_json(chosen))
+    print(to_rules(chosen))
     if options.write is not None:
-        print(f"\n{write_rules(options.write, text)}")
+        print(f"\n{write_rules(options, chosen)}")
     return 0
+
+
+def _compared(options: argparse.Namespace, model: nn.Module) -> dict[str, Recipe | RecipeMap]:
+    """Recipes to compare, by name: those asked for; or those of a file, and the model's own."""
+    names = options.recipes or (NAMES if options.rules is None else ())
+    found: dict[str, Recipe | RecipeMap] = {name: getattr(recipes, name)() for name in names}
+    if options.rules is None:
+        return found
+    try:
+        rules, own = recipes.load(options.rules), own_recipes(model)
+    except ValueError as error:
+        raise WhatIfError(str(error)) from error
+    if unmatched := rules.unmatched(name for name, _ in model.named_modules()):
+        raise WhatIfError(f"{options.rules}: no module of the model is called {', '.join(unmatched)}")
+    return found | ({} if own is None else {OWN: own}) | {options.rules.name: rules}
+
+
+def _beside(found: WhatIf) -> str:
+    """A line for each of the recipes, all layers together."""
+    rows = [["", "predicted loss", "loss", "1 - cosine", f"ms a batch ({found.rates.device})"]]
+    for name, recipe in {"high precision": recipes.high_precision(), **found.recipes}.items():
+        predicted, loss, lost = 0.0, 0.0, 0.0
+        if (whole := found.whole.get(name)) is not None:
+            predicted, loss, lost = whole.predicted, whole.loss, 1 - whole.cosine
+        ms = f"{1e3 * found.seconds(recipe):.3f}"
+        rows.append([name, f"{100 * predicted:.4f} %", f"{100 * loss:+.4f} %", f"{lost:.2e}", ms])
+    return columns(rows)
 
 
 def _summary(found: WhatIf, chosen: RecipeMap) -> str:

@@ -1,4 +1,4 @@
-"""What is wrong in a record, worst first: where, since when, why, and what to change."""
+"""What is wrong in a record, causes before effects: where, since when, why, and what to change."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from octavo.formats import E4M3
 from octavo.inspect.record import Record, numpy
 from octavo.inspect.remedies import Exponents, as_text, called, outcome, remedies, with_cast, without_fp8
 from octavo.inspect.rows import Row
-from octavo.scaling.recipe import Cast, Dynamic
+from octavo.scaling.recipe import OPERANDS, Cast, Dynamic, Recipe
 from octavo.scaling.recipe_map import RecipeRule
 
-# A measure beyond its limit is a finding, whose severity is the measure divided by the limit.
+# A measure beyond its limit is a finding.
 LIMITS = {
     "nonfinite": 0.0,  # share of infs and NaNs
     "stale": 2.0,  # amax over what a delayed scale has room for
@@ -33,6 +33,13 @@ SUBNORMAL = 0.25  # outliers are a finding if they leave more than this share be
 SOON = 2  # a fault that shows elsewhere within so many records is taken as the same
 RATES = ("lr", "learning_rate")  # names under which the learning rate is recorded, the second by transformers' Trainer
 BEFORE = 8  # a jump is measured against the median of so many records
+LEVELS = {
+    "critical": "numbers are lost for good: inf or NaN, or more than half of a tensor",
+    "warning": "at least four times the limit: the training computes something else than was meant",
+    "note": "beyond a limit by less",
+}
+MOST_SEVERE = 10.0
+_WARNING = 3.0  # the severity of four times the limit
 
 
 @dataclass(frozen=True)
@@ -41,15 +48,19 @@ class Finding:
 
     Attributes:
         kind: of LIMITS.
-        layer, role, products: of the cast; for weights and moments the layer where they are worst, without products.
+        layer, role, products: of the cast; for weights and moments the layer where they are worst, without products. A
+            finding that belongs to no layer (of the learning rate, the data, the loss scale) has "" for layer and role.
         cast: as Python.
         begins, worst: the recorded steps where it was worst, and where that stretch began.
         numbers: the measures at the worst step, by name.
         cause: a sentence.
         remedy: as Python: for a cast its rules, for an update that jumps a line before optimizer.step().
         expected: what the remedy would do, by the recorded numbers.
-        severity: the measure divided by its limit; infinite for inf or NaN.
+        severity: from 0 to 10: 1 at the limit, one more for each doubling of the measure; 10 for inf or NaN.
         rules: of a RecipeMap, to mend a cast; see ``octavo.recipes.to_json``.
+        level: "critical", "warning" or "note": see LEVELS.
+        sentence: the finding in plain words, without a full stop: what happens where, since when, and what to do.
+        consequences: findings that this one explains, in the order in which they began.
 
     Example:
         >>> import tempfile, torch, octavo
@@ -76,10 +87,82 @@ class Finding:
     expected: str
     severity: float
     rules: Mapping[str, RecipeRule] = field(default_factory=dict)
+    level: str = "warning"
+    sentence: str = ""
+    consequences: tuple[Finding, ...] = ()
+
+    @property
+    def where(self) -> tuple[str, str, tuple[str, ...]]:
+        """(layer, role, products)."""
+        return self.layer, self.role, self.products
 
     def mended(self, cause: str, rules: Mapping[str, RecipeRule], expected: str) -> Finding:
         """The finding with its cause and with rules that mend it."""
         return replace(self, cause=cause, remedy=as_text(rules), expected=expected, rules=rules)
+
+
+def verdict(record: Record, findings: Sequence[Finding]) -> str:
+    """One sentence on a run: its first finding, or that nothing exceeds its limit.
+
+    Args:
+        record, findings: a record and what ``diagnose`` found in it.
+
+    Example:
+        >>> import tempfile, torch, octavo
+        >>> layer = octavo.nn.Linear(64, 64)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with octavo.inspect.record(layer, folder) as recorder:
+        ...         layer(torch.randn(16, 64)).sum().backward()
+        ...         recorder.step()
+        ...     found = octavo.inspect.load(folder)
+        >>> octavo.inspect.verdict(found, octavo.inspect.diagnose(found))
+        'Nothing exceeds its limit in 1 recorded step'
+    """
+    if findings:
+        return findings[0].sentence
+    return f"Nothing exceeds its limit in {len(record.steps)} recorded step{'s' * (len(record.steps) != 1)}"
+
+
+def _in_plain_words(found: Finding, rows: Sequence[Row]) -> Finding:
+    """The finding with its severity within bounds, its level and its sentence."""
+    severity = MOST_SEVERE if found.severity == math.inf else min(MOST_SEVERE, 1 + math.log2(max(found.severity, 0.5)))
+    numbers, of = found.numbers, f"its {found.role}"
+    what = {
+        "nonfinite": f"has inf or NaN in {called(numbers.get('nonfinite', 0))} of {of}",
+        "stale": f"clips {called(numbers.get('clipped', 0))} of {of}, whose scale is of earlier steps",
+        "clipped": f"clips {called(numbers.get('clipped', 0))} of {of}",
+        "flushed": f"flushes {called(numbers.get('flushed', 0))} of {of} to 0",
+        "outliers": f"flushes {called(numbers.get('flushed', 0))} of {of} to 0, as a few outliers determine its scale",
+        "rounded": f"rounds {of} to an SQNR of {numbers.get('sqnr', 0):.0f} dB",
+        "jump": "changes by one step many times as much as before",
+        "unmoved": f"keeps {called(1 - numbers.get('changed', 0))} of its weight as it was in each step",
+        "second moments": f"flushes {called(numbers.get('second_flushed', 0))} of its second moments to 0",
+    }[found.kind]
+    lost = max((numbers.get(name, 0.0) for name in ("clipped", "flushed")), default=0.0) > 0.5
+    is_critical = found.kind == "nonfinite" or lost
+    level = "critical" if is_critical else "warning" if severity >= _WARNING else "note"
+    sentence = f"{found.layer or 'The layer'} {what} since step {found.begins}: {_advice(found, rows)}"
+    return replace(found, severity=severity, level=level, sentence=sentence)
+
+
+def _advice(found: Finding, rows: Sequence[Row]) -> str:
+    """A finding's remedy in a few words."""
+    if not found.rules:
+        return f"try {found.remedy}"
+    (rule,) = found.rules.values()
+    if isinstance(rule, Recipe):
+        return f"take recipes.{rule.name}() for it"
+    casts = list(filter(None, dict(rule or {}).values()))
+    if not casts:
+        return "compute it in high precision"
+    before = next(row.cast for row in rows if (row.layer, row.role, row.products) == found.where)
+    place = OPERANDS[found.products[0]].index(found.role)
+    after = casts[0][place]
+    if before.is_delayed and not after.is_delayed:
+        return "take its scale from its own amax"
+    if before.format is not after.format:
+        return f"cast it to {after.format}"
+    return f"give it a margin of {after.margin}" if after.margin else "give it no margin"
 
 
 def _excess(rows: Sequence[Row], measures: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,13 +191,13 @@ def severities(measures: Mapping[str, Any], rows: Sequence[Row]) -> Any:
 
 
 def diagnose(record: Record) -> list[Finding]:
-    """What is wrong in a record, worst first. An inf or NaN that soon shows in other casts is one finding, the first.
+    """What is wrong in a record: one finding for each incident, the worst first, with its effects folded under it.
 
     Args:
         record: what octavo.inspect.load read.
 
     Returns:
-        the findings; none where nothing exceeds its limit.
+        the findings; none where nothing exceeds its limit. What a finding explains is in its ``consequences``.
 
     Example:
         >>> import tempfile, torch, octavo
@@ -132,46 +215,48 @@ def diagnose(record: Record) -> list[Finding]:
     layers = {layer: place for place, layer in enumerate(record.layers)}
 
     def order(finding: Finding) -> tuple[float, float, float]:
-        place = layers[finding.layer]
+        place = layers.get(finding.layer, -1)
         if finding.kind == "nonfinite" and finding.role == "grad_output":
             place = 2 * len(layers) - place  # computed from the last layer to the first, after all of forward
         return -finding.severity, finding.begins - (finding.kind == "jump"), place
 
-    return _joined_faults(sorted(_explained(found, record.steps), key=order), record.steps)
+    found = [_in_plain_words(each, record.rows) for each in found]
+    return _folded(sorted(found, key=order), record.steps)
 
 
-def _joined_faults(found: list[Finding], steps: list[int]) -> list[Finding]:
-    """Findings in order, but each "nonfinite" one is joined to an earlier one that it soon follows, which counts it."""
-    together: list[list[Finding]] = []
-    for each in (each for each in found if each.kind == "nonfinite"):
-        if together and steps.index(each.begins) - steps.index(together[-1][0].begins) <= SOON:
-            together[-1].append(each)
-        else:
-            together.append([each])
-    joined = []
-    for first, *others in together:
-        if layers := {other.layer for other in others}:
-            many, where = "s" * (len(others) > 1), f"{len(layers)} layer{'s' * (len(layers) > 1)}"
-            first = replace(first, cause=f"{first.cause}; soon those of {len(others)} more cast{many} in {where} too")
-        joined.append(first)
-    return joined + [each for each in found if each.kind != "nonfinite"]
-
-
-def _explained(found: list[Finding], steps: list[int]) -> list[Finding]:
-    """Findings, each at least as severe as what soon follows it: in its layer, or, after a jump, in all layers."""
+def _folded(found: list[Finding], steps: list[int]) -> list[Finding]:
+    """Findings in order, those that another one explains folded under it."""
     outliers = {(each.layer, each.begins) for each in found if each.kind == "outliers"}
     found = [each for each in found if each.kind != "jump" or (each.layer, each.begins) not in outliers]
 
-    def follows(later: Finding, each: Finding) -> bool:
+    def explains(each: Finding, later: Finding) -> bool:
         records = steps.index(later.begins) - steps.index(each.begins)
+        if each.kind == "nonfinite" == later.kind:
+            return 0 <= records <= SOON
         if each.kind == "jump":
             return 0 <= records <= SOON and later.kind in ("stale", "clipped")
-        return 0 < records <= SOON and later.layer == each.layer and math.isfinite(later.severity)
+        return 0 < records <= SOON and later.layer == each.layer and later.kind != "nonfinite"
 
-    return [
-        replace(each, severity=max([each.severity, *(later.severity for later in found if follows(later, each))]))
-        for each in found
-    ]
+    effects: dict[int, list[Finding]] = {}
+    firsts: list[Finding] = []
+    for each in sorted(found, key=lambda each: (each.begins, each.kind != "jump", found.index(each))):
+        cause = next((first for first in firsts if explains(first, each)), None)
+        if cause is None:
+            firsts.append(each)
+        else:
+            effects.setdefault(id(cause), []).append(each)
+    return [_with(each, effects.get(id(each), [])) for each in found if any(each is first for first in firsts)]
+
+
+def _with(each: Finding, effects: list[Finding]) -> Finding:
+    """A finding with its consequences, of which none is more severe."""
+    cause, layers = each.cause, {effect.layer for effect in effects if effect.kind == "nonfinite"}
+    if layers:
+        many = sum(effect.kind == "nonfinite" for effect in effects)
+        where = f"{many} more cast{'s' * (many > 1)} in {len(layers)} layer{'s' * (len(layers) > 1)}"
+        cause = f"{cause}; soon those of {where} too"
+    severity = max([each.severity, *(effect.severity for effect in effects)])
+    return replace(each, cause=cause, severity=severity, consequences=tuple(effects))
 
 
 def _stretch(over: Any, values: Any) -> tuple[int, int]:

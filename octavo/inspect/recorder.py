@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.distributed.files import reason_of
+from octavo.distributed.files import reason_of, replacing
 from octavo.distributed.ranks import Ranks, whole
 from octavo.inspect.findings import severities
 from octavo.inspect.record import RecordWriter, by_layer, measures_of, numpy, of_weights
+from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
 from octavo.inspect.weights import Samples, count_weights, moved_since, sample
 from octavo.kernels.arguments import SUMS
+from octavo.recipes import to_json
+from octavo.scaling.recipe_map import RecipeMap
 
 Scalar = float | Tensor
 SKIPPED = "skipped"  # a kind of event that arrives from the device, as scalars do
@@ -99,6 +102,7 @@ class Recorder:
         self._samples: Samples | None = None
         self._scalars: list[tuple[int, str, Scalar]] = []
         self._readings: list[_InFlight] = []
+        self._recipes: RecipeMap | None = None
         self._switches = 0 if schedule is None else len(schedule.switches)
         self._begin()
 
@@ -191,6 +195,7 @@ class Recorder:
         self._table.attach(True)
         if self._table.rows:
             self._samples = sample(self._table.layers, self.optimizer)
+            self._recipes = own_recipes(self.model)
 
     @torch.no_grad()
     def _count(self) -> dict[str, Tensor]:
@@ -236,6 +241,9 @@ class Recorder:
                 if self._written is not reading.table:
                     self._writer.add_rows(reading.step, reading.table.rows)
                     self._written = reading.table
+                    if self._recipes is not None:
+                        with replacing(self._writer.folder / RECIPES) as file:
+                            file.write(to_json(self._recipes).encode())
                 found = {name: tensor.numpy() for name, tensor in reading.tensors.items()}
                 counts = kept(reading.table.rows, found["sums"], found["extremes"]) | {"moved": found["moved"]}
                 self._writer.add_counts(reading.step, counts)

@@ -12,18 +12,23 @@ from __future__ import annotations
 import dataclasses
 import glob
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from torch import nn
 
 from octavo.formats import E4M3, E5M2, Format
 from octavo.granularity import ALL, PerTensor
 from octavo.inspect.record import numpy
 from octavo.inspect.rows import Row
 from octavo.kernels.arguments import LOWEST
+from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import blockwise, mx
 from octavo.scaling.recipe import OPERANDS, Cast, Delayed, Dynamic, Recipe
-from octavo.scaling.recipe_map import RecipeRule
+from octavo.scaling.recipe_map import RecipeMap, RecipeRule
 
+RECIPES = "recipes.json"  # a record's file, with the recipes of its model
 _FINER = ((128, blockwise), (32, mx))  # how many numbers share a scale, and the recipe
 
 
@@ -173,6 +178,25 @@ def together(found: Iterable[Mapping[str, RecipeRule]]) -> dict[str, RecipeRule]
             if isinstance(before, Mapping) and isinstance(rule, Mapping) and not before.keys() & rule.keys():
                 chosen[pattern] = {**before, **rule}
     return chosen
+
+
+def own_recipes(model: nn.Module) -> RecipeMap | None:
+    """The recipes that a model's layers have, the most frequent one as default; None if it has no octavo modules."""
+    layers = {name: module.recipe for name, module in model.named_modules() if isinstance(module, RecipeModule)}
+    if not layers:
+        return None
+    ((default, _),) = Counter(layers.values()).most_common(1)
+    return RecipeMap(default, {glob.escape(name): own for name, own in layers.items() if own != default})
+
+
+def onto(own: RecipeMap, rules: Mapping[str, RecipeRule]) -> RecipeMap:
+    """A model's ``own_recipes`` with remedies applied."""
+    found = dict(own.rules)
+    for pattern, rule in rules.items():
+        before = found.get(pattern)
+        changes = isinstance(before, Recipe) and isinstance(rule, Mapping)
+        found[pattern] = dataclasses.replace(before, **rule) if changes else rule  # type: ignore[arg-type, type-var]
+    return RecipeMap(own.default, found)
 
 
 def called(share: float) -> str:

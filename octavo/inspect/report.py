@@ -1,24 +1,27 @@
 """What ``octavo inspect`` shows of a record: findings as text, and findings and plots as JSON and as a page of HTML.
 
-The page is report.html with the JSON and Vega-Lite put into it: it fetches nothing.
+The page is report.html with the JSON and Vega-Lite put into it: it fetches nothing. All three can compare two runs.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from octavo.errors import MissingExtraError
 from octavo.formats import E4M3, E5M2, Format
-from octavo.inspect.findings import LIMITS, Finding
+from octavo.inspect.findings import LIMITS, MOST_SEVERE, Finding, verdict
 from octavo.inspect.record import MEASURES, OF_WEIGHTS, Record, numpy
 from octavo.recipes import to_json as to_rules
 from octavo.scaling.recipe import ROLES
 
+STATES = ("new", "worse", "milder", "same", "gone")  # of a finding, against another run
+EFFECTS = 3  # how many consequences of a finding are printed
 COLUMNS = 160  # the most of a heat map; of more records it shows the worst of each few
 POINTS = 1000  # the most of a curve
 _WORST = {
@@ -29,26 +32,87 @@ _WORST = {
 }  # (factor, which is worst)
 
 
-def table(record: Record, findings: Sequence[Finding], top: int) -> str:
-    """The worst findings as text: where and since when, why, and what to change."""
+class Against(NamedTuple):
+    """Another run that a run is compared with, by its folder's name."""
+
+    name: str
+    record: Record
+    findings: Sequence[Finding]
+
+
+def changes(findings: Sequence[Finding], earlier: Sequence[Finding]) -> list[tuple[str, Finding]]:
+    """A run's findings, each "new", "worse", "milder" or "same", and then those of another run that are "gone".
+
+    Findings of one kind, layer and role are the same one, also where one of them is another's consequence; it is worse
+    or milder if its measure is twice or half what it was.
+    """
+    now, before = _severities(findings), _severities(earlier)
+
+    def state(found: Finding) -> str:
+        was = before.get(_key(found))
+        if was is None:
+            return "new"
+        return "worse" if found.severity >= was + 1 else "milder" if found.severity <= was - 1 else "same"
+
+    gone = [("gone", found) for found in earlier if _key(found) not in now]
+    return [*((state(found), found) for found in findings), *gone]
+
+
+def _key(found: Finding) -> tuple[str, str, str]:
+    return found.kind, found.layer, found.role
+
+
+def _severities(findings: Sequence[Finding]) -> dict[tuple[str, str, str], float]:
+    """By kind, layer and role, consequences included."""
+    found: dict[tuple[str, str, str], float] = {}
+    for each in _with_effects(findings):
+        found[_key(each)] = max(each.severity, found.get(_key(each), 0))
+    return found
+
+
+def _with_effects(findings: Sequence[Finding]) -> Iterator[Finding]:
+    return (each for found in findings for each in (found, *found.consequences))
+
+
+def _compared(found: Sequence[tuple[str, Finding]]) -> str:
+    """How many findings are new, gone, and so on."""
+    counts = Counter(state for state, _ in found)
+    return ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state]) or "no findings in either run"
+
+
+def table(record: Record, findings: Sequence[Finding], top: int, against: Against | None = None) -> str:
+    """The worst findings as text: where and since when, why, and what to change; and what another run has else."""
     if not record.steps:
         return "no step is recorded yet"
     steps = f"{len(record.steps)} of the steps {record.steps[0]} to {record.steps[-1]} recorded"
-    lines = [f"{len(record.layers)} layers, {steps}, {len(findings) or 'no'} findings"]
+    number = f"{len(findings) or 'no'} finding{'s' * (len(findings) != 1)}"
+    lines = [f"{len(record.layers)} layers, {steps}, {number}"]
+    lines += [f"{verdict(record, findings)}."] * bool(findings)
     for place, found in enumerate(findings[:top], 1):
-        where = f"{found.layer} {found.role}" + f" of {' and '.join(found.products)}" * bool(found.products)
-        since = f"from step {found.begins}" + f", worst at {found.worst}" * (found.worst != found.begins)
-        severity = "" if math.isinf(found.severity) else f", {found.severity:.3g} times the limit"
-        lines += ["", f"{place:>2}  {where}: {found.kind} {since}{severity}"]
+        lines += ["", f"{place:>2}  {found.level} ({found.severity:.1f} of {MOST_SEVERE:.0f}), {_title(found)}"]
         lines += [f"    {found.cast}"] * bool(found.cast)
         lines += [f"    {found.cause}", f"    {found.remedy}", f"      {found.expected}"]
+        if found.consequences:
+            lines += [f"    so too: {_title(effect)}" for effect in found.consequences[:EFFECTS]]
+            lines += [f"    and {len(found.consequences) - EFFECTS} more"] * (len(found.consequences) > EFFECTS)
     if len(findings) > top:
         lines += ["", f"and {len(findings) - top} more: --top {len(findings)}"]
+    if against is not None:
+        changed = changes(findings, against.findings)
+        lines += ["", f"against {against.name}: {_compared(changed)}"]
+        lines += [f"    {state}: {found.level}, {_title(found)}" for state, found in changed if state != "same"]
     if loads := _loads(record):
         lines += ["", "tokens of experts in the last record, worst balanced first"]
         lines += [f"    {load}" for load in sorted(loads, key=lambda load: load.largest_share, reverse=True)[:top]]
         lines += [f"    and {len(loads) - top} more"] * (len(loads) > top)
     return "\n".join(lines)
+
+
+def _title(found: Finding) -> str:
+    """Where and what a finding is, since when."""
+    where = f"{found.layer} {found.role}".strip() + f" of {' and '.join(found.products)}" * bool(found.products)
+    since = f"from step {found.begins}" + f", worst at {found.worst}" * (found.worst != found.begins)
+    return f"{where or 'the run'}: {found.kind} {since}"
 
 
 @dataclass(frozen=True)
@@ -91,7 +155,12 @@ def _loads(record: Record) -> list[_Load]:
     return list(found.values())
 
 
-def to_json(record: Record, findings: Sequence[Finding], what_if: Sequence[Mapping[str, Any]] = ()) -> str:
+def to_json(
+    record: Record,
+    findings: Sequence[Finding],
+    what_if: Sequence[Mapping[str, Any]] = (),
+    against: Against | None = None,
+) -> str:
     """Findings, and the numbers that the page draws, as JSON: casts' shares are in %, NaN and inf are null.
 
     ``what_if``: rows of a WhatIf of the model.
@@ -102,9 +171,11 @@ def to_json(record: Record, findings: Sequence[Finding], what_if: Sequence[Mappi
         "last": record.steps[-1] if record.steps else None,
         "steps": bins.firsts(record.steps),
         "layers": record.layers,
-        "findings": [{**vars(found), "rules": json.loads(to_rules(found.rules))["rules"]} for found in findings],
+        "verdict": verdict(record, findings),
+        "findings": [_finding(found) for found in findings],
         "limits": LIMITS,
         "measures": MEASURES | OF_WEIGHTS,
+        "against": None if against is None else _against(findings, against),
         "casts": [_casts(worst, layer, role, bins) for layer in record.layers for role in ROLES],
         "weights": [row for place in range(len(record.layers)) for row in _weights(record, place, bins)],
         "exponents": [_exponents(worst, place, findings) for place in range(len(record.rows))],
@@ -116,7 +187,32 @@ def to_json(record: Record, findings: Sequence[Finding], what_if: Sequence[Mappi
     return json.dumps(_plain(content), separators=(",", ":"))
 
 
-def to_html(record: Record, findings: Sequence[Finding], title: str, what_if: Sequence[Mapping[str, Any]] = ()) -> str:
+def _finding(found: Finding) -> dict[str, Any]:
+    rules, effects = json.loads(to_rules(found.rules))["rules"], [_finding(effect) for effect in found.consequences]
+    return {**vars(found), "rules": rules, "consequences": effects}
+
+
+def _against(findings: Sequence[Finding], other: Against) -> dict[str, Any]:
+    """What the page needs of another run: how findings differ, its curves, and each cast at its worst."""
+    record, found = other.record, changes(findings, other.findings)
+    worst, one = record.of_worst, _Bins(len(record.steps), 1)
+    return {
+        "name": other.name,
+        "compared": _compared(found),
+        "states": [state for state, _ in found[: len(findings)]],
+        "gone": [_finding(each) for _, each in found[len(findings) :]],
+        "casts": [_casts(worst, layer, role, one) for layer in record.layers for role in ROLES],
+        "scalars": {name: _curve(*pair) for name, pair in record.scalars.items()},
+    }
+
+
+def to_html(
+    record: Record,
+    findings: Sequence[Finding],
+    title: str,
+    what_if: Sequence[Mapping[str, Any]] = (),
+    against: Against | None = None,
+) -> str:
     """One page with all findings and plots, which needs no network.
 
     Raises:
@@ -129,7 +225,7 @@ def to_html(record: Record, findings: Sequence[Finding], title: str, what_if: Se
     page = resources.files("octavo.inspect").joinpath("report.html").read_text(encoding="utf-8")
     content = {
         "TITLE": title.replace("&", "&amp;").replace("<", "&lt;"),
-        "DATA": to_json(record, findings, what_if).replace("<", "\\u003c"),
+        "DATA": to_json(record, findings, what_if, against).replace("<", "\\u003c"),
         "LIBRARY": vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"),
     }
     for name, text in content.items():
@@ -149,10 +245,12 @@ class _Bins:
 
     def worst(self, values: Any, is_worse: Any = max) -> list[float]:
         """The worst value of each bin, from [steps] or [steps, casts]; NaN if there is none."""
+        if not self.starts:
+            return []
         np = numpy()
         missing, ufunc = (-math.inf, np.maximum) if is_worse is max else (math.inf, np.minimum)
         flat = np.where(np.isnan(values), missing, values).reshape(len(values), -1)
-        found = ufunc.reduceat(ufunc.reduce(flat, axis=1, initial=missing), self.starts) if self.starts else flat[:, 0]
+        found = ufunc.reduceat(ufunc.reduce(flat, axis=1, initial=missing), self.starts)
         return [math.nan if value == missing else float(value) for value in found]
 
 
@@ -189,7 +287,7 @@ def _exponents(record: Record, place: int, findings: Sequence[Finding]) -> dict[
     np, row = numpy(), record.rows[place]
     counted = np.flatnonzero(record.measures["amax"][:, place] > 0)
     where = row.layer, row.role, row.products
-    worst = [record.steps.index(each.worst) for each in findings if (each.layer, each.role, each.products) == where]
+    worst = [record.steps.index(each.worst) for each in _with_effects(findings) if each.where == where]
     at = [*worst, *counted[::-1].tolist(), 0][0]
     share, windows = np.zeros(record.exponents.shape[-1]), []
     if len(counted):

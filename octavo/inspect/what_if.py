@@ -145,7 +145,7 @@ class WhatIf:
         rates: of the device that costs are predicted for.
     """
 
-    recipes: Mapping[str, Recipe]
+    recipes: Mapping[str, Recipe | RecipeMap]
     effects: tuple[Effect, ...]
     whole: Mapping[str, Effect]
     works: Mapping[str, LinearWork]
@@ -171,6 +171,9 @@ class WhatIf:
         budget = keep if loss is None else loss
         if budget is None or budget < 0 or (keep is not None and loss is not None):
             raise ValueError(f"keep={keep}, loss={loss}: give one of them, of at least 0")
+        of_all = {name: recipe for name, recipe in self.recipes.items() if isinstance(recipe, Recipe)}
+        if len(of_all) < len(self.recipes):
+            raise ValueError("recipes by layer were compared: compare recipes, to choose among them for each layer")
         found, least = [], self._costs if keep is None else self._losses
         for name in self.recipes if keep is None else self._faster or self.recipes:
             if keep is None:
@@ -180,9 +183,9 @@ class WhatIf:
                 choice = {layer: WITHOUT if layer in kept else name for layer in self.works}
             found.append((name, choice))
         default, chosen = min(found, key=lambda pair: self._sum(least, pair[1]))
-        values = {**self.recipes, WITHOUT: None}
+        values = {**of_all, WITHOUT: None}
         rules = {glob.escape(layer): values[name] for layer, name in chosen.items() if name != default}
-        return RecipeMap(self.recipes[default], rules)
+        return RecipeMap(of_all[default], rules)
 
     def predicted(self, recipe: RecipeMap) -> float:
         """The predicted loss under a map from ``recipe_map``: the sum of its layers'."""
@@ -228,7 +231,9 @@ class WhatIf:
         rates = self.rates if self._faster else ideal
         options = {**self.recipes, WITHOUT: high_precision()}
         pairs = itertools.product(self.works.items(), options.items())
-        return {(layer, name): sum(work.seconds(recipe, rates)) for (layer, work), (name, recipe) in pairs}
+        return {
+            (layer, name): sum(work.seconds(recipe_of(recipe, layer), rates)) for (layer, work), (name, recipe) in pairs
+        }
 
     @staticmethod
     def _sum(values: Mapping[tuple[str, str], float], chosen: Mapping[str, str]) -> float:
@@ -294,7 +299,7 @@ def compare(
     model: nn.Module,
     loss: Loss,
     batches: Iterable[Any],
-    recipes: Iterable[Recipe] | None = None,
+    recipes: Iterable[Recipe] | Mapping[str, Recipe | RecipeMap] | None = None,
     *,
     select: Select | None = None,
     runs: int = 500,
@@ -309,7 +314,7 @@ def compare(
         model: plain or converted, on its device; it computes in training mode. Give one that has trained for a while.
         loss: ``loss(model, batch)`` gives the scalar that training calls backward of; with autocast, if training has.
         batches: a few of the training's. ``delayed`` scales a batch by those before it, and the first by itself.
-        recipes: of different names; octavo's five by default.
+        recipes: of different names; octavo's five by default. Or a dict of recipes, or recipes by layer, by name.
         select: which layers, as for octavo.convert.
         runs: the most passes with one layer alone in FP8; of more layers, those of least effect are estimated.
         rates: of the device that will train, for the costs; by default this one's, or an H100's if it has none.
@@ -333,20 +338,20 @@ def compare(
         >>> found.recipe_map(keep=1).of("0").name != found.recipe_map(keep=1).of("2").name
         True
     """
-    chosen = [getattr(named_recipes, name)() for name in NAMES] if recipes is None else list(recipes)
-    batches = list(batches)
-    names = [recipe.name for recipe in chosen]
-    if not names or len(set(names)) < len(names) or any(recipe.is_high_precision for recipe in chosen):
-        raise WhatIfError(f"recipes={names}: needs recipes with products in FP8, each of another name")
+    given = [getattr(named_recipes, name)() for name in NAMES] if recipes is None else recipes
+    named = list(given.items()) if isinstance(given, Mapping) else [(recipe.name, recipe) for recipe in given]
+    batches, chosen = list(batches), dict(named)
+    if not named or len(chosen) < len(named) or any(getattr(one, "is_high_precision", False) for _, one in named):
+        raise WhatIfError(f"recipes={[*dict(named)]}: needs recipes with products in FP8, each of another name")
     if not batches:
         raise WhatIfError("batches is empty: give at least one of the training's")
     twin, layers = _twin(model, select)
-    for recipe, layer in itertools.product(chosen, layers.values()):
+    for (name, recipe), (layer, module) in itertools.product(named, layers.items()):
         try:
-            check_recipe(recipe, parameter_of(layer))
+            check_recipe(recipe_of(recipe, *module.names(layer)), parameter_of(module))
         except ValueError as error:
-            raise WhatIfError(f"{error}; leave {recipe.name} out") from error
-    passes = _Passes(twin, loss, layers, {recipe.name: recipe for recipe in chosen})
+            raise WhatIfError(f"{error}; leave {name} out") from error
+    passes = _Passes(twin, loss, layers, chosen)
     for batch in batches:
         passes.measure(batch, runs // (len(batches) * len(chosen)))
     try:
@@ -367,7 +372,7 @@ def check(
     passes, found = _Passes(twin, loss, layers, {}), []
     for batch in batches:
         exact = passes.gradient(batch)
-        changed = passes.gradient(batch, {name: recipe_of(recipe, name) for name in layers})
+        changed = passes.gradient(batch, passes.of(recipe, layers))
         found.append(_against(exact, changed, math.nan))
     return Effect("", "map", *NO_PRODUCTS, *_mean(found), True)
 
@@ -391,8 +396,8 @@ def _twin(model: nn.Module, select: Select | None) -> tuple[nn.Module, dict[str,
     if select is not None:
         layers = {n: m for n, m in layers.items() if not isinstance(given.get(n), RecipeModule) or select(given[n], n)}
     if not layers:
-        default = f"; the default takes those of at least {MIN_FEATURES} features" * (select is None)
-        raise WhatIfError(f"no layer to compare: select takes none of this model's{default}")
+        least = f"by default those of at least {MIN_FEATURES} features (--min-features N, or select=)"
+        raise WhatIfError(f"no layer to compare: none of this model's is selected, {least}")
     return twin, layers
 
 
@@ -411,7 +416,11 @@ class _Passes:
     """
 
     def __init__(
-        self, model: nn.Module, loss: Loss, layers: Mapping[str, RecipeModule], recipes: Mapping[str, Recipe]
+        self,
+        model: nn.Module,
+        loss: Loss,
+        layers: Mapping[str, RecipeModule],
+        recipes: Mapping[str, Recipe | RecipeMap],
     ) -> None:
         self.model, self.loss, self.layers, self.recipes = model, loss, layers, recipes
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -444,9 +453,13 @@ class _Passes:
             for name in (None, *chosen):
                 names = list(self.layers) if name is None else [name]
                 states = {each: before.get((each, recipe)) for each in names}
-                changed = self.gradient(batch, dict.fromkeys(names, self.recipes[recipe]), states)
+                changed = self.gradient(batch, self.of(self.recipes[recipe], names), states)
                 first = sum(self.first.get((each, recipe), 0.0) for each in names)
                 self.found.setdefault((name, recipe), []).append(_against(exact, changed, first))
+
+    def of(self, recipe: Recipe | RecipeMap, names: Iterable[str]) -> dict[str, Recipe]:
+        """The recipe of each of these layers."""
+        return {name: recipe_of(recipe, *self.layers[name].names(name)) for name in names}
 
     def _choose(self, exact: Sequence[Tensor | None], most: int) -> None:
         """Choose which layers to run alone: those whose products' errors add most noise to the gradient."""
@@ -519,7 +532,7 @@ class _Passes:
         self.works.setdefault(name, LinearWork(name, x.numel() // columns, columns, rows, *needs, experts or 1))
         for recipe, value in self.recipes.items():
             key = name, recipe
-            self._put(name, value, self.states.get(key))
+            self._put(name, self.of(value, [name])[name], self.states.get(key))
             products = _products(layer, x, grad, offsets)
             if (state := state_of(layer)) is not None:
                 self.states[key] = state.clone()

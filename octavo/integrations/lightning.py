@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from octavo import recipes
 from octavo.integrations.accelerate import TrainingState, check_clip, convert_once, uses_gradients_early
 from octavo.nn.candidates import Select
 from octavo.nn.recipe_module import RecipeModule
+from octavo.recipes import as_recipe
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Phase, PrecisionSchedule
@@ -33,7 +33,7 @@ class OctavoPrecision(Precision):
     Checkpoints have octavo's state: on the same number of ranks ``fit(ckpt_path=...)`` continues bit for bit.
 
     Args:
-        recipe: the recipe that layers are converted with before training, or its name in octavo.recipes.
+        recipe: what layers are converted with before training, as octavo.convert takes it: a name or a file, too.
         precision: that of all but FP8, as Lightning's ``precision=``: "bf16-mixed", "bf16-true" or "32-true".
         select: which layers, as octavo.convert takes it.
         schedule: phases, the first without a trigger; see octavo.schedule.PrecisionSchedule. ``recipe`` is its first's.
@@ -52,20 +52,15 @@ class OctavoPrecision(Precision):
 
     def __init__(
         self,
-        recipe: str | Recipe | RecipeMap,
+        recipe: Recipe | RecipeMap | str | Path,
         precision: str = "bf16-mixed",
         select: Select | None = None,
         schedule: Sequence[Phase] = (),
     ) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"precision={precision!r}: use one of {', '.join(PRECISIONS)}")
-        if isinstance(recipe, str):
-            named = getattr(recipes, recipe, None)
-            if not inspect.isfunction(named):
-                raise ValueError(f"recipe={recipe!r}: octavo.recipes has no such; try 'delayed'")
-            recipe = named()
-        self.recipe: Any = recipe
-        if schedule and schedule[0].recipe != recipe:
+        self.recipe: Any = as_recipe(recipe)
+        if schedule and schedule[0].recipe != self.recipe:
             raise ValueError(f"the first phase is {schedule[0]}, but the recipe is another: give the same")
         self.precision: Any = precision
         self.select, self.phases = select, tuple(schedule)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,13 +106,13 @@ class OctavoConverter(ModelConfigConverter):  # type: ignore[misc, unused-ignore
         """How to convert.
 
         Attributes:
-            recipe: an octavo.Recipe, or a RecipeMap by the names of the model's modules.
+            recipe: as octavo.convert takes it, by the names of the model's modules.
             filter_fqns: layers whose names contain one of these stay in high precision.
             select: which of the other layers to convert, as octavo.convert takes it; None: its default.
             weight_storage: as octavo.convert's.
         """
 
-        recipe: Recipe | RecipeMap = recipes.default()
+        recipe: Recipe | RecipeMap | str | Path = recipes.default()
         filter_fqns: list[str] = field(default_factory=lambda: ["lm_head", "output"])
         select: Select | None = None
         weight_storage: str | None = None

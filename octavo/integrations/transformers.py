@@ -37,6 +37,7 @@ from octavo.nn.candidates import Select
 from octavo.nn.checkpointing import checkpoint_model_in_fp8
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight_files import SCALE_INV
+from octavo.recipes import as_recipe
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.schedule import Phase, PrecisionSchedule
@@ -54,8 +55,8 @@ class OctavoCallback(TrainerCallback):
     Checkpoints have octavo's state: on as many ranks ``train(resume_from_checkpoint=...)`` continues bit for bit.
 
     Args:
-        recipe: the recipe that the model's layers are converted with when the Trainer is made; None: that of the first
-            phase of ``schedule``, or the model is converted already.
+        recipe: what the model's layers are converted with when the Trainer is made, as octavo.convert takes it: a name
+            or a file, too; None: that of the first phase of ``schedule``, or the model is converted already.
         select: which layers, as octavo.convert takes it.
         schedule: phases, the first without a trigger; see octavo.schedule.PrecisionSchedule. If they change moments,
             masters or the storage of weights, give an optimizer of octavo.optim in ``Trainer(optimizers=...)``.
@@ -81,7 +82,7 @@ class OctavoCallback(TrainerCallback):
 
     def __init__(
         self,
-        recipe: Recipe | RecipeMap | None = None,
+        recipe: Recipe | RecipeMap | str | Path | None = None,
         select: Select | None = None,
         schedule: Sequence[Phase] = (),
         inspect: str | Path | None = None,
@@ -90,7 +91,8 @@ class OctavoCallback(TrainerCallback):
     ) -> None:
         self.checkpoint_in_fp8 = checkpoint_in_fp8
         self.phases, self.select, self.inspect, self.inspect_every = tuple(schedule), select, inspect, inspect_every
-        self.recipe = self.phases[0].recipe if recipe is None and self.phases else recipe
+        recipe = self.phases[0].recipe if recipe is None and self.phases else recipe
+        self.recipe = None if recipe is None else as_recipe(recipe)
         self.schedule: PrecisionSchedule | None = None
         self.recorder: Recorder | None = None
         self._state: TrainingState | None = None

@@ -7,6 +7,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -43,7 +44,7 @@ from octavo.nn.weight import (
     weight_of,
     why_not_stored,
 )
-from octavo.recipes import default, high_precision, no_recipe
+from octavo.recipes import as_recipe, default, high_precision
 from octavo.scaling.delayed import ASIDE, LOADED, STATE, state_of
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
@@ -53,7 +54,7 @@ from octavo.tensor.stored_weight import OF_FROZEN, local_stored, why_cut
 
 def convert(
     model: nn.Module,
-    recipe: Recipe | RecipeMap | None = None,
+    recipe: Recipe | RecipeMap | str | Path | None = None,
     select: Select | None = None,
     weight_storage: Literal["fp8"] | None = None,
     fuse: bool = False,
@@ -69,7 +70,8 @@ def convert(
     Args:
         model: any module, itself a Linear perhaps.
         recipe: an octavo.Recipe, or an octavo.RecipeMap of the names of ``model.named_modules()``; of experts of the
-            module's or a part's; None: octavo.recipes.default().
+            module's or a part's; a recipe's name, or the path of a file of recipes by layer, as ``octavo inspect``
+            writes them; None: octavo.recipes.default().
         select: ``select(module, name) -> bool`` says which candidates to convert; the default takes layers with at
             least 512 features in and out (experts: hidden and intermediate), below which FP8 gains nothing on a GPU.
         weight_storage: "fp8": the weights themselves become codes with their scale, one byte each; products read them
@@ -85,8 +87,8 @@ def convert(
         ``model``.
 
     Raises:
-        TypeError: if ``recipe`` is no Recipe, ``model`` no Module, ``select`` no function or ``fuse`` no bool; nothing
-            is changed then.
+        TypeError: if ``recipe`` is none of these, ``model`` no Module, ``select`` no function or ``fuse`` no bool;
+            nothing is changed then.
         ValueError: if weights can't be stored under the recipe; nothing is changed then.
 
     Warns:
@@ -104,8 +106,7 @@ def convert(
           (2): Linear(in_features=512, out_features=4, bias=True)
         )
     """
-    recipe = default() if recipe is None else recipe
-    _check(model, recipe)
+    recipe = _checked(model, default() if recipe is None else recipe)
     if weight_storage not in (None, "fp8"):
         raise ValueError(f"weight_storage={weight_storage!r}: use 'fp8' or None")
     if not isinstance(fuse, bool):
@@ -275,7 +276,7 @@ def _refuse_twice_sharded(name: str, weight: nn.Parameter) -> None:
         )
 
 
-def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
+def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap | str | Path) -> nn.Module:
     """Give every FP8 module of the model another recipe, from the next forward on.
 
     Backward passes of forwards already run use what those saved. After a spell under another recipe delayed state
@@ -283,7 +284,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
 
     Args:
         model: a converted model.
-        recipe: an octavo.Recipe or RecipeMap; ``recipes.high_precision()`` computes as torch.nn.Linear.
+        recipe: as octavo.convert takes it; ``recipes.high_precision()`` computes as torch.nn.Linear.
 
     Returns:
         ``model``.
@@ -298,7 +299,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
         >>> octavo.set_recipe(octavo.nn.Linear(64, 64), octavo.recipes.high_precision())
         Linear(in_features=64, out_features=64, bias=True, recipe=high_precision)
     """
-    _check(model, recipe)
+    recipe = _checked(model, recipe)
     modules = _modules(model)
     if not modules:
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
@@ -311,7 +312,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap) -> nn.Module:
 
 
 @contextlib.contextmanager
-def using(model: nn.Module, recipe: Recipe | RecipeMap) -> Iterator[nn.Module]:
+def using(model: nn.Module, recipe: Recipe | RecipeMap | str | Path) -> Iterator[nn.Module]:
     """Run a block with every FP8 module of the model under another recipe, then with its own again.
 
     Each layer returns to the recipe object that it had, also after an exception; blocks may be nested. Its delayed
@@ -322,7 +323,7 @@ def using(model: nn.Module, recipe: Recipe | RecipeMap) -> Iterator[nn.Module]:
 
     Args:
         model: a converted model.
-        recipe: an octavo.Recipe or RecipeMap, as octavo.set_recipe takes it.
+        recipe: as octavo.convert takes it.
 
     Returns:
         a context manager that gives ``model``.
@@ -439,16 +440,16 @@ def _weights_of_others(model: nn.Module, ours: set[int]) -> set[int]:
     }
 
 
-def _check(model: nn.Module, recipe: Recipe | RecipeMap) -> None:
+def _checked(model: nn.Module, recipe: object) -> Recipe | RecipeMap:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not a torch.nn.Module")
-    if not isinstance(recipe, Recipe | RecipeMap):
-        raise no_recipe(recipe)
+    recipe = as_recipe(recipe)
     names = [name for name, _ in model.named_modules()]
     for name, module in model.named_modules():
         names += itertools.chain.from_iterable(recipe_names(name, *part) for part in keys_of(module).items())
     if isinstance(recipe, RecipeMap) and (unmatched := recipe.unmatched(names)):
         warnings.warn(f"these patterns of the RecipeMap match no module: {unmatched}", stacklevel=3)
+    return recipe
 
 
 def targets_of(model: nn.Module, select: Select | None) -> list[tuple[str, nn.Module, type[nn.Module]]]:

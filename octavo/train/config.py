@@ -20,9 +20,12 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from octavo.errors import OctavoError, first_line
-from octavo.recipes import NAMED
+from octavo.recipes import NAMED, as_recipe
+from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe_map import RecipeMap
 
 CONFIG_FILE = "config.json"
+RULES = "rules.json"  # what `octavo inspect RUN --apply` writes beside it, and --config RUN reads as the recipe
 AUTO = "auto"
 
 
@@ -360,9 +363,11 @@ class TrainConfig:
                     "choose an FP8 recipe, such as dynamic; a phase of the schedule may be bf16"
                 )
 
-    def called(self, recipe: str) -> str:
+    def called(self, recipe: str | Recipe | RecipeMap) -> str:
         """The name of a run of this recipe; a baseline's is that of the dtype, which must not be "auto" any more."""
-        return DTYPES[self.run.dtype] if recipe in UNCONVERTED else recipe
+        one = recipe.default if isinstance(recipe, RecipeMap) else recipe
+        name = one if isinstance(one, str) else one.name
+        return DTYPES[self.run.dtype] if name in UNCONVERTED else name
 
     def identity(self) -> dict[str, int | float | str]:
         """The options that decide the loss curve: a run can only be resumed with the same ones.
@@ -385,19 +390,26 @@ def check_recipe(name: str) -> str:
     return name
 
 
+def chosen_recipe(value: Any) -> str | Recipe | RecipeMap:
+    """One of RECIPES as it is; a file of recipes by layer, or its content, as octavo.recipes.as_recipe reads it."""
+    is_name = isinstance(value, str) and not value.endswith(".json")
+    return check_recipe(value) if is_name else as_recipe(value)
+
+
 def options_text(config: TrainConfig, recipe: str) -> str:
-    """A run's options as `config.json` has them: without --out and --resume."""
-    sections: dict[str, Any] = {"recipe": recipe}
+    """A run's options as `config.json` has them: without --out and --resume. ``recipe``: a name, or JSON."""
+    sections: dict[str, Any] = {"recipe": json.loads(recipe) if recipe.startswith("{") else recipe}
     for name, section in vars(config).items():
         sections[name] = {key: value for key, value in vars(section).items() if key not in ("out", "resume")}
     return f"{json.dumps(sections, indent=2, default=lambda path: str(path.absolute()))}\n"
 
 
 def load_options(path: Path) -> dict[str, Any]:
-    """The options in a file, by their names; `recipe` (a name) and `recipes` (a list of names) among them.
+    """The options in a file, by their names; `recipe` (a name, or recipes by layer) and `recipes` (names) among them.
 
-    It is a JSON file, a TOML file whose name ends with .toml, or the `config.json` of a run's folder. TrainError, if it
-    can't be read, has an unknown option, or a value that an option does not take.
+    It is a JSON file, a TOML file whose name ends with .toml, or the `config.json` of a run's folder, where
+    `rules.json`, if there is one, is the recipe. TrainError, if it can't be read, has an unknown option, or a value
+    that an option does not take.
     """
     file = path / CONFIG_FILE if path.is_dir() else path
     try:
@@ -410,6 +422,8 @@ def load_options(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or (unknown := content.keys() - SECTIONS - {"recipe", "recipes"}):
         fault = f"{', '.join(sorted(unknown))} is no section" if isinstance(content, dict) else "it has no sections"
         raise TrainError(f"{file}: {fault}: choose recipe, recipes, {', '.join(SECTIONS)}")
+    if file != path and (path / RULES).exists():
+        content["recipe"] = str(path / RULES)
     options: dict[str, Any] = {}
     for name, values in content.items():
         with train_errors(f"{file}: "):
@@ -418,6 +432,8 @@ def load_options(path: Path) -> dict[str, Any]:
 
 
 def _recipes(key: str, value: Any) -> dict[str, Any]:
+    if key == "recipe" and isinstance(value, dict | str):
+        return {key: chosen_recipe(value)}
     names = [value] if key == "recipe" else value
     if not isinstance(names, list) or not names:
         raise ValueError(f"{key} is {value!r}: choose a list of names")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -33,6 +34,7 @@ from octavo.train.config import (
     TrainError,
     build,
     check_recipe,
+    chosen_recipe,
 )
 from octavo.train.data import Corpus, load_corpus
 from octavo.train.model import GPT
@@ -111,8 +113,8 @@ def run(
 
     Args:
         config: all options. With `config.run.out` None nothing is written.
-        recipe: a name in `octavo.train.RECIPES`, or a Recipe or RecipeMap of your own. `baseline` is the model as it is
-            built, in the run's dtype; `bf16` and `float32` are the same with that dtype.
+        recipe: a name in `octavo.train.RECIPES`, a Recipe or RecipeMap, or a file of recipes by layer. `baseline` is
+            the model as it is built, in the run's dtype; `bf16` and `float32` are the same with that dtype.
         name: the name of the run and of its folder in `config.run.out` (default: the recipe's name, or that of a map's
             default; for the baseline bf16 or float32).
         corpus: text already loaded (default: `load_corpus(config.data.data)`).
@@ -132,12 +134,9 @@ def run(
         >>> len(result.losses), result.final_validation < 6
         (3, True)
     """
-    if isinstance(recipe, str):
-        check_recipe(recipe)
+    recipe = chosen_recipe(recipe)
     shared = _Shared(config, [recipe], corpus, hooks or Hooks(), ranks or ranks_of(config.ranks))
-    if name is None:
-        one = recipe.default if isinstance(recipe, RecipeMap) else recipe
-        name = shared.config.called(one) if isinstance(one, str) else one.name
+    name = name or shared.config.called(recipe)
     with shared.opened:
         opened = _Run(shared, name, recipe)
         shared.say_first([name])
@@ -232,7 +231,8 @@ class _Run:
     def __init__(self, shared: _Shared, name: str, recipe: str | Recipe | RecipeMap) -> None:
         config = shared.config
         self.shared, self.recipe, self.progress = shared, recipe, shared.progress
-        called = config.called(recipe) if isinstance(recipe, str) else str(recipe)
+        own = recipe if isinstance(recipe, str | RecipeMap) else RecipeMap(recipe)
+        called = config.called(own) if isinstance(own, str) else octavo.recipes.to_json(own)
         self.identity: Identity = config.identity() | {"recipe": called, "text": shared.corpus.digest}
         self.folder: RunFolder | None = None
         self.saved: Content = {}
@@ -418,8 +418,11 @@ def trained_model(path: Path) -> GPT:
         raise RunCheckpointError(f"{path} {several if runs else none}")
     identity = content["identity"]
     recipe = identity.get("recipe")
-    if recipe not in RECIPES:
-        raise RunCheckpointError(f"{path} was trained with a recipe of its own, {recipe}: build its model in Python")
+    try:
+        recipe = recipe if recipe in RECIPES else octavo.recipes.as_recipe(json.loads(recipe))
+    except (TypeError, ValueError) as error:
+        why = f"{path} was trained with a recipe of its own, {recipe}: build its model in Python"
+        raise RunCheckpointError(why) from error
     state = build(StateConfig, identity)
     if not content["weights_in_fp8"]:  # in another phase than that of its options
         state = replace(state, weight_storage="none")

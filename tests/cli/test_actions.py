@@ -1,6 +1,7 @@
 import argparse
 import itertools
 import json
+import logging
 import os
 import re
 import shlex
@@ -19,6 +20,7 @@ from octavo.cli import actions
 from octavo.cli.actions import add_options, option_errors
 from octavo.train import DataConfig, ModelConfig, OptimizerConfig, RunConfig, RunResult, TrainConfig, run
 from octavo.train.config import TrainError, option
+from octavo.train.loop import trained_model
 from octavo.train.trainer import Trainer
 from tests.support.command_line import TEXT, TINY, one_line, train
 
@@ -325,15 +327,33 @@ def test_what_if_of_a_users_model(folder, capsys):
         assert says in one_line(capsys)
 
 
-def test_the_pages_what_ifs_run_word_for_word(folder, capsys, no_plot):
-    page = (ROOT / "docs/inspect.md").read_text()
-    (job,) = re.findall(r"```python\n([^`]*def training.*?)```", page, re.DOTALL)
-    (folder / "job.py").write_text(job)
-    assert train() == 0
-    (commands,) = re.findall(r"```sh\n(octavo inspect job.*?)```", page, re.DOTALL)
-    for command in commands.splitlines():
-        assert cli.main(shlex.split(command)[1:]) == 0
-        assert '"rules": {' in capsys.readouterr().out
+def test_remedies_of_a_run_are_applied(folder, capsys, no_plot):
+    assert train("--recipe", "delayed", "--out", "a") == 0
+    assert cli.main(["inspect", "a", "--recipes", "delayed", "--keep", "1", "--apply"]) == 0
+    assert "rules.json: octavo train --config a/delayed" in capsys.readouterr().out
+    given = "--config", "a/delayed", "--out", "b", "--lr", "0.001"
+    assert train(*given) == train(*given, "--resume") == train("--recipe", "a/delayed/rules.json", "--out", "c") == 0
+    rules = json.loads(Path("a/delayed/rules.json").read_text())
+    assert len(rules["rules"]) == 1 and json.loads(Path("b/delayed/config.json").read_text())["recipe"] == rules
+    for out in ("b", "c"):
+        layers = {n: m.recipe.name for n, m in trained_model(Path(out)).named_modules() if hasattr(m, "recipe")}
+        assert [name for name, recipe in layers.items() if recipe == "high_precision"] == list(rules["rules"])
+    capsys.readouterr()
+    assert cli.main(["inspect", "a/delayed/checkpoint", "--apply"]) == 2
+    assert "is no run of octavo train: give --write FILE" in one_line(capsys)
+
+
+def test_nothing_is_said_before_a_plan(folder, capsys, monkeypatch):
+    def build(path):
+        logging.getLogger("torchao").warning("Failed to load")
+        return torch.nn.Sequential(torch.nn.Embedding(64, 64, device="meta"), torch.nn.Linear(64, 64, device="meta"))
+
+    logging.getLogger("torchao").addHandler(handler := logging.StreamHandler())
+    monkeypatch.setattr("octavo.cost.command.from_hugging_face", build)
+    assert cli.main(["plan", "config.json", "--context", "64", "--device", "H100"]) == 0
+    logging.getLogger("torchao").removeHandler(handler)
+    out, err = capsys.readouterr()
+    assert err == "" and out.splitlines()[0].endswith(" B parameters, 256 sequences of 64 tokens")
 
 
 @pytest.mark.full

@@ -73,7 +73,7 @@ def test_version_help_and_info(capsys):
         ("train --width 100 --heads 3", "choose width 96 or 102"),
         ("train --width 1000000 --heads 1", "GiB"),
         ("train --layers 99999999", "GiB"),
-        ("train --recipe fp8", "--recipe: invalid choice: 'fp8'"),
+        ("train --recipe fp8", "--recipe: unknown recipe 'fp8': choose from baseline, bf16"),
         ("compare --recipes bf16 fp8", "--recipes: invalid choice: 'fp8'"),
         ("train --lr nan", "--lr is nan: choose a number above 0"),
         ("train --beta1 .99 --beta2 .9 --weight-storage fp8", "choose a larger beta2"),

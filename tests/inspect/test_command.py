@@ -43,16 +43,22 @@ def test_a_record_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_what_mends_casts_is_written_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
-    layer, path = octavo.nn.Linear(32, 32, recipe=octavo.recipes.delayed()), tmp_path / "rules.json"
+    own = octavo.recipes.delayed(history_length=8)
+    layer, path = octavo.nn.Linear(32, 32, recipe=own), tmp_path / "rules.json"
     with octavo.inspect.record(layer, tmp_path / "run", every=1) as recorder:
         for step in range(6):
             layer(torch.randn(16, 32) * (300 if step == 4 else 1)).square().sum().backward()
             recorder.step()
     json_path = tmp_path / "x.json"
     assert cli.main(["inspect", str(tmp_path / "run"), "--write", str(path), "--json", str(json_path)]) == 0
-    assert f"octavo.recipes.load('{path}', DEFAULT)" in capsys.readouterr().out
+    assert f"octavo.convert(model, '{path}')" in capsys.readouterr().out
     found = octavo.inspect.diagnose(octavo.inspect.load(tmp_path / "run"))
-    assert found and octavo.recipes.load(path, octavo.recipes.delayed()).rules[""] == found[0].rules[""]
+    mended = octavo.RecipeMap(own, found[0].rules)
+    assert octavo.recipes.load(path) == mended and octavo.set_recipe(layer, path).recipe == mended.of("") != own
+    (tmp_path / "run/recipes.json").unlink()  # as older records are
+    assert cli.main(["inspect", str(tmp_path / "run"), "--write", str(path)]) == 0
+    assert f"octavo.recipes.load('{path}', DEFAULT)" in capsys.readouterr().out
+    assert octavo.recipes.load(path, own) == mended
     written = [each["rules"] for each in json.loads(json_path.read_text())["findings"]]
     assert written[0].items() <= json.loads(path.read_text())["rules"].items()
 
@@ -157,12 +163,12 @@ def test_it_writes_a_map_that_converts_the_model(folder, capsys, budget):
     )
     assert what_if_command(given, subject) == 0
     printed, written = capsys.readouterr().out, (folder / "map.json").read_text()
-    how = "wrote map.json: octavo.convert(model, octavo.recipes.load('map.json'))"
+    how = "wrote map.json: octavo.convert(model, 'map.json')"
     for text in (written, "(all layers)", "mx", "measured with it", "NVIDIA H200", " us a batch, predicted loss", how):
         assert text in printed
     model = subject.model
     assert type(model[0]) is nn.Linear
-    octavo.convert(model, octavo.recipes.load("map.json"), lambda *_: True)
+    octavo.convert(model, "map.json", lambda *_: True)
     names = [model[i].recipe.name for i in (0, 2)]
     assert names.count("high_precision") == 1 or "--loss" in budget
     assert isinstance(model[0], octavo.nn.Linear) and isinstance(model[2], octavo.nn.Linear)
@@ -210,6 +216,23 @@ def test_what_can_not_be_done(arguments, says):
     subject = Subject(nn.Linear(4, 4), lambda model, x: model(x).sum(), [torch.ones(1, 4)])
     with pytest.raises(octavo.OctavoError, match=says):
         what_if_command(options(*arguments), subject)
+
+
+def test_what_a_files_rules_would_bring(folder, capsys):
+    """Against the model's own recipes: a layer that has none is left out."""
+    torch.manual_seed(0)
+    subject = entry_point("what_if_user:training")
+    octavo.convert(subject.model, octavo.recipes.dynamic(), lambda module, name: name == "0")
+    subject = subject._replace(batches=[torch.randn(8, 32) * torch.logspace(0, 9, 32)])  # wide: worse with one scale
+    (folder / "mine.json").write_text('{"default": "mx", "rules": {"0": {"output": null}}}')
+    assert what_if_command(options("--rules", "mine.json"), subject, folder) == 0
+    out = capsys.readouterr().out
+    found = {line.split("  ")[0]: line.split() for line in out.partition("high precision   ")[2].splitlines()[1:]}
+    assert float(found["its own"][2]) > float(found["mine.json"][1]) > 0 and not (folder / "what_if.json").exists()
+    assert "exact" in out and "\n2 " not in out
+    (folder / "mine.json").write_text('{"default": "mx", "rules": {"head": null}}')
+    with pytest.raises(WhatIfError, match=r"mine.json: no module of the model is called head"):
+        what_if_command(options("--rules", "mine.json"), subject)
 
 
 @pytest.mark.parametrize("option", ["--json", "--write"])

@@ -156,7 +156,7 @@ def test_flushed() -> None:
     record.exponents[2, GRADIENT, 2:34] = 100  # 32 octaves below the amax, of about 2^-12
     found = only(diagnose(record))
     assert where(found) == ("flushed", "model.layers.1.mlp", "grad_output", 50)
-    assert (found.worst, found.severity) == (100, pytest.approx(7.1))
+    assert (found.worst, found.severity) == (100, pytest.approx(1 + math.log2(7.1)))
     assert "7.1 % are flushed" in found.cause and "wider than E5M2" in found.cause
     found = only(diagnose(put(made(records=6), GRADIENT, flushed=[0.02, 0.0, 0.02, 0.05, 0.0])))
     assert (found.begins, found.worst) == (150, 200)  # where its worst stretch begins
@@ -166,7 +166,7 @@ def test_a_stale_scale_and_what_it_clips() -> None:
     """One that is far too old is given up; a margin is room."""
     found = only(diagnose(put(made(), INPUT, assumed=[3.0, 6.0, 3.0], clipped=[0.01, 0.03, 0.01])))
     assert where(found) == ("stale", "model.layers.1.mlp", "input", 50)
-    assert found.severity == pytest.approx(30) and "3 % are clipped" in found.cause
+    assert found.severity == pytest.approx(1 + math.log2(30)) and "3 % are clipped" in found.cause
     assert "margin=3" in found.remedy
     found = only(diagnose(put(made(), INPUT, assumed=1000.0, clipped=0.5)))
     assert "Delayed" not in found.remedy.split("'grad_weight'")[0].split("(Cast")[1].split(")), ")[0]

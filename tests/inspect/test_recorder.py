@@ -1,5 +1,6 @@
 """Records of small trainings: that they change nothing, and what switches leave."""
 
+import contextlib
 import errno
 import json
 import math
@@ -9,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import octavo
 from octavo import E4M3, E5M2, Cast, Delayed, Dynamic, PerTensor, recipes
-from octavo.inspect.recorder import kept, severities
+from octavo.inspect.recorder import Recorder, kept, severities
 from octavo.inspect.report import to_json
 from octavo.inspect.rows import Row
 from octavo.kernels.arguments import EXPONENTS, EXTREMES, SUMS
@@ -104,6 +105,37 @@ def test_a_compiled_training_leaves_the_same_record(kind: Any, backend: str, tmp
     assert counter.frame_count == 2  # with what is counted, and without
     for name, values in records[0].measures.items():
         np.testing.assert_allclose(records[1].measures[name], values, rtol=1e-3, atol=1e-3, err_msg=name)
+
+
+WAITS = {"item": Tensor.item, "tolist": Tensor.tolist, "bool": bool, "cpu": Tensor.cpu, None: lambda tensor: None}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("named", ["delayed", "rowwise"])
+def test_a_recorded_step_does_not_wait_for_the_device(
+    named: str, wait: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors on the meta device have no values to read: what would wait for a GPU fails."""
+    read = Recorder._count
+
+    def count(self: Recorder) -> dict[str, Tensor]:
+        WAITS[wait](self._table.sums[0, 0])
+        return read(self)
+
+    monkeypatch.setattr(octavo.optim.base, "optimizer_step", lambda *_: None)  # a kernel, on a GPU
+    monkeypatch.setattr(Recorder, "_count", count)
+    monkeypatch.setattr(Recorder, "_write", lambda self, reading: None)  # which comes when its event has
+    model = network(octavo.recipes.as_recipe(named), torch.bfloat16).to("meta")
+    optimizer = octavo.optim.AdamW(model.parameters(), moments="fp8", master="split16")
+    with pytest.raises((RuntimeError, NotImplementedError)) if wait else contextlib.nullcontext():
+        with octavo.inspect.record(model, tmp_path, every=1, optimizer=optimizer) as recorder:
+            for _ in range(2):
+                loss = model(torch.randn(40, 32, device="meta", dtype=torch.bfloat16)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                recorder.step(loss=loss, grad_norm=loss, lr=0.1)
+    assert wait or all("master_rest" in state for p, state in optimizer.state.items() if p.ndim == 2)  # they are read
 
 
 def test_scalars_are_those_of_their_step(tmp_path: Path) -> None:

@@ -14,50 +14,65 @@ from typing import Any
 
 import pytest
 
+from octavo import cli
 from octavo.cost.rates import PUBLISHED
 from octavo.errors import MissingExtraError
 from octavo.inspect import Finding, Record, diagnose
 from octavo.inspect.record import OfExperts
-from octavo.inspect.report import COLUMNS, table, to_html, to_json
+from octavo.inspect.report import COLUMNS, Against, changes, table, to_html, to_json
 from octavo.inspect.what_if import Effect, WhatIf
 
 np = pytest.importorskip("numpy")
 
+from tests.inspect.test_command import record  # noqa: E402
 from tests.inspect.test_findings import made, put  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 LIMIT = 3_000_000  # bytes of a page
+FRAME = """<iframe width=1280 height=900 style="border:0" srcdoc="PAGE"></iframe>"""
 LOOK = """
 const wait = () => new Promise(done => setTimeout(done, 300));
+const all = (selector, of) => [...document.querySelectorAll(selector)].map(of);
 while (document.body.dataset.ready !== "yes") await wait();
 const rows = () => [...document.querySelectorAll("#findings tbody tr")].filter(row => !row.hidden);
-const cells = i => rows().map(row => row.children[i].textContent);
-const click = name => [...document.querySelectorAll("th button")].find(b => b.textContent === name).click();
-const colours = () => [...document.querySelectorAll("canvas")].map(canvas => {
+const cells = name => rows().map(row => row.querySelector(`[data-name="${name}"]`).textContent);
+const button = name => [...document.querySelectorAll("th button")].find(b => b.textContent === name);
+const colours = () => all("canvas", canvas => {
   const bytes = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data, seen = new Set();
   for (let i = 0; i < bytes.length; i += 4) seen.add(bytes[i] << 16 | bytes[i + 1] << 8 | bytes[i + 2]);
   return seen.size;
 });
-const heights = () => [...document.querySelectorAll("canvas")].map(canvas => canvas.height);
-const found = { colours: colours(), before: heights() };
-found.sections = [...document.querySelectorAll("section")].map(section => section.id);
+const heights = () => all("canvas", canvas => canvas.height);
+const cut = () => all("svg, canvas", plot => plot.getAttribute("width") - plot.closest("figure").clientWidth);
+const wider = () => document.documentElement.scrollWidth - innerWidth;
+const found = { colours: colours(), before: heights(), cut: cut(), wider: wider() };
+found.sections = all("section", section => section.id);
 const shapes = ".role-mark path, .role-mark line";
-found.marks = [...document.querySelectorAll("svg")].map(svg => svg.querySelectorAll(shapes).length);
-found.severity = cells(0);
-click("from step"); found.up = cells(5); click("from step"); found.down = cells(5);
-found.sorted = document.querySelectorAll("th")[5].ariaSort;
+found.marks = all("svg", svg => svg.querySelectorAll(shapes).length);
+found.severity = cells("severity"), found.state = cells("state");
+found.gone = all("#gone li", item => item.textContent), found.folded = all("summary", summary => summary.textContent);
+const begin = button("from step"), begins = () => { begin.click(); return cells("from step"); };
+found.up = begins(), found.down = begins(), found.sorted = begin.parentElement.ariaSort;
 const select = document.getElementById("cast"), bars = () => document.querySelector("#exponents svg").innerHTML;
 const first = bars(); select.selectedIndex = select.selectedIndex ? 0 : 1; select.onchange(); await wait();
 found.redrawn = bars() !== first;
 const filter = document.getElementById("filter");
 filter.value = "layers.1.mlp"; filter.oninput({ target: filter }); await wait();
-found.filtered = cells(2); found.after = heights();
-found.legend = [...document.querySelectorAll("#loss .role-legend-label text")].map(text => text.textContent);
+found.filtered = cells("layer"); found.after = heights();
+found.legend = all("#loss .role-legend-label text", text => text.textContent);
 found.bars = document.querySelectorAll("#what-if .mark-rect.role-mark path").length;
-found.labels = [...document.querySelectorAll("[role=graphics-document]")].map(e => e.ariaLabel);
-found.width = document.documentElement.scrollWidth;
+const said = figure => [figure.firstChild.role, figure.firstChild.ariaLabel, figure.lastChild.textContent];
+found.labels = all("figure", said);
+found.links = all("nav a", link => document.querySelector(link.getAttribute("href")) !== null);
+filter.value = ""; filter.oninput({ target: filter });
+frameElement.width = 390; await wait();
+while (document.body.dataset.ready !== "yes") await wait();
+found.cards = all("#findings tbody tr", row => row.offsetWidth), found.narrow = cut(), found.wider_narrow = wider();
+found.remedies = all("#findings code", code => [code.getBoundingClientRect().right, code.offsetHeight]);
+const more = document.getElementById("more"); found.more = [more.hidden, more.textContent];
+more.click(); found.all = [more.hidden, document.activeElement.className];
 found.fetched = performance.getEntriesByType("resource").map(e => e.name);
-const result = document.body.appendChild(document.createElement("pre"));
+const result = parent.document.body.appendChild(parent.document.createElement("pre"));
 Object.assign(result, { id: "result", textContent: JSON.stringify(found) });
 """
 
@@ -112,10 +127,42 @@ def test_as_text() -> None:
     record, findings = broken(3, 6)
     text = table(record, findings, 1)
     assert text.startswith("3 layers, 6 of the steps 0 to 250 recorded, 2 findings")
-    assert " 1  model.layers.1.mlp input of output and grad_weight: stale from step 50, 30 times the limit" in text
+    title = "model.layers.1.mlp input of output and grad_weight: stale from step 50"
+    assert f" 1  warning ({findings[0].severity:.1f} of 10), {title}" in text
+    assert text.splitlines()[1] == f"{findings[0].sentence}."
     assert findings[0].remedy in text and text.endswith("and 1 more: --top 2")
     assert table(made(3, 6), [], 5) == "3 layers, 6 of the steps 0 to 250 recorded, no findings"
     assert table(made(3, 0), [], 5) == "no step is recorded yet"
+
+
+def test_two_runs() -> None:
+    """A finding that doubles is worse; one that another run has as a consequence is not new."""
+    record, (first, second) = broken(3, 6)
+    (effect,) = diagnose(put(made(3, 6), 0, flushed=0.2))
+    earlier = [replace(first, severity=first.severity - 1, consequences=(second,)), effect]
+    states = [("worse", first), ("same", second), ("gone", effect)]
+    assert changes([first, second], earlier) == states
+    assert changes(earlier, [first, second])[0] == ("milder", earlier[0])
+    assert changes([first], [])[0][0] == "new"
+    against = Against("earlier", made(2, 4), earlier)
+    text = table(record, [first, second], 1, against)
+    assert "against earlier: 1 worse, 1 same, 1 gone\n    worse: " in text
+    assert text.endswith("    gone: warning, model.layers.0.mlp input of output and grad_weight: flushed from step 50")
+    content = json.loads(to_json(record, [first, second], against=against))["against"]
+    assert content["states"] == ["worse", "same"] and [each["layer"] for each in content["gone"]] == [effect.layer]
+    assert len(content["casts"]) == 6 and len(content["casts"][0]["sqnr"]) == 1
+    assert table(made(), [], 5, Against("x", made(), [])).endswith("against x: no findings in either run")
+
+
+def test_the_command_compares_with_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("one", "other/inspect"):
+        record(tmp_path / folder)
+    one, other, path = (str(tmp_path / name) for name in ("one", "other", "x.json"))
+    assert cli.main(["inspect", one, "--against", other, "--json", path]) == 0
+    assert f"against {other}/inspect: no findings in either run" in capsys.readouterr().out
+    assert json.loads(Path(path).read_text())["against"]["states"] == []
+    assert cli.main(["inspect", one, "--against", str(tmp_path)]) == 2
+    assert f"{tmp_path} holds no record" in capsys.readouterr().err
 
 
 def test_as_json() -> None:
@@ -155,26 +202,39 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     record, findings = broken(12, 40)
     record.events.extend([(100, "recovery", "the loss is a spike"), (100, "skipped", "nothing was touched")])
-    page = to_html(record, findings, "a <run> & more", what_if(12, "dynamic mx"))
+    record.scalars["lr"] = record.steps, [1e-3] * len(record.steps)
+    findings[0] = replace(findings[0], consequences=(replace(findings[1], kind="clipped"),))
+    other = put(put(made(12, 30), 3, assumed=2.5), 12, flushed=0.2)
+    against = Against("another run", other, diagnose(other))
+    page = to_html(record, findings, "a <run> & more", what_if(12, "dynamic mx"), against)
     found = looked_at(page, tmp_path)
-    plots = "loss flushed clipped sqnr assumed exponents amax resolution what-if"
-    assert found["sections"] == plots.split()
+    plots = "loss against-flushed against-clipped against-sqnr flushed clipped sqnr assumed exponents amax resolution"
+    assert found["sections"] == [*plots.split(), "what-if"]
     assert len(found["colours"]) == 5 and min(found["colours"]) > 10, "a heat map is empty"
-    assert len(found["marks"]) == 4 and min(found["marks"]) > 2, "a plot is empty"
-    assert found["severity"] == [f"{each.severity:.3g}" for each in findings] and len(findings) == 2
+    assert len(found["marks"]) == 7 and min(found["marks"]) > 2, "a plot is empty"
+    assert found["severity"] == [f"{each.level} {each.severity:.1f} of 10" for each in findings] and len(findings) == 2
+    assert found["state"] == ["worse", "new"] and len(found["gone"]) == 1 and found["folded"] == ["1 consequence"]
     assert found["up"] == ["50", "100"] and found["down"] == ["100", "50"] and found["sorted"] == "descending"
-    assert found["redrawn"] and set(found["legend"]) == {"switch", "recovery", "skipped"}
+    assert found["redrawn"] and set(found["legend"]) == {"switch", "recovery", "skipped", "this run", "another run"}
     assert found["bars"] == 2 * 2  # of all layers and of the one that the filter leaves, under two recipes
     assert found["filtered"] == ["model.layers.1.mlp"]
     assert all(after < before for after, before in zip(found["after"], found["before"], strict=True))
-    assert len(found["labels"]) >= 8 and all(found["labels"])
-    assert found["width"] <= 1280 and found["fetched"] == []
+    assert len(found["labels"]) == 12 and {role for role, *_ in found["labels"]} == {"img"}
+    assert all(label and shows for _, label, shows in found["labels"])
+    assert "lr: 0.001 in all steps." in found["labels"][0][2]
+    assert len(found["links"]) == 14 and all(found["links"])
+    assert max(found["cut"] + found["narrow"]) <= 0 and found["wider"] <= 0 and found["wider_narrow"] <= 0
+    assert max(found["cards"]) < 390 and all(right < 390 and height for right, height in found["remedies"])
+    assert found["more"][0] is False and "1 of 2 findings" in found["more"][1]
+    assert found["all"] == [True, "scrolled all"]
+    assert found["fetched"] == []
 
 
 def looked_at(page: str, folder: Path) -> dict[str, Any]:
     """What a script in the page sees, with the network off."""
     path = folder / "page.html"
-    path.write_text(f'{page}<script type="module">{LOOK}</script>', encoding="utf-8")
+    page = html.escape(f'{page}<script type="module">{LOOK}</script>')
+    path.write_text(FRAME.replace("PAGE", page), encoding="utf-8")
     options = "--headless --no-sandbox --disable-gpu --window-size=1280,900 --virtual-time-budget=60000 --dump-dom"
     offline = "--proxy-server=127.0.0.1:9"
     command = [str(CHROMIUM), *options.split(), offline, f"--user-data-dir={folder / 'user'}", path.as_uri()]

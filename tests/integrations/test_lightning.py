@@ -281,8 +281,8 @@ def test_fabrics_sharded_checkpoints_take_one_line_more(tmp_path: Path) -> None:
 
 def test_arguments_that_mean_nothing() -> None:
     for arguments, what in (
-        (("delaid",), "recipe='delaid'"),
-        (("Recipe",), "recipe='Recipe'"),
+        (("delaid",), "'delaid' is no recipe"),
+        (("Recipe",), "'Recipe' is no recipe"),
         (("delayed", "16-mixed"), "use one of bf16-mixed, bf16-true, 32-true"),
     ):
         with pytest.raises(ValueError, match=what):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.kernels.arguments import EXPONENTS, EXTREMES, LOWEST, SUMS
 from octavo.kernels.cpu import KERNELS as CPU
-from octavo.kernels.cpu import codes as chunks
+from octavo.kernels.cpu import codes as codes_in_cpp
 from octavo.kernels.reference import KERNELS as REFERENCE
 from tests.support.combinations import each_pair
 from tests.support.triton_cases import ALL, DTYPES, FORMATS, laid, values_of
@@ -60,7 +60,7 @@ SHAPES = [(1, 1), (17, 40), (130, 20), (9, 140), (0, 4)]
 def test_reference_and_cpu_are_the_definition(
     case: dict[str, Any], kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "CHUNK", 300)  # of what a CPU counts at a time
+    monkeypatch.setattr(codes_in_cpp, "threads_for", lambda elements: 3)
     x, q, scale_inv, tile = pair_of(case)
     sums, extremes = empty()
     for _ in range(2):  # what is there is added to

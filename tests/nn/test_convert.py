@@ -165,7 +165,7 @@ def test_layers_under_tensor_parallel_are_converted_before_and_after(mesh):
 
 
 @pytest.mark.parametrize("call", [octavo.convert, octavo.set_recipe])
-@pytest.mark.parametrize(("net", "recipe"), [("model", recipes.dynamic()), (nn.Linear(8, 8), "dynamic")])
+@pytest.mark.parametrize(("net", "recipe"), [("model", recipes.dynamic()), (nn.Linear(8, 8), ["dynamic"])])
 def test_wrong_arguments(call, net, recipe):
     with pytest.raises(TypeError, match=r"not a torch\.nn\.Module|is no octavo\.Recipe"):
         call(net, recipe)
@@ -185,8 +185,9 @@ def test_errors_change_nothing(monkeypatch):
     with pytest.raises(ValueError, match=r"call octavo\.convert"):
         octavo.set_recipe(net, recipes.dynamic())
     to_fp8(net, recipes.mx())
-    with pytest.raises(TypeError):
-        octavo.set_recipe(net, "dynamic")
+    for wrong in (["dynamic"], "dinamic"):
+        with pytest.raises((TypeError, ValueError), match="recipe"):
+            octavo.set_recipe(net, wrong)
     last, check = net.down.weight, convert_file.check_recipe
     monkeypatch.setattr(convert_file, "check_recipe", lambda recipe, w: 1 / 0 if w is last else check(recipe, w))
     for change in (octavo.convert, octavo.set_recipe):

@@ -58,11 +58,11 @@ def test_they_return_after_an_exception_and_from_a_block_in_a_block():
     assert_equal(delayed_state_dict(net), before)
 
 
-@pytest.mark.parametrize(("recipe", "error"), [("dynamic", TypeError), (None, TypeError)])
+@pytest.mark.parametrize(("recipe", "error"), [("dinamic", ValueError), (None, TypeError)])
 def test_a_wrong_recipe_changes_nothing(recipe, error):
     net = trained()
     before = delayed_state_dict(net)
-    with pytest.raises(error, match=r"is no octavo\.Recipe"), octavo.using(net, recipe):
+    with pytest.raises(error, match=r"is no (octavo\.Recipe|recipe)"), octavo.using(net, recipe):
         pass
     assert_equal(delayed_state_dict(net), before)
     with pytest.raises(ValueError, match="holds no octavo module"), octavo.using(nn.Linear(2, 2), HIGH):

@@ -1,11 +1,11 @@
 """The ops that a CPU computes faster than the reference; the same bits but for the order of additions.
 
-They cast and read codes in C++, work in chunks that fit a cache, and multiply in bfloat16 where that is exact. Other
-devices without FP8 run them too, cast as the reference does, and in larger chunks. Of the other ops the reference is as
-fast as could be.
+They cast, read codes and count in C++, work in chunks that fit a cache, and multiply in bfloat16 where that is exact.
+Other devices without FP8 run them too, cast as the reference does, and in larger chunks. Of the other ops the reference
+is as fast as could be.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.kernels import reference
 from octavo.kernels.arguments import NormGradient, unpacking
 from octavo.kernels.cpu.cast import amax, write
-from octavo.kernels.cpu.codes import decode, dequantize, row_slices, tile_rows
+from octavo.kernels.cpu.codes import dequantize, measured, row_slices
 from octavo.kernels.cpu.matmul import matmul
 from octavo.kernels.reference.cast_statistics import cast_statistics, count
 from octavo.kernels.reference.matmul import grouped_matmul
@@ -25,17 +25,12 @@ def _norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
     return norm_backward(gradient, row_slices(gradient.x.shape, 1, gradient.x.device))
 
 
-def _count(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int], sums: Tensor, extremes: Tensor) -> None:
-    for rows in row_slices(x.shape, max(tile[0], 1), x.device):
-        count(x[rows], codes[rows], tile_rows(scale_inv, tile, rows), tile, sums, extremes, decode)
-
-
 KERNELS: dict[str, Callable[..., Any]] = reference.KERNELS | unpacking(
     {
         "amax": amax,
         "cast": partial(reference.cast, write=write),
         "cast_and_commit": partial(reference.cast_and_commit, write=write),
-        "cast_statistics": partial(cast_statistics, count=_count),
+        "cast_statistics": partial(cast_statistics, count=partial(count, measured=measured)),
         "dequantize": dequantize,
         "grouped_matmul": partial(grouped_matmul, matmul=matmul),
         "matmul": matmul,

@@ -47,13 +47,13 @@ struct Half {
     static INLINE float value(Bits x) { return from_half(x); }
 };
 
-struct E4M3 {
+struct E4M3 {  // beyond: the factor by which a number must exceed the largest code's to be more than rounded to it
     static constexpr int32_t mantissa_bits = 3, bias = 7, infinite = 0x7F;
-    static constexpr float max = 448.0f;
+    static constexpr float max = 448.0f, beyond = 464.0f / 448.0f;
 };
 struct E5M2 {
     static constexpr int32_t mantissa_bits = 2, bias = 15, infinite = 0x7C;
-    static constexpr float max = 57344.0f;
+    static constexpr float max = 57344.0f, beyond = 61440.0f / 57344.0f;
 };
 constexpr int32_t NAN_CODE = 0x7F;
 
@@ -256,19 +256,70 @@ template <class F, class Y> INLINE void decode(typename Y::Bits *out, const uint
     }
 }
 
+// Call ``work(row, scale_inv of its columns)`` for each of these rows.
+template <class Work> INLINE void with_scales(const Scaling &s, int64_t from, int64_t to, Work work) {
+    std::vector<float> held(s.cols), tiles(s.tiles());
+    const float *scales = nullptr;
+    for (int64_t row = from; row < to; row++) {
+        if (row == from || row % s.height() == 0) {
+            int64_t first = row / s.height() * s.scale_stride[0];
+            for (int64_t j = 0; j < s.tiles(); j++) tiles[j] = s.read_scale_inv(first + j * s.scale_stride[1]);
+            scales = of_columns(s, tiles.data(), 0, s.cols, held.data());
+        }
+        work(row, scales);
+    }
+}
+
 template <class Y> void decode_rows(const Scaling &s, const Matrix<Y> &out, int64_t threads) {
     in_threads(threads, 0, s.rows, 1, [&](int64_t, int64_t from, int64_t to) {
-        std::vector<float> held(s.cols), tiles(s.tiles());
-        const float *scales = nullptr;
-        for (int64_t row = from; row < to; row++) {
-            if (row == from || row % s.height() == 0) {
-                int64_t first = row / s.height() * s.scale_stride[0];
-                for (int64_t j = 0; j < s.tiles(); j++) tiles[j] = s.read_scale_inv(first + j * s.scale_stride[1]);
-                scales = of_columns(s, tiles.data(), 0, s.cols, held.data());
-            }
+        with_scales(s, from, to, [&](int64_t row, const float *scales) {
             (s.is_e5m2 ? decode<E5M2, Y> : decode<E4M3, Y>)(out.row(row), s.codes + row * s.codes_stride, scales, s.cols);
-        }
+        });
     });
+}
+
+constexpr int64_t LANES = 8, COUNTED = 8, EXPONENTS = 256;  // of ``found``: seven sums and the amax; numbers by exponent
+enum { ELEMENTS, ZEROS, FLUSHED, CLIPPED, NONFINITE, POWER, ERROR, AMAX };
+
+template <class F, class X> void count_rows(const Scaling &s, const Matrix<X> &m, int64_t threads, double *found) {
+    std::vector<std::vector<double>> of_shares(threads, std::vector<double>(COUNTED + EXPONENTS));
+    in_threads(threads, 0, s.rows, 1, [&](int64_t share, int64_t from, int64_t to) {
+        double *counts = of_shares[share].data(), squares[2][LANES] = {};
+        int64_t bins[4][EXPONENTS] = {};  // four, as numbers in a row often have the same exponent
+        std::vector<float> numbers((s.cols + LANES - 1) / LANES * LANES), errors(numbers.size());
+        with_scales(s, from, to, [&](int64_t row, const float *scales) {
+            const typename X::Bits *x = m.row(row);
+            const uint8_t *codes = s.codes + row * s.codes_stride;
+            decode<F, Float32>((uint32_t *)errors.data(), codes, scales, s.cols);
+            int32_t zeros = 0, empty = 0, clipped = 0, amax = 0;
+            for (int64_t j = 0; j < s.cols; j++) {
+                int32_t bits = bits_of(X::value(x[j])), magnitude = bits & MAGNITUDE, code = codes[j] & 0x7F;
+                bits = magnitude < INFINITE ? bits : 0;
+                float number = float_of(bits), read = errors[j], size = float_of(bits & MAGNITUDE);
+                zeros += magnitude == 0;
+                empty += code == 0;
+                clipped += (code == F::infinite - 1) & (size > float_of(bits_of(read) & MAGNITUDE) * F::beyond);
+                amax = std::max(amax, bits & MAGNITUDE);
+                numbers[j] = number;
+                errors[j] = magnitude < INFINITE ? number - read : 0.0f;
+            }
+            for (size_t j = 0; j < numbers.size(); j += LANES)
+                for (int64_t lane = 0; lane < LANES; lane++) {
+                    double number = numbers[j + lane], error = errors[j + lane];
+                    squares[0][lane] += number * number;
+                    squares[1][lane] += error * error;
+                }
+            for (int64_t j = 0; j < s.cols; j++) bins[j & 3][bits_of(X::value(x[j])) >> 23 & 0xFF]++;
+            counts[ZEROS] += zeros, counts[FLUSHED] += empty - zeros, counts[CLIPPED] += clipped;
+            counts[AMAX] = std::max(counts[AMAX], double(float_of(amax)));
+        });
+        for (int64_t lane = 0; lane < LANES; lane++) counts[POWER] += squares[0][lane], counts[ERROR] += squares[1][lane];
+        for (auto &some : bins)
+            for (int64_t bin = 0; bin < EXPONENTS; bin++) counts[COUNTED + bin] += double(some[bin]);
+    });
+    for (auto &counts : of_shares)
+        for (int64_t i = 0; i < COUNTED + EXPONENTS; i++) found[i] = i == AMAX ? std::max(found[i], counts[i]) : found[i] + counts[i];
+    found[ELEMENTS] = double(s.rows * s.cols), found[NONFINITE] = found[COUNTED + EXPONENTS - 1];
 }
 
 template <class Work> auto on_kind(int kind, void *x, int64_t stride, Work work) {
@@ -295,4 +346,9 @@ extern "C" void octavo_cast(
 extern "C" void octavo_decode(const Scaling *s, void *out, int kind, int64_t threads) {
     if (kind == 0) decode_rows(*s, Matrix<Float32>{(uint32_t *)out, s->cols}, threads);
     else decode_rows(*s, Matrix<BFloat16>{(uint16_t *)out, s->cols}, threads);
+}
+
+// Add to ``found`` [264] what reference/cast_statistics.py's ``measured`` finds of x and its codes.
+extern "C" void octavo_count(const Scaling *s, void *x, int64_t stride, int kind, int64_t threads, double *found) {
+    on_kind(kind, x, stride, [&](auto m) { s->is_e5m2 ? count_rows<E5M2>(*s, m, threads, found) : count_rows<E4M3>(*s, m, threads, found); });
 }

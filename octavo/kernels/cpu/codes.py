@@ -12,8 +12,9 @@ from torch import Tensor
 
 from octavo.formats import format_of
 from octavo.granularity import ALL
-from octavo.kernels.arguments import CastTarget, Scaling
+from octavo.kernels.arguments import SUMS, CastTarget, Scaling
 from octavo.kernels.cpu.library import library, threads_for
+from octavo.kernels.reference.cast_statistics import measured as reference_measured
 from octavo.kernels.reference.codes import decode as reference_decode
 from octavo.numerics import E8M0
 
@@ -47,6 +48,7 @@ def compiled(x: Tensor) -> ctypes.CDLL | None:
         found.octavo_cast.argtypes = [c_char_p, *matrix, c_int]
         found.octavo_amax.argtypes = [c_char_p, *matrix]
         found.octavo_decode.argtypes = [c_char_p, c_void_p, c_int, c_int64]
+        found.octavo_count.argtypes = [c_char_p, c_void_p, c_int64, c_int, c_int64, c_void_p]
     return found
 
 
@@ -84,7 +86,22 @@ def decode(
     if functions is None or dtype == torch.float16:
         return values.copy_(reference_decode(codes, dtype, scale_inv, tile))
     dense = codes if codes.stride(1) == 1 else codes.contiguous()
-    scaling = Scaling(codes.dtype, (tile[0], tile[1]), False, 0)
-    of_codes = described(CastTarget(scaling, dense, dense, scale_inv, scale_inv), codes.shape)
-    functions.octavo_decode(of_codes, values.data_ptr(), KINDS[dtype], threads_for(codes.numel()))
+    functions.octavo_decode(_read(dense, scale_inv, tile), values.data_ptr(), KINDS[dtype], threads_for(codes.numel()))
     return values
+
+
+def _read(codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> bytes:
+    """Codes with dense rows as cast.cpp reads them."""
+    scaling = Scaling(codes.dtype, (tile[0], tile[1]), False, 0)
+    return described(CastTarget(scaling, codes, codes, scale_inv, scale_inv), codes.shape)
+
+
+def measured(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """``reference.cast_statistics.measured``."""
+    if (functions := compiled(x)) is None:
+        return reference_measured(x, codes, scale_inv, tile)
+    x, codes = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (x, codes))
+    found = torch.zeros(len(SUMS) + 1 + 256, dtype=torch.float64, device=x.device)
+    given = x.data_ptr(), x.stride(0), KINDS[x.dtype], threads_for(x.numel()), found.data_ptr()
+    functions.octavo_count(_read(codes, scale_inv, tile), *given)
+    return found[: len(SUMS)], found[len(SUMS)], found[len(SUMS) + 1 :]

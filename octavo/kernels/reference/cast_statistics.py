@@ -32,21 +32,11 @@ from octavo.kernels.groups import check_offsets, places
 from octavo.kernels.reference.codes import decode
 
 
-def count(
-    x: Tensor,
-    codes: Tensor,
-    scale_inv: Tensor,
-    tile: Sequence[int],
-    sums: Tensor,
-    extremes: Tensor,
-    decode: Callable[..., Tensor] = decode,
-) -> None:
-    """Add the counts of x [R, C]. The histogram of exponents finds faults and zeros without further passes."""
-    if x.numel() == 0:
-        return
-    scale_inv = scale_inv.to(torch.float32)
-    largest, smallest = scale_inv.max(), scale_inv.min()
-    extremes[1:].copy_(torch.maximum(extremes[1:], torch.stack((largest, 1 / smallest))))
+def measured(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """(SUMS, amax, how many elements have each exponent of float32, 0 to 255) of x [R, C] and its codes; float64.
+
+    The exponents find faults and zeros without further passes.
+    """
     x = x.to(torch.float32).contiguous()
     read = decode(codes, torch.float32, scale_inv, tile)
     exponents = torch.bincount(x.view(torch.int32).bitwise_right_shift(23).to(torch.uint8).flatten(), minlength=256)
@@ -60,18 +50,37 @@ def count(
     zeros = exponents[0] and x.numel() - x.count_nonzero()
     code, factor = LARGEST[codes.dtype]
     clipped = exponents.new_zeros(())
-    if amax > smallest * format_of(codes.dtype).max * factor:
+    if amax > scale_inv.min() * format_of(codes.dtype).max * factor:
         clipped = (magnitudes == code).logical_and_(numbers.abs() > read.abs() * factor).count_nonzero()
     squares = []
     for values in (numbers, error):
         wide = values.flatten().to(torch.float64)
         squares.append(torch.dot(wide, wide))
     counts = x.numel(), zeros, x.numel() - magnitudes.count_nonzero() - zeros, clipped, nonfinite, *squares
-    sums[: len(SUMS)] += torch.stack([torch.as_tensor(number, dtype=sums.dtype, device=x.device) for number in counts])
-    extremes[0] = torch.maximum(extremes[0], amax)
-    exponents[0] -= zeros
+    sums = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=x.device) for number in counts])
+    return sums, amax.double(), exponents.double()
+
+
+def count(
+    x: Tensor,
+    codes: Tensor,
+    scale_inv: Tensor,
+    tile: Sequence[int],
+    sums: Tensor,
+    extremes: Tensor,
+    measured: Callable[..., tuple[Tensor, Tensor, Tensor]] = measured,
+) -> None:
+    """Add the counts of x [R, C]."""
+    if x.numel() == 0:
+        return
+    scale_inv = scale_inv.to(torch.float32)
+    found, amax, exponents = measured(x, codes, scale_inv, tile)
+    largest = torch.stack((amax.float(), scale_inv.max(), 1 / scale_inv.min()))
+    torch.maximum(extremes, largest, out=extremes)
+    sums[: len(SUMS)] += found
+    exponents[0] -= found[SUMS.index("zeros")]
     bins = (torch.arange(255, device=x.device) - 127 - LOWEST).clamp_(0, EXPONENTS - 1)
-    sums[len(SUMS) :].index_add_(0, bins, exponents[:255].to(sums.dtype))
+    sums[len(SUMS) :].index_add_(0, bins, exponents[:255])
 
 
 def cast_statistics(
