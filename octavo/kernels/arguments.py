@@ -18,7 +18,7 @@ from octavo.granularity import ALL, Tile, scale_shape, tiles_along
 from octavo.kernels.activations import cast_shape
 from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padded_columns
 from octavo.kernels.layouts import padded
-from octavo.numerics import scale_inv_dtype
+from octavo.numerics import E8M0, scale_inv_dtype
 
 # what cast_statistics adds to: reference/cast_statistics.py says what each is
 SUMS = ("elements", "zeros", "flushed", "clipped", "nonfinite", "power", "error")
@@ -137,6 +137,19 @@ class OperandPair(NamedTuple):
     codes: Tensor
     scale_inv: Tensor
     tile: Tile
+
+    @property
+    def scale_inv_dtype(self) -> torch.dtype:
+        """Of what is read."""
+        return self.scale_inv.dtype
+
+
+def have_e8m0_blocks(*operands: Any) -> bool:
+    """Whether the scales of all are E8M0's of blocks along the contraction; each is an OperandPair or a Cast.
+
+    By those the tensor cores of what came after Hopper multiply themselves.
+    """
+    return all(one.scale_inv_dtype is E8M0 and one.tile[1] != ALL for one in operands)
 
 
 class ProductArguments(NamedTuple):

@@ -23,8 +23,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
-from octavo.granularity import ALL, Tile, granularity_of, scale_shape
-from octavo.kernels.arguments import CastSource, GroupedOperands, OperandPair, Output, ProductArguments, Scaling
+from octavo.granularity import ALL, MX, Tile, granularity_of, scale_shape
+from octavo.kernels.arguments import (
+    CastSource,
+    GroupedOperands,
+    OperandPair,
+    Output,
+    ProductArguments,
+    Scaling,
+    have_e8m0_blocks,
+)
 from octavo.kernels.reference.cast import cast as reference_cast
 from octavo.kernels.reference.matmul import grouped_matmul as reference_grouped_matmul
 from octavo.kernels.reference.matmul import matmul as reference_matmul
@@ -33,7 +41,7 @@ from octavo.kernels.triton.launch import LIBRARY, is_capturing, launch
 from octavo.numerics import E8M0
 
 _logger = logging.getLogger("octavo")
-_TENSOR, _ROW, _BLOCK, _MX = (ALL, ALL), (1, ALL), (1, 128), (1, 32)
+_TENSOR, _ROW, _BLOCK = (ALL, ALL), (1, ALL), (1, 128)
 
 # What torch's product calls a tile; those of 128 are for Hopper, those of 32 for what came after it.
 _SCALINGS = {
@@ -41,7 +49,7 @@ _SCALINGS = {
     _ROW: ScalingType.RowWise,
     _BLOCK: ScalingType.BlockWise1x128,
     (128, 128): ScalingType.BlockWise128x128,
-    _MX: ScalingType.BlockWise1x32,
+    MX: ScalingType.BlockWise1x32,
 }
 _ERROR = 0.02  # of any row or column: bfloat16 rounds by 0.002, Hopper's short accumulator by some 0.005
 _known: dict[tuple[Any, ...], bool] = {}
@@ -98,7 +106,7 @@ def _agrees(
         scale_inv = torch.exp2(
             4 * torch.rand(scale_shape(codes.shape, tile), generator=generator, dtype=torch.float32, device="cpu")
         )
-        if tile == _MX:
+        if tile == MX:
             scale_inv = torch.exp2(scale_inv.log2().round()).to(E8M0)
         return OperandPair(codes, scale_inv, tile)
 
@@ -135,8 +143,8 @@ def takes(operands: ProductArguments, out_dtype: torch.dtype) -> bool:
         return out_dtype is torch.bfloat16 or bias is None
     if out_dtype is not torch.bfloat16:
         return False
-    if a_tile == _MX or b_tile == _MX:
-        return operands.a.scale_inv.dtype is operands.b.scale_inv.dtype is E8M0 and a_tile == b_tile and K % 32 == 0
+    if a_tile == MX or b_tile == MX:
+        return a_tile == b_tile and have_e8m0_blocks(operands.a, operands.b) and K % MX[1] == 0
     # the scales of 1x128 blocks lie row by row, in sixteens of bytes
     aligned = all(tile != _BLOCK or rows % 4 == 0 for tile, rows in ((a_tile, M), (b_tile, N)))
     return (a_tile == b_tile == _ROW) or (aligned and K % 128 == 0)
@@ -145,7 +153,7 @@ def takes(operands: ProductArguments, out_dtype: torch.dtype) -> bool:
 def library_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """torch's product, for what ``takes``."""
     a, b, bias = operands
-    swizzle = SwizzleType.SWIZZLE_32_4_4 if a.tile == _MX else None
+    swizzle = SwizzleType.SWIZZLE_32_4_4 if a.tile == MX else None
     return F.scaled_mm(
         a.codes,
         b.codes.t(),
@@ -169,7 +177,7 @@ def laid_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
         tile: of the operand, the contraction last.
         dim: which dimension of a single column's result has size 1.
     """
-    if tile == _MX:
+    if tile == MX:
         return swizzled(scale_inv)
     scale_inv = scale_inv.to(torch.float32)
     if tile == _TENSOR:

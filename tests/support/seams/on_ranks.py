@@ -24,14 +24,14 @@ from octavo.distributed.checkpoint import load_checkpoint, load_extra, save_chec
 from octavo.distributed.ranks import Ranks
 from octavo.errors import RanksDifferError, UnsupportedOpError
 from octavo.schedule import PrecisionSchedule
-from tests.support.seams.features import KNOWN, MixturePart
+from tests.support.seams.features import KNOWN, LORA, MixturePart
 from tests.support.seams.made import TOKENS, Made
 from tests.support.seams.situations import EXACT, Documented, Exact, Refused, Sound, situation
 from tests.support.seams.twins import casts_of
 
 REPLICATED, SHARDED = "DistributedDataParallel", "FSDP2"
 TWO, FOUR = (2,), (2, 2)
-STORED = ("FP8 weights", "FP8 weights in blocks", "Muon", "LoRA over FP8")
+STORED = ("FP8 weights", "FP8 weights in blocks", "Muon", *LORA)
 
 REDUCTION = Sound(10, "gradients are rounded twice on their way, by blocks that depend on how they are put together")
 NOT_DDP = Refused(RuntimeError, "FSDP2|fully_shard", "DDP exchanges gradients after the hook that uses them has run")
@@ -328,7 +328,7 @@ def _split(made: Made, mesh: Any, styles: Any, tokens: Any) -> None:
     plan: dict[str, Any] = {}
     for name, module in made.model.named_modules():
         if isinstance(module, nn.Linear | octavo.nn.Linear):
-            chains = made.feature.name != "LoRA over FP8"
+            chains = made.feature.name not in LORA
             first, second = name.endswith(("fc1", "gate_proj", "up_proj")), name.endswith(("fc2", "down_proj"))
             if first or (name.startswith("0.") and not second):
                 after = {} if chains else {"output_layouts": tokens}
