@@ -33,6 +33,7 @@ from octavo.kernels.arguments import (
     Scaling,
     have_e8m0_blocks,
 )
+from octavo.kernels.layouts import swizzled
 from octavo.kernels.reference.cast import cast as reference_cast
 from octavo.kernels.reference.matmul import grouped_matmul as reference_grouped_matmul
 from octavo.kernels.reference.matmul import matmul as reference_matmul
@@ -61,17 +62,26 @@ def is_right(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: boo
         return False
     a, b, bias = operands
     kind = a.codes.device, a.tile, b.tile, a.codes.dtype, b.codes.dtype, out_dtype, bias is not None, fast_accum
+    return _ask(_agrees, kind)
+
+
+def reads_swizzled(device: torch.device) -> bool:
+    """Whether a device's product of E8M0's blocks is torch's, which reads scales swizzled."""
+    kind = device, MX, MX, torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16, False, False
+    return (MX, MX, False) in LIBRARY and _ask(_agrees, kind)
+
+
+def _ask(agrees: Callable[..., bool], kind: tuple[Any, ...]) -> bool:
+    """Ask a device, once, whether it computes a kind of products rightly: (device, a's tile, b's tile, ...)."""
     found = _known.get(kind)
-    return _ask(_agrees, kind, f"{granularity_of(a.tile)} . {granularity_of(b.tile)}") if found is None else found
-
-
-def _ask(agrees: Callable[..., bool], kind: tuple[Any, ...], name: str) -> bool:
-    """Ask the device of a kind, its first element, whether it computes products of that rightly."""
+    if found is not None:
+        return found
     if is_capturing():  # a graph can't look at results
         return False
     found = _known[kind] = agrees(*kind)
     verdict = "torch's" if found else "octavo's Triton kernel, for torch's is not right here"
-    _logger.info("%s on %s: %s", name, kind[0], verdict)
+    groups = " in groups" * (agrees is _agrees_in_groups)
+    _logger.info("%s . %s%s on %s: %s", granularity_of(kind[1]), granularity_of(kind[2]), groups, kind[0], verdict)
     return found
 
 
@@ -170,7 +180,7 @@ def library_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accu
 
 
 def laid_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
-    """scale_inv laid as torch's product wants it.
+    """scale_inv laid as torch's product wants it; blocks of 32 that a cast has not swizzled take a launch.
 
     Args:
         scale_inv: [1, 1], [rows, 1] for rows, [row blocks, blocks along K] for blocks; of 1x32 in E8M0.
@@ -178,7 +188,7 @@ def laid_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
         dim: which dimension of a single column's result has size 1.
     """
     if tile == MX:
-        return swizzled(scale_inv)
+        return swizzled(scale_inv) if scale_inv.ndim == 2 else scale_inv
     scale_inv = scale_inv.to(torch.float32)
     if tile == _TENSOR:
         return scale_inv
@@ -188,18 +198,6 @@ def laid_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
         return scale_inv.t().contiguous().t()  # as casts write it
     # without the padding to a multiple of 4 cuBLAS reads the wrong ones
     return F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).contiguous().t()
-
-
-def swizzled(scale_inv: Tensor) -> Tensor:
-    """E8M0's codes [R, C] as cuBLAS reads them: of 128 rows and 4 columns at a time, padded with 2^-127.
-
-    Rows r, r + 32, r + 64 and r + 96 lie beside each other, with four columns each. It is one launch for whole parts,
-    which reads a byte for each 32 codes.
-    """
-    codes = scale_inv.view(torch.uint8)
-    codes = F.pad(codes, (0, -codes.shape[1] % 4, 0, -codes.shape[0] % 128))
-    parts = codes.view(-1, 4, 32, codes.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
-    return parts.reshape(-1).view(E8M0)
 
 
 @triton.jit

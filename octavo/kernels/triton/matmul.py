@@ -382,7 +382,8 @@ def triton_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum
     """The Triton kernel's product, for tiles whose columns are a multiple of 32, or all."""
     if operands.bias is not None and out_dtype is torch.bfloat16:
         operands = operands._replace(bias=operands.bias.to(out_dtype))
-    (a, b), bias = of_one_dtype(operands.a, operands.b), operands.bias
+    *pairs, bias = operands.plain()
+    a, b = of_one_dtype(*pairs)
     (M, N), K = operands.shape, a.codes.shape[1]
     out = a.codes.new_empty((M, N), dtype=out_dtype)
     if out.numel() > 0:

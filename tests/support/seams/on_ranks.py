@@ -309,6 +309,7 @@ PARTS, PIPELINES = "Parts of a layer on each rank", "Pipelines"
 
 ORDER = Sound(15, "sums over ranks are added in another order")
 NONE_KEPT = Refused(ValueError, "stored in FP8", "what ranks share, and experts, are cast at each forward")
+WHOLE_ROWS = "a row's scale is of one rank's codes"
 BY_COLUMNS = Refused(ValueError, "share by rows", "Muon takes whole columns of a matrix")
 NOT_AVERAGED = Documented("communication.md#gradients-in-fp8", "ranks share each batch, and average no gradients")
 
@@ -366,10 +367,16 @@ ON_TWO_DIMENSIONS = {
     WITH_NORM: FUSED,
     ("FP8 weights in blocks", "Muon"): CUT,
     SHARED: MULTIPLIED,
+    LORA[1]: Refused(ValueError, "shard it by rows", WHOLE_ROWS),
 }
 for name, ranks, exceptions, options in (
-    ("tensor parallel, torch's styles", TWO, BY_FEATURES | {"experts": DIVIDED}, OF_TORCH),
-    ("tensor parallel, octavo's styles", TWO, BY_FEATURES, {}),
+    (
+        "tensor parallel, torch's styles",
+        TWO,
+        BY_FEATURES | {"experts": DIVIDED, LORA[1]: Refused(UnsupportedOpError, "shard it by rows", WHOLE_ROWS)},
+        OF_TORCH,
+    ),
+    ("tensor parallel, octavo's styles", TWO, BY_FEATURES | {LORA[1]: ON_TWO_DIMENSIONS[LORA[1]]}, {}),
     ("tensor parallel and FSDP2", FOUR, ON_TWO_DIMENSIONS, {"shards": True}),
 ):
     situation(name, PARTS, ranks, ORDER, exceptions)(functools.partial(_tensor_parallel, **options))
@@ -395,7 +402,7 @@ def _times(x: Tensor, factor: float) -> Tensor:
     PARTS,
     TWO,
     exceptions={
-        ("rowwise", "blockwise", "mx", "FP8 weights in blocks", "schedule"): TWICE,
+        ("rowwise", "blockwise", "mx", "FP8 weights in blocks", "schedule", *LORA[1:]): TWICE,
         "FP8 reduction": NOT_AVERAGED,
         "KeptWeights": NONE_KEPT,
     },
