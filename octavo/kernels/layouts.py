@@ -74,15 +74,15 @@ def transposed(x: Tensor) -> Tensor:
 
 
 def swizzled(scale_inv: Tensor) -> Tensor:
-    """E8M0's codes [R, C] of 1x32 blocks as torch's product reads them on Blackwell: [ceil(R, 128) * ceil(C, 4)].
+    """E8M0's codes [..., R, C] of 1x32 blocks as torch's product reads them on Blackwell, in one dimension [..., size].
 
-    128 rows and 4 columns at a time (SWIZZLE_32_4_4), padded with zero bytes, 2^-127. Rows r, r + 32, r + 64 and r + 96
-    lie beside each other, with four columns each.
+    128 rows and 4 columns at a time (SWIZZLE_32_4_4), the last padded with zero bytes, 2^-127. Rows r, r + 32, r + 64
+    and r + 96 lie beside each other, with four columns each.
     """
     codes = scale_inv.view(torch.uint8)
-    codes = F.pad(codes, (0, -codes.shape[1] % 4, 0, -codes.shape[0] % 128))
-    parts = codes.view(codes.shape[0] // 128, 4, 32, codes.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
-    return parts.reshape(-1).view(E8M0)
+    codes = F.pad(codes, (0, -codes.shape[-1] % 4, 0, -codes.shape[-2] % 128))
+    parts = codes.unflatten(-1, (codes.shape[-1] // 4, 4)).unflatten(-3, (codes.shape[-2] // 128, 4, 32))
+    return parts.transpose(-4, -2).flatten(-5).view(E8M0)
 
 
 def plain_scales(scale_inv: Tensor, shape: Sequence[int], tile: Sequence[int]) -> Tensor:

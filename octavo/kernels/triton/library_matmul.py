@@ -5,9 +5,9 @@ torch, and a wrong layout is a wrong result and no error. So before a kind of pr
 time, a small one, whose scales differ by row, column and block, must be what the reference computes. The answer holds
 for the process; ``octavo info`` shows it.
 
-In groups torch's takes E4M3 codes with a scale a row and gives bfloat16, and says nothing of rows that are in no group.
-It reads where the offsets say, so it gets checked ones, and what it leaves is written after it: three launches and what
-torch adds.
+In groups torch's takes E4M3 codes with a scale a row, or, where rows are in groups, E8M0's of 1x32 blocks. It gives
+bfloat16, and says nothing of rows that are in no group. It reads where the offsets say, so it gets checked ones, and
+what it leaves is written after it: three launches, two more that swizzle scales, and what torch adds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
-from octavo.granularity import ALL, MX, Tile, granularity_of, scale_shape
+from octavo.granularity import ALL, MX, Tile, granularity_of, scale_shape, tiles_along
 from octavo.kernels.arguments import (
     CastSource,
     GroupedOperands,
@@ -37,8 +37,9 @@ from octavo.kernels.layouts import swizzled
 from octavo.kernels.reference.cast import cast as reference_cast
 from octavo.kernels.reference.matmul import grouped_matmul as reference_grouped_matmul
 from octavo.kernels.reference.matmul import matmul as reference_matmul
-from octavo.kernels.triton.groups import fill_part, on_device, sizes_of, tiles_of
-from octavo.kernels.triton.launch import LIBRARY, is_capturing, launch
+from octavo.kernels.triton.cast_kernels import swizzled_place
+from octavo.kernels.triton.groups import fill_part, locate, on_device, sizes_of, tiles_of
+from octavo.kernels.triton.launch import LIBRARY, as_argument, is_capturing, launch
 from octavo.numerics import E8M0
 
 _logger = logging.getLogger("octavo")
@@ -116,15 +117,18 @@ def _agrees(
         scale_inv = torch.exp2(
             4 * torch.rand(scale_shape(codes.shape, tile), generator=generator, dtype=torch.float32, device="cpu")
         )
-        if tile == MX:
-            scale_inv = torch.exp2(scale_inv.log2().round()).to(E8M0)
-        return OperandPair(codes, scale_inv, tile)
+        return OperandPair(codes, _powers(scale_inv) if tile == MX else scale_inv, tile)
 
     bias = torch.randn(cols, generator=generator, dtype=torch.float32, device="cpu") * 100 if has_bias else None
     case = ProductArguments(pair(rows, a_tile, a_dtype), pair(cols, b_tile, b_dtype), bias)
     a, b = (OperandPair(codes.to(device), scale_inv.to(device), tile) for codes, scale_inv, tile in case[:2])
     there = ProductArguments(a, b, None if bias is None else bias.to(device))
     return _is_near(library_matmul, (there, out_dtype, fast_accum), reference_matmul(case, torch.float32, False))
+
+
+def _powers(scale_inv: Tensor) -> Tensor:
+    """The nearest powers of two, in E8M0."""
+    return torch.exp2(scale_inv.log2().round()).to(E8M0)
 
 
 def library_kinds(device: torch.device) -> dict[str, bool]:
@@ -229,22 +233,49 @@ def mend_kernel(groups, R, out_ptr, height, width, grouping: tl.constexpr, RAGGE
         fill_part(out_ptr, value, end, width, tl.maximum(first, last), first_n, BLOCK, BLOCK)
 
 
+@triton.jit
+def swizzle_groups_kernel(scale_inv, stride_r, stride_c, R, C, groups, out_ptr, grouping: tl.constexpr):
+    """E8M0's codes [R, C] of rows in groups, swizzled; each group's begin with 128 rows of their own."""
+    place = locate(groups, tl.program_id(0), R, 128, grouping)
+    rows = place.first + tl.arange(0, 128)
+    for start in range(0, C, 16):
+        cols = start + tl.arange(0, 16)
+        offsets = (place.start + rows).to(tl.int64)[:, None] * stride_r + cols[None, :] * stride_c
+        codes = tl.load(scale_inv + offsets, mask=(rows < place.size)[:, None] & (cols < C)[None, :], other=0)
+        places = swizzled_place(tl.program_id(0) * 128 + tl.arange(0, 128)[:, None], cols[None, :], C)
+        inside = (cols < tl.cdiv(C, 4) * 4) & (place.size > 0)
+        tl.store(out_ptr + places, codes, mask=inside[None, :])
+
+
+def _swizzled_groups(scale_inv: Tensor, offsets: Tensor) -> Tensor:
+    """A scale_inv [R, C] of rows in groups as torch's product reads it, by a launch."""
+    (rows, cols), (groups, grouping) = scale_inv.shape, on_device(offsets)
+    parts = rows // 128 + offsets.shape[0]
+    out = scale_inv.new_empty((parts * 128, -(-cols // 4) * 4))
+    given = as_argument(scale_inv), *scale_inv.stride(), rows, cols, groups, as_argument(out), grouping
+    launch(swizzle_groups_kernel, parts, given, 4)
+    return out
+
+
 def is_right_in_groups(operands: GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> bool:
     """Whether torch's product takes these operands, and computes such ones rightly on their device."""
     if (operands.a.tile, operands.b.tile, fast_accum) not in LIBRARY or not takes_groups(operands, out_dtype):
         return False
-    kind = operands.a.codes.device, operands.has_ragged_rows, fast_accum
-    found, form = _known.get(kind), "rows" if operands.has_ragged_rows else "terms"
-    return _ask(_agrees_in_groups, kind, f"products whose {form} are in groups,") if found is None else found
+    kind = operands.a.codes.device, operands.a.tile, operands.b.tile, operands.has_ragged_rows, fast_accum
+    return _ask(_agrees_in_groups, kind)
 
 
 def takes_groups(operands: GroupedOperands, out_dtype: torch.dtype) -> bool:
     """Whether torch's product has this case: what its checks and CUTLASS ask for."""
     a, b, _, bias, pad = operands
     codes = a.codes, b.codes
+    if have_e8m0_blocks(a, b):  # with terms in groups torch takes these by whole blocks of 32, and casts pad to 16
+        if not (a.tile == b.tile == MX and operands.has_ragged_rows and a.codes.shape[1] % MX[1] == 0):
+            return False
+    elif not a.tile == b.tile == _ROW:
+        return False
     return (
-        a.tile == b.tile == _ROW
-        and out_dtype is torch.bfloat16
+        out_dtype is torch.bfloat16
         and bias is None
         and all(c.dtype is torch.float8_e4m3fn and c.is_contiguous() and c.numel() > 0 for c in codes)
         and all(size % 16 == 0 for size in (a.codes.shape[-1], *b.codes.shape[-2:]))
@@ -252,11 +283,11 @@ def takes_groups(operands: GroupedOperands, out_dtype: torch.dtype) -> bool:
     )
 
 
-def _agrees_in_groups(device: torch.device, ragged_rows: bool, fast_accum: bool) -> bool:
+def _agrees_in_groups(device: torch.device, tile: Tile, _: Tile, ragged_rows: bool, fast_accum: bool) -> bool:
     """Whether torch's product of a small case is the reference's, in every group, row and column."""
     generator = torch.Generator().manual_seed(0)
     offsets = torch.tensor([40, 40, 41, 58, 170], dtype=torch.int32, device="cpu")
-    groups, rows, N, K = len(offsets), 184, 144, 272
+    groups, rows, N, K = len(offsets), 184, 144, 288
     scaling = Scaling(torch.float8_e4m3fn, (ALL, 1), False, 0)
 
     def pair(count: int, scales: tuple[int, ...]) -> OperandPair:
@@ -264,12 +295,12 @@ def _agrees_in_groups(device: torch.device, ragged_rows: bool, fast_accum: bool)
         codes = x.t().to(scaling.dtype).contiguous()
         if not ragged_rows:  # whose padding is 0
             codes = reference_cast(CastSource(x), scaling, None, Output(transpose=True, pad=16), offsets)[1]
-        return OperandPair(
-            codes, torch.exp2(4 * torch.rand(scales, generator=generator, dtype=torch.float32, device="cpu")), _ROW
-        )
+        scale_inv = torch.exp2(4 * torch.rand(scales, generator=generator, dtype=torch.float32, device="cpu"))
+        return OperandPair(codes, _powers(scale_inv) if tile == MX else scale_inv, tile)
 
     if ragged_rows:
-        a, b = pair(rows, (rows, 1)), pair(groups * N, (groups, N, 1))
+        cols = tiles_along(K, tile[1])
+        a, b = pair(rows, (rows, cols)), pair(groups * N, (groups, N, cols))
         b = b._replace(codes=b.codes.unflatten(0, (groups, N)))
     else:
         a, b = pair(N, (N, groups)), pair(K, (K, groups))
@@ -286,19 +317,24 @@ def library_grouped_matmul(operands: GroupedOperands, fast_accum: bool) -> Tenso
     (groups, grouping), size = on_device(offsets, 1 if ragged else pad), a.codes.shape[0 if ragged else 1]
     ends = torch.empty_like(groups.offsets)
     launch(checked_ends_kernel, 1, (groups, size, ends, grouping), 4)
-    # a scale for each row: [R] and [G, N]; where terms are in groups, of each group in turn, as casts write them
-    scales = (a.scale_inv, b.scale_inv.squeeze(-1)) if ragged else (a.scale_inv.t(), b.scale_inv.t())
-    scale_a, scale_b = (scale.reshape(-1) for scale in scales)
+    if a.tile == MX:
+        swizzle = SwizzleType.SWIZZLE_32_4_4
+        scale_a, scale_b = _swizzled_groups(a.scale_inv, offsets), swizzled(b.scale_inv)
+    else:  # a scale for each row: [R] and [G, N]; where terms are in groups, of each group in turn, as casts write them
+        swizzle, by_row = None, [pair.scale_inv if ragged else pair.scale_inv.t() for pair in (a, b)]
+        scale_a, scale_b = by_row[0].reshape(-1), by_row[1].reshape((count, -1) if ragged else -1)
     out: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
         a.codes,
         b.codes.transpose(-1, -2),
         scale_a,
-        ScalingType.RowWise,
-        scale_b.view(count, -1) if ragged else scale_b,
-        ScalingType.RowWise,
+        _SCALINGS[a.tile],
+        scale_b,
+        _SCALINGS[b.tile],
+        swizzle,
+        swizzle,
         offs=ends,
         output_dtype=torch.bfloat16,
-        use_fast_accum=fast_accum,
+        use_fast_accum=fast_accum and a.tile == _ROW,
     )
     width = out.shape[-1]
     height, block = out.numel() // width, 128
