@@ -255,8 +255,8 @@ def _cast(
             refused, where = "kind" if kind else "keep", "no gamma is given"
     first, second = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, swizzle), None
     if second_dtype is not None:
-        second = Scaling(second_dtype, (second_tile[0], second_tile[1]), second_power_of_two, second_margin)
-        second = second._replace(swizzles=swizzle)
+        own = second_dtype, (second_tile[0], second_tile[1]), second_power_of_two, second_margin
+        second = Scaling(*own, swizzles=swizzle)
         if delayed_scale is not None or offsets is not None:
             refused, where = "delayed_scale" if offsets is None else "offsets", "there are two scalings"
     if offsets is not None:
@@ -265,9 +265,7 @@ def _cast(
             refused, where = "column_sum", "rows are in groups"
     elif not as_is:
         refused, where = "as_is=False", "rows are in no groups: cast x.t()"
-    if swizzle and (
-        offsets is not None or any(one is not None and one.scale_inv_dtype is not E8M0 for one in (first, second))
-    ):
+    if swizzle and (offsets is not None or any(one.scale_inv_dtype is not E8M0 for one in (first, second or first))):
         raise ValueError("swizzle: of rows in no groups, in blocks of 1x32 or 32x1 whose scales are powers of two")
     if refused:
         raise ValueError(f"{refused} is not taken where {where}")

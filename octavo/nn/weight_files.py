@@ -90,12 +90,11 @@ def load_stored(weight: Tensor | None, state_dict: dict[str, Any], key: str) -> 
             state_dict[key] = StoredWeight.cast(pair.dequantize(), stored.granularity)
 
 
-def _scales_of(given: Tensor | None) -> Tensor | None:
-    """A state_dict's scales; of E8M0 it has the bytes."""
+def _scales_of(given: Any) -> Any:
+    """A state_dict's scales, or None; of E8M0 it has the bytes."""
     if given is None or (local := on_this_rank(given)).dtype != torch.uint8:
         return given
-    scales = local.view(E8M0)
-    return scales if local is given else like_sharded(scales, given, given.shape)
+    return local.view(E8M0) if local is given else like_sharded(local.view(E8M0), given, given.shape)
 
 
 def _is_of_first_rank(given: Tensor, local: Tensor, weight: Any) -> bool:
