@@ -80,9 +80,12 @@ def swizzled(scale_inv: Tensor) -> Tensor:
     and r + 96 lie beside each other, with four columns each.
     """
     codes = scale_inv.view(torch.uint8)
-    codes = F.pad(codes, (0, -codes.shape[-1] % 4, 0, -codes.shape[-2] % 128))
-    parts = codes.unflatten(-1, (codes.shape[-1] // 4, 4)).unflatten(-3, (codes.shape[-2] // 128, 4, 32))
-    return parts.transpose(-4, -2).flatten(-5).view(E8M0)
+    *lead, rows, cols = codes.shape
+    if rows % 128 or cols % 4:
+        codes = F.pad(codes, (0, -cols % 4, 0, -rows % 128))
+        *_, rows, cols = codes.shape
+    parts = codes.view(*lead, rows // 128, 4, 32, cols // 4, 4).transpose(-4, -2)
+    return parts.reshape(*lead, rows * cols).view(E8M0)
 
 
 def plain_scales(scale_inv: Tensor, shape: Sequence[int], tile: Sequence[int]) -> Tensor:
