@@ -17,7 +17,7 @@ from torch import Tensor
 from octavo import kernels
 from octavo.autograd.grouped import cast_matrices, scales_of_rows, transposed_codes
 from octavo.autograd.shared_scales import Parts, scale_for, shared_amax
-from octavo.granularity import ALL
+from octavo.granularity import ALL, MX
 from octavo.kernels.arguments import CastSource, NormSource
 from octavo.kernels.devices import reads_swizzled
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
@@ -80,7 +80,7 @@ def cast_role(
     first = casts.as_is if as_is else None
     second = casts.transposed if transposed else None
     x, what = (source, _PLAIN) if isinstance(source, Tensor) else _what(source, keep)
-    if only_products and offsets is None and parts is None and _swizzles(source.shape, x.device, first, second):
+    if only_products and offsets is None and parts is None and _swizzles(source.shape, x, first, second):
         what = what[0], what[1] | {"swizzle": True}
     pad = contraction_multiple(x.device) if recipe.pads else 1
     if first is None or second is None or casts.once:
@@ -107,11 +107,11 @@ def cast_role(
     return a._replace(transposed=b.transposed, amax=b.amax if a.amax is None else a.amax)
 
 
-def _swizzles(shape: Sequence[int], device: torch.device, *casts: Cast | None) -> bool:
-    """Whether these casts of a matrix may write scales as the device's products read them, of whole blocks of 32."""
-    written = [cast.scale_inv_dtype for cast in casts if cast is not None]
-    is_mx = len(shape) == 2 and set(written) == {E8M0} and shape[0] % 32 == shape[1] % 32 == 0
-    return is_mx and reads_swizzled(device)
+def _swizzles(shape: Sequence[int], x: Tensor, *casts: Cast | None) -> bool:
+    """Whether casts of this shape may write scales as the device's products to bfloat16 read them, of whole blocks."""
+    if x.dtype is not torch.bfloat16 or {cast.scale_inv_dtype for cast in casts if cast is not None} != {E8M0}:
+        return False
+    return len(shape) == 2 and shape[0] % MX[1] == shape[1] % MX[1] == 0 and reads_swizzled(x.device)
 
 
 _What = tuple[Sequence[Any], dict[str, Any]]  # arguments of the op, the last by place and by name; none of x itself

@@ -169,7 +169,7 @@ def test_swizzled_scales_change_nothing(lays, monkeypatch, tmp_path):
 
     expected = {tokens: one_pass(tokens) for tokens in (64, 40)}
     monkeypatch.setattr(module, "reads_swizzled", lambda device: True)
-    for tokens, compiled in ((64, False), (64, True), (40, False)):
+    for tokens, compiled in ((64, False), (40, False), *[(64, True)] * lays):
         with monkeypatch.context() as patch:
             if not compiled:
                 patch.setattr(module.kernels, "cast", noting)
