@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 Tile = tuple[int, int]
 ALL = -1
+MX: Tile = (1, 32)  # what shares a scale in the OCP's formats of that name
 
 
 @dataclass(frozen=True)

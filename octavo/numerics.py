@@ -20,6 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from octavo.granularity import MX
+
 MAX_SCALE = 2.0**126
 MIN_SCALE = 2.0**-126
 E8M0 = torch.float8_e8m0fnu  # float32's exponent and nothing else; 255 is NaN
@@ -36,7 +38,7 @@ def scale_inv_dtype(tile: Sequence[int], power_of_two: bool) -> torch.dtype:
         >>> scale_inv_dtype((1, 32), power_of_two=True), scale_inv_dtype((1, 128), power_of_two=True)
         (torch.float8_e8m0fnu, torch.float32)
     """
-    return E8M0 if power_of_two and tuple(tile) in ((1, 32), (32, 1)) else torch.float32
+    return E8M0 if power_of_two and tuple(tile) in (MX, MX[::-1]) else torch.float32
 
 
 def scale_from_amax(

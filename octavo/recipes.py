@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from octavo.formats import E4M3, E5M2
-from octavo.granularity import PerBlock, PerRow, PerTensor
+from octavo.granularity import MX, PerBlock, PerRow, PerTensor
 from octavo.scaling.recipe import FIELDS, PRODUCTS, Cast, Delayed, Dynamic, Recipe
 from octavo.scaling.recipe_map import RecipeMap, RecipeRule
 
@@ -165,7 +165,7 @@ def mx() -> Recipe:
         >>> recipes.mx().output[0]
         Cast(E4M3, PerBlock(1, 32), Dynamic(), power_of_two=True)
     """
-    cast = Cast(E4M3, PerBlock(1, 32), Dynamic(), power_of_two=True)
+    cast = Cast(E4M3, PerBlock(*MX), Dynamic(), power_of_two=True)
     return _linear("mx", cast, cast, cast)
 
 

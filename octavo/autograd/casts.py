@@ -17,9 +17,11 @@ from torch import Tensor
 from octavo import kernels
 from octavo.autograd.grouped import cast_matrices, scales_of_rows, transposed_codes
 from octavo.autograd.shared_scales import Parts, scale_for, shared_amax
-from octavo.granularity import ALL
+from octavo.granularity import ALL, MX
 from octavo.kernels.arguments import CastSource, NormSource
+from octavo.kernels.devices import reads_swizzled
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
+from octavo.numerics import E8M0
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import Cast, Recipe, RoleCasts
 from octavo.tensor.pair import ForProducts, Operands, operands_of
@@ -57,6 +59,7 @@ def cast_role(
     offsets: Tensor | None = None,
     parts: Parts | None = None,
     keep: bool = False,
+    only_products: bool = False,
 ) -> Operands:
     """Cast a role for the products that need it, reading it once where one kernel can.
 
@@ -69,6 +72,7 @@ def cast_role(
         offsets: of rows in groups, see grouped.py; column sums are not found then.
         parts: how the role lies on several ranks, all of which then call this.
         keep: of a norm, also its result y in high precision.
+        only_products: of a pass read what is cast, so that scales may lie as the device's products want them.
     """
     if isinstance(source, ForProducts):
         return source.read()
@@ -76,6 +80,8 @@ def cast_role(
     first = casts.as_is if as_is else None
     second = casts.transposed if transposed else None
     x, what = (source, _PLAIN) if isinstance(source, Tensor) else _what(source, keep)
+    if only_products and offsets is None and parts is None and _swizzles(source.shape, x, first, second):
+        what = what[0], what[1] | {"swizzle": True}
     pad = contraction_multiple(x.device) if recipe.pads else 1
     if first is None or second is None or casts.once:
         cast = first or second
@@ -90,7 +96,8 @@ def cast_role(
         how_first = *first.arguments, lays, pad, column_sum, *activation
         q_RC, q2, scale_inv, scale_inv2, *rest = kernels.cast(x, None, role, *how_first, **named, **second.as_second)
         pair = (q2, scale_inv2) if lays else (q2.t(), scale_inv2.t())
-        return Operands((q_RC, scale_inv), pair, None, rest[0] if column_sum else None, of_norm=rest if named else ())
+        of_norm = rest if isinstance(source, NormSource) else ()
+        return Operands((q_RC, scale_inv), pair, None, rest[0] if column_sum else None, of_norm=of_norm)
     if is_norm := isinstance(source, NormSource):
         _, what = _what(source, keep=True)
     a = _cast(x, what, first, (scale, role, pad, column_sum, offsets), True, False)
@@ -98,6 +105,13 @@ def cast_role(
         x, what = a.of_norm[2], _PLAIN
     b = _cast(x, what, second, (scale2, role, pad, False, offsets), False, True)
     return a._replace(transposed=b.transposed, amax=b.amax if a.amax is None else a.amax)
+
+
+def _swizzles(shape: Sequence[int], x: Tensor, *casts: Cast | None) -> bool:
+    """Whether casts of this shape may write scales as the device's products to bfloat16 read them, of whole blocks."""
+    if x.dtype is not torch.bfloat16 or {cast.scale_inv_dtype for cast in casts if cast is not None} != {E8M0}:
+        return False
+    return len(shape) == 2 and shape[0] % MX[1] == shape[1] % MX[1] == 0 and reads_swizzled(x.device)
 
 
 _What = tuple[Sequence[Any], dict[str, Any]]  # arguments of the op, the last by place and by name; none of x itself
@@ -124,8 +138,8 @@ def _cast(
     (activation, named), (scale, role, pad, column_sum, offsets) = what, call
     if x.ndim == 3:
         return cast_matrices(x, scale, role, cast, (as_is, transposed), pad)
-    lays = transposed and needs_transposed_codes(x.device)
-    is_plain = not activation and not named and offsets is None
+    lays, is_norm = transposed and needs_transposed_codes(x.device), "gamma" in named
+    is_plain = not activation and not is_norm and offsets is None
     if lays and not as_is and is_plain and not (commit and column_sum):  # the transposed codes alone
         laid = _cast(x.t(), what, cast, (scale, role, pad, False, None), True, False, commit)
         return Operands(None, laid.as_is, laid.amax)
@@ -151,7 +165,7 @@ def _cast(
         (q_CR if lays else q_RC.t(), scale_inv if whole else scale_inv.t()) if transposed else None,
         amax if cast.is_delayed else None,
         rest[0] if column_sum else None,
-        of_norm=rest if named else (),
+        of_norm=rest if is_norm else (),
     )
 
 
@@ -192,7 +206,7 @@ def cast_grad_output(
     """Cast grad_output and, given the amax of forward's (input, weight), commit the delayed state with all three."""
     how = source, recipe, GRAD_OUTPUT, as_is, transposed, state, column_sum, offsets, parts
     if state is None or forward_amax is None:
-        return cast_role(*how)
+        return cast_role(*how, only_products=True)
     (cast, _, once), update = recipe.grad_output_casts, recipe.delayed_update
     apart = offsets is not None or parts is not None
     if cast is not None and once and cast.is_delayed and (as_is or transposed) and not apart:
@@ -222,6 +236,6 @@ def cast_norm(
     Returns:
         the pairs, the norm's output y in high precision if it is to be kept, and its rows' mean and rstd.
     """
-    operands = cast_role(source, recipe, INPUT, True, transposed, state, keep=keep)
+    operands = cast_role(source, recipe, INPUT, True, transposed, state, keep=keep, only_products=True)
     mean, rstd, y = operands.of_norm
     return operands._replace(of_norm=()), y if keep else None, mean, rstd

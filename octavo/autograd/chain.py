@@ -116,7 +116,9 @@ def _behind_activation(
     """(a layer's product with an activation of h, what to save for the gradients of (h, weight) that are needed)."""
     needs_dh, needs_dw = needs
     of_input = False, layer.offsets, layer.parts
-    a = cast_role(CastSource(h, activation), layer.recipe, INPUT, True, needs_dw, layer.state, *of_input)
+    a = cast_role(
+        CastSource(h, activation), layer.recipe, INPUT, True, needs_dw, layer.state, *of_input, only_products=True
+    )
     if layer.observer is not None:
         produced = functools.partial(kernels.produced, h, activation, None)
         layer.observer.cast(layer.recipe, INPUT, produced, a, layer.offsets)

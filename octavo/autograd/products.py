@@ -296,7 +296,7 @@ def _operands(
     if read is not None and (found := read.find(reader, needs_dw)) is not None:
         return x_TK, *found
     how = layer.state, False, layer.offsets, layer.parts
-    x = cast_role(x_TK, layer.recipe, INPUT, True, needs_dw, *how)
+    x = cast_role(x_TK, layer.recipe, INPUT, True, needs_dw, *how, only_products=True)
     return x_TK, x, UNKNOWN if read is None else read.add(reader, needs_dw, x)
 
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from octavo.errors import ExportError
 from octavo.formats import E4M3
-from octavo.granularity import ALL, Tile
+from octavo.granularity import ALL, MX, Tile
 from octavo.nn.converted_experts import ConvertedExperts, ExpertsPart
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.parted_linear import PartedLinear
@@ -43,7 +43,7 @@ from octavo.tensor.fsdp2 import on_this_rank, plain
 
 Layers = dict[str, RecipeModule]  # the modules whose output product is in FP8, by name
 BLOCK = 128
-SQUARE, MX = (BLOCK, BLOCK), (1, 32)  # tiles
+SQUARE = (BLOCK, BLOCK)  # a tile
 GATHER = "gather the model first (torch.distributed.checkpoint.state_dict)"  # what to do about shards
 WrittenTensors = Iterator[tuple[str, Tensor, Tensor | None]]  # names, codes or tensors, scales or None
 

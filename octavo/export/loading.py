@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import require
-from octavo.export.layouts import MX, SQUARE, places_in
-from octavo.granularity import Granularity
+from octavo.export.layouts import SQUARE, places_in
+from octavo.granularity import MX, Granularity
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight_files import SCALE_INV, check_scales
 from octavo.tensor.fsdp2 import like_sharded, on_this_rank, own_slices

@@ -63,7 +63,7 @@ class _Lowering:
 
     def _quantized(self, x: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor, Tensor]:
         """(codes, scale_inv, amax)."""
-        dtype, tile, power_of_two, margin, delayed_scale, role = scaling
+        dtype, tile, power_of_two, margin, delayed_scale, role, _ = scaling
         amax = _amax(x, tile)
         if delayed_scale is None:
             scale = scale_from_amax(amax, format_of(dtype).max, False, margin)

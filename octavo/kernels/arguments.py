@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from octavo.formats import HIGH_PRECISION
-from octavo.granularity import ALL, Tile, scale_shape, tiles_along
+from octavo.granularity import ALL, MX, Tile, scale_shape, tiles_along
 from octavo.kernels.activations import cast_shape
 from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padded_columns
-from octavo.kernels.layouts import padded
-from octavo.numerics import scale_inv_dtype
+from octavo.kernels.layouts import padded, plain_scales
+from octavo.numerics import E8M0, scale_inv_dtype
 
 # what cast_statistics adds to: reference/cast_statistics.py says what each is
 SUMS = ("elements", "zeros", "flushed", "clipped", "nonfinite", "power", "error")
@@ -79,6 +79,7 @@ class Scaling(NamedTuple):
     margin: int
     delayed_scale: Tensor | None = None
     role: int = 0
+    swizzles: bool = False
 
     @property
     def scale_inv_dtype(self) -> torch.dtype:
@@ -138,6 +139,23 @@ class OperandPair(NamedTuple):
     scale_inv: Tensor
     tile: Tile
 
+    @property
+    def scale_inv_dtype(self) -> torch.dtype:
+        """Of what is read."""
+        return self.scale_inv.dtype
+
+    def plain(self) -> OperandPair:
+        """Itself, of scales that are not swizzled."""
+        return OperandPair(self.codes, plain_scales(self.scale_inv, self.codes.shape, self.tile), self.tile)
+
+
+def have_e8m0_blocks(*operands: Any) -> bool:
+    """Whether the scales of all are E8M0's of blocks along the contraction; each is an OperandPair or a Cast.
+
+    By those the tensor cores of what came after Hopper multiply themselves.
+    """
+    return all(one.scale_inv_dtype is E8M0 and one.tile[1] != ALL for one in operands)
+
 
 class ProductArguments(NamedTuple):
     """What a product multiplies, and the bias that it adds."""
@@ -145,6 +163,10 @@ class ProductArguments(NamedTuple):
     a: OperandPair
     b: OperandPair
     bias: Tensor | None
+
+    def plain(self) -> ProductArguments:
+        """Those of scales that are not swizzled."""
+        return ProductArguments(self.a.plain(), self.b.plain(), self.bias)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -217,6 +239,7 @@ def _cast(
     second_tile: Sequence[int] = (ALL, ALL),
     second_power_of_two: bool = False,
     second_margin: int = 0,
+    swizzle: bool = False,
 ) -> tuple[Any, ...]:
     source: CastSource | NormSource
     refused = where = ""
@@ -230,9 +253,10 @@ def _cast(
         source = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
         if kind or keep:
             refused, where = "kind" if kind else "keep", "no gamma is given"
-    first, second = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role), None
+    first, second = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, swizzle), None
     if second_dtype is not None:
-        second = Scaling(second_dtype, (second_tile[0], second_tile[1]), second_power_of_two, second_margin)
+        own = second_dtype, (second_tile[0], second_tile[1]), second_power_of_two, second_margin
+        second = Scaling(*own, swizzles=swizzle)
         if delayed_scale is not None or offsets is not None:
             refused, where = "delayed_scale" if offsets is None else "offsets", "there are two scalings"
     if offsets is not None:
@@ -241,6 +265,8 @@ def _cast(
             refused, where = "column_sum", "rows are in groups"
     elif not as_is:
         refused, where = "as_is=False", "rows are in no groups: cast x.t()"
+    if swizzle and (offsets is not None or any(one.scale_inv_dtype is not E8M0 for one in (first, second or first))):
+        raise ValueError("swizzle: of rows in no groups, in blocks of 1x32 or 32x1 whose scales are powers of two")
     if refused:
         raise ValueError(f"{refused} is not taken where {where}")
     return source, first, second, Output(transpose, pad, column_sum, keep, as_is), offsets
@@ -359,7 +385,19 @@ def check_norm(
             raise ValueError(f"{name} of shape {list(matrix.shape)} needs the shape of x, {list(x.shape)}")
 
 
+def _dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> tuple[Any, ...]:
+    return qdata, plain_scales(scale_inv, qdata.shape, tile), tile, dtype
+
+
+def _cast_statistics(
+    x: Tensor, qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], *flat: Any, offsets: Tensor | None = None
+) -> tuple[Any, ...]:
+    return x, qdata, plain_scales(scale_inv, qdata.shape, tile), tile, *flat[:2], *(flat[2:] or [offsets])
+
+
 UNPACK: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "dequantize": _dequantize,
+    "cast_statistics": _cast_statistics,
     "cast": _cast,
     "cast_and_commit": _cast_and_commit,
     "norm_backward": _norm_backward,
@@ -419,11 +457,10 @@ def new_cast(
         assert isinstance(source, CastSource)
         return new_grouped(source, first, output, offsets)
     codes, grid = new_codes(x, shape, first.dtype, output.pad), scale_shape(shape, first.tile)
-    scale_inv = laid_scales(x, grid, first.tile, dtype=first.scale_inv_dtype)
+    scale_inv = _new_scale_inv(x, shape, first, False)
     if second is not None:
         other = new_codes(x, shape, second.dtype, output.pad, output.transpose)
-        how = scale_shape(shape, second.tile), second.tile, output.transpose, second.scale_inv_dtype
-        found = codes, other, scale_inv, laid_scales(x, *how)
+        found = codes, other, scale_inv, _new_scale_inv(x, shape, second, output.transpose)
     else:
         other = new_codes(x, shape, first.dtype, output.pad, True) if output.transpose else no_codes(x, first.dtype)
         found = codes, other, scale_inv, laid_scales(x, grid, first.tile)
@@ -432,6 +469,16 @@ def new_cast(
         mean = torch.empty_like(rstd) if source.kind == "layer_norm" else rstd.new_empty(0)
         return *found, mean, rstd, x.new_empty(shape if output.keep else (0, 0))
     return *found, x.new_empty(shape[1] if output.column_sum else 0, dtype=sums_dtype(x.dtype))
+
+
+def _new_scale_inv(x: Tensor, shape: tuple[int, int], scaling: Scaling, transpose: bool) -> Tensor:
+    """Where a scaling's scale_inv goes; swizzled with its padding written."""
+    grid = scale_shape(shape, scaling.tile)
+    if not scaling.swizzles:
+        return laid_scales(x, grid, scaling.tile, transpose, scaling.scale_inv_dtype)
+    rows, cols = grid if scaling.tile == MX else grid[::-1]
+    size = -(-rows // 128) * 128 * -(-cols // 4) * 4
+    return x.new_empty(size, dtype=E8M0) if size == rows * cols else x.new_zeros(size, dtype=torch.uint8).view(E8M0)
 
 
 def new_scales(x: Tensor, shape: Sequence[int], tile: Tile, transpose: bool = False) -> Tensor:

@@ -42,6 +42,17 @@ def kernels_of(index: int) -> dict[str, Callable[..., Any]]:
     return KERNELS if package is None else package.KERNELS
 
 
+def reads_swizzled(device: torch.device) -> bool:
+    """Whether products of E8M0's blocks read their scales swizzled on a device, which is asked at the first call."""
+    if device.type != "cuda" or kernels_of(device.index or 0) is KERNELS:
+        return False
+    package = triton_kernels()
+    return package is not None and package.reads_swizzled(device)
+
+
+reads_swizzled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's own mark imports Triton
+
+
 def _on_cuda(name: str) -> Callable[..., Any]:
     def call(x: Tensor | Sequence[Tensor], *args: Any, **named: Any) -> Any:
         first = x if isinstance(x, Tensor) else x[0]

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.granularity import ALL, tiles_along
+from octavo.granularity import ALL, MX, tiles_along
 from octavo.kernels.capability import runs_natively
+from octavo.numerics import E8M0
 
 BLOCK = 128  # of a row of what optimizers keep: up to so many elements share a scale
 
@@ -70,6 +71,35 @@ def transposed(x: Tensor) -> Tensor:
     """Codes [..., R, C] as a contiguous copy [..., C, R]."""
     # not contiguous(): of a single row or column that is x itself, and an op's results must not alias
     return x.view(torch.uint8).mT.clone(memory_format=torch.contiguous_format).view(x.dtype)
+
+
+def swizzled(scale_inv: Tensor) -> Tensor:
+    """E8M0's codes [..., R, C] of 1x32 blocks as torch's product reads them on Blackwell, in one dimension [..., size].
+
+    128 rows and 4 columns at a time (SWIZZLE_32_4_4), the last padded with zero bytes, 2^-127. Rows r, r + 32, r + 64
+    and r + 96 lie beside each other, with four columns each.
+    """
+    codes = scale_inv.view(torch.uint8)
+    *lead, rows, cols = codes.shape
+    if rows % 128 or cols % 4:
+        codes = F.pad(codes, (0, -cols % 4, 0, -rows % 128))
+        *_, rows, cols = codes.shape
+    parts = codes.view(*lead, rows // 128, 4, 32, cols // 4, 4).transpose(-4, -2)
+    return parts.reshape(*lead, rows * cols).view(E8M0)
+
+
+def plain_scales(scale_inv: Tensor, shape: Sequence[int], tile: Sequence[int]) -> Tensor:
+    """scale_inv of codes of this shape, whose tile is (1, 32) or (32, 1), as it was before ``swizzled``; others as is.
+
+    Those that are swizzled have one dimension. They are laid as an operand's are: of (32, 1) transposed.
+    """
+    if scale_inv.ndim != 1 or len(shape) != 2:
+        return scale_inv
+    rows, terms = shape if tile[1] != 1 else shape[::-1]
+    cols = -(-terms // MX[1])
+    parts = scale_inv.view(torch.uint8).view(-(-rows // 128), -(-cols // 4), 32, 4, 4).permute(0, 3, 2, 1, 4)
+    found = parts.flatten(3, 4).flatten(0, 2)[:rows, :cols].view(E8M0)
+    return found if tile[1] != 1 else found.t()
 
 
 def as_tiles(x_RC: Tensor, tile: Sequence[int]) -> Tensor:

@@ -61,7 +61,8 @@ from octavo.kernels.cpu import KERNELS
 from octavo.kernels.devices import ON_CUDA
 
 _SECOND = (
-    "ScalarType? second_dtype=None, int[2] second_tile=[-1, -1], bool second_power_of_two=False, int second_margin=0"
+    "ScalarType? second_dtype=None, int[2] second_tile=[-1, -1], bool second_power_of_two=False, int second_margin=0, "
+    "bool swizzle=False"
 )
 _EXTRAS = (
     'int pad=1, bool column_sum=False, str activation="", Tensor? preactivation=None, Tensor? h_scale_inv=None, '
@@ -83,7 +84,9 @@ SCHEMAS = {
     # Of rows in groups, with offsets, each group's own cast by one scaling: [qdata or [0, 0], transposed qdata [C, Rp]
     # or [0, 0], scale_inv, amax]. A delayed scale is one for all groups; where it is 0, a group's is that of its own
     # amax. Codes of rows that are in no group are 0; scales that no group has are 1, their amaxes 0. pad: of C and,
-    # transposed, of each group's rows; as_is=False leaves out the codes as they lie
+    # transposed, of each group's rows; as_is=False leaves out the codes as they lie.
+    # swizzle: each scaling's scale_inv, E8M0 of 1x32 or 32x1 blocks, has one dimension, as layouts.swizzled makes it of
+    # an operand's, contraction last. matmul, dequantize and cast_statistics read either
     "cast": "(Tensor x, Tensor? delayed_scale, int role, ScalarType dtype, int[2] tile, bool power_of_two, int margin, "
     f"bool transpose=False, {_EXTRAS}, *, {_NORM}, Tensor? offsets=None, bool as_is=True, {_SECOND}) -> Tensor[]",
     # the delayed cast of grad_output by its scales_of_pass, and delayed_update with the amax it finds: (qdata,

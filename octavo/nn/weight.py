@@ -26,6 +26,7 @@ from octavo.autograd.casts import WEIGHT, cast_role, operands_of_codes
 from octavo.autograd.shared_scales import Parts
 from octavo.formats import E4M3
 from octavo.granularity import Granularity, PerTensor
+from octavo.kernels.layouts import plain_scales
 from octavo.nn.weight_files import whole_pair
 from octavo.scaling.delayed import State, empty_state, state_of
 from octavo.scaling.recipe import Recipe
@@ -65,7 +66,8 @@ def fp8_operands(
         kept = module.kept_operands.of(parameter)
         if kept is not None:
             return kept
-    return cast_role(weight_NK.detach(), module.recipe, WEIGHT, True, transposed, state, parts=parts)
+    how = module.recipe, WEIGHT, True, transposed, state
+    return cast_role(weight_NK.detach(), *how, parts=parts, only_products=True)
 
 
 @torch.no_grad()
@@ -85,7 +87,9 @@ def fp8_pair(module: Any, training: bool, mp_policy: Any = None) -> tuple[Tensor
     state = None if hasattr(type(weight), "operands") else state_for(module, parameter, training, weight.device)
     operands = fp8_operands(module, as_NK(module, weight), weight, False, state, training)
     assert operands.as_is is not None
-    return operands.as_is[0][..., : parameter.shape[-2 if module.stores_transposed else -1]], operands.as_is[1]
+    qdata, scale_inv = operands.as_is
+    scale_inv = plain_scales(scale_inv, qdata.shape, module.recipe.weight_casts.as_is.tile)
+    return qdata[..., : parameter.shape[-2 if module.stores_transposed else -1]], scale_inv
 
 
 def as_NK(module: Any, weight: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
 """Files of weights that live in FP8: what a state_dict holds of them, and how any kind of module loads it.
 
 In a state_dict such a weight is ``weight``, the bytes of the codes as uint8 [N, 1, K], of experts [E, N, 1, K], beside
-``weight_scale_inv``; a parameter of another name has that in place of ``weight``. The dimension of 1 is for readers who
-know nothing of codes: a shape that is not the weight's is an error everywhere, with strict=False, in from_pretrained
-and in copy_ too, where codes [N, K] would be taken for values. Bytes are what every backend of torch.distributed sends.
-Either kind of module loads either kind of file, and float8 codes [N, K], as fine-grained FP8 checkpoints have them
-under the same keys.
+``weight_scale_inv``, of E8M0 the bytes too; a parameter of another name has that in place of ``weight``. The dimension
+of 1 is for readers who know nothing of codes: a shape that is not the weight's is an error everywhere, with
+strict=False, in from_pretrained and in copy_ too, where codes [N, K] would be taken for values. Bytes are what every
+backend of torch.distributed sends. Either kind of module loads either kind of file, and float8 codes [N, K], as
+fine-grained FP8 checkpoints have them under the same keys.
 
 Of a sharded weight ``weight`` is a DTensor of the bytes; ``weight_scale_inv`` is plain and the same on every rank, or a
 DTensor of the scales of blocks or experts.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from octavo.granularity import PerTensor
+from octavo.numerics import E8M0
 from octavo.tensor.collectives import largest
 from octavo.tensor.fsdp2 import like_sharded, on_this_rank, own_slices, plain
 from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, cast_shard, granularity_of_scales, local_stored
@@ -35,6 +36,7 @@ def save_plain(destination: dict[str, Any], key: str, keep_vars: bool) -> None:
         return
     agree_on_scale(weight)
     codes, scale_inv = stored.qdata.detach().view(torch.uint8).unsqueeze(-2), stored.scale_inv.detach()
+    scale_inv = scale_inv.view(torch.uint8) if scale_inv.dtype == E8M0 else scale_inv
     if stored is not weight:
         shape = weight.shape
         codes = like_sharded(codes, weight, torch.Size((*shape[:-1], 1, shape[-1])), of_columns=weight.ndim)
@@ -50,7 +52,7 @@ def whole_pair(weight: Tensor, shard: StoredWeight) -> tuple[Tensor, Tensor]:
     pair: dict[str, Any] = {"": weight}
     save_plain(pair, "", False)
     codes, scale_inv = (one.full_tensor() if hasattr(one, "full_tensor") else one for one in pair.values())
-    return codes.squeeze(-2).view(shard.qdata.dtype), scale_inv
+    return codes.squeeze(-2).view(shard.qdata.dtype), scale_inv.view(shard.scale_inv.dtype)
 
 
 def load_stored(weight: Tensor | None, state_dict: dict[str, Any], key: str) -> None:
@@ -59,7 +61,7 @@ def load_stored(weight: Tensor | None, state_dict: dict[str, Any], key: str) -> 
     Raises:
         ValueError: if they don't fit together, or codes come without their scale_inv.
     """
-    given, scale_inv = state_dict.get(key), state_dict.pop(f"{key}{SCALE_INV}", None)
+    given, scale_inv = state_dict.get(key), _scales_of(state_dict.pop(f"{key}{SCALE_INV}", None))
     if not isinstance(given, Tensor):
         return  # torch says what is missing, or wrong
     stored, local = local_stored(weight), on_this_rank(given)
@@ -86,6 +88,13 @@ def load_stored(weight: Tensor | None, state_dict: dict[str, Any], key: str) -> 
             state_dict[key] = StoredWeight(codes, scale_inv, dtype)
         else:
             state_dict[key] = StoredWeight.cast(pair.dequantize(), stored.granularity)
+
+
+def _scales_of(given: Any) -> Any:
+    """A state_dict's scales, or None; of E8M0 it has the bytes."""
+    if given is None or (local := on_this_rank(given)).dtype != torch.uint8:
+        return given
+    return local.view(E8M0) if local is given else like_sharded(local.view(E8M0), given, given.shape)
 
 
 def _is_of_first_rank(given: Tensor, local: Tensor, weight: Any) -> bool:

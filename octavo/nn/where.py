@@ -14,9 +14,9 @@ import torch
 
 from octavo import recipes
 from octavo.granularity import ALL
+from octavo.kernels.arguments import have_e8m0_blocks
 from octavo.kernels.capability import FIRST_NATIVE, compute_capability, warn_once
 from octavo.kernels.devices import triton_kernels
-from octavo.numerics import E8M0
 from octavo.scaling.recipe import PRODUCTS, Recipe
 
 Capability = tuple[int, int] | None  # None: a CPU, or a GPU of another maker
@@ -54,8 +54,7 @@ def makers(recipe: Recipe, capability: Capability) -> Iterator[Maker]:
             continue
         a, b = (cast.tile for cast in casts)
         changes, step = a[1] != ALL or b[1] != ALL, step_along(a, b)
-        is_mx = all(cast.scale_inv_dtype is E8M0 for cast in casts)
-        has_torchs = not changes or (major > _HOPPER if is_mx else major == _HOPPER)
+        has_torchs = not changes or (major > _HOPPER if have_e8m0_blocks(*casts) else major == _HOPPER)
         if (a, b, product in recipe.fast_accum) in SHIPPED_LIBRARY and has_torchs:
             yield Maker(product, TORCH)
         elif step == 0:

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from octavo import kernels
 from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
-from octavo.granularity import ALL, Granularity, PerBlock, PerRow, PerTensor
+from octavo.granularity import ALL, MX, Granularity, PerBlock, PerRow, PerTensor
 from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.optimizer_state import remainder_of, values_with
@@ -46,7 +46,7 @@ aten = torch.ops.aten
 
 BLOCK = 128
 GRANULARITIES = (PerTensor(), PerBlock(BLOCK, BLOCK))
-OF_FROZEN = (PerRow(), PerBlock(1, 32))  # the others, of which backward's product needs other codes than forward's
+OF_FROZEN = (PerRow(), PerBlock(*MX))  # the others, of which backward's product needs other codes than forward's
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.granularity import ALL, Granularity, PerBlock, Tile
+from octavo.granularity import ALL, MX, Granularity, PerBlock, Tile
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.reference.norm import normalise
@@ -37,7 +37,7 @@ from octavo.tune.timing import DEVICE, ON_GPU, synchronize
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROWS, COLUMNS = (ALL, ALL), (1, ALL), (ALL, 1)
 VECTOR, TALL, SQUARE = (1, 128), (128, 1), (128, 128)
-MX, MX_TALL = (1, 32), (32, 1)
+MX_TALL = MX[::-1]
 UPDATE = ([448.0, 448.0, 57344.0], [False] * 3, [0] * 3, "max")
 SCALE, FUSED_SCALE = 64.0, 16.0  # for normal numbers, and for their products: nothing saturates
 EPS = 1e-5

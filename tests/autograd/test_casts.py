@@ -1,10 +1,15 @@
+import contextlib
+import tempfile
+
 import pytest
 import torch
 
+import octavo
 from octavo import E4M3, Cast, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, recipes
 from octavo.autograd import casts as module
 from octavo.autograd.casts import INPUT, cast_grad_output, cast_norm, cast_role, cast_to_send
 from octavo.kernels.arguments import CastSource, NormSource
+from octavo.nn.weight import fp8_pair
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import RoleCasts
 from octavo.tensor.pair import Operands
@@ -136,3 +141,37 @@ def test_what_is_sent_in_high_precision():
         (RoleCasts(per_tensor, per_tensor, True), (False, False), None),
     ):
         assert cast_to_send(casts, *reads) is found
+
+
+@pytest.mark.parametrize("lays", [False, True])
+def test_swizzled_scales_change_nothing(lays, monkeypatch, tmp_path):
+    """A pass of mx() where the device's products read scales so, eager and recorded, or compiled."""
+    monkeypatch.setattr(module, "needs_transposed_codes", lambda device: lays)
+    asked = []
+    cast = module.kernels.cast
+
+    def noting(*args, **named):
+        asked.append(named.get("swizzle", False))
+        return cast(*args, **named)
+
+    def one_pass(tokens, compiled=False):
+        torch.manual_seed(0)
+        how = {"bias": False, "recipe": recipes.mx(), "dtype": torch.bfloat16}
+        model = torch.nn.Sequential(octavo.nn.RMSNormMLP(64, 96, "swiglu", **how), octavo.nn.Linear(64, 32, **how))
+        x = torch.randn(tokens, 64).bfloat16().requires_grad_()
+        with contextlib.ExitStack() as stack:
+            call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+            if not compiled:
+                stack.enter_context(octavo.inspect.record(model, tempfile.mkdtemp(dir=tmp_path), every=1))
+            call(x).sum().backward()
+        scales = [fp8_pair(layer, True)[1] for layer in (model[0].fc2, model[1])]
+        return [*(p.grad for p in model.parameters()), x.grad, *scales]
+
+    expected = {tokens: one_pass(tokens) for tokens in (64, 40)}
+    monkeypatch.setattr(module, "reads_swizzled", lambda device: True)
+    for tokens, compiled in ((64, False), (40, False), *[(64, True)] * lays):
+        with monkeypatch.context() as patch:
+            if not compiled:
+                patch.setattr(module.kernels, "cast", noting)
+            assert all(map(same_bits, one_pass(tokens, compiled), expected[tokens]))
+    assert asked.count(True) == 11 + 5 and asked.count(False) == 6  # of rows by 32, and what is the weights' of 40 rows

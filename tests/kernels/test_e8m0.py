@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import cpu, reference
+from octavo.kernels.layouts import swizzled
 from octavo.numerics import E8M0, exponents_of, powers_of, scale_from_amax, scale_inv_from_scale
 from tests.support import definitions
 from tests.support.definitions import same_bits
@@ -89,6 +90,8 @@ def test_products_are_those_of_float32(ops: Ops, seed: int) -> None:
         grouped = [
             ops["grouped_matmul"](qa, x, tile, of_b[0], y, tile, offsets_of(sizes), None, out, False) for x, y in scales
         ]
+        laid = swizzled(a_inv), tile, of_b[0][0], swizzled(of_b[1][0])
+        assert same_bits(ops["matmul"](qa, *laid, tile, None, out, False), whole[0])
         for e8m0, mixed, float32 in (whole, grouped):
             assert same_bits(mixed, float32)
             # tensor cores that multiply by the scales, as the interpreter does too, add more terms at once

@@ -30,7 +30,7 @@ _MANTISSA = (1 << 23) - 1  # of a float32's bits
 
 def matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """``octavo::matmul``."""
-    a_pair, b_pair, bias = operands
+    a_pair, b_pair, bias = operands.plain()
     a, b = a_pair.codes, b_pair.codes
     narrow = out_dtype == torch.bfloat16
     compute = capability.fast_dtype(a.device) if narrow else torch.float32

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo.formats import format_of
-from octavo.granularity import ALL, scale_shape
+from octavo.granularity import ALL, MX, scale_shape
 from octavo.kernels.arguments import (
     CastSource,
     CastTarget,
@@ -26,7 +26,7 @@ from octavo.kernels.arguments import (
 )
 from octavo.kernels.backward_pass import scales_of_pass
 from octavo.kernels.groups import check_offsets, places
-from octavo.kernels.layouts import as_tiles, is_small_block
+from octavo.kernels.layouts import as_tiles, is_small_block, swizzled
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.codes import encode
 from octavo.kernels.reference.delayed_update import delayed_update
@@ -86,6 +86,9 @@ def cast(
     write: Write = write,
 ) -> tuple[Tensor, ...]:
     """``octavo::cast``."""
+    if first.swizzles:
+        plain = first._replace(swizzles=False), None if second is None else second._replace(swizzles=False)
+        return _with_swizzled_scales(cast(source, *plain, output, write=write), first, second, output)
     results = codes, other, scale_inv, found, *besides = new_cast(source, first, second, output, offsets)
     if offsets is not None:
         assert isinstance(source, CastSource)
@@ -101,6 +104,17 @@ def cast(
         ]
         write(source, targets, besides)
     return results
+
+
+def _with_swizzled_scales(
+    results: Sequence[Tensor], first: Scaling, second: Scaling | None, output: Output
+) -> tuple[Tensor, ...]:
+    """What a cast returned, with scale_inv laid as operands, swizzled."""
+    codes, other, scale_inv, found, *besides = results
+    scale_inv = swizzled(scale_inv if first.tile == MX else scale_inv.t())
+    if second is not None:
+        found = swizzled(found if output.transpose or second.tile == MX else found.t())
+    return codes, other, scale_inv, found, *besides
 
 
 def _write_groups(source: CastSource, target: CastTarget, pad: int, offsets: Tensor, write: Write) -> None:

@@ -20,7 +20,7 @@ from octavo.numerics import MAX_SCALE, MIN_SCALE
 
 def matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """``octavo::matmul``."""
-    a, b, bias = operands
+    a, b, bias = operands.plain()
     out_MN = torch.empty(operands.shape, device=a.codes.device, dtype=torch.float32)
     # by out=, because autocast would turn the product into float16, where a sum of codes overflows
     torch.mm(_values(a), _values(b).t(), out=out_MN)

@@ -14,12 +14,13 @@ from octavo.kernels.triton.delayed_update import delayed_update
 from octavo.kernels.triton.dequantize import dequantize
 from octavo.kernels.triton.grouped_matmul import grouped_matmul
 from octavo.kernels.triton.launch import on_its_device
+from octavo.kernels.triton.library_matmul import reads_swizzled
 from octavo.kernels.triton.matmul import matmul
 from octavo.kernels.triton.multi_tensor_cast import multi_tensor_cast
 from octavo.kernels.triton.norm_kernels import norm_backward
 from octavo.kernels.triton.optimizer_step import optimizer_step
 
-__all__ = ["KERNELS", "optimizer_step"]
+__all__ = ["KERNELS", "optimizer_step", "reads_swizzled"]
 
 _KERNELS: list[Callable[..., Any]] = [amax, cast, cast_and_commit, cast_statistics, delayed_update, dequantize]
 _KERNELS += [grouped_matmul, matmul, multi_tensor_cast, norm_backward, note_faults, scales_of_pass]

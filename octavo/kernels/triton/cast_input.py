@@ -23,13 +23,13 @@ _WHOLE = {(ALL, ALL), (1, ALL), (ALL, 1)}
 
 def rounding_of(scaling: Scaling) -> Rounding:
     """How the kernels make a scaling's scales and codes."""
-    return _rounding(*scaling[:4])
+    return _rounding(*scaling[:4], scaling.swizzles)
 
 
 @functools.cache
-def _rounding(dtype: torch.dtype, tile: Tile, power_of_two: bool, margin: int) -> Rounding:
+def _rounding(dtype: torch.dtype, tile: Tile, power_of_two: bool, margin: int, swizzles: bool) -> Rounding:
     fmt = format_of(dtype)
-    return Rounding(fmt is E5M2, fmt.max * 2.0**-margin, power_of_two, tile)
+    return Rounding(fmt is E5M2, fmt.max * 2.0**-margin, power_of_two, tile, swizzles)
 
 
 def codes_to(q: Tensor | None, t: Tensor | None = None) -> Codes:
@@ -43,7 +43,8 @@ def codes_to(q: Tensor | None, t: Tensor | None = None) -> Codes:
 
 def outputs_to(codes: Codes, scale_inv: Tensor, amax: Tensor | None) -> Outputs:
     """Where kernels write a scaling."""
-    return Outputs(codes, as_argument(scale_inv), amax, *scale_inv.stride())
+    laid = amax if scale_inv.ndim == 1 else scale_inv  # swizzled ones have no strides
+    return Outputs(codes, as_argument(scale_inv), amax, *((0, 0) if laid is None else laid.stride()))
 
 
 _Shares = tuple[int, int, Tiling]

@@ -440,13 +440,25 @@ def encode_blocks(tile, scaling: tl.constexpr, tiling: tl.constexpr):
 
 
 @triton.jit
-def store_block_scales(amax, scale, out, first_row, rows_end, first_col, cols_end, offset, scaling: tl.constexpr):
-    """Write blocks' scale_inv and amax from a row and column on, up to the ends, ``offset`` elements further."""
+def swizzled_place(row, col, cols):
+    """Where the scale of an operand's row and block lies, of ``cols`` blocks a row: layouts.swizzled."""
+    return (row // 128 * tl.cdiv(cols, 4) + col // 4) * 512 + row % 32 * 16 + row // 32 % 4 * 4 + col % 4
+
+
+@triton.jit
+def store_block_scales(amax, scale, out, first_row, rows_end, first_col, cols_end, width, scaling: tl.constexpr):
+    """Write blocks' scale_inv and amax from a row and column on, up to the ends, of ``width`` blocks a row."""
     row = first_row + tl.arange(0, amax.shape[0])
     col = first_col + tl.arange(0, amax.shape[1])
     mask = (row < rows_end)[:, None] & (col < cols_end)[None, :]
-    offsets = row[:, None] * out.stride_r + col[None, :] * out.stride_c + offset
-    store_scale_inv(out.scale_inv + offsets, scale_inv_from_scale(scale, scaling.power_of_two), mask)
+    offsets = row[:, None] * out.stride_r + col[None, :] * out.stride_c
+    places = offsets
+    if scaling.swizzles:
+        if scaling.block[0] == 1:
+            places = swizzled_place(row[:, None], col[None, :], width)
+        else:
+            places = swizzled_place(col[None, :], row[:, None], rows_end)
+    store_scale_inv(out.scale_inv + places, scale_inv_from_scale(scale, scaling.power_of_two), mask)
     if out.amax is not None:
         tl.store(out.amax + offsets, amax, mask=mask)
 
@@ -465,9 +477,10 @@ def store_blocks(tile, HALF: tl.constexpr, place, x, out, scaling: tl.constexpr,
     rows = place[0] * BR + tl.arange(0, BR)
     cols = place[1] * BC + tl.arange(0, BC)
     codes, amax, scale = encode_blocks(tile, scaling, tiling)
-    first_row, first_col = place[0] * (BR // ROWS), place[1] * (BC // COLS)
-    shift = HALF * blocks_c * out.stride_c
-    store_block_scales(amax, scale, out, first_row, tl.cdiv(x.R, ROWS), first_col, blocks_c, shift, scaling)
+    first_row, first_col = place[0] * (BR // ROWS), HALF * blocks_c + place[1] * (BC // COLS)
+    width = 2 * blocks_c if tiling.halves else blocks_c
+    end = tl.cdiv(x.R, ROWS)
+    store_block_scales(amax, scale, out, first_row, end, first_col, (HALF + 1) * blocks_c, width, scaling)
     if tiling.halves:
         store_codes(codes, out.codes, rows, cols, x, tiling.even, HALF)
     else:

@@ -265,10 +265,10 @@ def cast_group_blocks_of_half(
         tile = other
     codes, amax, scale = encode_blocks(tile, scaling, tiling)
     blocks_c = tl.cdiv(x.C, COLS)
-    first_row, first_col = place.scale_row + place.first // ROWS, strip * (tiling.block_c // COLS)
-    shift = HALF * blocks_c * out.stride_c
-    end = place.scale_row + place.scale_rows
-    store_block_scales(amax, scale, out, first_row, end, first_col, blocks_c, shift, scaling)
+    first_row = place.scale_row + place.first // ROWS
+    first_col = HALF * blocks_c + strip * (tiling.block_c // COLS)
+    row_end, col_end = place.scale_row + place.scale_rows, (HALF + 1) * blocks_c
+    store_block_scales(amax, scale, out, first_row, row_end, first_col, col_end, col_end, scaling)
     rows, columns, end = places_of_codes(x, place, local)
     if tiling.halves:
         store_codes(codes, out.codes, rows, cols, x, False, HALF, columns, end)

@@ -5,9 +5,9 @@ torch, and a wrong layout is a wrong result and no error. So before a kind of pr
 time, a small one, whose scales differ by row, column and block, must be what the reference computes. The answer holds
 for the process; ``octavo info`` shows it.
 
-In groups torch's takes E4M3 codes with a scale a row and gives bfloat16, and says nothing of rows that are in no group.
-It reads where the offsets say, so it gets checked ones, and what it leaves is written after it: three launches and what
-torch adds.
+In groups torch's takes E4M3 codes with a scale a row, or, where rows are in groups, E8M0's of 1x32 blocks. It gives
+bfloat16, and says nothing of rows that are in no group. It reads where the offsets say, so it gets checked ones, and
+what it leaves is written after it: three launches, two more that swizzle scales, and what torch adds.
 """
 
 from __future__ import annotations
@@ -23,17 +23,27 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
-from octavo.granularity import ALL, Tile, granularity_of, scale_shape
-from octavo.kernels.arguments import CastSource, GroupedOperands, OperandPair, Output, ProductArguments, Scaling
+from octavo.granularity import ALL, MX, Tile, granularity_of, scale_shape, tiles_along
+from octavo.kernels.arguments import (
+    CastSource,
+    GroupedOperands,
+    OperandPair,
+    Output,
+    ProductArguments,
+    Scaling,
+    have_e8m0_blocks,
+)
+from octavo.kernels.layouts import swizzled
 from octavo.kernels.reference.cast import cast as reference_cast
 from octavo.kernels.reference.matmul import grouped_matmul as reference_grouped_matmul
 from octavo.kernels.reference.matmul import matmul as reference_matmul
-from octavo.kernels.triton.groups import fill_part, on_device, sizes_of, tiles_of
-from octavo.kernels.triton.launch import LIBRARY, is_capturing, launch
+from octavo.kernels.triton.cast_kernels import swizzled_place
+from octavo.kernels.triton.groups import fill_part, locate, on_device, sizes_of, tiles_of
+from octavo.kernels.triton.launch import LIBRARY, as_argument, is_capturing, launch
 from octavo.numerics import E8M0
 
 _logger = logging.getLogger("octavo")
-_TENSOR, _ROW, _BLOCK, _MX = (ALL, ALL), (1, ALL), (1, 128), (1, 32)
+_TENSOR, _ROW, _BLOCK = (ALL, ALL), (1, ALL), (1, 128)
 
 # What torch's product calls a tile; those of 128 are for Hopper, those of 32 for what came after it.
 _SCALINGS = {
@@ -41,7 +51,7 @@ _SCALINGS = {
     _ROW: ScalingType.RowWise,
     _BLOCK: ScalingType.BlockWise1x128,
     (128, 128): ScalingType.BlockWise128x128,
-    _MX: ScalingType.BlockWise1x32,
+    MX: ScalingType.BlockWise1x32,
 }
 _ERROR = 0.02  # of any row or column: bfloat16 rounds by 0.002, Hopper's short accumulator by some 0.005
 _known: dict[tuple[Any, ...], bool] = {}
@@ -53,17 +63,26 @@ def is_right(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: boo
         return False
     a, b, bias = operands
     kind = a.codes.device, a.tile, b.tile, a.codes.dtype, b.codes.dtype, out_dtype, bias is not None, fast_accum
+    return _ask(_agrees, kind)
+
+
+def reads_swizzled(device: torch.device) -> bool:
+    """Whether a device's product of E8M0's blocks is torch's, which reads scales swizzled."""
+    kind = device, MX, MX, torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16, False, False
+    return (MX, MX, False) in LIBRARY and _ask(_agrees, kind)
+
+
+def _ask(agrees: Callable[..., bool], kind: tuple[Any, ...]) -> bool:
+    """Ask a device, once, whether it computes a kind of products rightly: (device, a's tile, b's tile, ...)."""
     found = _known.get(kind)
-    return _ask(_agrees, kind, f"{granularity_of(a.tile)} . {granularity_of(b.tile)}") if found is None else found
-
-
-def _ask(agrees: Callable[..., bool], kind: tuple[Any, ...], name: str) -> bool:
-    """Ask the device of a kind, its first element, whether it computes products of that rightly."""
+    if found is not None:
+        return found
     if is_capturing():  # a graph can't look at results
         return False
     found = _known[kind] = agrees(*kind)
     verdict = "torch's" if found else "octavo's Triton kernel, for torch's is not right here"
-    _logger.info("%s on %s: %s", name, kind[0], verdict)
+    groups = " in groups" * (agrees is _agrees_in_groups)
+    _logger.info("%s . %s%s on %s: %s", granularity_of(kind[1]), granularity_of(kind[2]), groups, kind[0], verdict)
     return found
 
 
@@ -98,15 +117,18 @@ def _agrees(
         scale_inv = torch.exp2(
             4 * torch.rand(scale_shape(codes.shape, tile), generator=generator, dtype=torch.float32, device="cpu")
         )
-        if tile == _MX:
-            scale_inv = torch.exp2(scale_inv.log2().round()).to(E8M0)
-        return OperandPair(codes, scale_inv, tile)
+        return OperandPair(codes, _powers(scale_inv) if tile == MX else scale_inv, tile)
 
     bias = torch.randn(cols, generator=generator, dtype=torch.float32, device="cpu") * 100 if has_bias else None
     case = ProductArguments(pair(rows, a_tile, a_dtype), pair(cols, b_tile, b_dtype), bias)
     a, b = (OperandPair(codes.to(device), scale_inv.to(device), tile) for codes, scale_inv, tile in case[:2])
     there = ProductArguments(a, b, None if bias is None else bias.to(device))
     return _is_near(library_matmul, (there, out_dtype, fast_accum), reference_matmul(case, torch.float32, False))
+
+
+def _powers(scale_inv: Tensor) -> Tensor:
+    """The nearest powers of two, in E8M0."""
+    return torch.exp2(scale_inv.log2().round()).to(E8M0)
 
 
 def library_kinds(device: torch.device) -> dict[str, bool]:
@@ -135,8 +157,8 @@ def takes(operands: ProductArguments, out_dtype: torch.dtype) -> bool:
         return out_dtype is torch.bfloat16 or bias is None
     if out_dtype is not torch.bfloat16:
         return False
-    if a_tile == _MX or b_tile == _MX:
-        return operands.a.scale_inv.dtype is operands.b.scale_inv.dtype is E8M0 and a_tile == b_tile and K % 32 == 0
+    if a_tile == MX or b_tile == MX:
+        return a_tile == b_tile and have_e8m0_blocks(operands.a, operands.b) and K % MX[1] == 0
     # the scales of 1x128 blocks lie row by row, in sixteens of bytes
     aligned = all(tile != _BLOCK or rows % 4 == 0 for tile, rows in ((a_tile, M), (b_tile, N)))
     return (a_tile == b_tile == _ROW) or (aligned and K % 128 == 0)
@@ -145,7 +167,7 @@ def takes(operands: ProductArguments, out_dtype: torch.dtype) -> bool:
 def library_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """torch's product, for what ``takes``."""
     a, b, bias = operands
-    swizzle = SwizzleType.SWIZZLE_32_4_4 if a.tile == _MX else None
+    swizzle = SwizzleType.SWIZZLE_32_4_4 if a.tile == MX else None
     return F.scaled_mm(
         a.codes,
         b.codes.t(),
@@ -162,15 +184,15 @@ def library_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accu
 
 
 def laid_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
-    """scale_inv laid as torch's product wants it.
+    """scale_inv laid as torch's product wants it; blocks of 32 that a cast has not swizzled take a launch.
 
     Args:
         scale_inv: [1, 1], [rows, 1] for rows, [row blocks, blocks along K] for blocks; of 1x32 in E8M0.
         tile: of the operand, the contraction last.
         dim: which dimension of a single column's result has size 1.
     """
-    if tile == _MX:
-        return swizzled(scale_inv)
+    if tile == MX:
+        return swizzled(scale_inv) if scale_inv.ndim == 2 else scale_inv
     scale_inv = scale_inv.to(torch.float32)
     if tile == _TENSOR:
         return scale_inv
@@ -180,18 +202,6 @@ def laid_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
         return scale_inv.t().contiguous().t()  # as casts write it
     # without the padding to a multiple of 4 cuBLAS reads the wrong ones
     return F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).contiguous().t()
-
-
-def swizzled(scale_inv: Tensor) -> Tensor:
-    """E8M0's codes [R, C] as cuBLAS reads them: of 128 rows and 4 columns at a time, padded with 2^-127.
-
-    Rows r, r + 32, r + 64 and r + 96 lie beside each other, with four columns each. It is one launch for whole parts,
-    which reads a byte for each 32 codes.
-    """
-    codes = scale_inv.view(torch.uint8)
-    codes = F.pad(codes, (0, -codes.shape[1] % 4, 0, -codes.shape[0] % 128))
-    parts = codes.view(-1, 4, 32, codes.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
-    return parts.reshape(-1).view(E8M0)
 
 
 @triton.jit
@@ -223,22 +233,49 @@ def mend_kernel(groups, R, out_ptr, height, width, grouping: tl.constexpr, RAGGE
         fill_part(out_ptr, value, end, width, tl.maximum(first, last), first_n, BLOCK, BLOCK)
 
 
+@triton.jit
+def swizzle_groups_kernel(scale_inv, stride_r, stride_c, R, C, groups, out_ptr, grouping: tl.constexpr):
+    """E8M0's codes [R, C] of rows in groups, swizzled; each group's begin with 128 rows of their own."""
+    place = locate(groups, tl.program_id(0), R, 128, grouping)
+    rows = place.first + tl.arange(0, 128)
+    for start in range(0, C, 16):
+        cols = start + tl.arange(0, 16)
+        offsets = (place.start + rows).to(tl.int64)[:, None] * stride_r + cols[None, :] * stride_c
+        codes = tl.load(scale_inv + offsets, mask=(rows < place.size)[:, None] & (cols < C)[None, :], other=0)
+        places = swizzled_place(tl.program_id(0) * 128 + tl.arange(0, 128)[:, None], cols[None, :], C)
+        inside = (cols < tl.cdiv(C, 4) * 4) & (place.size > 0)
+        tl.store(out_ptr + places, codes, mask=inside[None, :])
+
+
+def _swizzled_groups(scale_inv: Tensor, offsets: Tensor) -> Tensor:
+    """A scale_inv [R, C] of rows in groups as torch's product reads it, by a launch."""
+    (rows, cols), (groups, grouping) = scale_inv.shape, on_device(offsets)
+    parts = rows // 128 + offsets.shape[0]
+    out = scale_inv.new_empty((parts * 128, -(-cols // 4) * 4))
+    given = as_argument(scale_inv), *scale_inv.stride(), rows, cols, groups, as_argument(out), grouping
+    launch(swizzle_groups_kernel, parts, given, 4)
+    return out
+
+
 def is_right_in_groups(operands: GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> bool:
     """Whether torch's product takes these operands, and computes such ones rightly on their device."""
     if (operands.a.tile, operands.b.tile, fast_accum) not in LIBRARY or not takes_groups(operands, out_dtype):
         return False
-    kind = operands.a.codes.device, operands.has_ragged_rows, fast_accum
-    found, form = _known.get(kind), "rows" if operands.has_ragged_rows else "terms"
-    return _ask(_agrees_in_groups, kind, f"products whose {form} are in groups,") if found is None else found
+    kind = operands.a.codes.device, operands.a.tile, operands.b.tile, operands.has_ragged_rows, fast_accum
+    return _ask(_agrees_in_groups, kind)
 
 
 def takes_groups(operands: GroupedOperands, out_dtype: torch.dtype) -> bool:
     """Whether torch's product has this case: what its checks and CUTLASS ask for."""
     a, b, _, bias, pad = operands
     codes = a.codes, b.codes
+    if have_e8m0_blocks(a, b):  # with terms in groups torch takes these by whole blocks of 32, and casts pad to 16
+        if not (a.tile == b.tile == MX and operands.has_ragged_rows and a.codes.shape[1] % MX[1] == 0):
+            return False
+    elif not a.tile == b.tile == _ROW:
+        return False
     return (
-        a.tile == b.tile == _ROW
-        and out_dtype is torch.bfloat16
+        out_dtype is torch.bfloat16
         and bias is None
         and all(c.dtype is torch.float8_e4m3fn and c.is_contiguous() and c.numel() > 0 for c in codes)
         and all(size % 16 == 0 for size in (a.codes.shape[-1], *b.codes.shape[-2:]))
@@ -246,11 +283,11 @@ def takes_groups(operands: GroupedOperands, out_dtype: torch.dtype) -> bool:
     )
 
 
-def _agrees_in_groups(device: torch.device, ragged_rows: bool, fast_accum: bool) -> bool:
+def _agrees_in_groups(device: torch.device, tile: Tile, _: Tile, ragged_rows: bool, fast_accum: bool) -> bool:
     """Whether torch's product of a small case is the reference's, in every group, row and column."""
     generator = torch.Generator().manual_seed(0)
     offsets = torch.tensor([40, 40, 41, 58, 170], dtype=torch.int32, device="cpu")
-    groups, rows, N, K = len(offsets), 184, 144, 272
+    groups, rows, N, K = len(offsets), 184, 144, 288
     scaling = Scaling(torch.float8_e4m3fn, (ALL, 1), False, 0)
 
     def pair(count: int, scales: tuple[int, ...]) -> OperandPair:
@@ -258,12 +295,12 @@ def _agrees_in_groups(device: torch.device, ragged_rows: bool, fast_accum: bool)
         codes = x.t().to(scaling.dtype).contiguous()
         if not ragged_rows:  # whose padding is 0
             codes = reference_cast(CastSource(x), scaling, None, Output(transpose=True, pad=16), offsets)[1]
-        return OperandPair(
-            codes, torch.exp2(4 * torch.rand(scales, generator=generator, dtype=torch.float32, device="cpu")), _ROW
-        )
+        scale_inv = torch.exp2(4 * torch.rand(scales, generator=generator, dtype=torch.float32, device="cpu"))
+        return OperandPair(codes, _powers(scale_inv) if tile == MX else scale_inv, tile)
 
     if ragged_rows:
-        a, b = pair(rows, (rows, 1)), pair(groups * N, (groups, N, 1))
+        cols = tiles_along(K, tile[1])
+        a, b = pair(rows, (rows, cols)), pair(groups * N, (groups, N, cols))
         b = b._replace(codes=b.codes.unflatten(0, (groups, N)))
     else:
         a, b = pair(N, (N, groups)), pair(K, (K, groups))
@@ -280,19 +317,24 @@ def library_grouped_matmul(operands: GroupedOperands, fast_accum: bool) -> Tenso
     (groups, grouping), size = on_device(offsets, 1 if ragged else pad), a.codes.shape[0 if ragged else 1]
     ends = torch.empty_like(groups.offsets)
     launch(checked_ends_kernel, 1, (groups, size, ends, grouping), 4)
-    # a scale for each row: [R] and [G, N]; where terms are in groups, of each group in turn, as casts write them
-    scales = (a.scale_inv, b.scale_inv.squeeze(-1)) if ragged else (a.scale_inv.t(), b.scale_inv.t())
-    scale_a, scale_b = (scale.reshape(-1) for scale in scales)
+    if a.tile == MX:
+        swizzle = SwizzleType.SWIZZLE_32_4_4
+        scale_a, scale_b = _swizzled_groups(a.scale_inv, offsets), swizzled(b.scale_inv)
+    else:  # a scale for each row: [R] and [G, N]; where terms are in groups, of each group in turn, as casts write them
+        swizzle, by_row = None, [pair.scale_inv if ragged else pair.scale_inv.t() for pair in (a, b)]
+        scale_a, scale_b = by_row[0].reshape(-1), by_row[1].reshape((count, -1) if ragged else -1)
     out: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
         a.codes,
         b.codes.transpose(-1, -2),
         scale_a,
-        ScalingType.RowWise,
-        scale_b.view(count, -1) if ragged else scale_b,
-        ScalingType.RowWise,
+        _SCALINGS[a.tile],
+        scale_b,
+        _SCALINGS[b.tile],
+        swizzle,
+        swizzle,
         offs=ends,
         output_dtype=torch.bfloat16,
-        use_fast_accum=fast_accum,
+        use_fast_accum=fast_accum and a.tile == _ROW,
     )
     width = out.shape[-1]
     height, block = out.numel() // width, 128

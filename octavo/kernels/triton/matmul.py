@@ -18,12 +18,11 @@ from triton.language.target_info import cuda_capability_geq
 from triton.runtime.driver import driver
 
 from octavo.granularity import ALL, Tile
-from octavo.kernels.arguments import OperandPair, ProductArguments
+from octavo.kernels.arguments import OperandPair, ProductArguments, have_e8m0_blocks
 from octavo.kernels.reference.matmul import matmul as reference_matmul
 from octavo.kernels.triton.launch import LIBRARY, Config, as_argument, config, launch, tile_size
 from octavo.kernels.triton.library_matmul import is_right, library_matmul
 from octavo.kernels.triton.tiles import decode, load_scale_inv, narrow
-from octavo.numerics import E8M0
 
 
 class Operand(NamedTuple):
@@ -383,7 +382,8 @@ def triton_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum
     """The Triton kernel's product, for tiles whose columns are a multiple of 32, or all."""
     if operands.bias is not None and out_dtype is torch.bfloat16:
         operands = operands._replace(bias=operands.bias.to(out_dtype))
-    (a, b), bias = of_one_dtype(operands.a, operands.b), operands.bias
+    *pairs, bias = operands.plain()
+    a, b = of_one_dtype(*pairs)
     (M, N), K = operands.shape, a.codes.shape[1]
     out = a.codes.new_empty((M, N), dtype=out_dtype)
     if out.numel() > 0:
@@ -396,9 +396,8 @@ def triton_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum
 
 
 def is_scaled(a: OperandPair, b: OperandPair) -> bool:
-    """Whether the tensor cores multiply by the scales: of blocks of both, in E8M0."""
-    is_e8m0 = a.scale_inv.dtype is b.scale_inv.dtype is E8M0 and ALL not in (a.tile[1], b.tile[1])
-    return is_e8m0 and (_INTERPRETED or scales_blocks(_architecture()))
+    """Whether the tensor cores multiply by the scales."""
+    return have_e8m0_blocks(a, b) and (_INTERPRETED or scales_blocks(_architecture()))
 
 
 @functools.cache

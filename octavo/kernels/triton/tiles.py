@@ -57,6 +57,7 @@ class Rounding(NamedTuple):
     limit: float
     power_of_two: bool
     block: tuple[int, int]  # (rows, columns), -1 for all
+    swizzles: bool = False  # scale_inv, see layouts.swizzled
 
 
 class Tiling(NamedTuple):

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.granularity import MX
+from octavo.kernels.layouts import swizzled
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.scaling.delayed import State
-from tests.support.casts import second
+from tests.support.casts import of_norm, second
 from tests.support.combinations import each_pair
 from tests.support.definitions import same_bits
 from tests.support.passes import one_pass
@@ -26,6 +28,7 @@ from tests.support.triton_cases import (
     count_launches,
     input_of,
     poisoned_memory,
+    to,
     update_args,
     values_of,
 )
@@ -107,6 +110,28 @@ def test_cast_two_scalings(kernels: TritonKernels, monkeypatch: pytest.MonkeyPat
     cast = None, 0, fmt, tile, power_of_two, 1, case["transpose_second"], case["pad"], case["column_sum"]
     other = second(second_fmt, second_tile, second_power_of_two, 2)
     check(kernels, "cast", x, *cast, **other, compare_sums=case["values"] != "edge")
+
+
+def test_swizzled_scales(kernels: TritonKernels) -> None:
+    """Those of the same cast that does not, with their padding; of halves that lie side by side and of a norm too."""
+    x, g, h = torch.randn(130, 70), torch.randn(32, 64), torch.randn(32, 128)
+    norm = of_norm(torch.ones(70), None, "rms_norm")
+    both, column = second(E4M3, (32, 1), True, 0), (32, 1)
+    for source, extras, tiles, named in (
+        (x, (True, 16), (MX, MX), both),
+        (x, (False, 16), (MX, column), both),
+        (x, (True, 16), (MX, MX), both | norm),
+        (g, (True, 16, False, "swiglu", h), (MX, MX), both),
+        (x.t(), (False, 1), (column,), {}),
+    ):
+        how = to(kernels.device, (source, None, 0, E4M3, tiles[0] if len(tiles) == 1 else MX, True, 0, *extras))
+        named = {name: to(kernels.device, value) for name, value in named.items()}
+        with poisoned_memory():
+            found, plain = kernels.cast(*how, **named, swizzle=True), kernels.cast(*how, **named)
+        for number, tile in enumerate(tiles):
+            scales = plain[2 + number] if tile == MX else plain[2 + number].t()
+            assert same_bits(found[2 + number].view(torch.uint8), swizzled(scales).view(torch.uint8))
+            assert same_bits(found[number], plain[number])
 
 
 @each_pair(

@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.functional import SwizzleType
 
 from octavo.kernels.arguments import unpacking
+from octavo.kernels.layouts import plain_scales
 from octavo.kernels.reference import KERNELS as REFERENCE
+from octavo.numerics import E8M0
 from tests.kernels.triton.test_grouped_matmul import rows_in_groups, terms_in_groups
 from tests.support.groups import SIZES
-from tests.support.product_cases import BLOCK, ROWS, close
-from tests.support.triton_cases import to
+from tests.support.product_cases import BLOCK, MX, ROWS, close
+from tests.support.triton_cases import poisoned_memory, to
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
@@ -23,15 +26,26 @@ pytestmark = pytest.mark.gpu
 FORMS = [rows_in_groups, terms_in_groups]
 
 
-def torch_s_product(a: Tensor, b: Tensor, a_scale: Tensor, _: Any, b_scale: Tensor, __: Any, **how: Any) -> Tensor:
-    """What torch documents of scaled_grouped_mm by rows; rows in no group are NaN. Its own checks come first."""
+def torch_s_product(
+    a: Tensor, b: Tensor, a_scale: Tensor, _: Any, b_scale: Tensor, __: Any, *swizzles: Any, **how: Any
+) -> Tensor:
+    """What torch documents of scaled_grouped_mm by rows, by 1x32; rows in no group are NaN. Its checks come first."""
     offs, fast = how["offs"], how["use_fast_accum"]
     checked = torch._scaled_grouped_mm(*(t.to("meta") for t in (a, b, a_scale, b_scale)), offs.to("meta"))
     assert how["output_dtype"] == torch.bfloat16 and not fast
-    out, start = torch.full(checked.shape, float("nan"), dtype=torch.bfloat16), 0
+    out, start, part_start = torch.full(checked.shape, float("nan"), dtype=torch.bfloat16), 0, 0
     for group, end in enumerate(offs.tolist()):
         part = slice(start, end)
-        if b.ndim == 3:
+        if a_scale.dtype == E8M0:
+            assert swizzles == (SwizzleType.SWIZZLE_32_4_4,) * 2
+            size = -(-(end - start) // 128) * 128 * a_scale.shape[1]
+            scales = a_scale.view(-1)[part_start : part_start + size], b_scale[group]
+            values = [
+                REFERENCE["dequantize"](codes, plain_scales(one, codes.shape, MX), MX, torch.float32)
+                for codes, one in ((a[part], scales[0]), (b[group].t(), scales[1]))
+            ]
+            out[part], part_start = (values[0] @ values[1].t()).bfloat16(), part_start + size
+        elif b.ndim == 3:
             values = a[part].float() @ b[group].float()
             out[part] = (values * a_scale[part, None] * b_scale[group]).bfloat16()
         else:
@@ -64,8 +78,18 @@ def emulated(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> TritonK
 @pytest.mark.parametrize(("sizes", "rest"), SIZES[1:4], ids=lambda v: str(v)[:20])
 def test_torch_s_product(form: Any, sizes: list[int], rest: int, emulated: TritonKernels) -> None:
     args = *e4m3(form(sizes, rest, (ROWS, ROWS), 32, 48)), None, torch.bfloat16, False, 16
+    check_torch_s(args, emulated)
+
+
+@pytest.mark.parametrize(("sizes", "rest"), [*SIZES[1:4], ([130, 0, 257], 2)], ids=lambda v: str(v)[:20])
+def test_torch_s_product_of_1x32(sizes: list[int], rest: int, emulated: TritonKernels) -> None:
+    """Each group's swizzled scales begin with 128 rows of their own."""
+    check_torch_s((*e4m3(rows_in_groups(sizes, rest, (MX, MX), 48, 160)), None, torch.bfloat16, False), emulated)
+
+
+def check_torch_s(args: tuple[Any, ...], emulated: TritonKernels) -> None:
     calls = mock.Mock(side_effect=torch_s_product)
-    with given_to_torch(calls):
+    with given_to_torch(calls), poisoned_memory():
         found = emulated.grouped_matmul(*args)
     assert calls.call_count == (2 if args[0].numel() else 1)  # the first is the question whether it is right
     close(found, REFERENCE["grouped_matmul"](*args), emulated)
@@ -113,8 +137,11 @@ def test_what_torch_does_not_take(kernels: TritonKernels) -> None:
         e4m3(rows_in_groups([10, 0, 23], 2, (BLOCK, ROWS), 32, 48)),
         e4m3(rows_in_groups([10, 0, 23], 2, (ROWS, ROWS), 24, 48)),
         (args[0].t().contiguous().t(), *args[1:]),
+        e4m3(rows_in_groups([10, 0, 23], 2, (MX, MX), 32, 48)),  # no whole blocks
+        e4m3(terms_in_groups([10, 0, 23], 2, (MX, MX), 32, 64)),
     ):
-        assert not taken(*other, *how)
+        assert not taken(*other, *how, 16)
+    assert taken(*e4m3(rows_in_groups([10, 0, 23], 2, (MX, MX), 32, 64)), *how)
 
 
 def test_a_gpu_asks_once(kernels: TritonKernels) -> None:

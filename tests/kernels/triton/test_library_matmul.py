@@ -37,15 +37,6 @@ def test_scales_are_laid_as_torch_s_product_wants_them(blocks: int, kernels: Tri
         assert found.shape == shape and found.stride() == torch.empty(shape).stride()
 
 
-@pytest.mark.parametrize("shape", [(128, 4), (1, 1), (130, 5), (256, 12), (7, 33)])
-def test_scales_of_blocks_of_32_lie_in_parts_of_128_rows(shape: tuple[int, int], kernels: TritonKernels) -> None:
-    to_blocked = pytest.importorskip("torchao.prototype.mx_formats.utils").to_blocked
-    codes = torch.randint(255, shape, dtype=torch.uint8)
-    for laid in (codes, codes.t().contiguous().t()):  # by rows, and as casts write them
-        found = kernels.module("library_matmul").swizzled(laid.to(kernels.device).view(torch.float8_e8m0fnu))
-        assert torch.equal(found.cpu().view(torch.uint8), to_blocked(codes).flatten())
-
-
 @pytest.mark.parametrize("tiles", [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK)], ids=str)
 def test_torch_s_product(tiles: tuple[Tile, Tile], kernels: TritonKernels) -> None:
     if kernels.device.type == "cpu" and tiles[0] == BLOCK:

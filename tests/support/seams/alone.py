@@ -19,7 +19,7 @@ import octavo
 from octavo import recipes
 from octavo.errors import UnsupportedOpError
 from tests.support.helpers import every_layer
-from tests.support.seams.features import KNOWN, KnownPart
+from tests.support.seams.features import KNOWN, LORA, KnownPart
 from tests.support.seams.made import Made, evaluating
 from tests.support.seams.situations import Documented, Refused, Sound, situation
 from tests.support.seams.twins import TwinLinear, twin_of
@@ -165,7 +165,7 @@ ONCE = Sound(8, "what lies between the layers is rounded once, to codes; a twin'
 @situation(
     "a tensor written between two reads",
     READS,
-    exceptions={("rowwise_with_gw_hp", "fused modules", *KNOWN, "LoRA over FP8"): KEPT},
+    exceptions={("rowwise_with_gw_hp", "fused modules", *KNOWN, *LORA): KEPT},
 )
 def written_between(made: Made) -> None:
     """Both parts read it, the second after a write."""
@@ -232,7 +232,7 @@ def two_threads(made: Made) -> None:
     READS,
     exceptions={
         "FP8 moments": ONCE,
-        "LoRA over FP8": Documented("modules.md#models-as-they-come", "a last layer that is adapted runs by itself"),
+        LORA: Documented("modules.md#models-as-they-come", "a last layer that is adapted runs by itself"),
     },
 )
 def fused(made: Made) -> None:
@@ -382,9 +382,7 @@ for name, assign in {"load_state_dict": False, "load_state_dict(assign=True)": T
 @situation(
     "an exponential moving average",
     COPIES,
-    exceptions={
-        (*STORED, "LoRA over FP8"): Refused(UnsupportedOpError, r"dequantize", "codes and scales average to no weight")
-    },
+    exceptions={(*STORED, *LORA): Refused(UnsupportedOpError, r"dequantize", "codes and scales average to no weight")},
 )
 def averaged(made: Made) -> None:
     """torch's AveragedModel, evaluated at the end."""
@@ -537,9 +535,7 @@ for name, options, exceptions in (
 @situation(
     "fewer rows through .data",
     WRITES,
-    exceptions={
-        (*STORED, "LoRA over FP8"): Refused(UnsupportedOpError, r"dequantize", "codes and scales are cut together")
-    },
+    exceptions={(*STORED, *LORA): Refused(UnsupportedOpError, r"dequantize", "codes and scales are cut together")},
 )
 def fewer_rows(made: Made) -> None:
     """The last layer loses half its rows, and has a new optimizer."""

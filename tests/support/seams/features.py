@@ -27,6 +27,7 @@ from tests.support.trained import by_hand
 
 LR = 1e-3
 KNOWN = ("convert(fuse=True)", "convert(fuse=True), delayed")
+LORA = ("LoRA over FP8", "LoRA over FP8 by rows", "LoRA over FP8 in 1x32")
 SWITCHES_AT = 2  # steps, of the schedule
 
 
@@ -318,7 +319,9 @@ FEATURES: dict[str, Feature] = {
         Feature("shared inputs, delayed", DELAYED, "... delayed", SharedPart, ""),
         Feature(KNOWN[0], BLOCKS, "fuse=True", **IN_PLACE),
         Feature(KNOWN[1], DELAYED, "... delayed", **IN_PLACE),
-        Feature("LoRA over FP8", BY_POWERS, "LoRA", AdaptedPart, **BASE),
+        Feature(LORA[0], BY_POWERS, "LoRA", AdaptedPart, **BASE),
+        Feature(LORA[1], recipes.rowwise(), "... rows", AdaptedPart, **BASE),
+        Feature(LORA[2], recipes.mx(), "... 1x32", AdaptedPart, **BASE),
         Feature("FP8 moments", DYNAMIC, "moments", **COMPACT),
         Scheduled("schedule", BLOCKS),
         Reduced("FP8 reduction", DYNAMIC, "reduction"),

@@ -262,7 +262,9 @@ def whole(parameter: Any) -> Tensor:
         scales = part.scale_inv
         if scales.numel() > 1:  # of blocks
             shape = part.granularity.of_matrices(parameter.shape).scale_shape(parameter.shape)
-            scales = like_sharded(scales.detach(), parameter, torch.Size(shape)).full_tensor()
+            scales = like_sharded(
+                scales.detach().float(), parameter, torch.Size(shape)
+            ).full_tensor()  # gloo has no E8M0
         part = StoredWeight(codes.view(part.qdata.dtype), scales, part.dtype, part.granularity)
     if part is not None:
         return part.dequantize().detach()

@@ -24,14 +24,14 @@ from octavo.distributed.checkpoint import load_checkpoint, load_extra, save_chec
 from octavo.distributed.ranks import Ranks
 from octavo.errors import RanksDifferError, UnsupportedOpError
 from octavo.schedule import PrecisionSchedule
-from tests.support.seams.features import KNOWN, MixturePart
+from tests.support.seams.features import KNOWN, LORA, MixturePart
 from tests.support.seams.made import TOKENS, Made
 from tests.support.seams.situations import EXACT, Documented, Exact, Refused, Sound, situation
 from tests.support.seams.twins import casts_of
 
 REPLICATED, SHARDED = "DistributedDataParallel", "FSDP2"
 TWO, FOUR = (2,), (2, 2)
-STORED = ("FP8 weights", "FP8 weights in blocks", "Muon", "LoRA over FP8")
+STORED = ("FP8 weights", "FP8 weights in blocks", "Muon", *LORA)
 
 REDUCTION = Sound(10, "gradients are rounded twice on their way, by blocks that depend on how they are put together")
 NOT_DDP = Refused(RuntimeError, "FSDP2|fully_shard", "DDP exchanges gradients after the hook that uses them has run")
@@ -309,6 +309,7 @@ PARTS, PIPELINES = "Parts of a layer on each rank", "Pipelines"
 
 ORDER = Sound(15, "sums over ranks are added in another order")
 NONE_KEPT = Refused(ValueError, "stored in FP8", "what ranks share, and experts, are cast at each forward")
+WHOLE_ROWS = "a row's scale is of one rank's codes"
 BY_COLUMNS = Refused(ValueError, "share by rows", "Muon takes whole columns of a matrix")
 NOT_AVERAGED = Documented("communication.md#gradients-in-fp8", "ranks share each batch, and average no gradients")
 
@@ -328,7 +329,7 @@ def _split(made: Made, mesh: Any, styles: Any, tokens: Any) -> None:
     plan: dict[str, Any] = {}
     for name, module in made.model.named_modules():
         if isinstance(module, nn.Linear | octavo.nn.Linear):
-            chains = made.feature.name != "LoRA over FP8"
+            chains = made.feature.name not in LORA
             first, second = name.endswith(("fc1", "gate_proj", "up_proj")), name.endswith(("fc2", "down_proj"))
             if first or (name.startswith("0.") and not second):
                 after = {} if chains else {"output_layouts": tokens}
@@ -366,10 +367,16 @@ ON_TWO_DIMENSIONS = {
     WITH_NORM: FUSED,
     ("FP8 weights in blocks", "Muon"): CUT,
     SHARED: MULTIPLIED,
+    LORA[1]: Refused(ValueError, "shard it by rows", WHOLE_ROWS),
 }
 for name, ranks, exceptions, options in (
-    ("tensor parallel, torch's styles", TWO, BY_FEATURES | {"experts": DIVIDED}, OF_TORCH),
-    ("tensor parallel, octavo's styles", TWO, BY_FEATURES, {}),
+    (
+        "tensor parallel, torch's styles",
+        TWO,
+        BY_FEATURES | {"experts": DIVIDED, LORA[1]: Refused(UnsupportedOpError, "shard it by rows", WHOLE_ROWS)},
+        OF_TORCH,
+    ),
+    ("tensor parallel, octavo's styles", TWO, BY_FEATURES | {LORA[1]: ON_TWO_DIMENSIONS[LORA[1]]}, {}),
     ("tensor parallel and FSDP2", FOUR, ON_TWO_DIMENSIONS, {"shards": True}),
 ):
     situation(name, PARTS, ranks, ORDER, exceptions)(functools.partial(_tensor_parallel, **options))
@@ -395,7 +402,7 @@ def _times(x: Tensor, factor: float) -> Tensor:
     PARTS,
     TWO,
     exceptions={
-        ("rowwise", "blockwise", "mx", "FP8 weights in blocks", "schedule"): TWICE,
+        ("rowwise", "blockwise", "mx", "FP8 weights in blocks", "schedule", *LORA[1:]): TWICE,
         "FP8 reduction": NOT_AVERAGED,
         "KeptWeights": NONE_KEPT,
     },

@@ -87,6 +87,9 @@ class Casts:
         if role == WEIGHT and self.gathered is not None:
             self.gathered.append(scale)
             scale = self.gathered[0]
+        if isinstance(x, StoredWeight) and transposed and x.granularity.tile != tile:  # of rows, or 1x32: its values
+            values = kernels.dequantize(x.qdata, x.scale_inv, x.granularity.tile, torch.float32)
+            return self.cast(values, cast, role, history, transposed)
         if isinstance(x, StoredWeight):
             pair = x.qdata.clone(), x.scale_inv.clone()
         else:
