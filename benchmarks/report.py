@@ -22,6 +22,7 @@ from benchmarks.optimizer import muon_training, optimizer_convergence, optimizer
 from benchmarks.pictures import data_flow, layouts, losses, memory
 from benchmarks.subjects import ROOT, STUDIES, history
 from benchmarks.training import (
+    causes,
     checkpointing,
     cpu_step,
     gradient_error,
@@ -38,6 +39,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/export.md": onnx_export.TABLES,
     "docs/emulator.md": emulated.TABLES,
     "docs/guides/which-recipe.md": where.TABLES,
+    "docs/inspect.md": causes.TABLES,
     "docs/kernels.md": accumulation.TABLES | gpu_host.TABLES,
     "docs/many-gpus.md": sharded_load.TABLES,
     "docs/modules.md": saved_bytes.TABLES | llama_convergence.TABLES | checkpointing.TABLES | predicted.MODULES,

@@ -37,6 +37,8 @@ ALL: dict[str, tuple[str, ...]] = {
     "compile_matrix": ("compile_matrix",),
     "onnx_export": ("onnx_export",),
     "sharded_load": ("sharded_load",),
+    "causes": ("causes",),
+    "inspect_cost": ("inspect_cost",),
     "muon_training": ("muon_training", "muon_step", "muon_sensitivity"),
     "stored_weights": ("stored_weights",),
     "fp8_reduce": ("fp8_reduce", "fp8_reduce_outlier", "fp8_reduce_training"),
@@ -62,7 +64,6 @@ STUDIES = {
     "gradient_storage": "docs/weights.md",
     "adaptive": "docs/adaptive.md",
     "what_if": "docs/inspect.md",
-    "inspect_cost": "docs/inspect.md",
 }
 # A state that was rewritten before it was merged: the commit that its rows came with.
 CAME_WITH = {"a5a2346": "161ce4a"}

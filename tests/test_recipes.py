@@ -284,7 +284,8 @@ def test_how_far_later_tokens_move_earlier_outputs():
 
 
 def test_what_is_no_recipe_is_told_what_to_write():
-    for value, instead in {recipes.mx: "recipes.mx()", recipes.load: "recipes.default()", 3: "recipes.default()"}.items():
+    written = {recipes.mx: "recipes.mx()", recipes.load: "recipes.default()", 3: "recipes.default()"}
+    for value, instead in written.items():
         with pytest.raises(TypeError, match=rf"is no octavo\.Recipe; try octavo\.{re.escape(instead)}"):
             octavo.convert(torch.nn.Linear(512, 512), value)
     with pytest.raises(TypeError, match=r"try octavo\.RecipeMap\(octavo\.recipes\.default\(\), rules\)"):

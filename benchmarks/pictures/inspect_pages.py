@@ -33,7 +33,7 @@ BROKEN, MARGIN = "blocks.2.mlp.fc2", 11
 PICTURES = {  # file: (arguments of octavo inspect, width, height)
     "inspect.png": (["broken"], 1280, 1560),
     "inspect-narrow.png": (["broken"], 390, 1560),
-    "inspect-against.png": (["mended", "--against", "broken"], 1280, 2080),
+    "inspect-against.png": (["mended", "--against", "broken"], 1280, 2240),
 }
 
 

@@ -1,7 +1,8 @@
 """See what FP8 does to a training: which tensors of which layers are flushed, clipped or rounded too much, and when."""
 
 from octavo.inspect.faults import Fault, FaultError, FaultTrace, trace_faults
-from octavo.inspect.findings import Finding, diagnose, verdict
+from octavo.inspect.findings import diagnose
+from octavo.inspect.incidents import Finding, verdict
 from octavo.inspect.record import Record, load
 from octavo.inspect.recorder import Recorder
 from octavo.inspect.what_if import compare

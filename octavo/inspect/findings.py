@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from octavo.formats import E4M3
+from octavo.inspect import training
+from octavo.inspect.incidents import Finding, incidents, level_of, severity_of
 from octavo.inspect.record import Record, numpy
-from octavo.inspect.remedies import Exponents, as_text, called, outcome, remedies, with_cast, without_fp8
+from octavo.inspect.remedies import Exponents, called, outcome, remedies, with_cast, without_fp8
 from octavo.inspect.rows import Row
 from octavo.scaling.recipe import OPERANDS, Cast, Dynamic, Recipe
 from octavo.scaling.recipe_map import RecipeRule
@@ -21,128 +23,34 @@ LIMITS = {
     "clipped": 1e-3,  # share of the numbers
     "outliers": 1e-2,  # share flushed, where few numbers determine the scale
     "flushed": 1e-2,  # share of the numbers
-    "rounded": 6.0,  # decibels of the SQNR below the format's own
-    "jump": 8.0,  # a step's update over the median of those before
+    "rounded": 3.0,  # decibels of the SQNR below what the role needs
     "unmoved": 0.9,  # share of a weight's numbers that a step does not change
     "second moments": 1e-2,  # share of them flushed
+    **training.LIMITS,
 }
 FORMAT_SQNR = {"E4M3": 31.5, "E5M2": 25.5}  # decibels, for numbers within the normal range: see docs/inspect.md
+SLACK = 8.0  # decibels that gradients may be worse
 OUTLIERS = 0.03  # at most this share of the numbers can be outliers
 GAP = 4.0  # outliers lie at least so many octaves above all other numbers
 SUBNORMAL = 0.25  # outliers are a finding if they leave more than this share below the smallest normal number
-SOON = 2  # a fault that shows elsewhere within so many records is taken as the same
-RATES = ("lr", "learning_rate")  # names under which the learning rate is recorded, the second by transformers' Trainer
-BEFORE = 8  # a jump is measured against the median of so many records
-LEVELS = {
-    "critical": "numbers are lost for good: inf or NaN, or more than half of a tensor",
-    "warning": "at least four times the limit: the training computes something else than was meant",
-    "note": "beyond a limit by less",
-}
-MOST_SEVERE = 10.0
-_WARNING = 3.0  # the severity of four times the limit
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong.
-
-    Attributes:
-        kind: of LIMITS.
-        layer, role, products: of the cast; for weights and moments the layer where they are worst, without products. A
-            finding that belongs to no layer (of the learning rate, the data, the loss scale) has "" for layer and role.
-        cast: as Python.
-        begins, worst: the recorded steps where it was worst, and where that stretch began.
-        numbers: the measures at the worst step, by name.
-        cause: a sentence.
-        remedy: as Python: for a cast its rules, for an update that jumps a line before optimizer.step().
-        expected: what the remedy would do, by the recorded numbers.
-        severity: from 0 to 10: 1 at the limit, one more for each doubling of the measure; 10 for inf or NaN.
-        rules: of a RecipeMap, to mend a cast; see ``octavo.recipes.to_json``.
-        level: "critical", "warning" or "note": see LEVELS.
-        sentence: the finding in plain words, without a full stop: what happens where, since when, and what to do.
-        consequences: findings that this one explains, in the order in which they began.
-
-    Example:
-        >>> import tempfile, torch, octavo
-        >>> layer = octavo.nn.Linear(64, 64)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with octavo.inspect.record(layer, folder) as recorder:
-        ...         layer(torch.full((16, 64), torch.inf)).sum().backward()
-        ...         recorder.step()
-        ...     first, *others = octavo.inspect.diagnose(octavo.inspect.load(folder))
-        >>> first.kind, first.role
-        ('nonfinite', 'input')
-    """
-
-    kind: str
-    layer: str
-    role: str
-    products: tuple[str, ...]
-    cast: str
-    begins: int
-    worst: int
-    numbers: dict[str, float]
-    cause: str
-    remedy: str
-    expected: str
-    severity: float
-    rules: Mapping[str, RecipeRule] = field(default_factory=dict)
-    level: str = "warning"
-    sentence: str = ""
-    consequences: tuple[Finding, ...] = ()
-
-    @property
-    def where(self) -> tuple[str, str, tuple[str, ...]]:
-        """(layer, role, products)."""
-        return self.layer, self.role, self.products
-
-    def mended(self, cause: str, rules: Mapping[str, RecipeRule], expected: str) -> Finding:
-        """The finding with its cause and with rules that mend it."""
-        return replace(self, cause=cause, remedy=as_text(rules), expected=expected, rules=rules)
-
-
-def verdict(record: Record, findings: Sequence[Finding]) -> str:
-    """One sentence on a run: its first finding, or that nothing exceeds its limit.
-
-    Args:
-        record, findings: a record and what ``diagnose`` found in it.
-
-    Example:
-        >>> import tempfile, torch, octavo
-        >>> layer = octavo.nn.Linear(64, 64)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with octavo.inspect.record(layer, folder) as recorder:
-        ...         layer(torch.randn(16, 64)).sum().backward()
-        ...         recorder.step()
-        ...     found = octavo.inspect.load(folder)
-        >>> octavo.inspect.verdict(found, octavo.inspect.diagnose(found))
-        'Nothing exceeds its limit in 1 recorded step'
-    """
-    if findings:
-        return findings[0].sentence
-    return f"Nothing exceeds its limit in {len(record.steps)} recorded step{'s' * (len(record.steps) != 1)}"
 
 
 def _in_plain_words(found: Finding, rows: Sequence[Row]) -> Finding:
-    """The finding with its severity within bounds, its level and its sentence."""
-    severity = MOST_SEVERE if found.severity == math.inf else min(MOST_SEVERE, 1 + math.log2(max(found.severity, 0.5)))
+    """The finding of a cast or of moments with its level and its sentence."""
     numbers, of = found.numbers, f"its {found.role}"
+    lost = numbers.get({"stale": "clipped", "outliers": "flushed"}.get(found.kind, found.kind), 0.0)
     what = {
         "nonfinite": f"has inf or NaN in {called(numbers.get('nonfinite', 0))} of {of}",
-        "stale": f"clips {called(numbers.get('clipped', 0))} of {of}, whose scale is of earlier steps",
+        "stale": f"clips {called(numbers.get('clipped', 0))} of {of}",
         "clipped": f"clips {called(numbers.get('clipped', 0))} of {of}",
         "flushed": f"flushes {called(numbers.get('flushed', 0))} of {of} to 0",
         "outliers": f"flushes {called(numbers.get('flushed', 0))} of {of} to 0, as a few outliers determine its scale",
         "rounded": f"rounds {of} to an SQNR of {numbers.get('sqnr', 0):.0f} dB",
-        "jump": "changes by one step many times as much as before",
-        "unmoved": f"keeps {called(1 - numbers.get('changed', 0))} of its weight as it was in each step",
+        "unmoved": f"keeps {called(1 - numbers.get('changed', 0))} of its weight as it was in a step",
         "second moments": f"flushes {called(numbers.get('second_flushed', 0))} of its second moments to 0",
     }[found.kind]
-    lost = max((numbers.get(name, 0.0) for name in ("clipped", "flushed")), default=0.0) > 0.5
-    is_critical = found.kind == "nonfinite" or lost
-    level = "critical" if is_critical else "warning" if severity >= _WARNING else "note"
     sentence = f"{found.layer or 'The layer'} {what} since step {found.begins}: {_advice(found, rows)}"
-    return replace(found, severity=severity, level=level, sentence=sentence)
+    return replace(found, level=level_of(found.severity, lost), sentence=sentence)
 
 
 def _advice(found: Finding, rows: Sequence[Row]) -> str:
@@ -169,9 +77,14 @@ def _excess(rows: Sequence[Row], measures: Mapping[str, Any]) -> dict[str, Any]:
     """The measure of each kind of a cast's finding, from MEASURES [..., rows]."""
     np = numpy()
     room = np.array([2.0**row.cast.margin if row.cast.is_delayed else math.inf for row in rows])
-    usual = np.array([FORMAT_SQNR[row.cast.format.name] for row in rows])
+    usual = np.array([_usual_sqnr(row) for row in rows])
     found = {kind: measures[kind] for kind in ("nonfinite", "clipped", "flushed")}
     return {**found, "stale": measures["assumed"] / room, "rounded": usual - measures["sqnr"]}
+
+
+def _usual_sqnr(row: Row) -> float:
+    """Decibels that a role's cast has to have: inputs and weights need E4M3's digits, gradients' errors average out."""
+    return FORMAT_SQNR["E5M2"] - SLACK if row.role == "grad_output" else FORMAT_SQNR["E4M3"]
 
 
 def _severity(kind: str, values: Any) -> Any:
@@ -209,54 +122,11 @@ def diagnose(record: Record) -> list[Finding]:
         ...     octavo.inspect.diagnose(octavo.inspect.load(folder))
         []
     """
-    found, worst = [*_of_weights(record)], record.of_worst
+    worst = record.of_worst
     excess = _excess(record.rows, worst.measures)
-    found += [finding for place in range(len(record.rows)) for finding in _CastOf(worst, excess, place).findings()]
-    layers = {layer: place for place, layer in enumerate(record.layers)}
-
-    def order(finding: Finding) -> tuple[float, float, float]:
-        place = layers.get(finding.layer, -1)
-        if finding.kind == "nonfinite" and finding.role == "grad_output":
-            place = 2 * len(layers) - place  # computed from the last layer to the first, after all of forward
-        return -finding.severity, finding.begins - (finding.kind == "jump"), place
-
-    found = [_in_plain_words(each, record.rows) for each in found]
-    return _folded(sorted(found, key=order), record.steps)
-
-
-def _folded(found: list[Finding], steps: list[int]) -> list[Finding]:
-    """Findings in order, those that another one explains folded under it."""
-    outliers = {(each.layer, each.begins) for each in found if each.kind == "outliers"}
-    found = [each for each in found if each.kind != "jump" or (each.layer, each.begins) not in outliers]
-
-    def explains(each: Finding, later: Finding) -> bool:
-        records = steps.index(later.begins) - steps.index(each.begins)
-        if each.kind == "nonfinite" == later.kind:
-            return 0 <= records <= SOON
-        if each.kind == "jump":
-            return 0 <= records <= SOON and later.kind in ("stale", "clipped")
-        return 0 < records <= SOON and later.layer == each.layer and later.kind != "nonfinite"
-
-    effects: dict[int, list[Finding]] = {}
-    firsts: list[Finding] = []
-    for each in sorted(found, key=lambda each: (each.begins, each.kind != "jump", found.index(each))):
-        cause = next((first for first in firsts if explains(first, each)), None)
-        if cause is None:
-            firsts.append(each)
-        else:
-            effects.setdefault(id(cause), []).append(each)
-    return [_with(each, effects.get(id(each), [])) for each in found if any(each is first for first in firsts)]
-
-
-def _with(each: Finding, effects: list[Finding]) -> Finding:
-    """A finding with its consequences, of which none is more severe."""
-    cause, layers = each.cause, {effect.layer for effect in effects if effect.kind == "nonfinite"}
-    if layers:
-        many = sum(effect.kind == "nonfinite" for effect in effects)
-        where = f"{many} more cast{'s' * (many > 1)} in {len(layers)} layer{'s' * (len(layers) > 1)}"
-        cause = f"{cause}; soon those of {where} too"
-    severity = max([each.severity, *(effect.severity for effect in effects)])
-    return replace(each, cause=cause, severity=severity, consequences=tuple(effects))
+    found = [finding for place in range(len(record.rows)) for finding in _CastOf(worst, excess, place).findings()]
+    found = [_in_plain_words(each, record.rows) for each in (*found, *_of_weights(record))]
+    return incidents(record, [*training.of_training(record), *found])
 
 
 def _stretch(over: Any, values: Any) -> tuple[int, int]:
@@ -293,13 +163,16 @@ class _CastOf:
         if not over.any():
             return None
         value = float(numpy().where(over, self.excess[kind], 0).max())
-        return self._at(kind, *_stretch(over, self.excess[kind]), float(_severity(kind, value)))
+        begins, worst = _stretch(over, self.excess[kind])
+        if kind == "flushed" and self.cast.is_delayed and worst == begins and over[begins : begins + 3].sum() == 3:
+            worst += 1 + int(self.excess[kind][begins + 1 : begins + 3].argmax())  # what stays after a single outlier
+        return self._at(kind, begins, worst, severity_of(kind, float(_severity(kind, value))))
 
     def _at(self, kind: str, begins: int, worst: int, severity: float) -> Finding:
         numbers = {name: float(values[worst]) for name, values in self.values.items()}
         row, steps, experts = self.row, self.record.steps, self.record.experts
-        if kind == "stale":  # what the scale clips may be more severe
-            severity = max(severity, numbers["clipped"] / LIMITS["clipped"])
+        if kind == "stale":  # as severe as what the scale clips
+            severity = max(min(severity, 2.0), severity_of("clipped", numbers["clipped"] / LIMITS["clipped"]))
         where = row.layer, row.role, row.products, str(self.cast)
         found = Finding(kind, *where, steps[begins], steps[worst], numbers, "", "", "", severity)
         describe = {"nonfinite": self._nonfinite, "rounded": self._rounded}
@@ -339,10 +212,10 @@ class _CastOf:
 
     def _rounded(self, found: Finding, worst: int) -> Finding:
         """A low SQNR, though little is clipped or flushed."""
-        sqnr, usual = found.numbers["sqnr"], FORMAT_SQNR[self.cast.format.name]
-        cause = (
-            f"an SQNR of {sqnr:.1f} dB, where {self.cast.format} has about {usual}: few codes hold most of the power"
-        )
+        sqnr, usual = found.numbers["sqnr"], _usual_sqnr(self.row)
+        has_digits = self.cast.format is E4M3 or self.row.role == "grad_output"
+        why = "few codes hold most of the power" if has_digits else "E5M2 keeps a digit less, for gradients' range"
+        cause = f"an SQNR of {sqnr:.1f} dB, where one of {self.row.role} needs about {usual}: {why}"
         scale_inv = found.numbers["scale_inv"] * self.cast.format.max / E4M3.max
         flushed = float(self._exponents(worst).below(E4M3.smallest_subnormal / 2 * scale_inv))
         can_be_finer = self.cast.format is not E4M3 and flushed <= LIMITS["flushed"]
@@ -382,7 +255,8 @@ class _CastOf:
         if not over.any():
             return None
         found = self._at("outliers", *_stretch(over, subnormal), 0.0)
-        return replace(found, severity=found.numbers["flushed"] / LIMITS["flushed"] + float(np.max(subnormal[over])))
+        times = found.numbers["flushed"] / LIMITS["flushed"] + float(np.max(subnormal[over]))
+        return replace(found, severity=severity_of("outliers", times))
 
     def _exponents(self, at: int | slice) -> Exponents:
         return Exponents(self.record.exponents[at, self.place], numpy().nan_to_num(self.values["amax"][at]))
@@ -406,15 +280,10 @@ def _of_weights(record: Record) -> Iterator[Finding]:
     if not record.layers or not record.steps:
         return
     updates = weights["update"]
-    before = np.full_like(updates, np.nan)
-    for at in range(2, len(record.steps)):
-        before[at] = np.median(updates[max(0, at - BEFORE) : at], axis=0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        jumps = np.where(before > 0, updates / before, np.nan)
     changed = np.where(updates > 0, weights["changed"], np.nan)
     has_master = weights["master_update"] > 0  # then rounding the weight loses nothing, rounding the master does
     unmoved = 1 - np.where(has_master, weights["master_changed"], changed)
-    for kind, values in {"jump": jumps, "unmoved": unmoved, "second moments": weights["second_flushed"]}.items():
+    for kind, values in {"unmoved": unmoved, "second moments": weights["second_flushed"]}.items():
         if (values > LIMITS[kind]).any():
             yield _of_weight(record, kind, values)
 
@@ -426,10 +295,7 @@ def _of_weight(record: Record, kind: str, values: Any) -> Finding:
     value, count = float(values[worst, layer]), int(over[worst].sum())
     numbers = {name: float(of[worst, layer]) for name, of in record.weights.items()}
     step, many = record.steps[worst], f"in {count} of {len(record.layers)} layers"
-    if kind == "jump":
-        rose, remedy, expected = _reason_of_jump(record, begins, worst)
-        cause = f"the step changes the weight {value:.3g} times as much as those before{rose}; so {many}"
-    elif kind == "unmoved":
+    if kind == "unmoved":
         has_master = numbers["master_update"] > 0
         owner = "master" if has_master else "weight"
         seen = f" and {called(1 - numbers['changed'])} of the weight's" * has_master
@@ -440,26 +306,6 @@ def _of_weight(record: Record, kind: str, values: Any) -> Finding:
         cause = f"{called(value)} of the second moments are flushed where the first are not, {many}"
         remedy = 'octavo.optim.AdamW(model.parameters(), moments="bf16")'
         expected = "bf16 has float32's range: nothing is flushed"
-    severity = 1 + math.log2(value / LIMITS[kind]) if kind == "jump" else value / LIMITS[kind]
+    severity = severity_of(kind, value / LIMITS[kind])
     name = record.layers[layer]
     return Finding(kind, name, "weight", (), "", record.steps[begins], step, numbers, cause, remedy, expected, severity)
-
-
-def _reason_of_jump(record: Record, begins: int, worst: int) -> tuple[str, str, str]:
-    """(which recorded number rose with an update, a remedy, what the remedy would do)."""
-    rate = 'for group in optimizer.param_groups: group["lr"] = min(group["lr"], {:.3g})'
-    for name, what, remedy in (
-        *((name, "the learning rate", rate) for name in RATES),
-        ("grad_norm", "the gradients' norm", "torch.nn.utils.clip_grad_norm_(model.parameters(), {:.3g})"),
-    ):
-        pairs = zip(*record.scalars.get(name, ([], [])), strict=True)
-        values = {step: value for step, value in pairs if math.isfinite(value)}
-        then = values.get(record.steps[begins - 1], math.inf)
-        now = max(values.get(step, 0.0) for step in record.steps[begins : worst + 1])
-        if now > 2 * then:
-            rose = f", as {what} rose from {then:.3g} to {now:.3g}"
-            return rose, remedy.format(2 * then), "before each optimizer.step(): no more than twice the last record's"
-    remedy = "octavo.schedule.Recovery(octavo.schedule.Phase(octavo.recipes.high_precision()))"
-    missing = ["lr"] * record.scalars.keys().isdisjoint(RATES) + ["grad_norm"] * ("grad_norm" not in record.scalars)
-    more = f"record {' and '.join(missing)} to see what rose" if missing else "neither lr nor grad_norm rose"
-    return "", remedy, f"leaves out the steps after it whose loss jumps; {more}"

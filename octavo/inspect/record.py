@@ -5,7 +5,7 @@ A killed run, too, leaves a readable record:
     record.json         the form of the record, and who wrote it
     rows-<step>.json    which casts the rows of counts are of, from this step on: a new file where recipes change
     counts-<step>.npz   NumPy arrays, a file for each recorded step: sums [rows, 7], extremes [rows, 3], exponents
-                        [rows, 64] (kernels/reference/cast_statistics.py), moved [weights, 10] (weights.py); for experts
+                        [rows, 64] (kernels/reference/cast_statistics.py), moved [weights, 11] (weights.py); for experts
                         also what recorder.kept lists
     steps.jsonl         a line of JSON for each step, {"step": 12, "loss": 1.9, ...}, and for each event,
                         {"step": 12, "event": "switch", "text": "fp8: 20 % of the steps"}
@@ -29,7 +29,7 @@ from octavo.inspect.rows import Row
 from octavo.inspect.weights import MOVED
 from octavo.kernels.arguments import EXPONENTS, EXTREMES, LOWEST, SUMS
 
-FORMAT = 2
+FORMAT = 3
 _STEPS = "steps.jsonl"
 
 
@@ -104,6 +104,9 @@ MEASURES = {
     "flushed": "share of the numbers that are not 0 whose codes are 0",
     "clipped": "share of the finite numbers beyond the format's largest, which they are cast to",
     "nonfinite": "share of infs and NaNs",
+    "elements": "how many numbers were counted",
+    "zeros": "share of the numbers that are 0 before they are cast",
+    "rms": "root mean square of the finite numbers",
     "sqnr": "decibels: the numbers' power over that of what rounding changed",
     "amax": "the largest magnitude",
     "scale_inv": "the largest scale_inv",
@@ -112,6 +115,7 @@ MEASURES = {
 OF_WEIGHTS = {
     "update": "root mean square of what a step changes",
     "resolution": "that, over the root mean square of the distance between numbers of the weight's dtype",
+    "between": "root mean square of what changed between the last recorded step and this one",
     "changed": "share of the weight's numbers that the step changes",
     "first_flushed": "share of an optimizer's first moment whose codes are 0 where the second's are not",
     "second_flushed": "the same of the second moment",
@@ -284,6 +288,9 @@ def measures_of(rows: Sequence[Row], sums: Any, extremes: Any) -> dict[str, Any]
             "flushed": np.where(finite > zeros, flushed / (finite - zeros), np.where(elements > 0, 0.0, np.nan)),
             "clipped": clipped / finite,
             "nonfinite": nonfinite / elements,
+            "elements": np.where(elements > 0, elements, np.nan),
+            "zeros": zeros / elements,
+            "rms": np.sqrt(power / finite),
             "sqnr": 10 * np.log10(power / error),
             "amax": np.where(elements > 0, amax, np.nan),
             "scale_inv": np.where(elements > 0, scale_inv, np.nan),
@@ -292,7 +299,7 @@ def measures_of(rows: Sequence[Row], sums: Any, extremes: Any) -> dict[str, Any]
 
 
 def of_weights(moved: Any) -> dict[str, Any]:
-    """OF_WEIGHTS from counts [..., layers, 10]."""
+    """OF_WEIGHTS from counts [..., layers, 11]."""
     np = numpy()
     sums = dict(zip(MOVED, np.moveaxis(moved, -1, 0), strict=True))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -300,6 +307,7 @@ def of_weights(moved: Any) -> dict[str, Any]:
         found = (
             np.sqrt(sums["update"] / sums["elements"]),
             np.sqrt(sums["update"] / sums["grid"]),
+            np.sqrt(sums["between"] / sums["elements"]),
             sums["changed"] / sums["elements"],
             sums["first_flushed"] / sums["moments"],
             sums["second_flushed"] / sums["moments"],

@@ -18,7 +18,7 @@ from octavo.inspect.findings import severities
 from octavo.inspect.record import RecordWriter, by_layer, measures_of, numpy, of_weights
 from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
-from octavo.inspect.weights import Samples, count_weights, moved_since, sample
+from octavo.inspect.weights import Samples, count_weights, facts_of, moved_since, sample, tied_of
 from octavo.kernels.arguments import SUMS
 from octavo.recipes import to_json
 from octavo.scaling.recipe_map import RecipeMap
@@ -99,7 +99,9 @@ class Recorder:
         with self._ranks.together():
             self._writer = RecordWriter(Path(to), step) if self._ranks.rank == 0 else None
         self._written: Table | None = None
+        self._tied = tied_of(model)
         self._samples: Samples | None = None
+        self._last: Samples | None = None  # after the last recorded step
         self._scalars: list[tuple[int, str, Scalar]] = []
         self._readings: list[_InFlight] = []
         self._recipes: RecipeMap | None = None
@@ -114,7 +116,8 @@ class Recorder:
             scalars: other numbers by name.
         """
         if self._goes_on:
-            self._keep({"loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: self._left_out()})
+            facts = facts_of(self.optimizer) if self._is_recorded else {}
+            self._keep({**facts, "loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: self._left_out()})
         for switch in () if self.schedule is None else self.schedule.switches[self._switches :]:
             self.event("recovery" if switch.phase < 0 else "switch", f"{switch.name}: {switch.reason}")
             self._switches += 1
@@ -128,8 +131,9 @@ class Recorder:
     def event(self, kind: str, text: str) -> None:
         """Record something that happened in this step.
 
-        A recorder itself records each "switch" and "recovery" of its schedule, and each step that is "skipped" by the
-        schedule or by an optimizer of octavo.optim. Other events are recorded by calling this.
+        A recorder itself records each "switch" and "recovery" of its schedule, each step that is "skipped" by the
+        schedule or by an optimizer of octavo.optim, and parameters that modules no longer share ("untied"). Other
+        events are recorded by calling this.
         """
         with self._or_ends():
             if self._writer is not None:
@@ -191,7 +195,10 @@ class Recorder:
             return self._table.attach(False)
         if not self._table.is_of(self.model):
             self._table.attach(False)
-            self._table = Table(self.model)
+            self._table, self._last = Table(self.model), None
+        for names in sorted(self._tied - tied_of(self.model)):
+            self.event("untied", names)
+            self._tied.discard(names)
         self._table.attach(True)
         if self._table.rows:
             self._samples = sample(self._table.layers, self.optimizer)
@@ -203,7 +210,8 @@ class Recorder:
         table = self._table
         count_weights(table.layers, self._ranks)
         assert self._samples is not None
-        moved, self._samples = moved_since(self._samples, table.layers, self.optimizer), None
+        moved, self._last = moved_since(self._samples, table.layers, self.optimizer, self._last)
+        self._samples = None
         sums, extremes = self._ranks.sum(table.sums).clone(), self._ranks.largest(table.extremes).clone()
         table.sums.zero_()
         table.extremes.zero_()

@@ -93,7 +93,7 @@ def remedies(row: Row, rows: Sequence[Row], found: Exponents, scale_inv: float, 
         scale_inv: the one in use.
         least: "smallest_subnormal": flushed numbers are too small; "smallest_normal": also those that lose digits.
     """
-    cast, finer = row.cast, []
+    cast, finer, wide = row.cast, [], []
     changes: list[dict[str, Any]] = [{}]
     changes += [{"rule": Dynamic()}] * cast.is_delayed + [{"format": E5M2}] * (cast.format is not E5M2)
     # a margin that the numbers did not need is left out
@@ -103,12 +103,13 @@ def remedies(row: Row, rows: Sequence[Row], found: Exponents, scale_inv: float, 
         if changed != cast and (rules := with_cast(row, rows, changed)) is not None:
             share = float(found.below(_least(changed.format, least) * _scale_inv(cast, scale_inv, changed, found)))
             finer.append(Remedy(rules, share, cast.granularity != PerTensor()))
+            wide += [rules] * ("format" in change)
     shared = math.inf if ALL in cast.granularity.tile else math.prod(cast.granularity.tile)
     for tile, make in _FINER:
         if tile < shared:
             finer.append(Remedy(_of(row, make()), found.bound(tile, E4M3, _least(E4M3, least)), True))
     # gradients keep enough digits in E5M2; inputs and weights do not, so that for them it comes last
-    yield from sorted(finer, key=lambda remedy: row.role != "grad_output" and "E5M2" in as_text(remedy.rules))
+    yield from sorted(finer, key=lambda remedy: row.role != "grad_output" and remedy.rules in wide)
     yield Remedy(without_fp8(row), 0.0, False)
 
 

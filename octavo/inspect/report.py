@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from octavo.errors import MissingExtraError
 from octavo.formats import E4M3, E5M2, Format
-from octavo.inspect.findings import LIMITS, MOST_SEVERE, Finding, verdict
+from octavo.inspect.findings import LIMITS
+from octavo.inspect.incidents import MOST_SEVERE, Finding, verdict
 from octavo.inspect.record import MEASURES, OF_WEIGHTS, Record, numpy
 from octavo.recipes import to_json as to_rules
 from octavo.scaling.recipe import ROLES
@@ -44,7 +45,7 @@ def changes(findings: Sequence[Finding], earlier: Sequence[Finding]) -> list[tup
     """A run's findings, each "new", "worse", "milder" or "same", and then those of another run that are "gone".
 
     Findings of one kind, layer and role are the same one, also where one of them is another's consequence; it is worse
-    or milder if its measure is twice or half what it was.
+    or milder if its severity differs by 1 or more.
     """
     now, before = _severities(findings), _severities(earlier)
 

@@ -28,10 +28,11 @@ from octavo.tensor.stored_weight import StoredWeight
 
 # What is recorded of each weight's update: how many elements were sampled of the weight, its moments and its master;
 # the sums of squares of the update and of the distances to the next number, and how many elements changed; how many of
-# each moment are flushed; and the same of the master's update, if the optimizer keeps a master besides the weight.
+# each moment are flushed; the same of the master's update, if the optimizer keeps a master besides the weight; and the
+# sum of squares of what changed between the end of the last recorded step and the begin of this one.
 MOVED = (
     *("elements", "moments", "masters"),
-    *("update", "grid", "changed", "first_flushed", "second_flushed", "master_update", "master_changed"),
+    *("update", "grid", "changed", "first_flushed", "second_flushed", "master_update", "master_changed", "between"),
 )
 SAMPLED = 1024  # elements of a weight
 
@@ -138,9 +139,18 @@ def sample(layers: Sequence[RecordedLayer], optimizer: torch.optim.Optimizer | N
     return [sample.master for sample in samples], values
 
 
-def moved_since(before: Samples, layers: Sequence[RecordedLayer], optimizer: torch.optim.Optimizer | None) -> Tensor:
-    """MOVED of each weight, summed over its sample: float64 [weights, 10]."""
+def moved_since(
+    before: Samples,
+    layers: Sequence[RecordedLayer],
+    optimizer: torch.optim.Optimizer | None,
+    last: Samples | None = None,
+) -> tuple[Tensor, Samples]:
+    """(MOVED of each weight, summed over its sample: float64 [weights, 11]; the sample after the step).
+
+    ``last``: the one after the last recorded step, if its layers were the same.
+    """
     new, after = _read(layers, optimizer)
+    between = before[1][0] - (before if last is None else last)[1][0]
     change = (after - before[1]).double()  # of the weight, of the distance to the next number, and of the master
     squares, changed = change.square().sum(-1), (change != 0).sum(-1, dtype=torch.float64)
     sizes = []
@@ -149,12 +159,37 @@ def moved_since(before: Samples, layers: Sequence[RecordedLayer], optimizer: tor
         compares = now.master is not None and now.master == then  # not in the first step, which makes the master
         sizes.append((elements, moments, elements * compares))
     columns = [squares[0], after[1].double().square().sum(-1), changed[0], *_flushed(new), squares[2], changed[2]]
-    return torch.cat([_on_device(tuple(sizes), after.device), torch.stack(columns, 1)], 1)
+    columns.append(between.double().square().sum(-1))
+    moved = torch.cat([_on_device(tuple(sizes), after.device), torch.stack(columns, 1)], 1)
+    return moved, ([sample.master for sample in new], after)
+
+
+def facts_of(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """What an optimizer itself says, as numbers by name that a record keeps; nothing waits for the device.
+
+    "lr" is the largest of its groups, "state_age" the steps that the state of its first weight has seen, and
+    "decayed_vectors" how many biases and norms' weights have weight decay.
+    """
+    if optimizer is None:
+        return {}
+    groups = optimizer.param_groups
+    decayed = [param for group in groups if group.get("weight_decay") for param in group["params"] if param.ndim < 2]
+    ages = (state["step"] for state in optimizer.state.values() if isinstance(state, dict) and "step" in state)
+    rate = max((group["lr"] for group in groups if "lr" in group), default=None)
+    return {"lr": rate, "state_age": next(ages, None), "decayed_vectors": len(decayed)}
 
 
 @functools.lru_cache(maxsize=8)
 def _on_device(numbers: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64, device=device)
+
+
+def tied_of(model: nn.Module) -> set[str]:
+    """The parameters that several modules share, each as "a.weight and b.weight"."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return {" and ".join(several) for several in names.values() if len(several) > 1}
 
 
 def _strided(tensor: Tensor) -> Tensor:

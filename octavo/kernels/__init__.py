@@ -57,4 +57,20 @@ def multi_tensor_cast(xs: Sequence[torch.Tensor], *args: Any) -> None:
     torch.ops.octavo.multi_tensor_cast(xs, *args)
 
 
-__all__ = [*SCHEMAS, "normalise", "normalised", "produced"]
+__all__ = [
+    "amax",
+    "cast",
+    "cast_and_commit",
+    "cast_statistics",
+    "delayed_update",
+    "dequantize",
+    "grouped_matmul",
+    "matmul",
+    "multi_tensor_cast",
+    "norm_backward",
+    "normalise",
+    "normalised",
+    "note_faults",
+    "produced",
+    "scales_of_pass",
+]

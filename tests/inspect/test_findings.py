@@ -44,6 +44,9 @@ def made(layers: int = 2, records: int = 4, rule: Delayed | Dynamic = DELAYED) -
         "flushed": random.uniform(0, 1e-3, shape),
         "clipped": random.uniform(0, 1e-5, shape),
         "nonfinite": np.zeros(shape),
+        "elements": np.full(shape, 1e4),
+        "zeros": np.zeros(shape),
+        "rms": amax / 4,
         "sqnr": own + random.normal(0, 0.2, shape),
         "amax": amax,
         "scale_inv": amax / [row.largest for row in rows],
@@ -54,16 +57,15 @@ def made(layers: int = 2, records: int = 4, rule: Delayed | Dynamic = DELAYED) -
         "update": 1e-4 * random.uniform(0.5, 2, moved),
         "resolution": random.uniform(50, 100, moved),
         "changed": np.ones(moved),
+        "between": np.zeros(moved),
         "first_flushed": np.zeros(moved),
         "second_flushed": np.zeros(moved),
         **{f"master_{name}": np.full(moved, np.nan) for name in ("update", "resolution", "changed")},
     }
     steps = [50 * record for record in range(records)]
-    loss = [float(4 + 6 * math.exp(-step / 9000)) for step in steps]
-    scalars, events = (
-        {"loss": (steps, loss), "grad_norm": (steps, loss)},
-        [(step, "switch", "fp8") for step in steps[1:2]],
-    )
+    loss = [float(4 + 6 * math.exp(-step / 9000) + random.normal(0, 0.1)) for step in steps]
+    scalars = {"loss": (steps, loss), "grad_norm": (steps, [1.0 + loss % 0.1 for loss in loss])}
+    events = [(step, "switch", "fp8") for step in steps[1:2]]
     return Record(rows, steps, measures, _normal(amax), names, weights, scalars, events)
 
 
@@ -156,7 +158,7 @@ def test_flushed() -> None:
     record.exponents[2, GRADIENT, 2:34] = 100  # 32 octaves below the amax, of about 2^-12
     found = only(diagnose(record))
     assert where(found) == ("flushed", "model.layers.1.mlp", "grad_output", 50)
-    assert (found.worst, found.severity) == (100, pytest.approx(1 + math.log2(7.1)))
+    assert (found.worst, found.severity) == (100, pytest.approx(1 + 2 * math.log(7.1, 20)))
     assert "7.1 % are flushed" in found.cause and "wider than E5M2" in found.cause
     found = only(diagnose(put(made(records=6), GRADIENT, flushed=[0.02, 0.0, 0.02, 0.05, 0.0])))
     assert (found.begins, found.worst) == (150, 200)  # where its worst stretch begins
@@ -166,7 +168,7 @@ def test_a_stale_scale_and_what_it_clips() -> None:
     """One that is far too old is given up; a margin is room."""
     found = only(diagnose(put(made(), INPUT, assumed=[3.0, 6.0, 3.0], clipped=[0.01, 0.03, 0.01])))
     assert where(found) == ("stale", "model.layers.1.mlp", "input", 50)
-    assert found.severity == pytest.approx(1 + math.log2(30)) and "3 % are clipped" in found.cause
+    assert found.severity == pytest.approx(1 + 2 * math.log(30, 20)) and "3 % are clipped" in found.cause
     assert "margin=3" in found.remedy
     found = only(diagnose(put(made(), INPUT, assumed=1000.0, clipped=0.5)))
     assert "Delayed" not in found.remedy.split("'grad_weight'")[0].split("(Cast")[1].split(")), ")[0]
@@ -174,23 +176,6 @@ def test_a_stale_scale_and_what_it_clips() -> None:
     record = made()
     record.rows[INPUT] = dataclasses.replace(record.rows[INPUT], cast=Cast(E4M3, PerTensor(), Delayed(), margin=3))
     assert diagnose(put(record, INPUT, assumed=6.0)) == []
-
-
-def test_what_is_not_finite_is_found_once_where_it_began() -> None:
-    """After it nothing counts but a fault that begins much later."""
-    record = made(3, 5)
-    for place, at in ((8, 2), (5, 2), (2, 3), (0, 3)):  # gradients of the third and second layer, then what follows
-        record.measures["nonfinite"][at:, place] = 0.5
-    found = only(diagnose(record))
-    assert (found.role, found.layer[13:14], found.begins) == ("grad_output", "2", 100)
-    assert "; soon those of 3 more casts in 2 layers too" in found.cause
-    record = made(3, 9)
-    for place, at in ((5, 1), (2, 2), (0, 7)):
-        record.measures["nonfinite"][at:, place] = 0.5
-    first, second = diagnose(record)
-    assert (first.begins, second.begins) == (50, 350) and "soon" not in second.cause
-    assert "; soon those of 1 more cast in 1 layer too" in first.cause
-    assert only(diagnose(put(made(), INPUT, nonfinite=1.0, sqnr=NAN, flushed=1.0))).kind == "nonfinite"
 
 
 def test_a_low_sqnr() -> None:
@@ -208,20 +193,6 @@ def test_outliers() -> None:
     found = only(diagnose(put(record, INPUT, flushed=0.2)))
     assert where(found) == ("outliers", "model.layers.1.mlp", "input", 50)
     assert "recipes." in found.expected and "at most" in found.expected
-
-
-def test_weights_and_moments() -> None:
-    record = made(3, 12)
-    record.weights["changed"][6:, 1] = 0.01
-    record.weights["second_flushed"][3:, 2] = 0.3
-    record.weights["update"][9, 0] *= 1000
-    found = {finding.kind: finding for finding in diagnose(record)}
-    assert {kind: (each.layer[13], each.begins) for kind, each in found.items()} == {
-        "unmoved": ("1", 300),
-        "second moments": ("2", 150),
-        "jump": ("0", 450),
-    }
-    assert all("octavo." in each.remedy for each in found.values())
 
 
 def test_a_master_keeps_what_the_weight_rounds_off() -> None:
@@ -247,24 +218,3 @@ def test_gradients_with_a_margin_they_have_no_use_for(tmp_path: Path) -> None:
     place = next(i for i, row in enumerate(record.rows) if (row.layer, row.role) == (first.layer, "grad_output"))
     foretold = float(first.expected.split(" %")[0]) / 100
     assert record.measures["flushed"][:, place].max() == pytest.approx(foretold, abs=2e-4)
-
-
-def test_a_jump_says_what_rose() -> None:
-    record = made(1, 12)
-    record.weights["update"][9, 0] *= 1000
-    found = only(diagnose(record))
-    assert "Recovery" in found.remedy and found.expected.endswith("; record lr to see what rose")
-    record.scalars["grad_norm"][1][9] *= 100
-    found = only(diagnose(record))
-    assert "the gradients' norm rose" in found.cause and "clip_grad_norm_(model.parameters(), " in found.remedy
-    record.scalars["lr"] = record.steps, [1e-3] * 9 + [0.1] * 3
-    found = only(diagnose(record))
-    assert "the learning rate rose from 0.001 to 0.1" in found.cause and "min(group" in found.remedy
-    record.scalars["learning_rate"] = record.scalars.pop("lr")  # as transformers' Trainer calls it
-    assert only(diagnose(record)).cause == found.cause
-    record.weights["update"][10, 0] *= 2000  # the step after the rise is the worst
-    found = only(diagnose(record))
-    assert (found.begins, found.worst) == (450, 500) and "the learning rate rose from 0.001 to 0.1" in found.cause
-    flat = record.steps, [1.0] * 12
-    record.scalars.update(grad_norm=flat, learning_rate=flat)
-    assert only(diagnose(record)).expected.endswith("; neither lr nor grad_norm rose")

@@ -175,7 +175,7 @@ def test_a_recovery_and_the_steps_it_skips_are_noted(make: Any, tmp_path: Path) 
         (3, "skipped"),
         (6, "switch"),
     ]
-    assert found.scalars.keys() == {"loss"}
+    assert "skipped" not in found.scalars
     assert [event["kind"] for event in json.loads(to_json(found, []))["events"]].count("recovery") == 1
 
 
@@ -251,9 +251,9 @@ def test_severities_are_times_the_limits() -> None:
     cases = [
         (PLAIN, {"flushed": 0.02}, 2),
         (PLAIN, {"clipped": 0.005}, 5),
-        (PLAIN, {"assumed": 8.0}, 10**-0.6),  # a scale that is the tensor's own
+        (PLAIN, {"assumed": 8.0}, 10**-0.3),  # a scale that is the tensor's own
         (GRADIENT, {"assumed": 8.0}, 4),
-        (PLAIN, {"sqnr": 15.5}, 10),
+        (PLAIN, {"sqnr": 18.5}, 10),
         (PLAIN, {"nonfinite": 1e-9}, math.inf),
         (PLAIN, dict.fromkeys(fine, math.nan), -math.inf),
     ]

@@ -136,7 +136,7 @@ def test_as_text() -> None:
 
 
 def test_two_runs() -> None:
-    """A finding that doubles is worse; one that another run has as a consequence is not new."""
+    """A finding whose severity grows by 1 is worse; one that another run has as a consequence is not new."""
     record, (first, second) = broken(3, 6)
     (effect,) = diagnose(put(made(3, 6), 0, flushed=0.2))
     earlier = [replace(first, severity=first.severity - 1, consequences=(second,)), effect]
@@ -147,7 +147,7 @@ def test_two_runs() -> None:
     against = Against("earlier", made(2, 4), earlier)
     text = table(record, [first, second], 1, against)
     assert "against earlier: 1 worse, 1 same, 1 gone\n    worse: " in text
-    assert text.endswith("    gone: warning, model.layers.0.mlp input of output and grad_weight: flushed from step 50")
+    assert "    gone: warning, model.layers.0.mlp input of output and grad_weight: flushed from step 50" in text
     content = json.loads(to_json(record, [first, second], against=against))["against"]
     assert content["states"] == ["worse", "same"] and [each["layer"] for each in content["gone"]] == [effect.layer]
     assert len(content["casts"]) == 6 and len(content["casts"][0]["sqnr"]) == 1

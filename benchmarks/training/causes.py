@@ -1,0 +1,460 @@
+"""Whether octavo.inspect names the cause of a fault: faults put into small trainings, and what diagnose says of them.
+
+A fault has what should be said of it: the cause, its layer and a remedy. It is put into a GPT of two blocks, dense and
+with experts, under three recipes (a seed each), at the seventh of 16 recorded steps unless it is there from the begin.
+Before the first of these the model has trained for 60 steps in high precision, but for faults of a beginning. Printed
+are the shares of runs whose first finding, or one of the first three, is right in each respect, and findings above
+"note" in healthy runs. Eleven of the 32 kinds of fault, drawn by a seed, are in causes_held_out.py: no limit of
+octavo.inspect was chosen by them.
+Written to results/causes.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import functools
+import math
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import octavo
+from benchmarks.common.measure import provenance, table, write_results
+from benchmarks.common.pages import markdown, read
+from octavo import E4M3, E5M2, Cast, PerTensor, RecipeMap, recipes
+from octavo.inspect import Finding, Record
+from octavo.nn.recipe_module import RecipeModule
+from octavo.scaling.recipe import OPERANDS
+from octavo.train import Batches, ModelConfig, load_corpus, next_byte_loss
+from octavo.train.trainer import build_model
+
+TAKES = "10 minutes of one core"
+MEASURES = ("octavo/inspect",)
+
+STEPS, AT, BEFORE, SEEDS = 16, 6, 60, (0, 1, 2)
+SIZES = {"width": 64, "layers": 2, "heads": 2, "context": 32}
+MODELS = {"dense": ModelConfig(**SIZES), "experts": ModelConfig(**SIZES, experts=4, top_k=2)}
+RECIPES = (recipes.dynamic(), recipes.delayed(), recipes.rowwise(power_of_two=True))  # of each seed
+ALL = "*"  # every layer is right
+ASPECTS = ("layer", "cause", "remedy")
+HEAD = ("findings", "faults", *(f"{name}: first, among three" for name in ASPECTS))
+
+
+class Training:
+    """A small training with clipping, a warm-up and groups for weight decay, which a fault may change."""
+
+    lr, warmup, clip, loss_scale, tied, dtype = 3e-3, 10, 1.0, 0.0, False, torch.float32
+    schedule: Callable[[int], float] = staticmethod(lambda step: 1.0)
+    optimizer_of: Callable[..., Any] = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95))
+
+    def __init__(self, model: str, seed: int, **options: Any) -> None:
+        vars(self).update(options)
+        self.recipe, self.seed, self.done, self.step = RECIPES[seed], seed, 0, -1
+        self.model: Any = build_model(MODELS[model], "float32", seed)
+        if self.tied:
+            self.model.embedding.weight = self.model.head.weight
+        octavo.convert(self.model.to(self.dtype), recipes.high_precision(), lambda _, name: "router" not in name)
+        params = [*self.model.parameters()]
+        matrices, vectors = [p for p in params if p.ndim > 1], [p for p in params if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = self.optimizer_of(groups, lr=self.lr)
+
+    def layers(self, *ends: str) -> list[str]:
+        """Names of layers in FP8 that end so."""
+        return [n for n, m in self.model.named_modules() if isinstance(m, RecipeModule) and n.endswith(ends or "")]
+
+    def layer(self, *ends: str) -> str:
+        """One of them, drawn by the seed."""
+        found = self.layers(*ends)
+        return random.Random(f"{self.seed} of {len(found)}").choice(found)
+
+    def weight(self, name: str) -> Tensor:
+        return self.model.get_submodule(name).weight.data  # type: ignore[no-any-return]
+
+    def run(self, steps: int, fault: Fault, recorder: Any = None) -> None:
+        for _ in range(steps):
+            self.step += recorder is not None
+            fault.before(self)
+            rate = self.lr * min(1.0, (self.done + 1) / max(1, self.warmup)) * self.schedule(self.done)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            tokens, targets = fault.batch(self, *batches(self.seed).training(self.done))
+            logits = self.model(tokens)
+            if self.loss_scale:
+                logits = logits.half()
+            loss = next_byte_loss(logits, targets)
+            (fault.loss(self, loss) * (self.loss_scale or 1)).backward()
+            for p in self.model.parameters():
+                if p.grad is not None and self.loss_scale:
+                    p.grad /= self.loss_scale
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip or math.inf)
+            if not self.loss_scale or norm.isfinite():
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+            fault.after(self)
+            self.done += 1
+            if recorder is not None:
+                scale = {"loss_scale": self.loss_scale} if self.loss_scale else {}
+                recorder.step(loss, norm, lr=self.optimizer.param_groups[0]["lr"], **scale)
+
+
+@functools.cache
+def batches(seed: int) -> Batches:
+    return Batches(load_corpus(None), SIZES["context"], 8, seed)
+
+
+Do = Callable[["Training"], Any]
+
+
+def nothing(run: Training) -> None:
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A kind of fault, and what should be said of it.
+
+    ``causes``: kinds of findings, "nonfinite" with its role; ``layer``: "" for none, or the ends of names that it is
+    drawn from; ``remedies``: texts, of which the remedy has one. ``fresh``: the training begins with the fault.
+    """
+
+    causes: Sequence[str] = ()
+    layer: str | tuple[str, ...] = ""
+    remedies: Sequence[str] = ()
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fresh: bool = False
+    models: tuple[str, ...] = tuple(MODELS)
+    begin: Do = nothing
+    before: Do = nothing
+    batch: Callable[[Training, Tensor, Tensor], tuple[Tensor, Tensor]] = lambda run, tokens, targets: (tokens, targets)
+    loss: Callable[[Training, Tensor], Tensor] = lambda run, loss: loss
+    after: Do = nothing
+
+
+def at(change: Do, every: bool = False) -> Do:
+    """What is done in the step AT, or in each from it on."""
+    return lambda run: change(run) if (run.step >= AT if every else run.step == AT) else None
+
+
+def weight(change: Callable[[Tensor], Any], *ends: str) -> Do:
+    """A change of a drawn layer's weight."""
+    return lambda run: change(run.weight(run.layer(*ends)))
+
+
+def input_of(change: Callable[[Tensor], Tensor], when: Callable[[Training], bool], *ends: str) -> Do:
+    """Have a drawn layer's cast see another input in some steps."""
+
+    def begin(run: Training) -> None:
+        def hook(_: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            return (change(arguments[0]), *arguments[1:]) if when(run) else None
+
+        run.model.get_submodule(run.layer(*ends)).register_forward_pre_hook(hook)
+
+    return begin
+
+
+def one(value: float, times: bool = False) -> Callable[[Tensor], Tensor]:
+    """The tensor with one number changed; with ``times`` to so many times the largest one, and without a gradient."""
+
+    def change(x: Tensor) -> Tensor:
+        changed = x.clone()
+        changed.view(-1)[5] = value * float(x.detach().abs().max()) if times else value
+        return changed
+
+    return change
+
+
+def gradient(value: float) -> Do:
+    """One number of the gradient of a drawn layer's result in step AT."""
+
+    def begin(run: Training) -> None:
+        def hook(_: Any, __: Any, output: Any) -> None:
+            if run.step == AT:
+                (output[0] if isinstance(output, tuple) else output).register_hook(one(value))
+
+        run.model.get_submodule(run.layer()).register_forward_hook(hook)
+
+    return begin
+
+
+def batch_with(value: float) -> Do:
+    """A number among the embeddings of step AT, as float inputs would have it."""
+    hook = one(value)
+    return lambda run: run.model.embedding.register_forward_hook(
+        lambda _, __, output: hook(output) if run.step == AT else None
+    )
+
+
+def rate(factor: float) -> Do:
+    """Another learning rate from AT on."""
+    return lambda run: vars(run).update(lr=run.lr * (factor if run.step == AT else 1))
+
+
+def with_recipe(*ends: str, **casts: Cast) -> Do:
+    """Other casts of roles in a drawn layer."""
+
+    def begin(run: Training) -> None:
+        changes = {}
+        for product, roles in OPERANDS.items():
+            before = getattr(RECIPES[run.seed], product)
+            after = tuple(casts.get(role, cast) for role, cast in zip(roles, before, strict=True))
+            changes[product] = before if {cast.format for cast in after} == {E5M2} else after  # which no GPU multiplies
+        octavo.set_recipe(run.model, RecipeMap(RECIPES[run.seed], {run.layer(*ends): changes}))
+
+    return begin
+
+
+def swapped(run: Training) -> None:
+    """Each weight's halves, as two ranks' shards in the other order."""
+    for name in run.layers():
+        run.weight(name).copy_(torch.cat(run.weight(name).chunk(2)[::-1]))
+
+
+def random_bytes(run: Training, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    if run.step != AT:
+        return tokens, targets
+    return torch.randint_like(tokens, 256), torch.randint_like(targets, 256)
+
+
+def idle(run: Training) -> None:
+    """The second expert of a block is never chosen."""
+    run.model.get_submodule(run.layer("gate_up").removesuffix(".experts.gate_up")).bias[1] = -1e9
+
+
+def saturated(run: Training) -> None:
+    """Queries and keys that are 8 times as large."""
+    run.weight(run.layer("qkv.linear"))[: 2 * SIZES["width"]] *= 8
+
+
+def scaled_scale(run: Training) -> None:
+    """The input's scale has no room for what is 32 times smaller than the amax."""
+    run.model.get_submodule(run.layer()).delayed_scale[0] *= 32
+
+
+NAN, FIRST, SCALER = math.nan, "blocks.0.attention.qkv.linear", {"loss_scale": 1024.0}
+ANY, INNER = ("",), ("attention.out", "fc1", "fc2", "gate_up", "down")
+DELAYED = {"recipe": recipes.delayed()}
+E5M2_INPUT, WITH_MARGIN = Cast(E5M2, PerTensor()), Cast(E4M3, PerTensor(), margin=14)
+CHECKPOINT, DATA = ("checkpoint",), ("data",)
+
+FAULTS: Mapping[str, Fault] = {
+    "weight x 10,000": Fault(("overwritten",), ANY, CHECKPOINT, before=at(weight(lambda w: w.mul_(1e4)))),
+    "dead row": Fault(
+        ("dead rows",), INNER, ("initial",), after=at(weight(lambda w: w[..., 3:4, :].zero_(), *INNER), True)
+    ),
+    "dead expert": Fault(("idle expert",), ("gate_up",), ("balance",), models=("experts",), before=at(idle)),
+    "NaN in a batch": Fault(("batch",), "", DATA, begin=batch_with(NAN)),
+    "NaN in a weight": Fault(
+        ("nonfinite weight",), ANY, CHECKPOINT, before=at(weight(lambda w: w.view(-1)[5:6].fill_(NAN)))
+    ),
+    "inf in a weight": Fault(
+        ("nonfinite weight",), ANY, CHECKPOINT, before=at(weight(lambda w: w.view(-1)[5:6].fill_(math.inf)))
+    ),
+    "learning rate x 10": Fault(("learning rate",), "", ("lr",), before=rate(10)),
+    "bad batch": Fault(("batch",), "", DATA, batch=random_bytes),
+    "loss scale too high": Fault(
+        ("loss scale",), "", ("scale",), SCALER, before=at(lambda run: vars(run).update(loss_scale=2.0**28))
+    ),
+    "loss scale too low": Fault(
+        ("loss scale",), "", ("scale",), SCALER, before=at(lambda run: vars(run).update(loss_scale=2.0**-14))
+    ),
+    "clipping off": Fault(
+        ("gradients",),
+        "",
+        ("clip_grad_norm_",),
+        {"optimizer_of": torch.optim.SGD, "lr": 0.1, "clip": 0.0},
+        loss=lambda run, loss: loss * (50 if run.step == AT else 1),
+    ),
+    "E5M2 inputs": Fault(("rounded",), INNER, ("Cast(E4M3",), begin=with_recipe(*INNER, input=E5M2_INPUT)),
+    "stale scale": Fault(("stale", "clipped"), ANY, ("Cast(",), DELAYED, before=at(scaled_scale, True)),
+    "long history": Fault(
+        ("flushed",),
+        INNER,
+        ("Cast(",),
+        {"recipe": recipes.delayed(history_length=1024)},
+        begin=input_of(one(2.0**17, True), lambda run: run.step == 1, *INNER),
+    ),
+    "outlier channel": Fault(
+        ("outliers",),
+        INNER,
+        ("recipes.", "None"),
+        {"recipe": recipes.dynamic()},
+        begin=input_of(one(2.0**14, True), lambda run: run.step >= AT, *INNER),
+    ),
+    "saturated logits": Fault(("logits",), ("qkv.linear",), ("norm",), begin=saturated),
+    "dead units": Fault(
+        ("dead units",),
+        ("fc2", "down"),
+        ("initial",),
+        begin=input_of(lambda x: x * (torch.arange(x.shape[-1]) < 2), lambda run: run.step >= AT, "fc2", "down"),
+    ),
+    "frozen layer": Fault(
+        ("frozen",),
+        INNER,
+        ("requires_grad",),
+        begin=lambda run: run.model.get_submodule(run.layer(*INNER)).requires_grad_(False),
+    ),
+    "repeated batch": Fault(
+        ("repeats",),
+        "",
+        DATA,
+        batch=lambda run, *given: batches(run.seed).training(BEFORE + AT) if run.step > AT else given,
+    ),
+    "ranks mixed up": Fault(("ranks", "overwritten"), "", CHECKPOINT, before=at(swapped)),
+    "gradients with a margin": Fault(
+        ("flushed",),
+        INNER,
+        ("Cast(", "None"),
+        {"recipe": recipes.dynamic()},
+        begin=with_recipe(*INNER, grad_output=WITH_MARGIN),
+    ),
+}
+
+# what an honest training does, none of which is a fault
+HEALTHY: Mapping[str, Fault] = {
+    "from the begin, with a warm-up": Fault(fresh=True),
+    "a large learning rate": Fault(options={"lr": 1e-2}, fresh=True),
+    "SGD": Fault(options={"optimizer_of": torch.optim.SGD, "lr": 0.1}),
+    "a schedule to 0": Fault(options={"schedule": lambda step: max(0.0, 1 - (step - BEFORE) / (STEPS - 1))}),
+    "warm restarts": Fault(options={"schedule": lambda step: 0.5 + 0.5 * math.cos(step % 10 / 10 * math.pi)}),
+    "blockwise": Fault(options={"recipe": recipes.blockwise()}),
+    "mx": Fault(options={"recipe": recipes.mx()}),
+    "a master in 8 bits, moments in FP8": Fault(
+        options={
+            "optimizer_of": functools.partial(octavo.optim.AdamW, moments="fp8", master="split24"),
+            "dtype": torch.bfloat16,
+        }
+    ),
+    "float16 with a loss scale": Fault(options=SCALER),
+    "a clipped spike of the gradient": Fault(loss=lambda run, loss: loss * (50 if run.step == AT else 1)),
+    "a learning rate that falls to a tenth": Fault(
+        options={"schedule": lambda step: 0.1 if step > BEFORE + AT else 1.0}
+    ),
+    "tied weights": Fault(options={"tied": True}),
+}
+
+
+BEGINNING = {"optimizer_of", "dtype", "tied"}  # options that a training has from its first step on
+
+
+def recorded(fault: Fault, model: str, seed: int, folder: Path) -> tuple[Record, str]:
+    """The record of a training with a fault, and the layer that the fault was put in."""
+    place = folder / "layer.txt"
+    if not place.exists():
+        options = {name: value for name, value in fault.options.items() if fault.fresh or name in BEGINNING}
+        run = copy.deepcopy(trained(0 if fault.fresh else BEFORE, model, seed, tuple(options.items())))
+        vars(run).update(fault.options)
+        octavo.set_recipe(run.model, run.recipe)
+        fault.begin(run)
+        with octavo.inspect.record(run.model, folder, every=1, optimizer=run.optimizer) as recorder:
+            run.run(STEPS, fault, recorder)
+        place.write_text(fault.layer if isinstance(fault.layer, str) else run.layer(*fault.layer))
+    return octavo.inspect.load(folder), place.read_text()
+
+
+@functools.cache
+def trained(steps: int, model: str, seed: int, options: tuple[tuple[str, Any], ...]) -> Training:
+    """A training without faults."""
+    run = Training(model, seed, **dict(options))
+    run.run(steps, Fault())
+    return run
+
+
+def ranks(fault: Fault, layer: str, found: Sequence[Finding]) -> dict[str, int]:
+    """The place of the first finding that is right in its layer, its cause, its remedy; 0 if none is."""
+    right = {
+        "layer": lambda each: layer == ALL or each.layer == layer,
+        "cause": lambda each: cause_of(each) in fault.causes,
+        "remedy": lambda each: any(text in each.remedy for text in fault.remedies),
+    }
+    return {
+        f"{name} at": next((place for place, each in enumerate(found, 1) if is_right(each)), 0)
+        for name, is_right in right.items()
+    }
+
+
+def cause_of(found: Finding) -> str:
+    return f"nonfinite {found.role}" if found.kind == "nonfinite" and found.role else found.kind
+
+
+def rows_of(of: str, kinds: Mapping[str, Fault], folder: Path) -> Iterator[dict[str, Any]]:
+    """A row for each kind of fault, model and seed; of healthy runs one each."""
+    for place, (kind, fault) in enumerate(kinds.items()):
+        runs = [(model, seed) for model in fault.models for seed in SEEDS]
+        for model, seed in runs if fault.causes else runs[place % len(runs) :][:1]:
+            record, layer = recorded(fault, model, seed, folder / f"{kind} {model} {seed}".replace(" ", "-"))
+            row = {"of": of, "kind": kind, "model": model, "seed": seed, "expected": " or ".join(fault.causes)}
+            yield row | {"layer": layer, **said(fault, layer, octavo.inspect.diagnose(record))}
+
+
+def said(fault: Fault, layer: str, found: Sequence[Finding]) -> dict[str, Any]:
+    """What a row has of findings."""
+    alarms = sum(each.level != "note" for each in found)
+    first = {"said": f"{cause_of(found[0])} {found[0].layer}".strip() if found else "", "alarms": alarms}
+    return {**ranks(fault, layer, found), **first, "sentence": found[0].sentence if found else ""}
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Shares of runs by diagnosis and by which faults, and false alarms."""
+    lines = []
+    for diagnosis in ("before", "after"):
+        of = {
+            name: [r for r in rows if (r["diagnosis"], r["of"]) == (diagnosis, name)] for name in ("open", "held out")
+        }
+        for name, its in of.items():
+            if its:
+                at_most = [
+                    [f"{sum(0 < int(r[f'{w} at']) <= n for r in its) / len(its):.0%}" for n in (1, 3)] for w in ASPECTS
+                ]
+                lines.append([diagnosis, f"{name}, {len(its)} runs", *(f"{one}, {three}" for one, three in at_most)])
+        healthy = [r for r in rows if (r["diagnosis"], r["of"]) == (diagnosis, "healthy")]
+        if healthy:
+            alarms = sum(int(r["alarms"]) > 0 for r in healthy)
+            lines.append([diagnosis, f"healthy, {len(healthy)} runs", f"{alarms} with a finding above note", "", ""])
+    return lines
+
+
+def causes_table() -> str:
+    """For docs/inspect.md."""
+    return markdown(HEAD, summary(read("causes")))
+
+
+TABLES = {"causes": causes_table}
+
+
+def main(arguments: list[str]) -> int:
+    from benchmarks.training.causes_held_out import HELD_OUT
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks causes", description=__doc__)
+    parser.add_argument("--records", type=Path, help="keep the records in this folder, and read those that it has")
+    parser.add_argument("--only", nargs="+", default=["open", "held out", "healthy"], help="open, 'held out', healthy")
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    groups = {"open": FAULTS, "held out": HELD_OUT, "healthy": HEALTHY}
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [
+            {"diagnosis": "after", **row}
+            for of in options.only
+            for row in rows_of(of, groups[of], options.records or Path(folder))
+        ]
+    for row in rows:
+        if (row["of"] == "healthy" and row["alarms"]) or (row["of"] != "healthy" and row["cause at"] != 1):
+            print(
+                *(
+                    f"{name}={row[name]!r}"
+                    for name in ("kind", "model", "seed", "layer", "cause at", "said", "sentence")
+                )
+            )
+    before = [{**row} for row in read("causes") if row["diagnosis"] == "before"]  # of the commit that each row names
+    print(table([dict(zip(HEAD, line, strict=True)) for line in summary([*before, *rows])]))
+    if not options.no_write:
+        print(f"written to {write_results('causes', [*before, *rows], origin=provenance())}")
+    return 0

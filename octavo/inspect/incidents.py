@@ -1,0 +1,183 @@
+"""What a finding is, and which findings are one incident: a cause with its consequences.
+
+A finding comes before another in time, by record, and within a record as a step goes: what happened between the steps,
+the data, the layers' forward in their order, the loss, backward in the opposite order, the update, and the weights, as
+they are counted after it. What comes first explains what follows, if it could.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from octavo.inspect.record import Record
+from octavo.inspect.remedies import as_text
+from octavo.scaling.recipe_map import RecipeRule
+
+LEVELS = {
+    "critical": "numbers are lost for good: inf or NaN, or more than half of a tensor",
+    "warning": "severity 3 or more: the training computes something else than was meant",
+    "note": "beyond a limit by less; of a step that the training got over; or a choice that is worth a look",
+}
+MOST_SEVERE = 10.0
+# so many times the limit is a warning; for other kinds four times
+WARNS = {"clipped": 20.0, "stale": 8.0, "flushed": 20.0, "outliers": 20.0, "rounded": 2.0}
+SOON = 2  # a cast explains what begins within so many records
+LATER = 10  # what hurts the whole training explains what begins within so many
+BETWEEN, DATA, FORWARD, LOSS, BACKWARD, UPDATE, AFTER = range(7)  # the parts of a step, in order
+PARTS = {
+    **dict.fromkeys(
+        ("decay", "warm-up", "learning rate", "state", "untied", "dead rows", "overwritten", "ranks"), BETWEEN
+    ),
+    **dict.fromkeys(("batch", "repeats"), DATA),
+    "logits": FORWARD,
+    **dict.fromkeys(("labels", "loss scale"), LOSS),
+    **dict.fromkeys(("gradients", "jump", "frozen", "unmoved", "second moments"), UPDATE),
+}
+OF_ROLES = {"input": FORWARD, "grad_output": BACKWARD, "weight": AFTER}
+# kinds that hurt the whole training
+WHOLE = {*PARTS} - {"decay", "frozen", "unmoved", "second moments", "dead rows"} | {"nonfinite"}
+OF_A_STEP = ("batch", "gradients", "jump")
+FROM_OUTSIDE = ("decay", "warm-up", "learning rate", "state", "untied", "dead rows", "overwritten", "ranks", "repeats")
+TOO_MUCH = ("dead rows", "learning rate", "warm-up", "gradients")  # what else changes a weight that much
+SYMPTOMS = ("batch", "labels", "gradients", "jump")  # which a severe cast explains
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        kind: of LIMITS.
+        layer, role, products: of the cast; for weights and moments the layer where they are worst, without products. A
+            finding that belongs to no layer (of the learning rate, the data, the loss scale) has "" for layer and role.
+        cast: as Python.
+        begins, worst: the steps where it was worst, and where that stretch began.
+        numbers: the measures at the worst step, by name.
+        cause: a sentence.
+        remedy: as Python: for a cast its rules, else a line of a training; or what to look at.
+        expected: what the remedy would do, by the recorded numbers.
+        severity: from 0 to 10: 1 at the limit, 3 at WARNS times it, and so on by the logarithm; 10 for inf or NaN.
+        rules: of a RecipeMap, to mend a cast; see ``octavo.recipes.to_json``.
+        level: "critical", "warning" or "note": see LEVELS.
+        sentence: the finding in plain words, without a full stop: what happens where, since when, and what to do.
+        consequences: findings that this one explains, in the order in which they began.
+
+    Example:
+        >>> import tempfile, torch, octavo
+        >>> layer = octavo.nn.Linear(64, 64)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with octavo.inspect.record(layer, folder) as recorder:
+        ...         layer(torch.full((16, 64), torch.inf)).sum().backward()
+        ...         recorder.step()
+        ...     first, *others = octavo.inspect.diagnose(octavo.inspect.load(folder))
+        >>> first.kind, [effect.kind for effect in first.consequences]
+        ('batch', ['nonfinite'])
+    """
+
+    kind: str
+    layer: str
+    role: str
+    products: tuple[str, ...]
+    cast: str
+    begins: int
+    worst: int
+    numbers: dict[str, float]
+    cause: str
+    remedy: str
+    expected: str
+    severity: float
+    rules: Mapping[str, RecipeRule] = field(default_factory=dict)
+    level: str = "note"
+    sentence: str = ""
+    consequences: tuple[Finding, ...] = ()
+
+    @property
+    def where(self) -> tuple[str, str, tuple[str, ...]]:
+        """(layer, role, products)."""
+        return self.layer, self.role, self.products
+
+    def mended(self, cause: str, rules: Mapping[str, RecipeRule], expected: str) -> Finding:
+        """The finding with its cause and with rules that mend it."""
+        return replace(self, cause=cause, remedy=as_text(rules), expected=expected, rules=rules)
+
+
+def severity_of(kind: str, times: float) -> float:
+    """The severity of a measure that is so many times its limit."""
+    if times == math.inf:
+        return MOST_SEVERE
+    return min(MOST_SEVERE, max(0.0, 1 + 2 * math.log(max(times, 0.1)) / math.log(WARNS.get(kind, 4.0))))
+
+
+def level_of(severity: float, lost: float = 0.0) -> str:
+    """The level of a severity, and of a share of numbers that are lost."""
+    return "critical" if severity == MOST_SEVERE or lost > 0.5 else "warning" if severity >= 3 else "note"
+
+
+def verdict(record: Record, findings: Sequence[Finding]) -> str:
+    """One sentence on a run: its first finding, or that nothing exceeds its limit.
+
+    Args:
+        record, findings: a record and what ``diagnose`` found in it.
+
+    Example:
+        >>> import tempfile, torch, octavo
+        >>> layer = octavo.nn.Linear(64, 64)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with octavo.inspect.record(layer, folder) as recorder:
+        ...         layer(torch.randn(16, 64)).sum().backward()
+        ...         recorder.step()
+        ...     found = octavo.inspect.load(folder)
+        >>> octavo.inspect.verdict(found, octavo.inspect.diagnose(found))
+        'Nothing exceeds its limit in 1 recorded step'
+    """
+    if findings:
+        return findings[0].sentence
+    return f"Nothing exceeds its limit in {len(record.steps)} recorded step{'s' * (len(record.steps) != 1)}"
+
+
+def incidents(record: Record, found: Sequence[Finding]) -> list[Finding]:
+    """Findings folded under those that explain them; the worst level first, then the most severe, then the earliest."""
+    layers = {layer: place for place, layer in enumerate(record.layers)}
+    levels = {level: place for place, level in enumerate(LEVELS)}
+
+    def at(each: Finding) -> int:
+        return bisect_left(record.steps, each.begins)
+
+    def order(each: Finding) -> tuple[int, int, int]:
+        part, place = PARTS.get(each.kind, OF_ROLES.get(each.role, FORWARD)), layers.get(each.layer, -1)
+        part = BETWEEN if each.role == "weight" and each.kind == "nonfinite" and not each.products else part
+        return at(each), part, -place if each.role == "grad_output" else place
+
+    def explains(cause: Finding, effect: Finding) -> bool:
+        records, first = at(effect) - at(cause), at(cause) == 0
+        if effect.kind in FROM_OUTSIDE and cause.severity < MOST_SEVERE:
+            return records <= SOON and effect.kind == "overwritten" and cause.kind in TOO_MUCH
+        if cause.kind in WHOLE and (cause.level != "note" or effect.level == "note"):
+            is_over = cause.kind in OF_A_STEP and cause.severity < MOST_SEVERE
+            return records <= (SOON if is_over else LATER) and not (first and cause.kind in OF_A_STEP)
+        if records > SOON:
+            return False
+        if cause.kind == effect.kind and cause.role == effect.role and not first:  # as the layer before
+            return True
+        if cause.kind not in PARTS and levels[cause.level] > levels[effect.level]:
+            return False
+        if cause.layer == effect.layer:
+            return True
+        return not first and cause.level != "note" and (cause.level == "critical" or effect.kind in SYMPTOMS)
+
+    groups: list[list[Finding]] = []
+    for each in sorted(found, key=order):
+        group = next((group for group in groups if any(explains(cause, each) for cause in group)), None)
+        groups.append([each]) if group is None else group.append(each)
+    joined = [_joined(*group) for group in groups]
+    return sorted(joined, key=lambda each: (levels[each.level], -each.severity, order(each)))
+
+
+def _joined(cause: Finding, *effects: Finding) -> Finding:
+    """A finding with its consequences, of which none is worse."""
+    every = (cause, *effects)
+    level = min((each.level for each in every), key=[*LEVELS].index)
+    return replace(cause, severity=max(each.severity for each in every), level=level, consequences=effects)

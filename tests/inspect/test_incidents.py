@@ -1,0 +1,59 @@
+"""A cause comes before its effects, which are folded under it."""
+
+import pytest
+
+from octavo.inspect import diagnose, verdict
+from octavo.inspect.incidents import LEVELS, level_of, severity_of
+
+np = pytest.importorskip("numpy")
+
+from tests.inspect.test_findings import made, put  # noqa: E402
+from tests.inspect.test_training import AT, FAULTS, LAYER, RECORDS  # noqa: E402
+
+
+def test_a_risen_rate_explains_what_follows() -> None:
+    """But not what was wrong before, nor what begins long after."""
+    record = made(4, 40)
+    record.scalars["lr"] = record.steps, [1e-3] * AT + [1e-2] * 32
+    record.weights["update"][AT] *= 10
+    record.scalars["loss"][1][AT + 1] += 5
+    record.measures["assumed"][AT + 1, 3] = 60.0
+    record.measures["flushed"][:, 0] = 0.05
+    record.measures["clipped"][30:, 9] = 0.01
+    first, *others = diagnose(record)
+    assert (first.kind, first.begins) == ("learning rate", 50 * AT)
+    assert [effect.kind for effect in first.consequences] == ["jump", "batch", "stale"]
+    assert first.level == "warning" and first.severity >= max(each.severity for each in first.consequences)
+    assert {(each.kind, each.begins) for each in others} == {("flushed", 0), ("clipped", 1500)}
+
+
+def test_upstream_explains_downstream() -> None:
+    """Inputs in the order of the layers, gradients in the opposite order."""
+    for role, places in {"input": (0, 3, 6), "grad_output": (8, 5, 2)}.items():
+        record = made(3, RECORDS)
+        record.measures["flushed"][AT:, places] = 0.1
+        (found,) = diagnose(record)
+        assert found.role == role and found.layer == record.rows[places[0]].layer
+        assert [effect.layer for effect in found.consequences] == [record.rows[place].layer for place in places[1:]]
+
+
+def test_an_inf_or_nan_explains_all_others() -> None:
+    record = made(4, RECORDS)
+    FAULTS["a NaN in a gradient"][2](record)
+    (found,) = diagnose(record)
+    assert (found.layer, found.level, found.severity) == (LAYER, "critical", 10)
+    assert len(found.consequences) == 12
+
+
+def test_verdicts_are_sentences() -> None:
+    record = made(4, RECORDS)
+    assert verdict(record, diagnose(record)) == f"Nothing exceeds its limit in {RECORDS} recorded steps"
+    put(record, 3, assumed=6.0, clipped=0.53)
+    assert verdict(record, diagnose(record)) == f"{LAYER} clips 53 % of its input since step 50: give it a margin of 3"
+
+
+def test_severities_are_bounded_and_have_words() -> None:
+    assert [severity_of("jump", times) for times in (1, 4, 16, 1e30)] == pytest.approx([1, 3, 5, 10])
+    assert severity_of("flushed", 20) == pytest.approx(3)
+    assert [level_of(severity) for severity in (2.9, 3, 9.9, 10)] == ["note", "warning", "warning", "critical"]
+    assert level_of(1, lost=0.6) == "critical" and {level_of(1), level_of(3), level_of(10)} == LEVELS.keys()

@@ -1,0 +1,181 @@
+"""Any one fault that is put into a healthy record is what is said first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from octavo.inspect import Record, diagnose
+from octavo.inspect.record import OfExperts
+
+np = pytest.importorskip("numpy")
+
+from tests.inspect.test_findings import made  # noqa: E402
+
+AT, RECORDS = 8, 16  # the record that faults begin in, and all
+LAYER = "model.layers.1.mlp"
+INPUT, WEIGHT, GRADIENT = 3, 4, 5  # rows of this layer; the last layer's are 9 to 11
+
+
+def scalar(name: str, before: float, after: float) -> Callable[[Record], Any]:
+    return lambda record: record.scalars.update({name: (record.steps, [before] * AT + [after] * (RECORDS - AT))})
+
+
+def loss(*values: float) -> Callable[[Record], None]:
+    """Losses from AT on; the last one again and again."""
+
+    def put(record: Record) -> None:
+        for at in range(AT, RECORDS):
+            record.scalars["loss"][1][at] += values[min(at - AT, len(values) - 1)]
+
+    return put
+
+
+def measure(name: str, value: float, *places: int) -> Callable[[Record], None]:
+    def put(record: Record) -> None:
+        record.measures[name][AT:, places] = value
+
+    return put
+
+
+def nonfinite(at: int, *places: int) -> Callable[[Record], None]:
+    """In these rows, and in the record after it in all."""
+
+    def put(record: Record) -> None:
+        record.measures["nonfinite"][at, places] = 0.5
+        record.measures["nonfinite"][at + 1 :] = 0.5
+
+    return put
+
+
+def update(factor: float, *layers: int) -> Callable[[Record], None]:
+    def put(record: Record) -> None:
+        record.weights["update"][AT, layers or slice(None)] *= factor
+
+    return put
+
+
+def both(*faults: Callable[[Record], Any]) -> Callable[[Record], None]:
+    return lambda record: [fault(record) for fault in faults] and None
+
+
+def swapped(record: Record) -> None:
+    for place in (1, WEIGHT, 7, 10):
+        record.measures["rms"][:, place] = 0.25
+    record.weights["update"][AT] = 0.35
+
+
+def repeats(record: Record) -> None:
+    record.scalars["loss"][1][AT:] = [4.2 * 0.98**place for place in range(RECORDS - AT)]
+
+
+def logits(record: Record) -> None:
+    record.layers[1] = LAYER.replace("mlp", "qkv")
+    record.rows[INPUT : GRADIENT + 1] = [
+        replace(row, layer=record.layers[1]) for row in record.rows[INPUT : GRADIENT + 1]
+    ]
+    record.measures["rms"][AT:, WEIGHT] = 2.0
+
+
+def frozen(record: Record) -> None:
+    record.weights["update"][AT:, 1] = record.weights["changed"][AT:, 1] = 0
+
+
+def between(record: Record) -> None:
+    record.weights["between"][AT, 1] = 0.1  # of a weight whose root mean square is 0.25, in 49 steps of 1e-4 each
+
+
+def early(record: Record) -> None:
+    record.scalars.update(state_age=(record.steps, [*range(1, RECORDS + 1)]), lr=(record.steps, [1.0] * RECORDS))
+    record.scalars["loss"][1][2:6] = [40.0, 60.0, 40.0, 30.0]
+
+
+def untied(record: Record) -> None:
+    record.events.append((50 * AT, "untied", f"embedding.weight and {LAYER}.weight"))
+
+
+FAULTS: dict[str, tuple[str, str, Callable[[Record], Any]]] = {  # kind, layer, the fault
+    "a rate that rises": ("learning rate", "", scalar("lr", 1e-3, 1e-2)),
+    "a rate of 0": ("learning rate", "", scalar("learning_rate", 1e-3, 0.0)),
+    "a lost state": ("state", "", scalar("state_age", 100, 1)),
+    "decayed norms": ("decay", "", scalar("decayed_vectors", 3, 3)),
+    "no warm-up": ("warm-up", "", early),
+    "a bad batch": ("batch", "", loss(5, 0)),
+    "shifted labels": ("labels", "", loss(5)),
+    "a loader that repeats": ("repeats", "", repeats),
+    "a NaN in a batch": ("batch", "", nonfinite(AT, 0, 3, 6, 9, 11)),
+    "a NaN in a weight": ("nonfinite", LAYER, nonfinite(AT, 6, 9, 11, 8, 5)),
+    "a NaN in a gradient": ("nonfinite", LAYER, nonfinite(AT, GRADIENT, 2)),
+    "a NaN after the update": ("nonfinite", LAYER, nonfinite(AT, WEIGHT)),
+    "a loss scale too high": ("loss scale", "", both(scalar("loss_scale", 2.0, 1e9), nonfinite(AT, 11, 8, 5, 2))),
+    "a loss scale too low": ("loss scale", "", measure("zeros", 0.9, 11)),
+    "an untied weight": ("untied", LAYER, untied),
+    "a weight that something wrote": ("overwritten", LAYER, update(1e4, 1)),
+    "a weight that something wrote between records": ("overwritten", LAYER, between),
+    "mixed-up ranks": ("ranks", "", swapped),
+    "gradients that are not clipped": ("gradients", "", both(update(50), scalar("grad_norm", 1.0, 50.0))),
+    "an update that jumps": ("jump", "", update(50)),
+    "a frozen layer": ("frozen", LAYER, frozen),
+    "a dead row": ("dead rows", LAYER, measure("zeros", 0.01, WEIGHT)),
+    "dead units": ("dead units", LAYER, measure("zeros", 0.99, INPUT)),
+    "saturated logits": ("logits", LAYER.replace("mlp", "qkv"), logits),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_one_fault_is_said_first(name: str) -> None:
+    """And its sentence names the layer and the step; severities stay within bounds."""
+    kind, layer, put = FAULTS[name]
+    record = made(4, RECORDS)
+    put(record)
+    first = diagnose(record)[0]
+    assert (first.kind, first.layer) == (kind, layer)
+    assert first.sentence.startswith(layer) and first.remedy and 0 <= first.severity <= 10
+    begins = 0 if kind in ("decay", "warm-up") else 50 * AT
+    assert first.begins == begins and f"step {begins}" in first.sentence
+
+
+def test_healthy_numbers_of_a_training_are_no_finding() -> None:
+    record = made(4, RECORDS)
+    ages, warmup = [*range(1, RECORDS + 1)], [1e-3 * min(1, (at + 1) / 5) for at in range(RECORDS)]
+    for name, values in {"lr": warmup, "state_age": ages, "decayed_vectors": [0] * RECORDS}.items():
+        record.scalars[name] = record.steps, values
+    assert diagnose(record) == []
+    record.scalars["lr"] = (record.steps, [abs(math.cos(at / 2)) + 0.01 for at in range(RECORDS)])  # warm restarts
+    assert diagnose(record) == []
+
+
+def test_an_expert_without_tokens_is_named() -> None:
+    record = made(2, RECORDS)
+    tokens = np.full((RECORDS, 4), 30.0)
+    tokens[AT:, 2] = 0
+    worst = np.zeros_like(record.measures["amax"]) - 1
+    of_experts = OfExperts(record.measures, record.exponents, worst, worst, dict.fromkeys(record.layers, tokens))
+    (found,) = diagnose(replace(record, experts=of_experts))
+    assert (found.kind, found.layer, found.begins) == ("idle expert", record.layers[0], 50 * AT)
+    assert "expert 2 of 4" in found.cause
+
+
+def test_what_began_between_two_records_is_not_blamed_on_a_layer() -> None:
+    record = made(4, RECORDS)
+    nonfinite(AT, *range(12))(record)
+    steps = range(50 * RECORDS)
+    record.scalars["loss"] = (
+        [*steps],
+        [math.nan if step > 50 * AT - 20 else 4 + step % 7 * step % 5 / 10 for step in steps],
+    )
+    first = diagnose(record)[0]
+    assert (first.kind, first.layer, first.begins) == ("nonfinite", "", 50 * AT - 19) and "trace_faults" in first.remedy
+
+
+def test_a_jump_names_what_is_not_recorded() -> None:
+    record = made(4, RECORDS)
+    update(50)(record)
+    (found,) = diagnose(record)
+    assert "Recovery" in found.remedy and found.expected.endswith("; record lr to see what rose")
+    del record.scalars["grad_norm"]
+    assert diagnose(record)[0].expected.endswith("; record lr and grad_norm to see what rose")
