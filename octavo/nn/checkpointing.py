@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -91,6 +92,9 @@ def checkpoint_model_in_fp8(model: nn.Module) -> nn.Module:
     return model
 
 
+# torch 2.14 asks whether hooks see what a selective region keeps, and warns where nobody says. A region's own see its
+# arguments alone.
+_ASKED = {"respect_saved_tensors_hooks": False} if "respect_saved" in str(inspect.signature(checkpoint)) else {}
 _in_fp8: bool = True
 _found: dict[str, tuple[int, int, int]] | None = None  # that of ``watched``
 
@@ -100,6 +104,8 @@ def _keeping_pairs(way: Callable[..., Any], function: Callable[..., Any], *args:
     """Call a checkpoint function whose region's input is to be kept as a pair."""
     hooks = _Region(_choosing(function))
     around = torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+    if "context_fn" in {**getattr(way, "keywords", {}), **options}:
+        options = {**_ASKED, **options}
     with around if _in_fp8 else contextlib.nullcontext():
         return way(function, *args, **options)
 

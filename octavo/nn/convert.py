@@ -33,7 +33,7 @@ from octavo.nn.grouped_linear import Grouped
 from octavo.nn.known_forwards import KnownForward, fuse_known
 from octavo.nn.linear import Linear
 from octavo.nn.parted_linear import PartedLinear, Split
-from octavo.nn.recipe_module import RecipeModule, device_of
+from octavo.nn.recipe_module import RecipeModule, device_of, no_recipe
 from octavo.nn.weight import (
     check_granularity,
     check_recipe,
@@ -43,7 +43,7 @@ from octavo.nn.weight import (
     weight_of,
     why_not_stored,
 )
-from octavo.recipes import default, high_precision, no_recipe
+from octavo.recipes import default, high_precision
 from octavo.scaling.delayed import ASIDE, LOADED, STATE, state_of
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of

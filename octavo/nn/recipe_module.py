@@ -34,7 +34,7 @@ from octavo.nn.weight import (
 from octavo.nn.weight_files import load_stored, save_plain
 from octavo.nn.where import warn_once_if_slower
 from octavo.private import parameter_registration_hooks
-from octavo.recipes import no_recipe
+from octavo.recipes import NAMED
 from octavo.scaling.delayed import (
     ASIDE,
     LOADED,
@@ -49,6 +49,15 @@ from octavo.scaling.delayed import (
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.fsdp2 import GatheredWeight
 from octavo.tensor.stored_weight import local_stored
+
+
+def no_recipe(value: object) -> TypeError:
+    """What to raise for a value that is neither a Recipe nor a RecipeMap: it says what to write instead."""
+    name = getattr(value, "__name__", value)  # of a recipe's function that was not called
+    meant = f"recipes.{name if name in NAMED else 'default'}()" if isinstance(name, str) else "recipes.default()"
+    if isinstance(value, dict):
+        meant = "RecipeMap(octavo.recipes.default(), rules)"
+    return TypeError(f"recipe={value!r} is no octavo.Recipe; try octavo.{meant}")
 
 
 class RecipeModule(nn.Module):

@@ -14,13 +14,12 @@ from octavo.granularity import Granularity
 from octavo.nn.convert import gather_anew, set_recipe, storages, stored_now
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.parted_linear import PartedLinear
-from octavo.nn.recipe_module import RecipeModule
+from octavo.nn.recipe_module import RecipeModule, no_recipe
 from octavo.optim import Moment
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import Common, change, check_change, common_scales
 from octavo.optim.gradients import refuse_ddp
 from octavo.optim.state import Settings
-from octavo.recipes import no_recipe
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.tensor.fsdp2 import on_this_rank, take_shards
