@@ -122,7 +122,7 @@ class _Region:
         if not why:
             pair = quantize(x.detach(), E4M3, PerRow(), power_of_two=True)
             parts, self.why = [pair.qdata, pair.scale_inv], "not the first"
-        if _found is not None:
+        if _found is not None and x.numel():  # torch 2.11 saves an empty tensor too
             count, plain, kept = _found.get(why, (0, 0, 0))
             _found[why] = count + 1, plain + x.nbytes, kept + sum(part.nbytes for part in parts)
         return None if why else x.dtype, [self.outer[0](part) for part in parts]
