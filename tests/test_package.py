@@ -18,7 +18,7 @@ import octavo
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-PYTHONS = ["3.11", "3.12", "3.13"]
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 USE = """
 import torch, octavo, sys
 assert octavo.__file__.startswith(sys.prefix), octavo.__file__

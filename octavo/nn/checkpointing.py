@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -91,6 +92,9 @@ def checkpoint_model_in_fp8(model: nn.Module) -> nn.Module:
     return model
 
 
+# torch 2.14 asks whether hooks see what a selective region keeps, and warns where nobody says. A region's own see its
+# arguments alone.
+_ASKED = {"respect_saved_tensors_hooks": False} if "respect_saved" in str(inspect.signature(checkpoint)) else {}
 _in_fp8: bool = True
 _found: dict[str, tuple[int, int, int]] | None = None  # that of ``watched``
 
@@ -100,6 +104,8 @@ def _keeping_pairs(way: Callable[..., Any], function: Callable[..., Any], *args:
     """Call a checkpoint function whose region's input is to be kept as a pair."""
     hooks = _Region(_choosing(function))
     around = torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+    if "context_fn" in {**getattr(way, "keywords", {}), **options}:
+        options = {**_ASKED, **options}
     with around if _in_fp8 else contextlib.nullcontext():
         return way(function, *args, **options)
 
@@ -116,7 +122,7 @@ class _Region:
         if not why:
             pair = quantize(x.detach(), E4M3, PerRow(), power_of_two=True)
             parts, self.why = [pair.qdata, pair.scale_inv], "not the first"
-        if _found is not None:
+        if _found is not None and x.numel():  # torch 2.11 saves an empty tensor too
             count, plain, kept = _found.get(why, (0, 0, 0))
             _found[why] = count + 1, plain + x.nbytes, kept + sum(part.nbytes for part in parts)
         return None if why else x.dtype, [self.outer[0](part) for part in parts]
