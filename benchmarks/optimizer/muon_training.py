@@ -206,8 +206,9 @@ def main(arguments: list[str]) -> int:
 
 
 def losses_table(size: str) -> str:
-    """Final validation losses and bytes of state by variant; of the small model times too."""
+    """Final validation losses and bytes of state by variant, of as many steps as most runs; of the small one times."""
     found = [row for row in read("muon_training") if row["model"] == size]
+    found = [row for row in found if row["steps"] == statistics.mode(row["steps"] for row in found)]
     losses = {(row["variant"], row["seed"]): float(row["val_loss"]) for row in found}
     state = {row["variant"]: row["state_bytes_a_parameter"] for row in found}
     times = {row["variant"]: row for row in read("muon_step")} if size == SMALL else {}

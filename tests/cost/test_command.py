@@ -92,12 +92,14 @@ def test_a_hugging_face_configuration(
         command.from_hugging_face(Path("nowhere"))
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(("moments", "master"), [("fp8", "split24"), ("fp32", "auto"), ("bf16", None)])
-@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
-def test_the_bytes_of_an_optimizer_are_those_that_it_has_after_a_step(
-    algorithm: str, moments: str, master: str | None
-) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "moments", "master"),
+    [
+        ("muon", "fp8", "split24"),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in (("muon", "bf16", None), ("adamw", "fp32", "auto"))),
+    ],
+)
+def test_the_bytes_of_an_optimizer_are_those_after_a_step(algorithm: str, moments: str, master: str | None) -> None:
     config = ModelConfig(width=32, layers=1, heads=2, context=16, experts=4)
     model, inputs = GPT(config).bfloat16(), command.tokens_of(16, 16)
     made = command.optimizer_of(model, algorithm, moments, master)

@@ -42,10 +42,8 @@ def made(mesh: Any, kind: str, recipe: str, when: str = "before") -> Mixture:
 
 def optimizer_of(net: Mixture, options: str) -> Any:
     if options == "Muon":
-        by_rank: dict[bool, list[Any]] = {True: [], False: []}
-        for p in net.experts.parameters():
-            by_rank[p.ndim == 3].append(p)
-        groups = [{"params": by_rank[own], "algorithm": "muon" if own else "adamw"} for own in (True, False)]
+        stacked, others = ([p for p in net.experts.parameters() if (p.ndim == 3) == own] for own in (True, False))
+        groups = [{"params": stacked, "algorithm": "muon"}, {"params": others, "algorithm": "adamw"}]
         return Muon(groups, lr=0.05, adamw={"eps": 1e-30}, **OPTIONS[options])
     optimizer = AdamW(net.experts.parameters(), lr=0.05, eps=1e-30, **OPTIONS[options])
     if options == "in backward":

@@ -18,7 +18,7 @@ from octavo.optim.muon import MAX_UPDATE, owners_of
 from octavo.optim.state import for_kernel
 from octavo.tensor.fsdp2 import on_this_rank, own_slices
 from octavo.tensor.stored_weight import StoredWeight
-from tests.optim.test_stored_experts import assert_same, backward, same_bits, together_and_apart
+from tests.optim.test_stored_experts import assert_trained_alike, together_and_apart
 from tests.support import sharded_weights as cases
 from tests.support.triton_kernels import TritonKernels, in_place_of_reference
 
@@ -258,9 +258,10 @@ def test_shards_in_fp8_too(recipe: str, pool: Any) -> None:
 
 
 def refused(mesh: Any) -> str:
-    param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
-    with pytest.raises(ValueError, match=r'share by rows.*"algorithm": "adamw"') as found:
-        Muon([param])
+    for shape in ((2, 4, 4), (4, 4)):
+        param = nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(1)]))
+        with pytest.raises(ValueError, match=r'share by rows.*"algorithm": "adamw"') as found:
+            Muon([{"params": [param], "algorithm": "muon"}])
     return str(found.value)
 
 
@@ -277,11 +278,7 @@ def stacked(groups: Any, **options: Any) -> Muon:
 
 @pytest.mark.parametrize(
     ("shape", "options"),
-    [
-        (EXPERTS, {}),
-        ((2, 70, 30), {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}),
-        ((0, 8, 8), {}),
-    ],
+    [(EXPERTS, {}), ((2, 70, 30), {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}), ((0, 8, 8), {})],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -302,6 +299,7 @@ def test_each_expert_is_a_matrix_of_torchs(shape: Any, options: dict[str, Any], 
     assert all(torch.equal(*pair) for pair in zip(found, torchs, strict=bool(shape[0])))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("master", ["fp32", "split16", None])
 @pytest.mark.parametrize(("moments", "gradients"), [("fp32", None), ("fp8", "fp8")], ids=str)
 @pytest.mark.parametrize("granularity", [PerTensor(), PerBlock(128, 128)], ids=str)
@@ -310,23 +308,9 @@ def test_experts_in_fp8_are_stepped_as_weights_of_their_own(
 ) -> None:
     weight, apart = together_and_apart(granularity, EXPERTS)
     options: Any = {"moments": moments, "master": master, "gradient_storage": gradients, "directions": "fp8"}
-    optimizer, other = stacked([weight], **options), stacked(apart, **options)
-    with same_bits():
-        for step in range(3):
-            grad = torch.randn(EXPERTS, generator=torch.Generator().manual_seed(step))
-            grad[1] *= step
-            backward(weight, grad)
-            for one, its in zip(apart, grad, strict=True):
-                backward(one, its)
-            for each in (optimizer, other):
-                each.step()
-                each.zero_grad()
-    assert_same(weight, apart, optimizer, other)
-
-
-def test_experts_with_one_scale_for_a_momentum_are_refused() -> None:
+    assert_trained_alike(weight, apart, stacked([weight], **options), stacked(apart, **options))
     with pytest.raises(ValueError, match="a momentum in blocks"):
-        stacked(together_and_apart(PerTensor(), (2, 4, 8))[0], moments=Moment(E4M3, granularity=PerTensor()))
+        stacked([weight], moments=Moment(E4M3, granularity=PerTensor()))
 
 
 def test_owners_have_about_the_same_work() -> None:

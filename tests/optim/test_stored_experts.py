@@ -65,6 +65,21 @@ def assert_same(weight: Any, matrices: Any, optimizer: Any, other: Any) -> None:
         assert own["step"] == its["step"]
 
 
+def assert_trained_alike(weight: Any, matrices: list[nn.Parameter], optimizer: Any, other: Any) -> None:
+    with same_bits():
+        for factor in (1.0, 0.0, 30.0):
+            grad = torch.randn(weight.shape) * factor
+            grad[1] = 0
+            backward(weight, grad)
+            assert optimizer.gradient_storage is None or isinstance(weight.grad, StoredGradient)
+            for one, its in zip(matrices, grad, strict=True):
+                backward(one, its)
+            for each in (optimizer, other):
+                each.step()
+                each.zero_grad()
+    assert_same(weight, matrices, optimizer, other)
+
+
 @pytest.mark.covering(1)
 @each_granularity
 @pytest.mark.parametrize("master", OF_FP8_WEIGHTS, ids=str)
@@ -73,19 +88,7 @@ def test_as_weights_of_their_own(granularity: Any, master: str | None, moments: 
     """By the same random bits, which in truth differ: they are of a weight's number and an element's in it."""
     weight, matrices = together_and_apart(granularity)
     options: Any = {"lr": 0.01, "master": master, "moments": moments, "gradient_storage": gradients}
-    optimizer, other = AdamW([weight], **options), AdamW(matrices, **options)
-    with same_bits():
-        for factor in (1.0, 0.0, 30.0):
-            grad = torch.randn(SHAPE) * factor
-            grad[1] = 0
-            backward(weight, grad)
-            assert gradients is None or isinstance(weight.grad, StoredGradient)
-            for one, its in zip(matrices, grad, strict=True):
-                backward(one, its)
-            for each in (optimizer, other):
-                each.step()
-                each.zero_grad()
-    assert_same(weight, matrices, optimizer, other)
+    assert_trained_alike(weight, matrices, AdamW([weight], **options), AdamW(matrices, **options))
 
 
 @each_granularity
