@@ -30,7 +30,7 @@ NAMED = tuple(__all__)
 __all__ += ["as_recipe", "load", "to_json"]
 
 
-def no_recipe(value: object) -> TypeError:
+def _no_recipe(value: object) -> TypeError:
     """What to raise for a value that is neither a Recipe nor a RecipeMap: it says what to write instead."""
     name = getattr(value, "__name__", value)  # of a recipe's function that was not called
     meant = f"recipes.{name if name in NAMED else 'default'}()" if isinstance(name, str) else "recipes.default()"
@@ -223,7 +223,7 @@ def as_recipe(recipe: object) -> Recipe | RecipeMap:
         return _rule(recipe)  # type: ignore[return-value]
     if isinstance(recipe, Mapping) and "default" in recipe:
         return _map(recipe, None)
-    raise no_recipe(recipe)
+    raise _no_recipe(recipe)
 
 
 def load(path: str | Path, default: Recipe | None = None) -> RecipeMap:

@@ -74,7 +74,8 @@ def grouped() -> Iterator[Case]:
     yield _rows((16384, 4096), VECTOR, SQUARE)
     for tile in (TENSOR, ROW, VECTOR, MX):
         yield _terms(tile)
-    yield _rows(LARGE, ROW, ROW, call=_library)
+    for tile in (ROW, MX):
+        yield _rows(LARGE, tile, tile, call=_library)
 
 
 def statistics() -> Iterator[Case]:

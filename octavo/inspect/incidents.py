@@ -73,8 +73,8 @@ class Finding:
         ...         layer(torch.full((16, 64), torch.inf)).sum().backward()
         ...         recorder.step()
         ...     first, *others = octavo.inspect.diagnose(octavo.inspect.load(folder))
-        >>> first.kind, [effect.kind for effect in first.consequences]
-        ('batch', ['nonfinite'])
+        >>> first.kind, first.level
+        ('batch', 'critical')
     """
 
     kind: str

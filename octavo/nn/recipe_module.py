@@ -34,7 +34,7 @@ from octavo.nn.weight import (
 from octavo.nn.weight_files import load_stored, save_plain
 from octavo.nn.where import warn_once_if_slower
 from octavo.private import parameter_registration_hooks
-from octavo.recipes import no_recipe
+from octavo.recipes import as_recipe
 from octavo.scaling.delayed import (
     ASIDE,
     LOADED,
@@ -62,15 +62,18 @@ class RecipeModule(nn.Module):
     exchange: Exchange | None = None  # the ranks that hold the experts, whose parameters are DTensors then
     stores_transposed = False  # whether a product reads the weight's parameter with its last two dimensions swapped
 
-    def _set_recipe(self, recipe: Recipe) -> None:
+    def _set_recipe(self, given: Recipe | str) -> None:
         """``module.recipe = recipe``: for the next forward; graphs already built keep the one they were built with.
 
         Raises:
-            TypeError: for anything but a Recipe.
+            TypeError: for anything but a Recipe or the name of one.
             ValueError: for one that can't read the weight as it is stored.
         """
+        recipe = as_recipe(given)
         if not isinstance(recipe, Recipe):
-            raise no_recipe(recipe)
+            raise TypeError(
+                f"recipe={recipe!r} is no octavo.Recipe; octavo.set_recipe(model, recipe) takes one by layer"
+            )
         check_recipe(recipe, weight_of(self))
         device = device_of(self)
         self.__dict__["recipe"] = recipe

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from octavo.autograd.casts import WEIGHT, cast_role, operands_of_codes
 from octavo.autograd.shared_scales import Parts
 from octavo.formats import E4M3
-from octavo.granularity import Granularity, PerTensor
+from octavo.granularity import MX, Granularity, PerTensor
 from octavo.kernels.layouts import plain_scales
 from octavo.nn.weight_files import whole_pair
 from octavo.scaling.delayed import State, empty_state, state_of
@@ -88,7 +88,7 @@ def fp8_pair(module: Any, training: bool, mp_policy: Any = None) -> tuple[Tensor
     operands = fp8_operands(module, as_NK(module, weight), weight, False, state, training)
     assert operands.as_is is not None
     qdata, scale_inv = operands.as_is
-    scale_inv = plain_scales(scale_inv, qdata.shape, module.recipe.weight_casts.as_is.tile)
+    scale_inv = plain_scales(scale_inv, qdata.shape, MX)
     return qdata[..., : parameter.shape[-2 if module.stores_transposed else -1]], scale_inv
 
 

@@ -20,7 +20,7 @@ from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import Common, change, check_change, common_scales
 from octavo.optim.gradients import refuse_ddp
 from octavo.optim.state import Settings
-from octavo.recipes import no_recipe
+from octavo.recipes import as_recipe
 from octavo.scaling.recipe import Recipe
 from octavo.scaling.recipe_map import RecipeMap
 from octavo.tensor.fsdp2 import on_this_rank, take_shards
@@ -66,8 +66,7 @@ class Phase:
     when_update_below_resolution: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.recipe, Recipe | RecipeMap):
-            raise no_recipe(self.recipe)
+        object.__setattr__(self, "recipe", as_recipe(self.recipe))
         if self.weight_storage not in ("fp8", None, SAME):
             raise ValueError(f"Phase: weight_storage={self.weight_storage!r}: use 'fp8', None or 'same'")
         given = [name for name in TRIGGERS if getattr(self, name) is not None]

@@ -146,7 +146,8 @@ def test_tensor_parallel_ranks_leave_the_record_of_one(recipe: str, pool: Any, t
     ]
     assert len(same) == (6 if recipe == "power of two" else 2)
     for name, values in alone.measures.items():
-        np.testing.assert_allclose(ranks.measures[name][0, same], values[0, same], rtol=1e-9, err_msg=name)
+        if name != "elements":  # what each rank has whole, each rank counts
+            np.testing.assert_allclose(ranks.measures[name][0, same], values[0, same], rtol=1e-9, err_msg=name)
     gathered = [at for at in same if (alone.rows[at].layer, alone.rows[at].role) == ("up", "input")]
     assert (ranks.exponents[0, gathered] == alone.exponents[0, gathered]).all()
     assert np.isfinite(ranks.measures["amax"]).all()

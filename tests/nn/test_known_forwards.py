@@ -172,7 +172,8 @@ def test_a_record_and_a_comparison_have_the_same_layers_and_numbers(tmp_path: Pa
         compared.append(octavo.inspect.compare(net, lambda net, given: net(**given).loss, [inputs("llama")], [recipe]))
         assert fused(net) == (FUSED["llama"] if fuse else (0, 0))
     assert records[0].rows == records[1].rows and len({row.layer for row in records[0].rows}) == 15
-    for measure, values in records[0].measures.items():
+    # which gradients are exactly 0 depends on the order of additions
+    for measure, values in ((name, of) for name, of in records[0].measures.items() if name != "zeros"):
         torch.testing.assert_close(
             *map(torch.from_numpy, (values, records[1].measures[measure])), rtol=2e-2, atol=1e-3, equal_nan=True
         )

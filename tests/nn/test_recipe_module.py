@@ -137,13 +137,13 @@ def test_a_recipe_that_is_set_is_checked_and_brings_its_state():
     layer = octavo.nn.Linear(16, 8)
     layer.recipe = DELAYED
     assert layer.recipe is DELAYED and layer.delayed_amax_history.shape == (3, 2)
-    for wrong in ("mx", None, recipes.mx):
+    for wrong in (octavo.RecipeMap(DELAYED), None, recipes.mx):
         with pytest.raises(TypeError, match=r"is no octavo\.Recipe"):
             layer.recipe = wrong
     assert layer.recipe is DELAYED
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert twin.recipe == DELAYED and torch.equal(twin.delayed_scale, layer.delayed_scale)
-    layer.recipe = recipes.mx()
+    layer.recipe = "mx"
     assert not hasattr(layer, "delayed_scale")
     stored = octavo.convert(layer, recipes.dynamic(), lambda *_: True, weight_storage="fp8")
     with pytest.raises(ValueError, match="can't read weights that are stored in FP8"):

@@ -31,7 +31,7 @@ def test_it_says_what_it_was_told():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (("dynamic",), TypeError, "no octavo.Recipe"),
+        ((3,), TypeError, "no octavo.Recipe"),
         ((HIGH, "same", "same", "fp4"), ValueError, "weight_storage='fp4'"),
         ((HIGH, "same", "same", "same", 0), ValueError, "from_step=0 must be a whole number above 0"),
         ((HIGH, "same", "same", "same", 1.5), ValueError, "from_step=1.5"),

@@ -50,8 +50,12 @@ def _grouped_products(kernels: TritonKernels, tiles: tuple[Tile, Tile] = (BLOCK,
 
 
 def _around_torchs_grouped_product(kernels: TritonKernels) -> None:
-    kernels.module("library_matmul")._known.clear()
-    test_grouped_library.test_torch_s_product(test_grouped_matmul.rows_in_groups, SIZES, 3, kernels)
+    for test, form in (
+        ("test_torch_s_product", [test_grouped_matmul.rows_in_groups]),
+        ("test_torch_s_product_of_1x32", []),
+    ):
+        kernels.module("library_matmul")._known.clear()
+        getattr(test_grouped_library, test)(*form, SIZES, 3, kernels)
     kernels.module("library_matmul")._known.clear()
 
 
@@ -164,5 +168,5 @@ def test_each_kernel_was_launched() -> None:
         module = importlib.import_module(f"octavo.kernels.triton.{path.stem}") if path.stem != "__init__" else None
         kernels |= {name for name, value in vars(module).items() if isinstance(value, JITFunction)} if module else set()
     entries = {name for name in kernels if name.endswith("_kernel")}
-    assert len(entries) == 29
+    assert len(entries) == 30
     assert entries == set().union(*_launched.values())
