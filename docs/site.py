@@ -26,7 +26,7 @@ PAGES = {  # pages that lie outside docs/, and where the site has them
 LINK = re.compile(r"(?<=\]\()(?![a-z][a-z0-9+.-]*:|#)([^)#\s]+)")
 CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
 PAPER = re.compile(r"(?<!\[)\barXiv (\d{4}\.\d{4,5})")
-THREAD = re.compile(r"(?<![\w/\[])([\w.-]+/[\w.-]+)#(\d+)\b")
+THREAD = re.compile(r"(?<![\w/\[])([\w.-]+/[\w.-]+)#(\d+)(?![\w-])")
 
 
 def cited(text: str) -> str:
