@@ -117,8 +117,8 @@ def test_errors_name_both_sides(kind):
 def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"activation='swish': use one of relu, .*swiglu"):
         octavo.nn.LayerNormMLP(8, 8, "swish")
-    with pytest.raises(TypeError, match=r"'dynamic' is no octavo\.Recipe"):
-        octavo.nn.RMSNormLinear(8, 8, recipe="dynamic")
+    with pytest.raises(TypeError, match=r"is no octavo\.Recipe; try octavo\.recipes\.dynamic"):
+        octavo.nn.RMSNormLinear(8, 8, recipe=recipes.dynamic)
 
 
 HOOKS = {

@@ -34,8 +34,9 @@ def test_it_is_a_torch_linear():
 
 
 def test_a_recipe_must_be_a_recipe():
-    with pytest.raises(TypeError, match=r"'dynamic' is no octavo\.Recipe; try"):
-        octavo.nn.Linear(8, 8, recipe="dynamic")
+    assert octavo.nn.Linear(8, 8, recipe="dynamic").recipe == recipes.dynamic()
+    with pytest.raises(ValueError, match="'fast' is no recipe: choose"):
+        octavo.nn.Linear(8, 8, recipe="fast")
     with pytest.raises(TypeError, match=r"no octavo\.Recipe"):
         octavo.nn.Linear(8, 8, recipe=recipes.dynamic)
 
