@@ -18,10 +18,9 @@ from octavo import kernels
 from octavo.autograd.grouped import cast_matrices, scales_of_rows, transposed_codes
 from octavo.autograd.shared_scales import Parts, scale_for, shared_amax
 from octavo.granularity import ALL, MX
-from octavo.kernels.arguments import CastSource, NormSource
+from octavo.kernels.arguments import CastSource, NormSource, have_e8m0_blocks
 from octavo.kernels.devices import reads_swizzled
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes
-from octavo.numerics import E8M0
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import Cast, Recipe, RoleCasts
 from octavo.tensor.pair import ForProducts, Operands, operands_of
@@ -109,7 +108,8 @@ def cast_role(
 
 def _swizzles(shape: Sequence[int], x: Tensor, *casts: Cast | None) -> bool:
     """Whether casts of this shape may write scales as the device's products to bfloat16 read them, of whole blocks."""
-    if x.dtype is not torch.bfloat16 or {cast.scale_inv_dtype for cast in casts if cast is not None} != {E8M0}:
+    made = [cast for cast in casts if cast is not None]
+    if x.dtype is not torch.bfloat16 or not made or not have_e8m0_blocks(*made):
         return False
     return len(shape) == 2 and shape[0] % MX[1] == shape[1] % MX[1] == 0 and reads_swizzled(x.device)
 

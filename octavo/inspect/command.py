@@ -275,7 +275,7 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
 def _compared(options: argparse.Namespace, model: nn.Module) -> dict[str, Recipe | RecipeMap]:
     """Recipes to compare, by name: those asked for; or those of a file, and the model's own."""
     names = options.recipes or (NAMES if options.rules is None else ())
-    found: dict[str, Recipe | RecipeMap] = {name: getattr(recipes, name)() for name in names}
+    found: dict[str, Recipe | RecipeMap] = {name: recipes.as_recipe(name) for name in names}
     if options.rules is None:
         return found
     try:

@@ -37,7 +37,8 @@ BEFORE = 8  # a jump is measured against the median of so many records
 FEW = 3  # records or steps in a row that something has to last
 PROJECTION = re.compile(r"(qkv|q_proj|k_proj|query|key|c_attn|in_proj|\bw[qk]\b)")
 FLOAT16 = 2.0**13  # finite gradients of this size, where others are inf, are float16's
-RESTORE = "load weights and optimizer from the last checkpoint before that step; find what wrote them"
+RESTORE = "load weights and optimizer from the last checkpoint before that step"
+WRITTEN = f"{RESTORE}; find what wrote them"
 LOOK = "look at the data of that step, and leave out what is not as the rest"
 
 
@@ -191,19 +192,18 @@ class Training:
         step, names, last = self.steps[at], record.layers, len(record.layers) - 1
         of_step = dict(zip(*self.loss, strict=True))
         earlier = [s for s, value in of_step.items() if not math.isfinite(value) and s < step]
-        restore = RESTORE.replace("; find what wrote them", "")
         if earlier and (not at or self.steps[at - 1] < min(earlier)):
             text = "inf or NaN began between two recorded steps"
             remedy = "train from the last checkpoint under octavo.inspect.trace_faults, which names the layer"
             yield self._found("nonfinite", min(earlier), 10.0, text, remedy)
         elif 0 in layers["input"]:
             text = "the batch, or what embeds it, brings inf or NaN to the first layer"
-            yield self._found("batch", step, 10.0, text, f"{LOOK}; then {restore}", "the other layers had none before")
+            yield self._found("batch", step, 10.0, text, f"{LOOK}; then {RESTORE}", "the other layers had none before")
         elif layers["input"] or (not math.isfinite(of_step.get(step, 0.0)) and layers["grad_output"]):
             layer = names[min(layers["input"], default=last + 1) - 1]
             then = names[min(layers["input"])] if layers["input"] else "the loss"
             text = f"has inf or NaN in its weight, or in what is computed up to {then}: its input has none"
-            yield self._found("nonfinite", step, 10.0, text, restore, where=(layer, "weight"))
+            yield self._found("nonfinite", step, 10.0, text, RESTORE, where=(layer, "weight"))
         elif layers["grad_output"]:
             first = max(layers["grad_output"])
             amax = self._measure("amax", names[first], "grad_output")[at]
@@ -220,7 +220,7 @@ class Training:
             name = names[min(layers["weight"])] if len(layers["weight"]) == 1 else ""
             text = "has inf or NaN in its weight" if name else "inf or NaN are in the weights"
             text += " after the optimizer's step, though inputs and gradients have none"
-            yield self._found("nonfinite", step, 10.0, text, restore, where=(name, "weight" * bool(name)))
+            yield self._found("nonfinite", step, 10.0, text, RESTORE, where=(name, "weight" * bool(name)))
 
     def _of_loss_scale(self, what: str, step: int, severity: float, how: str) -> Finding:
         steps, values = self.record.scalars.get("loss_scale", ([], []))
@@ -295,13 +295,13 @@ class Training:
             if alike.mean() > 0.5:
                 kind, what = "ranks", "the same numbers in other places, as if ranks had loaded each other's shards"
             text = f"{len(places)} of {len(record.layers)} weights have {what}, not by the optimizer"
-            yield self._found(kind, self.steps[at], severity, text, RESTORE, changed=most)
+            yield self._found(kind, self.steps[at], severity, text, WRITTEN, changed=most)
             return
         amax = self._measure("amax", record.layers[layer], "weight")
         amaxes = f"from {amax[max(0, at - 1)]:.3g} to {amax[at]:.3g}"
         text = f"has a weight that the optimizer did not write: its amax went {amaxes}"
         where = record.layers[layer], "weight"
-        yield self._found("overwritten", self.steps[at], severity, text, RESTORE, where=where, changed=most)
+        yield self._found("overwritten", self.steps[at], severity, text, WRITTEN, where=where, changed=most)
 
     def _jump(self, jumps: Any) -> Finding:
         np, record, over = self.np, self.record, jumps > LIMITS["jump"]
@@ -319,35 +319,18 @@ class Training:
         then = norms.get(self.steps[begins - 1], math.inf)
         now = max(norms.get(step, 0.0) for step in self.steps[begins : worst + 1])
         if now > 2 * then:
+            kind, advice = "gradients", "clip their norm"
             text = f"the gradients' norm rose from {then:.3g} to {now:.3g}, and {text}"
             remedy = f"torch.nn.utils.clip_grad_norm_(model.parameters(), {2 * then:.3g})"
             expected = "before each optimizer.step(): no more than twice the last record's"
-            found = self._found(
-                "gradients",
-                self.steps[begins],
-                severity,
-                text,
-                remedy,
-                expected,
-                worst=self.steps[worst],
-                advice="clip their norm",
-            )
-            return replace(found, numbers=numbers)
-        missing = ["lr"] * (not self.rate[0]) + ["grad_norm"] * (not steps)
-        expected = "leaves out the steps after it whose loss jumps; "
-        expected += f"record {' and '.join(missing)} to see what rose" if missing else "neither lr nor grad_norm rose"
-        remedy = "octavo.schedule.Recovery(octavo.schedule.Phase(octavo.recipes.high_precision()))"
-        found = self._found(
-            "jump",
-            self.steps[begins],
-            severity,
-            text,
-            remedy,
-            expected,
-            worst=self.steps[worst],
-            advice="leave out such steps",
-        )
-        return replace(found, numbers=numbers)
+        else:
+            kind, advice = "jump", "leave out such steps"
+            missing = ["lr"] * (not self.rate[0]) + ["grad_norm"] * (not steps)
+            seen = f"record {' and '.join(missing)} to see what rose" if missing else "neither lr nor grad_norm rose"
+            remedy = "octavo.schedule.Recovery(octavo.schedule.Phase(octavo.recipes.high_precision()))"
+            expected = f"leaves out the steps after it whose loss jumps; {seen}"
+        what = kind, self.steps[begins], severity, text, remedy, expected
+        return replace(self._found(*what, worst=self.steps[worst], advice=advice), numbers=numbers)
 
     # --- layers
 

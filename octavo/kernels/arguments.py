@@ -265,7 +265,7 @@ def _cast(
             refused, where = "column_sum", "rows are in groups"
     elif not as_is:
         refused, where = "as_is=False", "rows are in no groups: cast x.t()"
-    if swizzle and (offsets is not None or any(one.scale_inv_dtype is not E8M0 for one in (first, second or first))):
+    if swizzle and (offsets is not None or not have_e8m0_blocks(first, second or first)):
         raise ValueError("swizzle: of rows in no groups, in blocks of 1x32 or 32x1 whose scales are powers of two")
     if refused:
         raise ValueError(f"{refused} is not taken where {where}")

@@ -99,7 +99,10 @@ def _read(codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> bytes:
 def measured(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """``reference.cast_statistics.measured``."""
     if (functions := compiled(x)) is None:
-        return reference_measured(x, codes, scale_inv, tile)
+        chunks = row_slices(x.shape, max(tile[0], 1), x.device)
+        parts = [reference_measured(x[at], codes[at], tile_rows(scale_inv, tile, at), tile) for at in chunks]
+        sums, amaxes, exponents = map(torch.stack, zip(*parts, strict=True))
+        return sums.sum(0), amaxes.max(), exponents.sum(0)
     x, codes = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (x, codes))
     found = torch.zeros(len(SUMS) + 1 + 256, dtype=torch.float64, device=x.device)
     given = x.data_ptr(), x.stride(0), KINDS[x.dtype], threads_for(x.numel()), found.data_ptr()

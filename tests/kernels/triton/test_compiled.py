@@ -50,13 +50,11 @@ def _grouped_products(kernels: TritonKernels, tiles: tuple[Tile, Tile] = (BLOCK,
 
 
 def _around_torchs_grouped_product(kernels: TritonKernels) -> None:
-    for test, form in (
-        ("test_torch_s_product", [test_grouped_matmul.rows_in_groups]),
-        ("test_torch_s_product_of_1x32", []),
-    ):
-        kernels.module("library_matmul")._known.clear()
-        getattr(test_grouped_library, test)(*form, SIZES, 3, kernels)
-    kernels.module("library_matmul")._known.clear()
+    known = kernels.module("library_matmul")._known
+    known.clear()
+    test_grouped_library.test_torch_s_product(test_grouped_matmul.rows_in_groups, SIZES, 3, kernels)
+    test_grouped_library.test_torch_s_product_of_1x32(SIZES, 3, kernels)
+    known.clear()
 
 
 def _extreme_scales(kernels: TritonKernels) -> None:
