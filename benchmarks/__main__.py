@@ -24,7 +24,7 @@ def main() -> int:
     print("usage: python -m benchmarks SUBJECT [--help]\n")
     for subject in subjects().values():
         print(f"  {subject.name:<23}{subject.about} ({subject.takes})")
-    print(f"  {'all':<23}Make every result again that is not of the code as it is (6 hours; --list, --stale, --only)")
+    print(f"  {'all':<23}Make every result again that is not of the code as it is (2½ hours; --list, --stale, --only)")
     print(f"  {'stale':<23}Results that are older than the code they speak of")
     print(
         f"  {'report':<23}Write all tables and pictures of pages from the results (--check: are they what these say?)"

@@ -18,16 +18,14 @@ from benchmarks.distributed import communication, communication_model, fp8_reduc
 from benchmarks.host import gpu_host
 from benchmarks.kernels import accumulation, grouped_accuracy
 from benchmarks.machine_code import emulated
-from benchmarks.optimizer import muon_training, optimizer_convergence, optimizer_state, optimizer_step, stored_weights
+from benchmarks.optimizer import muon_training, optimizer_convergence, optimizer_state, optimizer_step
 from benchmarks.pictures import data_flow, layouts, losses, memory
 from benchmarks.subjects import ROOT, STUDIES, history
 from benchmarks.training import (
     causes,
     checkpointing,
     cpu_step,
-    gradient_error,
     llama_convergence,
-    mixture_convergence,
     quality_study,
     saved_bytes,
 )
@@ -46,10 +44,9 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/optimizer.md": muon_training.TABLES | optimizer_step.TABLES,
     "docs/plan.md": communication_model.PLAN_TABLES,
     "docs/study/gradient-reduction.md": fp8_reduce.TABLES,
-    "docs/study/mixture-of-experts.md": mixture_convergence.TABLES | grouped_accuracy.TABLES | predicted.MIXTURES,
+    "docs/study/mixture-of-experts.md": grouped_accuracy.TABLES | predicted.MIXTURES,
     "docs/study/optimizer-state.md": optimizer_state.TABLES | optimizer_convergence.TABLES,
-    "docs/weights.md": stored_weights.TABLES,
-    "docs/study/training-quality.md": quality_study.TABLES | gradient_error.TABLES,
+    "docs/study/training-quality.md": quality_study.TABLES,
 }
 
 PICTURES: Mapping[str, Callable[[], str]] = {

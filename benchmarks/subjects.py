@@ -39,10 +39,6 @@ ALL: dict[str, tuple[str, ...]] = {
     "sharded_load": ("sharded_load",),
     "causes": ("causes",),
     "inspect_cost": ("inspect_cost",),
-    "muon_training": ("muon_training", "muon_step", "muon_sensitivity"),
-    "stored_weights": ("stored_weights",),
-    "fp8_reduce": ("fp8_reduce", "fp8_reduce_outlier", "fp8_reduce_training"),
-    "optimizer_convergence": ("optimizer_convergence",),
     "optimizer_state": ("optimizer_state",),
     "compiled": ("compiled",),
     "predicted_products": ("predicted_products",),
@@ -59,14 +55,22 @@ STUDIES = {
     "gradient_error": "docs/study/training-quality.md",
     "gradient_error_scales": "docs/study/training-quality.md",
     "mixture_convergence_summary": "docs/study/mixture-of-experts.md",
+    "fp8_reduce": "docs/study/gradient-reduction.md",
+    "fp8_reduce_outlier": "docs/study/gradient-reduction.md",
+    "fp8_reduce_training": "docs/study/gradient-reduction.md",
+    "optimizer_convergence": "docs/study/optimizer-state.md",
+    "muon_training": "docs/optimizer.md",
+    "muon_step": "docs/optimizer.md",
+    "muon_sensitivity": "docs/optimizer.md",
     "optimizer_training": "docs/weights.md",
+    "stored_weights": "docs/weights.md",
     "backward_clip": "docs/weights.md",
     "gradient_storage": "docs/weights.md",
     "adaptive": "docs/adaptive.md",
     "what_if": "docs/inspect.md",
 }
-# A state that was rewritten before it was merged: the commit that its rows came with.
-CAME_WITH = {"a5a2346": "161ce4a"}
+# A state that was rewritten before it was merged, or was not committed: the commit that its rows came with.
+CAME_WITH = {"a5a2346": "161ce4a", "c1c2b31+": "7836095"}
 
 
 class Subject(NamedTuple):
@@ -173,7 +177,8 @@ def history(page: str) -> str:
                 for one in commits_of(path)
             )
             parts.append(f"- [{name}]({'../' * page.count('/')}benchmarks/results/{path.name}): {', '.join(commits)}\n")
-    return "What is history: measured once, at these commits, and not again for each release.\n\n" + "".join(parts)
+    about = "What is history: measured once, at these commits, which have its scripts, and not again for each release."
+    return f"{about}\n\n{''.join(parts)}"
 
 
 def _git(*arguments: str) -> str | None:

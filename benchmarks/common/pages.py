@@ -36,17 +36,6 @@ def listed(subject: str, cells: Mapping[str, Callable[[Row], str]], where: Calla
     return markdown(list(cells), ([cell(row) for cell in cells.values()] for row in read(subject) if where(row)))
 
 
-def gaps_by_beta(rows: Iterable[Row], name: str) -> str:
-    """Losses and their mean and largest gaps from the exact run's, a column a beta2."""
-    found: dict[str, dict[str, str]] = {}
-    for row in rows:
-        text = f"{row['loss']}, {row['mean_gap']}, {row['largest_gap']}".replace("-", "\N{MINUS SIGN}")
-        found.setdefault(row[name], {})[row["beta2"]] = text
-    betas = sorted({beta2 for own in found.values() for beta2 in own})
-    cells = ([scheme, *(own.get(beta2, "") for beta2 in betas)] for scheme, own in found.items())
-    return markdown(["", *(f"β2 = {beta2}: loss, mean gap, largest" for beta2 in betas)], cells)
-
-
 def filled(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
     """A page's text with those of the tables that it has made anew."""
     for name, made in tables.items():

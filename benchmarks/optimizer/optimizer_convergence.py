@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.measure import table, write_results
-from benchmarks.common.pages import gaps_by_beta, read
+from benchmarks.common.pages import markdown, read
 from benchmarks.optimizer.optimizer_rivals import FlashAdamW
 from octavo import E4M3, E5M2, PerTensor
 from octavo.optim import E4M4, AdamW, Moment
@@ -154,7 +154,13 @@ def main(arguments: list[str]) -> int:
 
 def convergence_table() -> str:
     """Mean and largest gaps from float32's losses, by scheme and beta2."""
-    return gaps_by_beta(read("optimizer_convergence"), "scheme")
+    found: dict[str, dict[str, str]] = {}
+    for row in read("optimizer_convergence"):
+        text = f"{row['loss']}, {row['mean_gap']}, {row['largest_gap']}".replace("-", "\N{MINUS SIGN}")
+        found.setdefault(row["scheme"], {})[row["beta2"]] = text
+    betas = sorted({beta2 for own in found.values() for beta2 in own})
+    cells = ([scheme, *(own.get(beta2, "") for beta2 in betas)] for scheme, own in found.items())
+    return markdown(["", *(f"β2 = {beta2}: loss, mean gap, largest" for beta2 in betas)], cells)
 
 
 TABLES = {"convergence": convergence_table}

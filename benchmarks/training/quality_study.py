@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.common.pages import Row, markdown, read, signed
-from benchmarks.training.quality_experiments import BASELINES, BATCH, EXPERIMENTS, RECIPES, SIZES, STEPS
+from benchmarks.training.quality_experiments import BASELINES, EXPERIMENTS, RECIPES, SIZES
 
 OWN, LEARNED, AVERAGE, TRAIN = "val_loss", "val_loss_bf16", "val_loss_average", "train_loss"
 FORWARD = "forward"  # val_loss above val_loss_bf16, of the same weights
@@ -210,85 +210,6 @@ def chance_table() -> str:
     return markdown([*header, "seeds for ± 0.1 % at 2 σ"], rows)
 
 
-def gradient_table(groups: Sequence[str]) -> Callable[[], str]:
-    """Gradient errors of some groups, halfway through the run of the size that there are most batches of."""
-
-    def made() -> str:
-        rows = as_trained(read("gradient_error"))
-        size = max(rows, key=lambda row: int(row["batches"]))["size"]
-        rows = [row for row in rows if row["size"] == size and row["group"] in groups]
-        step = str(STEPS // 2)
-        header = [f"{size}, step {step}", "1 − cosine, %", "bias, %", "along, %", "noise, %", "loss, %"]
-        lines = [
-            [
-                row["variant"] if len(groups) == 1 else f"{row['group']}: {row['variant']}",
-                f"{100 * (1 - float(row['cosine'])):.3f}",
-                f"{float(row['bias']):.1f}",
-                _measured(row, "along"),
-                f"{float(row['noise']):.2f}",
-                _measured(row, "loss", 3),
-                _measured(row, "steps"),
-                _measured(row, "predicted", 3),
-            ]
-            for row in rows
-            if row["step"] == step
-        ]
-        return markdown([*header, "steps lost, %", "predicted, %"], lines)
-
-    return made
-
-
-def as_trained(rows: Iterable[Row]) -> list[Row]:
-    """Those of batches as the runs have them."""
-    return [row for row in rows if row["windows"] == str(BATCH)]
-
-
-def reading_table() -> str:
-    """What a recipe's forward costs weights that were trained in bf16, and those that were trained with it."""
-    runs, lines = Runs(read("quality")), []
-    for row in as_trained(read("gradient_error")):
-        if row["step"] != str(STEPS) or row["variant"] in BASELINES:
-            continue
-        if (trained := runs.gap([row["variant"]], row["size"], FORWARD)) is not None:
-            seeds = str(len(trained.gaps))
-            lines.append([row["size"], row["variant"], _measured(row, "loss", 3), _cell(trained, 3), seeds])
-    return markdown(["size", "forward", "weights of bf16, %", "weights trained with it, %", "seeds"], lines)
-
-
-def windows_table() -> str:
-    """How the noise that rounding adds, beside that of the batches, changes with the batch."""
-    rows = [row for row in read("gradient_error") if row["step"] == str(STEPS // 2)]
-    sizes = [size for size in SIZES if any(row["size"] == size and row["windows"] != str(BATCH) for row in rows)]
-    rows = [row for row in rows if row["size"] in sizes]
-    batches = sorted({int(row["windows"]) for row in rows})
-    found = {(row["size"], row["group"], row["variant"], int(row["windows"])): row["noise"] for row in rows}
-    lines = []
-    for size, group, variant in dict.fromkeys(key[:3] for key in found):
-        numbers = [found.get((size, group, variant, windows)) for windows in batches]
-        if all(number is not None for number in numbers):
-            lines.append([size, f"{group}: {variant}", *(f"{float(number or 0):.2f}" for number in numbers)])
-    return markdown(["size", "in FP8", *(f"noise, %, {windows} windows" for windows in batches)], lines)
-
-
-def steps_table() -> str:
-    """How the gradient errors of the recipe `dynamic` change along the run."""
-    lines = []
-    for row in as_trained(read("gradient_error")):
-        if row["variant"] in ("dynamic", "output", "grad_input", "grad_weight") and row["group"] in (
-            "recipe",
-            "product",
-        ):
-            numbers = [f"{float(row[name]):.2f}" for name in ("bias", "noise")]
-            lines.append([row["size"], row["step"], row["variant"], *numbers, _measured(row, "loss", 3)])
-    return markdown(["size", "step", "in FP8", "bias, %", "noise, %", "loss, %"], lines)
-
-
-def _measured(row: Row, name: str, digits: int = 2) -> str:
-    """A column with its standard error."""
-    error = float(row[f"{name}_se"])
-    return _with_error(float(row[name]), error, digits) if error else "0"
-
-
 KINDS = {
     "all recipes, blocks alone": RECIPES,
     "E5M2 gradients: dynamic, delayed": ["dynamic", "delayed"],
@@ -313,10 +234,4 @@ TABLES: dict[str, Callable[[], str]] = {
     "along": along_table,
     "trend": trend_table,
     "chance": chance_table,
-    **{group: gradient_table([group]) for group in ("recipe", "layers", "gradients", "rounding")},
-    "steps": steps_table,
-    "windows": windows_table,
-    "reading": reading_table,
-    "operands": gradient_table(["product", "operand"]),
-    "forward": gradient_table(["inputs", "weights"]),
 }
