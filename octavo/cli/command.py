@@ -1,68 +1,228 @@
-"""Parses and runs a command line of `octavo`, and prints a fault in one line. A fault ends it with 2, Ctrl-C with 130.
+"""Each command of `octavo`: its options, what it does, examples; and how a command line is run.
 
-This file has each command's options and examples; actions.py does what they say.
+The flags of `octavo train` are made from the dataclasses of `octavo.train.config`. A fault is printed in one line, and
+ends the command with 2, Ctrl-C with 130.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import json
+import logging
 import os
+import platform
+import re
+import shlex
 import signal
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 import octavo
-from octavo.cli import actions
-from octavo.cli.actions import add_options, signals_to
-from octavo.train.config import RECIPES, SECTIONS, UNCONVERTED, ModelConfig, StateConfig
-from octavo_command import COMMANDS, FAULT, fault, interrupted
+from octavo.errors import MissingExtraError, OctavoError
+from octavo.kernels.capability import compute_capability, runs_natively
+from octavo.kernels.devices import triton_kernels
+from octavo.nn.where import described
+from octavo.recipes import NAMED
+from octavo.train import (
+    GPT,
+    Batches,
+    Hooks,
+    ModelConfig,
+    RunResult,
+    checkpoint,
+    compare,
+    load_corpus,
+    next_byte_loss,
+    progress,
+    report,
+    run,
+    shard,
+    trainer,
+)
+from octavo.train.config import (
+    BASELINE,
+    RECIPES,
+    RULES,
+    SECTIONS,
+    UNCONVERTED,
+    StateConfig,
+    TrainConfig,
+    TrainError,
+    build,
+    choices,
+    chosen_recipe,
+    config_of,
+    load_options,
+    or_none,
+)
+from octavo.train.loop import RECORD, run_in, trained_model
+from octavo_command import COMMANDS, FAULT, INTERRUPTED, fault, interrupted
 from octavo_command import parser as top_parser
 
+EXTRAS = {
+    "cli": ("matplotlib",),
+    "inspect": ("numpy",),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
+    "safetensors": ("safetensors", "huggingface_hub"),
+}
+NATIVE = "native FP8"
+EMULATED = "emulated FP8 (the reference)"
+RUNS = Path("runs")  # the folder of runs without --out
+RECIPE = "dynamic"
+COMPARED = (BASELINE, "dynamic", "delayed")
 
-def parser(arguments: Collection[str] | None = None) -> argparse.ArgumentParser:
-    """The parser of `octavo`, with the options of each command.
 
-    Args:
-        arguments: a command line; commands that it doesn't name get no options, as some take time to import (default:
-            all commands get them, so that `shtab` can write completions).
+def add_options(parser: argparse.ArgumentParser, config: type, names: Sequence[str] = ()) -> None:
+    """Add a flag for each field of a dataclass, or those of these names; its help is the field's, with the default.
 
-    Example:
-        >>> parser().parse_args(["plan", "--device", "H100", "--tokens", "4096"]).tokens
-        4096
+    Only flags that are given become attributes of the parser's result, so that they override a file's options.
     """
-    top, commands = top_parser(octavo.__version__)
-    for name, help in COMMANDS.items():
-        run, add, examples = _COMMANDS[name]
-        sub = commands.add_parser(
-            name,
-            help=help,
-            description=f"{help[0].upper()}{help[1:]}.",
-            epilog="\n  ".join(["examples:", *examples]),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        sub.set_defaults(command=run)
-        if arguments is None or name in arguments:
-            add(sub)
-    return top
+    group = parser.add_argument_group((config.__doc__ or config.__name__).splitlines()[0].rstrip("."))
+    for field in (field for field in dataclasses.fields(config) if field.name in names or not names):
+        flag, default, text = flag_of(field.name), field.default, field.metadata["help"].replace("%", "%%")
+        if default is not None and "(default: " not in text:
+            text += f" (default: {'no' if default == '' or default is False else default})"
+        words, common = choices(field), {"default": argparse.SUPPRESS, "help": text}
+        if isinstance(default, bool) and words:  # --resume, --resume auto, --no-resume
+            group.add_argument(flag, nargs="?", const=True, choices=words, **common)
+            group.add_argument(f"--no-{flag[2:]}", dest=field.name, action="store_false", default=argparse.SUPPRESS)
+        elif isinstance(default, bool):
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+        elif words:
+            group.add_argument(flag, choices=words, **common)
+        else:
+            # Path("") would be the current folder, which nobody asked for
+            kind = type(default) if default is not None else lambda text: Path(text) if text else text
+            group.add_argument(flag, type=kind, metavar=field.metadata["metavar"], **common)
 
 
-def _train(parser: argparse.ArgumentParser) -> None:
+def flag_of(name: str) -> str:
+    """A field's flag."""
+    return "--" + name.replace("_", "-")
+
+
+@contextlib.contextmanager
+def option_errors() -> Iterator[None]:
+    """Raise options' ValueError as a TrainError, in which an option's name that is no other word becomes its flag."""
+    try:
+        yield
+    except ValueError as error:
+        names = [field.name for section in SECTIONS.values() for field in dataclasses.fields(section)]
+        options = rf"^({'|'.join(names)})(?= is )|\b({'|'.join(name for name in names if '_' in name)})\b"
+        raise TrainError(re.sub(options, lambda found: flag_of(found[0]), str(error))) from error
+
+
+def recipe_given(text: str) -> Any:
+    """A recipe on the command line: a name, or a file."""
+    try:
+        return chosen_recipe(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def devices() -> list[tuple[str, str, str]]:
+    """Each device as (name for --device, what it is, native or emulated)."""
+    found = [("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads", EMULATED)]
+    for index in range(torch.cuda.device_count()):
+        name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        native = runs_natively(torch.device("cuda", index))
+        architecture = "" if torch.version.hip else f", sm_{capability[0]}{capability[1]}"
+        found.append((f"cuda:{index}", name + architecture, NATIVE if native else EMULATED))
+    if torch.backends.mps.is_available():
+        found.append(("mps", "Apple GPU", EMULATED))
+    if torch.xpu.is_available():
+        found += [(f"xpu:{i}", torch.xpu.get_device_name(i), EMULATED) for i in range(torch.xpu.device_count())]
+    return found
+
+
+def recipes_on(device: torch.device) -> list[str]:
+    """Whose kernels make each recipe's products on a device, and what is lost there first."""
+    found = {name: described(getattr(octavo.recipes, name)(), compute_capability(device)) for name in NAMED[1:]}
+    return ["", f"recipes on {device}", *(f"  {name:<18}  {who}; lost: {loss}" for name, (who, loss) in found.items())]
+
+
+def products_of(device: torch.device) -> list[str]:
+    """Which FP8 products torch computes on a device, by a test now, and which octavo's Triton kernel computes."""
+    if not runs_natively(device) or triton_kernels() is None:
+        return []
+    from octavo.kernels.triton.library_matmul import library_kinds
+
+    found = library_kinds(device)
+    width = max(map(len, found))
+    owners = {True: "torch's product", False: "octavo's Triton kernel: torch's is not there, or not right"}
+    return ["", f"products on {device}", *(f"  {kind:<{width}}  {owners[right]}" for kind, right in found.items())]
+
+
+def configurations() -> list[str]:
+    """Where the Triton kernels' tiles come from on this machine's GPU."""
+    if not any(runs_natively(torch.device("cuda", index)) for index in range(torch.cuda.device_count())):
+        return []
+    from octavo.kernels.triton.launch import tuned_file
+
+    path = tuned_file()
+    if path is not None and path.exists():
+        return ["", f"kernels' tiles: tuned on this GPU, {path}"]
+    return ["", "kernels' tiles: octavo's own; `octavo tune` measures the best ones for this GPU in 10 minutes"]
+
+
+def describe_machine() -> str:
+    """Versions, devices, whether FP8 is native, and which extras are installed, as text."""
+    try:
+        from triton import __version__ as triton
+    except ImportError:
+        triton = "absent"
+    versions = {
+        "octavo": octavo.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__ + (f" (CUDA {torch.version.cuda})" if torch.version.cuda else ""),
+        "triton": triton,
+    }
+    lines = [f"{name:<9}{value}" for name, value in versions.items()]
+    lines += ["", "devices"]
+    rows = devices()
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    lines += [f"  {name:<{widths[0]}}  {what:<{widths[1]}}  {fp8}" for name, what, fp8 in rows]
+    for name, *_ in rows:
+        lines += recipes_on(torch.device(name)) + products_of(torch.device(name))
+    lines += [*configurations(), "", "extras"]
+    for extra, packages in EXTRAS.items():
+        absent = [package for package in packages if find_spec(package) is None]
+        state = "installed" if not absent else f"pip install octavo[{extra}] ({', '.join(absent)} absent)"
+        lines.append(f"  {extra:<11}  {state}")
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def signals_to(handler: Callable[..., object], *numbers: int) -> Iterator[None]:
+    """Set a handler for these signals, and afterwards the previous ones."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def _train_options(parser: argparse.ArgumentParser) -> None:
     what = f"how FP8 is used: one of {', '.join(RECIPES)}; or a file of recipes by layer, such as rules.json"
-    _run_options(parser, "--recipe", what, actions.RECIPE, type=actions.recipe_given)
+    _add_run(parser, "--recipe", what, RECIPE, type=recipe_given)
 
 
-def _compare(parser: argparse.ArgumentParser) -> None:
-    what, default = f"some of {', '.join(RECIPES)}", " ".join(actions.COMPARED)
-    _run_options(parser, "--recipes", what, default, nargs="+", choices=RECIPES)
+def _compare_options(parser: argparse.ArgumentParser) -> None:
+    what, default = f"some of {', '.join(RECIPES)}", " ".join(COMPARED)
+    _add_run(parser, "--recipes", what, default, nargs="+", choices=RECIPES)
 
 
-def _run_options(parser: argparse.ArgumentParser, flag: str, what: str, default: str, **how: Any) -> None:
+def _add_run(parser: argparse.ArgumentParser, flag: str, what: str, default: str, **how: Any) -> None:
     parser.usage = f"{parser.prog} [OPTIONS]"
     without = f"the first {len(UNCONVERTED)} without FP8: in --dtype, in bfloat16, in float32"
     help = f"{what}; {without} (default: {default})"
@@ -73,7 +233,104 @@ def _run_options(parser: argparse.ArgumentParser, flag: str, what: str, default:
         add_options(parser, config)
 
 
-def _export(parser: argparse.ArgumentParser) -> None:
+def _config(options: argparse.Namespace) -> tuple[TrainConfig, list[Any]]:
+    """All options and the recipes: those of the command line, or else of the file of --config."""
+    file: dict[str, Any] = {} if options.config is None else load_options(options.config)
+    given = file | vars(options)
+    needed, other = ("recipes", "recipe") if options.name == "compare" else ("recipe", "recipes")
+    if needed not in given and other in given:
+        raise TrainError(f"{options.config} gives {other}, and octavo {options.name} needs {needed}: add --{needed}")
+    recipes = [given.get("recipe", RECIPE)] if needed == "recipe" else list(given.get("recipes", COMPARED))
+    with option_errors():
+        return config_of(given), recipes
+
+
+def _settled(config: TrainConfig, options: argparse.Namespace, recipes: Sequence[Any]) -> TrainConfig:
+    """The options with the dtype that --dtype auto means, and the folder that is used without --out."""
+    config = trainer.settle_dtype(config, trainer.choose_device(shard.device_name(config)), recipes)
+    names = [config.called(recipe) for recipe in recipes]
+    out = config.run.out or _default_folder(options.name, bool(config.run.resume))
+    if config.run.resume and not any(checkpoint.RunFolder(out / name).holds_run() for name in names):
+        none = f"octavo: nothing to resume: {out} holds no run of {', '.join(names)}"
+        out = config.run.out or _default_folder(options.name, False)
+        print(f"{none}; it begins anew in {out}", file=sys.stderr)
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, out=out))
+
+
+def _default_folder(command: str, resume: bool) -> Path:
+    """runs/COMMAND-001, or the number after the last one; the last one itself to resume it."""
+    numbers = [path.name.removeprefix(f"{command}-") for path in RUNS.glob(f"{command}-*")]
+    last = max((int(number) for number in numbers if number.isdecimal()), default=0)
+    return RUNS / f"{command}-{last + (last == 0 or not resume):03}"
+
+
+def train(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Run `octavo train`, with one recipe, or `octavo compare`, with several."""
+    compares = options.name == "compare"
+    if compares:
+        report.require_plotting()  # so that it does not fail after minutes of training
+    config, recipes = _config(options)
+    if compares:
+        shard.require_one_process(config.ranks)
+    with shard.joined(config) as ranks:
+        config = ranks.first(lambda: _settled(config, options, recipes))
+        with _hooks(ranks.rank) as hooks:
+            results = compare(config, recipes, hooks=hooks) if compares else [run(config, recipes[0], hooks=hooks)]
+    if results[-1].interrupted:
+        return INTERRUPTED if ranks.rank > 0 else _stopped(results[-1], config, arguments)
+    return 0 if ranks.rank > 0 else _report(results, config)
+
+
+@contextlib.contextmanager
+def _hooks(rank: int) -> Iterator[Hooks]:
+    """Show progress. Ctrl-C and SIGTERM stop after the step; before the first step, or a second time, at once."""
+    reached: set[str] = set()  # "steps" once steps have begun, "stop" once a signal has come
+    from_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sends a Ctrl-C again that ranks have got already
+
+    def note(number: int, frame: types.FrameType | None) -> None:
+        if "steps" not in reached or ("stop" in reached and number == signal.SIGINT and not from_torchrun):
+            raise KeyboardInterrupt
+        if rank == 0 and "stop" not in reached:
+            # not through sys.stderr, as the signal may come while a line is written to it
+            os.write(2, f"{os.linesep * os.isatty(2)}octavo: stopping after this step{os.linesep}".encode())
+        reached.add("stop")
+
+    with signals_to(note, signal.SIGINT, signal.SIGTERM):
+        shown = progress.Progress(sys.stderr if rank == 0 else None)
+        yield Hooks(lambda model: reached.add("steps"), should_stop=lambda: "stop" in reached, progress=shown)
+
+
+def _stopped(result: RunResult, config: TrainConfig, arguments: list[str]) -> int:
+    again = list(arguments)
+    for flag, value in (("--out", str(config.run.out)), ("--dtype", config.run.dtype)):
+        if not any(argument == flag or argument.startswith(f"{flag}=") for argument in again):
+            again += [flag, value]
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    program = ["octavo"] if config.ranks.shard == "none" else f"torchrun --nproc-per-node {ranks} -m octavo".split()
+    command = shlex.join([*program, *again, *([] if config.run.resume else ["--resume"])])
+    print(
+        f"octavo: stopped {result.name} at step {len(result.rows)} of {result.steps}, saved; go on with: {command}",
+        file=sys.stderr,
+    )
+    return INTERRUPTED
+
+
+def _report(results: list[RunResult], config: TrainConfig) -> int:
+    out = config.run.out
+    assert out is not None  # _settled chose one
+    written = [out / "results.csv"]
+    report.write_csv(results, written[0])
+    try:
+        report.plot(results, out / "loss.png")
+        written.append(out / "loss.png")
+    except MissingExtraError as error:  # training needs no extra, and its results are shown without the plot
+        print(f"octavo: {error}", file=sys.stderr)
+    print(report.table(results))
+    print(f"wrote {' and '.join(str(path) for path in written)}")
+    return 0
+
+
+def _export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="RUN", help="a run's folder")
     written = parser.add_mutually_exclusive_group(required=True)
     written.add_argument("--onnx", type=Path, metavar="FILE", help="the file to write")
@@ -90,7 +347,36 @@ def _export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, metavar="PATH", help=help)
 
 
-def _plan(parser: argparse.ArgumentParser) -> None:
+def export(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Write a run's model as ONNX, and print how near its results in onnxruntime are to octavo's; or as FP8 weights."""
+    from octavo import export
+
+    model = trained_model(options.source)
+    in_bf16 = 2 * sum(parameter.numel() for parameter in model.parameters())
+    if options.safetensors is not None:
+        export.to_safetensors(model, options.safetensors, options.layout)
+        size = sum(file.stat().st_size for file in options.safetensors.glob("*.safetensors"))
+        print(f"wrote {options.safetensors}: {size:,} bytes, {size / in_bf16:.2f} of its weights in bf16")
+        return 0
+    corpus = load_corpus(options.data)
+    corpus.require(model.config)
+    tokens, targets = next(Batches(corpus, model.config.context, 16, 0).validation(16))
+    written = export.to_onnx(
+        model, (tokens.int(),), options.onnx, opset=options.opset, weights=getattr(torch, options.weights)
+    )
+    sqnr = export.sqnr_in_onnxruntime(model, tokens.int(), written)
+    with torch.no_grad():
+        ours = float(next_byte_loss(model(tokens), targets))
+    theirs = float(next_byte_loss(export.run_onnx(written, tokens.int())[0], targets))
+    size = written.stat().st_size
+    print(
+        f"wrote {written}: {size:,} bytes, {size / in_bf16:.2f} of its weights in bf16\n"
+        f"in onnxruntime: SQNR {sqnr:.1f} dB, validation loss {theirs:.4f} nats a byte (octavo {ours:.4f})"
+    )
+    return 0
+
+
+def _plan_options(parser: argparse.ArgumentParser) -> None:
     help = "a Hugging Face config.json, or its folder (default: a GPT by the sizes below; CONFIG takes --context)"
     parser.add_argument("model", nargs="?", type=Path, metavar="CONFIG", help=help)
     help = "of a step on one device, or for each GPU (default: the sequences in 16384, or one if it is longer)"
@@ -114,73 +400,199 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     add_options(parser, StateConfig, ("algorithm", "moments", "master"))
 
 
-def _inspect(parser: argparse.ArgumentParser) -> None:
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings in logs: nothing runs, so nothing is emulated, and libraries that are imported have several."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@_quiet()
+def plan(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Print what a training step would take, and whether FP8 pays."""
+    from octavo.cost import command, estimate, rates_of
+    from octavo.cost.estimate import work_of
+    from octavo.cost.rates import PlanError
+
+    sizes = vars(options).keys() & ModelConfig.__dataclass_fields__.keys() - {"context"}
+    if options.model is not None and sizes:
+        flags = ", ".join(sorted(map(flag_of, sizes)))
+        raise PlanError(f"{flags}: the model's sizes are those of {options.model}: leave out one or the other")
+    with option_errors():
+        config, state = build(ModelConfig, vars(options)), build(StateConfig, vars(options))
+    rates, context = rates_of(options.device), config.context
+    if options.model is not None:
+        model = command.from_hugging_face(options.model)
+        context = getattr(options, "context", None) or command.context_of(model)
+    else:
+        with torch.device("meta"):
+            model = GPT(config).bfloat16()
+    if options.gpus is None and any(
+        (options.mesh, options.micro_batches, options.recompute, options.checkpoint_in_fp8)
+    ):
+        flags = "--mesh, --micro-batches, --recompute and --checkpoint-in-fp8"
+        raise PlanError(f"{flags} are for a step on several GPUs: add --gpus")
+    inputs = command.tokens_of(options.tokens, context)
+    size = sum(parameter.numel() for parameter in model.parameters()) / 1e9
+    head = f"{size:.3g} B parameters, {len(inputs[0]) * (options.gpus or 1)} sequences of {context} tokens"
+    head += f", by {state.algorithm}" * (state != StateConfig())
+    if options.gpus is not None:
+        if state.moments != "fp32" or state.master != "auto":
+            raise PlanError("--moments and --master are for a step on one device; with --gpus it says what FP8 brings")
+        names = ("gpus", "mesh", "micro_batches", "recompute", "fuse", "checkpoint_in_fp8")
+        asked = {name: getattr(options, name) for name in names} | {"algorithm": state.algorithm}
+        asked |= {"context": context, "sequences": len(inputs[0]) * options.gpus}
+        steps = command.plan(model, rates, **asked)
+        print(steps.json() if options.json else f"{head}\n{steps.text()}")
+        return 0
+    optimizer: Any = torch.optim.AdamW
+    if state != StateConfig():
+        optimizer = command.optimizer_of(model, state.algorithm, state.moments, or_none(state.master))
+        head += f", moments {state.moments}, master {state.master}"
+    kept = {"optimizer": optimizer, "work": work_of(model, inputs), "fuse": options.fuse}
+    recipes = [None, *(make() for make in command.RECIPES.values())]
+    found = [estimate(model, inputs, recipe, rates, **kept) for recipe in recipes]
+    if options.json:
+        print(json.dumps([dataclasses.asdict(each) for each in found]))
+    else:
+        print(f"{head}\n{command.describe_plan(found, rates)}")
+    return 0
+
+
+def _inspect_options(parser: argparse.ArgumentParser) -> None:
     from octavo.inspect import command
 
     command.add_arguments(parser)
 
 
-def _tune(parser: argparse.ArgumentParser) -> None:
+def inspect(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Print what a record shows, or which layers of a model can't stand FP8."""
+    from octavo.inspect.command import Subject, asked, entry_point, inspect_command, what_if_command
+    from octavo.inspect.what_if import WhatIfError
+
+    source = options.folder = run_in(options.folder)
+    if options.against is not None and ((other := run_in(options.against) / RECORD) / "record.json").exists():
+        options.against = other
+    if options.apply:
+        if not checkpoint.RunFolder(source).holds_run():
+            raise WhatIfError(f"--apply: {source} is no run of octavo train: give --write FILE")
+        options.write = source / RULES
+    if (source / RECORD / "record.json").exists() and not asked(options):
+        source = options.folder = source / RECORD
+    if checkpoint.RunFolder(source).holds_run() and not (source / "record.json").exists():
+        record = source / RECORD
+        model, corpus = trained_model(source), load_corpus(options.data)
+        corpus.require(model.config)
+        windows = Batches(corpus, model.config.context, 16, 0)
+        subject = Subject(
+            model,
+            lambda model, batch: next_byte_loss(model(batch[0]), batch[1]),
+            [windows.training(step) for step in range(2)],
+        )
+        return what_if_command(options, subject, record if (record / "record.json").exists() else None)
+    if source.exists() and (given := asked(options)):
+        raise WhatIfError(f"{', '.join(given)}: {source} is a record, and these are for models")
+    return inspect_command(options) if source.exists() else what_if_command(options, entry_point(str(source)))
+
+
+def _tune_options(parser: argparse.ArgumentParser) -> None:
     from octavo.tune import command
 
     command.add_options(parser)
     parser.add_argument("--forget", action="store_true", help="go back to octavo's own")
 
 
-def _info(parser: argparse.ArgumentParser) -> None:
+def tune(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Measure which tiles of kernels are fastest here."""
+    from octavo.tune.command import tune_here
+
+    return tune_here(options)
+
+
+def _info_options(parser: argparse.ArgumentParser) -> None:
     help = "measure what this device does: products, casts, copies; keep it for `octavo plan`, and say where FP8 pays"
     parser.add_argument("--measure", action="store_true", help=help)
 
 
-# by name: its function, what adds its options, and examples of its use
-_COMMANDS: dict[str, tuple[Callable[..., int], Callable[[argparse.ArgumentParser], None], tuple[str, ...]]] = {
-    "train": (
-        actions.train,
-        _train,
-        (
-            "octavo train --data corpus/ --recipe delayed --steps 1000",
-            "octavo train --config runs/train-001/delayed --lr 3e-4",
-            "torchrun --nproc-per-node 2 -m octavo train --shard fsdp",
-        ),
-    ),
-    "compare": (
-        actions.train,
-        _compare,
-        (
-            "octavo compare --data corpus/ --recipes baseline dynamic mx --out runs/mine",
-            "octavo compare --recipes baseline dynamic mx --out runs/mine --resume",
-        ),
-    ),
-    "export": (
-        actions.export,
-        _export,
-        (
-            "octavo export runs/train-001/delayed --onnx model.onnx",
-            "octavo export runs/train-001/mx --safetensors served/",
-        ),
-    ),
-    "plan": (
-        actions.plan,
-        _plan,
-        (
-            "octavo plan path/to/config.json --tokens 16384 --context 8192 --device H100",
-            "octavo plan --width 4096 --layers 32 --heads 32 --context 4096 --device B200",
-            "octavo plan path/to/config.json --device H100 --algorithm muon --moments fp8 --master split24",
-            "octavo plan path/to/config.json --device H100 --gpus 64 --mesh fsdp=8,tensor=8",
-        ),
-    ),
-    "inspect": (
-        actions.inspect,
-        _inspect,
-        (
-            "octavo inspect runs/train-001/dynamic --html report.html",
-            "octavo inspect runs/train-001/dynamic --live",
-            "octavo inspect job:training --recipes dynamic,blockwise --loss 0.1% --write map.json",
-        ),
-    ),
-    "tune": (actions.tune, _tune, ("octavo tune", "octavo tune cast amax --minutes 3", "octavo tune --forget")),
-    "info": (actions.info, _info, ("octavo info", "octavo info --measure")),
+def info(options: argparse.Namespace, arguments: list[str]) -> int:
+    """Print what this machine has, and with --measure how fast it is."""
+    print(describe_machine())
+    if options.measure:
+        from octavo.cost import command, measure
+        from octavo.cost.rates import keep
+
+        print("\nmeasuring ...", flush=True)
+        rates = measure()
+        print(command.describe_rates(rates), f"\nkept in {keep(rates)}", sep="\n")
+    return 0
+
+
+# by name: its function, and what adds its options
+_COMMANDS: dict[str, tuple[Callable[..., int], Callable[[argparse.ArgumentParser], None]]] = {
+    "train": (train, _train_options),
+    "compare": (train, _compare_options),
+    "export": (export, _export_options),
+    "plan": (plan, _plan_options),
+    "inspect": (inspect, _inspect_options),
+    "tune": (tune, _tune_options),
+    "info": (info, _info_options),
 }
+_EXAMPLES = """\
+octavo train --data corpus/ --recipe delayed --steps 1000
+octavo train --config runs/train-001/delayed --lr 3e-4
+torchrun --nproc-per-node 2 -m octavo train --shard fsdp
+octavo compare --data corpus/ --recipes baseline dynamic mx --out runs/mine
+octavo compare --recipes baseline dynamic mx --out runs/mine --resume
+octavo export runs/train-001/delayed --onnx model.onnx
+octavo export runs/train-001/mx --safetensors served/
+octavo plan path/to/config.json --tokens 16384 --context 8192 --device H100
+octavo plan --width 4096 --layers 32 --heads 32 --context 4096 --device B200
+octavo plan path/to/config.json --device H100 --algorithm muon --moments fp8 --master split24
+octavo plan path/to/config.json --device H100 --gpus 64 --mesh fsdp=8,tensor=8
+octavo inspect runs/train-001/dynamic --html report.html
+octavo inspect runs/train-001/dynamic --live
+octavo inspect job:training --recipes dynamic,blockwise --loss 0.1% --write map.json
+octavo tune
+octavo tune cast amax --minutes 3
+octavo tune --forget
+octavo info
+octavo info --measure"""
+
+
+def examples_of(name: str) -> list[str]:
+    """Command lines that use a command."""
+    return [line for line in _EXAMPLES.splitlines() if f"octavo {name}" in line]
+
+
+def parser(arguments: Collection[str] | None = None) -> argparse.ArgumentParser:
+    """The parser of `octavo`, with the options of each command.
+
+    Args:
+        arguments: a command line; commands that it doesn't name get no options, as some take time to import (default:
+            all commands get them, so that `shtab` can write completions).
+
+    Example:
+        >>> parser().parse_args(["plan", "--device", "H100", "--tokens", "4096"]).tokens
+        4096
+    """
+    top, commands = top_parser(octavo.__version__)
+    for name, help in COMMANDS.items():
+        run, add = _COMMANDS[name]
+        sub = commands.add_parser(
+            name,
+            help=help,
+            description=f"{help[0].upper()}{help[1:]}.",
+            epilog="\n  ".join(["examples:", *examples_of(name)]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        sub.set_defaults(command=run)
+        if arguments is None or name in arguments:
+            add(sub)
+    return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -225,10 +637,6 @@ def _run(arguments: list[str]) -> int:
 
 def _expected(error: Exception) -> str | None:
     """The line for an error that the user can do something about; None for a bug of octavo's."""
-    import torch
-
-    from octavo.errors import OctavoError
-
     if isinstance(error, OctavoError):
         return str(error)
     if isinstance(error, OSError):

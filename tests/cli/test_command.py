@@ -1,18 +1,390 @@
+import argparse
+import itertools
+import json
+import logging
 import os
+import re
 import shlex
+import shutil
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
+import torch
 
 import octavo
 from octavo import cli
-from octavo.cli.actions import flag_of
-from octavo.cli.command import _COMMANDS
-from octavo.train.config import SECTIONS
+from octavo.cli import command
+from octavo.cli.command import _COMMANDS, add_options, examples_of, flag_of, option_errors
+from octavo.train import DataConfig, ModelConfig, OptimizerConfig, RunConfig, RunResult, TrainConfig, run
+from octavo.train.config import SECTIONS, TrainError, option
+from octavo.train.loop import trained_model
+from octavo.train.trainer import Trainer
 from octavo_command import COMMANDS
-from tests.support.command_line import one_line, train
+from tests.support.command_line import TEXT, TINY, one_line, train
+
+
+@dataclass(frozen=True)
+class Options:
+    """One of each kind."""
+
+    how_many: int = option(3, "a number, 100 % of it", 1)
+    every: int = option(0, "none", 0)
+    share: float = option(0.5, "another", 0, 1, metavar="SHARE")
+    kind: Literal["a", "b"] = option("a", "one of two")
+    note: str = option("", "a text", metavar="TEXT")
+    where: Path | None = option(None, "a place (default: here)", metavar="FOLDER")  # noqa: RUF009 (it is a field)
+    fast: bool = option(False, "or not")
+
+
+@pytest.fixture
+def parser():
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_options(parser, Options)
+    return parser
+
+
+def test_flags_have_the_kinds_names_and_defaults_of_fields(parser):
+    given = "--how-many 4 --share 0.25 --kind b --note x --where runs --no-fast".split()
+    wanted = {"how_many": 4, "share": 0.25, "kind": "b", "note": "x", "where": Path("runs"), "fast": False}
+    assert vars(parser.parse_args(given)) == wanted
+    assert vars(parser.parse_args([])) == {}
+    shown = " ".join(parser.format_help().split())
+    for line in (
+        "One of each kind:",
+        "--how-many N a number, 100 % of it (default: 3)",
+        "--every N none (default: 0)",
+        "--share SHARE another (default: 0.5)",
+        "--kind {a,b} one of two (default: a)",
+        "--note TEXT a text (default: no) --where FOLDER a place (default: here)",
+        "--fast, --no-fast or not (default: no)",
+    ):
+        assert line in shown
+
+
+def test_options_in_messages_are_flags():
+    for said, shown in (
+        ("batch 3: 2 micro_batches of_micro_batches, --lr", "batch 3: 2 --micro-batches of_micro_batches, --lr"),
+        ("lr is 0.0: choose lr", "--lr is 0.0: choose lr"),
+    ):
+        with pytest.raises(TrainError, match=f"^{shown}$"), option_errors():
+            raise ValueError(said)
+
+
+def test_it_names_versions_devices_and_extras(monkeypatch):
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "matplotlib" else object())
+    text = command.describe_machine()
+    assert octavo.__version__ in text and torch.__version__ in text and "python" in text and "triton" in text
+    assert "cpu" in text and command.EMULATED in text
+    assert re.search(r"\nrecipes on cpu\n(  .*\n)*  mx +the reference; lost: FP8's speed: emulated\n", text)
+    assert "pip install octavo[cli] (matplotlib absent)" in text and "onnx         installed" in text
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "fp8"), [(None, (9, 0), command.NATIVE), ("6", (9, 4), command.EMULATED)]
+)
+def test_gpus_of_two_makers(monkeypatch, hip, capability, fp8):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert ("cuda:0", "a GPU" if hip else "a GPU, sm_90", fp8) in command.devices()
+
+
+def test_which_products_are_torchs(monkeypatch):
+    library = pytest.importorskip("octavo.kernels.triton.library_matmul")
+    cpu = torch.device("cpu")
+    assert command.products_of(cpu) == []
+    monkeypatch.setattr(command, "runs_natively", lambda device: True)
+    monkeypatch.setattr(library, "_agrees", lambda device, a_tile, *rest: a_tile == (-1, -1))
+    lines = command.products_of(cpu)
+    assert lines[1] == "products on cpu" and len(lines) == 2 + len(library.LIBRARY)
+    assert [line for line in lines if "PerTensor()" in line] == [
+        line for line in lines if line.endswith("torch's product")
+    ]
+
+
+def test_train_leaves_a_log_a_checkpoint_a_table_and_a_plot(capsys):
+    pytest.importorskip("matplotlib")
+    assert train("--recipe", "delayed", "--out", "here") == 0
+    out, err = capsys.readouterr()
+    assert "delayed" in out and "nats/byte" in out and "here/loss.png" in out
+    assert err.startswith("delayed: 6 steps on cpu; what is not FP8 is ") and "\nabout " in err
+    assert "step 6/6" in err and "tokens/s" in err and "left" in err
+    assert sorted(path.name for path in Path("here/delayed").iterdir()) == ["checkpoint", "config.json", "log.csv"]
+    assert Path("here/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert len(Path("here/delayed/log.csv").read_text().splitlines()) == 7
+
+
+def test_compare_shows_the_gap_and_resumes_with_one_more_recipe(capsys, no_plot):
+    pytest.importorskip("matplotlib")
+    arguments = ["compare", *TINY, "--data", "text.py", "--out", "here", "--dtype", "float32", "--recipes"]
+    assert cli.main([*arguments, "baseline", "dynamic"]) == 0
+    out, _ = capsys.readouterr()
+    assert "gap to float32" in out and "+0.00 %" in out and "computed in float32" in out
+    kept = Path("here/float32/log.csv").read_bytes()
+    assert cli.main([*arguments, "float32", "dynamic", "delayed", "--resume"]) == 0
+    out, _ = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()[2:5]] == ["float32", "dynamic", "delayed"]
+    assert Path("here/float32/log.csv").read_bytes() == kept
+
+
+def test_a_runs_options_are_a_file_that_trains_it_again(capsys, no_plot):
+    assert train("--recipe", "delayed", "--out", "here", "--master", "split24", "--eval-every", "3") == 0
+    for source, more in (("here/delayed", ()), ("here/delayed/config.json", ("--lr", "1e-9", "--no-compile"))):
+        assert cli.main(["train", "--config", source, *more]) == 0
+    logs = [path / "delayed" / "log.csv" for path in (Path("here"), Path("runs/train-001"), Path("runs/train-002"))]
+    losses = [[line.split(",")[1] for line in log.read_text().splitlines()] for log in logs]
+    assert losses[0] == losses[1] != losses[2]
+    kept = [json.loads((log.parent / "config.json").read_text()) for log in logs]
+    assert kept[0] == kept[1] and kept[2] == kept[0] | {"optimizer": kept[0]["optimizer"] | {"lr": 1e-9}}
+    capsys.readouterr()
+    assert cli.main(["compare", "--config", "here/delayed"]) == 2
+    assert "gives recipe, and octavo compare needs recipes: add --recipes" in one_line(capsys)
+
+
+def test_folders_are_chosen_when_none_is_given(capsys, no_plot):
+    one = "--steps", "1"
+    assert train(*one) == train(*one) == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["train-001", "train-002"]
+    assert train(*one, "--resume") == 0
+    assert "runs/train-002" in capsys.readouterr().out
+    assert len(list(Path("runs").iterdir())) == 2
+    Path("runs/train-999").mkdir()
+    assert train(*one) == train(*one) == 0
+    assert Path("runs/train-1000/dynamic").is_dir() and Path("runs/train-1001/dynamic").is_dir()
+
+
+def test_the_values_of_resume(capsys):
+    for given, value in (([], None), (["--resume"], True), (["--resume", "auto"], "auto"), (["--no-resume"], False)):
+        assert getattr(cli.parser(["train"]).parse_args(["train", *given, "--seed", "1"]), "resume", None) == value
+    assert train("--resume", "now") == 2 and "invalid choice: 'now'" in one_line(capsys)
+    result, config = (
+        RunResult("dynamic", 6, [], 0, 0, "float32"),
+        TrainConfig(run=RunConfig(resume="auto", out=Path("a"))),
+    )
+    command._stopped(result, config, ["train", "--out", "a", "--resume", "auto"])
+    assert capsys.readouterr().err.endswith("octavo train --out a --resume auto --dtype auto\n")
+
+
+def test_one_set_of_flags_begins_a_run_and_goes_on_with_it(capsys, no_plot):
+    kept = []
+    assert train("--resume", "auto") == 2
+    assert "resume auto finds its run by the folder: give out, too" in one_line(capsys)
+    for said in ("octavo: nothing to resume: here holds no run of dynamic; it begins anew in here\n", ""):
+        assert train(*(["--resume", "auto"] if said else ["--resume"]), "--out", "here") == 0
+        assert capsys.readouterr().err.startswith(said or "dynamic: 6 steps")
+        kept.append(Path("here/dynamic/log.csv").read_bytes())
+    assert kept[0] == kept[1]
+    assert train("--resume", "--recipe", "delayed") == train("--resume", "--recipe", "mx") == 0
+    assert sorted(path.name for path in Path("runs").glob("*/*") if path.is_dir()) == ["delayed", "mx"]
+    assert len(list(Path("runs").iterdir())) == 2
+
+
+def test_compare_asks_for_the_extra_before_it_trains_and_train_needs_none(capsys, monkeypatch):
+    monkeypatch.setattr("octavo.train.report.find_spec", lambda name: None)
+    assert cli.main(["compare", *TINY, "--data", "text.py", "--out", "here"]) == 2
+    assert "pip install octavo[cli]" in one_line(capsys)
+    assert not Path("here").exists()
+    assert train("--out", "here") == 0
+    out, err = capsys.readouterr()
+    assert "nats/byte" in out and "pip install octavo[cli]" in err and "loss.png" not in out
+
+
+def test_divergence_is_one_line_with_what_was_kept(capsys):
+    assert train("--out", "here", "--lr", "1e3", "--clip", "0", "--steps", "60", "--checkpoint-every", "1") == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.startswith("octavo: error: dynamic diverged") and "is kept in here/dynamic" in err and "--lr" in err
+    assert Path("here/dynamic/checkpoint").exists()
+
+
+def signals_in_step(monkeypatch, number, *stops):
+    """Sends signals to this process within the step of this number, counted from 0 over all runs."""
+    step, count = Trainer.step, itertools.count()
+
+    def send(trainer, index):
+        result = step(trainer, index)
+        for stop in stops if next(count) == number else ():
+            os.kill(os.getpid(), stop)
+        return result
+
+    monkeypatch.setattr(Trainer, "step", send)
+
+
+def test_an_interrupted_comparison_is_saved_says_how_to_go_on_and_does(capfd, monkeypatch, no_plot):
+    pytest.importorskip("matplotlib")
+    arguments = ["compare", *TINY, "--data", "text.py", "--recipes", "bf16", "dynamic"]
+    assert cli.main([*arguments, "--out", "whole"]) == 0
+    whole = json.dumps([line.split(",")[:3] for line in Path("whole/dynamic/log.csv").read_text().splitlines()])
+    with monkeypatch.context() as patch:
+        signals_in_step(patch, 6 + 3, signal.SIGINT)
+        assert cli.main(arguments) == 130
+    lines = capfd.readouterr().err.splitlines()
+    assert "octavo: stopping after this step" in lines
+    assert lines[-1].startswith("octavo: stopped dynamic at step 4 of 6, saved; go on with: octavo compare")
+    again = shlex.split(lines[-1].partition("go on with: ")[2])[1:]
+    assert again[-5:] == ["--out", "runs/compare-001", "--dtype", "bfloat16", "--resume"]
+    assert cli.main(again) == 0
+    assert "gap to bf16" in capfd.readouterr().out
+    log = Path("runs/compare-001/dynamic/log.csv")
+    assert json.dumps([line.split(",")[:3] for line in log.read_text().splitlines()]) == whole
+
+
+def test_a_second_ctrl_c_does_not_wait_and_a_second_sigterm_does(capfd, monkeypatch, no_plot):
+    with monkeypatch.context() as patch:
+        signals_in_step(patch, 2, signal.SIGTERM, signal.SIGTERM, signal.SIGINT)
+        assert train("--out", "here") == 130
+    err = capfd.readouterr().err
+    assert err.count("stopping after this step") == 1 and err.splitlines()[-1] == "octavo: interrupted"
+    assert train("--out", "here", "--resume", "auto") == 0
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with text.py and a finished run of delayed."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.py").write_text(TEXT)
+    sizes = ModelConfig(width=16, layers=1, heads=2, context=32)
+    options = RunConfig(out=folder / "runs", device="cpu", eval_every=0)
+    data = DataConfig(folder / "text.py", batch=2, eval_windows=2)
+    run(TrainConfig(sizes, data, OptimizerConfig(steps=6), options), "delayed")
+    return folder
+
+
+def exported(capsys):
+    """Exports the run; what is said of the file, and of its check."""
+    assert cli.main(["export", "runs/delayed", "--onnx", "m.onnx", "--data", "text.py"]) == 0
+    wrote, checked = capsys.readouterr().out.splitlines()
+    assert wrote.startswith(f"wrote m.onnx: {Path('m.onnx').stat().st_size:,} bytes, ")
+    Path("m.onnx").unlink()
+    return checked
+
+
+def test_export_checks_what_it_wrote(trained, capsys, monkeypatch):
+    monkeypatch.chdir(trained)
+    seen = []
+
+    def write(model, inputs, path, opset, weights):
+        seen.append((model, opset, weights))
+        path.write_bytes(b"ONNX")
+        return path
+
+    monkeypatch.setattr("octavo.export.to_onnx", write)
+    monkeypatch.setattr("octavo.export.sqnr_in_onnxruntime", lambda model, tokens, path: 41.5)
+    monkeypatch.setattr("octavo.export.run_onnx", lambda path, tokens: [torch.zeros(*tokens.shape, 256)])
+    assert "SQNR 41.5 dB, validation loss 5.5452 nats a byte (octavo " in exported(capsys)
+    assert [(opset, weights) for _, opset, weights in seen] == [(21, torch.bfloat16)] and not seen[0][0].training
+
+
+def test_export_of_weights_that_servers_read(trained, capsys, monkeypatch):
+    monkeypatch.chdir(trained)
+    assert cli.main(["export", "runs/delayed", "--safetensors", "served"]) == 0
+    assert capsys.readouterr().out.startswith("wrote served: ")
+    assert json.loads(Path("served/config.json").read_text())["quantization_config"]["format"] == "float-quantized"
+    shutil.rmtree("served")
+
+
+def test_inspect_of_a_run_is_of_its_record_unless_more_is_asked(trained, capsys, monkeypatch):
+    monkeypatch.chdir(trained)
+    layer = octavo.nn.Linear(16, 16)
+    with octavo.inspect.record(layer, "runs/delayed/inspect") as recorder:
+        layer(torch.randn(4, 16)).sum().backward()
+        recorder.step()
+    assert cli.main(["inspect", "runs/delayed", "--json", "found.json"]) == 0
+    assert Path("found.json").exists() and "(all layers)" not in capsys.readouterr().out
+    assert cli.main(["inspect", "runs/delayed", "--keep", "1", "--html", "more.html"]) == 2
+    assert "--html: runs/delayed is a model" in one_line(capsys)
+    assert cli.main(["inspect", "runs/delayed/inspect", "--runs", "3", "--device", "H100"]) == 2
+    assert "--runs, --device: runs/delayed/inspect is a record" in one_line(capsys)
+    assert cli.main(["inspect", "runs/delayed", "--recipes", "dynamic", "--min-features", "8"]) == 0
+    assert Path("runs/delayed/inspect/what_if.json").exists()
+    shutil.rmtree("runs/delayed/inspect")
+    capsys.readouterr()
+    given = ["--recipes", "delayed", "--device", "H100", "--data", "text.py", "--keep", "1"]
+    assert cli.main(["inspect", "runs", *given]) == 0
+    out = capsys.readouterr().out
+    assert "blocks.0.mlp.fc1" in out and '"default": "delayed"' in out and "head" not in out
+
+
+def test_what_if_of_a_users_model(folder, capsys):
+    lines = "import torch", "def job():", "    model = torch.nn.Linear(16, 16)"
+    (folder / "users_job.py").write_text(
+        "\n".join([*lines, "    return model, lambda m, x: m(x).sum(), [torch.ones(1, 16)]"])
+    )
+    assert cli.main(["inspect", "users_job:job", "--min-features", "16", "--recipes", "mx"]) == 0
+    assert "(all layers)" in capsys.readouterr().out
+    for source, says in (
+        ("users_job:jib", "has no function jib"),
+        ("runs", "module:function"),
+        (".", "holds no record"),
+    ):
+        assert cli.main(["inspect", source]) == 2
+        assert says in one_line(capsys)
+
+
+def test_remedies_of_a_run_are_applied(folder, capsys, no_plot):
+    assert train("--recipe", "delayed", "--out", "a") == 0
+    assert cli.main(["inspect", "a", "--recipes", "delayed", "--keep", "1", "--apply"]) == 0
+    assert "rules.json: octavo train --config a/delayed" in capsys.readouterr().out
+    given = "--config", "a/delayed", "--out", "b", "--lr", "0.001"
+    assert train(*given) == train(*given, "--resume") == train("--recipe", "a/delayed/rules.json", "--out", "c") == 0
+    rules = json.loads(Path("a/delayed/rules.json").read_text())
+    assert len(rules["rules"]) == 1 and json.loads(Path("b/delayed/config.json").read_text())["recipe"] == rules
+    for out in ("b", "c"):
+        layers = {n: m.recipe.name for n, m in trained_model(Path(out)).named_modules() if hasattr(m, "recipe")}
+        assert [name for name, recipe in layers.items() if recipe == "high_precision"] == list(rules["rules"])
+    capsys.readouterr()
+    assert cli.main(["inspect", "a/delayed/checkpoint", "--apply"]) == 2
+    assert "is no run of octavo train: give --write FILE" in one_line(capsys)
+
+
+def test_nothing_is_said_before_a_plan(folder, capsys, monkeypatch):
+    def build(path):
+        logging.getLogger("torchao").warning("Failed to load")
+        return torch.nn.Sequential(torch.nn.Embedding(64, 64, device="meta"), torch.nn.Linear(64, 64, device="meta"))
+
+    logging.getLogger("torchao").addHandler(handler := logging.StreamHandler())
+    monkeypatch.setattr("octavo.cost.command.from_hugging_face", build)
+    assert cli.main(["plan", "config.json", "--context", "64", "--device", "H100"]) == 0
+    logging.getLogger("torchao").removeHandler(handler)
+    out, err = capsys.readouterr()
+    assert err == "" and out.splitlines()[0].endswith(" B parameters, 256 sequences of 64 tokens")
+
+
+@pytest.mark.full
+def test_export_writes_a_file_that_onnxruntime_runs(trained, capsys, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    monkeypatch.chdir(trained)
+    checked = exported(capsys)
+    assert float(checked.split("SQNR ")[1].split(" dB")[0]) >= 30
+    theirs, ours = (
+        float(part.split()[0].rstrip(")")) for part in (checked.split("loss ")[1], checked.split("octavo ")[1])
+    )
+    assert abs(theirs / ours - 1) <= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["no", "--onnx", "m.onnx"], "no does not exist"),
+        (["runs/delayed", "--onnx", "no/m.onnx"], "the folder no does not exist"),
+        (["runs/delayed", "--onnx", "m.onnx", "--opset", "3"], "opset=3: use 19 to 24"),
+        (["runs/delayed", "--onnx", "m.onnx", "--data", "none"], "none"),
+        (["runs/delayed", "--safetensors", "served", "--layout", "mxfp8"], "layout='compressed-tensors' holds those"),
+    ],
+)
+def test_an_export_that_fails_is_one_line_and_writes_nothing(arguments, says, trained, capsys, monkeypatch):
+    monkeypatch.chdir(trained)
+    before = sorted(trained.rglob("*"))
+    assert cli.main(["export", "--data", "text.py", *arguments]) == 2
+    assert says in one_line(capsys)
+    assert sorted(trained.rglob("*")) == before
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -20,8 +392,9 @@ def test_help_says_what_a_command_does_and_shows_examples_that_it_takes(command,
     assert cli.main([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert f"{COMMANDS[command][1:15]}" in text
-    run, _, examples = _COMMANDS[command]
-    for example in examples:
+    run, _ = _COMMANDS[command]
+    assert examples_of(command)
+    for example in examples_of(command):
         assert f"  {example}\n" in text
         _, _, arguments = example.partition("octavo ")
         assert cli.parser().parse_args(shlex.split(arguments)).command is run
