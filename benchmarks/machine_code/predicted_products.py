@@ -31,7 +31,7 @@ import triton
 
 from benchmarks.common.measure import commit, table, write_results
 from benchmarks.common.roofline import product_flop
-from benchmarks.machine_code.compiled_case import E4M3, MX, ROW, SQUARE, TENSOR, VECTOR, scales, tensor, terms_scales
+from benchmarks.machine_code.compiled_cases import E4M3, MX, ROW, SQUARE, TENSOR, VECTOR, scales, tensor, terms_scales
 from benchmarks.machine_code.machine_code import instructions, loops, resources
 from benchmarks.machine_code.offline import SHARED_MEMORY, offline
 from benchmarks.machine_code.predictions import DEVICES

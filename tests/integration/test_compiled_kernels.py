@@ -13,6 +13,7 @@ import torch
 triton = pytest.importorskip("triton")
 tl = triton.language
 compiled = importlib.import_module("benchmarks.machine_code.compiled")
+cases = importlib.import_module("benchmarks.machine_code.compiled_cases")
 machine_code = importlib.import_module("benchmarks.machine_code.machine_code")
 gpu_host = importlib.import_module("benchmarks.host.gpu_host")
 uncompiled = importlib.import_module("tests.support.uncompiled").uncompiled
@@ -70,16 +71,16 @@ def test_every_kernel_is_compiled() -> None:
 
 
 def test_every_configuration_is_compiled() -> None:
-    logs = [(rows * cols).bit_length() for rows, cols in compiled.SIZES]
+    logs = [(rows * cols).bit_length() for rows, cols in cases.SIZES]
     for kernel, rows in launch.TABLE.items():
         assert {launch.config(kernel, log) for log in logs} == {launch.Config(*row[1:]) for row in rows}
 
 
 def test_every_op_is_compiled() -> None:
     with compiled.offline(90), uncompiled():  # making a case may launch
-        ops = {case.op for cases in compiled.GROUPS.values() for case in cases()}
+        ops = {case.op for made in compiled.GROUPS.values() for case in made()}
     kinds = {"cast_two_scalings", "grouped_cast", "norm_cast", "norm_cast_two_scalings"}  # of cast, by what it casts
-    assert ops == {*compiled.KERNELS, "optimizer_step", *kinds} - {"scales_of_pass"}  # which has no kernel of ours
+    assert ops == {*cases.KERNELS, "optimizer_step", *kinds} - {"scales_of_pass"}  # which has no kernel of ours
 
 
 def test_rows_of_other_groups_and_architectures_stay() -> None:
@@ -92,7 +93,7 @@ def test_rows_of_other_groups_and_architectures_stay() -> None:
 
 def test_narrow_accesses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     shifted = torch.empty(1024, 1025, dtype=torch.bfloat16)[:, 1:]
-    case = compiled._cast(False, compiled.ROW, x=shifted, pad=1)
+    case = cases.plain(False, cases.ROW, x=shifted, pad=1)
     monkeypatch.setitem(compiled.GROUPS, "narrow", lambda: iter([case]))
     ((row, missed),) = compiled.compiled(90, "narrow")
     assert row["load_bits"] == "16"
@@ -146,9 +147,9 @@ def test_no_kernel_makes_codes_by_tritons_own_conversion() -> None:
 def test_predictions_are_of_what_was_counted() -> None:
     """Scattered stores move whole sectors, and wavefronts take the first cache's time."""
     with compiled.offline(90) as launches:
-        compiled._two_scalings(compiled.MX, (32, 1), True, False).call()
+        cases.two_scalings_of(cases.MX, (32, 1), True, False).call()
     counts = {"loaded_bytes_an_element": "4", "stored_bytes_an_element": "2.25", "wavefronts_an_element": "0.05"}
-    elements, device = math.prod(compiled.LARGE), predictions.DEVICES[90]
+    elements, device = math.prod(cases.LARGE), predictions.DEVICES[90]
     plain, scattered, conflicting = (
         predictions.predict(launches[0], counts | more, 0, device, elements)
         for more in ({}, {"stored_bytes_an_element": "4.5"}, {"wavefronts_an_element": "4"})
@@ -167,7 +168,7 @@ def kernel_of(capability: int, case: Any) -> Any:
 
 @pytest.mark.parametrize("capability", [pytest.param(89, marks=pytest.mark.full), 120])
 def test_machine_code_of_a_cast_elsewhere(capability: int) -> None:
-    assert machine_code.examine(kernel_of(capability, next(compiled.per_row())))[1] == []
+    assert machine_code.examine(kernel_of(capability, next(cases.per_row())))[1] == []
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_machine_code_of_a_cast_elsewhere(capability: int) -> None:
 )
 def test_a_short_accumulator_sums_one_step(capability: int) -> None:
     """Ada's and Hopper's: an FADD an element adds its sum to those before."""
-    kernel = kernel_of(capability, compiled._product(compiled.LARGE, compiled.E4M3, compiled.ROW, compiled.ROW))
+    kernel = kernel_of(capability, cases.product(cases.LARGE, cases.E4M3, cases.ROW, cases.ROW))
     (loop,) = (loop for loop in machine_code.loops(kernel) if any("MMA" in i.name for i in loop))
     added = sum(i.name.startswith("FADD") for i in loop)
     assert added == (128 * 128 // 256 if capability < 100 else 0)  # of 256 threads
