@@ -22,10 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.subjects import ROOT
+
 TAKES = "32 minutes of a GPU, in four commands of 9"
 MEASURES = ("octavo/kernels/triton",)
 
-ROOT = Path(__file__).parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
 DONE = "stages.json"
 

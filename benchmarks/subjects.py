@@ -143,7 +143,7 @@ def change_since(commit: str, measures: Sequence[str]) -> str | None:
 
     Comments, docstrings and layout of Python are no code.
     """
-    changed = _git("diff", "--name-only", commit, "--", *measures) if commit else None
+    changed = git("diff", "--name-only", commit, "--", *measures) if commit else None
     return None if changed is None else next((name for name in changed.splitlines() if _changed(commit, name)), "")
 
 
@@ -151,7 +151,7 @@ def change_since(commit: str, measures: Sequence[str]) -> str | None:
 def _changed(commit: str, name: str) -> bool:
     path = ROOT / name
     now = path.read_text(encoding="utf-8") if path.exists() else None
-    before = _git("show", f"{commit}:{name}")
+    before = git("show", f"{commit}:{name}")
     if now is None or before is None or path.suffix != ".py":
         return now != before
     return _code(now) != _code(before)
@@ -181,6 +181,10 @@ def history(page: str) -> str:
     return f"{about}\n\n{''.join(parts)}"
 
 
-def _git(*arguments: str) -> str | None:
-    run = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+def git(*arguments: str) -> str | None:
+    """What git says; None where it fails, or there is none."""
+    try:
+        run = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
     return run.stdout if run.returncode == 0 else None

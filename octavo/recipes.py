@@ -30,15 +30,6 @@ NAMED = tuple(__all__)
 __all__ += ["as_recipe", "load", "to_json"]
 
 
-def _no_recipe(value: object) -> TypeError:
-    """What to raise for a value that is neither a Recipe nor a RecipeMap: it says what to write instead."""
-    name = getattr(value, "__name__", value)  # of a recipe's function that was not called
-    meant = f"recipes.{name if name in NAMED else 'default'}()" if isinstance(name, str) else "recipes.default()"
-    if isinstance(value, dict):
-        meant = "RecipeMap(octavo.recipes.default(), rules)"
-    return TypeError(f"recipe={value!r} is no octavo.Recipe; try octavo.{meant}")
-
-
 def default() -> Recipe:
     """What ``octavo.convert`` and octavo's modules take where no recipe is named: ``dynamic()``.
 
@@ -223,7 +214,11 @@ def as_recipe(recipe: object) -> Recipe | RecipeMap:
         return _rule(recipe)  # type: ignore[return-value]
     if isinstance(recipe, Mapping) and "default" in recipe:
         return _map(recipe, None)
-    raise _no_recipe(recipe)
+    name = getattr(recipe, "__name__", recipe)  # of a recipe's function that was not called
+    meant = f"recipes.{name if isinstance(name, str) and name in NAMED else 'default'}()"
+    if isinstance(recipe, dict):
+        meant = "RecipeMap(octavo.recipes.default(), rules)"
+    raise TypeError(f"recipe={recipe!r} is no octavo.Recipe; try octavo.{meant}")
 
 
 def load(path: str | Path, default: Recipe | None = None) -> RecipeMap:

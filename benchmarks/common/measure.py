@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -15,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks/results"
+from benchmarks.subjects import RESULTS, ROOT, git
+
 UNCOMMITTED = ROOT / "runs/benchmarks"  # not in git
 
 
@@ -57,16 +56,8 @@ def commit() -> str:
     """The commit checked out, with + if the tree is changed; without git, what OCTAVO_COMMIT says."""
     if named := os.environ.get("OCTAVO_COMMIT"):
         return named
-
-    def git(*args: str) -> str:
-        try:
-            run = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=False)
-        except OSError:  # no git here
-            return ""
-        return run.stdout.strip()
-
     changed = "+" if git("status", "--porcelain", "--", "octavo", "emulator", "benchmarks/*.py") else ""
-    return git("rev-parse", "--short", "HEAD") + changed
+    return (git("rev-parse", "--short", "HEAD") or "").strip() + changed
 
 
 def provenance() -> dict[str, str]:

@@ -250,7 +250,7 @@ def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, in
     rest = sum(p.numel() for p in model.parameters()) - inside - head.sizes[1]
     root = Weight(max(0, rest // head.in_features), head.in_features), Weight(head.out_features, head.in_features)
     kept = sum((saved or {}).get(kind, 0) for kind in KINDS if kind not in ("logits and loss", "weights"))
-    moved, of_blocks = (one.fused_bytes if saved is None else one.other_bytes for one in (work, work.blocks))
+    moved, of_blocks = (one.other.fused if saved is None else one.other.bytes for one in (work, work.blocks))
     counts = [getattr(text, key, None) for key in ("num_attention_heads", "num_key_value_heads")]
     own = getattr(text, "heads", None)  # octavo.train.GPT's
     return Shapes(
@@ -262,7 +262,7 @@ def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, in
         attention=work.other_flop / (14 * context**2 * count),  # 4 forward and 10 backward, not causal
         elementwise=of_blocks / (6 * context * count),  # of bf16, and backward as twice forward
         logits=(moved - of_blocks) / (context * head.out_features),
-        launches=0 if saved is None else work.blocks.other_ops / count,
+        launches=0 if saved is None else work.blocks.other.ops / count,
         saved=kept / context / count if kept else None,
         heads=tuple(each for each in (*counts, own) if each),
     )

@@ -89,30 +89,33 @@ class LinearWork(NamedTuple):
         return tuple(casts)
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a training step of a model computes.
+class Traffic(NamedTuple):
+    """Of operations that are no products: bytes that they read and write in eager PyTorch, how many, bytes compiled.
 
-    ``fused_bytes``: a compiled step writes a tensor once, if a product reads it or what comes after a product, and
-    reads it once between two products.
+    A compiled step writes a tensor once, if a product reads it or what comes after a product, and reads it once between
+    two products.
     """
 
-    linears: tuple[LinearWork, ...]  # that run, those of experts included
-    other_flop: float  # of other products: attention, convolutions, experts that convert does not take
-    other_bytes: float  # that all other operations read and write in eager PyTorch
-    other_ops: int  # how many these are
-    fused_bytes: float  # that they read and write where compiled
-    blocks: Blocks | None  # what of them the model's blocks do
+    bytes: int
+    ops: int
+    fused: int
 
 
 class Blocks(NamedTuple):
-    """A model's list of blocks: its name, how many, and what ``Work`` says of other operations, for the blocks."""
+    """A model's list of blocks: its name, how many, and what of ``Work.other`` is theirs."""
 
     name: str
     size: int
-    other_bytes: float
-    other_ops: int
-    fused_bytes: float
+    other: Traffic
+
+
+class Work(NamedTuple):
+    """What a training step of a model computes."""
+
+    linears: tuple[LinearWork, ...]  # that run, those of experts included
+    other_flop: float  # of other products: attention, convolutions, experts that convert does not take
+    other: Traffic
+    blocks: Blocks | None
 
 
 @dataclass(frozen=True)
@@ -169,11 +172,10 @@ class Estimate:
         return tuple(layer for layer in self.layers if layer.converted >= layer.bf16)
 
 
-class _Traffic(TorchDispatchMode):
-    """Counts the bytes that operations read and write, except products: those that torch counts, and ``products``.
+class _Counter(TorchDispatchMode):
+    """Counts the Traffic of operations, except products: those that torch counts, and ``products``.
 
-    ``fused``: the same, if all operations between two products are one kernel. ``made``: for each storage, after how
-    many products it was computed, and whether by one.
+    ``made``: for each storage, after how many products it was computed, and whether by one.
     """
 
     def __init__(self, products: Container[Any]) -> None:
@@ -206,9 +208,9 @@ class _Traffic(TorchDispatchMode):
         return result
 
     @property
-    def counts(self) -> tuple[int, int, int]:
-        """Bytes, operations, and bytes of fused ones, until now."""
-        return self.bytes, self.ops, self.fused
+    def counts(self) -> Traffic:
+        """Until now."""
+        return Traffic(self.bytes, self.ops, self.fused)
 
 
 def on_meta(model: nn.Module) -> nn.Module:
@@ -260,7 +262,7 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
         Tensor, lambda x: without_data(x, mode).requires_grad_(x.requires_grad), tuple(inputs)
     )
     products = {**formulas(), **_ATTENTION}
-    traffic, name = _Traffic(products), blocks_of(twin)
+    traffic, name = _Counter(products), blocks_of(twin)
     marks = [] if name is None else _marks(twin.get_submodule(name), traffic)
     with mode, FlopCounterMode(display=False, custom_mapping=products) as flop, traffic:
         outputs = pytree.tree_leaves(twin(*arguments))
@@ -275,13 +277,13 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     if name is not None:  # where nothing is trained before the blocks, all counts as theirs
         counts = zip(*marks[:4], strict=True) if len(marks) >= 4 else ((0, count, 0, 0) for count in traffic.counts)
         size = len(list(twin.get_submodule(name).children()))
-        of_blocks = Blocks(name, size, *(b - a + d - c for a, b, c, d in counts))
-    return Work(linears, other_flop, *traffic.counts, of_blocks)
+        of_blocks = Blocks(name, size, Traffic(*(b - a + d - c for a, b, c, d in counts)))
+    return Work(linears, other_flop, traffic.counts, of_blocks)
 
 
-def _marks(blocks: Any, traffic: _Traffic) -> list[tuple[int, int, int]]:
+def _marks(blocks: Any, traffic: _Counter) -> list[Traffic]:
     """What was counted before and after a step's blocks, in forward and then in backward: filled by the step."""
-    marks: list[tuple[int, int, int]] = []
+    marks: list[Traffic] = []
 
     def mark(_: object, given: Any, output: Any = None) -> None:
         marks.append(traffic.counts)
@@ -372,9 +374,9 @@ def estimate(
         products, casts = products + multiplied, casts + cast
         if not followed.is_high_precision:
             layers.append(LayerTime(linear, linear.seconds(high_precision(), rates)[0], multiplied + cast))
-    other = work.other_bytes / rates.copy + work.other_ops * rates.launch
+    other = work.other.bytes / rates.copy + work.other.ops * rates.launch
     attention = rates.product_seconds(HIGH_PRECISION, work.other_flop) if work.other_flop else 0.0
-    fused = work.fused_bytes / rates.copy + attention
+    fused = work.other.fused / rates.copy + attention
     if not any(isinstance(module, RecipeModule) for module in twin.modules()):
         convert(twin, high_precision(), lambda module, name: True)  # a schedule needs converted layers
     phase = Phase(high_precision() if recipe is None else recipe)

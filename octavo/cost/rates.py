@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -174,18 +175,6 @@ def memory_of(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if has_size else 0
 
 
-def measured_rates(device: torch.device) -> Rates | None:
-    """The rates that ``octavo info --measure`` kept for this device under this torch; None if there are none."""
-    try:
-        rates = Rates(**_read(cache_folder() / KEPT)[device_label(device)])
-        products = {
-            kind: tuple((flop, rate) for flop, rate in rates.products[kind]) for kind in (HIGH_PRECISION, *FORMS)
-        }
-    except (KeyError, TypeError, ValueError):
-        return None
-    return dataclasses.replace(rates, products=products, memory=rates.memory or memory_of(device))
-
-
 def rates_of(name: str | None = None, device: torch.device | None = None) -> Rates:
     """The rates to plan with.
 
@@ -205,9 +194,11 @@ def rates_of(name: str | None = None, device: torch.device | None = None) -> Rat
             raise PlanError(f"nothing is published of {name!r} here; known: {', '.join(PUBLISHED)}")
         return PUBLISHED[name.upper()]
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if (measured := measured_rates(device)) is not None:
-        return measured
     label = device_label(device)
+    with contextlib.suppress(KeyError, TypeError, ValueError):  # none are kept, or by another octavo
+        kept = Rates(**_read(cache_folder() / KEPT)[label])
+        points = {kind: tuple((flop, rate) for flop, rate in kept.products[kind]) for kind in (HIGH_PRECISION, *FORMS)}
+        return dataclasses.replace(kept, products=points, memory=kept.memory or memory_of(device))
     for published, rates in PUBLISHED.items():
         if published in label:
             return rates

@@ -19,27 +19,6 @@ from octavo.train.data import Batches, Corpus, load_corpus
 from octavo.train.loop import Hooks, RunResult, compare, run
 from octavo.train.model import GPT, next_byte_loss
 
-__all__ = [
-    "BASELINE",
-    "RECIPES",
-    "ModelConfig",
-    "DataConfig",
-    "OptimizerConfig",
-    "RunConfig",
-    "StateConfig",
-    "RanksConfig",
-    "InspectConfig",
-    "TrainConfig",
-    "Corpus",
-    "Batches",
-    "load_corpus",
-    "GPT",
-    "next_byte_loss",
-    "Hooks",
-    "RunResult",
-    "run",
-    "compare",
-    "TrainError",
-    "RunCheckpointError",
-    "DivergedError",
-]
+__all__ = ["BASELINE", "RECIPES", "ModelConfig", "DataConfig", "OptimizerConfig", "RunConfig", "StateConfig"]
+__all__ += ["RanksConfig", "InspectConfig", "TrainConfig", "Corpus", "Batches", "load_corpus", "GPT", "next_byte_loss"]
+__all__ += ["Hooks", "RunResult", "run", "compare", "TrainError", "RunCheckpointError", "DivergedError"]

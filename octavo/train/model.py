@@ -70,15 +70,12 @@ class Mixture(nn.Module):
 
 
 @torch.no_grad()
-def balance(mixtures: Iterable[Mixture], ranks: Ranks) -> Tensor:
+def balance(mixtures: Iterable[Mixture], ranks: Ranks) -> None:
     """Move every bias by the choices of all ranks since the last call, and count anew; to be called after a step.
 
     This balances loads as DeepSeek-V3 does, without an auxiliary loss (Wang et al. 2024, arXiv 2408.15664). An expert's
     bias, which changes whether it is chosen and not the weight of its output, rises by a constant if the expert had
     fewer bytes than the mean, and falls if it had more.
-
-    Returns:
-        The largest load of an expert, divided by the mean of its mixture; on the device.
     """
     mixtures = list(mixtures)
     loads = ranks.sum(torch.stack([mixture.load for mixture in mixtures])).float()  # [mixtures, E]
@@ -86,7 +83,6 @@ def balance(mixtures: Iterable[Mixture], ranks: Ranks) -> Tensor:
     for mixture, step in zip(mixtures, SPEED * torch.sign(means - loads), strict=True):
         mixture.bias += step - step.mean()  # as in torchtitan: the biases' mean has no effect, and would drift
         mixture.load.zero_()
-    return (loads / means).max()
 
 
 class GPT(nn.Module):

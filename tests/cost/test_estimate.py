@@ -35,7 +35,7 @@ def test_work_is_that_of_a_real_step() -> None:
     scores = 2 * 4 * 2 * 16 * 16 * 32  # FLOP of query . key^T: batch, heads, C, C, head width
     assert work.other_flop == scores * (2 + 5)  # forward two products, backward five
     assert {layer.name for layer in work.linears} == {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    assert work.other_bytes > sum(p.numel() for p in model.parameters())
+    assert work.other.bytes > sum(p.numel() for p in model.parameters())
 
 
 def test_operations_between_products_are_one_kernel_where_compiled() -> None:
@@ -48,8 +48,8 @@ def test_operations_between_products_are_one_kernel_where_compiled() -> None:
         work_of(on_meta(nn.Sequential(nn.Linear(8, 8, False), *(Neg(),) * times, nn.Linear(8, 8, False))), (x,))
         for times in (1, 2)
     )
-    assert twice.fused_bytes == once.fused_bytes and twice.other_ops == once.other_ops + 2
-    assert twice.other_bytes == once.other_bytes + 2 * 2 * 4 * 32
+    assert twice.other.fused == once.other.fused and twice.other.ops == once.other.ops + 2
+    assert twice.other.bytes == once.other.bytes + 2 * 2 * 4 * 32
 
 
 def test_what_backward_needs_and_a_layer_called_twice() -> None:
