@@ -46,7 +46,7 @@ def _subject(name: str, *arguments: str) -> tuple[str, ...]:
 STAGES = {
     1: Stage("smoke: every kernel once, a step of every recipe", 75, (("smoke",),)),
     2: Stage("the tests marked gpu", 400),
-    3: Stage("tune", 360, (("tune", "--minutes", "5.5", "--log", "{output}/tune.csv"),)),
+    3: Stage("tune", 360, (("tune", "--minutes", "5.5"),)),
     4: Stage("kernels beside copy, and others'", 270, (_subject("kernels", "--minutes", "4"),)),
     5: Stage("layers beside bf16 and torchao", 150, (_subject("layer", "--minutes", "2"),)),
     6: Stage(
@@ -60,7 +60,7 @@ STAGES = {
 }
 TOY = {
     1: STAGES[1]._replace(seconds=300),
-    3: Stage(STAGES[3].about, 300, (("tune", "cast", "matmul", "--toy", "--log", "{output}/tune.csv"),)),
+    3: Stage(STAGES[3].about, 300, (("tune", "cast", "matmul", "--toy"),)),
     8: STAGES[8]._replace(seconds=120),
 }
 TOY_TESTS = ("-k", "delayed_update", "--compiled", "sm_90")
