@@ -14,7 +14,7 @@ from benchmarks import readme
 from benchmarks.common import predicted, where
 from benchmarks.common.pages import filled
 from benchmarks.compile import compile_matrix, onnx_export
-from benchmarks.distributed import communication, communication_model, fp8_reduce, gather_host, sharded_load
+from benchmarks.distributed import communication, communication_model, gather_host, sharded_load
 from benchmarks.host import gpu_host
 from benchmarks.kernels import accumulation, grouped_accuracy
 from benchmarks.machine_code import emulated
@@ -43,7 +43,6 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/modules.md": saved_bytes.TABLES | llama_convergence.TABLES | checkpointing.TABLES | predicted.MODULES,
     "docs/optimizer.md": muon_training.TABLES | optimizer_step.TABLES,
     "docs/plan.md": communication_model.PLAN_TABLES,
-    "docs/study/gradient-reduction.md": fp8_reduce.TABLES,
     "docs/study/mixture-of-experts.md": grouped_accuracy.TABLES | predicted.MIXTURES,
     "docs/study/optimizer-state.md": optimizer_state.TABLES | optimizer_convergence.TABLES,
     "docs/study/training-quality.md": quality_study.TABLES,
