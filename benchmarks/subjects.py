@@ -1,7 +1,7 @@
 """The subjects of ``python -m benchmarks``, the committed results, and which of these are older than their code.
 
 A subject is a file under benchmarks/ that says how long it takes. Each CSV of benchmarks/results is made again for
-every release by ``./dev bench all`` (ALL), or it is history (STUDIES): too long, or of a CPU of another kind.
+every release by ``./dev bench all`` (ALL), or it is history (STUDIES): too long, answered, or of another CPU.
 """
 
 from __future__ import annotations
