@@ -35,7 +35,6 @@ from octavo.train.trainer import build_model
 TAKES = "30 minutes"
 MEASURES = (
     "octavo/distributed/fp8_reduce.py",
-    "octavo/distributed/levels.py",
     "octavo/kernels/reference/cast.py",
     "octavo/numerics.py",
 )

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from octavo import E4M3, E5M2, PerTensor, kernels
 from octavo.distributed import Fp8Reduction
-from octavo.distributed.fp8_reduce import BETWEEN, MEAN, SENT
-from octavo.distributed.levels import levels
+from octavo.distributed.fp8_reduce import BETWEEN, MEAN, SENT, levels
 from octavo.granularity import ALL
 from octavo.numerics import scale_from_amax
 
@@ -21,10 +20,13 @@ SATURATED = 1e-5  # the share of saturated elements above which MS-AMP halves mu
 
 
 class InFp8:
-    """Fp8Reduction on every rank: what its hook gives on as many processes, bit for bit."""
+    """Fp8Reduction on every rank: what its hook gives on as many processes, bit for bit.
 
-    def __init__(self, **options: Any) -> None:
-        self.reduction = Fp8Reduction(**options)
+    ``error_feedback``: add what each rounding lost to the next step's gradients, which Fp8Reduction does not do.
+    """
+
+    def __init__(self, error_feedback: bool = False, **options: Any) -> None:
+        self.reduction, self.error_feedback = Fp8Reduction(**options), error_feedback
         self.lost: list[Tensor] = []  # of what ranks sent at each level [n, rows, S], and of means [n, S]
 
     def __call__(self, flats: Sequence[Tensor]) -> Tensor:
@@ -33,7 +35,7 @@ class InFp8:
         width = -(-count // ranks)
         parts = torch.stack([F.pad(flat, (0, ranks * width - count)).view(ranks, width) for flat in flats])
         all_levels = levels(range(ranks), [rank // (reduction.ranks_per_server or ranks) for rank in range(ranks)])
-        if reduction.error_feedback and not self.lost:
+        if self.error_feedback and not self.lost:
             between = [torch.zeros(ranks, len(level[0]), width) for level in all_levels[1:]]
             self.lost = [torch.zeros_like(parts), *between, torch.zeros(ranks, width)]
         if self.lost:

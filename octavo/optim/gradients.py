@@ -7,6 +7,7 @@ rounds the whole sum, once.
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -23,13 +24,23 @@ from octavo.tensor.stored_gradient import StoredGradient
 
 
 class GradientHooks:
-    """Hooks that call a method after parameters' gradients, for as long as somebody else holds the method's object."""
+    """Hooks that call a method after parameters' gradients, for as long as somebody else holds the method's object.
 
-    def __init__(self, method: Callable[[nn.Parameter], None]) -> None:
-        self.handles: dict[nn.Parameter, Any] = {}  # of the parameters that have the hook
+    Before the first call they look for DistributedDataParallel: RuntimeError with ``why_no_ddp``, if it is there.
+    """
+
+    def __init__(self, method: Callable[[nn.Parameter], None], why_no_ddp: str) -> None:
+        handles: dict[nn.Parameter, Any] = {}  # of the parameters that have the hook
         weak = weakref.WeakMethod(method)  # parameters hold their hooks, which would hold the method's object
-        self._hook = lambda param: None if (found := weak()) is None else found(param)
-        weakref.finalize(self, lambda hooks: [hook.remove() for hook in hooks.values()], self.handles).atexit = False
+        look_once = functools.cache(lambda: refuse_ddp(handles, why_no_ddp))
+
+        def hook(param: nn.Parameter) -> None:
+            if (found := weak()) is not None:
+                look_once()
+                found(param)
+
+        self.handles, self._hook = handles, hook
+        weakref.finalize(self, lambda hooks: [hook.remove() for hook in hooks.values()], handles).atexit = False
 
     def attach(self, params: Iterable[nn.Parameter]) -> None:
         """Hook these parameters and no others, as clients replace parameters; frozen ones keep a hook they have."""
@@ -46,9 +57,13 @@ class GradientStorage:
     """Keeps an optimizer's gradients in FP8 for as long as the optimizer lives."""
 
     def __init__(self) -> None:
-        self.hooks = GradientHooks(self._take)
+        self.hooks = GradientHooks(
+            self._take,
+            "DistributedDataParallel exchanges a gradient after gradient_storage='fp8' would have rounded it; use "
+            "fully_shard (FSDP2), whose gradients are exchanged before, or gradient_storage=None",
+        )
         self._dtypes: dict[nn.Parameter, tuple[Any, torch.dtype]] = {}  # grad_dtype and dtype before sums were float32
-        self._accumulating = self._looked = False
+        self._accumulating = False
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -66,13 +81,6 @@ class GradientStorage:
     @torch.no_grad()
     def _take(self, param: nn.Parameter) -> None:
         """Take a parameter's gradient when that of the step, or of a micro-batch, is complete."""
-        if not self._looked:
-            self._looked = True
-            refuse_ddp(
-                self.hooks.handles,
-                "DistributedDataParallel exchanges a gradient after gradient_storage='fp8' would have rounded it; use "
-                "fully_shard (FSDP2), whose gradients are exchanged before, or gradient_storage=None",
-            )
         settle_gradient(param)
         whole = param.grad
         assert whole is not None

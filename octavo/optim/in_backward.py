@@ -20,9 +20,9 @@ from octavo.errors import UnsupportedOpError
 from octavo.kernels.backward_pass import is_running
 from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer, check_not_negative
-from octavo.optim.gradients import GradientHooks, living, refuse_ddp
+from octavo.optim.gradients import GradientHooks, refuse_ddp
 from octavo.optim.layout import bytes_of_shard, settle_gradient, sharded_dims
-from octavo.private import execution_engine, has_scaled
+from octavo.private import execution_engine
 from octavo.tensor.fsdp2 import like_sharded
 from octavo.tensor.stored_gradient import TWICE, UsedGradient
 
@@ -52,9 +52,10 @@ def update_in_backward(
     ``optimizer.step()``. On a GPU updates run beside backward on a stream of their own.
 
     What needs all gradients at once is refused: GradScaler, skip_nonfinite, clipping by the exact global norm (``clip``
-    takes an estimate of it; the update is clipped to R_t already). So is DistributedDataParallel, whose ranks have not exchanged a gradient yet when its hook runs; FSDP2's have. Until
-    ``optimizer.step()`` a used gradient is a UsedGradient, which knows its norm: torch's clip_grad_norm_ returns the
-    norm of all gradients, and raises if it would clip. A closure is evaluated once.
+    takes an estimate of it; the update is clipped to R_t already). So is DistributedDataParallel, whose ranks have not
+    exchanged a gradient yet when its hook runs; FSDP2's have. Until ``optimizer.step()`` a used gradient is a
+    UsedGradient, which knows its norm: torch's clip_grad_norm_ returns the norm of all gradients, and raises if it
+    would clip. A closure is evaluated once.
 
     Args:
         optimizer: octavo's AdamW, Adam, Muon or SGD.
@@ -191,13 +192,13 @@ class UpdatesInBackward:
         self._pending: dict[nn.Parameter, None] = {}  # in the order of their gradients
         self._bytes = 0
         self._updated: set[nn.Parameter] = set()
-        self._accumulating = self._looked = self._waiting = False
+        self._accumulating = False
         self._unended: Any = None  # a weak reference to the callback at the end of the backward pass that is running
         self._streams: dict[torch.device, Any] = {}
         self.last_norm: Tensor | None = None
         self._loaded: dict[str, Any] | None = None
         self._norms = GradientNorms()
-        self._hooks = GradientHooks(self._take)
+        self._hooks = GradientHooks(self._take, _DDP)
         self._hooks.attach(optimizer.all_params())
         optimizer.in_backward = self
 
@@ -240,28 +241,15 @@ class UpdatesInBackward:
         finally:
             self._accumulating = before
 
-    def _look(self) -> None:
-        """Look for DistributedDataParallel and a GradScaler; only before the first update, as it takes long.
-
-        DistributedDataParallel may have wrapped the model since the handle was made. Where a GradScaler has scaled a
-        loss, which may be this one, the first step's updates wait for step(): by then the scaler has set ``found_inf``.
-        """
-        if not self._looked:
-            self._looked = True
-            refuse_ddp(self.optimizer.all_params(), _DDP)
-            self._waiting = any(has_scaled(scaler) for scaler in living(torch.amp.GradScaler))
-
     def finish(self) -> None:
         """End a step: update what is left and wait for it. ``optimizer.step()`` calls it."""
         if getattr(self.optimizer, "found_inf", None) is not None:
             raise RuntimeError(_SCALER)
-        self._look()
         self._forget_used()
         for param in self.optimizer.all_params():
             if param.grad is not None:
                 self._pending.setdefault(param)
         self._flush(in_backward=False)
-        self._waiting = False
         self._wait()
         if self._updated and self.clip is not None:
             self.last_norm = self._norms.end_step()
@@ -297,7 +285,6 @@ class UpdatesInBackward:
         self._follow()
         if param in self._pending:
             return
-        self._look()
         self.optimizer.begin_step()  # with the first gradient, which is the same weight's on all ranks
         if param in self._updated:  # and the UsedGradient was taken away
             raise UnsupportedOpError(TWICE)
@@ -306,7 +293,7 @@ class UpdatesInBackward:
         # all ranks flush at the same gradient: so collectives (a norm's, say) come in the same order among FSDP2's
         self._bytes += bytes_of_shard(param.grad)  # type: ignore[arg-type]
         self.most_bytes = max(self.most_bytes, self._bytes)
-        if self._bytes >= self.threshold and not self._waiting:
+        if self._bytes >= self.threshold:
             self._flush()
 
     def _flush(self, in_backward: bool = True) -> None:

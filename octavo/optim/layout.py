@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,6 @@ from octavo.kernels.layouts import BLOCK, blocks_of
 from octavo.tensor.collectives import agree
 from octavo.tensor.fsdp2 import groups_of, like_sharded, on_this_rank
 from octavo.tensor.stored_weight import local_stored
-
-
-class ShardPlace(NamedTuple):
-    """The row and column of the whole matrix that a shard begins with, and how many columns the whole has."""
-
-    first_row: int
-    first_col: int
-    row_length: int
 
 
 def sharded_dims(tensor: Tensor) -> Iterator[tuple[int, int, Any]]:
@@ -75,16 +67,19 @@ def is_fp8_experts(weight: Tensor) -> bool:
     return weight.ndim == 3 and local_stored(weight) is not None
 
 
-def place_of(param: Tensor) -> ShardPlace:
-    """Where this rank's shard lies in the weight's matrix: [E * N, K] of experts in FP8, [n, 1] of a sharded vector."""
+def place_of(param: Tensor) -> tuple[int, int, int]:
+    """(first row, first column) of this rank's shard in the weight's matrix, and how many columns that has.
+
+    The matrix is [E * N, K] of experts in FP8, [n, 1] of a sharded vector.
+    """
     if is_fp8_experts(param):
         first = param.__create_chunk_list__()[0].offsets[0] if is_sharded(param) else 0  # type: ignore[attr-defined]
-        return ShardPlace(first * param.shape[1], 0, param.shape[2])
+        return first * param.shape[1], 0, param.shape[2]
     columns = 1 if is_sharded_vector(param) else math.prod(param.shape[1:] if param.ndim > 1 else param.shape)
     if not is_sharded(param):
-        return ShardPlace(0, 0, columns)
+        return 0, 0, columns
     row, *others = param.__create_chunk_list__()[0].offsets  # type: ignore[attr-defined]
-    return ShardPlace(row, others[0] * math.prod(param.shape[2:]) if others else 0, columns)
+    return row, others[0] * math.prod(param.shape[2:]) if others else 0, columns
 
 
 def like_param(tensor: Tensor, param: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ simulated = importlib.import_module("benchmarks.distributed.fp8_reduce_ranks")
     [
         {},
         {"stochastic": True},
-        {"format": E5M2, "error_feedback": True},
+        {"format": E5M2},
         {"granularity": PerTensor(), "stochastic": True},
         {"gather_dtype": torch.bfloat16},
     ],

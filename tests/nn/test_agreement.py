@@ -93,7 +93,6 @@ def in_backward(mesh: Any, told: Told) -> None:
     optimizer = octavo.optim.SGD(model.parameters())
     octavo.optim.update_in_backward(optimizer, **told)
     model(x()).sum().backward()
-    optimizer.step()  # which updates come with where an earlier test's GradScaler is not collected yet
 
 
 def reduced(mesh: Any, told: Told, fsdp: bool = False) -> None:

@@ -192,7 +192,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="skip_nonfinite"):
         update_in_backward(AdamW(params, skip_nonfinite=True))
     optimizer = AdamW(params)
-    with pytest.raises(ValueError, match="clip=0.0 must be a 2-norm above 0"):
+    with pytest.raises(ValueError, match=r"=0\.0 must be a 2-norm above 0"):
         update_in_backward(optimizer, clip=0.0)
     with pytest.raises(ValueError, match="=-1 must be at least 0"):
         update_in_backward(optimizer, -1)
@@ -220,17 +220,15 @@ def test_a_closure_is_evaluated_once() -> None:
     assert_same((model, optimizer), run("bf16", None))
 
 
-def test_a_grad_scaler_is_refused_before_the_first_update() -> None:
+@pytest.mark.parametrize(("threshold", "says"), [(0, "Leave out a GradScaler"), (HUGE, "decides by all gradients")])
+def test_a_grad_scaler_is_refused_in_the_first_step(threshold: int, says: str) -> None:
     model = model_of("fp32")
-    before = copy.deepcopy(model.state_dict())
     optimizer = AdamW(model.parameters())
-    handle = update_in_backward(optimizer, 0)
+    update_in_backward(optimizer, threshold)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(model)).backward()
-    with pytest.raises(RuntimeError, match="GradScaler decides by all gradients"):
+    with pytest.raises(RuntimeError, match=says):
         scaler.step(optimizer)
-    assert handle.launches == 0 and not optimizer.state
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -247,9 +245,9 @@ def test_gradients_that_were_used_have_a_norm_and_are_not_clipped(threshold: int
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), math.inf))
         if raises and model is models[1]:
             assert norms[0] == norms[1] > 1e-3
-            with pytest.raises(octavo.UnsupportedOpError, match="Switch the caller's clipping off"):
+            with pytest.raises(octavo.UnsupportedOpError, match="switch the caller's clipping off"):
                 nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-            with pytest.raises(octavo.UnsupportedOpError, match="Switch the caller's clipping off"):
+            with pytest.raises(octavo.UnsupportedOpError, match="switch the caller's clipping off"):
                 nn.utils.clip_grad_value_(model.parameters(), 1e-3)
             return
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
