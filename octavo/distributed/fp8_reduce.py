@@ -51,9 +51,7 @@ def levels(ranks: Sequence[int], servers: Sequence[object]) -> list[list[list[in
     """At each level the sets of ranks that exchange with each other; all sets of a level are equally large.
 
     ``ranks``: a group's, by their numbers in the job, ascending; ``servers``: what the server of each is known by.
-
-    Raises:
-        ValueError: if one server has more of these ranks than another, or another's ranks lie between its own.
+    ValueError if one server has more of these ranks than another, or another's ranks lie between its own.
 
     Example:
         >>> levels(range(6), "aaabbb")
@@ -78,9 +76,7 @@ def own_levels(group: Any, ranks_per_server: int | None) -> list[list[int]]:
 
     Rank r of the job is on server r // ranks_per_server; None: as LOCAL_WORLD_SIZE says, which torchrun sets; where a
     rank has none (srun, mpirun), by the ranks' host names. All ranks of the group call it together.
-
-    Raises:
-        ValueError: as ``levels``, for a number that was given; else there is one level then, with a warning.
+    Where ``levels`` raises, there is one level, with a warning, but if a number was given.
     """
     ranks, this_rank = dist.get_process_group_ranks(group), dist.get_rank()
     found = [[ranks]]

@@ -80,8 +80,7 @@ def written_pairs(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """The pairs, by names, that are written for the pair of all experts: codes [E, N, K] and scale_inv [E, ...].
 
-    Raises:
-        ValueError: if a block has rows of two matrices.
+    ValueError if a block has rows of two matrices.
     """
     named = written_names(model, key, codes)
     if list(named) == [key]:
@@ -159,8 +158,7 @@ class Entry(NamedTuple):
 def entries(model: nn.Module, layout: str) -> tuple[list[Entry], Layers, list[str]]:
     """A model's tensors in the state_dict's order, tied ones once; its FP8 layers; matrices in high precision.
 
-    Raises:
-        ExportError: for what the layout can't hold or no server can read, and for a model without a layer in FP8.
+    ExportError for what the layout can't hold or no server can read, and for a model without a layer in FP8.
     """
     layers, skipped = fp8_layers(model)
     check_layers(layers, layout)
@@ -261,8 +259,7 @@ def _misfit(name: str, module: RecipeModule, layout: str) -> str | None:
 def _tied(model: nn.Module, state: Mapping[str, Any], weights: Mapping[str, str]) -> set[str]:
     """The keys that are not written, because the same parameter is written under another: transformers' choice, if any.
 
-    Raises:
-        ExportError: for an FP8 layer's parameter that another kind of module has too.
+    ExportError for an FP8 layer's parameter that another kind of module has too.
     """
     keys_of: dict[int, list[str]] = {}
     for key, tensor in state.items():

@@ -37,10 +37,7 @@ def change(
     """Change how an optimizer keeps its weights, in place: each parameter stays the same object.
 
     ``storage`` has the weights whose storage changes, each with its new one; ``stored`` is called with each of them as
-    soon as it has that.
-
-    Raises:
-        ValueError: if a weight can't be kept so; nothing is changed then.
+    soon as it has that. ValueError if a weight can't be kept so; nothing is changed then.
     """
     check_change(optimizer, settings, storage)
     optimizer.forget_kept()

@@ -137,8 +137,7 @@ def _with_common(amaxes: Tensor, params: Sequence[nn.Parameter]) -> Tensor:
 def agreeing(params: Sequence[nn.Parameter], groups: Sequence[int]) -> list[nn.Parameter]:
     """The parameters that need agreement, out of an optimizer's; ``groups``: the number of each one's group.
 
-    Raises:
-        ValueError: if weights with a common scale are in several groups, or not all there, or not all trained.
+    ValueError if weights with a common scale are in several groups, or not all there, or not all trained.
     """
     found: dict[Any, list[int]] = {}
     for param, group in zip(params, groups, strict=True):

@@ -109,8 +109,7 @@ _OF_BF16 = {"auto": "split32", "fp32": "split32", "fp16_scaled": "split32", "spl
 def master_of(param: nn.Parameter, master: str | None) -> MasterForm:
     """The master of a weight, by "auto" or a name of NAMED or OF_FP8_WEIGHTS; all serve float32 and bf16 weights.
 
-    Raises:
-        ValueError: for another name, or a weight of another dtype than the master is for.
+    ValueError for another name, or a weight of another dtype than the master is for.
     """
     if local_stored(param) is not None:
         wanted = "split16" if master == "auto" else master

@@ -129,11 +129,7 @@ NAMED: dict[str, tuple[Moment, Moment]] = {
 
 
 def moments_of(moments: Any, count: int = 2) -> tuple[Moment, ...]:
-    """The Moments, two or one, that a ``moments`` argument means: a name of NAMED, a pair of Moments or a Moment.
-
-    Raises:
-        TypeError, ValueError: for anything else.
-    """
+    """The Moments, two or one, that a ``moments`` argument means: a name of NAMED, a pair of Moments or a Moment."""
     wanted = "a pair of octavo.optim.Moment" if count == 2 else "an octavo.optim.Moment"
     remedy = f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or {wanted}"
     if isinstance(moments, str):

@@ -241,8 +241,7 @@ def for_kernel(
 ) -> tuple[Master, tuple[MomentTensors, ...]]:
     """Master and moments of ``weight``, this rank's shard of ``param``, as kernels take them: its state's own tensors.
 
-    Raises:
-        RuntimeError: if the state was made while the weight was stored otherwise.
+    RuntimeError if the state was made while the weight was stored otherwise.
     """
     kept = {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
     amax = kept.get("master_amax")  # weights in FP8 have one for each scale

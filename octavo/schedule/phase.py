@@ -120,8 +120,7 @@ def targets_of(
 ) -> tuple[Target, ...]:
     """What each phase means when they follow one another, after ``after`` or, without one, the present state.
 
-    Raises:
-        ValueError, TypeError: naming the phase that is not possible, and why.
+    ValueError or TypeError names the phase that is not possible, and says why.
     """
     if not any(isinstance(module, RecipeModule) for module in model.modules()):
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
