@@ -9,14 +9,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo import E4M3, E5M2, PerTensor, kernels
+from octavo import E4M3, E5M2, kernels
 from octavo.distributed import Fp8Reduction
 from octavo.distributed.fp8_reduce import BETWEEN, MEAN, SENT, levels
 from octavo.granularity import ALL
-from octavo.numerics import scale_from_amax
+from octavo.numerics import scale_from_amax, scale_inv_from_scale
 
 Average = Callable[[Sequence[Tensor]], Tensor]  # of each rank's flat gradients [N] float32, all ranks' result
 SATURATED = 1e-5  # the share of saturated elements above which MS-AMP halves mu
+
+
+class InOneScale(Fp8Reduction):
+    """With one scale for all ranks' gradients, from the largest amax, as MS-AMP; Fp8Reduction does not have it."""
+
+    agreed: Tensor  # [1, 1]
+
+    def pack(self, x: Tensor, rank: int, rounding: int) -> Tensor:
+        """As Fp8Reduction's; the message has codes alone."""
+        return kernels.cast(x, self.agreed.view(1).repeat(3), 0, self.format.dtype, (ALL, ALL), True, 0)[0].view(
+            torch.uint8
+        )
+
+    def unpack(self, message: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+        """As Fp8Reduction's."""
+        codes = message.view(self.format.dtype)
+        return kernels.dequantize(codes, scale_inv_from_scale(self.agreed), (ALL, ALL), dtype)
 
 
 class InFp8:
@@ -25,8 +42,8 @@ class InFp8:
     ``error_feedback``: add what each rounding lost to the next step's gradients, which Fp8Reduction does not do.
     """
 
-    def __init__(self, error_feedback: bool = False, **options: Any) -> None:
-        self.reduction, self.error_feedback = Fp8Reduction(**options), error_feedback
+    def __init__(self, error_feedback: bool = False, kind: type[Fp8Reduction] = Fp8Reduction, **options: Any) -> None:
+        self.reduction, self.error_feedback = kind(**options), error_feedback
         self.lost: list[Tensor] = []  # of what ranks sent at each level [n, rows, S], and of means [n, S]
 
     def __call__(self, flats: Sequence[Tensor]) -> Tensor:
@@ -40,39 +57,39 @@ class InFp8:
             self.lost = [torch.zeros_like(parts), *between, torch.zeros(ranks, width)]
         if self.lost:
             parts += self.lost[0]
-        agreed = None
-        if reduction.granularity == PerTensor():
-            agreed = scale_from_amax(kernels.amax(parts.view(1, -1), (ALL, ALL)), reduction.format.max, True, 0)
-        parts = self._level(parts, agreed, SENT, all_levels[0], 0)
+        if isinstance(reduction, InOneScale):
+            amax = kernels.amax(parts.view(1, -1), (ALL, ALL))
+            reduction.agreed = scale_from_amax(amax, reduction.format.max, True, 0)
+        parts = self._level(parts, SENT, all_levels[0], 0)
         for level in all_levels[1:]:
             if self.lost:
                 parts += self.lost[1]
-            parts = self._level(parts, agreed, BETWEEN, level, 1)
+            parts = self._level(parts, BETWEEN, level, 1)
         means = parts[:, 0]
         if self.lost:
             means += self.lost[-1]
         if reduction.gather_dtype is None:
-            rows = [reduction.pack(means[rank : rank + 1], agreed, rank, MEAN) for rank in range(ranks)]
-            gathered = reduction.unpack(torch.cat(rows), width, torch.float32, agreed)
+            rows = [reduction.pack(means[rank : rank + 1], rank, MEAN) for rank in range(ranks)]
+            gathered = reduction.unpack(torch.cat(rows), width, torch.float32)
         else:
             gathered = means.to(reduction.gather_dtype).to(torch.float32)
         if self.lost:
             torch.sub(means, gathered, out=self.lost[-1])
         return gathered.view(-1)[:count]
 
-    def _level(self, parts: Tensor, agreed: Tensor | None, rounding: int, sets: Sequence[list[int]], at: int) -> Tensor:
+    def _level(self, parts: Tensor, rounding: int, sets: Sequence[list[int]], at: int) -> Tensor:
         """Each rank's rows [n, R, S], averaged in sets of m ranks: the rows [n, R / m, S] that each owns."""
         (ranks, _, width), members = parts.shape, len(sets[0])
         by_owner = parts.view(ranks, -1, members, width).transpose(1, 2).reshape(ranks, members, -1)
         columns, read = by_owner.shape[2], self.reduction.unpack
-        sent = torch.stack([self.reduction.pack(own, agreed, rank, rounding) for rank, own in enumerate(by_owner)])
+        sent = torch.stack([self.reduction.pack(own, rank, rounding) for rank, own in enumerate(by_owner)])
         if self.lost:
-            left = [part - read(own, columns, torch.float32, agreed) for part, own in zip(by_owner, sent, strict=True)]
+            left = [part - read(own, columns, torch.float32) for part, own in zip(by_owner, sent, strict=True)]
             self.lost[at] = torch.stack(left).view(ranks, members, -1, width).transpose(1, 2).reshape(parts.shape)
         means = torch.empty(ranks, columns // width, width)
         for own in sets:
             for place, rank in enumerate(own):  # the owner
-                values = read(sent[own, place].contiguous(), columns, torch.float32, agreed)
+                values = read(sent[own, place].contiguous(), columns, torch.float32)
                 means[rank] = values.sum(0).div_(members).view(-1, width)
         return means
 
@@ -137,7 +154,7 @@ def variants(sizes: Sequence[int]) -> dict[str, Callable[[], Average]]:
         "E4M3, stochastic": lambda: InFp8(stochastic=True),
         "E4M3, error feedback": lambda: InFp8(error_feedback=True),
         "E4M3, mean in bf16": lambda: InFp8(gather_dtype=torch.bfloat16),
-        "E4M3, one scale a bucket": lambda: InFp8(granularity=PerTensor()),
+        "E4M3, one scale a bucket": lambda: InFp8(kind=InOneScale),
         "E4M3, one scale a tensor, FP8 sums": lambda: SumsInFp8(sizes),
         "E5M2": lambda: InFp8(format=E5M2),
         "E5M2, stochastic": lambda: InFp8(format=E5M2, stochastic=True),

@@ -15,9 +15,6 @@ A gradient is rounded twice, and once more between servers. No partial sum is ro
 are powers of two, so codes times scales are exact in float32, and so are sums while n times the ratio of the ranks'
 scales of a block is at most 64 (E4M3: 18 bits from its smallest number to its largest).
 
-One scale that ranks agree on (PerTensor) follows MS-AMP, which takes the smallest of the ranks' scales (arXiv
-2310.18313, section 2.1). MS-AMP's factor mu keeps FP8 sums from overflowing, and here no sum is in FP8.
-
 No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 """
 
@@ -36,15 +33,15 @@ from torch.nn import functional as F
 
 from octavo import kernels
 from octavo.formats import E4M3, HIGH_PRECISION, Format
-from octavo.granularity import ALL, Granularity, PerBlock, PerTensor
 from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.step_numbers import halves, key_of, random_bits
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.tensor.collectives import agree, all_gather, largest, pack, unpack
+from octavo.tensor.collectives import agree, all_gather, pack, unpack
 
 SENT, MEAN, BETWEEN = 0, 1, 2  # the roundings: of gradients, of the gathered mean, of servers' means
-_ALIKE = "ranks_per_server", "format", "granularity", "stochastic", "gather_dtype", "seed"
+_ALIKE = "ranks_per_server", "format", "stochastic", "gather_dtype", "seed"
+_TILE = (1, 128)  # elements of a row that share a scale
 
 
 def levels(ranks: Sequence[int], servers: Sequence[object]) -> list[list[list[int]]]:
@@ -100,9 +97,6 @@ class Fp8Reduction:
 
     Args:
         format: octavo.E4M3 or octavo.E5M2.
-        granularity: PerBlock(1, k): each k elements that one rank averages have a scale, which is sent with their
-            codes. PerTensor(): one scale for a bucket, from the largest amax of all ranks, which a collective of 4
-            bytes finds first.
         stochastic: round stochastically, with bits that depend on ``seed``, the rank, ``calls`` and the element alone,
             and not to nearest, ties to even. inf then becomes NaN in E5M2 too.
         gather_dtype: the dtype in which the mean is gathered; None: ``format``. torch.bfloat16 avoids the second
@@ -123,14 +117,13 @@ class Fp8Reduction:
     Example:
         >>> import octavo
         >>> reduction = Fp8Reduction(format=octavo.E5M2, stochastic=True)
-        >>> reduction.format, reduction.granularity
-        (E5M2, PerBlock(1, 128))
+        >>> reduction.format, reduction.stochastic
+        (E5M2, True)
     """
 
     def __init__(
         self,
         format: Format = E4M3,
-        granularity: Granularity = PerBlock(1, 128),
         stochastic: bool = False,
         gather_dtype: torch.dtype | None = None,
         seed: int = 0,
@@ -139,37 +132,33 @@ class Fp8Reduction:
     ) -> None:
         if not isinstance(format, Format) or not format.signed:
             raise TypeError(f"format={format!r}: use octavo.E4M3 or octavo.E5M2")
-        if granularity != PerTensor() and not (isinstance(granularity, PerBlock) and granularity.rows == 1):
-            raise TypeError(f"granularity={granularity!r}: use octavo.PerBlock(1, 128) or octavo.PerTensor()")
         if gather_dtype not in (None, *HIGH_PRECISION):
             raise TypeError(f"gather_dtype={gather_dtype}: use torch.bfloat16, or None to gather in {format}")
         if ranks_per_server is not None and ranks_per_server < 1:
             raise ValueError(f"ranks_per_server={ranks_per_server}: use 1 or more, or None to find it")
-        self.format, self.granularity, self.stochastic = format, granularity, stochastic
-        self.gather_dtype, self.seed, self.group = gather_dtype, seed, group
+        self.format, self.stochastic, self.gather_dtype = format, stochastic, gather_dtype
+        self.seed, self.group = seed, group
         self.ranks_per_server, self.calls = ranks_per_server, 0
         self._streams: dict[torch.device, Any] = {}
         self._found: dict[str, list[list[int]]] = {}  # own_levels by process groups whose ranks have the same arguments
 
-    def mean(self, x_nS: Tensor, group: Any) -> tuple[Tensor, Tensor | None]:
-        """The mean [1, S] of the row that this rank averages, float32, and the scale [1, 1] agreed on, or None.
+    def mean(self, x_nS: Tensor, group: Any) -> Tensor:
+        """The mean [1, S] of the row that this rank averages, in float32.
 
         Args:
             x_nS: [n, S] bf16, fp16 or fp32, this rank's gradients; row r is rank r's to average.
             group: the process group of n ranks.
         """
         self.calls += 1
-        x, agreed, columns = x_nS, None, x_nS.shape[1]
+        x, columns = x_nS, x_nS.shape[1]
         for rounding, level in zip((SENT, BETWEEN), self._levels(group), strict=False):
             members = sum(level)
-            if rounding == SENT:
-                agreed = self._agreed_scale(x, group)
             x = x.view(-1, members, columns).transpose(0, 1).reshape(members, -1)  # a row for each rank that averages
-            sent = self.pack(x, agreed, dist.get_rank(group), rounding)
+            sent = self.pack(x, dist.get_rank(group), rounding)
             received, splits = torch.empty_like(sent), None if all(level) else level
             dist.all_to_all_single(received, sent, splits, splits, group)
-            x = self.unpack(received, x.shape[1], torch.float32, agreed).sum(0).div_(members).view(-1, columns)
-        return x, agreed
+            x = self.unpack(received, x.shape[1], torch.float32).sum(0).div_(members).view(-1, columns)
+        return x
 
     def _levels(self, group: Any) -> list[list[int]]:
         if group.group_name not in self._found:
@@ -206,59 +195,37 @@ class Fp8Reduction:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         width = -(-len(flat) // ranks)
         x_nS = F.pad(flat, (0, ranks * width - len(flat))).view(ranks, width)
-        mean, agreed = self.mean(x_nS, group)
-        message = mean.to(self.gather_dtype) if self.gather_dtype else self.pack(mean, agreed, rank, MEAN)
+        mean = self.mean(x_nS, group)
+        message = mean.to(self.gather_dtype) if self.gather_dtype else self.pack(mean, rank, MEAN)
         gathered = message.new_empty(ranks, message.shape[1])
         work = all_gather(gathered, message, group, async_op=True)
 
         def finish(_: Any) -> Tensor:
-            if flat.device.type != "cpu":  # a callback has a stream of its own, and their memory is of another
-                for used in (gathered,) if agreed is None else (gathered, agreed):
-                    used.record_stream(torch.accelerator.current_stream(flat.device))
-            read = gathered if self.gather_dtype else self.unpack(gathered, width, flat.dtype, agreed)
+            if flat.device.type != "cpu":  # a callback has a stream of its own, and the memory is of another
+                gathered.record_stream(torch.accelerator.current_stream(flat.device))
+            read = gathered if self.gather_dtype else self.unpack(gathered, width, flat.dtype)
             return flat.copy_(read.view(-1)[: len(flat)])
 
         return work.get_future().then(finish)
 
-    def pack(self, x: Tensor, agreed: Tensor | None, rank: int, rounding: int) -> Tensor:
-        """Cast [R, S] to a message, uint8 [R, .]: each row's codes and, unless ranks ``agreed`` on a scale, exponents.
+    def pack(self, x: Tensor, rank: int, rounding: int) -> Tensor:
+        """Cast [R, S] to a message, uint8 [R, .]: each row's codes and exponents.
 
         The bits of stochastic rounding depend on the ``rank`` that sends it, and ``rounding``: SENT, MEAN or BETWEEN.
         """
-        if self.stochastic:
-            codes, scale_inv = self._stochastic(x, agreed, key_of(self.seed, rank, self.calls, rounding))
-        else:
-            # a delayed cast reads the scale of its role out of three
-            given = None if agreed is None else agreed.view(1).repeat(3)
-            codes, _, scale_inv, *_ = kernels.cast(x, given, 0, self.format.dtype, self.granularity.tile, True, 0)
-        if agreed is not None:
-            return codes.view(torch.uint8)
-        return pack(codes, scale_inv, True)
-
-    def unpack(self, message: Tensor, columns: int, dtype: torch.dtype, agreed: Tensor | None) -> Tensor:
-        """The values [R, columns] of ``dtype`` in a message from ``pack``."""
-        if agreed is not None:
-            codes, scale_inv = message.view(self.format.dtype), scale_inv_from_scale(agreed)
-        else:
-            codes, scale_inv = unpack(message, columns, self.format.dtype, True)
-        return kernels.dequantize(codes, scale_inv, self.granularity.tile, dtype)
-
-    def _agreed_scale(self, x: Tensor, group: Any) -> Tensor | None:
-        """One scale [1, 1] from the largest amax. (The smallest scale could be 1, of a rank without gradients.)."""
-        if self.granularity != PerTensor():
-            return None
-        return scale_from_amax(largest(kernels.amax(x, (ALL, ALL)), group), self.format.max, True, 0)
-
-    def _stochastic(self, x: Tensor, scale: Tensor | None, key: int) -> tuple[Tensor, Tensor]:
-        """Codes [R, S] and scale_inv."""
-        tile = self.granularity.tile
-        if scale is None:
-            scale = scale_from_amax(kernels.amax(x, tile), self.format.max, True, 0)
+        if not self.stochastic:
+            codes, _, scale_inv, *_ = kernels.cast(x, None, 0, self.format.dtype, _TILE, True, 0)
+            return pack(codes, scale_inv, True)
+        scale = scale_from_amax(kernels.amax(x, _TILE), self.format.max, True, 0)
         index_dtype = torch.int32 if x.numel() < 1 << 31 else torch.int64
         index = torch.arange(x.numel(), dtype=index_dtype, device=x.device).view(x.shape)
-        bits, _ = halves(random_bits(key, index))
-        wide = multiply_tiles_(x.to(torch.float32, copy=True), scale, tile).contiguous()
-        return encode_moment(wide, self.format, bits), scale_inv_from_scale(scale)
+        bits, _ = halves(random_bits(key_of(self.seed, rank, self.calls, rounding), index))
+        wide = multiply_tiles_(x.to(torch.float32, copy=True), scale, _TILE).contiguous()
+        return pack(encode_moment(wide, self.format, bits), scale_inv_from_scale(scale), True)
+
+    def unpack(self, message: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+        """The values [R, columns] of ``dtype`` in a message from ``pack``."""
+        return kernels.dequantize(*unpack(message, columns, self.format.dtype, True), _TILE, dtype)
 
     @contextlib.contextmanager
     def _own_stream(self, device: torch.device) -> Any:
@@ -337,5 +304,5 @@ class Fp8ReduceScatter:
             )
         ranks = dist.get_world_size(group)
         x_nS = input_tensor.view(ranks, -1)
-        mean, _ = self.reduction.mean(x_nS, group)
+        mean = self.reduction.mean(x_nS, group)
         output_tensor.copy_(mean.view(-1) if op == dist.ReduceOp.AVG else mean.view(-1).mul_(ranks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -225,10 +226,7 @@ def iterate_fp8(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: use {', '.join(map(repr, LAYOUTS))}")
-    found, _, _ = entries(model, layout)
-    return _tensors([entry for entry in found if entry.layer is not None or not fp8_only], mp_policies(model))
-
-
-def _tensors(found: list[Entry], policies: dict[int, object]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    for entry in found:
-        yield from entry.read(entry.layer is not None and entry.layer.training, policies)
+    found, policies = entries(model, layout)[0], mp_policies(model)
+    wanted = (entry for entry in found if entry.layer is not None or not fp8_only)
+    read = (entry.read(entry.layer is not None and entry.layer.training, policies) for entry in wanted)
+    return itertools.chain.from_iterable(read)

@@ -161,7 +161,10 @@ def entries(model: nn.Module, layout: str) -> tuple[list[Entry], Layers, list[st
     ExportError for what the layout can't hold or no server can read, and for a model without a layer in FP8.
     """
     layers, skipped = fp8_layers(model)
-    check_layers(layers, layout)
+    if misfits := {name: reason for name, module in layers.items() if (reason := _misfit(name, module, layout))}:
+        name, reason = next(iter(misfits.items()))
+        others = f" and {len(misfits) - 1} more layers" if len(misfits) > 1 else ""
+        raise ExportError(f"layout={layout!r} can't hold {name or 'the model'}{others}: {reason}")
     weights = {module.weight_name(name): name for name, module in layers.items()}
     state = model.state_dict(keep_vars=True)
     if absent := weights.keys() - state.keys():
@@ -209,15 +212,6 @@ def fp8_layers(model: nn.Module) -> tuple[Layers, list[str]]:
     in_fp8 = {*layers.values(), *whole}
     others = {name: m for name, m in named.items() if m not in in_fp8 and not isinstance(m, nn.Embedding)}
     return layers, [n for n, m in others.items() if any(p.ndim >= 2 for p in m.parameters(recurse=False))]
-
-
-def check_layers(layers: Layers, layout: str) -> None:
-    """Raise ExportError if the layout can't hold every layer's pair."""
-    misfits = {name: reason for name, module in layers.items() if (reason := _misfit(name, module, layout))}
-    if misfits:
-        name, reason = next(iter(misfits.items()))
-        others = f" and {len(misfits) - 1} more layers" if len(misfits) > 1 else ""
-        raise ExportError(f"layout={layout!r} can't hold {name or 'the model'}{others}: {reason}")
 
 
 def _misfit(name: str, module: RecipeModule, layout: str) -> str | None:

@@ -105,22 +105,19 @@ def _set(param: nn.Parameter, gradient: Tensor, dtype: torch.dtype | None) -> No
 
 
 def refuse_ddp(params: Iterable[nn.Parameter], reason: str) -> None:
-    """Raise RuntimeError, with this reason, if DistributedDataParallel has any of the parameters."""
+    """Raise RuntimeError, with this reason, if DistributedDataParallel has any of the parameters.
+
+    To look for it among all objects takes tens of milliseconds.
+    """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
+
+    def found() -> list[Any]:
+        kind = nn.parallel.DistributedDataParallel  # issubclass, as isinstance would run proxies
+        return [model for model in gc.get_objects() if issubclass(type(model), kind)]
+
     ids = {id(param) for param in params}
-    for found in living(nn.parallel.DistributedDataParallel):
-        if any(id(param) in ids for param in found.module.parameters()):
-            raise RuntimeError(reason)
-
-
-def living(kind: type) -> list[Any]:
-    """All objects of a class that are still referenced; to find them takes tens of milliseconds."""
-
-    def look() -> list[Any]:
-        return [found for found in gc.get_objects() if issubclass(type(found), kind)]  # isinstance would run proxies
-
-    if look():
+    if found():
         gc.collect()
-        return look()
-    return []
+    if any(id(param) in ids for model in found() for param in model.module.parameters()):
+        raise RuntimeError(reason)

@@ -115,14 +115,6 @@ def settle_gradient(param: nn.Parameter) -> Tensor | None:
     return param.grad
 
 
-def needs_agreement(param: Tensor) -> bool:
-    """Whether ranks must agree on a weight's amax: it is in FP8 with one scale, and they have shards of it."""
-    shard = local_stored(param)
-    if shard is None or shard is param or not shard.has_one_scale:
-        return False  # each expert lies whole on one rank
-    return shard.common is not None or any(group.size() > 1 for group in groups_of(param))
-
-
 def _with_common(amaxes: Tensor, params: Sequence[nn.Parameter]) -> Tensor:
     """Weights' amaxes [n, 1]; those with a common scale all get the largest among them."""
     owners = [getattr(local_stored(param), "common", None) or param for param in params]  # one for each scale
@@ -135,9 +127,10 @@ def _with_common(amaxes: Tensor, params: Sequence[nn.Parameter]) -> Tensor:
 
 
 def agreeing(params: Sequence[nn.Parameter], groups: Sequence[int]) -> list[nn.Parameter]:
-    """The parameters that need agreement, out of an optimizer's; ``groups``: the number of each one's group.
+    """Those of an optimizer's parameters on whose amax ranks must agree: shards in FP8 with one scale.
 
-    ValueError if weights with a common scale are in several groups, or not all there, or not all trained.
+    ``groups``: the number of each one's group. ValueError if weights with a common scale are in several groups, or not
+    all there, or not all trained.
     """
     found: dict[Any, list[int]] = {}
     for param, group in zip(params, groups, strict=True):
@@ -148,6 +141,13 @@ def agreeing(params: Sequence[nn.Parameter], groups: Sequence[int]) -> list[nn.P
             "the named splits of a weight that lives in FP8 have one scale, which an optimizer finds from all of them: "
             "give it all in one group, and train all or none"
         )
+
+    def needs_agreement(param: nn.Parameter) -> bool:
+        shard: Any = local_stored(param)
+        if shard is None or shard is param or not shard.has_one_scale:
+            return False  # each expert lies whole on one rank
+        return shard.common is not None or any(group.size() > 1 for group in groups_of(param))
+
     return [param for param in params if needs_agreement(param)]
 
 

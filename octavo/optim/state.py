@@ -222,20 +222,6 @@ def sharded_like(tensors: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]
     return found
 
 
-def bytes_of_state(param: nn.Parameter, weight: Tensor, settings: Settings | None) -> tuple[int, int, int]:
-    """Bytes on this rank of a parameter's weight with its scales, of its master's rest, of its moments.
-
-    ``weight``: this rank's shard as it would be stored, on the meta device. Without settings the weight is frozen.
-    """
-    tensors = [weight.qdata, weight.scale_inv] if isinstance(weight, StoredWeight) else [weight]
-    master: dict[str, Tensor] = {}
-    moments: dict[str, Tensor] = {}
-    if settings is not None:
-        master = master_of(nn.Parameter(weight, False), settings.master).new_state(weight)
-        moments = new_moments(settings.moments_of(param), weight)
-    return bytes_of(tensors), bytes_of(master.values()), bytes_of(moments.values())
-
-
 def for_kernel(
     param: nn.Parameter, weight: Tensor, state: dict[str, Any], settings: Settings
 ) -> tuple[Master, tuple[MomentTensors, ...]]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import octavo
-from octavo import E4M3, E5M2, PerBlock, PerRow, PerTensor
+from octavo import E4M3, E5M2
 from octavo.distributed import Fp8ReduceScatter, Fp8Reduction, fp8_reduce_hook
 from octavo.distributed.fp8_reduce import levels, own_levels
 from octavo.formats import E4M4
@@ -31,20 +31,20 @@ GFLOAT = {"E4M3": gfloat.formats.format_info_ocp_e4m3, "E5M2": gfloat.formats.fo
 # --- what is right, in float64 and without octavo's casts -------------------------------------------------------------
 
 
-def rounded(x, fmt, width, largest=None):
-    """Float64 [R, S] to nearest in blocks of ``width``, or all with the scale of ``largest``; NaN stays."""
+def rounded(x, fmt, width):
+    """Float64 [R, S] to nearest in blocks of ``width``; NaN stays."""
     out = np.array(x, np.float64)
     for row in out:
         for start in range(0, len(row), width):
             block = row[start : start + width]
             finite = np.abs(block[np.isfinite(block)])
-            amax = largest if largest is not None else finite.max(initial=0.0)
+            amax = finite.max(initial=0.0)
             scale = 2.0 ** math.floor(math.log2(np.float32(fmt.max) / np.float32(amax))) if amax > 0 else 1.0
             block[:] = gfloat.round_ndarray(GFLOAT[str(fmt)], block * scale, sat=False) / scale
     return out
 
 
-def simulated(flats, fmt, per_tensor=False, gather_dtype=None, servers=None):
+def simulated(flats, fmt, gather_dtype=None, servers=None):
     """The mean of the ranks' flat gradients (float64), rounded as sent and as gathered.
 
     ``servers``: (ranks of one, how many). Sums of two rounded numbers and, in these tests, of four are exact in
@@ -53,14 +53,10 @@ def simulated(flats, fmt, per_tensor=False, gather_dtype=None, servers=None):
     ranks, count = len(flats), len(flats[0])
     width, near = -(-count // ranks), 1
     x = np.stack([np.pad(flat, (0, ranks * width - count)).reshape(ranks, width) for flat in flats])
-    for level, members in enumerate(servers or (ranks,)):
-        if level == 0:
-            largest = np.abs(x).max() if per_tensor else None
+    for members in servers or (ranks,):
         rows, means = x.shape[1] // members, []
         # to the p-th that it exchanges with a rank sends each row whose owner is p-th there
-        sent = np.stack(
-            [[rounded(own[p::members].reshape(1, -1), fmt, BLOCK, largest)[0] for p in range(members)] for own in x]
-        )
+        sent = np.stack([[rounded(own[p::members].reshape(1, -1), fmt, BLOCK)[0] for p in range(members)] for own in x])
         for rank in range(ranks):
             place, first = rank // near % members, rank - rank // near % members * near
             means.append(np.mean([sent[first + near * p, place] for p in range(members)], 0).reshape(rows, width))
@@ -69,7 +65,7 @@ def simulated(flats, fmt, per_tensor=False, gather_dtype=None, servers=None):
     if gather_dtype:
         gathered = torch.from_numpy(mean).to(torch.float32).to(gather_dtype).double().numpy()
     else:
-        gathered = rounded(mean, fmt, BLOCK, largest)
+        gathered = rounded(mean, fmt, BLOCK)
     return gathered.reshape(-1)[:count]
 
 
@@ -116,12 +112,11 @@ FORMATS = {"E4M3": E4M3, "E5M2": E5M2}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("count", [1, 3, 129, 4 * 128, 5000])
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("options", [{}, {"granularity": PerTensor()}, {"gather_dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"gather_dtype": torch.bfloat16}], ids=str)
 def test_equal_to_a_simulation_in_float64(pool, ranks, dtype, count, fmt, options):
     found = pool.run(hooked, (ranks,), count, dtype, {"format": FORMATS[fmt], **options})
     flats = [gradients(count, rank, dtype=dtype).double().numpy() for rank in range(ranks)]
-    per_tensor, gather_dtype = "granularity" in options, options.get("gather_dtype")
-    expected = simulated(flats, FORMATS[fmt], per_tensor, gather_dtype)
+    expected = simulated(flats, FORMATS[fmt], options.get("gather_dtype"))
     assert_all_are(found, expected, dtype)
 
 
@@ -129,13 +124,13 @@ def test_equal_to_a_simulation_in_float64(pool, ranks, dtype, count, fmt, option
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("count", [1, 129, 4 * 128, 5000])
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("options", [{}, {"granularity": PerTensor()}, {"gather_dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"gather_dtype": torch.bfloat16}], ids=str)
 def test_two_servers_equal_a_simulation_in_float64(pool, dtype, count, fmt, options):
     """The mean of each server's ranks is rounded once more."""
     options = {"format": FORMATS[fmt], "ranks_per_server": 2, **options}
     found = pool.run(hooked, (4,), count, dtype, options)
     flats = [gradients(count, rank, dtype=dtype).double().numpy() for rank in range(4)]
-    rounding = FORMATS[fmt], "granularity" in options, options.get("gather_dtype")
+    rounding = FORMATS[fmt], options.get("gather_dtype")
     assert_all_are(found, simulated(flats, *rounding, (2, 2)), dtype)
     if count == 5000:
         assert (simulated(flats, *rounding) != simulated(flats, *rounding, (2, 2))).any()
@@ -148,11 +143,10 @@ def assert_all_are(found, expected, dtype):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("granularity", [PerBlock(1, BLOCK), PerTensor()], ids=str)
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_stochastic_rounding(pool, fmt, granularity):
+def test_stochastic_rounding(pool, fmt):
     """A neighbour of each value, by bits of its own for each rank, step and rounding; unbiased."""
-    options = {"format": FORMATS[fmt], "granularity": granularity, "stochastic": True, "gather_dtype": torch.float32}
+    options = {"format": FORMATS[fmt], "stochastic": True, "gather_dtype": torch.float32}
     steps = 64
     first, second = (np.array(found) for found in pool.run(draws, (2,), options, steps))
     np.testing.assert_array_equal(first, second)
@@ -178,7 +172,7 @@ def test_random_bits_are_the_optimizers():
     """A code goes up where the bits reach what is left below it."""
     x = torch.full((1, 1000), 1 + 1 / 16)  # between 1 and 1.125, of which the amax scales to 256 and 288
     reduction = Fp8Reduction(stochastic=True, seed=3)
-    read = reduction.unpack(reduction.pack(x, None, 5, 1), 1000, torch.float32, None)
+    read = reduction.unpack(reduction.pack(x, 5, 1), 1000, torch.float32)
     bits = random_bits(key_of(3, 5, 0, 1), torch.arange(1000, dtype=torch.int32)) & 0xFFFF
     assert torch.equal(read, torch.where(bits >= 1 << 15, 1.125, 1.0).view(1, -1))
 
@@ -186,7 +180,7 @@ def test_random_bits_are_the_optimizers():
 @pytest.mark.parametrize(
     "options",
     [
-        *({}, {"stochastic": True}, {"granularity": PerTensor()}, {"format": E5M2}),
+        *({}, {"stochastic": True}, {"format": E5M2}),
         {"ranks_per_server": 2},
     ],
     ids=str,
@@ -217,15 +211,15 @@ def bytes_sent(mesh, count, options):
 @pytest.mark.parametrize("count", [100_000, 100_001])
 def test_bytes(pool, count):
     """One message each way; scales of blocks are 1/128 beside their codes."""
-    cases = {"blocks": {}, "one scale": {"granularity": PerTensor()}, "mean in bf16": {"gather_dtype": torch.bfloat16}}
+    cases = {"blocks": {}, "mean in bf16": {"gather_dtype": torch.bfloat16}}
     shares = {}
     for name, options in cases.items():
         (share, calls), other = pool.run(bytes_sent, (2,), count, options)
         assert (share, calls) == other
-        assert calls == {OTHER: 1, GATHER: 1} | ({REDUCE: 1} if name == "one scale" else {})
+        assert calls == {OTHER: 1, GATHER: 1}
         shares[name] = share
     assert 0.503 < shares["blocks"] < 0.505
-    assert 0.5 <= shares["one scale"] < 0.501 and 0.751 < shares["mean in bf16"] < 0.753
+    assert 0.751 < shares["mean in bf16"] < 0.753
 
 
 def bytes_between(mesh, count, per_server):
@@ -352,7 +346,7 @@ def test_what_is_refused(pool):
     for state in (None, Fp8Reduction):
         with pytest.raises(TypeError, match=r"call register_comm_hook\(Fp8Reduction\(\), fp8_reduce_hook\)"):
             fp8_reduce_hook(state, OneBucket(torch.ones(3)))
-    for wrong in ({"format": E4M4}, {"format": "E4M3"}, {"granularity": PerRow()}, {"granularity": PerBlock(8, 128)}):
+    for wrong in ({"format": E4M4}, {"format": "E4M3"}):
         with pytest.raises(TypeError, match=r"use octavo\."):
             Fp8Reduction(**wrong)
     with pytest.raises(TypeError, match="bfloat16"):

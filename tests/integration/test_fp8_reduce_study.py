@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo import E5M2, PerTensor
+from octavo import E5M2
 from tests.distributed.test_fp8_reduce import gradients, hooked
 
 study = importlib.import_module("benchmarks.distributed.fp8_reduce")
@@ -23,7 +23,7 @@ simulated = importlib.import_module("benchmarks.distributed.fp8_reduce_ranks")
         {},
         {"stochastic": True},
         {"format": E5M2},
-        {"granularity": PerTensor(), "stochastic": True},
+        {"format": E5M2, "stochastic": True},
         {"gather_dtype": torch.bfloat16},
     ],
     ids=str,
