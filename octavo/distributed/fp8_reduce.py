@@ -18,7 +18,6 @@ scales of a block is at most 64 (E4M3: 18 bits from its smallest number to its l
 No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 """
 
-import contextlib
 import itertools
 import os
 import socket
@@ -227,17 +226,6 @@ class Fp8Reduction:
         """The values [R, columns] of ``dtype`` in a message from ``pack``."""
         return kernels.dequantize(*unpack(message, columns, self.format.dtype, True), _TILE, dtype)
 
-    @contextlib.contextmanager
-    def _own_stream(self, device: torch.device) -> Any:
-        """Run on a stream of its own on an accelerator, so that backward does not wait for the all-to-all."""
-        if device.type == "cpu":
-            yield
-            return
-        stream = self._streams.setdefault(device, torch.Stream(device))
-        stream.wait_stream(torch.accelerator.current_stream(device))
-        with stream:
-            yield
-
 
 def fp8_reduce_hook(state: Fp8Reduction, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's communication hook that averages gradients in FP8, as ``state`` says.
@@ -261,8 +249,14 @@ def fp8_reduce_hook(state: Fp8Reduction, bucket: dist.GradBucket) -> torch.futur
     """
     if not isinstance(state, Fp8Reduction):
         raise TypeError(f"the state is {state!r}: call register_comm_hook(Fp8Reduction(), fp8_reduce_hook)")
-    with state._own_stream(bucket.buffer().device):
-        return state._average(bucket.buffer())
+    flat = bucket.buffer()
+    if flat.device.type == "cpu":
+        return state._average(flat)
+    # on a stream of its own, so that backward does not wait for the all-to-all
+    stream = state._streams.setdefault(flat.device, torch.Stream(flat.device))
+    stream.wait_stream(torch.accelerator.current_stream(flat.device))
+    with stream:
+        return state._average(flat)
 
 
 class Fp8ReduceScatter:
