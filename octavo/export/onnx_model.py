@@ -284,18 +284,10 @@ def _translated(model: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any, 
     with _quiet():
         program = program_of(model, inputs, dynamic_shapes)
         table = decompositions()
-        unknown = {
-            str(node.target)
-            for node in program.graph.nodes
-            if getattr(node.target, "namespace", "") == "octavo" and node.target not in table
-        }
+        unknown = {str(node.target) for node in program.graph.nodes if _is_octavos(node) and node.target not in table}
         if unknown:
-            why = (
-                "experts have none"
-                if any(".grouped_" in name for name in unknown)
-                else "does the model call it itself?"
-            )
-            raise ExportError(f"no ONNX for {', '.join(sorted(unknown))}: {why}")
+            names = ", ".join(sorted(unknown))
+            raise ExportError(f"no ONNX for {names}: experts have none, and a model can't call octavo's ops itself")
         try:
             program = program.run_decompositions(table)
             found = torch.onnx.export(program, (), dynamo=True, opset_version=opset, optimize=True, verbose=False)

@@ -291,7 +291,11 @@ def loaded(
     given = _as_loaded(given, settings.names, state)
     step = given.get("step", 1.0)  # torch's SGD keeps none
     state["step"].copy_(torch.as_tensor(step, dtype=torch.float32))
-    lost = take_master(state, given)
+    was, now = (-1 if kind is None else int(kind) for kind in (given.get("master_kind"), state.get("master_kind")))
+    lost = None  # or a sentence: a master that was kept in another way begins anew, as the weight
+    if was != now or not _copy(state, given, [name for name in state if name.startswith("master_")]):
+        kinds = [*KINDS, "none"]
+        lost = f"masters that were {kinds[was]} begin anew as the weights are: {kinds[now]}"
     names = [name for name in state if name != "step" and not name.startswith("master_")]
     if same and _copy(state, given, names):
         return state, [] if lost is None else [lost]
@@ -314,18 +318,6 @@ def conversion_warning(described: dict[str, Any] | None, settings: Settings, con
     if before == now:
         before, now = "other blocks, or moments in codes on one side alone", "as they are kept here, to nearest"
     return f"the optimizer's state was converted: from {before} to {now}"
-
-
-def take_master(state: dict[str, Any], given: dict[str, Any]) -> str | None:
-    """Copy a loaded master into a new state if it was kept in the same way; else return a sentence that says so.
-
-    The new master then begins as the weight. The result is None where it was copied, or neither state has a rest.
-    """
-    was, now = (-1 if kind is None else int(kind) for kind in (given.get("master_kind"), state.get("master_kind")))
-    if was == now and _copy(state, given, [name for name in state if name.startswith("master_")]):
-        return None
-    names = [*KINDS, "none"]
-    return f"masters that were {names[was]} begin anew as the weights are: {names[now]}"
 
 
 def _as_loaded(given: dict[str, Any], names: Sequence[str], state: dict[str, Any]) -> dict[str, Any]:
