@@ -92,7 +92,11 @@ def own_levels(group: Any, ranks_per_server: int | None) -> list[list[int]]:
 
 
 class Fp8Reduction:
-    """How gradients are averaged in FP8: the state of ``fp8_reduce_hook``, and what ``Fp8ReduceScatter`` takes.
+    """How gradients are averaged in FP8: the state of ``fp8_reduce_hook`` (DDP), and a reduce-scatter for FSDP2.
+
+    As the latter (``FSDPModule.set_custom_reduce_scatter``) it rounds a gradient once, and the mean is in FSDP2's
+    ``reduce_dtype``. Replicas (HSDP) reduce it further in that dtype, or in FP8 by ``all_reduce``. One object serves
+    all modules of a model; its ``gather_dtype`` and ``group`` are not used there.
 
     Args:
         format: octavo.E4M3 or octavo.E5M2.
@@ -118,6 +122,10 @@ class Fp8Reduction:
         >>> reduction = Fp8Reduction(format=octavo.E5M2, stochastic=True)
         >>> reduction.format, reduction.stochastic
         (E5M2, True)
+        >>> def in_fp8(model: torch.nn.Module) -> None:
+        ...     for module in model.modules():
+        ...         if isinstance(module, torch.distributed.fsdp.FSDPModule):
+        ...             module.set_custom_reduce_scatter(reduction)
     """
 
     def __init__(
@@ -158,6 +166,23 @@ class Fp8Reduction:
             dist.all_to_all_single(received, sent, splits, splits, group)
             x = self.unpack(received, x.shape[1], torch.float32).sum(0).div_(members).view(-1, columns)
         return x
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate a tensor; FSDP2 calls it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Write the mean or sum over ranks of this rank's row of ``input_tensor`` [n x S] to ``output_tensor``."""
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            raise ValueError(
+                f"FSDP2 asks for {op}, not for a mean or a sum: where set_gradient_divide_factor is used, call "
+                "set_force_sum_reduction_for_comms(True) too"
+            )
+        ranks = dist.get_world_size(group)
+        mean = self.mean(input_tensor.view(ranks, -1), group).view(-1)
+        output_tensor.copy_(mean if op == dist.ReduceOp.AVG else mean.mul_(ranks))
 
     def _levels(self, group: Any) -> list[list[int]]:
         if group.group_name not in self._found:
@@ -257,46 +282,3 @@ def fp8_reduce_hook(state: Fp8Reduction, bucket: dist.GradBucket) -> torch.futur
     stream.wait_stream(torch.accelerator.current_stream(flat.device))
     with stream:
         return state._average(flat)
-
-
-class Fp8ReduceScatter:
-    """FSDP2's reduce-scatter in FP8, for ``FSDPModule.set_custom_reduce_scatter``.
-
-    A gradient is rounded to FP8 once, and the mean is in FSDP2's ``reduce_dtype``. Replicas (HSDP) reduce it further in
-    that dtype, or in FP8 by ``Fp8Reduction.all_reduce``. One object serves all modules of a model.
-
-    Args:
-        reduction: how to reduce; its ``gather_dtype`` and ``group`` are not used.
-
-    Raises:
-        ValueError: in backward, for a reduction that is neither mean nor sum.
-
-    Example:
-        >>> from torch.distributed.fsdp import FSDPModule
-        >>> def in_fp8(model: torch.nn.Module) -> None:
-        ...     reduce_scatter = Fp8ReduceScatter(Fp8Reduction())
-        ...     for module in model.modules():
-        ...         if isinstance(module, FSDPModule):
-        ...             module.set_custom_reduce_scatter(reduce_scatter)
-    """
-
-    def __init__(self, reduction: Fp8Reduction) -> None:
-        self.reduction = reduction
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a tensor; FSDP2 calls it."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        """Write the mean or sum over ranks of this rank's row of ``input_tensor`` [n x S] to ``output_tensor``."""
-        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
-            raise ValueError(
-                f"FSDP2 asks for {op}, not for a mean or a sum: where set_gradient_divide_factor is used, call "
-                "set_force_sum_reduction_for_comms(True) too"
-            )
-        ranks = dist.get_world_size(group)
-        x_nS = input_tensor.view(ranks, -1)
-        mean = self.reduction.mean(x_nS, group)
-        output_tensor.copy_(mean.view(-1) if op == dist.ReduceOp.AVG else mean.view(-1).mul_(ranks))

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor import parallel as torch_parallel
 
 from octavo.autograd.gather_input import scatter_output
-from octavo.distributed.fp8_reduce import Fp8ReduceScatter, Fp8Reduction
+from octavo.distributed.fp8_reduce import Fp8Reduction
 from octavo.nn.gather_group import ask
 from octavo.nn.linear import Linear
 from octavo.nn.parted_linear import divide
@@ -40,7 +40,7 @@ def _summed_in_fp8(reduction: Fp8Reduction, terms: Tensor, group: str) -> Tensor
     """This rank's shard, by dimension 0, of the sum of ``terms`` over the ranks of a process group."""
     process_group: Any = resolve_process_group(group)
     shard = terms.new_empty(terms.shape[0] // dist.get_world_size(process_group), *terms.shape[1:])
-    Fp8ReduceScatter(reduction)(shard.view(-1), terms.view(-1), process_group, dist.ReduceOp.SUM)
+    reduction(shard.view(-1), terms.view(-1), process_group, dist.ReduceOp.SUM)
     return shard
 
 

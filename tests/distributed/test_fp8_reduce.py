@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import octavo
 from octavo import E4M3, E5M2
-from octavo.distributed import Fp8ReduceScatter, Fp8Reduction, fp8_reduce_hook
+from octavo.distributed import Fp8Reduction, fp8_reduce_hook
 from octavo.distributed.fp8_reduce import levels, own_levels
 from octavo.formats import E4M4
 from octavo.kernels.step_numbers import key_of, random_bits
@@ -224,9 +224,9 @@ def test_bytes(pool, count):
 
 def bytes_between(mesh, count, per_server):
     """Bytes that the four ranks of two servers send inside them, and between, in FP8 and in bf16."""
-    scatter = Fp8ReduceScatter(reduction := Fp8Reduction(ranks_per_server=per_server))
+    scatter = Fp8Reduction(ranks_per_server=per_server)
     group, found = mesh.get_group(), []
-    reduction._levels(group)  # asks whether ranks have the same options
+    scatter._levels(group)  # asks whether ranks have the same options
     for ranks in (scatter, dist.reduce_scatter_tensor):
         with ByteCounter("aabb") as counter:
             x = gradients(count, dist.get_rank(), dtype=torch.bfloat16)
@@ -256,9 +256,9 @@ def data(rank, step):
 
 
 def scattered(mesh, servers, dtype, op):
-    """What Fp8ReduceScatter leaves a rank."""
+    """What FSDP2's reduce-scatter leaves a rank."""
     output = torch.empty(5000 // mesh.size(), dtype=dtype)
-    reduce_scatter = Fp8ReduceScatter(Fp8Reduction(ranks_per_server=servers[0]))
+    reduce_scatter = Fp8Reduction(ranks_per_server=servers[0])
     reduce_scatter(output, gradients(5000, dist.get_rank(), dtype=dtype), mesh.get_group(), op)
     return output.double().numpy()
 
@@ -290,7 +290,7 @@ def between_replicas(mesh, dtype):
 
     for part in (net[0], net):
         fully_shard(part, mesh=mesh["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
-        part.set_custom_reduce_scatter(Fp8ReduceScatter(Fp8Reduction()))
+        part.set_custom_reduce_scatter(Fp8Reduction())
         part.set_all_reduce_hook(hook)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(2):
@@ -331,7 +331,7 @@ def test_between_replicas_equals_a_simulation_in_float64(pool, shape, dtype):
 def refused(mesh):
     """What FSDP2 gets for a divisor that its reduce-scatter would multiply by."""
     net = fully_shard(nn.Linear(4, 4), mesh=mesh)
-    net.set_custom_reduce_scatter(Fp8ReduceScatter(Fp8Reduction()))
+    net.set_custom_reduce_scatter(Fp8Reduction())
     net.set_gradient_divide_factor(3.0)
     with pytest.raises(ValueError, match="set_force_sum_reduction_for_comms"):
         net(torch.ones(1, 4)).sum().backward()
