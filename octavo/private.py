@@ -116,7 +116,6 @@ ATTRIBUTES = {  # by the functions of this file
     "_local_tensor": Name("torch.distributed.tensor.DTensor._local_tensor", "reads this rank's part without a graph"),
     "_backward_hooks": Name("torch.nn.Parameter._backward_hooks", "keeps a parameter's hooks when its tensor changes"),
     "_post_accumulate_grad_hooks": Name("torch.nn.Parameter._post_accumulate_grad_hooks", "the same"),
-    "_scale": Name("torch.amp.GradScaler._scale", "finds a GradScaler that is in use"),
     "_current_level": Name("torch.autograd.forward_ad._current_level", "refuses forward-mode derivatives"),
     "_get_fsdp_state": Name("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "finds FSDP2's parameters"),
     "_fsdp_param_groups": Name("FSDPState._fsdp_param_groups", "the same"),
@@ -169,11 +168,6 @@ def hooks_of(parameter: Any) -> tuple[Any, Any]:
 def set_hooks(parameter: Any, hooks: tuple[Any, Any]) -> None:
     """Give a parameter what ``hooks_of`` gave."""
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
-
-
-def has_scaled(scaler: Any) -> bool:
-    """Whether a GradScaler has scaled a loss."""
-    return scaler.is_enabled() and scaler._scale is not None
 
 
 def in_forward_mode() -> bool:

@@ -51,7 +51,7 @@ def test_a_name_that_is_missing_says_what_fails() -> None:
         private._params_of(object())
 
 
-def test_hooks_scalers_and_forward_mode() -> None:
+def test_hooks_and_forward_mode() -> None:
     parameter, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     seen: list[str] = []
     parameter.register_hook(lambda gradient: seen.append("gradient"))
@@ -59,10 +59,6 @@ def test_hooks_scalers_and_forward_mode() -> None:
     private.set_hooks(other, private.hooks_of(parameter))
     other.sum().backward()
     assert seen == ["gradient", "accumulated"]
-    scaler = torch.amp.GradScaler("cpu")
-    assert not private.has_scaled(scaler)
-    scaler.scale(torch.ones(1))
-    assert private.has_scaled(scaler)
     assert not private.in_forward_mode()
     with torch.autograd.forward_ad.dual_level():
         assert private.in_forward_mode()

@@ -22,7 +22,7 @@ from benchmarks.common.pages import markdown, read
 from benchmarks.distributed.communication_ranks import on_ranks
 from benchmarks.distributed.fsdp_traffic import RECIPES, Shapes, Traffic, traffic, transformer
 from octavo import E4M3, kernels, recipes
-from octavo.distributed import Fp8ReduceScatter, Fp8Reduction
+from octavo.distributed import Fp8Reduction
 from octavo.nn import TransformerBlock
 from octavo.tensor.collectives import pack, unpack
 from octavo.train.config import VOCABULARY, ModelConfig
@@ -61,7 +61,7 @@ def sharded(
     model.to(dtype)
     if recipe != "bf16":
         octavo.convert(model, getattr(recipes, recipe)(), select=lambda module, name: name != HEAD)
-    scatter = Fp8ReduceScatter(Fp8Reduction(ranks_per_server=1 if ways == ONE_LEVEL else 2))
+    scatter = Fp8Reduction(ranks_per_server=1 if ways == ONE_LEVEL else 2)
     own = mesh["shard"] if ways != PLAIN and mesh.ndim == 2 else mesh
     for part in (*model.blocks, model):
         fully_shard(part, mesh=own)

@@ -339,7 +339,7 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
     layouts = ("compressed-tensors", "fine-grained", "mxfp8")
     help = "of FP8 weights; the first holds those of every recipe (default: compressed-tensors)"
     parser.add_argument("--layout", default=layouts[0], choices=layouts, help=help)
-    parser.add_argument("--opset", type=int, default=21, metavar="N", help="of ONNX, 19 to 24 (default: 21)")
+    parser.add_argument("--opset", type=int, default=21, metavar="N", help="of ONNX, 21 to 24 (default: 21)")
     dtypes = ("bfloat16", "float32")
     help = "of other weights than FP8 (default: bfloat16)"
     parser.add_argument("--weights", default="bfloat16", choices=dtypes, help=help)

@@ -308,7 +308,7 @@ def better(stage: Stage) -> list[tuple[str, Stage]]:
         f"micro-batches of {2 * now.batch} sequences": changed(stage, batch=2 * now.batch),
         f"micro-batches of {now.batch // 2} sequences": changed(stage, batch=now.batch // 2),
         "twice as many tokens a step": changed(stage, sequences=2 * now.sequences),
-        "gradients reduced in FP8 (octavo.distributed.Fp8ReduceScatter)": changed(stage, {"reduction": 2}),
+        "gradients reduced in FP8 (octavo.distributed.Fp8Reduction)": changed(stage, {"reduction": 2}),
         "weights, masters and moments in FP8": changed(stage, {"state": "FP8"}) if recipe in STORED else (),
     }
     for more, fewer in itertools.permutations(RANKS[:-1], 2):

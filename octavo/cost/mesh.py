@@ -181,7 +181,7 @@ class Precision:
     """What is computed and what is sent in FP8; each is octavo's way unless said otherwise.
 
     ``reduction``: at how many levels gradients are reduced as pairs in blocks of 128
-    (``octavo.distributed.Fp8ReduceScatter``): by an all-to-all of all ranks, or by one of a server's ranks and one of
+    (``octavo.distributed.Fp8Reduction``): by an all-to-all of all ranks, or by one of a server's ranks and one of
     servers. What casts and sums take is not counted. 0: a reduce-scatter of bf16. ``pairs``: inputs and gradients that
     tensor and sequence parallelism gather, and tokens and gradients that expert parallelism dispatches, are codes,
     whose scale ranks agree on first. What was gathered is kept for backward; what is added up over ranks stays in bf16.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from octavo.distributed import checkpoint
     from octavo.distributed.experts import expert_parallel
-    from octavo.distributed.fp8_reduce import Fp8ReduceScatter, Fp8Reduction, fp8_reduce_hook
+    from octavo.distributed.fp8_reduce import Fp8Reduction, fp8_reduce_hook
     from octavo.distributed.tensor_parallel import (
         ColwiseParallel,
         PrepareModuleInput,
@@ -19,7 +19,6 @@ __all__ = [
     "expert_parallel",
     "Fp8Reduction",
     "fp8_reduce_hook",
-    "Fp8ReduceScatter",
     "ColwiseParallel",
     "RowwiseParallel",
     "SequenceParallel",
@@ -29,7 +28,7 @@ __all__ = [
 _FILES = {
     "checkpoint": "checkpoint",  # torch.distributed.checkpoint takes a second to import
     "expert_parallel": "experts",
-    **dict.fromkeys(("Fp8Reduction", "fp8_reduce_hook", "Fp8ReduceScatter"), "fp8_reduce"),
+    **dict.fromkeys(("Fp8Reduction", "fp8_reduce_hook"), "fp8_reduce"),
 }
 
 

@@ -430,7 +430,8 @@ def _moment_to_fill(name: str, state: dict[str, Any], sizes: dict[str, torch.Siz
         return {}
     if name in sizes:
         return {name: _empty(like, torch.float32)}
-    return {codes: _empty(like, torch.uint8), scales: _scales(like, sizes[scales])}
+    whole = torch.empty(sizes[scales], device="cpu", dtype=torch.float32)  # of all rows: each rank picks its own
+    return {codes: _empty(like, torch.uint8), scales: whole}
 
 
 def _empty(like: Any, dtype: torch.dtype) -> Any:
@@ -441,32 +442,13 @@ def _empty(like: Any, dtype: torch.dtype) -> Any:
     return like_sharded(shard, like, like.shape)
 
 
-def _scales(like: Any, size: torch.Size) -> Any:
-    """Memory for the scales of this rank's rows, in all columns; for a vector all scales."""
-    if like.ndim < 2 or size.numel() == 1:
-        return torch.empty(size, device=like.device, dtype=torch.float32)
-    if isinstance(like, Joined):
-        return Joined([_scales(split, torch.Size((split.shape[0], *size[1:]))) for split in like.parts])
-    shard = torch.empty(on_this_rank(like).shape[0], *size[1:], device=like.device, dtype=torch.float32)
-    if not hasattr(like, "placements"):
-        return shard
-    from torch.distributed.tensor import DTensor, Replicate
-
-    placements = [Replicate() if one.is_shard(1) else one for one in like.placements]
-    stride = torch.empty(size, device="meta").stride()
-    return DTensor.from_local(shard, like.device_mesh, placements, run_check=False, shape=size, stride=stride)
-
-
-def _read(moment: Moment, codes: Any, scales: Any, first: int = 0) -> Any:
-    """The values in float32, sharded as the codes are; ``first``: the element of a row that the codes begin with."""
+def _read(moment: Moment, codes: Any, scales: Tensor, first: int = 0) -> Any:
+    """The values in float32, sharded as the codes are, whose first row is ``first``; ``scales``: of all rows."""
     if isinstance(codes, Joined):
-        each = scales.parts if isinstance(scales, Joined) else [scales] * len(codes.parts)
-        starts = [start if codes.ndim < 2 else 0 for start, _ in codes.pieces()]
-        return Joined([_read(moment, *split) for split in zip(codes.parts, each, starts, strict=True)])
-    place = place_of(codes)
-    first += place.first_row if codes.ndim < 2 else place.first_col
-    wide = moment.read_codes(on_this_rank(codes), on_this_rank(scales), first)
-    return like_sharded(wide, codes, codes.shape)
+        return Joined([_read(moment, split, scales, start) for start, split in codes.pieces()])
+    shard, (row, column, _) = on_this_rank(codes), place_of(codes)
+    place = (first + row, column) if codes.ndim > 1 else (0, first + row)  # a vector's elements are one row
+    return like_sharded(moment.read_codes(shard, scales.to(shard.device), *place), codes, codes.shape)
 
 
 # --- delayed state ----------------------------------------------------------------------------------------------------

@@ -69,8 +69,7 @@ def require_place(path: Path) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Hold a lock that a process loses however it ends: a file that names the process, and is removed at the end.
 
-    Raises:
-        BlockingIOError: another process has it, which ``strerror`` names.
+    BlockingIOError if another process has it, which ``strerror`` names.
     """
     with _locked(path) as file:
         file.truncate(0)

@@ -8,58 +8,102 @@
 There are n ranks, each of which averages S = ceil(N / n) elements of a bucket of N. Under FSDP2 the mean is not
 gathered, and stays in float32.
 
-With several servers of L ranks this is done twice (levels.py), so that a server's gradients are added before they cross
+With several servers of L ranks this is done twice (levels), so that a server's gradients are added before they cross
 the network: its L ranks average L rows [n / L x S]; then one rank of each server averages n / L rows [S] of the means.
 
 A gradient is rounded twice, and once more between servers. No partial sum is rounded, as it would be on a ring. Scales
 are powers of two, so codes times scales are exact in float32, and so are sums while n times the ratio of the ranks'
 scales of a block is at most 64 (E4M3: 18 bits from its smallest number to its largest).
 
-One scale that ranks agree on (PerTensor) follows MS-AMP, which takes the smallest of the ranks' scales (arXiv
-2310.18313, section 2.1). MS-AMP's factor mu keeps FP8 sums from overflowing, and here no sum is in FP8. DDP's residuals
-are error feedback of both roundings (Karimireddy et al., arXiv 1901.09847; Tang et al., arXiv 1905.05957).
-
 No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 """
 
-import contextlib
+import itertools
+import os
+import socket
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.distributed.levels import own_levels
 from octavo.formats import E4M3, HIGH_PRECISION, Format
-from octavo.granularity import ALL, Granularity, PerBlock, PerTensor
 from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.step_numbers import halves, key_of, random_bits
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.tensor.collectives import agree, all_gather, largest, pack, unpack
+from octavo.tensor.collectives import agree, all_gather, pack, unpack
 
 SENT, MEAN, BETWEEN = 0, 1, 2  # the roundings: of gradients, of the gathered mean, of servers' means
-_ALIKE = "ranks_per_server", "format", "granularity", "stochastic", "gather_dtype", "error_feedback", "seed"
+_ALIKE = "ranks_per_server", "format", "stochastic", "gather_dtype", "seed"
+_TILE = (1, 128)  # elements of a row that share a scale
+
+
+def levels(ranks: Sequence[int], servers: Sequence[object]) -> list[list[list[int]]]:
+    """At each level the sets of ranks that exchange with each other; all sets of a level are equally large.
+
+    ``ranks``: a group's, by their numbers in the job, ascending; ``servers``: what the server of each is known by.
+    ValueError if one server has more of these ranks than another, or another's ranks lie between its own.
+
+    Example:
+        >>> levels(range(6), "aaabbb")
+        [[[0, 1, 2], [3, 4, 5]], [[0, 3], [1, 4], [2, 5]]]
+        >>> levels(range(3), "aaa"), levels([0, 8, 16], "abc")
+        ([[[0, 1, 2]]], [[[0, 8, 16]]])
+    """
+    runs = [[rank for rank, _ in run] for _, run in itertools.groupby(zip(ranks, servers, strict=True), lambda x: x[1])]
+    counts = [*map(len, runs)]
+    if len({*servers}) in (1, len(ranks)):
+        return [[[*ranks]]]
+    if len({*counts}) > 1 or len(runs) > len({*servers}):
+        raise ValueError(
+            f"servers have, in the order of their ranks, {counts} of this group's {len(ranks)}, but two levels need "
+            "as many consecutive ones on each; Fp8Reduction(ranks_per_server=1) reduces at one level"
+        )
+    return [runs, [[*some] for some in zip(*runs, strict=True)]]
+
+
+def own_levels(group: Any, ranks_per_server: int | None) -> list[list[int]]:
+    """For each level a list with 1 for each rank of ``group`` that exchanges with this one, and 0 for others.
+
+    Rank r of the job is on server r // ranks_per_server; None: as LOCAL_WORLD_SIZE says, which torchrun sets; where a
+    rank has none (srun, mpirun), by the ranks' host names. All ranks of the group call it together.
+    Where ``levels`` raises, there is one level, with a warning, but if a number was given.
+    """
+    ranks, this_rank = dist.get_process_group_ranks(group), dist.get_rank()
+    found = [[ranks]]
+    if ranks_per_server:
+        found = levels(ranks, [rank // ranks_per_server for rank in ranks])
+    elif len(ranks) > 3:  # at least 2 servers of 2; ranks tell each other, so that all find the same levels
+        said: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(said, (int(os.environ.get("LOCAL_WORLD_SIZE", 0)), socket.gethostname()), group=group)
+        sizes, hosts = zip(*said, strict=True)
+        try:
+            if all(sizes) and len({*sizes}) > 1:
+                raise ValueError(f"LOCAL_WORLD_SIZE is {min(sizes)} on one rank and {max(sizes)} on another")
+            found = levels(ranks, [rank // sizes[0] for rank in ranks] if all(sizes) else hosts)
+        except ValueError as error:
+            warnings.warn(f"gradients are reduced in FP8 at one level: {error}", stacklevel=2)
+    return [[int(rank in some) for rank in ranks] for level in found for some in level if this_rank in some]
 
 
 class Fp8Reduction:
-    """How gradients are averaged in FP8: the state of ``fp8_reduce_hook``, and what ``Fp8ReduceScatter`` takes.
+    """How gradients are averaged in FP8: the state of ``fp8_reduce_hook`` (DDP), and a reduce-scatter for FSDP2.
+
+    As the latter (``FSDPModule.set_custom_reduce_scatter``) it rounds a gradient once, and the mean is in FSDP2's
+    ``reduce_dtype``. Replicas (HSDP) reduce it further in that dtype, or in FP8 by ``all_reduce``. One object serves
+    all modules of a model; its ``gather_dtype`` and ``group`` are not used there.
 
     Args:
         format: octavo.E4M3 or octavo.E5M2.
-        granularity: PerBlock(1, k): each k elements that one rank averages have a scale, which is sent with their
-            codes. PerTensor(): one scale for a bucket, from the largest amax of all ranks, which a collective of 4
-            bytes finds first.
         stochastic: round stochastically, with bits that depend on ``seed``, the rank, ``calls`` and the element alone,
             and not to nearest, ties to even. inf then becomes NaN in E5M2 too.
         gather_dtype: the dtype in which the mean is gathered; None: ``format``. torch.bfloat16 avoids the second
             rounding to FP8, for 1.5 times the bytes.
-        error_feedback: add what each rounding lost to the next step's gradients. This takes 4 bytes for each element of
-            the whole model on each rank, under FSDP2 too, 4 / L for means of servers of L ranks, and under DDP 4 / n
-            for the gathered means. Loss scales must not change.
         seed: for ``stochastic``.
         group: DDP's process group, or that of FSDP2's replicas; None is the default one. Else FSDP2 brings its own.
         ranks_per_server: ranks r of the job with the same r // ranks_per_server reduce among themselves first, and then
@@ -67,7 +111,7 @@ class Fp8Reduction:
             if servers have different numbers of the group's ranks, there is one level. 1: one level.
 
     Attributes:
-        calls: reductions so far. To resume stochastic rounding bit for bit, save and restore it (``state_dict`` does).
+        calls: reductions so far. To resume stochastic rounding bit for bit, save and restore it.
 
     Raises:
         TypeError, ValueError: for arguments of the wrong kind; at the first gradients, if ``ranks_per_server`` is given
@@ -76,76 +120,75 @@ class Fp8Reduction:
     Example:
         >>> import octavo
         >>> reduction = Fp8Reduction(format=octavo.E5M2, stochastic=True)
-        >>> reduction.format, reduction.granularity
-        (E5M2, PerBlock(1, 128))
+        >>> reduction.format, reduction.stochastic
+        (E5M2, True)
+        >>> def in_fp8(model: torch.nn.Module) -> None:
+        ...     for module in model.modules():
+        ...         if isinstance(module, torch.distributed.fsdp.FSDPModule):
+        ...             module.set_custom_reduce_scatter(reduction)
     """
 
     def __init__(
         self,
         format: Format = E4M3,
-        granularity: Granularity = PerBlock(1, 128),
         stochastic: bool = False,
         gather_dtype: torch.dtype | None = None,
-        error_feedback: bool = False,
         seed: int = 0,
         group: Any = None,
         ranks_per_server: int | None = None,
     ) -> None:
         if not isinstance(format, Format) or not format.signed:
             raise TypeError(f"format={format!r}: use octavo.E4M3 or octavo.E5M2")
-        if granularity != PerTensor() and not (isinstance(granularity, PerBlock) and granularity.rows == 1):
-            raise TypeError(f"granularity={granularity!r}: use octavo.PerBlock(1, 128) or octavo.PerTensor()")
         if gather_dtype not in (None, *HIGH_PRECISION):
             raise TypeError(f"gather_dtype={gather_dtype}: use torch.bfloat16, or None to gather in {format}")
         if ranks_per_server is not None and ranks_per_server < 1:
             raise ValueError(f"ranks_per_server={ranks_per_server}: use 1 or more, or None to find it")
-        self.format, self.granularity, self.stochastic = format, granularity, stochastic
-        self.gather_dtype, self.error_feedback, self.seed, self.group = gather_dtype, error_feedback, seed, group
+        self.format, self.stochastic, self.gather_dtype = format, stochastic, gather_dtype
+        self.seed, self.group = seed, group
         self.ranks_per_server, self.calls = ranks_per_server, 0
-        # by bucket: its parameters, and the residuals of ``mean`` and, in the last row, of the gathered mean
-        self._lost: dict[int, tuple[list[int], Tensor]] = {}
-        self._pieces: dict[int, Tensor] = {}  # by parameter: the residuals of its gradient
-        self._modules: dict[str, Tensor | None] = {}  # by the names of Fp8ReduceScatters: the residuals of ``mean``
         self._streams: dict[torch.device, Any] = {}
         self._found: dict[str, list[list[int]]] = {}  # own_levels by process groups whose ranks have the same arguments
 
-    def mean(self, x_nS: Tensor, group: Any, lost: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The mean [1, S] of the row that this rank averages, float32, and the scale [1, 1] agreed on, or None.
+    def mean(self, x_nS: Tensor, group: Any) -> Tensor:
+        """The mean [1, S] of the row that this rank averages, in float32.
 
         Args:
             x_nS: [n, S] bf16, fp16 or fp32, this rank's gradients; row r is rank r's to average.
             group: the process group of n ranks.
-            lost: residuals, float32 [``rounded_rows``, S]: what roundings lost before is added; what they lose now is
-                written, 0 for inf and NaN.
         """
         self.calls += 1
-        x, agreed, columns = x_nS, None, x_nS.shape[1]
+        x, columns = x_nS, x_nS.shape[1]
         for rounding, level in zip((SENT, BETWEEN), self._levels(group), strict=False):
-            rows, members = len(x), sum(level)
-            if lost is not None:
-                x = x.to(torch.float32) + lost[:rows]
-            if rounding == SENT:
-                agreed = self._agreed_scale(x, group)
+            members = sum(level)
             x = x.view(-1, members, columns).transpose(0, 1).reshape(members, -1)  # a row for each rank that averages
-            sent = self.pack(x, agreed, dist.get_rank(group), rounding)
-            if lost is not None:
-                x.sub_(self.unpack(sent, x.shape[1], torch.float32, agreed)).nan_to_num_(0.0, 0.0, 0.0)
-                lost[:rows].view(-1, members, columns).copy_(x.view(members, -1, columns).transpose(0, 1))
-                lost = lost[rows:]
+            sent = self.pack(x, dist.get_rank(group), rounding)
             received, splits = torch.empty_like(sent), None if all(level) else level
             dist.all_to_all_single(received, sent, splits, splits, group)
-            x = self.unpack(received, x.shape[1], torch.float32, agreed).sum(0).div_(members).view(-1, columns)
-        return x, agreed
+            x = self.unpack(received, x.shape[1], torch.float32).sum(0).div_(members).view(-1, columns)
+        return x
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate a tensor; FSDP2 calls it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Write the mean or sum over ranks of this rank's row of ``input_tensor`` [n x S] to ``output_tensor``."""
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            raise ValueError(
+                f"FSDP2 asks for {op}, not for a mean or a sum: where set_gradient_divide_factor is used, call "
+                "set_force_sum_reduction_for_comms(True) too"
+            )
+        ranks = dist.get_world_size(group)
+        mean = self.mean(input_tensor.view(ranks, -1), group).view(-1)
+        output_tensor.copy_(mean if op == dist.ReduceOp.AVG else mean.mul_(ranks))
 
     def _levels(self, group: Any) -> list[list[int]]:
         if group.group_name not in self._found:
             agree({f"Fp8Reduction's {name}": getattr(self, name) for name in _ALIKE}, [group])
             self._found[group.group_name] = own_levels(group, self.ranks_per_server)
         return self._found[group.group_name]
-
-    def rounded_rows(self, group: Any) -> int:
-        """How many rows [S] a rank rounds in ``mean``: one for each rank, and one for each server's mean."""
-        return dist.get_world_size(group) + sum(map(sum, self._levels(group)[1:]))
 
     def all_reduce(self, flat: Tensor) -> None:
         """Average the gradients of FSDP2's replicas (HSDP): what ``FSDPModule.set_all_reduce_hook`` takes.
@@ -157,7 +200,6 @@ class Fp8Reduction:
             flat: [N] bf16, fp16 or fp32, this replica's, which becomes the mean over ``group``.
 
         Raises:
-            ValueError: with error feedback, which has no residuals for FSDP2's means.
             TypeError: for gradients of another dtype.
 
         Example:
@@ -165,146 +207,49 @@ class Fp8Reduction:
             ...     between = Fp8Reduction(group=mesh["replicate"].get_group())
             ...     module.set_all_reduce_hook(between.all_reduce)
         """
-        if self.error_feedback:
-            raise ValueError("error_feedback=True has no residuals between replicas: give them an Fp8Reduction without")
         if flat.device.type != "cpu":  # it is of FSDP2's other stream
             flat.record_stream(torch.accelerator.current_stream(flat.device))
-        self._average(flat, None).wait()
+        self._average(flat).wait()
 
-    def _average(self, flat: Tensor, bucket: dist.GradBucket | None) -> torch.futures.Future[Tensor]:
-        """A Future of ``flat`` [N] once it holds the mean; ``bucket``: whose residuals there may be."""
+    def _average(self, flat: Tensor) -> torch.futures.Future[Tensor]:
+        """A Future of ``flat`` [N] once it holds the mean."""
         group = self.group if self.group is not None else dist.group.WORLD
         if flat.dtype not in HIGH_PRECISION:
             raise TypeError(f"gradients of {flat.dtype} are not reduced in FP8; use bfloat16, float16 or float32")
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         width = -(-len(flat) // ranks)
         x_nS = F.pad(flat, (0, ranks * width - len(flat))).view(ranks, width)
-        lost = None if bucket is None else self._residuals(bucket, x_nS, group)
-        mean, agreed = self.mean(x_nS, group, lost)
-        if lost is not None:
-            mean += lost[-1]
-        message = mean.to(self.gather_dtype) if self.gather_dtype else self.pack(mean, agreed, rank, MEAN)
-
-        def read(message: Tensor, dtype: torch.dtype) -> Tensor:
-            return message if self.gather_dtype else self.unpack(message, width, dtype, agreed)
-
-        if lost is not None:
-            torch.sub(mean, read(message, torch.float32), out=lost[-1:]).nan_to_num_(0.0, 0.0, 0.0)
+        mean = self.mean(x_nS, group)
+        message = mean.to(self.gather_dtype) if self.gather_dtype else self.pack(mean, rank, MEAN)
         gathered = message.new_empty(ranks, message.shape[1])
         work = all_gather(gathered, message, group, async_op=True)
 
         def finish(_: Any) -> Tensor:
-            if flat.device.type != "cpu":  # a callback has a stream of its own, and their memory is of another
-                for used in (gathered,) if agreed is None else (gathered, agreed):
-                    used.record_stream(torch.accelerator.current_stream(flat.device))
-            return flat.copy_(read(gathered, flat.dtype).view(-1)[: len(flat)])
+            if flat.device.type != "cpu":  # a callback has a stream of its own, and the memory is of another
+                gathered.record_stream(torch.accelerator.current_stream(flat.device))
+            read = gathered if self.gather_dtype else self.unpack(gathered, width, flat.dtype)
+            return flat.copy_(read.view(-1)[: len(flat)])
 
         return work.get_future().then(finish)
 
-    def pack(self, x: Tensor, agreed: Tensor | None, rank: int, rounding: int) -> Tensor:
-        """Cast [R, S] to a message, uint8 [R, .]: each row's codes and, unless ranks ``agreed`` on a scale, exponents.
+    def pack(self, x: Tensor, rank: int, rounding: int) -> Tensor:
+        """Cast [R, S] to a message, uint8 [R, .]: each row's codes and exponents.
 
         The bits of stochastic rounding depend on the ``rank`` that sends it, and ``rounding``: SENT, MEAN or BETWEEN.
         """
-        if self.stochastic:
-            codes, scale_inv = self._stochastic(x, agreed, key_of(self.seed, rank, self.calls, rounding))
-        else:
-            # a delayed cast reads the scale of its role out of three
-            given = None if agreed is None else agreed.view(1).repeat(3)
-            codes, _, scale_inv, *_ = kernels.cast(x, given, 0, self.format.dtype, self.granularity.tile, True, 0)
-        if agreed is not None:
-            return codes.view(torch.uint8)
-        return pack(codes, scale_inv, True)
-
-    def unpack(self, message: Tensor, columns: int, dtype: torch.dtype, agreed: Tensor | None) -> Tensor:
-        """The values [R, columns] of ``dtype`` in a message from ``pack``."""
-        if agreed is not None:
-            codes, scale_inv = message.view(self.format.dtype), scale_inv_from_scale(agreed)
-        else:
-            codes, scale_inv = unpack(message, columns, self.format.dtype, True)
-        return kernels.dequantize(codes, scale_inv, self.granularity.tile, dtype)
-
-    def _agreed_scale(self, x: Tensor, group: Any) -> Tensor | None:
-        """One scale [1, 1] from the largest amax. (The smallest scale could be 1, of a rank without gradients.)."""
-        if self.granularity != PerTensor():
-            return None
-        return scale_from_amax(largest(kernels.amax(x, (ALL, ALL)), group), self.format.max, True, 0)
-
-    def _stochastic(self, x: Tensor, scale: Tensor | None, key: int) -> tuple[Tensor, Tensor]:
-        """Codes [R, S] and scale_inv."""
-        tile = self.granularity.tile
-        if scale is None:
-            scale = scale_from_amax(kernels.amax(x, tile), self.format.max, True, 0)
+        if not self.stochastic:
+            codes, _, scale_inv, *_ = kernels.cast(x, None, 0, self.format.dtype, _TILE, True, 0)
+            return pack(codes, scale_inv, True)
+        scale = scale_from_amax(kernels.amax(x, _TILE), self.format.max, True, 0)
         index_dtype = torch.int32 if x.numel() < 1 << 31 else torch.int64
         index = torch.arange(x.numel(), dtype=index_dtype, device=x.device).view(x.shape)
-        bits, _ = halves(random_bits(key, index))
-        wide = multiply_tiles_(x.to(torch.float32, copy=True), scale, tile).contiguous()
-        return encode_moment(wide, self.format, bits), scale_inv_from_scale(scale)
+        bits, _ = halves(random_bits(key_of(self.seed, rank, self.calls, rounding), index))
+        wide = multiply_tiles_(x.to(torch.float32, copy=True), scale, _TILE).contiguous()
+        return pack(encode_moment(wide, self.format, bits), scale_inv_from_scale(scale), True)
 
-    def _residuals(self, bucket: dist.GradBucket, x_nS: Tensor, group: Any) -> Tensor | None:
-        """The residuals of a bucket; those of its means are 0 if it has other parameters than before."""
-        if not self.error_feedback:
-            return None
-        parameters = [id(parameter) for parameter in bucket.parameters()]
-        before, lost = self._lost.get(bucket.index(), ([], x_nS))
-        if before != parameters:  # DDP puts other parameters into buckets after its first backward
-            lost = torch.zeros(self.rounded_rows(group) + 1, x_nS.shape[1], device=x_nS.device, dtype=torch.float32)
-            flat = lost.view(-1)
-            for parameter in bucket.parameters():
-                piece, flat = flat[: parameter.numel()], flat[parameter.numel() :]
-                if (residual := self._pieces.get(id(parameter))) is not None:
-                    piece.copy_(residual)
-                self._pieces[id(parameter)] = piece
-            self._lost[bucket.index()] = parameters, lost
-        return lost
-
-    def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """What this rank saves to continue error feedback and stochastic rounding; each rank has its own.
-
-        Args:
-            model: the model whose gradients are reduced, under DistributedDataParallel or fully_shard.
-
-        Returns:
-            "calls", and residuals in float32: "parameters" by name, [numel], and "modules" by name, [R, S], with a row
-            for each rank and then for each server. The residuals of DDP's means are not saved: they start from 0.
-
-        Example:
-            >>> import torch
-            >>> Fp8Reduction(error_feedback=True).state_dict(torch.nn.Linear(2, 2))
-            {'calls': 0, 'parameters': {}, 'modules': {}}
-        """
-        named = {name: self._pieces[id(p)].clone() for name, p in model.named_parameters() if id(p) in self._pieces}
-        modules = {name: lost.clone() for name, lost in self._modules.items() if lost is not None}
-        return {"calls": self.calls, "parameters": named, "modules": modules}
-
-    def load_state_dict(self, state: dict[str, Any], model: nn.Module) -> None:
-        """Continue from what ``state_dict`` saved on this rank, of the same number of ranks.
-
-        Args:
-            state: this rank's.
-            model: as for ``state_dict``; under fully_shard after its Fp8ReduceScatter are made.
-
-        Raises:
-            ValueError: for residuals of parameters or modules that don't exist here.
-        """
-        parameters = dict(model.named_parameters())
-        strange = sorted(state["parameters"].keys() - parameters) + sorted(state["modules"].keys() - self._modules)
-        if strange:
-            raise ValueError(f"residuals of {', '.join(strange)}: no parameter or Fp8ReduceScatter has that name here")
-        self.calls, self._lost = state["calls"], {}
-        self._pieces = {id(p := parameters[name]): lost.to(p.device) for name, lost in state["parameters"].items()}
-        self._modules = dict.fromkeys(self._modules) | {name: lost.clone() for name, lost in state["modules"].items()}
-
-    @contextlib.contextmanager
-    def _own_stream(self, device: torch.device) -> Any:
-        """Run on a stream of its own on an accelerator, so that backward does not wait for the all-to-all."""
-        if device.type == "cpu":
-            yield
-            return
-        stream = self._streams.setdefault(device, torch.Stream(device))
-        stream.wait_stream(torch.accelerator.current_stream(device))
-        with stream:
-            yield
+    def unpack(self, message: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+        """The values [R, columns] of ``dtype`` in a message from ``pack``."""
+        return kernels.dequantize(*unpack(message, columns, self.format.dtype, True), _TILE, dtype)
 
 
 def fp8_reduce_hook(state: Fp8Reduction, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -329,70 +274,11 @@ def fp8_reduce_hook(state: Fp8Reduction, bucket: dist.GradBucket) -> torch.futur
     """
     if not isinstance(state, Fp8Reduction):
         raise TypeError(f"the state is {state!r}: call register_comm_hook(Fp8Reduction(), fp8_reduce_hook)")
-    with state._own_stream(bucket.buffer().device):
-        return state._average(bucket.buffer(), bucket)
-
-
-class Fp8ReduceScatter:
-    """FSDP2's reduce-scatter in FP8, for ``FSDPModule.set_custom_reduce_scatter``.
-
-    A gradient is rounded to FP8 once, and the mean is in FSDP2's ``reduce_dtype``. Replicas (HSDP) reduce it further in
-    that dtype, or in FP8 by ``Fp8Reduction.all_reduce``. One object serves all modules of a model, but with error
-    feedback each module has its own.
-
-    Args:
-        reduction: how to reduce; its ``gather_dtype`` and ``group`` are not used.
-        name: with error feedback, the name of the one module that this object serves.
-
-    Raises:
-        ValueError: for error feedback without a name, or with a name that another has; in backward for a reduction that
-            is neither mean nor sum, and for residuals of another size than the gradients.
-
-    Example:
-        >>> from torch.distributed.fsdp import FSDPModule
-        >>> def in_fp8(model: torch.nn.Module) -> None:
-        ...     reduce_scatter = Fp8ReduceScatter(Fp8Reduction())
-        ...     for module in model.modules():
-        ...         if isinstance(module, FSDPModule):
-        ...             module.set_custom_reduce_scatter(reduce_scatter)
-    """
-
-    def __init__(self, reduction: Fp8Reduction, name: str | None = None) -> None:
-        if reduction.error_feedback:
-            if name is None or name in reduction._modules:
-                why = "with error_feedback=True each module has residuals, and so an Fp8ReduceScatter, of its own"
-                raise ValueError(f"name={name!r}: {why}: Fp8ReduceScatter(reduction, name), a name that no other has")
-            reduction._modules[name] = None
-        self.reduction, self.name = reduction, name
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a tensor; FSDP2 calls it."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        """Write the mean or sum over ranks of this rank's row of ``input_tensor`` [n x S] to ``output_tensor``."""
-        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
-            raise ValueError(
-                f"FSDP2 asks for {op}, not for a mean or a sum: where set_gradient_divide_factor is used, call "
-                "set_force_sum_reduction_for_comms(True) too"
-            )
-        ranks = dist.get_world_size(group)
-        x_nS = input_tensor.view(ranks, -1)
-        mean, _ = self.reduction.mean(x_nS, group, self._lost(x_nS, group))
-        output_tensor.copy_(mean.view(-1) if op == dist.ReduceOp.AVG else mean.view(-1).mul_(ranks))
-
-    def _lost(self, x_nS: Tensor, group: Any) -> Tensor | None:
-        """The residuals, which are read and written; None without error feedback."""
-        if not self.reduction.error_feedback or self.name is None:
-            return None
-        lost, shape = self.reduction._modules[self.name], (self.reduction.rounded_rows(group), x_nS.shape[1])
-        lost = torch.zeros(shape, device=x_nS.device, dtype=torch.float32) if lost is None else lost.to(x_nS.device)
-        if lost.shape != shape:
-            raise ValueError(
-                f"residuals of {self.name!r} are {list(lost.shape)}, its gradients need {list(shape)}: an "
-                "Fp8ReduceScatter with error feedback serves one module, and its checkpoint as many ranks and servers"
-            )
-        self.reduction._modules[self.name] = lost
-        return lost
+    flat = bucket.buffer()
+    if flat.device.type == "cpu":
+        return state._average(flat)
+    # on a stream of its own, so that backward does not wait for the all-to-all
+    stream = state._streams.setdefault(flat.device, torch.Stream(flat.device))
+    stream.wait_stream(torch.accelerator.current_stream(flat.device))
+    with stream:
+        return state._average(flat)

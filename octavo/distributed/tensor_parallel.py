@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor import parallel as torch_parallel
 
 from octavo.autograd.gather_input import scatter_output
-from octavo.distributed.fp8_reduce import Fp8ReduceScatter, Fp8Reduction
+from octavo.distributed.fp8_reduce import Fp8Reduction
 from octavo.nn.gather_group import ask
 from octavo.nn.linear import Linear
 from octavo.nn.parted_linear import divide
@@ -40,7 +40,7 @@ def _summed_in_fp8(reduction: Fp8Reduction, terms: Tensor, group: str) -> Tensor
     """This rank's shard, by dimension 0, of the sum of ``terms`` over the ranks of a process group."""
     process_group: Any = resolve_process_group(group)
     shard = terms.new_empty(terms.shape[0] // dist.get_world_size(process_group), *terms.shape[1:])
-    Fp8ReduceScatter(reduction)(shard.view(-1), terms.view(-1), process_group, dist.ReduceOp.SUM)
+    reduction(shard.view(-1), terms.view(-1), process_group, dist.ReduceOp.SUM)
     return shard
 
 
@@ -48,11 +48,8 @@ def _sending(exact: bool, reduction: Fp8Reduction | None, layouts: Any, name: st
     """A style's Sending; ``layouts``: the placements in its argument ``name``; ``output``: see Sending."""
     if reduction is None:
         return Sending(exact, None, _scatter, output)
-    if reduction.error_feedback or (reduction.stochastic and output is not None):
-        raise ValueError(
-            "activations and their gradients are other ones in each step, and outputs are computed again by activation "
-            "checkpointing: give a reduction without error feedback, and for outputs one that rounds to nearest"
-        )
+    if reduction.stochastic and output is not None:
+        raise ValueError("activation checkpointing computes outputs again: give a reduction that rounds to nearest")
     if not any(isinstance(layout, Shard) for layout in layouts or ()):
         raise ValueError(f"a reduction makes sums that are scattered by tokens, but {name}={layouts}: give Shard(d)")
     return Sending(exact, functools.partial(_summed_in_fp8, reduction), _scatter, output)
@@ -167,9 +164,9 @@ class RowwiseParallel(_Noted, torch_parallel.RowwiseParallel):
             d a dimension of tokens, which scatters the sum; use_local_output, whether the output is a plain tensor.
 
     Raises:
-        ValueError: for a reduction if outputs are not scattered, or if it has error feedback or rounds stochastically.
-            In parallelize_module, for a tied parameter that would be sharded in two ways, or a weight in FP8 whose
-            blocks of 128 x 128 would be cut.
+        ValueError: for a reduction if outputs are not scattered, or if it rounds stochastically. In
+            parallelize_module, for a tied parameter that would be sharded in two ways, or a weight in FP8 whose blocks
+            of 128 x 128 would be cut.
 
     Example:
         >>> from torch.distributed.tensor import Shard
@@ -206,8 +203,8 @@ class ColwiseParallel(_Noted, torch_parallel.ColwiseParallel):
             gathered; output_layouts, Shard(-1) by default; use_local_output, whether the output is a plain tensor.
 
     Raises:
-        ValueError: for a reduction if input_layouts is no Shard, or if it has error feedback. In parallelize_module,
-            for splits that do not divide into the ranks, and as RowwiseParallel.
+        ValueError: for a reduction if input_layouts is no Shard. In parallelize_module, for splits that do not
+            divide into the ranks, and as RowwiseParallel.
 
     Example:
         >>> from torch.distributed.tensor import Shard
@@ -262,7 +259,7 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
             keyword arguments; use_local_output, whether other inputs become plain tensors.
 
     Raises:
-        ValueError: for a reduction if no input is sharded, or if it has error feedback.
+        ValueError: for a reduction if no input is sharded.
 
     Example:
         >>> from torch.distributed.tensor import Replicate, Shard

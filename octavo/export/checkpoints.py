@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -19,7 +20,6 @@ from octavo.export.layouts import (
     GATHER,
     LAYOUTS,
     SQUARE,
-    Entry,
     Layers,
     Layout,
     WrittenTensors,
@@ -96,7 +96,9 @@ def to_safetensors(
         what = "is not empty, and nothing in it is overwritten" if folder.is_dir() else "is a file"
         raise ExportError(f"{folder} {what}; name a folder that is new or empty")
     found, layers, skipped = entries(model, layout)
-    likes = _likes(found, chosen)
+    if shard := next((entry.key for entry in found if on_this_rank(entry.tensor) is not entry.tensor), None):
+        raise ExportError(f"{shard} is sharded: {GATHER}, or send it as it is by octavo.export.iterate_fp8")
+    likes = dict(pair for entry in found for pair in _keyed(entry.likes(), chosen))
     if layout != "compressed-tensors":
         _check_readers(layers, skipped)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -141,16 +143,6 @@ def _check_readers(layers: Layers, skipped: list[str]) -> None:
             "transformers misreads or refuses their scales where it dequantises, as without a GPU",
             stacklevel=3,
         )
-
-
-def _likes(found: list[Entry], layout: Layout) -> dict[str, Tensor]:
-    """The tensors that will be written, by their keys, on the meta device."""
-    likes: dict[str, Tensor] = {}
-    for entry in found:
-        if on_this_rank(entry.tensor) is not entry.tensor:
-            raise ExportError(f"{entry.key} is sharded: {GATHER}, or send it as it is by octavo.export.iterate_fp8")
-        likes |= dict(_keyed(entry.likes(), layout))
-    return likes
 
 
 def _keyed(written: WrittenTensors, layout: Layout) -> Iterator[tuple[str, Tensor]]:
@@ -225,10 +217,7 @@ def iterate_fp8(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: use {', '.join(map(repr, LAYOUTS))}")
-    found, _, _ = entries(model, layout)
-    return _tensors([entry for entry in found if entry.layer is not None or not fp8_only], mp_policies(model))
-
-
-def _tensors(found: list[Entry], policies: dict[int, object]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    for entry in found:
-        yield from entry.read(entry.layer is not None and entry.layer.training, policies)
+    found, policies = entries(model, layout)[0], mp_policies(model)
+    wanted = (entry for entry in found if entry.layer is not None or not fp8_only)
+    read = (entry.read(entry.layer is not None and entry.layer.training, policies) for entry in wanted)
+    return itertools.chain.from_iterable(read)

@@ -80,8 +80,7 @@ def written_pairs(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """The pairs, by names, that are written for the pair of all experts: codes [E, N, K] and scale_inv [E, ...].
 
-    Raises:
-        ValueError: if a block has rows of two matrices.
+    ValueError if a block has rows of two matrices.
     """
     named = written_names(model, key, codes)
     if list(named) == [key]:
@@ -159,11 +158,13 @@ class Entry(NamedTuple):
 def entries(model: nn.Module, layout: str) -> tuple[list[Entry], Layers, list[str]]:
     """A model's tensors in the state_dict's order, tied ones once; its FP8 layers; matrices in high precision.
 
-    Raises:
-        ExportError: for what the layout can't hold or no server can read, and for a model without a layer in FP8.
+    ExportError for what the layout can't hold or no server can read, and for a model without a layer in FP8.
     """
     layers, skipped = fp8_layers(model)
-    check_layers(layers, layout)
+    if misfits := {name: reason for name, module in layers.items() if (reason := _misfit(name, module, layout))}:
+        name, reason = next(iter(misfits.items()))
+        others = f" and {len(misfits) - 1} more layers" if len(misfits) > 1 else ""
+        raise ExportError(f"layout={layout!r} can't hold {name or 'the model'}{others}: {reason}")
     weights = {module.weight_name(name): name for name, module in layers.items()}
     state = model.state_dict(keep_vars=True)
     if absent := weights.keys() - state.keys():
@@ -213,15 +214,6 @@ def fp8_layers(model: nn.Module) -> tuple[Layers, list[str]]:
     return layers, [n for n, m in others.items() if any(p.ndim >= 2 for p in m.parameters(recurse=False))]
 
 
-def check_layers(layers: Layers, layout: str) -> None:
-    """Raise ExportError if the layout can't hold every layer's pair."""
-    misfits = {name: reason for name, module in layers.items() if (reason := _misfit(name, module, layout))}
-    if misfits:
-        name, reason = next(iter(misfits.items()))
-        others = f" and {len(misfits) - 1} more layers" if len(misfits) > 1 else ""
-        raise ExportError(f"layout={layout!r} can't hold {name or 'the model'}{others}: {reason}")
-
-
 def _misfit(name: str, module: RecipeModule, layout: str) -> str | None:
     """Why the layout can't hold a layer's pair, and what works; or None."""
     cast, chosen = weight_cast(module), LAYOUTS[layout]
@@ -261,8 +253,7 @@ def _misfit(name: str, module: RecipeModule, layout: str) -> str | None:
 def _tied(model: nn.Module, state: Mapping[str, Any], weights: Mapping[str, str]) -> set[str]:
     """The keys that are not written, because the same parameter is written under another: transformers' choice, if any.
 
-    Raises:
-        ExportError: for an FP8 layer's parameter that another kind of module has too.
+    ExportError for an FP8 layer's parameter that another kind of module has too.
     """
     keys_of: dict[int, list[str]] = {}
     for key, tensor in state.items():

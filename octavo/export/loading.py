@@ -69,9 +69,7 @@ def renaming(model: nn.Module, state_dict: dict[str, Tensor]) -> Callable[[str],
 def split_stored(model: nn.Module, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(codes and scales of weights that live in FP8, by the model's names; the other tensors as they are).
 
-    Args:
-        model: a transformers model.
-        state_dict: the model's, perhaps with a hub's names; left as it is.
+    ``model``: a transformers model, whose ``state_dict``, perhaps with a hub's names, is left as it is.
     """
     renamed = renaming(model, model.state_dict())
     stored, others = dict[str, Any](), dict(state_dict)
@@ -194,11 +192,7 @@ def load_fp8(
 
 
 def _tensors(folder: Path, reader: OpenFile) -> dict[str, _Stored]:
-    """The checkpoint's tensors by its own names, each FP8 weight with its scales.
-
-    Raises:
-        FileNotFoundError, ValueError: see ``load_fp8``.
-    """
+    """The checkpoint's tensors by its own names, each FP8 weight with its scales; errors as ``load_fp8``'s."""
     _check_config(folder)
     files = {key: folder / name for key, name in _weight_map(folder, reader).items()}
     scales = {key: key.removesuffix(end) for key in files for end in SCALES if key.endswith(f"weight{end}")}
@@ -267,11 +261,7 @@ def _weight_map(folder: Path, reader: OpenFile) -> dict[str, str]:
 
 
 def _targets(model: nn.Module, found: dict[str, _Stored], strict: bool, reader: OpenFile) -> dict[str, _Stored]:
-    """What is loaded into each of the model's tensors, by their names in the model.
-
-    Raises:
-        ValueError: see ``load_fp8``.
-    """
+    """What is loaded into each of the model's tensors, by their names in the model; errors as ``load_fp8``'s."""
     if (tie_weights := getattr(model, "tie_weights", None)) is not None:
         tie_weights()  # accelerate's init_empty_weights unties what transformers has tied
     state = model.state_dict(keep_vars=True)
@@ -464,11 +454,7 @@ def _experts_as_stored(
 
 
 def _scales_of(stored: _Stored, reader: OpenFile) -> tuple[Tensor, Granularity] | None:
-    """The scale_inv of codes [N, K] or [E, N, K], and their granularity; None of a tensor in high precision.
-
-    Raises:
-        ValueError: if they don't fit such codes.
-    """
+    """The scale_inv of codes [N, K] or [E, N, K], and their granularity; None of a tensor in high precision."""
     if stored.scale is None:
         return None
     file, name = stored.scale

@@ -4,7 +4,7 @@ Each function here takes an op's arguments and computes it by aten and torch.onn
 run_decompositions puts it in the op's place. They cover what evaluation on a CPU computes, in float32.
 
 A scale_inv becomes a QuantizeLinear's y_scale: a scalar for a whole tensor, a vector for rows or columns (``axis``), a
-matrix for blocks along one dimension (``block_size``, from opset 21). The scale of a tile is repeated for its rows.
+matrix for blocks along one dimension (``block_size``). The scale of a tile is repeated for its rows.
 """
 
 from __future__ import annotations
@@ -24,88 +24,62 @@ from octavo.kernels.arguments import CastSource, NormSource, Output, ProductArgu
 from octavo.nn.fused import activate
 from octavo.numerics import floor_power_of_two_by_comparison, scale_from_amax, scale_inv_from_scale
 
-BLOCKS_FROM = 21  # the opset in which QuantizeLinear got block_size and output_dtype
+VERSION = 21  # the opset in which QuantizeLinear got block_size and output_dtype
 _TYPES = {torch.float8_e4m3fn: 17, torch.float8_e5m2: 19}  # TensorProto's FLOAT8E4M3FN and FLOAT8E5M2
 
 
-def decompositions(opset: int) -> dict[Any, Callable[..., Any]]:
+def decompositions() -> dict[Any, Callable[..., Any]]:
     """What each octavo op becomes, for torch.export.ExportedProgram.run_decompositions."""
-    lowering = _Lowering(opset)
-    ops = {name: getattr(lowering, name) for name in ("amax", "cast", "dequantize", "matmul")}
+    ops: dict[str, Callable[..., Any]] = {"amax": _amax, "cast": _cast, "dequantize": _dequantize, "matmul": _matmul}
     return {getattr(torch.ops.octavo, name).default: function for name, function in unpacking(ops).items()}
 
 
-class _Lowering:
-    def __init__(self, opset: int) -> None:
-        self.opset = opset
+def _cast(
+    source: CastSource | NormSource, scaling: Scaling, second: Scaling | None, output: Output, offsets: Tensor | None
+) -> list[Tensor]:
+    y, none = source.x, source.x.new_empty(0)
+    if isinstance(source, NormSource):
+        y = _normalised(*source)
+        besides = [none, none, y if output.keep else y.new_empty((0, 0))]
+    elif source.preactivation is not None or source.h_scale_inv is not None or output.column_sum or second:
+        raise ExportError("a gradient can't be exported: call the model under torch.no_grad()")
+    else:
+        y, besides = activate(y, source.activation) if source.activation else y, [none]
+    dtype, tile, power_of_two, margin, delayed_scale, role, _ = scaling
+    amax = _amax(y, tile)
+    if delayed_scale is None:
+        scale = scale_from_amax(amax, format_of(dtype).max, False, margin)
+        scale = floor_power_of_two_by_comparison(scale) if power_of_two else scale
+    else:
+        scale = delayed_scale[role].reshape(1, 1)
+    scale_inv = scale_inv_from_scale(scale)
+    codes = _linear("QuantizeLinear", y, scale_inv, tile, dtype, {"output_dtype": _TYPES[dtype]})
+    return [codes, no_codes(codes, dtype), scale_inv, amax, *besides]
 
-    def amax(self, x: Tensor, tile: Sequence[int]) -> Tensor:
-        return _amax(x, tile)
 
-    def cast(
-        self,
-        source: CastSource | NormSource,
-        scaling: Scaling,
-        second: Scaling | None,
-        output: Output,
-        offsets: Tensor | None,
-    ) -> list[Tensor]:
-        x, none = source.x, source.x.new_empty(0)
-        if isinstance(source, NormSource):
-            y = _normalised(*source)
-            besides = [none, none, y if output.keep else x.new_empty((0, 0))]
-        elif source.preactivation is not None or source.h_scale_inv is not None or output.column_sum or second:
-            raise ExportError("a gradient can't be exported: call the model under torch.no_grad()")
-        else:
-            y, besides = activate(x, source.activation) if source.activation else x, [none]
-        codes, scale_inv, amax = self._quantized(y, scaling)
-        return [codes, no_codes(codes, codes.dtype), scale_inv, amax, *besides]
+def _dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return _linear("DequantizeLinear", qdata, scale_inv, tile, torch.float32, {}).to(dtype)
 
-    def _quantized(self, x: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor, Tensor]:
-        """(codes, scale_inv, amax)."""
-        dtype, tile, power_of_two, margin, delayed_scale, role, _ = scaling
-        amax = _amax(x, tile)
-        if delayed_scale is None:
-            scale = scale_from_amax(amax, format_of(dtype).max, False, margin)
-            scale = floor_power_of_two_by_comparison(scale) if power_of_two else scale
-        else:
-            scale = delayed_scale[role].reshape(1, 1)
-        scale_inv = scale_inv_from_scale(scale)
-        return self._linear("QuantizeLinear", x, scale_inv, tile, dtype), scale_inv, amax
 
-    def dequantize(self, qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self._linear("DequantizeLinear", qdata, scale_inv, tile, torch.float32).to(dtype)
+def _matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+    x, weight = (_dequantize(*pair, torch.float32) for pair in operands[:2])
+    return F.linear(x, weight, operands.bias).to(out_dtype)
 
-    def matmul(self, operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-        x, weight = (self._linear("DequantizeLinear", *pair, torch.float32) for pair in operands[:2])
-        return F.linear(x, weight, operands.bias).to(out_dtype)
 
-    def _linear(self, op: str, x: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """QuantizeLinear or DequantizeLinear of x [R, C] to ``dtype``; scale_inv [R / r, C / c]: one for each tile."""
-        (rows, cols), (r, c) = x.shape, tile
-        if r == ALL and c == ALL:
-            return self._node(op, x, scale_inv.reshape(()), {}, dtype)
-        if c == ALL:
-            return self._node(op, x, _repeated(scale_inv, r, rows).reshape(rows), {"axis": 0}, dtype)
-        if r == ALL:
-            return self._node(op, x, _repeated(scale_inv.t(), c, cols).reshape(cols), {"axis": 1}, dtype)
-        by_rows = _repeated(scale_inv, r, rows)
-        if self.opset < BLOCKS_FROM:
-            raise ExportError(
-                f"blocks need QuantizeLinear's block_size, which opset {self.opset} lacks: use opset={BLOCKS_FROM}, or "
-                "octavo.recipes.rowwise()"
-            )
-        return self._node(op, x, by_rows, {"axis": 1, "block_size": c}, dtype)
-
-    def _node(self, op: str, x: Tensor, scale_inv: Tensor, attributes: dict[str, Any], dtype: torch.dtype) -> Tensor:
-        inputs = [x, scale_inv]
-        if op == "QuantizeLinear":
-            if self.opset >= BLOCKS_FROM:
-                attributes = {**attributes, "output_dtype": _TYPES[dtype]}
-            else:  # the zero point's dtype says which codes are written
-                inputs.append((scale_inv * 0.0).to(dtype))
-        version = BLOCKS_FROM if self.opset >= BLOCKS_FROM else 19
-        return onnx_ops.symbolic(op, inputs, attributes, dtype=dtype, shape=x.shape, version=version)
+def _linear(
+    op: str, x: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype, attributes: dict[str, Any]
+) -> Tensor:
+    """QuantizeLinear or DequantizeLinear of x [R, C] to ``dtype``; scale_inv [R / r, C / c]: one for each tile."""
+    (rows, cols), (r, c) = x.shape, tile
+    if r == ALL and c == ALL:
+        scales = scale_inv.reshape(())
+    elif c == ALL:
+        scales, attributes = _repeated(scale_inv, r, rows).reshape(rows), {"axis": 0, **attributes}
+    elif r == ALL:
+        scales, attributes = _repeated(scale_inv.t(), c, cols).reshape(cols), {"axis": 1, **attributes}
+    else:
+        scales, attributes = _repeated(scale_inv, r, rows), {"axis": 1, "block_size": c, **attributes}
+    return onnx_ops.symbolic(op, [x, scales], attributes, dtype=dtype, shape=x.shape, version=VERSION)
 
 
 def _normalised(x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool) -> Tensor:

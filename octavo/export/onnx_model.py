@@ -27,14 +27,14 @@ from torch.export import Dim, ExportedProgram
 
 from octavo.errors import ExportError, first_line, require
 from octavo.export.layouts import GATHER
-from octavo.export.lowering import BLOCKS_FROM, decompositions
+from octavo.export.lowering import VERSION, decompositions
 from octavo.formats import HIGH_PRECISION
 from octavo.numerics import E8M0
 from octavo.private import OpOverload, pytree
 from octavo.tensor.fsdp2 import on_this_rank
 
 _DELAYED_SCALE = 1  # the index of that argument of a cast
-OPSETS = range(19, 25)  # the first has float8's QuantizeLinear
+OPSETS = range(VERSION, 25)
 LARGEST_FILE = 2**31 - 2**20  # protobuf takes less than 2 GiB in a file; beyond, weights are in a second one
 _SMALL = 1024  # elements: the dtype of a smaller weight does not matter
 _STORED = (torch.float32, torch.bfloat16, torch.float16)
@@ -110,9 +110,7 @@ def program_of(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes
     """Put a model on the CPU into evaluation mode, trace it without gradients, and fold the casts of its weights.
 
     ``dynamic_shapes``: as torch.export.export takes them; None: every size may vary that the model allows to.
-
-    Raises:
-        ExportError: if the model is sharded over ranks, or torch.export can't trace it.
+    ExportError if the model is sharded over ranks, or torch.export can't trace it.
     """
     for name, parameter in model.named_parameters():
         if on_this_rank(parameter) is not parameter:
@@ -202,7 +200,7 @@ def to_onnx(
     path: str | os.PathLike[str],
     *,
     dynamic_shapes: Any = None,
-    opset: int = BLOCKS_FROM,
+    opset: int = VERSION,
     weights: torch.dtype | None = None,
 ) -> Path:
     """Write a model's evaluation as ONNX.
@@ -212,7 +210,7 @@ def to_onnx(
         example_inputs: positional arguments to trace it with. A size of 1 stays 1: give at least 2 where it may vary.
         path: of the file. Above 2 GiB its weights are in a second file beside it, whose name ends with ".data".
         dynamic_shapes: which sizes may vary, as torch.export.export takes it; by default all that the model allows.
-        opset: 19 to 24. Before 21 there are neither blocks nor Delayed.
+        opset: 21 to 24.
         weights: dtype that weights outside of FP8 products are stored in, bfloat16, float16 or float32; by default the
             model's. All arithmetic is in float32.
 
@@ -220,7 +218,7 @@ def to_onnx(
         the path.
 
     Raises:
-        ExportError: for a model that can't be traced, a recipe that the opset can't express, or a path that can't be
+        ExportError: for a model that can't be traced, or a path that can't be
             written; nothing is written then.
         MissingExtraError: where onnx or onnxscript is not installed.
 
@@ -236,9 +234,7 @@ def to_onnx(
     require("onnx", "onnx", "onnxscript")
     target = _checked_path(path)
     if opset not in OPSETS:
-        raise ExportError(
-            f"opset={opset}: use {OPSETS.start} to {OPSETS.stop - 1}; QuantizeLinear takes FP8 from 19 on"
-        )
+        raise ExportError(f"opset={opset}: use {OPSETS.start} to {OPSETS.stop - 1}")
     if weights is not None and weights not in _STORED:
         raise ExportError(f"weights={weights}: use torch.float32, torch.bfloat16 or torch.float16")
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
@@ -287,24 +283,11 @@ def _translated(model: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any, 
     """The model as onnx_ir has it."""
     with _quiet():
         program = program_of(model, inputs, dynamic_shapes)
-        table = decompositions(opset)
-        unknown = {
-            str(node.target)
-            for node in program.graph.nodes
-            if getattr(node.target, "namespace", "") == "octavo" and node.target not in table
-        }
-        if opset < BLOCKS_FROM and any(delayed_argument(node) for node in program.graph.nodes):
-            raise ExportError(
-                f"a Delayed scale is a constant, which onnxruntime can't run in opset {opset}, as it moves the "
-                "QuantizeLinear past operators that take no FP8 there: use opset=21, or octavo.recipes.dynamic()"
-            )
+        table = decompositions()
+        unknown = {str(node.target) for node in program.graph.nodes if _is_octavos(node) and node.target not in table}
         if unknown:
-            why = (
-                "experts have none"
-                if any(".grouped_" in name for name in unknown)
-                else "does the model call it itself?"
-            )
-            raise ExportError(f"no ONNX for {', '.join(sorted(unknown))}: {why}")
+            names = ", ".join(sorted(unknown))
+            raise ExportError(f"no ONNX for {names}: experts have none, and a model can't call octavo's ops itself")
         try:
             program = program.run_decompositions(table)
             found = torch.onnx.export(program, (), dynamo=True, opset_version=opset, optimize=True, verbose=False)

@@ -258,5 +258,5 @@ def check_clip(optimizer: Optimizer, option: str) -> None:
     if getattr(optimizer, "in_backward", None) is not None:
         raise ValueError(
             f"{option} clips after backward, when update_in_backward has used the gradients: set it to 0, and clip by "
-            "octavo.optim.update_in_backward(optimizer, clip=octavo.optim.EstimatedNorm(1.0))"
+            "octavo.optim.update_in_backward(optimizer, clip=1.0)"
         )

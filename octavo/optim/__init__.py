@@ -2,7 +2,7 @@
 
 from octavo.formats import E4M4
 from octavo.optim.adam import Adam, AdamW
-from octavo.optim.in_backward import EstimatedNorm, LastStepNorm, PerParameterNorm, update_in_backward
+from octavo.optim.in_backward import update_in_backward
 from octavo.optim.moment import Moment
 from octavo.optim.muon import Muon
 from octavo.optim.sgd import SGD
@@ -12,10 +12,7 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
-    "EstimatedNorm",
-    "LastStepNorm",
     "Moment",
     "Muon",
-    "PerParameterNorm",
     "update_in_backward",
 ]

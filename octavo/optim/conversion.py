@@ -6,14 +6,14 @@ new kind has enough bits. In addition to the old state, memory holds one tensor'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.formats import E4M3
-from octavo.granularity import ALL, Granularity, PerTensor
+from octavo.granularity import ALL, Granularity
 from octavo.kernels import amax
 from octavo.kernels.layouts import BLOCK
 from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, pieces
@@ -23,9 +23,8 @@ from octavo.optim.layout import is_fp8_experts
 from octavo.optim.masters import master_of
 from octavo.optim.state import Settings, for_kernel, new_master
 from octavo.tensor.fsdp2 import largest_of_ranks, like_sharded, on_this_rank
-from octavo.tensor.stored_weight import OneScale, StoredWeight, local_stored, put_into, store, why_cut
+from octavo.tensor.stored_weight import StoredWeight, local_stored, put_into, store, why_cut
 
-Common = tuple[OneScale, Tensor]  # what weights with one scale have in common, and the amax [1, 1] of all of them
 WeightStorage = Granularity | None  # of a weight's codes; None: it is a plain tensor
 
 
@@ -34,48 +33,19 @@ def change(
     settings: Settings,
     storage: Mapping[nn.Parameter, WeightStorage],
     stored: Callable[[nn.Parameter], None] = lambda param: None,
-    common: Mapping[nn.Parameter, Common] | None = None,
 ) -> None:
     """Change how an optimizer keeps its weights, in place: each parameter stays the same object.
 
     ``storage`` has the weights whose storage changes, each with its new one; ``stored`` is called with each of them as
-    soon as it has that; ``common`` is what ``common_scales`` returned.
-
-    Raises:
-        ValueError: if a weight can't be kept so; nothing is changed then.
+    soon as it has that. ValueError if a weight can't be kept so; nothing is changed then.
     """
     check_change(optimizer, settings, storage)
     optimizer.forget_kept()
     for param in optimizer.all_params():
-        _change(optimizer, param, settings, storage, (common or {}).get(param))
+        _change(optimizer, param, settings, storage)
         if param in storage:
             stored(param)
     optimizer.adopt(settings)
-
-
-@torch.no_grad()
-def common_scales(
-    optimizer: CompactOptimizer,
-    storage: Mapping[nn.Parameter, WeightStorage],
-    together: Sequence[Sequence[nn.Parameter]],
-) -> dict[nn.Parameter, Common]:
-    """What weights that are to be stored with one scale have in common; all ranks call it.
-
-    ``together``: lists of DTensors, each list with one scale; other arguments as ``change``'s.
-    """
-    found: dict[nn.Parameter, Common] = {}
-    for params in together:
-        if storage.get(params[0]) == PerTensor():
-            amaxes = []
-            for param in params:
-                local, stored = states.local(param.detach()), local_stored(param)
-                values = local if stored is None else stored.before_cast()
-                if state := optimizer.state.get(param):
-                    master = for_kernel(param, local, state, optimizer.settings.in_state(state))[0]
-                    values = master.read_all(master.weight)
-                amaxes.append(largest_of_ranks(amax(values, (ALL, ALL)), param))
-            found |= dict.fromkeys(params, (OneScale(len(params)), torch.stack(amaxes).amax(0)))
-    return found
 
 
 def check_change(
@@ -112,13 +82,12 @@ def _change(
     param: nn.Parameter,
     settings: Settings,
     storage: Mapping[nn.Parameter, WeightStorage],
-    common: Common | None,
 ) -> None:
     """Change a weight and its state."""
     moves, is_sharded = param in storage, on_this_rank(param) is not param
     if not (state := optimizer.state.get(param)):
         if moves:
-            store(param, storage[param], common)
+            store(param, storage[param])
             if (shard := local_stored(param)) is not None:
                 shard.known.awaited = True
         return
@@ -127,8 +96,6 @@ def _change(
     new_param: Any = param
     if moves:
         made = blank(param, storage[param])
-        if common is not None:
-            made.common = common[0]  # type: ignore[attr-defined]
         new_param = like_sharded(made, param, param.shape) if is_sharded else nn.Parameter(made, param.requires_grad)
     new_weight = states.local(new_param.detach())
     found = {"step": state["step"]} | _moments(param, new_param, state, before, after)
@@ -137,8 +104,7 @@ def _change(
         new, _ = for_kernel(new_param, new_weight, found, after)
         keeps_codes = not moves and new.kind in ("fp8_fp16", "fp8_fp32")  # splits round ties another way
         codes = new.weight.clone() if keeps_codes else None
-        bound = None if common is None else common[1]
-        _rewrite(old, new, param if is_sharded else None, not moves, bound)
+        _rewrite(old, new, param if is_sharded else None, not moves)
         if codes is not None:
             new.weight.copy_(codes)
     else:
@@ -166,13 +132,10 @@ def _moments(
 
 
 @torch.no_grad()
-def _rewrite(
-    old: Master, new: Master, sharded: Tensor | None, same_storage: bool, common_amax: Tensor | None = None
-) -> None:
+def _rewrite(old: Master, new: Master, sharded: Tensor | None, same_storage: bool) -> None:
     """Write a master as another kind, rounded to nearest. Where the weight's storage stays, so does its scale.
 
     ``sharded``: the DTensor whose shard this is, or None; ranks share its scale where it has one for all elements.
-    ``common_amax``: of all weights that are to share the scale, where there are several.
     """
     values = old.read_all(old.weight)
     # old or new, but not both, may be a row that stands in for a shard without rows: nothing is written then
@@ -185,8 +148,6 @@ def _rewrite(
             by_expert = isinstance(new, Fp8Weight) and new.scale_inv.ndim == 3  # each lies whole on one rank
             if same_storage:
                 bound = one.scale_inv * E4M3.max
-            elif common_amax is not None:
-                bound = common_amax
             else:
                 bound = amax(wide, (BLOCK, BLOCK) if one.has_blocks else (ALL, ALL))
                 if sharded is not None and not by_expert and not one.has_blocks:

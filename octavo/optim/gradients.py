@@ -7,6 +7,7 @@ rounds the whole sum, once.
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -23,13 +24,23 @@ from octavo.tensor.stored_gradient import StoredGradient
 
 
 class GradientHooks:
-    """Hooks that call a method after parameters' gradients, for as long as somebody else holds the method's object."""
+    """Hooks that call a method after parameters' gradients, for as long as somebody else holds the method's object.
 
-    def __init__(self, method: Callable[[nn.Parameter], None]) -> None:
-        self.handles: dict[nn.Parameter, Any] = {}  # of the parameters that have the hook
+    Before the first call they look for DistributedDataParallel: RuntimeError with ``why_no_ddp``, if it is there.
+    """
+
+    def __init__(self, method: Callable[[nn.Parameter], None], why_no_ddp: str) -> None:
+        handles: dict[nn.Parameter, Any] = {}  # of the parameters that have the hook
         weak = weakref.WeakMethod(method)  # parameters hold their hooks, which would hold the method's object
-        self._hook = lambda param: None if (found := weak()) is None else found(param)
-        weakref.finalize(self, lambda hooks: [hook.remove() for hook in hooks.values()], self.handles).atexit = False
+        look_once = functools.cache(lambda: refuse_ddp(handles, why_no_ddp))
+
+        def hook(param: nn.Parameter) -> None:
+            if (found := weak()) is not None:
+                look_once()
+                found(param)
+
+        self.handles, self._hook = handles, hook
+        weakref.finalize(self, lambda hooks: [hook.remove() for hook in hooks.values()], handles).atexit = False
 
     def attach(self, params: Iterable[nn.Parameter]) -> None:
         """Hook these parameters and no others, as clients replace parameters; frozen ones keep a hook they have."""
@@ -46,9 +57,13 @@ class GradientStorage:
     """Keeps an optimizer's gradients in FP8 for as long as the optimizer lives."""
 
     def __init__(self) -> None:
-        self.hooks = GradientHooks(self._take)
+        self.hooks = GradientHooks(
+            self._take,
+            "DistributedDataParallel exchanges a gradient after gradient_storage='fp8' would have rounded it; use "
+            "fully_shard (FSDP2), whose gradients are exchanged before, or gradient_storage=None",
+        )
         self._dtypes: dict[nn.Parameter, tuple[Any, torch.dtype]] = {}  # grad_dtype and dtype before sums were float32
-        self._accumulating = self._looked = False
+        self._accumulating = False
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -66,13 +81,6 @@ class GradientStorage:
     @torch.no_grad()
     def _take(self, param: nn.Parameter) -> None:
         """Take a parameter's gradient when that of the step, or of a micro-batch, is complete."""
-        if not self._looked:
-            self._looked = True
-            refuse_ddp(
-                self.hooks.handles,
-                "DistributedDataParallel exchanges a gradient after gradient_storage='fp8' would have rounded it; use "
-                "fully_shard (FSDP2), whose gradients are exchanged before, or gradient_storage=None",
-            )
         settle_gradient(param)
         whole = param.grad
         assert whole is not None
@@ -97,22 +105,19 @@ def _set(param: nn.Parameter, gradient: Tensor, dtype: torch.dtype | None) -> No
 
 
 def refuse_ddp(params: Iterable[nn.Parameter], reason: str) -> None:
-    """Raise RuntimeError, with this reason, if DistributedDataParallel has any of the parameters."""
+    """Raise RuntimeError, with this reason, if DistributedDataParallel has any of the parameters.
+
+    To look for it among all objects takes tens of milliseconds.
+    """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
+
+    def found() -> list[Any]:
+        kind = nn.parallel.DistributedDataParallel  # issubclass, as isinstance would run proxies
+        return [model for model in gc.get_objects() if issubclass(type(model), kind)]
+
     ids = {id(param) for param in params}
-    for found in living(nn.parallel.DistributedDataParallel):
-        if any(id(param) in ids for param in found.module.parameters()):
-            raise RuntimeError(reason)
-
-
-def living(kind: type) -> list[Any]:
-    """All objects of a class that are still referenced; to find them takes tens of milliseconds."""
-
-    def look() -> list[Any]:
-        return [found for found in gc.get_objects() if issubclass(type(found), kind)]  # isinstance would run proxies
-
-    if look():
+    if found():
         gc.collect()
-        return look()
-    return []
+    if any(id(param) in ids for model in found() for param in model.module.parameters()):
+        raise RuntimeError(reason)

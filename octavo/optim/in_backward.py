@@ -11,7 +11,6 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,61 +19,16 @@ from torch import Tensor, nn
 from octavo.errors import UnsupportedOpError
 from octavo.kernels.backward_pass import is_running
 from octavo.optim import state as states
-from octavo.optim.base import CompactOptimizer
-from octavo.optim.gradients import GradientHooks, living, refuse_ddp
+from octavo.optim.base import CompactOptimizer, check_not_negative
+from octavo.optim.gradients import GradientHooks, refuse_ddp
 from octavo.optim.layout import bytes_of_shard, settle_gradient, sharded_dims
-from octavo.private import execution_engine, has_scaled
+from octavo.private import execution_engine
 from octavo.tensor.fsdp2 import like_sharded
 from octavo.tensor.stored_gradient import TWICE, UsedGradient
 
 MIB = 1 << 20
 _TO_COME = -1.0  # in place of the square of a gradient that has not come yet; NaN can't be, as gradients may be NaN
 _TINY = torch.finfo(torch.float32).tiny
-
-
-@dataclass(frozen=True)
-class _ClipByNorm:
-    max_norm: float
-
-
-class PerParameterNorm(_ClipByNorm):
-    """Each gradient is scaled down to this 2-norm: what clip_grad_norm_ does to a parameter alone.
-
-    Args:
-        max_norm: the 2-norm that is left alone, above 0.
-
-    Example:
-        >>> PerParameterNorm(1.0)  # update_in_backward's clip
-        PerParameterNorm(max_norm=1.0)
-    """
-
-
-class LastStepNorm(_ClipByNorm):
-    """All gradients are scaled by the factor that would have brought the last step's global 2-norm to this.
-
-    Args:
-        max_norm: the 2-norm that is left alone, above 0.
-
-    Example:
-        >>> LastStepNorm(1.0)  # update_in_backward's clip
-        LastStepNorm(max_norm=1.0)
-    """
-
-
-class EstimatedNorm(_ClipByNorm):
-    """Gradients are scaled by the factor that would bring the step's estimated global 2-norm to this.
-
-    Each launch has its estimate (GradientNorms.estimate): the gradients that have come count as they are, those still
-    to come as in the last step, scaled by how the others have changed since. In the last launch it is exact; in the
-    first step, gradients still to come count as nothing.
-
-    Args:
-        max_norm: the 2-norm that is left alone, above 0.
-
-    Example:
-        >>> EstimatedNorm(1.0)  # update_in_backward's clip
-        EstimatedNorm(max_norm=1.0)
-    """
 
 
 _SCALER = (
@@ -85,13 +39,12 @@ _DDP = (
     "DistributedDataParallel exchanges a gradient after update_in_backward would have used it; use fully_shard "
     "(FSDP2), whose gradients are exchanged before, or step() after backward"
 )
-Clip = PerParameterNorm | LastStepNorm | EstimatedNorm
 
 
 def update_in_backward(
     optimizer: CompactOptimizer,
     outstanding_weight_updates_bytes: int = 64 * MIB,
-    clip: Clip | None = None,
+    clip: float | None = None,
 ) -> UpdatesInBackward:
     """Update weights while backward runs: at most these bytes of gradients exist at a time, and one tensor's.
 
@@ -99,15 +52,18 @@ def update_in_backward(
     ``optimizer.step()``. On a GPU updates run beside backward on a stream of their own.
 
     What needs all gradients at once is refused: GradScaler, skip_nonfinite, clipping by the exact global norm (``clip``
-    offers EstimatedNorm, LastStepNorm and PerParameterNorm; the update is clipped to R_t already). So is
-    DistributedDataParallel, whose ranks have not exchanged a gradient yet when its hook runs; FSDP2's have. Until
-    ``optimizer.step()`` a used gradient is a UsedGradient, which knows its norm: torch's clip_grad_norm_ returns the
-    norm of all gradients, and raises if it would clip. A closure is evaluated once.
+    takes an estimate of it; the update is clipped to R_t already). So is DistributedDataParallel, whose ranks have not
+    exchanged a gradient yet when its hook runs; FSDP2's have. Until ``optimizer.step()`` a used gradient is a
+    UsedGradient, which knows its norm: torch's clip_grad_norm_ returns the norm of all gradients, and raises if it
+    would clip. A closure is evaluated once.
 
     Args:
         optimizer: octavo's AdamW, Adam, Muon or SGD.
         outstanding_weight_updates_bytes: of gradients that wait for a launch; with 0 none waits.
-        clip: how gradients are clipped by a norm; None: they are not.
+        clip: scale gradients by the factor that would bring the step's estimated global 2-norm to this; None: do not.
+            Each launch has its estimate: the gradients that have come count as they are, those still to come as in the
+            last step, scaled by how the others have changed since. In the last launch it is exact; in the first step,
+            gradients still to come count as nothing.
 
     Returns:
         a handle: ``accumulate()`` for all micro-batches but the last, ``remove()`` to undo it.
@@ -135,8 +91,9 @@ def update_in_backward(
         raise ValueError("gradient_storage keeps gradients until step(), update_in_backward keeps none: choose one")
     if optimizer.skip_nonfinite:
         raise ValueError("skip_nonfinite decides by all gradients of a step; those in backward are gone by then")
-    if outstanding_weight_updates_bytes < 0:
-        raise ValueError(f"outstanding_weight_updates_bytes={outstanding_weight_updates_bytes} must be at least 0")
+    check_not_negative(outstanding_weight_updates_bytes=outstanding_weight_updates_bytes)
+    if clip is not None and not clip > 0.0:
+        raise ValueError(f"clip={clip!r} must be a 2-norm above 0, or None")
     refuse_ddp(optimizer.all_params(), _DDP)
     return UpdatesInBackward(optimizer, outstanding_weight_updates_bytes, clip)
 
@@ -229,19 +186,19 @@ class UpdatesInBackward:
         last_norm: the 2-norm of all gradients of the last step, where ``clip`` computes it; else None.
     """
 
-    def __init__(self, optimizer: CompactOptimizer, threshold: int, clip: Clip | None) -> None:
+    def __init__(self, optimizer: CompactOptimizer, threshold: int, clip: float | None) -> None:
         self.optimizer, self.threshold, self.clip = optimizer, threshold, clip
         self.launches = self.most_bytes = 0
         self._pending: dict[nn.Parameter, None] = {}  # in the order of their gradients
         self._bytes = 0
         self._updated: set[nn.Parameter] = set()
-        self._accumulating = self._looked = self._waiting = False
+        self._accumulating = False
         self._unended: Any = None  # a weak reference to the callback at the end of the backward pass that is running
         self._streams: dict[torch.device, Any] = {}
         self.last_norm: Tensor | None = None
         self._loaded: dict[str, Any] | None = None
         self._norms = GradientNorms()
-        self._hooks = GradientHooks(self._take)
+        self._hooks = GradientHooks(self._take, _DDP)
         self._hooks.attach(optimizer.all_params())
         optimizer.in_backward = self
 
@@ -284,30 +241,17 @@ class UpdatesInBackward:
         finally:
             self._accumulating = before
 
-    def _look(self) -> None:
-        """Look for DistributedDataParallel and a GradScaler; only before the first update, as it takes long.
-
-        DistributedDataParallel may have wrapped the model since the handle was made. Where a GradScaler has scaled a
-        loss, which may be this one, the first step's updates wait for step(): by then the scaler has set ``found_inf``.
-        """
-        if not self._looked:
-            self._looked = True
-            refuse_ddp(self.optimizer.all_params(), _DDP)
-            self._waiting = any(has_scaled(scaler) for scaler in living(torch.amp.GradScaler))
-
     def finish(self) -> None:
         """End a step: update what is left and wait for it. ``optimizer.step()`` calls it."""
         if getattr(self.optimizer, "found_inf", None) is not None:
             raise RuntimeError(_SCALER)
-        self._look()
         self._forget_used()
         for param in self.optimizer.all_params():
             if param.grad is not None:
                 self._pending.setdefault(param)
         self._flush(in_backward=False)
-        self._waiting = False
         self._wait()
-        if self._updated and isinstance(self.clip, LastStepNorm | EstimatedNorm):
+        if self._updated and self.clip is not None:
             self.last_norm = self._norms.end_step()
         self._updated.clear()
         self._unended = None
@@ -341,7 +285,6 @@ class UpdatesInBackward:
         self._follow()
         if param in self._pending:
             return
-        self._look()
         self.optimizer.begin_step()  # with the first gradient, which is the same weight's on all ranks
         if param in self._updated:  # and the UsedGradient was taken away
             raise UnsupportedOpError(TWICE)
@@ -350,7 +293,7 @@ class UpdatesInBackward:
         # all ranks flush at the same gradient: so collectives (a norm's, say) come in the same order among FSDP2's
         self._bytes += bytes_of_shard(param.grad)  # type: ignore[arg-type]
         self.most_bytes = max(self.most_bytes, self._bytes)
-        if self._bytes >= self.threshold and not self._waiting:
+        if self._bytes >= self.threshold:
             self._flush()
 
     def _flush(self, in_backward: bool = True) -> None:
@@ -363,7 +306,7 @@ class UpdatesInBackward:
         self._updated.update(params)
         norms = torch._foreach_norm([states.local(param.grad) for param in params]) if in_backward else []  # type: ignore[arg-type]
         with self._stream(params):
-            self.optimizer.step_some(params, self._clipped(params))
+            self.optimizer.step_some(params, self._divisor(params))
         for param, norm in itertools.zip_longest(params, norms):
             gradient, param.grad = param.grad, None
             if norm is not None and gradient is not None:
@@ -375,16 +318,12 @@ class UpdatesInBackward:
             if param.grad is not None and isinstance(states.local(param.grad), UsedGradient):
                 param.grad = None
 
-    def _clipped(self, params: list[nn.Parameter]) -> Tensor | None:
-        """Clip the gradients, or return the number that they are to be divided by."""
-        if isinstance(self.clip, PerParameterNorm):
-            for param in params:
-                nn.utils.clip_grad_norm_([param], self.clip.max_norm)
-        elif self.clip is not None:
-            self._norms.add(params)
-            norm = self._norms.last() if isinstance(self.clip, LastStepNorm) else self._norms.estimate()
-            return (norm / self.clip.max_norm).clamp(min=1.0)
-        return None
+    def _divisor(self, params: list[nn.Parameter]) -> Tensor | None:
+        """The number that gradients are to be divided by so that they are clipped."""
+        if self.clip is None:
+            return None
+        self._norms.add(params)
+        return (self._norms.estimate() / self.clip).clamp(min=1.0)
 
     def _stream(self, params: list[nn.Parameter]) -> Any:
         """The stream that updates run on: on a GPU its own, which waits for the gradients, not for all of backward."""

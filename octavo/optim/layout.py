@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,6 @@ from octavo.kernels.layouts import BLOCK, blocks_of
 from octavo.tensor.collectives import agree
 from octavo.tensor.fsdp2 import groups_of, like_sharded, on_this_rank
 from octavo.tensor.stored_weight import local_stored
-
-
-class ShardPlace(NamedTuple):
-    """The row and column of the whole matrix that a shard begins with, and how many columns the whole has."""
-
-    first_row: int
-    first_col: int
-    row_length: int
 
 
 def sharded_dims(tensor: Tensor) -> Iterator[tuple[int, int, Any]]:
@@ -75,16 +67,19 @@ def is_fp8_experts(weight: Tensor) -> bool:
     return weight.ndim == 3 and local_stored(weight) is not None
 
 
-def place_of(param: Tensor) -> ShardPlace:
-    """Where this rank's shard lies in the weight's matrix: [E * N, K] of experts in FP8, [n, 1] of a sharded vector."""
+def place_of(param: Tensor) -> tuple[int, int, int]:
+    """(first row, first column) of this rank's shard in the weight's matrix, and how many columns that has.
+
+    The matrix is [E * N, K] of experts in FP8, [n, 1] of a sharded vector.
+    """
     if is_fp8_experts(param):
         first = param.__create_chunk_list__()[0].offsets[0] if is_sharded(param) else 0  # type: ignore[attr-defined]
-        return ShardPlace(first * param.shape[1], 0, param.shape[2])
+        return first * param.shape[1], 0, param.shape[2]
     columns = 1 if is_sharded_vector(param) else math.prod(param.shape[1:] if param.ndim > 1 else param.shape)
     if not is_sharded(param):
-        return ShardPlace(0, 0, columns)
+        return 0, 0, columns
     row, *others = param.__create_chunk_list__()[0].offsets  # type: ignore[attr-defined]
-    return ShardPlace(row, others[0] * math.prod(param.shape[2:]) if others else 0, columns)
+    return row, others[0] * math.prod(param.shape[2:]) if others else 0, columns
 
 
 def like_param(tensor: Tensor, param: Tensor) -> Tensor:
@@ -120,14 +115,6 @@ def settle_gradient(param: nn.Parameter) -> Tensor | None:
     return param.grad
 
 
-def needs_agreement(param: Tensor) -> bool:
-    """Whether ranks must agree on a weight's amax: it is in FP8 with one scale, and they have shards of it."""
-    shard = local_stored(param)
-    if shard is None or shard is param or not shard.has_one_scale:
-        return False  # each expert lies whole on one rank
-    return shard.common is not None or any(group.size() > 1 for group in groups_of(param))
-
-
 def _with_common(amaxes: Tensor, params: Sequence[nn.Parameter]) -> Tensor:
     """Weights' amaxes [n, 1]; those with a common scale all get the largest among them."""
     owners = [getattr(local_stored(param), "common", None) or param for param in params]  # one for each scale
@@ -140,10 +127,10 @@ def _with_common(amaxes: Tensor, params: Sequence[nn.Parameter]) -> Tensor:
 
 
 def agreeing(params: Sequence[nn.Parameter], groups: Sequence[int]) -> list[nn.Parameter]:
-    """The parameters that need agreement, out of an optimizer's; ``groups``: the number of each one's group.
+    """Those of an optimizer's parameters on whose amax ranks must agree: shards in FP8 with one scale.
 
-    Raises:
-        ValueError: if weights with a common scale are in several groups, or not all there, or not all trained.
+    ``groups``: the number of each one's group. ValueError if weights with a common scale are in several groups, or not
+    all there, or not all trained.
     """
     found: dict[Any, list[int]] = {}
     for param, group in zip(params, groups, strict=True):
@@ -154,6 +141,13 @@ def agreeing(params: Sequence[nn.Parameter], groups: Sequence[int]) -> list[nn.P
             "the named splits of a weight that lives in FP8 have one scale, which an optimizer finds from all of them: "
             "give it all in one group, and train all or none"
         )
+
+    def needs_agreement(param: nn.Parameter) -> bool:
+        shard: Any = local_stored(param)
+        if shard is None or shard is param or not shard.has_one_scale:
+            return False  # each expert lies whole on one rank
+        return shard.common is not None or any(group.size() > 1 for group in groups_of(param))
+
     return [param for param in params if needs_agreement(param)]
 
 

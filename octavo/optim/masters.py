@@ -1,13 +1,7 @@
 """Masters: the wider weight that an optimizer updates in place of one of few bits, and what its state keeps for that.
 
-Of plain weights (bytes with the weight):
-
-    fp32         a float32 weight is its own master; so is a float16 one under "auto", which is rounded to nearest
-    split32      bf16 and a 16-bit remainder (4): together the bits of float32, with which training is the same
-    split24      bf16 and an 8-bit remainder (3): the upper 24 bits of float32, the others rounded stochastically
-    None         bf16 alone (2), rounded stochastically, so that small updates count on average
-
-Those of weights in FP8: kernels/reference/optimizer_state.py. 16-bit remainders are bytes: NCCL and gloo send no int16.
+Their arithmetic, and each one's bits: kernels/reference/optimizer_state.py. A float16 weight is its own master under
+"auto", rounded to nearest. 16-bit remainders are kept as bytes: NCCL and gloo send no int16.
 """
 
 from __future__ import annotations
@@ -109,8 +103,7 @@ _OF_BF16 = {"auto": "split32", "fp32": "split32", "fp16_scaled": "split32", "spl
 def master_of(param: nn.Parameter, master: str | None) -> MasterForm:
     """The master of a weight, by "auto" or a name of NAMED or OF_FP8_WEIGHTS; all serve float32 and bf16 weights.
 
-    Raises:
-        ValueError: for another name, or a weight of another dtype than the master is for.
+    ValueError for another name, or a weight of another dtype than the master is for.
     """
     if local_stored(param) is not None:
         wanted = "split16" if master == "auto" else master

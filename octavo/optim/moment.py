@@ -11,6 +11,7 @@ from torch import Tensor
 from octavo.formats import E4M3, E4M4, Format
 from octavo.granularity import Granularity, PerBlock, PerTensor
 from octavo.kernels.layouts import BLOCK, as_matrix_shape, blocks_of
+from octavo.kernels.moment_codes import decode_moment
 from octavo.kernels.reference.optimizer_state import MomentTensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -99,20 +100,17 @@ class Moment:
             scale_inv = scale_inv.view(data.shape[0], blocks_of(data.shape[1]))
         return MomentTensors(data, self.format, scale_inv, state.get(f"{name}_amax"), self.root, stochastic)
 
-    def read_codes(self, codes: Tensor, scale_inv: Tensor, first: int = 0) -> Tensor:
-        """Values in float32, of codes' shape; scales as ``new_state`` makes them.
-
-        ``first``: the column that the codes begin with, where ``scale_inv`` has the scales of whole rows.
-        """
+    def read_codes(self, codes: Tensor, scale_inv: Tensor, row: int = 0, column: int = 0) -> Tensor:
+        """Values in float32, of codes' shape, which begin at this place of a tensor; its scales as of ``new_state``."""
         assert isinstance(self.format, Format)
+        if len(scale_inv) > 1:
+            scale_inv = scale_inv[row : row + len(codes)]
         matrix = codes.flatten(0, 1) if scale_inv.ndim == 3 else codes.reshape(as_matrix_shape(codes.shape))
         rows, cols = matrix.shape
-        blocks = scale_inv.flatten(0, -2).expand(rows, max(scale_inv.shape[-1], blocks_of(first + cols)))
-        blocks, begun = blocks[:, first // BLOCK :], -first % BLOCK
-        if 0 < begun < cols:  # the first block begins on another rank
-            both = [self.read_codes(matrix[:, :begun], blocks), self.read_codes(matrix[:, begun:], blocks[:, 1:])]
-            return torch.cat(both, 1).view(codes.shape)
-        return MomentTensors(matrix, self.format, blocks, root=self.root).read_all(matrix).view(codes.shape)
+        blocks = scale_inv.flatten(0, -2).expand(rows, max(scale_inv.shape[-1], blocks_of(column + cols)))
+        each = blocks.repeat_interleave(BLOCK, 1)[:, column : column + cols]
+        wide = decode_moment(matrix, self.format).mul_(each)
+        return (wide.square_() if self.root else wide).view(codes.shape)
 
 
 def as_matrix(tensor: Tensor, fp8_experts: bool = False) -> Tensor:
@@ -131,11 +129,7 @@ NAMED: dict[str, tuple[Moment, Moment]] = {
 
 
 def moments_of(moments: Any, count: int = 2) -> tuple[Moment, ...]:
-    """The Moments, two or one, that a ``moments`` argument means: a name of NAMED, a pair of Moments or a Moment.
-
-    Raises:
-        TypeError, ValueError: for anything else.
-    """
+    """The Moments, two or one, that a ``moments`` argument means: a name of NAMED, a pair of Moments or a Moment."""
     wanted = "a pair of octavo.optim.Moment" if count == 2 else "an octavo.optim.Moment"
     remedy = f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or {wanted}"
     if isinstance(moments, str):

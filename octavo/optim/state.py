@@ -222,27 +222,12 @@ def sharded_like(tensors: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]
     return found
 
 
-def bytes_of_state(param: nn.Parameter, weight: Tensor, settings: Settings | None) -> tuple[int, int, int]:
-    """Bytes on this rank of a parameter's weight with its scales, of its master's rest, of its moments.
-
-    ``weight``: this rank's shard as it would be stored, on the meta device. Without settings the weight is frozen.
-    """
-    tensors = [weight.qdata, weight.scale_inv] if isinstance(weight, StoredWeight) else [weight]
-    master: dict[str, Tensor] = {}
-    moments: dict[str, Tensor] = {}
-    if settings is not None:
-        master = master_of(nn.Parameter(weight, False), settings.master).new_state(weight)
-        moments = new_moments(settings.moments_of(param), weight)
-    return bytes_of(tensors), bytes_of(master.values()), bytes_of(moments.values())
-
-
 def for_kernel(
     param: nn.Parameter, weight: Tensor, state: dict[str, Any], settings: Settings
 ) -> tuple[Master, tuple[MomentTensors, ...]]:
     """Master and moments of ``weight``, this rank's shard of ``param``, as kernels take them: its state's own tensors.
 
-    Raises:
-        RuntimeError: if the state was made while the weight was stored otherwise.
+    RuntimeError if the state was made while the weight was stored otherwise.
     """
     kept = {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
     amax = kept.get("master_amax")  # weights in FP8 have one for each scale
@@ -306,7 +291,11 @@ def loaded(
     given = _as_loaded(given, settings.names, state)
     step = given.get("step", 1.0)  # torch's SGD keeps none
     state["step"].copy_(torch.as_tensor(step, dtype=torch.float32))
-    lost = take_master(state, given)
+    was, now = (-1 if kind is None else int(kind) for kind in (given.get("master_kind"), state.get("master_kind")))
+    lost = None  # or a sentence: a master that was kept in another way begins anew, as the weight
+    if was != now or not _copy(state, given, [name for name in state if name.startswith("master_")]):
+        kinds = [*KINDS, "none"]
+        lost = f"masters that were {kinds[was]} begin anew as the weights are: {kinds[now]}"
     names = [name for name in state if name != "step" and not name.startswith("master_")]
     if same and _copy(state, given, names):
         return state, [] if lost is None else [lost]
@@ -329,18 +318,6 @@ def conversion_warning(described: dict[str, Any] | None, settings: Settings, con
     if before == now:
         before, now = "other blocks, or moments in codes on one side alone", "as they are kept here, to nearest"
     return f"the optimizer's state was converted: from {before} to {now}"
-
-
-def take_master(state: dict[str, Any], given: dict[str, Any]) -> str | None:
-    """Copy a loaded master into a new state if it was kept in the same way; else return a sentence that says so.
-
-    The new master then begins as the weight. The result is None where it was copied, or neither state has a rest.
-    """
-    was, now = (-1 if kind is None else int(kind) for kind in (given.get("master_kind"), state.get("master_kind")))
-    if was == now and _copy(state, given, [name for name in state if name.startswith("master_")]):
-        return None
-    names = [*KINDS, "none"]
-    return f"masters that were {names[was]} begin anew as the weights are: {names[now]}"
 
 
 def _as_loaded(given: dict[str, Any], names: Sequence[str], state: dict[str, Any]) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from octavo.granularity import Granularity
+from octavo.granularity import Granularity, PerTensor
 from octavo.nn.convert import gather_anew, set_recipe, storages, stored_now
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.parted_linear import PartedLinear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim import Moment
 from octavo.optim.base import CompactOptimizer
-from octavo.optim.conversion import Common, change, check_change, common_scales
+from octavo.optim.conversion import change, check_change
 from octavo.optim.gradients import refuse_ddp
 from octavo.optim.state import Settings
 from octavo.recipes import as_recipe
@@ -120,8 +120,7 @@ def targets_of(
 ) -> tuple[Target, ...]:
     """What each phase means when they follow one another, after ``after`` or, without one, the present state.
 
-    Raises:
-        ValueError, TypeError: naming the phase that is not possible, and why.
+    ValueError or TypeError names the phase that is not possible, and says why.
     """
     if not any(isinstance(module, RecipeModule) for module in model.modules()):
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
@@ -129,11 +128,17 @@ def targets_of(
     now = stored_now(model)
     if after is not None:
         settings, now = after.settings, dict(zip(now, after.storage, strict=True))
+    splits = [weight for module in model.modules() if isinstance(module, PartedLinear) for weight in module.weights]
     found = []
     for index, phase in enumerate(phases):
         try:
             settings = _settings_of(phase, optimizer, settings)
-            now = storages(model, phase.recipe, phase.weight_storage, now)
+            before, now = now, storages(model, phase.recipe, phase.weight_storage, now)
+            if any(now[weight] == PerTensor() != before[weight] for weight in splits):
+                raise ValueError(
+                    "named splits on several ranks get one scale for all when they are stored in FP8, which a phase "
+                    "can't give them: octavo.convert(..., weight_storage='fp8') before, or a recipe of blocks"
+                )
             target = Target(phase, settings, tuple(now.values()))
             if isinstance(optimizer, CompactOptimizer):
                 assert settings is not None
@@ -186,16 +191,13 @@ def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
         if on_this_rank(weight) is not weight:
             take_shards(model, [weight])
 
-    common: dict[nn.Parameter, Common] = {}
     if isinstance(optimizer, CompactOptimizer):
         assert target.settings is not None
-        splits = [module.weights for module in model.modules() if isinstance(module, PartedLinear)]
-        common = common_scales(optimizer, moved, splits)
         if moved or target.settings != optimizer.settings:
-            change(optimizer, target.settings, moved, stored, common)
+            change(optimizer, target.settings, moved, stored)
     owned = {weight for group in optimizer.param_groups for weight in group["params"]}
     for weight in moved:
         if weight not in owned:  # a frozen one, say
-            store(weight, moved[weight], common.get(weight))
+            store(weight, moved[weight])
             stored(weight)
     set_recipe(model, target.phase.recipe)

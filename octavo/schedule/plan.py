@@ -18,9 +18,10 @@ from octavo.optim import state as states
 from octavo.optim.base import CompactOptimizer
 from octavo.optim.conversion import blank
 from octavo.optim.layout import is_fp8_experts
+from octavo.optim.masters import master_of
 from octavo.schedule.phase import Target
 from octavo.tensor.stored_gradient import StoredGradient
-from octavo.tensor.stored_weight import put_into
+from octavo.tensor.stored_weight import StoredWeight, put_into
 
 MIB = 1 << 20
 
@@ -148,8 +149,10 @@ def _phase_plan(model: nn.Module, optimizer: Optimizer, target: Target, saved: M
         kept = target.settings if param in trained and param.requires_grad else None
         if kept is not None and isinstance(optimizer, CompactOptimizer):
             kept = kept.only(optimizer.names_of(trained[param]))
-        weight, master, averages = states.bytes_of_state(param, stored, kept)
-        weights, masters, moments = weights + weight, masters + master, moments + averages
+        weights += states.bytes_of([stored.qdata, stored.scale_inv] if isinstance(stored, StoredWeight) else [stored])
+        if kept is not None:
+            masters += states.bytes_of(master_of(nn.Parameter(stored, False), kept.master).new_state(stored).values())
+            moments += states.bytes_of(states.new_moments(kept.moments_of(param), stored).values())
         parameters += local.numel()
         if param in trained and not isinstance(optimizer, CompactOptimizer):
             moments += _torch_moments(optimizer, param)

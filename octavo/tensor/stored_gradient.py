@@ -177,8 +177,9 @@ class UsedGradient(Facade):
     norm_: Tensor
     REMEDY = (
         "of a gradient that is gone: update_in_backward has updated its weight while backward ran, so it can't be "
-        "clipped or scaled any more. Switch the caller's clipping off (max_grad_norm=0 in transformers' "
-        "TrainingArguments) and have update_in_backward clip: clip=EstimatedNorm(max_norm). Or remove() the handle"
+        "clipped or scaled any more. Leave out a GradScaler (train in bf16); switch the caller's clipping off "
+        "(max_grad_norm=0 in transformers' TrainingArguments) and have update_in_backward clip: clip=max_norm. Or "
+        "remove() the handle"
     )
 
     @staticmethod

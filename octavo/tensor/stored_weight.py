@@ -631,21 +631,14 @@ def agreed(shard: StoredWeight, param: Tensor) -> StoredWeight:
     return found.moved(lambda tensor: tensor.to(shard.device))
 
 
-def store(
-    param: torch.nn.Parameter, granularity: Granularity | None, common: tuple[OneScale, Tensor] | None = None
-) -> None:
-    """Put a weight without a master into FP8, or back (None); of a sharded one all ranks call it.
-
-    ``common``: of a DTensor that has its scale with others, with the largest amax [1, 1] of all of them.
-    """
+def store(param: torch.nn.Parameter, granularity: Granularity | None) -> None:
+    """Put a weight without a master into FP8, or back (None); of a sharded one all ranks call it."""
     local, stored = on_this_rank(param), local_stored(param)
     values = local.detach() if stored is None else stored.before_cast()
     if granularity is not None and local is param:
         values = StoredWeight.cast(values, granularity, keep_rest=param.requires_grad)
     elif granularity is not None:
-        amax = None if common is None else common[1]
-        values = cast_shard(values, param, granularity, param.requires_grad, amax)
-        values.common = None if common is None else common[0]
+        values = cast_shard(values, param, granularity, param.requires_grad)
     put_into(param, values)
 
 

@@ -205,7 +205,7 @@ class Trainer:
             self.optimizer = build_optimizer(model, config.optimizer, state)
         self.in_backward: Any = None
         if (outstanding := config.state.outstanding_bytes) is not None:
-            clip = octavo.optim.EstimatedNorm(config.optimizer.clip or math.inf)
+            clip = config.optimizer.clip or math.inf
             self.in_backward = octavo.optim.update_in_backward(self.optimizer, outstanding, clip)
         self.schedule: octavo.schedule.PrecisionSchedule | None = None
         if (state.schedule or state.recover) and recipe is not None:

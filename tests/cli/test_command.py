@@ -374,7 +374,7 @@ def test_export_writes_a_file_that_onnxruntime_runs(trained, capsys, monkeypatch
     [
         (["no", "--onnx", "m.onnx"], "no does not exist"),
         (["runs/delayed", "--onnx", "no/m.onnx"], "the folder no does not exist"),
-        (["runs/delayed", "--onnx", "m.onnx", "--opset", "3"], "opset=3: use 19 to 24"),
+        (["runs/delayed", "--onnx", "m.onnx", "--opset", "3"], "opset=3: use 21 to 24"),
         (["runs/delayed", "--onnx", "m.onnx", "--data", "none"], "none"),
         (["runs/delayed", "--safetensors", "served", "--layout", "mxfp8"], "layout='compressed-tensors' holds those"),
     ],

@@ -1,7 +1,10 @@
 """Gradients averaged in FP8, on 2 and 4 ranks with gloo: equal to a plain simulation in float64, byte for byte."""
 
-import copy
+import itertools
 import math
+import os
+import socket
+import warnings
 from types import SimpleNamespace
 
 import gfloat
@@ -14,8 +17,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import octavo
-from octavo import E4M3, E5M2, PerBlock, PerRow, PerTensor
-from octavo.distributed import Fp8ReduceScatter, Fp8Reduction, fp8_reduce_hook
+from octavo import E4M3, E5M2
+from octavo.distributed import Fp8Reduction, fp8_reduce_hook
+from octavo.distributed.fp8_reduce import levels, own_levels
 from octavo.formats import E4M4
 from octavo.kernels.step_numbers import key_of, random_bits
 from tests.support.byte_counter import BETWEEN, GATHER, INSIDE, OTHER, REDUCE, ByteCounter
@@ -27,21 +31,21 @@ GFLOAT = {"E4M3": gfloat.formats.format_info_ocp_e4m3, "E5M2": gfloat.formats.fo
 # --- what is right, in float64 and without octavo's casts -------------------------------------------------------------
 
 
-def rounded(x, fmt, width, largest=None):
-    """Float64 [R, S] to nearest in blocks of ``width``, or all with the scale of ``largest``; NaN stays."""
+def rounded(x, fmt, width):
+    """Float64 [R, S] to nearest in blocks of ``width``; NaN stays."""
     out = np.array(x, np.float64)
     for row in out:
         for start in range(0, len(row), width):
             block = row[start : start + width]
             finite = np.abs(block[np.isfinite(block)])
-            amax = largest if largest is not None else finite.max(initial=0.0)
+            amax = finite.max(initial=0.0)
             scale = 2.0 ** math.floor(math.log2(np.float32(fmt.max) / np.float32(amax))) if amax > 0 else 1.0
             block[:] = gfloat.round_ndarray(GFLOAT[str(fmt)], block * scale, sat=False) / scale
     return out
 
 
-def simulated(flats, fmt, per_tensor=False, gather_dtype=None, lost=None, servers=None):
-    """The mean of the ranks' flat gradients (float64), rounded as sent and as gathered; ``lost``: residuals, changed.
+def simulated(flats, fmt, gather_dtype=None, servers=None):
+    """The mean of the ranks' flat gradients (float64), rounded as sent and as gathered.
 
     ``servers``: (ranks of one, how many). Sums of two rounded numbers and, in these tests, of four are exact in
     float32.
@@ -49,33 +53,19 @@ def simulated(flats, fmt, per_tensor=False, gather_dtype=None, lost=None, server
     ranks, count = len(flats), len(flats[0])
     width, near = -(-count // ranks), 1
     x = np.stack([np.pad(flat, (0, ranks * width - count)).reshape(ranks, width) for flat in flats])
-    for level, members in enumerate(servers or (ranks,)):
-        if lost is not None:
-            x = (x.astype(np.float32) + lost[level].astype(np.float32)).astype(np.float64)
-        if level == 0:
-            largest = np.abs(x).max() if per_tensor else None
+    for members in servers or (ranks,):
         rows, means = x.shape[1] // members, []
         # to the p-th that it exchanges with a rank sends each row whose owner is p-th there
-        sent = np.stack(
-            [[rounded(own[p::members].reshape(1, -1), fmt, BLOCK, largest)[0] for p in range(members)] for own in x]
-        )
+        sent = np.stack([[rounded(own[p::members].reshape(1, -1), fmt, BLOCK)[0] for p in range(members)] for own in x])
         for rank in range(ranks):
             place, first = rank // near % members, rank - rank // near % members * near
             means.append(np.mean([sent[first + near * p, place] for p in range(members)], 0).reshape(rows, width))
-        if lost is not None:
-            lost[level] = x - np.stack(
-                [own.reshape(members, rows, width).swapaxes(0, 1).reshape(-1, width) for own in sent]
-            )
         x, near = np.stack(means).astype(np.float32).astype(np.float64), near * members
     mean = x[:, 0]
-    if lost is not None:
-        mean = (mean.astype(np.float32) + lost[-1].astype(np.float32)).astype(np.float64)
     if gather_dtype:
         gathered = torch.from_numpy(mean).to(torch.float32).to(gather_dtype).double().numpy()
     else:
-        gathered = rounded(mean, fmt, BLOCK, largest)
-    if lost is not None:
-        lost[-1] = mean - gathered
+        gathered = rounded(mean, fmt, BLOCK)
     return gathered.reshape(-1)[:count]
 
 
@@ -85,17 +75,11 @@ def simulated(flats, fmt, per_tensor=False, gather_dtype=None, lost=None, server
 class OneBucket:
     """What the hook reads of DDP's bucket."""
 
-    def __init__(self, flat, index=0):
-        self.flat, self.number, self.held = flat, index, [flat]
+    def __init__(self, flat):
+        self.flat = flat
 
     def buffer(self):
         return self.flat
-
-    def index(self):
-        return self.number
-
-    def parameters(self):
-        return self.held
 
 
 def gradients(count, rank, step=0, dtype=torch.float32, spread=1.0):
@@ -109,16 +93,13 @@ def gradients(count, rank, step=0, dtype=torch.float32, spread=1.0):
 
 def hooked(mesh, count, dtype, options, steps=1, faults=()):
     """Each step's mean, as float64, after faults (rank, element, value) are put in the first step's gradients."""
-    reduction, held = Fp8Reduction(**options, group=mesh.get_group()), torch.empty(0)
-    found = []
+    reduction, found = Fp8Reduction(**options, group=mesh.get_group()), []
     for step in range(steps):
         flat = gradients(count, dist.get_rank(), step, dtype)
         for rank, element, value in faults if step == 0 else ():
             if rank == dist.get_rank():
                 flat[element] = value
-        bucket = OneBucket(flat)
-        bucket.held = [held]
-        result = fp8_reduce_hook(reduction, bucket).wait()
+        result = fp8_reduce_hook(reduction, OneBucket(flat)).wait()
         assert result is flat
         found.append(result.double().numpy().copy())
     return found
@@ -131,12 +112,11 @@ FORMATS = {"E4M3": E4M3, "E5M2": E5M2}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("count", [1, 3, 129, 4 * 128, 5000])
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("options", [{}, {"granularity": PerTensor()}, {"gather_dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"gather_dtype": torch.bfloat16}], ids=str)
 def test_equal_to_a_simulation_in_float64(pool, ranks, dtype, count, fmt, options):
     found = pool.run(hooked, (ranks,), count, dtype, {"format": FORMATS[fmt], **options})
     flats = [gradients(count, rank, dtype=dtype).double().numpy() for rank in range(ranks)]
-    per_tensor, gather_dtype = "granularity" in options, options.get("gather_dtype")
-    expected = simulated(flats, FORMATS[fmt], per_tensor, gather_dtype)
+    expected = simulated(flats, FORMATS[fmt], options.get("gather_dtype"))
     assert_all_are(found, expected, dtype)
 
 
@@ -144,13 +124,13 @@ def test_equal_to_a_simulation_in_float64(pool, ranks, dtype, count, fmt, option
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("count", [1, 129, 4 * 128, 5000])
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("options", [{}, {"granularity": PerTensor()}, {"gather_dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"gather_dtype": torch.bfloat16}], ids=str)
 def test_two_servers_equal_a_simulation_in_float64(pool, dtype, count, fmt, options):
     """The mean of each server's ranks is rounded once more."""
     options = {"format": FORMATS[fmt], "ranks_per_server": 2, **options}
     found = pool.run(hooked, (4,), count, dtype, options)
     flats = [gradients(count, rank, dtype=dtype).double().numpy() for rank in range(4)]
-    rounding = FORMATS[fmt], "granularity" in options, options.get("gather_dtype"), None
+    rounding = FORMATS[fmt], options.get("gather_dtype")
     assert_all_are(found, simulated(flats, *rounding, (2, 2)), dtype)
     if count == 5000:
         assert (simulated(flats, *rounding) != simulated(flats, *rounding, (2, 2))).any()
@@ -162,33 +142,11 @@ def assert_all_are(found, expected, dtype):
         np.testing.assert_array_equal(mean, expected)
 
 
-@pytest.mark.parametrize("servers", [(2,), pytest.param((4,), marks=pytest.mark.full), (2, 2)])
-def test_error_feedback(pool, servers):
-    """On one server, and on two: of what travels between them too."""
-    ranks = math.prod(servers)
-    options = {"error_feedback": True, "ranks_per_server": servers[0]}
-    found = pool.run(hooked, (ranks,), 5000, torch.float32, options, 4)
-    width = -(-5000 // ranks)
-    lost = [np.zeros((ranks, rows, width)) for rows in (ranks, *servers[1:])] + [np.zeros((ranks, width))]
-    exact, expected = 0.0, []
-    for step in range(4):
-        flats = [gradients(5000, rank, step).double().numpy() for rank in range(ranks)]
-        expected.append(simulated(flats, E4M3, lost=lost, servers=servers))
-        exact = exact + np.mean(flats, 0)
-    for means in found:
-        np.testing.assert_array_equal(means, expected)
-    left = lost[0].mean(0) + lost[-1]  # all that is missing after four steps
-    if len(servers) == 2:  # a mean of servers' means, of which the ranks of each hold their share
-        left += lost[1].reshape(2, 2, 2, width).mean(0).swapaxes(0, 1).reshape(ranks, width)
-    np.testing.assert_allclose(sum(expected) + left.reshape(-1)[:5000], exact, atol=1e-5)
-
-
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("granularity", [PerBlock(1, BLOCK), PerTensor()], ids=str)
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_stochastic_rounding(pool, fmt, granularity):
+def test_stochastic_rounding(pool, fmt):
     """A neighbour of each value, by bits of its own for each rank, step and rounding; unbiased."""
-    options = {"format": FORMATS[fmt], "granularity": granularity, "stochastic": True, "gather_dtype": torch.float32}
+    options = {"format": FORMATS[fmt], "stochastic": True, "gather_dtype": torch.float32}
     steps = 64
     first, second = (np.array(found) for found in pool.run(draws, (2,), options, steps))
     np.testing.assert_array_equal(first, second)
@@ -214,7 +172,7 @@ def test_random_bits_are_the_optimizers():
     """A code goes up where the bits reach what is left below it."""
     x = torch.full((1, 1000), 1 + 1 / 16)  # between 1 and 1.125, of which the amax scales to 256 and 288
     reduction = Fp8Reduction(stochastic=True, seed=3)
-    read = reduction.unpack(reduction.pack(x, None, 5, 1), 1000, torch.float32, None)
+    read = reduction.unpack(reduction.pack(x, 5, 1), 1000, torch.float32)
     bits = random_bits(key_of(3, 5, 0, 1), torch.arange(1000, dtype=torch.int32)) & 0xFFFF
     assert torch.equal(read, torch.where(bits >= 1 << 15, 1.125, 1.0).view(1, -1))
 
@@ -222,8 +180,8 @@ def test_random_bits_are_the_optimizers():
 @pytest.mark.parametrize(
     "options",
     [
-        *({}, {"stochastic": True}, {"granularity": PerTensor()}, {"error_feedback": True}, {"format": E5M2}),
-        {"ranks_per_server": 2, "error_feedback": True},
+        *({}, {"stochastic": True}, {"format": E5M2}),
+        {"ranks_per_server": 2},
     ],
     ids=str,
 )
@@ -241,7 +199,7 @@ def bytes_sent(mesh, count, options):
     """What each rank sends of its all-to-all and its gather, beside what a ring sends of an all-reduce."""
     group, bucket = mesh.get_group(), OneBucket(gradients(count, dist.get_rank(), dtype=torch.bfloat16))
     reduction = Fp8Reduction(**options, group=group)
-    reduction.rounded_rows(group)  # asks whether ranks have the same options
+    reduction._levels(group)  # asks whether ranks have the same options
     with ByteCounter() as counter:
         fp8_reduce_hook(reduction, bucket).wait()
     with ByteCounter() as plain:
@@ -253,22 +211,22 @@ def bytes_sent(mesh, count, options):
 @pytest.mark.parametrize("count", [100_000, 100_001])
 def test_bytes(pool, count):
     """One message each way; scales of blocks are 1/128 beside their codes."""
-    cases = {"blocks": {}, "one scale": {"granularity": PerTensor()}, "mean in bf16": {"gather_dtype": torch.bfloat16}}
+    cases = {"blocks": {}, "mean in bf16": {"gather_dtype": torch.bfloat16}}
     shares = {}
     for name, options in cases.items():
         (share, calls), other = pool.run(bytes_sent, (2,), count, options)
         assert (share, calls) == other
-        assert calls == {OTHER: 1, GATHER: 1} | ({REDUCE: 1} if name == "one scale" else {})
+        assert calls == {OTHER: 1, GATHER: 1}
         shares[name] = share
     assert 0.503 < shares["blocks"] < 0.505
-    assert 0.5 <= shares["one scale"] < 0.501 and 0.751 < shares["mean in bf16"] < 0.753
+    assert 0.751 < shares["mean in bf16"] < 0.753
 
 
 def bytes_between(mesh, count, per_server):
     """Bytes that the four ranks of two servers send inside them, and between, in FP8 and in bf16."""
-    scatter = Fp8ReduceScatter(reduction := Fp8Reduction(ranks_per_server=per_server))
+    scatter = Fp8Reduction(ranks_per_server=per_server)
     group, found = mesh.get_group(), []
-    reduction.rounded_rows(group)  # asks whether ranks have the same options
+    scatter._levels(group)  # asks whether ranks have the same options
     for ranks in (scatter, dist.reduce_scatter_tensor):
         with ByteCounter("aabb") as counter:
             x = gradients(count, dist.get_rank(), dtype=torch.bfloat16)
@@ -297,84 +255,10 @@ def data(rank, step):
     return torch.randn(5, 37, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def regrouped(mesh, stored):
-    """(means after DDP put its buckets together anew, those of gradients to which what was lost is added by hand)."""
-    group, net = mesh.get_group(), nn.Linear(300, 2)
-    reduction = Fp8Reduction(error_feedback=True, group=group)
-
-    def reduce(reduction, step, order, lost=None):
-        parts = gradients(602, dist.get_rank(), step).split([600, 2])
-        parts = [
-            part + (lost["parameters"][name] if lost else 0)
-            for part, name in zip(parts, ("weight", "bias"), strict=True)
-        ]
-        bucket = OneBucket(torch.cat([parts[place] for place in order]))
-        bucket.held = [[net.weight, net.bias][place] for place in order]
-        return fp8_reduce_hook(reduction, bucket).wait()
-
-    reduce(reduction, 0, (0, 1))
-    reduce(reduction, 1, (0, 1))
-    state = copy.deepcopy(reduction.state_dict(net))
-    if stored:
-        reduction = Fp8Reduction(error_feedback=True, group=group)
-        reduction.load_state_dict(state, net)
-    found = reduce(reduction, 2, (1, 0))
-    return found.numpy(), reduce(Fp8Reduction(group=group), 2, (1, 0), state).numpy(), reduction.calls
-
-
-@pytest.mark.parametrize("stored", [False, True])
-def test_what_was_lost_follows_parameters_into_other_buckets_and_checkpoints(pool, stored):
-    for found, by_hand, calls in pool.run(regrouped, (2,), stored):
-        np.testing.assert_array_equal(found, by_hand)
-        assert calls == 3
-
-
-def with_feedback(mesh, steps):
-    """(sums of this rank's shards' gradients in FP8, resumed on the way, and without; what its roundings have lost)."""
-    found, lost = [], {}
-    for way in ("in FP8", "resumed", "plain"):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(36, 132), nn.ReLU(), nn.Linear(132, 4))
-        for part in (net[0], net):
-            fully_shard(part, mesh=mesh)
-
-        def scatter(state=None, net=net):
-            reduction = Fp8Reduction(error_feedback=True, ranks_per_server=2)
-            for name in ("0", ""):
-                net.get_submodule(name).set_custom_reduce_scatter(Fp8ReduceScatter(reduction, name))
-            if state is not None:
-                reduction.load_state_dict(state, net)
-            return reduction
-
-        reduction = None if way == "plain" else scatter()
-        for step in range(steps):
-            if way == "resumed" and step == 2:
-                reduction = scatter(copy.deepcopy(reduction.state_dict(net)))
-            net(data(dist.get_rank(), step)[:, :36]).square().mean().backward()
-        found.append([p.grad.to_local().flatten().double().numpy() for p in net.parameters()])
-        lost = reduction.state_dict(net)["modules"] if reduction else lost
-    return *map(np.concatenate, found), {name: part.double().numpy() for name, part in lost.items()}
-
-
-@pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_error_feedback_under_fsdp2(pool, servers):
-    """What is missing of a sum of steps is what was lost last, and a checkpoint on the way changes no bit."""
-    ranks = 2 * servers
-    found = pool.run(with_feedback, (ranks,), 3)
-    row = lambda own, rank: np.concatenate([own[name][rank] for name in ("0", "")])  # noqa: E731
-    for rank, (own, again, exact, _) in enumerate(found):
-        np.testing.assert_array_equal(own, again)
-        left = np.mean([row(lost, rank) for *_, lost in found], 0)
-        if servers == 2:  # and of the means of servers, which these ranks had
-            left += np.mean([row(lost, ranks + rank // 2) for *_, lost in found[rank % 2 :: 2]], 0)
-        np.testing.assert_allclose(own + left, exact, atol=1e-5)
-        assert np.abs(left).max() > 1e-3 * np.abs(exact).max()
-
-
 def scattered(mesh, servers, dtype, op):
-    """What Fp8ReduceScatter leaves a rank."""
+    """What FSDP2's reduce-scatter leaves a rank."""
     output = torch.empty(5000 // mesh.size(), dtype=dtype)
-    reduce_scatter = Fp8ReduceScatter(Fp8Reduction(ranks_per_server=servers[0]))
+    reduce_scatter = Fp8Reduction(ranks_per_server=servers[0])
     reduce_scatter(output, gradients(5000, dist.get_rank(), dtype=dtype), mesh.get_group(), op)
     return output.double().numpy()
 
@@ -406,7 +290,7 @@ def between_replicas(mesh, dtype):
 
     for part in (net[0], net):
         fully_shard(part, mesh=mesh["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
-        part.set_custom_reduce_scatter(Fp8ReduceScatter(Fp8Reduction()))
+        part.set_custom_reduce_scatter(Fp8Reduction())
         part.set_all_reduce_hook(hook)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(2):
@@ -447,7 +331,7 @@ def test_between_replicas_equals_a_simulation_in_float64(pool, shape, dtype):
 def refused(mesh):
     """What FSDP2 gets for a divisor that its reduce-scatter would multiply by."""
     net = fully_shard(nn.Linear(4, 4), mesh=mesh)
-    net.set_custom_reduce_scatter(Fp8ReduceScatter(Fp8Reduction()))
+    net.set_custom_reduce_scatter(Fp8Reduction())
     net.set_gradient_divide_factor(3.0)
     with pytest.raises(ValueError, match="set_force_sum_reduction_for_comms"):
         net(torch.ones(1, 4)).sum().backward()
@@ -455,24 +339,87 @@ def refused(mesh):
 
 def test_what_is_refused(pool):
     pool.run(refused, (2,))
-    feedback = Fp8Reduction(error_feedback=True)
-    Fp8ReduceScatter(feedback, "head")
-    for name in (None, "head"):
-        with pytest.raises(ValueError, match="a name that no other has"):
-            Fp8ReduceScatter(feedback, name)
-    with pytest.raises(ValueError, match="no residuals between replicas"):
-        feedback.all_reduce(torch.ones(4))
     with pytest.raises(ValueError, match="ranks_per_server=0"):
         Fp8Reduction(ranks_per_server=0)
-    with pytest.raises(ValueError, match="residuals of weight"):
-        feedback.load_state_dict({"calls": 1, "parameters": {"weight": torch.ones(4)}, "modules": {}}, nn.ReLU())
     with pytest.raises(TypeError, match="float64"):
         fp8_reduce_hook(Fp8Reduction(group=SimpleNamespace()), OneBucket(torch.ones(3, dtype=torch.float64)))
     for state in (None, Fp8Reduction):
         with pytest.raises(TypeError, match=r"call register_comm_hook\(Fp8Reduction\(\), fp8_reduce_hook\)"):
             fp8_reduce_hook(state, OneBucket(torch.ones(3)))
-    for wrong in ({"format": E4M4}, {"format": "E4M3"}, {"granularity": PerRow()}, {"granularity": PerBlock(8, 128)}):
+    for wrong in ({"format": E4M4}, {"format": "E4M3"}):
         with pytest.raises(TypeError, match=r"use octavo\."):
             Fp8Reduction(**wrong)
     with pytest.raises(TypeError, match="bfloat16"):
         Fp8Reduction(gather_dtype=torch.float64)
+
+
+# --- which ranks exchange with which, where they are on several servers -----------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [range(8), range(24), [0, 2, 4, 6, 8, 10], [*range(5), *range(8, 13)]], ids=str)
+@pytest.mark.parametrize("per_server", [1, 2, 3, 4, 8, 100])
+def test_all_ranks_meet_and_only_one_of_each_server(ranks, per_server):
+    try:
+        found = levels(ranks, [rank // per_server for rank in ranks])
+    except ValueError:
+        assert len({sum(rank // per_server == server for rank in ranks) for server in range(24)} - {0}) > 1
+        return
+    for level in found:
+        assert sorted(itertools.chain(*level)) == [*ranks]
+    assert len({len(part) for part in found[0]}) == 1
+    if len(found) == 2:  # inside a server, then one rank of each
+        servers = [{rank // per_server for rank in part} for part in found[0]]
+        assert all(len(own) == 1 for own in servers)
+        for part in found[1]:
+            assert len({rank // per_server for rank in part}) == len(part) == len(servers) > 1
+    else:
+        assert len({rank // per_server for rank in ranks}) in (1, len(ranks))
+
+
+def found_by(mesh, said, given, hosts="aabb"):
+    """(this rank's levels, what is warned of), where LOCAL_WORLD_SIZE is ``said`` on each rank, 0 for not set."""
+    group = dist.new_group([*range(mesh.size())])
+    before, own = os.environ.pop("LOCAL_WORLD_SIZE", None), said[dist.get_rank()]
+    true_name, socket.gethostname = socket.gethostname, lambda: hosts[dist.get_rank()]
+    try:
+        os.environ |= {"LOCAL_WORLD_SIZE": str(own)} if own else {}
+        with warnings.catch_warnings(record=True) as heard, ByteCounter() as counter:
+            warnings.simplefilter("always")
+            found = own_levels(group, given)
+        assert sum(counter.calls.values()) == (0 if given else 2)  # the sizes of what is told, and that
+        return found, [str(warning.message) for warning in heard]
+    except ValueError as error:
+        return str(error)
+    finally:
+        socket.gethostname = true_name
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
+        os.environ |= {"LOCAL_WORLD_SIZE": before} if before is not None else {}
+
+
+OF_TWO = [([own, other], []) for own in ([1, 1, 0, 0], [0, 0, 1, 1]) for other in ([1, 0, 1, 0], [0, 1, 0, 1])]
+ONE_LEVEL = [([[1, 1, 1, 1]], [])] * 4
+
+
+def test_by_what_torchrun_says(pool):
+    assert pool.run(found_by, (4,), [2] * 4, None, "aaaa") == OF_TWO
+    assert pool.run(found_by, (4,), [4] * 4, 2) == OF_TWO
+    for said in ([1] * 4, [4] * 4, [8] * 4):
+        assert pool.run(found_by, (4,), said, None) == ONE_LEVEL
+
+
+def test_by_host_names_where_nobody_says_it(pool):
+    """As under srun and mpirun; one rank that was told nothing is enough."""
+    assert pool.run(found_by, (4,), [0] * 4, None) == pool.run(found_by, (4,), [2, 2, 2, 0], None) == OF_TWO
+    for hosts in ("aaaa", "abcd"):
+        assert pool.run(found_by, (4,), [0] * 4, None, hosts) == ONE_LEVEL
+    for hosts, counts in (("aaab", "[3, 1]"), ("abab", "[1, 1, 1, 1]")):
+        for found, (warning,) in pool.run(found_by, (4,), [0] * 4, None, hosts):
+            assert found == [[1, 1, 1, 1]] and f"in the order of their ranks, {counts} of this group's 4" in warning
+
+
+def test_servers_of_different_sizes(pool):
+    """One level, with a warning, which all ranks find; an error where two were asked for."""
+    for said, why in (([3] * 4, "[3, 1] of this group"), ([2, 2, 2, 4], "2 on one rank and 4 on another")):
+        for found, (warning,) in pool.run(found_by, (4,), said, None):
+            assert found == [[1, 1, 1, 1]] and why in warning
+    assert all("[3, 1] of this group's 4" in said for said in pool.run(found_by, (4,), [2] * 4, 3))

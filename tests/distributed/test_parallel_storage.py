@@ -203,7 +203,11 @@ def splits(mesh: Any, recipe: str, path: str) -> tuple[Any, ...]:
             of_splits(net, number)
             optimizer.step()
             optimizer.zero_grad()
-    for storage in (None, "fp8"):  # in the weights' dtype, and with one scale again
+    one_scale, phases = recipe != "blockwise", [Phase(RECIPES[recipe], weight_storage=None)]
+    if one_scale:
+        with pytest.raises(ValueError, match="one scale for all"):
+            PrecisionSchedule(model, runs[1][1], [*phases, Phase(RECIPES[recipe], weight_storage="fp8", from_step=1)])
+    for storage in () if one_scale else (None, "fp8"):  # in the weights' dtype, and in blocks again
         for net, optimizer in runs:
             PrecisionSchedule(net, optimizer, [Phase(RECIPES[recipe], weight_storage=storage)])
             of_splits(net, 3)

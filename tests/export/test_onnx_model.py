@@ -124,7 +124,7 @@ def test_y_scale_is_scale_inv_and_codes_are_octavos_beside_a_file_that_would_be_
 
 
 @pytest.mark.parametrize(
-    ("dtype", "opset"), [(torch.bfloat16, 19), pytest.param(torch.float16, 21, marks=pytest.mark.full)]
+    ("dtype", "opset"), [(torch.bfloat16, 22), pytest.param(torch.float16, 21, marks=pytest.mark.full)]
 )
 def test_a_half_precision_model_computes_in_float32_and_keeps_its_bytes(dtype, opset, tmp_path, monkeypatch):
     net = nn.Sequential(octavo.nn.Linear(K, 64, recipe=recipes.dynamic()), nn.Linear(64, 128)).to(dtype)
@@ -152,7 +152,7 @@ def test_a_half_precision_model_computes_in_float32_and_keeps_its_bytes(dtype, o
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("opset", [19, 20, 24])
+@pytest.mark.parametrize("opset", [22, 23, 24])
 @pytest.mark.parametrize("recipe", ["dynamic", "rowwise"])
 def test_opsets(recipe, opset, tmp_path):
     layer = octavo.nn.Linear(K, 40, recipe=FP8_RECIPES[recipe]())
@@ -194,11 +194,9 @@ class OfExperts(octavo.nn.GroupedLinear):
     [
         (Branches(), {}, "torch.export can't trace Branches: "),
         (nn.Linear(K, 4, device="meta"), {}, "meta device"),
-        (nn.Linear(K, 4), {"opset": 18}, "opset=18: use 19 to 24"),
+        (nn.Linear(K, 4), {"opset": 20}, "opset=20: use 21 to 24"),
         (nn.Linear(K, 4), {"weights": torch.int8}, "weights=torch.int8"),
         (OfExperts(2, K, 16), {}, "no ONNX for octavo.grouped_matmul.default: experts have none"),
-        (octavo.nn.Linear(K, 16, recipe=recipes.blockwise()), {"opset": 20}, r"block_size.*opset=21, or .*rowwise\(\)"),
-        (octavo.nn.Linear(K, 16, recipe=recipes.delayed()), {"opset": 19}, r"Delayed.*opset=21, or .*dynamic\(\)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

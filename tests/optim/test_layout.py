@@ -70,9 +70,9 @@ def places(mesh: Any) -> tuple[list[str], list[int], list[int]]:
         for shape in ((8, 6), (7, 5), (6, 4, 3), (4, 1)):
             count = torch.Size(shape).numel()
             param = placed(torch.arange(float(count)).view(shape), mesh, placements)
-            place, own = place_of(param), local(param).flatten(1)
+            (first_row, first_column, row_length), own = place_of(param), local(param).flatten(1)
             rows, columns = torch.meshgrid(*map(torch.arange, own.shape), indexing="ij")
-            index = (place.first_row + rows) * place.row_length + place.first_col + columns
+            index = (first_row + rows) * row_length + first_column + columns
             if not torch.equal(index.float(), own):
                 wrong.append(f"{name} {shape}")
             here.append(own.numel() * 4)

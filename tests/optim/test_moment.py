@@ -83,9 +83,10 @@ def test_codes_are_read_by_their_blocks():
     scales = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
     values = codes.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(128, 1)[:, :300]
     for first, end in ((0, 300), (0, 75), (75, 100), (75, 150), (128, 300), (150, 300), (300, 300)):
-        assert torch.equal(moment.read_codes(codes[:, first:end], scales, first), values[:, first:end])
-    assert torch.equal(moment.read_codes(codes[0, 75:], scales[:1], 75), values[0, 75:])
+        assert torch.equal(moment.read_codes(codes[:, first:end], scales, 0, first), values[:, first:end])
+        assert torch.equal(moment.read_codes(codes[1:, first:end], scales, 1, first), values[1:, first:end])
+    assert torch.equal(moment.read_codes(codes[0, 75:], scales[:1], 0, 75), values[0, 75:])
     of_experts = moment.read_codes(codes.view(1, 2, 300), scales.view(1, 2, 3))
     assert torch.equal(of_experts, values.view(1, 2, 300))
     one = Moment(E4M3, granularity=PerTensor())
-    assert torch.equal(one.read_codes(codes, scales[:1, :1], 150), codes.view(torch.float8_e4m3fn).float())
+    assert torch.equal(one.read_codes(codes, scales[:1, :1], 1, 150), codes.view(torch.float8_e4m3fn).float())

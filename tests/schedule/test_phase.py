@@ -111,12 +111,12 @@ def test_no_more_than_one_old_weight_is_there_beside_the_new_ones(storage, monke
     left = []
     changing = module.change
 
-    def change(optimizer, settings, moved, stored, common):
+    def change(optimizer, settings, moved, stored):
         def then(weight):
             stored(weight)
             left.append(sum(not weight.expired() for weight in old))
 
-        return changing(optimizer, settings, moved, then, common)
+        return changing(optimizer, settings, moved, then)
 
     monkeypatch.setattr(module, "change", change)
     (target,) = targets_of(model, optimizer, [Phase(LOW, weight_storage=storage)])

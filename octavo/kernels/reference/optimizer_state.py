@@ -223,10 +223,7 @@ class MomentTensors(Scaled):
 
 def rows_of(tensor: Tensor | None, index: int, count: int) -> Tensor | None:
     """One of ``count`` equal runs of a tensor's rows; None for None."""
-    if tensor is None:
-        return None
-    rows = tensor.shape[0] // count
-    return tensor[index * rows : (index + 1) * rows]
+    return None if tensor is None else tensor.chunk(count)[index]
 
 
 def finite_amax(wide: Tensor) -> Tensor:

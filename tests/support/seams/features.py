@@ -257,13 +257,13 @@ class Reduced(Feature):
     alone = Documented("communication.md#gradients-in-fp8", "one process has no gradients to average")
 
     def wrapped(self, made: Made) -> None:
-        from octavo.distributed import Fp8ReduceScatter, Fp8Reduction, fp8_reduce_hook
+        from octavo.distributed import Fp8Reduction, fp8_reduce_hook
 
         if isinstance(made.call, nn.parallel.DistributedDataParallel):
             made.call.register_comm_hook(Fp8Reduction(group=made.mesh.get_group()), fp8_reduce_hook)
         for module in made.model.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(Fp8ReduceScatter(Fp8Reduction()))
+                module.set_custom_reduce_scatter(Fp8Reduction())
 
 
 class RegionPart(Part):
