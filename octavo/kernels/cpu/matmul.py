@@ -26,6 +26,9 @@ from octavo.kernels.reference.matmul import result_scales
 from octavo.numerics import MAX_SCALE, MIN_SCALE
 
 _MANTISSA = (1 << 23) - 1  # of a float32's bits
+# Times CHUNK elements are multiplied at a time where all that smaller chunks save is memory: the products of 1,024 x 256
+# by 768 in backward take 13.4 ms instead of 15 (float32, 1 core, AMD EPYC Zen 1)
+_CHUNKS = 4
 
 
 def matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
@@ -88,14 +91,15 @@ def _by_chunks_of_rows(
 ) -> Tensor:
     """The product in chunks of a's rows, which stay in the cache between being read and being multiplied.
 
-    The rows of a transposed a are columns in memory. Its chunks are larger, as all that they save is memory.
+    The rows of a transposed a are columns in memory. Where the result is rounded, its chunk must fit too.
     """
     (q, scale_inv, tile), multiplied = a, _operand(b, compute)
     rows, cols = q.shape[0], b.codes.shape[0]
     out_MN = q.new_empty((rows, cols), dtype=out_dtype)
     transposed = lies_transposed(q)
     widest = q.shape[1] if compute == out_dtype else max(q.shape[1], cols)
-    slices = row_slices((rows, widest), max(tile[0], 1), q.device, 4 if transposed else 1)
+    chunks = _CHUNKS if transposed or compute == out_dtype else 1
+    slices = row_slices((rows, widest), max(tile[0], 1), q.device, chunks)
     memory = wide = None
     for chunk in slices if transposed or q.is_contiguous() else [slice(0, rows)]:
         a_chunk = q.t()[:, chunk].contiguous().t() if transposed else q[chunk]
@@ -122,7 +126,7 @@ def _by_chunks_of_terms(a: OperandPair, b: OperandPair, bias: Tensor | None) -> 
     out_MN = a.codes.new_zeros((rows, cols), dtype=torch.float32)
     memories: list[Tensor] | None = None
     left = right = None
-    for chunk in row_slices((terms, max(rows, cols)), unit, a.codes.device):
+    for chunk in row_slices((terms, rows + cols), unit, a.codes.device, _CHUNKS):
         if memories is None:
             memories = [pair.codes.new_empty((chunk.stop, len(pair.codes)), dtype=torch.float32) for pair in (a, b)]
         left, right = (
