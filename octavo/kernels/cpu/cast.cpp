@@ -358,10 +358,12 @@ extern "C" int octavo_amax(const Scaling *s, void *x, int64_t stride, int kind, 
     return on_kind(kind, x, stride, [&](auto m) { return amax(*s, m, from, to, threads); });
 }
 
-// Write all else of rows that begin whole tiles; ``faulty``: what octavo_amax has told of them.
+// Write all else of rows that begin whole tiles; ``faulty``: what octavo_amax has told of them, or -1 to ask it here.
 extern "C" void octavo_cast(
     const Scaling *s, void *x, int64_t stride, int kind, int64_t from, int64_t to, int64_t threads, int faulty) {
-    on_kind(kind, x, stride, [&](auto m) { cast(*s, m, from, to, faulty, threads); });
+    on_kind(kind, x, stride, [&](auto m) {
+        cast(*s, m, from, to, faulty < 0 ? s->spans() && amax(*s, m, from, to, threads) : faulty, threads);
+    });
 }
 
 // Write what codes times scale_inv read to dense rows of float32 (kind 0) or bfloat16 (1).
