@@ -8,6 +8,7 @@ a GPU the path also asks for the current device and stream, some tenths of a us.
 A weight that one cast serves is kept, as in a micro-batch that isn't the first. torchao's times are of its whole work
 on the CPU, where arithmetic of this size costs next to nothing. Aims are held against the least of all readings, which
 is what the code itself takes: whatever else runs on the machine only adds to it.
+"no product" is the floor: a layer whose autograd function computes nothing.
 """
 
 from __future__ import annotations
@@ -147,6 +148,27 @@ def linear(recipe: str) -> octavo.nn.Linear:
     return layer
 
 
+class _Nothing(torch.autograd.Function):
+    """A layer's autograd node, with its inputs and as many saved tensors, that computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, *rest: None) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, x, weight)
+        return x.new_empty((x.shape[0], weight.shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, *_ = ctx.saved_tensors
+        return x, weight, bias, None, None, None
+
+
+class Floor(nn.Linear):
+    """What torch itself takes of a layer whose products are an autograd function in Python."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _Nothing.apply(input, self.weight, self.bias, None, None, None)
+
+
 class Subject(NamedTuple):
     """What is timed, and the most us that it should take."""
 
@@ -157,6 +179,7 @@ class Subject(NamedTuple):
 def subjects() -> dict[str, Subject]:
     found = {name: Subject(call, CAST_AIM) for name, call in (casts() | norms()).items()}
     layers: dict[str, nn.Module] = {f"Linear {name}": linear(name) for name in OCTAVO}
+    layers["no product"] = Floor(SIZE, SIZE, dtype=torch.bfloat16)
     layers["nn.Linear"] = nn.Linear(SIZE, SIZE, dtype=torch.bfloat16)
     layers[TORCHAO] = with_torchao(nn.Linear(SIZE, SIZE, dtype=torch.bfloat16), "tensorwise")
     for name, layer in layers.items():

@@ -1,5 +1,8 @@
 // Casts to float8, and back, with the bits of reference/cast.py and reference/codes.py.
 #include "float_bits.h"
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
 
 extern "C" {
 
@@ -249,7 +252,26 @@ void cast(const Scaling &s, const Matrix<X> &m, int64_t from, int64_t to, bool f
 }
 
 template <class F, class Y> INLINE void decode(typename Y::Bits *out, const uint8_t *codes, const float *scale_inv, int64_t width) {
-    for (int64_t j = 0; j < width; j++) {
+    int64_t j = 0;
+#ifdef __F16C__
+    // A code is a float16 but for its exponent's bias, which 2^8 makes up for in E4M3, and E4M3's NaN. The instruction
+    // reads subnormal ones on a CPU that flushes these too.
+    constexpr int shift = 10 - F::mantissa_bits;
+    const __m256 bias = _mm256_set1_ps(shift == 7 ? 0x1p8f : 1.0f);
+    const __m128i sign = _mm_set1_epi16(0x80), nan = _mm_set1_epi16(NAN_CODE), infinite = _mm_set1_epi16(0x7C00);
+    for (; j + 64 <= width; j += 64) {
+        alignas(32) float held[64];
+        for (int64_t k = 0; k < 64; k += 8) {
+            __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)(codes + j + k)));
+            __m128i half = _mm_slli_epi16(shift == 7 ? _mm_add_epi16(x, _mm_and_si128(x, sign)) : x, shift);
+            half = _mm_or_si128(half, _mm_and_si128(_mm_cmpeq_epi16(_mm_and_si128(x, nan), nan), infinite));
+            __m256 number = _mm256_mul_ps(_mm256_cvtph_ps(half), bias);
+            _mm256_store_ps(held + k, _mm256_mul_ps(number, _mm256_loadu_ps(scale_inv + j + k)));
+        }
+        for (int64_t k = 0; k < 64; k++) out[j + k] = Y::rounded(held[k]);
+    }
+#endif
+    for (; j < width; j++) {
         int32_t magnitude = (codes[j] & 0x7F) << (23 - F::mantissa_bits), bits = widened(magnitude, 127 - F::bias);
         bits = magnitude < F::infinite << (23 - F::mantissa_bits) ? bits : magnitude | INFINITE;
         out[j] = Y::rounded(float_of(bits | int32_t(uint32_t(codes[j] & 0x80) << 24)) * scale_inv[j]);
@@ -336,10 +358,12 @@ extern "C" int octavo_amax(const Scaling *s, void *x, int64_t stride, int kind, 
     return on_kind(kind, x, stride, [&](auto m) { return amax(*s, m, from, to, threads); });
 }
 
-// Write all else of rows that begin whole tiles; ``faulty``: what octavo_amax has told of them.
+// Write all else of rows that begin whole tiles; ``faulty``: what octavo_amax has told of them, or -1 to ask it here.
 extern "C" void octavo_cast(
     const Scaling *s, void *x, int64_t stride, int kind, int64_t from, int64_t to, int64_t threads, int faulty) {
-    on_kind(kind, x, stride, [&](auto m) { cast(*s, m, from, to, faulty, threads); });
+    on_kind(kind, x, stride, [&](auto m) {
+        cast(*s, m, from, to, faulty < 0 ? s->spans() && amax(*s, m, from, to, threads) : faulty, threads);
+    });
 }
 
 // Write what codes times scale_inv read to dense rows of float32 (kind 0) or bfloat16 (1).

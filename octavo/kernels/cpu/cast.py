@@ -1,4 +1,4 @@
-"""Casts by ``cast.cpp``: the reference's bits, codes as they lie and transposed written in one pass, in threads.
+"""Casts by ``cast.cpp``: the reference's bits, codes as they lie and transposed in one pass, in torch's threads.
 
 What an activation or a norm makes is torch's, in float32, by chunks of rows that never exist all at once. Where a scale
 needs the amax of all rows before the first code, the first chunks, up to KEPT elements, are kept from the first pass to
@@ -56,9 +56,7 @@ def write(source: CastSource | NormSource, targets: Sequence[CastTarget], beside
         x = x.contiguous()
     given = _matrix(x, slice(0, x.shape[0]))
     for target in targets:
-        of_target = described(target, shape, by_columns)
-        faulty = target.scaling.tile[by_columns] == ALL and functions.octavo_amax(of_target, *given)
-        functions.octavo_cast(of_target, *given, faulty)
+        functions.octavo_cast(described(target, shape, by_columns), *given, -1)
 
 
 def _matrix(x: Tensor, rows: slice) -> tuple[int, ...]:

@@ -1,6 +1,9 @@
 // Numbers of 32 and 16 bits by their bits: what the CPU's C++ shares. Nothing here reads or makes a subnormal number by
 // arithmetic, so a CPU that is set to flush these changes nothing.
+#include <dlfcn.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -34,12 +37,19 @@ INLINE float from_half(uint16_t x) {
     return float_of(bits | int32_t(uint32_t(x & 0x8000) << 16));
 }
 
-// Call ``work(share, first, last)`` on shares of what is ``from`` to ``to``, of whole units.
+// Call ``work(share, first, last)`` on shares of what is ``from`` to ``to``, of whole units. torch's own threads do so:
+// they wait for its next operation on their processors, where others would have to wait for them.
 template <class Work> void in_threads(int64_t threads, int64_t from, int64_t to, int64_t unit, Work work) {
-    std::vector<std::thread> others;
+    using Team = void(void (*)(void *), void *, unsigned, unsigned);  // OpenMP's, where it is GNU's or compatible
+    static Team *const team = (Team *)dlsym(RTLD_DEFAULT, "GOMP_parallel");
     auto end = [=](int64_t share) { return std::min(from + (to - from + unit - 1) / unit * share / threads * unit, to); };
-    for (int64_t share = 1; share < threads; share++) others.emplace_back(work, share, end(share), end(share + 1));
-    work(0, from, end(1));
+    std::atomic<int64_t> next(0);
+    auto take = [&] { for (int64_t share; (share = next++) < threads;) work(share, end(share), end(share + 1)); };
+    if (threads == 1) return take();
+    if (team) return team([](void *given) { (*(decltype(take) *)given)(); }, &take, 0, 0);
+    std::vector<std::thread> others;
+    for (int64_t share = 1; share < threads; share++) others.emplace_back(take);
+    take();
     for (auto &other : others) other.join();
 }
 

@@ -55,4 +55,4 @@ def library(name: str) -> ctypes.CDLL | None:
 
 def threads_for(elements: int) -> int:
     """As many threads as torch has and so many elements are worth."""
-    return max(min(torch.get_num_threads(), elements // _SHARE), 1)
+    return min(torch.get_num_threads(), elements // _SHARE) if elements >= 2 * _SHARE else 1

@@ -85,9 +85,10 @@ def test_any_cast_has_the_bits_of_the_reference() -> None:
     assert {seed: found for seed in range(100) if (found := differences_of(seed))} == {}
 
 
-def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setattr(libraries, "_SHARE", 50)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    torch.set_num_threads(3)
+    request.addfinalizer(lambda: torch.set_num_threads(1))
     assert {seed: found for seed in range(1000, 1020) if (found := differences_of(seed))} == {}
 
 
