@@ -95,17 +95,21 @@ def pytest_group_items(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The default set, unless --full, or a test was given by its name."""
+    """The default set, unless --full, or a test was given by its name; of several workers one begins with the ranks."""
     full = config.getoption("--full") or any("::" in argument for argument in config.args)
     sets.choose(items, full, config.getoption("--part"), lambda rest: config.hook.pytest_deselected(items=rest))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not starts_ranks(item))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What takes seconds begins now: the imports of the processes that ranks are forked from."""
-    if any(map(starts_ranks, session.items)) and not session.config.option.collectonly:
+    one_worker = not hasattr(session.config, "workerinput")  # of several only that imports which runs those tests
+    if one_worker and any(map(starts_ranks, session.items)) and not session.config.option.collectonly:
         prepare()
     gc.collect()
     gc.freeze()  # what is collected stays: no later collection looks at it
+    gc.set_threshold(10_000, 20, 20)  # and few are needed: a test leaves little
 
 
 def pytest_report_header(config: pytest.Config) -> str:

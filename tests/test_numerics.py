@@ -3,7 +3,7 @@ import math
 import gfloat
 import pytest
 import torch
-from gfloat.formats import format_info_ocp_e8m0
+from gfloat.formats import format_info_binary32, format_info_ocp_e8m0
 
 from octavo import numerics
 from tests.support.definitions import FLOAT32_MAX, neighbours, same_bits, scale_invs_of, scale_of, scales_of
@@ -19,6 +19,15 @@ def amaxes() -> torch.Tensor:
     places = torch.cat([powers, powers[:-1] * 448 / 256, torch.tensor([FLOAT32_MAX, math.pi, 65504.0])])
     near = neighbours(places, 1)
     return torch.cat([near[near > 0], RANDOM.view(torch.float32)])
+
+
+def test_the_definitions_roundings_are_gfloats() -> None:
+    amax = amaxes()[::7]
+    scale = gfloat.round_ndarray(format_info_binary32, 448 / amax.double().numpy()).clip(2.0**-126, 2.0**126)
+    down = gfloat.round_ndarray(format_info_ocp_e8m0, scale, gfloat.RoundMode.TowardZero)
+    inverse = gfloat.round_ndarray(format_info_binary32, 1 / scale)
+    found = scales_of(amax, 448, False), scales_of(amax, 448, True), scale_invs_of(scales_of(amax, 448, False))
+    assert [each.double().tolist() for each in found] == [scale.tolist(), down.tolist(), inverse.tolist()]
 
 
 @pytest.mark.parametrize("limit", LIMITS)

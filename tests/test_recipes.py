@@ -86,7 +86,7 @@ def mx_pairs(x, format, mode):
 def test_mx_codes_and_scales_are_torchaos():
     """Its RCEIL, the rule of cuBLAS too. FLOOR, the OCP's, has the same scale_inv or half of it, and clips then."""
     halves, shapes = 0, ((8, 64), (1, 32), (17, 96), (3, 5, 64), (0, 32))
-    for number in range(1000):
+    for number in range(400):
         shape, format = shapes[number // 10 % 5 if number % 10 else 0], (E4M3, E5M2)[number % 2]
         x = torch.randn(shape) * torch.exp2(torch.randint(-110, 125, (*shape[:-1], 1)))
         x.view(-1, 32)[number % 8 :: 16] = 0  # then ours is 1, theirs 2^-127, and codes are 0
@@ -100,7 +100,7 @@ def test_mx_codes_and_scales_are_torchaos():
             alike = ~is_half.repeat_interleave(32, 1)
             assert torch.equal(floors[is_half], theirs[is_half] - 1) and torch.equal(codes[alike], floored[alike])
             halves += int(is_half.sum())
-    assert 200 < halves < 350  # of 1,500, whose amax is above 1.75 times its power of two
+    assert 80 < halves < 140  # of 600, whose amax is above 1.75 times its power of two
 
 
 def test_where_mx_is_not_torchaos():
@@ -235,7 +235,8 @@ def test_whether_what_other_rows_contain_moves_a_row(name):
     for kind, make in MODULES.items():
         torch.manual_seed(0)
         module, x = make(ALL[name]()), torch.randn(2, ROWS, 256)
-        of_first(module, x)[:SEEN].sum().backward()
+        if name == "delayed":
+            of_first(module, x)[:SEEN].sum().backward()
         other = torch.cat((x[:1], 7 * torch.randn(1, ROWS, 256)))
         other[0, SEEN:] = 7 * torch.randn(ROWS - SEEN, 256) * torch.randn(ROWS - SEEN, 1).exp()
         for training in (True, False):

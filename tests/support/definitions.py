@@ -2,7 +2,7 @@
 
 What a code of E4M3 or E5M2 reads and which code is nearest say ml_dtypes and gfloat (tests/test_formats.py holds these
 against each other); gfloat also reads and rounds to E4M4, from the description below. Scales are float64 quotients that
-gfloat rounds to float32, and down to E8M0's powers of two.
+NumPy rounds to float32, and down to powers of two, as gfloat does (tests/test_numerics.py).
 """
 
 import math
@@ -12,7 +12,7 @@ import gfloat
 import ml_dtypes
 import numpy as np
 import torch
-from gfloat.formats import format_info_binary32, format_info_ocp_e4m3, format_info_ocp_e5m2, format_info_ocp_e8m0
+from gfloat.formats import format_info_ocp_e4m3, format_info_ocp_e5m2
 from torch import Tensor
 
 from octavo import PerBlock, PerRow, PerTensor
@@ -103,12 +103,11 @@ def boundaries(dtype: torch.dtype) -> Tensor:
 def scales_of(amax: Tensor, limit: float, power_of_two: bool, margin: int = 0, previous: float = 1.0) -> Tensor:
     """The scale for each ``amax``, float32."""
     # rounded to float64 and then to float32, which is to float32: a quotient's 53 bits are at least 2 x 24 + 2
-    with np.errstate(divide="ignore"):
-        scale = gfloat.round_ndarray(format_info_binary32, limit / 2.0**margin / amax.double().numpy())
-    scale = scale.clip(2.0**-126, 2.0**126)
+    with np.errstate(divide="ignore", over="ignore"):
+        scale = (limit / 2.0**margin / amax.double().numpy()).astype(np.float32).clip(2.0**-126, 2.0**126)
     if power_of_two:
-        scale = gfloat.round_ndarray(format_info_ocp_e8m0, scale, gfloat.RoundMode.TowardZero)
-    return torch.where(amax == 0, previous, torch.from_numpy(scale)).float()
+        scale = np.ldexp(np.float32(0.5), np.frexp(scale)[1])
+    return torch.where(amax == 0, previous, torch.from_numpy(scale))
 
 
 def scale_of(amax: float, limit: float, power_of_two: bool, margin: int = 0, previous: float = 1.0) -> float:
@@ -118,7 +117,7 @@ def scale_of(amax: float, limit: float, power_of_two: bool, margin: int = 0, pre
 
 def scale_invs_of(scale: Tensor) -> Tensor:
     """Their reciprocals."""
-    return torch.from_numpy(gfloat.round_ndarray(format_info_binary32, 1.0 / scale.double().numpy())).float()
+    return torch.from_numpy((1.0 / scale.double().numpy()).astype(np.float32))
 
 
 def tiles_of(shape: Sequence[int], tile: Sequence[int]) -> Iterator[tuple[int, int, slice, slice]]:

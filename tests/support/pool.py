@@ -127,6 +127,7 @@ class Pool:
         self._processes: list[Any] = []
         self._connections: list[Any] = []
         self._tasks = 0
+        self._apart: Pool | None = None  # fewer ranks, for tasks that want no others beside theirs
 
     def start(self) -> None:
         """Start the few ranks that most tasks want, which the first of these would wait for."""
@@ -153,6 +154,9 @@ class Pool:
             AssertionError: with the ranks' tracebacks, where any failed or took longer.
         """
         size = math.prod(shape)
+        if whole and len(self._processes) > size:
+            self._apart = self._apart or Pool()
+            return self._apart.run(task, shape, *arguments, seconds=seconds, whole=True)
         world = size if whole else max(len(self._processes), FEW if size <= FEW else MANY, size)
         if world != len(self._processes):
             self.stop()
@@ -186,6 +190,8 @@ class Pool:
 
     def stop(self, seconds: float = 5) -> None:
         """End all ranks; those that do not within some seconds are killed."""
+        if self._apart is not None:
+            self._apart.stop(seconds)
         deadline = time.monotonic() + seconds
         for connection in self._connections:
             with contextlib.suppress(OSError):

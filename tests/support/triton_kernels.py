@@ -152,6 +152,7 @@ def _interpreting() -> Iterator[None]:
     """
     import numpy
     import triton.language as tl
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
     from triton.runtime.jit import JITFunction
 
@@ -167,14 +168,21 @@ def _interpreting() -> Iterator[None]:
         element = getattr(given, "element_ty", given) if given.is_block() else given
         return numpy.dtype(numpy.uint64) if element.is_ptr() else dtypes[element]
 
-    blocks: dict[Any, tl.block_type] = {}
+    blocks: dict[Any, dict[str, Any]] = {}
 
-    def block(own: tl.block_type, element: tl.dtype) -> tl.block_type:
-        if element.is_ptr():
-            return tl.block_type(element, own.shape)
-        if (key := (element.name, own.shape)) not in blocks:
-            blocks[key] = tl.block_type(element, own.shape)
-        return blocks[key]
+    def block(own: tl.block_type, element: tl.dtype, shape: Any) -> None:
+        key = element.name, *getattr(shape, "values", shape)
+        if element.is_ptr() or key not in blocks:
+            new_block(own, element, shape)
+            blocks[key] = vars(own)
+        vars(own).update(blocks[key])
+
+    def with_element(own: tl.block_type, element: tl.dtype) -> tl.block_type:
+        return own if element is own.element_ty else tl.block_type(element, own.shape)
+
+    def broadcast(own: Any, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+        of_blocks = lhs.type.is_block() and rhs.type.is_block()
+        return (lhs, rhs) if of_blocks and lhs.type.shape.values == rhs.type.shape.values else as_one(own, lhs, rhs)
 
     @functools.cache
     def constants(shape: tuple[int, ...]) -> tuple[Any, Any]:
@@ -190,6 +198,7 @@ def _interpreting() -> Iterator[None]:
     integers = [tl.int1, *(getattr(tl, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))]
     scalars = [*integers, tl.float16, tl.bfloat16, tl.float32, tl.float64, tl.float8e5, tl.float8e4nv]
     builder, convert_float = interpreter.InterpreterBuilder, interpreter._convert_float
+    new_block, as_one = tl.block_type.__init__, TritonSemantic.broadcast_impl_value
     unsanitized = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     dtypes = {element: interpreter._get_np_dtype(element) for element in scalars}
     fma = builder.create_fma if hasattr(interpreter._interpreter, "fma_fp32") else _fma
@@ -207,7 +216,9 @@ def _interpreting() -> Iterator[None]:
             mock.patch.object(interpreter, "_get_np_dtype", dtype_of),
             mock.patch.object(tl.core, "_type_for_tuple_values", untyped),
             mock.patch.object(tl.tensor, "__init__", tensor),
-            mock.patch.object(tl.block_type, "with_element_ty", block),
+            mock.patch.object(tl.block_type, "__init__", block),
+            mock.patch.object(tl.block_type, "with_element_ty", with_element),
+            mock.patch.object(TritonSemantic, "broadcast_impl_value", broadcast),
             mock.patch.object(JITFunction, "__call__", call),
             mock.patch.object(builder, "create_fma", fma),
             # where one is NaN the other counts; before Triton 3.8, NaN
