@@ -21,7 +21,6 @@ from octavo.tensor.collectives import agree
 from octavo.tensor.fsdp2 import groups_of, like_sharded, on_this_rank
 from octavo.tensor.stored_weight import local_stored
 
-
 _MUONS = "algorithm", "eps", "ns_steps", "ns_coefficients", "adjust_lr_fn"  # options of groups that no kernel takes
 
 
