@@ -239,26 +239,29 @@ def load(path: str | Path, default: Recipe | None = None) -> RecipeMap:
         ('high_precision', 'dynamic with grad_weight changed')
     """
     try:
-        return _map(json.loads(Path(path).read_text(encoding="utf-8")), default)
+        return _map(json.loads(Path(path).read_text(encoding="utf-8-sig")), default)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} holds no recipes by layer: {type(error).__name__}: {error}") from error
 
 
 def _map(content: Mapping[str, Any], default: Recipe | None) -> RecipeMap:
     """The recipes by layer of a file."""
+    rules = content.get("rules") if isinstance(content, Mapping) else None
+    if not isinstance(rules, Mapping):
+        raise TypeError(f'{content!r} is not of the form {{"default": a recipe, "rules": {{pattern: rule}}}}')
     if unknown := sorted(set(content) - {"default", "rules"}):
         raise ValueError(f"it has {', '.join(map(repr, unknown))}, and may have 'default' and 'rules'")
     if default is None and "default" not in content:
         raise ValueError("it names no default: give one, as in octavo.recipes.load(path, octavo.recipes.dynamic())")
     chosen = _rule(content["default"]) if default is None else default
-    return RecipeMap(chosen, {pattern: _rule(rule) for pattern, rule in content["rules"].items()})  # type: ignore[arg-type]
+    return RecipeMap(chosen, {pattern: _rule(rule) for pattern, rule in rules.items()})  # type: ignore[arg-type]
 
 
-def to_json(recipe: RecipeMap | Mapping[str, RecipeRule]) -> str:
+def to_json(recipe: Recipe | RecipeMap | Mapping[str, RecipeRule]) -> str:
     """What ``load`` reads.
 
     Args:
-        recipe: a RecipeMap, or rules without a default.
+        recipe: a Recipe, of all layers; a RecipeMap; or rules without a default.
 
     Example:
         >>> print(to_json(RecipeMap(dynamic(), {"lm_head": None})))
@@ -269,6 +272,7 @@ def to_json(recipe: RecipeMap | Mapping[str, RecipeRule]) -> str:
          }
         }
     """
+    recipe = RecipeMap(recipe) if isinstance(recipe, Recipe) else recipe
     rules = recipe.rules if isinstance(recipe, RecipeMap) else recipe
     content = {"default": _plain(recipe.default)} if isinstance(recipe, RecipeMap) else {}
     content |= {"rules": {pattern: _plain(rule) for pattern, rule in rules.items()}}
@@ -284,6 +288,8 @@ def _rule(found: Any) -> RecipeRule:
         return made
     if found is None:
         return None
+    if not isinstance(found, Mapping):
+        raise TypeError(f"{found!r} is no rule: use null, a recipe's name, or an object of what changes")
     read: dict[str, Callable[[Any], Any]] = {"saved": Cast.of, "fast_accum": tuple, "name": str}
     read |= dict.fromkeys(PRODUCTS, lambda casts: tuple(map(Cast.of, casts)))
     values: dict[str, Any] = {

@@ -135,6 +135,8 @@ def test_recipes_by_layer_are_a_file(tmp_path):
         found = recipes.load(path)
         assert found == octavo.RecipeMap(default, rules) and found.of("last").name == saved.name
         assert recipes.load(path, recipes.mx()).default == recipes.mx()
+    path.write_text("\ufeff" + recipes.to_json(recipes.mx()), encoding="utf-8")  # Windows' editors begin so
+    assert recipes.load(path) == octavo.RecipeMap(recipes.mx())
     path.write_text(recipes.to_json(rules))  # as of a record, which doesn't know the model's recipe
     assert recipes.load(str(path), recipes.mx()) == octavo.RecipeMap(recipes.mx(), rules)
 
@@ -143,7 +145,8 @@ def test_recipes_by_layer_are_a_file(tmp_path):
     ("text", "says"),
     [
         ('{"rules": {}}', "names no default: give one"),
-        ('{"default": "dynamic"}', "KeyError: 'rules'"),
+        ('{"default": "dynamic"}', '.default.: .dynamic.. is not of the form {"default": a recipe, "rules"'),
+        ('"mx"', "'mx' is not of the form"),
         ('{"default": "fast", "rules": {}}', "'fast' is no recipe: choose default, dynamic"),
         ('{"default": "load", "rules": {}}', "'load' is no recipe"),
         ('{"default": null, "rules": {}}', "is no octavo.Recipe"),
@@ -152,10 +155,11 @@ def test_recipes_by_layer_are_a_file(tmp_path):
         ('{"default": "mx", "rules": {"a": {"saved": "E4M3"}}}', "'E4M3' is no Cast"),
         ('{"default": "mx", "rules": {"a": {"saved": "Cast(E4M3, PerRow(), Delayed())"}}}', "needs PerTensor"),
         ('{"default": "mx", "rules": {"a": {"output": ["Cast(E4M3)"]}}}', "is no Cast"),
-        ('{"default": "mx", "rules": {"a": 3}}', "AttributeError"),
+        ('{"default": "mx", "rules": {"a": 3}}', "3 is no rule: use null, a recipe's name, or"),
+        ('{"default": "mx", "rules": null}', "is not of the form"),
         ("{", "JSONDecodeError"),
         ('{"default": "mx", "rule": {}, "rules": {}}', "it has 'rule', and may have 'default' and 'rules'"),
-        ("[]", "names no default"),
+        ("[]", ".. is not of the form"),
     ],
 )
 def test_a_file_that_is_none_says_why(text, says, tmp_path):
@@ -182,6 +186,7 @@ def test_a_recipe_is_its_name_or_a_file_too(tmp_path):
     for wrong, error, says in (
         ("dinamic", ValueError, "no recipe: choose .* or a file that ends in .json"),
         (3, TypeError, "is no"),
+        ({"default": "mx"}, TypeError, "is not of the form"),
     ):
         with pytest.raises(error, match=says):
             octavo.set_recipe(net, wrong)

@@ -353,7 +353,7 @@ def _model_to_fill(model: nn.Module, model_state: Any, content: dict[str, Any]) 
     if missing or unexpected:
         raise CheckpointError(
             f"the checkpoint holds another model: it has no {missing[:3]}, and {unexpected[:3]} besides; build the "
-            "model that was saved (converting it changes no name)"
+            "model that was saved (of octavo, only weight_storage='fp8' adds names)"
         )
     for name in content["others"].keys() & places.keys():
         model_state[places.pop(name)[1]] = content["others"][name]

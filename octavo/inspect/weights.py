@@ -250,7 +250,8 @@ def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     """The same for weights in FP8, from their codes and each element's scale_inv."""
     codes, (first, *_) = _together([sample.elements for sample in samples]), samples
     weights: list[Any] = [sample.weight for sample in samples]
-    scales = torch.cat([*(weight.scale_inv.reshape(-1) for weight in weights), codes.new_zeros(1, dtype=torch.float32)])
+    each = [weight.scale_inv.float().reshape(-1) for weight in weights]  # E8M0 of a frozen one in 1x32
+    scales = torch.cat([*each, codes.new_zeros(1, dtype=torch.float32)])
     shapes = tuple((tuple(weight.shape), weight.granularity) for weight in weights)
     scale_inv = scales[_places_of_scales(shapes, codes.device)]
     values = codes.view(weights[0].qdata.dtype).float()

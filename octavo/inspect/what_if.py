@@ -48,7 +48,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo import recipes as named_recipes
 from octavo.cost.command import columns
 from octavo.cost.estimate import LinearWork
 from octavo.cost.rates import PUBLISHED, PlanError, Rates, rates_of
@@ -58,7 +57,7 @@ from octavo.nn.candidates import MIN_FEATURES, Select
 from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight import check_recipe
-from octavo.recipes import high_precision
+from octavo.recipes import as_recipe, high_precision
 from octavo.scaling.delayed import STATE, State, state_of
 from octavo.scaling.recipe import PRODUCTS, Recipe
 from octavo.scaling.recipe_map import RecipeMap, recipe_of
@@ -299,7 +298,7 @@ def compare(
     model: nn.Module,
     loss: Loss,
     batches: Iterable[Any],
-    recipes: Iterable[Recipe] | Mapping[str, Recipe | RecipeMap] | None = None,
+    recipes: Iterable[Recipe | str] | Mapping[str, Recipe | RecipeMap | str] | None = None,
     *,
     select: Select | None = None,
     runs: int = 500,
@@ -314,7 +313,8 @@ def compare(
         model: plain or converted, on its device; it computes in training mode. Give one that has trained for a while.
         loss: ``loss(model, batch)`` gives the scalar that training calls backward of; with autocast, if training has.
         batches: a few of the training's. ``delayed`` scales a batch by those before it, and the first by itself.
-        recipes: of different names; octavo's five by default. Or a dict of recipes, or recipes by layer, by name.
+        recipes: of different names, or names, as octavo.convert takes them; octavo's five by default. Or a dict of
+            recipes, or recipes by layer, by name.
         select: which layers, as for octavo.convert.
         runs: the most passes with one layer alone in FP8; of more layers, those of least effect are estimated.
         rates: of the device that will train, for the costs; by default this one's, or an H100's if it has none.
@@ -338,8 +338,9 @@ def compare(
         >>> found.recipe_map(keep=1).of("0").name != found.recipe_map(keep=1).of("2").name
         True
     """
-    given = [getattr(named_recipes, name)() for name in NAMES] if recipes is None else recipes
-    named = list(given.items()) if isinstance(given, Mapping) else [(recipe.name, recipe) for recipe in given]
+    given = NAMES if recipes is None else recipes
+    pairs = given.items() if isinstance(given, Mapping) else ((getattr(one, "name", str(one)), one) for one in given)
+    named = [(name, as_recipe(one)) for name, one in pairs]
     batches, chosen = list(batches), dict(named)
     if not named or len(chosen) < len(named) or any(getattr(one, "is_high_precision", False) for _, one in named):
         raise WhatIfError(f"recipes={[*dict(named)]}: needs recipes with products in FP8, each of another name")

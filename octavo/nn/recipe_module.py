@@ -235,6 +235,8 @@ class RecipeModule(nn.Module):
         state = state_of(self)
         if state is None or self.__dict__.get(LOADED) != state.scale._version:
             self.reset_delayed_state()
+        else:
+            self.weight_writes.forget()
         self.kept_operands = None
         self.gather.generation += 1
 

@@ -195,6 +195,10 @@ class WeightWrites:
         by_step = before[1][0] != values[0]  # which may change storage and version
         return replaced or before[0] != identity or not (by_step or before[1] == values)
 
+    def forget(self) -> None:
+        """The weight and its history were loaded together: writes of before are no news."""
+        self._seen, self.replaced = None, False
+
     def __reduce__(self) -> tuple[Any, ...]:
         return WeightWrites, ()
 

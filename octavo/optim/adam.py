@@ -13,6 +13,13 @@ from octavo.optim.state import Settings
 from octavo.tensor.stored_weight import local_stored
 
 
+def check_adam_options(lr: float | Tensor, betas: Any, eps: float, weight_decay: float) -> None:
+    """Raise ValueError for options out of range."""
+    check_not_negative(lr=float(lr), eps=eps, weight_decay=weight_decay)
+    if not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas={betas!r} must be at least 0 and below 1")
+
+
 def check_betas(weight: Tensor, group: dict[str, Any]) -> None:
     """Raise ValueError for betas that give no largest update, from which an FP8 weight's scale comes."""
     beta1, beta2 = group["betas"]
@@ -76,9 +83,7 @@ class Adam(CompactOptimizer):
     ) -> None:
         refuse(amsgrad=amsgrad, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused)
         refuse(decoupled_weight_decay=decoupled_weight_decay)
-        check_not_negative(lr=float(lr), eps=eps, weight_decay=weight_decay)
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"betas={betas!r} must be at least 0 and below 1")
+        check_adam_options(lr, betas, eps, weight_decay)
         self._clip = clip_update
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, moments, master, seed, skip_nonfinite, gradient_storage)

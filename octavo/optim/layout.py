@@ -21,6 +21,8 @@ from octavo.tensor.collectives import agree
 from octavo.tensor.fsdp2 import groups_of, like_sharded, on_this_rank
 from octavo.tensor.stored_weight import local_stored
 
+_MUONS = "algorithm", "eps", "ns_steps", "ns_coefficients", "adjust_lr_fn"  # options of groups that no kernel takes
+
 
 def sharded_dims(tensor: Tensor) -> Iterator[tuple[int, int, Any]]:
     """(tensor dimension, mesh dimension, placement) of each sharding; none for a plain or replicated tensor."""
@@ -195,7 +197,8 @@ class Agreement:
         names = "moments", "master", "seed", "clip_update", "skip_nonfinite", "gradient_storage", "directions"
         options = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}
         for number, group in enumerate(optimizer.param_groups):
-            of_group = optimizer._options(group)._replace(lr=float(group["lr"]))._asdict()
+            of_group = {name: group[name] for name in _MUONS if name in group}
+            of_group |= optimizer._options(group)._replace(lr=float(group["lr"]))._asdict()
             options |= {f"{name} of group {number}": value for name, value in of_group.items()}
         if (handle := optimizer.in_backward) is not None:
             options |= {"update_in_backward's clip": handle.clip, "outstanding_weight_updates_bytes": handle.threshold}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from octavo.formats import HIGH_PRECISION
 from octavo.kernels import amax
 from octavo.kernels.reference.optimizer_state import (
     FLOAT16_FACTOR,
@@ -112,6 +113,8 @@ def master_of(param: nn.Parameter, master: str | None) -> MasterForm:
         return OF_FP8_WEIGHTS[wanted]
     if master not in NAMED and master not in _OF_BF16:
         raise ValueError(f"master={master!r}: use 'auto', 'split16', 'fp16_scaled', {', '.join(map(repr, NAMED))}")
+    if param.dtype not in HIGH_PRECISION:
+        raise ValueError(f"octavo's optimizers take weights of float32, bfloat16 and float16, not {param.dtype}")
     if param.dtype == torch.bfloat16:
         return NAMED[_OF_BF16.get(master or "", master)]
     if param.dtype == torch.float32 or (param.dtype == torch.float16 and master == "auto"):

@@ -25,7 +25,7 @@ from octavo.kernels.layouts import BLOCK
 from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, MasterWeight
 from octavo.kernels.reference.optimizer_step import AdamGroup, SgdGroup, WeightUpdate
 from octavo.optim import state as states
-from octavo.optim.adam import adam_group, check_betas
+from octavo.optim.adam import adam_group, check_adam_options, check_betas
 from octavo.optim.base import CompactOptimizer, check_not_negative
 from octavo.optim.layout import is_fp8_experts, is_sharded, sharded_dims
 from octavo.optim.moment import NAMED, Moment, moments_of
@@ -128,8 +128,11 @@ class Muon(CompactOptimizer):
         if directions not in ("bf16", "fp8"):
             raise ValueError(f"directions={directions!r}: use 'bf16' or 'fp8'")
         check_not_negative(lr=float(lr), weight_decay=weight_decay, momentum=momentum)
+        if not isinstance(adamw, dict | None):
+            raise TypeError(f"adamw={adamw!r}: give a dict of AdamW's options, {{}} for torch's defaults")
         if adamw is not None and (unknown := adamw.keys() - _ADAMW.keys()):
             raise ValueError(f"adamw={adamw!r}: {', '.join(sorted(unknown))} is none of {', '.join(_ADAMW)}")
+        check_adam_options(**{**_ADAMW, **(adamw or {})})
         self.adamw, self.directions = adamw, directions
         defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         defaults |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
@@ -140,7 +143,10 @@ class Muon(CompactOptimizer):
         self._scratch: dict[torch.device, Tensor] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; what is no matrix in a group without an ``algorithm`` goes to one of AdamW, which follows."""
+        """As torch's; what is no matrix in a group without an ``algorithm`` goes to one of AdamW, which follows.
+
+        Options of a group that holds matrices are Muon's; of one that holds none they are AdamW's.
+        """
         params = param_group["params"]
         if "algorithm" in param_group or self.adamw is None or isinstance(params, set):
             algorithm = param_group.get("algorithm", "muon")
@@ -153,10 +159,10 @@ class Muon(CompactOptimizer):
         split: dict[str, list[Any]] = {"muon": [], "adamw": []}
         for param in [params] if isinstance(params, Tensor) else params:
             tensor = param[1] if isinstance(param, tuple) else param
-            split["muon" if tensor.ndim == 2 else "adamw"].append(param)
-        own = {name: value for name, value in param_group.items() if name not in self.defaults}
+            split["muon" if getattr(tensor, "ndim", 0) == 2 else "adamw"].append(param)
+        own = {name: value for name, value in param_group.items() if not split["muon"] or name not in self.defaults}
         for algorithm, options in (("muon", param_group), ("adamw", own)):
-            if split[algorithm]:
+            if split[algorithm] or not (split["adamw"] or algorithm == "adamw"):  # an empty group stays one, as torch's
                 given = options | {"params": split[algorithm], "algorithm": algorithm}
                 super().add_param_group(self._defaults_of(algorithm) | given)
 

@@ -268,6 +268,7 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         if (loaded := state_of(module)) is not None:
             loaded.before.zero_()
             module.__dict__[LOADED] = loaded.scale._version
+            module.weight_writes.forget()  # type: ignore[union-attr, operator]
 
 
 def _saved(model: nn.Module) -> dict[str, Tensor]:

@@ -98,6 +98,22 @@ def test_a_weight_that_is_its_own_master_has_no_other(tmp_path: Path) -> None:
     assert np.isnan(found["master_changed"]).all() and (found["changed"] > 0.9).all()
 
 
+def test_frozen_weights_in_fp8_do_not_move(tmp_path: Path) -> None:
+    """One of E8M0's scales, one of a scale a row; what is trained beside them does."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    model[:2].requires_grad_(False)
+    recipe = octavo.RecipeMap(recipes.mx(), {"1": recipes.rowwise()})
+    octavo.convert(model, recipe, lambda _, name: name != "2", weight_storage="fp8")
+    octavo.convert(model, recipe, lambda _, name: name == "2")
+    optimizer = octavo.optim.AdamW(model.parameters())
+    with octavo.inspect.record(model, tmp_path, every=1, optimizer=optimizer) as recorder:
+        model(torch.randn(8, 64)).sum().backward()
+        optimizer.step()
+        recorder.step()
+    found = octavo.inspect.load(tmp_path).weights
+    assert found["changed"][0].tolist() == [0, 0, pytest.approx(1, abs=0.1)]
+
+
 def test_a_sample_lies_in_all_columns(tmp_path: Path) -> None:
     layer = octavo.nn.Linear(64, 1024, bias=False)
     with octavo.inspect.record(layer, tmp_path) as recorder:

@@ -85,7 +85,8 @@ def experts(mesh: Any, told: Told) -> None:
 def optimizer(mesh: Any, told: Told) -> None:
     model = fully_shard(layers(), mesh=mesh)
     model(x()).sum().backward()
-    octavo.optim.AdamW(model.parameters(), **{"lr": torch.tensor(0.25), **told}).step()
+    make = getattr(octavo.optim, told.pop("of", "AdamW"))
+    make(model.parameters(), **{"lr": torch.tensor(0.25), **told}).step()
 
 
 def in_backward(mesh: Any, told: Told) -> None:
@@ -149,6 +150,7 @@ OUTPUT = "1: recipe.output is (Cast(E4M3, PerTensor(), Dynamic()), Cast(E4M3, Pe
         ("experts", {"exact": True}, {}, "exact is True on rank 0, False on rank 1"),
         ("optimizer", {}, {"lr": 0.5}, "AdamW's lr of group 0 is 0.25 on rank 0, 0.5 on rank 1"),
         ("optimizer", {"moments": "bf16"}, {"seed": 3}, "AdamW's seed is 0 on rank 0, 3 on rank 1"),
+        ("optimizer", {"of": "Muon"}, {"of": "Muon", "ns_steps": 3}, "ns_steps of group 0 is 5 on rank 0, 3 on rank 1"),
         ("in_backward", {}, {"outstanding_weight_updates_bytes": 0}, "is 67108864 on rank 0, 0 on rank 1"),
         ("reduced", {}, {"seed": 1}, "seed is 0 on rank 0, 1 on rank 1"),
         ("reduced in fsdp2", {"format": octavo.E5M2}, {}, "format is E5M2 on rank 0, E4M3 on rank 1"),

@@ -363,12 +363,32 @@ def test_directions_in_fp8_are_rounded_before_they_are_orthogonalised() -> None:
     torch.testing.assert_close(rounded, exact, rtol=1e-6, atol=1e-8)
 
 
+def test_options_of_a_group_without_matrices_are_adamws() -> None:
+    """As of biases and norms that shall not decay."""
+    matrix, vector, scale = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    groups = [
+        {"params": [matrix, vector], "weight_decay": 0.2},
+        {"params": [scale], "weight_decay": 0.0},
+        {"params": []},
+    ]
+    found = Muon(groups, adamw={"weight_decay": 0.01}).param_groups
+    decays = [(group["algorithm"], group["weight_decay"], len(group["params"])) for group in found]
+    assert decays == [("muon", 0.2, 1), ("adamw", 0.01, 1), ("adamw", 0.0, 1), ("muon", 0.1, 0)]
+
+
 def test_what_adamws_groups_refuse() -> None:
     vector = nn.Parameter(torch.ones(4))
     with pytest.raises(ValueError, match='"algorithm": "adamw"'):
         Muon([vector])
     with pytest.raises(ValueError, match="momentum is none of lr, betas, eps, weight_decay"):
         Muon([vector], adamw={"momentum": 0.9})
+    for wrong in ({"lr": -1.0}, {"eps": -1.0}, {"weight_decay": -1.0}, {"betas": (1.0, 0.9)}):
+        with pytest.raises(ValueError, match="must be at least 0"):
+            Muon([vector], adamw=wrong)
+    with pytest.raises(TypeError, match=r"adamw=0\.1: give a dict of AdamW's options"):
+        Muon([vector], adamw=0.1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="optimize Tensors"):
+        Muon([1], adamw={})
     with pytest.raises(ValueError, match="use 'muon' or 'adamw'"):
         Muon([{"params": [vector], "algorithm": "adam"}])
     with pytest.raises(TypeError, match="three Moments"):

@@ -77,6 +77,30 @@ def test_save_and_load_continue_bit_for_bit():
     assert_equal(octavo.nn.delayed_state_dict(other), octavo.nn.delayed_state_dict(net))
 
 
+@pytest.mark.parametrize("weights_last", [False, True])
+def test_a_model_that_has_trained_goes_back_to_what_was_saved(weights_last):
+    """In place: its weights were written since their last forward, but the history that was loaded is theirs."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def trained(steps):
+        losses = []
+        for _ in range(steps):
+            losses.append(step(net))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    trained(2)
+    saved, delayed = copy.deepcopy(net.state_dict()), octavo.nn.delayed_state_dict(net)
+    torch.manual_seed(2)
+    expected = trained(3)
+    for weights in (True, False) if not weights_last else (False, True):
+        net.load_state_dict(saved) if weights else octavo.nn.load_delayed_state_dict(net, delayed)
+    torch.manual_seed(2)
+    assert trained(3) == expected
+
+
 def test_no_delayed_recipe_no_state():
     assert octavo.nn.delayed_state_dict(model(recipes.dynamic())) == {}
     octavo.nn.load_delayed_state_dict(model(recipes.dynamic()), {})
