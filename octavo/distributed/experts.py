@@ -13,7 +13,7 @@ from octavo.autograd.exchange import Exchange, RowsToSend, combine, dispatch
 from octavo.autograd.gather_input import GatherReader
 from octavo.nn.converted_experts import ConvertedExperts, OfTransformers
 from octavo.nn.experts import Experts
-from octavo.nn.gather_group import ask
+from octavo.nn.gather import ask
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.inputs import product_dtype
 from octavo.scaling.delayed import state_of

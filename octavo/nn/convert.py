@@ -29,13 +29,14 @@ from octavo.nn.candidates import (
     why_not,
 )
 from octavo.nn.converted_experts import ConvertedExperts, keys_of, recipe_names
-from octavo.nn.gather_group import GatherGroup, told_of
+from octavo.nn.gather import GatherGroup, told_of
 from octavo.nn.grouped_linear import Grouped
 from octavo.nn.known_forwards import KnownForward, fuse_known
 from octavo.nn.linear import Linear
 from octavo.nn.parted_linear import PartedLinear, Split
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.nn.weight import (
+    WeightOwner,
     check_granularity,
     check_recipe,
     store_weight,
@@ -150,7 +151,7 @@ def _become(name: str, module: nn.Module, target: type[nn.Module]) -> list[tuple
     if type(module) is not target:
         module.__class__ = target
     if isinstance(module, ConvertedExperts):
-        return [(f"{name}.{part_name}".lstrip("."), part) for part_name, part in module.add_parts()]
+        return [(f"{name}.{part.part_name}".lstrip("."), part) for part in module.add_parts()]
     assert isinstance(module, RecipeModule)
     return [(name, module)]
 
@@ -205,10 +206,8 @@ def _storage(
 
 def _weights(name: str, module: nn.Module) -> list[tuple[tuple[str, ...], nn.Parameter | None]]:
     """The weights of a module that convert takes, each with the names that a RecipeMap may know it by."""
-    if isinstance(module, PartedLinear):
-        return [(module.names(name), weight) for weight in module.weights]
     if isinstance(module, RecipeModule):
-        return [(module.names(name), weight_of(module))]
+        return [(module.names(name), weight) for weight in module.weights]
     keys = keys_of(module).items()
     return [(recipe_names(name, *part), module._parameters[part[1]]) for part in keys] or [((name,), weight_of(module))]
 
@@ -402,16 +401,17 @@ def restore(model: nn.Module) -> nn.Module:
     for module in list(model.modules()):
         split = isinstance(module, Linear) and (module.splits is not None or is_sharded(type(module)))
         if split or isinstance(module, Grouped):
-            for own in (module, *module.children()):  # of splits on several ranks
-                store_weight(weight_of(own), None)
+            for weight in module.weights:  # type: ignore[union-attr]
+                store_weight(weight, None)
             module.recipe = high_precision()  # type: ignore[assignment]
         elif isinstance(module, RecipeModule):
             store_weight(weight_of(module), None)
             module.forget_recipe()
-            restore_class(module, RecipeModule)
+            restore_class(module, WeightOwner)
         elif isinstance(module, ConvertedExperts) and not (is_sharded(type(module)) or module.is_parallel):
-            module.remove_parts()
-            restore_class(module, ConvertedExperts)
+            for part in module.parts:
+                del module._modules[part.part_name]
+            restore_class(module, WeightOwner)
         elif isinstance(module, KnownForward) and not is_sharded(type(module)):
             restore_class(module, KnownForward)
     choose_fast_path(model)

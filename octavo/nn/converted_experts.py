@@ -12,7 +12,6 @@ Known by structure are
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ from torch.nn.parameter import Parameter
 from octavo.kernels.activations import ACTIVATIONS
 from octavo.nn.experts import feed_forward, mix
 from octavo.nn.grouped_linear import Grouped
-from octavo.nn.weight import moved_stored
-from octavo.nn.weight_files import SCALE_INV, load_stored, save_plain
+from octavo.nn.weight import WeightOwner
+from octavo.nn.weight_files import SCALE_INV
 
 _TITAN = {"gate": "w1", "up": "w3", "down": "w2"}, {"gate": "w1_EFD", "up": "w3_EFD", "down": "w2_EDF"}
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -73,7 +72,7 @@ class ExpertsPart(Grouped):
 
     def __init__(self, holder: nn.Module, name: str, key: str) -> None:
         super().__init__()
-        self.name, self.key = name, key
+        self.part_name, self.key = name, key
         self.__dict__["_holder"] = [holder]  # which is no part of its part
 
     @property
@@ -90,7 +89,7 @@ class ExpertsPart(Grouped):
 
     def names(self, name: str) -> tuple[str, ...]:
         """A RecipeMap's patterns are of the module's name, its part's or the parameter's."""
-        return recipe_names(name.rpartition(".")[0], self.name, self.key)
+        return recipe_names(name.rpartition(".")[0], self.part_name, self.key)
 
     @property
     def stores_transposed(self) -> bool:  # type: ignore[override]
@@ -109,7 +108,7 @@ class ExpertsPart(Grouped):
         return f"{self.key}, recipe={self.recipe.name}"
 
 
-class ConvertedExperts(nn.Module):
+class ConvertedExperts(WeightOwner):
     """What convert makes of an experts module: the same but for its forward, and its parts."""
 
     @property
@@ -118,58 +117,32 @@ class ConvertedExperts(nn.Module):
         return [part for part in self._modules.values() if isinstance(part, ExpertsPart)]
 
     @property
+    def weight_readers(self) -> dict[str, ExpertsPart]:
+        return {part.key: part for part in self.parts}
+
+    @property
     def is_parallel(self) -> bool:
         """Whether its experts are on several ranks."""
         return any(part.exchange is not None for part in self.parts)
 
-    def add_parts(self) -> list[tuple[str, ExpertsPart]]:
-        """The parts, new ones, by name."""
-        parts = [(name, ExpertsPart(self, name, key)) for name, key in keys_of(self).items()]
-        for name, part in parts:
-            self.add_module(name, part)
-        return parts
-
-    def remove_parts(self) -> None:
-        """Undo ``add_parts``."""
-        for part in self.parts:
-            del self._modules[part.name]
+    def add_parts(self) -> list[ExpertsPart]:
+        """The parts, new ones."""
+        for name, key in keys_of(self).items():
+            self.add_module(name, ExpertsPart(self, name, key))
+        return self.parts
 
     def __getattr__(self, name: str) -> Any:
         """As any module's; and the scale_inv of a matrix that lives in FP8, as RecipeModule.weight_scale_inv."""
-        for part in self.parts if name.endswith(SCALE_INV) else ():
-            if name == f"{part.key}{SCALE_INV}":
-                return part.weight_scale_inv
+        if name.endswith(SCALE_INV) and (part := self.weight_readers.get(name.removesuffix(SCALE_INV))) is not None:
+            return part.weight_scale_inv
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As any module's, but a matrix that FSDP2 has just sharded learns to be gathered in FP8."""
         if isinstance(value, Parameter):
-            for part in self.parts:
-                if part.key == name:
-                    part.take_parameter(value, self._parameters[name], part.name)
+            if (part := self.weight_readers.get(name)) is not None:
+                part.take_parameter(value, self._parameters[name])
         super().__setattr__(name, value)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        with moved_stored(self, [part.key for part in self.parts], fn):
-            super()._apply(fn, recurse)
-        for part in self.parts:
-            if part.gather.parameter is not None:
-                part.gather.adopt(parameter := self.get_parameter(part.key), parameter, part, part.name)
-        return self
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save plain tensors, as a RecipeModule does."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for part in self.parts:
-            save_plain(destination, f"{prefix}{part.key}", keep_vars)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        for part in self.parts:
-            load_stored(self._parameters[part.key], state_dict, f"{prefix}{part.key}")
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        for part in self.parts:
-            if f"{prefix}{part.key}" in state_dict:
-                part.weight_was_loaded()
 
 
 class OfTransformers(ConvertedExperts):

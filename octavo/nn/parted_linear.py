@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from octavo.granularity import PerTensor
 from octavo.nn.linear import Linear
-from octavo.nn.weight import check_recipe
-from octavo.nn.weight_files import load_stored, save_plain
+from octavo.nn.weight import WeightOwner
 from octavo.tensor.fsdp2 import attach, gather_as_it_is
 from octavo.tensor.stored_weight import BLOCK, StoredWeight, agree_on_scale, agreed, local_stored
 
 
-class Split(nn.Module):
+class Split(WeightOwner):
     """One split's rows of the weight, and of the bias if there is one."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, layer: Linear) -> None:
@@ -37,21 +36,12 @@ class Split(nn.Module):
         super().__setattr__(name, value)
 
     @property
-    def weight_scale_inv(self) -> Tensor:
-        if (stored := local_stored(self.weight)) is None:
-            raise AttributeError("this split's weight does not live in FP8")
-        return stored.scale_inv
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        load_stored(self.weight, state_dict, f"{prefix}weight")
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        if prefix == "" and "weight" in state_dict:  # by its own load_state_dict, of which the layer hears here
-            self.__dict__["layer"].weight_was_loaded()
+    def weight_readers(self) -> dict[str, Any]:
+        return {"weight": self.__dict__["layer"]}
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
         self.__dict__["layer"].agree()
-        save_plain(destination, f"{prefix}weight", keep_vars)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
         """What FSDP2's hook is to send of the weight, which only one in FP8 has: see nn/gather.py."""
@@ -75,14 +65,9 @@ class PartedLinear(Linear):
         """The same of the biases, or None."""
         return self._joined("bias")
 
-    def _set_recipe(self, recipe: Any) -> None:
-        for weight in self.weights:
-            check_recipe(recipe, weight)
-        super()._set_recipe(recipe)
-
     @property
-    def weights(self) -> list[nn.Parameter]:
-        """The splits' weights."""
+    def weights(self) -> list[Any]:
+        """The splits'."""
         return [split.weight for split in self._split_modules()]
 
     def _split_modules(self) -> list[Split]:
@@ -125,9 +110,6 @@ class PartedLinear(Linear):
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Leave the splits' keys to their modules."""
         super(Linear, self)._load_from_state_dict(state_dict, prefix, *args)
-        assert self.splits is not None
-        if any(f"{prefix}{name}.weight" in state_dict for name in self.splits):
-            self.weight_was_loaded()
 
     def parted(self, y: Any) -> Any:
         """The output of all splits, a DTensor, as one for each, sharded by its features."""

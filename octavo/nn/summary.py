@@ -175,7 +175,7 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
     for name, module in model.named_modules():
         if id(module) in computed or isinstance(module, ExpertsPart | Split):  # whose matrix is another module's
             continue
-        parts = {part.key: part for part in module.parts} if isinstance(module, ConvertedExperts) else {}
+        parts = module.weight_readers if isinstance(module, ConvertedExperts) else {}
         own = dict(module.named_parameters(recurse=False)).items()
         # biases of experts have two dimensions too
         matrices = {key: tuple(p.shape) for key, p in own if p.ndim >= 2 and not key.endswith("bias")}

@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, State
-from octavo.autograd.gather_input import GatherReader, arguments_of, can_gather, gather_input
+from octavo.autograd.gather_input import GatheredInput, GatherReader, Wire, arguments_of, can_gather, gather_input
 from octavo.autograd.products import requires_grad
 from octavo.autograd.shared_casts import read_by
 from octavo.autograd.shared_scales import Parts
 from octavo.nn.inputs import product_dtype
-from octavo.tensor.gathered_input import GatheredInput, Wire
 
 
 def is_parallel(weight: Tensor) -> bool:

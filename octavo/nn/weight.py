@@ -27,7 +27,7 @@ from octavo.autograd.shared_scales import Parts
 from octavo.formats import E4M3
 from octavo.granularity import MX, Granularity, PerTensor
 from octavo.kernels.layouts import plain_scales
-from octavo.nn.weight_files import whole_pair
+from octavo.nn.weight_files import load_stored, save_plain, whole_pair
 from octavo.scaling.delayed import State, empty_state, state_of
 from octavo.scaling.recipe import Recipe
 from octavo.step_count import OPTIMIZER_STEPS, version_of
@@ -35,6 +35,47 @@ from octavo.tensor.fsdp2 import gather_alone, on_this_rank
 from octavo.tensor.pair import Operands
 from octavo.tensor.scaled_tensor import dequantized
 from octavo.tensor.stored_weight import GRANULARITIES, OF_FROZEN, StoredWeight, local_stored, store
+
+
+class WeightOwner(nn.Module):
+    """Base of modules whose weights may live in FP8: these move, are saved and loaded as a plain module's are."""
+
+    @property
+    def weight_readers(self) -> dict[str, Any]:
+        """By the names of its weights the RecipeModules that read them."""
+        raise NotImplementedError
+
+    @property
+    def weight_scale_inv(self) -> Tensor:
+        """This rank's scale_inv of a weight that lives in FP8: torch.distributed.checkpoint reads each key so."""
+        if (stored := local_stored(weight_of(self))) is None:
+            raise AttributeError(f"{type(self).__name__} has no weight that lives in FP8")
+        return stored.scale_inv
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        with moved_stored(self, self.weight_readers, fn):
+            super()._apply(fn, recurse)
+        for key, reader in self.weight_readers.items():
+            weight = self._parameters.get(key)
+            if weight is not None and reader.gather.parameter is not None:
+                reader.gather.adopt(weight, weight, reader)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Save plain tensors, so that files need no class of octavo: the local tensor of a sharded weight too."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for key in self.weight_readers:
+            save_plain(destination, f"{prefix}{key}", keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load, from FP8 too; what belongs to the weight that is gone is forgotten."""
+        for key in self.weight_readers:
+            load_stored(self._parameters.get(key), state_dict, f"{prefix}{key}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        for key, reader in self.weight_readers.items():
+            if f"{prefix}{key}" in state_dict:
+                reader.weight_was_loaded()
+
 
 # --- what products read; ``module`` is a RecipeModule -----------------------------------------------------------------
 
