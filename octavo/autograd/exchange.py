@@ -88,9 +88,6 @@ def dispatch(rows: Tensor, offsets: Tensor, exchange: Exchange, sending: RowsToS
 
     Gradients flow back. One collective tells all ranks the sizes of groups (and what they found of amax), which are
     read on the host: an all-to-all needs them there.
-
-    Raises:
-        ValueError: on all ranks, where one has rows of no expert.
     """
     experts = offsets.shape[0]
     known = [torch.diff(offsets, prepend=offsets.new_zeros(1)), offsets.new_tensor([rows.shape[0]])]

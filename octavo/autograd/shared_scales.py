@@ -73,11 +73,7 @@ def agreed_scale(
 ) -> tuple[Tensor, Tensor]:
     """The scales [3] of which a cast reads its role's, and the amax [1, 1], of the whole of what ranks have parts of.
 
-    Args:
-        amax: [1, 1], of this rank's part.
-        arguments: the cast's.
-        group: the ranks.
-        delayed: [3], which hold where there is one.
+    ``amax`` [1, 1] is of this rank's part; ``delayed`` scales [3] hold where there is one.
     """
     dtype, _, power_of_two, margin = arguments
     amax = largest(amax, group)

@@ -129,12 +129,19 @@ def convert(
     for weight, granularity in stored.items():
         store_weight(weight, granularity)
     group = GatherGroup()
-    for name, module in itertools.chain.from_iterable(_become(*target) for target in targets):
-        module.recipe = recipe_of(recipe, *module.names(name))
-        module.gather.join(group, module, name)
-        group.told |= told_of(module, name)
-        if (own := local_stored(weight_of(module))) is not None:
-            own.layer_name = name
+    for name, holder, target in targets:
+        if type(holder) is not target:
+            holder.__class__ = target
+        if isinstance(holder, ConvertedExperts):
+            holder.add_parts()
+        assert isinstance(holder, WeightOwner)
+        for module in holder.weight_readers.values():
+            own = f"{name}.{module.part_name}".strip(".")
+            module.recipe = recipe_of(recipe, *module.names(own))
+            module.gather.join(group, module, own)
+            group.told |= told_of(module, own)
+            if (stored_one := local_stored(weight_of(module))) is not None:
+                stored_one.layer_name = own
     if fuse:
         _fuse(model)
     choose_fast_path(model)
@@ -144,16 +151,6 @@ def convert(
         module.gather.share(id(weight_of(module)) in others)  # with an embedding, say, which needs it in high precision
     gather_anew(model)
     return model
-
-
-def _become(name: str, module: nn.Module, target: type[nn.Module]) -> list[tuple[str, RecipeModule]]:
-    """Give a module its class; itself or its parts, that are to have a recipe, by their names in the model."""
-    if type(module) is not target:
-        module.__class__ = target
-    if isinstance(module, ConvertedExperts):
-        return [(f"{name}.{part.part_name}".lstrip("."), part) for part in module.add_parts()]
-    assert isinstance(module, RecipeModule)
-    return [(name, module)]
 
 
 def _fuse(model: nn.Module) -> None:
@@ -218,11 +215,7 @@ def storages(
     weight_storage: str | None,
     now: Mapping[nn.Parameter, Granularity | None],
 ) -> dict[nn.Parameter, Granularity | None]:
-    """How the weights of a converted model's octavo modules would be stored: "fp8", None (as plain tensors), "same".
-
-    Raises:
-        ValueError: where they can't be, or the recipe couldn't read them.
-    """
+    """How the weights of a converted model's octavo modules would be stored: "fp8", None (as plain tensors), "same"."""
     modules = _modules(model)
     then = dict(now) if weight_storage else dict.fromkeys(now)
     if weight_storage == "fp8":

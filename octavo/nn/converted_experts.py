@@ -24,7 +24,7 @@ from octavo.nn.grouped_linear import Grouped
 from octavo.nn.weight import WeightOwner
 from octavo.nn.weight_files import SCALE_INV
 
-_TITAN = {"gate": "w1", "up": "w3", "down": "w2"}, {"gate": "w1_EFD", "up": "w3_EFD", "down": "w2_EDF"}
+TITAN = {"gate": "w1", "up": "w3", "down": "w2"}, {"gate": "w1_EFD", "up": "w3_EFD", "down": "w2_EDF"}
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 # octavo's names of activations, by the names of classes of torch and transformers (its activations.py)
@@ -43,7 +43,7 @@ _FUNCTIONS = {
 def keys_of(module: nn.Module) -> dict[str, str]:
     """The names of a module's matrices by the names of their parts; none where it holds no experts of a known kind."""
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    if keys := next((titan for titan in _TITAN if own.keys() == set(titan.values())), {}):
+    if keys := next((titan for titan in TITAN if own.keys() == set(titan.values())), {}):
         _, *others = inspect.signature(module.forward).parameters
         keys = keys if others in (["num_tokens_per_expert"], ["num_tokens_per_expert_E"]) else {}
     elif all(isinstance(vars(module).get(flag), bool) for flag in _FLAGS):
@@ -58,13 +58,6 @@ def keys_of(module: nn.Module) -> dict[str, str]:
 def recipe_names(module: str, part: str, key: str) -> tuple[str, ...]:
     """The names of a part of experts, of the module that has this name."""
     return module, *(f"{module}.{own}".lstrip(".") for own in (part, key))
-
-
-def sizes_of(module: nn.Module) -> tuple[int, int]:
-    """(hidden, intermediate) features of experts of a known kind."""
-    down: Any = getattr(module, keys_of(module)["down"])
-    _, intermediate, hidden = (down if getattr(module, "is_transposed", False) else down.mT).shape
-    return hidden, intermediate
 
 
 class ExpertsPart(Grouped):
@@ -125,11 +118,10 @@ class ConvertedExperts(WeightOwner):
         """Whether its experts are on several ranks."""
         return any(part.exchange is not None for part in self.parts)
 
-    def add_parts(self) -> list[ExpertsPart]:
-        """The parts, new ones."""
+    def add_parts(self) -> None:
+        """Give it its parts, new ones."""
         for name, key in keys_of(self).items():
             self.add_module(name, ExpertsPart(self, name, key))
-        return self.parts
 
     def __getattr__(self, name: str) -> Any:
         """As any module's; and the scale_inv of a matrix that lives in FP8, as RecipeModule.weight_scale_inv."""
@@ -157,16 +149,13 @@ class OfTransformers(ConvertedExperts):
         """As octavo.nn.Experts."""
 
         def compute(rows: Tensor, offsets: Tensor) -> Tensor:
-            y = feed_forward(rows, offsets, self.gate_up, self.down, _activation_of(self), self._between)
+            between: Any = self._apply_gate if self.has_gate else self.act_fn
+            y = feed_forward(rows, offsets, self.gate_up, self.down, _activation_of(self), between)
             return self.post_expert_norm(y) if getattr(self, "has_post_expert_norm", False) else y
 
         # under transformers' expert parallelism the number of experts stands for all of other ranks
         limit = self.num_experts + 1 if getattr(self, "_is_expert_parallel", False) else self.num_experts
         return mix(hidden_states, top_k_index, top_k_weights, self.num_experts, limit, compute)
-
-    def _between(self, h: Tensor) -> Tensor:
-        function: Any = self._apply_gate if self.has_gate else self.act_fn
-        return function(h)
 
 
 class OfTorchtitan(ConvertedExperts):
@@ -181,14 +170,6 @@ class OfTorchtitan(ConvertedExperts):
         offsets = num_tokens_per_expert.cumsum(0).to(torch.int32)
         h = nn.functional.silu(self.gate(x, offsets)) * self.up(x, offsets)
         return self.down(h, offsets).to(x.dtype)
-
-
-def converted_class(module: nn.Module) -> type[ConvertedExperts] | None:
-    """What the class of these experts is to be mixed with; None of what is no plain experts module of a known kind."""
-    if isinstance(module, ConvertedExperts):
-        return None
-    keys = keys_of(module)
-    return (OfTorchtitan if keys in _TITAN else OfTransformers) if keys else None
 
 
 def function_of(act: nn.Module | None) -> str | None:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -74,16 +74,12 @@ class Way(NamedTuple):
 
 
 class Gather:
-    """What one module keeps for its weight's gathers. The module, a RecipeModule, comes with each call.
-
-    Args:
-        group: whose weights find their scales together; None: this one's is cast after its gather.
-        shared: whether a module of another kind has the same weight.
-        name: the module's in the model that octavo.convert was given.
-    """
+    """What one module keeps for its weight's gathers. The module, a RecipeModule, comes with each call."""
 
     def __init__(self, group: GatherGroup | None = None, shared: bool = False, name: str = "") -> None:
-        self.group, self.shared, self.name = group, shared, name
+        self.group = group  # whose weights find their scales together; None: this one's is cast after its gather
+        self.shared = shared  # whether a module of another kind has the same weight
+        self.name = name  # the module's in the model that octavo.convert was given
         self.parameter: Any = None  # the sharded one
         self.shape = torch.Size()  # of what its shards are of: under tensor parallelism this rank's shard of the weight
         self.at = 0  # the dimension of its mesh that FSDP2 shards it over; tensor parallelism has those behind
@@ -93,11 +89,7 @@ class Gather:
         self.forget()
 
     def adopt(self, parameter: Any, whole: Any, module: Any) -> None:
-        """Gather this parameter of the module from now on, if FSDP2 has just sharded it; before it was ``whole``.
-
-        Raises:
-            ValueError: for a second shard of a parameter.
-        """
+        """Gather this parameter of the module from now on, if FSDP2 has just sharded it; before it was ``whole``."""
         if (mesh := getattr(parameter, "device_mesh", None)) is None:
             return
         at, shape = self.at, self.shape
@@ -364,7 +356,7 @@ def _gathered(
 
 def told_of(module: Any, name: str) -> dict[str, object]:
     """What a RecipeModule was told, by this name: its recipe, how its weight is stored, how it sends tokens."""
-    recipe, sending, exchange = module.recipe, sending_of(module), getattr(module, "exchange", None)
+    recipe, sending, exchange = module.recipe, sending_of(module), module.exchange
     told = {f"recipe.{field.name}": getattr(recipe, field.name) for field in fields(recipe) if field.compare}
     weight = next((one for one in (module.gather.parameter, *module.weights) if one is not None), None)
     if weight is not None:
@@ -377,24 +369,16 @@ def told_of(module: Any, name: str) -> dict[str, object]:
     return {f"{name}: {what}": value for what, value in told.items()}
 
 
-def ask_of(told: Mapping[str, object], mesh: Any) -> None:
-    """Ask the ranks of a mesh, all together, whether they were told the same."""
-    agree(told, [mesh.get_group(dim) for dim in range(mesh.ndim)])
-
-
 def ask(modules: Sequence[Any], mesh: Any, **told: object) -> None:
     """Ask the ranks of a mesh about these RecipeModules, unless they have agreed since the last change of any.
 
     All of them call it with the same modules; ``told``: what else is to be alike. A compiled graph does not ask.
-
-    Raises:
-        RanksDifferError: on all ranks, naming layer and option, where one was told something else.
     """
     if torch.compiler.is_compiling() or all(module.gather.agreed for module in modules):
         return
     for number, module in enumerate(modules):
         told |= told_of(module, module.gather.name or f"{type(module).__name__} {number}")
-    ask_of(told, mesh)
+    agree(told, mesh.get_all_groups())
     for module in modules:
         module.gather.agreed = True
 
@@ -417,7 +401,7 @@ class GatherGroup:
     def ask(self, mesh: Any) -> None:
         """Ask the ranks of a mesh, once, whether they have converted one model alike."""
         if mesh not in self._asked:
-            ask_of(self.told, mesh)
+            agree(self.told, mesh.get_all_groups())
             self._asked.add(mesh)
 
     def modules_on(self, mesh: Any) -> list[Any]:
@@ -599,9 +583,7 @@ class ShardCast:
     def cast(self, shard: Tensor, amax: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """(What this rank sends, uint8 of as many rows as every rank's; the scale_inv that ranks have agreed on).
 
-        Args:
-            shard: this rank's rows, bf16, fp16 or fp32.
-            amax: the largest that ranks know, of all that ``amax`` gives.
+        ``amax``: the largest that ranks know, of all that ``amax`` gives.
         """
         x, before, sent, known = shard, 0, list[Tensor](), list[Tensor]()
         for cast, tile, grid in self.layouts:

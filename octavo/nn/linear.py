@@ -103,11 +103,7 @@ Splits = Mapping[str, int]
 
 
 def checked_splits(out_features: int | Splits) -> tuple[int, dict[str, int] | None]:
-    """(out_features in all, the splits or None) from a module's argument.
-
-    Raises:
-        ValueError: for a name that can't be one of state_dict's, or no split at all.
-    """
+    """(out_features in all, the splits or None) from a module's argument."""
     if isinstance(out_features, int):
         return out_features, None
     splits = dict(out_features)

@@ -124,11 +124,7 @@ class PartedLinear(Linear):
 
 
 def divide(layer: Linear, ranks: int) -> None:
-    """Turn a Linear with splits into a PartedLinear, in place, to be sharded over so many ranks.
-
-    Raises:
-        ValueError: for a split that does not divide into them, or of which blocks in FP8 would be cut.
-    """
+    """Make a Linear with splits a PartedLinear, in place, to be sharded over so many ranks, or raise ValueError."""
     assert layer.splits is not None
     if wrong := {name: size for name, size in layer.splits.items() if size % ranks}:
         raise ValueError(f"splits {wrong} do not divide into {ranks} ranks: each rank has as many rows of every split")

@@ -62,12 +62,7 @@ class RecipeModule(WeightOwner):
     stores_transposed = False  # whether a product reads the weight's parameter with its last two dimensions swapped
 
     def _set_recipe(self, given: Recipe | str) -> None:
-        """``module.recipe = recipe``: for the next forward; graphs already built keep the one they were built with.
-
-        Raises:
-            TypeError: for anything but a Recipe or the name of one.
-            ValueError: for one that can't read the weight as it is stored.
-        """
+        """``module.recipe = recipe``: for the next forward; graphs already built keep the one they were built with."""
         recipe = as_recipe(given)
         if not isinstance(recipe, Recipe):
             raise TypeError(

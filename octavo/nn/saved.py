@@ -126,11 +126,7 @@ def predicted_by_kind(
     kwargs: Mapping[str, Any] | None = None,
     change: Callable[[nn.Module], Any] | None = None,
 ) -> dict[str, int]:
-    """The same of a copy of the model whose tensors have no data, in training; ``change`` is done to it before.
-
-    Raises:
-        ValueError: for a model that is sharded.
-    """
+    """The same of a copy of the model whose tensors have no data, in training; ``change`` is done to it before."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin = twin_of(model, mode)
     with mode:

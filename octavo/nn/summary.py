@@ -71,20 +71,17 @@ class SavedBytes:
     def __str__(self) -> str:
         if self.reason:
             return f"what a forward saves for backward was not counted: {self.reason}"
-        plain, converted = (sum(size for kind, size in one.items() if kind != "weights") for one in self._both)
+        both = self.plain, self.converted
+        plain, converted = (sum(size for kind, size in one.items() if kind != "weights") for one in both)
         lines = [f"a forward saves {converted / max(plain, 1):.3f} of what it does unconverted, weights apart"]
         lines.append(f"  {'MiB':<16}  {'unconverted':>11}  {'as it is':>10}")
         for kind in self.converted:
-            sizes = [one[kind] / MIB for one in self._both]
+            sizes = [one[kind] / MIB for one in both]
             lines += [f"  {kind:<16}  {sizes[0]:>11,.2f}  {sizes[1]:>10,.2f}"] * any(sizes)
         for why, (count, before, kept) in self.regions.items():
             state = f"left as they are: {why}" if why else f"kept in FP8, {kept / MIB:,.2f} MiB"
             lines.append(f"  {count} arguments of checkpointed regions, {before / MIB:,.2f} MiB, {state}")
         return "\n".join(lines)
-
-    @property
-    def _both(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        return self.plain, self.converted
 
 
 @dataclass(frozen=True)

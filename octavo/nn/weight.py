@@ -14,8 +14,7 @@ that a write has made false. A write through .data moves nothing that could be a
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,12 +52,24 @@ class WeightOwner(nn.Module):
         return stored.scale_inv
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        with moved_stored(self, self.weight_readers, fn):
+        """As any module's, but weights in FP8 are moved here: of them torch would lose attributes and hooks."""
+        found: dict[str, Any] = {key: self._parameters.get(key) for key in self.weight_readers}
+        stored = {key: weight for key, weight in found.items() if isinstance(weight, StoredWeight)}
+        with torch.no_grad():
+            for weight in stored.values():
+                if (moved := fn(weight)) is not weight:
+                    grad, weight.grad = weight.grad, None
+                    weight.become(moved)  # type: ignore[arg-type]
+                    weight.grad = None if grad is None else fn(grad).requires_grad_(grad.requires_grad)
+        self._parameters.update(dict.fromkeys(stored))
+        try:
             super()._apply(fn, recurse)
+        finally:
+            self._parameters.update(stored)  # type: ignore[arg-type]
         for key, reader in self.weight_readers.items():
-            weight = self._parameters.get(key)
-            if weight is not None and reader.gather.parameter is not None:
-                reader.gather.adopt(weight, weight, reader)
+            parameter = self._parameters.get(key)
+            if parameter is not None and reader.gather.parameter is not None:
+                reader.gather.adopt(parameter, parameter, reader)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -349,30 +360,3 @@ def store_weight(weight: nn.Parameter | None, granularity: Granularity | None) -
     """Put a weight into FP8, or back (None), unless it is stored so already; the parameter stays the same object."""
     if weight is not None and stored_as(weight) != granularity:
         store(weight, granularity)
-
-
-@contextlib.contextmanager
-def moved_stored(module: nn.Module, keys: Iterable[str], fn: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Within it Module._apply(fn) of a module finds none of these weights that live in FP8: they are moved here.
-
-    torch would lose their attributes and hooks, as of any tensor of a class of its own.
-    """
-    found = {key: weight for key in keys if isinstance(weight := module._parameters.get(key), StoredWeight)}
-    for weight in found.values():
-        _move(weight, fn)
-    module._parameters.update(dict.fromkeys(found))
-    try:
-        yield
-    finally:
-        module._parameters.update(found)
-
-
-def _move(weight: Any, fn: Callable[[Tensor], Tensor]) -> None:
-    """What Module._apply does, to a stored weight and its gradient; the parameter stays the same object."""
-    with torch.no_grad():
-        moved = fn(weight)
-        if moved is weight:
-            return
-        grad, weight.grad = weight.grad, None
-        weight.become(moved)
-        weight.grad = None if grad is None else fn(grad).requires_grad_(grad.requires_grad)
