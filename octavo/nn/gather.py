@@ -72,6 +72,9 @@ class Way(NamedTuple):
     kind: str
     why: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.why})" if self.why else self.kind
+
 
 class Gather:
     """What one module keeps for its weight's gathers. The module, a RecipeModule, comes with each call."""
@@ -246,7 +249,15 @@ class Gather:
             alone = mesh.size() == 1 and casts.once
             dtype = shard.dtype if alone else mp_policy.param_dtype or shard.dtype
             return (padded_rows(shard, outer_size, mesh.size()).to(dtype),), self._cast_after(module, outer_size)
-        self._refresh(module, mesh, for_backward)
+        # cast all shards of the group, unless the gather of another weight for the same forward has done so
+        assert self.group is not None
+        if for_backward and (self.codes is not None or self.cast_alone[0]):
+            self.group.backwards += 1
+        else:
+            if self.ready != self.codes_key(module):
+                self.group.refresh(self, mesh)
+            self.ready = None
+        self.group.wait()
         cast, device = casts.as_is, shard.device
         if self.shard_cast is not None:
             own, known = ([one.to(device, non_blocking=True) for one in tensors] for tensors in self.cast_alone)
@@ -258,33 +269,20 @@ class Gather:
         has_scale = cast.tile == (ALL, ALL)
         return _send_codes(sent, scale_inv, has_scale, amax, module, outer_size, cast.format.dtype)
 
-    def _refresh(self, module: Any, mesh: Any, for_backward: bool) -> None:
-        """Cast all shards of the group, unless the gather of another weight for the same forward has done so."""
-        assert self.group is not None
-        if for_backward and (self.codes is not None or self.cast_alone[0]):
-            self.group.backwards += 1
-        else:
-            if self.ready != self.codes_key(module):
-                self.group.refresh(self, mesh)
-            self.ready = None
-        self.group.wait()
-
     def _cast_after(self, module: Any, shape: torch.Size) -> After:
         """The second hook where every rank casts the whole weight."""
         recipe = module.recipe
 
-        def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
+        def read(outputs: Sequence[Tensor]) -> Operands:
             wide, state = gathered_whole(outputs[0], shape), None
             if (known := state_of(module)) is not None:
                 scale = torch.zeros_like(known.scale) if self.delayed_scale is None else self.delayed_scale
                 state = State(
                     *(tensor.to(wide.device) for tensor in (scale, known.amax_history, torch.zeros_like(known.before)))
                 )
-            read = wide.mT if module.stores_transposed else wide
-            operands = cast_role(read, recipe, WEIGHT, True, True, state)
-            return _gathered(operands, recipe, shape, dtype, outputs, out)
+            return cast_role(wide.mT if module.stores_transposed else wide, recipe, WEIGHT, True, True, state)
 
-        return after
+        return _reading(read, [], recipe, shape)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Gather, (self.group, self.shared, self.name)
@@ -319,13 +317,24 @@ def _send_codes(
 def _reading(
     read: Callable[[Sequence[Tensor]], Operands], known: Sequence[Tensor], recipe: Any, shape: torch.Size
 ) -> After:
-    """The second hook that makes operands of what was received, by tensors that this rank has ``known`` before."""
+    """The second hook: it makes operands of what was received, by tensors that this rank has ``known`` before.
+
+    It returns the weight, and the tensors that FSDP2 has to free besides what was received.
+    """
 
     def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
         for tensor in known:  # made on FSDP2's own stream, and freed before this one has read them
             if tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        return _gathered(read(outputs), recipe, shape, dtype, outputs, out)
+        operands = read(outputs)
+        if out is not None:
+            return on_this_rank(out).refill(operands)  # type: ignore[attr-defined]
+        assert operands.as_is is not None and operands.transposed is not None
+        codes = operands.as_is[0], operands.transposed[0]
+        storages = {one.untyped_storage().data_ptr(): _all_of(one) for one in codes}
+        for tensor in outputs:
+            storages.pop(tensor.untyped_storage().data_ptr(), None)
+        return GatheredWeight(operands, shape, dtype, recipe.weight_key), tuple(storages.values())
 
     return after
 
@@ -335,20 +344,6 @@ def _all_of(codes: Tensor) -> Tensor:
     raw = codes.view(torch.uint8)
     storage = raw.untyped_storage()
     return codes if storage.nbytes() == raw.numel() else raw.new_empty(0).set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload]
-
-
-def _gathered(
-    operands: Operands, recipe: Any, shape: torch.Size, dtype: torch.dtype, received: Sequence[Tensor], out: Any
-) -> Any:
-    """What the second hook returns: the weight, and the tensors that FSDP2 has to free besides what it ``received``."""
-    if out is not None:
-        return on_this_rank(out).refill(operands)  # type: ignore[attr-defined]
-    assert operands.as_is is not None and operands.transposed is not None
-    codes = operands.as_is[0], operands.transposed[0]
-    storages = {one.untyped_storage().data_ptr(): _all_of(one) for one in codes}
-    for tensor in received:
-        storages.pop(tensor.untyped_storage().data_ptr(), None)
-    return GatheredWeight(operands, shape, dtype, recipe.weight_key), tuple(storages.values())
 
 
 # --- the weights of one model together --------------------------------------------------------------------------------

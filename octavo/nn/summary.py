@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,9 +187,12 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
             reads = past.get(id(module))
             if reads is not None and not (reads.called and recipe is None):
                 reason = _past(reads, None if called is None else name in called)
+            elif key in expert_weights(module):
+                reason = "a 3-D parameter (expert weights) is not a linear layer"
             else:
-                reason = "" if recipe is not None else _reason(module, key, taken)
-            gathered = _gathered(reader) if key == "weight" or key in parts else ""
+                reason = "" if recipe is not None else why_not(module, taken) or "not selected"
+            gathers = isinstance(reader, RecipeModule) and (key == "weight" or key in parts)
+            gathered = str(reader.gather.way(reader)) if gathers and reader.gather.parameter is not None else ""
             rows.append(ModuleSummary(label, class_of(module).__name__, shape, recipe, reason, gathered))
     saved = _saved(model, args, kwargs) if flops is not None else None
     kinds = {
@@ -215,19 +218,6 @@ def _past(reads: PastReads, called: bool | None) -> str:
     if not reads.called or called is False:
         return str(reads)
     return "" if called else f"{reads}, or calls it: octavo.summary(model, *inputs) says which"
-
-
-def _gathered(module: nn.Module) -> str:
-    if not isinstance(module, RecipeModule) or module.gather.parameter is None:
-        return ""
-    found = module.gather.way(module)
-    return f"{found.kind} ({found.why})" if found.why else found.kind
-
-
-def _reason(module: nn.Module, parameter: str, taken: Sequence[nn.Module]) -> str:
-    if parameter in expert_weights(module):
-        return "a 3-D parameter (expert weights) is not a linear layer"
-    return why_not(module, taken) or "not selected"
 
 
 # How many floating-point operations of a forward pass are in FP8, counted by torch's FlopCounterMode.
