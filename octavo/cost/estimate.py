@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backwa
 from octavo.cost.rates import HIGH_PRECISION, Rates, forms_of
 from octavo.nn.candidates import Select, experts_class, features, fp8_class
 from octavo.nn.convert import convert, set_recipe
-from octavo.nn.grouped_linear import Grouped
+from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import storage_of, twin_of, without_data
 from octavo.nn.summary import formulas

@@ -14,8 +14,8 @@ from octavo.autograd.gather_input import GatherReader
 from octavo.nn.converted_experts import ConvertedExperts, OfTransformers
 from octavo.nn.experts import Experts
 from octavo.nn.gather import ask
-from octavo.nn.grouped_linear import Grouped
 from octavo.nn.inputs import product_dtype
+from octavo.nn.linear import Grouped
 from octavo.scaling.delayed import state_of
 from octavo.tensor.stored_weight import StoredWeight
 

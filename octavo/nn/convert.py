@@ -30,9 +30,8 @@ from octavo.nn.candidates import (
 )
 from octavo.nn.converted_experts import ConvertedExperts, keys_of, recipe_names
 from octavo.nn.gather import GatherGroup, told_of
-from octavo.nn.grouped_linear import Grouped
 from octavo.nn.known_forwards import KnownForward, fuse_known
-from octavo.nn.linear import Linear
+from octavo.nn.linear import Grouped, Linear
 from octavo.nn.parted_linear import PartedLinear, Split
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.nn.weight import (

@@ -20,7 +20,7 @@ from torch.nn.parameter import Parameter
 
 from octavo.kernels.activations import ACTIVATIONS
 from octavo.nn.experts import feed_forward, mix
-from octavo.nn.grouped_linear import Grouped
+from octavo.nn.linear import Grouped
 from octavo.nn.weight import WeightOwner
 from octavo.nn.weight_files import SCALE_INV
 

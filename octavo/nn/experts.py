@@ -17,9 +17,8 @@ from octavo.autograd.casts import as_rows
 from octavo.autograd.grouped import Routing
 from octavo.kernels.activations import activation_of
 from octavo.nn.fused import activate, run_alone, run_as_one
-from octavo.nn.grouped_linear import Grouped, GroupedLinear
 from octavo.nn.inputs import grouped_dtype
-from octavo.nn.linear import recipe_for
+from octavo.nn.linear import Grouped, GroupedLinear, recipe_for
 from octavo.nn.tensor_parallel import FusedParts
 from octavo.private import assert_async
 from octavo.scaling.recipe import Recipe
