@@ -23,8 +23,7 @@ from octavo.nn.saved import storage_of, twin_of, without_data
 from octavo.nn.summary import formulas
 from octavo.private import FakeTensorMode, TorchDispatchMode, cpu_attention, cpu_attention_backward, pytree
 from octavo.recipes import high_precision
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Phase, PhasePlan, PrecisionSchedule
 
 # FLOP of attention on a CPU, which torch's counter lacks

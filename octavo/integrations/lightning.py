@@ -18,8 +18,7 @@ from octavo.integrations.accelerate import TrainingState, check_clip, convert_on
 from octavo.nn.candidates import Select
 from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import as_recipe
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Phase, PrecisionSchedule
 
 __all__ = ["OctavoPrecision"]

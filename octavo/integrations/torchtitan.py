@@ -22,8 +22,7 @@ from octavo.nn.convert import convert
 from octavo.nn.converted_experts import ExpertsPart
 from octavo.nn.weight import widened
 from octavo.nn.weight_files import load_stored
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.tensor.stored_weight import local_stored
 
 __all__ = ["OctavoConverter"]

@@ -38,8 +38,7 @@ from octavo.nn.checkpointing import checkpoint_model_in_fp8
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight_files import SCALE_INV
 from octavo.recipes import as_recipe
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Phase, PrecisionSchedule
 from octavo.schedule.phase import SAME
 

@@ -46,8 +46,7 @@ from octavo.nn.weight import (
 )
 from octavo.recipes import as_recipe, default, high_precision
 from octavo.scaling.delayed import ASIDE, LOADED, STATE, state_of
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap, recipe_of
+from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
 from octavo.tensor.fsdp2 import forget_gathered, groups_of
 from octavo.tensor.stored_weight import OF_FROZEN, local_stored, why_cut
 

@@ -21,8 +21,7 @@ from octavo.nn.inputs import grouped_dtype
 from octavo.nn.linear import Grouped, GroupedLinear, recipe_for
 from octavo.nn.tensor_parallel import FusedParts
 from octavo.private import assert_async
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.scaling.recipe import Recipe, RecipeMap
 
 
 class _Rows(torch.autograd.Function):

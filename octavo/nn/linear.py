@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from octavo import recipes
 from octavo.autograd.products import requires_grad
 from octavo.nn.recipe_module import RecipeModule
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap, recipe_of
+from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
 
 
 class Linear(RecipeModule, nn.Linear):

@@ -21,8 +21,7 @@ from octavo.optim.conversion import Common, change, check_change, common_scales
 from octavo.optim.gradients import refuse_ddp
 from octavo.optim.state import Settings
 from octavo.recipes import as_recipe
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.tensor.fsdp2 import on_this_rank, take_shards
 from octavo.tensor.stored_weight import store
 
