@@ -165,25 +165,17 @@ class Fused(nn.Module):
     norm: LayerNorm | RMSNorm
     linear_parts: tuple[str, ...]  # in order
 
-    def _linears(self) -> list[Any]:
-        return [getattr(self, name) for name in self.linear_parts]
-
-    def _can_fuse(self) -> bool:
-        """Whether nothing wants to see the parts run one after the other."""
-        norm, linears = self.norm, self._linears()
-        if type(norm) not in (LayerNorm, RMSNorm) or any(type(one) not in (Linear, PartedLinear) for one in linears):
-            return False
-        return norm.weight is not None and runs_alone(norm) and run_alone(linears)
-
     def _fused(self, input: Tensor, activation: str, returns_norm: bool) -> tuple[Any, Any] | None:
         """(the output of all parts, the norm's or None) by one chain; or None where they run one after the other."""
-        norm, linears = self.norm, self._linears()
+        norm, linears = self.norm, [getattr(self, name) for name in self.linear_parts]
         first: Any = linears[0]._parameters.get("weight")
         if first is None:  # its splits have theirs
             first = next(linears[0].parameters(), None)
         if is_parallel(first):  # before any of the parts runs
             ask([linear for linear in linears if isinstance(linear, Linear)], first.device_mesh)
-        if not self._can_fuse():
+        if type(norm) not in (LayerNorm, RMSNorm) or any(type(one) not in (Linear, PartedLinear) for one in linears):
+            return None
+        if norm.weight is None or not (runs_alone(norm) and run_alone(linears)):
             return None
         weights = [linear.weight for linear in linears]
         dtype = product_dtype(input, weights[0])

@@ -38,7 +38,6 @@ from octavo.scaling.delayed import (
     LOADED,
     STATE,
     State,
-    drop_delayed_state,
     empty_state,
     may_be_empty,
     register_delayed_state,
@@ -74,10 +73,7 @@ class RecipeModule(WeightOwner):
         self.__dict__["recipe"] = recipe
         self.weight_writes, self.kept_operands = WeightWrites(), None
         self.gather.forget()
-        if recipe.delayed is not None:
-            register_delayed_state(self, recipe.delayed, device)
-        else:
-            drop_delayed_state(self)
+        register_delayed_state(self, recipe.delayed, device)
         if not recipe.is_high_precision:
             warn_once_if_emulated(device)
             warn_once_if_slower(recipe, device)
@@ -295,8 +291,7 @@ class RecipeModule(WeightOwner):
 
     def forget_recipe(self) -> None:
         """Drop all that setting a recipe added."""
-        drop_delayed_state(self)
-        for name in ("recipe", "weight_writes", "kept_operands", "_gather"):
+        for name in (STATE, LOADED, "recipe", "weight_writes", "kept_operands", "_gather"):
             self.__dict__.pop(name, None)
 
 

@@ -436,10 +436,6 @@ def _transpose(func: Any, weight: StoredWeight, *dims: int) -> Any:
     return weight._like(weight.qdata.mT, weight.scale_inv.mT) if swaps else NotImplemented
 
 
-def _copy(func: Any, weight: Tensor, other: Tensor, *non_blocking: bool) -> Any:
-    return weight.take(other) if isinstance(weight, StoredWeight) else NotImplemented
-
-
 def _add(func: Any, weight: StoredWeight, other: Tensor, *, alpha: float = 1) -> Any:
     if weight.is_shard or not weight.known.is_frozen:
         return NotImplemented
@@ -633,7 +629,7 @@ StoredWeight.RULES = {
     aten.view.default: _view,
     aten.transpose.int: _transpose,
     **dict.fromkeys((aten.add_.Tensor, aten.sub_.Tensor), _add),
-    aten.copy_.default: _copy,
+    aten.copy_.default: lambda _, to, other, *__: to.take(other) if isinstance(to, StoredWeight) else NotImplemented,
     aten.empty_like.default: _empty_like,
     **dict.fromkeys(WRITES, _initialize),
     **dict.fromkeys((aten.lt.Scalar, aten.gt.Scalar, aten.where.self), _plainly),
