@@ -222,27 +222,12 @@ def _past(reads: PastReads, called: bool | None) -> str:
 
 # How many floating-point operations of a forward pass are in FP8, counted by torch's FlopCounterMode.
 
-_Size = tuple[int, ...]
-
-
-def _product(a: _Size, a_scale_inv: _Size, a_tile: Any, b: _Size, *_: Any, **__: Any) -> int:
-    """Of octavo::matmul, a [M, K] · b [N, K]ᵀ: a multiplication and an addition each."""
-    return 2 * a[0] * b[0] * a[1]
-
-
-def _grouped(a: _Size, b: _Size, *_: Any, **__: Any) -> int:
-    """Of a [T, K], each row times one of the experts' weights b [E, K, N]; or of a [N, T] and b [T, K], T in groups."""
-    return 2 * math.prod(a) * b[-1]
-
-
-def _grouped_product(a: _Size, a_scale_inv: _Size, a_tile: Any, b: _Size, *_: Any, **__: Any) -> int:
-    """Of octavo::grouped_matmul, a [T, K], each row times one of the experts' weights b [E, N, K]."""
-    return 2 * math.prod(a) * b[1]
-
-
-def _attention(query: _Size, key: _Size, value: _Size, *_: Any, **__: Any) -> int:
-    """Of query [B, H, S, D] and value [B, G, T, D], causal or not: of CPUs' own op, which torch doesn't count."""
-    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+# of octavo::matmul, a [M, K] . b [N, K]^T: a multiplication and an addition each; of octavo::grouped_matmul, a [T, K],
+# each row times one of the experts' weights b [E, N, K]
+_FP8: dict[Any, Any] = {
+    torch.ops.octavo.matmul: lambda a, a_scale_inv, a_tile, b, *_, **__: 2 * a[0] * b[0] * a[1],
+    torch.ops.octavo.grouped_matmul: lambda a, a_scale_inv, a_tile, b, *_, **__: 2 * math.prod(a) * b[1],
+}
 
 
 def formulas() -> dict[Any, Any]:
@@ -250,11 +235,11 @@ def formulas() -> dict[Any, Any]:
     grouped = [grouped_mm, torch.ops.octavo.grouped_mm]
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # what transformers calls where torch's can't be used
         grouped.append(torch.ops.transformers.grouped_mm_fallback)
-    attention = {cpu_attention: _attention}
-    return {**_FP8, **dict.fromkeys(grouped, _grouped), **attention}
-
-
-_FP8 = {torch.ops.octavo.matmul: _product, torch.ops.octavo.grouped_matmul: _grouped_product}
+    # a [T, K], each row times one of the experts' weights b [E, K, N]; or a [N, T] and b [T, K], T in groups
+    found = _FP8 | dict.fromkeys(grouped, lambda a, b, *_, **__: 2 * math.prod(a) * b[-1])
+    # CPUs' own op, which torch doesn't count: query q [B, H, S, D], keys k and values v [B, G, T, D], causal or not
+    found[cpu_attention] = lambda q, k, v, *_, **__: 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+    return found
 
 
 def forward_flops(
