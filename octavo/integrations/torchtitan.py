@@ -19,7 +19,7 @@ from octavo import recipes
 from octavo.errors import MissingExtraError
 from octavo.nn.candidates import Select, large_enough, of_subclass
 from octavo.nn.convert import convert
-from octavo.nn.converted_experts import ExpertsPart
+from octavo.nn.experts import ExpertsPart
 from octavo.nn.weight import widened
 from octavo.nn.weight_files import load_stored
 from octavo.scaling.recipe import Recipe, RecipeMap

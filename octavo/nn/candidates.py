@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from octavo.formats import HIGH_PRECISION
-from octavo.nn.converted_experts import TITAN, ConvertedExperts, OfTorchtitan, OfTransformers, keys_of
+from octavo.nn.experts import TITAN, ConvertedExperts, OfTorchtitan, OfTransformers, keys_of
 from octavo.nn.linear import Linear, TransposedLinear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight import weight_of, why_unreadable

@@ -28,7 +28,7 @@ from octavo.nn.candidates import (
     why_left_alone,
     why_not,
 )
-from octavo.nn.converted_experts import ConvertedExperts, keys_of, recipe_names
+from octavo.nn.experts import ConvertedExperts, keys_of, recipe_names
 from octavo.nn.gather import GatherGroup, told_of
 from octavo.nn.known_forwards import KnownForward, fuse_known
 from octavo.nn.linear import Grouped, Linear

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from octavo.autograd.chain import activated_linear, rms_norm
 from octavo.nn.candidates import REPLACED, SHARDED, class_of, fp8_class, is_sharded, of_subclass
-from octavo.nn.converted_experts import ConvertedExperts, function_of, name_of
+from octavo.nn.experts import ConvertedExperts, function_of, name_of
 from octavo.nn.fused import run_alone, runs_alone
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear

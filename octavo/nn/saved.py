@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from octavo.autograd.casts import WEIGHT
 from octavo.nn.candidates import class_of, expert_weights, fp8_class
-from octavo.nn.converted_experts import ConvertedExperts, function_of
+from octavo.nn.experts import ConvertedExperts, function_of
 from octavo.nn.recipe_module import RecipeModule
 from octavo.private import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree, to_copy
 

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from octavo.nn.candidates import PastReads, class_of, expert_weights, fp8_class, past_reads, shape_of, why_not
 from octavo.nn.checkpointing import watched
 from octavo.nn.convert import restore
-from octavo.nn.converted_experts import ConvertedExperts, ExpertsPart
+from octavo.nn.experts import ConvertedExperts, ExpertsPart
 from octavo.nn.known_forwards import KnownForward, refusal
 from octavo.nn.parted_linear import Split
 from octavo.nn.recipe_module import RecipeModule
