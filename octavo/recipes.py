@@ -27,6 +27,7 @@ __all__ = ["default", "dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "bl
 __all__ += ["batch_invariant", "high_precision"]
 NAMED = tuple(__all__)
 __all__ += ["as_recipe", "load", "to_json"]
+AnyRecipe = Recipe | RecipeMap | str | Path  # what as_recipe takes: a str is a recipe's name, or a file's
 
 
 def _no_recipe(value: object) -> TypeError:

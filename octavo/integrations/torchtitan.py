@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from octavo.nn.convert import convert
 from octavo.nn.experts import ExpertsPart
 from octavo.nn.weight import widened
 from octavo.nn.weight_files import load_stored
-from octavo.scaling.recipe import Recipe, RecipeMap
+from octavo.recipes import AnyRecipe
 from octavo.tensor.stored_weight import local_stored
 
 __all__ = ["OctavoConverter"]
@@ -111,7 +110,7 @@ class OctavoConverter(ModelConfigConverter):  # type: ignore[misc, unused-ignore
             weight_storage: as octavo.convert's.
         """
 
-        recipe: Recipe | RecipeMap | str | Path = recipes.default()
+        recipe: AnyRecipe = recipes.default()
         filter_fqns: list[str] = field(default_factory=lambda: ["lm_head", "output"])
         select: Select | None = None
         weight_storage: str | None = None

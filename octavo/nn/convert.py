@@ -7,7 +7,6 @@ import itertools
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -44,7 +43,7 @@ from octavo.nn.weight import (
     weight_of,
     why_not_stored,
 )
-from octavo.recipes import as_recipe, default, high_precision
+from octavo.recipes import AnyRecipe, as_recipe, default, high_precision
 from octavo.scaling.delayed import ASIDE, LOADED, STATE, state_of
 from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
 from octavo.tensor.fsdp2 import forget_gathered, groups_of
@@ -53,7 +52,7 @@ from octavo.tensor.stored_weight import OF_FROZEN, local_stored, why_cut
 
 def convert(
     model: nn.Module,
-    recipe: Recipe | RecipeMap | str | Path | None = None,
+    recipe: AnyRecipe | None = None,
     select: Select | None = None,
     weight_storage: Literal["fp8"] | None = None,
     fuse: bool = False,
@@ -266,7 +265,7 @@ def _refuse_twice_sharded(name: str, weight: nn.Parameter) -> None:
         )
 
 
-def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap | str | Path) -> nn.Module:
+def set_recipe(model: nn.Module, recipe: AnyRecipe) -> nn.Module:
     """Give every FP8 module of the model another recipe, from the next forward on.
 
     Backward passes of forwards already run use what those saved. After a spell under another recipe delayed state
@@ -302,7 +301,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap | str | Path) -> nn.
 
 
 @contextlib.contextmanager
-def using(model: nn.Module, recipe: Recipe | RecipeMap | str | Path) -> Iterator[nn.Module]:
+def using(model: nn.Module, recipe: AnyRecipe) -> Iterator[nn.Module]:
     """Run a block with every FP8 module of the model under another recipe, then with its own again.
 
     Each layer returns to the recipe object that it had, also after an exception; blocks may be nested. Its delayed
