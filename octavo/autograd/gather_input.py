@@ -29,7 +29,7 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CodesAndScale, State, as_rows, cast_to_send, operands_of_codes
-from octavo.autograd.shared_scales import agreed_scale
+from octavo.autograd.shared_scales import scale_of_whole
 from octavo.errors import UnsupportedOpError
 from octavo.granularity import ALL
 from octavo.kernels.arguments import NormSource
@@ -155,12 +155,8 @@ def _gather(source: Tensor | NormSource, reader: GatherReader, role: int, wire: 
     else:
         rows, of_norm = source, {}
     if cast.tile == (ALL, ALL):
-        if of_norm:  # computed twice, and not written in between
-            own = kernels.cast(rows, None, role, *cast.arguments, **of_norm)[3]
-        else:
-            own = kernels.amax(rows, cast.tile)
         delayed = state.in_force(role) if cast.is_delayed and state is not None else None
-        scale, amax = agreed_scale(own, cast.arguments, wire.group, delayed)
+        scale, amax = scale_of_whole(rows, role, cast.arguments, wire.group, (), delayed, **of_norm)
     q, _, scale_inv, _, *rest = kernels.cast(rows, scale, role, *cast.arguments, **of_norm, keep=keep)
     for observed, observer in observers:
         observer.cast(observed, role, lambda: rows, Operands((q, scale_inv)))

@@ -140,7 +140,10 @@ def convert(
             if (stored_one := local_stored(weight_of(module))) is not None:
                 stored_one.layer_name = own
     if fuse:
-        _fuse(model)
+        refused = fuse_known(model)
+        if not any(isinstance(module, KnownForward) for module in model.modules()):
+            why = _listed(refused) or "the model has no module that it knows"
+            warnings.warn(f"octavo.convert fused nothing: {why}", stacklevel=2)
     choose_fast_path(model)
     converted = _modules(model)
     others = _weights_of_others(model, {id(module.holder) for _, module in converted})
@@ -150,15 +153,9 @@ def convert(
     return model
 
 
-def _fuse(model: nn.Module) -> None:
-    """Fuse what octavo knows; warn if that is nothing."""
-    refused = fuse_known(model)
-    if not any(isinstance(module, KnownForward) for module in model.modules()):
-        reasons: dict[str, list[str]] = {}
-        for name, why in refused.items():
-            reasons.setdefault(why, []).append(name or "the model")
-        found = "; ".join(f"{why} ({len(names)} such, first {names[0]})" for why, names in reasons.items())
-        warnings.warn(f"octavo.convert fused nothing: {found or 'the model has no module that it knows'}", stacklevel=3)
+def _listed(reasons: Mapping[str, Sequence[str]]) -> str:
+    """Why modules of these names stay as they are."""
+    return "; ".join(f"{why} ({len(names)} such, first {names[0]})" for why, names in reasons.items())
 
 
 def _storage(
@@ -476,8 +473,8 @@ def targets_of(model: nn.Module, select: Select | None) -> list[tuple[str, nn.Mo
             reason = "select returned False" if asked and not wanted and select is not None else why_not(module)
             reasons.setdefault(str(reason), []).append(name or "the model")
     if not targets:
-        found = "; ".join(f"{reason} ({len(names)} such, first {names[0]})" for reason, names in reasons.items())
-        warnings.warn(f"octavo.convert converted nothing: {found or 'the model has no linear layer'}", stacklevel=3)
+        why = _listed(reasons) or "the model has no linear layer"
+        warnings.warn(f"octavo.convert converted nothing: {why}", stacklevel=3)
     else:
         for reason in sorted({SHARDED, REPLACED, *past.values()} & reasons.keys()):
             late = reasons[reason]

@@ -74,7 +74,7 @@ class Linear(RecipeModule, nn.Linear):
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Load, from separate layers' keys too; the last argument is torch's list of errors."""
-        if self.splits is not None:
+        if self.splits is not None and "weight" in self._parameters:  # else they are modules, which have theirs
             args[-1].extend(merge_keys(state_dict, prefix, self.splits))
         super()._load_from_state_dict(state_dict, prefix, *args)
 

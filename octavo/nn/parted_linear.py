@@ -94,10 +94,8 @@ class PartedLinear(Linear):
         stored = local_stored(self.weights[0])
         if stored is None or stored.common is None or not stored.common.written:
             return False
-        stored.common.written = False
         agree_on_scale(*self.weights)
-        for weight in self.weights:
-            local_stored(weight).common.written = False  # type: ignore[union-attr]
+        stored.common.written = False  # which is of all splits
         return True
 
     def reset_parameters(self) -> None:
@@ -106,10 +104,6 @@ class PartedLinear(Linear):
             for parameter in self.parameters():
                 parameter.uniform_(-(self.in_features**-0.5), self.in_features**-0.5)
         self.reset_delayed_state()
-
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """Leave the splits' keys to their modules."""
-        super(Linear, self)._load_from_state_dict(state_dict, prefix, *args)
 
     def parted(self, y: Any) -> Any:
         """The output of all splits, a DTensor, as one for each, sharded by its features."""
