@@ -25,8 +25,7 @@ from torch.distributed.tensor import parallel as torch_parallel
 from octavo.autograd.gather_input import GatheredInput, scatter_output
 from octavo.distributed.fp8_reduce import Fp8ReduceScatter, Fp8Reduction
 from octavo.nn.gather import ask
-from octavo.nn.linear import Linear
-from octavo.nn.parted_linear import divide
+from octavo.nn.linear import Linear, divide
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.tensor_parallel import STYLE, Sending, Style, gathered_for, hooks_on, sending_of
 from octavo.private import resolve_process_group

@@ -30,8 +30,7 @@ from octavo.nn.candidates import (
 from octavo.nn.experts import ConvertedExperts, keys_of, recipe_names
 from octavo.nn.gather import GatherGroup, told_of
 from octavo.nn.known_forwards import KnownForward, fuse_known
-from octavo.nn.linear import Grouped, Linear
-from octavo.nn.parted_linear import PartedLinear, Split
+from octavo.nn.linear import Grouped, Linear, PartedLinear, Split
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.nn.weight import (
     WeightOwner,
@@ -386,15 +385,15 @@ def restore(model: nn.Module) -> nn.Module:
     """
     _refuse_shards(model, "octavo.restore")
     for module in list(model.modules()):
-        split = isinstance(module, Linear) and (module.splits is not None or is_sharded(type(module)))
-        if split or isinstance(module, Grouped):
-            for weight in module.weights:  # type: ignore[union-attr]
+        if isinstance(module, RecipeModule):
+            for weight in module.weights:
                 store_weight(weight, None)
-            module.recipe = high_precision()  # type: ignore[assignment]
-        elif isinstance(module, RecipeModule):
-            store_weight(weight_of(module), None)
-            module.forget_recipe()
-            restore_class(module, WeightOwner)
+            split = isinstance(module, Linear) and (module.splits is not None or is_sharded(type(module)))
+            if split or isinstance(module, Grouped):
+                module.recipe = high_precision()
+            else:
+                module.forget_recipe()
+                restore_class(module, WeightOwner)
         elif isinstance(module, ConvertedExperts) and not (is_sharded(type(module)) or module.is_parallel):
             for part in module.parts:
                 del module._modules[part.part_name]

@@ -26,8 +26,7 @@ from octavo.autograd.products import requires_grad
 from octavo.kernels.activations import activation_of
 from octavo.nn.gather import ask
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
-from octavo.nn.linear import Linear, Splits, recipe_for, split_output
-from octavo.nn.parted_linear import PartedLinear
+from octavo.nn.linear import Linear, PartedLinear, Splits, recipe_for, split_output
 from octavo.nn.tensor_parallel import FusedParts, finished, fused_parts, hooks_on, is_parallel, style_of
 from octavo.scaling.recipe import Recipe, RecipeMap
 

@@ -17,7 +17,7 @@ from octavo.nn.checkpointing import watched
 from octavo.nn.convert import restore
 from octavo.nn.experts import ConvertedExperts, ExpertsPart
 from octavo.nn.known_forwards import KnownForward, refusal
-from octavo.nn.parted_linear import Split
+from octavo.nn.linear import Split
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import predicted_by_kind
 from octavo.nn.weight import weight_of

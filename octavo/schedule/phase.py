@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from octavo.granularity import Granularity
 from octavo.nn.convert import gather_anew, set_recipe, storages, stored_now
-from octavo.nn.linear import Grouped
-from octavo.nn.parted_linear import PartedLinear
+from octavo.nn.linear import Grouped, PartedLinear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim import Moment
 from octavo.optim.base import CompactOptimizer
