@@ -114,10 +114,9 @@ class Gather:
         self.parameter = parameter
         if self.group is not None:
             self.group.ask(parameter.device_mesh)
+            self.group.add(module)
         agree_on_scale(parameter, just_cut=True)
         self.forget()
-        if self.group is not None:
-            self.group.add(module)
 
     def forget(self) -> None:
         """Drop codes and scales that were cast by another recipe, or from another parameter."""
