@@ -22,8 +22,7 @@ from octavo.granularity import PerBlock, PerRow, PerTensor
 from octavo.nn.checkpointing import checkpoint_in_fp8
 from octavo.nn.convert import convert, restore, set_recipe, using
 from octavo.nn.summary import summary
-from octavo.scaling.recipe import Cast, Delayed, Dynamic, Recipe
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.scaling.recipe import Cast, Delayed, Dynamic, Recipe, RecipeMap
 from octavo.tensor.scaled_tensor import ScaledTensor, quantize
 
 if TYPE_CHECKING:

@@ -21,13 +21,13 @@ from typing import Any, Literal
 
 from octavo.formats import E4M3, E5M2
 from octavo.granularity import MX, PerBlock, PerRow, PerTensor
-from octavo.scaling.recipe import FIELDS, PRODUCTS, Cast, Delayed, Dynamic, Recipe
-from octavo.scaling.recipe_map import RecipeMap, RecipeRule
+from octavo.scaling.recipe import FIELDS, PRODUCTS, Cast, Delayed, Dynamic, Recipe, RecipeMap, RecipeRule
 
 __all__ = ["default", "dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx"]
 __all__ += ["batch_invariant", "high_precision"]
 NAMED = tuple(__all__)
 __all__ += ["as_recipe", "load", "to_json"]
+AnyRecipe = Recipe | RecipeMap | str | Path  # what as_recipe takes: a str is a recipe's name, or a file's
 
 
 def default() -> Recipe:

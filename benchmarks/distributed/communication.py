@@ -32,7 +32,6 @@ from tests.support.byte_counter import BETWEEN, GATHER, INSIDE, OTHER, REDUCE, S
 TAKES = "2 minutes"
 MEASURES = (
     "octavo/nn/gather.py",
-    "octavo/nn/gather_group.py",
     "octavo/distributed/fp8_reduce.py",
     "octavo/tensor/collectives.py",
 )

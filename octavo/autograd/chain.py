@@ -124,17 +124,14 @@ def _behind_activation(
         layer.observer.cast(layer.recipe, INPUT, produced, a, layer.offsets)
     result = output(None, a, weight, bias, layer, h.dtype)
     saved = to_save(None, a, weight, layer, needs_dh, needs_dw)
-    reads_h = needs_dh or (needs_dw and layer.recipe.grad_weight is None)
-    return result, (*(_saved_input(h, layer) if reads_h else (None, None)), *saved)
-
-
-def _saved_input(h: Tensor, layer: Layer) -> tuple[Tensor | None, Tensor | None]:
-    """An activation's input, as the recipe of the layer that it leads to saves it: (tensor or codes, scale_inv)."""
     cast = layer.recipe.saved
-    if cast is None:
-        return h, None
-    q, _, scale_inv, *_ = kernels.cast(h, None, INPUT, *cast.arguments, offsets=layer.offsets)
-    return packed((q, scale_inv), cast)
+    saved_h: tuple[Tensor | None, Tensor | None] = None, None  # the tensor or codes, scale_inv
+    if needs_dh or (needs_dw and layer.recipe.grad_weight is None):
+        saved_h = h, None
+        if cast is not None:
+            q, _, scale_inv, *_ = kernels.cast(h, None, INPUT, *cast.arguments, offsets=layer.offsets)
+            saved_h = packed((q, scale_inv), cast)
+    return result, (*saved_h, *saved)
 
 
 class _ChainFunction(torch.autograd.Function):

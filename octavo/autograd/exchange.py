@@ -88,21 +88,20 @@ def dispatch(rows: Tensor, offsets: Tensor, exchange: Exchange, sending: RowsToS
 
     Gradients flow back. One collective tells all ranks the sizes of groups (and what they found of amax), which are
     read on the host: an all-to-all needs them there.
-
-    Raises:
-        ValueError: on all ranks, where one has rows of no expert.
     """
     experts = offsets.shape[0]
     known = [torch.diff(offsets, prepend=offsets.new_zeros(1)), offsets.new_tensor([rows.shape[0]])]
     if _shares_scales(sending):
         known.append(_amax_of_groups(rows.detach(), offsets).view(torch.int32))
-    every = _all_gather(torch.cat(known), exchange)  # [ranks, E + 1, or 2 E + 1]
+    own = torch.cat(known).unsqueeze(0)
+    # [ranks, E + 1, or 2 E + 1]
+    every = c10d_ops.wait_tensor(c10d_ops.all_gather_into_tensor(own, exchange.size, exchange.group))
     sizes: list[list[int]] = every[:, : experts + 1].tolist()
     for rank, (*of_experts, total) in enumerate(sizes):
         if sum(of_experts) != total:
             raise ValueError(f"rank {rank} has {total} rows, of which {sum(of_experts)} are of the {experts} experts")
-    by_rank = [[sum(row) for row in _split(of_experts, exchange.size)] for *of_experts, _ in sizes]
     each = experts // exchange.size
+    by_rank = [[sum(row[begin : begin + each]) for begin in range(0, experts, each)] for row in sizes]
     here = every[:, exchange.part(each)].flatten()
     received = [row[exchange.rank] for row in by_rank]
     expert = torch.arange(each, device=offsets.device).repeat(exchange.size)
@@ -198,15 +197,6 @@ def _cast_by_group(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Te
         how = cast.tile, cast.power_of_two, cast.margin
         kernels.multi_tensor_cast(xs, codes, [], *found, scales, 0, *how, None)
     return q, scale_inv_from_scale(scale).unsqueeze(1)
-
-
-def _split(values: list[int], parts: int) -> list[list[int]]:
-    each = len(values) // parts
-    return [values[begin : begin + each] for begin in range(0, len(values), each)]
-
-
-def _all_gather(values: Tensor, exchange: Exchange) -> Tensor:
-    return c10d_ops.wait_tensor(c10d_ops.all_gather_into_tensor(values.unsqueeze(0), exchange.size, exchange.group))
 
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], exchange: Exchange) -> Tensor:

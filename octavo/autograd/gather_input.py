@@ -21,7 +21,7 @@ Legend: x [..., s, K] this rank's tokens, of S. T all tokens, R rows of this ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,14 +29,69 @@ from torch import Tensor
 
 from octavo import kernels
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CodesAndScale, State, as_rows, cast_to_send, operands_of_codes
-from octavo.autograd.shared_scales import agreed_scale
+from octavo.autograd.shared_scales import scale_of_whole
+from octavo.errors import UnsupportedOpError
 from octavo.granularity import ALL
 from octavo.kernels.arguments import NormSource
 from octavo.private import c10d_ops
 from octavo.scaling.recipe import Recipe
 from octavo.tensor.collectives import bytes_of, largest, pack, scales_from, summed, unpack
-from octavo.tensor.gathered_input import GatheredGradient, GatheredInput, Wire
-from octavo.tensor.pair import Operands, transposed_pair
+from octavo.tensor.pair import ForProducts, Operands, transposed_pair
+
+_REMEDY = (
+    "of an input that was gathered in FP8: octavo's layers under octavo.distributed.ColwiseParallel read it. Where "
+    "others do too, gather it by torch's own PrepareModuleInput"
+)
+
+
+class Wire(NamedTuple):
+    """How tokens are gathered and scattered: by the process group of this name, of so many ranks.
+
+    ``runs``: how many runs of consecutive tokens a rank's rows are, one for each sequence where these are sharded.
+    ``exact``: whether grad_weight reads what was never rounded before. ``reduce``: what makes sums of a group's ranks,
+    of all parts one after the other along dimension 0, this rank's part; None: they are in the tensor's dtype.
+    ``memo``: what the first reader of an exact input has gathered in backward, for the others; None in compiled graphs.
+    """
+
+    group: str
+    ranks: int
+    runs: int
+    exact: bool = False
+    reduce: Callable[[Tensor, str], Tensor] | None = None
+    memo: list[tuple[Tensor, Tensor]] | None = None
+
+
+class GatheredInput:
+    """What a layer takes in place of a whole input [..., K] that only its pairs are there of.
+
+    It is no tensor, so that torch.compile traces what holds pairs and gradients as the tensors that they are.
+
+    Attributes:
+        carrier: [..., K] without memory; the gradient of the whole input flows to it.
+        operands: the pairs, of [T, K]; transposed None where no product reads it, or backward gathers it, from
+            ``shard``. The amax of the whole input, for a Delayed rule.
+        shard: this rank's rows [R, K]; None where nothing is gathered of it any more.
+        casts, wire: what it was cast by, and how it was gathered.
+    """
+
+    def __init__(self, carrier: Tensor, operands: Operands, shard: Tensor | None, casts: Any, wire: Wire) -> None:
+        self.carrier, self.operands, self.shard, self.casts, self.wire = carrier, operands, shard, casts, wire
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise UnsupportedOpError(f"{getattr(func, '__name__', func)} {_REMEDY}")
+
+    def __getattr__(self, name: str) -> Any:
+        """What modules ask of their input; else UnsupportedOpError, or AttributeError of what no tensor has."""
+        if name in ("shape", "dtype", "device", "ndim", "size", "is_meta", "requires_grad", "dim"):
+            return getattr(self.carrier, name)
+        return self.__torch_function__(getattr(torch.Tensor, name), ())
+
+
+class GatheredGradient(ForProducts):
+    """A whole gradient [..., N], on its way to the products, with sums of its columns."""
+
+    REMEDY = _REMEDY
 
 
 class GatherReader(NamedTuple):
@@ -100,12 +155,8 @@ def _gather(source: Tensor | NormSource, reader: GatherReader, role: int, wire: 
     else:
         rows, of_norm = source, {}
     if cast.tile == (ALL, ALL):
-        if of_norm:  # computed twice, and not written in between
-            own = kernels.cast(rows, None, role, *cast.arguments, **of_norm)[3]
-        else:
-            own = kernels.amax(rows, cast.tile)
         delayed = state.in_force(role) if cast.is_delayed and state is not None else None
-        scale, amax = agreed_scale(own, cast.arguments, wire.group, delayed)
+        scale, amax = scale_of_whole(rows, role, cast.arguments, wire.group, (), delayed, **of_norm)
     q, _, scale_inv, _, *rest = kernels.cast(rows, scale, role, *cast.arguments, **of_norm, keep=keep)
     for observed, observer in observers:
         observer.cast(observed, role, lambda: rows, Operands((q, scale_inv)))

@@ -110,9 +110,6 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
     torch.nn.functional.grouped_mm, in whose results rows in no group are zero; and of sizes that it refuses, and
     compiled of dtypes that its fake refuses (torch 2.13 knows bf16 only).
-
-    Raises:
-        ValueError: on a CPU for offsets that descend or go beyond the rows, which torch does not look at.
     """
     if offsets.device.type == "cpu":  # a GPU would have to be waited for
         check_offsets(offsets, (a if b.ndim == 3 else b).shape[0])

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from octavo import kernels
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CodesAndScale, State, as_rows, cast_grad_output, cast_role
-from octavo.autograd.gather_input import gathered_transposed
+from octavo.autograd.gather_input import GatheredInput, Wire, gathered_transposed
 from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
 from octavo.autograd.shared_casts import UNKNOWN, CastReader, ReadTensor
 from octavo.autograd.shared_scales import Parts
@@ -37,7 +37,6 @@ from octavo.numerics import E8M0
 from octavo.private import keeps_graph, will_engine_execute_node
 from octavo.scaling.delayed import entering_input
 from octavo.scaling.recipe import Cast, Recipe
-from octavo.tensor.gathered_input import GatheredInput, Wire
 from octavo.tensor.pair import Operands
 
 

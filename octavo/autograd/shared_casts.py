@@ -89,12 +89,7 @@ class ReadTensor:
         return number
 
 
-class _OfThread(threading.local):
-    def __init__(self) -> None:
-        self.tensors: dict[int, ReadTensor] = {}
-
-
-_of_thread = _OfThread()
+_of_thread = threading.local()
 
 
 def read_by(x: Tensor, layer: object, is_view: bool = False) -> ReadTensor | None:
@@ -114,7 +109,7 @@ def read_by(x: Tensor, layer: object, is_view: bool = False) -> ReadTensor | Non
         if capturing and x.grad_fn is None:
             return None
         place = current_raw_stream(x.get_device()), capturing
-    tensors, key = _of_thread.tensors, id(x)
+    key, tensors = id(x), vars(_of_thread).setdefault("tensors", {})
     found = tensors.pop(key, None)
     if (
         found is None

@@ -49,37 +49,28 @@ def scale_for(
     x, *activation = (source,) if isinstance(source, Tensor) else source
     if delayed is not None:
         return first_scale(x, delayed.scale, role, *cast.arguments, parts.group, *activation)
-    return _scale_of_whole(x, role, cast.arguments, parts.group, activation)
+    return scale_of_whole(x, role, cast.arguments, parts.group, activation)[0]
 
 
-def _scale_of_whole(
+def scale_of_whole(
     x: Tensor,
     role: int,
-    arguments: tuple[Any, ...],
+    arguments: Sequence[Any],
     group: str,
-    activation: Sequence[Any],
+    activation: Sequence[Any] = (),
     delayed: Tensor | None = None,
-) -> Tensor:
-    """``agreed_scale`` from the amax of x, or of an activation of it."""
-    if activation:
-        amax = kernels.cast(x, None, role, *arguments, False, 1, False, *activation)[3]
-    else:
-        amax = kernels.amax(x, arguments[1])
-    return agreed_scale(amax, arguments, group, delayed)[0]
-
-
-def agreed_scale(
-    amax: Tensor, arguments: Sequence[Any], group: str, delayed: Tensor | None = None
+    **of_norm: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The scales [3] of which a cast reads its role's, and the amax [1, 1], of the whole of what ranks have parts of.
+    """The scales [3] of which a cast reads its role's, and the amax [1, 1], of the whole of what ranks have parts x of.
 
-    Args:
-        amax: [1, 1], of this rank's part.
-        arguments: the cast's.
-        group: the ranks.
-        delayed: [3], which hold where there is one.
+    Of x itself, or of its activation or norm, which is computed twice and not written in between. ``arguments`` are the
+    cast's; ``delayed`` scales [3] hold where there is one.
     """
-    dtype, _, power_of_two, margin = arguments
+    dtype, tile, power_of_two, margin = arguments
+    if activation or of_norm:
+        amax = kernels.cast(x, None, role, *arguments, False, 1, False, *activation, **of_norm)[3]
+    else:
+        amax = kernels.amax(x, tile)
     amax = largest(amax, group)
     scale = scale_from_amax(amax.view(1), torch.finfo(dtype).max, power_of_two, margin, delayed)
     return scale.expand(3).contiguous(), amax
@@ -107,7 +98,7 @@ def first_scale(
     if not may_be_empty(delayed_scale):
         return delayed_scale.clone()
     more = (activation, preactivation, h_scale_inv, h_tile or (ALL, ALL)) if activation else ()
-    return _scale_of_whole(x, role, (dtype, tile, power_of_two, margin), group, more, delayed_scale)
+    return scale_of_whole(x, role, (dtype, tile, power_of_two, margin), group, more, delayed_scale)[0]
 
 
 @first_scale.register_fake

@@ -17,14 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backwa
 from octavo.cost.rates import HIGH_PRECISION, Rates, forms_of
 from octavo.nn.candidates import Select, experts_class, features, fp8_class
 from octavo.nn.convert import convert, set_recipe
-from octavo.nn.grouped_linear import Grouped
+from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import storage_of, twin_of, without_data
 from octavo.nn.summary import formulas
 from octavo.private import FakeTensorMode, TorchDispatchMode, cpu_attention, cpu_attention_backward, pytree
 from octavo.recipes import high_precision
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Phase, PhasePlan, PrecisionSchedule
 
 # FLOP of attention on a CPU, which torch's counter lacks

@@ -42,7 +42,7 @@ from octavo.distributed.files import PARTIAL, reason_of, replacing
 from octavo.distributed.joined_parts import Joined
 from octavo.distributed.ranks import CheckpointError, RankError, Ranks, lost_ranks
 from octavo.errors import first_line
-from octavo.nn.gather_group import told_of
+from octavo.nn.gather import told_of
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.layout import place_of
 from octavo.optim.moment import Moment

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, cast_to_send
 from octavo.autograd.exchange import Exchange, RowsToSend, combine, dispatch
 from octavo.autograd.gather_input import GatherReader
-from octavo.nn.converted_experts import ConvertedExperts, OfTransformers
-from octavo.nn.experts import Experts
-from octavo.nn.gather_group import ask
-from octavo.nn.grouped_linear import Grouped
+from octavo.nn.experts import ConvertedExperts, Experts, OfTransformers
+from octavo.nn.gather import ask
 from octavo.nn.inputs import product_dtype
+from octavo.nn.linear import Grouped
 from octavo.scaling.delayed import state_of
 from octavo.tensor.stored_weight import StoredWeight
 

@@ -1,4 +1,4 @@
-"""Layers parted by their splits (nn/parted_linear.py) have one weight in a checkpoint, as on any other layout of ranks.
+"""Layers parted by their splits (nn/linear.py) have one weight in a checkpoint, as on any other layout of ranks.
 
 In a checkpoint ``<layer>.weight`` is what it is where the layer isn't parted: all splits' rows, one after the other.
 Each part's rows are pieces of it, written and read where they lie.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from octavo.nn.parted_linear import PartedLinear
+from octavo.nn.linear import PartedLinear
 from octavo.nn.weight_files import SCALE_INV
 from octavo.private import create_chunk_list, create_write_items, local_tensor
 from octavo.tensor.pair import MOVES, Facade

@@ -31,9 +31,8 @@ from torch import Tensor, nn
 from octavo.errors import ExportError
 from octavo.formats import E4M3
 from octavo.granularity import ALL, MX, Tile
-from octavo.nn.converted_experts import ConvertedExperts, ExpertsPart
-from octavo.nn.grouped_linear import Grouped
-from octavo.nn.parted_linear import PartedLinear
+from octavo.nn.experts import ConvertedExperts, ExpertsPart
+from octavo.nn.linear import Grouped, PartedLinear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight import fp8_pair
 from octavo.nn.weight_files import SCALE_INV

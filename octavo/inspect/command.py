@@ -31,8 +31,7 @@ from octavo.inspect.what_if import NAMES, Cost, WhatIf, WhatIfError, check, comp
 from octavo.nn.candidates import MIN_FEATURES, features
 from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import to_json as to_rules
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap, RecipeRule
+from octavo.scaling.recipe import Recipe, RecipeMap, RecipeRule
 
 WHAT_IF = "what_if.json"  # a file in a record's folder
 OWN = "its own"

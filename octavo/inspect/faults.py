@@ -26,7 +26,7 @@ from octavo.errors import OctavoError
 from octavo.inspect.rows import Notes, first_here, observe, parameter_of, sizes_of
 from octavo.inspect.weights import first_expert
 from octavo.kernels.arguments import FOUND
-from octavo.nn.grouped_linear import Grouped
+from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.scaling.recipe import ROLES
 from octavo.tensor.fsdp2 import on_this_rank

@@ -13,8 +13,7 @@ from octavo.inspect.incidents import Finding, incidents, level_of, severity_of
 from octavo.inspect.record import Record, numpy
 from octavo.inspect.remedies import Exponents, called, outcome, remedies, with_cast, without_fp8
 from octavo.inspect.rows import Row
-from octavo.scaling.recipe import OPERANDS, Cast, Dynamic, Recipe
-from octavo.scaling.recipe_map import RecipeRule
+from octavo.scaling.recipe import OPERANDS, Cast, Dynamic, Recipe, RecipeRule
 
 # A measure beyond its limit is a finding.
 LIMITS = {

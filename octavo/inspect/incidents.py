@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from octavo.inspect.record import Record
 from octavo.inspect.remedies import as_text
-from octavo.scaling.recipe_map import RecipeRule
+from octavo.scaling.recipe import RecipeRule
 
 LEVELS = {
     "critical": "numbers are lost for good: inf or NaN, or more than half of a tensor",

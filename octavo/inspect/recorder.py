@@ -21,7 +21,7 @@ from octavo.inspect.rows import Row, Table
 from octavo.inspect.weights import Samples, count_weights, facts_of, moved_since, sample, tied_of
 from octavo.kernels.arguments import SUMS
 from octavo.recipes import to_json
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.scaling.recipe import RecipeMap
 
 Scalar = float | Tensor
 SKIPPED = "skipped"  # a kind of event that arrives from the device, as scalars do

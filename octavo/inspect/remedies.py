@@ -25,8 +25,7 @@ from octavo.inspect.rows import Row
 from octavo.kernels.arguments import LOWEST
 from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import blockwise, mx
-from octavo.scaling.recipe import OPERANDS, Cast, Delayed, Dynamic, Recipe
-from octavo.scaling.recipe_map import RecipeMap, RecipeRule
+from octavo.scaling.recipe import OPERANDS, Cast, Delayed, Dynamic, Recipe, RecipeMap, RecipeRule
 
 RECIPES = "recipes.json"  # a record's file, with the recipes of its model
 _FINER = ((128, blockwise), (32, mx))  # how many numbers share a scale, and the recipe

@@ -19,8 +19,7 @@ from octavo.autograd.products import Layer
 from octavo.kernels.arguments import EXPONENTS, EXTREMES, SUMS
 from octavo.kernels.layouts import contraction_multiple
 from octavo.nn.candidates import features
-from octavo.nn.grouped_linear import Grouped
-from octavo.nn.parted_linear import PartedLinear
+from octavo.nn.linear import Grouped, PartedLinear
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.nn.weight import weight_of
 from octavo.scaling.recipe import OPERANDS, ROLES, Cast, Recipe

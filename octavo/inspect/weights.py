@@ -16,7 +16,7 @@ from octavo.distributed.ranks import Ranks
 from octavo.granularity import ALL
 from octavo.inspect.rows import RecordedLayer, parameter_of
 from octavo.kernels.reference.optimizer_state import Fp8Weight, Piece
-from octavo.nn.grouped_linear import Grouped
+from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.numerics import scale_from_amax
 from octavo.optim.base import CompactOptimizer

@@ -59,8 +59,7 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight import check_recipe
 from octavo.recipes import as_recipe, high_precision
 from octavo.scaling.delayed import STATE, State, state_of
-from octavo.scaling.recipe import PRODUCTS, Recipe
-from octavo.scaling.recipe_map import RecipeMap, recipe_of
+from octavo.scaling.recipe import PRODUCTS, Recipe, RecipeMap, recipe_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Key = tuple[str, str]  # a layer's name and a recipe's

@@ -29,8 +29,7 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight import weight_of
 from octavo.nn.weight_files import SCALE_INV
 from octavo.optim.base import CompactOptimizer
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap, recipe_of
+from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
 from octavo.schedule import Phase, PrecisionSchedule
 from octavo.tensor.stored_weight import local_stored
 

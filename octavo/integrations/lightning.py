@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
@@ -17,9 +16,7 @@ from torch.optim import Optimizer
 from octavo.integrations.accelerate import TrainingState, check_clip, convert_once, uses_gradients_early
 from octavo.nn.candidates import Select
 from octavo.nn.recipe_module import RecipeModule
-from octavo.recipes import as_recipe
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.recipes import AnyRecipe, as_recipe
 from octavo.schedule import Phase, PrecisionSchedule
 
 __all__ = ["OctavoPrecision"]
@@ -52,7 +49,7 @@ class OctavoPrecision(Precision):
 
     def __init__(
         self,
-        recipe: Recipe | RecipeMap | str | Path,
+        recipe: AnyRecipe,
         precision: str = "bf16-mixed",
         select: Select | None = None,
         schedule: Sequence[Phase] = (),

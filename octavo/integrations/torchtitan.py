@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +18,10 @@ from octavo import recipes
 from octavo.errors import MissingExtraError
 from octavo.nn.candidates import Select, large_enough, of_subclass
 from octavo.nn.convert import convert
-from octavo.nn.converted_experts import ExpertsPart
+from octavo.nn.experts import ExpertsPart
 from octavo.nn.weight import widened
 from octavo.nn.weight_files import load_stored
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.recipes import AnyRecipe
 from octavo.tensor.stored_weight import local_stored
 
 __all__ = ["OctavoConverter"]
@@ -112,7 +110,7 @@ class OctavoConverter(ModelConfigConverter):  # type: ignore[misc, unused-ignore
             weight_storage: as octavo.convert's.
         """
 
-        recipe: Recipe | RecipeMap | str | Path = recipes.default()
+        recipe: AnyRecipe = recipes.default()
         filter_fqns: list[str] = field(default_factory=lambda: ["lm_head", "output"])
         select: Select | None = None
         weight_storage: str | None = None

@@ -37,9 +37,7 @@ from octavo.nn.candidates import Select
 from octavo.nn.checkpointing import checkpoint_model_in_fp8
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight_files import SCALE_INV
-from octavo.recipes import as_recipe
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.recipes import AnyRecipe, as_recipe
 from octavo.schedule import Phase, PrecisionSchedule
 from octavo.schedule.phase import SAME
 
@@ -82,7 +80,7 @@ class OctavoCallback(TrainerCallback):
 
     def __init__(
         self,
-        recipe: Recipe | RecipeMap | str | Path | None = None,
+        recipe: AnyRecipe | None = None,
         select: Select | None = None,
         schedule: Sequence[Phase] = (),
         inspect: str | Path | None = None,

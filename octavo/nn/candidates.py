@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from octavo.formats import HIGH_PRECISION
-from octavo.nn.converted_experts import ConvertedExperts, converted_class, keys_of, sizes_of
+from octavo.nn.experts import TITAN, ConvertedExperts, OfTorchtitan, OfTransformers, keys_of
 from octavo.nn.linear import Linear, TransposedLinear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight import weight_of, why_unreadable
@@ -42,8 +42,10 @@ def large_enough(module: nn.Module, name: str) -> bool:
 
 def features(module: nn.Module) -> tuple[int, int]:
     """(in_features, out_features) of an nn.Linear or a Conv1D; (hidden, intermediate) of experts."""
-    if keys_of(module):
-        return sizes_of(module)
+    if keys := keys_of(module):
+        down: Any = getattr(module, keys["down"])
+        _, intermediate, hidden = (down if getattr(module, "is_transposed", False) else down.mT).shape
+        return hidden, intermediate
     rows, cols = shape_of(module)
     return (cols, rows) if isinstance(module, nn.Linear) else (rows, cols)
 
@@ -93,8 +95,9 @@ def fp8_class(module: nn.Module) -> type[RecipeModule] | None:
 
 def experts_class(module: nn.Module) -> type[ConvertedExperts] | None:
     """What plain experts of a known kind become; or None."""
-    base = converted_class(module)
-    return None if base is None else of_subclass(base, class_of(module))  # type: ignore[arg-type]
+    if isinstance(module, ConvertedExperts) or not (keys := keys_of(module)):
+        return None
+    return of_subclass(OfTorchtitan if keys in TITAN else OfTransformers, class_of(module))  # type: ignore[arg-type]
 
 
 @functools.cache

@@ -7,7 +7,6 @@ import itertools
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -28,14 +27,13 @@ from octavo.nn.candidates import (
     why_left_alone,
     why_not,
 )
-from octavo.nn.converted_experts import ConvertedExperts, keys_of, recipe_names
-from octavo.nn.gather_group import GatherGroup, told_of
-from octavo.nn.grouped_linear import Grouped
+from octavo.nn.experts import ConvertedExperts, keys_of, recipe_names
+from octavo.nn.gather import GatherGroup, told_of
 from octavo.nn.known_forwards import KnownForward, fuse_known
-from octavo.nn.linear import Linear
-from octavo.nn.parted_linear import PartedLinear, Split
+from octavo.nn.linear import Grouped, Linear, PartedLinear, Split
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.nn.weight import (
+    WeightOwner,
     check_granularity,
     check_recipe,
     store_weight,
@@ -44,17 +42,16 @@ from octavo.nn.weight import (
     weight_of,
     why_not_stored,
 )
-from octavo.recipes import as_recipe, default, high_precision
+from octavo.recipes import AnyRecipe, as_recipe, default, high_precision
 from octavo.scaling.delayed import ASIDE, LOADED, STATE, state_of
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap, recipe_of
+from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
 from octavo.tensor.fsdp2 import forget_gathered, groups_of
 from octavo.tensor.stored_weight import OF_FROZEN, local_stored, why_cut
 
 
 def convert(
     model: nn.Module,
-    recipe: Recipe | RecipeMap | str | Path | None = None,
+    recipe: AnyRecipe | None = None,
     select: Select | None = None,
     weight_storage: Literal["fp8"] | None = None,
     fuse: bool = False,
@@ -128,14 +125,24 @@ def convert(
     for weight, granularity in stored.items():
         store_weight(weight, granularity)
     group = GatherGroup()
-    for name, module in itertools.chain.from_iterable(_become(*target) for target in targets):
-        module.recipe = recipe_of(recipe, *module.names(name))
-        module.gather.join(group, module, name)
-        group.told |= told_of(module, name)
-        if (own := local_stored(weight_of(module))) is not None:
-            own.layer_name = name
+    for name, holder, target in targets:
+        if type(holder) is not target:
+            holder.__class__ = target
+        if isinstance(holder, ConvertedExperts):
+            holder.add_parts()
+        assert isinstance(holder, WeightOwner)
+        for module in holder.weight_readers.values():
+            own = f"{name}.{module.part_name}".strip(".")
+            module.recipe = recipe_of(recipe, *module.names(own))
+            module.gather.join(group, module, own)
+            group.told |= told_of(module, own)
+            if (stored_one := local_stored(weight_of(module))) is not None:
+                stored_one.layer_name = own
     if fuse:
-        _fuse(model)
+        refused = fuse_known(model)
+        if not any(isinstance(module, KnownForward) for module in model.modules()):
+            why = _listed(refused) or "the model has no module that it knows"
+            warnings.warn(f"octavo.convert fused nothing: {why}", stacklevel=2)
     choose_fast_path(model)
     converted = _modules(model)
     others = _weights_of_others(model, {id(module.holder) for _, module in converted})
@@ -145,25 +152,9 @@ def convert(
     return model
 
 
-def _become(name: str, module: nn.Module, target: type[nn.Module]) -> list[tuple[str, RecipeModule]]:
-    """Give a module its class; itself or its parts, that are to have a recipe, by their names in the model."""
-    if type(module) is not target:
-        module.__class__ = target
-    if isinstance(module, ConvertedExperts):
-        return [(f"{name}.{part_name}".lstrip("."), part) for part_name, part in module.add_parts()]
-    assert isinstance(module, RecipeModule)
-    return [(name, module)]
-
-
-def _fuse(model: nn.Module) -> None:
-    """Fuse what octavo knows; warn if that is nothing."""
-    refused = fuse_known(model)
-    if not any(isinstance(module, KnownForward) for module in model.modules()):
-        reasons: dict[str, list[str]] = {}
-        for name, why in refused.items():
-            reasons.setdefault(why, []).append(name or "the model")
-        found = "; ".join(f"{why} ({len(names)} such, first {names[0]})" for why, names in reasons.items())
-        warnings.warn(f"octavo.convert fused nothing: {found or 'the model has no module that it knows'}", stacklevel=3)
+def _listed(reasons: Mapping[str, Sequence[str]]) -> str:
+    """Why modules of these names stay as they are."""
+    return "; ".join(f"{why} ({len(names)} such, first {names[0]})" for why, names in reasons.items())
 
 
 def _storage(
@@ -205,10 +196,8 @@ def _storage(
 
 def _weights(name: str, module: nn.Module) -> list[tuple[tuple[str, ...], nn.Parameter | None]]:
     """The weights of a module that convert takes, each with the names that a RecipeMap may know it by."""
-    if isinstance(module, PartedLinear):
-        return [(module.names(name), weight) for weight in module.weights]
     if isinstance(module, RecipeModule):
-        return [(module.names(name), weight_of(module))]
+        return [(module.names(name), weight) for weight in module.weights]
     keys = keys_of(module).items()
     return [(recipe_names(name, *part), module._parameters[part[1]]) for part in keys] or [((name,), weight_of(module))]
 
@@ -219,11 +208,7 @@ def storages(
     weight_storage: str | None,
     now: Mapping[nn.Parameter, Granularity | None],
 ) -> dict[nn.Parameter, Granularity | None]:
-    """How the weights of a converted model's octavo modules would be stored: "fp8", None (as plain tensors), "same".
-
-    Raises:
-        ValueError: where they can't be, or the recipe couldn't read them.
-    """
+    """How the weights of a converted model's octavo modules would be stored: "fp8", None (as plain tensors), "same"."""
     modules = _modules(model)
     then = dict(now) if weight_storage else dict.fromkeys(now)
     if weight_storage == "fp8":
@@ -276,7 +261,7 @@ def _refuse_twice_sharded(name: str, weight: nn.Parameter) -> None:
         )
 
 
-def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap | str | Path) -> nn.Module:
+def set_recipe(model: nn.Module, recipe: AnyRecipe) -> nn.Module:
     """Give every FP8 module of the model another recipe, from the next forward on.
 
     Backward passes of forwards already run use what those saved. After a spell under another recipe delayed state
@@ -312,7 +297,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | RecipeMap | str | Path) -> nn.
 
 
 @contextlib.contextmanager
-def using(model: nn.Module, recipe: Recipe | RecipeMap | str | Path) -> Iterator[nn.Module]:
+def using(model: nn.Module, recipe: AnyRecipe) -> Iterator[nn.Module]:
     """Run a block with every FP8 module of the model under another recipe, then with its own again.
 
     Each layer returns to the recipe object that it had, also after an exception; blocks may be nested. Its delayed
@@ -400,18 +385,19 @@ def restore(model: nn.Module) -> nn.Module:
     """
     _refuse_shards(model, "octavo.restore")
     for module in list(model.modules()):
-        split = isinstance(module, Linear) and (module.splits is not None or is_sharded(type(module)))
-        if split or isinstance(module, Grouped):
-            for own in (module, *module.children()):  # of splits on several ranks
-                store_weight(weight_of(own), None)
-            module.recipe = high_precision()  # type: ignore[assignment]
-        elif isinstance(module, RecipeModule):
-            store_weight(weight_of(module), None)
-            module.forget_recipe()
-            restore_class(module, RecipeModule)
+        if isinstance(module, RecipeModule):
+            for weight in module.weights:
+                store_weight(weight, None)
+            split = isinstance(module, Linear) and (module.splits is not None or is_sharded(type(module)))
+            if split or isinstance(module, Grouped):
+                module.recipe = high_precision()
+            else:
+                module.forget_recipe()
+                restore_class(module, WeightOwner)
         elif isinstance(module, ConvertedExperts) and not (is_sharded(type(module)) or module.is_parallel):
-            module.remove_parts()
-            restore_class(module, ConvertedExperts)
+            for part in module.parts:
+                del module._modules[part.part_name]
+            restore_class(module, WeightOwner)
         elif isinstance(module, KnownForward) and not is_sharded(type(module)):
             restore_class(module, KnownForward)
     choose_fast_path(model)
@@ -486,8 +472,8 @@ def targets_of(model: nn.Module, select: Select | None) -> list[tuple[str, nn.Mo
             reason = "select returned False" if asked and not wanted and select is not None else why_not(module)
             reasons.setdefault(str(reason), []).append(name or "the model")
     if not targets:
-        found = "; ".join(f"{reason} ({len(names)} such, first {names[0]})" for reason, names in reasons.items())
-        warnings.warn(f"octavo.convert converted nothing: {found or 'the model has no linear layer'}", stacklevel=3)
+        why = _listed(reasons) or "the model has no linear layer"
+        warnings.warn(f"octavo.convert converted nothing: {why}", stacklevel=3)
     else:
         for reason in sorted({SHARDED, REPLACED, *past.values()} & reasons.keys()):
             late = reasons[reason]

@@ -3,10 +3,20 @@
 Legend: T tokens, k experts a token, S = T * k rows, E experts, H hidden size, I intermediate size. Nothing reads on the
 host which expert got how many rows: all sizes depend on T, k and E alone, so that a compiled step is one graph for any
 routing.
+
+Octavo's own module, and those of other libraries in place: their parameters and names stay, parts compute their
+products. Known by structure are
+
+    transformers   (integrations/moe.py) the experts of every model that has the decorator use_experts_implementation:
+                   3-D parameters gate_up_proj (or up_proj, without a gate) and down_proj, with _bias or without,
+                   [E, out, in] or [E, in, out], and flags that say which
+    torchtitan     (models/common/moe.py) GroupedExperts: w1 (gate) and w3 (up) [E, I, H], w2 (down) [E, H, I], in 0.3
+                   w1_EFD and so on, and a forward of tokens sorted by expert and each expert's number of them
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +25,15 @@ from torch import Tensor, nn
 
 from octavo.autograd.casts import as_rows
 from octavo.autograd.grouped import Routing
-from octavo.kernels.activations import activation_of
+from octavo.kernels.activations import ACTIVATIONS, activation_of
 from octavo.nn.fused import activate, run_alone, run_as_one
-from octavo.nn.grouped_linear import Grouped, GroupedLinear
 from octavo.nn.inputs import grouped_dtype
-from octavo.nn.linear import recipe_for
+from octavo.nn.linear import Grouped, GroupedLinear, recipe_for
 from octavo.nn.tensor_parallel import FusedParts
+from octavo.nn.weight import WeightOwner
+from octavo.nn.weight_files import SCALE_INV
 from octavo.private import assert_async
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.scaling.recipe import Recipe, RecipeMap
 
 
 class _Rows(torch.autograd.Function):
@@ -178,3 +188,173 @@ class Experts(nn.Module):
     def extra_repr(self) -> str:
         """The activation."""
         return f"activation={self.activation}"
+
+
+# --- experts modules of other libraries -------------------------------------------------------------------------------
+
+TITAN = {"gate": "w1", "up": "w3", "down": "w2"}, {"gate": "w1_EFD", "up": "w3_EFD", "down": "w2_EDF"}
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+# octavo's names of activations, by the names of classes of torch and transformers (its activations.py)
+_FUNCTIONS = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "squared_relu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "QuickGELUActivation": "quick_gelu",
+}
+
+
+def keys_of(module: nn.Module) -> dict[str, str]:
+    """The names of a module's matrices by the names of their parts; none where it holds no experts of a known kind."""
+    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    if keys := next((titan for titan in TITAN if own.keys() == set(titan.values())), {}):
+        _, *others = inspect.signature(module.forward).parameters
+        keys = keys if others in (["num_tokens_per_expert"], ["num_tokens_per_expert_E"]) else {}
+    elif all(isinstance(vars(module).get(flag), bool) for flag in _FLAGS):
+        keys = {"gate_up": "gate_up_proj" if module.has_gate else "up_proj", "down": "down_proj"}
+        biases = {f"{key}_bias" for key in keys.values() if module.has_bias}
+        keys = keys if own.keys() == {*keys.values(), *biases} else {}
+    else:
+        keys = {}
+    return keys if all(own[key].ndim == 3 for key in keys.values()) else {}
+
+
+def recipe_names(module: str, part: str, key: str) -> tuple[str, ...]:
+    """The names of a part of experts, of the module that has this name."""
+    return module, *(f"{module}.{own}".lstrip(".") for own in (part, key))
+
+
+class ExpertsPart(Grouped):
+    """One matrix of every expert of a module, which owns it: what the product has besides, and no parameter."""
+
+    def __init__(self, holder: nn.Module, name: str, key: str) -> None:
+        super().__init__()
+        self.part_name, self.key = name, key
+        self.__dict__["_holder"] = [holder]  # which is no part of its part
+
+    @property
+    def holder(self) -> nn.Module:
+        """The module that owns the matrix."""
+        return self.__dict__["_holder"][0]
+
+    @property
+    def weight_place(self) -> tuple[nn.Module, str]:
+        return self.holder, self.key
+
+    def weight_name(self, name: str) -> str:
+        return f"{name.rpartition('.')[0]}.{self.key}".removeprefix(".")
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """A RecipeMap's patterns are of the module's name, its part's or the parameter's."""
+        return recipe_names(name.rpartition(".")[0], self.part_name, self.key)
+
+    @property
+    def stores_transposed(self) -> bool:  # type: ignore[override]
+        """Whether the parameter is [E, in, out]."""
+        return getattr(self.holder, "is_transposed", False)
+
+    def own_parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
+        return getattr(self.holder, self.key), getattr(self.holder, f"{self.key}_bias", None)
+
+    def reset_parameters(self) -> None:
+        """Empty the delayed state: the parameters are the module's that owns them."""
+        self.reset_delayed_state()
+
+    def extra_repr(self) -> str:
+        """The recipe's name."""
+        return f"{self.key}, recipe={self.recipe.name}"
+
+
+class ConvertedExperts(WeightOwner):
+    """What convert makes of an experts module: the same but for its forward, and its parts."""
+
+    @property
+    def parts(self) -> list[ExpertsPart]:
+        """They have no parameters."""
+        return [part for part in self._modules.values() if isinstance(part, ExpertsPart)]
+
+    @property
+    def weight_readers(self) -> dict[str, ExpertsPart]:
+        return {part.key: part for part in self.parts}
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether its experts are on several ranks."""
+        return any(part.exchange is not None for part in self.parts)
+
+    def add_parts(self) -> None:
+        """Give it its parts, new ones."""
+        for name, key in keys_of(self).items():
+            self.add_module(name, ExpertsPart(self, name, key))
+
+    def __getattr__(self, name: str) -> Any:
+        """As any module's; and the scale_inv of a matrix that lives in FP8, as RecipeModule.weight_scale_inv."""
+        if name.endswith(SCALE_INV) and (part := self.weight_readers.get(name.removesuffix(SCALE_INV))) is not None:
+            return part.weight_scale_inv
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As any module's, but a matrix that FSDP2 has just sharded learns to be gathered in FP8."""
+        if isinstance(value, nn.Parameter):
+            if (part := self.weight_readers.get(name)) is not None:
+                part.take_parameter(value, self._parameters[name])
+        super().__setattr__(name, value)
+
+
+class OfTransformers(ConvertedExperts):
+    """transformers' experts."""
+
+    gate_up: ExpertsPart
+    down: ExpertsPart
+    num_experts: int
+    post_expert_norm: nn.Module
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As octavo.nn.Experts."""
+
+        def compute(rows: Tensor, offsets: Tensor) -> Tensor:
+            between: Any = self._apply_gate if self.has_gate else self.act_fn
+            y = feed_forward(rows, offsets, self.gate_up, self.down, _activation_of(self), between)
+            return self.post_expert_norm(y) if getattr(self, "has_post_expert_norm", False) else y
+
+        # under transformers' expert parallelism the number of experts stands for all of other ranks
+        limit = self.num_experts + 1 if getattr(self, "_is_expert_parallel", False) else self.num_experts
+        return mix(hidden_states, top_k_index, top_k_weights, self.num_experts, limit, compute)
+
+
+class OfTorchtitan(ConvertedExperts):
+    """torchtitan's GroupedExperts; gate and up are two matrices, for each of which the tokens are cast."""
+
+    gate: ExpertsPart
+    up: ExpertsPart
+    down: ExpertsPart
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """As GroupedLinear, of how many rows each expert has [E], any dtype, instead of where they end."""
+        offsets = num_tokens_per_expert.cumsum(0).to(torch.int32)
+        h = nn.functional.silu(self.gate(x, offsets)) * self.up(x, offsets)
+        return self.down(h, offsets).to(x.dtype)
+
+
+def function_of(act: nn.Module | None) -> str | None:
+    """The function of an activation module of torch or transformers, as kernels/activations.py calls it; or None."""
+    if type(act) is nn.GELU:
+        return "gelu" if act.approximate == "none" else "gelu_tanh"
+    return _FUNCTIONS.get(type(act).__name__)
+
+
+def name_of(function: str | None, gated: bool) -> str | None:
+    """The name in kernels/activations.py of a function, or of a gate by it; or None."""
+    return next((name for name, known in ACTIVATIONS.items() if known == (function, gated)), None)
+
+
+def _activation_of(module: nn.Module) -> str | None:
+    """The name of a module's activation, if a cast knows it."""
+    gate: Any = getattr(type(module), "_apply_gate", None)
+    own_gate = not module.is_concatenated or getattr(gate, "__name__", "") != "_default_apply_gate"
+    gated = bool(module.has_gate)
+    return None if gated and own_gate else name_of(function_of(getattr(module, "act_fn", None)), gated)

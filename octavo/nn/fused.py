@@ -18,18 +18,92 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from octavo.autograd.casts import Norm
 from octavo.autograd.chain import FUNCTIONS, Chain, run_chain
 from octavo.autograd.products import requires_grad
 from octavo.kernels.activations import activation_of
-from octavo.nn.gather_group import ask
+from octavo.nn.gather import ask
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
-from octavo.nn.linear import Linear, Splits, recipe_for, split_output
-from octavo.nn.norm import LayerNorm, RMSNorm
-from octavo.nn.parted_linear import PartedLinear
+from octavo.nn.linear import Linear, PartedLinear, Splits, recipe_for, split_output
 from octavo.nn.tensor_parallel import FusedParts, finished, fused_parts, hooks_on, is_parallel, style_of
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.scaling.recipe import Recipe, RecipeMap
+
+
+class _ZeroCentered(nn.Module):
+    """What both norms add to torch's; mixed in before it."""
+
+    weight: nn.Parameter  # None with elementwise_affine=False, which torch's annotation does not say either
+
+    def __init__(self, features: int, eps: float = 1e-5, zero_centered_gamma: bool = False, **options: Any) -> None:
+        self.zero_centered_gamma = zero_centered_gamma
+        super().__init__(features, eps, **options)
+
+    def reset_parameters(self) -> None:
+        """As torch, the weight such that it multiplies by 1."""
+        super().reset_parameters()  # type: ignore[misc]
+        if self.zero_centered_gamma and self.weight is not None:
+            nn.init.zeros_(self.weight)
+
+    def factor(self) -> Tensor | None:
+        """What the norm multiplies by; None with ``elementwise_affine=False``: by nothing."""
+        if not self.zero_centered_gamma or self.weight is None:
+            return self.weight
+        return torch.ones_like(self.weight) + self.weight  # not 1 + weight, which torch 2.11 cannot export
+
+
+class LayerNorm(_ZeroCentered, nn.LayerNorm):
+    """torch.nn.LayerNorm over the last dimension; with ``zero_centered_gamma`` it multiplies by 1 + weight.
+
+    Args:
+        features: size of the last dimension.
+        eps: added to the variance.
+        zero_centered_gamma: see above; the weight then starts at 0.
+        options: torch.nn.LayerNorm's ``elementwise_affine``, ``bias``, ``device`` and ``dtype``.
+
+    Shape:
+        input [..., features], result the same, of the input's dtype.
+
+    Example:
+        >>> LayerNorm(8, zero_centered_gamma=True).weight.sum().item()
+        0.0
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.layer_norm(input, self.normalized_shape, self.factor(), self.bias, self.eps)
+
+    def norm(self) -> Norm:
+        """What the fused kernels do in this module's place."""
+        return Norm("layer_norm", self.eps, self.zero_centered_gamma)
+
+
+class RMSNorm(_ZeroCentered, nn.RMSNorm):
+    """torch.nn.RMSNorm over the last dimension; with ``zero_centered_gamma`` it multiplies by 1 + weight.
+
+    Args:
+        features: size of the last dimension.
+        eps: added to the mean square.
+        zero_centered_gamma: see above; the weight then starts at 0.
+        options: torch.nn.RMSNorm's ``elementwise_affine``, ``device`` and ``dtype``.
+
+    Shape:
+        input [..., features], result the same, of the input's dtype.
+
+    Example:
+        >>> RMSNorm(8).weight.sum().item()
+        8.0
+    """
+
+    bias = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.rms_norm(input, self.normalized_shape, self.factor(), self.eps)
+
+    def norm(self) -> Norm:
+        """What the fused kernels do in this module's place."""
+        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps  # as torch does for None
+        return Norm("rms_norm", eps, self.zero_centered_gamma)
 
 
 def activate(h: Tensor | tuple[Tensor, ...], name: str) -> Tensor:
@@ -90,25 +164,17 @@ class Fused(nn.Module):
     norm: LayerNorm | RMSNorm
     linear_parts: tuple[str, ...]  # in order
 
-    def _linears(self) -> list[Any]:
-        return [getattr(self, name) for name in self.linear_parts]
-
-    def _can_fuse(self) -> bool:
-        """Whether nothing wants to see the parts run one after the other."""
-        norm, linears = self.norm, self._linears()
-        if type(norm) not in (LayerNorm, RMSNorm) or any(type(one) not in (Linear, PartedLinear) for one in linears):
-            return False
-        return norm.weight is not None and runs_alone(norm) and run_alone(linears)
-
     def _fused(self, input: Tensor, activation: str, returns_norm: bool) -> tuple[Any, Any] | None:
         """(the output of all parts, the norm's or None) by one chain; or None where they run one after the other."""
-        norm, linears = self.norm, self._linears()
+        norm, linears = self.norm, [getattr(self, name) for name in self.linear_parts]
         first: Any = linears[0]._parameters.get("weight")
         if first is None:  # its splits have theirs
             first = next(linears[0].parameters(), None)
         if is_parallel(first):  # before any of the parts runs
             ask([linear for linear in linears if isinstance(linear, Linear)], first.device_mesh)
-        if not self._can_fuse():
+        if type(norm) not in (LayerNorm, RMSNorm) or any(type(one) not in (Linear, PartedLinear) for one in linears):
+            return None
+        if norm.weight is None or not (runs_alone(norm) and run_alone(linears)):
             return None
         weights = [linear.weight for linear in linears]
         dtype = product_dtype(input, weights[0])

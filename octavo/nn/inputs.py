@@ -17,12 +17,7 @@ from octavo.private import functorch_is_active, in_forward_mode
 
 
 def product_dtype(input: Tensor, weight_NK: Tensor) -> torch.dtype:
-    """The dtype that products with ``input`` compute in: its own, or autocast's, which the meta device doesn't know.
-
-    Raises:
-        TypeError: for another dtype than the weight's outside of autocast.
-        ValueError: for a last dimension other than K, and for a weight on the meta device.
-    """
+    """The dtype that products with ``input`` compute in: its own, or autocast's, which the meta device doesn't know."""
     if weight_NK.is_meta and not input.is_meta:
         raise ValueError(
             "the weight is on the meta device and has no values: call model.to_empty(device=...), then load or "
@@ -72,12 +67,7 @@ finds_shapes._dynamo_marked_constant = True  # type: ignore[attr-defined]  # tor
 
 
 def refuse_for_fp8(input: Tensor, *parameters: Tensor | None) -> None:
-    """What FP8 products of ``input`` and these parameters can't take.
-
-    Raises:
-        TypeError: for a dtype other than bf16, fp16 and fp32, or a weight of another library's class.
-        HigherOrderGradientError: under torch.func transforms, and for forward-mode derivatives.
-    """
+    """What FP8 products of ``input`` and these parameters can't take raises TypeError or HigherOrderGradientError."""
     if input.dtype not in HIGH_PRECISION:
         raise TypeError(f"octavo casts bfloat16, float16 and float32 to FP8, not {input.dtype}")
     if torch.compiler.is_compiling():

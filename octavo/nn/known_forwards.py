@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from octavo.autograd.chain import activated_linear, rms_norm
 from octavo.nn.candidates import REPLACED, SHARDED, class_of, fp8_class, is_sharded, of_subclass
-from octavo.nn.converted_experts import ConvertedExperts, function_of, name_of
+from octavo.nn.experts import ConvertedExperts, function_of, name_of
 from octavo.nn.fused import run_alone, runs_alone
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear
@@ -236,16 +236,16 @@ def refusal(module: nn.Module) -> str | None:
     return REPLACED if "forward" in module.__dict__ else ours.why_not(module)
 
 
-def fuse_known(model: nn.Module) -> dict[str, str]:
-    """Give a converted model's modules of known forwards their classes; why others stay as they are, by name."""
-    refused = {}
+def fuse_known(model: nn.Module) -> dict[str, list[str]]:
+    """Give a converted model's modules of known forwards their classes; the names of others by why they stay."""
+    refused: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         why = refusal(module)
         if why is None and not isinstance(module, KnownForward):
             kind = class_of(module)
             module.__class__ = of_subclass(_known_class(kind), kind)  # type: ignore[arg-type]
         elif why:
-            refused[name] = why
+            refused.setdefault(why, []).append(name or "the model")
     return refused
 
 

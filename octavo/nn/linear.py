@@ -1,17 +1,21 @@
-"""torch.nn.Linear whose three products follow a recipe."""
+"""torch.nn.Linear whose three products follow a recipe; and that of experts: rows in groups, a matrix for each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo import recipes
+from octavo.autograd.products import requires_grad
+from octavo.granularity import PerTensor
 from octavo.nn.recipe_module import RecipeModule
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap, recipe_of
+from octavo.nn.weight import WeightOwner
+from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
+from octavo.tensor.fsdp2 import attach, gather_as_it_is
+from octavo.tensor.stored_weight import BLOCK, StoredWeight, agree_on_scale, agreed, local_stored
 
 
 class Linear(RecipeModule, nn.Linear):
@@ -74,7 +78,7 @@ class Linear(RecipeModule, nn.Linear):
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Load, from separate layers' keys too; the last argument is torch's list of errors."""
-        if self.splits is not None:
+        if self.splits is not None and "weight" in self._parameters:  # else they are modules, which have theirs
             args[-1].extend(merge_keys(state_dict, prefix, self.splits))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -103,11 +107,7 @@ Splits = Mapping[str, int]
 
 
 def checked_splits(out_features: int | Splits) -> tuple[int, dict[str, int] | None]:
-    """(out_features in all, the splits or None) from a module's argument.
-
-    Raises:
-        ValueError: for a name that can't be one of state_dict's, or no split at all.
-    """
+    """(out_features in all, the splits or None) from a module's argument."""
     if isinstance(out_features, int):
         return out_features, None
     splits = dict(out_features)
@@ -138,3 +138,226 @@ def merge_keys(state_dict: dict[str, Tensor], prefix: str, splits: dict[str, int
         if not other:
             state_dict[f"{prefix}{parameter}"] = torch.cat([state_dict.pop(key) for key in keys])
     return wrong
+
+
+class Grouped(RecipeModule):
+    """Base of the modules that multiply rows in groups, whoever owns their matrices."""
+
+    elsewhere: Callable[..., Tensor] | None = None  # computes these experts on the ranks that hold them
+
+    @property
+    def trains(self) -> tuple[bool, bool]:
+        """Whether backward, if there will be one, is asked for the gradients of (weight, bias)."""
+        weight, bias = self.own_parameters()
+        enabled = torch.is_grad_enabled()
+        return enabled and weight.requires_grad, enabled and requires_grad(bias)
+
+    def forward(self, input: Tensor, offsets: Tensor) -> Tensor:
+        return self._product(input, offsets)
+
+
+class GroupedLinear(Grouped):
+    """y = x . W_e^T + b_e for each group e of rows, with each of the three products cast as the recipe says.
+
+    As a loop over experts of octavo.nn.Linear computes, but each product is one for all groups, and nothing reads their
+    sizes on the host. Every group has scales of its own; under Delayed all share one history a role, of the largest
+    amax. An expert without rows gets a gradient of exact zeros.
+
+    Args:
+        experts: E, how many groups there are.
+        in_features: K, at least 1.
+        out_features: N, at least 1.
+        bias: whether there is a bias [E, N].
+        device: where the parameters are created.
+        dtype: bfloat16, float16 or float32.
+        recipe: an octavo.Recipe or RecipeMap (of the name ""); octavo.recipes.default() by default.
+
+    Shape:
+        input [T, K], its rows sorted by expert; offsets [E] int32 on the same device: where each expert's rows end,
+        ``counts.cumsum(0).to(torch.int32)``. Result [T, N], of the input's dtype or autocast's; rows behind the last
+        end are zero. ``weight`` is [E, N, K], each expert's initialised as torch.nn.Linear's.
+
+    Raises:
+        TypeError: for float64, offsets of another dtype than int32, input and weight of different dtypes.
+        ValueError: for shapes that do not fit, offsets of another number of experts or on another device; on a CPU for
+            offsets that descend or exceed T, which a GPU does not look at.
+        HigherOrderGradientError: under create_graph=True or torch.func.
+
+    Source:
+        torch.nn.functional.grouped_mm, whose ``offs`` the offsets are.
+
+    Example:
+        >>> import torch, octavo
+        >>> layer = octavo.nn.GroupedLinear(4, 64, 32, bias=False)
+        >>> counts = torch.tensor([3, 0, 5, 2])
+        >>> layer(torch.randn(10, 64), counts.cumsum(0).to(torch.int32)).shape
+        torch.Size([10, 32])
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | RecipeMap | None = None,
+    ) -> None:
+        super().__init__()
+        if min(experts, in_features, out_features) < 1:
+            raise ValueError(f"experts={experts}, in_features={in_features}, out_features={out_features}: at least 1")
+        self.experts, self.in_features, self.out_features = experts, in_features, out_features
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(experts, out_features, device=device, dtype=dtype)) if bias else None
+        self.recipe = recipe_for(recipe, "")
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Each expert's as torch.nn.Linear's: uniform within 1 / sqrt(in_features); and empty the delayed state."""
+        bound = self.in_features**-0.5
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.uniform_(-bound, bound)
+        self.reset_delayed_state()
+
+    def extra_repr(self) -> str:
+        """Sizes, and the recipe's name."""
+        sizes = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, recipe={self.recipe.name}"
+
+
+class Split(WeightOwner):
+    """One split's rows of the weight, and of the bias if there is one."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, layer: Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.__dict__["layer"] = layer  # whose rows it has; no module of its own
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As any module's, but a weight that FSDP2 has just sharded gets hooks, so that its storage may change."""
+        old, new = (getattr(one, "device_mesh", None) for one in (self._parameters.get("weight"), value))
+        if name == "weight" and old is not None and new is not None:
+            attach(value, new.ndim - 1 - old.ndim)
+            agree_on_scale(value, just_cut=True)
+        super().__setattr__(name, value)
+
+    @property
+    def weight_readers(self) -> dict[str, Any]:
+        return {"weight": self.__dict__["layer"]}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self.__dict__["layer"].agree()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
+        """What FSDP2's hook is to send of the weight, which only one in FP8 has: see nn/gather.py."""
+        if not isinstance(shard, StoredWeight):
+            return gather_as_it_is(shard, mesh, outer_size, mp_policy)
+        layer = self.__dict__["layer"]
+        shard.known.alone |= layer.agree()  # what came here may be a copy elsewhere, of before
+        return layer.gather.before(layer, agreed(shard, self.weight), mesh, outer_size, mp_policy)
+
+
+class PartedLinear(Linear):
+    """A Linear whose named splits are parameters of their own, each sharded over a tensor-parallel mesh by its rows.
+
+    One matrix of several products can't be sharded by rows as it lies: a rank would have all of one split and none of
+    another. So ``divide`` makes of each split a parameter ``<split>.weight``, as separate layers have it, of which each
+    rank has some rows; they are joined for the product, which stays one cast and one product.
+    """
+
+    @property
+    def weight(self) -> Any:  # type: ignore[override]
+        """This rank's rows of all splits, one after the other: a DTensor for products, and for nothing else."""
+        return self._joined("weight")
+
+    @property
+    def bias(self) -> Any:  # type: ignore[override]
+        """The same of the biases, or None."""
+        return self._joined("bias")
+
+    @property
+    def weights(self) -> list[Any]:
+        """The splits'."""
+        return [split.weight for split in self._split_modules()]
+
+    def _split_modules(self) -> list[Split]:
+        assert self.splits is not None
+        return [self.get_submodule(name) for name in self.splits]  # type: ignore[misc]
+
+    def _joined(self, name: str) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        if not torch.compiler.is_compiling():
+            self.agree()
+        found: list[Any] = [getattr(split, name) for split in self._split_modules()]
+        if found[0] is None:
+            return None
+        first = found[0]
+        if not isinstance(first, DTensor):  # not sharded yet
+            return torch.cat(found)
+        return DTensor.from_local(
+            torch.cat([tensor.to_local() for tensor in found]), first.device_mesh, first.placements, run_check=False
+        )
+
+    def agree(self) -> bool:
+        """Give splits that have one scale in common such a one, if any was written, which it returns; for all ranks."""
+        stored = local_stored(self.weights[0])
+        if stored is None or stored.common is None or not stored.common.written:
+            return False
+        agree_on_scale(*self.weights)
+        stored.common.written = False  # which is of all splits
+        return True
+
+    def reset_parameters(self) -> None:
+        """Initialise each split as torch.nn.Linear does, and empty the delayed state."""
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.uniform_(-(self.in_features**-0.5), self.in_features**-0.5)
+        self.reset_delayed_state()
+
+    def parted(self, y: Any) -> Any:
+        """The output of all splits, a DTensor, as one for each, sharded by its features."""
+        from torch.distributed.tensor import DTensor
+
+        assert self.splits is not None
+        sizes = [size // y.device_mesh.size() for size in self.splits.values()]
+        return tuple(
+            DTensor.from_local(y_split, y.device_mesh, y.placements, run_check=False)
+            for y_split in y.to_local().split(sizes, dim=-1)
+        )
+
+
+def divide(layer: Linear, ranks: int) -> None:
+    """Make a Linear with splits a PartedLinear, in place, to be sharded over so many ranks, or raise ValueError."""
+    assert layer.splits is not None
+    if wrong := {name: size for name, size in layer.splits.items() if size % ranks}:
+        raise ValueError(f"splits {wrong} do not divide into {ranks} ranks: each rank has as many rows of every split")
+    weight, bias = layer.weight, layer.bias
+    if type(weight) not in (nn.Parameter, StoredWeight):
+        raise ValueError(
+            f"a Linear with splits whose weight is a {type(weight).__name__} can't be sharded by its splits: apply "
+            "ColwiseParallel before it is sharded"
+        )
+    sizes = list(layer.splits.values())
+    if isinstance(weight, StoredWeight):
+        shape = weight.shape
+        if weight.granularity != PerTensor() and (any(size % (BLOCK * ranks) for size in sizes) or shape[1] <= BLOCK):
+            raise ValueError(
+                f"splits {layer.splits} of a weight {tuple(shape)} in blocks of 128 x 128: on {ranks} ranks each "
+                "split needs a multiple of 128 rows a rank, and more than 128 columns; or use a recipe with one scale "
+                "a weight (dynamic, delayed)"
+            )
+        weights: list[Any] = [*weight.alias().splits_of_one_scale(sizes)]
+    else:
+        weights = list(weight.detach().split(sizes))
+    biases = [None] * len(sizes) if bias is None else bias.detach().split(sizes)
+    del layer._parameters["weight"], layer._parameters["bias"]
+    for name, rows, some in zip(layer.splits, weights, biases, strict=True):
+        made = nn.Parameter(rows.clone(), weight.requires_grad)
+        made_bias = None if bias is None else nn.Parameter(some.clone(), bias.requires_grad)
+        layer.add_module(name, Split(made, made_bias, layer))
+    layer.__class__ = PartedLinear

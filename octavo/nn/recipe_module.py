@@ -15,23 +15,21 @@ from octavo.autograd.shared_casts import ReadTensor, read_by
 from octavo.autograd.shared_scales import Parts
 from octavo.errors import UnsupportedOpError
 from octavo.kernels.capability import warn_once_if_emulated
-from octavo.nn.gather import Gather
-from octavo.nn.gather_group import ask
+from octavo.nn.gather import Gather, ask
 from octavo.nn.inputs import finds_shapes, grouped_dtype, product_dtype, refuse_for_fp8
 from octavo.nn.tensor_parallel import LayerTensors, is_parallel, parallel_product
 from octavo.nn.weight import (
     KeptOperands,
+    WeightOwner,
     WeightWrites,
     as_NK,
     check_recipe,
     fp8_operands,
-    moved_stored,
     of_this_rank,
     state_for,
     weight_of,
     widened,
 )
-from octavo.nn.weight_files import load_stored, save_plain
 from octavo.nn.where import warn_once_if_slower
 from octavo.private import parameter_registration_hooks
 from octavo.recipes import as_recipe
@@ -40,7 +38,6 @@ from octavo.scaling.delayed import (
     LOADED,
     STATE,
     State,
-    drop_delayed_state,
     empty_state,
     may_be_empty,
     register_delayed_state,
@@ -51,7 +48,7 @@ from octavo.tensor.fsdp2 import GatheredWeight
 from octavo.tensor.stored_weight import local_stored
 
 
-class RecipeModule(nn.Module):
+class RecipeModule(WeightOwner):
     """Base of octavo's modules; mixed in before the torch class whose parameters it has."""
 
     recipe: Recipe
@@ -60,29 +57,23 @@ class RecipeModule(nn.Module):
     kept_operands: KeptOperands | None
     observer: Any = None  # who sees what forward and backward do: octavo.inspect
     exchange: Exchange | None = None  # the ranks that hold the experts, whose parameters are DTensors then
+    part_name = ""  # of this module as a part of that which owns the weight, if it is not this one
     stores_transposed = False  # whether a product reads the weight's parameter with its last two dimensions swapped
 
     def _set_recipe(self, given: Recipe | str) -> None:
-        """``module.recipe = recipe``: for the next forward; graphs already built keep the one they were built with.
-
-        Raises:
-            TypeError: for anything but a Recipe or the name of one.
-            ValueError: for one that can't read the weight as it is stored.
-        """
+        """``module.recipe = recipe``: for the next forward; graphs already built keep the one they were built with."""
         recipe = as_recipe(given)
         if not isinstance(recipe, Recipe):
             raise TypeError(
                 f"recipe={recipe!r} is no octavo.Recipe; octavo.set_recipe(model, recipe) takes one by layer"
             )
-        check_recipe(recipe, weight_of(self))
+        for weight in self.weights:
+            check_recipe(recipe, weight)
         device = device_of(self)
         self.__dict__["recipe"] = recipe
         self.weight_writes, self.kept_operands = WeightWrites(), None
         self.gather.forget()
-        if recipe.delayed is not None:
-            register_delayed_state(self, recipe.delayed, device)
-        else:
-            drop_delayed_state(self)
+        register_delayed_state(self, recipe.delayed, device)
         if not recipe.is_high_precision:
             warn_once_if_emulated(device)
             warn_once_if_slower(recipe, device)
@@ -106,17 +97,14 @@ class RecipeModule(nn.Module):
             check_recipe(self.recipe, param)
         super().register_parameter(name, param)
 
-    def take_parameter(self, weight: nn.Parameter, whole: nn.Parameter | None, part: str = "") -> None:
-        """Note that the weight is another parameter now, which FSDP2 has just sharded perhaps; before it was ``whole``.
-
-        ``part``: the name of this module as a part of that which owns the weight, if it is not this one.
-        """
+    def take_parameter(self, weight: nn.Parameter, whole: nn.Parameter | None) -> None:
+        """Note that the weight is another parameter now, which FSDP2 may have just sharded; before it was ``whole``."""
         if self.exchange is not None:  # FSDP2 gathers weights as they are stored
-            if part and (stored := local_stored(weight)) is not None:
-                stored.part = part
+            if self.part_name and (stored := local_stored(weight)) is not None:
+                stored.part = self.part_name
         elif type(weight) not in (nn.Parameter, GatheredWeight):
             if weight is not self.gather.parameter:
-                self.gather.adopt(weight, whole, self, part)
+                self.gather.adopt(weight, whole, self)
                 check_recipe(self.recipe, weight)
         elif weight is not whole and self.gather.parameter is None:
             self.weight_writes.replaced = True
@@ -145,6 +133,15 @@ class RecipeModule(nn.Module):
     def weight_place(self) -> tuple[nn.Module, str]:
         """The module that owns the weight, and its name there."""
         return self.holder, "weight"
+
+    @property
+    def weights(self) -> list[nn.Parameter | None]:
+        """Its weight, as ``weight_of`` has it; of splits on several ranks each one's."""
+        return [weight_of(self)]
+
+    @property
+    def weight_readers(self) -> dict[str, Any]:
+        return {"weight": self}
 
     @property
     def weight_parameter(self) -> nn.Parameter:
@@ -181,14 +178,6 @@ class RecipeModule(nn.Module):
             found = self.__dict__["_gather"] = Gather()
         return found
 
-    @property
-    def weight_scale_inv(self) -> Tensor:
-        """This rank's scale_inv of a weight that lives in FP8: torch.distributed.checkpoint reads each key so."""
-        stored = local_stored(weight_of(self))
-        if stored is None:
-            raise AttributeError(f"{type(self).__name__} has no weight that lives in FP8")
-        return stored.scale_inv
-
     def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
         """What FSDP2's hook is to send of the weight; see nn/gather.py."""
         return self.gather.before(self, shard, mesh, outer_size, mp_policy)
@@ -212,23 +201,13 @@ class RecipeModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move parameters and buffers, and the delayed state after them."""
-        with moved_stored(self, ["weight"], fn):
-            super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
         if self.holder is self and (state := state_of(self)) is not None:  # that of experts' parts: the next forward
             self.__dict__[STATE] = state.on(device_of(self))
         self.kept_operands = None
         if (weight := self._parameters.get("weight")) is not None:
-            if self.gather.parameter is not None:
-                self.gather.adopt(weight, weight, self)
             warn_once_if_slower(self.recipe, weight.device)
         return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """Load, from FP8 too, and forget the history of the weight that is gone, unless one was just loaded."""
-        load_stored(self._parameters.get("weight"), state_dict, f"{prefix}weight")
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        if f"{prefix}weight" in state_dict:
-            self.weight_was_loaded()
 
     def weight_was_loaded(self) -> None:
         """Forget what belongs to the weight before it; not the delayed state, if one was just loaded too."""
@@ -239,11 +218,6 @@ class RecipeModule(nn.Module):
             self.weight_writes.forget()
         self.kept_operands = None
         self.gather.generation += 1
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save plain tensors, so that files need no class of octavo: the local tensor of a sharded weight too."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        save_plain(destination, f"{prefix}weight", keep_vars)
 
     def _product(self, input: Tensor, offsets: Tensor | None = None) -> Tensor:
         """input [..., K] . weight^T + bias [N] by this module's recipe; of rows in groups that end at ``offsets``."""
@@ -319,8 +293,7 @@ class RecipeModule(nn.Module):
 
     def forget_recipe(self) -> None:
         """Drop all that setting a recipe added."""
-        drop_delayed_state(self)
-        for name in ("recipe", "weight_writes", "kept_operands", "_gather"):
+        for name in (STATE, LOADED, "recipe", "weight_writes", "kept_operands", "_gather"):
             self.__dict__.pop(name, None)
 
 

@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from octavo.autograd.casts import WEIGHT
 from octavo.nn.candidates import class_of, expert_weights, fp8_class
-from octavo.nn.converted_experts import ConvertedExperts, function_of
+from octavo.nn.experts import ConvertedExperts, function_of
 from octavo.nn.recipe_module import RecipeModule
 from octavo.private import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree, to_copy
 
@@ -126,11 +126,7 @@ def predicted_by_kind(
     kwargs: Mapping[str, Any] | None = None,
     change: Callable[[nn.Module], Any] | None = None,
 ) -> dict[str, int]:
-    """The same of a copy of the model whose tensors have no data, in training; ``change`` is done to it before.
-
-    Raises:
-        ValueError: for a model that is sharded.
-    """
+    """The same of a copy of the model whose tensors have no data, in training; ``change`` is done to it before."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin = twin_of(model, mode)
     with mode:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,9 @@ from torch.nn.utils import parametrize
 from octavo.nn.candidates import PastReads, class_of, expert_weights, fp8_class, past_reads, shape_of, why_not
 from octavo.nn.checkpointing import watched
 from octavo.nn.convert import restore
-from octavo.nn.converted_experts import ConvertedExperts, ExpertsPart
+from octavo.nn.experts import ConvertedExperts, ExpertsPart
 from octavo.nn.known_forwards import KnownForward, refusal
-from octavo.nn.parted_linear import Split
+from octavo.nn.linear import Split
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import predicted_by_kind
 from octavo.nn.weight import weight_of
@@ -71,20 +71,17 @@ class SavedBytes:
     def __str__(self) -> str:
         if self.reason:
             return f"what a forward saves for backward was not counted: {self.reason}"
-        plain, converted = (sum(size for kind, size in one.items() if kind != "weights") for one in self._both)
+        both = self.plain, self.converted
+        plain, converted = (sum(size for kind, size in one.items() if kind != "weights") for one in both)
         lines = [f"a forward saves {converted / max(plain, 1):.3f} of what it does unconverted, weights apart"]
         lines.append(f"  {'MiB':<16}  {'unconverted':>11}  {'as it is':>10}")
         for kind in self.converted:
-            sizes = [one[kind] / MIB for one in self._both]
+            sizes = [one[kind] / MIB for one in both]
             lines += [f"  {kind:<16}  {sizes[0]:>11,.2f}  {sizes[1]:>10,.2f}"] * any(sizes)
         for why, (count, before, kept) in self.regions.items():
             state = f"left as they are: {why}" if why else f"kept in FP8, {kept / MIB:,.2f} MiB"
             lines.append(f"  {count} arguments of checkpointed regions, {before / MIB:,.2f} MiB, {state}")
         return "\n".join(lines)
-
-    @property
-    def _both(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        return self.plain, self.converted
 
 
 @dataclass(frozen=True)
@@ -175,7 +172,7 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
     for name, module in model.named_modules():
         if id(module) in computed or isinstance(module, ExpertsPart | Split):  # whose matrix is another module's
             continue
-        parts = {part.key: part for part in module.parts} if isinstance(module, ConvertedExperts) else {}
+        parts = module.weight_readers if isinstance(module, ConvertedExperts) else {}
         own = dict(module.named_parameters(recurse=False)).items()
         # biases of experts have two dimensions too
         matrices = {key: tuple(p.shape) for key, p in own if p.ndim >= 2 and not key.endswith("bias")}
@@ -190,9 +187,12 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
             reads = past.get(id(module))
             if reads is not None and not (reads.called and recipe is None):
                 reason = _past(reads, None if called is None else name in called)
+            elif key in expert_weights(module):
+                reason = "a 3-D parameter (expert weights) is not a linear layer"
             else:
-                reason = "" if recipe is not None else _reason(module, key, taken)
-            gathered = _gathered(reader) if key == "weight" or key in parts else ""
+                reason = "" if recipe is not None else why_not(module, taken) or "not selected"
+            gathers = isinstance(reader, RecipeModule) and (key == "weight" or key in parts)
+            gathered = str(reader.gather.way(reader)) if gathers and reader.gather.parameter is not None else ""
             rows.append(ModuleSummary(label, class_of(module).__name__, shape, recipe, reason, gathered))
     saved = _saved(model, args, kwargs) if flops is not None else None
     kinds = {
@@ -220,42 +220,14 @@ def _past(reads: PastReads, called: bool | None) -> str:
     return "" if called else f"{reads}, or calls it: octavo.summary(model, *inputs) says which"
 
 
-def _gathered(module: nn.Module) -> str:
-    if not isinstance(module, RecipeModule) or module.gather.parameter is None:
-        return ""
-    found = module.gather.way(module)
-    return f"{found.kind} ({found.why})" if found.why else found.kind
-
-
-def _reason(module: nn.Module, parameter: str, taken: Sequence[nn.Module]) -> str:
-    if parameter in expert_weights(module):
-        return "a 3-D parameter (expert weights) is not a linear layer"
-    return why_not(module, taken) or "not selected"
-
-
 # How many floating-point operations of a forward pass are in FP8, counted by torch's FlopCounterMode.
 
-_Size = tuple[int, ...]
-
-
-def _product(a: _Size, a_scale_inv: _Size, a_tile: Any, b: _Size, *_: Any, **__: Any) -> int:
-    """Of octavo::matmul, a [M, K] · b [N, K]ᵀ: a multiplication and an addition each."""
-    return 2 * a[0] * b[0] * a[1]
-
-
-def _grouped(a: _Size, b: _Size, *_: Any, **__: Any) -> int:
-    """Of a [T, K], each row times one of the experts' weights b [E, K, N]; or of a [N, T] and b [T, K], T in groups."""
-    return 2 * math.prod(a) * b[-1]
-
-
-def _grouped_product(a: _Size, a_scale_inv: _Size, a_tile: Any, b: _Size, *_: Any, **__: Any) -> int:
-    """Of octavo::grouped_matmul, a [T, K], each row times one of the experts' weights b [E, N, K]."""
-    return 2 * math.prod(a) * b[1]
-
-
-def _attention(query: _Size, key: _Size, value: _Size, *_: Any, **__: Any) -> int:
-    """Of query [B, H, S, D] and value [B, G, T, D], causal or not: of CPUs' own op, which torch doesn't count."""
-    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+# of octavo::matmul, a [M, K] . b [N, K]^T: a multiplication and an addition each; of octavo::grouped_matmul, a [T, K],
+# each row times one of the experts' weights b [E, N, K]
+_FP8: dict[Any, Any] = {
+    torch.ops.octavo.matmul: lambda a, a_scale_inv, a_tile, b, *_, **__: 2 * a[0] * b[0] * a[1],
+    torch.ops.octavo.grouped_matmul: lambda a, a_scale_inv, a_tile, b, *_, **__: 2 * math.prod(a) * b[1],
+}
 
 
 def formulas() -> dict[Any, Any]:
@@ -263,11 +235,11 @@ def formulas() -> dict[Any, Any]:
     grouped = [grouped_mm, torch.ops.octavo.grouped_mm]
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # what transformers calls where torch's can't be used
         grouped.append(torch.ops.transformers.grouped_mm_fallback)
-    attention = {cpu_attention: _attention}
-    return {**_FP8, **dict.fromkeys(grouped, _grouped), **attention}
-
-
-_FP8 = {torch.ops.octavo.matmul: _product, torch.ops.octavo.grouped_matmul: _grouped_product}
+    # a [T, K], each row times one of the experts' weights b [E, K, N]; or a [N, T] and b [T, K], T in groups
+    found = _FP8 | dict.fromkeys(grouped, lambda a, b, *_, **__: 2 * math.prod(a) * b[-1])
+    # CPUs' own op, which torch doesn't count: query q [B, H, S, D], keys k and values v [B, G, T, D], causal or not
+    found[cpu_attention] = lambda q, k, v, *_, **__: 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+    return found
 
 
 def forward_flops(

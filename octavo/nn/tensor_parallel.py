@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, State
-from octavo.autograd.gather_input import GatherReader, arguments_of, can_gather, gather_input
+from octavo.autograd.gather_input import GatheredInput, GatherReader, Wire, arguments_of, can_gather, gather_input
 from octavo.autograd.products import requires_grad
 from octavo.autograd.shared_casts import read_by
 from octavo.autograd.shared_scales import Parts
 from octavo.nn.inputs import product_dtype
-from octavo.tensor.gathered_input import GatheredInput, Wire
 
 
 def is_parallel(weight: Tensor) -> bool:
@@ -197,19 +196,7 @@ def _local_bias(bias: Any, rowwise: bool, mesh: Any, grad_placement: Any = None)
     if bias is None:
         return None
     local: Tensor = bias.to_local(grad_placements=[grad_placement or bias.placements[0]])
-    return _Elsewhere.apply(local) if rowwise and mesh.get_local_rank() != 0 else local
-
-
-class _Elsewhere(torch.autograd.Function):
-    """A bias that another rank of the group adds: zeros, through which the gradient passes."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor) -> Tensor:
-        return torch.zeros_like(bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
+    return local - local.detach() if rowwise and mesh.get_local_rank() != 0 else local  # zeros, with its gradient
 
 
 def gathered_for(readers: Sequence[Any], input: Any, sending: Sending, memo: list[Any] | None) -> GatheredInput | None:
@@ -220,7 +207,7 @@ def gathered_for(readers: Sequence[Any], input: Any, sending: Sending, memo: lis
     has read such an input before; where none has (a first forward, compiled ones), that which all have, else the
     input's own. ``memo``: see Wire.
     """
-    known = [reader for reader in readers if _reads_gathered(reader)]
+    known = [reader for reader in readers if getattr(style_of(reader), "reads_gathered", False)]
     reading = known or readers
     first, dim, mesh = reading[0], input.placements[0].dim % input.ndim, input.device_mesh
     recipe, x = first.recipe, input.to_local()
@@ -234,11 +221,6 @@ def gathered_for(readers: Sequence[Any], input: Any, sending: Sending, memo: lis
     weight = next(one for one in first.parameters() if one.ndim > 1)  # that of one split stands for those of all
     wire = sending.wire(mesh, x, dim, memo)
     return gather_input(x.to(product_dtype(input, weight)), dim, reader, wire)
-
-
-def _reads_gathered(reader: Any) -> bool:
-    style = style_of(reader)  # not in the comprehension by :=, which Dynamo can't trace
-    return style is not None and style.reads_gathered
 
 
 def _state_of_all(readers: Sequence[Any]) -> State | None:

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from octavo.nn.fused import LayerNormLinear, LayerNormMLP, RMSNormLinear, RMSNormMLP
 from octavo.nn.linear import Linear
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap, under
+from octavo.scaling.recipe import Recipe, RecipeMap, under
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines [C, D / 2]
 ROTARY_BASE = 10_000.0

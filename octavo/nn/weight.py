@@ -14,8 +14,7 @@ that a write has made false. A write through .data moves nothing that could be a
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from octavo.autograd.shared_scales import Parts
 from octavo.formats import E4M3
 from octavo.granularity import MX, Granularity, PerTensor
 from octavo.kernels.layouts import plain_scales
-from octavo.nn.weight_files import whole_pair
+from octavo.nn.weight_files import load_stored, save_plain, whole_pair
 from octavo.scaling.delayed import State, empty_state, state_of
 from octavo.scaling.recipe import Recipe
 from octavo.step_count import OPTIMIZER_STEPS, version_of
@@ -35,6 +34,59 @@ from octavo.tensor.fsdp2 import gather_alone, on_this_rank
 from octavo.tensor.pair import Operands
 from octavo.tensor.scaled_tensor import dequantized
 from octavo.tensor.stored_weight import GRANULARITIES, OF_FROZEN, StoredWeight, local_stored, store
+
+
+class WeightOwner(nn.Module):
+    """Base of modules whose weights may live in FP8: these move, are saved and loaded as a plain module's are."""
+
+    @property
+    def weight_readers(self) -> dict[str, Any]:
+        """By the names of its weights the RecipeModules that read them."""
+        raise NotImplementedError
+
+    @property
+    def weight_scale_inv(self) -> Tensor:
+        """This rank's scale_inv of a weight that lives in FP8: torch.distributed.checkpoint reads each key so."""
+        if (stored := local_stored(weight_of(self))) is None:
+            raise AttributeError(f"{type(self).__name__} has no weight that lives in FP8")
+        return stored.scale_inv
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """As any module's, but weights in FP8 are moved here: of them torch would lose attributes and hooks."""
+        found: dict[str, Any] = {key: self._parameters.get(key) for key in self.weight_readers}
+        stored = {key: weight for key, weight in found.items() if isinstance(weight, StoredWeight)}
+        with torch.no_grad():
+            for weight in stored.values():
+                if (moved := fn(weight)) is not weight:
+                    grad, weight.grad = weight.grad, None
+                    weight.become(moved)  # type: ignore[arg-type]
+                    weight.grad = None if grad is None else fn(grad).requires_grad_(grad.requires_grad)
+        self._parameters.update(dict.fromkeys(stored))
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._parameters.update(stored)  # type: ignore[arg-type]
+        for key, reader in self.weight_readers.items():
+            parameter = self._parameters.get(key)
+            if parameter is not None and reader.gather.parameter is not None:
+                reader.gather.adopt(parameter, parameter, reader)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Save plain tensors, so that files need no class of octavo: the local tensor of a sharded weight too."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for key in self.weight_readers:
+            save_plain(destination, f"{prefix}{key}", keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load, from FP8 too; what belongs to the weight that is gone is forgotten."""
+        for key in self.weight_readers:
+            load_stored(self._parameters.get(key), state_dict, f"{prefix}{key}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        for key, reader in self.weight_readers.items():
+            if f"{prefix}{key}" in state_dict:
+                reader.weight_was_loaded()
+
 
 # --- what products read; ``module`` is a RecipeModule -----------------------------------------------------------------
 
@@ -312,30 +364,3 @@ def store_weight(weight: nn.Parameter | None, granularity: Granularity | None) -
     """Put a weight into FP8, or back (None), unless it is stored so already; the parameter stays the same object."""
     if weight is not None and stored_as(weight) != granularity:
         store(weight, granularity)
-
-
-@contextlib.contextmanager
-def moved_stored(module: nn.Module, keys: Iterable[str], fn: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Within it Module._apply(fn) of a module finds none of these weights that live in FP8: they are moved here.
-
-    torch would lose their attributes and hooks, as of any tensor of a class of its own.
-    """
-    found = {key: weight for key in keys if isinstance(weight := module._parameters.get(key), StoredWeight)}
-    for weight in found.values():
-        _move(weight, fn)
-    module._parameters.update(dict.fromkeys(found))
-    try:
-        yield
-    finally:
-        module._parameters.update(found)
-
-
-def _move(weight: Any, fn: Callable[[Tensor], Tensor]) -> None:
-    """What Module._apply does, to a stored weight and its gradient; the parameter stays the same object."""
-    with torch.no_grad():
-        moved = fn(weight)
-        if moved is weight:
-            return
-        grad, weight.grad = weight.grad, None
-        weight.become(moved)
-        weight.grad = None if grad is None else fn(grad).requires_grad_(grad.requires_grad)

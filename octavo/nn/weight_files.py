@@ -56,11 +56,7 @@ def whole_pair(weight: Tensor, shard: StoredWeight) -> tuple[Tensor, Tensor]:
 
 
 def load_stored(weight: Tensor | None, state_dict: dict[str, Any], key: str) -> None:
-    """Make of codes and scale_inv in a state_dict what the weight of this key can be loaded from; in place.
-
-    Raises:
-        ValueError: if they don't fit together, or codes come without their scale_inv.
-    """
+    """Make of codes and scale_inv in a state_dict what the weight of this key can be loaded from; in place."""
     given, scale_inv = state_dict.get(key), _scales_of(state_dict.pop(f"{key}{SCALE_INV}", None))
     if not isinstance(given, Tensor):
         return  # torch says what is missing, or wrong
@@ -113,7 +109,7 @@ def _scales_of_first_rank(weight: Any, shard: StoredWeight, given: Tensor | None
     found = torch.zeros(shape, device=mesh.device_type, dtype=torch.float32)
     if given is not None and tuple(given.shape) == shape:
         found.copy_(given)
-    found = largest(found, *(mesh.get_group(dim) for dim in range(mesh.ndim)))
+    found = largest(found, *mesh.get_all_groups())
     if not bool((found > 0).all()):
         raise ValueError(f"{key} holds FP8 codes, but the first rank no {key}{SCALE_INV} of shape {shape}; give both")
     check_scales(found, f"{key}{SCALE_INV}")
@@ -160,9 +156,6 @@ def _as_shard(
     """A DTensor like ``weight``, which it can be loaded from. All ranks call it: values need one scale for all.
 
     This rank has ``shard`` of the weight, and of what is given ``codes``, or, where that is None, values.
-
-    Raises:
-        ValueError: if ``given`` is sharded otherwise.
     """
     local = on_this_rank(given) if codes is None else codes
     if on_this_rank(given) is given or local.shape != shard.shape:

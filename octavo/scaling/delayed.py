@@ -86,11 +86,15 @@ def state_of(module: nn.Module) -> State | None:
     return module.__dict__.get(STATE)
 
 
-def register_delayed_state(module: nn.Module, rule: Delayed, device: torch.device) -> None:
-    """Give ``module`` a delayed state for ``rule``.
+def register_delayed_state(module: nn.Module, rule: Delayed | None, device: torch.device) -> None:
+    """Give ``module`` a delayed state for ``rule``; None takes it away, as nothing would keep it up to date.
 
     A real one of the same length is kept as it is; of another length its scales and last amaxes are. Else it is empty.
     """
+    if rule is None:
+        for name in (STATE, LOADED):
+            module.__dict__.pop(name, None)
+        return
     old = state_of(module)
     if old is not None and old.amax_history.shape[1] == rule.history_length and not old.scale.is_meta:
         return
@@ -198,12 +202,6 @@ def entering_input(state: State, number: int) -> Iterator[None]:
         history = hash((history, current_graph_task_id(), number))
     if history is not None:
         _note_input_history(state, history)
-
-
-def drop_delayed_state(module: nn.Module) -> None:
-    """Take the delayed state from ``module``: under another recipe nothing keeps it up to date."""
-    for name in (STATE, LOADED):
-        module.__dict__.pop(name, None)
 
 
 def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:

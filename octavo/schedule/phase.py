@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from octavo.granularity import Granularity, PerTensor
 from octavo.nn.convert import gather_anew, set_recipe, storages, stored_now
-from octavo.nn.grouped_linear import Grouped
-from octavo.nn.parted_linear import PartedLinear
+from octavo.nn.linear import Grouped, PartedLinear
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim import Moment
 from octavo.optim.base import CompactOptimizer
@@ -21,8 +20,7 @@ from octavo.optim.conversion import change, check_change
 from octavo.optim.gradients import refuse_ddp
 from octavo.optim.state import Settings
 from octavo.recipes import as_recipe
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.tensor.fsdp2 import on_this_rank, take_shards
 from octavo.tensor.stored_weight import store
 

@@ -82,12 +82,8 @@ def home_of(group: Any) -> torch.device:
 def agree(told: Mapping[str, object], groups: Iterable[Any]) -> None:
     """Ask all ranks of process groups, which call it, whether they were told the same: 16 bytes a group.
 
-    Args:
-        told: what this one was told, by what it is of: values that print alike on all ranks if they are alike.
-        groups: one; or those of each dimension of a mesh, whose ranks are asked all together.
-
-    Raises:
-        RanksDifferError: on all of these ranks, if one was told something else.
+    ``told``: by what it is of, values that print alike where they are alike; ``groups``: one, or those of each
+    dimension of a mesh, whose ranks are asked all together. If one differs, all of them raise RanksDifferError.
     """
     import torch.distributed as dist
 

@@ -109,12 +109,8 @@ def gather_as_it_is(
     dtype = mp_policy.param_dtype or shard.dtype
     sent = padded_rows(shard, outer_size, mesh.size()).to(dtype)
 
-    def after(outputs: tuple[Tensor, ...], param_dtype: torch.dtype, out: Tensor | None) -> Any:
-        if out is None:
-            return gathered_whole(outputs[0], outer_size), ()
-        return None  # it is the gathered storage itself
-
-    return (sent,), after
+    # what is refilled is the gathered storage itself
+    return (sent,), lambda outputs, _, out: (gathered_whole(outputs[0], outer_size), ()) if out is None else None
 
 
 class GatheredWeight(ForProducts):

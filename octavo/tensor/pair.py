@@ -138,21 +138,6 @@ class ForProducts(Facade):
 _TENSORS = "qdata", "scale_inv", "transposed_qdata", "transposed_scale_inv", "found_amax", "column_sum"
 
 
-def _of_other_rows(func: Any, own: ForProducts, shape: Any) -> Any:
-    """The rule of views that leave the features alone."""
-    return own.moved(shape=shape) if shape[-1] == own.shape[-1] else NotImplemented
-
-
-def _same_dtype(func: Any, own: ForProducts, dtype: torch.dtype, *_: Any, **__: Any) -> Any:
-    """The rule of ``rows.to(their dtype)``, which inference mode brings here."""
-    return own if dtype == own.dtype else NotImplemented
-
-
-def _isnan(func: Any, own: ForProducts) -> Tensor:
-    """What torch.autograd.detect_anomaly asks of gradients."""
-    return own.qdata[:, : own.shape[-1]].to(torch.float32).isnan().view(own.shape)
-
-
 class Pair(Facade):
     """A facade of ``qdata``, float8, and ``scale_inv``, which its class takes first."""
 
@@ -275,9 +260,12 @@ COPIES: dict[Any, AtenRule] = dict.fromkeys((aten.clone.default, aten._to_copy.d
 
 ForProducts.RULES = {
     **MOVES,
-    aten.view.default: _of_other_rows,
-    aten.to.dtype: _same_dtype,
-    aten.isnan.default: _isnan,
+    # views that leave the features alone
+    aten.view.default: lambda _, own, shape: own.moved(shape=shape) if shape[-1] == own.shape[-1] else NotImplemented,
+    # ``rows.to(their dtype)``, which inference mode brings here
+    aten.to.dtype: lambda _, own, dtype, *others, **options: own if dtype == own.dtype else NotImplemented,
+    # what torch.autograd.detect_anomaly asks of gradients
+    aten.isnan.default: lambda _, own: own.qdata[:, : own.shape[-1]].to(torch.float32).isnan().view(own.shape),
 }
 
 torch.serialization.add_safe_globals([rebuild_pair])

@@ -66,11 +66,7 @@ class ScaledTensor(Pair):
         return self
 
     def validate(self) -> None:
-        """Check the invariant.
-
-        Raises:
-            TypeError, ValueError: naming both values.
-        """
+        """Check the invariant; TypeError or ValueError names both values."""
         format_of(self.qdata.dtype)
         if not isinstance(self.granularity, Granularity):
             raise TypeError(

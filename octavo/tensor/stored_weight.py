@@ -37,9 +37,8 @@ from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.optimizer_state import remainder_of, values_with
 from octavo.numerics import E8M0, scale_from_amax, scale_inv_from_scale
 from octavo.private import hooks_of, pytree, set_hooks, set_local_tensor, swap_tensor_impl
-from octavo.tensor.flat_weights import WRITES, FlatWeights, flat_cat
 from octavo.tensor.fsdp2 import After, ShardHooks, largest_of_ranks, on_this_rank
-from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, operands_of
+from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Facade, Operands, Pair, operands_of
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized, quantize
 
 aten = torch.ops.aten
@@ -47,6 +46,8 @@ aten = torch.ops.aten
 BLOCK = 128
 GRANULARITIES = (PerTensor(), PerBlock(BLOCK, BLOCK))
 OF_FROZEN = (PerRow(), PerBlock(*MX))  # the others, of which backward's product needs other codes than forward's
+
+WRITES = (aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default)
 
 
 @dataclass(eq=False)
@@ -435,10 +436,6 @@ def _transpose(func: Any, weight: StoredWeight, *dims: int) -> Any:
     return weight._like(weight.qdata.mT, weight.scale_inv.mT) if swaps else NotImplemented
 
 
-def _copy(func: Any, weight: Tensor, other: Tensor, *non_blocking: bool) -> Any:
-    return weight.take(other) if isinstance(weight, StoredWeight) else NotImplemented
-
-
 def _add(func: Any, weight: StoredWeight, other: Tensor, *, alpha: float = 1) -> Any:
     if weight.is_shard or not weight.known.is_frozen:
         return NotImplemented
@@ -471,7 +468,7 @@ def _cat(func: Any, shards: list[Any], dim: int = 0) -> Any:
     """Shards of one weight by rows, for a product; ``rest`` is an optimizer's alone."""
     first = shards[0]
     if any(isinstance(shard, FlatWeights) for shard in shards):
-        return flat_cat(func, shards, dim)
+        return _cat_flat(func, shards, dim)
     if dim != 0 or any(type(shard) is not type(first) for shard in shards):
         return NotImplemented
     codes = torch.cat([shard.qdata.view(torch.uint8) for shard in shards]).view(first.qdata.dtype)
@@ -549,6 +546,82 @@ def _new_empty(func: Any, weight: StoredWeight, size: Any, **_: Any) -> Any:
     return torch.empty(size, dtype=weight.dtype, device=weight.device) if 0 in size else NotImplemented
 
 
+# --- vectors of parameters, as torch makes them, of which some live in FP8
+
+
+class FlatWeights(Facade):
+    """A vector [sum of elements] over ``pieces``, of any shapes.
+
+    One piece is the weight itself, to which writes go; several are copies, as torch.cat's result is.
+    """
+
+    REMEDY = "of a vector of parameters, of which some are stored in FP8: read it with .dequantize()"
+    pieces: list[Any]
+
+    @staticmethod
+    def __new__(cls, pieces: list[Any]) -> FlatWeights:
+        size, first = sum(piece.numel() for piece in pieces), pieces[0]
+        self = torch.Tensor._make_wrapper_subclass(cls, (size,), dtype=first.dtype, device=first.device)
+        self.pieces = pieces
+        return self
+
+    def dequantize(self) -> Tensor:
+        """Its values as a plain vector."""
+        plain = [piece.dequantize() if isinstance(piece, Facade) else piece for piece in self.pieces]
+        return torch.cat([piece.detach().reshape(-1) for piece in plain])
+
+
+def _cat_flat(func: Any, tensors: list[Tensor], dim: int = 0) -> Any:
+    """The rule of torch.cat of vectors."""
+    pieces = [piece for one in tensors for piece in getattr(one, "pieces", [one])]
+    return FlatWeights([piece.clone() for piece in pieces]) if all(one.ndim == 1 for one in tensors) else NotImplemented
+
+
+def _view_flat(func: Any, flat: FlatWeights, size: Any) -> Any:
+    if tuple(size) in ((-1,), tuple(flat.shape)):
+        return FlatWeights(flat.pieces)
+    return func(flat.pieces[0], size) if len(flat.pieces) == 1 else NotImplemented
+
+
+def _slice_flat(func: Any, flat: FlatWeights, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Any:
+    """Of whole pieces."""
+    at, found = 0, []
+    start, stop, _ = slice(start, stop).indices(flat.numel())
+    for piece in flat.pieces:
+        if start <= at and at + piece.numel() <= stop:
+            found.append(piece)
+        at += piece.numel()
+    if not found or step != 1 or sum(piece.numel() for piece in found) != stop - start:
+        return NotImplemented
+    return FlatWeights(found) if len(found) > 1 or isinstance(found[0], Facade) else found[0]
+
+
+def _broadcast(func: Any, tensors: list[FlatWeights], *arguments: Any) -> Any:
+    work = None
+    for piece in tensors[0].pieces:
+        if work is not None:
+            work.wait()
+        _, work = func([piece], *arguments)
+    return tensors, work
+
+
+def _write_flat(func: Any, flat: Any, *arguments: Any) -> Any:
+    """The rule of writes: of values, a scalar's or another vector's, which its one piece takes."""
+    if not isinstance(flat, FlatWeights) or len(flat.pieces) > 1:
+        return NotImplemented
+    func(flat.pieces[0], *(one.view(flat.pieces[0].shape) if isinstance(one, Tensor) else one for one in arguments))
+    return flat
+
+
+FlatWeights.RULES = {
+    **dict.fromkeys((aten.detach.default, aten.alias.default), lambda func, flat: FlatWeights(flat.pieces)),
+    aten.view.default: _view_flat,
+    aten.slice.Tensor: _slice_flat,
+    aten.cat.default: _cat_flat,
+    **dict.fromkeys((aten.copy_.default, *WRITES), _write_flat),
+}
+
+
 StoredWeight.RULES = {
     **dict.fromkeys(MOVES, lambda func, weight: weight.alias()),
     **COPIES,
@@ -556,7 +629,7 @@ StoredWeight.RULES = {
     aten.view.default: _view,
     aten.transpose.int: _transpose,
     **dict.fromkeys((aten.add_.Tensor, aten.sub_.Tensor), _add),
-    aten.copy_.default: _copy,
+    aten.copy_.default: lambda _, to, other, *__: to.take(other) if isinstance(to, StoredWeight) else NotImplemented,
     aten.empty_like.default: _empty_like,
     **dict.fromkeys(WRITES, _initialize),
     **dict.fromkeys((aten.lt.Scalar, aten.gt.Scalar, aten.where.self), _plainly),
@@ -573,6 +646,7 @@ StoredWeight.RULES = {
 if torch.distributed.is_available():  # some builds of torch have none
     c10d = torch.ops.c10d
     StoredWeight.RULES |= dict.fromkeys((c10d.scatter_.default, c10d.broadcast_.default), _send)
+    FlatWeights.RULES[c10d.broadcast_.default] = _broadcast
 
 torch.serialization.add_safe_globals([StoredWeight, Known, OneScale])
 

@@ -21,8 +21,7 @@ from typing import Any, Literal, Self
 
 from octavo.errors import OctavoError, first_line
 from octavo.recipes import NAMED, as_recipe
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.scaling.recipe import Recipe, RecipeMap
 
 CONFIG_FILE = "config.json"
 RULES = "rules.json"  # what `octavo inspect RUN --apply` writes beside it, and --config RUN reads as the recipe

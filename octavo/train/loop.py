@@ -18,8 +18,7 @@ from torch import Tensor
 import octavo
 from octavo.distributed.ranks import RankError, Ranks, lost_ranks
 from octavo.kernels.capability import fast_dtype
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Switch
 from octavo.train.checkpoint import CHECKPOINT, Content, Identity, RunFolder, StepRow
 from octavo.train.config import (

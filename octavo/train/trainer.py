@@ -17,8 +17,7 @@ from octavo.distributed.ranks import Ranks, whole
 from octavo.kernels.capability import fast_dtype
 from octavo.nn.weight import stored_as
 from octavo.optim.base import CompactOptimizer
-from octavo.scaling.recipe import Recipe
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Phase, Recovery
 from octavo.train.checkpoint import Content, Identity, RunFolder, StepRow
 from octavo.train.config import (

@@ -13,6 +13,7 @@ from octavo import E4M3, PerBlock, kernels, recipes
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, cast_role
 from octavo.autograd.gather_input import (
     GatherReader,
+    Wire,
     arguments_of,
     can_gather,
     gather_input,
@@ -22,7 +23,6 @@ from octavo.autograd.gather_input import (
 from octavo.distributed import Fp8Reduction
 from octavo.distributed.tensor_parallel import _summed_in_fp8
 from octavo.scaling.recipe import Cast
-from octavo.tensor.gathered_input import Wire
 from tests.support.parallel_tasks import RECIPES, small
 
 SQUARE = Cast(E4M3, PerBlock(128, 128))

@@ -45,12 +45,12 @@ def test_the_largest_of_all_ranks(pool):
 def agreements(mesh, backend):
     """How often ranks agree on a scale in each of three steps, of which the third follows a loss of history."""
     torch.compiler.reset()
-    found, plain = [], shared_scales._scale_of_whole
+    found, plain = [], shared_scales.scale_of_whole
     model = parallel(Pair(32, 64, True), mesh, "delayed", True)
     if backend:
         model.compile(backend=backend)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_scales, "_scale_of_whole", lambda *how: found.append(how[1]) or plain(*how))
+        patch.setattr(shared_scales, "scale_of_whole", lambda *how: found.append(how[1]) or plain(*how))
         for _ in range(3):
             step(model, torch.randn(8, 32), torch.randn(8, 32))
             found.append(None)

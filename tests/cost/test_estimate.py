@@ -14,7 +14,7 @@ import octavo
 from octavo import recipes
 from octavo.cost.estimate import Estimate, LinearWork, estimate, on_meta, work_of
 from octavo.cost.rates import PUBLISHED
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.scaling.recipe import RecipeMap
 from octavo.train import GPT, ModelConfig
 
 H200 = PUBLISHED["H200"]

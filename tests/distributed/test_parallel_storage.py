@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import octavo
 from octavo import distributed as ours
 from octavo.distributed.checkpoint import load_checkpoint, save_checkpoint
-from octavo.nn.parted_linear import PartedLinear
+from octavo.nn.linear import PartedLinear
 from octavo.nn.weight import fp8_pair
 from octavo.optim import AdamW
 from octavo.schedule import Phase, PrecisionSchedule

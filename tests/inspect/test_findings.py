@@ -17,7 +17,7 @@ from octavo import E4M3, E5M2, Cast, Delayed, Dynamic, PerTensor, Recipe, Recipe
 from octavo.inspect import Finding, Record, diagnose
 from octavo.inspect.rows import Row
 from octavo.kernels.arguments import EXPONENTS, LOWEST
-from octavo.scaling.recipe_map import RecipeRule
+from octavo.scaling.recipe import RecipeRule
 
 np = pytest.importorskip("numpy")
 

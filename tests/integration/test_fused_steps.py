@@ -109,7 +109,7 @@ def test_autocast(case):
             y.backward(grad)
             inside = gradients(module)
             module.zero_grad()
-            for part in module._linears():
+            for part in map(module.get_submodule, module.linear_parts):
                 part.reset_delayed_state()
             again = module(x)
         again.backward(grad)  # outside: the same

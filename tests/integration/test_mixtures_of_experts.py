@@ -11,7 +11,7 @@ from torch import Tensor
 
 import octavo
 from octavo import recipes
-from octavo.nn.converted_experts import ConvertedExperts
+from octavo.nn.experts import ConvertedExperts
 from tests.support.helpers import FP8_RECIPES, assert_equal, every_layer
 from tests.support.tiny_models import POSITIONS, VOCABULARY, decoder
 

@@ -254,7 +254,7 @@ def test_models_of_0_3_are_initialised_as_plain_ones(module, storage):
     options = {"recipe": recipes.delayed(), "select": everything, "weight_storage": storage}
     config = module.OctavoConverter(module.OctavoConverter.Config(**options)).convert(Config())
     model = initialised(config)
-    assert sum(isinstance(own, octavo.nn.grouped_linear.Grouped) for own in model.modules()) == 3
+    assert sum(isinstance(own, octavo.nn.linear.Grouped) for own in model.modules()) == 3
     for name, parameter in model.named_parameters():
         cast = StoredWeight.cast(expected[name]) if storage and name != "0.bias" else expected[name]
         assert torch.equal(parameter.dequantize() if cast is not expected[name] else parameter, cast.dequantize())

@@ -20,7 +20,7 @@ from octavo.distributed import ColwiseParallel, Fp8Reduction, PrepareModuleInput
 from octavo.distributed.checkpoint import gather_delayed
 from octavo.distributed.ranks import Ranks
 from octavo.errors import RanksDifferError
-from octavo.scaling.recipe_map import RecipeMap
+from octavo.scaling.recipe import RecipeMap
 from tests.support.byte_counter import REDUCE, ByteCounter
 from tests.support.helpers import every_layer
 

@@ -17,8 +17,7 @@ from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter im
 import octavo
 from octavo import recipes
 from octavo.nn.candidates import features
-from octavo.nn.converted_experts import ConvertedExperts, ExpertsPart, keys_of
-from octavo.nn.experts import Routing
+from octavo.nn.experts import ConvertedExperts, ExpertsPart, Routing, keys_of
 from tests.support.helpers import FP8_RECIPES, assert_equal, every_layer, gradients, sqnr
 
 E, H, N, T, K = 4, 32, 48, 19, 2

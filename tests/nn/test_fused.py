@@ -34,7 +34,7 @@ def is_fused(module: nn.Module, *shape: int) -> bool:
 
 
 def forget(module: nn.Module) -> None:
-    for part in module._linears():
+    for part in map(module.get_submodule, module.linear_parts):
         part.reset_delayed_state()
 
 
@@ -212,7 +212,7 @@ def test_without_gradients_no_more_is_done_than_the_output(kind, recipe):
     module = ALL_FOUR[kind](recipe=recipe)
     x = torch.randn(T, K)
     expected = module(x).detach()
-    products = len(module._linears())
+    products = len(module.linear_parts)
     for context in (torch.no_grad, torch.inference_mode):
         with context(), CountOps() as ops:
             assert torch.equal(module(x), expected)

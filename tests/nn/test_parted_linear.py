@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.nn.parted_linear import divide
+from octavo.nn.linear import divide
 from tests.support import parallel_tasks as tasks
 
 

@@ -8,7 +8,7 @@ import torch
 import octavo
 from octavo import E4M3, Cast, PerBlock, PerRow, recipes
 from octavo.autograd.casts import WEIGHT, cast_role
-from octavo.nn.gather_group import ShardCast
+from octavo.nn.gather import ShardCast
 from octavo.tensor.fsdp2 import rows_on_each_rank
 
 WIDE = Cast(E4M3, PerBlock(1, 128))  # of a weight's columns: 128 rows of one column

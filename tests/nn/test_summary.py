@@ -5,7 +5,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import octavo
 from octavo import recipes
-from octavo.nn.parted_linear import divide
+from octavo.nn.linear import divide
 from tests.nn.test_convert import Block, Special, Twice, foreign, legacy_weight_norm, with_own_forward
 from tests.support.helpers import to_fp8
 

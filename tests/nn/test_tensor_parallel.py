@@ -65,7 +65,7 @@ def fused(mesh: Any, recipe: str, kind: str, sequence: bool, exact: bool = False
     model = copy.deepcopy(alone)
     parallelize_module(model, mesh, plan_of(model, sequence, exact=exact))
     apart = copy.deepcopy(model)
-    apart.of._can_fuse = lambda: False
+    apart.of._fused = lambda *arguments: None
     x, rank, found = signs(2, 128, 256), mesh.get_local_rank(), []
     g = small(*alone(x).shape)
 

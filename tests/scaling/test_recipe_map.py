@@ -7,7 +7,7 @@ from torch import nn
 
 import octavo
 from octavo import E4M3, E5M2, Cast, Delayed, PerBlock, PerTensor, Recipe, RecipeMap, recipes
-from octavo.scaling.recipe_map import recipe_of, under
+from octavo.scaling.recipe import recipe_of, under
 from tests.support.helpers import every_layer
 
 DYNAMIC, MX = recipes.dynamic(), recipes.mx()

@@ -12,8 +12,7 @@ import octavo
 from octavo import PerBlock, PerTensor
 from octavo.errors import UnsupportedOpError
 from octavo.optim import AdamW
-from octavo.tensor.flat_weights import FlatWeights
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.tensor.stored_weight import FlatWeights, StoredWeight
 
 
 def rest_of(mesh: Any, before: bool) -> Tensor:

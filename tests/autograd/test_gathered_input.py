@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.tensor.gathered_input import GatheredGradient, GatheredInput, Wire
+from octavo.autograd.gather_input import GatheredGradient, GatheredInput, Wire
 from octavo.tensor.pair import Operands
 
 PAIR = torch.ones(4, 8).to(torch.float8_e4m3fn), torch.ones(1, 1)
