@@ -43,10 +43,36 @@ FP8Granularity = PerTensor | PerRow
 """The type of torchao's ``granularity=``: octavo.PerTensor() or octavo.PerRow()."""
 
 
-ScalingType = enum.Enum("ScalingType", {"DYNAMIC": "dynamic", "DISABLED": "disabled"})
-"""Whether an operand is cast: DYNAMIC by its own amax, DISABLED not at all."""
-ScalingGranularity = enum.Enum("ScalingGranularity", {"TENSORWISE": "tensorwise", "AXISWISE": "axiswise"})
-"""How many scales an operand has: TENSORWISE one, AXISWISE one a row."""
+class _Short(enum.Enum):
+    def short_str(self) -> str:
+        """torchao's abbreviation of the value."""
+        return {"axiswise": "axs"}.get(self.value, self.value[:3])
+
+
+class ScalingType(_Short):
+    """Whether an operand is cast: DYNAMIC by its own amax, DISABLED not at all.
+
+    Example:
+        >>> ScalingType.DYNAMIC.short_str()
+        'dyn'
+    """
+
+    DYNAMIC = "dynamic"
+    DISABLED = "disabled"
+
+
+class ScalingGranularity(_Short):
+    """How many scales an operand has: TENSORWISE one, AXISWISE one a row.
+
+    Example:
+        >>> ScalingGranularity("axiswise").short_str()
+        'axs'
+    """
+
+    TENSORWISE = "tensorwise"
+    AXISWISE = "axiswise"
+
+
 _NAMES = {"TENSORWISE": "tensorwise", "ROWWISE": "rowwise", "ROWWISE_WITH_GW_HP": "rowwise_with_gw_hp"}
 Float8LinearRecipeName = enum.Enum("Float8LinearRecipeName", _NAMES)  # type: ignore[misc]
 """Named configurations: TENSORWISE, ROWWISE, ROWWISE_WITH_GW_HP."""
@@ -65,6 +91,11 @@ class CastConfig:
     scaling_type: ScalingType = ScalingType.DYNAMIC
     scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
     target_dtype: torch.dtype | None = None
+
+    def short_str(self) -> str:
+        """torchao's name of the cast."""
+        found = f"{self.scaling_type.short_str()}_{self.scaling_granularity.short_str()}"
+        return found if self.target_dtype is None else f"{found}_{str(_FORMATS[self.target_dtype]).lower()}"
 
     def __post_init__(self) -> None:
         if self.target_dtype not in (None, *_FORMATS):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as torch_parallel
 
-from octavo.autograd.gather_input import scatter_output
+from octavo.autograd.gather_input import GatheredInput, scatter_output
 from octavo.distributed.fp8_reduce import Fp8Reduction
 from octavo.nn.gather import ask
 from octavo.nn.linear import Linear, divide

@@ -51,6 +51,12 @@ def test_it_has_every_name(theirs):
     assert set(theirs.__all__) <= vars(ours).keys()
     for name in ("ScalingType", "ScalingGranularity", "Float8LinearRecipeName"):
         assert {v.name: v.value for v in getattr(ours, name)} == {v.name: v.value for v in getattr(theirs, name)}
+    for name in ("ScalingType", "ScalingGranularity"):
+        assert [v.short_str() for v in getattr(ours, name)] == [v.short_str() for v in getattr(theirs, name)]
+    for kind in RECIPES:
+        for role in ("input", "weight", "grad_output"):
+            found = (getattr(of(kind), f"cast_config_{role}").short_str() for of in from_name(ours, theirs))
+            assert len(set(found)) == 1
 
 
 @pytest.mark.parametrize(
