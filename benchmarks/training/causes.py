@@ -238,11 +238,28 @@ def scaled_scale(run: Training) -> None:
     run.model.get_submodule(run.layer()).delayed_scale[0] *= 32
 
 
+def untie(run: Training) -> None:
+    run.model.head.weight = nn.Parameter(run.model.head.weight.detach().clone())
+
+
+def decay_all(run: Training) -> None:
+    for group in run.optimizer.param_groups:
+        group["weight_decay"] = 0.1
+
+
+def wide_features(run: Training) -> None:
+    """The first layer's input has features from 1 down to 2^-30, as raw numbers in different units."""
+    layer = run.model.get_submodule(FIRST)
+    scales = torch.logspace(0, -30, layer.in_features, 2)
+    layer.register_forward_pre_hook(lambda _, arguments: (arguments[0] * scales, *arguments[1:]))
+
+
 NAN, FIRST, SCALER = math.nan, "blocks.0.attention.qkv.linear", {"loss_scale": 1024.0}
 ANY, INNER = ("",), ("attention.out", "fc1", "fc2", "gate_up", "down")
 DELAYED = {"recipe": recipes.delayed()}
 E5M2_INPUT, WITH_MARGIN = Cast(E5M2, PerTensor()), Cast(E4M3, PerTensor(), margin=14)
-CHECKPOINT, DATA = ("checkpoint",), ("data",)
+CHECKPOINT, DATA, SKIP = ("checkpoint",), ("data",), ("None", "Recovery", "skip")
+BFLOAT16 = {"dtype": torch.bfloat16, "lr": 1e-5}
 
 FAULTS: Mapping[str, Fault] = {
     "weight x 10,000": Fault(("overwritten",), ANY, CHECKPOINT, before=at(weight(lambda w: w.mul_(1e4)))),
@@ -315,6 +332,21 @@ FAULTS: Mapping[str, Fault] = {
         {"recipe": recipes.dynamic()},
         begin=with_recipe(*INNER, grad_output=WITH_MARGIN),
     ),
+    "untied weight": Fault(("untied",), "head", ("tie",), {"tied": True}, before=at(untie)),
+    "inf in a batch": Fault(("batch",), "", DATA, begin=batch_with(math.inf)),
+    "resumed without state": Fault(
+        ("state",), "", ("load_state_dict",), before=at(lambda run: run.optimizer.state.clear())
+    ),
+    "inf in a gradient": Fault(("nonfinite grad_output",), ANY, SKIP, begin=gradient(math.inf)),
+    "NaN in a gradient": Fault(("nonfinite grad_output",), ANY, SKIP, begin=gradient(NAN)),
+    "decay of norms": Fault(("decay",), "", ("weight_decay",), begin=decay_all),
+    "learning rate x 0": Fault(
+        ("learning rate",), "", ("lr",), before=lambda run: vars(run).update(lr=run.lr * (run.step < AT))
+    ),
+    "labels shifted": Fault(("labels",), "", DATA, batch=lambda run, x, y: (x, y.roll(int(run.step >= AT), 0))),
+    "updates rounded off": Fault(("unmoved",), ALL, ("master",), BFLOAT16),
+    "first layer in FP8": Fault(("flushed",), FIRST, ("None", "recipes.", "Cast("), begin=wide_features),
+    "no warm-up": Fault(("warm-up",), "", ("warm",), {"warmup": 0, "lr": 3e-2}, fresh=True),
 }
 
 # what an honest training does, none of which is a fault
