@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from octavo.formats import E4M3
 from octavo.inspect import training
-from octavo.inspect.incidents import Finding, incidents, level_of, severity_of
+from octavo.inspect.incidents import Finding, incidents, level_of, severity_of, stretch
 from octavo.inspect.record import Record, numpy
 from octavo.inspect.remedies import Exponents, called, outcome, remedies, with_cast, without_fp8
 from octavo.inspect.rows import Row
@@ -24,8 +24,6 @@ LIMITS = {
     "outliers": 1e-2,  # share flushed, where few numbers determine the scale
     "flushed": 1e-2,  # share of the numbers
     "rounded": 3.0,  # decibels of the SQNR below what the role needs
-    "unmoved": 0.9,  # share of a weight's numbers that a step does not change
-    "second moments": 1e-2,  # share of them flushed
     **training.LIMITS,
 }
 FORMAT_SQNR = {"E4M3": 31.5, "E5M2": 25.5}  # decibels, for numbers within the normal range: see docs/inspect.md
@@ -36,7 +34,7 @@ SUBNORMAL = 0.25  # outliers are a finding if they leave more than this share be
 
 
 def _in_plain_words(found: Finding, rows: Sequence[Row]) -> Finding:
-    """The finding of a cast or of moments with its level and its sentence."""
+    """The finding of a cast with its level and its sentence."""
     numbers, of = found.numbers, f"its {found.role}"
     lost = numbers.get({"stale": "clipped", "outliers": "flushed"}.get(found.kind, found.kind), 0.0)
     what = {
@@ -46,8 +44,6 @@ def _in_plain_words(found: Finding, rows: Sequence[Row]) -> Finding:
         "flushed": f"flushes {called(numbers.get('flushed', 0))} of {of} to 0",
         "outliers": f"flushes {called(numbers.get('flushed', 0))} of {of} to 0, as a few outliers determine its scale",
         "rounded": f"rounds {of} to an SQNR of {numbers.get('sqnr', 0):.0f} dB",
-        "unmoved": f"keeps {called(1 - numbers.get('changed', 0))} of its weight as it was in a step",
-        "second moments": f"flushes {called(numbers.get('second_flushed', 0))} of its second moments to 0",
     }[found.kind]
     sentence = f"{found.layer or 'The layer'} {what} since step {found.begins}: {_advice(found, rows)}"
     return replace(found, level=level_of(found.severity, lost), sentence=sentence)
@@ -125,16 +121,8 @@ def diagnose(record: Record) -> list[Finding]:
     worst = record.of_worst
     excess = _excess(record.rows, worst.measures)
     found = [finding for place in range(len(record.rows)) for finding in _CastOf(worst, excess, place).findings()]
-    found = [_in_plain_words(each, record.rows) for each in (*found, *_of_weights(record))]
-    return incidents(record, [*training.of_training(record), *found])
-
-
-def _stretch(over: Any, values: Any) -> tuple[int, int]:
-    """(where the run of values over the limit that has the largest one begins, where the largest one is)."""
-    worst = begins = int(numpy().where(over, values, -math.inf).argmax())
-    while begins > 0 and over[begins - 1]:
-        begins -= 1
-    return begins, worst
+    found = [_in_plain_words(each, record.rows) for each in found]
+    return incidents(record, [*training.Training(record).findings(), *found])
 
 
 class _CastOf:
@@ -163,7 +151,7 @@ class _CastOf:
         if not over.any():
             return None
         value = float(numpy().where(over, self.excess[kind], 0).max())
-        begins, worst = _stretch(over, self.excess[kind])
+        begins, worst = stretch(over, self.excess[kind])
         if kind == "flushed" and self.cast.is_delayed and worst == begins and over[begins : begins + 3].sum() == 3:
             worst += 1 + int(self.excess[kind][begins + 1 : begins + 3].argmax())  # what stays after a single outlier
         return self._at(kind, begins, worst, severity_of(kind, float(_severity(kind, value))))
@@ -254,7 +242,7 @@ class _CastOf:
         over = self.is_finite & (numbers.octaves_beyond(OUTLIERS) >= GAP) & (subnormal > SUBNORMAL)
         if not over.any():
             return None
-        found = self._at("outliers", *_stretch(over, subnormal), 0.0)
+        found = self._at("outliers", *stretch(over, subnormal), 0.0)
         times = found.numbers["flushed"] / LIMITS["flushed"] + float(np.max(subnormal[over]))
         return replace(found, severity=severity_of("outliers", times))
 
@@ -269,43 +257,3 @@ class _CastOf:
         is_there = numpy().isfinite(self.record.measures["amax"])
         rows = zip(self.record.rows, is_there[at] | ~is_there.any(axis=0), strict=True)
         return [row for row, counted in rows if counted and row.layer == self.row.layer]
-
-
-# --- weights and moments ----------------------------------------------------------------------------------------------
-
-
-def _of_weights(record: Record) -> Iterator[Finding]:
-    """What is wrong with weights and moments: one finding a kind, at the layer where it is worst."""
-    np, weights = numpy(), record.weights
-    if not record.layers or not record.steps:
-        return
-    updates = weights["update"]
-    changed = np.where(updates > 0, weights["changed"], np.nan)
-    has_master = weights["master_update"] > 0  # then rounding the weight loses nothing, rounding the master does
-    unmoved = 1 - np.where(has_master, weights["master_changed"], changed)
-    for kind, values in {"unmoved": unmoved, "second moments": weights["second_flushed"]}.items():
-        if (values > LIMITS[kind]).any():
-            yield _of_weight(record, kind, values)
-
-
-def _of_weight(record: Record, kind: str, values: Any) -> Finding:
-    np, over = numpy(), values > LIMITS[kind]
-    layer = int(np.where(over, values, -1).max(axis=0).argmax())
-    begins, worst = _stretch(over[:, layer], values[:, layer])
-    value, count = float(values[worst, layer]), int(over[worst].sum())
-    numbers = {name: float(of[worst, layer]) for name, of in record.weights.items()}
-    step, many = record.steps[worst], f"in {count} of {len(record.layers)} layers"
-    if kind == "unmoved":
-        has_master = numbers["master_update"] > 0
-        owner = "master" if has_master else "weight"
-        seen = f" and {called(1 - numbers['changed'])} of the weight's" * has_master
-        cause = f"updates are below the distance of the {owner}'s numbers: {called(value)} of them{seen} stay, {many}"
-        remedy = f'octavo.optim.AdamW(model.parameters(), master="{"fp32" if has_master else "split24"}")'
-        expected = "keeps all that is rounded off" if has_master else "keeps what is rounded off in 8 more bits"
-    else:
-        cause = f"{called(value)} of the second moments are flushed where the first are not, {many}"
-        remedy = 'octavo.optim.AdamW(model.parameters(), moments="bf16")'
-        expected = "bf16 has float32's range: nothing is flushed"
-    severity = severity_of(kind, value / LIMITS[kind])
-    name = record.layers[layer]
-    return Finding(kind, name, "weight", (), "", record.steps[begins], step, numbers, cause, remedy, expected, severity)
