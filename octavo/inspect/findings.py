@@ -34,7 +34,6 @@ SUBNORMAL = 0.25  # outliers are a finding if they leave more than this share be
 
 
 def _in_plain_words(found: Finding, rows: Sequence[Row]) -> Finding:
-    """The finding of a cast with its level and its sentence."""
     numbers, of = found.numbers, f"its {found.role}"
     lost = numbers.get({"stale": "clipped", "outliers": "flushed"}.get(found.kind, found.kind), 0.0)
     what = {
@@ -50,7 +49,6 @@ def _in_plain_words(found: Finding, rows: Sequence[Row]) -> Finding:
 
 
 def _advice(found: Finding, rows: Sequence[Row]) -> str:
-    """A finding's remedy in a few words."""
     if not found.rules:
         return f"try {found.remedy}"
     (rule,) = found.rules.values()
@@ -183,7 +181,6 @@ class _CastOf:
         )
 
     def _stale(self, found: Finding, worst: int) -> Finding:
-        """A scale without room for the amax."""
         beyond, numbers = found.numbers["assumed"] / 2.0**self.cast.margin, self._exponents(worst)
         room = f"the amax is {beyond:.3g} times the largest number that the scale has room for"
         cause = f"{room}, so {called(found.numbers['clipped'])} are clipped: the scale is of earlier steps"
@@ -199,7 +196,6 @@ class _CastOf:
         return found.mended(cause, without_fp8(self.row), "nothing is clipped")
 
     def _rounded(self, found: Finding, worst: int) -> Finding:
-        """A low SQNR, though little is clipped or flushed."""
         sqnr, usual = found.numbers["sqnr"], _usual_sqnr(self.row)
         has_digits = self.cast.format is E4M3 or self.row.role == "grad_output"
         why = "few codes hold most of the power" if has_digits else "E5M2 keeps a digit less, for gradients' range"
@@ -213,7 +209,6 @@ class _CastOf:
         return found.mended(cause, without_fp8(self.row), "these are in high precision")
 
     def _small(self, found: Finding, worst: int) -> Finding:
-        """Numbers too small for the format at the scale in use."""
         numbers, scale_inv = self._exponents(worst), found.numbers["scale_inv"]
         subnormal = numbers.below(self.cast.format.smallest_normal * scale_inv)
         unused = math.log2(self.cast.format.max * scale_inv / numbers.amax) if numbers.amax > 0 else 0.0

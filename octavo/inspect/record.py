@@ -104,7 +104,7 @@ MEASURES = {
     "flushed": "share of the numbers that are not 0 whose codes are 0",
     "clipped": "share of the finite numbers beyond the format's largest, which they are cast to",
     "nonfinite": "share of infs and NaNs",
-    "elements": "how many numbers were counted, of a forward that is computed again twice",
+    "elements": "how many numbers were counted, of a forward that a compiled backward computes again twice",
     "zeros": "share of the numbers that are 0 before they are cast",
     "rms": "root mean square of the finite numbers",
     "sqnr": "decibels: the numbers' power over that of what rounding changed",

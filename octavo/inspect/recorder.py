@@ -21,7 +21,6 @@ from octavo.inspect.rows import Row, Table
 from octavo.inspect.weights import Samples, count_weights, facts_of, moved_since, sample, tied_of
 from octavo.kernels.arguments import SUMS
 from octavo.recipes import to_json
-from octavo.scaling.recipe_map import RecipeMap
 
 Scalar = float | Tensor
 SKIPPED = "skipped"  # a kind of event that arrives from the device, as scalars do
@@ -92,7 +91,7 @@ class Recorder:
             raise ValueError(f"every={every}: needs at least 1")
         self.model, self.every, self.optimizer, self.schedule, self._step = model, every, optimizer, schedule, step
         self.on_record = on_record
-        self._table = Table(model)
+        self._tabulate()
         if not self._table.rows and schedule is None:
             raise ValueError("the model has no layer in FP8 to record: octavo.convert it first")
         self._ranks = Ranks.of_process() if group is None else Ranks(group)
@@ -101,10 +100,8 @@ class Recorder:
         self._written: Table | None = None
         self._tied = tied_of(model)
         self._samples: Samples | None = None
-        self._last: Samples | None = None  # after the last recorded step
         self._scalars: list[tuple[int, str, Scalar]] = []
         self._readings: list[_InFlight] = []
-        self._recipes: RecipeMap | None = None
         self._switches = 0 if schedule is None else len(schedule.switches)
         self._begin()
 
@@ -195,14 +192,18 @@ class Recorder:
             return self._table.attach(False)
         if not self._table.is_of(self.model):
             self._table.attach(False)
-            self._table, self._last = Table(self.model), None
+            self._tabulate()
         for names in sorted(self._tied - tied_of(self.model)):
             self.event("untied", names)
             self._tied.discard(names)
         self._table.attach(True)
         if self._table.rows:
             self._samples = sample(self._table.layers, self.optimizer)
-            self._recipes = own_recipes(self.model)
+
+    def _tabulate(self) -> None:
+        """Take the model's layers and recipes as they are now."""
+        self._table, self._recipes = Table(self.model), own_recipes(self.model)
+        self._last: Samples | None = None  # after the last recorded step
 
     @torch.no_grad()
     def _count(self) -> dict[str, Tensor]:

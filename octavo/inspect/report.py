@@ -64,7 +64,6 @@ def _key(found: Finding) -> tuple[str, str, str]:
 
 
 def _severities(findings: Sequence[Finding]) -> dict[tuple[str, str, str], float]:
-    """By kind, layer and role, consequences included."""
     found: dict[tuple[str, str, str], float] = {}
     for each in _with_effects(findings):
         found[_key(each)] = max(each.severity, found.get(_key(each), 0))
@@ -76,7 +75,6 @@ def _with_effects(findings: Sequence[Finding]) -> Iterator[Finding]:
 
 
 def _compared(found: Sequence[tuple[str, Finding]]) -> str:
-    """How many findings are new, gone, and so on."""
     counts = Counter(state for state, _ in found)
     return ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state]) or "no findings in either run"
 
@@ -110,7 +108,6 @@ def table(record: Record, findings: Sequence[Finding], top: int, against: Agains
 
 
 def _title(found: Finding) -> str:
-    """Where and what a finding is, since when."""
     where = f"{found.layer} {found.role}".strip() + f" of {' and '.join(found.products)}" * bool(found.products)
     since = f"from step {found.begins}" + f", worst at {found.worst}" * (found.worst != found.begins)
     return f"{where or 'the run'}: {found.kind} {since}"

@@ -19,7 +19,8 @@ from octavo.inspect.remedies import called
 LIMITS = {
     "learning rate": 2.0,  # times the highest before, after a step that hardly raised it
     "warm-up": 0.1,  # what the very first step changes of a weight, over its root mean square: most layers' median
-    "loss": 4.0,  # a loss above those before, over the usual difference of two steps
+    "loss": 4.0,  # a loss above those before, over the usual difference of two steps; a mean of some, over its error
+    "labels": 0.05,  # how much higher the loss stays, over what it was before
     "repeats": 0.25,  # the curvature of the loss over that of the steps before
     "overwritten": 0.03,  # what changed of a weight without an update of its size, over the weight's root mean square
     "gradients": 8.0,  # a step's update over the median of those before, as the gradients' norm rose
@@ -166,10 +167,20 @@ class Training:
                 at += 1
                 continue
             back = next((i for i in range(at + 1, len(loss)) if loss[i] < before + rise / 2), len(loss))
-            kind, how = ("labels", "and stays up") if back - at > FEW - 1 else ("batch", "for a step")
-            text = f"the loss rose {how}: from {before:.3g} to {loss[at]:.3g}"
-            yield self._found(kind, steps[at], rise / usual / LIMITS["loss"], text, LOOK, before=float(before))
+            if back - at < FEW:
+                text, times = f"the loss rose for a step: from {before:.3g} to {loss[at]:.3g}", rise / usual
+                yield self._found("batch", steps[at], times / LIMITS["loss"], text, LOOK, before=float(before))
             at = back
+        lasting = []
+        for at in range(6, len(loss) - FEW + 1):
+            earlier, later = loss[max(0, at - 16) : at], loss[at : at + 2 * FEW]
+            level, now = float(self.np.mean(earlier)), float(self.np.mean(later))
+            error = float(self.np.std(earlier)) * math.sqrt(1 / len(earlier) + 1 / len(later))
+            if now - level > max(LIMITS["loss"] * error, LIMITS["labels"] * abs(level)) and min(later) > level:
+                lasting.append(((now - level) / max(error, 1e-9 * now), at, level, now))
+        for _, at, level, now in [max(lasting)] if lasting else []:
+            times, text = (now - level) / level, f"the loss rose and stays up: from {level:.3g} to {now:.3g}"
+            yield self._found("labels", steps[at], times / LIMITS["labels"], text, LOOK, before=level)
 
     def _repeats(self) -> Iterator[Finding]:
         steps, loss = self.loss
