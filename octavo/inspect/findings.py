@@ -33,38 +33,16 @@ GAP = 4.0  # outliers lie at least so many octaves above all other numbers
 SUBNORMAL = 0.25  # outliers are a finding if they leave more than this share below the smallest normal number
 
 
-def _in_plain_words(found: Finding, rows: Sequence[Row]) -> Finding:
-    numbers, of = found.numbers, f"its {found.role}"
-    lost = numbers.get({"stale": "clipped", "outliers": "flushed"}.get(found.kind, found.kind), 0.0)
-    what = {
-        "nonfinite": f"has inf or NaN in {called(numbers.get('nonfinite', 0))} of {of}",
-        "stale": f"clips {called(numbers.get('clipped', 0))} of {of}",
-        "clipped": f"clips {called(numbers.get('clipped', 0))} of {of}",
-        "flushed": f"flushes {called(numbers.get('flushed', 0))} of {of} to 0",
-        "outliers": f"flushes {called(numbers.get('flushed', 0))} of {of} to 0, as a few outliers determine its scale",
-        "rounded": f"rounds {of} to an SQNR of {numbers.get('sqnr', 0):.0f} dB",
-    }[found.kind]
-    sentence = f"{found.layer or 'The layer'} {what} since step {found.begins}: {_advice(found, rows)}"
-    return replace(found, level=level_of(found.severity, lost), sentence=sentence)
-
-
-def _advice(found: Finding, rows: Sequence[Row]) -> str:
-    if not found.rules:
-        return f"try {found.remedy}"
-    (rule,) = found.rules.values()
-    if isinstance(rule, Recipe):
-        return f"take recipes.{rule.name}() for it"
-    casts = list(filter(None, dict(rule or {}).values()))
-    if not casts:
-        return "compute it in high precision"
-    before = next(row.cast for row in rows if (row.layer, row.role, row.products) == found.where)
-    place = OPERANDS[found.products[0]].index(found.role)
-    after = casts[0][place]
-    if before.is_delayed and not after.is_delayed:
-        return "take its scale from its own amax"
-    if before.format is not after.format:
-        return f"cast it to {after.format}"
-    return f"give it a margin of {after.margin}" if after.margin else "give it no margin"
+# what a layer's cast does, with its role and, in %, its numbers; and the share that is lost, if it is not of that name
+SAID = {
+    "nonfinite": "has inf or NaN in {nonfinite} of its {role}",
+    "stale": "clips {clipped} of its {role}",
+    "clipped": "clips {clipped} of its {role}",
+    "flushed": "flushes {flushed} of its {role} to 0",
+    "outliers": "flushes {flushed} of its {role} to 0, as a few outliers determine its scale",
+    "rounded": "rounds its {role} to an SQNR of {sqnr} dB",
+}
+LOST = {"stale": "clipped", "outliers": "flushed"}
 
 
 def _excess(rows: Sequence[Row], measures: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +97,6 @@ def diagnose(record: Record) -> list[Finding]:
     worst = record.of_worst
     excess = _excess(record.rows, worst.measures)
     found = [finding for place in range(len(record.rows)) for finding in _CastOf(worst, excess, place).findings()]
-    found = [_in_plain_words(each, record.rows) for each in found]
     return incidents(record, [*training.Training(record).findings(), *found])
 
 
@@ -142,7 +119,28 @@ class _CastOf:
         found = [self._finding("nonfinite"), large, flushed or self._outliers_alone()]
         if large is None and flushed is None:
             found.append(self._finding("rounded"))
-        return [each for each in found if each is not None]
+        return [self._in_plain_words(each) for each in found if each is not None]
+
+    def _in_plain_words(self, found: Finding) -> Finding:
+        shares = {name: called(share) for name, share in found.numbers.items() if name in SAID}
+        what = SAID[found.kind].format(role=found.role, sqnr=f"{found.numbers['sqnr']:.0f}", **shares)
+        sentence = f"{found.layer or 'The layer'} {what} since step {found.begins}: {self._advice(found)}"
+        lost = found.numbers.get(LOST.get(found.kind, found.kind), 0.0)
+        return replace(found, level=level_of(found.severity, lost), sentence=sentence)
+
+    def _advice(self, found: Finding) -> str:
+        (rule,) = found.rules.values()
+        if isinstance(rule, Recipe):
+            return f"take recipes.{rule.name}() for it"
+        casts = list(filter(None, dict(rule or {}).values()))
+        if not casts:
+            return "compute it in high precision"
+        after = casts[0][OPERANDS[found.products[0]].index(found.role)]
+        if self.cast.is_delayed and not after.is_delayed:
+            return "take its scale from its own amax"
+        if self.cast.format is not after.format:
+            return f"cast it to {after.format}"
+        return f"give it a margin of {after.margin}" if after.margin else "give it no margin"
 
     def _finding(self, kind: str) -> Finding | None:
         over = self.excess[kind] > LIMITS[kind]

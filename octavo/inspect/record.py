@@ -16,6 +16,7 @@ A file is replaced as a whole, or a line added to its end; if a run was killed, 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from octavo.distributed.files import PARTIAL, replacing
-from octavo.errors import MissingExtraError, OctavoError, first_line
+from octavo.errors import OctavoError, first_line, require
 from octavo.inspect.rows import Row
 from octavo.inspect.weights import MOVED
 from octavo.kernels.arguments import EXPONENTS, EXTREMES, LOWEST, SUMS
@@ -35,11 +36,8 @@ _STEPS = "steps.jsonl"
 
 def numpy() -> Any:
     """NumPy, which records are made of; MissingExtraError if it is not installed."""
-    try:
-        import numpy
-    except ImportError as error:
-        raise MissingExtraError("numpy is not installed: pip install octavo[inspect]") from error
-    return numpy
+    require("inspect", "numpy")
+    return importlib.import_module("numpy")
 
 
 class RecordWriter:
@@ -148,6 +146,27 @@ class OfExperts(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Load:
+    """How many tokens each expert of a layer got in the last record, and since which recorded step some got none."""
+
+    name: str
+    layer: str
+    tokens: list[int]
+    idle: dict[int, int]  # by expert
+
+    @property
+    def largest_share(self) -> float:
+        """The tokens of the expert that has most, divided by the mean."""
+        return max(self.tokens) * len(self.tokens) / max(1, sum(self.tokens))
+
+    def __str__(self) -> str:
+        number, most = len(self.tokens), max(self.tokens)
+        load = f"{self.name}: {number} experts, {min(self.tokens)} to {most}"
+        load += f", expert {self.tokens.index(most)} {self.largest_share:.2g} times the mean"
+        return load + "".join(f"; {expert} none from step {step}" for expert, step in self.idle.items())
+
+
+@dataclass(frozen=True)
 class Record:
     """A record as it was read.
 
@@ -191,6 +210,23 @@ class Record:
         """The same record, but a row of experts is that of its worst expert."""
         found = self.experts
         return self if found is None else replace(self, measures=found.measures, exponents=found.exponents)
+
+    def loads(self) -> list[Load]:
+        """Each layer's load; a fused module's layers, which get the same tokens, have one, of the first."""
+        np = numpy()
+        found: dict[str, Load] = {}
+        for layer, tokens in self.experts.tokens.items() if self.experts is not None else ():
+            counted = np.flatnonzero(~np.isnan(tokens).any(axis=1))
+            if not len(counted):
+                continue
+            by_step, idle = tokens[counted].astype(int), {}
+            for expert in np.flatnonzero(by_step[-1] == 0):
+                busy = np.flatnonzero(by_step[:, expert])
+                idle[int(expert)] = self.steps[counted[busy[-1] + 1 if len(busy) else 0]]
+            name, last = layer.rpartition(".")[0] or layer, by_step[-1].tolist()
+            if found.setdefault(name, Load(name, layer, last, idle)).tokens != last:
+                found[layer] = Load(layer, layer, last, idle)
+        return list(found.values())
 
 
 def load(folder: str | Path) -> Record:

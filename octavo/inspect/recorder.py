@@ -301,8 +301,7 @@ _TOKENS_FROM = ("grad_output", "input", "weight")
 def kept(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]:
     """What a record keeps of a step, as NumPy arrays, from counts [lines, 71] and extremes [lines, 3].
 
-    A row of experts is counted in one line for each expert. A record of all lines would be larger by the number of
-    experts, and the worst expert shows what hurts a training. So it has:
+    A row of experts is counted in one line for each expert, and kept in two:
 
         sums, exponents, extremes    for each row, all experts together
         worst_...                    the same of the worst expert alone, for each row of experts

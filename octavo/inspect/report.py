@@ -9,11 +9,11 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import resources
 from typing import Any, NamedTuple
 
-from octavo.errors import MissingExtraError
+from octavo.errors import require
 from octavo.formats import E4M3, E5M2, Format
 from octavo.inspect.findings import LIMITS
 from octavo.inspect.incidents import MOST_SEVERE, Finding, verdict
@@ -30,7 +30,7 @@ _WORST = {
     "clipped": (100, max),
     "sqnr": (1, min),
     "assumed": (1, max),
-}  # (factor, which is worst)
+}  # factor, and what is worst
 
 
 class Against(NamedTuple):
@@ -100,7 +100,7 @@ def table(record: Record, findings: Sequence[Finding], top: int, against: Agains
         changed = changes(findings, against.findings)
         lines += ["", f"against {against.name}: {_compared(changed)}"]
         lines += [f"    {state}: {found.level}, {_title(found)}" for state, found in changed if state != "same"]
-    if loads := _loads(record):
+    if loads := record.loads():
         lines += ["", "tokens of experts in the last record, worst balanced first"]
         lines += [f"    {load}" for load in sorted(loads, key=lambda load: load.largest_share, reverse=True)[:top]]
         lines += [f"    and {len(loads) - top} more"] * (len(loads) > top)
@@ -111,46 +111,6 @@ def _title(found: Finding) -> str:
     where = f"{found.layer} {found.role}".strip() + f" of {' and '.join(found.products)}" * bool(found.products)
     since = f"from step {found.begins}" + f", worst at {found.worst}" * (found.worst != found.begins)
     return f"{where or 'the run'}: {found.kind} {since}"
-
-
-@dataclass(frozen=True)
-class _Load:
-    """How many tokens each expert of a layer got in the last record, and since when some got none."""
-
-    name: str
-    tokens: list[int]
-    idle: dict[int, int]  # by expert, the recorded step since which it got none
-
-    @property
-    def largest_share(self) -> float:
-        """The tokens of the expert that has most, divided by the mean."""
-        return max(self.tokens) * len(self.tokens) / max(1, sum(self.tokens))
-
-    def __str__(self) -> str:
-        number, most = len(self.tokens), max(self.tokens)
-        load = f"{self.name}: {number} experts, {min(self.tokens)} to {most}"
-        load += f", expert {self.tokens.index(most)} {self.largest_share:.2g} times the mean"
-        return load + "".join(f"; {expert} none from step {step}" for expert, step in self.idle.items())
-
-
-def _loads(record: Record) -> list[_Load]:
-    """Each layer's load; a fused module's layers, which get the same tokens, have one under the module's name."""
-    np = numpy()
-    found: dict[str, _Load] = {}
-    for layer, tokens in record.experts.tokens.items() if record.experts is not None else ():
-        counted = np.flatnonzero(~np.isnan(tokens).any(axis=1))
-        if not len(counted):
-            continue
-        by_step = tokens[counted].astype(int)
-        idle = {}
-        for expert in np.flatnonzero(by_step[-1] == 0):
-            last = np.flatnonzero(by_step[:, expert])
-            idle[int(expert)] = record.steps[counted[last[-1] + 1 if len(last) else 0]]
-        name, last = layer.rpartition(".")[0] or layer, by_step[-1].tolist()
-        if name in found and found[name].tokens != last:
-            name = layer
-        found[name] = _Load(name, last, idle)
-    return list(found.values())
 
 
 def to_json(
@@ -177,7 +137,7 @@ def to_json(
         "casts": [_casts(worst, layer, role, bins) for layer in record.layers for role in ROLES],
         "weights": [row for place in range(len(record.layers)) for row in _weights(record, place, bins)],
         "exponents": [_exponents(worst, place, findings) for place in range(len(record.rows))],
-        "loads": [{**asdict(load), "mean": sum(load.tokens) / len(load.tokens)} for load in _loads(record)],
+        "loads": [{**asdict(load), "mean": sum(load.tokens) / len(load.tokens)} for load in record.loads()],
         "scalars": {name: _curve(*pair) for name, pair in record.scalars.items()},
         "what_if": what_if,
         "events": [{"step": step, "kind": kind, "text": text} for step, kind, text in record.events],
@@ -216,10 +176,9 @@ def to_html(
     Raises:
         MissingExtraError: without vl-convert, which brings Vega-Lite.
     """
-    try:
-        import vl_convert
-    except ImportError as error:
-        raise MissingExtraError("the page needs vl-convert-python: pip install octavo[inspect]") from error
+    require("inspect", "vl_convert")
+    import vl_convert
+
     page = resources.files("octavo.inspect").joinpath("report.html").read_text(encoding="utf-8")
     content = {
         "TITLE": title.replace("&", "&amp;").replace("<", "&lt;"),

@@ -379,21 +379,12 @@ class Training:
                 yield self._found(kind, self.steps[at], times, text, ANEW, where=(layer, role), zeros=share)
 
     def _idle(self) -> Iterator[Finding]:
-        seen: list[Any] = []
-        for layer, tokens in self.record.experts.tokens.items() if self.record.experts is not None else ():
-            counted = ~self.np.isnan(tokens).any(axis=1)
-            by_step, steps = tokens[counted], [s for s, is_there in zip(self.steps, counted, strict=True) if is_there]
-            if any(other.shape == by_step.shape and (other == by_step).all() for other in seen):
-                continue
-            seen.append(by_step)
-            for expert in range(by_step.shape[1]) if len(by_step) else ():
-                busy = self.np.flatnonzero(by_step[:, expert])
-                begins = int(busy[-1]) + 1 if len(busy) else 0
-                if len(steps) - begins >= FEW and by_step[-1].sum() >= 16 * by_step.shape[1]:
-                    text = f"gives no tokens to expert {expert} of {by_step.shape[1]}"
+        for load in self.record.loads():
+            for expert, step in load.idle.items():
+                if len(self.steps) - self.steps.index(step) >= FEW and sum(load.tokens) >= 16 * len(load.tokens):
+                    text = f"gives no tokens to expert {expert} of {len(load.tokens)}"
                     remedy = "balance the router: a bias for each expert, or a loss for balance; look at its scores"
-                    where = layer, "input"
-                    yield self._found("idle expert", steps[begins], 4, text, remedy, where=where, expert=expert)
+                    yield self._found("idle expert", step, 4, text, remedy, where=(load.layer, "input"), expert=expert)
 
     def _logits(self) -> Iterator[Finding]:
         """Queries and keys so large that the softmax is saturated, from the norms of their layer's input and weight."""

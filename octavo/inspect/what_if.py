@@ -348,17 +348,8 @@ def compare(
 def check(
     model: nn.Module, loss: Loss, batches: Iterable[Any], recipe: Recipe | RecipeMap, *, select: Select | None = None
 ) -> Effect:
-    """Measure what recipes by layer do together, as ``compare`` does for one recipe; the model is left as it was.
-
-    Returns an Effect of the layer "", whose products and curvature are nan.
-    """
-    twin, layers = _twin(model, select)
-    passes, found = _Passes(twin, loss, layers, {}), []
-    for batch in batches:
-        exact = passes.gradient(batch)
-        changed = passes.gradient(batch, passes.of(recipe, layers))
-        found.append(_against(exact, changed, math.nan))
-    return Effect("", "map", *NO_PRODUCTS, *_mean(found), True)
+    """Measure what recipes by layer do together: an Effect of the layer "", as ``compare`` finds for one recipe."""
+    return compare(model, loss, batches, {"map": recipe}, select=select, runs=0).whole["map"]
 
 
 def _twin(model: nn.Module, select: Select | None) -> tuple[nn.Module, dict[str, RecipeModule]]:
