@@ -217,10 +217,9 @@ def entry_point(name: str) -> Subject:
     if not callable(make):
         raise WhatIfError(f"{name}: {module} has no function {function}")
     made = make()
-    if isinstance(made, tuple) and len(made) == 3:
-        found = Subject(*made)
-        if isinstance(found.model, nn.Module) and callable(found.loss) and isinstance(found.batches, Iterable):
-            return found
+    if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[1]):
+        if isinstance(made[2], Iterable):
+            return Subject(*made)
     got = f"({', '.join(type(one).__name__ for one in made)})" if isinstance(made, tuple) else type(made).__name__
     raise WhatIfError(f"{name} must return (model, loss, batches) with loss(model, batch), but returned {got}")
 
@@ -273,7 +272,6 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
 
 
 def _compared(options: argparse.Namespace, model: nn.Module) -> dict[str, Recipe | RecipeMap]:
-    """Recipes to compare, by name: those asked for; or those of a file, and the model's own."""
     names = options.recipes or (NAMES if options.rules is None else ())
     found: dict[str, Recipe | RecipeMap] = {name: recipes.as_recipe(name) for name in names}
     if options.rules is None:
@@ -291,9 +289,8 @@ def _beside(found: WhatIf) -> str:
     """A line for each of the recipes, all layers together."""
     rows = [["", "predicted loss", "loss", "1 - cosine", f"ms a batch ({found.rates.device})"]]
     for name, recipe in {"high precision": recipes.high_precision(), **found.recipes}.items():
-        predicted, loss, lost = 0.0, 0.0, 0.0
-        if (whole := found.whole.get(name)) is not None:
-            predicted, loss, lost = whole.predicted, whole.loss, 1 - whole.cosine
+        whole = found.whole.get(name)
+        predicted, loss, lost = (whole.predicted, whole.loss, 1 - whole.cosine) if whole else (0.0, 0.0, 0.0)
         ms = f"{1e3 * found.seconds(recipe):.3f}"
         rows.append([name, f"{100 * predicted:.4f} %", f"{100 * loss:+.4f} %", f"{lost:.2e}", ms])
     return columns(rows)

@@ -187,7 +187,6 @@ class Recorder:
         return found if found is not None or self.schedule is None else self.schedule.left_out
 
     def _begin(self) -> None:
-        """Have the model's layers count in the next step, if that one is recorded."""
         if not self._is_recorded:
             return self._table.attach(False)
         if not self._table.is_of(self.model):
@@ -207,7 +206,6 @@ class Recorder:
 
     @torch.no_grad()
     def _count(self) -> dict[str, Tensor]:
-        """Take the step's counts, summed over all ranks, and set the model's to 0."""
         table = self._table
         count_weights(table.layers, self._ranks)
         assert self._samples is not None

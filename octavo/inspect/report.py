@@ -25,12 +25,7 @@ STATES = ("new", "worse", "milder", "same", "gone")  # of a finding, against ano
 EFFECTS = 3  # how many consequences of a finding are printed
 COLUMNS = 160  # the most of a heat map; of more records it shows the worst of each few
 POINTS = 1000  # the most of a curve
-_WORST = {
-    "flushed": (100, max),
-    "clipped": (100, max),
-    "sqnr": (1, min),
-    "assumed": (1, max),
-}  # factor, and what is worst
+HEAT = {"flushed": (100, max), "clipped": (100, max), "sqnr": (1, min), "assumed": (1, max)}  # factor, what is worst
 
 
 class Against(NamedTuple):
@@ -123,19 +118,19 @@ def to_json(
 
     ``what_if``: rows of a WhatIf of the model.
     """
-    bins, worst = _Bins(len(record.steps), COLUMNS), record.of_worst
+    starts, worst = _starts(len(record.steps), COLUMNS), record.of_worst
     content = {
         "records": len(record.steps),
         "last": record.steps[-1] if record.steps else None,
-        "steps": bins.firsts(record.steps),
+        "steps": [record.steps[start] for start in starts],
         "layers": record.layers,
         "verdict": verdict(record, findings),
         "findings": [_finding(found) for found in findings],
         "limits": LIMITS,
         "measures": MEASURES | OF_WEIGHTS,
         "against": None if against is None else _against(findings, against),
-        "casts": [_casts(worst, layer, role, bins) for layer in record.layers for role in ROLES],
-        "weights": [row for place in range(len(record.layers)) for row in _weights(record, place, bins)],
+        "casts": [_casts(worst, layer, role, starts) for layer in record.layers for role in ROLES],
+        "weights": [row for place in range(len(record.layers)) for row in _weights(record, place, starts)],
         "exponents": [_exponents(worst, place, findings) for place in range(len(record.rows))],
         "loads": [{**asdict(load), "mean": sum(load.tokens) / len(load.tokens)} for load in record.loads()],
         "scalars": {name: _curve(*pair) for name, pair in record.scalars.items()},
@@ -153,7 +148,7 @@ def _finding(found: Finding) -> dict[str, Any]:
 def _against(findings: Sequence[Finding], other: Against) -> dict[str, Any]:
     """What the page needs of another run: how findings differ, its curves, and each cast at its worst."""
     record, found = other.record, changes(findings, other.findings)
-    worst, one = record.of_worst, _Bins(len(record.steps), 1)
+    worst, one = record.of_worst, _starts(len(record.steps), 1)
     return {
         "name": other.name,
         "compared": _compared(found),
@@ -190,34 +185,29 @@ def to_html(
     return page
 
 
-class _Bins:
-    """Joins neighbours of so many, so that there are at most ``most``."""
-
-    def __init__(self, count: int, most: int) -> None:
-        self.starts = list(range(0, count, max(1, math.ceil(count / most))))
-
-    def firsts(self, values: Sequence[int]) -> list[int]:
-        """The first value of each bin."""
-        return [values[start] for start in self.starts]
-
-    def worst(self, values: Any, is_worse: Any = max) -> list[float]:
-        """The worst value of each bin, from [steps] or [steps, casts]; NaN if there is none."""
-        if not self.starts:
-            return []
-        np = numpy()
-        missing, ufunc = (-math.inf, np.maximum) if is_worse is max else (math.inf, np.minimum)
-        flat = np.where(np.isnan(values), missing, values).reshape(len(values), -1)
-        found = ufunc.reduceat(ufunc.reduce(flat, axis=1, initial=missing), self.starts)
-        return [math.nan if value == missing else float(value) for value in found]
+def _starts(count: int, most: int) -> list[int]:
+    """Where bins of neighbours begin, at most ``most`` of them."""
+    return list(range(0, count, max(1, math.ceil(count / most))))
 
 
-def _casts(record: Record, layer: str, role: str, bins: _Bins) -> dict[str, Any]:
+def _worst(values: Any, starts: Sequence[int], is_worse: Any = max) -> list[float]:
+    """The worst value of each bin, from [steps] or [steps, casts]; NaN if there is none."""
+    if not starts:
+        return []
+    np = numpy()
+    missing, ufunc = (-math.inf, np.maximum) if is_worse is max else (math.inf, np.minimum)
+    flat = np.where(np.isnan(values), missing, values).reshape(len(values), -1)
+    found = ufunc.reduceat(ufunc.reduce(flat, axis=1, initial=missing), starts)
+    return [math.nan if value == missing else float(value) for value in found]
+
+
+def _casts(record: Record, layer: str, role: str, starts: Sequence[int]) -> dict[str, Any]:
     """The worst measures by step of a layer's role, over its casts; ``amax``: the binary logarithm of the last one."""
     np = numpy()
     places = [place for place, row in enumerate(record.rows) if (row.layer, row.role) == (layer, role)]
     worst = {
-        name: [_rounded(times * value) for value in bins.worst(record.measures[name][:, places], is_worse)]
-        for name, (times, is_worse) in _WORST.items()
+        name: [_rounded(times * value) for value in _worst(record.measures[name][:, places], starts, is_worse)]
+        for name, (times, is_worse) in HEAT.items()
     }
     amax = record.measures["amax"][:, places]
     last = amax[amax > 0][-1:].tolist()
@@ -231,10 +221,10 @@ def _rounded(value: float) -> float:
     return round(float(f"{value:.3g}"), 3) if math.isfinite(value) else value
 
 
-def _weights(record: Record, place: int, bins: _Bins) -> Iterator[dict[str, Any]]:
+def _weights(record: Record, place: int, starts: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Updates divided by the weight's resolution, by step: of the weight, and of its master if it has one."""
     for role, name in (("weight", "resolution"), ("master", "master_resolution")):
-        found = [_rounded(value) for value in bins.worst(record.weights[name][:, place], min)]
+        found = [_rounded(value) for value in _worst(record.weights[name][:, place], starts, min)]
         if role == "weight" or any(map(math.isfinite, found)):
             yield {"layer": record.layers[place], "role": role, "resolution": found}
 
@@ -268,8 +258,8 @@ def _window(format: Format, scale_inv: float, of: str) -> dict[str, Any]:
 
 def _curve(steps: Sequence[int], values: Sequence[float]) -> list[dict[str, float]]:
     """The points of a curve; where there are many, the largest of each few."""
-    bins = _Bins(len(steps), POINTS)
-    return [{"step": s, "value": v} for s, v in zip(bins.firsts(steps), bins.worst(values), strict=True)]
+    starts = _starts(len(steps), POINTS)
+    return [{"step": steps[at], "value": v} for at, v in zip(starts, _worst(values, starts), strict=True)]
 
 
 def _plain(value: Any) -> Any:

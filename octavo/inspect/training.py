@@ -10,7 +10,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from octavo.inspect.incidents import Finding, level_of, severity_of, stretch
 from octavo.inspect.record import Record, numpy
@@ -47,17 +47,7 @@ LOOK = "look at the data of that step, and leave out what is not as the rest"
 
 
 ONCE = ("learning rate", "state", "batch", "overwritten", "ranks", "gradients", "jump", "untied", "labels")
-
-
-class Worst(NamedTuple):
-    """Where a measure of weights is worst: the steps, as a Finding has them, the layer, the value, and in how many."""
-
-    begins: int
-    worst: int
-    layer: str
-    value: float
-    numbers: dict[str, float]
-    many: str
+Worst = tuple[int, int, str, float, dict[str, float], str]  # Finding's begins and worst, layer, value, numbers; where
 
 
 class Training:
@@ -65,7 +55,8 @@ class Training:
 
     def __init__(self, record: Record) -> None:
         self.record, self.np, self.steps, self.layers = record, numpy(), record.steps, record.layers
-        self.loss, self.rate, self.norm = self._scalar("loss"), self._scalar(*RATES), self._scalar("grad_norm")
+        self.loss, self.rate, norm = self._scalar("loss"), self._scalar(*RATES), self._scalar("grad_norm")
+        self.norms = {step: value for step, value in zip(*norm, strict=True) if math.isfinite(value)}
         self.places = {(row.layer, row.role): place for place, row in reversed([*enumerate(record.rows)])}
 
     def findings(self) -> Iterator[Finding]:
@@ -89,7 +80,7 @@ class Training:
         where: tuple[str, str] = ("", ""),
         worst: int | None = None,
         advice: str = "",
-        **numbers: float,
+        numbers: dict[str, float] | None = None,
     ) -> Finding:
         """A finding; ``times``: its measure over the limit; ``text``: what happens, of a layer without its name.
 
@@ -98,9 +89,10 @@ class Training:
         subject = f"{where[0]} {text}" if where[0] else f"{text[:1].upper()}{text[1:]}"
         since = f"{'at' if kind in ONCE else 'since'} step {begins}"
         severity, sentence = severity_of(kind, times), f"{subject} {since}: {advice or remedy.split(';')[0]}"
-        steps, level = (begins, begins if worst is None else worst), level_of(severity)
-        what = numbers, text, remedy, expected, severity
-        return Finding(kind, *where, (), "", *steps, *what, level=level, sentence=sentence)
+        worst, level, said = begins if worst is None else worst, level_of(severity), (text, remedy, expected)
+        return Finding(
+            kind, *where, (), "", begins, worst, numbers or {}, *said, severity, level=level, sentence=sentence
+        )
 
     def _scalar(self, *names: str) -> tuple[list[int], list[float]]:
         """The steps and the numbers of the first of these scalars that there is."""
@@ -169,7 +161,9 @@ class Training:
             back = next((i for i in range(at + 1, len(loss)) if loss[i] < before + rise / 2), len(loss))
             if back - at < FEW:
                 text, times = f"the loss rose for a step: from {before:.3g} to {loss[at]:.3g}", rise / usual
-                yield self._found("batch", steps[at], times / LIMITS["loss"], text, LOOK, before=float(before))
+                yield self._found(
+                    "batch", steps[at], times / LIMITS["loss"], text, LOOK, numbers={"before": float(before)}
+                )
             at = back
         lasting = []
         for at in range(6, len(loss) - FEW + 1):
@@ -180,7 +174,7 @@ class Training:
                 lasting.append(((now - level) / max(error, 1e-9 * now), at, level, now))
         for _, at, level, now in [max(lasting)] if lasting else []:
             times, text = (now - level) / level, f"the loss rose and stays up: from {level:.3g} to {now:.3g}"
-            yield self._found("labels", steps[at], times / LIMITS["labels"], text, LOOK, before=level)
+            yield self._found("labels", steps[at], times / LIMITS["labels"], text, LOOK)
 
     def _repeats(self) -> Iterator[Finding]:
         steps, loss = self.loss
@@ -263,7 +257,7 @@ class Training:
         np, weights = self.np, self.record.weights
         updates, between, rms = weights["update"], weights["between"], np.concatenate([self.rms[:1], self.rms[:-1]])
         usual, risen = np.full_like(updates, np.nan), np.ones((len(updates), 1))
-        norms = np.array([self._norms.get(step, np.nan) for step in self.steps])
+        norms = np.array([self.norms.get(step, np.nan) for step in self.steps])
         for at in range(2, len(updates)):
             usual[at] = np.median(updates[max(0, at - BEFORE) : at], axis=0)
             risen[at] = np.fmax(1, norms[at] / np.median(norms[max(0, at - BEFORE) : at]))
@@ -304,7 +298,7 @@ class Training:
             amaxes = f"from {amax[max(0, at - 1)]:.3g} to {amax[at]:.3g}"
             text = f"has a weight that the optimizer did not write: its amax went {amaxes}"
         times = most / LIMITS["overwritten"]
-        yield self._found(kind, self.steps[at], times, text, WRITTEN, where=where, changed=most)
+        yield self._found(kind, self.steps[at], times, text, WRITTEN, where=where, numbers={"changed": most})
 
     def _worst(self, kind: str, values: Any) -> Iterator[Worst]:
         """The layer and the steps where a measure [steps, layers] exceeds its limit by most, if one does."""
@@ -315,19 +309,14 @@ class Training:
             numbers = {name: float(of[worst, layer]) for name, of in self.record.weights.items()}
             many = f"in {over[worst].sum()} of {len(self.layers)} layers"
             steps, value = (self.steps[begins], self.steps[worst]), float(values[worst, layer])
-            yield Worst(*steps, self.layers[layer], value, numbers, many)
-
-    @property
-    def _norms(self) -> dict[int, float]:
-        """The gradients' norms that are finite, by step."""
-        return {step: norm for step, norm in zip(*self.norm, strict=True) if math.isfinite(norm)}
+            yield *steps, self.layers[layer], value, numbers, many
 
     def _jump(self, jumps: Any) -> Iterator[Finding]:
         for begins, worst, _, value, numbers, many in self._worst("jump", jumps):
             text = f"the step changes weights {value:.3g} times as much as those before, {many}"
             before = self.steps[self.steps.index(begins) - 1]
-            then = self._norms.get(before, math.inf)
-            now = max(self._norms.get(step, 0.0) for step in self.steps if begins <= step <= worst)
+            then = self.norms.get(before, math.inf)
+            now = max(self.norms.get(step, 0.0) for step in self.steps if begins <= step <= worst)
             kind, remedy, advice = "jump", RECOVERY, "leave out such steps"
             if now > 2 * then:
                 kind, advice = "gradients", "clip their norm"
@@ -335,13 +324,11 @@ class Training:
                 remedy = f"torch.nn.utils.clip_grad_norm_(model.parameters(), {2 * then:.3g})"
                 expected = "before each optimizer.step(): no more than twice the last record's"
             else:
-                missing = ["lr"] * (not self.rate[0]) + ["grad_norm"] * (not self.norm[0])
-                seen = (
-                    f"record {' and '.join(missing)} to see what rose" if missing else "neither lr nor grad_norm rose"
-                )
-                expected = f"leaves out the steps after it whose loss jumps; {seen}"
+                missing = ["lr"] * (not self.rate[0]) + ["grad_norm"] * ("grad_norm" not in self.record.scalars)
+                seen = f"record {' and '.join(missing)} to see what" if missing else "neither lr nor grad_norm"
+                expected = f"leaves out the steps after it whose loss jumps; {seen} rose"
             what = kind, begins, value / LIMITS["jump"], text, remedy, expected, ("", ""), worst, advice
-            yield self._found(*what, **numbers)
+            yield self._found(*what, numbers=numbers)
 
     def _small(self) -> Iterator[Finding]:
         """Updates that rounding loses, and moments that are flushed, where it is worst."""
@@ -354,14 +341,14 @@ class Training:
             owner = "its master" if form == "fp32" else "its weight"
             text = f"has updates below the distance of {owner}'s numbers: {called(value)} of them stay, {many},"
             remedy = f'octavo.optim.AdamW(model.parameters(), master="{form}")'
-            what = begins, value / LIMITS["unmoved"], text, remedy, f"keeps {bits} what is rounded off"
-            yield self._found("unmoved", *what, (layer, "weight"), worst, **numbers)
+            what = "unmoved", begins, value / LIMITS["unmoved"], text, remedy, f"keeps {bits} what is rounded off"
+            yield self._found(*what, (layer, "weight"), worst, numbers=numbers)
         for begins, worst, layer, value, numbers, many in self._worst("second moments", weights["second_flushed"]):
             text = f"flushes {called(value)} of its second moments where the first are not, {many},"
             remedy = 'octavo.optim.AdamW(model.parameters(), moments="bf16")'
-            what = begins, value / LIMITS["second moments"], text, remedy
-            expected = "bf16 has float32's range: nothing is flushed"
-            yield self._found("second moments", *what, expected, (layer, "weight"), worst, **numbers)
+            times, expected = value / LIMITS["second moments"], "bf16 has float32's range: nothing is flushed"
+            what = "second moments", begins, times, text, remedy, expected
+            yield self._found(*what, (layer, "weight"), worst, numbers=numbers)
 
     # --- layers
 
@@ -376,7 +363,9 @@ class Training:
             for at, share, layer in found if len(found) <= len(self.layers) / 2 else ():
                 text = f"has 0 in {called(share)} of its {role}"
                 times = 4 if role == "weight" else 0.1 / max(1 - share, 1e-3)
-                yield self._found(kind, self.steps[at], times, text, ANEW, where=(layer, role), zeros=share)
+                yield self._found(
+                    kind, self.steps[at], times, text, ANEW, where=(layer, role), numbers={"zeros": share}
+                )
 
     def _idle(self) -> Iterator[Finding]:
         for load in self.record.loads():
@@ -384,7 +373,8 @@ class Training:
                 if len(self.steps) - self.steps.index(step) >= FEW and sum(load.tokens) >= 16 * len(load.tokens):
                     text = f"gives no tokens to expert {expert} of {len(load.tokens)}"
                     remedy = "balance the router: a bias for each expert, or a loss for balance; look at its scores"
-                    yield self._found("idle expert", step, 4, text, remedy, where=(load.layer, "input"), expert=expert)
+                    what = "idle expert", step, 4, text, remedy
+                    yield self._found(*what, where=(load.layer, "input"), numbers={"expert": expert})
 
     def _logits(self) -> Iterator[Finding]:
         """Queries and keys so large that the softmax is saturated, from the norms of their layer's input and weight."""
