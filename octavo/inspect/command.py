@@ -46,9 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="RECORD_OR_MODEL", help=help)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with all findings and plots")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as JSON; of a model what was found")
-    help = (
-        f"what was found of the model by --json, to draw beside (default: the record's own {WHAT_IF}, if there is one)"
-    )
+    help = f"what was found of the model by --json, to draw beside (default: the record's own {WHAT_IF}, if any)"
     parser.add_argument("--what-if", type=Path, metavar="FILE", help=help)
     help = "another record or run, to compare with: which findings are new, worse or gone, and both on one page"
     parser.add_argument("--against", type=Path, metavar="FOLDER", help=help)
@@ -125,7 +123,6 @@ def _report(options: argparse.Namespace) -> str:
 
 
 def _what_if(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of a WhatIf, from the file that was given or that the record's folder has."""
     path = options.what_if or options.folder / WHAT_IF
     if options.what_if is None and not path.exists():
         return []
@@ -155,9 +152,8 @@ def _add_what_if(parser: argparse.ArgumentParser) -> None:
     budget = group.add_mutually_exclusive_group()
     help = "say what the recipes by layer in this file would bring, beside the model's own"
     budget.add_argument("--rules", type=Path, metavar="FILE", help=help)
-    budget.add_argument(
-        "--keep", type=at_least(0), metavar="N", help="find a RecipeMap with N layers in high precision"
-    )
+    help = "find a RecipeMap with N layers in high precision"
+    budget.add_argument("--keep", type=at_least(0), metavar="N", help=help)
     help = "find the cheapest RecipeMap that raises the predicted loss by at most this share, such as 0.1%%"
     budget.add_argument("--loss", type=_share, metavar="SHARE", help=help)
     help = f"of the smallest layers to look at, in and out (default: {MIN_FEATURES}, as octavo.convert)"
@@ -286,7 +282,6 @@ def _compared(options: argparse.Namespace, model: nn.Module) -> dict[str, Recipe
 
 
 def _beside(found: WhatIf) -> str:
-    """A line for each of the recipes, all layers together."""
     rows = [["", "predicted loss", "loss", "1 - cosine", f"ms a batch ({found.rates.device})"]]
     for name, recipe in {"high precision": recipes.high_precision(), **found.recipes}.items():
         whole = found.whole.get(name)

@@ -262,7 +262,6 @@ class FaultTrace:
 
 
 trace_faults = FaultTrace  # with octavo.inspect.trace_faults(model) as trace: ...
-"""The name under which a training calls FaultTrace: ``with octavo.inspect.trace_faults(model) as trace:``."""
 
 
 def _ends(module: RecipeModule) -> list[Tensor]:

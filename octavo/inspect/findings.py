@@ -46,7 +46,6 @@ LOST = {"stale": "clipped", "outliers": "flushed"}
 
 
 def _excess(rows: Sequence[Row], measures: Mapping[str, Any]) -> dict[str, Any]:
-    """The measure of each kind of a cast's finding, from MEASURES [..., rows]."""
     np = numpy()
     room = np.array([2.0**row.cast.margin if row.cast.is_delayed else math.inf for row in rows])
     usual = np.array([_usual_sqnr(row) for row in rows])
@@ -159,9 +158,8 @@ class _CastOf:
             severity = max(min(severity, 2.0), severity_of("clipped", numbers["clipped"] / LIMITS["clipped"]))
         where = row.layer, row.role, row.products, str(self.cast)
         found = Finding(kind, *where, steps[begins], steps[worst], numbers, "", "", "", severity)
-        describe = {"nonfinite": self._nonfinite, "rounded": self._rounded}
-        describe |= dict.fromkeys(("stale", "clipped"), self._stale)
-        found = describe.get(kind, self._small)(found, worst)
+        how = {"nonfinite": self._nonfinite, "rounded": self._rounded, "stale": self._stale, "clipped": self._stale}
+        found = how.get(kind, self._small)(found, worst)
         if experts is None or not row.experts:
             return found
         expert, beyond = (int(of[worst, self.place]) for of in (experts.worst, experts.beyond))

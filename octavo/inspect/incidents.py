@@ -186,7 +186,6 @@ def incidents(record: Record, found: Sequence[Finding]) -> list[Finding]:
 
 
 def _joined(cause: Finding, *effects: Finding) -> Finding:
-    """A finding with its consequences, of which none is worse."""
     every = (cause, *effects)
     level = min((each.level for each in every), key=[*LEVELS].index)
     return replace(cause, severity=max(each.severity for each in every), level=level, consequences=effects)

@@ -54,14 +54,8 @@ class RecordWriter:
         for at, path in old:
             if at >= step:
                 path.unlink()
-        self._write("record.json", {"format": FORMAT})
-        kept = [line for line in read_lines(folder) if line["step"] < step]
-        with replacing(folder / _STEPS) as file:
-            file.write(_as_lines(kept).encode())
-
-    def add_rows(self, step: int, rows: Sequence[Row]) -> None:
-        """Write which casts the rows of counts are of, from a step on."""
-        self._write(f"rows-{step:08d}.json", [row.as_dict() for row in rows])
+        self.write("record.json", json.dumps({"format": FORMAT}))
+        self.write(_STEPS, _as_lines(line for line in read_lines(folder) if line["step"] < step))
 
     def add_counts(self, step: int, counts: Mapping[str, Any]) -> None:
         """Write what was counted in a step: arrays by their names."""
@@ -73,9 +67,10 @@ class RecordWriter:
         with open(self.folder / _STEPS, "a", encoding="utf-8") as file:
             file.write(_as_lines(lines))
 
-    def _write(self, name: str, content: Any) -> None:
+    def write(self, name: str, text: str) -> None:
+        """Write a file as a whole."""
         with replacing(self.folder / name) as file:
-            file.write(json.dumps(content, indent=1).encode())
+            file.write(text.encode())
 
 
 def _as_lines(lines: Iterable[Mapping[str, Any]]) -> str:
@@ -250,9 +245,8 @@ def load(folder: str | Path) -> Record:
     try:
         form = json.loads((folder / "record.json").read_text())["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        below = ", ".join(
-            str(path.parent) for depth in ("*", "*/*") for path in sorted(folder.glob(f"{depth}/record.json"))
-        )
+        found = [*sorted(folder.glob("*/record.json")), *sorted(folder.glob("*/*/record.json"))]
+        below = ", ".join(str(path.parent) for path in found)
         why = f"give the folder that octavo.inspect.record wrote to{below and f', such as {below}'}"
         raise RecordError(f"{folder} holds no record: {why}") from error
     if form != FORMAT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.distributed.files import reason_of, replacing
+from octavo.distributed.files import reason_of
 from octavo.distributed.ranks import Ranks, whole
 from octavo.inspect.findings import severities
 from octavo.inspect.record import RecordWriter, by_layer, measures_of, numpy, of_weights
@@ -200,7 +201,6 @@ class Recorder:
             self._samples = sample(self._table.layers, self.optimizer)
 
     def _tabulate(self) -> None:
-        """Take the model's layers and recipes as they are now."""
         self._table, self._recipes = Table(self.model), own_recipes(self.model)
         self._last: Samples | None = None  # after the last recorded step
 
@@ -217,7 +217,6 @@ class Recorder:
         return {"sums": sums, "extremes": extremes, "moved": self._ranks.sum(moved)}
 
     def _read(self, counts: Mapping[str, Tensor]) -> None:
-        """Send counts, and the scalars since the last time, to the host."""
         scalars, self._scalars = self._scalars, []
         if self._writer is None:
             return
@@ -246,11 +245,11 @@ class Recorder:
             self._writer.add_lines(*({"step": step, **values} for step, values in rows.items()))
             if "sums" in reading.tensors:
                 if self._written is not reading.table:
-                    self._writer.add_rows(reading.step, reading.table.rows)
+                    rows_of = [row.as_dict() for row in reading.table.rows]
+                    self._writer.write(f"rows-{reading.step:08d}.json", json.dumps(rows_of, indent=1))
                     self._written = reading.table
                     if self._recipes is not None:
-                        with replacing(self._writer.folder / RECIPES) as file:
-                            file.write(to_json(self._recipes).encode())
+                        self._writer.write(RECIPES, to_json(self._recipes))
                 found = {name: tensor.numpy() for name, tensor in reading.tensors.items()}
                 counts = kept(reading.table.rows, found["sums"], found["extremes"]) | {"moved": found["moved"]}
                 self._writer.add_counts(reading.step, counts)
@@ -267,21 +266,16 @@ def _named(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]:
     A layer of experts also has those of the worst one, and the fewest and the most tokens that an expert got.
     """
     places = [(row.layer, row.role) for row in rows]
-    names = [
-        ".".join(filter(None, (*place, *(row.products if places.count(place) > 1 else ()))))
-        for place, row in zip(places, rows, strict=True)
-    ]
+    parts = zip(places, (row.products for row in rows), strict=True)
+    names = [".".join(filter(None, place + (products if places.count(place) > 1 else ()))) for place, products in parts]
     found = [(names, measures_of(rows, counts["sums"], counts["extremes"].astype("float64")))]
     if "worst" in counts:
         named = [(f"{name}.worst_expert", row) for name, row in zip(names, rows, strict=True) if row.experts]
         worst = [row for _, row in named], counts["worst_sums"], counts["worst_extremes"].astype("float64")
         found.append(([name for name, _ in named], measures_of(*worst)))
         tokens = by_layer(rows, counts["tokens"])
-        ends = {
-            "least_tokens": [min(its) for its in tokens.values()],
-            "most_tokens": [max(its) for its in tokens.values()],
-        }
-        found.append((list(tokens), ends))
+        ends = {"least_tokens": min, "most_tokens": max}
+        found.append((list(tokens), {name: [*map(end, tokens.values())] for name, end in ends.items()}))
     layers = [".".join(filter(None, (layer, "weight"))) for layer in dict.fromkeys(row.layer for row in rows)]
     found.append((layers, of_weights(counts["moved"])))
     return {

@@ -42,7 +42,10 @@ def changes(findings: Sequence[Finding], earlier: Sequence[Finding]) -> list[tup
     Findings of one kind, layer and role are the same one, also where one of them is another's consequence; it is worse
     or milder if its severity differs by 1 or more.
     """
-    now, before = _severities(findings), _severities(earlier)
+    now, before = (
+        {_key(each): each.severity for each in sorted(_with_effects(of), key=lambda each: each.severity)}
+        for of in (findings, earlier)
+    )
 
     def state(found: Finding) -> str:
         was = before.get(_key(found))
@@ -56,13 +59,6 @@ def changes(findings: Sequence[Finding], earlier: Sequence[Finding]) -> list[tup
 
 def _key(found: Finding) -> tuple[str, str, str]:
     return found.kind, found.layer, found.role
-
-
-def _severities(findings: Sequence[Finding]) -> dict[tuple[str, str, str], float]:
-    found: dict[tuple[str, str, str], float] = {}
-    for each in _with_effects(findings):
-        found[_key(each)] = max(each.severity, found.get(_key(each), 0))
-    return found
 
 
 def _with_effects(findings: Sequence[Finding]) -> Iterator[Finding]:
@@ -257,13 +253,11 @@ def _window(format: Format, scale_inv: float, of: str) -> dict[str, Any]:
 
 
 def _curve(steps: Sequence[int], values: Sequence[float]) -> list[dict[str, float]]:
-    """The points of a curve; where there are many, the largest of each few."""
     starts = _starts(len(steps), POINTS)
     return [{"step": steps[at], "value": v} for at, v in zip(starts, _worst(values, starts), strict=True)]
 
 
 def _plain(value: Any) -> Any:
-    """The same for JSON, with numbers of four digits."""
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, Iterable) and not isinstance(value, str):

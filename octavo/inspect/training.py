@@ -15,6 +15,7 @@ from typing import Any
 from octavo.inspect.incidents import Finding, level_of, severity_of, stretch
 from octavo.inspect.record import Record, numpy
 from octavo.inspect.remedies import called
+from octavo.scaling.recipe import ROLES
 
 LIMITS = {
     "learning rate": 2.0,  # times the highest before, after a step that hardly raised it
@@ -89,10 +90,8 @@ class Training:
         subject = f"{where[0]} {text}" if where[0] else f"{text[:1].upper()}{text[1:]}"
         since = f"{'at' if kind in ONCE else 'since'} step {begins}"
         severity, sentence = severity_of(kind, times), f"{subject} {since}: {advice or remedy.split(';')[0]}"
-        worst, level, said = begins if worst is None else worst, level_of(severity), (text, remedy, expected)
-        return Finding(
-            kind, *where, (), "", begins, worst, numbers or {}, *said, severity, level=level, sentence=sentence
-        )
+        worst, said, rest = begins if worst is None else worst, (text, remedy, expected), (level_of(severity), sentence)
+        return Finding(kind, *where, (), "", begins, worst, numbers or {}, *said, severity, {}, *rest)
 
     def _scalar(self, *names: str) -> tuple[list[int], list[float]]:
         """The steps and the numbers of the first of these scalars that there is."""
@@ -143,9 +142,8 @@ class Training:
         if share > LIMITS["warm-up"]:
             text = f"the first step, without a warm-up, changes most weights by {called(share)} of their size"
             remedy = f"let the learning rate rise to {max(rates):.3g} over the first steps: a warm-up"
-            yield self._found(
-                "warm-up", self.steps[0], share / LIMITS["warm-up"], text, remedy, "smaller first updates"
-            )
+            what = "warm-up", self.steps[0], share / LIMITS["warm-up"], text, remedy
+            yield self._found(*what, "smaller first updates")
 
     def _loss(self) -> Iterator[Finding]:
         steps, loss = self.loss
@@ -161,9 +159,7 @@ class Training:
             back = next((i for i in range(at + 1, len(loss)) if loss[i] < before + rise / 2), len(loss))
             if back - at < FEW:
                 text, times = f"the loss rose for a step: from {before:.3g} to {loss[at]:.3g}", rise / usual
-                yield self._found(
-                    "batch", steps[at], times / LIMITS["loss"], text, LOOK, numbers={"before": float(before)}
-                )
+                yield self._found("batch", steps[at], times / LIMITS["loss"], text, LOOK)
             at = back
         lasting = []
         for at in range(6, len(loss) - FEW + 1):
@@ -199,10 +195,8 @@ class Training:
             return
         at = int(faulty.any(axis=1).argmax())
         rows = [record.rows[place] for place in np.flatnonzero(faulty[at])]
-        inputs, weights, gradients = (
-            sorted({names.index(row.layer) for row in rows if row.role == role})
-            for role in ("input", "weight", "grad_output")
-        )
+        of = {role: sorted({names.index(row.layer) for row in rows if row.role == role}) for role in ROLES}
+        inputs, weights, gradients = of.values()
         step, of_step = self.steps[at], dict(zip(*self.loss, strict=True))
         earlier = [s for s, value in of_step.items() if not math.isfinite(value) and s < step]
         kind, where, remedy, expected, advice = "nonfinite", ("", ""), RESTORE, "", ""
@@ -363,9 +357,7 @@ class Training:
             for at, share, layer in found if len(found) <= len(self.layers) / 2 else ():
                 text = f"has 0 in {called(share)} of its {role}"
                 times = 4 if role == "weight" else 0.1 / max(1 - share, 1e-3)
-                yield self._found(
-                    kind, self.steps[at], times, text, ANEW, where=(layer, role), numbers={"zeros": share}
-                )
+                yield self._found(kind, self.steps[at], times, text, ANEW, where=(layer, role))
 
     def _idle(self) -> Iterator[Finding]:
         for load in self.record.loads():

@@ -11,7 +11,6 @@ effect are estimated. The relative errors e of a layer's products give the noise
 e(grad_weight) times the norm of the layer's own gradient, which is exact, and e(output) and e(grad_input) times the
 norm of the whole gradient. The latter is too much, as paths lead around the layer. So the effects of the layers that
 were run alone are divided by their noise so estimated, and the median of that, times its noise, is a layer's estimate.
-Noises are independent, so that their squares add, and 1 - cosine is half the square: layers' losses add up.
 """
 
 from __future__ import annotations
@@ -205,11 +204,7 @@ class WhatIf:
 
     @cached_property
     def _costs(self) -> dict[tuple[str, str], float]:
-        """The predicted time by layer and recipe.
-
-        Where the layers are too small for any recipe to be faster than high precision, it is that of the products
-        alone, so that recipes still differ.
-        """
+        """The predicted time by layer and recipe; where none is faster than high precision, that of products alone."""
         ideal = dataclasses.replace(self.rates, launch=0.0, copy=math.inf, casts={})
         rates = self.rates if self._faster else ideal
         options = {**self.recipes, WITHOUT: high_precision()}
@@ -224,10 +219,9 @@ class WhatIf:
         return sum(values[pair] for pair in chosen.items())
 
     def _within(self, budget: float, default: str) -> dict[str, str]:
-        """A recipe's name for each layer so that the predicted loss is within the budget, begun with one for all.
+        """A recipe's name for each layer: again and again it makes the change that saves most loss for its cost.
 
-        Again and again it makes the change that saves most loss for its cost. At the end it takes back the changes that
-        later ones have made needless, the dearest first.
+        At the end it takes back the changes that later ones have made needless, the dearest first.
         """
         chosen = dict.fromkeys(self.works, default)
         while self._sum(self._losses, chosen) > budget:  # this ends, as a layer in high precision loses nothing
@@ -253,9 +247,8 @@ class WhatIf:
         """Effects with their predicted losses, for JSON: None in place of inf and NaN."""
         found = (*self.whole.values(), *self.effects)
         rows = [{**dataclasses.asdict(effect), "predicted": effect.predicted} for effect in found]
-        return [
-            {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()} for row in rows
-        ]
+        known = lambda value: None if isinstance(value, float) and not math.isfinite(value) else value  # noqa: E731
+        return [{name: known(value) for name, value in row.items()} for row in rows]
 
     def __str__(self) -> str:
         lines = []
@@ -392,9 +385,7 @@ class _Passes:
     ) -> None:
         self.model, self.loss, self.layers, self.recipes = model, loss, layers, recipes
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.buffers = [
-            (m, name, buffer) for m in model.modules() for name, buffer in m._buffers.items() if buffer is not None
-        ]
+        self.buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
         self.works: dict[str, LinearWork] = {}
         self.local: dict[Key, Tensor] = {}
         self.gradient_share: dict[str, float] = {}  # by layer, its share of the gradient's square
@@ -426,7 +417,6 @@ class _Passes:
                 self.found.setdefault((name, recipe), []).append(_against(exact, changed, first))
 
     def of(self, recipe: Recipe | RecipeMap, names: Iterable[str]) -> dict[str, Recipe]:
-        """The recipe of each of these layers."""
         return {name: recipe_of(recipe, *self.layers[name].names(name)) for name in names}
 
     def _choose(self, exact: Sequence[Tensor | None], most: int) -> None:
@@ -515,7 +505,6 @@ class _Passes:
             self.local[key] = self.local.get(key, 0) + squares
 
     def result(self, rates: Rates) -> WhatIf:
-        """The results, averaged over batches."""
         if not self.works:
             raise WhatIfError("no layer took part in the loss: loss(model, batch) must call the model that it is given")
         works = {name: self.works[name] for name in self.layers if name in self.works}
