@@ -68,7 +68,6 @@ class RecordWriter:
             file.write(_as_lines(lines))
 
     def write(self, name: str, text: str) -> None:
-        """Write a file as a whole."""
         with replacing(self.folder / name) as file:
             file.write(text.encode())
 

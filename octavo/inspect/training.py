@@ -94,7 +94,6 @@ class Training:
         return Finding(kind, *where, (), "", begins, worst, numbers or {}, *said, severity, {}, *rest)
 
     def _scalar(self, *names: str) -> tuple[list[int], list[float]]:
-        """The steps and the numbers of the first of these scalars that there is."""
         return next((self.record.scalars[name] for name in names if name in self.record.scalars), ([], []))
 
     def _measure(self, name: str, layer: str, role: str) -> Any:
