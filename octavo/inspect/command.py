@@ -45,9 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="RECORD_OR_MODEL", help=help)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with all findings and plots")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as JSON; of a model what was found")
-    help = (
-        f"what was found of the model by --json, to draw beside (default: the record's own {WHAT_IF}, if there is one)"
-    )
+    help = f"what was found of the model by --json, to draw beside (default: the record's own {WHAT_IF}, if any)"
     parser.add_argument("--what-if", type=Path, metavar="FILE", help=help)
     help = "another record or run, to compare with: which findings are new, worse or gone, and both on one page"
     parser.add_argument("--against", type=Path, metavar="FOLDER", help=help)
@@ -124,7 +122,6 @@ def _report(options: argparse.Namespace) -> str:
 
 
 def _what_if(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of a WhatIf, from the file that was given or that the record's folder has."""
     path = options.what_if or options.folder / WHAT_IF
     if options.what_if is None and not path.exists():
         return []
@@ -154,9 +151,8 @@ def _add_what_if(parser: argparse.ArgumentParser) -> None:
     budget = group.add_mutually_exclusive_group()
     help = "say what the recipes by layer in this file would bring, beside the model's own"
     budget.add_argument("--rules", type=Path, metavar="FILE", help=help)
-    budget.add_argument(
-        "--keep", type=at_least(0), metavar="N", help="find a RecipeMap with N layers in high precision"
-    )
+    help = "find a RecipeMap with N layers in high precision"
+    budget.add_argument("--keep", type=at_least(0), metavar="N", help=help)
     help = "find the cheapest RecipeMap that raises the predicted loss by at most this share, such as 0.1%%"
     budget.add_argument("--loss", type=_share, metavar="SHARE", help=help)
     help = f"of the smallest layers to look at, in and out (default: {MIN_FEATURES}, as octavo.convert)"
@@ -216,10 +212,9 @@ def entry_point(name: str) -> Subject:
     if not callable(make):
         raise WhatIfError(f"{name}: {module} has no function {function}")
     made = make()
-    if isinstance(made, tuple) and len(made) == 3:
-        found = Subject(*made)
-        if isinstance(found.model, nn.Module) and callable(found.loss) and isinstance(found.batches, Iterable):
-            return found
+    if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[1]):
+        if isinstance(made[2], Iterable):
+            return Subject(*made)
     got = f"({', '.join(type(one).__name__ for one in made)})" if isinstance(made, tuple) else type(made).__name__
     raise WhatIfError(f"{name} must return (model, loss, batches) with loss(model, batch), but returned {got}")
 
@@ -272,7 +267,6 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
 
 
 def _compared(options: argparse.Namespace, model: nn.Module) -> dict[str, Recipe | RecipeMap]:
-    """Recipes to compare, by name: those asked for; or those of a file, and the model's own."""
     names = options.recipes or (NAMES if options.rules is None else ())
     found: dict[str, Recipe | RecipeMap] = {name: recipes.as_recipe(name) for name in names}
     if options.rules is None:
@@ -287,12 +281,10 @@ def _compared(options: argparse.Namespace, model: nn.Module) -> dict[str, Recipe
 
 
 def _beside(found: WhatIf) -> str:
-    """A line for each of the recipes, all layers together."""
     rows = [["", "predicted loss", "loss", "1 - cosine", f"ms a batch ({found.rates.device})"]]
     for name, recipe in {"high precision": recipes.high_precision(), **found.recipes}.items():
-        predicted, loss, lost = 0.0, 0.0, 0.0
-        if (whole := found.whole.get(name)) is not None:
-            predicted, loss, lost = whole.predicted, whole.loss, 1 - whole.cosine
+        whole = found.whole.get(name)
+        predicted, loss, lost = (whole.predicted, whole.loss, 1 - whole.cosine) if whole else (0.0, 0.0, 0.0)
         ms = f"{1e3 * found.seconds(recipe):.3f}"
         rows.append([name, f"{100 * predicted:.4f} %", f"{100 * loss:+.4f} %", f"{lost:.2e}", ms])
     return columns(rows)

@@ -261,7 +261,7 @@ class FaultTrace:
         return int(faulty.argmax())
 
 
-trace_faults = FaultTrace  # with octavo.inspect.trace_faults(model) as trace: ...
+trace_faults = FaultTrace
 """The name under which a training calls FaultTrace: ``with octavo.inspect.trace_faults(model) as trace:``."""
 
 

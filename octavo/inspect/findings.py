@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from octavo.formats import E4M3
 from octavo.inspect import training
-from octavo.inspect.incidents import Finding, incidents, level_of, severity_of
+from octavo.inspect.incidents import Finding, incidents, level_of, severity_of, stretch
 from octavo.inspect.record import Record, numpy
 from octavo.inspect.remedies import Exponents, called, outcome, remedies, with_cast, without_fp8
 from octavo.inspect.rows import Row
@@ -23,8 +23,6 @@ LIMITS = {
     "outliers": 1e-2,  # share flushed, where few numbers determine the scale
     "flushed": 1e-2,  # share of the numbers
     "rounded": 3.0,  # decibels of the SQNR below what the role needs
-    "unmoved": 0.9,  # share of a weight's numbers that a step does not change
-    "second moments": 1e-2,  # share of them flushed
     **training.LIMITS,
 }
 FORMAT_SQNR = {"E4M3": 31.5, "E5M2": 25.5}  # decibels, for numbers within the normal range: see docs/inspect.md
@@ -34,46 +32,19 @@ GAP = 4.0  # outliers lie at least so many octaves above all other numbers
 SUBNORMAL = 0.25  # outliers are a finding if they leave more than this share below the smallest normal number
 
 
-def _in_plain_words(found: Finding, rows: Sequence[Row]) -> Finding:
-    """The finding of a cast or of moments with its level and its sentence."""
-    numbers, of = found.numbers, f"its {found.role}"
-    lost = numbers.get({"stale": "clipped", "outliers": "flushed"}.get(found.kind, found.kind), 0.0)
-    what = {
-        "nonfinite": f"has inf or NaN in {called(numbers.get('nonfinite', 0))} of {of}",
-        "stale": f"clips {called(numbers.get('clipped', 0))} of {of}",
-        "clipped": f"clips {called(numbers.get('clipped', 0))} of {of}",
-        "flushed": f"flushes {called(numbers.get('flushed', 0))} of {of} to 0",
-        "outliers": f"flushes {called(numbers.get('flushed', 0))} of {of} to 0, as a few outliers determine its scale",
-        "rounded": f"rounds {of} to an SQNR of {numbers.get('sqnr', 0):.0f} dB",
-        "unmoved": f"keeps {called(1 - numbers.get('changed', 0))} of its weight as it was in a step",
-        "second moments": f"flushes {called(numbers.get('second_flushed', 0))} of its second moments to 0",
-    }[found.kind]
-    sentence = f"{found.layer or 'The layer'} {what} since step {found.begins}: {_advice(found, rows)}"
-    return replace(found, level=level_of(found.severity, lost), sentence=sentence)
-
-
-def _advice(found: Finding, rows: Sequence[Row]) -> str:
-    """A finding's remedy in a few words."""
-    if not found.rules:
-        return f"try {found.remedy}"
-    (rule,) = found.rules.values()
-    if isinstance(rule, Recipe):
-        return f"take recipes.{rule.name}() for it"
-    casts = list(filter(None, dict(rule or {}).values()))
-    if not casts:
-        return "compute it in high precision"
-    before = next(row.cast for row in rows if (row.layer, row.role, row.products) == found.where)
-    place = OPERANDS[found.products[0]].index(found.role)
-    after = casts[0][place]
-    if before.is_delayed and not after.is_delayed:
-        return "take its scale from its own amax"
-    if before.format is not after.format:
-        return f"cast it to {after.format}"
-    return f"give it a margin of {after.margin}" if after.margin else "give it no margin"
+# what a layer's cast does, with its role and, in %, its numbers; and the share that is lost, if it is not of that name
+SAID = {
+    "nonfinite": "has inf or NaN in {nonfinite} of its {role}",
+    "stale": "clips {clipped} of its {role}",
+    "clipped": "clips {clipped} of its {role}",
+    "flushed": "flushes {flushed} of its {role} to 0",
+    "outliers": "flushes {flushed} of its {role} to 0, as a few outliers determine its scale",
+    "rounded": "rounds its {role} to an SQNR of {sqnr} dB",
+}
+LOST = {"stale": "clipped", "outliers": "flushed"}
 
 
 def _excess(rows: Sequence[Row], measures: Mapping[str, Any]) -> dict[str, Any]:
-    """The measure of each kind of a cast's finding, from MEASURES [..., rows]."""
     np = numpy()
     room = np.array([2.0**row.cast.margin if row.cast.is_delayed else math.inf for row in rows])
     usual = np.array([_usual_sqnr(row) for row in rows])
@@ -124,16 +95,7 @@ def diagnose(record: Record) -> list[Finding]:
     worst = record.of_worst
     excess = _excess(record.rows, worst.measures)
     found = [finding for place in range(len(record.rows)) for finding in _CastOf(worst, excess, place).findings()]
-    found = [_in_plain_words(each, record.rows) for each in (*found, *_of_weights(record))]
-    return incidents(record, [*training.of_training(record), *found])
-
-
-def _stretch(over: Any, values: Any) -> tuple[int, int]:
-    """(where the run of values over the limit that has the largest one begins, where the largest one is)."""
-    worst = begins = int(numpy().where(over, values, -math.inf).argmax())
-    while begins > 0 and over[begins - 1]:
-        begins -= 1
-    return begins, worst
+    return incidents(record, [*training.Training(record).findings(), *found])
 
 
 class _CastOf:
@@ -155,14 +117,35 @@ class _CastOf:
         found = [self._finding("nonfinite"), large, flushed or self._outliers_alone()]
         if large is None and flushed is None:
             found.append(self._finding("rounded"))
-        return [each for each in found if each is not None]
+        return [self._in_plain_words(each) for each in found if each is not None]
+
+    def _in_plain_words(self, found: Finding) -> Finding:
+        shares = {name: called(share) for name, share in found.numbers.items() if name in SAID}
+        what = SAID[found.kind].format(role=found.role, sqnr=f"{found.numbers['sqnr']:.0f}", **shares)
+        sentence = f"{found.layer or 'The layer'} {what} since step {found.begins}: {self._advice(found)}"
+        lost = found.numbers.get(LOST.get(found.kind, found.kind), 0.0)
+        return replace(found, level=level_of(found.severity, lost), sentence=sentence)
+
+    def _advice(self, found: Finding) -> str:
+        (rule,) = found.rules.values()
+        if isinstance(rule, Recipe):
+            return f"take recipes.{rule.name}() for it"
+        casts = list(filter(None, dict(rule or {}).values()))
+        if not casts:
+            return "compute it in high precision"
+        after = casts[0][OPERANDS[found.products[0]].index(found.role)]
+        if self.cast.is_delayed and not after.is_delayed:
+            return "take its scale from its own amax"
+        if self.cast.format is not after.format:
+            return f"cast it to {after.format}"
+        return f"give it a margin of {after.margin}" if after.margin else "give it no margin"
 
     def _finding(self, kind: str) -> Finding | None:
         over = self.excess[kind] > LIMITS[kind]
         if not over.any():
             return None
         value = float(numpy().where(over, self.excess[kind], 0).max())
-        begins, worst = _stretch(over, self.excess[kind])
+        begins, worst = stretch(over, self.excess[kind])
         if kind == "flushed" and self.cast.is_delayed and worst == begins and over[begins : begins + 3].sum() == 3:
             worst += 1 + int(self.excess[kind][begins + 1 : begins + 3].argmax())  # what stays after a single outlier
         return self._at(kind, begins, worst, severity_of(kind, float(_severity(kind, value))))
@@ -174,9 +157,8 @@ class _CastOf:
             severity = max(min(severity, 2.0), severity_of("clipped", numbers["clipped"] / LIMITS["clipped"]))
         where = row.layer, row.role, row.products, str(self.cast)
         found = Finding(kind, *where, steps[begins], steps[worst], numbers, "", "", "", severity)
-        describe = {"nonfinite": self._nonfinite, "rounded": self._rounded}
-        describe |= dict.fromkeys(("stale", "clipped"), self._stale)
-        found = describe.get(kind, self._small)(found, worst)
+        how = {"nonfinite": self._nonfinite, "rounded": self._rounded, "stale": self._stale, "clipped": self._stale}
+        found = how.get(kind, self._small)(found, worst)
         if experts is None or not row.experts:
             return found
         expert, beyond = (int(of[worst, self.place]) for of in (experts.worst, experts.beyond))
@@ -194,7 +176,6 @@ class _CastOf:
         )
 
     def _stale(self, found: Finding, worst: int) -> Finding:
-        """A scale without room for the amax."""
         beyond, numbers = found.numbers["assumed"] / 2.0**self.cast.margin, self._exponents(worst)
         room = f"the amax is {beyond:.3g} times the largest number that the scale has room for"
         cause = f"{room}, so {called(found.numbers['clipped'])} are clipped: the scale is of earlier steps"
@@ -210,7 +191,6 @@ class _CastOf:
         return found.mended(cause, without_fp8(self.row), "nothing is clipped")
 
     def _rounded(self, found: Finding, worst: int) -> Finding:
-        """A low SQNR, though little is clipped or flushed."""
         sqnr, usual = found.numbers["sqnr"], _usual_sqnr(self.row)
         has_digits = self.cast.format is E4M3 or self.row.role == "grad_output"
         why = "few codes hold most of the power" if has_digits else "E5M2 keeps a digit less, for gradients' range"
@@ -224,7 +204,6 @@ class _CastOf:
         return found.mended(cause, without_fp8(self.row), "these are in high precision")
 
     def _small(self, found: Finding, worst: int) -> Finding:
-        """Numbers too small for the format at the scale in use."""
         numbers, scale_inv = self._exponents(worst), found.numbers["scale_inv"]
         subnormal = numbers.below(self.cast.format.smallest_normal * scale_inv)
         unused = math.log2(self.cast.format.max * scale_inv / numbers.amax) if numbers.amax > 0 else 0.0
@@ -253,7 +232,7 @@ class _CastOf:
         over = self.is_finite & (numbers.octaves_beyond(OUTLIERS) >= GAP) & (subnormal > SUBNORMAL)
         if not over.any():
             return None
-        found = self._at("outliers", *_stretch(over, subnormal), 0.0)
+        found = self._at("outliers", *stretch(over, subnormal), 0.0)
         times = found.numbers["flushed"] / LIMITS["flushed"] + float(np.max(subnormal[over]))
         return replace(found, severity=severity_of("outliers", times))
 
@@ -268,43 +247,3 @@ class _CastOf:
         is_there = numpy().isfinite(self.record.measures["amax"])
         rows = zip(self.record.rows, is_there[at] | ~is_there.any(axis=0), strict=True)
         return [row for row, counted in rows if counted and row.layer == self.row.layer]
-
-
-# --- weights and moments ----------------------------------------------------------------------------------------------
-
-
-def _of_weights(record: Record) -> Iterator[Finding]:
-    """What is wrong with weights and moments: one finding a kind, at the layer where it is worst."""
-    np, weights = numpy(), record.weights
-    if not record.layers or not record.steps:
-        return
-    updates = weights["update"]
-    changed = np.where(updates > 0, weights["changed"], np.nan)
-    has_master = weights["master_update"] > 0  # then rounding the weight loses nothing, rounding the master does
-    unmoved = 1 - np.where(has_master, weights["master_changed"], changed)
-    for kind, values in {"unmoved": unmoved, "second moments": weights["second_flushed"]}.items():
-        if (values > LIMITS[kind]).any():
-            yield _of_weight(record, kind, values)
-
-
-def _of_weight(record: Record, kind: str, values: Any) -> Finding:
-    np, over = numpy(), values > LIMITS[kind]
-    layer = int(np.where(over, values, -1).max(axis=0).argmax())
-    begins, worst = _stretch(over[:, layer], values[:, layer])
-    value, count = float(values[worst, layer]), int(over[worst].sum())
-    numbers = {name: float(of[worst, layer]) for name, of in record.weights.items()}
-    step, many = record.steps[worst], f"in {count} of {len(record.layers)} layers"
-    if kind == "unmoved":
-        has_master = numbers["master_update"] > 0
-        owner = "master" if has_master else "weight"
-        seen = f" and {called(1 - numbers['changed'])} of the weight's" * has_master
-        cause = f"updates are below the distance of the {owner}'s numbers: {called(value)} of them{seen} stay, {many}"
-        remedy = f'octavo.optim.AdamW(model.parameters(), master="{"fp32" if has_master else "split24"}")'
-        expected = "keeps all that is rounded off" if has_master else "keeps what is rounded off in 8 more bits"
-    else:
-        cause = f"{called(value)} of the second moments are flushed where the first are not, {many}"
-        remedy = 'octavo.optim.AdamW(model.parameters(), moments="bf16")'
-        expected = "bf16 has float32's range: nothing is flushed"
-    severity = severity_of(kind, value / LIMITS[kind])
-    name = record.layers[layer]
-    return Finding(kind, name, "weight", (), "", record.steps[begins], step, numbers, cause, remedy, expected, severity)

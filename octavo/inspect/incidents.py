@@ -11,8 +11,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from octavo.inspect.record import Record
+from octavo.inspect.record import Record, numpy
 from octavo.inspect.remedies import as_text
 from octavo.scaling.recipe import RecipeRule
 
@@ -33,8 +34,8 @@ PARTS = {
     ),
     **dict.fromkeys(("batch", "repeats"), DATA),
     "logits": FORWARD,
-    **dict.fromkeys(("labels", "loss scale"), LOSS),
-    **dict.fromkeys(("gradients", "jump", "frozen", "unmoved", "second moments"), UPDATE),
+    **dict.fromkeys(("labels", "loss scale", "gradients"), LOSS),
+    **dict.fromkeys(("jump", "frozen", "unmoved", "second moments"), UPDATE),
 }
 OF_ROLES = {"input": FORWARD, "grad_output": BACKWARD, "weight": AFTER}
 # kinds that hurt the whole training
@@ -138,6 +139,14 @@ def verdict(record: Record, findings: Sequence[Finding]) -> str:
     return f"Nothing exceeds its limit in {len(record.steps)} recorded step{'s' * (len(record.steps) != 1)}"
 
 
+def stretch(over: Any, values: Any) -> tuple[int, int]:
+    """(where the run of values over the limit that has the largest one begins, where the largest one is)."""
+    worst = begins = int(numpy().where(over, values, -math.inf).argmax())
+    while begins > 0 and over[begins - 1]:
+        begins -= 1
+    return begins, worst
+
+
 def incidents(record: Record, found: Sequence[Finding]) -> list[Finding]:
     """Findings folded under those that explain them; the worst level first, then the most severe, then the earliest."""
     layers = {layer: place for place, layer in enumerate(record.layers)}
@@ -173,11 +182,10 @@ def incidents(record: Record, found: Sequence[Finding]) -> list[Finding]:
         group = next((group for group in groups if any(explains(cause, each) for cause in group)), None)
         groups.append([each]) if group is None else group.append(each)
     joined = [_joined(*group) for group in groups]
-    return sorted(joined, key=lambda each: (levels[each.level], -each.severity, order(each)))
+    return sorted(joined, key=lambda each: (levels[each.level], bool(each.products), -each.severity, order(each)))
 
 
 def _joined(cause: Finding, *effects: Finding) -> Finding:
-    """A finding with its consequences, of which none is worse."""
     every = (cause, *effects)
     level = min((each.level for each in every), key=[*LEVELS].index)
     return replace(cause, severity=max(each.severity for each in every), level=level, consequences=effects)

@@ -16,6 +16,7 @@ A file is replaced as a whole, or a line added to its end; if a run was killed, 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from octavo.distributed.files import PARTIAL, replacing
-from octavo.errors import MissingExtraError, OctavoError, first_line
+from octavo.errors import OctavoError, first_line, require
 from octavo.inspect.rows import Row
 from octavo.inspect.weights import MOVED
 from octavo.kernels.arguments import EXPONENTS, EXTREMES, LOWEST, SUMS
@@ -35,11 +36,8 @@ _STEPS = "steps.jsonl"
 
 def numpy() -> Any:
     """NumPy, which records are made of; MissingExtraError if it is not installed."""
-    try:
-        import numpy
-    except ImportError as error:
-        raise MissingExtraError("numpy is not installed: pip install octavo[inspect]") from error
-    return numpy
+    require("inspect", "numpy")
+    return importlib.import_module("numpy")
 
 
 class RecordWriter:
@@ -56,14 +54,8 @@ class RecordWriter:
         for at, path in old:
             if at >= step:
                 path.unlink()
-        self._write("record.json", {"format": FORMAT})
-        kept = [line for line in read_lines(folder) if line["step"] < step]
-        with replacing(folder / _STEPS) as file:
-            file.write(_as_lines(kept).encode())
-
-    def add_rows(self, step: int, rows: Sequence[Row]) -> None:
-        """Write which casts the rows of counts are of, from a step on."""
-        self._write(f"rows-{step:08d}.json", [row.as_dict() for row in rows])
+        self.write("record.json", json.dumps({"format": FORMAT}))
+        self.write(_STEPS, _as_lines(line for line in read_lines(folder) if line["step"] < step))
 
     def add_counts(self, step: int, counts: Mapping[str, Any]) -> None:
         """Write what was counted in a step: arrays by their names."""
@@ -75,9 +67,9 @@ class RecordWriter:
         with open(self.folder / _STEPS, "a", encoding="utf-8") as file:
             file.write(_as_lines(lines))
 
-    def _write(self, name: str, content: Any) -> None:
+    def write(self, name: str, text: str) -> None:
         with replacing(self.folder / name) as file:
-            file.write(json.dumps(content, indent=1).encode())
+            file.write(text.encode())
 
 
 def _as_lines(lines: Iterable[Mapping[str, Any]]) -> str:
@@ -104,7 +96,7 @@ MEASURES = {
     "flushed": "share of the numbers that are not 0 whose codes are 0",
     "clipped": "share of the finite numbers beyond the format's largest, which they are cast to",
     "nonfinite": "share of infs and NaNs",
-    "elements": "how many numbers were counted, of a forward that is computed again twice",
+    "elements": "how many numbers were counted, of a forward that a compiled backward computes again twice",
     "zeros": "share of the numbers that are 0 before they are cast",
     "rms": "root mean square of the finite numbers",
     "sqnr": "decibels: the numbers' power over that of what rounding changed",
@@ -145,6 +137,27 @@ class OfExperts(NamedTuple):
     worst: Any
     beyond: Any
     tokens: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Load:
+    """How many tokens each expert of a layer got in the last record, and since which recorded step some got none."""
+
+    name: str
+    layer: str
+    tokens: list[int]
+    idle: dict[int, int]  # by expert
+
+    @property
+    def largest_share(self) -> float:
+        """The tokens of the expert that has most, divided by the mean."""
+        return max(self.tokens) * len(self.tokens) / max(1, sum(self.tokens))
+
+    def __str__(self) -> str:
+        number, most = len(self.tokens), max(self.tokens)
+        load = f"{self.name}: {number} experts, {min(self.tokens)} to {most}"
+        load += f", expert {self.tokens.index(most)} {self.largest_share:.2g} times the mean"
+        return load + "".join(f"; {expert} none from step {step}" for expert, step in self.idle.items())
 
 
 @dataclass(frozen=True)
@@ -192,6 +205,23 @@ class Record:
         found = self.experts
         return self if found is None else replace(self, measures=found.measures, exponents=found.exponents)
 
+    def loads(self) -> list[Load]:
+        """Each layer's load; a fused module's layers, which get the same tokens, have one, of the first."""
+        np = numpy()
+        found: dict[str, Load] = {}
+        for layer, tokens in self.experts.tokens.items() if self.experts is not None else ():
+            counted = np.flatnonzero(~np.isnan(tokens).any(axis=1))
+            if not len(counted):
+                continue
+            by_step, idle = tokens[counted].astype(int), {}
+            for expert in np.flatnonzero(by_step[-1] == 0):
+                busy = np.flatnonzero(by_step[:, expert])
+                idle[int(expert)] = self.steps[counted[busy[-1] + 1 if len(busy) else 0]]
+            name, last = layer.rpartition(".")[0] or layer, by_step[-1].tolist()
+            if found.setdefault(name, Load(name, layer, last, idle)).tokens != last:
+                found[layer] = Load(layer, layer, last, idle)
+        return list(found.values())
+
 
 def load(folder: str | Path) -> Record:
     """Read a record; one that is still being written, or that a killed run left, as far as it goes.
@@ -214,9 +244,8 @@ def load(folder: str | Path) -> Record:
     try:
         form = json.loads((folder / "record.json").read_text())["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        below = ", ".join(
-            str(path.parent) for depth in ("*", "*/*") for path in sorted(folder.glob(f"{depth}/record.json"))
-        )
+        found = [*sorted(folder.glob("*/record.json")), *sorted(folder.glob("*/*/record.json"))]
+        below = ", ".join(str(path.parent) for path in found)
         why = f"give the folder that octavo.inspect.record wrote to{below and f', such as {below}'}"
         raise RecordError(f"{folder} holds no record: {why}") from error
     if form != FORMAT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.distributed.files import reason_of, replacing
+from octavo.distributed.files import reason_of
 from octavo.distributed.ranks import Ranks, whole
 from octavo.inspect.findings import severities
 from octavo.inspect.record import RecordWriter, by_layer, measures_of, numpy, of_weights
@@ -21,7 +22,6 @@ from octavo.inspect.rows import Row, Table
 from octavo.inspect.weights import Samples, count_weights, facts_of, moved_since, sample, tied_of
 from octavo.kernels.arguments import SUMS
 from octavo.recipes import to_json
-from octavo.scaling.recipe import RecipeMap
 
 Scalar = float | Tensor
 SKIPPED = "skipped"  # a kind of event that arrives from the device, as scalars do
@@ -92,7 +92,7 @@ class Recorder:
             raise ValueError(f"every={every}: needs at least 1")
         self.model, self.every, self.optimizer, self.schedule, self._step = model, every, optimizer, schedule, step
         self.on_record = on_record
-        self._table = Table(model)
+        self._tabulate()
         if not self._table.rows and schedule is None:
             raise ValueError("the model has no layer in FP8 to record: octavo.convert it first")
         self._ranks = Ranks.of_process() if group is None else Ranks(group)
@@ -101,10 +101,8 @@ class Recorder:
         self._written: Table | None = None
         self._tied = tied_of(model)
         self._samples: Samples | None = None
-        self._last: Samples | None = None  # after the last recorded step
         self._scalars: list[tuple[int, str, Scalar]] = []
         self._readings: list[_InFlight] = []
-        self._recipes: RecipeMap | None = None
         self._switches = 0 if schedule is None else len(schedule.switches)
         self._begin()
 
@@ -190,23 +188,24 @@ class Recorder:
         return found if found is not None or self.schedule is None else self.schedule.left_out
 
     def _begin(self) -> None:
-        """Have the model's layers count in the next step, if that one is recorded."""
         if not self._is_recorded:
             return self._table.attach(False)
         if not self._table.is_of(self.model):
             self._table.attach(False)
-            self._table, self._last = Table(self.model), None
+            self._tabulate()
         for names in sorted(self._tied - tied_of(self.model)):
             self.event("untied", names)
             self._tied.discard(names)
         self._table.attach(True)
         if self._table.rows:
             self._samples = sample(self._table.layers, self.optimizer)
-            self._recipes = own_recipes(self.model)
+
+    def _tabulate(self) -> None:
+        self._table, self._recipes = Table(self.model), own_recipes(self.model)
+        self._last: Samples | None = None  # after the last recorded step
 
     @torch.no_grad()
     def _count(self) -> dict[str, Tensor]:
-        """Take the step's counts, summed over all ranks, and set the model's to 0."""
         table = self._table
         count_weights(table.layers, self._ranks)
         assert self._samples is not None
@@ -218,7 +217,6 @@ class Recorder:
         return {"sums": sums, "extremes": extremes, "moved": self._ranks.sum(moved)}
 
     def _read(self, counts: Mapping[str, Tensor]) -> None:
-        """Send counts, and the scalars since the last time, to the host."""
         scalars, self._scalars = self._scalars, []
         if self._writer is None:
             return
@@ -247,11 +245,11 @@ class Recorder:
             self._writer.add_lines(*({"step": step, **values} for step, values in rows.items()))
             if "sums" in reading.tensors:
                 if self._written is not reading.table:
-                    self._writer.add_rows(reading.step, reading.table.rows)
+                    rows_of = [row.as_dict() for row in reading.table.rows]
+                    self._writer.write(f"rows-{reading.step:08d}.json", json.dumps(rows_of, indent=1))
                     self._written = reading.table
                     if self._recipes is not None:
-                        with replacing(self._writer.folder / RECIPES) as file:
-                            file.write(to_json(self._recipes).encode())
+                        self._writer.write(RECIPES, to_json(self._recipes))
                 found = {name: tensor.numpy() for name, tensor in reading.tensors.items()}
                 counts = kept(reading.table.rows, found["sums"], found["extremes"]) | {"moved": found["moved"]}
                 self._writer.add_counts(reading.step, counts)
@@ -268,21 +266,16 @@ def _named(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]:
     A layer of experts also has those of the worst one, and the fewest and the most tokens that an expert got.
     """
     places = [(row.layer, row.role) for row in rows]
-    names = [
-        ".".join(filter(None, (*place, *(row.products if places.count(place) > 1 else ()))))
-        for place, row in zip(places, rows, strict=True)
-    ]
+    parts = zip(places, (row.products for row in rows), strict=True)
+    names = [".".join(filter(None, place + (products if places.count(place) > 1 else ()))) for place, products in parts]
     found = [(names, measures_of(rows, counts["sums"], counts["extremes"].astype("float64")))]
     if "worst" in counts:
         named = [(f"{name}.worst_expert", row) for name, row in zip(names, rows, strict=True) if row.experts]
         worst = [row for _, row in named], counts["worst_sums"], counts["worst_extremes"].astype("float64")
         found.append(([name for name, _ in named], measures_of(*worst)))
         tokens = by_layer(rows, counts["tokens"])
-        ends = {
-            "least_tokens": [min(its) for its in tokens.values()],
-            "most_tokens": [max(its) for its in tokens.values()],
-        }
-        found.append((list(tokens), ends))
+        ends = {"least_tokens": min, "most_tokens": max}
+        found.append((list(tokens), {name: [*map(end, tokens.values())] for name, end in ends.items()}))
     layers = [".".join(filter(None, (layer, "weight"))) for layer in dict.fromkeys(row.layer for row in rows)]
     found.append((layers, of_weights(counts["moved"])))
     return {
@@ -300,8 +293,7 @@ _TOKENS_FROM = ("grad_output", "input", "weight")
 def kept(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]:
     """What a record keeps of a step, as NumPy arrays, from counts [lines, 71] and extremes [lines, 3].
 
-    A row of experts is counted in one line for each expert. A record of all lines would be larger by the number of
-    experts, and the worst expert shows what hurts a training. So it has:
+    A row of experts is counted in one line for each expert, and kept in two:
 
         sums, exponents, extremes    for each row, all experts together
         worst_...                    the same of the worst expert alone, for each row of experts

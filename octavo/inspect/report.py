@@ -9,11 +9,11 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import resources
 from typing import Any, NamedTuple
 
-from octavo.errors import MissingExtraError
+from octavo.errors import require
 from octavo.formats import E4M3, E5M2, Format
 from octavo.inspect.findings import LIMITS
 from octavo.inspect.incidents import MOST_SEVERE, Finding, verdict
@@ -25,12 +25,7 @@ STATES = ("new", "worse", "milder", "same", "gone")  # of a finding, against ano
 EFFECTS = 3  # how many consequences of a finding are printed
 COLUMNS = 160  # the most of a heat map; of more records it shows the worst of each few
 POINTS = 1000  # the most of a curve
-_WORST = {
-    "flushed": (100, max),
-    "clipped": (100, max),
-    "sqnr": (1, min),
-    "assumed": (1, max),
-}  # (factor, which is worst)
+HEAT = {"flushed": (100, max), "clipped": (100, max), "sqnr": (1, min), "assumed": (1, max)}  # factor, what is worst
 
 
 class Against(NamedTuple):
@@ -47,7 +42,10 @@ def changes(findings: Sequence[Finding], earlier: Sequence[Finding]) -> list[tup
     Findings of one kind, layer and role are the same one, also where one of them is another's consequence; it is worse
     or milder if its severity differs by 1 or more.
     """
-    now, before = _severities(findings), _severities(earlier)
+    now, before = (
+        {_key(each): each.severity for each in sorted(_with_effects(of), key=lambda each: each.severity)}
+        for of in (findings, earlier)
+    )
 
     def state(found: Finding) -> str:
         was = before.get(_key(found))
@@ -63,20 +61,11 @@ def _key(found: Finding) -> tuple[str, str, str]:
     return found.kind, found.layer, found.role
 
 
-def _severities(findings: Sequence[Finding]) -> dict[tuple[str, str, str], float]:
-    """By kind, layer and role, consequences included."""
-    found: dict[tuple[str, str, str], float] = {}
-    for each in _with_effects(findings):
-        found[_key(each)] = max(each.severity, found.get(_key(each), 0))
-    return found
-
-
 def _with_effects(findings: Sequence[Finding]) -> Iterator[Finding]:
     return (each for found in findings for each in (found, *found.consequences))
 
 
 def _compared(found: Sequence[tuple[str, Finding]]) -> str:
-    """How many findings are new, gone, and so on."""
     counts = Counter(state for state, _ in found)
     return ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state]) or "no findings in either run"
 
@@ -102,7 +91,7 @@ def table(record: Record, findings: Sequence[Finding], top: int, against: Agains
         changed = changes(findings, against.findings)
         lines += ["", f"against {against.name}: {_compared(changed)}"]
         lines += [f"    {state}: {found.level}, {_title(found)}" for state, found in changed if state != "same"]
-    if loads := _loads(record):
+    if loads := record.loads():
         lines += ["", "tokens of experts in the last record, worst balanced first"]
         lines += [f"    {load}" for load in sorted(loads, key=lambda load: load.largest_share, reverse=True)[:top]]
         lines += [f"    and {len(loads) - top} more"] * (len(loads) > top)
@@ -110,50 +99,9 @@ def table(record: Record, findings: Sequence[Finding], top: int, against: Agains
 
 
 def _title(found: Finding) -> str:
-    """Where and what a finding is, since when."""
     where = f"{found.layer} {found.role}".strip() + f" of {' and '.join(found.products)}" * bool(found.products)
     since = f"from step {found.begins}" + f", worst at {found.worst}" * (found.worst != found.begins)
     return f"{where or 'the run'}: {found.kind} {since}"
-
-
-@dataclass(frozen=True)
-class _Load:
-    """How many tokens each expert of a layer got in the last record, and since when some got none."""
-
-    name: str
-    tokens: list[int]
-    idle: dict[int, int]  # by expert, the recorded step since which it got none
-
-    @property
-    def largest_share(self) -> float:
-        """The tokens of the expert that has most, divided by the mean."""
-        return max(self.tokens) * len(self.tokens) / max(1, sum(self.tokens))
-
-    def __str__(self) -> str:
-        number, most = len(self.tokens), max(self.tokens)
-        load = f"{self.name}: {number} experts, {min(self.tokens)} to {most}"
-        load += f", expert {self.tokens.index(most)} {self.largest_share:.2g} times the mean"
-        return load + "".join(f"; {expert} none from step {step}" for expert, step in self.idle.items())
-
-
-def _loads(record: Record) -> list[_Load]:
-    """Each layer's load; a fused module's layers, which get the same tokens, have one under the module's name."""
-    np = numpy()
-    found: dict[str, _Load] = {}
-    for layer, tokens in record.experts.tokens.items() if record.experts is not None else ():
-        counted = np.flatnonzero(~np.isnan(tokens).any(axis=1))
-        if not len(counted):
-            continue
-        by_step = tokens[counted].astype(int)
-        idle = {}
-        for expert in np.flatnonzero(by_step[-1] == 0):
-            last = np.flatnonzero(by_step[:, expert])
-            idle[int(expert)] = record.steps[counted[last[-1] + 1 if len(last) else 0]]
-        name, last = layer.rpartition(".")[0] or layer, by_step[-1].tolist()
-        if name in found and found[name].tokens != last:
-            name = layer
-        found[name] = _Load(name, last, idle)
-    return list(found.values())
 
 
 def to_json(
@@ -166,21 +114,21 @@ def to_json(
 
     ``what_if``: rows of a WhatIf of the model.
     """
-    bins, worst = _Bins(len(record.steps), COLUMNS), record.of_worst
+    starts, worst = _starts(len(record.steps), COLUMNS), record.of_worst
     content = {
         "records": len(record.steps),
         "last": record.steps[-1] if record.steps else None,
-        "steps": bins.firsts(record.steps),
+        "steps": [record.steps[start] for start in starts],
         "layers": record.layers,
         "verdict": verdict(record, findings),
         "findings": [_finding(found) for found in findings],
         "limits": LIMITS,
         "measures": MEASURES | OF_WEIGHTS,
         "against": None if against is None else _against(findings, against),
-        "casts": [_casts(worst, layer, role, bins) for layer in record.layers for role in ROLES],
-        "weights": [row for place in range(len(record.layers)) for row in _weights(record, place, bins)],
+        "casts": [_casts(worst, layer, role, starts) for layer in record.layers for role in ROLES],
+        "weights": [row for place in range(len(record.layers)) for row in _weights(record, place, starts)],
         "exponents": [_exponents(worst, place, findings) for place in range(len(record.rows))],
-        "loads": [{**asdict(load), "mean": sum(load.tokens) / len(load.tokens)} for load in _loads(record)],
+        "loads": [{**asdict(load), "mean": sum(load.tokens) / len(load.tokens)} for load in record.loads()],
         "scalars": {name: _curve(*pair) for name, pair in record.scalars.items()},
         "what_if": what_if,
         "events": [{"step": step, "kind": kind, "text": text} for step, kind, text in record.events],
@@ -196,7 +144,7 @@ def _finding(found: Finding) -> dict[str, Any]:
 def _against(findings: Sequence[Finding], other: Against) -> dict[str, Any]:
     """What the page needs of another run: how findings differ, its curves, and each cast at its worst."""
     record, found = other.record, changes(findings, other.findings)
-    worst, one = record.of_worst, _Bins(len(record.steps), 1)
+    worst, one = record.of_worst, _starts(len(record.steps), 1)
     return {
         "name": other.name,
         "compared": _compared(found),
@@ -219,10 +167,9 @@ def to_html(
     Raises:
         MissingExtraError: without vl-convert, which brings Vega-Lite.
     """
-    try:
-        import vl_convert
-    except ImportError as error:
-        raise MissingExtraError("the page needs vl-convert-python: pip install octavo[inspect]") from error
+    require("inspect", "vl_convert")
+    import vl_convert
+
     page = resources.files("octavo.inspect").joinpath("report.html").read_text(encoding="utf-8")
     content = {
         "TITLE": title.replace("&", "&amp;").replace("<", "&lt;"),
@@ -234,34 +181,29 @@ def to_html(
     return page
 
 
-class _Bins:
-    """Joins neighbours of so many, so that there are at most ``most``."""
-
-    def __init__(self, count: int, most: int) -> None:
-        self.starts = list(range(0, count, max(1, math.ceil(count / most))))
-
-    def firsts(self, values: Sequence[int]) -> list[int]:
-        """The first value of each bin."""
-        return [values[start] for start in self.starts]
-
-    def worst(self, values: Any, is_worse: Any = max) -> list[float]:
-        """The worst value of each bin, from [steps] or [steps, casts]; NaN if there is none."""
-        if not self.starts:
-            return []
-        np = numpy()
-        missing, ufunc = (-math.inf, np.maximum) if is_worse is max else (math.inf, np.minimum)
-        flat = np.where(np.isnan(values), missing, values).reshape(len(values), -1)
-        found = ufunc.reduceat(ufunc.reduce(flat, axis=1, initial=missing), self.starts)
-        return [math.nan if value == missing else float(value) for value in found]
+def _starts(count: int, most: int) -> list[int]:
+    """Where bins of neighbours begin, at most ``most`` of them."""
+    return list(range(0, count, max(1, math.ceil(count / most))))
 
 
-def _casts(record: Record, layer: str, role: str, bins: _Bins) -> dict[str, Any]:
+def _worst(values: Any, starts: Sequence[int], is_worse: Any = max) -> list[float]:
+    """The worst value of each bin, from [steps] or [steps, casts]; NaN if there is none."""
+    if not starts:
+        return []
+    np = numpy()
+    missing, ufunc = (-math.inf, np.maximum) if is_worse is max else (math.inf, np.minimum)
+    flat = np.where(np.isnan(values), missing, values).reshape(len(values), -1)
+    found = ufunc.reduceat(ufunc.reduce(flat, axis=1, initial=missing), starts)
+    return [math.nan if value == missing else float(value) for value in found]
+
+
+def _casts(record: Record, layer: str, role: str, starts: Sequence[int]) -> dict[str, Any]:
     """The worst measures by step of a layer's role, over its casts; ``amax``: the binary logarithm of the last one."""
     np = numpy()
     places = [place for place, row in enumerate(record.rows) if (row.layer, row.role) == (layer, role)]
     worst = {
-        name: [_rounded(times * value) for value in bins.worst(record.measures[name][:, places], is_worse)]
-        for name, (times, is_worse) in _WORST.items()
+        name: [_rounded(times * value) for value in _worst(record.measures[name][:, places], starts, is_worse)]
+        for name, (times, is_worse) in HEAT.items()
     }
     amax = record.measures["amax"][:, places]
     last = amax[amax > 0][-1:].tolist()
@@ -275,10 +217,10 @@ def _rounded(value: float) -> float:
     return round(float(f"{value:.3g}"), 3) if math.isfinite(value) else value
 
 
-def _weights(record: Record, place: int, bins: _Bins) -> Iterator[dict[str, Any]]:
+def _weights(record: Record, place: int, starts: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Updates divided by the weight's resolution, by step: of the weight, and of its master if it has one."""
     for role, name in (("weight", "resolution"), ("master", "master_resolution")):
-        found = [_rounded(value) for value in bins.worst(record.weights[name][:, place], min)]
+        found = [_rounded(value) for value in _worst(record.weights[name][:, place], starts, min)]
         if role == "weight" or any(map(math.isfinite, found)):
             yield {"layer": record.layers[place], "role": role, "resolution": found}
 
@@ -311,13 +253,11 @@ def _window(format: Format, scale_inv: float, of: str) -> dict[str, Any]:
 
 
 def _curve(steps: Sequence[int], values: Sequence[float]) -> list[dict[str, float]]:
-    """The points of a curve; where there are many, the largest of each few."""
-    bins = _Bins(len(steps), POINTS)
-    return [{"step": s, "value": v} for s, v in zip(bins.firsts(steps), bins.worst(values), strict=True)]
+    starts = _starts(len(steps), POINTS)
+    return [{"step": steps[at], "value": v} for at, v in zip(starts, _worst(values, starts), strict=True)]
 
 
 def _plain(value: Any) -> Any:
-    """The same for JSON, with numbers of four digits."""
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, Iterable) and not isinstance(value, str):

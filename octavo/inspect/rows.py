@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from octavo import kernels
-from octavo.autograd.casts import GRAD_OUTPUT
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT
 from octavo.autograd.grouped import group_of_rows, padded_ends, rows_of_codes
 from octavo.autograd.products import Layer
 from octavo.kernels.arguments import EXPONENTS, EXTREMES, SUMS
+from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import contraction_multiple
 from octavo.nn.candidates import features
 from octavo.nn.linear import Grouped, PartedLinear
@@ -35,12 +36,14 @@ RoleCounts = tuple[Counts | None, Counts | None]  # of the cast as it lies, and 
 class LayerCounts(NamedTuple):
     """Where a layer's casts are counted by role, while it has this recipe; the recorder counts those of the weight.
 
-    ``first``: the number of the first expert whose products this rank computes.
+    ``first``: the number of the first expert whose products this rank computes. ``seen``: not empty in a step whose
+    forward was counted, so that a checkpoint's, which computes it again in backward, is not.
     """
 
     recipe: Recipe
     roles: Sequence[RoleCounts]
     first: int
+    seen: set[int]
 
 
 RecordedLayer = tuple[RecipeModule, LayerCounts]
@@ -77,6 +80,10 @@ class Observer(NamedTuple):
         """
         if self.counts is None or self.counts.recipe is not recipe:
             return
+        if not torch.compiler.is_compiling() and role == INPUT and operands.as_is is not None:
+            if is_running() and self.counts.seen:
+                return
+            self.counts.seen.update(() if is_running() else (role,))
         x_RC = source()
         if isinstance(x_RC, ForProducts):
             return
@@ -204,7 +211,7 @@ class Table:
         self.layers: list[RecordedLayer] = []
         for _, module, roles in planned:
             of_roles = [(next(places) if first else None, next(places) if second else None) for first, second in roles]
-            self.layers.append((module, LayerCounts(module.recipe, of_roles, first_here(module))))
+            self.layers.append((module, LayerCounts(module.recipe, of_roles, first_here(module), set())))
         self._is_attached = False
 
     def is_of(self, model: nn.Module) -> bool:
@@ -215,12 +222,12 @@ class Table:
         """Have the modules count, or stop counting."""
         if on or self._is_attached:
             for module, counts in self.layers:
+                counts.seen.clear()
                 observe(module, counts=counts if on else None)
         self._is_attached = on
 
 
 def _fp8_layers(model: nn.Module) -> list[tuple[str, RecipeModule]]:
-    """(name, layer) of each layer with a product in FP8."""
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, RecipeModule)]
     return [(name, m) for name, m in layers if not m.recipe.is_high_precision]
 
@@ -241,7 +248,6 @@ def first_here(module: RecipeModule) -> int:
 
 
 def _of_experts(module: RecipeModule, role: int) -> tuple[int, int]:
-    """The fields ``experts`` and ``features`` of a Row."""
     experts, columns, rows = sizes_of(module)
     return (experts, rows if ROLES[role] == "grad_output" else columns) if experts else (0, 0)
 

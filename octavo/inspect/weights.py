@@ -204,7 +204,6 @@ def _distance(elements: int) -> int:
 
 
 def _together(samples: Sequence[Tensor]) -> Tensor:
-    """The samples as [samples, SAMPLED], padded with zeros."""
     return torch.stack(
         [nn.functional.pad(one, (0, SAMPLED - len(one))) if len(one) < SAMPLED else one for one in samples]
     )

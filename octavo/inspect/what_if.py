@@ -6,28 +6,11 @@ For each batch the model computes loss and gradients once in high precision. Aga
     alone      the batch computed once more with one layer in FP8 and all others in high precision
     together   the batch computed once more with all layers in FP8
 
-Where there are too many layers to run each alone, those of least effect are estimated. The relative errors e of a
-layer's products give the noise that FP8 adds to the gradient: e(grad_weight) times the norm of the layer's own
-gradient, which is exact, and e(output) and e(grad_input) times the norm of the whole gradient. The latter is too much,
-as paths lead around the layer. So the effects of the layers that were run alone are divided by their noise so
-estimated, and the median of that, times its noise, is a layer's estimate.
-
-From the change of the loss, the term of first order in the layer's errors is subtracted (their exact product with
-grad_output): rounding raises the loss as often as it lowers it, and with few batches this chance is three times as
-large as what remains, or larger. What remains is what the errors cost whatever their signs.
-
-A layer's predicted loss is how much higher, relatively, the trained model's loss will be with this layer in FP8:
-
-    curvature + DESCENT × (1 - cosine)
-
-Curvature is the loss that rounding adds in a forward in FP8. The cosine between the exact gradient and the one in FP8
-is the share of a step's length that follows the exact gradient; noise that averages out makes up the step's other
-component. So a training loses the share 1 - cosine of its steps (with an optimizer such as AdamW, whose steps do not
-grow with the gradient's norm). The loss falls with the steps t as t^-DESCENT, so the lost steps would have lowered it
-by the share DESCENT × (1 - cosine). Late in a language model's training the exponent is 0.05 to 0.1 (Kaplan et al.,
-arXiv 2001.08361); early on the loss falls faster, so that more is lost.
-
-Layers' losses add up: their noises are independent, so that the squares add, and 1 - cosine is half the square.
+docs/inspect.md says what a layer's predicted loss is. Where there are too many layers to run each alone, those of least
+effect are estimated. The relative errors e of a layer's products give the noise that FP8 adds to the gradient:
+e(grad_weight) times the norm of the layer's own gradient, which is exact, and e(output) and e(grad_input) times the
+norm of the whole gradient. The latter is too much, as paths lead around the layer. So the effects of the layers that
+were run alone are divided by their noise so estimated, and the median of that, times its noise, is a layer's estimate.
 """
 
 from __future__ import annotations
@@ -43,7 +26,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,10 +47,11 @@ from octavo.scaling.recipe import PRODUCTS, Recipe, RecipeMap, recipe_of
 Loss = Callable[[nn.Module, Any], Tensor]
 Key = tuple[str, str]  # a layer's name and a recipe's
 Found = tuple[float, float, float, float]  # Effect's loss, curvature, cosine and norm_ratio
+Gradient = tuple[float, Sequence[Tensor | None]]  # a batch's loss, and its gradients by parameter
 EMPTY: Mapping[str, Any] = {}
 NO_PRODUCTS = math.nan, math.nan, math.nan
 NAMES = ("dynamic", "delayed", "rowwise", "blockwise", "mx")
-DESCENT = 0.1
+DESCENT = 0.1  # late in a language model's training 0.05 to 0.1 (Kaplan et al., arXiv 2001.08361), early on more
 WITHOUT = high_precision().name
 LEAST = 0.8  # another recipe is taken for a layer if it leaves less than this share of its loss: else it may be chance
 SHOWN = 10  # layers of each recipe, in a table
@@ -108,7 +92,7 @@ class Effect:
 
     @property
     def predicted(self) -> float:
-        """The predicted loss, see the top of the file: infinite where the loss or the gradient is not finite."""
+        """The predicted loss, curvature + DESCENT × (1 - cosine): infinite where either is not finite."""
         found = max(self.curvature, 0.0) + DESCENT * (1 - self.cosine)
         return found if math.isfinite(found) else math.inf
 
@@ -208,29 +192,24 @@ class WhatIf:
 
     @cached_property
     def _faster(self) -> list[str]:
-        """The recipes that are faster than high precision."""
         whole = self.seconds(high_precision())
         return [name for name, recipe in self.recipes.items() if self.seconds(recipe) < whole]
 
     @cached_property
     def _losses(self) -> dict[tuple[str, str], float]:
-        """The predicted loss by layer and recipe."""
         found = {(effect.layer, effect.recipe): effect.predicted for effect in self.effects}
         return found | {(layer, WITHOUT): 0.0 for layer in self.works}
 
     @cached_property
     def _costs(self) -> dict[tuple[str, str], float]:
-        """The predicted time by layer and recipe.
-
-        Where the layers are too small for any recipe to be faster than high precision, it is that of the products
-        alone, so that recipes still differ.
-        """
+        """The predicted time by layer and recipe; where none is faster than high precision, that of products alone."""
         ideal = dataclasses.replace(self.rates, launch=0.0, copy=math.inf, casts={})
         rates = self.rates if self._faster else ideal
         options = {**self.recipes, WITHOUT: high_precision()}
-        pairs = itertools.product(self.works.items(), options.items())
         return {
-            (layer, name): sum(work.seconds(recipe_of(recipe, layer), rates)) for (layer, work), (name, recipe) in pairs
+            (layer, name): sum(work.seconds(recipe_of(recipe, layer), rates))
+            for layer, work in self.works.items()
+            for name, recipe in options.items()
         }
 
     @staticmethod
@@ -238,10 +217,9 @@ class WhatIf:
         return sum(values[pair] for pair in chosen.items())
 
     def _within(self, budget: float, default: str) -> dict[str, str]:
-        """A recipe's name for each layer so that the predicted loss is within the budget, begun with one for all.
+        """A recipe's name for each layer: again and again it makes the change that saves most loss for its cost.
 
-        Again and again it makes the change that saves most loss for its cost. At the end it takes back the changes that
-        later ones have made needless, the dearest first.
+        At the end it takes back the changes that later ones have made needless, the dearest first.
         """
         chosen = dict.fromkeys(self.works, default)
         while self._sum(self._losses, chosen) > budget:  # this ends, as a layer in high precision loses nothing
@@ -267,9 +245,8 @@ class WhatIf:
         """Effects with their predicted losses, for JSON: None in place of inf and NaN."""
         found = (*self.whole.values(), *self.effects)
         rows = [{**dataclasses.asdict(effect), "predicted": effect.predicted} for effect in found]
-        return [
-            {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()} for row in rows
-        ]
+        known = lambda value: None if isinstance(value, float) and not math.isfinite(value) else value  # noqa: E731
+        return [{name: known(value) for name, value in row.items()} for row in rows]
 
     def __str__(self) -> str:
         lines = []
@@ -364,17 +341,8 @@ def compare(
 def check(
     model: nn.Module, loss: Loss, batches: Iterable[Any], recipe: Recipe | RecipeMap, *, select: Select | None = None
 ) -> Effect:
-    """Measure what recipes by layer do together, as ``compare`` does for one recipe; the model is left as it was.
-
-    Returns an Effect of the layer "", whose products and curvature are nan.
-    """
-    twin, layers = _twin(model, select)
-    passes, found = _Passes(twin, loss, layers, {}), []
-    for batch in batches:
-        exact = passes.gradient(batch)
-        changed = passes.gradient(batch, passes.of(recipe, layers))
-        found.append(_against(exact, changed, math.nan))
-    return Effect("", "map", *NO_PRODUCTS, *_mean(found), True)
+    """Measure what recipes by layer do together: an Effect of the layer "", as ``compare`` finds for one recipe."""
+    return compare(model, loss, batches, {"map": recipe}, select=select, runs=0).whole["map"]
 
 
 def _twin(model: nn.Module, select: Select | None) -> tuple[nn.Module, dict[str, RecipeModule]]:
@@ -401,13 +369,6 @@ def _twin(model: nn.Module, select: Select | None) -> tuple[nn.Module, dict[str,
     return twin, layers
 
 
-class _Gradient(NamedTuple):
-    """A batch's loss, and its gradients by parameter."""
-
-    loss: float
-    of: Sequence[Tensor | None]
-
-
 class _Passes:
     """Runs a model in high precision and with layers in FP8, and keeps the results, by layer and recipe.
 
@@ -424,9 +385,7 @@ class _Passes:
     ) -> None:
         self.model, self.loss, self.layers, self.recipes = model, loss, layers, recipes
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.buffers = [
-            (m, name, buffer) for m in model.modules() for name, buffer in m._buffers.items() if buffer is not None
-        ]
+        self.buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
         self.works: dict[str, LinearWork] = {}
         self.local: dict[Key, Tensor] = {}
         self.gradient_share: dict[str, float] = {}  # by layer, its share of the gradient's square
@@ -445,10 +404,10 @@ class _Passes:
         exact = self.gradient(batch)
         for hook in hooks:
             hook.remove()
-        if not math.isfinite(exact.loss) or exact.loss == 0:
-            raise WhatIfError(f"loss(model, batch) is {exact.loss} in high precision: nothing is relative to it")
+        if not math.isfinite(exact[0]) or exact[0] == 0:
+            raise WhatIfError(f"loss(model, batch) is {exact[0]} in high precision: nothing is relative to it")
         if not self.run:
-            self._choose(exact.of, max(most, 1))
+            self._choose(exact[1], max(most, 1))
         for recipe, chosen in self.run.items():
             for name in (None, *chosen):
                 names = list(self.layers) if name is None else [name]
@@ -458,7 +417,6 @@ class _Passes:
                 self.found.setdefault((name, recipe), []).append(_against(exact, changed, first))
 
     def of(self, recipe: Recipe | RecipeMap, names: Iterable[str]) -> dict[str, Recipe]:
-        """The recipe of each of these layers."""
         return {name: recipe_of(recipe, *self.layers[name].names(name)) for name in names}
 
     def _choose(self, exact: Sequence[Tensor | None], most: int) -> None:
@@ -483,7 +441,7 @@ class _Passes:
 
     def gradient(
         self, batch: Any, recipes: Mapping[str, Recipe] = EMPTY, states: Mapping[str, State | None] = EMPTY
-    ) -> _Gradient:
+    ) -> Gradient:
         """The gradient of a batch with some layers under recipes, which begin with these delayed states."""
         for module, name, buffer in self.buffers:
             module._buffers[name] = buffer.clone()
@@ -499,7 +457,7 @@ class _Passes:
             found = torch.autograd.grad(value.reshape(()), self.parameters, allow_unused=True)
         for name in recipes:
             self._put(name, high_precision())
-        return _Gradient(float(value.detach()), found)
+        return float(value.detach()), found
 
     def _put(self, name: str, recipe: Recipe, state: State | None = None) -> None:
         self.layers[name].recipe = recipe
@@ -547,7 +505,6 @@ class _Passes:
             self.local[key] = self.local.get(key, 0) + squares
 
     def result(self, rates: Rates) -> WhatIf:
-        """The results, averaged over batches."""
         if not self.works:
             raise WhatIfError("no layer took part in the loss: loss(model, batch) must call the model that it is given")
         works = {name: self.works[name] for name in self.layers if name in self.works}
@@ -582,21 +539,15 @@ def _products(layer: RecipeModule, x: Tensor, grad: Tensor, ends: Any) -> tuple[
     return output.detach(), found.get(id(x)), found.get(id(weight))
 
 
-def _against(exact: _Gradient, found: _Gradient, first: float) -> Found:
+def _against(exact: Gradient, found: Gradient, first: float) -> Found:
     """Effect's loss, curvature, cosine and norm_ratio; ``first``: the term of first order in the loss's change."""
-    change, sums = found.loss - exact.loss, torch.zeros(3, dtype=torch.float64, device="cpu")
-    for pair in zip(exact.of, found.of, strict=True):
-        x, y = (None if g is None else g.detach().double().flatten() for g in pair)
-        pairs = ((x, y), (x, x), (y, y))
-        sums += torch.stack(
-            [
-                torch.zeros((), dtype=torch.float32, device="cpu").double() if p is None or q is None else (p @ q).cpu()
-                for p, q in pairs
-            ]
-        )
-    dot, norm, other = sums.tolist()
+    (of, x), (loss, y) = exact, found
+    dot, norm, other = (
+        sum(float(p.double().flatten() @ q.double().flatten()) for p, q in pairs if p is not None and q is not None)
+        for pairs in (zip(x, y, strict=True), zip(x, x, strict=True), zip(y, y, strict=True))
+    )
     cosine, ratio = (dot / math.sqrt(norm * other), math.sqrt(other / norm)) if norm and other else (math.nan, math.nan)
-    return change / abs(exact.loss), (change - first) / abs(exact.loss), cosine, ratio
+    return (loss - of) / abs(of), (loss - of - first) / abs(of), cosine, ratio
 
 
 def _mean(values: Sequence[Found]) -> Found:

@@ -204,7 +204,7 @@ def test_a_master_keeps_what_the_weight_rounds_off() -> None:
     record.weights["master_changed"][4:] = 0.05
     found = only(diagnose(record))
     assert where(found) == ("unmoved", "model.layers.0.mlp", "weight", 200)
-    assert "the master's numbers: 95 % of them and 99 % of the weight's stay" in found.cause
+    assert "its master's numbers: 95 % of them stay, in 1 of 1 layers" in found.cause
     assert 'master="fp32"' in found.remedy
 
 

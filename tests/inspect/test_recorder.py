@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import E4M3, E5M2, Cast, Delayed, Dynamic, PerTensor, recipes
@@ -82,6 +83,22 @@ def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path: Path, monkey
         assert not recorder._scalars and not any("observer" in module.__dict__ for module in recorded.modules())
     assert losses == expected and len(called) == 1
     assert octavo.inspect.load(tmp_path).steps == [0]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_forward_that_a_checkpoint_computes_again_is_counted_once(use_reentrant: bool, tmp_path: Path) -> None:
+    model = octavo.nn.Linear(32, 16)
+    found = []
+    for name in ("plain", "checkpointed"):
+        with octavo.inspect.record(model, tmp_path / name, every=1) as recorder:
+            for _ in range(2):
+                x = torch.ones(8, 32, requires_grad=True)
+                y = model(x) if name == "plain" else checkpoint(model, x, use_reentrant=use_reentrant)
+                y.sum().backward()
+                recorder.step()
+        found.append(octavo.inspect.load(tmp_path / name).measures["elements"])
+    np.testing.assert_array_equal(*found)
+    assert found[0][:, 0].tolist() == [8 * 32, 8 * 32]
 
 
 @pytest.mark.parametrize(
