@@ -35,7 +35,7 @@ from octavo.scaling.recipe import OPERANDS
 from octavo.train import Batches, ModelConfig, load_corpus, next_byte_loss
 from octavo.train.trainer import build_model
 
-TAKES = "10 minutes of one core"
+TAKES = "14 minutes of one core"
 MEASURES = ("octavo/inspect",)
 
 STEPS, AT, BEFORE, SEEDS = 16, 6, 60, (0, 1, 2)
