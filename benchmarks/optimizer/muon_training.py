@@ -42,10 +42,12 @@ TAKES = "4 hours"
 MEASURES = ("octavo/optim", "octavo/kernels/reference/optimizer_step.py", "octavo/kernels/reference/optimizer_state.py")
 
 BASELINE, EXACT, EIGHT_BITS = "AdamW, float32", "Muon, float32", "AdamW in 8 bits, bitsandbytes"
+NEAREST = "Muon, FP8, momentum to nearest"
 VARIANTS: dict[str, tuple[str, str, str]] = {  # algorithm, moments, directions
     BASELINE: ("adamw", "fp32", ""),
     EXACT: ("muon", "fp32", "bf16"),
     "Muon, FP8": ("muon", "fp8", "bf16"),
+    NEAREST: ("muon", "fp8", "bf16"),
     "Muon, FP8, directions in FP8": ("muon", "fp8", "fp8"),
     EIGHT_BITS: ("bitsandbytes", "", ""),
 }
@@ -72,6 +74,8 @@ def one_run(
     if variant == EIGHT_BITS:
         eight_bits = importlib.import_module("bitsandbytes.optim").AdamW8bit
         optimizer = eight_bits(optimizer.param_groups, options.lr, (options.beta1, options.beta2))
+    if variant == NEAREST:
+        optimizer = octavo.optim.Muon(optimizer.param_groups, moments=octavo.optim.Moment(octavo.E4M3))
     muon.orthogonalize = orthogonalize if size == SMALL else in_float32
     seconds = defaultdict[str, float](float)
     if directions:
