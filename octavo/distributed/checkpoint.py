@@ -37,9 +37,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from octavo.distributed import joined_parts
 from octavo.distributed.files import PARTIAL, reason_of, replacing
-from octavo.distributed.joined_parts import Joined
+from octavo.distributed.joined_parts import by_file, is_common, joined, parts_of
 from octavo.distributed.ranks import CheckpointError, RankError, Ranks, lost_ranks
 from octavo.errors import first_line
 from octavo.nn.gather import told_of
@@ -56,7 +55,7 @@ __all__ = ["save_checkpoint", "async_save_checkpoint", "load_checkpoint", "load_
 FORMAT = 1
 CONTENT = "octavo.pt"
 KEPT = "what was saved before is kept"
-Places = dict[str, tuple[Any, str]]  # for each tensor of a checkpoint, a dict that it is in, and its name there
+Places = dict[str, list[tuple[Any, str]]]  # for each tensor of a checkpoint, or its parts: a dict, and the name there
 SCALE, HISTORY = "delayed_scale", "delayed_amax_history"
 
 
@@ -165,8 +164,6 @@ def _write(tensors: dict[str, Any], writer: Writer, ranks: Ranks) -> None:
 
 def _on_cpu(value: Any) -> Any:
     """A copy of a tensor, sharded as it is."""
-    if isinstance(value, Joined):
-        return Joined([_on_cpu(split) for split in value.parts])
     return plain(value).detach().to("cpu", copy=True)
 
 
@@ -224,19 +221,19 @@ def load_checkpoint(
             with ranks.together():
                 filled, codes, more = _optimizer_to_fill(model, optimizer, begun, content, reader)
                 places |= more
-        tensors = {name: values[key] for name, (values, key) in places.items()}
+        tensors = {name: joined([values[key] for values, key in place]) for name, place in places.items()}
         how = {"process_group": ranks.group, "no_dist": ranks.group is None}
         dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), **how)
         with ranks.together():
-            parted = joined_parts.names_of(model)
-            joined_parts.share(present, parted)
+            for (values, key), *others in places.values():
+                for other, name in others if is_common(values[key]) else ():
+                    other[name].copy_(values[key])
             set_model_state_dict(model, present)
             if optimizer is not None and filled is None:  # it was saved before its first step
                 optimizer.state.clear()
             elif optimizer is not None:
-                for moments, name, moment in codes:
-                    moments[name] = _read(moment, moments.pop(f"{name}_codes"), moments.pop(f"{name}_scale_inv"))
-                filled["state"] = joined_parts.part(filled["state"], parted)
+                for moments, name, moment, row in codes:
+                    moments[name] = _read(moment, moments.pop(f"{name}_codes"), moments.pop(f"{name}_scale_inv"), row)
                 set_optimizer_state_dict(model, optimizer, filled)
             load_delayed(model, content["delayed"], ranks)
     return content["extra"]
@@ -329,66 +326,80 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def _collect(model: nn.Module, model_state: Any, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors to save, by name, and the content of octavo.pt."""
-    tensors, others = dict[str, Any](), dict[str, Any]()
-    parted = joined_parts.names_of(model)
-    for name, value in joined_parts.join(model_state, parted).items():
-        (tensors if isinstance(value, Tensor) else others)[f"model.{name}"] = value
-    content: dict[str, Any] = {"model": sorted([*tensors, *others]), "others": others, "states": None, "groups": []}
+    found, parted = dict[str, Any](), parts_of(model)
+    for name, own in by_file(model_state, parted).items():
+        found[f"model.{name}"] = joined([model_state[one] for one in own])
+    content: dict[str, Any] = {"model": sorted(found), "states": None, "groups": []}
     if optimizer is not None and optimizer.state:  # torch would step an optimizer without state
         state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
-        content["groups"], content["states"] = joined_parts.renamed(state["param_groups"], parted, True), {}
-        for name, values in joined_parts.join(state["state"], parted).items():
-            content["states"][name] = sorted(values)
-            for key, value in values.items():
-                (tensors if isinstance(value, Tensor) else others)[f"optimizer.{name}.{key}"] = value
-    return tensors, content
+        wholes = {own: [whole] for whole, parts in parted.items() for own in parts}
+        content |= {"groups": _renamed(state["param_groups"], wholes), "states": {}}
+        for name, own in by_file(state["state"], parted).items():
+            states = [state["state"][one] for one in own]
+            content["states"][name] = sorted(states[0])
+            found |= {f"optimizer.{name}.{key}": joined([one[key] for one in states]) for key in states[0]}
+    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    return tensors, content | {"others": {name: value for name, value in found.items() if name not in tensors}}
 
 
 def _model_to_fill(model: nn.Module, model_state: Any, content: dict[str, Any]) -> Places:
-    """The place in the state dict to fill of each of the model's tensors in the checkpoint."""
-    parted = joined_parts.names_of(model)
-    whole = joined_parts.join(model_state, parted) if parted else model_state
-    places = {f"model.{name}": (whole, name) for name in whole}
+    """The places in the state dict to fill of each of the model's tensors in the checkpoint."""
+    names = by_file(model_state, parts_of(model))
+    places: Places = {f"model.{name}": [(model_state, one) for one in own] for name, own in names.items()}
     missing, unexpected = sorted(places.keys() - content["model"]), sorted(content["model"] - places.keys())
     if missing or unexpected:
         raise CheckpointError(
             f"the checkpoint holds another model: it has no {missing[:3]}, and {unexpected[:3]} besides; build the "
             "model that was saved (of octavo, only weight_storage='fp8' adds names)"
         )
+    return _without_others(places, content)
+
+
+def _without_others(places: Places, content: dict[str, Any]) -> Places:
+    """Places of tensors alone; at the others' what was saved is put."""
     for name in content["others"].keys() & places.keys():
-        model_state[places.pop(name)[1]] = content["others"][name]
+        for values, key in places.pop(name):
+            values[key] = content["others"][name]
     return places
 
 
 def _optimizer_to_fill(
     model: nn.Module, optimizer: Optimizer, begun: Any, content: dict[str, Any], reader: MetadataReader
-) -> tuple[dict[str, Any], list[tuple[dict[str, Any], str, Moment]], Places]:
+) -> tuple[dict[str, Any], list[tuple[dict[str, Any], str, Moment, int]], Places]:
     """The state dict to fill of an optimizer whose state is ``begun``, moments that come in other codes, and places.
 
-    Each of these moments is (the state that is to have it in float32, its name, how it was saved).
+    Each of these moments is (the state that is to have it in float32, its name, how it was saved, its first row there).
     """
-    parted, codes, places = joined_parts.names_of(model), list[tuple[dict[str, Any], str, Moment]](), Places()
-    present, kept = joined_parts.join(begun["state"], parted), dict[str, Any]()
+    codes, places, kept = list[tuple[dict[str, Any], str, Moment, int]](), Places(), dict[str, Any]()
     names, described = getattr(optimizer, "names", ()), content["groups"][0].get("octavo", {"moments": {}})
-    moments = {name: moment_from(one) for name, one in described["moments"].items()}
+    moments, parted = {name: moment_from(one) for name, one in described["moments"].items()}, parts_of(model)
     for name, keys in content["states"].items():
-        here, sizes = present.get(name, {}), {key: reader.size(f"optimizer.{name}.{key}") for key in keys}
-        others = {one: _moment_to_fill(one, here, sizes) for one in names}
-        for tensors in others.values():
-            here = here | tensors
-        if not set(keys) <= here.keys():
-            raise CheckpointError(
-                f"its optimizer kept {keys} of {name}, which this one does not: give an optimizer of the same "
-                "class and the same parameters"
-            )
-        kept[name] = {key: here[key] for key in keys}
-        codes += [(kept[name], one, moments[one]) for one, tensors in others.items() if f"{one}_codes" in tensors]
-        places |= {f"optimizer.{name}.{key}": (kept[name], key) for key in keys}
-    for name in content["others"].keys() & places.keys():
-        values, key = places.pop(name)
-        values[key] = content["others"][name]
-    groups = joined_parts.renamed(content["groups"], parted, False)
-    return {"state": kept, "param_groups": groups}, codes, places
+        sizes, row = {key: reader.size(f"optimizer.{name}.{key}") for key in keys}, 0
+        for own in (parts := parted.get(name, [name])):
+            here = begun["state"].get(own, {})
+            others = {one: _moment_to_fill(one, here, sizes, len(parts) > 1) for one in names}
+            for tensors in others.values():
+                here = here | tensors
+            if not set(keys) <= here.keys():
+                raise CheckpointError(
+                    f"its optimizer kept {keys} of {name}, which this one does not: give an optimizer of the same "
+                    "class and the same parameters"
+                )
+            kept[own] = {key: here[key] for key in keys}
+            codes += [(kept[own], one, moments[one], row) for one in others if f"{one}_codes" in others[one]]
+            for key in keys:
+                places.setdefault(f"optimizer.{name}.{key}", []).append((kept[own], key))
+            row += max((len(value) for value in kept[own].values() if not is_common(value)), default=0)
+    groups = _renamed(content["groups"], parted)
+    return {"state": kept, "param_groups": groups}, codes, _without_others(places, content)
+
+
+def _renamed(groups: list[dict[str, Any]], others: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """An optimizer's groups with other names of parameters, each once."""
+    return [
+        group | {"params": [*dict.fromkeys(new for name in group["params"] for new in others.get(name, [name]))]}
+        for group in groups
+    ]
 
 
 def _packed(content: dict[str, Any]) -> memoryview:
@@ -422,11 +433,14 @@ def _read_content(folder: str) -> dict[str, Any]:
 # --- moments that were saved in other codes than they have here, or on one side in none -------------------------------
 
 
-def _moment_to_fill(name: str, state: dict[str, Any], sizes: dict[str, torch.Size]) -> dict[str, Any]:
-    """Tensors to fill with a moment as it was saved, if a parameter's ``state`` has it in another form; else none."""
+def _moment_to_fill(name: str, state: dict[str, Any], sizes: dict[str, torch.Size], is_part: bool) -> dict[str, Any]:
+    """Tensors to fill with a moment as it was saved, if a parameter's ``state`` has it in another form; else none.
+
+    ``is_part``: whether the parameter is some rows of what was saved.
+    """
     codes, scales = f"{name}_codes", f"{name}_scale_inv"
     like, saved = state.get(codes, state.get(name)), [key for key in (name, codes, scales) if key in sizes]
-    if like is None or all(key in state and state[key].shape == sizes[key] for key in saved):
+    if like is None or all(key in state and state[key].shape[is_part:] == sizes[key][is_part:] for key in saved):
         return {}
     if name in sizes:
         return {name: _empty(like, torch.float32)}
@@ -436,16 +450,12 @@ def _moment_to_fill(name: str, state: dict[str, Any], sizes: dict[str, torch.Siz
 
 def _empty(like: Any, dtype: torch.dtype) -> Any:
     """A tensor of another dtype, sharded as ``like``."""
-    if isinstance(like, Joined):
-        return Joined([_empty(split, dtype) for split in like.parts])
     shard = torch.empty_like(on_this_rank(like), dtype=dtype)
     return like_sharded(shard, like, like.shape)
 
 
-def _read(moment: Moment, codes: Any, scales: Tensor, first: int = 0) -> Any:
+def _read(moment: Moment, codes: Any, scales: Tensor, first: int) -> Any:
     """The values in float32, sharded as the codes are, whose first row is ``first``; ``scales``: of all rows."""
-    if isinstance(codes, Joined):
-        return Joined([_read(moment, split, scales, start) for start, split in codes.pieces()])
     shard, (row, column, _) = on_this_rank(codes), place_of(codes)
     place = (first + row, column) if codes.ndim > 1 else (0, first + row)  # a vector's elements are one row
     return like_sharded(moment.read_codes(shard, scales.to(shard.device), *place), codes, codes.shape)

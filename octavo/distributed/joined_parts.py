@@ -6,146 +6,59 @@ Each part's rows are pieces of it, written and read where they lie.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.planner import WriteItemType
 
 from octavo.nn.linear import PartedLinear
 from octavo.nn.weight_files import SCALE_INV
-from octavo.private import create_chunk_list, create_write_items, local_tensor
-from octavo.tensor.pair import MOVES, Facade
-from octavo.tensor.stored_weight import local_stored
+from octavo.private import LocalShardsWrapper, set_local_tensor
+from octavo.tensor.fsdp2 import like_sharded, on_this_rank
 
-Names = dict[str, list[str]]  # of whole parameters: those of their parts, in order
-
-
-class Joined(Facade):
-    """Tensors [n, ...], sharded perhaps, as one that DCP writes and reads: it has their sizes, and no memory."""
-
-    parts: list[Tensor]
-    REMEDY = "of the parts of a layer as they are in a checkpoint: read the parts"
-
-    @staticmethod
-    def __new__(cls, parts: list[Tensor]) -> Joined:
-        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=parts[0].dtype)
-        self.parts = parts
-        return self
-
-    def moved(self, move: Any) -> Joined:
-        """The same again, of the very same parts."""
-        return Joined(self.parts)
-
-    def pieces(self) -> Iterable[tuple[int, Tensor]]:
-        """Each part with its first row."""
-        start = 0
-        for part in self.parts:
-            yield start, part
-            start += part.shape[0]
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        items = []
-        for start, part in self.pieces():
-            for item in create_write_items(fqn, part):
-                assert item.tensor_data is not None
-                chunk = _moved(item.tensor_data.chunk, start)
-                index = dataclasses.replace(item.index, offset=chunk.offsets, index=None)
-                data = dataclasses.replace(item.tensor_data, chunk=chunk, size=self.shape)
-                items.append(dataclasses.replace(item, index=index, type=WriteItemType.SHARD, tensor_data=data))
-        return items
-
-    def __create_chunk_list__(self) -> list[Any]:
-        return [_moved(chunk, start) for start, part in self.pieces() for chunk in create_chunk_list(part)]
-
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
-        for start, part in self.pieces():
-            for chunk in create_chunk_list(part):
-                if _moved(chunk, start).offsets == index.offset and 0 not in chunk.sizes:
-                    return local_tensor(part)
-        raise ValueError(f"no part of {index.fqn} begins at {index.offset}")
+Names = dict[str, list[str]]  # of tensors in a checkpoint: those of their parts here, in order
 
 
-Joined.RULES = dict(MOVES)
-
-
-def _moved(chunk: Any, rows: int) -> Any:
-    """A piece that lies so many rows further down."""
-    first, *others = chunk.offsets
-    return dataclasses.replace(chunk, offsets=torch.Size((first + rows, *others)))
-
-
-def names_of(model: nn.Module) -> Names:
-    """The whole parameters of a model's parted layers."""
+def parts_of(model: nn.Module) -> Names:
+    """The names that a model's parted layers have in a checkpoint, whether or not they have such a tensor."""
     found: Names = {}
     for at, layer in model.named_modules():
         if isinstance(layer, PartedLinear):
-            stored = local_stored(next(layer.children()).weight) is not None
-            for name in ("weight", *["bias"] * (layer.bias is not None), *[f"weight{SCALE_INV}"] * stored):
-                whole = f"{at}.{name}".lstrip(".")
-                found[whole] = [f"{at}.{split}.{name}".lstrip(".") for split in layer.splits or ()]
+            for name in ("weight", "bias", f"weight{SCALE_INV}"):
+                own = [f"{at}.{split}.{name}".lstrip(".") for split in layer.splits or ()]
+                found[f"{at}.{name}".lstrip(".")] = own
     return found
 
 
-def join(values: dict[str, Any], names: Names) -> dict[str, Any]:
-    """Values of parameters by name, tensors or dicts of them (an optimizer's), with those of parts as one.
+def by_file(names: Iterable[str], parted: Names) -> Names:
+    """Names of a model's or its optimizer's tensors, by those in a checkpoint; parts are joined if all are there."""
+    found = {name: [name] for name in names}
+    for whole, parts in parted.items():
+        if found.keys() >= set(parts):
+            found = {name: own for name, own in found.items() if name not in parts} | {whole: parts}
+    return found
 
-    Of what has no rows, an optimizer's count of steps or a scale in common, the first part's.
+
+def is_common(value: Any) -> bool:
+    """Whether it is one for all parts, which are sharded: a number, such as a count of steps, or a scale."""
+    return not hasattr(value, "placements")
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """DTensors [n, ...] as one that DCP writes and reads, with their rows where they lie; of what is common the first.
+
+    Of DTensor's operations it has those that copy it.
     """
-    found = dict(values)
-    for whole, parts in names.items():
-        if parts[0] in values:
-            found[whole] = _joined([found.pop(part) for part in parts])
-    return found
-
-
-def _joined(values: list[Any]) -> Any:
-    if isinstance(values[0], dict):
-        return {key: _joined([value[key] for value in values]) for key in values[0]}
-    return Joined(values) if isinstance(values[0], Tensor) and not _is_common(values[0]) else values[0]
-
-
-def _is_common(value: Tensor) -> bool:
-    """Whether it is one number for all parts, which are sharded."""
-    return value.ndim == 0 or (value.shape == (1, 1) and not hasattr(value, "placements"))
-
-
-def share(values: dict[str, Any], names: Names) -> None:
-    """Give all parts what ``join`` has of the first one alone, once DCP has filled that; in place."""
-    for first, *others in (parts for parts in names.values() if parts[0] in values):
-        if isinstance(value := values[first], Tensor) and _is_common(value):
-            for other in others:
-                values[other].copy_(value)
-
-
-def part(values: dict[str, dict[str, Any]], names: Names) -> dict[str, dict[str, Any]]:
-    """An optimizer's state, as ``join`` gave it and DCP has filled it, with each part's again."""
-    found = dict(values)
-    for whole, parts in names.items():
-        if whole in found:
-            state = found.pop(whole)
-            for number, name in enumerate(parts):
-                found[name] = {key: _part(value, number) for key, value in state.items()}
-    return found
-
-
-def _part(value: Any, number: int) -> Any:
-    if isinstance(value, Joined):
-        return value.parts[number]
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def renamed(groups: Sequence[dict[str, Any]], names: Names, joined: bool) -> list[dict[str, Any]]:
-    """An optimizer's groups, with the names of whole parameters for those of parts, or the reverse."""
-    wholes = {part: whole for whole, parts in names.items() for part in parts}
-    found = []
-    for group in groups:
-        if joined:
-            params = list(dict.fromkeys(wholes.get(name, name) for name in group["params"]))
-        else:
-            params = [own for name in group["params"] for own in names.get(name, [name])]
-        found.append({**group, "params": params})
-    return found
+    if len(parts) == 1 or is_common(parts[0]):
+        return parts[0]
+    shards, offsets, rows = list[Tensor](), list[tuple[int, ...]](), 0
+    for part in parts:
+        if (shard := on_this_rank(part)).numel():
+            first, *others = part.__create_chunk_list__()[0].offsets
+            shards.append(shard)
+            offsets.append((rows + first, *others))
+        rows += part.shape[0]
+    whole = like_sharded(on_this_rank(parts[0]), parts[0], torch.Size((rows, *parts[0].shape[1:])))
+    set_local_tensor(whole, LocalShardsWrapper(shards, offsets))
+    return whole

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import octavo
 from octavo import distributed as ours
 from octavo.distributed.checkpoint import load_checkpoint, save_checkpoint
-from octavo.distributed.joined_parts import Joined, join, names_of, part, renamed
+from octavo.distributed.joined_parts import by_file, is_common, parts_of
 from octavo.distributed.ranks import Ranks
 from octavo.optim.layout import like_param
 from octavo.optim.state import as_fp32
@@ -54,16 +54,28 @@ def trained(mesh: Any, recipe: str, steps: int, compact: Any = None, width: int 
     return model, optimizer
 
 
+def of_file(model: nn.Module, found: dict[str, Any]) -> dict[str, Any]:
+    """Values of a model's or its optimizer's tensors by a checkpoint's names, whole; those of a state by one name each.
+
+    Of what parts have in common, which has to be equal, one.
+    """
+
+    def read(parts: list[Any]) -> Any:
+        if isinstance(parts[0], dict):
+            return {key: read([part[key] for part in parts]) for key in parts[0]}
+        if is_common(parts[0]):
+            assert all(torch.equal(parts[0], part) for part in parts)
+            return parts[0].clone()
+        return torch.cat([whole(part) for part in parts])
+
+    return {name: read([found[one] for one in own]) for name, own in by_file(found, parts_of(model)).items()}
+
+
 def values(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """All that a checkpoint holds of them, by its names."""
-    names = names_of(model)
-
-    def read(value: Any) -> Tensor:
-        return torch.cat([whole(part) for part in value.parts]) if isinstance(value, Joined) else whole(value).clone()
-
-    found = {name: read(value) for name, value in join(get_model_state_dict(model), names).items()}
-    for name, state in join(get_optimizer_state_dict(model, optimizer)["state"], names).items():
-        found |= {f"{name} {key}": read(value) for key, value in state.items()}
+    found = of_file(model, get_model_state_dict(model))
+    for name, state in of_file(model, get_optimizer_state_dict(model, optimizer)["state"]).items():
+        found |= {f"{name} {key}": value for key, value in state.items()}
     return found
 
 
@@ -77,10 +89,8 @@ def moments(mesh: Any, path: str, saves: bool, compact: Any, width: int) -> dict
         kept = optimizer.settings.moments_of(param)
         own = {one: like_param(as_fp32(one, moment, optimizer.state[param]), param) for one, moment in kept.items()}
         wide[name] = own
-    for name, state in join(wide, names_of(model)).items():
-        for key, value in state.items():
-            parts = value.parts if isinstance(value, Joined) else [value]
-            found[f"{name} {key}"] = torch.cat([whole(part) for part in parts])
+    for name, state in of_file(model, wide).items():
+        found |= {f"{name} {key}": value for key, value in state.items()}
     return found
 
 
@@ -119,18 +129,9 @@ def test_from_any_layout_to_any(pool, saved, read, tmp_path):
         assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
 
 
-def test_names_and_states_go_together_and_apart():
-    names = {"a.weight": ["a.q.weight", "a.k.weight"]}
-    q, k = torch.zeros(2, 3), torch.ones(1, 3)
-    state = {own: {"m": value, "step": torch.tensor(2.0)} for own, value in zip(names["a.weight"], (q, k), strict=True)}
-    joined = join({"b": {"m": q}, **state}, names)
-    assert set(joined) == {"a.weight", "b"} and joined["a.weight"]["m"].shape == (3, 3)
-    again = part(joined, names)
-    assert all(again[own]["m"] is state[own]["m"] and again[own]["step"] == 2 for own in state)
-    assert again["a.q.weight"]["step"] is not again["a.k.weight"]["step"]
-    groups = [{"params": ["a.q.weight", "a.k.weight", "b"], "lr": 1.0}]
-    assert renamed(groups, names, True) == [{"params": ["a.weight", "b"], "lr": 1.0}]
-    assert renamed(renamed(groups, names, True), names, False) == groups
-    assert names_of(octavo.nn.Linear(8, {"q": 4, "k": 4})) == {}
-    with pytest.raises(octavo.UnsupportedOpError, match="read the parts"):
-        joined["a.weight"]["m"] + 1
+def test_names():
+    parted = {"a.weight": ["a.q.weight", "a.k.weight"]}
+    names = ["a.q.weight", "a.k.weight", "b"]
+    assert by_file(names, parted) == parted | {"b": ["b"]}
+    assert by_file(names[1:], parted) == {name: [name] for name in names[1:]}  # only one is trained
+    assert parts_of(octavo.nn.Linear(8, {"q": 4, "k": 4})) == {}
