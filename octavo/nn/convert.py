@@ -410,10 +410,8 @@ def gather_anew(model: nn.Module) -> None:
     if "torch.distributed.fsdp" not in sys.modules:
         return
     for held in forget_gathered(model):
-        module = held.layer if isinstance(held, Split) else held
-        for own in module.parts if isinstance(module, ConvertedExperts) else (module,):
-            if isinstance(own, RecipeModule):
-                own.gather.used, own.gather.agreed = None, False
+        for own in held.weight_readers.values() if isinstance(held, WeightOwner) else ():
+            own.gather.used, own.gather.agreed = None, False
 
 
 def _weights_of_others(model: nn.Module, ours: set[int]) -> set[int]:

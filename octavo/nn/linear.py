@@ -140,6 +140,15 @@ def merge_keys(state_dict: dict[str, Tensor], prefix: str, splits: dict[str, int
     return wrong
 
 
+def _reset_uniformly(layer: Any) -> None:
+    """Each matrix as torch.nn.Linear's: uniform within 1 / sqrt(in_features); and empty the delayed state."""
+    bound = layer.in_features**-0.5
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.uniform_(-bound, bound)
+    layer.reset_delayed_state()
+
+
 class Grouped(RecipeModule):
     """Base of the modules that multiply rows in groups, whoever owns their matrices."""
 
@@ -214,13 +223,7 @@ class GroupedLinear(Grouped):
         self.recipe = recipe_for(recipe, "")
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Each expert's as torch.nn.Linear's: uniform within 1 / sqrt(in_features); and empty the delayed state."""
-        bound = self.in_features**-0.5
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.uniform_(-bound, bound)
-        self.reset_delayed_state()
+    reset_parameters = _reset_uniformly
 
     def extra_repr(self) -> str:
         """Sizes, and the recipe's name."""
@@ -267,6 +270,9 @@ class PartedLinear(Linear):
     One matrix of several products can't be sharded by rows as it lies: a rank would have all of one split and none of
     another. So ``divide`` makes of each split a parameter ``<split>.weight``, as separate layers have it, of which each
     rank has some rows; they are joined for the product, which stays one cast and one product.
+
+    They are no single DTensor whose rows are permuted: no placement of torch says so, and full_tensor(), full state
+    dicts and torch.distributed.checkpoint would give that order to weights and to states of optimizers, silently.
     """
 
     @property
@@ -282,21 +288,19 @@ class PartedLinear(Linear):
     @property
     def weights(self) -> list[Any]:
         """The splits'."""
-        return [split.weight for split in self._split_modules()]
+        return self._of_splits("weight")
 
-    def _split_modules(self) -> list[Split]:
-        assert self.splits is not None
-        return [self.get_submodule(name) for name in self.splits]  # type: ignore[misc]
+    def _of_splits(self, name: str) -> list[Any]:
+        return [getattr(self.get_submodule(split), name) for split in self.splits or ()]
 
     def _joined(self, name: str) -> Any:
         from torch.distributed.tensor import DTensor
 
         if not torch.compiler.is_compiling():
             self.agree()
-        found: list[Any] = [getattr(split, name) for split in self._split_modules()]
-        if found[0] is None:
+        first, *_ = found = self._of_splits(name)
+        if first is None:
             return None
-        first = found[0]
         if not isinstance(first, DTensor):  # not sharded yet
             return torch.cat(found)
         return DTensor.from_local(
@@ -312,23 +316,15 @@ class PartedLinear(Linear):
         stored.common.written = False  # which is of all splits
         return True
 
-    def reset_parameters(self) -> None:
-        """Initialise each split as torch.nn.Linear does, and empty the delayed state."""
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.uniform_(-(self.in_features**-0.5), self.in_features**-0.5)
-        self.reset_delayed_state()
+    reset_parameters = _reset_uniformly
 
     def parted(self, y: Any) -> Any:
         """The output of all splits, a DTensor, as one for each, sharded by its features."""
         from torch.distributed.tensor import DTensor
 
-        assert self.splits is not None
-        sizes = [size // y.device_mesh.size() for size in self.splits.values()]
-        return tuple(
-            DTensor.from_local(y_split, y.device_mesh, y.placements, run_check=False)
-            for y_split in y.to_local().split(sizes, dim=-1)
-        )
+        sizes = {name: size // y.device_mesh.size() for name, size in (self.splits or {}).items()}
+        found, how = split_output(y.to_local(), sizes), (y.device_mesh, y.placements)
+        return tuple(DTensor.from_local(y_split, *how, run_check=False) for y_split in found)
 
 
 def divide(layer: Linear, ranks: int) -> None:
