@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from octavo.granularity import Granularity
+from octavo.granularity import Granularity, PerBlock
 from octavo.nn.candidates import (
     REPLACED,
     SHARDED,
@@ -110,12 +110,6 @@ def convert(
         raise TypeError(f"fuse={fuse!r}: use True or False")
     targets = targets_of(model, select)
     stored = {} if weight_storage is None else _storage(model, recipe, targets)
-    for name, module, _ in targets:
-        if isinstance(module, PartedLinear) and any(weight in stored for weight in module.weights):
-            raise ValueError(
-                f"{name or 'the model'}: splits that are sharded can't be stored in FP8 by octavo.convert: do it "
-                "before ColwiseParallel shards them, or leave them out by select="
-            )
     if stored:
         _refuse_shards(model, "octavo.convert(..., weight_storage='fp8')")
     for name, module, _ in targets:
@@ -178,11 +172,11 @@ def _storage(
                 f"{name or 'the model'}: a weight that is computed from others can't be stored in FP8: leave it out by "
                 "select="
             )
-        if stored_as(weight) is None:
-            _refuse_twice_sharded(name, weight)
         if reason := why_not_stored(wanted, weight.requires_grad):
             raise ValueError(f"{name or 'the model'}: weights can't be stored in FP8 under {wanted.name!r}: {reason}")
         granularity = wanted.weight_casts.as_is.granularity  # type: ignore[union-attr]
+        if stored_as(weight) is None:
+            _refuse_sharded(name, module, weight, stored_granularity(granularity, weight.shape))
         if granularity in OF_FROZEN and getattr(module, "is_transposed", getattr(module, "stores_transposed", False)):
             raise ValueError(f"{name}: experts that are [E, K, N] can't be stored in FP8 under {wanted.name!r}")
         if stored.setdefault(weight, granularity) != granularity:
@@ -215,7 +209,7 @@ def storages(
         then |= _storage(model, recipe, [(name, module, type(module)) for name, module in modules])
     for name, module, weight in _weights_of(modules):
         if then[weight] != now[weight]:
-            _refuse_twice_sharded(name, weight)
+            _refuse_sharded(name, module, weight, then[weight])
         if (granularity := then[weight]) is not None:
             shape = (module.out_features, module.in_features) if isinstance(module, PartedLinear) else weight.shape
             check_granularity(recipe_of(recipe, *module.names(name)), torch.Size(shape), granularity)
@@ -244,7 +238,7 @@ def _refuse_shards(model: nn.Module, what: str) -> None:
         weight = weight_of(module)
         if weight is None or stored_as(weight) is None:
             continue
-        _refuse_twice_sharded(name, weight)
+        _refuse_sharded(name, module, weight, None)
         if module.gather.parameter is not None:
             raise ValueError(
                 f"{name or 'the model'}: {what} of a weight that fully_shard has sharded in FP8; do it before, or save "
@@ -252,8 +246,16 @@ def _refuse_shards(model: nn.Module, what: str) -> None:
             )
 
 
-def _refuse_twice_sharded(name: str, weight: nn.Parameter) -> None:
-    """Raise ValueError for experts that FSDP2 too has sharded, which would go on with the shard it has."""
+def _refuse_sharded(name: str, module: nn.Module, weight: nn.Parameter, granularity: Granularity | None) -> None:
+    """Raise ValueError if a weight on several ranks can't be stored so: it is experts that FSDP2 too has sharded, which
+    would go on with the shard it has, or a split whose scale would have to be that of all splits.
+    """
+    if isinstance(module, PartedLinear) and granularity not in (None, PerBlock(128, 128)):
+        raise ValueError(
+            f"{name or 'the model'}: named splits that are sharded can be stored in blocks of 128 x 128 alone, by "
+            "blockwise(), since all splits have one scale for all: octavo.convert(..., weight_storage='fp8') before "
+            "ColwiseParallel shards them, or leave them out by select="
+        )
     if weight.ndim == 3 and hasattr(weight, "placements") and len(groups_of(weight)) > 1:
         raise ValueError(
             f"{name or 'the model'}: experts that expert_parallel has shared among ranks are stored in FP8, or not so, "

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from octavo.granularity import Granularity, PerTensor
+from octavo.granularity import Granularity
 from octavo.nn.convert import gather_anew, set_recipe, storages, stored_now
-from octavo.nn.linear import Grouped, PartedLinear
+from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim import Moment
 from octavo.optim.base import CompactOptimizer
@@ -126,17 +126,11 @@ def targets_of(
     now = stored_now(model)
     if after is not None:
         settings, now = after.settings, dict(zip(now, after.storage, strict=True))
-    splits = [weight for module in model.modules() if isinstance(module, PartedLinear) for weight in module.weights]
     found = []
     for index, phase in enumerate(phases):
         try:
             settings = _settings_of(phase, optimizer, settings)
-            before, now = now, storages(model, phase.recipe, phase.weight_storage, now)
-            if any(now[weight] == PerTensor() != before[weight] for weight in splits):
-                raise ValueError(
-                    "named splits on several ranks get one scale for all when they are stored in FP8, which a phase "
-                    "can't give them: octavo.convert(..., weight_storage='fp8') before, or a recipe of blocks"
-                )
+            now = storages(model, phase.recipe, phase.weight_storage, now)
             target = Target(phase, settings, tuple(now.values()))
             if isinstance(optimizer, CompactOptimizer):
                 assert settings is not None

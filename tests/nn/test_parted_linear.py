@@ -1,5 +1,7 @@
 """Layers with named splits under tensor parallelism: each split is sharded, and computes what it does on one rank."""
 
+import copy
+
 import pytest
 import torch
 
@@ -46,6 +48,22 @@ def test_blocks_in_fp8_are_not_cut():
     with pytest.raises(ValueError, match="each split needs a multiple of 128 rows a rank"):
         divide(layer, 2)
     assert layer.weight.shape == (256, 256)
+
+
+def test_splits_are_stored_in_blocks_afterwards_too():
+    before = octavo.nn.Linear(256, {"a": 256, "b": 128})
+    after = copy.deepcopy(before)
+    divide(after, 1)
+    for layer in (before, after):
+        octavo.convert(layer, octavo.recipes.blockwise(), lambda module, name: True, weight_storage="fp8")
+    divide(before, 1)
+    expected, found = before.state_dict(), after.state_dict()
+    assert found["b.weight_scale_inv"].shape == (1, 2) and found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    octavo.restore(after)
+    for recipe in (octavo.recipes.dynamic(), octavo.recipes.delayed()):
+        with pytest.raises(ValueError, match="can be stored in blocks of 128 x 128 alone"):
+            octavo.convert(after, recipe, lambda module, name: True, weight_storage="fp8")
 
 
 def test_splits_in_fp8_have_one_scale_and_one_optimizer():
