@@ -433,7 +433,9 @@ def _read_content(folder: str) -> dict[str, Any]:
 # --- moments that were saved in other codes than they have here, or on one side in none -------------------------------
 
 
-def _moment_to_fill(name: str, state: dict[str, Any], sizes: dict[str, torch.Size], is_part: bool) -> dict[str, Any]:
+def _moment_to_fill(
+    name: str, state: dict[str, Any], sizes: dict[str, torch.Size], is_part: bool = False
+) -> dict[str, Any]:
     """Tensors to fill with a moment as it was saved, if a parameter's ``state`` has it in another form; else none.
 
     ``is_part``: whether the parameter is some rows of what was saved.
@@ -454,7 +456,7 @@ def _empty(like: Any, dtype: torch.dtype) -> Any:
     return like_sharded(shard, like, like.shape)
 
 
-def _read(moment: Moment, codes: Any, scales: Tensor, first: int) -> Any:
+def _read(moment: Moment, codes: Any, scales: Tensor, first: int = 0) -> Any:
     """The values in float32, sharded as the codes are, whose first row is ``first``; ``scales``: of all rows."""
     shard, (row, column, _) = on_this_rank(codes), place_of(codes)
     place = (first + row, column) if codes.ndim > 1 else (0, first + row)  # a vector's elements are one row
