@@ -88,7 +88,7 @@ def shares_memory(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("shape", [(1, 1), (1, 6), (6, 1), (4, 6)])
 def test_outputs_share_no_memory(shape: tuple[int, int], ops: Ops) -> None:
     """Of any size: a copy that is left out where it seems needless shows in vectors."""
-    for tile in TILES[:8]:
+    for tile in TILES[: 1 if ops.kernels else 8]:
         x, state = torch.randn(shape, device=ops.device), State.empty(1, ops.device)
         how = 0, E4M3, tile, False, 0
         delayed, one = state.scale if tile == ALL else None, torch.ones(1, 1, device=ops.device)

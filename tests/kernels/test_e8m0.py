@@ -23,7 +23,7 @@ def call(ops: Ops, op: str, *arguments: Any) -> Any:
     return to("cpu", ops.of(op)(*to(ops.device, arguments)))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_pairs_are_those_of_float32(ops: Ops, seed: int) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
