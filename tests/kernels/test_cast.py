@@ -17,7 +17,7 @@ from octavo.kernels.cpu.library import library
 from octavo.scaling.delayed import State
 from tests.kernels.conftest import Ops
 from tests.support import definitions
-from tests.support.casts import ALL, E4M3, TILES, Call, check, drawn, second, update_args
+from tests.support.casts import ALL, E4M3, TILES, Call, check, drawn, second, update_args, values_of
 from tests.support.combinations import each_pair
 from tests.support.definitions import same_bits
 from tests.support.triton_cases import assert_counters_are_zero, use_small_tiles
@@ -79,6 +79,11 @@ def test_one_element_is_the_largest_wherever_it_lies(ops: Ops) -> None:
         x = torch.zeros(130, 77, dtype=torch.bfloat16)
         x.view(-1)[at] = -3.0
         assert ops.of("amax")(x.to(ops.device), ALL).item() == 3.0
+
+
+def test_rows_longer_than_the_widest_tile(ops: Ops) -> None:
+    x = values_of("faults", (3, 9000), torch.bfloat16).to(ops.device)
+    check(ops.of("cast"), Call("cast", (x, None, 0, E4M3, (1, -1), False, 0, False, 16)), True)
 
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:

@@ -98,9 +98,12 @@ def sums_shortly(kernels: TritonKernels) -> bool:
 
 
 def close(ours: Tensor, theirs: Tensor, kernels: TritonKernels | None = None, fast: bool = False) -> None:
-    """As near as sums in another order are; the tensor cores' short accumulator has 14 bits."""
+    """As near as sums in another order are, rounded once; the tensor cores' short accumulator has 14 bits."""
     assert ours.shape == theirs.shape and ours.is_contiguous()
     least = {torch.float32: 110, torch.float16: 60, torch.bfloat16: 48}[ours.dtype]
-    least = min(least, 40 if fast else 55) if kernels and sums_shortly(kernels) else least
-    least -= 15 * (ours.numel() < 20)  # of few elements the error is not that of many
+    if kernels is None:  # of numbers that are rounded twice it is 70.6 and 52.6 dB
+        least = {torch.float32: 125, torch.float16: 72, torch.bfloat16: 54}[ours.dtype]
+    elif sums_shortly(kernels):
+        least = min(least, 40 if fast else 55)
+    least -= 15 * (ours.numel() < 400)  # of few elements the error is not that of many
     assert torch.equal(ours, theirs.to(ours.dtype)) or sqnr(ours, theirs) > least
