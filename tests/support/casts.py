@@ -21,7 +21,7 @@ from octavo.formats import format_of
 from octavo.granularity import MX
 from octavo.kernels.activations import ACTIVATIONS, activation_of
 from octavo.kernels.groups import grouped_scale_shape, padded_columns
-from octavo.kernels.layouts import multiply_tiles_, swizzled
+from octavo.kernels.layouts import multiply_tiles_, plain_scales, swizzled
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.codes import decode
@@ -370,13 +370,13 @@ def check(op: Callable[..., Any], call: Call, is_exact: bool, sums: bool = True)
     for name, one in actual.items():
         assert one.is_contiguous() or ((name.endswith("scale_inv") or name == "amax") and one.t().is_contiguous()), name
         actual[name] = one.cpu()
-    if given.get("swizzle"):
-        actual = check_swizzled(op, call, actual)
     if grouped:
         assert_same(actual, due_by_group(given))
     else:
         values = values_due(given)
         expected = due(given, values)
+        if given.get("swizzle"):
+            actual = unswizzled(actual, given, values.y.shape)
         expected |= values.besides
         if is_exact:
             assert_same(actual, expected)
@@ -389,19 +389,17 @@ def check(op: Callable[..., Any], call: Call, is_exact: bool, sums: bool = True)
     return actual
 
 
-def check_swizzled(op: Callable[..., Any], call: Call, actual: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The results of a call that does not swizzle, once its scales are these, swizzled, and all else is the same."""
-    given = call.by_name
-    plain = dict(zip(actual, op(*call.args, **call.named | {"swizzle": False}), strict=True))
-    for name, one in actual.items():
-        other = plain[name] = plain[name].cpu()
-        if name == "amax":  # its memory is that of a scale
-            continue
-        if name.endswith("scale_inv"):
-            by_columns = given["tile"] == COLUMN if name == "scale_inv" else not given["transpose"]
-            other = swizzled(other.t() if by_columns else other)
-        assert same_bits(one, other), name
-    return plain
+def unswizzled(actual: dict[str, Tensor], given: dict[str, Any], shape: Sequence[int]) -> dict[str, Tensor]:
+    """The results with scales as they lie in others, once the swizzled ones are these with their padding."""
+    other = slice(None, None, -1 if given["transpose"] else 1)
+    for name, of_codes, tile in (
+        ("scale_inv", shape, given["tile"]),
+        ("second_scale_inv", shape[other], given["second_tile"][other]),
+    ):
+        if name in actual:
+            found, actual[name] = actual[name], plain_scales(actual[name], of_codes, tile)
+            assert same_bits(found, swizzled(actual[name] if tuple(tile) == MX else actual[name].t()))
+    return actual
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
