@@ -68,6 +68,10 @@ def test_other_arguments_are_refused() -> None:
     flat = torch.ones(2, 2), None, 0, E4M3, ALL, False, 0, False, 1, False, "", None, None, ALL, None
     with pytest.raises(ValueError, match="delayed_scale is not taken where there are two scalings"):
         unpacked("cast", flat[0], torch.ones(3), *flat[2:7], **second(E5M2, ALL, False, 0))
+    with pytest.raises(ValueError, match=r"a delayed scale is one for all.*\(1, -1\)"):
+        unpacked("cast", flat[0], torch.ones(3), 0, E4M3, (1, -1), False, 0, offsets=ENDS)
+    with pytest.raises(TypeError, match=r"torch.float64 is not cast: give bfloat16, float16 or float32"):
+        unpacked("cast", flat[0].double(), *flat[1:7], offsets=ENDS)
     for count in (4, 15):
         with pytest.raises(TypeError):
             unpacked("cast", *flat[:count])

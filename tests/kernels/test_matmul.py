@@ -97,7 +97,7 @@ def test_any_groups(ops: Ops, seed: int) -> None:
     random.seed(seed)
     for case in dealt(
         seed,
-        8 if ops.kernels else 40,
+        7 if ops.kernels else 20,
         form=[rows_in_groups, terms_in_groups],
         sizes=[*SIZES, None],
         tiles=TILES,

@@ -7,7 +7,6 @@ tests hold against float64.
 import copy
 import itertools
 import math
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -43,6 +42,9 @@ ROUNDINGS = 2.0**-20  # what float32's make of an activation, a slope or a norm,
 
 SHAPES = [(0, 17), (17, 0), (1, 1), (1, 270), (270, 1), (128, 17), (64, 256), (33, 270), (130, 140)]
 TILES = [*(g.tile for g in GRANULARITIES), (32, 1), (64, 16), (2, 8), (1, 1), (256, 48), (-1, 48), (32, -1)]
+# what one launch of a kernel casts: two scalings, or groups
+PAIRS = [((1, 128), (128, 1)), ((1, 32), (32, 1)), ((1, -1), (-1, 1)), ((8, 2), (1, 64))]
+OF_GROUPS = [ALL, (-1, 1), (1, -1), (1, 128), (1, 32), (128, 128), (32, 1)]
 OPTIONS: dict[str, Sequence[Any]] = {
     "source": ["tensor", "tensor", "value", "gradient", "norm"],
     "how": ["cast", "cast", "delayed", "commit", "twice", "twice", "swizzled", "groups", "groups"],
@@ -61,6 +63,8 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "second": [*itertools.product(FORMATS, [False, True], [0, 2])],
     "tile": TILES,
     "second_tile": TILES,
+    "pair": [*PAIRS, None, None],
+    "group_tile": [*OF_GROUPS, None],
     "scale": [0.0, -0.0, 0.37, 2.0**60],
     "role": range(3),
     "length": [1, 4, 5, 16],
@@ -189,7 +193,7 @@ def call_of(case: dict[str, Any], device: torch.device | str = "cpu") -> Call:
     """The call of a case."""
     how, tile, sizes = case["how"], case["tile"], None
     if how == "groups":
-        sizes, rest = case["sizes"] or random_sizes(2 * random.randrange(50) + 1)
+        sizes, rest = case["sizes"] or random_sizes(2 * int(torch.randint(50, ())) + 1)
         case = case | {"shape": (sum(sizes) + rest, case["shape"][1] or 3)}
     x, named = source_of(case, sizes, device)
     dtype, power_of_two, margin = case["scaling"]
@@ -205,7 +209,7 @@ def call_of(case: dict[str, Any], device: torch.device | str = "cpu") -> Call:
     if how == "groups":
         named["as_is"], transpose = case["written"]
         named["offsets"] = offsets_of(sizes).to(device)
-        tile = ALL if case["length"] == 1 else tile
+        tile = case["group_tile"] or tile
     else:
         transpose = case["transpose"]
         named["column_sum"] = case["column_sum"] and "gamma" not in named
@@ -216,7 +220,8 @@ def call_of(case: dict[str, Any], device: torch.device | str = "cpu") -> Call:
         if tile == MX and case["keep"]:
             named |= second(case["second"][0], COLUMN, True, 0)
     if how == "twice":
-        named |= second(case["second"][0], case["second_tile"], *case["second"][1:])
+        tile, other = case["pair"] or (tile, case["second_tile"])
+        named |= second(case["second"][0], other, *case["second"][1:])
     tile = ALL if how == "delayed" else tile
     args = (state if delayed else None, role, dtype, tile, power_of_two, margin, transpose, case["pad"])
     return Call("cast", (x, *to(device, args)), named)

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import math
-import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
@@ -194,7 +193,7 @@ def made(case: dict[str, Any], moments: slice, number: int) -> WeightUpdate:
     update = update._replace(bits=BitNumbers(update.bits.key, first_row, 128 if length else 0, length))
     if update.gradient.numel() and case["fault"] is not None:
         for tensor in (update.gradient, update.master.weight)[: 1 + isinstance(update.master, MasterWeight)]:
-            tensor.view(-1)[random.randrange(tensor.numel())] = case["fault"]
+            tensor.view(-1)[int(torch.randint(tensor.numel(), ()))] = case["fault"]
     update = update._replace(measured=number % 2 == 0)
     return coded(update) if case["gradient"] is None else update
 
