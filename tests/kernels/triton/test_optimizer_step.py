@@ -79,7 +79,7 @@ def test_any_weights(rule: str, seed: int, kernels: TritonKernels, monkeypatch: 
     moments = slice((1 if group.momentum else 0) if isinstance(group, SgdGroup) else 2)
     updates = []
     for in_fp8 in (False, True) if bounded and rule != "coupled" else (False,):
-        kinds = dealt_weights(number, 3, [*IN_FP8, *MASTERS] if in_fp8 else MASTERS, LARGER if in_fp8 else ORDINARY)
+        kinds = dealt_weights(number, 2, IN_FP8, LARGER) if in_fp8 else dealt_weights(number, 3, MASTERS, ORDINARY)
         updates += [made(case, moments, len(updates) + at) for at, case in enumerate(kinds)]
     if kernels.interpreted and bounded:  # in the interpreter a tile takes as long whatever its size
         set_tiles(kernels, monkeypatch, 64 if number % 4 == 3 else 128, 1)
