@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "octavo").rglob("*.py"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
-OF_STEPS = ("optimizer_state", "table")
+OF_STEPS = ("optimizer_state", "step_kernel", "table")
 # Modules without a test file of their own, and why.
 NO_MIRROR = {
     "octavo/__main__.py": "two lines; the test of the light import below starts it",

@@ -130,19 +130,6 @@ def test_sums_of_scaled_blocks_are_the_oracles(case: tuple[str, str, str, str]) 
         assert wrong.size == 0, (kind, x[wrong[0]], y[wrong[0]], c[wrong[0]], [code[wrong[0]] for code in codes])
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case[2:] in (FP8[1], WIDE[0])], ids=" ".join)
-def test_every_number_of_a_rule_shows(case: tuple[str, str, str, str]) -> None:
-    x, y, c = sums(*case[2:], 30)
-    rule = rule_of(*case)
-    found = ours(x, y, c, rule)
-    changes = [{"terms": rule.terms // 2}, {"kept": rule.kept - 1}, {"kept": rule.kept + 1}]
-    changes += [{"fraction": rule.fraction - 1}] if rule.fraction == 23 else [{"fraction": 12}, {"fraction": 14}]
-    if not {"f16", "bf16"} & {*rule.formats}:
-        changes += [{"formats": tuple("e4m3" if element == "e5m2" else "e5m2" for element in rule.formats)}]
-    for change in changes:
-        assert (ours(x, y, c, rule._replace(**change)) != found).any(), change
-
-
 @pytest.mark.parametrize("case", [case for case in CASES if "bf16" in case], ids=" ".join)
 def test_the_exponent_of_zero_shows_where_products_are_small(case: tuple[str, str, str, str]) -> None:
     x, y, c = operand("small", "bf16", (2000, 16)), operand("small", "bf16", (2000, 16)), torch.zeros(2000)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.scaling.delayed import State
-from tests.support.casts import second
+from tests.support.casts import ALL, E4M3, E5M2, second, update_args
 from tests.support.passes import before_of
-from tests.support.triton_cases import ALL, E4M3, E5M2, count_launches, update_args
+from tests.support.triton_cases import count_launches
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu

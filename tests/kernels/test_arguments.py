@@ -5,17 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.kernels.arguments import (
-    CastSource,
-    NormSource,
-    OperandPair,
-    Output,
-    Scaling,
-    unpacking,
-)
-from tests.support.casts import of_norm, second
-
-E4M3, E5M2, ALL = torch.float8_e4m3fn, torch.float8_e5m2, (-1, -1)
+from octavo import kernels
+from octavo.kernels.arguments import CastSource, NormSource, OperandPair, Output, Scaling, unpacking
+from tests.support.casts import ALL, E4M3, E5M2, of_norm, second, to
 
 
 def unpacked(op: str, *flat: Any, **named: Any) -> tuple[Any, ...]:
@@ -56,18 +48,30 @@ ENDS = torch.tensor([1, 2], dtype=torch.int32)
         ((), second(E5M2, ALL, False, 0) | {"offsets": ENDS}, "offsets is not taken where there are two scalings"),
         ((False, 1, True), {"offsets": ENDS}, "column_sum is not taken where rows are in groups"),
         ((True,), {"as_is": False}, r"as_is=False is not taken where rows are in no groups: cast x.t\(\)"),
+        ((), {"swizzle": True}, "swizzle: of rows in no groups, in blocks of 1x32 or 32x1"),
+        ((False, 1, False, "swish"), {}, "activation='swish': use one of relu, "),
+        ((False, 1, False, "", None, torch.ones(1, 1)), {}, "h_scale_inv is given without the name"),
+        ((), NORM | {"kind": "batch_norm"}, "kind='batch_norm': use 'layer_norm' or 'rms_norm'"),
+        ((), NORM | {"gamma": torch.ones(1, 5)}, r"gamma of shape \[1, 5\]: rows of x have 2 elements"),
+        ((), NORM | {"beta": torch.ones(1)}, r"beta of shape \[1\]: rows of x have 2 elements"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_no_kernel_casts_is_refused(flat: tuple[Any, ...], named: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        unpacked("cast", torch.ones(2, 2), None, 0, E4M3, ALL, False, 0, *flat, **named)
+    for device in ("cpu", "meta"):
+        given = to(device, (torch.ones(2, 2), None, 0, E4M3, ALL, False, 0, *flat))
+        with pytest.raises(ValueError, match=said):
+            kernels.cast(*given, **to(device, named))
 
 
 def test_other_arguments_are_refused() -> None:
     flat = torch.ones(2, 2), None, 0, E4M3, ALL, False, 0, False, 1, False, "", None, None, ALL, None
     with pytest.raises(ValueError, match="delayed_scale is not taken where there are two scalings"):
         unpacked("cast", flat[0], torch.ones(3), *flat[2:7], **second(E5M2, ALL, False, 0))
+    with pytest.raises(ValueError, match=r"a delayed scale is one for all.*\(1, -1\)"):
+        unpacked("cast", flat[0], torch.ones(3), 0, E4M3, (1, -1), False, 0, offsets=ENDS)
+    with pytest.raises(TypeError, match=r"torch.float64 is not cast: give bfloat16, float16 or float32"):
+        unpacked("cast", flat[0].double(), *flat[1:7], offsets=ENDS)
     for count in (4, 15):
         with pytest.raises(TypeError):
             unpacked("cast", *flat[:count])

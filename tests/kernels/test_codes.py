@@ -3,38 +3,22 @@
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from octavo import kernels
-from octavo.kernels import cpu, reference
+from tests.kernels.conftest import Ops
+from tests.support.casts import FORMATS, to
 from tests.support.definitions import FLOAT32_MAX, all_bfloat16, all_codes, boundaries, read, round_to_codes
-from tests.support.triton_cases import to
 
-FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 pytestmark = pytest.mark.parametrize("dtype", FORMATS, ids=["E4M3", "E5M2"])
 
 
-TRITON = pytest.param(None, marks=pytest.mark.gpu, id="Triton")
-
-
-@pytest.fixture(autouse=True, params=[pytest.param(reference, id="reference"), pytest.param(cpu, id="cpu"), TRITON])
-def is_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Have casts and their inverse be this implementation's, of tensors on the CPU."""
-    own = None if request.param else request.getfixturevalue("kernels")
-    for name in ("cast", "dequantize"):
-        if own is None:
-            monkeypatch.setattr(kernels, name, request.param.KERNELS[name])
-        else:
-            op = getattr(own, name)
-            monkeypatch.setattr(kernels, name, lambda *given, op=op: to("cpu", op(*to(own.device, given))))
-    return own is not None
-
-
-def decode(codes: Tensor, out: torch.dtype) -> Tensor:
-    return kernels.dequantize(codes, torch.ones(1, 1), (-1, -1), out)
+def call(ops: Ops, op: str, *given: Any) -> Any:
+    """An op of tensors on the CPU."""
+    return to("cpu", ops.of(op)(*to(ops.device, given)))
 
 
 @pytest.fixture
@@ -45,31 +29,31 @@ def flush_denormal() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
-def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
+def encode(ops: Ops, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Codes of x as it is, by way of a delayed scale of 1."""
     unit = torch.tensor([0.0, 1.0, 0.0])
     wide = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % 256)).view(-1, 256)
-    qdata, _, scale_inv, _, _ = kernels.cast(wide, unit, 1, dtype, (-1, -1), True, 3)
+    qdata, _, scale_inv, _, _ = call(ops, "cast", wide, unit, 1, dtype, (-1, -1), True, 3)
     assert qdata.dtype == dtype and scale_inv.item() == 1.0
     return qdata.flatten()[: x.numel()].view(x.shape)
 
 
-def check_decode(codes: Tensor, out: torch.dtype) -> Tensor:
-    value = decode(codes.view(1, -1) if codes.ndim == 1 else codes, out).view(codes.shape)
-    assert value.dtype == out and value.shape == codes.shape
+def decode(ops: Ops, codes: Tensor, out: torch.dtype) -> Tensor:
+    value = call(ops, "dequantize", codes.view(1, -1), torch.ones(1, 1), (-1, -1), out).view(codes.shape)
+    assert value.dtype == out
     return value
 
 
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("repeats", [1, 64])  # a few codes and many are read in two ways
 @pytest.mark.parametrize("flushes", [False, True])
-def test_every_code_reads_exactly(dtype, flushes, repeats, out, is_triton, request):
-    flushes = flushes and not is_triton  # which a GPU has no setting for
-    repeats = min(repeats, 8) if is_triton else repeats  # which has one way
+def test_every_code_reads_exactly(dtype, flushes, repeats, out, ops, request):
+    flushes = flushes and not ops.kernels  # which a GPU has no setting for
+    repeats = min(repeats, 8) if ops.kernels else repeats  # which have one way
     if flushes:
         request.getfixturevalue("flush_denormal")
     codes = all_codes(dtype).repeat(repeats)
-    value = check_decode(codes, out)
+    value = decode(ops, codes, out)
     flushed = torch.full((8,), 2.0**-140) * 1.0
     torch.set_flush_denormal(False)
     assert bool(flushed.any()) != flushes, "the setting had no effect"
@@ -81,28 +65,29 @@ def test_every_code_reads_exactly(dtype, flushes, repeats, out, is_triton, reque
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [1, 20000])
-def test_a_lone_nan_is_read(dtype: torch.dtype, size: int, is_triton: bool) -> None:
-    size = min(size, 3000) if is_triton else size
+def test_a_lone_nan_is_read(dtype: torch.dtype, size: int, ops: Ops) -> None:
+    size = min(size, 3000) if ops.kernels else size
     raw = torch.full((size,), 0x80, dtype=torch.uint8)
     for nan, out in itertools.product((0x7F, 0xFF), (torch.bfloat16, torch.float32)):
         raw[size // 2] = nan
-        assert torch.isnan(check_decode(raw.view(dtype), out)).nonzero().tolist() == [[size // 2]]
+        assert torch.isnan(decode(ops, raw.view(dtype), out)).nonzero().tolist() == [[size // 2]]
 
 
 @pytest.mark.parametrize("faulty", [True, False])  # finite tensors and others are rounded in two ways
-def test_every_bfloat16_and_float32_around_every_boundary(dtype: torch.dtype, faulty: bool) -> None:
-    for x in (all_bfloat16(), boundaries(dtype)):
+def test_every_number_of_16_bits_and_float32_around_every_boundary(dtype: torch.dtype, faulty: bool, ops: Ops) -> None:
+    every_float16 = all_bfloat16().view(torch.int16).view(torch.float16)
+    for x in (all_bfloat16(), every_float16, boundaries(dtype)):
         if faulty:
             x = torch.cat([x, torch.tensor([math.inf, math.nan, -math.inf, 1.0, -math.nan], dtype=x.dtype)])
         else:
             x = x[x.isfinite()]
-        assert torch.equal(encode(x, dtype).view(torch.uint8), round_to_codes(x, dtype))
+        assert torch.equal(encode(ops, x, dtype).view(torch.uint8), round_to_codes(x, dtype))
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.7, 2.0**40])
-def test_every_bfloat16_times_a_scale(dtype: torch.dtype, scale: float) -> None:
+def test_every_bfloat16_times_a_scale(dtype: torch.dtype, scale: float, ops: Ops) -> None:
     x = all_bfloat16().view(256, 256)
-    codes, _, _, amax, _ = kernels.cast(x, torch.full((3,), scale), 0, dtype, (-1, -1), False, 0)
+    codes, _, _, amax, _ = call(ops, "cast", x, torch.full((3,), scale), 0, dtype, (-1, -1), False, 0)
     scaled = torch.where(torch.isfinite(x), (x.float() * scale).clamp(-FLOAT32_MAX, FLOAT32_MAX), x)
     assert torch.equal(codes.view(torch.uint8), round_to_codes(scaled, dtype))
     assert amax.item() == torch.finfo(torch.bfloat16).max

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from octavo.granularity import MX
-from octavo.kernels import KERNELS, layouts
+from octavo.kernels import layouts
 from octavo.kernels.layouts import (
     contraction_multiple,
     multiply_tiles_,
@@ -12,7 +12,6 @@ from octavo.kernels.layouts import (
     swizzled,
 )
 from octavo.numerics import E8M0
-from tests.support.casts import E4M3, second
 from tests.support.definitions import scale_grid
 
 TILES = [(-1, -1), (1, -1), (-1, 1), (1, 128), (128, 128), (3, 5), (128, 1)]
@@ -59,20 +58,3 @@ def test_scales_of_blocks_of_32_lie_in_parts_of_128_rows(shape: tuple[int, int])
         for tile, of_codes in ((MX, (shape[0], 32 * shape[1])), (MX[::-1], (32 * shape[1], shape[0]))):
             undone = plain_scales(found, of_codes, tile).view(torch.uint8)
             assert torch.equal(undone if tile == MX else undone.t(), codes)
-
-
-@pytest.mark.parametrize("shape", [(64, 96), (130, 70), (1, 1), (0, 32)])
-@pytest.mark.parametrize("transpose", [False, True])
-def test_a_cast_swizzles_and_what_reads_it_does_not_see(shape: tuple[int, int], transpose: bool) -> None:
-    x, how = torch.randn(shape), second(E4M3, MX[::-1], True, 0)
-    q, q2, *scales, _ = KERNELS["cast"](x, None, 0, E4M3, MX, True, 0, transpose, 16, **how)
-    found = KERNELS["cast"](x, None, 0, E4M3, MX, True, 0, transpose, 16, **how, swizzle=True)
-    for codes, own, tile in ((q, 0, MX), (q2, 1, MX if transpose else MX[::-1])):
-        wanted = scales[own] if tile == MX else scales[own].t()
-        assert torch.equal(found[2 + own].view(torch.uint8), swizzled(wanted).view(torch.uint8))
-        assert torch.equal(found[own].view(torch.uint8), codes.view(torch.uint8))
-        read = codes[: shape[0], : shape[1]] if tile != MX else codes
-        values = [KERNELS["dequantize"](read, s, tile, torch.float32) for s in (scales[own], found[2 + own])]
-        assert torch.equal(*values)
-    with pytest.raises(ValueError, match="swizzle: of rows in no groups"):
-        KERNELS["cast"](x, None, 0, E4M3, (1, 128), True, 0, swizzle=True)

@@ -1,8 +1,6 @@
-"""The 256 codes of a moment, and numbers around them: torch's and Triton's functions against gfloat."""
+"""The 256 codes of a moment, and numbers around them, against gfloat; Triton's stand in whole steps."""
 
-import functools
 import math
-from typing import Any
 
 import gfloat
 import numpy as np
@@ -14,42 +12,11 @@ from octavo import E4M3, E5M2
 from octavo.formats import E4M4, Format
 from octavo.kernels.moment_codes import decode_moment, encode_moment, round_to_bf16, round_to_half
 from tests.support.definitions import FLOAT32_MAX, FORMAT_INFO, around_codes, same_bits
-from tests.support.triton_kernels import TritonKernels
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2, E4M4], ids=str)
 ALL = torch.arange(256, dtype=torch.int32).to(torch.uint8)
 # gfloat's rounding modes, and the random bits that ours takes for them
-TILE = 4096  # of the Triton kernels around these functions
 NEAREST, DOWN, RANDOM = gfloat.RoundMode.TiesToEven, gfloat.RoundMode.TowardZero, gfloat.RoundMode.StochasticFastest
-
-
-def triton_encode(kernels: TritonKernels, x: Tensor, fmt: Format, bits16: Tensor | None) -> Tensor:
-    """Codes; of numbers that the format's max bounds, by the function for these too."""
-    programs, found = -(-x.numel() // TILE), []
-    bits = torch.zeros(x.shape, dtype=torch.int32) if bits16 is None else bits16.contiguous()
-    bounded = x.abs() <= torch.tensor(fmt.max).nextafter(torch.tensor(math.inf))  # as amax times its scale is
-    for given, is_bounded in ((x, False), (torch.where(bounded, x, 0.0), True)):
-        out = torch.empty(x.shape, dtype=torch.uint8, device=kernels.device)
-        tensors = given.to(kernels.device), bits.to(kernels.device), out
-        kernels.launch("encode_moment_kernel", programs, *tensors, x.numel(), fmt, bits16 is not None, is_bounded, TILE)
-        found.append(out.cpu())
-    assert torch.equal(found[0][bounded], found[1][bounded])
-    return found[0]
-
-
-def triton_decode(kernels: TritonKernels, codes: Tensor, fmt: Format) -> Tensor:
-    out = torch.empty(codes.shape, device=kernels.device)
-    kernels.launch("decode_moment_kernel", 1, codes.to(kernels.device), out, fmt, codes.numel())
-    return out.cpu()
-
-
-@pytest.fixture(params=["torch", pytest.param("Triton", marks=pytest.mark.gpu)])
-def functions(request: pytest.FixtureRequest) -> Any:
-    """(encode, decode)."""
-    if request.param == "torch":
-        return encode_moment, decode_moment
-    kernels = request.getfixturevalue("kernels")
-    return functools.partial(triton_encode, kernels), functools.partial(triton_decode, kernels)
 
 
 def values(fmt: Format) -> Tensor:
@@ -72,15 +39,15 @@ def rounded(x: Tensor, fmt: Format, mode: gfloat.RoundMode, bits16: Tensor | Non
 
 
 @FORMATS
-def test_all_codes_read_what_gfloat_says(fmt: Format, functions: Any) -> None:
-    expected, found = values(fmt), functions[1](ALL, fmt)
+def test_all_codes_read_what_gfloat_says(fmt: Format) -> None:
+    expected, found = values(fmt), decode_moment(ALL, fmt)
     assert torch.equal(found.isnan(), expected.isnan())
     assert same_bits(found.nan_to_num(7.0, math.inf, -math.inf), expected.nan_to_num(7.0, math.inf, -math.inf))
 
 
 @FORMATS
 @pytest.mark.parametrize("mode", [NEAREST, DOWN], ids=lambda mode: mode.name)
-def test_numbers_around_codes(fmt: Format, mode: gfloat.RoundMode, functions: Any) -> None:
+def test_numbers_around_codes(fmt: Format, mode: gfloat.RoundMode) -> None:
     near = around_codes(positive(fmt).double())
     x = torch.cat([near, near * (1 + 2.0**-12), near * (1 - 2.0**-12), torch.rand(4096) * fmt.max])
     x = x[x.isfinite()]
@@ -88,13 +55,13 @@ def test_numbers_around_codes(fmt: Format, mode: gfloat.RoundMode, functions: An
         x = x[(x == 0) | (x >= fmt.smallest_normal)]  # see the next test
     bits16 = None if mode == NEAREST else torch.zeros(x.shape, dtype=torch.int32)
     expected = rounded(x, fmt, mode)
-    assert torch.equal(functions[0](x.clone(), fmt, bits16), expected)
+    assert torch.equal(encode_moment(x.clone(), fmt, bits16), expected)
     if fmt.signed:
-        assert torch.equal(functions[0](-x, fmt, bits16), expected | 0x80)
+        assert torch.equal(encode_moment(-x, fmt, bits16), expected | 0x80)
 
 
 @FORMATS
-def test_random_bits(fmt: Format, functions: Any) -> None:
+def test_random_bits(fmt: Format) -> None:
     # every code and the next, and between them multiples of 2^-16 of the step: of these the product loses nothing
     low, high = positive(fmt)[:-1], positive(fmt)[1:]
     part = torch.randint(0, 1 << 16, (64, len(low)), dtype=torch.int32)
@@ -102,38 +69,20 @@ def test_random_bits(fmt: Format, functions: Any) -> None:
     for bits16 in (torch.randint(0, 1 << 16, x.shape, dtype=torch.int32), (1 << 16) - part.clamp(min=1), 65535 - part):
         expected = rounded(x, fmt, RANDOM, bits16)
         assert torch.equal(expected, (torch.arange(len(low)) + (part + bits16 >= 1 << 16)).to(torch.uint8))
-        assert torch.equal(functions[0](x.clone(), fmt, bits16), expected)
+        assert torch.equal(encode_moment(x.clone(), fmt, bits16), expected)
         if fmt.signed:
-            assert torch.equal(functions[0](-x, fmt, bits16), expected | 0x80)
+            assert torch.equal(encode_moment(-x, fmt, bits16), expected | 0x80)
 
 
 @FORMATS
 @pytest.mark.parametrize("bits", [None, 0, 0xFFFF])
-def test_what_is_not_finite_is_nan_and_alone(fmt: Format, bits: int | None, functions: Any) -> None:
+def test_what_is_not_finite_is_nan_and_alone(fmt: Format, bits: int | None) -> None:
     x = torch.tensor([1.0, math.nan, FLOAT32_MAX, math.inf, FLOAT32_MAX, -math.inf, 0.0, -math.nan])
     bits16 = None if bits is None else torch.full(x.shape, bits, dtype=torch.int32)
-    codes = functions[0](x, fmt, bits16)
+    codes = encode_moment(x, fmt, bits16)
     largest = len(positive(fmt)) - 1
     one = int((positive(fmt) == 1.0).nonzero())
     assert codes.tolist() == [one, fmt.nan_code, largest, fmt.nan_code, largest, fmt.nan_code, 0, fmt.nan_code]
-
-
-@pytest.mark.gpu
-def test_triton_rounds_at_random_as_torch(kernels: TritonKernels) -> None:
-    """Any numbers, subnormals too, with any bits."""
-    for fmt in (E4M3, E5M2, E4M4):
-        near = around_codes(positive(fmt).double())
-        x = torch.cat([near, -near, torch.tensor([math.inf, math.nan])]) if fmt.signed else near
-        for bits in (0, 0xFFFF, None):
-            drawn = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32)
-            bits16 = drawn if bits is None else torch.full_like(drawn, bits)
-            assert torch.equal(triton_encode(kernels, x, fmt, bits16), encode_moment(x.clone(), fmt, bits16))
-            out = torch.empty(x.shape, dtype=torch.bfloat16, device=kernels.device)
-            given = x.to(kernels.device), bits16.to(kernels.device), out
-            kernels.launch("round_to_bf16_kernel", -(-len(x) // TILE), *given, len(x), TILE)
-            expected, found = round_to_bf16(x, bits16), out.cpu()
-            assert torch.equal(found.isnan(), expected.isnan())
-            assert same_bits(found[~found.isnan()], expected[~expected.isnan()])
 
 
 def all_kinds() -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Many casts as one op: the reference beside single casts, the Triton kernels beside the reference."""
+"""Many casts as one op, each beside a single one."""
 
 import re
 import weakref
@@ -9,22 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo import kernels as entries
 from octavo.granularity import scale_shape
 from octavo.kernels.layouts import padded
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.numerics import scale_inv_dtype
+from tests.kernels.conftest import Ops
+from tests.support.casts import ALL, E4M3, E5M2, poisoned_memory, to, values_of
 from tests.support.definitions import same_bits
-from tests.support.triton_cases import (
-    ALL,
-    E4M3,
-    E5M2,
-    assert_counters_are_zero,
-    poisoned_memory,
-    to,
-    use_small_tiles,
-    values_of,
-)
+from tests.support.triton_cases import assert_counters_are_zero, use_small_tiles
 from tests.support.triton_kernels import TritonKernels
 
 SHAPES = [(64, 64), (17, 127), (0, 5), (130, 70), (5, 0), (1, 1)]
@@ -65,59 +57,46 @@ def states(scales: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("tile", "scales"), [(ALL, "dynamic"), (ALL, "mixed"), ((128, 128), "dynamic")])
-@pytest.mark.parametrize("pad", [1, 16])
-def test_the_reference_is_one_cast_after_the_other(tile: tuple[int, int], scales: str, pad: int) -> None:
-    xs, out, delayed = weights(), outputs(tile, E4M3, pad), states(scales)
-    entries.multi_tensor_cast(xs, *out, delayed, WEIGHT, tile, True, 1)
+CASES = [
+    (ALL, "dynamic", 16, E4M3, torch.bfloat16),
+    (ALL, "dynamic", 1, E5M2, torch.float32),
+    (ALL, "delayed", 16, E4M3, torch.float16),
+    (ALL, "mixed", 1, E4M3, torch.bfloat16),
+    ((128, 128), "dynamic", 16, E4M3, torch.bfloat16),
+    ((1, 32), "dynamic", 1, E5M2, torch.float32),
+    ((4, 16), "dynamic", 1, E4M3, torch.float16),
+]
+
+
+def check(case: Any, ops: Ops, transpose: bool = True) -> None:
+    """Each tensor's results are those of a cast alone."""
+    tile, scales, pad, fmt, dtype = case
+    xs = weights(dtype)
+    delayed, out = states(scales), outputs(tile, fmt, pad, transpose)
+    found = to(ops.device, out)
+    ops.of("multi_tensor_cast")(to(ops.device, xs), *found, to(ops.device, delayed), WEIGHT, tile, True, 1, None)
     for index, x in enumerate(xs):
-        single = entries.cast(x, delayed[index] if delayed else None, WEIGHT, E4M3, tile, True, 1, True, pad)
-        for ours, theirs in zip((group[index] for group in out), single, strict=False):
-            assert same_bits(ours, theirs)
+        how = delayed[index] if delayed else None, WEIGHT, fmt, tile, True, 1, True, pad
+        alone = REFERENCE["cast"](x, *how)[:4]
+        for name, group, expected in zip(Outputs._fields, found, alone, strict=True):
+            assert not group or same_bits(group[index].cpu(), expected), f"{name} of {SHAPES[index]}"
 
 
-@pytest.mark.covering(1)
-@pytest.mark.gpu
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "as it lies"])
-@pytest.mark.parametrize(
-    ("tile", "scales", "pad", "fmt", "dtype"),
-    [
-        (ALL, "dynamic", 16, E4M3, torch.bfloat16),
-        (ALL, "dynamic", 1, E5M2, torch.float32),
-        (ALL, "delayed", 16, E4M3, torch.float16),
-        (ALL, "mixed", 1, E4M3, torch.bfloat16),
-        ((128, 128), "dynamic", 16, E4M3, torch.bfloat16),
-        ((1, 32), "dynamic", 1, E5M2, torch.float32),
-        ((4, 16), "dynamic", 1, E4M3, torch.float16),
-    ],
-    ids=str,
-)
-def test_kernels(tile, scales, pad, fmt, dtype, transpose, kernels, monkeypatch):
-    use_small_tiles(kernels, monkeypatch)
-    xs, delayed = weights(dtype), states(scales)
-    expected = outputs(tile, fmt, pad, transpose)
-    args = (delayed, WEIGHT, tile, True, 1, None)
-    REFERENCE["multi_tensor_cast"](xs, *expected, *args)
-    found = to(kernels.device, outputs(tile, fmt, pad, transpose))
-    kernels.multi_tensor_cast(to(kernels.device, xs), *found, *to(kernels.device, args))
-    for name, ours, theirs in zip(Outputs._fields, found, expected, strict=True):
-        for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            assert same_bits(a.cpu(), b), f"{name} of {SHAPES[index]}"
-    assert_counters_are_zero(kernels)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_each_is_cast_as_if_alone(case: Any, transpose: bool, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    if ops.kernels:
+        use_small_tiles(ops.kernels, monkeypatch)
+    check(case, ops, transpose)
+    if ops.kernels:
+        assert_counters_are_zero(ops.kernels)
 
 
-@pytest.fixture(params=["triton", "reference"])
-def run(request: pytest.FixtureRequest, kernels: TritonKernels) -> Any:
-    return kernels.multi_tensor_cast if request.param == "triton" else REFERENCE["multi_tensor_cast"]
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize(("tile", "scales"), [(ALL, "mixed"), ((128, 128), "dynamic")])
-def test_the_flag_leaves_everything_as_it_is(tile, scales, run, kernels):
-    xs, delayed = to(kernels.device, weights()), to(kernels.device, states(scales))
-    out = to(kernels.device, outputs(tile, E4M3))
-    before = to("cpu", out)
-    skip = torch.ones(1, dtype=torch.int32, device=kernels.device)
+def test_the_flag_leaves_everything_as_it_is(tile: tuple[int, int], scales: str, ops: Ops) -> None:
+    xs, delayed, out = to(ops.device, (weights(), states(scales), outputs(tile, E4M3)))
+    run, before = ops.of("multi_tensor_cast"), to("cpu", out)
+    skip = torch.ones(1, dtype=torch.int32, device=ops.device)
     run(xs, *out, delayed, WEIGHT, tile, True, 0, skip)
     for ours, theirs in zip(out, before, strict=True):
         assert all(same_bits(a.cpu(), b) for a, b in zip(ours, theirs, strict=True))
@@ -138,15 +117,9 @@ def test_the_table_is_made_once_for_the_same_tensors(kernels: TritonKernels) -> 
     assert work_of.cache_info().misses == made + 1
 
 
-@pytest.mark.gpu
-def test_no_tensors(run: Any, kernels: TritonKernels) -> None:
+def test_none_and_what_one_launch_cannot_do(ops: Ops) -> None:
+    run, (xs, out) = ops.of("multi_tensor_cast"), to(ops.device, (weights(), outputs(ALL, E4M3)))
     run([], [], [], [], [], [], WEIGHT, ALL, True, 0, None)
-
-
-@pytest.mark.gpu
-def test_what_one_launch_cannot_do_is_refused(run: Any, kernels: TritonKernels) -> None:
-    out = to(kernels.device, outputs(ALL, E4M3))
-    xs = to(kernels.device, weights())
     for tile in ((1, -1), (3, 5), (256, 256)):
         with pytest.raises(ValueError, match=re.escape(f"tile={tile}: many are cast per tensor or by blocks")):
             run(xs, *out, [], WEIGHT, tile, True, 0, None)

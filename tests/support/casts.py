@@ -1,18 +1,78 @@
-"""Arguments of casts, every op that casts, and what is asserted of codes."""
+"""Casts of anything, drawn at random, what they must return, and the one comparison.
 
+What is due comes from tests/support/definitions.py, of the float32 values of the reference's activation or norm, which
+tests hold against float64.
+"""
+
+import copy
+import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
-from octavo import kernels
+from octavo.formats import format_of
+from octavo.granularity import MX
+from octavo.kernels.activations import ACTIVATIONS, activation_of
+from octavo.kernels.groups import grouped_scale_shape, padded_columns
+from octavo.kernels.layouts import multiply_tiles_, plain_scales, swizzled
+from octavo.kernels.reference import KERNELS as REFERENCE
+from octavo.kernels.reference.activation import produced
+from octavo.kernels.reference.codes import decode
+from octavo.kernels.reference.norm import normalise
+from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.scaling.delayed import State
-from tests.support.definitions import same_bits
+from tests.support import definitions
+from tests.support.combinations import dealt
+from tests.support.definitions import GRANULARITIES, same_bits
+from tests.support.groups import SIZES, offsets_of, parts, random_sizes, scale_slices, slices_of
 
 E4M3, E5M2 = FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
-ALL = (-1, -1)
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+ALL, COLUMN = (-1, -1), (32, 1)
+LAYOUTS = ["rows", "columns", "strided", "offset"]
+VALUES = ["varied", "faults", "only faults", "zeros", "edge"]
+EXACT = {"", "relu", "squared_relu", "reglu"}  # activations with no rounding but a product's: the same bits anywhere
+ROUNDINGS = 2.0**-20  # what float32's make of an activation, a slope or a norm, relative to what went into it
+
+SHAPES = [(0, 17), (17, 0), (1, 1), (1, 270), (270, 1), (128, 17), (64, 256), (33, 270), (130, 140)]
+TILES = [*(g.tile for g in GRANULARITIES), (32, 1), (64, 16), (2, 8), (1, 1), (256, 48), (-1, 48), (32, -1)]
+# what one launch of a kernel casts: two scalings, or groups
+PAIRS = [((1, 128), (128, 1)), ((1, 32), (32, 1)), ((1, -1), (-1, 1)), ((8, 2), (1, 64))]
+OF_GROUPS = [ALL, (-1, 1), (1, -1), (1, 128), (1, 32), (128, 128), (32, 1)]
+OPTIONS: dict[str, Sequence[Any]] = {
+    "source": ["tensor", "tensor", "value", "gradient", "norm"],
+    "how": ["cast", "cast", "delayed", "commit", "twice", "twice", "swizzled", "groups", "groups"],
+    "shape": SHAPES,
+    "sizes": [*SIZES, None],
+    **{f"{which}dtype": DTYPES for which in ("", "h_", "gamma_")},
+    **{f"{which}layout": LAYOUTS for which in ("", "h_", "scale_")},
+    **{f"{which}values": VALUES for which in ("", "h_")},
+    "activation": [*ACTIVATIONS],
+    "h_tile": [None, None, ALL, (1, -1), (1, 32), (128, 128), (48, 1), (3, 5)],
+    "h_format": FORMATS,
+    "kind": ["layer_norm", "rms_norm"],
+    **{name: [False, True] for name in ("beta", "zero_centered", "keep", "transpose", "column_sum", "small")},
+    "eps": [1e-5, 1e-3],
+    "scaling": [*itertools.product(FORMATS, [False, True], [0, 3])],
+    "second": [*itertools.product(FORMATS, [False, True], [0, 2])],
+    "tile": TILES,
+    "second_tile": TILES,
+    "pair": [*PAIRS, None, None],
+    "group_tile": [*OF_GROUPS, None],
+    "scale": [0.0, -0.0, 0.37, 2.0**60],
+    "role": range(3),
+    "length": [1, 4, 5, 16],
+    "reduce": ["max", "most_recent"],
+    "amaxes": [(None, None), (3.0, None), (None, 0.0), (1e-3, 20.0)],
+    "pad": [1, 2, 16],
+    "written": [(True, False), (False, True), (True, True), (False, False)],
+}
 
 
 def second(dtype: torch.dtype, tile: Sequence[int], power_of_two: bool, margin: int) -> dict[str, Any]:
@@ -28,27 +88,453 @@ def of_norm(
     return {"gamma": gamma, "beta": beta, "kind": kind, "eps": eps, "zero_centered": zero_centered}
 
 
-def shares_memory(a: Tensor, b: Tensor) -> bool:
-    return a.numel() > 0 and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+def update_args(
+    reduce: str, powers_of_two: Sequence[bool] = (False, True, False), margins: Sequence[int] = (0, 1, 2)
+) -> tuple[Any, ...]:
+    """An update's limits, powers_of_two, margins and reduce."""
+    return [448.0, 448.0, 57344.0], list(powers_of_two), list(margins), reduce
 
 
-def every_cast(x: Tensor, tile: Sequence[int], *extras: Any) -> list[tuple[str, tuple[Tensor, ...]]]:
-    """The results of each op that casts; ``extras`` are pad and column_sum."""
-    update = ([448.0] * 3, [False] * 3, [0] * 3, "max")
-    found: list[tuple[str, tuple[Tensor, ...]]] = []
-    for transpose in (False, True):
-        found.append(("cast", kernels.cast(x, None, 0, E4M3, tile, False, 0, transpose, *extras)))
-        both = kernels.cast(x, None, 0, E4M3, tile, False, 0, transpose, *extras, **second(E5M2, tile[::-1], True, 1))
-        found.append(("two scalings", both))
-        if tuple(tile) == ALL:
-            commit = (x, *State.empty(2), None, None, E4M3, False, 0, *update, transpose, *extras)
-            found.append(("cast_and_commit", kernels.cast_and_commit(*commit)))
-    return found
+# --- what is cast -----------------------------------------------------------------------------------------------------
 
 
-def check_codes(qdata: Tensor, codes: Tensor, fmt: torch.dtype, pad: int) -> None:
-    """That qdata is these bytes, and zeros up to a multiple of ``pad``."""
-    rows, cols = codes.shape
-    raw = qdata.view(torch.uint8)
-    assert qdata.dtype == fmt and qdata.is_contiguous() and qdata.shape == (rows, math.ceil(cols / pad) * pad)
-    assert same_bits(raw[:, :cols], codes) and not raw[:, cols:].any()
+def values_of(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """A tensor [R, C] on the CPU, whose rows and columns differ in size.
+
+    ``kind``: "varied": finite; "faults": with inf and NaN; "only faults": some rows and columns hold no other; "zeros";
+    "edge": the largest and the smallest numbers too.
+    """
+    rows, cols = shape
+    x = torch.randn(shape) * torch.logspace(-2, 1, cols) * torch.logspace(-1, 1, rows)[:, None]
+    if kind == "zeros":
+        x.zero_()
+    if kind == "only faults":
+        x[: (rows + 1) // 2], x[:, : (cols + 1) // 2] = math.nan, math.nan
+        x[1:2] = math.inf
+    x = x.to(dtype)
+    info = torch.finfo(dtype)
+    special = {
+        "faults": [math.nan, math.inf, -math.inf, -math.nan],
+        "edge": [info.max, -info.max / 3, info.smallest_normal * info.eps, -info.smallest_normal, -0.0],
+    }
+    for i, value in enumerate(special.get(kind, ())):
+        x.view(-1)[(7 * i + 1) % 11 :: 211 + i] = value
+    return x
+
+
+def laid(x: Tensor, layout: str, device: torch.device | str = "cpu") -> Tensor:
+    """``x`` [R, C] on the device, in memory whose other elements are the largest numbers.
+
+    ``layout``: "rows": contiguous; "columns": that of a transposed tensor; "strided": both strides odd; "offset":
+    contiguous, but where no vector may be read.
+    """
+    if x.itemsize == 1 and x.dtype != torch.uint8:
+        return laid(x.view(torch.uint8), layout, device).view(x.dtype)
+    rows, cols = x.shape
+    strides, offset = {
+        "rows": ((cols, 1), 0),
+        "columns": ((1, rows), 0),
+        "strided": (((3 * cols + 1) | 1, 3), 5),
+        "offset": ((cols, 1), 1),
+    }[layout]
+    size = offset + (rows * strides[0] + cols * strides[1]) + 1
+    largest = torch.finfo(x.dtype).max if x.is_floating_point() else 0x7E
+    memory = torch.full((size,), largest, dtype=x.dtype)
+    memory.as_strided(x.shape, strides, offset).copy_(x)
+    return memory.to(device).as_strided(x.shape, strides, offset)
+
+
+def to(device: str | torch.device, tree: Any) -> Any:
+    """A copy, with its tensors on the device."""
+    return tree_map(lambda a: a.detach().to(device, copy=True) if isinstance(a, Tensor) else a, tree)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty is filled with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Call(NamedTuple):
+    """An op, its arguments by place and by name."""
+
+    op: str
+    args: tuple[Any, ...]
+    named: dict[str, Any] = {}  # noqa: RUF012
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """All arguments, on the CPU, by the names of its schema."""
+        schema = getattr(torch.ops.octavo, self.op).default._schema.arguments
+        given = {a.name: a.default_value for a in schema} | dict(zip((a.name for a in schema), self.args, strict=False))
+        return to("cpu", given | self.named)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what is cast has the same bits wherever it is computed."""
+        given = self.by_name
+        return given["activation"] in EXACT and given.get("gamma") is None
+
+
+def drawn(count: int, seed: int = 0, device: torch.device | str = "cpu", **options: Any) -> Iterator[tuple[Any, Call]]:
+    """So many cases, each with its call, in which any value of an option occurs equally often."""
+    for case in dealt(seed, count, **OPTIONS | options):
+        if case["source"] == "norm" and case["how"] in ("groups", "commit"):
+            case["how"] = "twice"
+        yield case, call_of(case, device)
+
+
+def call_of(case: dict[str, Any], device: torch.device | str = "cpu") -> Call:
+    """The call of a case."""
+    how, tile, sizes = case["how"], case["tile"], None
+    if how == "groups":
+        sizes, rest = case["sizes"] or random_sizes(2 * int(torch.randint(50, ())) + 1)
+        case = case | {"shape": (sum(sizes) + rest, case["shape"][1] or 3)}
+    x, named = source_of(case, sizes, device)
+    dtype, power_of_two, margin = case["scaling"]
+    state = torch.full((3,), 7.0)
+    if how == "commit":
+        history = State(state, torch.rand(3, case["length"]), State.empty(1).before)
+        state[2] = case["scale"]
+        amaxes = (None if a is None else torch.full((1, 1), a) for a in case["amaxes"])
+        update = update_args(case["reduce"], (False, True, power_of_two), (0, 1, margin))
+        args = (*history, *amaxes, dtype, power_of_two, margin, *update, case["transpose"])
+        flat = tuple(named.get(name, default) for name, default in FLAT)
+        return Call("cast_and_commit", (x, *to(device, args), case["pad"], case["column_sum"], *flat))
+    if how == "groups":
+        named["as_is"], transpose = case["written"]
+        named["offsets"] = offsets_of(sizes).to(device)
+        tile = case["group_tile"] or tile
+    else:
+        transpose = case["transpose"]
+        named["column_sum"] = case["column_sum"] and "gamma" not in named
+    role, delayed = case["role"], how == "delayed" or (how == "groups" and tile == ALL and case["reduce"] == "max")
+    state[role] = case["scale"]
+    if how == "swizzled":
+        tile, power_of_two, named["swizzle"] = MX if case["beta"] or transpose else COLUMN, True, True
+        if tile == MX and case["keep"]:
+            named |= second(case["second"][0], COLUMN, True, 0)
+    if how == "twice":
+        tile, other = case["pair"] or (tile, case["second_tile"])
+        named |= second(case["second"][0], other, *case["second"][1:])
+    tile = ALL if how == "delayed" else tile
+    args = (state if delayed else None, role, dtype, tile, power_of_two, margin, transpose, case["pad"])
+    return Call("cast", (x, *to(device, args)), named)
+
+
+FLAT = [("activation", ""), ("preactivation", None), ("h_scale_inv", None), ("h_tile", ALL)]
+
+
+def source_of(case: dict[str, Any], sizes: Any, device: torch.device | str) -> tuple[Tensor, dict[str, Any]]:
+    """What is cast, of a case's shape, and the arguments by name that say so."""
+    (rows, cols), source, activation = case["shape"], case["source"], case["activation"]
+    x = laid(values_of(case["values"], (rows, cols), case["dtype"]), case["layout"], device)
+    if source == "tensor":
+        return x, {}
+    if source == "norm":
+        if case["values"] == "edge":  # whose squares float32 does not hold
+            x = laid(values_of("faults", (rows, cols), case["dtype"]), case["layout"], device)
+        gamma, beta = (torch.randn(cols, 2).to(case["gamma_dtype"]).to(device)[:, 1] for _ in range(2))
+        norm = of_norm(gamma, beta if case["beta"] else None, case["kind"], case["eps"], case["zero_centered"])
+        return x, norm | {"keep": case["keep"]}
+    if sizes is not None:
+        activation = ["reglu", "squared_relu"][len(activation) % 2]
+    wide = rows, 2 * cols if ACTIVATIONS[activation].gated else cols
+    h, named = values_of(case["h_values"], wide, case["h_dtype"]), {"activation": activation}
+    if case["h_tile"] is not None:
+        cast = h.float(), None, 0, case["h_format"], case["h_tile"], False, 0
+        offsets = {} if sizes is None else {"offsets": offsets_of(sizes)}
+        h, _, scale_inv, *_ = REFERENCE["cast"](*cast, **offsets)
+        named |= {"h_scale_inv": laid(scale_inv, case["scale_layout"], device), "h_tile": case["h_tile"]}
+    h = laid(h, case["h_layout"], device)
+    return (h, named) if source == "value" else (x, named | {"preactivation": h})
+
+
+# --- what is due ------------------------------------------------------------------------------------------------------
+
+
+class Values(NamedTuple):
+    """What is cast, and what the roundings on the way to it are relative to."""
+
+    y: Tensor  # [R, C]
+    size: Tensor  # [R, C] fp64
+    besides: dict[str, Tensor] = {}  # noqa: RUF012  a norm's mean, rstd and y
+
+    def t(self) -> "Values":
+        """Transposed."""
+        return Values(self.y.t(), self.size.t())
+
+
+def values_due(given: dict[str, Any]) -> Values:
+    """Of rows in no groups."""
+    x = given["x"]
+    if given.get("gamma") is None:
+        flat = tuple(given[name] for name, _ in FLAT)
+        return Values(produced(x, *flat), magnitude(x, *flat))
+    norm = tuple(given[name] for name in ("gamma", "beta", "kind", "eps", "zero_centered"))
+    y, mean, rstd = normalise(x, *norm)
+    gamma, beta, kind, eps, zero_centered = norm
+    wide = x.double()
+    size, centred = wide.abs().mean(1), wide - wide.mean(1, keepdim=True) * (kind == "layer_norm")
+    exact = (centred.square().mean(1) + eps).rsqrt()
+    growth = 1 + (size * exact) ** 2  # of roundings, where the mean is far from 0
+    size = (wide.abs() + size[:, None]) * (exact * growth)[:, None] * (gamma.double().abs() + zero_centered)
+    size = size.nan_to_num(0.0) + (0.0 if beta is None else beta.double().abs())
+    besides = {"mean": mean, "rstd": rstd, "y": y.to(x.dtype) if given["keep"] else x.new_empty(0, 0)}
+    return Values(y, size, besides)
+
+
+def magnitude(
+    x: Tensor, activation: str, preactivation: Tensor | None, h_scale_inv: Tensor | None, h_tile: Sequence[int]
+) -> Tensor:
+    """|h| or |gate up|; of a gradient |dy| or (|dy up| | |dy gate|). float64."""
+    h = x if preactivation is None else preactivation
+    size = (h if h_scale_inv is None else decode(h, torch.float32, h_scale_inv, h_tile)).double()
+    if activation and activation_of(activation).gated:
+        gate, up = size.chunk(2, dim=1)
+        size = gate * up if preactivation is None else torch.cat((x * up, x * gate), 1)
+    elif preactivation is not None:
+        size = x.double()
+    return size.abs()
+
+
+def scaling_of(given: dict[str, Any], which: str = "") -> tuple[Any, ...]:
+    """What definitions.cast takes after the values, of the first or the ``second_`` scaling."""
+    names = ("dtype", "tile", "power_of_two", "margin")
+    state = None if which else given["delayed_scale"]
+    found = tuple((given | {"tile": given.get("tile", ALL)})[which + name] for name in names)
+    return *found, 0.0 if state is None else float(state[given.get("role", 2)])
+
+
+def padded(codes: Tensor, dtype: torch.dtype, pad: int) -> Tensor:
+    """Bytes as codes, whose rows end with zeros."""
+    return F.pad(codes, (0, -codes.shape[1] % pad)).view(dtype)
+
+
+def due(given: dict[str, Any], values: Values) -> dict[str, Tensor]:
+    """The pairs and the amax, by their names, of rows in no groups; no scale is swizzled."""
+    y, pad, first = values.y, given["pad"], scaling_of(given)
+    codes, scale_inv, amax = definitions.cast(y, *first)
+    found = {"q": padded(codes, first[0], pad), "scale_inv": scale_inv, "amax": amax}
+    none = torch.empty(0, 0, dtype=first[0])
+    if given.get("second_dtype") is None:
+        return found | {"t": padded(codes.t(), first[0], pad) if given["transpose"] else none}
+    del found["amax"]
+    other = scaling_of(given, "second_")
+    codes, scale_inv, _ = (r.t() if given["transpose"] else r for r in definitions.cast(y, *other))
+    return found | {"second": padded(codes, other[0], pad), "second_scale_inv": scale_inv}
+
+
+def due_by_group(given: dict[str, Any]) -> dict[str, Tensor]:
+    """The results of rows in groups: each as if it were alone, zeros and ones about them."""
+    ends, (dtype, tile, *_), pad = given["offsets"].tolist(), scaling_of(given), given["pad"]
+    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    flat = [given["x"], *(given[name] for name, _ in FLAT)]
+    h_rows, rows = scale_slices(sizes, given["h_tile"][0]), slices_of(sizes)
+    each = zip(*(parts(one, h_rows if place == 3 else rows) for place, one in enumerate(flat)), strict=True)
+    alone = [due(given | {"pad": 1, "transpose": True}, Values(produced(*one), torch.empty(0))) for one in each]
+    shape, grid_rows = (len(given["x"]), alone[0]["q"].shape[1]), scale_slices(sizes, tile[0])
+    grid, columns = grouped_scale_shape(shape, len(sizes), tile), slices_of(sizes, pad)
+    q = torch.zeros(shape[0], -(-shape[1] // pad) * pad, dtype=torch.uint8)
+    t = torch.zeros(shape[1], padded_columns(shape[0], len(sizes), pad), dtype=torch.uint8)
+    scale_inv, amax = torch.ones(grid).to(alone[0]["scale_inv"].dtype), torch.zeros(grid)
+    for place, laid_at, scales, one in zip(rows, columns, grid_rows, alone, strict=True):
+        q[place, : shape[1]], t[:, laid_at] = one["q"].view(torch.uint8), one["t"].view(torch.uint8)
+        scale_inv[scales], amax[scales] = one["scale_inv"], one["amax"]
+    found = {"q": q if given["as_is"] else q[:0, :0], "t": t if given["transpose"] else t[:0, :0]}
+    return {name: codes.view(dtype) for name, codes in found.items()} | {"scale_inv": scale_inv, "amax": amax}
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def check(op: Callable[..., Any], call: Call, is_exact: bool, sums: bool = True) -> dict[str, Tensor]:
+    """Run an op into poisoned memory and compare all that it returns and leaves; the results, by their names.
+
+    Args:
+        is_exact: whether what is cast has the reference's bits; else it may differ by roundings.
+        sums: False where column sums may depend on the order.
+    """
+    given = call.by_name
+    with poisoned_memory():
+        results = op(*call.args, **call.named)
+    left = call.by_name
+    names = ["q", "t", "scale_inv", "amax"]
+    if given.get("second_dtype") is not None:
+        names = ["q", "second", "scale_inv", "second_scale_inv"]
+    if call.op == "cast_and_commit":
+        names.remove("amax")
+    grouped = given.get("offsets") is not None
+    names += ["mean", "rstd", "y"] if given.get("gamma") is not None else [] if grouped else ["sums"]
+    actual = dict(zip(names, results, strict=True))
+    for name, one in actual.items():
+        assert one.is_contiguous() or ((name.endswith("scale_inv") or name == "amax") and one.t().is_contiguous()), name
+        actual[name] = one.cpu()
+    if grouped:
+        assert_same(actual, due_by_group(given))
+    else:
+        values = values_due(given)
+        expected = due(given, values)
+        if given.get("swizzle"):
+            actual = unswizzled(actual, given, values.y.shape)
+        expected |= values.besides
+        if is_exact:
+            assert_same(actual, expected)
+        else:
+            assert_close(actual, expected, given, values)
+        if sums and "sums" in actual and given["column_sum"]:
+            assert_sums(actual["sums"], values, torch.float32 if given["x"].itemsize == 1 else given["x"].dtype)
+    written = assert_committed(given, left, expected["amax"], is_exact) if call.op == "cast_and_commit" else ()
+    assert all(not isinstance(a, Tensor) or name in written or same_bits(a, left[name]) for name, a in given.items())
+    return actual
+
+
+def unswizzled(actual: dict[str, Tensor], given: dict[str, Any], shape: Sequence[int]) -> dict[str, Tensor]:
+    """The results with scales as they lie in others, once the swizzled ones are these with their padding."""
+    other = slice(None, None, -1 if given["transpose"] else 1)
+    for name, of_codes, tile in (
+        ("scale_inv", shape, given["tile"]),
+        ("second_scale_inv", shape[other], given["second_tile"][other]),
+    ):
+        if name in actual:
+            found, actual[name] = actual[name], plain_scales(actual[name], of_codes, tile)
+            assert same_bits(found, swizzled(actual[name] if tuple(tile) == MX else actual[name].t()))
+    return actual
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """The same bits, of all but column sums."""
+    for name, one in actual.items():
+        assert name == "sums" or same_bits(one, expected[name]), f"{name} differs"
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], given: dict[str, Any], values: Values) -> None:
+    """What a cast returned of values that are wrong by roundings.
+
+    An amax is wrong by no more than float32's roundings, a scale is that of the amax found, and codes are those of such
+    values. All else is the same, and the transposed codes are the others, transposed.
+    """
+    assert all((a.shape, a.dtype) == (expected[n].shape, expected[n].dtype) for n, a in actual.items() if n != "sums")
+    dtype, tile, power_of_two, margin, known = scaling_of(given)
+    assert_codes_close(actual["q"], expected["q"], actual["scale_inv"], values, tile)
+    if known:
+        assert same_bits(actual["scale_inv"], expected["scale_inv"])
+    else:
+        assert_scales_close(actual["scale_inv"], actual.get("amax"), values, tile, dtype, power_of_two, margin)
+    if "amax" in actual:
+        assert_amax_close(actual["amax"], values, tile)
+    if given["transpose"] and "t" in actual:
+        codes = actual["q"].view(torch.uint8)[:, : values.y.shape[1]]
+        assert same_bits(actual["t"], padded(codes.t(), dtype, given["pad"]))
+    if "second" in actual:
+        dtype, tile, power_of_two, margin, _ = scaling_of(given, "second_")
+        if given["transpose"]:
+            values_there, tile = values.t(), tile[::-1]
+        else:
+            values_there = values
+        scale_inv = actual["second_scale_inv"]
+        assert_codes_close(actual["second"], expected["second"], scale_inv, values_there, tile)
+        assert_scales_close(scale_inv, None, values_there, tile, dtype, power_of_two, margin)
+    if "rstd" in actual:
+        assert_statistics(actual, given, values)
+
+
+def assert_codes_close(codes: Tensor, expected: Tensor, scale_inv: Tensor, values: Values, tile: Sequence[int]) -> None:
+    """Codes [R, C'] that values within their roundings have in this scale_inv, few of them another than expected.
+
+    Faults and padding are the same.
+    """
+    cols = values.y.shape[1]
+    a, b = (c.view(torch.uint8).int() for c in (codes, expected))
+    assert torch.equal(a[:, cols:], b[:, cols:])
+    a, b, fault = a[:, :cols], b[:, :cols], 0x7F if codes.dtype == E4M3 else 0x7C
+    faulty = ((a & 0x7F) >= fault) | ((b & 0x7F) >= fault)
+    assert torch.equal(a[faulty], b[faulty])
+    wide = multiply_tiles_(torch.ones(values.y.shape), scale_inv.float(), tile)
+    scaled, limit = values.y / wide.double(), torch.finfo(codes.dtype).max
+    error = values.size * ROUNDINGS / wide + scaled.abs() * 2.0**-22
+    bounds = ((scaled + e).clamp(-limit, limit).float().to(codes.dtype) for e in (-error, error))
+    least, most = (ordered(bound.view(torch.uint8).int()) for bound in bounds)
+    found = ordered(a)
+    assert bool(((least <= found) & (found <= most) | faulty).all())
+
+
+def ordered(codes: Tensor) -> Tensor:
+    """Bits of codes as integers that ascend with their values."""
+    return torch.where(codes < 0x80, codes, 0x80 - codes)
+
+
+def amaxes_near(values: Values, tile: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The amax, and how far off one may be."""
+    amax, allowed = (REFERENCE["amax"](v.float(), tile) for v in (values.y, values.size * ROUNDINGS))
+    return amax, allowed
+
+
+def assert_amax_close(amax: Tensor, values: Values, tile: Sequence[int]) -> None:
+    """An amax but for roundings."""
+    exact, allowed = amaxes_near(values, tile)
+    assert bool(((amax - exact).abs() <= allowed).all())
+
+
+def assert_scales_close(
+    scale_inv: Tensor, amax: Tensor | None, values: Values, tile: Sequence[int], *scaling: Any
+) -> None:
+    """The scale_inv of this amax; or where it is not known, of one that may be."""
+    dtype, *how = scaling
+
+    def of(amax: Tensor) -> Tensor:
+        return scale_inv_from_scale(scale_from_amax(amax, format_of(dtype).max, *how))
+
+    if amax is not None:
+        assert same_bits(scale_inv.float(), of(amax))
+        return
+    exact, allowed = amaxes_near(values, tile)
+    least, most = of((exact - allowed).clamp(min=2.0**-149)), of(exact + allowed)
+    found = scale_inv.float()
+    assert bool((((least <= found) & (found <= most)) | (found == of(exact))).all())
+
+
+def assert_statistics(actual: dict[str, Tensor], given: dict[str, Any], values: Values) -> None:
+    """A norm's mean, rstd and y."""
+    wide, exact = given["x"].double(), values.besides
+    size, finite = wide.abs().mean(1), exact["rstd"].isfinite() & (exact["rstd"] > 0)
+    growth = 1 + (size * exact["rstd"]) ** 2
+    if given["kind"] == "layer_norm":
+        assert ((actual["mean"] - exact["mean"]).abs() <= ROUNDINGS * size)[finite].all()
+    assert ((actual["rstd"] - exact["rstd"]).abs() <= ROUNDINGS * exact["rstd"] * growth)[finite].all()
+    found, y = actual["y"], values.y
+    if found.numel() > 0:
+        fault, info = ~y.isfinite(), torch.finfo(found.dtype)
+        allowed = info.eps / 2 * (y.double().abs() + info.smallest_normal) + ROUNDINGS * values.size
+        assert ((found.double() - y).abs() <= allowed)[~fault].all()
+        assert torch.equal(found[fault].isnan(), y[fault].isnan())
+
+
+def assert_committed(given: dict[str, Any], left: dict[str, Any], amax: Tensor, is_exact: bool) -> list[str]:
+    """Compare the delayed state after a commit, by the amax that it holds where that is not exact; what was written."""
+    names = ["delayed_scale", "delayed_amax_history", "delayed_before"]
+    state = State(*copy.deepcopy([given[name] for name in names]))
+    amax = amax if is_exact else left[names[1]][2:, :1]
+    how = [given[name] for name in ("limits", "powers_of_two", "margins", "reduce")]
+    REFERENCE["delayed_update"](*state, given["amax_input"], given["amax_weight"], amax, *how)
+    assert same_bits(left[names[0]], state.scale) and same_bits(left[names[1]], state.amax_history)
+    assert same_bits(left[names[2]][1], state.before[1])  # outside of a backward each call is a pass by itself
+    return names
+
+
+def assert_sums(sums: Tensor, values: Values, dtype: torch.dtype) -> None:
+    """Column sums, which may be added in any order."""
+    x, size = values.y, values.size.sum(0)
+    assert sums.shape == x.shape[1:] and sums.dtype == dtype
+    exact = x.double().sum(0)
+    finite, infinite = exact.isfinite(), exact.isinf()
+    assert torch.equal(sums.isnan(), exact.isnan())
+    assert torch.equal(sums[infinite].double(), exact[infinite])
+    info = torch.finfo(dtype)
+    allowed = info.eps / 2 * (exact.abs() + info.smallest_normal) + 2.0**-18 * size
+    assert bool(((sums.double() - exact).abs() <= allowed)[finite].all())

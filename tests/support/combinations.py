@@ -24,6 +24,16 @@ def all_pairs(**options: Sequence[Any]) -> list[dict[str, Any]]:
     return cases
 
 
+def dealt(seed: int, count: int, **options: Sequence[Any]) -> list[dict[str, Any]]:
+    """Cases in which an option's values occur equally often, any value with any of another's."""
+    shuffle, cases = random.Random(seed), [dict[str, Any]() for _ in range(count)]
+    for name, values in options.items():
+        decks = (shuffle.sample(values, len(values)) for _ in itertools.count())
+        for case, value in zip(cases, itertools.chain.from_iterable(decks), strict=False):
+            case[name] = value
+    return cases
+
+
 def each_pair(**options: Sequence[Any]) -> pytest.MarkDecorator:
     """A test of each of these cases, which it gets as ``case``; by default of so many that each value occurs."""
     params, seen = [], set[tuple[str, str]]()
@@ -34,12 +44,6 @@ def each_pair(**options: Sequence[Any]) -> pytest.MarkDecorator:
         if not marks:
             seen.update(values)
     return pytest.mark.parametrize("case", params)
-
-
-def every_case(**options: Sequence[Any]) -> pytest.MarkDecorator:
-    """A test of each of these cases, which it gets as ``case``, all of them by default."""
-    cases = all_pairs(**options)
-    return pytest.mark.parametrize("case", cases, ids=["-".join(map(_short, case.values())) for case in cases])
 
 
 def _short(value: Any) -> str:

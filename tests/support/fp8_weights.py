@@ -1,11 +1,13 @@
-"""Weights that live in FP8, as the reference's functions take them."""
+"""Masters and moments, as the reference's functions take them."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, pieces
+from octavo.formats import Format
+from octavo.kernels.layouts import blocks_of
+from octavo.kernels.reference.optimizer_state import Fp8Weight, Master, MasterWeight, MomentTensors, pieces
 
 RESTS = {
     "fp8_split16": torch.int8,
@@ -47,11 +49,33 @@ def store(m: Fp8Weight, wide: Tensor, bits: Tensor | None = None, bound: Tensor 
     return m.amax.clone()
 
 
-def read(m: Master) -> Tensor:
-    found = torch.full(m.weight.shape, math.nan)
-    for piece in pieces(*m.weight.shape):
-        piece.of(found).copy_(m.read(piece))
+def read(stored: Master | MomentTensors) -> Tensor:
+    """All that is stored."""
+    data = stored.data if isinstance(stored, MomentTensors) else stored.weight
+    found = torch.full(data.shape, math.nan)
+    for piece in pieces(*data.shape):
+        piece.of(found).copy_(stored.read(piece))
     return found
+
+
+def master_of(kind: str, weight: Tensor) -> MasterWeight:
+    """One that is no code."""
+    rest = {"split32": torch.int16, "split24": torch.int8}.get(kind)
+    return MasterWeight(weight, kind, None if rest is None else torch.zeros(weight.shape, dtype=rest))
+
+
+def codes_of(
+    fmt: Format,
+    shape: tuple[int, int],
+    root: bool = False,
+    stochastic: bool = False,
+    per_tensor: bool = False,
+    previous: float | None = None,
+) -> MomentTensors:
+    """A moment of 0, with a scale a block, or one, by the previous amax too."""
+    scales = (1, 1) if per_tensor else (shape[0], blocks_of(shape[1]))
+    amax = None if previous is None else torch.full((1, 1), previous)
+    return MomentTensors(torch.zeros(shape, dtype=torch.uint8), fmt, torch.ones(scales), amax, root, stochastic)
 
 
 def values_of(shape: tuple[int, int]) -> Tensor:

@@ -1,6 +1,8 @@
 """The optimizer's launch and its reference, each on its own copy of the same weights."""
 
 import copy
+import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
@@ -10,11 +12,14 @@ from torch import Tensor
 
 from octavo import E4M3, E5M2, PerBlock, PerTensor, quantize
 from octavo.formats import E4M4
-from octavo.kernels.reference.optimizer_state import MasterWeight
+from octavo.kernels.reference.optimizer_state import MasterWeight, MomentTensors
 from octavo.kernels.reference.optimizer_step import AdamGroup, BitNumbers, SgdGroup, WeightUpdate
 from octavo.kernels.reference.optimizer_step import optimizer_step as reference
 from octavo.kernels.step_numbers import root_of
 from octavo.optim.moment import NAMED, Moment
+from tests.support.combinations import dealt
+from tests.support.fp8_weights import RESTS as FP8_RESTS
+from tests.support.fp8_weights import store, values_of, weight
 from tests.support.triton_cases import assert_counters_are_zero
 from tests.support.triton_kernels import TritonKernels
 
@@ -37,6 +42,15 @@ GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
 ADAM = AdamGroup(0.01, 0.9, 0.99, 1e-8, 0.1, False, True, True)
 OTHER = ADAM._replace(lr=0.02, beta1=0.5, beta2=0.95, eps=1e-6, weight_decay=0.0, maximize=True)
 SGD = SgdGroup(0.1, 0.9, 0.0, 0.01, False, False)
+
+
+IN_FP8 = [*itertools.product(FP8_RESTS, [False, True])]  # kinds of masters, and whether scales are of blocks
+BY_TURNS = [(kind, bool(number % 2)) for number, kind in enumerate(FP8_RESTS)]
+LARGER = [(1, 1), (3, 31), (130, 128), (135, 256), (129, 200), (256, 128), (256, 129)]
+# the element that rows begin at or pass: here, in a larger tensor, past int32 and where random bits take 64
+BETAS = [(0.9, 0.999), (0.9, 0.95), (0.0, 0.9), (0.0, 0.0), (0.9, 0.0), (0.5, 0.25), (0.9, 0.5), (0.99, 1 - 1e-7)]
+FAULTS = [math.nan, math.inf, -math.inf, 1e30, 1e-40, -0.0]
+STARTS = [0, 1000, 1 << 31, 1 << 32, (5 << 32) + 300]
 
 
 def update_of(
@@ -129,12 +143,15 @@ class Both:
             put(a, g)
             put(b, g)
 
-    def step(self, skip: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
-        """A step of both; they must agree in all that they store."""
+    def step(self, skip: Tensor | None = None, grad_scale: Tensor | None = None, measures: bool = False) -> None:
+        """A step of both, which must agree in all that they store, and in the resolution's sums but for their order."""
+        sums = [torch.zeros(2, dtype=torch.float64, device=self.kernels.device) for _ in range(2)]
+        given = [(skip, grad_scale, *one) for one in ([[s] for s in sums] if measures else ([], []))]
         with mock.patch.object(Tensor, "sqrt", root_of):  # the reference may take torch's, which may be an ulp off
-            reference(self.theirs, self.groups, skip, grad_scale)
-        self.module.optimizer_step(self.ours, self.groups, skip, grad_scale, self.plans)
+            reference(self.theirs, self.groups, *given[0])
+        self.module.optimizer_step(self.ours, self.groups, *given[1][:2], self.plans, *given[1][2:])
         assert differences(self.ours, self.theirs) == []
+        torch.testing.assert_close(*sums, rtol=1e-6, atol=0.0)
         assert_counters_are_zero(self.kernels)
 
     def steps(self, count: int, factor: float = 10.0) -> None:
@@ -151,3 +168,57 @@ def mixed(moments: Sequence[Moment], masters: Sequence[str], each: int, shift: i
         shape, gradient = SHAPES[(number + shift) % len(SHAPES)], GRADIENTS[(number + shift) % 3]
         found.append(update_of(shape, moments, master, gradient, number))
     return found
+
+
+def fp8_update(shape: tuple[int, int], kind: str, blocks: bool = False, *args: Any, **options: Any) -> WeightUpdate:
+    """A weight with a state of 0; its values, and so its blocks' scales, differ by orders of magnitude."""
+    held = weight(kind, shape, blocks)
+    store(held, values_of(shape))
+    options = {"gradient": GRADIENTS[options.get("number", 0) % 3], **options}
+    return update_of(shape, *(args or [NAMED["fp8"]]), **options)._replace(master=held)
+
+
+def made(case: dict[str, Any], moments: slice, number: int) -> WeightUpdate:
+    """A weight, its master, moments of any values, a gradient, and where the weight lies in the whole tensor."""
+    (rows, cols), master, scheme = case["shape"], case["master"], SCHEMES[case["scheme"]][moments]
+    gradient = case["gradient"] or torch.float32
+    if isinstance(master, str):
+        update = update_of((rows, cols), scheme, master, gradient, number, step=case["step"])
+    else:
+        update = fp8_update((rows, cols), *master, scheme, gradient=gradient, number=number, step=case["step"])
+    for place, moment in enumerate(update.moments if case["step"] else ()):
+        fill(moment, place == 1)
+    length = 1000 if case["apart"] and cols < 800 else 0
+    first_row = max(case["start"] // max(length or cols, 1) - rows // 2, 0)
+    update = update._replace(bits=BitNumbers(update.bits.key, first_row, 128 if length else 0, length))
+    if update.gradient.numel() and case["fault"] is not None:
+        for tensor in (update.gradient, update.master.weight)[: 1 + isinstance(update.master, MasterWeight)]:
+            tensor.view(-1)[int(torch.randint(tensor.numel(), ()))] = case["fault"]
+    update = update._replace(measured=number % 2 == 0)
+    return coded(update) if case["gradient"] is None else update
+
+
+def fill(moment: MomentTensors, is_second: bool) -> None:
+    """With any codes, scales and amax."""
+    if moment.fmt is None:
+        moment.data.copy_(torch.rand(moment.data.shape))
+        return
+    moment.data.copy_(torch.randint(0, 128 if is_second and moment.fmt.signed else 256, moment.data.shape))
+    moment.scale_inv.copy_(torch.rand(moment.scale_inv.shape) * 0.01)
+    if moment.amax is not None:
+        moment.amax.copy_(torch.rand(moment.amax.shape) * 5)
+
+
+def dealt_weights(seed: int, count: int, masters: Sequence[Any], shapes: Sequence[Any]) -> list[dict[str, Any]]:
+    """Cases of ``made``."""
+    options: dict[str, Sequence[Any]] = {
+        "shape": shapes,
+        "master": masters,
+        "scheme": [*SCHEMES],
+        "gradient": [*GRADIENTS, None],  # None: in codes
+        "step": [0, 0, 1, 50, 123456, (1 << 24) - 2],
+        "fault": [None, None, *FAULTS],
+        "start": STARTS,
+        "apart": [False, False, True],
+    }
+    return dealt(seed, count, **options)

@@ -24,8 +24,7 @@ from tests.support.emulated import emulating
 
 PACKAGE = "octavo.kernels.triton"
 compiled_for: int | None = None  # the compute capability of --compiled
-TESTS = "tests.support.tile_kernels"
-COPIED = (PACKAGE, "octavo.tune", TESTS)
+COPIED = (PACKAGE, "octavo.tune")
 
 
 class TritonKernels:
@@ -42,10 +41,6 @@ class TritonKernels:
     def module(self, name: str) -> ModuleType:
         """A module of octavo/kernels/triton, or another that was copied, by its whole name."""
         return self.modules[name if "." in name else f"{PACKAGE}.{name}"]
-
-    def launch(self, name: str, programs: int, *arguments: Any) -> None:
-        """Launch a kernel of tests/support as the library launches its own: a tensor first, its constants last."""
-        self.module("launch").launch(getattr(self.module(TESTS), name), programs, arguments, num_warps=4)
 
 
 @functools.cache

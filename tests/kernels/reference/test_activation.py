@@ -1,27 +1,17 @@
-"""Activations and their gradients against float64, and casts of them against casts of what they compute."""
+"""Activations and their gradients against float64; tests/kernels/test_cast.py casts them."""
 
-import itertools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo import kernels
 from octavo.kernels.reference.activation import produced, slope, value
-from tests.support import definitions
-from tests.support.casts import every_cast, second
-from tests.support.combinations import each_pair
 from tests.support.definitions import FLOAT32_MAX, same_bits
 from tests.support.exact_activation import GATED, PLAIN, exact, exact_gradient
-from tests.support.triton_cases import LAYOUTS, laid
 
-E4M3, E5M2 = FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-ALL = (-1, -1)
 HALF_ULP, SMALLEST = 2.0**-24, 2.0**-149
 
 # f = h s(u): u, and h u', which in a slope multiplies 1 - s and its rounding
@@ -155,73 +145,3 @@ def test_zeros_and_infinities(function: str) -> None:
         top, bottom = value(h, function).tolist()
         assert top == math.inf and math.isnan(bottom)
         assert bool(slope(h, function).isnan().all())
-
-
-Given = tuple[Tensor, tuple[Any, ...]]
-
-
-def laid_(x: Tensor, how: str) -> Tensor:
-    return laid(x.view(torch.uint8), how, x.device).view(x.dtype) if x.itemsize == 1 else laid(x, how, x.device)
-
-
-def given(
-    shape: tuple[int, int], activation: str, backward: bool, dtype: torch.dtype, h_tile: Any, how: str, **_: Any
-) -> tuple[Given, Given]:
-    """(x, the arguments of its activation), and the same in contiguous float32; [R, C] is the activation's output."""
-    rows, cols = shape
-    h = (torch.randn(rows, 2 * cols if activation in GATED else cols) * torch.logspace(-1, 1, rows)[:, None]).to(dtype)
-    scales: tuple[Any, ...] = ()
-    wide = h.float()
-    if h_tile:
-        codes, scale_inv = kernels.cast(h, None, 0, E4M3, h_tile, False, 0)[:3:2]
-        wide = definitions.dequantize(codes, scale_inv, h_tile).float()
-        h, scales = codes, (laid_(scale_inv, how), h_tile)
-    if not backward:
-        return (laid_(h, how), (activation, None, *scales)), (wide, (activation,))
-    dy = torch.randn(shape).to(dtype)
-    return (laid_(dy, how), (activation, laid_(h, how), *scales)), (dy.float(), (activation, wide))
-
-
-@each_pair(
-    activation=[*PLAIN, *GATED],
-    backward=[False, True],
-    dtype=DTYPES,
-    h_tile=[None, ALL, (1, 128), (128, 128), (1, -1)],
-    shape=[(0, 17), (17, 0), (1, 1), (17, 127), (127, 128)],
-    how=LAYOUTS,
-    tile=[ALL, (1, 128), (128, 128), (1, -1), (-1, 1), (3, 5)],
-    extras=[(1, False), (16, True)],
-)
-def test_casts(case: dict[str, Any]) -> None:
-    tile, (pad, column_sum) = case["tile"], case["extras"]
-    (x, activation), (wide, wide_activation) = given(**case)
-    before = [t.clone() for t in (x, *activation) if isinstance(t, Tensor)]
-    y = produced(wide, *wide_activation)
-    assert same_bits(produced(x, *activation), y)
-
-    codes, scale_inv, amax = definitions.cast(y, E4M3, tile)
-    qdata, _, *found, sums = kernels.cast(x, None, 0, E4M3, tile, False, 0, False, 1, column_sum, *activation)
-    assert same_bits(qdata.view(torch.uint8), codes)
-    assert same_bits(found[0], scale_inv) and same_bits(found[1], amax)
-    reads_codes = x.dtype == E4M3
-    assert sums.dtype == (torch.float32 if reads_codes else case["dtype"])
-
-    results = every_cast(x, tile, pad, column_sum, *activation)
-    for (name, actual), (_, expected) in zip(results, every_cast(y, tile, pad, column_sum), strict=True):
-        assert same_bits(actual[0].view(torch.uint8)[:, : y.shape[1]], codes), name
-        for a, b in zip(actual[:-1], expected[:-1], strict=True):
-            assert same_bits(a, b), name
-        assert same_bits(actual[-1], expected[-1].to(sums.dtype)), name
-    assert all(map(same_bits, [t for t in (x, *activation) if isinstance(t, Tensor)], before))
-
-
-def test_wrong_arguments_are_refused() -> None:
-    for activation, said in (
-        (("swish",), "activation='swish': use one of relu, "),
-        (("", None, torch.ones(1, 1), ALL), "h_scale_inv is given without the name"),
-    ):
-        for x, named in itertools.product(
-            (torch.zeros(4, 7), torch.zeros(4, 7, device="meta")), ({}, second(E4M3, ALL, False, 0))
-        ):
-            with pytest.raises(ValueError, match=said):
-                kernels.cast(x, None, 0, E4M3, ALL, False, 0, False, 1, False, *activation, **named)

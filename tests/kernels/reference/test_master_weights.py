@@ -14,7 +14,7 @@ from octavo.kernels.reference.optimizer_state import (
     remainder_of,
     values_with,
 )
-from tests.support.fp8_weights import RESTS, amax_of, random16, read, store, values_of, weight
+from tests.support.fp8_weights import RESTS, amax_of, master_of, random16, read, store, values_of, weight
 
 SHAPE = (4, 200)  # a row is a block and a part of one
 
@@ -37,12 +37,7 @@ def any_floats() -> Tensor:
 
 
 def master(kind: str, shape: tuple[int, int] = SHAPE) -> MasterWeight:
-    rest = {"split32": torch.int16, "split24": torch.int8}.get(kind)
-    return MasterWeight(
-        torch.zeros(shape, dtype=torch.float32 if kind == "weight" else torch.bfloat16),
-        kind,
-        None if rest is None else torch.zeros(shape, dtype=rest),
-    )
+    return master_of(kind, torch.zeros(shape, dtype=torch.float32 if kind == "weight" else torch.bfloat16))
 
 
 def write(m: MasterWeight, wide: Tensor, bits: Tensor | None = None) -> None:

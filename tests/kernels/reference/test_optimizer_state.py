@@ -10,16 +10,10 @@ from octavo.kernels.layouts import BLOCK, as_matrix_shape, blocks_of
 from octavo.kernels.reference import optimizer_state
 from octavo.kernels.reference.optimizer_state import PIECE, MomentTensors, finite_amax, pieces
 from octavo.kernels.reference.optimizer_step import WeightUpdate
+from tests.support.fp8_weights import codes_of, read
 
 COLS = [1, 31, 127, 128, 129, 4095]
 CPU = torch.device("cpu")
-
-
-def stored(fmt, shape, root=False, stochastic=False, per_tensor=False, previous=None) -> MomentTensors:
-    scales = (1, 1) if per_tensor else (shape[0], blocks_of(shape[1]))
-    amax = None if previous is None else torch.full((1, 1), previous)
-    codes = torch.zeros(shape, dtype=torch.uint8)
-    return MomentTensors(codes, fmt, torch.ones(scales), amax, root, stochastic)
 
 
 def write(moment: MomentTensors, values: Tensor, scale: Tensor | None = None, found: Tensor | None = None) -> None:
@@ -28,13 +22,6 @@ def write(moment: MomentTensors, values: Tensor, scale: Tensor | None = None, fo
         bits16 = torch.randint(0, 1 << 16, wide.shape, dtype=torch.int32) if moment.stochastic else None
         moment.scale, moment.found = scale, found
         moment.write(piece, wide, bits16)
-
-
-def read(moment: MomentTensors) -> Tensor:
-    found = torch.full(moment.data.shape, math.nan)
-    for piece in pieces(*moment.data.shape):
-        piece.of(found).copy_(moment.read(piece))
-    return found
 
 
 def check_cover(rows: int, cols: int, first_row: int = 0) -> None:
@@ -95,7 +82,7 @@ def test_codes_to_nearest_are_as_near_as_the_format_allows(fmt, root, cols):
     v[1] = 0
     if not root:
         v[::2] *= -1
-    moment = stored(fmt, v.shape, root)
+    moment = codes_of(fmt, v.shape, root)
     write(moment, v)
     kept, found = (v.sqrt(), read(moment).sqrt()) if root else (v, read(moment))
     amax = torch.stack([part.abs().amax(1) for part in kept.split(BLOCK, 1)], 1)
@@ -115,11 +102,11 @@ def test_codes_to_nearest_are_as_near_as_the_format_allows(fmt, root, cols):
 @pytest.mark.parametrize(("fmt", "root"), [(E4M3, False), (E5M2, True), (E4M4, True)], ids=str)
 def test_a_fault_stays_alone(fmt, root, fault, value):
     v = torch.rand(3, 260) + 0.1
-    clean = stored(fmt, v.shape, root)
+    clean = codes_of(fmt, v.shape, root)
     v[1, fault] = v[1, fault - 1] / 2  # not the block's largest, on which its scale depends
     write(clean, v)
     v[1, fault] = value
-    moment = stored(fmt, v.shape, root)
+    moment = codes_of(fmt, v.shape, root)
     write(moment, v)
     expected = read(clean)
     expected[1, fault] = math.nan
@@ -137,10 +124,10 @@ def test_finite_amax():
 def test_one_scale_and_the_previous_amax(root):
     v = torch.rand(4, 300) + 0.5
     kept = v.sqrt() if root else v
-    moment = stored(E5M2, v.shape, root, per_tensor=True, previous=2.0)
+    moment = codes_of(E5M2, v.shape, root, per_tensor=True, previous=2.0)
     assert not moment.needs_amax_first
-    assert stored(E5M2, v.shape, root, per_tensor=True).needs_amax_first
-    assert not stored(E5M2, v.shape, root).needs_amax_first
+    assert codes_of(E5M2, v.shape, root, per_tensor=True).needs_amax_first
+    assert not codes_of(E5M2, v.shape, root).needs_amax_first
     found, scale = torch.zeros(1, 1), torch.full((1, 1), 57344.0 / 2)
     write(moment, v, scale, found)
     assert torch.equal(found, kept.max().view(1, 1))

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo import PerBlock, PerTensor
-from octavo.formats import E4M3, E4M4, E5M2, Format
-from octavo.kernels.layouts import blocks_of
+from octavo.formats import E4M3, E4M4, E5M2
 from octavo.kernels.reference import optimizer_state
 from octavo.kernels.reference.optimizer_state import Fp8Weight, MasterWeight, MomentTensors, pieces
 from octavo.kernels.reference.optimizer_step import (
@@ -24,6 +23,7 @@ from octavo.kernels.reference.optimizer_step import (
 from octavo.kernels.step_numbers import adam_max_update, bound_after
 from octavo.numerics import scale_from_amax
 from octavo.tensor.stored_weight import StoredWeight
+from tests.support.fp8_weights import codes_of, master_of, read
 
 ADAM = [
     AdamGroup(0.01, 0.9, 0.99, 1e-8, 0.1, False, True, True),
@@ -49,32 +49,12 @@ def update(
     optimizer_step([WeightUpdate(master, moments, grad, done, BitNumbers(key, **where), 0)], [group])
 
 
-def codes(fmt: Format, shape: tuple[int, int], root: bool = False, rounding: bool = True, **one: Any) -> MomentTensors:
-    """``one``: of one scale, by ``per_tensor``, and where that is by ``previous`` amax."""
-    scales = (1, 1) if one.get("per_tensor") else (shape[0], blocks_of(shape[1]))
-    amax = torch.zeros(1, 1) if one.get("previous") else None
-    return MomentTensors(torch.zeros(shape, dtype=torch.uint8), fmt, torch.ones(scales), amax, root, rounding)
-
-
 def fp8(shape: tuple[int, int], count: int = 2) -> tuple[MomentTensors, ...]:
-    return (codes(E4M3, shape), codes(E4M4, shape, root=True))[:count]
+    return (codes_of(E4M3, shape, False, True), codes_of(E4M4, shape, True, True))[:count]
 
 
 def fp32(shape: tuple[int, int], count: int = 2) -> tuple[MomentTensors, ...]:
     return tuple(MomentTensors(torch.zeros(shape)) for _ in range(count))
-
-
-def values(moment: MomentTensors) -> Tensor:
-    """All that is stored, as one piece a row-block."""
-    found = torch.empty(moment.data.shape)
-    for piece in pieces(*moment.data.shape):
-        piece.of(found).copy_(moment.read(piece))
-    return found
-
-
-def master_of(kind: str, weight: Tensor) -> MasterWeight:
-    rest = {"split32": torch.int16, "split24": torch.int8}.get(kind)
-    return MasterWeight(weight, kind, None if rest is None else torch.zeros(weight.shape, dtype=rest))
 
 
 # --- the rules --------------------------------------------------------------------------------------------------------
@@ -154,9 +134,9 @@ def test_random_bits_are_those_of_the_key_and_the_step() -> None:
 def test_moments_are_rounded_with_bits_of_their_own() -> None:
     # equal moments would be rounded equally by equal bits
     grad = torch.rand(3, 300) + 0.5
-    first, second = codes(E4M3, (3, 300)), codes(E4M3, (3, 300))
+    first, second = (codes_of(E4M3, (3, 300), False, True) for _ in range(2))
     update(PLAIN, MasterWeight(torch.ones(3, 300), "weight"), grad, first, second)
-    ups = [(values(m) / c > grad**p).float() for m, c, p in ((first, 0.1, 1), (second, 0.01, 2))]
+    ups = [(read(m) / c > grad**p).float() for m, c, p in ((first, 0.1, 1), (second, 0.01, 2))]
     assert abs(float(torch.corrcoef(torch.stack([u.flatten() for u in ups]))[0, 1])) < 0.15
 
 
@@ -165,12 +145,12 @@ def test_moments_are_rounded_with_bits_of_their_own() -> None:
 def test_one_scale_from_the_current_amax_is_as_by_hand(both: bool, root: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_state, "PIECE", 256)
     shape = (5, 300)
-    first = codes(E5M2, shape, rounding=False, per_tensor=True) if both else MomentTensors(torch.zeros(shape))
-    second = codes(E4M4, shape, root, rounding=False, per_tensor=True)
+    first = codes_of(E5M2, shape, per_tensor=True) if both else MomentTensors(torch.zeros(shape))
+    second = codes_of(E4M4, shape, root, per_tensor=True)
     weight = torch.zeros(shape)
     for number in range(1, 4):
         grad = torch.randn(shape) * 10.0**-number
-        m, v = values(first).lerp(grad, 1 - 0.9), values(second).mul(0.99).addcmul(grad, grad, value=1 - 0.99)
+        m, v = read(first).lerp(grad, 1 - 0.9), read(second).mul(0.99).addcmul(grad, grad, value=1 - 0.99)
         before = weight.clone()
         update(PLAIN, MasterWeight(weight, "weight"), grad, first, second, number=number)
         denominator = v.sqrt().div((1 - 0.99**number) ** 0.5).add(1e-8)
@@ -183,24 +163,24 @@ def test_one_scale_from_the_current_amax_is_as_by_hand(both: bool, root: bool, m
             assert moment.scale_inv is not None and torch.equal(moment.scale_inv, scale.reciprocal())
             magnitude = moment.data & 0x7F if moment.fmt.signed else moment.data
             assert int(magnitude.max()) == moment.fmt.nan_code - (4 if moment.fmt is E5M2 else 1)
-            found = values(moment).pow(0.5 if root and moment is second else 1)
+            found = read(moment).pow(0.5 if root and moment is second else 1)
             assert ((found - wide).abs() <= wide.abs() / 8 + 1e-4 * wide.abs().max()).all()
 
 
 def test_the_previous_amax_scales_the_next_step() -> None:
-    shape, one = (5, 300), {"per_tensor": True, "previous": True}
-    first, second = codes(E4M3, shape, **one), codes(E5M2, shape, True, **one)
+    shape, one = (5, 300), {"stochastic": True, "per_tensor": True, "previous": 0.0}
+    first, second = codes_of(E4M3, shape, **one), codes_of(E5M2, shape, True, **one)
     weight, m = torch.zeros(shape), torch.zeros(shape)
     for number in range(1, 30):
         grad = torch.randn(shape)
         before = first.amax.clone(), second.amax.clone()
-        wide = values(first).lerp(grad, 1 - 0.9)
+        wide = read(first).lerp(grad, 1 - 0.9)
         m = m.lerp(grad, 1 - 0.9)
         update(PLAIN, MasterWeight(weight, "weight"), grad, first, second, number=number)
         assert torch.equal(first.scale_inv, scale_from_amax(before[0], 448.0, False, 0).reciprocal())
         assert torch.equal(second.scale_inv, scale_from_amax(before[1], 57344.0, False, 0).reciprocal())
         assert torch.equal(first.amax, wide.abs().max().view(1, 1))
-    assert float((values(first) - m).norm() / m.norm()) < 0.1
+    assert float((read(first) - m).norm() / m.norm()) < 0.1
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.9)], ids=str)

@@ -11,8 +11,8 @@ def tiles_of_any_size(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, r
         use_small_tiles(kernels, monkeypatch)
 
 
-@pytest.fixture(params=[4], ids=str)
-def small(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Programs of the optimizer's step have two tiles of 4 rows, or of so many: small tensors are several."""
-    config = kernels.module("launch").Config(request.param, 128, 2, 4)
+@pytest.fixture
+def small(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of the optimizer's step have two tiles of 4 rows: small tensors are several."""
+    config = kernels.module("launch").Config(4, 128, 2, 4)
     monkeypatch.setattr(kernels.module("optimizer_step"), "config", lambda *_: config)

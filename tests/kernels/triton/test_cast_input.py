@@ -8,7 +8,7 @@ import torch
 from octavo.granularity import scale_shape
 from octavo.kernels.activations import ACTIVATIONS
 from octavo.kernels.arguments import CastSource
-from tests.support.triton_cases import ALL, E4M3
+from tests.support.casts import ALL, E4M3
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu

@@ -17,20 +17,16 @@ from triton.runtime.jit import JITFunction
 from emulator import Options
 from octavo.granularity import Tile
 from octavo.tune import cases
-from tests.kernels import test_cast_statistics, test_multi_tensor_cast, test_note_faults
-from tests.kernels.triton import (
-    test_delayed_update,
-    test_grouped_cast,
-    test_grouped_library,
-    test_grouped_matmul,
-    test_matmul,
-    test_step_kernel,
-)
+from tests.kernels import test_cast_statistics, test_matmul, test_multi_tensor_cast, test_note_faults
+from tests.kernels.conftest import ops_of
+from tests.kernels.triton import test_delayed_update, test_grouped_library, test_grouped_matmul
 from tests.support import triton_kernels
+from tests.support.casts import E4M3, Call
+from tests.support.casts import check as check_cast
 from tests.support.emulated import emulating
+from tests.support.groups import offsets_of
 from tests.support.optimizer_both import ADAM, OTHER, SCHEMES, SGD, Both, update_of
-from tests.support.product_cases import BLOCK, MX, SQUARE
-from tests.support.triton_cases import E4M3
+from tests.support.product_cases import BLOCK, MX, SQUARE, of_flat, rows_in_groups, terms_in_groups
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them itself")
@@ -44,42 +40,33 @@ SIZES = [40, 0, 17]  # of groups; three rows more are in none
 
 
 def _grouped_products(kernels: TritonKernels, tiles: tuple[Tile, Tile] = (BLOCK, SQUARE)) -> None:
-    rows, terms = test_grouped_matmul.rows_in_groups, test_grouped_matmul.terms_in_groups
-    test_grouped_matmul.check(kernels, *rows(SIZES, 3, tiles, 24, 144), None, torch.bfloat16, False)
-    test_grouped_matmul.check(kernels, *terms(SIZES, 3, tiles[:1] * 2, 24, 40), None, torch.bfloat16, False, 16)
+    test_grouped_matmul.check(kernels, *rows_in_groups(SIZES, 3, tiles, 24, 144), None, torch.bfloat16, False)
+    test_grouped_matmul.check(
+        kernels, *terms_in_groups(SIZES, 3, tiles[:1] * 2, 24, 40), None, torch.bfloat16, False, 16
+    )
 
 
 def _around_torchs_grouped_product(kernels: TritonKernels) -> None:
     known = kernels.module("library_matmul")._known
     known.clear()
-    test_grouped_library.test_torch_s_product(test_grouped_matmul.rows_in_groups, SIZES, 3, kernels)
+    test_grouped_library.test_torch_s_product(rows_in_groups, SIZES, 3, kernels)
     test_grouped_library.test_torch_s_product_of_1x32(SIZES, 3, kernels)
     known.clear()
 
 
 def _extreme_scales(kernels: TritonKernels) -> None:
-    test_matmul.test_scales_whose_product_float32_does_not_hold(-126, 126, 1.5, (BLOCK, SQUARE), kernels)
-    test_matmul.test_scales_whose_product_float32_does_not_hold(-70, -70, 208.0, (BLOCK, BLOCK), kernels)
-
-
-def _cases_of(test: Callable[..., None]) -> dict[str, Any]:
-    """The first of the cases that a test runs."""
-    return next(mark.args[1][0].values[0] for mark in test.pytestmark if mark.name == "parametrize")  # type: ignore[attr-defined]
-
-
-def _first_case(test: Callable[..., None], **changes: Any) -> Callable[[TritonKernels], None]:
-    """Another module's test with its first case, but for some changes."""
-    return lambda kernels: test(kernels, _cases_of(test) | changes)
+    product = of_flat(kernels.module("matmul").triton_matmul)
+    test_matmul.check_extremes(product, (-126, 126, 1.5), (BLOCK, SQUARE))
+    test_matmul.check_extremes(product, test_matmul.TOO_SMALL, (BLOCK, BLOCK))
 
 
 def _grouped_rows(kernels: TritonKernels) -> None:
-    test_grouped_cast.check(kernels, torch.randn(60, 48), SIZES, None, 0, E4M3, (1, -1), False, 0)
+    how, offsets = (None, 0, E4M3, (1, -1), False, 0, True, 16), {"offsets": offsets_of(SIZES)}
+    check_cast(kernels.cast, Call("cast", (torch.randn(60, 48), *how), offsets), True)
 
 
 def _weights_in_blocks(kernels: TritonKernels) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        case = (128, 128), "dynamic", 16, E4M3, torch.bfloat16, True
-        test_multi_tensor_cast.test_kernels(*case, kernels, patch)
+    test_multi_tensor_cast.check(test_multi_tensor_cast.CASES[4], ops_of(kernels))
 
 
 def _optimizer(kernels: TritonKernels) -> None:
@@ -89,26 +76,33 @@ def _optimizer(kernels: TritonKernels) -> None:
 
 def _sgd(kernels: TritonKernels) -> None:
     updates = [update_of((3, 150), SCHEMES["fp8"][:1], number=number) for number in range(2)]
-    groups = [SGD, SGD._replace(nesterov=True)]
-    test_step_kernel.compare(Both(kernels, test_step_kernel.half_measured(updates), groups))
+    both = Both(kernels, [updates[0]._replace(measured=True), updates[1]], [SGD, SGD._replace(nesterov=True)])
+    both.step(measures=True)
 
 
+DELAYED: dict[str, Any] = test_delayed_update.test_update.pytestmark[0].args[1][0].values[0]  # type: ignore[attr-defined]
+LONG = {"length": 100, "reduce": "most_recent"}
+STATISTICS, OF_GROUPS = (
+    {name: values[0] for name, values in options.items()}
+    for options in (
+        test_cast_statistics.CAST | {"shape": [(1, 270)]},
+        test_cast_statistics.IN_GROUPS | {"sizes": [[0, 1, 1]]},
+    )
+)
 CALLS: dict[str, Callable[[TritonKernels], None]] = {
     "grouped products": _grouped_products,
     "grouped products of MX": functools.partial(_grouped_products, tiles=(MX, MX)),
     "around torch's grouped product": _around_torchs_grouped_product,
     "grouped cast by rows": _grouped_rows,
     "weights in blocks": _weights_in_blocks,
-    "statistics": _first_case(test_cast_statistics.test_the_kernel_is_the_reference, shape=(1, 270)),
-    "statistics of groups": _first_case(
-        test_cast_statistics.test_the_kernel_counts_groups_as_the_reference, sizes="more groups than rows"
-    ),
-    "delayed update": _first_case(test_delayed_update.test_update),
-    "delayed update, long history": _first_case(test_delayed_update.test_update, length=100, reduce="most_recent"),
+    "statistics": lambda kernels: test_cast_statistics.check(ops_of(kernels), STATISTICS, 1),
+    "statistics of groups": lambda kernels: test_cast_statistics.check_groups(ops_of(kernels), OF_GROUPS),
+    "delayed update": lambda kernels: test_delayed_update.test_update(kernels, DELAYED),
+    "delayed update, long history": lambda kernels: test_delayed_update.test_update(kernels, DELAYED | LONG),
     "extreme scales": _extreme_scales,
     "optimizer": _optimizer,
     "optimizer, SGD": _sgd,
-    "faults": test_note_faults.test_the_kernel_finds_the_group,
+    "faults": lambda kernels: test_note_faults.test_the_group_of_a_fault_is_found(ops_of(kernels)),
 }
 ONCE = [
     *("five weights at once", "cast+transpose+sum+commit", "grouped cast columns, transposed", "grouped cast 1x128"),

@@ -1,17 +1,20 @@
-"""The delayed state's update, bit for bit; inside a cast it is tested in test_cast.py."""
+"""The delayed state's update, bit for bit, and the casts of a pass; test_cast.py has one of any state."""
 
+import math
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.scaling.delayed import State
+from tests.support.casts import ALL, E5M2, to, update_args
 from tests.support.combinations import each_pair
 from tests.support.definitions import same_bits
 from tests.support.passes import one_pass, same_state
-from tests.support.triton_cases import to, update_args
+from tests.support.triton_cases import count_launches
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
@@ -48,3 +51,43 @@ def test_update(kernels: TritonKernels, case: dict[str, Any]) -> None:
         both(0, 1, 2)
     for _ in range(2):  # in one pass amaxes rise and fall, and roles are left out
         one_pass(partial(both, 0, 1, 2), partial(both, 1, 2, 0), partial(both, 2, 0, 1), partial(both, 0, 1, 2))
+
+
+def test_casts_of_a_pass_read_the_scales_of_before_it(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, other = State.empty(3, kernels.device), State.empty(3, kernels.device)
+    update, launched = update_args("max"), count_launches(kernels, monkeypatch)
+    exists = kernels.module("delayed_update").scale_exists
+
+    def both(x: Tensor, *amaxes: Tensor | None) -> Tensor:
+        arguments = *amaxes, E5M2, False, 2, *update, True, 1, True
+        results, expected = (
+            op(x, *one, *arguments)
+            for op, one in ((kernels.cast_and_commit, state), (REFERENCE["cast_and_commit"], other))
+        )
+        assert all(same_bits(a, b) for a, b in zip((*results[:3], *state), (*expected[:3], *other), strict=True))
+        exists(state.scale, 2)  # as a forward asks
+        return results[2]
+
+    for step in range(6):
+        old, gradients = state.scale.clone(), [steps_values(step + call, call).to(kernels.device) for call in range(3)]
+        amaxes: list[tuple[Tensor | None, ...]] = [
+            (x.float().nan_to_num().abs().amax().view(1, 1) if x.numel() else None, None) for x in gradients
+        ]
+        launched.clear()
+        found = one_pass(*(partial(both, x, *amax) for x, amax in zip(gradients, amaxes, strict=True)))
+        assert launched.count("amax_kernel") == (3, 1, 0)[min(step, 2)]  # the second pass's first commit tells the host
+        own = [kernels.cast(x, old, 2, E5M2, ALL, False, 2)[2] for x in gradients]
+        assert all(same_bits(a, b) for a, b in zip(found, own, strict=True))
+    assert (state.scale != 0).tolist() == [True, False, True]
+
+
+def steps_values(step: int, role: int) -> Tensor:
+    """What a role casts in a step: nothing but zeros at times, nothing at all, or with a fault."""
+    x = torch.randn(17, 40).bfloat16() * 2.0 ** (step * (-1) ** role)
+    if (step + role) % 4 == 0:
+        x.zero_()
+    if (step + role) % 5 == 3:
+        x = x[:0]
+    if (step + role) % 3 == 0:
+        x[2:3, 2:4] = torch.tensor([math.nan, math.inf])
+    return x

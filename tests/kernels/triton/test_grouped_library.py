@@ -15,10 +15,9 @@ from octavo.kernels.arguments import unpacking
 from octavo.kernels.layouts import plain_scales
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.numerics import E8M0
-from tests.kernels.triton.test_grouped_matmul import rows_in_groups, terms_in_groups
+from tests.support.casts import poisoned_memory, to
 from tests.support.groups import SIZES
-from tests.support.product_cases import BLOCK, MX, ROWS, close
-from tests.support.triton_cases import poisoned_memory, to
+from tests.support.product_cases import BLOCK, MX, ROWS, close, rows_in_groups, terms_in_groups
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu

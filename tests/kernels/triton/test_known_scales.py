@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.scaling.delayed import State
-from tests.support.triton_cases import ALL, E4M3, E5M2, check, update_args
+from tests.support.casts import ALL, E4M3, E5M2, Call, check, update_args
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
@@ -120,9 +120,10 @@ def test_a_known_scale_spares_the_amax(kernels, known, monkeypatch):
     # In step 0 input's amax is said to be 0: after step 1 its scale alone isn't known yet.
     for step, expected in enumerate((3, 3, 1, 0, 0)):
         launches.clear()
-        *_, amax, _ = check(kernels, "cast", x, state.scale, 0, E4M3, ALL, False, 0)
-        *_, amax_weight, _ = check(kernels, "cast", 3 * x, state.scale, 1, E4M3, ALL, False, 0)
-        amaxes = (amax.to(kernels.device) * step, amax_weight.to(kernels.device))
-        check(kernels, "cast_and_commit", x, *state, *amaxes, E5M2, False, 0, *UPDATE, True)
+        how = E4M3, ALL, False, 0
+        forward = [Call("cast", (y, state.scale, role, *how)) for role, y in enumerate((x, 3 * x))]
+        amax, amax_weight = (check(kernels.cast, call, True)["amax"].to(kernels.device) for call in forward)
+        commit = x, *state, amax * step, amax_weight, E5M2, False, 0, *UPDATE, True
+        check(kernels.cast_and_commit, Call("cast_and_commit", commit), True)
         assert len(launches) == expected
         known(state.scale)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.triton_cases import ALL, E4M3, assert_counters_are_zero
+from tests.support.casts import ALL, E4M3
+from tests.support.triton_cases import assert_counters_are_zero
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu

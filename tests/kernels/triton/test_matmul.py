@@ -1,110 +1,18 @@
-"""The product of two pairs: Triton's kernel beside the reference, and which product a case goes to."""
+"""Which product of two pairs a case goes to; tests/kernels/test_matmul.py has any product."""
 
 from typing import Any
 from unittest import mock
 
-import numpy
 import pytest
 import torch
 
-from octavo.granularity import Tile, scale_shape
-from octavo.kernels.reference import KERNELS as REFERENCE
+from octavo.granularity import Tile
 from octavo.kernels.triton.launch import LIBRARY, Config
-from octavo.numerics import E8M0
-from tests.support.product_cases import BLOCK, MX, ROWS, SQUARE, close, of_flat, operands, sums_shortly
-from tests.support.triton_cases import ALL, E4M3, E5M2, poisoned_memory, to
+from tests.support.casts import ALL, E4M3, E5M2, to
+from tests.support.product_cases import BLOCK, MX, ROWS, SQUARE, of_flat, operands
 from tests.support.triton_kernels import TritonKernels, running
 
 pytestmark = pytest.mark.gpu
-
-SHAPES = [(64, 48, 128), (17, 19, 127), (1, 1, 1), (260, 140, 300), (5, 3, 0), (0, 4, 16), (4, 0, 16)]
-TILES = [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK), (MX, MX), (ROWS, (128, 64)), (ALL, (64, 96))]
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("tiles", TILES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(
-    ("formats", "dtype", "bias_dtype", "fast"),
-    [
-        ((E4M3, E4M3), torch.float32, None, True),
-        ((E5M2, E4M3), torch.bfloat16, torch.bfloat16, False),
-        ((E4M3, E5M2), torch.float16, torch.float32, False),
-    ],
-    ids=["float32", "bfloat16", "float16"],
-)
-def test_triton_s_product(formats, dtype, bias_dtype, fast, shape, tiles, kernels):
-    triton_matmul = of_flat(kernels.module("matmul").triton_matmul)
-    args = operands(shape, tiles, formats)
-    if dtype == torch.float16:  # within its range
-        args = (args[0], (args[1].float() * 2.0**-7).to(args[1].dtype), *args[2:])
-    bias = None if bias_dtype is None else torch.randn(shape[1]).to(bias_dtype)
-    expected = REFERENCE["matmul"](*args, bias, torch.float32, fast).to(dtype)
-    with poisoned_memory():
-        found = triton_matmul(*to(kernels.device, (*args, bias)), dtype, fast)
-    close(found.cpu(), expected, kernels, fast)
-
-
-TOO_SMALL, TOO_LARGE = (-70, -70, 208.0), (65, 65, 2.0**-9)
-EXTREMES = [TOO_SMALL, TOO_LARGE, (119, -119, 1.5), (-126, 126, 1.5), (65, 65, 1.0), (-126, -126, 1.0)]
-EXTREME_CELLS = [  # by default those of all tiles whose scales' product float32 does not hold, of the others one each
-    pytest.param(
-        *extreme, tiles, marks=[] if extreme in (TOO_SMALL, TOO_LARGE) or (i - j) % 6 == 0 else pytest.mark.full
-    )
-    for i, extreme in enumerate(EXTREMES)
-    for j, tiles in enumerate(TILES[:6])
-]
-
-
-@pytest.mark.parametrize(("a_exponent", "b_exponent", "code", "tiles"), EXTREME_CELLS, ids=str)
-def test_scales_whose_product_float32_does_not_hold(a_exponent, b_exponent, code, tiles, kernels):
-    a = torch.full((20, 256), code).to(E4M3)
-    b = torch.full((24, 256), code).to(E4M3)
-    a[3] = 0.0
-    scales = [torch.full(scale_shape(q.shape, tile), 1.3) for q, tile in zip((a, b), tiles, strict=True)]
-    scales[0][::2] *= 2.0**a_exponent
-    scales[1][:, -1] *= 2.0**b_exponent
-    if tiles == (MX, MX):
-        scales = [(scale / 1.3).to(E8M0) for scale in scales]
-    values = [
-        REFERENCE["dequantize"](q, scale_inv, tile, torch.float32).double()
-        for q, scale_inv, tile in zip((a, b), scales, tiles, strict=True)
-    ]
-    args = (a, scales[0], tiles[0], b, scales[1], tiles[1])
-    with numpy.errstate(over="ignore", invalid="ignore", under="ignore"):
-        found = of_flat(kernels.module("matmul").triton_matmul)(*to(kernels.device, args), None, torch.float32, False)
-    torch.testing.assert_close(found.cpu(), (values[0] @ values[1].t()).float(), rtol=1e-3, atol=2.0**-126)
-
-
-@pytest.mark.parametrize("tiles", [(ALL, ALL), (BLOCK, SQUARE)], ids=str)
-def test_operands_of_any_strides(tiles: tuple[Tile, Tile], kernels: TritonKernels) -> None:
-    args = operands((32, 48, 256), tiles, (E4M3, E4M3))
-    expected = REFERENCE["matmul"](*args, None, torch.float32, False)
-    a, a_scale_inv, a_tile, b, b_scale_inv, b_tile = to(kernels.device, args)
-    turned = [t.view(torch.uint8).t().contiguous().view(E4M3).t() for t in (a, b)]
-    scales = [s.t().contiguous().t() for s in (a_scale_inv, b_scale_inv)]
-    wide = [torch.zeros(t.shape[0], 300, dtype=torch.uint8, device=t.device) for t in (a, b)]
-    for w, t in zip(wide, (a, b), strict=True):
-        w[:, : t.shape[1]] = t.view(torch.uint8)
-    sliced = [w.view(E4M3)[:, :256] for w in wide]
-    for first, second in (turned, sliced, (turned[0], sliced[1])):
-        found = kernels.matmul(first, scales[0], a_tile, second, scales[1], b_tile, None, torch.float32, False)
-        close(found.cpu(), expected, kernels)
-
-
-@pytest.mark.parametrize("tiles", [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE)], ids=str)
-def test_a_bias_of_any_stride_and_dtype(tiles: tuple[Tile, Tile], kernels: TritonKernels) -> None:
-    args, column = operands((32, 48, 256), tiles, (E4M3, E4M3)), torch.randn(96)[::2] * 100
-    module = kernels.module("matmul")
-    products = [of_flat(module.triton_matmul)]
-    if tiles[0] != BLOCK and (kernels.device.type != "cpu" or torch.__version__ >= "2.12"):  # before, on GPUs only
-        products.append(of_flat(kernels.module("library_matmul").library_matmul))
-    for bias in (column, column.bfloat16()):
-        expected = REFERENCE["matmul"](*args, bias, torch.bfloat16, False)
-        for product in products:
-            found = product(*to(kernels.device, args), bias.to(kernels.device), torch.bfloat16, False).cpu()
-            other = (found != expected).float().mean()  # sums in another order, or cut off to fewer bits
-            assert other < (0.05 if sums_shortly(kernels) else 0.01)
 
 
 def chosen(kernels: TritonKernels, *args: Any, right: bool = True) -> str:

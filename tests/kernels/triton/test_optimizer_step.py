@@ -3,7 +3,6 @@
 import copy
 import itertools
 import math
-import random
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +15,12 @@ from octavo import E4M3, PerTensor
 from octavo.kernels.reference.optimizer_state import Fp8Weight
 from octavo.kernels.reference.optimizer_step import BitNumbers, SgdGroup, WeightUpdate
 from octavo.optim.moment import NAMED, Moment
-from tests.support import triton_kernels
-from tests.support.fp8_weights import RESTS, store, values_of, weight
+from tests.support.fp8_weights import RESTS
 from tests.support.optimizer_both import (
     ADAM,
-    GRADIENTS,
+    BETAS,
+    BY_TURNS,
+    IN_FP8,
     MASTERS,
     OTHER,
     SCHEMES,
@@ -28,57 +28,16 @@ from tests.support.optimizer_both import (
     SHAPES,
     Both,
     coded,
+    dealt_weights,
     differences,
+    fp8_update,
+    made,
     mixed,
     update_of,
 )
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
-
-IN_FP8 = [*itertools.product(RESTS, [False, True])]  # kinds of masters, and whether scales are of blocks
-BY_TURNS = [(kind, bool(number % 2)) for number, kind in enumerate(RESTS)]
-LARGER = [(1, 1), (3, 31), (130, 128), (135, 256), (129, 200), (256, 128), (256, 129)]
-# the element that rows begin at or pass: here, in a larger tensor, past int32 and where random bits take 64
-STARTS = [0, 1000, 1 << 31, 1 << 32, (5 << 32) + 300]
-
-
-def fp8_update(shape: tuple[int, int], kind: str, blocks: bool = False, *args: Any, **options: Any) -> WeightUpdate:
-    """A weight with a state of 0; its values, and so its blocks' scales, differ by orders of magnitude."""
-    held = weight(kind, shape, blocks)
-    store(held, values_of(shape))
-    options = {"gradient": GRADIENTS[options.get("number", 0) % 3], **options}
-    return update_of(shape, *(args or [NAMED["fp8"]]), **options)._replace(master=held)
-
-
-def dealt(seed: int, count: int, **options: Sequence[Any]) -> list[dict[str, Any]]:
-    """Cases in which an option's values occur equally often, any value with any of another's."""
-    shuffle, cases = random.Random(seed), [dict[str, Any]() for _ in range(count)]
-    for name, values in options.items():
-        decks = (shuffle.sample(values, len(values)) for _ in itertools.count())
-        for case, value in zip(cases, itertools.chain.from_iterable(decks), strict=False):
-            case[name] = value
-    return cases
-
-
-def made(case: dict[str, Any], moments: slice, number: int) -> WeightUpdate:
-    """A weight, its master, moments, gradient, and where it lies in the whole tensor."""
-    (rows, cols), master, scheme = case["shape"], case["master"], SCHEMES[case["scheme"]][moments]
-    gradient = case["gradient"] or torch.float32
-    if isinstance(master, str):
-        update = update_of((rows, cols), scheme, master, gradient, number)
-    else:
-        update = fp8_update((rows, cols), *master, scheme, gradient=gradient, number=number)
-    length = 1000 if case["apart"] and cols < 800 else 0
-    first_row = max(case["start"] // max(length or cols, 1) - rows // 2, 0)
-    update = update._replace(bits=BitNumbers(update.bits.key, first_row, 128 if length else 0, length))
-    return coded(update) if case["gradient"] is None else update
-
-
-def dealt_weights(seed: int, count: int, masters: Sequence[Any], shapes: Sequence[Any]) -> list[dict[str, Any]]:
-    where = {"start": STARTS, "apart": [False, False, True]}
-    gradients = [*GRADIENTS, None]  # None: in codes
-    return dealt(seed, count, shape=shapes, master=masters, scheme=[*SCHEMES], gradient=gradients, **where)
 
 
 def set_tiles(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, block_r: int, tiles: int) -> None:
@@ -93,37 +52,9 @@ def large(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
         set_tiles(kernels, monkeypatch, 128, 1)
 
 
-def two_steps(both: Both, factor: float) -> None:
-    """The second divides its gradients."""
-    both.new_gradients()
-    both.step()
-    both.new_gradients(factor)
-    both.step(None, torch.tensor(3.0, device=both.kernels.device))
-    assert len(both.plans) == 1
-
-
-ORDINARY = dealt_weights(0, 160, MASTERS, [*SHAPES, (3, 1300), (65, 130), (7, 256), (300, 1)])
-ALL_KINDS = dealt_weights(1, 160, [*IN_FP8, *MASTERS], LARGER)
-LAUNCHES = [*range(3), *(pytest.param(launch, marks=pytest.mark.full) for launch in range(3, 32))]
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("in_fp8", [False, True], ids=["ordinary", "in FP8 too"])
-def test_any_weights(in_fp8: bool, launch: int, kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    if triton_kernels.compiled_for and launch >= 12:
-        pytest.skip("half a minute in the emulator; the first 12 have all tiles, rules, masters and moments")
-    groups = [group._replace(decoupled=launch % 2 == 0) for group in (ADAM, OTHER)]
-    if kernels.interpreted and in_fp8:  # in the interpreter a tile takes as long whatever its size
-        set_tiles(kernels, monkeypatch, 64 if launch % 4 == 3 else 128, 1)
-    elif launch % 4 < 2:
-        set_tiles(kernels, monkeypatch, 8 if launch % 4 else 4, 2)
-    cases = (ALL_KINDS if in_fp8 else ORDINARY)[5 * launch : 5 * launch + 5]
-    updates = [made(case, slice(2), number) for number, case in enumerate(cases)]
-    two_steps(Both(kernels, updates, groups), 0.01 if launch % 3 == 2 else 10.0)
-
-
 RULES = {
+    "Adam": ADAM,
+    "coupled": ADAM._replace(decoupled=False),
     "unclipped": ADAM._replace(clip=False),
     "unclipped, coupled": ADAM._replace(clip=False, decoupled=False),
     "SGD": SGD,
@@ -133,36 +64,48 @@ RULES = {
     "an average": SGD._replace(averages=True, nesterov=True, momentum=0.3),
     "decoupled, bounded": SGD._replace(averages=True, momentum=0.0, max_update=1.25),
 }
+ORDINARY = [*SHAPES, (3, 1300), (65, 130), (7, 256), (300, 1)]
+LARGER = [(1, 1), (3, 31), (130, 128), (135, 256), (129, 200), (256, 128), (256, 129)]
 
 
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 4))])
 @pytest.mark.parametrize("rule", RULES)
-def test_the_other_rules(rule: str, kernels: TritonKernels, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = RULES[rule]
-    moments = slice(2)
-    if isinstance(group, SgdGroup):
-        moments = slice(1 if group.momentum else 0)
-    cases = dealt_weights([*RULES].index(rule), 3, MASTERS, SHAPES)
-    if rule == "decoupled, bounded":
-        cases = dealt_weights(1, 3, IN_FP8, [(3, 31), (130, 140), (7, 16)])
-        set_tiles(kernels, monkeypatch, 128, 1)
-    updates = [made(case, moments, number) for number, case in enumerate(cases)]
-    two_steps(Both(kernels, updates, [group, group._replace(lr=0.3)]), 10.0)
+def test_any_weights(rule: str, seed: int, kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps, of which the second divides its gradients, and what they add to the resolution's sums."""
+    number, group = 10 * seed + [*RULES].index(rule), RULES[rule]
+    torch.manual_seed(number)
+    bounded = (not isinstance(group, SgdGroup) and group.clip) or rule == "decoupled, bounded"  # as FP8 masters need
+    other = OTHER._replace(decoupled=group.decoupled) if rule in ("Adam", "coupled") else group._replace(lr=0.3)
+    moments = slice((1 if group.momentum else 0) if isinstance(group, SgdGroup) else 2)
+    updates = []
+    for in_fp8 in (False, True) if bounded and rule != "coupled" else (False,):
+        kinds = dealt_weights(number, 2, IN_FP8, LARGER) if in_fp8 else dealt_weights(number, 3, MASTERS, ORDINARY)
+        updates += [made(case, moments, len(updates) + at) for at, case in enumerate(kinds)]
+    if kernels.interpreted and bounded:  # in the interpreter a tile takes as long whatever its size
+        set_tiles(kernels, monkeypatch, 64 if number % 4 == 3 else 128, 1)
+    elif number % 4 < 2:
+        set_tiles(kernels, monkeypatch, 16 if number % 4 else 8, 2)
+    groups = [group, other]
+    if not isinstance(group, SgdGroup):
+        betas = (BETAS[(2 * number + at) % len(BETAS)] for at in range(2))
+        groups = [one._replace(beta1=b1, beta2=b2) for one, (b1, b2) in zip(groups, betas, strict=True)]
+    both = Both(kernels, updates, groups)
+    both.step(measures=True)
+    both.new_gradients(0.01 if number % 3 == 2 else 10.0)
+    both.step(None, torch.tensor(3.0, device=kernels.device), measures=True)
+    assert len(both.plans) == 1
 
 
-@pytest.mark.parametrize("where", [128, pytest.param(0, marks=pytest.mark.full)])
-def test_the_last_program_ends_all_of_many_tensors(where: int, kernels: TritonKernels) -> None:
+def test_the_last_program_ends_all_of_many_tensors(kernels: TritonKernels) -> None:
     updates = [update_of((1, 0), SCHEMES["previous"], number=number) for number in range(301)]
-    for number in {where, 299}:
+    for number in (128, 299):
         updates[number] = update_of((2, 3), SCHEMES["previous"], "split24", number=number)
     Both(kernels, updates, [ADAM, OTHER]).steps(2)
 
 
-@pytest.mark.parametrize(
-    "scheme", ["fp8", *(pytest.param(one, marks=pytest.mark.full) for one in ("fp32", "previous", "two stages"))]
-)
-def test_a_fault_stays_where_it_is(scheme: str, kernels: TritonKernels, large: None) -> None:
-    updates = [update_of((3, 300), SCHEMES[scheme], master, number=n) for n, master in enumerate(MASTERS)]
-    updates += [fp8_update((3, 300), *cell, SCHEMES[scheme], number=n) for n, cell in enumerate(BY_TURNS[:3])]
+def test_a_fault_stays_where_it_is(kernels: TritonKernels, large: None) -> None:
+    updates = [update_of((3, 300), SCHEMES["fp8"], master, number=n) for n, master in enumerate(MASTERS)]
+    updates += [fp8_update((3, 300), *cell, SCHEMES["fp8"], number=n) for n, cell in enumerate(BY_TURNS[:3])]
     both, places = Both(kernels, updates, [ADAM, OTHER]), [0, 130, 299]
     both.new_gradients()
     both.step()
@@ -177,9 +120,8 @@ def test_a_fault_stays_where_it_is(scheme: str, kernels: TritonKernels, large: N
     both.step()
 
 
-@pytest.mark.parametrize("scheme", ["fp8", pytest.param("two stages", marks=pytest.mark.full)])
-def test_gradients_too_large_for_a_second_moment_make_no_nan(scheme: str, kernels: TritonKernels) -> None:
-    both = Both(kernels, [update_of((3, 300), SCHEMES[scheme], "weight")], [ADAM])
+def test_gradients_too_large_for_a_second_moment_make_no_nan(kernels: TritonKernels) -> None:
+    both = Both(kernels, [update_of((3, 300), SCHEMES["fp8"], "weight")], [ADAM])
     places, large = (torch.arange(3), torch.tensor([0, 130, 299])), torch.tensor([1e30, -1e30, 3e38])
     for spoilt in (False, True, False):
         both.new_gradients(spoil=lambda g, spoilt=spoilt: g.index_put_(places, large) if spoilt else g)
@@ -362,24 +304,14 @@ def experts(
 PREVIOUS = (Moment(E4M3, granularity=PerTensor(), scale="previous"),) * 2
 
 
-MANY = pytest.param(NAMED["fp8"], 130, marks=pytest.mark.full, id="more than count their step at a time")
-
-
-@pytest.mark.parametrize(
-    ("scheme", "most"),
-    [
-        pytest.param(PREVIOUS, 2, id="previous"),
-        pytest.param(SCHEMES["two stages"], 2, id="two stages", marks=pytest.mark.full),
-        MANY,
-    ],
-)
-def test_experts_in_one_launch(scheme: Sequence[Moment], most: int, kernels: TritonKernels, large: None) -> None:
+def test_experts_in_one_launch(kernels: TritonKernels, large: None) -> None:
     """Several and one, their gradients in codes."""
     cells = [("fp8_split16", False), ("fp8_stochastic", True), ("fp8_fp32", False)]
-    shapes, counts = [(3, 31), (130, 128), (5, 128)], [most, 2, 1]
     updates = [
-        experts(count, shape, *cell, scheme, number)
-        for number, (count, shape, cell) in enumerate(zip(counts, shapes, cells, strict=True))
+        experts(count, shape, *cell, PREVIOUS, number)
+        for number, (count, shape, cell) in enumerate(
+            zip([2, 2, 1], [(3, 31), (130, 128), (5, 128)], cells, strict=True)
+        )
     ]
     updates[1] = coded(updates[1])
     both = Both(kernels, updates, [ADAM, OTHER])

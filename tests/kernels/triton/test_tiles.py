@@ -8,8 +8,8 @@ from torch import Tensor
 
 from octavo import numerics
 from octavo.kernels.reference import KERNELS as REFERENCE
+from tests.support.casts import FORMATS, to
 from tests.support.definitions import FLOAT32_MAX, MAX, all_bfloat16, neighbours, same_bits
-from tests.support.triton_cases import FORMATS, to
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
@@ -56,16 +56,3 @@ def test_narrow(kernels: TritonKernels, dtype: torch.dtype) -> None:
     expected = REFERENCE["dequantize"](*given)
     assert same_bits(kernels.dequantize(*to(kernels.device, given)).cpu(), expected)
     assert same_bits(expected, scales.to(dtype))
-
-
-@pytest.mark.parametrize("programs", [1, 2, 17])
-def test_one_program_is_the_last_and_leaves_zeros(kernels: TritonKernels, programs: int) -> None:
-    work = torch.zeros(2, dtype=torch.int32, device=kernels.device)
-    launches = 3
-    ends = torch.zeros(1, dtype=torch.int32, device=kernels.device)
-    for launch in range(launches):
-        x = torch.rand(programs) * 10.0**-launch  # so that an amax left behind would show
-        amax = torch.full((1,), math.nan, device=kernels.device)
-        kernels.launch("largest_kernel", programs, x.to(kernels.device), work, amax, ends, programs)
-        assert amax.item() == x.max() and not work.any()
-    assert ends.item() == launches

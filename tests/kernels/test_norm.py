@@ -1,0 +1,198 @@
+"""Norms and their gradients against float64, by the reference, a CPU and Triton; test_cast.py casts them."""
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo import kernels
+from octavo.kernels.cpu import codes
+from octavo.kernels.reference.norm import normalise
+from tests.kernels.conftest import Ops
+from tests.support.casts import DTYPES, LAYOUTS, laid, poisoned_memory, to, values_of
+from tests.support.combinations import dealt, each_pair
+from tests.support.definitions import same_bits
+from tests.support.triton_cases import assert_counters_are_zero, use_small_tiles
+
+KINDS = ["layer_norm", "rms_norm"]
+HALF_ULP = 2.0**-24
+# with small tiles rows of more than 256 elements don't fit one
+SHAPES = [(0, 17), (17, 0), (1, 1), (17, 1), (1, 1000), (17, 127), (127, 128), (70, 17), (9, 256), (7, 300)]
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+class Norm(NamedTuple):
+    """The arguments that every norm begins with."""
+
+    x: Tensor
+    gamma: Tensor
+    beta: Tensor | None
+    kind: str
+    eps: float
+    zero_centered: bool
+
+    def double(self) -> "Norm":
+        return Norm(*(a.double() if isinstance(a, Tensor) else a for a in self))
+
+
+def given(
+    shape: tuple[int, int],
+    kind: str,
+    dtype: torch.dtype = torch.float32,
+    gamma_dtype: torch.dtype = torch.float32,
+    beta: bool = True,
+    zero_centered: bool = False,
+    eps: float = 1e-5,
+    offset: float = 0.0,
+    **_: Any,
+) -> Norm:
+    rows, cols = shape
+    x = (torch.randn(shape) + offset) * torch.logspace(-1, 1, rows)[:, None]
+    gamma, added = torch.randn(2, cols).to(gamma_dtype)
+    return Norm(x.to(dtype), gamma, added if beta else None, kind, eps, zero_centered)
+
+
+def exact(norm: Norm) -> Tensor:
+    x, gamma, beta, kind, eps, zero_centered = norm
+    factor = gamma + 1 if zero_centered else gamma
+    if kind == "layer_norm":
+        return F.layer_norm(x, x.shape[1:], factor, beta, eps)
+    y = F.rms_norm(x, x.shape[1:], factor, eps)
+    return y if beta is None else y + beta
+
+
+def statistics(norm: Norm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """In float64 mean and rstd [R, 1], n [R, C], and [R, 1] by how much a rounding of x grows in n."""
+    x = norm.x.double()
+    mean = x.mean(1, keepdim=True) if norm.kind == "layer_norm" else torch.zeros(len(x), 1, dtype=torch.float64)
+    rstd = ((x - mean).square().mean(1, keepdim=True) + norm.eps).rsqrt()
+    growth = 1 + x.abs().mean(1, keepdim=True) * rstd * (norm.kind == "layer_norm")
+    return mean, rstd, (x - mean) * rstd, growth
+
+
+def factor_of(norm: Norm) -> Tensor:
+    return norm.gamma.double() + norm.zero_centered
+
+
+def rounding(dtype: torch.dtype, truth: Tensor) -> Tensor:
+    """The error of rounding to ``dtype``."""
+    info = torch.finfo(dtype)
+    return info.eps / 2 * truth.abs() + info.smallest_normal * info.eps
+
+
+@each_pair(
+    kind=KINDS,
+    shape=[shape for shape in SHAPES if shape[1]],
+    dtype=DTYPES,
+    gamma_dtype=DTYPES,
+    beta=[False, True],
+    zero_centered=[False, True],
+    eps=[1e-6, 1e-5, 1e-2],
+    offset=[0.0, 3.0, 1000.0],
+)
+def test_against_float64(case: dict[str, Any]) -> None:
+    norm = given(**case)
+    truth = exact(norm.double())
+    mean, rstd, n, growth = statistics(norm)
+    y, found_mean, found_rstd = normalise(*norm)
+    natural = (n.abs() + growth) * factor_of(norm).abs() + (0.0 if norm.beta is None else norm.beta.double().abs())
+    assert bool(((y.double() - truth).abs() <= 4 * HALF_ULP * natural).all())
+    assert y.dtype == found_mean.dtype == found_rstd.dtype == torch.float32
+    assert y.is_contiguous() and found_rstd.shape == (case["shape"][0],)
+    assert bool(((found_rstd.double() - rstd[:, 0]).abs() <= 4 * HALF_ULP * rstd[:, 0]).all())
+    if norm.kind == "layer_norm":
+        allowed = 4 * HALF_ULP * norm.x.double().abs().mean(1)
+        assert bool(((found_mean.double() - mean[:, 0]).abs() <= allowed).all())
+    else:
+        assert found_mean.shape == (0,)
+
+
+BACKWARD: dict[str, Any] = {
+    "kind": KINDS,
+    "shape": SHAPES,
+    **{f"{which}dtype": DTYPES for which in ("", "dy_", "gamma_")},
+    "residual_dtype": [None, *DTYPES],
+    "beta": [False, True],
+    "zero_centered": [False, True],
+    "offset": [0.0, 30.0],
+    **{f"{which}layout": LAYOUTS for which in ("", "dy_", "residual_")},
+    "small": [False, True],
+    "chunk": [1, 500, 1 << 18],
+}
+
+
+def check_gradients(ops: Ops, case: dict[str, Any]) -> None:
+    norm, device = given(**case), ops.device
+    if ops.name == "Triton":
+        norm = norm._replace(x=values_of("varied", case["shape"], case["dtype"]))
+    dy = torch.randn(norm.x.shape).to(case["dy_dtype"])
+    residual = None if case["residual_dtype"] is None else torch.randn(norm.x.shape).to(case["residual_dtype"])
+    mean, exact_rstd, n, growth = statistics(norm)
+    of_rows = (mean.float()[:, 0] if norm.kind == "layer_norm" else torch.zeros(0)), exact_rstd.float()[:, 0]
+    vectors = [t.to(device) for t in (norm.gamma, *of_rows)]
+    if ops.kernels:  # which take them of any stride
+        vectors = [torch.stack((t, t + 1), 1)[:, 0] for t in vectors]
+    args = [laid(dy, case["dy_layout"], device), laid(norm.x, case["layout"], device), *vectors, *norm[3::2]]
+    args += [case["beta"], None if residual is None else laid(residual, case["residual_layout"], device)]
+    before = to("cpu", args)
+    with poisoned_memory():
+        found = ops.of("norm_backward")(*args)
+    assert all(not isinstance(a, Tensor) or same_bits(a, b) for a, b in zip(before, to("cpu", args), strict=True))
+    dx, dgamma, dbeta = to("cpu", found)
+
+    leaves = [a.double().requires_grad_() for a in norm[:3] if a is not None]
+    y = exact(Norm(*leaves, *[None] * (3 - len(leaves)), *norm[3:]))
+    truth, truth_gamma, *truth_beta = torch.autograd.grad((y * dy.double()).sum(), leaves)
+    truth = truth + (0.0 if residual is None else residual.double())
+    w, n = (dy * factor_of(norm)).abs(), n.abs()
+    natural = exact_rstd * growth * (w + n * (w * n).mean(1, keepdim=True) + w.mean(1, keepdim=True)) + truth.abs()
+    error = 2.0**-19 if ops.name == "Triton" else 4 * HALF_ULP
+    assert (dx.dtype, dgamma.dtype, dbeta.dtype) == (norm.x.dtype, *[norm.gamma.dtype] * 2) and dx.is_contiguous()
+    assert bool(((dx.double() - truth).abs() <= error * natural + rounding(dx.dtype, truth)).all())
+    allowed = error * (dy.abs() * (n + growth)).sum(0) + rounding(dgamma.dtype, truth_gamma)
+    assert bool(((dgamma.double() - truth_gamma).abs() <= allowed).all())
+    assert dbeta.shape == (norm.gamma.shape if case["beta"] else (0,))
+    if case["beta"]:
+        allowed = error * dy.double().abs().sum(0) + rounding(dgamma.dtype, truth_beta[0])
+        assert bool(((dbeta.double() - truth_beta[0]).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("batch", range(2))
+def test_backward_against_float64(ops: Ops, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for case in dealt(batch, 10 if ops.kernels else 30, **BACKWARD):
+        with monkeypatch.context() as patch:
+            patch.setattr(codes, "CHUNK", case["chunk"])
+            if ops.kernels and case["small"]:
+                use_small_tiles(ops.kernels, patch)
+            check_gradients(ops, case)
+        if ops.kernels:
+            assert_counters_are_zero(ops.kernels)
+
+
+@each_kind
+@pytest.mark.parametrize("fault", [math.nan, math.inf])
+def test_a_fault_stays_in_its_row(fault: float, kind: str, ops: Ops) -> None:
+    norm, dy = given((9, 20), kind), torch.randn(9, 20)
+    clean = normalise(*norm)[0]
+    norm.x[4, 7], dy[8, 19] = fault, math.inf
+    y, mean, rstd = normalise(*norm)
+    others = torch.tensor([row not in (4, 8) for row in range(9)])
+    assert same_bits(y[others], clean[others]) and bool(y[4].isnan().any())
+    args = *to(ops.device, (dy, *norm[:2], mean, rstd)), kind, False, True
+    dx, dgamma, dbeta = to("cpu", ops.of("norm_backward")(*args))
+    assert dx[others].isfinite().all() and dx[4].isnan().any() and not dx[8].isfinite().any()
+    assert dgamma[7].isnan() and dbeta[:19].isfinite().all() and dbeta[19] == math.inf
+
+
+@pytest.mark.parametrize(("place", "said"), [(0, r"dy of shape \[2, 5\]"), (8, r"residual of shape \[2, 5\]")])
+def test_gradients_of_another_shape_are_refused(place: int, said: str) -> None:
+    x, rows = torch.ones(3, 5), torch.ones(3)
+    args: list[Any] = [x, x, x[0], rows, rows, "layer_norm", False, True, x]
+    args[place] = torch.ones(2, 5)
+    for device in ("cpu", "meta"):
+        with pytest.raises(ValueError, match=said):
+            kernels.norm_backward(*to(device, args))
