@@ -123,7 +123,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     full = config.getoption("--full") or any("::" in argument for argument in config.args)
     sets.choose(items, full, config.getoption("--part"), lambda rest: config.hook.pytest_deselected(items=rest))
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not starts_ranks(item))
+        files = [*dict.fromkeys(map(sets.file_of, items))]
+        last = {*files[: len(files) // 4 : 2]}  # cheap ones: at the end nobody waits for another's long file
+        items.sort(key=lambda item: 0 if starts_ranks(item) else 1 + (sets.file_of(item) in last))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -134,6 +136,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()  # what is collected stays: no later collection looks at it
     gc.set_threshold(10_000, 20, 20)  # and few are needed: a test leaves little
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """No later collection looks at what a file has left: millions of objects at the end, which take seconds."""
+    if nextitem is None or sets.file_of(nextitem) != sets.file_of(item):
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -312,22 +312,6 @@ def test_inspect_of_a_run_is_of_its_record_unless_more_is_asked(trained, capsys,
     assert "blocks.0.mlp.fc1" in out and '"default": "delayed"' in out and "head" not in out
 
 
-def test_what_if_of_a_users_model(folder, capsys):
-    lines = "import torch", "def job():", "    model = torch.nn.Linear(16, 16)"
-    (folder / "users_job.py").write_text(
-        "\n".join([*lines, "    return model, lambda m, x: m(x).sum(), [torch.ones(1, 16)]"])
-    )
-    assert cli.main(["inspect", "users_job:job", "--min-features", "16", "--recipes", "mx"]) == 0
-    assert "(all layers)" in capsys.readouterr().out
-    for source, says in (
-        ("users_job:jib", "has no function jib"),
-        ("runs", "module:function"),
-        (".", "holds no record"),
-    ):
-        assert cli.main(["inspect", source]) == 2
-        assert says in one_line(capsys)
-
-
 def test_remedies_of_a_run_are_applied(folder, capsys, no_plot):
     assert train("--recipe", "delayed", "--out", "a") == 0
     assert cli.main(["inspect", "a", "--recipes", "delayed", "--keep", "1", "--apply"]) == 0
