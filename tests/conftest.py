@@ -140,7 +140,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """No later collection looks at what a file has left: millions of objects at the end, which take seconds."""
+    """What a file has left is looked at by no later collection, nor by whoever asks for all objects."""
     if nextitem is None or sets.file_of(nextitem) != sets.file_of(item):
         gc.collect()
         gc.freeze()

@@ -95,18 +95,18 @@ def test_a_resumed_schedule_reads_the_resolution_where_the_other_did():
 
     def rated(model, optimizer, schedule, steps):
         for step in steps:
-            optimizer.param_groups[0]["lr"] = 1e-2 * 0.8**step
+            optimizer.param_groups[0]["lr"] = 1e-2 * 0.93**step
             train(model, optimizer, schedule, range(step, step + 1))
 
     model, optimizer, schedule = started(*phases)
-    rated(model, optimizer, schedule, range(7))
+    rated(model, optimizer, schedule, range(13))
     saved = copy.deepcopy((schedule.state_dict(), model.state_dict(), optimizer.state_dict()))
-    rated(model, optimizer, schedule, range(7, 30))
+    rated(model, optimizer, schedule, range(13, 70))
     again, other, resumed = started(*phases)
     resumed.load_state_dict(saved[0])
     again.load_state_dict(saved[1])
     other.load_state_dict(saved[2])
-    rated(again, other, resumed, range(7, 30))
+    rated(again, other, resumed, range(13, 70))
     assert schedule.index == 1 and resumed.switches == schedule.switches
     assert same(tensors(model, optimizer), tensors(again, other))
 
