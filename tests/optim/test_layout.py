@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import octavo
 from octavo import E4M3, PerTensor
-from octavo.optim import SGD, AdamW, Moment, Muon
+from octavo.optim import SGD, AdamW, Moment
 from octavo.optim.in_backward import squared_norms
 from octavo.optim.layout import bytes_of_shard, place_of
 from octavo.optim.resolution import Resolution
@@ -87,9 +87,9 @@ def test_shards_are_where_they_are_said_to_be(shape: tuple[int, ...], pool: Any)
     assert all(counts == counted[0] for counts in counted) and bytes_of_shard(torch.ones(5, 3)) == 60
 
 
-def of_muon(params: Any, **options: Any) -> Muon:
+def of_muon(params: Any, **options: Any) -> Any:
     """Tensors of three dimensions too, which are experts."""
-    return Muon([{"params": params, "algorithm": "muon"}], **options)
+    return octavo.optim.Muon([{"params": params, "algorithm": "muon"}], **options)
 
 
 def stepped(mesh: Any, layout: str, options: dict[str, Any], columns: int, of_one: dict[str, Any]) -> list[str]:

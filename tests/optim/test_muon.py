@@ -88,19 +88,6 @@ def test_momentum_in_codes_is_the_average_encoded_with_the_steps_random_bits(dty
         wide = moment.read_codes(state["momentum_buffer_codes"], state["momentum_buffer_scale_inv"])
 
 
-def test_a_split_master_is_torchs_float32_weight_bit_for_bit() -> None:
-    ours = matrices(torch.bfloat16)
-    torchs = [nn.Parameter(param.detach().float()) for param in ours]
-    optimizer, other = Muon(ours, moments="fp32", master="split32"), torch.optim.Muon(torchs)
-    for step in range(4):
-        steps(optimizer, ours, 1, step)
-        for a, b in zip(ours, torchs, strict=True):
-            b.grad = a.grad.float()  # type: ignore[union-attr]
-        other.step()
-    for a, b in zip(ours, torchs, strict=True):
-        assert torch.equal(master_values(optimizer, a), b)
-
-
 def trained(prepare: Callable[[Muon], Any] = lambda optimizer: None, **options: Any) -> list[Tensor]:
     params = matrices(torch.bfloat16, [(9, 140), (4, 70), (3, 0), (2, 5, 130)])
     groups: Any = [{"params": [param], "algorithm": "muon"} for param in params]

@@ -43,22 +43,6 @@ def test_torchs_state_goes_on_and_goes_back(ours, torchs, options):
         assert theirs.param_groups[0]["lr"] == exact.param_groups[0]["lr"] == 0.01
 
 
-@pytest.mark.parametrize("moments", ["fp8", "bf16", "one scale"])
-def test_torchs_state_is_converted_with_a_warning(moments):
-    p = parameter(3, 300)
-    theirs = torch.optim.AdamW([p], lr=0.01)
-    train(theirs, 3)
-    ours = AdamW([p], moments=MOMENTS[moments])
-    with pytest.warns(UserWarning, match="converted: from torch's to"):
-        ours.load_state_dict(theirs.state_dict())
-    assert int(ours.state[p]["step"]) == 3 and ours.param_groups[0]["lr"] == 0.01
-    m, v = moments_of(ours, p)
-    state = theirs.state[p]
-    assert float((m - state["exp_avg"]).norm() / state["exp_avg"].norm()) < 0.05
-    assert float((v.sqrt() - state["exp_avg_sq"].sqrt()).norm() / state["exp_avg_sq"].sqrt().norm()) < 0.03
-    train(ours, 2)
-
-
 @pytest.mark.parametrize("first", MOMENTS)
 @pytest.mark.parametrize("second", MOMENTS)
 def test_other_moments_are_converted_and_masters_kept(first, second):

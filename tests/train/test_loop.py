@@ -239,14 +239,6 @@ def test_nothing_is_lost_to_a_second_run_in_the_same_folder(config, tmp_path):
     assert (tmp_path / "bf16" / "log.csv").read_bytes() == before
 
 
-def test_resuming_with_another_recipe_of_the_same_name(config, tmp_path):
-    config = steps(config, 4)
-    run(at(config, tmp_path), octavo.recipes.delayed(history_length=4), name="mine", hooks=stop_after(3))
-    with pytest.raises(RunCheckpointError, match="has recipe"):
-        run(at(config, tmp_path, resume=True), octavo.recipes.delayed(history_length=5), name="mine")
-    assert run(at(config, tmp_path, resume=True), octavo.recipes.delayed(history_length=4), name="mine").steps == 4
-
-
 def test_recipes_start_from_the_same_weights_and_see_the_same_bytes(config):
     bf16, dynamic, again = compare(steps(config, 4), ["bf16", "dynamic", "high_precision", "bf16"])
     assert bf16.losses == again.losses  # high_precision is bf16's arithmetic
