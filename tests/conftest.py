@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _pytest.assertion import rewrite
 
 from tests.support import emulated, sets, triton_kernels
 from tests.support.pool import Pool, guard_together, prepare
@@ -78,6 +83,25 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = "gpu"
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Seconds(config), "octavo-seconds")
+        if config.getoption("numprocesses", None) and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+            rewrite_asserts(config)
+
+
+def rewrite_asserts(config: pytest.Config) -> None:
+    """Do once, half of the files in each of two forks, what each worker would do of all files in a fresh clone."""
+    files = sorted(Path(__file__).parent.rglob("test_*.py")) if not sys.dont_write_bytecode else []
+    kept = [(file, rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}") for file in files]
+    stale = [(file, pyc) for file, pyc in kept if not pyc.exists() or pyc.stat().st_mtime < file.stat().st_mtime]
+    for half in (stale[::2], stale[1::2]):
+        if half and os.fork() == 0:
+            for file, pyc in half:
+                rewrite.try_makedirs(pyc.parent)
+                stat, code = rewrite._rewrite_test(file, config)
+                rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, stat, pyc)
+            os._exit(0)
+    with contextlib.suppress(ChildProcessError):
+        while os.wait():
+            pass
 
 
 def starts_ranks(item: pytest.Item) -> bool:
@@ -99,7 +123,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     full = config.getoption("--full") or any("::" in argument for argument in config.args)
     sets.choose(items, full, config.getoption("--part"), lambda rest: config.hook.pytest_deselected(items=rest))
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not starts_ranks(item))
+        files = [*dict.fromkeys(map(sets.file_of, items))]
+        last = {*files[: len(files) // 4 : 2]}  # cheap ones: at the end nobody waits for another's long file
+        items.sort(key=lambda item: 0 if starts_ranks(item) else 1 + (sets.file_of(item) in last))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -110,6 +136,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()  # what is collected stays: no later collection looks at it
     gc.set_threshold(10_000, 20, 20)  # and few are needed: a test leaves little
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What a file has left is looked at by no later collection, nor by whoever asks for all objects."""
+    if nextitem is None or sets.file_of(nextitem) != sets.file_of(item):
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

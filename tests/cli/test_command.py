@@ -312,22 +312,6 @@ def test_inspect_of_a_run_is_of_its_record_unless_more_is_asked(trained, capsys,
     assert "blocks.0.mlp.fc1" in out and '"default": "delayed"' in out and "head" not in out
 
 
-def test_what_if_of_a_users_model(folder, capsys):
-    lines = "import torch", "def job():", "    model = torch.nn.Linear(16, 16)"
-    (folder / "users_job.py").write_text(
-        "\n".join([*lines, "    return model, lambda m, x: m(x).sum(), [torch.ones(1, 16)]"])
-    )
-    assert cli.main(["inspect", "users_job:job", "--min-features", "16", "--recipes", "mx"]) == 0
-    assert "(all layers)" in capsys.readouterr().out
-    for source, says in (
-        ("users_job:jib", "has no function jib"),
-        ("runs", "module:function"),
-        (".", "holds no record"),
-    ):
-        assert cli.main(["inspect", source]) == 2
-        assert says in one_line(capsys)
-
-
 def test_remedies_of_a_run_are_applied(folder, capsys, no_plot):
     assert train("--recipe", "delayed", "--out", "a") == 0
     assert cli.main(["inspect", "a", "--recipes", "delayed", "--keep", "1", "--apply"]) == 0
@@ -442,13 +426,8 @@ def test_version_help_and_info(capsys):
         ("train --stepz 3", "--stepz 3 (see octavo train --help)"),
         ("train --steps many", "many"),
         ("train --steps -5", "--steps is -5: choose a whole number from 1"),
-        ("train --steps 2.5", "--steps: invalid int value: '2.5'"),
-        ("train --width 100 --heads 3", "choose width 96 or 102"),
         ("train --width 1000000 --heads 1", "GiB"),
-        ("train --layers 99999999", "GiB"),
         ("train --recipe fp8", "--recipe: unknown recipe 'fp8': choose from baseline, bf16"),
-        ("compare --recipes bf16 fp8", "--recipes: invalid choice: 'fp8'"),
-        ("train --lr nan", "--lr is nan: choose a number above 0"),
         ("train --beta1 .99 --beta2 .9 --weight-storage fp8", "choose a larger beta2"),
         ("train --recipe bf16 --schedule bf16-then-fp8@0.5", "switches FP8 layers, and bf16 has none"),
         ("compare --data text.py --dtype bfloat16 --weight-storage fp8", "needs an FP8 recipe, not bf16"),
@@ -456,39 +435,23 @@ def test_version_help_and_info(capsys):
         ("compare --data text.py --recipes dynamic --steps 3 --schedule fp8-then-bf16@0.9", "would begin at step"),
         ("train --device cuda:77", "cuda:77"),
         ("train --batch 10 --micro-batches 4", "batch 10 does not divide into 4 --micro-batches: choose a batch of 12"),
-        ("train --recover 3 --update-in-backward 0", "which --update-in-backward does not keep: choose one"),
         ("plan --width 7", "width 7 is not a multiple"),
         ("plan --experts 2 --top-k 3", "choose --top-k 2"),
         ("train --tensor-parallel 2", "--tensor-parallel 2 with shard none: choose shard fsdp"),
         ("train --config nowhere", "nowhere: No such file or directory: give a run's folder, its config.json"),
-        ("train --config bare", "bare/config.json: No such file"),
-        ("train --config text.py", "text.py is neither JSON nor"),
-        ("train --dtype int8", "--dtype: invalid choice: 'int8'"),
         ("compare --recipes bf16 dynamic --dtype float32", "choose one dtype"),
-        ("train --data nowhere.txt", "no such file or folder: nowhere.txt"),
-        ("train --data empty.txt", "is empty"),
         ("train --data junk.bin", "NUL at byte 0"),
-        ("train --data latin.txt", "not UTF-8"),
-        ("train --data bare", "no text in bare"),
-        ("train --data short.txt", "too small"),
         ("train --data text.py --context 5000", "--context"),
-        ("train --data text.py --out text.py", "cannot write to text.py"),
         ("train --data text.py --out /proc/octavo", "cannot write to /proc/octavo"),
         ("train --data text.py --out old", "already holds a run"),
-        ("train --data text.py --shard zero", "--shard: invalid choice: 'zero'"),
         ("train --data text.py --shard fsdp", "torchrun --nproc-per-node 2 -m octavo train --shard fsdp"),
-        ("compare --data text.py --shard ddp", "compare trains in one process"),
         ("train --data text.py --out ''", "--out is '': choose a Path"),
         ("train --data text.py --device meta", "device 'meta' cannot be used here"),
         ("train --data text.py --out old --resume", "damaged"),
     ],
 )
 def test_wrong_input_is_one_line_and_loses_nothing(arguments, says, folder, capsys):
-    (folder / "empty.txt").touch()
     (folder / "junk.bin").write_bytes(bytes(range(256)) * 40)
-    (folder / "latin.txt").write_bytes("naïve ".encode("latin-1") * 1000)
-    (folder / "short.txt").write_text("too short")
-    (folder / "bare").mkdir()
     (folder / "old/dynamic/checkpoint/save-00000001").mkdir(parents=True)
     (folder / "old/dynamic/checkpoint/save-00000001/.metadata").write_bytes(b"precious")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -151,29 +151,6 @@ def test_a_layer_computes_what_torchaos_computes(theirs, name, dtype):
             assert torch.equal(f, e)
 
 
-def test_the_program_of_its_readme():
-    """Written for torchao but for the import."""
-    from octavo.compat.torchao import Float8LinearConfig, convert_to_float8_training
-
-    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 32)).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def module_filter_fn(module, fqn):
-        if fqn == "1":
-            return False
-        if isinstance(module, nn.Linear):
-            return module.in_features % 16 == 0 and module.out_features % 16 == 0
-        return False
-
-    config = Float8LinearConfig.from_recipe_name("tensorwise")
-    assert convert_to_float8_training(model, config=config, module_filter_fn=module_filter_fn) is model
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.randn(16, 64, dtype=torch.bfloat16)).sum().backward()
-        optimizer.step()
-    assert [getattr(layer, "recipe", None) for layer in model] == [recipes.dynamic(), None]
-
-
 # --- what can't be honoured -------------------------------------------------------------------------------------------
 
 

@@ -142,7 +142,7 @@ def test_tokens_are_whole_sequences() -> None:
 
 def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    size = ["--width", "64", "--layers", "2", "--heads", "2", "--context", "32", "--tokens", "128"]
+    size = ["--width", "64", "--layers", "1", "--heads", "2", "--context", "32", "--tokens", "128"]
     assert cli.main(["plan", *size]) == 2
     assert "octavo: error: the rates of this device" in capsys.readouterr().err
     here = dataclasses.replace(H200, device=device_label(torch.device("cpu")))

@@ -13,7 +13,6 @@ from octavo import cli
 from octavo.inspect import command
 from octavo.inspect.command import Subject, entry_point, what_if_command
 from octavo.inspect.what_if import WhatIfError
-from tests.support.expert_models import Mixture, batch
 
 
 def record(folder: Path, steps: range = range(2)) -> None:
@@ -241,13 +240,3 @@ def test_a_file_that_can_not_be_is_refused_before_anything_is_computed(option, t
     for path in (tmp_path, tmp_path / "no" / "x"):
         with pytest.raises(OSError):
             what_if_command(options("--keep", "1", option, str(path)), subject)
-
-
-def test_a_map_of_experts_converts_them(folder, capsys):
-    net = Mixture("stored transposed", 4, 48)
-    subject = Subject(net, lambda model, x: model(x).square().mean(), [batch(0, 0)])
-    given = options("--recipes", "dynamic", "--min-features", "16", "--write", "map.json", "--keep", "1")
-    assert what_if_command(given, subject) == 0
-    octavo.convert(net, octavo.recipes.load("map.json"), lambda module, name: name != "router")
-    kept = sorted(part.recipe.is_high_precision for part in (net.experts.gate_up, net.experts.down))
-    assert kept == [False, True]

@@ -162,7 +162,7 @@ def test_the_first_fault_is_named(place: str, recipe: str, how: str, value: floa
     assert not any("observer" in module.__dict__ for module in model.modules())
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_rows_amax_and_scale_before_a_fault(compiled: bool) -> None:
     torch.manual_seed(0)
     layer = octavo.nn.Linear(32, 32, recipe=recipes.delayed())

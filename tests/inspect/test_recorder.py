@@ -50,20 +50,6 @@ def train(model: nn.Module, steps: range, recorder: Any = None, called: Any = No
 np = pytest.importorskip("numpy")
 
 
-@pytest.mark.parametrize("recipe", [recipes.delayed(), recipes.rowwise()], ids=lambda recipe: recipe.name)
-def test_a_recorded_training_is_the_same(recipe: octavo.Recipe, tmp_path: Path) -> None:
-    plain, recorded = network(recipe), network(recipe)
-    expected = train(plain, range(5))
-    with octavo.inspect.record(recorded, tmp_path, every=2) as recorder:
-        assert train(recorded, range(5), recorder) == expected
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), recorded.parameters(), strict=True))
-    assert not any("observer" in module.__dict__ for module in recorded.modules())
-    found = octavo.inspect.load(tmp_path)
-    assert found.steps == [0, 2, 4]
-    steps, losses = found.scalars["loss"]
-    assert (steps, losses) == (list(range(5)), pytest.approx(expected))
-
-
 def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, recorded = network(recipes.dynamic()), network(recipes.dynamic())
     called = []
@@ -221,23 +207,6 @@ def test_numbers_are_handed_over_as_they_are_written(tmp_path: Path) -> None:
     at = next(i for i, row in enumerate(found.rows) if (row.role, row.products) == ("input", ("grad_weight",)))
     assert given[2][1]["input.grad_weight.sqnr"] == found.measures["sqnr"][1, at]
     assert given[2][1]["weight.changed"] == found.weights["changed"][1, 0] == 0
-
-
-def test_tensorboard_takes_them(tmp_path: Path) -> None:
-    tensorboard = pytest.importorskip("torch.utils.tensorboard", exc_type=ImportError)
-    layer = octavo.nn.Linear(32, 32)
-    with tensorboard.SummaryWriter(tmp_path / "board") as board:
-
-        def write(step: int, numbers: dict[str, float]) -> None:
-            for name, number in numbers.items():
-                board.add_scalar(name, number, step)
-
-        with octavo.inspect.record(layer, tmp_path / "record", on_record=write) as recorder:
-            layer(torch.randn(16, 32)).sum().backward()
-            recorder.step(loss=1.0)
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    board = events.EventAccumulator(str(tmp_path / "board")).Reload()
-    assert {"loss", "input.flushed"} <= set(board.Tags()["scalars"])
 
 
 PLAIN = Row("0", "input", ("output", "grad_weight"), Cast(E4M3, PerTensor(), Dynamic()))

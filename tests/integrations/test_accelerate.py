@@ -178,16 +178,6 @@ def test_it_trains_saves_and_resumes_bit_for_bit(case: str, tmp_path: Path) -> N
         assert run.losses[0] != ours.losses[SAVED]
 
 
-def test_a_loss_scale_that_overflows_skips_the_step() -> None:
-    for optimizer in (None, {}):
-        run = Run("fp16", optimizer=optimizer, scale=2.0**40)
-        before = {name: value.clone() for name, value in run.plain.state_dict().items()}
-        run.step()
-        assert_equal(dict(run.plain.state_dict()), before)
-        assert run.accelerator.scaler.get_scale() == 2.0**39
-        begin_anew()
-
-
 # --- TrainingState alone ----------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
@@ -75,17 +74,6 @@ def train(model: Any, steps: int = 3, lr: float = 1e-2, micro_batches: int = 2) 
 
 def adapters(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters() if "lora_" in name}
-
-
-def compare_sharded(mesh: Any, recipe: str) -> tuple[list[float], list[float], int]:
-    """The losses of a model under FSDP2 and of the whole one, and how many FP8 weights it sends to a server."""
-    whole, model = [adapted(RECIPES[recipe], base=(256, 512), float32=False) for _ in range(2)]
-    for layer in model.base_model.model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    losses = train(model), train(whole)
-    layout: Any = "fine-grained" if recipe == "blockwise" else "per-tensor"
-    return *losses, len(list(octavo.export.iterate_fp8(model, layout, fp8_only=True)))
 
 
 def logits(model: Any) -> Tensor:
@@ -256,19 +244,6 @@ def test_dora_is_refused_over_fp8_weights(after):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("checkpoint", [False, True])
-def test_gradient_checkpointing_and_frozen_inputs(checkpoint):
-    model = adapted(recipes.blockwise(), after=True, lora_dropout=0.1)
-    if checkpoint:
-        model.enable_input_require_grads()
-        llama = model.base_model.model
-        enable = getattr(llama, "activation_checkpointing_enable", None) or llama.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-    losses = train(model, steps=4)
-    assert losses[-1] < losses[0]
-
-
-@pytest.mark.full
 def test_transformers_trainer_saves_adapters_alone_and_resumes(tmp_path):
     data = [{"input_ids": row, "labels": row} for row in tokens(0, (8, 16))]
 
@@ -308,14 +283,6 @@ def test_trainer_goes_on_from_an_fp8_checkpoint(tmp_path, method):
     transformers.Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None)).train()
     assert not torch.equal(logits(model), before)
     assert sum(isinstance(p, StoredWeight) for p in model.parameters()) == 14
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_sharded_by_fsdp2(pool, recipe):
-    for losses, whole, names in pool.run(compare_sharded, (2,), recipe):
-        assert losses == whole
-        assert names == 14
 
 
 # --- against bf16 -----------------------------------------------------------------------------------------------------

@@ -141,25 +141,6 @@ def test_inputs_of_checkpointed_layers_are_kept_in_fp8(tmp_path: Path) -> None:
         trained(trainer_of(tmp_path, "llama", [callback], **changes))
 
 
-@pytest.mark.full  # of Llama and its like tests/integration/test_hugging_face.py does so without a Trainer
-@pytest.mark.parametrize("kind", tiny_models.MODELS)
-def test_what_it_saves_is_read_and_generates_the_same(kind: str, tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, kind, [fp8(recipes.dynamic())], max_steps=1, save_strategy="no")
-    model = trainer.accelerator.unwrap_model(trained(trainer).model, keep_fp32_wrapper=False)  # without its autocast
-    model.save_pretrained(tmp_path / "saved")
-    read = type(model).from_pretrained(tmp_path / "saved")
-    assert_equal(read.state_dict(), model.state_dict())
-    octavo.convert(read, recipes.dynamic(), select=every_layer)
-    example = {name: value[None] for name, value in tiny_models.data(kind, 1)[0].items() if name != "labels"}
-    if not model.can_generate():
-        more = {"decoder_input_ids": example["input_ids"]} if kind == "t5" else {}
-        assert torch.equal(read.eval()(**example, **more).logits, model.eval()(**example, **more).logits)
-        return
-    prompt = {"input_ids": example["input_ids"][:, :8]}
-    tokens = [net.eval().generate(**prompt, max_new_tokens=4, do_sample=False) for net in (read, model)]
-    assert tokens[0].tolist() == tokens[1].tolist()
-
-
 BACK = SCHEDULES["out of FP8 weights and back"]
 
 
@@ -312,17 +293,6 @@ def test_a_checkpoint_in_several_files_of_hub_names_is_refused(tmp_path: Path) -
 
 
 # --- compiled, and on ranks -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_compiled(tmp_path: Path) -> None:
-    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    torch.compiler.reset()
-    eager = trained(trainer_of(tmp_path / "eager", "llama", [fp8(recipes.delayed())], save_strategy="no"))
-    ours = trained(trainer_of(tmp_path, "llama", [fp8(recipes.delayed())], **compiled))
-    assert ours.losses == pytest.approx(eager.losses, rel=1e-3)
-    torch.compiler.reset()
-    assert_alike(trained(trainer_of(tmp_path, "llama", [fp8(recipes.delayed())], **compiled), resume=True), ours)
 
 
 def on_two(folder: Path, how: str) -> list[Any]:

@@ -148,22 +148,6 @@ def test_weights_that_have_not_stepped_change_their_storage_alone():
     step(optimizer, torch.randn(64, 64))
 
 
-def test_vectors_and_odd_shapes():
-    shapes = [(1,), (31,), (), (3, 5, 7), (0, 4), (1, 4095)]
-    weights = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes]
-    optimizer = AdamW(weights, 0.01, master="split24")
-    for _ in range(2):
-        for weight in weights:
-            weight.grad = torch.randn_like(weight)
-        optimizer.step()
-    before = [weight.detach().clone() for weight in weights]
-    change(optimizer, Settings(optimizer.moments_of("fp32"), optimizer.names, "split32"), {})
-    assert all(torch.equal(old, new) for old, new in zip(before, weights, strict=True))
-    change(optimizer, Settings(optimizer.moments_of("fp8"), optimizer.names, "split24"), {})
-    assert all(torch.equal(old, new) for old, new in zip(before, weights, strict=True))
-    optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("settings", "storage", "message"),
     [

@@ -87,16 +87,22 @@ def test_shards_are_where_they_are_said_to_be(shape: tuple[int, ...], pool: Any)
     assert all(counts == counted[0] for counts in counted) and bytes_of_shard(torch.ones(5, 3)) == 60
 
 
+def of_muon(params: Any, **options: Any) -> Any:
+    """Tensors of three dimensions too, which are experts."""
+    return octavo.optim.Muon([{"params": params, "algorithm": "muon"}], **options)
+
+
 def stepped(mesh: Any, layout: str, options: dict[str, Any], columns: int, of_one: dict[str, Any]) -> list[str]:
     """What differs, on this rank, of weights and state from the same on one rank, with these options changed there.
 
-    After two steps of three an optimizer that has loaded the first one's state takes its place.
+    The second step of three is skipped; before the third an optimizer that has loaded the first one's state takes its
+    place.
     """
     placements, masters = LAYOUTS[layout], options.get("master", "auto")
     dtype = torch.float32 if masters == "auto" else torch.bfloat16
-    kind = SGD if "momentum" in options else AdamW
+    kind: Any = SGD if "momentum" in options else of_muon if "directions" in options else AdamW
     shapes: list[Any] = [(36, columns), (12, 2, columns // 2)]
-    if layout == "rows":  # uneven ones; vectors have no codes on ranks
+    if layout == "rows":  # uneven ones; vectors have no codes on ranks, and are none of Muon's
         shapes = [(37, columns), (5, 2, columns // 2), (1, columns), *([(7,)] if options["moments"] == "bf16" else [])]
     wholes = [torch.randn(shape).to(dtype) for shape in shapes]
     ours = [nn.Parameter(placed(whole, mesh, placements)) for whole in wholes]
@@ -112,6 +118,7 @@ def stepped(mesh: Any, layout: str, options: dict[str, Any], columns: int, of_on
             optimizers[0] = kind(ours, lr=0.01, **options)
             optimizers[0].load_state_dict(saved)
         for optimizer in optimizers:
+            optimizer.skip = torch.tensor(float(number == 1))
             optimizer.step()
     assert all(param._version > version for param, version in zip(ours, versions, strict=True))
     found = []
@@ -139,6 +146,9 @@ def stepped(mesh: Any, layout: str, options: dict[str, Any], columns: int, of_on
         ("rows of rows", FP8),
         ("rows of columns", {"moments": "fp32", "master": "split32", "skip_nonfinite": True}),
         ("rows of rows", {"moments": "bf16", "gradient_storage": "fp8"}),
+        ("rows", FP8 | {"directions": "fp8"}),
+        pytest.param("rows", {"moments": "fp32", "directions": "bf16"}, marks=pytest.mark.full),
+        pytest.param("rows, replicated", FP8 | {"directions": "bf16"}, marks=pytest.mark.full),
     ],
     ids=str,
 )

@@ -1,25 +1,22 @@
 """Muon beside torch.optim.Muon, whose results it has bit for bit where nothing is rounded."""
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from octavo import E4M3, PerBlock, PerTensor, quantize
 from octavo.kernels.reference.optimizer_state import pieces
 from octavo.kernels.step_numbers import halves, key_of, random_bits
-from octavo.optim import E4M4, AdamW, Moment, Muon, update_in_backward
+from octavo.optim import E4M4, AdamW, Moment, Muon
 from octavo.optim.muon import MAX_UPDATE, owners_of
 from octavo.optim.state import for_kernel
-from octavo.tensor.fsdp2 import on_this_rank, own_slices
 from octavo.tensor.stored_weight import StoredWeight
 from tests.optim.test_stored_experts import assert_trained_alike, together_and_apart
-from tests.support import sharded_weights as cases
 from tests.support.triton_kernels import TritonKernels, in_place_of_reference
 
 SHAPES = [(40, 200), (200, 40), (64, 64), (1, 130), (130, 1)]
@@ -91,41 +88,6 @@ def test_momentum_in_codes_is_the_average_encoded_with_the_steps_random_bits(dty
         wide = moment.read_codes(state["momentum_buffer_codes"], state["momentum_buffer_scale_inv"])
 
 
-def test_a_split_master_is_torchs_float32_weight_bit_for_bit() -> None:
-    ours = matrices(torch.bfloat16)
-    torchs = [nn.Parameter(param.detach().float()) for param in ours]
-    optimizer, other = Muon(ours, moments="fp32", master="split32"), torch.optim.Muon(torchs)
-    for step in range(4):
-        steps(optimizer, ours, 1, step)
-        for a, b in zip(ours, torchs, strict=True):
-            b.grad = a.grad.float()  # type: ignore[union-attr]
-        other.step()
-    for a, b in zip(ours, torchs, strict=True):
-        assert torch.equal(master_values(optimizer, a), b)
-
-
-def test_torchs_state_goes_on_and_goes_back() -> None:
-    ours, torchs = matrices(), matrices()
-    before = torch.optim.Muon(torchs, lr=0.02)
-    steps(before, torchs, 2)
-    for a, b in zip(ours, torchs, strict=True):
-        a.data.copy_(b.data)
-    exact, rounded = Muon(ours, moments="fp32"), Muon(matrices(), moments="fp8")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        exact.load_state_dict(copy.deepcopy(before.state_dict()))
-    with pytest.warns(UserWarning, match="converted: from torch's"):
-        rounded.load_state_dict(copy.deepcopy(before.state_dict()))
-    steps(exact, ours, 2, 2)
-    steps(before, torchs, 2, 2)
-    assert equal(ours, torchs)
-    back = torch.optim.Muon(torchs)
-    back.load_state_dict(copy.deepcopy(exact.state_dict()))
-    steps(exact, ours, 1, 4)
-    steps(back, torchs, 1, 4)
-    assert equal(ours, torchs)
-
-
 def trained(prepare: Callable[[Muon], Any] = lambda optimizer: None, **options: Any) -> list[Tensor]:
     params = matrices(torch.bfloat16, [(9, 140), (4, 70), (3, 0), (2, 5, 130)])
     groups: Any = [{"params": [param], "algorithm": "muon"} for param in params]
@@ -136,11 +98,6 @@ def trained(prepare: Callable[[Muon], Any] = lambda optimizer: None, **options: 
         optimizer.step()
         optimizer.zero_grad()
     return [value for param in params for value in (param.detach(), *optimizer.state[param].values())]
-
-
-def test_updates_in_backward_are_those_of_a_step() -> None:
-    found = trained(lambda optimizer: update_in_backward(optimizer, 0))
-    assert all(torch.equal(a, b) for a, b in zip(found, trained(), strict=True))
 
 
 def test_the_triton_launches_do_what_the_reference_does(kernels: TritonKernels) -> None:
@@ -190,71 +147,6 @@ def test_an_update_of_a_weight_in_fp8_is_bounded() -> None:
 def test_wrong_arguments(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Muon([nn.Parameter(torch.ones(shape))], **options)
-
-
-def beside_one_process(mesh: Any, options: dict[str, Any]) -> list[str]:
-    """What differs, on this rank, of matrices that ranks share by rows, and of their state, from the same ones whole.
-
-    The last are experts, which ranks share by experts.
-
-    The second step is skipped; before the third a new optimizer loads the first one's state.
-    """
-    dtype = torch.bfloat16 if "master" in options else torch.float32
-    wholes = matrices(dtype, [(37, 130), (5, 40), (1, 200), (200, 30), (5, 9, 140)])
-    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-    ours = [nn.Parameter(distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)) for whole in wholes]
-    groups: Any = [[{"params": params, "algorithm": "muon"}] for params in (ours, wholes)]
-    optimizers = [Muon(some, lr=0.02, **options) for some in groups]
-    for number in range(3):
-        for param, twin in zip(ours, wholes, strict=True):
-            twin.grad = torch.randn(twin.shape, generator=torch.Generator().manual_seed(number)).to(dtype)
-            param.grad = distribute_tensor(twin.grad, mesh, placements, src_data_rank=None)
-        if number == 2:
-            saved = copy.deepcopy(optimizers[0].state_dict())
-            optimizers[0] = Muon(groups[0], lr=0.5, **options)
-            optimizers[0].load_state_dict(saved)
-        for optimizer in optimizers:
-            optimizer.skip = torch.tensor(float(number == 1))
-            optimizer.step()
-    found = []
-    for number, (param, twin) in enumerate(zip(ours, wholes, strict=True)):
-        pairs = {"weight": (param.detach(), twin.detach())}
-        pairs |= {name: (value, optimizers[1].state[twin][name]) for name, value in optimizers[0].state[param].items()}
-        found += [
-            f"{number} {name}"
-            for name, (one, other) in pairs.items()
-            if not torch.equal(on_this_rank(one), other[own_slices(other.shape, one)])
-        ]
-    return found
-
-
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [
-        ((2,), {"moments": "fp8", "master": "split24", "directions": "fp8"}),
-        pytest.param((2,), {"moments": "fp8", "master": "split24"}, marks=pytest.mark.full),
-        pytest.param((2,), {"moments": "fp32"}, marks=pytest.mark.full),
-        pytest.param((3,), {"moments": "fp8"}, marks=pytest.mark.full),
-        pytest.param((2, 2), {"moments": "bf16", "master": None}, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
-def test_ranks_that_share_rows_do_what_one_process_does(shape: Any, options: dict[str, Any], pool: Any) -> None:
-    assert not any(pool.run(beside_one_process, shape, options))
-
-
-def stored_beside_one_process(mesh: Any, recipe: str) -> list[str]:
-    both = [(net, Muon(net.parameters(), lr=0.05)) for net in (cases.sharded(recipe, mesh), cases.model(recipe))]
-    for net, optimizer in both:
-        cases.steps(net, optimizer, 0, 2)  # type: ignore[arg-type]
-    found, expected = (cases.held(*one) for one in both)  # type: ignore[arg-type]
-    return cases.differences(found, expected, mesh)
-
-
-@pytest.mark.parametrize("recipe", ["dynamic", pytest.param("blockwise", marks=pytest.mark.full)])
-def test_shards_in_fp8_too(recipe: str, pool: Any) -> None:
-    """Of the last layers a rank has no rows."""
-    assert not any(pool.run(stored_beside_one_process, (2,), recipe))
 
 
 def refused(mesh: Any) -> str:

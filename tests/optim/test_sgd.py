@@ -1,6 +1,3 @@
-import copy
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -54,23 +51,6 @@ def test_few_bytes_stay_near(moments):
     start = params()
     for a, b, c in zip(ours, torchs, start, strict=True):
         assert (a - b).norm() < 0.15 * (b - c).norm()
-
-
-def test_torchs_state_goes_on():
-    ours, torchs = params(), params()
-    before = torch.optim.SGD(torchs, lr=0.1, momentum=0.9, foreach=False)
-    steps(before, torchs, 3)
-    for a, b in zip(ours, torchs, strict=True):
-        a.data.copy_(b.data)
-    exact, rounded = SGD(ours, lr=0.1, momentum=0.9, moments="fp32"), SGD(params(), lr=0.1, momentum=0.9)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        exact.load_state_dict(copy.deepcopy(before.state_dict()))
-    with pytest.warns(UserWarning, match="converted: from torch's"):
-        rounded.load_state_dict(copy.deepcopy(before.state_dict()))
-    steps(before, torchs, 2, 3)
-    steps(exact, ours, 2, 3)
-    assert all(torch.equal(a, b) for a, b in zip(ours, torchs, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """An optimizer's state saved, loaded, converted, and over several ranks."""
 
 import copy
-import io
+import warnings
 
 import pytest
 import torch
@@ -9,84 +9,38 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import octavo
-from octavo import PerBlock, PerTensor, recipes
-from octavo.optim import SGD, AdamW
-from octavo.optim.masters import OF_FP8_WEIGHTS
+from octavo import recipes
+from octavo.optim import SGD, AdamW, Muon
 from octavo.tensor.stored_weight import StoredWeight
-from tests.support.trained import MASTERS, MOMENTS, moments_of, parameter, train
-
-STORED = {"FP8": PerTensor(), "FP8 in blocks": PerBlock(128, 128), "experts": PerTensor()}
-KINDS = [("plain", master) for master in ("auto", *MASTERS)]
-KINDS += [(kind, master) for kind in STORED for master in OF_FP8_WEIGHTS]
+from tests.support.trained import MOMENTS, moments_of, parameter, train
 
 
-def weights_of(kind: str, master: str | None) -> list[nn.Parameter]:
-    if kind == "plain":
-        return [parameter(3, 300, dtype=torch.float32 if master == "auto" else torch.bfloat16), parameter(5)]
-    values = torch.randn((3, 16, 200) if kind == "experts" else (130, 300))
-    return [nn.Parameter(StoredWeight.cast(values, STORED[kind])), parameter(5)]
-
-
-def written(params: list[nn.Parameter], optimizer: AdamW) -> list[Tensor]:
-    """All that a step writes."""
-    found = [value for p in params for value in optimizer.state[p].values()]
-    for p in params:
-        found += [p.qdata.view(torch.uint8), p.scale_inv] if isinstance(p, StoredWeight) else [p.detach()]
-    return found
-
-
-@pytest.mark.parametrize("moments", MOMENTS)
-@pytest.mark.parametrize(("kind", "master"), KINDS)
-def test_saved_and_loaded_it_goes_on_bit_for_bit(kind, master, moments):
-    params, options = weights_of(kind, master), {"lr": 0.01, "moments": MOMENTS[moments], "master": master}
-    optimizer = AdamW(params, seed=7, **options)
-    train(optimizer, 3)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    for p in params:
-        p.grad = None
-    copies = copy.deepcopy(params)
-    train(optimizer, 3, seed=1)
-    other = AdamW(copies, **options)
-    file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    train(other, 3, seed=1)
-    for ours, theirs in zip(written(params, optimizer), written(copies, other), strict=True):
-        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
-
-
-def test_torchs_loads_ours_and_ours_loads_torchs():
-    params = [parameter(3, 300), parameter(5)]
-    ours = AdamW(params, lr=0.01, moments="fp32")
-    train(ours, 3)
+@pytest.mark.parametrize(
+    ("ours", "torchs", "options"),
+    [
+        (AdamW, torch.optim.AdamW, {"foreach": False}),
+        (SGD, torch.optim.SGD, {"foreach": False, "momentum": 0.9}),
+        (Muon, torch.optim.Muon, {}),
+    ],
+    ids=["AdamW", "SGD", "Muon"],
+)
+def test_torchs_state_goes_on_and_goes_back(ours, torchs, options):
+    params = [parameter(3, 300), parameter(5, 1)]
     copies = [nn.Parameter(p.detach().clone()) for p in params]
-    theirs = torch.optim.AdamW(copies, foreach=False)
-    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))  # of which torch's keeps the tensors
-    assert theirs.param_groups[0]["lr"] == 0.01
-    for optimizer in (ours, theirs):
-        train(optimizer, 3, seed=1)
-    assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
-    back = AdamW(params, moments="fp32")
-    back.load_state_dict(theirs.state_dict())
-    for optimizer in (back, theirs):
-        train(optimizer, 3, seed=2)
-    assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
-
-
-@pytest.mark.parametrize("moments", ["fp8", "bf16", "one scale"])
-def test_torchs_state_is_converted_with_a_warning(moments):
-    p = parameter(3, 300)
-    theirs = torch.optim.AdamW([p], lr=0.01)
-    train(theirs, 3)
-    ours = AdamW([p], moments=MOMENTS[moments])
-    with pytest.warns(UserWarning, match="converted: from torch's to"):
-        ours.load_state_dict(theirs.state_dict())
-    assert int(ours.state[p]["step"]) == 3 and ours.param_groups[0]["lr"] == 0.01
-    m, v = moments_of(ours, p)
-    state = theirs.state[p]
-    assert float((m - state["exp_avg"]).norm() / state["exp_avg"].norm()) < 0.05
-    assert float((v.sqrt() - state["exp_avg_sq"].sqrt()).norm() / state["exp_avg_sq"].sqrt().norm()) < 0.03
-    train(ours, 2)
+    exact, theirs = ours(params, lr=0.01, moments="fp32", **options), torchs(copies, lr=0.01, **options)
+    for seed in range(3):
+        for optimizer in (exact, theirs):
+            train(optimizer, 2, seed)
+        assert all(map(torch.equal, params, copies))
+        saved = copy.deepcopy(exact.state_dict()), copy.deepcopy(theirs.state_dict())
+        if seed == 0:
+            with pytest.warns(UserWarning, match="converted: from torch's"):
+                ours(params, moments="fp8", **options).load_state_dict(copy.deepcopy(saved[1]))
+        exact, theirs = ours(params, moments="fp32", **options), torchs(copies, **options)
+        with warnings.catch_warnings(action="error"):
+            exact.load_state_dict(saved[1])
+        theirs.load_state_dict(saved[0])
+        assert theirs.param_groups[0]["lr"] == exact.param_groups[0]["lr"] == 0.01
 
 
 @pytest.mark.parametrize("first", MOMENTS)

@@ -7,8 +7,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import octavo
-from octavo import PerBlock, PerTensor, RecipeMap, recipes
-from octavo.nn.convert import stored_now
+from octavo import PerTensor, RecipeMap, recipes
 from octavo.optim import Moment
 from octavo.optim.state import data_of
 from octavo.schedule import Phase
@@ -124,15 +123,6 @@ def test_no_more_than_one_old_weight_is_there_beside_the_new_ones(storage, monke
     assert left == [5, 4, 3, 2, 1, 0]
     assert all(weight.expired() for weight in old) and all(state.expired() for state in states)
     model(x).square().sum().backward()
-    optimizer.step()
-
-
-def test_from_one_scale_to_blocks():
-    model, optimizer = begun(storage="fp8")
-    (target,) = targets_of(model, optimizer, [Phase(recipes.blockwise(), weight_storage="fp8")])
-    switch(model, optimizer, target)
-    assert list(stored_now(model).values()) == [PerBlock(128, 128), PerBlock(128, 128)]
-    loss_of(model, 1).backward()
     optimizer.step()
 
 

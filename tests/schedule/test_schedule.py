@@ -90,30 +90,6 @@ def test_the_resolution_is_the_updates_root_mean_square_over_the_grids_noise():
     assert ratio == pytest.approx(math.sqrt(moved / noise), rel=0.05)  # weights are read in bf16 here
 
 
-def test_an_upward_switch_changes_no_value_and_training_goes_on_as_without_it():
-    runs = []
-    for phases in ([Phase(LOW)], [Phase(LOW), Phase(LOW, moments="fp32", master="split32", from_step=4)]):
-        model, optimizer, schedule = started(*phases, master="split24")
-        train(model, optimizer, schedule, range(3))
-        before = [p.detach().clone() for p in model.parameters()]
-        schedule_step = schedule.step
-        loss_of(model, 3).backward()
-        optimizer.step()
-        before = [p.detach().clone() for p in model.parameters()]
-        schedule_step(32)
-        assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-        optimizer.zero_grad()
-        runs.append(train(model, optimizer, schedule, range(4, 24)))
-    seeds = []
-    for seed in (0, 1):
-        model = net(seed=seed)
-        optimizer = optimizer_of(model)
-        seeds.append(train(model, optimizer, PrecisionSchedule(model, optimizer, [Phase(LOW)]), range(24))[4:])
-    gap = max(abs(a - b) for a, b in zip(*runs, strict=True))
-    spread = max(abs(a - b) for a, b in zip(*seeds, strict=True))
-    assert runs[0][0] == runs[1][0] and 0 < gap < spread
-
-
 def test_a_resumed_schedule_reads_the_resolution_where_the_other_did():
     phases = [LOWEST, Phase(HIGH, when_update_below_resolution=0.1)]
 
@@ -133,22 +109,6 @@ def test_a_resumed_schedule_reads_the_resolution_where_the_other_did():
     rated(again, other, resumed, range(13, 70))
     assert schedule.index == 1 and resumed.switches == schedule.switches
     assert same(tensors(model, optimizer), tensors(again, other))
-
-
-def test_updates_in_backward_are_measured_and_switched():
-    model, optimizer, schedule = started(LOWEST, UP)
-    handle = octavo.optim.update_in_backward(optimizer, 1 << 10)
-    train(model, optimizer, schedule, range(6))
-    assert all(p.grad is None for p in model.parameters()) and handle.launches >= 12
-    assert type(model[0].weight) is torch.nn.Parameter
-
-
-def test_stored_gradients_go_on():
-    model, optimizer, schedule = started(LOWEST, UP, gradient_storage="fp8")
-    train(model, optimizer, schedule, range(6))
-    optimizer.zero_grad()
-    loss_of(model, 6).backward()
-    assert all("Stored" in type(p.grad).__name__ for p in model.parameters())
 
 
 def faulty(model, schedule, optimizer, step: int, spoil) -> float:
@@ -222,16 +182,6 @@ def test_the_host_may_read_late_and_faulty_steps_still_do_nothing():
         assert same(before, tensors(model, optimizer)) and model[0].recipe == LOW
     train(model, optimizer, schedule, range(7, 8))
     assert model[0].recipe == HIGH and schedule.switches[-1].step == 8
-
-
-def test_a_recovery_with_an_optimizer_of_torchs():
-    model = net(dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    schedule = PrecisionSchedule(model, optimizer, [Phase(LOW)], Recovery(Phase(HIGH), steps=2, spike=None))
-    train(model, optimizer, schedule, range(3))
-    before = tensors(model, optimizer)
-    faulty(model, schedule, optimizer, 3, spoil_gradient(model))
-    assert same(before, tensors(model, optimizer)) and model[0].recipe == HIGH
 
 
 PROMOTED = Phase(DELAYED, moments="fp32", master="split32", weight_storage=None, from_step=4)

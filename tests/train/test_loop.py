@@ -175,52 +175,54 @@ def test_it_learns_and_says_what_it_did(config):
     assert result.folder is None
 
 
+IN_FP8 = {"moments": "fp8", "master": "split16", "weight_storage": "fp8"}
+PHASES = {"schedule": "fp8-then-bf16@0.4-then-fp8@0.8"}
+MUON = IN_FP8 | PHASES | {"update_in_backward": "8KB", "algorithm": "muon"}
+
+
 @pytest.mark.parametrize(
-    ("recipe", "state"),
+    ("recipe", "state", "experts"),
     [
-        ("bf16", ()),
-        ("delayed", ("fp8", "split16", "fp8", "", "fp8")),
+        ("bf16", {}, 0),
+        ("delayed", IN_FP8, 0),
+        ("delayed", IN_FP8 | {"update_in_backward": "1MB"}, 4),
+        ("dynamic", MUON, 0),
         *(
-            pytest.param("delayed", state, marks=pytest.mark.full)
-            for state in [("fp8", "split24"), ("bf16", "none"), ("fp32", "auto", "none", "", "fp8")]
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                ("delayed", {"moments": "fp8", "master": "split24"}, 0),
+                ("delayed", {"moments": "bf16", "master": "none"} | PHASES, 0),
+                ("delayed", {"weight_storage": "fp8"} | PHASES, 0),
+                ("blockwise", IN_FP8, 4),
+                ("mx", {}, 4),
+            ]
         ),
     ],
     ids=str,
 )
-def test_a_resumed_run_is_the_run_in_one_piece(config, recipe, state, tmp_path):
-    plain = changed(config, model={"layers": 1}, optimizer={"steps": 6})
-    config = replace(plain, state=StateConfig(*state))
+def test_a_resumed_run_is_the_run_in_one_piece(config, recipe, state, experts, tmp_path):
+    plain = changed(config, model={"layers": 1, "experts": experts}, optimizer={"steps": 10})
+    config = changed(plain, state=state)
     whole = run(at(config, tmp_path / "whole"), recipe)
-    first = run(at(config, tmp_path / "parts"), recipe, hooks=stop_after(3))
-    assert first.interrupted and len(first.rows) == 3 and math.isnan(first.final_validation)
-    second = run(at(config, tmp_path / "parts", resume=True), recipe)
-    assert not second.interrupted and curve(second) == curve(whole)
+    parts = at(config, tmp_path / "parts")
+    for stop in (3, 6, 9) if "schedule" in state else (3,):  # in each phase, and gone on with from there
+        part = run(parts, recipe, hooks=stop_after(3))
+        assert part.interrupted and len(part.rows) == stop and math.isnan(part.final_validation)
+        parts = changed(parts, run={"resume": True})
+    for _ in range(2):  # to its end; and read again
+        rest = run(parts, recipe)
+        assert not rest.interrupted and curve(rest) == curve(whole) and rest.switches == whole.switches
     assert log_curve(tmp_path / "parts" / recipe / "log.csv") == log_curve(tmp_path / "whole" / recipe / "log.csv")
-    if state:
+    if "schedule" in state:
+        assert [switch.step for switch in whole.switches] == [0, 4, 8]
+    elif state:
         exact = run(plain, recipe)
         assert whole.final_validation == pytest.approx(exact.final_validation, rel=0.05)
         assert curve(whole) != curve(exact)
-
-
-def test_a_killed_run_goes_on_from_its_checkpoint_and_its_log_loses_what_came_after(config, tmp_path):
-    config = at(changed(config, model={"layers": 1}, optimizer={"steps": 10}), tmp_path, checkpoint_every=4)
-
-    class Killed(Exception):
-        pass
-
-    def kill(row):
-        if row.step == 7:
-            raise Killed
-
-    with pytest.raises(Killed):
-        run(config, "delayed", hooks=Hooks(on_step=kill))
-    log = tmp_path / "delayed" / "log.csv"
-    assert len(log.read_text().splitlines()) == 1 + 7
-    seen = []
-    second = run(at(config, tmp_path, resume=True), "delayed", hooks=Hooks(on_step=seen.append))
-    assert seen[0].step == 5
-    assert curve(second) == curve(run(replace(config, run=replace(config.run, out=None)), "delayed"))
-    assert [line.split(",")[0] for line in log.read_text().splitlines()[1:]] == [str(i) for i in range(1, 11)]
+    if experts:
+        assert all(mixture.bias.any() for mixture in trained_model(tmp_path / "parts" / recipe).mixtures)
+        with pytest.raises(RunCheckpointError, match="has experts 4, not 0"):
+            run(changed(parts, model={"experts": 0}), recipe)
 
 
 def test_nothing_is_lost_to_a_second_run_in_the_same_folder(config, tmp_path):
@@ -235,14 +237,6 @@ def test_nothing_is_lost_to_a_second_run_in_the_same_folder(config, tmp_path):
     with pytest.raises(RunCheckpointError, match="has text"):
         run(at(config, tmp_path, resume=True))
     assert (tmp_path / "bf16" / "log.csv").read_bytes() == before
-
-
-def test_resuming_with_another_recipe_of_the_same_name(config, tmp_path):
-    config = steps(config, 4)
-    run(at(config, tmp_path), octavo.recipes.delayed(history_length=4), name="mine", hooks=stop_after(3))
-    with pytest.raises(RunCheckpointError, match="has recipe"):
-        run(at(config, tmp_path, resume=True), octavo.recipes.delayed(history_length=5), name="mine")
-    assert run(at(config, tmp_path, resume=True), octavo.recipes.delayed(history_length=4), name="mine").steps == 4
 
 
 def test_recipes_start_from_the_same_weights_and_see_the_same_bytes(config):

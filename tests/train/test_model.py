@@ -9,12 +9,11 @@ from torch.nn import functional as F
 
 import octavo
 from octavo.distributed.ranks import Ranks
-from octavo.tensor.stored_weight import StoredWeight
-from octavo.train import GPT, Hooks, ModelConfig, RunCheckpointError, TrainConfig, next_byte_loss, run
+from octavo.train import GPT, Hooks, ModelConfig, TrainConfig, next_byte_loss, run
 from octavo.train.loop import trained_model
 from octavo.train.model import SPEED, Mixture, balance
 from octavo.train.trainer import build_model
-from tests.support.helpers import CountOps, assert_equal
+from tests.support.helpers import CountOps
 from tests.support.pool import Pool
 from tests.train.test_shard import changed, curve, nearly, train_on
 
@@ -83,38 +82,6 @@ def test_more_chosen_than_there_are_is_refused() -> None:
 @pytest.fixture
 def mixed(config: TrainConfig) -> TrainConfig:
     return changed(config, model={"experts": 4, "layers": 1}, optimizer={"steps": 6}, run={"eval_every": 3})
-
-
-IN_FP8 = {"weight_storage": "fp8", "master": "split16", "moments": "fp8"}
-
-
-@pytest.mark.parametrize(
-    ("recipe", "state"),
-    [
-        pytest.param("delayed", {}, marks=pytest.mark.full),
-        ("delayed", IN_FP8 | {"update_in_backward": "1MB"}),
-        pytest.param("blockwise", IN_FP8 | {"gradient_storage": "fp8"}, marks=pytest.mark.full),
-        pytest.param("mx", {}, marks=pytest.mark.full),
-    ],
-)
-def test_a_resumed_run_is_the_run_in_one_piece(
-    mixed: TrainConfig, recipe: str, state: dict[str, str], tmp_path: object
-) -> None:
-    mixed = changed(mixed, state=state)
-    whole = run(mixed, recipe)
-    parts = changed(mixed, run={"out": tmp_path})
-    seen: list[object] = []
-    first = run(parts, recipe, hooks=Hooks(on_step=seen.append, should_stop=lambda: len(seen) == 3))
-    assert first.interrupted
-    models: list[GPT] = []
-    second = run(changed(parts, run={"resume": True}), recipe, hooks=Hooks(on_model=models.append))
-    assert curve(second) == curve(whole)
-    read = trained_model(tmp_path / recipe)  # type: ignore[operator]
-    assert all(mixture.bias.any() for mixture in read.mixtures)
-    assert {isinstance(p, StoredWeight) for p in models[0].parameters() if p.ndim == 3} == {bool(state)}
-    assert_equal(*(dict(octavo.restore(model).state_dict()) for model in (read, models[0])))
-    with pytest.raises(RunCheckpointError, match="has experts 4, not 0"):
-        run(changed(parts, run={"resume": True}, model={"experts": 0}), recipe)
 
 
 @pytest.mark.parametrize("shard", ["fsdp", pytest.param("ddp", marks=pytest.mark.full)])

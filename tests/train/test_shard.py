@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from octavo import cli
 from octavo.distributed.checkpoint import checkpoints_in, load_extra
 from octavo.distributed.ranks import Ranks
 from octavo.tensor.stored_weight import StoredWeight
@@ -373,31 +372,6 @@ def one_error(err):
 
 
 @pytest.mark.full
-def test_torchrun(text_file, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    command += ["--master-port", str(free_port()), "-m", "octavo", "train", *TINY, "--data", str(text_file)]
-    arguments = "--shard fsdp --steps 10 --micro-batches 2 --recipe delayed --compile --out".split()
-    done = subprocess.run(
-        [*command, *arguments, str(tmp_path / "compiled")],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("delayed") == 1 and done.stderr.count("step 10/10") == 1  # rank 0 alone tells
-    arguments = "--shard ddp --steps 10 --micro-batches 2 --recipe delayed --compile --out".split()
-    with Started(2, "--data", str(text_file), *arguments, str(tmp_path / "ddp")) as ranks:
-        ranks.end_well()
-    arguments = "--steps 10 --recipe delayed --out".split()
-    assert cli.main(["train", *TINY, "--data", str(text_file), *arguments, str(tmp_path / "alone")]) == 0
-    curves = [rows(tmp_path / name / "delayed")[1] for name in ("compiled", "ddp", "alone")]
-    for found in curves[:2]:
-        assert [float(row[1]) for row in found] == pytest.approx([float(row[1]) for row in curves[2]], rel=0.02)
-
-
-@pytest.mark.full
 def test_ctrl_c_stops_all_and_is_resumed(text_file, tmp_path):
     arguments = ["--data", str(text_file), "--shard", "fsdp", "--steps", "400", "--out", str(tmp_path)]
     with Started(2, *arguments) as ranks:
@@ -421,33 +395,6 @@ def wait_for(folder, step, ranks):
         time.sleep(0.002)
     ended = [process.communicate() for process in ranks.processes if process.poll() is not None]
     assert rows(folder)[0] >= step, ended
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("count", "more"), [(2, ""), (4, "--tensor-parallel 2 --moments fp8 --master split24")])
-def test_killed_ranks(count, more, text_file, tmp_path):
-    """The others end with one line, the last checkpoint loads, and the curve is the same.
-
-    tests/integration/test_restarts.py kills at more places.
-    """
-    options = f"--shard fsdp --recipe delayed --steps 18 --checkpoint-every 3 --timeout 15 {more}".split()
-    options += ["--data", str(text_file), "--out"]
-    with Started(count, *options, str(tmp_path / "whole")) as ranks:
-        ranks.end_well()
-    folder = tmp_path / "parts" / "delayed"
-    with Started(count, *options, str(tmp_path / "parts")) as ranks:
-        wait_for(folder, 7, ranks)
-        ranks.processes[0].kill()
-        left = ranks.ends(but=[0])
-    for rank, (_, err, code) in enumerate(left, 1):
-        said = one_error(err)
-        assert code == 2 and said.startswith(f"octavo: error: rank {rank}: "), said
-        assert "another rank ended" in said or "another rank did not answer in time" in said, said
-        assert "is kept" not in said or "--resume to go on" in said, said
-    assert trained_model(folder).blocks[0].mlp.fc2.delayed_scale.all()
-    with Started(count, *options, str(tmp_path / "parts"), "--resume") as ranks:
-        ranks.end_well()
-    assert rows(folder) == rows(tmp_path / "whole" / "delayed") and rows(folder)[0] == 18
 
 
 @pytest.mark.full

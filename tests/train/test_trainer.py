@@ -5,7 +5,6 @@ import torch
 
 from octavo import recipes
 from octavo.schedule import Phase
-from octavo.tensor.stored_gradient import StoredGradient
 from octavo.tensor.stored_weight import StoredWeight
 from octavo.train import (
     DataConfig,
@@ -66,32 +65,6 @@ def test_what_is_no_schedule(text):
 def test_phases_that_begin_in_no_step(text):
     with pytest.raises(TrainError, match="would begin at step"):
         phases_of(text, DYNAMIC, 10, STATE)
-
-
-IN_BACKWARD = StateConfig("fp8", "split16", "fp8", "8KB")
-
-
-@pytest.mark.parametrize(
-    ("state", "algorithm"),
-    [
-        (IN_BACKWARD, "muon"),
-        *(pytest.param(state, "adamw", marks=pytest.mark.full) for state in (STATE, StateConfig(), IN_BACKWARD)),
-    ],
-)
-def test_a_run_switches_and_resumes_bit_for_bit(tiny, state, algorithm, tmp_path):
-    config = replace(tiny, state=replace(state, schedule="fp8-then-bf16@0.4-then-fp8@0.8", algorithm=algorithm))
-    whole = run(config, "dynamic")
-    assert [(s.step, s.name) for s in whole.switches] == [(0, "dynamic"), (4, "high_precision"), (8, "dynamic")]
-    config = replace(config, run=replace(config.run, out=tmp_path))
-    for stop in (3, 6, 9):  # in each phase, and gone on with from there
-        done = iter(range(3))
-        part = run(config, "dynamic", hooks=Hooks(should_stop=lambda done=done: next(done, None) is None))
-        assert part.interrupted and len(part.rows) == stop
-        config = replace(config, run=replace(config.run, resume=True))
-    for _ in range(2):  # to its end; and read again
-        rest = run(config, "dynamic")
-        assert rest.losses == whole.losses and rest.final_validation == whole.final_validation
-        assert rest.switches == whole.switches
 
 
 def test_weights_take_the_form_of_the_phase(tiny):
@@ -177,16 +150,6 @@ def test_updates_in_backward_clip_as_those_after_it(config, parts):
         assert early == pytest.approx(exact, rel=0.05)
 
 
-def test_the_dtype_is_that_of_the_products(config):
-    for dtype in (torch.bfloat16, torch.float32):
-        trainer = make_trainer(replace(config, run=replace(config.run, dtype=str(dtype).removeprefix("torch."))))
-        seen = []
-        trainer.model.head.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out.dtype))
-        trainer.step(0)
-        assert seen == [dtype]
-        assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
-
-
 def test_validation_changes_nothing(config):
     trainer = make_trainer(config, "delayed")
     trainer.step(0)
@@ -223,17 +186,6 @@ def test_sizes_that_cannot_fit_are_refused_before_anything_is_allocated(config):
     with pytest.raises(TrainError, match="GiB"):
         require_memory(config, torch.device("cpu"))
     require_memory(TrainConfig(), torch.device("cpu"))
-
-
-@pytest.mark.parametrize("parts", [1, 4])
-def test_gradients_kept_in_fp8_are_rounded_once_a_step(config, parts):
-    config = replace(config, data=replace(config.data, micro_batches=parts), state=StateConfig(gradient_storage="fp8"))
-    trainer, kinds = make_trainer(config), []
-    weight = trainer.model.head.weight
-    weight.register_post_accumulate_grad_hook(lambda weight: kinds.append(type(weight.grad)))  # after the optimizer's
-    _, norm, _ = trainer.step(0)
-    assert kinds == [torch.Tensor] * (parts - 1) + [StoredGradient]
-    assert norm > 0 and all(isinstance(param.grad, StoredGradient) for param in trainer.model.parameters())
 
 
 def test_muon_has_the_blocks_matrices_and_adamw_all_others():
