@@ -36,16 +36,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo import kernels
-from octavo.autograd.casts import WEIGHT, State, cast_role, operands_of_codes
+from octavo.autograd.casts import WEIGHT, cast_role, operands_of_codes
 from octavo.granularity import ALL, Tile, scale_shape
 from octavo.kernels.arguments import lie_by_columns
 from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import contraction_multiple, is_small_block, with_padding
 from octavo.nn.tensor_parallel import sending_of
-from octavo.nn.weight import notice_writes, stored_as
+from octavo.nn.weight import notice_writes
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.scaling.delayed import state_of
-from octavo.scaling.recipe import Cast, RoleCasts
+from octavo.scaling.recipe import Cast, Recipe, RoleCasts
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.collectives import agree, bytes_of, largest, scales_from
 from octavo.tensor.fsdp2 import (
@@ -61,7 +61,7 @@ from octavo.tensor.fsdp2 import (
     rows_on_each_rank,
 )
 from octavo.tensor.pair import Operands, operands_of, transposed_pair
-from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, agreed, local_stored
+from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, agreed, local_stored, stored_as
 
 IN_FP8, CAST_AFTER, AS_IT_IS, AS_STORED = "in FP8", "cast after", "as it is", "as stored"
 
@@ -250,7 +250,7 @@ class Gather:
         assert self.shard_cast is not None
         sent, known = ([one.to(shard.device, non_blocking=True) for one in each] for each in (self.sent, self.known))
         read = functools.partial(self.shard_cast.read, known=known, pads=module.recipe.pads)
-        return tuple(sent), _reading(read, known, module, outer_size, module.stores_transposed)
+        return tuple(sent), _reading(read, known, module.recipe, outer_size, module.stores_transposed)
 
     def _cast_after(self, module: Any, shape: torch.Size) -> After:
         """The second hook where every rank casts the whole weight."""
@@ -260,12 +260,10 @@ class Gather:
             wide, state = gathered_whole(outputs[0], shape), None
             if (known := state_of(module)) is not None:
                 scale = torch.zeros_like(known.scale) if self.delayed_scale is None else self.delayed_scale
-                state = State(
-                    *(tensor.to(wide.device) for tensor in (scale, known.amax_history, torch.zeros_like(known.before)))
-                )
+                state = known._replace(scale=scale, before=torch.zeros_like(known.before)).on(wide.device)
             return cast_role(wide.mT if module.stores_transposed else wide, recipe, WEIGHT, True, True, state)
 
-        return _reading(read, [], module, shape)
+        return _reading(read, [], recipe, shape)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Gather, (self.group, self.shared, self.name)
@@ -289,13 +287,13 @@ def _send_stored(shard: StoredWeight, module: Any, mesh: Any, shape: torch.Size)
             return Operands((q, scales), (q.mT, scales.mT))
         return operands_of_codes((q, scales), recipe, WEIGHT, True, None)
 
-    return sent, _reading(read, [scale_inv], module, shape, module.stores_transposed)
+    return sent, _reading(read, [scale_inv], recipe, shape, module.stores_transposed)
 
 
 def _reading(
     read: Callable[[Sequence[Tensor]], Operands],
     known: Sequence[Tensor],
-    module: Any,
+    recipe: Recipe,
     shape: torch.Size,
     swaps: bool = False,
 ) -> After:
@@ -319,7 +317,7 @@ def _reading(
         storages = {one.untyped_storage().data_ptr(): _all_of(one) for one in codes}
         for tensor in outputs:
             storages.pop(tensor.untyped_storage().data_ptr(), None)
-        return GatheredWeight(operands, shape, dtype, module.recipe.weight_key), tuple(storages.values())
+        return GatheredWeight(operands, shape, dtype, recipe.weight_key), tuple(storages.values())
 
     return after
 

@@ -109,7 +109,7 @@ def gathered(codes):
     codes, module = codes.view(torch.uint8), octavo.nn.Linear(1, 1, recipe=recipes.dynamic())
     shard_cast = gather.ShardCast(module.recipe.weight_casts, codes.shape, 2, 0, together=True)
     read = functools.partial(shard_cast.read, known=[torch.ones(1, 1)], pads=module.recipe.pads)
-    weight, inner = gather._reading(read, [], module, codes.shape)((codes,), torch.float32, None)
+    weight, inner = gather._reading(read, [], module.recipe, codes.shape)((codes,), torch.float32, None)
     return weight.qdata, weight.transposed_qdata, inner
 
 
