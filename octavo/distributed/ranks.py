@@ -135,9 +135,3 @@ def lost_ranks() -> Iterator[None]:
         waited = "imed out" in str(error) or "timeout" in str(error)
         what = "another rank did not answer in time" if waited else "another rank ended"
         raise RankError(f"{what}: its own message says why; mend that and start all ranks again") from error
-
-
-def whole(value: T) -> T:
-    """A sharded tensor, such as a norm of sharded gradients, as a whole: all its ranks call; anything else as it is."""
-    full_tensor = getattr(value, "full_tensor", None)
-    return value if full_tensor is None else full_tensor()

@@ -38,7 +38,7 @@ from octavo.nn.weight import fp8_pair
 from octavo.nn.weight_files import SCALE_INV
 from octavo.numerics import exponents_of
 from octavo.scaling.recipe import Cast
-from octavo.tensor.fsdp2 import on_this_rank, plain
+from octavo.tensor.fsdp2 import on_this_rank, whole
 
 Layers = dict[str, RecipeModule]  # the modules whose output product is in FP8, by name
 BLOCK = 128
@@ -129,10 +129,7 @@ class Entry(NamedTuple):
             policies: FSDP2's mixed-precision policies by the ids of sharded parameters.
         """
         if self.layer is None:
-            tensor: Any = plain(self.tensor.detach())
-            if on_this_rank(tensor) is not tensor:
-                tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # it may be offloaded
-            return self._written(tensor)
+            return self._written(whole(self.tensor.detach()))
         policy = policies.get(id(self.layer.weight_parameter))
         codes, scale_inv = fp8_pair(self.layer, training, policy)
         return self._written(codes.detach(), scale_inv.detach().view(scale_shape(self.layer)))

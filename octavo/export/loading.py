@@ -29,7 +29,7 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight_files import SCALE_INV, check_scales
 from octavo.tensor.fsdp2 import like_sharded, on_this_rank, own_slices
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.tensor.stored_weight import StoredWeight, cast_shard, granularity_of_scales, local_stored, put_into
+from octavo.tensor.stored_weight import StoredWeight, granularity_of_scales, local_stored, put_into
 
 SCALES = ("_scale_inv", "_scale")  # a scale's name is its weight's and one of these
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # of static casts
@@ -392,13 +392,6 @@ def _read_values(
     return values[tuple(kept)]
 
 
-def _cast(values: Tensor, target: Tensor, granularity: Granularity) -> StoredWeight:
-    """This rank's part of a weight in FP8; of a shard with one scale all ranks call it."""
-    if on_this_rank(target) is not target:
-        return cast_shard(values, target, granularity, target.requires_grad)
-    return StoredWeight.cast(values, granularity, target.requires_grad).moved(lambda tensor: tensor, target.dtype)
-
-
 def _as_stored(
     target: Tensor, own: StoredWeight, stored: _Stored, reader: OpenFile, place: torch.device
 ) -> tuple[StoredWeight, bool]:
@@ -409,14 +402,16 @@ def _as_stored(
     part = own_slices(target.shape, target)
     pair = _scales_of(stored, reader)
     if pair is None:
-        return _cast(_read(stored, reader, part, place).to(target.dtype), target, own.granularity), True
+        values = _read(stored, reader, part, place).to(target.dtype)
+        return StoredWeight.cast(values, own.granularity, target.requires_grad, target), True
     scales, is_shard = pair[0], own is not target
     if scales.shape == _scale_shape(target, own) and own.may_have(scales):
         scales = scales if own.has_one_scale else scales[own_slices(scales.shape, target)]
         codes = _read(stored, reader, part, place)
         scales = scales.to(place, own.scale_inv.dtype)
         return StoredWeight(codes, scales, target.dtype, own.granularity, is_shard), False
-    return _cast(_read_values(stored, reader, part, place, pair), target, own.granularity), True
+    values = _read_values(stored, reader, part, place, pair)
+    return StoredWeight.cast(values, own.granularity, target.requires_grad, target), True
 
 
 def _scale_shape(target: Tensor, own: StoredWeight) -> torch.Size:
@@ -450,7 +445,7 @@ def _experts_as_stored(
     if kept:
         scales = scales[experts].to(place, own.scale_inv.dtype)
         return StoredWeight(values, scales, target.dtype, own.granularity, own is not target), False
-    return _cast(values, target, own.granularity), True
+    return StoredWeight.cast(values, own.granularity, target.requires_grad, target), True
 
 
 def _scales_of(stored: _Stored, reader: OpenFile) -> tuple[Tensor, Granularity] | None:

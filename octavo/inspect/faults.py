@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.cost.command import columns
-from octavo.distributed.ranks import Ranks, whole
+from octavo.distributed.ranks import Ranks
 from octavo.errors import OctavoError
 from octavo.inspect.rows import Notes, first_here, observe, parameter_of, sizes_of
 from octavo.inspect.weights import first_expert
@@ -29,7 +29,7 @@ from octavo.kernels.arguments import FOUND
 from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.scaling.recipe import ROLES
-from octavo.tensor.fsdp2 import on_this_rank
+from octavo.tensor.fsdp2 import on_this_rank, whole
 from octavo.tensor.stored_weight import StoredWeight
 
 BEFORE = 10  # steps kept before a fault

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.distributed.files import reason_of
-from octavo.distributed.ranks import Ranks, whole
+from octavo.distributed.ranks import Ranks
 from octavo.inspect.findings import severities
 from octavo.inspect.record import RecordWriter, by_layer, measures_of, numpy, of_weights
 from octavo.inspect.remedies import RECIPES, own_recipes
@@ -22,6 +22,7 @@ from octavo.inspect.rows import Row, Table
 from octavo.inspect.weights import Samples, count_weights, facts_of, moved_since, sample, tied_of
 from octavo.kernels.arguments import SUMS
 from octavo.recipes import to_json
+from octavo.tensor.fsdp2 import whole
 
 Scalar = float | Tensor
 SKIPPED = "skipped"  # a kind of event that arrives from the device, as scalars do

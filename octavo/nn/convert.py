@@ -36,8 +36,6 @@ from octavo.nn.weight import (
     WeightOwner,
     check_granularity,
     check_recipe,
-    store_weight,
-    stored_as,
     stored_granularity,
     weight_of,
     why_not_stored,
@@ -46,7 +44,7 @@ from octavo.recipes import AnyRecipe, as_recipe, default, high_precision
 from octavo.scaling.delayed import ASIDE, LOADED, STATE, state_of
 from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
 from octavo.tensor.fsdp2 import forget_gathered, groups_of
-from octavo.tensor.stored_weight import OF_FROZEN, local_stored, why_cut
+from octavo.tensor.stored_weight import OF_FROZEN, local_stored, store, stored_as, why_cut
 
 
 def convert(
@@ -117,7 +115,7 @@ def convert(
             if weight not in stored:
                 check_recipe(recipe_of(recipe, *names), weight)
     for weight, granularity in stored.items():
-        store_weight(weight, granularity)
+        store(weight, granularity)
     group = GatherGroup()
     for name, holder, target in targets:
         if type(holder) is not target:
@@ -389,7 +387,7 @@ def restore(model: nn.Module) -> nn.Module:
     for module in list(model.modules()):
         if isinstance(module, RecipeModule):
             for weight in module.weights:
-                store_weight(weight, None)
+                store(weight, None)
             split = isinstance(module, Linear) and (module.splits is not None or is_sharded(type(module)))
             if split or isinstance(module, Grouped):
                 module.recipe = high_precision()

@@ -233,7 +233,7 @@ class ExpertsPart(Grouped):
 
     def __init__(self, holder: nn.Module, name: str, key: str) -> None:
         super().__init__()
-        self.part_name, self.key = name, key
+        self.part_name, self.weight_key = name, key
         self.__dict__["_holder"] = [holder]  # which is no part of its part
 
     @property
@@ -241,16 +241,12 @@ class ExpertsPart(Grouped):
         """The module that owns the matrix."""
         return self.__dict__["_holder"][0]
 
-    @property
-    def weight_place(self) -> tuple[nn.Module, str]:
-        return self.holder, self.key
-
     def weight_name(self, name: str) -> str:
-        return f"{name.rpartition('.')[0]}.{self.key}".removeprefix(".")
+        return f"{name.rpartition('.')[0]}.{self.weight_key}".removeprefix(".")
 
     def names(self, name: str) -> tuple[str, ...]:
         """A RecipeMap's patterns are of the module's name, its part's or the parameter's."""
-        return recipe_names(name.rpartition(".")[0], self.part_name, self.key)
+        return recipe_names(name.rpartition(".")[0], self.part_name, self.weight_key)
 
     @property
     def stores_transposed(self) -> bool:  # type: ignore[override]
@@ -258,7 +254,7 @@ class ExpertsPart(Grouped):
         return getattr(self.holder, "is_transposed", False)
 
     def own_parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
-        return getattr(self.holder, self.key), getattr(self.holder, f"{self.key}_bias", None)
+        return getattr(self.holder, self.weight_key), getattr(self.holder, f"{self.weight_key}_bias", None)
 
     def reset_parameters(self) -> None:
         """Empty the delayed state: the parameters are the module's that owns them."""
@@ -266,7 +262,7 @@ class ExpertsPart(Grouped):
 
     def extra_repr(self) -> str:
         """The recipe's name."""
-        return f"{self.key}, recipe={self.recipe.name}"
+        return f"{self.weight_key}, recipe={self.recipe.name}"
 
 
 class ConvertedExperts(WeightOwner):
@@ -279,7 +275,7 @@ class ConvertedExperts(WeightOwner):
 
     @property
     def weight_readers(self) -> dict[str, ExpertsPart]:
-        return {part.key: part for part in self.parts}
+        return {part.weight_key: part for part in self.parts}
 
     @property
     def is_parallel(self) -> bool:

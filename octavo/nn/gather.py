@@ -36,16 +36,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo import kernels
-from octavo.autograd.casts import WEIGHT, State, cast_role, operands_of_codes
+from octavo.autograd.casts import WEIGHT, cast_role, operands_of_codes
 from octavo.granularity import ALL, Tile, scale_shape
 from octavo.kernels.arguments import lie_by_columns
 from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import contraction_multiple, is_small_block, with_padding
 from octavo.nn.tensor_parallel import sending_of
-from octavo.nn.weight import notice_writes, stored_as
+from octavo.nn.weight import notice_writes
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.scaling.delayed import state_of
-from octavo.scaling.recipe import Cast, RoleCasts
+from octavo.scaling.recipe import Cast, Recipe, RoleCasts
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.collectives import agree, bytes_of, largest, scales_from
 from octavo.tensor.fsdp2 import (
@@ -61,7 +61,7 @@ from octavo.tensor.fsdp2 import (
     rows_on_each_rank,
 )
 from octavo.tensor.pair import Operands, operands_of, transposed_pair
-from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, agreed, local_stored
+from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, agreed, local_stored, stored_as
 
 IN_FP8, CAST_AFTER, AS_IT_IS, AS_STORED = "in FP8", "cast after", "as it is", "as stored"
 
@@ -120,14 +120,11 @@ class Gather:
 
     def forget(self) -> None:
         """Drop codes and scales that were cast by another recipe, or from another parameter."""
-        self.codes: Tensor | None = None  # uint8 [rows on each rank, K]: what the shard was cast into
-        none = torch.empty(0, dtype=torch.float32, device="cpu")
-        self.scale = self.amax = none  # of the whole weight, [1] and [1, 1], if it is cast per tensor
-        self.scale_inv = none  # [1, 1], or of the shard's blocks
-        self.shard_cast: ShardCast | None = None  # where it is cast with no other weight
-        self.cast_alone: tuple[list[Tensor], list[Tensor]] = [], []  # what that gave
+        self.shard_cast: ShardCast | None = None  # how the shard is cast, if it is sent in FP8
+        self.sent: list[Tensor] = []  # what it was cast into
+        self.known: list[Tensor] = []  # what ranks have agreed on for that
         self._way: Way | None = None
-        self.steps = -1  # of the optimizer that owns the weight, when ``amax`` was found
+        self.steps = -1  # of the optimizer that owns the weight, when it was cast
         self.ready: tuple[Any, ...] | None = None  # the codes' key when another weight's gather has just cast them
         self.delayed_scale: Tensor | None = None  # [3], of this forward; None: the weight's own amax gives its scale
         self.agreed = False  # whether ranks know that they were told the same of the module
@@ -171,21 +168,20 @@ class Gather:
         if parameter.placements[self.at].dim != 0:
             return Way(CAST_AFTER, f"it is not sharded by {'experts' if experts else 'rows'}")
         block, rows = casts.as_is.tile, self.shape[0]
-        if casts.once and block == (ALL, ALL):
-            return Way(IN_FP8)
         square = casts.once and block[0] == block[1] and is_small_block(block)
-        if experts and not square:
+        together = casts.once and block == (ALL, ALL)
+        if not together and experts and not square:
             return Way(CAST_AFTER, f"experts are cast one matrix at a time by {casts.as_is} and {casts.transposed}")
-        if experts and rows % ranks:
+        if not together and experts and rows % ranks:
             return Way(CAST_AFTER, f"of {rows} experts {ranks} ranks do not have as many each, as scales sent need it")
-        if experts or (square and rows % ranks == 0 and rows // ranks % block[0] == 0):
-            return Way(IN_FP8)
-        delayed = casts.as_is.is_delayed or casts.transposed.is_delayed
-        if delayed or not (casts.once or 1 in (block[0], casts.transposed.tile[1])):
-            return Way(CAST_AFTER, "its two layouts have different scales, of which ranks would have to agree on both")
-        if self.at + 1 < parameter.device_mesh.ndim:
-            return Way(CAST_AFTER, "tensor parallelism shards it too")
-        self.shard_cast = ShardCast(casts, self.shape, ranks, parameter.device_mesh.get_local_rank(self.at))
+        together |= square and (experts or (rows % ranks == 0 and rows // ranks % block[0] == 0))
+        if not together:
+            delayed = casts.as_is.is_delayed or casts.transposed.is_delayed
+            if delayed or not (casts.once or 1 in (block[0], casts.transposed.tile[1])):
+                return Way(CAST_AFTER, "its two layouts have different scales, and ranks would have to agree on both")
+            if self.at + 1 < parameter.device_mesh.ndim:
+                return Way(CAST_AFTER, "tensor parallelism shards it too")
+        self.shard_cast = ShardCast(casts, self.shape, ranks, parameter.device_mesh.get_local_rank(self.at), together)
         return Way(IN_FP8)
 
     def codes_key(self, module: Any) -> tuple[Any, ...]:
@@ -229,15 +225,9 @@ class Gather:
             )
         self.used = kind, casts
         if isinstance(shard, StoredWeight):
-            shard = shard if self.parameter is None else agreed(shard, self.parameter)
-            codes = padded_rows(shard.qdata.view(torch.uint8), outer_size, mesh.size())
-            scale_inv = shard.scale_inv.clone()  # what belongs to these codes, whenever the next step writes
-            # on one rank FSDP2 hands on the first tensor only
-            has_scale = shard.has_one_scale or mesh.size() == 1
-            if shard.ndim == 3:
-                scales = shard.granularity.of_matrices(outer_size).scale_shape(outer_size)
-                scale_inv = padded_rows(scale_inv, torch.Size(scales), mesh.size())
-            return _send_codes(codes, scale_inv, has_scale, None, module, outer_size, shard.qdata.dtype)
+            return _send_stored(
+                shard if self.parameter is None else agreed(shard, self.parameter), module, mesh, outer_size
+            )
         if kind == AS_IT_IS:
             return gather_as_it_is(shard, mesh, outer_size, mp_policy)
         for_backward = is_running()  # also of a forward that a checkpoint computes again
@@ -250,23 +240,17 @@ class Gather:
             return (padded_rows(shard, outer_size, mesh.size()).to(dtype),), self._cast_after(module, outer_size)
         # cast all shards of the group, unless the gather of another weight for the same forward has done so
         assert self.group is not None
-        if for_backward and (self.codes is not None or self.cast_alone[0]):
+        if for_backward and self.sent:
             self.group.backwards += 1
         else:
             if self.ready != self.codes_key(module):
                 self.group.refresh(self, mesh)
             self.ready = None
         self.group.wait()
-        cast, device = casts.as_is, shard.device
-        if self.shard_cast is not None:
-            own, known = ([one.to(device, non_blocking=True) for one in tensors] for tensors in self.cast_alone)
-            read = functools.partial(self.shard_cast.read, known=known, pads=module.recipe.pads)
-            return tuple(own), _reading(read, known, module.recipe, outer_size)
-        assert self.codes is not None
-        amax = self.amax if cast.is_delayed else None
-        sent, scale_inv = self.codes.to(device, non_blocking=True), self.scale_inv.to(device, non_blocking=True)
-        has_scale = cast.tile == (ALL, ALL)
-        return _send_codes(sent, scale_inv, has_scale, amax, module, outer_size, cast.format.dtype)
+        assert self.shard_cast is not None
+        sent, known = ([one.to(shard.device, non_blocking=True) for one in each] for each in (self.sent, self.known))
+        read = functools.partial(self.shard_cast.read, known=known, pads=module.recipe.pads)
+        return tuple(sent), _reading(read, known, module.recipe, outer_size, module.stores_transposed)
 
     def _cast_after(self, module: Any, shape: torch.Size) -> After:
         """The second hook where every rank casts the whole weight."""
@@ -276,9 +260,7 @@ class Gather:
             wide, state = gathered_whole(outputs[0], shape), None
             if (known := state_of(module)) is not None:
                 scale = torch.zeros_like(known.scale) if self.delayed_scale is None else self.delayed_scale
-                state = State(
-                    *(tensor.to(wide.device) for tensor in (scale, known.amax_history, torch.zeros_like(known.before)))
-                )
+                state = known._replace(scale=scale, before=torch.zeros_like(known.before)).on(wide.device)
             return cast_role(wide.mT if module.stores_transposed else wide, recipe, WEIGHT, True, True, state)
 
         return _reading(read, [], recipe, shape)
@@ -287,38 +269,38 @@ class Gather:
         return Gather, (self.group, self.shared, self.name)
 
 
-def _send_codes(
-    codes: Tensor,
-    scale_inv: Tensor,
-    has_scale: bool,
-    amax: Tensor | None,
-    module: Any,
-    shape: torch.Size,
-    code_dtype: torch.dtype,
-) -> tuple[tuple[Tensor, ...], After]:
-    """(What this rank sends, the second hook). ``has_scale``: all ranks have the whole weight's scale_inv already."""
-    recipe = module.recipe
+def _send_stored(shard: StoredWeight, module: Any, mesh: Any, shape: torch.Size) -> tuple[tuple[Tensor, ...], After]:
+    """(What is sent of a weight of this shape that lives in FP8, the second hook)."""
+    codes, recipe = padded_rows(shard.qdata.view(torch.uint8), shape, mesh.size()), module.recipe
+    scale_inv = shard.scale_inv.clone()  # what belongs to these codes, whenever the next step writes
+    if shard.ndim == 3:
+        scale_inv = padded_rows(
+            scale_inv, torch.Size(shard.granularity.of_matrices(shape).scale_shape(shape)), mesh.size()
+        )
+    # on one rank FSDP2 hands on the first tensor only
+    sent = (codes,) if shard.has_one_scale or mesh.size() == 1 else (codes, scale_inv)
 
     def read(outputs: Sequence[Tensor]) -> Operands:
-        q = outputs[0][: shape[0]].view(code_dtype)
-        scales = scale_inv if has_scale else outputs[1] if q.ndim == 2 else outputs[1][: shape[0]]
-        operands = Operands((q, scales), (q.mT, scales.mT))
-        if not recipe.is_high_precision:
-            operands = operands_of_codes((q, scales), recipe, WEIGHT, True, None)
-        if module.stores_transposed:
-            operands = Operands(operands.transposed, operands.as_is)
-        return operands._replace(amax=None if amax is None else amax.to(q.device))
+        q = outputs[0][: shape[0]].view(shard.qdata.dtype)
+        scales = scale_inv if len(sent) == 1 else outputs[1] if q.ndim == 2 else outputs[1][: shape[0]]
+        if recipe.is_high_precision:
+            return Operands((q, scales), (q.mT, scales.mT))
+        return operands_of_codes((q, scales), recipe, WEIGHT, True, None)
 
-    sent = (codes,) if has_scale else (codes, scale_inv)
-    return sent, _reading(read, [scale_inv] if amax is None else [scale_inv, amax], recipe, shape)
+    return sent, _reading(read, [scale_inv], recipe, shape, module.stores_transposed)
 
 
 def _reading(
-    read: Callable[[Sequence[Tensor]], Operands], known: Sequence[Tensor], recipe: Any, shape: torch.Size
+    read: Callable[[Sequence[Tensor]], Operands],
+    known: Sequence[Tensor],
+    recipe: Recipe,
+    shape: torch.Size,
+    swaps: bool = False,
 ) -> After:
     """The second hook: it makes operands of what was received, by tensors that this rank has ``known`` before.
 
-    It returns the weight, and the tensors that FSDP2 has to free besides what was received.
+    It returns the weight, and the tensors that FSDP2 has to free besides what was received. ``swaps``: whether what
+    ``read`` gives is transposed.
     """
 
     def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
@@ -326,6 +308,8 @@ def _reading(
             if tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         operands = read(outputs)
+        if swaps:
+            operands = operands._replace(as_is=operands.transposed, transposed=operands.as_is)
         if out is not None:
             return on_this_rank(out).refill(operands)  # type: ignore[attr-defined]
         assert operands.as_is is not None and operands.transposed is not None
@@ -405,24 +389,17 @@ class GatherGroup:
 
     def refresh(self, gather: Any, mesh: Any) -> None:
         """Find scales anew and cast all shards that lie on this one's mesh; ``mesh``: that of its gather."""
-        together: dict[tuple[Any, ...], list[Gather]] = {}
-        alone: list[Any] = []
+        together: dict[Any, list[Gather]] = {}
         for module in self.modules_on(gather.parameter.device_mesh):
             other = module.gather
             if other.way(module).kind != IN_FP8:
                 continue
             other.begin(module)
             other.ready = other.codes_key(module)
-            if other.shard_cast is not None:
-                alone.append(other)
-                continue
-            shard, cast = on_this_rank(other.parameter), module.recipe.weight_casts.as_is
-            together.setdefault((cast, shard.dtype, shard.device), []).append(other)
-        per_tensor = [(cast, found) for (cast, *_), found in together.items() if cast.tile == (ALL, ALL)]
-        if per_tensor or alone:
-            _find_scales(per_tensor, alone, mesh)
-        for (cast, *_), found in together.items():
-            _cast_shards(found, cast, mesh)
+            shard = on_this_rank(other.parameter)
+            key = (module.recipe.weight_casts.as_is, shard.dtype, shard.device) if other.shard_cast.together else other
+            together.setdefault(key, []).append(other)
+        _cast_shards(list(together.values()), mesh)
         self._cast = torch.cuda.current_stream().record_event() if mesh.device_type == "cuda" else None
 
     def wait(self) -> None:
@@ -434,53 +411,35 @@ class GatherGroup:
         return GatherGroup, (self.told,)
 
 
-def _matrices(gather: Any) -> int:
-    """How many matrices, each with a scale of its own, the weight is: of experts one each."""
-    return gather.shape[0] if gather.parameter.ndim == 3 else 1
+def _cast_shards(groups: Sequence[list[Gather]], mesh: Any) -> None:
+    """Cast shards that lie on one mesh, a group in one launch: of one dtype and cast, or one that is cast alone.
 
-
-def _first(gather: Any, mesh: Any) -> int:
-    """The number of this rank's first expert, of a weight of experts."""
-    return rows_of_rank(gather.shape[0], mesh.size(), mesh.get_local_rank()).start
-
-
-def _amax_of(gather: Any, mesh: Any) -> Tensor:
-    """What this rank knows of the amax of each of a weight's matrices: 0 of those that it has nothing of."""
-    shard = on_this_rank(gather.parameter)
-    if shard.ndim == 2:
-        return kernels.amax(shard, (ALL, ALL)).reshape(1)
-    amax = shard.new_zeros(gather.shape[0], dtype=torch.float32)
-    if len(shard):
-        begin = _first(gather, mesh)
-        amax[begin : begin + len(shard)] = kernels.amax(shard.flatten(0, 1), (1, ALL)).view(shard.shape[:2]).amax(1)
-    return amax
-
-
-def _find_scales(groups: list[tuple[Cast, list[Gather]]], alone: list[Any], mesh: Any) -> None:
-    """The scale and global amax of every matrix cast per tensor: one collective, under tensor parallelism two.
-
-    What those that are cast ``alone`` have to agree on is in it, and they are cast.
+    One collective, under tensor parallelism two, finds all amaxes that ranks have to agree on.
     """
-    gathers = [gather for _, some in groups for gather in some]
-    shards = [on_this_rank(gather.parameter) for gather in alone]
-    known = [gather.shard_cast.amax(shard) for gather, shard in zip(alone, shards, strict=True)]
-    amax = torch.cat([*(_amax_of(gather, mesh) for gather in gathers), *known])
-    if len(amax):
-        ranks = dict.fromkeys(group for gather in (*gathers, *alone) for group in groups_of(gather.parameter))
-        amax = largest(amax, *ranks, device=mesh.device_type)
-    sizes = [sum(map(_matrices, some)) for _, some in groups]
-    found = amax.split([*sizes, *map(len, known)])
-    for (cast, gathers), maxima in zip(groups, found, strict=False):
-        _take_scales(gathers, maxima, cast)
-    for gather, shard, maxima in zip(alone, shards, found[len(groups) :], strict=True):
-        gather.cast_alone = gather.shard_cast.cast(shard, maxima)
+    asking = [gather for some in groups for gather in some if gather.shard_cast.agrees]  # type: ignore[union-attr]
+    found: dict[Gather, Tensor] = {}
+    if asking:
+        own = [gather.shard_cast.amax(on_this_rank(gather.parameter)) for gather in asking]  # type: ignore[union-attr]
+        ranks = dict.fromkeys(group for gather in asking for group in groups_of(gather.parameter))
+        amax = largest(torch.cat(own), *ranks, device=mesh.device_type)
+        found = dict(zip(asking, amax.split([len(one) for one in own]), strict=True))
+    for some in groups:
+        shard_cast = some[0].shard_cast
+        assert shard_cast is not None
+        if shard_cast.together:
+            _cast_together(some, [found[gather] for gather in some if gather in found])
+        else:
+            shard = on_this_rank(some[0].parameter)
+            some[0].sent, some[0].known = shard_cast.cast(shard, found.get(some[0], shard.new_zeros(0)))
 
 
-def _take_scales(gathers: list[Gather], amax: Tensor, cast: Cast) -> None:
-    """Give gathers of one cast their scales, and the amax of the whole weight, which all its experts' history has."""
-    count, counts, whole, kept = len(gathers), [_matrices(gather) for gather in gathers], amax, None
-    if len(amax) > count:
-        whole = torch.stack([each.amax() for each in amax.split(counts)])
+def _take_scales(gathers: list[Gather], maxima: list[Tensor], cast: Cast) -> list[Tensor]:
+    """Give gathers of one cast what ranks have agreed on: scale_inv and, under Delayed, the amax of the whole weight.
+
+    ``maxima``: the amax of each one's matrices. Returns their scales.
+    """
+    amax, counts, kept = torch.cat(maxima), [len(one) for one in maxima], None
+    whole = amax if len(amax) == len(counts) else torch.stack([one.amax() for one in maxima])
     if cast.is_delayed:
         states = [gather.delayed_scale for gather in gathers]
         zero = amax.new_zeros(1)
@@ -489,52 +448,51 @@ def _take_scales(gathers: list[Gather], amax: Tensor, cast: Cast) -> None:
         # twice too large.
         steps = [OPTIMIZER_STEPS.of(gather.parameter) for gather in gathers]
         unstepped = [float(gather.steps == now) for gather, now in zip(gathers, steps, strict=True)]
-        before = torch.cat([gather.amax.view(-1)[:1] if gather.amax.numel() else zero for gather in gathers])
+        before = torch.cat([gather.known[1].view(1) if gather.known else zero for gather in gathers])
         moved = (whole.new_tensor(unstepped) > 0) & (whole != before)
         written = (moved | (kept * whole > 2 * cast.format.max)) & whole.isfinite()
         for gather, now in zip(gathers, steps, strict=True):
             gather.steps = now
         kept = torch.where(written, 0, kept)
-        if len(amax) > count:
+        if whole is not amax:
             kept = torch.cat([scale.expand(size) for scale, size in zip(kept.split(1), counts, strict=True)])
     scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin, kept)
-    scale_inv = scale_inv_from_scale(scale)
-    split = (scale.split(counts), whole.view(count, 1, 1).unbind(), scale_inv.split(counts))
-    for gather, own_scale, own_amax, own_inv in zip(gathers, *split, strict=True):
-        gather.scale, gather.amax = own_scale, own_amax
-        gather.scale_inv = own_inv.view((-1, 1, 1) if gather.parameter.ndim == 3 else (1, 1))
+    inverses = scale_inv_from_scale(scale).split(counts)
+    for gather, own_inv, own_amax in zip(gathers, inverses, whole.view(-1, 1, 1).unbind(), strict=True):
+        gather.known = [own_inv.view((-1, 1, 1) if gather.parameter.ndim == 3 else (1, 1))]
+        gather.known += [own_amax] * cast.is_delayed
+    return list(scale.split(counts))
 
 
-def _cast_shards(gathers: list[Gather], cast: Cast, mesh: Any) -> None:
-    """Cast shards of one dtype by one cast: one launch."""
-    per_tensor = cast.tile == (ALL, ALL)
+def _cast_together(gathers: list[Gather], maxima: list[Tensor]) -> None:
+    """Cast shards of one dtype by one cast: one launch. ``maxima``: of scales per tensor, see ``_take_scales``."""
+    cast = gathers[0].shard_cast.layouts[0].cast  # type: ignore[union-attr]
+    found = _take_scales(gathers, maxima, cast) if maxima else []
     shards, codes, scale_inv, scales = (list[Tensor]() for _ in range(4))
-    for gather in gathers:
-        shard = on_this_rank(gather.parameter)
-        shape = rows_on_each_rank(gather.shape[0], mesh.size()), *gather.shape[1:]
-        if gather.codes is None:
-            gather.codes = torch.zeros(shape, dtype=torch.uint8, device=shard.device)
-            if not per_tensor:
+    for number, gather in enumerate(gathers):
+        shard, of_gather = on_this_rank(gather.parameter), gather.shard_cast
+        shape = rows_on_each_rank(gather.shape[0], of_gather.ranks), *gather.shape[1:]  # type: ignore[union-attr]
+        if not gather.sent:
+            gather.sent = [torch.zeros(shape, dtype=torch.uint8, device=shard.device)]
+            if not found:
                 of_blocks = *shape[:-2], *scale_shape(shape[-2:], cast.tile)
-                gather.scale_inv = shard.new_ones(of_blocks, dtype=cast.scale_inv_dtype)
+                gather.sent.append(shard.new_ones(of_blocks, dtype=cast.scale_inv_dtype))
         if shard.numel() == 0:
             continue
-        experts, written = shard.ndim == 3, gather.codes[: shard.shape[0]].view(cast.format.dtype)
+        experts, written = shard.ndim == 3, gather.sent[0][: shard.shape[0]].view(cast.format.dtype)
         matrices = shard.unbind() if experts else [shard]
         shards += matrices
         codes += written.unbind() if experts else [written]
-        if per_tensor:
-            begin = _first(gather, mesh) if experts else 0
-            scales += gather.scale[begin : begin + len(matrices)].split(1)
+        if found:
+            begin = of_gather.begin if experts else 0  # type: ignore[union-attr]
+            scales += found[number][begin : begin + len(matrices)].split(1)
             scale_inv += [shard.new_empty(1, 1, dtype=torch.float32) for _ in matrices]
-        elif experts:
-            scale_inv += gather.scale_inv.unbind()
-        else:  # of whole blocks; rows that a last rank has not are zeros, and their scale 1
-            scale_inv.append(gather.scale_inv[: -(-shard.shape[0] // cast.tile[0])])
+        else:
+            scale_inv += gather.sent[1].unbind() if experts else [gather.sent[1]]
     if shards:
         amax = [torch.empty_like(one, dtype=torch.float32) for one in scale_inv]
         how = cast.tile, cast.power_of_two, cast.margin
-        kernels.multi_tensor_cast(shards, codes, [], scale_inv, amax, scales if per_tensor else [], 0, *how, None)
+        kernels.multi_tensor_cast(shards, codes, [], scale_inv, amax, scales, 0, *how, None)
 
 
 class _CastLayout(NamedTuple):
@@ -546,33 +504,43 @@ class _CastLayout(NamedTuple):
 
 
 class ShardCast:
-    """How one rank casts its rows of a weight [N, K] of this shape, and reads all ranks'.
+    """How one rank casts its rows of a weight [N, K], or experts of one [E, N, K], of this shape, and reads all ranks'.
 
-    The casts are Dynamic; of the two layouts one at most has blocks of several rows.
+    Of the two layouts one at most has blocks of several rows. ``together``: whether it is cast in one launch with
+    others, which is so of one layout per tensor or in whole blocks; else the casts are Dynamic.
     """
 
-    def __init__(self, casts: RoleCasts, shape: torch.Size, ranks: int, rank: int) -> None:
+    def __init__(self, casts: RoleCasts, shape: torch.Size, ranks: int, rank: int, together: bool = False) -> None:
         assert casts.as_is is not None and casts.transposed is not None
-        self.shape, self.ranks, part = shape, ranks, rows_on_each_rank(shape[0], ranks)
+        self.shape, self.ranks, part, self.together = shape, ranks, rows_on_each_rank(shape[0], ranks), together
         self.begin = rows_of_rank(shape[0], ranks, rank).start
         layouts = [(casts.as_is, casts.as_is.tile), (casts.transposed, casts.transposed.tile[::-1])]
         self.layouts = list[_CastLayout]()
         for cast, tile in layouts[: 1 if casts.once else 2]:
-            apart = shape[0] == part * ranks and tile[0] != ALL and part % tile[0] == 0
-            self.layouts.append(_CastLayout(cast, tile, None if apart else scale_shape(shape, tile)))
+            whole = shape[0] == part * ranks and tile[0] != ALL and (len(shape) == 3 or part % tile[0] == 0)
+            grid = None if whole else (*shape[:-2], *scale_shape(shape[-2:], tile))
+            self.layouts.append(_CastLayout(cast, tile, grid))
+        self.agrees = any(layout.grid is not None for layout in self.layouts)
 
     def amax(self, shard: Tensor) -> Tensor:
         """What this rank knows of the amax of all blocks that ranks agree on, one after the other; float32."""
-        found = [shard.new_zeros(0, dtype=torch.float32)]
-        for _, tile, grid in self.layouts:
-            if grid is not None:
-                blocks = shard.new_zeros(grid, dtype=torch.float32)
-                if len(shard):
-                    first, before = (0, 0) if tile[0] == ALL else divmod(self.begin, tile[0])
-                    own = kernels.amax(functional.pad(shard, (0, 0, before, 0)) if before else shard, tile)
-                    blocks[first : first + len(own)] = own
-                found.append(blocks.view(-1))
-        return torch.cat(found)
+        found = [self._amax_of(shard, tile, grid).view(-1) for _, tile, grid in self.layouts if grid is not None]
+        return found[0] if len(found) == 1 else torch.cat([shard.new_zeros(0, dtype=torch.float32), *found])
+
+    def _amax_of(self, shard: Tensor, tile: Tile, grid: tuple[int, ...]) -> Tensor:
+        if not len(shard):
+            return shard.new_zeros(grid, dtype=torch.float32)
+        if shard.ndim == 3:  # per tensor
+            first, of_rows = self.begin, kernels.amax(shard.flatten(0, 1), (1, ALL))
+            own = of_rows.view(shard.shape[:2]).amax(1).view(-1, 1, 1)
+        else:
+            first, before = (0, 0) if tile[0] == ALL else divmod(self.begin, tile[0])
+            own = kernels.amax(functional.pad(shard, (0, 0, before, 0)) if before else shard, tile)
+        if own.shape == grid:
+            return own
+        blocks = shard.new_zeros(grid, dtype=torch.float32)
+        blocks[first : first + len(own)] = own
+        return blocks
 
     def cast(self, shard: Tensor, amax: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """(What this rank sends, uint8 of as many rows as every rank's; the scale_inv that ranks have agreed on).
@@ -610,15 +578,16 @@ class ShardCast:
         return torch.cat(rows) if before or after else shard, before
 
     def read(self, received: Sequence[Tensor], known: Sequence[Tensor], pads: bool) -> Operands:
-        """What products read, of all ranks' ``sent``, and what ``cast`` gave besides."""
+        """What products read, of all ranks' ``sent``, and what ranks have agreed on: scales, the amax of the whole."""
         left, agreed, pairs = iter(received), iter(known), list[tuple[Tensor, Tensor]]()
         for cast, tile, grid in self.layouts:
-            q = next(left)[: self.shape[0]].view(cast.format.dtype)
-            scales = scales_from(next(left), cast.power_of_two, tile) if grid is None else next(agreed)
+            q, scales = next(left)[: self.shape[0]].view(cast.format.dtype), next(left if grid is None else agreed)
+            if scales.dtype == torch.uint8:
+                scales = scales_from(scales, cast.power_of_two, tile)
             # with the strides that products want, see kernels/signatures.py
             pairs.append((q, scales.t().contiguous().t() if lie_by_columns(tile) else scales))
         if len(pairs) == 1:
-            return operands_of(*pairs[0], pads)
+            return operands_of(*pairs[0], pads)._replace(amax=next(agreed, None))
         (q, scale_inv), (q2, scale_inv2) = pairs
         pad = contraction_multiple(q.device) if pads else 1
         return Operands((with_padding(q, pad), scale_inv), transposed_pair(q2, scale_inv2, pads))

@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo import kernels
 from octavo.autograd.casts import WEIGHT
 from octavo.granularity import ALL, scale_shape
 from octavo.kernels.layouts import contraction_multiple, is_small_block, needs_transposed_codes, padded
 from octavo.nn.linear import Linear
-from octavo.nn.weight import KeptOperands, notice_writes
+from octavo.nn.weight import notice_writes
 from octavo.scaling.recipe import Cast, Recipe
+from octavo.step_count import OPTIMIZER_STEPS, version_of
 from octavo.tensor.pair import Operands
 
 
-class _Buffers(NamedTuple):
-    """A layer and the buffers that its weight is cast into; ``lays``: codes are laid out twice."""
+class KeptOperands:
+    """A layer's weight as KeptWeights casts it, by its recipe then, into buffers. A copy of the layer has none.
 
-    layer: Linear
-    cast: Cast
-    recipe: Recipe
-    operands: Operands
-    lays: bool
-    amax: Tensor
+    ``lays``: whether codes are laid out twice; ``captured``: whether the last cast is only recorded in a CUDA graph,
+    and to be read by what is captured too.
+    """
+
+    def __init__(self, recipe: Recipe, cast: Cast, operands: Operands, lays: bool, amax: Tensor) -> None:
+        OPTIMIZER_STEPS.watch()
+        self.recipe, self.cast, self.operands, self.lays, self.amax = recipe, cast, operands, lays, amax
+
+    def were_cast(self, weight: Tensor, captured: bool) -> None:
+        """Note what they were cast from just now."""
+        self._weight, self._captured = weight, captured
+        self._storage, self._key = StorageWeakRef(weight.untyped_storage()), _key_of(weight)
+
+    def of(self, weight: Tensor) -> Operands | None:
+        """The operands, unless the weight may have been written since; what is compiled or captured can't ask."""
+        if self._weight is not weight:
+            return None
+        if torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return self.operands
+        same = self._storage.cdata == weight.untyped_storage()._cdata and self._key == _key_of(weight)
+        return self.operands if same and not self._captured else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def _key_of(weight: Tensor) -> tuple[Any, ...]:
+    return weight.data_ptr(), weight.shape, weight.stride(), version_of(weight), OPTIMIZER_STEPS.count
 
 
 class KeptWeights:
@@ -69,18 +93,18 @@ class KeptWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found = {name: _kept(module) for name, module in model.named_modules() if isinstance(module, Linear)}
-        self._kept = {name: kept for name, kept in found.items() if kept is not None}
-        if not self._kept:
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+        found = {name: (layer, kept) for name, layer in layers.items() if (kept := _kept(layer)) is not None}
+        if not found:
             raise ValueError(
                 "no layer's weight can be kept; convert the model with dynamic(), delayed() or blockwise() "
                 "(weights that are stored in FP8 need no cast)"
             )
-        self.names = tuple(self._kept)
+        self.names = tuple(found)
         self._groups: dict[tuple[Any, ...], list[Any]] = {}
-        for kept in self._kept.values():
-            weight, cast = kept.layer.weight, kept.cast
-            self._groups.setdefault((weight.dtype, weight.device, cast, kept.lays), []).append(kept)
+        for layer, kept in found.values():
+            key = layer.weight.dtype, layer.weight.device, kept.cast, kept.lays
+            self._groups.setdefault(key, []).append((layer, kept))
 
     @torch.no_grad()
     def cast(self, skip: Tensor | None = None) -> None:
@@ -93,23 +117,23 @@ class KeptWeights:
             ValueError: if a weight is no longer on the device, or of the dtype, that it was on.
         """
         for (dtype, device, cast, lays), everything in self._groups.items():
-            group = [kept for kept in everything if kept.layer.recipe is kept.recipe]
+            group = [(layer, kept) for layer, kept in everything if layer.recipe is kept.recipe]
             if not group:
                 continue
-            layers = [kept.layer for kept in group]
+            layers = [layer for layer, _ in group]
             if any(layer.weight.dtype != dtype or layer.weight.device != device for layer in layers):
                 raise ValueError("the model was moved or converted; make its KeptWeights anew")
             captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             known = skip is None and not captured and not torch.compiler.is_compiling()  # that this cast will happen
             for layer in layers if cast.is_delayed and known else ():
                 notice_writes(layer, layer.weight)
-            as_is = [kept.operands.as_is for kept in group]
+            as_is = [kept.operands.as_is for _, kept in group]
             kernels.multi_tensor_cast(
                 [layer.weight.detach().contiguous() for layer in layers],
                 [qdata for qdata, _ in as_is],
-                [kept.operands.transposed[0] for kept in group] if lays else [],
+                [kept.operands.transposed[0] for _, kept in group] if lays else [],
                 [scale_inv for _, scale_inv in as_is],
-                [kept.amax for kept in group],
+                [kept.amax for _, kept in group],
                 [layer.delayed_scale for layer in layers] if cast.is_delayed else [],
                 WEIGHT,
                 cast.tile,
@@ -117,19 +141,20 @@ class KeptWeights:
                 cast.margin,
                 skip,
             )
-            for kept in group:
+            for layer, kept in group:
                 if cast.is_delayed:
-                    _roll(kept, skip)
-                # every time: a layer that was moved has none
-                kept.layer.kept_operands = KeptOperands(kept.layer.weight, kept.operands, captured)
+                    _roll(layer, kept, skip)
+                kept.were_cast(layer.weight, captured)
+                layer.kept_operands = kept  # every time: a layer that was moved has none
 
     def remove(self) -> None:
         """Let every layer cast its own weight again."""
-        for kept in self._kept.values():
-            kept.layer.__dict__["kept_operands"] = None
+        for group in self._groups.values():
+            for layer, _ in group:
+                layer.__dict__["kept_operands"] = None
 
 
-def _kept(layer: Linear) -> _Buffers | None:
+def _kept(layer: Linear) -> KeptOperands | None:
     """The buffers for a layer's weight, or None where it is no plain one or one cast does not serve both layouts."""
     recipe, weight = layer.recipe, layer.weight
     casts = recipe.weight_casts
@@ -145,12 +170,12 @@ def _kept(layer: Linear) -> _Buffers | None:
     qdata, scale_inv = new(rows, padded(cols, pad), dtype=cast.format.dtype), new(shape, dtype=cast.scale_inv_dtype)
     transposed = new(cols, padded(rows, pad), dtype=cast.format.dtype) if lays else qdata.t()
     operands = Operands((qdata, scale_inv), (transposed, scale_inv.t()))
-    return _Buffers(layer, cast, recipe, operands, lays, new(shape, dtype=torch.float32))
+    return KeptOperands(recipe, cast, operands, lays, new(shape, dtype=torch.float32))
 
 
-def _roll(kept: _Buffers, skip: Tensor | None) -> None:
+def _roll(layer: Linear, kept: KeptOperands, skip: Tensor | None) -> None:
     """Roll the weight's history by the amax just found, unless skipped: then both states are written and one chosen."""
-    state = kept.layer.delayed_state
+    state = layer.delayed_state
     rolled = state if skip is None else state.clone()
     kernels.delayed_update(*rolled, None, kept.amax, None, *kept.recipe.delayed_update)
     if skip is not None:

@@ -19,7 +19,6 @@ from octavo.nn.gather import Gather, ask
 from octavo.nn.inputs import finds_shapes, grouped_dtype, product_dtype, refuse_for_fp8
 from octavo.nn.tensor_parallel import LayerTensors, is_parallel, parallel_product
 from octavo.nn.weight import (
-    KeptOperands,
     WeightOwner,
     WeightWrites,
     as_NK,
@@ -54,9 +53,10 @@ class RecipeModule(WeightOwner):
     recipe: Recipe
     delayed_state: State  # where the recipe is delayed
     weight_writes: WeightWrites
-    kept_operands: KeptOperands | None
+    kept_operands: Any  # those of KeptWeights, or None
     observer: Any = None  # who sees what forward and backward do: octavo.inspect
     exchange: Exchange | None = None  # the ranks that hold the experts, whose parameters are DTensors then
+    weight_key = "weight"  # the weight's name in the module that owns it
     part_name = ""  # of this module as a part of that which owns the weight, if it is not this one
     stores_transposed = False  # whether a product reads the weight's parameter with its last two dimensions swapped
 
@@ -130,11 +130,6 @@ class RecipeModule(WeightOwner):
         return self
 
     @property
-    def weight_place(self) -> tuple[nn.Module, str]:
-        """The module that owns the weight, and its name there."""
-        return self.holder, "weight"
-
-    @property
     def weights(self) -> list[nn.Parameter | None]:
         """Its weight, as ``weight_of`` has it; of splits on several ranks each one's."""
         return [weight_of(self)]
@@ -146,8 +141,7 @@ class RecipeModule(WeightOwner):
     @property
     def weight_parameter(self) -> nn.Parameter:
         """The parameter that holds the weight."""
-        holder, key = self.weight_place
-        return holder.get_parameter(key)
+        return self.holder.get_parameter(self.weight_key)
 
     def own_parameters(self) -> tuple[Any, Any]:
         """Weight and bias or None, as they are stored."""

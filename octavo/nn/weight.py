@@ -33,7 +33,7 @@ from octavo.step_count import OPTIMIZER_STEPS, version_of
 from octavo.tensor.fsdp2 import gather_alone, on_this_rank
 from octavo.tensor.pair import Operands
 from octavo.tensor.scaled_tensor import dequantized
-from octavo.tensor.stored_weight import GRANULARITIES, OF_FROZEN, StoredWeight, local_stored, store
+from octavo.tensor.stored_weight import GRANULARITIES, OF_FROZEN, StoredWeight, local_stored, stored_as
 
 
 class WeightOwner(nn.Module):
@@ -145,13 +145,8 @@ def fp8_pair(module: Any, training: bool, mp_policy: Any = None) -> tuple[Tensor
 
 
 def as_NK(module: Any, weight: Tensor) -> Tensor:
-    """A weight as it is stored, as [..., N, K]; of one in FP8 torch makes no view in inference mode."""
-    if not module.stores_transposed:
-        return weight
-    if torch.is_inference_mode_enabled() and local_stored(weight) is not None:
-        with torch.inference_mode(False), torch.no_grad():
-            return weight.transpose(-2, -1)
-    return weight.mT
+    """A weight as it is stored, as [..., N, K]."""
+    return weight.mT if module.stores_transposed else weight
 
 
 class _RankExperts(torch.autograd.Function):
@@ -167,12 +162,8 @@ class _RankExperts(torch.autograd.Function):
         return grads[0] / ctx.ranks, None
 
 
-# Inference mode is asked for last: there a compiled graph ends.
 def of_this_rank(parameter: Any, ranks: int) -> Tensor:
     """What this rank has of its experts' parameter; gradients flow, divided by ``ranks``."""
-    stored = local_stored(parameter)
-    if stored is not None and torch.is_inference_mode_enabled():  # torch makes no view
-        return stored
     return _RankExperts.apply(parameter.to_local(), ranks)
 
 
@@ -196,34 +187,6 @@ def notice_writes(module: Any, weight: Tensor) -> None:
     """
     if module.weight_writes.since_last(weight):
         empty_state(state_of(module), WEIGHT)
-
-
-class KeptOperands:
-    """A weight's operands in the buffers of KeptWeights, cast from it just now. A copy of the layer has none.
-
-    ``captured``: whether the cast is only recorded in a CUDA graph, and to be read by what is captured too.
-    """
-
-    def __init__(self, weight: Tensor, operands: Operands, captured: bool) -> None:
-        OPTIMIZER_STEPS.watch()
-        self._weight, self._operands, self._captured = weight, operands, captured
-        self._storage, self._key = StorageWeakRef(weight.untyped_storage()), _key_of(weight)
-
-    def of(self, weight: Tensor) -> Operands | None:
-        """The operands, unless the weight may have been written since; what is compiled or captured can't ask."""
-        if self._weight is not weight:
-            return None
-        if torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return self._operands
-        same = self._storage.cdata == weight.untyped_storage()._cdata and self._key == _key_of(weight)
-        return self._operands if same and not self._captured else None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-
-def _key_of(weight: Tensor) -> tuple[Any, ...]:
-    return weight.data_ptr(), weight.shape, weight.stride(), version_of(weight), OPTIMIZER_STEPS.count
 
 
 class WeightWrites:
@@ -350,17 +313,4 @@ def stored_granularity(granularity: Granularity, shape: torch.Size) -> Granulari
 
 def weight_of(module: nn.Module) -> nn.Parameter | None:
     """A module's weight, which may be another's parameter; None where it is computed from others (weight_norm)."""
-    holder, key = getattr(module, "weight_place", (module, "weight"))
-    return holder._parameters.get(key)
-
-
-def stored_as(weight: Tensor | None) -> Granularity | None:
-    """Which elements of a weight share a scale that lives in FP8; None for one in high precision."""
-    stored = local_stored(weight)
-    return None if stored is None else stored.granularity
-
-
-def store_weight(weight: nn.Parameter | None, granularity: Granularity | None) -> None:
-    """Put a weight into FP8, or back (None), unless it is stored so already; the parameter stays the same object."""
-    if weight is not None and stored_as(weight) != granularity:
-        store(weight, granularity)
+    return getattr(module, "holder", module)._parameters.get(getattr(module, "weight_key", "weight"))

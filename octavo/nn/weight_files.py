@@ -21,8 +21,8 @@ from torch import Tensor
 from octavo.granularity import PerTensor
 from octavo.numerics import E8M0
 from octavo.tensor.collectives import largest
-from octavo.tensor.fsdp2 import like_sharded, on_this_rank, own_slices, plain
-from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, cast_shard, granularity_of_scales, local_stored
+from octavo.tensor.fsdp2 import like_sharded, on_this_rank, own_slices, plain, whole
+from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, granularity_of_scales, local_stored
 
 SCALE_INV = "_scale_inv"  # after a weight's name
 
@@ -51,7 +51,7 @@ def whole_pair(weight: Tensor, shard: StoredWeight) -> tuple[Tensor, Tensor]:
     """(codes [N, K] or [E, N, K], scale_inv) of a weight of which this rank has ``shard``; all ranks call it."""
     pair: dict[str, Any] = {"": weight}
     save_plain(pair, "", False)
-    codes, scale_inv = (one.full_tensor() if hasattr(one, "full_tensor") else one for one in pair.values())
+    codes, scale_inv = map(whole, pair.values())
     return codes.squeeze(-2).view(shard.qdata.dtype), scale_inv.view(shard.scale_inv.dtype)
 
 
@@ -172,4 +172,4 @@ def _as_shard(
             kept = StoredWeight(local, scales, shard.dtype, shard.granularity, is_shard=True)
             return like_sharded(kept, weight, weight.shape)
         local = StoredWeight(local, scales, shard.dtype).dequantize()
-    return like_sharded(cast_shard(local, weight, shard.granularity, weight.requires_grad), weight, weight.shape)
+    return like_sharded(StoredWeight.cast(local, shard.granularity, weight.requires_grad, weight), weight, weight.shape)

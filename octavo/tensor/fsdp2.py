@@ -17,7 +17,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from octavo.granularity import PerBlock, PerTensor
 from octavo.private import (
     DisableTorchFunctionSubclass,
     fsdp_params,
+    local_shape_and_offset,
     local_tensor,
     preserve_version_counter,
     set_local_tensor,
@@ -35,6 +36,7 @@ from octavo.tensor.pair import MOVES, PLAIN_LIKE, ForProducts, Operands, moves, 
 from octavo.tensor.scaled_tensor import ScaledTensor
 
 aten = torch.ops.aten
+T = TypeVar("T")
 
 After = Callable[[tuple[Tensor, ...], torch.dtype, Tensor | None], Any]  # what post_all_gather does
 
@@ -233,17 +235,11 @@ def like_sharded(local: Tensor, param: Tensor, shape: torch.Size, of_columns: in
 
 
 def own_slices(shape: Sequence[int], param: Tensor) -> tuple[slice, ...]:
-    """Where this rank's shard lies in a tensor of this shape that is sharded as ``param`` is: all, if it is whole.
-
-    FSDP2's dimension of the mesh comes first; tensor parallelism, behind it, has cut what FSDP2 cuts.
-    """
-    own = [slice(0, size) for size in shape]
-    for at, placement in reversed(list(enumerate(getattr(param, "placements", ())))):
-        if (dim := getattr(placement, "dim", None)) is not None:
-            mesh, whole = param.device_mesh, own[dim]  # type: ignore[attr-defined]
-            part = rows_of_rank(whole.stop - whole.start, mesh.size(at), mesh.get_local_rank(at))
-            own[dim] = slice(whole.start + part.start, whole.start + part.stop)
-    return tuple(own)
+    """Where this rank's shard lies in a tensor of this shape that is sharded as ``param`` is: all, if it is whole."""
+    sizes, begins = shape, [0] * len(shape)
+    if hasattr(param, "placements"):
+        sizes, begins = local_shape_and_offset(torch.Size(shape), param.device_mesh, param.placements)  # type: ignore[attr-defined]
+    return tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
 
 
 def groups_of(param: Tensor) -> tuple[Any, ...]:
@@ -259,16 +255,24 @@ def largest_of_ranks(values: Tensor, param: Tensor) -> Tensor:
     return largest(values, *groups_of(param), device=param.device_mesh.device_type)  # type: ignore[attr-defined]
 
 
+def whole(value: T) -> T:
+    """A sharded tensor, or a norm of such, as a whole on its mesh's device: all ranks call it; else as it is."""
+    if not hasattr(value, "full_tensor"):
+        return value
+    sharded: Any = plain(value)
+    return sharded.to(sharded.device_mesh.device_type).full_tensor()  # it may be offloaded
+
+
 def gather_alone(param: Tensor, module: nn.Module, mp_policy: Any) -> Any:
     """A sharded weight as the next forward's gather makes it, outside of FSDP2's buffers; all ranks call it.
 
     ``module``: whose parameter it is; ``mp_policy``: that of its group. Shards without hooks, or
     over more than one dimension of a mesh, are gathered as they are.
     """
-    local, whole = local_tensor(param), param.device_mesh  # type: ignore[attr-defined]
+    local, meshes = local_tensor(param), param.device_mesh  # type: ignore[attr-defined]
     if not isinstance(local, ShardHooks) or len(groups_of(param)) > 1:
-        return plain(param).full_tensor()  # type: ignore[attr-defined]
-    mesh = whole if whole.ndim == 1 else whole[whole.mesh_dim_names[-1]]
+        return whole(param)
+    mesh = meshes if meshes.ndim == 1 else meshes[meshes.mesh_dim_names[-1]]
     local = cast(ShardHooks, local.to(mesh.device_type))  # it may be offloaded
     inputs, after = local.fsdp_pre_all_gather(mesh, param.shape, param.stride(), module, mp_policy)
     outputs = []

@@ -74,8 +74,8 @@ class Facade(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
-        rule = cls.RULES.get(func)
-        found = NotImplemented if rule is None else rule(func, *args, **(kwargs or {}))
+        # composites (mT, chunk, to) arrive whole in inference mode
+        found = cls.RULES.get(func, func.__class__.decompose)(func, *args, **(kwargs or {}))
         if found is NotImplemented:
             names = [f"{own.layer_name}: " for own in args if isinstance(own, Facade) and own.layer_name]
             raise UnsupportedOpError(f"{''.join(names[:1])}{func} {cls.REMEDY}")
@@ -262,8 +262,6 @@ ForProducts.RULES = {
     **MOVES,
     # views that leave the features alone
     aten.view.default: lambda _, own, shape: own.moved(shape=shape) if shape[-1] == own.shape[-1] else NotImplemented,
-    # ``rows.to(their dtype)``, which inference mode brings here
-    aten.to.dtype: lambda _, own, dtype, *others, **options: own if dtype == own.dtype else NotImplemented,
     # what torch.autograd.detect_anomaly asks of gradients
     aten.isnan.default: lambda _, own: own.qdata[:, : own.shape[-1]].to(torch.float32).isnan().view(own.shape),
 }

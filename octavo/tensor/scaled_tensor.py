@@ -92,16 +92,6 @@ class ScaledTensor(Pair):
     def other_arguments(self, dtype: torch.dtype) -> tuple[Granularity, torch.dtype]:
         return self.granularity, dtype
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
-    ) -> Any:
-        if func not in cls.RULES:  # composites (mT, chunk, to) arrive whole in inference mode
-            result = func.decompose(*args, **(kwargs or {}))
-            if result is not NotImplemented:
-                return result
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         description = f"{self.format}, {self.granularity}, shape={tuple(self.shape)}, dtype={self.dtype}"
         if self.device.type != "cpu":

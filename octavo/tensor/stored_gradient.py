@@ -42,7 +42,8 @@ class StoredGradient(Pair):
     is_zero: bool  # by zero_(): a gradient can be added, as nothing was rounded yet
     REMEDY = (
         "of a gradient that is kept in FP8. Step with octavo.optim's optimizer, which reads it (torch.optim can't); "
-        "read it with .grad.dequantize(); or keep gradients in high precision with gradient_storage=None"
+        "multiply all of it by one number, which goes to its scales; for views and other norms and factors read "
+        ".grad.dequantize(); or keep gradients in high precision with gradient_storage=None"
     )
 
     @staticmethod
@@ -75,16 +76,7 @@ class StoredGradient(Pair):
         return tuple(self.shape), dtype
 
 
-def _view(func: Any, gradient: StoredGradient, shape: Sequence[int]) -> Any:
-    if tuple(shape) != tuple(gradient.shape):
-        raise UnsupportedOpError(
-            f"a gradient that is kept in FP8 has the shape {tuple(gradient.shape)}, not {tuple(shape)}; view "
-            ".grad.dequantize() instead"
-        )
-    return moves(func, gradient, shape)
-
-
-def _write(func: Any, gradients: list[StoredGradient], *factor: Any) -> None:
+def _write(func: Any, gradients: list[StoredGradient], *factor: Any) -> Any:
     """Zero gradients, or multiply or divide their scales by one factor."""
     for gradient in gradients:
         if not factor:
@@ -94,12 +86,10 @@ def _write(func: Any, gradients: list[StoredGradient], *factor: Any) -> None:
             continue
         (by,) = factor
         if not isinstance(gradient, StoredGradient) or (isinstance(by, Tensor) and by.numel() != 1):
-            raise UnsupportedOpError(
-                f"{func}: a gradient that is kept in FP8 takes one factor for all, which goes to its scales; use "
-                ".grad.dequantize() for others"
-            )
+            return NotImplemented
         by = by.reshape(()) if isinstance(by, Tensor) else by
         gradient.scale_inv.div_(by) if func in DIVISIONS else gradient.scale_inv.mul_(by)
+    return None
 
 
 def _add(func: Any, *args: Any, **kwargs: Any) -> StoredGradient:
@@ -122,10 +112,8 @@ def _add(func: Any, *args: Any, **kwargs: Any) -> StoredGradient:
 
 def _norm(
     func: Any, gradient: StoredGradient, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
-) -> Tensor:
-    if dim is not None or keepdim:
-        raise UnsupportedOpError("a gradient that is kept in FP8 has a norm of all of it; use .grad.dequantize()")
-    return norm_of(gradient, ord).to(dtype or torch.float32)
+) -> Any:
+    return NotImplemented if dim is not None or keepdim else norm_of(gradient, ord).to(dtype or torch.float32)
 
 
 def norm_of(gradient: StoredGradient, ord: float = 2) -> Tensor:
@@ -155,7 +143,7 @@ StoredGradient.RULES = {
     **MOVES,
     **COPIES,
     **gradient_rules(StoredGradient, _write, _add, _norm),
-    aten.view.default: _view,
+    aten.view.default: moves,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
 

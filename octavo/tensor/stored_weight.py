@@ -127,25 +127,36 @@ class StoredWeight(ShardHooks, Pair):
         weight: Tensor,
         granularity: Granularity = GRANULARITIES[0],
         keep_rest: bool = False,
-        shard_dtype: torch.dtype | None = None,
+        like: Tensor | None = None,
+        amax: Tensor | None = None,
     ) -> StoredWeight:
         """A high-precision matrix [N, K] in FP8, or experts' [E, N, K]; ValueError for other granularities.
 
         ``keep_rest``: keep what rounding takes away, to 12 bits in all, for an optimizer's master to begin from;
-        ``shard_dtype``: of a weight of which ``weight`` is a shard.
+        ``like``: what has its dtype. If that is a DTensor, ``weight`` is this rank's shard of it, and one scale is from
+        the whole one's amax, so that all ranks call it; ``amax``: [1, 1] in place of that, the same on all ranks.
         """
         if granularity not in GRANULARITIES + OF_FROZEN:
             raise ValueError(
                 f"weights are stored per tensor or in blocks of 128 x 128, not {granularity}: only then does one set "
                 "of codes serve the forward product and its gradient; frozen ones by rows or 1 x 32, too"
             )
-        tile = granularity.of_matrices(weight.shape)
-        pair, is_shard = quantize(weight.detach().contiguous(), E4M3, tile, power_of_two=True), shard_dtype is not None
+        dtype = (weight if like is None else like).dtype
+        is_shard = like is not None and on_this_rank(like) is not like
+        weight, tile = weight.detach().contiguous(), granularity.tile
+        if like is not None and is_shard and granularity == PerTensor() and weight.ndim == 2:
+            amax = largest_of_ranks(kernels.amax(weight, tile), like) if amax is None else amax
+            scale = scale_from_amax(amax, E4M3.max, True, 0)
+            qdata, scale_inv = torch.empty_like(weight, dtype=E4M3.dtype), scale_inv_from_scale(scale).view(1, 1)
+            if weight.numel():
+                qdata, *_ = kernels.cast(weight, scale.view(1), 0, E4M3.dtype, tile, True, 0)
+        else:
+            pair = quantize(weight, E4M3, granularity.of_matrices(weight.shape), power_of_two=True)
+            qdata, scale_inv = pair.qdata, pair.scale_inv.clone(memory_format=torch.contiguous_format)
         of = granularity if is_shard or granularity in OF_FROZEN else None  # of a whole one of one block: PerTensor()
-        scale_inv = pair.scale_inv.clone(memory_format=torch.contiguous_format)
-        stored = cls(pair.qdata, scale_inv, shard_dtype or weight.dtype, of, is_shard)
+        stored = cls(qdata, scale_inv, dtype, of, is_shard)
         if keep_rest and granularity in GRANULARITIES and not weight.is_meta:
-            stored.rest = remainder_of(weight.detach().contiguous(), stored.qdata.view(torch.uint8), stored.scale_inv)
+            stored.rest = remainder_of(weight, qdata.view(torch.uint8), scale_inv)
         return stored
 
     @property
@@ -651,27 +662,6 @@ if torch.distributed.is_available():  # some builds of torch have none
 torch.serialization.add_safe_globals([StoredWeight, Known, OneScale])
 
 
-def cast_shard(
-    values: Tensor, weight: Tensor, granularity: Granularity, keep_rest: bool, amax: Tensor | None = None
-) -> StoredWeight:
-    """This rank's shard of a DTensor in FP8; one scale is from the whole weight's amax, so all ranks call it.
-
-    ``amax``: [1, 1] in place of that, the same on all ranks.
-    """
-    if granularity != PerTensor() or values.ndim == 3:
-        return StoredWeight.cast(values, granularity, keep_rest, weight.dtype)
-    values, tile = values.detach().contiguous(), granularity.tile
-    amax = largest_of_ranks(kernels.amax(values, tile), weight) if amax is None else amax
-    scale = scale_from_amax(amax, E4M3.max, True, 0)
-    codes, scale_inv = torch.empty_like(values, dtype=E4M3.dtype), scale_inv_from_scale(scale).view(1, 1)
-    if values.numel():
-        codes, *_ = kernels.cast(values, scale.view(1), 0, E4M3.dtype, tile, True, 0)
-    shard = StoredWeight(codes, scale_inv, weight.dtype, granularity, is_shard=True)
-    if keep_rest:
-        shard.rest = remainder_of(values, codes.view(torch.uint8), scale_inv)
-    return shard
-
-
 def agree_on_scale(*params: Tensor, just_cut: bool = False) -> None:
     """Give this rank's shard of a weight the scale of the whole, if it is this rank's alone; all ranks call it.
 
@@ -692,7 +682,7 @@ def agree_on_scale(*params: Tensor, just_cut: bool = False) -> None:
             amax = largest_of_ranks(amaxes.amax(0, keepdim=True), params[0])
             for param, shard, value in zip(params, shards, values, strict=True):
                 keep_rest = shard.rest is not None or param.requires_grad
-                shard.take(cast_shard(value, param, PerTensor(), keep_rest, amax))
+                shard.take(StoredWeight.cast(value, PerTensor(), keep_rest, param, amax))
     for shard in shards:
         shard.known.alone = False
 
@@ -705,14 +695,20 @@ def agreed(shard: StoredWeight, param: Tensor) -> StoredWeight:
     return found.moved(lambda tensor: tensor.to(shard.device))
 
 
-def store(param: torch.nn.Parameter, granularity: Granularity | None) -> None:
-    """Put a weight without a master into FP8, or back (None); of a sharded one all ranks call it."""
-    local, stored = on_this_rank(param), local_stored(param)
-    values = local.detach() if stored is None else stored.before_cast()
-    if granularity is not None and local is param:
-        values = StoredWeight.cast(values, granularity, keep_rest=param.requires_grad)
-    elif granularity is not None:
-        values = cast_shard(values, param, granularity, param.requires_grad)
+def stored_as(weight: Tensor | None) -> Granularity | None:
+    """Which elements of a weight share a scale that lives in FP8; None for one in high precision."""
+    stored = local_stored(weight)
+    return None if stored is None else stored.granularity
+
+
+def store(param: torch.nn.Parameter | None, granularity: Granularity | None) -> None:
+    """Put a weight without a master into FP8, or back (None), unless it is so; of a sharded one all ranks call it."""
+    if param is None or stored_as(param) == granularity:
+        return
+    stored = local_stored(param)
+    values = on_this_rank(param).detach() if stored is None else stored.before_cast()
+    if granularity is not None:
+        values = StoredWeight.cast(values, granularity, param.requires_grad, param)
     put_into(param, values)
 
 

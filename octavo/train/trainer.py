@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.cost.rates import memory_of
-from octavo.distributed.ranks import Ranks, whole
+from octavo.distributed.ranks import Ranks
 from octavo.kernels.capability import fast_dtype
-from octavo.nn.weight import stored_as
 from octavo.optim.base import CompactOptimizer
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Phase, Recovery
+from octavo.tensor.fsdp2 import whole
+from octavo.tensor.stored_weight import stored_as
 from octavo.train.checkpoint import Content, Identity, RunFolder, StepRow
 from octavo.train.config import (
     AUTO,

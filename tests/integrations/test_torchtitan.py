@@ -19,9 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 
 import octavo
 from octavo import recipes
-from octavo.distributed.ranks import whole
 from octavo.integrations import torchtitan as ours
-from octavo.tensor.fsdp2 import on_this_rank, own_slices
+from octavo.tensor.fsdp2 import on_this_rank, own_slices, whole
 from octavo.tensor.stored_weight import StoredWeight
 
 

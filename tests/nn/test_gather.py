@@ -1,3 +1,4 @@
+import functools
 import re
 
 import pytest
@@ -105,9 +106,10 @@ def test_the_sharded_parameter_is_an_ordinary_one(mesh):
 
 def gathered(codes):
     """The two layouts of codes from all ranks, and those in storage of their own."""
-    codes, module, scale_inv = codes.view(torch.uint8), octavo.nn.Linear(1, 1), torch.ones(1, 1)
-    _, after = gather._send_codes(codes, scale_inv, True, None, module, codes.shape, torch.float8_e4m3fn)
-    weight, inner = after((codes,), torch.float32, None)
+    codes, module = codes.view(torch.uint8), octavo.nn.Linear(1, 1, recipe=recipes.dynamic())
+    shard_cast = gather.ShardCast(module.recipe.weight_casts, codes.shape, 2, 0, together=True)
+    read = functools.partial(shard_cast.read, known=[torch.ones(1, 1)], pads=module.recipe.pads)
+    weight, inner = gather._reading(read, [], module.recipe, codes.shape)((codes,), torch.float32, None)
     return weight.qdata, weight.transposed_qdata, inner
 
 

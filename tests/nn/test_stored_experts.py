@@ -69,7 +69,7 @@ def test_converted_experts_compute_as_plain_ones_of_their_values(kind: str, reci
     for part in stored.parts:
         weight = part.weight_parameter
         assert isinstance(weight, StoredWeight) and isinstance(weight, nn.Parameter)
-        assert torch.equal(getattr(stored, f"{part.key}_scale_inv"), weight.scale_inv)
+        assert torch.equal(getattr(stored, f"{part.weight_key}_scale_inv"), weight.scale_inv)
     plain = octavo.convert(nn.ModuleDict({"experts": built(kind)}), STORED[recipe](), every_layer)["experts"]
     expected = results(plain)
     assert_equal(results(stored), expected)

@@ -557,3 +557,12 @@ def test_a_sum_of_gradients_in_another_dtype_goes_on_and_a_frozen_parameter_stay
     frozen = nn.Parameter(torch.randn(64, 64), requires_grad=False)
     put_into(frozen, StoredWeight.cast(frozen))
     assert not frozen.requires_grad and frozen.grad is None
+
+
+def test_experts_are_viewed_in_inference_mode():
+    experts = StoredWeight.cast(torch.randn(2, 16, 32))
+    with torch.inference_mode():
+        same, laid = experts.view_as(experts), experts.mT
+        with pytest.raises(UnsupportedOpError, match="stored in FP8"):
+            experts.relu()
+    assert laid.shape == (2, 32, 16) and laid.qdata.data_ptr() == same.qdata.data_ptr() == experts.qdata.data_ptr()
