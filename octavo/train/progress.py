@@ -30,7 +30,6 @@ class RunRecorder:
         self.rows = rows
         self.every = STEPS_BETWEEN_READS if on_accelerator else 1
         self._tokens = config.data.batch * config.model.context
-        self._recovers = bool(config.state.recover)
         self._pending: list[tuple[int, Tensor, Tensor, float]] = []
         self._first: tuple[int, float] | None = None  # how many rows there were after the first read, and when
         self._since = 0.0
@@ -51,13 +50,11 @@ class RunRecorder:
         self._pending.clear()
         for step, loss, norm, lr in values:
             for what, value in (("loss", loss), ("norm of the gradients", norm)):
-                if not math.isfinite(value) and not self._recovers:
+                if not math.isfinite(value):
                     raise DivergedError(f"the {what} became {value} in step {step}")
             self.rows.append(StepRow(step, loss, lr, speed))
             recent = [row.loss for row in self.rows[-RUNAWAY_STEPS:]]
-            finite = [loss for loss in recent if math.isfinite(loss)]
-            mean = fmean(finite) if finite else math.nan
-            if len(recent) == RUNAWAY_STEPS and not mean <= RUNAWAY_LOSS:
+            if len(recent) == RUNAWAY_STEPS and (mean := fmean(recent)) > RUNAWAY_LOSS:
                 raise DivergedError(f"the loss ran away, to {mean:.1f} nats a byte at step {step}")
         self._first = self._first or (len(self.rows), now)
         return self.rows[len(self.rows) - len(values) :]

@@ -456,7 +456,6 @@ def test_version_help_and_info(capsys):
         ("compare --data text.py --recipes dynamic --steps 3 --schedule fp8-then-bf16@0.9", "would begin at step"),
         ("train --device cuda:77", "cuda:77"),
         ("train --batch 10 --micro-batches 4", "batch 10 does not divide into 4 --micro-batches: choose a batch of 12"),
-        ("train --recover 3 --update-in-backward 0", "which --update-in-backward does not keep: choose one"),
         ("plan --width 7", "width 7 is not a multiple"),
         ("plan --experts 2 --top-k 3", "choose --top-k 2"),
         ("train --tensor-parallel 2", "--tensor-parallel 2 with shard none: choose shard fsdp"),

@@ -60,12 +60,7 @@ def test_one_except_clause_catches_all_of_them(error):
         (lambda: RanksConfig(timeout=0), "timeout is 0"),
         (lambda: StateConfig(moments="fp4"), "moments is 'fp4'"),
         (lambda: StateConfig(master="fp64"), "master is 'fp64'"),
-        (lambda: StateConfig(gradient_storage="e5m2"), "gradient_storage is 'e5m2'"),
-        (lambda: StateConfig(gradient_storage="fp8", update_in_backward="1MB"), "choose one"),
-        (
-            lambda: TrainConfig(ranks=RanksConfig("ddp"), state=StateConfig(gradient_storage="fp8")),
-            "gradient_storage fp8 rounds gradients before ddp exchanges them",
-        ),
+        (lambda: StateConfig(update_in_backward="1MB."), "update_in_backward is '1MB.': choose a number of bytes"),
         (lambda: TrainConfig(run=RunConfig(dtype="float32"), state=StateConfig(master="split24")), "master split24"),
         (lambda: check_recipe("fp8"), "unknown recipe 'fp8': choose from baseline, bf16"),
     ],
@@ -105,7 +100,7 @@ def test_identity_holds_what_decides_the_loss_and_nothing_else():
     assert config.identity() != TrainConfig(run=RunConfig(seed=1)).identity()
     assert config.identity() != TrainConfig(optimizer=OptimizerConfig(steps=3)).identity()
     assert config.identity() != TrainConfig(state=StateConfig("fp8")).identity()
-    assert config.identity() != TrainConfig(state=StateConfig(gradient_storage="fp8")).identity()
+    assert config.identity() != TrainConfig(state=StateConfig(weight_storage="fp8")).identity()
     assert "data" not in config.identity()
 
 

@@ -5,7 +5,6 @@ import torch
 
 from octavo import recipes
 from octavo.schedule import Phase
-from octavo.tensor.stored_gradient import StoredGradient
 from octavo.tensor.stored_weight import StoredWeight
 from octavo.train import (
     DataConfig,
@@ -223,17 +222,6 @@ def test_sizes_that_cannot_fit_are_refused_before_anything_is_allocated(config):
     with pytest.raises(TrainError, match="GiB"):
         require_memory(config, torch.device("cpu"))
     require_memory(TrainConfig(), torch.device("cpu"))
-
-
-@pytest.mark.parametrize("parts", [1, 4])
-def test_gradients_kept_in_fp8_are_rounded_once_a_step(config, parts):
-    config = replace(config, data=replace(config.data, micro_batches=parts), state=StateConfig(gradient_storage="fp8"))
-    trainer, kinds = make_trainer(config), []
-    weight = trainer.model.head.weight
-    weight.register_post_accumulate_grad_hook(lambda weight: kinds.append(type(weight.grad)))  # after the optimizer's
-    _, norm, _ = trainer.step(0)
-    assert kinds == [torch.Tensor] * (parts - 1) + [StoredGradient]
-    assert norm > 0 and all(isinstance(param.grad, StoredGradient) for param in trainer.model.parameters())
 
 
 def test_muon_has_the_blocks_matrices_and_adamw_all_others():
