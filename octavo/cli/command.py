@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import platform
@@ -292,7 +291,7 @@ def _hooks(rank: int) -> Iterator[Hooks]:
             raise KeyboardInterrupt
         if rank == 0 and "stop" not in reached:
             # not through sys.stderr, as the signal may come while a line is written to it
-            os.write(2, f"{os.linesep * os.isatty(2)}octavo: stopping after this step{os.linesep}".encode())
+            os.write(2, f"octavo: stopping after this step{os.linesep}".encode())
         reached.add("stop")
 
     with signals_to(note, signal.SIGINT, signal.SIGTERM):
@@ -395,7 +394,6 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recompute", type=float, default=0.0, metavar="SHARE", help=help)
     help = "these layers keep their input as octavo.checkpoint_in_fp8 does"
     parser.add_argument("--checkpoint-in-fp8", action="store_true", help=help)
-    parser.add_argument("--json", action="store_true", help="print JSON: seconds and bytes")
     add_options(parser, ModelConfig)
     add_options(parser, StateConfig, ("algorithm", "moments", "master"))
 
@@ -445,8 +443,7 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
         names = ("gpus", "mesh", "micro_batches", "recompute", "fuse", "checkpoint_in_fp8")
         asked = {name: getattr(options, name) for name in names} | {"algorithm": state.algorithm}
         asked |= {"context": context, "sequences": len(inputs[0]) * options.gpus}
-        steps = command.plan(model, rates, **asked)
-        print(steps.json() if options.json else f"{head}\n{steps.text()}")
+        print(f"{head}\n{command.plan(model, rates, **asked).text()}")
         return 0
     optimizer: Any = torch.optim.AdamW
     if state != StateConfig():
@@ -455,10 +452,7 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     kept = {"optimizer": optimizer, "work": work_of(model, inputs), "fuse": options.fuse}
     recipes = [None, *(make() for make in command.RECIPES.values())]
     found = [estimate(model, inputs, recipe, rates, **kept) for recipe in recipes]
-    if options.json:
-        print(json.dumps([dataclasses.asdict(each) for each in found]))
-    else:
-        print(f"{head}\n{command.describe_plan(found, rates)}")
+    print(f"{head}\n{command.describe_plan(found, rates)}")
     return 0
 
 

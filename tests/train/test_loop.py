@@ -165,10 +165,7 @@ def test_it_learns_and_says_what_it_did(config):
     [
         ("bf16", ()),
         ("delayed", ("fp8", "split16", "fp8")),
-        *(
-            pytest.param("delayed", state, marks=pytest.mark.full)
-            for state in [("fp8", "split24"), ("bf16", "none")]
-        ),
+        *(pytest.param("delayed", state, marks=pytest.mark.full) for state in [("fp8", "split24"), ("bf16", "none")]),
     ],
     ids=str,
 )
