@@ -236,12 +236,11 @@ def _config(options: argparse.Namespace) -> tuple[TrainConfig, list[Any]]:
     """All options and the recipes: those of the command line, or else of the file of --config."""
     file: dict[str, Any] = {} if options.config is None else load_options(options.config)
     given = file | vars(options)
-    needed, other = ("recipes", "recipe") if options.name == "compare" else ("recipe", "recipes")
-    if needed not in given and other in given:
-        raise TrainError(f"{options.config} gives {other}, and octavo {options.name} needs {needed}: add --{needed}")
-    recipes = [given.get("recipe", RECIPE)] if needed == "recipe" else list(given.get("recipes", COMPARED))
+    recipes = given.get("recipes", COMPARED) if options.name == "compare" else [given.get("recipe", RECIPE)]
+    if options.name == "compare" and "recipe" in file and "recipes" not in given:
+        raise TrainError(f"{options.config} gives a recipe, and octavo compare needs several: add --recipes")
     with option_errors():
-        return config_of(given), recipes
+        return config_of(given), list(recipes)
 
 
 def _settled(config: TrainConfig, options: argparse.Namespace, recipes: Sequence[Any]) -> TrainConfig:

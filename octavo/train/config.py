@@ -390,7 +390,7 @@ def options_text(config: TrainConfig, recipe: str) -> str:
 
 
 def load_options(path: Path) -> dict[str, Any]:
-    """The options in a file, by their names; `recipe` (a name, or recipes by layer) and `recipes` (names) among them.
+    """The options in a file, by their names; `recipe` (a name, or recipes by layer) among them.
 
     It is a JSON file, a TOML file whose name ends with .toml, or the `config.json` of a run's folder, where
     `rules.json`, if there is one, is the recipe. TrainError, if it can't be read, has an unknown option, or a value
@@ -404,27 +404,19 @@ def load_options(path: Path) -> dict[str, Any]:
         raise TrainError(f"{file}: {error.strerror}: give a run's folder, its {CONFIG_FILE}, or a TOML file") from error
     except ValueError as error:
         raise TrainError(f"{file} is neither JSON nor, ending in .toml, TOML: {first_line(error)}") from error
-    if not isinstance(content, dict) or (unknown := content.keys() - SECTIONS - {"recipe", "recipes"}):
+    if not isinstance(content, dict) or (unknown := content.keys() - SECTIONS - {"recipe"}):
         fault = f"{', '.join(sorted(unknown))} is no section" if isinstance(content, dict) else "it has no sections"
-        raise TrainError(f"{file}: {fault}: choose recipe, recipes, {', '.join(SECTIONS)}")
+        raise TrainError(f"{file}: {fault}: choose recipe, {', '.join(SECTIONS)}")
     if file != path and (path / RULES).exists():
         content["recipe"] = str(path / RULES)
     options: dict[str, Any] = {}
     for name, values in content.items():
         with train_errors(f"{file}: "):
-            options |= _section(name, values) if name in SECTIONS else _recipes(name, values)
+            if name in SECTIONS:
+                options |= _section(name, values)
+            else:
+                options[name] = chosen_recipe(values) if isinstance(values, dict | str) else check_recipe(values)
     return options
-
-
-def _recipes(key: str, value: Any) -> dict[str, Any]:
-    if key == "recipe" and isinstance(value, dict | str):
-        return {key: chosen_recipe(value)}
-    names = [value] if key == "recipe" else value
-    if not isinstance(names, list) or not names:
-        raise ValueError(f"{key} is {value!r}: choose a list of names")
-    for name in names:
-        check_recipe(name)
-    return {key: value}
 
 
 def _section(section: str, values: Any) -> dict[str, Any]:
