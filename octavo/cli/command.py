@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import platform
@@ -237,12 +236,11 @@ def _config(options: argparse.Namespace) -> tuple[TrainConfig, list[Any]]:
     """All options and the recipes: those of the command line, or else of the file of --config."""
     file: dict[str, Any] = {} if options.config is None else load_options(options.config)
     given = file | vars(options)
-    needed, other = ("recipes", "recipe") if options.name == "compare" else ("recipe", "recipes")
-    if needed not in given and other in given:
-        raise TrainError(f"{options.config} gives {other}, and octavo {options.name} needs {needed}: add --{needed}")
-    recipes = [given.get("recipe", RECIPE)] if needed == "recipe" else list(given.get("recipes", COMPARED))
+    recipes = given.get("recipes", COMPARED) if options.name == "compare" else [given.get("recipe", RECIPE)]
+    if options.name == "compare" and "recipe" in file and "recipes" not in given:
+        raise TrainError(f"{options.config} gives a recipe, and octavo compare needs several: add --recipes")
     with option_errors():
-        return config_of(given), recipes
+        return config_of(given), list(recipes)
 
 
 def _settled(config: TrainConfig, options: argparse.Namespace, recipes: Sequence[Any]) -> TrainConfig:
@@ -292,7 +290,7 @@ def _hooks(rank: int) -> Iterator[Hooks]:
             raise KeyboardInterrupt
         if rank == 0 and "stop" not in reached:
             # not through sys.stderr, as the signal may come while a line is written to it
-            os.write(2, f"{os.linesep * os.isatty(2)}octavo: stopping after this step{os.linesep}".encode())
+            os.write(2, f"octavo: stopping after this step{os.linesep}".encode())
         reached.add("stop")
 
     with signals_to(note, signal.SIGINT, signal.SIGTERM):
@@ -395,7 +393,6 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recompute", type=float, default=0.0, metavar="SHARE", help=help)
     help = "these layers keep their input as octavo.checkpoint_in_fp8 does"
     parser.add_argument("--checkpoint-in-fp8", action="store_true", help=help)
-    parser.add_argument("--json", action="store_true", help="print JSON: seconds and bytes")
     add_options(parser, ModelConfig)
     add_options(parser, StateConfig, ("algorithm", "moments", "master"))
 
@@ -445,8 +442,7 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
         names = ("gpus", "mesh", "micro_batches", "recompute", "fuse", "checkpoint_in_fp8")
         asked = {name: getattr(options, name) for name in names} | {"algorithm": state.algorithm}
         asked |= {"context": context, "sequences": len(inputs[0]) * options.gpus}
-        steps = command.plan(model, rates, **asked)
-        print(steps.json() if options.json else f"{head}\n{steps.text()}")
+        print(f"{head}\n{command.plan(model, rates, **asked).text()}")
         return 0
     optimizer: Any = torch.optim.AdamW
     if state != StateConfig():
@@ -455,10 +451,7 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     kept = {"optimizer": optimizer, "work": work_of(model, inputs), "fuse": options.fuse}
     recipes = [None, *(make() for make in command.RECIPES.values())]
     found = [estimate(model, inputs, recipe, rates, **kept) for recipe in recipes]
-    if options.json:
-        print(json.dumps([dataclasses.asdict(each) for each in found]))
-    else:
-        print(f"{head}\n{command.describe_plan(found, rates)}")
+    print(f"{head}\n{command.describe_plan(found, rates)}")
     return 0
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -337,14 +335,12 @@ def limit(stage: Stage) -> str:
 class MeshPlan(NamedTuple):
     """A step on a mesh in each recipe, compiled and in eager; the best that is compiled; what to change, best first.
 
-    ``fused``: the best in eager as octavo.convert(..., fuse=True) converts. ``other``: a mesh on which a compiled step
-    fits, if none does on the one that was asked for.
+    ``other``: a mesh on which a compiled step fits, if none does on the one that was asked for.
     """
 
     steps: Mapping[str, Sequence[Stage]]
     best: Stage
     changes: Sequence[tuple[str, Stage]]
-    fused: Stage
     other: Stage | None
 
     def text(self) -> str:
@@ -377,27 +373,9 @@ class MeshPlan(NamedTuple):
         for words, other in self.changes:
             gain = f"{other.step.tflops / best.step.tflops:.2f} of the speed, {other.size / GIB:,.0f} GiB"
             lines.append(f"change first: {words}: {gain}{'' if other.fits else ', still too much'}")
-        eager = max(self.steps["eager"], key=order)
-        if self.fused.size < eager.size:
-            sizes_of = (
-                f"{eager.size / GIB:,.0f} GiB, and fused (octavo.convert(..., fuse=True)) {self.fused.size / GIB:,.0f}"
-            )
-            lines.append(f"{eager.precision.name}, eager: it needs {sizes_of}.")
         if self.other is not None:
             lines.append(f"{self.other.precision.name} fits with {flags(self.other)}: {self.other.size / GIB:.0f} GiB")
         return "\n".join(lines)
-
-    def json(self) -> str:
-        """The same: seconds, bytes."""
-
-        def plain(stage: Stage) -> dict[str, Any]:
-            step = dataclasses.asdict(stage.step) | {"memory": stage.memory, "fits": stage.fits}
-            return step | {"recipe": stage.precision.name, "layout": dataclasses.asdict(stage.layout)}
-
-        found = {kernels: [plain(stage) for stage in stages] for kernels, stages in self.steps.items()}
-        changes = {words: plain(stage) for words, stage in self.changes}
-        best = {"best": plain(self.best), "limit": limit(self.best), "changes": changes, "fused": plain(self.fused)}
-        return json.dumps(found | best | {"other": self.other and plain(self.other)})
 
 
 def flags(stage: Stage) -> str:
@@ -447,23 +425,22 @@ def plan(model: nn.Module, rates: Rates, **asked: Any) -> MeshPlan:
     short, inputs = shortened(model), tokens_of(context, context)
     work = work_of(short, inputs)
 
-    def stage(name: str, compiled: bool, fuse: bool) -> Stage:
+    def stage(name: str, compiled: bool) -> Stage:
         recipe, saved = None if name == HIGH_PRECISION else RECIPES[name](), None
         if not compiled:
-            saved = estimate(short, inputs, recipe, rates, work=work, fuse=fuse).memory.saved
+            saved = estimate(short, inputs, recipe, rates, work=work, fuse=asked["fuse"]).memory.saved
         shapes = shapes_of(model, work, context, saved)
         kept: dict[str, Any] = {"algorithm": asked["algorithm"]}
         kept |= {"regions": in_pairs(shapes.width)} if asked["checkpoint_in_fp8"] else {}
         precision = Precision(name, name, gathers=recipe is not None, pairs=recipe is not None, **kept)
         return Stage(shapes, layout, precision, hardware)
 
-    compiled, other = [stage(name, True, False) for name in (HIGH_PRECISION, *RECIPES)], None
+    compiled, other = [stage(name, True) for name in (HIGH_PRECISION, *RECIPES)], None
     if not mesh or not any(each.fits for each in compiled):
         other = max(map(searched, compiled), key=order)
         if not mesh:
             layout, other = other.layout, None
             compiled = [replace(each, layout=layout) for each in compiled]
-    best, eager = max(compiled, key=order), [stage(each.precision.name, False, asked["fuse"]) for each in compiled]
-    fused = stage(max(eager, key=order).precision.name, False, True)
-    steps = {"compiled": compiled, "eager": eager}
-    return MeshPlan(steps, best, better(best), fused, other if other and other.fits else None)
+    steps = {"compiled": compiled, "eager": [stage(each.precision.name, False) for each in compiled]}
+    best = max(compiled, key=order)
+    return MeshPlan(steps, best, better(best), other if other and other.fits else None)

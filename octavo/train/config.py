@@ -55,6 +55,7 @@ DTYPES = {"bfloat16": "bf16", "float32": "float32"}
 UNCONVERTED = (BASELINE, *DTYPES.values())
 ALONE, FSDP, DDP = "none", "fsdp", "ddp"
 RECIPES = (*UNCONVERTED, *(name for name in NAMED if name != "default"))
+OUTSTANDING = r"(?:(\d+)(KB|MB|GB)?)?"  # bytes of gradients, or nothing
 SMALLEST = math.ulp(0.0)  # above 0
 LARGEST = 2**31 - 1  # torch indexes with int64, but no size below may need it
 
@@ -204,16 +205,8 @@ class StateConfig(_Checked):
     update_in_backward: str = option(
         "", "update weights while backward runs, by so many bytes of gradients: 64MB", metavar="BYTES"
     )
-    gradient_storage: Literal["none", "fp8"] = option(
-        "none", "fp8: gradients are kept in FP8 between backward and update"
-    )
     schedule: str = option(
         "", "phases of the run: fp8-then-bf16@0.7 (from 70 % of its steps on), or auto", metavar="PHASES"
-    )
-    recover: int = option(
-        0,
-        "skip a step whose loss jumps or is not finite, and compute so many after it in high precision (0: never)",
-        0,
     )
     algorithm: Literal["adamw", "muon"] = option(
         "adamw", "muon: orthogonalised updates of the blocks' matrices, as large as AdamW's, which has all others"
@@ -223,10 +216,10 @@ class StateConfig(_Checked):
         super().__post_init__()
         if self.weight_storage == "fp8" and self.master == "split32":
             raise ValueError("master is 'split32': weights that live in FP8 take auto, split16, split24, fp32, ...")
-        if self.outstanding_bytes is not None and self.gradient_storage == "fp8":
-            raise ValueError("gradient_storage keeps gradients that update_in_backward does not: choose one")
-        if self.outstanding_bytes is not None and self.recover:
-            raise ValueError("recover looks at all gradients, which update_in_backward does not keep: choose one")
+        if re.fullmatch(OUTSTANDING, self.update_in_backward.strip().upper()) is None:
+            raise ValueError(
+                f"update_in_backward is {self.update_in_backward!r}: choose a number of bytes, such as 64MB or 0"
+            )
         names = "|".join(("fp8", *RECIPES))
         phases = rf"({names})(-then-({names})@(0?\.\d+))+"  # see trainer.py's phases_of
         if self.schedule not in ("", AUTO) and re.fullmatch(phases, self.schedule) is None:
@@ -243,12 +236,8 @@ class StateConfig(_Checked):
     @property
     def outstanding_bytes(self) -> int | None:
         """Bytes of gradients that wait for an update in backward (a KB is 2^10); None: updates come after backward."""
-        text = self.update_in_backward
-        if not text:
-            return None
-        if (match := re.fullmatch(r"(\d+)(KB|MB|GB|)", text.strip().upper())) is None:
-            raise ValueError(f"update_in_backward is {text!r}: choose a number of bytes, such as 64MB or 0")
-        return int(match[1]) << {"": 0, "KB": 10, "MB": 20, "GB": 30}[match[2]]
+        match = re.fullmatch(OUTSTANDING, self.update_in_backward.strip().upper())
+        return int(match[1]) << {None: 0, "KB": 10, "MB": 20, "GB": 30}[match[2]] if match and match[1] else None
 
 
 @dataclass(frozen=True)
@@ -318,8 +307,6 @@ class TrainConfig:
             raise ValueError(f"master {self.state.master} keeps weights in bf16: choose dtype bfloat16")
         if self.state.update_in_backward and self.ranks.shard == DDP:
             raise ValueError("update_in_backward uses gradients before ddp has exchanged them: choose shard fsdp")
-        if self.state.gradient_storage == "fp8" and self.ranks.shard == DDP:
-            raise ValueError("gradient_storage fp8 rounds gradients before ddp exchanges them: choose shard fsdp")
         self._check_tensor_parallel()
         beta1, beta2 = self.optimizer.beta1, self.optimizer.beta2
         if beta1 * beta1 > beta2 and self.state.weight_storage == "fp8":
@@ -354,13 +341,12 @@ class TrainConfig:
         return dataclasses.replace(self, run=dataclasses.replace(self.run, dtype=dtype))
 
     def require_phases(self, recipes: Collection[object]) -> None:
-        """Raise TrainError for a schedule or recovery that would change nothing, because no recipe has FP8."""
-        for name in ("schedule", "recover"):
-            if (given := getattr(self.state, name)) and all(recipe in UNCONVERTED for recipe in recipes):
-                raise TrainError(
-                    f"{name} {given} switches FP8 layers, and {', '.join(map(str, recipes))} has none: "
-                    "choose an FP8 recipe, such as dynamic; a phase of the schedule may be bf16"
-                )
+        """Raise TrainError for a schedule that would change nothing, because no recipe has FP8."""
+        if self.state.schedule and all(recipe in UNCONVERTED for recipe in recipes):
+            raise TrainError(
+                f"schedule {self.state.schedule} switches FP8 layers, and {', '.join(map(str, recipes))} has none: "
+                "choose an FP8 recipe, such as dynamic; a phase of the schedule may be bf16"
+            )
 
     def called(self, recipe: str | Recipe | RecipeMap) -> str:
         """The name of a run of this recipe; a baseline's is that of the dtype, which must not be "auto" any more."""
@@ -404,7 +390,7 @@ def options_text(config: TrainConfig, recipe: str) -> str:
 
 
 def load_options(path: Path) -> dict[str, Any]:
-    """The options in a file, by their names; `recipe` (a name, or recipes by layer) and `recipes` (names) among them.
+    """The options in a file, by their names; `recipe` (a name, or recipes by layer) among them.
 
     It is a JSON file, a TOML file whose name ends with .toml, or the `config.json` of a run's folder, where
     `rules.json`, if there is one, is the recipe. TrainError, if it can't be read, has an unknown option, or a value
@@ -418,27 +404,19 @@ def load_options(path: Path) -> dict[str, Any]:
         raise TrainError(f"{file}: {error.strerror}: give a run's folder, its {CONFIG_FILE}, or a TOML file") from error
     except ValueError as error:
         raise TrainError(f"{file} is neither JSON nor, ending in .toml, TOML: {first_line(error)}") from error
-    if not isinstance(content, dict) or (unknown := content.keys() - SECTIONS - {"recipe", "recipes"}):
+    if not isinstance(content, dict) or (unknown := content.keys() - SECTIONS - {"recipe"}):
         fault = f"{', '.join(sorted(unknown))} is no section" if isinstance(content, dict) else "it has no sections"
-        raise TrainError(f"{file}: {fault}: choose recipe, recipes, {', '.join(SECTIONS)}")
+        raise TrainError(f"{file}: {fault}: choose recipe, {', '.join(SECTIONS)}")
     if file != path and (path / RULES).exists():
         content["recipe"] = str(path / RULES)
     options: dict[str, Any] = {}
     for name, values in content.items():
         with train_errors(f"{file}: "):
-            options |= _section(name, values) if name in SECTIONS else _recipes(name, values)
+            if name in SECTIONS:
+                options |= _section(name, values)
+            else:
+                options[name] = chosen_recipe(values) if isinstance(values, dict | str) else check_recipe(values)
     return options
-
-
-def _recipes(key: str, value: Any) -> dict[str, Any]:
-    if key == "recipe" and isinstance(value, dict | str):
-        return {key: chosen_recipe(value)}
-    names = [value] if key == "recipe" else value
-    if not isinstance(names, list) or not names:
-        raise ValueError(f"{key} is {value!r}: choose a list of names")
-    for name in names:
-        check_recipe(name)
-    return {key: value}
 
 
 def _section(section: str, values: Any) -> dict[str, Any]:

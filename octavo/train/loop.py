@@ -282,7 +282,6 @@ class _Run:
             kept = self._kept()
             raise RankError(f"{error}{kept}{'; add --resume to go on' if kept else ''}") from error
         finally:
-            self.progress.end()
             self.inspection.close()
         return self.result
 

@@ -30,7 +30,6 @@ class RunRecorder:
         self.rows = rows
         self.every = STEPS_BETWEEN_READS if on_accelerator else 1
         self._tokens = config.data.batch * config.model.context
-        self._recovers = bool(config.state.recover)
         self._pending: list[tuple[int, Tensor, Tensor, float]] = []
         self._first: tuple[int, float] | None = None  # how many rows there were after the first read, and when
         self._since = 0.0
@@ -51,13 +50,11 @@ class RunRecorder:
         self._pending.clear()
         for step, loss, norm, lr in values:
             for what, value in (("loss", loss), ("norm of the gradients", norm)):
-                if not math.isfinite(value) and not self._recovers:
+                if not math.isfinite(value):
                     raise DivergedError(f"the {what} became {value} in step {step}")
             self.rows.append(StepRow(step, loss, lr, speed))
             recent = [row.loss for row in self.rows[-RUNAWAY_STEPS:]]
-            finite = [loss for loss in recent if math.isfinite(loss)]
-            mean = fmean(finite) if finite else math.nan
-            if len(recent) == RUNAWAY_STEPS and not mean <= RUNAWAY_LOSS:
+            if len(recent) == RUNAWAY_STEPS and (mean := fmean(recent)) > RUNAWAY_LOSS:
                 raise DivergedError(f"the loss ran away, to {mean:.1f} nats a byte at step {step}")
         self._first = self._first or (len(self.rows), now)
         return self.rows[len(self.rows) - len(values) :]
@@ -87,14 +84,12 @@ def in_words(seconds: float) -> str:
 class Progress:
     """Shows how runs go on: a line to ``stream`` every ``interval`` seconds, and one for each validation.
 
-    A terminal shows every step, in a line that is written over. Without a stream nothing is shown.
+    Without a stream nothing is shown.
     """
 
     def __init__(self, stream: TextIO | None = None, interval: float = SECONDS_BETWEEN_LINES) -> None:
         self.stream = stream
         self.interval = interval
-        self._anew = "\r\x1b[K" if stream is not None and stream.isatty() else ""  # begins a terminal's line again
-        self._is_open = False  # a terminal's line, which the next one is written over
 
     def begin(self, name: str, step: int, steps: int) -> None:
         """A run starts, or goes on after `step` of `steps`."""
@@ -103,25 +98,13 @@ class Progress:
     def update(self, row: StepRow, seconds_left: float) -> None:
         """A step is done; ``seconds_left``: of all runs."""
         validated = not math.isnan(row.val_loss)
-        stays = validated or row.step == self._steps
-        if not self._anew and not stays and time.monotonic() - self._last < self.interval:
+        if not validated and row.step < self._steps and time.monotonic() - self._last < self.interval:
             return
         self._last = time.monotonic()
         facts = f"loss {row.loss:.4f}{f'  validation {row.val_loss:.4f}' * validated}  {row.tokens_per_s:,.0f} tokens/s"
-        text = f"{self._name}  step {row.step}/{self._steps}  {facts}  {in_words(seconds_left)} left"
-        self._write(text, stays or not self._anew)
+        self.message(f"{self._name}  step {row.step}/{self._steps}  {facts}  {in_words(seconds_left)} left")
 
     def message(self, text: str) -> None:
         """Show a line of text."""
-        self._write(text, True)
-
-    def end(self) -> None:
-        """The run ended, well or not."""
-        if self._is_open:
-            print(file=self.stream, flush=True)
-            self._is_open = False
-
-    def _write(self, text: str, stays: bool) -> None:
         if self.stream is not None:
-            print(f"{self._anew}{text}", end="\n" if stays else "", file=self.stream, flush=True)
-            self._is_open = not stays
+            print(text, file=self.stream, flush=True)

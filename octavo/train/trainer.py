@@ -17,7 +17,7 @@ from octavo.distributed.ranks import Ranks
 from octavo.kernels.capability import fast_dtype
 from octavo.optim.base import CompactOptimizer
 from octavo.scaling.recipe import Recipe, RecipeMap
-from octavo.schedule import Phase, Recovery
+from octavo.schedule import Phase
 from octavo.tensor.fsdp2 import whole
 from octavo.tensor.stored_weight import stored_as
 from octavo.train.checkpoint import Content, Identity, RunFolder, StepRow
@@ -47,7 +47,7 @@ BELOW = 0.06  # auto's threshold: the default run crosses it after three quarter
 
 
 def phases_of(text: str, recipe: Recipe | RecipeMap, steps: int, state: StateConfig) -> list[Phase]:
-    """The phases of a run by --schedule, such as fp8-then-bf16@0.7, or one phase.
+    """The phases of a run by --schedule, such as fp8-then-bf16@0.7.
 
     In fp8 layers have the run's recipe, weights and ``state``. In bf16 (float32 and baseline are the same here) they
     compute in high precision, in the run's dtype; weights are plain, and masters and moments float32.
@@ -57,7 +57,7 @@ def phases_of(text: str, recipe: Recipe | RecipeMap, steps: int, state: StateCon
     """
     if text == AUTO:
         return [_phase("fp8", recipe, state), _phase(BASELINE, recipe, state, when_update_below_resolution=BELOW)]
-    first, *later = (text or "fp8").split("-then-")
+    first, *later = text.split("-then-")
     phases, before = [_phase(first, recipe, state)], 0
     for words in later:
         name, share = words.split("@")
@@ -99,7 +99,6 @@ def build_optimizer(
     if state == StateConfig(master=state.master) and not state.bf16_weights and not is_muon:
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
     kept: Any = {"moments": state.moments, "master": or_none(state.master)}
-    kept["gradient_storage"] = or_none(state.gradient_storage)
     if not is_muon:
         return octavo.optim.AdamW(groups, config.lr, betas, **kept)
     named = model.named_parameters()
@@ -199,7 +198,7 @@ class Trainer:
         self.device = model.head.weight.device
         self.config = config = settle_dtype(config, self.device)
         self.called, self.data = shard(model, config, self.ranks)
-        state = config.state if recipe is not None else dataclasses.replace(config.state, schedule="", recover=0)
+        state = config.state if recipe is not None else dataclasses.replace(config.state, schedule="")
         self.optimizer: Any
         with train_errors():
             self.optimizer = build_optimizer(model, config.optimizer, state)
@@ -208,12 +207,10 @@ class Trainer:
             clip = config.optimizer.clip or math.inf
             self.in_backward = octavo.optim.update_in_backward(self.optimizer, outstanding, clip)
         self.schedule: octavo.schedule.PrecisionSchedule | None = None
-        if (state.schedule or state.recover) and recipe is not None:
-            phases, recovery = phases_of(state.schedule, recipe, config.optimizer.steps, state), None
-            if state.recover:
-                recovery = Recovery(Phase(octavo.recipes.high_precision()), state.recover)
-            with train_errors(f"schedule {state.schedule}: " if state.schedule else "recover: "):
-                self.schedule = octavo.schedule.PrecisionSchedule(model, self.optimizer, phases, recovery)
+        if state.schedule and recipe is not None:
+            phases = phases_of(state.schedule, recipe, config.optimizer.steps, state)
+            with train_errors(f"schedule {state.schedule}: "):
+                self.schedule = octavo.schedule.PrecisionSchedule(model, self.optimizer, phases)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of a batch, in autocast if the dtype is bfloat16; inputs and targets [B, C] uint8."""
@@ -234,7 +231,7 @@ class Trainer:
         micro_batches = zip(inputs.chunk(count), targets.chunk(count), strict=True)
         for index, micro_batch in enumerate(micro_batches):
             last = index == count - 1
-            # updates in backward, and gradients kept in FP8, wait for the backward of the last micro-batch
+            # updates in backward wait for the backward of the last micro-batch
             waits = isinstance(optimizer, CompactOptimizer) and not last
             with syncing(self.called, last), optimizer.accumulate() if waits else nullcontext():
                 loss = self.loss(*micro_batch) / count
@@ -242,8 +239,6 @@ class Trainer:
             total += loss.detach()
         if self.in_backward is None:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), options.clip or math.inf)
-        if self.schedule is not None and self.schedule.recovery is not None:
-            self.schedule.observe(total)
         optimizer.step()
         if mixtures := self.model.mixtures:
             balance(mixtures, self.ranks)

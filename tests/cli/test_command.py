@@ -143,7 +143,7 @@ def test_a_runs_options_are_a_file_that_trains_it_again(capsys, no_plot):
     assert kept[0] == kept[1] and kept[2] == kept[0] | {"optimizer": kept[0]["optimizer"] | {"lr": 1e-9}}
     capsys.readouterr()
     assert cli.main(["compare", "--config", "here/delayed"]) == 2
-    assert "gives recipe, and octavo compare needs recipes: add --recipes" in one_line(capsys)
+    assert "gives a recipe, and octavo compare needs several: add --recipes" in one_line(capsys)
 
 
 def test_folders_are_chosen_when_none_is_given(capsys, no_plot):

@@ -76,26 +76,11 @@ def test_switches_and_phases_without_fp8(recorded, tmp_path):
     assert [(step, kind) for step, kind, _ in found.events] == [(4, "switch")]
 
 
-def test_a_recovery_and_the_step_that_it_leaves_out(recorded, tmp_path):
-    def poison(model):
-        model.blocks[1].register_forward_hook(lambda module, args, out: out * math.nan if len(seen) == 2 else out)
-
-    seen = []
-    result = run(replace(recorded, state=StateConfig(recover=3)), "delayed", hooks=Hooks(poison, seen.append))
-    assert [step for step, loss in enumerate(result.losses) if math.isnan(loss)] == [2]
-    assert [(switch.step, switch.name) for switch in result.switches[1:]] == [(3, "high_precision"), (6, "delayed")]
-    found = octavo.inspect.load(tmp_path / "delayed/inspect")
-    kinds = [(step, kind) for step, kind, _ in found.events if kind != "fault"]
-    assert sorted(kinds) == [(2, "recovery"), (2, "skipped"), (5, "switch")]
-
-
-def test_without_fp8_layers_nothing_is_recorded_and_there_is_no_recovery(recorded, tmp_path):
+def test_without_fp8_layers_nothing_is_recorded(recorded, tmp_path):
     shown = Messages()
     run(changed(recorded, optimizer={"steps": 1}), "baseline", hooks=Hooks(progress=shown))
     assert "bf16 has no layers in FP8: nothing of it is recorded" in shown.lines
     assert not (tmp_path / "bf16/inspect").exists()
-    with pytest.raises(TrainError, match="recover 3 switches FP8 layers, and bf16 has none"):
-        run(replace(recorded, state=StateConfig(recover=3)), "bf16")
 
 
 def test_a_run_that_diverges_says_where_and_keeps_its_checkpoint(recorded, tmp_path):

@@ -118,10 +118,10 @@ IN_BACKWARD = {"update_in_backward": "4KB"}
                 ("dynamic", 4, 5e-3, False, {}),
                 ("blockwise", 4, 5e-3, True, {}),
                 ("delayed", 4, 0.01, False, STORED),
-                ("delayed", 0, 0.01, False, STORED | PHASES | {"recover": 2}),
-                ("delayed", 4, 0.01, False, COMPACT | {"schedule": "fp8-then-bf16@0.5", "recover": 2}),
+                ("delayed", 0, 0.01, False, STORED | PHASES),
+                ("delayed", 4, 0.01, False, COMPACT | {"schedule": "fp8-then-bf16@0.5"}),
                 ("delayed", 4, 0.01, False, COMPACT | {"update_in_backward": "0"}),
-                ("delayed", 0, 0.01, False, COMPACT | {"gradient_storage": "fp8", "schedule": "auto"}),
+                ("delayed", 0, 0.01, False, COMPACT | {"schedule": "auto"}),
             ]
         ),
     ],
