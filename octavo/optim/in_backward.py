@@ -27,6 +27,7 @@ from octavo.tensor.fsdp2 import like_sharded
 from octavo.tensor.stored_gradient import TWICE, UsedGradient
 
 MIB = 1 << 20
+_TO_COME = -1.0  # in place of the square of a gradient that has not come yet; NaN can't be, as gradients may be NaN
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -61,8 +62,8 @@ def update_in_backward(
         outstanding_weight_updates_bytes: of gradients that wait for a launch; with 0 none waits.
         clip: scale gradients by the factor that would bring the step's estimated global 2-norm to this; None: do not.
             Each launch has its estimate: the gradients that have come count as they are, those still to come as in the
-            last step, scaled by how what had come by the same launch has changed since. In the last launch it is exact;
-            in the first step, gradients still to come count as nothing.
+            last step, scaled by how the others have changed since. In the last launch it is exact; in the first step,
+            gradients still to come count as nothing.
 
     Returns:
         a handle: ``accumulate()`` for all micro-batches but the last, ``remove()`` to undo it.
@@ -98,73 +99,82 @@ def update_in_backward(
 
 
 class GradientNorms:
-    """The squared 2-norm of all gradients that had come by each launch, of this step and of the last.
+    """The squared 2-norm of each parameter's gradient in this step and the last, from which a clip estimates the norm.
 
-    Launches mostly have the weights that those of the last step had, so that a launch's number says what had come by
-    then. The numbers stay on the device: nothing waits for the host, and a CUDA graph can replay it.
+    They stay on the device, one number a parameter, so nothing waits for the host and a CUDA graph can replay it.
     """
 
     def __init__(self) -> None:
-        self._now: list[Tensor] = []
-        self._last: list[Tensor] = []
+        self._numbers: dict[nn.Parameter, int] = {}
+        self._now = self._last = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._cells: tuple[Tensor, ...] = ()  # of self._now
 
-    def add(self, gradients: list[Tensor], is_last: bool = False) -> Tensor:
-        """Count a launch's gradients; return an estimate of the step's global norm, which is exact in the last launch.
+    def add(self, params: list[nn.Parameter]) -> None:
+        """Take the norms of these parameters' gradients, which have come."""
+        squares = squared_norms([param.grad for param in params if param.grad is not None])
+        if new := [param for param in params if param not in self._numbers]:
+            self._numbers |= {param: len(self._numbers) + number for number, param in enumerate(new)}
+            ends = squares.new_full((len(new),), _TO_COME), squares.new_zeros(len(new))
+            self._now, self._last = (
+                torch.cat([old.to(end), end]) for old, end in zip((self._now, self._last), ends, strict=True)
+            )
+            self._cells = self._now.unbind()
+        torch._foreach_copy_([self._cells[self._numbers[param]] for param in params], list(squares.unbind()))
 
-        What is to come counts as in the last step, times a power of the growth since then of what has come. Its
-        exponent is the root of the share that this had in the last step: the smaller, the less it says of the others.
-        """
-        come = squared_norm(gradients)
-        if self._now:
-            come = come + self._now[-1].to(come.device)
-        self._now.append(come)
-        if is_last or not self._last:
-            return come.sqrt()
-        before, whole = (x.to(come.device) for x in (self._last[: len(self._now)][-1], self._last[-1]))
-        growth, share = come / before.clamp(min=_TINY), before / whole.clamp(min=_TINY)
-        return (come + (whole - before) * growth.pow(share.sqrt())).sqrt()
+    def state(self, params: list[nn.Parameter]) -> dict[str, Any]:
+        """The last step's squares, and the place in ``params`` of each one's parameter: sums depend on the order."""
+        places = {param: place for place, param in enumerate(params)}
+        return {"order": [places[param] for param in self._numbers], "squares": self._last.cpu()}
 
-    def state(self) -> Tensor:
-        """The last step's numbers, on the CPU."""
-        return torch.tensor([], dtype=torch.float32, device="cpu") if not self._last else torch.stack(self._last).cpu()
-
-    def load(self, state: Tensor, device: torch.device) -> None:
+    def load(self, state: dict[str, Any], params: list[nn.Parameter]) -> None:
         """Go on from such a state."""
-        self._now, self._last = [], list(state.to(device, copy=True).unbind())
+        device = states.local(params[0].detach()).device
+        self._numbers = {params[place]: number for number, place in enumerate(state["order"])}
+        self._last = state["squares"].to(device, copy=True)
+        self._now = torch.full_like(self._last, _TO_COME)
+        self._cells = self._now.unbind()
 
-    def last(self) -> Tensor | None:
-        """The last step's global norm; None before there is one."""
-        return self._last[-1].sqrt() if self._last else None
+    def last(self) -> Tensor:
+        """The last step's global norm; 0 before there is one."""
+        return self._last.sum().sqrt()
 
-    def end_step(self) -> Tensor | None:
+    def estimate(self) -> Tensor:
+        """An estimate of this step's global norm: exact once all gradients have come.
+
+        Of the others the last step's squares count, times a power of the growth since then of those that have come. Its
+        exponent is the root of the share that those had in the last step: the smaller, the less it says of the others.
+        """
+        come = self._now != _TO_COME
+        now, before, to_come = self._now * come, (self._last * come).sum(), (self._last * ~come).sum()
+        growth = (now * (self._last > 0)).sum() / before.clamp(min=_TINY)
+        share = before / (before + to_come).clamp(min=_TINY)
+        return (now.sum() + to_come * growth.pow(share.sqrt())).sqrt()
+
+    def end_step(self) -> Tensor:
         """End the step: return its global norm, which ``last`` returns from now on."""
-        if len(self._now) == len(self._last):
-            torch._foreach_copy_(self._last, self._now)  # a captured step reads them where they are
-        else:
-            self._last = self._now
-        self._now = []
+        self._last.copy_(self._now * (self._now != _TO_COME))
+        self.drop()
         return self.last()
 
     def drop(self) -> None:
         """Forget what has come since the last step."""
-        self._now = []
+        self._now.fill_(_TO_COME)
 
 
-def squared_norm(gradients: list[Tensor]) -> Tensor:
-    """The squared 2-norm of whole gradients together in float32; those sharded alike take one collective."""
-    alike: dict[Any, list[Tensor]] = {}
+def squared_norms(gradients: list[Tensor]) -> Tensor:
+    """Each whole gradient's squared 2-norm in float32; those sharded alike take one collective together."""
     norms = torch._foreach_norm([states.local(gradient) for gradient in gradients], 2.0, torch.float32)
-    for norm, gradient in zip(norms, gradients, strict=True):
-        dims = tuple(dim for _, dim, _ in sharded_dims(gradient))
-        mesh = gradient.device_mesh if dims else None  # type: ignore[attr-defined]
-        alike.setdefault((mesh, dims), []).append(norm.to(norms[0].device))
-    found = torch.zeros_like(norms[0])
-    for (mesh, dims), some in alike.items():
-        square = torch.stack(some).square().sum().to(mesh.device_type if mesh else found.device)
+    squares = torch.stack([norm.to(norms[0].device) for norm in norms]).square()
+    alike: dict[Any, list[Tensor]] = {}
+    for square, gradient in zip(squares.unbind(), gradients, strict=True):
+        if dims := tuple(dim for _, dim, _ in sharded_dims(gradient)):
+            alike.setdefault((gradient.device_mesh, dims), []).append(square)  # type: ignore[attr-defined]
+    for (mesh, dims), shards in alike.items():
+        whole = torch.stack(shards).to(mesh.device_type)
         for dim in dims:
-            torch.distributed.all_reduce(square, group=mesh.get_group(dim))
-        found += square.to(found.device)
-    return found
+            torch.distributed.all_reduce(whole, group=mesh.get_group(dim))
+        torch._foreach_copy_(shards, list(whole.unbind()))
+    return squares
 
 
 class UpdatesInBackward:
@@ -194,13 +204,20 @@ class UpdatesInBackward:
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step's clip needs of this one: save it between steps, together with the optimizer's state."""
-        return {"squares": self._norms.state()}
+        return self._norms.state(self.optimizer.all_params())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state of an optimizer of the same parameters."""
+        """Go on from a state of an optimizer of the same parameters.
+
+        Raises:
+            ValueError: if the state is of more parameters.
+        """
+        params = self.optimizer.all_params()
+        if any(place >= len(params) for place in state_dict["order"]):
+            raise ValueError(f"the state is of more parameters than the optimizer's {len(params)}")
         self._loaded = state_dict
-        self._norms.load(state_dict["squares"], states.local(self.optimizer.all_params()[0].detach()).device)
-        self.last_norm = self._norms.last()
+        self._norms.load(state_dict, params)
+        self.last_norm = self._norms.last() if state_dict["order"] else None
 
     def restart(self) -> None:
         """Load again what was loaded here: loading an optimizer's state may run a step of nothing (torch does so)."""
@@ -289,7 +306,7 @@ class UpdatesInBackward:
         self._updated.update(params)
         norms = torch._foreach_norm([states.local(param.grad) for param in params]) if in_backward else []  # type: ignore[arg-type]
         with self._stream(params):
-            self.optimizer.step_some(params, self._divisor(params, not in_backward))
+            self.optimizer.step_some(params, self._divisor(params))
         for param, norm in itertools.zip_longest(params, norms):
             gradient, param.grad = param.grad, None
             if norm is not None and gradient is not None:
@@ -301,12 +318,12 @@ class UpdatesInBackward:
             if param.grad is not None and isinstance(states.local(param.grad), UsedGradient):
                 param.grad = None
 
-    def _divisor(self, params: list[nn.Parameter], is_last: bool) -> Tensor | None:
+    def _divisor(self, params: list[nn.Parameter]) -> Tensor | None:
         """The number that gradients are to be divided by so that they are clipped."""
         if self.clip is None:
             return None
-        norm = self._norms.add([param.grad for param in params if param.grad is not None], is_last)
-        return (norm / self.clip).clamp(min=1.0)
+        self._norms.add(params)
+        return (self._norms.estimate() / self.clip).clamp(min=1.0)
 
     def _stream(self, params: list[nn.Parameter]) -> Any:
         """The stream that updates run on: on a GPU its own, which waits for the gradients, not for all of backward."""

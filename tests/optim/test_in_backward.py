@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.optim import AdamW, update_in_backward
-from octavo.optim.in_backward import GradientNorms, squared_norm
+from octavo.optim.in_backward import GradientNorms, squared_norms
 from octavo.tensor.stored_gradient import UsedGradient
 from tests.support import sharded_weights as cases
 from tests.support.pool import free_port
@@ -262,54 +262,73 @@ def test_sharded_weights_in_fp8(recipe: str, ranks: int, pool: Any) -> None:
     assert pool.run(stored_equals, (ranks,), recipe, seconds=60) == [[]] * ranks
 
 
-def gradient(norm: float) -> list[Tensor]:
-    """A gradient of this norm."""
-    return [torch.full((4, 4), norm / 4)]
+def params_with(*norms: float) -> list[nn.Parameter]:
+    """Parameters whose gradients have these norms."""
+    found = []
+    for norm in norms:
+        param = nn.Parameter(torch.zeros(4, 4))
+        param.grad = torch.full((4, 4), norm / 4)
+        found.append(param)
+    return found
+
+
+def again(params: list[nn.Parameter], *norms: float) -> list[nn.Parameter]:
+    for param, norm in zip(params, norms, strict=True):
+        param.grad = torch.full((4, 4), norm / 4)
+    return params
 
 
 def test_by_hand() -> None:
     norms = GradientNorms()
-    assert norms.last() is None
-    assert float(norms.add(gradient(6.0))) == pytest.approx(6.0)  # nothing is known of the rest
-    assert float(norms.add(gradient(2.0))) == pytest.approx(math.sqrt(40))
-    norms.add(gradient(3.0))
+    a, b, c = params = params_with(6.0, 2.0, 3.0)
+    assert float(norms.last()) == 0.0
+    norms.add([a, b])
+    assert float(norms.estimate()) == pytest.approx(math.sqrt(40))  # nothing is known of the rest
+    norms.add([c])
     assert float(norms.end_step()) == float(norms.last()) == 7.0
-    estimates = math.sqrt(9 + 13 * (9 / 36) ** (6 / 7)), math.sqrt(25 + 9 * (25 / 40) ** math.sqrt(40 / 49))
-    for norm, estimate in zip((3.0, 4.0, 5.0), (*estimates, math.sqrt(50)), strict=True):
-        assert float(norms.add(gradient(norm))) == pytest.approx(estimate)
-        assert float(norms.last()) == 7.0
+    again(params, 3.0, 4.0, 5.0)
+    norms.add([a])  # 36 of 49 has become 9
+    assert float(norms.estimate()) == pytest.approx(math.sqrt(9 + 13 * (9 / 36) ** (6 / 7)))
+    norms.add([b])
+    assert float(norms.estimate()) == pytest.approx(math.sqrt(25 + 9 * (25 / 40) ** math.sqrt(40 / 49)))
+    assert float(norms.last()) == 7.0
+    norms.add([c])
+    assert float(norms.estimate()) == pytest.approx(math.sqrt(50))
     assert float(norms.end_step()) == pytest.approx(math.sqrt(50))
 
 
-def test_launches_that_do_not_come_and_new_ones() -> None:
+def test_gradients_that_do_not_come_and_new_ones() -> None:
     norms = GradientNorms()
-    norms.add(gradient(3.0))
-    norms.add(gradient(4.0))
+    a, b, _ = params_with(3.0, 4.0, 0.0)
+    norms.add([a, b])
     norms.end_step()
-    assert float(norms.add(gradient(12.0), is_last=True)) == pytest.approx(12.0)  # whatever came after it before
-    assert float(norms.end_step()) == pytest.approx(12.0)
-    norms.add(gradient(3.0))
-    assert float(norms.add(gradient(4.0))) == pytest.approx(5.0)  # one more than in the last step
-    norms.drop()
-    assert float(norms.add(gradient(0.0))) == 0.0 and float(norms.end_step()) == 0.0
-    assert float(norms.add(gradient(2.0))) == pytest.approx(2.0)
+    (new,) = params_with(12.0)
+    norms.add([new])  # says nothing of the others
+    assert float(norms.estimate()) == pytest.approx(13.0)
+    norms.add([a])
+    assert float(norms.estimate()) == pytest.approx(13.0)
+    assert float(norms.end_step()) == pytest.approx(math.sqrt(153.0))  # without b
+    norms.add([b])  # whose last is 0, like a new one's
+    assert float(norms.estimate()) == pytest.approx(13.0)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_shows(value: float) -> None:
     norms = GradientNorms()
-    for norm in (1.0, 1.0):
-        norms.add(gradient(norm))
+    a, b = params = params_with(1.0, 1.0)
+    norms.add(params)
     norms.end_step()
-    assert not math.isfinite(float(norms.add(gradient(value))))
-    norms.add(gradient(1.0))
+    again(params, value, 1.0)
+    norms.add([a])
+    assert not math.isfinite(float(norms.estimate()))
+    norms.add([b])
     assert not math.isfinite(float(norms.end_step()))
 
 
 def test_in_float32() -> None:
     gradients = [torch.full((300, 7), 1e-3, dtype=torch.bfloat16), torch.ones(3), torch.ones(0, 2)]
-    expected = sum(float(x.double().square().sum()) for x in gradients)
-    assert float(squared_norm(gradients)) == pytest.approx(expected, rel=1e-6)
+    expected = [float(x.double().square().sum()) for x in gradients]
+    assert squared_norms(gradients).tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_what_a_clip_knows_is_saved():
@@ -338,3 +357,5 @@ def test_what_a_clip_knows_is_saved():
     for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert handle.last_norm == loaded.last_norm
+    with pytest.raises(ValueError, match="more parameters than the optimizer's 1"):
+        update_in_backward(AdamW([nn.Parameter(torch.ones(2))])).load_state_dict(saved[2])

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import octavo
 from octavo import E4M3, PerTensor
 from octavo.optim import SGD, AdamW, Moment
-from octavo.optim.in_backward import squared_norm
+from octavo.optim.in_backward import squared_norms
 from octavo.optim.layout import bytes_of_shard, place_of
 from octavo.optim.resolution import Resolution
 from octavo.optim.state import largest, local
@@ -213,7 +213,7 @@ def norms(mesh: Any) -> tuple[float, float, float]:
     gradients: list[Tensor] = [placed(w, mesh, p) for w, p in zip(wholes, layouts_of(mesh).values(), strict=False)]
     gradients.append(wholes[-1])  # of a parameter that is in no plan
     one = torch.cat([whole.flatten() for whole in wholes])
-    found = squared_norm(gradients).sqrt(), largest(gradients)
+    found = squared_norms(gradients).sum().sqrt(), largest(gradients)
     if mesh.get_rank() == 1:
         local(gradients[1])[0, 0] = torch.nan
     return float(found[0] / one.norm()), float(found[1] / one.abs().max()), float(largest(gradients))
