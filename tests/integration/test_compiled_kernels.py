@@ -15,7 +15,6 @@ tl = triton.language
 compiled = importlib.import_module("benchmarks.machine_code.compiled")
 cases = importlib.import_module("benchmarks.machine_code.compiled_cases")
 machine_code = importlib.import_module("benchmarks.machine_code.machine_code")
-gpu_host = importlib.import_module("benchmarks.host.gpu_host")
 uncompiled = importlib.import_module("tests.support.uncompiled").uncompiled
 predictions = importlib.import_module("benchmarks.machine_code.predictions")
 predicted_products = importlib.import_module("benchmarks.machine_code.predicted_products")
@@ -190,21 +189,3 @@ def test_the_block_product_takes_one_instruction_an_element_and_step() -> None:
     assert int(added["FFMA"]) == rows * cols / (32 * found["warps"])
     assert int(added["FMUL"]) <= 4  # scales of a thread's rows
     assert float(found["tflops"]) >= predicted_products.AIM
-
-
-@pytest.mark.parametrize(
-    ("recipe", "expected"),
-    [
-        ("delayed", ["cast_tensor_kernel"] * 2),  # the input; grad_output, with the commit and the bias's gradient
-        ("dynamic", ["amax_kernel", "cast_tensor_kernel"] * 2),
-        ("blockwise", ["cast_blocks_kernel"] * 2),
-        ("mx", ["cast_blocks_kernel"] * 3),  # the weight too, which can't be kept
-    ],
-)
-def test_casts_of_a_step_whose_weight_is_kept(recipe: str, expected: list[str]) -> None:
-    with gpu_host.on_gpu_path(record=True) as launches, uncompiled():
-        _, step = gpu_host.steps(gpu_host.linear(recipe))
-        step()
-        launches.clear()
-        step()
-    assert [kernel.name for kernel, *_ in launches if kernel.name != "matmul_kernel"] == expected

@@ -228,40 +228,6 @@ def test_lora_on_a_layer_of_each_kind() -> None:
     assert distance(*found) < 1 / 8 / (24 * 64) ** 0.5  # see test_it_computes_what_the_model_does
 
 
-def test_under_autocast() -> None:
-    found = []
-    for fuse in (True, False):
-        with torch.autocast("cpu", torch.bfloat16):
-            found.append(step(build("llama", recipes.blockwise(), fuse)))
-    truth = step(build("llama"))
-    assert found[0].keys() == truth.keys() and distance(found[0], truth) < 1.05 * distance(found[1], truth)
-
-
-class NormAndFeedForward(nn.Module):
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.norm, self.mlp = layer.post_attention_layernorm, layer.mlp
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(self.norm(x))
-
-
-def test_compiled_it_is_one_graph_and_bit_equal() -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    layer = build("llama", recipes.delayed()).model.layers[0]
-    both = [NormAndFeedForward(one) for one in (layer, copy.deepcopy(layer))]
-    counter = CompileCounterWithBackend("aot_eager")
-    both[1].compile(backend=counter, fullgraph=True)
-    x, found = torch.randn(3, 16, 64), []
-    for net in both:
-        y = net(own := x.clone().requires_grad_())
-        y.square().sum().backward()
-        found.append({"y": y.detach(), "x": own.grad, **gradients(net)})
-    assert_equal(*found)
-    assert counter.frame_count == 1
-
-
 def replaced(net: Any) -> None:
     net.model.layers[0].mlp.forward = net.model.layers[1].mlp.forward
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import octavo
 from octavo import PerTensor, recipes
 from octavo.tensor.stored_weight import StoredWeight
-from tests.nn.test_converted_experts import KINDS, E, GroupedExperts, built, results
+from tests.nn.test_experts import KINDS, E, GroupedExperts, built, results
 from tests.support.groups import offsets_of, slices_of
 from tests.support.helpers import assert_equal, every_layer
 from tests.support.stored_weights import STORED, of_codes, store

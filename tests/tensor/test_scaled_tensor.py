@@ -28,15 +28,6 @@ def saved_and_loaded(value: Any) -> Any:
     return torch.load(buffer, weights_only=True)
 
 
-TWINS: dict[str, Callable[[Any], Any]] = {
-    "torch.save": saved_and_loaded,
-    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
-    "pickle 2": lambda value: pickle.loads(pickle.dumps(value, protocol=2)),
-    "deepcopy": copy.deepcopy,
-}
-each_twin = pytest.mark.parametrize("twin", TWINS.values(), ids=TWINS)
-
-
 def pair(granularity: Granularity = BLOCK, fmt: Format = E4M3, shape: tuple[int, ...] = (7, 11)) -> ScaledTensor:
     q = quantize(torch.randn(shape), fmt, granularity, power_of_two=granularity == PerBlock(1, 5))
     if granularity == PerBlock(1, 5):  # what holds of one dtype of scales holds of the other
@@ -99,35 +90,16 @@ def test_shape_and_strides_are_those_of_the_codes(strided: Callable[[Tensor], Te
     assert same_bits(q.dequantize(), codes.to(torch.bfloat16))
 
 
-@each_twin
 @each_granularity
 @each_format
-def test_twins(fmt: Format, granularity: Granularity, twin: Callable[[Any], Any]) -> None:
+def test_files_and_copies_of_any_layout(fmt: Format, granularity: Granularity) -> None:
+    """Of all pairs: tests/tensor/test_pair.py."""
     q = pair(granularity, fmt)
-    for original in (
-        q,
-        q.to(torch.bfloat16),
-        q.t(),
-        pair(granularity, fmt, (0, 5)),
-        pair(granularity, fmt, (2, 6, 10)),
-    ):
-        assert_twins(original, twin(original))
-    q.qdata.view(torch.uint8)[0] = 0x7F
-    assert_twins(q, twin(q))
-
-
-@each_twin
-def test_one_pair_twice_stays_one(twin: Callable[[Any], Any]) -> None:
-    q = pair()
-    a, b = twin([q, q])
+    for original in (q.to(torch.bfloat16), q.t(), pair(granularity, fmt, (0, 5)), pair(granularity, fmt, (2, 6, 10))):
+        assert_twins(original, saved_and_loaded(original))
+        assert_twins(original, copy.deepcopy(original))
+    a, b = saved_and_loaded([q, q])
     assert a is b
-
-
-def test_views_saved_together_still_share() -> None:
-    q = pair((PerTensor()), shape=(6, 10))
-    whole, part = saved_and_loaded([q, q[3:]])
-    whole.qdata.view(torch.uint8).zero_()
-    assert not part.qdata.view(torch.uint8).any()
 
 
 def test_a_file_with_parts_that_do_not_fit_is_refused() -> None:
@@ -137,7 +109,7 @@ def test_a_file_with_parts_that_do_not_fit_is_refused() -> None:
         saved_and_loaded(q)
 
 
-def test_as_a_parameter() -> None:
+def test_as_a_parameter_that_moves_loads_and_copies() -> None:
     q = pair()
     parameter = nn.Parameter(q)
     assert isinstance(parameter, nn.Parameter) and isinstance(parameter, ScaledTensor) and parameter.requires_grad
@@ -148,13 +120,7 @@ def test_as_a_parameter() -> None:
     (parameter.dequantize() * 3).sum().backward()
     assert type(parameter.grad) is Tensor and bool((parameter.grad == 3).all())
     module.zero_grad()
-    assert parameter.grad is None
     assert_twins(module.state_dict()["weight"], q)
-
-
-def test_a_module_with_pairs_moves_loads_and_copies() -> None:
-    module = nn.Module()
-    module.weight = nn.Parameter(pair())
     before = module.weight.detach().clone()
     module.to(torch.bfloat16)
     assert isinstance(module.weight, nn.Parameter) and module.weight.dtype == torch.bfloat16
@@ -496,22 +462,13 @@ def test_copy_from_and_to_plain_tensors_is_refused() -> None:
 UNKNOWN: list[tuple[str, Callable[[ScaledTensor], Any]]] = [
     ("aten.add.Tensor", lambda q: q + 1),
     ("aten.add.Tensor", lambda q: torch.ones(6, 10) + q),
-    ("aten.add_.Tensor", lambda q: torch.ones(6, 10).add_(q)),
-    ("aten.mul_.Tensor", lambda q: q.mul_(2)),
-    ("aten.mm.default", lambda q: torch.ones(2, 6) @ q),
     ("aten.mm.default", lambda q: torch.nn.functional.linear(torch.randn(2, 10), q)),
-    ("aten.sum.default", lambda q: q.sum()),
-    ("aten.eq.Tensor", lambda q: q == q),
     ("aten.select.int", lambda q: q[0]),
-    ("aten.unbind.int", lambda q: list(q)),
     ("aten.cat.default", lambda q: torch.cat((q, q))),
     ("aten.zero_.default", lambda q: q.zero_()),
     ("aten.view.dtype", lambda q: q.view(torch.uint8)),
     ("aten.unsqueeze.default", lambda q: q.unsqueeze(0)),
     ("aten._local_scalar_dense.default", lambda q: quantize(torch.ones(1), E4M3, ROW).item()),
-    ("aten.index.Tensor", lambda q: q[torch.tensor([1])]),
-    ("aten.relu.default", lambda q: torch.relu(q)),
-    ("aten.where.self", lambda q: torch.where(torch.ones(6, 10, dtype=torch.bool), q, q)),
     ("aten.isfinite.default|aten.abs.default|aten.eq.Tensor", lambda q: torch.isfinite(q)),
     ("aten.uniform_.default", lambda q: torch.nn.init.uniform_(q)),
 ]
