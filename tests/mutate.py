@@ -44,7 +44,7 @@ TESTS = [
     *("tests/test_numerics.py", "tests/test_formats.py", "tests/test_granularity.py", "tests/scaling/test_delayed.py"),
     *("tests/kernels/reference", "tests/kernels/cpu", "tests/autograd"),
     *(f"tests/kernels/test_{n}.py" for n in ("cast_statistics", "codes", "dequantize", "multi_tensor_cast", *BESIDE)),
-    *("tests/nn/test_weight.py", "tests/nn/test_kept_weights.py"),
+    *("tests/nn/test_weight.py", "tests/nn/test_kept_weights.py", "tests/integration/test_seams.py"),
     *("tests/optim/test_adam.py", "tests/optim/test_sgd.py", "tests/kernels/triton/test_optimizer_step.py"),
 ]
 OPERATORS = """Add Sub, Mult Div, FloorDiv Mult, Mod FloorDiv, Pow Mult, LShift RShift, BitAnd BitOr, And Or, Lt LtE,

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 import octavo
 from octavo import HigherOrderGradientError, recipes
-from octavo.autograd.casts import Norm
 from octavo.kernels.activations import ACTIVATIONS
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.norm import normalise
@@ -287,19 +286,6 @@ def test_a_zero_centered_gamma_starts_as_the_identity_and_adds_one(kind):
         ours.reset_parameters()
         plain.reset_parameters()
     assert copy.deepcopy(ours).zero_centered_gamma
-
-
-@each_kind
-@pytest.mark.parametrize("zero", [False, True])
-@pytest.mark.parametrize("eps", [1e-5, 0.1])
-def test_the_kernels_compute_the_same_in_its_place(kind, zero, eps):
-    ours = KINDS[kind][0](24, eps, zero)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.normal_()
-    x = torch.randn(5, 24)
-    assert ours.norm() == Norm(kind, eps, zero)
-    torch.testing.assert_close(normalise(x, ours.weight, ours.bias, *ours.norm())[0], ours(x), rtol=1e-5, atol=1e-6)
 
 
 def test_without_a_bias_and_with_torchs_own_eps():

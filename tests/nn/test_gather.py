@@ -19,6 +19,7 @@ from octavo.tensor import pair as pair_module
 from octavo.tensor.fsdp2 import GatheredWeight, ShardedWeight, rows_on_each_rank
 from tests.distributed.test_fsdp import EVEN, RECIPES, SITUATIONS, batch, built, off, sharded_blocks
 from tests.support.helpers import to_fp8
+from tests.support.sharded_weights import average
 
 
 @pytest.fixture(scope="module")
@@ -134,9 +135,7 @@ def step(net, optimizer, index, mesh=None):
     loss = net(batch(EVEN, index, 0, dist.get_rank())).square().mean()
     loss.backward()
     if mesh is not None:
-        for p in net.parameters():
-            dist.all_reduce(p.grad, group=mesh.get_group("shard"))
-            p.grad /= mesh.size()
+        average(net, mesh)
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()

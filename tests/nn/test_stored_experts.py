@@ -6,59 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import octavo
 from octavo import PerTensor, recipes
 from octavo.tensor.stored_weight import StoredWeight
 from tests.nn.test_experts import KINDS, E, GroupedExperts, built, results
-from tests.support.groups import offsets_of, slices_of
 from tests.support.helpers import assert_equal, every_layer
 from tests.support.stored_weights import STORED, of_codes, store
 
 K, N = 160, 288  # blocks are ragged
 both = pytest.mark.parametrize("recipe", ["dynamic by powers of two", "blockwise"])  # codes are those of a cast
-
-
-def exact(model: nn.Module) -> Any:
-    """An optimizer that draws no random bits."""
-    return octavo.optim.AdamW(model.parameters(), lr=0.01, master="fp32", moments="fp32")
-
-
-def as_loop(layer: octavo.nn.GroupedLinear, recipe: octavo.Recipe) -> nn.ModuleList:
-    """An octavo.nn.Linear an expert, of the same values, stored in FP8 too."""
-    loop = nn.ModuleList(octavo.nn.Linear(K, N, layer.bias is not None, dtype=layer.weight.dtype) for _ in range(E))
-    for expert, one in enumerate(loop):
-        one.load_state_dict({name: value[expert] for name, value in layer.state_dict().items()})
-    return store(loop, recipe)
-
-
-@pytest.mark.parametrize("recipe", STORED)
-def test_training_equals_a_loop_of_linears(recipe: str) -> None:
-    torch.manual_seed(0)
-    layer = octavo.nn.GroupedLinear(E, K, N, bias=False, dtype=torch.bfloat16)
-    loop = as_loop(layer, STORED[recipe]())
-    store(layer, STORED[recipe]())
-    optimizer, other = exact(layer), exact(loop)
-    # under Delayed all experts share a history, which begins empty
-    for sizes in ([5, 0, 17, 3], [0, 9, 7, 9])[: 1 if recipe == "delayed" else 2]:
-        x, grad = (torch.randn(25, size, dtype=torch.bfloat16) for size in (K, N))
-        leaf, twin = (x.clone().requires_grad_() for _ in range(2))
-        y = layer(leaf, offsets_of(sizes))
-        y.backward(grad)
-        expected = torch.cat([one(twin[of]) for one, of in zip(loop, slices_of(sizes), strict=True)])
-        expected.backward(grad)
-        assert torch.equal(y, expected) and torch.equal(leaf.grad, twin.grad)
-        assert type(layer.weight.grad) is Tensor and layer.weight.grad.dtype == torch.bfloat16
-        for expert, one in enumerate(loop):
-            assert torch.equal(layer.weight.grad[expert], one.weight.grad)
-            assert sizes[expert] or not layer.weight.grad[expert].any()
-        for each in (optimizer, other):
-            each.step()
-            each.zero_grad()
-        for expert, one in enumerate(loop):
-            assert torch.equal(layer.weight.qdata[expert].view(torch.uint8), one.weight.qdata.view(torch.uint8))
-            assert torch.equal(layer.weight.scale_inv[expert], one.weight.scale_inv)
 
 
 @pytest.mark.covering(1)
