@@ -81,8 +81,8 @@ def expert_steps(recipe: octavo.Recipe, device: torch.device, count: int) -> lis
     torch.manual_seed(1)
     experts, found = octavo.nn.Experts(4, 45, 33, bias=True, recipe=recipe).to(device), []
     for _ in range(count):
-        weights, index = torch.randn(19, 3).softmax(-1).topk(2)
-        x, grad = torch.randn(2, 19, 45)
+        weights, index = torch.randn(11, 3).softmax(-1).topk(2)
+        x, grad = torch.randn(2, 11, 45)
         x = x.to(device).requires_grad_()
         y = experts(x, index.to(device), weights.to(device))
         y.backward(grad.to(device))

@@ -104,10 +104,6 @@ def test_errors_name_both_sides(kind):
     module = ALL_FOUR[kind]()
     with pytest.raises(TypeError, match=r"bfloat16.*float32.*autocast"):
         module(torch.randn(2, K, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"\(2, 63\) needs in_features=64 last"):
-        module(torch.randn(2, K - 1))
-    with pytest.raises(ValueError, match=r"\(\) needs in_features=64"):
-        module(torch.tensor(1.0))
     with pytest.raises(TypeError, match="float64"):
         copy.deepcopy(module).double()(torch.randn(2, K, dtype=torch.float64))
     with pytest.raises(HigherOrderGradientError, match=r"torch\.func.*high_precision"):

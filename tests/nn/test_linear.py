@@ -107,14 +107,8 @@ def test_errors_name_both_sides():
     ours = layer()
     with pytest.raises(TypeError, match=r"bfloat16.*float32.*autocast"):
         ours(torch.randn(2, 64, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"\(2, 63\) needs in_features=64"):
-        ours(torch.randn(2, 63))
-    with pytest.raises(ValueError, match=r"\(\) needs in_features=64"):
-        ours(torch.tensor(1.0))
     with pytest.raises(TypeError, match="float64"):
         layer(dtype=torch.float64)(torch.randn(2, 64, dtype=torch.float64))
-    with pytest.raises(TypeError, match="int64"):
-        ours(torch.ones(2, 64, dtype=torch.int64))
 
 
 @each_recipe
@@ -423,7 +417,6 @@ def test_wrong_input_is_refused(name: str) -> None:
     for wrong, error, said in (
         ((x[None], offsets), ValueError, r"\(1, 9, 48\): rows sorted by expert are \[T, K\]"),
         ((x[:, 1:], offsets), ValueError, "needs in_features=48"),
-        ((x.bfloat16(), offsets), TypeError, "bfloat16 but the weight is torch.float32"),
         ((x, offsets.long()), TypeError, "offsets are int32, not torch.int64"),
         ((x, offsets[None]), ValueError, r"offsets of shape \[1, 4\]"),
         ((x, offsets.to("meta")), ValueError, "offsets on meta"),
