@@ -91,9 +91,10 @@ def expert_steps(recipe: octavo.Recipe, device: torch.device, count: int) -> lis
     return [tensor.cpu() for tensor in (*found, *octavo.nn.delayed_state_dict(experts).values())]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n != "delayed")) for n in FP8_RECIPES])
-@pytest.mark.parametrize("saved", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full  # by default tests/kernels/triton has rows in groups
+@pytest.mark.parametrize("name", FP8_RECIPES)
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
 def test_experts_are_those_of_the_reference(name: str, saved: bool, count: int, device: torch.device) -> None:
     recipe = dataclasses.replace(FP8_RECIPES[name](), saved=SAVED if saved else None)
     got = expert_steps(recipe, device, count)

@@ -29,7 +29,7 @@ FAMILIES = {
     "mixtral": MODELS["mixtral"],
     "vit": MODELS["vit"],
     "t5": MODELS["t5"],
-    "t5, gated": ("T5", "T5ForConditionalGeneration", T5 | {"feed_forward_proj": "gated-gelu"}),
+    "t5, gated": ("T5", "T5ForConditionalGeneration", T5 | {"feed_forward_proj": "gated-gelu", "num_layers": 1}),
     "mamba": ("Mamba", "MambaForCausalLM", MAMBA),
 }
 # feed-forwards and norms that are fused
@@ -39,7 +39,7 @@ FUSED = {
     "mixtral": (0, 5),  # its experts are converted with their activation whether fused or not
     "vit": (2, 0),  # torch's LayerNorm saves its input alone already
     "t5": (4, 12),
-    "t5, gated": (4, 12),
+    "t5, gated": (2, 7),
     "mamba": (0, 3),
 }
 # a mixer reads one layer's weight without calling it, which convert says

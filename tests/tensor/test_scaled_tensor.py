@@ -216,6 +216,7 @@ def test_as_input_and_output_of_a_compiled_graph_which_another_granularity_makes
                 assert torch.equal(eager, traced)
 
 
+@pytest.mark.full
 def test_a_pair_as_parameter_of_a_compiled_graph() -> None:
     torch.compiler.reset()
     parameter = nn.Parameter(pair())
@@ -234,6 +235,7 @@ def test_an_op_outside_the_table_raises_in_a_compiled_function_too() -> None:
 
 
 # torch hides this warning of its own, but not where warnings are errors
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_quantize_compiles_with_its_gradient() -> None:
     torch.compiler.reset()
