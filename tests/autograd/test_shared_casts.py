@@ -94,7 +94,9 @@ def program(seed, recipe, trace):
     trace += [t.clone() for layer in model if recipe.delayed for t in layer.delayed_state[:2]]
 
 
-@each_recipe
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(n, marks=pytest.mark.full if n in ("blockwise", "mx") else []) for n in FP8_RECIPES]
+)
 def test_random_trainings_equal_those_without_sharing(recipe, alone):
     for seed in range(2):
         shared, own = [], []

@@ -197,7 +197,7 @@ constants = (
 def likeness(argument: Any, choose: Callable[[list[Any]], Any]) -> Any:
     """One that may be taken for this: a tensor alike, or what equals it."""
     if isinstance(argument, Tensor):
-        return choose([tensor for tensor in TENSORS if tensor.dtype == argument.dtype])
+        return choose([tensor for tensor in TENSORS if tensor.dtype == argument.dtype] + TENSORS)
     if isinstance(argument, Constant):
         return choose([argument, tuple(argument)])
     if isinstance(argument, Part):

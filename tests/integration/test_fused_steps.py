@@ -200,9 +200,8 @@ def test_a_linear_loses_no_more_than_its_parts(case):
     assert_no_worse(linear(k=WIDTH, n=n, zero_centered_gamma=zero, **case), OUT, case["dtype"])
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(n, marks=[] if n == "delayed" else pytest.mark.full) for n in FP8_RECIPES]
-)
+@pytest.mark.full
+@each_recipe
 def test_nor_do_a_norms_parameters_and_biases_over_many_steps(recipe: str) -> None:
     module = mlp("layer_norm", recipe, WIDTH, INSIDE, dtype=torch.bfloat16, zero_centered_gamma=True)
     assert_no_worse(module, WIDTH, torch.bfloat16, steps=20, luck=0.0)

@@ -158,7 +158,7 @@ def test_attention_is_counted():
     assert octavo.summary(block, torch.randn(1, TOKENS, 64)).flops == (linear, linear + scores_and_values)
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("implementation", ["grouped_mm", pytest.param("eager", marks=pytest.mark.full)])
 def test_experts_are_counted(implementation):
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(
