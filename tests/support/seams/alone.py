@@ -324,8 +324,8 @@ def _compiled(made: Made, tokens: tuple[int, ...] = (16, 16, 16), **options: Any
 
 
 ROUNDED = Sound(10, "inductor's fused sums are rounded otherwise")
-IN_EAGER = functools.partial(_compiled, backend="aot_eager", fullgraph=True)
-situation("torch.compile", COMPILED)(IN_EAGER)
+IN_EAGER = functools.partial(_compiled, backend="aot_eager")
+situation("torch.compile", COMPILED)(functools.partial(IN_EAGER, fullgraph=True))
 situation("torch.compile(dynamic=True)", COMPILED)(functools.partial(IN_EAGER, tokens=(16, 24, 40), dynamic=True))
 situation("torch.compile with inductor", COMPILED, verdict=ROUNDED, slow=True)(_compiled)
 
