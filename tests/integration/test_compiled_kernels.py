@@ -86,6 +86,7 @@ def test_rows_of_other_groups_and_architectures_stay() -> None:
     assert {row["op"] for row in kept if row["capability"] == "sm_90"} >= {"cast", "optimizer_step"}
 
 
+@pytest.mark.full
 def test_narrow_accesses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     shifted = torch.empty(1024, 1025, dtype=torch.bfloat16)[:, 1:]
     case = cases.plain(False, cases.ROW, x=shifted, pad=1)
@@ -126,6 +127,7 @@ def test_codes_by_way_of_float16_are_found() -> None:
         assert ("codes by Triton's conversion of float32" in missed) == is_missed
 
 
+@pytest.mark.full
 def test_sums_read_before_a_wait_are_found() -> None:
     missed = misses_of(early_kernel, 90, "*fp8e4nv *fp8e4nv *fp32 i32", {})
     assert any("(C7517)" in miss for miss in missed)

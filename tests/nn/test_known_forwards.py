@@ -46,7 +46,7 @@ FUSED = {
 pytestmark = pytest.mark.filterwarnings("ignore:2 layers stay in high precision, first backbone.layers.0.mixer.dt_proj")
 each_family = pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[] if kind in ("llama", "vit", "t5, gated") else pytest.mark.full) for kind in FAMILIES],
+    [pytest.param(kind, marks=[] if kind in ("llama", "t5, gated") else pytest.mark.full) for kind in FAMILIES],
 )
 
 
