@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import octavo
 from octavo import HigherOrderGradientError, recipes
 from octavo.nn.candidates import features
 from octavo.nn.linear import TransposedLinear, checked_splits, merge_keys
+from octavo.scaling.recipe import PRODUCTS
 from tests.support.groups import SIZES, offsets_of, slices_of
 from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, gradients, sqnr, to_fp8
 
@@ -393,6 +395,21 @@ def test_equal_to_a_loop_of_linears(name: str, dtype: torch.dtype, sizes: list[i
             assert torch.equal(layer.weight.grad[expert], one.weight.grad)
             if layer.bias is not None:  # torch adds rows in another order
                 torch.testing.assert_close(layer.bias.grad[expert], one.bias.grad)
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("name", ["rowwise", "delayed"])
+def test_a_product_in_high_precision_leaves_the_others(name: str, product: str) -> None:
+    recipe, sizes = FP8_RECIPES[name](), [5, 0, 17, 3]
+    results = []
+    for chosen in (recipe, dataclasses.replace(recipe, **{product: None}), recipes.high_precision()):
+        layer, (x, grad) = layer_of(chosen, bias=False), batch(sizes)
+        y = layer(x, offsets_of(sizes))
+        y.backward(grad)
+        results.append(dict(zip(PRODUCTS, (y.detach(), x.grad, layer.weight.grad), strict=True)))
+    fp8, mixed, high = results
+    for each in PRODUCTS:
+        torch.testing.assert_close(mixed[each], (high if each == product else fp8)[each], rtol=1e-6, atol=1e-5)
 
 
 def test_moves_and_evaluation() -> None:
