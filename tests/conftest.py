@@ -26,7 +26,6 @@ LIMIT, SHARE, FAILS = 5.0, 0.01, 3
 # Tests that may take longer, and why.
 LONG = {
     "tests/distributed/test_compile.py::test_graphs_and_bits[in_blocks-delayed]": "compiles on two ranks",
-    "tests/nn/test_stored_shards.py::test_compiled_equals_eager_and_is_compiled_once[blockwise-a layer]": "on two",
     "tests/export/test_onnx_model.py::test_every_module[LayerNormMLP-rowwise and blockwise]": "imports onnxscript",
 }
 

@@ -45,7 +45,7 @@ TESTS = [
     *("tests/kernels/reference", "tests/kernels/cpu", "tests/autograd"),
     *(f"tests/kernels/test_{n}.py" for n in ("cast", "cast_statistics", "codes", "dequantize", "matmul", *BESIDE)),
     *(f"tests/kernels/test_{n}.py" for n in ("multi_tensor_cast", "note_faults", "norm")),
-    *("tests/nn/test_weight.py", "tests/nn/test_kept_weights.py"),
+    *("tests/nn/test_weight.py", "tests/nn/test_kept_weights.py", "tests/integration/test_seams.py"),
     *("tests/optim/test_adam.py", "tests/optim/test_sgd.py", "tests/kernels/triton/test_optimizer_step.py"),
 ]
 OPERATORS = """Add Sub, Mult Div, FloorDiv Mult, Mod FloorDiv, Pow Mult, LShift RShift, BitAnd BitOr, And Or, Lt LtE,

@@ -5,10 +5,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import octavo
 from octavo import recipes
 from octavo.autograd import chain as module
 from octavo.autograd.casts import WEIGHT, Norm, cast_norm, cast_role
-from octavo.autograd.chain import FUNCTIONS, Chain, activated_linear, run_chain
+from octavo.autograd.chain import FUNCTIONS, Chain, activated_linear, rms_norm, run_chain
 from octavo.autograd.products import Layer, linear
 from octavo.kernels.activations import ACTIVATIONS, activation_of
 from octavo.nn.fused import activate
@@ -30,17 +31,6 @@ def weights(*shapes: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
 
 def gradients(result: Tensor, grad: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     return [result.detach(), *torch.autograd.grad(result, tensors, grad)]
-
-
-@each_recipe
-def test_one_layer_without_a_norm_is_that_layer(name):
-    recipe = FP8_RECIPES[name]()
-    x, (own,) = torch.randn(2, 3, K, requires_grad=True), weights((N, K))
-    grad = torch.randn(2, 3, N)
-    chain = Chain(None, (layer(own[0], recipe),), "", torch.float32, False)
-    found = gradients(run_chain(x, (None, None), [own], chain), grad, [x, *own])
-    expected = gradients(linear(x, *own, layer(own[0], recipe)), grad, [x, *own])
-    assert all(map(torch.equal, found, expected))
 
 
 @each_recipe
@@ -74,22 +64,6 @@ def test_results_of_the_next_dtype_where_x_and_parameters_have_their_own():
     assert gamma.grad.dtype == torch.float16
 
 
-@each_recipe
-def test_no_more_is_cast_than_the_gradients_asked_for(name):
-    recipe = FP8_RECIPES[name]()
-    (own,) = weights((N, K))
-    norm = Norm("rms_norm", 1e-5, False)
-    for needs, products in (((True, False, False), 2), ((False, True, False), 2), ((False, False, True), 1)):
-        x, weight, bias = (t.detach().requires_grad_(n) for t, n in zip((torch.ones(T, K), *own), needs, strict=True))
-        made = layer(own[0], recipe)
-        with CountOps() as ops:
-            chain = Chain(norm, (made,), "", torch.float32, False)
-            run_chain(x, (torch.ones(K), None), [(weight, bias)], chain).sum().backward()
-        assert ops.calls["matmul"] == products
-        assert ops.calls["norm_backward"] == needs[0]
-        assert [t.grad is not None for t in (x, weight, bias)] == list(needs)
-
-
 @pytest.mark.parametrize("left", [(), ("grad_weight",), ("grad_input", "grad_weight")], ids=str)
 def test_any_tensors_may_ask_for_gradients(left):
     recipe = dataclasses.replace(recipes.dynamic(), **dict.fromkeys(left))
@@ -100,7 +74,9 @@ def test_any_tensors_may_ask_for_gradients(left):
     def run(needs: tuple[bool, ...]) -> list[Tensor | None]:
         x, w, b, w2, b2 = own = [t.detach().clone().requires_grad_(n) for t, n in zip(tensors, needs, strict=True)]
         chain = Chain(None, layers, "gelu", torch.float32, False)
-        run_chain(x, (None, None), [(w, b), (w2, b2)], chain).backward(grad)
+        with CountOps() as ops:
+            run_chain(x, (None, None), [(w, b), (w2, b2)], chain).backward(grad)
+        assert left or ops.calls["matmul"] == 2 + needs[0] + needs[1] + needs[3] + any(needs[:3])
         return [t.grad for t in own]
 
     whole = run((True,) * 5)
@@ -196,3 +172,45 @@ def test_nothing_is_cast_that_no_gradient_reads():
     up = torch.ones(T, F, requires_grad=True)
     activated_linear(torch.ones(T, F), up, own[0].detach(), None, made, "reglu").sum().backward()
     assert up.grad is not None
+
+
+# --- an RMS norm alone
+
+EPS = 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_the_norm_of_a_fused_module_bit_for_bit(dtype):
+    module = octavo.nn.RMSNormLinear(96, 32, EPS, bias=False, return_norm_output=True, dtype=dtype)
+    torch.nn.init.normal_(module.norm.weight)
+    x = torch.randn(3, 17, 96, dtype=dtype, requires_grad=True)
+    _, expected = module(x)
+    found = rms_norm(x, module.norm.weight, EPS)
+    assert torch.equal(found, expected)
+    with torch.no_grad():
+        assert torch.equal(rms_norm(x, module.norm.weight, EPS), expected)
+    grad = torch.randn_like(x)
+    inputs = x, module.norm.weight
+    for a, b in zip(*(torch.autograd.grad(y, inputs, grad) for y in (found, expected)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_second_derivatives_are_torchs():
+    x, gamma = torch.randn(5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    found = []
+    for norm in (rms_norm, lambda x, gamma, eps: torch.nn.functional.rms_norm(x, (8,), gamma, eps)):
+        dx, dgamma = torch.autograd.grad(norm(x, gamma, EPS).square().sum(), (x, gamma), create_graph=True)
+        found.append(torch.autograd.grad(dx.square().sum() + dgamma.square().sum(), (x, gamma)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    x.requires_grad_(False)
+    (dgamma,) = torch.autograd.grad(rms_norm(x, gamma, EPS).square().sum(), gamma, create_graph=True)
+    assert dgamma.requires_grad
+
+
+def test_it_saves_its_input_and_a_number_a_row():
+    saved = []
+    x, gamma = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True), torch.ones(32, dtype=torch.bfloat16)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        rms_norm(x, gamma, EPS)
+    assert sum(t.untyped_storage().nbytes() for t in saved if t is not gamma) == 64 * 32 * 2 + 64 * 4

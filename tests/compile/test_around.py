@@ -46,9 +46,8 @@ def test_set_recipe_between_steps_compiles_once_for_each_distinct_recipe():
     assert counter.frame_count == 3
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=[] if name == "delayed" else pytest.mark.full) for name in RECIPES]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_evaluation_in_between(recipe):
     call, counter = compiled()
     model, eager = built(LINEAR, recipe), built(LINEAR, recipe)

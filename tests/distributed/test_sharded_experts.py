@@ -13,6 +13,7 @@ import octavo
 from octavo.errors import UnsupportedOpError
 from tests.support.byte_counter import GATHER, OTHER, REDUCE, ByteCounter
 from tests.support.expert_models import batch, built, off, train
+from tests.support.sharded_weights import average
 
 PER_TENSOR = ("short history", "dynamic")
 OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in ("mx", "gw_hp", "high_precision")]
@@ -35,15 +36,9 @@ def compare(mesh, kind, recipe, experts, dim=0, compiled=False, storage=None):
     if compiled:
         net.experts.compile(backend="aot_eager")
 
-    def average():
-        for p in replicated.parameters():
-            for dim in reversed(range(mesh.ndim)):
-                dist.all_reduce(p.grad, group=mesh.get_group(dim))
-            p.grad /= mesh.size()
-
     found = train(net, loss, **adamw)
     ways = {row.gathered for row in octavo.summary(net).converted}
-    return off(found, train(replicated, loss, average, **adamw)), ways
+    return off(found, train(replicated, loss, lambda: average(replicated, mesh), **adamw)), ways
 
 
 @pytest.mark.covering(1)

@@ -6,7 +6,6 @@ import collections
 import csv
 import functools
 import importlib
-import math
 import os
 import shlex
 import shutil
@@ -280,29 +279,6 @@ def test_a_run_of_quality_that_is_stopped_goes_on_bit_for_bit(tmp_path: Path) ->
         )
 
 
-def test_gaps_are_from_the_mean_of_a_seeds_runs_in_bf16() -> None:
-    study = importlib.import_module("benchmarks.training.quality_study")
-    losses = {"bf16": (2.0, 3.0), "bf16 in 2 parts": (2.2, 3.0), "dynamic": (2.121, 3.06), "mx": (2.1, 2.97)}
-    rows = [
-        dict.fromkeys(("val_loss", "val_loss_bf16", "val_loss_average", "train_loss"), str(loss))
-        | {"experiment": name, "size": "0.5M", "seed": str(seed), "steps": "3000", "device": "cpu"}
-        for name, found in losses.items()
-        for seed, loss in enumerate(found)
-    ]
-    runs = study.Runs([*rows, rows[-1] | {"val_loss": "inf"}])
-    assert runs.gap(["dynamic"], "0.5M", "val_loss").gaps == pytest.approx({0: 1.0, 1: 2.0})
-    assert runs.gap(["bf16 in 2 parts"], "0.5M", "val_loss").gaps == pytest.approx({0: 10.0, 1: 0.0})
-    assert runs.gap(["dynamic"], "0.5M", "val_loss", ["mx"]).gaps == pytest.approx({0: 1.0, 1: 300 / 99})
-    assert runs.gap(["dynamic"], "0.5M", "forward").gaps == pytest.approx({0: 0.0, 1: 0.0})
-    deviation, freedom = runs.deviation("0.5M", "val_loss")
-    found = runs.gap(["mx"], "0.5M", "val_loss")
-    assert freedom == 4  # of 8 runs, 3 experiments and 2 seeds
-    assert (found.mean, found.error) == pytest.approx(
-        (-0.5, deviation * 3**0.5 / 2)
-    )  # of two runs, and two each in bf16
-    assert runs.gap(["rowwise"], "0.5M", "val_loss") is None
-
-
 def test_the_slope_of_a_trend_is_least_squares() -> None:
     study, torch = (importlib.import_module(name) for name in ("benchmarks.training.quality_study", "torch"))
     x, y, errors = torch.rand(3, 5, dtype=torch.float64) + 0.1
@@ -313,14 +289,19 @@ def test_the_slope_of_a_trend_is_least_squares() -> None:
     assert error == pytest.approx(float(covariance[0, 0]) ** 0.5)
 
 
-def test_the_deviation_of_a_run_is_what_experiments_and_seeds_leave() -> None:
-    study, torch = (importlib.import_module(name) for name in ("benchmarks.training.quality_study", "torch"))
-    names = ("bf16", "bf16 in 2 parts", "dynamic", "mx", "rowwise", "delayed")
-    rows = [
-        {"val_loss": str(math.exp(0.1 * seed + 0.2 * (place > 1) * place + 0.01 * float(torch.randn(()))))}
-        | {"experiment": name, "size": "0.5M", "seed": str(seed)}
-        for place, name in enumerate(names)
-        for seed in range(40)
-    ]
-    deviation, freedom = study.Runs(rows[1:]).deviation("0.5M", "val_loss")
-    assert freedom == 239 - 40 - 4 and deviation == pytest.approx(1, rel=0.15)  # three times its standard error
+@pytest.mark.full
+def test_the_study_of_the_optimizers_state_makes_the_committed_rows(tmp_path: Path) -> None:
+    study, file = importlib.import_module("benchmarks.optimizer.optimizer_state"), tmp_path / "state.csv"
+    assert study.main(["--toy", "--output", str(file)]) == 0
+    with file.open(newline="", encoding="utf-8") as rows:
+        found = list(csv.DictReader(rows))
+    assert all(row["derived"] or row["measured"] for row in found if row["study"] != "average, 0.999")
+    now = {(row["study"], row["case"], row["quantity"]) for row in found}
+    assert now == {(row["study"], row["case"], row["quantity"]) for row in study.read("optimizer_state")}
+
+
+def test_a_bound_that_the_study_misses_is_found() -> None:
+    study = importlib.import_module("benchmarks.optimizer.optimizer_state")
+    row = importlib.import_module("benchmarks.optimizer.optimizer_state_rounding").Row
+    held, other = row("bound", "case", "R", 2.0, 2.0), row("bound", "case", "R", 2.0, 2.1)
+    assert study.missed([held, other, row("bound", "case", "R", 2.0)]) == [other]

@@ -15,7 +15,6 @@ tl = triton.language
 compiled = importlib.import_module("benchmarks.machine_code.compiled")
 cases = importlib.import_module("benchmarks.machine_code.compiled_cases")
 machine_code = importlib.import_module("benchmarks.machine_code.machine_code")
-gpu_host = importlib.import_module("benchmarks.host.gpu_host")
 uncompiled = importlib.import_module("tests.support.uncompiled").uncompiled
 predictions = importlib.import_module("benchmarks.machine_code.predictions")
 predicted_products = importlib.import_module("benchmarks.machine_code.predicted_products")
@@ -30,11 +29,7 @@ with (ROOT / "benchmarks/results/compiled.csv").open(newline="") as file:
     FIRST = {row["kernel"]: (row["op"], row["case"]) for row in reversed(list(csv.DictReader(file)))}
 
 
-# by default one kernel that casts, one that multiplies, of rows in groups, of a norm's gradient, of an optimizer
-BY_DEFAULT = {
-    *("cast_tensor_kernel", "matmul_kernel", "cast_group_blocks_kernel", "norm_backward_kernel"),
-    "optimizer_step_kernel",
-}
+BY_DEFAULT = {"cast_tensor_kernel", "matmul_kernel"}  # tests/kernels/triton/test_compiled.py has the PTX of each
 EACH_KERNEL = [pytest.param(kernel, marks=[] if kernel in BY_DEFAULT else pytest.mark.full) for kernel in FIRST]
 
 
@@ -91,6 +86,7 @@ def test_rows_of_other_groups_and_architectures_stay() -> None:
     assert {row["op"] for row in kept if row["capability"] == "sm_90"} >= {"cast", "optimizer_step"}
 
 
+@pytest.mark.full
 def test_narrow_accesses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     shifted = torch.empty(1024, 1025, dtype=torch.bfloat16)[:, 1:]
     case = cases.plain(False, cases.ROW, x=shifted, pad=1)
@@ -124,12 +120,14 @@ def misses_of(kernel: Any, capability: int, signature: str, constants: dict[tupl
     return found
 
 
+@pytest.mark.full
 def test_codes_by_way_of_float16_are_found() -> None:
     for capability, is_missed in ((89, True), (90, False)):
         missed = misses_of(narrowing_kernel, capability, "*fp32 *fp8e4nv constexpr", {(2,): 1024})
         assert ("codes by Triton's conversion of float32" in missed) == is_missed
 
 
+@pytest.mark.full
 def test_sums_read_before_a_wait_are_found() -> None:
     missed = misses_of(early_kernel, 90, "*fp8e4nv *fp8e4nv *fp32 i32", {})
     assert any("(C7517)" in miss for miss in missed)
@@ -166,13 +164,14 @@ def kernel_of(capability: int, case: Any) -> Any:
     return kernel
 
 
-@pytest.mark.parametrize("capability", [pytest.param(89, marks=pytest.mark.full), 120])
+@pytest.mark.full
+@pytest.mark.parametrize("capability", [89, 120])
 def test_machine_code_of_a_cast_elsewhere(capability: int) -> None:
     assert machine_code.examine(kernel_of(capability, next(cases.per_row())))[1] == []
 
 
 @pytest.mark.parametrize(
-    "capability", [pytest.param(it, marks=[] if it in (90, 100) else pytest.mark.full) for it in compiled.CAPABILITIES]
+    "capability", [pytest.param(it, marks=[] if it == 90 else pytest.mark.full) for it in compiled.CAPABILITIES]
 )
 def test_a_short_accumulator_sums_one_step(capability: int) -> None:
     """Ada's and Hopper's: an FADD an element adds its sum to those before."""
@@ -190,21 +189,3 @@ def test_the_block_product_takes_one_instruction_an_element_and_step() -> None:
     assert int(added["FFMA"]) == rows * cols / (32 * found["warps"])
     assert int(added["FMUL"]) <= 4  # scales of a thread's rows
     assert float(found["tflops"]) >= predicted_products.AIM
-
-
-@pytest.mark.parametrize(
-    ("recipe", "expected"),
-    [
-        ("delayed", ["cast_tensor_kernel"] * 2),  # the input; grad_output, with the commit and the bias's gradient
-        ("dynamic", ["amax_kernel", "cast_tensor_kernel"] * 2),
-        ("blockwise", ["cast_blocks_kernel"] * 2),
-        ("mx", ["cast_blocks_kernel"] * 3),  # the weight too, which can't be kept
-    ],
-)
-def test_casts_of_a_step_whose_weight_is_kept(recipe: str, expected: list[str]) -> None:
-    with gpu_host.on_gpu_path(record=True) as launches, uncompiled():
-        _, step = gpu_host.steps(gpu_host.linear(recipe))
-        step()
-        launches.clear()
-        step()
-    assert [kernel.name for kernel, *_ in launches if kernel.name != "matmul_kernel"] == expected

@@ -1,20 +1,20 @@
 """Training steps of fused modules beside those of their parts: what is computed, what is committed, what is not."""
 
 import copy
-import dataclasses
 import itertools
-import math
+from collections import defaultdict
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import octavo
 from octavo import RecipeMap, recipes
 from octavo.formats import FORMATS
+from octavo.kernels.activations import ACTIVATIONS
 from tests.support.combinations import each_pair
-from tests.support.fused_cases import LINEARS, SAVED, in_float64, in_parts, linear, mlp, named, results
-from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, gradients, sqnr
+from tests.support.fused_cases import LINEARS, in_float64, in_parts, linear, mlp, named, results
+from tests.support.helpers import FP8_RECIPES, CountOps, gradients, sqnr
 from tests.support.memory import saved_tensors
 
 T, K, N = 32, 64, 48
@@ -22,7 +22,7 @@ each_recipe = pytest.mark.parametrize("recipe", FP8_RECIPES)
 each_norm = pytest.mark.parametrize("norm", LINEARS)
 
 
-def step(module: nn.Module, x: torch.Tensor, grad: torch.Tensor, x_requires_grad: bool = True) -> dict:
+def step(module: nn.Module, x: Tensor, grad: Tensor, x_requires_grad: bool = True) -> dict:
     """The gradients that a step leaves, those not asked for left out."""
     module.zero_grad()
     leaf = x.clone().requires_grad_(x_requires_grad)
@@ -96,33 +96,6 @@ def test_gradients_into_either_result(norm, recipe, used):
     assert_near_state(module, apart)
 
 
-@each_pair(norm=[*LINEARS], recipe=[*FP8_RECIPES], dtype=[torch.bfloat16, torch.float16], x=["float32", "autocast's"])
-def test_autocast(case):
-    dtype = case["dtype"]
-    for build, n in ((linear, N), (mlp, K)):
-        module = build(case["norm"], case["recipe"])
-        x = torch.randn(T, K).to(dtype if case["x"] == "autocast's" else torch.float32).requires_grad_()
-        truth = in_float64(module)(x.detach().double())
-        with torch.autocast("cpu", dtype=dtype):
-            y = module(x)
-            grad = torch.randn(T, n).to(dtype)
-            y.backward(grad)
-            inside = gradients(module)
-            module.zero_grad()
-            for part in map(module.get_submodule, module.linear_parts):
-                part.reset_delayed_state()
-            again = module(x)
-        again.backward(grad)  # outside: the same
-        assert y.dtype == dtype and x.grad.dtype == x.dtype
-        assert {p.grad.dtype for p in module.parameters()} == {torch.float32}
-        assert_equal(gradients(module), inside)
-        assert sqnr(y, truth) > 20
-        if x.dtype == torch.float32:  # else torch's norms warn of weights of another dtype
-            with torch.autocast("cpu", dtype=dtype):
-                apart = in_parts(module)(x)
-            assert apart.dtype == dtype and sqnr(y, truth) > sqnr(apart, truth) - 1
-
-
 def test_autocast_in_high_precision_is_torchs():
     module = mlp(recipe=recipes.high_precision())
     plain = nn.Sequential(module.norm, octavo.restore(copy.deepcopy(module.fc1)), module.fc2)
@@ -132,33 +105,6 @@ def test_autocast_in_high_precision_is_torchs():
         assert torch.equal(module(x), plain[2](nn.functional.silu(gate) * up))
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match="float64"):
         mlp()(x.double())
-
-
-@each_pair(
-    product=["grad_input", "grad_weight"],
-    part=["fc1", "fc2", "*"],
-    recipe=[*FP8_RECIPES],
-    activation=["gelu", "swiglu"],
-    dtype=[torch.float32, torch.bfloat16],
-    saved=[False, True],
-)
-def test_a_product_in_high_precision(case):
-    part, product, dtype = case.pop("part"), case.pop("product"), case["dtype"]
-    recipe = RecipeMap(named(case.pop("recipe"), case["saved"]), {part: {product: None}})
-    module = mlp("layer_norm", recipe, width=K, inside=64, **case)
-    x, grad = torch.randn(4 * T, K).to(dtype), torch.randn(4 * T, K).to(dtype)
-    with CountOps() as ops:
-        found = results(module, x, grad)
-    assert ops.calls["matmul"] == 6 - (2 if part == "*" else 1)
-    assert ops.calls["norm_cast"] + ops.calls["norm_cast_two_scalings"] == 1
-    truth, apart = results(in_float64(module), x.double(), grad.double()), results(in_parts(module), x, grad)
-    for name in found:
-        assert found[name].dtype == dtype
-        if name == "fc2.weight" and product == "grad_weight" and part != "fc1" and case["saved"]:
-            assert sqnr(found[name], truth[name]) > 24  # its input is computed from what was saved
-        else:
-            least = 20 * math.log10(1.05) if found[name].ndim > 1 else 3
-            assert sqnr(found[name], truth[name]) > sqnr(apart[name], truth[name]) - least, name
 
 
 @each_norm
@@ -184,31 +130,106 @@ def test_what_is_saved_in_high_precision(recipe, saved):
     assert codes == sorted([T * K, T * 96, 192 * K, 96 * K] + ([T * 192] if saved else []))
 
 
-def test_saving_in_fp8_leaves_the_outputs_and_the_second_weights_gradient_alone():
-    module = mlp("layer_norm", recipes.rowwise(), inside=256)
-    x, grad = torch.randn(T, K), torch.randn(T, K)
-    plain = results(module, x, grad)
-    for saved in (SAVED, octavo.Cast(octavo.E5M2, octavo.PerTensor()), octavo.Cast(octavo.E4M3, octavo.PerRow())):
-        octavo.set_recipe(module, dataclasses.replace(recipes.rowwise(), saved=saved))
+# What a fused module loses against float64 is no more than AT_MOST times what its parts lose.
+
+ROWS, WIDTH, OUT, INSIDE = 256, 96, 80, 160
+AT_MOST = 1.05
+BOTH = [False, True]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def errors(module: nn.Module, steps: list[tuple[Tensor, Tensor]], truths: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Each result's distance from the truth over all steps."""
+    found: dict[str, float] = defaultdict(float)
+    for step, truth in zip(steps, truths, strict=True):
+        for name, result in results(module, *step).items():
+            assert result.dtype == step[0].dtype, name
+            found[name] += float((result.double() - truth[name]).square().sum())
+    return {name: square**0.5 for name, square in found.items()}
+
+
+def assert_no_worse(
+    module: nn.Module, n: int, dtype: torch.dtype, steps: int = 3, luck: float = 3.0, less: int = 0, but: str = ""
+) -> None:
+    """With delayed scales each step's come from those before it; the others' steps are so many samples.
+
+    Two independent errors of m elements differ by 1 / sqrt(m) of themselves by chance. For matrices that is little, for
+    a norm's parameters and biases ``luck`` times it is allowed. ``less``: the products that are not in FP8, of which
+    the result ``but`` is computed from what was saved.
+    """
+    data = [(torch.randn(ROWS, WIDTH).to(dtype), torch.randn(ROWS, n).to(dtype)) for _ in range(steps)]
+    truth = in_float64(module)
+    truths = [results(truth, x.double(), grad.double()) for x, grad in data]
+    theirs = errors(in_parts(module), data, truths)
+    with CountOps() as ops:
+        ours = errors(module, data, truths)
+    assert ops.calls["norm_cast"] + ops.calls["norm_cast_two_scalings"] == steps
+    products = 3 * len(module.linear_parts) - less
+    assert ops.calls["matmul"] == steps * products and ours.keys() == theirs.keys()
+    for name, error in ours.items():
+        expected = truths[0][name]
+        chance = luck / (steps * expected.numel()) ** 0.5 if expected.ndim == 1 else 0.0
+        if name != but:
+            assert error <= (AT_MOST + chance) * theirs[name], (name, error / theirs[name])
+        assert error < 0.2 * sum(float(truth[name].square().sum()) for truth in truths) ** 0.5, name
+
+
+@each_pair(
+    norm=[*LINEARS],
+    recipe=[*FP8_RECIPES],
+    activation=[*ACTIVATIONS],
+    bias=BOTH,
+    zero=BOTH,
+    dtype=DTYPES,
+    saved=BOTH,
+    high=["", *(f"{part} {product}" for part in ("fc1", "fc2", "*") for product in ("grad_input", "grad_weight"))],
+)
+def test_an_mlp_loses_no_more_than_its_parts(case):
+    """``high``: a product in high precision."""
+    zero, (part, _, product) = case.pop("zero"), case.pop("high").partition(" ")
+    if part:
+        case["recipe"] = RecipeMap(named(case["recipe"], case["saved"]), {part: {product: None}})
+    of_saved = case["saved"] and product == "grad_weight" and part != "fc1"
+    how = {"less": {"": 0, "*": 2}.get(part, 1), "but": "fc2.weight" if of_saved else ""}
+    assert_no_worse(mlp(width=WIDTH, inside=INSIDE, zero_centered_gamma=zero, **case), WIDTH, case["dtype"], **how)
+
+
+@each_pair(norm=[*LINEARS], recipe=[*FP8_RECIPES], bias=BOTH, zero=BOTH, dtype=DTYPES, splits=BOTH)
+def test_a_linear_loses_no_more_than_its_parts(case):
+    zero, n = case.pop("zero"), {"query": OUT // 2, "key": OUT // 2} if case.pop("splits") else OUT
+    assert_no_worse(linear(k=WIDTH, n=n, zero_centered_gamma=zero, **case), OUT, case["dtype"])
+
+
+@pytest.mark.full
+@each_recipe
+def test_nor_do_a_norms_parameters_and_biases_over_many_steps(recipe: str) -> None:
+    module = mlp("layer_norm", recipe, WIDTH, INSIDE, dtype=torch.bfloat16, zero_centered_gamma=True)
+    assert_no_worse(module, WIDTH, torch.bfloat16, steps=20, luck=0.0)
+
+
+# Every result's SQNR in dB: 20 dB is a tenth of it; no FP8 product of normal data reaches 31.
+LOWEST, HIGHEST = 20.0, 31.0
+COSTS_OF_SAVED = 1.5  # 0.4 to 0.8 in a matrix, more by chance in a vector
+
+
+@pytest.mark.parametrize(
+    ("width", "inside"),
+    [(512, 1792), pytest.param(4096, 14336, marks=pytest.mark.full, id="Llama 3 8B")],
+)
+def test_a_llama_shaped_ffn_in_every_recipe(width: int, inside: int) -> None:
+    module = mlp(width=width, inside=inside, bias=False, dtype=torch.bfloat16)
+    for weight in (module.fc1.weight, module.fc2.weight):
+        nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+    x, grad = torch.randn(48, width).bfloat16(), torch.randn(48, width).bfloat16()
+    truth = results(in_float64(module), x.double(), grad.double())
+    for name in FP8_RECIPES:
+        octavo.set_recipe(module, named(name))
         found = results(module, x, grad)
-        same = {name for name in found if torch.equal(found[name], plain[name])}
-        assert same == {"y", "fc2.weight", "fc2.bias"}
-        assert all(sqnr(found[name], plain[name]) > 15 for name in found.keys() - same)
-
-
-def test_norms_parameters_in_float32_beside_bfloat16_weights():
-    module = mlp("layer_norm", "rowwise", dtype=torch.bfloat16)
-    module.norm.float()
-    x = torch.randn(T, K, dtype=torch.bfloat16)
-    found = step(module, x, torch.randn(T, K, dtype=torch.bfloat16))
-    assert found["norm.weight"].dtype == found["norm.bias"].dtype == torch.float32
-    assert found["x"].dtype == found["fc1.weight"].dtype == torch.bfloat16
-    assert sqnr(module(x), in_float64(module)(x.double())) > 20
-
-
-def test_rms_norms_own_eps():
-    module = linear(recipe="rowwise")
-    x = 1e-5 * torch.randn(T, K)
-    module.norm.eps = None
-    assert sqnr(module(x), in_parts(module)(x)) > 25
-    assert torch.equal(module(torch.zeros(2, K)), module.linear.bias.expand(2, N))
+        db = {result: sqnr(tensor, truth[result]) for result, tensor in found.items()}
+        assert all(LOWEST < of_result < HIGHEST for of_result in db.values()), (name, db)
+        octavo.set_recipe(module, named(name, saved=True))
+        for result, tensor in results(module, x, grad).items():
+            if result in ("y", "fc2.weight"):
+                assert torch.equal(tensor, found[result])
+            else:
+                assert sqnr(tensor, truth[result]) > db[result] - COSTS_OF_SAVED, (name, result)

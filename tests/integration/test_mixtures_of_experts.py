@@ -1,6 +1,5 @@
 """transformers' mixtures of experts, tiny, train in FP8 as in bf16; tests/integrations has its Trainer."""
 
-import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 import octavo
 from octavo import recipes
 from octavo.nn.experts import ConvertedExperts
-from tests.support.helpers import FP8_RECIPES, assert_equal, every_layer
+from tests.support.helpers import assert_equal, every_layer
 from tests.support.tiny_models import POSITIONS, VOCABULARY, decoder
 
 transformers = pytest.importorskip("transformers")
@@ -27,7 +26,6 @@ MODELS: dict[str, dict[str, Any]] = {
                    "kv_lora_rank": 32, **FEW_OF_EIGHT, **HEADS_OF_16},
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
 }  # fmt: skip
-BATCH = 4
 QUICK = ("Mixtral", "GptOss")  # experts of each kind: joined gate and up, and their transposes with biases
 
 
@@ -39,21 +37,16 @@ def built(name: str, seed: int = 0) -> Any:
 
 
 def batches(count: int, seed: int) -> Tensor:
-    """[count, BATCH, POSITIONS] tokens of a language in which each word depends on the one before."""
-    likely = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(123)).mul(2).softmax(-1)
-    generator = torch.Generator().manual_seed(seed)
-    words = [torch.randint(VOCABULARY, (count * BATCH, 1), generator=generator)]
-    while len(words) < POSITIONS:
-        words.append(torch.multinomial(likely[words[-1][:, 0]], 1, generator=generator))
-    return torch.cat(words, 1).view(count, BATCH, POSITIONS)
+    return torch.randint(VOCABULARY, (count, 4, POSITIONS), generator=torch.Generator().manual_seed(seed))
 
 
-def trained(name: str, recipe: octavo.Recipe | None, steps: int, seed: int = 0) -> tuple[Any, list[float]]:
-    model, losses = built(name, seed), []
+def trained(name: str, recipe: octavo.Recipe | None) -> tuple[Any, list[float]]:
+    """After two steps; and their losses."""
+    model, losses = built(name), []
     if recipe is not None:
         octavo.convert(model, recipe, every_layer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for tokens in batches(steps, seed):
+    for tokens in batches(2, 0):
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -65,8 +58,8 @@ def trained(name: str, recipe: octavo.Recipe | None, steps: int, seed: int = 0) 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.full) for n in MODELS])
 def test_most_of_the_work_is_in_fp8_and_checkpoints_fit_both_ways(name: str, tmp_path: Path) -> None:
-    model, losses = trained(name, recipes.delayed(), 2)
-    assert losses == pytest.approx(trained(name, None, 2)[1], rel=0.01)
+    model, losses = trained(name, recipes.delayed())
+    assert losses == pytest.approx(trained(name, None)[1], rel=0.01)
     experts = [module for module in model.modules() if isinstance(module, ConvertedExperts)]
     assert experts and all(module.gate_up.delayed_scale.all() for module in experts)
     tokens = batches(1, 7)[0]
@@ -82,19 +75,3 @@ def test_most_of_the_work_is_in_fp8_and_checkpoints_fit_both_ways(name: str, tmp
     assert_equal(read.state_dict(), plain.state_dict())
     octavo.restore(model)
     assert torch.equal(model.eval()(input_ids=tokens).logits, read.eval()(input_ids=tokens).logits)
-
-
-@functools.cache
-def end_of(name: str, recipe: str | None) -> float:
-    """Of 3 seeds, the mean loss of the last 10 of 40 steps."""
-    runs = [trained(name, None if recipe is None else FP8_RECIPES[recipe](), 40, seed)[1] for seed in range(3)]
-    assert all(sum(losses[-10:]) < 8 * losses[0] for losses in runs)  # 20 % below the first
-    return sum(sum(losses[-10:]) for losses in runs) / 30
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "recipe"), [(n, r) for n in MODELS for r in FP8_RECIPES if n == "Mixtral" or r == "delayed"]
-)
-def test_losses_are_those_of_bf16(name: str, recipe: str) -> None:
-    assert end_of(name, recipe) == pytest.approx(end_of(name, None), rel=0.005)

@@ -51,26 +51,3 @@ def test_colors_stand_out_from_their_card(colors: dict[str, str], least: float) 
 
     assert min(contrast(name, "page") for name in ("ink", "soft")) >= 4.5 and contrast("soft", "band") >= 4.5
     assert min(contrast(name, "page") for name in colors if name.startswith("series")) >= least
-
-
-def test_places_on_axes() -> None:
-    axes = svg.Axes(svg.Picture(100, ""), (10, 20, 110, 220), (0, 10), (-1, 1))
-    assert axes.at(0, -1) == (10, 220) and axes.at(10, 1) == (110, 20) and axes.at(5, 0) == (60, 120)
-
-
-@pytest.mark.parametrize(("low", "high"), [(-0.3, 0.44), (500, 3000), (0, 129), (1.43, 1.93), (-1e-3, 1e-3)])
-def test_ticks_are_round_few_and_inside(low: float, high: float) -> None:
-    found = svg.ticks(low, high)
-    assert 2 <= len(found) <= 6 and low <= found[0] and found[-1] <= high
-    step = found[1] - found[0]
-    assert f"{step:.0e}"[0] in "125" and all(abs(value / step - round(value / step)) < 1e-6 for value in found)
-
-
-def test_the_curve_of_a_recipe_is_the_mean_over_seeds() -> None:
-    rows = [
-        {"experiment": "dynamic", "size": losses.SIZE, "seed": seed, "curve": f"500:{loss}", "val_loss": "1"}
-        for seed, loss in (("0", 1.5), ("0", 1.7), ("1", 2.0))
-    ]
-    found = losses.curves(losses.Runs(rows), ["dynamic"])
-    assert found == {"0": {500: pytest.approx(1.6)}, "1": {500: 2.0}}
-    assert losses.mean(found) == {500: pytest.approx(1.8)}

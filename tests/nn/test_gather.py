@@ -1,4 +1,7 @@
+import copy
+import dataclasses
 import functools
+import pickle
 import re
 
 import pytest
@@ -9,12 +12,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import octavo
-from octavo import recipes
+from octavo import E4M3, Cast, PerBlock, PerRow, recipes
+from octavo.autograd.casts import WEIGHT, cast_role
 from octavo.nn import gather
-from octavo.tensor import pair
-from octavo.tensor.fsdp2 import GatheredWeight, ShardedWeight
+from octavo.nn.gather import ShardCast
+from octavo.tensor import pair as pair_module
+from octavo.tensor.fsdp2 import GatheredWeight, ShardedWeight, rows_on_each_rank
 from tests.distributed.test_fsdp import EVEN, RECIPES, SITUATIONS, batch, built, off, sharded_blocks
 from tests.support.helpers import to_fp8
+from tests.support.sharded_weights import average
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +121,8 @@ def gathered(codes):
 
 def test_layouts_of_a_gpu(monkeypatch):
     """Codes transposed and padded to 16, in storage of their own where they differ from what was gathered."""
-    monkeypatch.setattr(pair, "needs_transposed_codes", lambda device: True)
-    monkeypatch.setattr(pair, "contraction_multiple", lambda device: 16)
+    monkeypatch.setattr(pair_module, "needs_transposed_codes", lambda device: True)
+    monkeypatch.setattr(pair_module, "contraction_multiple", lambda device: 16)
     q = torch.randn(20, 24).to(torch.float8_e4m3fn)
     laid, transposed, inner = gathered(q)
     assert laid.shape == (20, 32) and transposed.shape == (24, 32) and len(inner) == 2
@@ -131,9 +137,7 @@ def step(net, optimizer, index, mesh=None):
     loss = net(batch(EVEN, index, 0, dist.get_rank())).square().mean()
     loss.backward()
     if mesh is not None:
-        for p in net.parameters():
-            dist.all_reduce(p.grad, group=mesh.get_group("shard"))
-            p.grad /= mesh.size()
+        average(net, mesh)
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
@@ -216,3 +220,101 @@ def storage_after_forward(mesh):
 def test_resharding_frees_the_codes(pool):
     for gathered, while_used, after in pool.run(storage_after_forward, (2,)):
         assert gathered and while_used == 2 * 512 * 256 and after == 0
+
+
+# --- a group's scales
+
+
+def test_copies_find_their_scales_in_a_group_of_their_own():
+    model = to_fp8(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), recipes.dynamic())
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        groups = {id(m.gather.group) for m in copied}
+        assert len(groups) == 1 and groups != {id(model[0].gather.group)}
+
+
+def two_in_flight(mesh):
+    """The error of an input's gradient, of a forward whose weight was cast by another scale since."""
+    torch.manual_seed(0)
+    layer = octavo.convert(nn.Sequential(nn.Linear(256, 64)), recipes.delayed(), select=lambda module, name: True)
+    fully_shard(layer, mesh=mesh)
+    layer(torch.randn(8, 256)).sum().backward()
+    layer.zero_grad()
+    layer[0].delayed_scale[1] /= 4  # codes are smaller than the weight's own amax would make them
+    x = torch.randn(8, 256, requires_grad=True)
+    first = layer(x)
+    layer[0].reset_delayed_state()
+    layer(x)
+    (grad,) = torch.autograd.grad(first.sum(), x)
+    wanted = torch.ones(8, 64) @ layer[0].weight.full_tensor()
+    return float((grad - wanted).norm() / wanted.norm())
+
+
+def test_backward_reads_a_scale_with_its_codes(pool):
+    assert max(pool.run(two_in_flight, (2,))) < 0.1
+
+
+# --- what ranks cast of their rows and send is together what the whole weight is cast into, bit for bit
+
+WIDE = Cast(E4M3, PerBlock(1, 128))  # of a weight's columns: 128 rows of one column
+SENT_BY = {
+    "rowwise": recipes.rowwise(),
+    "rowwise, powers of two": recipes.rowwise(power_of_two=True),
+    "one scale transposed": dataclasses.replace(recipes.rowwise_with_gw_hp(), name=""),
+    "blockwise": recipes.blockwise(),
+    "mx": recipes.mx(),
+    "rows, and blocks of columns": octavo.Recipe(
+        (Cast(E4M3, PerRow()),) * 2, (Cast(E4M3, PerRow()), WIDE), name="rows, and blocks of columns"
+    ),
+}
+
+
+SENT = ("rowwise", "blockwise", "mx")
+
+
+def gathered_from(whole, recipe, ranks):
+    """(What products read, bytes sent an element) where so many ranks have the rows of a weight."""
+    part, casts = rows_on_each_rank(len(whole), ranks), recipe.weight_casts
+    shards = [whole[rank * part : (rank + 1) * part].clone() for rank in range(ranks)]
+    made = [ShardCast(casts, whole.shape, ranks, rank) for rank in range(ranks)]
+    amax = torch.stack([one.amax(shard) for one, shard in zip(made, shards, strict=True)]).amax(0)
+    sent, known = zip(*[one.cast(shard, amax) for one, shard in zip(made, shards, strict=True)], strict=True)
+    assert len({tuple(tensor.shape for tensor in own) for own in sent}) == 1  # FSDP2 gathers equally many rows
+    received = [torch.cat(parts) for parts in zip(*sent, strict=True)]
+    found = [one.read(received, own, recipe.pads) for one, own in zip(made, known, strict=True)]
+    for other in found[1:]:
+        for pair, expected in zip(other[:2], found[0][:2], strict=True):
+            assert all(map(same, pair, expected))
+    return found[0], (sum(tensor.numel() for tensor in received) + 4 * len(amax)) / (ranks * part * whole.shape[1])
+
+
+def same(found, expected):
+    if found.itemsize == 1:
+        found, expected = found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
+    return torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", SENT_BY)
+@pytest.mark.parametrize(
+    ("rows", "columns", "ranks"),
+    [(512, 256, 4), (512, 64, 16), (500, 96, 4), (130, 33, 2), (97, 49, 8), (3, 40, 4), (1, 1, 2), (260, 130, 3)],
+)
+def test_equal_to_the_whole_weight(rows, columns, ranks, recipe, dtype):
+    whole = torch.randn(rows, columns, dtype=dtype) * torch.exp2(4 * torch.randn(rows, columns, dtype=dtype))
+    whole[: rows // 3, : columns // 2] = 0  # blocks of zeros, and ranks that know nothing of their columns
+    whole[rows // 2, columns // 2] = float("nan")
+    if rows > 100:
+        whole[5, 3], whole[rows - 1, 0] = float("inf"), -float("inf")
+    found, _ = gathered_from(whole, SENT_BY[recipe], ranks)
+    expected = cast_role(whole, SENT_BY[recipe], WEIGHT, True, True, None)
+    for pair, other in zip(found[:2], expected[:2], strict=True):
+        assert all(map(same, pair, other))
+        assert [tensor.stride() for tensor in pair] == [tensor.stride() for tensor in other] or 1 in pair[1].shape
+
+
+def test_bytes():
+    """Two pairs are bf16's bytes, and their scales; one is half of that, in blocks that reach over ranks too."""
+    whole = torch.randn(1024, 256)
+    share = {(name, ranks): gathered_from(whole, SENT_BY[name], ranks)[1] / 2 for name in SENT for ranks in (8, 16)}
+    assert all(share["rowwise", ranks] <= 1.01 and share["mx", ranks] == 1.03125 for ranks in (8, 16))
+    assert all(share["blockwise", ranks] <= 0.5003 for ranks in (8, 16))  # 16 have half a block each

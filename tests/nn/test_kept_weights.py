@@ -45,23 +45,6 @@ def trained(net, call, kept=None, device="cpu"):
     return {"losses": torch.stack(losses)} | state | gradients(net) | octavo.nn.delayed_state_dict(net)
 
 
-@pytest.mark.parametrize("recipe", KEPT)
-def test_equal_to_a_layers_own_casts(recipe):
-    own, net = model(KEPT[recipe]()), model(KEPT[recipe]())
-    kept = octavo.nn.KeptWeights(net)
-    assert kept.names == ("0", "2")
-    assert_equal(trained(net, net, kept), trained(own, own))
-
-
-def test_compiled_micro_batches_equal_eager():
-    torch.compiler.reset()
-    own, net = model(recipes.dynamic()), model(recipes.dynamic())
-    call = torch.compile(lambda x: net(x), backend="aot_eager", fullgraph=True)
-    torch._dynamo.utils.counters.clear()
-    assert_equal(trained(net, call, octavo.nn.KeptWeights(net)), trained(own, own))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
 def test_one_op_casts_all_and_forwards_none():
     net = model(recipes.dynamic())
     kept = octavo.nn.KeptWeights(net)

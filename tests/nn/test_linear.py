@@ -1,16 +1,23 @@
 import copy
+import dataclasses
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
 import octavo
 from octavo import HigherOrderGradientError, recipes
-from octavo.nn.linear import checked_splits, merge_keys
-from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, gradients, sqnr
+from octavo.nn.candidates import features
+from octavo.nn.linear import TransposedLinear, checked_splits, merge_keys
+from octavo.scaling.recipe import PRODUCTS
+from tests.support.groups import SIZES, offsets_of, slices_of
+from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, gradients, sqnr, to_fp8
 
 each_recipe = pytest.mark.parametrize("name", FP8_RECIPES)
 
@@ -98,50 +105,12 @@ def test_no_features(name, k, n):
     assert not x.grad.any()
 
 
-@each_recipe
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_parameter_dtypes(name, dtype):
-    ours = layer(name, dtype=dtype)
-    x = torch.randn(40, 64, dtype=dtype, requires_grad=True)
-    y = ours(x)
-    y.backward(torch.randn_like(y))
-    assert {t.dtype for t in (y, x.grad, ours.weight.grad, ours.bias.grad)} == {dtype}
-    assert sqnr(y, F.linear(x.double(), ours.weight.double(), ours.bias.double())) > 26
-
-
 def test_errors_name_both_sides():
     ours = layer()
     with pytest.raises(TypeError, match=r"bfloat16.*float32.*autocast"):
         ours(torch.randn(2, 64, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"\(2, 63\) needs in_features=64"):
-        ours(torch.randn(2, 63))
-    with pytest.raises(ValueError, match=r"\(\) needs in_features=64"):
-        ours(torch.tensor(1.0))
     with pytest.raises(TypeError, match="float64"):
         layer(dtype=torch.float64)(torch.randn(2, 64, dtype=torch.float64))
-    with pytest.raises(TypeError, match="int64"):
-        ours(torch.ones(2, 64, dtype=torch.int64))
-
-
-@each_recipe
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(name, dtype):
-    ours = layer(name, 256, 256)
-    x = torch.randn(128, 256, requires_grad=True)
-    with torch.autocast("cpu", dtype=dtype):
-        y = ours(x)
-        grad = torch.randn_like(y)
-        y.backward(grad)  # in the context and outside: autocast must not reach the products of codes
-        inside = gradients(ours)
-        ours.zero_grad()
-        ours.reset_delayed_state()
-        again = ours(x)
-    again.backward(grad)
-    assert y.dtype == dtype
-    assert {p.grad.dtype for p in ours.parameters()} == {x.grad.dtype} == {torch.float32}
-    assert sqnr(y, F.linear(x.double(), ours.weight.double(), ours.bias.double())) > 27
-    assert sqnr(ours.weight.grad, grad.double().t() @ x.double()) > 23
-    assert_equal(gradients(ours), inside)
 
 
 @each_recipe
@@ -372,3 +341,151 @@ def test_splits_are_printed_copied_and_called_by_name():
     assert copy.deepcopy(ours).splits == ours.splits == {"gate": 4, "up": 2}
     with pytest.raises(ValueError, match="splits need names like 'query'"):
         octavo.nn.Linear(8, {"weight": 4})
+
+
+# --- GroupedLinear computes what a loop over experts of octavo.nn.Linear does, each on its own rows
+
+E, K, N = 4, 48, 40
+RECIPES = FP8_RECIPES | {"gw_hp": recipes.rowwise_with_gw_hp, "high precision": recipes.high_precision}
+each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+
+
+def layer_of(recipe: octavo.Recipe, experts: int = E, **options: Any) -> octavo.nn.GroupedLinear:
+    torch.manual_seed(0)
+    return octavo.nn.GroupedLinear(experts, K, N, recipe=recipe, **options)
+
+
+def batch(
+    sizes: Sequence[int], rest: int = 0, dtype: torch.dtype = torch.float32, seed: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Rows and the gradient of what a layer makes of them."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = sum(sizes) + rest
+    x, grad = (torch.randn(rows, size, generator=generator).to(dtype) for size in (K, N))
+    return x.requires_grad_(), grad
+
+
+def loop_of(layer: octavo.nn.GroupedLinear) -> list[octavo.nn.Linear]:
+    found = []
+    for expert in range(layer.experts):
+        one = octavo.nn.Linear(K, N, layer.bias is not None, dtype=layer.weight.dtype, recipe=layer.recipe)
+        one.load_state_dict({name: value[expert] for name, value in layer.state_dict().items()})
+        found.append(one)
+    return found
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@each_dtype
+@pytest.mark.parametrize(("sizes", "rest"), SIZES, ids=str)
+def test_equal_to_a_loop_of_linears(name: str, dtype: torch.dtype, sizes: list[int], rest: int) -> None:
+    layer = layer_of(RECIPES[name](), len(sizes), bias=name != "high precision", dtype=dtype)
+    x, grad = batch(sizes, rest, dtype)
+    y = layer(x, offsets_of(sizes))
+    y.backward(grad)
+    other = x.detach().clone().requires_grad_()
+    loop, rows = loop_of(layer), slices_of(sizes)
+    expected = [one(other[of]) for one, of in zip(loop, rows, strict=True)]
+    torch.cat(expected).backward(grad[: sum(sizes)])
+    assert torch.equal(y[: sum(sizes)], torch.cat(expected)) and not y[sum(sizes) :].any()
+    assert torch.equal(x.grad, torch.zeros_like(x) if other.grad is None else other.grad)
+    for expert, (one, size) in enumerate(zip(loop, sizes, strict=True)):
+        if size == 0:
+            assert not any(p.grad[expert].any() for p in layer.parameters())
+        else:
+            assert torch.equal(layer.weight.grad[expert], one.weight.grad)
+            if layer.bias is not None:  # torch adds rows in another order
+                torch.testing.assert_close(layer.bias.grad[expert], one.bias.grad)
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("name", ["rowwise", "delayed"])
+def test_a_product_in_high_precision_leaves_the_others(name: str, product: str) -> None:
+    recipe, sizes = FP8_RECIPES[name](), [5, 0, 17, 3]
+    results = []
+    for chosen in (recipe, dataclasses.replace(recipe, **{product: None}), recipes.high_precision()):
+        layer, (x, grad) = layer_of(chosen, bias=False), batch(sizes)
+        y = layer(x, offsets_of(sizes))
+        y.backward(grad)
+        results.append(dict(zip(PRODUCTS, (y.detach(), x.grad, layer.weight.grad), strict=True)))
+    fp8, mixed, high = results
+    for each in PRODUCTS:
+        torch.testing.assert_close(mixed[each], (high if each == product else fp8)[each], rtol=1e-6, atol=1e-5)
+
+
+def test_moves_and_evaluation() -> None:
+    layer, sizes = layer_of(recipes.delayed(), device="meta"), [3, 4, 0, 2]
+    assert layer(torch.empty(9, K, device="meta"), torch.empty(E, dtype=torch.int32, device="meta")).shape == (9, N)
+    layer.to_empty(device="cpu").reset_parameters()
+    x, _ = batch(sizes)
+    dynamic = layer_of(recipes.dynamic())
+    dynamic.load_state_dict(layer.state_dict())
+    assert torch.equal(layer.eval()(x, offsets_of(sizes)), dynamic.eval()(x, offsets_of(sizes)))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x, offsets_of(sizes))
+        (row,) = octavo.summary(layer).converted
+        assert (row.kind, row.shape) == ("GroupedLinear", (E, N, K))
+        assert octavo.restore(layer).recipe.is_high_precision and list(layer.state_dict()) == ["weight", "bias"]
+        assert y.dtype == layer(x, offsets_of(sizes)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["dynamic", "high precision"])
+def test_wrong_input_is_refused(name: str) -> None:
+    layer, x, offsets = layer_of(RECIPES[name]()), torch.randn(9, K), offsets_of([3, 4, 0, 2])
+    for wrong, error, said in (
+        ((x[None], offsets), ValueError, r"\(1, 9, 48\): rows sorted by expert are \[T, K\]"),
+        ((x[:, 1:], offsets), ValueError, "needs in_features=48"),
+        ((x, offsets.long()), TypeError, "offsets are int32, not torch.int64"),
+        ((x, offsets[None]), ValueError, r"offsets of shape \[1, 4\]"),
+        ((x, offsets.to("meta")), ValueError, "offsets on meta"),
+        ((x, offsets[1:]), ValueError, "offsets of 3 experts, but the weight has 4"),
+        ((x, offsets.flip(0)), ValueError, r"offsets\[1\] = 7 is below 9"),
+        ((x, offsets + 1), ValueError, r"offsets\[3\] = 10: there are 9 rows"),
+    ):
+        with pytest.raises(error, match=said):
+            layer(*wrong)
+    with pytest.raises(TypeError, match=r"not torch\.float64"):
+        layer.double()(x.double(), offsets)
+    for sizes in ((0, 4, 4), (4, 0, 4), (4, 4, 0)):
+        with pytest.raises(ValueError, match=r"=0.*: at least 1"):
+            octavo.nn.GroupedLinear(*sizes)
+
+
+def test_what_fp8_refuses() -> None:
+    layer, (x, _), offsets = layer_of(recipes.dynamic()), batch([3, 4, 0, 2]), offsets_of([3, 4, 0, 2])
+    with pytest.raises(HigherOrderGradientError):
+        torch.autograd.grad(layer(x, offsets).sum(), x, create_graph=True)
+
+
+# --- transformers' Conv1D
+
+
+@pytest.mark.parametrize("name", FP8_RECIPES)
+def test_it_is_a_linear_layer_with_its_weight_transposed(name):
+    conv = Conv1D(48, 64)  # N, K
+    nn.init.normal_(conv.bias)
+    ours = to_fp8(conv, FP8_RECIPES[name]())
+    linear = octavo.nn.Linear(64, 48, recipe=FP8_RECIPES[name]())
+    linear.load_state_dict({"weight": conv.weight.t(), "bias": conv.bias})
+    x, grad = torch.randn(2, 5, 64), torch.randn(2, 5, 48)
+    results = []
+    for module in (ours, linear):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        y.backward(grad)
+        results.append([y, leaf.grad, module.bias.grad])
+    assert all(map(torch.equal, *results))
+    assert torch.equal(ours.weight.grad, linear.weight.grad.t())
+
+
+def test_conversion_and_back():
+    conv = Conv1D(8, 16)
+    weight, x = conv.weight, torch.randn(2, 16)
+    assert features(conv) == (16, 8)
+    expected = conv(x)
+    to_fp8(conv, recipes.delayed())
+    assert isinstance(conv, TransposedLinear) and isinstance(conv, Conv1D)
+    assert 20 < sqnr(conv(x), expected) < 40
+    octavo.restore(conv)
+    assert type(conv) is Conv1D
+    assert conv.weight is weight
+    assert torch.equal(conv(x), expected)

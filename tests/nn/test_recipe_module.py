@@ -22,19 +22,6 @@ def trained(dtype: torch.dtype = torch.float32) -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize(
-    "change", [nn.Module.bfloat16, nn.Module.half, nn.Module.double, lambda m: m.to(torch.bfloat16)]
-)
-def test_changing_dtype_leaves_the_delayed_state_as_it_is(change):
-    net = trained()
-    before = octavo.nn.delayed_state_dict(net)
-    change(net)
-    assert net[0].weight.dtype != torch.float32
-    after = octavo.nn.delayed_state_dict(net)
-    assert {b.dtype for b in after.values()} == {torch.float32}
-    assert_equal(after, before)
-
-
 def test_the_state_goes_where_the_module_goes():
     net = trained().to("meta")
     assert net[0].delayed_scale.is_meta
@@ -148,12 +135,3 @@ def test_a_recipe_that_is_set_is_checked_and_brings_its_state():
     stored = octavo.convert(layer, recipes.dynamic(), lambda *_: True, weight_storage="fp8")
     with pytest.raises(ValueError, match="can't read weights that are stored in FP8"):
         stored.recipe = recipes.mx()
-
-
-def test_backward_in_evaluation_leaves_the_state_alone():
-    net = trained().eval()
-    before = octavo.nn.delayed_state_dict(net)
-    x = torch.randn(4, 16, requires_grad=True)
-    net(x).sum().backward()
-    assert x.grad.any()
-    assert_equal(octavo.nn.delayed_state_dict(net), before)

@@ -168,8 +168,9 @@ def compiled(mesh: Any, recipe: str, whole: bool) -> Any:
     return all(torch.equal(found[0][name], found[1][name]) for name in found[0]), graphs[3:]
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)], ids=["a layer", "in one graph"])
-@pytest.mark.parametrize("recipe", ["blockwise", pytest.param("dynamic", marks=pytest.mark.full)])
+@pytest.mark.full  # by default tests/distributed/test_compile.py compiles on two ranks
+@pytest.mark.parametrize("whole", [False, True], ids=["a layer", "in one graph"])
+@both
 def test_compiled_equals_eager_and_is_compiled_once(pool, recipe, whole):
     for same, graphs in pool.run(compiled, (2,), recipe, whole, seconds=120):
         assert same and graphs[-1] == graphs[1] > 0

@@ -161,13 +161,6 @@ def test_no_product_casts_a_weight(recipe):
     assert ops.casts == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-@pytest.mark.parametrize("recipe", BY_POWERS_OF_TWO)
-def test_equal_to_a_cast_of_the_same_values(recipe, dtype):
-    model, x = net(recipe, dtype=dtype), inputs(2, T, K, dtype=dtype)
-    assert_equal(trace(model, x), trace(widened(model, STORED[recipe]()), x))
-
-
 FUSED = {
     "LayerNormLinear": lambda **o: octavo.nn.LayerNormLinear(K, H, **o),
     "RMSNormLinear of splits": lambda **o: octavo.nn.RMSNormLinear(K, {"query": 128, "value": 32}, **o),
@@ -213,17 +206,6 @@ def test_frozen_weights_take_a_byte_and_pass_gradients_on(recipe):
         octavo.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
 
 
-@both
-def test_high_precision_and_back(recipe):
-    model, x = net(recipe), inputs()
-    before, stored = trace(model, x), codes(model)
-    octavo.set_recipe(model, recipes.high_precision())
-    assert_equal(trace(model, x), trace(widened(model), x))
-    octavo.set_recipe(model, STORED[recipe]())
-    assert_equal(trace(model, x), before)
-    assert_equal(codes(model), stored)
-
-
 def test_a_recipe_or_storage_that_is_refused_changes_nothing():
     model = octavo.set_recipe(net(), recipes.delayed())
     with pytest.raises(ValueError, match=r"reads weights scaled PerBlock\(128, 128\), but they are stored PerTensor"):
@@ -235,25 +217,6 @@ def test_a_recipe_or_storage_that_is_refused_changes_nothing():
     octavo.set_recipe(store(nn.Linear(128, 128)), recipes.blockwise())  # one block is all
     with pytest.raises(ValueError, match="weight_storage='int8': use 'fp8' or None"):
         octavo.convert(plain(), dynamic, weight_storage="int8")
-
-
-def trained(model, call, xs):
-    optimizer, found = octavo.optim.AdamW(model.parameters(), lr=1e-2), {}
-    for number, x in enumerate(xs):
-        found |= {f"{number} {name}": value.clone() for name, value in trace(model, x, call).items()}
-        optimizer.step()
-    return found | codes(model)
-
-
-@pytest.mark.parametrize("recipe", [pytest.param(r, marks=[] if r == "delayed" else pytest.mark.full) for r in STORED])
-def test_compiled_equals_eager_and_is_compiled_once(recipe):
-    torch.compiler.reset()
-    eager, model, xs = net(recipe), net(recipe), [inputs() for _ in range(4)]
-    call = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch._dynamo.utils.counters.clear()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        assert_equal(trained(model, call, xs), trained(eager, eager, xs))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_move_keeps_the_parameter_its_attributes_hooks_and_gradient():

@@ -3,9 +3,12 @@ import dataclasses
 import pickle
 
 import pytest
+from torch import nn
 
-from octavo import E4M3, E5M2, Cast, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, recipes
-from octavo.scaling.recipe import PRODUCTS
+import octavo
+from octavo import E4M3, E5M2, Cast, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, RecipeMap, recipes
+from octavo.scaling.recipe import PRODUCTS, recipe_of, under
+from tests.support.helpers import every_layer
 
 TENSOR = Cast(E4M3, PerTensor())
 GRADIENT = Cast(E5M2, PerTensor())
@@ -139,3 +142,163 @@ def test_fast_accum_is_of_any_products_in_any_order():
     assert str(exact).endswith("\n  fast_accum  none") and "fast_accum" not in str(recipes.dynamic())
     assert exact.name == "dynamic with fast_accum changed"
     assert Recipe(fast_accum=["grad_weight", "output"]) == Recipe(fast_accum=("output", "grad_weight"))
+
+
+# --- recipes by names of layers
+
+DYNAMIC, MX = recipes.dynamic(), recipes.mx()
+BLOCK = Cast(E4M3, PerBlock(1, 128))
+
+
+def test_patterns_match_whole_names_dots_too():
+    rules = {"head": None, "blocks.0.*": MX, "*.fc2": recipes.rowwise(), "x.[ab]": MX, "y.?": MX}
+    recipe = RecipeMap(DYNAMIC, rules)
+    expected = {
+        "head": "high_precision",
+        "head.weight": "dynamic",
+        "my.head": "dynamic",
+        "blocks.0.attention.out": "mx",
+        "blocks.0": "dynamic",
+        "blocks.00.out": "dynamic",
+        "blocks.1.mlp.fc2": "rowwise",
+        "fc2": "dynamic",
+        "x.a": "mx",
+        "x.c": "dynamic",
+        "y.1": "mx",
+        "y.12": "dynamic",
+        "Head": "dynamic",
+        "": "dynamic",
+    }
+    assert {name: recipe.of(name).name for name in expected} == expected
+    assert RecipeMap(DYNAMIC, {"*": MX}).of("") == MX
+    assert RecipeMap(DYNAMIC).of("any") is DYNAMIC
+
+
+def test_rules_apply_in_order_each_on_what_the_ones_before_gave():
+    change = {"grad_weight": None}
+    assert RecipeMap(DYNAMIC, {"a": None, "*": MX}).of("a") == MX
+    assert RecipeMap(DYNAMIC, {"*": MX, "a": None}).of("a").is_high_precision
+    changed = RecipeMap(DYNAMIC, {"a": MX, "*": change}).of("a")
+    assert changed == dataclasses.replace(MX, grad_weight=None)
+    assert changed.name == "mx with grad_weight changed"
+    assert RecipeMap(DYNAMIC, {"*": change, "a": MX}).of("a") == MX
+    both = RecipeMap(DYNAMIC, {"*": change, "a": {"saved": BLOCK, "output": (BLOCK, TENSOR)}}).of("a")
+    assert both == dataclasses.replace(DYNAMIC, grad_weight=None, saved=BLOCK, output=(BLOCK, TENSOR))
+    assert RecipeMap(DYNAMIC, {"a": None, "*": {"output": (TENSOR, TENSOR)}}).of("a") == Recipe((TENSOR, TENSOR))
+
+
+def test_layers_share_one_recipe_named_after_its_own():
+    recipe = RecipeMap(DYNAMIC, {"*.fc2": {"grad_weight": None}})
+    assert recipe.of("a.fc2") is recipe.of("b.fc2")
+    mine = RecipeMap(dataclasses.replace(DYNAMIC, name="mine"), {"*.fc2": {"grad_weight": None}})
+    assert mine.of("a.fc2") == recipe.of("a.fc2")
+    assert mine.of("a.fc2").name == "mine with grad_weight changed"
+    for nothing in ({}, {"saved": None}, {"output": DYNAMIC.output}):
+        assert RecipeMap(DYNAMIC, {"*": nothing}).of("a").name == "dynamic"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("dynamic",), TypeError, r"default='dynamic' is no octavo\.Recipe"),
+        ((recipes.dynamic,), TypeError, r"is no octavo\.Recipe"),
+        ((RecipeMap(DYNAMIC),), TypeError, r"is no octavo\.Recipe"),
+        ((DYNAMIC, [("a", None)]), TypeError, "is no dict of patterns and rules"),
+        ((DYNAMIC, {"a": "mx"}), TypeError, "'a': 'mx' is no name's pattern with a Recipe, None or products"),
+        ((DYNAMIC, {0: None}), TypeError, "0: None is no name's pattern"),
+        ((DYNAMIC, {"a": RecipeMap(DYNAMIC)}), TypeError, "is no name's pattern"),
+        ((DYNAMIC, {"a": {"grad": None}}), ValueError, r"changes \['grad'\]; a recipe has output, .*, saved"),
+        ((DYNAMIC, {"a": {"name": "x"}}), ValueError, r"changes \['name'\]"),
+        ((DYNAMIC, {"a": {"output": TENSOR}}), TypeError, "output=.* must be None or a pair of Casts"),
+        ((DYNAMIC, {"a": {"output": [TENSOR, TENSOR]}}), TypeError, "output=.* must be None or a pair of Casts"),
+        ((DYNAMIC, {"a": {"saved": Cast(E4M3, PerTensor(), Delayed())}}), TypeError, "saved=.*Dynamic"),
+        ((DYNAMIC, {"a": {"output": (Cast(E5M2, PerTensor()),) * 2}}), ValueError, "E5M2 by E5M2"),
+    ],
+)
+def test_wrong_rules(arguments, error, message):
+    with pytest.raises(error, match=message):
+        RecipeMap(*arguments)
+
+
+def test_it_is_a_value():
+    rules = {"a": None, "*": {"grad_weight": None}}
+    recipe = RecipeMap(DYNAMIC, rules)
+    same = RecipeMap(recipes.dynamic(), {"a": None, "*": {"grad_weight": None}})
+    assert recipe == same and hash(recipe) == hash(same)
+    assert recipe != DYNAMIC
+    reversed_rules = dict(reversed(rules.items()))
+    for other in (RecipeMap(MX, rules), RecipeMap(DYNAMIC, {"a": None}), RecipeMap(DYNAMIC, reversed_rules)):
+        assert recipe != other
+    assert recipe != under(recipe, "b")
+    assert len({recipe, same, under(recipe, "b")}) == 2
+    assert copy.deepcopy(recipe) == pickle.loads(pickle.dumps(recipe)) == recipe
+    rules["b"] = None  # the caller's own
+    rules["*"]["output"] = None
+    assert recipe == same
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.default = MX
+
+
+def test_under():
+    recipe = RecipeMap(DYNAMIC, {"a.b.c": MX, "a.b": None})
+    assert under(None, "a") is None and under(DYNAMIC, "a") is DYNAMIC
+    assert under(under(recipe, "a"), "b").of("c") == MX
+    assert under(under(recipe, "a"), "b").of("").is_high_precision
+    assert under(recipe, "a").of("b.c") == MX
+    assert under(recipe, "a").of("x.a.b.c") == DYNAMIC
+    assert recipe_of(DYNAMIC, "any") is DYNAMIC
+    assert recipe_of(recipe, "a.b.c") == MX
+
+
+def test_patterns_that_match_nothing():
+    recipe = RecipeMap(DYNAMIC, {"a": None, "b.*": MX, "*": MX})
+    assert recipe.unmatched(["a", "b"]) == ["b.*"]
+    assert recipe.unmatched(iter(["a", "b.c"])) == []
+    assert recipe.unmatched([]) == ["a", "b.*", "*"]
+
+
+@pytest.mark.parametrize("call", [octavo.convert, octavo.set_recipe], ids=lambda call: call.__name__)
+def test_convert_and_set_recipe_take_it(call):
+    net = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), "head": nn.Linear(8, 4)})
+    if call is octavo.set_recipe:
+        octavo.convert(net, DYNAMIC, select=every_layer)
+    options = {"select": every_layer} if call is octavo.convert else {}
+    delayed = recipes.delayed(4)
+    call(net, RecipeMap(delayed, {"layers.0": MX, "head": None, "layers.[01]": {"grad_weight": None}}), **options)
+    assert [m.recipe.name for m in octavo.summary(net).modules] == [
+        "mx with grad_weight changed",
+        "delayed with grad_weight changed",
+        "delayed",
+        "high_precision",
+    ]
+    assert net["layers"][2].delayed_amax_history.shape == (3, 4)
+    assert not hasattr(net["head"], "delayed_scale")
+    with pytest.warns(UserWarning, match=r"match no module: \['lm_head', 'layer\.0'\]") as caught:
+        call(net, RecipeMap(DYNAMIC, {"lm_head": None, "head": None, "layer.0": None}), **options)
+    assert caught[0].filename == __file__  # where the caller is
+    with pytest.raises(TypeError, match=r"is no octavo\.Recipe"):
+        call(net, {"head": None}, **options)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda r: octavo.nn.Linear(8, 8, recipe=r),
+        lambda r: octavo.nn.LayerNormLinear(8, 8, recipe=r),
+        lambda r: octavo.nn.RMSNormLinear(8, 8, recipe=r),
+        lambda r: octavo.nn.LayerNormMLP(8, 8, recipe=r),
+        lambda r: octavo.nn.RMSNormMLP(8, 8, recipe=r),
+        lambda r: octavo.nn.SelfAttention(8, 2, recipe=r),
+        lambda r: octavo.nn.TransformerBlock(8, 8, 2, recipe=r),
+    ],
+    ids=["Linear", "LayerNormLinear", "RMSNormLinear", "LayerNormMLP", "RMSNormMLP", "SelfAttention", "Block"],
+)
+def test_every_module_asks_for_its_parts_by_the_names_they_have(build):
+    names = [module.name for module in octavo.summary(build(None)).modules]
+    for chosen in names:
+        module = build(RecipeMap(DYNAMIC, {chosen: MX}))
+        found = {m.name: m.recipe.name for m in octavo.summary(module).modules}
+        assert found == {name: "mx" if name == chosen else "dynamic" for name in names}
+        octavo.set_recipe(module, DYNAMIC)
+        assert octavo.set_recipe(module, RecipeMap(DYNAMIC, {chosen: MX})) is module
+        assert {m.name: m.recipe.name for m in octavo.summary(module).modules} == found

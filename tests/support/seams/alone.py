@@ -109,7 +109,9 @@ def optimizer_first(made: Made) -> None:
     made.train()
 
 
-situation("GradScaler", LOOP, exceptions={"updates in backward": KNOWN_LATE})(Made.train_scaled)
+for name, overflows in {"GradScaler": False, "GradScaler, an overflow": True}.items():
+    add = situation(name, LOOP, exceptions={"updates in backward": KNOWN_LATE})
+    add(functools.partial(Made.train_scaled, overflows=overflows))
 
 
 @situation(
@@ -323,7 +325,7 @@ def _compiled(made: Made, tokens: tuple[int, ...] = (16, 16, 16), **options: Any
 
 ROUNDED = Sound(10, "inductor's fused sums are rounded otherwise")
 IN_EAGER = functools.partial(_compiled, backend="aot_eager")
-situation("torch.compile", COMPILED)(IN_EAGER)
+situation("torch.compile", COMPILED)(functools.partial(IN_EAGER, fullgraph=True))
 situation("torch.compile(dynamic=True)", COMPILED)(functools.partial(IN_EAGER, tokens=(16, 24, 40), dynamic=True))
 situation("torch.compile with inductor", COMPILED, verdict=ROUNDED, slow=True)(_compiled)
 

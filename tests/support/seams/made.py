@@ -221,19 +221,26 @@ class Made:
             self.gradients(**how)
             self.update(zero_to_none, by)
 
-    def train_scaled(self) -> None:
-        """By a GradScaler; a twin's gradients are divided by hand."""
+    def train_scaled(self, overflows: bool = False) -> None:
+        """By a GradScaler; a twin's gradients are divided by hand. ``overflows``: a first step, which is skipped."""
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         self.scale = scaler.scale(torch.ones(()))
 
         def divide() -> None:
             for p in () if self.is_library else self.with_gradients():
-                p.grad /= 2.0**10
+                p.grad /= self.scale
 
         def step(optimizer: Any) -> None:
             scaler.step(optimizer)
             scaler.update()
 
+        if overflows:
+            self.begin()
+            (self.loss(self.call(self.data(9))) * torch.inf).backward()
+            for optimizer in self.optimizers if self.is_library else ():
+                step(optimizer)
+            self.model.zero_grad()
+            self.scale = self.scale / 2
         self.train(by=step if self.is_library else None, complete=divide)
 
     def train_clipped(self) -> None:

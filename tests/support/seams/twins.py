@@ -116,7 +116,7 @@ class Casts:
                 amaxes[role] = torch.cat([seen[role : role + 1], amaxes[role, :-1]])
                 found = amaxes[role].max() if recipe.delayed.reduce == "max" else amaxes[role, 0]
                 how = delayed.format.max, delayed.power_of_two, delayed.margin
-                scale[role] = definitions.scale_of(float(found), *how, float(scale[role]) or 1.0)
+                scale[role] = definitions.scale_of(float(found), *how, float(scale[role]))
 
 
 @functools.lru_cache(256)
