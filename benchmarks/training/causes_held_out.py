@@ -1,7 +1,7 @@
 """The second draw of kinds of fault: what users meet, and the first 32 lack.
 
-They were written down before the second rules of octavo.inspect were made, and run once after that. Then they were opened:
-the rules of today were made with them.
+They were written down before the second rules of octavo.inspect were made, and run once after that. Then they were
+opened: today's rules were made with them.
 """
 
 from __future__ import annotations

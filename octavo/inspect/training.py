@@ -437,8 +437,9 @@ class Training:
         if over.any():
             place = int(np.where(over, values, -1).max(axis=0).argmax())
             begins, worst = stretch(over[:, place], values[:, place])
-            numbers = {name: float(of[worst, place]) for name, of in self.of.items()}
-            many = f"in {over[worst].sum()} of {len(self.names)} weights"
+            numbers = {name: float(its[worst, place]) for name, its in self.of.items()}
+            of = "layers" if len(over[0]) == len(self.layers) else "weights"
+            many = f"in {over[worst].sum()} of {len(over[0])} {of}"
             steps, value = (self.steps[begins], self.steps[worst]), float(values[worst, place])
             yield *steps, self.names[place], value, numbers, many
 

@@ -150,7 +150,7 @@ def sample(weights: Weights, optimizer: torch.optim.Optimizer | None) -> Samples
 class Updates:
     """What recorded steps change of weights: MOVED of each, which their optimizer's step is read before and after.
 
-    Where no optimizer is given, or its ``step`` is not called, the step's begin and end are compared.
+    Where no optimizer is given, or its ``step`` is not called or compiled, the step's begin and end are compared.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -175,7 +175,7 @@ class Updates:
 
     @torch.no_grad()
     def _before_update(self) -> None:
-        if self._weights and self._gradients is None:
+        if not torch.compiler.is_compiling() and self._weights and self._gradients is None:
             self._before = sample(self._weights, self.optimizer)
             found = [_gradient(each) for each in self._weights]
             nothing = next((one[:0] for one in found if one is not None), self._before[1][0, 0, :0])
@@ -183,7 +183,7 @@ class Updates:
             self._gradients = [len(one) for one in all], _together(all)
 
     def _after_update(self) -> None:
-        if self._weights:
+        if not torch.compiler.is_compiling() and self._weights:
             self._moved = self._since()
 
     def end(self) -> Tensor:
