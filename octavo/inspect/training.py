@@ -389,6 +389,7 @@ class Training:
         yield from self._overwritten(written)
         over = (written > LIMITS["overwritten"]).any(axis=1)
         jumps[over], risen[over], norms[over] = np.nan, np.nan, np.nan
+        risen[:FEW], norms[:FEW] = np.nan, np.nan  # too little to compare with
         yield from self._jump(jumps, risen, norms[:, 0])
 
     def _overwritten(self, written: Any) -> Iterator[Finding]:
