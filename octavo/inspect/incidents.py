@@ -30,7 +30,8 @@ LATER = 10  # what hurts the whole training explains what begins within so many
 BETWEEN, DATA, FORWARD, LOSS, BACKWARD, UPDATE, AFTER = range(7)  # the parts of a step, in order
 PARTS = {
     **dict.fromkeys(
-        ("decay", "warm-up", "learning rate", "state", "untied", "dead rows", "overwritten", "ranks"), BETWEEN
+        ("decay", "warm-up", "learning rate", "options", "state", "untied", "dead rows", "overwritten", "ranks"),
+        BETWEEN,
     ),
     **dict.fromkeys(("batch", "repeats"), DATA),
     "logits": FORWARD,
@@ -41,7 +42,18 @@ OF_ROLES = {"input": FORWARD, "grad_output": BACKWARD, "weight": AFTER}
 # kinds that hurt the whole training
 WHOLE = {*PARTS} - {"decay", "frozen", "unmoved", "second moments", "dead rows"} | {"nonfinite"}
 OF_A_STEP = ("batch", "gradients", "jump")
-FROM_OUTSIDE = ("decay", "warm-up", "learning rate", "state", "untied", "dead rows", "overwritten", "ranks", "repeats")
+FROM_OUTSIDE = (
+    "decay",
+    "warm-up",
+    "learning rate",
+    "options",
+    "state",
+    "untied",
+    "dead rows",
+    "overwritten",
+    "ranks",
+    "repeats",
+)
 TOO_MUCH = ("dead rows", "learning rate", "warm-up", "gradients")  # what else changes a weight that much
 SYMPTOMS = ("batch", "labels", "gradients", "jump")  # which a severe cast explains
 
@@ -165,7 +177,7 @@ def incidents(record: Record, found: Sequence[Finding]) -> list[Finding]:
         if effect.kind in FROM_OUTSIDE and cause.severity < MOST_SEVERE:
             return records <= SOON and effect.kind == "overwritten" and cause.kind in TOO_MUCH
         if cause.kind in WHOLE and (cause.level != "note" or effect.level == "note"):
-            is_over = cause.kind in OF_A_STEP and cause.severity < MOST_SEVERE
+            is_over = cause.kind in OF_A_STEP and cause.worst == cause.begins and cause.severity < MOST_SEVERE
             return records <= (SOON if is_over else LATER) and not (first and cause.kind in OF_A_STEP)
         if records > SOON:
             return False

@@ -5,8 +5,8 @@ A killed run, too, leaves a readable record:
     record.json         the form of the record, and who wrote it
     rows-<step>.json    which casts the rows of counts are of, from this step on: a new file where recipes change
     counts-<step>.npz   NumPy arrays, a file for each recorded step: sums [rows, 7], extremes [rows, 3], exponents
-                        [rows, 64] (kernels/reference/cast_statistics.py), moved [weights, 11] (weights.py); for experts
-                        also what recorder.kept lists
+                        [rows, 64] (kernels/reference/cast_statistics.py), moved [weights, 18] (weights.py), the same of
+                        others, which are parameters by name; for experts also what recorder.kept lists
     steps.jsonl         a line of JSON for each step, {"step": 12, "loss": 1.9, ...}, and for each event,
                         {"step": 12, "event": "switch", "text": "fp8: 20 % of the steps"}
 
@@ -20,7 +20,7 @@ import importlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -114,6 +114,10 @@ OF_WEIGHTS = {
     "master_update": "root mean square of what a step changes of a master that the optimizer keeps besides the weight",
     "master_resolution": "that, over the root mean square of the distance between numbers of the weight's dtype",
     "master_changed": "share of that master's numbers that the step changes",
+    "size": "root mean square of the weight after the step",
+    "gradient": "that of the gradient, as the optimizer gets it",
+    "outside": "that of what changed in the step before the optimizer's: by something else",
+    "second_moment": "mean of an optimizer's second moment, if it is a plain tensor",
 }
 
 
@@ -174,6 +178,8 @@ class Record:
         scalars: by name, a pair of the steps and their numbers.
         events: (step, kind, text).
         experts: None if no layer is of experts.
+        others: names of all other parameters: biases, norms' weights, embeddings.
+        of_others: as ``weights``, each [steps, others].
         lowest: -48.
 
     Example:
@@ -197,6 +203,8 @@ class Record:
     scalars: dict[str, tuple[list[int], list[float]]]
     events: list[tuple[int, str, str]]
     experts: OfExperts | None = None
+    others: list[str] = field(default_factory=list)
+    of_others: dict[str, Any] = field(default_factory=dict)
     lowest: ClassVar[int] = LOWEST
 
     @property
@@ -264,6 +272,7 @@ def load(folder: str | Path) -> Record:
     of_worst = {name: values.copy() for name, values in counts.items()} if tokens else counts
     worst, beyond = np.full(shape, -1), np.zeros(shape, dtype="int64")
     moved = np.zeros((len(files), len(layers), len(MOVED)))
+    others: dict[str, Any] = {}
     for at, (step, path) in enumerate(files.items()):
         begun = max((begun for begun in tables if begun <= step), default=None)
         if begun is None:
@@ -279,14 +288,19 @@ def load(folder: str | Path) -> Record:
                 worst[at, of_experts], beyond[at, of_experts] = arrays["worst"].T
                 for layer, its in by_layer(rows, arrays["tokens"]).items():
                     tokens[layer][at] = its
-            moved[at, [layers.index(layer) for layer in dict.fromkeys(row.layer for row in rows)]] = arrays["moved"]
+            its = [layers.index(layer) for layer in dict.fromkeys(row.layer for row in rows)]
+            moved[at, its, : arrays["moved"].shape[1]] = arrays["moved"]  # an older octavo wrote fewer columns
+            for name, its in zip(arrays["others"], arrays["others_moved"], strict=True) if "others" in arrays else ():
+                others.setdefault(str(name), np.zeros((len(files), len(MOVED))))[at] = its
     scalars, events = _steps(folder)
     measures, experts = measures_of(list(places), counts["sums"], counts["extremes"]), None
     if tokens:
         measures_of_worst = measures_of(list(places), of_worst["sums"], of_worst["extremes"])
         experts = OfExperts(measures_of_worst, of_worst["exponents"], worst, beyond, tokens)
     exponents, weights = counts["exponents"], of_weights(moved)
-    return Record(list(places), list(files), measures, exponents, layers, weights, scalars, events, experts)
+    of_others = of_weights(np.stack([*others.values()], 1)) if others else {}
+    every = list(places), list(files), measures, exponents, layers, weights, scalars, events, experts
+    return Record(*every, [*others], of_others)
 
 
 @contextlib.contextmanager
@@ -328,7 +342,7 @@ def measures_of(rows: Sequence[Row], sums: Any, extremes: Any) -> dict[str, Any]
 
 
 def of_weights(moved: Any) -> dict[str, Any]:
-    """OF_WEIGHTS from counts [..., layers, 11]."""
+    """OF_WEIGHTS from counts [..., layers, 18]."""
     np = numpy()
     sums = dict(zip(MOVED, np.moveaxis(moved, -1, 0), strict=True))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -343,6 +357,10 @@ def of_weights(moved: Any) -> dict[str, Any]:
             np.sqrt(sums["master_update"] / masters),
             np.sqrt(np.where(sums["masters"] > 0, sums["master_update"] / sums["grid"], np.nan)),
             sums["master_changed"] / masters,
+            np.sqrt(sums["weight"] / sums["elements"]),
+            np.sqrt(sums["gradient"] / sums["gradients"]),
+            np.sqrt(sums["outside"] / sums["seen"]),
+            sums["second"] / sums["seconds"],
         )
     return dict(zip(OF_WEIGHTS, found, strict=True))
 

@@ -19,8 +19,9 @@ from octavo.inspect.findings import severities
 from octavo.inspect.record import RecordWriter, by_layer, measures_of, numpy, of_weights
 from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
-from octavo.inspect.weights import Samples, count_weights, facts_of, moved_since, sample, tied_of
+from octavo.inspect.weights import Updates, count_weights, facts_of, others_of, tied_of
 from octavo.kernels.arguments import SUMS
+from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import to_json
 from octavo.tensor.fsdp2 import whole
 
@@ -36,6 +37,7 @@ class _InFlight(NamedTuple):
     scalars: list[tuple[int, str, Scalar]]  # those that are tensors are also in ``tensors``, one after the other
     tensors: dict[str, Tensor]
     event: Any
+    others: Sequence[str]  # names of parameters that are no layer's
 
 
 class Recorder:
@@ -100,8 +102,9 @@ class Recorder:
         with self._ranks.together():
             self._writer = RecordWriter(Path(to), step) if self._ranks.rank == 0 else None
         self._written: Table | None = None
-        self._tied = tied_of(model)
-        self._samples: Samples | None = None
+        self._tied, self._updates = tied_of(model), Updates(optimizer)
+        self._options: dict[str, Scalar] = {}  # of the optimizer, as they were written last
+        self._others: list[str] = []
         self._scalars: list[tuple[int, str, Scalar]] = []
         self._readings: list[_InFlight] = []
         self._switches = 0 if schedule is None else len(schedule.switches)
@@ -116,7 +119,11 @@ class Recorder:
         """
         if self._goes_on:
             facts = facts_of(self.optimizer) if self._is_recorded else {}
-            self._keep({**facts, "loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: self._left_out()})
+            changed = {
+                name: of for name, of in facts.items() if isinstance(of, Tensor) or self._options.get(name) != of
+            }
+            self._options |= {name: of for name, of in changed.items() if " of group " in name}
+            self._keep({**changed, "loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: self._left_out()})
         for switch in () if self.schedule is None else self.schedule.switches[self._switches :]:
             self.event("recovery" if switch.phase < 0 else "switch", f"{switch.name}: {switch.reason}")
             self._switches += 1
@@ -141,6 +148,7 @@ class Recorder:
     def close(self) -> None:
         """Write what is on its way to the host, and leave the model as it was."""
         self._table.attach(False)
+        self._updates.close()
         if self._scalars:
             self._read({})
         for reading in self._readings:
@@ -191,7 +199,7 @@ class Recorder:
     def _begin(self) -> None:
         if not self._is_recorded:
             return self._table.attach(False)
-        if not self._table.is_of(self.model):
+        if is_new := not self._table.is_of(self.model):
             self._table.attach(False)
             self._tabulate()
         for names in sorted(self._tied - tied_of(self.model)):
@@ -199,19 +207,22 @@ class Recorder:
             self._tied.discard(names)
         self._table.attach(True)
         if self._table.rows:
-            self._samples = sample(self._table.layers, self.optimizer)
+            before, others = self._others, others_of(self.model, self._table.layers)
+            self._others = [*others]
+            weights: list[RecipeModule | nn.Parameter] = [
+                *(module for module, _ in self._table.layers),
+                *others.values(),
+            ]
+            self._updates.begin(weights, is_as_before=self._others == before and not is_new)
 
     def _tabulate(self) -> None:
         self._table, self._recipes = Table(self.model), own_recipes(self.model)
-        self._last: Samples | None = None  # after the last recorded step
 
     @torch.no_grad()
     def _count(self) -> dict[str, Tensor]:
         table = self._table
         count_weights(table.layers, self._ranks)
-        assert self._samples is not None
-        moved, self._last = moved_since(self._samples, table.layers, self.optimizer, self._last)
-        self._samples = None
+        moved = self._updates.end()
         sums, extremes = self._ranks.sum(table.sums).clone(), self._ranks.largest(table.extremes).clone()
         table.sums.zero_()
         table.extremes.zero_()
@@ -228,7 +239,7 @@ class Recorder:
             pinned = {name: torch.empty_like(t, device="cpu", pin_memory=True) for name, t in tensors.items()}
             tensors = {name: pinned[name].copy_(t, non_blocking=True) for name, t in tensors.items()}
             event = torch.cuda.current_stream(device).record_event()
-        self._readings.append(_InFlight(self._step, self._table, scalars, tensors, event))
+        self._readings.append(_InFlight(self._step, self._table, scalars, tensors, event, self._others))
 
     def _write(self, reading: _InFlight) -> None:
         if self._writer is None:
@@ -252,8 +263,10 @@ class Recorder:
                     if self._recipes is not None:
                         self._writer.write(RECIPES, to_json(self._recipes))
                 found = {name: tensor.numpy() for name, tensor in reading.tensors.items()}
-                counts = kept(reading.table.rows, found["sums"], found["extremes"]) | {"moved": found["moved"]}
-                self._writer.add_counts(reading.step, counts)
+                layers, names = len(reading.table.layers), reading.others
+                counts = kept(reading.table.rows, found["sums"], found["extremes"]) | {"moved": found["moved"][:layers]}
+                others = {"others": self._writer.numpy.array(names, dtype=str), "others_moved": found["moved"][layers:]}
+                self._writer.add_counts(reading.step, counts | others)
                 if self.on_record is not None:
                     rows.setdefault(reading.step, {}).update(_named(reading.table.rows, counts))
         if self.on_record is not None:

@@ -129,7 +129,7 @@ def to_json(
         "weights": [row for place in range(len(record.layers)) for row in _weights(record, place, starts)],
         "exponents": [_exponents(worst, place, findings) for place in range(len(record.rows))],
         "loads": [{**asdict(load), "mean": sum(load.tokens) / len(load.tokens)} for load in record.loads()],
-        "scalars": {name: _curve(*pair) for name, pair in record.scalars.items()},
+        "scalars": _curves(record),
         "what_if": what_if,
         "events": [{"step": step, "kind": kind, "text": text} for step, kind, text in record.events],
     }
@@ -151,7 +151,7 @@ def _against(findings: Sequence[Finding], other: Against) -> dict[str, Any]:
         "states": [state for state, _ in found[: len(findings)]],
         "gone": [_finding(each) for _, each in found[len(findings) :]],
         "casts": [_casts(worst, layer, role, one) for layer in record.layers for role in ROLES],
-        "scalars": {name: _curve(*pair) for name, pair in record.scalars.items()},
+        "scalars": _curves(record),
     }
 
 
@@ -250,6 +250,12 @@ def _window(format: Format, scale_inv: float, of: str) -> dict[str, Any]:
         return {"format": f"{format}{of}", "low": None, "normal": None, "high": None}
     ends = {"low": format.smallest_subnormal / 2, "normal": format.smallest_normal, "high": format.max}
     return {"format": f"{format}{of}", **{name: math.log2(end * scale_inv) for name, end in ends.items()}}
+
+
+def _curves(record: Record) -> dict[str, list[dict[str, float]]]:
+    """Each number by step; of a group's options those that change."""
+    found = record.scalars.items()
+    return {name: _curve(*pair) for name, pair in found if " of group " not in name or len(pair[0]) > 1}
 
 
 def _curve(steps: Sequence[int], values: Sequence[float]) -> list[dict[str, float]]:

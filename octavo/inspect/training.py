@@ -1,6 +1,8 @@
 """What is wrong in a record outside of its casts: data, loss, learning rate, optimizer, weights and moments.
 
-Thresholds are of the open faults of benchmarks/training/causes.py alone.
+Most rules compare a quantity with its own earlier records, with other layers' in the same step, or with what another
+quantity lets it be: an optimizer's step with the weight, a moment with the gradient. Limits are by all open faults of
+benchmarks/training/causes.py and causes_held_out.py.
 """
 
 from __future__ import annotations
@@ -8,24 +10,28 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from bisect import bisect_left
+import warnings
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import Any
 
 from octavo.inspect.incidents import Finding, level_of, severity_of, stretch
-from octavo.inspect.record import Record, numpy
+from octavo.inspect.record import OF_WEIGHTS, Record, numpy
 from octavo.inspect.remedies import called
 from octavo.scaling.recipe import ROLES
 
 LIMITS = {
     "learning rate": 2.0,  # times the highest before, after a step that hardly raised it
+    "options": 2.0,  # times another option of the optimizer, which had not changed in the step before
+    "decay": 0.02,  # what weight decay takes of a weight in a step
+    "state": 1.3,  # times what a moment can be by its last value and the gradient, or the other way round
     "warm-up": 0.1,  # what the very first step changes of a weight, over its root mean square: most layers' median
     "loss": 4.0,  # a loss above those before, over the usual difference of two steps; a mean of some, over its error
     "labels": 0.05,  # how much higher the loss stays, over what it was before
     "repeats": 0.25,  # the curvature of the loss over that of the steps before
-    "overwritten": 0.03,  # what changed of a weight without an update of its size, over the weight's root mean square
-    "gradients": 8.0,  # a step's update over the median of those before, as the gradients' norm rose
-    "jump": 8.0,  # the same, as nothing recorded rose
+    "overwritten": 0.03,  # what something but the optimizer changed of a weight, over the weight's root mean square
+    "gradients": 3.0,  # the gradients over the largest before, as updates rose with them; of a single layer, ALONE
+    "jump": 8.0,  # a step's update over the median of those before, as neither gradients nor the learning rate rose
     "frozen": 0.0,  # what a step changes of a weight
     "dead rows": 1e-4,  # share of a weight's numbers that became 0
     "dead units": 0.9,  # share of an input's numbers that became 0
@@ -35,6 +41,9 @@ LIMITS = {
     "unmoved": 0.9,  # share of a weight's numbers that a step does not change
     "second moments": 1e-2,  # share of them flushed
 }
+ALONE = 8.0  # times, of one layer while the others are as before
+COLLAPSED = 30.0  # a learning rate falls to less than one in so many, and stays there
+GROUP, DECOUPLED = " of group ", "decoupled_weight_decay of group "
 RATES = ("lr", "learning_rate")  # names under which the learning rate is recorded, the second by transformers' Trainer
 BEFORE = 8  # a jump is measured against the median of so many records
 FEW = 3  # records or steps in a row that something has to last
@@ -44,10 +53,11 @@ RESTORE = "load weights and optimizer from the last checkpoint before that step"
 WRITTEN = f"{RESTORE}; find what wrote them"
 ANEW = "give these units their initial weights anew; look for what masks them, and at the bias before"
 RECOVERY = "octavo.schedule.Recovery(octavo.schedule.Phase(octavo.recipes.high_precision()))"
+FROZEN = "requires_grad, a group of the optimizer, and no detach() or no_grad() behind it: a weight that trains has all"
 LOOK = "look at the data of that step, and leave out what is not as the rest"
 
 
-ONCE = ("learning rate", "state", "batch", "overwritten", "ranks", "gradients", "jump", "untied", "labels")
+ONCE = ("learning rate", "options", "state", "batch", "overwritten", "ranks", "gradients", "jump", "untied", "labels")
 Worst = tuple[int, int, str, float, dict[str, float], str]  # Finding's begins and worst, layer, value, numbers; where
 
 
@@ -63,12 +73,37 @@ class Training:
     def findings(self) -> Iterator[Finding]:
         """All of them, in no order."""
         if self.steps and self.layers:
-            self.rms = self.np.stack([self._measure("rms", layer, "weight") for layer in self.layers], 1)
-            yield from itertools.chain(
-                *(self._learning_rate(), self._optimizer(), self._warmup(), self._loss(), self._repeats()),
-                *(self._nonfinite(), self._scale_too_low(), self._untied(), self._dead(), self._weights()),
-                *(self._small(), self._idle(), self._logits()),
+            rules = (
+                *(self._tabulate, self._learning_rate, self._options, self._optimizer, self._state, self._warmup),
+                *(self._loss, self._repeats, self._nonfinite, self._scale_too_low, self._untied, self._dead),
+                *(self._weights, self._frozen, self._small, self._idle, self._logits),
             )
+            with self.np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # of medians where nothing is recorded
+                yield from itertools.chain(*(rule() or () for rule in rules))
+
+    def _tabulate(self) -> None:
+        """What is recorded of all parameters, [steps, names]: those of the layers, and then the others."""
+        np, record = self.np, self.record
+        self.names = [*self.layers, *(name.removesuffix(".weight") for name in record.others)]
+        shape, self.of = (len(self.steps), len(self.names)), {}
+        for name in OF_WEIGHTS:
+            self.of[name] = np.full(shape, np.nan)
+            if name in record.weights:
+                self.of[name][:, : len(self.layers)] = record.weights[name]
+            if name in record.of_others:
+                self.of[name][:, len(self.layers) :] = record.of_others[name]
+        self.rms = np.stack([self._measure("rms", layer, "weight") for layer in self.layers], 1)
+        sizes = self.of["size"][:, : len(self.layers)]
+        np.copyto(sizes, self.rms, where=~(sizes > 0))  # as an older octavo recorded none
+        self.gaps = np.diff(self.steps, prepend=self.steps[0] - 1)[:, None]
+
+    def _earlier(self, values: Any, of: Any = None) -> Any:
+        """The median (or what else ``of`` takes) of up to BEFORE earlier records; nan for the first two."""
+        found = self.np.full(values.shape, self.np.nan)
+        for at in range(2, len(values)):
+            found[at] = (of or self.np.nanmedian)(values[max(0, at - BEFORE) : at], axis=0)
+        return found
 
     def _found(
         self,
@@ -103,41 +138,107 @@ class Training:
 
     # --- numbers of each step
 
+    def _filled(self, name: str) -> tuple[list[int], list[float]]:
+        """A number's steps and values; for an option, which is written where it changes, those of all records."""
+        steps, values = self.record.scalars[name]
+        if GROUP not in name or len(values) == len(self.steps):
+            return steps, values
+        return self.steps, [values[max(0, bisect_right(steps, step) - 1)] for step in self.steps]
+
     def _learning_rate(self) -> Iterator[Finding]:
-        steps, values = self.rate
-        for at in range(2, len(values)):
-            top = max(values[:at])
-            if values[at - 1] <= 1.2 * values[at - 2] and top > 0 and values[at] > LIMITS["learning rate"] * top:
-                times, text = values[at] / top, f"the learning rate rises from {top:.3g} to {values[at]:.3g}"
+        """The first learning rate, of the run or of a group, that falls below 0, rises again, is 0, or collapses."""
+        names = [name for name in self.record.scalars if name.split(GROUP)[0] in RATES]
+        found = [self._rate(name.partition(GROUP)[2], *self._filled(name)) for name in names]
+        known = [each for each in found if each is not None]
+        yield from sorted(known, key=lambda each: (each.begins, -each.severity))[:1]
+
+    def _rate(self, group: str, steps: list[int], values: list[float]) -> Finding | None:
+        what = f"the learning rate{f' of group {group}' if group else ''}"
+        flat, times, remedy, advice = 0, 8.0, "look at the schedule's length and end: what lr does it give?", ""
+        for at, value in enumerate(values):
+            then, top, ends = values[max(0, at - 1)], max(values[: flat + 1]), values[at : at + FEW + 1]
+            highest, lasts = max(values[:at], default=math.inf), len(ends) > FEW
+            jumps = at > 1 and then <= 1.2 * values[at - 2] and value > LIMITS["learning rate"] * highest > 0
+            if value < 0:
+                text, expected = f"{what} is below 0: {value:.3g}", "each such step goes uphill"
+            elif lasts and not any(ends):
+                text, expected = f"{what} is 0", "it trains on"
+            elif lasts and 0 < max(ends) < min(then / COLLAPSED, 1.5 * min(ends)):
+                text, expected = f"{what} falls from {then:.3g} to {value:.3g}", "it trains on"
+            elif jumps or (0 < flat < at and value > LIMITS["learning rate"] * top > 0):
+                at, top = (at, highest) if jumps else (flat + 1, top)
+                times = max(values[at:]) / top / LIMITS["learning rate"]
+                text, advice = f"{what} rises from {top:.3g} to {max(values[at:]):.3g}", f"keep it at {top:.3g}"
                 remedy = f'for group in optimizer.param_groups: group["lr"] = min(group["lr"], {top:.3g})'
                 expected = "the rate of the steps before; look at the schedule and at what resumed the run"
-                what = steps[at], times / LIMITS["learning rate"], text, remedy, expected
-                yield self._found("learning rate", *what, advice=f"keep it at {top:.3g}")
-                break
-        for at in range(len(values) - FEW):
-            if not any(values[at : at + FEW + 1]):
-                remedy = "give the optimizer a learning rate: lr is 0 in all its groups; look at the schedule's length"
-                yield self._found("learning rate", steps[at], 8, "the learning rate is 0", remedy, "it trains on")
-                break
+            else:
+                flat = at if at and value <= then else flat
+                continue
+            return self._found("learning rate", steps[at], times, text, remedy, expected, advice=advice)
+        return None
+
+    def _options(self) -> Iterator[Finding]:
+        """Other options of the optimizer's groups that leap, and a weight decay that takes too much in a step."""
+        for name in self.record.scalars:
+            option, _, group = name.partition(GROUP)
+            if not group or option in RATES:
+                continue
+            steps, values = self._filled(name)
+            of = [1 - value if option.split()[0] in ("betas", "momentum", "alpha") else value for value in values]
+            kind, place = (
+                "decay" if option == "weight_decay" else "options",
+                f'optimizer.param_groups[{group}]["{option}"]',
+            )
+            for at in range(1, len(of)):
+                low, high = sorted(of[at - 1 : at + 1])
+                times = high / low / LIMITS["options"] if low > 0 else 8 * (high > low)
+                if of[at - 1] == of[max(0, at - 2)] and times > 1:
+                    was, now = f"{values[at - 1]:.3g}", f"{values[at]:.3g}"
+                    text, advice = f"{option} of group {group} changes from {was} to {now}", f"keep it at {was}"
+                    yield self._found(kind, steps[at], times, text, f"{place} = {was}", advice=advice)
+                    return
+            if kind == "decay" and f"lr{GROUP}{group}" in self.record.scalars and not self._is_coupled(group):
+                taken = max(a * b for a, b in zip(values, self._filled(f"lr{GROUP}{group}")[1], strict=True))
+                if taken > LIMITS["decay"]:
+                    text = f"weight decay takes {called(taken)} of the weights of group {group} in a step"
+                    yield self._found(
+                        kind, steps[0], taken / LIMITS["decay"], text, f"{place} = 0.1", advice="lower it"
+                    )
+
+    def _is_coupled(self, group: str) -> bool:
+        """Whether Adam's second moments divide a group's weight decay too."""
+        return bool(self._scalar(f"betas 0{GROUP}{group}")[1]) and self._scalar(DECOUPLED + group)[1][:1] != [1]
 
     def _optimizer(self) -> Iterator[Finding]:
         for (_, then), (step, now) in itertools.pairwise(zip(*self._scalar("state_age"), strict=True)):
             if now < then:
-                text = f"the optimizer's state is new: it has seen {now:.0f} steps, after {then:.0f}"
-                remedy = 'optimizer.load_state_dict(checkpoint["optimizer"])  # where the run resumes'
-                yield self._found("state", step, 8, text, remedy, "moments go on as they were", advice="load it")
+                what = f"the optimizer's state is new: it has seen {now:.0f} steps, after {then:.0f}"
+                yield self._of_state(step, what)
         steps, counts = self._scalar("decayed_vectors")
         if counts and counts[0]:
             text = f"weight decay pulls {counts[0]:.0f} biases and norms' weights to 0"
             remedy = "give parameters of one dimension a group of their own with weight_decay=0"
             yield self._found("decay", steps[0], 1, text, remedy, "matrices decay, biases and norms do not")
 
+    def _of_state(self, step: int, text: str) -> Finding:
+        remedy = 'optimizer.load_state_dict(checkpoint["optimizer"])  # where the run resumes'
+        return self._found("state", step, 8, text, remedy, "moments go on as they were", advice="load it")
+
+    def _state(self) -> Iterator[Finding]:
+        """Second moments that can't be a mean of their last values and squares of the gradient."""
+        values, squares = self.of["second_moment"], self.of["gradient"] ** 2
+        if (name := f"betas 1{GROUP}0") in self.record.scalars:
+            kept, limit = self.np.array(self._filled(name)[1])[1:, None] ** self.gaps[1:], LIMITS["state"]
+            now, then, is_next = values[1:], values[:-1], self.gaps[1:] == 1
+            off = (now * limit < kept * then) | (is_next & (now > 5 * limit * self.np.fmax(then, squares[1:])))
+            for at in self.np.flatnonzero(off.mean(axis=1) > 0.5)[:1]:
+                yield self._of_state(self.steps[at + 1], "something but the optimizer wrote its moments")
+
     def _warmup(self) -> Iterator[Finding]:
         ages, rates = self._scalar("state_age")[1], self.rate[1]
         if not rates or not ages or ages[0] > 1 or rates[0] < max(rates) / 2:
             return
-        with self.np.errstate(divide="ignore", invalid="ignore"):
-            share = float(self.np.median(self.np.nan_to_num(self.record.weights["update"][0] / self.rms[0])))
+        share = float(self.np.median(self.np.nan_to_num(self.record.weights["update"][0] / self.rms[0])))
         if share > LIMITS["warm-up"]:
             text = f"the first step, without a warm-up, changes most weights by {called(share)} of their size"
             remedy = f"let the learning rate rise to {max(rates):.3g} over the first steps: a warm-up"
@@ -151,7 +252,11 @@ class Training:
             before = self.np.median(loss[at - 6 : at])
             changes = self.np.abs(self.np.diff(loss[max(0, at - 16) : at]))
             usual = max(1.5 * float(self.np.median(changes)), 0.05 * abs(before))
-            rise = loss[at] - before
+            rise, below = loss[at] - before, min(loss[:at]) - loss[at]
+            if below > LIMITS["loss"] * usual:
+                text = f"the loss fell at once, from {loss[at - 1]:.3g} to {loss[at]:.3g}: batches are other, or easier"
+                yield self._found("labels", steps[at], below / usual / LIMITS["loss"], text, LOOK)
+                break
             if not (math.isfinite(rise) and rise > LIMITS["loss"] * usual > 0):
                 at += 1
                 continue
@@ -205,6 +310,9 @@ class Training:
         elif 0 in inputs:
             kind, text = "batch", "the batch, or what embeds it, brings inf or NaN to the first layer"
             remedy, expected = f"{LOOK}; then {RESTORE}", "the other layers had none before"
+        elif inputs and self._is_rare(at, names[inputs[0]]):
+            where, remedy, advice = (names[inputs[0]], "input"), RECOVERY, "leave out such steps"
+            text = "gets inf or NaN in fewer numbers than one of each row: an activation, and no weight, made them"
         elif inputs or (not math.isfinite(of_step.get(step, 0.0)) and gradients):
             where = names[inputs[0] - 1 if inputs else last], "weight"
             then = names[inputs[0]] if inputs else "the loss"
@@ -222,6 +330,14 @@ class Training:
             where = (names[weights[0]], "weight") if len(weights) == 1 else where
             text = f"{'has inf or NaN in its weight' if where[0] else 'inf or NaN are in the weights'} {after}"
         yield self._found(kind, step, math.inf, text, remedy, expected, where, advice=advice)
+
+    def _is_rare(self, at: int, layer: str) -> bool:
+        """Whether a layer's input has inf or NaN in less than half of its rows, as no weight before it would make."""
+        row = self.places[layer, "input"]
+        of = self.record.of_worst.measures
+        sizes = [float(self.np.nanmax(self._measure("elements", layer, role))) for role in ROLES]
+        features = self.record.rows[row].features or math.sqrt(sizes[0] * sizes[1] / sizes[2])
+        return float(of["nonfinite"][at, row]) * features < 0.5
 
     def _of_loss_scale(self, what: str, at: int, times: float, how: str) -> Finding:
         steps, values = self._scalar("loss_scale")
@@ -246,33 +362,35 @@ class Training:
                 yield self._found(kind, step, 8, *what, "one parameter, which the optimizer trains", (layer, ""))
 
     def _weights(self) -> Iterator[Finding]:
-        """Weights that something but an update wrote, updates that jump, and weights without any."""
-        np, weights = self.np, self.record.weights
-        updates, between, rms = weights["update"], weights["between"], np.concatenate([self.rms[:1], self.rms[:-1]])
-        usual, risen = np.full_like(updates, np.nan), np.ones((len(updates), 1))
-        norms = np.array([self.norms.get(step, np.nan) for step in self.steps])
-        for at in range(2, len(updates)):
-            usual[at] = np.median(updates[max(0, at - BEFORE) : at], axis=0)
-            risen[at] = np.fmax(1, norms[at] / np.median(norms[max(0, at - BEFORE) : at]))
-        gaps = np.diff(self.steps, prepend=self.steps[0])[:, None] - 1
-        with np.errstate(divide="ignore", invalid="ignore"):
-            jumps = np.where(usual > 0, updates / usual, np.nan)
-            most = np.maximum(np.nan_to_num(usual), updates) * 3 * np.maximum(gaps, 0)
-            alone = jumps > LIMITS["jump"] * np.maximum(1, np.median(np.nan_to_num(jumps), axis=1, keepdims=True))
-            large = (updates > rms / 2) & (jumps > np.maximum(LIMITS["jump"], 2 * risen))
-            written = np.where(alone | large, updates, 0) / rms
-            written = np.nan_to_num(np.maximum(written, (between - most) / rms), posinf=1e30)
+        """Weights that something but an update wrote, and gradients and updates that leap."""
+        np, of = self.np, self.of
+        size, updates, many = of["size"], of["update"], len(self.layers)
+        before = np.concatenate([size[:1], size[:-1]])
+        at, rate = self.rate  # of each record; 1 where it is not recorded
+        rates = np.array([rate[max(0, bisect_right(at, step) - 1)] if at else 1.0 for step in self.steps])[:, None]
+        rates = np.where(rates > 0, rates, 1.0)
+        usual, ratio = self._earlier(updates / rates) * rates, self.rms / size[:, :many]
+        jumps = np.where(usual > 0, updates / np.fmax(usual, self._earlier(updates)), np.nan)
+        risen = of["gradient"] / self._earlier(of["gradient"])
+        norms = np.array([self.norms.get(step, np.nan) for step in self.steps])[:, None]
+        norms = norms / self._earlier(norms)
+        risen = np.where(np.isnan(risen), np.where(jumps > 2, norms, np.nan), risen)
+        most = np.fmax(np.nan_to_num(usual), updates) * 3 * (self.gaps - 1)
+        written = np.fmax(of["between"] - most, of["outside"] - self._earlier(of["outside"]) * 3) / before
+        alone = jumps > LIMITS["jump"] * np.fmax(1, np.nanmedian(jumps, axis=1, keepdims=True))
+        alone |= (updates > before / 2) & (jumps > LIMITS["jump"])
+        is_unseen = np.isnan(of["outside"]) & ~(norms > 2)  # where no optimizer's step was seen
+        written = np.fmax(written, np.where(is_unseen & alone, updates / before, 0))
+        # one number of a weight moves its root mean square, and hardly that of those sampled
+        moved = (of["between"] + updates * self.gaps)[1:, :many] * 3 / before[1:, :many]
+        apart = np.abs(ratio[1:] / ratio[:-1] - 1) - moved
+        written[1:, :many] = np.fmax(written[1:, :many], apart)
+        written = np.nan_to_num(written, nan=0, posinf=1e30)
         yield from self._overwritten(written)
-        jumps[(written > LIMITS["overwritten"]).any(axis=1)] = np.nan
-        yield from self._jump(jumps)
-        still, moves = updates == 0, (updates > 0) & (weights["changed"] > 0.5)
-        lasts = np.flip(np.minimum.accumulate(np.flip(still, 0), 0), 0)  # to the end
-        for layer in np.flatnonzero(lasts[-FEW:].all(axis=0) & (len(still) >= FEW)):
-            at = int(lasts[:, layer].argmax())
-            if moves[at:].mean() > 0.5:
-                remedy = "requires_grad, and a group of the optimizer: the weight has both or does not train"
-                text, where = "does not train, while other layers do", (self.layers[layer], "weight")
-                yield self._found("frozen", self.steps[at], 4, text, remedy, where=where)
+        over = (written > LIMITS["overwritten"]).any(axis=1)
+        jumps[over], risen[over], norms[over] = np.nan, np.nan, np.nan
+        risen[:FEW], norms[:FEW] = np.nan, np.nan  # too little to compare with
+        yield from self._jump(jumps, risen, norms[:, 0])
 
     def _overwritten(self, written: Any) -> Iterator[Finding]:
         np, over = self.np, written > LIMITS["overwritten"]
@@ -280,52 +398,105 @@ class Training:
             return
         at = int(over.any(axis=1).argmax())
         many, most, kind, where = int(over[at].sum()), float(written[at].max()), "overwritten", ("", "")
-        if many > len(self.layers) / 2:
+        if many > 1 and many >= len(self.layers) / 2:
             what = "new numbers"
             if (np.abs(self.rms[at] / self.rms[max(0, at - 1)] - 1) < 0.1).mean() > 0.5:
                 kind, what = "ranks", "the same numbers in other places, as if ranks had loaded each other's shards"
-            text = f"{many} of {len(self.layers)} weights have {what}, not by the optimizer"
+            text = f"{many} of {len(self.names)} weights have {what}, not by the optimizer"
         else:
-            where = self.layers[int(written[at].argmax())], "weight"
-            amax = self._measure("amax", *where)
-            amaxes = f"from {amax[max(0, at - 1)]:.3g} to {amax[at]:.3g}"
-            text = f"has a weight that the optimizer did not write: its amax went {amaxes}"
+            place = int(written[at].argmax())
+            where, is_layer = (self.names[place], "weight"), place < len(self.layers)
+            of, sizes = ("amax", self._measure("amax", *where)) if is_layer else ("size", self.of["size"][:, place])
+            went = f"its {of} went from {sizes[max(0, at - 1)]:.3g} to {sizes[at]:.3g}"
+            text = f"has a weight that the optimizer did not write: {went}"
         times = most / LIMITS["overwritten"]
         yield self._found(kind, self.steps[at], times, text, WRITTEN, where=where, numbers={"changed": most})
 
+    def _frozen(self) -> Iterator[Finding]:
+        """Weights of layers that no longer change, or never do, and others that no longer do; those at once are one."""
+        np, still, gradients = self.np, self.of["update"] == 0, self.of["gradient"]
+        moves, many = ~still & (self.of["changed"] > 0.5), len(self.layers)
+        lasts = np.flip(np.minimum.accumulate(np.flip(still, 0), 0), 0)  # to the end
+        found: dict[int, list[int]] = {}
+        for place in np.flatnonzero(lasts[-FEW:].all(axis=0) & (len(still) >= FEW)):
+            at = int(lasts[:, place].argmax())
+            if moves[at:].mean() > 0.25 and (at or place < many):
+                found.setdefault(at, []).append(place)
+        for at, places in found.items():
+            layers, why, first = [place for place in places if place < many] or places, "while other layers do", 0
+            if (gradients[at:, places] > 0).any():
+                why = "though it has gradients: no group of the optimizer has it"
+            elif np.isfinite(gradients[at:]).any():  # what cuts gradients off lies behind the last of these layers
+                why, first = "and gets no gradient", -1
+            others = f", nor do {len(places) - 1} other weights" if len(places) > 1 else ""
+            where, text = (self.names[layers[first]], "weight"), f"does not train{others}, {why}"
+            yield self._found("frozen", self.steps[at], 4, text, FROZEN, where=where)
+
     def _worst(self, kind: str, values: Any) -> Iterator[Worst]:
-        """The layer and the steps where a measure [steps, layers] exceeds its limit by most, if one does."""
+        """The layer and the steps where a measure [steps, names] exceeds its limit by most, if one does."""
         np, over = self.np, values > LIMITS[kind]
         if over.any():
-            layer = int(np.where(over, values, -1).max(axis=0).argmax())
-            begins, worst = stretch(over[:, layer], values[:, layer])
-            numbers = {name: float(of[worst, layer]) for name, of in self.record.weights.items()}
-            many = f"in {over[worst].sum()} of {len(self.layers)} layers"
-            steps, value = (self.steps[begins], self.steps[worst]), float(values[worst, layer])
-            yield *steps, self.layers[layer], value, numbers, many
+            place = int(np.where(over, values, -1).max(axis=0).argmax())
+            begins, worst = stretch(over[:, place], values[:, place])
+            numbers = {name: float(its[worst, place]) for name, its in self.of.items()}
+            of = "layers" if len(over[0]) == len(self.layers) else "weights"
+            many = f"in {over[worst].sum()} of {len(over[0])} {of}"
+            steps, value = (self.steps[begins], self.steps[worst]), float(values[worst, place])
+            yield *steps, self.names[place], value, numbers, many
 
-    def _jump(self, jumps: Any) -> Iterator[Finding]:
+    def _jump(self, jumps: Any, risen: Any, norms: Any) -> Iterator[Finding]:
+        """Gradients that leap, of all layers or from one layer back; else updates that leap without them."""
+        np, gradients = self.np, self.of["gradient"]
+        climbs, grown = np.ones(len(risen), dtype=bool), np.ones(len(risen))
+        for back in range(FEW + 1):  # each of so many records is above the one before
+            step = np.nanmedian(np.roll(gradients, back, 0) / np.roll(gradients, back + 1, 0), axis=1)
+            climbs, grown = climbs & (step > 1), grown * step
+        climbs &= (grown > 2) & (np.arange(len(grown)) > FEW + 1) & np.isfinite(risen).any(axis=1)
+        typical, layers = np.nanmedian(risen, axis=1), slice(len(self.layers))
+        alone = np.where(np.isfinite(risen), gradients / self._earlier(gradients, np.nanmax), np.nan)[:, layers]
+        if (over := (typical > LIMITS["gradients"]) | climbs).any():
+            yield self._leap(over, typical, jumps)
+            return
+        if (over := (alone > ALONE).any(axis=1)).any():
+            at = int(over.argmax())  # backward goes from the last layer to the first
+            yield self._leap(over, np.nanmax(alone, axis=1), jumps, self.layers[np.flatnonzero(alone[at] > ALONE)[-1]])
+            return
+        if (norms > LIMITS["gradients"]).any() and not any(self._loss()):
+            at = int((norms > LIMITS["gradients"]).argmax())
+            text = f"the gradients' norm, before it is clipped, is {norms[at]:.3g} times what it was"
+            yield self._found("batch", self.steps[at], 1, text, LOOK)
         for begins, worst, _, value, numbers, many in self._worst("jump", jumps):
             text = f"the step changes weights {value:.3g} times as much as those before, {many}"
-            before = self.steps[self.steps.index(begins) - 1]
-            then = self.norms.get(before, math.inf)
-            now = max(self.norms.get(step, 0.0) for step in self.steps if begins <= step <= worst)
-            kind, remedy, advice = "jump", RECOVERY, "leave out such steps"
-            if now > 2 * then:
-                kind, advice = "gradients", "clip their norm"
-                text = f"the gradients' norm rose from {then:.3g} to {now:.3g}, and {text}"
-                remedy = f"torch.nn.utils.clip_grad_norm_(model.parameters(), {2 * then:.3g})"
-                expected = "before each optimizer.step(): no more than twice the last record's"
-            else:
-                missing = ["lr"] * (not self.rate[0]) + ["grad_norm"] * ("grad_norm" not in self.record.scalars)
-                seen = f"record {' and '.join(missing)} to see what" if missing else "neither lr nor grad_norm"
-                expected = f"leaves out the steps after it whose loss jumps; {seen} rose"
-            what = kind, begins, value / LIMITS["jump"], text, remedy, expected, ("", ""), worst, advice
-            yield self._found(*what, numbers=numbers)
+            missing = ["lr"] * (not self.rate[0]) + ["grad_norm"] * ("grad_norm" not in self.record.scalars)
+            seen = f"record {' and '.join(missing)} to see what" if missing else "neither lr nor grad_norm"
+            expected = f"leaves out the steps after it whose loss jumps; {seen} rose"
+            what = "jump", begins, value / LIMITS["jump"], text, RECOVERY, expected, ("", ""), worst
+            yield self._found(*what, advice="leave out such steps", numbers=numbers)
+
+    def _leap(self, over: Any, times_of: Any, jumps: Any, layer: str = "") -> Finding:
+        """Gradients of all layers, or of one, that are so many times as large as before."""
+        np, (begins, worst) = self.np, stretch(over, self.np.nan_to_num(times_of))
+        while begins > 2 and times_of[begins - 1] > 1.2 and not layer:
+            begins -= 1
+        lasts, where = (times_of[begins:] > LIMITS["gradients"] / 2).sum() >= FEW, (layer, "grad_output" * bool(layer))
+        moves, times = float(np.nanmedian(jumps[worst])), float(times_of[worst])
+        verb = "gets gradients" if layer else "the gradients are"
+        text = f"{verb} {times:.3g} times as large as before, and a step changes most weights {moves:.3g} times as much"
+        then = self.norms.get(self.steps[begins - 1], math.nan)
+        remedy, advice = f"torch.nn.utils.clip_grad_norm_(model.parameters(), {2 * then:.3g})", "clip their norm"
+        if lasts and not layer:
+            advice = (
+                "call optimizer.zero_grad() before each backward, and divide the loss by the batches it is summed over"
+            )
+            remedy = f"{advice}; or {remedy}"
+        expected = "before each optimizer.step(): no more than twice the last record's"
+        severe = times * max(1.0, moves) / LIMITS["gradients"]
+        what = "gradients", self.steps[begins], severe, text, remedy, expected, where, self.steps[worst], advice
+        return self._found(*what, numbers={"times": times})
 
     def _small(self) -> Iterator[Finding]:
         """Updates that rounding loses, and moments that are flushed, where it is worst."""
-        np, weights = self.np, self.record.weights
+        np, weights = self.np, {name: of[:, : len(self.layers)] for name, of in self.of.items()}
         has_master = weights["master_update"] > 0  # then rounding the weight loses nothing, rounding the master does
         changed = np.where(weights["update"] > 0, weights["changed"], np.nan)
         unmoved = 1 - np.where(has_master, weights["master_changed"], changed)

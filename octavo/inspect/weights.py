@@ -29,12 +29,16 @@ from octavo.tensor.stored_weight import StoredWeight
 # What is recorded of each weight's update: how many elements were sampled of the weight, its moments and its master;
 # the sums of squares of the update and of the distances to the next number, and how many elements changed; how many of
 # each moment are flushed; the same of the master's update, if the optimizer keeps a master besides the weight; and the
-# sum of squares of what changed between the end of the last recorded step and the begin of this one.
+# sum of squares of what changed between the last recorded step's update and this step's begin. Then how many elements
+# were sampled of the gradient, of a second moment that is a plain tensor, and before the optimizer's step; and the sums
+# of squares of the weight, the gradient, and what changed in this step before the optimizer's; and that of the moment.
 MOVED = (
     *("elements", "moments", "masters"),
     *("update", "grid", "changed", "first_flushed", "second_flushed", "master_update", "master_changed", "between"),
+    *("gradients", "seconds", "seen", "weight", "gradient", "outside", "second"),
 )
 SAMPLED = 1024  # elements of a weight
+SECOND = "exp_avg_sq"  # the name of second moments that are plain tensors
 
 
 def count_weights(layers: Sequence[RecordedLayer], ranks: Ranks) -> None:
@@ -109,14 +113,15 @@ class _Sample(NamedTuple):
     rest: Tensor | None  # the sampled elements of the master's rest
     state: Mapping[str, Tensor]
     moments: Sequence[Tensor]  # the sampled codes of the first and the second, uint8; empty if they are not in codes
+    second: Tensor  # the sampled elements of a second moment that is a plain tensor; else empty
 
     @classmethod
-    def of(cls, module: RecipeModule, optimizer: torch.optim.Optimizer | None) -> _Sample:
-        """The sample of a module's weight and of its present state in the optimizer."""
-        param = parameter_of(module)
+    def of(cls, module: RecipeModule | nn.Parameter, optimizer: torch.optim.Optimizer | None) -> _Sample:
+        """The sample of a module's weight, or of a parameter, and of its present state in the optimizer."""
+        param = module if isinstance(module, Tensor) else parameter_of(module)
         if param is None:
-            nothing = torch.zeros(0, device=device_of(module), dtype=torch.float32)
-            return cls(nothing, nothing, None, None, {}, ())
+            nothing = torch.zeros(0, device=device_of(module), dtype=torch.float32)  # type: ignore[arg-type]
+            return cls(nothing, nothing, None, None, {}, (), nothing)
         found = {} if optimizer is None else optimizer.state.get(param, {})
         state = {name: on_this_rank(value) for name, value in found.items() if isinstance(value, Tensor)}
         weight, rest, master = on_this_rank(param).detach(), state.get("master_rest"), None
@@ -126,49 +131,102 @@ class _Sample(NamedTuple):
             rest = _strided(rest.view(master.rest))
         moments = [name for name in state if name.endswith("_codes")]
         codes = [_strided(state[name].view(torch.uint8)) for name in sorted(moments, key=len)]
-        return cls(weight, _strided(matrix_of(weight)), master, rest, state, codes if len(codes) == 2 else ())
+        elements = _strided(matrix_of(weight) if weight.ndim > 1 else weight)
+        second = _strided(state[SECOND]) if SECOND in state else elements[:0]
+        return cls(weight, elements, master, rest, state, codes if len(codes) == 2 else (), second)
 
 
 Samples = tuple[list[MasterForm | None], Tensor]
+Weights = Sequence[RecipeModule | nn.Parameter]  # layers, and parameters of other modules
 
 
 @torch.no_grad()
-def sample(layers: Sequence[RecordedLayer], optimizer: torch.optim.Optimizer | None) -> Samples:
+def sample(weights: Weights, optimizer: torch.optim.Optimizer | None) -> Samples:
     """Sampled elements of each weight and of its master before a step, to be compared with those after it."""
-    samples, values = _read(layers, optimizer)
+    samples, values = _read(weights, optimizer)
     return [sample.master for sample in samples], values
 
 
-def moved_since(
-    before: Samples,
-    layers: Sequence[RecordedLayer],
-    optimizer: torch.optim.Optimizer | None,
-    last: Samples | None = None,
-) -> tuple[Tensor, Samples]:
-    """(MOVED of each weight, summed over its sample: float64 [weights, 11]; the sample after the step).
+class Updates:
+    """What recorded steps change of weights: MOVED of each, which their optimizer's step is read before and after.
 
-    ``last``: the one after the last recorded step, if its layers were the same.
+    Where no optimizer is given, or its ``step`` is not called or compiled, the step's begin and end are compared.
     """
-    new, after = _read(layers, optimizer)
-    between = before[1][0] - (before if last is None else last)[1][0]
-    change = (after - before[1]).double()  # of the weight, of the distance to the next number, and of the master
-    squares, changed = change.square().sum(-1), (change != 0).sum(-1, dtype=torch.float64)
-    sizes = []
-    for then, now in zip(before[0], new, strict=True):
-        elements, moments = len(now.elements), len(now.moments[0]) if now.moments else 0
-        compares = now.master is not None and now.master == then  # not in the first step, which makes the master
-        sizes.append((elements, moments, elements * compares))
-    columns = [squares[0], after[1].double().square().sum(-1), changed[0], *_flushed(new), squares[2], changed[2]]
-    columns.append(between.double().square().sum(-1))
-    moved = torch.cat([_on_device(tuple(sizes), after.device), torch.stack(columns, 1)], 1)
-    return moved, ([sample.master for sample in new], after)
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self.optimizer, self._handles = optimizer, list[Any]()
+        self._weights: Weights = ()
+        self._last: Samples | None = None  # after the last recorded step's update
+        self._moved: Tensor | None = None
+        own = getattr(optimizer, "optimizer", optimizer)  # accelerate's wraps it
+        if isinstance(own, torch.optim.Optimizer):
+            self._handles.append(own.register_step_pre_hook(lambda *_: self._before_update()))
+            self._handles.append(own.register_step_post_hook(lambda *_: self._after_update()))
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def begin(self, weights: Weights, is_as_before: bool) -> None:
+        """Begin a recorded step; ``is_as_before``: the last one was of the same weights."""
+        self._weights, self._last = weights, self._last if is_as_before else None
+        self._before = self._begun = sample(weights, self.optimizer)
+        self._gradients: tuple[list[int], Tensor] | None = None  # how many elements of each were sampled, and which
+
+    @torch.no_grad()
+    def _before_update(self) -> None:
+        if not torch.compiler.is_compiling() and self._weights and self._gradients is None:
+            self._before = sample(self._weights, self.optimizer)
+            found = [_gradient(each) for each in self._weights]
+            nothing = next((one[:0] for one in found if one is not None), self._before[1][0, 0, :0])
+            all = [nothing if one is None else one for one in found]
+            self._gradients = [len(one) for one in all], _together(all)
+
+    def _after_update(self) -> None:
+        if not torch.compiler.is_compiling() and self._weights:
+            self._moved = self._since()
+
+    def end(self) -> Tensor:
+        """MOVED of the step, summed over samples: float64 [weights, 18]."""
+        moved, self._moved = self._since() if self._moved is None else self._moved, None
+        self._weights = ()
+        return moved
+
+    @torch.no_grad()
+    def _since(self) -> Tensor:
+        new, after = _read(self._weights, self.optimizer)
+        begun, before, sizes = self._begun[1][0], self._before[1], list[tuple[int, ...]]()
+        numbers, gradients = self._gradients or ([0] * len(new), torch.zeros_like(begun))
+        between = begun - (begun if self._last is None else self._last[1][0])
+        change = after - before  # of the weight, of the distance to the next number, and of the master
+        changed = (change != 0).sum(-1, dtype=torch.float64)
+        terms = change[0], after[1], change[2], between, after[0], gradients, before[0] - begun
+        update, grid, of_master, *others = torch.stack(terms).double().square().sum(-1)
+        for then, now, number in zip(self._before[0], new, numbers, strict=True):
+            elements, moments = len(now.elements), len(now.moments[0]) if now.moments else 0
+            compares = now.master is not None and now.master == then  # not in the first step, which makes the master
+            seen = elements * (self._gradients is not None)
+            sizes.append((elements, moments, elements * compares, number, len(now.second), seen))
+        counts = _on_device(tuple(sizes), after.device)
+        columns = [update, grid, changed[0], *_flushed(new), of_master, changed[2], others[0]]
+        more = [*others[1:], _together([sample.second for sample in new]).double().sum(-1)]
+        self._last = [each.master for each in new], after
+        return torch.cat([counts[:, :3], torch.stack(columns, 1), counts[:, 3:], torch.stack(more, 1)], 1)
+
+
+def _gradient(of: RecipeModule | nn.Parameter) -> Tensor | None:
+    """Sampled elements of a weight's gradient; None if it has none, or one that is not plain."""
+    param = of if isinstance(of, Tensor) else parameter_of(of)
+    found = on_this_rank(param.grad) if param is not None and param.is_leaf and param.grad is not None else None
+    return _strided(found.detach()) if type(found) is Tensor and not found.is_sparse else None
 
 
 def facts_of(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """What an optimizer itself says, as numbers by name that a record keeps; nothing waits for the device.
 
     "lr" is the largest of its groups, "state_age" the steps that the state of its first weight has seen, and
-    "decayed_vectors" how many biases and norms' weights have weight decay.
+    "decayed_vectors" how many biases and norms' weights have weight decay. A group's options are "weight_decay of group
+    0", "betas 1 of group 0" and so on.
     """
     if optimizer is None:
         return {}
@@ -176,12 +234,26 @@ def facts_of(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     decayed = [param for group in groups if group.get("weight_decay") for param in group["params"] if param.ndim < 2]
     ages = (state["step"] for state in optimizer.state.values() if isinstance(state, dict) and "step" in state)
     rate = max((group["lr"] for group in groups if "lr" in group), default=None)
-    return {"lr": rate, "state_age": next(ages, None), "decayed_vectors": len(decayed)}
+    found = {"lr": rate, "state_age": next(ages, None), "decayed_vectors": len(decayed)}
+    for at, group in enumerate(groups):
+        for name, value in group.items():
+            parts = enumerate(value) if name == "betas" else [("", value)]
+            named = {f"{name} {place}".strip() + f" of group {at}": part for place, part in parts}
+            found |= {option: of for option, of in named.items() if isinstance(of, float | int) or name == "lr"}
+    return found
 
 
 @functools.lru_cache(maxsize=8)
 def _on_device(numbers: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64, device=device)
+
+
+def others_of(model: nn.Module, layers: Sequence[RecordedLayer]) -> dict[str, nn.Parameter]:
+    """By name the parameters that are no recorded layer's weight: norms' weights, biases, embeddings."""
+    own = {id(parameter_of(module)) for module, _ in layers}
+    found = {name: param for name, param in model.named_parameters() if id(param) not in own}
+    device = {device_of(module) for module, _ in layers}
+    return {name: param for name, param in found.items() if param.is_floating_point() and param.device in device}
 
 
 def tied_of(model: nn.Module) -> set[str]:
@@ -204,17 +276,31 @@ def _distance(elements: int) -> int:
 
 
 def _together(samples: Sequence[Tensor]) -> Tensor:
-    return torch.stack(
-        [nn.functional.pad(one, (0, SAMPLED - len(one))) if len(one) < SAMPLED else one for one in samples]
-    )
+    """[samples, SAMPLED], padded with zeros, in a few launches however many they are."""
+    if all(len(one) == SAMPLED for one in samples):
+        return torch.stack([*samples])
+    if not any(map(len, samples)):
+        return samples[0].new_zeros(len(samples), SAMPLED)
+    flat = nn.functional.pad(torch.cat([*samples]), (0, 1))
+    return flat[_places(tuple(map(len, samples)), flat.device)]
 
 
-def _read(layers: Sequence[RecordedLayer], optimizer: torch.optim.Optimizer | None) -> tuple[list[_Sample], Tensor]:
+@functools.lru_cache(maxsize=32)
+def _places(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where the elements of each sample are among those of all; -1 for padding."""
+    found, begin = torch.full((len(lengths), SAMPLED), -1, device="cpu"), 0
+    for row, length in zip(found, lengths, strict=True):
+        row[:length] = torch.arange(begin, begin + length, device="cpu")
+        begin += length
+    return found.to(device)
+
+
+def _read(weights: Weights, optimizer: torch.optim.Optimizer | None) -> tuple[list[_Sample], Tensor]:
     """Samples, and their values [3, weights, SAMPLED]: the weight's, the distances to the next number, the master's.
 
     They are padded with zeros, so that a few launches read them, however many layers there are.
     """
-    samples = [_Sample.of(module, optimizer) for module, _ in layers]
+    samples = [_Sample.of(each, optimizer) for each in weights]
     by_key: dict[object, list[int]] = {}
     for place, sample in enumerate(samples):
         by_key.setdefault((type(sample.weight), sample.weight.dtype, sample.master), []).append(place)

@@ -22,7 +22,7 @@ def test_a_risen_rate_explains_what_follows() -> None:
     record.measures["clipped"][30:, 9] = 0.01
     first, *others = diagnose(record)
     assert (first.kind, first.begins) == ("learning rate", 50 * AT)
-    assert [effect.kind for effect in first.consequences] == ["jump", "batch", "stale"]
+    assert [effect.kind for effect in first.consequences] == ["batch", "stale"]
     assert first.level == "warning" and first.severity >= max(each.severity for each in first.consequences)
     assert {(each.kind, each.begins) for each in others} == {("flushed", 0), ("clipped", 1500)}
 

@@ -98,8 +98,45 @@ def untied(record: Record) -> None:
     record.events.append((50 * AT, "untied", f"embedding.weight and {LAYER}.weight"))
 
 
+def option(name: str, before: float, after: float) -> Callable[[Record], Any]:
+    """An option of the optimizer's first group, which is written where it changes."""
+    return lambda record: record.scalars.update({f"{name} of group 0": ([0, 50 * AT], [before, after])})
+
+
+def weights(name: str, before: float, after: float, *layers: int) -> Callable[[Record], None]:
+    """What is recorded of these layers' weights, in all of the record and at AT."""
+
+    def put(record: Record) -> None:
+        record.weights[name] = np.full_like(record.weights["update"], before)
+        record.weights[name][AT, layers or slice(None)] = after
+
+    return put
+
+
+def grows(record: Record) -> None:
+    record.scalars["lr"] = record.steps, [1e-3] * AT + [1e-3 * 1.5**k for k in range(1, RECORDS - AT + 1)]
+
+
+def activation(record: Record) -> None:
+    """A NaN in one of a hundred rows of 100 numbers."""
+    nonfinite(AT, 6, 9, 11, 8, 5)(record)
+    record.measures["nonfinite"][AT, INPUT] = 1e-4
+
+
 FAULTS: dict[str, tuple[str, str, Callable[[Record], Any]]] = {  # kind, layer, the fault
     "a rate that rises": ("learning rate", "", scalar("lr", 1e-3, 1e-2)),
+    "a rate below 0": ("learning rate", "", scalar("lr", 1e-3, -1e-4)),
+    "a rate that grows": ("learning rate", "", grows),
+    "a rate that collapses": ("learning rate", "", scalar("lr", 1e-3, 1e-6)),
+    "a coefficient that leaps": ("options", "", option("betas 1", 0.95, 0.5)),
+    "an optimizer that turns round": ("options", "", option("maximize", False, True)),
+    "a decay that leaps": ("decay", "", option("weight_decay", 0.1, 30.0)),
+    "lost moments": ("state", "", both(option("betas 1", 0.999, 0.999), weights("second_moment", 1e-6, 1e-9))),
+    "a write before the update": ("overwritten", LAYER, weights("outside", 0.0, 0.1, 1)),
+    "gradients that are added up": ("gradients", "", weights("gradient", 1e-3, 8e-3)),
+    "gradients of one layer": ("gradients", LAYER, weights("gradient", 1e-3, 2e-2, 1)),
+    "an easier batch": ("labels", "", loss(-3.5)),
+    "a NaN in an activation": ("nonfinite", LAYER, activation),
     "a rate of 0": ("learning rate", "", scalar("learning_rate", 1e-3, 0.0)),
     "a lost state": ("state", "", scalar("state_age", 100, 1)),
     "decayed norms": ("decay", "", scalar("decayed_vectors", 3, 3)),
@@ -135,7 +172,7 @@ def test_one_fault_is_said_first(name: str) -> None:
     first = diagnose(record)[0]
     assert (first.kind, first.layer) == (kind, layer)
     assert first.sentence.startswith(layer) and first.remedy and 0 <= first.severity <= 10
-    begins = 0 if kind in ("decay", "warm-up") else 50 * AT
+    begins = 0 if name in ("decayed norms", "no warm-up") else 50 * AT
     assert first.begins == begins and f"step {begins}" in first.sentence
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import octavo
 from octavo import recipes
 from octavo.inspect.rows import Table
-from octavo.inspect.weights import moved_since, sample
+from octavo.inspect.weights import Updates
 from octavo.optim.state import for_kernel
 
 np = pytest.importorskip("numpy")
@@ -133,9 +133,44 @@ def test_more_layers_are_no_more_launches(storage: str | None) -> None:
         optimizer = octavo.optim.AdamW(model.parameters(), moments="fp8")
         model(torch.randn(8, 64, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
-        given = Table(model).layers, optimizer
-        moved_since(sample(*given), *given)  # what is made once
+        layers_of, updates = [module for module, _ in Table(model).layers], Updates(optimizer)
         with Launches() as launches:
-            moved_since(sample(*given), *given)
+            for _ in range(2):
+                before, launches.count = launches.count, 0
+                updates.begin(layers_of, is_as_before=True)
+                updates.end()
+        assert before >= launches.count  # what is made once
         counted.append(launches.count)
     assert counted[0] == counted[1] < 100
+
+
+def test_what_the_optimizer_changed_and_what_else_did(tmp_path: Path) -> None:
+    """Of a layer's weight and of its bias, the gradient too; a write between forward and the optimizer's step."""
+    layer = octavo.nn.Linear(32, 16)
+    optimizer = torch.optim.AdamW(layer.parameters(), 1e-3)
+    with octavo.inspect.record(layer, tmp_path, every=1, optimizer=optimizer) as recorder:
+        for step in range(2):
+            layer(torch.randn(8, 32)).square().sum().backward()
+            layer.weight.data[:8] += step
+            layer.bias.data += step
+            before, gradients = (
+                [of.detach().clone() for of in these]
+                for these in ((layer.weight, layer.bias), (layer.weight.grad, layer.bias.grad))
+            )
+            optimizer.step()
+            updates = [p.detach() - was for p, was in zip((layer.weight, layer.bias), before, strict=True)]
+            optimizer.zero_grad()
+            recorder.step()
+    record = octavo.inspect.load(tmp_path)
+    rms = lambda of: of.square().mean().sqrt().item()  # noqa: E731
+    assert record.others == ["bias"]
+    for found, update, gradient, outside in zip(
+        (record.weights, record.of_others), updates, gradients, (0.5**0.5, 1), strict=True
+    ):
+        assert found["outside"][:, 0].tolist() == pytest.approx([0, outside])
+        assert found["update"][1, 0] == pytest.approx(rms(update), rel=1e-3)
+        assert found["gradient"][1, 0] == pytest.approx(rms(gradient))
+    moment = optimizer.state[layer.weight]["exp_avg_sq"].mean().item()
+    assert record.weights["second_moment"][1, 0] == pytest.approx(moment)
+    assert record.scalars["betas 1 of group 0"] == ([0], [0.999])
+    assert not optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
