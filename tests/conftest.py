@@ -1,18 +1,13 @@
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from _pytest.assertion import rewrite
 
 from tests.support import emulated, sets, triton_kernels
 from tests.support.pool import Pool, guard_together, prepare
@@ -82,25 +77,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = "gpu"
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Seconds(config), "octavo-seconds")
-        if config.getoption("numprocesses", None) and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-            rewrite_asserts(config)
-
-
-def rewrite_asserts(config: pytest.Config) -> None:
-    """Do once, half of the files in each of two forks, what each worker would do of all files in a fresh clone."""
-    files = sorted(Path(__file__).parent.rglob("test_*.py")) if not sys.dont_write_bytecode else []
-    kept = [(file, rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}") for file in files]
-    stale = [(file, pyc) for file, pyc in kept if not pyc.exists() or pyc.stat().st_mtime < file.stat().st_mtime]
-    for half in (stale[::2], stale[1::2]):
-        if half and os.fork() == 0:
-            for file, pyc in half:
-                rewrite.try_makedirs(pyc.parent)
-                stat, code = rewrite._rewrite_test(file, config)
-                rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, stat, pyc)
-            os._exit(0)
-    with contextlib.suppress(ChildProcessError):
-        while os.wait():
-            pass
 
 
 def starts_ranks(item: pytest.Item) -> bool:
