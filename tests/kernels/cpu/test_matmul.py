@@ -1,0 +1,72 @@
+"""What a CPU multiplies, and the gradients of norms, in chunks: bit for bit what the reference computes at once."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.granularity import Tile, scale_shape
+from octavo.kernels import capability, cpu, reference
+from octavo.kernels.cpu import codes
+from tests.support.casts import DTYPES, E4M3, E5M2, laid
+from tests.support.combinations import each_pair
+from tests.support.definitions import GRANULARITIES, same_bits
+
+TILES = [g.tile for g in GRANULARITIES]
+CHUNKS = [1, 500, 5000, 1 << 18]
+
+
+def operand(shape: tuple[int, int], tile: Tile, fmt: torch.dtype, how: str, exact: bool) -> tuple[Tensor, Tensor, Tile]:
+    """Codes that are small integers, whose sums are exact, and any scales if those alone multiply these."""
+    scales = torch.rand(scale_shape(shape, tile)) + 1
+    if not exact:
+        scales = 2.0 ** torch.randint(-2, 3, scale_shape(shape, tile)).float()
+    return laid(torch.randint(-4, 5, shape).float().to(fmt), how), laid(scales, how), tile
+
+
+def alike(name: str, *given: Any) -> None:
+    assert same_bits(cpu.KERNELS[name](*given), reference.KERNELS[name](*given))
+
+
+@each_pair(
+    size=[(0, 5, 17), (5, 0, 17), (5, 17, 0), (1, 1, 1), (17, 127, 33), (127, 130, 1), (100, 200, 150)],
+    a_tile=TILES,
+    b_tile=TILES,
+    formats=[(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)],
+    a_laid=["rows", "columns", "strided"],
+    b_laid=["rows", "columns", "strided"],
+    dtype=DTYPES,
+    bias=[False, True],
+    exact=[False, True],
+    fast=[torch.bfloat16, torch.float32],
+    chunk=CHUNKS,
+)
+def test_products(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codes, "CHUNK", case["chunk"])
+    monkeypatch.setattr(capability, "fast_dtype", lambda device: case["fast"])
+    rows, terms, cols = case["size"]
+    exact = case["exact"] and case["a_tile"][1] == case["b_tile"][1] == -1 and not case["bias"]
+    a = operand((rows, terms), case["a_tile"], case["formats"][0], case["a_laid"], exact)
+    b = operand((cols, terms), case["b_tile"], case["formats"][1], case["b_laid"], exact)
+    bias = torch.randint(-9, 10, (cols,)).to(case["dtype"]) if case["bias"] else None
+    alike("matmul", *a, *b, bias, case["dtype"], False)
+    a = operand((rows, terms), (1, case["a_tile"][1]), case["formats"][0], case["a_laid"], exact)
+    twice = torch.stack((b[0].view(torch.uint8),) * 2).view(b[0].dtype), torch.stack((b[1],) * 2), b[2]
+    more = None if bias is None else bias.expand(2, cols)
+    offsets = torch.tensor([rows // 3, rows], dtype=torch.int32)
+    alike("grouped_matmul", *a, *twice, offsets, more, case["dtype"], False)
+
+
+@each_pair(size=[(1, 1), (1, 1000), (17, 127), (300, 260)], norm=["layer_norm", "rms_norm"], dtype=DTYPES, chunk=CHUNKS)
+def test_gradients_of_norms(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codes, "CHUNK", case["chunk"])
+    x, dy, rest = (torch.randn(case["size"]).mul(torch.rand(case["size"][0], 1)).to(case["dtype"]) for _ in range(3))
+    gamma, rows = torch.rand(case["size"][1]), case["size"][0]
+    mean, rstd = torch.randn(rows if case["norm"] == "layer_norm" else 0), torch.rand(rows)
+    given = dy, x, gamma, mean, rstd, case["norm"], False, True, rest
+    dx, *sums = cpu.KERNELS["norm_backward"](*given)
+    expected, *other = reference.KERNELS["norm_backward"](*given)
+    assert same_bits(dx, expected)
+    for found, due in zip(sums, other, strict=True):  # in another order
+        torch.testing.assert_close(found, due, rtol=2.0**-7, atol=1e-3)
