@@ -56,6 +56,7 @@ def _factor(gamma: Tensor, zero_centered: bool) -> Tensor:
 def norm_backward(gradient: NormGradient, chunks: Sequence[slice] = (slice(None),)) -> tuple[Tensor, Tensor, Tensor]:
     """``octavo::norm_backward``, in chunks of rows."""
     dy, x, gamma, mean, rstd, kind, zero_centered, with_beta, residual = gradient
+    mean, rstd = mean.contiguous(), rstd.contiguous()  # torch's op takes them to be
     dx = x.new_empty(x.shape)
     sums = torch.zeros(2, x.shape[1], dtype=torch.float32, device=x.device)
     for chunk in chunks:

@@ -64,9 +64,10 @@ def test_gradients_of_norms(case: dict[str, Any], monkeypatch: pytest.MonkeyPatc
     x, dy, rest = (torch.randn(case["size"]).mul(torch.rand(case["size"][0], 1)).to(case["dtype"]) for _ in range(3))
     gamma, rows = torch.rand(case["size"][1]), case["size"][0]
     mean, rstd = torch.randn(rows if case["norm"] == "layer_norm" else 0), torch.rand(rows)
-    given = dy, x, gamma, mean, rstd, case["norm"], False, True, rest
-    dx, *sums = cpu.KERNELS["norm_backward"](*given)
-    expected, *other = reference.KERNELS["norm_backward"](*given)
+    others = case["norm"], False, True, rest
+    strided = torch.stack((mean, mean), 1)[:, 0], torch.stack((rstd, rstd), 1)[:, 0]
+    dx, *sums = cpu.KERNELS["norm_backward"](dy, x, gamma, *strided, *others)
+    expected, *other = reference.KERNELS["norm_backward"](dy, x, gamma, mean, rstd, *others)
     assert same_bits(dx, expected)
     for found, due in zip(sums, other, strict=True):  # in another order
         torch.testing.assert_close(found, due, rtol=2.0**-7, atol=1e-3)
