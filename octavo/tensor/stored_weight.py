@@ -141,10 +141,10 @@ class StoredWeight(ShardHooks, Pair):
                 f"weights are stored per tensor or in blocks of 128 x 128, not {granularity}: only then does one set "
                 "of codes serve the forward product and its gradient; frozen ones by rows or 1 x 32, too"
             )
-        dtype = (weight if like is None else like).dtype
-        is_shard = like is not None and on_this_rank(like) is not like
+        like = weight if like is None else like
+        is_shard = amax is not None or on_this_rank(like) is not like
         weight, tile = weight.detach().contiguous(), granularity.tile
-        if like is not None and is_shard and granularity == PerTensor() and weight.ndim == 2:
+        if is_shard and granularity == PerTensor() and weight.ndim == 2:
             amax = largest_of_ranks(kernels.amax(weight, tile), like) if amax is None else amax
             scale = scale_from_amax(amax, E4M3.max, True, 0)
             qdata, scale_inv = torch.empty_like(weight, dtype=E4M3.dtype), scale_inv_from_scale(scale).view(1, 1)
@@ -154,7 +154,7 @@ class StoredWeight(ShardHooks, Pair):
             pair = quantize(weight, E4M3, granularity.of_matrices(weight.shape), power_of_two=True)
             qdata, scale_inv = pair.qdata, pair.scale_inv.clone(memory_format=torch.contiguous_format)
         of = granularity if is_shard or granularity in OF_FROZEN else None  # of a whole one of one block: PerTensor()
-        stored = cls(qdata, scale_inv, dtype, of, is_shard)
+        stored = cls(qdata, scale_inv, like.dtype, of, is_shard)
         if keep_rest and granularity in GRANULARITIES and not weight.is_meta:
             stored.rest = remainder_of(weight, qdata.view(torch.uint8), scale_inv)
         return stored
