@@ -5,9 +5,8 @@ with experts, under three recipes (a seed each), at the seventh of 16 recorded s
 Before the first of these the model has trained for 60 steps in high precision, but for faults of a beginning. Printed
 are the shares of runs whose first finding, or one of the first three, is right in each respect, and findings above
 "note" in healthy runs. Eleven of the first 32 kinds of fault, drawn by a seed, were held out when the first rules were
-made (FIRST_DRAW), and 13 more kinds when the second were (causes_held_out.py). Today's rules were made with all of
-these; in causes_third_draw.py is a third draw, picked by what users report, which they had not seen. Written to
-results/causes.csv.
+made (FIRST_DRAW), 13 more kinds when the second were (causes_held_out.py), and 17, picked by what users report, when
+the third were (causes_third_draw.py). Today's rules were made with all of these. Written to results/causes.csv.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The third draw of kinds of fault that no rule of octavo.inspect was chosen by: what users of FP8 report.
+"""The third draw of kinds of fault: what users of FP8 report.
 
 They were picked by reports of Megatron-LM, Transformer Engine, torchtitan, torchao, transformers and others, by someone
-who had not read the rules, and each was seen to leave a trace in its record. Where no cause says what happened, the
-nearest one is expected.
+who had not read the rules, and each was seen to leave a trace in its record. The first three sets of rules had not seen
+them, later ones have. Where no cause says what happened, the nearest one is expected.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ LEVELS = {
 MOST_SEVERE = 10.0
 # so many times the limit is a warning; for other kinds four times
 WARNS = {"clipped": 20.0, "stale": 8.0, "flushed": 20.0, "outliers": 20.0, "rounded": 2.0}
+LEAPS = 8.0  # a measure that becomes so many times as large in a record begins anew
 SOON = 2  # a cast explains what begins within so many records
 LATER = 10  # what hurts the whole training explains what begins within so many
 BETWEEN, DATA, FORWARD, LOSS, BACKWARD, UPDATE, AFTER = range(7)  # the parts of a step, in order
@@ -42,18 +43,7 @@ OF_ROLES = {"input": FORWARD, "grad_output": BACKWARD, "weight": AFTER}
 # kinds that hurt the whole training
 WHOLE = {*PARTS} - {"decay", "frozen", "unmoved", "second moments", "dead rows"} | {"nonfinite"}
 OF_A_STEP = ("batch", "gradients", "jump")
-FROM_OUTSIDE = (
-    "decay",
-    "warm-up",
-    "learning rate",
-    "options",
-    "state",
-    "untied",
-    "dead rows",
-    "overwritten",
-    "ranks",
-    "repeats",
-)
+FROM_OUTSIDE = {kind for kind, part in PARTS.items() if part == BETWEEN} | {"repeats"}
 TOO_MUCH = ("dead rows", "learning rate", "warm-up", "gradients")  # what else changes a weight that much
 SYMPTOMS = ("batch", "labels", "gradients", "jump")  # which a severe cast explains
 
@@ -152,9 +142,9 @@ def verdict(record: Record, findings: Sequence[Finding]) -> str:
 
 
 def stretch(over: Any, values: Any) -> tuple[int, int]:
-    """(where the run of values over the limit that has the largest one begins, where the largest one is)."""
+    """(where the run of values over the limit that has the largest one begins, or leaps; where the largest one is)."""
     worst = begins = int(numpy().where(over, values, -math.inf).argmax())
-    while begins > 0 and over[begins - 1]:
+    while begins > 0 and over[begins - 1] and values[begins - 1] * LEAPS > values[begins]:
         begins -= 1
     return begins, worst
 
@@ -176,7 +166,8 @@ def incidents(record: Record, found: Sequence[Finding]) -> list[Finding]:
         records, first = at(effect) - at(cause), at(cause) == 0
         if effect.kind in FROM_OUTSIDE and cause.severity < MOST_SEVERE:
             return records <= SOON and effect.kind == "overwritten" and cause.kind in TOO_MUCH
-        if cause.kind in WHOLE and (cause.level != "note" or effect.level == "note"):
+        is_of_its_batch = cause.kind == "batch" and records == 0  # what casts do with such data
+        if cause.kind in WHOLE and (cause.level != "note" or effect.level == "note" or is_of_its_batch):
             is_over = cause.kind in OF_A_STEP and cause.worst == cause.begins and cause.severity < MOST_SEVERE
             return records <= (SOON if is_over else LATER) and not (first and cause.kind in OF_A_STEP)
         if records > SOON:

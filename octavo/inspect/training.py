@@ -1,8 +1,8 @@
 """What is wrong in a record outside of its casts: data, loss, learning rate, optimizer, weights and moments.
 
 Most rules compare a quantity with its own earlier records, with other layers' in the same step, or with what another
-quantity lets it be: an optimizer's step with the weight, a moment with the gradient. Limits are by all open faults of
-benchmarks/training/causes.py and causes_held_out.py.
+quantity lets it be: an optimizer's step with the weight, a moment with the gradient. Limits are by all faults of
+benchmarks/training/causes.py, causes_held_out.py and causes_third_draw.py.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ LIMITS = {
     "state": 1.3,  # times what a moment can be by its last value and the gradient, or the other way round
     "warm-up": 0.1,  # what the very first step changes of a weight, over its root mean square: most layers' median
     "loss": 4.0,  # a loss above those before, over the usual difference of two steps; a mean of some, over its error
+    "batch": 0.3,  # the numbers of a batch, over those of all before, where it lasts
     "labels": 0.05,  # how much higher the loss stays, over what it was before
     "repeats": 0.25,  # the curvature of the loss over that of the steps before
     "overwritten": 0.03,  # what something but the optimizer changed of a weight, over the weight's root mean square
@@ -41,11 +42,12 @@ LIMITS = {
     "unmoved": 0.9,  # share of a weight's numbers that a step does not change
     "second moments": 1e-2,  # share of them flushed
 }
-ALONE = 8.0  # times, of one layer while the others are as before
+ALONE = 8.0  # times, of one layer while the others are as before; or all layers' fall to less than one in so many
 COLLAPSED = 30.0  # a learning rate falls to less than one in so many, and stays there
 GROUP, DECOUPLED = " of group ", "decoupled_weight_decay of group "
 RATES = ("lr", "learning_rate")  # names under which the learning rate is recorded, the second by transformers' Trainer
 BEFORE = 8  # a jump is measured against the median of so many records
+IN_TURN = 4  # at most so many batches that repeat
 FEW = 3  # records or steps in a row that something has to last
 PROJECTION = re.compile(r"(qkv|q_proj|k_proj|query|key|c_attn|in_proj|\bw[qk]\b)")
 FLOAT16 = 2.0**13  # finite gradients of this size, where others are inf, are float16's
@@ -54,6 +56,9 @@ WRITTEN = f"{RESTORE}; find what wrote them"
 ANEW = "give these units their initial weights anew; look for what masks them, and at the bias before"
 RECOVERY = "octavo.schedule.Recovery(octavo.schedule.Phase(octavo.recipes.high_precision()))"
 FROZEN = "requires_grad, a group of the optimizer, and no detach() or no_grad() behind it: a weight that trains has all"
+MEAN = "divide the loss once by the batches that it is summed over"
+UNSCALE = "divide gradients by the loss scale before clip_grad_norm_: scaler.unscale_(optimizer)"
+SIZE = "look at the data loader, and at what splits its batches or accumulates them"
 LOOK = "look at the data of that step, and leave out what is not as the rest"
 
 
@@ -75,7 +80,15 @@ class Training:
         if self.steps and self.layers:
             rules = (
                 *(self._tabulate, self._learning_rate, self._options, self._optimizer, self._state, self._warmup),
-                *(self._loss, self._repeats, self._nonfinite, self._scale_too_low, self._untied, self._dead),
+                *(
+                    self._elements,
+                    self._loss,
+                    self._repeats,
+                    self._nonfinite,
+                    self._scale_too_low,
+                    self._untied,
+                    self._dead,
+                ),
                 *(self._weights, self._frozen, self._small, self._idle, self._logits),
             )
             with self.np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
@@ -185,10 +198,8 @@ class Training:
                 continue
             steps, values = self._filled(name)
             of = [1 - value if option.split()[0] in ("betas", "momentum", "alpha") else value for value in values]
-            kind, place = (
-                "decay" if option == "weight_decay" else "options",
-                f'optimizer.param_groups[{group}]["{option}"]',
-            )
+            place = f'optimizer.param_groups[{group}]["{option}"]'
+            kind = "decay" if option == "weight_decay" else "options"
             for at in range(1, len(of)):
                 low, high = sorted(of[at - 1 : at + 1])
                 times = high / low / LIMITS["options"] if low > 0 else 8 * (high > low)
@@ -201,9 +212,8 @@ class Training:
                 taken = max(a * b for a, b in zip(values, self._filled(f"lr{GROUP}{group}")[1], strict=True))
                 if taken > LIMITS["decay"]:
                     text = f"weight decay takes {called(taken)} of the weights of group {group} in a step"
-                    yield self._found(
-                        kind, steps[0], taken / LIMITS["decay"], text, f"{place} = 0.1", advice="lower it"
-                    )
+                    what = kind, steps[0], taken / LIMITS["decay"], text, f"{place} = 0.1"
+                    yield self._found(*what, advice="lower it")
 
     def _is_coupled(self, group: str) -> bool:
         """Whether Adam's second moments divide a group's weight decay too."""
@@ -245,6 +255,16 @@ class Training:
             what = "warm-up", self.steps[0], share / LIMITS["warm-up"], text, remedy
             yield self._found(*what, "smaller first updates")
 
+    def _elements(self) -> Iterator[Finding]:
+        """Batches that from a step on have but a part of the numbers that all before had."""
+        numbers = self._measure("elements", self.layers[0], "input")
+        for at in range(2 * FEW, len(numbers) - FEW + 1):
+            share = float(self.np.nanmax(numbers[at:]) / self.np.nanmin(numbers[:at]))
+            if share <= LIMITS["batch"]:
+                text = f"batches have {called(share)} of the numbers that they had"
+                yield self._found("batch", self.steps[at], 2 / share, text, SIZE, worst=self.steps[-1])
+                return
+
     def _loss(self) -> Iterator[Finding]:
         steps, loss = self.loss
         at = 6
@@ -277,17 +297,21 @@ class Training:
             yield self._found("labels", steps[at], times / LIMITS["labels"], text, LOOK)
 
     def _repeats(self) -> Iterator[Finding]:
-        steps, loss = self.loss
-        bend = self.np.abs(self.np.diff(loss, 2)) if len(loss) > 2 else self.np.zeros(0)
-        falls = self.np.diff(loss) < 0
-        for at in range(6, len(bend) - 2 * FEW + 1):
-            usual, now = float(self.np.median(bend[max(0, at - 16) : at])), float(bend[at : at + 2 * FEW].max())
-            was_noisy = falls[max(0, at - 16) : at].mean() < 0.75 and falls[at : at + 2 * FEW].all()
-            if was_noisy and usual > 0 and now < LIMITS["repeats"] * usual:
-                text = "the loss no longer differs from batch to batch, as if the loader gave the same one"
-                remedy = "look at the data loader: does it shuffle, go on, and give each worker its own data?"
-                yield self._found("repeats", steps[at], usual / max(now, 1e-9 * usual), text, remedy)
-                break
+        """Losses that fall as smoothly as those of the same batch, or of a few in turn."""
+        steps, loss = self.loss[0], self.np.array(self.loss[1])
+        for turn in range(1, IN_TURN + 1):
+            change = loss[turn:] - loss[:-turn]
+            falls, bend = change < 0, self.np.abs(self.np.diff(change))
+            for at in range(6, len(bend) - 2 * FEW + 1):
+                usual, now = float(self.np.median(bend[max(0, at - 16) : at])), float(bend[at : at + 2 * FEW].max())
+                was_noisy = falls[max(0, at - 16) : at].mean() < 0.75 and falls[at : at + 2 * FEW].all()
+                if was_noisy and usual > 0 and now < LIMITS["repeats"] * usual:
+                    text = (
+                        f"the loss no longer differs from batch to batch, as if the loader gave the same {turn} in turn"
+                    )
+                    remedy = "look at the data loader: does it shuffle, go on, and give each worker its own data?"
+                    yield self._found("repeats", steps[at], usual / max(now, 1e-9 * usual), text, remedy)
+                    return
 
     # --- inf and NaN
 
@@ -295,14 +319,17 @@ class Training:
         """Where the first inf or NaN came from: the layer before the first input with one, or the last gradient."""
         np, record, names, last = self.np, self.record, self.layers, len(self.layers) - 1
         faulty = record.measures["nonfinite"] > 0
+        bad = [s for s, value in zip(*self.loss, strict=True) if not math.isfinite(value)]
+        if bad and bad[0] <= self.steps[-1] and not faulty[bisect_left(self.steps, bad[0])].any():
+            text = "the loss is inf or NaN, though no layer has one: as of a batch without a label"
+            yield self._found("batch", bad[0], math.inf, text, LOOK)
         if not faulty.any():
             return
         at = int(faulty.any(axis=1).argmax())
         rows = [record.rows[place] for place in np.flatnonzero(faulty[at])]
         of = {role: sorted({names.index(row.layer) for row in rows if row.role == role}) for role in ROLES}
         inputs, weights, gradients = of.values()
-        step, of_step = self.steps[at], dict(zip(*self.loss, strict=True))
-        earlier = [s for s, value in of_step.items() if not math.isfinite(value) and s < step]
+        step, earlier = self.steps[at], [s for s in bad if s < self.steps[at]]
         kind, where, remedy, expected, advice = "nonfinite", ("", ""), RESTORE, "", ""
         if earlier and (not at or self.steps[at - 1] < min(earlier)):
             step, text = min(earlier), "inf or NaN began between two recorded steps"
@@ -313,7 +340,7 @@ class Training:
         elif inputs and self._is_rare(at, names[inputs[0]]):
             where, remedy, advice = (names[inputs[0]], "input"), RECOVERY, "leave out such steps"
             text = "gets inf or NaN in fewer numbers than one of each row: an activation, and no weight, made them"
-        elif inputs or (not math.isfinite(of_step.get(step, 0.0)) and gradients):
+        elif inputs or (step in bad and gradients):
             where = names[inputs[0] - 1 if inputs else last], "weight"
             then = names[inputs[0]] if inputs else "the loss"
             text = f"has inf or NaN in its weight, or in what is computed up to {then}: its input has none"
@@ -413,14 +440,17 @@ class Training:
         yield self._found(kind, self.steps[at], times, text, WRITTEN, where=where, numbers={"changed": most})
 
     def _frozen(self) -> Iterator[Finding]:
-        """Weights of layers that no longer change, or never do, and others that no longer do; those at once are one."""
-        np, still, gradients = self.np, self.of["update"] == 0, self.of["gradient"]
-        moves, many = ~still & (self.of["changed"] > 0.5), len(self.layers)
+        """Weights that no longer change; those of layers also if they get no gradient, or never change."""
+        np, gradients, many = self.np, self.of["gradient"], len(self.layers)
+        still = (self.of["update"] == 0) & ~(self.of["master_update"] > 0)
+        still[:, :many] |= gradients[:, :many] == 0  # of an embedding those sampled may get none
+        moves = ~still & (self.of["changed"] > 0.5)
         lasts = np.flip(np.minimum.accumulate(np.flip(still, 0), 0), 0)  # to the end
         found: dict[int, list[int]] = {}
         for place in np.flatnonzero(lasts[-FEW:].all(axis=0) & (len(still) >= FEW)):
             at = int(lasts[:, place].argmax())
-            if moves[at:].mean() > 0.25 and (at or place < many):
+            is_given = np.isfinite(np.log(gradients[at:, place])).all() and min(self.rate[1][-FEW:], default=0) > 0
+            if (moves[at:].mean() > 0.25 or is_given) and (at or place < many):
                 found.setdefault(at, []).append(place)
         for at, places in found.items():
             layers, why, first = [place for place in places if place < many] or places, "while other layers do", 0
@@ -430,6 +460,8 @@ class Training:
                 why, first = "and gets no gradient", -1
             others = f", nor do {len(places) - 1} other weights" if len(places) > 1 else ""
             where, text = (self.names[layers[first]], "weight"), f"does not train{others}, {why}"
+            if len(places) == len(self.names):
+                where, text = ("", ""), "no weight changes, though all have gradients: the optimizer has none of them"
             yield self._found("frozen", self.steps[at], 4, text, FROZEN, where=where)
 
     def _worst(self, kind: str, values: Any) -> Iterator[Worst]:
@@ -447,15 +479,24 @@ class Training:
     def _jump(self, jumps: Any, risen: Any, norms: Any) -> Iterator[Finding]:
         """Gradients that leap, of all layers or from one layer back; else updates that leap without them."""
         np, gradients = self.np, self.of["gradient"]
-        climbs, grown = np.ones(len(risen), dtype=bool), np.ones(len(risen))
-        for back in range(FEW + 1):  # each of so many records is above the one before
+        typical, climbs, falls, grown = np.nanmedian(risen, axis=1), True, True, 1.0
+        for back in reversed(range(FEW + 1)):  # each of so many records is above the one before
             step = np.nanmedian(np.roll(gradients, back, 0) / np.roll(gradients, back + 1, 0), axis=1)
             climbs, grown = climbs & (step > 1), grown * step
-        climbs &= (grown > 2) & (np.arange(len(grown)) > FEW + 1) & np.isfinite(risen).any(axis=1)
-        typical, layers = np.nanmedian(risen, axis=1), slice(len(self.layers))
-        alone = np.where(np.isfinite(risen), gradients / self._earlier(gradients, np.nanmax), np.nan)[:, layers]
+            falls &= np.roll(typical, -back) < 1 / ALONE  # False at the end: the first records are nan
+        falls &= step < 1 / ALONE
+        climbs &= (grown > 2) & (np.arange(len(risen)) > FEW + 1) & np.isfinite(risen).any(axis=1)
+        alone = np.where(np.isfinite(risen), gradients / self._earlier(gradients, np.nanmax), np.nan)
+        alone = alone[:, : len(self.layers)]
         if (over := (typical > LIMITS["gradients"]) | climbs).any():
             yield self._leap(over, typical, jumps)
+            return
+        if falls.any():
+            at, share = int(falls.argmax()), float(typical[falls][0])
+            is_scaled = bool(norms[at] > LIMITS["gradients"])  # as it is clipped
+            text = f"the gradients are {called(share)} of those before{', though their norm rose' * is_scaled}"
+            times, remedy = 1 / max(share, 1e-9) / LIMITS["gradients"], UNSCALE if is_scaled else MEAN
+            yield self._found("gradients", self.steps[at], times, text, remedy, worst=self.steps[at + FEW])
             return
         if (over := (alone > ALONE).any(axis=1)).any():
             at = int(over.argmax())  # backward goes from the last layer to the first
@@ -485,9 +526,7 @@ class Training:
         then = self.norms.get(self.steps[begins - 1], math.nan)
         remedy, advice = f"torch.nn.utils.clip_grad_norm_(model.parameters(), {2 * then:.3g})", "clip their norm"
         if lasts and not layer:
-            advice = (
-                "call optimizer.zero_grad() before each backward, and divide the loss by the batches it is summed over"
-            )
+            advice = f"call optimizer.zero_grad() before each backward, and {MEAN}"
             remedy = f"{advice}; or {remedy}"
         expected = "before each optimizer.step(): no more than twice the last record's"
         severe = times * max(1.0, moves) / LIMITS["gradients"]

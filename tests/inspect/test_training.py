@@ -17,6 +17,7 @@ np = pytest.importorskip("numpy")
 from tests.inspect.test_findings import made  # noqa: E402
 
 AT, RECORDS = 8, 16  # the record that faults begin in, and all
+LASTING = slice(AT, None)
 LAYER = "model.layers.1.mlp"
 INPUT, WEIGHT, GRADIENT = 3, 4, 5  # rows of this layer; the last layer's are 9 to 11
 
@@ -73,6 +74,13 @@ def repeats(record: Record) -> None:
     record.scalars["loss"][1][AT:] = [4.2 * 0.98**place for place in range(RECORDS - AT)]
 
 
+def of_copies(record: Record) -> None:
+    """An optimizer that changes nothing."""
+    record.scalars["lr"] = record.steps, [1e-3] * RECORDS
+    weights("gradient", 1e-3, 1e-3)(record)
+    weights("update", 1e-4, 0.0, records=LASTING)(record)
+
+
 def logits(record: Record) -> None:
     record.layers[1] = LAYER.replace("mlp", "qkv")
     record.rows[INPUT : GRADIENT + 1] = [
@@ -103,12 +111,14 @@ def option(name: str, before: float, after: float) -> Callable[[Record], Any]:
     return lambda record: record.scalars.update({f"{name} of group 0": ([0, 50 * AT], [before, after])})
 
 
-def weights(name: str, before: float, after: float, *layers: int) -> Callable[[Record], None]:
-    """What is recorded of these layers' weights, in all of the record and at AT."""
+def weights(
+    name: str, before: float, after: float, *layers: int, records: slice = slice(AT, AT + 1)
+) -> Callable[[Record], None]:
+    """What is recorded of all weights, and in ``records`` of those of these layers."""
 
     def put(record: Record) -> None:
         record.weights[name] = np.full_like(record.weights["update"], before)
-        record.weights[name][AT, layers or slice(None)] = after
+        record.weights[name][records, layers or slice(None)] = after
 
     return put
 
@@ -135,6 +145,15 @@ FAULTS: dict[str, tuple[str, str, Callable[[Record], Any]]] = {  # kind, layer, 
     "a write before the update": ("overwritten", LAYER, weights("outside", 0.0, 0.1, 1)),
     "gradients that are added up": ("gradients", "", weights("gradient", 1e-3, 8e-3)),
     "gradients of one layer": ("gradients", LAYER, weights("gradient", 1e-3, 2e-2, 1)),
+    "gradients that fall": ("gradients", "", weights("gradient", 1e-3, 1e-5, records=LASTING)),
+    "clipped before unscaled": (
+        *("gradients", ""),
+        both(scalar("grad_norm", 1.0, 1e3), weights("gradient", 1e-3, 1e-6, records=LASTING)),
+    ),
+    "no gradient for a layer": ("frozen", LAYER, weights("gradient", 1e-3, 0.0, 1, records=LASTING)),
+    "an optimizer of other parameters": ("frozen", "", of_copies),
+    "a loss without labels": ("batch", "", both(loss(math.nan, 0), measure("zeros", 0.9, 11))),
+    "smaller batches": ("batch", "", measure("elements", 64.0, INPUT - 3)),
     "an easier batch": ("labels", "", loss(-3.5)),
     "a NaN in an activation": ("nonfinite", LAYER, activation),
     "a rate of 0": ("learning rate", "", scalar("learning_rate", 1e-3, 0.0)),
@@ -216,3 +235,10 @@ def test_a_jump_names_what_is_not_recorded() -> None:
     assert "Recovery" in found.remedy and found.expected.endswith("; record lr to see what rose")
     del record.scalars["grad_norm"]
     assert diagnose(record)[0].expected.endswith("; record lr and grad_norm to see what rose")
+
+
+def test_batches_in_turn_repeat() -> None:
+    record = made(4, 24)
+    record.scalars["loss"][1][AT - 1 :] = [9.3, *(9.9 - 0.1 * (at % 3) - 0.01 * at for at in range(24 - AT))]
+    first = diagnose(record)[0]
+    assert (first.kind, first.begins) == ("repeats", 50 * AT) and "the same 3 in turn" in first.cause
