@@ -441,7 +441,7 @@ def said(fault: Fault, layer: str, found: Sequence[Finding]) -> dict[str, Any]:
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Shares of runs by diagnosis and by which faults, and false alarms."""
     lines = []
-    for diagnosis in ("before", "first rules", "second rules", "after"):
+    for diagnosis in ("before", "first rules", "second rules", "third rules", "after"):
         of = {name: [r for r in rows if (r["diagnosis"], r["of"]) == (diagnosis, name)] for name in DRAWS}
         for name, its in of.items():
             if its:
