@@ -112,12 +112,20 @@ def batch(step: int, rank: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def average(net: nn.Module, mesh: Any) -> None:
-    """Gradients of a replicated model as FSDP2 averages them."""
+    """Gradients of a replicated model as FSDP2 averages them: summed where a rank's shard is, then over replicas."""
+    group, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
     for p in net.parameters():
         if p.grad is not None:
-            for dim in reversed(range(mesh.ndim)):
-                dist.all_reduce(p.grad, group=mesh.get_group(dim))
-            p.grad /= mesh.size()
+            rows, padded = -(-len(p) // ranks), p.grad
+            if rows * ranks > len(p):
+                padded = torch.cat((p.grad, p.grad.new_zeros(rows * ranks - len(p), *p.shape[1:])))
+            part = padded.new_empty(rows, *p.shape[1:])
+            dist.reduce_scatter_tensor(part, padded.contiguous(), group=group)
+            if mesh.ndim == 2:
+                dist.all_reduce(part, group=mesh.get_group(0))
+            whole = torch.empty_like(padded, memory_format=torch.contiguous_format)
+            dist.all_gather_into_tensor(whole, part, group=group)
+            p.grad = whole[: len(p)] / mesh.size()
 
 
 @contextlib.contextmanager
