@@ -19,7 +19,7 @@ from octavo.inspect.findings import severities
 from octavo.inspect.record import RecordWriter, by_layer, measures_of, numpy, of_weights
 from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
-from octavo.inspect.weights import Updates, count_weights, facts_of, others_of, tied_of
+from octavo.inspect.weights import GROUP, Updates, count_weights, facts_of, others_of, tied_of
 from octavo.kernels.arguments import SUMS
 from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import to_json
@@ -122,7 +122,7 @@ class Recorder:
             changed = {
                 name: of for name, of in facts.items() if isinstance(of, Tensor) or self._options.get(name) != of
             }
-            self._options |= {name: of for name, of in changed.items() if " of group " in name}
+            self._options |= {name: of for name, of in changed.items() if GROUP in name}
             self._keep({**changed, "loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: self._left_out()})
         for switch in () if self.schedule is None else self.schedule.switches[self._switches :]:
             self.event("recovery" if switch.phase < 0 else "switch", f"{switch.name}: {switch.reason}")

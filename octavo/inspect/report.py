@@ -18,6 +18,7 @@ from octavo.formats import E4M3, E5M2, Format
 from octavo.inspect.findings import LIMITS
 from octavo.inspect.incidents import MOST_SEVERE, Finding, verdict
 from octavo.inspect.record import MEASURES, OF_WEIGHTS, Record, numpy
+from octavo.inspect.weights import GROUP
 from octavo.recipes import to_json as to_rules
 from octavo.scaling.recipe import ROLES
 
@@ -255,7 +256,7 @@ def _window(format: Format, scale_inv: float, of: str) -> dict[str, Any]:
 def _curves(record: Record) -> dict[str, list[dict[str, float]]]:
     """Each number by step; of a group's options those that change."""
     found = record.scalars.items()
-    return {name: _curve(*pair) for name, pair in found if " of group " not in name or len(pair[0]) > 1}
+    return {name: _curve(*pair) for name, pair in found if GROUP not in name or len(pair[0]) > 1}
 
 
 def _curve(steps: Sequence[int], values: Sequence[float]) -> list[dict[str, float]]:

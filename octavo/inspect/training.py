@@ -18,6 +18,7 @@ from typing import Any
 from octavo.inspect.incidents import Finding, level_of, severity_of, stretch
 from octavo.inspect.record import OF_WEIGHTS, Record, numpy
 from octavo.inspect.remedies import called
+from octavo.inspect.weights import GROUP
 from octavo.scaling.recipe import ROLES
 
 LIMITS = {
@@ -44,7 +45,7 @@ LIMITS = {
 }
 ALONE = 8.0  # times, of one layer while the others are as before; or all layers' fall to less than one in so many
 COLLAPSED = 30.0  # a learning rate falls to less than one in so many, and stays there
-GROUP, DECOUPLED = " of group ", "decoupled_weight_decay of group "
+DECOUPLED = f"decoupled_weight_decay{GROUP}"
 RATES = ("lr", "learning_rate")  # names under which the learning rate is recorded, the second by transformers' Trainer
 BEFORE = 8  # a jump is measured against the median of so many records
 IN_TURN = 4  # at most so many batches that repeat

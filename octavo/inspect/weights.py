@@ -39,6 +39,7 @@ MOVED = (
 )
 SAMPLED = 1024  # elements of a weight
 SECOND = "exp_avg_sq"  # the name of second moments that are plain tensors
+GROUP = " of group "  # in the name of an option, between it and its group's number
 
 
 def count_weights(layers: Sequence[RecordedLayer], ranks: Ranks) -> None:
@@ -179,8 +180,8 @@ class Updates:
             self._before = sample(self._weights, self.optimizer)
             found = [_gradient(each) for each in self._weights]
             nothing = next((one[:0] for one in found if one is not None), self._before[1][0, 0, :0])
-            all = [nothing if one is None else one for one in found]
-            self._gradients = [len(one) for one in all], _together(all)
+            gradients = [nothing if one is None else one for one in found]
+            self._gradients = [len(one) for one in gradients], _together(gradients)
 
     def _after_update(self) -> None:
         if not torch.compiler.is_compiling() and self._weights:
@@ -238,7 +239,7 @@ def facts_of(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     for at, group in enumerate(groups):
         for name, value in group.items():
             parts = enumerate(value) if name == "betas" else [("", value)]
-            named = {f"{name} {place}".strip() + f" of group {at}": part for place, part in parts}
+            named = {f"{name} {place}".strip() + f"{GROUP}{at}": part for place, part in parts}
             found |= {option: of for option, of in named.items() if isinstance(of, float | int) or name == "lr"}
     return found
 
@@ -288,7 +289,7 @@ def _together(samples: Sequence[Tensor]) -> Tensor:
 @functools.lru_cache(maxsize=32)
 def _places(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Where the elements of each sample are among those of all; -1 for padding."""
-    found, begin = torch.full((len(lengths), SAMPLED), -1, device="cpu"), 0
+    found, begin = torch.full((len(lengths), SAMPLED), -1, dtype=torch.int64, device="cpu"), 0
     for row, length in zip(found, lengths, strict=True):
         row[:length] = torch.arange(begin, begin + length, device="cpu")
         begin += length

@@ -1,7 +1,7 @@
 """Norms and their gradients against float64, by the reference, a CPU and Triton; test_cast.py casts them."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
+from octavo.kernels.arguments import NormSource
 from octavo.kernels.cpu import codes
 from octavo.kernels.reference.norm import normalise
 from tests.kernels.conftest import Ops
@@ -25,18 +26,8 @@ SHAPES = [(0, 17), (17, 0), (1, 1), (17, 1), (1, 1000), (17, 127), (127, 128), (
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-class Norm(NamedTuple):
-    """The arguments that every norm begins with."""
-
-    x: Tensor
-    gamma: Tensor
-    beta: Tensor | None
-    kind: str
-    eps: float
-    zero_centered: bool
-
-    def double(self) -> "Norm":
-        return Norm(*(a.double() if isinstance(a, Tensor) else a for a in self))
+def double(norm: NormSource) -> NormSource:
+    return NormSource(*(a.double() if isinstance(a, Tensor) else a for a in norm))
 
 
 def given(
@@ -49,14 +40,14 @@ def given(
     eps: float = 1e-5,
     offset: float = 0.0,
     **_: Any,
-) -> Norm:
+) -> NormSource:
     rows, cols = shape
     x = (torch.randn(shape) + offset) * torch.logspace(-1, 1, rows)[:, None]
     gamma, added = torch.randn(2, cols).to(gamma_dtype)
-    return Norm(x.to(dtype), gamma, added if beta else None, kind, eps, zero_centered)
+    return NormSource(x.to(dtype), gamma, added if beta else None, kind, eps, zero_centered)
 
 
-def exact(norm: Norm) -> Tensor:
+def exact(norm: NormSource) -> Tensor:
     x, gamma, beta, kind, eps, zero_centered = norm
     factor = gamma + 1 if zero_centered else gamma
     if kind == "layer_norm":
@@ -65,7 +56,7 @@ def exact(norm: Norm) -> Tensor:
     return y if beta is None else y + beta
 
 
-def statistics(norm: Norm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def statistics(norm: NormSource) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """In float64 mean and rstd [R, 1], n [R, C], and [R, 1] by how much a rounding of x grows in n."""
     x = norm.x.double()
     mean = x.mean(1, keepdim=True) if norm.kind == "layer_norm" else torch.zeros(len(x), 1, dtype=torch.float64)
@@ -74,7 +65,7 @@ def statistics(norm: Norm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return mean, rstd, (x - mean) * rstd, growth
 
 
-def factor_of(norm: Norm) -> Tensor:
+def factor_of(norm: NormSource) -> Tensor:
     return norm.gamma.double() + norm.zero_centered
 
 
@@ -96,7 +87,7 @@ def rounding(dtype: torch.dtype, truth: Tensor) -> Tensor:
 )
 def test_against_float64(case: dict[str, Any]) -> None:
     norm = given(**case)
-    truth = exact(norm.double())
+    truth = exact(double(norm))
     mean, rstd, n, growth = statistics(norm)
     y, found_mean, found_rstd = normalise(*norm)
     natural = (n.abs() + growth) * factor_of(norm).abs() + (0.0 if norm.beta is None else norm.beta.double().abs())
@@ -145,7 +136,7 @@ def check_gradients(ops: Ops, case: dict[str, Any]) -> None:
     dx, dgamma, dbeta = to("cpu", found)
 
     leaves = [a.double().requires_grad_() for a in norm[:3] if a is not None]
-    y = exact(Norm(*leaves, *[None] * (3 - len(leaves)), *norm[3:]))
+    y = exact(NormSource(*leaves, *[None] * (3 - len(leaves)), *norm[3:]))
     truth, truth_gamma, *truth_beta = torch.autograd.grad((y * dy.double()).sum(), leaves)
     truth = truth + (0.0 if residual is None else residual.double())
     w, n = (dy * factor_of(norm)).abs(), n.abs()
