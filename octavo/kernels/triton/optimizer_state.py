@@ -398,12 +398,13 @@ def read_master(row, place, scale_inv, MASTER: tl.constexpr, EVEN: tl.constexpr)
     """The master's tile in float32."""
     if MASTER.fmt is not None:
         result = read_fp8_master(row, place, scale_inv, MASTER, EVEN)
-    else:
+    elif MASTER.rest is None:
         result = load_float(row, WEIGHT_COLUMN, place, MASTER.weight, EVEN)
-        if MASTER.rest is not None:
-            rest = load_at(to_pointer(row[REST], MASTER.rest, EVEN), place).to(tl.int32)
-            bits = result.to(tl.int32, bitcast=True) + (rest << (16 - MASTER.rest.primitive_bitwidth))
-            result = bits.to(tl.float32, bitcast=True)
+    else:  # bits as they are: a NaN that is converted to float32 first may get others, which run over into a number's
+        bits = load_at(to_pointer(row[WEIGHT_COLUMN], tl.int16, EVEN), place).to(tl.int32) << 16
+        rest = load_at(to_pointer(row[REST], MASTER.rest, EVEN), place).to(tl.int32)
+        bits += rest << (16 - MASTER.rest.primitive_bitwidth)
+        result = bits.to(tl.float32, bitcast=True)
     return result
 
 

@@ -35,6 +35,8 @@ def check(kernels: TritonKernels, *args: Any, fast: bool = False) -> Tensor:
 def test_parts_of_two_products(form, kernels, monkeypatch):
     """As of large groups on Hopper, or of faults and scales whose product float32 does not hold."""
     config = kernels.module("launch").Config(256, 128, 4, 16)
+    if kernels.module("matmul")._architecture() in (89, 120):
+        pytest.skip("such parts do not fit the shared memory of this GPU, which the library gives smaller ones")
     monkeypatch.setattr(kernels.module("grouped_matmul"), "grouped_config", lambda *_: config)
     args = list(form([0, 17, 140], 3, (BLOCK, SQUARE), 140, 144))
     for exponent in (0, 120):
