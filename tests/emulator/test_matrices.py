@@ -294,10 +294,10 @@ class Tcgen05:
             f"{lane} tcgen05.ld.sync.aligned.32x32b.x64.b32 {names(0, 64)}, [%r98]; tcgen05.wait::ld.sync.aligned;"
         )
 
-    def launch(self, body: str, **options: Any) -> np.ndarray:
+    def launch(self, body: str, *more: np.ndarray, **options: Any) -> np.ndarray:
         out = np.zeros((128, 64), np.float32)
         given = {"shared": BARRIER + 32, "target": "sm_100a", "threads": 128} | options
-        launch(f"{body} {store(0, 64, 2)}", *self.images, out, **given)
+        launch(f"{body} {store(0, 64, 2)}", *self.images, out, *more, **given)
         return out
 
 
@@ -324,11 +324,8 @@ class Scaled(Tcgen05):
         )
         self.products = f"add.s32 %r96, %r99, 64; add.s32 %r97, %r99, 68; {self.products}"
 
-    def launch(self, body: str, **options: Any) -> np.ndarray:
-        out = np.zeros((128, 64), np.float32)
-        given = {"shared": BARRIER + 32, "target": "sm_100a", "threads": 128} | options
-        launch(f"{body} {store(0, 64, 2)}", *self.images, out, self.cells, **given)
-        return out
+    def launch(self, body: str, *more: np.ndarray, **options: Any) -> np.ndarray:
+        return super().launch(body, self.cells, *more, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"schedule": "warps"}, {"schedule": "programs"}])
