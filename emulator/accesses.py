@@ -12,6 +12,7 @@ from emulator.memory import ATOMIC, COMING
 from emulator.parse import Instruction
 from emulator.values import TYPES, flushed
 
+# in names: how many elements of which type; what an atomic of global memory does
 ELEMENTS = "(?:.v([24]))?.(b8|b16|b32|b64)"
 GLOBAL = "(global).gpu.(?:relaxed|acq_rel).(add|exch|max(?=.[su])).([bsuf](?:32|64))"
 

@@ -104,6 +104,9 @@ class Threads:
         return lanes
 
 
+# --- operands ---------------------------------------------------------------------------------------------------------
+
+
 def wide(values: Any, count: int) -> np.ndarray:
     """An operand's value for each lane."""
     return values if np.ndim(values) and len(values) == count else np.full(count, values)

@@ -49,7 +49,8 @@ def begin(
 
     After that the ``reader`` may, a warpgroup, or NOBODY in particular. A descriptor says where an operand begins, and
     how far 8 rows are from the next 8. Rows, of 32 bytes, lie along K, in 128, 64 or 32 bytes that are swizzled: three,
-    two or one of an address's bits are added to others. What is returned gives of an accumulator the sum, at the end.
+    two or one of an address's bits are added to others. What is returned ends the product: of an accumulator it gives
+    the sum.
     """
     shared, one, begun = threads.launch.shared, threads.one, []
     for descriptor, rows in descriptors:
@@ -119,12 +120,8 @@ def warp_product(threads: Threads, k: str, *given: Any) -> np.ndarray:
 def warpgroup_product(threads: Threads, n: str, a: str, b: str, d: list[Register], *given: np.ndarray) -> None:
     """d = a . b, plus d where its predicate says so, of a warpgroup; a and b in shared memory, d after a wait."""
     columns, rule = int(n), rule_of(threads.launch.program.target, "wgmma", a, b)
-    lanes, one, mask, targets = (
-        threads.warps(size=WARPGROUP),
-        threads.one,
-        threads.mask,
-        frozenset(item.number for item in d),
-    )
+    lanes, one, mask = threads.warps(size=WARPGROUP), threads.one, threads.mask
+    targets = frozenset(item.number for item in d)
     left, right, adds = (values[lanes] for values in given)
     if len(d) != columns // 2:
         raise one.unsupported()

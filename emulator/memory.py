@@ -103,7 +103,7 @@ class GlobalMemory:
 
 
 WRITTEN, COMING = 1, 2  # of a byte: somebody wrote it; a copy of it is under way
-# in place of a warp; all warps' atomics, which do not race with each other; and less its number, a warpgroup
+# in place of a warp: also all warps' atomics, which do not race with each other; and less its number, a warpgroup
 NOBODY, SEVERAL, ATOMIC, GROUP = -1, -2, -3, -10
 
 

@@ -164,9 +164,8 @@ def test_selection(bits: int) -> None:
 
 def test_vectors_of_registers() -> None:
     a, b = numbers("u32", 1), numbers("u32", 2)
-    assert (
-        compute("mov.b64", a, b, form="{d}, {{{s}}}", out=np.uint64) == (b.astype(np.uint64) << np.uint64(32) | a)
-    ).all()
+    both = compute("mov.b64", a, b, form="{d}, {{{s}}}", out=np.uint64)
+    assert (both == (b.astype(np.uint64) << np.uint64(32) | a)).all()
     low, high = (compute("mov.b32", a, form=form, out=np.uint16) for form in ("{{{d}, _}}, {s}", "{{_, {d}}}, {s}"))
     assert (low == a & 0xFFFF).all() and (high == a >> 16).all()
 
