@@ -8,9 +8,13 @@ from typing import Any
 import numpy as np
 
 from emulator.machine import Threads, instruction
-from emulator.memory import COMING
+from emulator.memory import ATOMIC, COMING
 from emulator.parse import Instruction
 from emulator.values import TYPES, flushed
+
+# in names: how many elements of which type; what an atomic of global memory does
+ELEMENTS = "(?:.v([24]))?.(b8|b16|b32|b64)"
+GLOBAL = "(global).gpu.(?:relaxed|acq_rel).(add|exch|max(?=.[su])).([bsuf](?:32|64))"
 
 
 def _reach(threads: Threads, space: str, lanes: Any, address: np.ndarray, size: int, one: Instruction) -> Any:
@@ -39,19 +43,16 @@ def store(threads: Threads, space: str, lanes: Any, address: np.ndarray, values:
     memory.store(at, size, values.view(f"u{min(size, 8)}"), warps, one)
 
 
-ELEMENTS = "(?:.v([24]|8(?!.[a-z]64)))?.([bsuf](?:8|16|32|64))"
-
-
-@instruction(f"ld.(global|shared)(?:.nc|.cg|.volatile)?{ELEMENTS}", "{2}*{1} []")
+@instruction(f"ld.(global|shared)(?:.cg)?{ELEMENTS}", "{2}*{1} []")
 def load_elements(threads: Threads, space: str, count: str, kind: str, address: np.ndarray) -> np.ndarray:
-    """One to eight of them."""
+    """One, two or four of them."""
     dtype = np.dtype(TYPES[kind])
     return load(threads, space, threads.lanes(), address, dtype.itemsize * int(count or 1), threads.one).view(dtype)
 
 
 @instruction(f"st.(global|shared)(?:::cta)?{ELEMENTS}", "- [] {2}*{1}")
 def store_elements(threads: Threads, space: str, count: str, kind: str, address: Any, values: np.ndarray) -> None:
-    """One to eight of them."""
+    """One, two or four of them."""
     lanes = threads.lanes()
     store(threads, space, lanes, address, values[lanes].reshape(lanes.size, -1), threads.one)
 
@@ -72,8 +73,6 @@ CHANGES: dict[str, Callable[..., Any]] = {
     "cas": lambda old, x, new: new if old == x else old,
     "add.f32": lambda old, x: flushed(flushed(old) + flushed(x)),  # in global memory, by the manual
 }
-ATOMIC = -3  # for all warps' atomics, which do not race with each other
-GLOBAL = "(global).gpu.(?:relaxed|acq_rel).(add|exch|max(?=.[su])).([bsuf](?:32|64))"
 
 
 @instruction(f"red.{GLOBAL}", "- [] {2}", pauses=True)

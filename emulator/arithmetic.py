@@ -15,10 +15,7 @@ from emulator.values import TYPES, U32, U64, UNSIGNED, canonical, extreme
 
 Function = Callable[..., Any]
 OPERATORS = vars(operator) | {"mul.lo": operator.mul, "and": operator.and_, "or": operator.or_, "not": operator.invert}
-OPERATORS |= {"min": np.minimum, "max": np.maximum, "div": np.divide, "rem": np.fmod, "sqrt": np.sqrt}
-
-
-# --- floats -----------------------------------------------------------------------------------------------------------
+OPERATORS |= {"min": np.minimum, "max": np.maximum, "div": np.divide, "sqrt": np.sqrt}
 
 
 def _rounded(name: str, *kind: str) -> Function:
@@ -27,15 +24,10 @@ def _rounded(name: str, *kind: str) -> Function:
     return lambda *values: canonical(function(*values))
 
 
-def _magnitudes(name: str) -> Function:
-    """min or max of the magnitudes, NaN if one is, with the product's sign."""
-
-    def find(a: Any, b: Any) -> Any:
-        found = extreme(np.abs(a), np.abs(b), name == "min", True)
-        sign = np.where(found != found, U32(0), (a.view(U32) ^ b.view(U32)) & U32(1 << 31))
-        return found.view(U32) | sign
-
-    return find
+def _least_magnitude(a: Any, b: Any) -> Any:
+    """NaN if one is, with the product's sign."""
+    found = extreme(np.abs(a), np.abs(b), True, True)
+    return found.view(U32) | np.where(found != found, U32(0), (a.view(U32) ^ b.view(U32)) & U32(1 << 31))
 
 
 def _signs(name: str, bits: str) -> Function:
@@ -60,12 +52,10 @@ def _extremes(name: str, nan: str = "") -> Function:
 
 
 elementwise("(min|max)(.NaN)?.f32", "f32 f32 f32 f32?", _extremes)
-elementwise("(min|max).NaN.xorsign.abs.f32", "f32 f32 f32", _magnitudes)
+elementwise("min.NaN.xorsign.abs.f32", "f32 f32 f32", lambda: _least_magnitude)
 elementwise("(abs|neg).f(32|64)", "b{1} b{1}", _signs)
 elementwise("(copysign).f(32)", "b32 b32 b32", _signs)
 elementwise("abs.(?:bf16x2|f16x2)", "b32 b32", lambda: lambda a: a & U32(0x7FFF7FFF))
-
-
 instruction("(ex2|rcp).approx.ftz.f32", "f32 f32")(
     lambda threads, name, values: numbers.approximate(name, values, threads.launch.options.approximation)
 )
@@ -98,8 +88,7 @@ elementwise("cvt.rn.satfinite.(e4m3|e5m2)x2.f16x2", "{0}x2 f16x2", NARROW.get)
 elementwise("cvt.rn.f16x2.(e4m3|e5m2)x2", "f16x2 {0}x2", lambda kind: lambda codes: numbers.FP8_AS_F16[kind][codes])
 elementwise("cvt.(f32).(f16|bf16)", "f32 {1}", _to)
 elementwise("cvt.(f64).f32", "f64 f32", _to)
-elementwise("cvt.rn.(f32).f64", "f32 f64", _to)
-elementwise("cvt.rn.(f32|f64).([su]32|[su]64)", "{0} {1}", _to)
+elementwise("cvt.rn.(f32|f64).(f64|[su]32|[su]64)", "{0} {1}", _to)
 elementwise("cvt.rzi.s64.f32", "s64 f32", lambda: numbers.to_s64)
 elementwise("cvt.([su](?:8|16|32|64)).([su](?:8|16|32|64))", "{0} {1}", _to)
 
@@ -129,13 +118,12 @@ def _shift(name: str, kind: str) -> Function:
 
 
 INTEGER = "([su]16|[su]32|[su]64)"
-elementwise(f"(add|sub|mul.lo|min|max|rem).{INTEGER}", "{1} {1} {1}", OPERATORS.get)
+elementwise(f"(add|sub|mul.lo|min|max).{INTEGER}", "{1} {1} {1}", OPERATORS.get)
 elementwise(f"(neg|abs).{INTEGER}", "{1} {1}", OPERATORS.get)
-elementwise("(min|max).relu.s32", "s32 s32 s32", lambda name: lambda a, b: np.maximum(OPERATORS[name](a, b), 0))
 elementwise("div.([su]32|[su]64)", "{0} {0} {0}", lambda kind: _quotient)
 elementwise(f"mad.lo.{INTEGER}", "{0} {0} {0} {0}", lambda kind: lambda a, b, c: a * b + c)
 elementwise(
-    "mul.hi.(s32|u32)", "{0} {0} {0}", lambda kind: lambda a, b: (_product(kind)(a, b) >> 32).astype(TYPES[kind])
+    "mul.hi.([su]32)", "{0} {0} {0}", lambda kind: lambda a, b: (_product(kind)(a, b) >> 32).astype(TYPES[kind])
 )
 elementwise("mul.wide.([su]16|[su]32)", "{0}w {0} {0}", _product)
 elementwise("mad.wide.([su]16|[su]32)", "{0}w {0} {0} {0}w", lambda kind: lambda a, b, c: _product(kind)(a, b) + c)
@@ -188,8 +176,6 @@ elementwise("selp.[bf](16|32|64)", "b{0} b{0} b{0} pred", lambda bits: lambda a,
 
 def _compared(name: str, unordered: str, kind: str) -> Function:
     """A comparison of floats: false for NaN, or true where its name ends with u."""
-    if name in ("num", "nan"):
-        return lambda a, b: ((a != a) | (b != b)) ^ (name == "num")
     function = OPERATORS[name]
     if unordered:
         return lambda a, b: function(a, b) | (a != a) | (b != b)
@@ -199,29 +185,20 @@ def _compared(name: str, unordered: str, kind: str) -> Function:
 elementwise("setp.(eq|ne).(b16|b32|b64)", "pred {1} {1}", OPERATORS.get)
 elementwise(f"setp.(eq|ne|lt|le|gt|ge).{INTEGER}", "pred {1} {1}", OPERATORS.get)
 elementwise("setp.(eq|ne|lt|le|gt|ge)(u?).(f16|bf16|f32|f64)", "pred {2} {2}", _compared)
-elementwise("setp.(num|nan)().(f16|bf16|f32|f64)", "pred {2} {2}", _compared)
+elementwise("setp.num.f32", "pred f32 f32", lambda: lambda a, b: (a == a) & (b == b))
 elementwise("setp.(eq|ne|lt|le|gt|ge)(u?).(f16x2|bf16x2)", "pred|pred {2} {2}", _compared)  # of the lower half first
 elementwise("mov.pred", "pred pred", lambda: np.asarray)
-elementwise(
-    "mov.[bu](16|32|64)", "b{0}/ b{0}/", lambda bits: lambda held: held.reshape(-1)
-)  # or a vector's parts, the first the lowest
+# or a vector's parts, the first the lowest
+elementwise("mov.[bu](16|32|64)", "b{0}/ b{0}/", lambda bits: lambda held: held.reshape(-1))
 
 # --- a warp -----------------------------------------------------------------------------------------------------------
-
-
-def _warps(threads: Threads, members: np.ndarray) -> np.ndarray:
-    """The lanes [warps, 32], of which the instruction has to name all."""
-    lanes = threads.warps()
-    if (members[lanes] != U32(0xFFFFFFFF)).any():
-        raise threads.one.unsupported("some of a warp's lanes:")
-    return lanes
 
 
 @instruction("shfl.sync.(bfly|idx).b32", "b32 b32 u32 31 u32")
 @instruction("shfl.sync.(up).b32", "b32 b32 u32 0 u32")
 def shuffle(threads: Threads, mode: str, values: np.ndarray, by: np.ndarray, members: np.ndarray) -> np.ndarray:
     """Another lane's value."""
-    lanes, lane = _warps(threads, members), np.arange(32, dtype=U32)
+    lanes, lane = threads.warps(members), np.arange(32, dtype=U32)
     step = by[lanes] & U32(31)
     other = {"bfly": lane ^ step, "idx": step, "up": np.where(lane < step, lane, lane - step)}[mode]
     return values[lanes[:, :1] + other]
@@ -231,7 +208,6 @@ REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {  # of [warps, 32]
     "add": lambda values: values.sum(1, dtype=values.dtype),
     "min": lambda values: values.min(1),
     "max": lambda values: values.max(1),
-    "min.f32": lambda values: _extremes("min")(*values.T),
     "max.f32": lambda values: _extremes("max")(*values.T),
     "max.abs.f32": lambda values: _extremes("max")(*np.abs(values).T),
     "ballot": lambda values: np.packbits(values, 1, "little").view(U32)[:, 0],  # a bit for each predicate that holds
@@ -239,22 +215,22 @@ REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {  # of [warps, 32]
 
 
 @instruction("redux.sync.(add|min|max).([su]32)", "{1} {1} u32")
-@instruction("redux.sync.(min.f32|max.f32|max.abs.f32)", "f32 f32 u32")
+@instruction("redux.sync.(max.f32|max.abs.f32)", "f32 f32 u32")
 @instruction("vote.sync.(ballot).b32", "b32 pred u32")
 def reduce_warp(threads: Threads, name: str, *given: Any) -> np.ndarray:
     """One number of a warp's, which all of its lanes get."""
     values, members = given[-2:]
-    return np.repeat(REDUCTIONS[name](values[_warps(threads, members)]), 32)
+    return np.repeat(REDUCTIONS[name](values[threads.warps(members)]), 32)
 
 
 @instruction("bar.warp.sync", "- u32")
 def meet_in_warp(threads: Threads, members: np.ndarray) -> None:
     """A barrier of a warp's lanes, which run together: all are there."""
-    _warps(threads, members)
+    threads.warps(members)
 
 
 @instruction("elect.sync", "u32|pred u32")
 def elect(threads: Threads, members: np.ndarray) -> np.ndarray:
     """The lowest lane."""
-    _warps(threads, members)
+    threads.warps(members)
     return np.stack([np.zeros(threads.count, U32), threads.lane == 0], 1)

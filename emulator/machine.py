@@ -93,12 +93,15 @@ class Threads:
         """The numbers of those that take part."""
         return np.arange(self.count) if self.mask is None else np.flatnonzero(self.mask)
 
-    def warps(self, size: int = 32) -> np.ndarray:
-        """Lanes [warps, 32] of the warps that take part, each with all of its lanes; or of warpgroups."""
+    def warps(self, members: Any = None, size: int = 32) -> np.ndarray:
+        """Lanes [warps, 32] of the warps, or warpgroups, that take part, all of each; ``members`` have to name them."""
         there = self.active().reshape(-1, size)
         if (there.any(1) != there.all(1)).any():
             raise Fault(f"lanes are missing: {self.one}")
-        return np.flatnonzero(there.all(1))[:, None] * size + np.arange(size)
+        lanes = np.flatnonzero(there.all(1))[:, None] * size + np.arange(size)
+        if members is not None and (members[lanes] != U32(0xFFFFFFFF)).any():
+            raise self.one.unsupported("some of a warp's lanes:")
+        return lanes
 
 
 # --- operands ---------------------------------------------------------------------------------------------------------

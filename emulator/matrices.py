@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +12,14 @@ import numpy as np
 from emulator.accesses import load, store
 from emulator.machine import Threads, instruction, write
 from emulator.memory import GROUP, NOBODY
-from emulator.parse import Fault, Instruction, Register
+from emulator.parse import Fault, Register
 from emulator.tensor_cores import Rule, multiply_add, rule_of
 from emulator.values import E8M0, FP8, U32
 
 CHUNK = 16  # bytes of a matrix in shared memory that stay together
+WGMMA, TCGEN05 = {1: 128, 2: 64, 3: 32}, {2: 128, 4: 64, 6: 32}  # bytes that are swizzled, by a descriptor's last bits
+WARPGROUP = 128  # threads
+MATRICES = "sync.aligned.m8n8.x([124])(.trans)?.shared.b16"  # 8 x 8 of 16 bits; a lane has two neighbours of a row
 
 
 def values_of(raw: np.ndarray, element: str) -> np.ndarray:
@@ -24,50 +27,32 @@ def values_of(raw: np.ndarray, element: str) -> np.ndarray:
     return FP8[element][raw] if element in FP8 else raw.view(np.float16).astype(np.float64)
 
 
-MATRICES = "sync.aligned.m8n8.x([124])(.trans)?.shared.b16"  # 8 x 8 of 16 bits; a lane has two neighbours of a row
-
-
-def _turned(halves: np.ndarray, count: int, transposes: str) -> np.ndarray:
-    matrices = halves.view(np.uint16).reshape(-1, count, 8, 8)
-    return np.ascontiguousarray(matrices.swapaxes(2, 3) if transposes else matrices)
-
-
 @instruction(f"ldmatrix.{MATRICES}", "b32*{0} []")
-def load_matrices(threads: Threads, count: str, transposes: str, address: np.ndarray) -> np.ndarray:
-    """Each row from the address of one lane."""
-    rows, number = threads.warps()[:, : 8 * int(count)].reshape(-1), int(count)
-    found = _turned(load(threads, "shared", rows, address, 16, threads.one), number, transposes)
-    return found.view(U32).reshape(-1, number, 32).swapaxes(1, 2)
-
-
 @instruction(f"stmatrix.{MATRICES}", "- [] b32*{0}")
-def store_matrices(threads: Threads, count: str, transposes: str, address: np.ndarray, values: np.ndarray) -> None:
-    """Each row to the address of one lane."""
-    lanes, number = threads.warps(), int(count)
-    rows, given = lanes[:, : 8 * number].reshape(-1), np.ascontiguousarray(values[lanes].swapaxes(1, 2))
-    store(threads, "shared", rows, address, _turned(given, number, transposes).reshape(rows.size, 8), threads.one)
-
-
-WGMMA, TCGEN05 = {1: 128, 2: 64, 3: 32}, {2: 128, 4: 64, 6: 32}  # bytes that are swizzled, by a descriptor's last bits
+def move_matrices(threads: Threads, count: str, transposes: str, address: np.ndarray, values: Any = None) -> Any:
+    """Shared memory to registers, or values of registers to it; each row at the address of one lane."""
+    lanes, number, one = threads.warps(), int(count), threads.one
+    rows = lanes[:, : 8 * number].reshape(-1)
+    given = load(threads, "shared", rows, address, 16, one) if values is None else values[lanes].swapaxes(1, 2)
+    matrices = np.ascontiguousarray(given).view(np.uint16).reshape(-1, number, 8, 8)
+    matrices = np.ascontiguousarray(matrices.swapaxes(2, 3) if transposes else matrices)
+    if values is None:
+        return matrices.view(U32).reshape(-1, number, 32).swapaxes(1, 2)
+    store(threads, "shared", rows, address, matrices.reshape(rows.size, 8), one)
+    return None
 
 
 def begin(
-    threads: Threads,
-    lane: int,
-    descriptors: list[tuple[int, int]],
-    rule: Rule,
-    one: Instruction,
-    reader: int = NOBODY,
-    scales: Sequence[np.ndarray] = (),
+    threads: Threads, lane: int, descriptors: list[tuple[int, int]], rule: Rule, reader: int, *scales: np.ndarray
 ) -> Callable[[np.ndarray], np.ndarray]:
     """A product of operands, (descriptor, rows), in a program's shared memory, which nobody may write before it ends.
 
-    After that the ``reader`` may, a warpgroup, or nobody in particular. A descriptor says where an operand begins, and
+    After that the ``reader`` may, a warpgroup, or NOBODY in particular. A descriptor says where an operand begins, and
     how far 8 rows are from the next 8. Rows, of 32 bytes, lie along K, in 128, 64 or 32 bytes that are swizzled: three,
-    two or one of an address's bits are added to others. What is returned ends
-    the product: of an accumulator it gives the sum.
+    two or one of an address's bits are added to others. What is returned ends the product: of an accumulator it gives
+    the sum.
     """
-    shared, begun = threads.launch.shared, []
+    shared, one, begun = threads.launch.shared, threads.one, []
     for descriptor, rows in descriptors:
         swizzle = TCGEN05.get(descriptor >> 61) if one.name.startswith("tcgen05") else WGMMA.get(descriptor >> 62)
         if swizzle is None or descriptor >> 49 & 15:
@@ -131,26 +116,22 @@ def warp_product(threads: Threads, k: str, *given: Any) -> np.ndarray:
     return multiply_add(a, b, sums, rule, *scales)[at]
 
 
-THREADS = 128  # of a warpgroup
-
-
 @instruction("wgmma.mma_async.sync.aligned.m64n(64|128|256)k32.f32.(e4m3|e5m2).(e4m3|e5m2)", "- = u64 u64 pred 1 1 1?")
-def warpgroup_product(
-    threads: Threads, n: str, a_element: str, b_element: str, d: list[Register], *given: np.ndarray
-) -> None:
+def warpgroup_product(threads: Threads, n: str, a: str, b: str, d: list[Register], *given: np.ndarray) -> None:
     """d = a . b, plus d where its predicate says so, of a warpgroup; a and b in shared memory, d after a wait."""
-    columns, rule = int(n), rule_of(threads.launch.program.target, "wgmma", a_element, b_element)
-    lanes, one, mask, targets = threads.warps(THREADS), threads.one, threads.mask, frozenset(item.number for item in d)
+    columns, rule = int(n), rule_of(threads.launch.program.target, "wgmma", a, b)
+    lanes, one, mask = threads.warps(size=WARPGROUP), threads.one, threads.mask
+    targets = frozenset(item.number for item in d)
     left, right, adds = (values[lanes] for values in given)
     if len(d) != columns // 2:
         raise one.unsupported()
     if (left != left[:, :1]).any() or (right != right[:, :1]).any():
         raise Fault(f"a descriptor differs in a warpgroup: {one}")
     ends = [
-        begin(threads, lane, [(a, 64), (b, columns)], rule, one, GROUP - threads.warp[lane] // 4)
-        for lane, a, b in zip(lanes[:, 0], left[:, 0].tolist(), right[:, 0].tolist(), strict=True)
+        begin(threads, lane, [(first, 64), (second, columns)], rule, GROUP - threads.warp[lane] // 4)
+        for lane, first, second in zip(lanes[:, 0], left[:, 0].tolist(), right[:, 0].tolist(), strict=True)
     ]
-    at = slice(None), *accumulator(THREADS, len(d))
+    at = slice(None), *accumulator(WARPGROUP, len(d))
 
     def end() -> None:
         c = np.zeros((len(lanes), 64, columns), np.float32)
@@ -166,6 +147,10 @@ def warpgroup_product(
 
 LANES = 128
 WRITTEN, PROMISED = 1, 2  # of a cell: somebody wrote it; a product under way will
+COUNT = "sync.aligned.32x32b.x(1|2|4|8|16|32|64|128).b32"
+SCALED = "kind::mxf8f6f4.block_scale.(?:scale_vec::1X|block32)"
+# (which bits of an instruction's descriptor are looked at, what they must be): 128 rows, float32 or scales in E8M0
+PLAIN, BLOCKS = (0x1F01FB3F, 0x08000010), (0x9F81FB4F, 0x08800000)
 
 
 @instruction("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32", "- [] int")
@@ -180,61 +165,37 @@ def allocate(threads: Threads, columns: int, address: np.ndarray) -> None:
     store(threads, "shared", lanes, address, np.zeros((lanes.size, 1), U32), threads.one)
 
 
-def _cells(threads: Threads, address: np.ndarray, count: int) -> tuple[np.ndarray, ...]:
-    """Where a warp's lanes have their own cells of tensor memory."""
-    at, lanes = address[threads.lanes()], threads.lanes()
-    first, column = at >> 16, at & 0xFFFF
-    if (first != threads.thread[lanes] // 32 % 4 * 32).any():
-        raise Fault(f"a warp reaches for another's lanes of tensor memory: {threads.one}")
-    if (column + count > threads.launch.cells.shape[2]).any():
-        raise Fault(f"out of bounds: column {column.max() + count - 1} of tensor memory: {threads.one}")
-    return threads.program[lanes, None], (first + threads.lane[lanes])[:, None], column[:, None] + np.arange(count)
-
-
-COUNT = "sync.aligned.32x32b.x(1|2|4|8|16|32|64|128).b32"
-
-
 @instruction(f"tcgen05.ld.{COUNT}", "b32*{0} []")
-def load_cells(threads: Threads, count: str, address: np.ndarray) -> np.ndarray:
-    """Tensor memory to registers."""
-    cells = _cells(threads, address, int(count))
-    if (threads.launch.states[cells] != WRITTEN).any():
-        raise Fault(f"nobody wrote this tensor memory, or a product under way does: {threads.one}")
-    return threads.launch.cells[cells]
-
-
 @instruction(f"tcgen05.st.{COUNT}", "- [] b32*{0}")
-def store_cells(threads: Threads, count: str, address: np.ndarray, values: np.ndarray) -> None:
-    """And back."""
-    cells = _cells(threads, address, int(count))
-    threads.launch.cells[cells], threads.launch.states[cells] = values[threads.lanes()], WRITTEN
-
-
-SCALED = "kind::mxf8f6f4.block_scale.(?:scale_vec::1X|block32)"
+def move_cells(threads: Threads, count: str, address: np.ndarray, values: Any = None) -> Any:
+    """Tensor memory to registers, or values of registers to it; a warp has 32 of its 128 lanes."""
+    launch, lanes, one = threads.launch, threads.lanes(), threads.one
+    first, columns = address[lanes] >> 16, (address[lanes, None] & 0xFFFF) + np.arange(int(count))
+    if (first != threads.thread[lanes] // 32 % 4 * 32).any():
+        raise Fault(f"a warp reaches for another's lanes of tensor memory: {one}")
+    if (columns >= launch.cells.shape[2]).any():
+        raise Fault(f"out of bounds: column {columns.max()} of tensor memory: {one}")
+    at = threads.program[lanes, None], (first + threads.lane[lanes])[:, None], columns
+    if values is not None:
+        launch.cells[at], launch.states[at] = values[lanes], WRITTEN
+    elif (launch.states[at] != WRITTEN).any():
+        raise Fault(f"nobody wrote this tensor memory, or a product under way does: {one}")
+    return launch.cells[at] if values is None else None
 
 
 @instruction("tcgen05.mma.cta_group::1.kind::f8f6f4", "- [] u64 u64 u32 pred")
 @instruction(f"tcgen05.mma.cta_group::1.{SCALED}", "- [] u64 u64 u32 [] [] pred")
 def multiply(threads: Threads, *given: np.ndarray) -> None:
-    """d [128, N] in tensor memory = a . b^T, plus d where its predicate says so; a and b are FP8 in shared memory.
-
-    Scales of blocks, a row's one, lie in tensor memory.
-    """
+    """d [128, N] = a . b^T, or plus d by its predicate; d and scales lie in tensor memory, a and b in shared memory."""
     for lane in threads.lanes().tolist():
         end = _promised(threads, lane, *(values[lane].item() for values in given))
         threads.launch.products.setdefault(int(threads.program[lane]), []).append(end)
 
 
-# (which bits of an instruction's descriptor are looked at, what they must be): 128 rows, float32 or scales in E8M0
-PLAIN, BLOCKS = (0x1F01FB3F, 0x08000010), (0x9F81FB4F, 0x08800000)
-
-
 def _scale_codes(threads: Threads, owner: int, address: int, rows: int, number: int) -> np.ndarray:
     """A byte of each row's cell: a column has those of 32 rows, which each warp's 32 lanes must hold alike."""
-    first, columns = address & 0xFFFF, -(-rows // 32)
-    cells, states = (
-        every[owner, :, first : first + columns] for every in (threads.launch.cells, threads.launch.states)
-    )
+    launch, first, columns = threads.launch, address & 0xFFFF, -(-rows // 32)
+    cells, states = (every[owner, :, first : first + columns] for every in (launch.cells, launch.states))
     if address >> 16 or cells.shape[1] != columns or (states != WRITTEN).any():
         raise Fault(f"out of bounds, or nobody wrote the tensor memory that has scales: {threads.one}")
     codes = (cells >> (8 * number) & 255).reshape(4, 32, columns)
@@ -251,7 +212,7 @@ def _promised(threads: Threads, lane: int, into: int, a: int, b: int, shape: int
     rule = rule_of(launch.program.target, "tcgen05", *(("e4m3", "e5m2")[shape >> first & 7] for first in (7, 10)))
     held = list(zip(scales, (rows, columns), (shape >> 29 & 3, shape >> 4 & 3), strict=False))
     codes = [_scale_codes(threads, owner, *each) for each in held]
-    finish = begin(threads, lane, [(a, rows), (b, columns)], rule, one, scales=codes)
+    finish = begin(threads, lane, [(a, rows), (b, columns)], rule, NOBODY, *codes)
     cells, states = (every[owner, :, into : into + columns] for every in (launch.cells, launch.states))
     if cells.shape[1] != columns or (keeps and not states.all()):
         raise Fault(f"out of bounds, or nobody wrote the tensor memory that a product adds to: {one}")

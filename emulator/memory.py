@@ -1,7 +1,7 @@
 """Global and shared memory: every access in bounds, aligned, of bytes that somebody wrote, and without a race.
 
 An access of 1 to 32 bytes is of words: itself, or of more than 8 bytes several of 8. What accesses cost is counted in
-requests of warps, 32-byte sectors or shared-memory wavefronts, and the fewest possible.
+32-byte sectors or shared-memory wavefronts, and the fewest possible.
 """
 
 from __future__ import annotations
@@ -66,9 +66,8 @@ class GlobalMemory:
             return self._find(address, size, what)
         at, below = int(address[outside][0]), found[outside][0]
         near = f"; of the allocation below, of {self._kept[below][1]} bytes, byte {at - self._kept[below][0]}"
-        raise Fault(
-            f"out of bounds: {size} bytes at {at:#x}{near if below >= 0 else ''}, by {outside.sum()} lanes: {what}"
-        )
+        where = f"{at:#x}{near if below >= 0 else ''}"
+        raise Fault(f"out of bounds: {size} bytes at {where}, by {outside.sum()} lanes: {what}")
 
     def _places(self, address: np.ndarray, size: int, what: Any) -> Iterator[tuple[Any, np.ndarray, np.ndarray, Any]]:
         """(which accesses, their allocation's words, their units of these, which bytes were written) an allocation."""
@@ -104,7 +103,8 @@ class GlobalMemory:
 
 
 WRITTEN, COMING = 1, 2  # of a byte: somebody wrote it; a copy of it is under way
-NOBODY, SEVERAL, GROUP = -1, -2, -10  # in place of a warp; and less its number, a warpgroup
+# in place of a warp: also all warps' atomics, which do not race with each other; and less its number, a warpgroup
+NOBODY, SEVERAL, ATOMIC, GROUP = -1, -2, -3, -10
 
 
 class SharedMemory:
@@ -191,21 +191,17 @@ SECTOR, BANKS = 32, 32
 
 @dataclass(slots=True)
 class Count:
-    """Of one instruction, or a sum: ``got`` sectors or wavefronts where ``least`` would do for its ``bytes``."""
+    """Of one instruction, or a sum: ``got`` sectors or wavefronts where ``least`` would do for the same bytes."""
 
-    requests: int = 0
     got: int = 0
     least: int = 0
-    bytes: int = 0
 
     def sectors(self, warp: np.ndarray, address: np.ndarray, size: int) -> None:
         """Note global accesses: the distinct sectors of each warp, and as many as its distinct bytes would fill."""
         key = np.unique((warp << 48) | (address & ((1 << 48) - 1)))
         counts = np.unique(key >> 48, return_counts=True)[1]
-        self.requests += counts.size
         self.got += np.unique(np.concatenate([key, key + size - 1]) // SECTOR).size
         self.least += int((-(-counts * size // SECTOR)).sum())
-        self.bytes += int(counts.sum()) * size
 
     def wavefronts(self, warp: np.ndarray, lane: np.ndarray, address: np.ndarray, size: int) -> None:
         """Note shared accesses: 8 bytes by half warps, 16 by quarters, each as often as its worst bank's words."""
@@ -216,10 +212,8 @@ class Count:
         bank, depth = np.unique((key >> 24) * BANKS + key % BANKS, return_counts=True)
         first = np.flatnonzero(np.diff(bank // BANKS, prepend=-1))
         words = np.unique(key >> 24, return_counts=True)[1]
-        self.requests += np.unique(warp).size
         self.got += int(np.maximum.reduceat(depth, first).sum())
         self.least += int((-(-words // BANKS)).sum())
-        self.bytes += address.size * size
 
     def __add__(self, other: Count) -> Count:
-        return Count(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+        return Count(self.got + other.got, self.least + other.least)

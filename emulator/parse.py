@@ -96,11 +96,11 @@ class Program:
             if not found:
                 raise Unsupported(parameter)
             self.parameters[found[2]] = BITS[found[1]] // 8
-        variables = re.findall(r"^\s*(\.(?:extern|global|const|shared)\b.*)", source, re.M)
-        shared = [re.fullmatch(r"\.extern \.shared \.align \d+ \.b8 ([\w$]+)\[\];", one) for one in variables]
-        if len(shared) > 1 or not all(shared):
+        variables = "".join(re.findall(r"^\s*(\.(?:extern|global|const|shared)\b.*)", source, re.M))
+        shared = re.fullmatch(r"(?:\.extern \.shared \.align \d+ \.b8 ([\w$]+)\[\];)?", variables)
+        if not shared:
             raise Unsupported(f"variables: {variables}")
-        self._shared = shared[0][1] if shared and shared[0] else ""
+        self._shared = shared[1]  # or None
         self._bits: dict[str, int] = dict.fromkeys(SPECIAL, 32)
         self._known: dict[str, Register] = {}
         self.instructions: list[Instruction] = []

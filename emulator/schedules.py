@@ -13,15 +13,13 @@ from emulator.parse import Fault, Unsupported, parse
 AT_ONCE = 4  # programs under way where they run in a random order
 END, BARRIER = "end", "barrier"  # what a closure returns besides None, PAUSE, or where each lane goes on
 
-
 instruction("ret")(lambda threads: END)
 instruction("bra(?:.uni)?", "- int")(lambda threads, place: place)
-for name, types in (  # what does nothing: memory, and tcgen05.ld, are in order
-    ("wgmma.fence.sync.aligned|fence.proxy.async.shared::cta|tcgen05.wait::(?:ld|st).sync.aligned", "-"),
-    ("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned", "-"),
-    ("tcgen05.dealloc.cta_group::1.sync.aligned.b32", "- u32 int"),
+for name in (  # what does nothing: memory, and tcgen05.ld, are in order
+    "wgmma.fence.sync.aligned|fence.proxy.async.shared::cta|tcgen05.wait::(?:ld|st).sync.aligned",
+    "tcgen05.(?:dealloc|relinquish_alloc_permit).cta_group::1.sync.aligned(?:.b32)?",
 ):
-    instruction(name, types)(lambda threads, *given: None)
+    instruction(name, "- u32? int?")(lambda threads, *given: None)
 
 
 @instruction("brx.idx", "- u32 =")

@@ -74,12 +74,7 @@ def rule_of(target: str, instruction: str, a: str, b: str) -> Rule:
 
 
 def multiply_add(
-    a: Floats,
-    b: Floats,
-    c: NDArray[np.float32],
-    rule: Rule,
-    a_scale: Floats = UNSCALED,
-    b_scale: Floats = UNSCALED,
+    a: Floats, b: Floats, c: NDArray[np.float32], rule: Rule, a_scale: Floats = UNSCALED, b_scale: Floats = UNSCALED
 ) -> NDArray[np.float32]:
     """a . b^T + c, of G instructions alike.
 

@@ -20,10 +20,9 @@ TYPES: dict[str, Any] = {
     **{f"{letter}16w": np.dtype(f"{kind}4").type for letter, kind in ("si", "uu")},  # what holds a product
     **{f"{letter}32w": np.dtype(f"{kind}8").type for letter, kind in ("si", "uu")},
     "pred": np.bool_,
-    "bf16": U16,
-    "bf16x2": U16,
     "f16x2": np.float16,
     "f32x2": np.float32,
+    **dict.fromkeys(("bf16", "bf16x2"), U16),
     **dict.fromkeys(("e4m3", "e5m2", "e4m3x2", "e5m2x2"), np.uint8),
 }
 BITS = {

@@ -29,7 +29,7 @@ def test_statements_and_their_lines() -> None:
 
 def test_a_kernel_whose_last_statement_is_a_jump() -> None:
     out = np.zeros(32, np.uint32)
-    text = "bra $L__2;\n$L__1:\nst.global.u32 [%a0], %n;\nret;\n$L__2:\nmad.wide.u32 %a0, %n, 4, %a0;\nbra.uni $L__1;"
+    text = "bra $L__2;\n$L__1:\nst.global.b32 [%a0], %n;\nret;\n$L__2:\nmad.wide.u32 %a0, %n, 4, %a0;\nbra.uni $L__1;"
     program = emulator.parse(module(text).replace("bra.uni $L__1;\nret;", "bra.uni $L__1;"))
     assert program.instructions[-1].name == "bra.uni"
     launch(text, out)
@@ -101,6 +101,7 @@ UNKNOWN = """
     add.sat.s32 %r1, %r2, %r3; add.cc.u32 %r1, %r2, %r3; addc.u32 %r1, %r2, %r3; mul.rp.f32 %r1, %r2, %r3
     mul24.lo.s32 %r1, %r2, %r3; mad.hi.s32 %r1, %r2, %r3, %r4; fma.rn.ftz.f32 %r1, %r2, %r3, %r4
     div.approx.f32 %r1, %r2, %r3; min.ftz.f32 %r1, %r2, %r3; max.NaN.f16 %h1, %h2, %h3; abs.ftz.f32 %r1, %r2
+    rem.s32 %r1, %r2, %r3; max.relu.s32 %r1, %r2, %r3; setp.nan.f32 %p1, %r1, %r2; ld.global.nc.b32 %r1, [%a0]
     neg.ftz.f32 %r1, %r2; sqrt.approx.f32 %r1, %r2; rsqrt.approx.f32 %r1, %r2; rcp.rn.f32 %r1, %r2
     ex2.approx.f32 %r1, %r2; lg2.approx.f32 %r1, %r2; sin.approx.f32 %r1, %r2; tanh.approx.f32 %r1, %r2
     cvt.rz.bf16.f32 %h1, %r2; cvt.rn.relu.f16.f32 %h1, %r2; cvt.rna.tf32.f32 %r1, %r2
