@@ -20,7 +20,7 @@ from torch import nn
 
 from octavo.formats import E4M3, E5M2, Format
 from octavo.granularity import ALL, PerTensor
-from octavo.inspect.record import numpy
+from octavo.inspect.record import np
 from octavo.inspect.rows import Row
 from octavo.kernels.arguments import LOWEST
 from octavo.nn.recipe_module import RecipeModule
@@ -40,14 +40,13 @@ class Exponents:
     """
 
     def __init__(self, counts: Any, amax: Any) -> None:
-        self.np = numpy()
-        self.amax, self.counts = self.np.asarray(amax, dtype="float64"), self.np.asarray(counts, dtype="float64")
-        self._so_far = self.np.cumsum(self.counts, axis=-1)
-        self._total = self.np.maximum(self._so_far[..., -1], 1)
+        self.amax, self.counts = np.asarray(amax, dtype="float64"), np.asarray(counts, dtype="float64")
+        self._so_far = np.cumsum(self.counts, axis=-1)
+        self._total = np.maximum(self._so_far[..., -1], 1)
 
     def below(self, magnitude: Any) -> Any:
         """The share of numbers that are smaller, as if those with one exponent were distributed evenly."""
-        np, last = self.np, self.counts.shape[-1] - 1
+        last = self.counts.shape[-1] - 1
         mantissa, exponent = np.frexp(np.broadcast_to(np.nan_to_num(magnitude), self.amax.shape))
         place = exponent - 1 - LOWEST
         at = np.clip(place, 0, last)[..., None]
@@ -59,8 +58,8 @@ class Exponents:
     def octaves_beyond(self, share: float) -> Any:
         """How many octaves the amax lies above the exponents that hold all numbers but this share."""
         place = (self._so_far >= (1 - share) * self._total[..., None]).argmax(-1)
-        amax = self.np.where(self.amax > 0, self.amax, 1)
-        return self.np.where(self.amax > 0, self.np.log2(amax) - (LOWEST + place + 1), 0).clip(min=0)
+        amax = np.where(self.amax > 0, self.amax, 1)
+        return np.where(self.amax > 0, np.log2(amax) - (LOWEST + place + 1), 0).clip(min=0)
 
     def bound(self, tile: int, format: Format, least: float) -> float:
         """A bound of the share below ``least`` times its scale_inv, if ``tile`` numbers share a scale."""
@@ -161,11 +160,8 @@ def _of(row: Row, rule: RecipeRule) -> dict[str, RecipeRule]:
 
 def as_text(rules: Mapping[str, RecipeRule]) -> str:
     """Rules as Python."""
-    return "{" + ", ".join(f"{pattern!r}: {_code(rule)}" for pattern, rule in rules.items()) + "}"
-
-
-def _code(rule: RecipeRule) -> str:
-    text = f"recipes.{rule.name}()" if isinstance(rule, Recipe) else repr(rule)
+    named = ((pattern, f"recipes.{it.name}()" if isinstance(it, Recipe) else repr(it)) for pattern, it in rules.items())
+    text = "{" + ", ".join(f"{pattern!r}: {rule}" for pattern, rule in named) + "}"
     return text.replace(", Dynamic())", ")").replace(str(Delayed()), "Delayed()")  # defaults
 
 
