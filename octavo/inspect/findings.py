@@ -101,11 +101,9 @@ class _CastOf:
     def __init__(self, record: Record, excess: Mapping[str, Any], place: int) -> None:
         self.record, self.place, self.row = record, place, record.rows[place]
         self.values = {name: values[:, place] for name, values in record.measures.items()}
-        self.is_finite = ~(np.nancumsum(self.values["nonfinite"]) > 0)  # in this step and all before
-        self.excess = {
-            kind: np.where(self.is_finite | (kind == "nonfinite"), of[:, place], np.nan) for kind, of in excess.items()
-        }
-        self.cast = self.row.cast
+        self.cast, self.is_finite = self.row.cast, ~(np.nancumsum(self.values["nonfinite"]) > 0)  # so far
+        shown = {kind: self.is_finite | (kind == "nonfinite") for kind in excess}
+        self.excess = {kind: np.where(shown[kind], of[:, place], np.nan) for kind, of in excess.items()}
 
     def findings(self) -> list[Finding]:
         """Its findings: inf or NaN; at most one of numbers too large for the scale, and one of numbers too small."""
@@ -142,9 +140,15 @@ class _CastOf:
             return None
         value = float(np.where(over, self.excess[kind], 0).max())
         begins, worst = stretch(over, self.excess[kind])
-        if kind == "flushed" and self.cast.is_delayed and worst == begins and over[begins : begins + 3].sum() == 3:
+        lasts = over[begins : begins + 3].sum() == 3
+        if kind == "flushed" and self.cast.is_delayed and worst == begins and lasts:
             worst += 1 + int(self.excess[kind][begins + 1 : begins + 3].argmax())  # what stays after a single outlier
-        return self._at(kind, begins, worst, severity_of(kind, float(_severity(kind, value))))
+        found = self._at(kind, begins, worst, severity_of(kind, float(_severity(kind, value))))
+        outgrows = (kind, found.role) == (
+            "stale",
+            "input",
+        ) and lasts  # its scale again and again, as a channel that grows
+        return replace(found, severity=max(found.severity, 3.0)) if outgrows else found
 
     def _at(self, kind: str, begins: int, worst: int, severity: float) -> Finding:
         numbers = {name: float(values[worst]) for name, values in self.values.items()}
@@ -165,11 +169,9 @@ class _CastOf:
         return replace(found, numbers=numbers, cause=cause)
 
     def _nonfinite(self, found: Finding, worst: int) -> Finding:
-        return found.mended(
-            f"{called(found.numbers['nonfinite'])} of the numbers are inf or NaN before they are cast",
-            without_fp8(self.row),
-            "tells whether FP8 is at fault: if it stays, look at the loss, the data or the learning rate",
-        )
+        cause = f"{called(found.numbers['nonfinite'])} of the numbers are inf or NaN before they are cast"
+        expected = "tells whether FP8 is at fault: if it stays, look at the loss, the data or the learning rate"
+        return found.mended(cause, without_fp8(self.row), expected)
 
     def _stale(self, found: Finding, worst: int) -> Finding:
         beyond, numbers = found.numbers["assumed"] / 2.0**self.cast.margin, self._exponents(worst)

@@ -29,11 +29,9 @@ LEAPS = 8.0  # a measure that becomes so many times as large in a record begins 
 SOON = 2  # a cast explains what begins within so many records
 LATER = 10  # what hurts the whole training explains what begins within so many
 BETWEEN, DATA, FORWARD, LOSS, BACKWARD, UPDATE, AFTER = range(7)  # the parts of a step, in order
+_BETWEEN = "decay", "warm-up", "learning rate", "options", "state", "untied", "dead rows", "overwritten", "ranks"
 PARTS = {
-    **dict.fromkeys(
-        ("decay", "warm-up", "learning rate", "options", "state", "untied", "dead rows", "overwritten", "ranks"),
-        BETWEEN,
-    ),
+    **dict.fromkeys(_BETWEEN, BETWEEN),
     **dict.fromkeys(("batch", "repeats"), DATA),
     "logits": FORWARD,
     **dict.fromkeys(("labels", "loss scale", "gradients"), LOSS),
@@ -43,7 +41,7 @@ OF_ROLES = {"input": FORWARD, "grad_output": BACKWARD, "weight": AFTER}
 # kinds that hurt the whole training
 WHOLE = {*PARTS} - {"decay", "frozen", "unmoved", "second moments", "dead rows"} | {"nonfinite"}
 OF_A_STEP = ("batch", "gradients", "jump")
-FROM_OUTSIDE = {kind for kind, part in PARTS.items() if part == BETWEEN} | {"repeats"}
+FROM_OUTSIDE = {*_BETWEEN, "repeats"}
 TOO_MUCH = ("dead rows", "learning rate", "warm-up", "gradients")  # what else changes a weight that much
 SYMPTOMS = ("batch", "labels", "gradients", "jump")  # which a severe cast explains
 
@@ -150,6 +148,8 @@ def incidents(record: Record, found: Sequence[Finding]) -> list[Finding]:
 
     def explains(cause: Finding, effect: Finding) -> bool:
         records, first = at(effect) - at(cause), at(cause) == 0
+        if (cause.kind, cause.role) == ("stale", "input") and cause.level != "note":  # after it is worst
+            records -= min(records, bisect_left(record.steps, cause.worst) - at(cause))
         if effect.kind in FROM_OUTSIDE and cause.severity < MOST_SEVERE:
             return records <= SOON and effect.kind == "overwritten" and cause.kind in TOO_MUCH
         is_of_its_batch = cause.kind == "batch" and records == 0  # what casts do with such data

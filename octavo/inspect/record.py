@@ -40,7 +40,8 @@ class _LazyNumPy:
 
     def __getattr__(self, name: str) -> Any:
         require("inspect", "numpy")
-        return getattr(importlib.import_module("numpy"), name)
+        setattr(self, name, found := getattr(importlib.import_module("numpy"), name))
+        return found
 
 
 np: Any = _LazyNumPy()

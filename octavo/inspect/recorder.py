@@ -22,7 +22,6 @@ from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
 from octavo.inspect.weights import GROUP, Updates, count_weights, facts_of, others_of, tied_of
 from octavo.kernels.arguments import SUMS
-from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import to_json
 from octavo.tensor.fsdp2 import whole
 
@@ -120,9 +119,8 @@ class Recorder:
         """
         if self._goes_on:
             facts = facts_of(self.optimizer) if self._is_recorded else {}
-            changed = {
-                name: of for name, of in facts.items() if isinstance(of, Tensor) or self._options.get(name) != of
-            }
+            known = self._options.get
+            changed = {name: of for name, of in facts.items() if isinstance(of, Tensor) or known(name) != of}
             self._options |= {name: of for name, of in changed.items() if GROUP in name}
             optimizer = self.optimizer if self.schedule is None else self.schedule.optimizer
             if (skipped := getattr(optimizer, "left_out", None)) is None:  # not 0 in a step that changes nothing
@@ -204,11 +202,8 @@ class Recorder:
         if self._table.rows:
             before, others = self._others, others_of(self.model, self._table.layers)
             self._others = [*others]
-            weights: list[RecipeModule | nn.Parameter] = [
-                *(module for module, _ in self._table.layers),
-                *others.values(),
-            ]
-            self._updates.begin(weights, is_as_before=self._others == before and not is_new)
+            modules = [module for module, _ in self._table.layers]
+            self._updates.begin([*modules, *others.values()], is_as_before=self._others == before and not is_new)
 
     def _tabulate(self) -> None:
         self._table, self._recipes = Table(self.model), own_recipes(self.model)

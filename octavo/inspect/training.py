@@ -227,14 +227,12 @@ class Training:
 
     def _warmup(self) -> Iterator[Finding]:
         ages, rates = self._scalar("state_age")[1], self.rate[1]
-        if not rates or not ages or ages[0] > 1 or rates[0] < max(rates) / 2:
-            return
         share = float(np.median(np.nan_to_num(self.record.weights["update"][0] / self.rms[0])))
-        if share > LIMITS["warm-up"]:
+        if rates and ages and ages[0] <= 1 and rates[0] >= max(rates) / 2 and share > LIMITS["warm-up"]:
             text = f"the first step, without a warm-up, changes most weights by {called(share)} of their size"
             remedy = f"let the learning rate rise to {max(rates):.3g} over the first steps: a warm-up"
-            what = "warm-up", self.steps[0], share / LIMITS["warm-up"], text, remedy
-            yield self._found(*what, "smaller first updates")
+            times = share / LIMITS["warm-up"]
+            yield self._found("warm-up", self.steps[0], times, text, remedy, "smaller first updates")
 
     def _elements(self) -> Iterator[Finding]:
         """Batches that from a step on have but a part of the numbers that all before had."""

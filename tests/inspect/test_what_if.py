@@ -232,16 +232,16 @@ class Parted(nn.Module):
 
 
 def parted_rank(mesh):
-    """Effects of the layer whole, and of it parted by tensor parallelism; few runs, so that gradients' shares count."""
+    """Effects of the layer whole, and of it parted by tensor parallelism; one run, so that gradients' shares count."""
     whole, parted = Parted(), Parted()
     parallelize_module(parted, mesh, {"both": ours.ColwiseParallel()})
     assert type(parted.both) is PartedLinear
-    return [str(found(model, given=batches(), runs=runs)) for runs in (1, 9) for model in (whole, parted)]
+    return [str(found(model, given=batches(), runs=1)) for model in (whole, parted)]
 
 
 def test_a_layer_parted_by_its_splits_is_one_layer(pool):
-    (effects,) = pool.run(parted_rank, (1,))
-    assert effects[0] == effects[1] and effects[2] == effects[3] and "~" in effects[0]
+    ((whole, parted),) = pool.run(parted_rank, (1,))
+    assert whole == parted and "~" in whole
 
 
 def test_a_map_is_measured_as_a_whole():
