@@ -172,6 +172,9 @@ def incidents(record: Record, found: Sequence[Finding]) -> list[Finding]:
         groups.append([each]) if group is None else group.append(each)
     joined = []
     for group in groups:  # a cause is at least as severe as its effects
-        level, severity = min((each.level for each in group), key=levels.get), max(each.severity for each in group)
+        level, severity = (
+            min((each.level for each in group), key=levels.__getitem__),
+            max(each.severity for each in group),
+        )
         joined.append(replace(group[0], severity=severity, level=level, consequences=tuple(group[1:])))
     return sorted(joined, key=lambda each: (levels[each.level], bool(each.products), -each.severity, order(each)))

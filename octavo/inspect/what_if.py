@@ -437,7 +437,8 @@ class _Passes:
 
     def _errors(self, name: str, recipe: str) -> list[float]:
         errors, exact = self.local[name, recipe]
-        return (errors / exact).sqrt().tolist()  # 0 / 0: a product that is not computed
+        found: list[float] = (errors / exact).sqrt().tolist()  # 0 / 0: a product that is not computed
+        return found
 
     def gradient(
         self, batch: Any, recipes: Mapping[str, Recipe] = EMPTY, states: Mapping[str, State | None] = EMPTY
