@@ -27,7 +27,7 @@ from octavo.inspect.findings import diagnose
 from octavo.inspect.record import RecordError, files_of, load
 from octavo.inspect.remedies import RECIPES, onto, own_recipes, together
 from octavo.inspect.report import Against, table, to_html, to_json
-from octavo.inspect.what_if import NAMES, Cost, WhatIf, WhatIfError, check, compare
+from octavo.inspect.what_if import NAMES, WhatIf, WhatIfError, check, compare
 from octavo.nn.candidates import MIN_FEATURES, features
 from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import to_json as to_rules
@@ -56,7 +56,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     written.add_argument("--apply", action="store_true", help=help)
     parser.add_argument("--top", type=at_least(0), default=10, metavar="N", help="findings to print (default: 10)")
     parser.add_argument("--live", action="store_true", help="print anew as the record grows, until interrupted")
-    _add_what_if(parser)
+    group = parser.add_argument_group("which layers can't stand FP8, of a model")
+    help = f"recipes to compare, with commas (default: {','.join(NAMES)})"
+    group.add_argument("--recipes", type=_recipes, metavar="NAMES", help=help)
+    budget = group.add_mutually_exclusive_group()
+    help = "say what the recipes by layer in this file would bring, beside the model's own"
+    budget.add_argument("--rules", type=Path, metavar="FILE", help=help)
+    help = "find a RecipeMap with N layers in high precision"
+    budget.add_argument("--keep", type=at_least(0), metavar="N", help=help)
+    help = "find the cheapest RecipeMap that raises the predicted loss by at most this share, such as 0.1%%"
+    budget.add_argument("--loss", type=_share, metavar="SHARE", help=help)
+    help = f"of the smallest layers to look at, in and out (default: {MIN_FEATURES}, as octavo.convert)"
+    group.add_argument("--min-features", type=at_least(1), metavar="N", help=help)
+    help = f"most passes with one layer in FP8; effects of other layers are estimated (default: {RUNS})"
+    group.add_argument("--runs", type=at_least(0), metavar="N", help=help)
+    help = "text for batches of a run of octavo train (default: Python's own standard library)"
+    group.add_argument("--data", type=Path, metavar="PATH", help=help)
+    help = "H100, H200 or B200, for costs by published rates (default: this device's, or else an H100's)"
+    group.add_argument("--device", metavar="NAME", help=help)
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -142,27 +159,6 @@ class Subject(NamedTuple):
     model: nn.Module
     loss: Callable[[nn.Module, Any], Tensor]
     batches: Iterable[Any]
-
-
-def _add_what_if(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("which layers can't stand FP8, of a model")
-    help = f"recipes to compare, with commas (default: {','.join(NAMES)})"
-    group.add_argument("--recipes", type=_recipes, metavar="NAMES", help=help)
-    budget = group.add_mutually_exclusive_group()
-    help = "say what the recipes by layer in this file would bring, beside the model's own"
-    budget.add_argument("--rules", type=Path, metavar="FILE", help=help)
-    help = "find a RecipeMap with N layers in high precision"
-    budget.add_argument("--keep", type=at_least(0), metavar="N", help=help)
-    help = "find the cheapest RecipeMap that raises the predicted loss by at most this share, such as 0.1%%"
-    budget.add_argument("--loss", type=_share, metavar="SHARE", help=help)
-    help = f"of the smallest layers to look at, in and out (default: {MIN_FEATURES}, as octavo.convert)"
-    group.add_argument("--min-features", type=at_least(1), metavar="N", help=help)
-    help = f"most passes with one layer in FP8; effects of other layers are estimated (default: {RUNS})"
-    group.add_argument("--runs", type=at_least(0), metavar="N", help=help)
-    help = "text for batches of a run of octavo train (default: Python's own standard library)"
-    group.add_argument("--data", type=Path, metavar="PATH", help=help)
-    help = "H100, H200 or B200, for costs by published rates (default: this device's, or else an H100's)"
-    group.add_argument("--device", metavar="NAME", help=help)
 
 
 def asked(options: argparse.Namespace) -> list[str]:
@@ -259,7 +255,12 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
     print(f"\n{_summary(found, chosen)}\nmeasured with it: loss {100 * together.loss:+.4f} %, ", end="")
     print(f"1 - cosine {1 - together.cosine:.2e}, norm {together.norm_ratio:.4f}\n")
     if costs := found.costs(chosen):
-        print(columns([cost.layer, cost.recipe, _remark(cost)] for cost in costs), end="\n\n")
+        rows = []
+        for cost in costs:
+            share = f"{100 * cost.share:.1f} % of FLOP, " if cost.share else ""
+            loss = f"predicted loss {-100 * cost.loss:+.4f} %"
+            rows.append([cost.layer, cost.recipe, f"{share}{1e6 * cost.seconds:+.1f} us a batch, {loss}"])
+        print(columns(rows), end="\n\n")
     print(to_rules(chosen))
     if options.write is not None:
         print(f"\n{write_rules(options, chosen)}")
@@ -297,8 +298,3 @@ def _summary(found: WhatIf, chosen: RecipeMap) -> str:
     loss = f"predicted loss {100 * found.predicted(chosen):.4f} %, {share:.1f} % of the layers' FLOP not in FP8"
     time = f"{seconds:.3f} ms a batch, {high:.3f} ms in high precision ({found.rates.device})"
     return f"{many}: {loss}\nlayers take {time}"
-
-
-def _remark(cost: Cost) -> str:
-    share = f"{100 * cost.share:.1f} % of FLOP, " if cost.share else ""
-    return f"{share}{1e6 * cost.seconds:+.1f} us a batch, predicted loss {-100 * cost.loss:+.4f} %"

@@ -10,7 +10,7 @@ from typing import Any
 from octavo.formats import E4M3
 from octavo.inspect import training
 from octavo.inspect.incidents import Finding, incidents, level_of, severity_of, stretch
-from octavo.inspect.record import Record, numpy
+from octavo.inspect.record import Record, np
 from octavo.inspect.remedies import Exponents, called, outcome, remedies, with_cast, without_fp8
 from octavo.inspect.rows import Row
 from octavo.scaling.recipe import OPERANDS, Cast, Dynamic, Recipe, RecipeRule
@@ -45,7 +45,6 @@ LOST = {"stale": "clipped", "outliers": "flushed"}
 
 
 def _excess(rows: Sequence[Row], measures: Mapping[str, Any]) -> dict[str, Any]:
-    np = numpy()
     room = np.array([2.0**row.cast.margin if row.cast.is_delayed else math.inf for row in rows])
     usual = np.array([_usual_sqnr(row) for row in rows])
     found = {kind: measures[kind] for kind in ("nonfinite", "clipped", "flushed")}
@@ -59,7 +58,6 @@ def _usual_sqnr(row: Row) -> float:
 
 def _severity(kind: str, values: Any) -> Any:
     """How severe a measure is: divided by its limit, and if it is in decibels, the ratio of both."""
-    np = numpy()
     if kind == "rounded":
         return 10 ** ((values - LIMITS[kind]) / 10)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -67,8 +65,7 @@ def _severity(kind: str, values: Any) -> Any:
 
 
 def severities(measures: Mapping[str, Any], rows: Sequence[Row]) -> Any:
-    """The highest severity of each row, from MEASURES [rows]; -inf where nothing was counted."""
-    np = numpy()
+    """The highest severity of each row, from measures [rows]; -inf where nothing was counted."""
     found = np.stack([_severity(kind, values) for kind, values in _excess(rows, measures).items()])
     return np.where(np.isnan(found), -math.inf, found).max(axis=0)
 
@@ -102,14 +99,11 @@ class _CastOf:
     """A row of a record, and what is wrong with it."""
 
     def __init__(self, record: Record, excess: Mapping[str, Any], place: int) -> None:
-        np = numpy()
         self.record, self.place, self.row = record, place, record.rows[place]
         self.values = {name: values[:, place] for name, values in record.measures.items()}
-        self.is_finite = ~(np.nancumsum(self.values["nonfinite"]) > 0)  # in this step and all before
-        self.excess = {
-            kind: np.where(self.is_finite | (kind == "nonfinite"), of[:, place], np.nan) for kind, of in excess.items()
-        }
-        self.cast = self.row.cast
+        self.cast, self.is_finite = self.row.cast, ~(np.nancumsum(self.values["nonfinite"]) > 0)  # so far
+        shown = {kind: self.is_finite | (kind == "nonfinite") for kind in excess}
+        self.excess = {kind: np.where(shown[kind], of[:, place], np.nan) for kind, of in excess.items()}
 
     def findings(self) -> list[Finding]:
         """Its findings: inf or NaN; at most one of numbers too large for the scale, and one of numbers too small."""
@@ -144,11 +138,17 @@ class _CastOf:
         over = self.excess[kind] > LIMITS[kind]
         if not over.any():
             return None
-        value = float(numpy().where(over, self.excess[kind], 0).max())
+        value = float(np.where(over, self.excess[kind], 0).max())
         begins, worst = stretch(over, self.excess[kind])
-        if kind == "flushed" and self.cast.is_delayed and worst == begins and over[begins : begins + 3].sum() == 3:
+        lasts = over[begins : begins + 3].sum() == 3
+        if kind == "flushed" and self.cast.is_delayed and worst == begins and lasts:
             worst += 1 + int(self.excess[kind][begins + 1 : begins + 3].argmax())  # what stays after a single outlier
-        return self._at(kind, begins, worst, severity_of(kind, float(_severity(kind, value))))
+        found = self._at(kind, begins, worst, severity_of(kind, float(_severity(kind, value))))
+        outgrows = (kind, found.role) == (
+            "stale",
+            "input",
+        ) and lasts  # its scale again and again, as a channel that grows
+        return replace(found, severity=max(found.severity, 3.0)) if outgrows else found
 
     def _at(self, kind: str, begins: int, worst: int, severity: float) -> Finding:
         numbers = {name: float(values[worst]) for name, values in self.values.items()}
@@ -169,11 +169,9 @@ class _CastOf:
         return replace(found, numbers=numbers, cause=cause)
 
     def _nonfinite(self, found: Finding, worst: int) -> Finding:
-        return found.mended(
-            f"{called(found.numbers['nonfinite'])} of the numbers are inf or NaN before they are cast",
-            without_fp8(self.row),
-            "tells whether FP8 is at fault: if it stays, look at the loss, the data or the learning rate",
-        )
+        cause = f"{called(found.numbers['nonfinite'])} of the numbers are inf or NaN before they are cast"
+        expected = "tells whether FP8 is at fault: if it stays, look at the loss, the data or the learning rate"
+        return found.mended(cause, without_fp8(self.row), expected)
 
     def _stale(self, found: Finding, worst: int) -> Finding:
         beyond, numbers = found.numbers["assumed"] / 2.0**self.cast.margin, self._exponents(worst)
@@ -226,7 +224,6 @@ class _CastOf:
 
     def _outliers_alone(self) -> Finding | None:
         """Outliers that flush little, but leave many numbers subnormal, with fewer digits."""
-        np = numpy()
         numbers = self._exponents(slice(None))
         subnormal = numbers.below(self.cast.format.smallest_normal * self.values["scale_inv"])
         over = self.is_finite & (numbers.octaves_beyond(OUTLIERS) >= GAP) & (subnormal > SUBNORMAL)
@@ -237,13 +234,13 @@ class _CastOf:
         return replace(found, severity=severity_of("outliers", times))
 
     def _exponents(self, at: int | slice) -> Exponents:
-        return Exponents(self.record.exponents[at, self.place], numpy().nan_to_num(self.values["amax"][at]))
+        return Exponents(self.record.exponents[at, self.place], np.nan_to_num(self.values["amax"][at]))
 
     def _with(self, cast: Cast, at: int) -> dict[str, RecipeRule] | None:
         return with_cast(self.row, self._rows(at), cast)
 
     def _rows(self, at: int) -> list[Row]:
         """The rows of the layer's recipe in that step: those counted in it, and those that are never counted."""
-        is_there = numpy().isfinite(self.record.measures["amax"])
+        is_there = np.isfinite(self.record.measures["amax"])
         rows = zip(self.record.rows, is_there[at] | ~is_there.any(axis=0), strict=True)
         return [row for row, counted in rows if counted and row.layer == self.row.layer]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from octavo.inspect.record import Record, numpy
+from octavo.inspect.record import Record, np
 from octavo.inspect.remedies import as_text
 from octavo.scaling.recipe import RecipeRule
 
@@ -29,11 +29,9 @@ LEAPS = 8.0  # a measure that becomes so many times as large in a record begins 
 SOON = 2  # a cast explains what begins within so many records
 LATER = 10  # what hurts the whole training explains what begins within so many
 BETWEEN, DATA, FORWARD, LOSS, BACKWARD, UPDATE, AFTER = range(7)  # the parts of a step, in order
+_BETWEEN = "decay", "warm-up", "learning rate", "options", "state", "untied", "dead rows", "overwritten", "ranks"
 PARTS = {
-    **dict.fromkeys(
-        ("decay", "warm-up", "learning rate", "options", "state", "untied", "dead rows", "overwritten", "ranks"),
-        BETWEEN,
-    ),
+    **dict.fromkeys(_BETWEEN, BETWEEN),
     **dict.fromkeys(("batch", "repeats"), DATA),
     "logits": FORWARD,
     **dict.fromkeys(("labels", "loss scale", "gradients"), LOSS),
@@ -43,7 +41,7 @@ OF_ROLES = {"input": FORWARD, "grad_output": BACKWARD, "weight": AFTER}
 # kinds that hurt the whole training
 WHOLE = {*PARTS} - {"decay", "frozen", "unmoved", "second moments", "dead rows"} | {"nonfinite"}
 OF_A_STEP = ("batch", "gradients", "jump")
-FROM_OUTSIDE = {kind for kind, part in PARTS.items() if part == BETWEEN} | {"repeats"}
+FROM_OUTSIDE = {*_BETWEEN, "repeats"}
 TOO_MUCH = ("dead rows", "learning rate", "warm-up", "gradients")  # what else changes a weight that much
 SYMPTOMS = ("batch", "labels", "gradients", "jump")  # which a severe cast explains
 
@@ -69,15 +67,9 @@ class Finding:
         consequences: findings that this one explains, in the order in which they began.
 
     Example:
-        >>> import tempfile, torch, octavo
-        >>> layer = octavo.nn.Linear(64, 64)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with octavo.inspect.record(layer, folder) as recorder:
-        ...         layer(torch.full((16, 64), torch.inf)).sum().backward()
-        ...         recorder.step()
-        ...     first, *others = octavo.inspect.diagnose(octavo.inspect.load(folder))
-        >>> first.kind, first.level
-        ('batch', 'critical')
+        >>> found = Finding("batch", "", "", (), "", 3, 3, {}, "the loss rose", "look at the data", "", 2.0)
+        >>> f"{found.level}: {found.cause} at step {found.begins}, so {found.remedy}"
+        'note: the loss rose at step 3, so look at the data'
     """
 
     kind: str
@@ -126,24 +118,16 @@ def verdict(record: Record, findings: Sequence[Finding]) -> str:
         record, findings: a record and what ``diagnose`` found in it.
 
     Example:
-        >>> import tempfile, torch, octavo
-        >>> layer = octavo.nn.Linear(64, 64)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with octavo.inspect.record(layer, folder) as recorder:
-        ...         layer(torch.randn(16, 64)).sum().backward()
-        ...         recorder.step()
-        ...     found = octavo.inspect.load(folder)
-        >>> octavo.inspect.verdict(found, octavo.inspect.diagnose(found))
-        'Nothing exceeds its limit in 1 recorded step'
+        >>> verdict(Record([], [0, 50], {}, None, [], {}, {}, []), [])
+        'Nothing exceeds its limit in 2 recorded steps'
     """
-    if findings:
-        return findings[0].sentence
-    return f"Nothing exceeds its limit in {len(record.steps)} recorded step{'s' * (len(record.steps) != 1)}"
+    nothing = f"Nothing exceeds its limit in {len(record.steps)} recorded step{'s' * (len(record.steps) != 1)}"
+    return findings[0].sentence if findings else nothing
 
 
 def stretch(over: Any, values: Any) -> tuple[int, int]:
     """(where the run of values over the limit that has the largest one begins, or leaps; where the largest one is)."""
-    worst = begins = int(numpy().where(over, values, -math.inf).argmax())
+    worst = begins = int(np.where(over, values, -math.inf).argmax())
     while begins > 0 and over[begins - 1] and values[begins - 1] * LEAPS > values[begins]:
         begins -= 1
     return begins, worst
@@ -164,6 +148,8 @@ def incidents(record: Record, found: Sequence[Finding]) -> list[Finding]:
 
     def explains(cause: Finding, effect: Finding) -> bool:
         records, first = at(effect) - at(cause), at(cause) == 0
+        if (cause.kind, cause.role) == ("stale", "input") and cause.level != "note":  # after it is worst
+            records -= min(records, bisect_left(record.steps, cause.worst) - at(cause))
         if effect.kind in FROM_OUTSIDE and cause.severity < MOST_SEVERE:
             return records <= SOON and effect.kind == "overwritten" and cause.kind in TOO_MUCH
         is_of_its_batch = cause.kind == "batch" and records == 0  # what casts do with such data
@@ -184,11 +170,11 @@ def incidents(record: Record, found: Sequence[Finding]) -> list[Finding]:
     for each in sorted(found, key=order):
         group = next((group for group in groups if any(explains(cause, each) for cause in group)), None)
         groups.append([each]) if group is None else group.append(each)
-    joined = [_joined(*group) for group in groups]
+    joined = []
+    for group in groups:  # a cause is at least as severe as its effects
+        level, severity = (
+            min((each.level for each in group), key=levels.__getitem__),
+            max(each.severity for each in group),
+        )
+        joined.append(replace(group[0], severity=severity, level=level, consequences=tuple(group[1:])))
     return sorted(joined, key=lambda each: (levels[each.level], bool(each.products), -each.severity, order(each)))
-
-
-def _joined(cause: Finding, *effects: Finding) -> Finding:
-    every = (cause, *effects)
-    level = min((each.level for each in every), key=[*LEVELS].index)
-    return replace(cause, severity=max(each.severity for each in every), level=level, consequences=effects)

@@ -31,20 +31,28 @@ from octavo.inspect.weights import MOVED
 from octavo.kernels.arguments import EXPONENTS, EXTREMES, LOWEST, SUMS
 
 FORMAT = 3
+UNWATCHED = "unwatched"  # the kind of an event: an optimizer's step runs no hooks
 _STEPS = "steps.jsonl"
 
 
-def numpy() -> Any:
-    """NumPy, which records are made of; MissingExtraError if it is not installed."""
-    require("inspect", "numpy")
-    return importlib.import_module("numpy")
+class _LazyNumPy:
+    """NumPy, which records are made of, imported at its first use; MissingExtraError if it is not installed."""
+
+    def __getattr__(self, name: str) -> Any:
+        require("inspect", "numpy")
+        setattr(self, name, found := getattr(importlib.import_module("numpy"), name))
+        return found
+
+
+np: Any = _LazyNumPy()
 
 
 class RecordWriter:
     """Writes a record to a folder, and deletes that of steps after the first ``step``, which are done."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        self.numpy, self.folder = numpy(), folder
+        require("inspect", "numpy")
+        self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         old = [pair for kind in ("rows", "counts") for pair in files_of(folder, kind).items()]
         if step == 0 and (old or (folder / _STEPS).exists()):
@@ -60,7 +68,7 @@ class RecordWriter:
     def add_counts(self, step: int, counts: Mapping[str, Any]) -> None:
         """Write what was counted in a step: arrays by their names."""
         with replacing(self.folder / f"counts-{step:08d}.npz") as file:
-            self.numpy.savez_compressed(file, **counts)
+            np.savez_compressed(file, **counts)
 
     def add_lines(self, *lines: Mapping[str, Any]) -> None:
         """Write what steps.jsonl has of steps: their numbers by name, or an event with its text."""
@@ -92,32 +100,25 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
     return [line for line in found if isinstance(line, dict) and isinstance(line.get("step"), int)]
 
 
-MEASURES = {
-    "flushed": "share of the numbers that are not 0 whose codes are 0",
-    "clipped": "share of the finite numbers beyond the format's largest, which they are cast to",
-    "nonfinite": "share of infs and NaNs",
-    "elements": "how many numbers were counted, of a forward that a compiled backward computes again twice",
-    "zeros": "share of the numbers that are 0 before they are cast",
-    "rms": "root mean square of the finite numbers",
-    "sqnr": "decibels: the numbers' power over that of what rounding changed",
-    "amax": "the largest magnitude",
-    "scale_inv": "the largest scale_inv",
-    "assumed": "amax over the largest number that the scale has room for: above 1 a delayed scale is stale",
-}
+# What is known of weights, by name: a sum of MOVED, divided by another, and whether the root of that is taken.
 OF_WEIGHTS = {
-    "update": "root mean square of what a step changes",
-    "resolution": "that, over the root mean square of the distance between numbers of the weight's dtype",
-    "between": "root mean square of what changed between the last recorded step and this one",
-    "changed": "share of the weight's numbers that the step changes",
-    "first_flushed": "share of an optimizer's first moment whose codes are 0 where the second's are not",
-    "second_flushed": "the same of the second moment",
-    "master_update": "root mean square of what a step changes of a master that the optimizer keeps besides the weight",
-    "master_resolution": "that, over the root mean square of the distance between numbers of the weight's dtype",
-    "master_changed": "share of that master's numbers that the step changes",
-    "size": "root mean square of the weight after the step",
-    "gradient": "that of the gradient, as the optimizer gets it",
-    "outside": "that of what changed in the step before the optimizer's: by something else",
-    "second_moment": "mean of an optimizer's second moment, if it is a plain tensor",
+    "update": ("update", "elements", True),  # what a step changes
+    "resolution": ("update", "grid", True),  # that, over the distance between numbers of the weight's dtype
+    "between": ("between", "elements", True),  # what changed between the last recorded step and this one
+    "changed": ("changed", "elements", False),  # share of the weight's numbers that the step changes
+    "first_flushed": (
+        "first_flushed",
+        "moments",
+        False,
+    ),  # share of first moments that are 0, and the second not
+    "second_flushed": ("second_flushed", "moments", False),  # the same of second moments
+    "master_update": ("master_update", "masters", True),  # as those above, of a master that is kept besides the weight
+    "master_resolution": ("master_update", "grid", True),
+    "master_changed": ("master_changed", "masters", False),
+    "size": ("weight", "elements", True),  # the weight after the step
+    "gradient": ("gradient", "gradients", True),  # as the optimizer gets it
+    "outside": ("outside", "seen", True),  # what changed in the step before the optimizer's: by something else
+    "second_moment": ("second", "seconds", False),  # mean of an optimizer's second moment, if it is a plain tensor
 }
 
 
@@ -171,7 +172,7 @@ class Record:
     Attributes:
         rows: casts of layers' roles; where a recipe changed, the new casts are further rows.
         steps: the recorded ones.
-        measures: MEASURES by name, each [steps, rows], float64; nan where nothing was counted.
+        measures: measures_of's by name, each [steps, rows], float64; nan where nothing was counted.
         exponents: [steps, rows, 64]: how many numbers have each binary exponent; the first bin's is ``lowest``.
         layers: those whose weights were recorded.
         weights: OF_WEIGHTS by name, each [steps, layers], float64.
@@ -215,7 +216,6 @@ class Record:
 
     def loads(self) -> list[Load]:
         """Each layer's load; a fused module's layers, which get the same tokens, have one, of the first."""
-        np = numpy()
         found: dict[str, Load] = {}
         for layer, tokens in self.experts.tokens.items() if self.experts is not None else ():
             counted = np.flatnonzero(~np.isnan(tokens).any(axis=1))
@@ -248,7 +248,7 @@ def load(folder: str | Path) -> Record:
         Traceback (most recent call last):
         octavo.inspect.record.RecordError: nowhere holds no record: give the folder that octavo.inspect.record wrote to
     """
-    np, folder = numpy(), Path(folder)
+    folder = Path(folder)
     try:
         form = json.loads((folder / "record.json").read_text())["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -316,53 +316,42 @@ def _reading(path: Path) -> Iterator[None]:
 def by_layer(rows: Sequence[Row], tokens: Any) -> dict[str, Any]:
     """The experts' numbers of each layer, from an array that has them one layer after the other."""
     experts = {row.layer: row.experts for row in rows if row.experts}
-    return dict(zip(experts, numpy().split(tokens, numpy().cumsum(list(experts.values()))[:-1]), strict=True))
+    return dict(zip(experts, np.split(tokens, np.cumsum(list(experts.values()))[:-1]), strict=True))
 
 
 def measures_of(rows: Sequence[Row], sums: Any, extremes: Any) -> dict[str, Any]:
-    """MEASURES of rows from their counts [..., rows, 7] and [..., rows, 3]."""
-    np = numpy()
-    limits = np.array([row.largest for row in rows])
+    """Measures of rows by name, from their counts [..., rows, 7] and [..., rows, 3]; nan where nothing was counted."""
     elements, zeros, flushed, clipped, nonfinite, power, error = np.moveaxis(sums, -1, 0)
     amax, scale_inv, _ = np.moveaxis(extremes, -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         finite = elements - nonfinite
         return {
+            # share of the numbers that are not 0 whose codes are 0
             "flushed": np.where(finite > zeros, flushed / (finite - zeros), np.where(elements > 0, 0.0, np.nan)),
-            "clipped": clipped / finite,
-            "nonfinite": nonfinite / elements,
-            "elements": np.where(elements > 0, elements, np.nan),
-            "zeros": zeros / elements,
-            "rms": np.sqrt(power / finite),
-            "sqnr": 10 * np.log10(power / error),
+            "clipped": clipped / finite,  # share of the finite numbers beyond the format's largest, their code
+            "nonfinite": nonfinite / elements,  # share of infs and NaNs
+            "elements": np.where(
+                elements > 0, elements, np.nan
+            ),  # twice, if a compiled backward computes forward again
+            "zeros": zeros / elements,  # share of the numbers that are 0 before they are cast
+            "rms": np.sqrt(power / finite),  # root mean square of the finite numbers
+            "sqnr": 10 * np.log10(power / error),  # decibels: the numbers' power over that of what rounding changed
             "amax": np.where(elements > 0, amax, np.nan),
-            "scale_inv": np.where(elements > 0, scale_inv, np.nan),
-            "assumed": amax / (scale_inv * limits),
+            "scale_inv": np.where(elements > 0, scale_inv, np.nan),  # the largest
+            # amax over the largest number that the scale has room for: above 1 a delayed scale is stale
+            "assumed": amax / (scale_inv * [row.largest for row in rows]),
         }
 
 
 def of_weights(moved: Any) -> dict[str, Any]:
     """OF_WEIGHTS from counts [..., layers, 18]."""
-    np = numpy()
-    sums = dict(zip(MOVED, np.moveaxis(moved, -1, 0), strict=True))
+    sums, found = dict(zip(MOVED, np.moveaxis(moved, -1, 0), strict=True)), {}
     with np.errstate(divide="ignore", invalid="ignore"):
-        masters = np.where(sums["masters"] > 0, sums["masters"], np.nan)
-        found = (
-            np.sqrt(sums["update"] / sums["elements"]),
-            np.sqrt(sums["update"] / sums["grid"]),
-            np.sqrt(sums["between"] / sums["elements"]),
-            sums["changed"] / sums["elements"],
-            sums["first_flushed"] / sums["moments"],
-            sums["second_flushed"] / sums["moments"],
-            np.sqrt(sums["master_update"] / masters),
-            np.sqrt(np.where(sums["masters"] > 0, sums["master_update"] / sums["grid"], np.nan)),
-            sums["master_changed"] / masters,
-            np.sqrt(sums["weight"] / sums["elements"]),
-            np.sqrt(sums["gradient"] / sums["gradients"]),
-            np.sqrt(sums["outside"] / sums["seen"]),
-            sums["second"] / sums["seconds"],
-        )
-    return dict(zip(OF_WEIGHTS, found, strict=True))
+        for name, (of, number, is_root) in OF_WEIGHTS.items():
+            least = np.minimum(sums[number], sums["masters"]) if of.startswith("master") else sums[number]
+            ratio = np.where(least > 0, sums[of] / sums[number], np.nan)
+            found[name] = np.sqrt(ratio) if is_root else ratio
+    return found
 
 
 def _steps(folder: Path) -> tuple[dict[str, tuple[list[int], list[float]]], list[tuple[int, str, str]]]:

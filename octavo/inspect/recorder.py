@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +17,11 @@ from torch import Tensor, nn
 from octavo.distributed.files import reason_of
 from octavo.distributed.ranks import Ranks
 from octavo.inspect.findings import severities
-from octavo.inspect.record import RecordWriter, by_layer, measures_of, numpy, of_weights
+from octavo.inspect.record import UNWATCHED, RecordWriter, by_layer, measures_of, np, of_weights
 from octavo.inspect.remedies import RECIPES, own_recipes
 from octavo.inspect.rows import Row, Table
 from octavo.inspect.weights import GROUP, Updates, count_weights, facts_of, others_of, tied_of
 from octavo.kernels.arguments import SUMS
-from octavo.nn.recipe_module import RecipeModule
 from octavo.recipes import to_json
 from octavo.tensor.fsdp2 import whole
 
@@ -119,11 +119,18 @@ class Recorder:
         """
         if self._goes_on:
             facts = facts_of(self.optimizer) if self._is_recorded else {}
-            changed = {
-                name: of for name, of in facts.items() if isinstance(of, Tensor) or self._options.get(name) != of
-            }
+            known = self._options.get
+            changed = {name: of for name, of in facts.items() if isinstance(of, Tensor) or known(name) != of}
             self._options |= {name: of for name, of in changed.items() if GROUP in name}
-            self._keep({**changed, "loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: self._left_out()})
+            optimizer = self.optimizer if self.schedule is None else self.schedule.optimizer
+            if (skipped := getattr(optimizer, "left_out", None)) is None:  # not 0 in a step that changes nothing
+                skipped = getattr(self.schedule, "left_out", None)
+            given = {**changed, "loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: skipped}
+            for name, value in given.items():  # copies without autograd's graph, and whole where they are sharded
+                if isinstance(value, Tensor):
+                    value = whole(value).detach().reshape(()).to(self._table.sums.device, non_blocking=True, copy=True)
+                if value is not None:
+                    self._scalars.append((self._step, name, value))
         for switch in () if self.schedule is None else self.schedule.switches[self._switches :]:
             self.event("recovery" if switch.phase < 0 else "switch", f"{switch.name}: {switch.reason}")
             self._switches += 1
@@ -182,20 +189,6 @@ class Recorder:
             why = f"{reason_of(error)}; the training goes on, and no more of it is recorded"
             warnings.warn(f"cannot write {path}: {why}", stacklevel=4)
 
-    def _keep(self, given: Mapping[str, Scalar | None]) -> None:
-        """Keep a step's numbers: copies without autograd's graph, and whole where they are sharded."""
-        for name, value in given.items():
-            if isinstance(value, Tensor):
-                value = whole(value).detach().reshape(()).to(self._table.sums.device, non_blocking=True, copy=True)
-            if value is not None:
-                self._scalars.append((self._step, name, value))
-
-    def _left_out(self) -> Tensor | None:
-        """A number that is not 0 if the last step changed nothing; None if nothing here skips steps."""
-        optimizer = self.optimizer if self.schedule is None else self.schedule.optimizer
-        found = getattr(optimizer, "left_out", None)
-        return found if found is not None or self.schedule is None else self.schedule.left_out
-
     def _begin(self) -> None:
         if not self._is_recorded:
             return self._table.attach(False)
@@ -209,11 +202,8 @@ class Recorder:
         if self._table.rows:
             before, others = self._others, others_of(self.model, self._table.layers)
             self._others = [*others]
-            weights: list[RecipeModule | nn.Parameter] = [
-                *(module for module, _ in self._table.layers),
-                *others.values(),
-            ]
-            self._updates.begin(weights, is_as_before=self._others == before and not is_new)
+            modules = [module for module, _ in self._table.layers]
+            self._updates.begin([*modules, *others.values()], is_as_before=self._others == before and not is_new)
 
     def _tabulate(self) -> None:
         self._table, self._recipes = Table(self.model), own_recipes(self.model)
@@ -223,6 +213,11 @@ class Recorder:
         table = self._table
         count_weights(table.layers, self._ranks)
         moved = self._updates.end()
+        if self._updates.unwatched == 2:  # one step a GradScaler leaves out
+            lacks = (
+                "what else writes weights is not recorded, nor are gradients that are cleared before recorder.step()"
+            )
+            self.event(UNWATCHED, f"optimizer.step() runs no hooks, as if it is compiled: {lacks}")
         sums, extremes = self._ranks.sum(table.sums).clone(), self._ranks.largest(table.extremes).clone()
         table.sums.zero_()
         table.extremes.zero_()
@@ -265,7 +260,7 @@ class Recorder:
                 found = {name: tensor.numpy() for name, tensor in reading.tensors.items()}
                 layers, names = len(reading.table.layers), reading.others
                 counts = kept(reading.table.rows, found["sums"], found["extremes"]) | {"moved": found["moved"][:layers]}
-                others = {"others": self._writer.numpy.array(names, dtype=str), "others_moved": found["moved"][layers:]}
+                others = {"others": np.array(names, dtype=str), "others_moved": found["moved"][layers:]}
                 self._writer.add_counts(reading.step, counts | others)
                 if self.on_record is not None:
                     rows.setdefault(reading.step, {}).update(_named(reading.table.rows, counts))
@@ -279,9 +274,9 @@ def _named(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]:
 
     A layer of experts also has those of the worst one, and the fewest and the most tokens that an expert got.
     """
-    places = [(row.layer, row.role) for row in rows]
-    parts = zip(places, (row.products for row in rows), strict=True)
-    names = [".".join(filter(None, place + (products if places.count(place) > 1 else ()))) for place, products in parts]
+    of = Counter((row.layer, row.role) for row in rows)
+    parts = ((row.layer, row.role, *row.products * (of[row.layer, row.role] > 1)) for row in rows)
+    names = [".".join(filter(None, part)) for part in parts]
     found = [(names, measures_of(rows, counts["sums"], counts["extremes"].astype("float64")))]
     if "worst" in counts:
         named = [(f"{name}.worst_expert", row) for name, row in zip(names, rows, strict=True) if row.experts]
@@ -314,7 +309,6 @@ def kept(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]:
         worst                        [rows of experts, 2]: its number, how many experts have a measure beyond its limit
         tokens                       those of each expert [E], one layer after the other
     """
-    np = numpy()
     lines = [row.experts or 1 for row in rows]
     ends = np.cumsum(lines)
     starts = ends - lines

@@ -20,7 +20,7 @@ from torch import nn
 
 from octavo.formats import E4M3, E5M2, Format
 from octavo.granularity import ALL, PerTensor
-from octavo.inspect.record import numpy
+from octavo.inspect.record import np
 from octavo.inspect.rows import Row
 from octavo.kernels.arguments import LOWEST
 from octavo.nn.recipe_module import RecipeModule
@@ -40,38 +40,36 @@ class Exponents:
     """
 
     def __init__(self, counts: Any, amax: Any) -> None:
-        self.np = numpy()
-        self.amax, self.counts = self.np.asarray(amax, dtype="float64"), self.np.asarray(counts, dtype="float64")
-        self._so_far = self.np.cumsum(self.counts, axis=-1)
-        self._total = self.np.maximum(self._so_far[..., -1], 1)
+        self.amax, self.counts = np.asarray(amax, dtype="float64"), np.asarray(counts, dtype="float64")
+        self._so_far = np.cumsum(self.counts, axis=-1)
+        self._total = np.maximum(self._so_far[..., -1], 1)
 
     def below(self, magnitude: Any) -> Any:
         """The share of numbers that are smaller, as if those with one exponent were distributed evenly."""
-        np, last = self.np, self.counts.shape[-1] - 1
-        mantissa, exponent = np.frexp(np.broadcast_to(np.nan_to_num(magnitude), self.amax.shape))
+        last = self.counts.shape[-1] - 1
+        magnitude, _ = np.broadcast_arrays(np.nan_to_num(magnitude), self.amax)
+        mantissa, exponent = np.frexp(magnitude)
         place = exponent - 1 - LOWEST
+        counts, so_far = (np.broadcast_to(of, (*magnitude.shape, last + 1)) for of in (self.counts, self._so_far))
         at = np.clip(place, 0, last)[..., None]
-        alike = np.take_along_axis(self.counts, at, -1)[..., 0]
-        inside = np.take_along_axis(self._so_far, at, -1)[..., 0] - alike * (2 - 2 * mantissa)
+        alike = np.take_along_axis(counts, at, -1)[..., 0]
+        inside = np.take_along_axis(so_far, at, -1)[..., 0] - alike * (2 - 2 * mantissa)
         found = np.where((place < 0) | (mantissa == 0), 0, np.where(place > last, self._total, inside))
         return found / self._total
 
     def octaves_beyond(self, share: float) -> Any:
         """How many octaves the amax lies above the exponents that hold all numbers but this share."""
         place = (self._so_far >= (1 - share) * self._total[..., None]).argmax(-1)
-        amax = self.np.where(self.amax > 0, self.amax, 1)
-        return self.np.where(self.amax > 0, self.np.log2(amax) - (LOWEST + place + 1), 0).clip(min=0)
+        amax = np.where(self.amax > 0, self.amax, 1)
+        return np.where(self.amax > 0, np.log2(amax) - (LOWEST + place + 1), 0).clip(min=0)
 
     def bound(self, tile: int, format: Format, least: float) -> float:
         """A bound of the share below ``least`` times its scale_inv, if ``tile`` numbers share a scale."""
         room = format.max / 2  # a scale that is a power of two is up to twice too small
-        tops = [2.0 ** (LOWEST + place) for place in range(1, len(self.counts) + 1)]
+        tops = 2.0 ** (LOWEST + 1.0 + np.arange(len(self.counts)))
         tops[-1] = max(tops[-1], float(self.amax))
-
-        def flushed(top: float) -> float:  # rounded up to a whole exponent, as it is a bound
-            return float(self.below(2.0 ** math.ceil(math.log2(least * top / room))))
-
-        return min(1.0, *(tile * (1 - float(self.below(top))) + flushed(top) for top in tops))
+        flushed = self.below(2.0 ** np.ceil(np.log2(least * tops / room)))  # to a whole exponent, as it is a bound
+        return min(1.0, float((tile * (1 - self.below(tops)) + flushed).min()))
 
 
 class Remedy(NamedTuple):
@@ -161,12 +159,9 @@ def _of(row: Row, rule: RecipeRule) -> dict[str, RecipeRule]:
 
 def as_text(rules: Mapping[str, RecipeRule]) -> str:
     """Rules as Python."""
-    return "{" + ", ".join(f"{pattern!r}: {_code(rule)}" for pattern, rule in rules.items()) + "}"
-
-
-def _code(rule: RecipeRule) -> str:
-    text = f"recipes.{rule.name}()" if isinstance(rule, Recipe) else repr(rule)
-    return text.replace(", Dynamic())", ")").replace(str(Delayed()), "Delayed()")  # defaults
+    texts = (f"recipes.{rule.name}()" if isinstance(rule, Recipe) else repr(rule) for rule in rules.values())
+    short = (text.replace(", Dynamic())", ")").replace(str(Delayed()), "Delayed()") for text in texts)  # defaults
+    return "{" + ", ".join(f"{pattern!r}: {text}" for pattern, text in zip(rules, short, strict=True)) + "}"
 
 
 def together(found: Iterable[Mapping[str, RecipeRule]]) -> dict[str, RecipeRule]:

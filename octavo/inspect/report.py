@@ -17,7 +17,7 @@ from octavo.errors import require
 from octavo.formats import E4M3, E5M2, Format
 from octavo.inspect.findings import LIMITS
 from octavo.inspect.incidents import MOST_SEVERE, Finding, verdict
-from octavo.inspect.record import MEASURES, OF_WEIGHTS, Record, numpy
+from octavo.inspect.record import UNWATCHED, Record, np
 from octavo.inspect.weights import GROUP
 from octavo.recipes import to_json as to_rules
 from octavo.scaling.recipe import ROLES
@@ -79,6 +79,7 @@ def table(record: Record, findings: Sequence[Finding], top: int, against: Agains
     number = f"{len(findings) or 'no'} finding{'s' * (len(findings) != 1)}"
     lines = [f"{len(record.layers)} layers, {steps}, {number}"]
     lines += [f"{verdict(record, findings)}."] * bool(findings)
+    lines += [f"From step {step}: {text}." for step, kind, text in record.events if kind == UNWATCHED]
     for place, found in enumerate(findings[:top], 1):
         lines += ["", f"{place:>2}  {found.level} ({found.severity:.1f} of {MOST_SEVERE:.0f}), {_title(found)}"]
         lines += [f"    {found.cast}"] * bool(found.cast)
@@ -124,7 +125,6 @@ def to_json(
         "verdict": verdict(record, findings),
         "findings": [_finding(found) for found in findings],
         "limits": LIMITS,
-        "measures": MEASURES | OF_WEIGHTS,
         "against": None if against is None else _against(findings, against),
         "casts": [_casts(worst, layer, role, starts) for layer in record.layers for role in ROLES],
         "weights": [row for place in range(len(record.layers)) for row in _weights(record, place, starts)],
@@ -191,7 +191,6 @@ def _worst(values: Any, starts: Sequence[int], is_worse: Any = max) -> list[floa
     """The worst value of each bin, from [steps] or [steps, casts]; NaN if there is none."""
     if not starts:
         return []
-    np = numpy()
     missing, ufunc = (-math.inf, np.maximum) if is_worse is max else (math.inf, np.minimum)
     flat = np.where(np.isnan(values), missing, values).reshape(len(values), -1)
     found = ufunc.reduceat(ufunc.reduce(flat, axis=1, initial=missing), starts)
@@ -200,7 +199,6 @@ def _worst(values: Any, starts: Sequence[int], is_worse: Any = max) -> list[floa
 
 def _casts(record: Record, layer: str, role: str, starts: Sequence[int]) -> dict[str, Any]:
     """The worst measures by step of a layer's role, over its casts; ``amax``: the binary logarithm of the last one."""
-    np = numpy()
     places = [place for place, row in enumerate(record.rows) if (row.layer, row.role) == (layer, role)]
     worst = {
         name: [_rounded(times * value) for value in _worst(record.measures[name][:, places], starts, is_worse)]
@@ -228,7 +226,7 @@ def _weights(record: Record, place: int, starts: Sequence[int]) -> Iterator[dict
 
 def _exponents(record: Record, place: int, findings: Sequence[Finding]) -> dict[str, Any]:
     """A row's histogram in its worst step (or else the last), in thousandths, and the windows of formats."""
-    np, row = numpy(), record.rows[place]
+    row = record.rows[place]
     counted = np.flatnonzero(record.measures["amax"][:, place] > 0)
     where = row.layer, row.role, row.products
     worst = [record.steps.index(each.worst) for each in _with_effects(findings) if each.where == where]
@@ -254,14 +252,13 @@ def _window(format: Format, scale_inv: float, of: str) -> dict[str, Any]:
 
 
 def _curves(record: Record) -> dict[str, list[dict[str, float]]]:
-    """Each number by step; of a group's options those that change."""
-    found = record.scalars.items()
-    return {name: _curve(*pair) for name, pair in found if GROUP not in name or len(pair[0]) > 1}
-
-
-def _curve(steps: Sequence[int], values: Sequence[float]) -> list[dict[str, float]]:
-    starts = _starts(len(steps), POINTS)
-    return [{"step": steps[at], "value": v} for at, v in zip(starts, _worst(values, starts), strict=True)]
+    """Each number by step, the largest of each few; of a group's options those that change."""
+    found = {}
+    for name, (steps, values) in record.scalars.items():
+        if GROUP not in name or len(steps) > 1:
+            worst = _worst(values, starts := _starts(len(steps), POINTS))
+            found[name] = [{"step": steps[at], "value": value} for at, value in zip(starts, worst, strict=True)]
+    return found
 
 
 def _plain(value: Any) -> Any:

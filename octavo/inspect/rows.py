@@ -260,6 +260,12 @@ def parameter_of(module: RecipeModule) -> nn.Parameter | None:
     return module.weight if isinstance(module, PartedLinear) else weight_of(module)
 
 
+def parameters_of(module: RecipeModule) -> list[nn.Parameter]:
+    """The same as parameters: those of the splits for such a layer; none if the weight is computed from others."""
+    found = module.weights if isinstance(module, PartedLinear) else [weight_of(module)]
+    return [each for each in found if each is not None]
+
+
 def _casts(recipe: Recipe, role: int) -> list[tuple[tuple[str, ...], Cast] | None]:
     """A role's casts as it lies and transposed, each with the products that read it; if they are the same, only one."""
     casts, products = recipe.casts[role], READS[ROLES[role]]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from octavo.inspect.incidents import Finding, level_of, severity_of, stretch
-from octavo.inspect.record import OF_WEIGHTS, Record, numpy
+from octavo.inspect.record import Record, np
 from octavo.inspect.remedies import called
 from octavo.inspect.weights import GROUP
 from octavo.scaling.recipe import ROLES
@@ -71,52 +71,37 @@ class Training:
     """A record's numbers that belong to the training as a whole."""
 
     def __init__(self, record: Record) -> None:
-        self.record, self.np, self.steps, self.layers = record, numpy(), record.steps, record.layers
+        self.record, self.steps, self.layers = record, record.steps, record.layers
         self.loss, self.rate, norm = self._scalar("loss"), self._scalar(*RATES), self._scalar("grad_norm")
         self.norms = {step: value for step, value in zip(*norm, strict=True) if math.isfinite(value)}
         self.places = {(row.layer, row.role): place for place, row in reversed([*enumerate(record.rows)])}
+        # of all parameters, [steps, names]: those of the layers, and then the others
+        self.names = [*self.layers, *(name.removesuffix(".weight") for name in record.others)]
+        others = np.full((len(self.steps), len(record.others)), np.nan)
+        found = record.weights.items()
+        self.of = {name: np.concatenate([of, record.of_others.get(name, others)], 1) for name, of in found}
 
     def findings(self) -> Iterator[Finding]:
         """All of them, in no order."""
         if self.steps and self.layers:
             rules = (
-                *(self._tabulate, self._learning_rate, self._options, self._optimizer, self._state, self._warmup),
-                *(
-                    self._elements,
-                    self._loss,
-                    self._repeats,
-                    self._nonfinite,
-                    self._scale_too_low,
-                    self._untied,
-                    self._dead,
-                ),
+                *(self._learning_rate, self._options, self._state, self._decayed, self._warmup, self._elements),
+                *(self._loss, self._repeats, self._nonfinite, self._scale_too_low, self._untied, self._dead),
                 *(self._weights, self._frozen, self._small, self._idle, self._logits),
             )
-            with self.np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
+            with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
                 warnings.simplefilter("ignore", RuntimeWarning)  # of medians where nothing is recorded
-                yield from itertools.chain(*(rule() or () for rule in rules))
-
-    def _tabulate(self) -> None:
-        """What is recorded of all parameters, [steps, names]: those of the layers, and then the others."""
-        np, record = self.np, self.record
-        self.names = [*self.layers, *(name.removesuffix(".weight") for name in record.others)]
-        shape, self.of = (len(self.steps), len(self.names)), {}
-        for name in OF_WEIGHTS:
-            self.of[name] = np.full(shape, np.nan)
-            if name in record.weights:
-                self.of[name][:, : len(self.layers)] = record.weights[name]
-            if name in record.of_others:
-                self.of[name][:, len(self.layers) :] = record.of_others[name]
-        self.rms = np.stack([self._measure("rms", layer, "weight") for layer in self.layers], 1)
-        sizes = self.of["size"][:, : len(self.layers)]
-        np.copyto(sizes, self.rms, where=~(sizes > 0))  # as an older octavo recorded none
-        self.gaps = np.diff(self.steps, prepend=self.steps[0] - 1)[:, None]
+                self.rms = np.stack([self._measure("rms", layer, "weight") for layer in self.layers], 1)
+                sizes = self.of["size"][:, : len(self.layers)]
+                np.copyto(sizes, self.rms, where=~(sizes > 0))  # as an older octavo recorded none
+                self.gaps = np.diff(self.steps, prepend=self.steps[0] - 1)[:, None]
+                yield from itertools.chain(*(rule() for rule in rules))
 
     def _earlier(self, values: Any, of: Any = None) -> Any:
         """The median (or what else ``of`` takes) of up to BEFORE earlier records; nan for the first two."""
-        found = self.np.full(values.shape, self.np.nan)
+        found = np.full(values.shape, np.nan)
         for at in range(2, len(values)):
-            found[at] = (of or self.np.nanmedian)(values[max(0, at - BEFORE) : at], axis=0)
+            found[at] = (of or np.nanmedian)(values[max(0, at - BEFORE) : at], axis=0)
         return found
 
     def _found(
@@ -148,7 +133,7 @@ class Training:
     def _measure(self, name: str, layer: str, role: str) -> Any:
         """A measure of a layer's role by record; nan where there is none."""
         place = self.places.get((layer, role))
-        return self.np.full(len(self.steps), self.np.nan) if place is None else self.record.measures[name][:, place]
+        return np.full(len(self.steps), np.nan) if place is None else self.record.measures[name][:, place]
 
     # --- numbers of each step
 
@@ -162,9 +147,8 @@ class Training:
     def _learning_rate(self) -> Iterator[Finding]:
         """The first learning rate, of the run or of a group, that falls below 0, rises again, is 0, or collapses."""
         names = [name for name in self.record.scalars if name.split(GROUP)[0] in RATES]
-        found = [self._rate(name.partition(GROUP)[2], *self._filled(name)) for name in names]
-        known = [each for each in found if each is not None]
-        yield from sorted(known, key=lambda each: (each.begins, -each.severity))[:1]
+        found = filter(None, (self._rate(name.partition(GROUP)[2], *self._filled(name)) for name in names))
+        yield from sorted(found, key=lambda each: (each.begins, -each.severity))[:1]
 
     def _rate(self, group: str, steps: list[int], values: list[float]) -> Finding | None:
         what = f"the learning rate{f' of group {group}' if group else ''}"
@@ -209,58 +193,52 @@ class Training:
                     text, advice = f"{option} of group {group} changes from {was} to {now}", f"keep it at {was}"
                     yield self._found(kind, steps[at], times, text, f"{place} = {was}", advice=advice)
                     return
-            if kind == "decay" and f"lr{GROUP}{group}" in self.record.scalars and not self._is_coupled(group):
+            # Adam's second moments divide a group's weight decay too, if it is not decoupled
+            is_coupled = self._scalar(f"betas 0{GROUP}{group}")[1] and self._scalar(DECOUPLED + group)[1][:1] != [1]
+            if kind == "decay" and f"lr{GROUP}{group}" in self.record.scalars and not is_coupled:
                 taken = max(a * b for a, b in zip(values, self._filled(f"lr{GROUP}{group}")[1], strict=True))
                 if taken > LIMITS["decay"]:
                     text = f"weight decay takes {called(taken)} of the weights of group {group} in a step"
                     what = kind, steps[0], taken / LIMITS["decay"], text, f"{place} = 0.1"
                     yield self._found(*what, advice="lower it")
 
-    def _is_coupled(self, group: str) -> bool:
-        """Whether Adam's second moments divide a group's weight decay too."""
-        return bool(self._scalar(f"betas 0{GROUP}{group}")[1]) and self._scalar(DECOUPLED + group)[1][:1] != [1]
-
-    def _optimizer(self) -> Iterator[Finding]:
-        for (_, then), (step, now) in itertools.pairwise(zip(*self._scalar("state_age"), strict=True)):
-            if now < then:
-                what = f"the optimizer's state is new: it has seen {now:.0f} steps, after {then:.0f}"
-                yield self._of_state(step, what)
-        steps, counts = self._scalar("decayed_vectors")
-        if counts and counts[0]:
-            text = f"weight decay pulls {counts[0]:.0f} biases and norms' weights to 0"
-            remedy = "give parameters of one dimension a group of their own with weight_decay=0"
-            yield self._found("decay", steps[0], 1, text, remedy, "matrices decay, biases and norms do not")
-
-    def _of_state(self, step: int, text: str) -> Finding:
-        remedy = 'optimizer.load_state_dict(checkpoint["optimizer"])  # where the run resumes'
-        return self._found("state", step, 8, text, remedy, "moments go on as they were", advice="load it")
-
     def _state(self) -> Iterator[Finding]:
-        """Second moments that can't be a mean of their last values and squares of the gradient."""
+        """An optimizer's state that is new, and second moments that no mean of the last and the gradient can be."""
+        ages = itertools.pairwise(zip(*self._scalar("state_age"), strict=True))
+        new = "the optimizer's state is new: it has seen {:.0f} steps, after {:.0f}"
+        found = [(step, new.format(now, then)) for (_, then), (step, now) in ages if now < then]
         values, squares = self.of["second_moment"], self.of["gradient"] ** 2
         if (name := f"betas 1{GROUP}0") in self.record.scalars:
-            kept, limit = self.np.array(self._filled(name)[1])[1:, None] ** self.gaps[1:], LIMITS["state"]
+            kept, limit = np.array(self._filled(name)[1])[1:, None] ** self.gaps[1:], LIMITS["state"]
             now, then, is_next = values[1:], values[:-1], self.gaps[1:] == 1
-            off = (now * limit < kept * then) | (is_next & (now > 5 * limit * self.np.fmax(then, squares[1:])))
-            for at in self.np.flatnonzero(off.mean(axis=1) > 0.5)[:1]:
-                yield self._of_state(self.steps[at + 1], "something but the optimizer wrote its moments")
+            off = (now * limit < kept * then) | (is_next & (now > 5 * limit * np.fmax(then, squares[1:])))
+            its = np.flatnonzero(off.mean(axis=1) > 0.5)[:1]
+            found += [(self.steps[at + 1], "something but the optimizer wrote its moments") for at in its]
+        for step, text in found:
+            remedy = 'optimizer.load_state_dict(checkpoint["optimizer"])  # where the run resumes'
+            yield self._found("state", step, 8, text, remedy, "moments go on as they were", advice="load it")
+
+    def _decayed(self) -> Iterator[Finding]:
+        for step, count in [*zip(*self._scalar("decayed_vectors"), strict=True)][:1]:
+            if count:
+                text = f"weight decay pulls {count:.0f} biases and norms' weights to 0"
+                remedy = "give parameters of one dimension a group of their own with weight_decay=0"
+                yield self._found("decay", step, 1, text, remedy, "matrices decay, biases and norms do not")
 
     def _warmup(self) -> Iterator[Finding]:
         ages, rates = self._scalar("state_age")[1], self.rate[1]
-        if not rates or not ages or ages[0] > 1 or rates[0] < max(rates) / 2:
-            return
-        share = float(self.np.median(self.np.nan_to_num(self.record.weights["update"][0] / self.rms[0])))
-        if share > LIMITS["warm-up"]:
+        share = float(np.median(np.nan_to_num(self.record.weights["update"][0] / self.rms[0])))
+        if rates and ages and ages[0] <= 1 and rates[0] >= max(rates) / 2 and share > LIMITS["warm-up"]:
             text = f"the first step, without a warm-up, changes most weights by {called(share)} of their size"
             remedy = f"let the learning rate rise to {max(rates):.3g} over the first steps: a warm-up"
-            what = "warm-up", self.steps[0], share / LIMITS["warm-up"], text, remedy
-            yield self._found(*what, "smaller first updates")
+            times = share / LIMITS["warm-up"]
+            yield self._found("warm-up", self.steps[0], times, text, remedy, "smaller first updates")
 
     def _elements(self) -> Iterator[Finding]:
         """Batches that from a step on have but a part of the numbers that all before had."""
         numbers = self._measure("elements", self.layers[0], "input")
         for at in range(2 * FEW, len(numbers) - FEW + 1):
-            share = float(self.np.nanmax(numbers[at:]) / self.np.nanmin(numbers[:at]))
+            share = float(np.nanmax(numbers[at:]) / np.nanmin(numbers[:at]))
             if share <= LIMITS["batch"]:
                 text = f"batches have {called(share)} of the numbers that they had"
                 yield self._found("batch", self.steps[at], 2 / share, text, SIZE, worst=self.steps[-1])
@@ -270,27 +248,24 @@ class Training:
         steps, loss = self.loss
         at = 6
         while at < len(loss):
-            before = self.np.median(loss[at - 6 : at])
-            changes = self.np.abs(self.np.diff(loss[max(0, at - 16) : at]))
-            usual = max(1.5 * float(self.np.median(changes)), 0.05 * abs(before))
-            rise, below = loss[at] - before, min(loss[:at]) - loss[at]
-            if below > LIMITS["loss"] * usual:
+            before, changes = np.median(loss[at - 6 : at]), np.abs(np.diff(loss[max(0, at - 16) : at]))
+            limit = LIMITS["loss"] * max(1.5 * float(np.median(changes)), 0.05 * abs(before))
+            rise, below, back = loss[at] - before, min(loss[:at]) - loss[at], at + 1
+            if below > limit:
                 text = f"the loss fell at once, from {loss[at - 1]:.3g} to {loss[at]:.3g}: batches are other, or easier"
-                yield self._found("labels", steps[at], below / usual / LIMITS["loss"], text, LOOK)
+                yield self._found("labels", steps[at], below / limit, text, LOOK)
                 break
-            if not (math.isfinite(rise) and rise > LIMITS["loss"] * usual > 0):
-                at += 1
-                continue
-            back = next((i for i in range(at + 1, len(loss)) if loss[i] < before + rise / 2), len(loss))
-            if back - at < FEW:
-                text, times = f"the loss rose for a step: from {before:.3g} to {loss[at]:.3g}", rise / usual
-                yield self._found("batch", steps[at], times / LIMITS["loss"], text, LOOK)
+            if math.isfinite(rise) and rise > limit > 0:
+                back = next((i for i in range(back, len(loss)) if loss[i] < before + rise / 2), len(loss))
+                if back - at < FEW:
+                    text = f"the loss rose for a step: from {before:.3g} to {loss[at]:.3g}"
+                    yield self._found("batch", steps[at], rise / limit, text, LOOK)
             at = back
         lasting = []
         for at in range(6, len(loss) - FEW + 1):
             earlier, later = loss[max(0, at - 16) : at], loss[at : at + 2 * FEW]
-            level, now = float(self.np.mean(earlier)), float(self.np.mean(later))
-            error = float(self.np.std(earlier)) * math.sqrt(1 / len(earlier) + 1 / len(later))
+            level, now = float(np.mean(earlier)), float(np.mean(later))
+            error = float(np.std(earlier)) * math.sqrt(1 / len(earlier) + 1 / len(later))
             if now - level > max(LIMITS["loss"] * error, LIMITS["labels"] * abs(level)) and min(later) > level:
                 lasting.append(((now - level) / max(error, 1e-9 * now), at, level, now))
         for _, at, level, now in [max(lasting)] if lasting else []:
@@ -299,26 +274,25 @@ class Training:
 
     def _repeats(self) -> Iterator[Finding]:
         """Losses that fall as smoothly as those of the same batch, or of a few in turn."""
-        steps, loss = self.loss[0], self.np.array(self.loss[1])
+        steps, loss = self.loss[0], np.array(self.loss[1])
         for turn in range(1, IN_TURN + 1):
             change = loss[turn:] - loss[:-turn]
-            falls, bend = change < 0, self.np.abs(self.np.diff(change))
+            falls, bend = change < 0, np.abs(np.diff(change))
             for at in range(6, len(bend) - 2 * FEW + 1):
-                usual, now = float(self.np.median(bend[max(0, at - 16) : at])), float(bend[at : at + 2 * FEW].max())
+                usual, now = float(np.median(bend[max(0, at - 16) : at])), float(bend[at : at + 2 * FEW].max())
                 was_noisy = falls[max(0, at - 16) : at].mean() < 0.75 and falls[at : at + 2 * FEW].all()
                 if was_noisy and usual > 0 and now < LIMITS["repeats"] * usual:
-                    text = (
-                        f"the loss no longer differs from batch to batch, as if the loader gave the same {turn} in turn"
-                    )
+                    text = "the loss no longer differs from batch to batch, as if the loader gave the same"
                     remedy = "look at the data loader: does it shuffle, go on, and give each worker its own data?"
-                    yield self._found("repeats", steps[at], usual / max(now, 1e-9 * usual), text, remedy)
+                    what = "repeats", steps[at], usual / max(now, 1e-9 * usual), f"{text} {turn} in turn", remedy
+                    yield self._found(*what)
                     return
 
     # --- inf and NaN
 
     def _nonfinite(self) -> Iterator[Finding]:
         """Where the first inf or NaN came from: the layer before the first input with one, or the last gradient."""
-        np, record, names, last = self.np, self.record, self.layers, len(self.layers) - 1
+        record, names, last = self.record, self.layers, len(self.layers) - 1
         faulty = record.measures["nonfinite"] > 0
         bad = [s for s, value in zip(*self.loss, strict=True) if not math.isfinite(value)]
         if bad and bad[0] <= self.steps[-1] and not faulty[bisect_left(self.steps, bad[0])].any():
@@ -363,7 +337,7 @@ class Training:
         """Whether a layer's input has inf or NaN in less than half of its rows, as no weight before it would make."""
         row = self.places[layer, "input"]
         of = self.record.of_worst.measures
-        sizes = [float(self.np.nanmax(self._measure("elements", layer, role))) for role in ROLES]
+        sizes = [float(np.nanmax(self._measure("elements", layer, role))) for role in ROLES]
         features = self.record.rows[row].features or math.sqrt(sizes[0] * sizes[1] / sizes[2])
         return float(of["nonfinite"][at, row]) * features < 0.5
 
@@ -375,9 +349,9 @@ class Training:
 
     def _scale_too_low(self) -> Iterator[Finding]:
         zeros = self._measure("zeros", self.layers[-1], "grad_output")
-        over = zeros > LIMITS["loss scale"] + self.np.nan_to_num(zeros[0])
+        over = zeros > LIMITS["loss scale"] + np.nan_to_num(zeros[0])
         if over.any():
-            what = f"{called(float(self.np.nanmax(zeros)))} of the last layer's gradients are 0"
+            what = f"{called(float(np.nanmax(zeros)))} of the last layer's gradients are 0"
             yield self._of_loss_scale(what, int(over.argmax()), 8, "higher: they underflow")
 
     # --- weights
@@ -391,8 +365,8 @@ class Training:
 
     def _weights(self) -> Iterator[Finding]:
         """Weights that something but an update wrote, and gradients and updates that leap."""
-        np, of = self.np, self.of
-        size, updates, many = of["size"], of["update"], len(self.layers)
+        of, many = self.of, len(self.layers)
+        size, updates = of["size"], of["update"]
         before = np.concatenate([size[:1], size[:-1]])
         at, rate = self.rate  # of each record; 1 where it is not recorded
         rates = np.array([rate[max(0, bisect_right(at, step) - 1)] if at else 1.0 for step in self.steps])[:, None]
@@ -421,7 +395,7 @@ class Training:
         yield from self._jump(jumps, risen, norms[:, 0])
 
     def _overwritten(self, written: Any) -> Iterator[Finding]:
-        np, over = self.np, written > LIMITS["overwritten"]
+        over = written > LIMITS["overwritten"]
         if not over.any():
             return
         at = int(over.any(axis=1).argmax())
@@ -442,7 +416,7 @@ class Training:
 
     def _frozen(self) -> Iterator[Finding]:
         """Weights that no longer change; those of layers also if they get no gradient, or never change."""
-        np, gradients, many = self.np, self.of["gradient"], len(self.layers)
+        gradients, many = self.of["gradient"], len(self.layers)
         still = (self.of["update"] == 0) & ~(self.of["master_update"] > 0)
         still[:, :many] |= gradients[:, :many] == 0  # of an embedding those sampled may get none
         moves = ~still & (self.of["changed"] > 0.5)
@@ -467,7 +441,7 @@ class Training:
 
     def _worst(self, kind: str, values: Any) -> Iterator[Worst]:
         """The layer and the steps where a measure [steps, names] exceeds its limit by most, if one does."""
-        np, over = self.np, values > LIMITS[kind]
+        over = values > LIMITS[kind]
         if over.any():
             place = int(np.where(over, values, -1).max(axis=0).argmax())
             begins, worst = stretch(over[:, place], values[:, place])
@@ -479,8 +453,8 @@ class Training:
 
     def _jump(self, jumps: Any, risen: Any, norms: Any) -> Iterator[Finding]:
         """Gradients that leap, of all layers or from one layer back; else updates that leap without them."""
-        np, gradients = self.np, self.of["gradient"]
-        typical, climbs, falls, grown = np.nanmedian(risen, axis=1), True, True, 1.0
+        gradients, typical = self.of["gradient"], np.nanmedian(risen, axis=1)
+        climbs, falls, grown = True, True, 1.0
         for back in reversed(range(FEW + 1)):  # each of so many records is above the one before
             step = np.nanmedian(np.roll(gradients, back, 0) / np.roll(gradients, back + 1, 0), axis=1)
             climbs, grown = climbs & (step > 1), grown * step
@@ -517,7 +491,7 @@ class Training:
 
     def _leap(self, over: Any, times_of: Any, jumps: Any, layer: str = "") -> Finding:
         """Gradients of all layers, or of one, that are so many times as large as before."""
-        np, (begins, worst) = self.np, stretch(over, self.np.nan_to_num(times_of))
+        begins, worst = stretch(over, np.nan_to_num(times_of))
         while begins > 2 and times_of[begins - 1] > 1.2 and not layer:
             begins -= 1
         lasts, where = (times_of[begins:] > LIMITS["gradients"] / 2).sum() >= FEW, (layer, "grad_output" * bool(layer))
@@ -536,7 +510,7 @@ class Training:
 
     def _small(self) -> Iterator[Finding]:
         """Updates that rounding loses, and moments that are flushed, where it is worst."""
-        np, weights = self.np, {name: of[:, : len(self.layers)] for name, of in self.of.items()}
+        weights = {name: of[:, : len(self.layers)] for name, of in self.of.items()}
         has_master = weights["master_update"] > 0  # then rounding the weight loses nothing, rounding the master does
         changed = np.where(weights["update"] > 0, weights["changed"], np.nan)
         unmoved = 1 - np.where(has_master, weights["master_changed"], changed)
@@ -560,7 +534,7 @@ class Training:
         for kind, role in (("dead rows", "weight"), ("dead units", "input")):
             found = []
             for layer in self.layers:
-                zeros = self.np.nan_to_num(self._measure("zeros", layer, role))
+                zeros = np.nan_to_num(self._measure("zeros", layer, role))
                 over = zeros > LIMITS[kind] + 2 * (zeros[0] if role == "weight" else 0)
                 if over.any() and (role == "weight" or zeros.max() > zeros[0] + 0.05 or zeros[0] > 0.97):
                     found.append((int(over.argmax()), float(zeros.max()), layer))
@@ -582,13 +556,13 @@ class Training:
         """Queries and keys so large that the softmax is saturated, from the norms of their layer's input and weight."""
         for layer in filter(PROJECTION.search, self.layers):
             size = {role: self._measure("elements", layer, role) for role in ("input", "weight", "grad_output")}
-            with self.np.errstate(divide="ignore", invalid="ignore"):
-                features = self.np.sqrt(size["input"] * size["weight"] / size["grad_output"])
+            with np.errstate(divide="ignore", invalid="ignore"):
+                features = np.sqrt(size["input"] * size["weight"] / size["grad_output"])
                 product = self._measure("rms", layer, "input") * self._measure("rms", layer, "weight")
                 deviation = features * product**2
-            over = self.np.nan_to_num(deviation, posinf=0) > LIMITS["logits"]
+            over = np.nan_to_num(deviation, posinf=0) > LIMITS["logits"]
             if over.any():
-                at, most = int(over.argmax()), float(self.np.nanmax(deviation))
+                at, most = int(over.argmax()), float(np.nanmax(deviation))
                 text = f"makes queries and keys so large that attention's logits deviate by about {most:.2g}"
                 remedy = "norm queries and keys before they are multiplied (QK norm)"
                 times, where = most / LIMITS["logits"], (layer, "weight")

@@ -151,8 +151,12 @@ def sample(weights: Weights, optimizer: torch.optim.Optimizer | None) -> Samples
 class Updates:
     """What recorded steps change of weights: MOVED of each, which their optimizer's step is read before and after.
 
-    Where no optimizer is given, or its ``step`` is not called or compiled, the step's begin and end are compared.
+    Where no optimizer is given, or its ``step`` is not called or compiled, the step's begin and end are compared, and
+    gradients are those that are left at the end, of weights that changed. ``unwatched``: so many recorded steps in turn
+    were so although an optimizer is given.
     """
+
+    unwatched = 0
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer, self._handles = optimizer, list[Any]()
@@ -172,16 +176,23 @@ class Updates:
         """Begin a recorded step; ``is_as_before``: the last one was of the same weights."""
         self._weights, self._last = weights, self._last if is_as_before else None
         self._before = self._begun = sample(weights, self.optimizer)
-        self._gradients: tuple[list[int], Tensor] | None = None  # how many elements of each were sampled, and which
+        self._gradients: tuple[list[int], Tensor] | None = None  # as the optimizer gets them
 
     @torch.no_grad()
     def _before_update(self) -> None:
         if not torch.compiler.is_compiling() and self._weights and self._gradients is None:
-            self._before = sample(self._weights, self.optimizer)
-            found = [_gradient(each) for each in self._weights]
-            nothing = next((one[:0] for one in found if one is not None), self._before[1][0, 0, :0])
-            gradients = [nothing if one is None else one for one in found]
-            self._gradients = [len(one) for one in gradients], _together(gradients)
+            self._before, self._gradients = sample(self._weights, self.optimizer), self._read_gradients()
+
+    def _read_gradients(self) -> tuple[list[int], Tensor]:
+        """How many elements of each gradient are sampled, and which: of gradients that are plain tensors."""
+        params = [each if isinstance(each, Tensor) else parameter_of(each) for each in self._weights]
+        found = [
+            None if p is None or not p.is_leaf or p.grad is None else on_this_rank(p.grad).detach() for p in params
+        ]
+        plain = [each if type(each) is Tensor and not each.is_sparse else None for each in found]
+        nothing = next((each.flatten()[:0] for each in plain if each is not None), self._before[1][0, 0, :0])
+        gradients = [nothing if each is None else _strided(each) for each in plain]
+        return [len(each) for each in gradients], _together(gradients)
 
     def _after_update(self) -> None:
         if not torch.compiler.is_compiling() and self._weights:
@@ -189,6 +200,7 @@ class Updates:
 
     def end(self) -> Tensor:
         """MOVED of the step, summed over samples: float64 [weights, 18]."""
+        self.unwatched = self.unwatched + 1 if self._handles and self._gradients is None else 0
         moved, self._moved = self._since() if self._moved is None else self._moved, None
         self._weights = ()
         return moved
@@ -197,7 +209,8 @@ class Updates:
     def _since(self) -> Tensor:
         new, after = _read(self._weights, self.optimizer)
         begun, before, sizes = self._begun[1][0], self._before[1], list[tuple[int, ...]]()
-        numbers, gradients = self._gradients or ([0] * len(new), torch.zeros_like(begun))
+        is_watched = self._gradients is not None
+        numbers, gradients = self._gradients or self._read_gradients()
         between = begun - (begun if self._last is None else self._last[1][0])
         change = after - before  # of the weight, of the distance to the next number, and of the master
         changed = (change != 0).sum(-1, dtype=torch.float64)
@@ -206,20 +219,13 @@ class Updates:
         for then, now, number in zip(self._before[0], new, numbers, strict=True):
             elements, moments = len(now.elements), len(now.moments[0]) if now.moments else 0
             compares = now.master is not None and now.master == then  # not in the first step, which makes the master
-            seen = elements * (self._gradients is not None)
-            sizes.append((elements, moments, elements * compares, number, len(now.second), seen))
+            sizes.append((elements, moments, elements * compares, number, len(now.second), elements * is_watched))
         counts = _on_device(tuple(sizes), after.device)
         columns = [update, grid, changed[0], *_flushed(new), of_master, changed[2], others[0]]
         more = [*others[1:], _together([sample.second for sample in new]).double().sum(-1)]
         self._last = [each.master for each in new], after
-        return torch.cat([counts[:, :3], torch.stack(columns, 1), counts[:, 3:], torch.stack(more, 1)], 1)
-
-
-def _gradient(of: RecipeModule | nn.Parameter) -> Tensor | None:
-    """Sampled elements of a weight's gradient; None if it has none, or one that is not plain."""
-    param = of if isinstance(of, Tensor) else parameter_of(of)
-    found = on_this_rank(param.grad) if param is not None and param.is_leaf and param.grad is not None else None
-    return _strided(found.detach()) if type(found) is Tensor and not found.is_sparse else None
+        number = counts[:, 3:4] * ((changed[0] > 0).unsqueeze(1) if not is_watched else 1)
+        return torch.cat([counts[:, :3], torch.stack(columns, 1), number, counts[:, 4:], torch.stack(more, 1)], 1)
 
 
 def facts_of(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

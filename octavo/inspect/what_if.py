@@ -35,7 +35,7 @@ from octavo.cost.command import columns
 from octavo.cost.estimate import LinearWork
 from octavo.cost.rates import PUBLISHED, PlanError, Rates, rates_of
 from octavo.errors import OctavoError, first_line
-from octavo.inspect.rows import parameter_of, sizes_of
+from octavo.inspect.rows import parameter_of, parameters_of, sizes_of
 from octavo.nn.candidates import MIN_FEATURES, Select
 from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
@@ -43,13 +43,13 @@ from octavo.nn.weight import check_recipe
 from octavo.recipes import as_recipe, high_precision
 from octavo.scaling.delayed import STATE, State, state_of
 from octavo.scaling.recipe import PRODUCTS, Recipe, RecipeMap, recipe_of
+from octavo.tensor.fsdp2 import whole as full_tensor
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Key = tuple[str, str]  # a layer's name and a recipe's
 Found = tuple[float, float, float, float]  # Effect's loss, curvature, cosine and norm_ratio
 Gradient = tuple[float, Sequence[Tensor | None]]  # a batch's loss, and its gradients by parameter
 EMPTY: Mapping[str, Any] = {}
-NO_PRODUCTS = math.nan, math.nan, math.nan
 NAMES = ("dynamic", "delayed", "rowwise", "blockwise", "mx")
 DESCENT = 0.1  # late in a language model's training 0.05 to 0.1 (Kaplan et al., arXiv 2001.08361), early on more
 WITHOUT = high_precision().name
@@ -424,7 +424,8 @@ class _Passes:
         sizes = [0.0 if gradient is None else float(gradient.double().square().sum()) for gradient in exact]
         squares, whole = dict(zip(map(id, self.parameters), sizes, strict=True)), sum(sizes)
         for name, layer in self.layers.items():
-            self.gradient_share[name] = squares.get(id(parameter_of(layer)), 0.0) / whole if whole else 0.0
+            own = sum(squares.get(id(parameter), 0.0) for parameter in parameters_of(layer))
+            self.gradient_share[name] = own / whole if whole else 0.0
         reached = [name for name in self.layers if name in self.works]
         for recipe in self.recipes:
             self.run[recipe] = sorted(reached, key=lambda name: self._noise(name, recipe), reverse=True)[:most]
@@ -434,10 +435,10 @@ class _Passes:
         output, grad_input, grad_weight = (0.0 if math.isnan(e) else e**2 for e in self._errors(name, recipe))
         return grad_weight * self.gradient_share[name] + output + grad_input
 
-    def _errors(self, name: str, recipe: str) -> tuple[float, float, float]:
+    def _errors(self, name: str, recipe: str) -> list[float]:
         errors, exact = self.local[name, recipe]
-        output, grad_input, grad_weight = (errors / exact).sqrt().tolist()  # 0 / 0: a product that is not computed
-        return output, grad_input, grad_weight
+        found: list[float] = (errors / exact).sqrt().tolist()  # 0 / 0: a product that is not computed
+        return found
 
     def gradient(
         self, batch: Any, recipes: Mapping[str, Recipe] = EMPTY, states: Mapping[str, State | None] = EMPTY
@@ -495,12 +496,12 @@ class _Passes:
             if (state := state_of(layer)) is not None:
                 self.states[key] = state.clone()
             self._put(name, high_precision())
-            squares = x.new_zeros(2, len(PRODUCTS), dtype=torch.float64)
+            squares = torch.zeros(2, len(PRODUCTS), dtype=torch.float64, device=x.device)
             for i, (product, wanted) in enumerate(zip(products, exact, strict=True)):
                 if product is not None and wanted is not None:
                     error = product.double() - wanted.double()
                     squares[:, i] = torch.stack([error.square().sum(), wanted.double().square().sum()])
-            first = ((products[0].double() - exact[0].double()) * grad.double()).sum()
+            first = ((products[0].double() - exact[0].double()) * full_tensor(grad).double()).sum()
             self.first[key] = self.first.get(key, 0.0) + float(first)
             self.local[key] = self.local.get(key, 0) + squares
 
@@ -510,13 +511,13 @@ class _Passes:
         works = {name: self.works[name] for name in self.layers if name in self.works}
         effects = []
         for recipe in self.recipes:
-            measured = {name: _mean(self.found[name, recipe]) for name in self.run[recipe]}
+            measured = {name: tuple(_mean(self.found[name, recipe])) for name in self.run[recipe]}
             per_noise = _per_noise([(self._noise(name, recipe), found) for name, found in measured.items()])
             for name in works:
                 noise, was_run = self._noise(name, recipe), name in measured
                 found = measured[name] if was_run else (0.0, per_noise[0] * noise, 1 - per_noise[1] * noise, 1.0)
                 effects.append(Effect(name, recipe, *self._errors(name, recipe), *found, was_run))
-        whole = {name: Effect("", name, *NO_PRODUCTS, *_mean(self.found[None, name]), True) for name in self.recipes}
+        whole = {name: Effect("", name, *[math.nan] * 3, *_mean(self.found[None, name]), True) for name in self.recipes}
         return WhatIf(dict(self.recipes), tuple(effects), whole, works, rates)
 
 
@@ -529,14 +530,16 @@ def _per_noise(found: Sequence[tuple[float, Found]]) -> tuple[float, float]:
 
 def _products(layer: RecipeModule, x: Tensor, grad: Tensor, ends: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(output, grad_input, grad_weight) of a layer under its recipe; None for a gradient that nothing needs."""
-    weight = parameter_of(layer)
+    weights = parameters_of(layer)
     with torch.enable_grad():
         x = x.detach().requires_grad_(x.requires_grad)
         output = type(layer).forward(layer, x, *ends)
         output = torch.cat(output, -1) if isinstance(output, tuple) else output
-        wanted = [tensor for tensor in (x, weight) if tensor is not None and tensor.requires_grad]
+        wanted = [tensor for tensor in (x, *weights) if tensor.requires_grad]
         found = dict(zip(map(id, wanted), torch.autograd.grad(output, wanted, grad), strict=True))
-    return output.detach(), found.get(id(x)), found.get(id(weight))
+    grad_input, of_weights = found.pop(id(x), None), [full_tensor(gradient) for gradient in found.values()]
+    grad_input = None if grad_input is None else full_tensor(grad_input)
+    return full_tensor(output.detach()), grad_input, torch.cat(of_weights) if of_weights else None
 
 
 def _against(exact: Gradient, found: Gradient, first: float) -> Found:
@@ -550,6 +553,5 @@ def _against(exact: Gradient, found: Gradient, first: float) -> Found:
     return (loss - of) / abs(of), (loss - of - first) / abs(of), cosine, ratio
 
 
-def _mean(values: Sequence[Found]) -> Found:
-    loss, curvature, cosine, ratio = (statistics.fmean(column) for column in zip(*values, strict=True))
-    return loss, curvature, cosine, ratio
+def _mean(values: Sequence[Found]) -> Any:
+    return map(statistics.fmean, zip(*values, strict=True))

@@ -54,6 +54,7 @@ def made(layers: int = 2, records: int = 4, rule: Delayed | Dynamic = DELAYED) -
     }
     moved = (records, layers)
     weights = {
+        **{name: np.full(moved, np.nan) for name in ("size", "gradient", "outside", "second_moment")},
         "update": 1e-4 * random.uniform(0.5, 2, moved),
         "resolution": random.uniform(50, 100, moved),
         "changed": np.ones(moved),
@@ -173,6 +174,9 @@ def test_a_stale_scale_and_what_it_clips() -> None:
     found = only(diagnose(put(made(), INPUT, assumed=1000.0, clipped=0.5)))
     assert "Delayed" not in found.remedy.split("'grad_weight'")[0].split("(Cast")[1].split(")), ")[0]
     assert found.expected.startswith("nothing is clipped")
+    grows = only(diagnose(put(made(), INPUT, assumed=3.0, clipped=2e-4)))  # small, and in three records in turn
+    once = only(diagnose(put(made(), INPUT, assumed=[3.0, 3.0, 1.0], clipped=2e-4)))
+    assert (grows.level, once.level) == ("warning", "note")
     record = made()
     record.rows[INPUT] = dataclasses.replace(record.rows[INPUT], cast=Cast(E4M3, PerTensor(), Delayed(), margin=3))
     assert diagnose(put(record, INPUT, assumed=6.0)) == []

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo import recipes
+from octavo.inspect.report import table
 from octavo.inspect.rows import Table
 from octavo.inspect.weights import Updates
 from octavo.optim.state import for_kernel
@@ -32,6 +33,32 @@ def test_moments_that_flush_and_weights_that_stand_still(tmp_path: Path) -> None
     codes = [optimizer.state[layer.weight][f"{name}_codes"] for name in ("exp_avg", "exp_avg_sq")]
     flushed = ((codes[1] == 0) & (codes[0] & 0x7F != 0)).double().mean().item()
     assert found.weights["second_flushed"][0, 0] == pytest.approx(flushed)
+
+
+@pytest.mark.parametrize("how", ["traced", pytest.param("compiled", marks=pytest.mark.full)])
+def test_a_compiled_step_of_the_optimizer_is_said_to_be_unwatched(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it changed is recorded, and the gradients that are left, of weights that changed."""
+    model = nn.Sequential(octavo.nn.Linear(32, 16), octavo.nn.Linear(16, 16).requires_grad_(False))
+    optimizer, gradients = torch.optim.AdamW(model[0].parameters(), 1e-2), []
+    step = torch.compile(lambda: optimizer.step(), backend="eager") if how == "compiled" else optimizer.step
+    with octavo.inspect.record(model, tmp_path, every=1, optimizer=optimizer) as recorder:
+        for _ in range(3):
+            model(torch.randn(8, 32)).square().sum().backward()
+            with monkeypatch.context() as patch:
+                if how == "traced":
+                    patch.setattr(torch.compiler, "is_compiling", lambda: True)
+                step()
+            gradients.append(model[0].weight.grad.square().mean().sqrt().item())
+            recorder.step()
+            optimizer.zero_grad()
+    record = octavo.inspect.load(tmp_path)
+    ((at, kind, text),) = record.events
+    assert (at, kind) == (1, "unwatched") and f"From step 1: {text}." in table(record, [], 1)
+    assert record.weights["gradient"][:, 0] == pytest.approx(gradients)
+    assert np.isnan(record.weights["gradient"][:, 1]).all() and np.isnan(record.weights["outside"]).all()
+    assert (record.weights["update"][:, 0] > 0).all()
 
 
 class Launches(TorchDispatchMode):
