@@ -224,8 +224,8 @@ class Updates:
         columns = [update, grid, changed[0], *_flushed(new), of_master, changed[2], others[0]]
         more = [*others[1:], _together([sample.second for sample in new]).double().sum(-1)]
         self._last = [each.master for each in new], after
-        number = counts[:, 3:4] * ((changed[0] > 0).unsqueeze(1) if not is_watched else 1)
-        return torch.cat([counts[:, :3], torch.stack(columns, 1), number, counts[:, 4:], torch.stack(more, 1)], 1)
+        sampled = counts[:, 3:4] if is_watched else counts[:, 3:4] * (changed[0] > 0).unsqueeze(1)
+        return torch.cat([counts[:, :3], torch.stack(columns, 1), sampled, counts[:, 4:], torch.stack(more, 1)], 1)
 
 
 def facts_of(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

@@ -50,6 +50,7 @@ Key = tuple[str, str]  # a layer's name and a recipe's
 Found = tuple[float, float, float, float]  # Effect's loss, curvature, cosine and norm_ratio
 Gradient = tuple[float, Sequence[Tensor | None]]  # a batch's loss, and its gradients by parameter
 EMPTY: Mapping[str, Any] = {}
+NO_PRODUCTS = math.nan, math.nan, math.nan
 NAMES = ("dynamic", "delayed", "rowwise", "blockwise", "mx")
 DESCENT = 0.1  # late in a language model's training 0.05 to 0.1 (Kaplan et al., arXiv 2001.08361), early on more
 WITHOUT = high_precision().name
@@ -435,10 +436,10 @@ class _Passes:
         output, grad_input, grad_weight = (0.0 if math.isnan(e) else e**2 for e in self._errors(name, recipe))
         return grad_weight * self.gradient_share[name] + output + grad_input
 
-    def _errors(self, name: str, recipe: str) -> list[float]:
+    def _errors(self, name: str, recipe: str) -> tuple[float, float, float]:
         errors, exact = self.local[name, recipe]
-        found: list[float] = (errors / exact).sqrt().tolist()  # 0 / 0: a product that is not computed
-        return found
+        output, grad_input, grad_weight = (errors / exact).sqrt().tolist()  # 0 / 0: a product that is not computed
+        return output, grad_input, grad_weight
 
     def gradient(
         self, batch: Any, recipes: Mapping[str, Recipe] = EMPTY, states: Mapping[str, State | None] = EMPTY
@@ -511,13 +512,13 @@ class _Passes:
         works = {name: self.works[name] for name in self.layers if name in self.works}
         effects = []
         for recipe in self.recipes:
-            measured = {name: tuple(_mean(self.found[name, recipe])) for name in self.run[recipe]}
+            measured = {name: _mean(self.found[name, recipe]) for name in self.run[recipe]}
             per_noise = _per_noise([(self._noise(name, recipe), found) for name, found in measured.items()])
             for name in works:
                 noise, was_run = self._noise(name, recipe), name in measured
                 found = measured[name] if was_run else (0.0, per_noise[0] * noise, 1 - per_noise[1] * noise, 1.0)
                 effects.append(Effect(name, recipe, *self._errors(name, recipe), *found, was_run))
-        whole = {name: Effect("", name, *[math.nan] * 3, *_mean(self.found[None, name]), True) for name in self.recipes}
+        whole = {name: Effect("", name, *NO_PRODUCTS, *_mean(self.found[None, name]), True) for name in self.recipes}
         return WhatIf(dict(self.recipes), tuple(effects), whole, works, rates)
 
 
@@ -553,5 +554,6 @@ def _against(exact: Gradient, found: Gradient, first: float) -> Found:
     return (loss - of) / abs(of), (loss - of - first) / abs(of), cosine, ratio
 
 
-def _mean(values: Sequence[Found]) -> Any:
-    return map(statistics.fmean, zip(*values, strict=True))
+def _mean(values: Sequence[Found]) -> Found:
+    loss, curvature, cosine, ratio = map(statistics.fmean, zip(*values, strict=True))
+    return loss, curvature, cosine, ratio
