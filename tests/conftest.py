@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +22,10 @@ LIMIT, SHARE, FAILS = 5.0, 0.01, 3
 # Tests that may take longer, and why.
 LONG = {
     "tests/distributed/test_compile.py::test_graphs_and_bits[in_blocks-delayed]": "compiles on two ranks",
-    "tests/export/test_onnx_model.py::test_every_module[LayerNormMLP-rowwise and blockwise]": "imports onnxscript",
 }
+
+
+LAST_ON_RANKS = pytest.StashKey[pytest.Item]()
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +90,9 @@ def starts_ranks(item: pytest.Item) -> bool:
 @pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
 def pytest_group_items(items: list[pytest.Item]) -> None:
     """One worker runs a file, with its imports and caches, and one all tests that start ranks."""
+    if providers := sys.modules.get("hypothesis.internal.conjecture.providers"):
+        # it would read all sources for their constants, seconds in each worker, and draw others after each change
+        providers._get_local_constants = lambda: providers._local_constants  # type: ignore[attr-defined]
     for item in items:
         group = "pool" if starts_ranks(item) else sets.file_of(item)
         item.add_marker(pytest.mark.xdist_group(group))
@@ -108,6 +114,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     one_worker = not hasattr(session.config, "workerinput")  # of several only that imports which runs those tests
     if one_worker and any(map(starts_ranks, session.items)) and not session.config.option.collectonly:
         prepare()
+    if needing := [*filter(starts_ranks, session.items)]:
+        session.config.stash[LAST_ON_RANKS] = needing[-1]
     gc.collect()
     gc.freeze()  # what is collected stays: no later collection looks at it
     gc.set_threshold(10_000, 20, 20)  # and few are needed: a test leaves little
@@ -115,7 +123,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """What a file has left is looked at by no later collection, nor by whoever asks for all objects."""
+    """What a file has left is looked at by no later collection, nor by whoever asks for all objects.
+
+    Ranks end with the last test that needs them: a thread for each group that they made wakes up 100 times a second.
+    """
+    if item is item.config.stash.get(LAST_ON_RANKS, None) and (ranks := item.funcargs.get("pool")):  # type: ignore[attr-defined]
+        ranks.stop()
     if nextitem is None or sets.file_of(nextitem) != sets.file_of(item):
         gc.collect()
         gc.freeze()

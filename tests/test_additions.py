@@ -12,91 +12,77 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(r"^\| (an? [a-z ]+?)(?: \(.*?\))? \| (.*) \|$", re.MULTILINE)
 
-# of each addition what is put before a text of a file, or where that is empty, at its end
+# Of each addition the lines that are put before a text of a file ("<"), within its line ("<<"), or at its end.
 ADDED = {
-    "an activation": {
-        "octavo/kernels/activations.py": [('    "relu": Act', '    "square": Activation("square", False),\n')],
-        "octavo/kernels/reference/activation.py": [
-            (
-                '    if function == "relu":\n        return _relu(h)\n',
-                '    if function == "square":\n        return h * h\n',
-            ),
-            (
-                '    if function == "relu":\n        # any',
-                '    if function == "square":\n        return h * h, 2.0 * h\n',
-            ),
-        ],
-        "octavo/kernels/triton/prologue.py": [
-            (
-                '    elif NAME == "squared_relu":\n        result = tl',
-                '    elif NAME == "square":\n        result = h * h\n',
-            ),
-            (
-                '    elif NAME == "squared_relu":\n        result = 2',
-                '    elif NAME == "square":\n        result = 2 * h\n',
-            ),
-        ],
-        "octavo/autograd/chain.py": [
-            ('    "relu": D', '    "square": Differentiable(lambda h: h * h, lambda dy, h: dy * h * 2),\n')
-        ],
-    },
-    "a recipe": {
-        "octavo/recipes.py": [
-            ('"dynamic", "delayed", "rowwise"', '"squares", '),
-            (
-                "def dynamic(",
-                "def squares() -> Recipe:\n"
-                "    cast = Cast(E4M3, PerBlock(32, 32), Dynamic(), True)\n"
-                '    return _linear("squares", cast, cast, cast)\n\n\n',
-            ),
-        ]
-    },
-    "a scaling": {
-        "octavo/granularity.py": [
-            (
-                "def granularity_of(",
-                "@dataclass(frozen=True)\n"
-                "class PerSquare(Granularity):\n"
-                "    size: int\n\n"
-                "    @property\n"
-                "    def tile(self) -> Tile:\n"
-                "        return self.size, self.size\n\n"
-                "    def transposed(self) -> Granularity:\n"
-                "        return self\n\n\n",
-            )
-        ],
-        "octavo/scaling/recipe.py": [
-            ("PerBlock, PerRow, PerTensor, Tile", "PerSquare, "),
-            ("PerBlock, Dynamic", "PerSquare, "),
-        ],
-        "octavo/tensor/scaled_tensor.py": [
-            ("PerBlock, PerRow, PerTensor, Tile", "PerSquare, "),
-            ("PerBlock])", "PerSquare, "),
-        ],
-        "octavo/__init__.py": [("PerBlock, PerRow", "PerSquare, "), ('"PerBlock", "Dynamic"', '"PerSquare", ')],
-    },
-    "an optimizer": {
-        "octavo/optim/sgd.py": [
-            (
-                "",
-                "\n\nclass Momentum(SGD):\n"
-                "    def __init__(self, params, lr=1e-3, momentum=0.9, **options):\n"
-                "        super().__init__(params, lr, momentum, **options)\n",
-            )
-        ],
-        "octavo/optim/__init__.py": [("SGD\n", "Momentum, "), ('    "SGD",', '    "Momentum",\n')],
-    },
-    "an integration": {
-        "octavo/integrations/NAME.py": [
-            (
-                "",
-                "from octavo.integrations.accelerate import TrainingState, convert_once\n\n\n"
-                "def begin(model, recipe):\n"
-                "    convert_once(model, recipe, lambda module, name: True)\n"
-                "    return TrainingState(model)\n",
-            )
-        ]
-    },
+    "an activation": r"""
+@ octavo/kernels/activations.py <    "relu": Act
+    "square": Activation("square", False),
+@ octavo/kernels/reference/activation.py <    if function == "relu":\n        return _relu(h)
+    if function == "square":
+        return h * h
+@ octavo/kernels/reference/activation.py <    if function == "relu":\n        # any
+    if function == "square":
+        return h * h, 2.0 * h
+@ octavo/kernels/triton/prologue.py <    elif NAME == "squared_relu":\n        result = tl
+    elif NAME == "square":
+        result = h * h
+@ octavo/kernels/triton/prologue.py <    elif NAME == "squared_relu":\n        result = 2
+    elif NAME == "square":
+        result = 2 * h
+@ octavo/autograd/chain.py <    "relu": D
+    "square": Differentiable(lambda h: h * h, lambda dy, h: dy * h * 2),
+""",
+    "a recipe": r"""
+@ octavo/recipes.py <<"dynamic", "delayed", "rowwise"
+"squares",
+@ octavo/recipes.py <def dynamic(
+def squares() -> Recipe:
+    cast = Cast(E4M3, PerBlock(32, 32), Dynamic(), True)
+    return _linear("squares", cast, cast, cast)
+""",
+    "a scaling": r"""
+@ octavo/granularity.py <def granularity_of(
+@dataclass(frozen=True)
+class PerSquare(Granularity):
+    size: int
+
+    @property
+    def tile(self) -> Tile:
+        return self.size, self.size
+
+    def transposed(self) -> Granularity:
+        return self
+@ octavo/scaling/recipe.py <<PerBlock, PerRow, PerTensor, Tile
+PerSquare,
+@ octavo/scaling/recipe.py <<PerBlock, Dynamic
+PerSquare,
+@ octavo/tensor/scaled_tensor.py <<PerBlock, PerRow, PerTensor, Tile
+PerSquare,
+@ octavo/tensor/scaled_tensor.py <<PerBlock])
+PerSquare,
+@ octavo/__init__.py <<PerBlock, PerRow
+PerSquare,
+@ octavo/__init__.py <<"PerBlock", "Dynamic"
+"PerSquare",
+""",
+    "an optimizer": r"""
+@ octavo/optim/sgd.py
+class Momentum(SGD):
+    def __init__(self, params, lr=1e-3, momentum=0.9, **options):
+        super().__init__(params, lr, momentum, **options)
+@ octavo/optim/__init__.py <<SGD\n
+Momentum,
+@ octavo/optim/__init__.py <    "SGD",
+    "Momentum",
+""",
+    "an integration": r"""
+@ octavo/integrations/NAME.py
+from octavo.integrations.accelerate import TrainingState, convert_once
+
+def begin(model, recipe):
+    convert_once(model, recipe, lambda module, name: True)
+    return TrainingState(model)
+""",
 }
 
 PROGRAMS = {
@@ -176,20 +162,29 @@ def listed() -> dict[str, list[str]]:
     return {what: re.findall(r"`([^`]+/?\w+\.\w+)`", files) for what, files in rows}
 
 
+def changed(folder: Path) -> dict[str, str]:
+    """The files of a folder with one of each."""
+    texts: dict[str, str] = {}
+    for part in "".join(ADDED.values()).split("\n@ ")[1:]:
+        head, _, lines = part.partition("\n")
+        file, _, before = head.partition(" <")
+        before, within = before.lstrip("<").replace("\\n", "\n"), before.startswith("<")
+        path = folder / file
+        text = texts.get(file) or (path.read_text(encoding="utf-8") if path.exists() else "")
+        assert not before or text.count(before) == 1, (file, before)
+        added = lines.strip("\n") + (" " if within else "\n")
+        texts[file] = text.replace(before, added + before) if before else text + added
+    return texts
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package, with one of each; of files that stay as they are Python's bytecode too."""
     copy = tmp_path_factory.mktemp("copy")
     shutil.copytree(ROOT / "octavo", copy / "octavo", ignore=shutil.ignore_patterns("*.pyc.*"))
     shutil.copy(ROOT / "octavo_command.py", copy)
-    for files in ADDED.values():
-        for file, additions in files.items():
-            path = copy / file
-            text = path.read_text(encoding="utf-8") if path.exists() else ""
-            for before, added in additions:
-                assert not before or text.count(before) == 1, (file, before)
-                text = text.replace(before, added + before) if before else text + added
-            path.write_text(text, encoding="utf-8")
+    for file, text in changed(copy).items():
+        (copy / file).write_text(text, encoding="utf-8")
     return copy
 
 
@@ -213,10 +208,13 @@ def test_the_list_is_short_and_names_what_is_there() -> None:
     assert ADDED.keys() <= found.keys()
     for what, files in found.items():
         assert [file for file in files if "NAME" not in file and not (ROOT / file).is_file()] == [], what
-    for what, files in ADDED.items():
-        assert len(found[what]) <= 6 and files.keys() <= {*found[what]}, what
+    for what, text in ADDED.items():
+        assert len(found[what]) <= 6 and {*re.findall("^@ (\\S+)", text, re.MULTILINE)} <= {*found[what]}, what
+    for file, text in changed(ROOT).items():
+        compile(text, file, "exec")
 
 
+@pytest.mark.full
 def test_what_is_added_computes(copy: Path) -> None:
     """All in one process, which imports torch once."""
     run_in(copy, "".join(PROGRAMS.values()).replace("\n        ", "\n    "))

@@ -2,6 +2,7 @@ import copy
 import dataclasses
 import math
 import pickle
+from collections.abc import Callable
 
 import pytest
 
@@ -59,22 +60,20 @@ def test_names() -> None:
     assert " ".join(map(repr, GRANULARITIES)) == names
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2, -3])
-def test_other_dimensions_are_refused(dim: int) -> None:
-    with pytest.raises(ValueError, match=rf"dim={dim}.*-1 .*or -2"):
-        PerRow(dim=dim)
-
-
-@pytest.mark.parametrize("block", [(0, 1), (1, 0), (-1, 128), (128, -1), (1.5, 2), ("1", 2)])
-def test_blocks_without_elements_are_refused(block: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="integer of at least 1"):
-        PerBlock(*block)
-
-
-@pytest.mark.parametrize("tile", [(-1, 128), (2, -1), (0, 1)])
-def test_tiles_that_are_no_granularity_are_refused(tile: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="integer of at least 1"):
-        granularity_of(tile)
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        *((lambda dim=dim: PerRow(dim=dim), rf"dim={dim}.*-1 .*or -2") for dim in (0, 1, 2, -3)),
+        *(
+            (lambda block=block: PerBlock(*block), "integer of at least 1")  # type: ignore[misc]
+            for block in [(0, 1), (1, 0), (-1, 128), (128, -1), (1.5, 2), ("1", 2)]
+        ),
+        *((lambda tile=tile: granularity_of(tile), "integer of at least 1") for tile in [(-1, 128), (2, -1), (0, 1)]),
+    ],
+)
+def test_what_is_no_granularity(make: Callable[[], Granularity], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()
 
 
 def test_tiles_along() -> None:

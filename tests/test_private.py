@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -86,54 +85,3 @@ def _fsdp2(mesh: Any) -> Any:
 
 def test_fsdp2(pool: Pool) -> None:
     pool.run(_fsdp2, (2,))
-
-
-# --- who uses them ----------------------------------------------------------------------------------------------------
-
-
-def _of_torch(path: str) -> bool:
-    return path.split(".")[0] in ("torch", "aten", "triton")
-
-
-def _private_names(tree: ast.AST) -> set[str]:
-    """The private names of torch and Triton that a file writes out."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and _of_torch(node.module or ""):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if _of_torch(alias.name)}
-        elif isinstance(node, ast.Attribute):
-            names, owner = [node.attr], node.value
-            while isinstance(owner, ast.Attribute):
-                names, owner = [*names, owner.attr], owner.value
-            path = ".".join([owner.id if isinstance(owner, ast.Name) else "of an expression", *reversed(names)])
-            if _of_torch(path) or node.attr in private.ATTRIBUTES:
-                found.add(path)
-    return {path for path in found if _is_private(path)}
-
-
-def _is_private(path: str) -> bool:
-    names = [name for name in path.split(".") if name.startswith("_") and not name.startswith(("__", "_foreach_"))]
-    is_dotted = all(name.isidentifier() for name in path.split("."))
-    return is_dotted and any(name not in private.ANYWHERE for name in names) and not path.startswith("aten.")
-
-
-def test_no_other_file_uses_them() -> None:
-    used = {
-        str(file.relative_to(OCTAVO)): names
-        for file in OCTAVO.rglob("*.py")
-        if file.name != "private.py" and (names := _private_names(ast.parse(file.read_text())))
-    }
-    assert used == {}
-    assert _private_names(ast.parse("import torch\ntorch._C._x()")) == {"torch._C._x", "torch._C"}
-    assert _private_names(ast.parse("from torch._ops import OpOverload")) == {"torch._ops.OpOverload"}
-    assert _private_names(ast.parse("param._unsharded_param")) == {"param._unsharded_param"}
-
-
-def test_each_is_used() -> None:
-    text = "".join(file.read_text() for file in OCTAVO.rglob("*.py") if file.name != "private.py")
-    assert [name for name in (*private.NAMES, *private.ANYWHERE) if name not in text] == []
-    own = Path(private.__file__).read_text().partition("def __getattr__")[2]
-    missing = [name for name in private.ATTRIBUTES if name not in own]
-    assert missing == []

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import octavo
+from octavo import private
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "octavo").rglob("*.py"))
@@ -32,14 +33,23 @@ MAX_EXAMPLE_LINES = 79
 OF_TORCH = {"filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy", "typing_extensions"}
 OF_TORCH |= {"torch", "_remote_module_non_scriptable"}
 
-parse = functools.cache(ast.parse)
+
+@functools.cache
+def nodes(code: str) -> list[ast.AST]:
+    """Of a module, itself first."""
+    return [*ast.walk(ast.parse(code))]
+
+
+@functools.cache
+def text_of(source: Path) -> str:
+    return source.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_trees() -> Iterator[None]:
     """Trees of all sources, which each collection of garbage in later tests would look at."""
     yield
-    parse.cache_clear()
+    nodes.cache_clear()
 
 
 def name(path: Path) -> str:
@@ -58,7 +68,7 @@ def mirrors(source: str) -> list[str]:
 def long_functions(code: str) -> list[str]:
     """The functions of a module that are too long, a function's own docstring and decorators not counted."""
     found = []
-    for node in ast.walk(parse(code)):
+    for node in nodes(code):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if ast.get_docstring(node, clean=False) is not None:
@@ -71,7 +81,7 @@ def long_functions(code: str) -> list[str]:
 def code_lines(code: str) -> list[str]:
     """A module's lines without their indentation, docstrings, comments, imports and blank lines."""
     lines = code.splitlines()
-    for node in ast.walk(parse(code)):
+    for node in nodes(code):
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if is_text or isinstance(node, ast.Import | ast.ImportFrom):
             lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
@@ -103,7 +113,7 @@ def test_tests_mirror_sources() -> None:
 
 
 def test_files_and_functions_are_short() -> None:
-    codes = {name(source): source.read_text(encoding="utf-8") for source in SOURCES}
+    codes = {name(source): text_of(source) for source in SOURCES}
     assert [source for source, code in codes.items() if len(code.splitlines()) > MAX_FILE_LINES] == []
     assert {source: found for source, code in codes.items() if (found := long_functions(code))} == {}
 
@@ -112,7 +122,7 @@ def test_a_class_has_a_name_of_its_own() -> None:
     """Classes and aliases of types, an underscore in front not counted: one word means one thing in all rooms."""
     found: dict[str, list[str]] = {}
     for source in SOURCES:
-        for node in parse(source.read_text(encoding="utf-8")).body:
+        for node in nodes(text_of(source))[0].body:  # type: ignore[attr-defined]
             target = node.targets[0] if isinstance(node, ast.Assign) else node
             word = getattr(target, "name", getattr(target, "id", ""))
             if isinstance(node, ast.ClassDef) or (word.lstrip("_")[:1].isupper() and not word.isupper()):
@@ -125,7 +135,7 @@ COPIED_LINES = 10
 
 def test_nothing_is_copied() -> None:
     sources = [source for room in ("nn", "autograd") for source in (ROOT / "octavo" / room).glob("*.py")]
-    assert copied_runs({name(s): code_lines(s.read_text(encoding="utf-8")) for s in sources}, COPIED_LINES) == []
+    assert copied_runs({name(s): code_lines(text_of(s)) for s in sources}, COPIED_LINES) == []
 
 
 def test_import_needs_torch_only_says_nothing_and_leaves_triton_alone() -> None:
@@ -160,12 +170,13 @@ def test_import_needs_torch_only_says_nothing_and_leaves_triton_alone() -> None:
 def unsafe_reads(code: str) -> list[str]:
     """What could run code from a file: pickles, eval, exec, and torch.load without weights_only."""
     found = []
-    for node in ast.walk(parse(code)):
+    for node in nodes(code):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = {alias.name for alias in node.names} | {getattr(node, "module", "") or ""}
             found += [f"line {node.lineno}: {module}" for module in sorted(names & {"pickle", "marshal", "shelve"})]
         elif isinstance(node, ast.Call):
-            called = ast.unparse(node.func) if getattr(node.func, "attr", "load") == "load" else ""
+            called = getattr(node.func, "id", "")
+            called = ast.unparse(node.func) if getattr(node.func, "attr", "") == "load" else called
             given = {k.arg: ast.unparse(k.value) for k in node.keywords} if called == "torch.load" else {}
             if called in {"eval", "exec"} or (called == "torch.load" and given.get("weights_only") != "True"):
                 found.append(f"line {node.lineno}: {called}")
@@ -177,14 +188,14 @@ READS_PICKLES = {"octavo/distributed/checkpoint.py": 1}
 
 
 def test_no_file_that_is_read_can_run_code() -> None:
-    found = {name(source): unsafe_reads(source.read_text(encoding="utf-8")) for source in SOURCES}
+    found = {name(source): unsafe_reads(text_of(source)) for source in SOURCES}
     assert {source: len(reads) for source, reads in found.items() if reads} == READS_PICKLES, found
 
 
 def of_defaults(code: str) -> list[int]:
     """The lines that make a tensor of torch's default dtype or device, which are a user's to set."""
     makers = {"empty", "zeros", "ones", "rand", "randn", "linspace", "logspace", "eye"}
-    calls = [node for node in ast.walk(parse(code)) if getattr(getattr(node, "func", None), "attr", None) in makers]
+    calls = [node for node in nodes(code) if getattr(getattr(node, "func", None), "attr", None) in makers]
     calls = [call for call in calls if ast.unparse(call.func) in {f"torch.{maker}" for maker in makers}]
     given = [(call, {key.arg: ast.unparse(key.value) for key in call.keywords}) for call in calls]
     return [
@@ -196,7 +207,7 @@ def test_every_tensor_has_a_dtype_and_a_device_of_its_own() -> None:
     assert of_defaults("import torch\na = torch.zeros(3)\nb = torch.ones(2, dtype=torch.float32, device='cpu')") == [2]
     may = {"octavo/train/model.py", "octavo/tune/cases.py"}  # a model is built where its user says; a benchmark's cases
     assert not {
-        name(path): found for path in SOURCES if (found := of_defaults(path.read_text())) and name(path) not in may
+        name(path): found for path in SOURCES if (found := of_defaults(text_of(path))) and name(path) not in may
     }
 
 
@@ -212,7 +223,51 @@ def test_examples_run(example: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
+def of_torch(path: str) -> bool:
+    return path.split(".")[0] in ("torch", "aten", "triton")
+
+
+def private_names(code: str) -> set[str]:
+    """The private names of torch and Triton that a file writes out."""
+    found = set()
+    for node in nodes(code):
+        if isinstance(node, ast.ImportFrom) and of_torch(node.module or ""):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if of_torch(alias.name)}
+        elif isinstance(node, ast.Attribute):
+            names, owner = [node.attr], node.value
+            while isinstance(owner, ast.Attribute):
+                names, owner = [*names, owner.attr], owner.value
+            path = ".".join([owner.id if isinstance(owner, ast.Name) else "of an expression", *reversed(names)])
+            if of_torch(path) or node.attr in private.ATTRIBUTES:
+                found.add(path)
+    return {path for path in found if is_private(path)}
+
+
+def is_private(path: str) -> bool:
+    names = [name for name in path.split(".") if name.startswith("_") and not name.startswith(("__", "_foreach_"))]
+    is_dotted = all(name.isidentifier() for name in path.split("."))
+    return is_dotted and any(name not in private.ANYWHERE for name in names) and not path.startswith("aten.")
+
+
+def test_private_names_of_torch_stand_in_one_file_and_are_used() -> None:
+    """And the attributes among them in its functions."""
+    texts = {name(source): text_of(source) for source in SOURCES}
+    own = texts.pop("octavo/private.py").partition("def __getattr__")[2]
+    assert {source: found for source, code in texts.items() if (found := private_names(code))} == {}
+    whole = "".join(texts.values())
+    assert [word for word in (*private.NAMES, *private.ANYWHERE) if word not in whole] == []
+    assert [word for word in private.ATTRIBUTES if word not in own] == []
+
+
 # The checks themselves: each finds what it is for.
+
+
+def test_private_names() -> None:
+    assert private_names("import torch\ntorch._C._x()") == {"torch._C._x", "torch._C"}
+    assert private_names("from torch._ops import OpOverload") == {"torch._ops.OpOverload"}
+    assert private_names("param._unsharded_param") == {"param._unsharded_param"}
 
 
 def test_mirrors() -> None:

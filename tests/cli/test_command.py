@@ -18,9 +18,9 @@ import torch
 import octavo
 from octavo import cli
 from octavo.cli import command
-from octavo.cli.command import _COMMANDS, add_options, examples_of, flag_of, option_errors
+from octavo.cli.command import _COMMANDS, add_options, examples_of, option_errors
 from octavo.train import DataConfig, ModelConfig, OptimizerConfig, RunConfig, RunResult, TrainConfig, run
-from octavo.train.config import SECTIONS, TrainError, option
+from octavo.train.config import TrainError, option
 from octavo.train.loop import trained_model
 from octavo.train.trainer import Trainer
 from octavo_command import COMMANDS
@@ -117,19 +117,6 @@ def test_train_leaves_a_log_a_checkpoint_a_table_and_a_plot(capsys):
     assert sorted(path.name for path in Path("here/delayed").iterdir()) == ["checkpoint", "config.json", "log.csv"]
     assert Path("here/loss.png").read_bytes().startswith(b"\x89PNG")
     assert len(Path("here/delayed/log.csv").read_text().splitlines()) == 7
-
-
-def test_compare_shows_the_gap_and_resumes_with_one_more_recipe(capsys, no_plot):
-    pytest.importorskip("matplotlib")
-    arguments = ["compare", *TINY, "--data", "text.py", "--out", "here", "--dtype", "float32", "--recipes"]
-    assert cli.main([*arguments, "baseline", "dynamic"]) == 0
-    out, _ = capsys.readouterr()
-    assert "gap to float32" in out and "+0.00 %" in out and "computed in float32" in out
-    kept = Path("here/float32/log.csv").read_bytes()
-    assert cli.main([*arguments, "float32", "dynamic", "delayed", "--resume"]) == 0
-    out, _ = capsys.readouterr()
-    assert [line.split()[0] for line in out.splitlines()[2:5]] == ["float32", "dynamic", "delayed"]
-    assert Path("here/float32/log.csv").read_bytes() == kept
 
 
 def test_a_runs_options_are_a_file_that_trains_it_again(capsys, no_plot):
@@ -389,16 +376,6 @@ def test_each_command_has_a_description_and_its_options_only_where_it_is_named()
     assert cli.parser(["info", "--measure"]).parse_args(["info", "--measure"]).measure
     with pytest.raises(SystemExit):
         cli.parser(["info"]).parse_args(["train", "--steps", "3"])
-
-
-@pytest.mark.parametrize("command", ["train", "compare"])
-def test_each_option_of_a_run_has_a_flag_with_its_choices_and_default(command, capsys):
-    assert cli.main([command, "--help"]) == 0
-    text = capsys.readouterr().out
-    for config in SECTIONS.values():
-        assert all(f"  {flag_of(name)}" in text for name in config.__dataclass_fields__)
-    shown = " ".join(text.split())
-    assert "--moments {fp32,bf16,fp8}" in shown and "--timeout SECONDS" in shown and "(default: 0.0015)" in shown
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

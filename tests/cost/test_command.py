@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 from collections import Counter
@@ -17,7 +16,7 @@ from torch import nn
 
 from octavo import checkpoint_in_fp8, cli, recipes
 from octavo.cost import command
-from octavo.cost.estimate import estimate, orthogonalising, work_of
+from octavo.cost.estimate import Estimate, estimate, orthogonalising, work_of
 from octavo.cost.mesh import Hardware, MeshLayout, Precision, Shapes, Stage, Weight
 from octavo.cost.rates import PUBLISHED, PlanError, device_label
 from octavo.nn.checkpointing import watched
@@ -26,14 +25,18 @@ from octavo.train import GPT, ModelConfig
 H200 = PUBLISHED["H200"]
 
 
-def plan(tokens: int, *sizes: int) -> str:
-    """Of linear layers from each size to the next."""
+def steps(tokens: int, *sizes: int) -> list[Estimate]:
+    """Of linear layers from each size to the next, in bf16 and delayed."""
     with torch.device("meta"):
         layers = nn.Sequential(*(nn.Linear(a, b, dtype=torch.bfloat16) for a, b in itertools.pairwise(sizes)))
     x = (torch.empty(tokens, sizes[0], dtype=torch.bfloat16, device="meta"),)
     work = work_of(layers, x)
-    found = [estimate(layers, x, recipe, H200, work=work) for recipe in (None, recipes.delayed())]
-    return command.describe_plan(found, H200)
+    return [estimate(layers, x, recipe, H200, work=work) for recipe in (None, recipes.delayed())]
+
+
+def plan(*sizes: int) -> str:
+    """What is said of such layers, of so many tokens."""
+    return command.describe_plan(steps(*sizes), H200)
 
 
 def test_large_layers_pay_and_small_ones_do_not() -> None:
@@ -49,14 +52,12 @@ def test_whether_a_step_fits() -> None:
     assert "A step in bf16, delayed does not fit the 139 GiB of NVIDIA H200." in text and "the fastest" not in text
     assert "None fits one device: it needs 2" in text
     # in between, the fastest is of those that fit
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(8192, 8192), nn.GELU(), nn.Linear(8192, 8192)).bfloat16()
-    x = torch.empty(16384, 8192, dtype=torch.bfloat16, device="meta")
-    found = [estimate(model, (x,), recipe, H200) for recipe in (None, recipes.delayed(), recipes.blockwise())]
-    sizes = [each.memory.total for each in found]
-    found[1] = dataclasses.replace(found[1], memory=dataclasses.replace(found[1].memory, saved={"other": 1 << 40}))
-    text = command.describe_plan(found, dataclasses.replace(H200, memory=float(max(sizes))))
-    assert "A step in delayed does not fit" in text and "blockwise is the fastest" in text
+    bf16, fp8 = steps(16384, 8192, 8192)
+    larger = replace(fp8, name="larger", products=0.0, memory=replace(fp8.memory, weights=1 << 40))
+    text = command.describe_plan(
+        [bf16, larger, fp8], replace(H200, memory=float(max(bf16.memory.total, fp8.memory.total)))
+    )
+    assert "A step in larger does not fit" in text and "delayed is the fastest" in text
 
 
 def test_where_fp8_pays_grows_with_the_tokens() -> None:
@@ -76,8 +77,6 @@ def test_a_hugging_face_configuration(
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = command.from_hugging_face(tmp_path / "config.json")
     assert {p.device.type for p in model.parameters()} == {"meta"}
-    found = estimate(model, command.tokens_of(64, 32), recipes.dynamic(), H200, select=lambda module, name: True)
-    assert len(found.layers) == 8  # the head too
     for flags, says in ((["--layers", "9"], "--layers"), (["--width", "2", "--heads", "1"], "--heads, --width")):
         assert cli.main(["plan", str(tmp_path), "--device", "H200", *flags]) == 2
         assert f"{says}: the model's sizes are those of {tmp_path}" in capsys.readouterr().err
@@ -145,17 +144,15 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     size = ["--width", "64", "--layers", "1", "--heads", "2", "--context", "32", "--tokens", "128"]
     assert cli.main(["plan", *size]) == 2
     assert "octavo: error: the rates of this device" in capsys.readouterr().err
-    here = dataclasses.replace(H200, device=device_label(torch.device("cpu")))
+    here = replace(H200, device=device_label(torch.device("cpu")))
     monkeypatch.setattr("octavo.cost.measure", lambda: here)
     assert cli.main(["info", "--measure"]) == 0
     assert "at 16384 tokens from 1024 features on" in capsys.readouterr().out
     monkeypatch.setattr(command, "RECIPES", {name: command.RECIPES[name] for name in ("dynamic", "mx")})
-    assert cli.main(["plan", *size]) == 0
-    found = capsys.readouterr().out
-    assert "4 sequences of 32 tokens" in found and "Don't" in found
-    assert "no layer is faster than in bf16: dynamic, mx" in found
     assert cli.main(["plan", *size, "--algorithm", "muon", "--moments", "fp8", "--master", "split24"]) == 0
-    assert "by muon, moments fp8, master split24" in capsys.readouterr().out
+    found = capsys.readouterr().out
+    assert "4 sequences of 32 tokens" in found and "Don't" in found and "by muon, moments fp8, master split24" in found
+    assert "no layer is faster than in bf16: dynamic, mx" in found
     assert cli.main(["plan", str(tmp_path), "--device", "H200"]) == 2
     assert "no configuration of a causal language model" in capsys.readouterr().err
 

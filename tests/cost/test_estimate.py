@@ -91,10 +91,8 @@ def test_layers_that_read_one_tensor_cast_it_once() -> None:
 def test_estimates_of_recipes() -> None:
     model = octavo.convert(gpt(), recipes.delayed())  # converted already, as users have it
     many = torch.empty(4096, 16, dtype=torch.int64, device="meta")
-    found = {
-        name: estimate(model, (many,), None if name == "bf16" else getattr(recipes, name)(), H200)
-        for name in ("bf16", "delayed", "dynamic", "mx")
-    }
+    work, made = work_of(model, (many,)), {name: getattr(recipes, name)() for name in ("delayed", "dynamic", "mx")}
+    found = {name: estimate(model, (many,), recipe, H200, work=work) for name, recipe in {"bf16": None, **made}.items()}
     assert {name: estimate.name for name, estimate in found.items()} == {name: name for name in found}
     bf16 = found["bf16"]
     assert bf16.casts == 0.0 and not bf16.layers

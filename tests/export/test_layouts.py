@@ -57,7 +57,6 @@ def values(codes: Tensor, scale_inv: Tensor) -> Tensor:
         (mixtral, "blockwise", "fine-grained"),
         (qwen3, "rowwise", "compressed-tensors"),
         pytest.param(mixtral, "dynamic", "per-tensor", marks=pytest.mark.full),
-        pytest.param(qwen3, "delayed", "compressed-tensors", marks=pytest.mark.full),
     ],
 )
 def test_each_expert_has_the_names_and_the_values_of_its_checkpoint(
@@ -125,10 +124,7 @@ def test_experts_that_keep_their_tensors() -> None:
     """octavo's own, and those in high precision, whose names are those of state_dict, as of any model."""
     experts = octavo.nn.Experts(3, 128, 256, recipe=recipes.blockwise())
     found = {name: (codes.shape, scale_inv.shape) for name, codes, scale_inv in iterate_fp8(experts)}  # type: ignore[union-attr]
-    assert found == {
-        "gate_up.weight": ((3, 512, 128), (3, 4, 1)),
-        "down.weight": ((3, 128, 256), (3, 1, 2)),
-    }
+    assert found == {"gate_up.weight": ((3, 512, 128), (3, 4, 1)), "down.weight": ((3, 128, 256), (3, 1, 2))}
     layers = octavo.RecipeMap(recipes.blockwise(), {**IN_HIGH_PRECISION, "*.experts": None})
     model = octavo.convert(mixtral(), layers, lambda module, name: True)
     assert "model.layers.0.mlp.experts.gate_up_proj" in [name for name, *_ in iterate_fp8(model)]

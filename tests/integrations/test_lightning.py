@@ -1,6 +1,5 @@
 """OctavoPrecision in Lightning's Trainer: it converts, clips, accumulates, switches, resumes exactly; and Fabric."""
 
-import functools
 import logging
 import os
 from pathlib import Path
@@ -12,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import recipes
-from octavo.schedule import Phase, PrecisionSchedule
+from octavo.schedule import Phase
 from tests.support.helpers import assert_equal, every_layer
 from tests.support.torchrun import on_ranks
 
@@ -105,34 +103,11 @@ def fit(
     module = Module() if module is None else module
     where = folder / ("resumed" if resume else "whole")
     saved = ModelCheckpoint(where, "{step}", every_n_train_steps=SAVED, save_top_k=-1)
-    trainer = lightning.Trainer(
-        **{**ALONE, "max_steps": STEPS, **changes},
-        callbacks=[saved],
-        plugins=[precision],
-    )
+    trainer = lightning.Trainer(**{**ALONE, "max_steps": STEPS, **changes}, callbacks=[saved], plugins=[precision])
     inputs: Any = torch.randn(batches * BATCH, WIDTH, generator=torch.Generator().manual_seed(3))
     loader = torch.utils.data.DataLoader(inputs, batch_size=BATCH)
     trainer.fit(module, loader, ckpt_path=str(folder / "whole" / f"step={SAVED}.ckpt") if resume else None)
     return module
-
-
-class Checkpointed(Module):
-    """Its layers are regions, of enough tokens."""
-
-    def __init__(self, region: Any) -> None:
-        super().__init__()
-        for layer in self.layers:
-            layer.forward = functools.partial(region, layer.forward, use_reentrant=False)
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        return super().training_step(batch.repeat(8, 1), index)
-
-
-def test_inputs_of_checkpointed_layers_are_kept_in_fp8(tmp_path: Path) -> None:
-    plain, ours = (
-        fit(tmp_path, plugin(), Checkpointed(region)).losses for region in (checkpoint, octavo.checkpoint_in_fp8)
-    )
-    assert ours[0] == plain[0] and ours == pytest.approx(plain, rel=1e-3) and ours != plain
 
 
 def state(module: nn.Module) -> dict[str, Tensor]:
@@ -211,34 +186,6 @@ def test_each_fit_begins_the_schedule_anew_and_testing_keeps_the_phase(tmp_path:
         fit(tmp_path, plugin(recipes.rowwise()), module)
     lightning.Trainer(plugins=[plugin()], **ALONE).test(fresh := Module(), loader, verbose=False)
     assert recipes_of(fresh) == {"delayed"}
-
-
-def test_fabric_saves_and_resumes_bit_for_bit(tmp_path: Path) -> None:
-    def losses(resume: bool) -> list[float]:
-        fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
-        net = octavo.convert(Module().layers, recipes.delayed(), select=every_layer)
-        net = nn.Sequential(*net)
-        optimizer = octavo.optim.AdamW(net.parameters(), lr=LR)
-        schedule = PrecisionSchedule(net, optimizer, SWITCHING)
-        state: dict[str, Any] = {"octavo": TrainingState(net, schedule), "step": 0}
-        state["model"], state["optimizer"] = model, optimizer = fabric.setup(net, optimizer)
-        if resume:
-            fabric.load(tmp_path / "fabric.ckpt", state)
-        found = []
-        while state["step"] < STEPS:
-            x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(state["step"]))
-            fabric.backward(loss := (model(x) - x).square().mean())
-            fabric.clip_gradients(model, optimizer, max_norm=0.05)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            state["step"] += 1
-            found.append(loss.item())
-            if state["step"] == SAVED and not resume:
-                fabric.save(tmp_path / "fabric.ckpt", state)
-        return found
-
-    assert losses(resume=False)[SAVED:] == losses(resume=True)
 
 
 @mock.patch.dict(os.environ)  # in which it leaves its ranks

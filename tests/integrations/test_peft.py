@@ -1,26 +1,31 @@
 """LoRA by PEFT over a frozen base that lives in FP8."""
 
 import copy
-import functools
-import math
-from collections import Counter
 from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo import recipes
 from octavo.errors import UnsupportedOpError
 from octavo.tensor.stored_weight import StoredWeight
-from tests.support.helpers import assert_equal, sqnr
+from tests.support.helpers import CountOps, assert_equal, sqnr
 
-peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 from tests.support.tiny_models import decoder  # noqa: E402
+
+peft: Any
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _peft() -> None:
+    """Imported where its tests run: each worker would take seconds for it to collect them."""
+    global peft
+    peft = pytest.importorskip("peft")
+
 
 # Weights are stored with powers of two, so a plain twin casts with such scales too.
 RECIPES = {"dynamic": recipes.dynamic(power_of_two=True), "blockwise": recipes.blockwise()}
@@ -95,47 +100,15 @@ def test_it_trains_as_over_a_frozen_plain_base_bit_for_bit(recipe, after):
     assert all(map(torch.equal, before, after_training))
 
 
-class Count(TorchDispatchMode):
-    """Products and casts, octavo's and torch's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func.overloadpacket)
-        if name in ("aten.mm", "aten.addmm", "octavo.matmul"):
-            self.calls[name.partition(".")[0] + " products"] += 1
-        elif name.startswith("octavo."):
-            self.calls["casts" if "cast" in name else name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def counted(model: Any) -> Counter[str]:
-    train(model, steps=1)
-    with Count() as count:
-        train(model, steps=1)
-    return count.calls
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        recipes.blockwise(),
-        pytest.param(recipes.dynamic(), marks=pytest.mark.full),
-        pytest.param(recipes.delayed(), marks=pytest.mark.full),
-    ],
-    ids=lambda recipe: recipe.name,
-)
-def test_a_step_takes_bf16s_products_and_no_cast_of_a_weight(recipe):
+def test_a_step_takes_no_cast_of_a_weight():
     """Each FP8 product has one operand cast, the activation or the gradient, and the other is the stored weight."""
-    plain, found = counted(adapted(None)), counted(adapted(recipe))
-    assert found["octavo products"] + found["aten products"] == plain["aten products"]
+    model = adapted(recipes.blockwise())
+    with CountOps() as count:
+        train(model, steps=1)
     # two micro-batches of 14 layers; what the frozen embedding feeds (query, key, value of the first) has no gradient
-    assert found["octavo products"] == 2 * (14 + 14 - 3)
+    products = 2 * (14 + 14 - 3)
     shared = 2 + 1  # a layer's q, k and v read one input, gate and up another
-    assert found["casts"] == found["octavo products"] - 2 * 2 * shared
-    assert found.keys() == {"octavo products", "aten products", "casts"}
+    assert count.calls["matmul"] == products and count.casts == products - 2 * 2 * shared
 
 
 def memory(model: nn.Module) -> int:
@@ -146,20 +119,11 @@ def memory(model: nn.Module) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in plain}.values())
 
 
-SIZES = {
-    "16 M parameters": (512, 1408, 5, 2048),
-    "100 M parameters": (1024, 2816, 8, 4096),
-}
-
-
-@pytest.mark.parametrize("size", [pytest.param(n, marks=[pytest.mark.full] if "100" in n else []) for n in SIZES])
-def test_the_base_takes_one_byte_a_parameter(size):
-    model = llama(*SIZES[size])
-    assert sum(p.numel() for p in model.parameters()) == pytest.approx(float(size.split()[0]) * 1e6, rel=0.1)
+def test_the_base_takes_one_byte_a_parameter():
+    model = llama(512, 1408, 2, 256)
     bf16 = memory(model)
     octavo.convert(model.requires_grad_(False), recipes.blockwise(), base_layers, "fp8")
-    model = peft.get_peft_model(model, peft.LoraConfig(**LORA))
-    assert memory(model) <= 0.56 * bf16 if "100" in size else memory(model) <= 0.60 * bf16
+    assert memory(peft.get_peft_model(model, peft.LoraConfig(**LORA))) <= 0.60 * bf16
 
 
 @pytest.mark.full
@@ -244,25 +208,6 @@ def test_dora_is_refused_over_fp8_weights(after):
 
 
 @pytest.mark.full
-def test_transformers_trainer_saves_adapters_alone_and_resumes(tmp_path):
-    data = [{"input_ids": row, "labels": row} for row in tokens(0, (8, 16))]
-
-    def trainer(model: Any, steps: int) -> Any:
-        options = {"per_device_train_batch_size": 2, "max_steps": steps, "save_steps": 2, "use_cpu": True}
-        quiet = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
-        arguments = transformers.TrainingArguments(tmp_path, **options, **quiet)
-        return transformers.Trainer(model, arguments, train_dataset=data)
-
-    whole = adapted(recipes.blockwise(), after=True)
-    trainer(whole, 4).train()
-    files = {path.name for path in (tmp_path / "checkpoint-2").iterdir()}
-    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
-    resumed = adapted(recipes.blockwise(), after=True)
-    trainer(resumed, 4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert_equal(adapters(resumed), adapters(whole))
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("method", ["adapters", "all weights"])
 def test_trainer_goes_on_from_an_fp8_checkpoint(tmp_path, method):
     """Which transformers itself refuses: its issues 37927, 41516, 46295, 46736."""
@@ -283,58 +228,3 @@ def test_trainer_goes_on_from_an_fp8_checkpoint(tmp_path, method):
     transformers.Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None)).train()
     assert not torch.equal(logits(model), before)
     assert sum(isinstance(p, StoredWeight) for p in model.parameters()) == 14
-
-
-# --- against bf16 -----------------------------------------------------------------------------------------------------
-
-
-def sequences(shift: int, count: int, seed: int, length: int = 32) -> Tensor:
-    """Each token is five times the last one plus ``shift``, but one in ten is drawn: there is a loss to reach."""
-    generator = torch.Generator().manual_seed(seed)
-    found = [torch.randint(64, (count, 1), generator=generator)]
-    for _ in range(length - 1):
-        drawn = torch.rand(count, 1, generator=generator) < 0.1
-        found.append(
-            torch.where(drawn, torch.randint(64, (count, 1), generator=generator), (5 * found[-1] + shift) % 64)
-        )
-    return torch.cat(found, 1)
-
-
-def fit(model: Any, shift: int, steps: int, lr: float, seed: int) -> float:
-    """Train what can be trained; the loss on sequences of its own."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
-    for step in range(steps):
-        batch = sequences(shift, 16, 1000 * seed + step)
-        model(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    batch = sequences(shift, 64, 7)
-    with torch.no_grad():
-        return float(model.eval()(input_ids=batch, labels=batch).loss)
-
-
-@functools.cache
-def pretrained(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    model = llama()
-    fit(model, 1, 120, 3e-3, seed)
-    return model
-
-
-@functools.cache
-def fine_tuned(seed: int, recipe: octavo.Recipe | None) -> float:
-    """The loss after LoRA over a pretrained base, in bf16 or in FP8."""
-    model = copy.deepcopy(pretrained(seed)).requires_grad_(False)
-    if recipe is not None:
-        octavo.convert(model, recipe, base_layers, "fp8")
-    torch.manual_seed(seed)
-    return fit(peft.get_peft_model(model, peft.LoraConfig(**LORA)).train(), 3, 80, 5e-3, seed)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("recipe", [recipes.dynamic(), recipes.blockwise()], ids=lambda recipe: recipe.name)
-def test_losses_are_those_over_bf16(recipe):
-    for seed in range(3):
-        loss = fine_tuned(seed, None)
-        assert loss < math.log(64) / 2
-        assert abs(fine_tuned(seed, recipe) / loss - 1) < 0.005

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 import octavo
 from octavo import recipes
 from octavo.integrations import torchtitan as ours
-from octavo.tensor.fsdp2 import on_this_rank, own_slices, whole
+from octavo.tensor.fsdp2 import whole
 from octavo.tensor.stored_weight import StoredWeight
 
 
@@ -68,56 +67,6 @@ def losses_of(model: nn.Module, steps: int, storage: str | None = None) -> list[
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def sharded_llama(mesh: Any, compiled: bool) -> tuple[list[float], set[str]]:
-    """Losses of a Llama that torchtitan's own function shards, each block compiled before; how weights are gathered."""
-    shard = importlib.import_module("torchtitan.distributed.fsdp").apply_fsdp_to_decoder
-
-    def prepare(model: Any) -> None:
-        for block in model.layers.values() if compiled else ():
-            block.compile(backend="aot_eager", fullgraph=True)
-        shard(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32, pp_enabled=False)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing
-
-    model = built(llama_config([converter("dynamic")]), prepare)
-    losses = losses_of(model, 3)
-    gathers = [module.gather for module in model.modules() if isinstance(module, octavo.nn.Linear)]
-    return losses, {gather.used[0] for gather in gathers if gather.used is not None}
-
-
-def parallel_llama(mesh: Any, recipe: str, compiled: bool) -> tuple[list[float], list[float]]:
-    """Losses of a Llama on one rank, and by torchtitan's own tensor parallelism and FSDP2 on 2 x 2."""
-    torch._dynamo.reset()  # else weights of other sizes would make it compile for all sizes
-    dims: Any = importlib.import_module("torchtitan.distributed.parallel_dims")
-    dims.device_type = "cpu"  # it would take a GPU's for granted
-    degrees = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "pp": 1, "ep": 1, "world_size": mesh.size()}
-    parallel = dims.ParallelDims(**degrees, spmd_backend="partial_dtensor")
-    parallel.build_mesh()
-    shard = importlib.import_module("torchtitan.distributed.fsdp").apply_fsdp_to_decoder
-    layouts = importlib.import_module("torchtitan.models.llama3.sharding").set_llama3_sharding_config
-
-    def prepare(model: Any) -> None:
-        model.parallelize(parallel)
-        for block in model.layers.values() if compiled else ():
-            block.compile(backend="aot_eager", fullgraph=True)
-        policy = {"param_dtype": torch.float32, "reduce_dtype": torch.float32}
-        shard(model, parallel.get_mesh(["fsdp"]), **policy, pp_enabled=False)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
-
-    config = llama_config([converter(recipe)])
-    alone = built(config)
-    layouts(config, enable_sp=True)
-    model = built(config, prepare)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            whole_one = alone.get_parameter(name)
-            on_this_rank(parameter).copy_(whole_one[own_slices(whole_one.shape, parameter)])
-    return losses_of(alone, 3), losses_of(model, 3)
 
 
 WIDTH = 64
@@ -307,19 +256,3 @@ def test_each_registry_converts_and_initialises(llama3, model, count, storage):
 def test_its_default_takes_large_layers_but_the_head(llama3):
     with pytest.warns(UserWarning, match="converted nothing"):
         built(llama3([ours.OctavoConverter.Config()]))  # 256 features
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_its_own_sharding_of_a_converted_llama(llama3, pool, compiled):
-    for losses, ways in pool.run(sharded_llama, (2,), compiled):
-        assert losses[-1] < losses[0]
-        assert ways == {"in FP8"}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("recipe", "compiled"), [("delayed", False), ("rowwise", True)])
-def test_its_own_tensor_parallelism_of_a_converted_llama(llama3, pool, recipe, compiled):
-    """Sums are in another order, and change a code here and there."""
-    for alone, losses in pool.run(parallel_llama, (4,), recipe, compiled):
-        assert losses == pytest.approx(alone, rel=2e-3) and losses[-1] < losses[0]

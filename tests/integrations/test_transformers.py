@@ -147,8 +147,8 @@ BACK = SCHEDULES["out of FP8 weights and back"]
 @pytest.mark.parametrize(
     ("phases", "kind"),
     [
-        *(pytest.param(p, "llama", id=n, marks=pytest.mark.full) for n, p in SCHEDULES.items()),
-        pytest.param(BACK, "mixtral", id="of experts"),
+        *(pytest.param(p, "llama", id=n, marks=[] if p is BACK else pytest.mark.full) for n, p in SCHEDULES.items()),
+        pytest.param(BACK, "mixtral", id="of experts", marks=pytest.mark.full),
     ],
 )
 def test_a_schedule_switches_and_resumes(phases: list[Phase], kind: str, tmp_path: Path) -> None:
@@ -217,16 +217,6 @@ def forget(folder: Path) -> None:
     content = json.loads(path.read_text())
     del content["stateful_callbacks"]["octavo"]
     path.write_text(json.dumps(content))
-
-
-@pytest.mark.full
-def test_without_octavos_state_a_resumed_run_differs(tmp_path: Path) -> None:
-    ours = trained(trainer_of(tmp_path, "llama", [fp8(recipes.delayed())]))
-    forget(tmp_path)
-    with pytest.warns(UserWarning, match="begins anew"):
-        resumed = trained(trainer_of(tmp_path, "llama", [fp8(recipes.delayed())]), resume=True)
-    assert resumed.losses[:SAVED] == ours.losses[:SAVED]
-    assert resumed.losses != ours.losses
 
 
 def test_it_records_what_casts_do(tmp_path: Path) -> None:

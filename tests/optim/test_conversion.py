@@ -5,11 +5,10 @@ import torch
 from torch import Tensor, nn
 
 from octavo import PerBlock, PerTensor
-from octavo.optim import SGD, AdamW, update_in_backward
+from octavo.optim import SGD, AdamW
 from octavo.optim.conversion import change
 from octavo.optim.masters import master_of
 from octavo.optim.state import Settings
-from octavo.tensor.stored_gradient import UsedGradient
 from octavo.tensor.stored_weight import StoredWeight, store
 from tests.support.trained import master_values, moments_of
 
@@ -173,18 +172,6 @@ def test_sgd_changes_too_but_stores_no_weight_in_fp8():
     assert torch.equal(weight, before) and "momentum_buffer" in optimizer.state[weight]
     with pytest.raises(ValueError, match="AdamW or Adam"):
         change(optimizer, optimizer.settings._replace(master="split16"), {weight: PerTensor()})
-
-
-def test_updates_in_backward_go_on():
-    weight = nn.Parameter(torch.randn(64, 64).bfloat16())
-    optimizer = AdamW([weight], 0.01, master="split24")
-    handle = update_in_backward(optimizer, 0)
-    (weight * 2).sum().backward()
-    optimizer.step()
-    change(optimizer, optimizer.settings._replace(master="split16"), {weight: PerTensor()})
-    weight.dequantize().mul(2).sum().backward()
-    assert isinstance(weight.grad, UsedGradient) and handle.launches == 2
-    optimizer.step()
 
 
 def test_a_nan_stays_in_its_element():

@@ -13,7 +13,6 @@ from octavo import PerBlock, PerTensor, recipes
 from octavo.optim import Adam, AdamW
 from octavo.optim.masters import NAMED, OF_FP8_WEIGHTS, master_of
 from octavo.tensor.stored_weight import StoredWeight
-from tests.support.stored_weights import STORED as RECIPES
 from tests.support.stored_weights import inputs, store
 from tests.support.trained import master_values
 
@@ -106,29 +105,6 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@each_granularity
-@each_master
-def test_it_begins_as_the_weight(master, granularity):
-    weight = parameter(granularity)
-    assert master_of(weight, master) is OF_FP8_WEIGHTS[master]
-    state = master_of(weight, master).new_state(weight)
-    assert set(state) == {"master_amax"} | ({"master_rest"} if RESTS[master] else set())
-    assert state["master_amax"].shape == weight.scale_inv.shape
-    assert float(state["master_amax"].max()) == float(plain(weight).abs().max())
-    assert float(state["master_amax"][0, 0]) == float(
-        plain(weight)[:128, :128].abs().max() if granularity != PerTensor() else plain(weight).abs().max()
-    )
-    if RESTS[master]:
-        assert state["master_rest"].dtype == RESTS[master]
-        assert state["master_rest"].shape == ((*SHAPE, 2) if master == "split24" else SHAPE)  # 16 bits, as bytes
-    optimizer = AdamW([weight], lr=0.0, weight_decay=0.0, master=master)
-    optimizer.state[weight] = state
-    assert torch.equal(master_values(optimizer, weight), plain(weight))
-    optimizer.state.clear()
-    step(optimizer, torch.randn(SHAPE))
-    assert torch.equal(plain(weight), master_values(optimizer, weight))
-
-
 def test_names():
     weight = parameter()
     assert master_of(weight, "auto") is OF_FP8_WEIGHTS["split16"]
@@ -171,6 +147,7 @@ def test_a_float32_master_is_that_of_a_float32_weight(granularity):
 GROWTH = 0.999 / 0.9  # gradients that grow so move a weight by as much as any can, at every step
 
 
+@pytest.mark.covering(1)
 @each_granularity
 @each_master
 def test_the_fastest_growth_never_saturates(master, granularity):
@@ -246,18 +223,12 @@ def test_weights_that_were_loaded_later_are_not_lost(master):
     assert torch.allclose(plain(weight), before if master is None else values, rtol=0.07, atol=100 * 2.0**-12)
 
 
-@pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
-def test_backward_of_a_forward_before_the_step_raises(recipe):
-    layer = store(nn.Linear(256, 128).bfloat16(), RECIPES[recipe]())
-    optimizer = AdamW(layer.parameters())
+def test_backward_of_a_forward_before_the_step_raises():
+    layer = store(nn.Linear(256, 128).bfloat16(), recipes.blockwise())
     y = layer(inputs(4, 256))
-    versions = layer.weight._version, layer.weight.qdata._version
     step(AdamW([layer.weight]), torch.ones(128, 256))
-    assert layer.weight._version > versions[0] and layer.weight.qdata._version > versions[1]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-    layer(inputs(4, 256)).sum().backward()
-    optimizer.step()
 
 
 def stored_layer(recipe="dynamic"):

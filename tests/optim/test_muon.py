@@ -51,10 +51,9 @@ def equal(ours: list[nn.Parameter], others: list[nn.Parameter]) -> bool:
     [
         {},
         {"lr": 0.02, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"},
-        {"momentum": 0.3, "weight_decay": 0.0, "adjust_lr_fn": "original", "ns_steps": 3},
-        {"lr": 0.03125, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3},
+        {"lr": 0.03125, "momentum": 0.3, "adjust_lr_fn": "original", "ns_steps": 3, "ns_coefficients": (2, -1.5, 0.5)},
     ],
-    ids=["default", "matching AdamW", "weak momentum", "other coefficients"],
+    ids=["default", "matching AdamW", "other coefficients"],
 )
 def test_exact_moments_give_torchs_results_bit_for_bit(options: dict[str, Any]) -> None:
     found = []
@@ -62,7 +61,7 @@ def test_exact_moments_give_torchs_results_bit_for_bit(options: dict[str, Any]) 
         params: list[nn.Parameter] = matrices()
         optimizer: Any = kind([{"params": params[:2]}, {"params": params[2:], "momentum": 0.9}], **options, **exact)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=4)
-        for step in range(5):
+        for step in range(3):
             optimizer.param_groups[1]["weight_decay"] = 0.25 * step
             steps(optimizer, params, 1, step)
             schedule.step()

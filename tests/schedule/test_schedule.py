@@ -63,19 +63,6 @@ def test_the_learning_rate_counts_once_it_falls():
     assert schedule.switches[-1].reason == "the learning rate fell to 0.04"
 
 
-def test_updates_below_the_resolution():
-    model, optimizer, schedule = started(LOWEST, Phase(HIGH, when_update_below_resolution=0.05), lr=1e-2)
-    assert optimizer.resolution is not None
-    for step in range(120):
-        optimizer.param_groups[0]["lr"] = 1e-2 * 0.93**step
-        train(model, optimizer, schedule, range(step, step + 1))
-        if schedule.index:
-            break
-    assert 20 <= schedule.steps < 120 and schedule.steps % 10 == 0
-    assert "of the weights' resolution" in schedule.switches[-1].reason
-    assert optimizer.resolution is None  # nothing waits for it any more
-
-
 def test_the_resolution_is_the_updates_root_mean_square_over_the_grids_noise():
     model, optimizer, schedule = started(Phase(LOW), Phase(HIGH, when_update_below_resolution=1e-9), master="split32")
     train(model, optimizer, schedule, range(1))
@@ -91,22 +78,26 @@ def test_the_resolution_is_the_updates_root_mean_square_over_the_grids_noise():
 
 
 def test_a_resumed_schedule_reads_the_resolution_where_the_other_did():
-    phases = [LOWEST, Phase(HIGH, when_update_below_resolution=0.1)]
+    """Every tenth step, and no more once nothing waits for it."""
+    phases = [LOWEST, Phase(HIGH, when_update_below_resolution=0.02)]
 
     def rated(model, optimizer, schedule, steps):
         for step in steps:
-            optimizer.param_groups[0]["lr"] = 1e-2 * 0.93**step
+            optimizer.param_groups[0]["lr"] = 1e-2 * 0.6**step
             train(model, optimizer, schedule, range(step, step + 1))
 
     model, optimizer, schedule = started(*phases)
+    assert optimizer.resolution is not None
     rated(model, optimizer, schedule, range(13))
     saved = copy.deepcopy((schedule.state_dict(), model.state_dict(), optimizer.state_dict()))
-    rated(model, optimizer, schedule, range(13, 70))
+    rated(model, optimizer, schedule, range(13, 32))
+    assert schedule.switches[-1].step == 30 and "of the weights' resolution" in schedule.switches[-1].reason
+    assert optimizer.resolution is None
     again, other, resumed = started(*phases)
     resumed.load_state_dict(saved[0])
     again.load_state_dict(saved[1])
     other.load_state_dict(saved[2])
-    rated(again, other, resumed, range(13, 70))
+    rated(again, other, resumed, range(13, 32))
     assert schedule.index == 1 and resumed.switches == schedule.switches
     assert same(tensors(model, optimizer), tensors(again, other))
 
@@ -187,7 +178,7 @@ def test_the_host_may_read_late_and_faulty_steps_still_do_nothing():
 PROMOTED = Phase(DELAYED, moments="fp32", master="split32", weight_storage=None, from_step=4)
 THREE = [LOWEST, UP, Phase(DELAYED, moments="fp8", master="split16", weight_storage="fp8", from_step=6)]
 RESUMED = {  # phases, the rescue of a fault in the third step, and the step that is resumed at
-    **{f"step {at}": (THREE, None, at) for at in (2, 4, 5, 7)},
+    **{f"step {at}": (THREE, None, at) for at in (4, 7)},
     "in a recovery": ([Phase(LOW)], Phase(HIGH, moments="fp32"), 5),
     "in a recovery, and the next phase is due": ([LOWEST, PROMOTED], Phase(HIGH), 5),
 }

@@ -8,7 +8,7 @@ from octavo import recipes
 from octavo.schedule import Phase, PrecisionSchedule
 from octavo.tensor.fsdp2 import ShardedWeight
 from octavo.tensor.stored_weight import StoredWeight
-from tests.support.sharded_weights import RECIPES, adamw, average, batch, differences, gradients, held, model, sharded
+from tests.support.sharded_weights import RECIPES, adamw, differences, gradients, held, model, sharded
 
 HIGH = recipes.high_precision()
 STEPS = 4
@@ -55,36 +55,6 @@ def test_switches_equal_those_of_whole_weights(pool, recipe, first):
 @pytest.mark.full
 def test_switches_on_ranks_without_rows(pool):
     assert pool.run(steps_beside_whole, (4,), "dynamic", "low", seconds=120) == [[]] * 4
-
-
-def trained_beside_replicas(mesh: Any, recipe: str) -> list[str]:
-    """Losses and weights of real steps, forward and backward, beside those of a replicated model."""
-    found, rank = [], mesh.get_local_rank()
-    nets = sharded(recipe, mesh), model(recipe)
-    optimizers = [adamw(net) for net in nets]
-    phases = phases_of(recipe, "low")
-    schedules = [PrecisionSchedule(*pair, phases) for pair in zip(nets, optimizers, strict=True)]
-    for step in range(STEPS):
-        losses = []
-        for net, optimizer, schedule in zip(nets, optimizers, schedules, strict=True):
-            loss = net(batch(step, rank)).float().square().mean()
-            loss.backward()
-            if net is nets[1]:
-                average(net, mesh)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-        if losses[0] != losses[1]:
-            found.append(f"step {step}: {losses}")
-    return found + differences(*(held(net, own) for net, own in zip(nets, optimizers, strict=True)), mesh)
-
-
-@pytest.mark.parametrize(
-    "recipe", ["delayed", *(pytest.param(name, marks=pytest.mark.full) for name in ("dynamic", "blockwise"))]
-)
-def test_training_goes_on_over_switches(pool, recipe):
-    assert pool.run(trained_beside_replicas, (2,), recipe, seconds=120) == [[]] * 2
 
 
 def measured(mesh: Any) -> list[tuple[int, str]]:

@@ -29,6 +29,7 @@ SECONDS_AFTER_A_FAULT = 5  # in which the others may still tell of theirs
 
 # Imported once, in a process without threads that ranks are forked from: each would take seconds for it.
 PRELOADED = [
+    "pytest",
     "tests.support.pool",
     "torch._inductor.compile_fx",
     "torch.distributed.fsdp",

@@ -18,7 +18,7 @@ def text_file(tmp_path: Path) -> Path:
 def config(text_file: Path) -> TrainConfig:
     """A run of 20 steps that takes a fraction of a second."""
     return TrainConfig(
-        ModelConfig(width=32, layers=2, heads=2, context=16),
+        ModelConfig(width=32, layers=1, heads=2, context=16),
         DataConfig(data=text_file, batch=4, eval_windows=6),
         OptimizerConfig(steps=20, lr=1e-2),
         RunConfig(device="cpu", dtype="bfloat16", eval_every=5, checkpoint_every=0),

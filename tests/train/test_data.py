@@ -24,17 +24,6 @@ def test_split_parts_share_no_byte_and_lose_none():
     assert as_bytes(corpus.train) == text[: len(corpus.train)]
 
 
-def test_windows_come_from_their_own_part():
-    text = numbered(500)
-    corpus = Corpus.of(text, "numbers")
-    batches = Batches(corpus, context=9, batch=64, seed=0)
-    seen = {as_bytes(x) for step in range(50) for x in batches.training(step)[0]}
-    held_out = {as_bytes(x) for inputs, _ in batches.validation(40) for x in inputs}
-    assert all(window in as_bytes(corpus.train) for window in seen)
-    assert all(window in as_bytes(corpus.validation) for window in held_out)
-    assert as_bytes(corpus.train[-10:-1]) in seen or len(seen) > 1000  # the ends can be drawn
-
-
 def test_every_start_can_be_drawn_and_none_beyond():
     corpus = Corpus.of(bytes(range(65, 85)), "letters")  # 18 to train: starts 0 to 13 for windows of 4 + 1
     batches = Batches(corpus, context=4, batch=16, seed=3)
@@ -66,6 +55,7 @@ def test_order_depends_on_seed_and_step_only():
 def test_validation_windows_are_fixed_and_each_taken_once(windows, found):
     batches = Batches(Corpus.of(numbered(500), "numbers"), context=8, batch=4, seed=0)
     first, second = ([x for x, _ in batches.validation(windows)] for _ in range(2))
+    assert all(as_bytes(window) in as_bytes(batches.corpus.validation) for x in first for window in x)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert sum(len(x) for x in first) == found
 

@@ -46,13 +46,8 @@ def test_a_resumed_run_goes_on_with_its_record(recorded, tmp_path):
     assert found.steps == [0, 4, 8]
     assert found.scalars["loss"] == (list(range(10)), pytest.approx(plain.losses))
     named = {name for name in found.scalars if " of group " not in name}  # options of the optimizer
-    assert {
-        "loss",
-        "grad_norm",
-        "lr",
-        "state_age",
-        "decayed_vectors",
-    } == named and "betas 1 of group 0" in found.scalars
+    assert named == {"loss", "grad_norm", "lr", "state_age", "decayed_vectors"}
+    assert "betas 1 of group 0" in found.scalars
 
 
 class Messages(Progress):
@@ -92,7 +87,7 @@ def test_without_fp8_layers_nothing_is_recorded(recorded, tmp_path):
 
 def test_a_run_that_diverges_says_where_and_keeps_its_checkpoint(recorded, tmp_path):
     def poison(model):
-        model.blocks[1].register_forward_hook(lambda module, args, out: out * math.nan if len(seen) == 4 else out)
+        model.blocks[0].register_forward_hook(lambda module, args, out: out * math.nan if len(seen) == 4 else out)
 
     seen = []
     says = r"dynamic diverged: the loss became nan in step 5.* an inf or a NaN in the .* step 3 is kept .*--lr"
@@ -129,9 +124,7 @@ def test_ranks_record_together(shard, tensor_parallel, recorded, tmp_path, pool)
 def test_experts_are_recorded(recorded, tmp_path):
     run(changed(recorded, model={"experts": 4, "top_k": 2}, optimizer={"steps": 1}), "delayed")
     found = octavo.inspect.load(tmp_path / "delayed/inspect")
-    assert found.experts.tokens.keys() == {
-        f"blocks.{i}.mlp.experts.{part}" for i in (0, 1) for part in ("gate_up", "down")
-    }
+    assert found.experts.tokens.keys() == {f"blocks.0.mlp.experts.{part}" for part in ("gate_up", "down")}
     rows = 2 * recorded.data.batch * recorded.model.context
     assert all(tokens.sum() == rows for tokens in found.experts.tokens.values())
     text = table(found, diagnose(found), 10)
@@ -158,7 +151,7 @@ def log_curve(path):
 
 
 def test_it_learns_and_says_what_it_did(config):
-    result = run(config)
+    result = run(changed(config, model={"layers": 2}))
     assert result.name == "bf16" and result.steps == len(result.rows) == 20 and not result.interrupted
     assert result.losses[-1] < result.losses[0] - 1
     assert [step for step, _ in result.validations] == [5, 10, 15, 20]
@@ -175,25 +168,17 @@ MUON = IN_FP8 | PHASES | {"update_in_backward": "8KB", "algorithm": "muon"}
 @pytest.mark.parametrize(
     ("recipe", "state", "experts"),
     [
-        ("bf16", {}, 0),
-        ("delayed", IN_FP8, 0),
         ("delayed", IN_FP8 | {"update_in_backward": "1MB"}, 4),
         ("dynamic", MUON, 0),
         *(
             pytest.param(*case, marks=pytest.mark.full)
-            for case in [
-                ("delayed", {"moments": "fp8", "master": "split24"}, 0),
-                ("delayed", {"moments": "bf16", "master": "none"} | PHASES, 0),
-                ("delayed", {"weight_storage": "fp8"} | PHASES, 0),
-                ("blockwise", IN_FP8, 4),
-                ("mx", {}, 4),
-            ]
+            for case in [("bf16", {}, 0), ("delayed", {"moments": "bf16", "master": "none"} | PHASES, 0), ("mx", {}, 4)]
         ),
     ],
     ids=str,
 )
 def test_a_resumed_run_is_the_run_in_one_piece(config, recipe, state, experts, tmp_path):
-    plain = changed(config, model={"layers": 1, "experts": experts}, optimizer={"steps": 10})
+    plain = changed(config, model={"experts": experts}, optimizer={"steps": 10})
     config = changed(plain, state=state)
     whole = run(at(config, tmp_path / "whole"), recipe)
     parts = at(config, tmp_path / "parts")
@@ -240,7 +225,7 @@ def test_recipes_start_from_the_same_weights_and_see_the_same_bytes(config):
 
 
 def test_a_recipe_by_names(config, tmp_path):
-    models = []
+    models, config = [], changed(config, model={"layers": 2})
     recipe = octavo.RecipeMap(octavo.recipes.dynamic(), {"blocks.0.*": None, "*.fc2": {"grad_weight": None}})
     result = run(at(steps(config, 3), tmp_path), recipe, hooks=Hooks(on_model=models.append))
     assert result.name == "dynamic" and len(result.rows) == 3
@@ -291,7 +276,7 @@ def test_gradients_that_are_not_finite_stop_the_run_too(config, tmp_path):
     assert not (tmp_path / "bf16" / "checkpoint").exists()
 
 
-@pytest.mark.parametrize("fast", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("fast", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)])
 def test_the_devices_dtype_names_the_baseline_and_is_said_first(config, fast, monkeypatch, tmp_path):
     for module in ("trainer", "loop"):
         monkeypatch.setattr(f"octavo.train.{module}.fast_dtype", lambda device: fast)

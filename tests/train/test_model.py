@@ -81,7 +81,7 @@ def test_more_chosen_than_there_are_is_refused() -> None:
 
 @pytest.fixture
 def mixed(config: TrainConfig) -> TrainConfig:
-    return changed(config, model={"experts": 4, "layers": 1}, optimizer={"steps": 6}, run={"eval_every": 3})
+    return changed(config, model={"experts": 4}, optimizer={"steps": 6}, run={"eval_every": 3})
 
 
 @pytest.mark.parametrize("shard", ["fsdp", pytest.param("ddp", marks=pytest.mark.full)])

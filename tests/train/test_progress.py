@@ -66,11 +66,3 @@ def test_lines_come_now_and_then_and_for_each_validation():
     eager.begin("dynamic", 0, 10)
     eager.update(StepRow(1, 2.5, 1e-3, 1.0), 0)
     assert "step 1/10" in stream.getvalue()
-
-
-def test_progress_itself_says_nothing(capsys):
-    silent = Progress()
-    silent.begin("x", 0, 1)
-    silent.update(StepRow(1, 1.0, 1.0, 1.0), 0)
-    silent.message("x")
-    assert capsys.readouterr() == ("", "")

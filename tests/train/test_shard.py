@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -19,20 +18,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from octavo.distributed.checkpoint import checkpoints_in, load_extra
+from octavo.distributed.checkpoint import checkpoints_in
 from octavo.distributed.ranks import Ranks
 from octavo.tensor.stored_weight import StoredWeight
-from octavo.train import (
-    DataConfig,
-    Hooks,
-    ModelConfig,
-    RanksConfig,
-    RunConfig,
-    TrainConfig,
-    TrainError,
-    compare,
-    run,
-)
+from octavo.train import DataConfig, Hooks, ModelConfig, RanksConfig, RunConfig, TrainConfig, TrainError, compare, run
 from octavo.train.loop import trained_model
 from octavo.train.shard import device_name, joined, require_even_batches
 from octavo.train.trainer import require_memory
@@ -94,7 +83,7 @@ def test_the_curve_is_that_of_one_process(pool, config, ranks, micro_batches, wi
         assert all(answer[0] == answers[0][0] for answer in answers)
         found[shard] = answers[0][0]
         assert nearly(found[shard], alone, 1e-4)
-        assert answers[0][2] == [3 if shard == "fsdp" else 0]  # two blocks and the root
+        assert answers[0][2] == [2 if shard == "fsdp" else 0]  # a block and the root
     config = changed(config, run={"dtype": "bfloat16"}, ranks={"shard": "fsdp"})
     ((fp8, *_), *_) = pool.run(train_on, (ranks,), config, "dynamic")
     assert nearly(fp8, alone, 0.05) and not nearly(fp8, found["fsdp"], 1e-6)
@@ -113,15 +102,11 @@ IN_BACKWARD = {"update_in_backward": "4KB"}
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in [
-                ("baseline", 0, 1e-6, False, {}),
                 ("dynamic", 0, 1e-3, True, {}),
-                ("dynamic", 4, 5e-3, False, {}),
                 ("blockwise", 4, 5e-3, True, {}),
                 ("delayed", 4, 0.01, False, STORED),
                 ("delayed", 0, 0.01, False, STORED | PHASES),
-                ("delayed", 4, 0.01, False, COMPACT | {"schedule": "fp8-then-bf16@0.5"}),
                 ("delayed", 4, 0.01, False, COMPACT | {"update_in_backward": "0"}),
-                ("delayed", 0, 0.01, False, COMPACT | {"schedule": "auto"}),
             ]
         ),
     ],
@@ -132,9 +117,7 @@ def test_the_curve_under_tensor_parallelism_is_that_of_one_process(pool, config,
 
     Random bits of layers with named splits are others, and codes of columns that ranks share.
     """
-    config = changed(
-        config, model={"experts": experts, "layers": 1}, optimizer={"steps": 4 if state else 3}, state=state
-    )
+    config = changed(config, model={"experts": experts}, optimizer={"steps": 4 if state else 3}, state=state)
     config = changed(config, run={"eval_every": 3} if state else {"eval_every": 3, "dtype": "float32"})
     alone = curve(run(config, recipe))
     config = changed(config, run={"compile": compiled}, ranks={"shard": "fsdp", "tensor_parallel": 2})
@@ -163,20 +146,18 @@ def test_refusals_under_tensor_parallelism(pool, config):
 
 @pytest.fixture
 def short(config):
-    return changed(config, model={"layers": 1}, optimizer={"steps": 6}, run={"eval_every": 2})
+    return changed(config, optimizer={"steps": 6}, run={"eval_every": 2})
 
 
 @pytest.mark.parametrize(
     ("shard", "recipe", "tensor_parallel", "state"),
     [
         ("fsdp", "delayed", 1, STORED | PHASES | IN_BACKWARD),  # it is stopped in the second phase
-        ("ddp", "delayed", 1, {}),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in [
+                ("ddp", "delayed", 1, {}),
                 ("fsdp", "blockwise", 1, {}),
-                ("fsdp", "delayed", 1, STORED),
-                ("fsdp", "delayed", 2, COMPACT),
                 ("fsdp", "delayed", 2, STORED | PHASES),
             ]
         ),
@@ -318,41 +299,6 @@ TINY = "--width 32 --layers 2 --heads 2 --context 16 --batch 4 --eval-windows 6 
 SECONDS = 300  # within which a run that lost a rank must end; far more than --timeout
 
 
-class Started:
-    """The ranks of a run in processes of their own, without torchrun, which would end them itself."""
-
-    def __init__(self, count, *arguments, code=None):
-        program = ["-m", "octavo"] if code is None else ["-c", code]
-        self.processes = []
-        shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        for rank in range(count):
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, *program, "train", *TINY, *arguments],
-                    env=environment() | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-
-    def ends(self, but=()):
-        """(stdout, stderr, exit code) of each rank but some; each must end by itself."""
-        return [(*p.communicate(timeout=SECONDS), p.returncode) for r, p in enumerate(self.processes) if r not in but]
-
-    def end_well(self):
-        ended = self.ends()
-        assert all(code == 0 for *_, code in ended), ended
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        for process in self.processes:
-            process.kill()
-            process.communicate()
-
-
 def environment():
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
     return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -363,27 +309,6 @@ def rows(folder):
     path = folder / "log.csv"
     lines = path.read_text().splitlines()[1:] if path.exists() else []
     return len(lines), [line.split(",")[:3] + line.split(",")[4:] for line in lines]
-
-
-def one_error(err):
-    lines = [line for line in err.splitlines() if line.startswith("octavo: error: ")]
-    assert len(lines) == 1 and "Traceback" not in err, err
-    return lines[0]
-
-
-@pytest.mark.full
-def test_ctrl_c_stops_all_and_is_resumed(text_file, tmp_path):
-    arguments = ["--data", str(text_file), "--shard", "fsdp", "--steps", "400", "--out", str(tmp_path)]
-    with Started(2, *arguments) as ranks:
-        wait_for(tmp_path / "dynamic", 3, ranks)
-        ranks.processes[1].send_signal(signal.SIGTERM)
-        (_, first, code), (_, second, other) = ranks.ends()
-    assert code == other == 130 and "octavo: stopped" not in second, first
-    again = shlex.split(first.splitlines()[-1].partition("go on with: ")[2])
-    assert again[:6] == "torchrun --nproc-per-node 2 -m octavo train".split()
-    done, _ = rows(tmp_path / "dynamic")
-    assert f"stopped dynamic at step {done} of 400" in first
-    assert len(trained_model(tmp_path / "dynamic").blocks) == 2
 
 
 def wait_for(folder, step, ranks):
@@ -398,32 +323,22 @@ def wait_for(folder, step, ranks):
 
 
 @pytest.mark.full
-def test_a_rank_that_hangs_and_one_whose_disk_is_full(text_file, tmp_path):
-    arguments = ["--data", str(text_file), "--shard", "fsdp", "--steps", "4000", "--timeout", "5", "--out"]
-    with Started(2, *arguments, str(tmp_path / "hangs")) as ranks:
-        wait_for(tmp_path / "hangs" / "dynamic", 3, ranks)
-        ranks.processes[1].send_signal(signal.SIGSTOP)
+def test_a_rank_that_hangs_ends_the_others(text_file, tmp_path):
+    """In processes of their own, without torchrun, which would end them itself."""
+    arguments = ["--data", text_file, "--shard", "fsdp", "--steps", "4000", "--timeout", "5", "--out", tmp_path]
+    command = [sys.executable, "-m", "octavo", "train", *TINY, *map(str, arguments)]
+    shared = environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen(command, env=shared | {"RANK": rank, "LOCAL_RANK": rank}, **pipes) for rank in "01"]
+    try:
+        wait_for(tmp_path / "dynamic", 3, SimpleNamespace(processes=ranks))
+        ranks[1].send_signal(signal.SIGSTOP)
         begin = time.monotonic()
-        ((_, err, code),) = ranks.ends(but=[1])
-        assert time.monotonic() - begin < 30 and code == 2
-        assert "another rank did not answer in time" in one_error(err)
-    code = (
-        "import os, resource, signal\n"
-        "from octavo import cli\n"
-        "from octavo.train.checkpoint import RunFolder\n"
-        "save = RunFolder.save\n"
-        "def save_once(self, *arguments):\n"
-        "    save(self, *arguments)\n"
-        "    if os.environ['RANK'] == '1':\n"
-        "        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))\n"  # as on a full disk
-        "RunFolder.save = save_once\n"
-        "cli.main()\n"
-    )
-    with Started(2, *arguments, str(tmp_path / "full"), "--checkpoint-every", "2", code=code) as ranks:
-        for rank, (_, err, exit_code) in enumerate(ranks.ends()):
-            assert exit_code == 2 and one_error(err).startswith(
-                f"octavo: error: rank {rank}: cannot write a checkpoint"
-            )
-            assert "rank 1 failed: File too large" in err and "kept (step 2); add --resume to go on" in err
-    assert load_extra(tmp_path / "full" / "dynamic" / "checkpoint")["step"] == 2
+        _, err = ranks[0].communicate(timeout=SECONDS)
+        assert time.monotonic() - begin < 30 and ranks[0].returncode == 2 and "Traceback" not in err
+        (line,) = [line for line in err.splitlines() if line.startswith("octavo: error: ")]
+        assert "another rank did not answer in time" in line
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
