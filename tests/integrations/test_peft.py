@@ -208,6 +208,25 @@ def test_dora_is_refused_over_fp8_weights(after):
 
 
 @pytest.mark.full
+def test_transformers_trainer_saves_adapters_alone_and_resumes(tmp_path):
+    data = [{"input_ids": row, "labels": row} for row in tokens(0, (8, 16))]
+
+    def trainer(model: Any, steps: int) -> Any:
+        options = {"per_device_train_batch_size": 2, "max_steps": steps, "save_steps": 2, "use_cpu": True}
+        quiet = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
+        arguments = transformers.TrainingArguments(tmp_path, **options, **quiet)
+        return transformers.Trainer(model, arguments, train_dataset=data)
+
+    whole = adapted(recipes.blockwise(), after=True)
+    trainer(whole, 4).train()
+    files = {path.name for path in (tmp_path / "checkpoint-2").iterdir()}
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+    resumed = adapted(recipes.blockwise(), after=True)
+    trainer(resumed, 4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_equal(adapters(resumed), adapters(whole))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["adapters", "all weights"])
 def test_trainer_goes_on_from_an_fp8_checkpoint(tmp_path, method):
     """Which transformers itself refuses: its issues 37927, 41516, 46295, 46736."""
