@@ -1,6 +1,8 @@
 """LoRA by PEFT over a frozen base that lives in FP8."""
 
 import copy
+import functools
+import math
 from typing import Any, Literal
 
 import pytest
@@ -119,11 +121,20 @@ def memory(model: nn.Module) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in plain}.values())
 
 
-def test_the_base_takes_one_byte_a_parameter():
-    model = llama(512, 1408, 2, 256)
+SIZES = {
+    "16 M parameters": (512, 1408, 5, 2048),
+    "100 M parameters": (1024, 2816, 8, 4096),
+}
+
+
+@pytest.mark.parametrize("size", [pytest.param(n, marks=[pytest.mark.full] if "100" in n else []) for n in SIZES])
+def test_the_base_takes_one_byte_a_parameter(size):
+    model = llama(*SIZES[size])
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(float(size.split()[0]) * 1e6, rel=0.1)
     bf16 = memory(model)
     octavo.convert(model.requires_grad_(False), recipes.blockwise(), base_layers, "fp8")
-    assert memory(peft.get_peft_model(model, peft.LoraConfig(**LORA))) <= 0.60 * bf16
+    model = peft.get_peft_model(model, peft.LoraConfig(**LORA))
+    assert memory(model) <= 0.56 * bf16 if "100" in size else memory(model) <= 0.60 * bf16
 
 
 @pytest.mark.full
@@ -247,3 +258,58 @@ def test_trainer_goes_on_from_an_fp8_checkpoint(tmp_path, method):
     transformers.Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None)).train()
     assert not torch.equal(logits(model), before)
     assert sum(isinstance(p, StoredWeight) for p in model.parameters()) == 14
+
+
+# --- against bf16 -----------------------------------------------------------------------------------------------------
+
+
+def sequences(shift: int, count: int, seed: int, length: int = 32) -> Tensor:
+    """Each token is five times the last one plus ``shift``, but one in ten is drawn: there is a loss to reach."""
+    generator = torch.Generator().manual_seed(seed)
+    found = [torch.randint(64, (count, 1), generator=generator)]
+    for _ in range(length - 1):
+        drawn = torch.rand(count, 1, generator=generator) < 0.1
+        found.append(
+            torch.where(drawn, torch.randint(64, (count, 1), generator=generator), (5 * found[-1] + shift) % 64)
+        )
+    return torch.cat(found, 1)
+
+
+def fit(model: Any, shift: int, steps: int, lr: float, seed: int) -> float:
+    """Train what can be trained; the loss on sequences of its own."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    for step in range(steps):
+        batch = sequences(shift, 16, 1000 * seed + step)
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    batch = sequences(shift, 64, 7)
+    with torch.no_grad():
+        return float(model.eval()(input_ids=batch, labels=batch).loss)
+
+
+@functools.cache
+def pretrained(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = llama()
+    fit(model, 1, 120, 3e-3, seed)
+    return model
+
+
+@functools.cache
+def fine_tuned(seed: int, recipe: octavo.Recipe | None) -> float:
+    """The loss after LoRA over a pretrained base, in bf16 or in FP8."""
+    model = copy.deepcopy(pretrained(seed)).requires_grad_(False)
+    if recipe is not None:
+        octavo.convert(model, recipe, base_layers, "fp8")
+    torch.manual_seed(seed)
+    return fit(peft.get_peft_model(model, peft.LoraConfig(**LORA)).train(), 3, 80, 5e-3, seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", [recipes.dynamic(), recipes.blockwise()], ids=lambda recipe: recipe.name)
+def test_losses_are_those_over_bf16(recipe):
+    for seed in range(3):
+        loss = fine_tuned(seed, None)
+        assert loss < math.log(64) / 2
+        assert abs(fine_tuned(seed, recipe) / loss - 1) < 0.005
