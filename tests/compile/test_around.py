@@ -1,6 +1,6 @@
-"""What happens around a compiled step: other recipes, evaluation, whole models of others; every kind of step on a GPU.
+"""What happens around a compiled step: other recipes, evaluation, whole models of others; and every kind of step.
 
-Layers of every feature are compiled in tests/support/seams, every model and step by benchmarks' ``compile_matrix``.
+Layers of every feature are compiled in tests/support/seams, every kind of step in Inductor too by ``compile_matrix``.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 import octavo
 from benchmarks.compile.compile_cells import (
     RECIPES,
+    WHATS,
     WIDTH,
     Result,
     What,
@@ -61,6 +62,30 @@ def test_set_recipe_between_steps_compiles_once_for_each_distinct_recipe():
     assert counter.frame_count == 3
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_evaluation_in_between(recipe):
+    call, counter = compiled()
+    model, eager = built(LINEAR, recipe), built(LINEAR, recipe)
+    graphs = []
+    for step in range(4):
+        x, target = batch(LINEAR, step)
+        model.zero_grad()
+        eager.zero_grad()
+        mean_square(lambda x: call(model, x), x, target).backward()
+        mean_square(eager, x, target).backward()
+        for mode in (torch.no_grad, torch.inference_mode):
+            for net in (model, eager):
+                net.eval()
+            with mode():
+                assert torch.equal(call(model, x), eager(x))
+            for net in (model, eager):
+                net.train()
+        graphs.append(counter.frame_count)
+    check_equal(model, eager)
+    assert graphs[0] <= 3 and graphs == graphs[:1] * 4
+
+
 def llama_s_graphs(recipe):
     """(graphs, breaks, graphs after the second step) of a compiled Llama's training, by a recipe or in bf16."""
     transformers = pytest.importorskip("transformers")
@@ -90,6 +115,16 @@ def test_a_whole_llama_has_no_more_graphs_breaks_or_recompiles_than_in_bf16():
         assert all(a <= b for a, b in zip(ours, in_bf16, strict=True)), (ours, in_bf16)
 
 
+GREEN = Result(graphs=1, breaks=0, recompiles=0, difference=0.0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("what", WHATS)
+def test_one_graph_and_bit_for_bit(what, recipe):
+    assert measure(what, recipe) == GREEN
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
@@ -97,5 +132,5 @@ def test_a_whole_llama_has_no_more_graphs_breaks_or_recompiles_than_in_bf16():
 @pytest.mark.parametrize("what", ["fused modules", "training step in autocast", "activation checkpointing"])
 def test_one_graph_on_a_gpu(what, recipe, mode):
     found = measure(what, recipe, "inductor", device="cuda", mode=mode)
-    assert dataclasses.replace(found, difference=0.0) == Result(graphs=1, breaks=0, recompiles=0, difference=0.0)
+    assert dataclasses.replace(found, difference=0.0) == GREEN
     assert found.difference <= 2.0**-6  # atomics and other tiles add up in another order

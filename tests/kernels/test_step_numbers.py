@@ -28,6 +28,17 @@ def test_a_ratio() -> None:
     assert ratio_of(0.5, 0.25) == 1.0
 
 
+def test_known_largest_updates() -> None:
+    assert adam_max_update(10**6, 0.9, 0.999) == pytest.approx(7.27, abs=0.005)
+    assert adam_max_update(10**6, 0.9, 0.95) == pytest.approx(1.165, abs=0.0005)
+    for steps in (1, 2, 10, 1000):
+        assert adam_max_update(steps, 0.9, 0.9) == pytest.approx(1.0, rel=1e-12)
+    assert adam_max_update(10**6, 0.0, 0.99) == pytest.approx(10.0)
+    assert adam_max_update(2, 0.9, 0.0) == adam_max_update(10**5, 0.9, 0.5) == math.inf
+    assert adam_max_update(1, 0.9, 0.0) == adam_max_update(10**7, 0.0, 0.0) == 1.0
+    assert adam_max_update(10, 0.99, 0.5) < adam_max_update(20, 0.99, 0.5) < math.inf
+
+
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.25), (0.9, 0.5), (0.0, 0.9), (0.0, 0.0)], ids=str)
 def test_the_largest_update_is_that_of_the_worst_gradients(betas: tuple[float, float]) -> None:
     beta1, beta2 = betas
