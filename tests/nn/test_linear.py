@@ -88,6 +88,27 @@ def test_errors_name_both_sides():
 
 
 @each_recipe
+def test_gradients_of_inputs_first_and_of_weights_later(name):
+    """As pipelines without bubbles ask for them: the same as at once, and each product once."""
+    ours, x, grad = layer(name), torch.randn(8, 64), torch.randn(8, 48)
+    ours(x).backward(torch.randn(8, 48))
+    other = copy.deepcopy(ours)
+    ours.zero_grad()
+    whole = x.clone().requires_grad_()
+    with CountOps() as at_once:
+        ours(whole).backward(grad)
+    leaf = x.clone().requires_grad_()
+    with CountOps() as apart:
+        y = other(leaf)
+        (dx,) = torch.autograd.grad(y, leaf, grad, retain_graph=True)
+        dw, db = torch.autograd.grad(y, list(other.parameters()), grad)
+    assert torch.equal(dx, whole.grad) and torch.equal(dw, ours.weight.grad) and torch.equal(db, ours.bias.grad)
+    assert apart.calls["matmul"] == at_once.calls["matmul"] == 3
+    states = [octavo.nn.delayed_state_dict(module) | {"x": x} for module in (other, ours)]
+    assert_equal(*states)
+
+
+@each_recipe
 def test_no_product_runs_but_for_a_gradient_that_is_asked_for(name):
     whole, x, grad = layer(name), torch.randn(8, 64), torch.randn(8, 48)
     expected = {}
