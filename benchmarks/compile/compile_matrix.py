@@ -17,7 +17,7 @@ MEASURES = ("octavo/nn", "octavo/autograd")
 
 
 def matrix(backends: list[str]) -> list[dict[str, str]]:
-    from tests.support.compile_cells import RECIPES, WHATS, measure
+    from benchmarks.compile.compile_cells import RECIPES, WHATS, measure
 
     rows = []
     for backend in backends:

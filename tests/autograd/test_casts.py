@@ -143,8 +143,10 @@ def test_what_is_sent_in_high_precision():
         assert cast_to_send(casts, *reads) is found
 
 
-@pytest.mark.parametrize("lays", [False, True])
-def test_swizzled_scales_change_nothing(lays, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("lays", "compiles"), [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.full)]
+)
+def test_swizzled_scales_change_nothing(lays, compiles, monkeypatch, tmp_path):
     """A pass of mx() where the device's products read scales so, eager and recorded, or compiled."""
     monkeypatch.setattr(module, "needs_transposed_codes", lambda device: lays)
     asked = []
@@ -169,7 +171,7 @@ def test_swizzled_scales_change_nothing(lays, monkeypatch, tmp_path):
 
     expected = {tokens: one_pass(tokens) for tokens in (64, 40)}
     monkeypatch.setattr(module, "reads_swizzled", lambda device: True)
-    for tokens, compiled in ((64, False), (40, False), *[(64, True)] * lays):
+    for tokens, compiled in ((64, False), (40, False), *[(64, True)] * compiles):
         with monkeypatch.context() as patch:
             if not compiled:
                 patch.setattr(module.kernels, "cast", noting)

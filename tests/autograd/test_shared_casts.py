@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import random
 import threading
 import weakref
 
@@ -14,23 +13,12 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import recipes
 from octavo.autograd import shared_casts
-from octavo.autograd.shared_casts import KEPT, read_by
-from octavo.nn import recipe_module
+from octavo.autograd.shared_casts import KEPT
 from octavo.scaling import delayed
 from tests.support.helpers import FP8_RECIPES, CountOps
 
 T, K = 32, 64
 each_recipe = pytest.mark.parametrize("recipe", FP8_RECIPES)
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    """``alone(True)``: each layer casts for itself."""
-
-    def switch(on):
-        monkeypatch.setattr(recipe_module, "read_by", (lambda x, layer: None) if on else read_by)
-
-    return switch
 
 
 def layers(recipe, count=3, **options):
@@ -52,60 +40,6 @@ def casts_in(call):
     with CountOps() as ops:
         result = call()
     return ops.calls["cast"] + ops.calls["cast_two_scalings"], result
-
-
-def program(seed, recipe, trace):
-    """A random training: layers that read shared, written, viewed, rounded and recomputed tensors, some alone."""
-    rng, model = random.Random(seed), layers(recipe, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = input_of(seed=seed)
-    for step in range(4):
-        outputs = []
-        for number in range(rng.randint(2, 8)):
-            layer, kind = rng.choice(model), rng.randrange(9)
-            if kind == 0:
-                x = input_of(seed=100 * step + number)
-            elif kind == 1 and not x.is_leaf:
-                x.mul_(1.5)
-            read = x[: T // 2] if kind == 2 else x
-            if kind == 3:
-                with torch.no_grad():
-                    trace.append(layer(read).clone())
-            elif kind == 4:
-                with torch.autocast("cpu", torch.bfloat16):
-                    outputs.append(layer(read).float())
-            elif kind == 5:
-                both = [layer, rng.choice(model)]
-                outputs += checkpoint(lambda x, both=both: [one(x) for one in both], read, use_reentrant=False)
-            elif kind == 6:
-                layer.eval()
-                outputs.append(layer(read))
-                layer.train()
-            else:
-                outputs.append(layer(read))
-            if rng.random() < 0.25:
-                outputs.append(model[0](read) + model[1](read) * model[2](read))
-        if outputs:
-            sum(y.square().mean() for y in outputs).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        x = input_of(seed=1000 + step)
-    trace += [p.detach().clone() for p in model.parameters()]
-    trace += [t.clone() for layer in model if recipe.delayed for t in layer.delayed_state[:2]]
-
-
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(n, marks=pytest.mark.full if n in ("blockwise", "mx") else []) for n in FP8_RECIPES]
-)
-def test_random_trainings_equal_those_without_sharing(recipe, alone):
-    for seed in range(2):
-        shared, own = [], []
-        program(seed, FP8_RECIPES[recipe](), shared)
-        alone(True)
-        program(seed, FP8_RECIPES[recipe](), own)
-        alone(False)
-        assert len(shared) == len(own)
-        assert all(torch.equal(a, b) for a, b in zip(shared, own, strict=True)), seed
 
 
 @each_recipe

@@ -1,4 +1,9 @@
-"""What happens around a compiled step: other recipes, evaluation, whole models of others."""
+"""What happens around a compiled step: other recipes, evaluation, whole models of others; and every kind of step.
+
+Layers of every feature are compiled in tests/support/seams, every kind of step in Inductor too by ``compile_matrix``.
+"""
+
+import dataclasses
 
 import pytest
 import torch
@@ -7,7 +12,18 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import octavo
-from tests.support.compile_cells import RECIPES, WIDTH, What, batch, built, difference, mean_square
+from benchmarks.compile.compile_cells import (
+    RECIPES,
+    WHATS,
+    WIDTH,
+    Result,
+    What,
+    batch,
+    built,
+    difference,
+    mean_square,
+    measure,
+)
 from tests.support.helpers import FP8_RECIPES, to_fp8
 
 LINEAR = What(lambda layers: nn.Linear(WIDTH, 48))
@@ -97,3 +113,24 @@ def test_a_whole_llama_has_no_more_graphs_breaks_or_recompiles_than_in_bf16():
     for recipe in FP8_RECIPES.values():
         ours = llama_s_graphs(recipe())
         assert all(a <= b for a, b in zip(ours, in_bf16, strict=True)), (ours, in_bf16)
+
+
+GREEN = Result(graphs=1, breaks=0, recompiles=0, difference=0.0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("what", WHATS)
+def test_one_graph_and_bit_for_bit(what, recipe):
+    assert measure(what, recipe) == GREEN
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("what", ["fused modules", "training step in autocast", "activation checkpointing"])
+def test_one_graph_on_a_gpu(what, recipe, mode):
+    found = measure(what, recipe, "inductor", device="cuda", mode=mode)
+    assert dataclasses.replace(found, difference=0.0) == GREEN
+    assert found.difference <= 2.0**-6  # atomics and other tiles add up in another order

@@ -15,7 +15,6 @@ pytest.importorskip("triton")
 known_scales = importlib.import_module("octavo.kernels.triton.delayed_update")
 
 
-@pytest.mark.full
 def test_a_compiled_layer_knows_its_scales_from_the_third_step_on() -> None:
     known: list[list[bool]] = []
 

@@ -29,7 +29,6 @@ from octavo.distributed.checkpoint import (
 )
 from octavo.distributed.ranks import CheckpointError, Ranks
 from octavo.optim import Moment
-from tests.distributed import test_joined_parts as layout_tasks
 from tests.support import sharded_weights as stored
 from tests.support.sharded_weights import held, sharded, steps
 
@@ -90,14 +89,10 @@ def build(recipe="delayed", seed=0, outputs=OUTPUTS, dtype=torch.float32):
     return model if recipe is None else octavo.convert(model, DELAYED[recipe](), select=lambda module, name: True)
 
 
-def shared(model, kind, mesh):
-    if kind == "ddp":
-        return DistributedDataParallel(model, process_group=mesh.get_group())
-    if kind == "fsdp":
-        for layer in (model[0], model[2]):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    return model
+def shared(model, mesh):
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def adamw(model):
@@ -122,17 +117,12 @@ def whole(value):
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
-def plain_name(name):
-    return name.removeprefix("module.")
-
-
 def everything(model, optimizer):
-    """All that training depends on, by plain names."""
-    found = {plain_name(name): whole(p) for name, p in model.named_parameters()}
+    """All that training depends on."""
+    found = {name: whole(p) for name, p in model.named_parameters()}
     for name, p in model.named_parameters():
-        for key, value in optimizer.state.get(p, {}).items():
-            found[f"{plain_name(name)}.{key}"] = whole(value)
-    return found | {plain_name(name): value for name, value in octavo.nn.delayed_state_dict(model).items()}
+        found |= {f"{name}.{key}": whole(value) for key, value in optimizer.state.get(p, {}).items()}
+    return found | octavo.nn.delayed_state_dict(model)
 
 
 def equal(first, second):
@@ -142,60 +132,12 @@ def equal(first, second):
 # --- across ranks -----------------------------------------------------------------------------------------------------
 
 
-def save(mesh, kind, folder):
-    ranks = Ranks(mesh.get_group())
-    model = shared(build(), kind, mesh)
-    optimizer = adamw(model)
-    train(model, optimizer, 0, 4, ranks)
-    save_checkpoint(folder, model, optimizer, {"text": "kept", "rows": torch.arange(3.0)}, ranks=ranks)
-    return everything(model, optimizer)
-
-
-def load(mesh, kind, folder):
-    ranks = Ranks(mesh.get_group())
-    model = shared(build(seed=1), kind, mesh)
-    optimizer = adamw(model)
-    extra = load_checkpoint(folder, model, optimizer, ranks=ranks)
-    found = everything(model, optimizer)
-    losses = train(model, optimizer, 4, 6, ranks)
-    return extra, found, ranks.mean(losses)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    ("before", "kind", "after"),
-    [(1, "fsdp", 2), (2, "fsdp", 4), (4, "fsdp", 1), (2, "ddp", 1), (4, "fsdp", 2), (1, "ddp", 4)],
-)
-def test_any_number_of_ranks_reads_it(pool, before, kind, after, tmp_path):
-    saved = pool.run(save, (before,), kind, str(tmp_path))
-    other = "ddp" if (before, after) == (4, 2) else "fsdp"
-    curves = []
-    for extra, found, losses in pool.run(load, (after,), other, str(tmp_path)):
-        assert extra["text"] == "kept" and extra["rows"].tolist() == [0, 1, 2]
-        assert found.keys() == saved[0].keys()
-        for name, value in found.items():
-            each = torch.stack([rank[name] for rank in saved])
-            if name.endswith("history"):
-                assert torch.equal(value, each.amax(0))
-            elif name.endswith("scale"):
-                assert torch.equal(value, each.amin(0)) and (value > 0).all()
-            else:
-                assert torch.equal(value, saved[0][name]), name
-        curves.append(losses)
-    alone = build(seed=1)
-    optimizer = adamw(alone)
-    load_checkpoint(tmp_path, alone, optimizer)
-    losses = train(alone, optimizer, 4, 6)
-    # ranks cast their own inputs and gradients by histories of their own: noise that does not shrink as losses do
-    torch.testing.assert_close(curves[0], losses, rtol=0, atol=5e-2 * float(losses[0]))
-
-
 def convert_between(mesh, folder):
     """A plain bf16 model's checkpoint into a converted sharded one, and back; by DCP alone, too."""
     ranks = Ranks(mesh.get_group())
     plain = build(None, dtype=torch.bfloat16)
     save_checkpoint(folder + "/plain", plain, ranks=ranks)
-    model = shared(build(seed=1), "fsdp", mesh)
+    model = shared(build(seed=1), mesh)
     load_checkpoint(folder + "/plain", model, ranks=ranks)
     same = [torch.equal(whole(a), b.float()) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
     model(torch.randn(4, WIDTH)).sum().backward()  # gathered anew, not what was cast before
@@ -205,7 +147,7 @@ def convert_between(mesh, folder):
     same += [torch.equal(a, b) for a, b in zip(back.parameters(), plain.parameters(), strict=True)]
     options = {"process_group": ranks.group}
     dcp.save(plain.state_dict(), checkpoint_id=folder + "/torch", **options)
-    model = shared(build(seed=3), "fsdp", mesh)
+    model = shared(build(seed=3), mesh)
     state = get_model_state_dict(model)
     dcp.load(state, checkpoint_id=folder + "/torch", **options)
     set_model_state_dict(model, state)
@@ -224,7 +166,7 @@ def test_names_and_weights_in_fp8_of_wrapped_models(pool, tmp_path):
 
 def fail(mesh, folder, failing):
     ranks = Ranks(mesh.get_group())
-    model = shared(build(), "fsdp", mesh)
+    model = shared(build(), mesh)
     optimizer = adamw(model)
     train(model, optimizer, 0, 2, ranks)
     save_checkpoint(folder, model, optimizer, 2, ranks=ranks)
@@ -263,7 +205,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_keeps_the_one_before(pool, fail
 def fail_later(mesh, folder, failing):
     """What a save in the background says where a rank can't write, what is left; then one that is held back."""
     ranks = Ranks(dist.new_group([*range(mesh.size())], use_local_synchronization=True))
-    model = shared(build(), "fsdp", mesh)
+    model = shared(build(), mesh)
     optimizer = adamw(model)
     train(model, optimizer, 0, 2, ranks)
     async_save_checkpoint(folder, model, optimizer, 2, ranks=ranks).result()
@@ -474,49 +416,6 @@ def test_what_cannot_be_written_or_read_back_leaves_what_there_is(model, tmp_pat
 
 
 # moments that another layout of ranks keeps otherwise
-
-
-def of_layout(pool, layout, *arguments):
-    """What each rank of a layout, data x tensor, has; or of one process, where it is None."""
-    arguments = *arguments[:2], {"lr": 1e-3, "moments": "fp8", "master": "split24"}, arguments[2]
-    return (
-        [layout_tasks.moments(None, *arguments)]
-        if layout is None
-        else pool.run(layout_tasks.moments, layout, *arguments)
-    )
-
-
-@pytest.mark.filterwarnings("ignore:the optimizer's state was converted")
-@pytest.mark.parametrize(
-    ("saved", "read", "width"),
-    [
-        pytest.param((2, 2), None, 32, marks=pytest.mark.full),
-        pytest.param(None, (1, 4), 32, marks=pytest.mark.full),
-        pytest.param((1, 4), (4, 1), 32, marks=pytest.mark.full),
-        pytest.param((1, 4), (2, 2), 32, marks=pytest.mark.full),
-        pytest.param((4, 1), (1, 4), 512, marks=pytest.mark.full),
-        pytest.param((2, 2), None, 512, marks=pytest.mark.full),
-    ],
-)
-def test_moments_in_fp8_go_from_layout_to_layout(pool, saved, read, width, tmp_path):
-    """Weights and masters bit for bit; moments too, but where one side alone has no codes, as ranks would share blocks.
-
-    There they are rounded once more; vectors not where they come from codes, as float32 holds them.
-    """
-    wanted = of_layout(pool, saved, str(tmp_path), True, width)[0]
-    for found in of_layout(pool, read, str(tmp_path), False, width):
-        assert found.keys() == wanted.keys()
-        rounded = set()
-        for name, value in wanted.items():
-            if not torch.equal(found[name], value):
-                rounded.add(name.removeprefix("attention.").rpartition(".")[0])
-                # E4M4 has half of E4M3's steps, and the root of a second moment doubles them
-                step = value.abs() * 2.0**-4 + value.abs().amax(-1, keepdim=True) * 2.0**-16
-                assert ((found[name] - value).abs() <= step * 1.01).all() and "exp_avg" in name, name
-        in_codes = [width == 512 or layout is None or layout[1] == 1 for layout in (saved, read)]
-        matrices = {"out", "mlp.fc2"} if in_codes[0] != in_codes[1] else set()  # whose columns are shared
-        vectors = {"qkv.linear", "qkv.norm", "mlp.fc1", "mlp.norm", "out", "mlp.fc2"} if read is None else set()
-        assert matrices <= rounded <= matrices | vectors
 
 
 def test_what_was_saved_as_it_is_kept_is_filled_in_place():

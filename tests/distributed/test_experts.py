@@ -224,6 +224,11 @@ def test_what_is_refused(mesh):
         expert_parallel(expert_parallel(net, mesh), mesh)
     with pytest.raises(ValueError, match="experts: its weight is a DTensor: call expert_parallel before"):
         expert_parallel(fully_shard(built("octavo", "dynamic", 4), mesh=mesh), mesh)
+    two = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("fsdp", "ep"))
+    both = expert_parallel(built("octavo", "dynamic", 4), two["ep"])
+    fully_shard(both.experts, mesh=two["fsdp"])
+    with pytest.raises(ValueError, match="are stored in FP8, or not so, before fully_shard shards them"):
+        octavo.convert(both, recipes.dynamic(), lambda module, name: name != "router", "fp8")
     net = built("stored", "dynamic", 4)
     net.experts._is_expert_parallel = True
     with pytest.raises(ValueError, match="transformers' own expert parallelism is on"):

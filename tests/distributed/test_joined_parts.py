@@ -15,11 +15,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import octavo
 from octavo import distributed as ours
-from octavo.distributed.checkpoint import load_checkpoint, save_checkpoint
+from octavo.distributed.checkpoint import load_checkpoint
 from octavo.distributed.joined_parts import by_file, is_common, parts_of
 from octavo.distributed.ranks import Ranks
-from octavo.optim.layout import like_param
-from octavo.optim.state import as_fp32
 from tests.support.parallel_tasks import RECIPES, whole
 from tests.support.sharded_weights import save_later
 
@@ -75,21 +73,6 @@ def values(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """All that a checkpoint holds of them, by its names."""
     found = of_file(model, get_model_state_dict(model))
     for name, state in of_file(model, get_optimizer_state_dict(model, optimizer)["state"]).items():
-        found |= {f"{name} {key}": value for key, value in state.items()}
-    return found
-
-
-def moments(mesh: Any, path: str, saves: bool, compact: Any, width: int) -> dict[str, Tensor]:
-    """Weights with their remainders, bit for bit, and moments as they read, of what is saved or loaded."""
-    model, optimizer = trained(mesh, "dynamic", 2 if saves else 1, compact, width)
-    save_checkpoint(path, model, optimizer) if saves else load_checkpoint(path, model, optimizer)
-    found = {name: value for name, value in values(model, optimizer).items() if "exp_avg" not in name}
-    wide: dict[str, Any] = {}
-    for name, param in model.named_parameters():
-        kept = optimizer.settings.moments_of(param)
-        own = {one: like_param(as_fp32(one, moment, optimizer.state[param]), param) for one, moment in kept.items()}
-        wide[name] = own
-    for name, state in of_file(model, wide).items():
         found |= {f"{name} {key}": value for key, value in state.items()}
     return found
 

@@ -19,7 +19,6 @@ from octavo.export import load_fp8
 from octavo.tensor.fsdp2 import on_this_rank
 from octavo.tensor.stored_weight import local_stored
 from tests.support.helpers import every_layer, to_fp8
-from tests.support.memory import peak_bytes
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -229,42 +228,3 @@ def test_codes_that_torch_cuts_wrongly_are_refused(pool):
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
-
-LAYERS, WIDTH = 40, 256
-
-
-def peaks(mesh: Any, folder: Any, recipe: str) -> dict[str, float]:
-    """The most bytes that values take on their way into shards, beside the shards, in those of a layer in bf16."""
-
-    def deep() -> Any:
-        with torch.device("meta"):
-            net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False, **BF16) for _ in range(LAYERS)])
-        return shard(octavo.convert(net, getattr(recipes, recipe)(), every_layer, "fp8"), mesh)
-
-    values = safetensors.load_file(folder / "model.safetensors") if dist.get_rank() == 0 else {}
-    found = {}
-    for way in ("reset_parameters", "broadcast", "files"):
-        net = deep().to_empty(device="cpu")
-        run = {
-            "reset_parameters": lambda net=net: [layer.reset_parameters() for layer in net],
-            "broadcast": lambda net=net: set_model_state_dict(net, dict(values), options=SENT),
-            "files": lambda net=net: load_fp8(net, folder),
-        }[way]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            peak = peak_bytes(run)
-        if way == "files":  # which are mapped, and counted as if they were read
-            peak -= (folder / "model.safetensors").stat().st_size
-        rests = sum(local_stored(p).rest.nbytes for p in net.parameters())  # which the optimizer waits for
-        found[way] = (peak - rests) / (2 * WIDTH * WIDTH)
-    return found
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
-def test_values_on_their_way_take_about_a_layer(pool, tmp_path, recipe):
-    state = {f"{layer}.weight": torch.randn(WIDTH, WIDTH, **BF16) for layer in range(LAYERS)}
-    safetensors.save_file(state, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text("{}")
-    for found in pool.run(peaks, (2,), tmp_path, recipe, whole=True):
-        assert max(found.values()) < 10, found  # all of it in bf16 has 40, a shard 20; gloo holds what it has just sent

@@ -11,7 +11,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import octavo
 from octavo.errors import UnsupportedOpError
-from tests.support.byte_counter import GATHER, OTHER, REDUCE, ByteCounter
 from tests.support.expert_models import batch, built, off, train
 from tests.support.sharded_weights import average
 
@@ -28,14 +27,11 @@ def sharded(net, mesh, dim=0, **options):
     return fully_shard(net, mesh=mesh, **options)
 
 
-def compare(mesh, kind, recipe, experts, dim=0, compiled=False, storage=None):
+def compare(mesh, kind, recipe, experts, dim=0, storage=None):
     """What differs from the model replicated, its gradients averaged; how weights were gathered."""
     net, replicated = (built(kind, recipe, experts, storage=storage) for _ in range(2))
     adamw = {"adamw": torch.optim.AdamW if storage is None else octavo.optim.AdamW}
     sharded(net, mesh, dim)
-    if compiled:
-        net.experts.compile(backend="aot_eager")
-
     found = train(net, loss, **adamw)
     ways = {row.gathered for row in octavo.summary(net).converted}
     return off(found, train(replicated, loss, lambda: average(replicated, mesh), **adamw)), ways
@@ -72,7 +68,7 @@ def test_sharded_by_another_dimension_they_are_cast_after(pool, kind, recipe):
 )
 def test_weights_that_live_in_fp8(pool, kind, recipe):
     """With masters and moments in few bytes, by the same random bits."""
-    for differences, ways in pool.run(compare, (2,), kind, recipe, 4, 0, False, "fp8"):
+    for differences, ways in pool.run(compare, (2,), kind, recipe, 4, 0, "fp8"):
         assert not differences and ways == {"as stored"}
 
 
@@ -111,28 +107,3 @@ def like_sharded_as(param, value):
 @pytest.mark.parametrize("recipe", ["dynamic", pytest.param("blockwise", marks=pytest.mark.full)])
 def test_state_dicts_of_codes_move(pool, recipe):
     assert pool.run(restarted, (2,), recipe) == [[True, True]] * 2
-
-
-def counted(mesh, kind, recipe):
-    """Calls and bytes of a step's collectives, in bf16."""
-    net = built(kind, recipe, experts=4, intermediate=128).bfloat16()
-    sharded(net, mesh)
-    x = batch(0, dist.get_rank()).bfloat16()
-    net(x).sum().backward()
-    with ByteCounter() as counter:
-        net(x).sum().backward()
-    return dict(counter.calls), dict(counter.bytes), sum(p.numel() for p in net.experts.parameters() if p.ndim == 3)
-
-
-@pytest.mark.parametrize(
-    ("kind", "recipe"),
-    [("octavo", "dynamic"), ("stored transposed", "blockwise")]
-    + [pytest.param(kind, "short history", marks=pytest.mark.full) for kind in ("stored", "octavo bias")],
-)
-def test_half_of_the_bytes(pool, kind, recipe):
-    (plain_calls, plain, _), *_ = pool.run(counted, (2,), kind, "high_precision")
-    for calls, bytes, elements in pool.run(counted, (2,), kind, recipe):
-        # experts' codes in place of bf16, in forward and in backward; router and biases as ever
-        assert plain[GATHER] - bytes[GATHER] == pytest.approx(2 * elements, rel=0.01)
-        assert bytes.get(REDUCE, 0) == (0 if recipe == "blockwise" else 2 * 4 * 4)  # matrices, experts, bytes
-        assert calls[GATHER] == plain_calls[GATHER] and calls.get(OTHER, 0) == plain_calls.get(OTHER, 0)

@@ -4,9 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import fully_shard
 
 import octavo
 from octavo import recipes
@@ -191,44 +189,3 @@ def through_phases(mesh: Any, kind: str) -> dict[str, float]:
 @pytest.mark.parametrize("kind", ["octavo", pytest.param("stored transposed", marks=pytest.mark.full)])
 def test_a_schedule_stores_and_restores_them(pool, kind):
     assert pool.run(through_phases, (2,), kind) == [{}] * 2
-
-
-def under_fsdp2(mesh: Any, kind: str, recipe: str) -> tuple[dict[str, float], bool]:
-    """What differs where FSDP2 shards experts over the other dimension; whether another storage is refused then."""
-    data, rank, found = mesh["replicate"], dist.get_rank(), []
-    for sharded in (True, False):
-        net = made(mesh["shard"], kind, recipe)
-        if sharded:
-            fully_shard(net.experts, mesh=data)
-        optimizer, own = optimizer_of(net, "few bytes"), {}
-        for index in range(2):
-            y = net(batch(index, rank))
-            y.square().mean().backward()
-            for p in () if sharded else net.experts.parameters():
-                dist.all_reduce(p.grad._local_tensor, group=data.get_group())
-                p.grad._local_tensor.div_(2)
-            optimizer.step()
-            optimizer.zero_grad()
-            own[f"y {index}"] = y.detach()
-        found.append(own | held(net, optimizer))
-        if sharded:
-            for change in (
-                lambda net=net: octavo.restore(net),
-                lambda net=net, by=optimizer: PrecisionSchedule(
-                    net.experts, by, [Phase(recipes.high_precision(), weight_storage=None)]
-                ),
-            ):
-                with pytest.raises(ValueError, match="are stored in FP8, or not so, before fully_shard shards them"):
-                    change()
-    plain = expert_parallel(built(kind, recipe, E), mesh["shard"])
-    fully_shard(plain.experts, mesh=data)
-    with pytest.raises(ValueError, match="are stored in FP8, or not so, before fully_shard shards them"):
-        octavo.convert(plain, RECIPES[recipe](), lambda module, name: name != "router", "fp8")
-    return off(*found), all(local_stored(p) is None for p in plain.parameters())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["octavo", "stored transposed"])
-@pytest.mark.parametrize("recipe", ["dynamic", "blockwise"])
-def test_under_fsdp2_over_another_dimension(pool, kind, recipe):
-    assert pool.run(under_fsdp2, (2, 2), kind, recipe) == [({}, True)] * 4

@@ -51,12 +51,6 @@ def test_bytes(pool, recipe, shared, exact):
         assert 0.5 <= backward <= 0.52
 
 
-def test_bytes_of_torchs_own_styles(pool):
-    """What the test above is held against."""
-    found = pool.run(tasks.sequence_parallel, (2,), "dynamic", True, torch.bfloat16, "theirs")[0][1:]
-    assert [(counter[GATHER], counter[SCATTER]) for counter in found] == [(BF16, BF16)] * 2
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("recipe", ["dynamic", "rowwise", "gw_hp"])
@@ -142,10 +136,3 @@ def test_tied_embeddings_and_a_loss_over_parts_of_the_vocabulary(pool, recipe):
     for same, difference, said in pool.run(tasks.tied, (2,), recipe):
         assert same and difference < 1e-5
         assert "tied to another module's, which is sharded S(0)" in said or "sharded Shard(dim=0)" in said
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("recipe", ["dynamic", "rowwise"])
-def test_llama_of_transformers(pool, recipe):
-    """Within float32's addition, and the code that it changes here and there."""
-    assert max(pool.run(tasks.llama, (2,), recipe)) < 1e-3

@@ -7,7 +7,6 @@ import csv
 import functools
 import importlib
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -20,7 +19,6 @@ pytest.importorskip("triton")
 subjects = importlib.import_module("benchmarks.subjects")
 
 ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "octavo/kernels/triton/configs.json"
 
 
 Run = Callable[..., str]
@@ -122,46 +120,6 @@ def test_what_was_emulated_stays(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert [one["made"] for one in written[-1]] == ["before", "cast rows", "before"]
     assert emulated.main(["--architectures", "90", "--only", "amax"]) == 0
     assert [one["made"] for one in written[-1]] == ["amax", "before", "before"]
-
-
-@pytest.mark.full
-def test_a_stage_that_fails_is_named_and_the_next_runs(tmp_path: Path) -> None:
-    on_gpu = importlib.import_module("benchmarks.on_gpu")
-    log = tmp_path / "log"
-    assert on_gpu.run([sys.executable, "-c", "print('a row')"], 60, log) == "ok"
-    assert on_gpu.run([sys.executable, "-c", "raise SystemExit(3)"], 60, log) == "failed, exit status 3"
-    assert on_gpu.run([sys.executable, "-c", "import time; time.sleep(60)"], 1, log) == "out of its 1 s"
-    assert on_gpu.run([sys.executable, "-c", ""], 0, log) == "left out, no time"
-    assert "a row" in log.read_text()
-
-
-@pytest.mark.full
-def test_quality_runs_at_toy_size(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    options = shlex.split("--toy --seeds 0 --state . --experiments bf16 dynamic")
-    run("quality", *options, "--output", tmp_path / "rows.csv")
-    assert_numbers(rows_of(tmp_path / "rows.csv"), *"val_loss val_loss_average train_loss step_ms".split())
-
-
-@pytest.mark.full
-def test_tune_writes_a_table(run: Run, tmp_path: Path) -> None:
-    before = TABLE.read_bytes()
-    run("tune", "amax", "--toy", "--output", tmp_path / "configs.json")
-    assert TABLE.read_bytes() == before
-    written = (tmp_path / "configs.json").read_text()
-    assert '"measured_on": "emulated-sm-90' in written
-    unchanged = [line.rstrip(",") for line in before.decode().splitlines() if '"cast_rows"' in line]
-    assert all(line in written for line in unchanged)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("library", "subject", "says"),
-    [("torchao", "gather_host", "octavo blockwise"), ("psutil", "sharded_load", "blocks     bf16 files")],
-)
-def test_it_runs_in_a_process_of_its_own(library: str, subject: str, says: str) -> None:
-    pytest.importorskip(library)
-    assert says in run_apart(subject, "--toy")
 
 
 def test_what_tensor_cores_lose() -> None:
@@ -277,31 +235,3 @@ def test_a_run_of_quality_that_is_stopped_goes_on_bit_for_bit(tmp_path: Path) ->
             quality.finish(task, parts, quality.train(task, parts))["val_loss_average"]
             == (quality.finish(task, whole, quality.train(task, whole))["val_loss_average"])
         )
-
-
-def test_the_slope_of_a_trend_is_least_squares() -> None:
-    study, torch = (importlib.import_module(name) for name in ("benchmarks.training.quality_study", "torch"))
-    x, y, errors = torch.rand(3, 5, dtype=torch.float64) + 0.1
-    design = torch.stack([x, torch.ones_like(x)], 1) / errors[:, None]
-    covariance = torch.linalg.inv(design.t() @ design)
-    slope, error = study.fitted_slope(torch.stack([x, y, errors], 1).tolist())
-    assert slope == pytest.approx(float((covariance @ design.t() @ (y / errors))[0]))
-    assert error == pytest.approx(float(covariance[0, 0]) ** 0.5)
-
-
-@pytest.mark.full
-def test_the_study_of_the_optimizers_state_makes_the_committed_rows(tmp_path: Path) -> None:
-    study, file = importlib.import_module("benchmarks.optimizer.optimizer_state"), tmp_path / "state.csv"
-    assert study.main(["--toy", "--output", str(file)]) == 0
-    with file.open(newline="", encoding="utf-8") as rows:
-        found = list(csv.DictReader(rows))
-    assert all(row["derived"] or row["measured"] for row in found if row["study"] != "average, 0.999")
-    now = {(row["study"], row["case"], row["quantity"]) for row in found}
-    assert now == {(row["study"], row["case"], row["quantity"]) for row in study.read("optimizer_state")}
-
-
-def test_a_bound_that_the_study_misses_is_found() -> None:
-    study = importlib.import_module("benchmarks.optimizer.optimizer_state")
-    row = importlib.import_module("benchmarks.optimizer.optimizer_state_rounding").Row
-    held, other = row("bound", "case", "R", 2.0, 2.0), row("bound", "case", "R", 2.0, 2.1)
-    assert study.missed([held, other, row("bound", "case", "R", 2.0)]) == [other]

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-tl = triton.language
 compiled = importlib.import_module("benchmarks.machine_code.compiled")
 cases = importlib.import_module("benchmarks.machine_code.compiled_cases")
 machine_code = importlib.import_module("benchmarks.machine_code.machine_code")
@@ -29,7 +28,7 @@ with (ROOT / "benchmarks/results/compiled.csv").open(newline="") as file:
     FIRST = {row["kernel"]: (row["op"], row["case"]) for row in reversed(list(csv.DictReader(file)))}
 
 
-BY_DEFAULT = {"cast_tensor_kernel", "matmul_kernel"}  # tests/kernels/triton/test_compiled.py has the PTX of each
+BY_DEFAULT = {"cast_tensor_kernel"}  # and a product below; tests/kernels/triton/test_compiled.py has the PTX of each
 EACH_KERNEL = [pytest.param(kernel, marks=[] if kernel in BY_DEFAULT else pytest.mark.full) for kernel in FIRST]
 
 
@@ -96,43 +95,6 @@ def test_narrow_accesses_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missed == ["loads of [16] bits"]
 
 
-@triton.jit
-def narrowing_kernel(x_ptr, code_ptr, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.store(code_ptr + i, tl.load(x_ptr + i).to(tl.float8e4nv))
-
-
-@triton.jit
-def early_kernel(a_ptr, b_ptr, out_ptr, steps):
-    i = tl.arange(0, 64)
-    total = tl.zeros([64, 64], tl.float32)
-    for step in range(steps):
-        codes = i[:, None] * 4096 + i[None, :] + step * 64
-        total = tl.dot(tl.load(a_ptr + codes), tl.load(b_ptr + codes).T, total, max_num_imprecise_acc=64)
-    tl.store(out_ptr + i[:, None] * 64 + i[None, :], total)
-
-
-def misses_of(kernel: Any, capability: int, signature: str, constants: dict[tuple[int, ...], int]) -> list[str]:
-    types = dict(zip(kernel.arg_names, signature.split(), strict=True))
-    source = triton.compiler.ASTSource(kernel, types, constants)
-    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
-    found: list[str] = machine_code.examine(triton.compile(source, target, {"enable_fp_fusion": True}))[1]
-    return found
-
-
-@pytest.mark.full
-def test_codes_by_way_of_float16_are_found() -> None:
-    for capability, is_missed in ((89, True), (90, False)):
-        missed = misses_of(narrowing_kernel, capability, "*fp32 *fp8e4nv constexpr", {(2,): 1024})
-        assert ("codes by Triton's conversion of float32" in missed) == is_missed
-
-
-@pytest.mark.full
-def test_sums_read_before_a_wait_are_found() -> None:
-    missed = misses_of(early_kernel, 90, "*fp8e4nv *fp8e4nv *fp32 i32", {})
-    assert any("(C7517)" in miss for miss in missed)
-
-
 def test_no_kernel_makes_codes_by_tritons_own_conversion() -> None:
     """``narrow`` makes them: Triton before 3.9 rounds twice for Ada."""
     for file in KERNELS.glob("*.py"):
@@ -162,12 +124,6 @@ def kernel_of(capability: int, case: Any) -> Any:
         case.call()
     ((kernel, *_),) = launches
     return kernel
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("capability", [89, 120])
-def test_machine_code_of_a_cast_elsewhere(capability: int) -> None:
-    assert machine_code.examine(kernel_of(capability, next(cases.per_row())))[1] == []
 
 
 @pytest.mark.parametrize(

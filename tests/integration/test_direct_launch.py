@@ -88,27 +88,17 @@ def pair(rows: int, cols: int) -> tuple[Tensor, Tensor]:
 
 CASES: dict[str, Callable[[Tensor], Any]] = {
     "amax": lambda x: KERNELS["amax"](x, ALL),
-    "dynamic": lambda x: KERNELS["cast"](x, None, 0, E4M3, ALL, False, 0, True, 16),
     "delayed": lambda x: KERNELS["cast"](x, states()[0], 0, E4M3, ALL, False, 0, False, 16),
-    "no history": lambda x: KERNELS["cast"](x, torch.zeros(3), 0, E4M3, ALL, False, 0, False, 16),
     "commit": lambda x: KERNELS["cast_and_commit"](
         x, *states(), torch.ones(1, 1), None, E5M2, False, 0, *UPDATE, True, 16, True
     ),
-    "rows": lambda x: KERNELS["cast"](x, None, 0, E4M3, ROW, True, 1, False, 16),
-    "columns": lambda x: KERNELS["cast"](x.t(), None, 0, E4M3, ROW, False, 0, False, 16),
     "two rows": lambda x: KERNELS["cast"](
         x, None, 0, E4M3, ROW, False, 0, True, 16, True, **second(E4M3, (-1, 1), False, 0)
     ),
     "blocks": lambda x: KERNELS["cast"](x, None, 0, E4M3, (128, 128), True, 0, True, 16),
-    "two blocks": lambda x: KERNELS["cast"](
-        x, None, 0, E4M3, (1, 128), True, 0, True, 16, True, **second(E4M3, (128, 1), True, 0)
-    ),
-    "activation": lambda x: KERNELS["cast"](x, states()[0], 0, E4M3, ALL, False, 0, True, 16, False, "swiglu"),
     "its gradient": lambda x: KERNELS["cast_and_commit"](
         x[:, ::2].contiguous(), *states(), torch.ones(1, 1), None, E5M2, False, 0, *UPDATE, True, 16, True, "swiglu", x
     ),
-    "in rows": lambda x: KERNELS["cast"](x, None, 0, E4M3, ROW, False, 0, False, 16, False, "gelu"),
-    "in blocks": lambda x: KERNELS["cast"](x, None, 0, E4M3, (128, 128), True, 0, False, 16, False, "relu"),
     "norm": lambda x: KERNELS["cast"](
         x, states()[0], 0, E4M3, ALL, False, 0, True, 16, **of_norm(torch.ones(x.shape[1]), None, "rms_norm")
     ),
@@ -116,7 +106,6 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
         x, x, *torch.ones(1, x.shape[1]), torch.zeros(len(x)), torch.ones(len(x)), "layer_norm", False, True
     ),
     "update": lambda x: KERNELS["delayed_update"](*states(), torch.ones(1, 1), None, torch.ones(1, 1), *UPDATE),
-    "dequantize": lambda x: KERNELS["dequantize"](*pair(*x.shape), ROW, torch.bfloat16),
     "product": lambda x: KERNELS["matmul"](
         *pair(*x.shape), ROW, *pair(30, x.shape[1]), ROW, torch.ones(30), torch.float32, False
     ),

@@ -1,7 +1,6 @@
 """Training steps of fused modules beside those of their parts: what is computed, what is committed, what is not."""
 
 import copy
-import itertools
 from collections import defaultdict
 
 import pytest
@@ -37,35 +36,6 @@ def assert_near_state(module: nn.Module, other: nn.Module) -> None:
     for name in state:
         assert torch.equal(state[name] == 0, expected[name] == 0), name
         torch.testing.assert_close(state[name], expected[name], rtol=0.05, atol=0, msg=name)
-
-
-@pytest.mark.parametrize("step_of", [5, pytest.param(1, marks=pytest.mark.full)])
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
-def test_whatever_is_frozen(recipe, step_of):
-    """All 128 choices of what needs a gradient, by default every fifth: the others' are those of a trainable module.
-
-    Each backward commits to the delayed state of what it reaches, once, as in the parts.
-    """
-    whole = mlp("layer_norm", recipe, activation="gelu_tanh", inside=32)
-    x, grad = torch.randn(T, K), torch.randn(T, K)
-    expected = step(copy.deepcopy(whole), x, grad)
-    names = ["x", *(name for name, _ in whole.named_parameters())]
-    for needed in [*itertools.product([True, False], repeat=len(names))][::step_of]:
-        needs = dict(zip(names, needed, strict=True))
-        if not any(needed):
-            continue
-        module = copy.deepcopy(whole)
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(needs[name])
-        apart = in_parts(module)
-        for _ in range(2 if recipe == "delayed" else 1):  # its first step takes its own amax, the second the history
-            found = step(module, x, grad, needs["x"])
-            beside = step(apart, x, grad, needs["x"])
-            assert found.keys() == beside.keys() == {name for name in names if needs[name]}
-            assert_near_state(module, apart)
-        if recipe == "rowwise":
-            for name, gradient in found.items():
-                torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5, msg=f"{name} of {needs}")
 
 
 @each_norm
@@ -198,38 +168,3 @@ def test_an_mlp_loses_no_more_than_its_parts(case):
 def test_a_linear_loses_no_more_than_its_parts(case):
     zero, n = case.pop("zero"), {"query": OUT // 2, "key": OUT // 2} if case.pop("splits") else OUT
     assert_no_worse(linear(k=WIDTH, n=n, zero_centered_gamma=zero, **case), OUT, case["dtype"])
-
-
-@pytest.mark.full
-@each_recipe
-def test_nor_do_a_norms_parameters_and_biases_over_many_steps(recipe: str) -> None:
-    module = mlp("layer_norm", recipe, WIDTH, INSIDE, dtype=torch.bfloat16, zero_centered_gamma=True)
-    assert_no_worse(module, WIDTH, torch.bfloat16, steps=20, luck=0.0)
-
-
-# Every result's SQNR in dB: 20 dB is a tenth of it; no FP8 product of normal data reaches 31.
-LOWEST, HIGHEST = 20.0, 31.0
-COSTS_OF_SAVED = 1.5  # 0.4 to 0.8 in a matrix, more by chance in a vector
-
-
-@pytest.mark.parametrize(
-    ("width", "inside"),
-    [(512, 1792), pytest.param(4096, 14336, marks=pytest.mark.full, id="Llama 3 8B")],
-)
-def test_a_llama_shaped_ffn_in_every_recipe(width: int, inside: int) -> None:
-    module = mlp(width=width, inside=inside, bias=False, dtype=torch.bfloat16)
-    for weight in (module.fc1.weight, module.fc2.weight):
-        nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
-    x, grad = torch.randn(48, width).bfloat16(), torch.randn(48, width).bfloat16()
-    truth = results(in_float64(module), x.double(), grad.double())
-    for name in FP8_RECIPES:
-        octavo.set_recipe(module, named(name))
-        found = results(module, x, grad)
-        db = {result: sqnr(tensor, truth[result]) for result, tensor in found.items()}
-        assert all(LOWEST < of_result < HIGHEST for of_result in db.values()), (name, db)
-        octavo.set_recipe(module, named(name, saved=True))
-        for result, tensor in results(module, x, grad).items():
-            if result in ("y", "fc2.weight"):
-                assert torch.equal(tensor, found[result])
-            else:
-                assert sqnr(tensor, truth[result]) > db[result] - COSTS_OF_SAVED, (name, result)

@@ -1,13 +1,7 @@
-"""Llama, Qwen2 and GPT-2 of transformers train converted, in every recipe as in bf16; they save, load and restore.
-
-The models are tiny, random and built offline. The learning rate is one at which bf16's loss falls by a third on the
-fixed batch. Where it nears 0 instead, the little that is left differs by some percent between bf16 and float32 too.
-"""
+"""Llama, Qwen2 and GPT-2 of transformers, tiny and random, save, load and restore; tests/integrations trains them."""
 
 import copy
-import functools
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,13 +9,11 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import Recipe, RecipeMap, recipes
-from tests.support.helpers import FP8_RECIPES, assert_equal, every_layer, gradients, to_fp8
+from tests.support.helpers import assert_equal, every_layer, to_fp8
 
 transformers = pytest.importorskip("transformers")
 
 from tests.support.tiny_models import DECODER, MODELS, POSITIONS, VOCABULARY, new  # noqa: E402
-
-BATCH, STEPS, LR = 4, 12, 2e-3
 
 MODELS = MODELS | {"qwen2, tied": ("Qwen2", "Qwen2ForCausalLM", DECODER | {"tie_word_embeddings": True})}
 TIED = ("gpt2", "qwen2, tied")
@@ -34,37 +26,20 @@ def build(kind: str, recipe: Recipe | RecipeMap | None = None) -> nn.Module:
     return net if recipe is None else octavo.convert(net, recipe, select=every_layer)
 
 
-TOKENS = torch.randint(VOCABULARY, (BATCH, POSITIONS), generator=torch.Generator().manual_seed(5))
+TOKENS = torch.randint(VOCABULARY, (4, POSITIONS), generator=torch.Generator().manual_seed(5))
 
 
-class Trained(NamedTuple):
-    """A model after some steps on one batch, their losses, and the gradients of the first."""
-
-    net: nn.Module
-    losses: list[float]
-    first_gradients: dict[str, Tensor]
-
-
-def train(net: nn.Module, steps: int) -> Trained:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=LR)
-    losses, first = [], {}
-    for step in range(steps):
+def train(net: nn.Module, steps: int) -> list[float]:
+    """Losses of some steps on one batch."""
+    optimizer, losses = torch.optim.AdamW(net.parameters(), lr=2e-3), []
+    for _ in range(steps):
         with torch.autocast("cpu", torch.bfloat16):
             loss = net(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
         loss.backward()
-        if step == 0:
-            first = gradients(net)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return Trained(net, losses, first)
-
-
-@functools.cache
-def baseline(kind: str) -> Trained:
-    found = train(build(kind), STEPS)
-    assert found.losses[-1] <= 0.7 * found.losses[0], "bf16 does not learn"
-    return found
+    return losses
 
 
 def logits(net: nn.Module) -> Tensor:
@@ -76,28 +51,10 @@ def embedding_and_head(net: nn.Module) -> tuple[Tensor, Tensor]:
     return net.get_input_embeddings().weight, net.get_output_embeddings().weight
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        pytest.param(kind, name, marks=[] if (kind, name) == ("gpt2", "delayed") else pytest.mark.full)
-        for kind in ("llama", "qwen2", "gpt2")
-        for name in FP8_RECIPES
-    ],
-)
-def test_it_trains_as_bf16_does(kind: str, name: str) -> None:
-    theirs, ours = baseline(kind), train(build(kind, FP8_RECIPES[name]()), STEPS)
-    assert ours.losses == pytest.approx(theirs.losses, rel=0.02)
-    assert ours.losses != theirs.losses
-    assert ours.first_gradients.keys() == theirs.first_gradients.keys() == dict(ours.net.named_parameters()).keys()
-    for parameter, gradient in ours.first_gradients.items():
-        expected = theirs.first_gradients[parameter]
-        assert torch.cosine_similarity(gradient.flatten(), expected.flatten(), dim=0) >= 0.98, parameter
-
-
 @pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("qwen2", "gpt2"))])
 def test_it_saves_and_loads_and_comes_back(kind: str, tmp_path: Path) -> None:
     plain = build(kind)
-    net = train(build(kind, recipes.delayed()), 2).net
+    train(net := build(kind, recipes.delayed()), 2)
     state = net.state_dict()
     assert state.keys() == plain.state_dict().keys()
     net.save_pretrained(tmp_path)
@@ -109,7 +66,7 @@ def test_it_saves_and_loads_and_comes_back(kind: str, tmp_path: Path) -> None:
         to_fp8(other, recipes.delayed())
         octavo.nn.load_delayed_state_dict(other, octavo.nn.delayed_state_dict(net))
         assert torch.equal(logits(other), logits(net))
-    assert train(read.train(), 2).losses == train(copy.deepcopy(net).train(), 2).losses
+    assert train(read.train(), 2) == train(copy.deepcopy(net).train(), 2)
 
     untouched = build(kind)
     octavo.restore(net)

@@ -26,17 +26,6 @@ def test_only_codes_and_scales_are_saved(name):
         assert all(t.numel() == 1 for t in scales)
 
 
-@pytest.mark.parametrize(
-    ("frozen", "x_requires_grad", "numel"),
-    [("weight", True, 128 * 256), ("none", False, T * 256), ("weight", False, 0)],
-)
-def test_nothing_is_saved_for_a_gradient_that_nobody_asked_for(frozen, x_requires_grad, numel):
-    layer = octavo.nn.Linear(256, 128)
-    layer.weight.requires_grad_(frozen != "weight")
-    saved = saved_tensors(layer, torch.randn(T, 256, requires_grad=x_requires_grad))
-    assert sum(t.numel() for t in saved if t.dtype.itemsize == 1) == numel
-
-
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "mx" else pytest.mark.full) for n in FP8_RECIPES])
 def test_the_most_that_a_transformer_blocks_step_needs(name, monkeypatch):
     """The default set takes mx, which needs most."""

@@ -1,6 +1,5 @@
 """A layer whose casts and products are the Triton kernels', as on a GPU, beside one that runs the reference."""
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -12,10 +11,9 @@ from torch import Tensor
 
 import octavo
 from octavo import kernels as entries
-from octavo.autograd import casts, grouped, products
+from octavo.autograd import casts
 from octavo.kernels.signatures import SCHEMAS
 from tests.support import triton_kernels
-from tests.support.fused_cases import SAVED
 from tests.support.helpers import FP8_RECIPES, sqnr
 from tests.support.triton_kernels import in_place_of_reference
 
@@ -74,37 +72,3 @@ def test_a_layer_is_that_of_the_reference(
     if recipe.delayed is not None:
         for ours, theirs in zip(got[-2:], expected[-2:], strict=True):
             assert torch.equal(ours, theirs)
-
-
-def expert_steps(recipe: octavo.Recipe, device: torch.device, count: int) -> list[Tensor]:
-    """Steps' output and gradients of experts, of which the last gets no token; and the delayed state."""
-    torch.manual_seed(1)
-    experts, found = octavo.nn.Experts(4, 45, 33, bias=True, recipe=recipe).to(device), []
-    for _ in range(count):
-        weights, index = torch.randn(11, 3).softmax(-1).topk(2)
-        x, grad = torch.randn(2, 11, 45)
-        x = x.to(device).requires_grad_()
-        y = experts(x, index.to(device), weights.to(device))
-        y.backward(grad.to(device))
-        found += [y.detach(), x.grad, *(p.grad for p in experts.parameters())]
-        experts.zero_grad()
-    return [tensor.cpu() for tensor in (*found, *octavo.nn.delayed_state_dict(experts).values())]
-
-
-@pytest.mark.full  # by default tests/kernels/triton has rows in groups
-@pytest.mark.parametrize("name", FP8_RECIPES)
-@pytest.mark.parametrize("saved", [False, True])
-@pytest.mark.parametrize("count", [1, 2])
-def test_experts_are_those_of_the_reference(name: str, saved: bool, count: int, device: torch.device) -> None:
-    recipe = dataclasses.replace(FP8_RECIPES[name](), saved=SAVED if saved else None)
-    got = expert_steps(recipe, device, count)
-    with (
-        mock.patch.multiple(entries, **{op: getattr(torch.ops.octavo, op).default for op in SCHEMAS}),
-        mock.patch.multiple(casts, needs_transposed_codes=lambda device: False, contraction_multiple=lambda device: 1),
-        mock.patch.object(grouped, "needs_transposed_codes", lambda device: False),
-        mock.patch.object(products, "contraction_multiple", lambda device: 1),
-    ):
-        expected = expert_steps(recipe, torch.device("cpu"), count)
-    for ours, theirs in zip(got, expected, strict=True):
-        # a code of the activation may be the next one, since the products round differently
-        assert sqnr(ours, theirs) > 40

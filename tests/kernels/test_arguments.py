@@ -6,31 +6,13 @@ import pytest
 import torch
 
 from octavo import kernels
-from octavo.kernels.arguments import CastSource, NormSource, OperandPair, Output, Scaling, unpacking
+from octavo.kernels.arguments import unpacking
 from tests.support.casts import ALL, E4M3, E5M2, of_norm, second, to
 
 
 def unpacked(op: str, *flat: Any, **named: Any) -> tuple[Any, ...]:
     """What a kernel of this op takes."""
     return unpacking({op: lambda *values: values})[op](*flat, **named)
-
-
-def test_a_cast_takes_values() -> None:
-    x, state = torch.ones(2, 3), torch.ones(3)
-    found = unpacked("cast", x, state, 1, E4M3, [-1, -1], True, 2, True, 16, True, "relu", x)
-    first, how = Scaling(E4M3, ALL, True, 2, state, 1), Output(True, 16, True)
-    assert found == (CastSource(x, "relu", x), first, None, how, None)
-    dynamic = x, None, 0, E4M3, [-1, -1], True, 2
-    norm, columns = of_norm(state, None, "rms_norm", 1e-3, True), second(E5M2, [-1, 1], False, 3)
-    source, first, other, output, _ = unpacked("cast", *dynamic, False, 16, **norm, **columns, keep=True)
-    assert source == NormSource(x, state, None, "rms_norm", 1e-3, True) and first == Scaling(E4M3, ALL, True, 2)
-    assert other == Scaling(E5M2, (-1, 1), False, 3) and output == Output(False, 16, False, True)
-    ends = torch.tensor([1, 2], dtype=torch.int32)
-    assert unpacked("cast", *dynamic, True, offsets=ends, as_is=False)[3:] == (Output(True, as_is=False), ends)
-    operands, *how = unpacked("matmul", x, state, [1, -1], x, state, ALL, None, torch.float32, False)
-    assert operands == (OperandPair(x, state, (1, -1)), OperandPair(x, state, ALL), None) and operands.shape == (2, 2)
-    assert how == [torch.float32, False]
-    assert unpacking({"amax": len})["amax"] is len  # takes its arguments as they are
 
 
 NORM = of_norm(torch.ones(2), None, "rms_norm")

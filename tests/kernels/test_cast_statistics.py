@@ -86,7 +86,7 @@ def check(ops: Ops, case: dict[str, Any], times: int = 2) -> None:
 
 def test_any_cast_is_counted(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codes_in_cpp, "threads_for", lambda elements: 3)
-    for case in dealt(0, 6 if ops.kernels else 20, **CAST):
+    for case in dealt(0, 4 if ops.kernels else 20, **CAST):
         check(ops, case)
 
 
@@ -119,5 +119,5 @@ def check_groups(ops: Ops, case: dict[str, Any]) -> None:
 
 
 def test_any_groups_are_counted(ops: Ops) -> None:
-    for case in dealt(0, 4 if ops.kernels else 12, **IN_GROUPS):
+    for case in dealt(0, 3 if ops.kernels else 12, **IN_GROUPS):
         check_groups(ops, case)

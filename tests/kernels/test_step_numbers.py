@@ -21,18 +21,6 @@ def test_a_power_is_maths_to_rounding(base: float) -> None:
         assert power(base, exponent) == pytest.approx(math.pow(base, exponent), rel=exponent * 2.0**-52)
 
 
-def test_a_power_is_made_of_products_alone() -> None:
-    # in this order, which the kernel has too: 13 = 1 + 4 + 8
-    b = 0.9
-    assert power(b, 1) == b
-    assert power(b, 2) == b * b
-    assert power(b, 3) == b * (b * b)
-    b4 = (b * b) * (b * b)
-    assert power(b, 13) == b * b4 * (b4 * b4)
-    assert power(0.0, 5) == power(0.9, 1 << 20) == 0.0 and power(1.0, 1 << 40) == 1.0
-    assert power(1.62, 1 << 20) == math.inf
-
-
 def test_a_ratio() -> None:
     assert ratio_of(0.9, 0.99) == 0.9 * 0.9 / 0.99
     assert ratio_of(0.0, 0.9) == ratio_of(0.0, 0.0) == 0.0

@@ -11,7 +11,6 @@ import octavo
 from octavo import RecipeMap, recipes
 from octavo.nn import convert as convert_file
 from octavo.nn import delayed_state_dict
-from octavo.scaling.delayed import state_of
 from tests.support.helpers import assert_equal, every_layer, sqnr, to_fp8
 
 
@@ -292,22 +291,6 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     net(torch.randn(4, 16)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("recipe", [HIGH, recipes.dynamic(), recipes.delayed(4), recipes.delayed(7)], ids=str)
-def test_layers_return_to_their_own_recipes_and_delayed_state(recipe):
-    net = trained()
-    own, before = [layer.recipe for layer in net], delayed_state_dict(net)
-    states = [state_of(layer) for layer in net]
-    names = [layer.__dict__.keys() for layer in net]
-    with octavo.using(net, recipe) as same:
-        assert same is net and [layer.recipe for layer in net] == [recipe, recipe]
-        for _ in range(3):
-            net(torch.randn(4, 16) * 1e3).sum().backward()
-    assert all(layer.recipe is recipe for layer, recipe in zip(net, own, strict=True))
-    assert_equal(delayed_state_dict(net), before)
-    assert all(state_of(layer) is state for layer, state in zip(net, states, strict=True))
-    assert [layer.__dict__.keys() for layer in net] == names and before.keys().isdisjoint(net.state_dict())
 
 
 def test_they_return_after_an_exception_and_from_a_block_in_a_block():

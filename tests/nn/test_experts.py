@@ -17,7 +17,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import OpenAIPrivacyFilterExperts
 
 import octavo
-from octavo import PerTensor, recipes
+from octavo import recipes
 from octavo.autograd.casts import WEIGHT, cast_role
 from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.products import Layer
@@ -272,16 +272,6 @@ def test_names_parameters_and_hooks_stay(kind: str) -> None:
     assert experts.state_dict().keys() == plain.state_dict().keys() and features(experts) == (H, N)
 
 
-def test_copies_and_pickles() -> None:
-    experts = in_fp8("mixtral", recipes.delayed())
-    results(experts)
-    experts.zero_grad()
-    for copied in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
-        assert type(copied) is type(experts) and copied.down.holder is copied
-        assert_equal(octavo.nn.delayed_state_dict(copied), octavo.nn.delayed_state_dict(experts))
-        assert_equal(results(copied), results(copy.deepcopy(experts)))
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", FP8_RECIPES)
 @pytest.mark.parametrize(
@@ -531,16 +521,6 @@ def model_of_both() -> nn.Module:
     return nn.ModuleDict(
         {"linear": nn.Linear(160, 160, bias=False), "own": experts, "titan": GroupedExperts()}
     ).bfloat16()
-
-
-@pytest.mark.parametrize(("recipe", "scales"), [("dynamic", (1, 1)), ("blockwise", (2, 3))])
-def test_linears_and_experts_take_a_byte_an_element(recipe: str, scales: tuple[int, int]) -> None:
-    model = store(model_of_both(), STORED[recipe]())
-    weights = list(model.parameters())
-    assert len(weights) == 6 and all(isinstance(weight, StoredWeight) for weight in weights)
-    assert sum(weight.qdata.nbytes for weight in weights) == sum(p.nbytes for p in model_of_both().parameters()) / 2
-    assert model["own"].down.weight.scale_inv.shape == (E, *scales)
-    assert model["titan"].w1.granularity == PerTensor() and model["titan"].w1.scale_inv.shape == (E, 1, 1)
 
 
 @pytest.mark.parametrize("make", [recipes.rowwise, recipes.mx, recipes.rowwise_with_gw_hp])

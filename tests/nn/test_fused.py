@@ -213,12 +213,6 @@ def test_without_gradients_no_more_is_done_than_the_output(kind, recipe):
         assert_equal(octavo.nn.delayed_state_dict(module), before)
 
 
-def test_a_replaced_part_is_split_too():
-    layer = octavo.nn.RMSNormLinear(64, {"query": 64, "key": 32}, bias=False)
-    layer.linear = torch.nn.Linear(64, 96, bias=False)
-    assert [output.shape for output in layer(torch.randn(2, 64))] == [(2, 64), (2, 32)]
-
-
 each_activation = pytest.mark.parametrize("name", ACTIVATIONS)
 
 
@@ -292,11 +286,3 @@ def test_without_a_bias_and_with_torchs_own_eps():
         x = (1e-4 * torch.randn(5, 8)).to(dtype)
         found = normalise(x, ours.weight, None, *ours.norm())[0].to(dtype)
         torch.testing.assert_close(found, F.rms_norm(x, (8,)), rtol=torch.finfo(dtype).eps, atol=1e-6)
-
-
-@each_kind
-def test_a_norm_without_a_weight(kind):
-    for zero_centered in (False, True):
-        ours = KINDS[kind][0](24, zero_centered_gamma=zero_centered, elementwise_affine=False)
-        x = torch.randn(5, 24)
-        assert torch.equal(ours(x), KINDS[kind][1](24, eps=1e-5, elementwise_affine=False)(x))

@@ -18,9 +18,8 @@ from octavo.nn import gather
 from octavo.nn.gather import ShardCast
 from octavo.tensor import pair as pair_module
 from octavo.tensor.fsdp2 import GatheredWeight, ShardedWeight, rows_on_each_rank
-from tests.distributed.test_fsdp import EVEN, RECIPES, SITUATIONS, batch, built, off, sharded_blocks
+from tests.distributed.test_fsdp import EVEN, SITUATIONS, batch, built, sharded_blocks
 from tests.support.helpers import to_fp8
-from tests.support.sharded_weights import average
 
 
 @pytest.fixture(scope="module")
@@ -133,36 +132,6 @@ def test_layouts_of_a_gpu(monkeypatch):
     assert laid.data_ptr() == whole.data_ptr() and inner[0] is transposed and len(inner) == 1
 
 
-def step(net, optimizer, index, mesh=None):
-    loss = net(batch(EVEN, index, 0, dist.get_rank())).square().mean()
-    loss.backward()
-    if mesh is not None:
-        average(net, mesh)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-def through_recipes(mesh, names):
-    """The largest difference from a replicated model, over a recipe after the other."""
-    sharded, replicated = sharded_blocks(built(EVEN, names[0]), mesh), built(EVEN, names[0])
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (sharded, replicated)]
-    for index, name in enumerate(names):
-        for net in (sharded, replicated):
-            octavo.set_recipe(net, RECIPES[name]())
-        for micro in range(2):
-            a = step(sharded, optimizers[0], 2 * index + micro)
-            b = step(replicated, optimizers[1], 2 * index + micro, mesh)
-            assert a == b, (name, a, b)
-    pairs = zip(sharded.parameters(), replicated.parameters(), strict=True)
-    return max(off(p.full_tensor().detach(), q.detach()) for p, q in pairs)
-
-
-def test_recipes_change_under_way(pool):
-    order = ["dynamic", "delayed", "high_precision", "blockwise", "mx", "delayed", "rowwise"]
-    assert pool.run(through_recipes, (2,), order) == [0.0, 0.0]
-
-
 def refused(mesh):
     """A part of a group that changes alone, two recipes of one weight, a weight tied across groups."""
     net = sharded_blocks(built(EVEN, "dynamic"), mesh)
@@ -268,9 +237,6 @@ SENT_BY = {
 }
 
 
-SENT = ("rowwise", "blockwise", "mx")
-
-
 def gathered_from(whole, recipe, ranks):
     """(What products read, bytes sent an element) where so many ranks have the rows of a weight."""
     part, casts = rows_on_each_rank(len(whole), ranks), recipe.weight_casts
@@ -310,11 +276,3 @@ def test_equal_to_the_whole_weight(rows, columns, ranks, recipe, dtype):
     for pair, other in zip(found[:2], expected[:2], strict=True):
         assert all(map(same, pair, other))
         assert [tensor.stride() for tensor in pair] == [tensor.stride() for tensor in other] or 1 in pair[1].shape
-
-
-def test_bytes():
-    """Two pairs are bf16's bytes, and their scales; one is half of that, in blocks that reach over ranks too."""
-    whole = torch.randn(1024, 256)
-    share = {(name, ranks): gathered_from(whole, SENT_BY[name], ranks)[1] / 2 for name in SENT for ranks in (8, 16)}
-    assert all(share["rowwise", ranks] <= 1.01 and share["mx", ranks] == 1.03125 for ranks in (8, 16))
-    assert all(share["blockwise", ranks] <= 0.5003 for ranks in (8, 16))  # 16 have half a block each

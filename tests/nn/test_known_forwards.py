@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from octavo.nn.fused import run_as_one
 from octavo.nn.known_forwards import FeedForward, KnownForward, LeanRMSNorm, refusal
 from octavo.nn.saved import predicted_by_kind, saved_by_kind
 from octavo.nn.tensor_parallel import FusedParts
-from tests.support.helpers import FP8_RECIPES, assert_equal, every_layer, gradients, to_fp8
+from tests.support.helpers import assert_equal, every_layer, gradients, to_fp8
 
 transformers = pytest.importorskip("transformers")
 
@@ -93,6 +92,8 @@ def test_it_computes_what_the_model_does(kind: str) -> None:
     assert fused(net) == FUSED[kind] and fused(plain) == (0, 0)
     assert list(net.state_dict()) == list(plain.state_dict())
     assert [name for name, _ in net.named_modules()] == [name for name, _ in plain.named_modules()]
+    octavo.convert(net, recipes.blockwise())
+    assert fused(net) == FUSED[kind]  # as it was
     # float32 differs in its last bits, 2^-24; an element so near a tie between codes that it rounds to the other, 1/8
     # of it away, is one in 2^20, and one of at least 2 x 12 x 64 that make up a gradient
     assert distance(step(net, kind), step(plain, kind)) < 1 / 8 / (24 * 64) ** 0.5
@@ -102,18 +103,6 @@ def test_it_computes_what_the_model_does(kind: str) -> None:
     assert less == 0 if kind == "vit" else less < 0  # GELU, of one input, saves that alone
     assert_equal(step(octavo.restore(net), kind), step(build(kind), kind))
     assert [type(one) for one in net.modules()] == [type(one) for one in build(kind).modules()]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("kind", "name"), [("llama", "blockwise"), ("llama", "dynamic"), ("t5, gated", "blockwise")])
-def test_in_bf16_it_is_no_further_from_the_truth(kind: str, name: str) -> None:
-    """On average: of one batch the two differ by up to 8 % either way, by what their codes happen to round."""
-    recipe, errors = FP8_RECIPES[name](), torch.zeros(2)
-    for seed in range(4):
-        truth = step(build(kind, dtype=torch.bfloat16).float(), kind, seed)  # of the same weights
-        for i, fuse in enumerate((True, False)):
-            errors[i] += distance(step(build(kind, recipe, fuse, torch.bfloat16), kind, seed), truth)
-    assert errors[0] < 1.02 * errors[1]
 
 
 @pytest.mark.parametrize("saved", [None, Cast(E4M3, PerBlock(1, 32), Dynamic())])
@@ -143,44 +132,7 @@ def test_a_feed_forward_is_octavos_own_bit_for_bit(saved: Cast | None) -> None:
     assert distance({"x": a.grad, "norm": norm.weight.grad}, {"x": b.grad, "norm": own.norm.weight.grad}) < 0.02
 
 
-def test_it_saves_and_loads(tmp_path: Path) -> None:
-    net = build("llama", recipes.dynamic())
-    expected = step(net)
-    net.save_pretrained(tmp_path)
-    plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path).train()
-    assert_equal(dict(plain.state_dict()), dict(net.state_dict()))
-    assert_equal(step(octavo.convert(plain, recipes.dynamic(), every_layer, fuse=True)), expected)
-    octavo.set_recipe(net, recipes.high_precision())
-    assert distance(step(net), step(build("llama"))) < 1e-5
-    octavo.convert(net, recipes.dynamic())  # which leaves fused what is
-    assert_equal(step(net), expected)
-
-
-@pytest.mark.full  # two Llamas; tests/inspect has records of plain layers
-def test_a_record_and_a_comparison_have_the_same_layers_and_numbers(tmp_path: Path) -> None:
-    records, compared, recipe = [], [], recipes.delayed()
-    for fuse in (True, False):
-        net = build("llama", recipe, fuse)
-        with octavo.inspect.record(net, tmp_path / str(fuse)) as recorder:
-            for seed in range(2):
-                step(net, seed=seed)
-                recorder.step()
-        records.append(octavo.inspect.load(tmp_path / str(fuse)))
-        compared.append(octavo.inspect.compare(net, lambda net, given: net(**given).loss, [inputs("llama")], [recipe]))
-        assert fused(net) == (FUSED["llama"] if fuse else (0, 0))
-    assert records[0].rows == records[1].rows and len({row.layer for row in records[0].rows}) == 15
-    # which gradients are exactly 0 depends on the order of additions
-    for measure, values in ((name, of) for name, of in records[0].measures.items() if name != "zeros"):
-        torch.testing.assert_close(
-            *map(torch.from_numpy, (values, records[1].measures[measure])), rtol=2e-2, atol=1e-3, equal_nan=True
-        )
-    for one, other in zip(*(found.effects for found in compared), strict=True):
-        assert (one.layer, one.recipe) == (other.layer, other.recipe)
-        for of in ("output", "grad_input", "grad_weight", "loss", "cosine", "norm_ratio"):
-            assert getattr(one, of) == pytest.approx(getattr(other, of), rel=2e-2, abs=1e-4), (one.layer, of)
-
-
-@pytest.mark.parametrize("kind", ["llama", "t5"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.full), "t5"])
 def test_it_generates_the_same_tokens(kind: str) -> None:
     found = []
     for fuse in (True, False):

@@ -1,9 +1,8 @@
 import pytest
 import torch
-from torch import nn
 
 import octavo
-from octavo import RecipeMap, recipes
+from octavo import recipes
 from octavo.nn import SelfAttention, TransformerBlock, rotary_table
 from octavo.nn.transformer import rotate
 from tests.support.combinations import each_pair
@@ -115,17 +114,6 @@ def test_the_parts_are_fused_modules_with_their_options():
     assert type(plain.attention.qkv) is octavo.nn.RMSNormLinear and type(plain.mlp) is octavo.nn.RMSNormMLP
     assert not [name for name, _ in plain.named_parameters() if name.endswith("bias")]
     assert {p.dtype for p in plain.parameters()} == {torch.bfloat16}
-
-
-def test_recipes_by_name():
-    rules = {"attention.qkv.linear": recipes.mx(), "attention.out": None, "mlp.*": recipes.rowwise(), "*.fc2": {}}
-    module = TransformerBlock(W, FFN, H, recipe=RecipeMap(recipes.dynamic(), rules))
-    found = {m.name: m.recipe.name for m in octavo.summary(module).modules}
-    expected = {"attention.qkv.linear": "mx", "attention.out": "high_precision"}
-    assert found == expected | {"mlp.fc1": "rowwise", "mlp.fc2": "rowwise"}
-    whole = nn.ModuleDict({"blocks": nn.ModuleList([module])})
-    octavo.set_recipe(whole, RecipeMap(recipes.dynamic(), {f"blocks.*.{name}": rule for name, rule in rules.items()}))
-    assert {m.name.removeprefix("blocks.0."): m.recipe.name for m in octavo.summary(whole).modules} == found
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from torch import nn
 
 import octavo
 from octavo import E4M3, E5M2, Cast, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, RecipeMap, recipes
-from octavo.scaling.recipe import PRODUCTS, recipe_of, under
+from octavo.scaling.recipe import PRODUCTS, under
 from tests.support.helpers import every_layer
 
 TENSOR = Cast(E4M3, PerTensor())
@@ -61,15 +61,6 @@ def test_what_comes_close_to_that_is_one():
     Recipe(output=(GRADIENT, TENSOR), grad_input=(TENSOR, GRADIENT))
     Recipe(output=(DELAYED, DELAYED), grad_weight=(DELAYED, TENSOR))  # one of the two Dynamic
     Recipe(output=(DELAYED, WIDER), grad_weight=(WIDER, DELAYED))  # another role
-
-
-def test_cast_repr():
-    assert repr(TENSOR) == "Cast(E4M3, PerTensor(), Dynamic())"
-    full = Cast(E5M2, PerTensor(), Delayed(2, "most_recent"), power_of_two=True, margin=3)
-    assert repr(full) == (
-        "Cast(E5M2, PerTensor(), Delayed(history_length=2, reduce='most_recent'), power_of_two=True, margin=3)"
-    )
-    assert eval(repr(full)) == full
 
 
 def test_composable_per_product():
@@ -237,24 +228,6 @@ def test_it_is_a_value():
     assert recipe == same
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.default = MX
-
-
-def test_under():
-    recipe = RecipeMap(DYNAMIC, {"a.b.c": MX, "a.b": None})
-    assert under(None, "a") is None and under(DYNAMIC, "a") is DYNAMIC
-    assert under(under(recipe, "a"), "b").of("c") == MX
-    assert under(under(recipe, "a"), "b").of("").is_high_precision
-    assert under(recipe, "a").of("b.c") == MX
-    assert under(recipe, "a").of("x.a.b.c") == DYNAMIC
-    assert recipe_of(DYNAMIC, "any") is DYNAMIC
-    assert recipe_of(recipe, "a.b.c") == MX
-
-
-def test_patterns_that_match_nothing():
-    recipe = RecipeMap(DYNAMIC, {"a": None, "b.*": MX, "*": MX})
-    assert recipe.unmatched(["a", "b"]) == ["b.*"]
-    assert recipe.unmatched(iter(["a", "b.c"])) == []
-    assert recipe.unmatched([]) == ["a", "b.*", "*"]
 
 
 @pytest.mark.parametrize("call", [octavo.convert, octavo.set_recipe], ids=lambda call: call.__name__)

@@ -357,22 +357,3 @@ def from_meta(mesh: Any) -> tuple[bool, bool]:
     states = octavo.nn.delayed_state_dict(model).values()
     finite = all(bool(whole(parameter.grad).isfinite().all()) for parameter in model.parameters())
     return finite, all(type(state) is Tensor and bool(state.isfinite().all()) for state in states)
-
-
-def llama(mesh: Any, recipe: str) -> float:
-    """The largest difference of a gradient of transformers' Llama from one rank's, of the largest."""
-    from tests.support.tiny_models import VOCABULARY, decoder
-
-    torch.manual_seed(0)
-    alone = decoder("Llama", attn_implementation="eager")
-    model = copy.deepcopy(alone)
-    convert(alone, recipe), convert(model, recipe)
-    plan: dict[str, Any] = {"lm_head": ours.ColwiseParallel(output_layouts=Replicate())}
-    plan |= dict.fromkeys([f"model.layers.*.self_attn.{one}_proj" for one in "qkv"], ours.ColwiseParallel())
-    plan |= dict.fromkeys([f"model.layers.*.mlp.{one}_proj" for one in ("gate", "up")], ours.ColwiseParallel())
-    plan |= dict.fromkeys(("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"), ours.RowwiseParallel())
-    parallelize_module(model, mesh, plan)
-    tokens = torch.randint(VOCABULARY, (2, 16))
-    for own in (alone, model):
-        own(input_ids=tokens, labels=tokens).loss.backward()
-    return max(differences(gradients(alone), gradients(model)).values())

@@ -67,9 +67,3 @@ def test_parts_take_equally_long_and_cheap_files_come_first(monkeypatch, tmp_pat
     sets.write_seconds({"d.py": 2.04})  # the others stay
     assert sets.known_seconds() == {"a.py": 9.0, "b.py": 5.0, "c.py": 4.0, "d.py": 2.0}
     assert sets.seconds_of_part("1/2") == 10
-
-
-@pytest.mark.parametrize("which", ["0/2", "3/2", "2", "a/b", "-1/2"])
-def test_a_part_that_is_none(which):
-    with pytest.raises(ValueError, match="K/N"):
-        sets.parse_part(which)

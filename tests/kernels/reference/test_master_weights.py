@@ -5,14 +5,11 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3
-from octavo.kernels.reference import optimizer_state
 from octavo.kernels.reference.optimizer_state import (
     FLOAT16_FACTOR,
     Fp8Weight,
     MasterWeight,
     pieces,
-    remainder_of,
-    values_with,
 )
 from tests.support.fp8_weights import RESTS, amax_of, master_of, random16, read, store, values_of, weight
 
@@ -301,27 +298,3 @@ def test_what_is_not_finite_stays_alone_in_fp8(kind, blocks):
     assert torch.equal(found, read(other).masked_fill_(zeroed == 0, 0.0)) and torch.equal(m.weight, other.weight)
     if RESTS[kind] in (torch.int8, torch.int16):
         assert all(int(m.rest[place]) == 0 for place in places)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("size", [1, 128, 1000, 1 << 20])
-@each_granularity
-@each_kind
-def test_pieces_of_any_size_give_the_same(kind, blocks, size, monkeypatch):
-    shape, found = (130, 300), []
-    x, bits = values_of(shape), random16(shape)
-    for piece in (1 << 17, size):
-        monkeypatch.setattr(optimizer_state, "PIECE", piece)
-        m = weight(kind, shape, blocks)
-        amax = store(m, x, bits)
-        found.append([m.weight, m.scale_inv, amax, read(m)] + ([] if m.rest is None else [m.rest]))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_the_remainder_of_a_tie_between_two_codes_keeps_to_its_bits():
-    codes = torch.arange(0x7E, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    ties = ((codes[1:] + codes[:-1]) / 2)[None]
-    cast = ties.to(torch.float8_e4m3fn).view(torch.uint8)
-    one = torch.ones(1, 1)
-    found = values_with(cast, one, remainder_of(ties, cast, one))
-    assert ((found - ties).abs() <= 2.0**-8 * (codes[1:] - codes[:-1])).all()

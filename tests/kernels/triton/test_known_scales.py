@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.scaling.delayed import State
-from tests.support.casts import ALL, E4M3, E5M2, Call, check, update_args
+from tests.support.casts import update_args
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
@@ -42,12 +42,6 @@ def commit_twice(
     commit(kernels, state, *amaxes)
 
 
-def test_nothing_is_known_before_a_commit(kernels: TritonKernels, known: Callable[[Tensor], list[bool]]) -> None:
-    scale = State.empty(4, kernels.device).scale
-    assert known(scale) == [False] * 3
-    assert known(scale.fill_(2.0)) == [False] * 3
-
-
 def test_a_commit_makes_known_what_the_one_before_it_wrote(kernels, known):
     state = State.empty(4, kernels.device)
     commit(kernels, state, 1.0, None, 0.0)
@@ -61,15 +55,6 @@ def test_a_commit_makes_known_what_the_one_before_it_wrote(kernels, known):
     assert known(state.scale) == [True, True, False]
     commit(kernels, state, None, None, 0.0)
     assert known(state.scale) == [True] * 3
-
-
-def test_a_cast_commits_too(kernels: TritonKernels, known: Callable[[Tensor], list[bool]]) -> None:
-    state = State.empty(4, kernels.device)
-    amax = torch.ones(1, 1, device=kernels.device)
-    g = torch.randn(5, 6, device=kernels.device)
-    for expected in ([False] * 3, [True, False, True]):
-        kernels.cast_and_commit(g, *state, amax, None, E5M2, False, 0, *UPDATE, False)
-        assert known(state.scale) == expected
 
 
 def test_anyone_elses_write_makes_it_unknown(kernels: TritonKernels, known: Callable[[Tensor], list[bool]]) -> None:
@@ -108,22 +93,3 @@ def test_an_entry_goes_with_its_tensor(kernels: TritonKernels) -> None:
     del state
     gc.collect()
     assert len(entries) == before
-
-
-def test_a_known_scale_spares_the_amax(kernels, known, monkeypatch):
-    launches = []
-    module = kernels.module("cast_kernels")
-    launch = module.find_amax
-    monkeypatch.setattr(module, "find_amax", lambda *args: launches.append(args) or launch(*args))
-    state = State.empty(4, kernels.device)
-    x = torch.randn(17, 40, device=kernels.device).bfloat16()
-    # In step 0 input's amax is said to be 0: after step 1 its scale alone isn't known yet.
-    for step, expected in enumerate((3, 3, 1, 0, 0)):
-        launches.clear()
-        how = E4M3, ALL, False, 0
-        forward = [Call("cast", (y, state.scale, role, *how)) for role, y in enumerate((x, 3 * x))]
-        amax, amax_weight = (check(kernels.cast, call, True)["amax"].to(kernels.device) for call in forward)
-        commit = x, *state, amax * step, amax_weight, E5M2, False, 0, *UPDATE, True
-        check(kernels.cast_and_commit, Call("cast_and_commit", commit), True)
-        assert len(launches) == expected
-        known(state.scale)

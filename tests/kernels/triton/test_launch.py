@@ -122,16 +122,6 @@ def shipped() -> dict[str, Any]:
     return dict(json.loads(tuned.SHIPPED.read_text()))
 
 
-def test_a_gpus_own_table_is_read(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tuned.table(tuned.tuned_file()) == shipped()
-    rows = {"cast": [[64, 8, 128, 1, 4]], "a kind that is gone": [[64, 1, 1, 1, 1]]}
-    own.write_text(json.dumps({"measured_on": "here", "library": [], "configs": rows}))
-    found = tuned.table(tuned.tuned_file())
-    assert found == {"measured_on": "here", "library": [], "configs": {**shipped()["configs"], "cast": rows["cast"]}}
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA B200")
-    assert tuned.table(tuned.tuned_file()) == shipped()
-
-
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"configs": 3}'])
 def test_a_spoilt_one_is_not(own: Path, content: str) -> None:
     own.write_text(content)

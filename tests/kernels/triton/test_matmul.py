@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from octavo.granularity import Tile
-from octavo.kernels.triton.launch import LIBRARY, Config
+from octavo.kernels.triton.launch import LIBRARY
 from tests.support.casts import ALL, E4M3, E5M2, to
-from tests.support.product_cases import BLOCK, MX, ROWS, SQUARE, of_flat, operands
-from tests.support.triton_kernels import TritonKernels, running
+from tests.support.product_cases import BLOCK, MX, ROWS, SQUARE, operands
+from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
 
@@ -64,17 +64,3 @@ def test_the_choice_is_the_table_s(tiles: tuple[Tile, Tile], kernels: TritonKern
         short = (*operands((30, 64, 256), tiles, (E4M3, E4M3)), None, torch.bfloat16, False)
         assert chosen(kernels, *short) == ("torch" if tiles[0] == ROWS else "Triton")  # scales not in sixteens
     assert (ALL, ALL, True) in LIBRARY
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("capability", [90, 100])
-def test_a_row_is_the_same_in_another_batch_and_tile(capability: int) -> None:
-    """Bit for bit, on tensor cores: the configuration does not change the order of a sum along the contraction."""
-    a, a_scale, *rest = operands((40, 128, 384), (ROWS, ROWS), (E4M3, E4M3))
-    found = []
-    with running(capability) as kernels:
-        for rows, config in ((40, Config(128, 64, 4, 4)), (17, Config(128, 128, 4, 8)), (1, Config(128, 128, 3, 8))):
-            args = to(kernels.device, (a[:rows], a_scale[:rows], *rest, None))
-            with mock.patch.object(kernels.module("matmul"), "product_config", lambda *shapes, config=config: config):
-                found.append(of_flat(kernels.module("matmul").triton_matmul)(*args, torch.float32, False).cpu())
-    assert all(torch.equal(other, found[0][: len(other)]) for other in found)

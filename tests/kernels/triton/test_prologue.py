@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.activations import ACTIVATIONS
-from tests.support.casts import ALL, E4M3, E5M2, FORMATS, Call, check, to
-from tests.support.definitions import all_codes
-from tests.support.exact_activation import GATED
+from tests.support.casts import ALL, E4M3, Call, check, to
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
@@ -63,17 +60,3 @@ def test_tails_keep_their_digits(kernels: TritonKernels, function: str) -> None:
     h = -torch.linspace(0.1, 45, 4096).view(64, 64)
     truth = TAILS[function](h.double())
     assert bool(((each_value(kernels, h, function) - truth).abs() <= 2.0**-16 * truth.abs() + 2.0**-119).all())
-
-
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "gradient"])
-def test_every_code(kernels: TritonKernels, backward: bool, activation: str, fmt: torch.dtype) -> None:
-    codes = all_codes(fmt).view(16, 16)
-    if activation in GATED:
-        codes = torch.cat([codes.view(torch.uint8), codes.view(torch.uint8).flip(0, 1)], 1).view(fmt)
-    codes, scale_inv = codes.to(kernels.device), torch.full((1, 1), 0.37, device=kernels.device)
-    x, preactivation = (torch.randn(16, 16).to(kernels.device), codes) if backward else (codes, None)
-    how = None, 0, E5M2, (1, 1), False, 0, False, 1, True, activation, preactivation, scale_inv, ALL
-    call = Call("cast", (x, *how))
-    check(kernels.cast, call, call.is_exact)

@@ -86,7 +86,10 @@ def noise(found: dict[str, Tensor], wanted: dict[str, Tensor], verdict: Sound) -
 
 
 def sample() -> set[Cell]:
-    """Each situation once, each feature at least three times, delayed scaling wherever one process runs eager code."""
+    """Each situation once, each feature at least three times, delayed scaling wherever one process runs eager code.
+
+    And where ranks' delayed states become one.
+    """
     features, counts, chosen = list(FEATURES), dict.fromkeys(FEATURES, 0), set()
 
     def usable(cell: Cell) -> bool:
@@ -106,5 +109,6 @@ def sample() -> set[Cell]:
         cells = [cell for situation in SITUATIONS if usable(cell := (feature, situation))]
         for cell in cells[: max(0, 3 - counts[feature])]:
             take([cell])
-    alone = [("delayed", situation) for situation, one in SITUATIONS.items() if not one.ranks and one.group != COMPILED]
-    return chosen | {cell for cell in alone if usable(cell)}
+    delayed = [situation for situation, one in SITUATIONS.items() if not one.ranks and one.group != COMPILED]
+    delayed.append("FSDP2, a checkpoint of two ranks on one")
+    return chosen | {cell for situation in delayed if usable(cell := ("delayed", situation))}
