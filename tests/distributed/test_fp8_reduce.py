@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import octavo
 from octavo import E4M3, E5M2
 from octavo.distributed import Fp8Reduction, fp8_reduce_hook
 from octavo.distributed.fp8_reduce import levels, own_levels
@@ -247,6 +248,53 @@ def test_reduce_scatter_equals_a_simulation_in_float64(pool, servers, dtype, op)
     found = np.concatenate(pool.run(scattered, (ranks,), servers, dtype, op))
     expected = torch.from_numpy(expected * (1 if op == dist.ReduceOp.AVG else ranks)).to(dtype)
     np.testing.assert_array_equal(found, expected.double().numpy())
+
+
+def data(rank, step):
+    return torch.randn(5, 37, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def between_replicas(mesh, dtype):
+    """(what the hook took of each module's gradients, what it left, this rank's shards then), float64 all."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(37, 130), nn.ReLU(), nn.Linear(130, 3))
+    octavo.convert(net, octavo.recipes.rowwise(), select=lambda module, name: True)
+    between, taken, left = Fp8Reduction(group=mesh["replicate"].get_group()), [], []
+
+    def hook(flat):
+        taken.append(flat.double().numpy().copy())
+        between.all_reduce(flat)
+        left.append(flat.double().numpy().copy())
+
+    for part in (net[0], net):
+        fully_shard(part, mesh=mesh["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+        part.set_custom_reduce_scatter(Fp8Reduction())
+        part.set_all_reduce_hook(hook)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        net(data(dist.get_rank(), step)).square().mean().backward()
+        optimizer.step()
+    shards = [p.grad.to_local().flatten().double().numpy() for p in net.parameters()]
+    return taken, left, np.concatenate(shards)
+
+
+def test_between_replicas_equals_a_simulation_in_float64(pool, shape=(2, 2), dtype=torch.float32):
+    """HSDP: each replica's ranks first, and then replicas, in FP8 both; all replicas have the same bits."""
+    replicas, shards = shape
+    found = pool.run(between_replicas, shape, dtype)
+    for place in range(shards):
+        own = found[place::shards]  # the ranks that have the same shard
+        for number in range(4):  # two modules, two steps
+            mean = simulated([taken[number] for taken, _, _ in own], E4M3)
+            expected = torch.from_numpy(mean).to(dtype).double().numpy()
+            for taken, left, _ in own:
+                assert (taken[number] != own[0][0][number]).any() or taken is own[0][0]
+                np.testing.assert_array_equal(left[number], expected)
+        assert len(own) == replicas
+        for _, left, gradients in own:
+            assert np.isin(gradients, np.concatenate(left)).all()
+            np.testing.assert_array_equal(gradients, own[0][2])
 
 
 def refused(mesh):
