@@ -1,7 +1,7 @@
 """Exported models in onnxruntime: every recipe and opset, the fused modules and the trained demo.
 
 For each recipe the least SQNR, over octavo's modules and sizes that differ from the example's, of onnxruntime's output
-against octavo's evaluation in float32, in each opset; then the demo, trained as `./dev train` does, with its SQNR, the
+against octavo's evaluation in float32, in each opset; then the demo, trained as `octavo train` does, with its SQNR, the
 change of its loss, and its file's size beside the same model's in bf16. Written to results/onnx_export-<device>.csv.
 """
 

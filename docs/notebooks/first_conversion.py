@@ -2,7 +2,7 @@
 # # A first conversion
 #
 # After this notebook you have seen what a cast does to numbers, converted a model, and trained it beside the same
-# model in bfloat16. It takes less than a minute on a CPU.
+# model in bfloat16. It takes less than a minute on a CPU, and needs Jupyter and `octavo[cli]`.
 
 # %%
 import copy

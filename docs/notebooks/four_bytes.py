@@ -3,7 +3,7 @@
 #
 # After this notebook you can keep a model's weights, their masters and the optimizer's moments in about four bytes a
 # parameter, with no gradient that waits for the step, and have seen where each byte goes. It takes less than a
-# minute on a CPU.
+# minute on a CPU, and needs Jupyter and `octavo[cli]`.
 
 # %%
 import copy

@@ -2,7 +2,7 @@
 # # Which layers can't stand FP8?
 #
 # After this notebook you can find the layer of a model that FP8 hurts, before training in FP8, and write the recipe
-# that spares it. It takes less than a minute on a CPU.
+# that spares it. It takes less than a minute on a CPU, and needs Jupyter and `octavo[cli]`.
 
 # %%
 import copy

@@ -69,7 +69,7 @@ from octavo_command import parser as top_parser
 
 EXTRAS = {
     "cli": ("matplotlib",),
-    "inspect": ("numpy",),
+    "inspect": ("numpy", "vl_convert"),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "safetensors": ("safetensors", "huggingface_hub"),
 }
