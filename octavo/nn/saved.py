@@ -138,9 +138,14 @@ def predicted_by_kind(
 
 def without_data(tensor: Tensor, mode: Any) -> Tensor:
     """A fake of a tensor. One on the meta device becomes a CPU's: on meta, attention would keep its probabilities."""
-    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.is_meta:
+    if not tensor.is_meta:
         return mode.from_tensor(tensor)
-    fake = FakeTensor(mode, tensor.detach(), torch.device("cpu"))
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: without_data(getattr(tensor, name), mode) for name in names}
+        fake = type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+    else:
+        fake = FakeTensor(mode, tensor.detach(), torch.device("cpu"))
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 

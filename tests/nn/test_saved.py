@@ -5,7 +5,7 @@ from torch import Tensor, nn
 import octavo
 from octavo import recipes
 from octavo.nn.saved import KINDS, predicted_by_kind, saved_by_kind
-from tests.support.helpers import to_fp8
+from tests.support.helpers import every_layer, to_fp8
 
 T, K, N = 128, 64, 96
 
@@ -76,6 +76,16 @@ def test_fused_modules_and_copies_in_another_dtype():
     with torch.autocast("cpu", torch.bfloat16):
         found = saved_by_kind(nn.Sequential(nn.Linear(K, N)), (x,))
     assert (found["weights"], found["inputs of layers"]) == (2 * K * N, 2 * T * K)
+
+
+@pytest.mark.parametrize("storage", [None, "fp8"])
+def test_on_the_meta_device_it_saves_what_it_does_on_a_cpu(storage):
+    def counted(device: str) -> dict[str, int]:
+        with torch.device(device):
+            model, tokens = Model().bfloat16(), torch.zeros(T, dtype=torch.int64)
+        return predicted_by_kind(octavo.convert(model, recipes.blockwise(), every_layer, storage), (tokens,))
+
+    assert counted("meta") == counted("cpu")
 
 
 def test_a_model_that_fails_leaves_nothing_behind():
