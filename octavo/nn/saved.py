@@ -143,7 +143,7 @@ def without_data(tensor: Tensor, mode: Any) -> Tensor:
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
         parts = {name: without_data(getattr(tensor, name), mode) for name in names}
-        fake = type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+        fake = type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
     else:
         fake = FakeTensor(mode, tensor.detach(), torch.device("cpu"))
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
