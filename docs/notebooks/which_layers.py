@@ -122,7 +122,7 @@ axis.invert_yaxis()
 axis.set_xlabel("loss after training")
 
 # %% [markdown]
-# Half of what `dynamic` cost came from one layer.
+# Much of what `dynamic` cost came from one layer.
 #
 # ## Or watch a training
 #
@@ -140,7 +140,7 @@ with octavo.inspect.record(converted, record, every=5, optimizer=optimizer) as r
         optimizer.zero_grad()
         recorder.step(loss=loss)
 for finding in octavo.inspect.diagnose(octavo.inspect.load(record))[:2]:
-    print(f"{finding.kind} in the {finding.role} of {finding.layer}: {finding.cause}\n  remedy: {finding.remedy}")
+    print(f"{finding.layer or 'all layers'}: {finding.cause}\n  remedy: {finding.remedy}")
 
 # %% [markdown]
 # `octavo inspect FOLDER --html report.html` shows the same with plots: [where does FP8 hurt?](../inspect.md)
