@@ -68,6 +68,7 @@ STUDIES = {
     "gradient_storage": "docs/weights.md",
     "adaptive": "docs/adaptive.md",
     "what_if": "docs/inspect.md",
+    "causes_earlier": "docs/inspect.md",
 }
 # A state that was rewritten before it was merged, or was not committed: the commit that its rows came with.
 CAME_WITH = {"a5a2346": "161ce4a", "c1c2b31+": "7836095"}

@@ -6,7 +6,8 @@ Before the first of these the model has trained for 60 steps in high precision, 
 are the shares of runs whose first finding, or one of the first three, is right in each respect, and findings above
 "note" in healthy runs. Eleven of the first 32 kinds of fault, drawn by a seed, were held out when the first rules were
 made (FIRST_DRAW), 13 more kinds when the second were (causes_held_out.py), and 17, picked by what users report, when
-the third were (causes_third_draw.py). Today's rules were made with all of these. Written to results/causes.csv.
+the third were (causes_third_draw.py). Today's rules were made with all of these. Written to results/causes.csv; what
+earlier rules said of the same faults is in causes_earlier.csv.
 """
 
 from __future__ import annotations
@@ -458,7 +459,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 def causes_table() -> str:
     """For docs/inspect.md."""
-    return markdown(HEAD, summary(read("causes")))
+    return markdown(HEAD, summary([*read("causes_earlier"), *read("causes")]))
 
 
 TABLES = {"causes": causes_table}
@@ -489,8 +490,7 @@ def main(arguments: list[str]) -> int:
                     for name in ("kind", "model", "seed", "layer", "cause at", "said", "sentence")
                 )
             )
-    before = [{**row} for row in read("causes") if row["diagnosis"] != "after"]  # of the commit that each row names
-    print(table([dict(zip(HEAD, line, strict=True)) for line in summary([*before, *rows])]))
+    print(table([dict(zip(HEAD, line, strict=True)) for line in summary([*read("causes_earlier"), *rows])]))
     if not options.no_write:
-        print(f"written to {write_results('causes', [*before, *rows], origin=provenance())}")
+        print(f"written to {write_results('causes', rows, origin=provenance())}")
     return 0
