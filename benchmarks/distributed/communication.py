@@ -139,13 +139,14 @@ def wire_rows() -> list[dict[str, object]]:
     ):
         q, _, scale_inv, *_ = kernels.cast(x, None, 0, E4M3.dtype, tile, power_of_two, 0)
         message, codes = pack(q, scale_inv, power_of_two), q.view(torch.uint8)
-        found = unpack(message, x.shape[1], q.dtype, power_of_two)
-        assert torch.equal(found[0].view(torch.uint8), codes) and torch.equal(found[1], scale_inv)
+        found = unpack(message, x.shape[1], q.dtype, power_of_two, tile)
+        assert found[1].dtype == scale_inv.dtype and torch.equal(found[1].float(), scale_inv.float())
+        assert torch.equal(found[0].view(torch.uint8), codes)
         rows.append(
             {"scales": name, "codes": codes.numel(), "message": message.numel()}
             | {"bytes_more": f"{message.numel() / codes.numel() - 1:.4f}"}
             | {"pack_us": _microseconds(lambda: pack(q, scale_inv, power_of_two))}  # noqa: B023
-            | {"unpack_us": _microseconds(lambda: unpack(message, x.shape[1], q.dtype, power_of_two))}  # noqa: B023
+            | {"unpack_us": _microseconds(lambda: unpack(message, x.shape[1], q.dtype, power_of_two, tile))}  # noqa: B023
             | {"copy_us": _microseconds(codes.clone)}
         )
     return rows
