@@ -67,9 +67,15 @@ class Finding:
         consequences: findings that this one explains, in the order in which they began.
 
     Example:
-        >>> found = Finding("batch", "", "", (), "", 3, 3, {}, "the loss rose", "look at the data", "", 2.0)
-        >>> f"{found.level}: {found.cause} at step {found.begins}, so {found.remedy}"
-        'note: the loss rose at step 3, so look at the data'
+        >>> import tempfile, torch, octavo
+        >>> layer = octavo.nn.Linear(64, 64)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with octavo.inspect.record(layer, folder) as recorder:
+        ...         layer(torch.full((16, 64), torch.inf)).sum().backward()
+        ...         recorder.step()
+        ...     first, *others = octavo.inspect.diagnose(octavo.inspect.load(folder))
+        >>> first.kind, first.level
+        ('batch', 'critical')
     """
 
     kind: str
@@ -118,8 +124,15 @@ def verdict(record: Record, findings: Sequence[Finding]) -> str:
         record, findings: a record and what ``diagnose`` found in it.
 
     Example:
-        >>> verdict(Record([], [0, 50], {}, None, [], {}, {}, []), [])
-        'Nothing exceeds its limit in 2 recorded steps'
+        >>> import tempfile, torch, octavo
+        >>> layer = octavo.nn.Linear(64, 64)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with octavo.inspect.record(layer, folder) as recorder:
+        ...         layer(torch.randn(16, 64)).sum().backward()
+        ...         recorder.step()
+        ...     found = octavo.inspect.load(folder)
+        >>> octavo.inspect.verdict(found, octavo.inspect.diagnose(found))
+        'Nothing exceeds its limit in 1 recorded step'
     """
     nothing = f"Nothing exceeds its limit in {len(record.steps)} recorded step{'s' * (len(record.steps) != 1)}"
     return findings[0].sentence if findings else nothing
