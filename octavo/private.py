@@ -114,6 +114,7 @@ ATTRIBUTES = {  # by the functions of this file
     "_backward_hooks": Name("torch.nn.Parameter._backward_hooks", "keeps a parameter's hooks when its tensor changes"),
     "_post_accumulate_grad_hooks": Name("torch.nn.Parameter._post_accumulate_grad_hooks", "the same"),
     "_current_level": Name("torch.autograd.forward_ad._current_level", "refuses forward-mode derivatives"),
+    "_is_exporting_flag": Name("torch.compiler._is_exporting_flag", "tells torch.export from torch.compile"),
     "_get_fsdp_state": Name("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "finds FSDP2's parameters"),
     "_fsdp_param_groups": Name("FSDPState._fsdp_param_groups", "the same"),
     "_fsdp_param_group": Name("FSDPState._fsdp_param_group", "the same, until torch 2.12"),
@@ -170,6 +171,11 @@ def set_hooks(parameter: Any, hooks: tuple[Any, Any]) -> None:
 def in_forward_mode() -> bool:
     """Whether forward-mode derivatives are being computed."""
     return torch.autograd.forward_ad._current_level >= 0
+
+
+def is_exporting() -> bool:
+    """torch.compiler.is_exporting(), which while torch.compile traces is always True until torch 2.12."""
+    return torch.compiler._is_exporting_flag
 
 
 class FsdpParam:

@@ -34,7 +34,7 @@ from octavo.granularity import PerBlock
 from octavo.kernels.arguments import CastSource
 from octavo.kernels.layouts import contraction_multiple
 from octavo.numerics import E8M0
-from octavo.private import keeps_graph, will_engine_execute_node
+from octavo.private import is_exporting, keeps_graph, will_engine_execute_node
 from octavo.scaling.delayed import entering_input
 from octavo.scaling.recipe import Cast, Recipe
 from octavo.tensor.pair import Operands
@@ -359,7 +359,7 @@ def is_recorded(*tensors: Tensor | None) -> bool:
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
-                return not torch.compiler.is_exporting()
+                return not is_exporting()
     return False
 
 

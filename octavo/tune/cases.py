@@ -369,9 +369,16 @@ TILES: dict[str, tuple[Tile, Tile]] = {
     "1x128 . 1x128": (VECTOR, VECTOR),
     "1x32 . 1x32": (MX, MX),
 }
-# those that torch has here; on a CPU it has none of blocks, and torch 2.11 has none at all
-_ON_CPU = torch.__version__ >= "2.12"
-TORCH = [name for name in TILES if ON_GPU or (_ON_CPU and "x" not in name)]
+
+
+def _torch_has(tiles: str) -> bool:
+    """Whether torch's product takes these here: 1x32 is Blackwell's, a CPU has none of blocks, with torch 2.11 none."""
+    if ON_GPU:
+        return "1x32" not in tiles or torch.cuda.get_device_capability() >= (10, 0)
+    return torch.__version__ >= "2.12" and "x" not in tiles
+
+
+TORCH = [name for name in TILES if _torch_has(name)]
 
 
 def _product(a_tile: Tile, b_tile: Tile, who: str, fast_accum: bool) -> Case:

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import math
+import os
 import sys
 import types
 import warnings
@@ -54,7 +55,8 @@ def running(capability: int | None = None) -> Iterator[TritonKernels]:
     """The kernels, and while it lasts, they can run; compiled for a capability, if one is given and there is no GPU."""
     capability = capability or compiled_for
     on_gpu = torch.cuda.is_available()
-    how = nullcontext() if on_gpu else emulating(capability) if capability else _interpreting()
+    on_device = torch.device('cuda') if os.environ.get('DEFAULT_DEVICE') else nullcontext()
+    how = on_device if on_gpu else emulating(capability) if capability else _interpreting()
     with how:
         yield load(not on_gpu and not capability)
 

@@ -67,7 +67,15 @@ class ProductTiling(NamedTuple):
 def matmul_kernel(a, b, bias_ptr, K, out_ptr, tiling: tl.constexpr):
     """Out [M, N] = a [M, K] . b [N, K]^T + bias; tiling: ProductTiling."""
     m, n = place_of_program(tl.cdiv(a.rows, tiling.block_m), tl.cdiv(b.rows, tiling.block_n))
+    a = Operand(a.ptr, a.rows, a.stride, a.scale_inv, variable(a.scale_stride_r), variable(a.scale_stride_c))
+    b = Operand(b.ptr, b.rows, b.stride, b.scale_inv, variable(b.scale_stride_r), variable(b.scale_stride_c))
     write_part(Product(a, b, bias_ptr, K), out_ptr, m * tiling.block_m, n * tiling.block_n, tiling)
+
+
+@triton.jit
+def variable(stride):
+    """A stride of scales that is no constant: with a bias Triton 3.6 loses those that are 1."""
+    return tl.zeros((), tl.int32) + stride
 
 
 @triton.jit

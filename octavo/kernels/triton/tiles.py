@@ -243,12 +243,19 @@ else:
     @triton.jit
     def narrow(x, dtype: tl.constexpr):
         """Round float32 to dtype; of float8, beyond max to max."""
-        if dtype.is_fp8() and not cuda_capability_geq(9):
-            # for Ada, Triton before 3.9 converts to float16 first, and cuts off: 1 normal code in 256 is one too small
-            E4M3: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;"
-            E5M2: tl.constexpr = "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;"
+        if dtype.is_fp8():
+            # For Ada, Triton before 3.9 converts to float16 first, and cuts off: 1 normal code in 256 is one too small.
+            # Two codes that are packed with two others and read alone too are lost by ptxas before 13: four are one value.
+            E4M3: tl.constexpr = (
+                "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;"
+                " mov.b32 $0, {lo, hi}; }"
+            )
+            E5M2: tl.constexpr = (
+                "{ .reg .b16 lo, hi; cvt.rn.satfinite.e5m2x2.f32 lo, $2, $1; cvt.rn.satfinite.e5m2x2.f32 hi, $4, $3;"
+                " mov.b32 $0, {lo, hi}; }"
+            )
             code: tl.constexpr = E5M2 if dtype == tl.float8e5 else E4M3
-            codes = tl.inline_asm_elementwise(code, "=h,r,r", [x], tl.uint8, is_pure=True, pack=2)
+            codes = tl.inline_asm_elementwise(code, "=r,r,r,r,r", [x], tl.uint8, is_pure=True, pack=4)
             result = codes.to(dtype, bitcast=True)
         else:
             result = x.to(dtype)
