@@ -26,12 +26,12 @@ FOUND = 86  # the exit status of what the tools found something in
 CASES = [name for capability, name in test_compiled.ALL_CASES if capability == 90]
 
 
-def launch_all() -> list[str]:
+def launch_all(kernels: triton_kernels.TritonKernels) -> list[str]:
     """Run the cases; a line for each that is wrong."""
     wrong = []
     for name in CASES:
         try:
-            test_compiled.check(name, triton_kernels.load(False))
+            test_compiled.check(name, kernels)
         except Exception as error:
             wrong.append(f"FAILED: {name}: {describe(error)}")
     print(*wrong, f"{len(CASES) - len(wrong)} of {len(CASES)} cases are their reference", sep="\n", flush=True)
@@ -53,13 +53,14 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.toy:
         with emulating(90) as done:
-            wrong = launch_all()
+            wrong = launch_all(triton_kernels.load(False))
         print(f"emulated sm_90: {len(done)} launches of {len({one.kernel for one in done})} kernels")
         return int(bool(wrong))
     if not ON_GPU:
         parser.error("compute-sanitizer needs an NVIDIA GPU; --toy runs the kernels in the emulator")
     if options.launch:
-        return int(bool(launch_all()))
+        with triton_kernels.running() as kernels:
+            return int(bool(launch_all(kernels)))
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if sanitizer is None:
         print("there is no compute-sanitizer here (it comes with the CUDA toolkit): nothing was checked")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import hashlib
 import lzma
 import pickle
@@ -28,6 +29,7 @@ from torch import Tensor
 import emulator
 from benchmarks.common.measure import commit, device_name, table, write_results
 from emulator.memory import GlobalMemory
+from octavo.kernels.triton.launch import launch
 from octavo.tune import cases
 from octavo.tune.timing import DEVICE, describe, synchronize
 from tests.kernels.triton import test_compiled
@@ -138,14 +140,16 @@ class Recorder:
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return self.keep(flat.cpu().numpy().tobytes())
 
-    def launch(self, compiled: Any, run: Callable[..., None], grid: tuple[int, int, int], given: tuple[Any, ...]) -> None:
+    def launch(
+        self, compiled: Any, run: Callable[..., None], grid: tuple[int, int, int], given: tuple[Any, ...]
+    ) -> None:
         stream, function, *rest = given
-        flat = list(emulated._flattened(compiled.src.signature.values(), rest[4:]))
+        flat = list(emulated.flattened(compiled.src.signature.values(), rest[4:]))
         tensors = {id(x.untyped_storage()): x for _, x in flat if isinstance(x, Tensor)}
         found = {x.untyped_storage().data_ptr(): x for x in tensors.values() if x.untyped_storage().nbytes()}
         tables = {at for at, x in found.items() if x.dtype is torch.int64}
         if tables:
-            for x in list(_live()):
+            for x in list(_live({x.device.type for x in found.values()})):
                 if (storage := x.untyped_storage()).nbytes() <= MOST:
                     found.setdefault(storage.data_ptr(), x)
         places = {at: number for number, at in enumerate(found)}
@@ -171,12 +175,10 @@ class Recorder:
         self.launches.append(Recorded(self.case, compiled.name, ptx, shared, grid, arguments, memories))
 
 
-def _live() -> Iterator[Tensor]:
-    """Tensors of this device that have memory."""
-    import gc
-
+def _live(kinds: set[str]) -> Iterator[Tensor]:
+    """Tensors of these kinds of devices that have memory."""
     for found in gc.get_objects():
-        if type(found) in (Tensor, torch.nn.Parameter) and found.device.type == DEVICE.type:
+        if type(found) in (Tensor, torch.nn.Parameter) and found.device.type in kinds:
             try:
                 if found.untyped_storage().nbytes():
                     found.untyped_storage().data_ptr()
@@ -220,8 +222,8 @@ def record(path: Path) -> int:
             attempt(f"{name}, K = {shape[2]}", lambda: cases.wrong(name, shape))
         a, b = operands(0), operands(1)
         for name, text in INSTRUCTIONS.items():
-            grid = (OPERANDS // 1024,)
-            attempt(name, lambda: instruction_kernel[grid](torch.empty_like(a), a, b, text, 1024) and None)
+            arguments = torch.empty_like(a), a, b, text, 1024
+            attempt(name, lambda: launch(instruction_kernel, OPERANDS // 1024, arguments, num_warps=4))
     for case, problem in found.problems.items():
         print(f"FAILED: {case}: {problem}")
     versions = {"device": device_name(), "torch": torch.__version__, "triton": triton.__version__, "commit": commit()}
@@ -252,7 +254,9 @@ class Buffer:
 def replay(one: Recorded, blobs: dict[str, bytes]) -> dict[str, object]:
     """A row: what a launch writes in the emulator, beside the record."""
     buffers = [Buffer(blobs[memory.before], memory.address) for memory in one.memories]
-    moved = [(memory.address, buffer.size, buffer.address) for memory, buffer in zip(one.memories, buffers, strict=True)]
+    moved = [
+        (memory.address, buffer.size, buffer.address) for memory, buffer in zip(one.memories, buffers, strict=True)
+    ]
     for memory, buffer in zip(one.memories, buffers, strict=True):
         if memory.is_table:
             values = buffer.bytes[: buffer.size // 8 * 8].view(np.int64)
@@ -304,7 +308,16 @@ def main(arguments: list[str]) -> int:
         try:
             rows.append(replay(one, blobs))
         except Exception as error:
-            rows.append({"case": one.case, "kernel": one.kernel, "written": "", "other": "", "dtype": "", "most": describe(error)})
+            rows.append(
+                {
+                    "case": one.case,
+                    "kernel": one.kernel,
+                    "written": "",
+                    "other": "",
+                    "dtype": "",
+                    "most": describe(error),
+                }
+            )
     print(table(rows))
     if not options.no_write:
         print(f"written to {write_results('silicon', rows, origin=versions)}")

@@ -337,7 +337,7 @@ def _step(make: Callable[[Shape], WeightUpdate]) -> Case:
             one = make(shape)
         return one, filled(one.gradient, x), *map(filled, stored(one))
 
-    return Case("step", lambda one, *tensors: (one, {}), inputs=inputs, exact=ON_GPU)
+    return Case("step", lambda one, *tensors: (one, {}), inputs=inputs, exact=False)
 
 
 def stepping(kernel: Callable[..., None], keeps_plans: bool) -> Callable[..., tuple[Tensor, ...]]:
@@ -346,8 +346,8 @@ def stepping(kernel: Callable[..., None], keeps_plans: bool) -> Callable[..., tu
     def run(one: WeightUpdate, plans: dict[Any, dict[Any, Any]]) -> tuple[Tensor, ...]:
         kept = {"plans": plans.setdefault(config("optimizer_step", 64), {})} if keeps_plans else {}
         kernel([one], [ADAM], **kept)
-        # torch's roots on a CPU are not always correctly rounded, which a remainder of 16 bits shows
-        return tuple(tensor for tensor in stored(one) if ON_GPU or tensor.dtype != torch.int16)
+        # torch's roots on a CPU, and its multiply-adds on a GPU, may round otherwise, which a remainder of 16 bits shows
+        return tuple(tensor for tensor in stored(one) if tensor.dtype != torch.int16)
 
     return run
 

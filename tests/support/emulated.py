@@ -86,10 +86,10 @@ class Unwritten(TorchDispatchMode):
         return [(storage.data_ptr(), storage.nbytes(), self._of(storage)) for storage in storages]
 
 
-def _flattened(types: Any, arguments: Any) -> Iterator[tuple[str, Any]]:
+def flattened(types: Any, arguments: Any) -> Iterator[tuple[str, Any]]:
     for kind, argument in zip(types, arguments, strict=True):
         if isinstance(kind, (tuple, list)):
-            yield from _flattened(kind, argument)
+            yield from flattened(kind, argument)
         elif kind != "constexpr":
             yield kind, argument
 
@@ -132,7 +132,7 @@ class _Launcher:
     def __call__(self, x: int, y: int, z: int, stream: Any, function: int, *arguments: Any) -> None:
         name, text, shared = _functions[function]
         text = _runs[-1].change(text)
-        given = list(_flattened(self.types.values(), arguments[4:]))  # after two kinds of metadata and two hooks
+        given = list(flattened(self.types.values(), arguments[4:]))  # after two kinds of metadata and two hooks
         values = [_packed(*one) for one in given]
         values += [b"\0" * 8] * (len(emulator.parse(text).parameters) - len(values))  # scratch that is not there
         spans = _runs[-1].unwritten.spans

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import importlib
 import math
-import os
 import sys
 import types
 import warnings
@@ -22,6 +21,7 @@ from unittest import mock
 import torch
 
 from tests.support.emulated import emulating
+from tests.support.on_gpu import take_cpu_tensors
 
 PACKAGE = "octavo.kernels.triton"
 compiled_for: int | None = None  # the compute capability of --compiled
@@ -55,8 +55,9 @@ def running(capability: int | None = None) -> Iterator[TritonKernels]:
     """The kernels, and while it lasts, they can run; compiled for a capability, if one is given and there is no GPU."""
     capability = capability or compiled_for
     on_gpu = torch.cuda.is_available()
-    on_device = torch.device('cuda') if os.environ.get('DEFAULT_DEVICE') else nullcontext()
-    how = on_device if on_gpu else emulating(capability) if capability else _interpreting()
+    if on_gpu:
+        take_cpu_tensors()
+    how = nullcontext() if on_gpu else emulating(capability) if capability else _interpreting()
     with how:
         yield load(not on_gpu and not capability)
 

@@ -1,0 +1,98 @@
+"""On a GPU, Triton's launches take CPU tensors too: their memory goes there before a launch and back after it.
+
+So a test is written once, with CPU tensors, for the interpreter, the emulator and a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.emulated import COUNT_MULTIPROCESSORS, all_storages, flattened
+
+
+def as_bytes(storage: Any) -> Tensor:
+    """A storage's bytes, uint8 [bytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def words(storage: Any) -> Tensor:
+    """A storage's whole int64 numbers."""
+    return as_bytes(storage)[: storage.nbytes() // 8 * 8].view(torch.int64)
+
+
+def is_table(tensor: Tensor) -> bool:
+    """Whether a kernel's argument may hold addresses."""
+    return tensor.dtype is torch.int64
+
+
+class There:
+    """CPU storages and their copies on the GPU."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.numel()}
+        tables = {x.untyped_storage().data_ptr() for x in tensors if is_table(x)} & storages.keys()
+        if tables:
+            pointed = torch.cat([words(storages[at]) for at in tables])
+            for storage in all_storages():
+                first = storage.data_ptr()
+                if first not in storages and ((pointed >= first) & (pointed < first + storage.nbytes())).any():
+                    storages[first] = storage
+        self.copies = {at: as_bytes(storage).cuda() for at, storage in storages.items()}
+        self.storages = {at: storage for at, storage in storages.items() if at not in tables}
+        for at in tables:
+            values = words(storages[at])
+            moved = values.clone()
+            for first, copy in self.copies.items():
+                inside = (values >= first) & (values < first + copy.numel())
+                moved[inside] += copy.data_ptr() - first
+            self.copies[at][: moved.numel() * 8].copy_(moved.view(torch.uint8))
+
+    def address(self, value: Any) -> Any:
+        """An argument as the launcher takes it: of a CPU tensor where its copy lies."""
+        if isinstance(value, Tensor) and value.is_cpu:
+            at = value.untyped_storage().data_ptr()
+            return self.copies[at].data_ptr() + value.data_ptr() - at if at in self.copies else 0
+        if isinstance(value, tuple):
+            parts = [self.address(part) for part in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        return value
+
+    def bring_back(self) -> None:
+        """What the launch wrote."""
+        for at, storage in self.storages.items():
+            as_bytes(storage).copy_(self.copies[at])
+
+
+@functools.cache
+def take_cpu_tensors() -> None:
+    """From now on, in this process."""
+    from triton.backends.nvidia.driver import CudaLauncher
+    from triton.runtime.driver import driver
+
+    class Launcher(CudaLauncher):
+        def __init__(self, source: Any, metadata: Any) -> None:
+            super().__init__(source, metadata)
+            self.types = source.signature
+
+        def __call__(self, x: int, y: int, z: int, stream: Any, function: Any, *rest: Any) -> None:
+            given = [value for _, value in flattened(self.types.values(), rest[4:])]  # after metadata and hooks
+            tensors = [value for value in given if isinstance(value, Tensor) and value.is_cpu]
+            if not tensors:
+                return super().__call__(x, y, z, stream, function, *rest)
+            there = There(tensors)
+            super().__call__(x, y, z, stream, function, *rest[:4], *map(there.address, rest[4:]))
+            there.bring_back()
+
+    active = driver.active
+    stream_of = active.get_current_stream
+    active.launcher_cls = Launcher
+    active.get_current_stream = lambda device: stream_of(max(device, 0))
+    for name in COUNT_MULTIPROCESSORS:
+        module = importlib.import_module(f"octavo.kernels.triton.{name}")
+        count = module.multiprocessors
+        module.multiprocessors = lambda index, count=count: count(max(index, 0))
