@@ -274,8 +274,8 @@ def test_batch_invariant_whatever_other_rows_hold(kind, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["Linear", pytest.param("RMSNormMLP", marks=pytest.mark.full)])
 def test_batch_invariant_in_the_kernels_for_gpus(kind, kernels):
-    with in_place_of_reference(kernels) if kernels.device.type == "cpu" else nullcontext():
-        assert moved_by(kind, recipes.batch_invariant(), torch.bfloat16, kernels.device) == set()
+    with in_place_of_reference(kernels) if kernels.gpu.type == "cpu" else nullcontext():
+        assert moved_by(kind, recipes.batch_invariant(), torch.bfloat16, kernels.gpu) == set()
 
 
 def test_how_far_later_tokens_move_earlier_outputs():

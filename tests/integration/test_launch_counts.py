@@ -22,10 +22,10 @@ AMAX, LINES = "amax_kernel", ["line_amax_kernel", "cast_lines_kernel"]
 
 def state(kernels: TritonKernels) -> State:
     """A delayed state whose scales are known to exist."""
-    scale, history = torch.ones(3, device=kernels.device), torch.zeros(3, 4, device=kernels.device)
+    scale, history = torch.ones(3, device=kernels.gpu), torch.zeros(3, 4, device=kernels.gpu)
     found = State(scale, history, before_of(scale))
     kernels.module("delayed_update").committed(*found, (True, True, True))
-    if kernels.device.type == "cuda":
+    if kernels.gpu.type == "cuda":
         torch.cuda.synchronize()
     return found
 
@@ -40,11 +40,11 @@ def delayed(kernels: TritonKernels, x: Tensor, activation: tuple[Any, ...]) -> A
 
 
 def no_history(kernels: TritonKernels, x: Tensor, activation: tuple[Any, ...]) -> Any:
-    return kernels.cast(x, torch.zeros(3, device=kernels.device), 0, E4M3, ALL, False, 0, False, 16, False, *activation)
+    return kernels.cast(x, torch.zeros(3, device=kernels.gpu), 0, E4M3, ALL, False, 0, False, 16, False, *activation)
 
 
 def commits(kernels: TritonKernels, x: Tensor, activation: tuple[Any, ...]) -> Any:
-    amax = torch.ones(1, 1, device=kernels.device)
+    amax = torch.ones(1, 1, device=kernels.gpu)
     update = update_args("max")
     return kernels.cast_and_commit(x, *state(kernels), amax, amax, E5M2, False, 0, *update, True, 16, True, *activation)
 
@@ -100,7 +100,7 @@ def codes(device: torch.device) -> tuple[Any, ...]:
 @pytest.mark.parametrize("name", CASTS)
 def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, name: str, what: str) -> None:
     call, expected = CASTS[name]
-    x, activation = WHAT[what](kernels.device)
+    x, activation = WHAT[what](kernels.gpu)
     launched = noted(kernels, monkeypatch)
     call(kernels, x, activation)
     assert launched == expected
@@ -117,7 +117,7 @@ def test_launches_of_many_tensors(
     is_delayed: bool,
     expected: list[str],
 ) -> None:
-    xs = [numbers(kernels.device, cols) for cols in (64, 128, 100)]
+    xs = [numbers(kernels.gpu, cols) for cols in (64, 128, 100)]
     outputs = zip(*(REFERENCE["cast"](x, *one(tile, True))[:4] for x in xs), strict=True)
     scales = [state(kernels)[0] for _ in xs] if is_delayed else []
     launched = noted(kernels, monkeypatch)
@@ -126,15 +126,15 @@ def test_launches_of_many_tensors(
 
 
 def test_the_host_learns_that_a_scale_exists(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, activation = WHAT["its gradient"](kernels.device)
-    own = State.empty(4, kernels.device)
+    x, activation = WHAT["its gradient"](kernels.gpu)
+    own = State.empty(4, kernels.gpu)
     launched = count_launches(kernels, monkeypatch)
     for expected in ([AMAX, TENSOR], [AMAX, TENSOR], [TENSOR], [TENSOR]):  # of the state before the last commit
         commit = (None, None, E5M2, False, 0, *update_args("max"), True, 16, True, *activation)
         kernels.cast_and_commit(x, *own, *commit)
         assert launched == expected
         launched.clear()
-        if kernels.device.type == "cuda":
+        if kernels.gpu.type == "cuda":
             torch.cuda.synchronize()
 
 
@@ -142,18 +142,18 @@ def test_the_host_learns_that_a_scale_exists(kernels: TritonKernels, monkeypatch
 def test_launches_of_what_octavo_inspect_reads(
     kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    x, (q, scale_inv, tile) = numbers(kernels.device, 64), codes(kernels.device)
-    sums = torch.zeros(71, dtype=torch.float64, device=kernels.device)
-    found, one = torch.zeros(4, device=kernels.device), torch.ones(1, dtype=torch.int32, device=kernels.device)
+    x, (q, scale_inv, tile) = numbers(kernels.gpu, 64), codes(kernels.gpu)
+    sums = torch.zeros(71, dtype=torch.float64, device=kernels.gpu)
+    found, one = torch.zeros(4, device=kernels.gpu), torch.ones(1, dtype=torch.int32, device=kernels.gpu)
     arguments = {
-        "cast_statistics": (numbers(kernels.device), q, scale_inv, tile, sums, found[:3]),
+        "cast_statistics": (numbers(kernels.gpu), q, scale_inv, tile, sums, found[:3]),
         "note_faults": (x, q, scale_inv, None, one, found, one.clone()),
     }
     launched = noted(kernels, monkeypatch)
     getattr(kernels, name)(*arguments[name])
     assert launched == [f"{name}_kernel"]
     if name == "cast_statistics":  # and of experts
-        x, ends = numbers(kernels.device), torch.tensor([3, 3, 9], dtype=torch.int32, device=kernels.device)
+        x, ends = numbers(kernels.gpu), torch.tensor([3, 3, 9], dtype=torch.int32, device=kernels.gpu)
         q, _, scale_inv, _ = REFERENCE["cast"](x, None, 0, E5M2, (-1, -1), False, 0, offsets=ends)
         sums, extremes = torch.zeros(3, 71, dtype=torch.float64, device=x.device), torch.zeros(3, 3, device=x.device)
         kernels.cast_statistics(x, q, scale_inv, (-1, -1), sums, extremes, ends)

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def device(kernels: Any) -> Iterator[torch.device]:
     """Where layers run the Triton kernels; without a GPU they are put in the reference's place, laid as on Hopper."""
-    with in_place_of_reference(kernels) if kernels.device.type == "cpu" else nullcontext():
-        yield kernels.device
+    with in_place_of_reference(kernels) if kernels.gpu.type == "cpu" else nullcontext():
+        yield kernels.gpu
 
 
 def layer(recipe: octavo.Recipe, bias: bool, sizes: tuple[int, int], dtype: torch.dtype) -> octavo.nn.Linear:

@@ -29,11 +29,15 @@ COPIED = (PACKAGE, "octavo.tune")
 
 
 class TritonKernels:
-    """Each kernel by its op's name: ``kernels.cast(...)``; and where its tensors must lie: ``kernels.device``."""
+    """Each kernel by its op's name: ``kernels.cast(...)``; ``gpu``: where torch's own products run, a CPU without one.
+
+    They take CPU tensors everywhere, as references do, whose results on a GPU are not the same bit for bit.
+    """
 
     def __init__(self, interpreted: bool) -> None:
         self.interpreted = interpreted
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = torch.device("cpu")
+        self.gpu = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.modules = _copy() if interpreted else _real()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

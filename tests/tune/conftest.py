@@ -12,5 +12,5 @@ def tuner(kernels: TritonKernels) -> Iterator[ModuleType]:
     import triton
 
     with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = kernels.device.type == "cpu"
+        triton.knobs.runtime.interpret = kernels.gpu.type == "cpu"
         yield kernels.module("octavo.tune.tuner")

@@ -67,7 +67,7 @@ def e4m3(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @pytest.fixture
 def emulated(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> TritonKernels:
-    if kernels.device.type == "cuda":
+    if kernels.gpu.type == "cuda":
         pytest.skip("a GPU has its own")
     monkeypatch.setattr(kernels.module("library_matmul"), "_known", {})
     return kernels
@@ -144,7 +144,7 @@ def test_what_torch_does_not_take(kernels: TritonKernels) -> None:
 
 
 def test_a_gpu_asks_once(kernels: TritonKernels) -> None:
-    if kernels.device.type != "cuda":
+    if kernels.gpu.type != "cuda":
         pytest.skip("needs a GPU")
     args = *e4m3(rows_in_groups([40, 0, 230], 2, (ROWS, ROWS), 256, 512)), None, torch.bfloat16, False
-    close(kernels.grouped_matmul(*to(kernels.device, args)).cpu(), REFERENCE["grouped_matmul"](*args), kernels)
+    close(kernels.grouped_matmul(*to(kernels.gpu, args)).cpu(), REFERENCE["grouped_matmul"](*args), kernels)

@@ -69,7 +69,7 @@ def test_more_strips_than_there_are_counters(kernels: TritonKernels, monkeypatch
 @needs_gpu
 def test_a_stream_has_its_own_workspace(kernels: TritonKernels) -> None:
     workspace = kernels.module("launch").workspace
-    x = torch.empty(0, device=kernels.device)
+    x = torch.empty(0, device=kernels.gpu)
     found = {}
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
@@ -84,7 +84,7 @@ def test_the_first_launch_may_not_be_captured(kernels: TritonKernels, monkeypatc
     launch = kernels.module("launch")
     monkeypatch.setattr(launch, "_work", {})
     monkeypatch.setattr(launch, "_pools", {})
-    x = torch.randn(4, 4, device=kernels.device)
+    x = torch.randn(4, 4, device=kernels.gpu)
     first_launch = pytest.raises(RuntimeError, match="run the step once before capturing")
     with first_launch, torch.cuda.graph(torch.cuda.CUDAGraph()):
         kernels.amax(x + 1, ALL)

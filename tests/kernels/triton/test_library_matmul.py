@@ -24,7 +24,7 @@ def test_scales_are_laid_as_torch_s_product_wants_them(blocks: int, kernels: Tri
     found = laid(vectors, BLOCK, 1)
     assert torch.equal(found, vectors) and found.stride(0) == 1 and found.stride(1) in (1, 8)
     _, _, written, *_ = kernels.cast(
-        torch.randn(8, 128 * blocks).bfloat16().to(kernels.device), None, 0, E4M3, BLOCK, True, 0
+        torch.randn(8, 128 * blocks).bfloat16().to(kernels.gpu), None, 0, E4M3, BLOCK, True, 0
     )
     assert laid(written, BLOCK, 1).data_ptr() == written.data_ptr()  # as a cast writes it
     squares = torch.rand(2, blocks)
@@ -39,22 +39,22 @@ def test_scales_are_laid_as_torch_s_product_wants_them(blocks: int, kernels: Tri
 
 @pytest.mark.parametrize("tiles", [(ALL, ALL), (ROWS, ROWS), (BLOCK, SQUARE), (BLOCK, BLOCK)], ids=str)
 def test_torch_s_product(tiles: tuple[Tile, Tile], kernels: TritonKernels) -> None:
-    if kernels.device.type == "cpu" and tiles[0] == BLOCK:
+    if kernels.gpu.type == "cpu" and tiles[0] == BLOCK:
         pytest.skip("torch's product has no blocks on a CPU")
-    if kernels.device.type == "cpu" and torch.__version__ < "2.12":
+    if kernels.gpu.type == "cpu" and torch.__version__ < "2.12":
         pytest.skip("torch 2.11's product runs on GPUs only")
     library_matmul = of_flat(kernels.module("library_matmul").library_matmul)
     for shape in ((32, 48, 128), (256, 256, 384)):
         for bias in (None, torch.randn(2 * shape[1])[::2] * 100, torch.randn(shape[1]).bfloat16()):
             args = operands(shape, tiles, (E5M2 if tiles[0] != BLOCK else E4M3, E4M3))
             expected = REFERENCE["matmul"](*args, bias, torch.float32, False).bfloat16()
-            found = library_matmul(*to(kernels.device, (*args, bias)), torch.bfloat16, False)
+            found = library_matmul(*to(kernels.gpu, (*args, bias)), torch.bfloat16, False)
             close(found.cpu(), expected, kernels)
 
 
 def test_a_device_is_asked_once_whether_torch_s_product_is_right(kernels: TritonKernels) -> None:
     module = kernels.module("library_matmul")
-    if kernels.device.type == "cpu" and torch.__version__ < "2.12":
+    if kernels.gpu.type == "cpu" and torch.__version__ < "2.12":
         pytest.skip("torch 2.11's product runs on GPUs only")
     true = module.library_matmul
     kind = E4M3, E4M3, torch.bfloat16, True, False
@@ -63,15 +63,15 @@ def test_a_device_is_asked_once_whether_torch_s_product_is_right(kernels: Triton
         return lambda operands, *rest: true(change(operands), *rest)
 
     for tiles in ((ALL, ALL), (ROWS, ROWS)):
-        assert module._agrees(kernels.device, *tiles, *kind)
+        assert module._agrees(kernels.gpu, *tiles, *kind)
         swapped = with_error(lambda o: o._replace(a=o.a._replace(scale_inv=o.a.scale_inv.flip(0))))
         one_column = with_error(lambda o: o._replace(bias=o.bias * (torch.arange(len(o.bias)) != 7)))
         for wrong in (swapped if tiles[0] == ROWS else one_column, mock.Mock(side_effect=RuntimeError("unsupported"))):
             with mock.patch.object(module, "library_matmul", wrong):
-                assert not module._agrees(kernels.device, *tiles, *kind)
-    if kernels.device.type == "cpu":
-        assert not module._agrees(kernels.device, BLOCK, SQUARE, *kind)  # raises there
-    even = kernels.device, (32, 48, 64)
+                assert not module._agrees(kernels.gpu, *tiles, *kind)
+    if kernels.gpu.type == "cpu":
+        assert not module._agrees(kernels.gpu, BLOCK, SQUARE, *kind)  # raises there
+    even = kernels.gpu, (32, 48, 64)
     args = to(even[0], (*operands(even[1], (ALL, ALL), (E4M3, E4M3)), None, torch.bfloat16, True))
     with mock.patch.object(module, "_known", {}), mock.patch.object(module, "_agrees", return_value=False) as asked:
         for _ in range(2):
