@@ -346,7 +346,7 @@ def stepping(kernel: Callable[..., None], keeps_plans: bool) -> Callable[..., tu
     def run(one: WeightUpdate, plans: dict[Any, dict[Any, Any]]) -> tuple[Tensor, ...]:
         kept = {"plans": plans.setdefault(config("optimizer_step", 64), {})} if keeps_plans else {}
         kernel([one], [ADAM], **kept)
-        # torch's roots on a CPU, and its multiply-adds on a GPU, may round otherwise, which a remainder of 16 bits shows
+        # torch's roots on a CPU, and multiply-adds on a GPU, may round otherwise, which a remainder of 16 bits shows
         return tuple(tensor for tensor in stored(one) if tensor.dtype != torch.int16)
 
     return run

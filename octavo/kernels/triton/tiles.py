@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.target_info import cuda_capability_geq
 
 # No constants here that kernels read: Triton compares each at every launch, about 1 us apiece.
 
@@ -245,7 +244,7 @@ else:
         """Round float32 to dtype; of float8, beyond max to max."""
         if dtype.is_fp8():
             # For Ada, Triton before 3.9 converts to float16 first, and cuts off: 1 normal code in 256 is one too small.
-            # Two codes that are packed with two others and read alone too are lost by ptxas before 13: four are one value.
+            # Two codes that are packed with two others, and read alone too, ptxas 12 loses: so four are one value.
             E4M3: tl.constexpr = (
                 "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;"
                 " mov.b32 $0, {lo, hi}; }"
