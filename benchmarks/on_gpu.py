@@ -1,6 +1,6 @@
 """All that is to be done on a GPU, in stages that each have their time: tests, probes, kernels, layers, a model's step.
 
-The rehearsal (--toy) is the same without a GPU. In stages 1 to 4 and 9 kernels are compiled for Hopper and their PTX
+The rehearsal (--toy) is the same without a GPU. In stages 1 to 4, 9 and 10 kernels are compiled for Hopper and their PTX
 runs in the emulator; in the others, of which torch.compile makes code, layers and optimizers run the reference.
 Every stage is a process of its own. One that fails or runs out of its time is named, and the next begins; rows are in
 its CSV as they come. ``--stages`` picks some, ``--minutes`` ends before a stage that would not fit, and a stage that an
@@ -13,6 +13,7 @@ import argparse
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,11 +25,13 @@ from typing import NamedTuple
 
 from benchmarks.subjects import ROOT
 
-TAKES = "32 minutes of a GPU, in four commands of 9"
+TAKES = "31 minutes of a GPU, in four commands of 9"
 MEASURES = ("octavo/kernels/triton",)
 
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+# a plugin that times tests, where it is installed, warns beside xdist, which is an error
+PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:benchmark", "-m", "gpu"]
 DONE = "stages.json"
+TESTS = ("tests/kernels", "tests/integration", "tests/tune", "tests/nn", "tests/compile", "tests/test_recipes.py")
 
 
 class Stage(NamedTuple):
@@ -56,12 +59,14 @@ STAGES = {
     ),
     7: Stage("a Llama's step", 210, (_subject("llama_step", "--minutes", "3"),)),
     8: Stage("FSDP2 over NCCL", 60, (("nccl",),)),
-    9: Stage("compute-sanitizer: every kernel once under three tools", 300, (("sanitizer",),)),
+    9: Stage("compute-sanitizer: every kernel once under three tools", 150, (("sanitizer",),)),
+    10: Stage("launches for the emulator", 90, (("silicon", "--record", "{output}/silicon.record"),)),
 }
 TOY = {
     1: STAGES[1]._replace(seconds=300),
     3: Stage(STAGES[3].about, 300, (("tune", "cast", "matmul", "--toy"),)),
     8: STAGES[8]._replace(seconds=120),
+    10: STAGES[10]._replace(seconds=300),
 }
 TOY_TESTS = ("-k", "delayed_update", "--compiled", "sm_90")
 
@@ -99,7 +104,7 @@ def run(command: list[str], seconds: float, log: Path) -> str:
 def tests(processes: int, seconds: float, output: Path, options: Sequence[str]) -> str:
     """Run the tests marked ``gpu``, shared out over processes, for most of their time is compiling."""
     deadline = time.monotonic() + seconds
-    collect = [*PYTEST, "--collect-only", "tests", *options]
+    collect = [*PYTEST, "-q", "--collect-only", *TESTS, *options]
     listed = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True, check=False)
     names = [line for line in listed.stdout.splitlines() if "::" in line]
     if not names:
@@ -112,7 +117,7 @@ def tests(processes: int, seconds: float, output: Path, options: Sequence[str]) 
             share = Path(folder) / f"{index}.txt"
             share.write_text("\n".join(names[index::processes]))
             with file.open("w") as out:
-                command = [*PYTEST, "-rfE", "--tb=short", *options, f"@{share}"]
+                command = [*PYTEST, "-v", "--tb=short", *options, f"@{share}"]
                 running.append(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, text=True))
         late = 0
         for process in running:
@@ -124,7 +129,7 @@ def tests(processes: int, seconds: float, output: Path, options: Sequence[str]) 
                 late += 1
         text = "\n".join(file.read_text(errors="replace") for file in files)
     (output / "tests.log").write_text(text)
-    failures = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failures = [line for line in text.splitlines() if "::" in line and re.search(r" (FAILED|ERROR)\b", line)]
     for line in failures[:30]:
         print(line[:300])
     print(f"{len(names)} tests, {len(failures)} failed, {late} of {len(running)} processes out of time", flush=True)

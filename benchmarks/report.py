@@ -16,8 +16,8 @@ from benchmarks.common.pages import filled
 from benchmarks.compile import compile_matrix, onnx_export
 from benchmarks.distributed import communication, communication_model, gather_host, sharded_load
 from benchmarks.host import gpu_host
-from benchmarks.kernels import accumulation, grouped_accuracy
-from benchmarks.machine_code import emulated
+from benchmarks.kernels import accumulation, grouped_accuracy, kernels, layer
+from benchmarks.machine_code import emulated, silicon
 from benchmarks.optimizer import muon_training, optimizer_convergence, optimizer_state, optimizer_step
 from benchmarks.pictures import data_flow, layouts, losses, memory
 from benchmarks.subjects import ROOT, STUDIES, history
@@ -26,6 +26,7 @@ from benchmarks.training import (
     checkpointing,
     cpu_step,
     llama_convergence,
+    llama_step,
     quality_study,
     saved_bytes,
 )
@@ -35,10 +36,10 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/compile.md": compile_matrix.TABLES | cpu_step.TABLES,
     "docs/communication.md": communication_model.TABLES | communication.TABLES | gather_host.TABLES,
     "docs/export.md": onnx_export.TABLES,
-    "docs/emulator.md": emulated.TABLES,
+    "docs/emulator.md": emulated.TABLES | silicon.TABLES,
     "docs/guides/which-recipe.md": where.TABLES,
     "docs/inspect.md": causes.TABLES,
-    "docs/kernels.md": accumulation.TABLES | gpu_host.TABLES,
+    "docs/kernels.md": accumulation.TABLES | gpu_host.TABLES | kernels.TABLES | layer.TABLES | llama_step.TABLES,
     "docs/many-gpus.md": sharded_load.TABLES,
     "docs/modules.md": saved_bytes.TABLES | llama_convergence.TABLES | checkpointing.TABLES | predicted.MODULES,
     "docs/optimizer.md": muon_training.TABLES | optimizer_step.TABLES,

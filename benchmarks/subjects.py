@@ -69,6 +69,11 @@ STUDIES = {
     "adaptive": "docs/adaptive.md",
     "what_if": "docs/inspect.md",
     "causes_earlier": "docs/inspect.md",
+    # on a GPU, which not every release has
+    "kernels": "docs/kernels.md",
+    "layer": "docs/kernels.md",
+    "llama_step": "docs/kernels.md",
+    "silicon": "docs/emulator.md",
 }
 # A state that was rewritten before it was merged, or was not committed: the commit that its rows came with.
 CAME_WITH = {"a5a2346": "161ce4a", "c1c2b31+": "7836095"}

@@ -17,7 +17,7 @@ MEASURES = ("pyproject.toml",)
 
 # what the tests import and what the benchmarks compare with, without torch, Triton, numpy and transformers
 NAMES = ("pytest", "pytest-xdist", "execnet", "pluggy", "iniconfig", "hypothesis", "sortedcontainers", "ml_dtypes")
-NAMES += ("gfloat", "torchao", "flashoptim")
+NAMES += ("gfloat", "more-itertools", "array-api-compat", "mmasim", "torchao", "flashoptim", "liger-kernel")
 PLATFORMS = *(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34, 35)), "manylinux2014_x86_64"
 
 

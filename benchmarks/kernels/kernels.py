@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.measure import LiveTable, write_results
+from benchmarks.common.pages import markdown, read
 from benchmarks.common.rehearsal import rehearsed
 from benchmarks.common.roofline import Peaks, floor_seconds, peaks, product_bytes, product_flop
 from benchmarks.kernels.libraries import torchao_product
@@ -169,6 +170,35 @@ def verdicts(rows: list[Row], main_shape: str) -> int:
         elif is_cast:
             print(f"ok: {row['op']} {row['of_peak']} of copy bandwidth, aim {AIM}")
     return int(bool(missed))
+
+
+def _times(row: Row, key: str) -> str:
+    """How many times as long others take."""
+    return f"{float(row[key]) / float(row['us']):.2f}" if row.get(key) else ""
+
+
+def casts_table() -> str:
+    """Of docs/kernels.md: casts and norms at the largest shape."""
+    rows = (row for row in read("kernels") if row["shape"] == "x".join(map(str, SHAPES[0])))
+    found = (
+        [row["op"], row["us"], f"{float(row['of_peak']):.2f}", _times(row, "inductor_us"), _times(row, "torchao_us")]
+        for row in rows
+    )
+    return markdown(("cast", "us", "of copy bandwidth", "torch.compile's time by ours", "torchao's"), found)
+
+
+def products_table() -> str:
+    """Of docs/kernels.md: products by octavo's kernel and by torch's."""
+    rows = {row["op"]: row for row in read("kernels") if row["op"] in cases.PRODUCTS or "torch" in row["op"]}
+    found = []
+    for name in cases.TILES:
+        pairs = [rows.get(f"{name}, {who}{fast}") for fast in (", fast", "") for who in ("Triton", "torch")]
+        found.append([name, *("" if row is None else row["rate"] for row in pairs)])
+    ways = [f"{who}, {sums}" for sums in ("short sums", "float32 sums") for who in ("Triton", "torch")]
+    return markdown(("TFLOP/s", *ways), found)
+
+
+TABLES = {"casts": casts_table, "products": products_table}
 
 
 @rehearsed()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import octavo
 from benchmarks.common.measure import LiveTable, write_results
 from benchmarks.common.models import with_torchao
+from benchmarks.common.pages import markdown, read
 from octavo import kernels, recipes
 from octavo.tune.agreement import sqnr
 from octavo.tune.timing import DEVICE, ON_GPU, Deadline, Timings, describe, precompile, timings
@@ -238,6 +239,22 @@ def _verdicts(rows: list[Row]) -> int:
         missed |= not value >= aim
         print(f"{'ok' if value >= aim else 'MISSED'}: {name}, {ALL}: {value:.3f} x bf16 eager, aim {aim}")
     return int(missed)
+
+
+def layers_table() -> str:
+    """Of docs/kernels.md: the four layers of a block, and the first of them."""
+    rows = {(row["variant"], row["shape"]): row for row in read("layer")}
+    first = "x".join(map(str, SHAPES[0]))
+    found = []
+    for name in VARIANTS:
+        ms, by_eager = (rows[name, ALL][key] for key in ("ms", "by_eager"))
+        found.append([name, ms, by_eager, rows[name, first]["by_eager"]])
+    return markdown(
+        ("forward and backward", "ms, 4 layers", "times bf16's speed", "the 4096 x 4096 layer alone"), found
+    )
+
+
+TABLES = {"layers": layers_table}
 
 
 def main(arguments: list[str]) -> int:

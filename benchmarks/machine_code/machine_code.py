@@ -5,6 +5,7 @@
     x, codes and results of aligned tensors move 16 bytes an access
     a product runs on the FP8 tensor cores, and ptxas need not wait for its sums where the code does not
     for Ada no float32 becomes a code by Triton's own conversion, which before Triton 3.9 cuts off to float16 first
+    no two codes are packed with two others and read alone too: ptxas 12 then loses them (docs/triton-faults.md)
 
 The tools are Triton's own: its wheel carries ptxas, nvdisasm and cuobjdump.
 """
@@ -16,6 +17,7 @@ import itertools
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,6 +135,18 @@ def _source() -> dict[tuple[str, int], str]:
     }
 
 
+_CODES = re.compile(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32\s+(%rs\d+)")
+_PACKED = re.compile(r"mov\.b32\s+%r\d+, \{(%rs\d+), (%rs\d+)\}")
+
+
+def lost_codes(ptx: str) -> int:
+    """How many pairs of codes ptxas 12 loses: those that lie below two others in a register, and are read alone too."""
+    text = re.sub(r"//.*", "", ptx)
+    pairs, uses = set(_CODES.findall(text)), Counter(re.findall(r"%rs\d+", text))
+    packed = Counter(low for low, high in _PACKED.findall(text) if {low, high} <= pairs)
+    return sum(uses[low] > 1 + times for low, times in packed.items())
+
+
 _BITS = re.compile(r"\.(?:U|S)?(8|16|64|128|256)(?:\.|$)")
 _PRODUCTS = ("matmul_kernel", "rows_in_groups_kernel", "terms_in_groups_kernel")
 # of what is small: a few numbers a tensor or a group, scales
@@ -216,6 +230,8 @@ def examine(kernel: CompiledKernel, bits: int = 128) -> tuple[dict[str, object],
     arch = kernel.metadata.target.arch
     if arch == 89 and _TO_CODES.search(kernel.asm["ttir"]):
         misses.append("codes by Triton's conversion of float32")
+    if lost := lost_codes(kernel.asm["ptx"]):
+        misses.append(f"{lost} pairs of codes that ptxas 12 loses")
     misses += serialized(kernel)
     wanted = _TENSOR_CORES[arch]
     if kernel.name in _PRODUCTS and not any(name.startswith(wanted) for name in tensor_core):

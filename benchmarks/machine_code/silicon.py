@@ -29,6 +29,7 @@ from torch import Tensor
 
 import emulator
 from benchmarks.common.measure import commit, device_name, table, write_results
+from benchmarks.common.pages import markdown, read
 from emulator.memory import GlobalMemory
 from octavo.kernels.triton.launch import launch
 from octavo.tune import cases
@@ -286,6 +287,27 @@ def replay(one: Recorded, blobs: dict[str, bytes]) -> dict[str, object]:
             steps = np.abs(true.astype(np.int64) - found.astype(np.int64))
             row["most"] = f"{row['most']} {steps.max()} steps, first {int(true[at]):#x} {int(found[at]):#x}".strip()
     return row
+
+
+def silicon_table() -> str:
+    """Of docs/emulator.md: how much was compared, and what differs."""
+    rows = read("silicon")
+    kernels = [row for row in rows if row["case"] not in INSTRUCTIONS]
+    names, numbers = {row["kernel"] for row in kernels}, sum(int(row["written"]) for row in kernels)
+    found = [
+        [f"{len(kernels)} launches of {len(names)} kernels", f"{numbers:,}", str(sum(int(r["other"]) for r in kernels))]
+    ]
+    others = [f"`{name}`" for row in rows if (name := row["case"]) in INSTRUCTIONS and row["other"] == "0"]
+    found.append([f"{', '.join(others)}", f"{OPERANDS:,} each", "0"])
+    for row in rows:
+        if row["case"] in INSTRUCTIONS and row["other"] != "0":
+            steps = int(row["most"].partition(" ")[0])
+            by = f", by {steps} in the last place" if steps < 100 else ""
+            found.append([f"`{row['case']}`", f"{OPERANDS:,}", f"{int(row['other']):,}{by}"])
+    return markdown(("recorded on an H100", "numbers written", "otherwise in the emulator"), found)
+
+
+TABLES = {"silicon": silicon_table}
 
 
 def main(arguments: list[str]) -> int:

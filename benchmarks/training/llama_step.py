@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 import octavo
 from benchmarks.common.measure import LiveTable, write_results
 from benchmarks.common.models import with_torchao
+from benchmarks.common.pages import markdown, read
 from octavo.tune.timing import DEVICE, ON_GPU, Deadline, describe, synchronize, timings
 
 TAKES = "a GPU; 4 minutes"
@@ -110,6 +112,7 @@ def make_step(name: str, mode: str, toy: bool) -> Callable[[], Tensor]:
 def measure(name: str, mode: str, toy: bool) -> dict[str, str]:
     """A row, without its speed-up."""
     if ON_GPU:
+        gc.collect()  # a graph and what it keeps refer to each other
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     step = make_step(name, mode, toy)
@@ -126,6 +129,17 @@ def measure(name: str, mode: str, toy: bool) -> dict[str, str]:
         "tokens_s": f"{tokens / seconds:.0f}",
         "peak_gib": f"{peak:.2f}",
     }
+
+
+def llama_table() -> str:
+    """Of docs/kernels.md: steps, and their memory."""
+    keys = ("variant", "mode", "ms", "by_bf16", "peak_gib")
+    return markdown(
+        ("step", "mode", "ms", "times bf16's speed", "peak GiB"), ([row[k] for k in keys] for row in read("llama_step"))
+    )
+
+
+TABLES = {"llama": llama_table}
 
 
 def main(arguments: list[str]) -> int:

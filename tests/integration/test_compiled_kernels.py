@@ -104,6 +104,16 @@ def test_no_kernel_makes_codes_by_tritons_own_conversion() -> None:
                 assert is_bitcast or "float8" not in ast.unparse(node.args), f"{file.name}:{node.lineno}"
 
 
+def test_codes_that_ptxas_12_loses_are_found() -> None:
+    """As in a transposing cast of before, whose results on an H100 were what a register happened to hold."""
+    convert = "cvt.rn.satfinite.e4m3x2.f32 {}, %f1, %f2;\n".format
+    pack, read = "mov.b32 %r1, {%rs1, %rs2};\n", "cvt.u32.u16 %r2, %rs{};\n".format
+    both = convert("%rs1") + convert("%rs2")
+    assert machine_code.lost_codes(both + pack + read(1)) == 1
+    for harmless in (both + pack, both + pack + read(2), convert("%rs1") + pack + read(1), both + read(1) + read(2)):
+        assert machine_code.lost_codes(harmless) == 0
+
+
 def test_predictions_are_of_what_was_counted() -> None:
     """Scattered stores move whole sectors, and wavefronts take the first cache's time."""
     with compiled.offline(90) as launches:
