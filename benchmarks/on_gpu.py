@@ -1,7 +1,7 @@
 """All that is to be done on a GPU, in stages that each have their time: tests, probes, kernels, layers, a model's step.
 
-The rehearsal (--toy) is the same without a GPU. In stages 1 to 4, 9 and 10 kernels are compiled for Hopper and their PTX
-runs in the emulator; in the others, of which torch.compile makes code, layers and optimizers run the reference.
+The rehearsal (--toy) is the same without a GPU. In stages 1 to 4, 9 and 10 kernels are compiled for Hopper, and their
+PTX runs in the emulator; in the others, of which torch.compile makes code, layers and optimizers run the reference.
 Every stage is a process of its own. One that fails or runs out of its time is named, and the next begins; rows are in
 its CSV as they come. ``--stages`` picks some, ``--minutes`` ends before a stage that would not fit, and a stage that an
 earlier call finished in the same folder is not run again. The last lines are a table of ours, the limit and the others.
