@@ -87,14 +87,16 @@ def shipped(kind: str, bucket: int) -> Config:
 def grid_of(kind: str, bucket: int, toy: bool) -> list[Config]:
     """Octavo's own configuration, and others: each number halved or doubled, a thread's elements at most so too.
 
-    Of a product the third number is how many stages are in flight, of which there may be one less or more.
+    Of a product the third number is how many stages are in flight, of which there may be one less or more. Transposed rows
+    are padded to 16, which a tile must hold, and of large tensors fill sectors of 32 bytes.
     """
     own, is_product = shipped(kind, bucket), KINDS[kind][0] in cases.PRODUCTS
     factors, found = (1.0, 0.5, 2.0), [own]
+    least = (32 if bucket == 64 else 16) if "transpose" in kind else 1
     for r, c, w, t in itertools.product(factors, repeat=4):
         tiles = own.tiles + round(math.log2(t)) if is_product else max(1, int(own.tiles * t))
         warps = min(16, int(own.num_warps * w))
-        if r * c / w in factors and own.block_r * r >= 1 and warps > 0:
+        if r * c / w in factors and own.block_r * r >= least and warps > 0:
             found.append(Config(int(own.block_r * r), int(own.block_c * c), tiles, warps))
     return list(dict.fromkeys(found))[: 2 if toy else None]
 
