@@ -87,8 +87,8 @@ def shipped(kind: str, bucket: int) -> Config:
 def grid_of(kind: str, bucket: int, toy: bool) -> list[Config]:
     """Octavo's own configuration, and others: each number halved or doubled, a thread's elements at most so too.
 
-    Of a product the third number is how many stages are in flight, of which there may be one less or more. Transposed rows
-    are padded to 16, which a tile must hold, and of large tensors fill sectors of 32 bytes.
+    Of a product the third number is how many stages are in flight, of which there may be one less or more. A tile holds
+    what transposed rows are padded to, 16, and of large tensors sectors of 32 bytes.
     """
     own, is_product = shipped(kind, bucket), KINDS[kind][0] in cases.PRODUCTS
     factors, found = (1.0, 0.5, 2.0), [own]
