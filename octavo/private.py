@@ -175,7 +175,7 @@ def in_forward_mode() -> bool:
 
 
 def is_exporting() -> bool:
-    """torch.compiler.is_exporting(), which while torch.compile traces is always True until torch 2.12."""
+    """torch.compiler.is_exporting(), which in torch 2.11 is True whenever torch.compile traces."""
     return torch.compiler._is_exporting_flag
 
 

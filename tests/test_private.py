@@ -50,6 +50,34 @@ def test_a_name_that_is_missing_says_what_fails() -> None:
         private._params_of(object())
 
 
+def test_exporting_is_not_asked_of_torch() -> None:
+    """torch 2.11 says so whenever torch.compile traces: layers that believed it had no gradients."""
+    asks = [
+        file.name for file in OCTAVO.rglob("*.py") if re.search(r"compiler\.is_exporting\(\)(?!,)", file.read_text())
+    ]
+    assert asks == []
+    answers: list[bool] = []
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        answers.append(private.is_exporting())
+        return x + 1
+
+    torch.compile(traced, backend="eager")(torch.ones(2))
+    torch.export.export(_Calls(traced), (torch.ones(2),), strict=False)
+    assert answers[-1] is True and not any(answers[:-1])
+
+
+class _Calls(nn.Module):
+    """A module of a function."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
 def test_hooks_and_forward_mode() -> None:
     parameter, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     seen: list[str] = []

@@ -1,8 +1,9 @@
 """How long kernels take on a GPU.
 
 A reading is the median of single calls between two CUDA events, before each of which the L2 cache is cleared and the
-GPU kept busy until the host has launched it: beside a slow host triton.testing.do_bench read the host's time, of kernels
-that take less than 130 us. Variants take turns, so that drift affects all alike. On a CPU the host's clock is read.
+GPU kept busy until the host has launched it: beside a slow host triton.testing.do_bench read the host's time, of
+kernels that take less than 130 us. Variants take turns, so that drift affects all alike. On a CPU the host's clock is
+read.
 """
 
 from __future__ import annotations
