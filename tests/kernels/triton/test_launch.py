@@ -79,7 +79,6 @@ def test_a_stream_has_its_own_workspace(kernels: TritonKernels) -> None:
 
 
 @needs_gpu
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_the_first_launch_may_not_be_captured(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = kernels.module("launch")
     monkeypatch.setattr(launch, "_work", {})
