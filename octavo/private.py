@@ -175,7 +175,7 @@ def in_forward_mode() -> bool:
 
 
 def is_exporting() -> bool:
-    """torch.compiler.is_exporting(), which in torch 2.11 is True whenever torch.compile traces."""
+    """What torch.compiler.is_exporting says, but not True whenever torch.compile traces, as in torch 2.11."""
     return torch.compiler._is_exporting_flag
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import gc
 import hashlib
 import lzma
 import pickle
@@ -36,13 +35,13 @@ from octavo.tune import cases
 from octavo.tune.timing import DEVICE, describe, synchronize
 from tests.kernels.triton import test_compiled
 from tests.support import emulated, triton_kernels
+from tests.support.on_gpu import as_bytes, relocated, touched
 
 TAKES = "a GPU; 2 minutes. Without one 5, from its record"
 MEASURES = ("emulator", "octavo/kernels/triton")
 
 CASES = [name for capability, name in test_compiled.ALL_CASES if capability == 90]
 LONG = {"tensor . tensor, Triton": (64, 128, 4096), "1x128 . 128x128, Triton": (128, 128, 2048)}
-MOST = 1 << 24  # bytes of memory that a launch may have
 OPERANDS = 1 << 16
 
 # Instructions of 32-bit registers, $1 and $2 their operands and $0 their result.
@@ -132,22 +131,13 @@ class Recorder:
         self.blobs.setdefault(name, content)
         return name
 
-    def content(self, storage: Any) -> str:
-        flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        return self.keep(flat.cpu().numpy().tobytes())
+    def content(self, tensor: Tensor) -> str:
+        return self.keep(as_bytes(tensor.untyped_storage()).cpu().numpy().tobytes())
 
-    def launch(
-        self, compiled: Any, run: Callable[..., None], grid: tuple[int, int, int], given: tuple[Any, ...]
-    ) -> None:
+    def launch(self, compiled: Any, run: Callable[..., None], grid: Grid, given: tuple[Any, ...]) -> None:
         stream, function, *rest = given
         flat = list(emulated.flattened(compiled.src.signature.values(), rest[4:]))
-        tensors = {id(x.untyped_storage()): x for _, x in flat if isinstance(x, Tensor)}
-        found = {x.untyped_storage().data_ptr(): x for x in tensors.values() if x.untyped_storage().nbytes()}
-        tables = {at for at, x in found.items() if x.dtype is torch.int64}
-        if tables:
-            for x in list(_live({x.device.type for x in found.values()})):
-                if (storage := x.untyped_storage()).nbytes() <= MOST:
-                    found.setdefault(storage.data_ptr(), x)
+        found, tables = touched([x for _, x in flat if isinstance(x, Tensor)])
         places = {at: number for number, at in enumerate(found)}
         arguments: list[bytes | tuple[int, int] | None] = []
         for kind, value in flat:
@@ -159,28 +149,16 @@ class Recorder:
                 at = value.untyped_storage().data_ptr()
                 arguments.append((places[at], value.data_ptr() - at))
         synchronize()
-        before = [self.content(x.untyped_storage()) for x in found.values()]
+        before = [self.content(x) for x in found.values()]
         run(*grid, stream, function, *rest)
         synchronize()
         memories = [
-            Memory(at, str(x.dtype).removeprefix("torch."), old, self.content(x.untyped_storage()), at in tables)
+            Memory(at, str(x.dtype).removeprefix("torch."), old, self.content(x), at in tables)
             for (at, x), old in zip(found.items(), before, strict=True)
         ]
         ptx = self.keep(compiled.asm["ptx"].encode())
         shared = compiled.metadata.shared
         self.launches.append(Recorded(self.case, compiled.name, ptx, shared, grid, arguments, memories))
-
-
-def _live(kinds: set[str]) -> Iterator[Tensor]:
-    """Tensors of these kinds of devices that have memory."""
-    for found in gc.get_objects():
-        if type(found) in (Tensor, torch.nn.Parameter) and found.device.type in kinds:
-            try:
-                if found.untyped_storage().nbytes():
-                    found.untyped_storage().data_ptr()
-                    yield found
-            except (RuntimeError, NotImplementedError):  # without memory
-                continue
 
 
 @contextmanager
@@ -251,13 +229,11 @@ def replay(one: Recorded, blobs: dict[str, bytes]) -> dict[str, object]:
     """A row: what a launch writes in the emulator, beside the record."""
     buffers = [Buffer(blobs[memory.before], memory.address) for memory in one.memories]
     both = list(zip(one.memories, buffers, strict=True))
-    moved = [(memory.address, buffer.size, buffer.address) for memory, buffer in both]
+    moves = [(memory.address, buffer.size, buffer.address) for memory, buffer in both]
     for memory, buffer in both:
         if memory.is_table:
-            values = buffer.bytes[: buffer.size // 8 * 8].view(np.int64)
-            for at, size, new in moved:
-                inside = (values >= at) & (values < at + size)
-                values[inside] += new - at
+            addresses = torch.from_numpy(buffer.bytes[: buffer.size // 8 * 8].view(np.int64))
+            addresses.copy_(relocated(addresses, moves))
     values = []
     for argument in one.arguments:
         if isinstance(argument, bytes):
@@ -319,10 +295,7 @@ def main(arguments: list[str]) -> int:
     if options.record:
         return record(options.record)
     versions, launches, blobs = pickle.loads(lzma.decompress(options.replay.read_bytes()))
-    rows = []
-    for one in launches:
-        if one.case in INSTRUCTIONS or one.kernel != "instruction_kernel":
-            rows.append(replay(one, blobs))
+    rows = [replay(one, blobs) for one in launches if one.case in INSTRUCTIONS or one.kernel != "instruction_kernel"]
     print(table(rows))
     if not options.no_write:
         print(f"written to {write_results('silicon', rows, origin=versions)}")

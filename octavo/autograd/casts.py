@@ -139,6 +139,7 @@ def _cast(
     if x.ndim == 3:
         return cast_matrices(x, scale, role, cast, (as_is, transposed), pad)
     lays, is_norm = transposed and needs_transposed_codes(x.device), "gamma" in named
+    # by its length: when torch 2.11 compiles, it can't negate a tuple
     is_plain = len(activation) == 0 and not is_norm and offsets is None
     if lays and not as_is and is_plain and not (commit and column_sum):  # the transposed codes alone
         laid = _cast(x.t(), what, cast, (scale, role, pad, False, None), True, False, commit)

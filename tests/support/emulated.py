@@ -100,14 +100,18 @@ def _packed(kind: str, argument: Any) -> bytes:
     return struct.pack("<Q", 0 if argument is None else argument.data_ptr())
 
 
-def all_storages() -> Iterator[Any]:
-    """Memory of all tensors: a kernel may find pointers in memory."""
+def live_tensors(kind: str = "cpu") -> Iterator[torch.Tensor]:
+    """All tensors of a kind of device that have memory: a kernel may find pointers in memory."""
     for found in gc.get_objects():
-        if type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == "cpu":
+        if type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == kind:
             with suppress(RuntimeError, NotImplementedError):  # a tensor without memory
-                storage = found.untyped_storage()
-                storage.data_ptr()
-                yield storage
+                found.untyped_storage().data_ptr()
+                yield found
+
+
+def all_storages() -> Iterator[Any]:
+    """Memory of all CPU tensors."""
+    return (tensor.untyped_storage() for tensor in live_tensors())
 
 
 class _Run(NamedTuple):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.support.emulated import COUNT_MULTIPROCESSORS, all_storages, flattened
+from tests.support.emulated import COUNT_MULTIPROCESSORS, flattened, live_tensors
 
 
 def as_bytes(storage: Any) -> Tensor:
@@ -25,32 +26,44 @@ def words(storage: Any) -> Tensor:
     return as_bytes(storage)[: storage.nbytes() // 8 * 8].view(torch.int64)
 
 
-def is_table(tensor: Tensor) -> bool:
-    """Whether a kernel's argument may hold addresses."""
-    return tensor.dtype is torch.int64
+def touched(tensors: Sequence[Tensor]) -> tuple[dict[int, Tensor], set[int]]:
+    """What a launch with these arguments may touch.
+
+    Returns:
+        a tensor of each memory, by its address, with those that addresses in it point to; and which hold addresses,
+        as int64 does.
+    """
+    found = {x.untyped_storage().data_ptr(): x for x in tensors if x.untyped_storage().nbytes()}
+    tables = {x.untyped_storage().data_ptr() for x in tensors if x.dtype is torch.int64} & found.keys()
+    if tables:
+        pointed = torch.cat([words(found[at].untyped_storage()) for at in tables])
+        for x in live_tensors(pointed.device.type):
+            first, end = x.untyped_storage().data_ptr(), x.untyped_storage().data_ptr() + x.untyped_storage().nbytes()
+            if first not in found and ((pointed >= first) & (pointed < end)).any():
+                found[first] = x
+    return found, tables
+
+
+def relocated(values: Tensor, moves: Iterable[tuple[int, int, int]]) -> Tensor:
+    """Numbers, int64, of which addresses in memory that moved, (from, bytes, to), are where it is now."""
+    result = values.clone()
+    for first, size, to in moves:
+        result[(values >= first) & (values < first + size)] += to - first
+    return result
 
 
 class There:
-    """CPU storages and their copies on the GPU."""
+    """CPU tensors' memory and its copies on the GPU."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.numel()}
-        tables = {x.untyped_storage().data_ptr() for x in tensors if is_table(x)} & storages.keys()
-        if tables:
-            pointed = torch.cat([words(storages[at]) for at in tables])
-            for storage in all_storages():
-                first = storage.data_ptr()
-                if first not in storages and ((pointed >= first) & (pointed < first + storage.nbytes())).any():
-                    storages[first] = storage
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        found, tables = touched(tensors)
+        storages = {at: x.untyped_storage() for at, x in found.items()}
         self.copies = {at: as_bytes(storage).cuda() for at, storage in storages.items()}
         self.storages = {at: storage for at, storage in storages.items() if at not in tables}
+        moves = [(at, copy.numel(), copy.data_ptr()) for at, copy in self.copies.items()]
         for at in tables:
-            values = words(storages[at])
-            moved = values.clone()
-            for first, copy in self.copies.items():
-                inside = (values >= first) & (values < first + copy.numel())
-                moved[inside] += copy.data_ptr() - first
-            self.copies[at][: moved.numel() * 8].copy_(moved.view(torch.uint8))
+            addresses = relocated(words(storages[at]), moves).view(torch.uint8)
+            self.copies[at][: addresses.numel()].copy_(addresses)
 
     def address(self, value: Any) -> Any:
         """An argument as the launcher takes it: of a CPU tensor where its copy lies."""

@@ -72,8 +72,6 @@ def state_of(kernels: TritonKernels, scale: float, known: bool = True) -> Tensor
     if known:
         others = torch.zeros(3, 4, device=kernels.device), before_of(state)
         kernels.module("delayed_update").committed(state, *others, (True, True, True))
-        if kernels.device.type == "cuda":
-            torch.cuda.synchronize()
     return state
 
 

@@ -124,8 +124,8 @@ def test_learning_rates(group: Any, kernels: TritonKernels, monkeypatch: pytest.
     module = kernels.module("optimizer_step")
     rate = torch.tensor(0.05, device=kernels.device)
     groups = [group._replace(lr=rate), group._replace(lr=torch.tensor(0.05, dtype=torch.float64))]
-    if kernels.device.type == "cpu":  # as if it were on a GPU
-        monkeypatch.setattr(module, "_address", lambda lr: lr.data_ptr() if lr is rate else 0)
+    # as if it were on a GPU
+    monkeypatch.setattr(module, "_address", lambda lr: lr.data_ptr() if lr is rate else 0)
     moments = NAMED["fp32"][: 1 + (group is ADAM)]
     both = Both(kernels, [update_of((2, 10), moments, number=n) for n in range(2)], groups)
     both.steps(1)
