@@ -23,7 +23,7 @@ from tests.support.emulated import DEVICES, as_gpu
 
 SHARED_MEMORY = {capability: shared for capability, (shared, _) in DEVICES.items()}
 MULTIPROCESSORS = {capability: count for capability, (_, count) in DEVICES.items()}
-_COMPILED: dict[int, dict[Any, Any]] = {capability: {} for capability in SHARED_MEMORY}  # octavo's, by its own keys
+_REPLAYS: dict[int, dict[Any, Any]] = {capability: {} for capability in SHARED_MEMORY}  # octavo's
 
 
 class Launch(NamedTuple):
@@ -79,7 +79,7 @@ def offline(capability: int, record: bool = True) -> Iterator[list[Launch]]:
     if record:
         CompiledKernel.run = property(run)
     try:
-        with as_gpu(capability, _Launcher, _load_binary, _COMPILED[capability]):
+        with as_gpu(capability, _Launcher, _load_binary, _REPLAYS[capability]):
             yield launches
     finally:
         CompiledKernel.run = original

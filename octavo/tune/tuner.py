@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from octavo.kernels.triton.launch import SHIPPED, Config
+from octavo.kernels.triton.replay import REPLAYS
 from octavo.tune import cases
 from octavo.tune.timing import ON_GPU, timings
 
@@ -106,13 +107,18 @@ def _tables(rows: Mapping[str, Sequence[Sequence[Any]]]) -> Iterator[None]:
     """Use the table with these kinds' rows."""
     before = dict(launch.TABLE)
     launch.TABLE.update(rows)
-    launch.config.cache_clear()
+    _forget()
     try:
         yield
     finally:
         launch.TABLE.clear()  # a kind may have had no row
         launch.TABLE.update(before)
-        launch.config.cache_clear()
+        _forget()
+
+
+def _forget() -> None:
+    launch.config.cache_clear()
+    REPLAYS.clear()
 
 
 call_of = functools.lru_cache(maxsize=4)(cases.call_of)

@@ -11,7 +11,7 @@ from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.scaling.delayed import State
 from tests.support.casts import ALL, E4M3, E5M2, second, update_args
 from tests.support.passes import before_of
-from tests.support.triton_cases import count_launches
+from tests.support.triton_cases import count_launches, never_replay
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
@@ -79,6 +79,7 @@ WHAT = {
 
 def noted(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that are launched in the rest of the test, in place of them: nothing is computed."""
+    never_replay(kernels, monkeypatch)
     launch, names = kernels.module("launch").launch, []
     for module in kernels.modules.values():
         if vars(module).get("launch") is launch:

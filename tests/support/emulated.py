@@ -167,14 +167,14 @@ class _Driver:
 
 @contextmanager
 def as_gpu(
-    capability: int, launcher: Any, load_binary: Callable[..., tuple[Any, ...]], compiled: Any
+    capability: int, launcher: Any, load_binary: Callable[..., tuple[Any, ...]], replays: Any
 ) -> Iterator[None]:
     """Have Triton compile for a capability, each a device of its own, without a GPU.
 
     Args:
         launcher: a class in place of Triton's.
         load_binary: from (name, binary, shared bytes, device) to (module, function, registers, spills, most threads).
-        compiled: octavo's compiled kernels by its own keys, for this capability alone.
+        replays: octavo's of this capability alone.
     """
     from triton.runtime.driver import driver
 
@@ -185,8 +185,8 @@ def as_gpu(
             for name in COUNT_MULTIPROCESSORS:
                 module = importlib.import_module(f"octavo.kernels.triton.{name}")
                 patches.enter_context(mock.patch.object(module, "multiprocessors", lambda index: count))
-                if name == "launch":
-                    patches.enter_context(mock.patch.object(module, "_compiled", compiled))
+            replay = importlib.import_module("octavo.kernels.triton.replay")
+            patches.enter_context(mock.patch.object(replay, "REPLAYS", replays))
             yield
     finally:
         driver._active = before
@@ -198,7 +198,7 @@ def _load_binary(name: str, binary: bytes, shared: int, device: int) -> tuple[An
 
 
 _functions: list[tuple[str, str, int]] = []  # name, PTX and shared bytes of compiled kernels, by their handles
-_compiled: dict[int, dict[Any, Any]] = {}  # octavo's own, by capability
+_replays: dict[int, dict[Any, Any]] = {}  # octavo's, by capability
 _runs: list[_Run] = []
 
 
@@ -227,7 +227,7 @@ def emulating(
     _runs.append(_Run(options or emulator.Options(), change, [], Unwritten()))
     try:
         with (
-            as_gpu(capability, _Launcher, _load_binary, _compiled.setdefault(capability, {})),
+            as_gpu(capability, _Launcher, _load_binary, _replays.setdefault(capability, {})),
             mock.patch.object(CUDABackend, "hash", other_hash),
             mock.patch.object(CUDABackend, "make_cubin", lambda own, source, *rest: source.encode()),
             _runs[-1].unwritten if finds_unwritten else nullcontext(),

@@ -32,9 +32,20 @@ def assert_counters_are_zero(kernels: TritonKernels) -> None:
         assert not work.any(), "a launch left a counter or an amax behind"
 
 
+class _Forgetful(dict[Any, Any]):
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+def never_replay(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each call of the rest of the test be a first one."""
+    monkeypatch.setattr(kernels.module("replay"), "REPLAYS", _Forgetful())
+
+
 def use_small_tiles(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let kernels work in SMALL_TILES for the rest of the test."""
     launch = kernels.module("launch")
+    monkeypatch.setattr(kernels.module("replay"), "REPLAYS", {})
     config = launch.config
 
     def small(kernel: str, log2_elements: int) -> Any:
@@ -48,6 +59,7 @@ def use_small_tiles(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> 
 
 def count_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that are launched in the rest of the test, as they are."""
+    never_replay(kernels, monkeypatch)
     launch, names = kernels.module("launch").launch, []
 
     def record(kernel: Any, *args: Any, **options: Any) -> None:

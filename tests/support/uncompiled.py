@@ -14,7 +14,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from octavo.kernels.triton import launch
+from octavo.kernels.triton import replay
 
 NOWHERE = -1  # a device whose caches hold no compiled kernel
 
@@ -48,6 +48,6 @@ def uncompiled() -> Iterator[None]:
     with (
         mock.patch.object(JITFunction, "_do_compile", _named),
         mock.patch.object(driver.active, "get_current_device", lambda: NOWHERE),
-        mock.patch.object(launch, "_compiled", {}),
+        mock.patch.object(replay, "REPLAYS", {}),
     ):
         yield

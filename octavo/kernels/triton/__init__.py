@@ -6,11 +6,11 @@ Casts equal their reference bit for bit; where exp or a row's sum is in it, to f
 from collections.abc import Callable
 from typing import Any
 
-from octavo.kernels.arguments import UNPACK
+from octavo.kernels.arguments import unpacking
 from octavo.kernels.backward_pass import scales_of_pass
 from octavo.kernels.triton.cast import amax, cast, cast_and_commit
 from octavo.kernels.triton.cast_statistics import cast_statistics, note_faults
-from octavo.kernels.triton.delayed_update import delayed_update
+from octavo.kernels.triton.delayed_update import delayed_update, scale_exists
 from octavo.kernels.triton.dequantize import dequantize
 from octavo.kernels.triton.grouped_matmul import grouped_matmul
 from octavo.kernels.triton.launch import on_its_device
@@ -19,9 +19,18 @@ from octavo.kernels.triton.matmul import matmul
 from octavo.kernels.triton.multi_tensor_cast import multi_tensor_cast
 from octavo.kernels.triton.norm_kernels import norm_backward
 from octavo.kernels.triton.optimizer_step import optimizer_step
+from octavo.kernels.triton.replay import replayed
 
 __all__ = ["KERNELS", "optimizer_step", "reads_swizzled"]
 
 _KERNELS: list[Callable[..., Any]] = [amax, cast, cast_and_commit, cast_statistics, delayed_update, dequantize]
 _KERNELS += [grouped_matmul, matmul, multi_tensor_cast, norm_backward, note_faults, scales_of_pass]
-KERNELS = {kernel.__name__: on_its_device(kernel, UNPACK.get(kernel.__name__)) for kernel in _KERNELS}
+_APART = "multi_tensor_cast", "scales_of_pass"  # of lists of tensors; of no launch
+_EXISTS: dict[str, Callable[..., bool]] = {
+    "cast": lambda x, delayed_scale, role: delayed_scale is not None and scale_exists(delayed_scale, role),
+    "cast_and_commit": lambda x, delayed_scale, history: scale_exists(delayed_scale, 2),
+}
+KERNELS = {
+    name: on_its_device(kernel if name in _APART else replayed(kernel, _EXISTS.get(name)))
+    for name, kernel in unpacking({kernel.__name__: kernel for kernel in _KERNELS}).items()
+}

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from octavo.granularity import ALL, Tile
 from octavo.kernels.arguments import CastSource, Commit, NormSource, Output, Scaling, new_cast, new_scales, sums_dtype
-from octavo.kernels.backward_pass import backward_pass
 from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.cast import amax as reference_amax
@@ -44,7 +43,7 @@ from octavo.kernels.triton.cast_kernels import (
     cast_by_tensor,
     find_amax,
 )
-from octavo.kernels.triton.delayed_update import StateTensors, committed, scale_exists, update_of
+from octavo.kernels.triton.delayed_update import StateTensors, backward_pass, committed, scale_exists, update_of
 from octavo.kernels.triton.grouped_cast import grouped_cast
 from octavo.kernels.triton.launch import Config, config, launch, workspace
 from octavo.kernels.triton.norm_kernels import norm_blocks_kernel, norm_rows_kernel, norm_tensor_kernel

@@ -412,7 +412,7 @@ def cast_by_line(given: CastInput, sums: Tensor | None, *scalings: tuple[Scaling
     """A scale for each row, for each column, or one scaling of each."""
     by_tile = {scaling.tile: (rounding_of(scaling), out) for scaling, out in scalings}
     roundings, outs = zip(*(by_tile.get(tile, (None, None)) for tile in LINES), strict=True)
-    scales = given.x.new_empty(sum(given.shape), dtype=torch.float32).split(given.shape)
+    scales = tuple(given.x.new_empty(size, dtype=torch.float32) for size in given.shape)
     chosen = given.config("amax_lines")
     strips, groups, tiling = given.tiling(*chosen[:3])
     work = workspace(given.x, sum(given.shape) + strips + groups)

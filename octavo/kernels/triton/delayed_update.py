@@ -18,9 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.backward_pass import backward_pass
+from octavo.kernels import backward_pass as passes
 from octavo.kernels.triton.launch import launch
+from octavo.kernels.triton.replay import recorder, repeatable
 from octavo.kernels.triton.tiles import scale_from_amax
+
+
+backward_pass = repeatable(passes.backward_pass)
 
 
 class Update(NamedTuple):
@@ -152,8 +156,13 @@ def _current(delayed_scale: Tensor) -> _KnownScale | None:
 def scale_exists(delayed_scale: Tensor, role: int) -> bool:
     """Whether element ``role`` is known to be other than 0."""
     entry = _current(delayed_scale)
-    if entry is None:
-        return False
+    exists = entry is not None and _exists(entry, role)
+    if (recording := recorder()) is not None:
+        recording.assume(exists)
+    return exists
+
+
+def _exists(entry: _KnownScale, role: int) -> bool:
     if not entry.exists[role] and entry.copy is not None and _has_arrived(entry.arrived):
         found = zip(entry.exists, entry.rolled, entry.copy.tolist(), strict=True)
         entry.exists = tuple(exists or (rolled and scale != 0) for exists, rolled, scale in found)
@@ -166,6 +175,7 @@ def _has_arrived(event: torch.cuda.Event | None) -> bool:
     return event is None or (not torch.cuda.is_current_stream_capturing() and event.query())
 
 
+@repeatable
 def committed(
     delayed_scale: Tensor, delayed_amax_history: Tensor, delayed_before: Tensor, rolled: tuple[bool, bool, bool]
 ) -> None:

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from octavo.cache import cache_folder
 from octavo.granularity import ALL
+from octavo.kernels.triton.replay import recorder, repeatable
 from octavo.numerics import E8M0
 from octavo.private import current_device, current_raw_stream, is_in_bad_fork
 
@@ -110,6 +110,7 @@ _work: dict[tuple[int, int], Tensor] = {}
 _pools: dict[int, list[Tensor]] = {}
 
 
+@repeatable
 def workspace(x: Tensor, size: int) -> Tensor:
     """int32 zeros for one launch on the current stream, which leaves them zero again.
 
@@ -140,68 +141,18 @@ def _next_work(device: torch.device, index: int) -> Tensor:
     return pool.pop()
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}
-_MOST = 4096  # keys kept, for tensors whose shapes change with each step
-
-
-def key_of(kernel: JITFunction, arguments: Sequence[Any], *options: Any) -> tuple[Any, ...]:
-    """What Triton compiles a kernel for: arguments that it would tell apart have different keys.
-
-    A tensor counts by its dtype and whether its address is a multiple of 16, a tuple by its parts, all else by its
-    value, and its type, as True == 1 == 1.0. Constants, which come last, hold no tensors and so count as they are; the
-    parts of a NamedTuple have its types.
-    """
-    count = kernel.constexprs[0]
-    constants = arguments[count:]
-    key = [kernel.fn, *options, *constants, *map(type, constants)]
-    _add_parts(key, arguments[:count])
-    return tuple(key)
-
-
-def _add_parts(key: list[Any], arguments: Sequence[Any]) -> None:
-    for argument in arguments:
-        kind = type(argument)
-        if kind is int or argument is None:
-            key.append(argument)
-        elif kind is Tensor or isinstance(argument, Tensor):
-            key.append(argument.dtype)
-            key.append(argument.data_ptr() % 16 == 0)
-        else:
-            key.append(kind)
-            if isinstance(argument, tuple):
-                key.append(len(argument))
-                _add_parts(key, argument)
-            else:
-                key.append(argument)
-
-
 def launch(
     kernel: Any, programs: int, arguments: Sequence[Any], num_warps: int, fuses: bool = False, stages: int | None = None
-) -> None:
+) -> Any:
     """Launch a kernel, whose constants come last, where its first tensor lies, which must be the current device.
 
-    Triton's binder looks at each argument to find the compiled kernel, which takes 7 to 11 us for those of a cast, of 1
-    us for the rest; ``key_of`` takes 1 to 4 us (Triton 3.9, 1 core of an AMD EPYC Zen 5). ``fuses``: multiply-adds.
+    Triton's binder takes 10 to 20 us to find the compiled kernel; a replayed op leaves it out. ``fuses``: multiply-adds.
     """
-    is_compiled = isinstance(kernel, JITFunction)  # and not Triton's interpreter's
-    if is_compiled:
-        first = arguments[0]
-        while isinstance(first, tuple):
-            first = first[0]
-        device = first.get_device()
-        key = key_of(kernel, arguments, device, num_warps, fuses, stages)
-        compiled = _compiled.get(key)
-        if compiled is not None and not _is_profiled():
-            stream = driver.active.get_current_stream(device)
-            metadata = compiled.packed_metadata
-            compiled.run(programs, 1, 1, stream, compiled.function, metadata, None, None, None, *arguments)
-            return
+    if (recording := recorder()) is not None:
+        kind = "launch" if isinstance(kernel, JITFunction) else "op"  # the interpreter's
+        return recording.call(kind, launch, (kernel, programs, arguments, num_warps, fuses, stages))
     options = {} if stages is None else {"num_stages": stages}
-    compiled = kernel[(programs,)](*arguments, num_warps=num_warps, enable_fp_fusion=fuses, **options)
-    if is_compiled:
-        if len(_compiled) >= _MOST:
-            _compiled.clear()
-        _compiled[key] = compiled
+    return kernel[(programs,)](*arguments, num_warps=num_warps, enable_fp_fusion=fuses, **options)
 
 
 def is_capturing() -> bool:
@@ -209,26 +160,15 @@ def is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _is_profiled() -> bool:
-    """Whether anyone wants to hear of launches, as Triton's profiler does."""
-    enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
-def on_its_device(
-    kernel: Callable[..., Any], unpack: Callable[..., tuple[Any, ...]] | None = None
-) -> Callable[..., Any]:
-    """Launch where the first argument, a tensor or several, lies, whatever the current device is.
-
-    ``unpack``: makes the kernel's values of the op's arguments; None: it takes these as they are.
-    """
+def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Launch where the first argument, a tensor or several, lies, whatever the current device is."""
 
     @functools.wraps(kernel)
     def call(x: Tensor | Sequence[Tensor], *args: Any, **named: Any) -> Any:
         first = x if isinstance(x, Tensor) else next(iter(x), None)
         if first is not None and first.is_cuda and first.get_device() != current_device():
             with torch.cuda.device(first.device):
-                return call(x, *args, **named)
-        return kernel(x, *args, **named) if unpack is None else kernel(*unpack(x, *args, **named))
+                return kernel(x, *args, **named)
+        return kernel(x, *args, **named)
 
     return call

@@ -1,0 +1,283 @@
+"""What an op does on the host, recorded at its second call and from then on done again without the Python behind it.
+
+Before its launches an op checks its arguments, looks up configurations, lays out tiles and allocates: 25 to 150 us of
+Python, as long as a small kernel takes. All of that follows from what its arguments are apart from the tensors' values:
+shapes, strides, dtypes, the device, whether addresses are multiples of 16, by which Triton tells kernels apart too, and
+which of them are one; and of a delayed scale, whether it is known to exist. A second call with the same of these is recorded: operators of
+torch, launches, and what is ``repeatable`` (scratch of a stream, the number of a backward pass). A function of a few
+lines, made as text, then allocates, launches and returns the same.
+
+Not replayed are a first call, as sizes may change at every step; what reads a tensor's values; and what is called while
+a profiler listens to Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.driver import driver
+
+from octavo.private import TorchDispatchMode
+
+_MOST = 4096  # keys kept, for tensors whose shapes change with each step
+_MOST_STEPS = 32
+
+# by an op and all that its call depends on: what does the same again; NEW after the first call, None if nothing can
+REPLAYS: dict[tuple[Any, ...], Any] = {}
+NEW = "new"
+
+
+class _Local(threading.local):
+    recorder: Recorder | None = None
+
+
+_local = _Local()
+
+
+def recorder() -> Recorder | None:
+    """Who records what this thread does."""
+    return _local.recorder
+
+
+def repeatable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors and constants that a replay calls again, whatever it does."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        if _local.recorder is None:
+            return function(*arguments)
+        return _local.recorder.call("op", function, arguments)
+
+    return call
+
+
+def replayed(kernel: Callable[..., Any], exists: Callable[..., bool] | None = None) -> Callable[..., Any]:
+    """An op's kernel, by its flat arguments, that is replayed from its third call of a kind on.
+
+    Args:
+        exists: of the first three arguments, whether a delayed scale among them is known to exist.
+    """
+
+    @functools.wraps(kernel)
+    def call(*arguments: Any, **named: Any) -> Any:
+        known = exists is not None and exists(*arguments[:3])
+        key = _key_of(kernel, known, arguments, named)
+        found = REPLAYS.get(key, key)
+        if found is None or _local.recorder is not None or is_profiled():
+            return kernel(*arguments, **named)
+        if found is NEW:
+            made = Recorder(known)
+            results = made.record(kernel, arguments, named)
+            REPLAYS[key] = made.replay(arguments, named, results)
+            return results
+        if found is key:
+            if len(REPLAYS) >= _MOST:
+                REPLAYS.clear()
+            REPLAYS[key] = NEW
+            return kernel(*arguments, **named)
+        return found(*arguments, **named)
+
+    return call
+
+
+def _key_of(kernel: Any, known: bool, arguments: Sequence[Any], named: dict[str, Any]) -> tuple[Any, ...]:
+    key, addresses = [kernel, known, *named], []
+    add = key.append
+    for argument in (*arguments, *named.values()):
+        if isinstance(argument, Tensor):
+            add(argument.shape)
+            add(argument.stride())
+            add(argument.dtype)
+            add(argument.get_device())
+            addresses.append(argument.data_ptr())
+        else:
+            add(tuple(argument) if type(argument) is list else argument)
+    key += [address % 16 == 0 for address in addresses]
+    if len({*addresses}) < len(addresses):  # two arguments may be one tensor: a replay takes them for one
+        add(tuple(map(addresses.index, addresses)))
+    return tuple(key)
+
+
+def is_profiled() -> bool:
+    """Whether anyone wants to hear of launches, as Triton's profiler does."""
+    enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+@dataclass(eq=False)
+class _Step:
+    """What was done: "empty" memory, a "view", another "op" or function, or the "launch" of a compiled kernel."""
+
+    kind: str
+    does: Any
+    given: Sequence[Any]
+    named: dict[str, Any]
+    made: Any
+
+
+class Recorder(TorchDispatchMode):
+    """Sees what one call does; ``known``: whether its delayed scale was known to exist before."""
+
+    def __init__(self, known: bool) -> None:
+        super().__init__()
+        self.known, self.fails = known, False
+        self.steps: list[_Step] = []
+
+    def record(self, kernel: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any]) -> Any:
+        """What the kernel returns."""
+        _local.recorder = self
+        try:
+            with self:
+                return kernel(*arguments, **named)
+        finally:
+            _local.recorder = None
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        made = function(*args, **named)
+        if _local.recorder is self:
+            aliases = [result.alias_info for result in function._schema.returns]
+            is_view = any(alias is not None and not alias.is_write for alias in aliases)
+            kind = "empty" if "empty" in function._opname else "view" if is_view else "op"
+            self.steps.append(_Step(kind, function, args, named, made))
+            self.fails |= not all(isinstance(one, Tensor) for one in (made if isinstance(made, tuple) else (made,)))
+        return made
+
+    def call(self, kind: str, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        """What the function returns; what it does by itself is not recorded."""
+        _local.recorder = None
+        try:
+            made = function(*arguments)
+        finally:
+            _local.recorder = self
+        self.steps.append(_Step(kind, function, arguments, {}, made))
+        return made
+
+    def assume(self, known: bool) -> None:
+        """Record in vain where the scale has come to be known meanwhile."""
+        self.fails |= known != self.known
+
+    def replay(self, arguments: Sequence[Any], named: dict[str, Any], results: Any) -> Callable[..., Any] | None:
+        """What does again what was recorded; None if nothing can."""
+        if self.fails or len(self.steps) > _MOST_STEPS:
+            return None
+        try:
+            return _Text(arguments, named).function(_needed(self.steps, results), results)
+        except _UnknownTensor:
+            return None
+
+
+class _UnknownTensor(Exception):
+    pass
+
+
+def _tensors(*values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(*value)
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    """Where a tensor's memory begins, which is all that a launch takes of it."""
+    return x.untyped_storage()._cdata, x.storage_offset() * x.element_size()
+
+
+def _identity(x: Tensor) -> tuple[Any, ...]:
+    return *_place(x), x.shape, x.stride(), x.dtype
+
+
+def _needed(steps: Sequence[_Step], results: Any) -> list[_Step]:
+    """The steps without views that only launches read; memory of which one whole view is read is made as that view."""
+    read = [x for step in steps if step.kind == "op" for x in _tensors(*step.given, *step.named.values())]
+    direct = {_identity(x) for x in (*_tensors(results), *read)}
+    kept: list[_Step] = []
+    wanted = set(direct)
+    for step in reversed(steps):
+        if step.kind == "view":
+            source, made = _identity(step.given[0]), _identity(step.made)
+            if made == source or made not in wanted:
+                continue
+            wanted.add(source)
+        kept.insert(0, step)
+    for step in [step for step in kept if step.kind == "empty"]:
+        while _identity(step.made) not in direct:
+            views = [v for v in kept if v.kind == "view" and _identity(v.given[0]) == _identity(step.made)]
+            if len(views) != 1 or views[0].made.nbytes != step.made.nbytes:
+                break
+            kept.remove(views[0])
+            step.made = views[0].made
+    return kept
+
+
+class _Text:
+    """The text of a function that does steps again."""
+
+    def __init__(self, arguments: Sequence[Any], named: dict[str, Any]) -> None:
+        self.constants: dict[str, Any] = {"driver": driver, "empty": torch.empty_strided}
+        self.names: dict[Any, str] = {}  # of tensors, by what they are and by where they begin
+        self.count = itertools.count()
+        parameters = [f"p{number}" for number in range(len(arguments))]
+        self.parameters = ", ".join((*parameters, *named))
+        for name, value in zip((*parameters, *named), (*arguments, *named.values()), strict=True):
+            if isinstance(value, Tensor):
+                self.name(value, name)
+
+    def name(self, x: Tensor, name: str) -> str:
+        self.names[_place(x)] = self.names[_identity(x)] = name
+        return name
+
+    def constant(self, value: Any) -> str:
+        name = f"c{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def of(self, value: Any, identify: Callable[[Tensor], Any] = _identity) -> str:
+        """An expression for a value; ``identify``: what must be right of a tensor."""
+        if isinstance(value, Tensor):
+            name = self.names.get(identify(value))
+            if name is None:
+                raise _UnknownTensor
+            return name
+        if any(True for _ in _tensors(value)):
+            parts = "".join(f"{self.of(part, identify)}, " for part in value)
+            if isinstance(value, list):
+                return f"[{parts}]"
+            return f"{self.constant(type(value))}({parts})" if hasattr(value, "_fields") else f"({parts})"
+        return repr(value) if value is None or type(value) in (bool, int) else self.constant(value)
+
+    def line(self, step: _Step) -> str:
+        """A step's."""
+        if step.kind == "launch":
+            _, programs, arguments, *_ = step.given
+            compiled, device = step.made, next(_tensors(arguments)).get_device()
+            stream = f"driver.active.get_current_stream({device})"
+            known = f"{compiled.function}, {self.constant(compiled.packed_metadata)}, None, None, None"
+            given = ", ".join(self.of(argument, _place) for argument in arguments)
+            return f"{self.constant(compiled)}.run({programs}, 1, 1, {stream}, {known}, {given})"
+        if step.kind == "empty":
+            x = step.made
+            options = f"dtype={self.constant(x.dtype)}, device={self.constant(x.device)}"
+            call = f"empty({tuple(x.shape)}, {x.stride()}, {options})"
+        else:
+            given = [self.of(value) for value in step.given]
+            named = [f"{name}={self.of(value)}" for name, value in step.named.items()]
+            call = f"{self.constant(step.does)}({', '.join(given + named)})"
+        made = [self.name(x, f"t{next(self.count)}") for x in _tensors(step.made)]
+        return f"{', '.join(made)} = {call}" if made else call
+
+    def function(self, steps: Sequence[_Step], results: Any) -> Callable[..., Any]:
+        """The function, of the arguments, that returns the results."""
+        lines = [f"def replay({self.parameters}):", *map(self.line, steps), f"return {self.of(results)}"]
+        exec("\n    ".join(lines), self.constants)
+        replay: Callable[..., Any] = self.constants["replay"]
+        return replay
