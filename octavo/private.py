@@ -5,7 +5,7 @@ instances, read and written by the functions below or, where ANYWHERE says so, i
 releases in READ_IN. tests/test_private.py looks each name up, so a release of torch that lacks one fails there; a user
 of such a release gets an OctavoError that says which name is missing and what it is for.
 
-What is used of Triton's launches beyond its documentation is in kernels/triton/launch.py alone.
+What is used of Triton's launches beyond its documentation is in kernels/triton/launch.py and replay.py alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ NAMES = {
     # fake tensors and what counts operations
     "FakeTensor": Name("torch._subclasses.fake_tensor.FakeTensor", "predicts memory without data"),
     "FakeTensorMode": Name("torch._subclasses.fake_tensor.FakeTensorMode", "predicts memory and time without data"),
-    "TorchDispatchMode": Name("torch.utils._python_dispatch.TorchDispatchMode", "counts the bytes of operations"),
+    "TorchDispatchMode": Name(
+        "torch.utils._python_dispatch.TorchDispatchMode", "counts the bytes of operations, records an op's calls"
+    ),
     "OpOverload": Name("torch._ops.OpOverload", "finds octavo's ops in exported programs"),
     "pytree": Name("torch.utils._pytree", "looks into nested arguments"),
     "cpu_attention": Name("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", "counts attention's FLOPs"),

@@ -1,9 +1,9 @@
 """Host time of one eager cast, norm and Linear on a GPU's path, without a GPU.
 
-Measured is all that Python runs, Triton's binder and launcher included, on 16 x 16 bf16 CPU tensors that stand for a
-GPU's; kernels are compiled for Hopper and not launched. Left out is what happens in C beyond that: the driver's launch,
-and the library's product, of which only the output is allocated (torch.nn.functional.scaled_mm's own Python counts). On
-a GPU the path also asks for the current device and stream, some tenths of a us.
+Measured is all that Python runs when an op is replayed, Triton's launcher included, on 16 x 16 bf16 CPU tensors that
+stand for a GPU's; kernels are compiled for Hopper and not launched. Left out is what happens in C beyond that: the
+driver's launch, and the library's product, of which only the output is allocated. On a GPU the path also asks for the
+current device and stream, some tenths of a us.
 
 A weight that one cast serves is kept, as in a micro-batch that isn't the first. torchao's times are of its whole work
 on the CPU, where arithmetic of this size costs next to nothing. Aims are held against the least of all readings, which

@@ -166,9 +166,7 @@ class _Driver:
 
 
 @contextmanager
-def as_gpu(
-    capability: int, launcher: Any, load_binary: Callable[..., tuple[Any, ...]], replays: Any
-) -> Iterator[None]:
+def as_gpu(capability: int, launcher: Any, load_binary: Callable[..., tuple[Any, ...]], replays: Any) -> Iterator[None]:
     """Have Triton compile for a capability, each a device of its own, without a GPU.
 
     Args:

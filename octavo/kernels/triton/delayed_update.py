@@ -23,7 +23,6 @@ from octavo.kernels.triton.launch import launch
 from octavo.kernels.triton.replay import recorder, repeatable
 from octavo.kernels.triton.tiles import scale_from_amax
 
-
 backward_pass = repeatable(passes.backward_pass)
 
 

@@ -146,7 +146,7 @@ def launch(
 ) -> Any:
     """Launch a kernel, whose constants come last, where its first tensor lies, which must be the current device.
 
-    Triton's binder takes 10 to 20 us to find the compiled kernel; a replayed op leaves it out. ``fuses``: multiply-adds.
+    A replay leaves out Triton's search for the compiled kernel, which this returns. ``fuses``: multiply-adds.
     """
     if (recording := recorder()) is not None:
         kind = "launch" if isinstance(kernel, JITFunction) else "op"  # the interpreter's

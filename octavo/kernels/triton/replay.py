@@ -1,11 +1,11 @@
 """What an op does on the host, recorded at its second call and from then on done again without the Python behind it.
 
-Before its launches an op checks its arguments, looks up configurations, lays out tiles and allocates: 25 to 150 us of
-Python, as long as a small kernel takes. All of that follows from what its arguments are apart from the tensors' values:
-shapes, strides, dtypes, the device, whether addresses are multiples of 16, by which Triton tells kernels apart too, and
-which of them are one; and of a delayed scale, whether it is known to exist. A second call with the same of these is recorded: operators of
-torch, launches, and what is ``repeatable`` (scratch of a stream, the number of a backward pass). A function of a few
-lines, made as text, then allocates, launches and returns the same.
+Before its launches an op checks its arguments, looks up configurations, lays out tiles, allocates, and Triton searches
+for the compiled kernel: as long as a small kernel takes. All of that follows from what the arguments are apart from the
+tensors' values: shapes, strides, dtypes, the device, whether addresses are multiples of 16, by which Triton tells
+kernels apart too, and which of them are one; and of a delayed scale, whether it is known to exist. So a second call
+with the same of these is recorded: operators of torch, launches, and what is ``repeatable`` (scratch of a stream, the
+number of a backward pass). A function of a few lines, made as text, then allocates, launches and returns the same.
 
 Not replayed are a first call, as sizes may change at every step; what reads a tensor's values; and what is called while
 a profiler listens to Triton.
@@ -89,20 +89,16 @@ def replayed(kernel: Callable[..., Any], exists: Callable[..., bool] | None = No
 
 
 def _key_of(kernel: Any, known: bool, arguments: Sequence[Any], named: dict[str, Any]) -> tuple[Any, ...]:
-    key, addresses = [kernel, known, *named], []
-    add = key.append
-    for argument in (*arguments, *named.values()):
+    key, addresses = [kernel, known, arguments[0].get_device(), *named], []
+    for argument in (*arguments, *named.values()) if named else arguments:
         if isinstance(argument, Tensor):
-            add(argument.shape)
-            add(argument.stride())
-            add(argument.dtype)
-            add(argument.get_device())
+            key += argument.shape, argument.stride(), argument.dtype
             addresses.append(argument.data_ptr())
         else:
-            add(tuple(argument) if type(argument) is list else argument)
+            key.append(tuple(argument) if type(argument) is list else argument)
     key += [address % 16 == 0 for address in addresses]
     if len({*addresses}) < len(addresses):  # two arguments may be one tensor: a replay takes them for one
-        add(tuple(map(addresses.index, addresses)))
+        key.append(tuple(map(addresses.index, addresses)))
     return tuple(key)
 
 
@@ -258,20 +254,20 @@ class _Text:
     def line(self, step: _Step) -> str:
         """A step's."""
         if step.kind == "launch":
-            _, programs, arguments, *_ = step.given
-            compiled, device = step.made, next(_tensors(arguments)).get_device()
+            _, programs, given, *_ = step.given
+            compiled, device = step.made, next(_tensors(given)).get_device()
             stream = f"driver.active.get_current_stream({device})"
             known = f"{compiled.function}, {self.constant(compiled.packed_metadata)}, None, None, None"
-            given = ", ".join(self.of(argument, _place) for argument in arguments)
-            return f"{self.constant(compiled)}.run({programs}, 1, 1, {stream}, {known}, {given})"
+            places = ", ".join(self.of(argument, _place) for argument in given)
+            return f"{self.constant(compiled)}.run({programs}, 1, 1, {stream}, {known}, {places})"
         if step.kind == "empty":
             x = step.made
             options = f"dtype={self.constant(x.dtype)}, device={self.constant(x.device)}"
             call = f"empty({tuple(x.shape)}, {x.stride()}, {options})"
         else:
-            given = [self.of(value) for value in step.given]
-            named = [f"{name}={self.of(value)}" for name, value in step.named.items()]
-            call = f"{self.constant(step.does)}({', '.join(given + named)})"
+            arguments = [self.of(value) for value in step.given]
+            arguments += [f"{name}={self.of(value)}" for name, value in step.named.items()]
+            call = f"{self.constant(step.does)}({', '.join(arguments)})"
         made = [self.name(x, f"t{next(self.count)}") for x in _tensors(step.made)]
         return f"{', '.join(made)} = {call}" if made else call
 
