@@ -11,7 +11,8 @@ What is used of Triton's launches beyond its documentation is in kernels/triton/
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -126,6 +127,10 @@ ATTRIBUTES = {  # by the functions of this file
     "_sharded_param_data": Name("FSDPParam._sharded_param_data", "puts another shard into FSDP2"),
     "_unsharded_param": Name("FSDPParam._unsharded_param", "makes FSDP2 forget a gathered weight"),
     "_unsharded_inner_tensors": Name("FSDPParam._unsharded_inner_tensors", "the same"),
+    "CUSTOM_EXTERN_KERNEL_CODEGEN": Name(
+        "torch._inductor.codegen.custom_extern_kernel_codegen.CUSTOM_EXTERN_KERNEL_CODEGEN",
+        "lets what Inductor compiled call kernels without the dispatcher, from torch 2.13 on",
+    ),
 }
 
 
@@ -179,6 +184,33 @@ def in_forward_mode() -> bool:
 def is_exporting() -> bool:
     """What torch.compiler.is_exporting says, but not True whenever torch.compile traces, as in torch 2.11."""
     return torch.compiler._is_exporting_flag
+
+
+def let_inductor_call(calls: Mapping[str, str]) -> None:
+    """Have the Python that Inductor writes call a function where it would call an op, by the names of both there.
+
+    Nothing happens unless Inductor is imported, and before torch 2.13, whose Inductor asks for such.
+    """
+    found = sys.modules.get("torch._inductor.codegen.custom_extern_kernel_codegen")
+    if found is None or calls.keys() <= found.CUSTOM_EXTERN_KERNEL_CODEGEN.keys():
+        return
+    from torch._inductor.codegen.wrapper import ExternKernelAllocLine
+    from torch._inductor.virtualized import V
+
+    class Line(ExternKernelAllocLine):
+        def codegen(self, code: Any) -> None:
+            node, arguments = self.node, self.node.codegen_args()
+            defaults = {one.name: one.default_value for one in node.op_overload._schema.arguments}
+            for name, default in defaults.items():  # an argument less is a microsecond less
+                if isinstance(value := node.kwargs.get(name), type(default)) and value == default:
+                    node.kwargs.pop(name, None)
+            self.wrapper._generate_extern_kernel_alloc_helper(node, [*arguments, *node.codegen_kwargs()])
+
+    def write(node: Any, writeline: Callable[[Any], None]) -> None:
+        node.python_kernel_name = calls[node.python_kernel_name]
+        writeline(Line(V.graph.wrapper_code, node))
+
+    found.CUSTOM_EXTERN_KERNEL_CODEGEN.update(dict.fromkeys(calls, found.CustomCodegen(python=write)))
 
 
 class FsdpParam:

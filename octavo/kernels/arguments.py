@@ -297,16 +297,20 @@ def _cast_and_commit(
     transpose: bool,
     pad: int = 1,
     column_sum: bool = False,
-    *activation: Any,
+    activation: str = "",
+    preactivation: Tensor | None = None,
+    h_scale_inv: Tensor | None = None,
+    h_tile: Sequence[int] = (ALL, ALL),
 ) -> tuple[Any, ...]:
     scaling = Scaling(dtype, (ALL, ALL), power_of_two, margin, delayed_scale, role=2)
     state = delayed_scale, delayed_amax_history, delayed_before
     commit = Commit(*state, amax_input, amax_weight, limits, powers_of_two, margins, reduce)
-    return CastSource(x, *activation), scaling, commit, Output(transpose, pad, column_sum)
+    source = CastSource(x, activation, preactivation, h_scale_inv, h_tile)
+    return source, scaling, commit, Output(transpose, pad, column_sum)
 
 
-def _norm_backward(*flat: Any) -> tuple[Any, ...]:
-    gradient = NormGradient(*flat)
+def _norm_backward(*flat: Any, **named: Any) -> tuple[Any, ...]:
+    gradient = NormGradient(*flat, **named)
     check_norm(gradient.x, gradient.gamma, None, gradient.kind, gradient.dy, gradient.residual)
     return (gradient,)
 
@@ -315,10 +319,10 @@ def _matmul(*flat: Any) -> tuple[Any, ...]:
     return _operands(*flat[:7]), *flat[7:]
 
 
-def _grouped_matmul(*flat: Any) -> tuple[Any, ...]:
-    offsets, bias, out_dtype, fast_accum, *pad = flat[6:]
+def _grouped_matmul(*flat: Any, **pad: int) -> tuple[Any, ...]:
+    offsets, bias, out_dtype, fast_accum, *rest = flat[6:]
     a, b, _ = _operands(*flat[:6], bias)
-    operands = GroupedOperands(a, b, offsets, bias, *pad)
+    operands = GroupedOperands(a, b, offsets, bias, *rest, **pad)
     check_grouped_operands(operands)
     return operands, out_dtype, fast_accum
 

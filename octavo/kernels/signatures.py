@@ -39,6 +39,7 @@ Ops are registered by torch.library.Library rather than by the custom_op decorat
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,7 @@ from octavo.kernels.arguments import (
 )
 from octavo.kernels.cpu import KERNELS
 from octavo.kernels.devices import ON_CUDA
+from octavo.private import let_inductor_call
 
 _SECOND = (
     "ScalarType? second_dtype=None, int[2] second_tile=[-1, -1], bool second_power_of_two=False, int second_margin=0, "
@@ -170,10 +172,24 @@ FAKES: dict[str, Callable[..., Any]] = unpacking(
 )
 
 LIBRARY = torch.library.Library("octavo", "DEF")
+# what Inductor's Python calls in place of an op: the functions of octavo/kernels/__init__.py
+DIRECT = {f"torch.ops.octavo.{name}.default": f"torch.ops.octavo.direct.{name}" for name in SCHEMAS}
+
+
+def _fake(name: str) -> Callable[..., Any]:
+    made = FAKES[name]
+
+    @functools.wraps(made)
+    def fake(*arguments: Any, **named: Any) -> Any:
+        let_inductor_call(DIRECT)  # whoever traces has imported it, if it will compile
+        return made(*arguments, **named)
+
+    return fake
+
 
 for _name, _schema in SCHEMAS.items():
     LIBRARY.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
     # without gradients: a program of torch.export runs them on weights that require some; its backward warns
     LIBRARY.impl(_name, torch.no_grad()(KERNELS[_name]), "CompositeExplicitAutograd")
     LIBRARY.impl(_name, ON_CUDA[_name], "CUDA")
-    torch.library.register_fake(f"octavo::{_name}", FAKES[_name], lib=LIBRARY)
+    torch.library.register_fake(f"octavo::{_name}", _fake(_name), lib=LIBRARY)
