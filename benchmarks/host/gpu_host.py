@@ -8,7 +8,8 @@ current device and stream, some tenths of a us.
 A weight that one cast serves is kept, as in a micro-batch that isn't the first. torchao's times are of its whole work
 on the CPU, where arithmetic of this size costs next to nothing. Aims are held against the least of all readings, which
 is what the code itself takes: whatever else runs on the machine only adds to it.
-"no product" is the floor: a layer whose autograd function computes nothing.
+"no product" is the floor: a layer whose autograd function computes nothing. "compiled" is a layer of LAYERS that
+Inductor compiled as one graph.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import importlib
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -36,13 +38,13 @@ from octavo.autograd import casts as operands
 from octavo.kernels import capability, devices, layouts
 from octavo.scaling.delayed import State, state_of
 
-TAKES = "1 minute"
+TAKES = "4 minutes"
 MEASURES = ("octavo/kernels/triton", "octavo/autograd", "octavo/nn/recipe_module.py")
 
 # by its path: the function of the same name hides the module
 library_matmul = importlib.import_module("octavo.kernels.triton.library_matmul")
 
-SIZE = 16
+SIZE, LAYERS = 16, 8
 CAST_AIM, FORWARD_AIM, BOTH_AIM = 25.0, 80.0, 200.0  # us
 TORCHAO = "torchao tensorwise"
 TENSOR, ROW = (-1, -1), (1, -1)
@@ -81,6 +83,8 @@ def on_gpu_path(record: bool = False) -> Iterator[list[Launch]]:
         for module in (layouts, operands):
             stack.enter_context(mock.patch.object(module, "needs_transposed_codes", transposed))
         stack.enter_context(mock.patch.object(capability, "runs_natively", lambda device: True))
+        direct = SimpleNamespace(**{name: getattr(kernels, name) for name in triton_kernels})
+        stack.enter_context(mock.patch.object(torch.ops.octavo, "direct", direct))  # what compiled graphs call
         stack.enter_context(mock.patch.object(torch, "_scaled_mm_v2", _scaled_mm))
         yield launches
 
@@ -170,10 +174,11 @@ class Floor(nn.Linear):
 
 
 class Subject(NamedTuple):
-    """What is timed, and the most us that it should take."""
+    """What is timed, the most us that it should take, and of how many layers it is."""
 
     call: Callable[[], object]
     aim: float | None
+    layers: int = 1
 
 
 def subjects() -> dict[str, Subject]:
@@ -187,6 +192,10 @@ def subjects() -> dict[str, Subject]:
         aims = (FORWARD_AIM, BOTH_AIM) if isinstance(layer, octavo.nn.Linear) else (None, None)
         found[f"{name}, forward"] = Subject(forward, aims[0])
         found[f"{name}, forward + backward"] = Subject(both, aims[1])
+    for name in OCTAVO:
+        forward, both = steps(torch.compile(nn.Sequential(*(linear(name) for _ in range(LAYERS)))))
+        found[f"compiled Linear {name}, forward"] = Subject(forward, None, LAYERS)
+        found[f"compiled Linear {name}, forward + backward"] = Subject(both, None, LAYERS)
     return found
 
 
@@ -200,14 +209,15 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    with on_gpu_path():
+    with on_gpu_path(), torch.compiler.config.patch(force_disable_caches=True):
         found = subjects()
         for subject in found.values():
             for _ in range(3):  # compiles, and learns which scales exist
                 subject.call()
-        seconds = interleaved({name: s.call for name, s in found.items()}, options.rounds, options.calls)
+        times = interleaved({name: s.call for name, s in found.items()}, options.rounds, options.calls)
+    seconds = {name: [time / found[name].layers for time in of_one] for name, of_one in times.items()}
     rows, missed = [], []
-    for name, (_, aim) in found.items():
+    for name, (_, aim, _) in found.items():
         us, least = statistics.median(seconds[name]) * 1e6, min(seconds[name]) * 1e6
         torchao = name.replace(name.partition(",")[0], TORCHAO)
         rows.append(

@@ -44,6 +44,7 @@ from octavo.autograd.products import (
     plan_of,
     refuse_second_derivatives,
     to_save,
+    unpacked,
     unrounded,
 )
 from octavo.granularity import ALL
@@ -192,7 +193,7 @@ def _activation_of(
 ) -> tuple[tuple[Any, ...], Saved]:
     """(The activation's gradient, as casts take it; what the second layer saved, with its input if that is read)."""
     saved, recipe = Saved(*rest), ctx.plans[1].recipe
-    read_back = h_scale_inv, (ALL, ALL) if recipe.saved is None else recipe.saved.tile
+    read_back = unpacked(h_scale_inv), (ALL, ALL) if recipe.saved is None else recipe.saved.tile
     if needs_dw and recipe.grad_weight is None:
         assert h is not None
         x = unrounded(CastSource(h, ctx.activation, None, *read_back), saved.offsets)
@@ -272,9 +273,9 @@ class _ActivatedLinear(torch.autograd.Function):
         of_gate, of_up, needs_dw, needs_db = asked(ctx, ctx.needs_input_grad[:4], ctx.given)
         ctx.plan = later(plan)
         saved, needs, dtype = Saved(*rest), (of_gate or of_up, needs_dw, needs_db), plan.dtypes[0]
-        if h_scale_inv is not None:
+        if (scale_inv := unpacked(h_scale_inv)) is not None:
             tile = (ALL, ALL) if plan.recipe.saved is None else plan.recipe.saved.tile
-            h = kernels.dequantize(h, h_scale_inv, tile, dtype)
+            h = kernels.dequantize(h, scale_inv, tile, dtype)
         if needs_dw and plan.recipe.grad_weight is None:
             saved = saved._replace(x_TK=kernels.produced(h, ctx.activation, None).to(dtype))
         da, dw, db = gradients(cast_gradient(grads[0], saved, plan, needs), saved, plan, needs)

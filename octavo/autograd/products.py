@@ -33,7 +33,7 @@ from octavo.errors import HigherOrderGradientError
 from octavo.granularity import PerBlock
 from octavo.kernels.arguments import CastSource
 from octavo.kernels.layouts import contraction_multiple
-from octavo.numerics import E8M0
+from octavo.numerics import E8M0, exponents_of, powers_of
 from octavo.private import is_exporting, keeps_graph, will_engine_execute_node
 from octavo.scaling.delayed import entering_input
 from octavo.scaling.recipe import Cast, Recipe
@@ -128,13 +128,20 @@ def packed(
 ) -> tuple[Tensor | None, Tensor | None]:
     """A pair to save for backward: all blocks' scales that are powers of two as E8M0, exact in a quarter of the bytes.
 
+    In a graph these are E8M0's bytes, since Inductor computes nothing of that dtype; ``unpacked`` reads both.
     ``refilled``: its own tensors have to be saved, see Operands.
     """
     if pair is None or cast is None:
         return None, None
     q, scale_inv = pair
-    blocks = isinstance(cast.granularity, PerBlock) and not refilled
-    return q, scale_inv.to(E8M0) if blocks and cast.power_of_two else scale_inv
+    if refilled or not cast.power_of_two or not isinstance(cast.granularity, PerBlock) or scale_inv.dtype is E8M0:
+        return pair
+    return q, exponents_of(scale_inv) if torch.compiler.is_compiling() else scale_inv.to(E8M0)
+
+
+def unpacked(scale_inv: Tensor | None) -> Tensor | None:
+    """What ``packed`` made of a scale_inv, as products and casts read it."""
+    return powers_of(scale_inv) if scale_inv is not None and scale_inv.dtype is torch.uint8 else scale_inv
 
 
 def later(plan: Layer) -> Layer:
@@ -219,6 +226,7 @@ def gradients(
     """The gradients of (input, weight, bias) that are needed, from ``cast_gradient`` of the same arguments."""
     x_TK, x_q, x_scale_inv, weight_NK, w_q, w_scale_inv, offsets, _, _ = saved
     recipe, (dtype, weight_dtype, *of_bias) = plan.recipe, plan.dtypes
+    x_scale_inv, w_scale_inv = unpacked(x_scale_inv), unpacked(w_scale_inv)
     needs_dx, needs_dw, needs_db = needs
     (as_is, transposed, _, column_sum, *_), grad_TN = g
     del g  # what is read no more makes room for the next product
