@@ -199,7 +199,8 @@ def let_inductor_call(calls: Mapping[str, str]) -> None:
 
     class Line(ExternKernelAllocLine):
         def codegen(self, code: Any) -> None:
-            node, arguments = self.node, self.node.codegen_args()
+            node: Any = self.node
+            arguments = node.codegen_args()
             defaults = {one.name: one.default_value for one in node.op_overload._schema.arguments}
             for name, default in defaults.items():  # an argument less is a microsecond less
                 if isinstance(value := node.kwargs.get(name), type(default)) and value == default:

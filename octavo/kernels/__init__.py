@@ -59,7 +59,8 @@ def multi_tensor_cast(xs: Sequence[torch.Tensor], *args: Any) -> None:
     torch.ops.octavo.multi_tensor_cast(xs, *args)
 
 
-torch.ops.octavo.direct = SimpleNamespace(**{name: globals()[name] for name in SCHEMAS})
+# what signatures.DIRECT names
+torch.ops.octavo.direct = SimpleNamespace(**{name: globals()[name] for name in SCHEMAS})  # type: ignore[attr-defined]
 
 
 __all__ = [

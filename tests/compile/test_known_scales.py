@@ -1,6 +1,7 @@
-"""In a graph that Inductor compiled, a cast finds out that its delayed scale exists, as in eager."""
+"""What Inductor compiled calls kernels without the dispatcher; a delayed scale is known to exist there as in eager."""
 
-import importlib
+import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ from octavo import recipes
 from octavo.kernels.cpu import KERNELS
 
 pytest.importorskip("triton")
+WRITES_CALLS = importlib.util.find_spec("torch._inductor.codegen.custom_extern_kernel_codegen") is not None
 known_scales = importlib.import_module("octavo.kernels.triton.delayed_update")
 
 
-def test_a_compiled_layer_knows_its_scales_from_the_third_step_on() -> None:
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+def test_a_compiled_layer_knows_its_scales_from_the_third_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
     known: list[list[bool]] = []
 
     def cast(x: Tensor, *arguments: Any, **named: Any) -> Any:
@@ -32,14 +36,27 @@ def test_a_compiled_layer_knows_its_scales_from_the_third_step_on() -> None:
     def is_scale(argument: Any) -> bool:
         return isinstance(argument, Tensor) and argument.shape == (3,)
 
-    library = torch.library.Library("octavo", "IMPL")
+    def direct(name: str) -> Any:
+        own = {"cast": cast, "cast_and_commit": cast_and_commit}.get(name, KERNELS[name])
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            called.append(name)
+            return own(*arguments, **named)
+
+        return call
+
+    monkeypatch.setattr(torch.ops.octavo, "direct", SimpleNamespace(**{name: direct(name) for name in KERNELS}))
+    library = torch.library.Library("octavo", "IMPL")  # before torch 2.13
     try:
         library.impl("cast", cast, "CPU", allow_override=True)
         library.impl("cast_and_commit", cast_and_commit, "CPU", allow_override=True)
         layer = torch.compile(octavo.nn.Linear(32, 32, recipe=recipes.delayed()), fullgraph=True)
-        for step in range(4):
-            known.clear()
-            layer(torch.randn(16, 32, requires_grad=True)).sum().backward()
-            assert known == [[step > 1] * 3] * 2  # input and weight
+        with torch.compiler.config.patch(force_disable_caches=True):
+            for step in range(4):
+                known.clear()
+                layer(torch.randn(16, 32, requires_grad=True)).sum().backward()
+                assert known == [[step > 1] * 3] * 2  # input and weight
     finally:
         library._destroy()
+    step_calls = ["cast", "cast", "matmul", "cast_and_commit", "matmul", "matmul"]
+    assert called == (step_calls * 4 if WRITES_CALLS else [])
