@@ -99,6 +99,9 @@ ANYWHERE = {  # as torch's own tutorials use them
     "_parameters": Name("torch.nn.Module._parameters", "exchanges weights without a module's checks"),
     "_buffers": Name("torch.nn.Module._buffers", "gives back buffers after a trial"),
     "_modules": Name("torch.nn.Module._modules", "finds the parts of a module"),
+    "_should_skip_dynamo": Name(
+        "torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo", "records an op's calls without a compiler"
+    ),
     "_schema": Name("torch._ops.OpOverload._schema", "tells views from operations"),
     "_overloadpacket": Name("torch._ops.OpOverload._overloadpacket", "finds an operation's FLOPs"),
     "_opname": Name("torch._ops.OpOverload._opname", "finds octavo's casts in exported programs"),

@@ -136,6 +136,10 @@ class Recorder(TorchDispatchMode):
         finally:
             _local.recorder = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports all of its compiler at the first recording
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         made = function(*args, **named)
@@ -215,8 +219,11 @@ def _needed(steps: Sequence[_Step], results: Any) -> list[_Step]:
     return kept
 
 
+_code = functools.lru_cache(maxsize=1024)(functools.partial(compile, filename="<octavo replay>", mode="exec"))
+
+
 class _Text:
-    """The text of a function that does steps again."""
+    """The text of a function that does steps again; numbers too are globals of it, so that it is compiled once."""
 
     def __init__(self, arguments: Sequence[Any], named: dict[str, Any]) -> None:
         self.constants: dict[str, Any] = {"driver": driver, "empty": torch.empty_strided}
@@ -249,21 +256,22 @@ class _Text:
             if isinstance(value, list):
                 return f"[{parts}]"
             return f"{self.constant(type(value))}({parts})" if hasattr(value, "_fields") else f"({parts})"
-        return repr(value) if value is None or type(value) in (bool, int) else self.constant(value)
+        return "None" if value is None else self.constant(value)
 
     def line(self, step: _Step) -> str:
         """A step's."""
         if step.kind == "launch":
             _, programs, given, *_ = step.given
-            compiled, device = step.made, next(_tensors(given)).get_device()
-            stream = f"driver.active.get_current_stream({device})"
-            known = f"{compiled.function}, {self.constant(compiled.packed_metadata)}, None, None, None"
+            compiled, index = step.made, next(_tensors(given)).get_device()
+            known = compiled, programs, index, compiled.function, compiled.packed_metadata
+            kernel, count, device, function, metadata = map(self.constant, known)
             places = ", ".join(self.of(argument, _place) for argument in given)
-            return f"{self.constant(compiled)}.run({programs}, 1, 1, {stream}, {known}, {places})"
+            stream = f"driver.active.get_current_stream({device})"
+            return f"{kernel}.run({count}, 1, 1, {stream}, {function}, {metadata}, None, None, None, {places})"
         if step.kind == "empty":
             x = step.made
-            options = f"dtype={self.constant(x.dtype)}, device={self.constant(x.device)}"
-            call = f"empty({tuple(x.shape)}, {x.stride()}, {options})"
+            shape, strides, dtype, place = map(self.constant, (tuple(x.shape), x.stride(), x.dtype, x.device))
+            call = f"empty({shape}, {strides}, dtype={dtype}, device={place})"
         else:
             arguments = [self.of(value) for value in step.given]
             arguments += [f"{name}={self.of(value)}" for name, value in step.named.items()]
@@ -274,6 +282,6 @@ class _Text:
     def function(self, steps: Sequence[_Step], results: Any) -> Callable[..., Any]:
         """The function, of the arguments, that returns the results."""
         lines = [f"def replay({self.parameters}):", *map(self.line, steps), f"return {self.of(results)}"]
-        exec("\n    ".join(lines), self.constants)
+        exec(_code("\n    ".join(lines)), self.constants)
         replay: Callable[..., Any] = self.constants["replay"]
         return replay

@@ -41,14 +41,14 @@ def only_launches(steps: list[Any]) -> bool:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 20))])
 def test_any_cast(kernels: TritonKernels, recorded: list[tuple[Any, Any]], seed: int) -> None:
     torch.manual_seed(seed)
-    for case, first in drawn(12, 100 + seed):
+    for case, first in drawn(8, 100 + seed):
         op = getattr(kernels, first.op)
         for call in (first, call_of(case)):
             op(*call.args, **call.named)
         call = call_of(case)
         check(op, call, call.is_exact, "edge" not in (case["values"], case["h_values"]))
     assert all(replay is not None or not only_launches(steps) for steps, replay in recorded)
-    assert sum(replay is not None for _, replay in recorded) >= 6
+    assert sum(replay is not None for _, replay in recorded) >= 4
 
 
 @pytest.mark.parametrize("name", [name for name in test_compiled.CALLS if "optimizer" not in name])
