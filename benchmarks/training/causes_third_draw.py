@@ -89,8 +89,8 @@ def repeated_byte(run: Training, tokens: Tensor, targets: Tensor) -> tuple[Tenso
 
 
 def overflown(run: Training, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    numbers = run.other(64, 16, 32, 96) if run.begun else 256
-    return tokens % numbers, targets % numbers
+    numbers = run.other(64, 16, 32, 96)
+    return (tokens % numbers, targets % numbers) if run.begun else (tokens, targets)
 
 
 def cut(run: Training, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
