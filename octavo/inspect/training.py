@@ -262,7 +262,7 @@ class Training:
                     yield self._found("batch", steps[at], rise / limit, text, LOOK)
             at = back
         lasting = []
-        for at in range(6, len(loss) - FEW + 1):
+        for at in range(4, len(loss) - FEW + 1):
             earlier, later = loss[max(0, at - 16) : at], loss[at : at + 2 * FEW]
             level, now = float(np.mean(earlier)), float(np.mean(later))
             error = float(np.std(earlier)) * math.sqrt(1 / len(earlier) + 1 / len(later))
@@ -421,11 +421,11 @@ class Training:
         still[:, :many] |= gradients[:, :many] == 0  # of an embedding those sampled may get none
         moves = ~still & (self.of["changed"] > 0.5)
         lasts = np.flip(np.minimum.accumulate(np.flip(still, 0), 0), 0)  # to the end
-        found: dict[int, list[int]] = {}
+        rounded, found = np.nanmedian(np.where(still, np.nan, self.of["changed"])) < 1 - LIMITS["unmoved"], {}
         for place in np.flatnonzero(lasts[-FEW:].all(axis=0) & (len(still) >= FEW)):
             at = int(lasts[:, place].argmax())
             is_given = np.isfinite(np.log(gradients[at:, place])).all() and min(self.rate[1][-FEW:], default=0) > 0
-            if (moves[at:].mean() > 0.25 or is_given) and (at or place < many):
+            if (moves[at:].mean() > 0.25 or (is_given and not rounded)) and (at or place < many):
                 found.setdefault(at, []).append(place)
         for at, places in found.items():
             layers, why, first = [place for place in places if place < many] or places, "while other layers do", 0
