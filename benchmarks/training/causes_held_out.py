@@ -7,24 +7,26 @@ opened: today's rules were made with them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from benchmarks.training.causes import (
     ANY,
-    AT,
     BEFORE,
     CHECKPOINT,
     DATA,
     INNER,
     SKIP,
+    Do,
     Fault,
     Training,
     at,
     input_of,
+    number,
     one,
+    times,
     weight,
 )
 
@@ -34,12 +36,12 @@ LAST_OF_BLOCK = ("blocks.0.mlp.fc2", "blocks.0.mlp.experts.down")
 
 def unknown(run: Training, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Most tokens are out of the vocabulary, and become token 0."""
-    return (tokens * (tokens % 5 == 0) if run.step >= AT else tokens), targets
+    return (tokens * (tokens % run.other(5, 2, 3, 10) == 0) if run.begun else tokens), targets
 
 
 def padded(run: Training, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Three quarters of each sequence are padding, which the loss counts."""
-    there = torch.arange(tokens.shape[1]) < (tokens.shape[1] // 4 if run.step >= AT else tokens.shape[1])
+    there = torch.arange(tokens.shape[1]) < tokens.shape[1] // (run.other(4, 2, 8) if run.begun else 1)
     return tokens * there, targets * there
 
 
@@ -59,12 +61,12 @@ def left_out(run: Training) -> None:
 def kept_gradients(run: Training) -> None:
     """zero_grad is no longer called."""
     clear = run.optimizer.zero_grad
-    run.optimizer.zero_grad = lambda: clear() if run.step < AT else None
+    run.optimizer.zero_grad = lambda: clear() if not run.begun else None
 
 
 def decay_without_rate(run: Training) -> None:
     """A weight decay of 0.1 a step, of an optimizer that does not multiply it by the learning rate."""
-    run.optimizer.param_groups[0]["weight_decay"] = 0.1 / run.lr
+    run.optimizer.param_groups[0]["weight_decay"] = run.other(0.1, 0.03, 0.2, 0.5) / run.lr
 
 
 def moments_lost(run: Training) -> None:
@@ -75,7 +77,12 @@ def moments_lost(run: Training) -> None:
 
 def detached(run: Training) -> None:
     """A detach() between the blocks."""
-    run.model.blocks[1].register_forward_pre_hook(lambda _, given: (given[0].detach(),) if run.step >= AT else None)
+    run.model.blocks[1].register_forward_pre_hook(lambda _, given: (given[0].detach(),) if run.begun else None)
+
+
+def scheduled(factor: Callable[[Training, int], float]) -> Do:
+    """A schedule by the steps that are recorded."""
+    return lambda run: vars(run).update(schedule=lambda step: factor(run, max(0, step - BEFORE)))
 
 
 HELD_OUT: Mapping[str, Fault] = {
@@ -86,28 +93,31 @@ HELD_OUT: Mapping[str, Fault] = {
         "",
         ("clip_grad_norm_", "divide", "mean"),
         SGD,
-        loss=lambda run, loss: loss * (8 if run.step >= AT else 1),
+        loss=times(8, 4, 16, 32, every=True),
     ),
     "zero_grad forgotten": Fault(("gradients",), "", ("zero_grad",), SGD, begin=kept_gradients),
     "norm's weight at zero": Fault(
         ("dead units", "overwritten"), ("qkv.linear",), ("initial", "norm", *CHECKPOINT), before=at(zero_norm, True)
     ),
     "schedule past its end": Fault(
-        ("learning rate",), "", ("lr",), {"schedule": lambda step: 1 - max(0, step - BEFORE) / AT}
+        ("learning rate",), "", ("lr",), begin=scheduled(lambda run, step: 1 - step / run.at)
     ),
     "schedule that grows": Fault(
-        ("learning rate",), "", ("lr",), {"schedule": lambda step: 1.7 ** max(0, step - BEFORE - AT)}
+        ("learning rate",),
+        "",
+        ("lr",),
+        begin=scheduled(lambda run, step: run.other(1.7, 1.3, 2.0, 3.0) ** max(0, step - run.at)),
     ),
     "optimizer without a weight": Fault(
         ("frozen",), INNER, ("optimizer", "param_groups", "parameters()"), begin=left_out
     ),
     "decay not times lr": Fault(("decay",), "", ("weight_decay",), before=at(decay_without_rate)),
     "bit flip in a weight": Fault(
-        ("overwritten",), ANY, CHECKPOINT, before=at(weight(lambda w: w.view(-1)[5:6].fill_(2.0**20)))
+        ("overwritten",), ANY, CHECKPOINT, before=at(weight(number(2.0**20, 2.0**10, 2.0**40, -(2.0**20))))
     ),
     "moments lost": Fault(("state",), "", ("load_state_dict",), before=at(moments_lost)),
     "detached block": Fault(("frozen",), LAST_OF_BLOCK, ("requires_grad", "detach", "no_grad"), begin=detached),
     "NaN in an activation": Fault(
-        ("nonfinite input",), INNER, SKIP, begin=input_of(one(math.nan), lambda run: run.step == AT, *INNER)
+        ("nonfinite input",), INNER, SKIP, begin=input_of(one(math.nan), lambda run: run.step == run.at, *INNER)
     ),
 }

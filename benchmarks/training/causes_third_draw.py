@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from benchmarks.training.causes import (
     ALL,
-    AT,
     BEFORE,
     CHECKPOINT,
     DATA,
@@ -27,13 +26,14 @@ from benchmarks.training.causes import (
     at,
     batches,
     input_of,
+    times,
     weight,
 )
 from octavo import recipes
 
 CASTS, MEAN = ("Cast(", "recipes.", "None"), ("divide", "mean", "accumul")
 OF_OPTIMIZER = ("optimizer", "param_groups", "parameters()")
-SCALED = 1024.0  # by a GradScaler
+SCALED = (1024.0, 64.0, 256.0, 65536.0)  # by a GradScaler
 
 
 def without_scales(run: Training) -> None:
@@ -55,6 +55,10 @@ def interleaved(run: Training) -> None:
     rows.copy_(rows.unflatten(0, (2 * SIZES["heads"], 2, -1)).transpose(1, 2).flatten(0, 2))
 
 
+def from_scratch(run: Training, w: Tensor) -> None:
+    nn.init.normal_(w, std=float(w.std()) * run.other(1, 0.5, 2))
+
+
 def steps_lost(run: Training) -> None:
     for state in run.optimizer.state.values():
         state["step"].zero_()
@@ -71,9 +75,9 @@ def unscaled_late(run: Training) -> None:
     """Gradients are divided by the loss scale after they were clipped."""
 
     def unscale(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for group in optimizer.param_groups if run.step >= AT else ():
+        for group in optimizer.param_groups if run.begun else ():
             for param in group["params"]:
-                param.grad /= SCALED
+                param.grad /= run.other(*SCALED)
 
     run.optimizer.register_step_pre_hook(unscale)
 
@@ -81,22 +85,32 @@ def unscaled_late(run: Training) -> None:
 def repeated_byte(run: Training, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Every sequence is its first byte, again and again."""
     same = tokens[:, :1].expand_as(tokens)
-    return (same, same) if run.step == AT else (tokens, targets)
+    return (same, same) if run.step == run.at else (tokens, targets)
+
+
+def overflown(run: Training, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    numbers = run.other(64, 16, 32, 96)
+    return (tokens % numbers, targets % numbers) if run.begun else (tokens, targets)
+
+
+def cut(run: Training, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    kept = run.other(1, 2, 3) if run.begun else len(tokens)
+    return tokens[:kept], targets[:kept]
 
 
 def against_balance(run: Training) -> None:
     """The biases of a router move to the experts that have too many tokens."""
     mixture = run.model.get_submodule(run.layer("gate_up").removesuffix(".experts.gate_up"))
-    mixture.bias += 0.3 * (mixture.load / mixture.load.float().mean() - 1)
+    mixture.bias += run.other(0.3, 0.1, 0.2, 1.0) * (mixture.load / mixture.load.float().mean() - 1)
     mixture.load.zero_()
 
 
 def growing_channel(run: Training) -> None:
     """A channel of SwiGLU's result that becomes 4 times as large in each of six steps."""
     layer = run.model.get_submodule(run.layer("fc2", "down"))
-    channel = torch.arange(layer.in_features) == 5
+    channel, factor = torch.arange(layer.in_features) == run.other(5, *range(64)), run.other(4.0, 2.0, 3.0, 8.0)
     layer.register_forward_pre_hook(
-        lambda _, given: (given[0] * 4.0 ** (channel * min(6, max(0, run.step - AT + 1))), *given[1:])
+        lambda _, given: (given[0] * factor ** (channel * min(6, max(0, run.step - run.at + 1))), *given[1:])
     )
 
 
@@ -108,9 +122,7 @@ THIRD_DRAW: Mapping[str, Fault] = {
     # transformers #46763
     "stored scales rounded up": Fault(("overwritten",), ALL, CHECKPOINT, before=at(rounded_up)),
     # transformers #28073
-    "weight not in the checkpoint": Fault(
-        ("overwritten",), INNER, CHECKPOINT, before=at(weight(lambda w: nn.init.normal_(w, std=float(w.std())), *INNER))
-    ),
+    "weight not in the checkpoint": Fault(("overwritten",), INNER, CHECKPOINT, before=at(weight(from_scratch, *INNER))),
     # transformers #39687, nanochat #264
     "rotary pairs interleaved": Fault(("overwritten", "ranks"), ("qkv.linear",), CHECKPOINT, before=at(interleaved)),
     # OneVision-Encoder #65, tt-metal #53212
@@ -123,34 +135,32 @@ THIRD_DRAW: Mapping[str, Fault] = {
         "",
         ("clip_grad_norm_", "scale"),
         begin=unscaled_late,
-        loss=lambda run, loss: loss * (SCALED if run.step >= AT else 1),
+        loss=times(*SCALED, every=True),
     ),
     # transformers #35203
-    "loss divided twice": Fault(("gradients",), "", MEAN, loss=lambda run, loss: loss / (64 if run.step >= AT else 1)),
+    "loss divided twice": Fault(("gradients",), "", MEAN, loss=times(1 / 64, 1 / 16, 1 / 32, 1 / 256, every=True)),
     # OLMo-core #657, Automodel #3796
     "batch without labels": Fault(
         ("batch", "labels", "nonfinite loss"),
         "",
         (*DATA, *SKIP),
-        batch=lambda run, x, y: (x, torch.full_like(y, -100, dtype=torch.long) if run.step == AT else y),
+        batch=lambda run, x, y: (x, torch.full_like(y, -100, dtype=torch.long) if run.step == run.at else y),
     ),
     # repeated n-grams of OLMo 2, arXiv 2501.00656
     "one byte repeated": Fault(("batch",), "", DATA, batch=repeated_byte),
     # transformers #2825
-    "token numbers that overflow": Fault(
-        ("batch", "labels"), "", DATA, batch=lambda run, x, y: (x % 64, y % 64) if run.step >= AT else (x, y)
-    ),
+    "token numbers that overflow": Fault(("batch", "labels"), "", DATA, batch=overflown),
     # litgpt #1712
     "three batches in turn": Fault(
         ("repeats",),
         "",
         DATA,
-        batch=lambda run, *given: batches(run.seed).training(BEFORE + run.step % 3) if run.step >= AT else given,
+        batch=lambda run, *given: (
+            batches(run.seed).training(BEFORE + run.step % run.other(3, 2, 4)) if run.begun else given
+        ),
     ),
     # coqui-ai/Trainer #120: accumulation that has no effect
-    "one sequence of eight": Fault(
-        ("batch",), "", DATA, batch=lambda run, x, y: (x[:1], y[:1]) if run.step >= AT else (x, y)
-    ),
+    "one sequence of eight": Fault(("batch",), "", DATA, batch=cut),
     # Automodel #1408 has one without effect, which would take longer
     "balance with the wrong sign": Fault(
         ("idle expert",), ("gate_up",), ("balance",), models=("experts",), after=at(against_balance, True)
@@ -163,13 +173,15 @@ THIRD_DRAW: Mapping[str, Fault] = {
         INNER,
         ("Cast(",),
         {"recipe": recipes.delayed(history_length=1)},
-        begin=input_of(lambda x: x * 16, lambda run: run.step >= AT and run.step % 2 == 1, *INNER),
+        begin=input_of(
+            lambda run, x: x * run.other(16, 8, 32, 64), lambda run: run.begun and run.step % 2 == 1, *INNER
+        ),
     ),
     # mcore-bridge #125
     "transposed weight at zero": Fault(
         ("frozen",),
         ("fc1", "gate_up"),
         ("requires_grad", "detach", "no_grad"),
-        begin=input_of(lambda x: x.detach() + 0 * x, lambda run: run.step >= AT, "fc2", "down"),  # next to the layer
+        begin=input_of(lambda run, x: x.detach() + 0 * x, lambda run: run.begun, "fc2", "down"),  # next to the layer
     ),
 }

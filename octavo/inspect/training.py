@@ -62,7 +62,6 @@ UNSCALE = "divide gradients by the loss scale before clip_grad_norm_: scaler.uns
 SIZE = "look at the data loader, and at what splits its batches or accumulates them"
 LOOK = "look at the data of that step, and leave out what is not as the rest"
 
-
 ONCE = ("learning rate", "options", "state", "batch", "overwritten", "ranks", "gradients", "jump", "untied", "labels")
 Worst = tuple[int, int, str, float, dict[str, float], str]  # Finding's begins and worst, layer, value, numbers; where
 
@@ -262,7 +261,7 @@ class Training:
                     yield self._found("batch", steps[at], rise / limit, text, LOOK)
             at = back
         lasting = []
-        for at in range(6, len(loss) - FEW + 1):
+        for at in range(4, len(loss) - FEW + 1):
             earlier, later = loss[max(0, at - 16) : at], loss[at : at + 2 * FEW]
             level, now = float(np.mean(earlier)), float(np.mean(later))
             error = float(np.std(earlier)) * math.sqrt(1 / len(earlier) + 1 / len(later))
@@ -419,13 +418,14 @@ class Training:
         gradients, many = self.of["gradient"], len(self.layers)
         still = (self.of["update"] == 0) & ~(self.of["master_update"] > 0)
         still[:, :many] |= gradients[:, :many] == 0  # of an embedding those sampled may get none
-        moves = ~still & (self.of["changed"] > 0.5)
+        changed = np.where(still, np.nan, self.of["changed"])
         lasts = np.flip(np.minimum.accumulate(np.flip(still, 0), 0), 0)  # to the end
         found: dict[int, list[int]] = {}
         for place in np.flatnonzero(lasts[-FEW:].all(axis=0) & (len(still) >= FEW)):
             at = int(lasts[:, place].argmax())
             is_given = np.isfinite(np.log(gradients[at:, place])).all() and min(self.rate[1][-FEW:], default=0) > 0
-            if (moves[at:].mean() > 0.25 or is_given) and (at or place < many):
+            is_given &= not np.nanmedian(changed) < 1 - LIMITS["unmoved"]  # else rounding stops weights
+            if ((changed[at:] > 0.5).mean() > 0.25 or is_given) and (at or place < many):
                 found.setdefault(at, []).append(place)
         for at, places in found.items():
             layers, why, first = [place for place in places if place < many] or places, "while other layers do", 0
