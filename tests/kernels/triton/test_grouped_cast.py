@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.casts import E4M3, to
+from tests.support.casts import E4M3
 from tests.support.groups import offsets_of
 from tests.support.passes import before_of
 from tests.support.triton_cases import count_launches
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("tile", [(-1, -1), (-1, 1), (1, -1), (128, 128)], ids=str)
 @pytest.mark.parametrize("ends", [[3, 2, 40], [-1, 40, 40], [3, 41, 41], [0, 1 << 30, 40]], ids=str)
 def test_wrong_offsets_are_groups_without_rows(ends: list[int], tile: tuple[int, int], kernels: TritonKernels) -> None:
-    x, offsets = torch.randn(40, 20).to(kernels.device), torch.tensor(ends, dtype=torch.int32, device=kernels.device)
+    x, offsets = torch.randn(40, 20), torch.tensor(ends, dtype=torch.int32)
     q, t, scale_inv, amax = kernels.cast(x, None, 0, E4M3, tile, False, 0, True, 16, offsets=offsets)
     assert not q.view(torch.uint8).any() and not t.view(torch.uint8).any()
     assert bool((scale_inv == 1).all()) and not amax.any()
@@ -35,8 +35,8 @@ def test_wrong_offsets_are_groups_without_rows(ends: list[int], tile: tuple[int,
     ids=str,
 )
 def test_launches(tile, delayed, launches, kernels, monkeypatch):
-    x, offsets, scale = to(kernels.device, (torch.randn(61, 40), offsets_of([0, 1, 17, 40]), torch.ones(3)))
-    others = torch.ones(3, 1, device=scale.device), before_of(scale)
+    x, offsets, scale = torch.randn(61, 40), offsets_of([0, 1, 17, 40]), torch.ones(3)
+    others = torch.ones(3, 1), before_of(scale)
     kernels.module("delayed_update").committed(scale, *others, (True, True, True))
     cast = scale if delayed else None, 0, E4M3, tile, False, 0
     kernels.cast(x, *cast, offsets=offsets)
