@@ -469,15 +469,7 @@ def test_gradients_of_moves() -> None:
 
 # --- quantize, against its definition
 
-TILED = [
-    PerTensor(),
-    PerRow(),
-    PerRow(dim=-2),
-    PerBlock(1, 128),
-    PerBlock(128, 128),
-    PerBlock(1, 5),
-    PerBlock(3, 5),
-]
+TILED = [PerTensor(), PerRow(), PerRow(dim=-2), PerBlock(1, 128), PerBlock(128, 128), PerBlock(1, 5), PerBlock(3, 5)]
 each_tiled = pytest.mark.parametrize("granularity", TILED, ids=str)
 SHAPES = [
     (),

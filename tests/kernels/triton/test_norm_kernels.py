@@ -92,7 +92,7 @@ LAUNCHES: list[tuple[Any, Any, list[str]]] = [  # a tile; another's, or a delaye
 
 
 def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, norm = torch.randn(40, 48), of_norm(torch.randn(48), None, "rms_norm")
+    x, norm = torch.randn(4, 48), of_norm(torch.randn(48), None, "rms_norm")
     launched = count_launches(kernels, monkeypatch)
     for tile, other, expected in LAUNCHES:
         state = state_of(kernels, *other) if other and isinstance(other[0], float) else None
