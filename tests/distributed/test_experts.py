@@ -61,12 +61,7 @@ def steps(net: Mixture, ranks: range, on: int = 1, how: str = "eager", count: in
 
 
 def compare(
-    mesh: Any,
-    kind: str,
-    recipe: str,
-    how: str = "eager",
-    exact: bool = False,
-    average: bool = True,
+    mesh: Any, kind: str, recipe: str, how: str = "eager", exact: bool = False, average: bool = True
 ) -> tuple[dict[str, float], ...]:
     """What differs from one rank without expert parallelism; and from one rank that exchanges with itself."""
     size, rank = mesh.size(), mesh.get_rank()

@@ -530,9 +530,7 @@ class Layers(RuleBasedStateMachine):
     """A layer of any recipe and storage."""
 
     @initialize(
-        recipe=st.sampled_from(list(RECIPES)),
-        stored=FLAG,
-        dtype=st.sampled_from((torch.float32, torch.bfloat16)),
+        recipe=st.sampled_from(list(RECIPES)), stored=FLAG, dtype=st.sampled_from((torch.float32, torch.bfloat16))
     )
     def begin(self, recipe, stored, dtype):
         self.subject = Subject(recipe, stored, dtype)

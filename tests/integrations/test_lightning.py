@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import octavo
 from octavo import recipes
-from octavo.schedule import Phase
 from tests.support.helpers import assert_equal, every_layer
+from tests.support.schedule_situations import PROMOTING, SWITCHING
 from tests.support.torchrun import on_ranks
 
 lightning = pytest.importorskip("lightning")
@@ -39,11 +39,6 @@ ALONE = {
 }
 WIDTH, BATCH, LR = 64, 4, 1e-3
 STEPS, SAVED = 5, 2  # the checkpoint lies at an epoch's end: no loader goes on within one
-SWITCHING = [Phase(recipes.delayed()), Phase(recipes.blockwise(), from_step=1), Phase(recipes.delayed(), from_step=3)]
-PROMOTING = [
-    Phase(recipes.delayed(), moments="fp8", master="split24"),
-    Phase(recipes.blockwise(), moments="fp32", master="split32", from_step=1),
-]
 
 
 class Module(lightning.LightningModule):

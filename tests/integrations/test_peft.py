@@ -121,10 +121,7 @@ def memory(model: nn.Module) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in plain}.values())
 
 
-SIZES = {
-    "16 M parameters": (512, 1408, 5, 2048),
-    "100 M parameters": (1024, 2816, 8, 4096),
-}
+SIZES = {"16 M parameters": (512, 1408, 5, 2048), "100 M parameters": (1024, 2816, 8, 4096)}
 
 
 @pytest.mark.parametrize("size", [pytest.param(n, marks=[pytest.mark.full] if "100" in n else []) for n in SIZES])

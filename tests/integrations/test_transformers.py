@@ -15,6 +15,7 @@ from octavo import recipes
 from octavo.nn.checkpointing import watched
 from octavo.schedule import Phase
 from tests.support.helpers import assert_equal, every_layer
+from tests.support.schedule_situations import PROMOTING, SWITCHING
 from tests.support.torchrun import let_accelerate_shard_on_cpus, on_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -33,11 +34,6 @@ HOW: dict[str, dict[str, Any]] = {
     "accumulating": {"gradient_accumulation_steps": 2},
     "evaluating": {"eval_strategy": "steps", "eval_steps": 1},
 }
-SWITCHING = [Phase(recipes.delayed()), Phase(recipes.blockwise(), from_step=1), Phase(recipes.delayed(), from_step=3)]
-PROMOTING = [
-    Phase(recipes.delayed(), moments="fp8", master="split24"),
-    Phase(recipes.blockwise(), moments="fp32", master="split32", from_step=1),
-]
 LOW = Phase(recipes.delayed(), moments="fp8", master="split24", weight_storage="fp8")
 HIGH = Phase(recipes.high_precision(), moments="fp32", master="split32", weight_storage=None)
 SCHEDULES = {

@@ -11,7 +11,7 @@ from octavo.kernels.arguments import EXPONENTS, EXTREMES, LOWEST, SUMS
 from octavo.kernels.cpu import codes as codes_in_cpp
 from octavo.kernels.reference import KERNELS as REFERENCE
 from tests.kernels.conftest import Ops
-from tests.support.casts import ALL, DTYPES, FORMATS, laid, to, values_of
+from tests.support.casts import ALL, DTYPES, FORMATS, laid, values_of
 from tests.support.combinations import dealt
 
 MAX, NEXT = {FORMATS[0]: 448, FORMATS[1]: 57344}, {FORMATS[0]: 480, FORMATS[1]: 65536}  # behind max, went it on
@@ -65,14 +65,13 @@ def pair_of(case: dict[str, Any]) -> tuple[Any, ...]:
 
 def check(ops: Ops, case: dict[str, Any], times: int = 2) -> None:
     x, q, scale_inv, tile = pair_of(case)
-    found = torch.zeros(len(SUMS) + EXPONENTS, dtype=torch.float64), torch.zeros(len(EXTREMES))
-    sums, extremes = found = to(ops.device, found)
+    sums, extremes = found = torch.zeros(len(SUMS) + EXPONENTS, dtype=torch.float64), torch.zeros(len(EXTREMES))
     for _ in range(times):  # what is there is added to
-        ops.of("cast_statistics")(*(laid(t, "strided", ops.device) for t in (x, q, scale_inv)), tile, *found)
+        ops.of("cast_statistics")(*(laid(t, "strided") for t in (x, q, scale_inv)), tile, *found)
     codes = q[:, : x.shape[1]]
     ones = torch.ones_like(codes.float()).to(codes.dtype)
     scales = REFERENCE["dequantize"](ones, scale_inv, tile, torch.float32)
-    expected, sums = times * torch.tensor(counted(x, codes, scales), dtype=torch.float64), sums.cpu()
+    expected = times * torch.tensor(counted(x, codes, scales), dtype=torch.float64)
     error, power = SUMS.index("error"), SUMS.index("power")
     # a code is read by a product that float32 rounds
     rounding = 2**-22 * (expected[error] * expected[power]).sqrt() + 2**-46 * expected[power]
@@ -81,7 +80,7 @@ def check(ops: Ops, case: dict[str, Any], times: int = 2) -> None:
     torch.testing.assert_close(sums, expected, rtol=1e-12, atol=0)
     if x.numel():
         largest = [x.float().nan_to_num(0, 0, 0).abs().max(), scale_inv.max(), 1 / scale_inv.min()]
-        assert torch.equal(extremes.cpu(), torch.stack(largest))
+        assert torch.equal(extremes, torch.stack(largest))
 
 
 def test_any_cast_is_counted(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,11 +106,10 @@ def check_groups(ops: Ops, case: dict[str, Any]) -> None:
     offsets = torch.tensor(sizes).cumsum(0).to(torch.int32)
     x, cast = values_of(case["values"], (sum(sizes) + 2, case["cols"]), case["dtype"]), (case["fmt"], tile, False, 0)
     q, _, scale_inv, _ = REFERENCE["cast"](x, None, 0, *cast, offsets=offsets)
-    empty = torch.zeros(len(sizes), len(SUMS) + EXPONENTS, dtype=torch.float64), torch.zeros(len(sizes), len(EXTREMES))
-    found = to(ops.device, empty)
-    ops.of("cast_statistics")(*to(ops.device, (x, q, scale_inv)), tile, *found, offsets.to(ops.device))
-    for own, sums, extremes in zip(x.split([*sizes, 2])[:-1], *to("cpu", found), strict=True):
-        alone = torch.zeros_like(empty[0][0]), torch.zeros_like(empty[1][0])
+    found = torch.zeros(len(sizes), len(SUMS) + EXPONENTS, dtype=torch.float64), torch.zeros(len(sizes), len(EXTREMES))
+    ops.of("cast_statistics")(x, q, scale_inv, tile, *found, offsets)
+    for own, sums, extremes in zip(x.split([*sizes, 2])[:-1], *found, strict=True):
+        alone = torch.zeros_like(found[0][0]), torch.zeros_like(found[1][0])
         own_q, _, own_inv, *_ = REFERENCE["cast"](own, None, 0, *cast)
         REFERENCE["cast_statistics"](own, own_q, own_inv, tile, *alone)
         torch.testing.assert_close(sums, alone[0], rtol=1e-12, atol=0)

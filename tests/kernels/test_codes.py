@@ -3,22 +3,16 @@
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.kernels.conftest import Ops
-from tests.support.casts import FORMATS, to
+from tests.support.casts import FORMATS
 from tests.support.definitions import all_bfloat16, all_codes, boundaries, read, round_to_codes
 
 pytestmark = pytest.mark.parametrize("dtype", FORMATS, ids=["E4M3", "E5M2"])
-
-
-def call(ops: Ops, op: str, *given: Any) -> Any:
-    """An op of tensors on the CPU."""
-    return to("cpu", ops.of(op)(*to(ops.device, given)))
 
 
 @pytest.fixture
@@ -33,13 +27,13 @@ def encode(ops: Ops, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Codes of x as it is, by way of a delayed scale of 1."""
     unit = torch.tensor([0.0, 1.0, 0.0])
     wide = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % 256)).view(-1, 256)
-    qdata, _, scale_inv, _, _ = call(ops, "cast", wide, unit, 1, dtype, (-1, -1), True, 3)
+    qdata, _, scale_inv, _, _ = ops.of("cast")(wide, unit, 1, dtype, (-1, -1), True, 3)
     assert qdata.dtype == dtype and scale_inv.item() == 1.0
     return qdata.flatten()[: x.numel()].view(x.shape)
 
 
 def decode(ops: Ops, codes: Tensor, out: torch.dtype) -> Tensor:
-    value = call(ops, "dequantize", codes.view(1, -1), torch.ones(1, 1), (-1, -1), out).view(codes.shape)
+    value = ops.of("dequantize")(codes.view(1, -1), torch.ones(1, 1), (-1, -1), out).view(codes.shape)
     assert value.dtype == out
     return value
 

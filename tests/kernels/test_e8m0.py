@@ -1,7 +1,6 @@
 """Pairs whose scale_inv is E8M0 are those of float32: every op reads them the same."""
 
 import random
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -11,14 +10,9 @@ import torch
 from octavo.kernels.reference import KERNELS as REFERENCE
 from octavo.numerics import E8M0, exponents_of, powers_of
 from tests.kernels.conftest import Ops
-from tests.support.casts import DTYPES, E4M3, FORMATS, to, values_of
+from tests.support.casts import DTYPES, E4M3, FORMATS, values_of
 from tests.support.definitions import same_bits
 from tests.support.product_cases import MX, pair
-
-
-def call(ops: Ops, op: str, *arguments: Any) -> Any:
-    """An op of tensors on the CPU."""
-    return to("cpu", ops.of(op)(*to(ops.device, arguments)))
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -32,15 +26,13 @@ def test_pairs_are_those_of_float32(ops: Ops, seed: int) -> None:
         read = {}
         for scales in (scale_inv, scale_inv.float()):
             counts = torch.zeros(71, dtype=torch.float64), torch.zeros(3), torch.zeros(4), torch.zeros(1).int()
-            counts = to(ops.device, counts)
-            args = to(ops.device, (x, q, scales, tile, torch.tensor([5]).int()))
+            args = x, q, scales, tile, torch.tensor([5]).int()
             ops.of("cast_statistics")(*args[:4], *counts[:2])
             ops.of("note_faults")(args[0].float().sum(1, keepdim=True), args[0], args[2], None, args[4], *counts[2:])
-            gelu = call(
-                ops, "cast", q, None, 0, q.dtype, (1, -1), False, 0, False, 1, False, "gelu", None, scales, tile
-            )
-            values = [call(ops, "dequantize", q, scales, tile, out) for out in DTYPES]
-            read[scales.dtype] = [*to("cpu", counts), *gelu, *values]
+            flat = False, 0, False, 1, False, "gelu", None, scales, tile
+            gelu = ops.of("cast")(q, None, 0, q.dtype, (1, -1), *flat)
+            values = [ops.of("dequantize")(q, scales, tile, out) for out in DTYPES]
+            read[scales.dtype] = [*counts, *gelu, *values]
         assert all(map(same_bits, *read.values()))
         assert float(read[E8M0][2][2]) == float(scale_inv.float().max())
 
@@ -50,11 +42,11 @@ def test_all_256_scales_are_read(ops: Ops) -> None:
     true = torch.from_numpy(np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
     ones = torch.ones(256, 32).to(E4M3)
     for q, scale_inv, tile in ((ones, codes[:, None], MX), (ones.t(), codes[None], MX[::-1])):
-        found = call(ops, "dequantize", q, scale_inv, tile, torch.float32)
+        found = ops.of("dequantize")(q, scale_inv, tile, torch.float32)
         found = found if tile == MX else found.t()
         assert bool(found[255].isnan().all()) and torch.equal(found[:255], true[:255, None].expand(255, 32))
     one = *pair(torch.ones(1, 32), MX), MX
-    product = call(ops, "matmul", ones, codes[:, None], MX, *one, None, torch.float32, False)
+    product = ops.of("matmul")(ones, codes[:, None], MX, *one, None, torch.float32, False)
     assert torch.equal(product[:250], 32 * true[:250, None]) and bool(product[255].isnan())
 
 

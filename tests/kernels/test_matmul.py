@@ -46,19 +46,17 @@ SHAPES = [(37, 133, 139), (64, 80, 96), (260, 140, 300), (0, 7, 5), (5, 7, 0), (
 
 
 def product_of(ops: Ops) -> Callable[..., Tensor]:
-    """An implementation's product of operands on the CPU; of the kernels Triton's own."""
+    """An implementation's product; of the kernels Triton's own."""
     if not ops.kernels:
         return ops.of("matmul")
-    product = of_flat(ops.kernels.module("matmul").triton_matmul)
-    return lambda *given: product(*to(ops.device, given)).cpu()
+    return of_flat(ops.kernels.module("matmul").triton_matmul)
 
 
 def groups_of(ops: Ops) -> Callable[..., Tensor]:
     """The same of operands in groups."""
     if not ops.kernels:
         return ops.of("grouped_matmul")
-    product = of_flat(ops.kernels.module("grouped_matmul").triton_grouped_matmul, "grouped_matmul")
-    return lambda *given: product(*to(ops.device, given)).cpu()
+    return of_flat(ops.kernels.module("grouped_matmul").triton_grouped_matmul, "grouped_matmul")
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -73,13 +73,12 @@ def check(case: Any, ops: Ops, transpose: bool = True) -> None:
     tile, scales, pad, fmt, dtype = case
     xs = weights(dtype)
     delayed, out = states(scales), outputs(tile, fmt, pad, transpose)
-    found = to(ops.device, out)
-    ops.of("multi_tensor_cast")(to(ops.device, xs), *found, to(ops.device, delayed), WEIGHT, tile, True, 1, None)
+    ops.of("multi_tensor_cast")(xs, *out, delayed, WEIGHT, tile, True, 1, None)
     for index, x in enumerate(xs):
         how = delayed[index] if delayed else None, WEIGHT, fmt, tile, True, 1, True, pad
         alone = REFERENCE["cast"](x, *how)[:4]
-        for name, group, expected in zip(Outputs._fields, found, alone, strict=True):
-            assert not group or same_bits(group[index].cpu(), expected), f"{name} of {SHAPES[index]}"
+        for name, group, expected in zip(Outputs._fields, out, alone, strict=True):
+            assert not group or same_bits(group[index], expected), f"{name} of {SHAPES[index]}"
 
 
 @pytest.mark.parametrize("transpose", [True, False], ids=["transposed", "as it lies"])
@@ -94,21 +93,20 @@ def test_each_is_cast_as_if_alone(case: Any, transpose: bool, ops: Ops, monkeypa
 
 @pytest.mark.parametrize(("tile", "scales"), [(ALL, "mixed"), ((128, 128), "dynamic")])
 def test_the_flag_leaves_everything_as_it_is(tile: tuple[int, int], scales: str, ops: Ops) -> None:
-    xs, delayed, out = to(ops.device, (weights(), states(scales), outputs(tile, E4M3)))
+    xs, delayed, out = weights(), states(scales), outputs(tile, E4M3)
     run, before = ops.of("multi_tensor_cast"), to("cpu", out)
-    skip = torch.ones(1, dtype=torch.int32, device=ops.device)
+    skip = torch.ones(1, dtype=torch.int32)
     run(xs, *out, delayed, WEIGHT, tile, True, 0, skip)
     for ours, theirs in zip(out, before, strict=True):
-        assert all(same_bits(a.cpu(), b) for a, b in zip(ours, theirs, strict=True))
+        assert all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
     run(xs, *out, delayed, WEIGHT, tile, True, 0, skip.zero_())
-    assert not same_bits(out.qdata[0].cpu(), before.qdata[0])
+    assert not same_bits(out.qdata[0], before.qdata[0])
 
 
 @pytest.mark.gpu
 def test_the_table_is_made_once_for_the_same_tensors(kernels: TritonKernels) -> None:
     work_of = kernels.module("multi_tensor_cast")._work_of
-    xs, out = to(kernels.device, weights()[-2:]), to(kernels.device, outputs(ALL, E4M3))
-    out = Outputs(*(group[-2:] for group in out))
+    xs, out = weights()[-2:], Outputs(*(group[-2:] for group in outputs(ALL, E4M3)))
     kernels.multi_tensor_cast(xs, *out, [], WEIGHT, ALL, True, 0, None)
     made = work_of.cache_info().misses
     kernels.multi_tensor_cast(xs, *out, [], WEIGHT, ALL, True, 0, None)
@@ -118,7 +116,7 @@ def test_the_table_is_made_once_for_the_same_tensors(kernels: TritonKernels) -> 
 
 
 def test_none_and_what_one_launch_cannot_do(ops: Ops) -> None:
-    run, (xs, out) = ops.of("multi_tensor_cast"), to(ops.device, (weights(), outputs(ALL, E4M3)))
+    run, xs, out = ops.of("multi_tensor_cast"), weights(), outputs(ALL, E4M3)
     run([], [], [], [], [], [], WEIGHT, ALL, True, 0, None)
     for tile in ((1, -1), (3, 5), (256, 256)):
         with pytest.raises(ValueError, match=re.escape(f"tile={tile}: many are cast per tensor or by blocks")):

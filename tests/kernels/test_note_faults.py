@@ -6,7 +6,7 @@ import torch
 
 from octavo.kernels.arguments import FOUND
 from tests.kernels.conftest import Ops
-from tests.support.casts import DTYPES, FORMATS, laid, to
+from tests.support.casts import DTYPES, FORMATS, laid
 from tests.support.combinations import dealt
 
 OPTIONS: dict[str, Any] = {
@@ -33,9 +33,9 @@ def test_any_product(ops: Ops) -> None:
         scale_inv = None if case["scales"] is None else torch.rand(case["scales"], 1).t()
         amax = None if case["amax"] is None else torch.tensor([[case["amax"]]])
         found, faulty = torch.tensor([1.0, 2.0, 0.25, 0.0]), ~x.float().isfinite().all(1)
-        written = to(ops.device, (torch.tensor([7]).int(), found, torch.tensor([case["known"]]).int()))
-        operands = [laid(t, "strided", ops.device) for t in (y.bfloat16(), x)]
-        ops.of("note_faults")(*operands, *to(ops.device, (scale_inv, amax)), *written)
+        written = torch.tensor([7]).int(), found.clone(), torch.tensor([case["known"]]).int()
+        operands = [laid(t, "strided") for t in (y.bfloat16(), x)]
+        ops.of("note_faults")(*operands, scale_inv, amax, *written)
         first = case["known"]
         if y.numel():
             found[:2] += torch.tensor([faulty.sum(), len(y)])
@@ -54,9 +54,8 @@ def test_the_group_of_a_fault_is_found(ops: Ops) -> None:
     x[[289, 297], [3, 5]] = torch.nan  # in the fourth and the sixth
     y, scale_inv = x @ torch.randn(17, 3), torch.tensor([[9.0], [0.5], [9.0], [3.0], [9.0], [2.0]])
     for rows, groups in ((300, {3, 5} if ops.kernels else {3}), (297, {3})):
-        found, first = to(ops.device, (torch.zeros(len(FOUND)), torch.zeros(1, dtype=torch.int32)))
-        place, ends = to(ops.device, (torch.tensor([20]).int(), ENDS))
-        given = *to(ops.device, (y[:rows], x[:rows], scale_inv)), None, place, found, first, ends
+        found, first, place = torch.zeros(len(FOUND)), torch.zeros(1).int(), torch.tensor([20]).int()
+        given = y[:rows], x[:rows], scale_inv, None, place, found, first, ENDS
         ops.of("note_faults")(*given)
         assert found.tolist() == [1 + (rows == 300), rows, 3.0, 0]  # of groups without rows the largest, 9, is no scale
         assert (at := int(first)) - 20 in groups

@@ -16,11 +16,7 @@ BIG = MIN_FEATURES
 
 def test_the_default_select():
     net = nn.ModuleDict(
-        {
-            "both": nn.Linear(BIG, BIG),
-            "thin": nn.Linear(BIG, BIG - 1),
-            "short": nn.Linear(BIG - 1, BIG),
-        }
+        {"both": nn.Linear(BIG, BIG), "thin": nn.Linear(BIG, BIG - 1), "short": nn.Linear(BIG - 1, BIG)}
     )
     octavo.convert(net, recipes.dynamic())
     assert [name for name, m in net.items() if isinstance(m, octavo.nn.Linear)] == ["both"]

@@ -44,8 +44,7 @@ FUSED = {
 # a mixer reads one layer's weight without calling it, which convert says
 pytestmark = pytest.mark.filterwarnings("ignore:2 layers stay in high precision, first backbone.layers.0.mixer.dt_proj")
 each_family = pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=[] if kind in ("llama", "t5, gated") else pytest.mark.full) for kind in FAMILIES],
+    "kind", [pytest.param(kind, marks=[] if kind in ("llama", "t5, gated") else pytest.mark.full) for kind in FAMILIES]
 )
 
 

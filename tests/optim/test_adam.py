@@ -1,35 +1,47 @@
-"""AdamW and Adam against torch's, and the cases that 8-bit moments meet."""
+"""AdamW, Adam and SGD against torch's, and the cases that 8-bit moments meet."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from octavo.kernels.step_numbers import adam_max_update
-from octavo.optim import Adam, AdamW
+from octavo.optim import SGD, Adam, AdamW
 from tests.support.memory import peak_bytes
 from tests.support.trained import MASTERS, MOMENTS, moments_of, parameter, train
 
+MOMENTUM = {"momentum": 0.9}
+KINDS: dict[str, tuple[type, dict[str, Any]]] = {
+    **{kind.__name__: (kind, {}) for kind in (AdamW, Adam, SGD)},
+    "momentum": (SGD, MOMENTUM),
+    "Nesterov's": (SGD, MOMENTUM | {"nesterov": True}),
+    "dampened": (SGD, MOMENTUM | {"dampening": 0.25}),
+}
 
-@pytest.mark.parametrize(("ours", "torchs"), [(AdamW, torch.optim.AdamW), (Adam, torch.optim.Adam)])
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("decay", "maximize"), [(0.0, False), (0.1, True)])
-def test_float32_is_torchs_bit_for_bit_in_the_state_too(ours, torchs, decay, maximize):
+def test_float32_is_torchs_bit_for_bit_in_the_state_too(kind, decay, maximize):
+    ours, rule = KINDS[kind]
+    others = {} if ours is SGD else {"betas": (0.8, 0.9), "eps": 1e-4}
+    names = ("step", "exp_avg", "exp_avg_sq") if ours is not SGD else ("momentum_buffer",) if rule else ()
+
     def trained(kind: type, **options: object) -> list[Tensor]:
         torch.manual_seed(0)
         params = [parameter(5, 7), parameter(3), parameter(2, 3, 4, 5), parameter(), parameter(1000, 200)]
-        groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-4}]
-        optimizer = kind(groups, lr=0.01, weight_decay=decay, maximize=maximize, **options)
+        groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.02} | others]
+        optimizer = kind(groups, lr=0.01, weight_decay=decay, maximize=maximize, **rule, **options)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
         for seed in range(3):
             train(optimizer, 1, seed)
             schedule.step()
         assert [group["lr"] for group in optimizer.param_groups] == [0.005, 0.01]
-        states = [optimizer.state[p][name] for p in params for name in ("step", "exp_avg", "exp_avg_sq")]
-        return [*params, *states]
+        return [*params, *(optimizer.state[p][name] for p in params for name in names)]
 
-    pairs = zip(trained(ours, moments="fp32"), trained(torchs, foreach=False), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+    theirs = trained(getattr(torch.optim, ours.__name__), foreach=False)
+    assert all(torch.equal(a, b) for a, b in zip(trained(ours, moments="fp32"), theirs, strict=True))
 
 
 def test_gradients_too_large_for_a_second_moment_move_weights_as_float32_moments_do():

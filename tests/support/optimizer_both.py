@@ -73,19 +73,6 @@ def update_of(
     return WeightUpdate(MasterWeight(weight, master, rest), tuple(stored), grad, steps, bits, number % 2)
 
 
-def moved(update: WeightUpdate, device: torch.device) -> WeightUpdate:
-    """A copy on the device."""
-
-    def to(x: Any) -> Any:
-        return x.to(device, copy=True) if isinstance(x, Tensor) else x
-
-    master, *moments = (copy.copy(x) for x in (update.master, *update.moments))
-    for part in (master, *moments):
-        vars(part).update({name: to(x) for name, x in vars(part).items()})
-    rest = {name: to(getattr(update, name)) for name in ("gradient", "step", "gradient_scale_inv")}
-    return update._replace(master=master, moments=tuple(moments), **rest)
-
-
 def tensors_of(update: WeightUpdate) -> dict[str, Tensor]:
     """All that a step may write."""
     found: dict[str, Any] = {"step": update.step}
@@ -132,8 +119,7 @@ class Both:
     def __init__(self, kernels: TritonKernels, updates: Sequence[WeightUpdate], groups: Sequence[Any]) -> None:
         self.kernels, self.groups = kernels, groups
         self.module: Any = kernels.module("optimizer_step")
-        self.ours = [moved(update, kernels.device) for update in updates]
-        self.theirs = [moved(update, kernels.device) for update in updates]
+        self.ours, self.theirs = ([*map(copy.deepcopy, updates)] for _ in range(2))
         self.plans: dict[Any, Any] = {}
 
     def new_gradients(self, factor: float = 1.0, spoil: Callable[[Tensor], Any] = lambda g: None) -> None:
@@ -145,7 +131,7 @@ class Both:
 
     def step(self, skip: Tensor | None = None, grad_scale: Tensor | None = None, measures: bool = False) -> None:
         """A step of both, which must agree in all that they store, and in the resolution's sums but for their order."""
-        sums = [torch.zeros(2, dtype=torch.float64, device=self.kernels.device) for _ in range(2)]
+        sums = [torch.zeros(2, dtype=torch.float64) for _ in range(2)]
         given = [(skip, grad_scale, *one) for one in ([[s] for s in sums] if measures else ([], []))]
         with mock.patch.object(Tensor, "sqrt", root_of):  # the reference may take torch's, which may be an ulp off
             reference(self.theirs, self.groups, *given[0])

@@ -10,9 +10,15 @@ from torch import Tensor, nn
 import octavo
 from octavo import recipes
 from octavo.optim import AdamW
+from octavo.schedule import Phase
 from tests.support.definitions import same_bits
 
 LOW, HIGH = recipes.dynamic(), recipes.high_precision()
+SWITCHING = [Phase(recipes.delayed()), Phase(recipes.blockwise(), from_step=1), Phase(recipes.delayed(), from_step=3)]
+PROMOTING = [
+    Phase(recipes.delayed(), moments="fp8", master="split24"),
+    Phase(recipes.blockwise(), moments="fp32", master="split32", from_step=1),
+]
 
 
 def net(recipe: Any = LOW, dtype: torch.dtype = torch.bfloat16, storage: Any = None, seed: int = 0) -> nn.Module:

@@ -6,14 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.tensor.fsdp2 import (
-    GatheredWeight,
-    ShardedWeight,
-    attach,
-    gathered_whole,
-    padded_rows,
-    rows_on_each_rank,
-)
+from octavo.tensor.fsdp2 import GatheredWeight, ShardedWeight, attach, gathered_whole, padded_rows, rows_on_each_rank
 from octavo.tensor.pair import Operands
 
 

@@ -19,9 +19,9 @@ from tests.support.combinations import dealt
 from tests.support.definitions import same_bits
 from tests.support.helpers import sqnr
 
-BLOCK = PerBlock(3, 5)
-GRANULARITIES = [PerTensor(), PerRow(), PerRow(dim=-2), PerBlock(1, 5), BLOCK]
-each_granularity = pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+TENSOR, ROW, COLUMN, BLOCK, WIDE = PerTensor(), PerRow(), PerRow(dim=-2), PerBlock(3, 5), PerBlock(1, 5)
+ALL = [TENSOR, ROW, COLUMN, BLOCK, WIDE]
+each_granularity = pytest.mark.parametrize("granularity", ALL, ids=str)
 each_format = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 
 
@@ -33,8 +33,8 @@ def saved_and_loaded(value: Any) -> Any:
 
 
 def pair(granularity: Granularity = BLOCK, fmt: Format = E4M3, shape: tuple[int, ...] = (7, 11)) -> ScaledTensor:
-    q = quantize(torch.randn(shape), fmt, granularity, power_of_two=granularity == PerBlock(1, 5))
-    if granularity == PerBlock(1, 5):  # what holds of one dtype of scales holds of the other
+    q = quantize(torch.randn(shape), fmt, granularity, power_of_two=granularity == WIDE)
+    if granularity == WIDE:  # what holds of one dtype of scales holds of the other
         q = ScaledTensor(q.qdata, q.scale_inv.to(torch.float8_e8m0fnu), granularity, q.dtype)
     return q
 
@@ -158,13 +158,7 @@ def test_repr_says_format_granularity_and_amax(fmt: Format, granularity: Granula
     text = repr(q)
     for part in (str(fmt), str(granularity), "shape=(2, 3)", "dtype=torch.float32"):
         assert part in text
-    amax = {
-        PerTensor(): "amax 8",
-        PerRow(): "amax 4 to 8",
-        PerRow(dim=-2): "amax 2 to 8",
-        PerBlock(1, 5): "amax 4 to 8",
-        PerBlock(3, 5): "amax 8",
-    }
+    amax = {TENSOR: "amax 8", ROW: "amax 4 to 8", COLUMN: "amax 2 to 8", WIDE: "amax 4 to 8", BLOCK: "amax 8"}
     assert text.endswith(f", {amax[granularity]})")
     assert str(q) == f"{q}" == text
 
@@ -218,9 +212,6 @@ def test_quantize_compiles_with_its_gradient() -> None:
 
 aten = torch.ops.aten
 Op = Callable[[Any], Any]
-
-TENSOR, ROW, COLUMN, BLOCK, WIDE = PerTensor(), PerRow(), PerRow(dim=-2), PerBlock(3, 5), PerBlock(1, 5)
-ALL = [TENSOR, ROW, COLUMN, BLOCK, WIDE]
 
 # (name, op, shape, granularities that it moves, those that it must refuse)
 MOVES: list[tuple[str, Op, tuple[int, ...], list[Granularity], list[Granularity]]] = [
@@ -342,7 +333,7 @@ def test_each_row_of_the_table_is_tried() -> None:
     assert set(original) - seen == {aten.copy_.default}
 
 
-@pytest.mark.parametrize("granularity", ALL, ids=str)
+@each_granularity
 def test_views_share_both_parts(granularity: Granularity) -> None:
     q = tiles_of((6, 10), granularity)
     for view in (q.detach(), q.t(), q.view(1, 6, 10), q[3:], q.split(3)[1], q.as_strided((6, 10), (10, 1)), q.T):
@@ -376,7 +367,7 @@ def test_a_pair_made_outside_of_inference_mode_is_read_inside() -> None:
         assert q.to(torch.bfloat16).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("granularity", ALL, ids=str)
+@each_granularity
 def test_copy_writes_both_parts(granularity: Granularity) -> None:
     target, source = tiles_of((7, 11), granularity), tiles_of((7, 11), granularity).to(torch.bfloat16)
     qdata, scale_inv = target.qdata, target.scale_inv
@@ -469,15 +460,7 @@ def test_gradients_of_moves() -> None:
 
 # --- quantize, against its definition
 
-TILED = [
-    PerTensor(),
-    PerRow(),
-    PerRow(dim=-2),
-    PerBlock(1, 128),
-    PerBlock(128, 128),
-    PerBlock(1, 5),
-    PerBlock(3, 5),
-]
+TILED = [*ALL, PerBlock(1, 128), PerBlock(128, 128)]
 each_tiled = pytest.mark.parametrize("granularity", TILED, ids=str)
 SHAPES = [
     (),

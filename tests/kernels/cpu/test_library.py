@@ -9,7 +9,7 @@ import torch
 from octavo.kernels import cpu
 from octavo.kernels.cpu.library import library, threads_for
 from tests.kernels.conftest import Ops
-from tests.kernels.cpu.test_optimizer_step import CPU, differences_of
+from tests.kernels.cpu.test_optimizer_step import differences_of
 from tests.kernels.test_cast import check_casts
 
 
@@ -36,7 +36,7 @@ def test_without_a_compiler_the_reference_runs(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert library("optimizer_step") is library("cast") is None
     assert differences_of(0, 3) == []
-    check_casts(Ops(cpu.KERNELS.__getitem__, CPU, "cpu"), 10, 0)
+    check_casts(Ops(cpu.KERNELS.__getitem__, "cpu"), 10, 0)
 
 
 def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_library: None) -> None:

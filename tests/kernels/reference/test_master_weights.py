@@ -5,12 +5,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3
-from octavo.kernels.reference.optimizer_state import (
-    FLOAT16_FACTOR,
-    Fp8Weight,
-    MasterWeight,
-    pieces,
-)
+from octavo.kernels.reference.optimizer_state import FLOAT16_FACTOR, Fp8Weight, MasterWeight, pieces
 from tests.support.fp8_weights import RESTS, amax_of, master_of, random16, read, store, values_of, weight
 
 SHAPE = (4, 200)  # a row is a block and a part of one

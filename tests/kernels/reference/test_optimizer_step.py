@@ -1,4 +1,4 @@
-"""A step of many weights: the rules beside torch's optimizers, codes by hand, and each weight's step its own."""
+"""A step of many weights: codes by hand, and each weight's step its own; tests/optim has the rules beside torch's."""
 
 import itertools
 import math
@@ -58,37 +58,6 @@ def fp32(shape: tuple[int, int], count: int = 2) -> tuple[MomentTensors, ...]:
 
 
 # --- the rules --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (3, 31), (5, 128), (4, 300), (2, 1000)], ids=str)
-@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "SGD with Nesterov's momentum", "SGD with dampened momentum"])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("maximize", [False, True])
-def test_float32_is_torchs_bit_for_bit(maximize, decay, kind, shape, monkeypatch):
-    monkeypatch.setattr(optimizer_state, "PIECE", 512)
-    theirs = torch.nn.Parameter(torch.randn(shape))
-    options: dict[str, Any] = {"weight_decay": decay, "maximize": maximize, "foreach": False}
-    momentum, dampening, nesterov = 0.9 * (kind != "SGD"), 0.25 * ("dampened" in kind), "Nesterov" in kind
-    group: AdamGroup | SgdGroup = SgdGroup(0.01, momentum, dampening, decay, nesterov, maximize)
-    if kind.startswith("SGD"):
-        options |= {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
-        moments = fp32(shape, 1 if momentum else 0)
-    else:
-        options["betas"] = (0.9, 0.99)
-        group = PLAIN._replace(weight_decay=decay, maximize=maximize, decoupled=kind == "AdamW")
-        moments = fp32(shape)
-    optimizer = getattr(torch.optim, kind.split()[0])([theirs], lr=0.01, **options)
-    ours = theirs.detach().clone()
-    for number in range(1, 6):
-        theirs.grad = torch.randn(shape)
-        before = theirs.grad.clone()
-        optimizer.step()
-        update(group, MasterWeight(ours, "weight"), before, *moments, number=number)
-        assert torch.equal(before, theirs.grad)
-    assert torch.equal(ours, theirs)
-    names = [(), ("momentum_buffer",), ("exp_avg", "exp_avg_sq")][len(moments)]
-    for name, moment in zip(names, moments, strict=True):
-        assert torch.equal(moment.data, optimizer.state[theirs][name])
 
 
 @pytest.mark.covering(1)

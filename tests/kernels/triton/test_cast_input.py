@@ -22,7 +22,6 @@ def given(kernels: TritonKernels) -> Any:
 
 def of(
     module: Any,
-    device: torch.device,
     activation: str = "swiglu",
     shape: tuple[int, int] = (64, 32),
     h_tile: tuple[int, int] | None = None,
@@ -31,17 +30,17 @@ def of(
     """What is given by fresh tensors: an activation's gradient, or forward itself; shape is that of its output."""
     rows, cols = shape
     wide = 2 * cols if activation and ACTIVATIONS[activation].gated else cols
-    h, scaling = torch.randn(rows, wide, device=device).bfloat16(), ()
+    h, scaling = torch.randn(rows, wide).bfloat16(), ()
     if h_tile:
-        h, scaling = h.to(E4M3), (torch.rand(scale_shape(h.shape, h_tile), device=device), h_tile)
+        h, scaling = h.to(E4M3), (torch.rand(scale_shape(h.shape, h_tile)), h_tile)
     if not activation or forward:
         return module.cast_input(CastSource(h, activation, *((None, *scaling) if activation else ())))
-    return module.cast_input(CastSource(torch.randn(shape, device=device), activation, h, *scaling))
+    return module.cast_input(CastSource(torch.randn(shape), activation, h, *scaling))
 
 
 def test_fits(kernels: TritonKernels, given: Any) -> None:
     def fits(tile: tuple[int, int], cols: int = 48, activation: str = "swiglu", rows: int = 64, **how: Any) -> bool:
-        return of(given, kernels.device, activation, shape=(rows, cols), **how).fits(tile)
+        return of(given, activation, shape=(rows, cols), **how).fits(tile)
 
     whole, small, others = (
         [ALL, (1, -1), (-1, 1)],
@@ -70,9 +69,9 @@ def test_no_scales_of_no_codes(kernels: TritonKernels, given: Any) -> None:
     # of which a kernel would read the first
     for shape in ((0, 32), (32, 0)):
         for h_tile in ((1, 32), (32, 32), (1, 5)):
-            one = of(given, kernels.device, shape=shape, h_tile=h_tile)
+            one = of(given, shape=shape, h_tile=h_tile)
             assert one.h is None or one.h.scale_inv is None
-    assert of(given, kernels.device, shape=(0, 32), h_tile=ALL).h.scale_inv is not None
+    assert of(given, shape=(0, 32), h_tile=ALL).h.scale_inv is not None
 
 
 def test_a_configuration_of_its_own(kernels: TritonKernels, given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,9 +79,9 @@ def test_a_configuration_of_its_own(kernels: TritonKernels, given: Any, monkeypa
     for name, rows in table.items():
         monkeypatch.setitem(launch.TABLE, name, rows)
     for expected, one in (
-        (16, of(given, kernels.device, "")),
-        (16, of(given, kernels.device, forward=True)),
-        (32, of(given, kernels.device, "silu")),
-        (16, of(given, kernels.device)),  # gated_gradient
+        (16, of(given, "")),
+        (16, of(given, forward=True)),
+        (32, of(given, "silu")),
+        (16, of(given)),  # gated_gradient
     ):
         assert one.config("some").block_r == expected

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.kernels.arguments import OperandPair
 from octavo.kernels.reference import KERNELS as REFERENCE
-from tests.support.casts import ALL, poisoned_memory, to
+from tests.support.casts import ALL, poisoned_memory
 from tests.support.product_cases import BLOCK, SQUARE, close, of_flat, rows_in_groups, terms_in_groups
 from tests.support.triton_cases import count_launches
 from tests.support.triton_kernels import TritonKernels
@@ -24,7 +24,7 @@ def product(kernels: TritonKernels) -> Callable[..., Tensor]:
 
 def check(kernels: TritonKernels, *args: Any, fast: bool = False) -> Tensor:
     with poisoned_memory():
-        found = product(kernels)(*to(kernels.device, args)).cpu()
+        found = product(kernels)(*args)
     expected = REFERENCE["grouped_matmul"](*args)
     close(found, expected, kernels, fast)
     assert not found[(expected == 0).all(-1)].any()  # of rows in no group, and of groups without rows
@@ -56,12 +56,12 @@ def test_only_large_groups_have_high_parts(kernels: TritonKernels, monkeypatch: 
 def test_wrong_offsets_make_products_nan(ends: list[int], kernels: TritonKernels) -> None:
     args = rows_in_groups([10, 20, 10], 0, (BLOCK, SQUARE), 24, 144)
     offsets = torch.tensor(ends, dtype=torch.int32)
-    found = product(kernels)(*to(kernels.device, (*args[:6], offsets)), None, torch.bfloat16, False)
+    found = product(kernels)(*args[:6], offsets, None, torch.bfloat16, False)
     assert found.isnan().all()
     args = terms_in_groups([10, 20, 10], 0, (BLOCK, BLOCK), 24, 144)
     no_room = torch.tensor([40, 60, 80], dtype=torch.int32)  # for the padding, where rows beyond the end may be read
     for wrong in (offsets + 60 * (offsets == 41).int(), no_room):
-        found = product(kernels)(*to(kernels.device, (*args[:6], wrong)), None, torch.bfloat16, False, 16)
+        found = product(kernels)(*args[:6], wrong, None, torch.bfloat16, False, 16)
         assert found.isnan().all()
 
 

@@ -29,7 +29,7 @@ def known(kernels: TritonKernels) -> Callable[[Tensor], list[bool]]:
 
 
 def commit(kernels: TritonKernels, state: State, *amaxes: float | None) -> None:
-    found = [None if a is None else torch.full((1, 1), a, device=kernels.device) for a in amaxes]
+    found = [None if a is None else torch.full((1, 1), a) for a in amaxes]
     kernels.delayed_update(*state, *found, *UPDATE)
 
 
@@ -43,7 +43,7 @@ def commit_twice(
 
 
 def test_a_commit_makes_known_what_the_one_before_it_wrote(kernels, known):
-    state = State.empty(4, kernels.device)
+    state = State.empty(4)
     commit(kernels, state, 1.0, None, 0.0)
     assert known(state.scale) == [False] * 3
     assert (state.scale != 0).tolist() == [True, False, False]
@@ -58,7 +58,7 @@ def test_a_commit_makes_known_what_the_one_before_it_wrote(kernels, known):
 
 
 def test_anyone_elses_write_makes_it_unknown(kernels: TritonKernels, known: Callable[[Tensor], list[bool]]) -> None:
-    state = State.empty(4, kernels.device)
+    state = State.empty(4)
     for write in (Tensor.zero_, lambda s: s.copy_(torch.ones(3)), lambda s: s[0].fill_(0.0)):
         commit_twice(kernels, known, state, 1.0, 1.0, 1.0)
         assert known(state.scale) == [True] * 3
@@ -72,12 +72,12 @@ def test_anyone_elses_write_makes_it_unknown(kernels: TritonKernels, known: Call
 
 def test_inference_tensors_are_never_known(kernels: TritonKernels, known: Callable[[Tensor], list[bool]]) -> None:
     with torch.inference_mode():
-        state = State.empty(4, kernels.device)
+        state = State.empty(4)
         for _ in range(3):
             commit(kernels, state, 1.0, 1.0, 1.0)
             assert known(state.scale) == [False] * 3
     assert (state.scale != 0).all()
-    state = State.empty(4, kernels.device)
+    state = State.empty(4)
     with torch.inference_mode():  # a state from outside has its version there too
         commit_twice(kernels, known, state, 1.0, 1.0, 1.0)
         assert known(state.scale) == [True] * 3
@@ -87,7 +87,7 @@ def test_an_entry_goes_with_its_tensor(kernels: TritonKernels) -> None:
     entries = kernels.module("delayed_update")._entries
     gc.collect()
     before = len(entries)
-    state = State.empty(4, kernels.device)
+    state = State.empty(4)
     commit(kernels, state, 1.0, 1.0, 1.0)
     assert len(entries) == before + 1
     del state

@@ -8,7 +8,7 @@ import torch
 
 from octavo.granularity import Tile
 from octavo.kernels.triton.launch import LIBRARY
-from tests.support.casts import ALL, E4M3, E5M2, to
+from tests.support.casts import ALL, E4M3, E5M2
 from tests.support.product_cases import BLOCK, MX, ROWS, SQUARE, operands
 from tests.support.triton_kernels import TritonKernels
 
@@ -26,7 +26,7 @@ def chosen(kernels: TritonKernels, *args: Any, right: bool = True) -> str:
         mock.patch.object(module, "triton_matmul", return_value="Triton"),
         mock.patch.object(module, "reference_matmul", return_value="reference"),
     ):
-        found: str = kernels.matmul(*to(kernels.device, args))
+        found: str = kernels.matmul(*args)
         return found
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.casts import ALL, E4M3, Call, check, of_norm, second, to
+from tests.support.casts import ALL, E4M3, Call, check, of_norm, second
 from tests.support.definitions import same_bits
 from tests.support.passes import before_of
 from tests.support.triton_cases import count_launches, use_small_tiles
@@ -18,10 +18,10 @@ ROW, LINE = (1, -1), (-1, 1)
 
 
 def statistics(kernels: TritonKernels, x: Tensor, kind: str = "layer_norm", eps: float = 0.0) -> tuple[Tensor, Tensor]:
-    gamma = torch.ones(x.shape[1]).to(kernels.device)
+    gamma = torch.ones(x.shape[1])
     cast = None, 0, E4M3, ALL, False, 0, True
-    *_, mean, rstd, _ = kernels.cast(x.to(kernels.device), *cast, **of_norm(gamma, None, kind, eps))
-    return mean.cpu(), rstd.cpu()
+    *_, mean, rstd, _ = kernels.cast(x, *cast, **of_norm(gamma, None, kind, eps))
+    return mean, rstd
 
 
 def rows() -> dict[str, Tensor]:
@@ -68,9 +68,8 @@ def test_rows_that_do_not_vary(kernels: TritonKernels) -> None:
 def state_of(kernels: TritonKernels, scale: float, known: bool = True) -> Tensor:
     state = torch.full((3,), 7.0)
     state[1] = scale
-    state = state.to(kernels.device)
     if known:
-        others = torch.zeros(3, 4, device=kernels.device), before_of(state)
+        others = torch.zeros(3, 4), before_of(state)
         kernels.module("delayed_update").committed(state, *others, (True, True, True))
     return state
 
@@ -93,7 +92,7 @@ LAUNCHES: list[tuple[Any, Any, list[str]]] = [  # a tile; another's, or a delaye
 
 
 def test_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, norm = torch.randn(40, 48).to(kernels.device), of_norm(torch.randn(48).to(kernels.device), None, "rms_norm")
+    x, norm = torch.randn(4, 48), of_norm(torch.randn(48), None, "rms_norm")
     launched = count_launches(kernels, monkeypatch)
     for tile, other, expected in LAUNCHES:
         state = state_of(kernels, *other) if other and isinstance(other[0], float) else None
@@ -110,7 +109,7 @@ def test_infinities_made_on_the_way(kernels: TritonKernels, tile: tuple[int, int
     x, gamma = torch.randn(17, 150), torch.randn(150)
     gamma[[7, 100, 149]] = torch.tensor([math.inf, -math.inf, math.nan])
     state = state_of(kernels, 0.37) if tile == ALL else None
-    x, norm = to(kernels.device, (x, of_norm(gamma, None, "layer_norm")))
+    norm = of_norm(gamma, None, "layer_norm")
     for fmt in (torch.float8_e4m3fn, torch.float8_e5m2):
         call = Call("cast", (x, state, 1, fmt, tile, False, 0, True, 16), norm | {"keep": True})
         found = check(kernels.cast, call, False)
@@ -121,8 +120,7 @@ def test_infinities_made_on_the_way(kernels: TritonKernels, tile: tuple[int, int
 
 @pytest.mark.usefixtures("tiles_of_any_size")
 def test_gradients_are_two_launches_whose_bits_are_the_same_each_time(kernels, monkeypatch):
-    dy, x, gamma, mean, rstd = to(kernels.device, (*torch.randn(2, 9, 130), torch.randn(130), *torch.rand(2, 9)))
-    args = dy, x, gamma, mean, rstd, "layer_norm", False, True
+    args = *torch.randn(2, 9, 130), torch.randn(130), *torch.rand(2, 9), "layer_norm", False, True
     launched = count_launches(kernels, monkeypatch)
     first, again = kernels.norm_backward(*args), kernels.norm_backward(*args)
     assert launched == ["norm_backward_kernel", "norm_backward_sum_kernel"] * 2

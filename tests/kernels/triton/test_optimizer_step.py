@@ -92,7 +92,7 @@ def test_any_weights(rule: str, seed: int, kernels: TritonKernels, monkeypatch: 
     both = Both(kernels, updates, groups)
     both.step(measures=True)
     both.new_gradients(0.01 if number % 3 == 2 else 10.0)
-    both.step(None, torch.tensor(3.0, device=kernels.device), measures=True)
+    both.step(None, torch.tensor(3.0), measures=True)
     assert len(both.plans) == 1
 
 
@@ -104,7 +104,7 @@ def test_the_last_program_ends_all_of_many_tensors(kernels: TritonKernels) -> No
 
 
 def test_a_step_is_skipped(kernels: TritonKernels, large: None) -> None:
-    flag = torch.ones((), device=kernels.device)
+    flag = torch.ones(())
     updates = [update_of((3, 300), SCHEMES[scheme], "split24") for scheme in ("previous", "two stages")]
     updates += [fp8_update((3, 200), *cell, number=number) for number, cell in enumerate(BY_TURNS[:2])]
     both = Both(kernels, updates, [ADAM, OTHER])
@@ -122,7 +122,7 @@ def test_a_step_is_skipped(kernels: TritonKernels, large: None) -> None:
 @pytest.mark.parametrize("group", [ADAM, SGD], ids=["Adam", "SGD"])
 def test_learning_rates(group: Any, kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     module = kernels.module("optimizer_step")
-    rate = torch.tensor(0.05, device=kernels.device)
+    rate = torch.tensor(0.05)
     groups = [group._replace(lr=rate), group._replace(lr=torch.tensor(0.05, dtype=torch.float64))]
     # as if it were on a GPU
     monkeypatch.setattr(module, "_address", lambda lr: lr.data_ptr() if lr is rate else 0)
@@ -220,7 +220,7 @@ def test_misaligned(what: str, kernels: TritonKernels) -> None:
 
 def test_nothing_to_update(kernels: TritonKernels) -> None:
     """Alone, skipped too, or among others."""
-    for skip in (None, torch.ones((), device=kernels.device)):
+    for skip in (None, torch.ones(())):
         both = Both(kernels, [update_of(shape, NAMED["fp8"]) for shape in ((0, 5), (5, 0))], [ADAM])
         both.step(skip)
         assert float(both.ours[0].step) == (skip is None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.casts import ALL, E4M3, Call, check, to
+from tests.support.casts import ALL, E4M3, Call, check
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("cols", [9, 20, 57])
 def test_padding_of_the_second_half(kernels: TritonKernels, cols: int) -> None:
     # after 20 it lies in the tiles that hold the half, after the others it ends beyond them
-    dy, h = to(kernels.device, (torch.randn(21, cols).bfloat16(), torch.randn(21, 2 * cols).bfloat16()))
+    dy, h = torch.randn(21, cols).bfloat16(), torch.randn(21, 2 * cols).bfloat16()
     for tile in (ALL, (1, -1), (-1, 1), (16, 1)):
         for transpose in (False, True):
             how = None, 0, E4M3, tile, False, 0, transpose, 16, True, "reglu", h
@@ -35,7 +35,7 @@ def test_either_half_may_hold_the_amax(kernels: TritonKernels, zeros: slice, fau
     dy[7, 50] = fault
     for tile, state in ((ALL, None), (ALL, torch.full((3,), 0.5)), ((1, -1), None)):
         how = dy, state, 0, E4M3, tile, False, 0, False, 1, False, "swiglu", h
-        check(kernels.cast, Call("cast", to(kernels.device, how)), False)
+        check(kernels.cast, Call("cast", how), False)
 
 
 # as they don't cancel where (1 + tanh) / 2 and (1 + erf) / 2 do
@@ -49,10 +49,9 @@ TAILS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def each_value(kernels: TritonKernels, x: Tensor, *activation: Any) -> Tensor:
     """What is cast, float32: as the amax of blocks of one element and their sign."""
-    arguments = to(kernels.device, (x, None, 0, E4M3, (1, 1), True, 0, False, 1, False, *activation))
-    codes, _, _, amax, _ = kernels.cast(*arguments)
+    codes, _, _, amax, _ = kernels.cast(x, None, 0, E4M3, (1, 1), True, 0, False, 1, False, *activation)
     negative = codes.view(torch.uint8) >= 0x80
-    return torch.where(negative, -amax, amax).cpu()
+    return torch.where(negative, -amax, amax)
 
 
 @pytest.mark.parametrize("function", TAILS)

@@ -439,9 +439,7 @@ def fails_in_forward(made: Made) -> None:
 @situation(
     "an exception in backward",
     FAULTS,
-    exceptions={
-        "updates in backward": Sound(10, "weights whose gradients came before the fault have been updated"),
-    },
+    exceptions={"updates in backward": Sound(10, "weights whose gradients came before the fault have been updated")},
 )
 def fails_in_backward(made: Made) -> None:
     """After the second part's, whose history rolls; then zero_grad, and on with the next batch."""
@@ -464,7 +462,7 @@ def fails_in_backward(made: Made) -> None:
     "a batch with a NaN",
     FAULTS,
     exceptions={
-        "updates in backward": Documented("weights.md#updates-during-backward", "its gradients have been used"),
+        "updates in backward": Documented("weights.md#updates-during-backward", "its gradients have been used")
     },
 )
 def not_a_number(made: Made) -> None:
