@@ -37,6 +37,7 @@ from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.optimizer_state import remainder_of, values_with
 from octavo.numerics import E8M0, scale_from_amax, scale_inv_from_scale
 from octavo.private import hooks_of, pytree, set_hooks, set_local_tensor, swap_tensor_impl
+from octavo.tensor.draws import Draw, go_on, uniform
 from octavo.tensor.fsdp2 import After, ShardHooks, largest_of_ranks, on_this_rank
 from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Facade, Operands, Pair, operands_of
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized, quantize
@@ -48,25 +49,6 @@ GRANULARITIES = (PerTensor(), PerBlock(BLOCK, BLOCK))
 OF_FROZEN = (PerRow(), PerBlock(*MX))  # the others, of which backward's product needs other codes than forward's
 
 WRITES = (aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default)
-
-
-@dataclass(frozen=True)
-class Draw:
-    """How a weight's values were drawn: what torch.nn.init makes of them in steps begins with those before the cast.
-
-    They are drawn again for that, as values beside the codes would be the wider copy that a weight in FP8 has not.
-
-    Attributes:
-        state: the generator's, before the draw.
-        bounds: between which values are distributed uniformly.
-        steps: the ops since then, and what follows the tensor among their arguments.
-        version: the codes', after the last step.
-    """
-
-    state: Tensor
-    bounds: tuple[float, ...]
-    steps: tuple[tuple[Any, tuple[Any, ...]], ...]
-    version: int
 
 
 @dataclass(eq=False)
@@ -470,7 +452,7 @@ def _transpose(func: Any, weight: StoredWeight, *dims: int) -> Any:
 
 def _add(func: Any, weight: StoredWeight, other: Any, *, alpha: float = 1) -> Any:
     if not isinstance(other, Tensor) and alpha == 1 and func is aten.add_.Tensor:
-        return _go_on(func, weight, other)
+        return go_on(func, weight, other)
     if weight.is_shard or not weight.known.is_frozen:
         return NotImplemented
     if func is aten.add_.Tensor:
@@ -491,43 +473,6 @@ def _empty_like(func: Any, weight: StoredWeight, *, dtype: Any = None, device: A
 def _initialize(func: Any, weight: StoredWeight, *args: Any, **kwargs: Any) -> StoredWeight:
     """By torch.nn.init: as the plain weight, then cast."""
     return weight.take(func(torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), *args, **kwargs))
-
-
-def _draw(func: Any, weight: StoredWeight, *bounds: float, generator: torch.Generator | None = None) -> StoredWeight:
-    """The rule of uniform_: a write as others are, after which the weight knows how, for ``_go_on``."""
-    source = _default_generator(weight.device) if generator is None else generator
-    state = None if source is None else source.get_state()
-    _initialize(func, weight, *bounds, generator=generator)
-    if state is not None and not weight.qdata.is_inference():
-        weight.known.draw = Draw(state, bounds, (), weight.qdata._version)
-    return weight
-
-
-def _default_generator(device: torch.device) -> torch.Generator | None:
-    """Of a CPU or CUDA device; None of others."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-    return torch.default_generator if device.type == "cpu" else None
-
-
-def _go_on(func: Any, weight: StoredWeight, *args: Any) -> Any:
-    """A further step of trunc_normal_ (torch's before 2.13, timm's), which erfinv_ begins just after the draw.
-
-    All steps are taken in high precision, and their result is cast: of a draw that was rounded to 1 erfinv is infinite.
-    """
-    draw, is_first = weight.known.draw, func is aten.erfinv_.default
-    if draw is None or draw.version != weight.qdata._version or is_first == bool(draw.steps):
-        return NotImplemented
-    generator, steps = torch.Generator(weight.device), (*draw.steps, (func, args))
-    generator.set_state(draw.state)
-    values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-    values.uniform_(*draw.bounds, generator=generator)
-    for step, others in steps:
-        step(values, *others)
-    weight.take(values)
-    is_last = func is aten.clamp_.default
-    weight.known.draw = None if is_last else replace(draw, steps=steps, version=weight.qdata._version)
-    return weight
 
 
 def _plainly(func: Any, *args: Any) -> Tensor:
@@ -703,8 +648,8 @@ StoredWeight.RULES = {
     aten.copy_.default: lambda _, to, other, *__: to.take(other) if isinstance(to, StoredWeight) else NotImplemented,
     aten.empty_like.default: _empty_like,
     **dict.fromkeys(WRITES, _initialize),
-    aten.uniform_.default: _draw,
-    **dict.fromkeys((aten.erfinv_.default, aten.mul_.Tensor, aten.clamp_.default), _go_on),
+    aten.uniform_.default: uniform,
+    **dict.fromkeys((aten.erfinv_.default, aten.mul_.Tensor, aten.clamp_.default), go_on),
     **dict.fromkeys((aten.lt.Scalar, aten.gt.Scalar, aten.where.self), _plainly),
     aten.split.Tensor: _split,
     aten.slice.Tensor: _slice,
