@@ -21,7 +21,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -37,6 +37,7 @@ from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.optimizer_state import remainder_of, values_with
 from octavo.numerics import E8M0, scale_from_amax, scale_inv_from_scale
 from octavo.private import hooks_of, pytree, set_hooks, set_local_tensor, swap_tensor_impl
+from octavo.tensor.draws import Draw, go_on, uniform
 from octavo.tensor.fsdp2 import After, ShardHooks, largest_of_ranks, on_this_rank
 from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Facade, Operands, Pair, operands_of
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized, quantize
@@ -59,12 +60,14 @@ class Known:
         awaited: whether there is an optimizer that will take it, which a copy is not known to.
         is_frozen: whether it is of a parameter that is not trained.
         alone: whether the scale is this rank's, of a shard whose ranks have to have one and the same.
+        draw: how its values were drawn, of uniformly distributed ones; no copy has it.
     """
 
     rest: Tensor | None = None
     awaited: bool = False
     is_frozen: bool = False
     alone: bool = False
+    draw: Draw | None = field(default=None, init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Known, (self.rest, False, self.is_frozen, self.alone)
@@ -447,7 +450,9 @@ def _transpose(func: Any, weight: StoredWeight, *dims: int) -> Any:
     return weight._like(weight.qdata.mT, weight.scale_inv.mT) if swaps else NotImplemented
 
 
-def _add(func: Any, weight: StoredWeight, other: Tensor, *, alpha: float = 1) -> Any:
+def _add(func: Any, weight: StoredWeight, other: Any, *, alpha: float = 1) -> Any:
+    if not isinstance(other, Tensor) and alpha == 1 and func is aten.add_.Tensor:
+        return go_on(func, weight, other)
     if weight.is_shard or not weight.known.is_frozen:
         return NotImplemented
     if func is aten.add_.Tensor:
@@ -643,6 +648,8 @@ StoredWeight.RULES = {
     aten.copy_.default: lambda _, to, other, *__: to.take(other) if isinstance(to, StoredWeight) else NotImplemented,
     aten.empty_like.default: _empty_like,
     **dict.fromkeys(WRITES, _initialize),
+    aten.uniform_.default: uniform,
+    **dict.fromkeys((aten.erfinv_.default, aten.mul_.Tensor, aten.clamp_.default), go_on),
     **dict.fromkeys((aten.lt.Scalar, aten.gt.Scalar, aten.where.self), _plainly),
     aten.split.Tensor: _split,
     aten.slice.Tensor: _slice,
