@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,8 +37,8 @@ def _seed() -> None:
 
 @pytest.fixture
 def kernels() -> Iterator[triton_kernels.TritonKernels]:
-    """The Triton kernels, each by its op's name, and the device whose tensors they take; for tests marked ``gpu``."""
-    with triton_kernels.running() as found:
+    """The Triton kernels, each by its op's name; for tests marked ``gpu``. What one test recorded no other replays."""
+    with triton_kernels.running() as found, mock.patch.object(found.module("replay"), "REPLAYS", {}):
         yield found
 
 

@@ -36,13 +36,13 @@ NEW = "new"
 
 
 class _Local(threading.local):
-    recorder: Recorder | None = None
+    recorder: CallRecorder | None = None
 
 
 _local = _Local()
 
 
-def recorder() -> Recorder | None:
+def recorder() -> CallRecorder | None:
     """Who records what this thread does."""
     return _local.recorder
 
@@ -74,7 +74,7 @@ def replayed(kernel: Callable[..., Any], exists: Callable[..., bool] | None = No
         if found is None or _local.recorder is not None or is_profiled():
             return kernel(*arguments, **named)
         if found is NEW:
-            made = Recorder(known)
+            made = CallRecorder(known)
             results = made.record(kernel, arguments, named)
             REPLAYS[key] = made.replay(arguments, named, results)
             return results
@@ -109,7 +109,7 @@ def is_profiled() -> bool:
 
 
 @dataclass(eq=False)
-class _Step:
+class _Recorded:
     """What was done: "empty" memory, a "view", another "op" or function, or the "launch" of a compiled kernel."""
 
     kind: str
@@ -119,13 +119,13 @@ class _Step:
     made: Any
 
 
-class Recorder(TorchDispatchMode):
+class CallRecorder(TorchDispatchMode):
     """Sees what one call does; ``known``: whether its delayed scale was known to exist before."""
 
     def __init__(self, known: bool) -> None:
         super().__init__()
         self.known, self.fails = known, False
-        self.steps: list[_Step] = []
+        self.steps: list[_Recorded] = []
 
     def record(self, kernel: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any]) -> Any:
         """What the kernel returns."""
@@ -147,7 +147,7 @@ class Recorder(TorchDispatchMode):
             aliases = [result.alias_info for result in function._schema.returns]
             is_view = any(alias is not None and not alias.is_write for alias in aliases)
             kind = "empty" if "empty" in function._opname else "view" if is_view else "op"
-            self.steps.append(_Step(kind, function, args, named, made))
+            self.steps.append(_Recorded(kind, function, args, named, made))
             self.fails |= not all(isinstance(one, Tensor) for one in (made if isinstance(made, tuple) else (made,)))
         return made
 
@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):
             made = function(*arguments)
         finally:
             _local.recorder = self
-        self.steps.append(_Step(kind, function, arguments, {}, made))
+        self.steps.append(_Recorded(kind, function, arguments, {}, made))
         return made
 
     def assume(self, known: bool) -> None:
@@ -196,11 +196,11 @@ def _identity(x: Tensor) -> tuple[Any, ...]:
     return *_place(x), x.shape, x.stride(), x.dtype
 
 
-def _needed(steps: Sequence[_Step], results: Any) -> list[_Step]:
+def _needed(steps: Sequence[_Recorded], results: Any) -> list[_Recorded]:
     """The steps without views that only launches read; memory of which one whole view is read is made as that view."""
     read = [x for step in steps if step.kind == "op" for x in _tensors(*step.given, *step.named.values())]
     direct = {_identity(x) for x in (*_tensors(results), *read)}
-    kept: list[_Step] = []
+    kept: list[_Recorded] = []
     wanted = set(direct)
     for step in reversed(steps):
         if step.kind == "view":
@@ -258,7 +258,7 @@ class _Text:
             return f"{self.constant(type(value))}({parts})" if hasattr(value, "_fields") else f"({parts})"
         return "None" if value is None else self.constant(value)
 
-    def line(self, step: _Step) -> str:
+    def line(self, step: _Recorded) -> str:
         """A step's."""
         if step.kind == "launch":
             _, programs, given, *_ = step.given
@@ -279,7 +279,7 @@ class _Text:
         made = [self.name(x, f"t{next(self.count)}") for x in _tensors(step.made)]
         return f"{', '.join(made)} = {call}" if made else call
 
-    def function(self, steps: Sequence[_Step], results: Any) -> Callable[..., Any]:
+    def function(self, steps: Sequence[_Recorded], results: Any) -> Callable[..., Any]:
         """The function, of the arguments, that returns the results."""
         lines = [f"def replay({self.parameters}):", *map(self.line, steps), f"return {self.of(results)}"]
         exec(_code("\n    ".join(lines)), self.constants)

@@ -20,13 +20,13 @@ def recorded(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> list[tu
     """Each recording's steps and the replay, if one was made of them."""
     replay, found = kernels.module("replay"), []
     monkeypatch.setattr(replay, "REPLAYS", {})
-    made = replay.Recorder.replay
+    made = replay.CallRecorder.replay
 
     def noted(self: Any, *args: Any) -> Any:
         found.append((self.steps, made(self, *args)))
         return found[-1][1]
 
-    monkeypatch.setattr(replay.Recorder, "replay", noted)
+    monkeypatch.setattr(replay.CallRecorder, "replay", noted)
     return found
 
 
