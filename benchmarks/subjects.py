@@ -82,7 +82,7 @@ CAME_WITH = {"a5a2346": "161ce4a", "c1c2b31+": "7836095"}
 class Subject(NamedTuple):
     """A benchmark.
 
-    ``takes``: its time on two cores, or of a GPU; ``measures``: files and folders whose changes make its results old.
+    ``takes``: its time on two cores, or of a GPU; ``measures``: files and folders whose changes make its results old, ":!" and one that does not.
     """
 
     name: str

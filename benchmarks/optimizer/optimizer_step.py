@@ -26,7 +26,7 @@ from octavo.tensor.stored_weight import StoredWeight
 from octavo.tune.timing import DEVICE, ON_GPU, describe, synchronize, timings
 
 TAKES = "2 minutes"
-MEASURES = ("octavo/optim", "octavo/kernels/reference", "octavo/kernels/triton")
+MEASURES = ("octavo/optim", "octavo/kernels/reference", "octavo/kernels/triton", ":!octavo/kernels/triton/replay.py")
 
 SPEED_AIM, BANDWIDTH_AIM, BYTES_AIM = (
     2.0,

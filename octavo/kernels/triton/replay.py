@@ -7,8 +7,8 @@ kernels apart too, and which of them are one; and of a delayed scale, whether it
 with the same of these is recorded: operators of torch, launches, and what is ``repeatable`` (scratch of a stream, the
 number of a backward pass). A function of a few lines, made as text, then allocates, launches and returns the same.
 
-Not replayed are a first call, as sizes may change at every step; what reads a tensor's values; and what is called while
-a profiler listens to Triton.
+Not replayed are a first call, as sizes may change at every step; what torch computes in place of kernels; and what is
+called while a profiler listens to Triton.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from octavo.private import TorchDispatchMode
 
 _MOST = 4096  # keys kept, for tensors whose shapes change with each step
 _MOST_STEPS = 32
+# operators of torch that a replay calls: they allocate, copy or are a library's product, whatever autocast would do
+_OPS = {"zeros", "new_zeros", "zero_", "add_", "copy_", "clone", "_to_copy", "constant_pad_nd"}
+_OPS |= {"_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"}
 
 # by an op and all that its call depends on: what does the same again; NEW after the first call, None if nothing can
 REPLAYS: dict[tuple[Any, ...], Any] = {}
@@ -148,7 +151,7 @@ class CallRecorder(TorchDispatchMode):
             is_view = any(alias is not None and not alias.is_write for alias in aliases)
             kind = "empty" if "empty" in function._opname else "view" if is_view else "op"
             self.steps.append(_Recorded(kind, function, args, named, made))
-            self.fails |= not all(isinstance(one, Tensor) for one in (made if isinstance(made, tuple) else (made,)))
+            self.fails |= not isinstance(made, Tensor) or (kind == "op" and function._opname not in _OPS)
         return made
 
     def call(self, kind: str, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
