@@ -82,7 +82,8 @@ CAME_WITH = {"a5a2346": "161ce4a", "c1c2b31+": "7836095"}
 class Subject(NamedTuple):
     """A benchmark.
 
-    ``takes``: its time on two cores, or of a GPU; ``measures``: files and folders whose changes make its results old, ":!" and one that does not.
+    ``takes``: its time on two cores, or of a GPU; ``measures``: files and folders whose changes make its results old,
+    and after ":!" one whose changes don't.
     """
 
     name: str
