@@ -2,7 +2,7 @@
 
 In eager a call goes straight to the kernel that the device has (devices.py); while anything traces (torch.compile, fake
 tensors, dispatch modes) it goes through the registered op, so that graphs hold one opaque node and modes see it. What
-Inductor compiled then calls these functions again, from torch 2.13 on. The dispatcher takes as long as a replayed cast.
+Inductor compiled then calls these functions again, from torch 2.13 on, as the dispatcher costs time for each argument.
 """
 
 from __future__ import annotations
