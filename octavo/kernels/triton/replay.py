@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 from triton.runtime.driver import driver
 
+from octavo import private
 from octavo.private import TorchDispatchMode
 
 _MOST = 4096  # keys kept, for tensors whose shapes change with each step
@@ -229,7 +229,7 @@ class _Text:
     """The text of a function that does steps again; numbers too are globals of it, so that it is compiled once."""
 
     def __init__(self, arguments: Sequence[Any], named: dict[str, Any]) -> None:
-        self.constants: dict[str, Any] = {"driver": driver, "empty": torch.empty_strided}
+        self.constants: dict[str, Any] = {"driver": driver}
         self.names: dict[Any, str] = {}  # of tensors, by what they are and by where they begin
         self.count = itertools.count()
         parameters = [f"p{number}" for number in range(len(arguments))]
@@ -273,8 +273,9 @@ class _Text:
             return f"{kernel}.run({count}, 1, 1, {stream}, {function}, {metadata}, None, None, None, {places})"
         if step.kind == "empty":
             x = step.made
-            shape, strides, dtype, place = map(self.constant, (tuple(x.shape), x.stride(), x.dtype, x.device))
-            call = f"empty({shape}, {strides}, dtype={dtype}, device={place})"
+            empty = private.empty_cuda if x.is_cuda else private.empty_cpu  # in half the time of torch's own function
+            allocate, *kind = map(self.constant, (empty, tuple(x.shape), x.stride(), x.dtype))
+            call = f"{allocate}({', '.join(kind)})"
         else:
             arguments = [self.of(value) for value in step.given]
             arguments += [f"{name}={self.of(value)}" for name, value in step.named.items()]
