@@ -23,16 +23,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.granularity import ALL
+from octavo.granularity import ALL, Tile
 from octavo.kernels.arguments import Scaling
 from octavo.kernels.triton.cast_input import CastInput, rounding_of
 from octavo.kernels.triton.delayed_update import StateTensors, Update, roll, roll_others, scale_exists, scale_of_pass
-from octavo.kernels.triton.launch import with_room_for, workspace
+from octavo.kernels.triton.launch import Config, with_room_for, workspace
 from octavo.kernels.triton.prologue import produce
 from octavo.kernels.triton.tiles import (
     Outputs,
     encode,
-    finish_column_sum,
+    finish_column_sums,
     finite_abs,
     is_last_program,
     kept_narrow,
@@ -169,22 +169,22 @@ def cast_tensor_kernel(
     amax, parts, second_parts = cast_strip(
         x, h, out.codes, scale, first_row, cols, function, rounding.e5m2, sums is not None, tiling
     )
-    if sums is not None:
-        counters = work_ptr + 2 + strip
-        finish_column_sum(parts, sums[0], sums[1], counters, group, groups, cols, x.C)
-        if tiling.halves:
-            sum_ptr = sums[0] + x.C
-            finish_column_sum(
-                second_parts, sum_ptr, sums[1] + groups * x.C, counters + strips, group, groups, cols, x.C
-            )
     if ROLE is not None:
         raise_amax(work_ptr, amax)
-        if is_last_program(work_ptr + 1, programs):
-            amax = take_amax(work_ptr)
-            tl.store(out.amax, amax)
-            if update is not None:  # all programs have read their scale
-                roll_others(delayed, rolled[0], rolled[1], update)
-                roll(delayed, amax, ROLE, update)
+    counted = programs
+    counts = True
+    if sums is not None:  # the last of each strip stands for it: others pass one counter, not two
+        counted = strips
+        counter = work_ptr + 2 + strip
+        counts = finish_column_sums(parts, second_parts, sums, counter, group, groups, cols, x.C, tiling.halves)
+    if ROLE is not None:
+        if counts:
+            if is_last_program(work_ptr + 1, counted):
+                amax = take_amax(work_ptr)
+                tl.store(out.amax, amax)
+                if update is not None:  # all programs have read their scale
+                    roll_others(delayed, rolled[0], rolled[1], update)
+                    roll(delayed, amax, ROLE, update)
 
 
 def find_amax(given: CastInput, amax: Tensor, delayed: StateTensors | None = None, role: int | None = None) -> None:
@@ -219,7 +219,7 @@ def cast_by_tensor(
         delayed,
         tuple(rolled),
         given.with_parts(sums, groups),
-        workspace(given.x, 2 + strips * given.halves),
+        workspace(given.x, 2 + strips),
         groups,
     )
     constants = role, rounding_of(scaling), update, tiling
@@ -394,18 +394,9 @@ def cast_lines_kernel(
             if tiling.halves:
                 second_total += second
     if sums is not None:
-        finish_column_sum(tl.sum(total, 0), sums[0], sums[1], work_ptr + strip, group, groups, cols, x.C)
-        if tiling.halves:
-            finish_column_sum(
-                tl.sum(second_total, 0),
-                sums[0] + x.C,
-                sums[1] + groups * x.C,
-                work_ptr + strips + strip,
-                group,
-                groups,
-                cols,
-                x.C,
-            )
+        total = tl.sum(total, 0)
+        second_total = tl.sum(second_total, 0)
+        finish_column_sums(total, second_total, sums, work_ptr + strip, group, groups, cols, x.C, tiling.halves)
 
 
 def cast_by_line(given: CastInput, sums: Tensor | None, *scalings: tuple[Scaling, Outputs]) -> None:
@@ -421,7 +412,7 @@ def cast_by_line(given: CastInput, sums: Tensor | None, *scalings: tuple[Scaling
     if sums is not None or any(out.codes.q is not None or out.codes.t is not None for _, out in scalings):
         chosen = given.config("cast_lines")
         strips, groups, tiling = given.tiling(*chosen[:3])
-        work = workspace(given.x, strips * given.halves)
+        work = workspace(given.x, strips)
         arguments = *outs, scales, given.with_parts(sums, groups), work, groups
         given.launch(cast_lines_kernel, strips * groups, chosen.num_warps, arguments, (*roundings, tiling))
 
@@ -464,23 +455,31 @@ def store_block_scales(amax, scale, out, first_row, rows_end, first_col, cols_en
 
 
 @triton.jit
-def store_blocks(tile, HALF: tl.constexpr, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr):
-    """Write a float32 tile in one scaling, whose blocks divide it, to the Outputs out: codes, scale_inv, amax.
+def store_scales(amax, scale, HALF: tl.constexpr, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr):
+    """Write scale_inv and amax of one half's blocks [height, width], which begin at place: (block row, strip)."""
+    blocks_c = tl.cdiv(x.C, scaling.block[1])
+    end = tl.cdiv(x.R, scaling.block[0])
+    first_col = HALF * blocks_c + place[1] * amax.shape[1]
+    width = 2 * blocks_c if tiling.halves else blocks_c
+    store_block_scales(amax, scale, out, place[0], end, first_col, (HALF + 1) * blocks_c, width, scaling)
 
-    HALF: which of two halves the tile belongs to; place: (group, strip) of the program; x has R and C, a half's.
+
+@triton.jit
+def store_blocks(tile, HALF: tl.constexpr, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr, tall=None):
+    """Write a float32 tile in one scaling to the Outputs out: codes, scale_inv, amax.
+
+    HALF: which of two halves the tile belongs to; place: (row of tiles, strip of columns); x has R and C, a half's.
+    tall [1, BC]: the scales of blocks higher than the tile, which are written already; else blocks divide the tile.
     """
-    ROWS: tl.constexpr = scaling.block[0]
-    COLS: tl.constexpr = scaling.block[1]
     BR: tl.constexpr = tiling.block_r
     BC: tl.constexpr = tiling.block_c
-    blocks_c = tl.cdiv(x.C, COLS)
     rows = place[0] * BR + tl.arange(0, BR)
     cols = place[1] * BC + tl.arange(0, BC)
-    codes, amax, scale = encode_blocks(tile, scaling, tiling)
-    first_row, first_col = place[0] * (BR // ROWS), HALF * blocks_c + place[1] * (BC // COLS)
-    width = 2 * blocks_c if tiling.halves else blocks_c
-    end = tl.cdiv(x.R, ROWS)
-    store_block_scales(amax, scale, out, first_row, end, first_col, (HALF + 1) * blocks_c, width, scaling)
+    if tall is None:
+        codes, amax, scale = encode_blocks(tile, scaling, tiling)
+        store_scales(amax, scale, HALF, (place[0] * (BR // scaling.block[0]), place[1]), x, out, scaling, tiling)
+    else:
+        codes = encode(tile, tall, scaling.e5m2)
     if tiling.halves:
         store_codes(codes, out.codes, rows, cols, x, tiling.even, HALF)
     else:
@@ -488,38 +487,35 @@ def store_blocks(tile, HALF: tl.constexpr, place, x, out, scaling: tl.constexpr,
 
 
 @triton.jit
-def cast_blocks_of_half(
-    HALF: tl.constexpr,
-    x,
-    h,
-    place,
-    first,
-    second,
-    sums,
-    work_ptr,
-    function: tl.constexpr,
-    scaling: tl.constexpr,
-    second_scaling: tl.constexpr,
-    tiling: tl.constexpr,
-):
-    """All that a program writes of one half; the arguments after ``place`` are the kernel's."""
-    rows = place[0] * tiling.block_r + tl.arange(0, tiling.block_r)
-    cols = place[1] * tiling.block_c + tl.arange(0, tiling.block_c)
-    tile, other = produce(x, h, rows, cols, function, tiling.even)
-    if HALF == 1:
-        tile = other
-    if sums is not None:
-        groups = tl.cdiv(x.R, tiling.block_r)
-        counter_ptr = work_ptr + 2 + HALF * tl.cdiv(x.C, tiling.block_c) + place[1]
-        sum_ptr = sums[0] + HALF * x.C
-        part_ptr = sums[1] + HALF * groups * x.C
-        summed = tile if function.name == "" else rounded(tile)
-        finish_column_sum(tl.sum(summed, 0), sum_ptr, part_ptr, counter_ptr, place[0], groups, cols, x.C)
-    store_blocks(tile, HALF, place, x, first, scaling, tiling)
-    if second_scaling is not None:
-        if function.name == "" and x.ptr.dtype.element_ty.primitive_bitwidth == 16:
-            tile = kept_narrow(tile, x.ptr.dtype.element_ty)
-        store_blocks(tile, HALF, place, x, second, second_scaling, tiling)
+def tall_blocks(largest, scaling: tl.constexpr, tiling: tl.constexpr):
+    """Of blocks as high as a program's part, by its columns' amaxes [BC]: (amax, scale, columns' scales [1, BC])."""
+    BLOCKS: tl.constexpr = tiling.block_c // scaling.block[1]
+    amax = tl.max(tl.reshape(largest, [1, BLOCKS, scaling.block[1]]), 2)
+    scale = scale_from_amax(amax, scaling.limit, scaling.power_of_two)
+    wide = tl.broadcast_to(scale[:, :, None], [1, BLOCKS, scaling.block[1]])
+    return amax, scale, tl.reshape(wide, [1, tiling.block_c])
+
+
+@triton.jit
+def tall_scales(largest, HALF: tl.constexpr, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr):
+    """Write the amax and scale_inv of such blocks; their scales [1, BC]."""
+    amax, scale, scales = tall_blocks(largest, scaling, tiling)
+    store_scales(amax, scale, HALF, place, x, out, scaling, tiling)
+    return scales
+
+
+@triton.jit
+def column_amaxes(x, h, place, cols, function: tl.constexpr, tiling: tl.constexpr):
+    """The amaxes of the columns [BC] of a program's part, and of its second half."""
+    largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    second_largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    for i in range(tiling.tiles):
+        rows = (place[0] * tiling.tiles + i) * tiling.block_r + tl.arange(0, tiling.block_r)
+        tile, second = produce(x, h, rows, cols, function, tiling.even)
+        largest = tl.maximum(largest, finite_abs(tile))
+        if tiling.halves:
+            second_largest = tl.maximum(second_largest, finite_abs(second))
+    return tl.max(largest, 0), tl.max(second_largest, 0)
 
 
 @triton.jit
@@ -535,12 +531,71 @@ def cast_blocks_kernel(
     second_scaling: tl.constexpr,  # of the second, or None
     tiling: tl.constexpr,  # Tiling
 ):
-    """A scale for each block whose sizes divide the program's tile; two such scalings of one read."""
+    """A scale for each block whose sizes divide the program's part; two such scalings of one read.
+
+    Of a part in several tiles, blocks as high as the part have their amaxes found first, by a read before.
+    """
     strips = tl.cdiv(x.C, tiling.block_c)
-    place = (tl.program_id(0) // strips, tl.program_id(0) % strips)
-    cast_blocks_of_half(0, x, h, place, first, second, sums, work_ptr, function, scaling, second_scaling, tiling)
-    if tiling.halves:  # one after the other: both would not fit the registers, and the cache has what is read again
-        cast_blocks_of_half(1, x, h, place, first, second, sums, work_ptr, function, scaling, second_scaling, tiling)
+    program = tl.program_id(0)
+    if function.name == "norm":
+        program = tl.num_programs(0) - 1 - program  # what its statistics were found of last is still in the cache
+    place = (program // strips, program % strips)
+    cols = place[1] * tiling.block_c + tl.arange(0, tiling.block_c)
+    tall = None  # scales, of each half
+    tall_of_half = None
+    second_tall = None
+    second_tall_of_half = None
+    if tiling.tiles > 1:
+        largest, largest_of_half = column_amaxes(x, h, place, cols, function, tiling)
+        if scaling.block[0] > tiling.block_r:
+            tall = tall_scales(largest, 0, place, x, first, scaling, tiling)
+            if tiling.halves:
+                tall_of_half = tall_scales(largest_of_half, 1, place, x, first, scaling, tiling)
+        if second_scaling is not None:
+            if second_scaling.block[0] > tiling.block_r:
+                second_tall = tall_scales(largest, 0, place, x, second, second_scaling, tiling)
+                if tiling.halves:
+                    second_tall_of_half = tall_scales(largest_of_half, 1, place, x, second, second_scaling, tiling)
+    total = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    total_of_half = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
+    for i in range(tiling.tiles):  # upwards: what was read last is in the nearest cache
+        at = (place[0] * tiling.tiles + tiling.tiles - 1 - i, place[1])
+        rows = at[0] * tiling.block_r + tl.arange(0, tiling.block_r)
+        tile, half = produce(x, h, rows, cols, function, tiling.even)
+        if sums is not None:
+            total += tile if function.name == "" else rounded(tile)
+            if tiling.halves:
+                total_of_half += rounded(half)
+        store_blocks(tile, 0, at, x, first, scaling, tiling, tall)
+        if tiling.halves:
+            store_blocks(half, 1, at, x, first, scaling, tiling, tall_of_half)
+        if second_scaling is not None:
+            if function.name == "" and tiling.tiles == 1 and x.ptr.dtype.element_ty.primitive_bitwidth == 16:
+                tile = kept_narrow(tile, x.ptr.dtype.element_ty)
+            store_blocks(tile, 0, at, x, second, second_scaling, tiling, second_tall)
+            if tiling.halves:
+                store_blocks(half, 1, at, x, second, second_scaling, tiling, second_tall_of_half)
+    if sums is not None:
+        total = tl.sum(total, 0)
+        total_of_half = tl.sum(total_of_half, 0)
+        groups = tl.num_programs(0) // strips
+        counter_ptr = work_ptr + place[1]
+        finish_column_sums(total, total_of_half, sums, counter_ptr, place[0], groups, cols, x.C, tiling.halves)
+
+
+def tiles_of_blocks(given: CastInput, kind: str, *blocks: Tile) -> tuple[Config, int, int]:
+    """(A tile, how many of them, one below the other, hold whole blocks, warps).
+
+    A tile as high as a block of 128 rows would leave a multiprocessor one or two programs, which wait for what they
+    read, then compute, then write. So a program reads such a block in several tiles.
+    """
+    chosen = given.config(kind)
+    height = max(chosen.block_r, *(rows for rows, _ in blocks))
+    chosen = with_room_for(chosen, *((rows if rows < height else 1, cols) for rows, cols in blocks))
+    tiles, num_warps = height // chosen.block_r, chosen.num_warps
+    if kind == "cast_blocks_transpose" and (tiles > 1 or given.function.name):  # more is held in float32
+        num_warps = min(16, 2 * num_warps)
+    return chosen, tiles, num_warps
 
 
 def cast_by_block(
@@ -550,12 +605,10 @@ def cast_by_block(
     scaling, out = first
     second_scaling, second_out = second or (None, None)
     kind = "cast_blocks" if second_scaling is None and out.codes.t is None else "cast_blocks_transpose"
-    chosen = with_room_for(given.config(kind), scaling.tile, (second_scaling or scaling).tile)
-    strips, groups, tiling = given.tiling(chosen.block_r, chosen.block_c)
-    work = None if sums is None else workspace(given.x, 2 + strips * given.halves)
+    chosen, tiles, num_warps = tiles_of_blocks(given, kind, scaling.tile, (second_scaling or scaling).tile)
+    strips, groups, tiling = given.tiling(chosen.block_r * tiles, chosen.block_c)
+    work = None if sums is None else workspace(given.x, strips)
     roundings = rounding_of(scaling), None if second_scaling is None else rounding_of(second_scaling)
     arguments = out, second_out, given.with_parts(sums, groups), work
-    num_warps = chosen.num_warps
-    if given.function.name and kind == "cast_blocks_transpose":  # what is computed is held in float32
-        num_warps = min(16, 2 * num_warps)
-    given.launch(cast_blocks_kernel, strips * groups, num_warps, arguments, (*roundings, tiling))
+    constants = *roundings, tiling._replace(block_r=chosen.block_r, tiles=tiles)
+    given.launch(cast_blocks_kernel, strips * groups, num_warps, arguments, constants)

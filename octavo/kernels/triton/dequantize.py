@@ -19,6 +19,8 @@ def dequantize_kernel(
     q,  # Source of codes
     scale_inv,  # Source, whose R and C are a tile's rows and columns
     out_ptr,
+    ONE_ROW: tl.constexpr,  # all rows share their scales
+    ONE_COLUMN: tl.constexpr,  # all columns
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -29,9 +31,16 @@ def dequantize_kernel(
     mask = (rows < q.R)[:, None] & (cols < q.C)[None, :]
     offsets = rows.to(tl.int64)[:, None] * q.stride_r + cols.to(tl.int64)[None, :] * q.stride_c
     values = decode(tl.load(q.ptr + offsets, mask=mask))
-    scale_offsets = (rows // scale_inv.R)[:, None] * scale_inv.stride_r
-    scale_offsets += (cols // scale_inv.C)[None, :] * scale_inv.stride_c
-    values *= load_scale_inv(scale_inv.ptr + scale_offsets, mask)
+    tile_rows = rows
+    if ONE_ROW:
+        tile_rows = tl.full([1], 0, tl.int32)
+    tile_cols = cols
+    if ONE_COLUMN:
+        tile_cols = tl.full([1], 0, tl.int32)
+    scale_offsets = (tile_rows // scale_inv.R)[:, None] * scale_inv.stride_r
+    scale_offsets += (tile_cols // scale_inv.C)[None, :] * scale_inv.stride_c
+    inside = (tile_rows < q.R)[:, None] & (tile_cols < q.C)[None, :]
+    values *= load_scale_inv(scale_inv.ptr + scale_offsets, inside)
     offsets = rows.to(tl.int64)[:, None] * q.C + cols[None, :]
     tl.store(out_ptr + offsets, narrow(values, out_ptr.dtype.element_ty), mask=mask)
 
@@ -45,6 +54,7 @@ def dequantize(qdata: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: tor
     block_r, block_c, _, num_warps = config("cast", out.numel().bit_length())
     tile_rows, tile_cols = (all_of if size == ALL else size for size, all_of in zip(tile, (rows, cols), strict=True))
     scales = Source(as_argument(scale_inv), tile_rows, tile_cols, *scale_inv.stride())
-    arguments = Source(qdata, rows, cols, *qdata.stride()), scales, out, block_r, block_c
-    launch(dequantize_kernel, -(-rows // block_r) * -(-cols // block_c), arguments, num_warps)
+    arguments = Source(qdata, rows, cols, *qdata.stride()), scales, out
+    constants = tile_rows >= rows, tile_cols >= cols, block_r, block_c
+    launch(dequantize_kernel, -(-rows // block_r) * -(-cols // block_c), (*arguments, *constants), num_warps)
     return out

@@ -25,15 +25,23 @@ from octavo.kernels.arguments import CastSource, Output, Scaling, new_grouped
 from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.cast import cast as reference_cast
 from octavo.kernels.triton.cast_input import CastInput, cast_input, codes_to, outputs_to, rounding_of
-from octavo.kernels.triton.cast_kernels import encode_blocks, finish_lines, larger, store_block_scales
+from octavo.kernels.triton.cast_kernels import (
+    encode_blocks,
+    finish_lines,
+    larger,
+    store_block_scales,
+    tall_blocks,
+    tiles_of_blocks,
+)
 from octavo.kernels.triton.delayed_update import scale_exists
 from octavo.kernels.triton.groups import Grouping, locate, on_device
 from octavo.kernels.triton.groups import Groups as GroupsOnDevice
-from octavo.kernels.triton.launch import with_room_for, workspace
+from octavo.kernels.triton.launch import workspace
 from octavo.kernels.triton.prologue import Input, produce
 from octavo.kernels.triton.tiles import (
     Outputs,
     Tiling,
+    encode,
     finite_abs,
     is_last_program,
     raise_amax,
@@ -243,32 +251,26 @@ def cast_group_rows_kernel(
 
 
 @triton.jit
-def cast_group_blocks_of_half(
-    HALF: tl.constexpr,
-    x,
-    h,
-    place,
-    strip,
-    out,
-    function: tl.constexpr,
-    grouping: tl.constexpr,
-    scaling: tl.constexpr,
-    tiling: tl.constexpr,
+def store_group_scales(amax, scale, HALF: tl.constexpr, row, place, strip, x, out, scaling: tl.constexpr):
+    """Write scale_inv and amax of one half's blocks [height, width], from a row of the group's blocks on."""
+    blocks_c = tl.cdiv(x.C, scaling.block[1])
+    first_col, col_end = HALF * blocks_c + strip * amax.shape[1], (HALF + 1) * blocks_c
+    row_end = place.scale_row + place.scale_rows
+    store_block_scales(amax, scale, out, place.scale_row + row, row_end, first_col, col_end, col_end, scaling)
+
+
+@triton.jit
+def store_group_blocks(
+    tile, HALF: tl.constexpr, first, place, strip, x, out, scaling: tl.constexpr, tiling: tl.constexpr, tall
 ):
-    """All that a program writes of one half."""
-    ROWS: tl.constexpr = scaling.block[0]
-    COLS: tl.constexpr = scaling.block[1]
-    local = place.first + tl.arange(0, tiling.block_r)
+    """Write a tile from the group's row ``first`` on; ``tall`` as of store_blocks."""
+    local = first + tl.arange(0, tiling.block_r)
     cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
-    tile, other = produce_of_group(x, h, place, local, cols, function, grouping)
-    if HALF == 1:
-        tile = other
-    codes, amax, scale = encode_blocks(tile, scaling, tiling)
-    blocks_c = tl.cdiv(x.C, COLS)
-    first_row = place.scale_row + place.first // ROWS
-    first_col = HALF * blocks_c + strip * (tiling.block_c // COLS)
-    row_end, col_end = place.scale_row + place.scale_rows, (HALF + 1) * blocks_c
-    store_block_scales(amax, scale, out, first_row, row_end, first_col, col_end, col_end, scaling)
+    if tall is None:
+        codes, amax, scale = encode_blocks(tile, scaling, tiling)
+        store_group_scales(amax, scale, HALF, first // scaling.block[0], place, strip, x, out, scaling)
+    else:
+        codes = encode(tile, tall, scaling.e5m2)
     rows, columns, end = places_of_codes(x, place, local)
     if tiling.halves:
         store_codes(codes, out.codes, rows, cols, x, False, HALF, columns, end)
@@ -287,13 +289,35 @@ def cast_group_blocks_kernel(
     scaling: tl.constexpr,  # Rounding
     tiling: tl.constexpr,  # Tiling
 ):
-    """A scale for each block of a group."""
+    """A scale for each block of a group; of one as high as a part in several tiles, see cast_blocks_kernel."""
+    BR: tl.constexpr = tiling.block_r
     strips = tl.cdiv(x.C, tiling.block_c)
     strip = tl.program_id(0) % strips
-    place = locate(groups, tl.program_id(0) // strips, x.R, tiling.block_r, grouping)
-    cast_group_blocks_of_half(0, x, h, place, strip, out, function, grouping, scaling, tiling)
-    if tiling.halves:
-        cast_group_blocks_of_half(1, x, h, place, strip, out, function, grouping, scaling, tiling)
+    cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
+    place = locate(groups, tl.program_id(0) // strips, x.R, tiling.tiles * BR, grouping)
+    tall = None  # scales, of each half
+    tall_of_half = None
+    if tiling.tiles > 1:
+        largest = tl.full([BR, tiling.block_c], 0.0, tl.float32)
+        largest_of_half = tl.full([BR, tiling.block_c], 0.0, tl.float32)
+        for i in range(tiling.tiles):
+            local = place.first + i * BR + tl.arange(0, BR)
+            tile, half = produce_of_group(x, h, place, local, cols, function, grouping)
+            largest = tl.maximum(largest, finite_abs(tile))
+            if tiling.halves:
+                largest_of_half = tl.maximum(largest_of_half, finite_abs(half))
+        row = place.first // scaling.block[0]
+        amax, scale, tall = tall_blocks(tl.max(largest, 0), scaling, tiling)
+        store_group_scales(amax, scale, 0, row, place, strip, x, out, scaling)
+        if tiling.halves:
+            amax, scale, tall_of_half = tall_blocks(tl.max(largest_of_half, 0), scaling, tiling)
+            store_group_scales(amax, scale, 1, row, place, strip, x, out, scaling)
+    for i in range(tiling.tiles):
+        first = place.first + (tiling.tiles - 1 - i) * BR
+        tile, half = produce_of_group(x, h, place, first + tl.arange(0, BR), cols, function, grouping)
+        store_group_blocks(tile, 0, first, place, strip, x, out, scaling, tiling, tall)
+        if tiling.halves:
+            store_group_blocks(half, 1, first, place, strip, x, out, scaling, tiling, tall_of_half)
 
 
 class _GroupedSource(NamedTuple):
@@ -379,10 +403,7 @@ def _cast_by_row(grouped: _GroupedSource, scaling: Scaling, out: Outputs) -> Non
 def _cast_by_block(grouped: _GroupedSource, scaling: Scaling, out: Outputs) -> None:
     """A scale for each block."""
     kind = "cast_blocks" if out.codes.t is None else "cast_blocks_transpose"
-    chosen = with_room_for(grouped.given.config(kind), scaling.tile)
-    strips, heights, tiling = grouped.tiling(chosen.block_r, chosen.block_c)
-    constants = rounding_of(scaling), tiling
-    num_warps = chosen.num_warps
-    if grouped.given.function.name and out.codes.t is not None:  # what is computed is held in float32
-        num_warps = min(16, 2 * num_warps)
+    chosen, tiles, num_warps = tiles_of_blocks(grouped.given, kind, scaling.tile)
+    strips, heights, whole = grouped.tiling(chosen.block_r * tiles, chosen.block_c)
+    constants = rounding_of(scaling), whole._replace(block_r=chosen.block_r, tiles=tiles)
     grouped.launch(cast_group_blocks_kernel, strips * heights, num_warps, (out,), constants)

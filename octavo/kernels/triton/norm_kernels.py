@@ -1,7 +1,8 @@
 """The kernels of norms with casts, and of their gradient, whose contract is in signatures.py.
 
-A program owns BLOCK_R rows: it reads them for their statistics, and again, from a cache, to normalise them. Rows that
-fit one tile stay in registers. norm is prologue.py's NormFactors, whose statistics are written.
+A program owns BLOCK_R rows: it reads them for their statistics, and again to normalise them, from their end back, where
+a cache still has what was read last. Rows that fit one tile stay in registers. norm is prologue.py's NormFactors, whose
+statistics are written.
 
 The gradient has a fixed number of programs, each of which goes over rows far apart: it reads dy and x once, writes dx,
 and adds up its part of dgamma and dbeta. A second launch adds the parts in their order, so that results never differ
@@ -136,6 +137,15 @@ def store_y(tile, y_ptr, x, rows, cols, EVEN: tl.constexpr):
 
 
 @triton.jit
+def last_start(x, tiling: tl.constexpr):
+    """The first column of the rows' last tile."""
+    start = 0
+    if not tiling.one_tile:
+        start = (x.C - 1) // tiling.block_c * tiling.block_c
+    return start
+
+
+@triton.jit
 def tile_from(start, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED: tl.constexpr, tiling: tl.constexpr):
     """(The rows' tile from column ``start`` on, normalised and written to y_ptr; its columns)."""
     cols = start + tl.arange(0, tiling.block_c)
@@ -173,12 +183,10 @@ def norm_tensor_kernel(
         rows = (tl.program_id(0) * tiling.tiles + i) * tiling.block_r + tl.arange(0, tiling.block_r)
         first, mean, rstd = row_statistics(x, norm, rows, eps, tiling)
         if out.amax is not None or y_ptr is not None:
-            end = x.C
-            if tiling.one_tile:
-                end = tiling.block_c
+            last = last_start(x, tiling)
             largest = tl.full([tiling.block_r, tiling.block_c // tiling.fold], 0.0, tl.float32)
-            for start in range(0, end, tiling.block_c):
-                tile, cols = tile_from(start, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED, tiling)
+            for back in range(0, last + 1, tiling.block_c):
+                tile, cols = tile_from(last - back, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED, tiling)
                 store_codes(encode(tile, scale, E5M2), out.codes, rows, cols, x, tiling.even)
                 # last: before the codes Triton 3.6 spills for sm_100
                 largest = tl.maximum(largest, fold_max(finite_abs(tile), tiling.fold))
@@ -205,18 +213,16 @@ def norm_rows_kernel(
     first, mean, rstd = row_statistics(x, norm, rows, eps, tiling)
     tile = normalised(first, x, norm, mean, rstd, rows, tl.arange(0, tiling.block_c), ZERO_CENTERED, tiling.even)
     largest = fold_max(finite_abs(tile), tiling.fold)
+    last = last_start(x, tiling)
     if not tiling.one_tile:
-        for start in range(tiling.block_c, x.C, tiling.block_c):
-            cols = start + tl.arange(0, tiling.block_c)
+        for back in range(0, last, tiling.block_c):
+            cols = last - back + tl.arange(0, tiling.block_c)
             more = load_tile(x, rows, cols, tiling.even)
             more = normalised(more, x, norm, mean, rstd, rows, cols, ZERO_CENTERED, tiling.even)
             largest = tl.maximum(largest, fold_max(finite_abs(more), tiling.fold))
     amax = tl.max(largest, 1)
     scale = scale_from_amax(amax, rounding.limit, rounding.power_of_two)
-    end = x.C
-    if tiling.one_tile:
-        end = tiling.block_c
-    for start in range(0, end, tiling.block_c):
+    for start in range(0, last + 1, tiling.block_c):
         tile, cols = tile_from(start, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED, tiling)
         store_codes(encode(tile, scale[:, None], rounding.e5m2), out.codes, rows, cols, x, tiling.even)
     tl.store(out.amax + rows, amax, mask=rows < x.R)
@@ -240,12 +246,10 @@ def norm_blocks_kernel(
     group = tl.program_id(0)
     rows = group * tiling.block_r + tl.arange(0, tiling.block_r)
     first, mean, rstd = row_statistics(x, norm, rows, eps, tiling)
-    end = x.C
-    if tiling.one_tile:
-        end = tiling.block_c
-    for start in range(0, end, tiling.block_c):
-        tile, _ = tile_from(start, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED, tiling)
-        place = (group, start // tiling.block_c)
+    last = last_start(x, tiling)
+    for back in range(0, last + 1, tiling.block_c):
+        tile, _ = tile_from(last - back, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED, tiling)
+        place = (group, (last - back) // tiling.block_c)
         store_blocks(tile, 0, place, x, first_out, scaling, tiling)
         if second_scaling is not None:
             store_blocks(tile, 0, place, x, second_out, second_scaling, tiling)

@@ -359,21 +359,38 @@ def store_tiles(
 
 
 @triton.jit
-def finish_column_sum(sums, sum_ptr, partial_ptr, counter_ptr, part, parts, cols, C):
-    """Add the column sums of ``parts`` programs in their order; the last program writes the total.
+def finish_column_sums(sums, second_sums, out, counter_ptr, part, parts, cols, C, HALVES: tl.constexpr):
+    """Leave a program's column sums to the last of ``parts`` programs, which adds all of them up in one order.
 
     Args:
-        sums: [BC] float32, this program's.
-        sum_ptr: [C], of x's dtype.
-        partial_ptr: [parts, C] float32 scratch.
+        sums, second_sums: [BC] float32, this program's; the second of another half of columns, with HALVES.
+        out: (totals [C] or [2 C], of x's dtype; [parts, C] or [2, parts, C] float32 scratch).
         counter_ptr: this strip of columns' counter, 0 before and after.
         part, parts: which program this is of those that share the columns.
         cols: [BC].
+
+    Returns:
+        whether this program is the last; what all of them wrote before is then visible to it.
     """
-    tl.store(partial_ptr + part * C + cols, sums, mask=cols < C)
-    if is_last_program(counter_ptr, parts):
-        total = tl.zeros_like(sums)
-        for i in range(parts):
-            # from L2: this multiprocessor's own cache doesn't see what others wrote
-            total += tl.load(partial_ptr + i * C + cols, mask=cols < C, other=0.0, cache_modifier=".cg")
-        tl.store(sum_ptr + cols, narrow(total, sum_ptr.dtype.element_ty), mask=cols < C)
+    tl.store(out[1] + part * C + cols, sums, mask=cols < C)
+    if HALVES:
+        tl.store(out[1] + (parts + part) * C + cols, second_sums, mask=cols < C)
+    is_last = is_last_program(counter_ptr, parts)
+    if is_last:
+        add_parts(out[0], out[1], parts, cols, C)
+        if HALVES:
+            add_parts(out[0] + C, out[1] + parts * C, parts, cols, C)
+    return is_last
+
+
+@triton.jit
+def add_parts(total_ptr, parts_ptr, parts, cols, C):
+    """Write the sum of [parts, C] for the columns ``cols`` [BC], reading 32 parts at a time."""
+    total = tl.full([32, cols.shape[0]], 0.0, tl.float32)
+    for first in range(0, parts, 32):
+        part = first + tl.arange(0, 32)
+        inside = (part < parts)[:, None] & (cols < C)[None, :]
+        # from L2: this multiprocessor's own cache doesn't see what others wrote
+        found = parts_ptr + part[:, None] * C + cols[None, :]
+        total += tl.load(found, mask=inside, other=0.0, cache_modifier=".cg")
+    tl.store(total_ptr + cols, narrow(tl.sum(total, 0), total_ptr.dtype.element_ty), mask=cols < C)

@@ -32,7 +32,8 @@ from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them itself")
 SHAPE = (33, 160)  # of what is cast: several programs, and edges
-SHAPES = {"cast+transpose+sum+commit": (130, 160)}  # sums of columns in several parts
+# sums of columns in several parts, and two parts of tall blocks
+SHAPES = {"cast+transpose+sum+commit": (130, 160), "cast 1x128 + 128x1": (130, 160)}
 PRODUCT = (48, 144, 272)  # M, N, K
 CASTS = ["cast+transpose dynamic", "cast rows", "cast rows + columns", "cast 1x128 + 128x1", "cast+transpose 128x128"]
 PRODUCTS = ["tensor . tensor, Triton", "1x128 . 128x128, Triton"]
@@ -107,7 +108,8 @@ CALLS: dict[str, Callable[[TritonKernels], None]] = {
     "faults": lambda kernels: test_note_faults.test_the_group_of_a_fault_is_found(ops_of(kernels)),
 }
 ONCE = [
-    *("five weights at once", "cast+transpose+sum+commit", "grouped cast columns, transposed", "grouped cast 1x128"),
+    *("five weights at once", "cast+transpose+sum+commit", "swiglu gradient + 1x128 + 128x1 + sum"),
+    *("grouped cast columns, transposed", "grouped cast 1x128", "grouped cast 128x1, transposed"),
     *("grouped cast+transpose delayed", "dequantize 1x128", "rmsnorm + cast+transpose dynamic", "rmsnorm + rows"),
     *("rmsnorm + 1x128", "layernorm gradient + residual", "cast 1x32 + 32x1"),
 ]
