@@ -151,7 +151,7 @@ class Training:
 
     def _rate(self, group: str, steps: list[int], values: list[float]) -> Finding | None:
         what = f"the learning rate{f' of group {group}' if group else ''}"
-        flat, times, remedy, advice = 0, 8.0, "look at the schedule's length and end: what lr does it give?", ""
+        flat, times, remedy, advice = 0, 8.0, "look at the schedule's length and end, and at the lr that it gives", ""
         for at, value in enumerate(values):
             then, top, ends = values[max(0, at - 1)], max(values[: flat + 1]), values[at : at + FEW + 1]
             highest, lasts = max(values[:at], default=math.inf), len(ends) > FEW
@@ -282,7 +282,7 @@ class Training:
                 was_noisy = falls[max(0, at - 16) : at].mean() < 0.75 and falls[at : at + 2 * FEW].all()
                 if was_noisy and usual > 0 and now < LIMITS["repeats"] * usual:
                     text = "the loss no longer differs from batch to batch, as if the loader gave the same"
-                    remedy = "look at the data loader: does it shuffle, go on, and give each worker its own data?"
+                    remedy = "look whether the data loader shuffles, goes on, and gives each worker its own data"
                     what = "repeats", steps[at], usual / max(now, 1e-9 * usual), f"{text} {turn} in turn", remedy
                     yield self._found(*what)
                     return

@@ -156,7 +156,8 @@ def as_fp32(name: str, moment: Moment, given: dict[str, Any]) -> Tensor:
     if name in tensors:
         return tensors[name].to(torch.float32)
     if f"{name}_codes" not in tensors or not isinstance(moment.format, Format):
-        raise ValueError(f"the state holds neither {name} nor {name}_codes, only {sorted(given)}")
+        remedy = "; docs/migrate.md reads a state of bitsandbytes back to float32" if "qmap1" in given else ""
+        raise ValueError(f"the state holds neither {name} nor {name}_codes, only {sorted(given)}{remedy}")
     return moment.read_codes(tensors[f"{name}_codes"], tensors[f"{name}_scale_inv"])
 
 
