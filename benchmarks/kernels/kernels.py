@@ -180,11 +180,23 @@ def _times(row: Row, key: str) -> str:
 def casts_table() -> str:
     """Of docs/kernels.md: casts and norms at the largest shape."""
     rows = (row for row in read("kernels") if row["shape"] == "x".join(map(str, SHAPES[0])))
+    modelled = {row["op"]: row["us"] for row in read("predictions") if row["measured_us"]}
     found = (
-        [row["op"], row["us"], f"{float(row['of_peak']):.2f}", _times(row, "inductor_us"), _times(row, "torchao_us")]
+        [
+            *(row["op"], row["us"], f"{float(row['of_peak']):.2f}", _times(row, "inductor_us")),
+            *(_times(row, "torchao_us"), modelled.get(row["op"], "")),
+        ]
         for row in rows
     )
-    return markdown(("cast", "us", "of copy bandwidth", "torch.compile's time by ours", "torchao's"), found)
+    columns = (
+        "cast",
+        "us",
+        "of copy bandwidth",
+        "torch.compile's time by ours",
+        "torchao's",
+        "us modelled, of kernels now",
+    )
+    return markdown(columns, found)
 
 
 def products_table() -> str:
