@@ -5,13 +5,14 @@
                 line_amax_kernel finds their amaxes before cast_lines_kernel
     a row       cast_rows_kernel, of rows in order whose codes lie so too: a program owns BLOCK_R whole rows. Those that
                 fit one tile are read once; longer ones twice, the second time mostly from a cache
-    a block     cast_blocks_kernel, of sizes that are powers of two: many a program
+    a block     cast_blocks_kernel, of sizes that are powers of two: many a program. For blocks that are higher than a
+                tile a program reads its rows twice, the second time from a cache
 
 Of tensors and lines a program works down a strip of columns, some tiles, so that few programs meet at the shared amax
 and a strip's column sums have few parts. What spans programs is finished by the last of them, in the same launch.
 
 work (int32, all 0 before and after). Of a tensor: [0] the bits of the shared amax, [1] its counter, [2...] a counter a
-strip. Of lines: the bits of the columns' amaxes and of the rows', a counter a strip, one a group.
+strip with column sums. Of lines: the bits of the columns' amaxes and of the rows', a counter a strip, one a group.
 """
 
 from __future__ import annotations
