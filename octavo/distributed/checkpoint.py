@@ -402,7 +402,7 @@ def _renamed(groups: list[dict[str, Any]], others: dict[str, list[str]]) -> list
     ]
 
 
-def _packed(content: dict[str, Any]) -> memoryview:
+def _packed(content: dict[str, Any]) -> bytes:
     """The bytes of octavo.pt, which `weights_only` can read."""
     written = io.BytesIO()
     try:
@@ -414,7 +414,7 @@ def _packed(content: dict[str, Any]) -> memoryview:
             f"extra, or a group of the optimizer, holds more than tensors, numbers, strings, lists and dicts: "
             f"{first_line(error)}"
         ) from error
-    return written.getbuffer()
+    return written.getvalue()
 
 
 def _read_content(folder: str) -> dict[str, Any]:
@@ -531,7 +531,7 @@ class Writer(dcp.FileSystemWriter):
     ``content``: the bytes of octavo.pt. Errors say why they are: those that are sent to other ranks lose their cause.
     """
 
-    def __init__(self, folder: str, content: memoryview | bytes, keep: int) -> None:
+    def __init__(self, folder: str, content: bytes, keep: int) -> None:
         super().__init__(folder)
         self._content, self._keep = content, keep
 
