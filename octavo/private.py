@@ -10,6 +10,9 @@ What is used of Triton's launches beyond its documentation is in kernels/triton/
 
 from __future__ import annotations
 
+import functools
+import importlib.abc
+import importlib.util
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -136,6 +139,9 @@ ATTRIBUTES = {  # by the functions of this file
         "torch._inductor.codegen.custom_extern_kernel_codegen.CUSTOM_EXTERN_KERNEL_CODEGEN",
         "lets what Inductor compiled call kernels without the dispatcher, from torch 2.13 on",
     ),
+    "get_default_op_list": Name(
+        "torch._functorch.partitioners.get_default_op_list", "tells which operations are dear to compute again"
+    ),
 }
 
 
@@ -189,6 +195,65 @@ def in_forward_mode() -> bool:
 def is_exporting() -> bool:
     """What torch.compiler.is_exporting says, but not True whenever torch.compile traces, as in torch 2.11."""
     return torch.compiler._is_exporting_flag
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds one module for its first import, and has a function called with it once it is executed."""
+
+    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
+        self.name, self.then = name, then
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> Any:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(fullname)
+        if spec is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_call(module: Any) -> None:
+                execute(module)
+                self.then(module)
+
+            spec.loader.exec_module = execute_and_call
+        return spec
+
+
+def _after_import(name: str, then: Callable[[Any], None]) -> None:
+    """Call ``then`` with a module, now or when somebody imports it."""
+    if name in sys.modules:
+        then(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, then))
+
+
+def tell_torch_of_products(formulas: Mapping[Any, Callable[..., int]]) -> None:
+    """Have torch count the FLOPs of ops, and not take computing them again for free in backward.
+
+    ``formulas``: by op (an OpOverloadPacket), as ``torch.utils.flop_counter.register_flop_formula`` takes them. That
+    module imports Triton, so it is told when it is imported; so is the partitioner, which splits a compiled step
+    into forward and backward by an activation memory budget, and has a list of the ops that are dear.
+    """
+
+    def register(counter: Any) -> None:
+        for op, formula in formulas.items():
+            counter.register_flop_formula(op)(formula)
+
+    def list_as_dear(partitioners: Any) -> None:
+        default = getattr(partitioners, "get_default_op_list", None)
+        if default is None:  # an error here would be one of importing torch's compiler
+            return
+
+        @functools.wraps(default)
+        def get_default_op_list() -> Any:
+            ops = default()
+            ops.compute_intensive_ops.update(formulas)
+            return ops
+
+        partitioners.get_default_op_list = get_default_op_list
+
+    _after_import("torch.utils.flop_counter", register)
+    _after_import("torch._functorch.partitioners", list_as_dear)
 
 
 def let_inductor_call(calls: Mapping[str, str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +113,17 @@ def _fsdp2(mesh: Any) -> Any:
 
 def test_fsdp2(pool: Pool) -> None:
     pool.run(_fsdp2, (2,))
+
+
+def test_a_module_is_followed_until_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "octavo_followed_module.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    finders, seen = [*sys.meta_path], list[int]()
+    for _ in range(2):
+        private._after_import("octavo_followed_module", lambda module: seen.append(module.value))
+    assert seen == []
+    followed = importlib.import_module("octavo_followed_module")
+    assert seen == [1, 1] and sys.meta_path == finders
+    private._after_import("octavo_followed_module", lambda module: seen.append(2))
+    assert seen == [1, 1, 2]
+    del sys.modules[followed.__name__]

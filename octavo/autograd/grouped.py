@@ -17,6 +17,7 @@ from octavo import kernels
 from octavo.granularity import ALL
 from octavo.kernels.groups import check_offsets, of_equal_groups, padded_columns
 from octavo.kernels.layouts import needs_transposed_codes
+from octavo.private import tell_torch_of_products
 from octavo.scaling.recipe import Cast
 from octavo.tensor.pair import Operands
 
@@ -151,6 +152,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
 
 
 grouped_mm.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+tell_torch_of_products({torch.ops.octavo.grouped_mm: lambda a, b, *_, **__: 2 * a[0] * a[1] * b[-1]})
 
 
 def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, bias_GN: Tensor | None, offsets: Tensor) -> Tensor:

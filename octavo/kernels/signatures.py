@@ -40,7 +40,7 @@ Ops are registered by torch.library.Library rather than by the custom_op decorat
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ from octavo.kernels.arguments import (
 )
 from octavo.kernels.cpu import KERNELS
 from octavo.kernels.devices import ON_CUDA
-from octavo.private import let_inductor_call
+from octavo.private import let_inductor_call, tell_torch_of_products
 
 _SECOND = (
     "ScalarType? second_dtype=None, int[2] second_tile=[-1, -1], bool second_power_of_two=False, int second_margin=0, "
@@ -193,3 +193,23 @@ for _name, _schema in SCHEMAS.items():
     LIBRARY.impl(_name, torch.no_grad()(KERNELS[_name]), "CompositeExplicitAutograd")
     LIBRARY.impl(_name, ON_CUDA[_name], "CUDA")
     torch.library.register_fake(f"octavo::{_name}", _fake(_name), lib=LIBRARY)
+
+
+def _matmul_flop(
+    a: Sequence[int], a_scale_inv: object, a_tile: object, b: Sequence[int], *_: object, **__: object
+) -> int:
+    """The FLOPs of ``matmul`` by its operands' shapes, of whose contraction the padding counts too."""
+    return 2 * a[0] * b[0] * a[1]
+
+
+def _grouped_matmul_flop(*operands: Any, pad: int = 1, out_shape: object = None) -> int:
+    """The FLOPs of ``grouped_matmul`` by its operands' shapes, as if all rows were in groups."""
+    a, _, _, b, _, _, offsets, _, _, _, *rest = operands
+    if len(b) == 3:
+        return 2 * a[0] * a[1] * b[1]
+    pad = rest[0] if rest else pad
+    rows = a[1] - (offsets[0] * pad if pad > 1 else 0)  # groups.padded_columns: each group may add up to ``pad``
+    return 2 * a[0] * b[0] * rows
+
+
+tell_torch_of_products({torch.ops.octavo.matmul: _matmul_flop, torch.ops.octavo.grouped_matmul: _grouped_matmul_flop})

@@ -222,24 +222,19 @@ def _past(reads: PastReads, called: bool | None) -> str:
 
 # How many floating-point operations of a forward pass are in FP8, counted by torch's FlopCounterMode.
 
-# of octavo::matmul, a [M, K] . b [N, K]^T: a multiplication and an addition each; of octavo::grouped_matmul, a [T, K],
-# each row times one of the experts' weights b [E, N, K]
-_FP8: dict[Any, Any] = {
-    torch.ops.octavo.matmul: lambda a, a_scale_inv, a_tile, b, *_, **__: 2 * a[0] * b[0] * a[1],
-    torch.ops.octavo.grouped_matmul: lambda a, a_scale_inv, a_tile, b, *_, **__: 2 * math.prod(a) * b[1],
-}
+_FP8 = torch.ops.octavo.matmul, torch.ops.octavo.grouped_matmul
 
 
 def formulas() -> dict[Any, Any]:
-    """Of the ops that torch's counter doesn't know."""
-    grouped = [grouped_mm, torch.ops.octavo.grouped_mm]
+    """Return formulas of products of torch's and of transformers' that torch's counter has none of."""
+    grouped = [grouped_mm]
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # what transformers calls where torch's can't be used
         grouped.append(torch.ops.transformers.grouped_mm_fallback)
     # a [T, K], each row times one of the experts' weights b [E, K, N]; or a [N, T] and b [T, K], T in groups
-    found = _FP8 | dict.fromkeys(grouped, lambda a, b, *_, **__: 2 * math.prod(a) * b[-1])
+    by_op: dict[Any, Any] = dict.fromkeys(grouped, lambda a, b, *_, **__: 2 * math.prod(a) * b[-1])
     # CPUs' own op, which torch doesn't count: query q [B, H, S, D], keys k and values v [B, G, T, D], causal or not
-    found[cpu_attention] = lambda q, k, v, *_, **__: 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
-    return found
+    by_op[cpu_attention] = lambda q, k, v, *_, **__: 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+    return by_op
 
 
 def forward_flops(

@@ -1,17 +1,19 @@
 """The ops as torch sees them: schemas, fakes, and that they trace."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
 
 import octavo.nn
-from octavo import kernels
+from octavo import kernels, recipes
 from octavo.kernels.groups import of_equal_groups
 from octavo.kernels.reference import KERNELS
 from octavo.kernels.signatures import FAKES, SCHEMAS
@@ -19,6 +21,7 @@ from octavo.scaling.delayed import State
 from tests.support.casts import ALL, E4M3, FORMATS, Call, drawn, poisoned_memory, update_args
 from tests.support.definitions import same_bits
 from tests.support.groups import offsets_of
+from tests.support.helpers import FP8_RECIPES, to_fp8
 from tests.support.passes import one_pass
 from tests.support.product_cases import BLOCK, MX, SQUARE, operands, pair, rows_in_groups, terms_in_groups
 
@@ -193,3 +196,36 @@ def test_an_exported_program_runs_with_gradients_on_and_says_that_it_has_none() 
     assert torch.equal(y, layer(x))
     with pytest.warns(UserWarning, match=r"octavo::matmul.*backprop"):
         y.sum().backward()
+
+
+def flops(call: Callable[[], Any]) -> int:
+    """The FLOPs of a call that torch counts."""
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def counted_step(layer: nn.Module, *inputs: Tensor) -> int:
+    """The FLOPs of forward and backward that torch counts."""
+    return flops(lambda: layer(*inputs).square().sum().backward())
+
+
+@pytest.mark.parametrize("recipe", [*FP8_RECIPES, "high_precision"])
+def test_torch_counts_the_flops_of_products(recipe: str) -> None:
+    """As many as of the same products without octavo, in sizes that no tile divides."""
+    settings = getattr(recipes, recipe)()
+    x, layer = torch.randn(37, 24, requires_grad=True), nn.Linear(24, 40)
+    plain = counted_step(layer, x)
+    assert plain == 3 * 2 * 37 * 24 * 40
+    assert counted_step(to_fp8(nn.Sequential(layer), settings), x) == plain
+    experts = octavo.nn.Experts(3, 24, 40, recipe=settings)
+    index, weights = torch.randint(3, (37, 2)), torch.rand(37, 2)
+    assert counted_step(experts, x, index, weights) == 3 * 2 * (2 * 37) * (24 * 80 + 40 * 24)
+
+
+@pytest.mark.parametrize("pad", [1, 16])
+def test_padding_between_groups_is_no_product(pad: int) -> None:
+    sizes, outside = [5, 0, 20], 7
+    terms = terms_in_groups(sizes, outside, (ALL, ALL), 6, 10, pad)
+    product = partial(kernels.grouped_matmul, *terms, None, torch.float32, False)
+    assert flops(lambda: product(pad)) == flops(lambda: product(pad=pad)) == 2 * 32 * 6 * 10
