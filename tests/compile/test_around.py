@@ -4,12 +4,17 @@ Layers of every feature are compiled in tests/support/seams, every kind of step 
 """
 
 import dataclasses
+import functools
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import octavo
 from benchmarks.compile.compile_cells import (
@@ -24,6 +29,7 @@ from benchmarks.compile.compile_cells import (
     mean_square,
     measure,
 )
+from tests.support.combinations import each_pair
 from tests.support.helpers import FP8_RECIPES, to_fp8
 
 LINEAR = What(lambda layers: nn.Linear(WIDTH, 48))
@@ -113,6 +119,70 @@ def test_a_whole_llama_has_no_more_graphs_breaks_or_recompiles_than_in_bf16():
     for recipe in FP8_RECIPES.values():
         ours = llama_s_graphs(recipe())
         assert all(a <= b for a, b in zip(ours, in_bf16, strict=True)), (ours, in_bf16)
+
+
+def tokens_of(rows):
+    return (torch.randn(rows, 64, requires_grad=True),)
+
+
+def sequences_of(rows):
+    return (torch.randn(2, rows, 64, requires_grad=True),)
+
+
+def groups_of(rows):
+    return *tokens_of(rows), torch.tensor([rows // 4, rows // 2, rows - 3], dtype=torch.int32)
+
+
+def routed(rows):
+    return *tokens_of(rows), torch.randint(3, (rows, 2)), torch.rand(rows, 2, requires_grad=True)
+
+
+MODULES = {
+    "Experts": (functools.partial(octavo.nn.Experts, 3, 64, 32), routed),
+    "Linear": (functools.partial(octavo.nn.Linear, 64, 32), sequences_of),
+    "GroupedLinear": (functools.partial(octavo.nn.GroupedLinear, 3, 64, 32), groups_of),
+    "LayerNormLinear": (functools.partial(octavo.nn.LayerNormLinear, 64, 32), tokens_of),
+    "RMSNormMLP": (functools.partial(octavo.nn.RMSNormMLP, 64, 32), sequences_of),
+}
+
+
+@each_pair(
+    module=[*MODULES],
+    bias=[True, False],
+    recipe=["dynamic", "delayed", "blockwise", "mx", "rowwise_with_gw_hp"],
+    dynamic=[True, None],
+)
+def test_any_number_of_tokens_takes_one_graph(case):
+    """With ``dynamic=None`` torch takes the first number for the only one, and compiles once more for all others."""
+    make, inputs_of = MODULES[case["module"]]
+    model = make(bias=case["bias"], recipe=getattr(octavo.recipes, case["recipe"])())
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("eager")
+    call = torch.compile(model, backend=counter, fullgraph=True, dynamic=case["dynamic"])
+    for rows in (130, 260, 333)[: 2 if case["dynamic"] else 3]:  # above one block of blockwise()
+        call(*inputs_of(rows)).square().sum().backward()
+    assert counter.frame_count == (1 if case["dynamic"] else 2)
+
+
+def test_an_activation_memory_budget_recomputes_no_product_while_casts_and_activations_suffice():
+    """torch's partitioner takes an op that it does not know to cost nothing: it recomputed all but one product."""
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(2)))
+    products = []
+
+    def note(graph, _):
+        products.extend(node for node in graph.graph.nodes if node.target is torch.ops.octavo.matmul.default)
+        return make_boxed_func(graph)
+
+    torch.compiler.reset()
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph),
+        bw_compiler=note,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    with functorch_config.patch(activation_memory_budget=0.9):
+        model = torch.compile(to_fp8(layers.bfloat16(), octavo.recipes.dynamic()), backend=backend)
+        model(torch.randn(512, 32, dtype=torch.bfloat16, requires_grad=True)).square().mean().backward()
+    assert len(products) == 8  # two gradients a layer
 
 
 GREEN = Result(graphs=1, breaks=0, recompiles=0, difference=0.0)
