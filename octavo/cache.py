@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 
 def cache_folder() -> Path:
     """octavo/ in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
+
+
+def make_cache_folder() -> Path:
+    """Make the cache folder where there is none, for this user alone, and return it."""
+    folder = cache_folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def why_not_private(folder: Path) -> str:
+    """Return why somebody else may write to a folder, so that no code in it must be run; "" where nobody else may."""
+    if not hasattr(os, "geteuid"):  # Windows, where a mode says nothing of others
+        return ""
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
+        return (
+            f"it belongs to user {status.st_uid}, not to {os.geteuid()}, who runs this: set XDG_CACHE_HOME to another"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write to it (mode {stat.S_IMODE(status.st_mode):o}): empty it, and chmod 700 {folder}"
+    return ""

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from octavo import kernels, recipes
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, WEIGHT, State, cast_role
-from octavo.cache import cache_folder
+from octavo.cache import cache_folder, make_cache_folder
 from octavo.distributed.files import replacing
 from octavo.errors import OctavoError
 from octavo.granularity import PerBlock, PerRow
@@ -152,8 +152,7 @@ def device_label(device: torch.device) -> str:
 
 def keep(rates: Rates) -> Path:
     """Write measured rates to the user's cache folder, beside those of other devices and versions."""
-    path = cache_folder() / KEPT
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = make_cache_folder() / KEPT
     kept = _read(path) | {rates.device: dataclasses.asdict(rates)}
     with replacing(path) as file:
         file.write(json.dumps(kept, indent=1).encode())

@@ -1,12 +1,15 @@
 """C++ that a CPU runs in place of many small torch operations, compiled at its first use by the machine's compiler.
 
 Without a compiler, or where compiling fails, nothing is lost but time: the reference runs instead. The library is kept
-in ``$XDG_CACHE_HOME/octavo``, by default ``~/.cache/octavo``, under a name made of its source, the compiler and the
-CPU's instruction set. ``CXX`` names the compiler, else it is ``c++``; an empty ``CXX`` turns it off.
+in ``$XDG_CACHE_HOME/octavo``, by default ``~/.cache/octavo``, under a name made of its source, the compiler, the CPU's
+instruction set and the library's own bytes. A file whose bytes are not those of its name was damaged, and is compiled
+anew; from a folder that others may write to nothing is loaded. ``CXX`` names the compiler, else it is ``c++``; an empty
+``CXX`` turns it off.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,11 +18,12 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from octavo.cache import cache_folder
+from octavo.cache import make_cache_folder, why_not_private
 
 _FOLDER = Path(__file__).parent
 # One rounding an operation, as torch's own; -fno-trapping-math lets loops with conditions become vector instructions.
@@ -39,18 +43,52 @@ def library(name: str) -> ctypes.CDLL | None:
     flags = *_FLAGS, *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ())
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-        key = hashlib.sha256(b"".join([version, *map(str.encode, flags), source.read_bytes(), shared.read_bytes()]))
-        kept = cache_folder() / f"{key.hexdigest()[:32]}.so"
-        if not kept.exists():
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=kept.parent) as folder:  # another process may compile it as well
-                made = Path(folder) / kept.name
-                subprocess.run([compiler, *flags, str(source), "-o", str(made)], capture_output=True, check=True)
-                made.replace(kept)
-        return ctypes.CDLL(str(kept))
+        key = _digest(b"".join([version, *map(str.encode, flags), source.read_bytes(), shared.read_bytes()]))
+        folder = make_cache_folder()
+        if not may_load_from(folder):
+            return None
+        return ctypes.CDLL(str(_kept(folder, key) or _compile([compiler, *flags, str(source)], folder, key)))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: there is no home folder
         _logger.debug("%s could not compile octavo's %s.cpp, so the reference runs: %s", compiler, name, error)
         return None
+
+
+@functools.cache
+def may_load_from(folder: Path) -> bool:
+    """Whether only this user may write to the folder; else a warning says why not, once."""
+    if why := why_not_private(folder):
+        _logger.warning("octavo loads no compiled code from %s, so a CPU computes slowly: %s", folder, why)
+    return not why
+
+
+def _kept(folder: Path, key: str) -> Path | None:
+    """Return the library that an earlier process has compiled; None where there is none, or it has lost some bytes."""
+    for path in folder.glob(f"{key}-*.so"):
+        with contextlib.suppress(OSError):
+            if path.name == _file_name(key, path.read_bytes()):
+                return path
+    return None
+
+
+def _compile(command: Sequence[str], folder: Path, key: str) -> Path:
+    """Compile a library, write it to the disk whole, and give it its name; another process may do so as well."""
+    with tempfile.TemporaryDirectory(dir=folder) as building:
+        built = Path(building) / "library.so"
+        subprocess.run([*command, "-o", str(built)], capture_output=True, check=True)
+        with built.open("rb") as file:
+            os.fsync(file.fileno())
+            path = folder / _file_name(key, file.read())
+        built.replace(path)
+    return path
+
+
+def _file_name(key: str, content: bytes) -> str:
+    """The name of a library's file, by which its bytes are checked: loading a part of one kills the process."""
+    return f"{key}-{_digest(content)}.so"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
 
 
 def threads_for(elements: int) -> int:

@@ -1,5 +1,7 @@
 """What a CPU's C++ is compiled to, where it is kept, and what happens where it can't be."""
 
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 from octavo.kernels import cpu
-from octavo.kernels.cpu.library import library, threads_for
+from octavo.kernels.cpu.library import library, may_load_from, threads_for
 from tests.kernels.conftest import Ops
 from tests.kernels.cpu.test_optimizer_step import differences_of
 from tests.kernels.test_cast import check_casts
@@ -39,15 +41,68 @@ def test_without_a_compiler_the_reference_runs(
     check_casts(Ops(cpu.KERNELS.__getitem__, "cpu"), 10, 0)
 
 
-def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_library: None) -> None:
-    quick = tmp_path / "quick"  # to optimise takes seconds
-    quick.write_text('#!/bin/sh\nexec c++ "$@" -O0\n')
-    quick.chmod(0o755)
-    monkeypatch.setenv("CXX", str(quick))
+@pytest.fixture
+def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_library: None) -> Path:
+    """Have any library compiled in no time, for it has one function; return the folder that it is kept in."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        """#!/bin/sh
+        [ "$1" = --version ] && exit 0
+        for output; do :; done
+        echo 'extern "C" int octavo_answer() { return 42; }' | c++ -shared -fPIC -x c++ - -o "$output"
+        """
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert library("optimizer_step") is not None
-    (made,) = (tmp_path / "octavo").iterdir()
-    first = made.stat().st_mtime_ns
+    return tmp_path / "octavo"
+
+
+def answer_of_a_new_process() -> int:
+    """What the library answers that a process loads or compiles, its first time."""
     library.cache_clear()
-    assert library("optimizer_step") is not None
-    assert [path.stat().st_mtime_ns for path in (tmp_path / "octavo").iterdir()] == [first]
+    loaded = library("cast")
+    assert loaded is not None
+    return int(loaded.octavo_answer())
+
+
+def test_the_library_is_compiled_once(quick_compiler: Path) -> None:
+    assert answer_of_a_new_process() == 42
+    (made,) = quick_compiler.iterdir()
+    first = made.stat().st_mtime_ns
+    assert answer_of_a_new_process() == 42
+    assert [path.stat().st_mtime_ns for path in quick_compiler.iterdir()] == [first]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_library_that_lost_its_end_is_compiled_again(share: float, quick_compiler: Path) -> None:
+    """A process that loads such a one is killed at its first call, or computes slowly for ever."""
+    assert answer_of_a_new_process() == 42
+    (path,) = quick_compiler.iterdir()
+    whole, damaged = path.read_bytes(), path.with_name("damaged")
+    damaged.write_bytes(whole[: int(share * len(whole))])
+    damaged.replace(path)  # another file: this process has the first one in its memory
+    assert answer_of_a_new_process() == 42
+    assert [kept.read_bytes() for kept in quick_compiler.glob("*.so")] == [whole]
+
+
+def test_a_library_is_kept_for_this_user_alone(
+    quick_compiler: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    umask = os.umask(0)
+    try:
+        assert answer_of_a_new_process() == 42
+    finally:
+        os.umask(umask)
+    assert quick_compiler.stat().st_mode & 0o777 == 0o700 and caplog.records == []
+    for mode, user, reason in ((0o770, 0, "others may write to it .mode 770."), (0o700, 1, "it belongs to user")):
+        quick_compiler.chmod(mode)
+        library.cache_clear()
+        may_load_from.cache_clear()
+        monkeypatch.setattr(os, "geteuid", lambda: quick_compiler.stat().st_uid + user)  # noqa: B023
+        assert library("cast") is library("optimizer_step") is None
+        (record,) = caplog.records  # of both libraries
+        assert record.levelname == "WARNING" and re.search(
+            rf"octavo loads no compiled code .*: {reason}", record.message
+        )
+        caplog.clear()
