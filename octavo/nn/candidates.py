@@ -34,6 +34,8 @@ REPLACED = (
     "take torch's parallelize_module)"
 )
 
+REPLACED_SINCE = "its forward was replaced on the instance after octavo.convert"
+
 
 def large_enough(module: nn.Module, name: str) -> bool:
     """The default ``select``, of an nn.Linear, a Conv1D or experts: both feature counts are at least 512."""
@@ -197,6 +199,7 @@ def past_reads(model: nn.Module) -> dict[int, PastReads]:
         for name, layer in parent.named_children():
             if isinstance(layer, nn.Linear) or fp8_class(layer) is not None:
                 uses = _uses(kind).get(name, set())  # type: ignore[arg-type]  # torch annotates no hash of classes
+                uses = uses | _uses_in(_replaced_forward(parent)).get(name, set())
                 if "read" in uses:
                     found[id(layer)] = PastReads(kind.__name__, "called" in uses)
     return found
@@ -204,10 +207,14 @@ def past_reads(model: nn.Module) -> dict[int, PastReads]:
 
 @functools.cache
 def _uses(kind: type[nn.Module]) -> dict[str, set[str]]:
-    """Of each ``self.<name>`` in a class's methods: "read" where its weight's values are, "called" where itself is."""
+    return _uses_in(_methods(kind))
+
+
+def _uses_in(codes: Sequence[types.CodeType]) -> dict[str, set[str]]:
+    """Of each ``self.<name>`` in methods: "read" where its weight's values are, "called" where itself is."""
     found: dict[str, set[str]] = {}
     nothing = [("", "")]
-    for code in _methods(kind):
+    for code in _with_inner(codes):
         steps = [*nothing, *((step.opname, step.argval) for step in dis.get_instructions(code)), *nothing, *nothing]
         for (_, before), (_, own), (op, name), then, after in zip(*(steps[start:] for start in range(5)), strict=False):
             if op not in ("LOAD_ATTR", "LOAD_METHOD") or (own[-1] if isinstance(own, tuple) else own) != "self":
@@ -220,13 +227,24 @@ def _uses(kind: type[nn.Module]) -> dict[str, set[str]]:
     return found
 
 
-def _methods(kind: type[nn.Module]) -> Iterator[types.CodeType]:
-    """The code of a class's methods, and of the functions in them; those that initialise are none's forward."""
+def _methods(kind: type[nn.Module]) -> list[types.CodeType]:
+    """The code of a class's methods; those that initialise are none's forward."""
     codes = []
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for name, value in vars(base).items():
             if inspect.isfunction(function := inspect.unwrap(value)) and "init" not in name:
                 codes.append(function.__code__)
+    return codes
+
+
+def _replaced_forward(module: nn.Module) -> list[types.CodeType]:
+    """The code of the forward that an instance has in place of its class's; [] where it has none that can be read."""
+    function: Any = inspect.unwrap(getattr(module.__dict__.get("forward"), "__func__", None))
+    return [function.__code__] if inspect.isfunction(function) else []
+
+
+def _with_inner(codes: Sequence[types.CodeType]) -> Iterator[types.CodeType]:
+    """Codes, and those of the functions in them."""
     for code in codes:
         yield code
-        codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+        yield from _with_inner([inner for inner in code.co_consts if isinstance(inner, types.CodeType)])

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.autograd.chain import activated_linear, rms_norm
-from octavo.nn.candidates import REPLACED, SHARDED, class_of, fp8_class, is_sharded, of_subclass
+from octavo.nn.candidates import REPLACED, REPLACED_SINCE, SHARDED, class_of, fp8_class, is_sharded, of_subclass
 from octavo.nn.experts import ConvertedExperts, function_of, name_of
 from octavo.nn.fused import run_alone, runs_alone
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
@@ -46,6 +46,13 @@ class KnownForward(nn.Module):
     def why_not(cls, module: nn.Module) -> str | None:
         """Why a module of this forward, not of this class yet, is left as it is; or None."""
         return None
+
+    def why_bypassed(self) -> str | None:
+        """Return why it computes by its own class's forward as things are now, or another one, and saves all; or None.
+
+        Dropout and dtypes are asked in forward.
+        """
+        return REPLACED_SINCE if "forward" in self.__dict__ else self.why_not(self)
 
     def lean(self, x: Any) -> Tensor | None:
         """What forward returns, with less to save; None where the class's own forward is to compute it."""
@@ -83,6 +90,12 @@ class FeedForward(KnownForward):
         if isinstance(dropout, nn.Dropout) and dropout.p:
             return f"dropout of {dropout.p} lies between its activation and {names.down}"
         return None
+
+    def why_bypassed(self) -> str | None:
+        down: Any = getattr(self, self.parts.down)
+        if (why := super().why_bypassed()) is None and not (down.splits is None and run_alone([down])):
+            return f"{self.parts.down} has hooks, another forward, or its output product in high precision"
+        return why
 
     def lean(self, x: Any) -> Tensor | None:
         names = self.parts
@@ -223,10 +236,10 @@ def _same(one: Any, other: Any) -> bool:
 def refusal(module: nn.Module) -> str | None:
     """Why a module stays as it is, which holds an activation between layers, or is a norm of another library's.
 
-    None of what is fused already, or can be; "" of all else.
+    None of what is fused, or can be; "" of all else.
     """
     if isinstance(module, KnownForward):
-        return None
+        return module.why_bypassed()
     kind = class_of(module)
     ours = _known_class(kind)  # type: ignore[arg-type]  # torch annotates no hash of classes
     if ours is None:

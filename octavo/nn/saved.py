@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -125,15 +126,20 @@ def predicted_by_kind(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     change: Callable[[nn.Module], Any] | None = None,
+    watching: AbstractContextManager[Any] | None = None,
 ) -> dict[str, int]:
-    """The same of a copy of the model whose tensors have no data, in training; ``change`` is done to it before."""
+    """The same of a copy of the model whose tensors have no data, in training; ``change`` is done to it before.
+
+    ``watching``: a dispatch mode that sees the copy's operations.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin = twin_of(model, mode)
     with mode:
         if change is not None:
             change(twin)
         given = pytree.tree_map_only(Tensor, lambda x: without_data(x, mode), (tuple(args), dict(kwargs or {})))
-        return saved_by_kind(twin.train(), *given)
+        with watching or nullcontext():
+            return saved_by_kind(twin.train(), *given)
 
 
 def without_data(tensor: Tensor, mode: Any) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from octavo.nn.candidates import PastReads, class_of, expert_weights, fp8_class, past_reads, shape_of, why_not
+from octavo.nn.candidates import REPLACED_SINCE, class_of, expert_weights, fp8_class, past_reads, shape_of, why_not
 from octavo.nn.checkpointing import watched
 from octavo.nn.convert import restore
 from octavo.nn.experts import ConvertedExperts, ExpertsPart
@@ -90,7 +90,8 @@ class Summary:
 
     Attributes:
         modules: one of each module that holds a matrix.
-        flops: of a forward pass: the operations of products in FP8, and of all products; None where none was run.
+        flops: of a forward pass in training: the operations of products in FP8, and of all products; of one in
+            evaluation where the model can't run without data; None where none was run.
         saved: of a forward pass: what it saves for backward; None where none was run.
         fused: the modules that ``octavo.convert(..., fuse=True)`` has fused, by name: their class.
         not_fused: those that it left as they are though they look alike: why. Both are empty where nothing is fused.
@@ -147,9 +148,10 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
 
     Args:
         model: any module.
-        args: of one forward pass, which then runs in evaluation mode without gradients; the summary says how much of
-            its FLOPs (products of matrices, attention, convolutions) is in FP8. A copy without data runs in training,
-            and one unconverted: what they save for backward is counted by kind. Without any, none runs.
+        args: of one forward pass, which then runs in evaluation mode without gradients, and on a copy without data in
+            training; the summary says how much of its FLOPs (products of matrices, attention, convolutions) is in FP8
+            in training, or in evaluation if the copy can't run. An unconverted copy runs too: what both save for
+            backward is counted by kind. Without any, none runs.
         kwargs: of the same forward pass.
 
     Returns:
@@ -165,7 +167,11 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
           1  Linear [8, 8]  left alone: 8 x 8 features; the default select converts from 512 on
     """
     rows: list[ModuleSummary] = []
-    flops, called = forward_flops(model, args, kwargs) if args or kwargs else (None, None)
+    flops = products = saved = None
+    if args or kwargs:
+        in_evaluation = forward_flops(model, args, kwargs)
+        saved, in_training = _in_training(model, args, kwargs)
+        flops, products = in_training or in_evaluation
     past = past_reads(model)
     taken = [m for m in model.modules() if isinstance(m, RecipeModule) and isinstance(m, nn.Linear)]
     computed: set[int] = set()  # ids of what computes a linear layer's weight, which is one matrix all the same
@@ -185,8 +191,11 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
             reader = parts.get(key, module)
             recipe = reader.recipe if isinstance(reader, RecipeModule) else None
             reads = past.get(id(module))
-            if reads is not None and not (reads.called and recipe is None):
-                reason = _past(reads, None if called is None else name in called)
+            replaced = recipe is not None and "forward" in module.__dict__
+            if reads is not None and not reads.called:
+                reason = str(reads)
+            elif recipe is not None and (replaced or reads is not None):
+                reason = _unless_called(REPLACED_SINCE if replaced else str(reads), name, recipe, products)
             elif key in expert_weights(module):
                 reason = "a 3-D parameter (expert weights) is not a linear layer"
             else:
@@ -194,30 +203,33 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
             gathers = isinstance(reader, RecipeModule) and (key == "weight" or key in parts)
             gathered = str(reader.gather.way(reader)) if gathers and reader.gather.parameter is not None else ""
             rows.append(ModuleSummary(label, class_of(module).__name__, shape, recipe, reason, gathered))
-    saved = _saved(model, args, kwargs) if flops is not None else None
-    kinds = {
-        name: class_of(module).__name__ for name, module in model.named_modules() if isinstance(module, KnownForward)
-    }
-    refused = {name: why for name, module in model.named_modules() if kinds and (why := refusal(module))}
+    fused = [(name, module) for name, module in model.named_modules() if isinstance(module, KnownForward)]
+    kinds = {name: class_of(module).__name__ for name, module in fused if module.why_bypassed() is None}
+    refused = {name: why for name, module in model.named_modules() if fused and (why := refusal(module))}
     return Summary(tuple(rows), flops, saved, kinds, refused)
 
 
-def _saved(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SavedBytes:
-    """What the model saves, and what it would unconverted."""
+def _in_training(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[SavedBytes, _Counts | None]:
+    """Return what the model saves, and would unconverted, and ``forward_flops`` in training; None if it can't run."""
+    from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
+
+    counter = FlopCounterMode(display=False, custom_mapping=formulas())
     try:
         with watched(in_fp8=False):
             plain = predicted_by_kind(model, args, kwargs, restore)
         with watched() as regions:
-            return SavedBytes(plain, predicted_by_kind(model, args, kwargs), regions=regions)
+            converted = predicted_by_kind(model, args, kwargs, watching=counter)
     except Exception as error:  # of a model's own forward, which may ask tensors for their values
-        return SavedBytes({}, {}, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return SavedBytes({}, {}, why), None
+    return SavedBytes(plain, converted, regions=regions), _counts_of(counter)
 
 
-def _past(reads: PastReads, called: bool | None) -> str:
-    """What keeps a layer out of FP8 whose weight is read; ``called``: whether a forward called it, None: not known."""
-    if not reads.called or called is False:
-        return str(reads)
-    return "" if called else f"{reads}, or calls it: octavo.summary(model, *inputs) says which"
+def _unless_called(why: str, name: str, recipe: Recipe, products: Mapping[str, bool] | None) -> str:
+    """Return why a layer may not be in FP8, "" where a forward computed its product; ``products``: forward_flops'."""
+    if products is None:
+        return f"{why}, or calls it: octavo.summary(model, *inputs) says which"
+    return "" if products.get(name, False) or (recipe.output is None and name in products) else why
 
 
 # How many floating-point operations of a forward pass are in FP8, counted by torch's FlopCounterMode.
@@ -237,10 +249,16 @@ def formulas() -> dict[Any, Any]:
     return by_op
 
 
-def forward_flops(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[int, int], set[str]]:
-    """((operations of products in FP8, of all products), the names of the modules that computed any) of a forward."""
+_Counts = tuple[tuple[int, int], dict[str, bool]]
+
+
+def forward_flops(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Counts:
+    """Return what a forward in evaluation computes, without gradients.
+
+    Returns:
+        (operations of products in FP8, of all products), and of each module that computed any, by its name, whether
+        some were in FP8.
+    """
     from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
 
     training = {module: module.training for module in model.modules()}
@@ -251,7 +269,13 @@ def forward_flops(
     finally:
         for module, was in training.items():
             module.training = was
+    return _counts_of(counter)
+
+
+def _counts_of(counter: Any) -> _Counts:
+    """Return ``forward_flops`` of what a FlopCounterMode has counted."""
     counts = counter.get_flop_counts()
     total = counts.pop("Global", {})
-    called = {name.partition(".")[2] for name in counts}  # after the model's class
-    return (sum(total.get(op, 0) for op in _FP8), sum(total.values())), called
+    # names stand after the model's class
+    products = {name.partition(".")[2]: any(op in by_op for op in _FP8) for name, by_op in counts.items()}
+    return (sum(total.get(op, 0) for op in _FP8), sum(total.values())), products

@@ -218,6 +218,32 @@ def test_what_is_refused_is_named_and_stays(case: str) -> None:
     assert f"\nnot fused: 1, first model.layers.0.mlp: {found.not_fused['model.layers.0.mlp']}\n" in str(found)
 
 
+BYPASSED = {
+    "forward replaced": (
+        lambda mlp: setattr(mlp, "forward", lambda x: mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))),
+        "its forward was replaced on the instance after octavo.convert",
+    ),
+    "a hook on its last layer": (
+        lambda mlp: mlp.down_proj.register_forward_hook(lambda *_: None),
+        "down_proj has hooks, another forward, or its output product in high precision",
+    ),
+    "its last layer restored": (lambda mlp: octavo.restore(mlp.down_proj), "down_proj is not converted"),
+}
+
+
+@pytest.mark.parametrize("case", BYPASSED)
+def test_what_is_not_fused_any_more_is_named(case: str) -> None:
+    """Since it saves what its own class's forward saves, as a module that was never fused."""
+    change, reason = BYPASSED[case]
+    net = octavo.convert(build("llama"), recipes.dynamic(), every_layer, fuse=True)
+    names = {f"model.layers.{layer}.mlp" for layer in range(2)}
+    assert names <= set(octavo.summary(net).fused)
+    change(net.model.layers[0].mlp)
+    summary = octavo.summary(net)
+    assert names & set(summary.fused) == {"model.layers.1.mlp"}
+    assert summary.not_fused == {"model.layers.0.mlp": reason}
+
+
 def test_dropout_between_and_a_scan() -> None:
     net = new("T5", "T5ForConditionalGeneration", T5 | {"dropout_rate": 0.1})
     octavo.convert(net, recipes.dynamic(), every_layer, fuse=True)

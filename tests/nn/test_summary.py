@@ -1,3 +1,6 @@
+from functools import partial
+from types import MethodType
+
 import pytest
 import torch
 from torch import nn
@@ -119,6 +122,60 @@ def test_parts_of_fused_modules_have_their_names():
     octavo.restore(module)
     assert str(octavo.summary(module)).startswith("0 of 4 matrices in FP8 (0.0 %")
     assert [m.name for m in octavo.summary(module).left_alone] == ["attention.out", "mlp.fc2"]
+
+
+# --- what a forward doesn't compute in FP8, though it is converted
+
+REPLACED = "its forward was replaced on the instance after octavo.convert"
+
+
+def test_a_forward_that_was_replaced_after_convert():
+    net = to_fp8(nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))), recipes.dynamic())
+    net[0].forward = MethodType(lambda self, x: nn.functional.linear(x, self.weight, self.bias), net[0])
+    net[1].forward = partial(lambda forward, x: forward(x), net[1].forward)  # as accelerate wraps one
+    found = octavo.summary(net, torch.randn(4, 16))
+    assert [row.reason for row in found.modules] == [REPLACED, "", ""]
+    assert found.flops == (2 * 2 * 4 * 16 * 16, 3 * 2 * 4 * 16 * 16)
+    assert str(found).startswith("2 of 3 matrices in FP8")
+    may_be = f"{REPLACED}, or calls it: octavo.summary(model, *inputs) says which"
+    assert [row.reason for row in octavo.summary(net).modules] == [may_be, may_be, ""]
+
+
+class WithHead(nn.Module):
+    """Its head is called in evaluation, and by ``training`` in training: called too, or its weight is read."""
+
+    def __init__(self, training):
+        super().__init__()
+        self.body, self.head, self.in_training = nn.Linear(16, 16), nn.Linear(16, 32, bias=False), training
+
+    def forward(self, x):
+        h = self.body(x)
+        if self.training and self.in_training == "asks for values":
+            assert h.sum().item() != 0  # which a copy without data doesn't have
+        if self.training and self.in_training == "reads":
+            return nn.functional.linear(h, self.head.weight)
+        return self.head(h)
+
+
+@pytest.mark.parametrize("training", ["reads", "calls", "asks for values"])
+def test_a_head_that_training_reads(training):
+    """Liger-Kernel's fused loss takes the weight in training; the summary is of training, where it can be counted."""
+    net = to_fp8(WithHead(training), recipes.dynamic())
+    found = octavo.summary(net, torch.randn(4, 16))
+    reason = "a WithHead reads its weight without calling it" if training == "reads" else ""
+    assert [row.reason for row in found.modules] == ["", reason]
+    body, head = 2 * 4 * 16 * 16, 2 * 4 * 16 * 32
+    assert found.flops == (body if training == "reads" else body + head, body + head)
+    assert bool(found.saved.reason) is (training == "asks for values")
+
+
+def test_a_model_whose_replaced_forward_reads_a_weight():
+    net = to_fp8(Block(), recipes.mx())
+    net.forward = MethodType(lambda self, x: nn.functional.linear(self.up(x), self.down.weight), net)
+    assert {row.name: row.reason for row in octavo.summary(net, torch.randn(4, 32)).modules} == {
+        "up": "",
+        "down": "a Block reads its weight without calling it",
+    }
 
 
 # --- FLOPs, against counts made by hand
