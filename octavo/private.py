@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.abc
+import importlib.machinery
 import importlib.util
 import pkgutil
 import sys
@@ -224,7 +225,9 @@ def _after_import(name: str, then: Callable[[Any], None]) -> None:
     if name in sys.modules:
         then(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _AfterImport(name, then))
+        # not the first: whoever puts a finder of his own there takes the first away again
+        finders, last = sys.meta_path, importlib.machinery.PathFinder
+        finders.insert(finders.index(last) if last in finders else 0, _AfterImport(name, then))
 
 
 def tell_torch_of_products(formulas: Mapping[Any, Callable[..., int]]) -> None:

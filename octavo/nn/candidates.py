@@ -239,7 +239,8 @@ def _methods(kind: type[nn.Module]) -> list[types.CodeType]:
 
 def _replaced_forward(module: nn.Module) -> list[types.CodeType]:
     """The code of the forward that an instance has in place of its class's; [] where it has none that can be read."""
-    function: Any = inspect.unwrap(getattr(module.__dict__.get("forward"), "__func__", None))
+    method: Any = getattr(module.__dict__.get("forward"), "__func__", None)
+    function = inspect.unwrap(method)
     return [function.__code__] if inspect.isfunction(function) else []
 
 

@@ -209,7 +209,9 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
     return Summary(tuple(rows), flops, saved, kinds, refused)
 
 
-def _in_training(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[SavedBytes, _Counts | None]:
+def _in_training(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[SavedBytes, _ForwardCounts | None]:
     """Return what the model saves, and would unconverted, and ``forward_flops`` in training; None if it can't run."""
     from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
 
@@ -249,10 +251,10 @@ def formulas() -> dict[Any, Any]:
     return by_op
 
 
-_Counts = tuple[tuple[int, int], dict[str, bool]]
+_ForwardCounts = tuple[tuple[int, int], dict[str, bool]]
 
 
-def forward_flops(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Counts:
+def forward_flops(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _ForwardCounts:
     """Return what a forward in evaluation computes, without gradients.
 
     Returns:
@@ -272,7 +274,7 @@ def forward_flops(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     return _counts_of(counter)
 
 
-def _counts_of(counter: Any) -> _Counts:
+def _counts_of(counter: Any) -> _ForwardCounts:
     """Return ``forward_flops`` of what a FlopCounterMode has counted."""
     counts = counter.get_flop_counts()
     total = counts.pop("Global", {})
