@@ -357,7 +357,7 @@ def test_a_damaged_or_absent_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"the index has weight in part\.safetensors, which does not hold it"):
         load_fp8(model, tmp_path / "out")
     index.write_text("{}")
-    with pytest.raises(ValueError, match=r"the checkpoint 2 of the model's \(first weight\)"):
+    with pytest.raises(ValueError, match=r"index\.json: weight_map holds a NoneType"):
         load_fp8(model, tmp_path / "out")
     index.write_text("{")
     with pytest.raises(ValueError, match=r"index\.json is no JSON"):
