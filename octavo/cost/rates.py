@@ -172,18 +172,17 @@ def _of_file(kept: Any) -> Rates:
     """The rates with these fields; KeyError, TypeError, ValueError or OverflowError if there are none."""
     rates = Rates(**kept)
 
-    def positive(number: Any) -> float:
-        if not 0 < float(number) < math.inf:
-            raise ValueError(f"{number!r} is no rate or time")
-        return float(number)
+    def number(value: Any, least: float = math.ulp(0.0)) -> float:
+        if not least <= float(value) < math.inf:
+            raise ValueError(f"{value!r} is no rate or time")
+        return float(value)
 
     kinds = (HIGH_PRECISION, *FORMS)
-    products = {kind: tuple((positive(flop), positive(rate)) for flop, rate in rates.products[kind]) for kind in kinds}
+    products = {kind: tuple((number(flop), number(rate)) for flop, rate in rates.products[kind]) for kind in kinds}
     if not all(products.values()):
         raise ValueError("products without a rate")
-    casts = {form: positive(seconds) for form, seconds in dict(rates.casts).items()}
-    memory = positive(rates.memory) if rates.memory else 0.0
-    copy, launch = positive(rates.copy), positive(rates.launch)
+    casts = {form: number(seconds) for form, seconds in dict(rates.casts).items()}
+    copy, launch, memory = number(rates.copy), number(rates.launch, 0), number(rates.memory, 0)
     return Rates(str(rates.device), str(rates.source), copy, launch, products, casts, memory)
 
 

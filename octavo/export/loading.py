@@ -252,7 +252,7 @@ def _files_of_tensors(folder: Path, reader: OpenFile) -> dict[str, Path]:
         content = _object(read_json(file_inside(folder, index.name)), f"{index}")
         names = {key: str(name) for key, name in _object(content.get("weight_map"), f"{index}: weight_map").items()}
         files = {name: file_inside(folder, name) for name in set(names.values())}
-        if absent := sorted(name for name, file in files.items() if not file.is_file()):
+        if absent := sorted(name for name, file in files.items() if not os.path.isfile(file)):  # no name is too long
             raise FileNotFoundError(f"{folder}: {absent[0]} is missing, and {len(absent) - 1} more of {index.name}")
         return {key: files[name] for key, name in names.items()}
     if not single.is_file():

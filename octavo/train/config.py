@@ -377,9 +377,16 @@ def check_recipe(name: str) -> str:
 
 
 def chosen_recipe(value: Any) -> str | Recipe | RecipeMap:
-    """One of RECIPES as it is; a file of recipes by layer, or its content, as octavo.recipes.as_recipe reads it."""
-    is_name = isinstance(value, str) and not value.endswith(".json")
-    return check_recipe(value) if is_name else as_recipe(value)
+    """One of RECIPES as it is; a file of recipes by layer, or its content, as octavo.recipes.as_recipe reads it.
+
+    ValueError for anything else.
+    """
+    if isinstance(value, str) and not value.endswith(".json"):
+        return check_recipe(value)
+    try:
+        return as_recipe(value)
+    except TypeError as error:  # content of another form
+        raise ValueError(str(error)) from error
 
 
 def options_text(config: TrainConfig, recipe: str) -> str:
