@@ -91,7 +91,7 @@ def test_a_damaged_document_is_an_error_or_a_record_that_is_reported(tmp_path: P
     for path in (tmp_path / name for name in ("record.json", "rows-00000000.json", "steps.jsonl")):
         data = path.read_bytes()
         values = [json.loads(line) for line in data.splitlines()] if path.suffix == ".jsonl" else json.loads(data)
-        for seed in range(40):
+        for seed in range(16):
             damaged = damaged_json(values, seed)
             path.write_bytes(damaged.replace(b"}, {", b"}\n{") if path.suffix == ".jsonl" else damaged)
             try:
@@ -100,7 +100,7 @@ def test_a_damaged_document_is_an_error_or_a_record_that_is_reported(tmp_path: P
                 continue
             read += bool(table(found, diagnose(found), 10)) and bool(to_json(found, diagnose(found)))
         path.write_bytes(data)
-    assert 30 < read < 110
+    assert 10 < read < 40
 
 
 def test_a_run_goes_on_with_its_record(tmp_path: Path) -> None:
