@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 import octavo
 from octavo import E4M3, E5M2, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, RecipeMap, recipes
 from octavo.scaling.recipe import PRODUCTS
+from tests.support.damage import damaged_json
 from tests.support.triton_kernels import in_place_of_reference
 
 NAMES = ("dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx", "batch_invariant", "high_precision")
@@ -169,6 +170,21 @@ def test_a_file_that_is_none_says_why(text, says, tmp_path):
         recipes.load(path)
     with pytest.raises(ValueError, match=r"nowhere.json holds no recipes by layer: FileNotFoundError"):
         recipes.load(tmp_path / "nowhere.json")
+
+
+def test_a_damaged_file_is_a_value_error_or_a_map_of_recipes(tmp_path):
+    own = Recipe(output=recipes.mx().output, name="own")
+    rules = {"lm_head": None, "a": recipes.mx(), "*.fc2": {"grad_weight": None, "fast_accum": ("output",)}, "b": own}
+    value, path, read = json.loads(recipes.to_json(RecipeMap(recipes.delayed(), rules))), tmp_path / "map.json", 0
+    for seed in range(100):
+        path.write_bytes(damaged_json(value, seed))
+        try:
+            recipe = recipes.load(path)
+        except ValueError as error:
+            assert str(error).startswith(f"{path} holds no recipes by layer")
+        else:
+            read += bool([recipe.of(name) for name in ("lm_head", "a", "x.fc2", "b", "")])
+    assert 0 < read < 90
 
 
 def test_a_recipe_is_its_name_or_a_file_too(tmp_path):

@@ -24,6 +24,7 @@ from octavo.cache import cache_folder, make_cache_folder
 from octavo.distributed.files import replacing
 from octavo.errors import OctavoError
 from octavo.granularity import PerBlock, PerRow
+from octavo.reading import read_json
 from octavo.scaling.recipe import Cast, Delayed, Recipe
 
 HIGH_PRECISION = "bf16"
@@ -161,9 +162,27 @@ def keep(rates: Rates) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text()))
+        return dict(read_json(path))
     except (OSError, ValueError, TypeError):
         return {}
+
+
+def _of_file(kept: Any) -> Rates:
+    """The rates with these fields; KeyError, TypeError, ValueError or OverflowError if there are none."""
+    rates = Rates(**kept)
+
+    def number(value: Any, least: float = math.ulp(0.0)) -> float:
+        if not least <= float(value) < math.inf:
+            raise ValueError(f"{value!r} is no rate or time")
+        return float(value)
+
+    kinds = (HIGH_PRECISION, *FORMS)
+    products = {kind: tuple((number(flop), number(rate)) for flop, rate in rates.products[kind]) for kind in kinds}
+    if not all(products.values()):
+        raise ValueError("products without a rate")
+    casts = {form: number(seconds) for form, seconds in dict(rates.casts).items()}
+    copy, launch, memory = number(rates.copy), number(rates.launch, 0), number(rates.memory, 0)
+    return Rates(str(rates.device), str(rates.source), copy, launch, products, casts, memory)
 
 
 def memory_of(device: torch.device) -> int:
@@ -194,10 +213,10 @@ def rates_of(name: str | None = None, device: torch.device | None = None) -> Rat
         return PUBLISHED[name.upper()]
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     label = device_label(device)
-    with contextlib.suppress(KeyError, TypeError, ValueError):  # none are kept, or by another octavo
-        kept = Rates(**_read(cache_folder() / KEPT)[label])
-        points = {kind: tuple((flop, rate) for flop, rate in kept.products[kind]) for kind in (HIGH_PRECISION, *FORMS)}
-        return dataclasses.replace(kept, products=points, memory=kept.memory or memory_of(device))
+    # none are kept, or by another octavo, or the file is damaged
+    with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+        rates = _of_file(_read(cache_folder() / KEPT)[label])
+        return dataclasses.replace(rates, memory=rates.memory or memory_of(device))
     for published, rates in PUBLISHED.items():
         if published in label:
             return rates

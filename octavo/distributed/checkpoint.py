@@ -8,17 +8,22 @@
 A save that fails removes its folder, and what a killed one has left the next save removes. No file can run code when it
 is read: octavo.pt and the tensors are read with ``weights_only=True``. DCP's .metadata, a pickle of sizes and places,
 is read by an unpickler that loads their classes and no others.
+
+Damage is found as a file is read, on each rank in what that rank reads: octavo.pt and each tensor's shard are archives
+of torch.save, with a CRC-32 a record, and octavo.pt has that of .metadata (older octavos wrote none there).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import pickle
 import re
 import shutil
 import warnings
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePath
@@ -39,13 +44,14 @@ from torch.optim import Optimizer
 
 from octavo.distributed.files import PARTIAL, reason_of, replacing
 from octavo.distributed.joined_parts import by_file, is_common, joined, parts_of
-from octavo.distributed.ranks import CheckpointError, RankError, Ranks, lost_ranks
-from octavo.errors import first_line
+from octavo.distributed.ranks import CheckpointError, Ranks, lost_ranks
+from octavo.errors import OctavoError, first_line
 from octavo.nn.gather import told_of
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.layout import place_of
 from octavo.optim.moment import Moment
 from octavo.optim.state import moment_from
+from octavo.reading import check_records, file_inside
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 from octavo.tensor.collectives import agree
 from octavo.tensor.fsdp2 import like_sharded, on_this_rank, plain
@@ -55,6 +61,8 @@ __all__ = ["save_checkpoint", "async_save_checkpoint", "load_checkpoint", "load_
 FORMAT = 1
 CONTENT = "octavo.pt"
 KEPT = "what was saved before is kept"
+REMEDY = "remove its folder to load the checkpoint before"
+METADATA_CRC32 = "metadata_crc32"  # in octavo.pt
 Places = dict[str, list[tuple[Any, str]]]  # for each tensor of a checkpoint, or its parts: a dict, and the name there
 SCALE, HISTORY = "delayed_scale", "delayed_amax_history"
 
@@ -146,8 +154,8 @@ def _begin(
             tensors, content = _collect(model, state, optimizer)
         content |= {"octavo_distributed": FORMAT, "delayed": gather_delayed(model, ranks), "extra": extra}
         with ranks.together():
-            packed = _packed(content) if ranks.rank == 0 else b""
-        return tensors, Writer(ranks.first(lambda: _new_folder(root)), packed, keep)
+            copied = _copied(content) if ranks.rank == 0 else {}
+        return tensors, Writer(ranks.first(lambda: _new_folder(root)), copied, keep)
 
 
 def _write(tensors: dict[str, Any], writer: Writer, ranks: Ranks) -> None:
@@ -209,7 +217,8 @@ def load_checkpoint(
     ):
         folder = ranks.first(lambda: _latest(root))
         with ranks.together():
-            content, reader = _read_content(folder), MetadataReader(folder)
+            content = _read_content(folder)
+            reader = MetadataReader(folder, content.get(METADATA_CRC32))
         present = get_model_state_dict(model)  # outside of together(): ranks may agree on a scale in it
         with ranks.together():
             places = _model_to_fill(model, present, content)
@@ -271,8 +280,12 @@ def _as_checkpoint_errors(what: str, remedy: str, ranks: Ranks) -> Iterator[None
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise CheckpointError(f"{what}: rank {rank} failed: {reason_of(cause)}; {remedy}") from error
-    except (RankError, OSError, RuntimeError, ValueError, TypeError, KeyError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{what}: {reason_of(error)}; {remedy}") from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a damaged or a stranger's file makes torch or Python raise
+        says_enough = isinstance(error, OctavoError | OSError | RuntimeError | ValueError | TypeError)
+        kind = "" if says_enough else f"{type(error).__name__}: "
+        raise CheckpointError(f"{what}: {kind}{reason_of(error)}; {remedy}") from error
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
@@ -403,29 +416,35 @@ def _renamed(groups: list[dict[str, Any]], others: dict[str, list[str]]) -> list
 
 
 def _packed(content: dict[str, Any]) -> bytes:
-    """The bytes of octavo.pt, which `weights_only` can read."""
-    written = io.BytesIO()
+    """The bytes of octavo.pt."""
+    torch.save(content, written := io.BytesIO())
+    return written.getvalue()
+
+
+def _copied(content: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the content of octavo.pt, as `weights_only` reads it."""
     try:
-        torch.save(content, written)
-        written.seek(0)
-        torch.load(written, weights_only=True)
+        copied: dict[str, Any] = torch.load(io.BytesIO(_packed(content)), weights_only=True)
     except Exception as error:
         raise CheckpointError(
             f"extra, or a group of the optimizer, holds more than tensors, numbers, strings, lists and dicts: "
             f"{first_line(error)}"
         ) from error
-    return written.getvalue()
+    return copied
 
 
 def _read_content(folder: str) -> dict[str, Any]:
     try:
-        content = torch.load(Path(folder) / CONTENT, map_location="cpu", weights_only=True)
+        saved = file_inside(Path(folder), CONTENT).read_bytes()
+        check_records(saved)
+        content: dict[str, Any] = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
         if content["octavo_distributed"] != FORMAT:
             raise ValueError("another format")
+        if missing := {"model", "states", "groups", "others", "delayed", "extra"} - content.keys():
+            raise ValueError(f"it has no {sorted(missing)}")
     except Exception as error:  # whatever a damaged file makes torch raise
         raise CheckpointError(
-            f"{Path(folder) / CONTENT} is damaged or not octavo's ({reason_of(error)}): remove its folder to load the "
-            "checkpoint before"
+            f"{Path(folder) / CONTENT} is damaged or not octavo's ({reason_of(error)}): {REMEDY}"
         ) from error
     return content
 
@@ -528,10 +547,10 @@ METADATA = ".metadata"  # DCP's name
 class Writer(dcp.FileSystemWriter):
     """DCP's writer of a partial folder, which octavo.pt completes and which is published once all ranks have written.
 
-    ``content``: the bytes of octavo.pt. Errors say why they are: those that are sent to other ranks lose their cause.
+    ``content``: that of octavo.pt. Errors say why they are: those that are sent to other ranks lose their cause.
     """
 
-    def __init__(self, folder: str, content: bytes, keep: int) -> None:
+    def __init__(self, folder: str, content: dict[str, Any], keep: int) -> None:
         super().__init__(folder)
         self._content, self._keep = content, keep
 
@@ -542,10 +561,12 @@ class Writer(dcp.FileSystemWriter):
             raise CheckpointError(reason_of(error)) from error
 
     def finish(self, *args: Any, **kwargs: Any) -> None:
-        with replacing(Path(self.path) / CONTENT) as file:
-            file.write(self._content)
         super().finish(*args, **kwargs)
-        _publish(Path(self.path), self._keep)
+        folder = Path(self.path)
+        content = {**self._content, METADATA_CRC32: zlib.crc32((folder / METADATA).read_bytes())}
+        with replacing(folder / CONTENT) as file:
+            file.write(_packed(content))
+        _publish(folder, self._keep)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -567,19 +588,39 @@ _OTHER_CLASSES = {("torch", "Size"), ("torch.serialization", "_get_layout")}
 
 
 class MetadataReader(dcp.FileSystemReader):
-    """DCP's reader, which reads the metadata when it is made, with the unpickler above."""
+    """DCP's reader, which reads the metadata when it is made, with the unpickler above, and checks what it reads.
 
-    def __init__(self, folder: str) -> None:
+    ``crc32``: that of the metadata's file; None: it is not checked.
+    """
+
+    def __init__(self, folder: str, crc32: int | None = None) -> None:
         super().__init__(folder)
         path = Path(folder) / METADATA
         try:
-            with open(path, "rb") as file:
-                self._metadata = _Unpickler(file).load()
+            pickled = file_inside(Path(folder), METADATA).read_bytes()
+            if crc32 not in (None, zlib.crc32(pickled)):
+                raise ValueError("it is not what was written, by its CRC-32")
+            self._metadata = _Unpickler(io.BytesIO(pickled)).load()
             self._metadata.storage_meta.load_id = self.load_id
         except Exception as error:  # whatever a damaged file makes pickle raise
-            raise CheckpointError(
-                f"{path} is damaged ({reason_of(error)}): remove its folder to load the checkpoint before"
-            ) from error
+            raise CheckpointError(f"{path} is damaged ({reason_of(error)}): {REMEDY}") from error
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        """Check and read one saved shard after the other."""
+        for item in plan.items:
+            name, place = item.storage_index.fqn, "the metadata"
+            try:
+                shard = self.storage_data[item.storage_index]
+                place = str(Path(self.path) / shard.relative_path)
+                with open(file_inside(Path(self.path), shard.relative_path), "rb") as file:
+                    file.seek(shard.offset)
+                    check_records(file.read(shard.length))
+                super().read_data(dataclasses.replace(plan, items=[item]), planner)
+            except CheckpointError:
+                raise
+            except Exception as error:  # whatever a damaged file makes torch raise
+                raise CheckpointError(f"{place}: {name} is damaged ({reason_of(error)}): {REMEDY}") from error
+        return super().read_data(dataclasses.replace(plan, items=[]), planner)
 
     def size(self, name: str) -> torch.Size:
         """The size of a saved tensor; an empty one for anything else."""

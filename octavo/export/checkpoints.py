@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import ExportError, require
+from octavo.export.checksums import checksums_of
 from octavo.export.layouts import (
     BLOCK,
     GATHER,
@@ -42,7 +43,7 @@ def to_safetensors(
     of a Hugging Face model with ``quantization_config`` added. A layer whose output product is in FP8 is stored as the
     cast of its weight for that product in evaluation: by the weight's own amax, even with a Delayed rule. All other
     tensors are stored as they are; tied weights once, but once for each FP8 layer. Weights leave their device one at a
-    time. A call that fails leaves no files.
+    time. Headers have CRC-32s of the tensors, which ``load_fp8`` checks. A call that fails leaves no files.
 
     Args:
         model: a converted model, none of it on the meta device.
@@ -114,7 +115,8 @@ def to_safetensors(
                 # in a storage of its own: safetensors takes no shared ones
                 waiting[file][key] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
                 if len(waiting[file]) == len(plan.filename_to_tensors[file]):
-                    save_file(waiting.pop(file), partial / file, metadata={"format": "pt"})
+                    tensors = waiting.pop(file)
+                    save_file(tensors, partial / file, metadata={"format": "pt"} | checksums_of(tensors))
         assert not waiting
         if plan.is_sharded:
             index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}

@@ -9,7 +9,6 @@ reads its own part of a file.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import sys
@@ -23,17 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import require
+from octavo.export.checksums import CheckedFile
 from octavo.export.layouts import SQUARE, places_in
 from octavo.granularity import MX, Granularity
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight_files import SCALE_INV, check_scales
+from octavo.reading import file_inside, read_json
 from octavo.tensor.fsdp2 import like_sharded, on_this_rank, own_slices
 from octavo.tensor.scaled_tensor import ScaledTensor
 from octavo.tensor.stored_weight import StoredWeight, granularity_of_scales, local_stored, put_into
 
 SCALES = ("_scale_inv", "_scale")  # a scale's name is its weight's and one of these
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # of static casts
-OpenFile = Callable[[Path], Any]  # an open safetensors file
+OpenFile = Callable[[Path], CheckedFile]
 
 
 def places_of_experts(model: nn.Module) -> dict[str, dict[str, tuple[int, slice]]]:
@@ -131,8 +132,9 @@ def load_fp8(
 
     Raises:
         FileNotFoundError: without these files.
-        ValueError: for a checkpoint in a format that can't be read or is damaged, with what is wrong; for layers that
-            are not stored in FP8, and names or shapes that don't fit. Nothing is changed then.
+        ValueError: for a checkpoint in a format that can't be read or is damaged, with what is wrong; for files that
+            lie outside of the folder; for layers that are not stored in FP8, and names or shapes that don't fit.
+            Nothing is changed then, unless a tensor differs from its CRC-32: the tensors before it are loaded.
         MissingExtraError: without safetensors.
 
     Warns:
@@ -157,14 +159,15 @@ def load_fp8(
     from safetensors import safe_open
 
     with contextlib.ExitStack() as stack:
-        opened: dict[Path, Any] = {}
+        opened: dict[Path, CheckedFile] = {}
 
-        def reader(file: Path) -> Any:
+        def reader(file: Path) -> CheckedFile:
             if file not in opened:
                 try:
-                    opened[file] = stack.enter_context(safe_open(file, "pt"))
+                    header = stack.enter_context(safe_open(file, "pt"))
                 except Exception as error:  # of safetensors' own class
                     raise ValueError(f"{file} is no whole safetensors file: {error}") from error
+                opened[file] = CheckedFile(file, header)
             return opened[file]
 
         found = _tensors(Path(folder), reader)
@@ -194,7 +197,7 @@ def load_fp8(
 def _tensors(folder: Path, reader: OpenFile) -> dict[str, _Stored]:
     """The checkpoint's tensors by its own names, each FP8 weight with its scales; errors as ``load_fp8``'s."""
     _check_config(folder)
-    files = {key: folder / name for key, name in _weight_map(folder, reader).items()}
+    files = _files_of_tensors(folder, reader)
     scales = {key: key.removesuffix(end) for key in files for end in SCALES if key.endswith(f"weight{end}")}
     scales_by_weight = {weight: (files[key], key) for key, weight in scales.items()}
     if twice := [weight for weight, count in Counter(scales.values()).items() if count > 1]:
@@ -208,8 +211,7 @@ def _tensors(folder: Path, reader: OpenFile) -> dict[str, _Stored]:
             if scales[key] not in files:
                 raise ValueError(f"{folder}: there is {key} but no {scales[key]}")
             continue
-        header = reader(file).get_slice(key)
-        found[key] = _Stored(file, key, scales_by_weight.get(key), tuple(header.get_shape()), header.get_dtype())
+        found[key] = _Stored(file, key, scales_by_weight.get(key), *reader(file).header(key))
         is_e4m3, has_scale = found[key].dtype == "F8_E4M3", key in scales_by_weight
         if (has_scale or found[key].dtype.startswith("F8")) and not (is_e4m3 and has_scale):
             why = "without scales beside it" if is_e4m3 else "not in E4M3"
@@ -221,40 +223,41 @@ def _check_config(folder: Path) -> None:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: name a checkpoint's folder (huggingface_hub.snapshot_download)")
-    config = _json(path)
-    config = config.get("text_config", {}) | config  # the former in models of several kinds of input
+    config = _object(read_json(file_inside(folder, path.name)), f"{path}")
+    # text_config: in models of several kinds of input
+    config = _object(config.get("text_config") or {}, f"{path}: text_config") | config
     quantization = config.get("quantization_config") or config.get("compression_config") or {}
+    quantization = _object(quantization, f"{path}: quantization_config")
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     if method not in ("fp8", "mxfp8", "compressed-tensors", "modelopt", None):
         raise ValueError(
             f"{path}: quant_method is {method!r}; load_fp8 reads 'fp8' (fine-grained), 'mxfp8', 'compressed-tensors', "
             "'modelopt' and checkpoints in high precision, which have none"
         )
-    if block is not None and tuple(block) not in (SQUARE, MX):
-        raise ValueError(f"{path}: weight_block_size is {block}; weights are stored in blocks of {SQUARE} or {MX}")
+    if block not in (None, list(SQUARE), list(MX)):
+        raise ValueError(f"{path}: weight_block_size is {block!r}; weights are stored in blocks of {SQUARE} or {MX}")
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}, not names with values")
-    return found
+def _object(value: Any, where: str) -> dict[str, Any]:
+    """The value, which must be an object of JSON; ValueError, which begins with ``where``, if it is not."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} holds a {type(value).__name__}, not names with values")
+    return value
 
 
-def _weight_map(folder: Path, reader: OpenFile) -> dict[str, str]:
-    """The file of each tensor."""
+def _files_of_tensors(folder: Path, reader: OpenFile) -> dict[str, Path]:
+    """The file of each tensor; none lies outside of the folder."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        found: dict[str, str] = _json(index).get("weight_map", {})
-        if absent := sorted({name for name in found.values() if not (folder / name).is_file()}):
+        content = _object(read_json(file_inside(folder, index.name)), f"{index}")
+        names = {key: str(name) for key, name in _object(content.get("weight_map"), f"{index}: weight_map").items()}
+        files = {name: file_inside(folder, name) for name in set(names.values())}
+        if absent := sorted(name for name, file in files.items() if not os.path.isfile(file)):  # no name is too long
             raise FileNotFoundError(f"{folder}: {absent[0]} is missing, and {len(absent) - 1} more of {index.name}")
-        return found
+        return {key: files[name] for key, name in names.items()}
     if not single.is_file():
         raise FileNotFoundError(f"{folder} holds neither {single.name} nor {index.name}")
-    return dict.fromkeys(reader(single).keys(), single.name)
+    return dict.fromkeys(reader(file_inside(folder, single.name)).keys(), single)
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -364,8 +367,7 @@ def _load(model: nn.Module, key: str, stored: _Stored, reader: OpenFile, device:
 
 def _read(stored: _Stored, reader: OpenFile, part: tuple[slice, ...], place: torch.device) -> Tensor:
     """A part of a tensor of the checkpoint, on this device; nothing else of the file is read."""
-    value: Tensor = reader(stored.file).get_slice(stored.key)[part]
-    return value.to(place, copy=True, memory_format=torch.contiguous_format)
+    return reader(stored.file).read(stored.key, part).to(place, copy=True, memory_format=torch.contiguous_format)
 
 
 def _read_values(
@@ -453,7 +455,7 @@ def _scales_of(stored: _Stored, reader: OpenFile) -> tuple[Tensor, Granularity] 
     if stored.scale is None:
         return None
     file, name = stored.scale
-    scales: Tensor = reader(file).get_tensor(name)
+    scales = reader(file).read(name)
     if scales.dtype == torch.uint8:
         scales = scales.view(torch.float8_e8m0fnu)
     if not scales.is_floating_point():

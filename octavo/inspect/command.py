@@ -30,6 +30,7 @@ from octavo.inspect.report import Against, table, to_html, to_json
 from octavo.inspect.what_if import NAMES, WhatIf, WhatIfError, check, compare
 from octavo.nn.candidates import MIN_FEATURES, features
 from octavo.nn.recipe_module import RecipeModule
+from octavo.reading import read_json
 from octavo.recipes import to_json as to_rules
 from octavo.scaling.recipe import Recipe, RecipeMap, RecipeRule
 
@@ -143,7 +144,7 @@ def _what_if(options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.what_if is None and not path.exists():
         return []
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["what_if"]
+        found = read_json(path)["what_if"]
         return [row for row in found if {"layer", "recipe", "predicted"} <= row.keys()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = "no what-if: write one by octavo inspect MODEL --json FILE"

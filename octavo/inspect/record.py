@@ -19,6 +19,7 @@ import contextlib
 import importlib
 import itertools
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from octavo.errors import OctavoError, first_line, require
 from octavo.inspect.rows import Row
 from octavo.inspect.weights import MOVED
 from octavo.kernels.arguments import EXPONENTS, EXTREMES, LOWEST, SUMS
+from octavo.reading import parse_json, read_json
 
 FORMAT = 3
 UNWATCHED = "unwatched"  # the kind of an event: an optimizer's step runs no hooks
@@ -96,8 +98,11 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
     path, found = folder / _STEPS, []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return [line for line in found if isinstance(line, dict) and isinstance(line.get("step"), int)]
+            found.append(parse_json(line))
+    steps = range(2**63)
+    return [
+        line for line in found if isinstance(line, dict) and type(line.get("step")) is int and line["step"] in steps
+    ]
 
 
 # What is known of weights, by name: a sum of MOVED, divided by another, and whether the root of that is taken.
@@ -250,7 +255,7 @@ def load(folder: str | Path) -> Record:
     """
     folder = Path(folder)
     try:
-        form = json.loads((folder / "record.json").read_text())["format"]
+        form = read_json(folder / "record.json")["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         found = [*sorted(folder.glob("*/record.json")), *sorted(folder.glob("*/*/record.json"))]
         below = ", ".join(str(path.parent) for path in found)
@@ -258,10 +263,16 @@ def load(folder: str | Path) -> Record:
         raise RecordError(f"{folder} holds no record: {why}") from error
     if form != FORMAT:
         raise RecordError(f"{folder} holds a record of form {form}, which this octavo does not read: form {FORMAT}")
+    with _reading(folder):
+        return _record_in(folder)
+
+
+def _record_in(folder: Path) -> Record:
+    """The record of a folder whose form is FORMAT."""
     tables: dict[int, list[Row]] = {}
     for step, path in files_of(folder, "rows").items():
         with _reading(path):
-            tables[step] = [Row.of(found) for found in json.loads(path.read_text())]
+            tables[step] = [Row.of(row) for row in read_json(path)]
     places = {row: place for place, row in enumerate(dict.fromkeys(itertools.chain(*tables.values())))}
     layers = list(dict.fromkeys(row.layer for row in places))
     files = files_of(folder, "counts")
@@ -308,6 +319,8 @@ def _reading(path: Path) -> Iterator[None]:
     """Raise RecordError in place of whatever Python or NumPy raise at a file that was cut, or is not octavo's."""
     try:
         yield
+    except RecordError:
+        raise
     except Exception as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise RecordError(f"{path} is damaged ({why}): copy it again, or take it away") from error
@@ -363,7 +376,7 @@ def _steps(folder: Path) -> tuple[dict[str, tuple[list[int], list[float]]], list
             events.append((step, str(line["event"]), str(line.get("text", ""))))
             continue
         for name, value in line.items():
-            if isinstance(value, int | float):
+            if isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max):
                 steps, values = scalars.setdefault(name, ([], []))
                 steps.append(step)
                 values.append(value)

@@ -23,7 +23,7 @@ from octavo.nn.candidates import features
 from octavo.nn.linear import Grouped, PartedLinear
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.nn.weight import weight_of
-from octavo.scaling.recipe import OPERANDS, ROLES, Cast, Recipe
+from octavo.scaling.recipe import OPERANDS, PRODUCTS, ROLES, Cast, Recipe
 from octavo.tensor.pair import ForProducts, Operands
 
 # the products that read a role as it lies, and transposed
@@ -170,8 +170,14 @@ class Row:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Row:
-        """The row with such fields."""
-        return cls(**{**fields, "products": tuple(fields["products"]), "cast": Cast.of(fields["cast"])})
+        """The row with such fields; ValueError, TypeError or KeyError if there is none."""
+        row = cls(**{**fields, "products": tuple(fields["products"]), "cast": Cast.of(fields["cast"])})
+        counts = row.experts, row.features
+        if not isinstance(row.layer, str) or row.role not in ROLES or not {*row.products} <= {*PRODUCTS}:
+            raise ValueError(f"{row.role!r} of {row.layer!r}, read by {row.products}, is no role of a layer")
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError(f"{counts} are no numbers of experts and of features")
+        return row
 
     @property
     def largest(self) -> float:

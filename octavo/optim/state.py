@@ -144,9 +144,12 @@ def description(settings: Settings, seed: int) -> dict[str, Any]:
 
 
 def moment_from(described: dict[str, Any]) -> Moment:
-    """The Moment that ``description`` described."""
+    """The Moment that ``description`` described; ValueError if its granularity is none of a moment."""
     fmt: Any = _FORMATS.get(described["format"], described["format"])
-    granularity = next(one for one in GRANULARITIES if str(one) == described["granularity"])
+    granularity = next((one for one in GRANULARITIES if str(one) == described["granularity"]), None)
+    if granularity is None:
+        known = ", ".join(map(str, GRANULARITIES))
+        raise ValueError(f"the state's moments are in {described['granularity']!r}, which none here is: {known}")
     return Moment(**described | {"format": fmt, "granularity": granularity})
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from octavo.errors import OctavoError, first_line
+from octavo.reading import parse_json
 from octavo.recipes import NAMED, as_recipe
 from octavo.scaling.recipe import Recipe, RecipeMap
 
@@ -376,9 +377,16 @@ def check_recipe(name: str) -> str:
 
 
 def chosen_recipe(value: Any) -> str | Recipe | RecipeMap:
-    """One of RECIPES as it is; a file of recipes by layer, or its content, as octavo.recipes.as_recipe reads it."""
-    is_name = isinstance(value, str) and not value.endswith(".json")
-    return check_recipe(value) if is_name else as_recipe(value)
+    """One of RECIPES as it is; a file of recipes by layer, or its content, as octavo.recipes.as_recipe reads it.
+
+    ValueError for anything else.
+    """
+    if isinstance(value, str) and not value.endswith(".json"):
+        return check_recipe(value)
+    try:
+        return as_recipe(value)
+    except TypeError as error:  # content of another form
+        raise ValueError(str(error)) from error
 
 
 def options_text(config: TrainConfig, recipe: str) -> str:
@@ -398,11 +406,11 @@ def load_options(path: Path) -> dict[str, Any]:
     """
     file = path / CONFIG_FILE if path.is_dir() else path
     try:
-        text = file.read_text(encoding="utf-8")
-        content = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+        data = file.read_bytes()
+        content = tomllib.loads(data.decode("utf-8-sig")) if file.suffix == ".toml" else parse_json(data)
     except OSError as error:
         raise TrainError(f"{file}: {error.strerror}: give a run's folder, its {CONFIG_FILE}, or a TOML file") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # tomllib's own, for lists in lists
         raise TrainError(f"{file} is neither JSON nor, ending in .toml, TOML: {first_line(error)}") from error
     if not isinstance(content, dict) or (unknown := content.keys() - SECTIONS - {"recipe"}):
         fault = f"{', '.join(sorted(unknown))} is no section" if isinstance(content, dict) else "it has no sections"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -18,6 +17,7 @@ from torch import Tensor
 import octavo
 from octavo.distributed.ranks import RankError, Ranks, lost_ranks
 from octavo.kernels.capability import fast_dtype
+from octavo.reading import parse_json
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Switch
 from octavo.train.checkpoint import CHECKPOINT, Content, Identity, RunFolder, StepRow
@@ -417,7 +417,7 @@ def trained_model(path: Path) -> GPT:
     identity = content["identity"]
     recipe = identity.get("recipe")
     try:
-        recipe = recipe if recipe in RECIPES else octavo.recipes.as_recipe(json.loads(recipe))
+        recipe = recipe if recipe in RECIPES else octavo.recipes.as_recipe(parse_json(recipe))
     except (TypeError, ValueError) as error:
         why = f"{path} was trained with a recipe of its own, {recipe}: build its model in Python"
         raise RunCheckpointError(why) from error

@@ -278,6 +278,6 @@ class Trainer:
                 self.schedule.load_state_dict(content["schedule"])
             if self.in_backward is not None:
                 self.in_backward.load_state_dict(content["in_backward"])
-        except (KeyError, ValueError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise RunCheckpointError(f"the checkpoint does not fit this run: {error}") from error
         folder.fill(self.model, self.optimizer)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,21 @@ import torch
 
 from octavo import recipes
 from octavo.cost import rates
-from octavo.cost.rates import FORMS, HIGH_PRECISION, PUBLISHED, Rates, device_label, forms_of, keep, memory_of, rates_of
+from octavo.cost.rates import (
+    FORMS,
+    HIGH_PRECISION,
+    PUBLISHED,
+    PlanError,
+    Rates,
+    device_label,
+    forms_of,
+    keep,
+    memory_of,
+    rates_of,
+)
 from octavo.granularity import PerBlock
 from octavo.scaling.recipe import Cast
+from tests.support.damage import damaged_json
 
 CPU = torch.device("cpu")
 POINTS = ((1e6, 1e9), (4e6, 3e9))
@@ -69,6 +83,11 @@ def test_measured_rates_are_kept_for_this_device_and_torch(cache: Path) -> None:
         (cache / "rates.json").write_text(text)  # as another version, or a full disk, may leave it
         with pytest.raises(ValueError, match="are not known"):
             rates_of(device=CPU)
+    for seed in range(80):
+        (cache / "rates.json").write_bytes(damaged_json(kept, seed))
+        with contextlib.suppress(PlanError):
+            for kind in ("bf16", "tensor", "mx"):
+                assert 0 < rates_of(device=CPU).product_seconds(kind, 1e9, 1e6) < math.inf
     keep(mine)
     assert rates_of(device=CPU) == mine
 

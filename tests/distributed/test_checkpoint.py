@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,6 +31,7 @@ from octavo.distributed.checkpoint import (
 from octavo.distributed.ranks import CheckpointError, Ranks
 from octavo.optim import Moment
 from tests.support import sharded_weights as stored
+from tests.support.damage import damaged_bytes, with_another
 from tests.support.sharded_weights import held, sharded, steps
 
 
@@ -184,7 +186,9 @@ def fail(mesh, folder, failing):
     same = equal(everything(model, optimizer), before)
     if ranks.rank == 0:
         damaged = next(Path(folder).glob(f"save-*/__{failing}_0.distcp"))
-        damaged.write_bytes(damaged.read_bytes()[:100])
+        data = bytearray(damaged.read_bytes())
+        data[len(data) // 3 : 2 * len(data) // 3] = data[len(data) // 3 : 2 * len(data) // 3][::-1]
+        damaged.write_bytes(data)
     ranks.first(lambda: None)
     try:
         load_checkpoint(folder, model, optimizer, ranks=ranks)
@@ -200,6 +204,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_keeps_the_one_before(pool, fail
         why = f"cannot write a checkpoint to {tmp_path}: rank {failing} failed: Full; what was saved before is kept"
         assert why in wrote
         assert f"cannot read the checkpoint in {tmp_path}" in read and "failed" in read
+        assert f"save-00000001/__{failing}_0.distcp: " in read and "is damaged" in read
 
 
 def fail_later(mesh, folder, failing):
@@ -259,7 +264,7 @@ def model():
 CUTS = {
     "folder made": ("octavo.distributed.checkpoint.dcp.save", 1),
     "tensors written": ("octavo.distributed.checkpoint.Writer.finish", 1),
-    "octavo.pt written": ("torch.distributed.checkpoint.FileSystemWriter.finish", 1),
+    ".metadata written": ("octavo.distributed.checkpoint.replacing", 1),
     "all written": ("octavo.distributed.checkpoint._publish", 1),
     "older ones not yet gone": ("shutil.rmtree", 2),
 }
@@ -363,6 +368,31 @@ def fill(folder, name, data):
     (folder / "save-00000001" / name).write_bytes(data)
 
 
+def replaced(folder, **changes):
+    """Put values into octavo.pt, or leave out those that are None."""
+    path = folder / "save-00000001" / "octavo.pt"
+    content = torch.load(path, weights_only=True) | changes
+    torch.save({name: value for name, value in content.items() if value is not None or name not in changes}, path)
+
+
+def moved(folder, name, link):
+    """Move a file out of its folder, to which a link leads then, or else the name in .metadata."""
+    save = folder / "save-00000001"
+    shutil.move(save / name, folder / name)
+    if link is not None:
+        (save / link).symlink_to(folder / name)
+        return
+    metadata = pickle.loads((save / ".metadata").read_bytes())
+    for shard in metadata.storage_data.values():
+        shard.relative_path = f"../{name}"
+    fill_metadata(folder, metadata)
+
+
+def fill_metadata(folder, metadata, crc32=None):
+    fill(folder, ".metadata", pickle.dumps(metadata))
+    replaced(folder, metadata_crc32=crc32)
+
+
 class Evil:
     def __reduce__(self):
         return os.mkdir, ("evil",)
@@ -376,8 +406,17 @@ class Evil:
         (lambda folder: fill(folder, "octavo.pt", b"junk"), "octavo.pt is damaged or not octavo's"),
         (lambda folder: fill(folder, "octavo.pt", pickle.dumps(Evil())), "octavo.pt is damaged or not octavo's"),
         (lambda folder: fill(folder, ".metadata", b""), ".metadata is damaged"),
-        (lambda folder: fill(folder, ".metadata", pickle.dumps(Evil())), "mkdir, which no checkpoint needs"),
-        (lambda folder: fill(folder, "__0_0.distcp", b"short"), "cannot read the checkpoint"),
+        (lambda folder: fill_metadata(folder, Evil()), "mkdir, which no checkpoint needs"),
+        (lambda folder: fill_metadata(folder, Evil(), crc32=0), "it is not what was written, by its CRC-32"),
+        (lambda folder: fill(folder, "__0_0.distcp", b"short"), "__0_0.distcp: model.0.bias is damaged"),
+        (lambda folder: (folder / "save-00000001" / "octavo.pt").unlink(), "octavo.pt is damaged or not octavo's"),
+        (lambda folder: replaced(folder, extra=None), "octavo.pt is damaged or not octavo's (it has no ['extra'])"),
+        (lambda folder: replaced(folder, delayed=[]), "cannot read the checkpoint"),
+        (lambda folder: replaced(folder, others=7), "cannot read the checkpoint in"),
+        (lambda folder: moved(folder, "octavo.pt", "octavo.pt"), "octavo.pt leads out of the folder"),
+        (lambda folder: moved(folder, ".metadata", ".metadata"), ".metadata leads out of the folder"),
+        (lambda folder: moved(folder, "__0_0.distcp", "__0_0.distcp"), "__0_0.distcp leads out of the folder"),
+        (lambda folder: moved(folder, "__0_0.distcp", None), "../__0_0.distcp leads out of the folder"),
     ],
 )
 def test_a_damaged_one_is_said_so_and_runs_nothing(spoil, says, model, tmp_path, monkeypatch):
@@ -388,6 +427,72 @@ def test_a_damaged_one_is_said_so_and_runs_nothing(spoil, says, model, tmp_path,
         load_checkpoint(tmp_path / "kept", model)
     assert says in str(fault.value) and "\n" not in str(fault.value)
     assert not (tmp_path / "evil").exists()
+
+
+def test_damage_is_an_error_or_changes_nothing(model, tmp_path):
+    """Of any file, in weights, moments, their scales and sizes; the parameters' bytes are most of the tensors' file."""
+    optimizer = adamw(model)
+    train(model, optimizer, 0, 1)
+    save_checkpoint(tmp_path, model, optimizer, {"step": 1})
+    expected, fresh = everything(model, optimizer), build(seed=1)
+    its_optimizer, errors = adamw(fresh), dict[str, list[str]]()
+    for path in tmp_path.glob("save-*/*"):
+        data = path.read_bytes()
+        for seed in range(16):
+            path.write_bytes(damaged_bytes(data, seed))
+            try:
+                extra = load_checkpoint(tmp_path, fresh, its_optimizer)
+            except CheckpointError as error:
+                errors.setdefault(path.name, []).append(str(error))
+            else:
+                assert extra == {"step": 1} and equal(everything(fresh, its_optimizer), expected), (path, seed)
+        path.write_bytes(data)
+    assert errors.keys() == {".metadata", "octavo.pt", "__0_0.distcp"} and min(map(len, errors.values())) > 8
+    assert all(name in error for name, said in errors.items() for error in said)
+
+
+def test_a_flipped_bit_of_a_weight_is_said_with_its_name(model, tmp_path):
+    save_checkpoint(tmp_path, model)
+    path, weight = tmp_path / "save-00000001" / "__0_0.distcp", model[2].weight.detach().numpy().tobytes()
+    data = bytearray(path.read_bytes())
+    data[data.index(weight) + 5] ^= 1
+    path.write_bytes(data)
+    before = model[2].weight.clone()
+    with pytest.raises(
+        CheckpointError, match=r"__0_0\.distcp: model\.2\.weight is damaged .*remove its folder to load"
+    ):
+        load_checkpoint(tmp_path, model)
+    assert torch.equal(model[2].weight, before)
+
+
+def test_what_a_stranger_wrote_is_a_checkpoint_error_or_loads(model, tmp_path):
+    """octavo.pt of other values, with their CRC-32s, and .metadata of an older octavo, which has none."""
+    optimizer = octavo.optim.AdamW(model.parameters())
+    train(model, optimizer, 0, 1)
+    save_checkpoint(tmp_path, model, optimizer)
+    path, draw = tmp_path / "save-00000001" / "octavo.pt", random.Random(0)
+    content = torch.load(path, weights_only=True)
+    metadata = (path.parent / ".metadata").read_bytes()
+
+    def loads():
+        try:
+            load_checkpoint(tmp_path, model, optimizer)
+        except CheckpointError:
+            return 0
+        return 1
+
+    older = {name: value for name, value in content.items() if name != "metadata_crc32"}
+    torch.save(older, path)
+    assert loads()
+    read = 0
+    for seed in range(20):
+        (path.parent / ".metadata").write_bytes(damaged_bytes(metadata, seed))
+        read += loads()
+    (path.parent / ".metadata").write_bytes(metadata)
+    for _ in range(20):
+        torch.save(with_another(content, draw), path)
+        read += loads()
+    assert 0 < read < 30
 
 
 def test_another_model_or_optimizer_is_refused_before_anything_is_touched(model, tmp_path):

@@ -17,6 +17,7 @@ from octavo.errors import MissingExtraError
 from octavo.export.checkpoints import iterate_fp8
 from octavo.export.loading import load_fp8, split_stored
 from octavo.tensor.stored_weight import StoredWeight, local_stored
+from tests.support.damage import damaged_json
 from tests.support.helpers import every_layer, sqnr, to_fp8
 from tests.support.memory import peak_bytes
 
@@ -342,6 +343,59 @@ def test_a_bad_checkpoint_is_refused(tmp_path, changes, message):
     assert torch.equal(model.weight.qdata.view(torch.uint8), before.squeeze(1))
 
 
+def test_a_file_of_another_folder_is_refused(tmp_path):
+    model, folder = layer(tmp_path / "out"), tmp_path / "out"
+    for name in ("model.safetensors", "config.json"):
+        (folder / name).rename(tmp_path / name)
+        (folder / name).symlink_to(tmp_path / name)
+        with pytest.raises(ValueError, match=f"{name} leads out of the folder, to .*{name}: copy that file"):
+            load_fp8(model, folder)
+        (folder / name).unlink()
+        (tmp_path / name).rename(folder / name)
+    (folder / "model.safetensors").rename(tmp_path / "x.safetensors")
+    for name in ("../x.safetensors", str(tmp_path / "x.safetensors")):
+        index = {"weight_map": dict.fromkeys(("weight", "weight_scale_inv", "bias"), name)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match="leads out of the folder"):
+            load_fp8(model, folder)
+
+
+def test_a_damaged_document_is_a_value_error_or_loads(tmp_path):
+    """One of a stranger: other types, deep lists, names twice, no UTF-8."""
+    model, folder = layer(tmp_path / "out"), tmp_path / "out"
+    config, index = folder / "config.json", folder / "model.safetensors.index.json"
+    map_of_one = {"weight_map": dict.fromkeys(("weight", "weight_scale_inv", "bias"), "model.safetensors")}
+    index.write_text(json.dumps(map_of_one))
+    content = {"text_config": {"hidden_size": 5}, **json.loads(config.read_text())}
+    loaded = 0
+    for path, value in ((config, content), (index, map_of_one)):
+        for seed in range(24):
+            path.write_bytes(damaged_json(value, seed))
+            try:
+                load_fp8(model, folder)
+            except (ValueError, FileNotFoundError):
+                continue
+            loaded += 1
+        path.write_text(json.dumps(value))
+    assert 2 < loaded < 40
+
+
+def test_a_flipped_bit_of_a_tensor_is_found(tmp_path):
+    source = octavo.nn.Linear(256, 256, recipe=recipes.blockwise())
+    octavo.export.to_safetensors(source, tmp_path / "out")
+    model = octavo.convert(nn.Linear(256, 256), recipes.blockwise(), every_layer, "fp8")
+    file = tmp_path / "out" / "model.safetensors"
+    data = file.read_bytes()
+    for key, tensor in safetensors.load(data).items():
+        damaged, at = bytearray(data), data.index(tensor.view(-1).view(torch.uint8).numpy().tobytes())
+        damaged[at + 3] ^= 1  # of weights in float32 a small change
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"model\.safetensors: {key} is not what was written, by its CRC-32"):
+            load_fp8(model, tmp_path / "out")
+    file.write_bytes(data)
+    assert torch.equal(load_fp8(model, tmp_path / "out").bias, source.bias)
+
+
 def test_a_damaged_or_absent_file_is_named(tmp_path):
     model = layer(tmp_path / "out")
     file = tmp_path / "out" / "model.safetensors"
@@ -357,7 +411,7 @@ def test_a_damaged_or_absent_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"the index has weight in part\.safetensors, which does not hold it"):
         load_fp8(model, tmp_path / "out")
     index.write_text("{}")
-    with pytest.raises(ValueError, match=r"the checkpoint 2 of the model's \(first weight\)"):
+    with pytest.raises(ValueError, match=r"index\.json: weight_map holds a NoneType"):
         load_fp8(model, tmp_path / "out")
     index.write_text("{")
     with pytest.raises(ValueError, match=r"index\.json is no JSON"):

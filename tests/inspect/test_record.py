@@ -10,7 +10,11 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import E5M2, recipes
+from octavo.inspect.findings import diagnose
+from octavo.inspect.record import RecordError
+from octavo.inspect.report import table, to_json
 from tests.inspect.test_recorder import network, train
+from tests.support.damage import damaged_json
 
 np = pytest.importorskip("numpy")
 
@@ -77,6 +81,26 @@ def test_a_damaged_record_says_which_file(tmp_path: Path) -> None:
         path.write_bytes(before)
     steps.write_bytes(steps.read_bytes() + b'{"loss": 1}\n[3]\n\xff\n{"step": 1, "loss": "low"}\n{"step": 1, "lo')
     assert octavo.inspect.load(tmp_path).scalars == {"loss": ([0], [0.5])}
+
+
+def test_a_damaged_document_is_an_error_or_a_record_that_is_reported(tmp_path: Path) -> None:
+    model = network(recipes.delayed())
+    with octavo.inspect.record(model, tmp_path, every=1) as recorder:
+        train(model, range(2), recorder)
+    read = 0
+    for path in (tmp_path / name for name in ("record.json", "rows-00000000.json", "steps.jsonl")):
+        data = path.read_bytes()
+        values = [json.loads(line) for line in data.splitlines()] if path.suffix == ".jsonl" else json.loads(data)
+        for seed in range(16):
+            damaged = damaged_json(values, seed)
+            path.write_bytes(damaged.replace(b"}, {", b"}\n{") if path.suffix == ".jsonl" else damaged)
+            try:
+                found = octavo.inspect.load(tmp_path)
+            except RecordError:
+                continue
+            read += bool(table(found, diagnose(found), 10)) and bool(to_json(found, diagnose(found)))
+        path.write_bytes(data)
+    assert 10 < read < 40
 
 
 def test_a_run_goes_on_with_its_record(tmp_path: Path) -> None:

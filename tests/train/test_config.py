@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -30,6 +31,7 @@ from octavo.train.config import (
     load_options,
     options_text,
 )
+from tests.support.damage import DEEP, damaged_json
 
 
 @pytest.mark.parametrize("error", [TrainError, RunCheckpointError, DivergedError])
@@ -201,3 +203,19 @@ def test_what_is_no_file_of_options_is_refused(tmp_path):
         load_options(tmp_path / "json.toml")
     with pytest.raises(TrainError, match="No such file"):
         load_options(tmp_path)
+    (tmp_path / "deep.toml").write_text(f"a = {DEEP}")
+    with pytest.raises(TrainError, match="neither JSON nor"):
+        load_options(tmp_path / "deep.toml")
+
+
+def test_a_damaged_file_of_options_is_a_train_error_or_options(tmp_path):
+    recipe = recipes.to_json(octavo.RecipeMap(recipes.dynamic(), {"lm_head": None}))
+    value, path, read = json.loads(options_text(TrainConfig(), recipe)), tmp_path / "config.json", 0
+    for seed in range(100):
+        path.write_bytes(damaged_json(value, seed))
+        with contextlib.suppress(TrainError):
+            options = load_options(path)
+            read += 1
+            with contextlib.suppress(ValueError):  # two options that do not go together
+                config_of(options)
+    assert 5 < read < 90

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from octavo.granularity import ALL
 from octavo.kernels.triton.replay import recorder, repeatable
 from octavo.numerics import E8M0
 from octavo.private import current_device, current_raw_stream, is_in_bad_fork
+from octavo.reading import read_json
 
 SHIPPED = Path(__file__).with_name("configs.json")
 
@@ -50,22 +50,38 @@ def tuned_file() -> Path | None:
 
 def table(path: Path | None) -> dict[str, Any]:
     """Shipped kinds of kernels, each with its rows of the table at ``path`` where that has them."""
-    shipped: dict[str, Any] = json.loads(SHIPPED.read_text())
+    shipped: dict[str, Any] = read_json(SHIPPED)
     try:
-        found = {} if path is None else json.loads(path.read_text())
-        configs = {kind: found.get("configs", {}).get(kind, rows) for kind, rows in shipped["configs"].items()}
-    except (OSError, ValueError, AttributeError):
+        tuned = {} if path is None else read_json(path)
+        merged = {**shipped, **tuned, "configs": {**shipped["configs"], **tuned.get("configs", {})}}
+        merged["configs"] = {kind: _checked(merged["configs"][kind]) for kind in shipped["configs"]}
+        _library(merged)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):  # no table, or a damaged one
         return shipped
-    return {**shipped, **found, "configs": configs}
+    return merged
+
+
+def _checked(rows: list[list[int]]) -> list[list[int]]:
+    """A kind's rows; ValueError or TypeError if they are none."""
+    for row in rows:
+        largest, config = row[0], Config(*row[1:])
+        if not all(type(number) is int and number > 0 for number in (largest, *config)):
+            raise ValueError(f"{row} is no row of a table of configurations")
+    if not rows:
+        raise ValueError("a kind has no row")
+    return rows
+
+
+def _library(configs: dict[str, Any]) -> set[tuple[tuple[int, int], tuple[int, int], bool]]:
+    """(a's tile, b's tile, fast_accum) of the products that a table has torch's own scaled product make."""
+    return {((a[0], a[1]), (b[0], b[1]), bool(fast)) for a, b, fast in configs["library"]}
 
 
 _CONFIGS = table(tuned_file())
 TABLE: dict[str, list[list[int]]] = _CONFIGS["configs"]
 
-# (a's tile, b's tile, fast_accum) of the products that torch's own scaled product makes: here, and by the shipped table
-LIBRARY, SHIPPED_LIBRARY = (
-    {(tuple(a), tuple(b), fast) for a, b, fast in configs["library"]} for configs in (_CONFIGS, table(None))
-)
+# the products that torch's own scaled product makes: here, and by the shipped table
+LIBRARY, SHIPPED_LIBRARY = _library(_CONFIGS), _library(table(None))
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.casts import ALL, E4M3
+from tests.support.damage import damaged_json
 from tests.support.triton_cases import assert_counters_are_zero
 from tests.support.triton_kernels import TritonKernels
 
@@ -122,10 +123,20 @@ def shipped() -> dict[str, Any]:
     return dict(json.loads(tuned.SHIPPED.read_text()))
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"configs": 3}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"configs": 3}', '{"library": [[[1], [1, 2], true]]}'])
 def test_a_spoilt_one_is_not(own: Path, content: str) -> None:
     own.write_text(content)
     assert tuned.table(tuned.tuned_file()) == shipped()
+
+
+def test_a_damaged_one_is_not_or_has_rows(own: Path) -> None:
+    for seed in range(40):
+        own.write_bytes(damaged_json(shipped(), seed))
+        table = tuned.table(tuned.tuned_file())
+        assert table.keys() >= {"configs", "library"} and table["configs"].keys() == shipped()["configs"].keys()
+        for rows in table["configs"].values():
+            assert rows and all(type(number) is int and number > 0 for row in rows for number in row)
+            assert {len(row) for row in rows} == {5}
 
 
 def test_other_kernels_have_another(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
