@@ -1,10 +1,10 @@
 """The number of the backward pass that is under way, and of the last one before an optimizer's step, on each device.
 
-A layer's delayed state is rolled once an optimizer step, by the first backward pass after it, and there by the first of
-the layer's casts of grad_output: however many micro-batches, losses or calls a step has, the later casts raise what that
-one entered. The state itself says which pass rolled it last and which one wrote it last, so that a copy of it, in a
-compiled graph say, does too; these are what it compares with the numbers here. They lie in a tensor that is written on
-its device, in CUDA graphs too: a replay is a pass of its own, and ends a step if an optimizer's step was captured.
+A layer's delayed state is rolled once an optimizer step, by the first of its casts of grad_output after that. However
+many micro-batches, losses or calls a step has, the later casts raise what that one entered. The state itself says which
+pass rolled it last and which one wrote it last, so that a copy of it, in a compiled graph say, does too; these are what
+it compares with the numbers here. They lie in a tensor that is written on its device, in CUDA graphs too: a replay is a
+pass of its own, and ends a step if an optimizer's step was captured.
 
 What updates weights by no torch.optim.Optimizer ends no step; LONGEST passes do.
 """
