@@ -111,10 +111,11 @@ def test_a_peak_of_each_step_is_remembered_with_any_number_of_micro_batches(micr
             y = layer(x)
             y.backward(gradient)
             if number == 0:
-                noise.append((sqnr(y.detach(), x.detach().double() @ weight.t()), sqnr(x.grad, gradient.double() @ weight)))
+                noise.append(sqnr(y.detach(), x.detach().double() @ weight.t()))
+                noise.append(sqnr(x.grad, gradient.double() @ weight))
         optimizer.step()
         optimizer.zero_grad()
-    assert min(map(min, noise[1:])) > 15, noise
+    assert min(noise[2:]) > 15
     assert (layer.delayed_amax_history > 0).all()
 
 

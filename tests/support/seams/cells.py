@@ -20,7 +20,7 @@ from tests.support.seams.situations import SITUATIONS, Documented, Refused, Situ
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = DOCS / "combinations.md"
 Cell = tuple[str, str]  # names of a feature and of a situation
-HISTORY_COSTS = 4  # dB at most, where tensors are about as large as in the steps before
+HISTORY_COSTS = 6  # dB at most, where tensors are up to twice as large as in the steps before
 OPEN: dict[Cell, str] = {}  # cells whose verdict does not hold yet, each with what shows the defect; to be emptied
 
 
