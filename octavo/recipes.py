@@ -73,7 +73,7 @@ def delayed(history_length: int = 16, reduce: Literal["max", "most_recent"] = "m
     Source: Micikevicius et al., arXiv 2209.05433; Transformer Engine's DelayedScaling (whose history is 1024 long).
 
     Args:
-        history_length: how many amax are kept a role.
+        history_length: of how many optimizer steps the largest amax is kept, for each role.
         reduce: ``"max"`` or ``"most_recent"``.
         margin: divide scales by 2^margin, room for an amax that grows.
 

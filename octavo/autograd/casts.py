@@ -215,8 +215,13 @@ def cast_grad_output(
         call = None, GRAD_OUTPUT, contraction_multiple(x.device) if recipe.pads else 1, column_sum, None
         return _cast(x, what, cast, call, as_is, transposed, (*state, *forward_amax, update))
     operands = cast_role(*how)
-    kernels.delayed_update(*state, *shared_amax((*forward_amax, operands.amax), parts), *update)
+    commit(state, recipe, (*forward_amax, operands.amax), parts)
     return operands
+
+
+def commit(state: State, recipe: Recipe, amaxes: Sequence[Tensor | None], parts: Parts | None) -> None:
+    """Enter the amaxes of (input, weight, grad_output) into a delayed state, None where a role was not cast."""
+    kernels.delayed_update(*state, *shared_amax(amaxes, parts), *recipe.delayed_update)
 
 
 class Norm(NamedTuple):

@@ -38,9 +38,9 @@ from octavo.autograd.products import (
     cast_gradient,
     gradients,
     is_recorded,
-    later,
     output,
     packed,
+    plan_for_next_pass,
     plan_of,
     refuse_second_derivatives,
     to_save,
@@ -157,7 +157,7 @@ class _ChainFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         needs, saved, plans = asked(ctx, ctx.needs_input_grad[:7], ctx.given), ctx.saved_tensors, ctx.plans
-        ctx.plans, has_beta = [later(plan) for plan in plans], ctx.given[2]
+        has_beta = ctx.given[2]
         (x, gamma, mean, rstd), layer_end = saved[:4], 4 + len(Saved._fields)
         needs_dx, needs_dh = any(needs[:3]), any(needs[:5])
         grad, *of_y = grads  # None: nothing was computed from that result
@@ -167,11 +167,13 @@ class _ChainFunction(torch.autograd.Function):
             activation, of_second = _activation_of(ctx, *saved[layer_end:], needs_dw=needs[5])
             layer = of_second, plans[1], (needs_dh, needs[5], needs[6])
             grad, dw2, db2 = gradients(cast_gradient(grad, *layer), *layer)
+            ctx.plans = [plans[0], plan_for_next_pass(plans[1])]
         if grad is not None and needs_dh:
             layer = Saved(*saved[4:layer_end]), plans[0], (needs_dx, needs[3], needs[4])
             g = [cast_gradient(grad, *layer, activation)]
             del grad  # it is large, and read no more
             dx, dw, db = gradients(g.pop(), *layer)
+            ctx.plans = [plan_for_next_pass(plans[0]), *ctx.plans[1:]]
             dx = _whole(dx, plans[0])
         dys = [dy for dy in (dx, *of_y) if dy is not None]
         if ctx.norm is not None and needs_dx and dys:
@@ -271,7 +273,7 @@ class _ActivatedLinear(torch.autograd.Function):
         refuse_second_derivatives()
         plan, (h, h_scale_inv, *rest) = ctx.plan, ctx.saved_tensors
         of_gate, of_up, needs_dw, needs_db = asked(ctx, ctx.needs_input_grad[:4], ctx.given)
-        ctx.plan = later(plan)
+        ctx.plan = plan_for_next_pass(plan)
         saved, needs, dtype = Saved(*rest), (of_gate or of_up, needs_dw, needs_db), plan.dtypes[0]
         if (scale_inv := unpacked(h_scale_inv)) is not None:
             tile = (ALL, ALL) if plan.recipe.saved is None else plan.recipe.saved.tile

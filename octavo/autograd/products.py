@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CodesAndScale, State, as_rows, cast_grad_output, cast_role
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CodesAndScale, State, as_rows, cast_grad_output, cast_role, commit
 from octavo.autograd.gather_input import GatheredInput, Wire, gathered_transposed
 from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
 from octavo.autograd.shared_casts import UNKNOWN, CastReader, ReadTensor
@@ -46,7 +46,8 @@ class Layer(NamedTuple):
     ``weight`` is the weight's operands; ``commits``: whether backward commits the delayed state, in backward by the
     number of the input's cast, see shared_casts.py; ``observer``: who sees what casts and products do, see
     inspect/rows.py; ``offsets``: where groups of rows end; ``parts``: how roles lie on the ranks of a
-    tensor-parallel group; ``wire``: how the input came from them; ``dtypes``: of results, weight and bias, in backward.
+    tensor-parallel group; ``wire``: how the input came from them; ``dtypes``: of results, weight and bias, in backward;
+    ``first_state``: by what the first backward pass cast grad_output, if it kept the graph.
     """
 
     weight: Operands
@@ -58,6 +59,7 @@ class Layer(NamedTuple):
     parts: Parts | None = None
     wire: Wire | None = None
     dtypes: tuple[torch.dtype, ...] = ()
+    first_state: State | None = None
 
 
 _SAVED = Operands()  # stands for a weight's, which autograd keeps
@@ -144,14 +146,17 @@ def unpacked(scale_inv: Tensor | None) -> Tensor | None:
     return powers_of(scale_inv) if scale_inv is not None and scale_inv.dtype is torch.uint8 else scale_inv
 
 
-def later(plan: Layer) -> Layer:
-    """The plan for another backward pass of the same forward (retain_graph): it commits nothing, and casts as this."""
-    if not plan.commits or plan.state is None or torch.compiler.is_compiling():
+def plan_for_next_pass(plan: Layer) -> Layer:
+    """Return the plan of another backward pass over the same graph (retain_graph).
+
+    It casts grad_output by the scales that this one does, and commits its amax alone. What is compiled commits all of
+    the forward's again, by the scales that are in force then.
+    """
+    state = plan.state if plan.commits and plan.first_state is None else None
+    if state is None or torch.compiler.is_compiling() or not keeps_graph():
         return plan
-    state = plan.state
-    if keeps_graph():
-        state = State(state.in_force(GRAD_OUTPUT), state.amax_history, torch.zeros_like(state.before))
-    return plan._replace(state=state, commits=0)
+    scale = state.in_force(GRAD_OUTPUT)
+    return plan._replace(first_state=State(scale, state.amax_history, torch.zeros_like(state.before)))
 
 
 def asked(ctx: Any, needs: Sequence[bool], given: Sequence[bool]) -> Any:
@@ -191,10 +196,15 @@ def cast_gradient(
     recipe = plan.recipe
     needs_dx, needs_dw, needs_db = needs
     offsets = saved.offsets
-    amax = (saved.x_amax, saved.weight_amax) if plan.commits else None
+    amax = (saved.x_amax, saved.weight_amax) if plan.commits and plan.first_state is None else None
     source = CastSource(grad_TN, *activation) if activation else grad_TN
-    how = source, recipe, needs_dx, needs_dw, plan.state, amax, needs_db, offsets, plan.parts
-    if plan.state is None or saved.x_amax is None or not plan.commits:
+    how = source, recipe, needs_dx, needs_dw, plan.first_state or plan.state, amax, needs_db, offsets, plan.parts
+    if plan.state is not None and plan.first_state is not None:
+        g = cast_grad_output(*how)
+        if g.amax is not None:
+            with entering_input(plan.state, 0):
+                commit(plan.state, recipe, (None, None, g.amax), plan.parts)
+    elif plan.state is None or saved.x_amax is None or not plan.commits:
         g = cast_grad_output(*how)
     else:
         with entering_input(plan.state, plan.commits):
@@ -333,7 +343,7 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         plan, needs = ctx.plan, asked(ctx, ctx.needs_input_grad[:3], ctx.given)
-        ctx.plan = later(plan)
+        ctx.plan = plan_for_next_pass(plan)
         arguments = Saved(*ctx.saved_tensors), plan, needs
         return *gradients(cast_gradient(grads[0], *arguments), *arguments), None, None, None
 

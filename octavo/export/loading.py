@@ -180,7 +180,7 @@ def load_fp8(
     for module in model.modules():
         if isinstance(module, RecipeModule):
             module.reset_delayed_state()
-            module.weight_was_loaded()
+            module.weight_was_loaded(rounded)
     if rounded:
         warnings.warn(
             f"{len(rounded)} weights were rounded to new codes, first {rounded[0]}: the checkpoint has them in high "

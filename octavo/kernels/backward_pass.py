@@ -1,9 +1,12 @@
-"""The number of the backward pass that is under way, on each device.
+"""The number of the backward pass that is under way, and of the last one before an optimizer's step, on each device.
 
-A layer's delayed state is rolled once a pass, however often the layer was called in the forward: the first of its casts
-of grad_output rolls, the others raise what the first has entered. The state itself says which pass rolled it last, so
-that a copy of it, in a compiled graph say, does too; this is what it compares that with. It is a tensor that is counted
-up on its device, in CUDA graphs too, where a replay is a pass of its own.
+A layer's delayed state is rolled once an optimizer step, by the first of its casts of grad_output after that. However
+many micro-batches, losses or calls a step has, the later casts raise what that one entered. The state itself says which
+pass rolled it last and which one wrote it last, so that a copy of it, in a compiled graph say, does too; these are what
+it compares with the numbers here. They lie in a tensor that is written on its device, in CUDA graphs too: a replay is a
+pass of its own, and ends a step if an optimizer's step was captured.
+
+What updates weights by no torch.optim.Optimizer ends no step; LONGEST passes do.
 """
 
 from __future__ import annotations
@@ -12,8 +15,11 @@ import time
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from octavo.private import current_graph_task_id
+from octavo.private import current_graph_task_id, no_modes
+
+LONGEST = 1024  # backward passes that count as one step where no optimizer has ended it
 
 _numbers: dict[torch.device, Tensor] = {}
 _tasks: dict[torch.device, int] = {}  # of autograd's engine: what each number was last counted up for
@@ -25,21 +31,45 @@ def is_running() -> bool:
 
 
 def backward_pass(device: torch.device) -> Tensor:
-    """The pass's number, int32 [1]; outside of a backward pass each call is one by itself."""
+    """Return int32 [2]: the pass's number, and that of the last pass before or in which an optimizer made its step.
+
+    Outside of a backward pass each call is one by itself.
+    """
     task = current_graph_task_id()
-    number = _numbers.get(device)
-    if number is None:
+    numbers = _numbers.get(device)
+    if numbers is None:
+        if not _numbers:
+            register_optimizer_step_post_hook(end_step)
         with torch.inference_mode(False):
-            # another number than in the process that a pickled state comes from
-            number = _numbers[device] = torch.tensor([time.time_ns() % (1 << 30)], dtype=torch.int32, device=device)
+            # other numbers than in the process that a pickled state comes from
+            numbers = torch.full((2,), time.time_ns() % (1 << 30), dtype=torch.int32, device=device)
+        _numbers[device] = numbers
     if task == -1 or _tasks.get(device) != task:
         with torch.no_grad():
-            number.add_(1)
+            numbers[0].add_(1)
         _tasks[device] = task
-    return number
+    return numbers
+
+
+def end_step(*arguments: object) -> None:
+    """Note on each device, after an optimizer's step, that the passes until now are of a step that is over."""
+    with no_modes(), torch.no_grad():  # a mode that counts operations or makes them fake is not meant
+        for numbers in _numbers.values():
+            numbers[1].copy_(numbers[0])
+
+
+def enters_again(delayed_before: Tensor, numbers: Tensor) -> Tensor:
+    """Return for each role [3] whether a commit now raises the newest amax; else it rolls the history.
+
+    ``delayed_before`` is that of octavo/scaling/delayed.py, ``numbers`` what ``backward_pass`` returns.
+    """
+    number, of_last_step = numbers.unbind()
+    written, _, rolled = delayed_before.unbind()
+    passes = number - rolled  # negative: of another process's or device's numbers
+    return (written == number) | ((rolled > of_last_step) & (passes >= 0) & (passes < LONGEST))
 
 
 def scales_of_pass(delayed_scale: Tensor, delayed_before: Tensor) -> Tensor:
     """``octavo::scales_of_pass``."""
-    rolled = delayed_before[0] == backward_pass(delayed_scale.device)
-    return torch.where(rolled, delayed_before[1].view(torch.float32), delayed_scale)
+    written = delayed_before[0] == backward_pass(delayed_scale.device)[0]
+    return torch.where(written, delayed_before[1].view(torch.float32), delayed_scale)

@@ -101,9 +101,10 @@ SCHEMAS = {
     # [G, 71] and extremes [G, 3], dense, and scale_inv as cast returned it for x
     "cast_statistics": "(Tensor x, Tensor qdata, Tensor scale_inv, int[2] tile, Tensor(a!) sums, "
     "Tensor(b!) extremes, Tensor? offsets=None) -> ()",
-    # for each role whose amax is given, the first time in a backward pass: history <- (amax, history[:-1]), and
-    # delayed_before [2, 3] int32 <- (the pass's number, the bits of the scale as it is); later in the pass the newest
-    # of the history is raised to the amax. Then scale <- that of the largest of the history, or of its
+    # for each role whose amax is given, the first time after an optimizer's step: history <- (amax, history[:-1]);
+    # later in the step the newest of the history is raised to the amax. delayed_before [3, 3] int32 <- (the number of
+    # the backward pass, the bits of the scale before this pass, the number of the pass that rolled).
+    # Then scale <- that of the largest of the history, or of its
     # newest ("most_recent"); an amax of 0 keeps the scale. limits, powers_of_two, margins: one a role
     "delayed_update": f"({_STATE}, Tensor? amax_input, Tensor? amax_weight, Tensor? amax_grad_output, {_UPDATE}) -> ()",
     # how many rows of a product's operand [R, C'], codes or numbers, have faults, by its result y [R, C]: added to

@@ -71,7 +71,7 @@ class KeptWeights:
     (a step, a write, another parameter, ``functional_call``), one in evaluation and one that took another recipe cast
     their own weights. A compiled or captured graph can't look, and computes with what ``cast()`` wrote last.
 
-    Under a Delayed recipe a cast also rolls the weight's history, as each backward pass otherwise does.
+    Under a Delayed recipe a cast also enters the weight's amax into its history, as backward passes otherwise do.
 
     Args:
         model: a converted model. Kept are the weights that one cast serves (per tensor, or square blocks of powers of
@@ -174,7 +174,7 @@ def _kept(layer: Linear) -> KeptOperands | None:
 
 
 def _roll(layer: Linear, kept: KeptOperands, skip: Tensor | None) -> None:
-    """Roll the weight's history by the amax just found, unless skipped: then both states are written and one chosen."""
+    """Enter the amax just found into the weight's history; if it may be skipped, write both states and choose one."""
     state = layer.delayed_state
     rolled = state if skip is None else state.clone()
     kernels.delayed_update(*rolled, None, kept.amax, None, *kept.recipe.delayed_update)

@@ -38,7 +38,9 @@ from octavo.scaling.delayed import (
     STATE,
     State,
     empty_state,
+    loaded_state,
     may_be_empty,
+    note_loaded,
     register_delayed_state,
     state_of,
 )
@@ -203,13 +205,17 @@ class RecipeModule(WeightOwner):
             warn_once_if_slower(self.recipe, weight.device)
         return self
 
-    def weight_was_loaded(self) -> None:
-        """Forget what belongs to the weight before it; not the delayed state, if one was just loaded too."""
-        state = state_of(self)
-        if state is None or self.__dict__.get(LOADED) != state.scale._version:
+    def weight_was_loaded(self, load: object) -> None:
+        """Forget what belongs to the weight before it; not the delayed state, if that was just loaded for this one.
+
+        ``load``: an object that all calls of one ``load_state_dict`` share.
+        """
+        noted = loaded_state(self)
+        if noted is None or (noted.load is not None and noted.load is not load):
             self.reset_delayed_state()
         else:
-            self.weight_writes.forget()
+            self.weight_writes.were_loaded(self.weights)
+        note_loaded(self, load)
         self.kept_operands = None
         self.gather.generation += 1
 

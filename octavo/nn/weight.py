@@ -9,12 +9,13 @@
                     its amax first (autograd/shared_scales.py)
 
 ``fp8_operands`` asks in this order. Which delayed scale a cast reads is told by ``state_for``, which forgets a history
-that a write has made false. A write through .data moves nothing that could be asked; ``invalidate`` is for that.
+that a write has made false; a weight that is no parameter of its module has none. A write through .data moves nothing
+that could be asked; ``invalidate`` is for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ class WeightOwner(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         for key, reader in self.weight_readers.items():
             if f"{prefix}{key}" in state_dict:
-                reader.weight_was_loaded()
+                reader.weight_was_loaded(args[-1])  # torch's list of the errors of this load_state_dict
 
 
 # --- what products read; ``module`` is a RecipeModule -----------------------------------------------------------------
@@ -118,8 +119,11 @@ def fp8_operands(
         kept = module.kept_operands.of(parameter)
         if kept is not None:
             return kept
-    how = module.recipe, WEIGHT, True, transposed, state
-    return cast_role(weight_NK.detach(), *how, parts=parts, only_products=True)
+    how = module.recipe, WEIGHT, True, transposed
+    if state is not None and not (isinstance(parameter, nn.Parameter) or is_joined(module)):
+        operands = cast_role(weight_NK.detach(), *how, None, parts=parts, only_products=True)
+        return operands._replace(amax=None)  # which is not of the history
+    return cast_role(weight_NK.detach(), *how, state, parts=parts, only_products=True)
 
 
 @torch.no_grad()
@@ -170,49 +174,60 @@ def of_this_rank(parameter: Any, ranks: int) -> Tensor:
 def state_for(module: Any, parameter: Tensor | None, training: bool, device: torch.device) -> State | None:
     """The delayed state that a forward reads, on this device; None where the recipe is not delayed.
 
-    ``parameter``: the weight; None, or no parameter, where it is computed from others, which nobody writes.
+    ``parameter``: the weight; None, or a plain tensor, where it is computed from other parameters.
     """
     if module.recipe.delayed is None:
         return None
-    if training and isinstance(parameter, nn.Parameter) and not torch.compiler.is_compiling():
-        if type(on_this_rank(parameter)) in (Tensor, nn.Parameter):  # none in FP8
-            notice_writes(module, parameter)
+    if training and not torch.compiler.is_compiling():
+        weights = (parameter,) if isinstance(parameter, nn.Parameter) else module.weights
+        for place, weight in enumerate(weights):
+            if isinstance(weight, nn.Parameter) and type(on_this_rank(weight)) in (Tensor, nn.Parameter):  # none in FP8
+                notice_writes(module, weight, place)
     return module.state_on(device)
 
 
-def notice_writes(module: Any, weight: Tensor) -> None:
+def is_joined(module: Any) -> bool:
+    """Whether a module's weight is computed by joining the parameters of its splits."""
+    return all(isinstance(weight, nn.Parameter) for weight in module.weights)
+
+
+def notice_writes(module: Any, weight: Tensor, place: int = 0) -> None:
     """Before a cast in training: forget the weight's history if anything but its optimizer wrote it.
 
-    An EMA's or a merged LoRA's weight may be many times larger than the history says, and would saturate.
+    An EMA's or a merged LoRA's weight may be many times larger than the history says, and would saturate. ``place``: of
+    a split's weight among the module's.
     """
-    if module.weight_writes.since_last(weight):
+    if module.weight_writes.since_last(weight, place):
         empty_state(state_of(module), WEIGHT)
 
 
 class WeightWrites:
-    """Whether a layer's weight is written by anything but an optimizer that owns it. A copy begins anew."""
+    """Whether a layer's weights are written by anything but an optimizer that owns them. A copy begins anew."""
 
     def __init__(self) -> None:
-        self._seen: tuple[Any, ...] | None = None
+        self._seen: dict[int, tuple[Any, ...]] = {}  # by the weight's place
+        self._loaded: dict[int, int] = {}  # by the id of a weight not seen yet its version when it was loaded
         self.replaced = False  # whether the layer was given another parameter since, perhaps at the same address
 
-    def since_last(self, weight: Tensor) -> bool:
-        """Whether it was written since this was last asked; other storage is another weight."""
+    def since_last(self, weight: Tensor, place: int = 0) -> bool:
+        """Whether it was written since this was last asked, or it was loaded; other storage is another weight."""
         OPTIMIZER_STEPS.watch()
         local = on_this_rank(weight)
-        before, replaced, self.replaced = self._seen, self.replaced, False
+        before, replaced, self.replaced = self._seen.get(place), self.replaced, False
         storage = StorageWeakRef(local.untyped_storage())
         identity = id(weight), OPTIMIZER_STEPS.by_hand(weight)
         values = OPTIMIZER_STEPS.of(weight), storage.cdata, version_of(local)
-        self._seen = identity, values, storage
+        self._seen[place] = identity, values, storage
         if before is None:
-            return False
+            version = version_of(weight)
+            return self._loaded.pop(id(weight), version) != version
         by_step = before[1][0] != values[0]  # which may change storage and version
         return replaced or before[0] != identity or not (by_step or before[1] == values)
 
-    def forget(self) -> None:
-        """The weight and its history were loaded together: writes of before are no news."""
-        self._seen, self.replaced = None, False
+    def were_loaded(self, weights: Sequence[Tensor | None]) -> None:
+        """Note that these weights and their history were loaded together: writes of before are no news."""
+        self._seen, self.replaced = {}, False
+        self._loaded = {id(weight): version_of(weight) for weight in weights if weight is not None}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WeightWrites, ()

@@ -1,14 +1,14 @@
 """The state of delayed scaling: tensors of the module that owns it, which are no buffers.
 
     delayed_scale         [3]     float32, one scale a role (input, weight, grad_output); 0 = no history yet
-    delayed_amax_history  [3, H]  float32, newest first
-    delayed_before        [2, 3]  int32, the number of the backward pass that committed a role last, and the bits of the
-                                  scale that was in force before it
+    delayed_amax_history  [3, H]  float32, one an optimizer step, newest first
+    delayed_before        [3, 3]  int32, the number of the backward pass that committed a role last, the bits of the
+                                  scale that was in force before it, the number of the pass that rolled a role last
 
-Forward only reads it. Backward's cast of grad_output commits: the first of a pass rolls the histories, those of the
-module's other calls raise what it has entered; each writes the next scales. What the pass casts reads the scales of
-before it. So a recomputed forward (activation checkpointing) sees what the first one saw, and a module that is called
-many times a step enters its largest amax once.
+Forward only reads it. Backward's cast of grad_output commits: the first after an optimizer's step rolls the histories,
+those of other micro-batches, losses and calls raise what it has entered; each writes the next scales. What a pass casts
+reads the scales of before it. So a recomputed forward (activation checkpointing) sees what the first one saw, and the
+history is as long whether a step has one backward pass or many. kernels/backward_pass.py tells steps and passes.
 
 The state belongs to this rank: were its tensors buffers, DistributedDataParallel would write rank 0's over them before
 each forward. They are in no state_dict: a converted model's has the keys of the plain model. Losing them costs one step
@@ -37,7 +37,7 @@ NAMES = ("delayed_scale", "delayed_amax_history")  # of what is saved
 ASIDE = "_delayed_state_aside"  # on a module: the states to return to, of each octavo.using around
 INPUTS = "_delayed_inputs_entered"  # on a scale: its id, its version, and what its history of the input is made of
 EMPTIED = "_delayed_state_emptied"  # on a tensor: its id, and its version when some of it was empty
-LOADED = "_delayed_state_loaded"  # on a module: the version of delayed_scale when it was loaded
+LOADED = "_delayed_state_loaded"  # on a module: a LoadedState
 
 # a recomputed forward asks what was in force, the first one did not: selective checkpointing compares their ops
 SAC_IGNORED_OPS.add(torch.ops.octavo.scales_of_pass.default)
@@ -55,7 +55,7 @@ class State(NamedTuple):
         """One without history."""
         scale = torch.zeros(len(ROLES), dtype=torch.float32, device=device)
         history = torch.zeros(len(ROLES), history_length, dtype=torch.float32, device=device)
-        state = cls(scale, history, torch.zeros(2, len(ROLES), dtype=torch.int32, device=device))
+        state = cls(scale, history, torch.zeros(3, len(ROLES), dtype=torch.int32, device=device))
         note_empty(scale)  # for copies of it
         return state
 
@@ -190,7 +190,7 @@ def have_same_inputs(a: State, b: State) -> bool:
 
 @contextmanager
 def entering_input(state: State, number: int) -> Iterator[None]:
-    """Around a commit of an input's amax, by the number of its cast, which other layers may have shared."""
+    """Around a commit of an input's amax, by the number of its cast, which other layers may have shared; 0: of none."""
     if torch.compiler.is_compiling():
         yield
         return
@@ -198,10 +198,35 @@ def entering_input(state: State, number: int) -> Iterator[None]:
     yield
     if state.scale.is_cuda and torch.cuda.is_current_stream_capturing():
         history = _NEVER
-    elif history:
+    elif history and number:
         history = hash((history, current_graph_task_id(), number))
     if history is not None:
         _note_input_history(state, history)
+
+
+class LoadedState(NamedTuple):
+    """Tells, while ``version`` is that of the scale of this id, which weights the state belongs to.
+
+    ``load`` is an object of the ``load_state_dict`` that loaded them; None: the next ones that are loaded.
+    """
+
+    scale: int
+    version: int
+    load: object
+
+
+def loaded_state(module: nn.Module) -> LoadedState | None:
+    """Return what was noted when a module's state or weight was loaded last; None if the state was written since."""
+    state, noted = state_of(module), module.__dict__.get(LOADED)
+    if state is None or noted is None or noted[:2] != (id(state.scale), version_of(state.scale)):
+        return None
+    return noted
+
+
+def note_loaded(module: nn.Module, load: object) -> None:
+    """Note that a module's state or weight was loaded; see LoadedState."""
+    if (state := state_of(module)) is not None:
+        module.__dict__[LOADED] = LoadedState(id(state.scale), version_of(state.scale), load)
 
 
 def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -227,7 +252,8 @@ def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Put back what ``delayed_state_dict`` returned; nothing is changed unless all of it fits.
 
-    Before ``model.load_state_dict`` or after it: loading weights empties the state, but not one that was just loaded.
+    After ``model.load_state_dict``, or before it: the state belongs to the weights that were loaded just before, or
+    else to the next that are loaded. Other weights, loaded later or written by hand, empty it.
 
     Args:
         model: a model converted with a recipe of the same history length.
@@ -258,6 +284,7 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         # an amax may be infinite or NaN, as the tensor was; a scale is never
         if bool((state[name] < 0).any()) or (name.endswith(NAMES[0]) and not bool(state[name].isfinite().all())):
             raise ValueError(f"{name}: {state[name].tolist()} holds what is no scale or amax; the file is damaged")
+    weights_from = {module: noted.load for module in model.modules() if (noted := loaded_state(module)) is not None}
     for name, tensor in own.items():
         tensor.copy_(state[name])
         if not bool(state[name].all()):
@@ -265,8 +292,8 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
     for module in model.modules():
         if (loaded := state_of(module)) is not None:
             loaded.before.zero_()
-            module.__dict__[LOADED] = loaded.scale._version
-            module.weight_writes.forget()  # type: ignore[union-attr, operator]
+            note_loaded(module, weights_from.get(module))
+            module.weight_writes.were_loaded(module.weights)  # type: ignore[union-attr, operator, arg-type]
 
 
 def _saved(model: nn.Module) -> dict[str, Tensor]:

@@ -50,8 +50,9 @@ class Delayed:
     """Rule: the scale comes from a history of amax of earlier steps, so that a cast is one pass over its tensor.
 
     Args:
-        history_length: how many amax are kept, at least 1.
-        reduce: ``"max"`` takes the largest of the history, ``"most_recent"`` its newest.
+        history_length: how many optimizer steps' largest amaxes are kept, at least 1.
+        reduce: ``"max"`` takes the largest of the history, ``"most_recent"`` its newest, which is that of the step's
+            micro-batches so far.
 
     Raises:
         ValueError: for another ``reduce`` or a history without room.

@@ -97,7 +97,8 @@ def delayed_state(scale: float) -> tuple[Tensor, Tensor, Tensor]:
         torch.full((3,), scale, device=DEVICE, dtype=torch.float32),
         torch.full((3, 16), 448 / scale, device=DEVICE, dtype=torch.float32),
     )
-    before = torch.stack((torch.zeros_like(scales), scales)).view(torch.int32)  # written in no pass
+    none = torch.zeros_like(scales)
+    before = torch.stack((none, scales, none)).view(torch.int32)  # written in no pass
     _history.committed(scales, history, before, (True, True, True))
     return scales, history, before
 

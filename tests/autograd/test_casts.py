@@ -45,7 +45,7 @@ def on_both_devices(monkeypatch, call):
     found = []
     for lays in (False, True):
         monkeypatch.setattr(module, "needs_transposed_codes", lambda device, lays=lays: lays)
-        state = State(torch.tensor([3.0, 5.0, 7.0]), torch.ones(3, 2), torch.zeros(2, 3, dtype=torch.int32))
+        state = State(torch.tensor([3.0, 5.0, 7.0]), torch.ones(3, 2), State.empty(2).before)
         found.append((call(state), state))
     (plain, state), (laid, its_state) = found
     assert all(map(torch.equal, state[:2], its_state[:2]))
@@ -101,7 +101,7 @@ def test_a_norm_casts_as_its_result_is_cast(recipe, transposed, keep, monkeypatc
     norm = NormSource(x, gamma, None, "rms_norm", 1e-5, False)
     plain, laid, _ = on_both_devices(monkeypatch, lambda state: cast_norm(norm, recipe, transposed, state, keep))
     assert_same_operands(plain[0], laid[0], (True, transposed))
-    state = State(torch.tensor([3.0, 5.0, 7.0]), torch.ones(3, 2), torch.zeros(2, 3, dtype=torch.int32))
+    state = State(torch.tensor([3.0, 5.0, 7.0]), torch.ones(3, 2), State.empty(2).before)
     y = cast_norm(norm, recipe, transposed, state, True)[1]
     assert_same_operands(plain[0], cast_role(y, recipe, INPUT, True, transposed, state), (True, transposed))
     assert keep <= (plain[1] is not None)

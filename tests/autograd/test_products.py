@@ -1,16 +1,20 @@
 import dataclasses
+import functools
 import itertools
 
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+import octavo
 from octavo import E4M3, Cast, Delayed, PerBlock, PerTensor, Recipe, recipes
 from octavo.autograd.casts import INPUT, WEIGHT, cast_role
 from octavo.autograd.products import Layer, cast_gradient, linear, plan_of, to_save
 from octavo.scaling.recipe import PRODUCTS
 from tests.support.helpers import FP8_RECIPES, delayed_state, sqnr
+from tests.support.passes import end_step
 
 T, K, N = 48, 96, 80
 MIXED = {**FP8_RECIPES, "high_precision": recipes.high_precision}
@@ -123,3 +127,75 @@ def test_each_product_accumulates_as_the_recipe_says(fast_accum):
     with Products():
         run(dataclasses.replace(recipes.dynamic(), fast_accum=fast_accum), *data())
     assert asked == [product in fast_accum for product in PRODUCTS]
+
+
+class Grouped(octavo.nn.GroupedLinear):
+    """With the same two groups of rows each time."""
+
+    def forward(self, x):
+        return super().forward(x, torch.tensor([5, 16], dtype=torch.int32))
+
+
+def compiled(module):
+    return torch.compile(module, backend="aot_eager")
+
+
+def checkpointed(module, reentrant):
+    return lambda x: checkpoint(module, x, use_reentrant=reentrant)
+
+
+MODULES = {
+    "linear": lambda recipe: octavo.nn.Linear(32, 32, recipe=recipe),
+    "fused": lambda recipe: octavo.nn.RMSNormMLP(32, 48, activation="gelu", recipe=recipe),
+    "grouped": lambda recipe: Grouped(2, 32, 32, recipe=recipe),
+}
+CALLS = {
+    "eager": lambda module: module,
+    "compiled": compiled,
+    "checkpointed": functools.partial(checkpointed, reentrant=False),
+    "reentrant": functools.partial(checkpointed, reentrant=True),
+}
+
+
+def two_losses(recipe, make, call):
+    """The input's gradient of two losses over one graph, the first a thousandth, in a second step; the module."""
+    torch.manual_seed(0)
+    module = make(recipe)
+    called = call(module)
+    for _ in range(2):
+        x = torch.randn(16, 32, requires_grad=True)
+        y = called(x)
+        (y.square().sum() / 1000).backward(retain_graph=True)
+        y.square().sum().backward()
+        end_step()
+    return x.grad, module
+
+
+@pytest.mark.parametrize(
+    ("make", "call"),
+    [
+        *((name, "eager") for name in MODULES),
+        ("linear", "checkpointed"),
+        ("linear", "reentrant"),
+        pytest.param("linear", "compiled", marks=pytest.mark.full),
+    ],
+)
+def test_a_larger_loss_over_the_same_graph_is_not_clipped_to_the_first(make, call):
+    """Beside casts by each tensor's own amax, which remember nothing."""
+    how = MODULES[make], CALLS[call]
+    (found, module), (fresh, _), (exact, _) = (
+        two_losses(recipe, *how) for recipe in (recipes.delayed(4), recipes.dynamic(), recipes.high_precision())
+    )
+    assert sqnr(found, exact) > sqnr(fresh, exact) - 3
+    for name, history in octavo.nn.delayed_state_dict(module).items():
+        if name.endswith("history"):
+            assert (history > 0).sum(1).tolist() == [2, 2, 2]
+
+
+def test_a_pass_for_one_weight_leaves_the_other_layer_to_the_next():
+    module, x = MODULES["fused"](recipes.delayed(4)), torch.randn(16, 32, requires_grad=True)
+    loss = module(x).square().sum()
+    torch.autograd.grad(loss, module.fc2.weight, retain_graph=True)
+    assert not module.fc1.delayed_scale.any() and module.fc2.delayed_scale.all()
+    loss.backward()
+    assert module.fc1.delayed_scale.all()

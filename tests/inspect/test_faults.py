@@ -16,6 +16,7 @@ from octavo import recipes
 from octavo.inspect import Fault, FaultError
 from tests.support.combinations import each_pair
 from tests.support.helpers import CountOps
+from tests.support.passes import end_step
 
 BEFORE = ("before first", "before mlp", "before last")  # of a model; these and others for train_spoiled
 
@@ -180,6 +181,7 @@ def test_rows_amax_and_scale_before_a_fault(compiled: bool) -> None:
                 grad = torch.randn_like(y)
                 y.backward(grad)
                 seen.append((float(x[x.isfinite()].abs().max()), float(grad.abs().max())))
+                end_step()
                 trace.step(loss=step)
     fault = raised.value.fault
     assert fault == trace.fault and fault.share == 1 / 40

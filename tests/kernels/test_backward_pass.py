@@ -1,6 +1,8 @@
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from octavo.kernels.backward_pass import backward_pass, is_running
+from tests.support.passes import end_step
 
 CPU = torch.device("cpu")
 
@@ -15,7 +17,7 @@ class Asks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.found.append((is_running(), int(backward_pass(CPU))))
+        ctx.found.append((is_running(), int(backward_pass(CPU)[0])))
         return grad, None
 
 
@@ -29,4 +31,14 @@ def test_a_pass_has_one_number_and_each_another():
 
 
 def test_outside_of_a_backward_each_call_is_a_pass():
-    assert len({int(backward_pass(CPU)) for _ in range(3)}) == 3
+    assert len({int(backward_pass(CPU)[0]) for _ in range(3)}) == 3
+
+
+def test_a_step_of_an_optimizer_notes_the_last_pass_before_it():
+    (first, before), (second, still) = backward_pass(CPU).tolist(), backward_pass(CPU).tolist()
+    end_step()
+    third, noted = backward_pass(CPU).tolist()
+    assert before == still < first < second == noted < third
+    with FakeTensorMode():  # whose step is of no weight
+        end_step()
+    assert backward_pass(CPU)[1] == third

@@ -11,6 +11,7 @@ import octavo
 from octavo import recipes
 from octavo.kernels import capability
 from tests.support.helpers import assert_equal, to_fp8
+from tests.support.passes import end_step
 
 DELAYED = recipes.delayed(2)
 
@@ -72,6 +73,7 @@ def test_reset_parameters_forgets_the_history():
 def test_a_frozen_layer_keeps_its_state_unless_a_backward_passes_through_it():
     for frozen, other, reached in (("0", "2", False), ("2", "0", True)):
         net = trained()
+        end_step()
         net.get_submodule(frozen).requires_grad_(False)
         before = octavo.nn.delayed_state_dict(net)
         y = net(torch.randn(4, 16))

@@ -5,9 +5,11 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 import octavo
 from octavo import E5M2, PerBlock, recipes
+from octavo.nn.linear import divide
 from octavo.nn.weight import why_not_stored
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support.helpers import CountOps, assert_equal, every_layer, gradients, sqnr, to_fp8
@@ -243,3 +245,39 @@ def test_a_copy_keeps_nothing():
     other = copy.deepcopy(layer)
     assert layer.kept_operands is not None and other.kept_operands is None
     assert other.weight_writes is not layer.weight_writes
+
+
+@pytest.mark.parametrize("how", ["functional_call", "weight_norm", "prune"])
+def test_a_weight_that_is_not_what_its_history_is_of_takes_its_own_amax(how):
+    """A plain tensor in a parameter's place, or one computed of parameters that were loaded."""
+    layer, x = octavo.nn.Linear(64, 64, bias=False, recipe=recipes.delayed()), torch.randn(16, 64)
+    if how == "weight_norm":
+        parametrizations.weight_norm(layer)
+    elif how == "prune":
+        prune.l1_unstructured(layer, "weight", 0.3)
+    for _ in range(2):
+        layer(x).square().mean().backward()
+    history, weight, weights = layer.delayed_amax_history.clone(), 50 * layer.weight.detach(), {}
+    if how == "functional_call":
+        weights["weight"] = weight
+    else:
+        key = "original0" if how == "weight_norm" else "weight_orig"
+        layer.load_state_dict({name: v * 50 if key in name else v for name, v in layer.state_dict().items()})
+    y = torch.func.functional_call(layer, weights, (x.requires_grad_(),))
+    assert sqnr(y.detach(), x.detach().double() @ weight.double().t()) > 25
+    torch.autograd.grad(y.sum(), x)
+    if how == "functional_call":
+        assert torch.equal(layer.delayed_amax_history[1], history[1])
+
+
+def test_a_split_that_is_written_by_hand_empties_the_history_of_the_whole():
+    layer = octavo.nn.Linear(16, {"a": 8, "b": 8}, bias=False, recipe=recipes.delayed())
+    divide(layer, 1)
+    layer.delayed_scale.fill_(1.0)
+    layer.state_of_input()
+    layer.state_of_input()
+    assert layer.delayed_scale.all()
+    with torch.no_grad():
+        layer.b.weight.mul_(50)
+    layer.state_of_input()
+    assert (layer.delayed_scale == 0).tolist() == [False, True, False]

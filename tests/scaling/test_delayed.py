@@ -9,7 +9,8 @@ from torch import nn
 import octavo
 from octavo import Delayed, recipes
 from octavo.scaling.delayed import empty_state, may_be_empty, register_delayed_state
-from tests.support.helpers import assert_equal, to_fp8
+from tests.support.helpers import assert_equal, sqnr, to_fp8
+from tests.support.passes import end_step
 
 
 def model(recipe=None) -> nn.Module:
@@ -27,7 +28,7 @@ def test_the_state_is_of_plain_tensors_that_are_no_buffers():
     assert [(tuple(one.shape), one.dtype) for one in net[0].delayed_state] == [
         ((3,), torch.float32),
         ((3, 3), torch.float32),
-        ((2, 3), torch.int32),
+        ((3, 3), torch.int32),
     ]
     assert not dict(net.named_buffers())
     assert not any("delayed" in name for name in net.state_dict())
@@ -37,7 +38,7 @@ def test_save_and_load_continue_bit_for_bit():
     torch.manual_seed(1)
     net = model()
     step(net)
-    net.zero_grad()  # between optimizer steps; while gradients accumulate, a cached weight isn't rolled
+    end_step()
     saved = octavo.nn.delayed_state_dict(net)
     assert sorted(saved) == [f"{n}.{b}" for n in "02" for b in ("delayed_amax_history", "delayed_scale")]
     other = model()
@@ -73,6 +74,49 @@ def test_a_model_that_has_trained_goes_back_to_what_was_saved(weights_last):
         net.load_state_dict(saved) if weights else octavo.nn.load_delayed_state_dict(net, delayed)
     torch.manual_seed(2)
     assert trained(3) == expected
+
+
+@pytest.mark.parametrize("order", ["weights, state", "state, weights", "state, weights by hand"])
+def test_weights_loaded_after_those_of_the_state_are_not_cast_by_its_history(order):
+    net, source = model(), model()
+    step(source)
+    end_step()
+    saved, state = source.state_dict(), octavo.nn.delayed_state_dict(source)
+    if order.startswith("weights"):
+        net.load_state_dict(saved)
+    octavo.nn.load_delayed_state_dict(net, state)
+    if order.endswith("weights"):
+        net.load_state_dict(saved)
+    assert net[0].delayed_scale.all()
+    larger = {name: 50 * value for name, value in saved.items()}
+    if order.endswith("hand"):
+        with torch.no_grad():
+            net[0].weight.copy_(larger["0.weight"])
+    else:
+        net.load_state_dict(larger)
+    x = torch.randn(4, 16)
+    assert sqnr(net[0](x).detach(), x.double() @ larger["0.weight"].double().t() + net[0].bias.double()) > 20
+
+
+@pytest.mark.parametrize("micro_batches", [1, 8])
+def test_a_peak_of_each_step_is_remembered_with_any_number_of_micro_batches(micro_batches):
+    """Against float64, which has no history."""
+    layer = octavo.nn.Linear(16, 16, bias=False, recipe=recipes.delayed(2))
+    optimizer, noise = torch.optim.SGD(layer.parameters(), lr=1e-6), []
+    for _ in range(3):
+        weight = layer.weight.detach().double()
+        for number in range(micro_batches):
+            size = 100.0 if number == 0 else 1.0
+            x, gradient = (size * torch.randn(8, 16)).requires_grad_(), size * torch.randn(8, 16)
+            y = layer(x)
+            y.backward(gradient)
+            if number == 0:
+                noise.append(sqnr(y.detach(), x.detach().double() @ weight.t()))
+                noise.append(sqnr(x.grad, gradient.double() @ weight))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert min(noise[2:]) > 15
+    assert (layer.delayed_amax_history > 0).all()
 
 
 def test_no_delayed_recipe_no_state():

@@ -20,9 +20,17 @@ def one_pass(*calls: Callable[[], Any]) -> list[Any]:
     return results
 
 
+def end_step() -> None:
+    """End the optimizer step that the passes until now are of, as a step of any optimizer does."""
+    _optimizer.step()
+
+
+_optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+
+
 def before_of(scale: Tensor) -> Tensor:
     """A state's ``before`` when no pass has rolled it since these were its scales."""
-    return torch.stack((torch.zeros_like(scale), scale)).view(torch.int32)
+    return torch.stack((torch.zeros_like(scale), scale, torch.zeros_like(scale))).view(torch.int32)
 
 
 def same_state(state: State, expected: State) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.kernels.backward_pass import backward_pass
+from octavo.kernels.backward_pass import backward_pass, enters_again
 from octavo.numerics import scale_of
 
 
@@ -30,10 +30,11 @@ def delayed_update(
     roles = list(found)
     rows = slice(roles[0], roles[-1] + 1, 2 if roles == [0, 2] else 1)
     history, scale, before = delayed_amax_history[rows], delayed_scale[rows], delayed_before[:, rows]
-    number = backward_pass(delayed_scale.device)
-    again = before[0] == number
-    before[1].copy_(torch.where(again, before[1], scale.view(torch.int32)))
-    before[0].copy_(number)
+    numbers = backward_pass(delayed_scale.device)
+    again = enters_again(before, numbers)
+    before[1].copy_(torch.where(before[0] == numbers[0], before[1], scale.view(torch.int32)))
+    before[2].copy_(torch.where(again, before[2], numbers[0]))
+    before[0].copy_(numbers[0])
     rolled = []
     for role, raises, (newest, *older) in zip(roles, again.tolist(), history.tolist(), strict=True):
         amax = float(found[role])

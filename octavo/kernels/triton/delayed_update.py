@@ -34,17 +34,16 @@ class Update(NamedTuple):
     most_recent: bool
     length: int  # of the history
     block: int  # that, rounded up to a power of two
+    longest: int  # passes of one step
 
 
 class StateTensors(NamedTuple):
-    """A delayed state's tensors, and the number of the backward pass, which octavo/kernels/backward_pass.py counts."""
+    """A delayed state's tensors, and the numbers of backward passes, which octavo/kernels/backward_pass.py counts."""
 
     scale: Tensor  # [3]
     history: Tensor | None  # [3, length]; None, as what follows, where the scale alone is read
-    before: (
-        Tensor | None
-    )  # [2, 3] int32: the numbers of the passes that rolled last, the bits of the scales before them
-    number: Tensor | None  # [1] int32
+    before: Tensor | None  # [3, 3] int32, see octavo/scaling/delayed.py
+    numbers: Tensor | None  # [2] int32: of this pass, and of the last one of a step that is over
 
 
 @triton.jit
@@ -53,17 +52,20 @@ def scale_of_pass(state, ROLE: tl.constexpr):
     scale = tl.load(state.scale + ROLE)
     if state.before is not None:
         before = tl.load(state.before + 3 + ROLE).to(tl.float32, bitcast=True)
-        scale = tl.where(tl.load(state.before + ROLE) == tl.load(state.number), before, scale)
+        scale = tl.where(tl.load(state.before + ROLE) == tl.load(state.numbers), before, scale)
     return scale
 
 
 @triton.jit
 def roll(state, amax, ROLE: tl.constexpr, update: tl.constexpr):
-    """history[ROLE] <- (amax, history[ROLE][:-1]), or again in a pass its newest raised to amax; and the next scale."""
+    """history[ROLE] <- (amax, history[ROLE][:-1]), or again in a step its newest raised to amax; and the next scale."""
     index = tl.arange(0, update.block)
     row_ptr = state.history + ROLE * update.length
-    number = tl.load(state.number)
-    again = tl.load(state.before + ROLE) == number
+    number = tl.load(state.numbers)
+    last_roll = tl.load(state.before + 6 + ROLE)
+    passes_since = number - last_roll  # negative: of another process's or device's numbers
+    again = (last_roll > tl.load(state.numbers + 1)) & (passes_since >= 0) & (passes_since < update.longest)
+    again = again | (tl.load(state.before + ROLE) == number)
     previous = tl.load(state.scale + ROLE)
     before = scale_of_pass(state, ROLE)
     newest = tl.where(again, tl.maximum(amax, tl.load(row_ptr)), amax)
@@ -78,6 +80,7 @@ def roll(state, amax, ROLE: tl.constexpr, update: tl.constexpr):
     tl.store(row_ptr + index, rolled, mask=index < update.length)
     tl.store(state.before + ROLE, number)
     tl.store(state.before + 3 + ROLE, before.to(tl.int32, bitcast=True))
+    tl.store(state.before + 6 + ROLE, tl.where(again, last_roll, number))
     scale = scale_from_amax(largest, update.limits[ROLE], update.powers_of_two[ROLE])
     tl.store(state.scale + ROLE, tl.where(largest > 0, scale, previous))
 
@@ -105,7 +108,8 @@ def update_of(
 ) -> Update:
     """The kernels' Update from the op's arguments."""
     margined = tuple(limit * 2.0**-margin for limit, margin in zip(limits, margins, strict=True))
-    return Update(margined, powers_of_two, reduce == "most_recent", length, triton.next_power_of_2(length))
+    block = triton.next_power_of_2(length)
+    return Update(margined, powers_of_two, reduce == "most_recent", length, block, passes.LONGEST)
 
 
 def delayed_update(

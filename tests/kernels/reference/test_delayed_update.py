@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from octavo import kernels
+from octavo.kernels.backward_pass import LONGEST
 from octavo.scaling.delayed import State, empty_state
 from tests.support.definitions import same_bits, scale_of
-from tests.support.passes import one_pass
+from tests.support.passes import end_step, one_pass
 
 LIMITS = [448.0, 448.0, 57344.0]
 
@@ -38,7 +39,8 @@ UPDATE = (LIMITS, [False, True, False], [0, 1, 2])
 @pytest.mark.parametrize("reduce", ["max", "most_recent"])
 @pytest.mark.parametrize("length", [1, 2, 5, 16])
 @pytest.mark.parametrize("powers", [[False] * 3, [True] * 3, [True, False, True], [False, False, True]], ids=str)
-def test_a_pass_rolls_each_role_once_by_its_largest_amax(powers: list[bool], length: int, reduce: str) -> None:
+def test_a_step_rolls_each_role_once_by_its_largest_amax(powers: list[bool], length: int, reduce: str) -> None:
+    """However many backward passes it has, and calls in each; what a pass casts reads the scales of before it."""
     state = State.empty(length)
 
     def call(amaxes: list[float | None], margins: list[int]) -> list[Tensor]:
@@ -56,9 +58,12 @@ def test_a_pass_rolls_each_role_once_by_its_largest_amax(powers: list[bool], len
         found = [[amax for amax in role if amax is not None] for role in zip(*calls, strict=True)]
         largest = [max(role, default=None) for role in found]
         scales, rolled = expected_update(state.scale.tolist(), state.amax_history.tolist(), largest, powers, margins)
-        old, addresses = state.scale.clone(), [tensor.data_ptr() for tensor in state]
-        for seen in one_pass(*(partial(call, amaxes, margins) for amaxes in calls)):
-            assert all(same_bits(scales_of_pass, old) for scales_of_pass in seen)
+        addresses = [tensor.data_ptr() for tensor in state]
+        for of_pass in (calls[:2], calls[2:3], calls[3:]):
+            old = state.scale.clone()
+            for seen in one_pass(*(partial(call, amaxes, margins) for amaxes in of_pass)):
+                assert all(same_bits(scales_of_pass, old) for scales_of_pass in seen)
+        end_step()
         assert addresses == [tensor.data_ptr() for tensor in state], "the state is written in place"
         assert same_bits(state.amax_history, torch.tensor(rolled))
         assert same_bits(state.scale, torch.tensor(scales[reduce]))
@@ -69,6 +74,7 @@ def test_a_role_that_is_emptied_in_a_pass_begins_anew() -> None:
     state, one = State.empty(3), torch.ones(1, 1)
     for _ in range(2):
         kernels.delayed_update(*state, one, one, one, *UPDATE, "max")
+        end_step()
 
     def call() -> Tensor:
         kernels.delayed_update(*state, 2 * one, 2 * one, 2 * one, *UPDATE, "max")
@@ -77,6 +83,25 @@ def test_a_role_that_is_emptied_in_a_pass_begins_anew() -> None:
     first, _, second = one_pass(call, lambda: empty_state(state, 1), call)
     assert state.amax_history.tolist() == [[2.0, 1.0, 1.0], [2.0, 0.0, 0.0], [2.0, 1.0, 1.0]]
     assert second.tolist() == [first[0], 0.0, first[2]]
+
+
+def test_without_an_optimizer_so_many_passes_are_a_step() -> None:
+    """What updates weights by no torch.optim.Optimizer ends no step; an amax is not remembered for ever."""
+    state = State.empty(2)
+    for amax in (1.0, 2.0, 3.0):
+        kernels.delayed_update(*state, None, None, torch.full((1, 1), amax), *UPDATE, "max")
+        state.before[2] -= LONGEST // 2
+    assert state.amax_history[2].tolist() == [3.0, 2.0]
+
+
+def test_a_state_of_another_process_rolls_in_its_first_pass() -> None:
+    """Whose numbers of passes are others, perhaps larger."""
+    for difference in (1 << 30, -(1 << 30)):
+        state, one = State.empty(2), torch.ones(1, 1)
+        kernels.delayed_update(*state, one, one, one, *UPDATE, "max")
+        state.before.add_(difference)
+        kernels.delayed_update(*state, 2 * one, 2 * one, 2 * one, *UPDATE, "max")
+        assert state.amax_history.tolist() == [[2.0, 1.0]] * 3
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
@@ -98,4 +123,5 @@ def test_a_compiled_graph_that_commits_twice_in_a_pass(backend: str) -> None:
         for a, b in zip(*one_pass(*twice), strict=True):
             assert same_bits(a, b)
         assert all(map(same_bits, ours, theirs))
+        end_step()
     assert ours.amax_history[0].tolist() == [gradients[1].abs().max(), ours.amax_history[0, 1]]

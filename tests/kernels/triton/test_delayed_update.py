@@ -13,7 +13,7 @@ from octavo.scaling.delayed import State
 from tests.support.casts import ALL, E5M2, update_args
 from tests.support.combinations import each_pair
 from tests.support.definitions import same_bits
-from tests.support.passes import one_pass, same_state
+from tests.support.passes import end_step, one_pass, same_state
 from tests.support.triton_cases import count_launches
 from tests.support.triton_kernels import TritonKernels
 
@@ -48,7 +48,10 @@ def test_update(kernels: TritonKernels, case: dict[str, Any]) -> None:
 
     for _ in range(3):
         both(0, 1, 2)
+        both(1, 2, 0)  # a pass by itself of the same step
+        end_step()
     for _ in range(2):  # in one pass amaxes rise and fall, and roles are left out
+        end_step()
         one_pass(partial(both, 0, 1, 2), partial(both, 1, 2, 0), partial(both, 2, 0, 1), partial(both, 0, 1, 2))
 
 
@@ -77,6 +80,7 @@ def test_casts_of_a_pass_read_the_scales_of_before_it(kernels: TritonKernels, mo
         assert launched.count("amax_kernel") == (3, 1, 0)[min(step, 2)]  # the second pass's first commit tells the host
         own = [kernels.cast(x, old, 2, E5M2, ALL, False, 2)[2] for x in gradients]
         assert all(same_bits(a, b) for a, b in zip(found, own, strict=True))
+        end_step()
     assert (state.scale != 0).tolist() == [True, False, True]
 
 

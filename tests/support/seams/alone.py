@@ -20,7 +20,7 @@ from octavo import recipes
 from octavo.errors import UnsupportedOpError
 from tests.support.helpers import every_layer
 from tests.support.seams.features import KNOWN, LORA, KnownPart
-from tests.support.seams.made import Made, evaluating
+from tests.support.seams.made import Made, evaluating, values_of
 from tests.support.seams.situations import Documented, Refused, Sound, situation
 from tests.support.seams.twins import TwinLinear, twin_of
 
@@ -51,8 +51,9 @@ def _evaluated(made: Made, mode: Callable[[], Any]) -> None:
             made.note(f"evaluation {step}", made.call(4 * made.data(step, 5)))
 
 
-situation("evaluation between steps", LOOP)(functools.partial(_evaluated, mode=torch.no_grad))
-situation("inference mode between steps", LOOP)(functools.partial(_evaluated, mode=torch.inference_mode))
+LARGER = ("evaluation",)  # inputs of 4 times the size, which the history shall not see
+situation("evaluation between steps", LOOP, grows=LARGER)(functools.partial(_evaluated, mode=torch.no_grad))
+situation("inference mode between steps", LOOP, grows=LARGER)(functools.partial(_evaluated, mode=torch.inference_mode))
 
 
 @situation("a forward before the optimizer is made", LOOP)
@@ -93,6 +94,30 @@ def backward_twice(made: Made) -> None:
         made.loss(2 * y).backward()
 
     made.train(backward=twice)
+
+
+@situation("two losses, the second larger", LOOP)
+def two_losses(made: Made) -> None:
+    """An auxiliary loss first, over the same graph: gradients of the second are a hundred times larger."""
+
+    def both(y: Tensor) -> None:
+        with made.accumulating(more=True):
+            (made.loss(y) / 100).backward(retain_graph=True)
+        made.loss(y).backward()
+
+    made.train(backward=both)
+
+
+@situation("plain tensors as weights", LOOP)
+def plain_weights(made: Made) -> None:
+    """torch.func.functional_call with larger weights of the first part, between steps."""
+    for step in range(3):
+        made.train(1)
+        larger = {f"0.{name}": 4 * values_of(weight) for name, weight in made.model[0].named_parameters()}
+        x = made.data(step, 5).requires_grad_()
+        y = torch.func.functional_call(made.model, larger, (x,))
+        made.note(f"output of others {step}", y)
+        made.note(f"input's gradient of others {step}", torch.autograd.grad(made.loss(y), x)[0])
 
 
 @situation("an optimizer made before convert", LOOP)
@@ -147,7 +172,7 @@ def other_defaults(made: Made) -> None:
             torch.set_default_dtype(usual)
 
 
-@situation("octavo.using between steps", LOOP)
+@situation("octavo.using between steps", LOOP, grows=("input's gradient in", "output in"))  # inputs of 4 times the size
 def using(made: Made) -> None:
     """A gradient of the input under the same recipe, and an output in high precision; the history sees neither."""
     for step in range(3):
@@ -175,7 +200,8 @@ def written_between(made: Made) -> None:
     def call(x: Tensor) -> Tensor:
         read = x + 0
         first = made.model[0](read)
-        return first + made.model[1](read.mul_(3))
+        # torch's own product in float64 reads the tensor in backward
+        return first + made.model[1](3 * read if made.role == "float64" else read.mul_(3))
 
     made.train(call=call)
 
@@ -286,8 +312,8 @@ def _two_ahead(made: Made, recompute: bool) -> None:
 
 ONCE_EACH = Documented(
     "#recomputation",
-    "each region's backward is a pass of its own, so the history rolls once a region, and a region that is computed "
-    "again reads what the one after it wrote; `use_reentrant=False`",
+    "each region's backward is a pass of its own, and a region that is computed again reads the scales that the one "
+    "after it wrote; `use_reentrant=False`",
 )
 READS_NEXT = Documented(
     "#recomputation",
@@ -491,6 +517,12 @@ UNSEEN = Documented(
 )
 
 
+SATURATES = Documented(
+    "limits.md",
+    "no counter moves: the next forward in training casts by the old weight's history; `octavo.nn.invalidate`",
+)
+
+
 def _by_data(parameter: Any, change: Tensor) -> None:
     parameter.data.sub_(change)
 
@@ -525,17 +557,20 @@ def _descend(made: Made, write: Any, seen: Callable[[Made], None] = lambda made:
 
 
 for name, options, exceptions in (
-    ("descent through .data", {"write": _by_data}, {"KeptWeights": UNSEEN}),
+    ("descent through .data", {"write": _by_data}, {"KeptWeights": UNSEEN, DELAYED: SATURATES}),
     ("descent through .data, octavo.nn.invalidate", {"write": _by_data, "seen": _invalidate}, {}),
     ("descent through torch._foreach_", {"write": _by_foreach, "seen": Made.wrote}, {}),
 ):
-    situation(name, WRITES, exceptions=NOT_BY_HAND | exceptions)(functools.partial(_descend, **options))
+    # twice the weights have larger gradients
+    add = situation(name, WRITES, exceptions=NOT_BY_HAND | exceptions, grows=("input's gradient 2",))
+    add(functools.partial(_descend, **options))
 
 
 @situation(
     "fewer rows through .data",
     WRITES,
     exceptions={(*STORED, *LORA): Refused(UnsupportedOpError, r"dequantize", "codes and scales are cut together")},
+    grows=("input's gradient 2",),  # of a mean over fewer elements
 )
 def fewer_rows(made: Made) -> None:
     """The last layer loses half its rows, and has a new optimizer."""

@@ -142,6 +142,11 @@ class Feature:
         self.part, self.last, self.adamw, self.dtype = part, last, adamw, dtype
         self.how = {"select": every_layer} | how
 
+    @property
+    def has_history(self) -> bool:
+        """Whether it casts by what was seen before."""
+        return self.recipe.delayed is not None
+
     def plain(self) -> nn.Module:
         """The model before octavo."""
         return nn.Sequential(self.part(), self.part()).to(self.dtype)
@@ -238,6 +243,8 @@ class Experts(Feature):
 
 class Scheduled(Feature):
     """A schedule that goes from blocks to one scale a tensor; a twin's recipe is set by hand."""
+
+    has_history = True
 
     def begin(self, made: Made) -> None:
         phases = [Phase(self.recipe), Phase(DELAYED, from_step=SWITCHES_AT)]

@@ -22,7 +22,7 @@ from tests.support.seams.twins import TwinLinear, casts_of, twin_of
 if TYPE_CHECKING:
     from tests.support.seams.features import Feature
 
-Role = Literal["library", "twin", "float64"]
+Role = Literal["library", "twin", "twin that forgets", "float64"]
 TOKENS, WIDTH, STEPS = 16, 256, 3
 
 
@@ -46,7 +46,7 @@ class Made:
 
     def __init__(self, feature: Feature, role: Role, mesh: Any = None) -> None:
         self.feature, self.role, self.mesh = feature, role, mesh
-        self.is_library = role == "library"
+        self.is_library, self.is_twin = role == "library", role in ("twin", "twin that forgets")
         self.trace: dict[str, Tensor] = {}
         self.closing = contextlib.ExitStack()
         self.step_number = self.begun_at = 0
@@ -65,7 +65,7 @@ class Made:
         """From the next forward on."""
         if self.is_library:
             octavo.set_recipe(self.model, recipe)
-        for casts in casts_of(self.model) if self.role == "twin" else ():
+        for casts in casts_of(self.model) if self.is_twin else ():
             casts.set(recipe)
 
     @contextlib.contextmanager
@@ -74,7 +74,7 @@ class Made:
         with contextlib.ExitStack() as stack:
             if self.is_library:
                 stack.enter_context(octavo.using(self.model, recipe))
-            for casts in casts_of(self.model) if self.role == "twin" else ():
+            for casts in casts_of(self.model) if self.is_twin else ():
                 stack.enter_context(casts.using(recipe))
             yield
 
@@ -87,6 +87,8 @@ class Made:
         """Go on with this model, which has no optimizer yet."""
         self.model: Any = model
         self.call: Any = model
+        for casts in casts_of(model):
+            casts.forgets = self.role == "twin that forgets"
         self.optimizers: list[Any] = []
 
     def begin(self, optimizers: Callable[[Any], list[Any]] | None = None) -> None:
@@ -102,7 +104,7 @@ class Made:
         self.optimizers = [make(self.model.parameters())] if optimizers is None else optimizers(make)
         if self.is_library:
             self.feature.begin(self)
-        elif self.role == "twin":
+        elif self.is_twin:
             self.feature.twin_stepped(self, 0)
 
     # --- ranks --------------------------------------------------------------------------------------------------------
@@ -198,7 +200,7 @@ class Made:
 
     def round(self) -> None:
         """A twin's gradients are as the feature stores them."""
-        if self.role == "twin":
+        if self.is_twin:
             self.feature.rounded(self)
 
     def update(self, zero_to_none: bool = True, by: Any = None) -> None:
@@ -206,9 +208,11 @@ class Made:
         for optimizer in self.optimizers:
             optimizer.step() if by is None else by(optimizer)
         self.step_number += 1
+        for casts in () if self.is_library else casts_of(self.model):
+            casts.end_step()
         if self.is_library:
             self.feature.stepped(self)
-        elif self.role == "twin":
+        elif self.is_twin:
             self.feature.twin_stepped(self, self.step_number - self.begun_at)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=zero_to_none)
@@ -274,8 +278,13 @@ def whole(parameter: Any) -> Tensor:
             ).full_tensor()  # gloo has no E8M0
         part = StoredWeight(codes.view(part.qdata.dtype), scales, part.dtype, part.granularity)
     if part is not None:
-        return part.dequantize().detach()
+        return values_of(part)
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+def values_of(weight: Any) -> Tensor:
+    """A weight's values as a plain tensor, of one in FP8 what its codes read."""
+    return weight.dequantize().detach() if isinstance(weight, StoredWeight) else weight.detach()
 
 
 @contextlib.contextmanager

@@ -453,7 +453,7 @@ def _piped(made: Made, of_stages: Callable[..., Any], places: Sequence[int], sha
     made.feature.wrapped(made)
     made.begin()
     for step in range(2):
-        for casts in casts_of(made.model) if shards and made.role == "twin" else ():
+        for casts in casts_of(made.model) if shards and made.is_twin else ():
             casts.gathered = []  # a stage stays gathered from a step's first micro-batch to its last
         batch = torch.cat([made.data(step, number, made.batch) for number in range(MICRO)])
         inputs = [batch] if pipe.get_local_rank() == places[0] else []

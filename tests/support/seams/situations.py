@@ -59,6 +59,7 @@ class Situation(NamedTuple):
     exceptions: Mapping[str, Verdict]  # by features' names
     group: str  # the heading in the page
     slow: bool  # whether no cell of it is in the default sample
+    grows: tuple[str, ...]  # the beginnings of names in the trace of what is larger there than a history can know
 
 
 def situation(
@@ -68,6 +69,7 @@ def situation(
     verdict: Verdict = EXACT,
     exceptions: Mapping[str | tuple[str, ...], Verdict] | None = None,
     slow: bool = False,
+    grows: tuple[str, ...] = (),
 ) -> Callable[[Program], Program]:
     """Decorates a program, which thereby is a row of the table; ``exceptions``: by a feature's name, or by several."""
     by_feature: dict[str, Verdict] = {}
@@ -76,7 +78,7 @@ def situation(
 
     def add(program: Program) -> Program:
         assert name not in SITUATIONS, name
-        SITUATIONS[name] = Situation(name, program, ranks, verdict, by_feature, group, slow)
+        SITUATIONS[name] = Situation(name, program, ranks, verdict, by_feature, group, slow, grows)
         return program
 
     return add

@@ -1,8 +1,9 @@
 """Modules that compute what octavo's do and keep nothing: every call casts anew, by the definitions of the tests.
 
 Casts are those of tests/support/definitions.py (numpy, ml_dtypes, gfloat); only the products of codes are octavo's, so
-that sums round in the same order. Delayed scaling is as the documentation defines it: a history rolls once a backward
-pass, with the largest amax of all calls of the layer in it; it belongs to a rank; forward changes nothing.
+that sums round in the same order. Delayed scaling is as the documentation defines it: a history has an entry for each
+optimizer step, the largest amax of all calls of the layer in it; it belongs to a rank; forward changes nothing. A twin
+that forgets has no history: it casts each tensor by its own amax, whatever the definition of delayed scaling says.
 
 Without a recipe a twin computes in the dtype of its weight: in float64 it is what a sound verdict is measured against.
 
@@ -42,6 +43,8 @@ class Casts:
 
     def __init__(self, recipe: octavo.Recipe | None) -> None:
         self.own: History | None = None
+        self.forgets = False  # whether there is no history
+        self.entered = False  # whether the optimizer step that is under way has an entry
         self.pass_id = -1  # of the last backward pass
         self.pending: tuple[octavo.Recipe, History, Tensor] | None = None  # what it shall roll, its largest amaxes [3]
         self.gathered: list[float] | None = None  # the weight's scales since its gather, of which the first holds
@@ -51,23 +54,24 @@ class Casts:
         """Follow another recipe from the next call on."""
         self.recipe = None if recipe is None or recipe.is_high_precision else recipe
         if recipe is None or recipe.delayed is None:
-            self.own = None
+            self.own, self.entered = None, False
 
     @contextlib.contextmanager
     def using(self, recipe: octavo.Recipe) -> Iterator[None]:
         """Another recipe, or the same with a history that is thrown away."""
         self.settle()
-        kept = self.recipe, self.own
+        kept = self.recipe, self.own, self.entered
         if self.own is not None:
             self.own = History(*(part.clone() for part in self.own))
         self.set(recipe)
         yield
-        self.recipe, self.own = kept
+        self.settle()
+        self.recipe, self.own, self.entered = kept
 
     def history(self) -> History | None:
         """The layer's on this rank, if its recipe has any."""
         self.settle()
-        if self.recipe.delayed is None:
+        if self.recipe.delayed is None or self.forgets:
             return None
         if self.own is None:
             with torch.inference_mode(False):
@@ -105,6 +109,11 @@ class Casts:
         self.pass_id = torch._C._current_graph_task_id()
         self.pending = recipe, history, torch.maximum(seen, torch.stack(amaxes))
 
+    def end_step(self) -> None:
+        """An optimizer has stepped: what the next backward pass sees is another entry."""
+        self.settle()
+        self.entered = False
+
     def settle(self) -> None:
         """Put the largest amaxes of the last pass into the history, if it is over."""
         if self.pending is None or torch._C._current_graph_task_id() == self.pass_id:
@@ -113,10 +122,14 @@ class Casts:
         for role, pair in enumerate(recipe.casts):
             delayed = next((cast for cast in pair[:2] if cast is not None and cast.is_delayed), None)
             if delayed is not None:
-                amaxes[role] = torch.cat([seen[role : role + 1], amaxes[role, :-1]])
+                if not self.entered:
+                    amaxes[role] = amaxes[role].roll(1)
+                    amaxes[role, 0] = 0
+                amaxes[role, 0] = torch.maximum(amaxes[role, 0], seen[role])
                 found = amaxes[role].max() if recipe.delayed.reduce == "max" else amaxes[role, 0]
                 how = delayed.format.max, delayed.power_of_two, delayed.margin
                 scale[role] = definitions.scale_of(float(found), *how, float(scale[role]))
+        self.entered = True
 
 
 @functools.lru_cache(256)
@@ -141,9 +154,12 @@ class _Products(torch.autograd.Function):
     """x . W^T + b, and its gradients, in the recipe's casts."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, casts: Casts, training: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, casts: Casts, training: bool, owned: bool
+    ) -> Tensor:
         ctx.casts, ctx.recipe, ctx.history = casts, casts.recipe, casts.history()
-        ctx.rolls, of_weight = training and ctx.history is not None, ctx.history if training else None
+        ctx.rolls = ctx.history if training else None
+        of_weight = ctx.rolls if owned else None  # a plain tensor is not what the history is of
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         output, grad_input, grad_weight = ctx.recipe.output, ctx.recipe.grad_input, ctx.recipe.grad_weight
         if output is None:
@@ -156,16 +172,19 @@ class _Products(torch.autograd.Function):
             ctx.weight = casts.cast(weight, grad_input[1], WEIGHT, of_weight, transposed=True)
         if grad_weight is not None:
             ctx.x = casts.cast(x, grad_weight[1], INPUT, ctx.history, transposed=True)
-        ctx.amaxes = [amax_of(x), torch.zeros(()) if isinstance(weight, StoredWeight) else amax_of(weight)]
+        ctx.amaxes = [
+            amax_of(x),
+            amax_of(weight) if owned and not isinstance(weight, StoredWeight) else torch.zeros(()),
+        ]
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         casts, history, grad_input, grad_weight = ctx.casts, ctx.history, ctx.recipe.grad_input, ctx.recipe.grad_weight
-        if ctx.rolls:
-            casts.saw(ctx.recipe, history, [*ctx.amaxes, amax_of(g)])
-            # another pass over a graph that is kept commits nothing, and casts as this one
-            ctx.history, ctx.rolls = History(history.scale.clone(), history.amaxes), False
+        if ctx.rolls is not None:
+            casts.saw(ctx.recipe, ctx.rolls, [*ctx.amaxes, amax_of(g)])
+            # another pass over a graph that is kept casts as this one, and enters its gradient alone
+            ctx.history, ctx.amaxes = History(history.scale.clone(), history.amaxes), [torch.zeros(())] * 2
         dtype, weight_dtype, bias_dtype = ctx.dtypes
         dx = dw = db = None
         if ctx.needs_input_grad[0] and grad_input is None:
@@ -179,7 +198,7 @@ class _Products(torch.autograd.Function):
             dw = product(grad_weight, pair, ctx.x, None, dtype).to(weight_dtype)
         if ctx.needs_input_grad[2]:
             db = g.sum(0).to(bias_dtype)  # in float32, rounded once
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None
 
 
 def held(weight: Any, exact: bool) -> Any:
@@ -203,7 +222,8 @@ class TwinLinear(nn.Module):
             return F.linear(x, weight, self.bias)
         if torch.is_autocast_enabled("cpu"):  # a weight is rounded once, to codes
             x = x.to(torch.get_autocast_dtype("cpu"))
-        return _Products.apply(x, self.weight, self.bias, self.casts, self.training)
+        owned = isinstance(self.weight, nn.Parameter)
+        return _Products.apply(x, self.weight, self.bias, self.casts, self.training, owned)
 
 
 class _OfExpert(torch.autograd.Function):
@@ -239,7 +259,8 @@ class TwinExperts(nn.Module):
         weight = _OfExpert.apply(layer.weight, expert) if stored else layer.weight[expert]
         if layer.casts.recipe is None:
             return F.linear(x, weight)
-        return _Products.apply(x, weight, None, layer.casts, self.training)
+        owned = isinstance(layer.weight, nn.Parameter)
+        return _Products.apply(x, weight, None, layer.casts, self.training, owned)
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         rows = index.reshape(-1)
