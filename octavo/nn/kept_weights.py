@@ -98,7 +98,7 @@ class KeptWeights:
         if not found:
             raise ValueError(
                 "no layer's weight can be kept; convert the model with dynamic(), delayed() or blockwise() "
-                "(weights that are stored in FP8 need no cast)"
+                "(weights that are stored in FP8 need no cast; those that FSDP or ZeRO-3 shard can't be kept)"
             )
         self.names = tuple(found)
         self._groups: dict[tuple[Any, ...], list[Any]] = {}
@@ -159,7 +159,12 @@ def _kept(layer: Linear) -> KeptOperands | None:
     recipe, weight = layer.recipe, layer.weight
     casts = recipe.weight_casts
     cast = casts.as_is or casts.transposed
-    if type(weight) is not nn.Parameter or cast is None or (casts.as_is and casts.transposed and not casts.once):
+    if (
+        type(weight) is not nn.Parameter
+        or weight.ndim != 2
+        or cast is None
+        or (casts.as_is and casts.transposed and not casts.once)
+    ):
         return None
     if cast.tile != (ALL, ALL) and not (cast.tile[0] == cast.tile[1] and is_small_block(cast.tile)):
         return None
