@@ -130,7 +130,7 @@ def fp8_operands(
     if not training:  # the weight may have been merged, averaged, swapped: its own amax, whatever the history
         state = None
     elif parts is None and module.kept_operands is not None:
-        kept = module.kept_operands.of(parameter)
+        kept = module.kept_operands.of(parameter, state)
         if kept is not None:
             return kept
     is_freed = transposed and is_freed_after_forward(module, parameter)

@@ -232,4 +232,4 @@ def codes_equal(a: nn.Module, b: nn.Module) -> bool:
 @both
 def test_state_dicts_move(pool, recipe):
     for found in pool.run(moved, (2,), recipe, seconds=60, whole=True):
-        assert all(found) and len(found) == 15
+        assert all(found) and len(found) == 16
