@@ -128,6 +128,9 @@ ATTRIBUTES = {  # by the functions of this file
     "_post_accumulate_grad_hooks": Name("torch.nn.Parameter._post_accumulate_grad_hooks", "the same"),
     "_current_level": Name("torch.autograd.forward_ad._current_level", "refuses forward-mode derivatives"),
     "_is_exporting_flag": Name("torch.compiler._is_exporting_flag", "tells torch.export from torch.compile"),
+    "_is_fsdp_managed_module": Name(
+        "torch.nn.Module._is_fsdp_managed_module", "keeps no codes of weights that are freed"
+    ),
     "_get_fsdp_state": Name("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "finds FSDP2's parameters"),
     "_fsdp_param_groups": Name("FSDPState._fsdp_param_groups", "the same"),
     "_fsdp_param_group": Name("FSDPState._fsdp_param_group", "the same, until torch 2.12"),
@@ -186,6 +189,11 @@ def hooks_of(parameter: Any) -> tuple[Any, Any]:
 def set_hooks(parameter: Any, hooks: tuple[Any, Any]) -> None:
     """Give a parameter what ``hooks_of`` gave."""
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
+
+
+def is_under_fsdp(module: nn.Module) -> bool:
+    """Whether FSDP1 or FSDP2 manages the module's parameters: it frees them after forward."""
+    return "_is_fsdp_managed_module" in module.__dict__
 
 
 def in_forward_mode() -> bool:

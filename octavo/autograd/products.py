@@ -24,7 +24,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octavo import kernels
-from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CodesAndScale, State, as_rows, cast_grad_output, cast_role, commit
+from octavo.autograd.casts import (
+    GRAD_OUTPUT,
+    INPUT,
+    WEIGHT,
+    CodesAndScale,
+    State,
+    as_rows,
+    cast_grad_output,
+    cast_role,
+    commit,
+)
 from octavo.autograd.gather_input import GatheredInput, Wire, gathered_transposed
 from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
 from octavo.autograd.shared_casts import UNKNOWN, CastReader, ReadTensor
@@ -47,7 +57,8 @@ class Layer(NamedTuple):
     number of the input's cast, see shared_casts.py; ``observer``: who sees what casts and products do, see
     inspect/rows.py; ``offsets``: where groups of rows end; ``parts``: how roles lie on the ranks of a
     tensor-parallel group; ``wire``: how the input came from them; ``dtypes``: of results, weight and bias, in backward;
-    ``first_state``: by what the first backward pass cast grad_output, if it kept the graph.
+    ``first_state``: by what the first backward pass cast grad_output, if it kept the graph;
+    ``weight_is_swapped``: whether the weight is saved [..., K, N].
     """
 
     weight: Operands
@@ -60,6 +71,7 @@ class Layer(NamedTuple):
     wire: Wire | None = None
     dtypes: tuple[torch.dtype, ...] = ()
     first_state: State | None = None
+    weight_is_swapped: bool = False
 
 
 _SAVED = Operands()  # stands for a weight's, which autograd keeps
@@ -71,9 +83,11 @@ def plan_of(layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | 
     ``number``: of the input's cast.
     """
     dtypes = dtype, weight_NK.dtype, *(() if bias is None else (bias.dtype,))
-    commits = layer.commits and number
+    commits, source = layer.commits and number, layer.weight.source
+    is_swapped = source is not None and source.is_swapped
     # field by field, as every forward calls this: _replace takes twice as long
-    return Layer(_SAVED, layer.recipe, layer.state, commits, layer.observer, None, layer.parts, layer.wire, dtypes)
+    of_ranks = layer.parts, layer.wire
+    return Layer(_SAVED, layer.recipe, layer.state, commits, layer.observer, None, *of_ranks, dtypes, None, is_swapped)
 
 
 def output(
@@ -108,20 +122,23 @@ class Saved(NamedTuple):
     offsets: Tensor | None
     x_amax: Tensor | None
     weight_amax: Tensor | None
+    delayed_scale: Tensor | None  # that the weight is cast by again, see WeightSource
 
 
 def to_save(x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, needs_dx: bool, needs_dw: bool) -> Saved:
     """What is saved in forward for the gradients of (input, weight) that are needed."""
-    recipe, weight = layer.recipe, layer.weight
+    recipe, weight, source = layer.recipe, layer.weight, layer.weight.source
+    read_again = weight_NK if source is None else source.tensor
     reads_x = recipe.grad_weight is None or (layer.wire is not None and x.transposed is None)
     return Saved(
         x_TK if needs_dw and reads_x else None,
         *packed(x.transposed if needs_dw else None, recipe.input_casts.transposed),
-        weight_NK if needs_dx and recipe.grad_input is None else None,
+        read_again if needs_dx and (recipe.grad_input is None or source is not None) else None,
         *packed(weight.transposed if needs_dx else None, recipe.weight_casts.transposed, weight.refilled),
         layer.offsets,
         x.amax,
         weight.amax,
+        source.delayed_scale if needs_dx and source is not None else None,
     )
 
 
@@ -234,7 +251,9 @@ def gradients(
     g: GradOutput, saved: Saved, plan: Layer, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of (input, weight, bias) that are needed, from ``cast_gradient`` of the same arguments."""
-    x_TK, x_q, x_scale_inv, weight_NK, w_q, w_scale_inv, offsets, _, _ = saved
+    x_TK, x_q, x_scale_inv, weight_NK, w_q, w_scale_inv, offsets, _, _, delayed_scale = saved
+    if plan.weight_is_swapped and weight_NK is not None:
+        weight_NK = weight_NK.mT
     recipe, (dtype, weight_dtype, *of_bias) = plan.recipe, plan.dtypes
     x_scale_inv, w_scale_inv = unpacked(x_scale_inv), unpacked(w_scale_inv)
     needs_dx, needs_dw, needs_db = needs
@@ -246,6 +265,8 @@ def gradients(
             assert grad_TN is not None and weight_NK is not None
             dx_TK = _mm(grad_TN, weight_NK.to(grad_TN.dtype), offsets)
         else:
+            if w_q is None and weight_NK is not None:
+                w_q, w_scale_inv = weight_cast_again(weight_NK, plan, delayed_scale)
             assert as_is is not None and w_q is not None and w_scale_inv is not None
             weight = w_q, w_scale_inv.to(recipe.grad_input[1].scale_inv_dtype)
             dx_TK = _matmul(recipe, "grad_input", as_is, weight, None, dtype, offsets)
@@ -271,6 +292,25 @@ def gradients(
             column_sum = grad_TN.sum(0) if offsets is None else group_sums(grad_TN, offsets)
         db_N = column_sum.to(of_bias[0])
     return dx_TK, dw_NK, db_N
+
+
+def weight_cast_again(weight_NK: Tensor, plan: Layer, delayed_scale: Tensor | None) -> CodesAndScale:
+    """Return the transposed pair of a weight that was freed since forward, with the bits that forward would have cast.
+
+    Raises RuntimeError where nobody has gathered the weight again.
+    """
+    if weight_NK.ndim < 2 or (weight_NK.numel() and not weight_NK.untyped_storage().nbytes()):
+        raise RuntimeError(
+            f"a weight {tuple(weight_NK.shape)} that is sharded was not gathered for its layer's backward: FSDP and "
+            "ZeRO-3 do so in hooks of the module that they wrap, whose outputs have to be used"
+        )
+    state = plan.state
+    if state is not None:
+        state = None if delayed_scale is None else state._replace(scale=delayed_scale, before=state.before * 0)
+    how = plan.recipe, WEIGHT, False, True, state
+    pair = cast_role(weight_NK.detach(), *how, parts=plan.parts, only_products=True).transposed
+    assert pair is not None
+    return pair
 
 
 def refuse_second_derivatives() -> None:

@@ -47,7 +47,7 @@ def count_weights(layers: Sequence[RecordedLayer], ranks: Ranks) -> None:
     shared = _shared_scales(layers, ranks)
     for place, (module, layer) in enumerate(layers):
         weight = parameter_of(module)
-        if weight is None or module.recipe is not layer.recipe:
+        if weight is None or weight.ndim < 2 or module.recipe is not layer.recipe:  # FSDP1's part of a vector
             continue
         local = on_this_rank(weight).detach()
         stored = local if isinstance(local, StoredWeight) else None

@@ -53,9 +53,12 @@ def features(module: nn.Module) -> tuple[int, int]:
 
 
 def shape_of(module: nn.Module) -> tuple[int, int]:
-    """The shape of the weight of an nn.Linear or a Conv1D, also where it is computed from other parameters."""
+    """The shape of the weight of an nn.Linear or a Conv1D, also where it is computed from other parameters.
+
+    And where FSDP1 or ZeRO-3 has freed it, or left a rank's part of a vector.
+    """
     weight = weight_of(module)
-    if weight is not None:
+    if weight is not None and weight.ndim == 2:
         rows, cols = weight.shape
         return rows, cols
     if isinstance(module, nn.Linear):

@@ -14,6 +14,7 @@ from octavo.granularity import ALL, scale_shape
 from octavo.kernels.layouts import contraction_multiple, is_small_block, needs_transposed_codes, padded
 from octavo.nn.linear import Linear
 from octavo.nn.weight import notice_writes
+from octavo.scaling.delayed import State, state_of
 from octavo.scaling.recipe import Cast, Recipe
 from octavo.step_count import OPTIMIZER_STEPS, version_of
 from octavo.tensor.pair import Operands
@@ -23,33 +24,38 @@ class KeptOperands:
     """A layer's weight as KeptWeights casts it, by its recipe then, into buffers. A copy of the layer has none.
 
     ``lays``: whether codes are laid out twice; ``captured``: whether the last cast is only recorded in a CUDA graph,
-    and to be read by what is captured too.
+    and to be read by what is captured too. Under Delayed the operands have the amax, which backward commits.
     """
 
     def __init__(self, recipe: Recipe, cast: Cast, operands: Operands, lays: bool, amax: Tensor) -> None:
         OPTIMIZER_STEPS.watch()
-        self.recipe, self.cast, self.operands, self.lays, self.amax = recipe, cast, operands, lays, amax
+        self.recipe, self.cast, self.lays, self.amax = recipe, cast, lays, amax
+        self.operands = operands._replace(amax=amax) if cast.is_delayed else operands
 
-    def were_cast(self, weight: Tensor, captured: bool) -> None:
-        """Note what they were cast from just now."""
+    def were_cast(self, weight: Tensor, captured: bool, state: State | None) -> None:
+        """Note what they were cast from just now, and by which delayed state."""
         self._weight, self._captured = weight, captured
-        self._storage, self._key = StorageWeakRef(weight.untyped_storage()), _key_of(weight)
+        self._storage, self._key = StorageWeakRef(weight.untyped_storage()), _key_of(weight, state)
 
-    def of(self, weight: Tensor) -> Operands | None:
-        """The operands, unless the weight may have been written since; what is compiled or captured can't ask."""
+    def of(self, weight: Tensor, state: State | None) -> Operands | None:
+        """The operands, unless the weight or its delayed scale may have been written since.
+
+        What is compiled or captured can't ask.
+        """
         if self._weight is not weight:
             return None
         if torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             return self.operands
-        same = self._storage.cdata == weight.untyped_storage()._cdata and self._key == _key_of(weight)
+        same = self._storage.cdata == weight.untyped_storage()._cdata and self._key == _key_of(weight, state)
         return self.operands if same and not self._captured else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
 
-def _key_of(weight: Tensor) -> tuple[Any, ...]:
-    return weight.data_ptr(), weight.shape, weight.stride(), version_of(weight), OPTIMIZER_STEPS.count
+def _key_of(weight: Tensor, state: State | None) -> tuple[Any, ...]:
+    of_scale = None if state is None else (id(state.scale), version_of(state.scale))
+    return weight.data_ptr(), weight.shape, weight.stride(), version_of(weight), OPTIMIZER_STEPS.count, of_scale
 
 
 class KeptWeights:
@@ -71,7 +77,8 @@ class KeptWeights:
     (a step, a write, another parameter, ``functional_call``), one in evaluation and one that took another recipe cast
     their own weights. A compiled or captured graph can't look, and computes with what ``cast()`` wrote last.
 
-    Under a Delayed recipe a cast also enters the weight's amax into its history, as backward passes otherwise do.
+    Under a Delayed recipe each backward pass moves the weight's scale. So the layers of later micro-batches, too, cast
+    their own weights; compiled or captured they read the codes as ``cast()`` has scaled them.
 
     Args:
         model: a converted model. Kept are the weights that one cast serves (per tensor, or square blocks of powers of
@@ -98,7 +105,7 @@ class KeptWeights:
         if not found:
             raise ValueError(
                 "no layer's weight can be kept; convert the model with dynamic(), delayed() or blockwise() "
-                "(weights that are stored in FP8 need no cast)"
+                "(weights that are stored in FP8 need no cast; those that FSDP or ZeRO-3 shard can't be kept)"
             )
         self.names = tuple(found)
         self._groups: dict[tuple[Any, ...], list[Any]] = {}
@@ -142,9 +149,7 @@ class KeptWeights:
                 skip,
             )
             for layer, kept in group:
-                if cast.is_delayed:
-                    _roll(layer, kept, skip)
-                kept.were_cast(layer.weight, captured)
+                kept.were_cast(layer.weight, captured, state_of(layer))
                 layer.kept_operands = kept  # every time: a layer that was moved has none
 
     def remove(self) -> None:
@@ -159,7 +164,12 @@ def _kept(layer: Linear) -> KeptOperands | None:
     recipe, weight = layer.recipe, layer.weight
     casts = recipe.weight_casts
     cast = casts.as_is or casts.transposed
-    if type(weight) is not nn.Parameter or cast is None or (casts.as_is and casts.transposed and not casts.once):
+    if (
+        type(weight) is not nn.Parameter
+        or weight.ndim != 2
+        or cast is None
+        or (casts.as_is and casts.transposed and not casts.once)
+    ):
         return None
     if cast.tile != (ALL, ALL) and not (cast.tile[0] == cast.tile[1] and is_small_block(cast.tile)):
         return None
@@ -171,13 +181,3 @@ def _kept(layer: Linear) -> KeptOperands | None:
     transposed = new(cols, padded(rows, pad), dtype=cast.format.dtype) if lays else qdata.t()
     operands = Operands((qdata, scale_inv), (transposed, scale_inv.t()))
     return KeptOperands(recipe, cast, operands, lays, new(shape, dtype=torch.float32))
-
-
-def _roll(layer: Linear, kept: KeptOperands, skip: Tensor | None) -> None:
-    """Enter the amax just found into the weight's history; if it may be skipped, write both states and choose one."""
-    state = layer.delayed_state
-    rolled = state if skip is None else state.clone()
-    kernels.delayed_update(*rolled, None, kept.amax, None, *kept.recipe.delayed_update)
-    if skip is not None:
-        for old, new in zip(state, rolled, strict=True):
-            old.copy_(torch.where(skip.reshape(()) != 0, old, new))

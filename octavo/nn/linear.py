@@ -65,9 +65,10 @@ class Linear(RecipeModule, nn.Linear):
     ) -> None:
         size, splits = checked_splits(out_features)
         nn.Linear.__init__(self, in_features, size, bias, device, dtype)
-        if splits is not None:  # else there is nothing that torch's Linear has not
-            self.splits = splits
         self.recipe = recipe_for(recipe, "")
+        if splits is not None:  # else there is nothing that torch's Linear has not
+            check_names(self, splits)
+            self.splits = splits
 
     def forward(self, input: Tensor) -> Any:
         return self.parted(self._product(input))
@@ -115,6 +116,12 @@ def checked_splits(out_features: int | Splits) -> tuple[int, dict[str, int] | No
     if not splits or wrong:
         raise ValueError(f"out_features={splits!r}: splits need names like 'query', not {wrong or 'none'}")
     return sum(splits.values()), splits
+
+
+def check_names(layer: Linear, splits: Splits) -> None:
+    """Raise ValueError for splits that can't be modules of their own names under tensor parallelism."""
+    if taken := [name for name in splits if hasattr(layer, name) or hasattr(PartedLinear, name)]:
+        raise ValueError(f"out_features={dict(splits)!r}: a Linear has {taken} already; give these splits other names")
 
 
 def split_output(output: Tensor, splits: dict[str, int] | None) -> Tensor | tuple[Tensor, ...]:
@@ -338,6 +345,7 @@ def divide(layer: Linear, ranks: int) -> None:
             f"a Linear with splits whose weight is a {type(weight).__name__} can't be sharded by its splits: apply "
             "ColwiseParallel before it is sharded"
         )
+    check_names(layer, layer.splits)  # before anything changes
     sizes = list(layer.splits.values())
     if isinstance(weight, StoredWeight):
         shape = weight.shape

@@ -5,6 +5,8 @@
                     its optimizer writes codes
     gathered        at FSDP2's unshard (nn/gather.py)                  at its reshard
     kept            in KeptWeights.cast() (nn/kept_weights.py)         at the next write, see KeptOperands
+    freed           in every forward by FSDP1, ZeRO-3 or FSDP2         after forward's product
+                    (as it is), and again in backward
     none of these   in every forward; ranks that share it agree on     with what the forward saved for backward
                     its amax first (autograd/shared_scales.py)
 
@@ -24,15 +26,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.autograd.casts import WEIGHT, cast_role, operands_of_codes
 from octavo.autograd.shared_scales import Parts
+from octavo.errors import UnsupportedOpError
 from octavo.formats import E4M3
 from octavo.granularity import MX, Granularity, PerTensor
+from octavo.kernels.capability import warn_once
 from octavo.kernels.layouts import plain_scales
 from octavo.nn.weight_files import load_stored, save_plain, whole_pair
+from octavo.private import is_under_fsdp
 from octavo.scaling.delayed import State, empty_state, state_of
 from octavo.scaling.recipe import Recipe
 from octavo.step_count import OPTIMIZER_STEPS, version_of
 from octavo.tensor.fsdp2 import gather_alone, on_this_rank
-from octavo.tensor.pair import Operands
+from octavo.tensor.pair import Operands, WeightSource
 from octavo.tensor.scaled_tensor import dequantized
 from octavo.tensor.stored_weight import GRANULARITIES, OF_FROZEN, StoredWeight, local_stored, stored_as
 
@@ -51,6 +56,16 @@ class WeightOwner(nn.Module):
         if (stored := local_stored(weight_of(self))) is None:
             raise AttributeError(f"{type(self).__name__} has no weight that lives in FP8")
         return stored.scale_inv
+
+    def __delattr__(self, name: str) -> None:
+        """As any module's, but a weight in FP8 stays: parametrizations replace a weight by what computes it."""
+        if name in self.weight_readers and local_stored(self._parameters.get(name)) is not None:
+            raise UnsupportedOpError(
+                f"{type(self).__name__}.{name} is stored in FP8 and can't be computed from other parameters "
+                "(torch.nn.utils.parametrize, weight_norm) or be deleted: octavo.restore(layer) first, or "
+                "octavo.convert with weight_storage=None"
+            )
+        super().__delattr__(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """As any module's, but weights in FP8 are moved here: of them torch would lose attributes and hooks."""
@@ -116,14 +131,40 @@ def fp8_operands(
     if not training:  # the weight may have been merged, averaged, swapped: its own amax, whatever the history
         state = None
     elif parts is None and module.kept_operands is not None:
-        kept = module.kept_operands.of(parameter)
+        kept = module.kept_operands.of(parameter, state)
         if kept is not None:
             return kept
-    how = module.recipe, WEIGHT, True, transposed
     if state is not None and not (isinstance(parameter, nn.Parameter) or is_joined(module)):
-        operands = cast_role(weight_NK.detach(), *how, None, parts=parts, only_products=True)
+        operands = cast_role(
+            weight_NK.detach(), module.recipe, WEIGHT, True, transposed, None, parts=parts, only_products=True
+        )
         return operands._replace(amax=None)  # which is not of the history
-    return cast_role(weight_NK.detach(), *how, state, parts=parts, only_products=True)
+    is_freed = transposed and is_freed_after_forward(module, parameter)
+    how = module.recipe, WEIGHT, True, transposed and not is_freed, state
+    operands = cast_role(weight_NK.detach(), *how, parts=parts, only_products=True)
+    return operands._replace(source=_source_of(module, weight_NK, parameter, state)) if is_freed else operands
+
+
+def is_freed_after_forward(module: Any, parameter: Tensor) -> bool:
+    """Whether other than octavo's hooks gather this weight, and free it between forward and backward.
+
+    FSDP1 and FSDP2 resize the storage; ZeRO-3 gives the parameter other ``.data``.
+    """
+    return is_under_fsdp(module) or hasattr(parameter, "ds_id")
+
+
+def _source_of(module: Any, weight_NK: Tensor, parameter: Tensor, state: State | None) -> WeightSource:
+    """Return what backward casts a weight again from that ``is_freed_after_forward``; warn once of FSDP1 and ZeRO-3."""
+    if module.gather.parameter is None and not torch.compiler.is_compiling():
+        warn_once(
+            "weights that others shard",
+            "FSDP1 and DeepSpeed ZeRO-3 gather weights in high precision, and each rank casts whole weights in forward "
+            "and again in backward; FSDP2 (torch.distributed.fsdp.fully_shard) gathers octavo's weights in FP8",
+        )
+    scale = None if state is None or not module.recipe.weight_casts.transposed.is_delayed else state.in_force(WEIGHT)
+    # of ZeRO-3's, the parameter itself: a view of it would keep what was gathered
+    swaps = module.stores_transposed and hasattr(parameter, "ds_id")
+    return WeightSource(parameter if swaps else weight_NK, swaps, None if scale is None else scale.clone())
 
 
 @torch.no_grad()

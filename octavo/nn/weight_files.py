@@ -108,7 +108,9 @@ def _scales_of_first_rank(weight: Any, shard: StoredWeight, given: Tensor | None
     mesh, shape = weight.device_mesh, shard.granularity.of_matrices(weight.shape).scale_shape(weight.shape)
     found = torch.zeros(shape, device=mesh.device_type, dtype=torch.float32)
     if given is not None and tuple(given.shape) == shape:
-        found.copy_(given)
+        is_its_own = given.data_ptr() == shard.scale_inv.data_ptr()  # as torch's state dict has it: NaN by now
+        found.copy_(shard.known.replaced_scale if is_its_own and shard.known.replaced_scale is not None else given)
+    shard.known.replaced_scale = None
     found = largest(found, *mesh.get_all_groups())
     if not bool((found > 0).all()):
         raise ValueError(f"{key} holds FP8 codes, but the first rank no {key}{SCALE_INV} of shape {shape}; give both")

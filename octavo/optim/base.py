@@ -276,6 +276,7 @@ class CompactOptimizer(Optimizer):
             self.in_backward.finish()
             self.end_step()
             return loss
+        self._agreement.ask(self)  # before gradients are settled or found finite, for which ranks wait
         params = [param for param in self.all_params() if settle_gradient(param) is not None]
         gradients = [param.grad for param in params if param.grad is not None]
         skip, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)

@@ -8,7 +8,6 @@ blocks of 128 along a row, the same on any number of ranks; if a block would lie
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -189,10 +188,12 @@ class Agreement:
             self._under_way.append((work, largest, amaxes))
 
     def ask(self, optimizer: Any) -> None:
-        """Compare the options of all ranks that share an optimizer's weights, unless that was done."""
-        sharded = [] if self.asked else filter(is_sharded, optimizer.all_params())
+        """Compare the options of all ranks that share an optimizer's weights, replicas of shards too, unless done."""
+        if self.asked:
+            return
         self.asked = True
-        if not (groups := dict.fromkeys(itertools.chain.from_iterable(map(groups_of, sharded)))):
+        meshes: Any = dict.fromkeys(param.device_mesh for param in optimizer.all_params() if is_sharded(param))
+        if not (groups := dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups())):
             return
         names = "moments", "master", "seed", "clip_update", "skip_nonfinite", "gradient_storage", "directions"
         options = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}

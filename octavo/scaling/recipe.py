@@ -359,6 +359,7 @@ class RecipeMap:
             raise TypeError(f"RecipeMap: default={self.default!r} is no octavo.Recipe")
         if not isinstance(self.rules, Mapping):
             raise TypeError(f"RecipeMap: rules={self.rules!r} is no dict of patterns and rules")
+        rules: dict[str, RecipeRule] = {}
         for pattern, rule in self.rules.items():
             if not isinstance(pattern, str) or not (rule is None or isinstance(rule, Recipe | Mapping)):
                 raise TypeError(
@@ -367,9 +368,10 @@ class RecipeMap:
             if isinstance(rule, Mapping):
                 if unknown := sorted(set(rule) - set(FIELDS)):
                     raise ValueError(f"RecipeMap: {pattern!r} changes {unknown}; a recipe has {', '.join(FIELDS)}")
-                replace(self.default, **rule)  # what can't be carried out on the default says so now
-        copies = {pattern: dict(rule) if isinstance(rule, Mapping) else rule for pattern, rule in self.rules.items()}
-        object.__setattr__(self, "rules", copies)
+                changed = replace(self.default, **rule)  # what can't be carried out on the default says so now
+                rule = {name: getattr(changed, name) for name in rule}  # lists as the tuples that they mean
+            rules[pattern] = rule
+        object.__setattr__(self, "rules", rules)
 
     def __eq__(self, other: object) -> bool:
         return self._key() == other._key() if isinstance(other, RecipeMap) else NotImplemented

@@ -29,13 +29,26 @@ aten = torch.ops.aten
 AtenRule = Callable[..., Any]
 
 
+class WeightSource(NamedTuple):
+    """What backward casts a weight's transposed codes from, if the weight is freed between forward and backward.
+
+    ``tensor`` is saved: the weight [..., N, K], or [..., K, N] if ``is_swapped``. ``delayed_scale`` [3]: the scales
+    that forward's cast read; None where the weight's own amax gave its scale.
+    """
+
+    tensor: Tensor
+    is_swapped: bool
+    delayed_scale: Tensor | None
+
+
 class Operands(NamedTuple):
     """A tensor as two products read it: (qdata, scale_inv) as it lies, and transposed; None where it isn't needed.
 
     ``amax`` [1, 1] fp32 is what a Delayed cast found; None where nothing was cast that way. ``column_sum`` [C] of the
     tensor's dtype, where it was asked for and the cast could find it. ``refilled``: the pairs' tensors belong to a
     weight in FP8, and are written together, a gathered one's while a backward may still read them; what it saves is
-    therefore themselves. ``of_norm``: of a norm that was cast its mean, rstd and, if it is to be kept, y.
+    therefore themselves. ``of_norm``: of a norm that was cast its mean, rstd and, if it is to be kept, y. ``source``:
+    of a weight whose ``transposed`` backward casts itself.
     """
 
     as_is: tuple[Tensor, Tensor] | None = None
@@ -44,6 +57,7 @@ class Operands(NamedTuple):
     column_sum: Tensor | None = None
     refilled: bool = False
     of_norm: Sequence[Tensor] = ()
+    source: WeightSource | None = None
 
 
 def transposed_pair(qdata: Tensor, scale_inv: Tensor, pads: bool) -> tuple[Tensor, Tensor]:

@@ -48,6 +48,8 @@ BLOCK = 128
 GRANULARITIES = (PerTensor(), PerBlock(BLOCK, BLOCK))
 OF_FROZEN = (PerRow(), PerBlock(*MX))  # the others, of which backward's product needs other codes than forward's
 
+FLATTENED = """FSDP1 and DeepSpeed, which flatten weights, can't shard one that is stored in FP8: use \
+torch.distributed.fsdp.fully_shard (FSDP2), or leave weights in high precision (weight_storage=None)"""
 WRITES = (aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default)
 
 
@@ -61,6 +63,7 @@ class Known:
         is_frozen: whether it is of a parameter that is not trained.
         alone: whether the scale is this rank's, of a shard whose ranks have to have one and the same.
         draw: how its values were drawn, of uniformly distributed ones; no copy has it.
+        replaced_scale: what NaN has replaced, until load_state_dict finds the scales of codes that were sent.
     """
 
     rest: Tensor | None = None
@@ -68,6 +71,7 @@ class Known:
     is_frozen: bool = False
     alone: bool = False
     draw: Draw | None = field(default=None, init=False)
+    replaced_scale: Tensor | None = field(default=None, init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Known, (self.rest, False, self.is_frozen, self.alone)
@@ -114,11 +118,17 @@ class StoredWeight(ShardHooks, Pair):
     def __new__(
         cls,
         qdata: Tensor,
-        scale_inv: Tensor,
+        scale_inv: Tensor | None = None,
         dtype: torch.dtype = torch.bfloat16,
         granularity: Granularity | None = None,
         is_shard: bool = False,
+        **attributes: Any,
     ) -> StoredWeight:
+        if scale_inv is None or attributes:
+            raise UnsupportedOpError(
+                "a weight in FP8 can't be made anew from one tensor, as accelerate's cpu_offload and device_map do: "
+                "offload it in high precision (octavo.restore(model), or octavo.convert without weight_storage)"
+            )
         self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device)
         self.qdata, self.scale_inv, self.is_shard, self.known = qdata, scale_inv, is_shard, Known()
         self.granularity = granularity or granularity_of_scales(qdata.shape, scale_inv.shape) or GRANULARITIES[1]
@@ -203,7 +213,7 @@ class StoredWeight(ShardHooks, Pair):
     @data.setter
     def data(self, other: Tensor) -> None:
         if not (isinstance(other, StoredWeight) and self.equals(other)):
-            raise UnsupportedOpError(f"weight.data = ... {self.REMEDY}")
+            raise UnsupportedOpError(f"weight.data = ... {self.REMEDY}. {FLATTENED}")
         if (other.dtype, other.device) != (self.dtype, self.device):
             self.become(other)
 
@@ -350,6 +360,7 @@ class StoredWeight(ShardHooks, Pair):
                 "octavo.export.load_fp8 or octavo.distributed.checkpoint"
             )
         self.qdata.view(torch.uint8).copy_(codes.squeeze(-2))
+        self.known.replaced_scale = self.scale_inv.clone()
         self.scale_inv.fill_(torch.nan)
         self.rest = None
         torch.autograd.graph.increment_version([self.qdata])
@@ -571,7 +582,7 @@ class FlatWeights(Facade):
     One piece is the weight itself, to which writes go; several are copies, as torch.cat's result is.
     """
 
-    REMEDY = "of a vector of parameters, of which some are stored in FP8: read it with .dequantize()"
+    REMEDY = f"of a vector of parameters, of which some are stored in FP8: read it with .dequantize(). {FLATTENED}"
     pieces: list[Any]
 
     @staticmethod

@@ -163,6 +163,21 @@ def test_ranks_that_differ_say_in_what(pool: Any, name: str, here: Told, there: 
     assert says in first
 
 
+@pytest.mark.parametrize(
+    ("here", "there", "says"),
+    [
+        ({}, {"skip_nonfinite": True}, "AdamW's skip_nonfinite is False on rank 0, True on rank 2"),
+        ({}, {"lr": 0.5}, "AdamW's lr of group 0 is 0.25 on rank 0, 0.5 on rank 2"),
+        ({"of": "Muon"}, {"of": "Muon", "directions": "fp8"}, "Muon's directions is bf16 on rank 0, fp8 on rank 2"),
+    ],
+)
+def test_replicas_of_shards_that_differ_say_in_what(pool: Any, here: Told, there: Told, says: str) -> None:
+    """Under HSDP the ranks of a shard group are of one replica, and were told the same."""
+    first, *others = pool.run(said, (2, 2), "optimizer", here, here, there, there, seconds=60)
+    assert others == [first] * 3
+    assert first.startswith(RanksDifferError.__name__) and says in first
+
+
 def asked(mesh: Any) -> list[int]:
     """How often values are reduced: in a forward, after other recipes twice; in two steps; in DDP's first forward."""
     model, found = fsdp2(mesh, {}), []

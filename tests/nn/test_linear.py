@@ -202,6 +202,13 @@ def test_a_number_and_a_mapping():
     assert splits is not SPLITS  # the caller's may change
 
 
+@pytest.mark.parametrize("name", ["names", "recipe", "in_features", "training", "agree", "weight_scale_inv"])
+def test_no_split_is_called_like_an_attribute(name):
+    """Under tensor parallelism each is a module of its own name."""
+    with pytest.raises(ValueError, match=rf"a Linear has \['{name}'\] already"):
+        octavo.nn.Linear(8, {"gate": 4, name: 4})
+
+
 @pytest.mark.parametrize("splits", [{}, {"weight": 2}, {"bias": 2}, {"a.b": 2}, {"": 2}, {"0": 2}, {"a": 2, "b c": 2}])
 def test_names_must_fit_a_state_dict(splits):
     with pytest.raises(ValueError, match="splits need names like 'query', not"):

@@ -112,3 +112,11 @@ def test_a_split_that_is_loaded_alone_ends_the_delayed_state():
     assert layer.delayed_scale.any()
     layer.b.load_state_dict({"weight": torch.ones(16, 32), "bias": torch.ones(16)})
     assert not layer.delayed_scale.any()
+
+
+def test_a_layer_that_has_got_an_attribute_of_a_splits_name_keeps_its_weight():
+    layer = octavo.nn.Linear(8, {"gate": 4, "up": 4})
+    layer.up = "an attribute"
+    with pytest.raises(ValueError, match=r"a Linear has \['up'\] already"):
+        divide(layer, 2)
+    assert type(layer) is octavo.nn.Linear and layer(torch.ones(2, 8))[1].shape == (2, 4)

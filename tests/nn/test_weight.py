@@ -9,6 +9,7 @@ from torch.nn.utils import parametrizations, prune
 
 import octavo
 from octavo import E5M2, PerBlock, recipes
+from octavo.errors import UnsupportedOpError
 from octavo.nn.linear import divide
 from octavo.nn.weight import why_not_stored
 from octavo.tensor.stored_weight import StoredWeight
@@ -281,3 +282,24 @@ def test_a_split_that_is_written_by_hand_empties_the_history_of_the_whole():
         layer.b.weight.mul_(50)
     layer.state_of_input()
     assert (layer.delayed_scale == 0).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "parametrize", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal, "delete"]
+)
+def test_a_stored_weight_stays_a_parameter(parametrize):
+    layer = octavo.convert(nn.Linear(K, K), recipes.dynamic(), select=every_layer, weight_storage="fp8")
+    x = torch.randn(4, K)
+    before = layer(x)
+    with pytest.raises(UnsupportedOpError, match=r"octavo.restore\(layer\) first"):
+        delattr(layer, "weight") if parametrize == "delete" else parametrize(layer)
+    assert torch.equal(layer(x), before)
+    parametrized = nn.utils.parametrizations.weight_norm(octavo.restore(layer))
+    assert torch.isfinite(parametrized(x)).all()
+
+
+def test_a_library_that_makes_a_stored_parameter_anew_is_told_what_to_do():
+    """accelerate's set_module_tensor_to_device calls the parameter's class with one tensor."""
+    weight = octavo.convert(nn.Linear(K, K), recipes.dynamic(), select=every_layer, weight_storage="fp8").weight
+    with pytest.raises(UnsupportedOpError, match=r"cpu_offload.*octavo\.restore\(model\)"):
+        type(weight)(weight.data.to("meta"), requires_grad=False)

@@ -127,6 +127,14 @@ def test_saved_is_a_dynamic_cast_and_part_of_the_value():
     assert Recipe(saved=GRADIENT).is_high_precision  # it is no product
 
 
+def test_a_map_takes_fast_accum_as_a_list_as_json_has_it():
+    by_list, by_tuple = (
+        octavo.RecipeMap(recipes.dynamic(), {"*": {"fast_accum": value}})
+        for value in (["grad_input", "output"], ("output", "grad_input"))
+    )
+    assert by_list == by_tuple and by_list.of("0").fast_accum == ("output", "grad_input")
+
+
 def test_fast_accum_is_of_any_products_in_any_order():
     exact = dataclasses.replace(recipes.dynamic(), fast_accum=())
     assert exact != recipes.dynamic()

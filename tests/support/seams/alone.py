@@ -18,9 +18,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import octavo
 from octavo import recipes
 from octavo.errors import UnsupportedOpError
+from tests.support.freed import Zero3
 from tests.support.helpers import every_layer
 from tests.support.seams.features import KNOWN, LORA, KnownPart
-from tests.support.seams.made import Made, evaluating, values_of
+from tests.support.seams.made import Made, evaluating, nothing, values_of
 from tests.support.seams.situations import Documented, Refused, Sound, situation
 from tests.support.seams.twins import TwinLinear, twin_of
 
@@ -564,6 +565,20 @@ for name, options, exceptions in (
     # twice the weights have larger gradients
     add = situation(name, WRITES, exceptions=NOT_BY_HAND | exceptions, grows=("input's gradient 2",))
     add(functools.partial(_descend, **options))
+
+
+@situation(
+    "DeepSpeed ZeRO-3, emulated",
+    WRITES,
+    exceptions={
+        (*STORED, *LORA): Refused(UnsupportedOpError, "FSDP2", "a weight is freed by itself, codes have scales"),
+        "KeptWeights": Refused(ValueError, "shard can't be kept", "the weight is freed between forward and backward"),
+    },
+)
+def zero3(made: Made) -> None:
+    """As tests/support/freed.py says; the optimizer's step and the trace have whole parameters."""
+    parameters = Zero3(made.model) if made.is_library else None
+    made.train(complete=nothing if parameters is None else parameters.gather)
 
 
 @situation(

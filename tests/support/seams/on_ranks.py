@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as torch_parallel
 from torch.utils.checkpoint import checkpoint
@@ -118,6 +118,39 @@ for name, ranks, options in (
     ("FSDP2, replicas of shards (HSDP)", FOUR, {}),
 ):
     situation(name, SHARDED, ranks, exceptions=OF_FSDP2)(functools.partial(_train, wrap=shard, **options))
+
+
+FLATTENED = Refused(UnsupportedOpError, "FSDP2", "FSDP1 makes one vector of weights, which has no scales")
+OTHER_BLOCKS = Sound(10, "moments or gradients in FP8 are of blocks of FSDP1's vector")
+
+
+@situation(
+    "FSDP1 (FullyShardedDataParallel)",
+    SHARDED,
+    TWO,
+    exceptions={
+        STORED: FLATTENED,
+        ("FP8 gradients", "FP8 moments"): OTHER_BLOCKS,
+        "KeptWeights": Refused(ValueError, "shard can't be kept", "the weight is freed between forward and backward"),
+        "FP8 reduction": Documented("communication.md#gradients-in-fp8", "FSDP1 averages gradients in their dtype"),
+    },
+)
+def fsdp1(made: Made) -> None:
+    """A part a group."""
+    values: list[Tensor] = []
+    if made.is_library:
+        how: Any = {"process_group": made.mesh.get_group(), "device_id": torch.device("cpu"), "use_orig_params": True}
+        for number, part in enumerate(made.model):
+            made.model[number] = FullyShardedDataParallel(part, **how)
+        made.call = made.model = FullyShardedDataParallel(made.model, **how)
+    made.train()
+    if made.is_library:
+        with FullyShardedDataParallel.summon_full_params(made.model, writeback=False):
+            values = [parameter.detach().clone() for parameter in made.model.parameters()]
+        made.model = made.converted(made.feature.plain())
+        with torch.no_grad():
+            for parameter, value in zip(made.model.parameters(), values, strict=True):
+                parameter.copy_(value)
 
 
 @situation("FSDP2, accumulation", SHARDED, TWO, exceptions=OF_FSDP2)
