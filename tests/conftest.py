@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import sys
 from collections import defaultdict
@@ -15,6 +16,9 @@ from octavo.kernels.cpu.library import library
 from tests.support import emulated, sets, triton_kernels
 from tests.support.pool import Pool, guard_together, prepare
 
+if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
+    # torch's attention would pack bfloat16 for oneDNN's products with AMX, which its kernels without AVX512 refuse
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 guard_together()
 torch.set_num_threads(1)  # a worker a core; and small tensors gain nothing by two
 
