@@ -25,13 +25,13 @@ inline uint16_t to_bf16(float x) {
     uint16_t rounded = uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
     return x == x ? rounded : 0x7FC0;
 }
-// a * b + c as torch's own kernels for the CPU's capability compute it: rounded once where they are compiled for
-// instructions that do so, which library.py lets the compiler use then, else twice.
+// a * b + c as torch's kernels for this CPU compute it: rounded once, but twice on x86 where they may not use FMA, which
+// library.py then keeps from the compiler too.
 INLINE float multiply_add(float a, float b, float c) {
-#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-    return std::fma(a, b, c);
-#else
+#if defined(__x86_64__) && !defined(__FMA__)
     return a * b + c;
+#else
+    return std::fma(a, b, c);
 #endif
 }
 // A small float's magnitude, shifted to a float32's mantissa, whose exponents are ``offset`` less than a float32's.
