@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import sys
 from collections import defaultdict
@@ -11,9 +12,13 @@ from unittest import mock
 import pytest
 import torch
 
+from octavo.kernels.cpu.library import library
 from tests.support import emulated, sets, triton_kernels
 from tests.support.pool import Pool, guard_together, prepare
 
+if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
+    # torch's attention would pack bfloat16 for oneDNN's products with AMX, which its kernels without AVX512 refuse
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 guard_together()
 torch.set_num_threads(1)  # a worker a core; and small tensors gain nothing by two
 
@@ -58,6 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("octavo")
     group.addoption("--full", action="store_true", help="all tests, not the default set")
     group.addoption("--part", metavar="K/N", help="only the Kth of N parts that take equally long")
+    group.addoption("--order-seed", type=int, metavar="N", help="files, and the tests of each, in an order drawn by N")
     group.addoption("--compiled", metavar="SM", help="tests marked gpu, compiled for sm_89, sm_90, ... and emulated")
     group.addoption("--write-seconds", action="store_true", help="write what files took to tests/seconds.csv")
 
@@ -101,7 +107,8 @@ def pytest_group_items(items: list[pytest.Item]) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The default set, unless --full, or a test was given by its name; of several workers one begins with the ranks."""
     full = config.getoption("--full") or any("::" in argument for argument in config.args)
-    sets.choose(items, full, config.getoption("--part"), lambda rest: config.hook.pytest_deselected(items=rest))
+    part, order_seed = config.getoption("--part"), config.getoption("--order-seed")
+    sets.choose(items, full, part, order_seed, lambda others: config.hook.pytest_deselected(items=others))
     if hasattr(config, "workerinput"):
         files = [*dict.fromkeys(map(sets.file_of, items))]
         last = {*files[: len(files) // 4 : 2]}  # cheap ones: at the end nobody waits for another's long file
@@ -109,10 +116,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What takes seconds begins now: the imports of the processes that ranks are forked from."""
+    """What takes seconds begins now: the imports of the processes that ranks are forked from.
+
+    So do octavo's C++ compilers, in an environment's first run: no test is to wait for them, and be called too long.
+    """
     one_worker = not hasattr(session.config, "workerinput")  # of several only that imports which runs those tests
     if one_worker and any(map(starts_ranks, session.items)) and not session.config.option.collectonly:
         prepare()
+    if session.items and not session.config.option.collectonly:
+        for name in ("cast", "optimizer_step"):
+            library(name)
     if needing := [*filter(starts_ranks, session.items)]:
         session.config.stash[LAST_ON_RANKS] = needing[-1]
     gc.collect()

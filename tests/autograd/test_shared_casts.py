@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import threading
 import weakref
 
 import pytest
@@ -15,7 +14,7 @@ from octavo import recipes
 from octavo.autograd import shared_casts
 from octavo.autograd.shared_casts import KEPT
 from octavo.scaling import delayed
-from tests.support.helpers import FP8_RECIPES, CountOps
+from tests.support.helpers import FP8_RECIPES, CountOps, thread_pool
 
 T, K = 32, 64
 each_recipe = pytest.mark.parametrize("recipe", FP8_RECIPES)
@@ -115,12 +114,11 @@ def test_pairs_live_no_longer_than_their_tensor(monkeypatch):
 
 
 def test_threads_share_nothing():
-    model, x, counts = layers(recipes.dynamic(), 2), input_of(), []
+    model, x = layers(recipes.dynamic(), 2), input_of()
     model[0](x)
-    thread = threading.Thread(target=lambda: counts.append(casts_in(lambda: model[1](x))[0]))
-    thread.start()
-    thread.join()
-    assert counts == [2]
+    with thread_pool(1) as pool:
+        count, _ = pool.submit(casts_in, lambda: model[1](x)).result()
+    assert count == 2
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

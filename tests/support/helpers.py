@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -51,6 +52,15 @@ def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a
     for name in a:
         assert torch.equal(a[name], b[name]), name
+
+
+def thread_pool(workers: int) -> ThreadPoolExecutor:
+    """Return a pool of threads whose products have the bits of this thread's.
+
+    ``torch.set_num_threads`` does not reach another thread's BLAS: until that thread asks for torch's own pool, its
+    products run on ``OMP_NUM_THREADS`` threads, and MKL adds in an order that depends on their number.
+    """
+    return ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
 
 
 class CountOps(TorchDispatchMode):

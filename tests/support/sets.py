@@ -91,6 +91,14 @@ def cheapest_first(items: Sequence[Any]) -> list[Any]:
     return sorted(items, key=lambda item: (seconds[file_of(item)] / counts[file_of(item)], file_of(item)))
 
 
+def shuffled(items: Sequence[Any], seed: int) -> list[Any]:
+    """Return the items with their files, and the tests of each file, in the order that the seed draws."""
+    drawn = random.Random(seed)
+    files = sorted({*map(file_of, items)})
+    drawn.shuffle(files)
+    return sorted(drawn.sample(items, len(items)), key=lambda item: files.index(file_of(item)))
+
+
 def part(items: Sequence[Any], which: str) -> list[Any]:
     """The items of part ``K/N``: whole files, such that all parts take equally long."""
     number, parts = parse_part(which)
@@ -119,11 +127,14 @@ def parse_part(which: str) -> tuple[int, int]:
     return int(number), int(parts)
 
 
-def choose(items: list[Any], full: bool, which: str | None, deselect: Callable[[list[Any]], None]) -> None:
-    """Leaves in ``items`` what the run takes, in its order, and tells of the rest."""
+def choose(
+    items: list[Any], full: bool, which: str | None, order_seed: int | None, deselect: Callable[[list[Any]], None]
+) -> None:
+    """Leave in ``items`` what the run takes, in its order or the one that ``order_seed`` draws; deselect the others."""
     chosen = {*items} if full else default_set(items)
     if which is not None:
         chosen = {*part([item for item in items if item in chosen], which)}
     if left_out := [item for item in items if item not in chosen]:
         deselect(left_out)
-    items[:] = cheapest_first([item for item in items if item in chosen])
+    items[:] = [item for item in items if item in chosen]
+    items[:] = cheapest_first(items) if order_seed is None else shuffled(items, order_seed)

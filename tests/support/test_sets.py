@@ -52,6 +52,16 @@ def test_the_default_set():
     assert found == {"a.py::one": 1, "a.py::pairs": 12, "a.py::once": 4}
 
 
+def test_a_seed_draws_the_order_of_files_and_of_their_tests():
+    items = [Item(f"{file}.py::{index}") for file in "abcdefgh" for index in range(8)]
+    first, second = (sets.shuffled(items, seed) for seed in (0, 1))
+    assert first == sets.shuffled(items, 0) and {*first} == {*items}
+    files = [*map(sets.file_of, first)]
+    assert sum(a != b for a, b in itertools.pairwise(files)) == 7  # each file is in one piece
+    assert files != [*map(sets.file_of, second)]
+    assert [item for item in first if sets.file_of(item) == "a.py"] != items[:8]
+
+
 def test_parts_take_equally_long_and_cheap_files_come_first(monkeypatch, tmp_path):
     for name in "abcd":
         (tmp_path / f"{name}.py").touch()

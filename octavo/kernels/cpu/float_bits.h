@@ -25,6 +25,15 @@ inline uint16_t to_bf16(float x) {
     uint16_t rounded = uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
     return x == x ? rounded : 0x7FC0;
 }
+// a * b + c as torch's kernels for this CPU compute it: rounded once, but twice on x86 where they may not use FMA, which
+// library.py then keeps from the compiler too.
+INLINE float multiply_add(float a, float b, float c) {
+#if defined(__x86_64__) && !defined(__FMA__)
+    return a * b + c;
+#else
+    return std::fma(a, b, c);
+#endif
+}
 // A small float's magnitude, shifted to a float32's mantissa, whose exponents are ``offset`` less than a float32's.
 INLINE int32_t widened(int32_t magnitude, int32_t offset) {
     int32_t normal = magnitude + (offset << 23);

@@ -305,19 +305,19 @@ INLINE void update_block(const Update &u, const Step &s, const Place &p, float *
     int width = p.width;
     read_master(w, u.master, p);
     read_gradient(g, u, s, p);
-    if (s.coupled_decay != 0.0f) for (int j = 0; j < width; j++) g[j] = std::fma(w[j], s.coupled_decay, g[j]);
+    if (s.coupled_decay != 0.0f) for (int j = 0; j < width; j++) g[j] = multiply_add(w[j], s.coupled_decay, g[j]);
     read_moment(m, u.moments[0], p);
     read_moment(v, u.moments[1], p);
     bool is_small = s.weight1 < 0.5f;  // torch's two ways to interpolate
     float factor = is_small ? s.weight1 : s.weight1 - 1.0f;
-    for (int j = 0; j < width; j++) m[j] = std::fma(factor, g[j] - m[j], is_small ? m[j] : g[j]);
-    for (int j = 0; j < width; j++) v[j] = std::fma(s.square * g[j], g[j], v[j] * s.beta2);
+    for (int j = 0; j < width; j++) m[j] = multiply_add(factor, g[j] - m[j], is_small ? m[j] : g[j]);
+    for (int j = 0; j < width; j++) v[j] = multiply_add(s.square * g[j], g[j], v[j] * s.beta2);
     if (s.kept != 1.0f) for (int j = 0; j < width; j++) w[j] = w[j] * s.kept;
     for (int j = 0; j < width; j++) root[j] = std::sqrt(v[j]);
     for (int j = 0; j < width; j++) {
         float update = m[j] / (root[j] * s.correction2_inv + s.eps);
         update = update < -s.limit ? -s.limit : update > s.limit ? s.limit : update;
-        w[j] = std::fma(update, s.rate, w[j]);
+        w[j] = multiply_add(update, s.rate, w[j]);
     }
     if (u.moments[0].kind == CODES)
         for (int j = 0; j < width; j++) m[j] = m[j] < -LARGEST_ROOT ? -LARGEST_ROOT : m[j] > LARGEST_ROOT ? LARGEST_ROOT : m[j];

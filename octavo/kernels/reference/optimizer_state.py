@@ -348,7 +348,8 @@ class Fp8Weight(Scaled):
 
     def scale_for(self, amax: Tensor) -> Tensor:
         """The scale for a weight up to this amax, in scale_inv's shape; for blocks [R, n], each row's own copy."""
-        scale = scale_from_amax(amax, E4M3.max, True, 0)
+        finite = amax.clamp(max=torch.finfo(torch.float32).max)  # some betas bound no update
+        scale = scale_from_amax(finite, E4M3.max, True, 0)
         return scale.repeat_interleave(BLOCK, 0)[: self.weight.shape[0]] if self.has_blocks else scale
 
     def end(self) -> None:

@@ -7,7 +7,6 @@ import copy
 import functools
 import io
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import octavo
 from octavo import recipes
 from octavo.errors import UnsupportedOpError
 from tests.support.freed import Zero3
-from tests.support.helpers import every_layer
+from tests.support.helpers import every_layer, thread_pool
 from tests.support.seams.features import KNOWN, LORA, KnownPart
 from tests.support.seams.made import Made, evaluating, nothing, values_of
 from tests.support.seams.situations import Documented, Refused, Sound, situation
@@ -249,7 +248,7 @@ def two_threads(made: Made) -> None:
 
     def call(x: Tensor) -> Tensor:
         read = x.detach() + 0
-        with ThreadPoolExecutor(2) as pool:
+        with thread_pool(2) as pool:
             first, second = (pool.map if made.is_library else map)(made.model, [read, read])
         return first + 2 * second
 
