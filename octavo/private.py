@@ -49,6 +49,8 @@ NAMES = {
     "functorch_is_active": Name("torch._C._are_functorch_transforms_active", "refuses torch.func's transforms"),
     # tensors
     "modes_active": Name("torch._C._len_torch_dispatch_stack", "sends casts through the dispatcher for modes"),
+    "tracing_state": Name("torch._C._get_tracing_state", "shows torch.jit.trace casts and products"),
+    "has_storage": Name("torch._C._has_storage", "refuses gradients in batches (vmap)"),
     "no_modes": Name("torch.utils._python_dispatch._disable_current_modes", "compares delayed states unseen by modes"),
     "no_torch_function": Name("torch._C._disabled_torch_function_impl", "lets aten's rules decide for FP8 tensors"),
     "DisableTorchFunctionSubclass": Name("torch._C.DisableTorchFunctionSubclass", "makes views of sharded weights"),
