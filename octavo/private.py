@@ -90,7 +90,6 @@ NAMES = {
     "current_raw_stream": Name("torch._C._cuda_getCurrentRawStream", "keeps scratch memory by stream", cuda=True),
     "current_device": Name("torch._C._cuda_getDevice", "launches on the tensors' device", cuda=True),
     "empty_cuda": Name("torch._C._dynamo.guards._empty_strided_cuda", "allocates where an op is replayed"),
-    "empty_cpu": Name("torch._C._dynamo.guards._empty_strided_cpu", "the same, where kernels are tested on a CPU"),
     "is_avx512_bf16_supported": Name("torch.cpu._is_avx512_bf16_supported", "finds fast bfloat16, in torch 2.11"),
     "keep_gpu_busy": Name("torch.cuda._sleep", "times kernels that take less than their launch"),
     "is_in_bad_fork": Name("torch.cuda._is_in_bad_fork", "asks no GPU in a forked process"),
