@@ -272,11 +272,12 @@ def refuse_in_backward(*grads: Tensor | None) -> None:
         raise HigherOrderGradientError(
             f"create_graph=True asks for second derivatives, which FP8 products don't have; {remedy}"
         )
-    if not all(grad is None or has_storage(grad) for grad in grads):
-        raise HigherOrderGradientError(
-            "is_grads_batched=True, jacobian(vectorize=True) and torch.func.vmap pass gradients in batches, which FP8 "
-            f"products can't take; call backward once for each gradient, or {remedy}"
-        )
+    for grad in grads:
+        if grad is not None and not has_storage(grad):
+            raise HigherOrderGradientError(
+                "is_grads_batched=True, jacobian(vectorize=True) and torch.func.vmap pass gradients in batches, which "
+                f"FP8 products can't take; call backward once for each gradient, or {remedy}"
+            )
 
 
 def _matmul(
@@ -367,20 +368,15 @@ def linear(
 
 
 def is_recorded(*tensors: Tensor | None) -> bool:
-    """Return whether autograd records what is computed of these."""
-    if records_gradients():
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
-
-
-def records_gradients() -> bool:
-    """Return whether autograd records; a program of torch.export or torch.jit.trace has no backward of octavo's.
+    """Return whether autograd records what is computed of these: not in programs of torch.export and torch.jit.trace.
 
     Casts for one would ask whether there are rows for more than one block, and so limit the number of rows.
     """
-    return torch.is_grad_enabled() and not is_exporting() and tracing_state() is None
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return not is_exporting() and tracing_state() is None
+    return False
 
 
 def requires_grad(tensor: Tensor | None) -> bool:

@@ -25,15 +25,14 @@ from torch import Tensor, nn
 
 from octavo.autograd.casts import as_rows
 from octavo.autograd.grouped import Routing
-from octavo.autograd.products import records_gradients
 from octavo.kernels.activations import ACTIVATIONS, activation_of
 from octavo.nn.fused import activate, run_alone, run_as_one
-from octavo.nn.inputs import grouped_dtype, refuse_proxies
+from octavo.nn.inputs import grouped_dtype, no_tensor
 from octavo.nn.linear import Grouped, GroupedLinear, recipe_for
 from octavo.nn.tensor_parallel import FusedParts
 from octavo.nn.weight import WeightOwner
 from octavo.nn.weight_files import SCALE_INV
-from octavo.private import assert_async
+from octavo.private import assert_async, tracing_state
 from octavo.scaling.recipe import Recipe, RecipeMap
 
 
@@ -57,7 +56,8 @@ class _Rows(torch.autograd.Function):
 
 
 def _gather_rows(x: Tensor, index: Tensor, inverse: Tensor, k: int) -> Tensor:
-    return _Rows.apply(x, index, inverse, k) if records_gradients() else x[index // k]
+    records = torch.is_grad_enabled() and tracing_state() is None
+    return _Rows.apply(x, index, inverse, k) if records else x[index // k]
 
 
 def mix(
@@ -72,7 +72,8 @@ def mix(
 
     Numbers of experts are below ``limit``; those of ``experts`` or more add nothing. It raises what Experts does.
     """
-    refuse_proxies(x)
+    if not isinstance(x, Tensor):
+        raise no_tensor(x)
     x_TH = as_rows(x)
     if top_k_index.shape != top_k_weights.shape or top_k_index.ndim != 2 or top_k_index.shape[0] != x_TH.shape[0]:
         raise ValueError(

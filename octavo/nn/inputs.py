@@ -18,7 +18,8 @@ from octavo.private import functorch_is_active, in_forward_mode
 
 def product_dtype(input: Tensor, weight_NK: Tensor) -> torch.dtype:
     """The dtype that products with ``input`` compute in: its own, or autocast's, which the meta device doesn't know."""
-    refuse_proxies(input)
+    if not isinstance(input, Tensor):
+        raise no_tensor(input)
     if weight_NK.is_meta and not input.is_meta:
         raise ValueError(
             "the weight is on the meta device and has no values: call model.to_empty(device=...), then load or "
@@ -39,7 +40,8 @@ def product_dtype(input: Tensor, weight_NK: Tensor) -> torch.dtype:
 
 def grouped_dtype(input: Tensor, weight_ENK: Tensor, offsets: Tensor) -> torch.dtype:
     """The dtype that products of GroupedLinear, which says what is refused, compute in."""
-    refuse_proxies(input)
+    if not isinstance(input, Tensor):
+        raise no_tensor(input)
     if input.ndim != 2:
         raise ValueError(f"input of shape {tuple(input.shape)}: rows sorted by expert are [T, K]")
     dtype = product_dtype(input, weight_ENK)
@@ -51,17 +53,15 @@ def grouped_dtype(input: Tensor, weight_ENK: Tensor, offsets: Tensor) -> torch.d
     return dtype
 
 
-def refuse_proxies(input: Tensor) -> None:
-    """Raise UnsupportedOpError for what torch.fx.symbolic_trace passes in place of tensors; TypeError for no tensor."""
-    if isinstance(input, Tensor):
-        return
+def no_tensor(input: object) -> Exception:
+    """Return the error for an input that is no tensor, as what torch.fx.symbolic_trace passes in place of one."""
     if isinstance(input, torch.fx.Proxy):
-        raise UnsupportedOpError(
+        return UnsupportedOpError(
             "torch.fx.symbolic_trace can't trace into octavo's modules: trace the model first and call octavo.convert "
             "with the traced one; or make them leaves, by a Tracer's is_leaf_module or, for torchvision's "
             "create_feature_extractor, tracer_kwargs={'leaf_modules': [octavo.nn.Linear]}; or use torch.export"
         )
-    raise TypeError(f"input is {type(input).__name__}, not a torch.Tensor")
+    return TypeError(f"input is {type(input).__name__}, not a torch.Tensor")
 
 
 # of torch.distributed.pipelining.stage: in torch 2.13, and before it

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from octavo.autograd.exchange import Exchange
 from octavo.autograd.grouped import grouped_linear
-from octavo.autograd.products import Layer, linear, records_gradients
+from octavo.autograd.products import Layer, linear
 from octavo.autograd.shared_casts import ReadTensor, read_by
 from octavo.autograd.shared_scales import Parts
 from octavo.errors import UnsupportedOpError
@@ -30,7 +30,7 @@ from octavo.nn.weight import (
     widened,
 )
 from octavo.nn.where import warn_once_if_slower
-from octavo.private import parameter_registration_hooks
+from octavo.private import parameter_registration_hooks, tracing_state
 from octavo.recipes import as_recipe
 from octavo.scaling.delayed import (
     ASIDE,
@@ -269,7 +269,7 @@ class RecipeModule(WeightOwner):
     ) -> Layer:
         """What this module brings to its products with ``input``."""
         weight_NK, _, parameter = tensors
-        recipe, grad_enabled = self.recipe, records_gradients()
+        recipe, grad_enabled = self.recipe, torch.is_grad_enabled() and tracing_state() is None
         if self.exchange is not None:
             parts = Parts(self.exchange.group, (False,) * 3)
         state = state_for(self, parameter, self.training, input.device)

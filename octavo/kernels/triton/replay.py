@@ -79,7 +79,7 @@ def replayed(kernel: Callable[..., Any], exists: Callable[..., bool] | None = No
         key = _key_of(kernel, known, arguments, named)
         replay = REPLAYS.get(key, key)
         is_watched = _local.recorder is not None or is_profiled()
-        if callable(replay) and not is_watched:
+        if replay is not key and replay is not NEW and replay is not None and not is_watched:
             return replay(*arguments, **named)
         if _any_is_negated(arguments, named):
             return resolved(arguments, named)
@@ -90,8 +90,9 @@ def replayed(kernel: Callable[..., Any], exists: Callable[..., bool] | None = No
             results = recording.record(kernel, arguments, named)
             if not recording.is_postponed:
                 replay = recording.replay(arguments, named, results)
-                asks = replay is not None and any(map(_may_be_negated, _tensors(*arguments, *named.values())))
-                REPLAYS[key] = functools.partial(unless_negated, replay) if asks else replay
+                if replay is not None and any(map(_may_be_negated, _tensors(*arguments, *named.values()))):
+                    replay = functools.partial(unless_negated, replay)
+                REPLAYS[key] = replay
             return results
         if len(REPLAYS) >= _MOST:
             REPLAYS.clear()
