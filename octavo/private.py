@@ -53,6 +53,8 @@ NAMES = {
     "functorch_is_active": Name("torch._C._are_functorch_transforms_active", "refuses torch.func's transforms"),
     # tensors
     "modes_active": Name("torch._C._len_torch_dispatch_stack", "sends casts through the dispatcher for modes"),
+    "tracing_state": Name("torch._C._get_tracing_state", "shows torch.jit.trace casts and products"),
+    "has_storage": Name("torch._C._has_storage", "refuses gradients in batches (vmap)"),
     "no_modes": Name("torch.utils._python_dispatch._disable_current_modes", "compares delayed states unseen by modes"),
     "no_torch_function": Name("torch._C._disabled_torch_function_impl", "lets aten's rules decide for FP8 tensors"),
     "DisableTorchFunctionSubclass": Name("torch._C.DisableTorchFunctionSubclass", "makes views of sharded weights"),
@@ -92,7 +94,6 @@ NAMES = {
     "current_raw_stream": Name("torch._C._cuda_getCurrentRawStream", "keeps scratch memory by stream", cuda=True),
     "current_device": Name("torch._C._cuda_getDevice", "launches on the tensors' device", cuda=True),
     "empty_cuda": Name("torch._C._dynamo.guards._empty_strided_cuda", "allocates where an op is replayed"),
-    "empty_cpu": Name("torch._C._dynamo.guards._empty_strided_cpu", "the same, where kernels are tested on a CPU"),
     "is_avx512_bf16_supported": Name("torch.cpu._is_avx512_bf16_supported", "finds fast bfloat16, in torch 2.11"),
     "keep_gpu_busy": Name("torch.cuda._sleep", "times kernels that take less than their launch"),
     "is_in_bad_fork": Name("torch.cuda._is_in_bad_fork", "asks no GPU in a forked process"),

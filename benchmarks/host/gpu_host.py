@@ -43,6 +43,7 @@ MEASURES = ("octavo/kernels/triton", "octavo/autograd", "octavo/nn/recipe_module
 
 # by its path: the function of the same name hides the module
 library_matmul = importlib.import_module("octavo.kernels.triton.library_matmul")
+replay = importlib.import_module("octavo.kernels.triton.replay")
 
 SIZE, LAYERS = 16, 8
 CAST_AIM, FORWARD_AIM, BOTH_AIM = 25.0, 80.0, 200.0  # us
@@ -74,6 +75,8 @@ def on_gpu_path(record: bool = False) -> Iterator[list[Launch]]:
         stack.enter_context(
             mock.patch.object(devices, "kernels_of", functools.cache(lambda index: octavo.kernels.triton.KERNELS))
         )
+        # as fast as what a replay calls on a GPU
+        stack.enter_context(mock.patch.object(replay, "_empty_cpu", torch._C._dynamo.guards._empty_strided_cpu))
         stack.enter_context(mock.patch.object(library_matmul, "_known", {}))
         stack.enter_context(mock.patch.object(library_matmul, "_agrees", lambda *kind: True))
         triton_kernels = octavo.kernels.triton.KERNELS

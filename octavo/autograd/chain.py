@@ -42,7 +42,7 @@ from octavo.autograd.products import (
     packed,
     plan_for_next_pass,
     plan_of,
-    refuse_second_derivatives,
+    refuse_in_backward,
     to_save,
     unpacked,
     unrounded,
@@ -50,6 +50,7 @@ from octavo.autograd.products import (
 from octavo.granularity import ALL
 from octavo.kernels.activations import activation_of
 from octavo.kernels.arguments import CastSource, NormSource
+from octavo.private import has_storage
 from octavo.tensor.collectives import summed
 
 
@@ -155,7 +156,7 @@ class _ChainFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        refuse_in_backward(*grads)
         needs, saved, plans = asked(ctx, ctx.needs_input_grad[:7], ctx.given), ctx.saved_tensors, ctx.plans
         has_beta = ctx.given[2]
         (x, gamma, mean, rstd), layer_end = saved[:4], 4 + len(Saved._fields)
@@ -270,7 +271,7 @@ class _ActivatedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        refuse_in_backward(*grads)
         plan, (h, h_scale_inv, *rest) = ctx.plan, ctx.saved_tensors
         of_gate, of_up, needs_dw, needs_db = asked(ctx, ctx.needs_input_grad[:4], ctx.given)
         ctx.plan = plan_for_next_pass(plan)
@@ -331,11 +332,13 @@ class _LeanNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, mean, rstd = ctx.saved_tensors
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # asked for second derivatives
-            wide = x.float()
-            y = wide * (wide.square().mean(1, keepdim=True) + ctx.eps).rsqrt() * gamma.float()
+        create_graph = torch.is_grad_enabled()
+        if not torch.compiler.is_compiling() and (create_graph or not has_storage(grads[0])):  # or in batches (vmap)
+            with torch.enable_grad():
+                wide = x.float()
+                y = wide * (wide.square().mean(1, keepdim=True) + ctx.eps).rsqrt() * gamma.float()
             leaves = [one for one in (x, gamma) if one.requires_grad]
-            found = iter(torch.autograd.grad(y.to(x.dtype), leaves, grads[0], create_graph=True))
+            found = iter(torch.autograd.grad(y.to(x.dtype), leaves, grads[0], create_graph=create_graph))
             return *(next(found) if one.requires_grad else None for one in (x, gamma)), None
         dx, dgamma, _ = kernels.norm_backward(grads[0], x, gamma, mean, rstd, "rms_norm", False, False)
         return dx, dgamma, None

@@ -95,7 +95,7 @@ class Routing(NamedTuple):
     def of(cls, expert_S: Tensor, experts: int) -> Routing:
         """Sort rows by their expert; those of no expert, E or more, come last and belong to no group."""
         found, order = torch.sort(expert_S, stable=True)
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
         every = torch.arange(experts, device=found.device, dtype=found.dtype)
         return cls(order, inverse, torch.searchsorted(found, every, right=True, out_int32=True))
 

@@ -44,7 +44,7 @@ from octavo.granularity import PerBlock
 from octavo.kernels.arguments import CastSource
 from octavo.kernels.layouts import contraction_multiple
 from octavo.numerics import E8M0, exponents_of, powers_of
-from octavo.private import is_exporting, keeps_graph, will_engine_execute_node
+from octavo.private import has_storage, is_exporting, keeps_graph, tracing_state, will_engine_execute_node
 from octavo.scaling.delayed import entering_input
 from octavo.scaling.recipe import Cast, Recipe
 from octavo.tensor.pair import Operands
@@ -313,13 +313,21 @@ def weight_cast_again(weight_NK: Tensor, plan: Layer, delayed_scale: Tensor | No
     return pair
 
 
-def refuse_second_derivatives() -> None:
-    """Raise HigherOrderGradientError in a backward under ``create_graph=True``, of which a compiled graph has none."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+def refuse_in_backward(*grads: Tensor | None) -> None:
+    """Raise HigherOrderGradientError for second derivatives, and for gradients in batches; a graph has neither."""
+    if torch.compiler.is_compiling():
+        return
+    remedy = "use octavo.set_recipe(model, octavo.recipes.high_precision()) for that pass"
+    if torch.is_grad_enabled():
         raise HigherOrderGradientError(
-            "create_graph=True asks for second derivatives, which FP8 products don't have; use "
-            "octavo.set_recipe(model, octavo.recipes.high_precision()) for that pass"
+            f"create_graph=True asks for second derivatives, which FP8 products don't have; {remedy}"
         )
+    for grad in grads:
+        if grad is not None and not has_storage(grad):
+            raise HigherOrderGradientError(
+                "is_grads_batched=True, jacobian(vectorize=True) and torch.func.vmap pass gradients in batches, which "
+                f"FP8 products can't take; call backward once for each gradient, or {remedy}"
+            )
 
 
 def _matmul(
@@ -381,7 +389,7 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
+        refuse_in_backward(*grads)
         plan, needs = ctx.plan, asked(ctx, ctx.needs_input_grad[:3], ctx.given)
         ctx.plan = plan_for_next_pass(plan)
         arguments = Saved(*ctx.saved_tensors), plan, needs
@@ -410,14 +418,14 @@ def linear(
 
 
 def is_recorded(*tensors: Tensor | None) -> bool:
-    """Whether autograd records what is computed of these; a program of torch.export has no backward of octavo's.
+    """Return whether autograd records what is computed of these: not in programs of torch.export and torch.jit.trace.
 
     Casts for one would ask whether there are rows for more than one block, and so limit the number of rows.
     """
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
-                return not is_exporting()
+                return not is_exporting() and tracing_state() is None
     return False
 
 

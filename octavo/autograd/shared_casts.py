@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.private import FakeTensor, current_graph_task_id, current_raw_stream
+from octavo.private import FakeTensor, current_graph_task_id, current_raw_stream, tracing_state
 from octavo.scaling.delayed import State, have_same_inputs
 from octavo.scaling.recipe import Recipe
 from octavo.step_count import version_of
@@ -95,11 +95,12 @@ _of_thread = threading.local()
 def read_by(x: Tensor, layer: object, is_view: bool = False) -> ReadTensor | None:
     """What a layer that reads x may share with others; None where that can't be told, and it casts for itself.
 
-    That is in compiled graphs and in inference mode, whose tensors have no versions; and in a CUDA graph's capture of
-    what may have been made before it. ``is_view``: whether x may be a view, new for each layer, of what they read.
+    That is in compiled graphs and in inference mode, whose tensors have no versions; and in a CUDA graph's capture or
+    torch.jit.trace, of what may have been made before it. ``is_view``: whether x may be a view, new for each layer, of
+    what they read.
     """
     is_fake = type(x) is FakeTensor  # a forward without data shares as one with data would
-    if torch.compiler.is_compiling() or not (is_fake or type(x) is Tensor) or x.is_inference():
+    if torch.compiler.is_compiling() or not (is_fake or type(x) is Tensor) or x.is_inference() or tracing_state():
         return None
     if is_view:
         x = viewed(x)

@@ -1,8 +1,9 @@
 """The kernels, by name: plain tensors in, plain tensors out. Contracts are in signatures.py.
 
 In eager a call goes straight to the kernel that the device has (devices.py); while anything traces (torch.compile, fake
-tensors, dispatch modes) it goes through the registered op, so that graphs hold one opaque node and modes see it. What
-Inductor compiled then calls these functions again, from torch 2.13 on, as the dispatcher costs time for each argument.
+tensors, dispatch modes, torch.jit.trace) it goes through the registered op, so that graphs hold one opaque node and
+modes see it. What Inductor compiled then calls these functions again, from torch 2.13 on, as the dispatcher costs time
+for each argument.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from octavo.kernels.cpu.cast import produced
 from octavo.kernels.devices import kernels_of
 from octavo.kernels.reference.norm import normalise, normalised
 from octavo.kernels.signatures import SCHEMAS
-from octavo.private import modes_active
+from octavo.private import modes_active, tracing_state
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _is_compiling: Callable[[], bool] = torch.compiler.is_compiling
@@ -29,7 +30,7 @@ def _entry(name: str) -> Callable[..., Any]:
     on_cpu = KERNELS[name]
 
     def call(x: torch.Tensor, *args: Any, **named: Any) -> Any:
-        if _is_compiling() or type(x) not in _PLAIN or modes_active():
+        if _is_compiling() or type(x) not in _PLAIN or modes_active() or tracing_state():
             return op(x, *args, **named)
         if x.is_cpu:
             return on_cpu(x, *args, **named)

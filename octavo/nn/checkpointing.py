@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo.formats import E4M3, HIGH_PRECISION
 from octavo.granularity import PerRow
-from octavo.private import FakeTensor, top_hooks, untraced
+from octavo.private import FakeTensor, top_hooks, tracing_state, untraced
 from octavo.tensor.scaled_tensor import ScaledTensor, quantize
 
 ROW, SMALL = 32, 1024  # elements: a row's scale is 4 bytes, and a smaller tensor is not worth a kernel
@@ -106,7 +106,7 @@ def _keeping_pairs(way: Callable[..., Any], function: Callable[..., Any], *args:
     around = torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
     if "context_fn" in {**getattr(way, "keywords", {}), **options}:
         options = {**_ASKED, **options}
-    with around if _in_fp8 else contextlib.nullcontext():
+    with around if _in_fp8 and tracing_state() is None else contextlib.nullcontext():  # a trace has no backward
         return way(function, *args, **options)
 
 

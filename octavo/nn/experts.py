@@ -27,12 +27,12 @@ from octavo.autograd.casts import as_rows
 from octavo.autograd.grouped import Routing
 from octavo.kernels.activations import ACTIVATIONS, activation_of
 from octavo.nn.fused import activate, run_alone, run_as_one
-from octavo.nn.inputs import grouped_dtype
+from octavo.nn.inputs import grouped_dtype, no_tensor
 from octavo.nn.linear import Grouped, GroupedLinear, recipe_for
 from octavo.nn.tensor_parallel import FusedParts
 from octavo.nn.weight import WeightOwner
 from octavo.nn.weight_files import SCALE_INV
-from octavo.private import assert_async
+from octavo.private import assert_async, tracing_state
 from octavo.scaling.recipe import Recipe, RecipeMap
 
 
@@ -55,6 +55,11 @@ class _Rows(torch.autograd.Function):
         return dx if ctx.k == 1 else dx.unflatten(0, (len(inverse) // ctx.k, ctx.k)).sum(1), None, None, None
 
 
+def _gather_rows(x: Tensor, index: Tensor, inverse: Tensor, k: int) -> Tensor:
+    records = torch.is_grad_enabled() and tracing_state() is None
+    return _Rows.apply(x, index, inverse, k) if records else x[index // k]
+
+
 def mix(
     x: Tensor,
     top_k_index: Tensor,
@@ -67,11 +72,13 @@ def mix(
 
     Numbers of experts are below ``limit``; those of ``experts`` or more add nothing. It raises what Experts does.
     """
+    if not isinstance(x, Tensor):
+        raise no_tensor(x)
     x_TH = as_rows(x)
-    if top_k_index.shape != top_k_weights.shape or top_k_index.ndim != 2 or len(top_k_index) != len(x_TH):
+    if top_k_index.shape != top_k_weights.shape or top_k_index.ndim != 2 or top_k_index.shape[0] != x_TH.shape[0]:
         raise ValueError(
             f"top_k_index {list(top_k_index.shape)} and top_k_weights {list(top_k_weights.shape)} must both be "
-            f"[{len(x_TH)} tokens, k]"
+            f"[{x_TH.shape[0]} tokens, k]"
         )
     if top_k_index.is_floating_point() or not top_k_weights.is_floating_point():
         raise TypeError(
@@ -81,8 +88,8 @@ def mix(
         known = (top_k_index >= 0).logical_and(top_k_index < limit).all()
         assert_async(known, f"top_k_index holds numbers of experts that are not below {limit}")
     routing, k = Routing.of(top_k_index.reshape(-1), experts), top_k_index.shape[1]
-    rows = _Rows.apply(x_TH, routing.order, routing.inverse, k)
-    y = _Rows.apply(compute(rows, routing.offsets), routing.inverse, routing.order, 1)
+    rows = _gather_rows(x_TH, routing.order, routing.inverse, k)
+    y = _gather_rows(compute(rows, routing.offsets), routing.inverse, routing.order, 1)
     by_token = *x.shape[:-1], k
     mixed = (y.view(*by_token, y.shape[1]) * top_k_weights.reshape(*by_token, 1)).sum(-2)
     return mixed.to(x.dtype)  # no view, of which FSDP2 warns

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from octavo.errors import HigherOrderGradientError
+from octavo.errors import HigherOrderGradientError, UnsupportedOpError
 from octavo.formats import HIGH_PRECISION
 from octavo.kernels.groups import check_offsets_kind
 from octavo.nn.weight import why_unreadable
@@ -18,6 +18,8 @@ from octavo.private import functorch_is_active, in_forward_mode
 
 def product_dtype(input: Tensor, weight_NK: Tensor) -> torch.dtype:
     """The dtype that products with ``input`` compute in: its own, or autocast's, which the meta device doesn't know."""
+    if not isinstance(input, Tensor):
+        raise no_tensor(input)
     if weight_NK.is_meta and not input.is_meta:
         raise ValueError(
             "the weight is on the meta device and has no values: call model.to_empty(device=...), then load or "
@@ -38,6 +40,8 @@ def product_dtype(input: Tensor, weight_NK: Tensor) -> torch.dtype:
 
 def grouped_dtype(input: Tensor, weight_ENK: Tensor, offsets: Tensor) -> torch.dtype:
     """The dtype that products of GroupedLinear, which says what is refused, compute in."""
+    if not isinstance(input, Tensor):
+        raise no_tensor(input)
     if input.ndim != 2:
         raise ValueError(f"input of shape {tuple(input.shape)}: rows sorted by expert are [T, K]")
     dtype = product_dtype(input, weight_ENK)
@@ -47,6 +51,17 @@ def grouped_dtype(input: Tensor, weight_ENK: Tensor, offsets: Tensor) -> torch.d
     if offsets.shape[0] != weight_ENK.shape[0]:
         raise ValueError(f"offsets of {offsets.shape[0]} experts, but the weight has {weight_ENK.shape[0]}")
     return dtype
+
+
+def no_tensor(input: object) -> Exception:
+    """Return the error for an input that is no tensor, as what torch.fx.symbolic_trace passes in place of one."""
+    if isinstance(input, torch.fx.Proxy):
+        return UnsupportedOpError(
+            "torch.fx.symbolic_trace can't trace into octavo's modules: trace the model first and call octavo.convert "
+            "with the traced one; or make them leaves, by a Tracer's is_leaf_module or, for torchvision's "
+            "create_feature_extractor, tracer_kwargs={'leaf_modules': [octavo.nn.Linear]}; or use torch.export"
+        )
+    return TypeError(f"input is {type(input).__name__}, not a torch.Tensor")
 
 
 # of torch.distributed.pipelining.stage: in torch 2.13, and before it
@@ -67,7 +82,12 @@ finds_shapes._dynamo_marked_constant = True  # type: ignore[attr-defined]  # tor
 
 
 def refuse_for_fp8(input: Tensor, *parameters: Tensor | None) -> None:
-    """What FP8 products of ``input`` and these parameters can't take raises TypeError or HigherOrderGradientError."""
+    """Raise TypeError, UnsupportedOpError or HigherOrderGradientError for tensors that FP8 products can't take."""
+    if input.is_nested:
+        raise UnsupportedOpError(
+            "an FP8 product takes no nested tensor: give it the rows of all, x.values() of a jagged one, and make of "
+            "the result torch.nested.nested_tensor_from_jagged(y, x.offsets())"
+        )
     if input.dtype not in HIGH_PRECISION:
         raise TypeError(f"octavo casts bfloat16, float16 and float32 to FP8, not {input.dtype}")
     if torch.compiler.is_compiling():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from octavo.nn.weight import (
     widened,
 )
 from octavo.nn.where import warn_once_if_slower
-from octavo.private import parameter_registration_hooks
+from octavo.private import parameter_registration_hooks, tracing_state
 from octavo.recipes import as_recipe
 from octavo.scaling.delayed import (
     ASIDE,
@@ -98,6 +98,13 @@ class RecipeModule(WeightOwner):
         if name == "weight" and "recipe" in self.__dict__:
             check_recipe(self.recipe, param)
         super().register_parameter(name, param)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse torch.jit.script, which calls this."""
+        raise UnsupportedOpError(
+            "torch.jit.script can't compile FP8 products: use torch.jit.trace(model, inputs), torch.export or "
+            "torch.compile; or octavo.restore(model) first"
+        )
 
     def take_parameter(self, weight: nn.Parameter, whole: nn.Parameter | None) -> None:
         """Note that the weight is another parameter now, which FSDP2 may have just sharded; before it was ``whole``."""
@@ -268,7 +275,7 @@ class RecipeModule(WeightOwner):
     ) -> Layer:
         """What this module brings to its products with ``input``."""
         weight_NK, _, parameter = tensors
-        recipe, grad_enabled = self.recipe, torch.is_grad_enabled()
+        recipe, grad_enabled = self.recipe, torch.is_grad_enabled() and tracing_state() is None
         if self.exchange is not None:
             parts = Parts(self.exchange.group, (False,) * 3)
         state = state_for(self, parameter, self.training, input.device)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from octavo.nn.fused import LayerNormLinear, LayerNormMLP, RMSNormLinear, RMSNormMLP
+from octavo.nn.inputs import no_tensor
 from octavo.nn.linear import Linear
 from octavo.scaling.recipe import Recipe, RecipeMap, under
 
@@ -117,6 +118,8 @@ class SelfAttention(nn.Module):
 
         ``rotary`` has at least C positions; it is made here where a model has none to share between its blocks.
         """
+        if not isinstance(x, Tensor):
+            raise no_tensor(x)
         if x.ndim != 3:
             raise ValueError(f"input of shape {tuple(x.shape)} must be [sequences, positions, features]")
         query, key, value = (output.unflatten(-1, (-1, self.head_width)) for output in self.qkv(x))

@@ -32,7 +32,7 @@ from octavo.granularity import MX, Granularity, PerTensor
 from octavo.kernels.capability import warn_once
 from octavo.kernels.layouts import plain_scales
 from octavo.nn.weight_files import load_stored, save_plain, whole_pair
-from octavo.private import is_under_fsdp
+from octavo.private import is_under_fsdp, tracing_state
 from octavo.scaling.delayed import State, empty_state, state_of
 from octavo.scaling.recipe import Recipe
 from octavo.step_count import OPTIMIZER_STEPS, version_of
@@ -124,6 +124,8 @@ def fp8_operands(
     if module.exchange is not None and (stored := local_stored(parameter)) is not None:
         here = stored  # of this rank's experts, as they lie
     read = getattr(type(here), "operands", None)
+    if read is not None:
+        _refuse_tracing()
     if isinstance(here, StoredWeight) and here.granularity in OF_FROZEN:
         return operands_of_codes((here.qdata, here.scale_inv), module.recipe, WEIGHT, transposed, None)
     if read is not None:  # stored or gathered
@@ -297,10 +299,19 @@ def invalidate(model: nn.Module) -> None:
             module.gather.generation += 1  # type: ignore[union-attr, operator]
 
 
+def _refuse_tracing() -> None:
+    """Raise UnsupportedOpError under torch.jit.trace: torch.jit.save would read memory that a weight in FP8 hasn't."""
+    if tracing_state() is not None:
+        raise UnsupportedOpError(
+            "torch.jit.trace can't hold a weight that lives in FP8: use torch.export, or octavo.restore(model) first"
+        )
+
+
 def widened(weight: Any) -> Tensor:
     """A weight for a product in high precision; stored ones are dequantised, and gradients flow to them."""
     if not hasattr(on_this_rank(weight), "operands"):
         return weight
+    _refuse_tracing()
     if not hasattr(weight, "to_local"):
         return dequantized(weight)
     from torch.distributed.tensor import DTensor

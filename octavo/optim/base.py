@@ -341,7 +341,7 @@ class CompactOptimizer(Optimizer):
             return update._replace(gradient=torch.zeros(shape, device=grad.device, dtype=torch.float32))
         if isinstance(grad, StoredGradient):
             return states.with_codes(update, grad)
-        return update._replace(gradient=grad.contiguous().view(shape))
+        return update._replace(gradient=grad.resolve_neg().contiguous().view(shape))
 
     def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[PreparedUpdate, bool]:
         """A weight's update, and whether its master begins anew: in the first step, or after the weight was written."""

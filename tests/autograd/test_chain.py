@@ -208,6 +208,16 @@ def test_second_derivatives_are_torchs():
     assert dgamma.requires_grad
 
 
+def test_gradients_in_batches_are_torchs():
+    x, gamma = torch.randn(5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    directions = torch.randn(3, 5, 8)
+    batched, torchs = (
+        torch.autograd.grad(norm(x, gamma, EPS), (x, gamma), directions, is_grads_batched=True)
+        for norm in (rms_norm, lambda x, gamma, eps: torch.nn.functional.rms_norm(x, (8,), gamma, eps))
+    )
+    torch.testing.assert_close(batched, torchs)
+
+
 def test_it_saves_its_input_and_a_number_a_row():
     saved = []
     x, gamma = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True), torch.ones(32, dtype=torch.bfloat16)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -111,6 +112,16 @@ def test_pairs_live_no_longer_than_their_tensor(monkeypatch):
     model[1](alive[-KEPT])  # what is read again stays
     model[0](input_of(seed=99))
     assert id(alive[-KEPT]) in tensors and id(alive[1 - KEPT]) not in tensors
+
+
+def test_a_trace_by_torch_jit_holds_no_cast_of_before():
+    """It would be a constant: the codes of the example, whatever the traced layer is given."""
+    (first, second), x = layers(recipes.dynamic(), 2), torch.randn(T, K)
+    first(x)
+    with warnings.catch_warnings(action="ignore", category=torch.jit.TracerWarning):
+        traced = torch.jit.trace(second, x)
+    other = torch.randn(T, K)
+    assert torch.equal(traced(other), second(other))
 
 
 def test_threads_share_nothing():

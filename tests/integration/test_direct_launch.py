@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -121,6 +122,32 @@ def test_it_is_what_the_binder_hands_over(name: str, shape: tuple[int, int], lau
     replayed, bound = launches.take()
     assert bound == 0
     assert replayed == by_binder
+
+
+COPIES: dict[str, Callable[[Tensor], Any]] = {  # an argument first
+    "a gamma with a stride": lambda x: KERNELS["norm_backward"](
+        x, x, torch.ones(x.shape[1], 2)[:, 0], torch.empty(0), torch.ones(len(x)), "rms_norm", False, False
+    ),
+    "a bias in float32": lambda x: KERNELS["matmul"](
+        *pair(*x.shape), ROW, *pair(30, x.shape[1]), ROW, torch.ones(30), torch.bfloat16, False
+    ),
+    "codes along the other dimension": lambda x: KERNELS["matmul"](
+        *(pair(x.shape[1], len(x))[0].t(), torch.ones(len(x), 1), ROW),
+        *(*pair(30, x.shape[1]), ROW, None, torch.bfloat16, False),
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", COPIES)
+def test_a_call_in_any_mode_is_recorded(name: str, mode: Any, launches: Launches) -> None:
+    """In inference mode torch hands a recorder ``contiguous`` and ``to`` as they are, which look like views."""
+    x, bound = torch.randn(33, 100).bfloat16(), []
+    for where in (nullcontext, mode, nullcontext):
+        with where():
+            COPIES[name](x)
+        bound.append(launches.take()[1])
+    assert bound[0] == bound[1] > 0 == bound[2]
 
 
 def test_a_profiler_sees_every_launch(launches: Launches) -> None:

@@ -17,7 +17,7 @@ from octavo.kernels.reference.activation import produced
 from octavo.scaling.delayed import State
 from tests.kernels.conftest import Ops
 from tests.support import definitions
-from tests.support.casts import ALL, E4M3, TILES, Call, check, drawn, second, update_args, values_of
+from tests.support.casts import ALL, E4M3, TILES, Call, check, drawn, negated, second, update_args, values_of
 from tests.support.combinations import each_pair
 from tests.support.definitions import same_bits
 from tests.support.triton_cases import assert_counters_are_zero, use_small_tiles
@@ -115,6 +115,19 @@ def test_outputs_share_no_memory(shape: tuple[int, int], ops: Ops) -> None:
         ):
             tensors = [x, *state, *result]
             assert not any(shares_memory(a, b) for i, a in enumerate(tensors) for b in tensors[:i])
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (5, 1), (5, 7)], ids=str)
+def test_what_torch_has_not_negated_yet_is_read_with_its_sign(ops: Ops, shape: tuple[int, int]) -> None:
+    """A single element is contiguous to torch, whatever its stride."""
+    x = torch.randn(shape)
+    codes = x.to(E4M3)
+    results = []
+    for one in (x, negated(x)):
+        statistics = torch.zeros(71, dtype=torch.float64), torch.zeros(3)
+        ops.of("cast_statistics")(one, codes, torch.ones(1, 1), ALL, *statistics)
+        results.append([*ops.of("cast")(one, None, 0, E4M3, ALL, False, 0, True, 1, True), *statistics])
+    assert all(map(same_bits, *results))
 
 
 @each_pair(

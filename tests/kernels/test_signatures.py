@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -187,6 +189,69 @@ def test_groups_of_other_sizes_need_no_other_graph() -> None:
 def test_a_wrong_dtype_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"torch.uint8 .*torch.float8_e4m3fn or torch.float8_e5m2"):
         kernels.cast(torch.randn(2, 2), None, 0, torch.uint8, (-1, -1), False, 0)
+
+
+class _Names(TorchDispatchMode):
+    """The names of the operators that a dispatch mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def seen_by_mode(function: Any, x: Tensor) -> set[str]:
+    with _Names() as mode:
+        function(x)
+    return mode.names
+
+
+def seen_by_compiler(function: Any, x: Tensor) -> set[str]:
+    names: set[str] = set()
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        names.update(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    torch._dynamo.reset()
+    assert same_bits(torch.compile(function, backend=backend)(x), function(x))
+    return names
+
+
+def seen_by_jit(function: Any, x: Tensor) -> set[str]:
+    traced = torch.jit.trace(function, (x,))
+    torch.full((64, 64), 1e30)  # what a graph read of memory that nobody wrote
+    assert same_bits(traced(2 * x), function(2 * x))
+    return {node.kind().replace("::", ".") for node in traced.graph.nodes()}
+
+
+def names_in(graph: torch.fx.Graph) -> set[str]:
+    return {str(node.target) for node in graph.nodes}
+
+
+# who watches what torch's dispatcher is given -> the operators' names that it sees of a function
+WATCHERS: dict[str, Callable[[Any, Tensor], set[str]]] = {
+    "a dispatch mode": seen_by_mode,
+    "torch.compile": seen_by_compiler,
+    "make_fx": lambda function, x: names_in(make_fx(function)(x).graph),
+    "make_fx of fake tensors": lambda function, x: names_in(make_fx(function, tracing_mode="symbolic")(x).graph),
+    "torch.jit.trace": seen_by_jit,
+}
+
+
+@pytest.mark.parametrize("watcher", WATCHERS)
+def test_who_watches_the_dispatcher_sees_every_op(watcher: str) -> None:
+    """The short way around it would leave them a graph that reads memory that nobody wrote."""
+
+    def function(x: Tensor) -> Tensor:
+        q, _, scale_inv, *_ = kernels.cast(x, None, 0, E4M3, ALL, False, 0)
+        return kernels.matmul(q, scale_inv, ALL, q, scale_inv, ALL, None, torch.float32, False)
+
+    names = WATCHERS[watcher](function, torch.randn(7, 12))
+    assert {name.removesuffix(".default") for name in names} >= {"octavo.cast", "octavo.matmul"}
 
 
 def test_an_exported_program_runs_with_gradients_on_and_says_that_it_has_none() -> None:

@@ -1,4 +1,5 @@
 import copy
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,8 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 import octavo
-from octavo import HigherOrderGradientError, recipes
+from octavo import HigherOrderGradientError, UnsupportedOpError, recipes
+from octavo.autograd.chain import activated_linear
 from octavo.nn.candidates import features
 from octavo.nn.linear import TransposedLinear, checked_splits, merge_keys
 from tests.support.groups import SIZES, offsets_of, slices_of
@@ -165,6 +167,32 @@ def test_torch_func_transforms_say_what_to_do(transform):
         transform(ours, torch.randn(4, 64))
     octavo.set_recipe(ours, recipes.high_precision())
     transform(ours, torch.randn(4, 64))
+
+
+@pytest.mark.parametrize("kind", ["linear", "fused", "activated"])
+def test_gradients_in_batches_say_what_to_do(kind):
+    """torch.autograd.grad(is_grads_batched=True), jacobian(vectorize=True) and torch.func.vmap of a backward."""
+    module = {
+        "linear": layer,
+        "fused": lambda: octavo.nn.RMSNormLinear(64, 64),
+        "activated": lambda: functools.partial(
+            lambda own, x: activated_linear(x, None, own.weight, None, own.layer_of(x, own.operands(), True), "relu"),
+            layer(bias=False),
+        ),
+    }[kind]()
+    x = torch.randn(4, 64, requires_grad=True)
+    y = module(x)
+    directions = torch.randn(2, *y.shape)
+    with pytest.raises(HigherOrderGradientError, match=r"in batches.*high_precision"):
+        torch.autograd.grad(y, x, directions, is_grads_batched=True)
+    y = module(x)
+    with pytest.raises(HigherOrderGradientError, match=r"in batches.*high_precision"):
+        torch.func.vmap(lambda dy: torch.autograd.grad(y, x, dy)[0])(directions)
+
+
+def test_torch_jit_script_says_what_to_do():
+    with pytest.raises(UnsupportedOpError, match=r"torch\.jit\.trace.*restore"):
+        torch.jit.script(nn.Sequential(layer()))
 
 
 @pytest.mark.parametrize("which", ["input", "weight", "bias"])

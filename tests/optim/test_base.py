@@ -160,6 +160,19 @@ def test_what_is_off_is_taken_and_what_is_on_refused(ours: Any, torchs: Any) -> 
             ours(given)
 
 
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_a_gradient_that_torch_has_not_negated_yet_is_read_with_its_sign(kind: type) -> None:
+    """Autograd leaves it so where it has one element."""
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    for number, weight in enumerate(weights):
+        torch.complex(torch.ones(1), weight).conj().mul(1 + 2j).real.sum().backward()
+        assert weight.grad is not None and weight.grad.is_neg() and weight.grad.item() == 2
+        if number == 1:
+            weight.grad = weight.grad.resolve_neg()
+        kind([weight], lr=0.1).step()
+    assert weights[0].item() == weights[1].item() < 1
+
+
 def test_a_part_is_known_by_its_codes():
     """Where FSDP2 loads shards, it gives them other memory: what is the same there was not written."""
     part = StoredWeight.cast(torch.randn(8, 16)).shard(0, 4)

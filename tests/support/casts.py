@@ -149,6 +149,13 @@ def to(device: str | torch.device, tree: Any) -> Any:
     return tree_map(lambda a: a.detach().to(device, copy=True) if isinstance(a, Tensor) else a, tree)
 
 
+def negated(values: Tensor) -> Tensor:
+    """Return float32 values as a part of a conjugated complex tensor, which torch has not negated yet."""
+    part = torch.complex(torch.full_like(values, 9.0), -values).conj().imag
+    assert part.is_neg() and torch.equal(part, values)
+    return part
+
+
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """torch.empty is filled with NaN."""

@@ -170,6 +170,10 @@ def _interpreting() -> Iterator[None]:
         element = getattr(given, "element_ty", given) if given.is_block() else given
         return numpy.dtype(numpy.uint64) if element.is_ptr() else dtypes[element]
 
+    def masked_store(own: Any, pointers: Any, values: Any, mask: Any, *rest: Any) -> Any:
+        mask.data = mask.data.astype(bool, copy=False)  # Triton 3.9 refuses int32, which it makes of a scalar condition
+        return store(own, pointers, values, mask, *rest)
+
     blocks: dict[Any, dict[str, Any]] = {}
 
     def block(own: tl.block_type, element: tl.dtype, shape: Any) -> None:
@@ -201,6 +205,7 @@ def _interpreting() -> Iterator[None]:
     scalars = [*integers, tl.float16, tl.bfloat16, tl.float32, tl.float64, tl.float8e5, tl.float8e4nv]
     builder, convert_float = interpreter.InterpreterBuilder, interpreter._convert_float
     new_block, as_one = tl.block_type.__init__, TritonSemantic.broadcast_impl_value
+    store = builder.create_masked_store
     unsanitized = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     dtypes = {element: interpreter._get_np_dtype(element) for element in scalars}
     fma = builder.create_fma if hasattr(interpreter._interpreter, "fma_fp32") else _fma
@@ -223,6 +228,7 @@ def _interpreting() -> Iterator[None]:
             mock.patch.object(TritonSemantic, "broadcast_impl_value", broadcast),
             mock.patch.object(JITFunction, "__call__", call),
             mock.patch.object(builder, "create_fma", fma),
+            mock.patch.object(builder, "create_masked_store", masked_store),
             # where one is NaN the other counts; before Triton 3.8, NaN
             mock.patch.object(builder, "create_minnumf", lambda own, x, y: own.binary_op(x, y, numpy.fmin)),
             mock.patch.object(builder, "create_maxnumf", lambda own, x, y: own.binary_op(x, y, numpy.fmax)),

@@ -53,7 +53,7 @@ def write(source: CastSource | NormSource, targets: Sequence[CastTarget], beside
     if by_columns:
         x = x.t()
     elif x.stride(1) != 1:
-        x = x.contiguous()
+        x = x.resolve_neg().contiguous()  # a single element is contiguous, whatever its stride
     given = _matrix(x, slice(0, x.shape[0]))
     for target in targets:
         functions.octavo_cast(described(target, shape, by_columns), *given, -1)

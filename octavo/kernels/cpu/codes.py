@@ -103,7 +103,7 @@ def measured(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -
         parts = [reference_measured(x[at], codes[at], tile_rows(scale_inv, tile, at), tile) for at in chunks]
         sums, amaxes, exponents = map(torch.stack, zip(*parts, strict=True))
         return sums.sum(0), amaxes.max(), exponents.sum(0)
-    x, codes = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (x, codes))
+    x, codes = (matrix if matrix.stride(1) == 1 else matrix.resolve_neg().contiguous() for matrix in (x, codes))
     found = torch.zeros(len(SUMS) + 1 + 256, dtype=torch.float64, device=x.device)
     given = x.data_ptr(), x.stride(0), KINDS[x.dtype], threads_for(x.numel()), found.data_ptr()
     functions.octavo_count(_read(codes, scale_inv, tile), *given)

@@ -37,7 +37,7 @@ def measured(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -
 
     The exponents find faults and zeros without further passes.
     """
-    x = x.to(torch.float32).contiguous()
+    x = x.to(torch.float32).resolve_neg().contiguous()
     read = decode(codes, torch.float32, scale_inv, tile)
     exponents = torch.bincount(x.view(torch.int32).bitwise_right_shift(23).to(torch.uint8).flatten(), minlength=256)
     nonfinite = exponents[255]

@@ -122,7 +122,7 @@ def multiprocessors(index: int) -> int:
 
 
 WORK = 1 << 16  # int32 a stream: amaxes that programs share, of rows and columns too, and counters
-_work: dict[tuple[int, int], Tensor] = {}
+_work: dict[tuple[int, int, bool], Tensor] = {}  # by device, stream, and whether a CUDA graph is captured on it
 _pools: dict[int, list[Tensor]] = {}
 
 
@@ -130,8 +130,9 @@ _pools: dict[int, list[Tensor]] = {}
 def workspace(x: Tensor, size: int) -> Tensor:
     """int32 zeros for one launch on the current stream, which leaves them zero again.
 
-    Launches on a stream follow each other, so each stream has its own and no launch clears it. All streams' come from
-    one allocation, made and cleared outside of any CUDA graph.
+    Launches on a stream follow each other, so each stream has its own and no launch clears it. What is captured on it
+    has another: torch hands out 32 streams in turn, and a graph may be replayed beside what runs on the stream that it
+    was captured on. All streams' come from one allocation, made and cleared outside of any CUDA graph.
 
     Raises:
         RuntimeError: if the device's first launch is inside a graph capture.
@@ -139,10 +140,10 @@ def workspace(x: Tensor, size: int) -> Tensor:
     if size > WORK:
         return torch.zeros(size, dtype=torch.int32, device=x.device)
     index = x.get_device()
-    stream = current_raw_stream(index) if index >= 0 else 0
-    work = _work.get((index, stream))
+    user = (current_raw_stream(index), torch.cuda.is_current_stream_capturing()) if index >= 0 else (0, False)
+    work = _work.get((index, *user))
     if work is None:
-        work = _work[index, stream] = _next_work(x.device, index)
+        work = _work[index, *user] = _next_work(x.device, index)
     return work
 
 

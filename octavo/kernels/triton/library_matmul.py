@@ -40,6 +40,7 @@ from octavo.kernels.reference.matmul import matmul as reference_matmul
 from octavo.kernels.triton.cast_kernels import swizzled_place
 from octavo.kernels.triton.groups import fill_part, locate, on_device, sizes_of, tiles_of
 from octavo.kernels.triton.launch import LIBRARY, as_argument, is_capturing, launch
+from octavo.kernels.triton.replay import recorder
 from octavo.numerics import E8M0
 
 _logger = logging.getLogger("octavo")
@@ -77,6 +78,8 @@ def _ask(agrees: Callable[..., bool], kind: tuple[Any, ...]) -> bool:
     found = _known.get(kind)
     if found is not None:
         return found
+    if (recording := recorder()) is not None:
+        recording.postpone()
     if is_capturing():  # a graph can't look at results
         return False
     found = _known[kind] = agrees(*kind)

@@ -9,6 +9,9 @@ number of a backward pass). A function of a few lines, made as text, then alloca
 
 Not replayed are a first call, as sizes may change at every step; what torch computes in place of kernels; and what is
 called while a profiler listens to Triton.
+
+Kernels read memory, in which torch has not computed the lazy negation of a tensor such as ``z.conj().imag``: it is
+computed here. Such tensors are parts of complex ones, of which no stride is 1: only replays for such strides ask.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton.runtime.driver import driver
@@ -73,22 +77,48 @@ def replayed(kernel: Callable[..., Any], exists: Callable[..., bool] | None = No
     def call(*arguments: Any, **named: Any) -> Any:
         known = exists is not None and exists(*arguments[:3])
         key = _key_of(kernel, known, arguments, named)
-        found = REPLAYS.get(key, key)
-        if found is None or _local.recorder is not None or is_profiled():
+        replay = REPLAYS.get(key, key)
+        is_watched = _local.recorder is not None or is_profiled()
+        if replay is not key and replay is not NEW and replay is not None and not is_watched:
+            return replay(*arguments, **named)
+        if _any_is_negated(arguments, named):
+            return resolved(arguments, named)
+        if replay is None or is_watched:
             return kernel(*arguments, **named)
-        if found is NEW:
-            made = CallRecorder(known)
-            results = made.record(kernel, arguments, named)
-            REPLAYS[key] = made.replay(arguments, named, results)
+        if replay is NEW:
+            recording = CallRecorder(known)
+            results = recording.record(kernel, arguments, named)
+            if not recording.is_postponed:
+                replay = recording.replay(arguments, named, results)
+                if replay is not None and any(map(_may_be_negated, _tensors(*arguments, *named.values()))):
+                    replay = functools.partial(unless_negated, replay)
+                REPLAYS[key] = replay
             return results
-        if found is key:
-            if len(REPLAYS) >= _MOST:
-                REPLAYS.clear()
-            REPLAYS[key] = NEW
-            return kernel(*arguments, **named)
-        return found(*arguments, **named)
+        if len(REPLAYS) >= _MOST:
+            REPLAYS.clear()
+        REPLAYS[key] = NEW
+        return kernel(*arguments, **named)
+
+    def resolved(arguments: Sequence[Any], named: dict[str, Any]) -> Any:
+        values = {name: _resolved(value) for name, value in named.items()}
+        return call(*map(_resolved, arguments), **values)
+
+    def unless_negated(replay: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        return resolved(arguments, named) if _any_is_negated(arguments, named) else replay(*arguments, **named)
 
     return call
+
+
+def _any_is_negated(arguments: Sequence[Any], named: dict[str, Any]) -> bool:
+    return any(value.is_neg() for value in _tensors(*arguments, *named.values()))
+
+
+def _may_be_negated(x: Tensor) -> bool:
+    return x.dtype in (torch.float32, torch.float16) and 1 not in x.stride()
+
+
+def _resolved(value: Any) -> Any:
+    return value.resolve_neg() if isinstance(value, Tensor) else value
 
 
 def _key_of(kernel: Any, known: bool, arguments: Sequence[Any], named: dict[str, Any]) -> tuple[Any, ...]:
@@ -127,7 +157,7 @@ class CallRecorder(TorchDispatchMode):
 
     def __init__(self, known: bool) -> None:
         super().__init__()
-        self.known, self.fails = known, False
+        self.known, self.fails, self.is_postponed = known, False, False
         self.steps: list[_Recorded] = []
 
     def record(self, kernel: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any]) -> Any:
@@ -145,6 +175,11 @@ class CallRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
+        if torch.is_inference_mode_enabled():  # composites, as contiguous, arrive whole
+            with self:
+                parts = function.decompose(*args, **named)
+            if parts is not NotImplemented:
+                return parts
         made = function(*args, **named)
         if _local.recorder is self:
             aliases = [result.alias_info for result in function._schema.returns]
@@ -163,6 +198,10 @@ class CallRecorder(TorchDispatchMode):
             _local.recorder = self
         self.steps.append(_Recorded(kind, function, arguments, {}, made))
         return made
+
+    def postpone(self) -> None:
+        """Leave the recording to a later call, as this one does something else than others will."""
+        self.is_postponed = True
 
     def assume(self, known: bool) -> None:
         """Record in vain where the scale has come to be known meanwhile."""
@@ -222,6 +261,11 @@ def _needed(steps: Sequence[_Recorded], results: Any) -> list[_Recorded]:
     return kept
 
 
+def _empty_cpu(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return memory, as tests of kernels see it: whether it was written before it is read."""
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+
+
 _code = functools.lru_cache(maxsize=1024)(functools.partial(compile, filename="<octavo replay>", mode="exec"))
 
 
@@ -273,7 +317,7 @@ class _Text:
             return f"{kernel}.run({count}, 1, 1, {stream}, {function}, {metadata}, None, None, None, {places})"
         if step.kind == "empty":
             x = step.made
-            empty = private.empty_cuda if x.is_cuda else private.empty_cpu  # in half the time of torch's own function
+            empty = private.empty_cuda if x.is_cuda else _empty_cpu  # in half the time of torch's own function
             allocate, *kind = map(self.constant, (empty, tuple(x.shape), x.stride(), x.dtype))
             call = f"{allocate}({', '.join(kind)})"
         else:

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,22 @@ def test_more_strips_than_there_are_counters(kernels: TritonKernels, monkeypatch
         assert amax.max() == x.abs().max()
         assert torch.allclose(sums.double(), x.double().sum(0), rtol=0, atol=1e-4)
     assert_counters_are_zero(kernels)
+
+
+def test_what_is_captured_on_a_stream_has_another_workspace(
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch hands a graph's stream out again, and the graph may be replayed beside what runs on it."""
+    launch = kernels.module("launch")
+    streams, is_capturing = iter([7, 7, 7, 8]), iter([False, True, True, True])
+    monkeypatch.setattr(launch, "_work", {})
+    monkeypatch.setattr(launch, "_pools", {})
+    monkeypatch.setattr(launch, "current_raw_stream", lambda index: next(streams))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(is_capturing))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    x = types.SimpleNamespace(get_device=lambda: 0, device=torch.device("cpu"))
+    eager, first, second, other = (launch.workspace(x, 5).data_ptr() for _ in range(4))
+    assert first == second and len({eager, first, other}) == 3
 
 
 @needs_gpu

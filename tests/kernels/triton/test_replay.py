@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from octavo.tune import cases
 from tests.kernels.triton import test_compiled
 from tests.support import triton_kernels
-from tests.support.casts import ALL, E4M3, call_of, check, drawn
+from tests.support.casts import ALL, E4M3, call_of, check, drawn, negated, poisoned_memory
+from tests.support.definitions import same_bits
 from tests.support.emulated import emulating
 from tests.support.triton_kernels import TritonKernels
 
@@ -99,3 +101,103 @@ def test_a_scale_that_comes_to_be_known_meanwhile(
     for _ in range(2):
         kernels.cast(x, scale, 0, E4M3, ALL, False, 0)
     assert [made for _, made in recorded] == [None]
+
+
+def part_of_complex(values: torch.Tensor) -> torch.Tensor:
+    """Return the same values with the strides of ``negated``'s, without its negation."""
+    return torch.complex(torch.full_like(values, 9.0), values).imag
+
+
+def _statistics(kernels: TritonKernels, x: torch.Tensor, codes: torch.Tensor) -> list[torch.Tensor]:
+    written = [torch.zeros(71, dtype=torch.float64), torch.zeros(3)]
+    kernels.cast_statistics(x, codes, torch.ones(1, 1), ALL, *written)
+    return written
+
+
+OF_FLOATS: dict[str, Any] = {  # a call of tensors in float32, all of which kernels read: [16, 24], [16, 24] and [24]
+    "amax": lambda kernels, x, y, v: kernels.amax(x, ALL),
+    "cast": lambda kernels, x, y, v: kernels.cast(x, None, 0, E4M3, ALL, False, 0, column_sum=True),
+    "cast of a gradient": lambda kernels, x, y, v: kernels.cast(
+        x, None, 0, E4M3, (1, -1), False, 0, True, activation="relu", preactivation=y
+    ),
+    "cast of a norm": lambda kernels, x, y, v: kernels.cast(
+        x, None, 0, E4M3, ALL, False, 0, gamma=v, beta=v, kind="layer_norm", eps=1e-5, keep=True
+    ),
+    "norm_backward": lambda kernels, x, y, v: kernels.norm_backward(
+        x, y, v, y[:, 0] * 0, y[:, 0].square(), "layer_norm", False, True, x
+    ),
+    "matmul": lambda kernels, x, y, v: kernels.matmul(
+        *(x.to(E4M3), torch.ones(1, 1), ALL, y.repeat(2, 1)[:24].to(E4M3), torch.ones(1, 1), ALL, v),
+        *(torch.float32, False),
+    ),
+    "cast_statistics": lambda kernels, x, y, v: _statistics(kernels, x, y.to(E4M3)),
+}
+
+
+@pytest.mark.parametrize("op", OF_FLOATS)
+def test_what_torch_has_not_negated_yet_is_read_with_its_sign(
+    kernels: TritonKernels, recorded: list[tuple[Any, Any]], op: str
+) -> None:
+    """In a first, a recorded and a replayed call, and where a replay was recorded of tensors that are not negated."""
+    tensors = torch.randn(16, 24), torch.randn(16, 24), torch.randn(24)
+    given: list[torch.Tensor] = []
+
+    def leaves(how: Any) -> list[torch.Tensor]:
+        given[:] = map(how, tensors)
+        return tree_leaves((OF_FLOATS[op](kernels, *given), given))
+
+    expected = leaves(torch.clone)
+    for how in (negated, part_of_complex, part_of_complex, part_of_complex, negated, negated):
+        assert all(map(same_bits, leaves(how), expected)), how
+    assert all(replay is not None for _, replay in recorded) and len(recorded) == 2
+
+
+def test_what_a_capture_can_not_ask_is_not_recorded(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes Triton's product, as nobody has asked whether torch's is right; later calls take what is known then."""
+    library, codes, one = kernels.module("library_matmul"), torch.randn(16, 128).to(E4M3), torch.ones(1, 1)
+    call = codes, one, ALL, codes, one, ALL, None, torch.bfloat16, False
+    monkeypatch.setattr(library, "_known", {})
+    monkeypatch.setattr(library, "_agrees", lambda *kind: True)
+    monkeypatch.setattr(library, "is_capturing", lambda: True)
+    products: list[str] = []
+
+    def product(operands: Any, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
+        products.append("torch's")
+        return torch.zeros(16, 16, dtype=out_dtype)
+
+    monkeypatch.setattr(kernels.module("matmul"), "library_matmul", product)
+    for _ in range(3):
+        kernels.matmul(*call)
+    assert products == []
+    monkeypatch.setattr(library, "is_capturing", lambda: False)
+    for _ in range(2):
+        kernels.matmul(*call)
+    assert products == ["torch's"] * 2
+
+
+def _unwritten(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_replay_allocates_as_tests_see_it(kernels: TritonKernels) -> None:
+    replayed = kernels.module("replay").replayed(_unwritten)
+    with poisoned_memory():
+        for _ in range(3):
+            assert replayed(torch.ones(4, 4)).isnan().all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the emulator runs where there is no GPU")
+def test_the_emulator_sees_what_a_replay_reads_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = triton_kernels.load(False)
+    amax = package.module("cast").amax
+
+    def of_unwritten(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = amax(torch.empty_like(x), ALL)
+        return found
+
+    replayed, x = package.module("replay").replayed(of_unwritten), torch.ones(16, 16)
+    with emulating(90, finds_unwritten=False):
+        for _ in range(2):
+            replayed(x)
+    with emulating(90), pytest.raises(Exception, match="nobody wrote"):
+        replayed(x)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.support.seams.twins import TwinLinear, twin_of
 
 HIGH = recipes.high_precision()
 LOOP, MEMORY, COMPILED = "The loop", "Recomputation", "torch.compile and torch.export"
+STORED = ("FP8 weights", "FP8 weights in blocks", "Muon")
 DELAYED = ("delayed", "recording", "schedule", "shared inputs, delayed", KNOWN[1])
 
 ALL_AT_ONCE = Refused(UnsupportedOpError, "clip", "the global norm needs all gradients at once")
@@ -366,10 +368,41 @@ def exported(made: Made) -> None:
         made.note("output exported", call(x))
 
 
+@situation(
+    "torch.jit.trace",
+    COMPILED,
+    exceptions={
+        (*STORED, *LORA): Refused(UnsupportedOpError, "torch.export", "a file of TorchScript holds no weight in FP8")
+    },
+)
+def traced(made: Made) -> None:
+    """The model in evaluation, after training, saved and loaded; gradients are on, as users leave them."""
+    made.train(2)
+    x = made.data(7)
+    with evaluating(made), warnings.catch_warnings(action="ignore", category=torch.jit.TracerWarning):
+        call = made.call
+        if made.is_library:
+            file = io.BytesIO()
+            torch.jit.save(torch.jit.trace(made.model, x), file)
+            file.seek(0)
+            call = torch.jit.load(file)
+        made.note("output traced", call(x))
+        made.note("output of another batch", call(4 * made.data(8)))
+
+
+@situation(
+    "torch.jit.script",
+    COMPILED,
+    verdict=Refused(UnsupportedOpError, r"torch\.jit\.trace", "TorchScript compiles no autograd function in Python"),
+)
+def scripted(made: Made) -> None:
+    """The model as it is."""
+    made.note("output scripted", torch.jit.script(made.model)(made.data(7)))
+
+
 # --- copies and files -------------------------------------------------------------------------------------------------
 
 COPIES, FAULTS, WRITES = "Copies and files", "Faults", "Writes by hand"
-STORED = ("FP8 weights", "FP8 weights in blocks", "Muon")
 FROM_CODES = Sound(15, "a state dict holds codes, so masters begin as these read")
 
 
