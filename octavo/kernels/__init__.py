@@ -51,6 +51,7 @@ scales_of_pass = _entry("scales_of_pass")
 grouped_matmul = _entry("grouped_matmul")
 matmul = _entry("matmul")
 note_faults = _entry("note_faults")
+norm = _entry("norm")
 norm_backward = _entry("norm_backward")
 
 
@@ -73,6 +74,7 @@ __all__ = [
     "grouped_matmul",
     "matmul",
     "multi_tensor_cast",
+    "norm",
     "norm_backward",
     "normalise",
     "normalised",

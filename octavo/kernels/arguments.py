@@ -309,6 +309,12 @@ def _cast_and_commit(
     return source, scaling, commit, Output(transpose, pad, column_sum)
 
 
+def _norm(*flat: Any, residual: Tensor | None = None) -> tuple[NormSource, Tensor | None]:
+    source, residual = NormSource(*flat[:6]), flat[6] if len(flat) > 6 else residual
+    check_norm(source.x, source.gamma, source.beta, source.kind, None, residual)
+    return source, residual
+
+
 def _norm_backward(*flat: Any, **named: Any) -> tuple[Any, ...]:
     gradient = NormGradient(*flat, **named)
     check_norm(gradient.x, gradient.gamma, None, gradient.kind, gradient.dy, gradient.residual)
@@ -404,6 +410,7 @@ UNPACK: dict[str, Callable[..., tuple[Any, ...]]] = {
     "cast_statistics": _cast_statistics,
     "cast": _cast,
     "cast_and_commit": _cast_and_commit,
+    "norm": _norm,
     "norm_backward": _norm_backward,
     "matmul": _matmul,
     "grouped_matmul": _grouped_matmul,
@@ -469,10 +476,20 @@ def new_cast(
         other = new_codes(x, shape, first.dtype, output.pad, True) if output.transpose else no_codes(x, first.dtype)
         found = codes, other, scale_inv, laid_scales(x, grid, first.tile)
     if isinstance(source, NormSource):
-        rstd = x.new_empty(shape[0], dtype=torch.float32)
-        mean = torch.empty_like(rstd) if source.kind == "layer_norm" else rstd.new_empty(0)
-        return *found, mean, rstd, x.new_empty(shape if output.keep else (0, 0))
+        return *found, *new_statistics(source), x.new_empty(shape if output.keep else (0, 0))
     return *found, x.new_empty(shape[1] if output.column_sum else 0, dtype=sums_dtype(x.dtype))
+
+
+def new_statistics(source: NormSource) -> tuple[Tensor, Tensor]:
+    """Where a norm's mean and rstd go, unwritten."""
+    rstd = source.x.new_empty(source.shape[0], dtype=torch.float32)
+    return torch.empty_like(rstd) if source.kind == "layer_norm" else rstd.new_empty(0), rstd
+
+
+def new_norm(source: NormSource, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What ``octavo::norm`` returns, unwritten."""
+    x, shape = source.x, source.shape
+    return x.new_empty(shape), *new_statistics(source), x.new_empty((0, 0) if residual is None else shape)
 
 
 def _new_scale_inv(x: Tensor, shape: tuple[int, int], scaling: Scaling, transpose: bool) -> Tensor:

@@ -55,6 +55,7 @@ from octavo.kernels.arguments import (
     ProductArguments,
     Scaling,
     new_cast,
+    new_norm,
     new_scales,
     unpacking,
 )
@@ -133,6 +134,9 @@ SCHEMAS = {
     # without rows; both scale_inv are .t() of what cast returns. Codes have any strides; the rest as of matmul
     "grouped_matmul": "(Tensor a, Tensor a_scale_inv, int[2] a_tile, Tensor b, Tensor b_scale_inv, int[2] b_tile, "
     "Tensor offsets, Tensor? bias, ScalarType out_dtype, bool fast_accum, int pad=1) -> Tensor",
+    # a norm of x, or of x + residual [R, C]: (y of x's dtype, mean, rstd, the sum rounded to x's dtype or [0, 0])
+    "norm": "(Tensor x, Tensor gamma, Tensor? beta, str kind, float eps, bool zero_centered, Tensor? residual=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     # (dx [R, C] of x's dtype, dgamma [C], dbeta [C] or [0] of gamma's); residual [R, C] is added to dx before it is
     # rounded
     "norm_backward": "(Tensor dy, Tensor x, Tensor gamma, Tensor mean, Tensor rstd, str kind, bool zero_centered, "
@@ -166,6 +170,7 @@ FAKES: dict[str, Callable[..., Any]] = unpacking(
         "grouped_matmul": _fake_matmul,
         "matmul": _fake_matmul,
         "multi_tensor_cast": lambda *_: None,
+        "norm": new_norm,
         "note_faults": lambda *_: None,
         "norm_backward": _fake_norm_backward,
     }

@@ -12,13 +12,17 @@ from typing import Any
 from torch import Tensor
 
 from octavo.kernels import reference
-from octavo.kernels.arguments import NormGradient, unpacking
+from octavo.kernels.arguments import NormGradient, NormSource, unpacking
 from octavo.kernels.cpu.cast import amax, write
 from octavo.kernels.cpu.codes import dequantize, measured, row_slices
 from octavo.kernels.cpu.matmul import matmul
 from octavo.kernels.reference.cast_statistics import cast_statistics, count
 from octavo.kernels.reference.matmul import grouped_matmul
-from octavo.kernels.reference.norm import norm_backward
+from octavo.kernels.reference.norm import norm, norm_backward
+
+
+def _norm(source: NormSource, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return norm(source, residual, row_slices(source.shape, 1, source.x.device))
 
 
 def _norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,6 +39,7 @@ KERNELS: dict[str, Callable[..., Any]] = reference.KERNELS | unpacking(
         "grouped_matmul": partial(grouped_matmul, matmul=matmul),
         "matmul": matmul,
         "multi_tensor_cast": partial(reference.multi_tensor_cast, write=write),
+        "norm": _norm,
         "norm_backward": _norm_backward,
     }
 )

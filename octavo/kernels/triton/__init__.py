@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.backward_pass import scales_of_pass
-from octavo.kernels.triton.cast import amax, cast, cast_and_commit
+from octavo.kernels.triton.cast import amax, cast, cast_and_commit, norm
 from octavo.kernels.triton.cast_statistics import cast_statistics, note_faults
 from octavo.kernels.triton.delayed_update import delayed_update, scale_exists
 from octavo.kernels.triton.dequantize import dequantize
@@ -24,7 +24,7 @@ from octavo.kernels.triton.replay import replayed
 __all__ = ["KERNELS", "optimizer_step", "reads_swizzled"]
 
 _KERNELS: list[Callable[..., Any]] = [amax, cast, cast_and_commit, cast_statistics, delayed_update, dequantize]
-_KERNELS += [grouped_matmul, matmul, multi_tensor_cast, norm_backward, note_faults, scales_of_pass]
+_KERNELS += [grouped_matmul, matmul, multi_tensor_cast, norm, norm_backward, note_faults, scales_of_pass]
 _APART = "multi_tensor_cast", "scales_of_pass"  # of lists of tensors; of no launch
 _EXISTS: dict[str, Callable[..., bool]] = {
     "cast": lambda x, delayed_scale, role: delayed_scale is not None and scale_exists(delayed_scale, role),
