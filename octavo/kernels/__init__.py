@@ -16,7 +16,7 @@ import torch
 from octavo.kernels.cpu import KERNELS
 from octavo.kernels.cpu.cast import produced
 from octavo.kernels.devices import kernels_of
-from octavo.kernels.reference.norm import normalise, normalised
+from octavo.kernels.reference.norm import normalised
 from octavo.kernels.signatures import SCHEMAS
 from octavo.private import modes_active
 
@@ -47,6 +47,7 @@ cast_and_commit = _entry("cast_and_commit")
 cast_statistics = _entry("cast_statistics")
 delayed_update = _entry("delayed_update")
 dequantize = _entry("dequantize")
+rotary = _entry("rotary")
 scales_of_pass = _entry("scales_of_pass")
 grouped_matmul = _entry("grouped_matmul")
 matmul = _entry("matmul")
@@ -76,9 +77,9 @@ __all__ = [
     "multi_tensor_cast",
     "norm",
     "norm_backward",
-    "normalise",
     "normalised",
     "note_faults",
     "produced",
+    "rotary",
     "scales_of_pass",
 ]

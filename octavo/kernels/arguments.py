@@ -309,6 +309,34 @@ def _cast_and_commit(
     return source, scaling, commit, Output(transpose, pad, column_sum)
 
 
+class RotaryHeads(NamedTuple):
+    """Queries, keys and values [B, S, heads, D], and the angles by which the first two are turned, or turned back."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cos: Tensor
+    sin: Tensor
+    inverse: bool
+
+
+def _rotary(*flat: Any) -> tuple[RotaryHeads]:
+    heads = RotaryHeads(*flat)
+    q, k, v, cos, sin, _ = heads
+    batch, positions, _, width = q.shape
+    for name, x in (("k", k), ("v", v)):
+        if (x.shape[:2], x.shape[3], x.dtype) != (q.shape[:2], width, q.dtype):
+            raise ValueError(
+                f"{name} {list(x.shape)} of {x.dtype} needs q's sizes but for heads: {list(q.shape)}, {q.dtype}"
+            )
+    for name, x in (("cos", cos), ("sin", sin)):
+        if x.shape[1:] != (positions, width) or x.shape[0] not in (1, batch) or x.shape != cos.shape:
+            raise ValueError(f"{name} of shape {list(x.shape)} needs [1 or {batch}, {positions}, {width}]")
+    if width % 2:
+        raise ValueError(f"heads of {width} elements have no halves")
+    return (heads,)
+
+
 def _norm(*flat: Any, residual: Tensor | None = None) -> tuple[NormSource, Tensor | None]:
     source, residual = NormSource(*flat[:6]), flat[6] if len(flat) > 6 else residual
     check_norm(source.x, source.gamma, source.beta, source.kind, None, residual)
@@ -411,6 +439,7 @@ UNPACK: dict[str, Callable[..., tuple[Any, ...]]] = {
     "cast": _cast,
     "cast_and_commit": _cast_and_commit,
     "norm": _norm,
+    "rotary": _rotary,
     "norm_backward": _norm_backward,
     "matmul": _matmul,
     "grouped_matmul": _grouped_matmul,
@@ -490,6 +519,12 @@ def new_norm(source: NormSource, residual: Tensor | None) -> tuple[Tensor, Tenso
     """What ``octavo::norm`` returns, unwritten."""
     x, shape = source.x, source.shape
     return x.new_empty(shape), *new_statistics(source), x.new_empty((0, 0) if residual is None else shape)
+
+
+def new_rotary(heads: RotaryHeads) -> Tensor:
+    """What ``octavo::rotary`` returns, unwritten."""
+    q, k, v, *_ = heads
+    return q.new_empty((*q.shape[:2], (q.shape[2] + k.shape[2] + v.shape[2]) * q.shape[3]))
 
 
 def _new_scale_inv(x: Tensor, shape: tuple[int, int], scaling: Scaling, transpose: bool) -> Tensor:

@@ -56,6 +56,7 @@ from octavo.kernels.arguments import (
     Scaling,
     new_cast,
     new_norm,
+    new_rotary,
     new_scales,
     unpacking,
 )
@@ -113,6 +114,9 @@ SCHEMAS = {
     # place and the group's number added up. Scales of groups without rows, one a group, are left out
     "note_faults": "(Tensor y, Tensor operand, Tensor? scale_inv, Tensor? amax, Tensor place, Tensor(a!) found, "
     "Tensor(b!) first, Tensor? offsets=None) -> ()",
+    # q, k, v [B, S, heads, D], D even, of one dtype and any strides: q and k turned by rotary angles, whose cosines and
+    # sines are [1 or B, S, D], and v as it is, beside each other: [B, S, all heads x D]; inverse: turned back
+    "rotary": "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, bool inverse) -> Tensor",
     # the scales [3] that were in force when the backward pass that is under way began
     "scales_of_pass": "(Tensor delayed_scale, Tensor delayed_before) -> Tensor",
     # qdata x scale_inv, rounded once from float32 to dtype
@@ -165,6 +169,7 @@ FAKES: dict[str, Callable[..., Any]] = unpacking(
         "cast_and_commit": _fake_cast_and_commit,
         "cast_statistics": lambda *_: None,
         "delayed_update": lambda *_: None,
+        "rotary": new_rotary,
         "scales_of_pass": lambda delayed_scale, delayed_before: torch.empty_like(delayed_scale),
         "dequantize": lambda qdata, scale_inv, tile, dtype: qdata.new_empty(qdata.shape, dtype=dtype),
         "grouped_matmul": _fake_matmul,

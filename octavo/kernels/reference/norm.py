@@ -7,7 +7,7 @@ over each row of x [R, C]; g is gamma, or 1 + gamma where it is zero-centred. Wi
 
     dx = rstd (w - n mean(w n) - mean(w)),   dgamma = sum over rows of dy n,   dbeta = sum over rows of dy
 
-where rms_norm has no mean(w). A residual is added to x first, and the sum rounded to x's dtype. Ba et al., arXiv 1607.06450; Zhang and Sennrich, arXiv 1910.07467.
+where rms_norm has no mean(w). Ba et al., arXiv 1607.06450; Zhang and Sennrich, arXiv 1910.07467.
 """
 
 from __future__ import annotations

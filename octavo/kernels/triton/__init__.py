@@ -20,11 +20,12 @@ from octavo.kernels.triton.multi_tensor_cast import multi_tensor_cast
 from octavo.kernels.triton.norm_kernels import norm_backward
 from octavo.kernels.triton.optimizer_step import optimizer_step
 from octavo.kernels.triton.replay import replayed
+from octavo.kernels.triton.rotary import rotary
 
 __all__ = ["KERNELS", "optimizer_step", "reads_swizzled"]
 
 _KERNELS: list[Callable[..., Any]] = [amax, cast, cast_and_commit, cast_statistics, delayed_update, dequantize]
-_KERNELS += [grouped_matmul, matmul, multi_tensor_cast, norm, norm_backward, note_faults, scales_of_pass]
+_KERNELS += [grouped_matmul, matmul, multi_tensor_cast, norm, norm_backward, note_faults, rotary, scales_of_pass]
 _APART = "multi_tensor_cast", "scales_of_pass"  # of lists of tensors; of no launch
 _EXISTS: dict[str, Callable[..., bool]] = {
     "cast": lambda x, delayed_scale, role: delayed_scale is not None and scale_exists(delayed_scale, role),

@@ -6,8 +6,8 @@
     per block         of powers of two: one launch, for two such scalings too; others: the reference
     rows in groups    grouped_cast.py
 
-Two other scalings take their launches one after the other. A norm alone, of a sum with a residual too, is one launch; a norm and its cast are one, of norm_kernels.py,
-where a program that owns rows knows the scales of what it normalises:
+Two other scalings take their launches one after the other. A norm alone is one launch, of a sum with a residual too. A
+norm and its cast are one, of norm_kernels.py, where a program that owns rows knows the scales of what it normalises:
 
     Delayed                        whose scale is known to exist; the amax is gathered on the way
     per row                        whose amax takes another look at them
@@ -29,7 +29,17 @@ import triton
 from torch import Tensor
 
 from octavo.granularity import ALL, Tile
-from octavo.kernels.arguments import CastSource, Commit, NormSource, Output, Scaling, new_cast, new_norm, new_scales, sums_dtype
+from octavo.kernels.arguments import (
+    CastSource,
+    Commit,
+    NormSource,
+    Output,
+    Scaling,
+    new_cast,
+    new_norm,
+    new_scales,
+    sums_dtype,
+)
 from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.cast import amax as reference_amax
