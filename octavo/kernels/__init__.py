@@ -45,6 +45,8 @@ amax = _entry("amax")
 cast = _entry("cast")
 cast_and_commit = _entry("cast_and_commit")
 cast_statistics = _entry("cast_statistics")
+cross_entropy = _entry("cross_entropy")
+cross_entropy_backward = _entry("cross_entropy_backward")
 delayed_update = _entry("delayed_update")
 dequantize = _entry("dequantize")
 rotary = _entry("rotary")
@@ -70,6 +72,8 @@ __all__ = [
     "cast",
     "cast_and_commit",
     "cast_statistics",
+    "cross_entropy",
+    "cross_entropy_backward",
     "delayed_update",
     "dequantize",
     "grouped_matmul",

@@ -337,6 +337,27 @@ def _rotary(*flat: Any) -> tuple[RotaryHeads]:
     return (heads,)
 
 
+class LossRows(NamedTuple):
+    """Rows of logits [T, V], the right column of each [T], and how their cross entropy is made of them."""
+
+    logits: Tensor
+    target: Tensor
+    ignore_index: int
+    label_smoothing: float
+    softcap: float
+
+
+def _cross_entropy(*flat: Any) -> tuple[Any, ...]:
+    rows = LossRows(*flat[:5])
+    logits, target, *_ = rows
+    if logits.ndim != 2 or target.shape != logits.shape[:1] or target.dtype is not torch.int64:
+        raise ValueError(
+            f"target {list(target.shape)} of {target.dtype} needs a column's number, int64, for each row of logits "
+            f"{list(logits.shape)}"
+        )
+    return rows, *flat[5:]
+
+
 def _norm(*flat: Any, residual: Tensor | None = None) -> tuple[NormSource, Tensor | None]:
     source, residual = NormSource(*flat[:6]), flat[6] if len(flat) > 6 else residual
     check_norm(source.x, source.gamma, source.beta, source.kind, None, residual)
@@ -434,6 +455,8 @@ def _cast_statistics(
 
 
 UNPACK: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "cross_entropy": _cross_entropy,
+    "cross_entropy_backward": _cross_entropy,
     "dequantize": _dequantize,
     "cast_statistics": _cast_statistics,
     "cast": _cast,
@@ -525,6 +548,12 @@ def new_rotary(heads: RotaryHeads) -> Tensor:
     """What ``octavo::rotary`` returns, unwritten."""
     q, k, v, *_ = heads
     return q.new_empty((*q.shape[:2], (q.shape[2] + k.shape[2] + v.shape[2]) * q.shape[3]))
+
+
+def new_losses(rows: LossRows) -> tuple[Tensor, Tensor]:
+    """What ``octavo::cross_entropy`` returns, unwritten."""
+    losses = rows.logits.new_empty(len(rows.logits), dtype=torch.float32)
+    return losses, torch.empty_like(losses)
 
 
 def _new_scale_inv(x: Tensor, shape: tuple[int, int], scaling: Scaling, transpose: bool) -> Tensor:

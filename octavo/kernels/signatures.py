@@ -55,6 +55,7 @@ from octavo.kernels.arguments import (
     ProductArguments,
     Scaling,
     new_cast,
+    new_losses,
     new_norm,
     new_rotary,
     new_scales,
@@ -74,6 +75,7 @@ _EXTRAS = (
 )
 _NORM = 'str kind="", Tensor? gamma=None, Tensor? beta=None, float eps=0.0, bool zero_centered=False, bool keep=False'
 _PRODUCT = "Tensor a, Tensor a_scale_inv, int[2] a_tile, Tensor b, Tensor b_scale_inv, int[2] b_tile, Tensor? bias"
+_LOSS = "Tensor logits, Tensor target, int ignore_index, float label_smoothing, float softcap"
 _STATE = "Tensor(a!) delayed_scale, Tensor(b!) delayed_amax_history, Tensor(c!) delayed_before"
 _UPDATE = "float[3] limits, bool[3] powers_of_two, int[3] margins, str reduce"
 
@@ -98,6 +100,11 @@ SCHEMAS = {
     "cast_and_commit": f"(Tensor x, {_STATE}, Tensor? amax_input, Tensor? amax_weight, "
     f"ScalarType dtype, bool power_of_two, int margin, {_UPDATE}, bool transpose, {_EXTRAS}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
+    # of logits [T, V] of any strides and target [T] int64, the number of the column that is right: (each row's loss,
+    # the logarithm of the sum of its exponentials), float32, as reference/cross_entropy.py says; softcap 0: none
+    "cross_entropy": f"({_LOSS}) -> (Tensor, Tensor)",
+    # the gradient of logits [T, V], of their dtype, by that of each row's loss, grad [T], and the lse of the op above
+    "cross_entropy_backward": f"({_LOSS}, Tensor lse, Tensor grad) -> Tensor",
     # add what the cast of x [R, C] into qdata [R, C'] did to sums [71] and extremes [3]; reference/cast_statistics.py
     # says what they hold. x, qdata and scale_inv have any strides. Rows in groups, which end at offsets [G]: sums
     # [G, 71] and extremes [G, 3], dense, and scale_inv as cast returned it for x
@@ -168,6 +175,8 @@ FAKES: dict[str, Callable[..., Any]] = unpacking(
         "cast": new_cast,
         "cast_and_commit": _fake_cast_and_commit,
         "cast_statistics": lambda *_: None,
+        "cross_entropy": new_losses,
+        "cross_entropy_backward": lambda rows, lse, grad: rows.logits.new_empty(rows.logits.shape),
         "delayed_update": lambda *_: None,
         "rotary": new_rotary,
         "scales_of_pass": lambda delayed_scale, delayed_before: torch.empty_like(delayed_scale),

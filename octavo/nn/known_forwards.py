@@ -34,6 +34,7 @@ from octavo.nn.fused import run_alone, run_as_one, runs_alone
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.joined import Joined
 from octavo.nn.linear import Linear
+from octavo.nn.loss import take_loss
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.tensor_parallel import FusedParts, is_parallel
 from octavo.private import functorch_is_active, in_forward_mode
@@ -432,6 +433,7 @@ def fuse_known(model: nn.Module) -> dict[str, list[str]]:
             module.__class__ = of_subclass(_known_class(kind), kind)  # type: ignore[arg-type]
         elif why:
             refused.setdefault(why, []).append(name or "the model")
+        take_loss(module)
     return refused
 
 
