@@ -102,21 +102,8 @@ def test_against_float64(case: dict[str, Any]) -> None:
         assert found_mean.shape == (0,)
 
 
-@each_pair(
-    kind=KINDS,
-    shape=SHAPES,
-    dtype=DTYPES,
-    gamma_dtype=DTYPES,
-    beta=[False, True],
-    zero_centered=[False, True],
-    residual=[False, True],
-    layout=LAYOUTS,
-    residual_layout=LAYOUTS,
-    small=[False, True],
-)
-def test_a_norm_alone_or_of_a_sum(case: dict[str, Any], ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
-    if ops.kernels and case["small"]:
-        use_small_tiles(ops.kernels, monkeypatch)
+def check_norm(ops: Ops, case: dict[str, Any]) -> None:
+    """A norm alone, or of a sum with a residual, against float64."""
     norm = given(**case)
     x, dtype = norm.x, norm.x.dtype
     residual = torch.randn(x.shape).to(dtype) if case["residual"] else None
@@ -138,6 +125,24 @@ def test_a_norm_alone_or_of_a_sum(case: dict[str, Any], ops: Ops, monkeypatch: p
         assert bool(((mean.double() - exact_mean[:, 0]).abs() <= error * total.double().abs().mean(1)).all())
     else:
         assert mean.shape == (0,)
+
+
+@each_pair(
+    kind=KINDS,
+    shape=SHAPES,
+    dtype=DTYPES,
+    gamma_dtype=DTYPES,
+    beta=[False, True],
+    zero_centered=[False, True],
+    residual=[False, True],
+    layout=LAYOUTS,
+    residual_layout=LAYOUTS,
+    small=[False, True],
+)
+def test_a_norm_alone_or_of_a_sum(case: dict[str, Any], ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    if ops.kernels and case["small"]:
+        use_small_tiles(ops.kernels, monkeypatch)
+    check_norm(ops, case)
 
 
 BACKWARD: dict[str, Any] = {

@@ -34,18 +34,8 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     return (matrix.unsqueeze(2) @ x.double().unsqueeze(-1)).squeeze(-1)
 
 
-@each_pair(
-    batch=[1, 3],
-    positions=[0, 1, 37],
-    heads=[(1, 1), (4, 1), (9, 3)],
-    width=[2, 16, 34, 64],
-    dtype=DTYPES,
-    of_angles=DTYPES,
-    layout=["slice", "attention's", "columns"],
-    shared=[False, True],
-    inverse=[False, True],
-)
-def test_against_float64(case: dict[str, Any], ops: Ops) -> None:
+def check(ops: Ops, case: dict[str, Any]) -> None:
+    """Against float64, and the reference bit for bit."""
     batch, positions, width, dtype = (case[name] for name in ("batch", "positions", "width", "dtype"))
     queries, keys = case["heads"]
     q, k, v = (heads_of((batch, positions, count, width), dtype, case["layout"]) for count in (queries, keys, keys))
@@ -60,6 +50,21 @@ def test_against_float64(case: dict[str, Any], ops: Ops) -> None:
         assert ((part.double() - truth).abs() <= torch.finfo(dtype).eps * truth.abs() + 2.0**-21 * sizes).all()
     assert same_bits(parts[2], v)
     assert same_bits(result, reference.KERNELS["rotary"](q, k, v, cos, sin, case["inverse"]))
+
+
+@each_pair(
+    batch=[1, 3],
+    positions=[0, 1, 37],
+    heads=[(1, 1), (4, 1), (9, 3)],
+    width=[2, 16, 34, 64],
+    dtype=DTYPES,
+    of_angles=DTYPES,
+    layout=["slice", "attention's", "columns"],
+    shared=[False, True],
+    inverse=[False, True],
+)
+def test_against_float64(case: dict[str, Any], ops: Ops) -> None:
+    check(ops, case)
 
 
 def test_what_does_not_fit_is_refused(ops: Ops) -> None:
