@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.casts import WEIGHT
 from octavo.autograd.products import Layer
 from octavo.autograd.shared_scales import Parts
 from octavo.nn.fused import run_alone
 from octavo.nn.linear import Linear
 from octavo.nn.tensor_parallel import LayerTensors
+from octavo.nn.weight import state_for
 from octavo.private import FakeTensor
-from octavo.scaling.delayed import empty_state, state_of
+from octavo.scaling.delayed import STATE, note_empty
 
 
 class _JoinedRows(torch.autograd.Function):
@@ -62,6 +62,8 @@ class Joined(NamedTuple):
         first = self.linears[0]
         if first.recipe.output is None or first.recipe.grad_input is None or torch.compiler.is_compiling():
             return False
+        if any(linear.out_features % first.recipe.rows_unit for linear in self.linears[:-1]):
+            return False  # a block would have rows of two layers
         return run_alone(self.linears) and all(map(self._is_like_the_first, self.linears))
 
     def _is_like_the_first(self, linear: Linear) -> bool:
@@ -94,10 +96,26 @@ class Joined(NamedTuple):
         """What the layers bring to their product with ``input``, see RecipeModule.layer_of."""
         first, *others = self.linears
         if first.training and first.recipe.delayed is not None:
-            written = [linear for linear in others if linear.weight_writes.since_last(linear.weight)]
-            if written:  # by other than its optimizer: see notice_writes
-                empty_state(state_of(first), WEIGHT)
+            self._share_state(input.device)
+            for linear in others:
+                state_for(linear, linear.weight, True, input.device)  # which empties it where the weight was written
         weights = torch.cat([linear.weight.detach() for linear in self.linears])
         layer = first.layer_of(input, (weights, *tensors[1:]), needs_input_grad, parts, offsets)
         observers = tuple(linear.observer for linear in self.linears if linear.observer is not None)
         return layer if layer.observer is None else layer._replace(observer=_Observers(observers))
+
+    def _share_state(self, device: torch.device) -> None:
+        """Let all layers have the first one's delayed state, which then covers what each one's own has seen.
+
+        They have states of their own before their first forward together, and after a checkpoint or a move.
+        """
+        first, *others = self.linears
+        state = first.state_on(device)
+        assert state is not None
+        for linear in others:
+            if (other := linear.state_on(device)) is not state and other is not None:
+                with torch.no_grad():  # 0: a scale that neither or one has yet
+                    state.scale.copy_(torch.minimum(state.scale, other.scale))
+                    state.amax_history.copy_(torch.maximum(state.amax_history, other.amax_history))
+                note_empty(state.scale)
+                linear.__dict__[STATE] = state
