@@ -33,7 +33,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def _turned(qkv: Tensor, cos: Tensor, sin: Tensor, counts: tuple[int, int]) -> Attended:
-    width = cos.shape[-1]
+    width = qkv.shape[-1] // (counts[0] + 2 * counts[1])
     turned = kernels.rotary(*_apart(qkv, counts, width), cos, sin, False)
     query, key, value = (heads.transpose(1, 2) for heads in _apart(turned, counts, width))
     return query, key, value
@@ -44,7 +44,7 @@ def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, counts: tuple[int, int]) -> At
 
     Args:
         qkv: [B, S, all heads x D], queries first, then keys, then values.
-        cos, sin: of the angles, [1 or B, S, D], see kernels/reference/rotary.py; no gradient flows to them.
+        cos, sin: of the angles, [1 or B, S, D or D / 2], see the op in signatures.py; no gradient flows to them.
         counts: how many heads of queries there are, and of keys, which values have as many of.
     """
     apply = _Rotary.apply if is_recorded(qkv) else _turned

@@ -330,8 +330,10 @@ def _rotary(*flat: Any) -> tuple[RotaryHeads]:
                 f"{name} {list(x.shape)} of {x.dtype} needs q's sizes but for heads: {list(q.shape)}, {q.dtype}"
             )
     for name, x in (("cos", cos), ("sin", sin)):
-        if x.shape[1:] != (positions, width) or x.shape[0] not in (1, batch) or x.shape != cos.shape:
-            raise ValueError(f"{name} of shape {list(x.shape)} needs [1 or {batch}, {positions}, {width}]")
+        if x.shape[1:] not in ((positions, width), (positions, width // 2)) or x.shape[0] not in (1, batch):
+            raise ValueError(f"{name} {list(x.shape)} needs [1 or {batch}, {positions}, {width} or {width // 2}]")
+    if cos.shape != sin.shape:
+        raise ValueError(f"cos {list(cos.shape)} needs sin's shape, {list(sin.shape)}")
     if width % 2:
         raise ValueError(f"heads of {width} elements have no halves")
     return (heads,)

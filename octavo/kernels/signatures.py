@@ -121,8 +121,9 @@ SCHEMAS = {
     # place and the group's number added up. Scales of groups without rows, one a group, are left out
     "note_faults": "(Tensor y, Tensor operand, Tensor? scale_inv, Tensor? amax, Tensor place, Tensor(a!) found, "
     "Tensor(b!) first, Tensor? offsets=None) -> ()",
-    # q, k, v [B, S, heads, D], D even, of one dtype and any strides: q and k turned by rotary angles, whose cosines and
-    # sines are [1 or B, S, D], and v as it is, beside each other: [B, S, all heads x D]; inverse: turned back
+    # q, k, v [B, S, heads, D], D even, of one dtype and any strides: q and k turned by rotary angles, and v as it is,
+    # beside each other: [B, S, all heads x D]; inverse: turned back. cos and sin are [1 or B, S, D], or [.., D / 2]
+    # where both halves of a head have the same
     "rotary": "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, bool inverse) -> Tensor",
     # the scales [3] that were in force when the backward pass that is under way began
     "scales_of_pass": "(Tensor delayed_scale, Tensor delayed_before) -> Tensor",

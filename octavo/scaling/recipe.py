@@ -287,9 +287,7 @@ class Recipe:
     grad_output_casts: RoleCasts = field(init=False, repr=False, compare=False)
     casts: tuple[RoleCasts, RoleCasts, RoleCasts] = field(init=False, repr=False, compare=False)  # by role
     weight_key: str = field(init=False, repr=False, compare=False)  # weight_casts, as a compiled graph can compare them
-    rows_unit: int = field(
-        init=False, repr=False, compare=False
-    )  # of N: blocks begin at its multiples
+    rows_unit: int = field(init=False, repr=False, compare=False)  # of N: blocks begin at its multiples
     pads: bool = field(init=False, repr=False, compare=False)  # whether every operand's contraction may be padded
     is_high_precision: bool = field(init=False, repr=False, compare=False)  # no product is in FP8
     delayed: Delayed | None = field(init=False, repr=False, compare=False)

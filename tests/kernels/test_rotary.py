@@ -39,14 +39,15 @@ def check(ops: Ops, case: dict[str, Any]) -> None:
     batch, positions, width, dtype = (case[name] for name in ("batch", "positions", "width", "dtype"))
     queries, keys = case["heads"]
     q, k, v = (heads_of((batch, positions, count, width), dtype, case["layout"]) for count in (queries, keys, keys))
-    angles = torch.randn(1 if case["shared"] else batch, positions, width) * 3
+    angles = torch.randn(1 if case["shared"] else batch, positions, width // 2 if case["half"] else width) * 3
     cos, sin = (one.to(case["of_angles"]) for one in (angles.cos(), angles.sin()))  # halves differ
     with poisoned_memory():
         result = ops.of("rotary")(q, k, v, cos, sin, case["inverse"])
     assert result.shape == (batch, positions, (queries + 2 * keys) * width) and result.dtype == dtype
     parts = result.unflatten(2, (-1, width)).split([queries, keys, keys], 2)
     for x, part in zip((q, k), parts, strict=False):
-        truth, sizes = turned(x, cos, sin, case["inverse"]), x.double().abs().amax(-1, keepdim=True)
+        angles = (one.repeat(1, 1, 2) if case["half"] else one for one in (cos, sin))
+        truth, sizes = turned(x, *angles, case["inverse"]), x.double().abs().amax(-1, keepdim=True)
         assert ((part.double() - truth).abs() <= torch.finfo(dtype).eps * truth.abs() + 2.0**-21 * sizes).all()
     assert same_bits(parts[2], v)
     assert same_bits(result, reference.KERNELS["rotary"](q, k, v, cos, sin, case["inverse"]))
@@ -62,6 +63,7 @@ def check(ops: Ops, case: dict[str, Any]) -> None:
     layout=["slice", "attention's", "columns"],
     shared=[False, True],
     inverse=[False, True],
+    half=[False, True],
 )
 def test_against_float64(case: dict[str, Any], ops: Ops) -> None:
     check(ops, case)
@@ -72,7 +74,7 @@ def test_what_does_not_fit_is_refused(ops: Ops) -> None:
     for change, said in (
         ({"k": torch.ones(2, 5, 4, 6)}, r"k \[2, 5, 4, 6\] of torch.float32 needs q's sizes"),
         ({"v": torch.ones(2, 5, 4, 8).half()}, "v .* of torch.float16"),
-        ({"sin": torch.ones(3, 5, 8)}, r"sin of shape \[3, 5, 8\] needs \[1 or 2, 5, 8\]"),
+        ({"sin": torch.ones(3, 5, 8)}, r"sin \[3, 5, 8\] needs \[1 or 2, 5, 8 or 4\]"),
         (
             {name: torch.ones(2, 5, 4, 7)[:, :, :4] for name in "qkv"}
             | {"cos": torch.ones(1, 5, 7), "sin": torch.ones(1, 5, 7)},

@@ -79,7 +79,7 @@ def test_what_is_refused(options: dict[str, Any], error: type[Exception], said: 
         cross_entropy(torch.ones(2, 5), torch.zeros(2).long(), **options)
     with pytest.raises(TypeError, match="float64"):
         cross_entropy(torch.ones(2, 5).double(), torch.zeros(2).long())
-    with pytest.raises(ValueError, match="weight: .*use torch's"):
+    with pytest.raises(ValueError, match=r"weight: .*use torch's"):
         CrossEntropyLoss(torch.ones(5))
 
 

@@ -21,9 +21,14 @@ def rotary(heads: RotaryHeads) -> Tensor:
     result = new_rotary(heads)
     parts = result.unflatten(2, (-1, q.shape[3])).split([q.shape[2], k.shape[2], v.shape[2]], 2)
     for x, part in zip((q, k), parts, strict=False):
-        part.copy_(_turned(x.float(), cos.float().unsqueeze(2), sin.float().unsqueeze(2), inverse))
+        part.copy_(_turned(x.float(), _of_heads(cos, x), _of_heads(sin, x), inverse))
     parts[2].copy_(v)
     return result
+
+
+def _of_heads(angles: Tensor, x: Tensor) -> Tensor:
+    wide = angles.float().unsqueeze(2)
+    return wide if wide.shape[3] == x.shape[3] else wide.repeat(1, 1, 1, 2)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:

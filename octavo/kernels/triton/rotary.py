@@ -41,13 +41,14 @@ def rotary_kernel(
     q,
     k,
     v,
-    cos_ptr,  # [1 or B, S, 2 HALF]
+    cos_ptr,  # [1 or B, S, HALF + SHIFT]
     sin_ptr,
     angles_stride_b,
     out_ptr,  # [B, S, all heads, 2 HALF]
     tokens,  # B S
     positions,  # S
     HALF: tl.constexpr,
+    SHIFT: tl.constexpr,  # from the angles of a head's first half to those of its second: HALF, or 0
     INVERSE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -60,11 +61,11 @@ def rotary_kernel(
     sequence, position = rows // positions, rows % positions
     cols = tl.arange(0, BLOCK_C)[None, :]
     inside = (rows < tokens)[:, None] & (cols < HALF)
-    angles = (sequence.to(tl.int64) * angles_stride_b + position.to(tl.int64) * (2 * HALF))[:, None] + cols
+    angles = (sequence.to(tl.int64) * angles_stride_b + position.to(tl.int64) * (HALF + SHIFT))[:, None] + cols
     c = tl.load(cos_ptr + angles, mask=inside, other=0.0).to(tl.float32)
-    d = tl.load(cos_ptr + angles + HALF, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(cos_ptr + angles + SHIFT, mask=inside, other=0.0).to(tl.float32)
     s = tl.load(sin_ptr + angles, mask=inside, other=0.0).to(tl.float32)
-    t = tl.load(sin_ptr + angles + HALF, mask=inside, other=0.0).to(tl.float32)
+    t = tl.load(sin_ptr + angles + SHIFT, mask=inside, other=0.0).to(tl.float32)
     if INVERSE:
         s, t = -t, -s
     first_head = tl.program_id(0) % groups * GROUP
@@ -100,6 +101,6 @@ def rotary(heads: RotaryHeads) -> Tensor:
     block_r = max(ELEMENTS // block_c, 1)
     programs = -(-tokens // block_r) * -(-sum(x.shape[2] for x in laid) // HEADS)
     angles = cos, sin, 0 if len(cos) == 1 else cos.stride(0)
-    constants = half, inverse, HEADS, block_r, block_c
+    constants = half, cos.shape[2] - half, inverse, HEADS, block_r, block_c
     launch(rotary_kernel, programs, (*parts, *angles, result, tokens, positions, *constants), 4)
     return result

@@ -121,7 +121,7 @@ CALLS: dict[str, Callable[[TritonKernels], None]] = {
         ops_of(kernels), OF_A_SUM | {"layout": "rows", "residual_layout": "rows"}
     ),
     "rotary": lambda kernels: test_rotary.check(
-        ops_of(kernels), HEADS | {"layout": "attention's", "shared": True, "inverse": True}
+        ops_of(kernels), HEADS | {"layout": "attention's", "shared": True, "inverse": True, "half": False}
     ),
     "cross entropy": lambda kernels: test_cross_entropy.check(
         ops_of(kernels), ROWS | {"layout": "rows", "expanded": True}
