@@ -348,11 +348,13 @@ class _LeanNorm(torch.autograd.Function):
         return dx, dx if of_residual else None, dgamma, None
 
 
-def rms_norm(x: Tensor, gamma: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The RMS norm of x [..., K], or of x + residual, over the last dimension; and what it is the norm of.
+def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) . gamma over the last dimension of x [..., K], of the dtype of both."""
+    return norm_and_branch(x, gamma, eps)[0]
 
-    That is t / sqrt(mean(t^2) + eps) . gamma and t, all of one dtype: t is x, or the sum rounded to that dtype.
-    """
+
+def norm_and_branch(x: Tensor, gamma: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(``rms_norm`` of t, and t for the branch around what reads the norm): t is x, or x + residual in their dtype."""
     rows, added = as_rows(x), None if residual is None else as_rows(residual)
     if is_recorded(x, gamma, residual):
         y, total = _LeanNorm.apply(rows, added, gamma, eps)

@@ -19,7 +19,7 @@ def _apart(joined: Tensor, counts: tuple[int, int], width: int) -> list[Tensor]:
     return list(joined.unflatten(2, (-1, width)).split([queries, keys, keys], 2))
 
 
-class _Rotary(torch.autograd.Function):
+class _TurnHeads(torch.autograd.Function):
     """See rotary. The gradients are turned back into one tensor, which the product's cast reads as it lies."""
 
     @staticmethod
@@ -47,6 +47,6 @@ def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, counts: tuple[int, int]) -> At
         cos, sin: of the angles, [1 or B, S, D or D / 2], see the op in signatures.py; no gradient flows to them.
         counts: how many heads of queries there are, and of keys, which values have as many of.
     """
-    apply = _Rotary.apply if is_recorded(qkv) else _turned
+    apply = _TurnHeads.apply if is_recorded(qkv) else _turned
     result: Attended = apply(qkv, cos, sin, counts)
     return result

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.chain import activated_linear, rms_norm
+from octavo.autograd.chain import activated_linear, norm_and_branch
 from octavo.autograd.products import requires_grad
 from octavo.autograd.rotary import rotary
 from octavo.nn.candidates import REPLACED, SHARDED, class_of, fp8_class, is_sharded, of_subclass
@@ -217,7 +217,7 @@ class LeanRMSNorm(KnownForward):
 
     def lean_with(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(The norm of x, or of x + residual, and what it is the norm of, for the branch around)."""
-        return rms_norm(x, self.weight, self.variance_epsilon, residual)
+        return norm_and_branch(x, self.weight, self.variance_epsilon, residual)
 
 
 class LeanT5Norm(LeanRMSNorm):

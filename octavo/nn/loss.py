@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from octavo.autograd.cross_entropy import cross_entropy_of_rows
 from octavo.formats import HIGH_PRECISION
+from octavo.nn.tensor_parallel import is_parallel
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -132,7 +133,7 @@ def causal_lm_loss(
         vocab_size: V.
         num_items_in_batch: what the sum is divided by; None: by the labels that count.
     """
-    if type(logits) is not Tensor:  # a DTensor's
+    if is_parallel(logits):
         from transformers.loss.loss_utils import ForCausalLMLoss
 
         loss: Tensor = ForCausalLMLoss(

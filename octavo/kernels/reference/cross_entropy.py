@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.kernels.arguments import LossRows
+from octavo.kernels.arguments import LossRows, new_losses
 
 WHOLE = (slice(None),)
 
@@ -22,8 +22,7 @@ WHOLE = (slice(None),)
 def cross_entropy(rows: LossRows, chunks: Sequence[slice] = WHOLE) -> tuple[Tensor, Tensor]:
     """``octavo::cross_entropy``, in chunks of rows."""
     logits, target, _, smoothing, softcap = rows
-    losses, lse = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
-    counts = _counts(rows)
+    (losses, lse), counts = new_losses(rows), _counts(rows)
     for chunk in chunks:
         z, _ = _capped(logits[chunk], softcap)
         lse[chunk] = torch.logsumexp(z, 1)

@@ -25,6 +25,16 @@ def bend(x, softcap):
 
 
 @triton.jit
+def logarithm(x):
+    """log(x) of a normal number; else NaN. Halley's steps from its exponent: each leaves a twelfth of the error's cube."""
+    y = ((x.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32) * 0.6931471805599453
+    for _ in tl.static_range(3):
+        power = exp2(y * 1.4426950408889634)
+        y += 2.0 * (x - power) * reciprocal(x + power)
+    return y
+
+
+@triton.jit
 def cross_entropy_kernel(
     x_ptr,  # [T, V], a row's elements beside each other
     stride,
@@ -55,7 +65,7 @@ def cross_entropy_kernel(
         exponentials += tl.sum(exp2((z - raised) * 1.4426950408889634), 0)
         total += tl.sum(tl.where(cols < columns, z, 0.0), 0)
         largest = raised
-    lse = largest + tl.log(exponentials)
+    lse = largest + logarithm(exponentials)
     known = (target >= 0) & (target < columns)
     likely = tl.load(x_ptr + target, mask=known, other=0.0).to(tl.float32)
     if CAPS:

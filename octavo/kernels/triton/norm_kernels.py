@@ -87,7 +87,7 @@ def load_rows(x, norm, rows, cols, EVEN: tl.constexpr):
     tile = load_tile(x, rows, cols, EVEN)
     if norm.residual is not None:
         total = tile + load_tile(Source(norm.residual, x.R, x.C, x.C, 1), rows, cols, EVEN)
-        tile = narrow(total, x.ptr.dtype.element_ty).to(tl.float32)
+        tile = narrow(rounded(total), x.ptr.dtype.element_ty).to(tl.float32)  # else Triton adds two bfloat16
     return tile
 
 
