@@ -19,14 +19,17 @@ COLUMNS = 8192  # at a time, 32 a thread
 
 
 @triton.jit
-def bend(x, softcap):
-    """tanh(x / softcap)."""
-    return 1.0 - 2.0 * reciprocal(1.0 + exp2(x * (2.8853900817779268 / softcap)))
+def bend(x, steepness):
+    """tanh(x / softcap), of which steepness is 2 log2(e) / softcap."""
+    return 1.0 - 2.0 * reciprocal(1.0 + exp2(x * steepness))
 
 
 @triton.jit
 def logarithm(x):
-    """log(x) of a normal number; else NaN. Halley's steps from its exponent: each leaves a twelfth of the error's cube."""
+    """log(x) of a normal number, else NaN, by Halley's steps from its exponent.
+
+    Each leaves a twelfth of the error's cube. Triton's own reads a string in memory, which the emulator has not.
+    """
     y = ((x.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32) * 0.6931471805599453
     for _ in tl.static_range(3):
         power = exp2(y * 1.4426950408889634)
@@ -44,7 +47,9 @@ def cross_entropy_kernel(
     columns,
     ignore_index,
     smoothing,
+    share,  # of a column: smoothing / columns
     softcap,
+    steepness,
     CAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -59,7 +64,7 @@ def cross_entropy_kernel(
         cols = start + tl.arange(0, BLOCK)
         z = tl.load(x_ptr + cols, mask=cols < columns, other=float("-inf")).to(tl.float32)
         if CAPS:
-            z = tl.where(cols < columns, softcap * bend(z, softcap), float("-inf"))
+            z = tl.where(cols < columns, softcap * bend(z, steepness), float("-inf"))
         raised = tl.maximum(largest, tl.max(z, 0))
         exponentials *= exp2((largest - raised) * 1.4426950408889634)
         exponentials += tl.sum(exp2((z - raised) * 1.4426950408889634), 0)
@@ -69,10 +74,10 @@ def cross_entropy_kernel(
     known = (target >= 0) & (target < columns)
     likely = tl.load(x_ptr + target, mask=known, other=0.0).to(tl.float32)
     if CAPS:
-        likely = softcap * bend(likely, softcap)
+        likely = softcap * bend(likely, steepness)
     likely = tl.where(known, likely, float("nan"))
     loss = lse - (1.0 - smoothing) * likely
-    loss = tl.where(smoothing == 0.0, loss, loss - smoothing * (total / columns))
+    loss = tl.where(smoothing == 0.0, loss, loss - share * total)
     tl.store(losses_ptr + row, tl.where(target == ignore_index, 0.0, loss))
     tl.store(lse_ptr + row, lse)
 
@@ -89,7 +94,9 @@ def cross_entropy_backward_kernel(
     columns,
     ignore_index,
     smoothing,
+    share,  # of a column: smoothing / columns
     softcap,
+    steepness,
     CAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -106,34 +113,38 @@ def cross_entropy_backward_kernel(
         z = tl.load(x_ptr + cols, mask=cols < columns, other=0.0).to(tl.float32)
         slope = 1.0
         if CAPS:
-            bent = bend(z, softcap)
+            bent = bend(z, steepness)
             z = softcap * bent
             slope = 1.0 - bent * bent
-        gradient = exp2((z - lse) * 1.4426950408889634) - smoothing / columns
+        gradient = exp2((z - lse) * 1.4426950408889634) - share
         gradient = tl.where(cols == target, gradient - (1.0 - smoothing), gradient) * grad * slope
         gradient = tl.where(target == ignore_index, 0.0, gradient)
         tl.store(out_ptr + cols, narrow(gradient, out_ptr.dtype.element_ty), mask=cols < columns)
 
 
+def _scalars(rows: LossRows) -> tuple[int | float, ...]:
+    columns, smoothing, softcap = rows.logits.shape[1], float(rows.label_smoothing), float(rows.softcap)
+    steepness = 2.8853900817779268 / softcap if softcap else 0.0
+    return columns, rows.ignore_index, smoothing, smoothing / columns, softcap, steepness
+
+
 def cross_entropy(rows: LossRows) -> tuple[Tensor, Tensor]:
     """``octavo::cross_entropy``."""
-    logits, target, ignore_index, smoothing, softcap = rows
+    logits, target, *_, softcap = rows
     losses, lse = new_losses(rows)
-    if len(logits):
+    if logits.numel():
         x = logits if logits.stride(1) == 1 else logits.contiguous()
-        scalars = x.shape[1], ignore_index, float(smoothing), float(softcap)
-        arguments = x, x.stride(0), target.contiguous(), losses, lse, *scalars
+        arguments = x, x.stride(0), target.contiguous(), losses, lse, *_scalars(rows)
         launch(cross_entropy_kernel, len(x), (*arguments, softcap != 0, COLUMNS), 8, fuses=True)
     return losses, lse
 
 
 def cross_entropy_backward(rows: LossRows, lse: Tensor, grad: Tensor) -> Tensor:
     """``octavo::cross_entropy_backward``."""
-    logits, target, ignore_index, smoothing, softcap = rows
+    logits, target, *_, softcap = rows
     out = logits.new_empty(logits.shape)
     if out.numel():
         x = logits if logits.stride(1) == 1 else logits.contiguous()
-        given = x, x.stride(0), target.contiguous(), lse, grad, grad.stride(0), out
-        scalars = x.shape[1], ignore_index, float(smoothing), float(softcap)
-        launch(cross_entropy_backward_kernel, len(x), (*given, *scalars, softcap != 0, COLUMNS), 8, fuses=True)
+        arguments = x, x.stride(0), target.contiguous(), lse, grad, grad.stride(0), out, *_scalars(rows)
+        launch(cross_entropy_backward_kernel, len(x), (*arguments, softcap != 0, COLUMNS), 8, fuses=True)
     return out
