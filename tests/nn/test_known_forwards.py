@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import octavo
 from octavo import E4M3, Cast, Dynamic, PerBlock, recipes
+from octavo.autograd import casts
+from octavo.kernels import layouts
 from octavo.nn.fused import run_as_one
 from octavo.nn.known_forwards import FeedForward, KnownForward, LeanRMSNorm, refusal
-from octavo.nn.saved import predicted_by_kind, saved_by_kind
+from octavo.nn.saved import predicted_by_kind, saved_by_kind, twin_of
 from octavo.nn.tensor_parallel import FusedParts
 from tests.support.helpers import assert_equal, every_layer, gradients, to_fp8
 
@@ -264,3 +269,42 @@ def test_a_norm_in_another_dtype_or_under_torch_func_runs_as_it_is() -> None:
         torch.func.jvp(norm, (x,), (torch.ones_like(x),))[1], torch.func.jvp(plain, (x,), (torch.ones_like(x),))[1]
     )
     assert norm(x.requires_grad_()).grad_fn.name() != plain(x).grad_fn.name()
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that operations read and write, but for products, attention and views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        views = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        apart = ("empty", "detach", "matmul", "_unsafe_view", "attention", "::mm", "::linear")
+        if not views and not any(part in func._schema.name for part in apart):
+            tensors = {id(x): x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)}
+            self.bytes.append(sum(x.numel() * x.element_size() for x in tensors.values()))
+        return result
+
+
+@pytest.mark.parametrize(("recipe", "most"), [("delayed", 5.0), ("dynamic", 5.0), ("blockwise", 5.1)])
+def test_bytes_that_a_block_of_a_llama_moves_on_a_gpu(recipe: str, most: float, monkeypatch: Any) -> None:
+    """GB besides products and attention, of 16,384 tokens; an amax of its own reads a tensor once more."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    for module in (casts, layouts):
+        monkeypatch.setattr(module, "needs_transposed_codes", lambda device: True)  # Hopper's
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = transformers.LlamaConfig(**sizes, attn_implementation="sdpa")
+    plain = nn.Sequential(LlamaDecoderLayer(config, 0)).to(torch.bfloat16).train()
+    with (mode := FakeTensorMode(allow_non_fake_inputs=True)):
+        block = twin_of(plain, mode)
+        octavo.convert(block, getattr(recipes, recipe)(), fuse=True)
+        x = torch.randn(8, 2048, 2048, dtype=torch.bfloat16, requires_grad=True)
+        angles = LlamaRotaryEmbedding(config)(x, torch.arange(2048)[None])
+        with Traffic() as traffic:
+            y = block[0](x, position_embeddings=angles)
+            y.backward(torch.empty_like(y))
+    assert sum(traffic.bytes) <= most * 1e9
+    assert len(traffic.bytes) <= (21 if recipe != "blockwise" else 37)
