@@ -304,8 +304,9 @@ def test_bytes_that_a_block_of_a_llama_moves_on_a_gpu(recipe: str, most: float, 
         octavo.convert(block, getattr(recipes, recipe)(), fuse=True)
         x = torch.randn(8, 2048, 2048, dtype=torch.bfloat16, requires_grad=True)
         angles = LlamaRotaryEmbedding(config)(x, torch.arange(2048)[None])
-        with Traffic() as traffic:
-            y = block[0](x, position_embeddings=angles)
-            y.backward(torch.empty_like(y))
+        for _ in range(2):  # in the first step layers that are computed as one come to share their delayed state
+            with Traffic() as traffic:
+                y = block[0](x, position_embeddings=angles)
+                y.backward(torch.empty_like(y))
     assert sum(traffic.bytes) <= most * 1e9
     assert len(traffic.bytes) <= (21 if recipe != "blockwise" else 37)
