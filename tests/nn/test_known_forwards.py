@@ -305,6 +305,8 @@ def test_bytes_that_a_block_of_a_llama_moves_on_a_gpu(recipe: str, most: float, 
         x = torch.randn(8, 2048, 2048, dtype=torch.bfloat16, requires_grad=True)
         angles = LlamaRotaryEmbedding(config)(x, torch.arange(2048)[None])
         for _ in range(2):  # in the first step layers that are computed as one come to share their delayed state
+            block.zero_grad()
+            x.grad = None
             with Traffic() as traffic:
                 y = block[0](x, position_embeddings=angles)
                 y.backward(torch.empty_like(y))
