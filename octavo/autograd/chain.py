@@ -316,39 +316,53 @@ def activated_linear(
 
 
 class _LeanNorm(torch.autograd.Function):
-    """An RMS norm that saves its input and a number a row, and computes in float32 with one rounding.
+    """An RMS norm of x, or of x + residual, and what it is a norm of, for the branch around what reads the norm.
 
-    Written in torch's operations a norm in bf16 saves its input in float32, the normalised rows, and what multiplies
-    them: 6 bytes an element beside the result.
+    It saves its input and a number a row, and computes in float32 with one rounding. Written in torch's operations a
+    norm in bf16 saves its input in float32, the normalised rows, and what multiplies them: 6 bytes an element beside
+    the result. The branch's gradient is added to the norm's as that is written.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-        y, mean, rstd = kernels.normalise(x, gamma, None, "rms_norm", eps, False)
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        y, mean, rstd, total = kernels.norm(x, gamma, None, "rms_norm", eps, False, residual)
+        total = x.view_as(x) if residual is None else total
         ctx.eps = eps
-        ctx.save_for_backward(x, gamma, mean, rstd)
-        return y.to(x.dtype)
+        ctx.save_for_backward(x if residual is None else total, gamma, mean, rstd)
+        ctx.set_materialize_grads(False)
+        return y, total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, gamma, mean, rstd = ctx.saved_tensors
-        create_graph = torch.is_grad_enabled()
-        if not torch.compiler.is_compiling() and (create_graph or not has_storage(grads[0])):  # or in batches (vmap)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, gamma, mean, rstd = ctx.saved_tensors
+        (dy, dtotal), dgamma, create_graph = grads, None, torch.is_grad_enabled()
+        if dy is None:
+            dx = dtotal
+        elif not torch.compiler.is_compiling() and (create_graph or not has_storage(dy)):  # or in batches (vmap)
             with torch.enable_grad():
-                wide = x.float()
+                wide = total.float()
                 y = wide * (wide.square().mean(1, keepdim=True) + ctx.eps).rsqrt() * gamma.float()
-            leaves = [one for one in (x, gamma) if one.requires_grad]
-            found = iter(torch.autograd.grad(y.to(x.dtype), leaves, grads[0], create_graph=create_graph))
-            return *(next(found) if one.requires_grad else None for one in (x, gamma)), None
-        dx, dgamma, _ = kernels.norm_backward(grads[0], x, gamma, mean, rstd, "rms_norm", False, False)
-        return dx, dgamma, None
+            leaves = [one for one in (total, gamma) if one.requires_grad]
+            of_leaves = iter(torch.autograd.grad(y.to(total.dtype), leaves, dy, create_graph=create_graph))
+            dx, dgamma = (next(of_leaves) if one.requires_grad else None for one in (total, gamma))
+            dx = dtotal if dx is None else dx if dtotal is None else dx + dtotal
+        else:
+            dx, dgamma, _ = kernels.norm_backward(dy, total, gamma, mean, rstd, "rms_norm", False, False, dtotal)
+        _, of_residual, *_ = ctx.needs_input_grad
+        return dx, dx if of_residual else None, dgamma, None
 
 
 def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) . gamma over the last dimension of x [..., K], of the dtype of both."""
-    rows = as_rows(x)
-    if is_recorded(x, gamma):
-        y = _LeanNorm.apply(rows, gamma, eps)
+    return norm_and_branch(x, gamma, eps)[0]
+
+
+def norm_and_branch(x: Tensor, gamma: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(``rms_norm`` of t, and t for the branch around what reads the norm): t is x, or x + residual in their dtype."""
+    rows, added = as_rows(x), None if residual is None else as_rows(residual)
+    if is_recorded(x, gamma, residual):
+        y, total = _LeanNorm.apply(rows, added, gamma, eps)
     else:
-        y = kernels.normalise(rows, gamma, None, "rms_norm", eps, False)[0].to(x.dtype)
-    return y if x.ndim == 2 else y.view(x.shape)
+        y, _, _, total = kernels.norm(rows, gamma, None, "rms_norm", eps, False, added)
+        total = rows if added is None else total
+    return (y, total) if x.ndim == 2 else (y.view(x.shape), total.view(x.shape))

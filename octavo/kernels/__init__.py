@@ -17,7 +17,7 @@ import torch
 from octavo.kernels.cpu import KERNELS
 from octavo.kernels.cpu.cast import produced
 from octavo.kernels.devices import kernels_of
-from octavo.kernels.reference.norm import normalise, normalised
+from octavo.kernels.reference.norm import normalised
 from octavo.kernels.signatures import SCHEMAS
 from octavo.private import modes_active, tracing_state
 
@@ -46,12 +46,16 @@ amax = _entry("amax")
 cast = _entry("cast")
 cast_and_commit = _entry("cast_and_commit")
 cast_statistics = _entry("cast_statistics")
+cross_entropy = _entry("cross_entropy")
+cross_entropy_backward = _entry("cross_entropy_backward")
 delayed_update = _entry("delayed_update")
 dequantize = _entry("dequantize")
+rotary = _entry("rotary")
 scales_of_pass = _entry("scales_of_pass")
 grouped_matmul = _entry("grouped_matmul")
 matmul = _entry("matmul")
 note_faults = _entry("note_faults")
+norm = _entry("norm")
 norm_backward = _entry("norm_backward")
 
 
@@ -69,15 +73,18 @@ __all__ = [
     "cast",
     "cast_and_commit",
     "cast_statistics",
+    "cross_entropy",
+    "cross_entropy_backward",
     "delayed_update",
     "dequantize",
     "grouped_matmul",
     "matmul",
     "multi_tensor_cast",
+    "norm",
     "norm_backward",
-    "normalise",
     "normalised",
     "note_faults",
     "produced",
+    "rotary",
     "scales_of_pass",
 ]

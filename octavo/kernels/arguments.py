@@ -309,6 +309,63 @@ def _cast_and_commit(
     return source, scaling, commit, Output(transpose, pad, column_sum)
 
 
+class RotaryHeads(NamedTuple):
+    """Queries, keys and values [B, S, heads, D], and the angles by which the first two are turned, or turned back."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cos: Tensor
+    sin: Tensor
+    inverse: bool
+
+
+def _rotary(*flat: Any) -> tuple[RotaryHeads]:
+    heads = RotaryHeads(*flat)
+    q, k, v, cos, sin, _ = heads
+    batch, positions, _, width = q.shape
+    for name, x in (("k", k), ("v", v)):
+        if (x.shape[:2], x.shape[3], x.dtype) != (q.shape[:2], width, q.dtype):
+            raise ValueError(
+                f"{name} {list(x.shape)} of {x.dtype} needs q's sizes but for heads: {list(q.shape)}, {q.dtype}"
+            )
+    for name, x in (("cos", cos), ("sin", sin)):
+        if x.shape[1:] not in ((positions, width), (positions, width // 2)) or x.shape[0] not in (1, batch):
+            raise ValueError(f"{name} {list(x.shape)} needs [1 or {batch}, {positions}, {width} or {width // 2}]")
+    if cos.shape != sin.shape:
+        raise ValueError(f"cos {list(cos.shape)} needs sin's shape, {list(sin.shape)}")
+    if width % 2:
+        raise ValueError(f"heads of {width} elements have no halves")
+    return (heads,)
+
+
+class LossRows(NamedTuple):
+    """Rows of logits [T, V], the right column of each [T], and how their cross entropy is made of them."""
+
+    logits: Tensor
+    target: Tensor
+    ignore_index: int
+    label_smoothing: float
+    softcap: float
+
+
+def _cross_entropy(*flat: Any) -> tuple[Any, ...]:
+    rows = LossRows(*flat[:5])
+    logits, target, *_ = rows
+    if logits.ndim != 2 or target.shape != logits.shape[:1] or target.dtype is not torch.int64:
+        raise ValueError(
+            f"target {list(target.shape)} of {target.dtype} needs a column's number, int64, for each row of logits "
+            f"{list(logits.shape)}"
+        )
+    return rows, *flat[5:]
+
+
+def _norm(*flat: Any, residual: Tensor | None = None) -> tuple[NormSource, Tensor | None]:
+    source, residual = NormSource(*flat[:6]), flat[6] if len(flat) > 6 else residual
+    check_norm(source.x, source.gamma, source.beta, source.kind, None, residual)
+    return source, residual
+
+
 def _norm_backward(*flat: Any, **named: Any) -> tuple[Any, ...]:
     gradient = NormGradient(*flat, **named)
     check_norm(gradient.x, gradient.gamma, None, gradient.kind, gradient.dy, gradient.residual)
@@ -400,10 +457,14 @@ def _cast_statistics(
 
 
 UNPACK: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "cross_entropy": _cross_entropy,
+    "cross_entropy_backward": _cross_entropy,
     "dequantize": _dequantize,
     "cast_statistics": _cast_statistics,
     "cast": _cast,
     "cast_and_commit": _cast_and_commit,
+    "norm": _norm,
+    "rotary": _rotary,
     "norm_backward": _norm_backward,
     "matmul": _matmul,
     "grouped_matmul": _grouped_matmul,
@@ -469,10 +530,32 @@ def new_cast(
         other = new_codes(x, shape, first.dtype, output.pad, True) if output.transpose else no_codes(x, first.dtype)
         found = codes, other, scale_inv, laid_scales(x, grid, first.tile)
     if isinstance(source, NormSource):
-        rstd = x.new_empty(shape[0], dtype=torch.float32)
-        mean = torch.empty_like(rstd) if source.kind == "layer_norm" else rstd.new_empty(0)
-        return *found, mean, rstd, x.new_empty(shape if output.keep else (0, 0))
+        return *found, *new_statistics(source), x.new_empty(shape if output.keep else (0, 0))
     return *found, x.new_empty(shape[1] if output.column_sum else 0, dtype=sums_dtype(x.dtype))
+
+
+def new_statistics(source: NormSource) -> tuple[Tensor, Tensor]:
+    """Where a norm's mean and rstd go, unwritten."""
+    rstd = source.x.new_empty(source.shape[0], dtype=torch.float32)
+    return torch.empty_like(rstd) if source.kind == "layer_norm" else rstd.new_empty(0), rstd
+
+
+def new_norm(source: NormSource, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What ``octavo::norm`` returns, unwritten."""
+    x, shape = source.x, source.shape
+    return x.new_empty(shape), *new_statistics(source), x.new_empty((0, 0) if residual is None else shape)
+
+
+def new_rotary(heads: RotaryHeads) -> Tensor:
+    """What ``octavo::rotary`` returns, unwritten."""
+    q, k, v, *_ = heads
+    return q.new_empty((*q.shape[:2], (q.shape[2] + k.shape[2] + v.shape[2]) * q.shape[3]))
+
+
+def new_losses(rows: LossRows) -> tuple[Tensor, Tensor]:
+    """What ``octavo::cross_entropy`` returns, unwritten."""
+    losses = rows.logits.new_empty(len(rows.logits), dtype=torch.float32)
+    return losses, torch.empty_like(losses)
 
 
 def _new_scale_inv(x: Tensor, shape: tuple[int, int], scaling: Scaling, transpose: bool) -> Tensor:

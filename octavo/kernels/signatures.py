@@ -55,6 +55,9 @@ from octavo.kernels.arguments import (
     ProductArguments,
     Scaling,
     new_cast,
+    new_losses,
+    new_norm,
+    new_rotary,
     new_scales,
     unpacking,
 )
@@ -72,6 +75,7 @@ _EXTRAS = (
 )
 _NORM = 'str kind="", Tensor? gamma=None, Tensor? beta=None, float eps=0.0, bool zero_centered=False, bool keep=False'
 _PRODUCT = "Tensor a, Tensor a_scale_inv, int[2] a_tile, Tensor b, Tensor b_scale_inv, int[2] b_tile, Tensor? bias"
+_LOSS = "Tensor logits, Tensor target, int ignore_index, float label_smoothing, float softcap"
 _STATE = "Tensor(a!) delayed_scale, Tensor(b!) delayed_amax_history, Tensor(c!) delayed_before"
 _UPDATE = "float[3] limits, bool[3] powers_of_two, int[3] margins, str reduce"
 
@@ -96,6 +100,11 @@ SCHEMAS = {
     "cast_and_commit": f"(Tensor x, {_STATE}, Tensor? amax_input, Tensor? amax_weight, "
     f"ScalarType dtype, bool power_of_two, int margin, {_UPDATE}, bool transpose, {_EXTRAS}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
+    # of logits [T, V] of any strides and target [T] int64, the number of the column that is right: (each row's loss,
+    # the logarithm of the sum of its exponentials), float32, as reference/cross_entropy.py says; softcap 0: none
+    "cross_entropy": f"({_LOSS}) -> (Tensor, Tensor)",
+    # the gradient of logits [T, V], of their dtype, by that of each row's loss, grad [T], and the lse of the op above
+    "cross_entropy_backward": f"({_LOSS}, Tensor lse, Tensor grad) -> Tensor",
     # add what the cast of x [R, C] into qdata [R, C'] did to sums [71] and extremes [3]; reference/cast_statistics.py
     # says what they hold. x, qdata and scale_inv have any strides. Rows in groups, which end at offsets [G]: sums
     # [G, 71] and extremes [G, 3], dense, and scale_inv as cast returned it for x
@@ -113,6 +122,10 @@ SCHEMAS = {
     # place and the group's number added up. Scales of groups without rows, one a group, are left out
     "note_faults": "(Tensor y, Tensor operand, Tensor? scale_inv, Tensor? amax, Tensor place, Tensor(a!) found, "
     "Tensor(b!) first, Tensor? offsets=None) -> ()",
+    # q, k, v [B, S, heads, D], D even, of one dtype and any strides: q and k turned by rotary angles, and v as it is,
+    # beside each other: [B, S, all heads x D]; inverse: turned back. cos and sin are [1 or B, S, D], or [.., D / 2]
+    # where both halves of a head have the same
+    "rotary": "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, bool inverse) -> Tensor",
     # the scales [3] that were in force when the backward pass that is under way began
     "scales_of_pass": "(Tensor delayed_scale, Tensor delayed_before) -> Tensor",
     # qdata x scale_inv, rounded once from float32 to dtype
@@ -134,6 +147,9 @@ SCHEMAS = {
     # without rows; both scale_inv are .t() of what cast returns. Codes have any strides; the rest as of matmul
     "grouped_matmul": "(Tensor a, Tensor a_scale_inv, int[2] a_tile, Tensor b, Tensor b_scale_inv, int[2] b_tile, "
     "Tensor offsets, Tensor? bias, ScalarType out_dtype, bool fast_accum, int pad=1) -> Tensor",
+    # a norm of x, or of x + residual [R, C]: (y of x's dtype, mean, rstd, the sum rounded to x's dtype or [0, 0])
+    "norm": "(Tensor x, Tensor gamma, Tensor? beta, str kind, float eps, bool zero_centered, Tensor? residual=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     # (dx [R, C] of x's dtype, dgamma [C], dbeta [C] or [0] of gamma's); residual [R, C] is added to dx before it is
     # rounded
     "norm_backward": "(Tensor dy, Tensor x, Tensor gamma, Tensor mean, Tensor rstd, str kind, bool zero_centered, "
@@ -161,12 +177,16 @@ FAKES: dict[str, Callable[..., Any]] = unpacking(
         "cast": new_cast,
         "cast_and_commit": _fake_cast_and_commit,
         "cast_statistics": lambda *_: None,
+        "cross_entropy": new_losses,
+        "cross_entropy_backward": lambda rows, lse, grad: rows.logits.new_empty(rows.logits.shape),
         "delayed_update": lambda *_: None,
+        "rotary": new_rotary,
         "scales_of_pass": lambda delayed_scale, delayed_before: torch.empty_like(delayed_scale),
         "dequantize": lambda qdata, scale_inv, tile, dtype: qdata.new_empty(qdata.shape, dtype=dtype),
         "grouped_matmul": _fake_matmul,
         "matmul": _fake_matmul,
         "multi_tensor_cast": lambda *_: None,
+        "norm": new_norm,
         "note_faults": lambda *_: None,
         "norm_backward": _fake_norm_backward,
     }

@@ -5,11 +5,13 @@ from octavo.nn.experts import Experts
 from octavo.nn.fused import LayerNorm, LayerNormLinear, LayerNormMLP, RMSNorm, RMSNormLinear, RMSNormMLP
 from octavo.nn.kept_weights import KeptWeights
 from octavo.nn.linear import GroupedLinear, Linear
+from octavo.nn.loss import CrossEntropyLoss, cross_entropy
 from octavo.nn.transformer import SelfAttention, TransformerBlock, rotary_table
 from octavo.nn.weight import invalidate
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 
 __all__ = [
+    "CrossEntropyLoss",
     "Experts",
     "GroupedLinear",
     "KeptWeights",
@@ -23,6 +25,7 @@ __all__ = [
     "SelfAttention",
     "TransformerBlock",
     "checkpoint_model_in_fp8",
+    "cross_entropy",
     "delayed_state_dict",
     "invalidate",
     "load_delayed_state_dict",

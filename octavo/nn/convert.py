@@ -31,6 +31,7 @@ from octavo.nn.experts import ConvertedExperts, keys_of, recipe_names
 from octavo.nn.gather import GatherGroup, told_of
 from octavo.nn.known_forwards import KnownForward, fuse_known
 from octavo.nn.linear import Grouped, Linear, PartedLinear, Split
+from octavo.nn.loss import give_back_loss, has_loss
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.nn.weight import (
     WeightOwner,
@@ -132,7 +133,7 @@ def convert(
                 stored_one.layer_name = own
     if fuse:
         refused = fuse_known(model)
-        if not any(isinstance(module, KnownForward) for module in model.modules()):
+        if not any(isinstance(module, KnownForward) or has_loss(module) for module in model.modules()):
             why = _listed(refused) or "the model has no module that it knows"
             warnings.warn(f"octavo.convert fused nothing: {why}", stacklevel=2)
     choose_fast_path(model)
@@ -385,6 +386,7 @@ def restore(model: nn.Module) -> nn.Module:
     """
     _refuse_shards(model, "octavo.restore")
     for module in list(model.modules()):
+        give_back_loss(module)
         if isinstance(module, RecipeModule):
             for weight in module.weights:
                 store(weight, None)

@@ -209,15 +209,19 @@ class _NormLinear(Fused):
         self.linear = Linear(in_features, out_features, bias, device, dtype, recipe=recipe_for(recipe, "linear"))
         self.splits = self.linear.splits
 
+    def whole(self, input: Tensor) -> tuple[Any, Any]:
+        """(The output of all splits beside each other, or a tuple as on several ranks; the norm's)."""
+        fused = self._fused(input, "", self.return_norm_output)
+        if fused is not None:
+            return fused
+        normed = self.norm(input)
+        output = self.linear(normed)
+        if self.return_norm_output:  # of the dtype that it has where they are fused: autocast's norms differ
+            normed = normed.to((output[0] if isinstance(output, tuple) else output).dtype)
+        return output, normed
+
     def forward(self, input: Tensor) -> Any:
-        found = self._fused(input, "", self.return_norm_output)
-        if found is not None:
-            output, normed = found
-        else:
-            normed = self.norm(input)
-            output = self.linear(normed)
-            if self.return_norm_output:  # of the dtype that it has where they are fused: autocast's norms differ
-                normed = normed.to((output[0] if isinstance(output, tuple) else output).dtype)
+        output, normed = self.whole(input)
         if isinstance(output, Tensor):  # as also of a part put in the linear layer's place
             output = split_output(output, self.splits)
         return (output, normed) if self.return_norm_output else output

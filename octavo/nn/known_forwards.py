@@ -19,20 +19,30 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.chain import activated_linear, rms_norm
+from octavo.autograd.chain import activated_linear, norm_and_branch
+from octavo.autograd.products import requires_grad
+from octavo.autograd.rotary import rotary
 from octavo.nn.candidates import REPLACED, REPLACED_SINCE, SHARDED, class_of, fp8_class, is_sharded, of_subclass
 from octavo.nn.experts import ConvertedExperts, function_of, name_of
-from octavo.nn.fused import run_alone, runs_alone
+from octavo.nn.fused import run_alone, run_as_one, runs_alone
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
+from octavo.nn.joined import Joined
 from octavo.nn.linear import Linear
+from octavo.nn.loss import take_loss
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.tensor_parallel import is_parallel
+from octavo.nn.tensor_parallel import FusedParts, is_parallel
 from octavo.private import functorch_is_active, in_forward_mode
+
+if TYPE_CHECKING:  # Python compiles a call of a method of what a module imports to other instructions
+    from collections.abc import Callable
+
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 class KnownForward(nn.Module):
@@ -60,8 +70,8 @@ class KnownForward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As its own class's, of the one tensor that this takes."""
-        found = self.lean(*args, *kwargs.values())
-        return super().forward(*args, **kwargs) if found is None else found
+        result = self.lean(*args, *kwargs.values())
+        return super().forward(*args, **kwargs) if result is None else result
 
 
 class PartNames(NamedTuple):
@@ -109,6 +119,11 @@ class FeedForward(KnownForward):
         tensors = weight, bias, parameter = down.operands()
         if is_parallel(weight) or not (weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)):
             return None
+        if (first := as_one_layer([getattr(self, name) for name in (names.gate, names.up) if name])) is not None:
+            layers = [first.operands(), tensors]
+            x = x.to(product_dtype(x, layers[0][0]))
+            output: Tensor = run_as_one(FusedParts(x, (None, None), layers), None, [first, down], activation, x.dtype)
+            return output
         gate = getattr(self, names.gate)(x)
         up = getattr(self, names.up)(x) if names.up else None
         dtype = product_dtype(gate, weight)
@@ -116,6 +131,17 @@ class FeedForward(KnownForward):
         refuse_for_fp8(gate, parameter, bias)
         needs_grad = gate.requires_grad or (up is not None and up.requires_grad)
         return activated_linear(gate, up, weight, bias, down.layer_of(gate, tensors, needs_grad), activation)
+
+
+def as_one_layer(layers: Sequence[Any]) -> Any:
+    """Layers that read one tensor as one layer of ``run_as_one``; None where somebody would notice."""
+    if not all(isinstance(layer, Linear) for layer in layers):
+        return None
+    if len(layers) > 1:
+        return joined if (joined := Joined(tuple(layers))).can_join() else None
+    (layer,) = layers
+    alone = layer.splits is None and run_alone(layers) and not is_parallel(layer.weight)
+    return layer if alone and not torch.compiler.is_compiling() else None
 
 
 class OfLlama(FeedForward):
@@ -193,13 +219,18 @@ class LeanRMSNorm(KnownForward):
         return self.weight * hidden_states.to(input_dtype)
 
     def lean(self, x: Any) -> Tensor | None:
+        return self.lean_with(x)[0] if self.is_lean(x) else None
+
+    def is_lean(self, x: Tensor) -> bool:
+        """Whether a norm of x, or of its sum with a residual, is computed here."""
         weight = self.weight
-        compiling = torch.compiler.is_compiling()
         if x.dtype != weight.dtype or is_parallel(weight) or is_parallel(x):
-            return None
-        if not compiling and (functorch_is_active() or in_forward_mode()):
-            return None
-        return rms_norm(x, weight, self.variance_epsilon)
+            return False
+        return torch.compiler.is_compiling() or not (functorch_is_active() or in_forward_mode())
+
+    def lean_with(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(The norm of x, or of x + residual, and what it is the norm of, for the branch around)."""
+        return norm_and_branch(x, self.weight, self.variance_epsilon, residual)
 
 
 class LeanT5Norm(LeanRMSNorm):
@@ -213,7 +244,171 @@ class LeanT5Norm(LeanRMSNorm):
         return self.weight * hidden_states
 
 
-_KINDS: tuple[type[KnownForward], ...] = (OfLlama, OfViT, OfT5, OfGatedT5, LeanRMSNorm, LeanT5Norm)
+class DecoderLayer(KnownForward):
+    """Llama's and many others': each norm reads its sum with the residual, and adds the residual's gradient."""
+
+    def known(self: Any, hidden_states, attention_mask, position_ids, cache, use_cache, position_embeddings, **kwargs):  # type: ignore[no-untyped-def,override]
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        hidden_states, _ = self.self_attn(
+            hidden_states=hidden_states,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.post_attention_layernorm(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = residual + hidden_states
+        return hidden_states
+
+    @classmethod
+    def why_not(cls, module: nn.Module) -> str | None:
+        norms = [getattr(module, name) for name in ("input_layernorm", "post_attention_layernorm")]
+        known = [isinstance(norm, LeanRMSNorm) or refusal(norm) is None for norm in norms]
+        return None if all(known) else f"octavo does not know its norms, {class_of(norms[0]).__name__}"
+
+    def why_bypassed(self: Any) -> str | None:
+        alone = runs_alone(self.input_layernorm) and runs_alone(self.post_attention_layernorm)
+        return super().why_bypassed() or (None if alone else "its norms have hooks or other forwards")
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As its own class's; what is given by position, its own class computes."""
+        norms = self.input_layernorm, self.post_attention_layernorm
+        known = all(
+            isinstance(norm, LeanRMSNorm) and runs_alone(norm) and norm.is_lean(hidden_states) for norm in norms
+        )
+        if args or not known or torch.compiler.is_compiling():
+            return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
+        first, second = norms
+        normed, residual = first.lean_with(hidden_states)
+        attended, _ = self.self_attn(hidden_states=normed, **kwargs)
+        normed, residual = second.lean_with(attended, residual)
+        return residual + self.mlp(normed)
+
+
+class Attention(KnownForward):
+    """Llama's and many others': q, k and v are one product, and the rotary positions of q and k one launch."""
+
+    def known(self: Any, hidden_states, position_embeddings, attention_mask, cache, **kwargs):  # type: ignore[no-untyped-def,override]
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+        query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        cos, sin = position_embeddings
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        if cache is not None:
+            key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation,
+            eager_attention_forward,  # noqa: F821
+        )
+        attn_output, attn_weights = attention_interface(
+            self,
+            query_states,
+            key_states,
+            value_states,
+            attention_mask,
+            dropout=0.0 if not self.training else self.attention_dropout,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        attn_output = self.o_proj(attn_output)
+        return attn_output, attn_weights
+
+    @classmethod
+    def why_not(cls, module: nn.Module) -> str | None:
+        layers = [getattr(module, name) for name in _QKV]
+        if not all(isinstance(layer, Linear) for layer in layers):
+            return f"{', '.join(_QKV)} are not all converted"
+        if any(layer.recipe != layers[0].recipe for layer in layers):
+            return f"{', '.join(_QKV)} have different recipes"
+        if not _turns_halves(_library_forward(module)):
+            return "its rotary positions are none that octavo knows"
+        return None
+
+    def why_bypassed(self) -> str | None:
+        if (why := super().why_bypassed()) is None and as_one_layer([getattr(self, name) for name in _QKV]) is None:
+            return f"{', '.join(_QKV)} have hooks, other forwards, or weights that are sharded or in FP8"
+        return why
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As its own class's; what is given by position, its own class computes."""
+        layers = [getattr(self, name) for name in _QKV]
+        angles = kwargs.get("position_embeddings")
+        library = _library_forward(self)
+        if args or angles is None or any(map(requires_grad, angles)) or not _turns_halves(library):
+            return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
+        if hidden_states.ndim != 3 or (joined := as_one_layer(layers)) is None:
+            return super(KnownForward, self).forward(hidden_states, **kwargs)
+        del kwargs["position_embeddings"]
+        tensors, names = joined.operands(), library.__globals__
+        x = hidden_states.to(product_dtype(hidden_states, tensors[0]))
+        qkv = run_as_one(FusedParts(x, (None, None), [tensors]), None, [joined], "", x.dtype)
+        heads = [layer.out_features // self.head_dim for layer in layers]
+        query, key, value = rotary(qkv, *angles, (heads[0], heads[1]))
+        mask, cache = kwargs.pop("attention_mask", None), kwargs.pop("cache", None)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
+        attend = names["ALL_ATTENTION_FUNCTIONS"].get_interface(
+            self.config._attn_implementation, names["eager_attention_forward"]
+        )
+        dropout = self.attention_dropout if self.training else 0.0
+        output, weights = attend(self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    """As transformers writes it; never called."""
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):  # type: ignore[no-untyped-def]
+    """The same."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
+
+
+@functools.cache
+def _turns_halves(forward: Any) -> bool:
+    """Whether a forward turns q and k by functions that compute as those above, which kernels do."""
+    library = forward.__globals__
+    pairs = [(library.get(ours.__name__), ours) for ours in (rotate_half, apply_rotary_pos_emb)]
+    return all(inspect.isfunction(theirs) and _same(inspect.unwrap(theirs), ours) for theirs, ours in pairs)
+
+
+def _library_forward(module: nn.Module) -> Any:
+    """The forward of a module's class, of a fused one that of its own class, without decorators."""
+    kind: Any = class_of(module)
+    if KnownForward in kind.__mro__:
+        kind = kind.__mro__[kind.__mro__.index(KnownForward) + 1]
+    return inspect.unwrap(kind.forward)
+
+
+_KINDS: tuple[type[KnownForward], ...] = (
+    OfLlama,
+    OfViT,
+    OfT5,
+    OfGatedT5,
+    LeanRMSNorm,
+    LeanT5Norm,
+    DecoderLayer,
+    Attention,
+)
 
 
 def activation_of(act: nn.Module | None, gated: bool) -> str | None:
@@ -224,13 +419,14 @@ def activation_of(act: nn.Module | None, gated: bool) -> str | None:
 @functools.cache
 def _known_class(kind: type[nn.Module]) -> type[KnownForward] | None:
     """Which of ours has the same instructions as a class's forward."""
-    forward = kind.forward
+    forward = inspect.unwrap(kind.forward)
     return next((ours for ours in _KINDS if inspect.isfunction(forward) and _same(forward, ours.known)), None)
 
 
 def _same(one: Any, other: Any) -> bool:
     a, b = one.__code__, other.__code__
-    return (a.co_code, a.co_names, a.co_consts) == (b.co_code, b.co_names, b.co_consts)
+    consts = [[const for const in code.co_consts if const != one.__doc__ and const != other.__doc__] for code in (a, b)]
+    return (a.co_code, a.co_names, consts[0]) == (b.co_code, b.co_names, consts[1])
 
 
 def refusal(module: nn.Module) -> str | None:
@@ -259,6 +455,7 @@ def fuse_known(model: nn.Module) -> dict[str, list[str]]:
             module.__class__ = of_subclass(_known_class(kind), kind)  # type: ignore[arg-type]
         elif why:
             refused.setdefault(why, []).append(name or "the model")
+        take_loss(module)
     return refused
 
 

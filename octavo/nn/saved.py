@@ -34,7 +34,7 @@ _INPUTS, _ATTENTION, _NORMS, _ACTIVATIONS, _LOGITS, _OTHER, _WEIGHTS = KINDS
 # by parts of classes' names, the first that fits
 _NAMES = {
     _OTHER: ("Dropout", "Embedding", "Rotary"),
-    _NORMS: ("Norm",),
+    _NORMS: ("Norm", "DecoderLayer"),  # which computes its norms itself, where known_forwards.py fuses it
     _ATTENTION: ("Attention", "Attn", "Mixer", "Conv1d"),
     _ACTIVATIONS: ("MLP", "FeedForward", "LayerFF", "Dense", "Moe", "MoE", "Experts"),
     _LOGITS: ("Loss",),

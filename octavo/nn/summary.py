@@ -18,6 +18,7 @@ from octavo.nn.convert import restore
 from octavo.nn.experts import ConvertedExperts, ExpertsPart
 from octavo.nn.known_forwards import KnownForward, refusal
 from octavo.nn.linear import Split
+from octavo.nn.loss import has_loss
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import predicted_by_kind
 from octavo.nn.weight import weight_of
@@ -205,7 +206,8 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
             rows.append(ModuleSummary(label, class_of(module).__name__, shape, recipe, reason, gathered))
     fused = [(name, module) for name, module in model.named_modules() if isinstance(module, KnownForward)]
     kinds = {name: class_of(module).__name__ for name, module in fused if module.why_bypassed() is None}
-    refused = {name: why for name, module in model.named_modules() if fused and (why := refusal(module))}
+    kinds |= {f"{name}.loss_function".lstrip("."): "causal_lm_loss" for name, m in model.named_modules() if has_loss(m)}
+    refused = {name: why for name, module in model.named_modules() if kinds and (why := refusal(module))}
     return Summary(tuple(rows), flops, saved, kinds, refused)
 
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from octavo.nn.fused import LayerNormLinear, LayerNormMLP, RMSNormLinear, RMSNormMLP
+from octavo.autograd.products import requires_grad
+from octavo.autograd.rotary import rotary as turned
+from octavo.nn.fused import LayerNormLinear, LayerNormMLP, RMSNormLinear, RMSNormMLP, runs_alone
 from octavo.nn.inputs import no_tensor
-from octavo.nn.linear import Linear
+from octavo.nn.linear import Linear, split_output
 from octavo.scaling.recipe import Recipe, RecipeMap, under
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines [C, D / 2]
@@ -122,19 +124,25 @@ class SelfAttention(nn.Module):
             raise no_tensor(x)
         if x.ndim != 3:
             raise ValueError(f"input of shape {tuple(x.shape)} must be [sequences, positions, features]")
-        query, key, value = (output.unflatten(-1, (-1, self.head_width)) for output in self.qkv(x))
-        positions = query.shape[1]  # of which x has a part under sequence parallelism
-        if rotary is None:
-            rotary = rotary_table(positions, self.head_width, device=x.device)
-        rotary = rotary[0][:positions], rotary[1][:positions]
         attended = F.scaled_dot_product_attention(
-            rotate(query.transpose(1, 2), rotary),
-            rotate(key.transpose(1, 2), rotary),
-            value.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=self.kv_heads != self.heads,
+            *self._turned(x, rotary), is_causal=True, enable_gqa=self.kv_heads != self.heads
         )
         return self.out(attended.transpose(1, 2).flatten(2))
+
+    def _turned(self, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys turned by their positions, and values, [B, H or G, C, D]; in one launch if that can be."""
+        alone = runs_alone(self.qkv) and not torch.compiler.is_compiling()
+        output = self.qkv.whole(x)[0] if alone else self.qkv(x)
+        first = output if isinstance(output, Tensor) else output[0]
+        positions = first.shape[1]  # of which x has a part under sequence parallelism
+        if rotary is None:
+            rotary = rotary_table(positions, self.head_width, device=x.device)
+        cos, sin = (table[:positions] for table in rotary)
+        if type(output) is Tensor and not (requires_grad(cos) or requires_grad(sin)):
+            return turned(output, cos[None], sin[None], (self.heads, self.kv_heads))
+        parts = split_output(output, self.qkv.splits) if isinstance(output, Tensor) else output
+        query, key, value = (part.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in parts)
+        return rotate(query, (cos, sin)), rotate(key, (cos, sin)), value
 
 
 class TransformerBlock(nn.Module):

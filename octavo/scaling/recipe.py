@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -269,6 +270,7 @@ class Recipe:
             delayed_update=_delayed_update(delayed, rule),
             **{f"{role}_casts": found for role, found in zip(ROLES, casts, strict=True)},
             weight_key=str(casts[1]),
+            rows_unit=_rows_unit(casts[1], casts[2]),
         )
         self._rename()
 
@@ -286,6 +288,7 @@ class Recipe:
     grad_output_casts: RoleCasts = field(init=False, repr=False, compare=False)
     casts: tuple[RoleCasts, RoleCasts, RoleCasts] = field(init=False, repr=False, compare=False)  # by role
     weight_key: str = field(init=False, repr=False, compare=False)  # weight_casts, as a compiled graph can compare them
+    rows_unit: int = field(init=False, repr=False, compare=False)  # of N: blocks begin at its multiples
     pads: bool = field(init=False, repr=False, compare=False)  # whether every operand's contraction may be padded
     is_high_precision: bool = field(init=False, repr=False, compare=False)  # no product is in FP8
     delayed: Delayed | None = field(init=False, repr=False, compare=False)
@@ -310,6 +313,11 @@ def _coincide(as_is: Cast | None, transposed: Cast | None) -> bool:
         return False
     alike = as_is.granularity.transposed() == transposed.granularity
     return alike and replace(as_is, granularity=transposed.granularity) == transposed
+
+
+def _rows_unit(weight: RoleCasts, grad_output: RoleCasts) -> int:
+    along = [(weight.as_is, 0), (weight.transposed, 1), (grad_output.as_is, 1), (grad_output.transposed, 0)]
+    return math.lcm(*(cast.tile[dim] for cast, dim in along if cast is not None and cast.tile[dim] != ALL))
 
 
 def _delayed_update(delayed: list[list[Cast]], rule: Delayed | None) -> tuple[Any, ...]:

@@ -103,6 +103,12 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     "norm's backward": lambda x: KERNELS["norm_backward"](
         x, x, *torch.ones(1, x.shape[1]), torch.zeros(len(x)), torch.ones(len(x)), "layer_norm", False, True
     ),
+    "norm of a sum": lambda x: KERNELS["norm"](x, torch.ones(x.shape[1]), None, "rms_norm", 1e-5, False, x),
+    "rotary": lambda x: KERNELS["rotary"](*[x[None, :, None, :64]] * 3, *torch.ones(2, 1, len(x), 64), False),
+    "cross entropy": lambda x: KERNELS["cross_entropy"](x, torch.zeros(len(x)).long(), -100, 0.0, 0.0),
+    "its backward": lambda x: KERNELS["cross_entropy_backward"](
+        x, torch.zeros(len(x)).long(), -100, 0.0, 0.0, *torch.ones(2, len(x))
+    ),
     "update": lambda x: KERNELS["delayed_update"](*states(), torch.ones(1, 1), None, torch.ones(1, 1), *UPDATE),
     "product": lambda x: KERNELS["matmul"](
         *pair(*x.shape), ROW, *pair(30, x.shape[1]), ROW, torch.ones(30), torch.float32, False

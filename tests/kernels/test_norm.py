@@ -102,6 +102,49 @@ def test_against_float64(case: dict[str, Any]) -> None:
         assert found_mean.shape == (0,)
 
 
+def check_norm(ops: Ops, case: dict[str, Any]) -> None:
+    """A norm alone, or of a sum with a residual, against float64."""
+    norm = given(**case)
+    x, dtype = norm.x, norm.x.dtype
+    residual = torch.randn(x.shape).to(dtype) if case["residual"] else None
+    total = x if residual is None else (x.double() + residual.double()).float().to(dtype)
+    args = laid(x, case["layout"]), *norm[1:], None if residual is None else laid(residual, case["residual_layout"])
+    with poisoned_memory():
+        y, mean, rstd, written = ops.of("norm")(*args)
+    assert y.dtype == written.dtype == dtype and y.is_contiguous() and y.shape == x.shape
+    assert same_bits(written, total) if residual is not None else written.shape == (0, 0)
+    if not x.shape[1]:  # whose statistics are 0 / 0
+        return
+    truth = exact(double(norm._replace(x=total)))
+    exact_mean, exact_rstd, n, growth = statistics(norm._replace(x=total))
+    error = 2.0**-19 if ops.name == "Triton" else 4 * HALF_ULP
+    natural = (n.abs() + growth) * factor_of(norm).abs() + (0.0 if norm.beta is None else norm.beta.double().abs())
+    assert bool(((y.double() - truth).abs() <= error * natural + rounding(dtype, truth)).all())
+    assert bool(((rstd.double() - exact_rstd[:, 0]).abs() <= error * growth[:, 0] * exact_rstd[:, 0]).all())
+    if norm.kind == "layer_norm":
+        assert bool(((mean.double() - exact_mean[:, 0]).abs() <= error * total.double().abs().mean(1)).all())
+    else:
+        assert mean.shape == (0,)
+
+
+@each_pair(
+    kind=KINDS,
+    shape=SHAPES,
+    dtype=DTYPES,
+    gamma_dtype=DTYPES,
+    beta=[False, True],
+    zero_centered=[False, True],
+    residual=[False, True],
+    layout=LAYOUTS,
+    residual_layout=LAYOUTS,
+    small=[False, True],
+)
+def test_a_norm_alone_or_of_a_sum(case: dict[str, Any], ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    if ops.kernels and case["small"]:
+        use_small_tiles(ops.kernels, monkeypatch)
+    check_norm(ops, case)
+
+
 BACKWARD: dict[str, Any] = {
     "kind": KINDS,
     "shape": SHAPES,

@@ -8,10 +8,23 @@ from octavo.kernels.backward_pass import scales_of_pass
 from octavo.kernels.reference.cast import amax, cast, cast_and_commit, multi_tensor_cast
 from octavo.kernels.reference.cast_statistics import cast_statistics, note_faults
 from octavo.kernels.reference.codes import dequantize
+from octavo.kernels.reference.cross_entropy import cross_entropy, cross_entropy_backward
 from octavo.kernels.reference.delayed_update import delayed_update
 from octavo.kernels.reference.matmul import grouped_matmul, matmul
-from octavo.kernels.reference.norm import norm_backward
+from octavo.kernels.reference.norm import norm, norm_backward
+from octavo.kernels.reference.rotary import rotary
 
 _KERNELS: list[Callable[..., Any]] = [amax, cast, cast_and_commit, cast_statistics, delayed_update, dequantize]
-_KERNELS += [grouped_matmul, matmul, multi_tensor_cast, norm_backward, note_faults, scales_of_pass]
+_KERNELS += [
+    cross_entropy,
+    cross_entropy_backward,
+    grouped_matmul,
+    matmul,
+    multi_tensor_cast,
+    norm,
+    norm_backward,
+    note_faults,
+    rotary,
+    scales_of_pass,
+]
 KERNELS = unpacking({kernel.__name__: kernel for kernel in _KERNELS})

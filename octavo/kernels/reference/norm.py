@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.kernels.arguments import NormGradient
+from octavo.kernels.arguments import NormGradient, NormSource, new_norm
 
 
 def normalise(
@@ -51,6 +51,22 @@ def normalised(
 def _factor(gamma: Tensor, zero_centered: bool) -> Tensor:
     wide = gamma.to(torch.float32)
     return wide + 1.0 if zero_centered else wide
+
+
+def norm(
+    source: NormSource, residual: Tensor | None, chunks: Sequence[slice] = (slice(None),)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``octavo::norm``, in chunks of rows."""
+    y, mean, rstd, total = new_norm(source, residual)
+    for chunk in chunks:
+        x = source.x[chunk]
+        if residual is not None:
+            total[chunk] = x.to(torch.float32) + residual[chunk]
+            x = total[chunk]
+        y[chunk], mean_of_chunk, rstd[chunk] = normalise(*source._replace(x=x))
+        if mean.numel():
+            mean[chunk] = mean_of_chunk
+    return y, mean, rstd, total
 
 
 def norm_backward(gradient: NormGradient, chunks: Sequence[slice] = (slice(None),)) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,8 +8,9 @@ from typing import Any
 
 from octavo.kernels.arguments import unpacking
 from octavo.kernels.backward_pass import scales_of_pass
-from octavo.kernels.triton.cast import amax, cast, cast_and_commit
+from octavo.kernels.triton.cast import amax, cast, cast_and_commit, norm
 from octavo.kernels.triton.cast_statistics import cast_statistics, note_faults
+from octavo.kernels.triton.cross_entropy import cross_entropy, cross_entropy_backward
 from octavo.kernels.triton.delayed_update import delayed_update, scale_exists
 from octavo.kernels.triton.dequantize import dequantize
 from octavo.kernels.triton.grouped_matmul import grouped_matmul
@@ -20,11 +21,23 @@ from octavo.kernels.triton.multi_tensor_cast import multi_tensor_cast
 from octavo.kernels.triton.norm_kernels import norm_backward
 from octavo.kernels.triton.optimizer_step import optimizer_step
 from octavo.kernels.triton.replay import replayed
+from octavo.kernels.triton.rotary import rotary
 
 __all__ = ["KERNELS", "optimizer_step", "reads_swizzled"]
 
 _KERNELS: list[Callable[..., Any]] = [amax, cast, cast_and_commit, cast_statistics, delayed_update, dequantize]
-_KERNELS += [grouped_matmul, matmul, multi_tensor_cast, norm_backward, note_faults, scales_of_pass]
+_KERNELS += [
+    cross_entropy,
+    cross_entropy_backward,
+    grouped_matmul,
+    matmul,
+    multi_tensor_cast,
+    norm,
+    norm_backward,
+    note_faults,
+    rotary,
+    scales_of_pass,
+]
 _APART = "multi_tensor_cast", "scales_of_pass"  # of lists of tensors; of no launch
 _EXISTS: dict[str, Callable[..., bool]] = {
     "cast": lambda x, delayed_scale, role: delayed_scale is not None and scale_exists(delayed_scale, role),

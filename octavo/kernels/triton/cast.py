@@ -6,8 +6,8 @@
     per block         of powers of two: one launch, for two such scalings too; others: the reference
     rows in groups    grouped_cast.py
 
-Two other scalings take their launches one after the other. A norm and its cast are one launch, of norm_kernels.py,
-where a program that owns rows knows the scales of what it normalises:
+Two other scalings take their launches one after the other. A norm alone is one launch, of a sum with a residual too. A
+norm and its cast are one, of norm_kernels.py, where a program that owns rows knows the scales of what it normalises:
 
     Delayed                        whose scale is known to exist; the amax is gathered on the way
     per row                        whose amax takes another look at them
@@ -29,11 +29,22 @@ import triton
 from torch import Tensor
 
 from octavo.granularity import ALL, Tile
-from octavo.kernels.arguments import CastSource, Commit, NormSource, Output, Scaling, new_cast, new_scales, sums_dtype
+from octavo.kernels.arguments import (
+    CastSource,
+    Commit,
+    NormSource,
+    Output,
+    Scaling,
+    new_cast,
+    new_norm,
+    new_scales,
+    sums_dtype,
+)
 from octavo.kernels.layouts import is_small_block
 from octavo.kernels.reference.activation import produced
 from octavo.kernels.reference.cast import amax as reference_amax
 from octavo.kernels.reference.cast import cast as reference_cast
+from octavo.kernels.reference.norm import norm as reference_norm
 from octavo.kernels.triton.cast_input import CastInput, cast_input, codes_to, norm_input, outputs_to, rounding_of
 from octavo.kernels.triton.cast_kernels import (
     LINES,
@@ -68,8 +79,8 @@ def cast(
         given = cast_input(source)
     else:
         given = norm_input(source, *besides[:2])
-        norm = _NormToFind(given, float(source.eps), besides[2] if output.keep else None)
-        casts = norm.by_tile, norm.by_block, norm.by_line
+        of_norm = _NormToFind(given, float(source.eps), besides[2] if output.keep else None)
+        casts = of_norm.by_tile, of_norm.by_block, of_norm.by_line
     if not (given.fits(first.tile) if second is None else given.fits(first.tile, second.tile)):
         return _by_torch(source, first, second, output)
     given.clear_padding(codes)
@@ -91,6 +102,15 @@ def _by_torch(
         return reference_cast(source, first, second, output)
     *results, sums = cast(CastSource(produced(*source)), first, second, output, None)
     return *results, sums.to(sums_dtype(source.x.dtype))
+
+
+def norm(source: NormSource, residual: Tensor | None) -> tuple[Tensor, ...]:
+    """``octavo::norm``."""
+    if source.x.numel() == 0:
+        return reference_norm(source, residual)
+    results = y, mean, rstd, total = new_norm(source, residual)
+    _NormToFind(norm_input(source, mean, rstd, residual, total), float(source.eps), y).find_statistics(None)
+    return results
 
 
 def cast_and_commit(source: CastSource, scaling: Scaling, commit: Commit, output: Output) -> tuple[Tensor, ...]:

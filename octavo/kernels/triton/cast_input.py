@@ -171,8 +171,14 @@ def cast_input(source: CastSource) -> CastInput:
     )
 
 
-def norm_input(source: NormSource, mean: Tensor, rstd: Tensor) -> CastInput:
-    """What a cast of a norm reads, and its statistics: known, or to be written by a kernel of norm_kernels.py."""
+def norm_input(
+    source: NormSource, mean: Tensor, rstd: Tensor, residual: Tensor | None = None, total: Tensor | None = None
+) -> CastInput:
+    """What a cast of a norm reads, and its statistics: known, or to be written by a kernel of norm_kernels.py.
+
+    residual: of x's shape, is added to x by those kernels, which write the sum to ``total``.
+    """
     gamma, beta = source.gamma.contiguous(), None if source.beta is None else source.beta.contiguous()
-    norm = NormFactors(mean if source.kind == "layer_norm" else None, rstd, gamma, beta)
+    added = (None, None) if residual is None else (residual.contiguous(), total)
+    norm = NormFactors(mean if source.kind == "layer_norm" else None, rstd, gamma, beta, *added)
     return CastInput(source.x, *source.shape, norm, Function("norm", zero_centered=source.zero_centered))

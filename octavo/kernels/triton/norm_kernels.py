@@ -46,7 +46,8 @@ def row_statistics(x, norm, rows, eps, tiling: tl.constexpr):
     the rows' mean is at most C / BLOCK_C variances (Jensen), so that little of the variance is lost by subtracting it.
     """
     cols = tl.arange(0, tiling.block_c)
-    first = load_tile(x, rows, cols, tiling.even)
+    first = load_rows(x, norm, rows, cols, tiling.even)
+    store_y(first, norm.total, x, rows, cols, tiling.even)
     count = tl.full([tiling.block_r], x.C, tl.float32)
     mean = tl.full([tiling.block_r], 0.0, tl.float32)
     centred = first
@@ -60,7 +61,8 @@ def row_statistics(x, norm, rows, eps, tiling: tl.constexpr):
     squares = fold_sum(centred * centred, tiling.fold)
     if not tiling.one_tile:
         for start in range(tiling.block_c, x.C, tiling.block_c):
-            tile = load_tile(x, rows, start + cols, tiling.even)
+            tile = load_rows(x, norm, rows, start + cols, tiling.even)
+            store_y(tile, norm.total, x, rows, start + cols, tiling.even)
             if norm.mean is not None:
                 tile = centre(tile, mean, start + cols, x, tiling.even)
                 sums += fold_sum(tile, tiling.fold)
@@ -77,6 +79,16 @@ def row_statistics(x, norm, rows, eps, tiling: tl.constexpr):
     rstd = tl.math.div_rn(tl.full([tiling.block_r], 1.0, tl.float32), tl.math.sqrt_rn(variance + eps))
     tl.store(norm.rstd + rows, rstd, mask=rows < x.R)
     return first, mean, rstd
+
+
+@triton.jit
+def load_rows(x, norm, rows, cols, EVEN: tl.constexpr):
+    """The tile [BR, BC] of x, or of its sum with the residual as it is written, as float32."""
+    tile = load_tile(x, rows, cols, EVEN)
+    if norm.residual is not None:
+        total = tile + load_tile(Source(norm.residual, x.R, x.C, x.C, 1), rows, cols, EVEN)
+        tile = narrow(rounded(total), x.ptr.dtype.element_ty).to(tl.float32)  # else Triton adds two bfloat16
+    return tile
 
 
 @triton.jit
@@ -126,7 +138,7 @@ def vector(ptr, cols, x, EVEN: tl.constexpr):
 
 @triton.jit
 def store_y(tile, y_ptr, x, rows, cols, EVEN: tl.constexpr):
-    """Write what was normalised, rounded, unless y_ptr is None."""
+    """Write a tile of a result [R, C], rounded, unless y_ptr is None."""
     if y_ptr is not None:
         y = narrow(tile, y_ptr.dtype.element_ty)
         offsets = rows.to(tl.int64)[:, None] * x.C + cols[None, :]
@@ -151,7 +163,7 @@ def tile_from(start, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED: tl.
     cols = start + tl.arange(0, tiling.block_c)
     tile = first
     if not tiling.one_tile:
-        tile = load_tile(x, rows, cols, tiling.even)
+        tile = load_rows(x, norm, rows, cols, tiling.even)
     tile = normalised(tile, x, norm, mean, rstd, rows, cols, ZERO_CENTERED, tiling.even)
     store_y(tile, y_ptr, x, rows, cols, tiling.even)
     return tile, cols
@@ -217,7 +229,7 @@ def norm_rows_kernel(
     if not tiling.one_tile:
         for back in range(0, last, tiling.block_c):
             cols = last - back + tl.arange(0, tiling.block_c)
-            more = load_tile(x, rows, cols, tiling.even)
+            more = load_rows(x, norm, rows, cols, tiling.even)
             more = normalised(more, x, norm, mean, rstd, rows, cols, ZERO_CENTERED, tiling.even)
             largest = tl.maximum(largest, fold_max(finite_abs(more), tiling.fold))
     amax = tl.max(largest, 1)

@@ -39,12 +39,17 @@ class Input(NamedTuple):
 
 
 class NormFactors(NamedTuple):
-    """What a norm multiplies and adds: statistics of rows [R], parameters of columns [C]; mean and beta may be None."""
+    """What a norm multiplies and adds: statistics of rows [R], parameters of columns [C]; mean and beta may be None.
+
+    residual [R, C], contiguous, is added to x before all else, and the sum written to total; both may be None.
+    """
 
     mean: Any
     rstd: Any
     gamma: Any
     beta: Any
+    residual: Any = None
+    total: Any = None
 
 
 @triton.jit

@@ -18,7 +18,15 @@ from triton.runtime.jit import JITFunction
 from emulator import Options
 from octavo.granularity import Tile
 from octavo.tune import cases
-from tests.kernels import test_cast_statistics, test_matmul, test_multi_tensor_cast, test_note_faults
+from tests.kernels import (
+    test_cast_statistics,
+    test_cross_entropy,
+    test_matmul,
+    test_multi_tensor_cast,
+    test_norm,
+    test_note_faults,
+    test_rotary,
+)
 from tests.kernels.conftest import ops_of
 from tests.kernels.triton import test_delayed_update, test_grouped_library, test_grouped_matmul
 from tests.support import triton_kernels
@@ -92,6 +100,10 @@ STATISTICS, OF_GROUPS = (
         test_cast_statistics.IN_GROUPS | {"sizes": [[0, 1]]},
     )
 )
+BF16 = torch.bfloat16
+OF_A_SUM = {"shape": (33, 160), "kind": "rms_norm", "dtype": BF16, "gamma_dtype": BF16, "beta": False, "residual": True}
+HEADS = {"batch": 2, "positions": 37, "heads": (5, 2), "width": 34, "dtype": BF16, "of_angles": BF16}
+ROWS = {"shape": (2, 9000), "dtype": BF16, "smoothing": 0.1, "softcap": 30.0, "scale": 5.0, "ignored": False}
 CALLS: dict[str, Callable[[TritonKernels], None]] = {
     "grouped products": _grouped_products,
     "grouped products of MX": functools.partial(_grouped_products, tiles=(MX, MX)),
@@ -105,8 +117,18 @@ CALLS: dict[str, Callable[[TritonKernels], None]] = {
     "extreme scales": _extreme_scales,
     "optimizer": _optimizer,
     "optimizer, SGD": _sgd,
+    "norm of a sum": lambda kernels: test_norm.check_norm(
+        ops_of(kernels), OF_A_SUM | {"layout": "rows", "residual_layout": "rows"}
+    ),
+    "rotary": lambda kernels: test_rotary.check(
+        ops_of(kernels), HEADS | {"layout": "attention's", "shared": True, "inverse": True, "half": False}
+    ),
+    "cross entropy": lambda kernels: test_cross_entropy.check(
+        ops_of(kernels), ROWS | {"layout": "rows", "expanded": True}
+    ),
     "faults": lambda kernels: test_note_faults.test_the_group_of_a_fault_is_found(ops_of(kernels)),
 }
+WITHOUT_CODES = "norm of a sum", "rotary", "cross entropy"
 ONCE = [
     *("five weights at once", "cast+transpose+sum+commit", "swiglu gradient + 1x128 + 128x1 + sum"),
     *("grouped cast columns, transposed", "grouped cast 1x128", "grouped cast 128x1, transposed"),
@@ -117,7 +139,7 @@ ALL_CASES = [
     *((90, name) for name in (*CASTS, *ONCE, *PRODUCTS, SCALED[0], *CALLS) if name != SCALED[1]),
     *((capability, name) for capability in (89, 100, 120) for name in (*CASTS, *PRODUCTS)),
     *((capability, name) for capability in (100, 120) for name in SCALED),
-    *((capability, "extreme scales") for capability in (89, 100, 120)),
+    *((capability, name) for capability in (89, 100, 120) for name in ("extreme scales", *WITHOUT_CODES)),
 ]
 QUICK = {89: PRODUCTS[1:], 100: SCALED[1:], 120: SCALED[:1]}  # tensor cores of each kind
 BY_DEFAULT = [case for case in ALL_CASES if case[0] == 90 or case[1] in QUICK[case[0]]]

@@ -1,0 +1,69 @@
+"""The cross entropy of rows of logits and its gradient, in float32.
+
+    z = x, or softcap tanh(x / softcap);   lse = log(sum(exp(z)));   s = label_smoothing, V logits a row
+    loss     = lse - (1 - s) z[target] - s mean(z)
+    gradient = g (exp(z - lse) - (1 - s) [target] - s / V) (1, or 1 - tanh(x / softcap)^2)
+
+A row whose target is ignore_index has a loss and a gradient of 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.arguments import LossRows, new_losses
+
+WHOLE = (slice(None),)
+
+
+def cross_entropy(rows: LossRows, chunks: Sequence[slice] = WHOLE) -> tuple[Tensor, Tensor]:
+    """``octavo::cross_entropy``, in chunks of rows."""
+    logits, target, _, smoothing, softcap = rows
+    (losses, lse), counts = new_losses(rows), _counts(rows)
+    for chunk in chunks:
+        z, _ = _capped(logits[chunk], softcap)
+        lse[chunk] = torch.logsumexp(z, 1)
+        place = torch.where(counts[chunk], target[chunk], 0)[:, None]
+        likely = z.gather(1, place)[:, 0] if z.shape[1] else lse[chunk]
+        losses[chunk] = lse[chunk] - (1 - smoothing) * likely
+        if smoothing:
+            losses[chunk] -= smoothing * z.mean(1)
+    return losses.masked_fill_(~counts, 0.0), lse
+
+
+def cross_entropy_backward(rows: LossRows, lse: Tensor, grad: Tensor, chunks: Sequence[slice] = WHOLE) -> Tensor:
+    """``octavo::cross_entropy_backward``, in chunks of rows."""
+    logits, target, _, smoothing, softcap = rows
+    out, counts = logits.new_empty(logits.shape), _counts(rows)
+    for chunk in chunks:
+        z, slope = _capped(logits[chunk], softcap)
+        gradient = z.sub_(lse[chunk, None]).exp_()
+        place = torch.where(counts[chunk], target[chunk], 0)[:, None]
+        gradient.scatter_add_(1, place, gradient.new_full((1, 1), smoothing - 1).expand(len(place), 1))
+        gradient.sub_(smoothing / max(logits.shape[1], 1)).mul_(grad[chunk, None].to(torch.float32))
+        if slope is not None:
+            gradient.mul_(slope)
+        out[chunk] = gradient.masked_fill_(~counts[chunk, None], 0.0)
+    return out
+
+
+def _counts(rows: LossRows) -> Tensor:
+    """Which rows count, [T]; IndexError for a target that is no column and not ignore_index."""
+    target, columns = rows.target, rows.logits.shape[1]
+    counts = target != rows.ignore_index
+    outside = counts & ((target < 0) | (target >= columns))
+    if not outside.is_meta and bool(outside.any()):
+        raise IndexError(f"target {int(target[outside][0])} is none of the {columns} columns of logits")
+    return counts
+
+
+def _capped(x: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
+    """z, a new tensor, and its slope, None where that is 1; float32."""
+    wide = x.to(torch.float32, copy=True)
+    if not softcap:
+        return wide, None
+    bent = wide.div_(softcap).tanh_()
+    return bent * softcap, 1 - bent.square()

@@ -1,0 +1,121 @@
+"""Linear layers that read one tensor, computed as one product: an attention's q, k and v; a feed-forward's gate and up.
+
+Their parameters stay apart, and get gradients of their own. Their weights are joined by rows for the cast: under a rule
+per tensor all have one scale, that of the largest amax, as one matrix has; their delayed state is the first layer's.
+The gradient of their input is then one product and no sum, and what they compute lies beside each other in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.autograd.products import Layer
+from octavo.autograd.shared_scales import Parts
+from octavo.nn.fused import run_alone
+from octavo.nn.linear import Linear
+from octavo.nn.tensor_parallel import LayerTensors
+from octavo.nn.weight import state_for
+from octavo.private import FakeTensor
+from octavo.scaling.delayed import STATE, note_empty
+
+
+class _JoinedRows(torch.autograd.Function):
+    """A facade of weights [N_i, K] joined by rows, [N, K]: a gradient of it flows to each, as a view of one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, *weights: Tensor) -> Tensor:
+        ctx.rows = [len(weight) for weight in weights]
+        return weights[0].new_empty(1).expand(sum(ctx.rows), weights[0].shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads[0].split(ctx.rows)
+
+
+class _Observers(NamedTuple):
+    """The observers of several layers, each of which sees what all do together."""
+
+    observers: tuple[Any, ...]
+
+    def cast(self, *arguments: Any) -> None:
+        for observer in self.observers:
+            observer.cast(*arguments)
+
+    def product(self, *arguments: Any) -> None:
+        for observer in self.observers:
+            observer.product(*arguments)
+
+
+class Joined(NamedTuple):
+    """Linear layers to compute as one; ``run_as_one`` takes it for a layer."""
+
+    linears: tuple[Linear, ...]
+
+    def can_join(self) -> bool:
+        """Whether nobody would notice, and one product in FP8 has the result of all.
+
+        Not while torch.compile traces, which computes equal casts once and fuses sums by itself.
+        """
+        first = self.linears[0]
+        if first.recipe.output is None or first.recipe.grad_input is None or torch.compiler.is_compiling():
+            return False
+        if any(linear.out_features % first.recipe.rows_unit for linear in self.linears[:-1]):
+            return False  # a block would have rows of two layers
+        return run_alone(self.linears) and all(map(self._is_like_the_first, self.linears))
+
+    def _is_like_the_first(self, linear: Linear) -> bool:
+        first, weight = self.linears[0], linear._parameters.get("weight")
+        return (
+            isinstance(weight, nn.Parameter)  # not computed from others
+            and type(weight) in (nn.Parameter, FakeTensor)  # not sharded, not stored in FP8
+            and weight.dtype == first.weight.dtype
+            and linear.recipe is first.recipe
+            and linear.training == first.training
+            and (linear.bias is None) == (first.bias is None)
+            and linear.splits is linear.kept_operands is linear.gather.parameter is None
+        )
+
+    def operands(self) -> LayerTensors:
+        """A facade of the weights [N, K], the biases [N] or None, and the first weight."""
+        first = self.linears[0]
+        bias = None if first.bias is None else torch.cat([linear.bias for linear in self.linears])
+        facade: Tensor = _JoinedRows.apply(*(linear.weight for linear in self.linears))
+        return facade, bias, first.weight
+
+    def layer_of(
+        self,
+        input: Tensor,
+        tensors: LayerTensors,
+        needs_input_grad: bool,
+        parts: Parts | None = None,
+        offsets: Tensor | None = None,
+    ) -> Layer:
+        """What the layers bring to their product with ``input``, see RecipeModule.layer_of."""
+        first, *others = self.linears
+        if first.training and first.recipe.delayed is not None:
+            self._share_state(input.device)
+            for linear in others:
+                state_for(linear, linear.weight, True, input.device)  # which empties it where the weight was written
+        weights = torch.cat([linear.weight.detach() for linear in self.linears])
+        layer = first.layer_of(input, (weights, *tensors[1:]), needs_input_grad, parts, offsets)
+        observers = tuple(linear.observer for linear in self.linears if linear.observer is not None)
+        return layer if layer.observer is None else layer._replace(observer=_Observers(observers))
+
+    def _share_state(self, device: torch.device) -> None:
+        """Let all layers have the first one's delayed state, which then covers what each one's own has seen.
+
+        They have states of their own before their first forward together, and after a checkpoint or a move.
+        """
+        first, *others = self.linears
+        state = first.state_on(device)
+        assert state is not None
+        for linear in others:
+            if (other := linear.state_on(device)) is not state and other is not None:
+                with torch.no_grad():  # 0: a scale that neither or one has yet
+                    state.scale.copy_(torch.minimum(state.scale, other.scale))
+                    state.amax_history.copy_(torch.maximum(state.amax_history, other.amax_history))
+                note_empty(state.scale)
+                linear.__dict__[STATE] = state

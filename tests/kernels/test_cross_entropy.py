@@ -1,0 +1,95 @@
+"""Cross entropy and its gradient against float64, by the reference, a CPU and Triton."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from octavo.kernels.cpu import codes
+from tests.kernels.conftest import Ops
+from tests.support.casts import DTYPES, LAYOUTS, laid, poisoned_memory
+from tests.support.combinations import dealt
+
+CASES: dict[str, Any] = {
+    "shape": [(0, 7), (1, 1), (5, 2), (7, 300), (3, 1000), (2, 9000)],  # the last: two passes of a program
+    "dtype": DTYPES,
+    "layout": LAYOUTS,
+    "smoothing": [0.0, 0.1, 1.0],
+    "softcap": [0.0, 30.0],
+    "scale": [0.1, 5.0, 80.0],
+    "ignored": [False, True],
+    "expanded": [False, True],
+    "chunk": [1, 500, 1 << 18],
+}
+
+
+def truth_of(x: Tensor, target: Tensor, smoothing: float, softcap: float) -> Tensor:
+    z = softcap * (x / softcap).tanh() if softcap else x
+    return F.cross_entropy(z, target, ignore_index=-100, reduction="none", label_smoothing=smoothing)
+
+
+def check(ops: Ops, case: dict[str, Any]) -> None:
+    (rows, cols), dtype = case["shape"], case["dtype"]
+    logits = (torch.randn(rows, cols) * case["scale"]).to(dtype)
+    target = torch.randint(0, cols, (rows,))
+    if case["ignored"]:
+        target[::2] = -100
+    grad = torch.randn(1).expand(rows) if case["expanded"] else torch.randn(rows)
+    how = -100, case["smoothing"], case["softcap"]
+    given = laid(logits, case["layout"])
+    with poisoned_memory():
+        losses, lse = ops.of("cross_entropy")(given, target, *how)
+        gradient = ops.of("cross_entropy_backward")(given, target, *how, lse, grad)
+    x = logits.double().requires_grad_()
+    truth = truth_of(x, target, *how[1:])
+    (exact,) = torch.autograd.grad((truth * grad.double()).sum(), x)
+    sizes = logits.double().abs().amax(1).clamp(min=1.0)
+    assert losses.dtype == lse.dtype == torch.float32 and gradient.dtype == dtype and gradient.is_contiguous()
+    assert ((losses.double() - truth.detach()).abs() <= 2.0**-20 * sizes * 4).all()
+    assert losses[target == -100].eq(0).all() and gradient[target == -100].eq(0).all()
+    error = (gradient.double() - exact).abs()
+    natural = 2.0**-19 * sizes[:, None] * (exact.abs() + 2.0**-5 * grad.double().abs()[:, None] / max(cols, 1))
+    natural += 2.0**-21 * grad.double().abs()[:, None]
+    assert (error <= torch.finfo(dtype).eps * exact.abs() + natural + torch.finfo(dtype).smallest_normal).all()
+
+
+@pytest.mark.parametrize("batch", range(2))
+def test_against_float64(ops: Ops, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for case in dealt(batch, 8 if ops.kernels else 30, **CASES):
+        with monkeypatch.context() as patch:
+            patch.setattr(codes, "CHUNK", case["chunk"])
+            check(ops, case)
+
+
+def test_faults_stay_in_their_rows(ops: Ops) -> None:
+    logits, target = torch.randn(5, 40), torch.randint(1, 40, (5,))
+    logits[1, 7], logits[2, 3], logits[3] = math.nan, math.inf, -math.inf
+    logits[4, 0] = -math.inf  # a column that is masked out
+    losses, lse = ops.of("cross_entropy")(logits, target, -100, 0.0, 0.0)
+    gradient = ops.of("cross_entropy_backward")(logits, target, -100, 0.0, 0.0, lse, torch.ones(5))
+    expected = F.cross_entropy(logits, target, reduction="none")
+    torch.testing.assert_close(losses[[0, 4]], expected[[0, 4]])
+    assert not losses[[1, 2, 3]].isfinite().any() and not expected[[1, 2, 3]].isfinite().any()
+    assert gradient[[1, 2, 3]].isnan().any(1).all() and gradient[[0, 4]].isfinite().all() and gradient[4, 0] == 0
+
+
+def test_a_target_that_is_no_column(ops: Ops) -> None:
+    logits = torch.randn(2, 5)
+    for wrong in (5, -1):
+        target = torch.tensor([1, wrong])
+        if ops.kernels:
+            losses, lse = ops.of("cross_entropy")(logits, target, -100, 0.0, 0.0)
+            gradient = ops.of("cross_entropy_backward")(logits, target, -100, 0.0, 0.0, lse, torch.ones(2))
+            assert losses.isnan().tolist() == [False, True] and gradient.isnan().any(1).tolist() == [False, True]
+            continue
+        with pytest.raises(IndexError, match=f"target {wrong} is none of the 5 columns"):
+            ops.of("cross_entropy")(logits, target, -100, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("target", [torch.zeros(3).long(), torch.zeros(2).int()], ids=["shape", "dtype"])
+def test_what_does_not_fit_is_refused(ops: Ops, target: Tensor) -> None:
+    with pytest.raises(ValueError, match="needs a column's number, int64, for each row"):
+        ops.of("cross_entropy")(torch.ones(2, 5), target, -100, 0.0, 0.0)

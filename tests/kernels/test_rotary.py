@@ -1,0 +1,86 @@
+"""Rotary positions against float64, by the reference and Triton, which has the reference's bits."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels import reference
+from tests.kernels.conftest import Ops
+from tests.support.casts import DTYPES, poisoned_memory
+from tests.support.combinations import each_pair
+from tests.support.definitions import same_bits
+
+
+def heads_of(shape: tuple[int, int, int, int], dtype: torch.dtype, layout: str) -> Tensor:
+    batch, positions, heads, width = shape
+    if layout == "attention's":  # [B, H, S, D] in memory
+        return torch.randn(batch, heads, positions, width).to(dtype).transpose(1, 2)
+    if layout == "columns":  # no head's elements lie beside each other
+        return torch.randn(width, batch, positions, heads).to(dtype).permute(1, 2, 3, 0)
+    wide = torch.randn(batch, positions, heads + 3, width).to(dtype)  # a part of a larger product
+    return wide[:, :, 1 : 1 + heads]
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    """In float64, as a matrix [D, D] for each position that multiplies its heads."""
+    half = x.shape[-1] // 2
+    matrix = torch.diag_embed(cos.double())
+    one, other = torch.arange(half), torch.arange(half, 2 * half)
+    matrix[..., one, other] = -sin.double()[..., :half]
+    matrix[..., other, one] = sin.double()[..., half:]
+    matrix = matrix.mT if inverse else matrix
+    return (matrix.unsqueeze(2) @ x.double().unsqueeze(-1)).squeeze(-1)
+
+
+def check(ops: Ops, case: dict[str, Any]) -> None:
+    """Against float64, and the reference bit for bit."""
+    batch, positions, width, dtype = (case[name] for name in ("batch", "positions", "width", "dtype"))
+    queries, keys = case["heads"]
+    q, k, v = (heads_of((batch, positions, count, width), dtype, case["layout"]) for count in (queries, keys, keys))
+    angles = torch.randn(1 if case["shared"] else batch, positions, width // 2 if case["half"] else width) * 3
+    cos, sin = (one.to(case["of_angles"]) for one in (angles.cos(), angles.sin()))  # halves differ
+    with poisoned_memory():
+        result = ops.of("rotary")(q, k, v, cos, sin, case["inverse"])
+    assert result.shape == (batch, positions, (queries + 2 * keys) * width) and result.dtype == dtype
+    parts = result.unflatten(2, (-1, width)).split([queries, keys, keys], 2)
+    for x, part in zip((q, k), parts, strict=False):
+        angles = (one.repeat(1, 1, 2) if case["half"] else one for one in (cos, sin))
+        truth, sizes = turned(x, *angles, case["inverse"]), x.double().abs().amax(-1, keepdim=True)
+        assert ((part.double() - truth).abs() <= torch.finfo(dtype).eps * truth.abs() + 2.0**-21 * sizes).all()
+    assert same_bits(parts[2], v)
+    assert same_bits(result, reference.KERNELS["rotary"](q, k, v, cos, sin, case["inverse"]))
+
+
+@each_pair(
+    batch=[1, 3],
+    positions=[0, 1, 37],
+    heads=[(1, 1), (4, 1), (9, 3)],
+    width=[2, 16, 34, 64],
+    dtype=DTYPES,
+    of_angles=DTYPES,
+    layout=["slice", "attention's", "columns"],
+    shared=[False, True],
+    inverse=[False, True],
+    half=[False, True],
+)
+def test_against_float64(case: dict[str, Any], ops: Ops) -> None:
+    check(ops, case)
+
+
+def test_what_does_not_fit_is_refused(ops: Ops) -> None:
+    q, angles = torch.ones(2, 5, 4, 8), torch.ones(1, 5, 8)
+    for change, said in (
+        ({"k": torch.ones(2, 5, 4, 6)}, r"k \[2, 5, 4, 6\] of torch.float32 needs q's sizes"),
+        ({"v": torch.ones(2, 5, 4, 8).half()}, "v .* of torch.float16"),
+        ({"sin": torch.ones(3, 5, 8)}, r"sin \[3, 5, 8\] needs \[1 or 2, 5, 8 or 4\]"),
+        (
+            {name: torch.ones(2, 5, 4, 7)[:, :, :4] for name in "qkv"}
+            | {"cos": torch.ones(1, 5, 7), "sin": torch.ones(1, 5, 7)},
+            "heads of 7",
+        ),
+    ):
+        arguments = {"q": q, "k": q, "v": q, "cos": angles, "sin": angles, "inverse": False} | change
+        with pytest.raises(ValueError, match=said):
+            ops.of("rotary")(*arguments.values())

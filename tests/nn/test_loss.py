@@ -1,0 +1,105 @@
+"""octavo.nn.cross_entropy as a user calls it, beside torch's in float32 and transformers' own loss."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import octavo
+from octavo import HigherOrderGradientError
+from octavo.nn import CrossEntropyLoss, cross_entropy
+from octavo.nn.loss import causal_lm_loss
+from octavo.nn.saved import saved_by_kind
+from tests.support.combinations import each_pair
+
+
+@each_pair(
+    dtype=[torch.bfloat16, torch.float16, torch.float32],
+    reduction=["mean", "sum", "none"],
+    smoothing=[0.0, 0.2],
+    softcap=[None, 4.0],
+    ignore_index=[-100, 3],
+)
+def test_it_is_torchs_of_logits_in_float32(case: dict[str, Any]) -> None:
+    head = nn.Linear(16, 50, dtype=case["dtype"])
+    x, target = torch.randn(2, 9, 16, dtype=case["dtype"]), torch.randint(0, 50, (18,))
+    target[::4] = case["ignore_index"]
+    options = {"ignore_index": case["ignore_index"], "reduction": case["reduction"]}
+    results = []
+    for ours in (True, False):
+        logits = head(x).view(-1, 50)
+        if ours:
+            loss = cross_entropy(logits, target, label_smoothing=case["smoothing"], softcap=case["softcap"], **options)
+        else:
+            wide = logits.float()
+            wide = wide if case["softcap"] is None else case["softcap"] * (wide / case["softcap"]).tanh()
+            loss = F.cross_entropy(wide, target, label_smoothing=case["smoothing"], **options)
+        results.append((loss.detach(), *torch.autograd.grad(loss.square().sum(), [*head.parameters()])))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=2 * torch.finfo(one.dtype).eps + 1e-6, atol=1e-5)
+
+
+def test_backward_twice_and_logits_that_somebody_holds() -> None:
+    x, target = torch.randn(6, 20, requires_grad=True), torch.randint(0, 20, (6,))
+    logits = x * 2
+    before, loss = logits.detach().clone(), cross_entropy(logits, target)
+    first, second = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second) and torch.equal(logits, before)
+    with pytest.raises(HigherOrderGradientError):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_nothing_of_the_logits_size_is_saved_but_the_logits() -> None:
+    class Head(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return cross_entropy(super().forward(x), torch.zeros(len(x)).long())
+
+    saved = saved_by_kind(Head(8, 1000, dtype=torch.bfloat16), (torch.randn(32, 8, dtype=torch.bfloat16),))
+    assert sum(saved.values()) < 32 * 1000 * 2 + 32 * 20
+
+
+def test_no_row_that_counts_is_nan_as_torchs() -> None:
+    assert cross_entropy(torch.randn(2, 5), torch.tensor([-100, -100])).isnan()
+    assert cross_entropy(torch.randn(0, 5), torch.zeros(0).long(), reduction="sum") == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"reduction": "avg"}, ValueError, "reduction='avg': use one of mean, sum, none"),
+        ({"label_smoothing": 1.5}, ValueError, "label_smoothing=1.5: use 0 to 1"),
+        ({"softcap": 0.0}, ValueError, "softcap=0.0: use a positive number"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        cross_entropy(torch.ones(2, 5), torch.zeros(2).long(), **options)
+    with pytest.raises(TypeError, match="float64"):
+        cross_entropy(torch.ones(2, 5).double(), torch.zeros(2).long())
+    with pytest.raises(ValueError, match=r"weight: .*use torch's"):
+        CrossEntropyLoss(torch.ones(5))
+
+
+def test_transformers_models_take_it_and_give_it_back() -> None:
+    pytest.importorskip("transformers")
+    from tests.support.tiny_models import MODELS, VOCABULARY, new
+
+    plain = new(*MODELS["llama"]).train()
+    net = octavo.convert(copy.deepcopy(plain), octavo.recipes.high_precision(), lambda *_: True, fuse=True)
+    assert net.loss_function is causal_lm_loss and octavo.summary(net).fused["loss_function"] == "causal_lm_loss"
+    tokens = torch.randint(1, VOCABULARY, (2, 12))
+    labels = tokens.masked_fill(tokens % 5 == 0, -100)
+    shifted = F.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+    for more in ({}, {"num_items_in_batch": 7}, {"num_items_in_batch": torch.tensor(7)}, {"shift_labels": shifted}):
+        ours, theirs = (one(input_ids=tokens, labels=labels, **more).loss for one in (net, plain))
+        torch.testing.assert_close(ours, theirs)
+        own, other = (torch.autograd.grad(loss, [*one.parameters()]) for loss, one in ((ours, net), (theirs, plain)))
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
+    copied = copy.deepcopy(net)
+    assert copied.loss_function is causal_lm_loss
+    assert octavo.restore(net).loss_function is plain.loss_function
+    net.loss_function = F.cross_entropy  # somebody's own stays
+    assert octavo.convert(net, octavo.recipes.dynamic(), lambda *_: True, fuse=True).loss_function is F.cross_entropy
