@@ -136,14 +136,14 @@ def fp8_operands(
         kept = module.kept_operands.of(parameter, state)
         if kept is not None:
             return kept
-    if state is not None and not (isinstance(parameter, nn.Parameter) or is_joined(module)):
-        operands = cast_role(
-            weight_NK.detach(), module.recipe, WEIGHT, True, transposed, None, parts=parts, only_products=True
-        )
-        return operands._replace(amax=None)  # which is not of the history
+    is_parameter = isinstance(parameter, nn.Parameter) or is_joined(module)
+    if not is_parameter:  # the history is of another weight
+        state = None
     is_freed = transposed and is_freed_after_forward(module, parameter)
     how = module.recipe, WEIGHT, True, transposed and not is_freed, state
     operands = cast_role(weight_NK.detach(), *how, parts=parts, only_products=True)
+    if not is_parameter:
+        operands = operands._replace(amax=None)
     return operands._replace(source=_source_of(module, weight_NK, parameter, state)) if is_freed else operands
 
 
