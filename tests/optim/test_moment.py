@@ -38,8 +38,12 @@ def test_a_first_moment_has_a_sign(first):
     [
         ({"format": "fp8"}, TypeError, "format='fp8': use 'fp32', 'bf16', E4M3, E5M2 or E4M4"),
         ({"format": torch.float8_e4m3fn}, TypeError, "use 'fp32', 'bf16'"),
-        ({"format": E4M3, "rounding": "up"}, ValueError, "rounding='up' of E4M3: use 'nearest' or 'stochastic'"),
-        ({"format": "fp32", "rounding": "stochastic"}, ValueError, "rounding='stochastic' of fp32"),
+        (
+            {"format": E4M3, "rounding": "up"},
+            ValueError,
+            "rounding='up' of E4M3: use 'nearest', 'stochastic', 'hybrid'",
+        ),
+        ({"format": "fp32", "rounding": "stochastic"}, ValueError, "rounding='stochastic' of fp32: use 'nearest'"),
         ({"format": E4M3, "granularity": PerRow()}, ValueError, r"granularity=PerRow.*: use PerBlock\(1, 128\) or"),
         ({"format": E4M3, "granularity": PerBlock(1, 64)}, ValueError, "granularity=PerBlock"),
         ({"format": E4M3, "scale": "next"}, ValueError, "scale='next': use 'block' or 'previous'"),

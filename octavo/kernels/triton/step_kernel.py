@@ -41,11 +41,11 @@ from octavo.kernels.triton.optimizer_state import (
 )
 from octavo.kernels.triton.step_numbers import (
     adam_numbers,
-    half,
     keep_corrections,
     kept_corrections,
     random_bits,
     sgd_numbers,
+    swapped,
     with_number,
 )
 from octavo.kernels.triton.table import find_tensor, row_of, to_pointer
@@ -260,10 +260,12 @@ def tile_step(row, gradient, place, n, scales, key, OF: tl.constexpr, STEP: tl.c
     g = gradient_tile(gradient, place, n, w, OF, STEP.ascends, not STEP.decoupled)
     m = g
     v = g
+    stored1 = 0
+    stored2 = 0
     if FIRST_MOMENT.dtype is not None:
-        m = read_moment(row, FIRST, place, FIRST_MOMENT, OF.even)
+        m, stored1 = read_moment(row, FIRST, place, FIRST_MOMENT, OF.even)
     if STEP.is_adam:
-        v = read_moment(row, SECOND, place, SECOND_MOMENT, OF.even)
+        v, stored2 = read_moment(row, SECOND, place, SECOND_MOMENT, OF.even)
         m, v = adam_moments(m, v, g, n, STEP.small)
         root = tl.sqrt_rn(v)
     elif FIRST_MOMENT.dtype is not None:
@@ -294,21 +296,20 @@ def tile_step(row, gradient, place, n, scales, key, OF: tl.constexpr, STEP: tl.c
         bits_w = 0
         if STEP.is_adam:
             if OF.has_random_moment:
-                drawn = random_bits(with_number(key, tl.full((), 0, tl.int64)), start, offsets, OF.large)
-                bits1 = half(drawn, False)
-                bits2 = half(drawn, True)
+                bits1 = random_bits(with_number(key, tl.full((), 0, tl.int64)), start, offsets, OF.large)
+                bits2 = swapped(bits1)
             if MASTER.is_random:
-                drawn = random_bits(with_number(key, tl.full((), 1, tl.int64)), start, offsets, OF.large)
-                bits_w = half(drawn, False)
+                bits_w = random_bits(with_number(key, tl.full((), 1, tl.int64)), start, offsets, OF.large)
         elif OF.has_random_moment or MASTER.is_random:
-            drawn = random_bits(key, start, offsets, OF.large)
-            bits1 = half(drawn, False)
-            bits_w = half(drawn, True)
+            bits1 = random_bits(key, start, offsets, OF.large)
+            bits_w = swapped(bits1)
         MAY_BE_INF: tl.constexpr = not STEP.is_adam  # else saturated
         if FIRST_MOMENT.dtype is not None:
-            found1 = write_moment(row, FIRST, place, m, bits1, scales.first, FIRST_MOMENT, OF.even, MAY_BE_INF)
+            found1 = write_moment(row, FIRST, place, m, bits1, stored1, scales.first, FIRST_MOMENT, OF.even, MAY_BE_INF)
         if SECOND_MOMENT.dtype is not None:
-            found2 = write_moment(row, SECOND, place, v, bits2, scales.second, SECOND_MOMENT, OF.even, MAY_BE_INF)
+            found2 = write_moment(
+                row, SECOND, place, v, bits2, stored2, scales.second, SECOND_MOMENT, OF.even, MAY_BE_INF
+            )
         found_w = write_master(row, place, w, bits_w, scales.master, MASTER, OF.even)
     return found1, found2, found_w, moved, grid
 
