@@ -95,13 +95,13 @@ class Moment:
 
     def for_kernel(self, name: str, state: dict[str, Tensor], fp8_experts: bool = False) -> MomentTensors:
         """What the kernels read and write: the tensors of ``new_state`` as matrices."""
-        rounding = {"stochastic": self.rounding == "stochastic", "hybrid": self.rounding == "hybrid"}
+        stochastic, hybrid = (self.rounding == way for way in ROUNDINGS[1:])
         if not isinstance(self.format, Format):
-            return MomentTensors(as_matrix(state[name], fp8_experts), **rounding)
+            return MomentTensors(as_matrix(state[name], fp8_experts), stochastic=stochastic, hybrid=hybrid)
         data, scale_inv = as_matrix(state[f"{name}_codes"], fp8_experts), state[f"{name}_scale_inv"]
         if fp8_experts and self.granularity != PerTensor():
             scale_inv = scale_inv.view(data.shape[0], blocks_of(data.shape[1]))
-        return MomentTensors(data, self.format, scale_inv, state.get(f"{name}_amax"), self.root, **rounding)
+        return MomentTensors(data, self.format, scale_inv, state.get(f"{name}_amax"), self.root, stochastic, hybrid)
 
     def read_codes(self, codes: Tensor, scale_inv: Tensor, row: int = 0, column: int = 0) -> Tensor:
         """Values in float32, of codes' shape, which begin at this place of a tensor; its scales as of ``new_state``."""

@@ -290,11 +290,11 @@ def write_moment(
         store_at(data_ptr, place, stored)
     else:
         FMT: tl.constexpr = MOMENT.fmt
+        BOUNDED: tl.constexpr = not (MAY_BE_INF or MOMENT.has_one_scale)
         if MOMENT.has_one_scale:
             if MOMENT.scale == "previous":
                 found = tl.max(tl.max(finite_abs(wide), 1), 0)
             scaled = wide * scale
-            BOUNDED: tl.constexpr = False
         else:
             if MAY_BE_INF:
                 amax = tl.max(finite_abs(wide), 1)
@@ -304,7 +304,6 @@ def write_moment(
             scale_inv_ptr = to_pointer(row[COLUMN + 1], tl.float32, False) + place.first
             tl.store(scale_inv_ptr + place.blocks, scale_inv_from_scale(scales, False), mask=place.is_block)
             scaled = wide * scales[:, None]
-            BOUNDED: tl.constexpr = not MAY_BE_INF
         if MOMENT.hybrid:
             codes = encode_hybrid(scaled, drawn, replaced, FMT, BOUNDED)
         else:

@@ -251,6 +251,25 @@ def found_amax(wide, MOMENT: tl.constexpr):
 
 
 @triton.jit
+def tile_bits(row, place, key, OF: tl.constexpr, IS_ADAM: tl.constexpr):
+    """32 random bits for each element of the first moment, of the second and of the master; 0 where none are taken."""
+    start, offsets = in_whole(row, place, OF.apart)
+    bits1 = 0
+    bits2 = 0
+    bits_w = 0
+    if IS_ADAM:
+        if OF.has_random_moment:
+            bits1 = random_bits(with_number(key, tl.full((), 0, tl.int64)), start, offsets, OF.large)
+            bits2 = swapped(bits1)
+        if OF.master.is_random:
+            bits_w = random_bits(with_number(key, tl.full((), 1, tl.int64)), start, offsets, OF.large)
+    elif OF.has_random_moment or OF.master.is_random:
+        bits1 = random_bits(key, start, offsets, OF.large)
+        bits_w = swapped(bits1)
+    return bits1, bits2, bits_w
+
+
+@triton.jit
 def tile_step(row, gradient, place, n, scales, key, OF: tl.constexpr, STEP: tl.constexpr, MEASURE: tl.constexpr):
     """A tile's step: (the amax found of the first moment, of the second, of the master), and resolution_tile's."""
     MASTER: tl.constexpr = OF.master
@@ -290,19 +309,7 @@ def tile_step(row, gradient, place, n, scales, key, OF: tl.constexpr, STEP: tl.c
         if MEASURE:
             smallest = scales.master_inv * 2.0**-9 if MASTER.fmt is not None else 0.0
             moved, grid = resolution_tile(place, before, w, smallest)
-        start, offsets = in_whole(row, place, OF.apart)
-        bits1 = 0
-        bits2 = 0
-        bits_w = 0
-        if STEP.is_adam:
-            if OF.has_random_moment:
-                bits1 = random_bits(with_number(key, tl.full((), 0, tl.int64)), start, offsets, OF.large)
-                bits2 = swapped(bits1)
-            if MASTER.is_random:
-                bits_w = random_bits(with_number(key, tl.full((), 1, tl.int64)), start, offsets, OF.large)
-        elif OF.has_random_moment or MASTER.is_random:
-            bits1 = random_bits(key, start, offsets, OF.large)
-            bits_w = swapped(bits1)
+        bits1, bits2, bits_w = tile_bits(row, place, key, OF, STEP.is_adam)
         MAY_BE_INF: tl.constexpr = not STEP.is_adam  # else saturated
         if FIRST_MOMENT.dtype is not None:
             found1 = write_moment(row, FIRST, place, m, bits1, stored1, scales.first, FIRST_MOMENT, OF.even, MAY_BE_INF)
