@@ -42,13 +42,13 @@ TAKES = "4 hours"
 MEASURES = ("octavo/optim", "octavo/kernels/reference/optimizer_step.py", "octavo/kernels/reference/optimizer_state.py")
 
 BASELINE, EXACT, EIGHT_BITS = "AdamW, float32", "Muon, float32", "AdamW in 8 bits, bitsandbytes"
-NEAREST = "Muon, FP8, momentum to nearest"
-VARIANTS: dict[str, tuple[str, str, str]] = {  # algorithm, moments, directions
-    BASELINE: ("adamw", "fp32", ""),
-    EXACT: ("muon", "fp32", "bf16"),
-    "Muon, FP8": ("muon", "fp8", "bf16"),
-    NEAREST: ("muon", "fp8", "bf16"),
-    "Muon, FP8, directions in FP8": ("muon", "fp8", "fp8"),
+VARIANTS: dict[str, tuple[str, str, str]] = {  # algorithm, how a momentum in FP8 is rounded, directions
+    BASELINE: ("adamw", "", ""),
+    EXACT: ("muon", "", "bf16"),
+    "Muon, FP8, stochastic": ("muon", "stochastic", "bf16"),
+    "Muon, FP8, to nearest": ("muon", "nearest", "bf16"),
+    "Muon, FP8, hybrid": ("muon", "hybrid", "bf16"),
+    "Muon, FP8, stochastic, directions in FP8": ("muon", "stochastic", "fp8"),
     EIGHT_BITS: ("bitsandbytes", "", ""),
 }
 SMALL, LARGE = "0.14M", "2.5M"
@@ -65,17 +65,18 @@ def one_run(
     size: str, variant: str, seed: int, steps: int, rate: float | None = None
 ) -> tuple[dict[str, Any], dict[str, Any], Any]:
     """Train; a row of results, one of times, and the optimizer."""
-    algorithm, moments, directions = VARIANTS[variant]
+    algorithm, rounding, directions = VARIANTS[variant]
     config, ours = MODELS[size], algorithm == "muon"
     options = OptimizerConfig(steps=steps, lr=rate or RATES[size]["muon" if ours else "adamw"])
     model, batches = build_model(config, "bf16", seed), Batches(load_corpus(None), config.context, BATCH, seed)
-    state = StateConfig(moments, algorithm="muon") if ours else StateConfig()  # type: ignore[arg-type]
+    state = StateConfig("fp32", algorithm="muon") if ours else StateConfig()
     optimizer: Any = build_optimizer(model, options, state)
     if variant == EIGHT_BITS:
         eight_bits = importlib.import_module("bitsandbytes.optim").AdamW8bit
         optimizer = eight_bits(optimizer.param_groups, options.lr, (options.beta1, options.beta2))
-    if variant == NEAREST:
-        optimizer = octavo.optim.Muon(optimizer.param_groups, moments=octavo.optim.Moment(octavo.E4M3))
+    if rounding:
+        moment = octavo.optim.Moment(octavo.E4M3, rounding=rounding)  # type: ignore[arg-type]
+        optimizer = octavo.optim.Muon(optimizer.param_groups, moments=moment)
     muon.orthogonalize = orthogonalize if size == SMALL else in_float32
     seconds = defaultdict[str, float](float)
     if directions:

@@ -71,7 +71,7 @@ class Stored:
         """What is read of v after it was stored."""
         bits = None
         if self.stochastic:
-            bits = torch.randint(1 << 16, v.shape, dtype=torch.int32, generator=generator)
+            bits = torch.randint(-(1 << 31), 1 << 31, v.shape, dtype=torch.int32, generator=generator)
         if self.fmt is None:
             return v.bfloat16().float() if bits is None else round_to_bf16(v, bits).float()
         wide = v.sqrt() if self.root else v
@@ -115,7 +115,7 @@ def one_rounding(sizes: Sizes) -> list[Row]:
         octaves = math.log2(fmt.max / fmt.smallest_normal)
         x = torch.exp2(torch.rand(sizes.samples, generator=generator, dtype=torch.float64) * octaves)
         x = (x * fmt.smallest_normal).float().clamp(max=fmt.max)
-        bits = torch.randint(1 << 16, x.shape, dtype=torch.int32, generator=generator)
+        bits = torch.randint(-(1 << 31), 1 << 31, x.shape, dtype=torch.int32, generator=generator)
         for way, drawn in (("nearest", None), ("stochastic", bits)):
             read = rounded(x, fmt, drawn)
             error = {"v": (x / read).sqrt() - 1, "√v": x / read - 1, "m": read / x - 1}[kind]

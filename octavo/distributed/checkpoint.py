@@ -24,6 +24,7 @@ import re
 import shutil
 import warnings
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePath
@@ -150,8 +151,10 @@ def _begin(
     model = unwrapped(model)
     with _as_checkpoint_errors(f"cannot write a checkpoint to {root}", KEPT, ranks):
         state = get_model_state_dict(model)  # outside of together(): ranks may agree on a scale in it
+        with _begun(optimizer):  # likewise
+            of_optimizer = None if optimizer is None else get_optimizer_state_dict(model, optimizer)
         with ranks.together():
-            tensors, content = _collect(model, state, optimizer)
+            tensors, content = _collect(model, state, of_optimizer)
         content |= {"octavo_distributed": FORMAT, "delayed": gather_delayed(model, ranks), "extra": extra}
         with ranks.together():
             copied = _copied(content) if ranks.rank == 0 else {}
@@ -210,11 +213,8 @@ def load_checkpoint(
         {'step': 120}
     """
     root, ranks, model = Path(path), ranks or Ranks.of_process(), unwrapped(model)
-    with _as_checkpoint_errors(
-        f"cannot read the checkpoint in {root}",
-        "give the folder of a whole one, and the model it was saved from",
-        ranks,
-    ):
+    failing = f"cannot read the checkpoint in {root}", "give the folder of a whole one, and the model it was saved from"
+    with _as_checkpoint_errors(*failing, ranks), contextlib.ExitStack() as beginning:
         folder = ranks.first(lambda: _latest(root))
         with ranks.together():
             content = _read_content(folder)
@@ -226,6 +226,8 @@ def load_checkpoint(
         codes: list[Any] = []
         if optimizer is not None and content["states"] is not None:
             optimizer.zero_grad()
+            if not content["states"]:
+                beginning.enter_context(_begun(optimizer))
             begun = get_optimizer_state_dict(model, optimizer)  # it steps a new optimizer: ranks agree on amaxes
             with ranks.together():
                 filled, codes, more = _optimizer_to_fill(model, optimizer, begun, content, reader)
@@ -337,14 +339,34 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _collect(model: nn.Module, model_state: Any, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
+class _BegunState(defaultdict[Any, Any]):
+    """The state of an optimizer without any: torch steps an optimizer, to begin its state, if that is false."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def _begun(optimizer: Optimizer | None) -> Iterator[None]:
+    """Keep torch from stepping an optimizer that has no state."""
+    if optimizer is None or optimizer.state:
+        yield
+        return
+    state, optimizer.state = optimizer.state, _BegunState(dict)
+    try:
+        yield
+    finally:
+        if isinstance(optimizer.state, _BegunState):  # no other was loaded
+            optimizer.state = state
+
+
+def _collect(model: nn.Module, model_state: Any, state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors to save, by name, and the content of octavo.pt."""
     found, parted = dict[str, Any](), parts_of(model)
     for name, own in by_file(model_state, parted).items():
         found[f"model.{name}"] = joined([model_state[one] for one in own])
     content: dict[str, Any] = {"model": sorted(found), "states": None, "groups": []}
-    if optimizer is not None and optimizer.state:  # torch would step an optimizer without state
-        state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+    if state is not None:
         wholes = {own: [whole] for whole, parts in parted.items() for own in parts}
         content |= {"groups": _renamed(state["param_groups"], wholes), "states": {}}
         for name, own in by_file(state["state"], parted).items():

@@ -34,7 +34,7 @@ from octavo import kernels
 from octavo.formats import E4M3, HIGH_PRECISION, Format
 from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
-from octavo.kernels.step_numbers import halves, key_of, random_bits
+from octavo.kernels.step_numbers import key_of, random_bits
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.tensor.collectives import agree, all_gather, pack, unpack
 
@@ -243,7 +243,7 @@ class Fp8Reduction:
         scale = scale_from_amax(kernels.amax(x, _TILE), self.format.max, True, 0)
         index_dtype = torch.int32 if x.numel() < 1 << 31 else torch.int64
         index = torch.arange(x.numel(), dtype=index_dtype, device=x.device).view(x.shape)
-        bits, _ = halves(random_bits(key_of(self.seed, rank, self.calls, rounding), index))
+        bits = random_bits(key_of(self.seed, rank, self.calls, rounding), index)
         wide = multiply_tiles_(x.to(torch.float32, copy=True), scale, _TILE).contiguous()
         return pack(encode_moment(wide, self.format, bits), scale_inv_from_scale(scale), True)
 

@@ -83,9 +83,17 @@ def random_bits(key: int, index: Tensor) -> Tensor:
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
-def halves(drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """The lower and the upper 16 of 32 random bits, int32."""
-    return drawn & 0xFFFF, (drawn >> 16).bitwise_and_(0xFFFF)
+def swapped(drawn: Tensor) -> Tensor:
+    """Return 32 random bits, int32, with their halves exchanged, for a second number that is rounded by its upper bits.
+
+    The upper 16 of both are independent; the further ones of each, the other's first, weigh below 2^-16 of a step.
+    """
+    return (drawn << 16).bitwise_or_((drawn >> 16).bitwise_and_(0xFFFF))
+
+
+def upper_bits(drawn: Tensor, count: int) -> Tensor:
+    """Return the upper ``count`` of 32 random bits, as int32 from 0 to 2^count - 1."""
+    return (drawn >> (32 - count)).bitwise_and_((1 << count) - 1)
 
 
 def key_of(*numbers: int) -> int:

@@ -388,10 +388,33 @@ class CompactOptimizer(Optimizer):
         return self.names
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with the moments' and masters' own tensors; each group says how they are to be read."""
+        """As torch's, with the moments' and masters' own tensors; each group says how they are to be read.
+
+        Where weights that live in FP8 have no state yet, it is that which their first step would begin with, as the low
+        bits of what was cast are kept nowhere else; ranks that share such weights call this together.
+        """
         self._agreement.finish()
         self._describe()
-        return super().state_dict()
+        begun = self._begin_states()
+        try:
+            return super().state_dict()
+        finally:
+            for param in begun:
+                del self.state[param]
+
+    @torch.no_grad()
+    def _begin_states(self) -> list[nn.Parameter]:
+        """Begin the states of trained weights without one, if any of these lives in FP8; return these weights."""
+        groups = {param: group for group in self.param_groups for param in group["params"] if param.requires_grad}
+        missing = [param for param in groups if not self.state.get(param)]
+        if all(local_stored(param) is None for param in missing):
+            return []
+        for param in missing:
+            self.state[param] = states.new_state(param, self.settings.only(self.names_of(groups[param])))
+        if not {*missing}.isdisjoint(agreeing := self._agreeing()):
+            self._agreement.start(agreeing, self.state)
+            self._agreement.finish()
+        return missing
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of torch's; one with other moments or masters is converted, with a warning.

@@ -155,6 +155,6 @@ def _rewrite(old: Master, new: Master, sharded: Tensor | None, same_storage: boo
             one.begin(bound)
         for piece in () if stands_in else pieces(*wide.shape):
             part = piece.of(wide)
-            half = torch.full_like(part, 1 << 15, dtype=torch.int32)  # bits that round to nearest
+            half = torch.full_like(part, -(1 << 31), dtype=torch.int32)  # random bits that round to nearest
             one.write(piece, part, half)
         one.end()

@@ -16,6 +16,7 @@ from octavo.kernels.reference.optimizer_state import MomentTensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GRANULARITIES = (PerBlock(1, BLOCK), PerTensor())
+ROUNDINGS = ("nearest", "stochastic", "hybrid")
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Moment:
         format: "fp32", "bf16", or codes of octavo.E4M3, octavo.E5M2, octavo.optim.E4M4 (no sign: second moments).
         root: store the square root (of second moments): half the octaves, twice the relative error.
         granularity: which codes share a scale: PerBlock(1, 128), along rows of the first dimension, or PerTensor().
-        rounding: "nearest" or "stochastic". To nearest, an average that moves by less than half a step stands still.
+        rounding: "nearest": an average that moves by less than half a step stands still; "stochastic": it follows, with
+            up to twice the error; "hybrid": to nearest, but stochastically where that would leave the code as it is.
         scale: "block": from the values of this step; "previous": from the amax of the last, for PerTensor() only.
 
     Raises:
@@ -43,14 +45,15 @@ class Moment:
     format: Literal["fp32", "bf16"] | Format
     root: bool = False
     granularity: Granularity = PerBlock(1, BLOCK)
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    rounding: Literal["nearest", "stochastic", "hybrid"] = "nearest"
     scale: Literal["block", "previous"] = "block"
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, Format) and self.format not in DTYPES:
             raise TypeError(f"Moment: format={self.format!r}: use 'fp32', 'bf16', E4M3, E5M2 or E4M4")
-        if self.rounding not in ("nearest", "stochastic") or (self.format == "fp32" and self.rounding != "nearest"):
-            raise ValueError(f"Moment: rounding={self.rounding!r} of {self.format}: use 'nearest' or 'stochastic'")
+        if self.rounding not in ROUNDINGS or (self.format == "fp32" and self.rounding != "nearest"):
+            uses = "'nearest'" if self.format == "fp32" else ", ".join(map(repr, ROUNDINGS))
+            raise ValueError(f"Moment: rounding={self.rounding!r} of {self.format}: use {uses}")
         if self.granularity not in GRANULARITIES:
             raise ValueError(f"Moment: granularity={self.granularity}: use PerBlock(1, {BLOCK}) or PerTensor()")
         if self.scale not in ("block", "previous"):
@@ -92,13 +95,13 @@ class Moment:
 
     def for_kernel(self, name: str, state: dict[str, Tensor], fp8_experts: bool = False) -> MomentTensors:
         """What the kernels read and write: the tensors of ``new_state`` as matrices."""
-        stochastic = self.rounding == "stochastic"
+        stochastic, hybrid = (self.rounding == way for way in ROUNDINGS[1:])
         if not isinstance(self.format, Format):
-            return MomentTensors(as_matrix(state[name], fp8_experts), stochastic=stochastic)
+            return MomentTensors(as_matrix(state[name], fp8_experts), stochastic=stochastic, hybrid=hybrid)
         data, scale_inv = as_matrix(state[f"{name}_codes"], fp8_experts), state[f"{name}_scale_inv"]
         if fp8_experts and self.granularity != PerTensor():
             scale_inv = scale_inv.view(data.shape[0], blocks_of(data.shape[1]))
-        return MomentTensors(data, self.format, scale_inv, state.get(f"{name}_amax"), self.root, stochastic)
+        return MomentTensors(data, self.format, scale_inv, state.get(f"{name}_amax"), self.root, stochastic, hybrid)
 
     def read_codes(self, codes: Tensor, scale_inv: Tensor, row: int = 0, column: int = 0) -> Tensor:
         """Values in float32, of codes' shape, which begin at this place of a tensor; its scales as of ``new_state``."""

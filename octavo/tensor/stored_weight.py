@@ -790,8 +790,8 @@ def add_adapter(weight: Any, delta: Tensor, alpha: float = 1) -> Any:
     for codes, scale_inv, change in zip(*tensors, strict=True) if weight.ndim == 3 else [tensors]:
         values = kernels.dequantize(codes, scale_inv, tile, torch.float32).add_(change, alpha=alpha)
         scale = scale_from_amax(kernels.amax(values, tile), E4M3.max, True, 0)
-        bits16 = torch.randint(1 << 16, values.shape, dtype=torch.int32, device=values.device)
-        codes.view(torch.uint8).copy_(encode_moment(multiply_tiles_(values, scale, tile), E4M3, bits16))
+        bits = torch.randint(-(1 << 31), 1 << 31, values.shape, dtype=torch.int32, device=values.device)
+        codes.view(torch.uint8).copy_(encode_moment(multiply_tiles_(values, scale, tile), E4M3, bits))
         scale_inv.copy_(scale_inv_from_scale(scale))
     if weight.rest is not None:  # which an optimizer waits for
         weight.rest.zero_()

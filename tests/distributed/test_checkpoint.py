@@ -162,6 +162,24 @@ def test_plain_models_and_converted_ones_read_each_other(pool, tmp_path):
     assert pool.run(convert_between, (2,), str(tmp_path)) == [[True] * 9] * 2
 
 
+def from_step_0(mesh: Any, folder: str) -> list[str]:
+    """What differs two steps after a checkpoint that was saved before the first: on these ranks, and on one."""
+    ranks = Ranks(mesh.get_group())
+    nets = sharded("dynamic", mesh), sharded("dynamic", mesh, seed=1), stored.model("dynamic", seed=2)
+    optimizers = [stored.adamw(net, "fp16_scaled") for net in nets]
+    save_checkpoint(folder, nets[0], optimizers[0], ranks=ranks)
+    load_checkpoint(folder, nets[1], optimizers[1], ranks=ranks)
+    load_checkpoint(folder, nets[2], optimizers[2], ranks=Ranks())
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        steps(net, optimizer, 0, 2)
+    expected, of_ranks, of_one = (held(*pair) for pair in zip(nets, optimizers, strict=True))
+    return differences_of_whole(of_ranks, expected) + stored.differences(expected, of_one, mesh)
+
+
+def test_ranks_go_on_from_a_checkpoint_of_before_the_first_step(pool, tmp_path):
+    assert pool.run(from_step_0, (2,), str(tmp_path), seconds=60) == [[]] * 2
+
+
 def test_names_and_weights_in_fp8_of_wrapped_models(pool, tmp_path):
     assert pool.run(wrapped, (2,), str(tmp_path), seconds=60) == [[]] * 2
 
@@ -323,6 +341,47 @@ def test_before_the_first_step_and_without_an_optimizer(tmp_path):
     assert not optimizer.state and torch.equal(train(model, optimizer, 0, 2), losses)
     save_checkpoint(tmp_path, model)
     load_checkpoint(tmp_path, build(seed=1), None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "storage"),
+    [
+        (torch.optim.SGD, None),
+        (torch.optim.AdamW, None),
+        (octavo.optim.SGD, None),
+        (octavo.optim.AdamW, None),
+        (octavo.optim.AdamW, "fp8"),
+        (octavo.optim.Muon, "fp8"),
+    ],
+)
+def test_training_goes_on_bit_for_bit_from_step_0(kind, storage, tmp_path):
+    def built(seed, lr):
+        torch.manual_seed(seed)
+        layers = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(HIDDEN, OUTPUTS, bias=False)
+        model = octavo.convert(nn.Sequential(*layers).bfloat16(), octavo.recipes.dynamic(), lambda *_: True, storage)
+        return model, kind(model.parameters(), lr=lr)
+
+    (model, optimizer), (again, its_optimizer) = built(0, 1e-2), built(1, 1e-3)
+    save_checkpoint(tmp_path, model, optimizer)
+    assert not optimizer.state
+    load_checkpoint(tmp_path, again, its_optimizer)
+    assert its_optimizer.param_groups[0]["lr"] == 1e-2
+    for one, its in ((model, optimizer), (again, its_optimizer)):
+        for step in range(2):
+            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
+            one(x).float().square().mean().backward()
+            its.step()
+            its.zero_grad()
+    assert_equal_states(model.state_dict(), again.state_dict())
+    states = [its.state_dict()["state"] for its in (optimizer, its_optimizer)]
+    for ours, theirs in zip(*(state.values() for state in states), strict=True):
+        assert_equal_states(ours, theirs)
+
+
+def assert_equal_states(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert [*ours] == [*theirs]
+    differing = [name for name, value in ours.items() if value is not None and not torch.equal(value, theirs[name])]
+    assert not differing
 
 
 def test_the_groups_of_the_optimizer_come_back_and_frozen_weights_have_no_state(tmp_path):

@@ -176,8 +176,8 @@ def test_random_bits_are_the_optimizers():
     x = torch.full((1, 1000), 1 + 1 / 16)  # between 1 and 1.125, of which the amax scales to 256 and 288
     reduction = Fp8Reduction(stochastic=True, seed=3)
     read = reduction.unpack(reduction.pack(x, 5, 1), 1000, torch.float32)
-    bits = random_bits(key_of(3, 5, 0, 1), torch.arange(1000, dtype=torch.int32)) & 0xFFFF
-    assert torch.equal(read, torch.where(bits >= 1 << 15, 1.125, 1.0).view(1, -1))
+    bits = random_bits(key_of(3, 5, 0, 1), torch.arange(1000, dtype=torch.int32)).long() & 0xFFFFFFFF
+    assert torch.equal(read, torch.where(bits >= 1 << 31, 1.125, 1.0).view(1, -1))
 
 
 @pytest.mark.parametrize("options", [{}, {"stochastic": True}, {"format": E5M2}, {"ranks_per_server": 2}], ids=str)

@@ -12,6 +12,7 @@ from octavo import E4M3, E5M2
 from octavo.formats import E4M4, Format
 from octavo.kernels.moment_codes import decode_moment, encode_moment, round_to_bf16, round_to_half
 from tests.support.definitions import FLOAT32_MAX, FORMAT_INFO, around_codes, same_bits
+from tests.support.fp8_weights import random32
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2, E4M4], ids=str)
 ALL = torch.arange(256, dtype=torch.int32).to(torch.uint8)
@@ -30,11 +31,11 @@ def positive(fmt: Format) -> Tensor:
     return found[found.isfinite()]
 
 
-def rounded(x: Tensor, fmt: Format, mode: gfloat.RoundMode, bits16: Tensor | None = None) -> Tensor:
-    """Codes of finite numbers, saturated."""
+def rounded(x: Tensor, fmt: Format, mode: gfloat.RoundMode, upper: Tensor | None = None) -> Tensor:
+    """Codes of finite numbers, saturated; ``upper``: as many random bits as are dropped."""
     info, wide = FORMAT_INFO[fmt.name], x.double().numpy()
-    bits = None if bits16 is None else bits16.numpy().astype(np.int64)
-    found = gfloat.round_ndarray(info, wide, mode, sat=True, srbits=bits, srnumbits=16)
+    bits = None if upper is None else upper.numpy().astype(np.int64)
+    found = gfloat.round_ndarray(info, wide, mode, sat=True, srbits=bits, srnumbits=23 - fmt.mantissa_bits)
     return torch.from_numpy(gfloat.encode_ndarray(info, found).astype(np.uint8))
 
 
@@ -53,33 +54,67 @@ def test_numbers_around_codes(fmt: Format, mode: gfloat.RoundMode) -> None:
     x = x[x.isfinite()]
     if mode == DOWN:
         x = x[(x == 0) | (x >= fmt.smallest_normal)]  # see the next test
-    bits16 = None if mode == NEAREST else torch.zeros(x.shape, dtype=torch.int32)
+    bits = None if mode == NEAREST else torch.zeros(x.shape, dtype=torch.int32)
     expected = rounded(x, fmt, mode)
-    assert torch.equal(encode_moment(x.clone(), fmt, bits16), expected)
+    assert torch.equal(encode_moment(x.clone(), fmt, bits), expected)
     if fmt.signed:
-        assert torch.equal(encode_moment(-x, fmt, bits16), expected | 0x80)
+        assert torch.equal(encode_moment(-x, fmt, bits), expected | 0x80)
+
+
+def between_codes(fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes [n], numbers above them [64, n], and by what part of a step these lie above [64, n].
+
+    Parts are in units of 2^-(23 - mantissa bits): all that float32 has of a step, of which the product loses nothing.
+    """
+    low, high, units = positive(fmt)[:-1], positive(fmt)[1:], 1 << (23 - fmt.mantissa_bits)
+    part = torch.randint(0, units, (64, len(low)), dtype=torch.int32)
+    part[0] = units - 1
+    return torch.arange(len(low), dtype=torch.int32), low + (high - low) * (part / units), part
 
 
 @FORMATS
-def test_random_bits(fmt: Format) -> None:
-    # every code and the next, and between them multiples of 2^-16 of the step: of these the product loses nothing
-    low, high = positive(fmt)[:-1], positive(fmt)[1:]
-    part = torch.randint(0, 1 << 16, (64, len(low)), dtype=torch.int32)
-    x = low + (high - low) * (part * 2.0**-16)
-    for bits16 in (torch.randint(0, 1 << 16, x.shape, dtype=torch.int32), (1 << 16) - part.clamp(min=1), 65535 - part):
-        expected = rounded(x, fmt, RANDOM, bits16)
-        assert torch.equal(expected, (torch.arange(len(low)) + (part + bits16 >= 1 << 16)).to(torch.uint8))
-        assert torch.equal(encode_moment(x.clone(), fmt, bits16), expected)
+def test_a_number_goes_up_for_as_many_random_bits_as_it_lies_above_a_code(fmt: Format) -> None:
+    code, x, part = between_codes(fmt)
+    dropped = 23 - fmt.mantissa_bits
+    units = 1 << dropped
+    for upper in (torch.randint(0, units, x.shape, dtype=torch.int32), units - part.clamp(min=1), units - 1 - part):
+        drawn = (upper << (32 - dropped)) | torch.randint(0, 1 << (32 - dropped), x.shape, dtype=torch.int32)
+        expected = rounded(x, fmt, RANDOM, upper)
+        assert torch.equal(expected, (code + (part + upper >= units)).to(torch.uint8))
+        assert torch.equal(encode_moment(x.clone(), fmt, drawn), expected)
         if fmt.signed:
-            assert torch.equal(encode_moment(-x, fmt, bits16), expected | 0x80)
+            assert torch.equal(encode_moment(-x, fmt, drawn), expected | 0x80)
 
 
 @FORMATS
-@pytest.mark.parametrize("bits", [None, 0, 0xFFFF])
-def test_what_is_not_finite_is_nan_and_alone(fmt: Format, bits: int | None) -> None:
+def test_the_hybrid_is_to_nearest_but_where_that_changes_nothing(fmt: Format) -> None:
+    code, x, _ = between_codes(fmt)
+    drawn, nearest = random32(x.shape), rounded(x, fmt, NEAREST)
+    stochastic = encode_moment(x.clone(), fmt, drawn)
+    for stored in (code, code + 1, code + 2, (code * 0)):  # what is replaced: either neighbour, or another code
+        stored = stored.clamp(max=len(code)).to(torch.uint8).expand(x.shape)
+        expected = torch.where(nearest == stored, stochastic, nearest)
+        assert torch.equal(encode_moment(x.clone(), fmt, drawn, stored), expected)
+        if fmt.signed:  # of either sign, as 0 and -0 are one number
+            assert torch.equal(encode_moment(-x, fmt, drawn, stored), expected | 0x80)
+            assert torch.equal(encode_moment(-x, fmt, drawn, stored | 0x80), expected | 0x80)
+
+
+def test_the_hybrid_in_bf16() -> None:
+    wide = torch.randn(4096) * 2.0 ** torch.randint(-130, 130, (4096,)).float()
+    wide[3], wide[5], wide[7] = math.inf, math.nan, 0.0
+    drawn, nearest = random32(wide.shape), wide.bfloat16()
+    stored = torch.where(torch.rand(4096) < 0.5, nearest, torch.nextafter(nearest, nearest.new_zeros(())))
+    assert torch.equal(round_to_bf16(wide, drawn, -stored).isnan(), wide.isnan())
+    expected = torch.where(nearest == stored, round_to_bf16(wide, drawn), nearest)
+    assert same_bits(round_to_bf16(wide, drawn, stored).nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@FORMATS
+@pytest.mark.parametrize("drawn", [None, 0, -1])
+def test_what_is_not_finite_is_nan_and_alone(fmt: Format, drawn: int | None) -> None:
     x = torch.tensor([1.0, math.nan, FLOAT32_MAX, math.inf, FLOAT32_MAX, -math.inf, 0.0, -math.nan])
-    bits16 = None if bits is None else torch.full(x.shape, bits, dtype=torch.int32)
-    codes = encode_moment(x, fmt, bits16)
+    codes = encode_moment(x, fmt, None if drawn is None else torch.full(x.shape, drawn, dtype=torch.int32))
     largest = len(positive(fmt)) - 1
     one = int((positive(fmt) == 1.0).nonzero())
     assert codes.tolist() == [one, fmt.nan_code, largest, fmt.nan_code, largest, fmt.nan_code, 0, fmt.nan_code]
@@ -89,11 +124,12 @@ def all_kinds() -> list[Tensor]:
     """What each of the functions gives for random numbers, an inf and a NaN among them."""
     wide = torch.randn(64).mul_(100)
     wide[3], wide[5] = math.inf, math.nan
-    bits, codes = torch.randint(0, 1 << 16, (64,), dtype=torch.int32), torch.arange(256, dtype=torch.uint8)
-    found = [round_to_bf16(wide, bits), round_to_half(wide, bits)]
+    bits, codes = random32((64,)), torch.arange(256, dtype=torch.uint8)
+    found = [round_to_bf16(wide, bits), round_to_bf16(wide, bits, wide.bfloat16()), round_to_half(wide, bits)]
     for fmt in (E4M3, E5M2, E4M4):
         y = wide if fmt.signed else wide.abs()
         found += [encode_moment(y.clone(), fmt, None), encode_moment(y.clone(), fmt, bits), decode_moment(codes, fmt)]
+        found.append(encode_moment(y.clone(), fmt, bits, codes[:64]))
     return found
 
 

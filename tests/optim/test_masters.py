@@ -166,7 +166,8 @@ def test_the_fastest_growth_never_saturates(master, granularity):
     found, tolerance = master_values(optimizer, weight), {"fp32": 1e-6, "split24": 5e-5, None: 2.0}.get(master, 0.02)
     assert float(exact.detach().abs().min()) > 6  # from a thousandth
     assert ((found - exact.detach()).abs() < tolerance * exact.detach().abs()).all()
-    assert abs(float((found / exact.detach()).mean()) - 1) < 1e-3
+    ratio = found / exact.detach()
+    assert abs(float(ratio.mean()) - 1) < 1e-4 + 5 * float(ratio.std()) / ratio.numel() ** 0.5
     amax = optimizer.state[weight]["master_amax"]
     assert float(amax.max()) == float(found.abs().max())
 

@@ -1,6 +1,7 @@
 """An optimizer's state saved, loaded, converted, and over several ranks."""
 
 import copy
+import io
 import warnings
 
 import pytest
@@ -10,7 +11,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import octavo
 from octavo import recipes
-from octavo.optim import SGD, AdamW, Muon
+from octavo.optim import SGD, Adam, AdamW, Muon
+from octavo.optim.masters import OF_FP8_WEIGHTS
+from octavo.optim.moment import NAMED
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support.trained import MOMENTS, moments_of, parameter, train
 
@@ -58,6 +61,42 @@ def test_other_moments_are_converted_and_masters_kept(first, second):
     assert torch.equal(after.state[p]["master_rest"], before.state[p]["master_rest"])
     for a, b in zip(moments_of(after, p), moments_of(before, p), strict=True):
         assert float((a - b).norm() / b.norm()) < 0.06
+
+
+WEIGHTS = [("fp8", master) for master in OF_FP8_WEIGHTS] + [(None, master) for master in ("auto", "split24", None)]
+CLASSES = {AdamW: WEIGHTS, Adam: WEIGHTS[:2], Muon: WEIGHTS, SGD: WEIGHTS[-3:]}
+
+
+@pytest.mark.parametrize("moments", NAMED)
+@pytest.mark.parametrize(("kind", "weights"), [(kind, one) for kind, some in CLASSES.items() for one in some])
+def test_what_is_saved_before_the_first_step_goes_on_bit_for_bit(kind, weights, moments):
+    storage, master = weights
+
+    def built(seed):
+        torch.manual_seed(seed)
+        layers = nn.Linear(32, 150, bias=False), nn.Linear(150, 3, bias=False)
+        model = octavo.convert(nn.Sequential(*layers).bfloat16(), recipes.dynamic(), lambda *_: True, storage)
+        return model, kind(model.parameters(), lr=0.01 + seed, moments=moments, master=master)
+
+    def parts_after(model, optimizer, steps):
+        for step in range(steps):
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    saved, other = built(0), built(1)
+    torch.save(parts_after(*saved, 0), file := io.BytesIO())
+    assert not saved[1].state
+    file.seek(0)
+    for part, loaded in zip(other, torch.load(file, weights_only=True).values(), strict=True):
+        part.load_state_dict(loaded)
+    expected, found = (torch.utils._pytree.tree_flatten(parts_after(*one, 2)) for one in (saved, other))
+    assert expected[1] == found[1]
+    assert all(
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(expected[0], found[0], strict=True)
+    )
 
 
 def test_a_state_that_does_not_fit_is_refused():

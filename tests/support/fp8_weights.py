@@ -34,13 +34,14 @@ def amax_of(values: Tensor, scales: torch.Size) -> Tensor:
     return torch.stack([torch.stack([part.amax() for part in row.split(128, 1)]) for row in rows])
 
 
-def random16(shape: torch.Size | tuple[int, int]) -> Tensor:
-    return torch.randint(0, 1 << 16, shape, dtype=torch.int32)
+def random32(shape: torch.Size | tuple[int, ...]) -> Tensor:
+    """Return 32 random bits for each element, int32."""
+    return torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32)
 
 
 def store(m: Fp8Weight, wide: Tensor, bits: Tensor | None = None, bound: Tensor | None = None) -> Tensor:
     """Write all of it, with a scale of this bound or of its own amax; the amax found."""
-    bits = random16(wide.shape) if bits is None else bits
+    bits = random32(wide.shape) if bits is None else bits
     m.begin(amax_of(wide, m.scale_inv.shape) if bound is None else bound)
     for piece in pieces(*wide.shape):
         m.write(piece, piece.of(wide.clone()), piece.of(bits) if m.is_random else None)

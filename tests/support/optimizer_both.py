@@ -27,6 +27,7 @@ from tests.support.triton_kernels import TritonKernels
 ONE: Any = {"granularity": PerTensor()}
 PREVIOUS: Any = {**ONE, "scale": "previous"}
 STOCHASTIC: Any = {"rounding": "stochastic"}
+HYBRID: Any = {"rounding": "hybrid"}
 SCHEMES = {
     **NAMED,
     "nearest": (Moment(E4M3), Moment(E4M4, root=True)),
@@ -34,6 +35,8 @@ SCHEMES = {
     "mixed": (Moment("bf16"), Moment(E4M4, root=True)),
     "previous": (Moment(E4M3, **PREVIOUS), Moment(E5M2, root=True, **PREVIOUS, **STOCHASTIC)),
     "two stages": (Moment(E5M2, **ONE), Moment(E4M3, **ONE)),
+    "hybrid": (Moment(E4M3, **HYBRID), Moment(E4M4, root=True, **HYBRID)),
+    "hybrid bf16": (Moment("bf16", **HYBRID), Moment(E5M2, root=True, **PREVIOUS, **HYBRID)),
     "a root in two stages": (Moment("fp32"), Moment(E4M4, root=True, **ONE, **STOCHASTIC)),
 }
 MASTERS = ["weight", "split32", "split24", "stochastic"]

@@ -24,7 +24,7 @@ struct Moment {
     void *data;         // [R, C]
     float *scale_inv;   // of codes: [R, blocks], or one number
     const float *scale; // of the codes to be written, one number; null where each block finds its own
-    int32_t kind, one_scale, root, stochastic;
+    int32_t kind, one_scale, root, stochastic, hybrid;
     Format format;
 };
 
@@ -69,7 +69,8 @@ INLINE float decode(uint8_t code, const Format &f) {
     return float_of(bits_of(value) | (f.is_signed ? int32_t(uint32_t(code & 0x80) << 24) : 0));
 }
 
-INLINE uint8_t encode(float y, const Format &f, bool stochastic, int32_t bits16) {
+// ``random``: 32 bits, of which rounding takes as many of the upper as it drops.
+INLINE uint8_t encode(float y, const Format &f, bool stochastic, uint32_t random) {
     int dropped = 23 - f.mantissa_bits;
     int32_t sign = f.is_signed ? (bits_of(y) >> 24) & 0x80 : 0;
     bool finite = is_finite(y);
@@ -81,10 +82,20 @@ INLINE uint8_t encode(float y, const Format &f, bool stochastic, int32_t bits16)
         y = (y + power) - power;
     }
     int32_t bits = bits_of(y * float_of(f.bias << 23));
-    if (stochastic) bits = int32_t(uint32_t(bits) + (uint32_t(bits16) << (dropped - 16)));
+    if (stochastic) bits = int32_t(uint32_t(bits) + (random >> (32 - dropped)));
     bits >>= dropped;
     bits = bits < 0 ? 0 : bits > f.max_code ? f.max_code : bits;
     return uint8_t(finite ? bits | sign : f.nan_code);
+}
+
+// To nearest, but stochastically where that leaves the magnitude that is ``stored``.
+INLINE uint8_t encode_hybrid(float y, const Format &f, uint32_t random, uint8_t stored) {
+    uint8_t nearest = encode(y, f, false, 0), moved = encode(y, f, true, random);
+    return ((nearest ^ stored) & (f.is_signed ? 0x7F : 0xFF)) == 0 ? moved : nearest;
+}
+
+INLINE uint16_t to_bf16_stochastic(float x, uint32_t random) {
+    return is_finite(x) ? uint16_t((uint32_t(bits_of(x)) + (random >> 16)) >> 16) : to_bf16(x);
 }
 
 INLINE float finite_amax(const float *values, int width) {
@@ -103,13 +114,13 @@ inline float scale_from_amax(float amax, float limit) {
     return amax > 0 ? scale : 1.0f;
 }
 
-INLINE void random_bits(int32_t *drawn, uint32_t key, int64_t first, int width) {
+INLINE void random_bits(uint32_t *drawn, uint32_t key, int64_t first, int width) {
     for (int j = 0; j < width; j++) {
         uint32_t lower = uint32_t(first) + uint32_t(j), upper = uint32_t(uint64_t(first) >> 32) + (lower < uint32_t(first));
         uint32_t x = lower ^ upper * 0x9E3779B9u ^ key;
         x = (x ^ x >> 16) * 0x7FEB352Du;
         x = (x ^ x >> 15) * 0x846CA68Bu;
-        drawn[j] = int32_t(x ^ x >> 16);
+        drawn[j] = x ^ x >> 16;
     }
 }
 
@@ -138,9 +149,10 @@ template <int FORMAT> INLINE void read_codes(float *x, const uint8_t *codes, flo
 }
 
 template <int FORMAT>
-INLINE void write_codes(uint8_t *codes, const float *x, float scale, const Moment &m, const int32_t *bits16, int width) {
+INLINE void write_codes(uint8_t *codes, const float *x, float scale, const Moment &m, const uint32_t *random, int width) {
     const Format f = known<FORMAT>(m.format);
-    if (m.stochastic) for (int j = 0; j < width; j++) codes[j] = encode(x[j] * scale, f, true, bits16[j]);
+    if (m.hybrid) for (int j = 0; j < width; j++) codes[j] = encode_hybrid(x[j] * scale, f, random[j], codes[j]);
+    else if (m.stochastic) for (int j = 0; j < width; j++) codes[j] = encode(x[j] * scale, f, true, random[j]);
     else for (int j = 0; j < width; j++) codes[j] = encode(x[j] * scale, f, false, 0);
 }
 
@@ -159,14 +171,15 @@ INLINE void read_moment(float *x, const Moment &m, const Place &p) {
 }
 
 // ``x``: the moment, or its root where codes are of that.
-INLINE void write_moment(float *x, const Moment &m, const Place &p, const int32_t *bits16, float *found) {
+INLINE void write_moment(float *x, const Moment &m, const Place &p, const uint32_t *random, float *found) {
     if (m.kind == FLOAT32) std::memcpy((float *)m.data + p.at, x, sizeof(float) * p.width);
     if (m.kind == BFLOAT16) {
         uint16_t *half = (uint16_t *)m.data + p.at;
-        if (!m.stochastic) for (int j = 0; j < p.width; j++) half[j] = to_bf16(x[j]);
+        if (m.stochastic) for (int j = 0; j < p.width; j++) half[j] = to_bf16_stochastic(x[j], random[j]);
         else for (int j = 0; j < p.width; j++) {
-            int32_t bits = int32_t(uint32_t(bits_of(x[j])) + uint32_t(bits16[j]));
-            half[j] = is_finite(x[j]) ? uint16_t(bits >> 16) : to_bf16(x[j]);
+            uint16_t nearest = to_bf16(x[j]);
+            bool is_unchanged = ((nearest ^ half[j]) & 0x7FFF) == 0;
+            half[j] = m.hybrid && is_unchanged ? to_bf16_stochastic(x[j], random[j]) : nearest;
         }
     }
     if (m.kind != CODES) return;
@@ -175,7 +188,7 @@ INLINE void write_moment(float *x, const Moment &m, const Place &p, const int32_
     if (!m.scale) m.scale_inv[m.one_scale ? 0 : p.row * p.blocks + p.block] = 1.0f / scale;
     uint8_t *codes = (uint8_t *)m.data + p.at;
     int format = format_number(m.format);
-    (format == 1 ? write_codes<1> : format == 2 ? write_codes<2> : write_codes<0>)(codes, x, scale, m, bits16, p.width);
+    (format == 1 ? write_codes<1> : format == 2 ? write_codes<2> : write_codes<0>)(codes, x, scale, m, random, p.width);
 }
 
 constexpr float EXPONENT = 0x1p-120f;  // gives a float32 the exponent bits of an E4M3 code
@@ -191,13 +204,13 @@ INLINE void read_split(float *w, const uint8_t *codes, const Rest *rest, float s
 }
 
 template <int BITS, class Rest>
-INLINE float write_split(const float *w, uint8_t *codes, Rest *rest, float scale, const int32_t *bits16, int width) {
+INLINE float write_split(const float *w, uint8_t *codes, Rest *rest, float scale, const uint32_t *random, int width) {
     constexpr int dropped = 20 - BITS;
     int32_t magnitudes[BLOCK], largest = 0;
     for (int j = 0; j < width; j++) {
         float y = w[j] * scale;
         int32_t sign = (bits_of(y) >> 24) & 0x80, finite = -int32_t(is_finite(y));
-        int32_t magnitude = (bits_of(std::fabs(y) * EXPONENT) + (bits16[j] >> (16 - dropped))) >> dropped;
+        int32_t magnitude = (bits_of(std::fabs(y) * EXPONENT) + int32_t(random[j] >> (32 - dropped))) >> dropped;
         magnitude = magnitude < 0 ? 0 : magnitude > (0x7E << BITS) ? 0x7E << BITS : magnitude;
         magnitudes[j] = magnitude &= finite;
         int32_t code = (magnitude + (1 << (BITS - 1))) >> BITS;
@@ -238,7 +251,7 @@ INLINE void read_master(float *w, const Master &m, const Place &p) {
     }
 }
 
-INLINE void write_master(float *w, const Master &m, const Place &p, const int32_t *bits16, float *found) {
+INLINE void write_master(float *w, const Master &m, const Place &p, const uint32_t *random, float *found) {
     uint8_t *codes = (uint8_t *)m.weight + p.at;
     uint16_t *half = (uint16_t *)m.weight + p.at;
     int8_t *rest8 = (int8_t *)m.rest + p.at;
@@ -248,16 +261,13 @@ INLINE void write_master(float *w, const Master &m, const Place &p, const int32_
     switch (m.kind) {
     case WEIGHT: std::memcpy((float *)m.weight + p.at, w, sizeof(float) * width); return;
     case STOCHASTIC:
-        for (int j = 0; j < width; j++) {
-            int32_t bits = int32_t(uint32_t(bits_of(w[j])) + uint32_t(bits16[j]));
-            half[j] = is_finite(w[j]) ? uint16_t(bits >> 16) : to_bf16(w[j]);
-        }
+        for (int j = 0; j < width; j++) half[j] = to_bf16_stochastic(w[j], random[j]);
         return;
     case SPLIT32:
     case SPLIT24:
         for (int j = 0; j < width; j++) {
             uint32_t bits = uint32_t(bits_of(w[j]));
-            if (m.kind == SPLIT24) bits = (bits + (uint32_t(bits16[j]) >> 8)) & 0xFFFFFF00u;
+            if (m.kind == SPLIT24) bits = (bits + (random[j] >> 24)) & 0xFFFFFF00u;
             int32_t upper = int32_t(bits + 0x8000u) >> 16, rest = int32_t(bits - (uint32_t(upper) << 16));
             bool finite = is_finite(w[j]);
             half[j] = finite ? uint16_t(upper) : to_bf16(w[j]);
@@ -266,15 +276,15 @@ INLINE void write_master(float *w, const Master &m, const Place &p, const int32_
             else rest8[j] = int8_t(rest >> 8);
         }
         return;
-    case FP8_SPLIT16: largest = write_split<8>(w, codes, rest8, scale, bits16, width); break;
-    case FP8_SPLIT24: largest = write_split<16>(w, codes, rest16, scale, bits16, width); break;
+    case FP8_SPLIT16: largest = write_split<8>(w, codes, rest8, scale, random, width); break;
+    case FP8_SPLIT24: largest = write_split<16>(w, codes, rest16, scale, random, width); break;
     case FP8_FP16:
         for (int j = 0; j < width; j++) {
             float y = w[j] * scale;
             codes[j] = encode(y, E4M3, false, 0);
             y = y * 128.0f;
             int32_t sign = (bits_of(y) >> 16) & 0x8000;
-            int32_t bits = (bits_of(std::fabs(y) * 0x1p-112f) + (bits16[j] >> 3)) >> 13;
+            int32_t bits = (bits_of(std::fabs(y) * 0x1p-112f) + int32_t(random[j] >> 19)) >> 13;
             int32_t fault = y == y ? 0x7C00 : 0x7E00;
             rest16[j] = int16_t(is_finite(y) ? bits | sign : fault | sign);
             w[j] = from_half(uint16_t(rest16[j]));
@@ -288,7 +298,7 @@ INLINE void write_master(float *w, const Master &m, const Place &p, const int32_
         break;
     case FP8_STOCHASTIC:
         for (int j = 0; j < width; j++) {
-            codes[j] = encode(w[j] * scale, E4M3, true, bits16[j]);
+            codes[j] = encode(w[j] * scale, E4M3, true, random[j]);
             w[j] = decode(codes[j], E4M3);
         }
         largest = finite_amax(w, width);
@@ -301,7 +311,7 @@ INLINE void write_master(float *w, const Master &m, const Place &p, const int32_
 
 INLINE void update_block(const Update &u, const Step &s, const Place &p, float *found) {
     float w[BLOCK], g[BLOCK], m[BLOCK], v[BLOCK], root[BLOCK];
-    int32_t low[BLOCK], high[BLOCK], of_master[BLOCK];
+    uint32_t drawn[BLOCK], swapped[BLOCK], of_master[BLOCK];
     int width = p.width;
     read_master(w, u.master, p);
     read_gradient(g, u, s, p);
@@ -324,16 +334,14 @@ INLINE void update_block(const Update &u, const Step &s, const Place &p, float *
     float largest = u.moments[1].root ? LARGEST_ROOT : LARGEST_ROOT * LARGEST_ROOT, *second = u.moments[1].root ? root : v;
     if (u.moments[1].kind == CODES) for (int j = 0; j < width; j++) second[j] = second[j] > largest ? largest : second[j];
     int64_t first = (u.first_row + p.row) * u.row_length + u.first_col + p.column;
-    if (u.moments[0].stochastic || u.moments[1].stochastic) {
-        random_bits(low, u.moment_key, first, width);
-        for (int j = 0; j < width; j++) high[j] = low[j] >> 16 & 0xFFFF, low[j] &= 0xFFFF;
+    if (u.moments[0].stochastic || u.moments[1].stochastic || u.moments[0].hybrid || u.moments[1].hybrid) {
+        random_bits(drawn, u.moment_key, first, width);
+        for (int j = 0; j < width; j++) swapped[j] = drawn[j] << 16 | drawn[j] >> 16;
     }
-    if (u.master.kind != WEIGHT && u.master.kind != SPLIT32 && u.master.kind != FP8_FP32) {
+    if (u.master.kind != WEIGHT && u.master.kind != SPLIT32 && u.master.kind != FP8_FP32)
         random_bits(of_master, u.master_key, first, width);
-        for (int j = 0; j < width; j++) of_master[j] &= 0xFFFF;
-    }
-    write_moment(m, u.moments[0], p, low, found);
-    write_moment(second, u.moments[1], p, high, found + 1);
+    write_moment(m, u.moments[0], p, drawn, found);
+    write_moment(second, u.moments[1], p, swapped, found + 1);
     write_master(w, u.master, p, of_master, found + 2);
 }
 

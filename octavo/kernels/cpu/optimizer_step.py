@@ -28,7 +28,7 @@ _FormatFields = _structure("Format", **dict.fromkeys(_INTEGERS, c_int32), max=c_
 _MomentFields = _structure(
     "Moment",
     **dict.fromkeys(("data", "scale_inv", "scale"), c_void_p),
-    **dict.fromkeys(("kind", "one_scale", "root", "stochastic"), c_int32),
+    **dict.fromkeys(("kind", "one_scale", "root", "stochastic", "hybrid"), c_int32),
     format=_FormatFields,
 )
 _MasterFields = _structure(
@@ -115,7 +115,7 @@ def _moment(moment: MomentTensors) -> ctypes.Structure:
     one_scale = moment.scale_inv is not None and moment.scale_inv.numel() == 1
     return _MomentFields(
         *(moment.data.data_ptr(), _pointer(moment.scale_inv), _pointer(moment.scale), _KINDS[moment.data.dtype]),
-        *(one_scale, moment.root, moment.stochastic, _format(moment.fmt or E4M3)),
+        *(one_scale, moment.root, moment.stochastic, moment.hybrid, _format(moment.fmt or E4M3)),
     )
 
 

@@ -41,7 +41,7 @@ from torch import Tensor
 from octavo.formats import E4M3, Format
 from octavo.kernels.layouts import BLOCK, blocks_of
 from octavo.kernels.moment_codes import decode_moment, encode_moment, round_to_bf16, round_to_half
-from octavo.kernels.step_numbers import root_of
+from octavo.kernels.step_numbers import root_of, upper_bits
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 
 PIECE = 1 << 17  # elements: with a dozen float32 temporaries they fit a CPU's second-level cache
@@ -162,6 +162,7 @@ class MomentTensors(Scaled):
         amax: where the next scale comes from the previous amax: that amax, float32, shaped as scale_inv; else None.
         root: whether the codes are of the square root.
         stochastic: whether writing rounds stochastically, or to nearest.
+        hybrid: whether writing rounds stochastically only where to nearest what is stored would stay as it is.
     """
 
     data: Tensor
@@ -170,6 +171,7 @@ class MomentTensors(Scaled):
     amax: Tensor | None = None
     root: bool = False
     stochastic: bool = False
+    hybrid: bool = False
 
     def matrix(self, index: int, count: int) -> MomentTensors:
         """The moment of one of ``count`` experts, whose matrices lie one below the other, over the same memory."""
@@ -178,6 +180,11 @@ class MomentTensors(Scaled):
         data, scale_inv, amax = (rows_of(x, index, count) for x in (self.data, self.scale_inv, self.amax))
         assert data is not None
         return replace(self, data=data, scale_inv=scale_inv, amax=amax)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether writing takes random bits."""
+        return self.stochastic or self.hybrid
 
     @property
     def needs_amax_first(self) -> bool:
@@ -200,13 +207,17 @@ class MomentTensors(Scaled):
         wide = decode_moment(stored, self.fmt).mul_(piece.scales_of(self.scale_inv))
         return wide.square_() if self.root else wide
 
-    def write(self, piece: Piece, wide: Tensor, bits16: Tensor | None) -> None:
-        """Store an updated piece, float32 ``wide``, which is overwritten; bits16: used where rounding is stochastic."""
+    def write(self, piece: Piece, wide: Tensor, bits: Tensor | None) -> None:
+        """Store an updated piece, float32 ``wide``, which is overwritten.
+
+        ``bits``: int32, 32 random bits for each element where ``is_random``; None rounds to nearest.
+        """
         stored = piece.of(self.data)
-        bits16 = bits16 if self.stochastic else None
+        bits = bits if self.is_random else None
+        replaced = stored if self.hybrid and bits is not None else None
         if self.fmt is None:
-            if bits16 is not None:
-                wide = round_to_bf16(wide, bits16)
+            if bits is not None:
+                wide = round_to_bf16(wide, bits, replaced)
             if stored.data_ptr() != wide.data_ptr():
                 stored.copy_(wide)
             return
@@ -218,7 +229,7 @@ class MomentTensors(Scaled):
         if (scale := self.scale) is None:
             scale = self.scale_for(finite_amax(wide))
             piece.scales_of(self.scale_inv).copy_(scale_inv_from_scale(scale))
-        stored.copy_(encode_moment(wide.mul_(scale), self.fmt, bits16))
+        stored.copy_(encode_moment(wide.mul_(scale), self.fmt, bits, replaced))
 
 
 def rows_of(tensor: Tensor | None, index: int, count: int) -> Tensor | None:
@@ -272,21 +283,24 @@ class MasterWeight(Scaled):
         bits.add_(rest.to(torch.int32), alpha=1 if self.kind == "split32" else 1 << 8)
         return bits.view(torch.float32)
 
-    def write(self, piece: Piece, wide: Tensor, bits16: Tensor | None) -> None:
-        """Store the updated master, float32 ``wide``, which is overwritten; bits16: random bits where ``is_random``."""
+    def write(self, piece: Piece, wide: Tensor, random: Tensor | None) -> None:
+        """Store the updated master, float32 ``wide``, which is overwritten.
+
+        ``random``: int32, 32 random bits for each element where ``is_random``.
+        """
         weight = piece.of(self.weight)
         if self.rest is None:
             if self.kind == "stochastic":
-                assert bits16 is not None
-                wide = round_to_bf16(wide, bits16)
+                assert random is not None
+                wide = round_to_bf16(wide, random)
             if weight.data_ptr() != wide.data_ptr():
                 weight.copy_(wide)
             return
         bits = wide.view(torch.int32)
         finite = bool(torch.isfinite(wide.sum()))
         if self.kind == "split24":
-            assert bits16 is not None
-            bits = (bits + (bits16 >> 8)).bitwise_and_(-256)
+            assert random is not None
+            bits = (bits + upper_bits(random, 8)).bitwise_and_(-256)
         upper = (bits + 0x8000) >> 16
         rest = bits - (upper << 16)
         if not finite:  # a NaN's bits must not run over into another number's
@@ -377,23 +391,23 @@ class Fp8Weight(Scaled):
         value = (value.view(torch.int32) | sign).view(torch.float32).mul_(scale_inv)
         return value.masked_fill_(faults, float("nan"))
 
-    def write(self, piece: Piece, wide: Tensor, bits16: Tensor | None) -> None:
+    def write(self, piece: Piece, wide: Tensor, random: Tensor | None) -> None:
         """As MasterWeight's; the weight is codes."""
         assert self.scale is not None
         scales = piece.scales_of(self.scale)
         y = wide * scales
         if self.kind in _REST_BITS:
-            assert bits16 is not None
-            largest = self._write_split(piece, y, bits16)
+            assert random is not None
+            largest = self._write_split(piece, y, random)
         elif self.kind == "fp8_stochastic":
-            codes = encode_moment(y, E4M3, bits16)
+            codes = encode_moment(y, E4M3, random)
             piece.of(self.weight).copy_(codes)
             largest = finite_amax(decode_moment(codes, E4M3))
         else:
             piece.of(self.weight).copy_(encode_moment(y.clone(), E4M3, None))
             if self.kind == "fp8_fp16":
-                assert bits16 is not None
-                wide = round_to_half(y.mul_(FLOAT16_FACTOR), bits16)
+                assert random is not None
+                wide = round_to_half(y.mul_(FLOAT16_FACTOR), random)
                 largest = finite_amax(wide.float()) / FLOAT16_FACTOR
             else:
                 largest = finite_amax(wide) * scales
@@ -404,13 +418,13 @@ class Fp8Weight(Scaled):
         else:
             self.raise_found(amax)
 
-    def _write_split(self, piece: Piece, y: Tensor, bits16: Tensor) -> Tensor:
+    def _write_split(self, piece: Piece, y: Tensor, random: Tensor) -> Tensor:
         """Write codes and remainders of the scaled values ``y``; return each block's amax, scaled."""
         bits = _REST_BITS[self.kind]
         dropped = 20 - bits
         sign = (y.view(torch.int32) >> 24).bitwise_and_(0x80)
         faults = ~torch.isfinite(y)
-        magnitude = y.abs_().mul_(_EXPONENT).view(torch.int32).add_(bits16 >> (16 - dropped))
+        magnitude = y.abs_().mul_(_EXPONENT).view(torch.int32).add_(upper_bits(random, dropped))
         magnitude.bitwise_right_shift_(dropped).clamp_(0, _LARGEST << bits).masked_fill_(faults, 0)
         largest = magnitude.amax(-1, keepdim=True)
         codes = (magnitude + (1 << (bits - 1))) >> bits

@@ -29,7 +29,7 @@ from octavo.kernels.reference.optimizer_state import (
     pieces,
     rows_of,
 )
-from octavo.kernels.step_numbers import adam_max_update, bound_after, halves, key_of, power, random_bits, root_of
+from octavo.kernels.step_numbers import adam_max_update, bound_after, key_of, power, random_bits, root_of, swapped
 
 LARGEST_ROOT = 2.0**63  # of a second moment in codes: a root twice as large has no finite square in float32
 LARGEST_SQUARE = LARGEST_ROOT**2
@@ -99,9 +99,9 @@ class AdamStep:
     def bits(
         self, draw: Callable[..., Tensor], moments: Sequence[MomentTensors], master_is_random: bool
     ) -> tuple[Tensor | None, ...]:
-        """16 random bits an element for each moment and for the master, None for those that are rounded to nearest."""
-        low, high = halves(draw(0)) if any(moment.stochastic for moment in moments) else (None, None)
-        return low, high, draw(1).bitwise_and_(0xFFFF) if master_is_random else None
+        """32 random bits an element for each moment and for the master; None where none of those takes any."""
+        first = draw(0) if any(moment.is_random for moment in moments) else None
+        return first, None if first is None else swapped(first), draw(1) if master_is_random else None
 
     def bound(self, amax: Tensor) -> Tensor:
         """The most that a master of this amax can be after the step."""
@@ -167,9 +167,9 @@ class SgdStep:
         self, draw: Callable[..., Tensor], moments: Sequence[MomentTensors], master_is_random: bool
     ) -> tuple[Tensor | None, ...]:
         """As AdamStep's."""
-        is_random = master_is_random or any(moment.stochastic for moment in moments)
-        low, high = halves(draw()) if is_random else (None, None)
-        return *(low for _ in moments), high
+        is_random = master_is_random or any(moment.is_random for moment in moments)
+        first = draw() if is_random else None
+        return *(first for _ in moments), None if first is None else swapped(first)
 
 
 class BitNumbers(NamedTuple):
@@ -318,8 +318,8 @@ def _update_weight(
             return random_bits(key, piece.index(master.weight.device))
 
         bits = step.bits(draw, moments, master.is_random)
-        for stored, wide, bits16 in zip((*moments, master), (*new, w), bits, strict=True):
-            stored.write(piece, wide, bits16)
+        for stored, wide, random in zip((*moments, master), (*new, w), bits, strict=True):
+            stored.write(piece, wide, random)
     for stored in (*moments, master):
         stored.end()
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
+from octavo.kernels.triton.step_numbers import upper_bits
 from octavo.kernels.triton.tiles import finite_abs, narrow
 
 
@@ -38,10 +39,10 @@ def decode_moment(codes, FMT: tl.constexpr, scale_inv=1.0):
 
 
 @triton.jit
-def encode_moment(y, bits16, FMT: tl.constexpr, STOCHASTIC: tl.constexpr, BOUNDED: tl.constexpr = False):
-    """Scaled numbers, float32, to codes, uint8; bits16: int32 below 2^16, where STOCHASTIC.
+def encode_moment(y, drawn, FMT: tl.constexpr, STOCHASTIC: tl.constexpr, BOUNDED: tl.constexpr = False):
+    """Scaled numbers, float32, to codes, uint8; drawn: uint32, 32 random bits for each, where STOCHASTIC.
 
-    BOUNDED: none is inf, or past the format's max by more than its last bit, which the random bits do not reach.
+    BOUNDED: none is inf, or past the format's max by more than its last bit.
     """
     DROPPED: tl.constexpr = 23 - FMT.mantissa_bits
     SIGN: tl.constexpr = -(2**31)
@@ -54,9 +55,11 @@ def encode_moment(y, bits16, FMT: tl.constexpr, STOCHASTIC: tl.constexpr, BOUNDE
             power = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
             power = tl.where(power < SMALLEST, SMALLEST, tl.where(power > 65536.0, 65536.0, power)) * 2.0**DROPPED
             magnitude = (magnitude + power) - power
+    elif BOUNDED and not FMT.signed:  # what is past the max must not be carried to the NaN that comes next
+        magnitude = tl.minimum(magnitude, FMT.max, tl.PropagateNan.ALL)
     bits = (magnitude * 2.0 ** (FMT.bias - 127)).to(tl.int32, bitcast=True)
     if STOCHASTIC:
-        bits += bits16 << (DROPPED - 16)
+        bits += upper_bits(drawn, DROPPED)
     if converts(FMT) and (BOUNDED or not STOCHASTIC):
         if STOCHASTIC:  # the number that the format has, but for a power of two; a NaN's bits may have run over
             bits = tl.minimum(bits.to(tl.uint32, bitcast=True), 0x7FFFFFFF).to(tl.int32, bitcast=True)
@@ -75,16 +78,33 @@ def encode_moment(y, bits16, FMT: tl.constexpr, STOCHASTIC: tl.constexpr, BOUNDE
 
 
 @triton.jit
-def round_to_bf16(wide, bits16):
-    """float32 to bf16, stochastically; NaN and inf stay what they are."""
-    rounded = ((wide.to(tl.int32, bitcast=True) + bits16) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+def encode_hybrid(y, drawn, stored, FMT: tl.constexpr, BOUNDED: tl.constexpr):
+    """``encode_moment`` to nearest, but stochastically where that gives the magnitude of ``stored``, uint8."""
+    nearest = encode_moment(y, drawn, FMT, False, BOUNDED)
+    moved = encode_moment(y, drawn, FMT, True, BOUNDED)
+    return tl.where(((nearest ^ stored) & (0x7F if FMT.signed else 0xFF)) == 0, moved, nearest)
+
+
+@triton.jit
+def round_to_bf16(wide, drawn):
+    """float32 to bf16, stochastically, by 32 random bits for each; NaN and inf stay what they are."""
+    rounded = (wide.to(tl.int32, bitcast=True) + upper_bits(drawn, 16)) >> 16
+    rounded = rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
     return tl.where(finite_abs(wide) == tl.abs(wide), rounded, narrow(wide, tl.bfloat16))
 
 
 @triton.jit
-def round_to_half(wide, bits16):
+def round_to_bf16_hybrid(wide, drawn, stored):
+    """float32 to bf16, to nearest, but stochastically where that gives the magnitude of ``stored``, bf16."""
+    nearest = narrow(wide, tl.bfloat16)
+    is_unchanged = ((nearest.to(tl.int16, bitcast=True) ^ stored.to(tl.int16, bitcast=True)) & 0x7FFF) == 0
+    return tl.where(is_unchanged, round_to_bf16(wide, drawn), nearest)
+
+
+@triton.jit
+def round_to_half(wide, drawn):
     """float32, below float16's max, to float16, stochastically; NaN and inf stay what they are."""
     sign = (wide.to(tl.int32, bitcast=True) >> 16) & -0x8000
-    bits = ((tl.abs(wide) * 2.0**-112).to(tl.int32, bitcast=True) + (bits16 >> 3)) >> 13
+    bits = ((tl.abs(wide) * 2.0**-112).to(tl.int32, bitcast=True) + upper_bits(drawn, 13)) >> 13
     rounded = (bits | sign).to(tl.int16).to(tl.float16, bitcast=True)
     return tl.where(finite_abs(wide) == tl.abs(wide), rounded, wide.to(tl.float16))

@@ -15,7 +15,15 @@ import triton.language as tl
 
 from octavo.formats import E4M3
 from octavo.kernels.reference.optimizer_state import Master, MomentTensors
-from octavo.kernels.triton.moment_codes import decode_moment, encode_moment, round_to_bf16, round_to_half
+from octavo.kernels.triton.moment_codes import (
+    decode_moment,
+    encode_hybrid,
+    encode_moment,
+    round_to_bf16,
+    round_to_bf16_hybrid,
+    round_to_half,
+)
+from octavo.kernels.triton.step_numbers import upper_bits
 from octavo.kernels.triton.table import to_pointer
 from octavo.kernels.triton.tiles import finite_abs, narrow, scale_from_amax, scale_inv_from_scale
 
@@ -49,7 +57,7 @@ class MomentClass:
     Attributes:
         dtype: Triton's, of what is stored; None: there is no such moment.
         fmt: octavo's Format of codes; None for floats.
-        root, stochastic: as MomentTensors's.
+        root, stochastic, hybrid: as MomentTensors's.
         scale: where codes' scales come from: "block": each block's amax; "previous": the tensor's amax of the step
             before; "found": the tensor's amax, found by a launch before.
     """
@@ -58,13 +66,14 @@ class MomentClass:
     fmt: Any = None
     root: bool = False
     stochastic: bool = False
+    hybrid: bool = False
     scale: str = "block"
 
     @classmethod
     def of(cls, moment: MomentTensors) -> MomentClass:
         """A moment's."""
         scale = "previous" if moment.amax is not None else "found" if moment.needs_amax_first else "block"
-        return cls(DTYPES[moment.data.dtype], moment.fmt, moment.root, moment.stochastic, scale)
+        return cls(DTYPES[moment.data.dtype], moment.fmt, moment.root, moment.stochastic, moment.hybrid, scale)
 
     @property
     def has_one_scale(self) -> bool:
@@ -140,8 +149,8 @@ class TensorClass:
 
     @property
     def has_random_moment(self) -> bool:
-        """Whether a moment is rounded stochastically."""
-        return self.first.stochastic or self.second.stochastic
+        """Whether writing a moment takes random bits."""
+        return any(moment.stochastic or moment.hybrid for moment in (self.first, self.second))
 
 
 class TilePlace(NamedTuple):
@@ -241,18 +250,18 @@ def block_scales(scale_inv_ptr, place):
 
 @triton.jit
 def read_moment(row, COLUMN: tl.constexpr, place, MOMENT: tl.constexpr, EVEN: tl.constexpr):
-    """A moment's tile in float32."""
+    """A moment's tile in float32, and as it is stored."""
+    stored = load_at(to_pointer(row[COLUMN], MOMENT.dtype, EVEN), place)
     if MOMENT.fmt is None:
-        result = load_float(row, COLUMN, place, MOMENT.dtype, EVEN)
+        result = stored.to(tl.float32)
     else:
-        codes = load_at(to_pointer(row[COLUMN], tl.uint8, EVEN), place)
         scale_inv_ptr = to_pointer(row[COLUMN + 1], tl.float32, False)
         scale_inv = tl.load(scale_inv_ptr) if MOMENT.has_one_scale else block_scales(scale_inv_ptr, place)
         FMT: tl.constexpr = MOMENT.fmt
-        result = decode_moment(codes, FMT, scale_inv)
+        result = decode_moment(stored, FMT, scale_inv)
         if MOMENT.root:
             result = result * result
-    return result
+    return result, stored
 
 
 @triton.jit
@@ -261,7 +270,8 @@ def write_moment(
     COLUMN: tl.constexpr,
     place,
     wide,  # the moment, or its root where MOMENT.root
-    bits16,
+    drawn,  # uint32, 32 random bits for each, where MOMENT takes any
+    replaced,  # what is stored, as ``read_moment`` read it
     scale,  # the new one, where MOMENT.has_one_scale
     MOMENT: tl.constexpr,
     EVEN: tl.constexpr,
@@ -271,14 +281,20 @@ def write_moment(
     data_ptr = to_pointer(row[COLUMN], MOMENT.dtype, EVEN)
     found = 0.0
     if MOMENT.fmt is None:
-        stored = round_to_bf16(wide, bits16) if MOMENT.stochastic else narrow(wide, data_ptr.dtype.element_ty)
+        if MOMENT.hybrid:
+            stored = round_to_bf16_hybrid(wide, drawn, replaced)
+        elif MOMENT.stochastic:
+            stored = round_to_bf16(wide, drawn)
+        else:
+            stored = narrow(wide, data_ptr.dtype.element_ty)
         store_at(data_ptr, place, stored)
     else:
         FMT: tl.constexpr = MOMENT.fmt
+        BOUNDED: tl.constexpr = not (MAY_BE_INF or MOMENT.has_one_scale)
         if MOMENT.has_one_scale:
             if MOMENT.scale == "previous":
                 found = tl.max(tl.max(finite_abs(wide), 1), 0)
-            codes = encode_moment(wide * scale, bits16, FMT, MOMENT.stochastic)
+            scaled = wide * scale
         else:
             if MAY_BE_INF:
                 amax = tl.max(finite_abs(wide), 1)
@@ -287,7 +303,11 @@ def write_moment(
             scales = scale_from_amax(amax, FMT.max, False)
             scale_inv_ptr = to_pointer(row[COLUMN + 1], tl.float32, False) + place.first
             tl.store(scale_inv_ptr + place.blocks, scale_inv_from_scale(scales, False), mask=place.is_block)
-            codes = encode_moment(wide * scales[:, None], bits16, FMT, MOMENT.stochastic, not MAY_BE_INF)
+            scaled = wide * scales[:, None]
+        if MOMENT.hybrid:
+            codes = encode_hybrid(scaled, drawn, replaced, FMT, BOUNDED)
+        else:
+            codes = encode_moment(scaled, drawn, FMT, MOMENT.stochastic, BOUNDED)
         store_at(data_ptr, place, codes)
     return found
 
@@ -358,20 +378,20 @@ def largest_inside(x, place):
 
 
 @triton.jit
-def write_fp8_master(row, place, w, bits16, scale, MASTER: tl.constexpr, EVEN: tl.constexpr):
+def write_fp8_master(row, place, w, drawn, scale, MASTER: tl.constexpr, EVEN: tl.constexpr):
     """Store the master's tile and the codes; returns the largest absolute value that the master holds."""
     FMT: tl.constexpr = MASTER.fmt
     weight_ptr = to_pointer(row[WEIGHT_COLUMN], tl.uint8, EVEN)
     y = w * scale
     if MASTER.rest is None:
-        codes = encode_moment(y, bits16, FMT, True)
+        codes = encode_moment(y, drawn, FMT, True)
         store_at(weight_ptr, place, codes)
         largest = largest_inside(finite_abs(decode_moment(codes, FMT)), place)
     elif MASTER.rest.is_floating():
         rest_ptr = to_pointer(row[REST], MASTER.rest, EVEN)
-        store_at(weight_ptr, place, encode_moment(y, bits16, FMT, False))
+        store_at(weight_ptr, place, encode_moment(y, drawn, FMT, False))
         if MASTER.kind == "fp8_fp16":
-            half = round_to_half(y * 128.0, bits16)
+            half = round_to_half(y * 128.0, drawn)
             store_at(rest_ptr, place, half)
             largest = largest_inside(finite_abs(half.to(tl.float32)), place) * (1.0 / 128.0)
         else:
@@ -382,7 +402,7 @@ def write_fp8_master(row, place, w, bits16, scale, MASTER: tl.constexpr, EVEN: t
         DROPPED: tl.constexpr = 20 - BITS
         LARGEST: tl.constexpr = 0x7E << BITS
         is_finite = tl.abs(y) < float("inf")
-        magnitude = ((tl.abs(y) * 2.0**-120).to(tl.int32, bitcast=True) + (bits16 >> (16 - DROPPED))) >> DROPPED
+        magnitude = ((tl.abs(y) * 2.0**-120).to(tl.int32, bitcast=True) + upper_bits(drawn, DROPPED)) >> DROPPED
         magnitude = tl.where(is_finite, tl.where(magnitude > LARGEST, LARGEST, magnitude), 0)
         codes = (magnitude + (1 << (BITS - 1))) >> BITS
         rest = magnitude - (codes << BITS)
@@ -409,21 +429,21 @@ def read_master(row, place, scale_inv, MASTER: tl.constexpr, EVEN: tl.constexpr)
 
 
 @triton.jit
-def write_master(row, place, w, bits16, scale, MASTER: tl.constexpr, EVEN: tl.constexpr):
+def write_master(row, place, w, drawn, scale, MASTER: tl.constexpr, EVEN: tl.constexpr):
     """Store the master's tile, and the weight's; returns the largest absolute value that a scaled one holds."""
     weight_ptr = to_pointer(row[WEIGHT_COLUMN], MASTER.weight, EVEN)
     found = 0.0
     if MASTER.fmt is not None:
-        found = write_fp8_master(row, place, w, bits16, scale, MASTER, EVEN)
+        found = write_fp8_master(row, place, w, drawn, scale, MASTER, EVEN)
     elif MASTER.kind == "weight":
         store_at(weight_ptr, place, narrow(w, weight_ptr.dtype.element_ty))
     elif MASTER.kind == "stochastic":
-        store_at(weight_ptr, place, round_to_bf16(w, bits16))
+        store_at(weight_ptr, place, round_to_bf16(w, drawn))
     else:
         SPARE: tl.constexpr = 16 - MASTER.rest.primitive_bitwidth  # bits that the remainder has no room for
         bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FC00000)  # a NaN's must not run over into a number's
         if MASTER.is_random:
-            bits = (bits + (bits16 >> 8)) & -256
+            bits = (bits + upper_bits(drawn, 8)) & -256
         store_at(weight_ptr, place, ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
         rest = bits.to(tl.int16)  # what lies above is the weight's
         store_at(to_pointer(row[REST], MASTER.rest, EVEN), place, (rest >> SPARE).to(MASTER.rest))

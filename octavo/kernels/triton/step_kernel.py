@@ -41,11 +41,11 @@ from octavo.kernels.triton.optimizer_state import (
 )
 from octavo.kernels.triton.step_numbers import (
     adam_numbers,
-    half,
     keep_corrections,
     kept_corrections,
     random_bits,
     sgd_numbers,
+    swapped,
     with_number,
 )
 from octavo.kernels.triton.table import find_tensor, row_of, to_pointer
@@ -251,6 +251,25 @@ def found_amax(wide, MOMENT: tl.constexpr):
 
 
 @triton.jit
+def tile_bits(row, place, key, OF: tl.constexpr, IS_ADAM: tl.constexpr):
+    """32 random bits for each element of the first moment, of the second and of the master; 0 where none are taken."""
+    start, offsets = in_whole(row, place, OF.apart)
+    bits1 = 0
+    bits2 = 0
+    bits_w = 0
+    if IS_ADAM:
+        if OF.has_random_moment:
+            bits1 = random_bits(with_number(key, tl.full((), 0, tl.int64)), start, offsets, OF.large)
+            bits2 = swapped(bits1)
+        if OF.master.is_random:
+            bits_w = random_bits(with_number(key, tl.full((), 1, tl.int64)), start, offsets, OF.large)
+    elif OF.has_random_moment or OF.master.is_random:
+        bits1 = random_bits(key, start, offsets, OF.large)
+        bits_w = swapped(bits1)
+    return bits1, bits2, bits_w
+
+
+@triton.jit
 def tile_step(row, gradient, place, n, scales, key, OF: tl.constexpr, STEP: tl.constexpr, MEASURE: tl.constexpr):
     """A tile's step: (the amax found of the first moment, of the second, of the master), and resolution_tile's."""
     MASTER: tl.constexpr = OF.master
@@ -260,10 +279,12 @@ def tile_step(row, gradient, place, n, scales, key, OF: tl.constexpr, STEP: tl.c
     g = gradient_tile(gradient, place, n, w, OF, STEP.ascends, not STEP.decoupled)
     m = g
     v = g
+    stored1 = 0
+    stored2 = 0
     if FIRST_MOMENT.dtype is not None:
-        m = read_moment(row, FIRST, place, FIRST_MOMENT, OF.even)
+        m, stored1 = read_moment(row, FIRST, place, FIRST_MOMENT, OF.even)
     if STEP.is_adam:
-        v = read_moment(row, SECOND, place, SECOND_MOMENT, OF.even)
+        v, stored2 = read_moment(row, SECOND, place, SECOND_MOMENT, OF.even)
         m, v = adam_moments(m, v, g, n, STEP.small)
         root = tl.sqrt_rn(v)
     elif FIRST_MOMENT.dtype is not None:
@@ -288,27 +309,14 @@ def tile_step(row, gradient, place, n, scales, key, OF: tl.constexpr, STEP: tl.c
         if MEASURE:
             smallest = scales.master_inv * 2.0**-9 if MASTER.fmt is not None else 0.0
             moved, grid = resolution_tile(place, before, w, smallest)
-        start, offsets = in_whole(row, place, OF.apart)
-        bits1 = 0
-        bits2 = 0
-        bits_w = 0
-        if STEP.is_adam:
-            if OF.has_random_moment:
-                drawn = random_bits(with_number(key, tl.full((), 0, tl.int64)), start, offsets, OF.large)
-                bits1 = half(drawn, False)
-                bits2 = half(drawn, True)
-            if MASTER.is_random:
-                drawn = random_bits(with_number(key, tl.full((), 1, tl.int64)), start, offsets, OF.large)
-                bits_w = half(drawn, False)
-        elif OF.has_random_moment or MASTER.is_random:
-            drawn = random_bits(key, start, offsets, OF.large)
-            bits1 = half(drawn, False)
-            bits_w = half(drawn, True)
+        bits1, bits2, bits_w = tile_bits(row, place, key, OF, STEP.is_adam)
         MAY_BE_INF: tl.constexpr = not STEP.is_adam  # else saturated
         if FIRST_MOMENT.dtype is not None:
-            found1 = write_moment(row, FIRST, place, m, bits1, scales.first, FIRST_MOMENT, OF.even, MAY_BE_INF)
+            found1 = write_moment(row, FIRST, place, m, bits1, stored1, scales.first, FIRST_MOMENT, OF.even, MAY_BE_INF)
         if SECOND_MOMENT.dtype is not None:
-            found2 = write_moment(row, SECOND, place, v, bits2, scales.second, SECOND_MOMENT, OF.even, MAY_BE_INF)
+            found2 = write_moment(
+                row, SECOND, place, v, bits2, stored2, scales.second, SECOND_MOMENT, OF.even, MAY_BE_INF
+            )
         found_w = write_master(row, place, w, bits_w, scales.master, MASTER, OF.even)
     return found1, found2, found_w, moved, grid
 

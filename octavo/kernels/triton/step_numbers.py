@@ -199,6 +199,12 @@ def random_bits(key, start, offsets, LARGE: tl.constexpr):
 
 
 @triton.jit
-def half(drawn, UPPER: tl.constexpr):
-    """16 of 32 random bits, int32."""
-    return (drawn >> 16 if UPPER else drawn & 0xFFFF).to(tl.int32)
+def swapped(drawn):
+    """32 random bits, uint32, with their halves exchanged; see kernels/step_numbers.py."""
+    return (drawn << 16) | (drawn >> 16)
+
+
+@triton.jit
+def upper_bits(drawn, COUNT: tl.constexpr):
+    """The upper COUNT of 32 random bits, uint32, as int32."""
+    return (drawn >> (32 - COUNT)).to(tl.int32)

@@ -10,7 +10,7 @@ from octavo.kernels.layouts import BLOCK, as_matrix_shape, blocks_of
 from octavo.kernels.reference import optimizer_state
 from octavo.kernels.reference.optimizer_state import PIECE, MomentTensors, finite_amax, pieces
 from octavo.kernels.reference.optimizer_step import WeightUpdate
-from tests.support.fp8_weights import codes_of, read
+from tests.support.fp8_weights import codes_of, random32, read
 
 COLS = [1, 31, 127, 128, 129, 4095]
 CPU = torch.device("cpu")
@@ -19,9 +19,9 @@ CPU = torch.device("cpu")
 def write(moment: MomentTensors, values: Tensor, scale: Tensor | None = None, found: Tensor | None = None) -> None:
     for piece in pieces(*values.shape):
         wide = piece.of(values.clone())
-        bits16 = torch.randint(0, 1 << 16, wide.shape, dtype=torch.int32) if moment.stochastic else None
+        bits = random32(wide.shape) if moment.is_random else None
         moment.scale, moment.found = scale, found
-        moment.write(piece, wide, bits16)
+        moment.write(piece, wide, bits)
 
 
 def check_cover(rows: int, cols: int, first_row: int = 0) -> None:

@@ -23,7 +23,7 @@ from octavo.kernels.reference.optimizer_step import (
 from octavo.kernels.step_numbers import adam_max_update, bound_after
 from octavo.numerics import scale_from_amax
 from octavo.tensor.stored_weight import StoredWeight
-from tests.support.fp8_weights import codes_of, master_of, read
+from tests.support.fp8_weights import codes_of, master_of, read, store, weight
 
 ADAM = [
     AdamGroup(0.01, 0.9, 0.99, 1e-8, 0.1, False, True, True),
@@ -208,6 +208,35 @@ def test_a_scaled_master_that_was_rounded_up_does_not_overflow() -> None:
 
 
 # --- many weights -----------------------------------------------------------------------------------------------------
+
+
+COUNT = 1 << 20  # steps of float32 in one of E4M3
+
+
+def all_random_bits(key: int, index: Tensor) -> Tensor:
+    """Return random bits whose upper 20, and lower half and upper 4, take each value once in COUNT elements."""
+    return ((index << 12) | ((index >> 4) & 0xFFF)).to(torch.int32)
+
+
+@pytest.mark.parametrize("group", [PLAIN._replace(clip=True), SGD[0]._replace(max_update=2.0)], ids=["Adam", "SGD"])
+def test_the_mean_over_all_random_bits_is_the_number_that_is_rounded(group: Any, monkeypatch: Any) -> None:
+    """A step with a moment and a weight in codes is held against the same step in float32, where nothing is rounded."""
+    monkeypatch.setattr(f"{optimizer_step.__module__}.random_bits", all_random_bits)
+    codes = [codes_of(fmt, (1, COUNT), root, True, True, 1.0) for fmt, root in ((E4M3, False), (E4M4, True))]
+    coded, small = tuple(codes[: 2 - isinstance(group, SgdGroup)]), (1, 128)
+    means = []
+    for master, moments in (
+        (weight("fp8_fp32", small), fp32(small, len(coded))),
+        (weight("fp8_stochastic", (1, COUNT)), coded),
+    ):
+        store(master, torch.full_like(master.weight, 1.25, dtype=torch.float32))
+        update(group, master, torch.full_like(master.weight, 0.7123457, dtype=torch.float32), *moments)
+        means.append(
+            [float(x.double().mean()) for x in (read(master), read(moments[0]), *(read(v).sqrt() for v in moments[1:]))]
+        )
+    (w, *of_float32), (w_coded, *of_codes) = means
+    assert w_coded == w  # its scale is a power of two
+    assert of_codes == pytest.approx(of_float32, rel=2.0**-23)
 
 
 def weights(groups: list[Any]) -> list[WeightUpdate]:

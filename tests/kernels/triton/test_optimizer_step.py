@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from octavo import E4M3, PerTensor
+from octavo.formats import E4M4
 from octavo.kernels.reference.optimizer_state import Fp8Weight
 from octavo.kernels.reference.optimizer_step import BitNumbers, SgdGroup, WeightUpdate
+from octavo.kernels.step_numbers import key_of, random_bits, root_of, swapped
 from octavo.optim.moment import NAMED, Moment
 from tests.support.fp8_weights import RESTS
 from tests.support.optimizer_both import (
@@ -50,6 +52,20 @@ def large(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tiles in the interpreter, where one takes as long whatever its size."""
     if kernels.interpreted:
         set_tiles(kernels, monkeypatch, 128, 1)
+
+
+def test_a_largest_number_is_not_rounded_up_to_nan(kernels: TritonKernels) -> None:
+    """Times its scale it may exceed the format's max by a bit, which the largest random bits carry to the next code."""
+    gradients = torch.rand(1000) + 1
+    roots = root_of(gradients.square() * (1 - ADAM.beta2))
+    excess = roots * (E4M4.max / roots) > E4M4.max
+    index = torch.arange(1 << 21)
+    largest = swapped(random_bits(key_of(0, 1, 0), index.clone())) >> 13 == -1  # all of the upper 19
+    moments = Moment(E4M3, rounding="stochastic"), Moment(E4M4, root=True, rounding="stochastic")
+    update = update_of((1, 1), moments, first_row=int(index[largest][0]))
+    both = Both(kernels, [update._replace(gradient=gradients[excess][:1].view(1, 1).clone())], [ADAM])
+    both.step()
+    assert both.ours[0].moments[1].data.tolist() == [[E4M4.max_code]]
 
 
 RULES = {
@@ -159,6 +175,13 @@ def record(both: Both, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(both.module, "launch", recorded)
     return found
+
+
+@pytest.mark.parametrize("rule", [ADAM, SGD._replace(averages=True, max_update=1.25)], ids=["Adam", "Muon's"])
+def test_the_hybrid_reads_what_it_replaces(kernels: TritonKernels, rule: Any) -> None:
+    both_forms, count = (SCHEMES["hybrid"], SCHEMES["hybrid bf16"]), 1 + (rule is ADAM)
+    both = Both(kernels, [update_of((3, 200), moments[:count]) for moments in both_forms], [rule])
+    both.steps(3, 1.5)
 
 
 def test_one_launch_or_two(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
