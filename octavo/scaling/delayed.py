@@ -293,7 +293,7 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         if (loaded := state_of(module)) is not None:
             loaded.before.zero_()
             note_loaded(module, weights_from.get(module))
-            module.weight_writes.were_loaded(module.weights)  # type: ignore[union-attr, operator, arg-type]
+            module.weight_writes.were_loaded(module.weights)  # type: ignore[union-attr, operator]
 
 
 def _saved(model: nn.Module) -> dict[str, Tensor]:
