@@ -247,7 +247,16 @@ class LeanT5Norm(LeanRMSNorm):
 class DecoderLayer(KnownForward):
     """Llama's and many others': each norm reads its sum with the residual, and adds the residual's gradient."""
 
-    def known(self: Any, hidden_states, attention_mask, position_ids, cache, use_cache, position_embeddings, **kwargs):  # type: ignore[no-untyped-def,override]
+    def known(  # type: ignore[override]
+        self: Any,
+        hidden_states: Any,
+        attention_mask: Any,
+        position_ids: Any,
+        cache: Any,
+        use_cache: Any,
+        position_embeddings: Any,
+        **kwargs: Any,
+    ) -> Any:
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
         hidden_states, _ = self.self_attn(
@@ -294,7 +303,15 @@ class DecoderLayer(KnownForward):
 class Attention(KnownForward):
     """Llama's and many others': q, k and v are one product, and the rotary positions of q and k one launch."""
 
-    def known(self: Any, hidden_states, position_embeddings, attention_mask, cache, **kwargs):  # type: ignore[no-untyped-def,override]
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    o_proj: Any
+    config: Any
+
+    def known(  # type: ignore[override]
+        self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, cache: Any, **kwargs: Any
+    ) -> Any:
         input_shape = hidden_states.shape[:-1]
         hidden_shape = (*input_shape, -1, self.head_dim)
         query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
@@ -306,7 +323,7 @@ class Attention(KnownForward):
             key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation,
-            eager_attention_forward,  # noqa: F821
+            eager_attention_forward,  # type: ignore[name-defined]  # noqa: F821
         )
         attn_output, attn_weights = attention_interface(
             self,
@@ -352,7 +369,7 @@ class Attention(KnownForward):
         x = hidden_states.to(product_dtype(hidden_states, tensors[0]))
         qkv = run_as_one(FusedParts(x, (None, None), [tensors]), None, [joined], "", x.dtype)
         heads = [layer.out_features // self.head_dim for layer in layers]
-        query, key, value = rotary(qkv, *angles, (heads[0], heads[1]))
+        query, key, value = rotary(qkv, angles[0], angles[1], (heads[0], heads[1]))
         mask, cache = kwargs.pop("attention_mask", None), kwargs.pop("cache", None)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)

@@ -98,7 +98,7 @@ class CrossEntropyLoss(nn.Module):
         super().__init__()
         if weight is not None:
             raise ValueError("weight: octavo.nn.CrossEntropyLoss has no weights of classes; use torch's")
-        self.options = {
+        self.options: dict[str, Any] = {
             "ignore_index": ignore_index,
             "reduction": reduction,
             "label_smoothing": label_smoothing,
