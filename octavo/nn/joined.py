@@ -17,7 +17,7 @@ from octavo.autograd.shared_scales import Parts
 from octavo.nn.fused import run_alone
 from octavo.nn.linear import Linear
 from octavo.nn.tensor_parallel import LayerTensors
-from octavo.nn.weight import state_for
+from octavo.nn.weight import is_freed_after_forward, state_for
 from octavo.private import FakeTensor
 from octavo.scaling.delayed import STATE, note_empty
 
@@ -55,12 +55,9 @@ class Joined(NamedTuple):
     linears: tuple[Linear, ...]
 
     def can_join(self) -> bool:
-        """Whether nobody would notice, and one product in FP8 has the result of all.
-
-        Not while torch.compile traces, which computes equal casts once and fuses sums by itself.
-        """
+        """Whether nobody would notice, and one product in FP8 has the result of all."""
         first = self.linears[0]
-        if first.recipe.output is None or first.recipe.grad_input is None or torch.compiler.is_compiling():
+        if first.recipe.output is None or first.recipe.grad_input is None:
             return False
         if any(linear.out_features % first.recipe.rows_unit for linear in self.linears[:-1]):
             return False  # a block would have rows of two layers
@@ -71,6 +68,7 @@ class Joined(NamedTuple):
         return (
             isinstance(weight, nn.Parameter)  # not computed from others
             and type(weight) in (nn.Parameter, FakeTensor)  # not sharded, not stored in FP8
+            and not is_freed_after_forward(linear, weight)
             and weight.dtype == first.weight.dtype
             and linear.recipe is first.recipe
             and linear.training == first.training
@@ -95,7 +93,7 @@ class Joined(NamedTuple):
     ) -> Layer:
         """What the layers bring to their product with ``input``, see RecipeModule.layer_of."""
         first, *others = self.linears
-        if first.training and first.recipe.delayed is not None:
+        if first.training and first.recipe.delayed is not None and not torch.compiler.is_compiling():
             self._share_state(input.device)
             for linear in others:
                 state_for(linear, linear.weight, True, input.device)  # which empties it where the weight was written

@@ -140,8 +140,7 @@ def as_one_layer(layers: Sequence[Any]) -> Any:
     if len(layers) > 1:
         return joined if (joined := Joined(tuple(layers))).can_join() else None
     (layer,) = layers
-    alone = layer.splits is None and run_alone(layers) and not is_parallel(layer.weight)
-    return layer if alone and not torch.compiler.is_compiling() else None
+    return layer if layer.splits is None and run_alone(layers) and not is_parallel(layer.weight) else None
 
 
 class OfLlama(FeedForward):
@@ -291,7 +290,7 @@ class DecoderLayer(KnownForward):
         known = all(
             isinstance(norm, LeanRMSNorm) and runs_alone(norm) and norm.is_lean(hidden_states) for norm in norms
         )
-        if args or not known or torch.compiler.is_compiling():
+        if args or not known:
             return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
         first, second = norms
         normed, residual = first.lean_with(hidden_states)
@@ -308,6 +307,14 @@ class Attention(KnownForward):
     v_proj: Any
     o_proj: Any
     config: Any
+    interfaces: Any  # transformers' functions of attention by name, and the class's own in plain torch
+    eager_attention: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        names = inspect.unwrap(cls.__mro__[cls.__mro__.index(KnownForward) + 1].forward).__globals__
+        cls.interfaces = names["ALL_ATTENTION_FUNCTIONS"]
+        cls.eager_attention = staticmethod(names["eager_attention_forward"])
 
     def known(  # type: ignore[override]
         self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, cache: Any, **kwargs: Any
@@ -346,7 +353,7 @@ class Attention(KnownForward):
             return f"{', '.join(_QKV)} are not all converted"
         if any(layer.recipe != layers[0].recipe for layer in layers):
             return f"{', '.join(_QKV)} have different recipes"
-        if not _turns_halves(_library_forward(module)):
+        if not _turns_halves(inspect.unwrap(class_of(module).forward)):
             return "its rotary positions are none that octavo knows"
         return None
 
@@ -359,13 +366,12 @@ class Attention(KnownForward):
         """As its own class's; what is given by position, its own class computes."""
         layers = [getattr(self, name) for name in _QKV]
         angles = kwargs.get("position_embeddings")
-        library = _library_forward(self)
-        if args or angles is None or any(map(requires_grad, angles)) or not _turns_halves(library):
+        if args or angles is None or requires_grad(angles[0]) or requires_grad(angles[1]):
             return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
         if hidden_states.ndim != 3 or (joined := as_one_layer(layers)) is None:
             return super(KnownForward, self).forward(hidden_states, **kwargs)
         del kwargs["position_embeddings"]
-        tensors, names = joined.operands(), library.__globals__
+        tensors = joined.operands()
         x = hidden_states.to(product_dtype(hidden_states, tensors[0]))
         qkv = run_as_one(FusedParts(x, (None, None), [tensors]), None, [joined], "", x.dtype)
         heads = [layer.out_features // self.head_dim for layer in layers]
@@ -373,9 +379,7 @@ class Attention(KnownForward):
         mask, cache = kwargs.pop("attention_mask", None), kwargs.pop("cache", None)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
-        attend = names["ALL_ATTENTION_FUNCTIONS"].get_interface(
-            self.config._attn_implementation, names["eager_attention_forward"]
-        )
+        attend = self.interfaces.get_interface(self.config._attn_implementation, self.eager_attention)
         dropout = self.attention_dropout if self.training else 0.0
         output, weights = attend(self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **kwargs)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
@@ -406,14 +410,6 @@ def _turns_halves(forward: Any) -> bool:
     library = forward.__globals__
     pairs = [(library.get(ours.__name__), ours) for ours in (rotate_half, apply_rotary_pos_emb)]
     return all(inspect.isfunction(theirs) and _same(inspect.unwrap(theirs), ours) for theirs, ours in pairs)
-
-
-def _library_forward(module: nn.Module) -> Any:
-    """The forward of a module's class, of a fused one that of its own class, without decorators."""
-    kind: Any = class_of(module)
-    if KnownForward in kind.__mro__:
-        kind = kind.__mro__[kind.__mro__.index(KnownForward) + 1]
-    return inspect.unwrap(kind.forward)
 
 
 _KINDS: tuple[type[KnownForward], ...] = (

@@ -131,8 +131,7 @@ class SelfAttention(nn.Module):
 
     def _turned(self, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys turned by their positions, and values, [B, H or G, C, D]; in one launch if that can be."""
-        alone = runs_alone(self.qkv) and not torch.compiler.is_compiling()
-        output = self.qkv.whole(x)[0] if alone else self.qkv(x)
+        output = self.qkv.whole(x)[0] if runs_alone(self.qkv) else self.qkv(x)
         first = output if isinstance(output, Tensor) else output[0]
         positions = first.shape[1]  # of which x has a part under sequence parallelism
         if rotary is None:
