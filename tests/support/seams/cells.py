@@ -16,6 +16,7 @@ from tests.support.seams.alone import COMPILED
 from tests.support.seams.features import FEATURES, Feature
 from tests.support.seams.made import Made, Role
 from tests.support.seams.situations import SITUATIONS, Documented, Refused, Situation, Sound, Verdict
+from tests.support.seams.twins import computing_apart
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = DOCS / "combinations.md"
@@ -38,12 +39,14 @@ def verdict_of(cell: Cell) -> Verdict:
 
 def run(feature: Feature, situation: Situation, role: Role, mesh: Any) -> dict[str, Tensor]:
     """The trace of the situation's program."""
-    made = Made(feature, role, mesh)
-    try:
-        situation.program(made)
-        return made.finish()
-    finally:
-        made.closing.close()
+    shards = situation.group.startswith("Parts of") or any(name in situation.name for name in ("FSDP", "ZeRO"))
+    with computing_apart(shards):
+        made = Made(feature, role, mesh)
+        try:
+            situation.program(made)
+            return made.finish()
+        finally:
+            made.closing.close()
 
 
 def fault(mesh: Any, feature_name: str, situation_name: str) -> str:

@@ -16,6 +16,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 
 import octavo
 from octavo import kernels
-from octavo.nn.known_forwards import LeanRMSNorm
+from octavo.nn.known_forwards import LeanRMSNorm, OfLlama
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support import definitions
 
@@ -319,7 +320,35 @@ class TwinMLP(nn.Module):
         return self.fc2(self.fc1(self.norm(x, self.fc1.casts.recipe is None)).relu())
 
 
+class TwinFeedForward(nn.Module):
+    """What Llama's feed-forward computes that convert(fuse=True) has changed: gate and up are one matrix.
+
+    ``apart``: each is computed by itself, as where their weights are sharded.
+    """
+
+    apart = False
+
+    def __init__(self, mlp: Any, exact: bool) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = TwinLinear(mlp.gate_proj, exact), TwinLinear(mlp.up_proj, exact)
+        self.down_proj, self.act_fn = TwinLinear(mlp.down_proj, exact), mlp.act_fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj, self.up_proj
+        recipe, plain = gate.casts.recipe, all(type(one.weight) is nn.Parameter for one in (gate, up))
+        hooks = any(one._forward_hooks or one._forward_pre_hooks for one in (gate, up))
+        if recipe is None or recipe is not up.casts.recipe or hooks or not plain or self.apart:
+            h = gate(x), up(x)
+        else:
+            up.casts = gate.casts
+            x = x.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else x
+            weight = torch.cat([gate.weight, up.weight])
+            h = _Products.apply(x, weight, None, gate.casts, self.training, True).chunk(2, 1)
+        return self.down_proj(self.act_fn(h[0]) * h[1])
+
+
 TWINS: dict[type, Any] = {
+    OfLlama: TwinFeedForward,
     octavo.nn.Linear: TwinLinear,
     octavo.nn.Experts: TwinExperts,
     octavo.nn.RMSNormMLP: TwinMLP,
@@ -328,14 +357,18 @@ TWINS: dict[type, Any] = {
 
 
 def twin_of(model: nn.Module, exact: bool = False) -> nn.Module:
-    """The model with twins in the place of octavo's modules, on the same parameters; ``exact``: in float64.
-
-    A feed-forward whose last layer is a twin runs by its own forward.
-    """
+    """The model with twins in the place of octavo's modules, on the same parameters; ``exact``: in float64."""
     for name, child in model.named_children():
         twin = next((TWINS[kind] for kind in type(child).__mro__ if kind in TWINS), None)
         setattr(model, name, twin_of(child, exact) if twin is None else twin(child, exact))
     return model.double() if exact else model
+
+
+@contextlib.contextmanager
+def computing_apart(apart: bool) -> Iterator[None]:
+    """Let twins of feed-forwards compute gate and up each by itself, as where their weights are sharded."""
+    with mock.patch.object(TwinFeedForward, "apart", apart):
+        yield
 
 
 def casts_of(model: nn.Module) -> list[Casts]:
