@@ -22,7 +22,7 @@ from octavo.cost.parts import LOSS, PARTS, fused_parts
 from octavo.cost.rates import HIGH_PRECISION, HostTime, Rates, forms_of, host_kind
 from octavo.nn.candidates import Select, experts_class, features, fp8_class
 from octavo.nn.convert import convert, set_recipe
-from octavo.nn.known_forwards import refusal
+from octavo.nn.known_forwards import KnownForward, refusal
 from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import storage_of, twin_of, without_data
@@ -289,7 +289,7 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
         results = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not results:
             raise ValueError("no result of the model's forward needs a gradient: there is nothing to train")
-        logits = logits_of(results, arguments)
+        logits = _logits(twin, results, arguments)
         _loss(results, logits).backward()
     linears = tuple(found.values())
     of_linears = sum(work.flop * sum(work.products) for work in linears)
@@ -305,10 +305,11 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     return Work(linears, other_flop, traffic.counts, of_blocks, dict(traffic.attention), sizes, count)
 
 
-def logits_of(results: Sequence[Tensor], arguments: Sequence[Any]) -> Tensor | None:
-    """Return the result that has a row for each token of an argument; None: it is no language model."""
-    tokens = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor) and x.dtype == torch.int64]
-    return next((y for y in results for x in tokens if y.ndim == x.ndim + 1 and y.shape[:-1] == x.shape), None)
+def _logits(model: nn.Module, results: Sequence[Tensor], arguments: Sequence[Any]) -> Tensor | None:
+    """Return the result that has a row for each token and a column for each word; None: it is no language model."""
+    words = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    tokens = [x.shape for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor) and x.dtype == torch.int64]
+    return next((y for y in results if y.ndim and y.shape[-1] in words and y.shape[:-1] in tokens), None)
 
 
 def _loss(results: Sequence[Tensor], logits: Tensor | None) -> Tensor:
@@ -344,8 +345,8 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
         return hook
 
     def size(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: object) -> None:
-            sizes[name] = sizes.get(name, 0) + arguments[0].numel()
+        def hook(module: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Any], output: object) -> None:
+            sizes[name] = sizes.get(name, 0) + (*arguments, *keywords.values())[0].numel()
 
         return hook
 
@@ -353,7 +354,7 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
         if isinstance(module, nn.Linear | Grouped) or fp8_class(module) is not None:
             module.register_forward_hook(note(name))
         elif refusal(module) is None:
-            module.register_forward_hook(size(name))
+            module.register_forward_hook(size(name), with_kwargs=True)
     return found, sizes
 
 
@@ -486,7 +487,9 @@ def estimate(
     if recipe is not None:
         _convert(twin, recipe, select, fuse)
     modules = dict(twin.named_modules())
-    times = _Times(work, rates, fused_parts(twin, work.inputs, work.linears) if fuse else ())
+    already = {name for name, module in model.named_modules() if isinstance(module, KnownForward)}
+    parts = fused_parts(twin, work.inputs, work.linears) if fuse else ()
+    times = _Times(work, rates, (part for part in parts if part[0] not in already))
     layers, cast_inputs = [], set()
     for linear in work.linears:
         module = modules.get(linear.name)  # None for experts that are not converted

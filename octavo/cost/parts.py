@@ -55,7 +55,8 @@ def fused_parts(model: nn.Module, norms: Mapping[str, int], linears: Iterable[An
     inputs = {linear.name: linear.sizes[0] for linear in linears}
     for name, module in model.named_modules():
         if isinstance(module, LeanRMSNorm):
-            yield name, "norm", norms[name]
+            yield name, "norm", norms.get(name, 0)
         elif isinstance(module, FeedForward):
             down = f"{name}.{module.parts.down}"
-            yield name, "gated feed-forward" if module.parts.up else "feed-forward", inputs[down.removeprefix(".")]
+            part = "gated feed-forward" if module.parts.up else "feed-forward"
+            yield name, part, inputs.get(down.removeprefix("."), 0)
