@@ -1,10 +1,12 @@
-"""All that is to be done on a GPU, in stages that each have their time: tests, probes, kernels, layers, a model's step.
+"""All that is to be done on a GPU, in stages that each have their time, in the order of what they decide.
 
-The rehearsal (--toy) is the same without a GPU. In stages 1 to 4, 9 and 10 kernels are compiled for Hopper, and their
-PTX runs in the emulator; in the others, of which torch.compile makes code, layers and optimizers run the reference.
-Every stage is a process of its own. One that fails or runs out of its time is named, and the next begins; rows are in
-its CSV as they come. ``--stages`` picks some, ``--minutes`` ends before a stage that would not fit, and a stage that an
-earlier call finished in the same folder is not run again. The last lines are a table of ours, the limit and the others.
+Without --stages they are those of one command of 8 minutes: each kernel once, replays, and a Llama's steps, whose rows
+may be cut at any point. The rehearsal (--toy) is the same without a GPU. In stages 1, 4 to 6, 10 and 11 kernels are
+compiled for Hopper, and their PTX runs in the emulator; replays run in Triton's interpreter; in the others, of which
+torch.compile makes code, layers and optimizers run the reference. Every stage is a process of its own. One that fails
+or runs out of its time is named, and the next begins; rows are in its CSV as they come. ``--stages`` picks some,
+``--minutes`` ends before a stage that would not fit, and a stage that an earlier call finished in the same folder is
+not run again. The last lines are a table of ours, the limit and the others.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import NamedTuple
 
 from benchmarks.subjects import ROOT
 
-TAKES = "31 minutes of a GPU, in four commands of 9"
+TAKES = "8 minutes of a GPU; with all --stages 35, in commands of 9"
 MEASURES = ("octavo/kernels/triton",)
 
 # a plugin that times tests, where it is installed, warns beside xdist, which is an error
@@ -47,26 +49,29 @@ def _subject(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 STAGES = {
-    1: Stage("smoke: every kernel once, a step of every recipe", 75, (("smoke",),)),
-    2: Stage("the tests marked gpu", 400),
-    3: Stage("tune", 360, (("tune", "--minutes", "5.5"),)),
-    4: Stage("kernels beside copy, and others'", 270, (_subject("kernels", "--minutes", "4"),)),
-    5: Stage("layers beside bf16 and torchao", 150, (_subject("layer", "--minutes", "2"),)),
-    6: Stage(
+    1: Stage("smoke: every kernel once, a step of every recipe", 65, (("smoke", "--minutes", "0.5"),)),
+    2: Stage("replays of casts, on two streams and in graphs", 45, (("replays", "--seconds", "25"),)),
+    3: Stage("a Llama's step, by rows", 360, (_subject("llama_step", "--minutes", "5.9"),)),
+    4: Stage("the tests marked gpu", 400),
+    5: Stage("tune", 360, (("tune", "--minutes", "5.5"),)),
+    6: Stage("kernels beside copy, and others'", 270, (_subject("kernels", "--minutes", "4"),)),
+    7: Stage("layers beside bf16 and torchao", 150, (_subject("layer", "--minutes", "2"),)),
+    8: Stage(
         "optimizer steps",
         120,
         (_subject("optimizer_step", "--seconds", "3"), _subject("update_overlap", "--seconds", "2")),
     ),
-    7: Stage("a Llama's step", 210, (_subject("llama_step", "--minutes", "3"),)),
-    8: Stage("FSDP2 over NCCL", 60, (("nccl",),)),
-    9: Stage("compute-sanitizer: every kernel once under three tools", 150, (("sanitizer",),)),
-    10: Stage("launches for the emulator", 90, (("silicon", "--record", "{output}/silicon.record"),)),
+    9: Stage("FSDP2 over NCCL", 60, (("nccl",),)),
+    10: Stage("compute-sanitizer: every kernel once under three tools", 150, (("sanitizer",),)),
+    11: Stage("launches for the emulator", 90, (("silicon", "--record", "{output}/silicon.record"),)),
 }
+FIRST = (1, 2, 3)  # one command of 8 minutes
 TOY = {
     1: STAGES[1]._replace(seconds=300),
-    3: Stage(STAGES[3].about, 300, (("tune", "cast", "matmul", "--toy"),)),
-    8: STAGES[8]._replace(seconds=120),
-    10: STAGES[10]._replace(seconds=300),
+    2: Stage(STAGES[2].about, 300, (("replays", "--toy", "--seconds", "20"),)),
+    5: Stage(STAGES[5].about, 300, (("tune", "cast", "matmul", "--toy"),)),
+    9: STAGES[9]._replace(seconds=120),
+    11: STAGES[11]._replace(seconds=300),
 }
 TOY_TESTS = ("-k", "delayed_update", "--compiled", "sm_90")
 
@@ -156,7 +161,8 @@ def summary(output: Path) -> list[str]:
     for name, keys in (
         ("layer", ("variant", "shape", "ms", "by_eager", "by_compiled")),
         ("optimizer_step", ("optimizer", "step_ms", "graph_ms", "of_roofline")),
-        ("llama_step", ("variant", "mode", "ms", "tokens_s", "peak_gib", "by_bf16")),
+        ("llama_step", ("variant", "mode", "ms", "by_bf16", "peak_gib", "mhz", "note")),
+        ("llama_profile", ("variant", "kind", "ms", "share")),
     ):
         rows = rows_of(output / f"{name}.csv")
         if name == "layer":
@@ -170,7 +176,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks on_gpu", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="a folder for logs, CSVs and what is done")
     about = "; ".join(f"{number} {stage.about}" for number, stage in STAGES.items())
-    parser.add_argument("--stages", type=int, nargs="+", choices=STAGES, default=list(STAGES), help=f"of {about}")
+    parser.add_argument("--stages", type=int, nargs="+", choices=STAGES, default=list(FIRST), help=f"of {about}")
     parser.add_argument("--minutes", type=float, default=60.0, help="no stage is begun that would end later")
     parser.add_argument("--toy", action="store_true", help="the rehearsal, without a GPU")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="that share the tests")

@@ -27,6 +27,7 @@ from benchmarks.training import (
     cpu_step,
     llama_convergence,
     llama_step,
+    planned_step,
     quality_study,
     saved_bytes,
 )
@@ -43,7 +44,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/many-gpus.md": sharded_load.TABLES,
     "docs/modules.md": saved_bytes.TABLES | llama_convergence.TABLES | checkpointing.TABLES | predicted.MODULES,
     "docs/optimizer.md": muon_training.TABLES | optimizer_step.TABLES,
-    "docs/plan.md": communication_model.PLAN_TABLES,
+    "docs/plan.md": communication_model.PLAN_TABLES | planned_step.TABLES,
     "docs/study/mixture-of-experts.md": grouped_accuracy.TABLES | predicted.MIXTURES,
     "docs/study/optimizer-state.md": optimizer_state.TABLES | optimizer_convergence.TABLES,
     "docs/study/training-quality.md": quality_study.TABLES,

@@ -28,6 +28,7 @@ ALL: dict[str, tuple[str, ...]] = {
     "memory_kinds": ("memory_kinds",),
     "accumulation": ("accumulation",),
     "communication": ("communication", "communication_links", "communication_wire"),
+    "planned_step": ("planned_step",),
     "communication_model": ("communication_model", "communication_model_published"),
     "gather_host": ("gather_host",),
     "grouped_accuracy": ("grouped_accuracy",),
@@ -73,6 +74,7 @@ STUDIES = {
     "kernels": "docs/kernels.md",
     "layer": "docs/kernels.md",
     "llama_step": "docs/kernels.md",
+    "gpu_host_earlier": "docs/plan.md",  # of the commit of llama_step
     "silicon": "docs/emulator.md",
 }
 # A state that was rewritten before it was merged, or was not committed: the commit that its rows came with.

@@ -1,4 +1,4 @@
-"""Tables of pages that octavo.cost predicts from GPUs' published rates, as ``octavo plan`` does: nothing is measured.
+"""Tables of pages that octavo.cost predicts from GPUs' rates, as ``octavo plan`` does: nothing is measured.
 
 A product takes its operations or its bytes, whichever is longer, and a cast its bytes.
 """

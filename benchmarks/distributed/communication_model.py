@@ -89,7 +89,7 @@ def traced() -> dict[tuple[str, str], Shapes]:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).bfloat16()
     asked = {"gpus": 8, "mesh": "fsdp=8", "sequences": 8, "context": 8192, "micro_batches": 1, "recompute": 0.0}
-    steps = plan(model, Hardware().rates, fuse=False, algorithm="adamw", checkpoint_in_fp8=False, **asked).steps
+    steps = plan(model, rates_of("H100"), fuse=False, algorithm="adamw", checkpoint_in_fp8=False, **asked).steps
     return {(kernels, stage.precision.name): stage.whole for kernels, found in steps.items() for stage in found}
 
 
@@ -125,7 +125,7 @@ PUBLISHED = (
 # H100 of 96 GB at 2.4 TB/s and 500 W: the memory rate is theirs, what power takes of products is not published, and so
 # the formulas are an upper bound. torch's attention was FlashAttention-2, at 35 % of 989 TFLOP/s (arXiv 2407.08608,
 # abstract). Selective recomputation is of every second product and of all between them: taken as half of the layers'.
-_H100, _FLASH_2 = rates_of("H100"), 0.35 * 989e12
+_H100, _FLASH_2 = Hardware().rates, 0.35 * 989e12
 SLOWER = Hardware(  # 3.35 TB/s: the datasheet's of 80 GB
     replace(_H100, copy=_H100.copy * 2.4 / 3.35),
     attention_forward=_FLASH_2,

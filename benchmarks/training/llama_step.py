@@ -1,134 +1,212 @@
-"""A whole training step of a Llama of 1.2 billion parameters on a GPU: eager, compiled, captured; time and memory.
+"""A whole training step of a Llama of 1.53 billion parameters on a GPU: rows by name, each beside bf16.
 
-The model is transformers', without weights of anyone's. Speed-ups are over bf16 in the same mode and run. "octavo fp8
-state" is delayed with FP8 weights, moments in FP8 and no wider master; all others have torch's fused AdamW.
+The model is transformers', without weights of anyone's; its head is not tied, and in bf16 but for "head". bf16 as it
+comes stays on the GPU and takes turns with each row, except that there is no memory for both a CUDA graph and a step of
+bf16, which is read before and after. A reading is of STEPS steps in a row; beside it stand the GPU's clock, power and
+temperature. Rows come in the order of what they decide, and each is written as it comes, so that a run may be cut at
+any point. "profile" is one step of bf16 and of delayed+fuse, kernel by kernel.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import math
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import octavo
 from benchmarks.common.measure import LiveTable, write_results
-from benchmarks.common.models import with_torchao
 from benchmarks.common.pages import markdown, read
-from octavo.tune.timing import DEVICE, ON_GPU, Deadline, describe, synchronize, timings
+from benchmarks.training.llama_profile import account, kernels_of
+from benchmarks.training.llama_rows import ORDER, OTHERS, WORDS, Variant, make_step
+from octavo.tune.timing import ON_GPU, Deadline, describe, synchronize
 
-TAKES = "a GPU; 4 minutes"
+TAKES = "a GPU; 6 minutes"
 MEASURES = ("octavo/kernels/triton", "octavo/autograd", "octavo/nn", "octavo/optim")
 
-LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
-TOY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-MODES = ("eager", "captured", "compiled")
-COLUMNS = {"variant": 22, "mode": 9, "ms": 9, "tokens_s": 10, "peak_gib": 9, "by_bf16": 8}
-WARM_UP = 3  # steps, in which delayed scales come to the host
+STEPS, ROUNDS = 4, 4  # of a reading, which begins with an idle GPU; readings of a row, and of bf16
+PROFILE = "profile"
+PROFILED = ("bf16", "delayed+fuse")
+COLUMNS = {"variant": 26, "mode": 9, "ms": 9, "bf16_ms": 9, "by_bf16": 8, "peak_gib": 9, "mhz": 24, "watts": 20}
+Step = Callable[[], Tensor]
 
 
-def llama(toy: bool) -> nn.Module:
-    """The model in bf16, its head as wide as Llama 3's but for a toy."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+class Reading(NamedTuple):
+    """Seconds of a step, and the GPU's clock (MHz), power (W) and temperature (degrees Celsius); None: not known."""
 
-    sizes = TOY if toy else LARGE
-    config = LlamaConfig(**sizes, num_key_value_heads=sizes["num_attention_heads"] // 2, use_cache=False)
-    config.vocab_size = 96 if toy else 128256
-    with torch.device(DEVICE):
-        return LlamaForCausalLM(config).to(torch.bfloat16)  # type: ignore[no-any-return]
+    seconds: float
+    clock: float | None = None
+    power: float | None = None
+    temperature: float | None = None
 
 
-def _without_head(module: nn.Module, name: str) -> bool:
-    return name != "lm_head"
+def state_of_gpu() -> tuple[float | None, float | None, float | None]:
+    """Return (MHz, W, degrees Celsius) of the GPU now; None without one, or without nvidia-ml-py, which reads them."""
+    try:
+        return torch.cuda.clock_rate(), torch.cuda.power_draw() / 1e3, torch.cuda.temperature()
+    except Exception:  # an import, NVML's own or a driver's
+        return None, None, None
 
 
-def _octavo(recipe: str, model: nn.Module, **options: Any) -> nn.Module:
-    return octavo.convert(model, getattr(octavo.recipes, recipe)(), _without_head, **options)
-
-
-VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "bf16": lambda model: model,
-    **{f"octavo {name}": functools.partial(_octavo, name) for name in ("delayed", "dynamic", "rowwise", "blockwise")},
-    "octavo fp8 state": functools.partial(_octavo, "delayed", weight_storage="fp8"),
-    "torchao tensorwise": lambda model: with_torchao(model, "tensorwise"),
-    "torchao rowwise": lambda model: with_torchao(model, "rowwise"),
-}
-
-
-def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    if name == "octavo fp8 state":
-        return octavo.optim.AdamW(model.parameters(), lr=1e-4, moments="fp8", master=None)
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=ON_GPU, capturable=ON_GPU)
-
-
-def make_step(name: str, mode: str, toy: bool) -> Callable[[], Tensor]:
-    """A training step, warmed up; its loss, which stays on the device."""
-    torch.manual_seed(0)
-    batch, context = (2, 16) if toy else (8, 2048)
-    model = VARIANTS[name](llama(toy))
-    optimizer = _optimizer(name, model)
-    tokens = torch.randint(0, 96, (batch, context), device=DEVICE)
-
-    def loss_of(tokens: Tensor) -> Tensor:
-        return model(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
-
-    if mode == "compiled":
-        loss_of = torch.compile(loss_of, dynamic=False, backend="inductor" if ON_GPU else "aot_eager")
-
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=mode != "captured")
-        loss = loss_of(tokens)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    if mode != "captured" or not ON_GPU:
-        for _ in range(WARM_UP):
-            step()
-        return step
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UP):
-            step()
+def reading(step: Step, steps: int) -> Reading:
+    """Time so many steps in a row, which begin with an idle GPU, and read its state while it is at work."""
     synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return loss
-
-    replay.keeps = model, optimizer, graph  # type: ignore[attr-defined]
-    return replay
+    start = time.perf_counter()
+    losses = [step() for _ in range(steps)]  # what results take is not given back meanwhile
+    state = state_of_gpu()
+    synchronize()
+    return Reading((time.perf_counter() - start) / len(losses), *state)
 
 
-def measure(name: str, mode: str, toy: bool) -> dict[str, str]:
-    """A row, without its speed-up."""
-    if ON_GPU:
-        gc.collect()  # a graph and what it keeps refer to each other
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    step = make_step(name, mode, toy)
-    first, last = (float(step()) for _ in range(2))
-    if not (math.isfinite(last) and last < first + 0.5):
-        raise ArithmeticError(f"the loss goes from {first:.3f} to {last:.3f}")
-    seconds = timings({"step": step}, rounds=2 if toy else 4, seconds_a_variant=3, hide_host=False).median("step")
-    tokens = 2 * 16 if toy else 8 * 2048
-    peak = torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else 0.0
-    return {
-        "variant": name,
-        "mode": mode,
-        "ms": f"{1e3 * seconds:.2f}",
-        "tokens_s": f"{tokens / seconds:.0f}",
-        "peak_gib": f"{peak:.2f}",
+def readings(step: Step, count: int, deadline: Deadline, toy: bool) -> list[Reading]:
+    """Return so many readings; at least one, and no more after the deadline."""
+    made: list[Reading] = []
+    while not made or (len(made) < count and deadline.left() > 0):
+        made.append(reading(step, 1 if toy else STEPS))
+    return made
+
+
+def pair(step: Step, base: Step, deadline: Deadline, toy: bool) -> tuple[list[Reading], list[Reading]]:
+    """Return readings of a step and of bf16's in turns: at least one of each, and no more after the deadline."""
+    mine: list[Reading] = []
+    bases: list[Reading] = []
+    while not mine or (len(mine) < (2 if toy else ROUNDS) and deadline.left() > 0):
+        bases += readings(base, 1, deadline, toy)
+        mine += bases[-1:] if step is base else readings(step, 1, deadline, toy)
+    return mine, bases
+
+
+def listed(values: Sequence[float | None]) -> str:
+    """Numbers as a cell; "" if none is known."""
+    return " ".join(f"{value:.0f}" for value in values if value is not None)
+
+
+def row_of(
+    variant: Variant, mine: Sequence[Reading], bases: Sequence[Reading], peak: float, toy: bool
+) -> dict[str, str]:
+    """Return the row of a variant's readings beside those of bf16 in the same rounds."""
+    seconds = statistics.median(each.seconds for each in mine)
+    sizes = variant.sizes(toy)
+    ratio = statistics.median(a.seconds / b.seconds for a, b in zip(bases, mine, strict=False))  # in one round
+    states = {"": mine, "bf16_": bases}
+    cells = {
+        f"{whose}{name}": listed([getattr(each, field) for each in readings])
+        for whose, readings in states.items()
+        for name, field in (("mhz", "clock"), ("watts", "power"), ("celsius", "temperature"))
     }
+    return {
+        "variant": variant.name,
+        "mode": variant.mode,
+        "ms": f"{1e3 * seconds:.2f}",
+        "tokens_s": f"{sizes.batch * sizes.context / seconds:.0f}",
+        "peak_gib": f"{peak:.2f}",
+        "by_bf16": f"{ratio:.3f}",
+        "bf16_ms": f"{1e3 * statistics.median(each.seconds for each in bases):.2f}",
+        "readings_ms": " ".join(f"{1e3 * each.seconds:.2f}" for each in mine),
+        "bf16_readings_ms": " ".join(f"{1e3 * each.seconds:.2f}" for each in bases),
+        **cells,
+        "note": "",
+    }
+
+
+class Steps:
+    """Steps that were made: bf16's stay on the GPU, one of each size, and all others go before the next is made."""
+
+    def __init__(self, toy: bool) -> None:
+        self.toy = toy
+        self.bases: dict[str, Step] = {}
+        self.peaks: dict[str, float] = {}
+
+    def made(self, name: str) -> Step:
+        """Return a step whose loss does not grow; ``peaks`` has the GiB that it took beside what was there before."""
+        if name in self.bases:
+            return self.bases[name]
+        variant = Variant.of(name)
+        if name == variant.base:
+            self.bases.clear()  # of the other size
+        free()
+        resident = 0
+        if ON_GPU:
+            torch.cuda.reset_peak_memory_stats()
+            resident = torch.cuda.memory_allocated()
+        step = make_step(variant, self.toy)
+        first, last = (float(step()) for _ in range(2))
+        if not (math.isfinite(last) and last < first + 0.5):
+            raise ArithmeticError(f"the loss goes from {first:.3f} to {last:.3f}")
+        self.peaks[name] = (torch.cuda.max_memory_allocated() - resident) / 2**30 if ON_GPU else 0.0
+        if name == variant.base:
+            self.bases[name] = step
+        return step
+
+
+def measure(name: str, steps: Steps, deadline: Deadline) -> dict[str, str]:
+    """Return a row. ImportError says which library is not there."""
+    variant = Variant.of(name)
+    base = steps.made(variant.base)
+    if variant.mode == "captured":
+        bases = readings(base, ROUNDS // 2, deadline, steps.toy)
+        mine = readings(steps.made(name), ROUNDS, deadline, steps.toy)
+        free()
+        bases += readings(base, ROUNDS // 2, deadline, steps.toy)
+    else:
+        mine, bases = pair(steps.made(name), base, deadline, steps.toy)
+    return row_of(variant, mine, bases, steps.peaks[name], steps.toy)
+
+
+def free() -> None:
+    """Give back what a step that is gone has left to the allocator."""
+    gc.collect()  # a graph and what it keeps refer to each other
+    if ON_GPU:
+        torch.cuda.empty_cache()
+
+
+def profiled(steps: Steps, output: Path | None) -> list[str]:
+    """Write and return the account of one step of each of PROFILED."""
+    rows = []
+    for name in PROFILED:
+        rows += [{"variant": name, **row} for row in account(kernels_of(steps.made(name)))]
+    write_results("llama_profile", rows, output and output.with_name("llama_profile.csv"))
+    return [
+        f"  {row['variant']}: {row['kind']} {row['ms']} ms, {row['launches']} launches, {row['share']}" for row in rows
+    ]
+
+
+def missing(name: str, why: str) -> dict[str, str]:
+    """Return the row of a variant that can't be measured here, with the reason."""
+    empty = dict.fromkeys(row_of(Variant.of(name), [Reading(1.0)], [Reading(1.0)], 0.0, True), "")
+    return empty | {"variant": name, "mode": Variant.of(name).mode, "note": why}
+
+
+def run(names: Sequence[str], steps: Steps, minutes: float, output: Path | None) -> bool:
+    """Measure rows until the minutes are over, each written as it comes; return whether one of ours failed."""
+    whole, rows, live, failed = Deadline(minutes), [], LiveTable(COLUMNS), False
+    for name in names:
+        seconds = ORDER.get(name, OTHERS)
+        if whole.left() < (0 if steps.toy else min(seconds, 15)):
+            print(f"{name}: left out, no time", flush=True)
+            continue
+        try:
+            if name == PROFILE:
+                print(*profiled(steps, output), sep="\n", flush=True)
+                continue
+            row = measure(name, steps, Deadline(min(seconds, whole.left()) / 60))
+        except ImportError as error:  # Liger and torchao are not everywhere
+            row = missing(name, describe(error))
+        except Exception as error:
+            print(f"FAILED: {name}: {describe(error)}", flush=True)
+            failed |= name == PROFILE or not name.startswith("torchao")
+            continue
+        rows.append(row)
+        live.add(row)
+        write_results("llama_step", rows, output)
+        torch._dynamo.reset()
+    return failed
 
 
 def llama_table() -> str:
@@ -139,38 +217,24 @@ def llama_table() -> str:
     )
 
 
-TABLES = {"llama": llama_table}
+TABLES: Mapping[str, Callable[[], str]] = {"llama": llama_table}
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks llama_step", description=__doc__)
+    words = "; ".join(f"{word}: {about}" for word, about in WORDS.items())
+    about = f'names, or "{PROFILE}": a recipe, bf16 or torchao_tensorwise, then words joined by +: {words}'
+    parser.add_argument("--rows", nargs="+", default=list(ORDER), metavar="NAME", help=about)
     parser.add_argument("--toy", action="store_true", help="a tiny model, with or without a GPU")
-    parser.add_argument("--minutes", type=float, default=4.0, help="what is not begun by then is left out")
+    parser.add_argument("--minutes", type=float, default=6.0, help="what would not fit is left out")
     parser.add_argument("--output", type=Path, help="the CSV, instead of results/llama_step-<device>.csv")
     options = parser.parse_args(arguments)
     if not ON_GPU and not options.toy:
         parser.error("a step of this model needs an NVIDIA GPU; --toy runs the code without one")
-    deadline, rows, live = Deadline(options.minutes), [], LiveTable(COLUMNS)
-    base: dict[str, float] = {}
-    failed = False
-    for mode in MODES:
-        for name in VARIANTS:
-            if deadline.left() < 0:
-                print(f"{name}, {mode}: left out, no time")
-                continue
+    for name in options.rows:
+        if name != PROFILE:
             try:
-                row = measure(name, mode, options.toy)
-            except ImportError as error:  # torchao is not everywhere
-                print(f"{name}, {mode}: {describe(error)}")
-                continue
-            except Exception as error:
-                print(f"FAILED: {name}, {mode}: {describe(error)}", flush=True)
-                failed |= not name.startswith("torchao")
-                continue
-            seconds = float(row["ms"])
-            base.setdefault(mode, seconds)  # bf16 is the first
-            rows.append({**row, "by_bf16": f"{base[mode] / seconds:.3f}"})
-            live.add(rows[-1])
-            write_results("llama_step", rows, options.output)
-            torch._dynamo.reset()
-    return int(failed)
+                Variant.of(name)
+            except ValueError as error:
+                parser.error(str(error))
+    return int(run(options.rows, Steps(options.toy), options.minutes, options.output))

@@ -379,9 +379,9 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", type=Path, metavar="CONFIG", help=help)
     help = "of a step on one device, or for each GPU (default: the sequences in 16384, or one if it is longer)"
     parser.add_argument("--tokens", type=int, metavar="N", help=help)
-    help = "H100, H200 or B200, by published rates (default: this one, by what `octavo info --measure` found)"
+    help = "H100, H200 or B200, by their known rates (default: this one, by what `octavo info --measure` found)"
     parser.add_argument("--device", metavar="NAME", help=help)
-    help = "predict memory as octavo.convert(..., fuse=True) converts"
+    help = "predict as octavo.convert(..., fuse=True) converts"
     parser.add_argument("--fuse", action="store_true", help=help)
     help = "plan a step on N GPUs in servers of 8; without --mesh, find the fastest mesh that fits"
     parser.add_argument("--gpus", type=int, metavar="N", help=help)

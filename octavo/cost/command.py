@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from octavo import recipes
 from octavo.cost.estimate import Estimate, LayerTime, LinearWork, Work, blocks_of, estimate, on_meta, work_of
 from octavo.cost.mesh import BF16, RANKS, Hardware, MeshLayout, Precision, Shapes, Stage, Weight
-from octavo.cost.rates import FORMS, HIGH_PRECISION, PlanError, Rates
+from octavo.cost.rates import HIGH_PRECISION, PRODUCTS, PlanError, Rates
 from octavo.nn.saved import KINDS
 from octavo.optim import AdamW, Muon
 from octavo.recipes import high_precision
@@ -64,11 +64,13 @@ def describe_rates(rates: Rates) -> str:
         f"copy {rates.copy / 1e12:.3g} TB/s, a launch {rates.launch * 1e6:.1f} us",
         "",
     ]
-    kinds = (HIGH_PRECISION, *FORMS)
     sizes = [flop for flop, _ in rates.products[HIGH_PRECISION]]
     table = [["products, TFLOP/s", *(f"{flop / 1e9:.3g} GFLOP" if flop > 1 else "any size" for flop in sizes)]]
-    table += [[_called(kind), *(f"{rate / 1e12:.3g}" for _, rate in rates.products[kind])] for kind in kinds]
-    lines += [columns(table), "", "a layer's step is faster in FP8 than in bf16"]
+    table += [[_called(kind), *(f"{rate / 1e12:.3g}" for _, rate in rates.products[kind])] for kind in PRODUCTS]
+    lines += [columns(table), ""]
+    for size, rate in rates.attention.items():
+        lines.append(f"causal attention with heads of {size}: {rate / 1e12:.3g} TFLOP/s")
+    lines += ["", "a layer's step is faster in FP8 than in bf16"]
     for name, make in RECIPES.items():
         ways = [
             f"at {tokens} tokens {'never' if size is None else f'from {size} features on'}"
@@ -80,6 +82,7 @@ def describe_rates(rates: Rates) -> str:
 
 def _called(kind: str) -> str:
     words = {"tensor": "a scale each", "row": "a scale a row", "block": "a scale in 128", "mx": "a scale in 32"}
+    words["vector"] = "a scale in 128 of both"
     return f"FP8, {words[kind]}" if kind in words else kind
 
 
@@ -87,19 +90,16 @@ def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
     """The predicted steps, of which the first is without FP8, and what to do."""
     first, *others = estimates
     eager, compiled = ((f"other, {way}", f"total, {way}", "of bf16") for way in ("eager", "compiled"))
-    times = [["ms a step", "products", "casts", "optimizer", *eager, *compiled]]
-    sizes = [["GiB", "weights", "masters", "moments", "gradients", "activations", "total", "of bf16"]]
+    times = [["ms a step", "products", "casts", "optimizer", eager[0], "waits for host", *eager[1:], *compiled]]
+    sizes = [["GiB", "weights", "masters", "moments", "gradients", "activations", "at a time", "of bf16"]]
     for found in estimates:
         line = [found.name, *(f"{1e3 * seconds:.2f}" for seconds in (found.products, found.casts, found.optimizer))]
-        for other, total, base in (
-            (found.other, found.total, first.total),
-            (found.fused, found.compiled, first.compiled),
-        ):
-            line += [f"{1e3 * other:.2f}", f"{1e3 * total:.2f}", f"{total / base:.2f}"]
-        times.append(line)
+        line += [f"{1e3 * found.other:.2f}", f"{1e3 * found.waits:.2f}", f"{1e3 * found.total:.2f}"]
+        line += [f"{found.total / first.total:.2f}", f"{1e3 * found.fused:.2f}", f"{1e3 * found.compiled:.2f}"]
+        times.append([*line, f"{found.compiled / first.compiled:.2f}"])
         memory = found.memory
-        kept = memory.weights, memory.masters, memory.moments, memory.gradients, memory.activations or 0, memory.total
-        share = f"{memory.total / first.memory.total:.2f}"
+        kept = memory.weights, memory.masters, memory.moments, memory.gradients, memory.activations or 0, found.peak
+        share = f"{found.peak / first.peak:.2f}"
         sizes.append([found.name, *(f"{size / GIB:.2f}" for size in kept), share])
     lines = [f"by the rates of {rates.device} ({rates.source})", "", columns(times), "", columns(sizes), ""]
     saved = [["GiB of activations", *(found.name for found in estimates)]]
@@ -108,15 +108,15 @@ def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
         saved += [[kind, *(f"{size:.2f}" for size in of_kind)]] * any(of_kind)
     lines += [columns(saved), ""]
     room = rates.memory or math.inf
-    too_large = [found.name for found in estimates if found.memory.total > room]
+    too_large = [found.name for found in estimates if found.peak > room]
     if rates.memory:
         what = f"step in {', '.join(too_large)} does not fit" if too_large else "step in any of them fits"
         lines.append(f"A {what} the {room / GIB:.0f} GiB of {rates.device}.")
-    fitting = [found for found in others if found.memory.total <= room]
+    fitting = [found for found in others if found.peak <= room]
     best = min(fitting or others, key=lambda found: found.total, default=first)
     shares = best.total / first.total, best.compiled / first.compiled
-    if not fitting and first.memory.total > room:
-        least = min(found.memory.total for found in estimates) / GIB
+    if not fitting and first.peak > room:
+        least = min(found.peak for found in estimates) / GIB
         lines.append(f"None fits one device: it needs {least:,.0f} GiB at least. Plan for several: --gpus N.")
     elif min(shares) >= WORTH:
         lines.append(f"Don't: no recipe takes less than {WORTH:.0%} of bf16's time here; {_why(first, best)}.")

@@ -5,18 +5,24 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from octavo.cost.rates import HIGH_PRECISION, Rates, forms_of
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, WEIGHT
+from octavo.cost.parts import LOSS, PARTS, fused_parts
+from octavo.cost.rates import HIGH_PRECISION, HostTime, Rates, forms_of, host_kind
 from octavo.nn.candidates import Select, experts_class, features, fp8_class
 from octavo.nn.convert import convert, set_recipe
+from octavo.nn.known_forwards import KnownForward, refusal
 from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import storage_of, twin_of, without_data
@@ -69,14 +75,17 @@ class LinearWork(NamedTuple):
 
     def seconds(self, recipe: Recipe, rates: Rates) -> tuple[float, float]:
         """(seconds of products, seconds of casts) of a step under a recipe."""
-        wanted, sizes = self.products, self.sizes
-        products = 0.0
+        return sum(self.product_seconds(recipe, rates)), sum(self.cast_seconds(recipe, rates))
+
+    def product_seconds(self, recipe: Recipe, rates: Rates) -> tuple[float, ...]:
+        """Seconds of output, grad_input and grad_weight in a step under a recipe."""
+        wanted, sizes, products = self.products, self.sizes, []
         # output is as large as grad_output, and grad_input as input
         for form, result, computed in zip(forms_of(recipe), (sizes[2], sizes[0], sizes[1]), wanted, strict=True):
             width = 2 if form == HIGH_PRECISION else 1
             moved = width * (sum(sizes) - result) + 2 * result
-            products += rates.product_seconds(form, self.flop, moved) if computed else 0.0
-        return products, sum(self.cast_seconds(recipe, rates))
+            products.append(rates.product_seconds(form, self.flop, moved) if computed else 0.0)
+        return tuple(products)
 
     def cast_seconds(self, recipe: Recipe, rates: Rates) -> tuple[float, ...]:
         """Seconds of the casts of input, weight and grad_output in a step under a recipe."""
@@ -95,17 +104,22 @@ class Traffic(NamedTuple):
     two products.
     """
 
-    bytes: int
-    ops: int
-    fused: int
+    bytes: float
+    ops: float
+    fused: float
+
+    def less(self, other: Traffic) -> Traffic:
+        """The difference."""
+        return Traffic(*(mine - theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 class Blocks(NamedTuple):
-    """A model's list of blocks: its name, how many, and what of ``Work.other`` is theirs."""
+    """A model's list of blocks: its name, how many, and what of ``Work.other`` is theirs, and their forward's."""
 
     name: str
     size: int
     other: Traffic
+    forward: Traffic
 
 
 class Work(NamedTuple):
@@ -113,8 +127,13 @@ class Work(NamedTuple):
 
     linears: tuple[LinearWork, ...]  # that run, those of experts included
     other_flop: float  # of other products: attention, convolutions, experts that convert does not take
-    other: Traffic
+    other: Traffic  # with the loss of a language model
     blocks: Blocks | None
+    attention: Mapping[int, float] = MappingProxyType({})  # of other_flop, by the size of a head
+    inputs: Mapping[str, int] = MappingProxyType(
+        {}
+    )  # elements of the input of each norm that octavo knows, by its name
+    logits: int = 0  # whose cross entropy is the loss; 0: the loss is another
 
 
 @dataclass(frozen=True)
@@ -132,10 +151,13 @@ class Estimate:
 
     Attributes:
         name: the recipe's.
-        products, casts, other, optimizer: seconds in eager PyTorch.
-        fused: seconds of the other operations where ``torch.compile`` fuses those between two products.
+        products, casts, other, optimizer: seconds of the device in eager PyTorch.
         memory: bytes by kind.
         layers: the converted layers' times, as converted and in bf16.
+        fused: seconds of the other operations where ``torch.compile`` fuses those between two products.
+        device, host: seconds of the device, and of the host that launches its work, in eager PyTorch: of the blocks'
+            forward, and of what comes after.
+        loss: bytes of ``memory`` that are there only before the first gradient of a weight.
 
     Example:
         >>> import torch, octavo
@@ -154,16 +176,33 @@ class Estimate:
     memory: PhasePlan
     layers: tuple[LayerTime, ...]
     fused: float
+    device: tuple[float, ...] = ()
+    host: tuple[float, ...] = ()
+    loss: int = 0
+
+    @property
+    def waits(self) -> float:
+        """Seconds that the device waits for the host in eager PyTorch, in a step that begins when it is idle."""
+        launched = done = 0.0
+        for busy, launching in zip(self.device, self.host, strict=True):
+            launched += launching
+            done = max(done + busy, launched)
+        return done - sum(self.device)
 
     @property
     def total(self) -> float:
         """Seconds of a step in eager PyTorch."""
-        return self.products + self.casts + self.other + self.optimizer
+        return self.products + self.casts + self.other + self.optimizer + self.waits
 
     @property
     def compiled(self) -> float:
-        """Seconds of a compiled step."""
-        return self.total - self.other + self.fused
+        """Seconds of a compiled step, whose host is ahead."""
+        return self.products + self.casts + self.fused + self.optimizer
+
+    @property
+    def peak(self) -> int:
+        """Bytes at a time: gradients of weights come when what only the loss needs is gone."""
+        return self.memory.total - min(self.memory.gradients, self.loss)
 
     @property
     def slower(self) -> tuple[LayerTime, ...]:
@@ -180,6 +219,7 @@ class _Counter(TorchDispatchMode):
     def __init__(self, products: Container[Any]) -> None:
         super().__init__()
         self.bytes, self.ops, self.fused, self.products = 0, 0, 0, products
+        self.attention: Counter[int] = Counter()  # FLOP by the size of a head
         self.made: dict[int, tuple[int, bool]] = {}
         self.moved: set[tuple[int, int]] = set()  # (storage, after how many products it is read; -1: written)
         self.held: list[Any] = []  # so that no other storage gets its number
@@ -191,6 +231,9 @@ class _Counter(TorchDispatchMode):
         if not made or is_view or any(word in func._schema.name for word in ("empty", "_unsafe_view")):
             return result
         is_product = func._overloadpacket in flop_registry or func._overloadpacket in self.products
+        if func._overloadpacket in _ATTENTION:
+            flop: Any = _ATTENTION[func._overloadpacket]
+            self.attention[read[0].shape[-1]] += flop(*(x.shape for x in args if isinstance(x, Tensor)))
         after = max((self.made.get(storage_of(x), (0, True))[0] for x in read), default=0)
         if not is_product:
             self.bytes += sum(x.numel() * x.element_size() for x in (*read, *made))
@@ -227,9 +270,60 @@ def on_meta(model: nn.Module) -> nn.Module:
 def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
     """What a step of a model computes in high precision, found by running forward and backward without data.
 
-    ``inputs``: as for ``estimate``. ValueError, if no result of the forward needs a gradient.
+    The loss of a model that gives logits of its tokens is their cross entropy, in float32; else a sum. ``inputs``: as
+    for ``estimate``. ValueError, if no result of the forward needs a gradient.
     """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # unlike the meta device, it lets models ask for values
+    twin = twin_of(on_meta(model), mode)
+    # experts are converted so that each product is a module's, and no loop depends on a router's choices
+    _convert(twin, high_precision(), lambda module, name: experts_class(module) is not None)
+    found, sizes = _watch(twin)
+    arguments = pytree.tree_map_only(
+        Tensor, lambda x: without_data(x, mode).requires_grad_(x.requires_grad), tuple(inputs)
+    )
+    products = {**formulas(), **_ATTENTION}
+    traffic, name = _Counter(products), blocks_of(twin)
+    marks = [] if name is None else _marks(twin.get_submodule(name), traffic)
+    with mode, FlopCounterMode(display=False, custom_mapping=products) as flop, traffic:
+        outputs = pytree.tree_leaves(twin(*arguments))
+        results = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not results:
+            raise ValueError("no result of the model's forward needs a gradient: there is nothing to train")
+        logits = _logits(twin, results, arguments)
+        _loss(results, logits).backward()
+    linears = tuple(found.values())
+    of_linears = sum(work.flop * sum(work.products) for work in linears)
+    other_flop = max(flop.get_total_flops() - of_linears, 0.0)
+    of_blocks = None
+    if name is not None:  # where nothing is trained before the blocks, all counts as theirs
+        nothing = Traffic(0, 0, 0)
+        before, after, begin, end = marks if len(marks) == 4 else (nothing, nothing, nothing, traffic.counts)
+        forward, size = after.less(before), len(list(twin.get_submodule(name).children()))
+        other = Traffic(*(sum(both) for both in zip(forward, end.less(begin), strict=True)))
+        of_blocks = Blocks(name, size, other, forward)
+    count = 0 if logits is None else logits.numel()
+    return Work(linears, other_flop, traffic.counts, of_blocks, dict(traffic.attention), sizes, count)
+
+
+def _logits(model: nn.Module, results: Sequence[Tensor], arguments: Sequence[Any]) -> Tensor | None:
+    """Return the result that has a row for each token and a column for each word; None: it is no language model."""
+    words = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    tokens = [x.shape for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor) and x.dtype == torch.int64]
+    return next((y for y in results if y.ndim and y.shape[-1] in words and y.shape[:-1] in tokens), None)
+
+
+def _loss(results: Sequence[Tensor], logits: Tensor | None) -> Tensor:
+    """Return the loss as training computes it: transformers', octavo.train's; of no language model a sum."""
+    if logits is None:
+        return sum(result.float().sum() for result in results)  # type: ignore[return-value]
+    rows = logits.float().flatten(0, -2)
+    return F.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.int64, device=rows.device))
+
+
+def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
+    """Return what linear layers compute, and elements of the inputs of norms that octavo knows: filled by a forward."""
     found: dict[str, LinearWork] = {}
+    sizes: dict[str, int] = {}
     numbers: dict[tuple[int, int], int] = {}
     held: list[Tensor] = []  # so that no other tensor gets its place
 
@@ -250,34 +344,18 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
 
         return hook
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # unlike the meta device, it lets models ask for values
-    twin = twin_of(on_meta(model), mode)
-    # experts are converted so that each product is a module's, and no loop depends on a router's choices
-    _convert(twin, high_precision(), lambda module, name: experts_class(module) is not None)
+    def size(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Any], output: object) -> None:
+            sizes[name] = sizes.get(name, 0) + (*arguments, *keywords.values())[0].numel()
+
+        return hook
+
     for name, module in twin.named_modules():
         if isinstance(module, nn.Linear | Grouped) or fp8_class(module) is not None:
             module.register_forward_hook(note(name))
-    arguments = pytree.tree_map_only(
-        Tensor, lambda x: without_data(x, mode).requires_grad_(x.requires_grad), tuple(inputs)
-    )
-    products = {**formulas(), **_ATTENTION}
-    traffic, name = _Counter(products), blocks_of(twin)
-    marks = [] if name is None else _marks(twin.get_submodule(name), traffic)
-    with mode, FlopCounterMode(display=False, custom_mapping=products) as flop, traffic:
-        outputs = pytree.tree_leaves(twin(*arguments))
-        results = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not results:
-            raise ValueError("no result of the model's forward needs a gradient: there is nothing to train")
-        sum(result.float().sum() for result in results).backward()  # type: ignore[union-attr]
-    linears = tuple(found.values())
-    of_linears = sum(work.flop * sum(work.products) for work in linears)
-    other_flop = max(flop.get_total_flops() - of_linears, 0.0)
-    of_blocks = None
-    if name is not None:  # where nothing is trained before the blocks, all counts as theirs
-        counts = zip(*marks[:4], strict=True) if len(marks) >= 4 else ((0, count, 0, 0) for count in traffic.counts)
-        size = len(list(twin.get_submodule(name).children()))
-        of_blocks = Blocks(name, size, Traffic(*(b - a + d - c for a, b, c, d in counts)))
-    return Work(linears, other_flop, traffic.counts, of_blocks)
+        elif refusal(module) is None:
+            module.register_forward_hook(size(name), with_kwargs=True)
+    return found, sizes
 
 
 def _marks(blocks: Any, traffic: _Counter) -> list[Traffic]:
@@ -316,6 +394,53 @@ def orthogonalising(shape: Sequence[float], rates: Rates, steps: int = 5) -> flo
     return steps * (2 * rates.product_seconds(HIGH_PRECISION, large) + rates.product_seconds(HIGH_PRECISION, small))
 
 
+class _Times:
+    """Seconds of a step under a converted model's recipes, by what takes them: ``Estimate``'s, added up."""
+
+    def __init__(self, work: Work, rates: Rates, fused: Iterable[tuple[str, str, float]]) -> None:
+        """Begin with all that is no linear layer; ``fused`` as of fused_parts."""
+        self.work, self.rates = work, rates
+        others = work.other_flop - sum(work.attention.values())
+        attention = rates.attention_seconds(work.attention, causal=work.logits > 0)
+        attention += rates.product_seconds(HIGH_PRECISION, others) if others > 0 else 0.0
+        self.fused = work.other.fused / rates.copy + attention
+        forward = Traffic(0, 0, 0) if work.blocks is None else work.blocks.forward
+        moved = [[*forward[:2]], [*work.other.less(forward)[:2]]]
+        for name, part, elements in fused:
+            plain, less = PARTS[part]
+            first = moved[self.span(name)]
+            first[0] += elements * (less.forward - plain.forward)
+            first[1] += less.forward_launches - plain.forward_launches
+            moved[1][0] += elements * (less.backward - plain.backward)
+            moved[1][1] += less.backward_launches - plain.backward_launches
+        self.device = [size / rates.copy + launches * rates.launch for size, launches in moved]
+        share = 0.0 if work.blocks is None else 4 / 14  # of attention's products, forward's
+        self.device[0] += share * attention
+        self.device[1] += (1 - share) * attention
+        self.other = sum(self.device)
+        times = rates.host.get("operation", HostTime(0.0, 0.0))
+        self.host = [moved[0][1] * times.forward, moved[1][1] * times.backward]
+        self.products = self.casts = 0.0
+
+    def span(self, name: str) -> int:
+        """0 for a module of the blocks, whose forward is the first span of ``Estimate.device``; else 1."""
+        return 0 if self.work.blocks is not None and name.startswith(f"{self.work.blocks.name}.") else 1
+
+    def add(self, linear: LinearWork, recipe: Recipe, spared: Container[int]) -> LayerTime:
+        """Add a layer, but for the casts of the roles ``spared``; return its times with all casts."""
+        multiplied, cast = linear.product_seconds(recipe, self.rates), [*linear.cast_seconds(recipe, self.rates)]
+        layer = LayerTime(linear, linear.seconds(high_precision(), self.rates)[0], sum(multiplied) + sum(cast))
+        times = self.rates.host.get(host_kind(recipe), HostTime(0.0, 0.0))
+        cast = [0.0 if role in spared else seconds for role, seconds in enumerate(cast)]
+        self.products, self.casts = self.products + sum(multiplied), self.casts + sum(cast)
+        span, launched = self.span(linear.name), times.forward - times.cast * sum(r in spared for r in (INPUT, WEIGHT))
+        self.device[span] += multiplied[0] + cast[INPUT] + cast[WEIGHT]
+        self.device[1] += sum(multiplied[1:]) + cast[GRAD_OUTPUT]
+        self.host[span] += launched
+        self.host[1] += times.backward
+        return layer
+
+
 def estimate(
     model: nn.Module,
     inputs: Sequence[Any],
@@ -325,12 +450,13 @@ def estimate(
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = torch.optim.AdamW,
     work: Work | None = None,
     fuse: bool = False,
+    weight_storage: Literal["fp8"] | None = None,
 ) -> Estimate:
     """Predict a training step of a model on one device, in eager PyTorch and compiled, without computing it.
 
-    Products and casts take their time by the rates; all other operations, and the optimizer, that of the bytes that
-    they move. Layers that read one tensor cast it once. Nothing overlaps: this is the sum over the kernels in a
-    profile. ``torch.compile`` fuses the other operations, which then move less.
+    Products, attention and casts take their time by the rates; all other operations, and the optimizer, that of the
+    bytes that they move. Layers that read one tensor cast it once. Nothing overlaps on the device, which in eager waits
+    where the host takes longer to launch its work. ``torch.compile`` fuses the other operations, which then move less.
 
     Args:
         model: on any device; the meta device (``with torch.device("meta"):``) takes no memory.
@@ -340,7 +466,8 @@ def estimate(
         select: as for octavo.convert.
         optimizer: makes the optimizer from the parameters.
         work: what ``work_of`` returned for the model, to be counted once for several recipes.
-        fuse: as for octavo.convert; it changes the memory that is predicted, not the time.
+        fuse: as for octavo.convert; octavo.cost.parts says what it changes, in eager.
+        weight_storage: as for octavo.convert; "fp8" needs an optimizer of octavo.optim.
 
     Returns:
         an Estimate.
@@ -360,25 +487,22 @@ def estimate(
     if recipe is not None:
         _convert(twin, recipe, select, fuse)
     modules = dict(twin.named_modules())
-    products = casts = 0.0
+    already = {name for name, module in model.named_modules() if isinstance(module, KnownForward)}
+    parts = fused_parts(twin, work.inputs, work.linears) if fuse else ()
+    times = _Times(work, rates, (part for part in parts if part[0] not in already))
     layers, cast_inputs = [], set()
     for linear in work.linears:
         module = modules.get(linear.name)  # None for experts that are not converted
         followed = module.recipe if isinstance(module, RecipeModule) else high_precision()
-        multiplied, cast = linear.seconds(followed, rates)
         key = linear.reads, linear.grad_weight, followed.input_casts
-        if key in cast_inputs:
-            cast -= linear.cast_seconds(followed, rates)[0]
+        spared = {INPUT} if key in cast_inputs else set()
         cast_inputs |= {key} if linear.reads else set()
-        products, casts = products + multiplied, casts + cast
-        if not followed.is_high_precision:
-            layers.append(LayerTime(linear, linear.seconds(high_precision(), rates)[0], multiplied + cast))
-    other = work.other.bytes / rates.copy + work.other.ops * rates.launch
-    attention = rates.product_seconds(HIGH_PRECISION, work.other_flop) if work.other_flop else 0.0
-    fused = work.other.fused / rates.copy + attention
+        layer = times.add(linear, followed, spared | ({WEIGHT} if weight_storage else set()))
+        layers += [] if followed.is_high_precision else [layer]
     if not any(isinstance(module, RecipeModule) for module in twin.modules()):
         convert(twin, high_precision(), lambda module, name: True)  # a schedule needs converted layers
-    phase = Phase(high_precision() if recipe is None else recipe)
+    stored: dict[str, Any] = {} if weight_storage is None else {"weight_storage": weight_storage}
+    phase = Phase(high_precision() if recipe is None else recipe, **stored)
     schedule = PrecisionSchedule(twin, made := optimizer(twin.parameters()), [phase])
     on = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta").requires_grad_(x.requires_grad), tuple(inputs))
     memory = schedule.plan(example_inputs=on).phases[0]
@@ -386,5 +510,10 @@ def estimate(
     for group in made.param_groups:
         if group.get("algorithm") == "muon":
             update += sum(orthogonalising(param.shape, rates, group["ns_steps"]) for param in group["params"])
+    loss = LOSS * work.logits
+    saved = dict(memory.saved or {})
+    memory = replace(memory, saved=saved | {"logits and loss": saved["logits and loss"] + loss})
     name = "bf16" if recipe is None else getattr(recipe, "name", "map")
-    return Estimate(name, products, casts, other + attention, update, memory, tuple(layers), fused)
+    took = times.products, times.casts, times.other
+    spans = tuple(times.device), tuple(times.host)
+    return Estimate(name, *took, update, memory, tuple(layers), times.fused, *spans, loss)

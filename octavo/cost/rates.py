@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from octavo.scaling.recipe import Cast, Delayed, Recipe
 
 HIGH_PRECISION = "bf16"
 FORMS = ("tensor", "row", "block", "mx")  # of scales: one each, a row, 128 elements, 32 elements
+# of products: by their finer operand's scales; "vector": both operands have a scale in 128 of a row
+PRODUCTS = (HIGH_PRECISION, "tensor", "row", "block", "vector", "mx")
 KEPT = "rates.json"
 # rows and columns of a product's result, and the length that it contracts over
 ON_GPU = ((4096, 1024, 1024), (4096, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (16384, 14336, 4096))
@@ -40,6 +42,17 @@ class PlanError(OctavoError, ValueError):
     """Nothing can be predicted for this device or model; the message says why, and what to do."""
 
 
+class HostTime(NamedTuple):
+    """Seconds that the host takes to launch a layer's forward with all its casts, its backward, and one of the casts.
+
+    Of an operation between layers: its forward and its backward.
+    """
+
+    forward: float
+    backward: float
+    cast: float = 0.0
+
+
 @dataclass(frozen=True)
 class Rates:
     """A device's rates.
@@ -49,10 +62,14 @@ class Rates:
         source: who measured, or where it is published.
         copy: bytes a second, read and written together.
         launch: seconds that an op takes besides its arithmetic.
-        products: FLOP a second by kind, "bf16" or one of FORMS: points (FLOP of a product, rate), smallest first.
+        products: FLOP a second by kind, one of PRODUCTS: points (FLOP of a product, rate), smallest first.
         casts: seconds an element for codes in both layouts, by form, or "delayed" for a scale that exists before; if
             empty, ``copy`` and the bytes that casts move give their time.
         memory: bytes that the device has; 0: unknown.
+        attention: FLOP a second of causal attention, forward and backward together, by the size of a head; if empty, it
+            has the rate of bf16 products and computes what the mask hides too.
+        host: a HostTime by what it launches: a Linear in "bf16", with FP8 scales of one of FORMS or "delayed", or
+            "operation"; if empty, the host is always ahead of the device.
 
     Example:
         >>> rates = Rates("a GPU", "its datasheet", copy=3e12, launch=4e-6, products={"bf16": ((1.0, 1e15),)})
@@ -67,6 +84,8 @@ class Rates:
     products: Mapping[str, tuple[tuple[float, float], ...]]
     casts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     memory: float = 0.0
+    attention: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    host: Mapping[str, HostTime] = dataclasses.field(default_factory=dict)
 
     def product_seconds(self, kind: str, flop: float, moved: float = 0.0) -> float:
         """The time of a product and its launch; the rate is interpolated between the two nearest points.
@@ -81,6 +100,13 @@ class Rates:
                 share = (size - math.log2(low)) / (math.log2(high) - math.log2(low))
                 rate = low_rate + share * (high_rate - low_rate)
         return max(flop / rate, moved / self.copy) + self.launch
+
+    def attention_seconds(self, flop: Mapping[int, float], causal: bool) -> float:
+        """The time of attention's ``flop`` by size of a head, half of them hidden if it is causal."""
+        if not self.attention:
+            return sum(self.product_seconds(HIGH_PRECISION, each) for each in flop.values())
+        nearest = {size: min((abs(known - size), rate) for known, rate in self.attention.items())[1] for size in flop}
+        return sum(each / (1 + causal) / nearest[size] for size, each in flop.items())
 
     def cast_seconds(self, cast: Cast, elements: float, both: bool) -> float:
         """The time of a cast into one layout or both.
@@ -103,8 +129,11 @@ def form_of(cast: Cast) -> str:
 
 
 def product_form(casts: tuple[Cast, Cast] | None) -> str:
-    """The kind of a product with such casts: the form of its finer operand; "bf16" in high precision."""
-    return HIGH_PRECISION if casts is None else max(map(form_of, casts), key=FORMS.index)
+    """The kind of a product with such casts, one of PRODUCTS."""
+    if casts is None:
+        return HIGH_PRECISION
+    form = max(map(form_of, casts), key=FORMS.index)
+    return "vector" if form == "block" and all(1 in cast.tile for cast in casts) else form
 
 
 def forms_of(recipe: Recipe) -> list[str]:
@@ -112,34 +141,59 @@ def forms_of(recipe: Recipe) -> list[str]:
     return [product_form(casts) for casts in (recipe.output, recipe.grad_input, recipe.grad_weight)]
 
 
-def _constant(bf16: float, tensor: float, row: float, block: float, mx: float) -> dict[str, tuple[tuple[float, float]]]:
-    """One rate for all sizes, in TFLOP/s."""
-    kinds = (HIGH_PRECISION, *FORMS)
-    return {kind: ((1.0, rate * 1e12),) for kind, rate in zip(kinds, (bf16, tensor, row, block, mx), strict=True)}
+def host_kind(recipe: Recipe) -> str:
+    """The kind of a layer in ``Rates.host``."""
+    forms = [form for form in forms_of(recipe) if form != HIGH_PRECISION]
+    if not forms or recipe.delayed is not None:
+        return "delayed" if forms else HIGH_PRECISION
+    return min(forms, key=PRODUCTS.index)
 
 
-# Rates of libraries' large products; a launch of 4 us, as in eager PyTorch; the memory that torch finds on the device.
-# On Hopper, products of 32-element blocks are octavo's Triton kernel, as fast as Triton's with 128-element blocks.
-_H100_SOURCE = "published: pytorch/FBGEMM#2546 and pytorch/ao#2784 (8192 wide products), NVIDIA's datasheet (memory)"
+def _constant(*rates: float) -> dict[str, tuple[tuple[float, float]]]:
+    """One rate for all sizes of each of PRODUCTS, in TFLOP/s."""
+    return {kind: ((1.0, rate * 1e12),) for kind, rate in zip(PRODUCTS, rates, strict=True)}
+
+
+# An H100's are of benchmarks/results, and tests/integration/test_planned_step.py computes them again: products alone in
+# layers (bf16's is the median of all readings beside FP8's), casts of 16,384 x 8,192 into both layouts, and the host's
+# times of gpu_host. An operation takes 0.27 of the host's time of nn.Linear's forward, as in a Llama block on a CPU.
+# Attention is FlashAttention-2's, torch's choice, at 2,048 tokens (arXiv 2407.08608, figures 5 and 6; its backward is
+# published without a mask, and taken to lose as much by one as forward). A launch of 4 us, as in eager PyTorch; the
+# memory that torch finds on the device. On Hopper, products of 32-element blocks are octavo's Triton kernel.
+_ATTENTION = {64: 228e12, 128: 254e12}
+_HOST_US = {HIGH_PRECISION: (27, 49), "delayed": (203, 304, 18), "tensor": (172, 255, 19), "row": (241, 229, 25),
+            "block": (218, 260, 25), "mx": (214, 212, 25), "operation": (7, 7)}  # fmt: skip
+_HOST = {kind: HostTime(*(1e-6 * us for us in times)) for kind, times in _HOST_US.items()}
 PUBLISHED = {
     "H100": Rates(
-        "NVIDIA H100 SXM", _H100_SOURCE, 3.0e12, 4e-6, _constant(600, 1125, 1125, 1005, 380), memory=79 << 30
+        "NVIDIA H100 SXM",
+        "measured: docs/kernels.md; attention: arXiv 2407.08608",
+        3.0e12,
+        4e-6,
+        _constant(718, 1309, 1248, 1084, 814, 235),
+        {"delayed": 1.50e-12, "tensor": 2.31e-12, "row": 2.35e-12, "block": 1.72e-12, "mx": 1.48e-12},
+        79 << 30,
+        _ATTENTION,
+        _HOST,
     ),
     "H200": Rates(
         "NVIDIA H200",
         "published: bf16 790 TFLOP/s and a copy at 4.3 TB/s on an H200; FP8 by the ratios of an H100 (pytorch/ao#2784)",
         4.3e12,
         4e-6,
-        _constant(790, 1480, 1480, 1320, 380),
+        _constant(790, 1480, 1480, 1320, 990, 380),
         memory=139 << 30,
+        attention=_ATTENTION,
+        host=_HOST,
     ),
     "B200": Rates(
         "NVIDIA B200",
         "NVIDIA's datasheet, times the share that an H200 reaches of its own (0.8 of FLOP, 0.9 of memory)",
         6.9e12,
         4e-6,
-        _constant(1800, 3600, 3600, 1800, 3600),
+        _constant(1800, 3600, 3600, 1800, 1800, 3600),
         memory=178 << 30,
+        host=_HOST,
     ),
 }
 """Rates of large products by device, each with its source."""
@@ -176,8 +230,7 @@ def _of_file(kept: Any) -> Rates:
             raise ValueError(f"{value!r} is no rate or time")
         return float(value)
 
-    kinds = (HIGH_PRECISION, *FORMS)
-    products = {kind: tuple((number(flop), number(rate)) for flop, rate in rates.products[kind]) for kind in kinds}
+    products = {kind: tuple((number(flop), number(rate)) for flop, rate in rates.products[kind]) for kind in PRODUCTS}
     if not all(products.values()):
         raise ValueError("products without a rate")
     casts = {form: number(seconds) for form, seconds in dict(rates.casts).items()}
@@ -216,7 +269,8 @@ def rates_of(name: str | None = None, device: torch.device | None = None) -> Rat
     # none are kept, or by another octavo, or the file is damaged
     with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
         rates = _of_file(_read(cache_folder() / KEPT)[label])
-        return dataclasses.replace(rates, memory=rates.memory or memory_of(device))
+        memory = rates.memory or memory_of(device)
+        return _with_published(dataclasses.replace(rates, memory=memory, attention={}, host={}))
     for published, rates in PUBLISHED.items():
         if published in label:
             return rates
@@ -224,6 +278,12 @@ def rates_of(name: str | None = None, device: torch.device | None = None) -> Rat
         f"the rates of this device ({label}) are not known: run `octavo info --measure` here, or name one of "
         f"{', '.join(PUBLISHED)}"
     )
+
+
+def _with_published(rates: Rates) -> Rates:
+    """Measured rates, with what is known of such a device and not measured: attention, and the host's times."""
+    known = next((rates_ for name, rates_ in PUBLISHED.items() if name in rates.device), None)
+    return rates if known is None else dataclasses.replace(rates, attention=known.attention, host=known.host)
 
 
 def measure(device: torch.device | None = None, seconds: float = 0.05) -> Rates:
@@ -251,32 +311,38 @@ def measure(device: torch.device | None = None, seconds: float = 0.05) -> Rates:
     source, target = (torch.ones(1 << (30 if on_gpu else 26), dtype=torch.uint8, device=device) for _ in range(2))
     copy = 2 * source.numel() / time(functools.partial(target.copy_, source))
     del source, target
-    kinds: dict[str, Recipe | None] = {HIGH_PRECISION: None}
-    for each in (recipes.dynamic(), recipes.rowwise(), recipes.blockwise(), recipes.mx()):
-        kinds[product_form(each.output)] = each
-    products: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+    named = {
+        product_form(each.output): each
+        for each in (recipes.dynamic(), recipes.rowwise(), recipes.blockwise(), recipes.mx())
+    }
+    products: dict[str, list[tuple[float, float]]] = {kind: [] for kind in PRODUCTS}
     for rows, cols, terms in ON_GPU if on_gpu else ON_CPU:
         flop = 2.0 * rows * cols * terms
         x = torch.randn(rows, terms, device=device, dtype=torch.bfloat16)
         weight = torch.randn(cols, terms, device=device, dtype=torch.bfloat16)
-        for kind, recipe in kinds.items():
-            products[kind].append((flop, flop / time(_product(x, weight, recipe))))
+        for kind, points in products.items():
+            recipe, role = named.get("block" if kind == "vector" else kind), INPUT if kind == "vector" else WEIGHT
+            points.append((flop, flop / time(_product(x, weight, recipe, role))))
     x = torch.randn(_CAST[on_gpu], device=device, dtype=torch.bfloat16)
-    named = {kind: recipe for kind, recipe in kinds.items() if recipe is not None} | {"delayed": recipes.delayed()}
+    named["delayed"] = recipes.delayed()
     casts = {kind: time(_cast(x, recipe)) / x.numel() for kind, recipe in named.items()}
     launch = time(_cast(x[:16, :16], named["delayed"]))
-    points = {kind: tuple(sorted(found)) for kind, found in products.items()}
-    return Rates(device_label(device), "measured", copy, launch, points, casts, memory_of(device))
+    sorted_points = {kind: tuple(sorted(points)) for kind, points in products.items()}
+    label = device_label(device)
+    made = Rates(label, "measured", copy, launch, sorted_points, casts, memory_of(device))
+    return _with_published(made)
 
 
-def _product(x: Tensor, weight: Tensor, recipe: Recipe | None) -> Callable[[], Any]:
-    """The output product of a recipe, of operands that were cast before; for None torch's in bf16."""
+def _product(x: Tensor, weight: Tensor, recipe: Recipe | None, role: int) -> Callable[[], Any]:
+    """The product of two operands that were cast before, as an input and as ``role``; for None torch's in bf16."""
     if recipe is None:
         return lambda: F.linear(x, weight)
-    a, b = (cast_role(t, recipe, role, True, False, None).as_is for t, role in ((x, INPUT), (weight, WEIGHT)))
-    assert a is not None and b is not None and recipe.output is not None
-    (first, second), dtype = recipe.output, x.dtype
-    return lambda: kernels.matmul(*a, first.tile, *b, second.tile, None, dtype, True)
+    operands: list[Any] = []
+    for tensor, which in ((x, INPUT), (weight, role)):
+        cast, pair = recipe.casts[which].as_is, cast_role(tensor, recipe, which, True, False, None).as_is
+        assert cast is not None and pair is not None
+        operands += [*pair, cast.tile]
+    return lambda: kernels.matmul(*operands, None, x.dtype, True)
 
 
 def _cast(x: Tensor, recipe: Recipe) -> Callable[[], Any]:

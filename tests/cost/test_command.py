@@ -54,9 +54,7 @@ def test_whether_a_step_fits() -> None:
     # in between, the fastest is of those that fit
     bf16, fp8 = steps(16384, 8192, 8192)
     larger = replace(fp8, name="larger", products=0.0, memory=replace(fp8.memory, weights=1 << 40))
-    text = command.describe_plan(
-        [bf16, larger, fp8], replace(H200, memory=float(max(bf16.memory.total, fp8.memory.total)))
-    )
+    text = command.describe_plan([bf16, larger, fp8], replace(H200, memory=float(max(bf16.peak, fp8.peak))))
     assert "A step in larger does not fit" in text and "delayed is the fastest" in text
 
 

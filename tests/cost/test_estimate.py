@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import octavo
 from octavo import recipes
 from octavo.cost.estimate import Estimate, LinearWork, estimate, on_meta, work_of
-from octavo.cost.rates import PUBLISHED
+from octavo.cost.parts import PARTS
+from octavo.cost.rates import PUBLISHED, HostTime
 from octavo.scaling.recipe import RecipeMap
 from octavo.train import GPT, ModelConfig
 
@@ -101,8 +103,46 @@ def test_estimates_of_recipes() -> None:
     assert found["delayed"].memory.activations < bf16.memory.activations  # type: ignore[operator]
     assert {layer.work.name for layer in found["mx"].slower} == {layer.work.name for layer in found["mx"].layers}
     for each in found.values():
-        assert each.total == each.products + each.casts + each.other + each.optimizer
+        busy = each.products + each.casts + each.other
+        assert sum(each.device) == pytest.approx(busy) and each.total == busy + each.optimizer + each.waits
         assert each.other == bf16.other and each.optimizer == pytest.approx(bf16.optimizer)
+
+
+def test_the_device_waits_where_the_host_takes_longer() -> None:
+    """The host is late in the blocks' forward, and what the device does after that hides backward's."""
+    model = gpt()
+    work = work_of(on_meta(model), (TOKENS,))
+
+    def found(**host: HostTime) -> Estimate:
+        return estimate(model, (TOKENS,), None, replace(H200, host=host), work=work)
+
+    idle = found()
+    forward, after = idle.device
+    assert idle.waits == 0 and min(forward, after) > 0 and work.blocks is not None
+    late = found(operation=HostTime(2 * forward / work.blocks.forward.ops, 0.0))
+    assert late.waits == pytest.approx(forward) and late.total == pytest.approx(idle.total + forward)
+    hidden, never = (found(bf16=HostTime(0.0, times * after / len(work.linears))) for times in (1, 3))
+    assert hidden.waits == 0 and never.waits == pytest.approx(2 * after - forward)
+
+
+def test_the_loss_counts() -> None:
+    """In float32: its operations move 44 bytes a logit, and it keeps three tensors before the first gradient."""
+    model = gpt()
+    work, other = (work_of(on_meta(each), (x,)) for each, x in ((model, TOKENS), (nn.Linear(8, 8), torch.ones(3, 8))))
+    logits = model(TOKENS)
+    assert work.logits == logits.numel() and other.logits == 0
+    found = estimate(model, (TOKENS,), None, H200, work=work)
+    assert found.memory.saved is not None and found.loss == 12 * logits.numel()
+    assert found.memory.saved["logits and loss"] >= found.loss
+    assert found.peak == found.memory.total - min(found.memory.gradients, found.loss)
+
+    def moved(vocabulary: int) -> float:
+        words = nn.Sequential(nn.Embedding(vocabulary, 8), nn.Linear(8, vocabulary, bias=False)).to(torch.bfloat16)
+        return work_of(on_meta(words), (TOKENS,)).other.bytes
+
+    assert moved(4096) - moved(1024) == pytest.approx(44 * TOKENS.numel() * (4096 - 1024), rel=0.05)
+    features = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8))
+    assert work_of(on_meta(features), (TOKENS,)).logits == 0  # no column for each word
 
 
 def test_a_product_takes_its_operations_or_its_bytes() -> None:
@@ -159,19 +199,33 @@ def test_only_what_convert_would_convert_is_in_fp8() -> None:
     assert found(recipes.dynamic(), lambda module, name: False).products == found(None).products
 
 
-def test_fused_a_step_saves_less_by_kind() -> None:
+def test_fused_a_step_saves_less_by_kind_and_moves_less() -> None:
     config = transformers.LlamaConfig(hidden_size=64, intermediate_size=176, num_hidden_layers=1, vocab_size=64)
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).bfloat16()
     work = work_of(on_meta(model), (TOKENS,))
     found = [
-        estimate(model, (TOKENS,), recipes.delayed(), H200, lambda module, name: True, fuse=fuse, work=work).memory
+        estimate(model, (TOKENS,), recipes.delayed(), H200, lambda module, name: True, fuse=fuse, work=work)
         for fuse in (False, True)
     ]
-    plain, fused = (each.saved for each in found)
+    plain, fused = (each.memory.saved for each in found)
+    assert plain is not None and fused is not None
     less = {kind for kind in plain if fused[kind] < plain[kind]}
-    assert less == {"norms", "activations"} and found[1].total < found[0].total
-    assert found[0].activations == sum(plain.values())
+    assert less == {"norms", "activations"} and found[1].peak < found[0].peak
+    assert found[0].memory.activations == sum(plain.values())
+    already = octavo.convert(copy.deepcopy(model), recipes.delayed(), lambda *_: True, fuse=True)
+    of_fused = estimate(already, (TOKENS,), recipes.delayed(), H200, lambda *_: True, fuse=True)
+    assert of_fused.other == pytest.approx(found[1].other, rel=0.05)  # counted as it is, and not twice
+    norms, wide = 3 * TOKENS.numel() * 64, TOKENS.numel() * 176
+    saved = sum(
+        size * (sum(PARTS[part].plain[:2]) - sum(PARTS[part].fused[:2]))
+        for part, size in (("norm", norms), ("gated feed-forward", wide))
+    )
+    launches = sum(
+        times * (sum(PARTS[part].plain[2:]) - sum(PARTS[part].fused[2:]))
+        for part, times in (("norm", 3), ("gated feed-forward", 1))
+    )
+    assert found[0].other - found[1].other == pytest.approx(saved / H200.copy + launches * H200.launch)
 
 
 def test_the_optimizer_counts() -> None:

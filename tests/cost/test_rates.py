@@ -16,11 +16,13 @@ from octavo.cost import rates
 from octavo.cost.rates import (
     FORMS,
     HIGH_PRECISION,
+    PRODUCTS,
     PUBLISHED,
     PlanError,
     Rates,
     device_label,
     forms_of,
+    host_kind,
     keep,
     memory_of,
     rates_of,
@@ -31,7 +33,7 @@ from tests.support.damage import damaged_json
 
 CPU = torch.device("cpu")
 POINTS = ((1e6, 1e9), (4e6, 3e9))
-RATES = Rates("a device", "measured", 1e12, 0.0, dict.fromkeys((HIGH_PRECISION, *FORMS), POINTS))
+RATES = Rates("a device", "measured", 1e12, 0.0, dict.fromkeys(PRODUCTS, POINTS))
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +52,23 @@ def test_a_rate_lies_between_its_points(flop: float, rate: float) -> None:
 def test_kinds_of_products() -> None:
     kinds = {name: forms_of(getattr(recipes, name)()) for name in ("dynamic", "delayed", "rowwise", "blockwise", "mx")}
     assert [kind[0] for kind in kinds.values()] == ["tensor", "tensor", "row", "block", "mx"]
+    assert kinds["blockwise"] == ["block", "block", "vector"]  # a weight has whole blocks, a gradient and an input rows
     assert forms_of(recipes.rowwise_with_gw_hp()) == ["row", "row", "bf16"]
     assert forms_of(recipes.high_precision()) == ["bf16"] * 3
+
+
+def test_what_launches_a_layer() -> None:
+    named = ("dynamic", "delayed", "rowwise", "blockwise", "mx", "high_precision", "rowwise_with_gw_hp")
+    kinds = [host_kind(getattr(recipes, name)()) for name in named]
+    assert kinds == ["tensor", "delayed", "row", "block", "mx", HIGH_PRECISION, "row"]
+    assert {*kinds, "operation"} == PUBLISHED["H100"].host.keys()
+
+
+def test_attention_by_the_size_of_a_head() -> None:
+    known = dataclasses.replace(RATES, attention={64: 2e12, 128: 4e12})
+    assert known.attention_seconds({64: 2e12, 80: 2e12, 256: 4e12}, causal=False) == 1 + 1 + 1
+    assert known.attention_seconds({64: 2e12}, causal=True) == 0.5
+    assert RATES.attention_seconds({64: 3e9}, causal=True) == RATES.product_seconds(HIGH_PRECISION, 3e9)
 
 
 def test_what_a_cast_moves() -> None:
@@ -92,10 +109,19 @@ def test_measured_rates_are_kept_for_this_device_and_torch(cache: Path) -> None:
     assert rates_of(device=CPU) == mine
 
 
+def test_measured_rates_have_what_is_known_of_such_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention and the host's times, which are not measured."""
+    mine = dataclasses.replace(RATES, device="NVIDIA H100 80GB HBM3, torch 2", memory=1e9)
+    keep(mine)
+    monkeypatch.setattr(rates, "device_label", lambda device: mine.device)
+    found, published = rates_of(device=CPU), PUBLISHED["H100"]
+    assert (found.products, found.attention, found.host) == (mine.products, published.attention, published.host)
+
+
 def test_published_rates() -> None:
     assert rates_of("h200") is PUBLISHED["H200"]
     for each in PUBLISHED.values():
-        assert set(each.products) == {HIGH_PRECISION, *FORMS} and each.source
+        assert set(each.products) == {*PRODUCTS} and each.source
         assert each.product_seconds("tensor", 1e12) < each.product_seconds(HIGH_PRECISION, 1e12)
     with pytest.raises(ValueError, match=r"nothing is published of 'A100' here; known: H100, H200, B200"):
         rates_of("A100")
@@ -106,7 +132,7 @@ def test_all_rates_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "_CAST", {False: (64, 64)})
     found = rates.measure(torch.device("cpu"), seconds=0.001)
     assert found.source == "measured" and found.copy > 0 and found.launch > 0
-    assert set(found.products) == {HIGH_PRECISION, *FORMS}
+    assert set(found.products) == {*PRODUCTS}
     for points in found.products.values():
         assert [flop for flop, _ in points] == [2 * 16**3, 2 * 64 * 32 * 48]
         assert all(rate > 0 for _, rate in points)

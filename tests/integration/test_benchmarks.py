@@ -79,16 +79,30 @@ def test_the_run_on_a_gpu_rehearsed(tmp_path: Path) -> None:
     for name in ("octavo", "emulator", "benchmarks", "tests"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "results", "runs"))
     shutil.copy(ROOT / "pyproject.toml", tree)
-    output = run_apart("on_gpu", "--toy", "--processes", "2", "--output", out, root=tree)
+    stages = [*map(str, importlib.import_module("benchmarks.on_gpu").STAGES)]
+    output = run_apart("on_gpu", "--toy", "--processes", "2", "--output", out, "--stages", *stages, root=tree)
     assert [line for line in output.splitlines() if line.startswith("stage ") and not line.endswith(": ok")] == []
     assert " 0 failed" in output and "losses of one rank" in output
     assert "emulated sm_90: " in output and "31 of 31 cases are their reference" in output
     assert {row["device"] for row in rows_of(out / "kernels.csv")} == {"emulated-sm-90"}
     for name, columns in ON_GPU.items():
         rows = rows_of(out / f"{name}.csv")
-        assert_numbers([row for row in rows if "torchao" not in row.get("variant", "")], *columns.split())
+        others = "torchao", "liger"
+        ours = [row for row in rows if not any(name in row.get("variant", "") for name in others)]
+        assert_numbers(ours, *columns.split())
     again = run_apart("on_gpu", "--toy", "--output", out, root=tree)
     assert "---" not in again and "stage 7" in again  # what is done is not done again
+
+
+def test_one_command_on_a_gpu_takes_eight_minutes() -> None:
+    """And a Llama's rows end before their stage does; after 185 s of them the first five are there."""
+    on_gpu, rows = (importlib.import_module(f"benchmarks.{name}") for name in ("on_gpu", "training.llama_rows"))
+    assert [*on_gpu.FIRST] == [*on_gpu.STAGES][: len(on_gpu.FIRST)]
+    assert sum(on_gpu.STAGES[number].seconds for number in on_gpu.FIRST) <= 480
+    (command,) = on_gpu.STAGES[3].commands
+    assert 60 * float(command[command.index("--minutes") + 1]) < on_gpu.STAGES[3].seconds
+    first = dict([*rows.ORDER.items()][:5])
+    assert [*first] == ["bf16", "delayed+fuse", "profile", "delayed+block", "bf16+liger"] and sum(first.values()) <= 185
 
 
 def test_kernels_under_compute_sanitizer(

@@ -1,0 +1,237 @@
+"""What ``octavo plan`` says of the Llama of llama_step, beside its rows on an H100.
+
+Nothing is fitted to these rows. Products, casts and attention are those of ``octavo.cost.rates``. The host's times are
+of gpu_host, of the commit of the rows and of today, times how much slower the host of that GPU is: the median over the
+smallest layer of ``layer``'s rows, where the host is slower than the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+import octavo
+from benchmarks.common.measure import commit, table, write_results
+from benchmarks.common.pages import Row, markdown, read
+from octavo.cost import PUBLISHED, Estimate, Rates, estimate
+from octavo.cost.estimate import work_of
+from octavo.cost.parts import PARTS, Moved
+from octavo.cost.rates import HIGH_PRECISION, HostTime
+
+TAKES = "half a minute"
+MEASURES = (
+    "octavo/cost",
+    "octavo/nn/saved.py",
+    "octavo/schedule/plan.py",
+    "benchmarks/results/gpu_host-cpu-amd-epyc.csv",
+)
+ORIGIN = "octavo.cost, not measured"
+
+LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+VOCABULARY, BATCH, CONTEXT = 128256, 8, 2048
+SMALLEST = "15872x4096x4096"  # of ``layer``'s shapes
+# of Rates.host: a recipe, its cast in gpu_host's rows, and whether its weight is kept there
+FORMS = {
+    "delayed": ("delayed", "cast_transpose delayed", True),
+    "tensor": ("dynamic", "cast_transpose dynamic", True),
+    "row": ("rowwise", "cast_two_scalings 1x128", False),
+    "block": ("blockwise", "cast_two_scalings 1x128", True),
+    "mx": ("mx", "cast_two_scalings 1x128", False),
+}
+OF_OTHERS = ("nn.Linear, forward", "nn.Linear, forward + backward", "no product, forward + backward",
+             "torchao tensorwise, forward", "torchao tensorwise, forward + backward")  # fmt: skip
+OPERATION = 0.27  # of the time of nn.Linear's forward; see octavo/cost/rates.py
+STATE = "octavo fp8 state"
+FUSED = ("octavo delayed", "octavo blockwise")
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "bf16": {"recipe": None},
+    **{f"octavo {name}": {"recipe": name} for name in ("delayed", "dynamic", "rowwise", "blockwise")},
+    STATE: {
+        "recipe": "delayed",
+        "weight_storage": "fp8",
+        "optimizer": functools.partial(octavo.optim.AdamW, moments="fp8", master=None),
+    },
+}
+
+
+def without_head(module: torch.nn.Module, name: str) -> bool:
+    """Whether a layer is converted: all but the head."""
+    return name != "lm_head"
+
+
+def microseconds(subject: str) -> dict[str, float]:
+    """The host's times by what gpu_host calls them."""
+    return {row["what"]: float(row["us"]) for row in read(subject)}
+
+
+def host_times(us: Mapping[str, float], slower: float = 1.0) -> dict[str, HostTime]:
+    """Return what ``Rates.host`` holds, from gpu_host's rows and how much slower a host is.
+
+    A layer's backward is what its pass takes beyond that of a layer without a product, whose start of autograd a step
+    has once.
+    """
+
+    def backward(name: str) -> float:
+        both, forward = us[f"{name}, forward + backward"], us[f"{name}, forward"]
+        return both - forward - (us["no product, forward + backward"] - us["no product, forward"])
+
+    unit = 1e-6 * slower
+    linear = us["nn.Linear, forward"]
+    times = {HIGH_PRECISION: HostTime(unit * linear, unit * backward("nn.Linear"))}
+    for form, (recipe, cast, kept) in FORMS.items():
+        name = f"Linear {recipe}"
+        forward = us[f"{name}, forward"] + us[cast] * kept
+        times[form] = HostTime(unit * forward, unit * backward(name), unit * us[cast])
+    return times | {"operation": HostTime(unit * OPERATION * linear, unit * OPERATION * linear)}
+
+
+def slower_host(us: Mapping[str, float]) -> float:
+    """How many times as long as gpu_host's the host of the H100 took: the median over octavo's eager layers."""
+    ratios = []
+    for row in read("layer"):
+        made, _, how = row["variant"].partition(" ")
+        recipe, _, kept = how.partition(" ")
+        if row["shape"] == SMALLEST and made == "octavo" and kept in ("", "kept"):
+            form, cast = next((form, cast) for form, (name, cast, _) in FORMS.items() if name == recipe)
+            took = us[f"Linear {recipe}, forward + backward"] + us[cast] * (FORMS[form][2] and not kept)
+            ratios.append(1e3 * float(row["ms"]) / took)
+    return statistics.median(ratios)
+
+
+@functools.cache
+def rates(then: bool) -> Rates:
+    """Those of the H100 and its host, with the host's times of the commit of its rows, or with today's."""
+    earlier, now = microseconds("gpu_host_earlier"), microseconds("gpu_host")
+    slower = slower_host(earlier)
+    if then:
+        return replace(PUBLISHED["H100"], host=host_times(earlier, slower))
+    machine = statistics.median(earlier[name] / now[name] for name in OF_OTHERS)  # gpu_host's own was slower then
+    return replace(PUBLISHED["H100"], host=host_times(now, slower * machine))
+
+
+def meta_llama(blocks: int) -> torch.nn.Module:
+    """The model without memory, of so many blocks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**LARGE, num_key_value_heads=LARGE["num_attention_heads"] // 2, use_cache=False)
+    config.vocab_size, config.num_hidden_layers = VOCABULARY, blocks
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).bfloat16()  # type: ignore[no-any-return]
+
+
+TOKENS = (torch.empty(BATCH, CONTEXT, dtype=torch.int64, device="meta"),)
+
+
+def _extended(one: Any, two: Any, blocks: int) -> Any:
+    """What an estimate's field is of so many blocks, if it is ``one`` of one and ``two`` of two."""
+    if isinstance(one, Mapping):
+        return MappingProxyType({key: _extended(one[key], two[key], blocks) for key in one})
+    if isinstance(one, tuple):
+        return tuple(_extended(a, b, blocks) for a, b in zip(one, two, strict=True))
+    if isinstance(one, int | float):
+        return one + (blocks - 1) * (two - one)
+    return one
+
+
+@functools.cache
+def models() -> Sequence[tuple[torch.nn.Module, Any]]:
+    """Models of one and of two blocks, and their work."""
+    return [(model, work_of(model, TOKENS)) for model in map(meta_llama, (1, 2))]
+
+
+def planned(variant: Mapping[str, Any], rates: Rates, **options: Any) -> Estimate:
+    """The estimate of a step, in which every block takes as long as the second."""
+    named = variant["recipe"] and getattr(octavo.recipes, variant["recipe"])()
+    options = {"select": without_head, **variant, **options, "recipe": named}
+    one, two = (estimate(model, TOKENS, rates=rates, work=work, **options) for model, work in models())
+    values = {each.name: getattr(one, each.name) for each in fields(Estimate)}
+    others = {name: getattr(two, name) for name in values} | {"layers": (), "memory": one.memory}
+    values |= {"layers": (), "memory": one.memory}
+    memory = {each.name: _extended(getattr(one.memory, each.name), getattr(two.memory, each.name), 16)
+              for each in fields(one.memory)}  # fmt: skip
+    found = {name: _extended(values[name], others[name], LARGE["num_hidden_layers"]) for name in values}
+    return Estimate(**found | {"memory": replace(one.memory, **memory)})
+
+
+def measured() -> dict[str, Row]:
+    """The eager rows of llama_step, by variant."""
+    return {row["variant"]: row for row in read("llama_step") if row["mode"] == "eager"}
+
+
+def rows() -> list[dict[str, object]]:
+    """Each variant as measured, as planned with the host's times of that commit, and as planned of today's code."""
+    took, found = measured(), []
+    variants = {**VARIANTS, **{f"{name}, fused": {**VARIANTS[name], "fuse": True} for name in FUSED}}
+    for name, variant in variants.items():
+        then, now = (planned(variant, rates(earlier)) for earlier in (True, False))
+        row: dict[str, object] = {"variant": name, "measured_ms": "", "planned_ms": "", "planned_waits_ms": ""}
+        row |= {"measured_gib": "", "planned_gib": f"{now.peak / 2**30:.1f}", "now_ms": f"{1e3 * now.total:.1f}"}
+        if name in took:
+            row |= {"measured_ms": took[name]["ms"], "planned_ms": f"{1e3 * then.total:.1f}"}
+            row |= {"planned_waits_ms": f"{1e3 * then.waits:.1f}", "measured_gib": took[name]["peak_gib"]}
+        found.append(row | {"now_waits_ms": f"{1e3 * now.waits:.1f}"})
+    return found
+
+
+def planned_table() -> str:
+    """Of docs/plan.md: rows of an H100 beside what is planned."""
+    lines, found = [], read("planned_step")
+    base = found[0]
+    for row in found:
+        cells = [row["variant"], *[""] * 5]
+        if row["measured_ms"]:
+            took, plan = float(row["measured_ms"]), float(row["planned_ms"])
+            shares = took / float(base["measured_ms"]), plan / float(base["planned_ms"])
+            cells[1:] = f"{took:.0f}", f"{plan:.0f}", f"{plan / took - 1:+.0%}", *(f"{share:.2f}" for share in shares)
+        now = float(row["now_ms"])
+        lines.append(
+            [*cells, row["measured_gib"], row["planned_gib"], f"{now:.0f}", f"{now / float(base['now_ms']):.2f}"]
+        )
+    header = ["step", "measured ms", "planned", "error", "of bf16's time, measured", "planned", "peak GiB, measured"]
+    return markdown([*header, "planned", "planned ms of today's code", "of bf16's time"], lines)
+
+
+def elements() -> dict[str, tuple[int, int]]:
+    """How many elements each part of a block of this model has, and how often the block has the part."""
+    tokens, width, heads = BATCH * CONTEXT, LARGE["hidden_size"], LARGE["num_attention_heads"]
+    keys = width // heads * (heads // 2)
+    once = {"gated feed-forward": LARGE["intermediate_size"], "gate and up": width, "query, key and value": width}
+    once |= {"rotary embedding": width + keys, "residual": width}
+    return {"norm": (tokens * width, 2), **{part: (tokens * wide, 1) for part, wide in once.items()}}
+
+
+def account_table() -> str:
+    """Of docs/plan.md: what a block of this model moves besides products, attention and casts."""
+
+    def cells(kind: str, size: int, times: int) -> list[str]:
+        moved: Moved = getattr(PARTS[part], kind)
+        launches = moved.forward_launches + moved.backward_launches
+        return [f"{1e-9 * times * size * (moved.forward + moved.backward):.2f}", f"{times * launches}"]
+
+    lines, total = [], {"plain": 0.0, "fused": 0.0}
+    for part, (size, times) in elements().items():
+        lines.append([part, *cells("plain", size, times), *cells("fused", size, times)])
+        for kind in total:
+            total[kind] += float(cells(kind, size, times)[0])
+    lines.append(["together", f"{total['plain']:.2f}", "", f"{total['fused']:.2f}", ""])
+    return markdown(["part of a block", "GB, as transformers writes it", "launches", "GB, fused", "launches"], lines)
+
+
+TABLES = {"planned": planned_table, "account": account_table}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks planned_step", description=__doc__)
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    found = rows()
+    print(table(found))
+    if not parser.parse_args(arguments).no_write:
+        print(f"written to {write_results('planned_step', found, origin={'source': ORIGIN, 'commit': commit()})}")
+    return 0
