@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, WEIGHT
-from octavo.cost.parts import LOSS, PARTS, fused_parts
+from octavo.cost.parts import FUSED_LOSS, LOSS, PARTS, fused_parts
 from octavo.cost.rates import HIGH_PRECISION, HostTime, Rates, forms_of, host_kind
 from octavo.nn.candidates import Select, experts_class, features, fp8_class
 from octavo.nn.convert import convert, set_recipe
@@ -488,8 +488,8 @@ def estimate(
         _convert(twin, recipe, select, fuse)
     modules = dict(twin.named_modules())
     already = {name for name, module in model.named_modules() if isinstance(module, KnownForward)}
-    parts = fused_parts(twin, work.inputs, work.linears) if fuse else ()
-    times = _Times(work, rates, (part for part in parts if part[0] not in already))
+    parts = [part for part in fused_parts(twin, work.inputs, work) if part[0] not in already] if fuse else []
+    times = _Times(work, rates, parts)
     layers, cast_inputs = [], set()
     for linear in work.linears:
         module = modules.get(linear.name)  # None for experts that are not converted
@@ -510,7 +510,7 @@ def estimate(
     for group in made.param_groups:
         if group.get("algorithm") == "muon":
             update += sum(orthogonalising(param.shape, rates, group["ns_steps"]) for param in group["params"])
-    loss = LOSS * work.logits
+    loss = (FUSED_LOSS if any(part == "loss" for _, part, _ in parts) else LOSS) * work.logits
     saved = dict(memory.saved or {})
     memory = replace(memory, saved=saved | {"logits and loss": saved["logits and loss"] + loss})
     name = "bf16" if recipe is None else getattr(recipe, "name", "map")

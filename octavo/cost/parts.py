@@ -6,12 +6,13 @@ against the operations of a block of transformers' Llama, before and after ``oct
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from octavo.nn.known_forwards import FeedForward, LeanRMSNorm
+from octavo.nn.known_forwards import QKV, Attention, DecoderLayer, FeedForward, LeanRMSNorm, as_one_layer
+from octavo.nn.loss import has_loss
 
 
 class Moved(NamedTuple):
@@ -31,32 +32,60 @@ class Part(NamedTuple):
 
 
 # Elements are those of a norm's input, of the product of gate and up, of an activation, of what gate and up, or query,
-# key and value, read (their gradients of it are added up), of queries and keys, of a block's input, and of the logits.
+# key and value, read (their gradients of it are added up), of weights, of queries and keys, of values, of a block's
+# input, and of the logits. Launches that fewer casts need are below 0.
 PARTS = {
-    "norm": Part(Moved(36, 96, 8, 16), Moved(40, 6, 10, 1)),
-    # fused, gate and up are put side by side, and the cast of their product reads both
-    "gated feed-forward": Part(Moved(10, 18, 2, 3), Moved(10, 22, 1, 4)),
-    "feed-forward": Part(Moved(4, 6, 1, 1), Moved(0, 6, 0, 1)),
-    "gate and up": Part(Moved(0, 6, 0, 1), Moved(0, 6, 0, 1)),
-    "query, key and value": Part(Moved(0, 12, 0, 2), Moved(0, 12, 0, 2)),
-    "rotary embedding": Part(Moved(20, 28, 10, 14), Moved(20, 28, 10, 14)),
-    "residual": Part(Moved(12, 12, 2, 2), Moved(12, 12, 2, 2)),
-    "loss": Part(Moved(18, 26, 3, 3), Moved(18, 26, 3, 3)),
+    "norm": Part(Moved(36, 96, 8, 16), Moved(4, 6, 1, 1)),
+    # the casts of their product and of its gradient read gate and up
+    "gated feed-forward": Part(Moved(10, 18, 2, 3), Moved(2, 2, 0, 0)),
+    # where gate and up are computed each by itself they are put side by side
+    "gated feed-forward, apart": Part(Moved(10, 18, 2, 3), Moved(10, 22, 1, 4)),
+    "feed-forward": Part(Moved(4, 6, 1, 1), Moved(0, 2, 0, 0)),
+    "gate and up": Part(Moved(0, 6, 0, 1), Moved(0, 0, -1, -1)),
+    "query, key and value": Part(Moved(0, 12, 0, 2), Moved(0, 0, -2, -2)),
+    "weights side by side": Part(Moved(0, 0, 0, 0), Moved(4, 0, 1, 0)),
+    "rotary embedding": Part(Moved(20, 28, 10, 14), Moved(4, 4, 1, 1)),
+    "values": Part(Moved(0, 0, 0, 0), Moved(4, 4, 0, 0)),
+    # the norm behind attention writes the sum, and norms' gradients read the residual's
+    "residual": Part(Moved(12, 12, 2, 2), Moved(10, 4, 1, 0)),
+    "loss": Part(Moved(18, 26, 3, 3), Moved(2, 4, 1, 1)),
 }
 """By part; a block has two norms, and one of all others but the loss."""
-LOSS = 3 * 4  # bytes a logit that the loss has at a time: log-probabilities and two gradients, in float32
+# bytes a logit that the loss has at a time: log-probabilities and two gradients in float32; fused, one and the logits
+LOSS, FUSED_LOSS = 3 * 4, 2 * 2
 
 
-def fused_parts(model: nn.Module, norms: Mapping[str, int], linears: Iterable[Any]) -> Iterator[tuple[str, str, float]]:
+def fused_parts(model: nn.Module, inputs: Mapping[str, int], work: Any) -> Iterator[tuple[str, str, float]]:
     """Yield (module, part, elements) for each module that octavo.convert(..., fuse=True) has given its own forward.
 
-    ``norms``: elements of each norm's input, by its name; ``linears``: LinearWork of all linear layers.
+    ``inputs``: elements of the input of norms and decoder layers, by name; ``work``: the model's Work.
     """
-    inputs = {linear.name: linear.sizes[0] for linear in linears}
+    linears = {linear.name: linear for linear in work.linears}
     for name, module in model.named_modules():
+        if has_loss(module):
+            yield f"{name}.loss_function", "loss", work.logits
         if isinstance(module, LeanRMSNorm):
-            yield name, "norm", norms.get(name, 0)
-        elif isinstance(module, FeedForward):
-            down = f"{name}.{module.parts.down}"
-            part = "gated feed-forward" if module.parts.up else "feed-forward"
-            yield name, part, inputs.get(down.removeprefix("."), 0)
+            yield name, "norm", inputs.get(name, 0)
+        elif isinstance(module, DecoderLayer):
+            yield name, "residual", inputs.get(name, 0)
+        elif isinstance(module, FeedForward | Attention):
+            prefix = f"{name}." * bool(name)
+            yield from _of_layers(
+                name, module, {own: linears.get(f"{prefix}{own}") for own, _ in module.named_children()}
+            )
+
+
+def _of_layers(name: str, module: Any, linears: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
+    """The same of a feed-forward or an attention, whose linear layers compute this by their names in it."""
+    names = QKV if isinstance(module, Attention) else tuple(filter(None, (module.parts.gate, module.parts.up)))
+    readers, one = [linears.get(own) for own in names], as_one_layer([getattr(module, own) for own in names])
+    if isinstance(module, FeedForward) and (down := linears[module.parts.down]) is not None:
+        part = "feed-forward" if not module.parts.up else "gated feed-forward" if one else "gated feed-forward, apart"
+        yield name, part, down.sizes[0]
+    if one is None or len(names) == 1 or None in readers:
+        return
+    yield name, "query, key and value" if isinstance(module, Attention) else "gate and up", readers[0].sizes[0]
+    yield name, "weights side by side", sum(reader.sizes[1] for reader in readers)
+    if isinstance(module, Attention):
+        yield name, "rotary embedding", readers[0].sizes[2] + readers[1].sizes[2]
+        yield name, "values", readers[2].sizes[2]

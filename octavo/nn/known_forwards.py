@@ -348,23 +348,23 @@ class Attention(KnownForward):
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
-        layers = [getattr(module, name) for name in _QKV]
+        layers = [getattr(module, name) for name in QKV]
         if not all(isinstance(layer, Linear) for layer in layers):
-            return f"{', '.join(_QKV)} are not all converted"
+            return f"{', '.join(QKV)} are not all converted"
         if any(layer.recipe != layers[0].recipe for layer in layers):
-            return f"{', '.join(_QKV)} have different recipes"
+            return f"{', '.join(QKV)} have different recipes"
         if not _turns_halves(inspect.unwrap(class_of(module).forward)):
             return "its rotary positions are none that octavo knows"
         return None
 
     def why_bypassed(self) -> str | None:
-        if (why := super().why_bypassed()) is None and as_one_layer([getattr(self, name) for name in _QKV]) is None:
-            return f"{', '.join(_QKV)} have hooks, other forwards, or weights that are sharded or in FP8"
+        if (why := super().why_bypassed()) is None and as_one_layer([getattr(self, name) for name in QKV]) is None:
+            return f"{', '.join(QKV)} have hooks, other forwards, or weights that are sharded or in FP8"
         return why
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As its own class's; what is given by position, its own class computes."""
-        layers = [getattr(self, name) for name in _QKV]
+        layers = [getattr(self, name) for name in QKV]
         angles = kwargs.get("position_embeddings")
         if args or angles is None or requires_grad(angles[0]) or requires_grad(angles[1]):
             return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
@@ -385,7 +385,7 @@ class Attention(KnownForward):
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
 
 
-_QKV = ("q_proj", "k_proj", "v_proj")
+QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def rotate_half(x: Tensor) -> Tensor:

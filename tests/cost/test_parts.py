@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from octavo.cost.parts import PARTS, Moved, fused_parts
 from octavo.private import FakeTensorMode
 
 TOKENS, WIDTH, WIDE, HEADS = 4096, 2048, 5632, 32
-NEITHER = ("mm", "matmul", "attention", "empty", "_unsafe_view", "clone")  # a CPU's layouts need the clones
+NEITHER = ("::mm", "addmm", "matmul", "attention", "empty", "_unsafe_view", "clone")  # a CPU's layouts need the clones
 
 
 class Ledger(TorchDispatchMode):
@@ -60,17 +61,20 @@ def ledgers(make: Callable[[], nn.Module], how: str) -> tuple[tuple[Ledger, Ledg
             if isinstance(module["part"], modeling_llama.LlamaDecoderLayer):
                 positions = torch.arange(TOKENS)[None]
                 keywords["position_embeddings"] = modeling_llama.LlamaRotaryEmbedding(config())(x, positions)
-            forward, backward = Ledger(), Ledger()
-            with forward:
-                y = module["part"](x, **keywords)
-            with backward:
-                y.backward(torch.empty_like(y))
+            for _ in range(2):  # in the first step layers that are computed as one come to share their delayed state
+                module.zero_grad()
+                x.grad = None
+                forward, backward = Ledger(), Ledger()
+                with forward:
+                    y = module["part"](x, **keywords)
+                with backward:
+                    y.backward(torch.empty_like(y))
     finally:
         torch.set_default_dtype(torch.float32)
     sizes = {name: TOKENS * WIDTH for name, _ in module.named_modules()}
     layers = ((name, each) for name, each in module.named_modules() if isinstance(each, nn.Linear))
     linears = [LinearWork(name, TOKENS, each.in_features, each.out_features, True, True) for name, each in layers]
-    return (forward, backward), [*fused_parts(module, sizes, linears)]
+    return (forward, backward), [*fused_parts(module, sizes, SimpleNamespace(linears=linears, logits=0))]
 
 
 def config() -> transformers.LlamaConfig:
@@ -107,9 +111,11 @@ def test_what_fusing_changes(which: str) -> None:
     }
     converted, nothing = ledgers(made[which], "converted")
     fused, parts = ledgers(made[which], "fused")
-    sizes = {"norm": TOKENS * WIDTH, "gated feed-forward": TOKENS * WIDE, "feed-forward": TOKENS * WIDE}
-    assert not nothing and all(size == sizes[part] for _, part, size in parts)
-    names = ["norm", "norm", "gated feed-forward"] if which == "block" else ["feed-forward"]
+    sizes = {part: size for part, (size, _) in of_block().items()} | {"feed-forward": TOKENS * WIDE}
+    sizes["values"] = TOKENS * WIDTH // 2
+    assert not nothing
+    assert all(size == sizes[part] for _, part, size in parts if part != "weights side by side")
+    names = [*of_block(), "norm", "values", *["weights side by side"] * 2] if which == "block" else ["feed-forward"]
     assert sorted(part for _, part, _ in parts) == sorted(names)
 
     def change(field: str, size: float = 1.0) -> float:
@@ -119,7 +125,6 @@ def test_what_fusing_changes(which: str) -> None:
 
     for index, name in enumerate(("forward", "backward")):
         assert fused[index].bytes - converted[index].bytes == pytest.approx(change(name), rel=0.01)
-        assert fused[index].casts == converted[index].casts
         assert fused[index].operations - converted[index].operations == change(f"{name}_launches", 0)
 
 
