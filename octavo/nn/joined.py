@@ -7,12 +7,13 @@ The gradient of their input is then one product and no sum, and what they comput
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from octavo.autograd.products import Layer
+from octavo.autograd.products import Layer, is_recorded
 from octavo.autograd.shared_scales import Parts
 from octavo.nn.fused import run_alone
 from octavo.nn.linear import Linear
@@ -22,13 +23,18 @@ from octavo.private import FakeTensor
 from octavo.scaling.delayed import STATE, note_empty
 
 
+def _facade_of(weights: Sequence[Tensor]) -> Tensor:
+    rows = sum(weight.shape[0] for weight in weights)
+    return weights[0].new_empty(1).expand(rows, weights[0].shape[1])
+
+
 class _JoinedRows(torch.autograd.Function):
     """A facade of weights [N_i, K] joined by rows, [N, K]: a gradient of it flows to each, as a view of one tensor."""
 
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> Tensor:
-        ctx.rows = [len(weight) for weight in weights]
-        return weights[0].new_empty(1).expand(sum(ctx.rows), weights[0].shape[1])
+        ctx.rows = [weight.shape[0] for weight in weights]
+        return _facade_of(weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
@@ -80,7 +86,8 @@ class Joined(NamedTuple):
         """A facade of the weights [N, K], the biases [N] or None, and the first weight."""
         first = self.linears[0]
         bias = None if first.bias is None else torch.cat([linear.bias for linear in self.linears])
-        facade: Tensor = _JoinedRows.apply(*(linear.weight for linear in self.linears))
+        weights = [linear.weight for linear in self.linears]
+        facade: Tensor = _JoinedRows.apply(*weights) if is_recorded(*weights) else _facade_of(weights)
         return facade, bias, first.weight
 
     def layer_of(
