@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from octavo import reading
 from octavo.formats import E4M3, E5M2
 from octavo.granularity import MX, PerBlock, PerRow, PerTensor
-from octavo.reading import parse_json
 from octavo.scaling.recipe import FIELDS, PRODUCTS, Cast, Delayed, Dynamic, Recipe, RecipeMap, RecipeRule
 
 __all__ = ["default", "dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx"]
@@ -240,7 +240,7 @@ def load(path: str | Path, default: Recipe | None = None) -> RecipeMap:
         ('high_precision', 'dynamic with grad_weight changed')
     """
     try:
-        return _map(parse_json(Path(path).read_bytes()), default)
+        return _map(reading.parse_json(Path(path).read_bytes()), default)
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path} holds no recipes by layer: {type(error).__name__}: {error}") from error
 

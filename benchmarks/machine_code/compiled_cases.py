@@ -542,6 +542,25 @@ def norm_backward() -> Iterator[Case]:
         yield Case("norm_backward", what, functools.partial(KERNELS["norm_backward"], *arguments))
 
 
+def between_layers() -> Iterator[Case]:
+    x, gamma = tensor(), torch.empty(LARGE[1], dtype=BF16)
+    for residual in (None, x):
+        arguments = x, gamma, None, "rms_norm", 1e-5, False, residual
+        what = f"rms_norm of bf16 {list(LARGE)}{' and a residual' * (residual is not None)}"
+        yield Case("norm", what, functools.partial(KERNELS["norm"], *arguments))
+    heads = [torch.empty(8, 2048, count, 64, dtype=BF16) for count in (32, 8, 8)]
+    for inverse in (False, True):
+        angles = torch.empty(2, 1, 2048, 64, dtype=BF16).unbind()
+        call = functools.partial(KERNELS["rotary"], *heads, *angles, inverse)
+        yield Case("rotary", f"heads of 64{', turned back' * inverse}", call)
+    logits, target, rows = tensor((4096, 32768)), torch.empty(4096, dtype=torch.int64), torch.empty(4096)
+    for softcap in (0.0, 30.0):
+        how, capped = (logits, target, -100, 0.0, softcap), " with a softcap" * (softcap > 0)
+        yield Case("cross_entropy", f"of 32,768 columns{capped}", functools.partial(KERNELS["cross_entropy"], *how))
+        call = functools.partial(KERNELS["cross_entropy_backward"], *how, rows, rows)
+        yield Case("cross_entropy_backward", f"of 32,768 columns{capped}", call)
+
+
 # --- steps of optimizers: masters, moments, layouts -------------------------------------------------------------------
 
 SGD = SgdGroup(1e-3, 0.9, 0.0, 0.01, False, False)
@@ -614,5 +633,6 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "statistics of groups": statistics,
     "norm": norm,
     "norm backward": norm_backward,
+    "between layers": between_layers,
     "optimizer": optimizer,
 }

@@ -78,11 +78,12 @@ def fused_parts(model: nn.Module, inputs: Mapping[str, int], work: Any) -> Itera
 def _of_layers(name: str, module: Any, linears: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
     """The same of a feed-forward or an attention, whose linear layers compute this by their names in it."""
     names = QKV if isinstance(module, Attention) else tuple(filter(None, (module.parts.gate, module.parts.up)))
-    readers, one = [linears.get(own) for own in names], as_one_layer([getattr(module, own) for own in names])
+    readers = [linears[own] for own in names if linears.get(own) is not None]
+    one = as_one_layer(module.readers)
     if isinstance(module, FeedForward) and (down := linears[module.parts.down]) is not None:
         part = "feed-forward" if not module.parts.up else "gated feed-forward" if one else "gated feed-forward, apart"
         yield name, part, down.sizes[0]
-    if one is None or len(names) == 1 or None in readers:
+    if one is None or len(names) == 1 or len(readers) < len(names):
         return
     yield name, "query, key and value" if isinstance(module, Attention) else "gate and up", readers[0].sizes[0]
     yield name, "weights side by side", sum(reader.sizes[1] for reader in readers)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from octavo.autograd.gather_input import GatheredInput
 from octavo.errors import HigherOrderGradientError, UnsupportedOpError
 from octavo.formats import HIGH_PRECISION
 from octavo.kernels.groups import check_offsets_kind
@@ -16,9 +18,9 @@ from octavo.nn.weight import why_unreadable
 from octavo.private import functorch_is_active, in_forward_mode
 
 
-def product_dtype(input: Tensor, weight_NK: Tensor) -> torch.dtype:
+def product_dtype(input: Any, weight_NK: Tensor) -> torch.dtype:
     """The dtype that products with ``input`` compute in: its own, or autocast's, which the meta device doesn't know."""
-    if not isinstance(input, Tensor):
+    if not isinstance(input, Tensor | GatheredInput):
         raise no_tensor(input)
     if weight_NK.is_meta and not input.is_meta:
         raise ValueError(
@@ -83,7 +85,7 @@ finds_shapes._dynamo_marked_constant = True  # type: ignore[attr-defined]  # tor
 
 def refuse_for_fp8(input: Tensor, *parameters: Tensor | None) -> None:
     """Raise TypeError, UnsupportedOpError or HigherOrderGradientError for tensors that FP8 products can't take."""
-    if input.is_nested:
+    if isinstance(input, Tensor) and input.is_nested:
         raise UnsupportedOpError(
             "an FP8 product takes no nested tensor: give it the rows of all, x.values() of a jagged one, and make of "
             "the result torch.nested.nested_tensor_from_jagged(y, x.offsets())"

@@ -19,7 +19,7 @@ from octavo.nn.fused import run_alone
 from octavo.nn.linear import Linear
 from octavo.nn.tensor_parallel import LayerTensors
 from octavo.nn.weight import is_freed_after_forward, state_for
-from octavo.private import FakeTensor
+from octavo.private import FakeTensor, no_modes
 from octavo.scaling.delayed import STATE, note_empty
 
 
@@ -101,7 +101,7 @@ class Joined(NamedTuple):
         """What the layers bring to their product with ``input``, see RecipeModule.layer_of."""
         first, *others = self.linears
         if first.training and first.recipe.delayed is not None and not torch.compiler.is_compiling():
-            self._share_state(input.device)
+            self.share_state()
             for linear in others:
                 state_for(linear, linear.weight, True, input.device)  # which empties it where the weight was written
         weights = torch.cat([linear.weight.detach() for linear in self.linears])
@@ -109,17 +109,19 @@ class Joined(NamedTuple):
         observers = tuple(linear.observer for linear in self.linears if linear.observer is not None)
         return layer if layer.observer is None else layer._replace(observer=_Observers(observers))
 
-    def _share_state(self, device: torch.device) -> None:
+    def share_state(self) -> None:
         """Let all layers have the first one's delayed state, which then covers what each one's own has seen.
 
         They have states of their own before their first forward together, and after a checkpoint or a move.
         """
         first, *others = self.linears
-        state = first.state_on(device)
-        assert state is not None
+        device = first.weight.device
+        if (state := first.state_on(device)) is None:
+            return
         for linear in others:
             if (other := linear.state_on(device)) is not state and other is not None:
-                with torch.no_grad():  # 0: a scale that neither or one has yet
+                # a mode that sees ops must see the same ones in a recomputed forward. 0: a scale that one has not yet
+                with no_modes(), torch.no_grad():
                     state.scale.copy_(torch.minimum(state.scale, other.scale))
                     state.amax_history.copy_(torch.maximum(state.amax_history, other.amax_history))
                 note_empty(state.scale)

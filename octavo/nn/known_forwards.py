@@ -64,6 +64,11 @@ class KnownForward(nn.Module):
         """
         return REPLACED_SINCE if "forward" in self.__dict__ else self.why_not(self)
 
+    @property
+    def readers(self) -> list[Any]:
+        """The layers that read its input, and may be computed as one."""
+        return []
+
     def lean(self, x: Any) -> Tensor | None:
         """What forward returns, with less to save; None where the class's own forward is to compute it."""
         raise NotImplementedError
@@ -101,6 +106,10 @@ class FeedForward(KnownForward):
             return f"dropout of {dropout.p} lies between its activation and {names.down}"
         return None
 
+    @property
+    def readers(self) -> list[Any]:
+        return [getattr(self, name) for name in (self.parts.gate, self.parts.up) if name]
+
     def why_bypassed(self) -> str | None:
         down: Any = getattr(self, self.parts.down)
         if (why := super().why_bypassed()) is None and not (down.splits is None and run_alone([down])):
@@ -119,7 +128,7 @@ class FeedForward(KnownForward):
         tensors = weight, bias, parameter = down.operands()
         if is_parallel(weight) or not (weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)):
             return None
-        if (first := as_one_layer([getattr(self, name) for name in (names.gate, names.up) if name])) is not None:
+        if (first := as_one_layer(self.readers)) is not None:
             layers = [first.operands(), tensors]
             x = x.to(product_dtype(x, layers[0][0]))
             output: Tensor = run_as_one(FusedParts(x, (None, None), layers), None, [first, down], activation, x.dtype)
@@ -135,7 +144,7 @@ class FeedForward(KnownForward):
 
 def as_one_layer(layers: Sequence[Any]) -> Any:
     """Layers that read one tensor as one layer of ``run_as_one``; None where somebody would notice."""
-    if not all(isinstance(layer, Linear) for layer in layers):
+    if not layers or not all(isinstance(layer, Linear) for layer in layers):
         return None
     if len(layers) > 1:
         return joined if (joined := Joined(tuple(layers))).can_join() else None
@@ -312,7 +321,8 @@ class Attention(KnownForward):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        names = inspect.unwrap(cls.__mro__[cls.__mro__.index(KnownForward) + 1].forward).__globals__
+        plain: Any = cls.__mro__[cls.__mro__.index(KnownForward) + 1]
+        names = inspect.unwrap(plain.forward).__globals__
         cls.interfaces = names["ALL_ATTENTION_FUNCTIONS"]
         cls.eager_attention = staticmethod(names["eager_attention_forward"])
 
@@ -357,14 +367,18 @@ class Attention(KnownForward):
             return "its rotary positions are none that octavo knows"
         return None
 
+    @property
+    def readers(self) -> list[Any]:
+        return [getattr(self, name) for name in QKV]
+
     def why_bypassed(self) -> str | None:
-        if (why := super().why_bypassed()) is None and as_one_layer([getattr(self, name) for name in QKV]) is None:
+        if (why := super().why_bypassed()) is None and as_one_layer(self.readers) is None:
             return f"{', '.join(QKV)} have hooks, other forwards, or weights that are sharded or in FP8"
         return why
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As its own class's; what is given by position, its own class computes."""
-        layers = [getattr(self, name) for name in QKV]
+        layers = self.readers
         angles = kwargs.get("position_embeddings")
         if args or angles is None or requires_grad(angles[0]) or requires_grad(angles[1]):
             return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
@@ -466,6 +480,8 @@ def fuse_known(model: nn.Module) -> dict[str, list[str]]:
         if why is None and not isinstance(module, KnownForward):
             kind = class_of(module)
             module.__class__ = of_subclass(_known_class(kind), kind)  # type: ignore[arg-type]
+            if isinstance(joined := as_one_layer(module.readers), Joined):
+                joined.share_state()
         elif why:
             refused.setdefault(why, []).append(name or "the model")
         take_loss(module)

@@ -17,6 +17,7 @@ from octavo.autograd.rotary import rotary as turned
 from octavo.nn.fused import LayerNormLinear, LayerNormMLP, RMSNormLinear, RMSNormMLP, runs_alone
 from octavo.nn.inputs import no_tensor
 from octavo.nn.linear import Linear, split_output
+from octavo.nn.tensor_parallel import is_parallel
 from octavo.scaling.recipe import Recipe, RecipeMap, under
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines [C, D / 2]
@@ -137,7 +138,7 @@ class SelfAttention(nn.Module):
         if rotary is None:
             rotary = rotary_table(positions, self.head_width, device=x.device)
         cos, sin = (table[:positions] for table in rotary)
-        if type(output) is Tensor and not (requires_grad(cos) or requires_grad(sin)):
+        if isinstance(output, Tensor) and not is_parallel(output) and not (requires_grad(cos) or requires_grad(sin)):
             return turned(output, cos[None], sin[None], (self.heads, self.kv_heads))
         parts = split_output(output, self.qkv.splits) if isinstance(output, Tensor) else output
         query, key, value = (part.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in parts)

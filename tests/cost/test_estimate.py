@@ -210,21 +210,18 @@ def test_fused_a_step_saves_less_by_kind_and_moves_less() -> None:
     ]
     plain, fused = (each.memory.saved for each in found)
     assert plain is not None and fused is not None
-    less = {kind for kind in plain if fused[kind] < plain[kind]}
-    assert less == {"norms", "activations"} and found[1].peak < found[0].peak
+    less = {kind for kind in plain if fused[kind] < 0.99 * plain[kind]}  # of fewer layers fewer scales, too
+    assert less >= {"norms", "activations", "logits and loss"} and found[1].peak < found[0].peak
     assert found[0].memory.activations == sum(plain.values())
     already = octavo.convert(copy.deepcopy(model), recipes.delayed(), lambda *_: True, fuse=True)
     of_fused = estimate(already, (TOKENS,), recipes.delayed(), H200, lambda *_: True, fuse=True)
     assert of_fused.other == pytest.approx(found[1].other, rel=0.05)  # counted as it is, and not twice
-    norms, wide = 3 * TOKENS.numel() * 64, TOKENS.numel() * 176
-    saved = sum(
-        size * (sum(PARTS[part].plain[:2]) - sum(PARTS[part].fused[:2]))
-        for part, size in (("norm", norms), ("gated feed-forward", wide))
-    )
-    launches = sum(
-        times * (sum(PARTS[part].plain[2:]) - sum(PARTS[part].fused[2:]))
-        for part, times in (("norm", 3), ("gated feed-forward", 1))
-    )
+    x, wide, head = TOKENS.numel() * 64, TOKENS.numel() * 176, 64 * 64
+    parts = [("norm", x)] * 3 + [("gated feed-forward", wide), ("loss", TOKENS.numel() * 64)]
+    parts += [("gate and up", x), ("query, key and value", x), ("rotary embedding", 2 * x), ("values", x)]
+    parts += [("residual", x), ("weights side by side", 2 * 64 * 176), ("weights side by side", 3 * head)]
+    saved = sum(size * (sum(PARTS[part].plain[:2]) - sum(PARTS[part].fused[:2])) for part, size in parts)
+    launches = sum(sum(PARTS[part].plain[2:]) - sum(PARTS[part].fused[2:]) for part, _ in parts)
     assert found[0].other - found[1].other == pytest.approx(saved / H200.copy + launches * H200.launch)
 
 

@@ -68,8 +68,8 @@ def others(shape: tuple[int, int]) -> list[Call]:
     if cols:
         how = x, torch.zeros(rows).long(), -100, 0.1, 30.0
         found += [Call("cross_entropy", how), Call("cross_entropy_backward", (*how, *torch.rand(2, rows)))]
-    heads, angles = x.t()[:, None, None, :1].expand(-1, -1, -1, 2), torch.randn(1, 1, 2).cos()
-    found.append(Call("rotary", (heads, heads[:, :, :0], heads, angles, angles, True)))
+    heads, angles = torch.randn(1, rows, 3, 4), torch.randn(1, rows, 4).cos()
+    found.append(Call("rotary", (heads[:, :, :2], heads[:, :, :0], heads[:, :, 2:], angles, angles, True)))
     for kind, mean, residual in (("layer_norm", torch.rand(rows), None), ("rms_norm", torch.empty(0), dy.clone())):
         found.append(Call("norm", (x, gamma, None if residual is None else gamma, kind, 1e-5, True, residual)))
         found.append(

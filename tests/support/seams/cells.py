@@ -39,11 +39,7 @@ def verdict_of(cell: Cell) -> Verdict:
 
 def run(feature: Feature, situation: Situation, role: Role, mesh: Any) -> dict[str, Tensor]:
     """The trace of the situation's program."""
-    shards = (
-        feature.name == "KeptWeights"
-        or situation.group.startswith("Parts of")
-        or any(name in situation.name for name in ("FSDP", "ZeRO"))
-    )
+    sharded = situation.group.startswith("Parts of") or any(name in situation.name for name in ("FSDP", "ZeRO"))
     with computing_apart(sharded or feature.name == "KeptWeights"):
         made = Made(feature, role, mesh)
         try:
