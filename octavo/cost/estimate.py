@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, WEIGHT
-from octavo.cost.parts import FUSED_LOSS, LOSS, PARTS, fused_parts
+from octavo.cost.parts import COUNTED, FUSED_LOSS, LOSS, PARTS, fused_parts
 from octavo.cost.rates import HIGH_PRECISION, HostTime, Rates, forms_of, host_kind
 from octavo.nn.candidates import Select, experts_class, features, fp8_class
 from octavo.nn.convert import convert, set_recipe
@@ -488,7 +488,8 @@ def estimate(
         _convert(twin, recipe, select, fuse)
     modules = dict(twin.named_modules())
     already = {name for name, module in model.named_modules() if isinstance(module, KnownForward)}
-    parts = [part for part in fused_parts(twin, work.inputs, work) if part[0] not in already] if fuse else []
+    parts = [*fused_parts(twin, work.inputs, work)] if fuse else []
+    parts = [part for part in parts if part[0] not in already or part[1] not in COUNTED]
     times = _Times(work, rates, parts)
     layers, cast_inputs = [], set()
     for linear in work.linears:

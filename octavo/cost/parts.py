@@ -51,6 +51,8 @@ PARTS = {
     "loss": Part(Moved(18, 26, 3, 3), Moved(2, 4, 1, 1)),
 }
 """By part; a block has two norms, and one of all others but the loss."""
+# parts that are fused in high precision too, in which a model's traffic is counted
+COUNTED = ("norm", "residual")
 # bytes a logit that the loss has at a time: log-probabilities and two gradients in float32; fused, one and the logits
 LOSS, FUSED_LOSS = 3 * 4, 2 * 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from dataclasses import replace
 
 import pytest
@@ -214,8 +215,13 @@ def test_fused_a_step_saves_less_by_kind_and_moves_less() -> None:
     assert less >= {"norms", "activations", "logits and loss"} and found[1].peak < found[0].peak
     assert found[0].memory.activations == sum(plain.values())
     already = octavo.convert(copy.deepcopy(model), recipes.delayed(), lambda *_: True, fuse=True)
-    of_fused = estimate(already, (TOKENS,), recipes.delayed(), H200, lambda *_: True, fuse=True)
-    assert of_fused.other == pytest.approx(found[1].other, rel=0.05)  # counted as it is, and not twice
+    bytes_alone = dataclasses.replace(H200, launch=0.0)  # gradients of norms' weights are copied here
+    once, of_fused = (
+        estimate(each, (TOKENS,), recipes.delayed(), bytes_alone, lambda *_: True, fuse=True)
+        for each in (model, already)
+    )
+    # counted as it is, and not twice; the last norm has no residual, which its row counts
+    assert of_fused.other == pytest.approx(once.other, rel=0.1)
     x, wide, head = TOKENS.numel() * 64, TOKENS.numel() * 176, 64 * 64
     parts = [("norm", x)] * 3 + [("gated feed-forward", wide), ("loss", TOKENS.numel() * 64)]
     parts += [("gate and up", x), ("query, key and value", x), ("rotary embedding", 2 * x), ("values", x)]
