@@ -152,6 +152,8 @@ _PRODUCTS = ("matmul_kernel", "rows_in_groups_kernel", "terms_in_groups_kernel")
 # of what is small: a few numbers a tensor or a group, scales
 _WITHOUT_TILES = ("delayed_update_kernel", "note_faults_kernel", "checked_ends_kernel", "mend_kernel")
 _WITHOUT_TILES += ("swizzle_groups_kernel",)
+# whose widest loads are those of tiles
+_WIDEST = ("dequantize_kernel", "rotary_kernel", "cross_entropy_kernel", "cross_entropy_backward_kernel")
 MOST_SPILLS = 0.01  # of all instructions: an address kept on the stack, which the first cache holds, costs no time
 _TENSOR_CORES = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}
 
@@ -196,11 +198,11 @@ def _accesses(name: str, code: Sequence[Instruction]) -> tuple[list[Instruction]
     stores = [i for i in code if i.name.startswith("STG.")]
     if name in _PRODUCTS:
         loads = [i for i in code if i.name.startswith("LDGSTS.")]
-    elif name == "dequantize_kernel":
+    elif name in _WIDEST:
         loads = [i for i in loads if _bits(i) == max(map(_bits, loads))]
     else:
         loads = [i for i in loads if _is_of(_READ, i)]
-    if name not in (*_PRODUCTS, "dequantize_kernel"):
+    if name not in (*_PRODUCTS, *_WIDEST):
         stores = [i for i in stores if _is_of(_WRITE, i)]
     return loads, stores
 
