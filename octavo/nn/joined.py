@@ -101,7 +101,7 @@ class Joined(NamedTuple):
         """What the layers bring to their product with ``input``, see RecipeModule.layer_of."""
         first, *others = self.linears
         if first.training and first.recipe.delayed is not None and not torch.compiler.is_compiling():
-            self.share_state()
+            self._share_state()
             for linear in others:
                 state_for(linear, linear.weight, True, input.device)  # which empties it where the weight was written
         weights = torch.cat([linear.weight.detach() for linear in self.linears])
@@ -109,7 +109,7 @@ class Joined(NamedTuple):
         observers = tuple(linear.observer for linear in self.linears if linear.observer is not None)
         return layer if layer.observer is None else layer._replace(observer=_Observers(observers))
 
-    def share_state(self) -> None:
+    def _share_state(self) -> None:
         """Let all layers have the first one's delayed state, which then covers what each one's own has seen.
 
         They have states of their own before their first forward together, and after a checkpoint or a move.

@@ -480,8 +480,6 @@ def fuse_known(model: nn.Module) -> dict[str, list[str]]:
         if why is None and not isinstance(module, KnownForward):
             kind = class_of(module)
             module.__class__ = of_subclass(_known_class(kind), kind)  # type: ignore[arg-type]
-            if isinstance(joined := as_one_layer(module.readers), Joined):
-                joined.share_state()
         elif why:
             refused.setdefault(why, []).append(name or "the model")
         take_loss(module)
