@@ -136,7 +136,8 @@ def fp8_operands(
         kept = module.kept_operands.of(parameter, state)
         if kept is not None:
             return kept
-    is_parameter = isinstance(parameter, nn.Parameter) or is_joined(module)
+    # FSDP1 puts views of what it has gathered in its parameters' place
+    is_parameter = isinstance(parameter, nn.Parameter) or is_joined(module) or is_under_fsdp(module)
     if not is_parameter:  # the history is of another weight
         state = None
     is_freed = transposed and is_freed_after_forward(module, parameter)

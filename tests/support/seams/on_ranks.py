@@ -294,7 +294,12 @@ def _moved(made: Made, saving: Any, loading: Any) -> None:
     made.train(2)
 
 
-@situation("FSDP2, a checkpoint of two ranks on one", FILES, TWO, exceptions=OF_FSDP2)
+ALONE_AS_ONE = Documented(
+    "modules.md#models-as-they-come", "one process computes gate and up as one, FSDP2 each by itself"
+)
+
+
+@situation("FSDP2, a checkpoint of two ranks on one", FILES, TWO, exceptions={**OF_FSDP2, KNOWN[1]: ALONE_AS_ONE})
 def on_one_rank(made: Made) -> None:
     """Optimizer and delayed state too."""
     _moved(made, made.mesh, None)
@@ -318,7 +323,10 @@ def fsdp2_broadcasts(made: Made) -> None:
     made.train()
 
 
-@situation("FSDP2, from the meta device", FILES, TWO, exceptions=OF_FSDP2)
+GROWS = Documented("concepts/delayed-scaling.md#what-changes-it", "gradients grow by more than a history knows")
+
+
+@situation("FSDP2, from the meta device", FILES, TWO, exceptions={**OF_FSDP2, KNOWN[1]: GROWS})
 def fsdp2_from_meta(made: Made) -> None:
     """fully_shard, to_empty, and values."""
     generator = torch.Generator().manual_seed(3)
