@@ -78,7 +78,7 @@ def fused_parts(model: nn.Module, inputs: Mapping[str, int], work: Any) -> Itera
 
 
 def _of_layers(name: str, module: Any, linears: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """The same of a feed-forward or an attention, whose linear layers compute this by their names in it."""
+    """Yield the parts of a feed-forward or an attention; ``linears``: what its layers compute, by their names in it."""
     names = QKV if isinstance(module, Attention) else tuple(filter(None, (module.parts.gate, module.parts.up)))
     readers = [linears[own] for own in names if linears.get(own) is not None]
     one = as_one_layer(module.readers)

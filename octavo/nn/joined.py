@@ -24,6 +24,7 @@ from octavo.scaling.delayed import STATE, note_empty
 
 
 def _facade_of(weights: Sequence[Tensor]) -> Tensor:
+    """Return a tensor without memory of the shape that weights [N_i, K] have when joined by rows."""
     rows = sum(weight.shape[0] for weight in weights)
     return weights[0].new_empty(1).expand(rows, weights[0].shape[1])
 
@@ -98,12 +99,12 @@ class Joined(NamedTuple):
         parts: Parts | None = None,
         offsets: Tensor | None = None,
     ) -> Layer:
-        """What the layers bring to their product with ``input``, see RecipeModule.layer_of."""
+        """Return what the layers bring to their product with ``input``, as RecipeModule.layer_of does of one."""
         first, *others = self.linears
         if first.training and first.recipe.delayed is not None and not torch.compiler.is_compiling():
             self._share_state()
             for linear in others:
-                state_for(linear, linear.weight, True, input.device)  # which empties it where the weight was written
+                state_for(linear, linear.weight, True, input.device)  # empties the history of a weight written by hand
         weights = torch.cat([linear.weight.detach() for linear in self.linears])
         layer = first.layer_of(input, (weights, *tensors[1:]), needs_input_grad, parts, offsets)
         observers = tuple(linear.observer for linear in self.linears if linear.observer is not None)

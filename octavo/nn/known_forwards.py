@@ -286,20 +286,20 @@ class DecoderLayer(KnownForward):
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
         norms = [getattr(module, name) for name in ("input_layernorm", "post_attention_layernorm")]
-        known = [isinstance(norm, LeanRMSNorm) or refusal(norm) is None for norm in norms]
-        return None if all(known) else f"octavo does not know its norms, {class_of(norms[0]).__name__}"
+        fused = all(isinstance(norm, LeanRMSNorm) or refusal(norm) is None for norm in norms)
+        return None if fused else f"octavo does not know its norms, {class_of(norms[0]).__name__}"
 
     def why_bypassed(self: Any) -> str | None:
         alone = runs_alone(self.input_layernorm) and runs_alone(self.post_attention_layernorm)
         return super().why_bypassed() or (None if alone else "its norms have hooks or other forwards")
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As its own class's; what is given by position, its own class computes."""
+        """Return what its own class returns, which computes it where arguments are given by position."""
         norms = self.input_layernorm, self.post_attention_layernorm
-        known = all(
+        fused = all(
             isinstance(norm, LeanRMSNorm) and runs_alone(norm) and norm.is_lean(hidden_states) for norm in norms
         )
-        if args or not known:
+        if args or not fused:
             return super(KnownForward, self).forward(hidden_states, *args, **kwargs)
         first, second = norms
         normed, residual = first.lean_with(hidden_states)
@@ -377,7 +377,7 @@ class Attention(KnownForward):
         return why
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As its own class's; what is given by position, its own class computes."""
+        """Return what its own class returns, which computes it where arguments are given by position."""
         layers = self.readers
         angles = kwargs.get("position_embeddings")
         if args or angles is None or requires_grad(angles[0]) or requires_grad(angles[1]):
@@ -403,14 +403,14 @@ QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def rotate_half(x: Tensor) -> Tensor:
-    """As transformers writes it; never called."""
+    """Turn halves as transformers does; never called, only compared with its function."""
     x1 = x[..., : x.shape[-1] // 2]
     x2 = x[..., x.shape[-1] // 2 :]
     return torch.cat((-x2, x1), dim=-1)
 
 
 def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):  # type: ignore[no-untyped-def]
-    """The same."""
+    """Turn queries and keys as transformers does; never called, only compared with its function."""
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     q_embed = (q * cos) + (rotate_half(q) * sin)
