@@ -91,18 +91,22 @@ def floor_power_of_two(scale: Tensor) -> Tensor:
 def exponents_of(powers: Tensor) -> Tensor:
     """Powers of two (float32, 2^-126 to 2^126, or E8M0) as their exponents' bytes, uint8: the bits of E8M0.
 
-    In integers, since Inductor has no C++ for that dtype but conversions from and to float32 (torch 2.13).
+    In graphs by integers, since Inductor has no C++ for that dtype but conversions from and to float32 (torch 2.13).
 
     Example:
         >>> import torch
         >>> exponents_of(torch.tensor([1.0, 2.0**-126])).tolist()
         [127, 1]
     """
+    if not torch.compiler.is_compiling():
+        return powers.to(E8M0).view(torch.uint8)
     return (powers.to(torch.float32).view(torch.int32) >> 23).to(torch.uint8)
 
 
 def powers_of(exponents: Tensor) -> Tensor:
     """What ``exponents_of`` was given."""
+    if not torch.compiler.is_compiling():
+        return exponents.view(E8M0).to(torch.float32)
     return (exponents.to(torch.int32) << 23).view(torch.float32)
 
 

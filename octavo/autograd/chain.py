@@ -39,12 +39,10 @@ from octavo.autograd.products import (
     gradients,
     is_recorded,
     output,
-    packed,
     plan_for_next_pass,
     plan_of,
     refuse_in_backward,
     to_save,
-    unpacked,
     unrounded,
 )
 from octavo.granularity import ALL
@@ -132,7 +130,7 @@ def _behind_activation(
         saved_h = h, None
         if cast is not None:
             q, _, scale_inv, *_ = kernels.cast(h, None, INPUT, *cast.arguments, offsets=layer.offsets)
-            saved_h = packed((q, scale_inv), cast)
+            saved_h = q, scale_inv
     return result, (*saved_h, *saved)
 
 
@@ -196,7 +194,7 @@ def _activation_of(
 ) -> tuple[tuple[Any, ...], Saved]:
     """(The activation's gradient, as casts take it; what the second layer saved, with its input if that is read)."""
     saved, recipe = Saved(*rest), ctx.plans[1].recipe
-    read_back = unpacked(h_scale_inv), (ALL, ALL) if recipe.saved is None else recipe.saved.tile
+    read_back = h_scale_inv, (ALL, ALL) if recipe.saved is None else recipe.saved.tile
     if needs_dw and recipe.grad_weight is None:
         assert h is not None
         x = unrounded(CastSource(h, ctx.activation, None, *read_back), saved.offsets)
@@ -276,9 +274,9 @@ class _ActivatedLinear(torch.autograd.Function):
         of_gate, of_up, needs_dw, needs_db = asked(ctx, ctx.needs_input_grad[:4], ctx.given)
         ctx.plan = plan_for_next_pass(plan)
         saved, needs, dtype = Saved(*rest), (of_gate or of_up, needs_dw, needs_db), plan.dtypes[0]
-        if (scale_inv := unpacked(h_scale_inv)) is not None:
+        if h_scale_inv is not None:
             tile = (ALL, ALL) if plan.recipe.saved is None else plan.recipe.saved.tile
-            h = kernels.dequantize(h, scale_inv, tile, dtype)
+            h = kernels.dequantize(h, h_scale_inv, tile, dtype)
         if needs_dw and plan.recipe.grad_weight is None:
             saved = saved._replace(x_TK=kernels.produced(h, ctx.activation, None).to(dtype))
         da, dw, db = gradients(cast_gradient(grads[0], saved, plan, needs), saved, plan, needs)

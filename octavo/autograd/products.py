@@ -40,13 +40,11 @@ from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scal
 from octavo.autograd.shared_casts import UNKNOWN, CastReader, ReadTensor
 from octavo.autograd.shared_scales import Parts
 from octavo.errors import HigherOrderGradientError
-from octavo.granularity import PerBlock
 from octavo.kernels.arguments import CastSource
 from octavo.kernels.layouts import contraction_multiple
-from octavo.numerics import E8M0, exponents_of, powers_of
 from octavo.private import has_storage, is_exporting, keeps_graph, tracing_state, will_engine_execute_node
 from octavo.scaling.delayed import entering_input
-from octavo.scaling.recipe import Cast, Recipe
+from octavo.scaling.recipe import Recipe
 from octavo.tensor.pair import Operands
 
 
@@ -130,37 +128,22 @@ def to_save(x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, n
     recipe, weight, source = layer.recipe, layer.weight, layer.weight.source
     read_again = weight_NK if source is None else source.tensor
     reads_x = recipe.grad_weight is None or (layer.wire is not None and x.transposed is None)
+    x_pair: tuple[Tensor | None, Tensor | None] = None, None
+    weight_pair = x_pair
+    if needs_dw and recipe.grad_weight is not None:
+        x_pair = x.transposed or x_pair
+    if needs_dx and recipe.grad_input is not None:
+        weight_pair = weight.transposed or weight_pair
     return Saved(
         x_TK if needs_dw and reads_x else None,
-        *packed(x.transposed if needs_dw else None, recipe.input_casts.transposed),
+        *x_pair,
         read_again if needs_dx and (recipe.grad_input is None or source is not None) else None,
-        *packed(weight.transposed if needs_dx else None, recipe.weight_casts.transposed, weight.refilled),
+        *weight_pair,
         layer.offsets,
         x.amax,
         weight.amax,
         source.delayed_scale if needs_dx and source is not None else None,
     )
-
-
-def packed(
-    pair: CodesAndScale | None, cast: Cast | None, refilled: bool = False
-) -> tuple[Tensor | None, Tensor | None]:
-    """A pair to save for backward: all blocks' scales that are powers of two as E8M0, exact in a quarter of the bytes.
-
-    In a graph these are E8M0's bytes, since Inductor computes nothing of that dtype; ``unpacked`` reads both.
-    ``refilled``: its own tensors have to be saved, see Operands.
-    """
-    if pair is None or cast is None:
-        return None, None
-    q, scale_inv = pair
-    if refilled or not cast.power_of_two or not isinstance(cast.granularity, PerBlock) or scale_inv.dtype is E8M0:
-        return pair
-    return q, exponents_of(scale_inv) if torch.compiler.is_compiling() else scale_inv.to(E8M0)
-
-
-def unpacked(scale_inv: Tensor | None) -> Tensor | None:
-    """What ``packed`` made of a scale_inv, as products and casts read it."""
-    return powers_of(scale_inv) if scale_inv is not None and scale_inv.dtype is torch.uint8 else scale_inv
 
 
 def plan_for_next_pass(plan: Layer) -> Layer:
@@ -255,7 +238,6 @@ def gradients(
     if plan.weight_is_swapped and weight_NK is not None:
         weight_NK = weight_NK.mT
     recipe, (dtype, weight_dtype, *of_bias) = plan.recipe, plan.dtypes
-    x_scale_inv, w_scale_inv = unpacked(x_scale_inv), unpacked(w_scale_inv)
     needs_dx, needs_dw, needs_db = needs
     (as_is, transposed, _, column_sum, *_), grad_TN = g
     del g  # what is read no more makes room for the next product
@@ -268,8 +250,7 @@ def gradients(
             if w_q is None and weight_NK is not None:
                 w_q, w_scale_inv = weight_cast_again(weight_NK, plan, delayed_scale)
             assert as_is is not None and w_q is not None and w_scale_inv is not None
-            weight = w_q, w_scale_inv.to(recipe.grad_input[1].scale_inv_dtype)
-            dx_TK = _matmul(recipe, "grad_input", as_is, weight, None, dtype, offsets)
+            dx_TK = _matmul(recipe, "grad_input", as_is, (w_q, w_scale_inv), None, dtype, offsets)
         if plan.observer is not None:
             plan.observer.product(plan, "grad_input", dx_TK, as_is or (grad_TN, None), offsets)
     as_is = None
@@ -281,8 +262,9 @@ def gradients(
             if x_TK is not None and plan.wire is not None:
                 x_q, x_scale_inv = gathered_transposed(x_TK, recipe, plan.wire, plan.observer)
             assert transposed is not None and x_q is not None and x_scale_inv is not None
-            x = x_q, x_scale_inv.to(recipe.grad_weight[1].scale_inv_dtype)
-            dw_NK = _matmul(recipe, "grad_weight", transposed, x, None, dtype, offsets).to(weight_dtype)
+            dw_NK = _matmul(recipe, "grad_weight", transposed, (x_q, x_scale_inv), None, dtype, offsets).to(
+                weight_dtype
+            )
         if plan.observer is not None and not needs_dx:
             operand = transposed or (None if grad_TN is None else grad_TN.t(), None)
             plan.observer.product(plan, "grad_weight", dw_NK, operand, offsets)

@@ -122,7 +122,6 @@ class GatheredWeight(ForProducts):
     tensor that it has taken out of a DTensor.
     """
 
-    refilled = True
     REMEDY = (
         "of a gathered FP8 weight: between unshard and reshard it exists in FP8 only. Read the sharded parameter, or "
         "keep the layer out of FP8 with octavo.recipes.high_precision()"

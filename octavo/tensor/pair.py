@@ -45,17 +45,15 @@ class Operands(NamedTuple):
     """A tensor as two products read it: (qdata, scale_inv) as it lies, and transposed; None where it isn't needed.
 
     ``amax`` [1, 1] fp32 is what a Delayed cast found; None where nothing was cast that way. ``column_sum`` [C] of the
-    tensor's dtype, where it was asked for and the cast could find it. ``refilled``: the pairs' tensors belong to a
-    weight in FP8, and are written together, a gathered one's while a backward may still read them; what it saves is
-    therefore themselves. ``of_norm``: of a norm that was cast its mean, rstd and, if it is to be kept, y. ``source``:
-    of a weight whose ``transposed`` backward casts itself.
+    tensor's dtype, where it was asked for and the cast could find it. ``of_norm``: of a norm that was cast its mean,
+    rstd and, if it is to be kept, y. ``source``: of a weight whose ``transposed`` backward casts itself. What backward
+    reads is saved as it is: FSDP2 may refill a gathered weight's tensors while a backward reads them.
     """
 
     as_is: tuple[Tensor, Tensor] | None = None
     transposed: tuple[Tensor, Tensor] | None = None
     amax: Tensor | None = None
     column_sum: Tensor | None = None
-    refilled: bool = False
     of_norm: Sequence[Tensor] = ()
     source: WeightSource | None = None
 
@@ -120,7 +118,6 @@ class ForProducts(Facade):
     found_amax: Tensor | None
     column_sum: Tensor | None
     casts: str
-    refilled: ClassVar[bool] = False
 
     @staticmethod
     def __new__(cls, operands: Operands, shape: Sequence[int], dtype: torch.dtype, casts: str = "") -> Self:
@@ -133,7 +130,7 @@ class ForProducts(Facade):
     def read(self) -> Operands:
         """What products read."""
         second: Any = None if self.transposed_qdata is None else (self.transposed_qdata, self.transposed_scale_inv)
-        return Operands((self.qdata, self.scale_inv), second, self.found_amax, self.column_sum, self.refilled)
+        return Operands((self.qdata, self.scale_inv), second, self.found_amax, self.column_sum)
 
     def moved(self, move: Any = None, shape: Sequence[int] | None = None) -> Self:
         """The same again, of the very same tensors."""

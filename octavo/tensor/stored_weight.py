@@ -246,7 +246,7 @@ class StoredWeight(ShardHooks, Pair):
         """Its codes, for the module ``reader``; on some devices also laid out transposed, if backward needs that."""
         swaps = reader.stores_transposed
         as_is, second, *_ = operands_of(self.qdata, self.scale_inv, reader.recipe.pads, transposed or swaps)
-        return Operands(second, as_is, refilled=True) if swaps else Operands(as_is, second, refilled=True)
+        return Operands(second, as_is) if swaps else Operands(as_is, second)
 
     def gather_without_recipe(
         self, mesh: Any, outer_size: torch.Size, module: torch.nn.Module, mp_policy: Any

@@ -64,6 +64,17 @@ def test_each_product_is_the_one_of_its_own_recipe(output, grad_input, grad_weig
     torch.testing.assert_close(db, sums.float(), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", FP8_RECIPES)
+def test_pairs_are_saved_as_casts_wrote_them(name):
+    recipe, (x, weight, *_) = FP8_RECIPES[name](), data()
+    state = delayed_state(recipe)
+    of_x, of_weight = (cast_role(one, recipe, role, True, True, state) for one, role in ((x, INPUT), (weight, WEIGHT)))
+    saved = to_save(x, of_x, weight, Layer(of_weight, recipe, state, True), True, True)
+    pairs = (saved.x_q, saved.x_scale_inv), (saved.weight_q, saved.weight_scale_inv)
+    for pair, written in zip(pairs, (of_x.transposed, of_weight.transposed), strict=True):
+        assert all(one is other for one, other in zip(pair, written, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_dtypes_of_results(dtype):
     x, weight, bias, grad = data(dtype)

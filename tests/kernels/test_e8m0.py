@@ -54,3 +54,7 @@ def test_what_ranks_send_keeps_every_scale() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     sent = exponents_of(codes.view(E8M0))
     assert torch.equal(sent, codes) and same_bits(powers_of(sent).to(E8M0), codes.view(E8M0))
+    read = powers_of(codes[1:255])
+    assert torch.equal(read, torch.exp2(torch.arange(-126.0, 128.0))) and torch.equal(exponents_of(read), codes[1:255])
+    assert torch.equal(torch.compile(powers_of, backend="eager")(codes[1:255]), read)
+    assert torch.equal(torch.compile(exponents_of, backend="eager")(read), codes[1:255])

@@ -314,9 +314,12 @@ class Traffic(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("recipe", "most"), [("delayed", 5.0), ("dynamic", 5.0), ("blockwise", 5.1)])
+@pytest.mark.parametrize(("recipe", "most"), [("delayed", 5.0), ("dynamic", 5.0), ("blockwise", 5.01)])
 def test_bytes_that_a_block_of_a_llama_moves_on_a_gpu(recipe: str, most: float, monkeypatch: Any) -> None:
-    """GB besides products and attention, of 16,384 tokens; an amax of its own reads a tensor once more."""
+    """GB besides products and attention, of 16,384 tokens; an amax of its own reads a tensor once more.
+
+    Scales of blocks are saved as casts wrote them and products read them: no launch converts one.
+    """
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
     for module in (casts, layouts):
@@ -337,4 +340,4 @@ def test_bytes_that_a_block_of_a_llama_moves_on_a_gpu(recipe: str, most: float, 
                 y = block[0](x, position_embeddings=angles)
                 y.backward(torch.empty_like(y))
     assert sum(traffic.bytes) <= most * 1e9
-    assert len(traffic.bytes) <= (21 if recipe != "blockwise" else 37)
+    assert len(traffic.bytes) == 21

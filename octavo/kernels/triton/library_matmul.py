@@ -203,8 +203,9 @@ def laid_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
         return scale_inv.reshape(-1).unsqueeze(dim)  # even a size of 1 must have the stride of a contiguous tensor
     if tile == _BLOCK:
         return scale_inv.t().contiguous().t()  # as casts write it
-    # without the padding to a multiple of 4 cuBLAS reads the wrong ones
-    return F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).contiguous().t()
+    # without the padding to a multiple of 4 cuBLAS reads the wrong ones; of a multiple F.pad would copy, too
+    missing = -scale_inv.shape[1] % 4
+    return (F.pad(scale_inv, (0, missing)) if missing else scale_inv).contiguous().t()
 
 
 @triton.jit

@@ -29,6 +29,7 @@ def test_scales_are_laid_as_torch_s_product_wants_them(blocks: int, kernels: Tri
     assert laid(written, BLOCK, 1).data_ptr() == written.data_ptr()  # as a cast writes it
     squares = torch.rand(2, blocks)
     found = laid(squares, SQUARE, 0)
+    assert (found.data_ptr() == squares.data_ptr()) == (blocks == 4)  # copied only where padding is missing
     padded = -(-blocks // 4) * 4
     assert found.shape == (padded, 2) and found.stride() == (1, padded)
     assert torch.equal(found[:blocks].t(), squares) and not found[blocks:].any()
