@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from octavo.autograd.chain import activated_linear, norm_and_branch
 from octavo.autograd.products import requires_grad
-from octavo.autograd.rotary import rotary
+from octavo.autograd.rotary import Attended, heads_apart, rotary
 from octavo.nn.candidates import REPLACED, REPLACED_SINCE, SHARDED, class_of, fp8_class, is_sharded, of_subclass
 from octavo.nn.experts import ConvertedExperts, function_of, name_of
 from octavo.nn.fused import run_alone, run_as_one, runs_alone
@@ -315,6 +315,7 @@ class Attention(KnownForward):
     k_proj: Any
     v_proj: Any
     o_proj: Any
+    head_dim: int
     config: Any
     interfaces: Any  # transformers' functions of attention by name, and the class's own in plain torch
     eager_attention: Any
@@ -322,9 +323,10 @@ class Attention(KnownForward):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         plain: Any = cls.__mro__[cls.__mro__.index(KnownForward) + 1]
-        names = inspect.unwrap(plain.forward).__globals__
-        cls.interfaces = names["ALL_ATTENTION_FUNCTIONS"]
-        cls.eager_attention = staticmethod(names["eager_attention_forward"])
+        if plain is not nn.Module:  # as it is of those of this module
+            names = inspect.unwrap(plain.forward).__globals__
+            cls.interfaces = names["ALL_ATTENTION_FUNCTIONS"]
+            cls.eager_attention = staticmethod(names["eager_attention_forward"])
 
     def known(  # type: ignore[override]
         self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, cache: Any, **kwargs: Any
@@ -376,6 +378,14 @@ class Attention(KnownForward):
             return f"{', '.join(QKV)} have hooks, other forwards, or weights that are sharded or in FP8"
         return why
 
+    def window(self) -> dict[str, Any]:
+        """Return what its class gives the function of attention besides, by name."""
+        return {}
+
+    def turned(self, qkv: Tensor, angles: tuple[Tensor, Tensor], counts: tuple[int, int]) -> Attended:
+        """Return queries, keys and values for attention, of the joined layers' product; see ``rotary``."""
+        return rotary((qkv,), *angles, counts)
+
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what its own class returns, which computes it where arguments are given by position."""
         layers = self.readers
@@ -389,14 +399,136 @@ class Attention(KnownForward):
         x = hidden_states.to(product_dtype(hidden_states, tensors[0]))
         qkv = run_as_one(FusedParts(x, (None, None), [tensors]), None, [joined], "", x.dtype)
         heads = [layer.out_features // self.head_dim for layer in layers]
-        query, key, value = rotary(qkv, angles[0], angles[1], (heads[0], heads[1]))
+        query, key, value = self.turned(qkv, angles, (heads[0], heads[1]))
         mask, cache = kwargs.pop("attention_mask", None), kwargs.pop("cache", None)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
         attend = self.interfaces.get_interface(self.config._attn_implementation, self.eager_attention)
         dropout = self.attention_dropout if self.training else 0.0
-        output, weights = attend(self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        how = {"dropout": dropout, "scaling": self.scaling, **self.window()}
+        output, weights = attend(self, query, key, value, mask, **how, **kwargs)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+
+
+class AttentionOfMistral(Attention):
+    """Mistral's and Mixtral's: their configuration may limit how far back queries look."""
+
+    def known(  # type: ignore[override]
+        self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, cache: Any, **kwargs: Any
+    ) -> Any:
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+        query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        cos, sin = position_embeddings
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        if cache is not None:
+            key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation,
+            eager_attention_forward,  # type: ignore[name-defined]  # noqa: F821
+        )
+        attn_output, attn_weights = attention_interface(
+            self,
+            query_states,
+            key_states,
+            value_states,
+            attention_mask,
+            dropout=0.0 if not self.training else self.attention_dropout,
+            scaling=self.scaling,
+            sliding_window=getattr(self.config, "sliding_window", None),
+            **kwargs,
+        )
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        attn_output = self.o_proj(attn_output)
+        return attn_output, attn_weights
+
+    def window(self) -> dict[str, Any]:
+        return {"sliding_window": getattr(self.config, "sliding_window", None)}
+
+
+class AttentionOfQwen2(Attention):
+    """Qwen2's and others': layers differ in how far back queries look."""
+
+    sliding_window: int | None
+
+    def known(  # type: ignore[override]
+        self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, cache: Any, **kwargs: Any
+    ) -> Any:
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+        query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        cos, sin = position_embeddings
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        if cache is not None:
+            key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation,
+            eager_attention_forward,  # type: ignore[name-defined]  # noqa: F821
+        )
+        attn_output, attn_weights = attention_interface(
+            self,
+            query_states,
+            key_states,
+            value_states,
+            attention_mask,
+            dropout=0.0 if not self.training else self.attention_dropout,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        attn_output = self.o_proj(attn_output)
+        return attn_output, attn_weights
+
+    def window(self) -> dict[str, Any]:
+        return {"sliding_window": self.sliding_window}
+
+
+class AttentionOfQwen3(AttentionOfQwen2):
+    """Qwen3's and others': a norm of each head of queries and keys comes before their rotary positions."""
+
+    q_norm: nn.Module
+    k_norm: nn.Module
+
+    def known(  # type: ignore[override]
+        self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, cache: Any, **kwargs: Any
+    ) -> Any:
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+        query_states = self.q_norm(self.q_proj(hidden_states).view(hidden_shape)).transpose(1, 2)
+        key_states = self.k_norm(self.k_proj(hidden_states).view(hidden_shape)).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        cos, sin = position_embeddings
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        if cache is not None:
+            key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation,
+            eager_attention_forward,  # type: ignore[name-defined]  # noqa: F821
+        )
+        attn_output, attn_weights = attention_interface(
+            self,
+            query_states,
+            key_states,
+            value_states,
+            attention_mask,
+            dropout=0.0 if not self.training else self.attention_dropout,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        attn_output = self.o_proj(attn_output)
+        return attn_output, attn_weights
+
+    def turned(self, qkv: Tensor, angles: tuple[Tensor, Tensor], counts: tuple[int, int]) -> Attended:
+        query, key, value = heads_apart(qkv, counts, self.head_dim)
+        query, key = self.q_norm(query), self.k_norm(key)
+        return rotary((query, key, value.to(query.dtype)), *angles, counts)  # under autocast a norm is in float32
 
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -435,6 +567,9 @@ _KINDS: tuple[type[KnownForward], ...] = (
     LeanT5Norm,
     DecoderLayer,
     Attention,
+    AttentionOfMistral,
+    AttentionOfQwen2,
+    AttentionOfQwen3,
 )
 
 
@@ -490,6 +625,8 @@ def _looks_alike(module: nn.Module, kind: type[nn.Module]) -> bool:
     if kind.__module__.startswith(("torch.", "octavo.")) or isinstance(module, ConvertedExperts | RecipeModule):
         return False
     if kind.__name__.endswith("Norm"):
+        return True
+    if all(isinstance(getattr(module, name, None), nn.Linear) for name in QKV):
         return True
     children = list(module.children())
     layers = [child for child in children if isinstance(child, nn.Linear) or fp8_class(child) is not None]

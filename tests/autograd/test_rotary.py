@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.autograd.rotary import rotary
+from octavo.autograd.rotary import heads_apart, rotary
 
 B, S, D, COUNTS = 2, 7, 8, (4, 2)
 
@@ -26,10 +26,12 @@ def by_formula(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> list[
 def test_results_and_gradients(dtype: torch.dtype, halves: int) -> None:
     qkv = torch.randn(B, S, 8 * D, dtype=dtype, requires_grad=True)
     angles = torch.randn(1, S, D // 2).repeat(1, 1, halves)
-    results = rotary(qkv, angles.cos(), angles.sin(), COUNTS)
+    results = rotary((qkv,), angles.cos(), angles.sin(), COUNTS)
     assert [part.shape for part in results] == [(B, 4, S, D), (B, 2, S, D), (B, 2, S, D)]
     grads = [torch.randn(part.shape, dtype=dtype) for part in results]
     (found,) = torch.autograd.grad(results, qkv, grads)
+    apart = rotary(heads_apart(qkv, COUNTS, D), angles.cos(), angles.sin(), COUNTS)
+    assert all(map(torch.equal, apart, results)) and torch.equal(torch.autograd.grad(apart, qkv, grads)[0], found)
     wide = qkv.detach().double().requires_grad_()
     whole = angles.double().repeat(1, 1, 3 - halves)
     exact = by_formula(wide, whole.cos(), whole.sin())
@@ -40,7 +42,7 @@ def test_results_and_gradients(dtype: torch.dtype, halves: int) -> None:
 
 def test_one_of_the_results_alone_has_a_gradient() -> None:
     qkv, angles = torch.randn(B, S, 8 * D, requires_grad=True), torch.randn(1, S, D)
-    (found,) = torch.autograd.grad(rotary(qkv, angles.cos(), angles.sin(), COUNTS)[1].sum(), qkv)
+    (found,) = torch.autograd.grad(rotary((qkv,), angles.cos(), angles.sin(), COUNTS)[1].sum(), qkv)
     assert found[..., 4 * D : 6 * D].abs().sum() > 0 and not found[..., : 4 * D].any() and not found[..., 6 * D :].any()
     with torch.no_grad():
-        assert not rotary(qkv, angles.cos(), angles.sin(), COUNTS)[0].requires_grad
+        assert not rotary((qkv,), angles.cos(), angles.sin(), COUNTS)[0].requires_grad

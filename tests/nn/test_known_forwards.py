@@ -3,7 +3,8 @@
 import copy
 import dataclasses
 import functools
-from typing import Any
+import importlib
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,15 +18,22 @@ from octavo import E4M3, Cast, Dynamic, PerBlock, recipes
 from octavo.autograd import casts
 from octavo.kernels import layouts
 from octavo.nn.fused import run_as_one
-from octavo.nn.known_forwards import FeedForward, KnownForward, LeanRMSNorm, refusal
+from octavo.nn.known_forwards import Attention, FeedForward, KnownForward, LeanRMSNorm, refusal
 from octavo.nn.saved import predicted_by_kind, saved_by_kind, twin_of
 from octavo.nn.tensor_parallel import FusedParts
-from tests.support.helpers import assert_equal, every_layer, gradients, to_fp8
+from tests.support.helpers import CountOps, assert_equal, every_layer, gradients, to_fp8
 
 transformers = pytest.importorskip("transformers")
 
 from tests.support.tiny_models import DECODER, MODELS, T5, VOCABULARY, new  # noqa: E402
 
+WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+ATTENTIONS = {
+    "llama": MODELS["llama"],
+    "mistral": ("Mistral", "MistralForCausalLM", DECODER | {"sliding_window": 4}),
+    "qwen2": ("Qwen2", "Qwen2ForCausalLM", DECODER | WINDOWS),
+    "qwen3": ("Qwen3", "Qwen3ForCausalLM", DECODER | WINDOWS | {"head_dim": 16}),
+}
 MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 4}
 FAMILIES = {
     "llama": MODELS["llama"],
@@ -134,6 +142,61 @@ def test_a_feed_forward_is_octavos_own_bit_for_bit(saved: Cast | None) -> None:
     expected.square().sum().backward()
     assert torch.equal(mlp.down_proj.weight.grad, own.fc2.weight.grad)
     assert distance({"x": a.grad, "norm": norm.weight.grad}, {"x": b.grad, "norm": own.norm.weight.grad}) < 0.02
+
+
+class Run(NamedTuple):
+    """What a model with attention computed, by what arguments and in how many products of the first step."""
+
+    values: dict[str, Tensor]
+    in_autocast: dict[str, Tensor]
+    tokens: Tensor
+    arguments: list[dict[str, Any]]
+    products: int
+
+
+def run_of(kind: str, fuse: bool) -> Run:
+    functions, arguments = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS, list[dict[str, Any]]()
+    attend = functions["sdpa"]
+
+    def noted(*args: Any, **named: Any) -> Any:
+        arguments.append({name: str(value) for name, value in named.items()})
+        return attend(*args, **named)
+
+    torch.manual_seed(0)
+    net = octavo.convert(new(*ATTENTIONS[kind]).train(), recipes.mx(), every_layer, fuse=fuse)
+    assert sum(isinstance(one, Attention) for one in net.modules()) == 2 * fuse
+    vectors = [one for layer in net.model.layers for one in layer.self_attn.parameters() if one.ndim == 1]
+    with torch.no_grad():
+        for vector in vectors:  # weights of norms, which are 1 in a new model, and biases, which are 0
+            vector.add_(torch.linspace(-0.5, 0.5, len(vector)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(functions, "sdpa", noted)
+        with CountOps() as ops:
+            values = step(net)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            in_autocast = step(net)
+        net.eval().generation_config.pad_token_id = 0
+        tokens = net.generate(inputs(kind)["input_ids"][:, :4], max_new_tokens=3, do_sample=False)
+    return Run(values, in_autocast, tokens, arguments, ops.calls["matmul"])
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_attention_computes_what_its_own_class_does(kind: str) -> None:
+    """Under mx no scale is of two layers, so that layers that are computed as one have the same codes."""
+    fused, plain = run_of(kind, True), run_of(kind, False)
+    # see test_it_computes_what_the_model_does; in autocast, between roundings to bfloat16
+    assert distance(fused.values, plain.values) < 1 / 8 / (24 * 64) ** 0.5
+    assert distance(fused.in_autocast, plain.in_autocast) < 0.1
+    assert torch.equal(fused.tokens, plain.tokens) and fused.arguments == plain.arguments
+    assert plain.products - fused.products == 2 * 2 * 3  # of two layers, two layers less, each of three products
+
+
+def test_attention_of_another_forward_is_named_and_stays() -> None:
+    net = build("llama")
+    attention = net.model.layers[0].self_attn
+    attention.__class__ = type("Other", (type(attention),), {"forward": lambda self, **kwargs: None})
+    octavo.convert(net, recipes.dynamic(), every_layer, fuse=True)
+    assert octavo.summary(net).not_fused == {"model.layers.0.self_attn": "octavo does not know the forward of Other"}
 
 
 @pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.full), "t5"])
@@ -314,30 +377,39 @@ class Traffic(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("recipe", "most"), [("delayed", 5.0), ("dynamic", 5.0), ("blockwise", 5.01)])
-def test_bytes_that_a_block_of_a_llama_moves_on_a_gpu(recipe: str, most: float, monkeypatch: Any) -> None:
+BLOCKS = [
+    ("llama", "delayed", 5.0, 21),
+    ("llama", "dynamic", 5.0, 21),
+    ("llama", "blockwise", 5.01, 21),
+    ("qwen3", "delayed", 5.93, 30),
+]
+
+
+@pytest.mark.parametrize(("kind", "recipe", "most", "launches"), BLOCKS)
+def test_bytes_that_a_block_moves_on_a_gpu(
+    kind: str, recipe: str, most: float, launches: int, monkeypatch: Any
+) -> None:
     """GB besides products and attention, of 16,384 tokens; an amax of its own reads a tensor once more.
 
     Scales of blocks are saved as casts wrote them and products read them: no launch converts one.
     """
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
-
+    library, name = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}"), FAMILIES[kind][0]
     for module in (casts, layouts):
         monkeypatch.setattr(module, "needs_transposed_codes", lambda device: True)  # Hopper's
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
-    config = transformers.LlamaConfig(**sizes, attn_implementation="sdpa")
+    config = getattr(transformers, f"{name}Config")(**sizes, head_dim=64, attn_implementation="sdpa")
     with torch.device("meta"):
-        plain = nn.Sequential(LlamaDecoderLayer(config, 0)).to(torch.bfloat16).train()
+        plain = nn.Sequential(getattr(library, f"{name}DecoderLayer")(config, 0)).to(torch.bfloat16).train()
     with (mode := FakeTensorMode(allow_non_fake_inputs=True)):
         block = twin_of(plain, mode)
         octavo.convert(block, getattr(recipes, recipe)(), fuse=True)
         x = torch.randn(8, 2048, 2048, dtype=torch.bfloat16, requires_grad=True)
-        angles = LlamaRotaryEmbedding(config)(x, torch.arange(2048)[None])
+        angles = getattr(library, f"{name}RotaryEmbedding")(config)(x, torch.arange(2048)[None])
         for _ in range(2):  # in the first step layers that are computed as one come to share their delayed state
             block.zero_grad()
             x.grad = None
             with Traffic() as traffic:
-                y = block[0](x, position_embeddings=angles)
+                y = block[0](x, position_embeddings=angles, attention_mask=None)
                 y.backward(torch.empty_like(y))
     assert sum(traffic.bytes) <= most * 1e9
-    assert len(traffic.bytes) == 21
+    assert len(traffic.bytes) == launches
