@@ -38,9 +38,11 @@ class _TurnHeads(torch.autograd.Function):
 
 
 def _turned(cos: Tensor, sin: Tensor, counts: tuple[int, int], *qkv: Tensor) -> Attended:
-    width = qkv[0].shape[-1] if len(qkv) == 3 else qkv[0].shape[-1] // (counts[0] + 2 * counts[1])
-    each = qkv if len(qkv) == 3 else heads_apart(*qkv, counts, width)
-    turned = kernels.rotary(*each, cos, sin, False)
+    width = qkv[0].shape[-1]
+    if len(qkv) == 1:
+        width //= counts[0] + 2 * counts[1]
+        qkv = tuple(heads_apart(qkv[0], counts, width))
+    turned = kernels.rotary(*qkv, cos, sin, False)
     query, key, value = (heads.transpose(1, 2) for heads in heads_apart(turned, counts, width))
     return query, key, value
 

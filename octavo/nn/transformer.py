@@ -139,7 +139,7 @@ class SelfAttention(nn.Module):
             rotary = rotary_table(positions, self.head_width, device=x.device)
         cos, sin = (table[:positions] for table in rotary)
         if isinstance(output, Tensor) and not is_parallel(output) and not (requires_grad(cos) or requires_grad(sin)):
-            return turned(output, cos[None], sin[None], (self.heads, self.kv_heads))
+            return turned((output,), cos[None], sin[None], (self.heads, self.kv_heads))
         parts = split_output(output, self.qkv.splits) if isinstance(output, Tensor) else output
         query, key, value = (part.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in parts)
         return rotate(query, (cos, sin)), rotate(key, (cos, sin)), value
