@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import textwrap
 from collections.abc import Sequence
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -46,7 +48,12 @@ if TYPE_CHECKING:  # Python compiles a call of a method of what a module imports
 
 
 class KnownForward(nn.Module):
-    """Base of what modules with a known forward become; mixed in before their own class."""
+    """Base of what modules with a known forward become; mixed in before their own class.
+
+    ``changes``: (text of ``known``, what a forward has instead that is known by it), so that none is written twice.
+    """
+
+    changes: tuple[tuple[str, str], ...] = ()
 
     def known(self, *args: Any) -> Any:
         """The forward that is known, as its library writes it; never called."""
@@ -308,6 +315,9 @@ class DecoderLayer(KnownForward):
         return residual + self.mlp(normed)
 
 
+_SCALING, _HEADS = "scaling=self.scaling,", "self.{}_proj(hidden_states).view(hidden_shape)"  # of Attention.known
+
+
 class Attention(KnownForward):
     """Llama's and many others': q, k and v are one product, and the rotary positions of q and k one launch."""
 
@@ -413,36 +423,7 @@ class Attention(KnownForward):
 class AttentionOfMistral(Attention):
     """Mistral's and Mixtral's: their configuration may limit how far back queries look."""
 
-    def known(  # type: ignore[override]
-        self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, cache: Any, **kwargs: Any
-    ) -> Any:
-        input_shape = hidden_states.shape[:-1]
-        hidden_shape = (*input_shape, -1, self.head_dim)
-        query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        cos, sin = position_embeddings
-        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
-        if cache is not None:
-            key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation,
-            eager_attention_forward,  # type: ignore[name-defined]  # noqa: F821
-        )
-        attn_output, attn_weights = attention_interface(
-            self,
-            query_states,
-            key_states,
-            value_states,
-            attention_mask,
-            dropout=0.0 if not self.training else self.attention_dropout,
-            scaling=self.scaling,
-            sliding_window=getattr(self.config, "sliding_window", None),
-            **kwargs,
-        )
-        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-        attn_output = self.o_proj(attn_output)
-        return attn_output, attn_weights
+    changes = ((_SCALING, f'{_SCALING} sliding_window=getattr(self.config, "sliding_window", None),'),)
 
     def window(self) -> dict[str, Any]:
         return {"sliding_window": getattr(self.config, "sliding_window", None)}
@@ -452,37 +433,7 @@ class AttentionOfQwen2(Attention):
     """Qwen2's and others': layers differ in how far back queries look."""
 
     sliding_window: int | None
-
-    def known(  # type: ignore[override]
-        self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, cache: Any, **kwargs: Any
-    ) -> Any:
-        input_shape = hidden_states.shape[:-1]
-        hidden_shape = (*input_shape, -1, self.head_dim)
-        query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        cos, sin = position_embeddings
-        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
-        if cache is not None:
-            key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation,
-            eager_attention_forward,  # type: ignore[name-defined]  # noqa: F821
-        )
-        attn_output, attn_weights = attention_interface(
-            self,
-            query_states,
-            key_states,
-            value_states,
-            attention_mask,
-            dropout=0.0 if not self.training else self.attention_dropout,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            **kwargs,
-        )
-        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-        attn_output = self.o_proj(attn_output)
-        return attn_output, attn_weights
+    changes: tuple[tuple[str, str], ...] = ((_SCALING, f"{_SCALING} sliding_window=self.sliding_window,"),)
 
     def window(self) -> dict[str, Any]:
         return {"sliding_window": self.sliding_window}
@@ -493,37 +444,11 @@ class AttentionOfQwen3(AttentionOfQwen2):
 
     q_norm: nn.Module
     k_norm: nn.Module
-
-    def known(  # type: ignore[override]
-        self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, cache: Any, **kwargs: Any
-    ) -> Any:
-        input_shape = hidden_states.shape[:-1]
-        hidden_shape = (*input_shape, -1, self.head_dim)
-        query_states = self.q_norm(self.q_proj(hidden_states).view(hidden_shape)).transpose(1, 2)
-        key_states = self.k_norm(self.k_proj(hidden_states).view(hidden_shape)).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-        cos, sin = position_embeddings
-        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
-        if cache is not None:
-            key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation,
-            eager_attention_forward,  # type: ignore[name-defined]  # noqa: F821
-        )
-        attn_output, attn_weights = attention_interface(
-            self,
-            query_states,
-            key_states,
-            value_states,
-            attention_mask,
-            dropout=0.0 if not self.training else self.attention_dropout,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            **kwargs,
-        )
-        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-        attn_output = self.o_proj(attn_output)
-        return attn_output, attn_weights
+    changes = (
+        *AttentionOfQwen2.changes,
+        (_HEADS.format("q"), f"self.q_norm({_HEADS.format('q')})"),
+        (_HEADS.format("k"), f"self.k_norm({_HEADS.format('k')})"),
+    )
 
     def turned(self, qkv: Tensor, angles: tuple[Tensor, Tensor], counts: tuple[int, int]) -> Attended:
         query, key, value = heads_apart(qkv, counts, self.head_dim)
@@ -582,7 +507,20 @@ def activation_of(act: nn.Module | None, gated: bool) -> str | None:
 def _known_class(kind: type[nn.Module]) -> type[KnownForward] | None:
     """Which of ours has the same instructions as a class's forward."""
     forward = inspect.unwrap(kind.forward)
-    return next((ours for ours in _KINDS if inspect.isfunction(forward) and _same(forward, ours.known)), None)
+    return next((ours for ours in _KINDS if inspect.isfunction(forward) and _same(forward, _known_of(ours))), None)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _known_of(ours: type[KnownForward]) -> Any:
+    """Return a function with the instructions of a class's ``known``, with its changes; never called."""
+    if not ours.changes:
+        return ours.known
+    text = textwrap.dedent(inspect.getsource(ours.known))
+    for old, new in ours.changes:
+        text = text.replace(old, new)
+    text = f"import ALL_ATTENTION_FUNCTIONS\n{text}"  # which the compiler wants to know, see above
+    constants = compile(text, __file__, "exec").co_consts
+    return FunctionType(next(one for one in constants if isinstance(one, CodeType)), {})
 
 
 def _same(one: Any, other: Any) -> bool:
