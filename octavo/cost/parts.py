@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from octavo.nn.known_forwards import QKV, Attention, DecoderLayer, FeedForward, LeanRMSNorm, as_one_layer
+from octavo.nn.known_forwards import (
+    QKV,
+    Attention,
+    AttentionOfQwen3,
+    DecoderLayer,
+    FeedForward,
+    LeanRMSNorm,
+    as_one_layer,
+)
 from octavo.nn.loss import has_loss
 
 
@@ -46,11 +54,14 @@ PARTS = {
     "weights side by side": Part(Moved(0, 0, 0, 0), Moved(4, 0, 1, 0)),
     "rotary embedding": Part(Moved(20, 28, 10, 14), Moved(4, 4, 1, 1)),
     "values": Part(Moved(0, 0, 0, 0), Moved(4, 4, 0, 0)),
+    # norms of queries and keys read each by itself, whose gradients are then put beside values'
+    "norms of heads": Part(Moved(0, 0, 0, 0), Moved(4, 4, 2, 2)),
+    "heads side by side": Part(Moved(0, 0, 0, 0), Moved(0, 4, 0, 1)),
     # the norm behind attention writes the sum, and norms' gradients read the residual's
     "residual": Part(Moved(12, 12, 2, 2), Moved(10, 4, 1, 0)),
     "loss": Part(Moved(18, 26, 3, 3), Moved(2, 4, 1, 1)),
 }
-"""By part; a block has two norms, and one of all others but the loss."""
+"""By part; a block has two norms, Qwen3's two more of heads, and one of all others but the loss."""
 # parts that are fused in high precision too, in which a model's traffic is counted
 COUNTED = ("norm", "residual")
 # bytes a logit that the loss has at a time: log-probabilities and two gradients in float32; fused, one and the logits
@@ -92,3 +103,6 @@ def _of_layers(name: str, module: Any, linears: Mapping[str, Any]) -> Iterator[t
     if isinstance(module, Attention):
         yield name, "rotary embedding", readers[0].sizes[2] + readers[1].sizes[2]
         yield name, "values", readers[2].sizes[2]
+    if isinstance(module, AttentionOfQwen3):
+        yield name, "norms of heads", readers[0].sizes[2] + readers[1].sizes[2]
+        yield name, "heads side by side", sum(reader.sizes[2] for reader in readers)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.models.clip.modeling_clip import CLIPMLP
 from transformers.models.llama import modeling_llama
+from transformers.models.qwen3 import modeling_qwen3
 
 import octavo
 from octavo.cost.estimate import LinearWork
@@ -58,7 +59,8 @@ def ledgers(make: Callable[[], nn.Module], how: str) -> tuple[tuple[Ledger, Ledg
                     octavo.convert(module, octavo.recipes.delayed(), lambda *_: True, fuse=how == "fused")
             x = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
             keywords: dict[str, Any] = {}
-            if isinstance(module["part"], modeling_llama.LlamaDecoderLayer):
+            if hasattr(module["part"], "self_attn"):
+                keywords["attention_mask"] = None
                 positions = torch.arange(TOKENS)[None]
                 keywords["position_embeddings"] = modeling_llama.LlamaRotaryEmbedding(config())(x, positions)
             for _ in range(2):  # in the first step layers that are computed as one come to share their delayed state
@@ -126,6 +128,26 @@ def test_what_fusing_changes(which: str) -> None:
     for index, name in enumerate(("forward", "backward")):
         assert fused[index].bytes - converted[index].bytes == pytest.approx(change(name), rel=0.01)
         assert fused[index].operations - converted[index].operations == change(f"{name}_launches", 0)
+
+
+def test_norms_of_heads_copy_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused block of Qwen3 beside Llama's, which is the same without norms of queries and keys."""
+    monkeypatch.setitem(globals(), "NEITHER", tuple(name for name in NEITHER if name != "clone"))
+    sizes = {name: getattr(config(), name) for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    sizes |= {"num_key_value_heads": HEADS // 2, "head_dim": WIDTH // HEADS, "attn_implementation": "sdpa"}
+    qwen3 = transformers.Qwen3Config(**sizes)
+    without, _ = ledgers(lambda: modeling_llama.LlamaDecoderLayer(config(), 0), "fused")
+    found, parts = ledgers(lambda: modeling_qwen3.Qwen3DecoderLayer(qwen3, 0), "fused")
+    queries_keys, values = TOKENS * WIDTH * 3 // 2, TOKENS * WIDTH // 2
+    of_heads = {"norms of heads": queries_keys, "heads side by side": queries_keys + values}
+    assert of_heads.items() <= {part: size for _, part, size in parts}.items()
+    rows = [(PARTS[part].fused, size) for part, size in of_heads.items()]
+    norm = PARTS["norm"].fused
+    for index, field in enumerate(("forward", "backward")):
+        moved = sum(size * getattr(row, field) for row, size in [*rows, (norm, queries_keys)])
+        launches = sum(getattr(row, f"{field}_launches") for row in (*dict(rows), norm, norm))
+        assert found[index].bytes - without[index].bytes == pytest.approx(moved, rel=0.01)
+        assert found[index].operations - without[index].operations == launches
 
 
 def test_the_loss_moves_what_its_operations_move() -> None:
