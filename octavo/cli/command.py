@@ -383,6 +383,12 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help=help)
     help = "predict as octavo.convert(..., fuse=True) converts"
     parser.add_argument("--fuse", action="store_true", help=help)
+    help = "recipe of the layer that computes logits, high_precision for bf16 (default: each recipe's own)"
+    parser.add_argument("--head", choices=NAMED[1:], metavar="RECIPE", help=help)
+    help = "whose attention, by published rates of Hopper (default: flash, FlashAttention-2, which torch takes)"
+    parser.add_argument("--attention", choices=("flash", "cudnn"), help=help)
+    help = "chunked: logits are computed in chunks with their loss, as octavo.nn.linear_cross_entropy does"
+    parser.add_argument("--loss", choices=("chunked",), help=help)
     help = "plan a step on N GPUs in servers of 8; without --mesh, find the fastest mesh that fits"
     parser.add_argument("--gpus", type=int, metavar="N", help=help)
     help = "ranks by kind, such as fsdp=8,tensor=8: fsdp, replicate, tensor, pipeline, context, expert"
@@ -410,9 +416,8 @@ def _quiet() -> Iterator[None]:
 @_quiet()
 def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     """Print what a training step would take, and whether FP8 pays."""
-    from octavo.cost import command, estimate, rates_of
-    from octavo.cost.estimate import work_of
-    from octavo.cost.rates import PlanError
+    from octavo.cost import command, rates_of
+    from octavo.cost.rates import PlanError, with_attention
 
     sizes = vars(options).keys() & ModelConfig.__dataclass_fields__.keys() - {"context"}
     if options.model is not None and sizes:
@@ -432,13 +437,16 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     ):
         flags = "--mesh, --micro-batches, --recompute and --checkpoint-in-fp8"
         raise PlanError(f"{flags} are for a step on several GPUs: add --gpus")
+    if options.attention is not None:
+        rates = with_attention(rates, options.attention)
     inputs = command.tokens_of(options.tokens, context)
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e9
     head = f"{size:.3g} B parameters, {len(inputs[0]) * (options.gpus or 1)} sequences of {context} tokens"
     head += f", by {state.algorithm}" * (state != StateConfig())
     if options.gpus is not None:
-        if state.moments != "fp32" or state.master != "auto":
-            raise PlanError("--moments and --master are for a step on one device; with --gpus it says what FP8 brings")
+        if state.moments != "fp32" or state.master != "auto" or options.head or options.attention or options.loss:
+            flags = "--moments, --master, --head, --attention and --loss"
+            raise PlanError(f"{flags} are for a step on one device; with --gpus it says what FP8 brings")
         names = ("gpus", "mesh", "micro_batches", "recompute", "fuse", "checkpoint_in_fp8")
         asked = {name: getattr(options, name) for name in names} | {"algorithm": state.algorithm}
         asked |= {"context": context, "sequences": len(inputs[0]) * options.gpus}
@@ -448,9 +456,10 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     if state != StateConfig():
         optimizer = command.optimizer_of(model, state.algorithm, state.moments, or_none(state.master))
         head += f", moments {state.moments}, master {state.master}"
-    kept = {"optimizer": optimizer, "work": work_of(model, inputs), "fuse": options.fuse}
-    recipes = [None, *(make() for make in command.RECIPES.values())]
-    found = [estimate(model, inputs, recipe, rates, **kept) for recipe in recipes]
+    head += f", head {options.head}" if options.head else ""
+    head += ", chunked loss" if options.loss else ""
+    asked = {"head": options.head, "chunked_loss": options.loss == "chunked", "fuse": options.fuse}
+    found = command.estimates(model, inputs, rates, optimizer=optimizer, **asked)
     print(f"{head}\n{command.describe_plan(found, rates)}")
     return 0
 
@@ -544,6 +553,7 @@ octavo export runs/train-001/mx --safetensors served/
 octavo plan path/to/config.json --tokens 16384 --context 8192 --device H100
 octavo plan --width 4096 --layers 32 --heads 32 --context 4096 --device B200
 octavo plan path/to/config.json --device H100 --algorithm muon --moments fp8 --master split24
+octavo plan path/to/config.json --device H100 --fuse --attention cudnn --loss chunked --head dynamic_with_output_hp
 octavo plan path/to/config.json --device H100 --gpus 64 --mesh fsdp=8,tensor=8
 octavo inspect runs/train-001/dynamic --html report.html
 octavo inspect runs/train-001/dynamic --live

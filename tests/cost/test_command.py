@@ -242,7 +242,8 @@ def test_the_command_for_a_mesh(
         (["--gpus", "16", "--mesh", "fsdp=16", "--micro-batches", "3"], "3 does not divide the 4 sequences"),
         (["--mesh", "fsdp=4"], "add --gpus"),
         (["--checkpoint-in-fp8"], "add --gpus"),
-        (["--gpus", "16", "--moments", "fp8"], "--moments and --master are for a step on one device"),
+        (["--gpus", "16", "--moments", "fp8"], "--moments, --master, --head, --attention and --loss are for"),
+        (["--gpus", "16", "--loss", "chunked"], "are for a step on one device"),
     ):
         assert cli.main(["plan", str(tmp_path), "--device", "H100", "--tokens", "256", *flags]) == 2
         assert says in capsys.readouterr().err
