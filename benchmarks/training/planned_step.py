@@ -72,6 +72,16 @@ EVERYTHING: Mapping[str, Mapping[str, Any]] = {
     "octavo blockwise, fused": {**_FUSED, "recipe": "blockwise"},
     "octavo blockwise, fused, head": {**_FUSED, "recipe": "blockwise", "head": "blockwise"},
 }
+# blocks' products at other rates in TFLOP/s: of 1x128 by 128x128, and of 1x128 by 1x128
+BLOCKS: Mapping[str, Mapping[str, Any]] = {
+    "octavo blockwise, products as fast as published of DeepGEMM": {"recipe": "blockwise", "products": (1350, 1350)},
+    "octavo blockwise, fused, products so": {**_FUSED, "recipe": "blockwise", "products": (1350, 1350)},
+    "octavo blockwise, fused, products by octavo's Triton kernel": {
+        **_FUSED,
+        "recipe": "blockwise",
+        "products": (671, 614),
+    },
+}
 
 
 def without_head(module: torch.nn.Module, name: str) -> bool:
@@ -162,14 +172,16 @@ def models() -> Sequence[tuple[torch.nn.Module, Any]]:
 def planned(variant: Mapping[str, Any], rates: Rates, **options: Any) -> Estimate:
     """Return the estimate of a step, in which every block takes as long as the second.
 
-    ``variant``: ``estimate``'s arguments, with recipes by name, and "head": the head's recipe; it is else in bf16.
+    ``variant``: ``estimate``'s arguments, with recipes by name; "head": the head's recipe, which is else in bf16;
+    "products": TFLOP/s of blocks' products.
     """
-    head = variant.get("head")
+    head, blocks = variant.get("head"), dict(zip(("block", "vector"), variant.get("products", ()), strict=False))
+    rates = replace(rates, products={**rates.products, **{kind: ((1.0, 1e12 * at),) for kind, at in blocks.items()}})
     named = variant["recipe"] and octavo.recipes.as_recipe(
         {"default": variant["recipe"], "rules": {"lm_head": head}} if head else variant["recipe"]
     )
     options = {"select": None if head else without_head, **variant, **options, "recipe": named}
-    options.pop("head", None)
+    options = {name: value for name, value in options.items() if name not in ("head", "products")}
     one, two = (estimate(model, TOKENS, rates=rates, work=work, **options) for model, work in models())
     values = {each.name: getattr(one, each.name) for each in fields(Estimate)}
     others = {name: getattr(two, name) for name in values} | {"layers": (), "memory": one.memory}
@@ -188,7 +200,7 @@ def measured() -> dict[str, Row]:
 def rows() -> list[dict[str, object]]:
     """Each variant as measured, as planned with the host's times of that commit, and as planned of today's code."""
     took, found = measured(), []
-    for name, variant in {**VARIANTS, **EVERYTHING}.items():
+    for name, variant in {**VARIANTS, **EVERYTHING, **BLOCKS}.items():
         now, cudnn = (planned(variant, each) for each in (rates(False), with_attention(rates(False), "cudnn")))
         row: dict[str, object] = {"variant": name, "measured_ms": "", "planned_ms": "", "planned_waits_ms": ""}
         row |= {"measured_gib": "", "planned_gib": f"{now.peak / 2**30:.1f}", "now_ms": f"{1e3 * now.total:.1f}"}
@@ -216,12 +228,12 @@ def planned_table() -> str:
     return markdown([*header, "planned", "planned ms of today's code", "of bf16's time"], lines)
 
 
-def everything_table() -> str:
+def everything_table(names: Sequence[str] = ("bf16", *EVERYTHING)) -> str:
     """Of docs/plan.md: steps with everything on, beside bf16 as it comes and beside bf16 with the same fusions."""
     found = {row["variant"]: row for row in read("planned_step")}
     base, like = found["bf16"], found["bf16, fused"]
     lines = []
-    for name in ("bf16", *EVERYTHING):
+    for name in names:
         row, cells = found[name], [name]
         for column in ("now_ms", "cudnn_ms"):
             ms = float(row[column])
@@ -258,6 +270,13 @@ def account_table() -> str:
     return markdown(["part of a block", "GB, as transformers writes it", "launches", "GB, fused", "launches"], lines)
 
 
+def blocks_table() -> str:
+    """Of docs/kernels.md: blocks as they are, and with other products."""
+    names = ("bf16", "bf16, fused", "octavo blockwise", "octavo blockwise, fused", "octavo blockwise, fused, head")
+    return everything_table((*names, *BLOCKS))
+
+
+BLOCK_TABLES = {"blocks": blocks_table}
 TABLES = {"planned": planned_table, "everything on": everything_table, "account": account_table}
 
 

@@ -24,12 +24,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch.backends.cuda import SDPAParams
+from torch.nn.attention import SDPBackend
 
 import octavo
 from octavo.errors import MissingExtraError, OctavoError
 from octavo.kernels.capability import compute_capability, runs_natively
 from octavo.kernels.devices import triton_kernels
 from octavo.nn.where import described
+from octavo.private import fused_sdp_choice, sdp_priority_order
 from octavo.recipes import NAMED
 from octavo.train import (
     GPT,
@@ -146,7 +149,11 @@ def devices() -> list[tuple[str, str, str]]:
 def recipes_on(device: torch.device) -> list[str]:
     """Whose kernels make each recipe's products on a device, and what is lost there first."""
     found = {name: described(getattr(octavo.recipes, name)(), compute_capability(device)) for name in NAMED[1:]}
-    return ["", f"recipes on {device}", *(f"  {name:<18}  {who}; lost: {loss}" for name, (who, loss) in found.items())]
+    return [
+        "",
+        f"recipes on {device}",
+        *(f"  {name:<{max(map(len, found))}}  {who}; lost: {loss}" for name, (who, loss) in found.items()),
+    ]
 
 
 def products_of(device: torch.device) -> list[str]:
@@ -173,6 +180,40 @@ def configurations() -> list[str]:
     return ["", "kernels' tiles: octavo's own; `octavo tune` measures the best ones for this GPU in 10 minutes"]
 
 
+def attention_on(devices: Sequence[torch.device]) -> list[str]:
+    """Return which attention torch has enabled, which it trains with on each device, and how to choose cuDNN's."""
+    enabled = {
+        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled(),
+    }
+    order = [backend for value in sdp_priority_order() if enabled.get(backend := SDPBackend(value))]
+    lines = ["", "attention (scaled_dot_product_attention: causal, bfloat16, 2048 tokens, forward and backward)"]
+    lines.append(f"  enabled, a GPU takes the first that it can: {', '.join(map(_called, order))}")
+    cudnn_waits = False
+    for device in devices:
+        taken = []
+        for size in (64, 128):
+            q = torch.empty(1, 1, 2048, size, dtype=torch.bfloat16, device=device, requires_grad=True)
+            choice = SDPBackend(fused_sdp_choice(q, q, q, is_causal=True))
+            taken.append(f"{_called(choice)} with heads of {size}")
+            has_cudnn = torch.backends.cuda.can_use_cudnn_attention(SDPAParams(q, q, q, None, 0.0, True, False))
+            cudnn_waits |= has_cudnn and choice != SDPBackend.CUDNN_ATTENTION
+        lines.append(f"  {device}: {', '.join(taken)}")
+    if cudnn_waits:
+        order_of_two = "[SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True"
+        lines.append(f"  cuDNN's, published as faster on Hopper: with torch.nn.attention.sdpa_kernel({order_of_two}):")
+    if not any(device.type == "cuda" for device in devices):
+        lines.append("  there is no CUDA device here: whether cuDNN's can be chosen is seen on one")
+    return lines
+
+
+def _called(backend: SDPBackend) -> str:
+    """Return a backend's name as torch's documentation abbreviates it."""
+    return str(backend.name).removesuffix("_ATTENTION").lower()
+
+
 def describe_machine() -> str:
     """Versions, devices, whether FP8 is native, and which extras are installed, as text."""
     try:
@@ -192,6 +233,7 @@ def describe_machine() -> str:
     lines += [f"  {name:<{widths[0]}}  {what:<{widths[1]}}  {fp8}" for name, what, fp8 in rows]
     for name, *_ in rows:
         lines += recipes_on(torch.device(name)) + products_of(torch.device(name))
+    lines += attention_on([torch.device(name) for name, *_ in rows if name.startswith(("cpu", "cuda"))])
     lines += [*configurations(), "", "extras"]
     for extra, packages in EXTRAS.items():
         absent = [package for package in packages if find_spec(package) is None]
