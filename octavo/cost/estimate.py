@@ -30,7 +30,7 @@ from octavo.cost.parts import (
     Moved,
     fused_parts,
 )
-from octavo.cost.rates import HIGH_PRECISION, HostTime, PlanError, Rates, forms_of, host_kind
+from octavo.cost.rates import HIGH_PRECISION, HostTime, PlanError, Rates, form_of, forms_of, host_kind
 from octavo.nn.candidates import Select, experts_class, features, fp8_class
 from octavo.nn.convert import convert, set_recipe
 from octavo.nn.known_forwards import KnownForward, refusal
@@ -469,17 +469,21 @@ def _fused(model: nn.Module, twin: nn.Module, work: Work, kernels: Container[str
     return [part for part in parts if part[0] not in already or part[1] not in COUNTED]
 
 
-def _chunked(work: Work, modules: Mapping[str, nn.Module]) -> tuple[LinearWork, int]:
-    """Return the head that octavo.nn.linear_cross_entropy computes with the loss, and the bytes that it has at a time.
+def _chunked(work: Work, modules: Mapping[str, nn.Module]) -> tuple[LinearWork, bool, int]:
+    """Return what octavo.nn.linear_cross_entropy computes with the loss: the head, whether it casts no gradient, bytes.
 
-    PlanError where there is no head, or its gradients are no products in FP8.
+    Blocks along the contraction are cast by the recipe, from logits' gradient; other codes are written in its place.
+    The bytes are those that it has at a time. PlanError where the head's gradients are no products in FP8.
     """
     head = head_of(work)
     recipe = getattr(modules.get(head.name), "recipe", None) if head else None
     if head is None or recipe is None or recipe.grad_input is None or recipe.grad_weight is None:
         what = "no layer computes logits" if head is None else f"the gradients of {head.name} are no products in FP8"
-        raise PlanError(f"a chunked loss: {what}; it is for a head in FP8, such as by dynamic_with_output_hp()")
-    return head, CHUNKED_LOSS * work.logits + OF_CHUNK * min(work.logits, CHUNK * head.out_features)
+        raise PlanError(f"a chunked loss: {what}; it is planned for a head in FP8, such as by dynamic_with_output_hp()")
+    writes_codes = form_of(recipe.grad_output_casts.as_is) in ("tensor", "row")
+    of_chunk = OF_CHUNK + 2 * (not writes_codes)
+    size = CHUNKED_LOSS * work.logits + of_chunk * min(work.logits, CHUNK * head.out_features) + 2 * head.sizes[0]
+    return head, writes_codes, size
 
 
 def estimate(
@@ -538,9 +542,9 @@ def estimate(
     kernels = {part: each.fused for part, each in PARTS.items()} if recipe else BF16_KERNELS
     parts = _fused(model, twin, work, kernels) if fuse else []
     loss = (FUSED_LOSS if any(part == "loss" for _, part, _ in parts) else LOSS) * work.logits
-    head = None
+    head, writes_codes = None, False
     if chunked_loss:
-        head, loss = _chunked(work, modules)
+        head, writes_codes, loss = _chunked(work, modules)
         parts = [part for part in parts if part[1] != "loss"] + [("", "chunked loss", work.logits)]
     if recipe is None and fuse:
         set_recipe(twin, high_precision())
@@ -552,7 +556,9 @@ def estimate(
         key = linear.reads, linear.grad_weight, followed.input_casts
         spared = {INPUT} if key in cast_inputs else set()
         cast_inputs |= {key} if linear.reads else set()
-        spared |= ({WEIGHT} if weight_storage else set()) | ({GRAD_OUTPUT} if linear is head else set())
+        spared |= ({WEIGHT} if weight_storage else set()) | (
+            {GRAD_OUTPUT} if linear is head and writes_codes else set()
+        )
         layer = times.add(linear, followed, spared)
         layers += [] if followed.is_high_precision else [layer]
     if not any(isinstance(module, RecipeModule) for module in twin.modules()):

@@ -60,7 +60,8 @@ BF16_KERNELS |= dict.fromkeys(("gated feed-forward", "gated feed-forward, apart"
 # parts that are fused in high precision too, in which a model's traffic is counted
 COUNTED = ("norm", "residual")
 # bytes a logit that a loss has at a time: log-probabilities and two gradients in float32; fused, one and the logits;
-# chunked, the transposed codes of all, and of a chunk of so many rows the logits and the codes as they lie too
+# chunked, the transposed codes of all, and of a chunk of so many rows the logits and the codes as they lie too; and the
+# gradient of what the head reads
 LOSS, FUSED_LOSS, CHUNKED_LOSS, OF_CHUNK, CHUNK = 3 * 4, 2 * 2, 1, 2 + 1, 4096
 
 

@@ -232,10 +232,14 @@ def test_bf16_with_the_same_fusions_and_a_loss_in_chunks() -> None:
     spared = head.cast_seconds(recipes.dynamic_with_output_hp(), rates)[GRAD_OUTPUT]
     assert whole.casts - chunked.casts == pytest.approx(spared) and spared > 0
     assert chunked.other == pytest.approx(whole.other)  # 6 bytes a logit as well
-    assert (whole.loss, chunked.loss) == (4 * logits, logits + 3 * logits)  # all are one chunk
+    # all are one chunk; the gradient of the head's input is there too
+    assert (whole.loss, chunked.loss) == (4 * logits, logits + 3 * logits + 2 * x)
+    # blocks' scales are not known beforehand: the recipe casts their gradient
+    block, in_chunks = (found(recipes.blockwise(), chunked_loss=chunked) for chunked in (False, True))
+    assert block.casts == in_chunks.casts > 0 and in_chunks.loss == logits + 5 * logits + 2 * x
     many = work._replace(logits=8192 * 64, linears=(*work.linears[:-1], head._replace(tokens=8192)))
     chunks = estimate(model, (TOKENS,), recipe, rates, lambda *_: True, work=many, chunked_loss=True)
-    assert chunks.loss == 8192 * 64 + 3 * 4096 * 64
+    assert chunks.loss == 8192 * 64 + 3 * 4096 * 64 + 2 * 8192 * 64
     with pytest.raises(PlanError, match="the gradients of lm_head are no products in FP8"):
         found(RecipeMap(recipes.delayed(), {"lm_head": None}), chunked_loss=True)
     with pytest.raises(PlanError, match="no layer computes logits"):
