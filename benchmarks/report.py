@@ -40,7 +40,12 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/emulator.md": emulated.TABLES | silicon.TABLES,
     "docs/guides/which-recipe.md": where.TABLES,
     "docs/inspect.md": causes.TABLES,
-    "docs/kernels.md": accumulation.TABLES | gpu_host.TABLES | kernels.TABLES | layer.TABLES | llama_step.TABLES,
+    "docs/kernels.md": accumulation.TABLES
+    | gpu_host.TABLES
+    | kernels.TABLES
+    | layer.TABLES
+    | llama_step.TABLES
+    | planned_step.BLOCK_TABLES,
     "docs/many-gpus.md": sharded_load.TABLES,
     "docs/modules.md": saved_bytes.TABLES | llama_convergence.TABLES | checkpointing.TABLES | predicted.MODULES,
     "docs/optimizer.md": muon_training.TABLES | optimizer_step.TABLES,

@@ -76,6 +76,8 @@ NAMES = {
     "cpu_attention_backward": Name(
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "counts attention's FLOPs"
     ),
+    "fused_sdp_choice": Name("torch._fused_sdp_choice", "says which attention torch takes"),
+    "sdp_priority_order": Name("torch._C._get_sdp_priority_order", "says in which order torch looks for attention"),
     "to_copy": Name("torch.ops.aten._to_copy", "tells copies of weights from what else is saved for backward"),
     "grouped_mm": Name("torch.ops.aten._grouped_mm", "counts the FLOPs of transformers' experts"),
     # modules

@@ -24,8 +24,8 @@ from octavo.formats import E4M3, E5M2
 from octavo.granularity import MX, PerBlock, PerRow, PerTensor
 from octavo.scaling.recipe import FIELDS, PRODUCTS, Cast, Delayed, Dynamic, Recipe, RecipeMap, RecipeRule
 
-__all__ = ["default", "dynamic", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx"]
-__all__ += ["batch_invariant", "high_precision"]
+__all__ = ["default", "dynamic", "dynamic_with_output_hp", "delayed", "rowwise", "rowwise_with_gw_hp"]
+__all__ += ["blockwise", "mx", "batch_invariant", "high_precision"]
 NAMED = tuple(__all__)
 __all__ += ["as_recipe", "load", "to_json"]
 AnyRecipe = Recipe | RecipeMap | str | Path  # what as_recipe takes: a str is a recipe's name, or a file's
@@ -65,6 +65,23 @@ def dynamic(power_of_two: bool = False) -> Recipe:
     forward = Cast(E4M3, PerTensor(), Dynamic(), power_of_two)
     gradient = Cast(E5M2, PerTensor(), Dynamic(), power_of_two)
     return _linear("dynamic", forward, forward, gradient)
+
+
+def dynamic_with_output_hp() -> Recipe:
+    """``dynamic`` with the output in high precision: the recipe for a model's head, whose gradients alone are FP8.
+
+    The logits, and so the loss, are bit for bit torch.nn.Linear's; two of the head's three products take FP8's time.
+
+    Example:
+        >>> from octavo import RecipeMap, recipes
+        >>> by_layer = RecipeMap(recipes.delayed(), {"lm_head": recipes.dynamic_with_output_hp()})
+        >>> print(by_layer.of("lm_head"))
+        dynamic_with_output_hp:
+          output      high precision
+          grad_input  grad_output Cast(E5M2, PerTensor(), Dynamic()), weight Cast(E4M3, PerTensor(), Dynamic())
+          grad_weight grad_output Cast(E5M2, PerTensor(), Dynamic()), input Cast(E4M3, PerTensor(), Dynamic())
+    """
+    return dataclasses.replace(dynamic(), output=None, name="dynamic_with_output_hp")
 
 
 def delayed(history_length: int = 16, reduce: Literal["max", "most_recent"] = "max", margin: int = 0) -> Recipe:

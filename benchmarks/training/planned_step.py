@@ -23,7 +23,7 @@ from benchmarks.common.pages import Row, markdown, read
 from octavo.cost import PUBLISHED, Estimate, Rates, estimate
 from octavo.cost.estimate import work_of
 from octavo.cost.parts import PARTS, Moved
-from octavo.cost.rates import HIGH_PRECISION, HostTime
+from octavo.cost.rates import HIGH_PRECISION, HostTime, with_attention
 
 TAKES = "half a minute"
 MEASURES = (
@@ -49,7 +49,6 @@ OF_OTHERS = ("nn.Linear, forward", "nn.Linear, forward + backward", "no product,
              "torchao tensorwise, forward", "torchao tensorwise, forward + backward")  # fmt: skip
 OPERATION = 0.27  # of the time of nn.Linear's forward; see octavo/cost/rates.py
 STATE = "octavo fp8 state"
-FUSED = ("octavo delayed", "octavo blockwise")
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "bf16": {"recipe": None},
     **{f"octavo {name}": {"recipe": name} for name in ("delayed", "dynamic", "rowwise", "blockwise")},
@@ -57,6 +56,30 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         "recipe": "delayed",
         "weight_storage": "fp8",
         "optimizer": functools.partial(octavo.optim.AdamW, moments="fp8", master=None),
+    },
+}
+
+
+# with everything on, of today's code: fused, then with the head in FP8 (converted as the others, or by the recipe for
+# heads), then with the loss in chunks; each by FlashAttention-2 and by cuDNN's attention
+_FUSED: Mapping[str, Any] = {"recipe": "delayed", "fuse": True}
+EVERYTHING: Mapping[str, Mapping[str, Any]] = {
+    "bf16, fused": {"recipe": None, "fuse": True},
+    "octavo delayed, fused": _FUSED,
+    "octavo delayed, fused, head by dynamic_with_output_hp": {**_FUSED, "head": "dynamic_with_output_hp"},
+    "octavo delayed, fused, head": {**_FUSED, "head": "delayed"},
+    "octavo delayed, fused, head, chunked loss": {**_FUSED, "head": "delayed", "chunked_loss": True},
+    "octavo blockwise, fused": {**_FUSED, "recipe": "blockwise"},
+    "octavo blockwise, fused, head": {**_FUSED, "recipe": "blockwise", "head": "blockwise"},
+}
+# blocks' products at other rates in TFLOP/s: of 1x128 by 128x128, and of 1x128 by 1x128
+BLOCKS: Mapping[str, Mapping[str, Any]] = {
+    "octavo blockwise, products as fast as published of DeepGEMM": {"recipe": "blockwise", "products": (1350, 1350)},
+    "octavo blockwise, fused, products so": {**_FUSED, "recipe": "blockwise", "products": (1350, 1350)},
+    "octavo blockwise, fused, products by octavo's Triton kernel": {
+        **_FUSED,
+        "recipe": "blockwise",
+        "products": (671, 614),
     },
 }
 
@@ -147,9 +170,18 @@ def models() -> Sequence[tuple[torch.nn.Module, Any]]:
 
 
 def planned(variant: Mapping[str, Any], rates: Rates, **options: Any) -> Estimate:
-    """The estimate of a step, in which every block takes as long as the second."""
-    named = variant["recipe"] and getattr(octavo.recipes, variant["recipe"])()
-    options = {"select": without_head, **variant, **options, "recipe": named}
+    """Return the estimate of a step, in which every block takes as long as the second.
+
+    ``variant``: ``estimate``'s arguments, with recipes by name; "head": the head's recipe, which is else in bf16;
+    "products": TFLOP/s of blocks' products.
+    """
+    head, blocks = variant.get("head"), dict(zip(("block", "vector"), variant.get("products", ()), strict=False))
+    rates = replace(rates, products={**rates.products, **{kind: ((1.0, 1e12 * at),) for kind, at in blocks.items()}})
+    named = variant["recipe"] and octavo.recipes.as_recipe(
+        {"default": variant["recipe"], "rules": {"lm_head": head}} if head else variant["recipe"]
+    )
+    options = {"select": None if head else without_head, **variant, **options, "recipe": named}
+    options = {name: value for name, value in options.items() if name not in ("head", "products")}
     one, two = (estimate(model, TOKENS, rates=rates, work=work, **options) for model, work in models())
     values = {each.name: getattr(one, each.name) for each in fields(Estimate)}
     others = {name: getattr(two, name) for name in values} | {"layers": (), "memory": one.memory}
@@ -168,34 +200,48 @@ def measured() -> dict[str, Row]:
 def rows() -> list[dict[str, object]]:
     """Each variant as measured, as planned with the host's times of that commit, and as planned of today's code."""
     took, found = measured(), []
-    variants = {**VARIANTS, **{f"{name}, fused": {**VARIANTS[name], "fuse": True} for name in FUSED}}
-    for name, variant in variants.items():
-        then, now = (planned(variant, rates(earlier)) for earlier in (True, False))
+    for name, variant in {**VARIANTS, **EVERYTHING, **BLOCKS}.items():
+        now, cudnn = (planned(variant, each) for each in (rates(False), with_attention(rates(False), "cudnn")))
         row: dict[str, object] = {"variant": name, "measured_ms": "", "planned_ms": "", "planned_waits_ms": ""}
         row |= {"measured_gib": "", "planned_gib": f"{now.peak / 2**30:.1f}", "now_ms": f"{1e3 * now.total:.1f}"}
         if name in took:
+            then = planned(variant, rates(True))
             row |= {"measured_ms": took[name]["ms"], "planned_ms": f"{1e3 * then.total:.1f}"}
             row |= {"planned_waits_ms": f"{1e3 * then.waits:.1f}", "measured_gib": took[name]["peak_gib"]}
-        found.append(row | {"now_waits_ms": f"{1e3 * now.waits:.1f}"})
+        found.append(row | {"now_waits_ms": f"{1e3 * now.waits:.1f}", "cudnn_ms": f"{1e3 * cudnn.total:.1f}"})
     return found
 
 
 def planned_table() -> str:
     """Of docs/plan.md: rows of an H100 beside what is planned."""
-    lines, found = [], read("planned_step")
+    lines, found = [], [row for row in read("planned_step") if row["measured_ms"]]
     base = found[0]
     for row in found:
-        cells = [row["variant"], *[""] * 5]
-        if row["measured_ms"]:
-            took, plan = float(row["measured_ms"]), float(row["planned_ms"])
-            shares = took / float(base["measured_ms"]), plan / float(base["planned_ms"])
-            cells[1:] = f"{took:.0f}", f"{plan:.0f}", f"{plan / took - 1:+.0%}", *(f"{share:.2f}" for share in shares)
-        now = float(row["now_ms"])
+        took, plan, now = (float(row[column]) for column in ("measured_ms", "planned_ms", "now_ms"))
+        shares = took / float(base["measured_ms"]), plan / float(base["planned_ms"])
+        cells = [row["variant"], f"{took:.0f}", f"{plan:.0f}", f"{plan / took - 1:+.0%}"]
+        cells += [f"{share:.2f}" for share in shares]
         lines.append(
             [*cells, row["measured_gib"], row["planned_gib"], f"{now:.0f}", f"{now / float(base['now_ms']):.2f}"]
         )
     header = ["step", "measured ms", "planned", "error", "of bf16's time, measured", "planned", "peak GiB, measured"]
     return markdown([*header, "planned", "planned ms of today's code", "of bf16's time"], lines)
+
+
+def everything_table(names: Sequence[str] = ("bf16", *EVERYTHING)) -> str:
+    """Of docs/plan.md: steps with everything on, beside bf16 as it comes and beside bf16 with the same fusions."""
+    found = {row["variant"]: row for row in read("planned_step")}
+    base, like = found["bf16"], found["bf16, fused"]
+    lines = []
+    for name in names:
+        row, cells = found[name], [name]
+        for column in ("now_ms", "cudnn_ms"):
+            ms = float(row[column])
+            cells += [f"{ms:.0f}", *(f"{float(other[column]) / ms:.2f}" for other in (base, like))]
+        lines.append([*cells, row["planned_gib"], f"{float(row['planned_gib']) / float(base['planned_gib']):.2f}"])
+    times = ["times bf16's speed", "times bf16's, fused"]
+    header = ["step", "ms by FlashAttention-2", *times, "ms by cuDNN's attention", *times]
+    return markdown([*header, "peak GiB", "of bf16's"], lines)
 
 
 def elements() -> dict[str, tuple[int, int]]:
@@ -224,7 +270,14 @@ def account_table() -> str:
     return markdown(["part of a block", "GB, as transformers writes it", "launches", "GB, fused", "launches"], lines)
 
 
-TABLES = {"planned": planned_table, "account": account_table}
+def blocks_table() -> str:
+    """Of docs/kernels.md: blocks as they are, and with other products."""
+    names = ("bf16", "bf16, fused", "octavo blockwise", "octavo blockwise, fused", "octavo blockwise, fused, head")
+    return everything_table((*names, *BLOCKS))
+
+
+BLOCK_TABLES = {"blocks": blocks_table}
+TABLES = {"planned": planned_table, "everything on": everything_table, "account": account_table}
 
 
 def main(arguments: list[str]) -> int:

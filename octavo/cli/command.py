@@ -24,12 +24,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch.backends.cuda import SDPAParams
+from torch.nn.attention import SDPBackend
 
 import octavo
 from octavo.errors import MissingExtraError, OctavoError
 from octavo.kernels.capability import compute_capability, runs_natively
 from octavo.kernels.devices import triton_kernels
 from octavo.nn.where import described
+from octavo.private import fused_sdp_choice, sdp_priority_order
 from octavo.recipes import NAMED
 from octavo.train import (
     GPT,
@@ -146,7 +149,11 @@ def devices() -> list[tuple[str, str, str]]:
 def recipes_on(device: torch.device) -> list[str]:
     """Whose kernels make each recipe's products on a device, and what is lost there first."""
     found = {name: described(getattr(octavo.recipes, name)(), compute_capability(device)) for name in NAMED[1:]}
-    return ["", f"recipes on {device}", *(f"  {name:<18}  {who}; lost: {loss}" for name, (who, loss) in found.items())]
+    return [
+        "",
+        f"recipes on {device}",
+        *(f"  {name:<{max(map(len, found))}}  {who}; lost: {loss}" for name, (who, loss) in found.items()),
+    ]
 
 
 def products_of(device: torch.device) -> list[str]:
@@ -173,6 +180,40 @@ def configurations() -> list[str]:
     return ["", "kernels' tiles: octavo's own; `octavo tune` measures the best ones for this GPU in 10 minutes"]
 
 
+def attention_on(devices: Sequence[torch.device]) -> list[str]:
+    """Return which attention torch has enabled, which it trains with on each device, and how to choose cuDNN's."""
+    enabled = {
+        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled(),
+    }
+    order = [backend for value in sdp_priority_order() if enabled.get(backend := SDPBackend(value))]
+    lines = ["", "attention (scaled_dot_product_attention: causal, bfloat16, 2048 tokens, forward and backward)"]
+    lines.append(f"  enabled, a GPU takes the first that it can: {', '.join(map(_called, order))}")
+    cudnn_waits = False
+    for device in devices:
+        taken = []
+        for size in (64, 128):
+            q = torch.empty(1, 1, 2048, size, dtype=torch.bfloat16, device=device, requires_grad=True)
+            choice = SDPBackend(fused_sdp_choice(q, q, q, is_causal=True))
+            taken.append(f"{_called(choice)} with heads of {size}")
+            has_cudnn = torch.backends.cuda.can_use_cudnn_attention(SDPAParams(q, q, q, None, 0.0, True, False))
+            cudnn_waits |= has_cudnn and choice != SDPBackend.CUDNN_ATTENTION
+        lines.append(f"  {device}: {', '.join(taken)}")
+    if cudnn_waits:
+        order_of_two = "[SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True"
+        lines.append(f"  cuDNN's, published as faster on Hopper: with torch.nn.attention.sdpa_kernel({order_of_two}):")
+    if not any(device.type == "cuda" for device in devices):
+        lines.append("  there is no CUDA device here: whether cuDNN's can be chosen is seen on one")
+    return lines
+
+
+def _called(backend: SDPBackend) -> str:
+    """Return a backend's name as torch's documentation abbreviates it."""
+    return str(backend.name).removesuffix("_ATTENTION").lower()
+
+
 def describe_machine() -> str:
     """Versions, devices, whether FP8 is native, and which extras are installed, as text."""
     try:
@@ -192,6 +233,7 @@ def describe_machine() -> str:
     lines += [f"  {name:<{widths[0]}}  {what:<{widths[1]}}  {fp8}" for name, what, fp8 in rows]
     for name, *_ in rows:
         lines += recipes_on(torch.device(name)) + products_of(torch.device(name))
+    lines += attention_on([torch.device(name) for name, *_ in rows if name.startswith(("cpu", "cuda"))])
     lines += [*configurations(), "", "extras"]
     for extra, packages in EXTRAS.items():
         absent = [package for package in packages if find_spec(package) is None]
@@ -383,6 +425,12 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help=help)
     help = "predict as octavo.convert(..., fuse=True) converts"
     parser.add_argument("--fuse", action="store_true", help=help)
+    help = "recipe of the layer that computes logits, high_precision for bf16 (default: each recipe's own)"
+    parser.add_argument("--head", choices=NAMED[1:], metavar="RECIPE", help=help)
+    help = "whose attention, by published rates of Hopper (default: flash, FlashAttention-2, which torch takes)"
+    parser.add_argument("--attention", choices=("flash", "cudnn"), help=help)
+    help = "chunked: logits are computed in chunks with their loss, as octavo.nn.linear_cross_entropy does"
+    parser.add_argument("--loss", choices=("chunked",), help=help)
     help = "plan a step on N GPUs in servers of 8; without --mesh, find the fastest mesh that fits"
     parser.add_argument("--gpus", type=int, metavar="N", help=help)
     help = "ranks by kind, such as fsdp=8,tensor=8: fsdp, replicate, tensor, pipeline, context, expert"
@@ -410,9 +458,8 @@ def _quiet() -> Iterator[None]:
 @_quiet()
 def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     """Print what a training step would take, and whether FP8 pays."""
-    from octavo.cost import command, estimate, rates_of
-    from octavo.cost.estimate import work_of
-    from octavo.cost.rates import PlanError
+    from octavo.cost import command, rates_of
+    from octavo.cost.rates import PlanError, with_attention
 
     sizes = vars(options).keys() & ModelConfig.__dataclass_fields__.keys() - {"context"}
     if options.model is not None and sizes:
@@ -432,13 +479,16 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     ):
         flags = "--mesh, --micro-batches, --recompute and --checkpoint-in-fp8"
         raise PlanError(f"{flags} are for a step on several GPUs: add --gpus")
+    if options.attention is not None:
+        rates = with_attention(rates, options.attention)
     inputs = command.tokens_of(options.tokens, context)
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e9
     head = f"{size:.3g} B parameters, {len(inputs[0]) * (options.gpus or 1)} sequences of {context} tokens"
     head += f", by {state.algorithm}" * (state != StateConfig())
     if options.gpus is not None:
-        if state.moments != "fp32" or state.master != "auto":
-            raise PlanError("--moments and --master are for a step on one device; with --gpus it says what FP8 brings")
+        if state.moments != "fp32" or state.master != "auto" or options.head or options.attention or options.loss:
+            flags = "--moments, --master, --head, --attention and --loss"
+            raise PlanError(f"{flags} are for a step on one device; with --gpus it says what FP8 brings")
         names = ("gpus", "mesh", "micro_batches", "recompute", "fuse", "checkpoint_in_fp8")
         asked = {name: getattr(options, name) for name in names} | {"algorithm": state.algorithm}
         asked |= {"context": context, "sequences": len(inputs[0]) * options.gpus}
@@ -448,9 +498,10 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
     if state != StateConfig():
         optimizer = command.optimizer_of(model, state.algorithm, state.moments, or_none(state.master))
         head += f", moments {state.moments}, master {state.master}"
-    kept = {"optimizer": optimizer, "work": work_of(model, inputs), "fuse": options.fuse}
-    recipes = [None, *(make() for make in command.RECIPES.values())]
-    found = [estimate(model, inputs, recipe, rates, **kept) for recipe in recipes]
+    head += f", head {options.head}" if options.head else ""
+    head += ", chunked loss" if options.loss else ""
+    asked = {"head": options.head, "chunked_loss": options.loss == "chunked", "fuse": options.fuse}
+    found = command.estimates(model, inputs, rates, optimizer=optimizer, **asked)
     print(f"{head}\n{command.describe_plan(found, rates)}")
     return 0
 
@@ -544,6 +595,7 @@ octavo export runs/train-001/mx --safetensors served/
 octavo plan path/to/config.json --tokens 16384 --context 8192 --device H100
 octavo plan --width 4096 --layers 32 --heads 32 --context 4096 --device B200
 octavo plan path/to/config.json --device H100 --algorithm muon --moments fp8 --master split24
+octavo plan path/to/config.json --device H100 --fuse --attention cudnn --loss chunked --head dynamic_with_output_hp
 octavo plan path/to/config.json --device H100 --gpus 64 --mesh fsdp=8,tensor=8
 octavo inspect runs/train-001/dynamic --html report.html
 octavo inspect runs/train-001/dynamic --live

@@ -17,13 +17,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from octavo import recipes
-from octavo.cost.estimate import Estimate, LayerTime, LinearWork, Work, blocks_of, estimate, on_meta, work_of
+from octavo.cost.estimate import (
+    FUSED_BF16,
+    Estimate,
+    LayerTime,
+    LinearWork,
+    Work,
+    blocks_of,
+    estimate,
+    head_of,
+    on_meta,
+    work_of,
+)
 from octavo.cost.mesh import BF16, RANKS, Hardware, MeshLayout, Precision, Shapes, Stage, Weight
-from octavo.cost.rates import HIGH_PRECISION, PRODUCTS, PlanError, Rates
+from octavo.cost.rates import ATTENTION, ATTENTION_SOURCE, HIGH_PRECISION, PRODUCTS, PlanError, Rates
 from octavo.nn.saved import KINDS
 from octavo.optim import AdamW, Muon
 from octavo.recipes import high_precision
-from octavo.scaling.recipe import Recipe
+from octavo.scaling.recipe import Recipe, RecipeMap
 
 RECIPES = {name: getattr(recipes, name) for name in ("dynamic", "delayed", "rowwise", "blockwise", "mx")}
 TOKENS = (1024, 4096, 16384)  # sizes of a step that ``pays`` looks at
@@ -68,8 +79,7 @@ def describe_rates(rates: Rates) -> str:
     table = [["products, TFLOP/s", *(f"{flop / 1e9:.3g} GFLOP" if flop > 1 else "any size" for flop in sizes)]]
     table += [[_called(kind), *(f"{rate / 1e12:.3g}" for _, rate in rates.products[kind])] for kind in PRODUCTS]
     lines += [columns(table), ""]
-    for size, rate in rates.attention.items():
-        lines.append(f"causal attention with heads of {size}: {rate / 1e12:.3g} TFLOP/s")
+    lines += _attention(rates)
     lines += ["", "a layer's step is faster in FP8 than in bf16"]
     for name, make in RECIPES.items():
         ways = [
@@ -80,15 +90,50 @@ def describe_rates(rates: Rates) -> str:
     return "\n".join(lines)
 
 
+def _attention(rates: Rates) -> list[str]:
+    """Return a line that says whose attention the rates have, how fast it is, and where that is published."""
+    sizes = " and ".join(f"{rate / 1e12:.3g} TFLOP/s with heads of {size}" for size, rate in rates.attention.items())
+    whose = [kernel for kernel, known in ATTENTION.items() if known == rates.attention]
+    return [f"causal attention by {kernel}: {sizes} (published: {ATTENTION_SOURCE})" for kernel in whose]
+
+
 def _called(kind: str) -> str:
     words = {"tensor": "a scale each", "row": "a scale a row", "block": "a scale in 128", "mx": "a scale in 32"}
     words["vector"] = "a scale in 128 of both"
     return f"FP8, {words[kind]}" if kind in words else kind
 
 
+def estimates(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    rates: Rates,
+    head: str | None = None,
+    chunked_loss: bool = False,
+    **how: Any,
+) -> list[Estimate]:
+    """Return the steps in bf16, with ``fuse`` also in bf16 with the same fusions, and in each of RECIPES.
+
+    Args:
+        head: the name of a recipe for the layer that computes logits, in place of each of RECIPES; None: as the others.
+        chunked_loss: as for ``estimate``, under the recipes.
+        how: other arguments of ``estimate``.
+    """
+    work = work_of(model, inputs)
+    if head is not None and head_of(work) is None:
+        raise PlanError(f"--head {head}: no layer of this model computes logits")
+    rules = {} if head is None else {head_of(work).name: getattr(recipes, head)()}  # type: ignore[union-attr]
+    ways = [{**how, "fuse": fuse} for fuse in sorted({False, how.get("fuse", False)})]
+    found = [estimate(model, inputs, None, rates, work=work, **way) for way in ways]
+    for name, make in RECIPES.items():
+        step = estimate(model, inputs, RecipeMap(make(), rules), rates, work=work, chunked_loss=chunked_loss, **how)
+        found.append(replace(step, name=name))
+    return found
+
+
 def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
     """The predicted steps, of which the first is without FP8, and what to do."""
-    first, *others = estimates
+    first = estimates[0]
+    others = [each for each in estimates[1:] if each.name != FUSED_BF16]
     eager, compiled = ((f"other, {way}", f"total, {way}", "of bf16") for way in ("eager", "compiled"))
     times = [["ms a step", "products", "casts", "optimizer", eager[0], "waits for host", *eager[1:], *compiled]]
     sizes = [["GiB", "weights", "masters", "moments", "gradients", "activations", "at a time", "of bf16"]]
@@ -101,7 +146,8 @@ def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
         kept = memory.weights, memory.masters, memory.moments, memory.gradients, memory.activations or 0, found.peak
         share = f"{found.peak / first.peak:.2f}"
         sizes.append([found.name, *(f"{size / GIB:.2f}" for size in kept), share])
-    lines = [f"by the rates of {rates.device} ({rates.source})", "", columns(times), "", columns(sizes), ""]
+    lines = [f"by the rates of {rates.device} ({rates.source})", *_attention(rates)]
+    lines += ["", columns(times), "", columns(sizes), ""]
     saved = [["GiB of activations", *(found.name for found in estimates)]]
     for kind in KINDS:
         of_kind = [(found.memory.saved or {}).get(kind, 0) / GIB for found in estimates]
@@ -122,6 +168,10 @@ def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
         lines.append(f"Don't: no recipe takes less than {WORTH:.0%} of bf16's time here; {_why(first, best)}.")
     else:
         lines.append(f"{best.name} is the fastest: {shares[0]:.2f} of bf16's time in eager, {shares[1]:.2f} compiled.")
+    for found in estimates:
+        if found.name == FUSED_BF16:
+            of_fused = f"{best.total / found.total:.2f} of bf16's time with the same fusions"
+            lines.append(f"{best.name} takes {of_fused}, a kernel each as Liger-Kernel computes them.")
     for found in others:
         if found.slower and len(found.slower) < len(found.layers):
             lines.append(f"{found.name}: leave out, as fast in bf16 or faster: {_grouped(found.slower)}")
@@ -428,7 +478,8 @@ def plan(model: nn.Module, rates: Rates, **asked: Any) -> MeshPlan:
     def stage(name: str, compiled: bool) -> Stage:
         recipe, saved = None if name == HIGH_PRECISION else RECIPES[name](), None
         if not compiled:
-            saved = estimate(short, inputs, recipe, rates, work=work, fuse=asked["fuse"]).memory.saved
+            fuse = recipe is not None and asked["fuse"]
+            saved = estimate(short, inputs, recipe, rates, work=work, fuse=fuse).memory.saved
         shapes = shapes_of(model, work, context, saved)
         kept: dict[str, Any] = {"algorithm": asked["algorithm"]}
         kept |= {"regions": in_pairs(shapes.width)} if asked["checkpoint_in_fp8"] else {}

@@ -18,8 +18,19 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, WEIGHT
-from octavo.cost.parts import COUNTED, FUSED_LOSS, LOSS, PARTS, fused_parts
-from octavo.cost.rates import HIGH_PRECISION, HostTime, Rates, forms_of, host_kind
+from octavo.cost.parts import (
+    BF16_KERNELS,
+    CHUNK,
+    CHUNKED_LOSS,
+    COUNTED,
+    FUSED_LOSS,
+    LOSS,
+    OF_CHUNK,
+    PARTS,
+    Moved,
+    fused_parts,
+)
+from octavo.cost.rates import HIGH_PRECISION, HostTime, PlanError, Rates, form_of, forms_of, host_kind
 from octavo.nn.candidates import Select, experts_class, features, fp8_class
 from octavo.nn.convert import convert, set_recipe
 from octavo.nn.known_forwards import KnownForward, refusal
@@ -28,7 +39,7 @@ from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import storage_of, twin_of, without_data
 from octavo.nn.summary import formulas
 from octavo.private import FakeTensorMode, TorchDispatchMode, cpu_attention, cpu_attention_backward, pytree
-from octavo.recipes import high_precision
+from octavo.recipes import default, high_precision
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Phase, PhasePlan, PrecisionSchedule
 
@@ -37,6 +48,9 @@ _ATTENTION = {
     cpu_attention: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
     cpu_attention_backward: (lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)),
 }
+
+
+FUSED_BF16 = "bf16, fused"  # the name of an estimate without a recipe and with ``fuse``
 
 
 class LinearWork(NamedTuple):
@@ -397,8 +411,10 @@ def orthogonalising(shape: Sequence[float], rates: Rates, steps: int = 5) -> flo
 class _Times:
     """Seconds of a step under a converted model's recipes, by what takes them: ``Estimate``'s, added up."""
 
-    def __init__(self, work: Work, rates: Rates, fused: Iterable[tuple[str, str, float]]) -> None:
-        """Begin with all that is no linear layer; ``fused`` as of fused_parts."""
+    def __init__(
+        self, work: Work, rates: Rates, fused: Iterable[tuple[str, str, float]], kernels: Mapping[str, Moved]
+    ) -> None:
+        """Begin with all that is no linear layer; ``fused`` as fused_parts yields it, moving what ``kernels`` says."""
         self.work, self.rates = work, rates
         others = work.other_flop - sum(work.attention.values())
         attention = rates.attention_seconds(work.attention, causal=work.logits > 0)
@@ -407,7 +423,7 @@ class _Times:
         forward = Traffic(0, 0, 0) if work.blocks is None else work.blocks.forward
         moved = [[*forward[:2]], [*work.other.less(forward)[:2]]]
         for name, part, elements in fused:
-            plain, less = PARTS[part]
+            plain, less = PARTS[part].plain, kernels[part]
             first = moved[self.span(name)]
             first[0] += elements * (less.forward - plain.forward)
             first[1] += less.forward_launches - plain.forward_launches
@@ -441,6 +457,35 @@ class _Times:
         return layer
 
 
+def head_of(work: Work) -> LinearWork | None:
+    """Return the layer that computes the logits; None in a model without any."""
+    return next((each for each in reversed(work.linears) if work.logits and each.sizes[2] == work.logits), None)
+
+
+def _fused(model: nn.Module, twin: nn.Module, work: Work, kernels: Container[str]) -> list[tuple[str, str, float]]:
+    """Return what ``twin`` fuses and its ``model`` does not, of the parts that ``kernels`` has, as fused_parts does."""
+    already = {name for name, module in model.named_modules() if isinstance(module, KnownForward)}
+    parts = [part for part in fused_parts(twin, work.inputs, work) if part[1] in kernels]
+    return [part for part in parts if part[0] not in already or part[1] not in COUNTED]
+
+
+def _chunked(work: Work, modules: Mapping[str, nn.Module]) -> tuple[LinearWork, bool, int]:
+    """Return what octavo.nn.linear_cross_entropy computes with the loss: the head, whether it casts no gradient, bytes.
+
+    Blocks along the contraction are cast by the recipe, from logits' gradient; other codes are written in its place.
+    The bytes are those that it has at a time. PlanError where the head's gradients are no products in FP8.
+    """
+    head = head_of(work)
+    recipe = getattr(modules.get(head.name), "recipe", None) if head else None
+    if head is None or recipe is None or recipe.grad_input is None or recipe.grad_weight is None:
+        what = "no layer computes logits" if head is None else f"the gradients of {head.name} are no products in FP8"
+        raise PlanError(f"a chunked loss: {what}; it is planned for a head in FP8, such as by dynamic_with_output_hp()")
+    writes_codes = form_of(recipe.grad_output_casts.as_is) in ("tensor", "row")
+    of_chunk = OF_CHUNK + 2 * (not writes_codes)
+    size = CHUNKED_LOSS * work.logits + of_chunk * min(work.logits, CHUNK * head.out_features) + 2 * head.sizes[0]
+    return head, writes_codes, size
+
+
 def estimate(
     model: nn.Module,
     inputs: Sequence[Any],
@@ -451,6 +496,7 @@ def estimate(
     work: Work | None = None,
     fuse: bool = False,
     weight_storage: Literal["fp8"] | None = None,
+    chunked_loss: bool = False,
 ) -> Estimate:
     """Predict a training step of a model on one device, in eager PyTorch and compiled, without computing it.
 
@@ -466,11 +512,17 @@ def estimate(
         select: as for octavo.convert.
         optimizer: makes the optimizer from the parameters.
         work: what ``work_of`` returned for the model, to be counted once for several recipes.
-        fuse: as for octavo.convert; octavo.cost.parts says what it changes, in eager.
+        fuse: as for octavo.convert; octavo.cost.parts says what it changes, in eager. With ``recipe=None`` norms, gated
+            feed-forwards, rotary positions and the loss are a kernel each in bf16, as Liger-Kernel's, and no products
+            are joined; the memory is then that of octavo's norms and loss alone.
         weight_storage: as for octavo.convert; "fp8" needs an optimizer of octavo.optim.
+        chunked_loss: logits are computed in chunks with their loss, as octavo.nn.linear_cross_entropy does.
 
     Returns:
         an Estimate.
+
+    Raises:
+        PlanError: for a chunked loss without a head whose gradients are products in FP8.
 
     Example:
         >>> import torch, octavo
@@ -484,13 +536,19 @@ def estimate(
     """
     twin = on_meta(model)
     work = work or work_of(model, inputs)
-    if recipe is not None:
-        _convert(twin, recipe, select, fuse)
+    if recipe is not None or fuse:  # what is fused in bf16 is what would be in FP8
+        _convert(twin, recipe or default(), select if recipe else lambda *_: True, fuse)
     modules = dict(twin.named_modules())
-    already = {name for name, module in model.named_modules() if isinstance(module, KnownForward)}
-    parts = [*fused_parts(twin, work.inputs, work)] if fuse else []
-    parts = [part for part in parts if part[0] not in already or part[1] not in COUNTED]
-    times = _Times(work, rates, parts)
+    kernels = {part: each.fused for part, each in PARTS.items()} if recipe else BF16_KERNELS
+    parts = _fused(model, twin, work, kernels) if fuse else []
+    loss = (FUSED_LOSS if any(part == "loss" for _, part, _ in parts) else LOSS) * work.logits
+    head, writes_codes = None, False
+    if chunked_loss:
+        head, writes_codes, loss = _chunked(work, modules)
+        parts = [part for part in parts if part[1] != "loss"] + [("", "chunked loss", work.logits)]
+    if recipe is None and fuse:
+        set_recipe(twin, high_precision())
+    times = _Times(work, rates, parts, kernels)
     layers, cast_inputs = [], set()
     for linear in work.linears:
         module = modules.get(linear.name)  # None for experts that are not converted
@@ -498,7 +556,10 @@ def estimate(
         key = linear.reads, linear.grad_weight, followed.input_casts
         spared = {INPUT} if key in cast_inputs else set()
         cast_inputs |= {key} if linear.reads else set()
-        layer = times.add(linear, followed, spared | ({WEIGHT} if weight_storage else set()))
+        spared |= ({WEIGHT} if weight_storage else set()) | (
+            {GRAD_OUTPUT} if linear is head and writes_codes else set()
+        )
+        layer = times.add(linear, followed, spared)
         layers += [] if followed.is_high_precision else [layer]
     if not any(isinstance(module, RecipeModule) for module in twin.modules()):
         convert(twin, high_precision(), lambda module, name: True)  # a schedule needs converted layers
@@ -511,10 +572,9 @@ def estimate(
     for group in made.param_groups:
         if group.get("algorithm") == "muon":
             update += sum(orthogonalising(param.shape, rates, group["ns_steps"]) for param in group["params"])
-    loss = (FUSED_LOSS if any(part == "loss" for _, part, _ in parts) else LOSS) * work.logits
     saved = dict(memory.saved or {})
     memory = replace(memory, saved=saved | {"logits and loss": saved["logits and loss"] + loss})
-    name = "bf16" if recipe is None else getattr(recipe, "name", "map")
+    name = getattr(recipe, "name", "map") if recipe else FUSED_BF16 if fuse else HIGH_PRECISION
     took = times.products, times.casts, times.other
     spans = tuple(times.device), tuple(times.host)
     return Estimate(name, *took, update, memory, tuple(layers), times.fused, *spans, loss)

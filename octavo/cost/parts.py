@@ -60,12 +60,20 @@ PARTS = {
     # the norm behind attention writes the sum, and norms' gradients read the residual's
     "residual": Part(Moved(12, 12, 2, 2), Moved(10, 4, 1, 0)),
     "loss": Part(Moved(18, 26, 3, 3), Moved(2, 4, 1, 1)),
+    # computed with the head: a chunk's logits are read for the loss and for their gradient, which is written as codes,
+    # as they lie and transposed; the launches of one chunk
+    "chunked loss": Part(Moved(18, 26, 3, 3), Moved(6, 0, 2, 0)),
 }
-"""By part; a block has two norms, Qwen3's two more of heads, and one of all others but the loss."""
+"""By part; a block has two norms, Qwen3's two more of heads, and one of all others but the losses."""
+# what Liger-Kernel computes by a kernel each in bf16; all else is as its library writes it, and products are not joined
+BF16_KERNELS = {part: PARTS[part].fused for part in ("norm", "rotary embedding", "loss")}
+BF16_KERNELS |= dict.fromkeys(("gated feed-forward", "gated feed-forward, apart"), Moved(6, 10, 1, 1))
 # parts that are fused in high precision too, in which a model's traffic is counted
 COUNTED = ("norm", "residual")
-# bytes a logit that the loss has at a time: log-probabilities and two gradients in float32; fused, one and the logits
-LOSS, FUSED_LOSS = 3 * 4, 2 * 2
+# bytes a logit that a loss has at a time: log-probabilities and two gradients in float32; fused, one and the logits;
+# chunked, the transposed codes of all, and of a chunk of so many rows the logits and the codes as they lie too; and the
+# gradient of what the head reads
+LOSS, FUSED_LOSS, CHUNKED_LOSS, OF_CHUNK, CHUNK = 3 * 4, 2 * 2, 1, 2 + 1, 4096
 
 
 def fused_parts(model: nn.Module, inputs: Mapping[str, int], work: Any) -> Iterator[tuple[str, str, float]]:

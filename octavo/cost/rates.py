@@ -157,23 +157,24 @@ def _constant(*rates: float) -> dict[str, tuple[tuple[float, float]]]:
 # An H100's are of benchmarks/results, and tests/integration/test_planned_step.py computes them again: products alone in
 # layers (bf16's is the median of all readings beside FP8's), casts of 16,384 x 8,192 into both layouts, and the host's
 # times of gpu_host. An operation takes 0.27 of the host's time of nn.Linear's forward, as in a Llama block on a CPU.
-# Attention is FlashAttention-2's, torch's choice, at 2,048 tokens (arXiv 2407.08608, figures 5 and 6; its backward is
-# published without a mask, and taken to lose as much by one as forward). A launch of 4 us, as in eager PyTorch; the
+# Attention is published at 2,048 tokens (ATTENTION_SOURCE, figures 5 and 6; backward without a mask, and taken to lose
+# as much by one as forward); "flash" is FlashAttention-2, torch's choice. A launch of 4 us, as in eager PyTorch; the
 # memory that torch finds on the device. On Hopper, products of 32-element blocks are octavo's Triton kernel.
-_ATTENTION = {64: 228e12, 128: 254e12}
+ATTENTION = {"flash": {64: 228e12, 128: 254e12}, "cudnn": {64: 334e12, 128: 392e12}}
+ATTENTION_SOURCE = "arXiv 2407.08608"
 _HOST_US = {HIGH_PRECISION: (27, 49), "delayed": (203, 304, 18), "tensor": (172, 255, 19), "row": (241, 229, 25),
             "block": (218, 260, 25), "mx": (214, 212, 25), "operation": (7, 7)}  # fmt: skip
 _HOST = {kind: HostTime(*(1e-6 * us for us in times)) for kind, times in _HOST_US.items()}
 PUBLISHED = {
     "H100": Rates(
         "NVIDIA H100 SXM",
-        "measured: docs/kernels.md; attention: arXiv 2407.08608",
+        "measured: docs/kernels.md",
         3.0e12,
         4e-6,
         _constant(718, 1309, 1248, 1084, 814, 235),
         {"delayed": 1.50e-12, "tensor": 2.31e-12, "row": 2.35e-12, "block": 1.72e-12, "mx": 1.48e-12},
         79 << 30,
-        _ATTENTION,
+        ATTENTION["flash"],
         _HOST,
     ),
     "H200": Rates(
@@ -183,7 +184,7 @@ PUBLISHED = {
         4e-6,
         _constant(790, 1480, 1480, 1320, 990, 380),
         memory=139 << 30,
-        attention=_ATTENTION,
+        attention=ATTENTION["flash"],
         host=_HOST,
     ),
     "B200": Rates(
@@ -197,6 +198,14 @@ PUBLISHED = {
     ),
 }
 """Rates of large products by device, each with its source."""
+
+
+def with_attention(rates: Rates, kernel: str) -> Rates:
+    """Return the rates with attention by another kernel, a name of ATTENTION; PlanError where none is published."""
+    if not rates.attention:
+        devices = ", ".join(name for name, known in PUBLISHED.items() if known.attention)
+        raise PlanError(f"no rate of {kernel} attention is published of {rates.device}; of {devices} there is one")
+    return dataclasses.replace(rates, attention=ATTENTION[kernel])
 
 
 def device_label(device: torch.device) -> str:

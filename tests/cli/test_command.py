@@ -107,6 +107,23 @@ def test_which_products_are_torchs(monkeypatch):
     ]
 
 
+def test_which_attention_torch_takes(monkeypatch):
+    cpu = torch.device("cpu")
+    text = "\n".join(command.attention_on([cpu]))
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]):
+        alone = "\n".join(command.attention_on([cpu]))
+    assert "can: flash, efficient, math, cudnn\n" in text and "can: math\n" in alone
+    assert "cpu: flash with heads of 64, flash with heads of 128" in text and "cpu: math with heads of 64" in alone
+    assert "no CUDA device here" in text and "set_priority" not in text
+    assert text in command.describe_machine()
+    # on a GPU where cuDNN's attention waits behind flash, and where it is chosen
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: params.is_causal)
+    assert "sdpa_kernel([SDPBackend.CUDNN_ATTENTION" in "\n".join(command.attention_on([cpu]))
+    monkeypatch.setattr(command, "fused_sdp_choice", lambda *_, is_causal: 3)
+    text = "\n".join(command.attention_on([cpu]))
+    assert "cpu: cudnn with heads of 64" in text and "set_priority" not in text
+
+
 def test_train_leaves_a_log_a_checkpoint_a_table_and_a_plot(capsys):
     pytest.importorskip("matplotlib")
     assert train("--recipe", "delayed", "--out", "here") == 0

@@ -16,9 +16,9 @@ from torch import nn
 
 from octavo import checkpoint_in_fp8, cli, recipes
 from octavo.cost import command
-from octavo.cost.estimate import Estimate, estimate, orthogonalising, work_of
+from octavo.cost.estimate import FUSED_BF16, Estimate, estimate, orthogonalising, work_of
 from octavo.cost.mesh import Hardware, MeshLayout, Precision, Shapes, Stage, Weight
-from octavo.cost.rates import PUBLISHED, PlanError, device_label
+from octavo.cost.rates import PUBLISHED, PlanError, device_label, with_attention
 from octavo.nn.checkpointing import watched
 from octavo.train import GPT, ModelConfig
 
@@ -45,6 +45,44 @@ def test_large_layers_pay_and_small_ones_do_not() -> None:
     assert "A step in any of them fits the 139 GiB of NVIDIA H200." in text
     assert "Don't: no recipe takes less than 97% of bf16's time here" in plan(512, 512, 512, 512)
     assert "delayed: leave out, as fast in bf16 or faster: 1 of 512 x 8192 (1)" in plan(1024, 16384, 8192, 512)
+
+
+def test_bf16_with_the_same_fusions_is_a_row_beside_which_the_best_is_named() -> None:
+    bf16, fp8 = steps(16384, 8192, 8192)
+    rates = PUBLISHED["H100"]
+    fused = replace(bf16, name=FUSED_BF16, other=bf16.other - 0.1 * bf16.products, host=(), device=())
+    text = command.describe_plan([bf16, fused, fp8], rates)
+    assert "delayed is the fastest" in text and f"\n{FUSED_BF16} " in text
+    assert f"delayed takes {fp8.total / fused.total:.2f} of bf16's time with the same fusions" in text
+    assert "same fusions" not in command.describe_plan([bf16, fp8], rates)
+    for kernel, rate in (("flash", "228"), ("cudnn", "334")):
+        lines = command.describe_plan([bf16, fp8], with_attention(rates, kernel)).splitlines()
+        assert lines[1].startswith(f"causal attention by {kernel}: {rate} TFLOP/s with heads of 64 and")
+        assert "(published: arXiv 2407.08608)" in lines[1]
+    with pytest.raises(PlanError, match="no rate of cudnn attention is published of NVIDIA B200; of H100, H200"):
+        with_attention(PUBLISHED["B200"], "cudnn")
+
+
+def test_which_steps_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, with fuse also in bf16 with the same fusions, and in each recipe, the head by another."""
+    asked: list[tuple[Any, Any, Any]] = []
+    (bf16, fp8), model = steps(64, 64, 64), GPT(ModelConfig(width=64, layers=1, heads=2, context=16)).bfloat16()
+
+    def note(*arguments: Any, **how: Any) -> Estimate:
+        asked.append((arguments[2], how["fuse"], how.get("chunked_loss", False)))
+        return bf16 if arguments[2] is None else fp8
+
+    monkeypatch.setattr(command, "estimate", note)
+    tokens = (torch.empty(4, 16, dtype=torch.int64, device="meta"),)
+    found = command.estimates(model, tokens, H200, head="dynamic_with_output_hp", chunked_loss=True, fuse=True)
+    assert [each.name for each in found[2:]] == list(command.RECIPES)
+    assert asked[:2] == [(None, False, False), (None, True, False)]
+    for name, (recipe, fuse, chunked) in zip(command.RECIPES, asked[2:], strict=True):
+        assert fuse and chunked and recipe.default.name == name
+        assert [recipe.of(layer).name for layer in ("head", "blocks.0.mlp.fc1")] == ["dynamic_with_output_hp", name]
+    assert len(command.estimates(model, tokens, H200, fuse=False)) == 1 + len(command.RECIPES)
+    with pytest.raises(PlanError, match="--head dynamic: no layer of this model computes logits"):
+        command.estimates(nn.Linear(8, 8), (torch.ones(2, 8),), H200, head="dynamic")
 
 
 def test_whether_a_step_fits() -> None:
@@ -151,6 +189,9 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     found = capsys.readouterr().out
     assert "4 sequences of 32 tokens" in found and "Don't" in found and "by muon, moments fp8, master split24" in found
     assert "no layer is faster than in bf16: dynamic, mx" in found
+    options = ["--device", "H100", "--attention", "cudnn", "--loss", "chunked"]
+    assert cli.main(["plan", *size, *options]) == 2  # so small a head is not converted
+    assert "a chunked loss: the gradients of head are no products in FP8" in capsys.readouterr().err
     assert cli.main(["plan", str(tmp_path), "--device", "H200"]) == 2
     assert "no configuration of a causal language model" in capsys.readouterr().err
 
@@ -242,7 +283,8 @@ def test_the_command_for_a_mesh(
         (["--gpus", "16", "--mesh", "fsdp=16", "--micro-batches", "3"], "3 does not divide the 4 sequences"),
         (["--mesh", "fsdp=4"], "add --gpus"),
         (["--checkpoint-in-fp8"], "add --gpus"),
-        (["--gpus", "16", "--moments", "fp8"], "--moments and --master are for a step on one device"),
+        (["--gpus", "16", "--moments", "fp8"], "--moments, --master, --head, --attention and --loss are for"),
+        (["--gpus", "16", "--loss", "chunked"], "are for a step on one device"),
     ):
         assert cli.main(["plan", str(tmp_path), "--device", "H100", "--tokens", "256", *flags]) == 2
         assert says in capsys.readouterr().err

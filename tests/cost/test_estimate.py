@@ -14,9 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import octavo
 from octavo import recipes
-from octavo.cost.estimate import Estimate, LinearWork, estimate, on_meta, work_of
-from octavo.cost.parts import PARTS
-from octavo.cost.rates import PUBLISHED, HostTime
+from octavo.autograd.casts import GRAD_OUTPUT
+from octavo.cost.estimate import Estimate, LinearWork, estimate, head_of, on_meta, work_of
+from octavo.cost.parts import BF16_KERNELS, PARTS
+from octavo.cost.rates import PUBLISHED, HostTime, PlanError
 from octavo.scaling.recipe import RecipeMap
 from octavo.train import GPT, ModelConfig
 
@@ -200,10 +201,53 @@ def test_only_what_convert_would_convert_is_in_fp8() -> None:
     assert found(recipes.dynamic(), lambda module, name: False).products == found(None).products
 
 
-def test_fused_a_step_saves_less_by_kind_and_moves_less() -> None:
+def llama() -> nn.Module:
     config = transformers.LlamaConfig(hidden_size=64, intermediate_size=176, num_hidden_layers=1, vocab_size=64)
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).bfloat16()
+        return transformers.LlamaForCausalLM(config).bfloat16()  # type: ignore[no-any-return]
+
+
+def test_bf16_with_the_same_fusions_and_a_loss_in_chunks() -> None:
+    model, rates = llama(), PUBLISHED["H100"]
+    work = work_of(on_meta(model), (TOKENS,))
+
+    def found(recipe: object, **how: bool) -> Estimate:
+        return estimate(model, (TOKENS,), recipe, rates, lambda *_: True, work=work, **how)  # type: ignore[arg-type]
+
+    plain, fused = (found(None, fuse=fuse) for fuse in (False, True))
+    assert (plain.name, fused.name) == ("bf16", "bf16, fused")
+    assert fused.products == plain.products and fused.casts == 0 and not fused.layers
+    x, wide, logits = TOKENS.numel() * 64, TOKENS.numel() * 176, work.logits
+    # bytes an element: a norm 4 and its gradient 6, SwiGLU 6 and 10, positions of q and k 4 and 4, the loss 2 and 4
+    saved = 3 * x * (132 - 10) + wide * (28 - 16) + 2 * x * (48 - 8) + logits * (44 - 6)
+    launches = 3 * (24 - 2) + (5 - 2) + (24 - 2) + (6 - 2)
+    assert plain.other - fused.other == pytest.approx(saved / rates.copy + launches * rates.launch)
+    assert fused.loss == 4 * logits and fused.peak < plain.peak
+    assert "values" not in BF16_KERNELS and "gate and up" not in BF16_KERNELS  # no products are joined
+
+    head = head_of(work)
+    assert head is not None and head.name == "lm_head"
+    recipe = RecipeMap(recipes.delayed(), {"lm_head": recipes.dynamic_with_output_hp()})
+    whole, chunked = (found(recipe, fuse=True, chunked_loss=chunked) for chunked in (False, True))
+    spared = head.cast_seconds(recipes.dynamic_with_output_hp(), rates)[GRAD_OUTPUT]
+    assert whole.casts - chunked.casts == pytest.approx(spared) and spared > 0
+    assert chunked.other == pytest.approx(whole.other)  # 6 bytes a logit as well
+    # all are one chunk; the gradient of the head's input is there too
+    assert (whole.loss, chunked.loss) == (4 * logits, logits + 3 * logits + 2 * x)
+    # blocks' scales are not known beforehand: the recipe casts their gradient
+    block, in_chunks = (found(recipes.blockwise(), chunked_loss=chunked) for chunked in (False, True))
+    assert block.casts == in_chunks.casts > 0 and in_chunks.loss == logits + 5 * logits + 2 * x
+    many = work._replace(logits=8192 * 64, linears=(*work.linears[:-1], head._replace(tokens=8192)))
+    chunks = estimate(model, (TOKENS,), recipe, rates, lambda *_: True, work=many, chunked_loss=True)
+    assert chunks.loss == 8192 * 64 + 3 * 4096 * 64 + 2 * 8192 * 64
+    with pytest.raises(PlanError, match="the gradients of lm_head are no products in FP8"):
+        found(RecipeMap(recipes.delayed(), {"lm_head": None}), chunked_loss=True)
+    with pytest.raises(PlanError, match="no layer computes logits"):
+        estimate(nn.Linear(8, 8), (torch.ones(2, 8),), recipes.delayed(), rates, chunked_loss=True)
+
+
+def test_fused_a_step_saves_less_by_kind_and_moves_less() -> None:
+    model = llama()
     work = work_of(on_meta(model), (TOKENS,))
     found = [
         estimate(model, (TOKENS,), recipes.delayed(), H200, lambda module, name: True, fuse=fuse, work=work)
