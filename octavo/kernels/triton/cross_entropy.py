@@ -89,7 +89,9 @@ def cross_entropy_kernel(
 
 
 @triton.jit
-def gradient_of(z, lse, grad, target, cols, columns, ignore_index, smoothing, share, softcap, steepness, CAPS: tl.constexpr):
+def gradient_of(
+    z, lse, grad, target, cols, columns, ignore_index, smoothing, share, softcap, steepness, CAPS: tl.constexpr
+):
     """The gradient of logits z, where these broadcast: lse, grad and target of rows, cols [BC]."""
     slope = 1.0
     if CAPS:

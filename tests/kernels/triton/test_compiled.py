@@ -142,7 +142,11 @@ ALL_CASES = [
     *((90, name) for name in (*CASTS, *ONCE, *PRODUCTS, SCALED[0], *CALLS) if name != SCALED[1]),
     *((capability, name) for capability in (89, 100, 120) for name in (*CASTS, *PRODUCTS)),
     *((capability, name) for capability in (100, 120) for name in SCALED),
-    *((capability, name) for capability in (89, 100, 120) for name in ("extreme scales", "codes of its gradient", *WITHOUT_CODES)),
+    *(
+        (capability, name)
+        for capability in (89, 100, 120)
+        for name in ("extreme scales", "codes of its gradient", *WITHOUT_CODES)
+    ),
 ]
 QUICK = {89: PRODUCTS[1:], 100: SCALED[1:], 120: SCALED[:1]}  # tensor cores of each kind
 BY_DEFAULT = [case for case in ALL_CASES if case[0] == 90 or case[1] in QUICK[case[0]]]
