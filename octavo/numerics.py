@@ -114,7 +114,7 @@ def floor_power_of_two_by_comparison(scale: Tensor) -> Tensor:
 
 
 def scale_of_unit(limit: float) -> float:
-    """Return the power of two that scales numbers in [-1, 1] for a format whose largest is ``limit``, whatever they are.
+    """Return the power of two by which numbers in [-1, 1] are cast to a format whose largest is ``limit``.
 
     Example:
         >>> scale_of_unit(57344.0), scale_of_unit(448.0)

@@ -12,9 +12,9 @@ reaches 2^-31 of the largest there; E4M3 would reach 2^-17, which is what each o
 That is so where a scale spans the contraction, by tensor and by row. Blocks along it are cast by the recipe's own cast
 of grad_output, to which each chunk has all that they need.
 
-Saved for backward are dx, and of the products that are in FP8 G's codes transposed, a byte a logit, and those of x:
-dW is one product with one rounding. In high precision dW is added up in float32 in forward, which is 4 bytes an element
-of the weight. Backward reads no weight.
+Saved for backward are dx and, where grad_weight is in FP8, G's codes transposed, a byte a logit, and those of x: dW is
+one product with one rounding. In high precision dW is added up in float32 in forward, which is 4 bytes an element of
+the weight. Backward reads no weight. Of the delayed state it enters the amaxes of input and weight, once.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from octavo.autograd.products import (
     input_operands,
     is_recorded,
     output,
+    packed,
     plan_for_next_pass,
     plan_of,
     refuse_in_backward,
@@ -47,7 +48,7 @@ from octavo.autograd.shared_casts import ReadTensor
 from octavo.formats import E4M3, E5M2, Format
 from octavo.granularity import ALL
 from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, padded, plain_scales
-from octavo.numerics import exponents_of, scale_of_unit
+from octavo.numerics import E8M0, scale_of_unit
 from octavo.scaling.recipe import Cast, Recipe
 from octavo.tensor.pair import Operands
 
@@ -154,7 +155,9 @@ class _Chunks:
                 continue
             pair, scale_inv, g = self._cast(logits, rows, lse, needs, codes)
             if needs[0]:
-                dxs.append(gradients((Operands(pair), g), saved, self.layer, (True, False, False))[0])
+                (dx, *_) = gradients((Operands(pair), g), saved, self.layer, (True, False, False))
+                assert dx is not None
+                dxs.append(dx)
             if dw is not None and g is not None:
                 dw += g.t() @ self.x_TK[rows]
             if scale_inv is not None:
@@ -165,7 +168,9 @@ class _Chunks:
         if codes is not None and recipe.grad_weight is not None:
             codes = codes if self.lays else codes.t()
             codes = codes if at_once else codes.view(recipe.grad_weight[0].format.dtype)
-        scale_inv = _joined(scales, recipe.grad_weight[0]) if scales and recipe.grad_weight is not None else None
+        scale_inv = None
+        if scales and recipe.grad_weight is not None:
+            _, scale_inv = packed((scales[0], join_scales(scales)), recipe.grad_weight[0])
         return losses, lse, _Gradients(torch.cat(dxs) if dxs else None, dw, db, codes, scale_inv)
 
     def _saved(self, needs_dx: bool) -> Saved:
@@ -213,10 +218,10 @@ class _Chunks:
                 pair = q, _unit_scale_inv(recipe, as_is, q.shape[0], q)
         if needs[2] or (needs[0] and not at_once) or (needs[1] and not at_once_laid):
             g = kernels.cross_entropy_backward(logits, *how, lse.new_ones(1).expand(len(lse)))
-        by_amax = as_is is not None and not at_once, laid is not None and not at_once_laid
-        if any(by_amax) and g is not None:
-            cast = cast_role(g, recipe, GRAD_OUTPUT, *by_amax, None)
-            pair = cast.as_is if by_amax[0] else pair
+        has_amax = as_is is not None and not at_once, laid is not None and not at_once_laid
+        if any(has_amax) and g is not None:
+            cast = cast_role(g, recipe, GRAD_OUTPUT, *has_amax, None)
+            pair = cast.as_is if has_amax[0] else pair
             if cast.transposed is not None and codes is not None:
                 q, scale_inv = cast.transposed
                 place = codes[:, rows.start : rows.start + q.shape[1]] if self.lays else codes[rows].t()
@@ -224,10 +229,22 @@ class _Chunks:
         return pair, scale_inv, g
 
 
-def _joined(scales: list[Tensor], cast: Cast) -> Tensor:
-    """Chunks' scales beside each other, laid as a cast of all rows lays them; of powers of two the exponents' bytes."""
-    laid = [scale_inv.t() for scale_inv in scales]
-    return torch.cat([exponents_of(one) for one in laid] if cast.power_of_two else laid).t()
+@torch.library.custom_op("octavo::join_scales", mutates_args=())
+def join_scales(chunks: list[Tensor]) -> Tensor:
+    """Chunks' scales [R, C] beside each other, laid by columns as a cast of all rows lays them.
+
+    An op, as Inductor computes nothing of E8M0.
+    """
+    laid = [scale_inv.t() for scale_inv in chunks]
+    if chunks[0].dtype is E8M0:
+        return torch.cat([scale_inv.view(torch.uint8) for scale_inv in laid]).view(E8M0).t()
+    return torch.cat(laid).t()
+
+
+@join_scales.register_fake
+def _(chunks: list[Tensor]) -> Tensor:
+    columns = sum(scale_inv.shape[1] for scale_inv in chunks)
+    return chunks[0].new_empty((columns, chunks[0].shape[0])).t()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -245,13 +262,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         needs = ctx.needs_input_grad[:3]
         own, x, number = input_operands(x_TK, layer, None, read, needs[1])
-        result, found = _computed(x_TK, x, weight_NK, bias, loss, layer, needs)
+        result, of_sum = _computed(x_TK, x, weight_NK, bias, loss, layer, needs)
         saved = to_save(own, x, weight_NK, layer, False, needs[1])
-        if found.codes is None:  # dW is there
+        if of_sum.codes is None:  # dW is there
             saved = saved._replace(x_TK=None)
         ctx.plan = plan_of(layer._replace(observer=None), x_TK.dtype, weight_NK, bias, number)
         ctx.given = True, True, bias is not None
-        ctx.save_for_backward(loss.divisor, *found, *saved)
+        ctx.save_for_backward(loss.divisor, *of_sum, *saved)
         return result
 
     @staticmethod
@@ -280,21 +297,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _grad_weight(of_sum: _Gradients, saved: Saved, plan: Layer, factor: Tensor) -> Tensor:
-    """DW by one product: the factor multiplies G's scale where there is one for all, else the result, in float32."""
-    recipe, codes, scale_inv = plan.recipe, of_sum.codes, of_sum.scale_inv
+    """DW by one product, times the factor: by G's scale where all of G has one, else the result."""
+    recipe, codes, scale_inv = plan.recipe, of_sum.codes, unpacked(of_sum.scale_inv)
     assert codes is not None and recipe.grad_weight is not None
-    needs = False, True, False
+    cast, dtype = recipe.grad_weight[0], plan.dtypes[0]
     if scale_inv is None:
-        scale_inv = _unit_scale_inv(recipe, recipe.grad_weight[0], codes.shape[0], factor) * factor
-        dw = gradients((Operands(None, (codes, scale_inv)), None), saved, plan, needs)[1]
-        assert dw is not None
-        return dw
-    wide, read_back = plan._replace(dtypes=(torch.float32, torch.float32)), unpacked(scale_inv)
-    assert read_back is not None
-    scale_inv = read_back.to(recipe.grad_weight[0].scale_inv_dtype)
-    dw = gradients((Operands(None, (codes, scale_inv)), None), saved, wide, needs)[1]
+        pair, product = (codes, _unit_scale_inv(recipe, cast, codes.shape[0], factor) * factor), plan
+    else:  # a power of two stays one
+        dtype = torch.float32 if dtype is torch.float16 else dtype  # which may not hold a sum over all rows
+        pair, product = (codes, scale_inv.to(cast.scale_inv_dtype)), plan._replace(dtypes=(dtype, dtype))
+    _, dw, _ = gradients((Operands(None, pair), None), saved, product, (False, True, False))
     assert dw is not None
-    return (dw * factor).to(plan.dtypes[1])
+    return dw if scale_inv is None else (dw * factor).to(plan.dtypes[1])
 
 
 def _computed(
@@ -307,13 +321,13 @@ def _computed(
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, _Gradients]:
     """The loss, and the gradients of the sum of the losses that are needed."""
-    losses, lse, found = _Chunks(x_TK, x, weight_NK, bias, loss, layer).run(needs)
+    losses, lse, of_sum = _Chunks(x_TK, x, weight_NK, bias, loss, layer).run(needs)
     if layer.observer is not None:
         layer.observer.cast(layer.recipe, INPUT, lambda: x_TK, x)
         # which is faulty where a row of logits is
         layer.observer.product(layer, "output", lse[:, None], x.as_is or (x_TK, None), None, x.amax)
     total = losses.sum()
-    return total if loss.divisor is None else total / loss.divisor, found
+    return total if loss.divisor is None else total / loss.divisor, of_sum
 
 
 def linear_cross_entropy_of_rows(

@@ -2,11 +2,12 @@
 
 import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import octavo
@@ -15,9 +16,10 @@ from octavo.autograd import linear_cross_entropy as module
 from octavo.nn import linear_cross_entropy
 from octavo.nn.saved import saved_by_kind
 from tests.support.combinations import each_pair
+from tests.support.freed import Fsdp, Zero3
 from tests.support.helpers import FP8_RECIPES
 
-E4M3_ROWS = Cast(E4M3, PerRow(), Dynamic())
+E4M3_ROWS, SQUARES = Cast(E4M3, PerRow(), Dynamic()), Cast(E4M3, PerBlock(32, 32), Dynamic())
 MIXED = {  # casts of grad_output whose scales need an amax beside those that need none, and an input in E5M2
     "blocks forward, rows back": Recipe(
         output=(Cast(E4M3, PerBlock(128, 128), Dynamic()), E4M3_ROWS),
@@ -33,6 +35,7 @@ MIXED = {  # casts of grad_output whose scales need an amax beside those that ne
         output=(Cast(E5M2, PerTensor(), Delayed(4)), Cast(E4M3, PerTensor(), Dynamic())),
         grad_weight=(Cast(E4M3, PerTensor(), Dynamic()), Cast(E5M2, PerTensor(), Delayed(4))),
     ),
+    "squares": Recipe((SQUARES, SQUARES), (SQUARES, SQUARES), (SQUARES, SQUARES)),
     "output alone": Recipe(output=(E4M3_ROWS, E4M3_ROWS)),
     "gradients alone": Recipe(
         grad_input=(Cast(E5M2, PerTensor(), Delayed(4)), Cast(E4M3, PerTensor(), Delayed(4))),
@@ -207,6 +210,36 @@ def test_a_byte_a_logit_is_saved(name: str, bytes_a_logit: float) -> None:
     saved = saved_by_kind(head, (torch.randn(rows, 32, dtype=torch.bfloat16, requires_grad=True),))
     of_tokens = rows * 32 * (2 + 1 + 4 / 32)  # dx, and the input's codes with their scales
     assert abs(sum(saved.values()) - rows * columns * bytes_a_logit - of_tokens) < 2000 + rows * columns / 1000
+
+
+@pytest.mark.parametrize("engine", [Zero3, Fsdp])
+@pytest.mark.parametrize("name", ["delayed", "high_precision", "output alone"])
+def test_a_weight_that_others_free_between_forward_and_backward(name: str, engine: type[Zero3]) -> None:
+    head, (x, target) = head_of(ALL_RECIPES[name](), bias=True), batch()
+    expected = step(linear_cross_entropy, copy.deepcopy(head), x, target)
+    freed = engine([head])
+    x.requires_grad_()
+    loss = linear_cross_entropy(x, head, target)
+    assert head.weight.untyped_storage().nbytes() == 0
+    (loss * 3.0).backward()
+    freed.gather()
+    assert all(map(torch.equal, [loss.detach(), x.grad, head.weight.grad, head.bias.grad], expected))
+
+
+def test_inspect_sees_the_input(tmp_path: Path) -> None:
+    net, (x, target) = nn.Sequential(head_of(octavo.recipes.delayed())), batch()
+    with octavo.inspect.record(net, tmp_path, every=1) as recorder:
+        linear_cross_entropy(x.requires_grad_(), net[0], target).backward()
+        recorder.step()
+    found = octavo.inspect.load(tmp_path)
+    counted = dict(zip((row.role for row in found.rows), found.measures["elements"][0], strict=True))
+    assert counted["input"] == x.numel() and not counted["grad_output"] > 0
+    with octavo.inspect.trace_faults(net, raises=False) as trace:
+        x = x.detach().clone()
+        x[3, 5] = torch.nan
+        linear_cross_entropy(x.requires_grad_(), net[0], target).backward()
+        trace.step()
+    assert trace.fault is not None and (trace.fault.role, trace.fault.share) == ("input", 1 / 300)
 
 
 def test_logits_of_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,8 +30,9 @@ def _cross_entropy_backward(rows: LossRows, lse: Tensor, grad: Tensor) -> Tensor
     return cross_entropy_backward(rows, lse, grad, row_slices(rows.logits.shape, 1, rows.logits.device))
 
 
-def _cross_entropy_codes(rows: LossRows, lse: Tensor, *where: Any) -> None:
-    cross_entropy_codes(rows, lse, *where, row_slices(rows.logits.shape, 1, rows.logits.device))
+def _cross_entropy_codes(rows: LossRows, lse: Tensor, codes: Tensor, transposed: Tensor, first: int) -> None:
+    slices = row_slices(rows.logits.shape, 1, rows.logits.device)
+    cross_entropy_codes(rows, lse, codes, transposed, first, slices)
 
 
 def _norm(source: NormSource, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
