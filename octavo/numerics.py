@@ -117,6 +117,16 @@ def floor_power_of_two_by_comparison(scale: Tensor) -> Tensor:
     return torch.where(power * 2.0 <= scale, power * 2.0, power)
 
 
+def scale_of_unit(limit: float) -> float:
+    """Return the power of two by which numbers in [-1, 1] are cast to a format whose largest is ``limit``.
+
+    Example:
+        >>> scale_of_unit(57344.0), scale_of_unit(448.0)
+        (32768.0, 256.0)
+    """
+    return 2.0 ** (math.frexp(limit)[1] - 1)
+
+
 def scale_inv_from_scale(scale: Tensor) -> Tensor:
     """1 / scale, rounded to nearest (float32)."""
     return torch.reciprocal(scale)

@@ -559,6 +559,9 @@ def between_layers() -> Iterator[Case]:
         yield Case("cross_entropy", f"of 32,768 columns{capped}", functools.partial(KERNELS["cross_entropy"], *how))
         call = functools.partial(KERNELS["cross_entropy_backward"], *how, rows, rows)
         yield Case("cross_entropy_backward", f"of 32,768 columns{capped}", call)
+        codes = [torch.empty(shape, dtype=torch.float8_e5m2) for shape in (logits.shape, logits.shape[::-1])]
+        call = functools.partial(KERNELS["cross_entropy_codes"], *how, rows, *codes, 0)
+        yield Case("cross_entropy_codes", f"of 32,768 columns{capped}", call)
 
 
 # --- steps of optimizers: masters, moments, layouts -------------------------------------------------------------------

@@ -217,6 +217,13 @@ def cast_gradient(
     return g, unrounded(source, offsets).to(plan.dtypes[0]) if activation else grad_TN
 
 
+def commit_forward(plan: Layer, x_amax: Tensor | None, weight_amax: Tensor | None) -> None:
+    """Enter forward's amaxes alone into a layer's delayed state, of whose grad_output no Delayed cast was made."""
+    if plan.state is not None and plan.commits and plan.first_state is None:
+        with entering_input(plan.state, 0 if x_amax is None else plan.commits):
+            commit(plan.state, plan.recipe, (x_amax, weight_amax, None), plan.parts)
+
+
 def unrounded(source: Tensor | CastSource, offsets: Tensor | None) -> Tensor:
     """What a cast of the source rounds to codes, in float32 if it is computed: for a product in high precision."""
     if isinstance(source, Tensor):
@@ -333,7 +340,7 @@ def _mm(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
     return torch.mm(a, b) if offsets is None else grouped_mm(a, b, offsets)
 
 
-def _operands(
+def input_operands(
     x_TK: Tensor, layer: Layer, gathered: GatheredInput | None, read: ReadTensor | None, needs_dw: bool
 ) -> tuple[Tensor | None, Operands, int]:
     """(the input to read in high precision, its pairs, their cast's number); of a gathered one what this rank had."""
@@ -361,7 +368,7 @@ class _LinearFunction(torch.autograd.Function):
         read: ReadTensor | None,
     ) -> Tensor:
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
-        own, x, number = _operands(x_TK, layer, gathered, read, needs_dw)
+        own, x, number = input_operands(x_TK, layer, gathered, read, needs_dw)
         if layer.observer is not None and gathered is None:
             layer.observer.cast(layer.recipe, INPUT, lambda: x_TK, x, layer.offsets)
         ctx.plan = plan_of(layer, x_TK.dtype, weight_NK, bias, number)
@@ -394,7 +401,7 @@ def linear(
     if is_recorded(x, weight_NK, bias):
         y_TN = _LinearFunction.apply(x_TK, weight_NK, bias, layer, gathered, read)
     else:
-        own, operands, _ = _operands(x_TK, layer, gathered, read, False)
+        own, operands, _ = input_operands(x_TK, layer, gathered, read, False)
         y_TN = output(own, operands, weight_NK, bias, layer, x_TK.dtype)
     return y_TN if x.ndim == 2 else y_TN.view(*x.shape[:-1], weight_NK.shape[0])
 

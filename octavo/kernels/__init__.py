@@ -48,6 +48,7 @@ cast_and_commit = _entry("cast_and_commit")
 cast_statistics = _entry("cast_statistics")
 cross_entropy = _entry("cross_entropy")
 cross_entropy_backward = _entry("cross_entropy_backward")
+cross_entropy_codes = _entry("cross_entropy_codes")
 delayed_update = _entry("delayed_update")
 dequantize = _entry("dequantize")
 rotary = _entry("rotary")
@@ -75,6 +76,7 @@ __all__ = [
     "cast_statistics",
     "cross_entropy",
     "cross_entropy_backward",
+    "cross_entropy_codes",
     "delayed_update",
     "dequantize",
     "grouped_matmul",

@@ -459,6 +459,7 @@ def _cast_statistics(
 UNPACK: dict[str, Callable[..., tuple[Any, ...]]] = {
     "cross_entropy": _cross_entropy,
     "cross_entropy_backward": _cross_entropy,
+    "cross_entropy_codes": _cross_entropy,
     "dequantize": _dequantize,
     "cast_statistics": _cast_statistics,
     "cast": _cast,

@@ -105,6 +105,10 @@ SCHEMAS = {
     "cross_entropy": f"({_LOSS}) -> (Tensor, Tensor)",
     # the gradient of logits [T, V], of their dtype, by that of each row's loss, grad [T], and the lse of the op above
     "cross_entropy_backward": f"({_LOSS}, Tensor lse, Tensor grad) -> Tensor",
+    # the same gradient by grads of 1, which lies in [-1, 1], cast by numerics.scale_of_unit: to codes [T, V'] as it
+    # lies, and transposed to the columns from ``first`` on of transposed [V, T']; [0, 0] is left out. V' and T' are
+    # padded, and the padding, which is 0, is written; T' may have room for other rows' codes too
+    "cross_entropy_codes": f"({_LOSS}, Tensor lse, Tensor(a!) codes, Tensor(b!) transposed, int first) -> ()",
     # add what the cast of x [R, C] into qdata [R, C'] did to sums [71] and extremes [3]; reference/cast_statistics.py
     # says what they hold. x, qdata and scale_inv have any strides. Rows in groups, which end at offsets [G]: sums
     # [G, 71] and extremes [G, 3], dense, and scale_inv as cast returned it for x
@@ -179,6 +183,7 @@ FAKES: dict[str, Callable[..., Any]] = unpacking(
         "cast_statistics": lambda *_: None,
         "cross_entropy": new_losses,
         "cross_entropy_backward": lambda rows, lse, grad: rows.logits.new_empty(rows.logits.shape),
+        "cross_entropy_codes": lambda *_: None,
         "delayed_update": lambda *_: None,
         "rotary": new_rotary,
         "scales_of_pass": lambda delayed_scale, delayed_before: torch.empty_like(delayed_scale),

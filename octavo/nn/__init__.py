@@ -5,7 +5,7 @@ from octavo.nn.experts import Experts
 from octavo.nn.fused import LayerNorm, LayerNormLinear, LayerNormMLP, RMSNorm, RMSNormLinear, RMSNormMLP
 from octavo.nn.kept_weights import KeptWeights
 from octavo.nn.linear import GroupedLinear, Linear
-from octavo.nn.loss import CrossEntropyLoss, cross_entropy
+from octavo.nn.loss import CrossEntropyLoss, cross_entropy, linear_cross_entropy
 from octavo.nn.transformer import SelfAttention, TransformerBlock, rotary_table
 from octavo.nn.weight import invalidate
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
@@ -28,6 +28,7 @@ __all__ = [
     "cross_entropy",
     "delayed_state_dict",
     "invalidate",
+    "linear_cross_entropy",
     "load_delayed_state_dict",
     "rotary_table",
 ]

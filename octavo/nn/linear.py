@@ -9,12 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from octavo import recipes
-from octavo.autograd.products import requires_grad
+from octavo.autograd.linear_cross_entropy import LossOfRows, linear_cross_entropy_of_rows
+from octavo.autograd.products import Layer, requires_grad
+from octavo.autograd.shared_casts import read_by
 from octavo.granularity import PerTensor
+from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.weight import WeightOwner
+from octavo.nn.tensor_parallel import is_parallel
+from octavo.nn.weight import WeightOwner, widened
 from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
 from octavo.tensor.fsdp2 import attach, gather_as_it_is
+from octavo.tensor.pair import Operands
 from octavo.tensor.stored_weight import BLOCK, StoredWeight, agree_on_scale, agreed, local_stored
 
 
@@ -70,8 +75,23 @@ class Linear(RecipeModule, nn.Linear):
             check_names(self, splits)
             self.splits = splits
 
-    def forward(self, input: Tensor) -> Any:
-        return self.parted(self._product(input))
+    def forward(self, input: Tensor, loss: LossOfRows | None = None) -> Any:
+        """The output; or, as a head, the loss of it: octavo.nn.linear_cross_entropy calls it so."""
+        return self.parted(self._product(input)) if loss is None else self._loss(input, loss)
+
+    def _loss(self, input: Tensor, loss: LossOfRows) -> Tensor:
+        """The loss of input [T, K] . weight^T + bias, by this module's recipe, of logits in chunks."""
+        tensors = weight, bias, parameter = self.operands()
+        if self.splits is not None:
+            raise ValueError(f"a head with splits {self.splits} has several outputs: call it, and take each one's loss")
+        refuse_sharded(weight)
+        x = input.to(product_dtype(input, weight))
+        if self.recipe.is_high_precision:
+            weight = widened(weight)
+            return linear_cross_entropy_of_rows(x, weight, bias, loss, Layer(Operands(), self.recipe, None, False))
+        refuse_for_fp8(x, parameter, bias)
+        layer = self.layer_of(x, tensors, x.requires_grad)
+        return linear_cross_entropy_of_rows(x, weight, bias, loss, layer, read_by(input, self))
 
     def parted(self, y: Tensor) -> Any:
         """The output of all splits as one for each, if there are splits."""
@@ -97,6 +117,17 @@ class TransposedLinear(RecipeModule):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
         return self._product(x)
+
+
+def refuse_sharded(weight: Tensor) -> None:
+    """Raise ValueError for a head's weight that is a DTensor: logits of all columns are computed here."""
+    if is_parallel(weight):
+        raise ValueError(
+            f"the head's weight {tuple(weight.shape)} is a DTensor, {weight.placements}: under FSDP2 give "  # type: ignore[attr-defined]
+            "octavo.nn.linear_cross_entropy the octavo.nn.Linear itself, and call it where its group is gathered, in "
+            "the forward of the module that fully_shard was given; under tensor parallelism take the loss of the "
+            "head's output, within torch.distributed.tensor.parallel.loss_parallel()"
+        )
 
 
 def recipe_for(recipe: Recipe | RecipeMap | None, name: str) -> Recipe:

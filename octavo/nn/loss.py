@@ -1,19 +1,29 @@
 """Cross entropy of logits in bfloat16, without copies of them in float32.
 
 torch's own takes logits in float32, of which a step then holds three: the copy, the logarithms of probabilities, and
-the gradient. Here a kernel reads the logits once forward, and another once backward, which writes their gradient.
+the gradient. Here a kernel reads the logits once forward, and another once backward, which writes their gradient. With
+the head that makes the logits, by autograd/linear_cross_entropy.py, there are never logits of all rows.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from octavo import recipes
+from octavo.autograd.casts import WEIGHT, as_rows, cast_role
 from octavo.autograd.cross_entropy import cross_entropy_of_rows
+from octavo.autograd.linear_cross_entropy import LossOfRows, linear_cross_entropy_of_rows
+from octavo.autograd.products import Layer
 from octavo.formats import HIGH_PRECISION
+from octavo.nn.inputs import product_dtype, refuse_for_fp8
+from octavo.nn.linear import Linear, refuse_sharded
 from octavo.nn.tensor_parallel import is_parallel
+from octavo.scaling.recipe import Recipe
+from octavo.tensor.pair import Operands
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -55,6 +65,15 @@ def cross_entropy(
         >>> octavo.nn.cross_entropy(logits, torch.tensor([1, 2, -100, 3])).dtype
         torch.float32
     """
+    _check(input, reduction, label_smoothing, softcap)
+    losses = cross_entropy_of_rows(input, target, ignore_index, label_smoothing, softcap or 0.0)
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+
+def _check(input: Tensor, reduction: str, label_smoothing: float, softcap: float | None) -> None:
     if input.dtype not in HIGH_PRECISION:
         raise TypeError(f"input is {input.dtype}: use bfloat16, float16 or float32")
     if reduction not in _REDUCTIONS:
@@ -63,11 +82,103 @@ def cross_entropy(
         raise ValueError(f"label_smoothing={label_smoothing}: use 0 to 1")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap={softcap}: use a positive number, or None")
-    losses = cross_entropy_of_rows(input, target, ignore_index, label_smoothing, softcap or 0.0)
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor | Linear,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    recipe: Recipe | None = None,
+) -> Tensor:
+    """Return the cross entropy of a head's logits, of which those of 4,096 rows exist at a time.
+
+    As ``octavo.nn.cross_entropy(head(input), target)``, whose losses it has, with torch's name and arguments
+    (torch.nn.functional.linear_cross_entropy). Gradients are computed in forward, from the logits of each chunk, so
+    that backward has no logits. In FP8 the gradient of logits is cast by a scale that needs no amax: under a delayed
+    recipe the history of grad_output stays as it is, and those of input and weight advance as by one call of the head.
+
+    Args:
+        input: what the head reads [..., K], bfloat16, float16 or float32.
+        linear_weight: the head, an octavo.nn.Linear with its recipe, which is called, so that its hooks run (whose
+            output is the loss); or a weight [V, K].
+        target: int64 [...], a column of each row, or ``ignore_index``.
+        linear_bias: [V], with a weight; a head has its own.
+        weight: None: weights of classes are not computed here.
+        reduction: "mean" over the rows that count, or "sum".
+        ignore_index: rows with this target add nothing; None is -100.
+        label_smoothing, softcap: as of ``octavo.nn.cross_entropy``.
+        recipe: with a weight, the recipe of the three products; None: high precision. A Delayed rule needs a head.
+
+    Returns:
+        a float32 scalar.
+
+    Raises:
+        ValueError: for shapes that don't fit, reduction="none", weights of classes, a label_smoothing outside of 0 to
+            1, a softcap that is not positive, a weight that is sharded; a bias or recipe beside a head.
+        TypeError: for float64, a head of another class, input and weight of different dtypes without autocast.
+        IndexError: on a CPU for a target that is no column. On a GPU the loss is then NaN.
+        HigherOrderGradientError: under create_graph=True.
+
+    Example:
+        >>> import torch, octavo
+        >>> head = octavo.nn.Linear(64, 1000, bias=False, dtype=torch.bfloat16)
+        >>> hidden = torch.randn(2, 16, 64, dtype=torch.bfloat16)
+        >>> octavo.nn.linear_cross_entropy(hidden, head, torch.randint(1000, (2, 16))).shape
+        torch.Size([])
+    """
     if reduction == "none":
-        return losses
-    total = losses.sum()
-    return total if reduction == "sum" else total / (target != ignore_index).sum()
+        raise ValueError(
+            "reduction='none': gradients are computed in forward, before each row's factor is there. Take "
+            "octavo.nn.cross_entropy(head(input), target, reduction='none'), which keeps the logits"
+        )
+    if weight is not None:
+        raise ValueError("weight: octavo.nn.linear_cross_entropy has no weights of classes; use torch's")
+    _check(input, reduction, label_smoothing, softcap)
+    if target.shape != input.shape[:-1] or target.dtype is not torch.int64:
+        raise ValueError(
+            f"target {list(target.shape)} of {target.dtype} needs a column's number, int64, for each row of input "
+            f"{list(input.shape)}"
+        )
+    ignored = -100 if ignore_index is None else ignore_index
+    rows = target.reshape(-1)
+    divisor = (rows != ignored).sum() if reduction == "mean" else None
+    loss = LossOfRows(rows, ignored, label_smoothing, softcap or 0.0, divisor)
+    if isinstance(linear_weight, Linear):
+        if linear_bias is not None or recipe is not None:
+            raise ValueError("linear_bias and recipe are for a weight: a head has its own")
+        result: Tensor = linear_weight(as_rows(input), loss=loss)
+        return result
+    return _of_weight(
+        as_rows(input), linear_weight, linear_bias, loss, recipes.high_precision() if recipe is None else recipe
+    )
+
+
+def _of_weight(input: Tensor, weight: Tensor, bias: Tensor | None, loss: LossOfRows, recipe: Recipe) -> Tensor:
+    """The loss of logits input [T, K] . weight^T + bias."""
+    if not isinstance(weight, Tensor):
+        raise TypeError(
+            f"linear_weight is a {type(weight).__name__}: give an octavo.nn.Linear (octavo.convert makes one of a "
+            "nn.Linear; recipes.high_precision() keeps it as it is), or its weight"
+        )
+    if recipe.delayed is not None:
+        raise ValueError(
+            f"the recipe {recipe.name!r} is delayed, and a weight has no history: give an octavo.nn.Linear"
+        )
+    refuse_sharded(weight)
+    x = input.to(product_dtype(input, weight))
+    if recipe.is_high_precision:
+        return linear_cross_entropy_of_rows(x, weight, bias, loss, Layer(Operands(), recipe, None, False))
+    refuse_for_fp8(x, weight, bias)
+    transposed = torch.is_grad_enabled() and x.requires_grad
+    operands = cast_role(weight.detach(), recipe, WEIGHT, True, transposed, None, only_products=True)
+    return linear_cross_entropy_of_rows(x, weight, bias, loss, Layer(operands, recipe, None, False))
 
 
 class CrossEntropyLoss(nn.Module):

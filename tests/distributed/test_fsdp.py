@@ -41,6 +41,7 @@ class Situation:
     tied: bool = False
     with_embedding: bool = False
     mixed_precision: bool = False
+    chunked_loss: bool = False  # of a head that is a group of its own
 
 
 SITUATIONS = {
@@ -50,6 +51,7 @@ SITUATIONS = {
     "tied": Situation(tied=True),
     "tied to an embedding": Situation(with_embedding=True),
     "mixed precision": Situation(mixed_precision=True),
+    "a loss in chunks": Situation(chunked_loss=True),
 }
 
 
@@ -83,6 +85,9 @@ class Net(nn.Module):
             x = x + self.embedding((x.abs().sum(-1).long() * 7) % self.embedding.num_embeddings)
         for block in self.blocks:
             x = block(x)
+        if self.situation.chunked_loss:
+            target = torch.arange(len(x)) % self.head.out_features
+            return octavo.nn.linear_cross_entropy(x, self.head, target)
         return self.head(x)
 
 
@@ -106,6 +111,8 @@ def sharded(situation: Situation, recipe: str, mesh: Any, reshard: bool) -> nn.M
     if not situation.tied:  # tied weights must be in one group
         for block in net.blocks:
             fully_shard(block, **options)
+    if situation.chunked_loss:
+        fully_shard(net.head, **options)
     return fully_shard(net, **options)
 
 

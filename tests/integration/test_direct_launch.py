@@ -109,6 +109,11 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     "its backward": lambda x: KERNELS["cross_entropy_backward"](
         x, torch.zeros(len(x)).long(), -100, 0.0, 0.0, *torch.ones(2, len(x))
     ),
+    "its codes": lambda x: KERNELS["cross_entropy_codes"](
+        *(x, torch.zeros(len(x)).long(), -100, 0.0, 0.0, torch.ones(len(x))),
+        *(torch.zeros(shape).to(E5M2) for shape in (x.shape, (x.shape[1], len(x)))),
+        0,
+    ),
     "update": lambda x: KERNELS["delayed_update"](*states(), torch.ones(1, 1), None, torch.ones(1, 1), *UPDATE),
     "product": lambda x: KERNELS["matmul"](
         *pair(*x.shape), ROW, *pair(30, x.shape[1]), ROW, torch.ones(30), torch.float32, False

@@ -1,5 +1,6 @@
 """A layer whose casts and products are the Triton kernels', as on a GPU, beside one that runs the reference."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import octavo
 from octavo import kernels as entries
-from octavo.autograd import casts
+from octavo.autograd import casts, linear_cross_entropy
 from octavo.kernels.signatures import SCHEMAS
 from tests.support import triton_kernels
 from tests.support.helpers import FP8_RECIPES, sqnr
@@ -72,3 +73,32 @@ def test_a_layer_is_that_of_the_reference(
     if recipe.delayed is not None:
         for ours, theirs in zip(got[-2:], expected[-2:], strict=True):
             assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["delayed", "rowwise", "mx"])
+def test_a_heads_loss_in_chunks_is_that_of_the_reference(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_cross_entropy, "ROWS", 32)
+    head, x, target = layer(FP8_RECIPES[name](), False, (64, 72), torch.float32), torch.randn(70, 64), torch.arange(70)
+    target[::9] = -100
+
+    def loss_and_gradients(on: torch.device) -> list[Tensor]:
+        own, rows = copy.deepcopy(head).to(on), x.detach().clone().to(on).requires_grad_()
+        loss = octavo.nn.linear_cross_entropy(rows, own, target.to(on))
+        return [one.cpu() for one in (loss.detach(), *torch.autograd.grad(loss, [rows, own.weight]))]
+
+    got = loss_and_gradients(device)
+    with (
+        mock.patch.multiple(entries, **{op: getattr(torch.ops.octavo, op).default for op in SCHEMAS}),
+        mock.patch.multiple(casts, needs_transposed_codes=lambda device: False, contraction_multiple=lambda device: 1),
+        mock.patch.multiple(
+            linear_cross_entropy,
+            needs_transposed_codes=lambda device: False,
+            contraction_multiple=lambda device: 1,
+        ),
+    ):
+        expected = loss_and_gradients(torch.device("cpu"))
+    for ours, theirs in zip(got, expected, strict=True):
+        # an exp that is rounded otherwise may give the next code
+        assert sqnr(ours, theirs) > 40

@@ -66,6 +66,52 @@ def test_against_float64(ops: Ops, batch: int, monkeypatch: pytest.MonkeyPatch) 
             check(ops, case)
 
 
+OF_CODES: dict[str, Any] = CASES | {
+    "shape": [(0, 7), (1, 1), (5, 2), (7, 300), (130, 70), (128, 64)],  # the last: a whole tile
+    "dtype_of_codes": [torch.float8_e5m2, torch.float8_e4m3fn],
+    "pad": [1, 16],
+    "first": [0, 16],
+    "written": [(True, True), (True, False), (False, True)],
+}
+
+
+def check_codes(ops: Ops, case: dict[str, Any]) -> None:
+    (rows, cols), pad, first, out = case["shape"], case["pad"], case["first"], case["dtype_of_codes"]
+    logits = (torch.randn(rows, cols) * case["scale"]).to(case["dtype"])
+    target = torch.randint(0, cols, (rows,))
+    if case["ignored"]:
+        target[::2] = -100
+    how = -100, case["smoothing"], case["softcap"]
+    _, lse = ops.of("cross_entropy")(laid(logits, case["layout"]), target, *how)
+    as_is, laid_ = case["written"]
+    high = -(-rows // pad) * pad
+    codes = torch.full((rows, -(-cols // pad) * pad) if as_is else (0, 0), 7.0).to(out)
+    transposed = torch.full((cols, first + high) if laid_ else (0, 0), 7.0).to(out)
+    ops.of("cross_entropy_codes")(laid(logits, case["layout"]), target, *how, lse, codes, transposed, first)
+    x = logits.double().requires_grad_()
+    (exact,) = torch.autograd.grad(truth_of(x, target, *how[1:]).sum(), x)
+    unit = 32768.0 if out is torch.float8_e5m2 else 256.0
+    step, smallest = (2.0**-3, 2.0**-17) if out is torch.float8_e5m2 else (2.0**-4, 2.0**-10)
+    bound = exact.abs() * step + smallest / unit + 2.0**-19 * case["scale"] * 5 / max(cols, 1) + 2.0**-21
+    if as_is:
+        found = codes.double() / unit
+        assert ((found[:, :cols] - exact).abs() <= bound).all() and not found[:, cols:].any()
+        assert not found[target == -100].any()
+    if laid_:
+        found = transposed.double().t() / unit
+        assert ((found[first : first + rows] - exact).abs() <= bound).all() and not found[first + rows :].any()
+        assert (found[:first] == 7.0 / unit).all()  # other rows' codes
+        assert not as_is or torch.equal(transposed.t()[first : first + rows].float(), codes[:, :cols].float())
+
+
+@pytest.mark.parametrize("batch", range(2))
+def test_codes_of_the_gradient(ops: Ops, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for case in dealt(batch, 3 if ops.kernels else 30, **OF_CODES):
+        with monkeypatch.context() as patch:
+            patch.setattr(codes, "CHUNK", case["chunk"])
+            check_codes(ops, case)
+
+
 def test_faults_stay_in_their_rows(ops: Ops) -> None:
     logits, target = torch.randn(5, 40), torch.randint(1, 40, (5,))
     logits[1, 7], logits[2, 3], logits[3] = math.nan, math.inf, -math.inf

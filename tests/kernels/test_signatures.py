@@ -68,6 +68,8 @@ def others(shape: tuple[int, int]) -> list[Call]:
     if cols:
         how = x, torch.zeros(rows).long(), -100, 0.1, 30.0
         found += [Call("cross_entropy", how), Call("cross_entropy_backward", (*how, *torch.rand(2, rows)))]
+        laid = [torch.zeros(shape).to(torch.float8_e5m2) for shape in ((rows, cols), (cols, rows + 16))]
+        found.append(Call("cross_entropy_codes", (*how, torch.rand(rows), *laid, 16)))
     heads, angles = torch.randn(1, rows, 3, 4), torch.randn(1, rows, 4).cos()
     found.append(Call("rotary", (heads[:, :, :2], heads[:, :, :0], heads[:, :, 2:], angles, angles, True)))
     for kind, mean, residual in (("layer_norm", torch.rand(rows), None), ("rms_norm", torch.empty(0), dy.clone())):
@@ -167,6 +169,7 @@ def test_only_the_state_is_written() -> None:
         "delayed_update": state,
         "multi_tensor_cast": ["qdata", "transposed", "scale_inv", "amax"],
         "cast_statistics": ["sums", "extremes"],
+        "cross_entropy_codes": ["codes", "transposed"],
         "note_faults": ["found", "first"],
     }
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import octavo
 from octavo import HigherOrderGradientError
-from octavo.nn import CrossEntropyLoss, cross_entropy
+from octavo.nn import CrossEntropyLoss, cross_entropy, linear_cross_entropy
 from octavo.nn.loss import causal_lm_loss
 from octavo.nn.saved import saved_by_kind
 from tests.support.combinations import each_pair
@@ -81,6 +81,60 @@ def test_what_is_refused(options: dict[str, Any], error: type[Exception], said: 
         cross_entropy(torch.ones(2, 5).double(), torch.zeros(2).long())
     with pytest.raises(ValueError, match=r"weight: .*use torch's"):
         CrossEntropyLoss(torch.ones(5))
+
+
+def test_a_heads_weight_is_read_as_the_head() -> None:
+    recipe = octavo.recipes.rowwise()
+    head = octavo.nn.Linear(32, 50, recipe=recipe)
+    x, target = torch.randn(2, 9, 32, requires_grad=True), torch.randint(0, 50, (2, 9))
+    for chosen in (recipe, None):
+        head.recipe = octavo.recipes.high_precision() if chosen is None else chosen
+        by_module = linear_cross_entropy(x, head, target, ignore_index=3)
+        weight, bias = head.weight, head.bias
+        by_weight = linear_cross_entropy(x, weight, target, linear_bias=bias, ignore_index=3, recipe=chosen)
+        leaves = [x, weight, bias]
+        assert torch.equal(by_module, by_weight)
+        assert all(map(torch.equal, *(torch.autograd.grad(loss, leaves) for loss in (by_module, by_weight))))
+    exact = F.cross_entropy(F.linear(x, weight, bias).flatten(0, 1), target.flatten(), ignore_index=3)
+    torch.testing.assert_close(by_module, exact)  # which is in high precision
+
+
+def test_a_heads_hooks_run_and_a_tied_weight_gets_both_gradients() -> None:
+    embedding, head = nn.Embedding(50, 32), octavo.nn.Linear(32, 50, bias=False, recipe=octavo.recipes.delayed())
+    nn.init.normal_(embedding.weight, std=0.1)
+    head.weight, called = embedding.weight, []
+    head.register_forward_pre_hook(lambda *_: called.append("before"))
+    head.register_forward_hook(lambda _, __, loss: called.append(loss.shape))
+    tokens = torch.randint(0, 50, (20,))
+    linear_cross_entropy(embedding(tokens), head, tokens.roll(1)).backward()
+    assert called == ["before", torch.Size([])]
+    assert embedding.weight.grad.any(1).all()  # of tokens that are no input too
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "said"),
+    [
+        ({}, {"reduction": "none"}, ValueError, r"reduction='none'.*octavo.nn.cross_entropy\(head\(input\)"),
+        ({}, {"weight": torch.ones(5)}, ValueError, "weight: .*use torch's"),
+        ({}, {"softcap": -1.0}, ValueError, "softcap=-1.0"),
+        ({"target": torch.zeros(3).long()}, {}, ValueError, r"target \[3\] of torch.int64 .* of input \[2, 8\]"),
+        ({"target": torch.zeros(2)}, {}, ValueError, r"target \[2\] of torch.float32"),
+        ({"input": torch.ones(2, 7)}, {}, ValueError, "needs in_features=8"),
+        ({"input": torch.ones(2, 8).double()}, {}, TypeError, "float64: use bfloat16"),
+        ({"input": torch.ones(2, 8).bfloat16()}, {}, TypeError, "bfloat16 but the weight is torch.float32"),
+        ({"linear_weight": nn.Linear(8, 5)}, {}, TypeError, "is a Linear: give an octavo.nn.Linear"),
+        ({"linear_weight": torch.ones(5, 8)}, {"recipe": octavo.recipes.delayed()}, ValueError, "has no history"),
+        ({}, {"recipe": octavo.recipes.dynamic()}, ValueError, "a head has its own"),
+        ({"linear_weight": octavo.nn.Linear(8, {"a": 2, "b": 3})}, {}, ValueError, "head with splits"),
+        ({"target": torch.tensor([0, 5])}, {}, IndexError, "target 5 is none of the 5 columns"),
+    ],
+)
+def test_what_a_head_refuses(
+    arguments: dict[str, Any], options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    usual = {"input": torch.ones(2, 8), "linear_weight": octavo.nn.Linear(8, 5), "target": torch.zeros(2).long()}
+    with pytest.raises(error, match=said):
+        linear_cross_entropy(**usual | arguments, **options)
 
 
 def test_transformers_models_take_it_and_give_it_back() -> None:

@@ -17,7 +17,7 @@ from octavo.kernels.cpu.cast import amax, write
 from octavo.kernels.cpu.codes import dequantize, measured, row_slices
 from octavo.kernels.cpu.matmul import matmul
 from octavo.kernels.reference.cast_statistics import cast_statistics, count
-from octavo.kernels.reference.cross_entropy import cross_entropy, cross_entropy_backward
+from octavo.kernels.reference.cross_entropy import cross_entropy, cross_entropy_backward, cross_entropy_codes
 from octavo.kernels.reference.matmul import grouped_matmul
 from octavo.kernels.reference.norm import norm, norm_backward
 
@@ -28,6 +28,11 @@ def _cross_entropy(rows: LossRows) -> tuple[Tensor, Tensor]:
 
 def _cross_entropy_backward(rows: LossRows, lse: Tensor, grad: Tensor) -> Tensor:
     return cross_entropy_backward(rows, lse, grad, row_slices(rows.logits.shape, 1, rows.logits.device))
+
+
+def _cross_entropy_codes(rows: LossRows, lse: Tensor, codes: Tensor, transposed: Tensor, first: int) -> None:
+    slices = row_slices(rows.logits.shape, 1, rows.logits.device)
+    cross_entropy_codes(rows, lse, codes, transposed, first, slices)
 
 
 def _norm(source: NormSource, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -46,6 +51,7 @@ KERNELS: dict[str, Callable[..., Any]] = reference.KERNELS | unpacking(
         "cast_statistics": partial(cast_statistics, count=partial(count, measured=measured)),
         "cross_entropy": _cross_entropy,
         "cross_entropy_backward": _cross_entropy_backward,
+        "cross_entropy_codes": _cross_entropy_codes,
         "dequantize": dequantize,
         "grouped_matmul": partial(grouped_matmul, matmul=matmul),
         "matmul": matmul,

@@ -8,7 +8,7 @@ from octavo.kernels.backward_pass import scales_of_pass
 from octavo.kernels.reference.cast import amax, cast, cast_and_commit, multi_tensor_cast
 from octavo.kernels.reference.cast_statistics import cast_statistics, note_faults
 from octavo.kernels.reference.codes import dequantize
-from octavo.kernels.reference.cross_entropy import cross_entropy, cross_entropy_backward
+from octavo.kernels.reference.cross_entropy import cross_entropy, cross_entropy_backward, cross_entropy_codes
 from octavo.kernels.reference.delayed_update import delayed_update
 from octavo.kernels.reference.matmul import grouped_matmul, matmul
 from octavo.kernels.reference.norm import norm, norm_backward
@@ -18,6 +18,7 @@ _KERNELS: list[Callable[..., Any]] = [amax, cast, cast_and_commit, cast_statisti
 _KERNELS += [
     cross_entropy,
     cross_entropy_backward,
+    cross_entropy_codes,
     grouped_matmul,
     matmul,
     multi_tensor_cast,

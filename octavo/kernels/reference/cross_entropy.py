@@ -2,7 +2,7 @@
 
     z = x, or softcap tanh(x / softcap);   lse = log(sum(exp(z)));   s = label_smoothing, V logits a row
     loss     = lse - (1 - s) z[target] - s mean(z)
-    gradient = g (exp(z - lse) - (1 - s) [target] - s / V) (1, or 1 - tanh(x / softcap)^2)
+    gradient = g (exp(z - lse) - (1 - s) [target] - s / V) (1, or 1 - tanh(x / softcap)^2)     in [-g, g]
 
 A row whose target is ignore_index has a loss and a gradient of 0.
 """
@@ -14,7 +14,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from octavo.formats import format_of
+from octavo.granularity import ALL
 from octavo.kernels.arguments import LossRows, new_losses
+from octavo.kernels.layouts import padded
+from octavo.kernels.reference.codes import encode
+from octavo.numerics import scale_of_unit
 
 WHOLE = (slice(None),)
 
@@ -36,18 +41,41 @@ def cross_entropy(rows: LossRows, chunks: Sequence[slice] = WHOLE) -> tuple[Tens
 
 def cross_entropy_backward(rows: LossRows, lse: Tensor, grad: Tensor, chunks: Sequence[slice] = WHOLE) -> Tensor:
     """``octavo::cross_entropy_backward``, in chunks of rows."""
-    logits, target, _, smoothing, softcap = rows
-    out, counts = logits.new_empty(logits.shape), _counts(rows)
+    out, counts = rows.logits.new_empty(rows.logits.shape), _counts(rows)
     for chunk in chunks:
-        z, slope = _capped(logits[chunk], softcap)
-        gradient = z.sub_(lse[chunk, None]).exp_()
-        place = torch.where(counts[chunk], target[chunk], 0)[:, None]
-        gradient.scatter_add_(1, place, gradient.new_full((1, 1), smoothing - 1).expand(len(place), 1))
-        gradient.sub_(smoothing / max(logits.shape[1], 1)).mul_(grad[chunk, None].to(torch.float32))
-        if slope is not None:
-            gradient.mul_(slope)
-        out[chunk] = gradient.masked_fill_(~counts[chunk, None], 0.0)
+        out[chunk] = _gradient(rows, counts, lse, grad, chunk)
     return out
+
+
+def cross_entropy_codes(
+    rows: LossRows, lse: Tensor, codes: Tensor, transposed: Tensor, first: int, chunks: Sequence[slice] = WHOLE
+) -> None:
+    """``octavo::cross_entropy_codes``, in chunks of rows."""
+    (count, columns), counts, dtype = rows.logits.shape, _counts(rows), codes.dtype
+    ones = lse.new_ones(1).expand(count)
+    scale = lse.new_full((1, 1), scale_of_unit(format_of(dtype).max))
+    here = transposed[:, first : first + padded(count, 16)].view(torch.uint8)
+    for padding in (codes[:, columns:].view(torch.uint8), here[:, count:]):
+        padding.zero_()
+    for chunk in chunks:
+        q = encode(_gradient(rows, counts, lse, ones, chunk), scale, (ALL, ALL), dtype).view(torch.uint8)
+        if codes.numel():
+            codes[chunk, :columns].view(torch.uint8).copy_(q)
+        if transposed.numel():
+            here[:, :count][:, chunk] = q.t()
+
+
+def _gradient(rows: LossRows, counts: Tensor, lse: Tensor, grad: Tensor, chunk: slice) -> Tensor:
+    """The gradient of a chunk of rows of logits, float32; ``counts``: which rows do."""
+    logits, target, _, smoothing, softcap = rows
+    z, slope = _capped(logits[chunk], softcap)
+    gradient = z.sub_(lse[chunk, None]).exp_()
+    place = torch.where(counts[chunk], target[chunk], 0)[:, None]
+    gradient.scatter_add_(1, place, gradient.new_full((1, 1), smoothing - 1).expand(len(place), 1))
+    gradient.sub_(smoothing / max(logits.shape[1], 1)).mul_(grad[chunk, None].to(torch.float32))
+    if slope is not None:
+        gradient.mul_(slope)
+    return gradient.masked_fill_(~counts[chunk, None], 0.0)
 
 
 def _counts(rows: LossRows) -> Tensor:

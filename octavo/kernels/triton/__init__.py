@@ -10,7 +10,7 @@ from octavo.kernels.arguments import unpacking
 from octavo.kernels.backward_pass import scales_of_pass
 from octavo.kernels.triton.cast import amax, cast, cast_and_commit, norm
 from octavo.kernels.triton.cast_statistics import cast_statistics, note_faults
-from octavo.kernels.triton.cross_entropy import cross_entropy, cross_entropy_backward
+from octavo.kernels.triton.cross_entropy import cross_entropy, cross_entropy_backward, cross_entropy_codes
 from octavo.kernels.triton.delayed_update import delayed_update, scale_exists
 from octavo.kernels.triton.dequantize import dequantize
 from octavo.kernels.triton.grouped_matmul import grouped_matmul
@@ -29,6 +29,7 @@ _KERNELS: list[Callable[..., Any]] = [amax, cast, cast_and_commit, cast_statisti
 _KERNELS += [
     cross_entropy,
     cross_entropy_backward,
+    cross_entropy_codes,
     grouped_matmul,
     matmul,
     multi_tensor_cast,

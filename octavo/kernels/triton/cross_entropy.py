@@ -1,21 +1,27 @@
 """The cross entropy of rows of logits in one launch, and its gradient in another; the contracts are in signatures.py.
 
-A program owns a row, and goes over its columns once, with the largest so far. reference/cross_entropy.py has the
-formulas. A target that is no column makes its row's loss and gradient NaN: the host does not wait to refuse it.
+A program owns a row, and goes over its columns once, with the largest so far; of the gradient's codes, which are also
+written transposed, a tile. reference/cross_entropy.py has the formulas. A target that is no column makes its row's loss
+and gradient NaN: the host does not wait to refuse it.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.formats import format_of
 from octavo.kernels.arguments import LossRows, new_losses
+from octavo.kernels.layouts import padded
 from octavo.kernels.triton.launch import launch
 from octavo.kernels.triton.prologue import exp2, reciprocal
-from octavo.kernels.triton.tiles import narrow
+from octavo.kernels.triton.tiles import Codes, Source, load_tile, narrow, store_codes
+from octavo.numerics import scale_of_unit
 
 COLUMNS = 8192  # at a time, 32 a thread
+TILE = (128, 64)  # of codes: 128 bytes of them lie beside each other transposed, and as many of bfloat16 are read
 
 
 @triton.jit
@@ -83,6 +89,22 @@ def cross_entropy_kernel(
 
 
 @triton.jit
+def gradient_of(
+    z, lse, grad, target, cols, columns, ignore_index, smoothing, share, softcap, steepness, CAPS: tl.constexpr
+):
+    """The gradient of logits z, where these broadcast: lse, grad and target of rows, cols [BC]."""
+    slope = 1.0
+    if CAPS:
+        bent = bend(z, steepness)
+        z = softcap * bent
+        slope = 1.0 - bent * bent
+    grad = tl.where((target >= 0) & (target < columns), grad, float("nan"))
+    gradient = exp2((z - lse) * 1.4426950408889634) - share
+    gradient = tl.where(cols == target, gradient - (1.0 - smoothing), gradient) * grad * slope
+    return tl.where(target == ignore_index, 0.0, gradient)
+
+
+@triton.jit
 def cross_entropy_backward_kernel(
     x_ptr,  # [T, V], a row's elements beside each other
     stride,
@@ -107,19 +129,47 @@ def cross_entropy_backward_kernel(
     target = tl.load(target_ptr + row)
     lse = tl.load(lse_ptr + row)
     grad = tl.load(grad_ptr + row * grad_stride).to(tl.float32)
-    grad = tl.where((target >= 0) & (target < columns), grad, float("nan"))
     for start in range(0, columns, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         z = tl.load(x_ptr + cols, mask=cols < columns, other=0.0).to(tl.float32)
-        slope = 1.0
-        if CAPS:
-            bent = bend(z, steepness)
-            z = softcap * bent
-            slope = 1.0 - bent * bent
-        gradient = exp2((z - lse) * 1.4426950408889634) - share
-        gradient = tl.where(cols == target, gradient - (1.0 - smoothing), gradient) * grad * slope
-        gradient = tl.where(target == ignore_index, 0.0, gradient)
+        how = ignore_index, smoothing, share, softcap, steepness
+        gradient = gradient_of(z, lse, grad, target, cols, columns, *how, CAPS)
         tl.store(out_ptr + cols, narrow(gradient, out_ptr.dtype.element_ty), mask=cols < columns)
+
+
+@triton.jit
+def cross_entropy_codes_kernel(
+    x,  # Source, [T, V]
+    target_ptr,
+    lse_ptr,
+    out,  # Codes
+    first,  # column of the transposed codes
+    columns_end,  # behind the last
+    unit,  # the scale
+    ignore_index,
+    smoothing,
+    share,  # of a column: smoothing / columns
+    softcap,
+    steepness,
+    CAPS: tl.constexpr,
+    E5M2: tl.constexpr,
+    EVEN: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """The codes of the gradient of a tile of logits."""
+    strips = tl.cdiv(x.C, BC)
+    rows = tl.program_id(0) // strips * BR + tl.arange(0, BR)
+    cols = tl.program_id(0) % strips * BC + tl.arange(0, BC)
+    z = load_tile(x, rows, cols, EVEN)
+    target = tl.load(target_ptr + rows, mask=rows < x.R, other=ignore_index)[:, None]
+    lse = tl.load(lse_ptr + rows, mask=rows < x.R, other=0.0)[:, None]
+    how = ignore_index, smoothing, share, softcap, steepness
+    gradient = gradient_of(z, lse, unit, target, cols[None, :], x.C, *how, CAPS)
+    if not EVEN:
+        gradient = tl.where((cols < x.C)[None, :], gradient, 0.0)
+    codes = narrow(gradient, tl.float8e5 if E5M2 else tl.float8e4nv)
+    store_codes(codes, out, rows, cols, x, EVEN, None, first + rows, columns_end)
 
 
 def _scalars(rows: LossRows) -> tuple[int | float, ...]:
@@ -148,3 +198,25 @@ def cross_entropy_backward(rows: LossRows, lse: Tensor, grad: Tensor) -> Tensor:
         arguments = x, x.stride(0), target.contiguous(), lse, grad, grad.stride(0), out, *_scalars(rows)
         launch(cross_entropy_backward_kernel, len(x), (*arguments, softcap != 0, COLUMNS), 8, fuses=True)
     return out
+
+
+def _place(codes: Tensor) -> tuple[Tensor | None, int]:
+    """Codes, if they are to be written, and their rows' stride."""
+    return (codes, codes.stride(0)) if codes.numel() else (None, 0)
+
+
+def cross_entropy_codes(rows: LossRows, lse: Tensor, codes: Tensor, transposed: Tensor, first: int) -> None:
+    """``octavo::cross_entropy_codes``."""
+    logits, target, *_, softcap = rows
+    if logits.numel():
+        count, columns = logits.shape
+        wide, high = codes.shape[1] if codes.numel() else columns, padded(count, 16)
+        end = min(first + high, transposed.shape[1]) if transposed.numel() else 0
+        source = Source(logits, count, columns, *logits.stride())
+        out = Codes(*_place(codes), *_place(transposed))
+        even = count % TILE[0] == 0 == columns % TILE[1] and wide == columns
+        arguments = source, target.contiguous(), lse, out, first, end, scale_of_unit(format_of(codes.dtype).max)
+        _, *scalars = _scalars(rows)
+        programs = triton.cdiv(count, TILE[0]) * triton.cdiv(columns, TILE[1])
+        constants = softcap != 0, codes.dtype is torch.float8_e5m2, even, *TILE
+        launch(cross_entropy_codes_kernel, programs, (*arguments, *scalars, *constants), 8, fuses=True)

@@ -103,6 +103,8 @@ STATISTICS, OF_GROUPS = (
 BF16 = torch.bfloat16
 OF_A_SUM = {"shape": (33, 160), "kind": "rms_norm", "dtype": BF16, "gamma_dtype": BF16, "beta": False, "residual": True}
 HEADS = {"batch": 2, "positions": 37, "heads": (5, 2), "width": 34, "dtype": BF16, "of_angles": BF16}
+OF_CODES = {"shape": (130, 70), "dtype": BF16, "smoothing": 0.1, "softcap": 30.0, "scale": 5.0, "ignored": True}
+OF_CODES |= {"layout": "rows", "dtype_of_codes": torch.float8_e5m2, "pad": 16, "first": 16, "written": (True, True)}
 ROWS = {"shape": (2, 9000), "dtype": BF16, "smoothing": 0.1, "softcap": 30.0, "scale": 5.0, "ignored": False}
 CALLS: dict[str, Callable[[TritonKernels], None]] = {
     "grouped products": _grouped_products,
@@ -126,6 +128,7 @@ CALLS: dict[str, Callable[[TritonKernels], None]] = {
     "cross entropy": lambda kernels: test_cross_entropy.check(
         ops_of(kernels), ROWS | {"layout": "rows", "expanded": True}
     ),
+    "codes of its gradient": lambda kernels: test_cross_entropy.check_codes(ops_of(kernels), OF_CODES),
     "faults": lambda kernels: test_note_faults.test_the_group_of_a_fault_is_found(ops_of(kernels)),
 }
 WITHOUT_CODES = "norm of a sum", "rotary", "cross entropy"
@@ -139,7 +142,11 @@ ALL_CASES = [
     *((90, name) for name in (*CASTS, *ONCE, *PRODUCTS, SCALED[0], *CALLS) if name != SCALED[1]),
     *((capability, name) for capability in (89, 100, 120) for name in (*CASTS, *PRODUCTS)),
     *((capability, name) for capability in (100, 120) for name in SCALED),
-    *((capability, name) for capability in (89, 100, 120) for name in ("extreme scales", *WITHOUT_CODES)),
+    *(
+        (capability, name)
+        for capability in (89, 100, 120)
+        for name in ("extreme scales", "codes of its gradient", *WITHOUT_CODES)
+    ),
 ]
 QUICK = {89: PRODUCTS[1:], 100: SCALED[1:], 120: SCALED[:1]}  # tensor cores of each kind
 BY_DEFAULT = [case for case in ALL_CASES if case[0] == 90 or case[1] in QUICK[case[0]]]

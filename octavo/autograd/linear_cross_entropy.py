@@ -1,0 +1,345 @@
+"""The cross entropy of a linear layer's output, in chunks of rows, of whose logits one chunk exists at a time.
+
+    logits = x . W^T + b                          the output product of a chunk's rows
+    G      = d (sum of losses) / d logits         in [-1, 1], as softmax - one-hot is; rows that are ignored are 0
+    dx     = G . W                                of a chunk's rows, in forward
+    dW     = G^T . x                              of all rows, in backward
+    db     = the sum of G's rows                  in float32, in forward
+
+The factor that backward brings (1 / the number of rows, a loss scale) multiplies dx, dW and db, not G. So G has a scale
+before it is computed, 2^15 in E5M2, and no pass looks for its amax: one launch reads logits and writes codes. E5M2
+reaches 2^-31 of the largest there; E4M3 would reach 2^-17, which is what each of 131,072 columns has at the beginning.
+That is so where a scale spans the contraction, by tensor and by row. Blocks along it are cast by the recipe's own cast
+of grad_output, to which each chunk has all that they need.
+
+Saved for backward are dx and, where grad_weight is in FP8, G's codes transposed, a byte a logit, and those of x: dW is
+one product with one rounding. In high precision dW is added up in float32 in forward, which is 4 bytes an element of
+the weight. Backward reads no weight. Of the delayed state it enters the amaxes of input and weight, once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo import kernels
+from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CodesAndScale, cast_role
+from octavo.autograd.products import (
+    Layer,
+    Saved,
+    asked,
+    commit_forward,
+    gradients,
+    input_operands,
+    is_recorded,
+    output,
+    packed,
+    plan_for_next_pass,
+    plan_of,
+    refuse_in_backward,
+    to_save,
+    unpacked,
+    weight_cast_again,
+)
+from octavo.autograd.shared_casts import ReadTensor
+from octavo.formats import E4M3, E5M2, Format
+from octavo.granularity import ALL
+from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, padded, plain_scales
+from octavo.numerics import E8M0, scale_of_unit
+from octavo.scaling.recipe import Cast, Recipe
+from octavo.tensor.pair import Operands
+
+# rows of a chunk: products of as many fill a GPU (32 x 1,002 tiles of a vocabulary of 128,256), and read the weight's
+# codes, a quarter of the bytes of a chunk's logits at 2,048 features, once for them all; the logits take 1 GiB there
+ROWS = 4096
+
+
+class LossOfRows(NamedTuple):
+    """A loss [T] of rows of logits, by targets [T] int64, as kernels/reference/cross_entropy.py computes it.
+
+    ``divisor``: what the sum of the losses is divided by, int64 []; None: nothing.
+    """
+
+    target: Tensor
+    ignore_index: int
+    label_smoothing: float
+    softcap: float
+    divisor: Tensor | None
+
+
+class _Gradients(NamedTuple):
+    """Gradients of the sum of the losses, None where not needed: dx [T, K], dW [N, K] and db [N] in float32.
+
+    Where grad_weight is in FP8, ``codes`` [N, T] and ``scale_inv`` are of G^T, in place of dW.
+    """
+
+    dx: Tensor | None = None
+    dw: Tensor | None = None
+    db: Tensor | None = None
+    codes: Tensor | None = None
+    scale_inv: Tensor | None = None
+
+
+def _needs_no_amax(cast: Cast | None) -> bool:
+    """Whether a cast of grad_output gives way to one by the scale of numbers in [-1, 1]; see the file."""
+    return cast is not None and cast.tile[1] == ALL
+
+
+def _format(recipe: Recipe) -> Format:
+    """The format of that cast: E4M3 only beside an operand in E5M2, as no GPU multiplies two of those."""
+    others = [product[1].format for product in (recipe.grad_input, recipe.grad_weight) if product is not None]
+    return E4M3 if E5M2 in others else E5M2
+
+
+def _unit_scale_inv(recipe: Recipe, cast: Cast, rows: int, like: Tensor) -> Tensor:
+    """The scale_inv of that cast's codes [rows, ...], for a product that reads a scale by tensor or by row."""
+    value = 1.0 / scale_of_unit(_format(recipe).max)
+    return like.new_full((1 if cast.tile[0] == ALL else rows, 1), value, dtype=torch.float32)
+
+
+def _rows_of_chunk(recipe: Recipe) -> int:
+    """ROWS, rounded to whole blocks of rows."""
+    along = (recipe.input_casts.as_is, 0), (recipe.grad_output_casts.as_is, 0), (recipe.grad_output_casts.transposed, 1)
+    blocks = [cast.tile[dim] for cast, dim in along if cast is not None and cast.tile[dim] != ALL]
+    unit = math.lcm(16, *blocks)
+    return max(ROWS // unit, 1) * unit
+
+
+def _part(pair: CodesAndScale, cast: Cast, rows: slice) -> CodesAndScale:
+    """Some rows of a pair, which are whole tiles."""
+    q, scale_inv = pair
+    high = cast.tile[0]
+    return q[rows], scale_inv if high == ALL else scale_inv[rows.start // high : -(-rows.stop // high)]
+
+
+class _Chunks:
+    """What all chunks share, and what they add up to."""
+
+    def __init__(
+        self, x_TK: Tensor, x: Operands, weight_NK: Tensor, bias: Tensor | None, loss: LossOfRows, layer: Layer
+    ) -> None:
+        recipe, self.dtype = layer.recipe, x_TK.dtype
+        if recipe.output is None or recipe.grad_input is None:
+            weight_NK = weight_NK.to(self.dtype)  # once
+        if x.as_is is not None and recipe.output is not None:
+            (q, scale_inv), cast = x.as_is, recipe.output[0]
+            x = x._replace(as_is=(q, plain_scales(scale_inv, q.shape, cast.tile)))
+        self.x_TK, self.x, self.weight_NK, self.bias, self.loss = x_TK, x, weight_NK, bias, loss
+        self.layer = layer._replace(observer=None, dtypes=(self.dtype, weight_NK.dtype))
+        self.pad = contraction_multiple(x_TK.device) if recipe.pads else 1
+        self.lays = needs_transposed_codes(x_TK.device)
+
+    def run(self, needs: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, _Gradients]:
+        """(losses [T], the logarithms of the sums of exponentials [T], the gradients that are needed)."""
+        recipe, (tokens, _), columns = self.layer.recipe, self.x_TK.shape, self.weight_NK.shape[0]
+        step, parts, scales, dxs = _rows_of_chunk(recipe), [], [], []
+        dw = db = codes = None
+        saved = self._saved(needs[0])
+        if needs[1] and recipe.grad_weight is None:
+            dw = self.x_TK.new_zeros(self.weight_NK.shape, dtype=torch.float32)
+        elif needs[1] and recipe.grad_weight is not None:
+            at_once = _needs_no_amax(recipe.grad_weight[0])
+            shape = (columns, padded(tokens, self.pad)) if self.lays else (tokens, columns)
+            # what torch copies into is bytes: Inductor computes nothing of float8
+            codes = self.x_TK.new_empty(shape, dtype=_format(recipe).dtype if at_once else torch.uint8)
+        if needs[2]:
+            db = self.x_TK.new_zeros(columns, dtype=torch.float32)
+        for first in range(0, max(tokens, 1), step):
+            rows = slice(first, min(first + step, tokens))
+            logits, losses, lse = self._losses(rows)
+            parts.append((losses, lse))
+            if not any(needs):
+                continue
+            pair, scale_inv, g = self._cast(logits, rows, lse, needs, codes)
+            if needs[0]:
+                (dx, *_) = gradients((Operands(pair), g), saved, self.layer, (True, False, False))
+                assert dx is not None
+                dxs.append(dx)
+            if dw is not None and g is not None:
+                dw += g.t() @ self.x_TK[rows]
+            if scale_inv is not None:
+                scales.append(scale_inv)
+            if db is not None and g is not None:
+                db += g.sum(0, dtype=torch.float32)
+        losses, lse = (torch.cat(one) for one in zip(*parts, strict=True))
+        if codes is not None and recipe.grad_weight is not None:
+            codes = codes if self.lays else codes.t()
+            codes = codes if at_once else codes.view(recipe.grad_weight[0].format.dtype)
+        scale_inv = None
+        if scales and recipe.grad_weight is not None:
+            _, scale_inv = packed((scales[0], join_scales(scales)), recipe.grad_weight[0])
+        return losses, lse, _Gradients(torch.cat(dxs) if dxs else None, dw, db, codes, scale_inv)
+
+    def _saved(self, needs_dx: bool) -> Saved:
+        """What a chunk's dx is computed of besides its G."""
+        layer, source = self.layer, self.layer.weight.source
+        saved = to_save(None, Operands(), self.weight_NK, layer, needs_dx, False)
+        if needs_dx and source is not None and layer.recipe.grad_input is not None:  # FSDP1's and ZeRO-3's: once
+            weight = source.tensor.mT if source.is_swapped else source.tensor
+            q, scale_inv = weight_cast_again(weight, layer, source.delayed_scale)
+            saved = saved._replace(weight_NK=None, weight_q=q, weight_scale_inv=scale_inv)
+        elif source is not None:
+            saved = saved._replace(weight_NK=self.weight_NK)
+        return saved._replace(weight_scale_inv=unpacked(saved.weight_scale_inv))
+
+    def _losses(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """A chunk's logits, losses and logarithms of sums of exponentials."""
+        recipe, x = self.layer.recipe, Operands()
+        if recipe.output is not None and self.x.as_is is not None:
+            x = Operands(_part(self.x.as_is, recipe.output[0], rows))
+        logits = output(self.x_TK[rows], x, self.weight_NK, self.bias, self.layer, self.dtype)
+        return logits, *kernels.cross_entropy(logits, self.loss.target[rows], *self.loss[1:4])
+
+    def _cast(
+        self, logits: Tensor, rows: slice, lse: Tensor, needs: tuple[bool, bool, bool], codes: Tensor | None
+    ) -> tuple[CodesAndScale | None, Tensor | None, Tensor | None]:
+        """(G of a chunk as dx's product reads it, the scales of its codes transposed, G itself), if they are needed.
+
+        Its codes transposed are written where they lie among all rows', in ``codes``. Their scales are None where all
+        are that of numbers in [-1, 1].
+        """
+        recipe, how = self.layer.recipe, (self.loss.target[rows], *self.loss[1:4], lse)
+        casts = recipe.grad_output_casts
+        as_is, laid = casts.as_is if needs[0] else None, casts.transposed if needs[1] else None
+        at_once, at_once_laid = _needs_no_amax(as_is), _needs_no_amax(laid)
+        pair = scale_inv = g = None
+        if at_once or at_once_laid:
+            q = nothing = logits.new_empty((0, 0), dtype=_format(recipe).dtype)
+            if at_once_laid and codes is not None and not self.lays:
+                q = codes[rows]
+            elif at_once:
+                q = logits.new_empty((logits.shape[0], padded(logits.shape[1], self.pad)), dtype=nothing.dtype)
+            there = codes if at_once_laid and codes is not None and self.lays else nothing
+            kernels.cross_entropy_codes(logits, *how, q, there, rows.start)
+            if at_once and as_is is not None:
+                pair = q, _unit_scale_inv(recipe, as_is, q.shape[0], q)
+        if needs[2] or (needs[0] and not at_once) or (needs[1] and not at_once_laid):
+            g = kernels.cross_entropy_backward(logits, *how, lse.new_ones(1).expand(len(lse)))
+        has_amax = as_is is not None and not at_once, laid is not None and not at_once_laid
+        if any(has_amax) and g is not None:
+            cast = cast_role(g, recipe, GRAD_OUTPUT, *has_amax, None)
+            pair = cast.as_is if has_amax[0] else pair
+            if cast.transposed is not None and codes is not None:
+                q, scale_inv = cast.transposed
+                place = codes[:, rows.start : rows.start + q.shape[1]] if self.lays else codes[rows].t()
+                place.copy_(q.view(torch.uint8))
+        return pair, scale_inv, g
+
+
+@torch.library.custom_op("octavo::join_scales", mutates_args=())
+def join_scales(chunks: list[Tensor]) -> Tensor:
+    """Chunks' scales [R, C] beside each other, laid by columns as a cast of all rows lays them.
+
+    An op, as Inductor computes nothing of E8M0.
+    """
+    laid = [scale_inv.t() for scale_inv in chunks]
+    if chunks[0].dtype is E8M0:
+        return torch.cat([scale_inv.view(torch.uint8) for scale_inv in laid]).view(E8M0).t()
+    return torch.cat(laid).t()
+
+
+@join_scales.register_fake
+def _(chunks: list[Tensor]) -> Tensor:
+    columns = sum(scale_inv.shape[1] for scale_inv in chunks)
+    return chunks[0].new_empty((columns, chunks[0].shape[0])).t()
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """See the file."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: Tensor,
+        weight_NK: Tensor,
+        bias: Tensor | None,
+        loss: LossOfRows,
+        layer: Layer,
+        read: ReadTensor | None,
+    ) -> Tensor:
+        needs = ctx.needs_input_grad[:3]
+        own, x, number = input_operands(x_TK, layer, None, read, needs[1])
+        result, of_sum = _computed(x_TK, x, weight_NK, bias, loss, layer, needs)
+        saved = to_save(own, x, weight_NK, layer, False, needs[1])
+        if of_sum.codes is None:  # dW is there
+            saved = saved._replace(x_TK=None)
+        ctx.plan = plan_of(layer._replace(observer=None), x_TK.dtype, weight_NK, bias, number)
+        ctx.given = True, True, bias is not None
+        ctx.save_for_backward(loss.divisor, *of_sum, *saved)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_in_backward(*grads)
+        plan, (divisor, *tensors) = ctx.plan, ctx.saved_tensors
+        needs_dx, needs_dw, needs_db = asked(ctx, ctx.needs_input_grad[:3], ctx.given)
+        count = len(_Gradients._fields)
+        of_sum, saved = _Gradients(*tensors[:count]), Saved(*tensors[count:])
+        ctx.plan = plan_for_next_pass(plan)
+        commit_forward(plan, saved.x_amax, saved.weight_amax)
+        # no rows that count: the loss is NaN, and the gradient 0 as torch's
+        factor = grads[0] if divisor is None else grads[0] / divisor.clamp(min=1)
+        factor = factor.to(torch.float32).view(1, 1)
+        dtype, weight_dtype, *of_bias = plan.dtypes
+        dx = dw = db = None
+        if needs_dx and of_sum.dx is not None:
+            dx = (of_sum.dx * factor).to(dtype)
+        if needs_dw and of_sum.dw is not None:
+            dw = (of_sum.dw * factor).to(weight_dtype)
+        elif needs_dw:
+            dw = _grad_weight(of_sum, saved, plan, factor)
+        if needs_db and of_sum.db is not None:
+            db = (of_sum.db * factor[0]).to(of_bias[0])
+        return dx, dw, db, None, None, None
+
+
+def _grad_weight(of_sum: _Gradients, saved: Saved, plan: Layer, factor: Tensor) -> Tensor:
+    """DW by one product, times the factor: by G's scale where all of G has one, else the result."""
+    recipe, codes, scale_inv = plan.recipe, of_sum.codes, unpacked(of_sum.scale_inv)
+    assert codes is not None and recipe.grad_weight is not None
+    cast, dtype = recipe.grad_weight[0], plan.dtypes[0]
+    if scale_inv is None:
+        pair, product = (codes, _unit_scale_inv(recipe, cast, codes.shape[0], factor) * factor), plan
+    else:  # a power of two stays one
+        dtype = torch.float32 if dtype is torch.float16 else dtype  # which may not hold a sum over all rows
+        pair, product = (codes, scale_inv.to(cast.scale_inv_dtype)), plan._replace(dtypes=(dtype, dtype))
+    _, dw, _ = gradients((Operands(None, pair), None), saved, product, (False, True, False))
+    assert dw is not None
+    return dw if scale_inv is None else (dw * factor).to(plan.dtypes[1])
+
+
+def _computed(
+    x_TK: Tensor,
+    x: Operands,
+    weight_NK: Tensor,
+    bias: Tensor | None,
+    loss: LossOfRows,
+    layer: Layer,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor, _Gradients]:
+    """The loss, and the gradients of the sum of the losses that are needed."""
+    losses, lse, of_sum = _Chunks(x_TK, x, weight_NK, bias, loss, layer).run(needs)
+    if layer.observer is not None:
+        layer.observer.cast(layer.recipe, INPUT, lambda: x_TK, x)
+        # which is faulty where a row of logits is
+        layer.observer.product(layer, "output", lse[:, None], x.as_is or (x_TK, None), None, x.amax)
+    total = losses.sum()
+    return total if loss.divisor is None else total / loss.divisor, of_sum
+
+
+def linear_cross_entropy_of_rows(
+    x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None, loss: LossOfRows, layer: Layer, read: ReadTensor | None = None
+) -> Tensor:
+    """The loss, a float32 scalar, of logits x . weight^T + bias [T, N], of which one chunk exists at a time.
+
+    Gradients flow to x, ``weight_NK`` and bias; all are bf16, fp16 or fp32. ``layer`` and ``read``: as of
+    products.linear.
+    """
+    if is_recorded(x_TK, weight_NK, bias):
+        result: Tensor = _LinearCrossEntropy.apply(x_TK, weight_NK, bias, loss, layer, read)
+        return result
+    _, x, _ = input_operands(x_TK, layer, None, read, False)
+    return _computed(x_TK, x, weight_NK, bias, loss, layer, (False, False, False))[0]
