@@ -157,7 +157,8 @@ def launches(step: Callable[..., Tensor], *inputs: Tensor, by_inductor: bool) ->
     graphs: list[list[Launch]] = []
 
     def compiler(graph: fx.GraphModule, inputs: Any) -> Any:
-        outputs = [one if one is None else one.meta["val"] for one in graph.graph.output_node().args[0]]
+        nodes: Any = graph.graph.output_node().args[0]
+        outputs = [node if node is None else node.meta["val"] for node in nodes]
         graphs.append((launches_of_inductor if by_inductor else launches_as_traced)(graph, inputs))
 
         def run(arguments: list[Any]) -> Any:
