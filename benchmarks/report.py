@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks import readme
 from benchmarks.common import predicted, where
 from benchmarks.common.pages import filled
-from benchmarks.compile import compile_matrix, onnx_export
+from benchmarks.compile import compile_matrix, compiled_bytes, onnx_export
 from benchmarks.distributed import communication, communication_model, gather_host, sharded_load
 from benchmarks.host import gpu_host
 from benchmarks.kernels import accumulation, grouped_accuracy, kernels, layer
@@ -34,7 +34,7 @@ from benchmarks.training import (
 
 PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "README.md": readme.TABLES,
-    "docs/compile.md": compile_matrix.TABLES | cpu_step.TABLES,
+    "docs/compile.md": compile_matrix.TABLES | compiled_bytes.TABLES | cpu_step.TABLES,
     "docs/communication.md": communication_model.TABLES | communication.TABLES | gather_host.TABLES,
     "docs/export.md": onnx_export.TABLES,
     "docs/emulator.md": emulated.TABLES | silicon.TABLES,

@@ -36,6 +36,7 @@ ALL: dict[str, tuple[str, ...]] = {
     "checkpointing": ("checkpointing",),
     "llama_convergence": ("llama_convergence",),
     "compile_matrix": ("compile_matrix",),
+    "compiled_bytes": ("compiled_bytes",),
     "onnx_export": ("onnx_export",),
     "sharded_load": ("sharded_load",),
     "causes": ("causes",),

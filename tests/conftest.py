@@ -26,7 +26,13 @@ torch.set_num_threads(1)  # a worker a core; and small tensors gain nothing by t
 # times as much, which noise does not explain, fails the run.
 LIMIT, SHARE, FAILS = 5.0, 0.01, 3
 # Tests that may take longer, and why.
-LONG = {"tests/distributed/test_compile.py::test_graphs_and_bits[in_blocks-delayed]": "compiles on two ranks"}
+LONG = {
+    "tests/compile/test_around.py::test_a_fused_llama_equals_eager_in_one_graph[delayed]": "traces a whole Llama",
+    "tests/distributed/test_compile.py::test_graphs_and_bits[in_blocks-delayed]": "compiles on two ranks",
+    "tests/integration/test_compiled_bytes.py::test_each_known_forward_moves_no_more_than_eager_or_inductors_own": (
+        "Inductor schedules a decoder layer, forward and backward"
+    ),
+}
 
 
 LAST_ON_RANKS = pytest.StashKey[pytest.Item]()

@@ -36,12 +36,10 @@ from octavo.autograd.products import (
     input_operands,
     is_recorded,
     output,
-    packed,
     plan_for_next_pass,
     plan_of,
     refuse_in_backward,
     to_save,
-    unpacked,
     weight_cast_again,
 )
 from octavo.autograd.shared_casts import ReadTensor
@@ -168,9 +166,7 @@ class _Chunks:
         if codes is not None and recipe.grad_weight is not None:
             codes = codes if self.lays else codes.t()
             codes = codes if at_once else codes.view(recipe.grad_weight[0].format.dtype)
-        scale_inv = None
-        if scales and recipe.grad_weight is not None:
-            _, scale_inv = packed((scales[0], join_scales(scales)), recipe.grad_weight[0])
+        scale_inv = join_scales(scales) if scales else None
         return losses, lse, _Gradients(torch.cat(dxs) if dxs else None, dw, db, codes, scale_inv)
 
     def _saved(self, needs_dx: bool) -> Saved:
@@ -183,7 +179,7 @@ class _Chunks:
             saved = saved._replace(weight_NK=None, weight_q=q, weight_scale_inv=scale_inv)
         elif source is not None:
             saved = saved._replace(weight_NK=self.weight_NK)
-        return saved._replace(weight_scale_inv=unpacked(saved.weight_scale_inv))
+        return saved
 
     def _losses(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         """A chunk's logits, losses and logarithms of sums of exponentials."""
@@ -298,14 +294,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _grad_weight(of_sum: _Gradients, saved: Saved, plan: Layer, factor: Tensor) -> Tensor:
     """DW by one product, times the factor: by G's scale where all of G has one, else the result."""
-    recipe, codes, scale_inv = plan.recipe, of_sum.codes, unpacked(of_sum.scale_inv)
+    recipe, codes, scale_inv = plan.recipe, of_sum.codes, of_sum.scale_inv
     assert codes is not None and recipe.grad_weight is not None
     cast, dtype = recipe.grad_weight[0], plan.dtypes[0]
     if scale_inv is None:
         pair, product = (codes, _unit_scale_inv(recipe, cast, codes.shape[0], factor) * factor), plan
     else:  # a power of two stays one
         dtype = torch.float32 if dtype is torch.float16 else dtype  # which may not hold a sum over all rows
-        pair, product = (codes, scale_inv.to(cast.scale_inv_dtype)), plan._replace(dtypes=(dtype, dtype))
+        pair, product = (codes, scale_inv), plan._replace(dtypes=(dtype, dtype))
     _, dw, _ = gradients((Operands(None, pair), None), saved, product, (False, True, False))
     assert dw is not None
     return dw if scale_inv is None else (dw * factor).to(plan.dtypes[1])

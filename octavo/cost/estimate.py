@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from octavo.autograd.casts import GRAD_OUTPUT, INPUT, WEIGHT
+from octavo.autograd.linear_cross_entropy import ROWS
 from octavo.cost.parts import (
     BF16_KERNELS,
-    CHUNK,
     CHUNKED_LOSS,
     COUNTED,
     FUSED_LOSS,
@@ -482,7 +482,7 @@ def _chunked(work: Work, modules: Mapping[str, nn.Module]) -> tuple[LinearWork, 
         raise PlanError(f"a chunked loss: {what}; it is planned for a head in FP8, such as by dynamic_with_output_hp()")
     writes_codes = form_of(recipe.grad_output_casts.as_is) in ("tensor", "row")
     of_chunk = OF_CHUNK + 2 * (not writes_codes)
-    size = CHUNKED_LOSS * work.logits + of_chunk * min(work.logits, CHUNK * head.out_features) + 2 * head.sizes[0]
+    size = CHUNKED_LOSS * work.logits + of_chunk * min(work.logits, ROWS * head.out_features) + 2 * head.sizes[0]
     return head, writes_codes, size
 
 

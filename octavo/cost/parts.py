@@ -73,7 +73,7 @@ COUNTED = ("norm", "residual")
 # bytes a logit that a loss has at a time: log-probabilities and two gradients in float32; fused, one and the logits;
 # chunked, the transposed codes of all, and of a chunk of so many rows the logits and the codes as they lie too; and the
 # gradient of what the head reads
-LOSS, FUSED_LOSS, CHUNKED_LOSS, OF_CHUNK, CHUNK = 3 * 4, 2 * 2, 1, 2 + 1, 4096
+LOSS, FUSED_LOSS, CHUNKED_LOSS, OF_CHUNK = 3 * 4, 2 * 2, 1, 2 + 1
 
 
 def fused_parts(model: nn.Module, inputs: Mapping[str, int], work: Any) -> Iterator[tuple[str, str, float]]:

@@ -5,6 +5,7 @@ Layers of every feature are compiled in tests/support/seams, every kind of step 
 
 import dataclasses
 import functools
+import re
 
 import pytest
 import torch
@@ -29,8 +30,9 @@ from benchmarks.compile.compile_cells import (
     mean_square,
     measure,
 )
+from octavo.nn.known_forwards import KnownForward
 from tests.support.combinations import each_pair
-from tests.support.helpers import FP8_RECIPES, to_fp8
+from tests.support.helpers import FP8_RECIPES, every_layer, to_fp8
 
 LINEAR = What(lambda layers: nn.Linear(WIDTH, 48))
 
@@ -92,22 +94,31 @@ def test_evaluation_in_between(recipe):
     assert graphs[0] <= 3 and graphs == graphs[:1] * 4
 
 
-def llama_s_graphs(recipe):
-    """(graphs, breaks, graphs after the second step) of a compiled Llama's training, by a recipe or in bf16."""
+def llama(recipe, key_heads=1, **how):
+    """A Llama of one layer, by a recipe or in bf16; ``how``: options of convert."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": key_heads, "max_position_embeddings": 32}
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, use_cache=False)).bfloat16()
+    return model if recipe is None else octavo.convert(model, recipe, every_layer, **how)
+
+
+def tokens_of_step(step):
+    return torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(step))
+
+
+def llama_s_graphs(recipe):
+    """(graphs, breaks, graphs after the second step) of a compiled Llama's training, by a recipe or in bf16."""
+    model = llama(recipe)
     if recipe is not None:
-        model = to_fp8(model, recipe)
         assert sum(isinstance(module, octavo.nn.Linear) for module in model.modules()) == 8
     torch.compiler.reset()
     counters.clear()
     counter = CompileCounterWithBackend("aot_eager")
     call, graphs = torch.compile(model, backend=counter), []
     for step in range(4):
-        tokens = torch.randint(0, 60, (2, 16), generator=torch.Generator().manual_seed(step))
+        tokens = tokens_of_step(step)
         call(input_ids=tokens, labels=tokens).loss.backward()
         graphs.append(counter.frame_count)
     return graphs[-1], sum(counters["graph_break"].values()), graphs[-1] - graphs[1]
@@ -119,6 +130,42 @@ def test_a_whole_llama_has_no_more_graphs_breaks_or_recompiles_than_in_bf16():
     for recipe in FP8_RECIPES.values():
         ours = llama_s_graphs(recipe())
         assert all(a <= b for a, b in zip(ours, in_bf16, strict=True)), (ours, in_bf16)
+
+
+OF_FIRST = re.compile("q_proj|o_proj|gate_proj|down_proj|lm_head")  # compiled, layers computed as one leave it there
+
+
+@pytest.mark.parametrize("recipe", [pytest.param("dynamic", marks=pytest.mark.full), "delayed"])
+def test_a_fused_llama_equals_eager_in_one_graph(recipe):
+    """With as many keys as queries: torch sums a group's gradients of keys in bf16 otherwise when compiled."""
+
+    def step(model, tokens):
+        return model(input_ids=tokens, labels=tokens).loss
+
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    calls = torch.compile(step, backend=counter, fullgraph=True), step
+    models = [llama(RECIPES[recipe](), key_heads=2, fuse=True) for _ in calls]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for number in range(3):
+        losses = []
+        for call, model, optimizer in zip(calls, models, optimizers, strict=True):
+            optimizer.zero_grad()
+            losses.append(call(model, tokens_of_step(number)))
+            losses[-1].backward()
+        assert torch.equal(*losses)
+        assert difference(*map(state_of, models)) == 0.0
+        for optimizer in optimizers:
+            optimizer.step()
+    assert counter.frame_count == 1
+    state, expected = (
+        {name: value for name, value in octavo.nn.delayed_state_dict(model).items() if OF_FIRST.search(name)}
+        for model in models
+    )
+    assert len(expected) == (10 if recipe == "delayed" else 0) and all(
+        torch.equal(state[n], expected[n]) for n in expected
+    )
+    assert sum(isinstance(module, KnownForward) for module in models[0].modules()) == 6
 
 
 def tokens_of(rows):
