@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 Tile = tuple[int, int]
 ALL = -1
+CONTRACTION = 16  # terms: tensor cores multiply FP8 in so many at a time, of which products contract over a multiple
 MX: Tile = (1, 32)  # what shares a scale in the OCP's formats of that name
 
 

@@ -15,11 +15,21 @@ import octavo
 from octavo import E4M3, E5M2, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Recipe, RecipeMap, recipes
 from octavo.scaling.recipe import PRODUCTS
 from tests.support.damage import damaged_json
+from tests.support.seams.features import FEATURES
 from tests.support.triton_kernels import in_place_of_reference
 
 NAMES = ("dynamic", "dynamic_with_output_hp", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mx")
 NAMES += ("batch_invariant", "high_precision")
 ALL = {name: getattr(recipes, name) for name in NAMES}
+
+
+def test_tables_and_pages_name_every_recipe():
+    names = {*recipes.NAMED} - {"default"}
+    assert names == {*NAMES}
+    assert names - {"high_precision"} <= {*FEATURES}
+    for page in ("docs/quickstart.md", "docs/guides/which-recipe.md", "docs/reference/recipes.md"):
+        text = (Path(__file__).parents[1] / page).read_text(encoding="utf-8")
+        assert {name for name in names if f"recipes.{name}" not in text and f"`{name}(" not in text} == set(), page
 
 
 @pytest.mark.parametrize("name", ALL)

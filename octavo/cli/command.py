@@ -21,7 +21,7 @@ import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch.backends.cuda import SDPAParams
@@ -371,14 +371,15 @@ def _report(results: list[RunResult], config: TrainConfig) -> int:
 
 
 def _export_options(parser: argparse.ArgumentParser) -> None:
+    from octavo.export.layouts import FileLayout
+
     parser.add_argument("source", type=Path, metavar="RUN", help="a run's folder")
     written = parser.add_mutually_exclusive_group(required=True)
     written.add_argument("--onnx", type=Path, metavar="FILE", help="the file to write")
     help = "a new folder for FP8 weights and their config.json, as servers read them"
     written.add_argument("--safetensors", type=Path, metavar="FOLDER", help=help)
-    layouts = ("compressed-tensors", "fine-grained", "mxfp8")
-    help = "of FP8 weights; the first holds those of every recipe (default: compressed-tensors)"
-    parser.add_argument("--layout", default=layouts[0], choices=layouts, help=help)
+    help = "of FP8 weights (default: compressed-tensors, which holds those of every recipe)"
+    parser.add_argument("--layout", default="compressed-tensors", choices=get_args(FileLayout), help=help)
     parser.add_argument("--opset", type=int, default=21, metavar="N", help="of ONNX, 21 to 24 (default: 21)")
     dtypes = ("bfloat16", "float32")
     help = "of other weights than FP8 (default: bfloat16)"

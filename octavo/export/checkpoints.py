@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from octavo.export.layouts import (
     GATHER,
     LAYOUTS,
     SQUARE,
+    AnyLayout,
+    FileLayout,
     Layers,
     Layout,
     WrittenTensors,
@@ -34,7 +36,7 @@ from octavo.tensor.fsdp2 import mp_policies, on_this_rank
 def to_safetensors(
     model: nn.Module,
     folder: str | os.PathLike[str],
-    layout: Literal["fine-grained", "mxfp8", "compressed-tensors"] = "fine-grained",
+    layout: FileLayout = "fine-grained",
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Write a checkpoint whose FP8 layers are served from the pairs that the model computes with.
@@ -100,7 +102,7 @@ def to_safetensors(
     if shard := next((entry.key for entry in found if on_this_rank(entry.tensor) is not entry.tensor), None):
         raise ExportError(f"{shard} is sharded: {GATHER}, or send it as it is by octavo.export.iterate_fp8")
     likes = dict(pair for entry in found for pair in _keyed(entry.likes(), chosen))
-    if layout != "compressed-tensors":
+    if chosen.matches_ends:
         _check_readers(layers, skipped)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
@@ -174,7 +176,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def iterate_fp8(
     model: nn.Module,
-    layout: Literal["fine-grained", "mxfp8", "compressed-tensors", "per-tensor"] = "fine-grained",
+    layout: AnyLayout = "fine-grained",
     fp8_only: bool = False,
 ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """The model's tensors one after the other, its FP8 layers' weights as the codes that their forward reads.

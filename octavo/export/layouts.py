@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -100,13 +100,20 @@ class Layout(NamedTuple):
 
     ``scale_key``: the scale's name, beside "weight". ``tiles``: those of the weight casts that the layout can hold.
     ``recipe``: the named recipe that fits. ``config``: makes config.json's entry from the layers and the names of the
-    matrices that stay in high precision; None if the layout is not one of files.
+    matrices that stay in high precision; None if the layout is not one of files. ``method``: that entry's quant_method,
+    which load_fp8 reads. ``matches_ends``: whether transformers' reader takes those names for ends of others' names.
     """
 
     scale_key: str
     tiles: tuple[Tile, ...]
     recipe: str
-    config: Callable[[Layers, list[str]], dict[str, Any]] | None
+    config: Callable[[Layers, list[str]], dict[str, Any]] | None = None
+    method: str | None = None
+    matches_ends: bool = False
+
+
+FileLayout = Literal["fine-grained", "mxfp8", "compressed-tensors"]
+AnyLayout = Literal["fine-grained", "mxfp8", "compressed-tensors", "per-tensor"]
 
 
 class Entry(NamedTuple):
@@ -151,7 +158,7 @@ class Entry(NamedTuple):
         return ((name, *pair) for name, pair in pairs.items())
 
 
-def entries(model: nn.Module, layout: str) -> tuple[list[Entry], Layers, list[str]]:
+def entries(model: nn.Module, layout: AnyLayout) -> tuple[list[Entry], Layers, list[str]]:
     """A model's tensors in the state_dict's order, tied ones once; its FP8 layers; matrices in high precision.
 
     ExportError for what the layout can't hold or no server can read, and for a model without a layer in FP8.
@@ -210,7 +217,7 @@ def fp8_layers(model: nn.Module) -> tuple[Layers, list[str]]:
     return layers, [n for n, m in others.items() if any(p.ndim >= 2 for p in m.parameters(recurse=False))]
 
 
-def _misfit(name: str, module: RecipeModule, layout: str) -> str | None:
+def _misfit(name: str, module: RecipeModule, layout: AnyLayout) -> str | None:
     """Why the layout can't hold a layer's pair, and what works; or None."""
     cast, chosen = weight_cast(module), LAYOUTS[layout]
     remedy = f"octavo.set_recipe(model, octavo.recipes.{chosen.recipe}()) makes weights that it holds"
@@ -346,9 +353,11 @@ def _compressed_tensors_config(layers: Layers, skipped: list[str]) -> dict[str, 
     }
 
 
-LAYOUTS = {
-    "fine-grained": Layout("weight_scale_inv", (SQUARE,), "blockwise", _fine_grained_config),
-    "mxfp8": Layout("weight_scale_inv", (MX,), "mx", _mxfp8_config),
-    "compressed-tensors": Layout("weight_scale", (*_SCHEMES,), "rowwise", _compressed_tensors_config),
-    "per-tensor": Layout("weight_scale", ((ALL, ALL),), "dynamic", None),
+LAYOUTS: dict[AnyLayout, Layout] = {
+    "fine-grained": Layout("weight_scale_inv", (SQUARE,), "blockwise", _fine_grained_config, "fp8", True),
+    "mxfp8": Layout("weight_scale_inv", (MX,), "mx", _mxfp8_config, "mxfp8", True),
+    "compressed-tensors": Layout(
+        "weight_scale", (*_SCHEMES,), "rowwise", _compressed_tensors_config, "compressed-tensors"
+    ),
+    "per-tensor": Layout("weight_scale", ((ALL, ALL),), "dynamic"),
 }

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from octavo.errors import require
 from octavo.export.checksums import CheckedFile
-from octavo.export.layouts import SQUARE, places_in
+from octavo.export.layouts import LAYOUTS, SQUARE, places_in
 from octavo.granularity import MX, Granularity
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight_files import SCALE_INV, check_scales
@@ -229,10 +229,11 @@ def _check_config(folder: Path) -> None:
     quantization = config.get("quantization_config") or config.get("compression_config") or {}
     quantization = _object(quantization, f"{path}: quantization_config")
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
-    if method not in ("fp8", "mxfp8", "compressed-tensors", "modelopt", None):
+    methods = [each.method for each in LAYOUTS.values() if each.method is not None]
+    if method not in (*methods, "modelopt", None):
         raise ValueError(
-            f"{path}: quant_method is {method!r}; load_fp8 reads 'fp8' (fine-grained), 'mxfp8', 'compressed-tensors', "
-            "'modelopt' and checkpoints in high precision, which have none"
+            f"{path}: quant_method is {method!r}; load_fp8 reads {', '.join(map(repr, methods))}, 'modelopt' and "
+            "checkpoints in high precision, which have none"
         )
     if block not in (None, list(SQUARE), list(MX)):
         raise ValueError(f"{path}: weight_block_size is {block!r}; weights are stored in blocks of {SQUARE} or {MX}")

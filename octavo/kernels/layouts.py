@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from octavo.granularity import ALL, MX, tiles_along
+from octavo.granularity import ALL, CONTRACTION, MX, tiles_along
 from octavo.kernels.capability import runs_natively
 from octavo.numerics import E8M0
 
@@ -38,9 +38,9 @@ _native: dict[torch.device, bool] = {}  # asking the driver costs microseconds; 
 def contraction_multiple(device: torch.device) -> int:
     """What a product's contracted dimension must be a multiple of; casts pad the operands with zero codes.
 
-    16 where torch's product takes bytes in sixteens; 1 where operands are strided views, or the reference.
+    CONTRACTION where torch's product takes no other; 1 where operands are strided views, or the reference.
     """
-    return 16 if needs_transposed_codes(device) else 1
+    return CONTRACTION if needs_transposed_codes(device) else 1
 
 
 def is_small_block(tile: Sequence[int]) -> bool:
@@ -52,10 +52,11 @@ def padded(size: int, multiple: int) -> int:
     """``size`` rounded up to a multiple.
 
     Raises:
-        ValueError: unless the multiple divides 16: kernels write their padding in tiles of that.
+        ValueError: unless the multiple divides CONTRACTION: kernels write their padding in tiles of that.
     """
-    if multiple < 1 or 16 % multiple:
-        raise ValueError(f"pad={multiple}: codes are padded to multiples of 1, 2, 4, 8 or 16")
+    if multiple < 1 or CONTRACTION % multiple:
+        divisors = ", ".join(str(size) for size in range(1, CONTRACTION + 1) if CONTRACTION % size == 0)
+        raise ValueError(f"pad={multiple}: codes are padded to a multiple of one of {divisors}")
     return -(-size // multiple) * multiple
 
 

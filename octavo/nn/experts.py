@@ -203,7 +203,7 @@ TITAN = {"gate": "w1", "up": "w3", "down": "w2"}, {"gate": "w1_EFD", "up": "w3_E
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 # octavo's names of activations, by the names of classes of torch and transformers (its activations.py)
-_FUNCTIONS = {
+FUNCTIONS_OF_CLASSES = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
     "ReLU": "relu",
@@ -347,7 +347,7 @@ def function_of(act: nn.Module | None) -> str | None:
     """The function of an activation module of torch or transformers, as kernels/activations.py calls it; or None."""
     if type(act) is nn.GELU:
         return "gelu" if act.approximate == "none" else "gelu_tanh"
-    return _FUNCTIONS.get(type(act).__name__)
+    return FUNCTIONS_OF_CLASSES.get(type(act).__name__)
 
 
 def name_of(function: str | None, gated: bool) -> str | None:

@@ -24,6 +24,7 @@ from octavo.autograd.gather_input import (
 )
 from octavo.distributed import Fp8Reduction
 from octavo.distributed.tensor_parallel import _summed_in_fp8
+from octavo.granularity import CONTRACTION
 from octavo.scaling.recipe import Cast
 from octavo.tensor.pair import Operands
 from tests.support.parallel_tasks import RECIPES, small
@@ -132,7 +133,7 @@ def test_layouts_that_a_gpu_wants(recipe, monkeypatch):
     """Codes written transposed, contractions padded to 16: as of a tensor that was not gathered."""
     for where in ("autograd.casts", "tensor.pair"):
         monkeypatch.setattr(f"octavo.{where}.needs_transposed_codes", lambda device: True)
-        monkeypatch.setattr(f"octavo.{where}.contraction_multiple", lambda device: 16)
+        monkeypatch.setattr(f"octavo.{where}.contraction_multiple", lambda device: CONTRACTION)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         x = small(1000, 296)

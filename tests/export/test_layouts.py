@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,15 +14,24 @@ import octavo
 from octavo import E4M3, PerBlock, PerRow, PerTensor, recipes
 from octavo.errors import ExportError
 from octavo.export import iterate_fp8, to_safetensors
-from octavo.export.layouts import LAYOUTS, entries, scale_shape
+from octavo.export.layouts import LAYOUTS, AnyLayout, FileLayout, entries, scale_shape
 from tests.export.test_checkpoints import seen_operands
 from tests.support.helpers import to_fp8
 from tests.support.pool import Pool
 from tests.support.tiny_models import decoder
 
+ROOT = Path(__file__).parents[2]
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_experts_per_tok": 2}
 GRANULARITIES = {"blockwise": PerBlock(128, 128), "rowwise": PerRow(), "dynamic": PerTensor(), "delayed": PerTensor()}
 IN_HIGH_PRECISION = {"lm_head": None, "*.gate": None}
+
+
+def test_the_types_name_each_layout_of_the_table():
+    assert [*get_args(AnyLayout)] == [*LAYOUTS]
+    assert [*get_args(FileLayout)] == [name for name, layout in LAYOUTS.items() if layout.config is not None]
+    for name, layout in LAYOUTS.items():
+        for page in ("docs/export.md", "docs/rollout.md") if layout.config is not None else ("docs/rollout.md",):
+            assert f'"{name}"' in (ROOT / page).read_text(encoding="utf-8"), (name, page)
 
 
 def mixtral(intermediate: int = 256) -> nn.Module:

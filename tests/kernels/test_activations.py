@@ -1,11 +1,59 @@
 import re
+from pathlib import Path
 
 import pytest
+import torch
 
+from octavo.autograd.chain import FUNCTIONS
 from octavo.kernels.activations import ACTIVATIONS, Activation, activation_of, cast_shape
+from octavo.kernels.reference.activation import FUNCTIONS as REFERENCE
+from octavo.nn.experts import FUNCTIONS_OF_CLASSES
+from octavo.nn.fused import LayerNormMLP
+from tests.kernels.conftest import Ops
+from tests.support.exact_activation import GATED, PLAIN, exact, exact_gradient
 
-PLAIN = ["relu", "squared_relu", "silu", "quick_gelu", "gelu", "gelu_tanh"]
-GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
+
+def each_value(ops: Ops, x: torch.Tensor, *activation: object) -> torch.Tensor:
+    """Return the values that are cast, float32: the amax of blocks of one element, with the sign of their codes."""
+    codes, _, _, amax, _ = ops.of("cast")(
+        x, None, 0, torch.float8_e4m3fn, (1, 1), True, 0, False, 1, False, *activation
+    )
+    return torch.where(codes.view(torch.uint8) >= 0x80, -amax, amax)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_implementation_has_each(ops: Ops, name: str) -> None:
+    h = torch.randn(6, 8) * 3
+    dy = torch.rand(6, 4 if name in GATED else 8) - 0.5
+    for values, truth in (
+        (each_value(ops, h, name), exact(h.double(), name)),
+        (each_value(ops, dy, name, h), exact_gradient(dy, h, name)),
+    ):
+        torch.testing.assert_close(values.double(), truth, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_in_the_operations_of_torch_too(name: str) -> None:
+    h, dy = torch.randn(200) * 3, torch.rand(200) - 0.5
+    torch.testing.assert_close(FUNCTIONS[name].value(h).double(), exact(h.double(), name), rtol=1e-5, atol=1e-5)
+    truth = exact_gradient(dy, h, name)
+    torch.testing.assert_close(FUNCTIONS[name].gradient(dy, h).double(), truth, rtol=1e-5, atol=1e-5)
+
+
+def test_tables_and_pages_name_each() -> None:
+    functions = {each.function for each in ACTIVATIONS.values()}
+    assert functions == {*REFERENCE} == {*FUNCTIONS} == {*FUNCTIONS_OF_CLASSES.values()}
+    page = (Path(__file__).parents[2] / "docs/modules.md").read_text(encoding="utf-8")
+    assert [name for name in ACTIVATIONS if f"`{name}`" not in page] == []
+    assert [name for name in ACTIVATIONS if f'"{name}"' not in (LayerNormMLP.__doc__ or "")] == []
+
+
+def test_a_function_without_a_branch_is_no_other(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ACTIVATIONS, "nothing", Activation("nothing", gated=False))
+    h = torch.randn(4, 4)
+    for tensors in ((h, "nothing"), (h, "nothing", h)):
+        with pytest.raises(Exception, match=r"nothing|no function of this name"):
+            each_value(ops, *tensors)
 
 
 def test_names() -> None:

@@ -21,6 +21,7 @@ from octavo import recipes
 from octavo.autograd.casts import WEIGHT, cast_role
 from octavo.autograd.chain import Chain, run_chain
 from octavo.autograd.products import Layer
+from octavo.granularity import CONTRACTION
 from octavo.nn.candidates import features
 from octavo.nn.experts import ConvertedExperts, Experts, ExpertsPart, Routing, keys_of
 from octavo.nn.fused import activate
@@ -205,7 +206,7 @@ def test_layouts_that_a_gpu_wants_change_nothing(name: str, monkeypatch: pytest.
     for module in ("casts", "grouped"):
         monkeypatch.setattr(f"octavo.autograd.{module}.needs_transposed_codes", lambda device: True)
     for module in ("casts", "products"):
-        monkeypatch.setattr(f"octavo.autograd.{module}.contraction_multiple", lambda device: 16)
+        monkeypatch.setattr(f"octavo.autograd.{module}.contraction_multiple", lambda device: CONTRACTION)
     for net in (experts, flipped):
         octavo.nn.invalidate(net)
         for part in (net.gate_up, net.down):

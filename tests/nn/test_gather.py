@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import octavo
 from octavo import E4M3, Cast, PerBlock, PerRow, recipes
 from octavo.autograd.casts import WEIGHT, cast_role
+from octavo.granularity import CONTRACTION
 from octavo.nn import gather
 from octavo.nn.gather import ShardCast
 from octavo.tensor import pair as pair_module
@@ -121,7 +122,7 @@ def gathered(codes):
 def test_layouts_of_a_gpu(monkeypatch):
     """Codes transposed and padded to 16, in storage of their own where they differ from what was gathered."""
     monkeypatch.setattr(pair_module, "needs_transposed_codes", lambda device: True)
-    monkeypatch.setattr(pair_module, "contraction_multiple", lambda device: 16)
+    monkeypatch.setattr(pair_module, "contraction_multiple", lambda device: CONTRACTION)
     q = torch.randn(20, 24).to(torch.float8_e4m3fn)
     laid, transposed, inner = gathered(q)
     assert laid.shape == (20, 32) and transposed.shape == (24, 32) and len(inner) == 2

@@ -71,6 +71,7 @@ def in_place_of_reference(kernels: TritonKernels) -> Iterator[None]:
     """Layers and optimizers on a CPU run these kernels, laid as on Hopper, but what is compiled."""
     from octavo import kernels as entries
     from octavo.autograd import casts, grouped, linear_cross_entropy, products
+    from octavo.granularity import CONTRACTION
     from octavo.kernels.signatures import SCHEMAS
     from octavo.optim import base, muon
 
@@ -80,7 +81,7 @@ def in_place_of_reference(kernels: TritonKernels) -> Iterator[None]:
         for module in (casts, grouped, linear_cross_entropy):
             stack.enter_context(mock.patch.object(module, "needs_transposed_codes", lambda device: True))
         for module in (casts, linear_cross_entropy, products):
-            stack.enter_context(mock.patch.object(module, "contraction_multiple", lambda device: 16))
+            stack.enter_context(mock.patch.object(module, "contraction_multiple", lambda device: CONTRACTION))
         for module in (base, muon):
             stack.enter_context(mock.patch.object(module, "optimizer_step", kernels.modules[PACKAGE].optimizer_step))
         yield

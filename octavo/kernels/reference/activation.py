@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,42 +59,26 @@ def _gradient(h: Tensor, dy: Tensor, activation: str) -> Tensor:
     return h
 
 
+class Formulas(NamedTuple):
+    """f(h), and (f(h), f'(h)) with what both need computed once; float32, and of an h that stays as it is."""
+
+    value: Callable[[Tensor], Tensor]
+    value_and_slope: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
 def value(h: Tensor, function: str) -> Tensor:
-    """f(h), float32."""
-    if function == "relu":
-        return _relu(h)
-    if function == "squared_relu":
-        return _relu(h).square_()
-    if function == "gelu":
-        return _normal_distribution(h).mul_(h)
-    return _sigmoid(h, function).mul_(h)
+    """Return f(h), float32."""
+    return FUNCTIONS[function].value(h)
 
 
 def slope(h: Tensor, function: str) -> Tensor:
-    """f'(h), float32; of relu it is 0 at 0."""
+    """Return f'(h), float32; of relu it is 0 at 0."""
     return value_and_slope(h, function)[1]
 
 
 def value_and_slope(h: Tensor, function: str) -> tuple[Tensor, Tensor]:
-    """(f(h), f'(h)), float32; what both need is computed once."""
-    if function == "relu":
-        # any positive number, even a subnormal one, is at least 1 after times 2^200; NaN stays NaN
-        return _relu(h), h.mul(2.0**100).mul_(2.0**100).clamp_(0.0, 1.0).add_(0.0)
-    if function == "squared_relu":
-        return _relu(h).square_(), _relu(h).mul_(2.0)
-    if function == "gelu":
-        below = _normal_distribution(h)
-        bell = h.square().mul_(-0.5).exp_().mul_(_DENSITY)
-        return below * h, bell.mul_(h).add_(below)
-    if function == "gelu_tanh":
-        factor, cubic = _TANH
-        # from a square of 1e4 on the sigmoid is 0 or 1 and its slope 0, which must not be multiplied by inf
-        inner = h.square().clamp_(max=1e4).mul_(factor * cubic).add_(factor)
-        s = torch.mul(inner, h).sigmoid_()
-        return s * h, torch.ops.aten.sigmoid_backward(h, s).mul_(inner.mul_(3.0).sub_(2 * factor)).add_(s)
-    s = _sigmoid(h, function)
-    bend = torch.ops.aten.sigmoid_backward(h, s)  # h (1 - s) s
-    return s * h, (bend.mul_(1.702) if function == "quick_gelu" else bend).add_(s)
+    """Return (f(h), f'(h)), float32."""
+    return FUNCTIONS[function].value_and_slope(h)
 
 
 def _relu(h: Tensor) -> Tensor:
@@ -101,16 +86,49 @@ def _relu(h: Tensor) -> Tensor:
     return h.clamp_min(0.0).add_(0.0)
 
 
+def _relu_and_slope(h: Tensor) -> tuple[Tensor, Tensor]:
+    # any positive number, even a subnormal one, is at least 1 after times 2^200; NaN stays NaN
+    return _relu(h), h.mul(2.0**100).mul_(2.0**100).clamp_(0.0, 1.0).add_(0.0)
+
+
 def _normal_distribution(h: Tensor) -> Tensor:
     """The normal distribution's cumulative function at h."""
     return torch.erfc(h * -_SQRT_HALF).mul_(0.5)
 
 
-def _sigmoid(h: Tensor, function: str) -> Tensor:
-    """The sigmoid that multiplies h in f. For a tensor's last few elements torch's may differ in the last bit."""
-    if function == "silu":
-        return h.sigmoid()
-    if function == "quick_gelu":
-        return h.mul(1.702).sigmoid_()
+def _gelu_and_slope(h: Tensor) -> tuple[Tensor, Tensor]:
+    below = _normal_distribution(h)
+    bell = h.square().mul_(-0.5).exp_().mul_(_DENSITY)
+    return below * h, bell.mul_(h).add_(below)
+
+
+def _gelu_tanh(h: Tensor) -> Tensor:
     factor, cubic = _TANH
-    return h.square().mul_(factor * cubic).add_(factor).mul_(h).sigmoid_()
+    return h.square().mul_(factor * cubic).add_(factor).mul_(h).sigmoid_().mul_(h)
+
+
+def _gelu_tanh_and_slope(h: Tensor) -> tuple[Tensor, Tensor]:
+    factor, cubic = _TANH
+    # from a square of 1e4 on the sigmoid is 0 or 1 and its slope 0, which must not be multiplied by inf
+    inner = h.square().clamp_(max=1e4).mul_(factor * cubic).add_(factor)
+    s = torch.mul(inner, h).sigmoid_()
+    return s * h, torch.ops.aten.sigmoid_backward(h, s).mul_(inner.mul_(3.0).sub_(2 * factor)).add_(s)
+
+
+def _with_sigmoid(h: Tensor, s: Tensor, steepness: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return (h s, its slope) where s is the sigmoid of steepness times h."""
+    bend = torch.ops.aten.sigmoid_backward(h, s)  # h (1 - s) s
+    return s * h, (bend if steepness == 1.0 else bend.mul_(steepness)).add_(s)
+
+
+# For a tensor's last few elements torch's sigmoid may differ in the last bit.
+FUNCTIONS = {
+    "relu": Formulas(_relu, _relu_and_slope),
+    "squared_relu": Formulas(lambda h: _relu(h).square_(), lambda h: (_relu(h).square_(), _relu(h).mul_(2.0))),
+    "silu": Formulas(lambda h: h.sigmoid().mul_(h), lambda h: _with_sigmoid(h, h.sigmoid())),
+    "quick_gelu": Formulas(
+        lambda h: h.mul(1.702).sigmoid_().mul_(h), lambda h: _with_sigmoid(h, h.mul(1.702).sigmoid_(), 1.702)
+    ),
+    "gelu": Formulas(lambda h: _normal_distribution(h).mul_(h), _gelu_and_slope),
+    "gelu_tanh": Formulas(_gelu_tanh, _gelu_tanh_and_slope),
+}

@@ -177,6 +177,8 @@ def slope(h, NAME: tl.constexpr):
         elif NAME == "gelu_tanh":
             # where the square is larger, rest or h s is 0, and times inf it would be NaN
             rest *= 1.5957691216057308 + 0.21406444881780076 * tl.minimum(h * h, 1e4)
+        else:
+            tl.static_assert(NAME == "silu", "no function of this name")
         result = s + (h * s) * rest
     return result
 
@@ -214,6 +216,7 @@ def sigmoid_of(h, NAME: tl.constexpr):
     elif NAME == "gelu_tanh":
         power = h * (-2.302208198144325 - 0.1029432395800235 * (h * h))
     else:
+        tl.static_assert(NAME == "silu", "no function of this name")
         power = h * -1.4426950408889634
     return reciprocal(1.0 + exp2(power))
 

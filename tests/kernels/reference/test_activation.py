@@ -57,7 +57,7 @@ def test_values_against_float64(activation: str) -> None:
     y, truth = produced(h, activation), exact(h.double(), activation)
     assert y.dtype == torch.float32 and y.is_contiguous()
     over = truth.abs() > FLOAT32_MAX
-    assert bool((y[over] == math.inf).all()) and bool(over.any()) == (activation == "squared_relu")
+    assert bool((y[over] == math.inf).all())
     natural = (h[:, :64] * h[:, 64:] if activation in GATED else h).double().abs()
     assert bool((off(y, truth) <= 2 * HALF_ULP * natural)[~over].all())
 
@@ -109,8 +109,8 @@ def test_finite_inputs_have_finite_gradients(activation: str) -> None:
         dh = produced(torch.full((len(h), 1), small), activation, h)
         assert bool(dh.isfinite().all())
         assert small or not dh.any()
-    if activation != "squared_relu":  # 1e76
-        assert bool(produced(h, activation).isfinite().all())
+    over = exact(h.double(), activation).abs() > FLOAT32_MAX  # squares of 1e38
+    assert torch.equal(produced(h, activation).isfinite(), ~over)
 
 
 @each_activation
@@ -140,7 +140,7 @@ def test_zeros_and_infinities(function: str) -> None:
     h = torch.tensor([math.inf, -math.inf])
     if "relu" in function:
         assert value(h, function).tolist() == [math.inf, 0.0]
-        assert slope(h, function).tolist() == [math.inf if function == "squared_relu" else 1.0, 0.0]
+        assert slope(h, function).tolist() == exact_gradient(torch.ones(2), h, function).tolist()
     else:  # as in torch, a fault stays one: f(-inf) and the slopes are inf times 0
         top, bottom = value(h, function).tolist()
         assert top == math.inf and math.isnan(bottom)

@@ -308,6 +308,7 @@ FEATURES: dict[str, Feature] = {
     feature.name: feature
     for feature in (
         Feature("dynamic", DYNAMIC),
+        Feature("dynamic_with_output_hp", recipes.dynamic_with_output_hp(), "output_hp"),
         Feature("delayed", DELAYED),
         Feature("rowwise", recipes.rowwise()),
         Feature("rowwise_with_gw_hp", recipes.rowwise_with_gw_hp(), "gw_hp"),
