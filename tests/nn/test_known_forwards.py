@@ -378,16 +378,17 @@ class Traffic(TorchDispatchMode):
 
 
 BLOCKS = [
-    ("llama", "delayed", 5.0, 21),
-    ("llama", "dynamic", 5.0, 21),
-    ("llama", "blockwise", 5.01, 21),
-    ("qwen3", "delayed", 5.93, 30),
+    ("llama", 8, "delayed", 5.0, 21),
+    ("llama", 16, "delayed", 5.2, 21),
+    ("llama", 8, "dynamic", 5.0, 21),
+    ("llama", 8, "blockwise", 5.01, 21),
+    ("qwen3", 8, "delayed", 5.93, 30),
 ]
 
 
-@pytest.mark.parametrize(("kind", "recipe", "most", "launches"), BLOCKS)
+@pytest.mark.parametrize(("kind", "key_heads", "recipe", "most", "launches"), BLOCKS)
 def test_bytes_that_a_block_moves_on_a_gpu(
-    kind: str, recipe: str, most: float, launches: int, monkeypatch: Any
+    kind: str, key_heads: int, recipe: str, most: float, launches: int, monkeypatch: Any
 ) -> None:
     """GB besides products and attention, of 16,384 tokens; an amax of its own reads a tensor once more.
 
@@ -396,7 +397,12 @@ def test_bytes_that_a_block_moves_on_a_gpu(
     library, name = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}"), FAMILIES[kind][0]
     for module in (casts, layouts):
         monkeypatch.setattr(module, "needs_transposed_codes", lambda device: True)  # Hopper's
-    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes = {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": key_heads,
+    }
     config = getattr(transformers, f"{name}Config")(**sizes, head_dim=64, attn_implementation="sdpa")
     with torch.device("meta"):
         plain = nn.Sequential(getattr(library, f"{name}DecoderLayer")(config, 0)).to(torch.bfloat16).train()
