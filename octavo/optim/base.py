@@ -204,7 +204,7 @@ class CompactOptimizer(Optimizer):
             self._gradients.hooks.attach(self.all_params())
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Return a context for all micro-batches of a step but the last; sums of gradients kept in FP8 are float32 in it.
+        """Return a context for all micro-batches of a step but the last; gradients kept in FP8 are summed in float32.
 
         With update_in_backward it is the handle's; without either it does nothing, and torch adds gradients up.
 
@@ -301,11 +301,9 @@ class CompactOptimizer(Optimizer):
             update = self._update(param, *places[param])
             updates.setdefault(update.gradient.device, []).append(update)
         for device, some in updates.items():
-            skip_and_scale = [
-                None if x is None else x.to(device, torch.float32, non_blocking=True) for x in (skip, scale)
-            ]
+            moved = [None if x is None else x.to(device, torch.float32, non_blocking=True) for x in (skip, scale)]
             sums = None if self.resolution is None else self.resolution.on(device)
-            self._launch(some, skip_and_scale[0], skip_and_scale[1], sums)
+            self._launch(some, moved[0], moved[1], sums)
         written: list[Tensor] = list(params)
         for param in params:
             prepared, weight = self._kept[param], states.local(param)
@@ -352,18 +350,18 @@ class CompactOptimizer(Optimizer):
         names = self.names_of(self.param_groups[group])
         if anew:
             state.update(states.new_state(param, self.settings.only(names)))
-        prepared, identity = self._kept.get(param), (group, index, self.seed, names, *map(id, state.values()))
+        prepared, ids = self._kept.get(param), (group, index, self.seed, names, *map(id, state.values()))
         data = states.data_of(weight)
         written = prepared is not None and isinstance(weight, StoredWeight) and was_written(prepared, weight, data)
         if (
             prepared is None
             or has_moved(prepared, weight, data)
-            or prepared.identity != identity
+            or prepared.identity != ids
             or not data.is_contiguous()
         ):
             if prepared is not None:
                 self._forget_plans()
-            prepared = self._kept[param] = self._keep(param, weight, state, identity)
+            prepared = self._kept[param] = self._keep(param, weight, state, ids)
         if written:  # by a load or by the user
             fresh = master_of(param, self.master).new_state(weight)
             for name, value in fresh.items():
@@ -373,10 +371,8 @@ class CompactOptimizer(Optimizer):
             weight.rest = None
         return prepared, anew or written
 
-    def _keep(
-        self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], identity: tuple[Any, ...]
-    ) -> PreparedUpdate:
-        group, index, _, names, *_ = identity
+    def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[Any, ...]) -> PreparedUpdate:
+        group, index, _, names, *_ = ids
         if isinstance(weight, StoredWeight):  # it may have been stored after the optimizer was made
             self.clip_update = self.will_bound(self.settings, stored=True)
         self.check(param, self.param_groups[group], self.settings, self.clip_update)
@@ -385,7 +381,7 @@ class CompactOptimizer(Optimizer):
         measured = self.resolution is not None and self.resolution.counts(param)
         update = WeightUpdate(master, moments, master.weight, state["step"], bits, group, None, measured)
         data = states.data_of(weight)
-        return PreparedUpdate(update, data, data.data_ptr(), data._version, identity)
+        return PreparedUpdate(update, data, data.data_ptr(), data._version, ids)
 
     @property
     def settings(self) -> Settings:
@@ -442,22 +438,20 @@ class CompactOptimizer(Optimizer):
         described = states.fit_groups(groups, self)
         self._agreement.finish()
         same = described is None or described == states.description(self.settings, described["seed"])
-        state_by_param: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        new_states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         converted: list[str] = []
         in_groups = [(param, group) for group in groups for param in group["params"]]
         for index, (param, group) in zip(ids, in_groups, strict=True):
-            if loaded_state := state_dict["state"].get(index):
-                state_by_param[param], conversions = states.loaded(
-                    param, loaded_state, described, same, self._settings_in(loaded_state, group)
-                )
-                converted += conversions
-        super().__setstate__({"state": state_by_param, "param_groups": groups})
+            if saved := state_dict["state"].get(index):
+                new_states[param], notes = states.loaded(param, saved, described, same, self._settings_in(saved, group))
+                converted += notes
+        super().__setstate__({"state": new_states, "param_groups": groups})
         self.forget_kept()
         self._begun, self._loaded = False, True
         self.seed = self.seed if described is None else described["seed"]
         self._describe()
         self._attach()
-        for weight in state_by_param:
+        for weight in new_states:
             if (stored := local_stored(weight)) is not None:
                 stored.rest = None
         for attached in filter(None, (self.resolution, self.in_backward)):

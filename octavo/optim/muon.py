@@ -191,7 +191,7 @@ class Muon(CompactOptimizer):
         return stored
 
     def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
-        """Raise ValueError as other optimizers, for what is no matrix or is sharded by columns, and for wrong options."""
+        """Raise ValueError as other optimizers, for what is no matrix or is sharded by columns, and bad options."""
         if (algorithm := group["algorithm"]) not in ("muon", "adamw"):
             raise ValueError(f"algorithm={algorithm!r}: use 'muon' or 'adamw'")
         if algorithm == "adamw":
