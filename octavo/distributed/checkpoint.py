@@ -77,7 +77,7 @@ def save_checkpoint(
     ranks: Ranks | None = None,
     keep: int = 1,
 ) -> None:
-    """Saves model, optimizer and delayed state; every rank calls it.
+    """Save model, optimizer and delayed state; every rank calls it.
 
     Args:
         path: a folder that all ranks see.
@@ -111,7 +111,7 @@ def async_save_checkpoint(
     ranks: Ranks,
     keep: int = 1,
 ) -> Future[None]:
-    """Copies what `save_checkpoint` saves to the CPU, and writes it while training goes on; every rank calls it.
+    """Copy what `save_checkpoint` saves to the CPU, and write it while training goes on; every rank calls it.
 
     Args:
         path, model, optimizer, extra, keep: as for save_checkpoint. They may change once this has returned.
@@ -147,7 +147,7 @@ def async_save_checkpoint(
 def _begin(
     root: Path, model: nn.Module, optimizer: Optimizer | None, extra: Any, ranks: Ranks, keep: int
 ) -> tuple[dict[str, Any], Writer]:
-    """The tensors of a checkpoint, which are the model's own, and what writes it."""
+    """Return the tensors of a checkpoint, which are the model's own, and the Writer of its files."""
     model = unwrapped(model)
     with _as_checkpoint_errors(f"cannot write a checkpoint to {root}", KEPT, ranks):
         state = get_model_state_dict(model)  # outside of together(): ranks may agree on a scale in it
@@ -174,7 +174,7 @@ def _write(tensors: dict[str, Any], writer: Writer, ranks: Ranks) -> None:
 
 
 def _on_cpu(value: Any) -> Any:
-    """A copy of a tensor, sharded as it is."""
+    """Return a copy of a tensor on the CPU, sharded as the tensor is."""
     return plain(value).detach().to("cpu", copy=True)
 
 
@@ -230,11 +230,11 @@ def load_checkpoint(
                 beginning.enter_context(_begun(optimizer))
             begun = get_optimizer_state_dict(model, optimizer)  # it steps a new optimizer: ranks agree on amaxes
             with ranks.together():
-                filled, codes, more = _optimizer_to_fill(model, optimizer, begun, content, reader)
-                places |= more
+                filled, codes, optimizer_places = _optimizer_to_fill(model, optimizer, begun, content, reader)
+                places |= optimizer_places
         tensors = {name: joined([values[key] for values, key in place]) for name, place in places.items()}
-        how = {"process_group": ranks.group, "no_dist": ranks.group is None}
-        dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), **how)
+        process_group = {"process_group": ranks.group, "no_dist": ranks.group is None}
+        dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), **process_group)
         with ranks.together():
             for (values, key), *others in places.values():
                 for other, name in others if is_common(values[key]) else ():
@@ -251,7 +251,7 @@ def load_checkpoint(
 
 
 def load_extra(path: str | os.PathLike[str]) -> Any:
-    """The last checkpoint's ``extra``, read by this process alone.
+    """Return the last checkpoint's ``extra``, read by this process alone.
 
     Args:
         path: the folder that was saved to.
@@ -294,7 +294,7 @@ def _as_checkpoint_errors(what: str, remedy: str, ranks: Ranks) -> Iterator[None
 
 
 def _new_folder(root: Path) -> str:
-    """Remove what interrupted saves have left, and make the folder of the next one."""
+    """Remove the folders that interrupted saves have left, and make that of the next save."""
     root.mkdir(parents=True, exist_ok=True)
     for left in root.glob(f"save-*.{PARTIAL}"):
         shutil.rmtree(left)
@@ -305,20 +305,20 @@ def _new_folder(root: Path) -> str:
 
 
 def _numbered(root: Path) -> list[tuple[Path, str]]:
-    found = ((path, path.name.removeprefix("save-")) for path in root.glob("save-*"))
-    return [(path, digits) for path, digits in found if digits.isdecimal()]
+    folders = ((path, path.name.removeprefix("save-")) for path in root.glob("save-*"))
+    return [(path, digits) for path, digits in folders if digits.isdecimal()]
 
 
 def checkpoints_in(root: Path) -> list[Path]:
-    """The folders of the whole checkpoints in a folder, the last one first."""
+    """Return the folders of the whole checkpoints in a folder, the last one first."""
     whole = [(int(digits), path) for path, digits in _numbered(root) if (path / METADATA).is_file()]
     return [path for _, path in sorted(whole, reverse=True)]
 
 
 def _latest(root: Path) -> str:
-    if not (found := checkpoints_in(root)):
+    if not (checkpoints := checkpoints_in(root)):
         raise CheckpointError(f"{root} holds no whole checkpoint: give the folder that save_checkpoint was given")
-    return str(found[0])
+    return str(checkpoints[0])
 
 
 def _publish(folder: Path, keep: int) -> None:
@@ -329,18 +329,18 @@ def _publish(folder: Path, keep: int) -> None:
             shutil.rmtree(old.rename(f"{old}.{PARTIAL}"))  # never whole by its name while it goes
 
 
-# --- what is in them --------------------------------------------------------------------------------------------------
+# --- their content ----------------------------------------------------------------------------------------------------
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel and torch.compile, whose prefixes torch leaves on weight_scale_inv."""
+    """Return the model inside DistributedDataParallel and torch.compile: torch leaves prefixes on weight_scale_inv."""
     while isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules:
         model = model.module if isinstance(model, DistributedDataParallel) else model._modules["_orig_mod"]  # type: ignore[assignment]
     return model
 
 
 class _BegunState(defaultdict[Any, Any]):
-    """The state of an optimizer without any: torch steps an optimizer, to begin its state, if that is false."""
+    """An empty state of an optimizer that counts as true: torch steps an optimizer whose state is false."""
 
     def __bool__(self) -> bool:
         return True
@@ -361,26 +361,28 @@ def _begun(optimizer: Optimizer | None) -> Iterator[None]:
 
 
 def _collect(model: nn.Module, model_state: Any, state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors to save, by name, and the content of octavo.pt."""
-    found, parted = dict[str, Any](), parts_of(model)
-    for name, own in by_file(model_state, parted).items():
-        found[f"model.{name}"] = joined([model_state[one] for one in own])
-    content: dict[str, Any] = {"model": sorted(found), "states": None, "groups": []}
+    """Return the tensors to save, by name, and the content of octavo.pt."""
+    values, parted = dict[str, Any](), parts_of(model)
+    for name, names_here in by_file(model_state, parted).items():
+        values[f"model.{name}"] = joined([model_state[part] for part in names_here])
+    content: dict[str, Any] = {"model": sorted(values), "states": None, "groups": []}
     if state is not None:
-        wholes = {own: [whole] for whole, parts in parted.items() for own in parts}
+        wholes = {split: [whole] for whole, parts in parted.items() for split in parts}
         content |= {"groups": _renamed(state["param_groups"], wholes), "states": {}}
-        for name, own in by_file(state["state"], parted).items():
-            states = [state["state"][one] for one in own]
+        for name, names_here in by_file(state["state"], parted).items():
+            states = [state["state"][part] for part in names_here]
             content["states"][name] = sorted(states[0])
-            found |= {f"optimizer.{name}.{key}": joined([one[key] for one in states]) for key in states[0]}
-    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    return tensors, content | {"others": {name: value for name, value in found.items() if name not in tensors}}
+            values |= {f"optimizer.{name}.{key}": joined([one[key] for one in states]) for key in states[0]}
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    return tensors, content | {"others": {name: value for name, value in values.items() if name not in tensors}}
 
 
 def _model_to_fill(model: nn.Module, model_state: Any, content: dict[str, Any]) -> Places:
-    """The places in the state dict to fill of each of the model's tensors in the checkpoint."""
+    """Return for each of the model's tensors in the checkpoint the places in the state dict to fill."""
     names = by_file(model_state, parts_of(model))
-    places: Places = {f"model.{name}": [(model_state, one) for one in own] for name, own in names.items()}
+    places: Places = {
+        f"model.{name}": [(model_state, name_here) for name_here in names_here] for name, names_here in names.items()
+    }
     missing, unexpected = sorted(places.keys() - content["model"]), sorted(content["model"] - places.keys())
     if missing or unexpected:
         raise CheckpointError(
@@ -391,7 +393,7 @@ def _model_to_fill(model: nn.Module, model_state: Any, content: dict[str, Any]) 
 
 
 def _without_others(places: Places, content: dict[str, Any]) -> Places:
-    """Places of tensors alone; at the others' what was saved is put."""
+    """Return the places of tensors alone, after putting the saved values at the places of all else."""
     for name in content["others"].keys() & places.keys():
         for values, key in places.pop(name):
             values[key] = content["others"][name]
@@ -401,17 +403,17 @@ def _without_others(places: Places, content: dict[str, Any]) -> Places:
 def _optimizer_to_fill(
     model: nn.Module, optimizer: Optimizer, begun: Any, content: dict[str, Any], reader: MetadataReader
 ) -> tuple[dict[str, Any], list[tuple[dict[str, Any], str, Moment, int]], Places]:
-    """The state dict to fill of an optimizer whose state is ``begun``, moments that come in other codes, and places.
+    """Return an optimizer's state dict to fill (``begun``: its state), moments that come in other codes, and places.
 
     Each of these moments is (the state that is to have it in float32, its name, how it was saved, its first row there).
     """
-    codes, places, kept = list[tuple[dict[str, Any], str, Moment, int]](), Places(), dict[str, Any]()
+    codes, places, filled = list[tuple[dict[str, Any], str, Moment, int]](), Places(), dict[str, Any]()
     names, described = getattr(optimizer, "names", ()), content["groups"][0].get("octavo", {"moments": {}})
     moments, parted = {name: moment_from(one) for name, one in described["moments"].items()}, parts_of(model)
     for name, keys in content["states"].items():
         sizes, row = {key: reader.size(f"optimizer.{name}.{key}") for key in keys}, 0
-        for own in (parts := parted.get(name, [name])):
-            here = begun["state"].get(own, {})
+        for part in (parts := parted.get(name, [name])):
+            here = begun["state"].get(part, {})
             others = {one: _moment_to_fill(one, here, sizes, len(parts) > 1) for one in names}
             for tensors in others.values():
                 here = here | tensors
@@ -420,17 +422,17 @@ def _optimizer_to_fill(
                     f"its optimizer kept {keys} of {name}, which this one does not: give an optimizer of the same "
                     "class and the same parameters"
                 )
-            kept[own] = {key: here[key] for key in keys}
-            codes += [(kept[own], one, moments[one], row) for one in others if f"{one}_codes" in others[one]]
+            filled[part] = {key: here[key] for key in keys}
+            codes += [(filled[part], one, moments[one], row) for one in others if f"{one}_codes" in others[one]]
             for key in keys:
-                places.setdefault(f"optimizer.{name}.{key}", []).append((kept[own], key))
-            row += max((len(value) for value in kept[own].values() if not is_common(value)), default=0)
+                places.setdefault(f"optimizer.{name}.{key}", []).append((filled[part], key))
+            row += max((len(value) for value in filled[part].values() if not is_common(value)), default=0)
     groups = _renamed(content["groups"], parted)
-    return {"state": kept, "param_groups": groups}, codes, _without_others(places, content)
+    return {"state": filled, "param_groups": groups}, codes, _without_others(places, content)
 
 
 def _renamed(groups: list[dict[str, Any]], others: dict[str, list[str]]) -> list[dict[str, Any]]:
-    """An optimizer's groups with other names of parameters, each once."""
+    """Return an optimizer's groups with other names of parameters, each once."""
     return [
         group | {"params": [*dict.fromkeys(new for name in group["params"] for new in others.get(name, [name]))]}
         for group in groups
@@ -438,13 +440,13 @@ def _renamed(groups: list[dict[str, Any]], others: dict[str, list[str]]) -> list
 
 
 def _packed(content: dict[str, Any]) -> bytes:
-    """The bytes of octavo.pt."""
+    """Return the bytes of octavo.pt."""
     torch.save(content, written := io.BytesIO())
     return written.getvalue()
 
 
 def _copied(content: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the content of octavo.pt, as `weights_only` reads it."""
+    """Return a copy of the content of octavo.pt, as `weights_only` reads it."""
     try:
         copied: dict[str, Any] = torch.load(io.BytesIO(_packed(content)), weights_only=True)
     except Exception as error:
@@ -477,7 +479,7 @@ def _read_content(folder: str) -> dict[str, Any]:
 def _moment_to_fill(
     name: str, state: dict[str, Any], sizes: dict[str, torch.Size], is_part: bool = False
 ) -> dict[str, Any]:
-    """Tensors to fill with a moment as it was saved, if a parameter's ``state`` has it in another form; else none.
+    """Return tensors to fill with a moment as it was saved, if a parameter's ``state`` has another form; else none.
 
     ``is_part``: whether the parameter is some rows of what was saved.
     """
@@ -492,13 +494,13 @@ def _moment_to_fill(
 
 
 def _empty(like: Any, dtype: torch.dtype) -> Any:
-    """A tensor of another dtype, sharded as ``like``."""
+    """Return an empty tensor of another dtype, sharded as ``like``."""
     shard = torch.empty_like(on_this_rank(like), dtype=dtype)
     return like_sharded(shard, like, like.shape)
 
 
 def _read(moment: Moment, codes: Any, scales: Tensor, first: int = 0) -> Any:
-    """The values in float32, sharded as the codes are, whose first row is ``first``; ``scales``: of all rows."""
+    """Return float32 values, sharded as the codes are, whose first row is ``first``; ``scales``: of all rows."""
     shard, (row, column, _) = on_this_rank(codes), place_of(codes)
     place = (first + row, column) if codes.ndim > 1 else (0, first + row)  # a vector's elements are one row
     return like_sharded(moment.read_codes(shard, scales.to(shard.device), *place), codes, codes.shape)
@@ -508,17 +510,17 @@ def _read(moment: Moment, codes: Any, scales: Tensor, first: int = 0) -> Any:
 
 
 def plain_name(name: str) -> str:
-    """The name in a plain model of a module or tensor whose name here may have wrappers' prefixes."""
+    """Return the name in a plain model of a module or tensor whose name here may have wrappers' prefixes."""
     return re.sub(r"(_orig_mod|_checkpoint_wrapped_module)\.", "", name)
 
 
 def _delayed(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
-    """Delayed state by its names in a plain model: (its name in this model, the tensor)."""
+    """Return delayed state by its names in a plain model: (its name in this model, the tensor)."""
     return {plain_name(name): (name, value) for name, value in delayed_state_dict(model).items()}
 
 
 def gather_delayed(model: nn.Module, ranks: Ranks) -> dict[str, Any]:
-    """The delayed state of all ranks, for ``load_delayed``; all ranks call it."""
+    """Return the delayed state of all ranks, for ``load_delayed``; all ranks call it."""
     values = {name: value for name, (_, value) in _delayed(model).items()}
     shapes = {name: list(value.shape) for name, value in values.items()}
     if ranks.group is not None:
@@ -543,20 +545,20 @@ def load_delayed(model: nn.Module, saved: dict[str, Any], ranks: Ranks) -> None:
     shapes = {name: torch.Size(shape) for name, shape in saved["shapes"].items()}
     rows = saved["ranks"].split([shape.numel() for shape in shapes.values()], dim=1)  # each [ranks that saved, n]
     by_rank = dict(zip(shapes, rows, strict=True))
-    present, found = _delayed(model), {}
-    for name, (here, value) in present.items():
+    present, loaded = _delayed(model), {}
+    for name, (name_here, value) in present.items():
         history = name.replace(SCALE, HISTORY)
         if history not in shapes or shapes[history] != present[history][1].shape:
-            found[here] = torch.zeros_like(value)
+            loaded[name_here] = torch.zeros_like(value)
         elif len(by_rank[name]) == ranks.size:
-            found[here] = by_rank[name][ranks.rank].reshape(shapes[name])
+            loaded[name_here] = by_rank[name][ranks.rank].reshape(shapes[name])
         else:
-            found[here] = _of_all_ranks(name, by_rank[name]).reshape(shapes[name])
-    load_delayed_state_dict(model, found)
+            loaded[name_here] = _of_all_ranks(name, by_rank[name]).reshape(shapes[name])
+    load_delayed_state_dict(model, loaded)
 
 
 def _of_all_ranks(name: str, values: Tensor) -> Tensor:
-    """One row for all ranks: the largest amax, or the smallest scale that was set."""
+    """Return one row for all ranks: the largest amax, or the smallest scale that was set."""
     if name.endswith(HISTORY):
         return values.amax(dim=0)
     least = torch.where(values > 0, values, torch.inf).amin(dim=0)
@@ -592,17 +594,17 @@ class Writer(dcp.FileSystemWriter):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Loads the classes that DCP's metadata has, and no others."""
+    """An unpickler that loads the classes of DCP's metadata, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "pathlib":
             return PurePath
-        found = super().find_class(module, name) if module.partition(".")[0] == "torch" else None
+        loaded = super().find_class(module, name) if module.partition(".")[0] == "torch" else None
         is_dcp = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-        if is_dcp and isinstance(found, type) and found.__module__ == module:
-            return found
-        if isinstance(found, torch.dtype) or (module, name) in _OTHER_CLASSES:
-            return found
+        if is_dcp and isinstance(loaded, type) and loaded.__module__ == module:
+            return loaded
+        if isinstance(loaded, torch.dtype) or (module, name) in _OTHER_CLASSES:
+            return loaded
         raise pickle.UnpicklingError(f"its metadata names {module}.{name}, which no checkpoint needs")
 
 
@@ -610,7 +612,7 @@ _OTHER_CLASSES = {("torch", "Size"), ("torch.serialization", "_get_layout")}
 
 
 class MetadataReader(dcp.FileSystemReader):
-    """DCP's reader, which reads the metadata when it is made, with the unpickler above, and checks what it reads.
+    """DCP's reader, which reads the metadata at once, with the unpickler above, and checks all that it reads.
 
     ``crc32``: that of the metadata's file; None: it is not checked.
     """
@@ -645,7 +647,7 @@ class MetadataReader(dcp.FileSystemReader):
         return super().read_data(dataclasses.replace(plan, items=[]), planner)
 
     def size(self, name: str) -> torch.Size:
-        """The size of a saved tensor; an empty one for anything else."""
+        """Return the size of a saved tensor; an empty size for anything else."""
         return getattr(self._metadata.state_dict_metadata.get(name), "size", torch.Size())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:

@@ -63,15 +63,17 @@ def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: b
         raise TypeError(f"a torch.nn.Module and a DeviceMesh, not {type(model).__name__} and {type(mesh).__name__}")
     if mesh.ndim != 1:
         raise ValueError(f"{mesh} has {mesh.ndim} dimensions: give the one of experts, such as mesh['ep']")
-    found = [(name, layer) for name, module in model.named_modules() for layer in _exchanging_layers(module, name)]
-    if not found:
+    named_layers = [
+        (name, layer) for name, module in model.named_modules() for layer in _exchanging_layers(module, name)
+    ]
+    if not named_layers:
         raise ValueError("the model holds no octavo.nn.Experts; octavo.convert(model, recipe) converts those it knows")
-    for name, layer in found:
+    for name, layer in named_layers:
         if reason := _why_not(layer, mesh):
             raise ValueError(f"{name or 'the model'}: {reason}")
     exchange = Exchange(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), exact, average)
     sharded: dict[nn.Parameter, nn.Parameter] = {}  # modules may share a parameter
-    for _, layer in found:
+    for _, layer in named_layers:
         owner = layer.holder
         for key, parameter in list(owner._parameters.items()):
             if parameter is not None and not hasattr(parameter, "device_mesh"):
@@ -87,18 +89,18 @@ def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: b
 def _feed_forward_on_ranks(
     rows: Tensor, offsets: Tensor, gate_up: Grouped, down: Grouped, compute: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """octavo.nn.experts.feed_forward, with each row computed on the rank that has its expert."""
+    """Compute octavo.nn.experts.feed_forward, each row on the rank that has its expert."""
     assert gate_up.exchange is not None
     ask([gate_up, down], gate_up.own_parameters()[0].device_mesh)
     rows = rows.to(product_dtype(rows, gate_up.operands()[0]))
     (weight, bias), (second, second_bias), exact = gate_up.trains, down.trains, gate_up.exchange.exact
     cast = cast_to_send(gate_up.recipe.input_casts, True, weight, exact)
-    there = RowsToSend(cast, INPUT, _reader(gate_up, weight))
+    rows_to_send = RowsToSend(cast, INPUT, _reader(gate_up, weight))
     needs_dx = rows.requires_grad or weight or bias
-    by = None if second_bias else cast_to_send(down.recipe.grad_output_casts, needs_dx, second, exact)
-    received, journey = dispatch(rows, offsets, gate_up.exchange, there)
+    grad_cast = None if second_bias else cast_to_send(down.recipe.grad_output_casts, needs_dx, second, exact)
+    received, journey = dispatch(rows, offsets, gate_up.exchange, rows_to_send)
     y = compute(received, journey.routing.offsets)
-    return combine(y, journey, RowsToSend(by, GRAD_OUTPUT, _reader(down, second)))
+    return combine(y, journey, RowsToSend(grad_cast, GRAD_OUTPUT, _reader(down, second)))
 
 
 def _reader(layer: Grouped, needs_dw: bool) -> GatherReader:
@@ -107,7 +109,7 @@ def _reader(layer: Grouped, needs_dw: bool) -> GatherReader:
 
 
 def _exchanging_layers(module: nn.Module, name: str) -> list[Grouped]:
-    """The linear layers of a module of experts that can exchange rows; none for another module."""
+    """Return the linear layers of a module of experts that can exchange rows; none for another module."""
     if isinstance(module, ConvertedExperts) and not isinstance(module, OfTransformers):
         raise ValueError(f"{name or 'the model'}: torchtitan exchanges the rows of its experts itself")
     if isinstance(module, OfTransformers) and getattr(module, "_is_expert_parallel", False):
@@ -116,7 +118,7 @@ def _exchanging_layers(module: nn.Module, name: str) -> list[Grouped]:
 
 
 def _why_not(layer: Grouped, mesh: Any) -> str:
-    """Why the experts can't be sharded over the mesh; "" if they can."""
+    """Return why the experts can't be sharded over the mesh; "" if they can."""
     weight, _ = layer.own_parameters()
     if layer.exchange is not None:
         return "its experts are on several ranks already"
@@ -128,7 +130,7 @@ def _why_not(layer: Grouped, mesh: Any) -> str:
 
 
 def _sharded_experts(parameter: nn.Parameter, mesh: Any) -> nn.Parameter:
-    """A parameter [E, ...], sharded by experts."""
+    """Return a parameter [E, ...] sharded by experts."""
     from torch.distributed.tensor import DTensor, Shard
 
     shard, stride = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone(), parameter.stride()

@@ -20,7 +20,7 @@ PARTIAL = "partial"  # the end of the name of a file whose writer is not done, o
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write: a reader of ``path`` finds the old contents or the new, even if writing fails halfway.
+    """Yield a file to write: a reader of ``path`` reads the old contents or the new, even if writing fails halfway.
 
     If ``path`` is a symbolic link, the file that it leads to is replaced. A device, a pipe and this process's own
     output can't be replaced: they are written to directly.
@@ -45,16 +45,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _straight(path: Path) -> BinaryIO | None:
-    """The opened file if it can't be replaced; None for a regular file, or if there is none yet."""
+    """Return the opened file if it can't be replaced; None for a regular file, or if there is none yet."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
     for stream in (1, 2):
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(stream), found):
+            if os.path.samestat(os.fstat(stream), status):
                 return open(os.dup(stream), "wb")
-    return None if stat.S_ISREG(found.st_mode) else open(path, "wb")
+    return None if stat.S_ISREG(status.st_mode) else open(path, "wb")
 
 
 def require_place(path: Path) -> None:
@@ -104,7 +104,7 @@ def _locked(path: Path) -> IO[str]:
 
 
 def reason_of(error: BaseException) -> str:
-    """An error's first line; if torch hides an OSError behind it, that one's."""
+    """Return an error's first line; if torch hides an OSError behind it, the OSError's."""
     # torch's zip writer raises a RuntimeError about its file position instead
     cause = error if isinstance(error, OSError) else error.__context__
     return cause.strerror or first_line(cause) if isinstance(cause, OSError) else first_line(error)

@@ -44,9 +44,9 @@ _TILE = (1, 128)  # elements of a row that share a scale
 
 
 def levels(ranks: Sequence[int], servers: Sequence[object]) -> list[list[list[int]]]:
-    """At each level the sets of ranks that exchange with each other; all sets of a level are equally large.
+    """Return for each level the sets of ranks that exchange with each other; all sets of a level are equally large.
 
-    ``ranks``: a group's, by their numbers in the job, ascending; ``servers``: what the server of each is known by.
+    ``ranks``: a group's, by their numbers in the job, ascending; ``servers``: the name of each one's server.
     ValueError if one server has more of these ranks than another, or another's ranks lie between its own.
 
     Example:
@@ -68,31 +68,33 @@ def levels(ranks: Sequence[int], servers: Sequence[object]) -> list[list[list[in
 
 
 def own_levels(group: Any, ranks_per_server: int | None) -> list[list[int]]:
-    """For each level a list with 1 for each rank of ``group`` that exchanges with this one, and 0 for others.
+    """Return for each level a list with 1 for each rank of ``group`` that exchanges with this one, 0 for others.
 
     Rank r of the job is on server r // ranks_per_server; None: as LOCAL_WORLD_SIZE says, which torchrun sets; where a
     rank has none (srun, mpirun), by the ranks' host names. All ranks of the group call it together.
-    Where ``levels`` raises, there is one level, with a warning, but if a number was given.
+    Where ``levels`` raises, there is one level, with a warning; with a number the error is raised.
     """
     ranks, this_rank = dist.get_process_group_ranks(group), dist.get_rank()
-    found = [[ranks]]
+    sets_by_level = [[ranks]]
     if ranks_per_server:
-        found = levels(ranks, [rank // ranks_per_server for rank in ranks])
-    elif len(ranks) > 3:  # at least 2 servers of 2; ranks tell each other, so that all find the same levels
-        said: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(said, (int(os.environ.get("LOCAL_WORLD_SIZE", 0)), socket.gethostname()), group=group)
-        sizes, hosts = zip(*said, strict=True)
+        sets_by_level = levels(ranks, [rank // ranks_per_server for rank in ranks])
+    elif len(ranks) > 3:  # at least 2 servers of 2; ranks exchange their settings, so that all compute the same levels
+        settings_of_ranks: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(
+            settings_of_ranks, (int(os.environ.get("LOCAL_WORLD_SIZE", 0)), socket.gethostname()), group=group
+        )
+        sizes, hosts = zip(*settings_of_ranks, strict=True)
         try:
             if all(sizes) and len({*sizes}) > 1:
                 raise ValueError(f"LOCAL_WORLD_SIZE is {min(sizes)} on one rank and {max(sizes)} on another")
-            found = levels(ranks, [rank // sizes[0] for rank in ranks] if all(sizes) else hosts)
+            sets_by_level = levels(ranks, [rank // sizes[0] for rank in ranks] if all(sizes) else hosts)
         except ValueError as error:
             warnings.warn(f"gradients are reduced in FP8 at one level: {error}", stacklevel=2)
-    return [[int(rank in some) for rank in ranks] for level in found for some in level if this_rank in some]
+    return [[int(rank in some) for rank in ranks] for level in sets_by_level for some in level if this_rank in some]
 
 
 class Fp8Reduction:
-    """How gradients are averaged in FP8: the state of ``fp8_reduce_hook`` (DDP), and a reduce-scatter for FSDP2.
+    """A way to average gradients in FP8: the state of ``fp8_reduce_hook`` (DDP), and a reduce-scatter for FSDP2.
 
     As the latter (``FSDPModule.set_custom_reduce_scatter``) it rounds a gradient once, and the mean is in FSDP2's
     ``reduce_dtype``. Replicas (HSDP) reduce it further in that dtype, or in FP8 by ``all_reduce``. One object serves
@@ -150,7 +152,7 @@ class Fp8Reduction:
         self._found: dict[str, list[list[int]]] = {}  # own_levels by process groups whose ranks have the same arguments
 
     def mean(self, x_nS: Tensor, group: Any) -> Tensor:
-        """The mean [1, S] of the row that this rank averages, in float32.
+        """Return the mean [1, S] of the row that this rank averages, in float32.
 
         Args:
             x_nS: [n, S] bf16, fp16 or fp32, this rank's gradients; row r is rank r's to average.
@@ -212,7 +214,7 @@ class Fp8Reduction:
         self._average(flat).wait()
 
     def _average(self, flat: Tensor) -> torch.futures.Future[Tensor]:
-        """A Future of ``flat`` [N] once it holds the mean."""
+        """Return a Future of ``flat`` [N] once it holds the mean."""
         group = self.group if self.group is not None else dist.group.WORLD
         if flat.dtype not in HIGH_PRECISION:
             raise TypeError(f"gradients of {flat.dtype} are not reduced in FP8; use bfloat16, float16 or float32")
@@ -248,12 +250,12 @@ class Fp8Reduction:
         return pack(encode_moment(wide, self.format, bits), scale_inv_from_scale(scale), True)
 
     def unpack(self, message: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-        """The values [R, columns] of ``dtype`` in a message from ``pack``."""
+        """Return the values [R, columns] of ``dtype`` in a message from ``pack``."""
         return kernels.dequantize(*unpack(message, columns, self.format.dtype, True), _TILE, dtype)
 
 
 def fp8_reduce_hook(state: Fp8Reduction, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP's communication hook that averages gradients in FP8, as ``state`` says.
+    """Average gradients in FP8, as ``state`` says: DDP's communication hook.
 
     All ranks get the same bits. If a rank's gradient is NaN or inf, so is the mean. A single rank rounds, too.
 

@@ -21,32 +21,32 @@ Names = dict[str, list[str]]  # of tensors in a checkpoint: those of their parts
 
 
 def parts_of(model: nn.Module) -> Names:
-    """The names that a model's parted layers have in a checkpoint, whether or not they have such a tensor."""
-    found: Names = {}
+    """Return the names that a model's parted layers have in a checkpoint, whether or not they have such a tensor."""
+    names: Names = {}
     for at, layer in model.named_modules():
         if isinstance(layer, PartedLinear):
             for name in ("weight", "bias", f"weight{SCALE_INV}"):
-                own = [f"{at}.{split}.{name}".lstrip(".") for split in layer.splits or ()]
-                found[f"{at}.{name}".lstrip(".")] = own
-    return found
+                names_here = [f"{at}.{split}.{name}".lstrip(".") for split in layer.splits or ()]
+                names[f"{at}.{name}".lstrip(".")] = names_here
+    return names
 
 
 def by_file(names: Iterable[str], parted: Names) -> Names:
-    """Names of a model's or its optimizer's tensors, by those in a checkpoint; parts are joined if all are there."""
-    found = {name: [name] for name in names}
+    """Return names of a model's or its optimizer's tensors, by those in a checkpoint; all parts join under one."""
+    grouped = {name: [name] for name in names}
     for whole, parts in parted.items():
-        if found.keys() >= set(parts):
-            found = {name: own for name, own in found.items() if name not in parts} | {whole: parts}
-    return found
+        if grouped.keys() >= set(parts):
+            grouped = {name: here for name, here in grouped.items() if name not in parts} | {whole: parts}
+    return grouped
 
 
 def is_common(value: Any) -> bool:
-    """Whether it is one for all parts, which are sharded: a number, such as a count of steps, or a scale."""
+    """Whether a value is one for all splits (a step count, a scale), not rows of each split."""
     return not hasattr(value, "placements")
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """DTensors [n, ...] as one that DCP writes and reads, with their rows where they lie; of what is common the first.
+    """Join DTensors [n, ...] to one that DCP writes and reads where the rows lie; of a common value return the first.
 
     Of DTensor's operations it has those that copy it.
     """

@@ -1,4 +1,4 @@
-"""Ranks that work together: what one finds is sent to all, what all agree on, and how one's fault ends all of them."""
+"""Ranks that work together: one's result is sent to all, all reduce values, and one's fault ends all of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Ranks:
 
     @classmethod
     def of_process(cls) -> Ranks:
-        """The ranks of the default process group, or this process alone where there is none."""
+        """Return the ranks of the default process group, or this process alone where there is none."""
         return cls(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
 
     @contextlib.contextmanager
@@ -77,15 +77,15 @@ class Ranks:
             raise failed
 
     def first(self, find: Callable[[], T]) -> T:
-        """Return on all ranks what rank 0 finds; if ``find`` fails there, all ranks raise."""
-        found: list[T | None] = [None]
+        """Return on all ranks the result of ``find`` on rank 0; if it fails there, all ranks raise."""
+        results: list[T | None] = [None]
         with self.together():
             if self.rank == 0:
-                found[0] = find()
+                results[0] = find()
         if self.size > 1:
             with lost_ranks():
-                dist.broadcast_object_list(found, group=self.group, group_src=0)
-        return cast(T, found[0])
+                dist.broadcast_object_list(results, group=self.group, group_src=0)
+        return cast(T, results[0])
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is true on any rank."""
@@ -97,11 +97,11 @@ class Ranks:
             return bool(flags)
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over ranks, the same bits on each; `value` is left as it is."""
+        """Return the sum over ranks, the same bits on each; `value` is left as it is."""
         return self._reduce(value, dist.ReduceOp.SUM) if self.size > 1 else value
 
     def largest(self, value: Tensor) -> Tensor:
-        """The largest over ranks of each element; `value` is left as it is."""
+        """Return the largest over ranks of each element; `value` is left as it is."""
         return self._reduce(value, dist.ReduceOp.MAX) if self.size > 1 else value
 
     def _reduce(self, value: Tensor, op: Any) -> Tensor:
@@ -111,11 +111,11 @@ class Ranks:
         return reduced
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean over ranks."""
+        """Return the mean over ranks."""
         return value if self.size == 1 else self.sum(value) / self.size
 
     def gather(self, value: Tensor) -> Tensor:
-        """The values of all ranks, stacked: [size, *value.shape]."""
+        """Return the values of all ranks, stacked: [size, *value.shape]."""
         values = [value.clone() for _ in range(self.size)]
         if self.size > 1 and value.numel() > 0:
             with lost_ranks():

@@ -35,7 +35,7 @@ _SHARDED = "_octavo_sharded"  # attribute of a parameter: its placement and the 
 
 
 def _summed_in_fp8(reduction: Fp8Reduction, terms: Tensor, group: str) -> Tensor:
-    """This rank's shard, by dimension 0, of the sum of ``terms`` over the ranks of a process group."""
+    """Return this rank's shard, by dimension 0, of the sum of ``terms`` over the ranks of a process group."""
     process_group: Any = resolve_process_group(group)
     shard = terms.new_empty(terms.shape[0] // dist.get_world_size(process_group), *terms.shape[1:])
     reduction(shard.view(-1), terms.view(-1), process_group, dist.ReduceOp.SUM)
@@ -43,7 +43,7 @@ def _summed_in_fp8(reduction: Fp8Reduction, terms: Tensor, group: str) -> Tensor
 
 
 def _sending(exact: bool, reduction: Fp8Reduction | None, layouts: Any, name: str, output: Any = None) -> Sending:
-    """A style's Sending; ``layouts``: the placements in its argument ``name``; ``output``: see Sending."""
+    """Return a style's Sending; ``layouts``: the placements in its argument ``name``; ``output``: see Sending."""
     if reduction is None:
         return Sending(exact, None, _scatter, output)
     if reduction.stochastic and output is not None:
@@ -54,7 +54,7 @@ def _sending(exact: bool, reduction: Fp8Reduction | None, layouts: Any, name: st
 
 
 def _in_fp8(readers: list[RecipeModule], input: Any, mesh: Any, sending: Sending) -> GatheredInput | None:
-    """A DTensor gathered for these layers in FP8; None if it is not sharded by tokens, or they can't take it so."""
+    """Gather a DTensor for these layers in FP8; None if it is not sharded by tokens, or they can't take it so."""
     if not readers:
         return None
     if input.device_mesh != mesh:
@@ -76,19 +76,19 @@ _scatter = torch.compiler.disable(scatter_output)
 
 
 class _Noted:
-    """A style that notes on a module what it does before and after it, so that a fused module can do that instead."""
+    """A style that notes its work before and after a module on the module, so that a fused module can do it instead."""
 
     _sending: Sending | None = None
 
     def _around(self: Any) -> tuple[Any, Any, Any]:
-        """(placement of a plain input, placement of the output, the function that makes the output of a DTensor)."""
+        """Return (a plain input's placement, the output's, the function that makes the output of a DTensor)."""
         finish = functools.partial(self._prepare_output_fn, self.output_layouts, self.use_local_output)
         return self.input_layouts[0], self.output_layouts[0], finish
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        before = hooks_on(module)
+        hooks_before = hooks_on(module)
         super()._apply(module, device_mesh)  # type: ignore[misc]
-        module.__dict__[STYLE] = Style(hooks_on(module) - before, *self._around(), sending=self._sending)
+        module.__dict__[STYLE] = Style(hooks_on(module) - hooks_before, *self._around(), sending=self._sending)
         return module
 
 
@@ -115,7 +115,7 @@ def _shard_parameters(style: Any, module: nn.Module, mesh: Any, of_weight: Any, 
 
 
 def _output(layouts: Any, use_local_output: bool, module: nn.Module, output: Any, mesh: Any) -> Any:
-    """A module's output, a DTensor or one for each split, as torch's styles place it."""
+    """Place a module's output, a DTensor or one for each split, as torch's styles do."""
     if isinstance(output, tuple):
         return tuple(_output(layouts, use_local_output, module, split, mesh) for split in output)
     if output.placements != layouts:
@@ -225,10 +225,10 @@ class ColwiseParallel(_Noted, torch_parallel.ColwiseParallel):
             if not isinstance(input, DTensor):
                 input = DTensor.from_local(input, device_mesh, input_layouts, run_check=False)
             sending = sending_of(mod)
-            if sending is not None and (found := _in_fp8([mod], input, device_mesh, sending)) is not None:
-                return found
-        how = input_layouts, desired_input_layouts
-        return torch_parallel.ColwiseParallel._prepare_input_fn(*how, mod, (input, *inputs[1:]), device_mesh)
+            if sending is not None and (gathered := _in_fp8([mod], input, device_mesh, sending)) is not None:
+                return gathered
+        layouts = input_layouts, desired_input_layouts
+        return torch_parallel.ColwiseParallel._prepare_input_fn(*layouts, mod, (input, *inputs[1:]), device_mesh)
 
     _prepare_output_fn = staticmethod(_output)
 
@@ -267,8 +267,8 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
 
     def __init__(self, *, exact: bool = False, reduction: Fp8Reduction | None = None, **layouts: Any) -> None:
         super().__init__(**layouts)
-        given = (*(self.input_layouts or ()), *self.input_kwarg_layouts.values())
-        self._sending = _sending(exact, reduction, given, "input_layouts")
+        input_layouts = (*(self.input_layouts or ()), *self.input_kwarg_layouts.values())
+        self._sending = _sending(exact, reduction, input_layouts, "input_layouts")
 
     def _prepare_input_arg(self, input: Any, called: Any, input_layout: Any, desired_layout: Any) -> Any:
         mesh, module = called  # from the hook in _apply
@@ -281,8 +281,8 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
                 if isinstance(layer, RecipeModule) and (sending := sending_of(layer)) is not None
                 if sending.output is None and layer.in_features == input.shape[-1]
             ]
-            if (found := _in_fp8(readers, input, mesh, self._sending)) is not None:
-                return found
+            if (gathered := _in_fp8(readers, input, mesh, self._sending)) is not None:
+                return gathered
         return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:

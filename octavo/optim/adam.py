@@ -31,13 +31,13 @@ def check_betas(weight: Tensor, group: dict[str, Any]) -> None:
 
 
 def adam_group(group: dict[str, Any], maximize: bool, decoupled: bool, clip: bool) -> AdamGroup:
-    """A group's options as the kernels take them."""
+    """Return a group's options in the form that the kernels take."""
     beta1, beta2, eps, decay = map(float, (*group["betas"], group["eps"], group["weight_decay"]))  # may be tensors
     return AdamGroup(group["lr"], beta1, beta2, eps, decay, maximize, decoupled, clip)
 
 
 class Adam(CompactOptimizer):
-    """torch.optim.Adam: weight decay is added to the gradient, so that it enters the moments. Else as AdamW.
+    """torch.optim.Adam: weight decay is added to the gradient, so that it enters the moments. All else is AdamW's.
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, moments, master, maximize, clip_update, seed: as AdamW's.
@@ -89,12 +89,12 @@ class Adam(CompactOptimizer):
         super().__init__(params, defaults, moments, master, seed, skip_nonfinite, gradient_storage)
 
     def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
-        """As any optimizer's; also refuse betas that give no largest update, from which an FP8 weight's scale comes."""
+        """Raise ValueError as other optimizers, and for betas without a largest update, if weights live in FP8."""
         check_betas(weight, group)
         super().check(weight, group, settings, bounds)
 
     def will_bound(self, settings: Settings, stored: bool) -> bool:
-        """As ``clip_update`` says; without it, whether anything that the optimizer keeps is not exact."""
+        """Whether updates will be clipped: ``clip_update``; if None, whether any moment or weight is not exact."""
         if self._clip is not None:
             return self._clip
         return stored or any(m.format != "fp32" for m in settings.moments)

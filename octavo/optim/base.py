@@ -1,4 +1,4 @@
-"""What the optimizers share: they find, shard, save and load weights and state; each adds how its step computes."""
+"""The base of the optimizers: it finds, shards, saves and loads weights and state; each adds how its step computes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_not_negative(**numbers: float) -> None:
 
 
 class PreparedUpdate(NamedTuple):
-    """A weight's update without its gradient, and what it was made from: while that stays, it is used again."""
+    """A weight's update without its gradient, and the values it was made from: it is used again while they stay."""
 
     update: WeightUpdate
     data: Tensor  # the tensor that the step writes: the weight, or its codes
@@ -62,18 +62,18 @@ class PreparedUpdate(NamedTuple):
     identity: tuple[Any, ...]  # the weight's group and number, the seed, its moments' names, ids of its state
 
 
-def has_moved(kept: PreparedUpdate, weight: Tensor, data: Tensor) -> bool:
+def has_moved(prepared: PreparedUpdate, weight: Tensor, data: Tensor) -> bool:
     """Whether a weight has other memory now; a stored shard is compared by object: without rows it has no address."""
-    return kept.data is not data if getattr(weight, "is_shard", False) else kept.address != data.data_ptr()
+    return prepared.data is not data if getattr(weight, "is_shard", False) else prepared.address != data.data_ptr()
 
 
-def was_written(kept: PreparedUpdate, weight: Tensor, data: Tensor) -> bool:
+def was_written(prepared: PreparedUpdate, weight: Tensor, data: Tensor) -> bool:
     """Whether anything but a step has written a weight since; where FSDP2 loads shards, it gives them other memory."""
     if not getattr(weight, "is_shard", False):
-        return kept.address == data.data_ptr() and kept.version != data._version
-    if kept.data._version != kept.version:
+        return prepared.address == data.data_ptr() and prepared.version != data._version
+    if prepared.data._version != prepared.version:
         return True
-    return kept.data is not data and not torch.equal(kept.data.view(torch.uint8), data.view(torch.uint8))
+    return prepared.data is not data and not torch.equal(prepared.data.view(torch.uint8), data.view(torch.uint8))
 
 
 class CompactOptimizer(Optimizer):
@@ -110,7 +110,7 @@ class CompactOptimizer(Optimizer):
         CompactOptimizer._untraced = staticmethod(torch.compiler.disable(CompactOptimizer._step))
 
     def _begin(self) -> None:
-        """Set all that neither a copy nor a saved state has."""
+        """Reset the attributes that copies and saved states leave out."""
         self._kept: dict[nn.Parameter, PreparedUpdate] = {}
         self._plans: dict[Any, Any] = {}
         self._placed: dict[nn.Parameter, tuple[int, int]] = {}
@@ -122,11 +122,11 @@ class CompactOptimizer(Optimizer):
         self.resolution: Resolution | None = None
 
     def _options(self, group: dict[str, Any]) -> AdamGroup | SgdGroup:
-        """A group's options as the kernels take them."""
+        """Return a group's options in the form that the kernels take."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; also check that each weight has a master, and note in the group how its state is to be read."""
+        """Add a group; check that each weight has a master, and note in the group how its state is to be read."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         stored = [shard for param in group["params"] if (shard := local_stored(param)) is not None]
@@ -149,19 +149,19 @@ class CompactOptimizer(Optimizer):
             group["octavo"] = states.description(self.settings, self.seed)
 
     def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
-        """Raise ValueError for a weight that these settings can't keep; ``bounds``: whether updates will be bounded."""
+        """Raise ValueError for a weight that these settings don't fit; ``bounds``: whether updates will be bounded."""
         states.check(weight, settings.only(self.names_of(group)), bounds)
 
     def moments_of(self, moments: Any) -> tuple[Moment, ...]:
-        """What a ``moments`` argument means for this optimizer."""
+        """Return the Moments that a ``moments`` argument means for this optimizer."""
         return moments_of(moments, len(self.names))
 
     def will_bound(self, settings: Settings, stored: bool) -> bool:
-        """Whether it would bound its updates under these settings; ``stored``: whether any weight lives in FP8."""
+        """Whether updates would be bounded under these settings; ``stored``: whether any weight lives in FP8."""
         return False
 
     def adopt(self, settings: Settings) -> None:
-        """Go on with weights and state that optim/conversion.py has changed."""
+        """Take over the settings of weights and state that optim/conversion.py has changed."""
         self.moments, self.master = settings.moments or self.moments, settings.master
         stored = any(local_stored(param) is not None for param in self.all_params())
         self.clip_update = self.will_bound(settings, stored)
@@ -195,18 +195,18 @@ class CompactOptimizer(Optimizer):
         self._attach()
 
     def all_params(self) -> list[nn.Parameter]:
-        """The parameters of all groups, in their order."""
+        """Return the parameters of all groups, in their order."""
         return [param for group in self.param_groups for param in group["params"]]
 
     def _attach(self) -> None:
-        """Hook the parameters that there are now, whose gradients are kept: some were unfrozen or replaced since."""
+        """Hook the present parameters, whose gradients are stored in FP8: some may be new, or trained since."""
         if self._gradients is not None:
             self._gradients.hooks.attach(self.all_params())
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """A context for all micro-batches of a step but the last: where gradients are kept in FP8, sums stay float32.
+        """Return a context for all micro-batches of a step but the last; gradients kept in FP8 are summed in float32.
 
-        With update_in_backward it is that of the handle; without either it does nothing, and torch adds gradients up.
+        With update_in_backward it is the handle's; without either it does nothing, and torch adds gradients up.
 
         Example:
             >>> import torch, octavo
@@ -240,7 +240,7 @@ class CompactOptimizer(Optimizer):
     def begin_step(self) -> None:
         """Wait for the amaxes that ranks agree on; where weights were loaded or written since, agree on them anew.
 
-        It does so once a step. Every rank decides alike, by its states, its tensors' versions and what was loaded.
+        It does so once a step. Every rank decides alike, by its states, its tensors' versions and loads.
         """
         if self._begun:
             return
@@ -276,7 +276,7 @@ class CompactOptimizer(Optimizer):
             self.in_backward.finish()
             self.end_step()
             return loss
-        self._agreement.ask(self)  # before gradients are settled or found finite, for which ranks wait
+        self._agreement.ask(self)  # before gradients are redistributed or checked for inf and NaN, for which ranks wait
         params = [param for param in self.all_params() if settle_gradient(param) is not None]
         gradients = [param.grad for param in params if param.grad is not None]
         skip, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
@@ -284,7 +284,7 @@ class CompactOptimizer(Optimizer):
             skip = ~torch.isfinite(states.largest(gradients))
         if self.skip is not None:
             skip = self.skip if skip is None else skip + self.skip.to(skip.device)
-        self.left_out: Tensor | None = skip  # not 0 where this step does nothing; read by whoever wants to know
+        self.left_out: Tensor | None = skip  # not 0 where this step does nothing; for callers to read
         self.begin_step()
         self._run(params, skip, scale)
         if scale is not None:
@@ -301,16 +301,16 @@ class CompactOptimizer(Optimizer):
             update = self._update(param, *places[param])
             updates.setdefault(update.gradient.device, []).append(update)
         for device, some in updates.items():
-            there = [None if x is None else x.to(device, torch.float32, non_blocking=True) for x in (skip, scale)]
+            moved = [None if x is None else x.to(device, torch.float32, non_blocking=True) for x in (skip, scale)]
             sums = None if self.resolution is None else self.resolution.on(device)
-            self._launch(some, there[0], there[1], sums)
+            self._launch(some, moved[0], moved[1], sums)
         written: list[Tensor] = list(params)
         for param in params:
-            kept, weight = self._kept[param], states.local(param)
+            prepared, weight = self._kept[param], states.local(param)
             if isinstance(weight, StoredWeight):
                 written.append(weight.qdata)
-            elif kept.update.master.weight.data_ptr() != kept.address:
-                weight.copy_(kept.update.master.weight.view(weight.shape))
+            elif prepared.update.master.weight.data_ptr() != prepared.address:
+                weight.copy_(prepared.update.master.weight.view(weight.shape))
         torch.autograd.graph.increment_version(written)  # of a sharded weight only the local shard was written
         for param in params:
             weight = states.local(param)
@@ -323,7 +323,7 @@ class CompactOptimizer(Optimizer):
         optimizer_step(some, groups, skip, scale, self._plans, sums)
 
     def _places(self) -> dict[nn.Parameter, tuple[int, int]]:
-        """Each parameter's group and its number among all parameters, on which its random bits depend."""
+        """Return each parameter's group and its number among all parameters, on which its random bits depend."""
         params = self.all_params()
         if len(params) != len(self._placed) or not all(map(operator.is_, params, self._placed)):
             numbers = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
@@ -344,27 +344,32 @@ class CompactOptimizer(Optimizer):
         return update._replace(gradient=grad.resolve_neg().contiguous().view(shape))
 
     def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[PreparedUpdate, bool]:
-        """A weight's update, and whether its master begins anew: in the first step, or after the weight was written."""
+        """Return a weight's update, and whether its master begins anew: in the first step, or after a write."""
         weight, state = states.local(param), self.state[param]
         anew = not state
         names = self.names_of(self.param_groups[group])
         if anew:
             state.update(states.new_state(param, self.settings.only(names)))
-        kept, ids = self._kept.get(param), (group, index, self.seed, names, *map(id, state.values()))
+        prepared, ids = self._kept.get(param), (group, index, self.seed, names, *map(id, state.values()))
         data = states.data_of(weight)
-        written = kept is not None and isinstance(weight, StoredWeight) and was_written(kept, weight, data)
-        if kept is None or has_moved(kept, weight, data) or kept.identity != ids or not data.is_contiguous():
-            if kept is not None:
+        written = prepared is not None and isinstance(weight, StoredWeight) and was_written(prepared, weight, data)
+        if (
+            prepared is None
+            or has_moved(prepared, weight, data)
+            or prepared.identity != ids
+            or not data.is_contiguous()
+        ):
+            if prepared is not None:
                 self._forget_plans()
-            kept = self._kept[param] = self._keep(param, weight, state, ids)
+            prepared = self._kept[param] = self._keep(param, weight, state, ids)
         if written:  # by a load or by the user
             fresh = master_of(param, self.master).new_state(weight)
             for name, value in fresh.items():
                 states.local(state[name]).copy_(states.local(value))
-            kept = self._kept[param] = kept._replace(data=data, version=data._version)
+            prepared = self._kept[param] = prepared._replace(data=data, version=data._version)
         if (anew or written) and isinstance(weight, StoredWeight):
             weight.rest = None
-        return kept, anew or written
+        return prepared, anew or written
 
     def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[Any, ...]) -> PreparedUpdate:
         group, index, _, names, *_ = ids
@@ -380,18 +385,18 @@ class CompactOptimizer(Optimizer):
 
     @property
     def settings(self) -> Settings:
-        """How the optimizer keeps weights; a group's have the moments of ``names_of`` alone."""
+        """Return how the optimizer keeps weights; a group's settings have the moments of ``names_of`` alone."""
         return Settings(self.moments, self.names, self.master)
 
     def names_of(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The names of the moments that steps of a group read and write."""
+        """Return the names of the moments that steps of a group read and write."""
         return self.names
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with the moments' and masters' own tensors; each group says how they are to be read.
+        """Return the state as torch's dict, with moments' and masters' own tensors; each group says how to read them.
 
-        Where weights that live in FP8 have no state yet, it is that which their first step would begin with, as the low
-        bits of what was cast are kept nowhere else; ranks that share such weights call this together.
+        Weights that live in FP8 and have no state yet are saved with the state that their first step would begin with,
+        as the low bits of their values are kept nowhere else; ranks that share such weights call this together.
         """
         self._agreement.finish()
         self._describe()
@@ -425,37 +430,37 @@ class CompactOptimizer(Optimizer):
             ValueError: if the state does not fit the parameters; nothing is changed then.
         """
         state_dict = state_dict.copy()
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         groups = copy.deepcopy(state_dict["param_groups"])
         ids = [index for group in groups for index in group["params"]]
         described = states.fit_groups(groups, self)
         self._agreement.finish()
         same = described is None or described == states.description(self.settings, described["seed"])
-        found: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        new_states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         converted: list[str] = []
         in_groups = [(param, group) for group in groups for param in group["params"]]
         for index, (param, group) in zip(ids, in_groups, strict=True):
-            if given := state_dict["state"].get(index):
-                found[param], how = states.loaded(param, given, described, same, self._settings_in(given, group))
-                converted += how
-        super().__setstate__({"state": found, "param_groups": groups})
+            if saved := state_dict["state"].get(index):
+                new_states[param], notes = states.loaded(param, saved, described, same, self._settings_in(saved, group))
+                converted += notes
+        super().__setstate__({"state": new_states, "param_groups": groups})
         self.forget_kept()
         self._begun, self._loaded = False, True
         self.seed = self.seed if described is None else described["seed"]
         self._describe()
         self._attach()
-        for weight in found:
+        for weight in new_states:
             if (stored := local_stored(weight)) is not None:
                 stored.rest = None
         for attached in filter(None, (self.resolution, self.in_backward)):
             attached.restart()
         if converted:
             warnings.warn(states.conversion_warning(described, self.settings, converted), stacklevel=2)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
-    def _settings_in(self, given: dict[str, Any], group: dict[str, Any]) -> Settings:
-        """How a loaded state of a weight of this group is to be kept."""
+    def _settings_in(self, loaded_state: dict[str, Any], group: dict[str, Any]) -> Settings:
+        """Return the settings for a loaded state of a weight of this group."""
         return self.settings.only(self.names_of(group))

@@ -36,8 +36,8 @@ def change(
 ) -> None:
     """Change how an optimizer keeps its weights, in place: each parameter stays the same object.
 
-    ``storage`` has the weights whose storage changes, each with its new one; ``stored`` is called with each of them as
-    soon as it has that. ValueError if a weight can't be kept so; nothing is changed then.
+    ``storage``: {weight whose storage changes: its new storage}; ``stored`` is called with each of them as soon as it
+    has that. ValueError if a weight can't be kept so; nothing is changed then.
     """
     check_change(optimizer, settings, storage)
     optimizer.forget_kept()
@@ -66,7 +66,7 @@ def check_change(
 
 
 def blank(weight: Tensor, storage: WeightStorage, device: Any = None) -> Tensor:
-    """Zeros in place of a weight, or of this rank's shard of it, stored as asked, on its device or another."""
+    """Return zeros in place of a weight, or of this rank's shard of it, in this storage, on its device or another."""
     shard = on_this_rank(weight)
     device = shard.device if device is None else device
     if storage is None:
@@ -83,52 +83,52 @@ def _change(
     settings: Settings,
     storage: Mapping[nn.Parameter, WeightStorage],
 ) -> None:
-    """Change a weight and its state."""
-    moves, is_sharded = param in storage, on_this_rank(param) is not param
+    """Change a weight and its state, as ``change`` does for all."""
+    storage_changes, is_sharded = param in storage, on_this_rank(param) is not param
     if not (state := optimizer.state.get(param)):
-        if moves:
+        if storage_changes:
             store(param, storage[param])
             if (shard := local_stored(param)) is not None:
                 shard.known.awaited = True
         return
-    before, after = optimizer.settings.in_state(state), settings.in_state(state)
-    old, _ = for_kernel(param, states.local(param.detach()), state, before)
+    old_settings, new_settings = optimizer.settings.in_state(state), settings.in_state(state)
+    old, _ = for_kernel(param, states.local(param.detach()), state, old_settings)
     new_param: Any = param
-    if moves:
-        made = blank(param, storage[param])
-        new_param = like_sharded(made, param, param.shape) if is_sharded else nn.Parameter(made, param.requires_grad)
+    if storage_changes:
+        zeros = blank(param, storage[param])
+        new_param = like_sharded(zeros, param, param.shape) if is_sharded else nn.Parameter(zeros, param.requires_grad)
     new_weight = states.local(new_param.detach())
-    found = {"step": state["step"]} | _moments(param, new_param, state, before, after)
-    if moves or master_of(param, before.master) is not master_of(new_param, after.master):
-        found |= new_master(new_param, after.master)
-        new, _ = for_kernel(new_param, new_weight, found, after)
-        keeps_codes = not moves and new.kind in ("fp8_fp16", "fp8_fp32")  # splits round ties another way
+    new_state = {"step": state["step"]} | _moments(param, new_param, state, old_settings, new_settings)
+    if storage_changes or master_of(param, old_settings.master) is not master_of(new_param, new_settings.master):
+        new_state |= new_master(new_param, new_settings.master)
+        new, _ = for_kernel(new_param, new_weight, new_state, new_settings)
+        keeps_codes = not storage_changes and new.kind in ("fp8_fp16", "fp8_fp32")  # splits round ties another way
         codes = new.weight.clone() if keeps_codes else None
-        _rewrite(old, new, param if is_sharded else None, not moves)
+        _rewrite(old, new, param if is_sharded else None, not storage_changes)
         if codes is not None:
             new.weight.copy_(codes)
     else:
-        found |= {name: value for name, value in state.items() if name.startswith("master_")}
-    if moves:
+        new_state |= {name: value for name, value in state.items() if name.startswith("master_")}
+    if storage_changes:
         put_into(param, new_weight)
-    optimizer.state[param] = found
+    optimizer.state[param] = new_state
 
 
 def _moments(
-    param: Tensor, new_param: Tensor, state: dict[str, Any], before: Settings, after: Settings
+    param: Tensor, new_param: Tensor, state: dict[str, Any], old_settings: Settings, new_settings: Settings
 ) -> dict[str, Any]:
-    """The tensors of all moments; those whose storage does not change are not copied."""
-    found: dict[str, Any] = {}
-    were = before.moments_of(param)
-    for name, new in after.moments_of(param).items():
-        wanted = new.new_state(name, states.local(param).shape, "meta", is_fp8_experts(new_param))
-        if new == were[name] and all(
-            key in state and states.local(state[key]).shape == each.shape for key, each in wanted.items()
+    """Return the tensors of all moments; those whose storage does not change are not copied."""
+    tensors: dict[str, Any] = {}
+    old_moments = old_settings.moments_of(param)
+    for name, new in new_settings.moments_of(param).items():
+        empty_tensors = new.new_state(name, states.local(param).shape, "meta", is_fp8_experts(new_param))
+        if new == old_moments[name] and all(
+            key in state and states.local(state[key]).shape == value.shape for key, value in empty_tensors.items()
         ):
-            found |= {key: state[key] for key in wanted}
+            tensors |= {key: state[key] for key in empty_tensors}
         else:
-            found |= states.converted(new_param, name, were[name], new, state)
-    return found
+            tensors |= states.converted(new_param, name, old_moments[name], new, state)
+    return tensors
 
 
 @torch.no_grad()
@@ -141,20 +141,20 @@ def _rewrite(old: Master, new: Master, sharded: Tensor | None, same_storage: boo
     # old or new, but not both, may be a row that stands in for a shard without rows: nothing is written then
     stands_in = old.weight.numel() != new.weight.numel()
     for index in range(new.matrices):
-        one = new.matrix(index) if isinstance(new, Fp8Weight) else new
-        rows = one.weight.shape[0]
+        matrix = new.matrix(index) if isinstance(new, Fp8Weight) else new
+        rows = matrix.weight.shape[0]
         wide = values if stands_in else values.view(new.weight.shape)[index * rows : (index + 1) * rows]
-        if isinstance(one, Fp8Weight):
+        if isinstance(matrix, Fp8Weight):
             by_expert = isinstance(new, Fp8Weight) and new.scale_inv.ndim == 3  # each lies whole on one rank
             if same_storage:
-                bound = one.scale_inv * E4M3.max
+                bound = matrix.scale_inv * E4M3.max
             else:
-                bound = amax(wide, (BLOCK, BLOCK) if one.has_blocks else (ALL, ALL))
-                if sharded is not None and not by_expert and not one.has_blocks:
+                bound = amax(wide, (BLOCK, BLOCK) if matrix.has_blocks else (ALL, ALL))
+                if sharded is not None and not by_expert and not matrix.has_blocks:
                     bound = largest_of_ranks(bound, sharded)
-            one.begin(bound)
+            matrix.begin(bound)
         for piece in () if stands_in else pieces(*wide.shape):
             part = piece.of(wide)
             half = torch.full_like(part, -(1 << 31), dtype=torch.int32)  # random bits that round to nearest
-            one.write(piece, part, half)
-        one.end()
+            matrix.write(piece, part, half)
+        matrix.end()

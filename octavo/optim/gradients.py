@@ -24,7 +24,7 @@ from octavo.tensor.stored_gradient import StoredGradient
 
 
 class GradientHooks:
-    """Hooks that call a method after parameters' gradients, for as long as somebody else holds the method's object.
+    """Hooks that call a method after parameters' gradients; they hold the method's object weakly and go with it.
 
     Before the first call they look for DistributedDataParallel: RuntimeError with ``why_no_ddp``, if it is there.
     """
@@ -35,15 +35,15 @@ class GradientHooks:
         look_once = functools.cache(lambda: refuse_ddp(handles, why_no_ddp))
 
         def hook(param: nn.Parameter) -> None:
-            if (found := weak()) is not None:
+            if (bound_method := weak()) is not None:
                 look_once()
-                found(param)
+                bound_method(param)
 
         self.handles, self._hook = handles, hook
         weakref.finalize(self, lambda hooks: [hook.remove() for hook in hooks.values()], handles).atexit = False
 
     def attach(self, params: Iterable[nn.Parameter]) -> None:
-        """Hook these parameters and no others, as clients replace parameters; frozen ones keep a hook they have."""
+        """Hook these parameters and no others, as callers replace parameters; a frozen one keeps its hook."""
         params = list(params)
         for param in params:
             if param.requires_grad and param not in self.handles:
@@ -54,7 +54,7 @@ class GradientHooks:
 
 
 class GradientStorage:
-    """Keeps an optimizer's gradients in FP8 for as long as the optimizer lives."""
+    """The storage of an optimizer's gradients in FP8, for as long as the optimizer lives."""
 
     def __init__(self) -> None:
         self.hooks = GradientHooks(
@@ -67,20 +67,20 @@ class GradientStorage:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Within it gradients are summed in float32: for all micro-batches of a step but the last."""
+        """Sum gradients in float32 within this context: for all micro-batches of a step but the last."""
         for param in self.hooks.handles:
             stored = None if param.grad is None else states.local(param.grad)
             if isinstance(stored, StoredGradient) and stored.is_zero:  # by zero_grad(set_to_none=False)
                 param.grad = torch.zeros_like(param, dtype=param.grad.dtype)  # type: ignore[union-attr]
-        before, self._accumulating = self._accumulating, True
+        was_accumulating, self._accumulating = self._accumulating, True
         try:
             yield
         finally:
-            self._accumulating = before
+            self._accumulating = was_accumulating
 
     @torch.no_grad()
     def _take(self, param: nn.Parameter) -> None:
-        """Take a parameter's gradient when that of the step, or of a micro-batch, is complete."""
+        """Round a parameter's complete gradient to FP8, or, within ``accumulate``, have its sum be float32."""
         settle_gradient(param)
         whole = param.grad
         assert whole is not None
@@ -112,12 +112,12 @@ def refuse_ddp(params: Iterable[nn.Parameter], reason: str) -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
 
-    def found() -> list[Any]:
+    def ddp_models() -> list[Any]:
         kind = nn.parallel.DistributedDataParallel  # issubclass, as isinstance would run proxies
         return [model for model in gc.get_objects() if issubclass(type(model), kind)]
 
     ids = {id(param) for param in params}
-    if found():
+    if ddp_models():
         gc.collect()
-    if any(id(param) in ids for model in found() for param in model.module.parameters()):
+    if any(id(param) in ids for model in ddp_models() for param in model.module.parameters()):
         raise RuntimeError(reason)

@@ -99,7 +99,7 @@ def update_in_backward(
 
 
 class GradientNorms:
-    """The squared 2-norm of each parameter's gradient in this step and the last, from which a clip estimates the norm.
+    """Squared 2-norms of each parameter's gradient in this step and the last, from which a clip estimates the norm.
 
     They stay on the device, one number a parameter, so nothing waits for the host and a CUDA graph can replay it.
     """
@@ -110,7 +110,7 @@ class GradientNorms:
         self._cells: tuple[Tensor, ...] = ()  # of self._now
 
     def add(self, params: list[nn.Parameter]) -> None:
-        """Take the norms of these parameters' gradients, which have come."""
+        """Record the norms of these parameters' gradients, which have come."""
         squares = squared_norms([param.grad for param in params if param.grad is not None])
         if new := [param for param in params if param not in self._numbers]:
             self._numbers |= {param: len(self._numbers) + number for number, param in enumerate(new)}
@@ -122,12 +122,12 @@ class GradientNorms:
         torch._foreach_copy_([self._cells[self._numbers[param]] for param in params], list(squares.unbind()))
 
     def state(self, params: list[nn.Parameter]) -> dict[str, Any]:
-        """The last step's squares, and the place in ``params`` of each one's parameter: sums depend on the order."""
+        """Return the last step's squares, and their parameters' places in ``params``: sums depend on the order."""
         places = {param: place for place, param in enumerate(params)}
         return {"order": [places[param] for param in self._numbers], "squares": self._last.cpu()}
 
     def load(self, state: dict[str, Any], params: list[nn.Parameter]) -> None:
-        """Go on from such a state."""
+        """Load a state that ``state`` returned, and go on from it."""
         device = states.local(params[0].detach()).device
         self._numbers = {params[place]: number for number, place in enumerate(state["order"])}
         self._last = state["squares"].to(device, copy=True)
@@ -135,20 +135,24 @@ class GradientNorms:
         self._cells = self._now.unbind()
 
     def last(self) -> Tensor:
-        """The last step's global norm; 0 before there is one."""
+        """Return the last step's global norm; 0 before there is one."""
         return self._last.sum().sqrt()
 
     def estimate(self) -> Tensor:
-        """An estimate of this step's global norm: exact once all gradients have come.
+        """Return an estimate of this step's global norm: exact once all gradients have come.
 
-        Of the others the last step's squares count, times a power of the growth since then of those that have come. Its
-        exponent is the root of the share that those had in the last step: the smaller, the less it says of the others.
+        Gradients still to come count with the last step's squares, times a power of the growth since then of those that
+        have come. Its exponent is the root of the share that these had in the last step: a small share says little.
         """
-        come = self._now != _TO_COME
-        now, before, to_come = self._now * come, (self._last * come).sum(), (self._last * ~come).sum()
-        growth = (now * (self._last > 0)).sum() / before.clamp(min=_TINY)
-        share = before / (before + to_come).clamp(min=_TINY)
-        return (now.sum() + to_come * growth.pow(share.sqrt())).sqrt()
+        has_come = self._now != _TO_COME
+        now, last_of_come, last_to_come = (
+            self._now * has_come,
+            (self._last * has_come).sum(),
+            (self._last * ~has_come).sum(),
+        )
+        growth = (now * (self._last > 0)).sum() / last_of_come.clamp(min=_TINY)
+        share = last_of_come / (last_of_come + last_to_come).clamp(min=_TINY)
+        return (now.sum() + last_to_come * growth.pow(share.sqrt())).sqrt()
 
     def end_step(self) -> Tensor:
         """End the step: return its global norm, which ``last`` returns from now on."""
@@ -157,12 +161,12 @@ class GradientNorms:
         return self.last()
 
     def drop(self) -> None:
-        """Forget what has come since the last step."""
+        """Forget the norms that have come since the last step."""
         self._now.fill_(_TO_COME)
 
 
 def squared_norms(gradients: list[Tensor]) -> Tensor:
-    """Each whole gradient's squared 2-norm in float32; those sharded alike take one collective together."""
+    """Return each whole gradient's squared 2-norm in float32; those sharded alike take one collective together."""
     norms = torch._foreach_norm([states.local(gradient) for gradient in gradients], 2.0, torch.float32)
     squares = torch.stack([norm.to(norms[0].device) for norm in norms]).square()
     alike: dict[Any, list[Tensor]] = {}
@@ -203,7 +207,7 @@ class UpdatesInBackward:
         optimizer.in_backward = self
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step's clip needs of this one: save it between steps, together with the optimizer's state."""
+        """Return the numbers of this step that the next step's clip needs; save them with the optimizer's state."""
         return self._norms.state(self.optimizer.all_params())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -220,7 +224,7 @@ class UpdatesInBackward:
         self.last_norm = self._norms.last() if state_dict["order"] else None
 
     def restart(self) -> None:
-        """Load again what was loaded here: loading an optimizer's state may run a step of nothing (torch does so)."""
+        """Load the last loaded state again: loading an optimizer's state may run an empty step (torch does so)."""
         if self._loaded is not None:
             self.load_state_dict(self._loaded)
             self._loaded = None
@@ -234,12 +238,12 @@ class UpdatesInBackward:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Within it backward only accumulates gradients: for all micro-batches of a step but the last."""
-        before, self._accumulating = self._accumulating, True
+        """Have backward only accumulate gradients within this context: for all micro-batches of a step but the last."""
+        was_accumulating, self._accumulating = self._accumulating, True
         try:
             yield
         finally:
-            self._accumulating = before
+            self._accumulating = was_accumulating
 
     def finish(self) -> None:
         """End a step: update what is left and wait for it. ``optimizer.step()`` calls it."""
@@ -319,14 +323,14 @@ class UpdatesInBackward:
                 param.grad = None
 
     def _divisor(self, params: list[nn.Parameter]) -> Tensor | None:
-        """The number that gradients are to be divided by so that they are clipped."""
+        """Return the number that gradients are to be divided by so that they are clipped."""
         if self.clip is None:
             return None
         self._norms.add(params)
         return (self._norms.estimate() / self.clip).clamp(min=1.0)
 
     def _stream(self, params: list[nn.Parameter]) -> Any:
-        """The stream that updates run on: on a GPU its own, which waits for the gradients, not for all of backward."""
+        """Return the stream of updates: on a GPU its own, which waits for the gradients, not for all of backward."""
         device = params[0].device
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return nullcontext()

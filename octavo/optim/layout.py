@@ -1,4 +1,4 @@
-"""Where a shard lies in the whole weight, how the weight's state is sharded, and what its ranks agree on.
+"""Where a shard lies in the whole weight, how the weight's state is sharded, and how its ranks share amaxes.
 
 A weight is seen as a matrix of its first dimension by all others. Ranks may share its rows (FSDP2, ColwiseParallel),
 its columns (RowwiseParallel: the second dimension), or both, over as many dimensions of a mesh. Moments in codes have
@@ -24,7 +24,7 @@ _MUONS = "algorithm", "eps", "ns_steps", "ns_coefficients", "adjust_lr_fn"  # op
 
 
 def sharded_dims(tensor: Tensor) -> Iterator[tuple[int, int, Any]]:
-    """(tensor dimension, mesh dimension, placement) of each sharding; none for a plain or replicated tensor."""
+    """Yield (tensor dimension, mesh dimension, placement) of each sharding; none for a plain or replicated tensor."""
     for mesh_dim, placement in enumerate(getattr(tensor, "placements", ())):
         if not placement.is_replicate():
             yield getattr(placement, "dim", 0) % max(tensor.ndim, 1), mesh_dim, placement
@@ -36,7 +36,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def is_sharded_vector(param: Tensor) -> bool:
-    """Whether a parameter is one: kernels take it as a column, so that its indices are those in the whole vector."""
+    """Whether a parameter is a sharded vector: kernels take it as a column, so its indices are the whole vector's."""
     return param.ndim < 2 and is_sharded(param)
 
 
@@ -52,9 +52,9 @@ def ranks_share_blocks(param: Tensor) -> bool:
 
 def check_layout(param: Tensor) -> None:
     """Raise ValueError for a weight whose shards are neither rows nor columns."""
-    found = list(sharded_dims(param))
-    columns = [dim for dim, *_ in found if dim]
-    if any(placement.is_partial() for _, _, placement in found):
+    shardings = list(sharded_dims(param))
+    columns = [dim for dim, *_ in shardings if dim]
+    if any(placement.is_partial() for _, _, placement in shardings):
         raise ValueError(f"a weight with placements {param.placements}: its values are sums over ranks")  # type: ignore[attr-defined]
     if columns not in ([], [1]):
         raise ValueError(
@@ -69,7 +69,7 @@ def is_fp8_experts(weight: Tensor) -> bool:
 
 
 def place_of(param: Tensor) -> tuple[int, int, int]:
-    """(first row, first column) of this rank's shard in the weight's matrix, and how many columns that has.
+    """Return (first row, first column) of this rank's shard in the weight's matrix, and how many columns that has.
 
     The matrix is [E * N, K] of experts in FP8, [n, 1] of a sharded vector.
     """
@@ -84,7 +84,7 @@ def place_of(param: Tensor) -> tuple[int, int, int]:
 
 
 def like_param(tensor: Tensor, param: Tensor) -> Tensor:
-    """A tensor of this rank's state, sharded as the weight is, so that checkpoints can reshard it."""
+    """Shard a tensor of this rank's state as the weight is sharded, so that checkpoints can reshard it."""
     shard_shape = on_this_rank(param).shape
     if tensor.shape[:1] != shard_shape[:1]:
         return tensor
@@ -98,7 +98,7 @@ def like_param(tensor: Tensor, param: Tensor) -> Tensor:
 
 
 def bytes_of_shard(tensor: Tensor) -> int:
-    """Bytes of a tensor's largest shard, so that all ranks count the same; a plain tensor's own bytes."""
+    """Return the bytes of a tensor's largest shard, so that all ranks count the same; of a plain tensor its bytes."""
     shape = list(tensor.shape)
     for dim, mesh_dim, _ in sharded_dims(tensor):
         shape[dim] = -(-shape[dim] // tensor.device_mesh.size(mesh_dim))  # type: ignore[attr-defined]
@@ -117,14 +117,14 @@ def settle_gradient(param: nn.Parameter) -> Tensor | None:
 
 
 def _with_common(amaxes: Tensor, params: Sequence[nn.Parameter]) -> Tensor:
-    """Weights' amaxes [n, 1]; those with a common scale all get the largest among them."""
+    """Return weights' amaxes [n, 1], where those with a common scale all have the largest among them."""
     owners = [getattr(local_stored(param), "common", None) or param for param in params]  # one for each scale
     numbers = {owner: number for number, owner in enumerate(dict.fromkeys(owners))}
     if len(numbers) == len(owners):
         return amaxes
     places = torch.tensor([numbers[owner] for owner in owners], device=amaxes.device)
-    found = amaxes.new_zeros(len(numbers)).scatter_reduce_(0, places, amaxes.view(-1), "amax")
-    return found[places].view(-1, 1)
+    largest_by_scale = amaxes.new_zeros(len(numbers)).scatter_reduce_(0, places, amaxes.view(-1), "amax")
+    return largest_by_scale[places].view(-1, 1)
 
 
 def agreeing(params: Sequence[nn.Parameter], groups: Sequence[int]) -> list[nn.Parameter]:
@@ -133,11 +133,11 @@ def agreeing(params: Sequence[nn.Parameter], groups: Sequence[int]) -> list[nn.P
     ``groups``: the number of each one's group. ValueError if weights with a common scale are in several groups, or not
     all there, or not all trained.
     """
-    found: dict[Any, list[int]] = {}
+    groups_by_scale: dict[Any, list[int]] = {}
     for param, group in zip(params, groups, strict=True):
         if (common := getattr(local_stored(param), "common", None)) is not None:
-            found.setdefault(common, []).append(group if param.requires_grad else -1)
-    if any(len(groups) != common.count or len(set(groups)) > 1 for common, groups in found.items()):
+            groups_by_scale.setdefault(common, []).append(group if param.requires_grad else -1)
+    if any(len(groups) != common.count or len(set(groups)) > 1 for common, groups in groups_by_scale.items()):
         raise ValueError(
             "the named splits of a weight that lives in FP8 have one scale, which an optimizer finds from all of them: "
             "give it all in one group, and train all or none"
@@ -211,8 +211,8 @@ class Agreement:
         under_way, self._under_way = self._under_way, []
         for work, largest, amaxes in under_way:
             work.wait()
-            for amax, found in zip(amaxes, largest, strict=True):
-                amax.copy_(found.view(1, 1))
+            for amax, largest_amax in zip(amaxes, largest, strict=True):
+                amax.copy_(largest_amax.view(1, 1))
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # where another rank is gone, nothing is left to agree on

@@ -1,4 +1,4 @@
-"""Masters: the wider weight that an optimizer updates in place of one of few bits, and what its state keeps for that.
+"""Masters: the wider weight that an optimizer updates in place of one of few bits, and what its state keeps for it.
 
 Their arithmetic, and each one's bits: kernels/reference/optimizer_state.py. A float16 weight is its own master under
 "auto", rounded to nearest. 16-bit remainders are kept as bytes: NCCL and gloo send no int16.
@@ -25,18 +25,18 @@ from octavo.tensor.stored_weight import OF_FROZEN, StoredWeight, has_powers_of_t
 
 @dataclass(frozen=True)
 class MasterForm:
-    """How a master is kept.
+    """The form in which a master is kept.
 
     Attributes:
         kind: the kernels' name.
-        rest: dtype of the rest, which is what the state keeps besides the weight; None: it keeps nothing.
+        rest: dtype of the bits that the state keeps besides the weight; None: it keeps none.
     """
 
     kind: str
     rest: torch.dtype | None = None
 
     def new_state(self, weight: Tensor) -> dict[str, Tensor]:
-        """The rest of a master that begins as the weight.
+        """Return the state's tensors of a master that begins as the weight.
 
         The master of a weight in FP8 begins as the value that was cast to it, if that is still known and the master has
         a rest to hold it. Its amax, from which the next scale comes, is part of the state.
@@ -50,37 +50,37 @@ class MasterForm:
                 f"a weight {tuple(weight.shape)} stored in FP8 was loaded while it was frozen, with scales that are no "
                 "powers of two, or of rows or 1 x 32, which an optimizer can't update: load it again with requires_grad"
             )
-        rest = weight.rest
-        if rest is None or self.rest is None:
-            rest = torch.zeros(weight.shape, dtype=torch.int8, device=weight.device)
+        remainder = weight.rest
+        if remainder is None or self.rest is None:
+            remainder = torch.zeros(weight.shape, dtype=torch.int8, device=weight.device)
         codes = weight.qdata.view(torch.uint8)
-        values = values_with(codes, weight.scale_inv, rest)
-        largest = torch.empty_like(weight.scale_inv)
-        state = {"master_amax": largest}
-        for found, matrix in zip(largest, values, strict=True) if weight.ndim == 3 else [(largest, values)]:
-            found.copy_(amax(matrix, weight.granularity.tile))
+        values = values_with(codes, weight.scale_inv, remainder)
+        amaxes = torch.empty_like(weight.scale_inv)
+        state = {"master_amax": amaxes}
+        for target, matrix in zip(amaxes, values, strict=True) if weight.ndim == 3 else [(amaxes, values)]:
+            target.copy_(amax(matrix, weight.granularity.tile))
         if self.rest == torch.int8:
-            state["master_rest"] = rest.clone()
+            state["master_rest"] = remainder.clone()
         elif self.rest == torch.int16:
-            state["master_rest"] = _as_kept(rest.to(torch.int16).mul_(1 << 8))
+            state["master_rest"] = _as_kept(remainder.to(torch.int16).mul_(1 << 8))
         elif self.rest == torch.float16:
             one = torch.full_like(weight.scale_inv, FLOAT16_FACTOR)
-            state["master_rest"] = values_with(codes, one, rest).half()
+            state["master_rest"] = values_with(codes, one, remainder).half()
         elif self.rest == torch.float32:
             state["master_rest"] = values
         return state
 
     def for_kernel(self, matrix: Tensor, state: dict[str, Tensor], scale_inv: Tensor | None = None) -> Master:
-        """What the kernels read and write: a weight [R, C] and its state's tensors; ``scale_inv``: if it is codes."""
-        rest = None if self.rest is None else state["master_rest"].view(self.rest).view(matrix.shape)
+        """Return the kernels' view of a weight [R, C] and its state's tensors; ``scale_inv``: where it is codes."""
+        remainder = None if self.rest is None else state["master_rest"].view(self.rest).view(matrix.shape)
         if scale_inv is not None:
-            return Fp8Weight(matrix, self.kind, scale_inv, rest, state.get("master_amax"))
-        return MasterWeight(matrix, self.kind, rest)
+            return Fp8Weight(matrix, self.kind, scale_inv, remainder, state.get("master_amax"))
+        return MasterWeight(matrix, self.kind, remainder)
 
 
-def _as_kept(rest: Tensor) -> Tensor:
-    """16 bits as two bytes, [...] -> [..., 2]."""
-    return rest.unsqueeze(-1).view(torch.uint8) if rest.dtype == torch.int16 else rest
+def _as_kept(remainder: Tensor) -> Tensor:
+    """Return 16-bit remainders as two bytes, [...] -> [..., 2]; other dtypes as they are."""
+    return remainder.unsqueeze(-1).view(torch.uint8) if remainder.dtype == torch.int16 else remainder
 
 
 NAMED: dict[str | None, MasterForm] = {
@@ -102,7 +102,7 @@ _OF_BF16 = {"auto": "split32", "fp32": "split32", "fp16_scaled": "split32", "spl
 
 
 def master_of(param: nn.Parameter, master: str | None) -> MasterForm:
-    """The master of a weight, by "auto" or a name of NAMED or OF_FP8_WEIGHTS; all serve float32 and bf16 weights.
+    """Return a weight's master, by "auto" or a name of NAMED or OF_FP8_WEIGHTS; all serve float32 and bf16 weights.
 
     ValueError for another name, or a weight of another dtype than the master is for.
     """
@@ -119,5 +119,7 @@ def master_of(param: nn.Parameter, master: str | None) -> MasterForm:
         return NAMED[_OF_BF16.get(master or "", master)]
     if param.dtype == torch.float32 or (param.dtype == torch.float16 and master == "auto"):
         return NAMED["fp32"]  # whatever the name: a norm's weight, say, beside bf16 matrices
-    of = torch.float32 if master in _OF_BF16 else torch.bfloat16
-    raise ValueError(f"master={master!r} is for weights of {of}, not {param.dtype}; use 'auto', or convert the model")
+    dtype = torch.float32 if master in _OF_BF16 else torch.bfloat16
+    raise ValueError(
+        f"master={master!r} is for weights of {dtype}, not {param.dtype}; use 'auto', or convert the model"
+    )

@@ -21,7 +21,7 @@ ROUNDINGS = ("nearest", "stochastic", "hybrid")
 
 @dataclass(frozen=True)
 class Moment:
-    """How a moving average is stored.
+    """A way to store a moving average.
 
     Args:
         format: "fp32", "bf16", or codes of octavo.E4M3, octavo.E5M2, octavo.optim.E4M4 (no sign: second moments).
@@ -73,7 +73,7 @@ class Moment:
     def new_state(
         self, name: str, shape: torch.Size, device: torch.device | str, fp8_experts: bool = False
     ) -> dict[str, Tensor]:
-        """The tensors of a moment of zeros in an optimizer's state, whose names begin with ``name``.
+        """Return the tensors of a moment of zeros in an optimizer's state, whose names begin with ``name``.
 
         ``fp8_experts``: the weight is experts in FP8 [E, N, K]; each has a scale, or those of blocks of its rows.
         """
@@ -94,7 +94,7 @@ class Moment:
         return state
 
     def for_kernel(self, name: str, state: dict[str, Tensor], fp8_experts: bool = False) -> MomentTensors:
-        """What the kernels read and write: the tensors of ``new_state`` as matrices."""
+        """Return the tensors of ``new_state`` as matrices, which the kernels read and write."""
         stochastic, hybrid = (self.rounding == way for way in ROUNDINGS[1:])
         if not isinstance(self.format, Format):
             return MomentTensors(as_matrix(state[name], fp8_experts), stochastic=stochastic, hybrid=hybrid)
@@ -104,20 +104,20 @@ class Moment:
         return MomentTensors(data, self.format, scale_inv, state.get(f"{name}_amax"), self.root, stochastic, hybrid)
 
     def read_codes(self, codes: Tensor, scale_inv: Tensor, row: int = 0, column: int = 0) -> Tensor:
-        """Values in float32, of codes' shape, which begin at this place of a tensor; its scales as of ``new_state``."""
+        """Return float32 values of codes that begin at this place of a tensor, whose scales are as in ``new_state``."""
         assert isinstance(self.format, Format)
         if len(scale_inv) > 1:
             scale_inv = scale_inv[row : row + len(codes)]
         matrix = codes.flatten(0, 1) if scale_inv.ndim == 3 else codes.reshape(as_matrix_shape(codes.shape))
         rows, cols = matrix.shape
         blocks = scale_inv.flatten(0, -2).expand(rows, max(scale_inv.shape[-1], blocks_of(column + cols)))
-        each = blocks.repeat_interleave(BLOCK, 1)[:, column : column + cols]
-        wide = decode_moment(matrix, self.format).mul_(each)
+        factors = blocks.repeat_interleave(BLOCK, 1)[:, column : column + cols]
+        wide = decode_moment(matrix, self.format).mul_(factors)
         return (wide.square_() if self.root else wide).view(codes.shape)
 
 
 def as_matrix(tensor: Tensor, fp8_experts: bool = False) -> Tensor:
-    """A contiguous tensor as [R, C]; of experts in FP8 [E, N, K] the matrices one below the other, [E * N, K]."""
+    """View a contiguous tensor as [R, C]; experts in FP8 [E, N, K] as matrices one below the other, [E * N, K]."""
     return tensor.flatten(0, 1) if fp8_experts else tensor.view(as_matrix_shape(tensor.shape))
 
 
@@ -132,16 +132,16 @@ NAMED: dict[str, tuple[Moment, Moment]] = {
 
 
 def moments_of(moments: Any, count: int = 2) -> tuple[Moment, ...]:
-    """The Moments, two or one, that a ``moments`` argument means: a name of NAMED, a pair of Moments or a Moment."""
+    """Return the Moments that a ``moments`` argument means: a name of NAMED, a pair of Moments or a Moment."""
     wanted = "a pair of octavo.optim.Moment" if count == 2 else "an octavo.optim.Moment"
     remedy = f"moments={moments!r}: use {', '.join(map(repr, NAMED))} or {wanted}"
     if isinstance(moments, str):
         if moments not in NAMED:
             raise ValueError(remedy)
         return NAMED[moments][:count]
-    found = (moments,) if count == 1 else moments
-    if not (isinstance(found, tuple) and len(found) == count and all(isinstance(m, Moment) for m in found)):
+    chosen = (moments,) if count == 1 else moments
+    if not (isinstance(chosen, tuple) and len(chosen) == count and all(isinstance(m, Moment) for m in chosen)):
         raise TypeError(remedy)
-    if any(first.root or (isinstance(first.format, Format) and not first.format.signed) for first in found[:1]):
-        raise ValueError(f"{found[0]} has no sign: it is for second moments")
-    return found
+    if any(first.root or (isinstance(first.format, Format) and not first.format.signed) for first in chosen[:1]):
+        raise ValueError(f"{chosen[0]} has no sign: it is for second moments")
+    return chosen

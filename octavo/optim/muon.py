@@ -50,7 +50,7 @@ _ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 
 class _Workspace(NamedTuple):
-    """What the launches of a matrix use besides its state; it stays, as CUDA graphs and prepared launches read it.
+    """Tensors that a matrix's launches use besides its state; they stay, as CUDA graphs and later launches read them.
 
     ``scratch``: the direction [R, C], then the orthogonal matrix; ``step``: a copy of the state's, which the first
     launch counts; ``rate``: the adjusted learning rate, where that is computed on a GPU; ``plans``: prepared launches.
@@ -143,7 +143,7 @@ class Muon(CompactOptimizer):
         self._scratch: dict[torch.device, Tensor] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; what is no matrix in a group without an ``algorithm`` goes to one of AdamW, which follows.
+        """Add a group; if it has no ``algorithm``, what is no matrix goes to a group of AdamW, which follows.
 
         Options of a group that holds matrices are Muon's; of one that holds none they are AdamW's.
         """
@@ -160,21 +160,23 @@ class Muon(CompactOptimizer):
         for param in [params] if isinstance(params, Tensor) else params:
             tensor = param[1] if isinstance(param, tuple) else param
             split["muon" if getattr(tensor, "ndim", 0) == 2 else "adamw"].append(param)
-        own = {name: value for name, value in param_group.items() if not split["muon"] or name not in self.defaults}
-        for algorithm, options in (("muon", param_group), ("adamw", own)):
+        adamw_options = {
+            name: value for name, value in param_group.items() if not split["muon"] or name not in self.defaults
+        }
+        for algorithm, options in (("muon", param_group), ("adamw", adamw_options)):
             if split[algorithm] or not (split["adamw"] or algorithm == "adamw"):  # an empty group stays one, as torch's
-                given = options | {"params": split[algorithm], "algorithm": algorithm}
-                super().add_param_group(self._defaults_of(algorithm) | given)
+                new_group = options | {"params": split[algorithm], "algorithm": algorithm}
+                super().add_param_group(self._defaults_of(algorithm) | new_group)
 
     def _defaults_of(self, algorithm: str) -> dict[str, Any]:
         return {**_ADAMW, **(self.adamw or {})} if algorithm == "adamw" else {}
 
     def names_of(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The momentum, or in a group of AdamW its two moments."""
+        """Return the name of the momentum, or in a group of AdamW those of its two moments."""
         return self.names[1:] if group["algorithm"] == "adamw" else self.names[:1]
 
     def moments_of(self, moments: Any) -> tuple[Moment, ...]:
-        """The momentum's and AdamW's two; beside one Moment these are of its dtype, or in FP8."""
+        """Return the momentum's Moment and AdamW's two; beside a single Moment these are of its dtype, or in FP8."""
         if isinstance(moments, Moment):
             kind = moments.format if isinstance(moments.format, str) else "fp8"
             return *moments_of(moments, 1), *NAMED[kind]
@@ -189,7 +191,7 @@ class Muon(CompactOptimizer):
         return stored
 
     def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
-        """As any optimizer's; also refuse what is no matrix, or is sharded by columns, and options out of range."""
+        """Raise ValueError as other optimizers, for what is no matrix or is sharded by columns, and bad options."""
         if (algorithm := group["algorithm"]) not in ("muon", "adamw"):
             raise ValueError(f"algorithm={algorithm!r}: use 'muon' or 'adamw'")
         if algorithm == "adamw":
@@ -226,7 +228,7 @@ class Muon(CompactOptimizer):
 
     def _launch(self, some: list[WeightUpdate], skip: Tensor | None, scale: Tensor | None, sums: Tensor | None) -> None:
         some = self._without_adamws(some, skip, scale, sums)
-        params = {id(kept.update.master): param for param, kept in self._kept.items()}
+        params = {id(prepared.update.master): param for param, prepared in self._kept.items()}
         shared: dict[Any, list[tuple[WeightUpdate, nn.Parameter]]] = {}
         for update in some:
             param = params[id(update.master)]
@@ -234,16 +236,18 @@ class Muon(CompactOptimizer):
                 shared.setdefault(groups_of(param)[0], []).append((update, param))
             else:
                 matrices = self._direction(update, skip, scale).view(states.local(param).shape).flatten(0, -2)
-                found = self._orthogonal(self._as_sent(matrices), param, update.group)
-                self._move(update, found, param.shape, skip, sums)
-        for group, those in shared.items():
+                orthogonal = self._orthogonal(self._as_sent(matrices), param, update.group)
+                self._move(update, orthogonal, param.shape, skip, sums)
+        for group, members in shared.items():
             count = OWNED * group.size()
-            for batch in (those[first : first + count] for first in range(0, len(those), count)):
+            for batch in (members[first : first + count] for first in range(0, len(members), count)):
                 parts, shapes = [], [param.shape for _, param in batch]
                 for update, param in batch:
                     part = self._direction(update, skip, scale)[: states.local(param).shape[0]]
                     parts.append(self._as_sent(part).to(param.device_mesh.device_type))  # type: ignore[attr-defined]
-                functions = [functools.partial(self._orthogonal, param=param, group=one.group) for one, param in batch]
+                functions = [
+                    functools.partial(self._orthogonal, param=param, group=member.group) for member, param in batch
+                ]
                 pieces = by_owners(parts, shapes, group, functions)
                 for (update, param), part in zip(batch, pieces, strict=True):
                     self._move(update, part, param.shape, skip, sums)
@@ -253,9 +257,11 @@ class Muon(CompactOptimizer):
     ) -> list[WeightUpdate]:
         """Update the weights in AdamW's groups; return the updates of the others."""
         groups = [number for number, group in enumerate(self.param_groups) if group["algorithm"] == "adamw"]
-        if theirs := [update._replace(group=groups.index(update.group)) for update in some if update.group in groups]:
+        if adamw_updates := [
+            update._replace(group=groups.index(update.group)) for update in some if update.group in groups
+        ]:
             options: Any = [self._options(self.param_groups[number]) for number in groups]
-            optimizer_step(theirs, options, skip, scale, self._plans.setdefault("adamw", {}), sums)
+            optimizer_step(adamw_updates, options, skip, scale, self._plans.setdefault("adamw", {}), sums)
         return [update for update in some if update.group not in groups]
 
     def _direction(self, update: WeightUpdate, skip: Tensor | None, scale: Tensor | None) -> Tensor:
@@ -270,14 +276,14 @@ class Muon(CompactOptimizer):
         return matrix
 
     def _as_sent(self, direction: Tensor) -> Tensor:
-        """Rows of a direction [r, C] as they travel: in bf16, which is what torch orthogonalises, or codes in bytes."""
+        """Return rows of a direction [r, C] as they travel: in bf16, which torch orthogonalises, or codes in bytes."""
         if self.directions == "bf16":
             return direction.to(torch.bfloat16)
         qdata, _, scale_inv, *_ = kernels.cast(direction, None, INPUT, *_IN_FP8.arguments)
         return pack(qdata, scale_inv, True)
 
     def _orthogonal(self, matrix: Tensor, param: nn.Parameter, group: int) -> Tensor:
-        """What torch makes of a matrix's direction, which travelled, or of each expert's: bf16 [R, C] or [E * N, K]."""
+        """Orthogonalise a matrix's direction, or each expert's, after it travelled: bf16 [R, C] or [E * N, K]."""
         if not matrix.numel():
             return matrix
         if self.directions == "fp8":
@@ -291,7 +297,7 @@ class Muon(CompactOptimizer):
     def _move(
         self, update: WeightUpdate, orthogonal: Tensor, shape: torch.Size, skip: Tensor | None, sums: Tensor | None
     ) -> None:
-        """Move this rank's part of a weight whose whole shape this is along that of what is orthogonal."""
+        """Move this rank's part of a weight along the orthogonal matrix's part; ``shape``: of the whole weight."""
         work, options = self._workspace(update), self.param_groups[update.group]
         matrix, rule = work.scratch.weight, self._rule(options)
         matrix.view(-1)[: orthogonal.numel()].view(orthogonal.shape).copy_(orthogonal)
@@ -308,8 +314,8 @@ class Muon(CompactOptimizer):
         optimizer_step([update], [rule], skip, None, work.plans, sums)
 
     def _workspace(self, update: WeightUpdate) -> _Workspace:
-        found = self._plans.get(id(update.master))
-        if found is None:
+        work = self._plans.get(id(update.master))
+        if work is None:
             shape, device = update.master.weight.shape, update.gradient.device
             scratch = self._scratch.get(device)
             if scratch is None or scratch.numel() < shape.numel():
@@ -318,8 +324,8 @@ class Muon(CompactOptimizer):
                 scratch = self._scratch[device] = torch.empty(largest, device=device, dtype=torch.float32)
             whole = MasterWeight(scratch[: shape.numel()].view(shape), "weight")
             rate = torch.zeros((), device=device, dtype=torch.float32)
-            found = self._plans[id(update.master)] = _Workspace(update.master, whole, rate.clone(), rate, {})
-        return found
+            work = self._plans[id(update.master)] = _Workspace(update.master, whole, rate.clone(), rate, {})
+        return work
 
     def _forget_plans(self) -> None:
         adamws, captured = self._plans.pop("adamw", {}), self._plans.pop("captured", [])
@@ -328,7 +334,7 @@ class Muon(CompactOptimizer):
 
 
 def orthogonalize_each(matrices: Tensor, coefficients: tuple[float, float, float], count: int, eps: float) -> Tensor:
-    """What torch makes of each matrix, [E, N, K] to bf16 of this shape: its operations, of all matrices at once."""
+    """Orthogonalise each matrix as torch does, [E, N, K] to bf16 of this shape, by its operations on all at once."""
     a, b, c = coefficients
     is_tall = matrices.shape[1] > matrices.shape[2]
     wide = (matrices.mT if is_tall else matrices).to(torch.bfloat16)
@@ -340,7 +346,7 @@ def orthogonalize_each(matrices: Tensor, coefficients: tuple[float, float, float
 
 
 def owners_of(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
-    """The rank that has each matrix [R, C]: the work, R C min(R, C), is spread evenly, alike on all ranks."""
+    """Return the rank that owns each matrix [R, C]: the work, R C min(R, C), is spread evenly, alike on all ranks."""
     work = [shape.numel() * min(shape) for shape in shapes]
     owners, loads = [0] * len(shapes), [0] * ranks
     for number in sorted(range(len(shapes)), key=lambda number: -work[number]):
@@ -352,37 +358,37 @@ def owners_of(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
 def by_owners(
     parts: Sequence[Tensor], shapes: Sequence[torch.Size], group: Any, functions: Sequence[Callable[[Tensor], Tensor]]
 ) -> list[Tensor]:
-    """This rank's rows of what each matrix's function makes of it, which is called on the matrix's owner alone.
+    """Call each matrix's function on the matrix's owner alone, and return this rank's rows of all results.
 
     ``parts``: this rank's rows of each matrix, [r, C] or coded [r, C'], all of one dtype and device, divided as FSDP2
     divides them; ``shapes``: of the whole matrices [R, C], the same on all ranks, which are in the order of the rows.
     Functions make bf16 [R, C] of all rows.
     """
-    ranks, own = group.size(), group.rank()
+    ranks, this_rank = group.size(), group.rank()
     owners = owners_of(shapes, ranks)
     owned = [[number for number, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
     ordered = list(itertools.chain.from_iterable(owned))
-    rows: dict[int, list[int]] = {}  # of each rank, of the matrices that are this one's
-    for number in owned[own]:
-        each = (rows_of_rank(shapes[number][0], ranks, rank) for rank in range(ranks))
-        rows[number] = [some.stop - some.start for some in each]
-    sizes = [[rows[number][rank] * parts[number].shape[1] for number in owned[own]] for rank in range(ranks)]
+    rows: dict[int, list[int]] = {}  # {matrix that this rank owns: how many of its rows each rank has}
+    for number in owned[this_rank]:
+        slices = (rows_of_rank(shapes[number][0], ranks, rank) for rank in range(ranks))
+        rows[number] = [some.stop - some.start for some in slices]
+    sizes = [[rows[number][rank] * parts[number].shape[1] for number in owned[this_rank]] for rank in range(ranks)]
     sent = [sum(parts[number].numel() for number in some) for some in owned]
     received = [sum(some) for some in sizes]
     arrived = _exchanged((parts[number] for number in ordered), parts[0], sent, received, group)
-    pieces = [part.split(each) for part, each in zip(arrived.split(received), sizes, strict=True)]
-    made = [
-        functions[number](torch.cat(those).view(shapes[number][0], parts[number].shape[1])).split(rows[number])
-        for number, those in zip(owned[own], zip(*pieces, strict=True), strict=True)
+    pieces = [part.split(lengths) for part, lengths in zip(arrived.split(received), sizes, strict=True)]
+    results = [
+        functions[number](torch.cat(shards).view(shapes[number][0], parts[number].shape[1])).split(rows[number])
+        for number, shards in zip(owned[this_rank], zip(*pieces, strict=True), strict=True)
     ]
-    back = (matrix[rank] for rank in range(ranks) for matrix in made)
-    sent_back = [sum(rows[number][rank] * shapes[number][1] for number in owned[own]) for rank in range(ranks)]
-    own_sizes = {number: parts[number].shape[0] * shapes[number][1] for number in ordered}
-    expected = [sum(own_sizes[number] for number in some) for some in owned]
+    back = (matrix[rank] for rank in range(ranks) for matrix in results)
+    sent_back = [sum(rows[number][rank] * shapes[number][1] for number in owned[this_rank]) for rank in range(ranks)]
+    sizes_here = {number: parts[number].shape[0] * shapes[number][1] for number in ordered}
+    expected = [sum(sizes_here[number] for number in some) for some in owned]
     like = parts[0].new_empty(0, dtype=torch.bfloat16)
-    returned = _exchanged(back, like, sent_back, expected, group).split([*own_sizes.values()])
-    found = dict(zip(ordered, returned, strict=True))
-    return [found[number].view(part.shape[0], shapes[number][1]) for number, part in enumerate(parts)]
+    returned = _exchanged(back, like, sent_back, expected, group).split([*sizes_here.values()])
+    rows_by_number = dict(zip(ordered, returned, strict=True))
+    return [rows_by_number[number].view(part.shape[0], shapes[number][1]) for number, part in enumerate(parts)]
 
 
 def _exchanged(tensors: Iterable[Tensor], like: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""How far updates move weights, compared with the steps of E4M3's grid at those weights; the step itself sums it."""
+"""Sums that compare updates with the steps of E4M3's grid at the updated weights; optimizer steps add to them."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ class Resolution:
 
     @functools.cached_property
     def _process_groups(self) -> dict[str, Any]:
-        """The process groups of the ranks that have shards of any of the weights, by name."""
+        """Return the process groups of the ranks that have shards of any of the weights, by name."""
         groups = itertools.chain.from_iterable(map(groups_of, filter(is_sharded, self.params)))
         return {group.group_name: group for group in groups}
 
     def counts(self, param: nn.Parameter) -> bool:
-        """Whether this rank's shard of a weight counts; where ranks have the same shard, one rank's does."""
+        """Whether this rank's shard of a weight counts; of ranks that have the same shard, one rank's does."""
         if param not in self.params:
             return False
         sharded_over = {group.group_name for group in groups_of(param)} if is_sharded(param) else set()
         return all(name in sharded_over or group.rank() == 0 for name, group in self._process_groups.items())
 
     def on(self, device: torch.device) -> Tensor:
-        """The sums that steps on a device add to: float64 [2], see kernels/reference/optimizer_step.py."""
+        """Return the sums that steps on a device add to: float64 [2], see kernels/reference/optimizer_step.py."""
         if device not in self._sums:
             self._sums[device] = torch.zeros(2, dtype=torch.float64, device=device)
         return self._sums[device]
 
     def take(self) -> SumsInFlight:
-        """The sums over all devices and ranks since the last time."""
+        """Return the sums over all devices and ranks since the last call, and begin new ones."""
         if not self._sums:
             return SumsInFlight(torch.zeros(2, dtype=torch.float64, device="cpu"))
         by_device = list(self._sums.values())
@@ -62,19 +62,19 @@ class Resolution:
         return None if last is None else last.ratio()
 
     def state(self) -> dict[str, Tensor | None]:
-        """This rank's sums, and those on their way to the host, on the CPU."""
+        """Return this rank's sums, and those on their way to the host, on the CPU."""
         sums = [torch.zeros(2, dtype=torch.float64, device="cpu"), *(each.cpu() for each in self._sums.values())]
         reading = None if self._reading is None else self._reading.sums().cpu()
         return {"sums": torch.stack(sums).sum(0), "reading": reading}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from such a state."""
+        """Load a state that ``state`` returned, and go on from it."""
         self._reading = None if state["reading"] is None else SumsInFlight(state["reading"])
         self.restart(state["sums"])
         self._loaded = state["sums"]
 
     def restart(self, sums: Tensor | None = None) -> None:
-        """Load again what was loaded here: loading an optimizer's state may run a step of nothing (torch does so)."""
+        """Load the last loaded sums again: loading an optimizer's state may run an empty step (torch does so)."""
         sums, self._loaded = self._loaded if sums is None else sums, None
         if sums is not None and self.params:
             self._sums = {}
@@ -89,12 +89,12 @@ class SumsInFlight:
         self._event = torch.cuda.current_stream(sums.device).record_event() if sums.is_cuda else None
 
     def sums(self) -> Tensor:
-        """The sums on the CPU; waits for the work that was launched before ``take``, and no later work."""
+        """Return the sums on the CPU; waits for the work that was launched before ``take``, and no later work."""
         if self._event is not None:
             self._event.synchronize()
         return self._sums
 
     def ratio(self) -> float:
-        """The root mean square of updates over that of the grid's rounding noise, step / sqrt(12); nan without any."""
+        """Return updates' root mean square over that of the grid's rounding noise, step / sqrt(12); nan without any."""
         moved, grid = self.sums().tolist()
         return math.sqrt(12 * moved / grid) if grid > 0 else math.nan

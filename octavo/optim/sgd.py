@@ -64,11 +64,11 @@ class SGD(CompactOptimizer):
         super().__init__(params, defaults, moments, master, seed, skip_nonfinite, gradient_storage)
 
     def names_of(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """None where the group has no momentum."""
+        """Return the name of the momentum; no name where the group has no momentum."""
         return self.names if group["momentum"] else ()
 
-    def _settings_in(self, given: dict[str, Any], group: dict[str, Any]) -> Settings:
-        return self.settings.in_state(given)
+    def _settings_in(self, loaded_state: dict[str, Any], group: dict[str, Any]) -> Settings:
+        return self.settings.in_state(loaded_state)
 
     def _current(self, param: nn.Parameter, group: int, index: int) -> tuple[PreparedUpdate, bool]:
         state = self.state[param]

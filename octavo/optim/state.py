@@ -33,45 +33,45 @@ _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E4M4)}
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor."""
+    """Return this rank's shard of a tensor."""
     return tensor if type(tensor) in (Tensor, nn.Parameter) else on_this_rank(tensor)
 
 
 def data_of(weight: Tensor) -> Tensor:
-    """The tensor that a step writes: the weight, or the codes of a stored one."""
+    """Return the tensor that a step writes: the weight, or the codes of a stored one."""
     return weight.qdata if isinstance(weight, StoredWeight) else weight
 
 
 def matrix_of(weight: Tensor) -> Tensor:
-    """A weight, or the codes of a stored one, as the contiguous [R, C] that kernels take; not copied if it is that."""
+    """Return a weight, or a stored one's codes, as the contiguous [R, C] that kernels take; copied only if needed."""
     if isinstance(weight, StoredWeight):
         return as_matrix(weight.qdata.view(torch.uint8), is_fp8_experts(weight))
     return as_matrix(weight.detach().contiguous())
 
 
 class Settings(NamedTuple):
-    """How an optimizer keeps weights: its moments with their names, and the ``master`` argument."""
+    """An optimizer's settings for weights: its moments with their names, and the ``master`` argument."""
 
     moments: tuple[Moment, ...]
     names: tuple[str, ...]
     master: str | None
 
     def moments_of(self, param: Tensor) -> dict[str, Moment]:
-        """A parameter's moments by name; where ranks share blocks, bf16 (float32 for a vector) in place of codes."""
-        found = dict(zip(self.names, self.moments, strict=True))
+        """Return a parameter's moments by name; where ranks share blocks, bf16 (a vector: float32) replaces codes."""
+        moments = dict(zip(self.names, self.moments, strict=True))
         if ranks_share_blocks(param):
-            for name, one in found.items():
-                if isinstance(one.format, Format):
-                    found[name] = Moment("fp32") if param.ndim < 2 else Moment("bf16", rounding=one.rounding)
-        return found
+            for name, moment in moments.items():
+                if isinstance(moment.format, Format):
+                    moments[name] = Moment("fp32") if param.ndim < 2 else Moment("bf16", rounding=moment.rounding)
+        return moments
 
     def only(self, names: Sequence[str]) -> Settings:
-        """These settings with the moments of these names alone."""
-        kept = {name: one for name, one in zip(self.names, self.moments, strict=True) if name in names}
-        return Settings(tuple(kept.values()), tuple(kept), self.master)
+        """Return these settings with the moments of these names alone."""
+        moments = {name: moment for name, moment in zip(self.names, self.moments, strict=True) if name in names}
+        return Settings(tuple(moments.values()), tuple(moments), self.master)
 
     def in_state(self, state: dict[str, Any]) -> Settings:
-        """These settings without the moments that a state lacks: SGD's has none before its group has a momentum."""
+        """Return these settings without the moments that a state lacks, as SGD's before its group has a momentum."""
         return self.only([name for name in self.names if holds(state, name)])
 
 
@@ -95,17 +95,17 @@ def check(param: Tensor, settings: Settings, bounds: bool) -> None:
 
 
 def largest(gradients: list[Tensor]) -> Tensor:
-    """The largest absolute value of all gradients on all ranks, inf where one is not finite; the host does not wait."""
-    found = torch.zeros((), device=local(gradients[0]).device, dtype=torch.float32)
-    if some := [shard for gradient in gradients if (shard := local(gradient.detach())).numel()]:
-        found = torch.nn.utils.get_total_norm(some, math.inf, foreach=True).float().nan_to_num(math.inf, math.inf)
+    """Return all gradients' largest absolute value on all ranks, inf if any is not finite; the host does not wait."""
+    amax = torch.zeros((), device=local(gradients[0]).device, dtype=torch.float32)
+    if shards := [shard for gradient in gradients if (shard := local(gradient.detach())).numel()]:
+        amax = torch.nn.utils.get_total_norm(shards, math.inf, foreach=True).float().nan_to_num(math.inf, math.inf)
     for mesh in dict.fromkeys(gradient.device_mesh for gradient in gradients if hasattr(gradient, "device_mesh")):
-        found = largest_of_ranks(found.to(mesh.device_type), *(mesh.get_group(dim) for dim in range(mesh.ndim)))
-    return found
+        amax = largest_of_ranks(amax.to(mesh.device_type), *(mesh.get_group(dim) for dim in range(mesh.ndim)))
+    return amax
 
 
 def with_codes(update: WeightUpdate, gradient: StoredGradient) -> WeightUpdate:
-    """An update by a gradient in codes; RuntimeError if its blocks are not those of the weight's rows."""
+    """Return an update by a gradient in codes; RuntimeError if its blocks are not those of the weight's rows."""
     codes, shape = gradient.qdata.view(torch.uint8), update.master.weight.shape
     if codes.shape != shape and not (len(codes) == shape[1] == 1):  # a sharded vector is seen as a column
         raise RuntimeError(
@@ -116,7 +116,7 @@ def with_codes(update: WeightUpdate, gradient: StoredGradient) -> WeightUpdate:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of all tensors together."""
+    """Return the bytes of all tensors together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -135,7 +135,7 @@ def holds(state: dict[str, Any], name: str) -> bool:
 
 
 def description(settings: Settings, seed: int) -> dict[str, Any]:
-    """How a state is to be read, as numbers and strings; moments by their names."""
+    """Describe how a state is to be read, in numbers and strings; moments are by their names."""
     described = {
         name: vars(moment) | {"format": str(moment.format), "granularity": str(moment.granularity)}
         for name, moment in zip(settings.names, settings.moments, strict=True)
@@ -144,29 +144,29 @@ def description(settings: Settings, seed: int) -> dict[str, Any]:
 
 
 def moment_from(described: dict[str, Any]) -> Moment:
-    """The Moment that ``description`` described; ValueError if its granularity is none of a moment."""
+    """Return the Moment that ``description`` described; ValueError if its granularity is none of a moment."""
     fmt: Any = _FORMATS.get(described["format"], described["format"])
-    granularity = next((one for one in GRANULARITIES if str(one) == described["granularity"]), None)
+    granularity = next((candidate for candidate in GRANULARITIES if str(candidate) == described["granularity"]), None)
     if granularity is None:
-        known = ", ".join(map(str, GRANULARITIES))
-        raise ValueError(f"the state's moments are in {described['granularity']!r}, which none here is: {known}")
+        choices = ", ".join(map(str, GRANULARITIES))
+        raise ValueError(f"the state's moments are in {described['granularity']!r}, which none here is: {choices}")
     return Moment(**described | {"format": fmt, "granularity": granularity})
 
 
-def as_fp32(name: str, moment: Moment, given: dict[str, Any]) -> Tensor:
-    """A moment's values in float32, read from a loaded state; ValueError if that lacks it."""
-    tensors = {key: local(value) for key, value in given.items() if isinstance(value, Tensor)}
+def as_fp32(name: str, moment: Moment, loaded_state: dict[str, Any]) -> Tensor:
+    """Return a moment's values in float32, read from a loaded state; ValueError if that lacks it."""
+    tensors = {key: local(value) for key, value in loaded_state.items() if isinstance(value, Tensor)}
     if name in tensors:
         return tensors[name].to(torch.float32)
     if f"{name}_codes" not in tensors or not isinstance(moment.format, Format):
-        remedy = "; docs/migrate.md reads a state of bitsandbytes back to float32" if "qmap1" in given else ""
-        raise ValueError(f"the state holds neither {name} nor {name}_codes, only {sorted(given)}{remedy}")
+        remedy = "; docs/migrate.md reads a state of bitsandbytes back to float32" if "qmap1" in loaded_state else ""
+        raise ValueError(f"the state holds neither {name} nor {name}_codes, only {sorted(loaded_state)}{remedy}")
     return moment.read_codes(tensors[f"{name}_codes"], tensors[f"{name}_scale_inv"])
 
 
-def converted(param: Tensor, name: str, old: Moment, new: Moment, given: dict[str, Any]) -> dict[str, Tensor]:
-    """A parameter's moment as ``new`` keeps it, rounded to nearest, from a state that keeps it as ``old``."""
-    values = as_fp32(name, old, given).to(local(param).device)
+def converted(param: Tensor, name: str, old: Moment, new: Moment, loaded_state: dict[str, Any]) -> dict[str, Tensor]:
+    """Convert a parameter's moment in a state from the form ``old`` to the form ``new``, rounded to nearest."""
+    values = as_fp32(name, old, loaded_state).to(local(param).device)
     if is_sharded(param) and values.shape == param.shape:  # from a full state dict
         (chunk, *_) = param.__create_chunk_list__()  # type: ignore[attr-defined]
         for dim, (first, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
@@ -191,7 +191,7 @@ def converted(param: Tensor, name: str, old: Moment, new: Moment, given: dict[st
 
 
 def new_state(param: nn.Parameter, settings: Settings) -> dict[str, Any]:
-    """A parameter's state before its first step; the state of a sharded weight is sharded alike."""
+    """Return a parameter's state before its first step; the state of a sharded weight is sharded alike."""
     weight = local(param.detach())
     step = torch.zeros((), dtype=torch.float32, device=weight.device)
     moments = new_moments(settings.moments_of(param), weight)
@@ -199,7 +199,7 @@ def new_state(param: nn.Parameter, settings: Settings) -> dict[str, Any]:
 
 
 def new_moments(moments: dict[str, Moment], weight: Tensor) -> dict[str, Tensor]:
-    """The tensors of a weight's moments, all zeros."""
+    """Return the tensors of a weight's moments, all zeros."""
     tensors: dict[str, Tensor] = {}
     for name, moment in moments.items():
         tensors |= moment.new_state(name, weight.shape, weight.device, is_fp8_experts(weight))
@@ -207,7 +207,7 @@ def new_moments(moments: dict[str, Moment], weight: Tensor) -> dict[str, Tensor]
 
 
 def new_master(param: nn.Parameter, master: str | None) -> dict[str, Tensor]:
-    """A weight's master in its state, with its index in KINDS, as several kinds have the same names and dtypes."""
+    """Return a weight's master in its state, and its index in KINDS, as several kinds have equal names and dtypes."""
     chosen = master_of(param, master)
     tensors = chosen.new_state(local(param.detach()))
     kind = {"master_kind": torch.tensor(KINDS.index(chosen.kind), dtype=torch.uint8, device="cpu")} if tensors else {}
@@ -215,26 +215,26 @@ def new_master(param: nn.Parameter, master: str | None) -> dict[str, Tensor]:
 
 
 def sharded_like(tensors: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
-    """This rank's tensors of a state, sharded as the weight is, so that checkpoints can reshard them."""
-    shard, found = local_stored(param), dict[str, Tensor]()
+    """Shard this rank's tensors of a state as the weight is sharded, so that checkpoints can reshard them."""
+    shard, sharded = local_stored(param), dict[str, Tensor]()
     for name, value in tensors.items():
         if name == "master_amax" and shard is not None:  # one for each scale
             shape = shard.granularity.of_matrices(param.shape).scale_shape(param.shape)
-            found[name] = value if shard.has_one_scale else like_sharded(value, param, torch.Size(shape))
+            sharded[name] = value if shard.has_one_scale else like_sharded(value, param, torch.Size(shape))
         else:
-            found[name] = like_param(value, param)
-    return found
+            sharded[name] = like_param(value, param)
+    return sharded
 
 
 def for_kernel(
     param: nn.Parameter, weight: Tensor, state: dict[str, Any], settings: Settings
 ) -> tuple[Master, tuple[MomentTensors, ...]]:
-    """Master and moments of ``weight``, this rank's shard of ``param``, as kernels take them: its state's own tensors.
+    """Return master and moments of ``weight``, this rank's shard of ``param``, as kernels take them, over its state.
 
     RuntimeError if the state was made while the weight was stored otherwise.
     """
-    kept = {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
-    amax = kept.get("master_amax")  # weights in FP8 have one for each scale
+    tensors = {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
+    amax = tensors.get("master_amax")  # weights in FP8 have one for each scale
     scales = weight.scale_inv.shape if isinstance(weight, StoredWeight) else None
     if scales != (None if amax is None else amax.shape):
         raise RuntimeError(
@@ -248,95 +248,99 @@ def for_kernel(
         # a row of zeros stands in for a shard without rows: its update keeps the scale the same as on other ranks
         codes = torch.zeros(1, weight.shape[1], dtype=torch.uint8, device=weight.device).view(weight.qdata.dtype)
         weight = StoredWeight(codes, weight.scale_inv, weight.dtype, weight.granularity, is_shard=True)
-        kept = new_moments(moments, weight) | master.new_state(weight) | {"master_amax": kept["master_amax"]}
+        tensors = new_moments(moments, weight) | master.new_state(weight) | {"master_amax": tensors["master_amax"]}
     matrix = matrix_of(weight)
     if is_sharded_vector(param):  # one element a row, so that its index is that in the whole vector
-        kept |= {name: value.view(-1, 1) for name, value in kept.items() if name in moments}
+        tensors |= {name: value.view(-1, 1) for name, value in tensors.items() if name in moments}
         matrix = matrix.view(-1, 1)
     scale_inv = weight.scale_inv if isinstance(weight, StoredWeight) else None
-    stored = tuple(moment.for_kernel(name, kept, fp8_experts) for name, moment in moments.items())
-    return master.for_kernel(matrix, kept, scale_inv), stored
+    stored = tuple(moment.for_kernel(name, tensors, fp8_experts) for name, moment in moments.items())
+    return master.for_kernel(matrix, tensors, scale_inv), stored
 
 
-# --- a state that is loaded: whether it fits, what is copied, what is converted, and the warning about that -----------
+# --- a loaded state: whether it fits, its tensors that are copied or converted, and the warning about conversions -----
 
 
 def fit_groups(groups: list[dict[str, Any]], optimizer: Any) -> dict[str, Any] | None:
     """Put an optimizer's parameters into loaded groups, and the options that these lack; ValueError if they don't fit.
 
-    It returns what the groups say of how the state is to be read; None: it is torch's.
+    It returns the groups' description of how the state is to be read; None: the state is torch's.
     """
     present = optimizer.param_groups
-    given, here = ([len(group["params"]) for group in some] for some in (groups, present))
-    if given != here:
-        raise ValueError(f"the state is of groups of {given} parameters, and the optimizer has groups of {here}")
+    loaded_counts, counts = ([len(group["params"]) for group in some] for some in (groups, present))
+    if loaded_counts != counts:
+        raise ValueError(
+            f"the state is of groups of {loaded_counts} parameters, and the optimizer has groups of {counts}"
+        )
     described = None
-    for group, ours in zip(groups, present, strict=True):
+    for group, own_group in zip(groups, present, strict=True):
         described = group.pop("octavo", None)
         if group.get("amsgrad"):
             raise ValueError("the state is of amsgrad=True, whose largest second moments octavo does not keep")
-        group |= {**ours, **group, "params": ours["params"]}
+        group |= {**own_group, **group, "params": own_group["params"]}
         for param in group["params"]:
             optimizer.check(param, group, optimizer.settings, optimizer.clip_update)
     return described
 
 
 def loaded(
-    param: nn.Parameter, given: dict[str, Any], described: dict[str, Any] | None, same: bool, settings: Settings
+    param: nn.Parameter, loaded_state: dict[str, Any], described: dict[str, Any] | None, same: bool, settings: Settings
 ) -> tuple[dict[str, Any], list[str]]:
-    """A parameter's state, made from a loaded one, ``given``, which may have to be converted.
+    """Make a parameter's state from ``loaded_state``, which may have to be converted.
 
     ``described``: how the loaded state is to be read; None: it is torch's. ``same``: whether it keeps moments as
     ``settings`` do. The list that is returned has, if something was converted, a sentence on a lost master, or "".
     """
-    if described is None and any(str(name).endswith("_codes") for name in given):
+    if described is None and any(str(name).endswith("_codes") for name in loaded_state):
         raise ValueError("the state holds codes, but its groups no 'octavo', which says how these are to be read")
     state = new_state(param, settings)
-    given = _as_loaded(given, settings.names, state)
-    step = given.get("step", 1.0)  # torch's SGD keeps none
+    loaded_state = _as_loaded(loaded_state, settings.names, state)
+    step = loaded_state.get("step", 1.0)  # torch's SGD keeps none
     state["step"].copy_(torch.as_tensor(step, dtype=torch.float32))
-    was, now = (-1 if kind is None else int(kind) for kind in (given.get("master_kind"), state.get("master_kind")))
-    lost = None  # or a sentence: a master that was kept in another way begins anew, as the weight
-    if was != now or not _copy(state, given, [name for name in state if name.startswith("master_")]):
+    old_kind, new_kind = (
+        -1 if kind is None else int(kind) for kind in (loaded_state.get("master_kind"), state.get("master_kind"))
+    )
+    lost_master = None  # or a sentence: a master in another form begins anew, as the weight
+    if old_kind != new_kind or not _copy(state, loaded_state, [name for name in state if name.startswith("master_")]):
         kinds = [*KINDS, "none"]
-        lost = f"masters that were {kinds[was]} begin anew as the weights are: {kinds[now]}"
+        lost_master = f"masters that were {kinds[old_kind]} begin anew as the weights are: {kinds[new_kind]}"
     names = [name for name in state if name != "step" and not name.startswith("master_")]
-    if same and _copy(state, given, names):
-        return state, [] if lost is None else [lost]
-    before = dict(zip(settings.names, settings.moments, strict=True))
+    if same and _copy(state, loaded_state, names):
+        return state, [] if lost_master is None else [lost_master]
+    old_moments = dict(zip(settings.names, settings.moments, strict=True))
     if described is not None:
-        before = {name: moment_from(one) for name, one in described["moments"].items()}
-    if missing := [name for name in settings.names if name not in before]:
-        raise ValueError(f"the state's moments are {[*before]}, and this optimizer keeps {', '.join(missing)} too")
+        old_moments = {name: moment_from(moment) for name, moment in described["moments"].items()}
+    if missing := [name for name in settings.names if name not in old_moments]:
+        raise ValueError(f"the state's moments are {[*old_moments]}, and this optimizer keeps {', '.join(missing)} too")
     for name, new in settings.moments_of(param).items():
-        state |= converted(param, name, before[name], new, given)
-    return state, [lost or ""]
+        state |= converted(param, name, old_moments[name], new, loaded_state)
+    return state, [lost_master or ""]
 
 
 def conversion_warning(described: dict[str, Any] | None, settings: Settings, converted: Sequence[str]) -> str:
-    """The warning about a converted state; ``converted``: the sentences that ``loaded`` returned."""
-    before = "torch's"
+    """Return the warning about a converted state; ``converted``: the sentences that ``loaded`` returned."""
+    old = "torch's"
     if described is not None:
-        before = f"{tuple(map(moment_from, described['moments'].values()))}, master {described['master']}"
-    now = "; ".join([f"{settings.moments}, master {settings.master}", *sorted({*converted} - {""})])
-    if before == now:
-        before, now = "other blocks, or moments in codes on one side alone", "as they are kept here, to nearest"
-    return f"the optimizer's state was converted: from {before} to {now}"
+        old = f"{tuple(map(moment_from, described['moments'].values()))}, master {described['master']}"
+    new = "; ".join([f"{settings.moments}, master {settings.master}", *sorted({*converted} - {""})])
+    if old == new:
+        old, new = "other blocks, or moments in codes on one side alone", "as they are kept here, to nearest"
+    return f"the optimizer's state was converted: from {old} to {new}"
 
 
-def _as_loaded(given: dict[str, Any], names: Sequence[str], state: dict[str, Any]) -> dict[str, Any]:
-    """A loaded state without the optimizer's own moments, which torch leaves beside those of a full state dict.
+def _as_loaded(loaded_state: dict[str, Any], names: Sequence[str], state: dict[str, Any]) -> dict[str, Any]:
+    """Return a loaded state without the optimizer's moments, which torch leaves beside those of a full state dict.
 
     Where a moment is there twice, in codes and not, the form that this optimizer does not keep was loaded.
     """
-    twice = {name for name in names if name in given and f"{name}_codes" in given}
+    twice = {name for name in names if name in loaded_state and f"{name}_codes" in loaded_state}
     not_loaded = {name if name in state else f"{name}_codes" for name in twice}
-    return {key: value for key, value in given.items() if key not in not_loaded}
+    return {key: value for key, value in loaded_state.items() if key not in not_loaded}
 
 
-def _copy(state: dict[str, Any], given: dict[str, Any], names: list[str]) -> bool:
-    """Copy the named tensors, plain or sharded, from a loaded state, if dtypes and shapes are the same; whether so."""
-    pairs = [(local(state[name]), given.get(name)) for name in names]
+def _copy(state: dict[str, Any], loaded_state: dict[str, Any], names: list[str]) -> bool:
+    """Copy the named tensors from a loaded state, if dtypes and shapes are the same; return whether they are."""
+    pairs = [(local(state[name]), loaded_state.get(name)) for name in names]
     for into, other in pairs:
         if not isinstance(other, Tensor) or other.dtype != into.dtype or local(other).shape != into.shape:
             return False

@@ -1,4 +1,4 @@
-"""torch.distributed's collectives by the names that they have in each release, what ranks ask and in which bytes."""
+"""torch.distributed's collectives by the names that they have in each release, and the messages that ranks send."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.private import c10d_ops
 
 
 def all_gather(whole: Tensor, part: Tensor, group: Any, async_op: bool = False) -> Any:
-    """Fill ``whole`` with all ranks' ``part``, in the order of the ranks; returns what waits for it if ``async_op``."""
+    """Fill ``whole`` with all ranks' ``part``, in the order of ranks; returns the work to wait for if ``async_op``."""
     import torch.distributed as dist
 
     # torch 2.13 warns of the name that 2.11 has
@@ -26,31 +26,31 @@ def all_gather(whole: Tensor, part: Tensor, group: Any, async_op: bool = False) 
 
 
 def largest(values: Tensor, *groups: Any, device: torch.device | str | None = None) -> Tensor:
-    """The largest of each of ``values`` over the ranks of process groups: a collective each, in compiled graphs too.
+    """Return the largest of each of ``values`` over the ranks of process groups, by a collective each, compiled or not.
 
-    ``groups``: one, or those of each dimension of a mesh; as themselves or, in what may be compiled, by their names.
+    ``groups``: one, or those of each dimension of a mesh; as themselves or, in code that may be compiled, by name.
     ``device``: where the ranks send from, if ``values`` may lie elsewhere.
     """
-    found = values if device is None else values.to(device)
+    maxima = values if device is None else values.to(device)
     for group in groups:
         name = group if isinstance(group, str) else group.group_name
-        found = c10d_ops.wait_tensor(c10d_ops.all_reduce(found, "max", name))
-    return found.to(values.device)
+        maxima = c10d_ops.wait_tensor(c10d_ops.all_reduce(maxima, "max", name))
+    return maxima.to(values.device)
 
 
 def summed(values: Tensor, group: str) -> Tensor:
-    """The sum of each of ``values`` over the ranks of the process group of this name, in their own dtype."""
+    """Return the sum of each of ``values`` over the ranks of the process group of this name, in their own dtype."""
     return c10d_ops.wait_tensor(c10d_ops.all_reduce(values, "sum", group))
 
 
 def bytes_of(scale_inv: Tensor, power_of_two: bool) -> Tensor:
-    """Scales [R, S], float32 or E8M0, as ranks send them: uint8 [R, S] of powers of two, exact, else [R, 4 S]."""
+    """Return scales [R, S], float32 or E8M0, as ranks send them: uint8 [R, S] of powers of two, else [R, 4 S]."""
     scales = exponents_of(scale_inv) if power_of_two else scale_inv
     return scales.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def scales_from(raw: Tensor, power_of_two: bool, tile: Tile = (ALL, ALL)) -> Tensor:
-    """What ``bytes_of`` was given, in the dtype and with the strides that a cast by these tiles gives it."""
+    """Return the scales that ``bytes_of`` took, in the dtype and with the strides that a cast by these tiles writes."""
     # not contiguous(): of a single row or column that is itself, with any stride and offset
     scales = powers_of(raw) if power_of_two else raw.clone(memory_format=torch.contiguous_format).view(torch.float32)
     if lie_by_columns(tile):
@@ -59,19 +59,19 @@ def scales_from(raw: Tensor, power_of_two: bool, tile: Tile = (ALL, ALL)) -> Ten
 
 
 def pack(qdata: Tensor, scale_inv: Tensor, power_of_two: bool) -> Tensor:
-    """A pair as a message, uint8: of each row its codes [R, C] and its scales."""
+    """Return a pair as a message, uint8: of each row its codes [R, C] and its scales."""
     return torch.cat([qdata.view(torch.uint8), bytes_of(scale_inv, power_of_two)], 1)
 
 
 def unpack(
     message: Tensor, columns: int, dtype: torch.dtype, power_of_two: bool, tile: Tile = (ALL, ALL)
 ) -> tuple[Tensor, Tensor]:
-    """The pair that ``pack`` was given, of so many columns and codes of this dtype."""
+    """Return the pair that ``pack`` took, of so many columns and codes of this dtype."""
     return message[:, :columns].contiguous().view(dtype), scales_from(message[:, columns:], power_of_two, tile)
 
 
 def home_of(group: Any) -> torch.device:
-    """Where tensors lie that a process group sends: on the CPU, unless its backend sends an accelerator's only."""
+    """Return the device of tensors that a process group sends: the CPU, if its backend sends from there."""
     import torch.distributed as dist
 
     if "cpu" in str(dist.get_backend_config(group)):
@@ -90,19 +90,23 @@ def agree(told: Mapping[str, object], groups: Iterable[Any]) -> None:
     groups = [group for group in groups if dist.get_world_size(group) > 1]
     if not groups:
         return
-    own = {name: str(value) for name, value in told.items()}
-    number = int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:7])
-    found = torch.tensor([number, -number], device=home_of(groups[0]))
-    if not int(largest(found, *groups).sum()):
+    texts = {name: str(value) for name, value in told.items()}
+    number = int.from_bytes(hashlib.sha256(repr(texts).encode()).digest()[:7])
+    numbers = torch.tensor([number, -number], device=home_of(groups[0]))
+    if not int(largest(numbers, *groups).sum()):
         return
-    every: list[tuple[int, dict[str, str]]] = [(dist.get_rank(), own)]
+    every: list[tuple[int, dict[str, str]]] = [(dist.get_rank(), texts)]
     for group in groups:
         parts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, every, group=group)
-        every = [one for part in parts for one in part]
-    (first, here), *others = sorted(every)
-    other, there = next((rank, values) for rank, values in others if values != here)
-    differ = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-    said = [f"{name} is {here.get(name)} on rank {first}, {there.get(name)} on rank {other}" for name in differ]
-    more = [f"and {len(said) - 3} more"] * (len(said) > 3)
-    raise RanksDifferError(f"ranks were told different things: {'; '.join(said[:3] + more)}. Tell all of them the same")
+        every = [entry for part in parts for entry in part]
+    (first, first_texts), *others = sorted(every)
+    other, other_texts = next((rank, values) for rank, values in others if values != first_texts)
+    names = [name for name in {**first_texts, **other_texts} if first_texts.get(name) != other_texts.get(name)]
+    differences = [
+        f"{name} is {first_texts.get(name)} on rank {first}, {other_texts.get(name)} on rank {other}" for name in names
+    ]
+    more = [f"and {len(differences) - 3} more"] * (len(differences) > 3)
+    raise RanksDifferError(
+        f"ranks were told different things: {'; '.join(differences[:3] + more)}. Tell all of them the same"
+    )

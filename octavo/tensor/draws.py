@@ -13,9 +13,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Draw:
-    """How a weight's values were drawn: what torch.nn.init makes of them in steps begins with those before the cast.
+    """The draw of a weight's values, so that torch.nn.init's further steps begin with the values before the cast.
 
-    They are drawn again for that, as values beside the codes would be the wider copy that a weight in FP8 has not.
+    They are drawn again for that: kept beside the codes they would be the wider copy that a weight in FP8 has not.
 
     Attributes:
         state: the generator's, before the draw.
@@ -31,7 +31,7 @@ class Draw:
 
 
 def uniform(func: Any, weight: Any, *bounds: float, generator: torch.Generator | None = None) -> Any:
-    """The rule of uniform_: a write as others are, after which the weight knows how, for ``go_on``."""
+    """Apply the rule of uniform_: write the values, and note on the weight how they were drawn, for ``go_on``."""
     source = _default_generator(weight.device) if generator is None else generator
     state = None if source is None else source.get_state()
     plain = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
@@ -42,14 +42,14 @@ def uniform(func: Any, weight: Any, *bounds: float, generator: torch.Generator |
 
 
 def _default_generator(device: torch.device) -> torch.Generator | None:
-    """Of a CPU or CUDA device; None of others."""
+    """Return the default generator of a CPU or CUDA device; None of others."""
     if device.type == "cuda":
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     return torch.default_generator if device.type == "cpu" else None
 
 
 def go_on(func: Any, weight: Any, *args: Any) -> Any:
-    """A further step of trunc_normal_ (torch's before 2.13, timm's), which erfinv_ begins just after the draw.
+    """Take a further step of trunc_normal_ (torch's before 2.13, timm's), which erfinv_ begins just after the draw.
 
     All steps are taken in high precision, and their result is cast: of a draw that was rounded to 1 erfinv is infinite.
     """

@@ -1,4 +1,4 @@
-"""A weight under FSDP2: the shard that says how it is gathered, and what gathering gives.
+"""A weight under FSDP2: the shard with FSDP2's hooks, and the gathered weight.
 
     ShardHooks       FSDP2's two hooks, which ask the module that owns the weight (``before_gather``).
     ShardedWeight    the local tensor of a sharded parameter: an ordinary tensor whose class has the hooks. It holds
@@ -38,7 +38,7 @@ from octavo.tensor.scaled_tensor import ScaledTensor
 aten = torch.ops.aten
 T = TypeVar("T")
 
-After = Callable[[tuple[Tensor, ...], torch.dtype, Tensor | None], Any]  # what post_all_gather does
+After = Callable[[tuple[Tensor, ...], torch.dtype, Tensor | None], Any]  # the work of post_all_gather
 
 
 class ShardHooks(Tensor):
@@ -52,22 +52,24 @@ class ShardHooks(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], After]:
-        """What this rank sends, each of as many rows as every other rank's, and what to make of all ranks'."""
-        before = getattr(module._modules.get(self.part, module), "before_gather", None)
-        if before is None:  # an embedding that shares its weight with a linear layer, or experts that were restored
+        """Return the tensors that this rank sends, each of as many rows as other ranks', and the function of all."""
+        before_gather = getattr(module._modules.get(self.part, module), "before_gather", None)
+        if (
+            before_gather is None
+        ):  # an embedding that shares its weight with a linear layer, or experts that were restored
             return self.gather_without_recipe(mesh, outer_size, module, mp_policy)
-        return before(on_this_rank(self), mesh, outer_size, mp_policy)
+        return before_gather(on_this_rank(self), mesh, outer_size, mp_policy)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: After, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """The unsharded weight and the tensors whose storage FSDP2 frees; None where ``out`` is refilled."""
+        """Return the unsharded weight and the tensors whose storage FSDP2 frees; None where ``out`` is refilled."""
         return metadata(all_gather_outputs, param_dtype, out)
 
     def gather_without_recipe(
         self, mesh: Any, outer_size: torch.Size, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], After]:
-        """What the first hook returns where the module is none of octavo's: as FSDP2 does without hooks."""
+        """Return the first hook's result where the module is none of octavo's: FSDP2's way without hooks."""
         return gather_as_it_is(on_this_rank(self), mesh, outer_size, mp_policy)
 
 
@@ -81,7 +83,7 @@ class ShardedWeight(ShardHooks):
     @classmethod
     @functools.cache
     def of(cls, part: str) -> type[ShardedWeight]:
-        """The class for the weight of a module's part; "": its own."""
+        """Return the class for the weight of a module's part; "": for the module's own."""
         return type("ShardedWeight", (cls,), {"part": part}) if part else cls
 
     @classmethod
@@ -107,11 +109,11 @@ _STAYS = {
 def gather_as_it_is(
     shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any
 ) -> tuple[tuple[Tensor, ...], After]:
-    """What FSDP2 does without hooks."""
+    """Gather a shard as FSDP2 does without hooks; returns what the first hook returns."""
     dtype = mp_policy.param_dtype or shard.dtype
     sent = padded_rows(shard, outer_size, mesh.size()).to(dtype)
 
-    # what is refilled is the gathered storage itself
+    # where FSDP2 refills a weight, it refills the gathered storage itself
     return (sent,), lambda outputs, _, out: (gathered_whole(outputs[0], outer_size), ()) if out is None else None
 
 
@@ -145,12 +147,12 @@ class GatheredWeight(ForProducts):
                 old.copy_(new)
 
     def operands(self, reader: Any, transposed: bool) -> Operands:
-        """Both pairs, as they were gathered; the module ``reader`` notes that it reads them."""
+        """Return both pairs, as they were gathered; the module ``reader`` notes that it reads them."""
         reader.gather.read(self, reader)
         return self.read()
 
     def pair(self) -> ScaledTensor:
-        """The pair as it lies, where its codes are those of a stored weight: per tensor or in blocks of 128 x 128."""
+        """Return the pair as it lies, where its codes are a stored weight's: per tensor or in blocks of 128 x 128."""
         granularity = PerTensor() if self.scale_inv.shape[-2:] == (1, 1) else PerBlock(128, 128)
         return ScaledTensor(self.qdata, self.scale_inv, granularity.of_matrices(self.shape), self.dtype)
 
@@ -159,7 +161,7 @@ class GatheredWeight(ForProducts):
 
 
 def _pairs(operands: Operands) -> list[Tensor]:
-    """The tensors of both."""
+    """Return the tensors of both pairs."""
     return [*operands.as_is, *operands.transposed]  # type: ignore[misc]
 
 
@@ -189,7 +191,7 @@ GatheredWeight.RULES |= {aten.transpose.int: _transposed, aten.cat.default: _cat
 
 
 def attach(param: Any, at: int, part: str = "") -> bool:
-    """Make the local tensor of a DTensor that FSDP2 has just sharded one with hooks; whether it is one now.
+    """Give hooks to the local tensor of a DTensor that FSDP2 has just sharded; return whether it has them now.
 
     ``at``: the dimension of its mesh that it is sharded over; a parameter that is not is left as it is.
     """
@@ -205,19 +207,19 @@ def attach(param: Any, at: int, part: str = "") -> bool:
 
 
 def on_this_rank(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor, without FSDP2's hooks where it is plain; any other tensor as it is."""
-    found: Tensor = local_tensor(tensor)
-    return found.as_subclass(Tensor) if isinstance(found, ShardedWeight) else found
+    """Return this rank's shard of a tensor, without FSDP2's hooks where it is plain; any other tensor as it is."""
+    shard: Tensor = local_tensor(tensor)
+    return shard.as_subclass(Tensor) if isinstance(shard, ShardedWeight) else shard
 
 
 def plain(param: Any) -> Tensor:
-    """A DTensor whose local tensor is plain, over the same storage; anything else as it is."""
+    """Return a DTensor whose local tensor is plain, over the same storage; anything else as it is."""
     has_hooks = isinstance(local_tensor(param), ShardedWeight)
     return like_sharded(on_this_rank(param), param, param.shape) if has_hooks else param
 
 
 def like_sharded(local: Tensor, param: Tensor, shape: torch.Size, of_columns: int | None = None) -> Tensor:
-    """A DTensor of this shape, sharded as ``param`` is, whose shard on this rank is ``local``; that, if it is plain.
+    """Return a DTensor of this shape, sharded as ``param``, with this rank's shard ``local``; that, if it is plain.
 
     ``of_columns``: its dimension that has the columns, ``param``'s last, if that is another one.
     """
@@ -234,7 +236,7 @@ def like_sharded(local: Tensor, param: Tensor, shape: torch.Size, of_columns: in
 
 
 def own_slices(shape: Sequence[int], param: Tensor) -> tuple[slice, ...]:
-    """Where this rank's shard lies in a tensor of this shape that is sharded as ``param`` is: all, if it is whole."""
+    """Return this rank's slices of a tensor of this shape that is sharded as ``param`` is: all, if it is whole."""
     sizes, begins = shape, [0] * len(shape)
     if hasattr(param, "placements"):
         sizes, begins = local_shape_and_offset(torch.Size(shape), param.device_mesh, param.placements)  # type: ignore[attr-defined]
@@ -242,20 +244,20 @@ def own_slices(shape: Sequence[int], param: Tensor) -> tuple[slice, ...]:
 
 
 def groups_of(param: Tensor) -> tuple[Any, ...]:
-    """The process groups of the ranks that share a sharded weight, one for each dimension of a mesh that shards it."""
+    """Return the process groups of ranks that share a sharded weight, one for each mesh dimension that shards it."""
     mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
     return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
 
 
 def largest_of_ranks(values: Tensor, param: Tensor) -> Tensor:
-    """The largest of each of ``values`` over the ranks that share a weight, which all call it if it is sharded."""
+    """Return the largest of each of ``values`` over the ranks that share a weight; all call it if it is sharded."""
     if on_this_rank(param) is param:
         return values
     return largest(values, *groups_of(param), device=param.device_mesh.device_type)  # type: ignore[attr-defined]
 
 
 def whole(value: T) -> T:
-    """A sharded tensor, or a norm of such, as a whole on its mesh's device: all ranks call it; else as it is."""
+    """Return a sharded tensor, or norm, as a whole on its mesh's device: all ranks call it; else ``value``."""
     if not hasattr(value, "full_tensor"):
         return value
     sharded: Any = plain(value)
@@ -263,7 +265,7 @@ def whole(value: T) -> T:
 
 
 def gather_alone(param: Tensor, module: nn.Module, mp_policy: Any) -> Any:
-    """A sharded weight as the next forward's gather makes it, outside of FSDP2's buffers; all ranks call it.
+    """Return a sharded weight as the next forward's gather makes it, outside of FSDP2's buffers; all ranks call it.
 
     ``module``: whose parameter it is; ``mp_policy``: that of its group. Shards without hooks, or
     over more than one dimension of a mesh, are gathered as they are.
@@ -284,7 +286,7 @@ def gather_alone(param: Tensor, module: nn.Module, mp_policy: Any) -> Any:
 
 
 def mp_policies(model: nn.Module) -> dict[int, Any]:
-    """FSDP2's mixed-precision policy of each sharded parameter, by its id; none where nothing is sharded."""
+    """Return FSDP2's mixed-precision policy of each sharded parameter, by its id; {} where nothing is sharded."""
     if "torch.distributed.fsdp" not in sys.modules:
         return {}
     return {id(param.sharded): param.mp_policy for param in fsdp_params(model)}
@@ -309,22 +311,22 @@ def take_shards(model: nn.Module, params: Iterable[Tensor]) -> None:
             param.take_shard()
 
 
-# --- Rows of a tensor that FSDP2 shards: how many each rank has, and what is sent of them.
+# --- Rows of a tensor that FSDP2 shards: how many each rank has, and which are sent.
 
 
 def rows_on_each_rank(rows: int, ranks: int) -> int:
-    """How many rows FSDP2 pads every rank's shard of a matrix to."""
+    """Return the number of rows to which FSDP2 pads every rank's shard of a matrix."""
     return -(-rows // ranks)
 
 
 def rows_of_rank(rows: int, ranks: int, rank: int) -> slice:
-    """Which of so many rows this rank has; the last ranks may have fewer than others, or none."""
+    """Return the slice of so many rows that this rank has; the last ranks may have fewer than others, or none."""
     each = rows_on_each_rank(rows, ranks)
     return slice(min(rank * each, rows), min((rank + 1) * each, rows))
 
 
 def padded_rows(shard: Tensor, whole: torch.Size, ranks: int) -> Tensor:
-    """A shard, contiguous, with rows of zeros behind it to as many as each rank's; FSDP2 pads no other dimension."""
+    """Pad a shard, contiguous, by rows of zeros to as many as each rank's; FSDP2 pads no other dimension."""
     rows = rows_on_each_rank(whole[0], ranks)
     if shard.shape[0] == rows or shard.shape[1:] != whole[1:]:
         return shard.contiguous()
@@ -334,5 +336,5 @@ def padded_rows(shard: Tensor, whole: torch.Size, ranks: int) -> Tensor:
 
 
 def gathered_whole(received: Tensor, shape: torch.Size) -> Tensor:
-    """What all ranks' shards are together, without their padding, whichever dimension is sharded."""
+    """Return all ranks' shards as one tensor, without their padding, whichever dimension is sharded."""
     return received.view(-1)[: math.prod(shape)].view(shape)

@@ -4,7 +4,7 @@
     StoredWeight      a parameter that lives in FP8
     StoredGradient    a gradient that waits in FP8
 
-ForProducts (what products read of it) and UsedGradient (a norm alone) are facades too. Each says in its ``RULES`` what
+ForProducts (the operands of products) and UsedGradient (a norm alone) are facades too. Each says in its ``RULES`` what
 torch may do with it. Any other op raises: nothing dequantises silently.
 """
 
@@ -30,7 +30,7 @@ AtenRule = Callable[..., Any]
 
 
 class WeightSource(NamedTuple):
-    """What backward casts a weight's transposed codes from, if the weight is freed between forward and backward.
+    """The tensor that backward casts a weight's transposed codes from, if the weight is freed after forward.
 
     ``tensor`` is saved: the weight [..., N, K], or [..., K, N] if ``is_swapped``. ``delayed_scale`` [3]: the scales
     that forward's cast read; None where the weight's own amax gave its scale.
@@ -44,10 +44,10 @@ class WeightSource(NamedTuple):
 class Operands(NamedTuple):
     """A tensor as two products read it: (qdata, scale_inv) as it lies, and transposed; None where it isn't needed.
 
-    ``amax`` [1, 1] fp32 is what a Delayed cast found; None where nothing was cast that way. ``column_sum`` [C] of the
-    tensor's dtype, where it was asked for and the cast could find it. ``of_norm``: of a norm that was cast its mean,
-    rstd and, if it is to be kept, y. ``source``: of a weight whose ``transposed`` backward casts itself. What backward
-    reads is saved as it is: FSDP2 may refill a gathered weight's tensors while a backward reads them.
+    ``amax`` [1, 1] fp32 is that of a Delayed cast; None where nothing was cast that way. ``column_sum`` [C] of the
+    tensor's dtype, where it was asked for and the cast could compute it. ``of_norm``: of a norm that was cast its mean,
+    rstd and, if it is to be kept, y. ``source``: of a weight whose ``transposed`` backward casts itself. Tensors that
+    backward reads are saved as they are: FSDP2 may refill a gathered weight's tensors while a backward reads them.
     """
 
     as_is: tuple[Tensor, Tensor] | None = None
@@ -59,7 +59,7 @@ class Operands(NamedTuple):
 
 
 def transposed_pair(qdata: Tensor, scale_inv: Tensor, pads: bool) -> tuple[Tensor, Tensor]:
-    """A pair [..., R, C] as the product reads it that contracts R; on some devices a view.
+    """Return a pair [..., R, C] as the product reads it that contracts R; on some devices a view.
 
     ``pads``: whether the contraction may be padded, as the device wants it.
     """
@@ -69,7 +69,7 @@ def transposed_pair(qdata: Tensor, scale_inv: Tensor, pads: bool) -> tuple[Tenso
 
 
 def operands_of(qdata: Tensor, scale_inv: Tensor, pads: bool, transposed: bool = True) -> Operands:
-    """The operands that one pair [..., R, C] is; ``transposed``: whether that is needed where it is no view."""
+    """Return the operands of one pair [..., R, C]; ``transposed``: whether that is needed where it is no view."""
     pad = contraction_multiple(qdata.device) if pads else 1
     lays = transposed or not needs_transposed_codes(qdata.device)
     return Operands((with_padding(qdata, pad), scale_inv), transposed_pair(qdata, scale_inv, pads) if lays else None)
@@ -87,17 +87,19 @@ class Facade(Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
         # composites (mT, chunk, to) arrive whole in inference mode
-        found = cls.RULES.get(func, func.__class__.decompose)(func, *args, **(kwargs or {}))
-        if found is NotImplemented:
-            names = [f"{own.layer_name}: " for own in args if isinstance(own, Facade) and own.layer_name]
+        result = cls.RULES.get(func, func.__class__.decompose)(func, *args, **(kwargs or {}))
+        if result is NotImplemented:
+            names = [
+                f"{argument.layer_name}: " for argument in args if isinstance(argument, Facade) and argument.layer_name
+            ]
             raise UnsupportedOpError(f"{''.join(names[:1])}{func} {cls.REMEDY}")
-        return found
+        return result
 
     # torch functions go straight to aten: the rules decide there
     __torch_function__ = no_torch_function
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
-        """The facade of what ``move`` makes of the tensors behind it."""
+        """Return the facade of the tensors that ``move`` makes of those behind this one."""
         raise NotImplementedError
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -105,10 +107,10 @@ class Facade(Tensor):
 
 
 class ForProducts(Facade):
-    """A facade of which there is nothing but what products read, and to which gradients flow.
+    """A facade that has the operands of products alone, and to which gradients flow.
 
     Each tensor of its operands is an attribute, or None: so compiled graphs, which hold tensors alone, take it apart.
-    ``shape`` and ``dtype`` are those of the tensor that they stand for; ``casts``: what a weight was cast by, as text.
+    ``shape`` and ``dtype`` are those of the tensor that they stand for; ``casts``: a weight's Casts, as text.
     """
 
     qdata: Tensor
@@ -128,12 +130,12 @@ class ForProducts(Facade):
         return self
 
     def read(self) -> Operands:
-        """What products read."""
+        """Return the operands that products read."""
         second: Any = None if self.transposed_qdata is None else (self.transposed_qdata, self.transposed_scale_inv)
         return Operands((self.qdata, self.scale_inv), second, self.found_amax, self.column_sum)
 
     def moved(self, move: Any = None, shape: Sequence[int] | None = None) -> Self:
-        """The same again, of the very same tensors."""
+        """Return a new facade of the very same tensors, perhaps of another shape."""
         return type(self)(self.read(), self.shape if shape is None else shape, self.dtype, self.casts)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -156,16 +158,16 @@ class Pair(Facade):
     scale_inv: Tensor
 
     def other_arguments(self, dtype: torch.dtype) -> tuple[Any, ...]:
-        """What its class takes besides, to read back to ``dtype``."""
+        """Return the arguments that its class takes after the pair, to read back to ``dtype``."""
         raise NotImplementedError
 
     @property
     def format(self) -> Format:
-        """The format of the codes."""
+        """Return the format of the codes."""
         return format_of(self.qdata.dtype)
 
     def moved(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
-        """The pair of what ``move`` makes of codes and scale_inv, perhaps to read back to another dtype."""
+        """Return the pair of codes and scale_inv after ``move``, perhaps to read back to another dtype."""
         return type(self)(move(self.qdata), move(self.scale_inv), *self.other_arguments(dtype or self.dtype))
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
@@ -205,43 +207,43 @@ def rebuild_pair(
     return pair
 
 
-def moves(func: Any, own: Facade, shape: Sequence[int] | None = None, *_: Any) -> Any:
-    """The rule of what leaves codes and scale_inv where they are: aliases, views of the same shape."""
+def moves(func: Any, facade: Facade, shape: Sequence[int] | None = None, *_: Any) -> Any:
+    """Apply the rule of ops that leave codes and scale_inv where they are: aliases, views of the same shape."""
     if shape is None:
-        return own.moved(func)
-    return own.moved(aten.alias.default) if tuple(shape) == tuple(own.shape) else NotImplemented
+        return facade.moved(func)
+    return facade.moved(aten.alias.default) if tuple(shape) == tuple(facade.shape) else NotImplemented
 
 
-def copies(func: Any, own: Pair, *, dtype: torch.dtype | None = None, **options: Any) -> Pair:
-    """The rule of copies, to another device perhaps, or another dtype to read back to; the codes stay as they are."""
+def copies(func: Any, pair: Pair, *, dtype: torch.dtype | None = None, **options: Any) -> Pair:
+    """Apply the rule of copies, perhaps to another device or another dtype to read back to; the codes stay."""
     memory_format = options.pop("memory_format", None) or torch.preserve_format
 
     def move(tensor: Tensor) -> Tensor:
-        return func(tensor, **options, **({"memory_format": memory_format} if tensor is own.qdata else {}))
+        return func(tensor, **options, **({"memory_format": memory_format} if tensor is pair.qdata else {}))
 
-    return own.moved(move, dtype)
+    return pair.moved(move, dtype)
 
 
-def plain_like(func: Any, own: Tensor, **options: Any) -> Tensor:
-    """The rule of zeros_like and its kind: a plain tensor, a gradient of zeros or an optimizer's state."""
-    options = {"dtype": own.dtype, "device": own.device} | options
+def plain_like(func: Any, facade: Tensor, **options: Any) -> Tensor:
+    """Apply the rule of zeros_like and its kind: a plain tensor, for a gradient of zeros or an optimizer's state."""
+    options = {"dtype": facade.dtype, "device": facade.device} | options
     options.pop("memory_format", None)
-    return _NEW[func](own.shape, **options)
+    return _NEW[func](facade.shape, **options)
 
 
 def gradient_rules(kind: type[Facade], write: AtenRule, add: AtenRule, norm: AtenRule) -> dict[Any, AtenRule]:
-    """What torch's backward, clipping and optimizers, and trainers, do with gradients, with one or with a list.
+    """Return rules for all that torch and trainers do with gradients: accumulate, clip, scale, zero, one or a list.
 
     ``kind``: the gradients that the rules are for; others in a list are left to torch. ``write(func, gradients)``
     zeroes a list of them, ``write(func, gradients, factor)`` scales it.
     """
 
-    def in_place(func: Any, given: Any, *factor: Any) -> Any:
-        if isinstance(given, Tensor):
-            return NotImplemented if write(func, [given], *factor) is NotImplemented else given
-        if write(func, [gradient for gradient in given if isinstance(gradient, kind)], *factor) is NotImplemented:
+    def in_place(func: Any, gradients: Any, *factor: Any) -> Any:
+        if isinstance(gradients, Tensor):
+            return NotImplemented if write(func, [gradients], *factor) is NotImplemented else gradients
+        if write(func, [gradient for gradient in gradients if isinstance(gradient, kind)], *factor) is NotImplemented:
             return NotImplemented
-        if others := [gradient for gradient in given if not isinstance(gradient, kind)]:
+        if others := [gradient for gradient in gradients if not isinstance(gradient, kind)]:
             func(others, *factor)
         return None
 
@@ -272,9 +274,9 @@ COPIES: dict[Any, AtenRule] = dict.fromkeys((aten.clone.default, aten._to_copy.d
 ForProducts.RULES = {
     **MOVES,
     # views that leave the features alone
-    aten.view.default: lambda _, own, shape: own.moved(shape=shape) if shape[-1] == own.shape[-1] else NotImplemented,
-    # what torch.autograd.detect_anomaly asks of gradients
-    aten.isnan.default: lambda _, own: own.qdata[:, : own.shape[-1]].to(torch.float32).isnan().view(own.shape),
+    aten.view.default: lambda _, x, shape: x.moved(shape=shape) if shape[-1] == x.shape[-1] else NotImplemented,
+    # torch.autograd.detect_anomaly asks it of gradients
+    aten.isnan.default: lambda _, x: x.qdata[:, : x.shape[-1]].to(torch.float32).isnan().view(x.shape),
 }
 
 torch.serialization.add_safe_globals([rebuild_pair])

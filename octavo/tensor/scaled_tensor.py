@@ -86,7 +86,7 @@ class ScaledTensor(Pair):
             raise ValueError(f"qdata is on {self.qdata.device}, scale_inv on {self.scale_inv.device}; move one")
 
     def dequantize(self) -> Tensor:
-        """qdata x scale_inv as a plain tensor of this one's dtype and shape; gradients pass straight through."""
+        """Return qdata x scale_inv as a plain tensor of this dtype and shape; gradients pass straight through."""
         return dequantized(self)
 
     def other_arguments(self, dtype: torch.dtype) -> tuple[Granularity, torch.dtype]:
@@ -102,19 +102,19 @@ class ScaledTensor(Pair):
 
 
 def _amax_range(pair: ScaledTensor) -> str:
-    """The smallest and largest amax over the granularity's tiles, as stored."""
+    """Return a text of the smallest and largest amax over the granularity's tiles, as stored."""
     if pair.qdata.is_meta or type(pair.qdata) is not torch.Tensor:
         return "amax unknown"
     if pair.numel() == 0:
         return "empty"
     tile = pair.granularity.tile
-    found = [kernels.amax(kernels.dequantize(q, s, tile, torch.float32), tile) for q, s in _matrices(pair)]
-    low, high = float(min(amax.min() for amax in found)), float(max(amax.max() for amax in found))
+    amaxes = [kernels.amax(kernels.dequantize(q, s, tile, torch.float32), tile) for q, s in _matrices(pair)]
+    low, high = float(min(amax.min() for amax in amaxes)), float(max(amax.max() for amax in amaxes))
     return f"amax {high:g}" if low == high else f"amax {low:g} to {high:g}"
 
 
 def dequantized(facade: Any) -> Tensor:
-    """The values of a ScaledTensor, or of the one that ``facade.pair()`` gives; gradients flow to the facade."""
+    """Return the values of a ScaledTensor, or of that which ``facade.pair()`` returns; gradients flow to the facade."""
     return _Dequantize.apply(facade)
 
 
@@ -133,14 +133,14 @@ class _Dequantize(torch.autograd.Function):
 
 
 def _matrices(pair: ScaledTensor) -> list[tuple[Tensor, Tensor]]:
-    """The pair, of at least one element, as 2-D pairs of codes and scale_inv."""
+    """Return the pair, of at least one element, as 2-D pairs of codes and scale_inv."""
     matrices, scale_inv = matrices_of(pair.qdata, pair.granularity.tile), pair.scale_inv
     scales = scale_inv.reshape(len(matrices), -1, scale_inv.shape[-1] if scale_inv.ndim else 1)
     return list(zip(matrices, scales.unbind(0), strict=True))
 
 
 def matrices_of(x: Tensor, tile: Tile) -> list[Tensor]:
-    """x, of at least one element, as 2-D tensors that no tile crosses.
+    """Return x, of at least one element, as 2-D tensors that no tile crosses.
 
     One, unless the tiles of the leading dimensions would run together.
     """
@@ -251,12 +251,14 @@ def _view(func: Any, pair: ScaledTensor, shape: Sequence[int]) -> ScaledTensor:
     new, old, tile = qdata.shape, pair.shape, pair.granularity.tile
     if tile == (ALL, ALL):
         return _like(pair, qdata, pair.scale_inv.view(scale_shape(new, tile)))
-    kept = 1 if tile[0] == 1 else 2  # trailing dimensions that the tiles reach over
-    if new == old or (len(new) >= kept and len(old) >= kept and new[len(new) - kept :] == old[len(old) - kept :]):
+    trailing = 1 if tile[0] == 1 else 2  # trailing dimensions that the tiles reach over
+    if new == old or (
+        len(new) >= trailing and len(old) >= trailing and new[len(new) - trailing :] == old[len(old) - trailing :]
+    ):
         return _like(pair, qdata, pair.scale_inv.view(scale_shape(new, tile)))
     raise UnsupportedOpError(
         f"{func} from {tuple(old)} to {tuple(new)} would cut through the tiles of {pair.granularity}; keep the last "
-        f"{kept} dimension(s), or call .dequantize() first"
+        f"{trailing} dimension(s), or call .dequantize() first"
     )
 
 

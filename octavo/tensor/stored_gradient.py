@@ -56,7 +56,7 @@ class StoredGradient(Pair):
 
     @classmethod
     def cast(cls, gradient: Tensor, dtype: torch.dtype | None = None, by_expert: bool = False) -> StoredGradient:
-        """A high-precision gradient of any shape, rounded to nearest; inf and NaN become NaN.
+        """Round a high-precision gradient of any shape to nearest; inf and NaN become NaN.
 
         ``dtype``: what it reads back to, if not to the gradient's; ``by_expert``: of experts in FP8 [E, N, K], whose
         blocks are of each one's rows: its matrix is [E * N, K].
@@ -68,7 +68,7 @@ class StoredGradient(Pair):
         return cls(pair.qdata, scale_inv, gradient.shape, dtype or gradient.dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Its values as a plain tensor, by default of its own dtype; norms and optimizers read them in float32."""
+        """Return the values as a plain tensor, by default of its own dtype; norms and optimizers read float32."""
         pair = ScaledTensor(self.qdata, self.scale_inv, GRANULARITY, dtype or self.dtype)
         return pair.dequantize().view(self.shape)
 
@@ -117,7 +117,7 @@ def _norm(
 
 
 def norm_of(gradient: StoredGradient, ord: float = 2) -> Tensor:
-    """The norm of a gradient's values, in float32 as codes and scales have them: one number."""
+    """Return the norm of a gradient's values, in float32 as codes and scales have them: one number."""
     q, scale_inv = gradient.qdata, gradient.scale_inv
     if q.numel() == 0:
         return torch.zeros((), device=q.device, dtype=torch.float32)
@@ -130,7 +130,7 @@ def norm_of(gradient: StoredGradient, ord: float = 2) -> Tensor:
 
 
 def _unscale(func: Any, gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """What a GradScaler does: note whether any value is not finite, and multiply by inv_scale."""
+    """Unscale gradients for a GradScaler: note whether any value is not finite, and multiply by inv_scale."""
     if plain := [gradient for gradient in gradients if not isinstance(gradient, StoredGradient)]:
         func(plain, found_inf, inv_scale)
     for gradient in gradients:
@@ -150,7 +150,7 @@ StoredGradient.RULES = {
 torch.serialization.add_safe_globals([StoredGradient])
 
 
-# --- UsedGradient: what stands in place of a gradient that update_in_backward has used, until the step ends.
+# --- UsedGradient: it stands in place of a gradient that update_in_backward has used, until the step ends.
 
 TWICE = (
     "a gradient came for a weight that this step has updated already. Several backward passes a step: run all but the "
@@ -160,7 +160,7 @@ TWICE = (
 
 
 class UsedGradient(Facade):
-    """A gradient of which only shape, dtype, device, those of ``like``, and its 2-norm are left."""
+    """A gradient of which only its 2-norm is left, and shape, dtype and device, those of ``like``."""
 
     norm_: Tensor
     REMEDY = (
@@ -177,12 +177,12 @@ class UsedGradient(Facade):
         return self
 
     def moved(self, move: Any) -> UsedGradient:
-        """The same again."""
+        """Return a new facade of the same gradient."""
         return UsedGradient(self, self.norm_)
 
 
 def _write_used(func: Any, gradients: list[Any], *factor: Any) -> Any:
-    """Nothing to do for zero_grad(set_to_none=False), nor for a factor of 1, which has to be read on the host."""
+    """Do nothing for zero_grad(set_to_none=False), nor for a factor of 1, which has to be read on the host."""
     for by in factor:
         if not isinstance(by, Tensor | float | int) or isinstance(by, UsedGradient) or float(by) != 1:
             return NotImplemented

@@ -5,7 +5,7 @@ octavo's optimizers write codes and scale_inv together. Nothing else changes it,
 adapter may be merged into a frozen one.
 
 **It keeps the 8 bits that its cast rounded away (``rest``) while it requires gradients or an optimizer waits for it,
-until that one's first step takes them into its master.** What reads all that is known (restore, another convert) reads
+until that one's first step takes them into its master.** Restore and another convert, which read all known bits, read
 them too, products read codes alone. So a forward changes nothing, and a frozen weight has a byte an element.
 
 FSDP2 (fully_shard) cuts it into shards of rows, tensor parallelism by rows or columns; each is a StoredWeight too. Per
@@ -46,7 +46,7 @@ aten = torch.ops.aten
 
 BLOCK = 128
 GRANULARITIES = (PerTensor(), PerBlock(BLOCK, BLOCK))
-OF_FROZEN = (PerRow(), PerBlock(*MX))  # the others, of which backward's product needs other codes than forward's
+OF_FROZEN = (PerRow(), PerBlock(*MX))  # frozen ones only: backward's product needs other codes than forward's
 
 FLATTENED = """FSDP1 and DeepSpeed, which flatten weights, can't shard one that is stored in FP8: use \
 torch.distributed.fsdp.fully_shard (FSDP2), or leave weights in high precision (weight_storage=None)"""
@@ -55,15 +55,15 @@ WRITES = (aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.z
 
 @dataclass(eq=False)
 class Known:
-    """What is known of a weight in FP8 besides its pair. Its aliases, ``.data`` say, have the same one.
+    """Facts about a weight in FP8 besides its pair. Its aliases, ``.data`` say, share one object.
 
     Attributes:
-        rest: int8 [N, K]: what the values that were cast are besides the codes.
-        awaited: whether there is an optimizer that will take it, which a copy is not known to.
-        is_frozen: whether it is of a parameter that is not trained.
-        alone: whether the scale is this rank's, of a shard whose ranks have to have one and the same.
-        draw: how its values were drawn, of uniformly distributed ones; no copy has it.
-        replaced_scale: what NaN has replaced, until load_state_dict finds the scales of codes that were sent.
+        rest: int8 [N, K]: the bits of the cast values that the codes do not hold.
+        awaited: whether an optimizer will take ``rest`` into its master; False for copies.
+        is_frozen: whether the parameter is not trained.
+        alone: whether this rank chose its shard's scale: ranks have to agree on one before the next gather or save.
+        draw: how its uniformly distributed values were drawn; copies do not have it.
+        replaced_scale: the scales that NaN has replaced until load_state_dict reads those of the codes that were sent.
     """
 
     rest: Tensor | None = None
@@ -79,10 +79,10 @@ class Known:
 
 @dataclass(eq=False)
 class OneScale:
-    """What weights have in common of which a product reads all rows with one scale: an optimizer gives them one."""
+    """One scale that the splits of a matrix share, as a product reads all its rows with it; an optimizer sets it."""
 
     count: int  # of the weights
-    written: bool = False  # whether any was written since they were known to have one and the same
+    written: bool = False  # whether any was written since all had the same scale
 
 
 class StoredWeight(ShardHooks, Pair):
@@ -98,7 +98,7 @@ class StoredWeight(ShardHooks, Pair):
         scale_inv: float32 [1, 1] or [ceil(N / 128), ceil(K / 128)]; of experts [E, ...]. Of a frozen one also [N, 1]
             or, E8M0, [N, ceil(K / 32)].
         dtype: what it stands for, and its gradient's.
-        granularity: which elements of a matrix share a scale; by default what the scales' shape says.
+        granularity: which elements of a matrix share a scale; by default as the scales' shape says.
         is_shard: whether this is a rank's shard of a weight; [1, 1] is then the whole one's scale.
     """
 
@@ -143,10 +143,10 @@ class StoredWeight(ShardHooks, Pair):
         like: Tensor | None = None,
         amax: Tensor | None = None,
     ) -> StoredWeight:
-        """A high-precision matrix [N, K] in FP8, or experts' [E, N, K]; ValueError for other granularities.
+        """Cast a high-precision matrix [N, K], or experts' [E, N, K], to FP8; ValueError for other granularities.
 
-        ``keep_rest``: keep what rounding takes away, to 12 bits in all, for an optimizer's master to begin from;
-        ``like``: what has its dtype. If that is a DTensor, ``weight`` is this rank's shard of it, and one scale is from
+        ``keep_rest``: keep the bits that rounding takes away, to 12 in all, for an optimizer's master to begin from;
+        ``like``: one of its dtype. If that is a DTensor, ``weight`` is this rank's shard of it, and one scale is from
         the whole one's amax, so that all ranks call it; ``amax``: [1, 1] in place of that, the same on all ranks.
         """
         if granularity not in GRANULARITIES + OF_FROZEN:
@@ -177,12 +177,12 @@ class StoredWeight(ShardHooks, Pair):
         return self.known.rest
 
     @rest.setter
-    def rest(self, rest: Tensor | None) -> None:
-        self.known.rest = rest
+    def rest(self, remainder: Tensor | None) -> None:
+        self.known.rest = remainder
 
     @property
     def requires_grad(self) -> bool:
-        """As any tensor's; a parameter that is frozen gives up what only training reads."""
+        """Whether it needs a gradient, as for any tensor; a frozen parameter gives up what only training reads."""
         return bool(torch.Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
 
     @requires_grad.setter
@@ -193,21 +193,21 @@ class StoredWeight(ShardHooks, Pair):
         elif isinstance(self, torch.nn.Parameter):
             self.known.is_frozen = True
             self.rest = self.rest if self.known.awaited else None
-        else:  # of which a frozen parameter is made, perhaps beside one that is trained
+        else:  # a frozen parameter is made of it, perhaps beside one that is trained
             self.known = Known(is_frozen=True)
 
     def requires_grad_(self, requires_grad: bool = True) -> StoredWeight:
-        """As any tensor's, see ``requires_grad``."""
+        """Set ``requires_grad``, see there, and return the weight."""
         self.requires_grad = requires_grad
         return self
 
     def data_ptr(self) -> int:
-        """The address of its codes, by which others tell parameters apart; the facade itself has no memory."""
+        """Return the address of its codes, which tells parameters apart; the facade itself has no memory."""
         return self.qdata.data_ptr()
 
     @property
     def data(self) -> Tensor:
-        """As any tensor's, over the same codes; what has the same values can be set, of another dtype or elsewhere."""
+        """Return a detached alias; a tensor of the same values can be set, of another dtype or on another device."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
@@ -218,32 +218,32 @@ class StoredWeight(ShardHooks, Pair):
             self.become(other)
 
     def become(self, other: StoredWeight) -> None:
-        """Make this parameter hold these tensors, moved perhaps; what waits for it goes on to."""
+        """Make this parameter hold these tensors, moved perhaps; an optimizer that awaits its ``rest`` still does."""
         known = replace(other.known, awaited=self.known.awaited)
         put_into(self, other)  # type: ignore[arg-type]
         self.known = known
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether all of it has one, and with other ranks' shards of the same weight."""
+        """Whether the whole weight, with other ranks' shards of it, has one scale."""
         return self.granularity == PerTensor() and self.ndim == 2
 
     def pair(self) -> ScaledTensor:
-        """The pair, over the same codes."""
+        """Return the pair, over the same codes."""
         return ScaledTensor(self.qdata, self.scale_inv, self.granularity.of_matrices(self.shape), self.dtype)
 
     def dequantize(self) -> Tensor:
-        """Its values as a plain tensor; gradients flow through."""
+        """Return the values as a plain tensor; gradients flow through."""
         return dequantized(self)
 
     def before_cast(self) -> Tensor:
-        """All that is known of its values: 12 bits of what was cast, while it has ``rest``. No gradients flow."""
+        """Return its values as far as they are known: to 12 bits while it has ``rest``. No gradients flow."""
         if self.rest is None:
             return self.pair().dequantize()
         return values_with(self.qdata.view(torch.uint8), self.scale_inv, self.rest).to(self.dtype)
 
     def operands(self, reader: Any, transposed: bool) -> Operands:
-        """Its codes, for the module ``reader``; on some devices also laid out transposed, if backward needs that."""
+        """Return its codes for the module ``reader``; on some devices also transposed, if backward needs that."""
         swaps = reader.stores_transposed
         as_is, second, *_ = operands_of(self.qdata, self.scale_inv, reader.recipe.pads, transposed or swaps)
         return Operands(second, as_is) if swaps else Operands(as_is, second)
@@ -261,34 +261,34 @@ class StoredWeight(ShardHooks, Pair):
         return dtype, self.granularity, self.is_shard
 
     def moved(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> StoredWeight:
-        """A copy with its tensors moved."""
-        rest = None if self.rest is None else move(self.rest)
-        found = self._like(move(self.qdata), move(self.scale_inv), rest, dtype=dtype or self.dtype)
-        found.known.awaited = False
-        return found
+        """Return a copy with its tensors moved."""
+        remainder = None if self.rest is None else move(self.rest)
+        copied = self._like(move(self.qdata), move(self.scale_inv), remainder, dtype=dtype or self.dtype)
+        copied.known.awaited = False
+        return copied
 
     def alias(self) -> StoredWeight:
-        """The same again over the same memory."""
-        found = self._like(aten.alias(self.qdata), aten.alias(self.scale_inv))
-        found.known = self.known
-        return found
+        """Return a new object over the same memory."""
+        view = self._like(aten.alias(self.qdata), aten.alias(self.scale_inv))
+        view.known = self.known
+        return view
 
-    def _like(self, qdata: Tensor, scale_inv: Tensor, rest: Tensor | None = None, **others: Any) -> StoredWeight:
-        """One of other tensors, otherwise as this one is but for ``others``."""
+    def _like(self, qdata: Tensor, scale_inv: Tensor, remainder: Tensor | None = None, **others: Any) -> StoredWeight:
+        """Return a weight of other tensors, and else of this one's attributes but for ``others``."""
         dtype, is_shard = others.get("dtype", self.dtype), others.get("is_shard", self.is_shard)
-        found = StoredWeight(qdata, scale_inv, dtype, self.granularity, is_shard)
-        found.known = replace(self.known, rest=rest)
-        kept = ("part", "common", "layer_name")
-        vars(found).update({name: value for name, value in vars(self).items() if name in kept})
-        return found
+        weight = StoredWeight(qdata, scale_inv, dtype, self.granularity, is_shard)
+        weight.known = replace(self.known, rest=remainder)
+        attribute_names = ("part", "common", "layer_name")
+        vars(weight).update({name: value for name, value in vars(self).items() if name in attribute_names})
+        return weight
 
     def shard(self, start: int, stop: int, dim: int = 0) -> StoredWeight:
-        """Rows (columns: ``dim`` 1) start to stop, with the same scale per tensor; of rows over the same codes."""
+        """Return rows (columns: ``dim`` 1) start to stop, with the same scale per tensor; rows share the codes."""
 
         def cut(tensor: Tensor, first: int = start, last: int = stop) -> Tensor:
             return tensor.narrow(dim, first, last - first).contiguous()
 
-        scale_inv, rest = self.scale_inv, None if self.rest is None else cut(self.rest)
+        scale_inv, remainder = self.scale_inv, None if self.rest is None else cut(self.rest)
         if self.ndim == 3:
             scale_inv = cut(scale_inv)
         elif (step := self.granularity.tile[dim]) != ALL:
@@ -296,10 +296,10 @@ class StoredWeight(ShardHooks, Pair):
                 what = "rows" if dim == 0 else "columns"
                 raise UnsupportedOpError(f"{what} {start} to {stop} of {self} are no whole blocks")
             scale_inv = cut(scale_inv, start // step, -(-stop // step))
-        return self._like(cut(self.qdata), scale_inv, rest, is_shard=True)
+        return self._like(cut(self.qdata), scale_inv, remainder, is_shard=True)
 
     def splits_of_one_scale(self, sizes: Sequence[int]) -> list[StoredWeight]:
-        """Shards of so many rows, which keep one scale per tensor."""
+        """Return shards of so many rows, which keep one scale per tensor."""
         ends, common = list(itertools.accumulate(sizes)), OneScale(len(sizes))
         splits = [self.shard(end - size, end) for size, end in zip(sizes, ends, strict=True)]
         for split in splits:
@@ -307,11 +307,11 @@ class StoredWeight(ShardHooks, Pair):
         return splits
 
     def equals(self, other: StoredWeight) -> bool:
-        """Whether another one has the same values, to all that is known of them."""
+        """Whether another one has the same values, as far as they are known."""
         if self.is_meta or other.is_meta:
             return (self.device, self.shape) == (other.device, other.shape)
         rests = [one.rest.to(self.device) for one in (self, other) if one.rest is not None]
-        same = torch.equal(*rests) if len(rests) == 2 else not any(rest.any() for rest in rests)
+        same = torch.equal(*rests) if len(rests) == 2 else not any(bits.any() for bits in rests)
         pairs = [(one.qdata.view(torch.uint8), one.scale_inv.float()) for one in (self, other)]
         return same and all(torch.equal(a, b.to(a.device)) for a, b in zip(*pairs, strict=True))
 
@@ -325,7 +325,7 @@ class StoredWeight(ShardHooks, Pair):
         fits = same_shape and self.may_have(other.scale_inv)  # type: ignore[attr-defined]
         if self.is_meta:
             return self
-        knows = fits and other.is_shard and not other.known.alone  # type: ignore[attr-defined]  # no value: ranks decide alike
+        knows = fits and other.is_shard and not other.known.alone  # type: ignore[attr-defined]  # reads no values: all ranks decide alike
         self.known.alone = self.is_shard and self.has_one_scale and not knows
         if self.common is not None:
             self.common.written = True
@@ -352,7 +352,7 @@ class StoredWeight(ShardHooks, Pair):
         return self
 
     def _take_codes(self, codes: Tensor) -> StoredWeight:
-        """Take a file's, as torch.distributed.checkpoint sends them: all is NaN until load_state_dict finds scales."""
+        """Take a file's codes from torch.distributed.checkpoint: all is NaN until load_state_dict reads scales."""
         if codes.shape[:-2] + codes.shape[-1:] != self.shape:
             raise UnsupportedOpError(
                 f"codes {tuple(codes.shape)} are no {tuple(self.shape)}: torch cuts a full state dict's codes by rows, "
@@ -386,12 +386,12 @@ class StoredWeight(ShardHooks, Pair):
 
 
 def granularity_of_scales(shape: torch.Size, scales: torch.Size) -> Granularity | None:
-    """Which elements of a weight [N, K] or [E, N, K] share a scale, by the shape of its scales; None if they don't fit.
+    """Return the granularity of a weight [N, K] or [E, N, K] by the shape of its scales; None if they don't fit.
 
     Where two granularities have the same shape, they mean the same elements.
     """
-    found = (each for each in GRANULARITIES + OF_FROZEN if each.of_matrices(shape).scale_shape(shape) == scales)
-    return next(found, None)
+    granularities = (one for one in GRANULARITIES + OF_FROZEN if one.of_matrices(shape).scale_shape(shape) == scales)
+    return next(granularities, None)
 
 
 def has_powers_of_two(scale_inv: Tensor) -> bool:
@@ -400,13 +400,13 @@ def has_powers_of_two(scale_inv: Tensor) -> bool:
 
 
 def local_stored(weight: Any) -> StoredWeight | None:
-    """The StoredWeight that a weight is, or that this rank has of it where it is sharded; else None."""
+    """Return a weight that is a StoredWeight, or this rank's shard of a sharded one; else None."""
     local = on_this_rank(weight)
     return local if isinstance(local, StoredWeight) else None
 
 
 def why_not_cut(shape: torch.Size, granularity: Granularity, ranks: int, dim: int = 0) -> str | None:
-    """Why a weight [N, K] that is stored so can't be sharded over ranks by its rows (columns: ``dim`` 1); or None."""
+    """Return why a weight [N, K] stored so can't be sharded over ranks by rows (columns: ``dim`` 1); or None."""
     size, each, step = shape[dim], -(-shape[dim] // ranks), granularity.tile[dim]
     if granularity == PerTensor() or each == size or not (step == ALL or each % step or size % each):
         return None
@@ -424,26 +424,26 @@ def why_not_cut(shape: torch.Size, granularity: Granularity, ranks: int, dim: in
 
 
 def why_cut(weight: Any, granularity: Granularity) -> str | None:
-    """Why a DTensor can't be stored so on the ranks that it is sharded over: what may not be cut would be; or None."""
+    """Return why a DTensor can't be stored so where it is sharded (its shards would cut blocks), or None."""
     ranks = [1] * max(weight.ndim, 2)
     for at, placement in enumerate(getattr(weight, "placements", ())):
         if (dim := getattr(placement, "dim", None)) is not None:
             ranks[dim] *= weight.device_mesh.size(at)
     if weight.ndim == 3:
         return uneven(weight) if weight.shape[0] % ranks[0] or max(ranks[1:]) > 1 else None
-    found = [why_not_cut(weight.shape, granularity, of_dim, dim) for dim, of_dim in enumerate(ranks)]
-    return found[0] or found[1]
+    reasons = [why_not_cut(weight.shape, granularity, count, dim) for dim, count in enumerate(ranks)]
+    return reasons[0] or reasons[1]
 
 
 def uneven(weight: Any) -> str:
-    """Why these experts can't be sharded in other ways than as many on each rank."""
+    """Return why these experts can't be sharded in other ways than as many on each rank."""
     return (
         f"{weight.shape[0]} experts that are stored in FP8 are sent with their scales, which FSDP2 takes of ranks that "
         "have as many each: shard by experts, Shard(0), over a number of ranks that divides them (HSDP)"
     )
 
 
-# --- what torch may do with it ----------------------------------------------------------------------------------------
+# --- rules of the ops that torch may apply to it ----------------------------------------------------------------------
 
 
 def _view(func: Any, weight: StoredWeight, size: Any) -> Any:
@@ -456,7 +456,7 @@ def _view(func: Any, weight: StoredWeight, size: Any) -> Any:
 
 
 def _transpose(func: Any, weight: StoredWeight, *dims: int) -> Any:
-    """The rule of ``weight.mT`` of experts that are stored [E, K, N], for products; their codes stay as they lie."""
+    """Transpose experts that are stored [E, K, N], by ``weight.mT``, for products; their codes stay as they lie."""
     swaps = weight.ndim == 3 and {dim % 3 for dim in dims} == {1, 2}
     return weight._like(weight.qdata.mT, weight.scale_inv.mT) if swaps else NotImplemented
 
@@ -475,32 +475,32 @@ def _add(func: Any, weight: StoredWeight, other: Any, *, alpha: float = 1) -> An
 
 
 def _empty_like(func: Any, weight: StoredWeight, *, dtype: Any = None, device: Any = None, **_: Any) -> StoredWeight:
-    """Of Module.to_empty."""
+    """Apply the rule of empty_like, for Module.to_empty."""
     scale_inv = torch.ones_like(weight.scale_inv, device=device)  # FSDP2 copies even what is empty
-    rest = None if weight.rest is None else torch.zeros_like(weight.rest, device=device)
-    return weight._like(torch.empty_like(weight.qdata, device=device), scale_inv, rest, dtype=dtype or weight.dtype)
+    bits = None if weight.rest is None else torch.zeros_like(weight.rest, device=device)
+    return weight._like(torch.empty_like(weight.qdata, device=device), scale_inv, bits, dtype=dtype or weight.dtype)
 
 
 def _initialize(func: Any, weight: StoredWeight, *args: Any, **kwargs: Any) -> StoredWeight:
-    """By torch.nn.init: as the plain weight, then cast."""
+    """Apply the rule of torch.nn.init's writes: to a plain weight, which is then cast."""
     return weight.take(func(torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), *args, **kwargs))
 
 
 def _plainly(func: Any, *args: Any) -> Tensor:
-    """What torch.nn.init.trunc_normal_ asks of values it has drawn: of all that is known of them."""
+    """Answer torch.nn.init.trunc_normal_'s questions about drawn values, from all their known bits."""
     return func(*(one.before_cast() if isinstance(one, StoredWeight) else one for one in args))
 
 
 def _cat(func: Any, shards: list[Any], dim: int = 0) -> Any:
-    """Shards of one weight by rows, for a product; ``rest`` is an optimizer's alone."""
+    """Join shards of one weight by rows, for a product, which does not read ``rest``."""
     first = shards[0]
     if any(isinstance(shard, FlatWeights) for shard in shards):
         return _cat_flat(func, shards, dim)
     if dim != 0 or any(type(shard) is not type(first) for shard in shards):
         return NotImplemented
     codes = torch.cat([shard.qdata.view(torch.uint8) for shard in shards]).view(first.qdata.dtype)
-    one = first.granularity == PerTensor()
-    return first._like(codes, first.scale_inv if one else torch.cat([shard.scale_inv for shard in shards]))
+    has_one_scale = first.granularity == PerTensor()
+    return first._like(codes, first.scale_inv if has_one_scale else torch.cat([shard.scale_inv for shard in shards]))
 
 
 def _split(func: Any, weight: StoredWeight, size: int, dim: int = 0) -> list[Any]:
@@ -520,7 +520,7 @@ def _slice(func: Any, weight: StoredWeight, dim: int = 0, start: Any = None, sto
 
 
 def _pad(func: Any, weight: StoredWeight, pad: list[int], value: float = 0) -> Any:
-    """Rows or columns of zeros behind a shard that is smaller than the others: torch sends shards of one size."""
+    """Pad a shard that is smaller than others by rows or columns of zeros: torch sends shards of one size."""
     if value != 0 or weight.granularity != PerTensor():
         return NotImplemented
     codes = F.pad(weight.qdata.view(torch.uint8), pad).view(weight.qdata.dtype)
@@ -528,41 +528,41 @@ def _pad(func: Any, weight: StoredWeight, pad: list[int], value: float = 0) -> A
 
 
 def _send(func: Any, outputs: list[Any], *arguments: Any) -> Any:
-    """A collective that fills ``outputs``: of codes, of scales and, where it may be trained, of the rest."""
+    """Fill ``outputs`` by collectives: of codes, of scales and, where the weight may be trained, of ``rest``."""
     kind, received = type(outputs[0]), [output.clone() for output in outputs]
-    of: list[Callable[[Any], Tensor]] = [  # as bytes, since gloo sends no E8M0
+    tensors_of: list[Callable[[Any], Tensor]] = [  # as bytes, since gloo sends no E8M0
         lambda weight: weight.qdata.view(torch.uint8),
         lambda weight: weight.scale_inv.view(torch.uint8),
     ]
     if not outputs[0].known.is_frozen:
-        for weight in filter(lambda one: isinstance(one, kind), pytree.tree_leaves((received, *arguments))):
+        for weight in filter(lambda leaf: isinstance(leaf, kind), pytree.tree_leaves((received, *arguments))):
             if weight.rest is None:  # another rank may have one
                 weight.rest = torch.zeros_like(weight.qdata, dtype=torch.int8)
-        of.append(lambda weight: weight.rest)
-    for tensor in of:
-        *_, work = func(*pytree.tree_map_only(kind, tensor, (received, *arguments)))
+        tensors_of.append(lambda weight: weight.rest)
+    for tensor_of in tensors_of:
+        *_, work = func(*pytree.tree_map_only(kind, tensor_of, (received, *arguments)))
         work.wait()
-    for output, found in zip(outputs, received, strict=True):
-        output.take(found)
+    for output, received_weight in zip(outputs, received, strict=True):
+        output.take(received_weight)
     return outputs, work
 
 
 def _new_zeros(func: Any, weight: StoredWeight, size: Any, **options: Any) -> Any:
-    """A shard of zeros, with the whole one's scale: of a rank without rows it stays that."""
+    """Return a shard of zeros with the whole weight's scale, which it keeps on a rank without rows."""
     if tuple(size[1:]) != tuple(weight.shape[1:]):
         raise UnsupportedOpError("weights that are stored in FP8 are sharded by rows: fully_shard with Shard(0)")
     if options.get("dtype") not in (None, weight.dtype):
         return NotImplemented
     codes = torch.zeros(size, dtype=torch.uint8, device=weight.device).view(weight.qdata.dtype)
-    rest = None if weight.rest is None else weight.rest.new_zeros(size)
+    remainder = None if weight.rest is None else weight.rest.new_zeros(size)
     scale_inv = weight.scale_inv.clone()
     if weight.granularity != PerTensor() or weight.ndim == 3:
         scale_inv = scale_inv.new_ones(weight.granularity.of_matrices(size).scale_shape(size))
-    return weight._like(codes, scale_inv, rest, is_shard=True)
+    return weight._like(codes, scale_inv, remainder, is_shard=True)
 
 
 def _new_empty(func: Any, weight: StoredWeight, size: Any, **_: Any) -> Any:
-    """What stands for the shard of a rank without rows."""
+    """Return a plain tensor that stands for the shard of a rank without rows."""
     if weight.ndim == 3:
         raise UnsupportedOpError(uneven(weight))
     if weight.is_shard and weight.granularity != PerTensor():
@@ -593,13 +593,13 @@ class FlatWeights(Facade):
         return self
 
     def dequantize(self) -> Tensor:
-        """Its values as a plain vector."""
+        """Return the values as a plain vector."""
         plain = [piece.dequantize() if isinstance(piece, Facade) else piece for piece in self.pieces]
         return torch.cat([piece.detach().reshape(-1) for piece in plain])
 
 
 def _cat_flat(func: Any, tensors: list[Tensor], dim: int = 0) -> Any:
-    """The rule of torch.cat of vectors."""
+    """Apply the rule of torch.cat of vectors."""
     pieces = [piece for one in tensors for piece in getattr(one, "pieces", [one])]
     return FlatWeights([piece.clone() for piece in pieces]) if all(one.ndim == 1 for one in tensors) else NotImplemented
 
@@ -611,16 +611,16 @@ def _view_flat(func: Any, flat: FlatWeights, size: Any) -> Any:
 
 
 def _slice_flat(func: Any, flat: FlatWeights, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Any:
-    """Of whole pieces."""
-    at, found = 0, []
+    """Slice a vector between pieces; one weight alone is returned as it is."""
+    position, pieces = 0, []
     start, stop, _ = slice(start, stop).indices(flat.numel())
     for piece in flat.pieces:
-        if start <= at and at + piece.numel() <= stop:
-            found.append(piece)
-        at += piece.numel()
-    if not found or step != 1 or sum(piece.numel() for piece in found) != stop - start:
+        if start <= position and position + piece.numel() <= stop:
+            pieces.append(piece)
+        position += piece.numel()
+    if not pieces or step != 1 or sum(piece.numel() for piece in pieces) != stop - start:
         return NotImplemented
-    return FlatWeights(found) if len(found) > 1 or isinstance(found[0], Facade) else found[0]
+    return FlatWeights(pieces) if len(pieces) > 1 or isinstance(pieces[0], Facade) else pieces[0]
 
 
 def _broadcast(func: Any, tensors: list[FlatWeights], *arguments: Any) -> Any:
@@ -633,7 +633,7 @@ def _broadcast(func: Any, tensors: list[FlatWeights], *arguments: Any) -> Any:
 
 
 def _write_flat(func: Any, flat: Any, *arguments: Any) -> Any:
-    """The rule of writes: of values, a scalar's or another vector's, which its one piece takes."""
+    """Apply the rule of writes: the vector's one piece takes the values, a scalar's or another vector's."""
     if not isinstance(flat, FlatWeights) or len(flat.pieces) > 1:
         return NotImplemented
     func(flat.pieces[0], *(one.view(flat.pieces[0].shape) if isinstance(one, Tensor) else one for one in arguments))
@@ -681,17 +681,17 @@ torch.serialization.add_safe_globals([StoredWeight, Known, OneScale])
 
 
 def agree_on_scale(*params: Tensor, just_cut: bool = False) -> None:
-    """Give this rank's shard of a weight the scale of the whole, if it is this rank's alone; all ranks call it.
+    """Give this rank's shard of a weight the scale of the whole, if this rank chose its own; all ranks call it.
 
-    So it is where FSDP2 has ``just_cut`` it, as ranks may have begun with other values, and where it was written.
+    Ranks choose their own where FSDP2 has ``just_cut`` it, as they may have begun with other values, and in writes.
     Several are splits that have one scale in common.
     """
     shards = [shard for param in params if (shard := local_stored(param)) is not None]
     if not shards or shards[0].is_meta:
         return
-    one = [shard for shard in shards if shards[0].has_one_scale]
-    differ = any(not torch.equal(shard.scale_inv, one[0].scale_inv) for shard in one[1:])
-    if one and (just_cut or differ or any(shard.known.alone for shard in shards)):
+    with_one_scale = [shard for shard in shards if shards[0].has_one_scale]
+    differ = any(not torch.equal(shard.scale_inv, with_one_scale[0].scale_inv) for shard in with_one_scale[1:])
+    if with_one_scale and (just_cut or differ or any(shard.known.alone for shard in shards)):
         scales = torch.cat([shard.scale_inv for shard in shards])
         scales = largest_of_ranks(torch.cat([scales, -scales]), params[0])
         if not (scales == scales[:1] * scales.sign()).all():  # so the largest and the least differ
@@ -707,14 +707,14 @@ def agree_on_scale(*params: Tensor, just_cut: bool = False) -> None:
 
 def agreed(shard: StoredWeight, param: Tensor) -> StoredWeight:
     """A shard of a DTensor, or a copy of it elsewhere, after ``agree_on_scale``."""
-    if (found := local_stored(param)) is None or not shard.known.alone:
+    if (stored := local_stored(param)) is None or not shard.known.alone:
         return shard
     agree_on_scale(param)
-    return found.moved(lambda tensor: tensor.to(shard.device))
+    return stored.moved(lambda tensor: tensor.to(shard.device))
 
 
 def stored_as(weight: Tensor | None) -> Granularity | None:
-    """Which elements of a weight share a scale that lives in FP8; None for one in high precision."""
+    """Return which elements of a weight in FP8 share a scale; None for a weight in high precision."""
     stored = local_stored(weight)
     return None if stored is None else stored.granularity
 
@@ -745,22 +745,22 @@ def put_into(parameter: torch.nn.Parameter, tensor: Tensor) -> None:
         return
     other = torch.nn.Parameter(tensor.detach(), parameter.requires_grad)
     grad, grad_dtype = parameter.grad, parameter.grad_dtype
-    chosen = grad_dtype != parameter.dtype  # else it is what follows from the parameter's
+    chose_grad_dtype = grad_dtype != parameter.dtype  # else it follows the parameter's dtype
     hooks = hooks_of(parameter)
-    given = {name: value for name, value in vars(parameter).items() if name not in _own(parameter)}
+    attributes = {name: value for name, value in vars(parameter).items() if name not in _class_attributes(parameter)}
     if parameter.requires_grad:
         torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(_refuse)
     parameter.__class__, other.__class__ = type(other), type(parameter)
-    parameter.__dict__, other.__dict__ = vars(other) | given, dict(vars(parameter))
+    parameter.__dict__, other.__dict__ = vars(other) | attributes, dict(vars(parameter))
     swap_tensor_impl(parameter, other)
     set_hooks(parameter, hooks)
-    if parameter.requires_grad and chosen:
+    if parameter.requires_grad and chose_grad_dtype:
         parameter.grad_dtype = grad_dtype
     parameter.grad = grad
 
 
-def _own(parameter: torch.nn.Parameter) -> set[str]:
-    """The attributes that belong to its class, not to its user."""
+def _class_attributes(parameter: torch.nn.Parameter) -> set[str]:
+    """Return the names of attributes that belong to a parameter's class, not to its user."""
     return {"_is_param"}.union(*(getattr(kind, "__annotations__", ()) for kind in type(parameter).__mro__))
 
 
@@ -793,7 +793,7 @@ def add_adapter(weight: Any, delta: Tensor, alpha: float = 1) -> Any:
         bits = torch.randint(-(1 << 31), 1 << 31, values.shape, dtype=torch.int32, device=values.device)
         codes.view(torch.uint8).copy_(encode_moment(multiply_tiles_(values, scale, tile), E4M3, bits))
         scale_inv.copy_(scale_inv_from_scale(scale))
-    if weight.rest is not None:  # which an optimizer waits for
+    if weight.rest is not None:  # an optimizer waits for it
         weight.rest.zero_()
     torch.autograd.graph.increment_version([weight.qdata])
     return weight
