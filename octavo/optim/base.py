@@ -437,7 +437,7 @@ class CompactOptimizer(Optimizer):
         ids = [index for group in groups for index in group["params"]]
         described = states.fit_groups(groups, self)
         self._agreement.finish()
-        same = described is None or described == states.description(self.settings, described["seed"])
+        same = described is None or states.has_form_of(described, self.settings)
         new_states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         converted: list[str] = []
         in_groups = [(param, group) for group in groups for param in group["params"]]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +76,7 @@ class Muon(CompactOptimizer):
             with ``"algorithm": "muon"`` stacked experts too, [E, N, K], each of which is a matrix of its own; plain, or
             sharded by experts. In groups of AdamW what octavo.optim.AdamW takes.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as torch's.
-        moments: "fp8" (E4M3 in blocks of 128: 1.03 bytes an element, rounded stochastically), "bf16", "fp32", a Moment;
+        moments: "fp8" (E4M3 in blocks of 128: 1.03 bytes an element, its rounding "hybrid"), "bf16", "fp32", a Moment;
             or three Moments: the momentum's, and AdamW's two.
         master, seed, skip_nonfinite, gradient_storage: as AdamW's.
         directions: "bf16", or "fp8": they are rounded to E4M3 in blocks of 128 before they are orthogonalised, on one
@@ -181,7 +182,8 @@ class Muon(CompactOptimizer):
             kind = moments.format if isinstance(moments.format, str) else "fp8"
             return *moments_of(moments, 1), *NAMED[kind]
         if isinstance(moments, str):
-            return *moments_of(moments, 1), *moments_of(moments)
+            (momentum,), others = moments_of(moments, 1), moments_of(moments)
+            return (replace(momentum, rounding="hybrid") if moments == "fp8" else momentum), *others
         if not isinstance(moments, tuple) or len(moments) != 3:
             raise TypeError(f"moments={moments!r}: use {', '.join(map(repr, NAMED))}, a Moment, or three Moments")
         return *moments_of(moments[0], 1), *moments_of(moments[1:])

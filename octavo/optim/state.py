@@ -143,6 +143,15 @@ def description(settings: Settings, seed: int) -> dict[str, Any]:
     return {"moments": described, "master": str(settings.master), "seed": seed}
 
 
+def has_form_of(described: dict[str, Any], settings: Settings) -> bool:
+    """Whether a described state has the tensors that these settings keep: those of moments say nothing of rounding."""
+    forms = [
+        ({name: moment | {"rounding": ""} for name, moment in each["moments"].items()}, each["master"])
+        for each in (described, description(settings, 0))
+    ]
+    return forms[0] == forms[1]
+
+
 def moment_from(described: dict[str, Any]) -> Moment:
     """Return the Moment that ``description`` described; ValueError if its granularity is none of a moment."""
     fmt: Any = _FORMATS.get(described["format"], described["format"])

@@ -75,11 +75,11 @@ def test_momentum_in_codes_is_the_average_encoded_with_the_steps_random_bits(dty
     (param,) = matrices(dtype, [(40, 200)])
     optimizer = Muon([param], moments="fp8", seed=5)
     moment, wide = optimizer.moments[0], torch.zeros(40, 200)
+    expected = moment.new_state("momentum_buffer", param.shape, "cpu")
+    stored = moment.for_kernel("momentum_buffer", expected)
     for step in range(4):
         steps(optimizer, [param], 1, step)
         wide = wide.lerp(param.grad.float(), 1 - 0.95)  # type: ignore[union-attr]
-        expected = moment.new_state("momentum_buffer", param.shape, "cpu")
-        stored = moment.for_kernel("momentum_buffer", expected)
         for piece in pieces(40, 200):
             bits = random_bits(key_of(key_of(5, 0), step + 1), piece.index(torch.device("cpu")))
             stored.write(piece, piece.of(wide).clone(), bits)
@@ -286,3 +286,20 @@ def test_what_adamws_groups_refuse() -> None:
         Muon([{"params": [vector], "algorithm": "adam"}])
     with pytest.raises(TypeError, match="three Moments"):
         Muon([vector], moments=(Moment("fp32"), Moment("fp32")), adamw={})
+
+
+def test_a_state_of_another_rounding_goes_on_as_it_is(recwarn: pytest.WarningsRecorder) -> None:
+    weights = [nn.Parameter(torch.randn(8, 256)) for _ in range(2)]
+    stochastic, by_name = (
+        Muon([weight], moments=moments)
+        for weight, moments in zip(weights, (Moment(E4M3, rounding="stochastic"), "fp8"), strict=True)
+    )
+    assert [moment.rounding for moment in by_name.settings.moments] == ["hybrid", "stochastic", "stochastic"]
+    weights[0].grad = torch.randn(8, 256)
+    stochastic.step()
+    by_name.load_state_dict(stochastic.state_dict())
+    loaded, saved = by_name.state[weights[1]], stochastic.state[weights[0]]
+    assert all(
+        torch.equal(loaded[name], saved[name]) for name in ("momentum_buffer_codes", "momentum_buffer_scale_inv")
+    )
+    assert by_name.settings.moments[0].rounding == "hybrid" and not recwarn.list
