@@ -41,7 +41,7 @@ _CLEAR = "\x1b[2J\x1b[H"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``octavo inspect``."""
+    """Add the options of ``octavo inspect`` to a parser."""
     help = "a folder of octavo.inspect.record, or a run with one; or a model: module:function, a run"
     parser.add_argument("folder", type=Path, metavar="RECORD_OR_MODEL", help=help)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with all findings and plots")
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A whole number on the command line, from ``least`` on."""
+    """Return a function that reads a whole number of at least ``least`` from the command line."""
 
     def read(text: str) -> int:
         if not text.removeprefix("-").isdecimal() or int(text) < least:
@@ -114,10 +114,10 @@ def write(path: Path, text: str) -> str:
 
 def write_rules(options: argparse.Namespace, recipe: RecipeMap | Mapping[str, RecipeRule]) -> str:
     """Write recipes by layer; return a line that says what reads them."""
-    path, how = options.write, f"octavo.convert(model, {str(options.write)!r})"
-    if not isinstance(recipe, RecipeMap):  # an older record doesn't say which recipes the model has
-        how = f"octavo.convert(model, octavo.recipes.load({str(path)!r}, DEFAULT))"
-    return f"{write(path, to_rules(recipe))}: {f'octavo train --config {path.parent}' if options.apply else how}"
+    path, reader = options.write, f"octavo.convert(model, {str(options.write)!r})"
+    if not isinstance(recipe, RecipeMap):  # a record of an older octavo doesn't say which recipes the model has
+        reader = f"octavo.convert(model, octavo.recipes.load({str(path)!r}, DEFAULT))"
+    return f"{write(path, to_rules(recipe))}: {f'octavo train --config {path.parent}' if options.apply else reader}"
 
 
 def _report(options: argparse.Namespace) -> str:
@@ -128,15 +128,15 @@ def _report(options: argparse.Namespace) -> str:
     if options.against is not None:
         other = load(options.against)
         against = Against(str(options.against), other, diagnose(other))
-    shown = [table(record, findings, options.top, against)]
+    parts = [table(record, findings, options.top, against)]
     if options.json is not None:
-        shown.append(write(options.json, to_json(record, findings, what_if, against)))
+        parts.append(write(options.json, to_json(record, findings, what_if, against)))
     if options.html is not None:
-        shown.append(write(options.html, to_html(record, findings, str(options.folder), what_if, against)))
+        parts.append(write(options.html, to_html(record, findings, str(options.folder), what_if, against)))
     if options.write is not None:
-        rules, own = together(found.rules for found in findings), options.folder / RECIPES
-        shown.append(write_rules(options, onto(recipes.load(own), rules) if own.exists() else rules))
-    return "\n\n".join(shown)
+        rules, path = together(finding.rules for finding in findings), options.folder / RECIPES
+        parts.append(write_rules(options, onto(recipes.load(path), rules) if path.exists() else rules))
+    return "\n\n".join(parts)
 
 
 def _what_if(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -144,8 +144,8 @@ def _what_if(options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.what_if is None and not path.exists():
         return []
     try:
-        found = read_json(path)["what_if"]
-        return [row for row in found if {"layer", "recipe", "predicted"} <= row.keys()]
+        rows = read_json(path)["what_if"]
+        return [row for row in rows if {"layer", "recipe", "predicted"} <= row.keys()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = "no what-if: write one by octavo inspect MODEL --json FILE"
         raise RecordError(f"{path} holds {why} ({first_line(error)})") from error
@@ -163,7 +163,7 @@ class Subject(NamedTuple):
 
 
 def asked(options: argparse.Namespace) -> list[str]:
-    """The options given that ask for a what-if and not for a record: a run of octavo train has both."""
+    """Return the options that were set and are for a model only: a run of octavo train has a record and a model."""
     names = ("recipes", "rules", "keep", "loss", "min_features", "runs", "data", "device")
     return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
 
@@ -186,7 +186,7 @@ def _share(text: str) -> float:
 
 
 def entry_point(name: str) -> Subject:
-    """The model, loss and batches that a user's function returns.
+    """Call a user's function; return its model, loss and batches.
 
     Args:
         name: ``module:function``, also looked for in the current folder. The function takes nothing and returns (model,
@@ -205,14 +205,14 @@ def entry_point(name: str) -> Subject:
         raise WhatIfError(f"{name}: can't import {module}: {first_line(error)}") from error
     finally:
         sys.path.remove("")
-    make = getattr(imported, function, None)
-    if not callable(make):
+    build = getattr(imported, function, None)
+    if not callable(build):
         raise WhatIfError(f"{name}: {module} has no function {function}")
-    made = make()
-    if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[1]):
-        if isinstance(made[2], Iterable):
-            return Subject(*made)
-    got = f"({', '.join(type(one).__name__ for one in made)})" if isinstance(made, tuple) else type(made).__name__
+    result = build()
+    if isinstance(result, tuple) and len(result) == 3 and isinstance(result[0], nn.Module) and callable(result[1]):
+        if isinstance(result[2], Iterable):
+            return Subject(*result)
+    got = f"({', '.join(type(x).__name__ for x in result)})" if isinstance(result, tuple) else type(result).__name__
     raise WhatIfError(f"{name} must return (model, loss, batches) with loss(model, batch), but returned {got}")
 
 
@@ -232,10 +232,10 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
     batches, least = list(subject.batches), MIN_FEATURES if options.min_features is None else options.min_features
 
     def select(module: nn.Module, name: str) -> bool:
-        is_plain = not isinstance(module, RecipeModule)  # which has no recipe of its own to compare with
+        is_plain = not isinstance(module, RecipeModule)  # it has no recipe of its own to compare with
         return not is_plain or (min(features(module)) >= least and not (options.rules and own_recipes(subject.model)))
 
-    found = compare(
+    what_if = compare(
         subject.model,
         subject.loss,
         batches,
@@ -244,18 +244,18 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
         runs=RUNS if options.runs is None else options.runs,
         rates=None if options.device is None else rates_of(options.device),
     )
-    print(found)
+    print(what_if)
     for path in filter(None, (options.json, record and not options.rules and record / WHAT_IF)):
-        print(f"\n{write(path, json.dumps({'what_if': found.rows()}))}")
+        print(f"\n{write(path, json.dumps({'what_if': what_if.rows()}))}")
     if options.rules is not None:
-        print(f"\n{_beside(found)}")
+        print(f"\n{_beside(what_if)}")
     if options.keep is None and options.loss is None:
         return 0
-    chosen = found.recipe_map(keep=options.keep, loss=options.loss)
-    together = check(subject.model, subject.loss, batches, chosen, select=select)
-    print(f"\n{_summary(found, chosen)}\nmeasured with it: loss {100 * together.loss:+.4f} %, ", end="")
-    print(f"1 - cosine {1 - together.cosine:.2e}, norm {together.norm_ratio:.4f}\n")
-    if costs := found.costs(chosen):
+    chosen = what_if.recipe_map(keep=options.keep, loss=options.loss)
+    effect = check(subject.model, subject.loss, batches, chosen, select=select)
+    print(f"\n{_summary(what_if, chosen)}\nmeasured with it: loss {100 * effect.loss:+.4f} %, ", end="")
+    print(f"1 - cosine {1 - effect.cosine:.2e}, norm {effect.norm_ratio:.4f}\n")
+    if costs := what_if.costs(chosen):
         rows = []
         for cost in costs:
             share = f"{100 * cost.share:.1f} % of FLOP, " if cost.share else ""
@@ -270,32 +270,32 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
 
 def _compared(options: argparse.Namespace, model: nn.Module) -> dict[str, Recipe | RecipeMap]:
     names = options.recipes or (NAMES if options.rules is None else ())
-    found: dict[str, Recipe | RecipeMap] = {name: recipes.as_recipe(name) for name in names}
+    recipes_by_name: dict[str, Recipe | RecipeMap] = {name: recipes.as_recipe(name) for name in names}
     if options.rules is None:
-        return found
+        return recipes_by_name
     try:
-        rules, own = recipes.load(options.rules), own_recipes(model)
+        rules, model_recipes = recipes.load(options.rules), own_recipes(model)
     except ValueError as error:
         raise WhatIfError(str(error)) from error
     if unmatched := rules.unmatched(name for name, _ in model.named_modules()):
         raise WhatIfError(f"{options.rules}: no module of the model is called {', '.join(unmatched)}")
-    return found | ({} if own is None else {OWN: own}) | {options.rules.name: rules}
+    return recipes_by_name | ({} if model_recipes is None else {OWN: model_recipes}) | {options.rules.name: rules}
 
 
-def _beside(found: WhatIf) -> str:
-    rows = [["", "predicted loss", "loss", "1 - cosine", f"ms a batch ({found.rates.device})"]]
-    for name, recipe in {"high precision": recipes.high_precision(), **found.recipes}.items():
-        whole = found.whole.get(name)
+def _beside(what_if: WhatIf) -> str:
+    rows = [["", "predicted loss", "loss", "1 - cosine", f"ms a batch ({what_if.rates.device})"]]
+    for name, recipe in {"high precision": recipes.high_precision(), **what_if.recipes}.items():
+        whole = what_if.whole.get(name)
         predicted, loss, lost = (whole.predicted, whole.loss, 1 - whole.cosine) if whole else (0.0, 0.0, 0.0)
-        ms = f"{1e3 * found.seconds(recipe):.3f}"
+        ms = f"{1e3 * what_if.seconds(recipe):.3f}"
         rows.append([name, f"{100 * predicted:.4f} %", f"{100 * loss:+.4f} %", f"{lost:.2e}", ms])
     return columns(rows)
 
 
-def _summary(found: WhatIf, chosen: RecipeMap) -> str:
-    seconds, high = (1e3 * found.seconds(recipe) for recipe in (chosen, recipes.high_precision()))
-    share = 100 * sum(cost.share for cost in found.costs(chosen))
-    many = f"{len(chosen.rules)} exception{'s' * (len(chosen.rules) != 1)} from {chosen.default.name}"
-    loss = f"predicted loss {100 * found.predicted(chosen):.4f} %, {share:.1f} % of the layers' FLOP not in FP8"
-    time = f"{seconds:.3f} ms a batch, {high:.3f} ms in high precision ({found.rates.device})"
-    return f"{many}: {loss}\nlayers take {time}"
+def _summary(what_if: WhatIf, chosen: RecipeMap) -> str:
+    seconds, high = (1e3 * what_if.seconds(recipe) for recipe in (chosen, recipes.high_precision()))
+    share = 100 * sum(cost.share for cost in what_if.costs(chosen))
+    exceptions = f"{len(chosen.rules)} exception{'s' * (len(chosen.rules) != 1)} from {chosen.default.name}"
+    loss = f"predicted loss {100 * what_if.predicted(chosen):.4f} %, {share:.1f} % of the layers' FLOP not in FP8"
+    time = f"{seconds:.3f} ms a batch, {high:.3f} ms in high precision ({what_if.rates.device})"
+    return f"{exceptions}: {loss}\nlayers take {time}"

@@ -1,4 +1,4 @@
-"""Where the first inf or NaN of a training appeared, and what the steps before it were like.
+"""Tracing the first inf or NaN of a training: its layer, role and step, and numbers of the steps before it.
 
 A product carries an inf or a NaN of its operand to the whole row of its result. So one element of each row of a layer's
 output shows whether its input has a fault, and one of each row of the input's gradient whether grad_output has one. The
@@ -32,25 +32,25 @@ from octavo.scaling.recipe import ROLES
 from octavo.tensor.fsdp2 import on_this_rank, whole
 from octavo.tensor.stored_weight import StoredWeight
 
-BEFORE = 10  # steps kept before a fault
+BEFORE = 10  # steps whose numbers Fault.before has, besides the fault's own step
 LATE = 2  # the host reads an accelerator's step this many steps later, when it has been computed, or nearly
 WATCHED = (ROLES[0], ROLES[2])  # the roles that are watched by their products: input and grad_output
-SIGNALS = ("weight", "input", "loss", "grad_output", "grad_norm")  # in the order in which a step makes them
+SIGNALS = ("weight", "input", "loss", "grad_output", "grad_norm")  # in the order in which a step computes them
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Where the first inf or NaN appeared.
+    """The place and step of a training's first inf or NaN.
 
     Attributes:
         step: the step in which it appeared.
         role: "input", "weight" (before the step) or "grad_output" of the layer; else "loss" or "grad_norm".
-        layer: the module's name; None for a loss or a grad_norm.
-        rank: the lowest rank that met it; all tensor-parallel ranks meet a fault in what they gather or sum.
+        layer: the module's name; None for "loss" and "grad_norm".
+        rank: the lowest rank that had it; all tensor-parallel ranks have a fault of a tensor that they gather or sum.
         share: the share of that input's or grad_output's rows that were faulty.
         before: a row for that step and each of up to ten before it, oldest first: step, loss, grad_norm, and amax and
             scale_inv of the layer's input and grad_output; if no layer is named, of the layer whose numbers grew most.
-        expert: the expert whose rows or matrix had it; None if the layer is not of experts.
+        expert: the expert whose rows or matrix had it; None if the layer has no experts.
 
     Example:
         >>> Fault(7, "input", "mlp.fc2", rank=0, share=0.25, before=[]).where
@@ -67,7 +67,7 @@ class Fault:
 
     @property
     def where(self) -> str:
-        """The fault in a line."""
+        """The fault's place and step in a line."""
         expert = "" if self.expert is None else f"expert {self.expert} of "
         layer = "" if self.layer is None else f" of {expert}{f'`{self.layer}`' if self.layer else 'the model'}"
         rows = "" if self.share is None else f", in {100 * self.share:.3g} % of its rows"
@@ -79,7 +79,7 @@ class Fault:
 
 
 class FaultError(OctavoError):
-    """A training met an inf or a NaN; the message and ``fault`` say where."""
+    """A training had an inf or a NaN; the message and ``fault`` say where."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(str(fault))
@@ -97,11 +97,11 @@ class FaultTrace:
         raises: whether ``step`` raises FaultError after a fault; if not, ``fault`` has it.
         gradients: whether an inf or a NaN in a gradient is a fault. Give False under a GradScaler, which causes them
             to find its scale.
-        step: how many steps were done before.
+        step: how many steps were done before the first one that is traced.
         group: the torch.distributed process group of the ranks that train together; all ranks, by default.
 
     Attributes:
-        fault: the first fault, once it was read; else None.
+        fault: the first fault, once the host has read it; else None.
 
     Raises:
         ValueError: for a model without FP8 layers.
@@ -129,17 +129,17 @@ class FaultTrace:
         self._ranks = Ranks.of_process() if group is None else Ranks(group)
         self._device = device_of(self._layers[0][1])
         self._late = 0 if self._device.type == "cpu" else LATE
-        self._readings: list[tuple[int, Tensor, Any]] = []  # steps on their way to the host, with _send's signals
+        self._readings: list[tuple[int, Tensor, Any]] = []  # (step, _send's signals, event) on the way to the host
         self._read: deque[tuple[int, float, float]] = deque(maxlen=BEFORE + 1)
         roles = [module for _, module in self._layers for _ in WATCHED]
-        self._found = torch.zeros(len(roles), len(FOUND), device=self._device, dtype=torch.float32)
-        self._ring = self._found.new_zeros(BEFORE + 1 + self._late, *self._found.shape)
+        self._statistics = torch.zeros(len(roles), len(FOUND), device=self._device, dtype=torch.float32)
+        self._ring = self._statistics.new_zeros(BEFORE + 1 + self._late, *self._statistics.shape)
         self._first = [torch.zeros(1, dtype=torch.int32, device=self._device) for _ in WATCHED]
-        # each role, or each expert of a role, has a number, from 1 on
+        # number roles, or experts of a role, from 1 on
         self._begins = [0, *itertools.accumulate(max(1, sizes_of(module)[0]) for module in roles)]
         numbers = [begin + 1 + first_here(module) for begin, module in zip(self._begins, roles, strict=False)]
         places = torch.tensor(numbers, dtype=torch.int32, device=self._device).unsqueeze(1)
-        notes = map(Notes, places, self._found, itertools.cycle(self._first))
+        notes = map(Notes, places, self._statistics, itertools.cycle(self._first))
         for _, module in self._layers:
             observe(module, notes=(next(notes), next(notes)))
         self._weights = self._faulty_weight()
@@ -161,7 +161,7 @@ class FaultTrace:
             raise FaultError(self.fault)
 
     def close(self) -> None:
-        """Read the steps that are on their way to the host, and leave the model as it was."""
+        """Read the steps that are on their way to the host, and stop watching the model."""
         for _, module in self._layers:
             observe(module, notes=None)
         self._receive(0, collective=False)
@@ -179,17 +179,17 @@ class FaultTrace:
 
     @torch.no_grad()
     def _send(self, loss: float | Tensor | None, grad_norm: float | Tensor | None) -> None:
-        """Keep the step's statistics on the device; send the host [ranks, 7]: SIGNALS, the loss and the grad_norm."""
-        self._ring[self._step % len(self._ring)].copy_(self._found)
+        """Store the step's statistics on the device; send the host [ranks, 7]: SIGNALS, the loss and the grad_norm."""
+        self._ring[self._step % len(self._ring)].copy_(self._statistics)
         scalars, faulty = [], []
-        for given in (loss, grad_norm):
-            value = torch.as_tensor(math.nan if given is None else whole(given), dtype=torch.float32).detach()
+        for number in (loss, grad_norm):
+            value = torch.as_tensor(math.nan if number is None else whole(number), dtype=torch.float32).detach()
             scalars.append(value.to(self._device, non_blocking=True).reshape(()))
-            faulty.append((~scalars[-1].isfinite() & (given is not None)).float())
+            faulty.append((~scalars[-1].isfinite() & (number is not None)).float())
         forward, backward = (first[0].float() for first in self._first)
         signals = torch.stack([self._weights, forward, faulty[0], backward, faulty[1], *scalars])
         signals, event = self._ranks.gather(signals), None
-        self._found.zero_()
+        self._statistics.zero_()
         for first in self._first:
             first.zero_()
         self._weights = self._faulty_weight()
@@ -199,16 +199,16 @@ class FaultTrace:
         self._readings.append((self._step, signals, event))
 
     def _faulty_weight(self) -> Tensor:
-        """1 + the number of the first layer whose weight's first or last row has a fault; 0 if none has."""
+        """Return 1 + the index of the first layer whose weight's first or last row has inf or NaN; 0 without one."""
         rows = [row for _, module in self._layers for row in _ends(module)]
         kinds = [[row for row in rows if row.ndim == dims] for dims in (1, 2)]  # experts' rows, [E, K], are not dense
-        found = [iter(torch._foreach_norm(alike, math.inf) if alike else ()) for alike in kinds]
-        norms = torch.stack([next(found[row.ndim - 1]).float() for row in rows])
+        norms_by_ndim = [iter(torch._foreach_norm(alike, math.inf) if alike else ()) for alike in kinds]
+        norms = torch.stack([next(norms_by_ndim[row.ndim - 1]).float() for row in rows])
         faulty = ~norms.view(-1, 2).isfinite().all(1)
         return torch.where(faulty.any(), faulty.int().argmax() + 1, 0).float()
 
     def _receive(self, late: int, collective: bool) -> None:
-        """Read the steps that ended more than ``late`` steps ago; ``collective``: all ranks do so together."""
+        """Read the steps that ended more than ``late`` steps ago; ``collective``: all ranks call this together."""
         while len(self._readings) > late and self.fault is None:
             step, signals, event = self._readings.pop(0)
             if event is not None:
@@ -222,7 +222,7 @@ class FaultTrace:
                     return
 
     def _named(self, step: int, role: str, rank: int, place: int, collective: bool) -> Fault:
-        """The Fault of a signal; ``collective``: its statistics are over all ranks."""
+        """Return the Fault of a signal; ``collective``: its statistics are over all ranks."""
         steps = [at for at, *_ in self._read]
         history = self._ring[[at % len(self._ring) for at in steps]]
         if collective:
@@ -250,13 +250,13 @@ class FaultTrace:
         return Fault(step, role, name if role in ROLES else None, rank, share, before, expert)
 
     def _faulty_expert(self, module: RecipeModule, collective: bool) -> int | None:
-        """The first expert whose matrix has a fault in its first or last row; ``collective``: on any rank."""
+        """Return the first expert with inf or NaN in its matrix's first or last row; ``collective``: on any rank."""
         if not isinstance(module, Grouped):
             return None
         faulty = torch.zeros(sizes_of(module)[0], device=self._device, dtype=torch.float32)
-        here = torch.stack(_ends(module)).isfinite().all(0)  # [experts here, K]
-        first = first_expert(module.weight_parameter)
-        faulty[first : first + len(here)] = (~here.view(len(here), -1).all(1)).float()  # zeros without experts here
+        good = torch.stack(_ends(module)).isfinite().all(0)  # [experts here, K]
+        start = first_expert(module.weight_parameter)
+        faulty[start : start + len(good)] = (~good.view(len(good), -1).all(1)).float()  # zeros without experts here
         faulty = self._ranks.largest(faulty) if collective else faulty
         return int(faulty.argmax())
 
@@ -266,7 +266,7 @@ trace_faults = FaultTrace
 
 
 def _ends(module: RecipeModule) -> list[Tensor]:
-    """The first and the last row of this rank's shard of a weight [N, K], or of its codes where it lives in FP8.
+    """Return the first and the last row of this rank's shard of a weight [N, K]; of a weight in FP8 those of its codes.
 
     For experts [E, N, K] each of the two is [E, K]: one row of each matrix.
     """
@@ -283,11 +283,11 @@ def _ends(module: RecipeModule) -> list[Tensor]:
 
 
 def _sizes(module: RecipeModule, pair: Sequence[Sequence[float]]) -> dict[str, float]:
-    """amax and scale_inv of the watched roles; if a cast keeps no amax, the largest number its scale has room for."""
-    found: dict[str, float] = {}
+    """Return the watched roles' amax and scale_inv; if a cast has no amax, the largest number that its scale holds."""
+    sizes_by_name: dict[str, float] = {}
     for role, (_, _, scale_inv, amax) in zip(WATCHED, pair, strict=True):
         casts = module.recipe.casts[ROLES.index(role)]
         cast = casts.as_is or casts.transposed
         room = math.nan if cast is None else scale_inv * cast.format.max / 2**cast.margin
-        found |= {f"{role} amax": amax or room, f"{role} scale_inv": scale_inv}
-    return found
+        sizes_by_name |= {f"{role} amax": amax or room, f"{role} scale_inv": scale_inv}
+    return sizes_by_name

@@ -1,4 +1,4 @@
-"""What is wrong in a record, causes before effects: where, since when, why, and what to change."""
+"""The findings of a record, causes before effects: where, since when, why, and what to change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GAP = 4.0  # outliers lie at least so many octaves above all other numbers
 SUBNORMAL = 0.25  # outliers are a finding if they leave more than this share below the smallest normal number
 
 
-# what a layer's cast does, with its role and, in %, its numbers; and the share that is lost, if it is not of that name
+# sentences on a layer's cast, with its role and measures; LOST: the measure of what is lost, if it has another name
 SAID = {
     "nonfinite": "has inf or NaN in {nonfinite} of its {role}",
     "stale": "clips {clipped} of its {role}",
@@ -46,18 +46,18 @@ LOST = {"stale": "clipped", "outliers": "flushed"}
 
 def _excess(rows: Sequence[Row], measures: Mapping[str, Any]) -> dict[str, Any]:
     room = np.array([2.0**row.cast.margin if row.cast.is_delayed else math.inf for row in rows])
-    usual = np.array([_usual_sqnr(row) for row in rows])
-    found = {kind: measures[kind] for kind in ("nonfinite", "clipped", "flushed")}
-    return {**found, "stale": measures["assumed"] / room, "rounded": usual - measures["sqnr"]}
+    needed = np.array([_usual_sqnr(row) for row in rows])
+    measured = {kind: measures[kind] for kind in ("nonfinite", "clipped", "flushed")}
+    return {**measured, "stale": measures["assumed"] / room, "rounded": needed - measures["sqnr"]}
 
 
 def _usual_sqnr(row: Row) -> float:
-    """Decibels that a role's cast has to have: inputs and weights need E4M3's digits, gradients' errors average out."""
+    """Return the SQNR in dB that a role needs: E4M3's; of gradients less, as their errors average out."""
     return FORMAT_SQNR["E5M2"] - SLACK if row.role == "grad_output" else FORMAT_SQNR["E4M3"]
 
 
 def _severity(kind: str, values: Any) -> Any:
-    """How severe a measure is: divided by its limit, and if it is in decibels, the ratio of both."""
+    """Return a measure divided by its limit; for one in decibels the ratio of powers."""
     if kind == "rounded":
         return 10 ** ((values - LIMITS[kind]) / 10)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -65,19 +65,19 @@ def _severity(kind: str, values: Any) -> Any:
 
 
 def severities(measures: Mapping[str, Any], rows: Sequence[Row]) -> Any:
-    """The highest severity of each row, from measures [rows]; -inf where nothing was counted."""
-    found = np.stack([_severity(kind, values) for kind, values in _excess(rows, measures).items()])
-    return np.where(np.isnan(found), -math.inf, found).max(axis=0)
+    """Return the highest severity of each row, from measures [rows]; -inf where nothing was counted."""
+    by_kind = np.stack([_severity(kind, values) for kind, values in _excess(rows, measures).items()])
+    return np.where(np.isnan(by_kind), -math.inf, by_kind).max(axis=0)
 
 
 def diagnose(record: Record) -> list[Finding]:
-    """What is wrong in a record: one finding for each incident, the worst first, with its effects folded under it.
+    """Return one finding for each incident of a record, the worst first, with its effects in ``consequences``.
 
     Args:
-        record: what octavo.inspect.load read.
+        record: a record that octavo.inspect.load read.
 
     Returns:
-        the findings; none where nothing exceeds its limit. What a finding explains is in its ``consequences``.
+        the findings; none where nothing exceeds its limit. A finding's ``consequences`` are those that it explains.
 
     Example:
         >>> import tempfile, torch, octavo
@@ -91,43 +91,43 @@ def diagnose(record: Record) -> list[Finding]:
     """
     worst = record.of_worst
     excess = _excess(record.rows, worst.measures)
-    found = [finding for place in range(len(record.rows)) for finding in _CastOf(worst, excess, place).findings()]
-    return incidents(record, [*training.Training(record).findings(), *found])
+    of_casts = [finding for place in range(len(record.rows)) for finding in _CastOf(worst, excess, place).findings()]
+    return incidents(record, [*training.Training(record).findings(), *of_casts])
 
 
 class _CastOf:
-    """A row of a record, and what is wrong with it."""
+    """A row of a record, whose cast is diagnosed."""
 
     def __init__(self, record: Record, excess: Mapping[str, Any], place: int) -> None:
         self.record, self.place, self.row = record, place, record.rows[place]
         self.values = {name: values[:, place] for name, values in record.measures.items()}
-        self.cast, self.is_finite = self.row.cast, ~(np.nancumsum(self.values["nonfinite"]) > 0)  # so far
+        self.cast, self.is_finite = self.row.cast, ~(np.nancumsum(self.values["nonfinite"]) > 0)  # up to each step
         shown = {kind: self.is_finite | (kind == "nonfinite") for kind in excess}
         self.excess = {kind: np.where(shown[kind], of[:, place], np.nan) for kind, of in excess.items()}
 
     def findings(self) -> list[Finding]:
-        """Its findings: inf or NaN; at most one of numbers too large for the scale, and one of numbers too small."""
+        """Return findings: inf or NaN; at most one of numbers too large for the scale, and one of numbers too small."""
         large, flushed = self._finding("stale") or self._finding("clipped"), self._finding("flushed")
-        found = [self._finding("nonfinite"), large, flushed or self._outliers_alone()]
+        findings = [self._finding("nonfinite"), large, flushed or self._outliers_alone()]
         if large is None and flushed is None:
-            found.append(self._finding("rounded"))
-        return [self._in_plain_words(each) for each in found if each is not None]
+            findings.append(self._finding("rounded"))
+        return [self._in_plain_words(finding) for finding in findings if finding is not None]
 
-    def _in_plain_words(self, found: Finding) -> Finding:
-        shares = {name: called(share) for name, share in found.numbers.items() if name in SAID}
-        what = SAID[found.kind].format(role=found.role, sqnr=f"{found.numbers['sqnr']:.0f}", **shares)
-        sentence = f"{found.layer or 'The layer'} {what} since step {found.begins}: {self._advice(found)}"
-        lost = found.numbers.get(LOST.get(found.kind, found.kind), 0.0)
-        return replace(found, level=level_of(found.severity, lost), sentence=sentence)
+    def _in_plain_words(self, finding: Finding) -> Finding:
+        shares = {name: called(share) for name, share in finding.numbers.items() if name in SAID}
+        problem = SAID[finding.kind].format(role=finding.role, sqnr=f"{finding.numbers['sqnr']:.0f}", **shares)
+        sentence = f"{finding.layer or 'The layer'} {problem} since step {finding.begins}: {self._advice(finding)}"
+        lost = finding.numbers.get(LOST.get(finding.kind, finding.kind), 0.0)
+        return replace(finding, level=level_of(finding.severity, lost), sentence=sentence)
 
-    def _advice(self, found: Finding) -> str:
-        (rule,) = found.rules.values()
+    def _advice(self, finding: Finding) -> str:
+        (rule,) = finding.rules.values()
         if isinstance(rule, Recipe):
             return f"take recipes.{rule.name}() for it"
         casts = list(filter(None, dict(rule or {}).values()))
         if not casts:
             return "compute it in high precision"
-        after = casts[0][OPERANDS[found.products[0]].index(found.role)]
+        after = casts[0][OPERANDS[finding.products[0]].index(finding.role)]
         if self.cast.is_delayed and not after.is_delayed:
             return "take its scale from its own amax"
         if self.cast.format is not after.format:
@@ -142,13 +142,13 @@ class _CastOf:
         begins, worst = stretch(over, self.excess[kind])
         lasts = over[begins : begins + 3].sum() == 3
         if kind == "flushed" and self.cast.is_delayed and worst == begins and lasts:
-            worst += 1 + int(self.excess[kind][begins + 1 : begins + 3].argmax())  # what stays after a single outlier
-        found = self._at(kind, begins, worst, severity_of(kind, float(_severity(kind, value))))
-        outgrows = (kind, found.role) == (
+            worst += 1 + int(self.excess[kind][begins + 1 : begins + 3].argmax())  # a single outlier is over by then
+        finding = self._at(kind, begins, worst, severity_of(kind, float(_severity(kind, value))))
+        outgrows = (kind, finding.role) == (
             "stale",
             "input",
-        ) and lasts  # its scale again and again, as a channel that grows
-        return replace(found, severity=max(found.severity, 3.0)) if outgrows else found
+        ) and lasts  # it outgrows its scale again and again, as a growing channel does
+        return replace(finding, severity=max(finding.severity, 3.0)) if outgrows else finding
 
     def _at(self, kind: str, begins: int, worst: int, severity: float) -> Finding:
         numbers = {name: float(values[worst]) for name, values in self.values.items()}
@@ -156,63 +156,63 @@ class _CastOf:
         if kind == "stale":  # as severe as what the scale clips
             severity = max(min(severity, 2.0), severity_of("clipped", numbers["clipped"] / LIMITS["clipped"]))
         where = row.layer, row.role, row.products, str(self.cast)
-        found = Finding(kind, *where, steps[begins], steps[worst], numbers, "", "", "", severity)
-        how = {"nonfinite": self._nonfinite, "rounded": self._rounded, "stale": self._stale, "clipped": self._stale}
-        found = how.get(kind, self._small)(found, worst)
+        finding = Finding(kind, *where, steps[begins], steps[worst], numbers, "", "", "", severity)
+        mend = {"nonfinite": self._nonfinite, "rounded": self._rounded, "stale": self._stale, "clipped": self._stale}
+        finding = mend.get(kind, self._small)(finding, worst)
         if experts is None or not row.experts:
-            return found
+            return finding
         expert, beyond = (int(of[worst, self.place]) for of in (experts.worst, experts.beyond))
         tokens = int(experts.tokens[row.layer][worst, expert])
         others = f", the worst of {beyond} beyond a limit" if beyond > 1 else ""
-        cause = f"expert {expert} of {row.experts} ({tokens} tokens{others}): {found.cause}"
-        numbers = {**found.numbers, "expert": expert, "tokens": tokens, "experts_beyond": beyond}
-        return replace(found, numbers=numbers, cause=cause)
+        cause = f"expert {expert} of {row.experts} ({tokens} tokens{others}): {finding.cause}"
+        numbers = {**finding.numbers, "expert": expert, "tokens": tokens, "experts_beyond": beyond}
+        return replace(finding, numbers=numbers, cause=cause)
 
-    def _nonfinite(self, found: Finding, worst: int) -> Finding:
-        cause = f"{called(found.numbers['nonfinite'])} of the numbers are inf or NaN before they are cast"
+    def _nonfinite(self, finding: Finding, worst: int) -> Finding:
+        cause = f"{called(finding.numbers['nonfinite'])} of the numbers are inf or NaN before they are cast"
         expected = "tells whether FP8 is at fault: if it stays, look at the loss, the data or the learning rate"
-        return found.mended(cause, without_fp8(self.row), expected)
+        return finding.mended(cause, without_fp8(self.row), expected)
 
-    def _stale(self, found: Finding, worst: int) -> Finding:
-        beyond, numbers = found.numbers["assumed"] / 2.0**self.cast.margin, self._exponents(worst)
+    def _stale(self, finding: Finding, worst: int) -> Finding:
+        beyond, numbers = finding.numbers["assumed"] / 2.0**self.cast.margin, self._exponents(worst)
         room = f"the amax is {beyond:.3g} times the largest number that the scale has room for"
-        cause = f"{room}, so {called(found.numbers['clipped'])} are clipped: the scale is of earlier steps"
+        cause = f"{room}, so {called(finding.numbers['clipped'])} are clipped: the scale is of earlier steps"
         if self.cast.is_delayed:
             margin = self.cast.margin + math.ceil(math.log2(max(beyond, 1)))
             roomy = replace(self.cast, margin=min(margin, 64))
             flushed = numbers.below(roomy.format.smallest_subnormal / 2 * numbers.amax / roomy.format.max * 2)
             if margin <= 3 and flushed < LIMITS["flushed"] and (rule := self._with(roomy, worst)):
                 expected = f"room for the amax recorded; at most {called(flushed)} flushed then"
-                return found.mended(cause, rule, expected)
+                return finding.mended(cause, rule, expected)
             if rule := self._with(replace(self.cast, rule=Dynamic()), worst):
-                return found.mended(cause, rule, "nothing is clipped: the scale is the tensor's own")
-        return found.mended(cause, without_fp8(self.row), "nothing is clipped")
+                return finding.mended(cause, rule, "nothing is clipped: the scale is the tensor's own")
+        return finding.mended(cause, without_fp8(self.row), "nothing is clipped")
 
-    def _rounded(self, found: Finding, worst: int) -> Finding:
-        sqnr, usual = found.numbers["sqnr"], _usual_sqnr(self.row)
+    def _rounded(self, finding: Finding, worst: int) -> Finding:
+        sqnr, needed = finding.numbers["sqnr"], _usual_sqnr(self.row)
         has_digits = self.cast.format is E4M3 or self.row.role == "grad_output"
         why = "few codes hold most of the power" if has_digits else "E5M2 keeps a digit less, for gradients' range"
-        cause = f"an SQNR of {sqnr:.1f} dB, where one of {self.row.role} needs about {usual}: {why}"
-        scale_inv = found.numbers["scale_inv"] * self.cast.format.max / E4M3.max
+        cause = f"an SQNR of {sqnr:.1f} dB, where one of {self.row.role} needs about {needed}: {why}"
+        scale_inv = finding.numbers["scale_inv"] * self.cast.format.max / E4M3.max
         flushed = float(self._exponents(worst).below(E4M3.smallest_subnormal / 2 * scale_inv))
         can_be_finer = self.cast.format is not E4M3 and flushed <= LIMITS["flushed"]
         if can_be_finer and (rule := self._with(replace(self.cast, format=E4M3), worst)):
             more = f"{FORMAT_SQNR['E4M3'] - FORMAT_SQNR['E5M2']:.0f} dB"
-            return found.mended(cause, rule, f"a digit more, about {more}; {called(flushed)} flushed")
-        return found.mended(cause, without_fp8(self.row), "these are in high precision")
+            return finding.mended(cause, rule, f"a digit more, about {more}; {called(flushed)} flushed")
+        return finding.mended(cause, without_fp8(self.row), "these are in high precision")
 
-    def _small(self, found: Finding, worst: int) -> Finding:
-        numbers, scale_inv = self._exponents(worst), found.numbers["scale_inv"]
+    def _small(self, finding: Finding, worst: int) -> Finding:
+        numbers, scale_inv = self._exponents(worst), finding.numbers["scale_inv"]
         subnormal = numbers.below(self.cast.format.smallest_normal * scale_inv)
         unused = math.log2(self.cast.format.max * scale_inv / numbers.amax) if numbers.amax > 0 else 0.0
         gap = numbers.octaves_beyond(OUTLIERS)
-        flushed = found.numbers["flushed"]
+        flushed = finding.numbers["flushed"]
         if unused >= 1 and numbers.below(self.cast.format.smallest_subnormal / 2 * scale_inv / 2**unused) < flushed / 2:
-            of = f"a margin of {self.cast.margin}" if self.cast.margin >= unused - 1 else "a scale of earlier steps"
-            cause = f"{of} leaves {unused:.1f} octaves above the amax unused"
+            why = f"a margin of {self.cast.margin}" if self.cast.margin >= unused - 1 else "a scale of earlier steps"
+            cause = f"{why} leaves {unused:.1f} octaves above the amax unused"
         elif gap >= GAP:
             cause = f"at most {called(OUTLIERS)} of the numbers make the scale, {gap:.1f} octaves above all others"
-            found = replace(found, kind="outliers")
+            finding = replace(finding, kind="outliers")
         else:
             cause = f"the numbers are spread wider than {self.cast.format} holds with such scales"
         cause += f"; {called(flushed)} are flushed, {called(subnormal)} below the smallest normal number"
@@ -220,18 +220,18 @@ class _CastOf:
         limit = LIMITS["flushed"] if least == "smallest_subnormal" else SUBNORMAL
         options = list(remedies(self.row, self._rows(worst), numbers, scale_inv, least))
         chosen = next(option for option in options if option.share <= limit)
-        return found.mended(cause, chosen.rules, outcome(chosen, options, least))
+        return finding.mended(cause, chosen.rules, outcome(chosen, options, least))
 
     def _outliers_alone(self) -> Finding | None:
-        """Outliers that flush little, but leave many numbers subnormal, with fewer digits."""
+        """Return a finding of outliers that flush little, but leave many numbers subnormal, with fewer digits."""
         numbers = self._exponents(slice(None))
         subnormal = numbers.below(self.cast.format.smallest_normal * self.values["scale_inv"])
         over = self.is_finite & (numbers.octaves_beyond(OUTLIERS) >= GAP) & (subnormal > SUBNORMAL)
         if not over.any():
             return None
-        found = self._at("outliers", *stretch(over, subnormal), 0.0)
-        times = found.numbers["flushed"] / LIMITS["flushed"] + float(np.max(subnormal[over]))
-        return replace(found, severity=severity_of("outliers", times))
+        finding = self._at("outliers", *stretch(over, subnormal), 0.0)
+        times = finding.numbers["flushed"] / LIMITS["flushed"] + float(np.max(subnormal[over]))
+        return replace(finding, severity=severity_of("outliers", times))
 
     def _exponents(self, at: int | slice) -> Exponents:
         return Exponents(self.record.exponents[at, self.place], np.nan_to_num(self.values["amax"][at]))
@@ -240,7 +240,7 @@ class _CastOf:
         return with_cast(self.row, self._rows(at), cast)
 
     def _rows(self, at: int) -> list[Row]:
-        """The rows of the layer's recipe in that step: those counted in it, and those that are never counted."""
+        """Return the rows of the layer's recipe in a record: those counted in it, and those that are never counted."""
         is_there = np.isfinite(self.record.measures["amax"])
         rows = zip(self.record.rows, is_there[at] | ~is_there.any(axis=0), strict=True)
         return [row for row, counted in rows if counted and row.layer == self.row.layer]

@@ -1,8 +1,8 @@
-"""What a finding is, and which findings are one incident: a cause with its consequences.
+"""Findings, and the incidents that they belong to: a cause with its consequences.
 
 A finding comes before another in time, by record, and within a record as a step goes: what happened between the steps,
 the data, the layers' forward in their order, the loss, backward in the opposite order, the update, and the weights, as
-they are counted after it. What comes first explains what follows, if it could.
+they are counted after it. An earlier finding explains a later one if it could have caused it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ LEVELS = {
     "note": "beyond a limit by less; of a step that the training got over; or a choice that is worth a look",
 }
 MOST_SEVERE = 10.0
-# so many times the limit is a warning; for other kinds four times
+# a measure of so many times its limit is a warning; for other kinds four times
 WARNS = {"clipped": 20.0, "stale": 8.0, "flushed": 20.0, "outliers": 20.0, "rounded": 2.0}
 LEAPS = 8.0  # a measure that becomes so many times as large in a record begins anew
-SOON = 2  # a cast explains what begins within so many records
-LATER = 10  # what hurts the whole training explains what begins within so many
+SOON = 2  # a cast's finding explains findings that begin within so many records
+LATER = 10  # a finding of WHOLE explains findings that begin within so many records
 BETWEEN, DATA, FORWARD, LOSS, BACKWARD, UPDATE, AFTER = range(7)  # the parts of a step, in order
 _BETWEEN = "decay", "warm-up", "learning rate", "options", "state", "untied", "dead rows", "overwritten", "ranks"
 PARTS = {
@@ -38,28 +38,28 @@ PARTS = {
     **dict.fromkeys(("jump", "frozen", "unmoved", "second moments"), UPDATE),
 }
 OF_ROLES = {"input": FORWARD, "grad_output": BACKWARD, "weight": AFTER}
-# kinds that hurt the whole training
+# kinds of findings that harm the whole training
 WHOLE = {*PARTS} - {"decay", "frozen", "unmoved", "second moments", "dead rows"} | {"nonfinite"}
 OF_A_STEP = ("batch", "gradients", "jump")
 FROM_OUTSIDE = {*_BETWEEN, "repeats"}
-TOO_MUCH = ("dead rows", "learning rate", "warm-up", "gradients")  # what else changes a weight that much
-SYMPTOMS = ("batch", "labels", "gradients", "jump")  # which a severe cast explains
+TOO_MUCH = ("dead rows", "learning rate", "warm-up", "gradients")  # other reasons for a weight to change that much
+SYMPTOMS = ("batch", "labels", "gradients", "jump")  # a severe finding of a cast explains these
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """One fault of a run: its cast or weight, its steps, its cause and its remedy.
 
     Attributes:
-        kind: of LIMITS.
+        kind: one of LIMITS.
         layer, role, products: of the cast; for weights and moments the layer where they are worst, without products. A
             finding that belongs to no layer (of the learning rate, the data, the loss scale) has "" for layer and role.
-        cast: as Python.
-        begins, worst: the steps where it was worst, and where that stretch began.
+        cast: the cast, as Python.
+        begins, worst: the step where the worst stretch began, and the step where it was worst.
         numbers: the measures at the worst step, by name.
         cause: a sentence.
         remedy: as Python: for a cast its rules, else a line of a training; or what to look at.
-        expected: what the remedy would do, by the recorded numbers.
+        expected: the remedy's effect, by the recorded numbers.
         severity: from 0 to 10: 1 at the limit, 3 at WARNS times it, and so on by the logarithm; 10 for inf or NaN.
         rules: of a RecipeMap, to mend a cast; see ``octavo.recipes.to_json``.
         level: "critical", "warning" or "note": see LEVELS.
@@ -101,27 +101,27 @@ class Finding:
         return self.layer, self.role, self.products
 
     def mended(self, cause: str, rules: Mapping[str, RecipeRule], expected: str) -> Finding:
-        """The finding with its cause and with rules that mend it."""
+        """Return the finding with its cause and with rules that mend it."""
         return replace(self, cause=cause, remedy=as_text(rules), expected=expected, rules=rules)
 
 
 def severity_of(kind: str, times: float) -> float:
-    """The severity of a measure that is so many times its limit."""
+    """Return the severity of a measure that is ``times`` times its limit."""
     if times == math.inf:
         return MOST_SEVERE
     return min(MOST_SEVERE, max(0.0, 1 + 2 * math.log(max(times, 0.1)) / math.log(WARNS.get(kind, 4.0))))
 
 
 def level_of(severity: float, lost: float = 0.0) -> str:
-    """The level of a severity, and of a share of numbers that are lost."""
+    """Return the level of a severity, if a share ``lost`` of the numbers is lost."""
     return "critical" if severity == MOST_SEVERE or lost > 0.5 else "warning" if severity >= 3 else "note"
 
 
 def verdict(record: Record, findings: Sequence[Finding]) -> str:
-    """One sentence on a run: its first finding, or that nothing exceeds its limit.
+    """Return one sentence on a run: its first finding, or that nothing exceeds its limit.
 
     Args:
-        record, findings: a record and what ``diagnose`` found in it.
+        record, findings: a record, and the findings that ``diagnose`` returned.
 
     Example:
         >>> import tempfile, torch, octavo
@@ -139,39 +139,39 @@ def verdict(record: Record, findings: Sequence[Finding]) -> str:
 
 
 def stretch(over: Any, values: Any) -> tuple[int, int]:
-    """(where the run of values over the limit that has the largest one begins, or leaps; where the largest one is)."""
+    """Return (the index where the run of values over the limit with the largest one begins or leaps; the largest's)."""
     worst = begins = int(np.where(over, values, -math.inf).argmax())
     while begins > 0 and over[begins - 1] and values[begins - 1] * LEAPS > values[begins]:
         begins -= 1
     return begins, worst
 
 
-def incidents(record: Record, found: Sequence[Finding]) -> list[Finding]:
-    """Findings folded under those that explain them; the worst level first, then the most severe, then the earliest."""
+def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
+    """Fold findings under those that explain them; sort by level, then severity, then time."""
     layers = {layer: place for place, layer in enumerate(record.layers)}
     levels = {level: place for place, level in enumerate(LEVELS)}
 
-    def at(each: Finding) -> int:
-        return bisect_left(record.steps, each.begins)
+    def at(finding: Finding) -> int:
+        return bisect_left(record.steps, finding.begins)
 
-    def order(each: Finding) -> tuple[int, int, int]:
-        part, place = PARTS.get(each.kind, OF_ROLES.get(each.role, FORWARD)), layers.get(each.layer, -1)
-        part = BETWEEN if each.role == "weight" and each.kind == "nonfinite" and not each.products else part
-        return at(each), part, -place if each.role == "grad_output" else place
+    def order(finding: Finding) -> tuple[int, int, int]:
+        part, place = PARTS.get(finding.kind, OF_ROLES.get(finding.role, FORWARD)), layers.get(finding.layer, -1)
+        part = BETWEEN if finding.role == "weight" and finding.kind == "nonfinite" and not finding.products else part
+        return at(finding), part, -place if finding.role == "grad_output" else place
 
     def explains(cause: Finding, effect: Finding) -> bool:
         records, first = at(effect) - at(cause), at(cause) == 0
-        if (cause.kind, cause.role) == ("stale", "input") and cause.level != "note":  # after it is worst
+        if (cause.kind, cause.role) == ("stale", "input") and cause.level != "note":  # later than its worst step
             records -= min(records, bisect_left(record.steps, cause.worst) - at(cause))
         if effect.kind in FROM_OUTSIDE and cause.severity < MOST_SEVERE:
             return records <= SOON and effect.kind == "overwritten" and cause.kind in TOO_MUCH
-        is_of_its_batch = cause.kind == "batch" and records == 0  # what casts do with such data
+        is_of_its_batch = cause.kind == "batch" and records == 0  # casts of such data
         if cause.kind in WHOLE and (cause.level != "note" or effect.level == "note" or is_of_its_batch):
             is_over = cause.kind in OF_A_STEP and cause.worst == cause.begins and cause.severity < MOST_SEVERE
             return records <= (SOON if is_over else LATER) and not (first and cause.kind in OF_A_STEP)
         if records > SOON:
             return False
-        if cause.kind == effect.kind and cause.role == effect.role and not first:  # as the layer before
+        if cause.kind == effect.kind and cause.role == effect.role and not first:  # it goes on from there
             return True
         if cause.kind not in PARTS and levels[cause.level] > levels[effect.level]:
             return False
@@ -180,14 +180,14 @@ def incidents(record: Record, found: Sequence[Finding]) -> list[Finding]:
         return not first and cause.level != "note" and (cause.level == "critical" or effect.kind in SYMPTOMS)
 
     groups: list[list[Finding]] = []
-    for each in sorted(found, key=order):
-        group = next((group for group in groups if any(explains(cause, each) for cause in group)), None)
-        groups.append([each]) if group is None else group.append(each)
+    for finding in sorted(findings, key=order):
+        group = next((group for group in groups if any(explains(cause, finding) for cause in group)), None)
+        groups.append([finding]) if group is None else group.append(finding)
     joined = []
     for group in groups:  # a cause is at least as severe as its effects
         level, severity = (
-            min((each.level for each in group), key=levels.__getitem__),
-            max(each.severity for each in group),
+            min((finding.level for finding in group), key=levels.__getitem__),
+            max(finding.severity for finding in group),
         )
         joined.append(replace(group[0], severity=severity, level=level, consequences=tuple(group[1:])))
-    return sorted(joined, key=lambda each: (levels[each.level], bool(each.products), -each.severity, order(each)))
+    return sorted(joined, key=lambda one: (levels[one.level], bool(one.products), -one.severity, order(one)))

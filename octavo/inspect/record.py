@@ -1,12 +1,12 @@
-"""A record: the folder that is written while a training runs, and what it says when read: shares and decibels.
+"""A record: a folder that a training writes while it runs, read as shares and decibels.
 
-A killed run, too, leaves a readable record:
+A killed run leaves a readable record, too:
 
     record.json         the form of the record, and who wrote it
-    rows-<step>.json    which casts the rows of counts are of, from this step on: a new file where recipes change
+    rows-<step>.json    the casts that the rows of counts belong to, from this step on: a new file where recipes change
     counts-<step>.npz   NumPy arrays, a file for each recorded step: sums [rows, 7], extremes [rows, 3], exponents
                         [rows, 64] (kernels/reference/cast_statistics.py), moved [weights, 18] (weights.py), the same of
-                        others, which are parameters by name; for experts also what recorder.kept lists
+                        others, parameters by name; for experts also the arrays of recorder.arrays_of
     steps.jsonl         a line of JSON for each step, {"step": 12, "loss": 1.9, ...}, and for each event,
                         {"step": 12, "event": "switch", "text": "fp8: 20 % of the steps"}
 
@@ -38,19 +38,19 @@ _STEPS = "steps.jsonl"
 
 
 class _LazyNumPy:
-    """NumPy, which records are made of, imported at its first use; MissingExtraError if it is not installed."""
+    """NumPy, imported when an attribute is first read; MissingExtraError if it is not installed."""
 
     def __getattr__(self, name: str) -> Any:
         require("inspect", "numpy")
-        setattr(self, name, found := getattr(importlib.import_module("numpy"), name))
-        return found
+        setattr(self, name, value := getattr(importlib.import_module("numpy"), name))
+        return value
 
 
 np: Any = _LazyNumPy()
 
 
 class RecordWriter:
-    """Writes a record to a folder, and deletes that of steps after the first ``step``, which are done."""
+    """Writes a record to a folder; a run that resumes after ``step`` steps first deletes the record of later ones."""
 
     def __init__(self, folder: Path, step: int) -> None:
         require("inspect", "numpy")
@@ -59,7 +59,7 @@ class RecordWriter:
         old = [pair for kind in ("rows", "counts") for pair in files_of(folder, kind).items()]
         if step == 0 and (old or (folder / _STEPS).exists()):
             raise ValueError(f"{folder} holds a record: name another folder, or the step to go on from (step=...)")
-        for path in folder.glob(f"*.{PARTIAL}"):  # which a killed run was writing
+        for path in folder.glob(f"*.{PARTIAL}"):  # left by a run that was killed while it wrote them
             path.unlink()
         for at, path in old:
             if at >= step:
@@ -68,12 +68,12 @@ class RecordWriter:
         self.write(_STEPS, _as_lines(line for line in read_lines(folder) if line["step"] < step))
 
     def add_counts(self, step: int, counts: Mapping[str, Any]) -> None:
-        """Write what was counted in a step: arrays by their names."""
+        """Write a step's counts: arrays by name."""
         with replacing(self.folder / f"counts-{step:08d}.npz") as file:
             np.savez_compressed(file, **counts)
 
     def add_lines(self, *lines: Mapping[str, Any]) -> None:
-        """Write what steps.jsonl has of steps: their numbers by name, or an event with its text."""
+        """Add lines to steps.jsonl: a step's numbers by name, or an event with its text."""
         with open(self.folder / _STEPS, "a", encoding="utf-8") as file:
             file.write(_as_lines(lines))
 
@@ -87,42 +87,42 @@ def _as_lines(lines: Iterable[Mapping[str, Any]]) -> str:
 
 
 def files_of(folder: Path, kind: str) -> dict[int, Path]:
-    """The files of a kind, "rows" or "counts", by their step, in order."""
+    """Return {step: file} of the files of a kind, "rows" or "counts", in order."""
     paths = folder.glob(f"{kind}-*.{'json' if kind == 'rows' else 'npz'}")
     steps = ((path.stem.removeprefix(f"{kind}-"), path) for path in paths)
     return dict(sorted((int(step), path) for step, path in steps if step.isdecimal()))
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:
-    """The lines of steps.jsonl, without one that is torn."""
-    path, found = folder / _STEPS, []
+    """Return the lines of steps.jsonl, without a torn one."""
+    path, lines = folder / _STEPS, []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
-            found.append(parse_json(line))
+            lines.append(parse_json(line))
     steps = range(2**63)
     return [
-        line for line in found if isinstance(line, dict) and type(line.get("step")) is int and line["step"] in steps
+        line for line in lines if isinstance(line, dict) and type(line.get("step")) is int and line["step"] in steps
     ]
 
 
-# What is known of weights, by name: a sum of MOVED, divided by another, and whether the root of that is taken.
+# Measures of weights: the name of a sum of MOVED, the name of its divisor, and whether the quotient's root is taken.
 OF_WEIGHTS = {
-    "update": ("update", "elements", True),  # what a step changes
-    "resolution": ("update", "grid", True),  # that, over the distance between numbers of the weight's dtype
-    "between": ("between", "elements", True),  # what changed between the last recorded step and this one
+    "update": ("update", "elements", True),  # root mean square of what a step changes
+    "resolution": ("update", "grid", True),  # the update over the distance between numbers of the weight's dtype
+    "between": ("between", "elements", True),  # change between the last recorded step and this one
     "changed": ("changed", "elements", False),  # share of the weight's numbers that the step changes
     "first_flushed": (
         "first_flushed",
         "moments",
         False,
-    ),  # share of first moments that are 0, and the second not
+    ),  # share of first moments that are 0 while the second is not
     "second_flushed": ("second_flushed", "moments", False),  # the same of second moments
-    "master_update": ("master_update", "masters", True),  # as those above, of a master that is kept besides the weight
+    "master_update": ("master_update", "masters", True),  # as above, of a master besides the weight
     "master_resolution": ("master_update", "grid", True),
     "master_changed": ("master_changed", "masters", False),
     "size": ("weight", "elements", True),  # the weight after the step
     "gradient": ("gradient", "gradients", True),  # as the optimizer gets it
-    "outside": ("outside", "seen", True),  # what changed in the step before the optimizer's: by something else
+    "outside": ("outside", "seen", True),  # change in the step before the optimizer's update: by something else
     "second_moment": ("second", "seconds", False),  # mean of an optimizer's second moment, if it is a plain tensor
 }
 
@@ -132,14 +132,14 @@ class RecordError(OctavoError, ValueError):
 
 
 class OfExperts(NamedTuple):
-    """What a record has of layers of experts besides the sums over all experts.
+    """The part of a record that is about single experts.
 
     Attributes:
-        measures, exponents: as a Record's, but a row of experts has those of its worst expert alone: the one with the
-            measure that exceeds its limit by the largest factor.
-        worst: [steps, rows], the worst expert's number; -1 in other rows.
+        measures, exponents: as a Record's, but a row of experts has those of its worst expert alone, whose
+            measure exceeds its limit by the largest factor.
+        worst: [steps, rows], the worst expert's index; -1 in other rows.
         beyond: [steps, rows], how many experts have a measure beyond its limit.
-        tokens: by layer [steps, experts], float64: how many each got in a recorded step; nan where nothing was counted.
+        tokens: {layer: [steps, experts]}, float64: tokens of each expert in a recorded step; nan where not counted.
     """
 
     measures: dict[str, Any]
@@ -151,16 +151,16 @@ class OfExperts(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """How many tokens each expert of a layer got in the last record, and since which recorded step some got none."""
+    """The tokens of each expert of a layer in the last record, and the recorded steps since which some got none."""
 
     name: str
     layer: str
     tokens: list[int]
-    idle: dict[int, int]  # by expert
+    idle: dict[int, int]  # {expert: the recorded step since which it got none}
 
     @property
     def largest_share(self) -> float:
-        """The tokens of the expert that has most, divided by the mean."""
+        """The tokens of the expert with the most tokens, divided by the mean."""
         return max(self.tokens) * len(self.tokens) / max(1, sum(self.tokens))
 
     def __str__(self) -> str:
@@ -172,21 +172,21 @@ class Load:
 
 @dataclass(frozen=True)
 class Record:
-    """A record as it was read.
+    """A record, as ``load`` read it.
 
     Attributes:
         rows: casts of layers' roles; where a recipe changed, the new casts are further rows.
-        steps: the recorded ones.
+        steps: the recorded steps.
         measures: measures_of's by name, each [steps, rows], float64; nan where nothing was counted.
         exponents: [steps, rows, 64]: how many numbers have each binary exponent; the first bin's is ``lowest``.
-        layers: those whose weights were recorded.
+        layers: the layers whose weights were recorded.
         weights: OF_WEIGHTS by name, each [steps, layers], float64.
-        scalars: by name, a pair of the steps and their numbers.
+        scalars: {name: (steps, their numbers)}.
         events: (step, kind, text).
-        experts: None if no layer is of experts.
+        experts: None if no layer has experts.
         others: names of all other parameters: biases, norms' weights, embeddings.
         of_others: as ``weights``, each [steps, others].
-        lowest: -48.
+        lowest: the first exponent, -48.
 
     Example:
         >>> import tempfile, torch, octavo
@@ -215,13 +215,13 @@ class Record:
 
     @property
     def of_worst(self) -> Record:
-        """The same record, but a row of experts is that of its worst expert."""
-        found = self.experts
-        return self if found is None else replace(self, measures=found.measures, exponents=found.exponents)
+        """The same record, but a row of experts has the numbers of its worst expert."""
+        experts = self.experts
+        return self if experts is None else replace(self, measures=experts.measures, exponents=experts.exponents)
 
     def loads(self) -> list[Load]:
-        """Each layer's load; a fused module's layers, which get the same tokens, have one, of the first."""
-        found: dict[str, Load] = {}
+        """Return each layer's load; layers of a fused module, which get the same tokens, share the first one's."""
+        loads: dict[str, Load] = {}
         for layer, tokens in self.experts.tokens.items() if self.experts is not None else ():
             counted = np.flatnonzero(~np.isnan(tokens).any(axis=1))
             if not len(counted):
@@ -231,16 +231,16 @@ class Record:
                 busy = np.flatnonzero(by_step[:, expert])
                 idle[int(expert)] = self.steps[counted[busy[-1] + 1 if len(busy) else 0]]
             name, last = layer.rpartition(".")[0] or layer, by_step[-1].tolist()
-            if found.setdefault(name, Load(name, layer, last, idle)).tokens != last:
-                found[layer] = Load(layer, layer, last, idle)
-        return list(found.values())
+            if loads.setdefault(name, Load(name, layer, last, idle)).tokens != last:
+                loads[layer] = Load(layer, layer, last, idle)
+        return list(loads.values())
 
 
 def load(folder: str | Path) -> Record:
     """Read a record; one that is still being written, or that a killed run left, as far as it goes.
 
     Args:
-        folder: the one that was given to a Recorder.
+        folder: the folder that a Recorder wrote to.
 
     Returns:
         the record, as NumPy arrays.
@@ -257,10 +257,10 @@ def load(folder: str | Path) -> Record:
     try:
         form = read_json(folder / "record.json")["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        found = [*sorted(folder.glob("*/record.json")), *sorted(folder.glob("*/*/record.json"))]
-        below = ", ".join(str(path.parent) for path in found)
-        why = f"give the folder that octavo.inspect.record wrote to{below and f', such as {below}'}"
-        raise RecordError(f"{folder} holds no record: {why}") from error
+        records = [*sorted(folder.glob("*/record.json")), *sorted(folder.glob("*/*/record.json"))]
+        subfolders = ", ".join(str(path.parent) for path in records)
+        remedy = f"give the folder that octavo.inspect.record wrote to{subfolders and f', such as {subfolders}'}"
+        raise RecordError(f"{folder} holds no record: {remedy}") from error
     if form != FORMAT:
         raise RecordError(f"{folder} holds a record of form {form}, which this octavo does not read: form {FORMAT}")
     with _reading(folder):
@@ -268,7 +268,7 @@ def load(folder: str | Path) -> Record:
 
 
 def _record_in(folder: Path) -> Record:
-    """The record of a folder whose form is FORMAT."""
+    """Return the record of a folder whose form is FORMAT."""
     tables: dict[int, list[Row]] = {}
     for step, path in files_of(folder, "rows").items():
         with _reading(path):
@@ -285,10 +285,10 @@ def _record_in(folder: Path) -> Record:
     moved = np.zeros((len(files), len(layers), len(MOVED)))
     others: dict[str, Any] = {}
     for at, (step, path) in enumerate(files.items()):
-        begun = max((begun for begun in tables if begun <= step), default=None)
-        if begun is None:
+        first_step = max((first_step for first_step in tables if first_step <= step), default=None)
+        if first_step is None:
             raise RecordError(f"{folder} has no rows-*.json that says what {path.name} counts: copy it whole")
-        rows = tables[begun]
+        rows = tables[first_step]
         where, of_experts = [places[row] for row in rows], [places[row] for row in rows if row.experts]
         with _reading(path), open(path, "rb") as file, np.load(file) as arrays:
             for name, values in counts.items():
@@ -297,12 +297,12 @@ def _record_in(folder: Path) -> Record:
                     of_worst[name][at, of_experts] = arrays[f"worst_{name}"]
             if of_experts:
                 worst[at, of_experts], beyond[at, of_experts] = arrays["worst"].T
-                for layer, its in by_layer(rows, arrays["tokens"]).items():
-                    tokens[layer][at] = its
-            its = [layers.index(layer) for layer in dict.fromkeys(row.layer for row in rows)]
-            moved[at, its, : arrays["moved"].shape[1]] = arrays["moved"]  # an older octavo wrote fewer columns
-            for name, its in zip(arrays["others"], arrays["others_moved"], strict=True) if "others" in arrays else ():
-                others.setdefault(str(name), np.zeros((len(files), len(MOVED))))[at] = its
+                for layer, tokens_E in by_layer(rows, arrays["tokens"]).items():
+                    tokens[layer][at] = tokens_E
+            columns = [layers.index(layer) for layer in dict.fromkeys(row.layer for row in rows)]
+            moved[at, columns, : arrays["moved"].shape[1]] = arrays["moved"]  # an older octavo wrote fewer columns
+            for name, sums in zip(arrays["others"], arrays["others_moved"], strict=True) if "others" in arrays else ():
+                others.setdefault(str(name), np.zeros((len(files), len(MOVED))))[at] = sums
     scalars, events = _steps(folder)
     measures, experts = measures_of(list(places), counts["sums"], counts["extremes"]), None
     if tokens:
@@ -310,13 +310,13 @@ def _record_in(folder: Path) -> Record:
         experts = OfExperts(measures_of_worst, of_worst["exponents"], worst, beyond, tokens)
     exponents, weights = counts["exponents"], of_weights(moved)
     of_others = of_weights(np.stack([*others.values()], 1)) if others else {}
-    every = list(places), list(files), measures, exponents, layers, weights, scalars, events, experts
-    return Record(*every, [*others], of_others)
+    fields = list(places), list(files), measures, exponents, layers, weights, scalars, events, experts
+    return Record(*fields, [*others], of_others)
 
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Raise RecordError in place of whatever Python or NumPy raise at a file that was cut, or is not octavo's."""
+    """Raise RecordError in place of errors of Python and NumPy at a file that was cut, or is not octavo's."""
     try:
         yield
     except RecordError:
@@ -327,13 +327,13 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def by_layer(rows: Sequence[Row], tokens: Any) -> dict[str, Any]:
-    """The experts' numbers of each layer, from an array that has them one layer after the other."""
+    """Return {layer: its experts' numbers}, from an array that has one layer's after the other's."""
     experts = {row.layer: row.experts for row in rows if row.experts}
     return dict(zip(experts, np.split(tokens, np.cumsum(list(experts.values()))[:-1]), strict=True))
 
 
 def measures_of(rows: Sequence[Row], sums: Any, extremes: Any) -> dict[str, Any]:
-    """Measures of rows by name, from their counts [..., rows, 7] and [..., rows, 3]; nan where nothing was counted."""
+    """Return rows' measures by name, from counts [..., rows, 7] and [..., rows, 3]; nan where nothing was counted."""
     elements, zeros, flushed, clipped, nonfinite, power, error = np.moveaxis(sums, -1, 0)
     amax, scale_inv, _ = np.moveaxis(extremes, -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -357,14 +357,14 @@ def measures_of(rows: Sequence[Row], sums: Any, extremes: Any) -> dict[str, Any]
 
 
 def of_weights(moved: Any) -> dict[str, Any]:
-    """OF_WEIGHTS from counts [..., layers, 18]."""
-    sums, found = dict(zip(MOVED, np.moveaxis(moved, -1, 0), strict=True)), {}
+    """Return OF_WEIGHTS' measures by name, from counts [..., layers, 18]."""
+    sums, measures = dict(zip(MOVED, np.moveaxis(moved, -1, 0), strict=True)), {}
     with np.errstate(divide="ignore", invalid="ignore"):
-        for name, (of, number, is_root) in OF_WEIGHTS.items():
-            least = np.minimum(sums[number], sums["masters"]) if of.startswith("master") else sums[number]
-            ratio = np.where(least > 0, sums[of] / sums[number], np.nan)
-            found[name] = np.sqrt(ratio) if is_root else ratio
-    return found
+        for name, (of, divisor, is_root) in OF_WEIGHTS.items():
+            least = np.minimum(sums[divisor], sums["masters"]) if of.startswith("master") else sums[divisor]
+            ratio = np.where(least > 0, sums[of] / sums[divisor], np.nan)
+            measures[name] = np.sqrt(ratio) if is_root else ratio
+    return measures
 
 
 def _steps(folder: Path) -> tuple[dict[str, tuple[list[int], list[float]]], list[tuple[int, str, str]]]:

@@ -1,4 +1,4 @@
-"""Recording a training: every few steps its casts are counted on the device; the host reads that without waiting."""
+"""Recording a training: in one of every few steps its casts are counted on the device; the host never waits for it."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ SKIPPED = "skipped"  # a kind of event that arrives from the device, as scalars 
 
 
 class _InFlight(NamedTuple):
-    """What is on its way to the host: the counts of a recorded step, and the scalars of the steps until then."""
+    """Numbers on their way to the host: the counts of a recorded step, and the scalars of the steps until then."""
 
     step: int
     table: Table
-    scalars: list[tuple[int, str, Scalar]]  # those that are tensors are also in ``tensors``, one after the other
+    scalars: list[tuple[int, str, Scalar]]  # tensors' values are in tensors["scalars"], in this order
     tensors: dict[str, Tensor]
     event: Any
-    others: Sequence[str]  # names of parameters that are no layer's
+    others: Sequence[str]  # names of parameters that are no layer's weight
 
 
 class Recorder:
-    """Records what a training's casts do to inputs, weights and gradients, in one step of every few.
+    """Records the effects of a training's casts on inputs, weights and gradients, in one of every few steps.
 
     A recorded step takes one more launch for each cast; other steps are as without a recorder, and nothing waits for
     the device. A compiled model is compiled once more, for the recorded steps. The ranks of a process group add up
@@ -54,7 +54,7 @@ class Recorder:
         every: record the first step, and then one of so many.
         optimizer: its masters, and its moments in FP8, are recorded too.
         schedule: an octavo.schedule.PrecisionSchedule whose switches, recoveries and skipped steps are recorded.
-        step: how many steps were done before, in a run that is resumed: the record of later steps is deleted.
+        step: in a run that is resumed, how many steps it had done: the record of later steps is deleted.
         group: the torch.distributed process group of the ranks that train together; all ranks, by default.
         on_record: called on rank 0 with a step and its numbers by name, as they are written: the scalars of each step,
             and for a recorded one "layer.role.measure" ("layer.role.product.measure" where a role has two casts).
@@ -103,7 +103,7 @@ class Recorder:
             self._writer = RecordWriter(Path(to), step) if self._ranks.rank == 0 else None
         self._written: Table | None = None
         self._tied, self._updates = tied_of(model), Updates(optimizer)
-        self._options: dict[str, Scalar] = {}  # of the optimizer, as they were written last
+        self._options: dict[str, Scalar] = {}  # the optimizer's options, as they were last written
         self._others: list[str] = []
         self._scalars: list[tuple[int, str, Scalar]] = []
         self._readings: list[_InFlight] = []
@@ -119,14 +119,14 @@ class Recorder:
         """
         if self._goes_on:
             facts = facts_of(self.optimizer) if self._is_recorded else {}
-            known = self._options.get
-            changed = {name: of for name, of in facts.items() if isinstance(of, Tensor) or known(name) != of}
-            self._options |= {name: of for name, of in changed.items() if GROUP in name}
+            last_value = self._options.get
+            changed_facts = {name: of for name, of in facts.items() if isinstance(of, Tensor) or last_value(name) != of}
+            self._options |= {name: of for name, of in changed_facts.items() if GROUP in name}
             optimizer = self.optimizer if self.schedule is None else self.schedule.optimizer
             if (skipped := getattr(optimizer, "left_out", None)) is None:  # not 0 in a step that changes nothing
                 skipped = getattr(self.schedule, "left_out", None)
-            given = {**changed, "loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: skipped}
-            for name, value in given.items():  # copies without autograd's graph, and whole where they are sharded
+            numbers = {**changed_facts, "loss": loss, "grad_norm": grad_norm, **scalars, SKIPPED: skipped}
+            for name, value in numbers.items():  # copied without autograd's graph; sharded tensors as whole ones
                 if isinstance(value, Tensor):
                     value = whole(value).detach().reshape(()).to(self._table.sums.device, non_blocking=True, copy=True)
                 if value is not None:
@@ -142,7 +142,7 @@ class Recorder:
         self._begin()
 
     def event(self, kind: str, text: str) -> None:
-        """Record something that happened in this step.
+        """Record an event of this step.
 
         A recorder itself records each "switch" and "recovery" of its schedule, each step that is "skipped" by the
         schedule or by an optimizer of octavo.optim, and parameters that modules no longer share ("untied"). Other
@@ -153,7 +153,7 @@ class Recorder:
                 self._writer.add_lines({"step": self._step, "event": kind, "text": text})
 
     def close(self) -> None:
-        """Write what is on its way to the host, and leave the model as it was."""
+        """Write all numbers on their way to the host, and stop counting in the model."""
         self._table.attach(False)
         self._updates.close()
         if self._scalars:
@@ -171,7 +171,7 @@ class Recorder:
         self.close()
 
     @property
-    def _goes_on(self) -> bool:  # though it can't write any more, other ranks wait for this one's counts
+    def _goes_on(self) -> bool:  # if it can't write any more, other ranks still wait for its counts
         return self._writer is not None or self._ranks.size > 1
 
     @property
@@ -180,7 +180,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _or_ends(self) -> Iterator[None]:
-        """End the record, and not the training, if a file can't be written."""
+        """End the record instead of the training if a file can't be written."""
         try:
             yield
         except OSError as error:
@@ -200,10 +200,10 @@ class Recorder:
             self._tied.discard(names)
         self._table.attach(True)
         if self._table.rows:
-            before, others = self._others, others_of(self.model, self._table.layers)
+            last_others, others = self._others, others_of(self.model, self._table.layers)
             self._others = [*others]
             modules = [module for module, _ in self._table.layers]
-            self._updates.begin([*modules, *others.values()], is_as_before=self._others == before and not is_new)
+            self._updates.begin([*modules, *others.values()], is_as_before=self._others == last_others and not is_new)
 
     def _tabulate(self) -> None:
         self._table, self._recipes = Table(self.model), own_recipes(self.model)
@@ -213,11 +213,11 @@ class Recorder:
         table = self._table
         count_weights(table.layers, self._ranks)
         moved = self._updates.end()
-        if self._updates.unwatched == 2:  # one step a GradScaler leaves out
-            lacks = (
+        if self._updates.unwatched == 2:  # a single one may be a step that a GradScaler skipped
+            unrecorded = (
                 "what else writes weights is not recorded, nor are gradients that are cleared before recorder.step()"
             )
-            self.event(UNWATCHED, f"optimizer.step() runs no hooks, as if it is compiled: {lacks}")
+            self.event(UNWATCHED, f"optimizer.step() runs no hooks, as if it is compiled: {unrecorded}")
         sums, extremes = self._ranks.sum(table.sums).clone(), self._ranks.largest(table.extremes).clone()
         table.sums.zero_()
         table.extremes.zero_()
@@ -257,10 +257,12 @@ class Recorder:
                     self._written = reading.table
                     if self._recipes is not None:
                         self._writer.write(RECIPES, to_json(self._recipes))
-                found = {name: tensor.numpy() for name, tensor in reading.tensors.items()}
+                arrays = {name: tensor.numpy() for name, tensor in reading.tensors.items()}
                 layers, names = len(reading.table.layers), reading.others
-                counts = kept(reading.table.rows, found["sums"], found["extremes"]) | {"moved": found["moved"][:layers]}
-                others = {"others": np.array(names, dtype=str), "others_moved": found["moved"][layers:]}
+                counts = arrays_of(reading.table.rows, arrays["sums"], arrays["extremes"]) | {
+                    "moved": arrays["moved"][:layers]
+                }
+                others = {"others": np.array(names, dtype=str), "others_moved": arrays["moved"][layers:]}
                 self._writer.add_counts(reading.step, counts | others)
                 if self.on_record is not None:
                     rows.setdefault(reading.step, {}).update(_named(reading.table.rows, counts))
@@ -270,28 +272,28 @@ class Recorder:
 
 
 def _named(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]:
-    """A step's finite measures by layer, role and measure.
+    """Return a step's finite measures by "layer.role.measure".
 
-    A layer of experts also has those of the worst one, and the fewest and the most tokens that an expert got.
+    A layer of experts also has those of the worst expert, and the fewest and the most tokens that an expert got.
     """
-    of = Counter((row.layer, row.role) for row in rows)
-    parts = ((row.layer, row.role, *row.products * (of[row.layer, row.role] > 1)) for row in rows)
+    rows_of_role = Counter((row.layer, row.role) for row in rows)
+    parts = ((row.layer, row.role, *row.products * (rows_of_role[row.layer, row.role] > 1)) for row in rows)
     names = [".".join(filter(None, part)) for part in parts]
-    found = [(names, measures_of(rows, counts["sums"], counts["extremes"].astype("float64")))]
+    tables = [(names, measures_of(rows, counts["sums"], counts["extremes"].astype("float64")))]
     if "worst" in counts:
-        named = [(f"{name}.worst_expert", row) for name, row in zip(names, rows, strict=True) if row.experts]
-        worst = [row for _, row in named], counts["worst_sums"], counts["worst_extremes"].astype("float64")
-        found.append(([name for name, _ in named], measures_of(*worst)))
+        of_experts = [(f"{name}.worst_expert", row) for name, row in zip(names, rows, strict=True) if row.experts]
+        worst = [row for _, row in of_experts], counts["worst_sums"], counts["worst_extremes"].astype("float64")
+        tables.append(([name for name, _ in of_experts], measures_of(*worst)))
         tokens = by_layer(rows, counts["tokens"])
         ends = {"least_tokens": min, "most_tokens": max}
-        found.append((list(tokens), {name: [*map(end, tokens.values())] for name, end in ends.items()}))
+        tables.append((list(tokens), {name: [*map(end, tokens.values())] for name, end in ends.items()}))
     layers = [".".join(filter(None, (layer, "weight"))) for layer in dict.fromkeys(row.layer for row in rows)]
-    found.append((layers, of_weights(counts["moved"])))
+    tables.append((layers, of_weights(counts["moved"])))
     return {
         f"{name}.{measure}": float(value)
-        for named, measures in found
+        for names_of_rows, measures in tables
         for measure, values in measures.items()
-        for name, value in zip(named, values, strict=True)
+        for name, value in zip(names_of_rows, values, strict=True)
         if math.isfinite(value)
     }
 
@@ -299,35 +301,35 @@ def _named(rows: Sequence[Row], counts: Mapping[str, Any]) -> dict[str, float]:
 _TOKENS_FROM = ("grad_output", "input", "weight")
 
 
-def kept(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]:
-    """What a record keeps of a step, as NumPy arrays, from counts [lines, 71] and extremes [lines, 3].
+def arrays_of(rows: Sequence[Row], counts: Any, extremes: Any) -> dict[str, Any]:
+    """Return the NumPy arrays that a record has of a step, from counts [lines, 71] and extremes [lines, 3].
 
-    A row of experts is counted in one line for each expert, and kept in two:
+    A row of experts is counted in one line for each expert, and recorded in two:
 
         sums, exponents, extremes    for each row, all experts together
         worst_...                    the same of the worst expert alone, for each row of experts
-        worst                        [rows of experts, 2]: its number, how many experts have a measure beyond its limit
-        tokens                       those of each expert [E], one layer after the other
+        worst                        [rows of experts, 2]: its index, how many experts have a measure beyond its limit
+        tokens                       each expert's tokens [E], one layer after the other
     """
     lines = [row.experts or 1 for row in rows]
     ends = np.cumsum(lines)
     starts = ends - lines
-    found = _counts("", np.add.reduceat(counts, starts), np.maximum.reduceat(extremes, starts))
+    arrays = _counts("", np.add.reduceat(counts, starts), np.maximum.reduceat(extremes, starts))
     of_experts = [(row, slice(*its)) for row, *its in zip(rows, starts, ends, strict=True) if row.experts]
     if not of_experts:
-        return found
-    each = [row for row in rows for _ in range(row.experts or 1)]
-    severity = severities(measures_of(each, counts[:, : len(SUMS)], extremes), each)
+        return arrays
+    row_of_line = [row for row in rows for _ in range(row.experts or 1)]
+    severity = severities(measures_of(row_of_line, counts[:, : len(SUMS)], extremes), row_of_line)
     worst = np.array([its.start + severity[its].argmax() for _, its in of_experts])
     beyond = [(severity[its] > 1).sum() for _, its in of_experts]
-    found |= _counts("worst_", counts[worst], extremes[worst])
-    found["worst"] = np.stack([worst - [its.start for _, its in of_experts], beyond], 1)
+    arrays |= _counts("worst_", counts[worst], extremes[worst])
+    arrays["worst"] = np.stack([worst - [its.start for _, its in of_experts], beyond], 1)
     layers: dict[str, list[tuple[Any, ...]]] = {}
     for row, its in of_experts:  # tokens are counted from a row that was cast, and from grad_output's, if possible:
         place = not counts[its, 0].any(), _TOKENS_FROM.index(row.role)  # it is cast once however often forward runs
         layers.setdefault(row.layer, []).append((*place, its.start, counts[its, 0] / row.features))
     tokens = [np.rint(min(its, key=lambda row: row[:3])[-1]) for its in layers.values()]
-    return found | {"tokens": np.concatenate(tokens).astype("int64")}
+    return arrays | {"tokens": np.concatenate(tokens).astype("int64")}
 
 
 def _counts(prefix: str, counts: Any, extremes: Any) -> dict[str, Any]:

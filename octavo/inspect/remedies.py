@@ -1,4 +1,4 @@
-"""Which other casts would mend a cast, cheapest first, and how much each would flush by the exponents counted.
+"""Remedies: casts to replace a cast by, cheapest first, and the share each would flush by the exponents counted.
 
 With one scale for the tensor, the exponents and the amax determine what would be flushed. With finer scales they only
 bound it, as they don't say where in the tensor a number lies. Let t be any magnitude. A tile without numbers beyond t
@@ -45,7 +45,7 @@ class Exponents:
         self._total = np.maximum(self._so_far[..., -1], 1)
 
     def below(self, magnitude: Any) -> Any:
-        """The share of numbers that are smaller, as if those with one exponent were distributed evenly."""
+        """Return the share of numbers below a magnitude, as if numbers of one exponent were distributed evenly."""
         last = self.counts.shape[-1] - 1
         magnitude, _ = np.broadcast_arrays(np.nan_to_num(magnitude), self.amax)
         mantissa, exponent = np.frexp(magnitude)
@@ -54,17 +54,17 @@ class Exponents:
         at = np.clip(place, 0, last)[..., None]
         alike = np.take_along_axis(counts, at, -1)[..., 0]
         inside = np.take_along_axis(so_far, at, -1)[..., 0] - alike * (2 - 2 * mantissa)
-        found = np.where((place < 0) | (mantissa == 0), 0, np.where(place > last, self._total, inside))
-        return found / self._total
+        smaller = np.where((place < 0) | (mantissa == 0), 0, np.where(place > last, self._total, inside))
+        return smaller / self._total
 
     def octaves_beyond(self, share: float) -> Any:
-        """How many octaves the amax lies above the exponents that hold all numbers but this share."""
+        """Return how many octaves the amax lies above the exponents of all numbers but this share."""
         place = (self._so_far >= (1 - share) * self._total[..., None]).argmax(-1)
         amax = np.where(self.amax > 0, self.amax, 1)
         return np.where(self.amax > 0, np.log2(amax) - (LOWEST + place + 1), 0).clip(min=0)
 
     def bound(self, tile: int, format: Format, least: float) -> float:
-        """A bound of the share below ``least`` times its scale_inv, if ``tile`` numbers share a scale."""
+        """Return a bound of the share below ``least`` times its scale_inv, if ``tile`` numbers share a scale."""
         room = format.max / 2  # a scale that is a power of two is up to twice too small
         tops = 2.0 ** (LOWEST + 1.0 + np.arange(len(self.counts)))
         tops[-1] = max(tops[-1], float(self.amax))
@@ -76,72 +76,74 @@ class Remedy(NamedTuple):
     """A change of a layer's recipe, by rules of a RecipeMap: ``{"layers.3.mlp.down": {"grad_weight": None}}``."""
 
     rules: dict[str, RecipeRule]
-    share: float  # of the row's numbers that would be too small
-    is_bound: bool  # whether that is only an upper bound
+    share: float  # the share of the row's numbers that would be too small
+    is_bound: bool  # whether ``share`` is only an upper bound
 
 
-def remedies(row: Row, rows: Sequence[Row], found: Exponents, scale_inv: float, least: str) -> Iterator[Remedy]:
-    """Changes that leave fewer of a row's numbers too small, cheapest first; the last one gives up FP8.
+def remedies(row: Row, rows: Sequence[Row], numbers: Exponents, scale_inv: float, least: str) -> Iterator[Remedy]:
+    """Yield changes that leave fewer of a row's numbers too small, cheapest first; the last one gives up FP8.
 
     Args:
         row: the row to mend.
-        rows: those of the same layer and step, whose casts stay.
-        found: the row's numbers.
-        scale_inv: the one in use.
+        rows: the rows of the same layer and step, whose casts stay.
+        numbers: the row's numbers.
+        scale_inv: the largest scale_inv in use.
         least: "smallest_subnormal": flushed numbers are too small; "smallest_normal": also those that lose digits.
     """
-    cast, finer, wide = row.cast, [], []
+    cast, finer, with_e5m2 = row.cast, [], []
     changes: list[dict[str, Any]] = [{}]
     changes += [{"rule": Dynamic()}] * cast.is_delayed + [{"format": E5M2}] * (cast.format is not E5M2)
-    # a margin that the numbers did not need is left out
-    is_unused = float(found.amax) * 2.0 ** max(cast.margin - 1, 0) <= cast.format.max * scale_inv
+    # leave out a margin that the numbers did not need
+    is_unused = float(numbers.amax) * 2.0 ** max(cast.margin - 1, 0) <= cast.format.max * scale_inv
     for change in changes:
         changed = dataclasses.replace(cast, **change, margin=0 if is_unused else cast.margin)
         if changed != cast and (rules := with_cast(row, rows, changed)) is not None:
-            share = float(found.below(_least(changed.format, least) * _scale_inv(cast, scale_inv, changed, found)))
+            share = float(numbers.below(_least(changed.format, least) * _scale_inv(cast, scale_inv, changed, numbers)))
             finer.append(Remedy(rules, share, cast.granularity != PerTensor()))
-            wide += [rules] * ("format" in change)
+            with_e5m2 += [rules] * ("format" in change)
     shared = math.inf if ALL in cast.granularity.tile else math.prod(cast.granularity.tile)
-    for tile, make in _FINER:
+    for tile, recipe in _FINER:
         if tile < shared:
-            finer.append(Remedy(_of(row, make()), found.bound(tile, E4M3, _least(E4M3, least)), True))
+            finer.append(Remedy(_of(row, recipe()), numbers.bound(tile, E4M3, _least(E4M3, least)), True))
     # gradients keep enough digits in E5M2; inputs and weights do not, so that for them it comes last
-    yield from sorted(finer, key=lambda remedy: row.role != "grad_output" and remedy.rules in wide)
+    yield from sorted(finer, key=lambda remedy: row.role != "grad_output" and remedy.rules in with_e5m2)
     yield Remedy(without_fp8(row), 0.0, False)
 
 
-def _scale_inv(cast: Cast, scale_inv: float, changed: Cast, found: Exponents) -> float:
-    """What the scale_inv of a cast would be after its change to ``changed``."""
+def _scale_inv(cast: Cast, scale_inv: float, changed: Cast, numbers: Exponents) -> float:
+    """Return the scale_inv of a cast after its change to ``changed``."""
     if changed.rule != cast.rule:
-        scale_inv = float(found.amax) * 2.0**cast.margin / cast.format.max
+        scale_inv = float(numbers.amax) * 2.0**cast.margin / cast.format.max
         if cast.power_of_two and scale_inv > 0:
             scale_inv = 2.0 ** math.ceil(math.log2(scale_inv))
     return scale_inv * cast.format.max / changed.format.max * 2.0 ** (changed.margin - cast.margin)
 
 
 def _least(format: Format, least: str) -> float:
-    """Magnitudes below this times scale_inv are too small: half the smallest subnormal is rounded to 0."""
+    """Return the magnitude below which, times scale_inv, numbers are too small: half a subnormal is rounded to 0."""
     return format.smallest_subnormal / 2 if least == "smallest_subnormal" else format.smallest_normal
 
 
 def with_cast(row: Row, rows: Sequence[Row], cast: Cast) -> dict[str, RecipeRule] | None:
-    """The rule that changes a row's cast in the products that read it; None if no recipe can have it."""
-    casts = {(other.role, product): its for other in rows for product, its in _by_product(other, other.cast)}
-    own = {(row.role, product): its for product, its in _by_product(row, cast)}
+    """Return the rule that changes a row's cast in the products that read it; None if no recipe can have it."""
+    casts = {
+        (other.role, product): read_cast for other in rows for product, read_cast in _by_product(other, other.cast)
+    }
+    changed = {(row.role, product): read_cast for product, read_cast in _by_product(row, cast)}
     pairs: dict[str, Any] = {}
     for product, roles in OPERANDS.items():
         if all((role, product) in casts for role in roles):
-            pairs[product] = tuple((casts | own)[role, product] for role in roles)
+            pairs[product] = tuple((casts | changed)[role, product] for role in roles)
     try:
         Recipe(**pairs)
     except ValueError:
         return None
-    after = {product: pairs[product] for _, product in own if product in pairs}
+    after = {product: pairs[product] for _, product in changed if product in pairs}
     return _of(row, after) if after else None
 
 
 def _by_product(row: Row, cast: Cast) -> Iterator[tuple[str, Cast]]:
-    """A row's cast for each product that reads it: a second product reads the codes transposed."""
+    """Yield (product, cast) of the products that read a row: a second product reads the codes transposed."""
     first, *second = row.products
     yield first, cast
     for product in second:
@@ -149,7 +151,7 @@ def _by_product(row: Row, cast: Cast) -> Iterator[tuple[str, Cast]]:
 
 
 def without_fp8(row: Row) -> dict[str, RecipeRule]:
-    """The rule that puts the products that read a row in high precision."""
+    """Return the rule that puts the products that read a row in high precision."""
     return _of(row, dict.fromkeys(row.products))
 
 
@@ -158,53 +160,53 @@ def _of(row: Row, rule: RecipeRule) -> dict[str, RecipeRule]:
 
 
 def as_text(rules: Mapping[str, RecipeRule]) -> str:
-    """Rules as Python."""
+    """Return rules as Python."""
     texts = (f"recipes.{rule.name}()" if isinstance(rule, Recipe) else repr(rule) for rule in rules.values())
-    short = (text.replace(", Dynamic())", ")").replace(str(Delayed()), "Delayed()") for text in texts)  # defaults
+    short = (text.replace(", Dynamic())", ")").replace(str(Delayed()), "Delayed()") for text in texts)  # no defaults
     return "{" + ", ".join(f"{pattern!r}: {text}" for pattern, text in zip(rules, short, strict=True)) + "}"
 
 
-def together(found: Iterable[Mapping[str, RecipeRule]]) -> dict[str, RecipeRule]:
-    """The rules of several remedies; where two change the same product of a layer, the first one's."""
+def together(rules_of_remedies: Iterable[Mapping[str, RecipeRule]]) -> dict[str, RecipeRule]:
+    """Return the rules of several remedies; of two for the same product of a layer the first."""
     chosen: dict[str, RecipeRule] = {}
-    for rules in found:
+    for rules in rules_of_remedies:
         for pattern, rule in rules.items():
-            before = chosen.setdefault(pattern, rule)
-            if isinstance(before, Mapping) and isinstance(rule, Mapping) and not before.keys() & rule.keys():
-                chosen[pattern] = {**before, **rule}
+            first = chosen.setdefault(pattern, rule)
+            if isinstance(first, Mapping) and isinstance(rule, Mapping) and not first.keys() & rule.keys():
+                chosen[pattern] = {**first, **rule}
     return chosen
 
 
 def own_recipes(model: nn.Module) -> RecipeMap | None:
-    """The recipes that a model's layers have, the most frequent one as default; None if it has no octavo modules."""
+    """Return a model's recipes by layer, the most frequent one as default; None if it has no octavo modules."""
     layers = {name: module.recipe for name, module in model.named_modules() if isinstance(module, RecipeModule)}
     if not layers:
         return None
     ((default, _),) = Counter(layers.values()).most_common(1)
-    return RecipeMap(default, {glob.escape(name): own for name, own in layers.items() if own != default})
+    return RecipeMap(default, {glob.escape(name): recipe for name, recipe in layers.items() if recipe != default})
 
 
-def onto(own: RecipeMap, rules: Mapping[str, RecipeRule]) -> RecipeMap:
-    """A model's ``own_recipes`` with remedies applied."""
-    found = dict(own.rules)
+def onto(recipe_map: RecipeMap, rules: Mapping[str, RecipeRule]) -> RecipeMap:
+    """Return a model's ``own_recipes`` with remedies applied."""
+    merged = dict(recipe_map.rules)
     for pattern, rule in rules.items():
-        before = found.get(pattern)
-        changes = isinstance(before, Recipe) and isinstance(rule, Mapping)
-        found[pattern] = dataclasses.replace(before, **rule) if changes else rule  # type: ignore[arg-type, type-var]
-    return RecipeMap(own.default, found)
+        present = merged.get(pattern)
+        changes = isinstance(present, Recipe) and isinstance(rule, Mapping)
+        merged[pattern] = dataclasses.replace(present, **rule) if changes else rule  # type: ignore[arg-type, type-var]
+    return RecipeMap(recipe_map.default, merged)
 
 
 def called(share: float) -> str:
-    """A share as a percentage of two digits."""
+    """Return a share as a percentage of two digits."""
     return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
 
 
 def outcome(chosen: Remedy, options: Sequence[Remedy], least: str) -> str:
-    """What the chosen one of ``remedies`` would do; if it is the last, which finer scales might have done."""
-    what = "flushed" if least == "smallest_subnormal" else "below the smallest normal number"
+    """Return a sentence on the effect of a chosen remedy; for high precision also on finer scales that may do too."""
+    problem = "flushed" if least == "smallest_subnormal" else "below the smallest normal number"
     if chosen is not options[-1]:
-        return f"{'at most ' * chosen.is_bound}{called(chosen.share)} {what}, by the exponents recorded"
-    text = f"nothing is {what}: these products are in high precision"
+        return f"{'at most ' * chosen.is_bound}{called(chosen.share)} {problem}, by the exponents recorded"
+    text = f"nothing is {problem}: these products are in high precision"
     best = min((option for option in options if option.is_bound), key=lambda option: option.share, default=None)
     if best is None:
         return text

@@ -1,6 +1,7 @@
-"""What ``octavo inspect`` shows of a record: findings as text, and findings and plots as JSON and as a page of HTML.
+"""Reports of ``octavo inspect`` on a record: findings as text; findings and plots as JSON and as a page of HTML.
 
-The page is report.html with the JSON and Vega-Lite put into it: it fetches nothing. All three can compare two runs.
+The page is report.html with the JSON and Vega-Lite put into it: it loads nothing from a network. All three can compare
+two runs.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from octavo.inspect.weights import GROUP
 from octavo.recipes import to_json as to_rules
 from octavo.scaling.recipe import ROLES
 
-STATES = ("new", "worse", "milder", "same", "gone")  # of a finding, against another run
+STATES = ("new", "worse", "milder", "same", "gone")  # of a finding, compared with another run
 EFFECTS = 3  # how many consequences of a finding are printed
-COLUMNS = 160  # the most of a heat map; of more records it shows the worst of each few
-POINTS = 1000  # the most of a curve
-HEAT = {"flushed": (100, max), "clipped": (100, max), "sqnr": (1, min), "assumed": (1, max)}  # factor, what is worst
+COLUMNS = 160  # at most of a heat map; of more records it shows the worst of each few
+POINTS = 1000  # at most of a curve
+HEAT = {"flushed": (100, max), "clipped": (100, max), "sqnr": (1, min), "assumed": (1, max)}  # (factor, which is worst)
 
 
 class Against(NamedTuple):
@@ -38,41 +39,41 @@ class Against(NamedTuple):
 
 
 def changes(findings: Sequence[Finding], earlier: Sequence[Finding]) -> list[tuple[str, Finding]]:
-    """A run's findings, each "new", "worse", "milder" or "same", and then those of another run that are "gone".
+    """Return (state, finding) of a run: "new", "worse", "milder" or "same"; then those of another run that are "gone".
 
-    Findings of one kind, layer and role are the same one, also where one of them is another's consequence; it is worse
-    or milder if its severity differs by 1 or more.
+    Findings of one kind, layer and role are the same finding, also where it is a consequence in one run; it is worse or
+    milder if its severity differs by 1 or more.
     """
-    now, before = (
-        {_key(each): each.severity for each in sorted(_with_effects(of), key=lambda each: each.severity)}
+    severities, earlier_severities = (
+        {_key(one): one.severity for one in sorted(_with_effects(of), key=lambda one: one.severity)}
         for of in (findings, earlier)
     )
 
-    def state(found: Finding) -> str:
-        was = before.get(_key(found))
-        if was is None:
+    def state(finding: Finding) -> str:
+        severity = earlier_severities.get(_key(finding))
+        if severity is None:
             return "new"
-        return "worse" if found.severity >= was + 1 else "milder" if found.severity <= was - 1 else "same"
+        return "worse" if finding.severity >= severity + 1 else "milder" if finding.severity <= severity - 1 else "same"
 
-    gone = [("gone", found) for found in earlier if _key(found) not in now]
-    return [*((state(found), found) for found in findings), *gone]
+    gone = [("gone", finding) for finding in earlier if _key(finding) not in severities]
+    return [*((state(finding), finding) for finding in findings), *gone]
 
 
-def _key(found: Finding) -> tuple[str, str, str]:
-    return found.kind, found.layer, found.role
+def _key(finding: Finding) -> tuple[str, str, str]:
+    return finding.kind, finding.layer, finding.role
 
 
 def _with_effects(findings: Sequence[Finding]) -> Iterator[Finding]:
-    return (each for found in findings for each in (found, *found.consequences))
+    return (one for finding in findings for one in (finding, *finding.consequences))
 
 
-def _compared(found: Sequence[tuple[str, Finding]]) -> str:
-    counts = Counter(state for state, _ in found)
+def _compared(changed: Sequence[tuple[str, Finding]]) -> str:
+    counts = Counter(state for state, _ in changed)
     return ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state]) or "no findings in either run"
 
 
 def table(record: Record, findings: Sequence[Finding], top: int, against: Against | None = None) -> str:
-    """The worst findings as text: where and since when, why, and what to change; and what another run has else."""
+    """Return the worst findings as text: where, since when, why, and what to change; and how another run differs."""
     if not record.steps:
         return "no step is recorded yet"
     steps = f"{len(record.steps)} of the steps {record.steps[0]} to {record.steps[-1]} recorded"
@@ -80,19 +81,19 @@ def table(record: Record, findings: Sequence[Finding], top: int, against: Agains
     lines = [f"{len(record.layers)} layers, {steps}, {number}"]
     lines += [f"{verdict(record, findings)}."] * bool(findings)
     lines += [f"From step {step}: {text}." for step, kind, text in record.events if kind == UNWATCHED]
-    for place, found in enumerate(findings[:top], 1):
-        lines += ["", f"{place:>2}  {found.level} ({found.severity:.1f} of {MOST_SEVERE:.0f}), {_title(found)}"]
-        lines += [f"    {found.cast}"] * bool(found.cast)
-        lines += [f"    {found.cause}", f"    {found.remedy}", f"      {found.expected}"]
-        if found.consequences:
-            lines += [f"    so too: {_title(effect)}" for effect in found.consequences[:EFFECTS]]
-            lines += [f"    and {len(found.consequences) - EFFECTS} more"] * (len(found.consequences) > EFFECTS)
+    for place, finding in enumerate(findings[:top], 1):
+        lines += ["", f"{place:>2}  {finding.level} ({finding.severity:.1f} of {MOST_SEVERE:.0f}), {_title(finding)}"]
+        lines += [f"    {finding.cast}"] * bool(finding.cast)
+        lines += [f"    {finding.cause}", f"    {finding.remedy}", f"      {finding.expected}"]
+        if finding.consequences:
+            lines += [f"    so too: {_title(effect)}" for effect in finding.consequences[:EFFECTS]]
+            lines += [f"    and {len(finding.consequences) - EFFECTS} more"] * (len(finding.consequences) > EFFECTS)
     if len(findings) > top:
         lines += ["", f"and {len(findings) - top} more: --top {len(findings)}"]
     if against is not None:
         changed = changes(findings, against.findings)
         lines += ["", f"against {against.name}: {_compared(changed)}"]
-        lines += [f"    {state}: {found.level}, {_title(found)}" for state, found in changed if state != "same"]
+        lines += [f"    {state}: {finding.level}, {_title(finding)}" for state, finding in changed if state != "same"]
     if loads := record.loads():
         lines += ["", "tokens of experts in the last record, worst balanced first"]
         lines += [f"    {load}" for load in sorted(loads, key=lambda load: load.largest_share, reverse=True)[:top]]
@@ -100,10 +101,10 @@ def table(record: Record, findings: Sequence[Finding], top: int, against: Agains
     return "\n".join(lines)
 
 
-def _title(found: Finding) -> str:
-    where = f"{found.layer} {found.role}".strip() + f" of {' and '.join(found.products)}" * bool(found.products)
-    since = f"from step {found.begins}" + f", worst at {found.worst}" * (found.worst != found.begins)
-    return f"{where or 'the run'}: {found.kind} {since}"
+def _title(finding: Finding) -> str:
+    where = f"{finding.layer} {finding.role}".strip() + f" of {' and '.join(finding.products)}" * bool(finding.products)
+    since = f"from step {finding.begins}" + f", worst at {finding.worst}" * (finding.worst != finding.begins)
+    return f"{where or 'the run'}: {finding.kind} {since}"
 
 
 def to_json(
@@ -112,9 +113,9 @@ def to_json(
     what_if: Sequence[Mapping[str, Any]] = (),
     against: Against | None = None,
 ) -> str:
-    """Findings, and the numbers that the page draws, as JSON: casts' shares are in %, NaN and inf are null.
+    """Return findings, and the numbers that the page draws, as JSON: casts' shares are in %, NaN and inf are null.
 
-    ``what_if``: rows of a WhatIf of the model.
+    ``what_if``: the rows of a WhatIf of the model.
     """
     starts, worst = _starts(len(record.steps), COLUMNS), record.of_worst
     content = {
@@ -123,7 +124,7 @@ def to_json(
         "steps": [record.steps[start] for start in starts],
         "layers": record.layers,
         "verdict": verdict(record, findings),
-        "findings": [_finding(found) for found in findings],
+        "findings": [_finding(finding) for finding in findings],
         "limits": LIMITS,
         "against": None if against is None else _against(findings, against),
         "casts": [_casts(worst, layer, role, starts) for layer in record.layers for role in ROLES],
@@ -137,21 +138,21 @@ def to_json(
     return json.dumps(_plain(content), separators=(",", ":"))
 
 
-def _finding(found: Finding) -> dict[str, Any]:
-    rules, effects = json.loads(to_rules(found.rules))["rules"], [_finding(effect) for effect in found.consequences]
-    return {**vars(found), "rules": rules, "consequences": effects}
+def _finding(finding: Finding) -> dict[str, Any]:
+    rules, effects = json.loads(to_rules(finding.rules))["rules"], [_finding(effect) for effect in finding.consequences]
+    return {**vars(finding), "rules": rules, "consequences": effects}
 
 
 def _against(findings: Sequence[Finding], other: Against) -> dict[str, Any]:
-    """What the page needs of another run: how findings differ, its curves, and each cast at its worst."""
-    record, found = other.record, changes(findings, other.findings)
-    worst, one = record.of_worst, _starts(len(record.steps), 1)
+    """Return the page's data of another run: how findings differ, its curves, and each cast at its worst."""
+    record, changed = other.record, changes(findings, other.findings)
+    worst, first = record.of_worst, _starts(len(record.steps), 1)
     return {
         "name": other.name,
-        "compared": _compared(found),
-        "states": [state for state, _ in found[: len(findings)]],
-        "gone": [_finding(each) for _, each in found[len(findings) :]],
-        "casts": [_casts(worst, layer, role, one) for layer in record.layers for role in ROLES],
+        "compared": _compared(changed),
+        "states": [state for state, _ in changed[: len(findings)]],
+        "gone": [_finding(finding) for _, finding in changed[len(findings) :]],
+        "casts": [_casts(worst, layer, role, first) for layer in record.layers for role in ROLES],
         "scalars": _curves(record),
     }
 
@@ -163,10 +164,10 @@ def to_html(
     what_if: Sequence[Mapping[str, Any]] = (),
     against: Against | None = None,
 ) -> str:
-    """One page with all findings and plots, which needs no network.
+    """Return a page with all findings and plots, which needs no network.
 
     Raises:
-        MissingExtraError: without vl-convert, which brings Vega-Lite.
+        MissingExtraError: without vl-convert, which contains Vega-Lite.
     """
     require("inspect", "vl_convert")
     import vl_convert
@@ -183,22 +184,22 @@ def to_html(
 
 
 def _starts(count: int, most: int) -> list[int]:
-    """Where bins of neighbours begin, at most ``most`` of them."""
+    """Return the indices where bins of neighbours begin, at most ``most``."""
     return list(range(0, count, max(1, math.ceil(count / most))))
 
 
 def _worst(values: Any, starts: Sequence[int], is_worse: Any = max) -> list[float]:
-    """The worst value of each bin, from [steps] or [steps, casts]; NaN if there is none."""
+    """Return the worst value of each bin, from [steps] or [steps, casts]; NaN if there is none."""
     if not starts:
         return []
     missing, ufunc = (-math.inf, np.maximum) if is_worse is max else (math.inf, np.minimum)
     flat = np.where(np.isnan(values), missing, values).reshape(len(values), -1)
-    found = ufunc.reduceat(ufunc.reduce(flat, axis=1, initial=missing), starts)
-    return [math.nan if value == missing else float(value) for value in found]
+    worst = ufunc.reduceat(ufunc.reduce(flat, axis=1, initial=missing), starts)
+    return [math.nan if value == missing else float(value) for value in worst]
 
 
 def _casts(record: Record, layer: str, role: str, starts: Sequence[int]) -> dict[str, Any]:
-    """The worst measures by step of a layer's role, over its casts; ``amax``: the binary logarithm of the last one."""
+    """Return the worst measures by step of a role's casts; ``amax``: the binary logarithm of the last one."""
     places = [place for place, row in enumerate(record.rows) if (row.layer, row.role) == (layer, role)]
     worst = {
         name: [_rounded(times * value) for value in _worst(record.measures[name][:, places], starts, is_worse)]
@@ -212,24 +213,24 @@ def _casts(record: Record, layer: str, role: str, starts: Sequence[int]) -> dict
 
 
 def _rounded(value: float) -> float:
-    """Three digits, at most three of them after the point: as much as a colour can show."""
+    """Round to three digits, at most three of them after the point: as much as a colour can show."""
     return round(float(f"{value:.3g}"), 3) if math.isfinite(value) else value
 
 
 def _weights(record: Record, place: int, starts: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Updates divided by the weight's resolution, by step: of the weight, and of its master if it has one."""
+    """Yield updates divided by the weight's resolution, by step: of the weight, and of its master if it has one."""
     for role, name in (("weight", "resolution"), ("master", "master_resolution")):
-        found = [_rounded(value) for value in _worst(record.weights[name][:, place], starts, min)]
-        if role == "weight" or any(map(math.isfinite, found)):
-            yield {"layer": record.layers[place], "role": role, "resolution": found}
+        ratios = [_rounded(value) for value in _worst(record.weights[name][:, place], starts, min)]
+        if role == "weight" or any(map(math.isfinite, ratios)):
+            yield {"layer": record.layers[place], "role": role, "resolution": ratios}
 
 
 def _exponents(record: Record, place: int, findings: Sequence[Finding]) -> dict[str, Any]:
-    """A row's histogram in its worst step (or else the last), in thousandths, and the windows of formats."""
+    """Return a row's histogram in its worst step (or else the last), in thousandths, and the windows of formats."""
     row = record.rows[place]
     counted = np.flatnonzero(record.measures["amax"][:, place] > 0)
     where = row.layer, row.role, row.products
-    worst = [record.steps.index(each.worst) for each in _with_effects(findings) if each.where == where]
+    worst = [record.steps.index(finding.worst) for finding in _with_effects(findings) if finding.where == where]
     at = [*worst, *counted[::-1].tolist(), 0][0]
     share, windows = np.zeros(record.exponents.shape[-1]), []
     if len(counted):
@@ -243,29 +244,29 @@ def _exponents(record: Record, place: int, findings: Sequence[Finding]) -> dict[
     return {"name": name, "layer": row.layer, "step": step, "share": share.round(1).tolist(), "windows": windows}
 
 
-def _window(format: Format, scale_inv: float, of: str) -> dict[str, Any]:
-    """The binary logarithms from which on numbers have a code, have all digits, and are too large."""
+def _window(format: Format, scale_inv: float, suffix: str) -> dict[str, Any]:
+    """Return the binary logarithms from which on numbers have a code, have all digits, and are too large."""
     if not (scale_inv > 0 and math.isfinite(scale_inv)):
-        return {"format": f"{format}{of}", "low": None, "normal": None, "high": None}
+        return {"format": f"{format}{suffix}", "low": None, "normal": None, "high": None}
     ends = {"low": format.smallest_subnormal / 2, "normal": format.smallest_normal, "high": format.max}
-    return {"format": f"{format}{of}", **{name: math.log2(end * scale_inv) for name, end in ends.items()}}
+    return {"format": f"{format}{suffix}", **{name: math.log2(end * scale_inv) for name, end in ends.items()}}
 
 
 def _curves(record: Record) -> dict[str, list[dict[str, float]]]:
-    """Each number by step, the largest of each few; of a group's options those that change."""
-    found = {}
+    """Return each number by step, the largest of each few; of a group's options only those that change."""
+    curves = {}
     for name, (steps, values) in record.scalars.items():
         if GROUP not in name or len(steps) > 1:
             worst = _worst(values, starts := _starts(len(steps), POINTS))
-            found[name] = [{"step": steps[at], "value": value} for at, value in zip(starts, worst, strict=True)]
-    return found
+            curves[name] = [{"step": steps[at], "value": value} for at, value in zip(starts, worst, strict=True)]
+    return curves
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, Iterable) and not isinstance(value, str):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if not isinstance(value, float):
         return value
     if not math.isfinite(value):

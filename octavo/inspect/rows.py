@@ -1,6 +1,6 @@
-"""The rows of a model's record, one for each cast of each layer's roles, and the observers that count what casts do.
+"""The rows of a model's record, one for each cast of each layer's roles, and the observers that count its effects.
 
-An observer also notes faults in its layer's products. Both are in tensors on the device.
+An observer also notes faults in its layer's products. Counts and notes are tensors on the device.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from octavo.tensor.pair import ForProducts, Operands
 READS = {role: tuple(product for product, roles in OPERANDS.items() if role in roles) for role in ROLES}
 
 Counts = tuple[Tensor, Tensor]  # sums and extremes, arguments of the op cast_statistics; a row for each group
-RoleCounts = tuple[Counts | None, Counts | None]  # of the cast as it lies, and of the transposed one if that differs
+RoleCounts = tuple[Counts | None, Counts | None]  # of the cast as it lies, and of the transposed cast if it differs
 
 
 class LayerCounts(NamedTuple):
-    """Where a layer's casts are counted by role, while it has this recipe; the recorder counts those of the weight.
+    """The tensors in which a layer's casts are counted by role, while it has this recipe; the recorder counts weights.
 
-    ``first``: the number of the first expert whose products this rank computes. ``seen``: not empty in a step whose
-    forward was counted, so that a checkpoint's, which computes it again in backward, is not.
+    ``first``: the index of the first expert whose products this rank computes. ``seen``: not empty in a step whose
+    forward was counted, so that a checkpoint's second forward, in backward, is not counted.
     """
 
     recipe: Recipe
@@ -50,7 +50,7 @@ RecordedLayer = tuple[RecipeModule, LayerCounts]
 
 
 class Notes(NamedTuple):
-    """Where faults of a layer's role are noted: arguments of the op note_faults."""
+    """The tensors in which faults of a layer's role are noted: arguments of the op note_faults."""
 
     place: Tensor
     found: Tensor
@@ -58,9 +58,9 @@ class Notes(NamedTuple):
 
 
 class Observer(NamedTuple):
-    """Sees what a layer's casts and products do, and changes nothing.
+    """Counts the effects of a layer's casts and notes faults in its products, and changes nothing.
 
-    ``counts``: None except in a step that is recorded; ``notes``: of (input, grad_output), where faults are traced.
+    ``counts``: None except in a step that is recorded; ``notes``: of (input, grad_output) where faults are traced.
     """
 
     counts: LayerCounts | None = None
@@ -74,9 +74,9 @@ class Observer(NamedTuple):
         operands: Operands,
         offsets: Tensor | None = None,
     ) -> None:
-        """Count what a cast of ``source()``, of the role INPUT or GRAD_OUTPUT, did.
+        """Count the effects of a cast of ``source()``, of the role INPUT or GRAD_OUTPUT.
 
-        ``offsets``: of rows in groups, see autograd/grouped.py. Rows that came in FP8 were counted by their sender.
+        ``offsets``: of rows in groups, see autograd/grouped.py. Rows that arrived in FP8 were counted by their sender.
         """
         if self.counts is None or self.counts.recipe is not recipe:
             return
@@ -98,7 +98,7 @@ class Observer(NamedTuple):
             kernels.cast_statistics(x_RC, *as_is, casts.transposed.tile[::-1], *self._of(second, offsets), offsets)
 
     def _of(self, counts: Counts, offsets: Tensor | None) -> Counts:
-        """The counts of these groups, which are all experts, or those whose products this rank computes."""
+        """Return the counts of these groups, which are all experts, or those whose products this rank computes."""
         assert self.counts is not None
         if offsets is None or offsets.shape[0] == counts[0].shape[0]:
             return counts
@@ -116,7 +116,7 @@ class Observer(NamedTuple):
     ) -> None:
         """Note faults in a product's operand by its result; the operand is a pair, or (tensor, None) in high precision.
 
-        "output" shows faults in the input, whose ``amax`` a Delayed cast has found. "grad_input" shows those in
+        "output" shows faults in the input, whose ``amax`` a Delayed cast has computed. "grad_input" shows faults in
         grad_output; where it is not computed, "grad_weight" does. A faulty element of a group's grad_weight does not
         show the row: all rows of the group are read.
         """
@@ -151,9 +151,9 @@ class Row:
     Attributes:
         layer: the module's name.
         role: "input", "weight" or "grad_output".
-        products: those that read the codes.
+        products: the products that read the codes.
         cast: the cast.
-        experts: how many the layer has, each with a matrix of its own; 0 for other layers.
+        experts: how many experts the layer has, each with a matrix of its own; 0 for other layers.
         features: for experts, how many columns the cast tensor has.
     """
 
@@ -165,12 +165,12 @@ class Row:
     features: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields, for JSON."""
+        """Return the fields, for JSON."""
         return {**{name: value for name, value in vars(self).items() if value != 0}, "cast": str(self.cast)}
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Row:
-        """The row with such fields; ValueError, TypeError or KeyError if there is none."""
+        """Return the row with such fields; ValueError, TypeError or KeyError if there is none."""
         row = cls(**{**fields, "products": tuple(fields["products"]), "cast": Cast.of(fields["cast"])})
         counts = row.experts, row.features
         if not isinstance(row.layer, str) or row.role not in ROLES or not {*row.products} <= {*PRODUCTS}:
@@ -181,12 +181,12 @@ class Row:
 
     @property
     def largest(self) -> float:
-        """The largest number that the cast's scale has room for, times that scale."""
+        """The largest number that the cast's scale has room for, times the scale."""
         return self.cast.format.max / 2.0**self.cast.margin
 
 
 class Table:
-    """The rows of a model with its present recipes, and the tensors they are counted in.
+    """The rows of a model with its present recipes, and the tensors in which they are counted.
 
     Attributes:
         rows: in the order of the model's layers.
@@ -209,7 +209,7 @@ class Table:
             for cast in casts
             if cast
         ]
-        lines = [row.experts or 1 for row in self.rows]  # of counts: one, or one for each expert
+        lines = [row.experts or 1 for row in self.rows]  # each row's lines of counts: one, or one for each expert
         self.sums = torch.zeros(sum(lines), len(SUMS) + EXPONENTS, dtype=torch.float64, device=device)
         self.extremes = torch.zeros(sum(lines), len(EXTREMES), device=device, dtype=torch.float32)
         counts = zip(self.rows, self.sums.split(lines), self.extremes.split(lines), strict=True)
@@ -221,11 +221,11 @@ class Table:
         self._is_attached = False
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether a model's layers and recipes are those of the table."""
+        """Return whether a model's layers and recipes are those of the table."""
         return self._recipes == [(name, m.recipe) for name, m in _fp8_layers(model)]
 
     def attach(self, on: bool) -> None:
-        """Have the modules count, or stop counting."""
+        """Make the modules count (``on``), or stop counting."""
         if on or self._is_attached:
             for module, counts in self.layers:
                 counts.seen.clear()
@@ -239,7 +239,7 @@ def _fp8_layers(model: nn.Module) -> list[tuple[str, RecipeModule]]:
 
 
 def sizes_of(module: RecipeModule) -> tuple[int, int, int]:
-    """(how many experts a layer has, or 0; in_features; out_features)."""
+    """Return (how many experts a layer has, or 0; in_features; out_features)."""
     if not isinstance(module, Grouped):
         return 0, *features(module)
     experts, *sizes = module.weight_parameter.shape
@@ -248,7 +248,7 @@ def sizes_of(module: RecipeModule) -> tuple[int, int, int]:
 
 
 def first_here(module: RecipeModule) -> int:
-    """The number of the first expert whose rows this rank computes."""
+    """Return the index of the first expert whose rows this rank computes."""
     exchange = getattr(module, "exchange", None)
     return 0 if exchange is None else exchange.part(sizes_of(module)[0] // exchange.size).start
 
@@ -259,21 +259,21 @@ def _of_experts(module: RecipeModule, role: int) -> tuple[int, int]:
 
 
 def parameter_of(module: RecipeModule) -> nn.Parameter | None:
-    """The parameter that is a layer's weight, [E, ., .] for experts; None if the weight is computed from others.
+    """Return a layer's weight, [E, ., .] for experts; None if it is computed from other parameters.
 
-    For a layer whose splits are parameters it is not one, but this rank's rows of all splits, joined.
+    It is a parameter, except of a layer whose splits are parameters: then it is this rank's rows of all splits, joined.
     """
     return module.weight if isinstance(module, PartedLinear) else weight_of(module)
 
 
 def parameters_of(module: RecipeModule) -> list[nn.Parameter]:
-    """The same as parameters: those of the splits for such a layer; none if the weight is computed from others."""
-    found = module.weights if isinstance(module, PartedLinear) else [weight_of(module)]
-    return [each for each in found if each is not None]
+    """Return the parameters that are a layer's weight or its splits; none if the weight is computed from others."""
+    weights = module.weights if isinstance(module, PartedLinear) else [weight_of(module)]
+    return [weight for weight in weights if weight is not None]
 
 
 def _casts(recipe: Recipe, role: int) -> list[tuple[tuple[str, ...], Cast] | None]:
-    """A role's casts as it lies and transposed, each with the products that read it; if they are the same, only one."""
+    """Return a role's casts as it lies and transposed, with the products that read them; only one if they are equal."""
     casts, products = recipe.casts[role], READS[ROLES[role]]
     if casts.once:
         assert casts.as_is is not None

@@ -1,4 +1,4 @@
-"""What is recorded of weights: what their casts do, how far a step moves them, how many moments are flushed."""
+"""Recording weights: the effects of their casts, how far a step moves them, how many moments are flushed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from octavo.scaling.recipe import Cast
 from octavo.tensor.fsdp2 import on_this_rank
 from octavo.tensor.stored_weight import StoredWeight
 
-# What is recorded of each weight's update: how many elements were sampled of the weight, its moments and its master;
+# Recorded of each weight's update: how many elements were sampled of the weight, its moments and its master;
 # the sums of squares of the update and of the distances to the next number, and how many elements changed; how many of
 # each moment are flushed; the same of the master's update, if the optimizer keeps a master besides the weight; and the
 # sum of squares of what changed between the last recorded step's update and this step's begin. Then how many elements
@@ -37,7 +37,7 @@ MOVED = (
     *("update", "grid", "changed", "first_flushed", "second_flushed", "master_update", "master_changed", "between"),
     *("gradients", "seconds", "seen", "weight", "gradient", "outside", "second"),
 )
-SAMPLED = 1024  # elements of a weight
+SAMPLED = 1024  # at most so many elements of a weight are read
 SECOND = "exp_avg_sq"  # the name of second moments that are plain tensors
 GROUP = " of group "  # in the name of an option, between it and its group's number
 
@@ -47,37 +47,37 @@ def count_weights(layers: Sequence[RecordedLayer], ranks: Ranks) -> None:
     shared = _shared_scales(layers, ranks)
     for place, (module, layer) in enumerate(layers):
         weight = parameter_of(module)
-        if weight is None or weight.ndim < 2 or module.recipe is not layer.recipe:  # FSDP1's part of a vector
+        if weight is None or weight.ndim < 2 or module.recipe is not layer.recipe:  # FSDP1's part has ndim 1
             continue
         local = on_this_rank(weight).detach()
         stored = local if isinstance(local, StoredWeight) else None
         matrices = local if stored is None else stored.dequantize()
-        x, ends, here = matrices.flatten(0, -2), None, slice(None)
+        x, ends, experts_here = matrices.flatten(0, -2), None, slice(None)
         if x.numel() == 0:
             continue
         is_stored_transposed = not isinstance(module, nn.Linear)
         if isinstance(module, Grouped):  # a rank has whole experts
             ends = torch.arange(matrices.shape[1], len(x) + 1, matrices.shape[1], dtype=torch.int32, device=x.device)
-            here = slice(first := first_expert(weight), first + len(ends))
+            experts_here = slice(first := first_expert(weight), first + len(ends))
             is_stored_transposed = module.stores_transposed
         for cast, counted, is_transposed in zip(
             layer.recipe.weight_casts[:2], layer.roles[WEIGHT], (False, True), strict=True
         ):
             if cast is None or counted is None:
                 continue
-            if stored is not None:  # it has only codes: nothing is cast
+            if stored is not None:  # the weight has only codes: nothing is cast
                 tile, pair = stored.granularity.tile, (stored.qdata.flatten(0, -2), stored.scale_inv.flatten(0, -2))
             else:
-                delayed, (dtype, tile, *how) = module.delayed_scale if cast.is_delayed else None, cast.arguments
+                delayed, (dtype, tile, *options) = module.delayed_scale if cast.is_delayed else None, cast.arguments
                 delayed = shared.get(place) if delayed is None and cast.tile == (ALL, ALL) else delayed
                 tile = tile[::-1] if is_transposed != is_stored_transposed else tile
-                q, _, scale_inv, *_ = kernels.cast(x, delayed, WEIGHT, dtype, tile, *how, offsets=ends)
+                q, _, scale_inv, *_ = kernels.cast(x, delayed, WEIGHT, dtype, tile, *options, offsets=ends)
                 pair = q, scale_inv
-            kernels.cast_statistics(x, *pair, tile, *(tensor[here] for tensor in counted), ends)
+            kernels.cast_statistics(x, *pair, tile, *(tensor[experts_here] for tensor in counted), ends)
 
 
 def first_expert(weight: Tensor) -> int:
-    """The number of the first expert whose matrix this rank has."""
+    """Return the index of the first expert whose matrix this rank has."""
     if on_this_rank(weight) is weight:
         return 0
     from octavo.private import local_shape_and_offset
@@ -87,7 +87,7 @@ def first_expert(weight: Tensor) -> int:
 
 
 def _shared_scales(layers: Sequence[RecordedLayer], ranks: Ranks) -> dict[int, Tensor]:
-    """Scales of casts per tensor of sharded weights, by place: from the amax of all ranks' rows."""
+    """Return {place: scale} of per-tensor casts of sharded weights, from the amax of all ranks' rows."""
     shards: dict[int, tuple[Tensor, Cast]] = {}
     for place, (module, _) in enumerate(layers):
         weight = parameter_of(module)
@@ -101,7 +101,7 @@ def _shared_scales(layers: Sequence[RecordedLayer], ranks: Ranks) -> dict[int, T
         return {}
     amax = ranks.largest(torch.cat([kernels.amax(shard, (ALL, ALL)).reshape(1) for shard, _ in shards.values()]))
     pairs = zip(amax, (cast for _, cast in shards.values()), strict=True)
-    scales = [scale_from_amax(one, cast.format.max, cast.power_of_two, cast.margin) for one, cast in pairs]
+    scales = [scale_from_amax(value, cast.format.max, cast.power_of_two, cast.margin) for value, cast in pairs]
     return {place: scale.expand(3).contiguous() for place, scale in zip(shards, scales, strict=True)}
 
 
@@ -111,30 +111,30 @@ class _Sample(NamedTuple):
     weight: Tensor  # this rank's rows; for a weight in FP8 the pair
     elements: Tensor  # for a weight in FP8 its codes, uint8
     master: MasterForm | None  # None if the optimizer keeps nothing besides the weight
-    rest: Tensor | None  # the sampled elements of the master's rest
+    rest: Tensor | None  # the sampled elements of the master's bits that the weight lacks
     state: Mapping[str, Tensor]
     moments: Sequence[Tensor]  # the sampled codes of the first and the second, uint8; empty if they are not in codes
     second: Tensor  # the sampled elements of a second moment that is a plain tensor; else empty
 
     @classmethod
     def of(cls, module: RecipeModule | nn.Parameter, optimizer: torch.optim.Optimizer | None) -> _Sample:
-        """The sample of a module's weight, or of a parameter, and of its present state in the optimizer."""
+        """Return the sample of a module's weight, or of a parameter, and of its present state in the optimizer."""
         param = module if isinstance(module, Tensor) else parameter_of(module)
         if param is None:
             nothing = torch.zeros(0, device=device_of(module), dtype=torch.float32)  # type: ignore[arg-type]
             return cls(nothing, nothing, None, None, {}, (), nothing)
-        found = {} if optimizer is None else optimizer.state.get(param, {})
-        state = {name: on_this_rank(value) for name, value in found.items() if isinstance(value, Tensor)}
-        weight, rest, master = on_this_rank(param).detach(), state.get("master_rest"), None
-        if isinstance(optimizer, CompactOptimizer) and rest is not None:
+        param_state = {} if optimizer is None else optimizer.state.get(param, {})
+        state = {name: on_this_rank(value) for name, value in param_state.items() if isinstance(value, Tensor)}
+        weight, master_rest, master = on_this_rank(param).detach(), state.get("master_rest"), None
+        if isinstance(optimizer, CompactOptimizer) and master_rest is not None:
             master = master_of(param, optimizer.settings.master)
             assert master.rest is not None
-            rest = _strided(rest.view(master.rest))
+            master_rest = _strided(master_rest.view(master.rest))
         moments = [name for name in state if name.endswith("_codes")]
         codes = [_strided(state[name].view(torch.uint8)) for name in sorted(moments, key=len)]
         elements = _strided(matrix_of(weight) if weight.ndim > 1 else weight)
         second = _strided(state[SECOND]) if SECOND in state else elements[:0]
-        return cls(weight, elements, master, rest, state, codes if len(codes) == 2 else (), second)
+        return cls(weight, elements, master, master_rest, state, codes if len(codes) == 2 else (), second)
 
 
 Samples = tuple[list[MasterForm | None], Tensor]
@@ -143,17 +143,17 @@ Weights = Sequence[RecipeModule | nn.Parameter]  # layers, and parameters of oth
 
 @torch.no_grad()
 def sample(weights: Weights, optimizer: torch.optim.Optimizer | None) -> Samples:
-    """Sampled elements of each weight and of its master before a step, to be compared with those after it."""
+    """Return sampled elements of each weight and of its master before a step, to compare with those after it."""
     samples, values = _read(weights, optimizer)
     return [sample.master for sample in samples], values
 
 
 class Updates:
-    """What recorded steps change of weights: MOVED of each, which their optimizer's step is read before and after.
+    """Reads weights before and after the optimizer's step of recorded steps, for MOVED of each.
 
-    Where no optimizer is given, or its ``step`` is not called or compiled, the step's begin and end are compared, and
-    gradients are those that are left at the end, of weights that changed. ``unwatched``: so many recorded steps in turn
-    were so although an optimizer is given.
+    Without an optimizer, or if its ``step`` is not called or is compiled, the step's begin and end are compared, and
+    gradients are those that are left at the end, of weights that changed. ``unwatched``: this happened in so many
+    recorded steps in turn although there is an optimizer.
     """
 
     unwatched = 0
@@ -161,19 +161,19 @@ class Updates:
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer, self._handles = optimizer, list[Any]()
         self._weights: Weights = ()
-        self._last: Samples | None = None  # after the last recorded step's update
+        self._last: Samples | None = None  # samples after the last recorded step's update
         self._moved: Tensor | None = None
-        own = getattr(optimizer, "optimizer", optimizer)  # accelerate's wraps it
-        if isinstance(own, torch.optim.Optimizer):
-            self._handles.append(own.register_step_pre_hook(lambda *_: self._before_update()))
-            self._handles.append(own.register_step_post_hook(lambda *_: self._after_update()))
+        hooked = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
+        if isinstance(hooked, torch.optim.Optimizer):
+            self._handles.append(hooked.register_step_pre_hook(lambda *_: self._before_update()))
+            self._handles.append(hooked.register_step_post_hook(lambda *_: self._after_update()))
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
 
     def begin(self, weights: Weights, is_as_before: bool) -> None:
-        """Begin a recorded step; ``is_as_before``: the last one was of the same weights."""
+        """Begin a recorded step; ``is_as_before``: the last one had the same weights."""
         self._weights, self._last = weights, self._last if is_as_before else None
         self._before = self._begun = sample(weights, self.optimizer)
         self._gradients: tuple[list[int], Tensor] | None = None  # as the optimizer gets them
@@ -184,15 +184,15 @@ class Updates:
             self._before, self._gradients = sample(self._weights, self.optimizer), self._read_gradients()
 
     def _read_gradients(self) -> tuple[list[int], Tensor]:
-        """How many elements of each gradient are sampled, and which: of gradients that are plain tensors."""
-        params = [each if isinstance(each, Tensor) else parameter_of(each) for each in self._weights]
-        found = [
+        """Return how many elements of each gradient are sampled, and these; of gradients that are plain tensors."""
+        params = [weight if isinstance(weight, Tensor) else parameter_of(weight) for weight in self._weights]
+        all_gradients = [
             None if p is None or not p.is_leaf or p.grad is None else on_this_rank(p.grad).detach() for p in params
         ]
-        plain = [each if type(each) is Tensor and not each.is_sparse else None for each in found]
-        nothing = next((each.flatten()[:0] for each in plain if each is not None), self._before[1][0, 0, :0])
-        gradients = [nothing if each is None else _strided(each) for each in plain]
-        return [len(each) for each in gradients], _together(gradients)
+        plain = [grad if type(grad) is Tensor and not grad.is_sparse else None for grad in all_gradients]
+        empty = next((grad.flatten()[:0] for grad in plain if grad is not None), self._before[1][0, 0, :0])
+        gradients = [empty if grad is None else _strided(grad) for grad in plain]
+        return [len(grad) for grad in gradients], _together(gradients)
 
     def _after_update(self) -> None:
         if not torch.compiler.is_compiling() and self._weights:
@@ -218,7 +218,7 @@ class Updates:
         update, grid, of_master, *others = torch.stack(terms).double().square().sum(-1)
         for then, now, number in zip(self._before[0], new, numbers, strict=True):
             elements, moments = len(now.elements), len(now.moments[0]) if now.moments else 0
-            compares = now.master is not None and now.master == then  # not in the first step, which makes the master
+            compares = now.master is not None and now.master == then  # not in the first step, which creates the master
             sizes.append((elements, moments, elements * compares, number, len(now.second), elements * is_watched))
         counts = _on_device(tuple(sizes), after.device)
         columns = [update, grid, changed[0], *_flushed(new), of_master, changed[2], others[0]]
@@ -229,9 +229,9 @@ class Updates:
 
 
 def facts_of(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """What an optimizer itself says, as numbers by name that a record keeps; nothing waits for the device.
+    """Return an optimizer's options and age, as numbers by name for a record; nothing waits for the device.
 
-    "lr" is the largest of its groups, "state_age" the steps that the state of its first weight has seen, and
+    "lr" is the largest of its groups', "state_age" the steps that the state of its first weight has seen, and
     "decayed_vectors" how many biases and norms' weights have weight decay. A group's options are "weight_decay of group
     0", "betas 1 of group 0" and so on.
     """
@@ -241,13 +241,13 @@ def facts_of(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     decayed = [param for group in groups if group.get("weight_decay") for param in group["params"] if param.ndim < 2]
     ages = (state["step"] for state in optimizer.state.values() if isinstance(state, dict) and "step" in state)
     rate = max((group["lr"] for group in groups if "lr" in group), default=None)
-    found = {"lr": rate, "state_age": next(ages, None), "decayed_vectors": len(decayed)}
+    facts = {"lr": rate, "state_age": next(ages, None), "decayed_vectors": len(decayed)}
     for at, group in enumerate(groups):
         for name, value in group.items():
             parts = enumerate(value) if name == "betas" else [("", value)]
             named = {f"{name} {place}".strip() + f"{GROUP}{at}": part for place, part in parts}
-            found |= {option: of for option, of in named.items() if isinstance(of, float | int) or name == "lr"}
-    return found
+            facts |= {option: of for option, of in named.items() if isinstance(of, float | int) or name == "lr"}
+    return facts
 
 
 @functools.lru_cache(maxsize=8)
@@ -256,15 +256,15 @@ def _on_device(numbers: tuple[tuple[int, ...], ...], device: torch.device) -> Te
 
 
 def others_of(model: nn.Module, layers: Sequence[RecordedLayer]) -> dict[str, nn.Parameter]:
-    """By name the parameters that are no recorded layer's weight: norms' weights, biases, embeddings."""
-    own = {id(parameter_of(module)) for module, _ in layers}
-    found = {name: param for name, param in model.named_parameters() if id(param) not in own}
-    device = {device_of(module) for module, _ in layers}
-    return {name: param for name, param in found.items() if param.is_floating_point() and param.device in device}
+    """Return {name: parameter} of those that are no recorded layer's weight: norms' weights, biases, embeddings."""
+    recorded = {id(parameter_of(module)) for module, _ in layers}
+    others = {name: param for name, param in model.named_parameters() if id(param) not in recorded}
+    devices = {device_of(module) for module, _ in layers}
+    return {name: param for name, param in others.items() if param.is_floating_point() and param.device in devices}
 
 
 def tied_of(model: nn.Module) -> set[str]:
-    """The parameters that several modules share, each as "a.weight and b.weight"."""
+    """Return the parameters that several modules share, each as "a.weight and b.weight"."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -278,13 +278,13 @@ def _strided(tensor: Tensor) -> Tensor:
 
 
 def _distance(elements: int) -> int:
-    """The distance of sampled elements: odd, as rows have even lengths, and an even one would sample few columns."""
+    """Return the distance of sampled elements: odd, as an even one would sample few columns of rows of even lengths."""
     return max(1, (elements // SAMPLED - 1) | 1)
 
 
 def _together(samples: Sequence[Tensor]) -> Tensor:
-    """[samples, SAMPLED], padded with zeros, in a few launches however many they are."""
-    if all(len(one) == SAMPLED for one in samples):
+    """Return samples as one tensor [samples, SAMPLED], padded with zeros, in few launches however many they are."""
+    if all(len(sample) == SAMPLED for sample in samples):
         return torch.stack([*samples])
     if not any(map(len, samples)):
         return samples[0].new_zeros(len(samples), SAMPLED)
@@ -294,20 +294,20 @@ def _together(samples: Sequence[Tensor]) -> Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _places(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where the elements of each sample are among those of all; -1 for padding."""
-    found, begin = torch.full((len(lengths), SAMPLED), -1, dtype=torch.int64, device="cpu"), 0
-    for row, length in zip(found, lengths, strict=True):
+    """Return the indices of each sample's elements among those of all samples; -1 for padding."""
+    indices, begin = torch.full((len(lengths), SAMPLED), -1, dtype=torch.int64, device="cpu"), 0
+    for row, length in zip(indices, lengths, strict=True):
         row[:length] = torch.arange(begin, begin + length, device="cpu")
         begin += length
-    return found.to(device)
+    return indices.to(device)
 
 
 def _read(weights: Weights, optimizer: torch.optim.Optimizer | None) -> tuple[list[_Sample], Tensor]:
-    """Samples, and their values [3, weights, SAMPLED]: the weight's, the distances to the next number, the master's.
+    """Return samples, and their values [3, weights, SAMPLED]: weights', distances to the next number, masters'.
 
-    They are padded with zeros, so that a few launches read them, however many layers there are.
+    Values are padded with zeros, so that a few launches read them, however many layers there are.
     """
-    samples = [_Sample.of(each, optimizer) for each in weights]
+    samples = [_Sample.of(weight, optimizer) for weight in weights]
     by_key: dict[object, list[int]] = {}
     for place, sample in enumerate(samples):
         by_key.setdefault((type(sample.weight), sample.weight.dtype, sample.master), []).append(place)
@@ -327,7 +327,7 @@ def _rests(samples: Sequence[_Sample]) -> Tensor:
 
 
 def _read_plain(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, distances and masters [samples, SAMPLED], float32, of plain weights."""
+    """Return values, distances and masters [samples, SAMPLED], float32, of plain weights."""
     elements, (first, *_) = _together([sample.elements for sample in samples]), samples
     values = elements.float()
     eps = torch.full_like(values, torch.finfo(elements.dtype).eps).masked_fill_(values == 0, 0)
@@ -339,11 +339,11 @@ def _read_plain(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for weights in FP8, from their codes and each element's scale_inv."""
+    """Return the same for weights in FP8, from their codes and each element's scale_inv."""
     codes, (first, *_) = _together([sample.elements for sample in samples]), samples
     weights: list[Any] = [sample.weight for sample in samples]
-    each = [weight.scale_inv.float().reshape(-1) for weight in weights]  # E8M0 of a frozen one in 1x32
-    scales = torch.cat([*each, codes.new_zeros(1, dtype=torch.float32)])
+    scales_by_weight = [weight.scale_inv.float().reshape(-1) for weight in weights]  # E8M0 of a frozen one in 1x32
+    scales = torch.cat([*scales_by_weight, codes.new_zeros(1, dtype=torch.float32)])
     shapes = tuple((tuple(weight.shape), weight.granularity) for weight in weights)
     scale_inv = scales[_places_of_scales(shapes, codes.device)]
     values = codes.view(weights[0].qdata.dtype).float()
@@ -352,20 +352,20 @@ def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     values = values * scale_inv
     if first.master is None:
         return values, distances, values
-    rest = _rests(samples)
-    if rest.dtype == torch.float32:  # the master itself
-        return values, distances, rest
+    master_rests = _rests(samples)
+    if master_rests.dtype == torch.float32:  # the master itself
+        return values, distances, master_rests
     unscaled = Fp8Weight(
-        codes, first.master.kind, torch.ones(1, 1, device=codes.device, dtype=torch.float32), rest
+        codes, first.master.kind, torch.ones(1, 1, device=codes.device, dtype=torch.float32), master_rests
     ).read(_WHOLE)
     return values, distances, unscaled.view_as(values) * scale_inv
 
 
 @functools.lru_cache(maxsize=8)
 def _places_of_scales(shapes: tuple[Any, ...], device: torch.device) -> Tensor:
-    """The index of each sampled element's scale_inv among those of all weights; -1 for padding."""
-    found, begin = torch.full((len(shapes), SAMPLED), -1, device="cpu"), 0
-    for places, (shape, granularity) in zip(found, shapes, strict=True):
+    """Return the index of each sampled element's scale_inv among those of all weights; -1 for padding."""
+    indices, begin = torch.full((len(shapes), SAMPLED), -1, device="cpu"), 0
+    for places, (shape, granularity) in zip(indices, shapes, strict=True):
         (rows, cols), (height, width) = granularity.scale_shape(shape[-2:]), granularity.tile
         elements, numbers = math.prod(shape), math.prod(shape[-2:])
         at = torch.arange(0, elements, _distance(elements), device="cpu")[:SAMPLED]
@@ -374,11 +374,11 @@ def _places_of_scales(shapes: tuple[Any, ...], device: torch.device) -> Tensor:
         column = place % shape[-1] // width if width != ALL else 0
         places[: len(at)] = begin + (expert * rows + row) * cols + column
         begin += elements // numbers * rows * cols
-    return found.to(device)
+    return indices.to(device)
 
 
 def _flushed(samples: Sequence[_Sample]) -> list[Tensor]:
-    """(how many codes of each first moment are 0 where the second's are not, and the other way round)."""
+    """Return how many codes of each first moment are 0 where the second's are not, and the other way round."""
     none = torch.zeros(SAMPLED, dtype=torch.uint8, device=samples[0].elements.device)
     first, second = (_together([s.moments[which] if s.moments else none for s in samples]) for which in range(2))
     no_first, no_second = first & 0x7F == 0, second == 0

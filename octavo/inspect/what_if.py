@@ -1,4 +1,4 @@
-"""What if a layer computed in FP8? Errors of its three products and of the model's gradient, under several recipes.
+"""A what-if: errors of a layer's three products and of the model's gradient if it computes in FP8, by recipe.
 
 For each batch the model computes loss and gradients once in high precision. Against these are measured:
 
@@ -47,7 +47,7 @@ from octavo.tensor.fsdp2 import whole as full_tensor
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Key = tuple[str, str]  # a layer's name and a recipe's
-Found = tuple[float, float, float, float]  # Effect's loss, curvature, cosine and norm_ratio
+Change = tuple[float, float, float, float]  # Effect's loss, curvature, cosine and norm_ratio
 Gradient = tuple[float, Sequence[Tensor | None]]  # a batch's loss, and its gradients by parameter
 EMPTY: Mapping[str, Any] = {}
 NO_PRODUCTS = math.nan, math.nan, math.nan
@@ -69,11 +69,11 @@ class WhatIfError(OctavoError, ValueError):
 
 @dataclass(frozen=True)
 class Effect:
-    """What one layer in FP8 under a recipe changes, compared with high precision; averaged over batches.
+    """The changes that one layer in FP8 under a recipe causes, compared with high precision; averaged over batches.
 
     Attributes:
         layer, recipe: names; the layer "" where all of them are in FP8.
-        output, grad_input, grad_weight: the norms of the products' errors over the products'; nan for one not computed.
+        output, grad_input, grad_weight: the norms of the products' errors over the products'; nan if not computed.
         loss: relative change of the loss.
         curvature: the same without the term of first order in the output's errors, which is chance.
         cosine, norm_ratio: between the gradients of all the model's parameters, in FP8 and in high precision.
@@ -94,13 +94,13 @@ class Effect:
     @property
     def predicted(self) -> float:
         """The predicted loss, curvature + DESCENT × (1 - cosine): infinite where either is not finite."""
-        found = max(self.curvature, 0.0) + DESCENT * (1 - self.cosine)
-        return found if math.isfinite(found) else math.inf
+        predicted = max(self.curvature, 0.0) + DESCENT * (1 - self.cosine)
+        return predicted if math.isfinite(predicted) else math.inf
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What an exception from a map's default recipe costs, and what it saves.
+    """The cost of an exception from a map's default recipe, and the loss that it saves.
 
     Attributes:
         layer, recipe: names; "high_precision" stands for no recipe.
@@ -118,13 +118,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What octavo.inspect.compare found.
+    """The effects of recipes on a model's layers, as octavo.inspect.compare measures them.
 
     Attributes:
-        recipes: by name.
-        effects: of each layer alone under each recipe, in the model's order.
+        recipes: the recipes by name.
+        effects: the effects of each layer alone under each recipe, in the model's order.
         whole: by recipe, the effect of all layers together.
-        works: what each layer computes in a batch.
+        works: by layer, its computations in a batch.
         rates: of the device that costs are predicted for.
     """
 
@@ -135,12 +135,12 @@ class WhatIf:
     rates: Rates
 
     def ranked(self, recipe: str) -> list[Effect]:
-        """Layers under a recipe, the highest predicted loss first."""
+        """Return layers' effects under a recipe, the highest predicted loss first."""
         under_it = [effect for effect in self.effects if effect.recipe == recipe]
         return sorted(under_it, key=lambda effect: effect.predicted, reverse=True)
 
     def recipe_map(self, *, keep: int | None = None, loss: float | None = None) -> RecipeMap:
-        """Recipes by layer, for octavo.convert.
+        """Choose recipes by layer, for octavo.convert.
 
         Args:
             keep: this many layers stay in high precision. The others follow one recipe: the one with the lowest
@@ -157,30 +157,30 @@ class WhatIf:
         of_all = {name: recipe for name, recipe in self.recipes.items() if isinstance(recipe, Recipe)}
         if len(of_all) < len(self.recipes):
             raise ValueError("recipes by layer were compared: compare recipes, to choose among them for each layer")
-        found, least = [], self._costs if keep is None else self._losses
+        choices, objective = [], self._costs if keep is None else self._losses
         for name in self.recipes if keep is None else self._faster or self.recipes:
             if keep is None:
                 choice = self._within(budget, name)
             else:
-                kept = {effect.layer for effect in self.ranked(name)[:keep]}
-                choice = {layer: WITHOUT if layer in kept else name for layer in self.works}
-            found.append((name, choice))
-        default, chosen = min(found, key=lambda pair: self._sum(least, pair[1]))
+                layers_kept = {effect.layer for effect in self.ranked(name)[:keep]}
+                choice = {layer: WITHOUT if layer in layers_kept else name for layer in self.works}
+            choices.append((name, choice))
+        default, chosen = min(choices, key=lambda pair: self._sum(objective, pair[1]))
         values = {**of_all, WITHOUT: None}
         rules = {glob.escape(layer): values[name] for layer, name in chosen.items() if name != default}
         return RecipeMap(of_all[default], rules)
 
     def predicted(self, recipe: RecipeMap) -> float:
-        """The predicted loss under a map from ``recipe_map``: the sum of its layers'."""
+        """Return the predicted loss under a map from ``recipe_map``: the sum of its layers' losses."""
         return self._sum(self._losses, {layer: recipe.of(layer).name for layer in self.works})
 
     def seconds(self, recipe: Recipe | RecipeMap) -> float:
-        """The predicted seconds that the compared layers take in a step: products and casts."""
+        """Return the predicted seconds that the compared layers take in a step: products and casts."""
         return sum(sum(work.seconds(recipe_of(recipe, layer), self.rates)) for layer, work in self.works.items())
 
     def costs(self, recipe: RecipeMap) -> list[Cost]:
-        """What the exceptions of a map from ``recipe_map`` cost and bring, in the model's order."""
-        default, found = recipe.default.name, []
+        """Return the costs of the exceptions of a map from ``recipe_map``, in the model's order."""
+        default, costs = recipe.default.name, []
         whole = sum(work.flop * sum(work.products) for work in self.works.values())
         for layer, work in self.works.items():
             chosen = recipe.of(layer)
@@ -188,8 +188,8 @@ class WhatIf:
                 share = work.flop * sum(work.products) / whole if chosen.is_high_precision else 0.0
                 seconds = sum(work.seconds(chosen, self.rates)) - sum(work.seconds(recipe.default, self.rates))
                 saved = self._losses[layer, default] - self._losses[layer, chosen.name]
-                found.append(Cost(layer, chosen.name, share, seconds, saved))
-        return found
+                costs.append(Cost(layer, chosen.name, share, seconds, saved))
+        return costs
 
     @cached_property
     def _faster(self) -> list[str]:
@@ -198,8 +198,8 @@ class WhatIf:
 
     @cached_property
     def _losses(self) -> dict[tuple[str, str], float]:
-        found = {(effect.layer, effect.recipe): effect.predicted for effect in self.effects}
-        return found | {(layer, WITHOUT): 0.0 for layer in self.works}
+        losses = {(effect.layer, effect.recipe): effect.predicted for effect in self.effects}
+        return losses | {(layer, WITHOUT): 0.0 for layer in self.works}
 
     @cached_property
     def _costs(self) -> dict[tuple[str, str], float]:
@@ -218,9 +218,9 @@ class WhatIf:
         return sum(values[pair] for pair in chosen.items())
 
     def _within(self, budget: float, default: str) -> dict[str, str]:
-        """A recipe's name for each layer: again and again it makes the change that saves most loss for its cost.
+        """Choose a recipe's name for each layer: again and again make the change that saves most loss for its cost.
 
-        At the end it takes back the changes that later ones have made needless, the dearest first.
+        At the end take back the changes that later ones have made needless, the dearest first.
         """
         chosen = dict.fromkeys(self.works, default)
         while self._sum(self._losses, chosen) > budget:  # this ends, as a layer in high precision loses nothing
@@ -228,26 +228,26 @@ class WhatIf:
             layer, name = max(changes, key=lambda change: self._worth(change, chosen[change[0]]))
             chosen[layer] = name
         for layer in sorted(chosen, key=lambda layer: self._costs[layer, chosen[layer]], reverse=True):
-            back = {**chosen, layer: default}
-            is_cheaper = self._sum(self._costs, back) <= self._sum(self._costs, chosen)
-            if is_cheaper and self._sum(self._losses, back) <= budget:
-                chosen = back
+            restored = {**chosen, layer: default}
+            is_cheaper = self._sum(self._costs, restored) <= self._sum(self._costs, chosen)
+            if is_cheaper and self._sum(self._losses, restored) <= budget:
+                chosen = restored
         return chosen
 
-    def _worth(self, change: tuple[str, str], before: str) -> tuple[float, float]:
-        """The loss that a layer's change saves: divided by its cost, and as it is."""
-        now = change[0], before
-        if self._losses[change] >= LEAST * self._losses[now]:
+    def _worth(self, change: tuple[str, str], present: str) -> tuple[float, float]:
+        """Return the loss that a layer's change saves, divided by its cost, and the loss itself."""
+        unchanged = change[0], present
+        if self._losses[change] >= LEAST * self._losses[unchanged]:
             return -math.inf, 0.0
-        saved, cost = self._losses[now] - self._losses[change], self._costs[change] - self._costs[now]
+        saved, cost = self._losses[unchanged] - self._losses[change], self._costs[change] - self._costs[unchanged]
         return (saved / cost if cost > 0 else math.inf), saved
 
     def rows(self) -> list[dict[str, Any]]:
-        """Effects with their predicted losses, for JSON: None in place of inf and NaN."""
-        found = (*self.whole.values(), *self.effects)
-        rows = [{**dataclasses.asdict(effect), "predicted": effect.predicted} for effect in found]
-        known = lambda value: None if isinstance(value, float) and not math.isfinite(value) else value  # noqa: E731
-        return [{name: known(value) for name, value in row.items()} for row in rows]
+        """Return effects with their predicted losses, for JSON: None in place of inf and NaN."""
+        effects = (*self.whole.values(), *self.effects)
+        rows = [{**dataclasses.asdict(effect), "predicted": effect.predicted} for effect in effects]
+        finite = lambda value: None if isinstance(value, float) and not math.isfinite(value) else value  # noqa: E731
+        return [{name: finite(value) for name, value in row.items()} for row in rows]
 
     def __str__(self) -> str:
         lines = []
@@ -281,7 +281,7 @@ def compare(
     runs: int = 500,
     rates: Rates | None = None,
 ) -> WhatIf:
-    """Find which layers can't stand FP8, by what it does to their products and to the model's gradient.
+    """Find the layers that can't stand FP8, by the errors in their products and in the model's gradient.
 
     It runs a copy of the model, with the same parameters, and leaves all as it was, torch's random numbers too, which
     are the same in each pass. No optimizer runs, and no hook on accumulated gradients. It works in one process.
@@ -315,11 +315,15 @@ def compare(
         >>> found.recipe_map(keep=1).of("0").name != found.recipe_map(keep=1).of("2").name
         True
     """
-    given = NAMES if recipes is None else recipes
-    pairs = given.items() if isinstance(given, Mapping) else ((getattr(one, "name", str(one)), one) for one in given)
-    named = [(name, as_recipe(one)) for name, one in pairs]
+    wanted = NAMES if recipes is None else recipes
+    pairs = (
+        wanted.items()
+        if isinstance(wanted, Mapping)
+        else ((getattr(value, "name", str(value)), value) for value in wanted)
+    )
+    named = [(name, as_recipe(value)) for name, value in pairs]
     batches, chosen = list(batches), dict(named)
-    if not named or len(chosen) < len(named) or any(getattr(one, "is_high_precision", False) for _, one in named):
+    if not named or len(chosen) < len(named) or any(getattr(value, "is_high_precision", False) for _, value in named):
         raise WhatIfError(f"recipes={[*dict(named)]}: needs recipes with products in FP8, each of another name")
     if not batches:
         raise WhatIfError("batches is empty: give at least one of the training's")
@@ -334,7 +338,7 @@ def compare(
         passes.measure(batch, runs // (len(batches) * len(chosen)))
     try:
         rates = rates or rates_of(device=next(model.parameters()).device)
-    except PlanError:  # such as a laptop's CPU, on which a model is compared but not trained
+    except PlanError:  # no rates are published of it, such as a laptop's CPU
         rates = PUBLISHED["H100"]
     return passes.result(rates)
 
@@ -342,28 +346,30 @@ def compare(
 def check(
     model: nn.Module, loss: Loss, batches: Iterable[Any], recipe: Recipe | RecipeMap, *, select: Select | None = None
 ) -> Effect:
-    """Measure what recipes by layer do together: an Effect of the layer "", as ``compare`` finds for one recipe."""
+    """Measure recipes by layer together: return an Effect of the layer "", as ``compare`` does for one recipe."""
     return compare(model, loss, batches, {"map": recipe}, select=select, runs=0).whole["map"]
 
 
 def _twin(model: nn.Module, select: Select | None) -> tuple[nn.Module, dict[str, RecipeModule]]:
-    """A copy in training, with the model's own parameters, and the layers to compare, in high precision, by name."""
-    own = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
+    """Return a copy in training mode that shares parameters, and the layers to compare by name, in high precision."""
+    tensor_attributes = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
     try:
-        twin = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *own)})
+        twin = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *tensor_attributes)})
     except (TypeError, RuntimeError) as error:
         why = "take away what its modules hold besides tensors and plain Python"
         raise WhatIfError(f"the model can't be copied ({first_line(error)}): {why}") from error
     if not twin.training:
         twin.train()
-    given = dict(model.named_modules())
-    chosen = (lambda _, name: select(given[name], name)) if callable(select) else select
+    modules = dict(model.named_modules())
+    chosen = (lambda _, name: select(modules[name], name)) if callable(select) else select
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "octavo.convert converted nothing")
         convert(twin, high_precision(), chosen)
     layers = {name: m for name, m in twin.named_modules() if isinstance(m, RecipeModule)}
     if select is not None:
-        layers = {n: m for n, m in layers.items() if not isinstance(given.get(n), RecipeModule) or select(given[n], n)}
+        layers = {
+            n: m for n, m in layers.items() if not isinstance(modules.get(n), RecipeModule) or select(modules[n], n)
+        }
     if not layers:
         least = f"by default those of at least {MIN_FEATURES} features (--min-features N, or select=)"
         raise WhatIfError(f"no layer to compare: none of this model's is selected, {least}")
@@ -371,7 +377,7 @@ def _twin(model: nn.Module, select: Select | None) -> tuple[nn.Module, dict[str,
 
 
 class _Passes:
-    """Runs a model in high precision and with layers in FP8, and keeps the results, by layer and recipe.
+    """Runs a model in high precision and with layers in FP8; has the results by layer and recipe.
 
     ``local``: the squared norms of the three products' errors and of the products.
     ``first``: the change of this batch's loss, of first order in the output's errors.
@@ -389,15 +395,15 @@ class _Passes:
         self.buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
         self.works: dict[str, LinearWork] = {}
         self.local: dict[Key, Tensor] = {}
-        self.gradient_share: dict[str, float] = {}  # by layer, its share of the gradient's square
+        self.gradient_share: dict[str, float] = {}  # {layer: its share of the gradient's square}
         self.first: dict[Key, float] = {}
-        self.found: dict[tuple[str | None, str], list[Found]] = {}  # of each batch; None: of all layers together
+        self.changes: dict[tuple[str | None, str], list[Change]] = {}  # of each batch; None: of all layers together
         self.states: dict[Key, State] = {}
-        self.run: dict[str, list[str]] = {}  # by recipe, the layers that are run alone
+        self.run: dict[str, list[str]] = {}  # {recipe: the layers that are run alone}
 
     def measure(self, batch: Any, most: int) -> None:
         """Run a batch in high precision, with all layers in FP8, and with ``most`` layers alone, under each recipe."""
-        before, self.first = dict(self.states), {}
+        last_states, self.first = dict(self.states), {}
         hooks = [
             layer.register_forward_hook(functools.partial(self._watch, name), prepend=True, with_kwargs=True)
             for name, layer in self.layers.items()
@@ -412,10 +418,10 @@ class _Passes:
         for recipe, chosen in self.run.items():
             for name in (None, *chosen):
                 names = list(self.layers) if name is None else [name]
-                states = {each: before.get((each, recipe)) for each in names}
+                states = {layer_name: last_states.get((layer_name, recipe)) for layer_name in names}
                 changed = self.gradient(batch, self.of(self.recipes[recipe], names), states)
-                first = sum(self.first.get((each, recipe), 0.0) for each in names)
-                self.found.setdefault((name, recipe), []).append(_against(exact, changed, first))
+                first = sum(self.first.get((layer_name, recipe), 0.0) for layer_name in names)
+                self.changes.setdefault((name, recipe), []).append(_against(exact, changed, first))
 
     def of(self, recipe: Recipe | RecipeMap, names: Iterable[str]) -> dict[str, Recipe]:
         return {name: recipe_of(recipe, *self.layers[name].names(name)) for name in names}
@@ -425,14 +431,14 @@ class _Passes:
         sizes = [0.0 if gradient is None else float(gradient.double().square().sum()) for gradient in exact]
         squares, whole = dict(zip(map(id, self.parameters), sizes, strict=True)), sum(sizes)
         for name, layer in self.layers.items():
-            own = sum(squares.get(id(parameter), 0.0) for parameter in parameters_of(layer))
-            self.gradient_share[name] = own / whole if whole else 0.0
+            of_layer = sum(squares.get(id(parameter), 0.0) for parameter in parameters_of(layer))
+            self.gradient_share[name] = of_layer / whole if whole else 0.0
         reached = [name for name in self.layers if name in self.works]
         for recipe in self.recipes:
             self.run[recipe] = sorted(reached, key=lambda name: self._noise(name, recipe), reverse=True)[:most]
 
     def _noise(self, name: str, recipe: str) -> float:
-        """An estimate of the squared norm of the gradient's error over the gradient's; see the top of the file."""
+        """Estimate the squared norm of the gradient's error over the gradient's; see the top of the file."""
         output, grad_input, grad_weight = (0.0 if math.isnan(e) else e**2 for e in self._errors(name, recipe))
         return grad_weight * self.gradient_share[name] + output + grad_input
 
@@ -444,7 +450,7 @@ class _Passes:
     def gradient(
         self, batch: Any, recipes: Mapping[str, Recipe] = EMPTY, states: Mapping[str, State | None] = EMPTY
     ) -> Gradient:
-        """The gradient of a batch with some layers under recipes, which begin with these delayed states."""
+        """Return a batch's loss and gradient with some layers under recipes, which begin with these delayed states."""
         for module, name, buffer in self.buffers:
             module._buffers[name] = buffer.clone()
         for name, recipe in recipes.items():
@@ -454,12 +460,12 @@ class _Passes:
             value = self.loss(self.model, batch)
             if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
                 shape = getattr(value, "shape", None)
-                what = f"a {type(value).__name__}" if shape is None else f"a tensor of shape {tuple(shape)}"
-                raise WhatIfError(f"loss(model, batch) gave {what}: it must be a scalar with a gradient")
-            found = torch.autograd.grad(value.reshape(()), self.parameters, allow_unused=True)
+                returned = f"a {type(value).__name__}" if shape is None else f"a tensor of shape {tuple(shape)}"
+                raise WhatIfError(f"loss(model, batch) gave {returned}: it must be a scalar with a gradient")
+            gradients = torch.autograd.grad(value.reshape(()), self.parameters, allow_unused=True)
         for name in recipes:
             self._put(name, high_precision())
-        return float(value.detach()), found
+        return float(value.detach()), gradients
 
     def _put(self, name: str, recipe: Recipe, state: State | None = None) -> None:
         self.layers[name].recipe = recipe
@@ -467,7 +473,7 @@ class _Passes:
             self.layers[name].__dict__[STATE] = state.clone()
 
     def _watch(self, name: str, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Compute a layer's products under each recipe when its backward begins, which has input and grad_output."""
+        """Compute a layer's products under each recipe when its backward begins: input and grad_output exist then."""
         x, *offsets = (*args, *(kwargs[key] for key in ("input", "offsets") if key in kwargs))
         splits = output if isinstance(output, tuple) else (output,)
         if not splits[0].requires_grad:
@@ -512,48 +518,48 @@ class _Passes:
         works = {name: self.works[name] for name in self.layers if name in self.works}
         effects = []
         for recipe in self.recipes:
-            measured = {name: _mean(self.found[name, recipe]) for name in self.run[recipe]}
-            per_noise = _per_noise([(self._noise(name, recipe), found) for name, found in measured.items()])
+            measured = {name: _mean(self.changes[name, recipe]) for name in self.run[recipe]}
+            per_noise = _per_noise([(self._noise(name, recipe), change) for name, change in measured.items()])
             for name in works:
                 noise, was_run = self._noise(name, recipe), name in measured
-                found = measured[name] if was_run else (0.0, per_noise[0] * noise, 1 - per_noise[1] * noise, 1.0)
-                effects.append(Effect(name, recipe, *self._errors(name, recipe), *found, was_run))
-        whole = {name: Effect("", name, *NO_PRODUCTS, *_mean(self.found[None, name]), True) for name in self.recipes}
+                change = measured[name] if was_run else (0.0, per_noise[0] * noise, 1 - per_noise[1] * noise, 1.0)
+                effects.append(Effect(name, recipe, *self._errors(name, recipe), *change, was_run))
+        whole = {name: Effect("", name, *NO_PRODUCTS, *_mean(self.changes[None, name]), True) for name in self.recipes}
         return WhatIf(dict(self.recipes), tuple(effects), whole, works, rates)
 
 
-def _per_noise(found: Sequence[tuple[float, Found]]) -> tuple[float, float]:
-    """(curvature, 1 - cosine) divided by the estimated noise: the medians of the measured layers."""
-    ratios = [(curvature / noise, (1 - cosine) / noise) for noise, (_, curvature, cosine, _) in found if noise > 0]
+def _per_noise(changes: Sequence[tuple[float, Change]]) -> tuple[float, float]:
+    """Return (curvature, 1 - cosine) divided by the estimated noise: the medians of the measured layers."""
+    ratios = [(curvature / noise, (1 - cosine) / noise) for noise, (_, curvature, cosine, _) in changes if noise > 0]
     ratios = [pair for pair in ratios if all(map(math.isfinite, pair))]
     return (statistics.median(a for a, _ in ratios), statistics.median(b for _, b in ratios)) if ratios else (0.0, 0.5)
 
 
 def _products(layer: RecipeModule, x: Tensor, grad: Tensor, ends: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(output, grad_input, grad_weight) of a layer under its recipe; None for a gradient that nothing needs."""
+    """Return (output, grad_input, grad_weight) of a layer under its recipe; None for a gradient that nothing needs."""
     weights = parameters_of(layer)
     with torch.enable_grad():
         x = x.detach().requires_grad_(x.requires_grad)
         output = type(layer).forward(layer, x, *ends)
         output = torch.cat(output, -1) if isinstance(output, tuple) else output
         wanted = [tensor for tensor in (x, *weights) if tensor.requires_grad]
-        found = dict(zip(map(id, wanted), torch.autograd.grad(output, wanted, grad), strict=True))
-    grad_input, of_weights = found.pop(id(x), None), [full_tensor(gradient) for gradient in found.values()]
+        gradients = dict(zip(map(id, wanted), torch.autograd.grad(output, wanted, grad), strict=True))
+    grad_input, of_weights = gradients.pop(id(x), None), [full_tensor(gradient) for gradient in gradients.values()]
     grad_input = None if grad_input is None else full_tensor(grad_input)
     return full_tensor(output.detach()), grad_input, torch.cat(of_weights) if of_weights else None
 
 
-def _against(exact: Gradient, found: Gradient, first: float) -> Found:
-    """Effect's loss, curvature, cosine and norm_ratio; ``first``: the term of first order in the loss's change."""
-    (of, x), (loss, y) = exact, found
+def _against(exact: Gradient, changed: Gradient, first: float) -> Change:
+    """Return an Effect's loss, curvature, cosine, norm_ratio; ``first``: the first-order term of the loss's change."""
+    (exact_loss, x), (loss, y) = exact, changed
     dot, norm, other = (
         sum(float(p.double().flatten() @ q.double().flatten()) for p, q in pairs if p is not None and q is not None)
         for pairs in (zip(x, y, strict=True), zip(x, x, strict=True), zip(y, y, strict=True))
     )
     cosine, ratio = (dot / math.sqrt(norm * other), math.sqrt(other / norm)) if norm and other else (math.nan, math.nan)
-    return (loss - of) / abs(of), (loss - of - first) / abs(of), cosine, ratio
+    return (loss - exact_loss) / abs(exact_loss), (loss - exact_loss - first) / abs(exact_loss), cosine, ratio
 
 
-def _mean(values: Sequence[Found]) -> Found:
+def _mean(values: Sequence[Change]) -> Change:
     loss, curvature, cosine, ratio = map(statistics.fmean, zip(*values, strict=True))
     return loss, curvature, cosine, ratio

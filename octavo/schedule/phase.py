@@ -1,4 +1,4 @@
-"""Phase: what a model computes in, and how its weights and state are kept. Switches from one phase to the next."""
+"""Phase: a model's recipe and the form of its weights and optimizer state. A switch begins the next phase."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ class Phase:
     """A stretch of a training: its recipe, the form of weights and optimizer state, and when it begins.
 
     Args:
-        recipe: of the converted layers, as octavo.set_recipe takes it.
-        moments: as octavo.optim's optimizers take them; "same": as in the phase before.
-        master: as octavo.optim's optimizers take it; "same": as in the phase before.
-        weight_storage: "fp8": converted weights live in FP8; None: they are plain tensors; "same": as before.
+        recipe: the converted layers' recipe, as octavo.set_recipe takes it.
+        moments: as octavo.optim's optimizers take them; "same": as in the previous phase.
+        master: as octavo.optim's optimizers take it; "same": as in the previous phase.
+        weight_storage: "fp8": converted weights live in FP8; None: they are plain tensors; "same": as in the previous
+            phase.
         from_step: the phase begins after so many optimizer steps.
         from_tokens: after training on so many tokens, as ``PrecisionSchedule.step(tokens)`` counts them.
         when_lr_below: once the learning rate, the largest of all groups', is below this and no longer its highest.
@@ -67,19 +68,19 @@ class Phase:
         object.__setattr__(self, "recipe", as_recipe(self.recipe))
         if self.weight_storage not in ("fp8", None, SAME):
             raise ValueError(f"Phase: weight_storage={self.weight_storage!r}: use 'fp8', None or 'same'")
-        given = [name for name in TRIGGERS if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"Phase: {' and '.join(given)}: a phase begins by one of them")
-        for name in given:
-            value, (kinds, what) = getattr(self, name), (int | float, "a number")
+        triggers = [name for name in TRIGGERS if getattr(self, name) is not None]
+        if len(triggers) > 1:
+            raise ValueError(f"Phase: {' and '.join(triggers)}: a phase begins by one of them")
+        for name in triggers:
+            value, (kinds, wanted) = getattr(self, name), (int | float, "a number")
             if name.startswith("from_"):
-                kinds, what = int, "a whole number"
+                kinds, wanted = int, "a whole number"
             if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-                raise ValueError(f"Phase: {name}={value!r} must be {what} above 0")
+                raise ValueError(f"Phase: {name}={value!r} must be {wanted} above 0")
 
     @property
     def trigger(self) -> str | None:
-        """The name of the field that says when the phase begins, or None."""
+        """The name of the field that says when the phase begins; None: it has no trigger."""
         return next((name for name in TRIGGERS if getattr(self, name) is not None), None)
 
     @property
@@ -89,17 +90,17 @@ class Phase:
 
     def __repr__(self) -> str:
         values = [(field.name, getattr(self, field.name)) for field in fields(self)[1:]]
-        given = [f"{name}={value}" for name, value in values if value != (None if name in TRIGGERS else SAME)]
-        return f"Phase({', '.join([self.name, *given])})"
+        changed_fields = [f"{name}={value}" for name, value in values if value != (None if name in TRIGGERS else SAME)]
+        return f"Phase({', '.join([self.name, *changed_fields])})"
 
 
 @dataclass(frozen=True)
 class Target:
-    """A phase in which every "same" has been replaced by what it means.
+    """A phase with every "same" replaced by the value that it stands for.
 
     Attributes:
         phase: the phase.
-        settings: how the optimizer keeps weights; None for one of torch's, which keeps its own way.
+        settings: of the moments and masters of an optimizer of octavo.optim; None for one of torch's.
         storage: how each weight of an octavo module is stored: its index among ``stored_now(model)`` -> granularity.
     """
 
@@ -108,15 +109,15 @@ class Target:
     storage: tuple[Granularity | None, ...]
 
     def moved(self, model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
-        """The model's weights whose storage changes, and their new one."""
+        """Return {weight: new granularity, or None for a plain tensor} of the weights whose storage changes."""
         pairs = zip(stored_now(model).items(), self.storage, strict=True)
-        return {weight: after for (weight, before), after in pairs if after != before}
+        return {weight: new for (weight, present), new in pairs if new != present}
 
 
 def targets_of(
     model: nn.Module, optimizer: Optimizer, phases: Sequence[Phase], after: Target | None = None
 ) -> tuple[Target, ...]:
-    """What each phase means when they follow one another, after ``after`` or, without one, the present state.
+    """Return the Target of each phase, if they follow one another after the Target ``after`` (None: the present state).
 
     ValueError or TypeError names the phase that is not possible, and says why.
     """
@@ -126,7 +127,7 @@ def targets_of(
     now = stored_now(model)
     if after is not None:
         settings, now = after.settings, dict(zip(now, after.storage, strict=True))
-    found = []
+    targets = []
     for index, phase in enumerate(phases):
         try:
             settings = _settings_of(phase, optimizer, settings)
@@ -139,14 +140,14 @@ def targets_of(
                 raise ValueError("weights change their storage with an optimizer of octavo.optim only")
         except (TypeError, ValueError) as error:
             raise type(error)(f"phase {index}, {phase}: {error}") from None
-        found.append(target)
-    return tuple(found)
+        targets.append(target)
+    return tuple(targets)
 
 
-def _settings_of(phase: Phase, optimizer: Optimizer, before: Settings | None) -> Settings | None:
-    if isinstance(optimizer, CompactOptimizer) and before is not None:
-        moments = before.moments if phase.moments == SAME else optimizer.moments_of(phase.moments)
-        return Settings(moments, before.names, before.master if phase.master == SAME else phase.master)
+def _settings_of(phase: Phase, optimizer: Optimizer, last: Settings | None) -> Settings | None:
+    if isinstance(optimizer, CompactOptimizer) and last is not None:
+        moments = last.moments if phase.moments == SAME else optimizer.moments_of(phase.moments)
+        return Settings(moments, last.names, last.master if phase.master == SAME else phase.master)
     for name in ("moments", "master", "weight_storage"):
         if getattr(phase, name) != SAME:
             raise ValueError(f"{name} changes with an optimizer of octavo.optim only, not {type(optimizer).__name__}")
@@ -156,7 +157,7 @@ def _settings_of(phase: Phase, optimizer: Optimizer, before: Settings | None) ->
 
 
 def fp8_weights(model: nn.Module) -> list[nn.Parameter]:
-    """The weights that products read in FP8, except those of experts."""
+    """Return the weights that products read in FP8, except those of experts."""
     modules = [m for m in model.modules() if isinstance(m, RecipeModule) and not isinstance(m, Grouped)]
     named = (pair for module in modules if not module.recipe.is_high_precision for pair in module.named_parameters())
     return [param for name, param in named if name.rpartition(".")[2] == "weight"]
@@ -164,9 +165,9 @@ def fp8_weights(model: nn.Module) -> list[nn.Parameter]:
 
 def refuse_moves(moved: Iterable[nn.Parameter]) -> None:
     """Raise RuntimeError if DistributedDataParallel has a weight whose storage is to change."""
-    if found := set(moved):
+    if weights := set(moved):
         refuse_ddp(
-            found,
+            weights,
             "DistributedDataParallel keeps the tensors that it was built with, so the storage of weights can't change "
             "under it; use fully_shard (FSDP2), or phases with the same weight_storage",
         )
@@ -179,17 +180,17 @@ def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
     if any(weight is not on_this_rank(weight) for weight in moved):
         gather_anew(model)
 
-    def stored(weight: nn.Parameter) -> None:
+    def put_shard_back(weight: nn.Parameter) -> None:
         if on_this_rank(weight) is not weight:
             take_shards(model, [weight])
 
     if isinstance(optimizer, CompactOptimizer):
         assert target.settings is not None
         if moved or target.settings != optimizer.settings:
-            change(optimizer, target.settings, moved, stored)
+            change(optimizer, target.settings, moved, put_shard_back)
     owned = {weight for group in optimizer.param_groups for weight in group["params"]}
     for weight in moved:
-        if weight not in owned:  # a frozen one, say
+        if weight not in owned:  # such as a frozen weight, which no optimizer has
             store(weight, moved[weight])
-            stored(weight)
+            put_shard_back(weight)
     set_recipe(model, target.phase.recipe)

@@ -35,13 +35,13 @@ class PhasePlan:
     """Bytes of a phase, on this rank.
 
     Attributes:
-        name: its recipe's.
+        name: the name of its recipe.
         parameters: how many elements all weights have.
-        weights: of all weights, with the scales of those in FP8.
-        masters: of what masters keep beside the weights.
+        weights: of all weights, including the scales of weights in FP8.
+        masters: of masters, without the bits that the weights themselves hold.
         moments: of the optimizer's moving averages.
-        gradients: the most that backward has at a time.
-        saved: of what the model's forward saves for backward, by the kinds of nn/saved.py; None without
+        gradients: the most that backward holds at a time.
+        saved: of all tensors that the model's forward saves for backward, by the kinds of nn/saved.py; None without
             example inputs.
 
     Example:
@@ -59,7 +59,7 @@ class PhasePlan:
 
     @property
     def activations(self) -> int | None:
-        """Bytes of all that the model's forward saves for backward; None where it was not asked for."""
+        """Bytes of all tensors that the model's forward saves for backward; None without example inputs."""
         return None if self.saved is None else sum(self.saved.values())
 
     @property
@@ -75,10 +75,10 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What each phase takes; ``str()`` of it is a table. A recovery's phase is the last.
+    """The bytes of each phase of a schedule; ``str()`` of it is a table. A recovery's phase is the last.
 
     Attributes:
-        phases: a PhasePlan for each, in order.
+        phases: a PhasePlan of each phase, in order.
 
     Example:
         >>> from octavo import nn, optim, recipes, schedule
@@ -117,19 +117,19 @@ def plan_of(
     budget: int | None,
     inputs: tuple[Any, ...] | None,
 ) -> Plan:
-    """PrecisionSchedule.plan of these phases."""
-    found: list[PhasePlan] = []
+    """Return PrecisionSchedule.plan of these phases; BudgetError if one takes more than ``budget`` bytes."""
+    plans: list[PhasePlan] = []
     for index, target in enumerate(targets):
         saved = None if inputs is None else predicted_by_kind(model, inputs, change=partial(_put_into, target))
         phase = _phase_plan(model, optimizer, target, saved)
         if budget is not None and phase.total > budget:
-            way = _cheapest(model, optimizer, target, targets[index - 1] if index else None, phase, budget)
+            remedy = _cheapest(model, optimizer, target, targets[index - 1] if index else None, phase, budget)
             raise BudgetError(
                 f"phase {index}, {target.phase}, takes {_mib(phase.total)}, {_mib(phase.total - budget)} more than the "
-                f"budget of {_mib(budget)}; {way}"
+                f"budget of {_mib(budget)}; {remedy}"
             )
-        found.append(phase)
-    return Plan(tuple(found))
+        plans.append(phase)
+    return Plan(tuple(plans))
 
 
 def _put_into(target: Target, twin: nn.Module) -> None:
@@ -146,13 +146,13 @@ def _phase_plan(model: nn.Module, optimizer: Optimizer, target: Target, saved: M
     for param in model.parameters():
         local = states.local(param.detach())
         stored = blank(local, storage[param], "meta") if param in storage else torch.empty_like(local, device="meta")
-        kept = target.settings if param in trained and param.requires_grad else None
-        if kept is not None and isinstance(optimizer, CompactOptimizer):
-            kept = kept.only(optimizer.names_of(trained[param]))
+        form = target.settings if param in trained and param.requires_grad else None
+        if form is not None and isinstance(optimizer, CompactOptimizer):
+            form = form.only(optimizer.names_of(trained[param]))
         weights += states.bytes_of([stored.qdata, stored.scale_inv] if isinstance(stored, StoredWeight) else [stored])
-        if kept is not None:
-            masters += states.bytes_of(master_of(nn.Parameter(stored, False), kept.master).new_state(stored).values())
-            moments += states.bytes_of(states.new_moments(kept.moments_of(param), stored).values())
+        if form is not None:
+            masters += states.bytes_of(master_of(nn.Parameter(stored, False), form.master).new_state(stored).values())
+            moments += states.bytes_of(states.new_moments(form.moments_of(param), stored).values())
         parameters += local.numel()
         if param in trained and not isinstance(optimizer, CompactOptimizer):
             moments += _torch_moments(optimizer, param)
@@ -161,7 +161,7 @@ def _phase_plan(model: nn.Module, optimizer: Optimizer, target: Target, saved: M
 
 
 def _gradients(model: nn.Module, optimizer: Optimizer) -> int:
-    """The most bytes of gradients at a time: all, or those that wait for an update in backward and the largest one."""
+    """Return the most bytes of gradients at a time: of all, or of those that wait for their update and the largest."""
     sizes = [0]
     coded = getattr(optimizer, "gradient_storage", None) is not None
     for param in model.parameters():
@@ -175,7 +175,7 @@ def _gradients(model: nn.Module, optimizer: Optimizer) -> int:
 
 
 def _torch_moments(optimizer: Optimizer, param: nn.Parameter) -> int:
-    """Bytes that an optimizer of torch's keeps for a parameter."""
+    """Return the bytes that an optimizer of torch's keeps for a parameter."""
     if state := optimizer.state.get(param):
         return states.bytes_of(value for value in state.values() if isinstance(value, Tensor))
     group = next(group for group in optimizer.param_groups if any(param is other for other in group["params"]))
@@ -192,25 +192,25 @@ def _torch_moments(optimizer: Optimizer, param: nn.Parameter) -> int:
 
 
 def _cheapest(
-    model: nn.Module, optimizer: Optimizer, target: Target, before: Target | None, phase: PhasePlan, budget: int
+    model: nn.Module, optimizer: Optimizer, target: Target, previous: Target | None, phase: PhasePlan, budget: int
 ) -> str:
-    """A sentence on the change to a phase that fits the budget and gives up least."""
-    given = target.settings
-    if given is None or not isinstance(optimizer, CompactOptimizer):
+    """Return a sentence on the change to a phase that fits the budget and gives up least."""
+    wanted = target.settings
+    if wanted is None or not isinstance(optimizer, CompactOptimizer):
         return "nothing but its recipe is the schedule's to change: train on smaller batches, or with octavo.optim"
-    if before is not None and before.settings is not None:
-        last, storage = before.settings, target.storage
+    if previous is not None and previous.settings is not None:
+        last, storage = previous.settings, target.storage
         ways = {
-            "leave moments as they were, and promote the master alone": (last._replace(master=given.master), storage),
+            "leave moments as they were, and promote the master alone": (last._replace(master=wanted.master), storage),
             "leave masters as they were, and promote the moments alone": (
-                last._replace(moments=given.moments),
+                last._replace(moments=wanted.moments),
                 storage,
             ),
             "leave moments and masters as they were": (last, storage),
-            f"only compute in {phase.name}, which takes no memory for parameters": (last, before.storage),
+            f"only compute in {phase.name}, which takes no memory for parameters": (last, previous.storage),
         }
     else:
-        low, middle = (given._replace(moments=optimizer.moments_of(kind)) for kind in ("fp8", "bf16"))
+        low, middle = (wanted._replace(moments=optimizer.moments_of(kind)) for kind in ("fp8", "bf16"))
         ways = {
             "moments='bf16'": (middle, target.storage),
             "moments='fp8'": (low, target.storage),

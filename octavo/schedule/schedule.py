@@ -78,57 +78,57 @@ class Recovery:
 
 
 class LossWatch:
-    """The losses and faults that a Recovery decides by, kept on the device of the losses."""
+    """The losses and faults by which a Recovery decides, on the device of the losses."""
 
     def __init__(self, policy: Recovery) -> None:
         self.policy = policy
         self.losses = torch.full((policy.window,), math.nan, dtype=torch.float32, device="cpu")
-        self.seen = torch.zeros((), dtype=torch.int64, device="cpu")  # how many losses were no faults
+        self.seen = torch.zeros((), dtype=torch.int64, device="cpu")  # how many losses were not faulty
         self.faults = torch.zeros((), dtype=torch.int32, device="cpu")  # bits of FAULTS, since the last reading
         self._step: tuple[Tensor, Tensor, Tensor] | None = None  # (loss, its bits of FAULTS, those of the gradients)
 
     def look(self, loss: Tensor, largest: Tensor, spikes: bool) -> Tensor:
-        """Whether a step is faulty, as one float32 on the device, without waiting for it.
+        """Return whether a step is faulty, 1.0 or 0.0, as a float32 on the device, without waiting for it.
 
         ``loss``: the same on all ranks; ``largest``: the largest absolute value of all gradients, NaN if one is NaN.
         """
         loss = loss.detach().float().reshape(())
         self.losses, self.seen, self.faults = (x.to(loss.device) for x in (self.losses, self.seen, self.faults))
-        of_loss = torch.where(torch.isfinite(loss), 0, FINITE)
+        loss_faults = torch.where(torch.isfinite(loss), 0, FINITE)
         if spikes and self.policy.spike is not None:
-            of_loss = of_loss | torch.where(self._score(loss) > self.policy.spike, SPIKE, 0)
-        of_gradients = torch.where(torch.isfinite(largest.to(loss)), 0, FINITE)
-        self._step = loss, of_loss.to(torch.int32), of_gradients.to(torch.int32)
-        return ((of_loss | of_gradients) != 0).float()
+            loss_faults = loss_faults | torch.where(self._score(loss) > self.policy.spike, SPIKE, 0)
+        gradient_faults = torch.where(torch.isfinite(largest.to(loss)), 0, FINITE)
+        self._step = loss, loss_faults.to(torch.int32), gradient_faults.to(torch.int32)
+        return ((loss_faults | gradient_faults) != 0).float()
 
     def count(self, is_scaled: bool) -> None:
-        """Count what ``look`` found in the step, which is over.
+        """Add the faults that ``look`` saw in the step, or its loss if there are none, once the step is over.
 
-        ``is_scaled``: a GradScaler has scaled the gradients. Then an overflow is no fault, but how it finds its scale.
+        ``is_scaled``: a GradScaler has scaled the gradients. Then an overflow is no fault: the scaler lowers its scale.
         """
         if self._step is None:
             raise RuntimeError("with a recovery, observe(loss) belongs before each optimizer.step()")
-        loss, found, of_gradients = self._step
+        loss, faults, gradient_faults = self._step
         self._step = None
-        found = found if is_scaled else found | of_gradients
-        self.faults |= found
-        is_good = found == 0
+        faults = faults if is_scaled else faults | gradient_faults
+        self.faults |= faults
+        is_good = faults == 0
         place = torch.arange(self.policy.window, device=loss.device) == self.seen % self.policy.window
         self.losses = torch.where(place & is_good, loss, self.losses)
         self.seen = self.seen + is_good
 
     def read(self) -> int:
-        """The faults since the last reading; waits for the device."""
-        found = int(self.faults)
+        """Return the faults since the last reading, as bits of FAULTS; waits for the device."""
+        faults = int(self.faults)
         self.faults.zero_()
-        return found
+        return faults
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint saves of the watch."""
+        """Return the losses and counts that a checkpoint saves."""
         return {"losses": self.losses.cpu(), "seen": int(self.seen), "faults": int(self.faults)}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load what ``state`` returned."""
+        """Load a dict that ``state`` returned."""
         if state["losses"].shape != self.losses.shape:
             raise ValueError(f"the state is of window={len(state['losses'])}, not {len(self.losses)}")
         self.losses = state["losses"].clone()
@@ -136,15 +136,15 @@ class LossWatch:
         self.faults = torch.tensor(state["faults"], dtype=torch.int32, device="cpu")
 
     def _score(self, loss: Tensor) -> Tensor:
-        """How many robust standard deviations a loss is above the median; 0 before half a window was seen."""
+        """Return by how many robust standard deviations a loss exceeds the median; 0 until half a window is filled."""
         median = self.losses.nanmedian()
         deviation = DEVIATIONS * (self.losses - median).abs().nanmedian()
         deviation = torch.maximum(deviation, LEAST * median.abs())
         return torch.where(self.seen * 2 >= self.policy.window, (loss - median) / deviation, 0.0)
 
 
-RESOLUTION_EVERY = 10  # steps whose updates are summed; the host reads their ratio as many steps later, without a wait
-COUNTERS = "steps tokens index _recovering _recoveries _rescued _highest_lr _highest_ratio".split()  # of the state
+RESOLUTION_EVERY = 10  # steps whose updates are summed; the host reads their ratio as many steps later, without waiting
+COUNTERS = "steps tokens index _recovering _recoveries _rescued _highest_lr _highest_ratio".split()  # in state_dict
 _logger = logging.getLogger("octavo")
 
 
@@ -155,7 +155,7 @@ class Switch:
     Attributes:
         step: optimizer steps done before it.
         phase: index of the phase that began; -1 for a recovery's.
-        name: of its recipe.
+        name: the name of its recipe.
         reason: why it began.
 
     Example:
@@ -182,13 +182,13 @@ class PrecisionSchedule:
     Args:
         model: a converted model.
         optimizer: of the model's parameters. With one of torch's only recipes can change.
-        phases: the first without a trigger, each other with one; they begin in this order.
+        phases: the first without a trigger, all others with one; they begin in this order.
         recovery: what to do about faults; with it, call ``observe(loss)`` before every ``optimizer.step()``.
 
     Attributes:
-        steps: how many were counted.
-        tokens: how many were counted.
-        index: that of the phase; during a recovery that of the phase to which it returns.
+        steps: how many optimizer steps were counted.
+        tokens: how many tokens were counted.
+        index: the present phase's; during a recovery that of the phase to which training returns.
         switches: all Switches so far.
 
     Raises:
@@ -216,15 +216,15 @@ class PrecisionSchedule:
         _check_order(self.phases)
         self.steps = self.tokens = self.index = 0
         self.switches: list[Switch] = []
-        self._recovering = self._recoveries = 0  # steps left of a recovery (-1: all), how many recoveries there were
+        self._recovering = self._recoveries = 0  # steps left of a recovery (-1: no end), number of recoveries
         self._rescued = 0  # the phase that the last recovery interrupted
         self._highest_lr = self._highest_ratio = 0.0
         self._watch: LossWatch | None = None
-        self.left_out: Tensor | None = None  # not 0 if the step last observed is left out
-        self._faulty = False  # whether torch's optimizer has to leave this step out
-        self._left_out = False  # whether a GradScaler has left this step out, or may
+        self.left_out: Tensor | None = None  # on the device; not 0 if the step last observed is skipped
+        self._faulty = False  # whether torch's optimizer must skip this step
+        self._left_out = False  # whether a GradScaler has skipped this step, or may
         self._targets = targets_of(model, optimizer, self.phases)
-        self._rescues: list[Target] = []  # what the recovery's phase means after each phase
+        self._rescues: list[Target] = []  # the recovery's Target after each phase
         if recovery is not None:
             if getattr(optimizer, "in_backward", None) is not None:
                 raise ValueError("a recovery decides by the loss and all gradients; remove() update_in_backward")
@@ -241,8 +241,8 @@ class PrecisionSchedule:
         refuse_moves(weight for target in to_come for weight in target.moved(self.model))
 
     def _before_step(self) -> None:
-        """A hook before each optimizer step; that it runs shows that no GradScaler has skipped the step."""
-        self._left_out = getattr(self.optimizer, "found_inf", None) is not None  # then the optimizer may skip it itself
+        """Clear a faulty step's gradients; runs before each optimizer step that no GradScaler skips."""
+        self._left_out = getattr(self.optimizer, "found_inf", None) is not None  # the optimizer itself may skip it
         if self._faulty:
             self.optimizer.zero_grad()
 
@@ -258,7 +258,7 @@ class PrecisionSchedule:
         Gradients that a GradScaler has scaled may overflow: that is no fault, and the scaler handles it.
 
         Args:
-            loss: of the step, over all its micro-batches; under torch.distributed this rank's.
+            loss: the step's loss, over all its micro-batches; under torch.distributed this rank's.
         """
         if self._watch is None:
             raise RuntimeError("the schedule has no recovery: PrecisionSchedule(..., recovery=Recovery(...))")
@@ -266,14 +266,14 @@ class PrecisionSchedule:
         gradients = [param.grad for param in params if param.grad is not None]
         if not gradients:
             raise RuntimeError("observe(loss) belongs between backward and optimizer.step(): there are no gradients")
-        mean = Ranks.of_process().mean(loss.detach().float())
-        # in a recovery the loss may stay as high as it jumped
-        self.left_out = found = self._watch.look(mean, largest(gradients), spikes=not self._recovering)
+        mean_loss = Ranks.of_process().mean(loss.detach().float())
+        # in a recovery the loss may stay at the height of its spike
+        self.left_out = is_faulty = self._watch.look(mean_loss, largest(gradients), spikes=not self._recovering)
         self._left_out = True
         if isinstance(self.optimizer, CompactOptimizer):
-            self.optimizer.skip = found
+            self.optimizer.skip = is_faulty
         else:
-            self._faulty = bool(found)
+            self._faulty = bool(is_faulty)
 
     def step(self, tokens: int = 0) -> None:
         """Count an optimizer step, and begin the next phase if it is time.
@@ -284,7 +284,7 @@ class PrecisionSchedule:
         if self._watch is not None:
             self._watch.count(is_scaled=self._left_out)
         if not self.steps:
-            self._refuse_ddp()  # DistributedDataParallel may have wrapped the model since
+            self._refuse_ddp()  # DistributedDataParallel may have wrapped the model since __init__
         self.steps += 1
         self.tokens += tokens
         self._faulty = False
@@ -293,8 +293,8 @@ class PrecisionSchedule:
         waits = self._awaits("when_lr_below")
         rate = max(float(group["lr"]) for group in self.optimizer.param_groups) if waits else 0.0
         self._highest_lr = max(self._highest_lr, rate)
-        measured = getattr(self.optimizer, "resolution", None)
-        ratio = None if measured is None or self.steps % RESOLUTION_EVERY else measured.next_ratio()
+        resolution = getattr(self.optimizer, "resolution", None)
+        ratio = None if resolution is None or self.steps % RESOLUTION_EVERY else resolution.next_ratio()
         self._highest_ratio = max(self._highest_ratio, ratio or 0.0)
         while self.index + 1 < len(self.phases) and (reason := self._reason(self.phases[self.index + 1], rate, ratio)):
             self.index += 1
@@ -304,7 +304,7 @@ class PrecisionSchedule:
         self._recover()
 
     def _reason(self, phase: Phase, rate: float, ratio: float | None) -> str:
-        """Why a phase begins now; "" if it does not."""
+        """Return why a phase begins now; "" if it does not."""
         assert phase.trigger is not None
         limit = getattr(phase, phase.trigger)
         match phase.trigger:
@@ -337,7 +337,7 @@ class PrecisionSchedule:
             self._rescued = self.index
             for module in self.model.modules():
                 if isinstance(module, RecipeModule):
-                    module.reset_delayed_state()  # which may have amaxes of a faulty step
+                    module.reset_delayed_state()  # it may hold amaxes of a faulty step
             reason = " and ".join(text for bit, text in FAULTS.items() if faults & bit)
             again = f", after {policy.attempts} recoveries" if for_good else ""
             self._enter(self._rescues[self.index], -1, reason + again)
@@ -359,7 +359,7 @@ class PrecisionSchedule:
             self.optimizer.measure(Resolution(fp8_weights(self.model)) if waits else None)
 
     def plan(self, budget_bytes: int | None = None, example_inputs: Iterable[Any] | None = None) -> Plan:
-        """The bytes of each phase: of weights, masters, moments, gradients and of what forward saves.
+        """Return the bytes of each phase: of weights, masters, moments, gradients and tensors that forward saves.
 
         Nothing is computed and no memory is taken: the model runs on tensors without data.
 
@@ -374,14 +374,14 @@ class PrecisionSchedule:
         return plan_of(self.model, self.optimizer, (*self._targets, *self._rescues[:1]), budget_bytes, inputs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule's state as numbers, strings and small tensors, for a checkpoint."""
-        measured = getattr(self.optimizer, "resolution", None)
+        """Return the schedule's state as numbers, strings and small tensors, for a checkpoint."""
+        resolution = getattr(self.optimizer, "resolution", None)
         return {
             **{name.lstrip("_"): getattr(self, name) for name in COUNTERS},
             "phases": [repr(phase) for phase in self.phases],
             "switches": [asdict(switch) for switch in self.switches],
             "watch": None if self._watch is None else self._watch.state(),
-            "resolution": None if measured is None else measured.state(),
+            "resolution": None if resolution is None else resolution.state(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -397,14 +397,14 @@ class PrecisionSchedule:
             raise ValueError("the state was saved with a recovery and the schedule has none, or the other way round")
         for name in COUNTERS:
             setattr(self, name, state_dict[name.lstrip("_")])
-        self.switches = [Switch(**found) for found in state_dict["switches"]]
+        self.switches = [Switch(**fields) for fields in state_dict["switches"]]
         target = self._rescues[self._rescued] if self._recovering else self._targets[self.index]
         switch(self.model, self.optimizer, target)
         if self._watch is not None:
             self._watch.load(state_dict["watch"])
         self._measure()
-        if (measured := getattr(self.optimizer, "resolution", None)) is not None:
-            measured.load(state_dict["resolution"])
+        if (resolution := getattr(self.optimizer, "resolution", None)) is not None:
+            resolution.load(state_dict["resolution"])
 
 
 def _check_order(phases: Sequence[Phase]) -> None:
@@ -413,9 +413,9 @@ def _check_order(phases: Sequence[Phase]) -> None:
     if phases[0].trigger is not None:
         raise ValueError(f"phase 0, {phases[0]}: the first begins at once, so it takes no {phases[0].trigger}")
     for name in ("from_step", "from_tokens"):
-        given = [getattr(phase, name) for phase in phases if getattr(phase, name) is not None]
-        if any(later <= earlier for earlier, later in itertools.pairwise(given)):
-            raise ValueError(f"phases begin one after the other, but {name} is {', '.join(map(str, given))}")
+        values = [getattr(phase, name) for phase in phases if getattr(phase, name) is not None]
+        if any(later <= earlier for earlier, later in itertools.pairwise(values)):
+            raise ValueError(f"phases begin one after the other, but {name} is {', '.join(map(str, values))}")
     for index, phase in enumerate(phases[1:], 1):
         if phase.trigger is None:
             raise ValueError(f"phase {index}, {phase}: needs from_step, from_tokens or another trigger")

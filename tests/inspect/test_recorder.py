@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import E4M3, E5M2, Cast, Delayed, Dynamic, PerTensor, recipes
 from octavo.inspect.record import np as lazy_numpy
-from octavo.inspect.recorder import Recorder, kept, severities
+from octavo.inspect.recorder import Recorder, arrays_of, severities
 from octavo.inspect.report import to_json
 from octavo.inspect.rows import Row
 from octavo.kernels.arguments import EXPONENTS, EXTREMES, SUMS
@@ -224,13 +224,13 @@ def test_sums_the_worst_and_tokens_are_kept() -> None:
     counts[:, 0] = [800, 0, 400, 50, 400, 0, 200]  # elements: tokens are those of the gradient, which is cast once
     counts[[0, 2], SUMS.index("flushed")] = 100
     counts[6, SUMS.index("nonfinite")] = 1
-    found = kept(rows, counts, extremes)
+    found = arrays_of(rows, counts, extremes)
     np.testing.assert_allclose(found["sums"][:, 0], [1200, 50, 600])
     np.testing.assert_allclose(found["exponents"][0], counts[:3, len(SUMS) :].sum(0), rtol=1e-6)
     np.testing.assert_allclose(found["extremes"][2], extremes[4:].max(0))
     assert found["worst"].tolist() == [[2, 2], [2, 1]] and found["tokens"].tolist() == [20, 0, 10]
     np.testing.assert_allclose(found["worst_sums"], counts[[2, 6], : len(SUMS)])
-    assert "worst" not in kept([PLAIN], counts[:1], extremes[:1])
+    assert "worst" not in arrays_of([PLAIN], counts[:1], extremes[:1])
 
 
 def test_severities_are_times_the_limits() -> None:
