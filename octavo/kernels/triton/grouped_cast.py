@@ -323,7 +323,7 @@ def cast_group_blocks_kernel(
 
 
 class _GroupedSource(NamedTuple):
-    """What kernels of a grouped cast read, and its groups."""
+    """The input that kernels of a grouped cast read, and its groups."""
 
     inputs: CastInput
     groups: GroupsOnDevice
