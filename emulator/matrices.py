@@ -87,13 +87,8 @@ def accumulator(threads: int, registers: int) -> tuple[np.ndarray, np.ndarray]:
 
 def fragment(registers: np.ndarray, element: str, rows: int, depth: int) -> np.ndarray:
     """Return mma.sync's a or b, [warps, rows, K], of which each lane holds registers [warps, 32, registers]."""
-    row, k, half, per_register = (
-        np.arange(rows)[:, None],
-        np.arange(depth),
-        depth // 2,
-        depth // 8,
-    )  # elements of a register
-    place = row % 8 * 4 + k % half // per_register, row // 8 + k // half * (rows // 8), k % per_register
+    row, k, half, size = np.arange(rows)[:, None], np.arange(depth), depth // 2, depth // 8  # elements of a register
+    place = row % 8 * 4 + k % half // size, row // 8 + k // half * (rows // 8), k % size
     return values_of(registers[..., None].view(np.uint8), element)[:, *place]
 
 

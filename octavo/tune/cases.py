@@ -307,14 +307,9 @@ def update(
     for number, moment in enumerate(moments):
         state |= moment.new_state(str(number), weight.shape, weight.device)
     stored = tuple(moment.for_kernel(str(number), state) for number, moment in enumerate(moments))
-    master_for_kernel = form.for_kernel(as_matrix(weight), state, scale_inv)
+    kernel_master = form.for_kernel(as_matrix(weight), state, scale_inv)
     return WeightUpdate(
-        master_for_kernel,
-        stored,
-        torch.empty(shape, dtype=grad),
-        torch.zeros((), dtype=torch.float32),
-        BitNumbers(1),
-        0,
+        kernel_master, stored, torch.empty(shape, dtype=grad), torch.zeros((), dtype=torch.float32), BitNumbers(1), 0
     )
 
 
