@@ -1,4 +1,4 @@
-"""Instructions that compute a lane's result from its operands, and those in which a warp's lanes see each other."""
+"""Compute a lane's result from its operands, and execute instructions in which a warp's lanes see each other."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ OPERATORS |= {"min": np.minimum, "max": np.maximum, "div": np.divide, "sqrt": np
 
 
 def _rounded(name: str, *kind: str) -> Function:
-    """An operator's result, rounded by NumPy as IEEE 754 asks, with the canonical NaN."""
+    """Return an operator, rounded by NumPy as IEEE 754 asks, with the canonical NaN."""
     function = OPERATORS[name]
     return lambda *values: canonical(function(*values))
 
 
 def _least_magnitude(a: Any, b: Any) -> Any:
-    """NaN if one is, with the product's sign."""
-    found = extreme(np.abs(a), np.abs(b), True, True)
-    return found.view(U32) | np.where(found != found, U32(0), (a.view(U32) ^ b.view(U32)) & U32(1 << 31))
+    """Return the lesser magnitude with the product's sign; NaN if a or b is one."""
+    magnitude = extreme(np.abs(a), np.abs(b), True, True)
+    return magnitude.view(U32) | np.where(magnitude != magnitude, U32(0), (a.view(U32) ^ b.view(U32)) & U32(1 << 31))
 
 
 def _signs(name: str, bits: str) -> Function:
-    """abs, neg and copysign only move sign bits, and so keep NaN as it is."""
+    """Return abs, neg or copysign, which only move sign bits, and so keep NaN as it is."""
     sign = UNSIGNED[int(bits)](1 << (int(bits) - 1))
     if name == "copysign":
         return lambda a, b: (a & sign) | (b & ~sign)
@@ -47,8 +47,8 @@ elementwise("fma.rn.f32.(bf16|f16)", "f32 {0} {0} f32", lambda kind: numbers.fma
 
 
 def _extremes(name: str, nan: str = "") -> Function:
-    """Of two numbers, or on Blackwell three."""
-    return lambda *given: functools.reduce(lambda a, b: extreme(a, b, name == "min", bool(nan)), given)
+    """Return the min or max of two numbers, or on Blackwell of three."""
+    return lambda *operands: functools.reduce(lambda a, b: extreme(a, b, name == "min", bool(nan)), operands)
 
 
 elementwise("(min|max)(.NaN)?.f32", "f32 f32 f32 f32?", _extremes)
@@ -76,7 +76,7 @@ NARROW: dict[str, Function] = {
 
 
 def _pair(name: str) -> Function:
-    """Two float32 to narrower ones in one register; the first is the upper."""
+    """Return the conversion of two float32 to narrower ones in one register; the first is the upper."""
     return lambda high, low: NARROW[name](np.stack(np.broadcast_arrays(low, high), -1).reshape(-1))
 
 
@@ -97,23 +97,23 @@ elementwise("cvt.([su](?:8|16|32|64)).([su](?:8|16|32|64))", "{0} {1}", _to)
 
 
 def _quotient(a: Any, b: Any) -> Any:
-    """Toward zero; by zero all bits."""
+    """Return a / b, toward zero; by zero all bits."""
     safe = np.where(b == 0, np.ones_like(b), b)
     return np.where(b == 0, ~np.zeros_like(b), (a - np.fmod(a, safe)) // safe)
 
 
 def _product(kind: str) -> Function:
-    """All of it, in a type of twice the bits."""
+    """Return the whole product, in a type of twice the bits."""
     return lambda a, b: np.multiply(a, b, dtype=TYPES[f"{kind}w"])
 
 
 def _shift(name: str, kind: str) -> Function:
-    """By up to all bits; signed ones to the right bring in the sign."""
+    """Return a shift by up to all bits; signed numbers to the right bring in the sign."""
     move, dtype, bits = operator.rshift if name == "shr" else operator.lshift, TYPES[kind], int(kind[1:])
 
     def shift(a: Any, by: Any) -> Any:
-        found = move(a, np.minimum(by, U32(bits - 1)).astype(dtype))
-        return found if kind[0] == "s" else np.where(by >= bits, dtype(0), found)
+        shifted = move(a, np.minimum(by, U32(bits - 1)).astype(dtype))
+        return shifted if kind[0] == "s" else np.where(by >= bits, dtype(0), shifted)
 
     return shift
 
@@ -135,13 +135,13 @@ elementwise(f"(shr).{INTEGER}", "{1} {1} u32", _shift)
 
 
 def _extracted(sign: str) -> Function:
-    """``length`` bits from ``start`` of 32; those beyond the number are its highest, or of unsigned ones 0."""
+    """Return bfe: ``length`` bits from ``start`` of 32; bits beyond the number are its highest, or if unsigned 0."""
 
     def extract(value: Any, start: Any, length: Any) -> Any:
         start, length = np.minimum(start & U32(255), U32(32)), np.minimum(length & U32(255), U32(32))
         left = U32(64) - start - length  # above the field, of 64 bits
-        found = (value.astype(TYPES[f"{sign}64"]) << left) >> (U32(64) - length)
-        return np.where(length == 0, 0, found).astype(TYPES[f"{sign}32"])
+        field = (value.astype(TYPES[f"{sign}64"]) << left) >> (U32(64) - length)
+        return np.where(length == 0, 0, field).astype(TYPES[f"{sign}32"])
 
     return extract
 
@@ -176,7 +176,7 @@ elementwise("selp.[bf](16|32|64)", "b{0} b{0} b{0} pred", lambda bits: lambda a,
 
 
 def _compared(name: str, unordered: str, kind: str) -> Function:
-    """A comparison of floats: false for NaN, or true where its name ends with u."""
+    """Return a comparison of floats: false for NaN, or true where its name ends with u."""
     function = OPERATORS[name]
     if unordered:
         return lambda a, b: function(a, b) | (a != a) | (b != b)
@@ -198,7 +198,7 @@ elementwise("mov.[bu](16|32|64)", "b{0}/ b{0}/", lambda bits: lambda held: held.
 @instruction("shfl.sync.(bfly|idx).b32", "b32 b32 u32 31 u32")
 @instruction("shfl.sync.(up).b32", "b32 b32 u32 0 u32")
 def shuffle(threads: Threads, mode: str, values: np.ndarray, by: np.ndarray, members: np.ndarray) -> np.ndarray:
-    """Another lane's value."""
+    """Return another lane's value."""
     lanes, lane = threads.warps(members), np.arange(32, dtype=U32)
     step = by[lanes] & U32(31)
     other = {"bfly": lane ^ step, "idx": step, "up": np.where(lane < step, lane, lane - step)}[mode]
@@ -218,20 +218,20 @@ REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {  # of [warps, 32]
 @instruction("redux.sync.(add|min|max).([su]32)", "{1} {1} u32")
 @instruction("redux.sync.(max.f32|max.abs.f32)", "f32 f32 u32")
 @instruction("vote.sync.(ballot).b32", "b32 pred u32")
-def reduce_warp(threads: Threads, name: str, *given: Any) -> np.ndarray:
-    """One number of a warp's, which all of its lanes get."""
-    values, members = given[-2:]
+def reduce_warp(threads: Threads, name: str, *operands: Any) -> np.ndarray:
+    """Return one number of a warp's lanes to all of them."""
+    values, members = operands[-2:]
     return np.repeat(REDUCTIONS[name](values[threads.warps(members)]), 32)
 
 
 @instruction("bar.warp.sync", "- u32")
 def meet_in_warp(threads: Threads, members: np.ndarray) -> None:
-    """A barrier of a warp's lanes, which run together: all are there."""
+    """Meet at a barrier of a warp's lanes, which run together: all are there."""
     threads.warps(members)
 
 
 @instruction("elect.sync", "u32|pred u32")
 def elect(threads: Threads, members: np.ndarray) -> np.ndarray:
-    """The lowest lane."""
+    """Elect the lowest lane."""
     threads.warps(members)
     return np.stack([np.zeros(threads.count, U32), threads.lane == 0], 1)

@@ -17,18 +17,18 @@ from emulator.values import BITS, TYPES, U32, UNSIGNED, from_bf16
 
 Mask = Any  # bool [lanes], or None for all
 Read = Callable[["Threads"], Any]
-PAUSE = "pause"  # what a closure returns where other warps may run first
+PAUSE = "pause"  # returned by a closure after which other warps may run first
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a launch runs.
+    """A launch's options.
 
     Args:
         schedule: "together": all threads of all programs, the least advanced first, so that branches meet again;
             "programs" or "warps": each program, or warp (of kernels with wgmma each warpgroup), alone until a barrier
             or an atomic, in a random order, of some programs.
-        seed: of that order and of the order in which lanes of one atomic come.
+        seed: of that order and of the order of the lanes in an atomic.
         counts: count sectors, wavefronts and instructions.
         approximation: where approximate functions land, from -1 to 1 times their largest error from the exact value.
         most: instructions of a launch, or of a warp, before it counts as one that does not end.
@@ -42,7 +42,7 @@ class Options:
 
 
 class Launch:
-    """What all threads of a launch share, and what was counted."""
+    """Everything that the threads of a launch share: memory, parameters, counts and products under way."""
 
     def __init__(
         self, program: Program, programs: int, values: list[bytes], shared: int, memory: GlobalMemory, options: Options
@@ -63,8 +63,8 @@ class Threads:
     """Lanes that execute one instruction at a time, each an element of every register.
 
     Attributes:
-        program: [lanes] which of the grid each lane is of, ``thread`` [lanes] its number there.
-        one, mask: the instruction that they execute, and who does.
+        program: [lanes] the program of each lane, ``thread`` [lanes] its number there.
+        one, mask: the instruction that they execute, and the lanes that do.
         begun: asynchronous work, by "cp.async" and "wgmma": groups of (what ends it, registers that it will write), the
             last of them not committed yet.
         under_way: registers that a product will write; nobody may use them before a wait.
@@ -75,9 +75,9 @@ class Threads:
         self.launch, self.program, self.thread, self.count = launch, program, thread, thread.size
         unset = {bits: np.full(self.count, 0xA5A5A5A5A5A5A5A5 & ((1 << bits) - 1), UNSIGNED[bits]) for bits in UNSIGNED}
         self.registers: list[Any] = [unset[bits] for bits in launch.program.registers]
-        known = {"tid.x": thread, "ctaid.x": program, "nctaid.x": np.full(self.count, launch.programs)}
+        special_values = {"tid.x": thread, "ctaid.x": program, "nctaid.x": np.full(self.count, launch.programs)}
         for name, number in launch.program.special.items():
-            self.registers[number] = known[name].astype(U32)
+            self.registers[number] = special_values[name].astype(U32)
         self.lane = thread % 32
         self.warp = program * (launch.program.threads // 32) + thread // 32
         self.one, self.mask = launch.program.instructions[0], None
@@ -86,19 +86,19 @@ class Threads:
         self.waits: set[int] = set()
 
     def active(self) -> np.ndarray:
-        """The mask as an array."""
+        """Return the mask as an array."""
         return np.ones(self.count, bool) if self.mask is None else self.mask
 
     def lanes(self) -> np.ndarray:
-        """The numbers of those that take part."""
+        """Return the numbers of the lanes that take part."""
         return np.arange(self.count) if self.mask is None else np.flatnonzero(self.mask)
 
     def warps(self, members: Any = None, size: int = 32) -> np.ndarray:
-        """Lanes [warps, 32] of the warps, or warpgroups, that take part, all of each; ``members`` have to name them."""
-        there = self.active().reshape(-1, size)
-        if (there.any(1) != there.all(1)).any():
+        """Return lanes [warps, 32] of the warps, or warpgroups, that take part, whole; ``members`` have to name all."""
+        taking_part = self.active().reshape(-1, size)
+        if (taking_part.any(1) != taking_part.all(1)).any():
             raise Fault(f"lanes are missing: {self.one}")
-        lanes = np.flatnonzero(there.all(1))[:, None] * size + np.arange(size)
+        lanes = np.flatnonzero(taking_part.all(1))[:, None] * size + np.arange(size)
         if members is not None and (members[lanes] != U32(0xFFFFFFFF)).any():
             raise self.one.unsupported("some of a warp's lanes:")
         return lanes
@@ -108,15 +108,15 @@ class Threads:
 
 
 def wide(values: Any, count: int) -> np.ndarray:
-    """An operand's value for each lane."""
+    """Return an operand's value for each lane."""
     return values if np.ndim(values) and len(values) == count else np.full(count, values)
 
 
 def reader(one: Instruction, operand: Any, kind: str) -> Read:
-    """How to read an operand as a type: a function of the threads that gives an array, or a scalar for all lanes.
+    """Return a function of the threads that reads an operand as a type: an array, or a scalar for all lanes.
 
-    A packed type's array has all elements, a lane's in order; bf16 comes as float32; a vector's is [lanes, parts];
-    of ``[]`` it has addresses, int64.
+    A packed type's array has all elements, each lane's in order; bf16 comes as float32; a vector is [lanes, parts];
+    ``[]`` is addresses, int64.
     """
     if kind == "[]":
         if not isinstance(operand, Address):
@@ -146,7 +146,7 @@ def reader(one: Instruction, operand: Any, kind: str) -> Read:
 def write(threads: Threads, mask: Mask, target: Any, values: Any) -> None:
     """Write values of any dtype, by their bits, to a register; narrower signed ones by their sign.
 
-    They are of all lanes, or of those of the mask, or one for all; a vector takes them a lane's parts in order.
+    Values are for all lanes, for those of the mask, or one for all; for a vector each lane's parts are in order.
     """
     if target == SINK:
         return
@@ -170,7 +170,7 @@ def write(threads: Threads, mask: Mask, target: Any, values: Any) -> None:
 
 
 def items(operand: Any) -> list[Any]:
-    """A vector's parts, or the operand alone."""
+    """Return a vector's parts, or the operand alone."""
     return operand if isinstance(operand, list) else [operand]
 
 
@@ -183,37 +183,37 @@ _BUILDERS: list[tuple[re.Pattern[str], Callable[..., Read]]] = []
 def register(names: str, build: Callable[..., Read]) -> None:
     """Let ``build`` make the closures of instructions whose whole names match a pattern.
 
-    A pattern is a regular expression in which a point is a point. What makes a closure takes the instruction and the
-    pattern's groups. A modifier that no pattern has is unsupported.
+    A pattern is a regular expression in which a point is a point. ``build`` takes the instruction and the pattern's
+    groups. A modifier that no pattern has is unsupported.
     """
     _BUILDERS.append((re.compile(re.sub(r"\.(?![*+])", r"\\.", names)), build))
 
 
 def _operands(one: Instruction, types: str) -> list[tuple[Any, str]]:
-    """An instruction's target, or SINK, and its operands, each with its type, by ``types`` as of ``instruction``."""
-    kinds, found = types.split(), list[tuple[Any, str]]()
+    """Return an instruction's target, or SINK, and its operands, each with its type by ``types`` of ``instruction``."""
+    kinds, typed_operands = types.split(), list[tuple[Any, str]]()
     operands = one.operands if kinds[0] != "-" else [SINK, *one.operands]
     if not sum(kind[-1] != "?" for kind in kinds) <= len(operands) <= len(kinds):
         raise one.unsupported()
     for operand, optional in zip(operands, kinds, strict=False):
-        kind, how, count = re.fullmatch(r"([^?]+?)(?:([*/])(\d*))?\??", optional).groups("")  # type: ignore[union-attr]
+        kind, packing, count = re.fullmatch(r"([^?]+?)(?:([*/])(\d*))?\??", optional).groups("")  # type: ignore[union-attr]
         parts = kind.split("|") * int(count or 1)
-        if how == "/":
+        if packing == "/":
             parts = [f"b{int(kind[1:]) // len(items(operand))}"] * len(items(operand))
         is_known = operand == int(kind) if kind.isdigit() else kind != "int" or isinstance(operand, int)
         if not is_known or (kind != "=" and len(items(operand)) != len(parts)):
             raise one.unsupported()
-        for part, each in zip(items(operand), parts, strict=True) if not found and kind != "-" else ():
-            bits, held = BITS[each], getattr(part, "bits", 0)
-            if part != SINK and not (held >= bits > 1 or held == bits):
-                raise one.unsupported(f".{each} into {part}:")
+        for part, part_kind in zip(items(operand), parts, strict=True) if not typed_operands and kind != "-" else ():
+            bits, register_bits = BITS[part_kind], getattr(part, "bits", 0)
+            if part != SINK and not (register_bits >= bits > 1 or register_bits == bits):
+                raise one.unsupported(f".{part_kind} into {part}:")
         if not kind.isdigit():
-            found.append((operand, parts[0]))
-    return found
+            typed_operands.append((operand, parts[0]))
+    return typed_operands
 
 
 def instruction(names: str, types: str = "-", pauses: bool = False) -> Callable[[Callable[..., Any]], Any]:
-    """Registers what executes instructions: a function of the threads, the pattern's groups and the operands.
+    """Register a function that executes instructions: of the threads, the pattern's groups and the operands.
 
     Args:
         names: a pattern, as of ``register``.
@@ -223,25 +223,26 @@ def instruction(names: str, types: str = "-", pauses: bool = False) -> Callable[
             ones may be left out if they end with "?".
         pauses: other warps may run after it.
 
-    The function gets operands as they are first, of others an element for each lane; it returns the result's, or those
-    of the mask. Without a result it returns nothing, or what tells the schedule how to go on.
+    The function gets operands of "int" and "=" first, as they are, then an array with an element a lane for each other.
+    It returns the result's elements, for all lanes or those of the mask. Without a result it returns None, or PAUSE,
+    END, BARRIER or a jump's places for the schedule.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         def build(one: Instruction, *groups: str) -> Read:
             (target, _), *operands = _operands(one, types.format(*groups))
-            given = [*groups, *(operand for operand, kind in operands if kind in AS_IT_IS)]
+            arguments = [*groups, *(operand for operand, kind in operands if kind in AS_IT_IS)]
             reads = [reader(one, *operand) for operand in operands if operand[1] not in AS_IT_IS]
 
             def run(threads: Threads) -> Any:
                 try:
-                    found = function(threads, *given, *[wide(read(threads), threads.count) for read in reads])
+                    result = function(threads, *arguments, *[wide(read(threads), threads.count) for read in reads])
                 except NotImplementedError as error:  # no rule of tensor cores
                     raise one.unsupported(f"{error}:") from error
                 if target != SINK:
-                    write(threads, threads.mask, items(target), found)
-                    found = None
-                return PAUSE if pauses else found
+                    write(threads, threads.mask, items(target), result)
+                    result = None
+                return PAUSE if pauses else result
 
             return run
 
@@ -252,9 +253,9 @@ def instruction(names: str, types: str = "-", pauses: bool = False) -> Callable[
 
 
 def elementwise(names: str, types: str, function_of: Callable[..., Any]) -> None:
-    """Registers instructions that compute each lane's result from its operands.
+    """Register instructions that compute each lane's result from its operands.
 
-    ``function_of`` gives, of the pattern's groups, the function of arrays, or of scalars where an operand is a number.
+    ``function_of`` makes from the pattern's groups a function of arrays, or of scalars where an operand is a number.
     """
 
     def build(one: Instruction, *groups: str) -> Read:
@@ -270,18 +271,18 @@ def elementwise(names: str, types: str, function_of: Callable[..., Any]) -> None
 
 @functools.cache
 def _builder(name: str) -> tuple[Callable[..., Read], tuple[str, ...]] | None:
-    """What makes an instruction's closure, and the groups that its name gives."""
-    found = ((build, pattern.fullmatch(name)) for pattern, build in _BUILDERS)
-    return next(((build, match.groups("")) for build, match in found if match), None)
+    """Return the function that makes an instruction's closure, and the groups that its name gives; None without one."""
+    matches = ((build, pattern.fullmatch(name)) for pattern, build in _BUILDERS)
+    return next(((build, match.groups("")) for build, match in matches if match), None)
 
 
 def prepare(program: Program) -> None:
     """Make each instruction's closure, once."""
     for one in program.instructions:
         if one.run is None:
-            if (found := _builder(one.name)) is None:
+            if (builder_and_groups := _builder(one.name)) is None:
                 raise one.unsupported()
             try:
-                one.run = found[0](one, *found[1])
+                one.run = builder_and_groups[0](one, *builder_and_groups[1])
             except (ValueError, KeyError, AttributeError) as error:  # other operands
                 raise one.unsupported(f"{error}:") from error

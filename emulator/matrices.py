@@ -1,4 +1,4 @@
-"""Matrices of tensor cores: ldmatrix, mma.sync of a warp, wgmma of a warpgroup, tcgen05 with its memory, mbarriers."""
+"""Multiply matrices by tensor cores: ldmatrix, mma.sync of a warp, wgmma of a warpgroup, tcgen05, mbarriers."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ MATRICES = "sync.aligned.m8n8.x([124])(.trans)?.shared.b16"  # 8 x 8 of 16 bits;
 
 
 def values_of(raw: np.ndarray, element: str) -> np.ndarray:
-    """float64 of bytes [..., n]: n codes of FP8, or n / 2 of float16."""
+    """Return float64 of bytes [..., n]: n codes of FP8, or n / 2 of float16."""
     return FP8[element][raw] if element in FP8 else raw.view(np.float16).astype(np.float64)
 
 
 @instruction(f"ldmatrix.{MATRICES}", "b32*{0} []")
 @instruction(f"stmatrix.{MATRICES}", "- [] b32*{0}")
 def move_matrices(threads: Threads, count: str, transposes: str, address: np.ndarray, values: Any = None) -> Any:
-    """Shared memory to registers, or values of registers to it; each row at the address of one lane."""
+    """Move shared memory to registers, or values of registers to it; each row at the address of one lane."""
     lanes, number, one = threads.warps(), int(count), threads.one
     rows = lanes[:, : 8 * number].reshape(-1)
-    given = load(threads, "shared", rows, address, 16, one) if values is None else values[lanes].swapaxes(1, 2)
-    matrices = np.ascontiguousarray(given).view(np.uint16).reshape(-1, number, 8, 8)
+    raw = load(threads, "shared", rows, address, 16, one) if values is None else values[lanes].swapaxes(1, 2)
+    matrices = np.ascontiguousarray(raw).view(np.uint16).reshape(-1, number, 8, 8)
     matrices = np.ascontiguousarray(matrices.swapaxes(2, 3) if transposes else matrices)
     if values is None:
         return matrices.view(U32).reshape(-1, number, 32).swapaxes(1, 2)
@@ -45,12 +45,12 @@ def move_matrices(threads: Threads, count: str, transposes: str, address: np.nda
 def begin(
     threads: Threads, lane: int, descriptors: list[tuple[int, int]], rule: Rule, reader: int, *scales: np.ndarray
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """A product of operands, (descriptor, rows), in a program's shared memory, which nobody may write before it ends.
+    """Begin a product of operands, (descriptor, rows), in shared memory, which nobody may write before it ends.
 
-    After that the ``reader`` may, a warpgroup, or NOBODY in particular. A descriptor says where an operand begins, and
+    After that the ``reader``, a warpgroup, may, or NOBODY in particular. A descriptor says where an operand begins, and
     how far 8 rows are from the next 8. Rows, of 32 bytes, lie along K, in 128, 64 or 32 bytes that are swizzled: three,
-    two or one of an address's bits are added to others. What is returned ends the product: of an accumulator it gives
-    the sum.
+    two or one of an address's bits are added to others. The returned function ends the product: it takes the
+    accumulator and returns the sum.
     """
     shared, one, begun = threads.launch.shared, threads.one, []
     for descriptor, rows in descriptors:
@@ -79,16 +79,16 @@ def begin(
 
 @functools.cache
 def accumulator(threads: int, registers: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and columns [threads, registers] of a result [16 a warp, 2 a register]."""
+    """Return rows and columns [threads, registers] of a result [16 a warp, 2 a register]."""
     thread, number = np.arange(threads)[:, None], np.arange(registers)
     row = 16 * (thread // 32) + (thread % 32 >> 2) + 8 * (number >> 1 & 1)
     return row, 8 * (number >> 2) + thread % 4 * 2 + (number & 1)
 
 
 def fragment(registers: np.ndarray, element: str, rows: int, depth: int) -> np.ndarray:
-    """mma.sync's a or b, [warps, rows, K], of which each lane holds registers [warps, 32, registers]."""
-    row, k, half, each = np.arange(rows)[:, None], np.arange(depth), depth // 2, depth // 8  # elements of a register
-    place = row % 8 * 4 + k % half // each, row // 8 + k // half * (rows // 8), k % each
+    """Return mma.sync's a or b, [warps, rows, K], of which each lane holds registers [warps, 32, registers]."""
+    row, k, half, size = np.arange(rows)[:, None], np.arange(depth), depth // 2, depth // 8  # elements of a register
+    place = row % 8 * 4 + k % half // size, row // 8 + k // half * (rows // 8), k % size
     return values_of(registers[..., None].view(np.uint8), element)[:, *place]
 
 
@@ -99,30 +99,30 @@ def fragment(registers: np.ndarray, element: str, rows: int, depth: int) -> np.n
     ".f32.(e4m3|e5m2).(e4m3|e5m2).f32.ue8m0",
     "f32*4 b32*4 b32*2 f32*4 b32 u16*2 b32 u16*2",
 )
-def warp_product(threads: Threads, k: str, *given: Any) -> np.ndarray:
-    """d = a . b + c of a warp: each lane holds parts of a, b, c and d in registers.
+def warp_product(threads: Threads, k: str, *operands: Any) -> np.ndarray:
+    """Compute d = a . b + c of a warp: each lane holds parts of a, b, c and d in registers.
 
     Scales of blocks are the low bytes of the first lanes of four: of a's rows i and i + 8 in two, of b's i in one.
     """
-    elements, lanes, at = given[:2], threads.warps(), (slice(None), *accumulator(32, 4))
+    elements, lanes, at = operands[:2], threads.warps(), (slice(None), *accumulator(32, 4))
     rule, sums = rule_of(threads.launch.program.target, "mma", *elements), np.empty((len(lanes), 16, 8), np.float32)
-    a, b = (fragment(given[2 + n][lanes], elements[n], rows, int(k)) for n, rows in enumerate((16, 8)))
-    sums[at], scales = given[4][lanes], []
-    if given[5:]:
-        if given[6].any() or given[8].any():
+    a, b = (fragment(operands[2 + n][lanes], elements[n], rows, int(k)) for n, rows in enumerate((16, 8)))
+    sums[at], scales = operands[4][lanes], []
+    if operands[5:]:
+        if operands[6].any() or operands[8].any():
             raise threads.one.unsupported("scales in other bytes or lanes:")
-        of_a, of_b = (E8M0[given[n][lanes].reshape(-1, 8, 4) & 255] for n in (5, 7))
+        of_a, of_b = (E8M0[operands[n][lanes].reshape(-1, 8, 4) & 255] for n in (5, 7))
         scales = [of_a[..., :2].swapaxes(1, 2).reshape(-1, 16, 1), of_b[..., :1]]
     return multiply_add(a, b, sums, rule, *scales)[at]
 
 
 @instruction("wgmma.mma_async.sync.aligned.m64n(64|128|256)k32.f32.(e4m3|e5m2).(e4m3|e5m2)", "- = u64 u64 pred 1 1 1?")
-def warpgroup_product(threads: Threads, n: str, a: str, b: str, d: list[Register], *given: np.ndarray) -> None:
-    """d = a . b, plus d where its predicate says so, of a warpgroup; a and b in shared memory, d after a wait."""
+def warpgroup_product(threads: Threads, n: str, a: str, b: str, d: list[Register], *operands: np.ndarray) -> None:
+    """Begin d = a . b, plus d by its predicate, of a warpgroup; a and b in shared memory, d after a wait."""
     columns, rule = int(n), rule_of(threads.launch.program.target, "wgmma", a, b)
     lanes, one, mask = threads.warps(size=WARPGROUP), threads.one, threads.mask
     targets = frozenset(item.number for item in d)
-    left, right, adds = (values[lanes] for values in given)
+    left, right, adds = (values[lanes] for values in operands)
     if len(d) != columns // 2:
         raise one.unsupported()
     if (left != left[:, :1]).any() or (right != right[:, :1]).any():
@@ -155,7 +155,7 @@ PLAIN, BLOCKS = (0x1F01FB3F, 0x08000010), (0x9F81FB4F, 0x08800000)
 
 @instruction("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32", "- [] int")
 def allocate(threads: Threads, columns: int, address: np.ndarray) -> None:
-    """Columns of tensor memory, whose address, 0, it writes to shared memory; once a program."""
+    """Allocate columns of tensor memory, whose address, 0, it writes to shared memory; once a program."""
     launch, lanes = threads.launch, threads.lanes()
     if not launch.cells.size:
         launch.cells = np.full((launch.programs, LANES, columns), 0xFFC0FFEE, U32)
@@ -168,7 +168,7 @@ def allocate(threads: Threads, columns: int, address: np.ndarray) -> None:
 @instruction(f"tcgen05.ld.{COUNT}", "b32*{0} []")
 @instruction(f"tcgen05.st.{COUNT}", "- [] b32*{0}")
 def move_cells(threads: Threads, count: str, address: np.ndarray, values: Any = None) -> Any:
-    """Tensor memory to registers, or values of registers to it; a warp has 32 of its 128 lanes."""
+    """Move tensor memory to registers, or values of registers to it; a warp has 32 of its 128 lanes."""
     launch, lanes, one = threads.launch, threads.lanes(), threads.one
     first, columns = address[lanes] >> 16, (address[lanes, None] & 0xFFFF) + np.arange(int(count))
     if (first != threads.thread[lanes] // 32 % 4 * 32).any():
@@ -185,15 +185,15 @@ def move_cells(threads: Threads, count: str, address: np.ndarray, values: Any = 
 
 @instruction("tcgen05.mma.cta_group::1.kind::f8f6f4", "- [] u64 u64 u32 pred")
 @instruction(f"tcgen05.mma.cta_group::1.{SCALED}", "- [] u64 u64 u32 [] [] pred")
-def multiply(threads: Threads, *given: np.ndarray) -> None:
-    """d [128, N] = a . b^T, or plus d by its predicate; d and scales lie in tensor memory, a and b in shared memory."""
+def multiply(threads: Threads, *operands: np.ndarray) -> None:
+    """Begin d [128, N] = a . b^T, or plus d by its predicate; d and scales in tensor memory, a and b in shared."""
     for lane in threads.lanes().tolist():
-        end = _promised(threads, lane, *(values[lane].item() for values in given))
+        end = _promised(threads, lane, *(values[lane].item() for values in operands))
         threads.launch.products.setdefault(int(threads.program[lane]), []).append(end)
 
 
 def _scale_codes(threads: Threads, owner: int, address: int, rows: int, number: int) -> np.ndarray:
-    """A byte of each row's cell: a column has those of 32 rows, which each warp's 32 lanes must hold alike."""
+    """Return a byte of each row's cell: a column has those of 32 rows, which each warp's 32 lanes must hold alike."""
     launch, first, columns = threads.launch, address & 0xFFFF, -(-rows // 32)
     cells, states = (every[owner, :, first : first + columns] for every in (launch.cells, launch.states))
     if address >> 16 or cells.shape[1] != columns or (states != WRITTEN).any():
@@ -204,8 +204,10 @@ def _scale_codes(threads: Threads, owner: int, address: int, rows: int, number: 
     return codes[0].T.reshape(-1)[:rows]
 
 
-def _promised(threads: Threads, lane: int, into: int, a: int, b: int, shape: int, *rest: int) -> Callable[[], None]:
-    launch, one, owner, (*scales, keeps) = threads.launch, threads.one, int(threads.program[lane]), rest
+def _promised(
+    threads: Threads, lane: int, into: int, a: int, b: int, shape: int, *scales_and_predicate: int
+) -> Callable[[], None]:
+    launch, one, owner, (*scales, keeps) = threads.launch, threads.one, int(threads.program[lane]), scales_and_predicate
     (looked_at, wanted), rows, columns = BLOCKS if scales else PLAIN, LANES, (shape >> 17 & 63) << 3
     if shape & looked_at != wanted or into >> 16:
         raise one.unsupported(f"instruction descriptor {shape:#x}:")
@@ -235,7 +237,7 @@ class Barrier:
     work: list[list[Callable[[], None]]] = field(default_factory=list)
 
     def passed(self, parity: int) -> bool:
-        """Whether the phase of a parity is over; what it waits for ends now."""
+        """Whether the phase of a parity is over; the work that it waits for ends now."""
         while self.work and self.phase & 1 == parity:
             for end in self.work.pop(0):
                 end()
@@ -248,8 +250,8 @@ class Barrier:
 @instruction("(tcgen05.commit).cta_group::1.mbarrier::arrive::one(?:.shared::cluster)?.b64", "- []", pauses=True)
 @instruction("mbarrier.(try_wait).parity.shared(?:::cta)?.b64", "pred [] u32", pauses=True)
 def barrier(threads: Threads, name: str, address: np.ndarray, parity: Any = None) -> np.ndarray:
-    """Made, taken away, told to arrive when all products so far have ended, or waited for."""
-    launch, lanes, found = threads.launch, threads.lanes(), np.zeros(threads.count, bool)
+    """Make a barrier, remove it, have it arrive when all products so far have ended, or wait for it."""
+    launch, lanes, has_passed = threads.launch, threads.lanes(), np.zeros(threads.count, bool)
     launch.shared.places(address[lanes], threads.program[lanes], 8, threads.one)
     for lane in lanes:
         key = int(threads.program[lane]), int(address[lane])
@@ -260,8 +262,8 @@ def barrier(threads: Threads, name: str, address: np.ndarray, parity: Any = None
         elif name == "inval":
             del launch.barriers[key]
         elif name == "try_wait":
-            found[lane] = launch.barriers[key].passed(int(parity[lane]) & 1)
-            (threads.waits.discard if found[lane] else threads.waits.add)(lane)
+            has_passed[lane] = launch.barriers[key].passed(int(parity[lane]) & 1)
+            (threads.waits.discard if has_passed[lane] else threads.waits.add)(lane)
         else:
             launch.barriers[key].work.append(launch.products.pop(key[0], []))
-    return found
+    return has_passed

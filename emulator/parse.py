@@ -1,4 +1,4 @@
-"""PTX text to instructions: one kernel a module, as Triton emits it."""
+"""Parse PTX text into instructions: one kernel a module, as Triton emits it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ BASE = 1024  # bytes of shared memory that CUDA keeps for itself, so that a kern
 
 
 class Unsupported(RuntimeError):
-    """An instruction, a modifier or an operand that is not modelled; nothing is guessed."""
+    """An instruction, a modifier or an operand that is not modelled; the emulator does not guess."""
 
 
 class Fault(RuntimeError):
-    """What a GPU would fault at or leave undefined: an access out of bounds, a race, a barrier that not all reach."""
+    """A GPU would fault here or leave the result undefined: out of bounds, a race, a barrier that not all reach."""
 
 
 class Register(NamedTuple):
@@ -59,13 +59,13 @@ class Instruction:
     def __str__(self) -> str:
         return f"line {self.line}: {self.text}"
 
-    def unsupported(self, what: str = "") -> Unsupported:
-        """The error to raise."""
-        return Unsupported(f"{what} {self}".strip())
+    def unsupported(self, reason: str = "") -> Unsupported:
+        """Return the error to raise."""
+        return Unsupported(f"{reason} {self}".strip())
 
 
 def split(text: str) -> list[str]:
-    """At the commas that are in no bracket."""
+    """Split at the commas that are in no bracket."""
     parts = re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,])+", text)
     return [part.strip() for part in parts if part.strip()]
 
@@ -78,8 +78,8 @@ class Program:
         target: ``sm_90a`` and its like.
         threads: of a program (a thread block).
         instructions: in their order; ``labels`` says where jumps lead, those of an inner block by it and their name.
-        parameters: bytes of each, in their order, by name.
-        registers: bits of each.
+        parameters: {name: bytes}, in their order.
+        registers: bits of each register.
         special: numbers of the registers that begin with a value, by name.
     """
 
@@ -92,10 +92,10 @@ class Program:
         self.name, self.target, self.threads = head[1], target[1], int(head[3])
         self.parameters: dict[str, int] = {}
         for parameter in split(head[2]):
-            found = re.fullmatch(r"\.param\s+\.(\w+).*?([\w$]+)", parameter, re.S)
-            if not found:
+            parameter_match = re.fullmatch(r"\.param\s+\.(\w+).*?([\w$]+)", parameter, re.S)
+            if not parameter_match:
                 raise Unsupported(parameter)
-            self.parameters[found[2]] = BITS[found[1]] // 8
+            self.parameters[parameter_match[2]] = BITS[parameter_match[1]] // 8
         variables = "".join(re.findall(r"^\s*(\.(?:extern|global|const|shared)\b.*)", source, re.M))
         shared = re.fullmatch(r"(?:\.extern \.shared \.align \d+ \.b8 ([\w$]+)\[\];)?", variables)
         if not shared:
@@ -130,19 +130,25 @@ class Program:
             self.labels[self._block + text[:-1].strip()] = len(self.instructions)
         elif text.startswith(".branchtargets"):
             self._tables[next(reversed(self.labels))] = split(text.partition(" ")[2])
-        elif found := re.fullmatch(r"\.reg\s*\.(\w+)\s+(.+)", text):
-            for name in split(found[2]):
+        elif declaration := re.fullmatch(r"\.reg\s*\.(\w+)\s+(.+)", text):
+            for name in split(declaration[2]):
                 stem, count = re.fullmatch(r"%?([\w$]+)(?:<(\d+)>)?", name).groups()  # type: ignore[union-attr]
-                for each in [stem] if count is None else [f"{stem}{number}" for number in range(int(count))]:
-                    if self._bits.setdefault(each, BITS[found[1]]) != BITS[found[1]]:
-                        raise ValueError(each)
+                for register_name in [stem] if count is None else [f"{stem}{number}" for number in range(int(count))]:
+                    if self._bits.setdefault(register_name, BITS[declaration[1]]) != BITS[declaration[1]]:
+                        raise ValueError(register_name)
         else:
-            guard, name, rest = re.fullmatch(r"(?:@(!?%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", text).groups()  # type: ignore[union-attr]
+            guard, name, operand_text = re.fullmatch(r"(?:@(!?%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", text).groups()  # type: ignore[union-attr]
             self._used = set[int]()
-            where = None if guard is None else self._register(guard.lstrip("!%"))
-            operands = [self._block + rest] if name.startswith("bra") else [self._operand(part) for part in split(rest)]
+            guard_register = None if guard is None else self._register(guard.lstrip("!%"))
+            operands = (
+                [self._block + operand_text]
+                if name.startswith("bra")
+                else [self._operand(part) for part in split(operand_text)]
+            )
             negated = bool(guard) and guard[0] == "!"
-            self.instructions.append(Instruction(name, operands, where, negated, text, line, frozenset(self._used)))
+            self.instructions.append(
+                Instruction(name, operands, guard_register, negated, text, line, frozenset(self._used))
+            )
 
     def _register(self, name: str) -> Register:
         if name not in self._known:
@@ -153,8 +159,8 @@ class Program:
     def _operand(self, text: str) -> Any:
         if text[0] == "{":
             return [self._operand(part) for part in split(text[1:-1])]
-        if found := re.fullmatch(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\d+)\s*)?\]", text):
-            return Address(self._operand(found[1]), int(found[2] or 0))
+        if address_match := re.fullmatch(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\d+)\s*)?\]", text):
+            return Address(self._operand(address_match[1]), int(address_match[2] or 0))
         if "|" in text:
             return [self._operand(part) for part in text.split("|")]
         if (name := text.removeprefix("%")) in self._bits:
@@ -169,13 +175,13 @@ class Program:
 
 
 def _statements(source: str, at: int) -> Iterator[tuple[str, int, str]]:
-    """Of a body's labels, with their colon, and other statements: text, line, inner block as "place in source:"."""
-    blocks, line, counted = [""], 1, 0
-    for found in re.compile(r"\s*([{}]|[\w$]+\s*:|[^{};\s][^;]*;)").finditer(source, at):
-        text = found[1]
-        line, counted = line + source.count("\n", counted, found.start(1)), found.start(1)
+    """Yield a body's labels, with their colon, and statements: (text, line, inner block as "place in source:")."""
+    blocks, line, counted_to = [""], 1, 0
+    for match in re.compile(r"\s*([{}]|[\w$]+\s*:|[^{};\s][^;]*;)").finditer(source, at):
+        text = match[1]
+        line, counted_to = line + source.count("\n", counted_to, match.start(1)), match.start(1)
         if text == "{":
-            blocks.append(f"{found.start()}:")
+            blocks.append(f"{match.start()}:")
         elif text != "}":
             yield " ".join(text.rstrip(";").split()), line, blocks[-1]
         elif blocks.pop() == "":

@@ -1,4 +1,4 @@
-"""Which threads run next: all together, the least advanced first, or programs or warps alone in a random order."""
+"""Choose the threads to run next: all together, least advanced first, or programs or warps alone in random order."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from emulator.memory import GlobalMemory
 from emulator.parse import Fault, Unsupported, parse
 
 AT_ONCE = 4  # programs under way where they run in a random order
-END, BARRIER = "end", "barrier"  # what a closure returns besides None, PAUSE, or where each lane goes on
+END, BARRIER = "end", "barrier"  # a closure returns one of these, None, PAUSE, or where each lane goes on
 
 instruction("ret")(lambda threads: END)
 instruction("bra(?:.uni)?", "- int")(lambda threads, place: place)
-for name in (  # what does nothing: memory, and tcgen05.ld, are in order
+for name in (  # these do nothing: memory, and tcgen05.ld, are in order
     "wgmma.fence.sync.aligned|fence.proxy.async.shared::cta|tcgen05.wait::(?:ld|st).sync.aligned",
     "tcgen05.(?:dealloc|relinquish_alloc_permit).cta_group::1.sync.aligned(?:.b32)?",
 ):
-    instruction(name, "- u32? int?")(lambda threads, *given: None)
+    instruction(name, "- u32? int?")(lambda threads, *operands: None)
 
 
 @instruction("brx.idx", "- u32 =")
 def jump_by_table(threads: Threads, places: list[int], index: np.ndarray) -> np.ndarray:
-    """To each lane's place of a table."""
+    """Return each lane's place of a table."""
     index = np.where(threads.active(), index, 0)
     if (index >= len(places)).any():
         raise Fault(f"a jump beyond its table: {threads.one}")
@@ -33,7 +33,7 @@ def jump_by_table(threads: Threads, places: list[int], index: np.ndarray) -> np.
 
 @instruction("(?:bar|barrier).sync", "- 0 int?")
 def meet(threads: Threads, count: int | None = None) -> str:
-    """At a barrier of all of a program's threads."""
+    """Stop at a barrier of all of a program's threads."""
     if count not in (None, threads.launch.program.threads):
         raise threads.one.unsupported()
     return BARRIER
@@ -74,10 +74,10 @@ def run(
 
 
 def _programs(launch: Launch, numbers: np.ndarray) -> Iterator[str]:
-    """Programs under way: all of a launch, whose threads run together, or one, of which one warp runs at a time."""
+    """Run programs: all of a launch, whose threads run together, or one, of which one warp runs at a time."""
     count, schedule = launch.program.threads, launch.options.schedule
     program, thread = np.repeat(numbers, count), np.tile(np.arange(count), numbers.size)
-    # of each thread where it goes on, whether it has not ended, whether it waits at a barrier
+    # for each thread its next instruction, whether it has not ended, whether it waits at a barrier
     places, alive, blocked = np.zeros(program.size, int), program >= 0, program < 0
     size = 32 if schedule == "warps" else program.size
     if any(one.name.startswith("wgmma") for one in launch.program.instructions):
@@ -87,15 +87,15 @@ def _programs(launch: Launch, numbers: np.ndarray) -> Iterator[str]:
     waiting: list[Iterator[str]] = []
     while True:
         steps = ready.pop(launch.random.integers(len(ready)))
-        if told := next(steps, None):
-            (ready if told is PAUSE else waiting).append(steps)
+        if signal := next(steps, None):
+            (ready if signal is PAUSE else waiting).append(steps)
         if waiting and not ready:
-            at, held = (each.reshape(numbers.size, -1) for each in (places, blocked))
-            met = (held & (at == at[:, :1])).all(1)
+            at, at_barrier = (each.reshape(numbers.size, -1) for each in (places, blocked))
+            met = (at_barrier & (at == at[:, :1])).all(1)
             if not met.any():
-                raise Fault(f"a barrier that not all reach: {launch.program.instructions[at[held][0] - 1]}")
+                raise Fault(f"a barrier that not all reach: {launch.program.instructions[at[at_barrier][0] - 1]}")
             launch.shared.met(numbers[met])
-            held[met] = False
+            at_barrier[met] = False
             ready, waiting = waiting, []
         if not ready:
             return
@@ -103,10 +103,10 @@ def _programs(launch: Launch, numbers: np.ndarray) -> Iterator[str]:
 
 
 def _steps(threads: Threads, places: np.ndarray, alive: np.ndarray, blocked: np.ndarray) -> Iterator[str]:
-    """Run to the end; stop after atomics, telling PAUSE, and where nobody can go on, telling BARRIER.
+    """Run to the end; yield PAUSE after atomics, and BARRIER where no lane can go on.
 
-    The least advanced lanes run first, but those that loop around an mbarrier's wait last: who ends it may be behind.
-    While all lanes are at one place, nothing is kept of where each is.
+    The least advanced lanes run first, but those that loop around an mbarrier's wait last: lanes behind may end it.
+    While all lanes are at one place, ``place`` alone says where.
     """
     launch, instructions, every = threads.launch, threads.launch.program.instructions, threads.count
     together, place = True, 0
@@ -142,21 +142,21 @@ def _steps(threads: Threads, places: np.ndarray, alive: np.ndarray, blocked: np.
         if threads.under_way and threads.under_way & one.registers and not one.name.startswith("wgmma.mma"):
             raise Fault(f"a register that a product under way will write is used before a wait: {one}")
         threads.one, threads.mask = one, None if count == every else mask
-        found = one.run(threads)  # type: ignore[misc]
-        if found is None:
+        outcome = one.run(threads)  # type: ignore[misc]
+        if outcome is None:
             continue
-        if found is PAUSE:
+        if outcome is PAUSE:
             yield PAUSE
-        elif count == every and type(found) is int:
-            place = found
+        elif count == every and type(outcome) is int:
+            place = outcome
         else:
             if together:
                 places[:] = place
-            together, who = False, threads.active()
-            if found is END:
-                alive &= ~who
-            elif found is BARRIER:
-                blocked |= who
+            together, active = False, threads.active()
+            if outcome is END:
+                alive &= ~active
+            elif outcome is BARRIER:
+                blocked |= active
             else:
-                places[:] = np.where(who, found, places)
+                places[:] = np.where(active, outcome, places)
     raise Fault(f"more than {launch.options.most} instructions, the last of them {instructions[place - 1]}")

@@ -1,4 +1,4 @@
-"""What a matrix instruction of NVIDIA's tensor cores adds to its accumulator, bit for bit.
+"""Compute what a matrix instruction of NVIDIA's tensor cores adds to its accumulator, bit for bit.
 
 The hardware adds some products and the accumulator at once: all are cut off, towards zero, a fixed number of bits below
 the largest exponent among them, what is left is added exactly, and the sum is cut off to the result's bits. A product's
@@ -47,17 +47,17 @@ _OF_ZERO = -5000  # counts as an operand's exponent where it is 0: below all oth
 
 
 class Rule(NamedTuple):
-    """How an instruction with float32 accumulators sums. One whose K is longer than ``terms`` does it again."""
+    """The sums of an instruction with float32 accumulators. One whose K is longer than ``terms`` sums several times."""
 
     formats: tuple[str, str]  # of a and b
     terms: int  # products that are added at once, with the accumulator
-    kept: int  # fraction bits kept below the largest exponent
+    aligned_fraction: int  # fraction bits kept below the largest exponent
     fraction: int  # fraction bits of the result
     zero: int  # exponent of an accumulator of 0; it shows only where products are near float32's smallest numbers
 
 
 def rule_of(target: str, instruction: str, a: str, b: str) -> Rule:
-    """The rule of ``mma`` (mma.sync), ``wgmma`` (wgmma.mma_async) or ``tcgen05`` (tcgen05.mma) on a target.
+    """Return the rule of ``mma`` (mma.sync), ``wgmma`` (wgmma.mma_async) or ``tcgen05`` (tcgen05.mma) on a target.
 
     ``a`` and ``b`` are ``e4m3``, ``e5m2``, ``f16`` or ``bf16``; only those of FP8 may differ.
 
@@ -66,8 +66,8 @@ def rule_of(target: str, instruction: str, a: str, b: str) -> Rule:
             no such instruction, ptxas replaces it by several. Triton (3.6 to 3.9) converts to f16 there.
     """
     coded = {"e4m3", "e5m2"}
-    known = a in SMALLEST_NORMAL and (a == b or {a, b} == coded)
-    sums = _SUMS.get((target.rstrip("af"), instruction, 1 if a in coded else 2)) if known else None
+    has_formats = a in SMALLEST_NORMAL and (a == b or {a, b} == coded)
+    sums = _SUMS.get((target.rstrip("af"), instruction, 1 if a in coded else 2)) if has_formats else None
     if sums is None:
         raise NotImplementedError(f"no source says how {instruction} sums {a} by {b} in float32 on {target}")
     return Rule((a, b), *sums)
@@ -76,7 +76,7 @@ def rule_of(target: str, instruction: str, a: str, b: str) -> Rule:
 def multiply_add(
     a: Floats, b: Floats, c: NDArray[np.float32], rule: Rule, a_scale: Floats = UNSCALED, b_scale: Floats = UNSCALED
 ) -> NDArray[np.float32]:
-    """a . b^T + c, of G instructions alike.
+    """Return a . b^T + c of G instructions alike.
 
     Args:
         a: [G, M, K], exact values of the rule's first format.
@@ -92,8 +92,8 @@ def multiply_add(
     parts = (slice(first, first + groups) for first in range(0, len(c), groups))
     a_scale, b_scale = (np.broadcast_to(scale, (len(c), *scale.shape[1:])) for scale in (a_scale, b_scale))
     with np.errstate(invalid="ignore", over="ignore"):
-        found = [_chain(a[some], b[some], c[some], a_scale[some], b_scale[some], rule) for some in parts]
-        result = np.concatenate(found or [c], dtype=np.float32)
+        sums = [_chain(a[part], b[part], c[part], a_scale[part], b_scale[part], rule) for part in parts]
+        result = np.concatenate(sums or [c], dtype=np.float32)
     result.view(np.uint32)[np.isnan(result)] = 0x7FFFFFFF
     return result
 
@@ -101,7 +101,7 @@ def multiply_add(
 def _chain(
     a: Floats, b: Floats, c: NDArray[np.float32], a_scale: Floats, b_scale: Floats, rule: Rule
 ) -> NDArray[np.float32]:
-    """The same, laid [K, G, M, N] or [K, M, N, G]: numpy is fast where the last axis is long."""
+    """Return ``multiply_add``, laid [K, G, M, N] or [K, M, N, G]: numpy is fast where the last axis is long."""
     by_groups = len(a) > b.shape[1]
     order, places, c_order = ((2, 1, 0), (2, 1), (1, 2, 0)) if by_groups else ((2, 0, 1), (3, 2), (0, 1, 2))
     (a, a_tops), (b, b_tops) = (
@@ -109,14 +109,14 @@ def _chain(
         for x, scale, form, at in zip((a, b), (a_scale, b_scale), rule.formats, places, strict=True)
     )
     total = c.transpose(c_order)
-    for now in (slice(first, first + rule.terms) for first in range(0, len(a), rule.terms)):
-        top = (a_tops[now] + b_tops[now]).max(axis=0)
-        total = _sum(a[now] * b[now], top, total, rule).astype(np.float32)
+    for step in (slice(first, first + rule.terms) for first in range(0, len(a), rule.terms)):
+        top = (a_tops[step] + b_tops[step]).max(axis=0)
+        total = _sum(a[step] * b[step], top, total, rule).astype(np.float32)
     return total.transpose(np.argsort(c_order))
 
 
 def _scaled(form: str, x: Floats, scale: Floats) -> tuple[Floats, Exponents]:
-    """An operand's values times their scales, and the exponents of both together."""
+    """Return an operand's values times their scales, and the exponents of both together."""
     tops = np.where(x == 0, _OF_ZERO, _exponents(x, SMALLEST_NORMAL[form])) + _exponents(scale, -127)
     return x * scale, tops.astype(np.int16)
 
@@ -127,7 +127,10 @@ def _sum(products: Floats, top: Exponents, c: NDArray[np.float32], rule: Rule) -
     float64 holds all of it: products have 22 bits at most, and what is added are 33 integers below 2^27.
     """
     wide = c.astype(np.float64, order="C")
-    last = np.clip(np.maximum(top, np.where(c == 0, rule.zero, _exponents(wide, -126))), rule.zero, 284) - rule.kept
+    last = (
+        np.clip(np.maximum(top, np.where(c == 0, rule.zero, _exponents(wide, -126))), rule.zero, 284)
+        - rule.aligned_fraction
+    )
     unit = _power(-last)
     products *= unit
     total = (np.trunc(products, out=products).sum(axis=0) + np.trunc(wide * unit)) * _power(last)
@@ -136,7 +139,7 @@ def _sum(products: Floats, top: Exponents, c: NDArray[np.float32], rule: Rule) -
 
 
 def _exponents(x: Floats, least: int) -> Exponents:
-    """Of the powers of two at or below |x|, or ``least`` if that is larger (0's too); infinity's and NaN's is 1024."""
+    """Return exponents of the powers of two at or below |x|, at least ``least`` (as 0's); inf's, NaN's are 1024."""
     return np.maximum((x.view(np.int64) >> 52 & 0x7FF) - 1023, least)
 
 

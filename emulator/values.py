@@ -32,7 +32,7 @@ BITS = {
 
 
 def canonical(values: Any) -> Any:
-    """An arithmetic result with the one NaN that NVIDIA's units make; bf16's is float16's."""
+    """Return an arithmetic result with the one NaN that NVIDIA's units make; bf16's is float16's."""
     nan = values != values
     if np.count_nonzero(nan):
         values = np.array(values)
@@ -42,12 +42,12 @@ def canonical(values: Any) -> Any:
 
 
 def from_bf16(bits: Any) -> Any:
-    """float32 of bf16's bits."""
+    """Return float32 of bf16's bits."""
     return (bits.astype(U32) << U32(16)).view(np.float32)
 
 
 def fma32(x: Any, y: Any, z: Any) -> Any:
-    """float32 x * y + z, rounded once: in float64 the product is exact, and the sum is rounded to odd."""
+    """Return float32 x * y + z, rounded once: in float64 the product is exact, and the sum is rounded to odd."""
     product = np.multiply(x, y, dtype=np.float64)
     total = np.atleast_1d(product + z)
     back = total - product
@@ -60,15 +60,15 @@ def fma32(x: Any, y: Any, z: Any) -> Any:
 
 
 def extreme(a: Any, b: Any, least: bool, keeps_nan: bool) -> Any:
-    """PTX's min and max of float32: of a NaN and a number the number, or NaN; -0 is below +0."""
-    found = (np.fmin if least else np.fmax)(a, b)
+    """Return PTX's min or max of float32: of a NaN and a number the number, or NaN; -0 is below +0."""
+    chosen = (np.fmin if least else np.fmax)(a, b)
     zeros = (a == 0) & (b == 0)
     if np.count_nonzero(zeros):
         first, second = (np.asarray(v, np.float32).view(U32) for v in (a, b))
-        found = np.where(zeros, first | second if least else first & second, found.view(U32)).view(np.float32)
+        chosen = np.where(zeros, first | second if least else first & second, chosen.view(U32)).view(np.float32)
     if keeps_nan:
-        found = np.where((a != a) | (b != b), np.float32(np.nan), found)
-    return canonical(found)
+        chosen = np.where((a != a) | (b != b), np.float32(np.nan), chosen)
+    return canonical(chosen)
 
 
 # --- conversions ------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ FP8_AS_F16 = {element: canonical(values.astype(np.float16)) for element, values 
 
 
 def to_fp8(values: Any, element: str) -> Any:
-    """The nearest code, ties to even, saturated to the largest number; NaN is 0x7F."""
+    """Return the nearest codes, ties to even, saturated to the largest number; NaN is 0x7F."""
     magnitudes, exact = MAGNITUDES[element], np.abs(values).astype(np.float64)
     ties = (magnitudes[1:] + magnitudes[:-1]) / 2
     code = np.searchsorted(ties, exact)  # of a tie the lower one
@@ -98,21 +98,21 @@ def to_fp8(values: Any, element: str) -> Any:
 
 
 def to_bf16(values: Any) -> Any:
-    """bf16's bits of float32: nearest, ties to even."""
+    """Return bf16's bits of float32: nearest, ties to even."""
     bits = np.asarray(values).view(U32)
     nearest = (bits + (U32(0x7FFF) + ((bits >> U32(16)) & U32(1)))) >> U32(16)
     return np.where(values != values, U16(0x7FFF), nearest.astype(U16))
 
 
 def to_f16_toward_zero(values: Any) -> Any:
-    """float16, never farther from zero than the number was."""
+    """Return float16 numbers, never farther from zero than the given ones."""
     near = np.atleast_1d(canonical(values.astype(np.float16)))
     is_beyond = np.isfinite(values) & (np.abs(near.astype(np.float32)) > np.abs(values))
     return (near.view(U16) - is_beyond.astype(U16)).view(np.float16)
 
 
 def to_s64(values: Any) -> Any:
-    """int64 of float32 toward zero, saturated; NaN is the lowest."""
+    """Return int64 of float32 toward zero, saturated; NaN is the lowest."""
     low, high = np.int64(-(1 << 63)), np.int64((1 << 63) - 1)
     inside = np.abs(values) < 2.0**63
     return np.where(inside, np.where(inside, values, 0).astype(np.int64), np.where(values > 0, high, low))
@@ -128,15 +128,19 @@ APPROXIMATE: dict[str, tuple[Callable[..., Any], float]] = {
 
 
 def flushed(values: Any) -> Any:
-    """Subnormal numbers as zeros of their sign."""
+    """Return subnormal numbers as zeros of their sign."""
     return np.where(np.abs(values) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), values), values)
 
 
 def approximate(name: str, values: Any, error: float) -> Any:
-    """A function's float32 values at ``error`` times the largest error, -1 to 1, from the exact ones; .ftz."""
+    """Return a function's float32 values at ``error`` times the largest error, -1 to 1, from the exact ones; .ftz."""
     function, bound = APPROXIMATE[name]
     exact = function(flushed(values).astype(np.float64))
-    found = np.atleast_1d(exact * (1 + error * bound)).astype(np.float32)
-    passed = np.isfinite(found) & (np.abs(found - exact) > bound * np.abs(exact))  # rounding went over the bound
-    found = np.where(passed, np.nextafter(found, np.where(found > exact, -np.inf, np.inf).astype(np.float32)), found)
-    return canonical(flushed(found))
+    rounded = np.atleast_1d(exact * (1 + error * bound)).astype(np.float32)
+    is_past_bound = np.isfinite(rounded) & (
+        np.abs(rounded - exact) > bound * np.abs(exact)
+    )  # rounding went over the bound
+    rounded = np.where(
+        is_past_bound, np.nextafter(rounded, np.where(rounded > exact, -np.inf, np.inf).astype(np.float32)), rounded
+    )
+    return canonical(flushed(rounded))

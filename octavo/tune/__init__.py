@@ -1,1 +1,1 @@
-"""Which tiles each Triton kernel is fastest with on this GPU: measured by ``octavo tune``, never inside a training."""
+"""Measure with which tiles each Triton kernel is fastest on this GPU: by ``octavo tune``, never inside a training."""

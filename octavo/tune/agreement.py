@@ -1,4 +1,4 @@
-"""Whether a kernel's results are its reference's: bit for bit, or up to float32's roundings before a cast.
+"""Compare a kernel's results with its reference's: bit for bit, or up to float32's roundings before a cast.
 
 A kernel may add in another order, and compute an activation with other instructions. Then few codes may be rounded the
 other way, a scale that is a power of two may be its neighbour, and all other results are as close as their dtype.
@@ -20,7 +20,7 @@ TINY = 2.0**-20  # float32's roundings, relative to the largest number that was 
 
 
 def difference(results: Sequence[Tensor], expected: Sequence[Tensor], exact: bool, rows: int) -> str:
-    """The first result that differs, and how; "" if none does.
+    """Return which result differs first, and how; "" if none does.
 
     Args:
         results: the kernel's.
@@ -35,8 +35,8 @@ def difference(results: Sequence[Tensor], expected: Sequence[Tensor], exact: boo
         if not exact and _is_scale(result):
             excused += int(_flips(result, truth).sum()) * (results[0].numel() // result.numel())
     for index, (result, truth) in enumerate(zip(results, expected, strict=True)):
-        if found := _difference(result, truth, exact, rows, excused):
-            return f"output {index}: {found}"
+        if problem := _difference(result, truth, exact, rows, excused):
+            return f"output {index}: {problem}"
     return ""
 
 
@@ -51,7 +51,7 @@ def same_state(arguments: Sequence[Any], expected: Sequence[Any], exact: bool) -
 
 
 def sqnr(result: Tensor, exact: Tensor) -> float:
-    """Signal to quantisation noise in dB: 10 log10(|exact|^2 / |result - exact|^2), in float64."""
+    """Return the signal to quantisation noise in dB: 10 log10(|exact|^2 / |result - exact|^2), in float64."""
     result, exact = result.detach().double(), exact.detach().double()
     noise = (result - exact).pow(2).sum().item()
     return math.inf if noise == 0 else 10 * math.log10(exact.pow(2).sum().item() / noise)
@@ -62,8 +62,8 @@ def _difference(result: Tensor, truth: Tensor, exact: bool, rows: int, excused: 
         return ""
     is_sum = result.ndim == 1 and result.dtype != torch.float32
     if exact and not is_sum:
-        bits, right = (tensor.flatten().view(torch.uint8) for tensor in (result, truth))
-        differing = int((bits != right).sum())
+        bits, true_bits = (tensor.flatten().view(torch.uint8) for tensor in (result, truth))
+        differing = int((bits != true_bits).sum())
         return f"{differing} of {result.numel()} differ" if differing else ""
     if result.element_size() == 1:
         return _code_difference(result, truth, excused)
@@ -79,23 +79,23 @@ def _difference(result: Tensor, truth: Tensor, exact: bool, rows: int, excused: 
 
 
 def _code_difference(codes: Tensor, truth: Tensor, excused: int) -> str:
-    """What is wrong with codes; few may be one apart, or further where numbers near 0 were rounded in float32."""
+    """Return how codes differ too much; few may be one apart, or further where x near 0 was rounded in float32."""
     a, b = (_ordered(c) for c in (codes, truth))
     differing = a != b
     if int(differing.sum()) > excused + max(1, codes.numel() // FEW):
         return f"{int(differing.sum())} of {codes.numel()} codes differ"
     far = (a - b).abs() > 1
     if bool(far.any()):
-        numbers, right = (c.view(torch.uint8)[far].view(c.dtype).float() for c in (codes, truth))
+        numbers, true_numbers = (c.view(torch.uint8)[far].view(c.dtype).float() for c in (codes, truth))
         largest = (truth.view(torch.uint8) & 0x7F).max().view(truth.dtype).float()
-        strays = int(((numbers - right).abs() > TINY * largest).sum())
+        strays = int(((numbers - true_numbers).abs() > TINY * largest).sum())
         if strays > excused:
             return f"{strays} of {codes.numel()} codes are further than one apart"
     return ""
 
 
 def _ordered(codes: Tensor) -> Tensor:
-    """Integers in the codes' order."""
+    """Return integers in the codes' order."""
     bits = codes.view(torch.uint8).to(torch.int16)
     return torch.where(bits < 0x80, bits, 0x80 - bits)
 
@@ -105,6 +105,6 @@ def _is_scale(result: Tensor) -> bool:
 
 
 def _flips(result: Tensor, truth: Tensor) -> Tensor:
-    """Where a scale is the neighbouring power of two; nowhere if too many are."""
+    """Return which scales are the neighbouring power of two; none of them if too many are."""
     flips = (result == 2 * truth) ^ (2 * result == truth)
     return flips if int(flips.sum()) <= flips.numel() // FLIPS else torch.zeros_like(flips)

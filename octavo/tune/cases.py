@@ -1,6 +1,6 @@
-"""The casts, norms, products and steps of AdamW that are timed: how each is called, and whether its results are right.
+"""The casts, norms, products and AdamW steps that are timed: how each is called, and whether its results are right.
 
-A case's arguments are made for a shape: [R, C] of the tensor that is cast, (M, N, K) of a product [M, K] . [N, K]^T.
+A case makes its arguments for a shape: [R, C] of the tensor that is cast, (M, N, K) of a product [M, K] . [N, K]^T.
 They go to the Triton kernel and to the reference. The bytes of a case are the least that it must move: its inputs once
 (twice if the scale first needs an amax of the whole tensor) and each of its outputs once. All numbers come from a seed.
 
@@ -56,7 +56,7 @@ Make = Callable[[], tuple[Any, ...]]  # an op's arguments from the scale up to t
 
 
 def normal(shape: Shape, seed: int = 0) -> Tensor:
-    """Normal numbers, bf16."""
+    """Return normal numbers, bf16."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE, generator=generator)
 
@@ -83,7 +83,7 @@ class Named(dict[str, Any]):
 
 
 def call(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """A kernel's results for a case's arguments."""
+    """Return a kernel's results for a case's arguments."""
     *flat, last = arguments
     return kernel(*flat, **last) if isinstance(last, Named) else kernel(*arguments)
 
@@ -92,13 +92,13 @@ def call(kernel: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 
 def delayed_state(scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """A delayed state that has scales, as after the first steps of training."""
+    """Return a delayed state that has scales, as after the first steps of training."""
     scales, history = (
         torch.full((3,), scale, device=DEVICE, dtype=torch.float32),
         torch.full((3, 16), 448 / scale, device=DEVICE, dtype=torch.float32),
     )
-    none = torch.zeros_like(scales)
-    before = torch.stack((none, scales, none)).view(torch.int32)  # written in no pass
+    no_pass = torch.zeros_like(scales)
+    before = torch.stack((no_pass, scales, no_pass)).view(torch.int32)  # written in no pass
     _history.committed(scales, history, before, (True, True, True))
     return scales, history, before
 
@@ -117,7 +117,7 @@ def _commit() -> tuple[Any, ...]:
 
 
 def second(tile: Sequence[int], power_of_two: bool = True) -> Named:
-    """A second scaling, in E4M3."""
+    """Return a second scaling, in E4M3."""
     return Named(second_dtype=E4M3, second_tile=tile, second_power_of_two=power_of_two)
 
 
@@ -129,19 +129,19 @@ def _cast(
     exact: bool = True,
     **named: Any,
 ) -> Case:
-    """A cast of the first input; ``names``: those of the arguments that the other inputs are."""
+    """Return a cast of the first input; ``names``: of the arguments that the other inputs are."""
 
     def arguments(x: Tensor, *others: Tensor) -> tuple[Any, ...]:
-        given = named | dict(zip(names, others, strict=False))
-        if make is _commit:  # whose arguments have no names
-            return x, *make(), *(given[name] for name in OF_COMMIT if name in given)
-        return x, *make(), Named(given)
+        named_arguments = named | dict(zip(names, others, strict=False))
+        if make is _commit:  # its arguments go by position
+            return x, *make(), *(named_arguments[name] for name in OF_COMMIT if name in named_arguments)
+        return x, *make(), Named(named_arguments)
 
     return Case("cast_and_commit" if make is _commit else "cast", arguments, reads, inputs, exact)
 
 
 def _grouped(tile: Sequence[int], reads: int = 1, as_is: bool = True, delayed: bool = False) -> Case:
-    """Eight groups of equal sizes; transposed codes unless a scale is for a part of a row."""
+    """Return a cast of eight groups of equal sizes; with transposed codes unless a scale is for a part of a row."""
 
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
         ends = torch.arange(1, 9, device=DEVICE, dtype=torch.int32) * (shape[0] // 8)
@@ -152,7 +152,7 @@ def _grouped(tile: Sequence[int], reads: int = 1, as_is: bool = True, delayed: b
 
 
 def _activated(activation: str, make: Make, reads: int = 1, **named: Any) -> Case:
-    """The cast of an activation."""
+    """Return the cast of an activation."""
 
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
         x = normal(shape)
@@ -162,7 +162,7 @@ def _activated(activation: str, make: Make, reads: int = 1, **named: Any) -> Cas
 
 
 def _gradient(activation: str, make: Make, reads: int = 1, saved: Sequence[int] | None = None, **named: Any) -> Case:
-    """The cast of an activation's gradient; ``saved``: the tile of the codes that the activation's input is kept in."""
+    """Return the cast of an activation's gradient; ``saved``: the tile of codes that hold the activation's input."""
 
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
         rows, cols = shape
@@ -176,13 +176,13 @@ def _gradient(activation: str, make: Make, reads: int = 1, saved: Sequence[int] 
 
 
 def _parameters(norm: str, cols: int) -> tuple[Tensor, ...]:
-    """(gamma, beta), or gamma alone."""
+    """Return (gamma, beta), or gamma alone."""
     wide = 0.1 * normal((2, cols), 2)
     return (wide[0] + 1,) if norm == "rmsnorm" else (wide[0] + 1, wide[1])
 
 
 def _normed(norm: str, make: Make, reads: int = 1, **named: Any) -> Case:
-    """The cast of a norm."""
+    """Return the cast of a norm."""
 
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
         return normal(shape), *_parameters(norm, shape[1])
@@ -192,7 +192,7 @@ def _normed(norm: str, make: Make, reads: int = 1, **named: Any) -> Case:
 
 
 def _norm_gradient(norm: str) -> Case:
-    """A norm's gradient, to which the gradient of a residual branch is added."""
+    """Return a norm's gradient, to which the gradient of a residual branch is added."""
 
     def inputs(shape: Shape) -> tuple[Tensor, ...]:
         x, (gamma, *beta) = normal(shape), _parameters(norm, shape[1])
@@ -214,7 +214,7 @@ def _dequantized(tile: Sequence[int]) -> Case:
 
 
 def _weights(x: Tensor) -> tuple[Any, ...]:
-    """x as five weights of uneven heights, and memory for their pairs."""
+    """Return x as five weights of uneven heights, and memory for their pairs."""
     rows = len(x)
     unit = max(rows // 16, 1)
     xs = [piece for piece in x.split([unit, 2 * unit, 3 * unit, 4 * unit, rows - 10 * unit]) if len(piece)]
@@ -225,7 +225,7 @@ def _weights(x: Tensor) -> tuple[Any, ...]:
 
 
 def many(kernel: Callable[..., None]) -> Callable[..., tuple[Tensor, ...]]:
-    """``multi_tensor_cast`` as a function of ``_weights`` that returns what it wrote."""
+    """Return ``multi_tensor_cast`` as a function of ``_weights`` that returns what it wrote."""
 
     def run(x: Tensor, xs: list[Tensor], *outputs: list[Tensor]) -> tuple[Tensor, ...]:
         kernel(xs, *outputs, [], 1, TENSOR, False, 0, None)
@@ -298,7 +298,7 @@ def update(
     grad: torch.dtype,
     scale_inv: Tensor | None = None,
 ) -> WeightUpdate:
-    """A weight's update, with a new state; ``scale_inv``: that of a weight whose dtype is that of codes."""
+    """Return a weight's update, with a new state; ``scale_inv``: of a weight in codes."""
     weight = torch.empty(shape, dtype=dtype)
     form = (MASTERS if scale_inv is None else OF_FP8_WEIGHTS)[master]
     state = form.new_state(weight)
@@ -307,23 +307,23 @@ def update(
     for number, moment in enumerate(moments):
         state |= moment.new_state(str(number), weight.shape, weight.device)
     stored = tuple(moment.for_kernel(str(number), state) for number, moment in enumerate(moments))
-    kept = form.for_kernel(as_matrix(weight), state, scale_inv)
+    kernel_master = form.for_kernel(as_matrix(weight), state, scale_inv)
     return WeightUpdate(
-        kept, stored, torch.empty(shape, dtype=grad), torch.zeros((), dtype=torch.float32), BitNumbers(1), 0
+        kernel_master, stored, torch.empty(shape, dtype=grad), torch.zeros((), dtype=torch.float32), BitNumbers(1), 0
     )
 
 
 def stored_update(shape: Shape, master: str | None, granularity: Granularity) -> WeightUpdate:
-    """The update of a weight that is stored in FP8."""
+    """Return the update of a weight that is stored in FP8."""
     scale_inv = torch.empty(granularity.scale_shape(shape), dtype=torch.float32)
     return update(shape, NAMED["fp8"], master, torch.uint8, torch.bfloat16, scale_inv)
 
 
-def stored(one: WeightUpdate) -> tuple[Tensor, ...]:
-    """The tensors that a step reads and writes."""
+def stored(weight_update: WeightUpdate) -> tuple[Tensor, ...]:
+    """Return the tensors that a step reads and writes."""
     names = ("weight", "data", "rest", "scale_inv", "amax")
-    found = (getattr(owner, name, None) for owner in (one.master, *one.moments) for name in names)
-    return tuple(tensor for tensor in found if tensor is not None)
+    tensors = (getattr(owner, name, None) for owner in (weight_update.master, *weight_update.moments) for name in names)
+    return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 def filled(tensor: Tensor, x: Tensor | None = None) -> Tensor:
@@ -335,20 +335,20 @@ def _step(make: Callable[[Shape], WeightUpdate]) -> Case:
     def inputs(shape: Shape) -> tuple[Any, ...]:
         x = normal(shape)
         with torch.device(x.device):
-            one = make(shape)
-        return one, filled(one.gradient, x), *map(filled, stored(one))
+            weight_update = make(shape)
+        return weight_update, filled(weight_update.gradient, x), *map(filled, stored(weight_update))
 
-    return Case("step", lambda one, *tensors: (one, {}), inputs=inputs, exact=False)
+    return Case("step", lambda weight_update, *tensors: (weight_update, {}), inputs=inputs, exact=False)
 
 
 def stepping(kernel: Callable[..., None], keeps_plans: bool) -> Callable[..., tuple[Tensor, ...]]:
-    """A step as a function of ``_step``'s arguments that returns what it wrote."""
+    """Return a step as a function of ``_step``'s arguments that returns what it wrote."""
 
-    def run(one: WeightUpdate, plans: dict[Any, dict[Any, Any]]) -> tuple[Tensor, ...]:
-        kept = {"plans": plans.setdefault(config("optimizer_step", 64), {})} if keeps_plans else {}
-        kernel([one], [ADAM], **kept)
+    def run(weight_update: WeightUpdate, plans: dict[Any, dict[Any, Any]]) -> tuple[Tensor, ...]:
+        keyword = {"plans": plans.setdefault(config("optimizer_step", 64), {})} if keeps_plans else {}
+        kernel([weight_update], [ADAM], **keyword)
         # torch's roots on a CPU, and multiply-adds on a GPU, may round otherwise, which a remainder of 16 bits shows
-        return tuple(tensor for tensor in stored(one) if tensor.dtype != torch.int16)
+        return tuple(tensor for tensor in stored(weight_update) if tensor.dtype != torch.int16)
 
     return run
 
@@ -413,12 +413,12 @@ _ALL = {**CASES, **ONLY_TUNED, **STEPS, **PRODUCTS}
 
 
 def reads(name: str, shape: Shape) -> tuple[Tensor, ...]:
-    """The tensors that a case reads."""
+    """Return the tensors that a case reads."""
     return tuple(tensor for tensor in _ALL[name].inputs(shape) if isinstance(tensor, Tensor))
 
 
 def call_of(name: str, shape: Shape) -> Callable[[], Any]:
-    """A call of a case's kernel."""
+    """Return a call of a case's kernel."""
     case = _ALL[name]
     bound = partial(call, KERNELS[case.op], case.arguments(*case.inputs(shape)))
     synchronize()  # until the scales have arrived on the host
@@ -426,7 +426,7 @@ def call_of(name: str, shape: Shape) -> Callable[[], Any]:
 
 
 def wrong(name: str, shape: Shape) -> str:
-    """What differs between the kernel and its reference more than the definition permits; "" if nothing does.
+    """Return how the kernel differs from its reference more than the definition permits; "" if it does not.
 
     A product is held against the same pairs multiplied in float32.
     """
@@ -440,7 +440,7 @@ def wrong(name: str, shape: Shape) -> str:
         return "" if quality > LEAST_SQNR else f"{quality:.1f} dB"
     expected = call(DEFINITIONS[case.op], expected_arguments)
     results, expected = ((r,) if isinstance(r, Tensor) else tuple(r) for r in (results, expected))
-    found = difference(results, expected, case.exact, shape[0])
-    if not found and not same_state(arguments, expected_arguments, case.exact):
-        found = "state differs"
-    return found
+    problem = difference(results, expected, case.exact, shape[0])
+    if not problem and not same_state(arguments, expected_arguments, case.exact):
+        problem = "state differs"
+    return problem

@@ -1,4 +1,4 @@
-"""``octavo tune``: which kinds of kernels are tuned, for how long, and where the result is kept."""
+"""``octavo tune``: choose the kinds of kernels to tune and the time for them, and write the result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TuneError(OctavoError, RuntimeError):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of both ``octavo tune`` and ``python -m benchmarks tune``."""
+    """Add the options of both ``octavo tune`` and ``python -m benchmarks tune``."""
     help = "kinds of kernels by their names in configs.json, and library, the products that are torch's (default: all)"
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=help)
     help = "kinds not reached by then keep their rows (default: 9.0)"
@@ -85,7 +85,7 @@ def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Names
     from octavo.tune import cases, timing, tuner
 
     deadline = timing.Deadline(options.minutes)
-    found: dict[str, Tuned] = {}
+    tuned_by_kind: dict[str, Tuned] = {}
     library = [tuner.LIBRARY] if cases.TORCH else []  # torch 2.11 has no FP8 product on a CPU
     all_kinds = [*tuner.KINDS, *library]  # library last, as it is compared with the products' new rows
     kinds, failed = options.kinds or all_kinds, False
@@ -100,51 +100,54 @@ def tune(output: Path | None, origin: Mapping[str, str], options: argparse.Names
                 print(f"{kind}: left out, no time", flush=True)
                 continue
             try:
-                tuned = tuner.tune(kind, options.toy, {kind: tuned.rows for kind, tuned in found.items()})
+                tuned = tuner.tune(kind, options.toy, {kind: tuned.rows for kind, tuned in tuned_by_kind.items()})
             except Exception as error:
                 print(f"{kind}: FAILED, {timing.describe(error)}", file=sys.stderr, flush=True)
                 failed = True
                 continue
             if tuned.rows or kind == tuner.LIBRARY:  # torch's product may be the slower one everywhere
-                found[kind] = tuned
+                tuned_by_kind[kind] = tuned
                 print(f"{json.dumps(kind)}: {json.dumps(tuned.rows)}", flush=True)
                 if output is not None:
-                    _write(output, origin, found)
+                    _write(output, origin, tuned_by_kind)
             else:
                 failed = True
     finally:  # also when interrupted
-        print(_summary(output, found), flush=True)
-    return int(failed or not found)
+        print(_summary(output, tuned_by_kind), flush=True)
+    return int(failed or not tuned_by_kind)
 
 
-def _write(path: Path, origin: Mapping[str, str], found: Mapping[str, Tuned]) -> None:
+def _write(path: Path, origin: Mapping[str, str], tuned_by_kind: Mapping[str, Tuned]) -> None:
     """Write the table with the rows of these kinds replaced, one line for each kind."""
     from octavo.kernels.triton.launch import table
 
-    old, rows = table(path), {kind: tuned.rows for kind, tuned in found.items()}
-    library = rows.pop("library", old["library"])
+    old_table, rows = table(path), {kind: tuned.rows for kind, tuned in tuned_by_kind.items()}
+    library = rows.pop("library", old_table["library"])
     versions = (f"{name} {value}" for name, value in origin.items() if name != "device")
     measured_on = ", ".join([origin["device"], *versions])
-    lines = ",\n".join(f"{json.dumps(kind)}: {json.dumps(kept)}" for kind, kept in {**old["configs"], **rows}.items())
+    lines = ",\n".join(
+        f"{json.dumps(kind)}: {json.dumps(rows_of_kind)}"
+        for kind, rows_of_kind in {**old_table["configs"], **rows}.items()
+    )
     head = f'{{"measured_on": {json.dumps(measured_on)},\n"library": {json.dumps(library)},\n'
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write(f'{head}"configs": {{\n{lines}\n}}}}\n'.encode())
 
 
-def _summary(output: Path | None, found: Mapping[str, Tuned]) -> str:
-    """What was written, and what it gained."""
+def _summary(output: Path | None, tuned_by_kind: Mapping[str, Tuned]) -> str:
+    """Return lines that say where the rows were written, and how many times as fast as octavo's own they are."""
     from octavo.kernels.triton.launch import SHIPPED, tuned_file
 
-    if not found:
+    if not tuned_by_kind:
         return "nothing was found, nothing is written"
-    gains = {kind: tuned.gain for kind, tuned in found.items() if not math.isnan(tuned.gain)}
+    gains = {kind: tuned.gain for kind, tuned in tuned_by_kind.items() if not math.isnan(tuned.gain)}
     lines = []
     if gains:
         mean = math.exp(sum(map(math.log, gains.values())) / len(gains))
-        each = ", ".join(f"{kind} {gain:.2f}" for kind, gain in gains.items())
-        lines = [f"times as fast as by octavo's own rows: {mean:.2f} ({each})"]
+        gain_by_kind = ", ".join(f"{kind} {gain:.2f}" for kind, gain in gains.items())
+        lines = [f"times as fast as by octavo's own rows: {mean:.2f} ({gain_by_kind})"]
     written = "nothing is kept" if output is None else f"wrote {output}"
     if output in (SHIPPED, tuned_file()):
         written += ": new processes use it"
-    return "\n".join([*lines, f"{len(found)} kinds tuned; {written}"])
+    return "\n".join([*lines, f"{len(tuned_by_kind)} kinds tuned; {written}"])

@@ -1,4 +1,4 @@
-"""How long kernels take on a GPU.
+"""Measure how long kernels take on a GPU.
 
 A reading is the median of single calls between two CUDA events, before each of which the L2 cache is cleared and the
 GPU kept busy until the host has launched it: beside a slow host triton.testing.do_bench read the host's time, of
@@ -32,7 +32,7 @@ class Timings(NamedTuple):
     errors: dict[str, str]
 
     def median(self, name: str) -> float:
-        """The median of a variant's readings; NaN if the variant failed."""
+        """Return the median of a variant's readings; NaN if the variant failed."""
         return statistics.median(self.seconds[name]) if name in self.seconds else math.nan
 
 
@@ -43,7 +43,7 @@ class Deadline:
         self._end = time.monotonic() + 60 * minutes
 
     def left(self) -> float:
-        """Seconds left, negative when past."""
+        """Return the seconds left, negative when past."""
         return self._end - time.monotonic()
 
 
@@ -54,7 +54,7 @@ def synchronize() -> None:
 
 
 def describe(error: BaseException) -> str:
-    """An error in one short line."""
+    """Return an error as one short line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:120]
 
@@ -111,9 +111,9 @@ def _on_host(call: Callable[[], object]) -> float:
     count = 4 if ON_GPU else 1
     synchronize()
     start = time.perf_counter()
-    kept = [call() for _ in range(count)]  # what results take is not given back meanwhile
+    results = [call() for _ in range(count)]  # all are held, so that their memory is not freed meanwhile
     synchronize()
-    return (time.perf_counter() - start) / len(kept)
+    return (time.perf_counter() - start) / len(results)
 
 
 def precompile(function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], minutes: float) -> list[str]:

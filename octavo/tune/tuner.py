@@ -72,47 +72,47 @@ class Tuned(NamedTuple):
 
 
 def buckets_of(kind: str, toy: bool) -> Buckets:
-    """The shapes at which a kind is timed, by the bucket that they represent."""
+    """Return the shapes at which a kind is timed, by the bucket that they represent."""
     if kind == LIBRARY or KINDS[kind][0] in cases.PRODUCTS:
         return TOY_PRODUCTS if toy else PRODUCTS
-    found = TOY_SIZES if toy else SIZES
-    return {64: found[64]} if kind == "optimizer_step" else found  # whose kernel takes one row for all sizes
+    buckets = TOY_SIZES if toy else SIZES
+    return {64: buckets[64]} if kind == "optimizer_step" else buckets  # whose kernel takes one row for all sizes
 
 
 def shipped(kind: str, bucket: int) -> Config:
-    """Octavo's own configuration of a bucket."""
+    """Return octavo's own configuration of a bucket."""
     rows: list[list[int]] = json.loads(SHIPPED.read_text())["configs"][kind]
     return Config(*next((row for row in rows if bucket <= row[0]), rows[-1])[1:])
 
 
 def grid_of(kind: str, bucket: int, toy: bool) -> list[Config]:
-    """Octavo's own configuration, and others: each number halved or doubled, a thread's elements at most so too.
+    """Return octavo's own configuration, and others: each number halved or doubled, a thread's elements at most so too.
 
     Of a product the third number is how many stages are in flight, of which there may be one less or more. A tile holds
     what transposed rows are padded to, 16, and of large tensors sectors of 32 bytes.
     """
-    own, is_product = shipped(kind, bucket), KINDS[kind][0] in cases.PRODUCTS
-    factors, found = (1.0, 0.5, 2.0), [own]
+    base, is_product = shipped(kind, bucket), KINDS[kind][0] in cases.PRODUCTS
+    factors, configs = (1.0, 0.5, 2.0), [base]
     least = (32 if bucket == 64 else 16) if "transpose" in kind else 1
     for r, c, w, t in itertools.product(factors, repeat=4):
-        tiles = own.tiles + round(math.log2(t)) if is_product else max(1, int(own.tiles * t))
-        warps = min(16, int(own.num_warps * w))
-        if r * c / w in factors and own.block_r * r >= least and warps > 0:
-            found.append(Config(int(own.block_r * r), int(own.block_c * c), tiles, warps))
-    return list(dict.fromkeys(found))[: 2 if toy else None]
+        tiles = base.tiles + round(math.log2(t)) if is_product else max(1, int(base.tiles * t))
+        warps = min(16, int(base.num_warps * w))
+        if r * c / w in factors and base.block_r * r >= least and warps > 0:
+            configs.append(Config(int(base.block_r * r), int(base.block_c * c), tiles, warps))
+    return list(dict.fromkeys(configs))[: 2 if toy else None]
 
 
 @contextmanager
 def _tables(rows: Mapping[str, Sequence[Sequence[Any]]]) -> Iterator[None]:
     """Use the table with these kinds' rows."""
-    before = dict(launch.TABLE)
+    old_rows = dict(launch.TABLE)
     launch.TABLE.update(rows)
     _forget()
     try:
         yield
     finally:
         launch.TABLE.clear()  # a kind may have had no row
-        launch.TABLE.update(before)
+        launch.TABLE.update(old_rows)
         _forget()
 
 
@@ -125,7 +125,7 @@ call_of = functools.lru_cache(maxsize=4)(cases.call_of)
 
 
 def _calling(kind: str, config: Config, name: str, shape: cases.Shape) -> Callable[[], Any]:
-    """A call of a case with one configuration for all sizes of a kind."""
+    """Return a call of a case with one configuration for all sizes of a kind."""
     call = call_of(name, shape)
 
     def run() -> Any:
@@ -136,7 +136,7 @@ def _calling(kind: str, config: Config, name: str, shape: cases.Shape) -> Callab
 
 
 def tasks(kinds: Sequence[str], toy: bool) -> list[tuple[Any, ...]]:
-    """The arguments of ``compile_one`` for all that will be timed."""
+    """Return the arguments of ``compile_one`` for all that will be timed."""
     buckets = ((kind, bucket) for kind in kinds if kind != LIBRARY for bucket in buckets_of(kind, toy))
     return [(kind, bucket, config, toy) for kind, bucket in buckets for config in grid_of(kind, bucket, toy)]
 
@@ -148,26 +148,26 @@ def compile_one(kind: str, bucket: int, config: Config, toy: bool) -> None:
 
 
 def _wrong(kind: str, config: Config, shape: cases.Shape) -> str:
-    """What is wrong with a configuration's results, "" for nothing."""
+    """Return how a configuration's results differ from the reference's, "" if they don't."""
     with _tables({kind: [[64, *config]]}):
-        return next((f"{name}: {found}" for name in KINDS[kind] if (found := cases.wrong(name, shape))), "")
+        return next((f"{name}: {problem}" for name in KINDS[kind] if (problem := cases.wrong(name, shape))), "")
 
 
 def _rank(kind: str, bucket: int, toy: bool) -> Ranking:
-    """The best configurations of one bucket, and octavo's own, by their time relative to the best."""
+    """Return the best configurations of one bucket, and octavo's own, by their time relative to the best."""
     shapes = buckets_of(kind, toy)[bucket]
 
     def costs(configs: Sequence[Config], names: Sequence[str], rounds: int) -> Ranking:
-        """The geometric mean over cases and shapes of the time over the best's."""
+        """Return the geometric mean over cases and shapes of the time over the best's."""
         total = dict.fromkeys(configs, 0.0)
         for name, shape in itertools.product(names, shapes):
-            found = timings({str(config): _calling(kind, config, name, shape) for config in configs}, rounds)
-            for error in dict.fromkeys(found.errors.values()):
+            measured = timings({str(config): _calling(kind, config, name, shape) for config in configs}, rounds)
+            for error in dict.fromkeys(measured.errors.values()):
                 print(f"  some failed: {error}", flush=True)
-            fastest = min(map(found.median, found.seconds), default=math.nan)
+            fastest = min(map(measured.median, measured.seconds), default=math.nan)
             for config in configs:
-                failed = str(config) in found.errors
-                total[config] += math.inf if failed else math.log(found.median(str(config)) / fastest)
+                failed = str(config) in measured.errors
+                total[config] += math.inf if failed else math.log(measured.median(str(config)) / fastest)
         scores = {config: math.exp(value / (len(names) * len(shapes))) for config, value in total.items()}
         return dict(sorted(scores.items(), key=lambda item: item[1]))
 
@@ -208,8 +208,8 @@ def _tune_kind(kind: str, toy: bool) -> Tuned:
 
 
 def _tune_library(toy: bool) -> Tuned:
-    """The products that torch's function is to compute: those where it is right, and as fast as Triton's kernel."""
-    found: TableRows = []
+    """Return the products that torch's function is to compute: where it is right, and as fast as Triton's kernel."""
+    rows: TableRows = []
     shapes = buckets_of(LIBRARY, toy)[64]
     for name, fast in itertools.product(cases.TORCH, (True, False)):
         named = {who: f"{name}, {who}{', fast' * fast}" for who in ("torch", "Triton")}
@@ -221,5 +221,5 @@ def _tune_library(toy: bool) -> Tuned:
         ratio = f"{math.exp(log_ratio / len(shapes)):.3f}"
         print(f"{name}, fast_accum={fast}: torch by Triton {problem or ratio}{', taken' * taken}", flush=True)
         if taken:
-            found.append([*map(list, cases.TILES[name]), fast])
-    return Tuned(found, math.nan)
+            rows.append([*map(list, cases.TILES[name]), fast])
+    return Tuned(rows, math.nan)

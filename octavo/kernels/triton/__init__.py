@@ -1,6 +1,6 @@
 """The Triton kernels, on CUDA tensors; one file an op.
 
-Casts equal their reference bit for bit; where exp or a row's sum is in it, to float32's rounding.
+Casts equal their reference bit for bit; those that compute an exp or a row's sum, to float32's rounding.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ _KERNELS += [
     rotary,
     scales_of_pass,
 ]
-_APART = "multi_tensor_cast", "scales_of_pass"  # of lists of tensors; of no launch
+_APART = "multi_tensor_cast", "scales_of_pass"  # not replayed: lists of tensors; no launch
 _EXISTS: dict[str, Callable[..., bool]] = {
     "cast": lambda x, delayed_scale, role: delayed_scale is not None and scale_exists(delayed_scale, role),
     "cast_and_commit": lambda x, delayed_scale, history: scale_exists(delayed_scale, 2),

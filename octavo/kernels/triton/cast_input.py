@@ -1,4 +1,4 @@
-"""What a cast reads, on the host: a tensor and what is computed of it; and where its codes go."""
+"""Describe to kernels what a cast reads, a tensor or a function of it, and where its codes go. On the host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WHOLE = {(ALL, ALL), (1, ALL), (ALL, 1)}
 
 
 def rounding_of(scaling: Scaling) -> Rounding:
-    """How the kernels make a scaling's scales and codes."""
+    """Return the constants by which kernels choose a scaling's scales and round to its codes."""
     return _rounding(*scaling[:4], scaling.swizzles)
 
 
@@ -33,7 +33,7 @@ def _rounding(dtype: torch.dtype, tile: Tile, power_of_two: bool, margin: int, s
 
 
 def codes_to(q: Tensor | None, t: Tensor | None = None) -> Codes:
-    """Where kernels write codes, as they lie and transposed; tensors without elements are left out."""
+    """Return where kernels write codes, as they lie and transposed; tensors without elements are left out."""
     if q is not None and q.numel() == 0:
         q = None
     if t is not None and t.numel() == 0:
@@ -42,7 +42,7 @@ def codes_to(q: Tensor | None, t: Tensor | None = None) -> Codes:
 
 
 def outputs_to(codes: Codes, scale_inv: Tensor, amax: Tensor | None) -> Outputs:
-    """Where kernels write a scaling."""
+    """Return where kernels write the codes, scales and amaxes of one scaling."""
     laid = amax if scale_inv.ndim == 1 else scale_inv  # swizzled ones have no strides
     return Outputs(codes, as_argument(scale_inv), amax, *((0, 0) if laid is None else laid.stride()))
 
@@ -83,19 +83,19 @@ class CastInput(NamedTuple):
 
     @property
     def source(self) -> Source:
-        """What kernels take for x."""
+        """x, its size and its strides, as kernels take them."""
         return Source(self.x, self.rows, self.cols, *self.x.stride())
 
     def config(self, kernel: str) -> Config:
-        """The configuration of a kernel that casts this: a row of its own where what is computed has one."""
-        own = f"{kernel}_{self.kind}" if self.kind else kernel
-        of_codes = f"{own}_of_codes" if isinstance(self.h, Input) and self.h.scale_inv is not None else own
-        name = next((name for name in (of_codes, own) if name in TABLE), kernel)
+        """Return the configuration of a kernel that casts this: the row for its ``kind`` where the table has one."""
+        by_kind = f"{kernel}_{self.kind}" if self.kind else kernel
+        by_codes = f"{by_kind}_of_codes" if isinstance(self.h, Input) and self.h.scale_inv is not None else by_kind
+        name = next((name for name in (by_codes, by_kind) if name in TABLE), kernel)
         return config(name, (self.rows * self.cols).bit_length())
 
     @property
     def kind(self) -> str:
-        """Nothing for x itself, else norm, activation, gradient or gated_gradient."""
+        """The name of what is computed: "" for x itself, else norm, activation, gradient or gated_gradient."""
         function = self.function
         if function.name in ("", "norm"):
             return function.name
@@ -105,7 +105,7 @@ class CastInput(NamedTuple):
         """Whether the kernels of rows, columns, small blocks or a whole tensor cast this by these tiles."""
         function, h = self.function, self.h
         if isinstance(h, Input) and function.gated and h.scale_inv is not None:
-            if function.tile_c != WHOLE and self.cols % function.tile_c:  # up doesn't begin with a tile of its own
+            if function.tile_c != WHOLE and self.cols % function.tile_c:  # a scale's tile would hold gate and up
                 return False
         for tile in tiles:
             if tile not in _WHOLE:
@@ -121,29 +121,29 @@ class CastInput(NamedTuple):
             codes.view(torch.uint8).zero_()  # no tile of a half may reach the end of the padding
 
     def tiling(self, block_r: int, block_c: int, tiles: int = 1, one_tile: bool = False, fold: int = 1) -> _Shares:
-        """How programs share what is cast: (strips of columns, groups of rows in a strip, tiling).
+        """Return how programs share what is cast: (strips of columns, groups of rows in a strip, tiling).
 
-        ``tiles``: the most that a program does, fewer where multiprocessors would have less than three programs each.
+        ``tiles``: the most that a program does; fewer where a multiprocessor would otherwise have under three programs.
         """
         shape = self.rows, self.cols
         enough = 3 * multiprocessors(self.x.get_device())
         return _shares(shape, enough, block_r, block_c, tiles, one_tile, self.halves == 2, fold)
 
     def with_parts(self, sums: Tensor | None, groups: int) -> tuple[Tensor, Tensor] | None:
-        """Where column sums go, if any, and where so many groups of programs leave their parts of them."""
+        """Return (column sums, memory for the parts that so many groups of programs leave), None without sums."""
         return sums if sums is None else (sums, self.x.new_empty((self.halves, groups, self.cols), dtype=torch.float32))
 
     def launch(
         self, kernel: Any, programs: int, num_warps: int, arguments: Sequence[Any], constants: Sequence[Any]
     ) -> None:
-        """Launch a kernel that reads this, and has its own arguments and constants."""
+        """Launch a kernel that reads this, with these other arguments and constants of it."""
         # a function may fuse multiply-adds; in a plain cast there is nothing to gain
         fuses = self.function.name != ""
         launch(kernel, programs, (self.source, self.h, *arguments, self.function, *constants), num_warps, fuses)
 
 
 def cast_input(source: CastSource) -> CastInput:
-    """What a cast of this reads."""
+    """Return what the kernels of a cast read for this source."""
     x, activation, preactivation, h_scale_inv, h_tile = source
     if not activation:
         return CastInput(x, *x.shape)
@@ -154,7 +154,7 @@ def cast_input(source: CastSource) -> CastInput:
     tile_r, tile_c = map(tile_size, h_tile)
     scale_r = scale_c = scale_shift = 0
     if h_scale_inv is not None and h_scale_inv.numel() == 0:
-        h_scale_inv = None  # of no codes, and kernels read one at least
+        h_scale_inv = None  # there are no codes, and kernels would read at least one scale
     if h_scale_inv is not None:
         h_scale_inv = as_argument(h_scale_inv)
         scale_r, scale_c = h_scale_inv.stride()
@@ -174,7 +174,7 @@ def cast_input(source: CastSource) -> CastInput:
 def norm_input(
     source: NormSource, mean: Tensor, rstd: Tensor, residual: Tensor | None = None, total: Tensor | None = None
 ) -> CastInput:
-    """What a cast of a norm reads, and its statistics: known, or to be written by a kernel of norm_kernels.py.
+    """Return what the kernels of a norm's cast read; its statistics are known, or norm_kernels.py's kernels write them.
 
     residual: of x's shape, is added to x by those kernels, which write the sum to ``total``.
     """

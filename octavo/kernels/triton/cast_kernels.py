@@ -8,11 +8,12 @@
     a block     cast_blocks_kernel, of sizes that are powers of two: many a program. For blocks that are higher than a
                 tile a program reads its rows twice, the second time from a cache
 
-Of tensors and lines a program works down a strip of columns, some tiles, so that few programs meet at the shared amax
-and a strip's column sums have few parts. What spans programs is finished by the last of them, in the same launch.
+For tensors and lines a program works down a strip of columns, some tiles, so that few programs raise the shared amax
+and a strip's column sums have few parts. The last program to end finishes what several share, in the same launch.
 
-work (int32, all 0 before and after). Of a tensor: [0] the bits of the shared amax, [1] its counter, [2...] a counter a
-strip with column sums. Of lines: the bits of the columns' amaxes and of the rows', a counter a strip, one a group.
+work (int32, all 0 before and after). For a tensor: [0] the bits of the shared amax, [1] its counter, [2...] a counter
+for each strip with column sums. For lines: the bits of the columns' amaxes and of the rows', a counter for each strip,
+one for each group.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from octavo.kernels.triton.tiles import (
 
 @triton.jit
 def finite_largest(largest, tile, second, tiling: tl.constexpr):
-    """``largest`` raised to the finite magnitudes of what ``produce`` made."""
+    """Return ``largest`` raised to the finite magnitudes of what ``produce`` returned."""
     largest = tl.maximum(largest, finite_abs(tile))
     if tiling.halves:
         largest = tl.maximum(largest, finite_abs(second))
@@ -59,7 +60,7 @@ def finite_largest(largest, tile, second, tiling: tl.constexpr):
 
 @triton.jit
 def strip_amax(x, h, first_row, cols, function: tl.constexpr, tiling: tl.constexpr):
-    """The amax of a program's tiles, a scalar."""
+    """Return the amax of a program's tiles, a scalar."""
     largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
         rows = first_row + i * tiling.block_r + tl.arange(0, tiling.block_r)
@@ -81,7 +82,7 @@ def cast_strip(
     SUMS: tl.constexpr,
     tiling: tl.constexpr,
 ):
-    """Write the codes of a program's tiles: (their amax, their columns' sums [BLOCK_C], those of the second tiles)."""
+    """Write a program's codes. Return (the tiles' amax, their columns' sums [BLOCK_C], those of the second tiles)."""
     largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     sums = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     second_sums = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
@@ -106,10 +107,10 @@ def amax_kernel(
     work_ptr,
     groups,  # of tiling.tiles tiles in a strip
     function: tl.constexpr,  # Function
-    ROLE: tl.constexpr,  # None for Dynamic; a State that holds None is nothing that Triton 3.6 compares with None
+    ROLE: tl.constexpr,  # None for Dynamic (Triton 3.6 can't compare a State that holds None with None)
     tiling: tl.constexpr,  # Tiling
 ):
-    """The amax of all that is to be cast."""
+    """Write the amax of all that is cast."""
     if ROLE is not None:
         if scale_of_pass(delayed, ROLE) != 0:
             return
@@ -124,7 +125,7 @@ def amax_kernel(
 
 @triton.jit
 def scale_of(delayed, own_amax_ptr, ROLE: tl.constexpr, rounding: tl.constexpr):
-    """The delayed scale, or where there is none yet, or for Dynamic, that of the tensor's own amax."""
+    """Return the delayed scale; for Dynamic, or while there is none yet, the scale of the tensor's own amax."""
     if ROLE is not None:
         scale = scale_of_pass(delayed, ROLE)
         if scale == 0:
@@ -142,9 +143,9 @@ def cast_tensor_kernel(
     x,
     h,
     out,  # Outputs; its amax is written if Delayed
-    own_amax_ptr,  # the same, if amax_kernel found it: for Dynamic, or where there may be no history; else None
-    delayed,  # with a ROLE, a State, of which the scale alone is read without an update
-    rolled,  # with an update, what the last program rolls besides: (amax of the input, of the weight)
+    own_amax_ptr,  # out.amax if amax_kernel wrote it: for Dynamic, or where there may be no history; else None
+    delayed,  # with a ROLE, a State; without an update only its scale is read
+    rolled,  # with an update, amaxes that the last program rolls too: (of the input, of the weight)
     sums,  # None, or (column sums [C], their parts [groups, C])
     work_ptr,
     groups,  # of tiling.tiles tiles in a strip
@@ -154,7 +155,7 @@ def cast_tensor_kernel(
     update: tl.constexpr,  # Update, or None
     tiling: tl.constexpr,  # Tiling
 ):
-    """One scale for all that is cast: codes in one or both layouts, scale_inv, and what else is asked for."""
+    """Cast with one scale: write codes in one or both layouts, scale_inv, and the amax, sums and roll if wanted."""
     programs = tl.num_programs(0)
     program = tl.program_id(0)
     scale = scale_of(delayed, own_amax_ptr, ROLE, rounding)
@@ -174,7 +175,7 @@ def cast_tensor_kernel(
         raise_amax(work_ptr, amax)
     counted = programs
     counts = True
-    if sums is not None:  # the last of each strip stands for it: others pass one counter, not two
+    if sums is not None:  # only the last program of each strip counts at the second counter
         counted = strips
         counter = work_ptr + 2 + strip
         counts = finish_column_sums(parts, second_parts, sums, counter, group, groups, cols, x.C, tiling.halves)
@@ -188,43 +189,43 @@ def cast_tensor_kernel(
                     roll(delayed, amax, ROLE, update)
 
 
-def find_amax(given: CastInput, amax: Tensor, delayed: StateTensors | None = None, role: int | None = None) -> None:
-    """Write amax [1, 1]; but given ``delayed`` and a role, not where that has a scale for it."""
-    chosen = given.config("amax")
-    strips, groups, tiling = given.tiling(*chosen[:3])
-    arguments = amax, delayed, workspace(given.x, 2), groups
-    given.launch(amax_kernel, strips * groups, chosen.num_warps, arguments, (role, tiling))
+def find_amax(inputs: CastInput, amax: Tensor, delayed: StateTensors | None = None, role: int | None = None) -> None:
+    """Write amax [1, 1]; with ``delayed`` and a role, only where that state has no scale for the role yet."""
+    chosen = inputs.config("amax")
+    strips, groups, tiling = inputs.tiling(*chosen[:3])
+    arguments = amax, delayed, workspace(inputs.x, 2), groups
+    inputs.launch(amax_kernel, strips * groups, chosen.num_warps, arguments, (role, tiling))
 
 
 def cast_by_tensor(
-    given: CastInput,
+    inputs: CastInput,
     scaling: Scaling,
     out: Outputs,
     sums: Tensor | None,
-    state: StateTensors | None = None,  # that the last program rolls
-    rolled: Sequence[Tensor | None] = (None, None),  # beside this cast's: amax of input, amax of weight
+    state: StateTensors | None = None,  # the last program rolls it
+    rolled: Sequence[Tensor | None] = (None, None),  # amaxes to roll beside this cast's: of input, of weight
     update: Update | None = None,
-    knows_amax: bool = False,  # out's, and may be
+    knows_amax: bool = False,  # whether out's amax may be written already
 ) -> None:
-    """One scale for all."""
+    """Cast with one scale for all."""
     delayed_scale, role = scaling.delayed_scale, None if scaling.delayed_scale is None else scaling.role
     delayed = StateTensors(delayed_scale, None, None, None) if state is None and delayed_scale is not None else state
-    chosen = given.config("cast" if out.codes.t is None else "cast_transpose")
-    strips, groups, tiling = given.tiling(*chosen[:3])
+    chosen = inputs.config("cast" if out.codes.t is None else "cast_transpose")
+    strips, groups, tiling = inputs.tiling(*chosen[:3])
     needs_amax = knows_amax or delayed_scale is None or not scale_exists(delayed_scale, scaling.role)
     if needs_amax and not knows_amax:
-        find_amax(given, out.amax, delayed, role)
+        find_amax(inputs, out.amax, delayed, role)
     arguments = (
         out,
         out.amax if needs_amax else None,
         delayed,
         tuple(rolled),
-        given.with_parts(sums, groups),
-        workspace(given.x, 2 + strips),
+        inputs.with_parts(sums, groups),
+        workspace(inputs.x, 2 + strips),
         groups,
     )
     constants = role, rounding_of(scaling), update, tiling
-    given.launch(cast_tensor_kernel, strips * groups, chosen.num_warps, arguments, constants)
+    inputs.launch(cast_tensor_kernel, strips * groups, chosen.num_warps, arguments, constants)
 
 
 @triton.jit
@@ -236,7 +237,7 @@ def cast_rows_kernel(
     rounding: tl.constexpr,
     tiling: tl.constexpr,  # Tiling
 ):
-    """A scale for each row of what is cast."""
+    """Cast with a scale for each row."""
     rows = tl.program_id(0) * tiling.block_r + tl.arange(0, tiling.block_r)
     cols = tl.arange(0, tiling.block_c)
     tile, second = produce(x, h, rows, cols, function, tiling.even)
@@ -260,24 +261,24 @@ def cast_rows_kernel(
 
 @triton.jit
 def larger(tile, second, tiling: tl.constexpr):
-    """The finite magnitudes of a tile, or the larger ones of two halves."""
+    """Return the finite magnitudes of a tile, or the larger ones of two halves."""
     result = finite_abs(tile)
     if tiling.halves:
         result = tl.maximum(result, finite_abs(second))
     return result
 
 
-def cast_by_row(given: CastInput, scaling: Scaling, out: Outputs) -> None:
-    """A scale for each row."""
-    if given.rows == 0:
+def cast_by_row(inputs: CastInput, scaling: Scaling, out: Outputs) -> None:
+    """Cast with a scale for each row, one launch."""
+    if inputs.rows == 0:
         return
-    chosen = given.config("cast_rows")
-    widest = max(16, triton.next_power_of_2(given.cols))
+    chosen = inputs.config("cast_rows")
+    widest = max(16, triton.next_power_of_2(inputs.cols))
     block_c = min(chosen.block_c, widest)
     # narrow rows: as many as fill half a tile
     block_r = chosen.block_r * max(1, chosen.block_c // (2 * block_c))
-    _, programs, tiling = given.tiling(block_r, block_c, one_tile=widest <= block_c)
-    given.launch(cast_rows_kernel, programs, chosen.num_warps, (out,), (rounding_of(scaling), tiling))
+    _, programs, tiling = inputs.tiling(block_r, block_c, one_tile=widest <= block_c)
+    inputs.launch(cast_rows_kernel, programs, chosen.num_warps, (out,), (rounding_of(scaling), tiling))
 
 
 LINES = (1, ALL), (ALL, 1)
@@ -311,7 +312,7 @@ def line_amax_kernel(
     column_rounding: tl.constexpr,
     tiling: tl.constexpr,  # Tiling
 ):
-    """The amaxes and scales of all rows, all columns or both."""
+    """Write the amaxes and scales of all rows, all columns or both."""
     HEIGHT: tl.constexpr = tiling.tiles * tiling.block_r
     strips = tl.num_programs(0) // groups
     strip = tl.program_id(0) % strips
@@ -365,7 +366,7 @@ def cast_lines_kernel(
     column_rounding: tl.constexpr,
     tiling: tl.constexpr,  # Tiling
 ):
-    """Codes by the scales of rows, of columns or both."""
+    """Write codes by the scales of rows, of columns or both."""
     programs = tl.num_programs(0)
     program = programs - 1 - tl.program_id(0)  # what line_amax_kernel read last is still in the cache
     strips = programs // groups
@@ -400,27 +401,27 @@ def cast_lines_kernel(
         finish_column_sums(total, second_total, sums, work_ptr + strip, group, groups, cols, x.C, tiling.halves)
 
 
-def cast_by_line(given: CastInput, sums: Tensor | None, *scalings: tuple[Scaling, Outputs]) -> None:
-    """A scale for each row, for each column, or one scaling of each."""
+def cast_by_line(inputs: CastInput, sums: Tensor | None, *scalings: tuple[Scaling, Outputs]) -> None:
+    """Cast with a scale for each row, with one for each column, or once with each; two launches."""
     by_tile = {scaling.tile: (rounding_of(scaling), out) for scaling, out in scalings}
     roundings, outs = zip(*(by_tile.get(tile, (None, None)) for tile in LINES), strict=True)
-    scales = tuple(given.x.new_empty(size, dtype=torch.float32) for size in given.shape)
-    chosen = given.config("amax_lines")
-    strips, groups, tiling = given.tiling(*chosen[:3])
-    work = workspace(given.x, sum(given.shape) + strips + groups)
-    found = (*(out and out._replace(codes=None) for out in outs), scales, work, groups)
-    given.launch(line_amax_kernel, strips * groups, chosen.num_warps, found, (*roundings, tiling))
+    scales = tuple(inputs.x.new_empty(size, dtype=torch.float32) for size in inputs.shape)
+    chosen = inputs.config("amax_lines")
+    strips, groups, tiling = inputs.tiling(*chosen[:3])
+    work = workspace(inputs.x, sum(inputs.shape) + strips + groups)
+    amax_arguments = (*(out and out._replace(codes=None) for out in outs), scales, work, groups)
+    inputs.launch(line_amax_kernel, strips * groups, chosen.num_warps, amax_arguments, (*roundings, tiling))
     if sums is not None or any(out.codes.q is not None or out.codes.t is not None for _, out in scalings):
-        chosen = given.config("cast_lines")
-        strips, groups, tiling = given.tiling(*chosen[:3])
-        work = workspace(given.x, strips)
-        arguments = *outs, scales, given.with_parts(sums, groups), work, groups
-        given.launch(cast_lines_kernel, strips * groups, chosen.num_warps, arguments, (*roundings, tiling))
+        chosen = inputs.config("cast_lines")
+        strips, groups, tiling = inputs.tiling(*chosen[:3])
+        work = workspace(inputs.x, strips)
+        arguments = *outs, scales, inputs.with_parts(sums, groups), work, groups
+        inputs.launch(cast_lines_kernel, strips * groups, chosen.num_warps, arguments, (*roundings, tiling))
 
 
 @triton.jit
 def encode_blocks(tile, scaling: tl.constexpr, tiling: tl.constexpr):
-    """Codes of a float32 tile in one scaling, whose blocks divide it: (codes, the blocks' amax, their scale)."""
+    """Encode a float32 tile whose blocks each have a scale: (codes, the blocks' amax, the blocks' scale)."""
     ROWS: tl.constexpr = scaling.block[0]
     COLS: tl.constexpr = scaling.block[1]
     BR: tl.constexpr = tiling.block_r
@@ -433,7 +434,7 @@ def encode_blocks(tile, scaling: tl.constexpr, tiling: tl.constexpr):
 
 @triton.jit
 def swizzled_place(row, col, cols):
-    """Where the scale of an operand's row and block lies, of ``cols`` blocks a row: layouts.swizzled."""
+    """Return the offset of a row's and block's scale as layouts.swizzled lays them, with ``cols`` blocks a row."""
     return (row // 128 * tl.cdiv(cols, 4) + col // 4) * 512 + row % 32 * 16 + row // 32 % 4 * 4 + col % 4
 
 
@@ -489,7 +490,7 @@ def store_blocks(tile, HALF: tl.constexpr, place, x, out, scaling: tl.constexpr,
 
 @triton.jit
 def tall_blocks(largest, scaling: tl.constexpr, tiling: tl.constexpr):
-    """Of blocks as high as a program's part, by its columns' amaxes [BC]: (amax, scale, columns' scales [1, BC])."""
+    """Return (amax, scale, columns' scales [1, BC]) of blocks as high as a program's part, from column amaxes [BC]."""
     BLOCKS: tl.constexpr = tiling.block_c // scaling.block[1]
     amax = tl.max(tl.reshape(largest, [1, BLOCKS, scaling.block[1]]), 2)
     scale = scale_from_amax(amax, scaling.limit, scaling.power_of_two)
@@ -499,7 +500,7 @@ def tall_blocks(largest, scaling: tl.constexpr, tiling: tl.constexpr):
 
 @triton.jit
 def tall_scales(largest, HALF: tl.constexpr, place, x, out, scaling: tl.constexpr, tiling: tl.constexpr):
-    """Write the amax and scale_inv of such blocks; their scales [1, BC]."""
+    """Write the amax and scale_inv of blocks as high as a program's part. Return their columns' scales [1, BC]."""
     amax, scale, scales = tall_blocks(largest, scaling, tiling)
     store_scales(amax, scale, HALF, place, x, out, scaling, tiling)
     return scales
@@ -507,7 +508,7 @@ def tall_scales(largest, HALF: tl.constexpr, place, x, out, scaling: tl.constexp
 
 @triton.jit
 def column_amaxes(x, h, place, cols, function: tl.constexpr, tiling: tl.constexpr):
-    """The amaxes of the columns [BC] of a program's part, and of its second half."""
+    """Return the amaxes of the columns [BC] of a program's part, and of its second half."""
     largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     second_largest = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     for i in range(tiling.tiles):
@@ -532,14 +533,14 @@ def cast_blocks_kernel(
     second_scaling: tl.constexpr,  # of the second, or None
     tiling: tl.constexpr,  # Tiling
 ):
-    """A scale for each block whose sizes divide the program's part; two such scalings of one read.
+    """Cast with a scale for each block whose sizes divide the program's part; with two such scalings from one read.
 
-    Of a part in several tiles, blocks as high as the part have their amaxes found first, by a read before.
+    If the part has several tiles, a first read finds the amaxes of blocks that are as high as the part.
     """
     strips = tl.cdiv(x.C, tiling.block_c)
     program = tl.program_id(0)
     if function.name == "norm":
-        program = tl.num_programs(0) - 1 - program  # what its statistics were found of last is still in the cache
+        program = tl.num_programs(0) - 1 - program  # what the statistics' launch read last is still in the cache
     place = (program // strips, program % strips)
     cols = place[1] * tiling.block_c + tl.arange(0, tiling.block_c)
     tall = None  # scales, of each half
@@ -559,7 +560,7 @@ def cast_blocks_kernel(
                     second_tall_of_half = tall_scales(largest_of_half, 1, place, x, second, second_scaling, tiling)
     total = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
     total_of_half = tl.full([tiling.block_r, tiling.block_c], 0.0, tl.float32)
-    for i in range(tiling.tiles):  # upwards: what was read last is in the nearest cache
+    for i in range(tiling.tiles):  # upwards: the tile that was read last is in the nearest cache
         at = (place[0] * tiling.tiles + tiling.tiles - 1 - i, place[1])
         rows = at[0] * tiling.block_r + tl.arange(0, tiling.block_r)
         tile, half = produce(x, h, rows, cols, function, tiling.even)
@@ -584,32 +585,35 @@ def cast_blocks_kernel(
         finish_column_sums(total, total_of_half, sums, counter_ptr, place[0], groups, cols, x.C, tiling.halves)
 
 
-def tiles_of_blocks(given: CastInput, kind: str, *blocks: Tile) -> tuple[Config, int, int]:
-    """(A tile, how many of them, one below the other, hold whole blocks, warps).
+def tiles_of_blocks(inputs: CastInput, kind: str, *blocks: Tile) -> tuple[Config, int, int]:
+    """Return (a tile, how many of them, one below the other, hold whole blocks, warps).
 
     A tile as high as a block of 128 rows would leave a multiprocessor one or two programs, which wait for what they
     read, then compute, then write. So a program reads such a block in several tiles.
     """
-    chosen = given.config(kind)
+    chosen = inputs.config(kind)
     height = max(chosen.block_r, *(rows for rows, _ in blocks))
     chosen = with_room_for(chosen, *((rows if rows < height else 1, cols) for rows, cols in blocks))
     tiles, num_warps = height // chosen.block_r, chosen.num_warps
-    if kind == "cast_blocks_transpose" and (tiles > 1 or given.function.name):  # more is held in float32
+    if kind == "cast_blocks_transpose" and (tiles > 1 or inputs.function.name):  # more is held in float32
         num_warps = min(16, 2 * num_warps)
     return chosen, tiles, num_warps
 
 
 def cast_by_block(
-    given: CastInput, sums: Tensor | None, first: tuple[Scaling, Outputs], second: tuple[Scaling, Outputs] | None = None
+    inputs: CastInput,
+    sums: Tensor | None,
+    first: tuple[Scaling, Outputs],
+    second: tuple[Scaling, Outputs] | None = None,
 ) -> None:
     """Cast by one or two scalings of small blocks."""
     scaling, out = first
     second_scaling, second_out = second or (None, None)
     kind = "cast_blocks" if second_scaling is None and out.codes.t is None else "cast_blocks_transpose"
-    chosen, tiles, num_warps = tiles_of_blocks(given, kind, scaling.tile, (second_scaling or scaling).tile)
-    strips, groups, tiling = given.tiling(chosen.block_r * tiles, chosen.block_c)
-    work = None if sums is None else workspace(given.x, strips)
+    chosen, tiles, num_warps = tiles_of_blocks(inputs, kind, scaling.tile, (second_scaling or scaling).tile)
+    strips, groups, tiling = inputs.tiling(chosen.block_r * tiles, chosen.block_c)
+    work = None if sums is None else workspace(inputs.x, strips)
     roundings = rounding_of(scaling), None if second_scaling is None else rounding_of(second_scaling)
-    arguments = out, second_out, given.with_parts(sums, groups), work
+    arguments = out, second_out, inputs.with_parts(sums, groups), work
     constants = *roundings, tiling._replace(block_r=chosen.block_r, tiles=tiles)
-    given.launch(cast_blocks_kernel, strips * groups, num_warps, arguments, constants)
+    inputs.launch(cast_blocks_kernel, strips * groups, num_warps, arguments, constants)

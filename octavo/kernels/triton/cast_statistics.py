@@ -1,6 +1,7 @@
-"""What a cast did to a tensor, added to what was counted before: one read of the tensor and of its codes.
+"""Count what a cast did to a tensor, by one read of the tensor and of its codes, and add that to earlier counts.
 
-And which rows of a product's operand have faults, by an element of each row of the result, and the operand's scales.
+And count the rows of a product's operand that have faults, by an element of each row of the result, and the operand's
+scales.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FIRST: tl.constexpr = tl.constexpr(LOWEST)
 
 
 class Counting(NamedTuple):
-    """What is constant for a launch: LARGEST of the codes' format, and a program's tiles, one below the other."""
+    """A launch's constants: LARGEST of the codes' format, and a program's tiles, one below the other."""
 
     largest_code: int
     factor: float
@@ -43,7 +44,7 @@ def cast_statistics_kernel(
     extremes_ptr,
     counting: tl.constexpr,  # Counting
 ):
-    """Add what the reference counts."""
+    """Add to sums and extremes what the reference counts."""
     strips = tl.cdiv(x.C, counting.block_c)
     first = (tl.program_id(0) // strips) * (counting.block_r * counting.tiles)
     add_rows(x, q, scale_inv, 0, first, x.R, 0, tl.program_id(0) % strips, sums_ptr, extremes_ptr, counting)
@@ -60,7 +61,7 @@ def group_statistics_kernel(
     counting: tl.constexpr,  # Counting
     grouping: tl.constexpr,  # Grouping
 ):
-    """The same of rows in groups, of each group in a row of its own."""
+    """Add what the reference counts for rows in groups, to a row of sums and extremes for each group."""
     strips = tl.cdiv(x.C, counting.block_c)
     place = locate(groups, tl.program_id(0) // strips, x.R, counting.block_r * counting.tiles, grouping)
     if place.group < groups.count:
@@ -77,8 +78,8 @@ def add_rows(
     q,
     scale_inv,
     start,  # row of x where the rows begin
-    first,  # of those the program's first
-    size,  # how many those are
+    first,  # the program's first of these rows
+    size,  # how many rows there are
     scale_row,  # where their scales begin
     strip,  # of columns
     sums_ptr,
@@ -135,7 +136,7 @@ def add_rows(
 
 @triton.jit
 def load_codes(q, scale_inv, rows, scale_rows, cols, inside):
-    """A tile of codes, and each one's scale_inv."""
+    """Load a tile of codes, and each code's scale_inv."""
     offsets = rows.to(tl.int64)[:, None] * q.stride_r + cols.to(tl.int64)[None, :] * q.stride_c
     codes = tl.load(q.ptr + offsets, mask=inside, other=0.0)
     offsets = scale_rows[:, None] * scale_inv.stride_r + (cols // scale_inv.C)[None, :] * scale_inv.stride_c
@@ -144,27 +145,27 @@ def load_codes(q, scale_inv, rows, scale_rows, cols, inside):
 
 @triton.jit
 def how_many(mask):
-    """How many of a tile."""
+    """Count the elements of a tile that a mask has."""
     return tl.sum(tl.sum(mask.to(tl.int32), 1), 0)
 
 
 @triton.jit
 def sum_of_squares(numbers):
-    """In float64."""
+    """Return the sum of a tile's squares, in float64."""
     return tl.sum(tl.sum(numbers.to(tl.float64) * numbers, 1), 0)
 
 
 @triton.jit
 def raise_largest(ptr, numbers):
-    """Raise what all programs share to the largest of these, none of which is negative."""
+    """Raise a number that all programs share to the largest of these, none of which is negative."""
     raise_amax(ptr.to(tl.pointer_type(tl.int32)), tl.max(tl.max(numbers, 1), 0))
 
 
 @triton.jit
 def exponent_bins(numbers):
-    """The bin of each number's exponent; of 0 one that nobody reads."""
+    """Return the bin of each number's exponent; for 0 a bin that nobody reads."""
     subnormal = numbers < 2.0**-126
-    bits = tl.where(subnormal, 0.0, numbers).to(tl.int32, bitcast=True)  # those below are in the first bin anyway
+    bits = tl.where(subnormal, 0.0, numbers).to(tl.int32, bitcast=True)  # subnormal numbers are in the first bin anyway
     bins = (bits >> 23) - 127 - FIRST
     bins = tl.where(bins < 0, 0, tl.where(bins > BINS - 1, BINS - 1, bins))
     return tl.where(numbers == 0, BINS, bins)
@@ -224,7 +225,7 @@ def note_faults_kernel(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add what the reference finds."""
+    """Add to the numbers at found_ptr, and raise them, as the reference does."""
     begin = tl.program_id(0) * BLOCK
     place = tl.arange(0, BLOCK)
     rows = begin + place
@@ -273,7 +274,7 @@ def note_faults(
     scale_inv: Tensor | None,
     amax: Tensor | None,
     place: Tensor,
-    found: Tensor,
+    faults: Tensor,
     first: Tensor,
     offsets: Tensor | None = None,
 ) -> None:
@@ -283,9 +284,9 @@ def note_faults(
     scales = 0 if scale_inv is None else scale_inv.numel()
     programs = triton.cdiv(max(y.shape[0], scales // _SCALE_BLOCKS), _BLOCK)
     sources = (Source(x, *x.shape, *x.stride()) for x in (y, operand))
-    given = found if scale_inv is None else as_argument(scale_inv), scales, found if amax is None else amax
+    scales_and_amax = faults if scale_inv is None else as_argument(scale_inv), scales, faults if amax is None else amax
     ends, count = (first, 0) if offsets is None else (offsets.contiguous(), offsets.shape[0])
     by_group = offsets is not None and scale_inv is not None and scale_inv.shape[0] == count
     constants = scales > 0, amax is not None, operand.itemsize == 1, offsets is not None, by_group, _BLOCK, _COLUMNS
-    arguments = *sources, *given, place, found, first, ends, count, *constants
+    arguments = *sources, *scales_and_amax, place, faults, first, ends, count, *constants
     launch(note_faults_kernel, programs, arguments, num_warps=4)

@@ -1,8 +1,8 @@
 """The cross entropy of rows of logits in one launch, and its gradient in another; the contracts are in signatures.py.
 
-A program owns a row, and goes over its columns once, with the largest so far; of the gradient's codes, which are also
-written transposed, a tile. reference/cross_entropy.py has the formulas. A target that is no column makes its row's loss
-and gradient NaN: the host does not wait to refuse it.
+A program owns a row, and goes over its columns once, with the largest so far; but the gradient's codes, which are also
+written transposed, it writes by tiles. reference/cross_entropy.py has the formulas. A target that is no column makes
+its row's loss and gradient NaN: the host does not wait to refuse it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ TILE = (128, 64)  # of codes: 128 bytes of them lie beside each other transposed
 
 @triton.jit
 def bend(x, steepness):
-    """tanh(x / softcap), of which steepness is 2 log2(e) / softcap."""
+    """Return tanh(x / softcap); steepness is 2 log2(e) / softcap."""
     return 1.0 - 2.0 * reciprocal(1.0 + exp2(x * steepness))
 
 
 @triton.jit
 def logarithm(x):
-    """log(x) of a normal number, else NaN, by Halley's steps from its exponent.
+    """Return log(x) of a normal number, else NaN, by Halley's steps from its exponent.
 
-    Each leaves a twelfth of the error's cube. Triton's own reads a string in memory, which the emulator has not.
+    Each leaves a twelfth of the error's cube. Triton's tl.log reads a string in memory, which the emulator lacks.
     """
     y = ((x.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32) * 0.6931471805599453
     for _ in tl.static_range(3):
@@ -59,7 +59,7 @@ def cross_entropy_kernel(
     CAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A row's loss, and the logarithm of the sum of its exponentials."""
+    """Write a row's loss, and the logarithm of the sum of its exponentials."""
     row = tl.program_id(0)
     x_ptr += row.to(tl.int64) * stride
     target = tl.load(target_ptr + row)
@@ -77,11 +77,11 @@ def cross_entropy_kernel(
         total += tl.sum(tl.where(cols < columns, z, 0.0), 0)
         largest = raised
     lse = largest + logarithm(exponentials)
-    known = (target >= 0) & (target < columns)
-    likely = tl.load(x_ptr + target, mask=known, other=0.0).to(tl.float32)
+    is_column = (target >= 0) & (target < columns)
+    likely = tl.load(x_ptr + target, mask=is_column, other=0.0).to(tl.float32)
     if CAPS:
         likely = softcap * bend(likely, steepness)
-    likely = tl.where(known, likely, float("nan"))
+    likely = tl.where(is_column, likely, float("nan"))
     loss = lse - (1.0 - smoothing) * likely
     loss = tl.where(smoothing == 0.0, loss, loss - share * total)
     tl.store(losses_ptr + row, tl.where(target == ignore_index, 0.0, loss))
@@ -92,12 +92,12 @@ def cross_entropy_kernel(
 def gradient_of(
     z, lse, grad, target, cols, columns, ignore_index, smoothing, share, softcap, steepness, CAPS: tl.constexpr
 ):
-    """The gradient of logits z, where these broadcast: lse, grad and target of rows, cols [BC]."""
+    """Return the gradient of logits z, where these broadcast: lse, grad and target of rows, cols [BC]."""
     slope = 1.0
     if CAPS:
-        bent = bend(z, steepness)
-        z = softcap * bent
-        slope = 1.0 - bent * bent
+        tanh = bend(z, steepness)
+        z = softcap * tanh
+        slope = 1.0 - tanh * tanh
     grad = tl.where((target >= 0) & (target < columns), grad, float("nan"))
     gradient = exp2((z - lse) * 1.4426950408889634) - share
     gradient = tl.where(cols == target, gradient - (1.0 - smoothing), gradient) * grad * slope
@@ -122,7 +122,7 @@ def cross_entropy_backward_kernel(
     CAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The gradient of a row's logits."""
+    """Write the gradient of a row's logits."""
     row = tl.program_id(0)
     x_ptr += row.to(tl.int64) * stride
     out_ptr += row.to(tl.int64) * columns
@@ -132,8 +132,8 @@ def cross_entropy_backward_kernel(
     for start in range(0, columns, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         z = tl.load(x_ptr + cols, mask=cols < columns, other=0.0).to(tl.float32)
-        how = ignore_index, smoothing, share, softcap, steepness
-        gradient = gradient_of(z, lse, grad, target, cols, columns, *how, CAPS)
+        options = ignore_index, smoothing, share, softcap, steepness
+        gradient = gradient_of(z, lse, grad, target, cols, columns, *options, CAPS)
         tl.store(out_ptr + cols, narrow(gradient, out_ptr.dtype.element_ty), mask=cols < columns)
 
 
@@ -157,15 +157,15 @@ def cross_entropy_codes_kernel(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """The codes of the gradient of a tile of logits."""
+    """Write the codes of the gradient of a tile of logits."""
     strips = tl.cdiv(x.C, BC)
     rows = tl.program_id(0) // strips * BR + tl.arange(0, BR)
     cols = tl.program_id(0) % strips * BC + tl.arange(0, BC)
     z = load_tile(x, rows, cols, EVEN)
     target = tl.load(target_ptr + rows, mask=rows < x.R, other=ignore_index)[:, None]
     lse = tl.load(lse_ptr + rows, mask=rows < x.R, other=0.0)[:, None]
-    how = ignore_index, smoothing, share, softcap, steepness
-    gradient = gradient_of(z, lse, unit, target, cols[None, :], x.C, *how, CAPS)
+    options = ignore_index, smoothing, share, softcap, steepness
+    gradient = gradient_of(z, lse, unit, target, cols[None, :], x.C, *options, CAPS)
     if not EVEN:
         gradient = tl.where((cols < x.C)[None, :], gradient, 0.0)
     codes = narrow(gradient, tl.float8e5 if E5M2 else tl.float8e4nv)
@@ -201,7 +201,7 @@ def cross_entropy_backward(rows: LossRows, lse: Tensor, grad: Tensor) -> Tensor:
 
 
 def _place(codes: Tensor) -> tuple[Tensor | None, int]:
-    """Codes, if they are to be written, and their rows' stride."""
+    """Return (codes, their rows' stride), or (None, 0) if they are not to be written."""
     return (codes, codes.stride(0)) if codes.numel() else (None, 0)
 
 

@@ -1,9 +1,9 @@
-"""The delayed state's update, alone or at the end of the cast that found grad_output's amax; and what it leaves known.
+"""Update the delayed state, alone or at the end of grad_output's cast; and tell casts which delayed scales exist.
 
-Of a delayed scale that is known to exist an eager cast leaves out the amax launch. Only the device knows whether a
-scale is still 0 (a role not yet rolled, or only ever with an amax of 0). After a commit the three scales of before its
-backward pass, which the pass goes on reading, are copied to the host, without waiting; once the copy has arrived and
-shows them, and as long as nobody else writes the buffer (its version), they exist: a commit never takes a scale away.
+An eager cast leaves out the amax launch if its delayed scale is known to exist. Only the device knows whether a scale
+is still 0 (its role was not rolled yet, or only with amaxes of 0). After a commit the three scales from before its
+backward pass, which the pass goes on reading, are copied to the host, without waiting. Those that the copy shows to be
+other than 0 exist from then on, until somebody else writes the buffer (by its version): a commit never removes a scale.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ backward_pass = repeatable(passes.backward_pass)
 
 
 class Update(NamedTuple):
-    """How kernels find the next scales; limits (format.max / 2^margin) and powers_of_two have an element a role."""
+    """A kernel's constants for the next scales; limits (format.max / 2^margin), powers_of_two: an element a role."""
 
     limits: tuple[float, ...]
     powers_of_two: tuple[bool, ...]
@@ -48,17 +48,17 @@ class StateTensors(NamedTuple):
 
 @triton.jit
 def scale_of_pass(state, ROLE: tl.constexpr):
-    """The scale that was in force when the backward pass began; of a state without ``before`` its scale."""
+    """Return the scale that was in force when the backward pass began; of a state without ``before`` its scale."""
     scale = tl.load(state.scale + ROLE)
     if state.before is not None:
-        before = tl.load(state.before + 3 + ROLE).to(tl.float32, bitcast=True)
-        scale = tl.where(tl.load(state.before + ROLE) == tl.load(state.numbers), before, scale)
+        scale_before = tl.load(state.before + 3 + ROLE).to(tl.float32, bitcast=True)
+        scale = tl.where(tl.load(state.before + ROLE) == tl.load(state.numbers), scale_before, scale)
     return scale
 
 
 @triton.jit
 def roll(state, amax, ROLE: tl.constexpr, update: tl.constexpr):
-    """history[ROLE] <- (amax, history[ROLE][:-1]), or again in a step its newest raised to amax; and the next scale."""
+    """Put amax at the front of history[ROLE], or again in a step raise its newest to amax; and write the next scale."""
     index = tl.arange(0, update.block)
     row_ptr = state.history + ROLE * update.length
     number = tl.load(state.numbers)
@@ -67,7 +67,7 @@ def roll(state, amax, ROLE: tl.constexpr, update: tl.constexpr):
     again = (last_roll > tl.load(state.numbers + 1)) & (passes_since >= 0) & (passes_since < update.longest)
     again = again | (tl.load(state.before + ROLE) == number)
     previous = tl.load(state.scale + ROLE)
-    before = scale_of_pass(state, ROLE)
+    scale_before = scale_of_pass(state, ROLE)
     newest = tl.where(again, tl.maximum(amax, tl.load(row_ptr)), amax)
     moved = index - tl.where(again, 0, 1)
     old = tl.load(row_ptr + moved, mask=(index > 0) & (index < update.length), other=0.0)
@@ -79,7 +79,7 @@ def roll(state, amax, ROLE: tl.constexpr, update: tl.constexpr):
     tl.debug_barrier()  # every thread has read what another writes
     tl.store(row_ptr + index, rolled, mask=index < update.length)
     tl.store(state.before + ROLE, number)
-    tl.store(state.before + 3 + ROLE, before.to(tl.int32, bitcast=True))
+    tl.store(state.before + 3 + ROLE, scale_before.to(tl.int32, bitcast=True))
     tl.store(state.before + 6 + ROLE, tl.where(again, last_roll, number))
     scale = scale_from_amax(largest, update.limits[ROLE], update.powers_of_two[ROLE])
     tl.store(state.scale + ROLE, tl.where(largest > 0, scale, previous))
@@ -106,7 +106,7 @@ def delayed_update_kernel(state, amax_input_ptr, amax_weight_ptr, amax_grad_outp
 def update_of(
     limits: tuple[float, ...], powers_of_two: tuple[bool, ...], margins: tuple[int, ...], reduce: str, length: int
 ) -> Update:
-    """The kernels' Update from the op's arguments."""
+    """Return the kernels' Update for the op's arguments."""
     margined = tuple(limit * 2.0**-margin for limit, margin in zip(limits, margins, strict=True))
     block = triton.next_power_of_2(length)
     return Update(margined, powers_of_two, reduce == "most_recent", length, block, passes.LONGEST)
@@ -127,11 +127,11 @@ def delayed_update(
     """``octavo::delayed_update``."""
     length = delayed_amax_history.shape[1]
     update = update_of(tuple(limits), tuple(powers_of_two), tuple(margins), reduce, length)
-    own = delayed_scale, delayed_amax_history, delayed_before
-    state = StateTensors(*own, backward_pass(delayed_scale.device))
+    tensors = delayed_scale, delayed_amax_history, delayed_before
+    state = StateTensors(*tensors, backward_pass(delayed_scale.device))
     arguments = state, amax_input, amax_weight, amax_grad_output, update
     launch(delayed_update_kernel, 1, arguments, 4 if length > 32 else 1)
-    committed(*own, (amax_input is not None, amax_weight is not None, amax_grad_output is not None))
+    committed(*tensors, (amax_input is not None, amax_weight is not None, amax_grad_output is not None))
 
 
 class _KnownScale:
@@ -141,7 +141,7 @@ class _KnownScale:
         self.version = delayed_scale._version
         self.exists: tuple[bool, ...] = (False, False, False)
         self.copy: Tensor | None = None
-        self.rolled = self.exists  # the roles whose scales in the copy are of just before
+        self.rolled = self.exists  # roles rolled since the copy's scales were written
         self.arrived: torch.cuda.Event | None = None
 
 
@@ -149,7 +149,7 @@ _entries: dict[int, _KnownScale] = {}
 
 
 def _current(delayed_scale: Tensor) -> _KnownScale | None:
-    """What is known of this buffer, unless someone else has written it since."""
+    """Return this buffer's entry, None if someone else has written the buffer since."""
     entry = _entries.get(id(delayed_scale))
     if entry is None or entry.owner() is not delayed_scale or entry.version != delayed_scale._version:
         return None
@@ -167,14 +167,14 @@ def scale_exists(delayed_scale: Tensor, role: int) -> bool:
 
 def _exists(entry: _KnownScale, role: int) -> bool:
     if not entry.exists[role] and entry.copy is not None and _has_arrived(entry.arrived):
-        found = zip(entry.exists, entry.rolled, entry.copy.tolist(), strict=True)
-        entry.exists = tuple(exists or (rolled and scale != 0) for exists, rolled, scale in found)
+        scales = zip(entry.exists, entry.rolled, entry.copy.tolist(), strict=True)
+        entry.exists = tuple(exists or (rolled and scale != 0) for exists, rolled, scale in scales)
         entry.copy = None
     return entry.exists[role]
 
 
 def _has_arrived(event: torch.cuda.Event | None) -> bool:
-    # an event must not be asked while a CUDA graph is captured
+    # an event must not be queried while a CUDA graph is captured
     return event is None or (not torch.cuda.is_current_stream_capturing() and event.query())
 
 
@@ -182,7 +182,7 @@ def _has_arrived(event: torch.cuda.Event | None) -> bool:
 def committed(
     delayed_scale: Tensor, delayed_amax_history: Tensor, delayed_before: Tensor, rolled: tuple[bool, bool, bool]
 ) -> None:
-    """Note that a kernel has just rolled these roles: the state's versions move, and the scales are looked at."""
+    """Note that a kernel has just rolled these roles: raise the state's versions, and copy the scales to the host."""
     if delayed_scale.is_inference():  # has no version, so nothing can be known of it
         return
     entry = _current(delayed_scale)
@@ -192,11 +192,11 @@ def committed(
     entry.version = delayed_scale._version
     if entry.copy is not None or not any(new and not old for new, old in zip(rolled, entry.exists, strict=True)):
         return
-    entry.rolled, before = rolled, delayed_before.detach()[1].view(torch.float32)
+    entry.rolled, scale_before = rolled, delayed_before.detach()[1].view(torch.float32)
     if not delayed_scale.is_cuda:
-        entry.copy, entry.arrived = before.clone(), None
+        entry.copy, entry.arrived = scale_before.clone(), None
     elif not torch.cuda.is_current_stream_capturing():
         entry.copy = torch.empty(3, dtype=torch.float32, pin_memory=True, device="cpu")
-        entry.copy.copy_(before, non_blocking=True)
+        entry.copy.copy_(scale_before, non_blocking=True)
         entry.arrived = torch.cuda.Event()
         entry.arrived.record()

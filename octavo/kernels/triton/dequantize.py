@@ -1,4 +1,4 @@
-"""Read a pair back: value = qdata x scale_inv."""
+"""Return a pair's values: qdata x scale_inv."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def dequantize_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Out [R, C] = codes of any strides, each times its tile's scale_inv."""
+    """Write out [R, C] = codes of any strides, each times its tile's scale_inv."""
     strips = tl.cdiv(q.C, BLOCK_C)
     rows = (tl.program_id(0) // strips) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = (tl.program_id(0) % strips) * BLOCK_C + tl.arange(0, BLOCK_C)

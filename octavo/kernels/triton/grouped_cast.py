@@ -1,4 +1,4 @@
-"""The casts of rows in groups: each group's scales are its own, and all groups are one launch's.
+"""The casts of rows in groups: each group has scales for itself, and one launch casts all groups.
 
     one scale a group, a column and group   Delayed one launch; Dynamic two, the first for the amaxes
     one scale a row                         one launch
@@ -54,7 +54,7 @@ from octavo.kernels.triton.tiles import (
 
 @triton.jit
 def produce_of_group(x, h, place, local, cols, function: tl.constexpr, grouping: tl.constexpr):
-    """``produce`` of a group's rows ``local``."""
+    """Return ``produce`` of a group's rows ``local``."""
     is_mine = local < place.size
     rows = tl.where(is_mine, place.start + local, x.R)
     H_ROWS: tl.constexpr = grouping.h_tile_r
@@ -63,14 +63,14 @@ def produce_of_group(x, h, place, local, cols, function: tl.constexpr, grouping:
 
 @triton.jit
 def places_of_codes(x, place, local):
-    """Where codes of a group's rows go: (rows, R where there are none; transposed columns; their end)."""
+    """Return where codes of a group's rows go: (rows, R where there are none; transposed columns; their end)."""
     rows = tl.where(local < place.height, place.start + local, x.R)
     return rows, place.column + local, place.column + place.columns
 
 
 @triton.jit
 def lines_of_group(x, groups, place, cols, COLUMNS: tl.constexpr, tiling: tl.constexpr):
-    """The lines of a group, or of its columns ``cols``: (group; width; lines; those of the other half; which exist)."""
+    """Return the lines of a group or its columns ``cols``: (group; width; lines; the other half's; which exist)."""
     is_group = place.group < groups.count
     group = tl.where(is_group, place.group, 0)
     width = x.C
@@ -114,7 +114,7 @@ def group_amax_kernel(
     rounding: tl.constexpr,
     tiling: tl.constexpr,  # Tiling
 ):
-    """The amaxes and scales of groups, or of their columns."""
+    """Write the amaxes and scales of groups, or of their columns."""
     if delayed_scale_ptr is not None:
         if tl.load(delayed_scale_ptr + ROLE) != 0:
             return
@@ -148,12 +148,12 @@ def group_amax_kernel(
 
 @triton.jit
 def known_scale(delayed_scale_ptr, scales_ptr, lines, inside, ROLE: tl.constexpr):
-    """The delayed scale, or where there is none yet, or for Dynamic, those of group_amax_kernel."""
+    """Return the delayed scale; for Dynamic, or while there is none yet, the scales that group_amax_kernel wrote."""
     delayed = tl.full(lines.shape, 0.0, tl.float32)
     if delayed_scale_ptr is not None:
         delayed += tl.load(delayed_scale_ptr + ROLE)
-    scale = tl.full(lines.shape, 1.0, tl.float32)  # without either a CUDA graph, replayed after the state was emptied
-    if scales_ptr is not None:  # beside a delayed scale nobody wrote them
+    scale = tl.full(lines.shape, 1.0, tl.float32)  # for a CUDA graph that is replayed after the state was emptied
+    if scales_ptr is not None:  # not written where a delayed scale exists
         scale = tl.load(scales_ptr + lines, mask=inside & (delayed == 0), other=1.0)
     return tl.where(delayed == 0, scale, delayed)
 
@@ -175,7 +175,7 @@ def cast_group_kernel(
     rounding: tl.constexpr,
     tiling: tl.constexpr,  # Tiling
 ):
-    """Codes by the scales of groups or of their columns."""
+    """Write codes by the scales of groups or of their columns."""
     HEIGHT: tl.constexpr = tiling.tiles * tiling.block_r
     programs = tl.num_programs(0)
     program = tl.program_id(0)
@@ -203,15 +203,17 @@ def cast_group_kernel(
     if delayed_scale_ptr is not None:
         raise_amax(work_ptr + group, tl.max(tl.max(largest, 1), 0))
         if is_last_program(work_ptr + groups.count, programs):
-            each = tl.arange(0, grouping.width)
-            is_group = each < groups.count
-            scales = known_scale(delayed_scale_ptr, scales_ptr, each, is_group, ROLE)
-            tl.store(out.scale_inv + each, scale_inv_from_scale(scales, False), mask=is_group)
+            indices = tl.arange(0, grouping.width)
+            is_group = indices < groups.count
+            scales = known_scale(delayed_scale_ptr, scales_ptr, indices, is_group, ROLE)
+            tl.store(out.scale_inv + indices, scale_inv_from_scale(scales, False), mask=is_group)
             # from L2: this multiprocessor's own cache doesn't see what others raised
-            amax = tl.load(work_ptr + each, mask=is_group, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
-            tl.store(out.amax + each, amax, mask=is_group)
+            amax = tl.load(work_ptr + indices, mask=is_group, other=0, cache_modifier=".cg").to(
+                tl.float32, bitcast=True
+            )
+            tl.store(out.amax + indices, amax, mask=is_group)
             tl.debug_barrier()  # all threads have read
-            tl.store(work_ptr + each, tl.zeros_like(each), mask=is_group)
+            tl.store(work_ptr + indices, tl.zeros_like(indices), mask=is_group)
 
 
 @triton.jit
@@ -225,7 +227,7 @@ def cast_group_rows_kernel(
     rounding: tl.constexpr,
     tiling: tl.constexpr,  # Tiling
 ):
-    """A scale for each row, as of cast_rows_kernel."""
+    """Cast with a scale for each row, as cast_rows_kernel does."""
     place = locate(groups, tl.program_id(0), x.R, tiling.block_r, grouping)
     local = place.first + tl.arange(0, tiling.block_r)
     cols = tl.arange(0, tiling.block_c)
@@ -263,7 +265,7 @@ def store_group_scales(amax, scale, HALF: tl.constexpr, row, place, strip, x, ou
 def store_group_blocks(
     tile, HALF: tl.constexpr, first, place, strip, x, out, scaling: tl.constexpr, tiling: tl.constexpr, tall
 ):
-    """Write a tile from the group's row ``first`` on; ``tall`` as of store_blocks."""
+    """Write a tile from the group's row ``first`` on; ``tall`` as in store_blocks."""
     local = first + tl.arange(0, tiling.block_r)
     cols = strip * tiling.block_c + tl.arange(0, tiling.block_c)
     if tall is None:
@@ -289,7 +291,7 @@ def cast_group_blocks_kernel(
     scaling: tl.constexpr,  # Rounding
     tiling: tl.constexpr,  # Tiling
 ):
-    """A scale for each block of a group; of one as high as a part in several tiles, see cast_blocks_kernel."""
+    """Cast with a scale for each block of a group; cast_blocks_kernel says how blocks of several tiles are cast."""
     BR: tl.constexpr = tiling.block_r
     strips = tl.cdiv(x.C, tiling.block_c)
     strip = tl.program_id(0) % strips
@@ -321,41 +323,41 @@ def cast_group_blocks_kernel(
 
 
 class _GroupedSource(NamedTuple):
-    """What a grouped cast reads, and what kernels need to know of its groups."""
+    """The input that kernels of a grouped cast read, and its groups."""
 
-    given: CastInput
+    inputs: CastInput
     groups: GroupsOnDevice
     grouping: Grouping
 
     def programs(self, height: int) -> int:
-        """How many programs of so many rows each are enough."""
-        rows = self.given.rows
+        """Return a number of programs, of so many rows each, that is enough for any groups."""
+        rows = self.inputs.rows
         return rows // height + self.groups.count + 1 if self.grouping.ragged else -(-rows // height) or 1
 
     def tiling(self, block_r: int, block_c: int, tiles: int = 1, one_tile: bool = False) -> tuple[int, int, Tiling]:
-        """How programs share the cast: (strips of columns, programs of a strip, tiling)."""
-        strips, _, tiling = self.given.tiling(block_r, block_c, tiles, one_tile)
+        """Return how programs share the cast: (strips of columns, programs of a strip, tiling)."""
+        strips, _, tiling = self.inputs.tiling(block_r, block_c, tiles, one_tile)
         return strips, self.programs(tiling.tiles * block_r), tiling._replace(even=False)
 
     def launch(
         self, kernel: Any, programs: int, num_warps: int, arguments: Sequence[Any], constants: Sequence[Any]
     ) -> None:
-        """Launch a kernel that reads this, and has its own arguments and constants."""
-        self.given.launch(kernel, programs, num_warps, (self.groups, *arguments), (self.grouping, *constants))
+        """Launch a kernel that reads this, with these other arguments and constants of it."""
+        self.inputs.launch(kernel, programs, num_warps, (self.groups, *arguments), (self.grouping, *constants))
 
 
 def grouped_cast(source: CastSource, scaling: Scaling, output: Output, offsets: Tensor) -> tuple[Tensor, ...]:
     """``octavo::cast`` of rows in groups."""
-    given, tile = cast_input(source), scaling.tile
-    if not given.fits(tile) and not (given.rows * given.cols == 0 and is_small_block(tile)):
+    inputs, tile = cast_input(source), scaling.tile
+    if not inputs.fits(tile) and not (inputs.rows * inputs.cols == 0 and is_small_block(tile)):
         return reference_cast(source, scaling, None, output, offsets)
     q, t, scale_inv, amax = new_grouped(source, scaling, output, offsets)
-    given.clear_padding(q)
+    inputs.clear_padding(q)
     out = outputs_to(codes_to(q, t), scale_inv, amax)
-    h_tile_r = given.function.tile_r if isinstance(given.h, Input) and given.h.scale_inv is not None else 1
+    h_tile_r = inputs.function.tile_r if isinstance(inputs.h, Input) and inputs.h.scale_inv is not None else 1
     ragged = output.transpose or tile[0] != 1 or h_tile_r != 1
-    how = output.pad, tile[0], h_tile_r, ragged, t.shape[1], scale_inv.shape[0]
-    grouped = _GroupedSource(given, *on_device(offsets, *how))
+    options = output.pad, tile[0], h_tile_r, ragged, t.shape[1], scale_inv.shape[0]
+    grouped = _GroupedSource(inputs, *on_device(offsets, *options))
     if tile == (1, ALL):
         _cast_by_row(grouped, scaling, out)
     elif tile[0] == ALL:
@@ -366,44 +368,44 @@ def grouped_cast(source: CastSource, scaling: Scaling, output: Output, offsets: 
 
 
 def _cast_by_group(grouped: _GroupedSource, scaling: Scaling, out: Outputs) -> None:
-    """A scale for each group, or each column of a group."""
-    given, delayed_scale, role = grouped.given, scaling.delayed_scale, scaling.role
+    """Cast with a scale for each group, or each column of a group."""
+    inputs, delayed_scale, role = grouped.inputs, scaling.delayed_scale, scaling.role
     by_column = scaling.tile[1] != ALL
-    lines = grouped.groups.count * (given.shape[1] if by_column else 1)
-    how = by_column, role, rounding_of(scaling)
+    lines = grouped.groups.count * (inputs.shape[1] if by_column else 1)
+    constants = by_column, role, rounding_of(scaling)
     scales = None
     if delayed_scale is None or not scale_exists(delayed_scale, role):
-        scales = given.x.new_empty(lines, dtype=torch.float32)
-        chosen = given.config("amax_lines" if by_column else "amax")
+        scales = inputs.x.new_empty(lines, dtype=torch.float32)
+        chosen = inputs.config("amax_lines" if by_column else "amax")
         strips, heights, tiling = grouped.tiling(*chosen[:3])
-        work = workspace(given.x, lines + strips)
-        found = out._replace(codes=None), scales, delayed_scale, work, heights
-        num_warps = chosen.num_warps * (given.halves if by_column else 1)  # whose amaxes are in registers
-        grouped.launch(group_amax_kernel, strips * heights, num_warps, found, (*how, tiling))
+        work = workspace(inputs.x, lines + strips)
+        amax_arguments = out._replace(codes=None), scales, delayed_scale, work, heights
+        num_warps = chosen.num_warps * (inputs.halves if by_column else 1)  # registers hold both halves' amaxes
+        grouped.launch(group_amax_kernel, strips * heights, num_warps, amax_arguments, (*constants, tiling))
     if delayed_scale is not None or out.codes.q is not None or out.codes.t is not None:
         kind = "cast" if out.codes.t is None else "cast_transpose"
-        chosen = given.config(kind)
+        chosen = inputs.config(kind)
         strips, heights, tiling = grouped.tiling(*chosen[:3])
-        arguments = out, scales, delayed_scale, workspace(given.x, lines + 1), heights
-        grouped.launch(cast_group_kernel, strips * heights, chosen.num_warps, arguments, (*how, tiling))
+        arguments = out, scales, delayed_scale, workspace(inputs.x, lines + 1), heights
+        grouped.launch(cast_group_kernel, strips * heights, chosen.num_warps, arguments, (*constants, tiling))
 
 
 def _cast_by_row(grouped: _GroupedSource, scaling: Scaling, out: Outputs) -> None:
-    """A scale for each row."""
-    given, chosen = grouped.given, grouped.given.config("cast_rows")
-    widest = max(16, triton.next_power_of_2(given.cols))
+    """Cast with a scale for each row."""
+    inputs, chosen = grouped.inputs, grouped.inputs.config("cast_rows")
+    widest = max(16, triton.next_power_of_2(inputs.cols))
     block_c = min(chosen.block_c, widest)
     block_r = chosen.block_r * max(1, chosen.block_c // (2 * block_c))
-    if out.codes.t is not None:  # transposed, a program writes as many rows as are padded to
+    if out.codes.t is not None:  # a program writes a transposed row's padding too, up to a multiple of 16
         block_r, block_c = max(16, block_r), min(block_c, 256)
     _, heights, tiling = grouped.tiling(block_r, block_c, one_tile=widest <= block_c)
     grouped.launch(cast_group_rows_kernel, heights, chosen.num_warps, (out,), (rounding_of(scaling), tiling))
 
 
 def _cast_by_block(grouped: _GroupedSource, scaling: Scaling, out: Outputs) -> None:
-    """A scale for each block."""
+    """Cast with a scale for each block."""
     kind = "cast_blocks" if out.codes.t is None else "cast_blocks_transpose"
-    chosen, tiles, num_warps = tiles_of_blocks(grouped.given, kind, scaling.tile)
+    chosen, tiles, num_warps = tiles_of_blocks(grouped.inputs, kind, scaling.tile)
     strips, heights, whole = grouped.tiling(chosen.block_r * tiles, chosen.block_c)
     constants = rounding_of(scaling), whole._replace(block_r=chosen.block_r, tiles=tiles)
     grouped.launch(cast_group_blocks_kernel, strips * heights, num_warps, (out,), constants)

@@ -1,7 +1,7 @@
 """The products of operands in groups: torch's where it serves (library_matmul.py), else all groups in one launch.
 
-    rows in groups     a program writes a part of one group's rows (groups.py); whoever is left writes the rows that are
-                       in no group
+    rows in groups     a program writes a part of one group's rows (groups.py); programs without a group write the rows
+                       that are in no group
     terms in groups    each group's product has programs of its own, whose sums are as long as the group
 
 A part is written as matmul.py writes it. Tiles that no step of 32 along the contraction divides go to the reference,
@@ -53,7 +53,7 @@ def rows_in_groups_kernel(
     grouping: tl.constexpr,  # Grouping
     tiling: tl.constexpr,  # ProductTiling
 ):
-    """Out [R, N]: of each group's rows a [., K] . its b [N, K]^T + its bias [N]; 0 of rows in no group."""
+    """Write out [R, N]: of each group's rows a [., K] . its b [N, K]^T + its bias [N]; 0 of rows in no group."""
     BLOCK_M: tl.constexpr = tiling.block_m
     BLOCK_N: tl.constexpr = tiling.block_n
     index, n = place_of_program(heights, tl.cdiv(b.rows, BLOCK_N))
@@ -66,12 +66,12 @@ def rows_in_groups_kernel(
     else:
         group = place.group.to(tl.int64)
         start = place.start.to(tl.int64)
-        mine = part_of(a, start * a.stride, place.size, place.scale_row * a.scale_stride_r)
-        theirs = part_of(b, group * b_stride, b.rows, place.group * b_scale_stride)
+        a_of_group = part_of(a, start * a.stride, place.size, place.scale_row * a.scale_stride_r)
+        b_of_group = part_of(b, group * b_stride, b.rows, place.group * b_scale_stride)
         bias = bias_ptr
         if bias_ptr is not None:
             bias = bias_ptr + group * b.rows
-        write_part(Product(mine, theirs, bias, K), out_ptr + start * b.rows, place.first, first_n, tiling)
+        write_part(Product(a_of_group, b_of_group, bias, K), out_ptr + start * b.rows, place.first, first_n, tiling)
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def terms_in_groups_kernel(
     grouping: tl.constexpr,  # Grouping, whose tile_r and h_tile_r are of a's and of b's columns
     tiling: tl.constexpr,  # ProductTiling
 ):
-    """Out [groups, N, K]: a's columns of a group [N, .] . b's [K, .]^T."""
+    """Write out [groups, N, K]: a's columns of a group [N, .] . b's [K, .]^T."""
     BLOCK_M: tl.constexpr = tiling.block_m
     BLOCK_N: tl.constexpr = tiling.block_n
     PAD: tl.constexpr = grouping.pad
@@ -101,30 +101,30 @@ def terms_in_groups_kernel(
     if is_wrong:
         fill_part(out_ptr, float("nan"), a.rows, b.rows, first_m, first_n, BLOCK_M, BLOCK_N)
     else:
-        before = tl.arange(0, grouping.width) < group
-        start = tl.multiple_of(tl.sum(tl.where(before, tiles, 0), 0) * PAD, PAD)
+        groups_before = tl.arange(0, grouping.width) < group
+        start = tl.multiple_of(tl.sum(tl.where(groups_before, tiles, 0), 0) * PAD, PAD)
         terms = tl.multiple_of(tl.sum(tl.where(tl.arange(0, grouping.width) == group, tiles, 0), 0) * PAD, PAD)
-        mine = part_of(a, start, a.rows, scales_before(group, sizes, before, A_COLS) * a.scale_stride_c)
-        theirs = part_of(b, start, b.rows, scales_before(group, sizes, before, B_COLS) * b.scale_stride_c)
-        write_part(Product(mine, theirs, None, terms), out_ptr, first_m, first_n, tiling)
+        a_of_group = part_of(a, start, a.rows, scales_before(group, sizes, groups_before, A_COLS) * a.scale_stride_c)
+        b_of_group = part_of(b, start, b.rows, scales_before(group, sizes, groups_before, B_COLS) * b.scale_stride_c)
+        write_part(Product(a_of_group, b_of_group, None, terms), out_ptr, first_m, first_n, tiling)
 
 
 @triton.jit
 def part_of(operand, first, rows, first_scale):
-    """An operand from its code ``first`` and its scale ``first_scale`` on, of so many rows."""
+    """Return an operand from its code ``first`` and its scale ``first_scale`` on, of so many rows."""
     _, _, stride, scale_inv, stride_r, stride_c, _ = operand
     return Operand(operand.ptr + first, rows, stride, scale_inv, stride_r, stride_c, first_scale)
 
 
 @triton.jit
-def scales_before(group, sizes, before, TILE: tl.constexpr):
-    """How many columns of scales the groups before have."""
+def scales_before(group, sizes, groups_before, TILE: tl.constexpr):
+    """Return how many columns of scales the groups before this one have."""
     ALL: tl.constexpr = 1 << 30
     if TILE == ALL:
-        result = group
+        columns = group
     else:
-        result = tl.sum(tl.where(before, tiles_of(sizes, TILE), 0), 0)
-    return result
+        columns = tl.sum(tl.where(groups_before, tiles_of(sizes, TILE), 0), 0)
+    return columns
 
 
 def grouped_matmul(operands: GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
@@ -137,7 +137,7 @@ def grouped_matmul(operands: GroupedOperands, out_dtype: torch.dtype, fast_accum
 
 
 def triton_grouped_matmul(operands: GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """The Triton kernels' product, for tiles whose columns are a multiple of 32, or all."""
+    """Return the Triton kernels' product, for tiles whose columns are a multiple of 32, or all."""
     out = operands.a.codes.new_empty(operands.shape, dtype=out_dtype)
     if out.numel() > 0:
         a, b = of_one_dtype(operands.a, operands.b)
@@ -191,7 +191,7 @@ def _terms_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) -
 
 
 def grouped_config(a: OperandPair, b: OperandPair, shape: tuple[int, int], groups: int = 1) -> Config:
-    """As of other products; but of groups of few rows parts are 128 high, as half of a group's last is beyond its end.
+    """Return a product's configuration; for groups of few rows one whose parts are 128 high, or most would be empty.
 
     Args:
         a, b: as of a product.

@@ -1,10 +1,10 @@
-"""Which group of rows a program works on, found on the device.
+"""Find, on the device, the group of rows that a program works on.
 
-Each group has programs of its own, for so many of its rows each, and whoever is left works on the rows that are in no
-group, and on what no group fills. For R rows in G groups R // HEIGHT + G + 1 programs are always enough. A program
-finds its group by the sizes of all: a vector of numbers and some sums, for 128 groups as for one.
+Each group has programs for itself, each for so many of its rows. Programs without a group work on the rows that are in
+no group, and on parts of the result that no group fills. For R rows in G groups R // HEIGHT + G + 1 programs are always
+enough. A program finds its group by the sizes of all: a vector of numbers and some sums, for 128 groups as for one.
 
-Offsets that descend or go beyond the rows are taken for groups without rows.
+If offsets descend or go beyond the rows, all groups count as empty.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class Groups(NamedTuple):
 
 
 class Grouping(NamedTuple):
-    """What of the groups a kernel has to know."""
+    """Constants of the groups that a kernel is compiled for."""
 
     width: int  # a power of two, the number of groups or more
-    ragged: bool  # where groups begin; else only where the last ends, as rows are cast each for itself
+    ragged: bool  # whether kernels need to know where groups begin; else only where the last ends
     pad: int  # of a group's transposed columns
     tile_r: int  # rows of a group that share a scale; 1 << 30 for all
     h_tile_r: int  # of an activation's input that is codes
 
 
 class GroupOfProgram(NamedTuple):
-    """A program's group, and where that lies; or all that is in no group, whose number is beyond all others."""
+    """A program's group and where it lies, or the rows that are in no group: their number is beyond all groups'."""
 
     group: Any
     first: Any  # row of the group that is the program's first
@@ -55,24 +55,24 @@ class GroupOfProgram(NamedTuple):
 
 @triton.jit
 def sizes_of(groups, R, grouping: tl.constexpr):
-    """(The size of each group, 0 beyond their number; whether offsets are wrong)."""
-    e = tl.arange(0, grouping.width)
-    inside = e < groups.count
-    ends = tl.load(groups.offsets + e, mask=inside, other=0)
-    starts = tl.load(groups.offsets + e - 1, mask=inside & (e > 0), other=0)
+    """Return (the size of each group, 0 beyond their number; whether offsets are wrong)."""
+    indices = tl.arange(0, grouping.width)
+    inside = indices < groups.count
+    ends = tl.load(groups.offsets + indices, mask=inside, other=0)
+    starts = tl.load(groups.offsets + indices - 1, mask=inside & (indices > 0), other=0)
     is_wrong = tl.max((inside & ((ends < starts) | (ends > R))).to(tl.int32), 0) > 0
     return tl.where(is_wrong, 0, ends - starts), is_wrong
 
 
 @triton.jit
 def tiles_of(sizes, TILE: tl.constexpr):
-    """How many tiles of so many rows each group has."""
+    """Return how many tiles of so many rows each group has."""
     return (sizes + (TILE - 1)) // TILE
 
 
 @triton.jit
 def locate(groups, index, R, HEIGHT: tl.constexpr, grouping: tl.constexpr):
-    """Where the group of the program with this number lies, of HEIGHT rows each."""
+    """Return the group of the program with this number, where programs have HEIGHT rows each, as a GroupOfProgram."""
     ROWS: tl.constexpr = grouping.tile_r
     H_ROWS: tl.constexpr = grouping.h_tile_r
     PAD: tl.constexpr = grouping.pad
@@ -80,23 +80,23 @@ def locate(groups, index, R, HEIGHT: tl.constexpr, grouping: tl.constexpr):
     if grouping.ragged:
         sizes, _ = sizes_of(groups, R, grouping)
         tiles = tiles_of(sizes, HEIGHT)
-        before = tl.cumsum(tiles, 0) <= index  # groups whose programs come before this one
-        group = tl.sum(before.to(tl.int32), 0)
-        first = (index - tl.sum(tl.where(before, tiles, 0), 0)) * HEIGHT
-        start = tl.sum(tl.where(before, sizes, 0), 0)
+        groups_before = tl.cumsum(tiles, 0) <= index  # groups whose programs come before this one
+        group = tl.sum(groups_before.to(tl.int32), 0)
+        first = (index - tl.sum(tl.where(groups_before, tiles, 0), 0)) * HEIGHT
+        start = tl.sum(tl.where(groups_before, sizes, 0), 0)
         size = tl.sum(tl.where(tl.arange(0, grouping.width) == group, sizes, 0), 0)
         is_none = group == grouping.width
         height = tl.where(is_none, R - start, size)
-        column = tl.multiple_of(tl.sum(tl.where(before, tiles_of(sizes, PAD), 0), 0) * PAD, PAD)
+        column = tl.multiple_of(tl.sum(tl.where(groups_before, tiles_of(sizes, PAD), 0), 0) * PAD, PAD)
         columns = tl.where(is_none, groups.columns - column, (size + (PAD - 1)) // PAD * PAD)
         scale_row = tl.minimum(group, groups.count)
         scale_rows = tl.where(is_none, 0, 1)
         if ROWS != ALL:
-            scale_row = tl.sum(tl.where(before, tiles_of(sizes, ROWS), 0), 0)
+            scale_row = tl.sum(tl.where(groups_before, tiles_of(sizes, ROWS), 0), 0)
             scale_rows = tl.where(is_none, groups.scale_rows - scale_row, (size + (ROWS - 1)) // ROWS)
         h_row = group
         if H_ROWS != ALL:
-            h_row = tl.sum(tl.where(before, tiles_of(sizes, H_ROWS), 0), 0)
+            h_row = tl.sum(tl.where(groups_before, tiles_of(sizes, H_ROWS), 0), 0)
         place = GroupOfProgram(group, first, start, size, height, column, columns, scale_row, scale_rows, h_row)
     else:
         last = tl.load(groups.offsets + groups.count - 1, mask=groups.count > 0, other=0)
@@ -124,7 +124,7 @@ def on_device(
     columns: int = 0,
     scale_rows: int = 0,
 ) -> tuple[Groups, Grouping]:
-    """What kernels take for groups that end at these offsets; see Groups and Grouping, but rows of tiles may be ALL."""
+    """Return what kernels read of groups that end at these offsets; unlike Grouping's, rows of tiles may be ALL."""
     count = offsets.shape[0]
     width = max(16, triton.next_power_of_2(count))
     grouping = Grouping(width, ragged, pad, tile_size(tile_r), tile_size(h_tile_r))

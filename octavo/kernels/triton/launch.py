@@ -1,9 +1,9 @@
-"""What every launch needs: its configuration, the scratch that programs share, the right device, and little host time.
+"""Launch kernels: choose their configuration, give programs scratch to share, on the right device, in little host time.
 
 Configurations come from configs.json, which octavo ships, or from what `octavo tune` measured on this GPU. A tuned
-table lies in the user's cache folder, by device, Triton and the shipped table that it was made from: another GPU,
-Triton or octavo with other kernels goes back to the shipped one. It is read when octavo's kernels are imported; nothing
-is tuned while a model trains.
+table lies in the user's cache folder. Its name holds the device, Triton's version and a hash of the shipped table:
+under another GPU, Triton or octavo with other kernels the shipped table is used. It is read when octavo's kernels are
+imported; nothing is tuned while a model trains.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Config(NamedTuple):
 
 
 def tuned_file() -> Path | None:
-    """Where the current GPU's table is kept, whether there is one or not; None without a GPU."""
+    """Return the path of the current GPU's table, whether the file exists or not; None without a GPU."""
     if not torch.cuda.is_available() or is_in_bad_fork():
         return None
     device = re.sub(r"\W+", "-", torch.cuda.get_device_name())
@@ -49,7 +49,7 @@ def tuned_file() -> Path | None:
 
 
 def table(path: Path | None) -> dict[str, Any]:
-    """Shipped kinds of kernels, each with its rows of the table at ``path`` where that has them."""
+    """Return shipped kinds of kernels, each with its rows of the table at ``path`` where that has them."""
     shipped: dict[str, Any] = read_json(SHIPPED)
     try:
         tuned = {} if path is None else read_json(path)
@@ -62,7 +62,7 @@ def table(path: Path | None) -> dict[str, Any]:
 
 
 def _checked(rows: list[list[int]]) -> list[list[int]]:
-    """A kind's rows; ValueError or TypeError if they are none."""
+    """Return a kind's rows. Raise ValueError or TypeError if they are none."""
     for row in rows:
         largest, config = row[0], Config(*row[1:])
         if not all(type(number) is int and number > 0 for number in (largest, *config)):
@@ -73,7 +73,7 @@ def _checked(rows: list[list[int]]) -> list[list[int]]:
 
 
 def _library(configs: dict[str, Any]) -> set[tuple[tuple[int, int], tuple[int, int], bool]]:
-    """(a's tile, b's tile, fast_accum) of the products that a table has torch's own scaled product make."""
+    """Return (a's tile, b's tile, fast_accum) of the products that a table leaves to torch's scaled product."""
     return {((a[0], a[1]), (b[0], b[1]), bool(fast)) for a, b, fast in configs["library"]}
 
 
@@ -86,7 +86,7 @@ LIBRARY, SHIPPED_LIBRARY = _library(_CONFIGS), _library(table(None))
 
 @functools.cache
 def config(kernel: str, log2_elements: int) -> Config:
-    """The configuration of a kernel for a tensor of 2^(log2_elements - 1) to 2^log2_elements elements.
+    """Return a kernel's configuration for a tensor of 2^(log2_elements - 1) to 2^log2_elements elements.
 
     A table's row is [the largest log2_elements it is for, *Config]; the last row serves all larger ones too.
     """
@@ -95,7 +95,7 @@ def config(kernel: str, log2_elements: int) -> Config:
 
 
 def with_room_for(chosen: Config, *blocks: Sequence[int]) -> Config:
-    """A configuration whose tile holds whole blocks of these (rows, columns), with warps in proportion, up to 16."""
+    """Return a configuration whose tile holds whole blocks of these (rows, columns), with warps to suit, up to 16."""
     block_r = max(chosen.block_r, *(rows for rows, _ in blocks))
     block_c = max(chosen.block_c, *(cols for _, cols in blocks))
     larger = block_r * block_c // (chosen.block_r * chosen.block_c)
@@ -103,7 +103,7 @@ def with_room_for(chosen: Config, *blocks: Sequence[int]) -> Config:
 
 
 def as_argument(scale_inv: Tensor) -> Tensor:
-    """scale_inv as kernels take it: of E8M0 the bytes, for Triton has no such dtype (3.7)."""
+    """Return scale_inv as kernels take it: of E8M0 the bytes, for Triton has no such dtype (3.7)."""
     return scale_inv.view(torch.uint8) if scale_inv.dtype is E8M0 else scale_inv
 
 
@@ -111,14 +111,14 @@ WHOLE = 1 << 30  # a tile of so many rows or columns holds them all
 
 
 def tile_size(size: int) -> int:
-    """A tile's rows or columns as kernels divide by them: WHOLE for ALL."""
+    """Return a tile's rows or columns as kernels divide by them: WHOLE for ALL."""
     return WHOLE if size == ALL else size
 
 
 @functools.cache
-def multiprocessors(index: int) -> int:
-    """How many a CUDA device has; 0 for index -1, a CPU's."""
-    return torch.cuda.get_device_properties(index).multi_processor_count if index >= 0 else 0
+def multiprocessors(device_index: int) -> int:
+    """Return how many multiprocessors a CUDA device has; 0 for index -1, a CPU's."""
+    return torch.cuda.get_device_properties(device_index).multi_processor_count if device_index >= 0 else 0
 
 
 WORK = 1 << 16  # int32 a stream: amaxes that programs share, of rows and columns too, and counters
@@ -128,11 +128,11 @@ _pools: dict[int, list[Tensor]] = {}
 
 @repeatable
 def workspace(x: Tensor, size: int) -> Tensor:
-    """int32 zeros for one launch on the current stream, which leaves them zero again.
+    """Return int32 zeros for one launch on the current stream, which leaves them zero again.
 
-    Launches on a stream follow each other, so each stream has its own and no launch clears it. What is captured on it
-    has another: torch hands out 32 streams in turn, and a graph may be replayed beside what runs on the stream that it
-    was captured on. All streams' come from one allocation, made and cleared outside of any CUDA graph.
+    Launches on a stream follow each other, so each stream has one workspace and no launch clears it. Launches captured
+    on the stream have another: torch hands out 32 streams in turn, and a graph may be replayed beside launches on the
+    stream that it was captured on. All workspaces come from one allocation, made and cleared outside any CUDA graph.
 
     Raises:
         RuntimeError: if the device's first launch is inside a graph capture.
@@ -140,10 +140,10 @@ def workspace(x: Tensor, size: int) -> Tensor:
     if size > WORK:
         return torch.zeros(size, dtype=torch.int32, device=x.device)
     index = x.get_device()
-    user = (current_raw_stream(index), torch.cuda.is_current_stream_capturing()) if index >= 0 else (0, False)
-    work = _work.get((index, *user))
+    stream_key = (current_raw_stream(index), torch.cuda.is_current_stream_capturing()) if index >= 0 else (0, False)
+    work = _work.get((index, *stream_key))
     if work is None:
-        work = _work[index, *user] = _next_work(x.device, index)
+        work = _work[index, *stream_key] = _next_work(x.device, index)
     return work
 
 
@@ -154,7 +154,7 @@ def _next_work(device: torch.device, index: int) -> Tensor:
             raise RuntimeError("run the step once before capturing it in a CUDA graph: octavo's scratch is made there")
         pool = _pools[index] = list(torch.zeros(32, WORK, dtype=torch.int32, device=device).unbind())
         if index >= 0:
-            torch.cuda.synchronize(device)  # other streams will use it
+            torch.cuda.synchronize(device)  # other streams will use the pool
     return pool.pop()
 
 
@@ -178,7 +178,7 @@ def is_capturing() -> bool:
 
 
 def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Launch where the first argument, a tensor or several, lies, whatever the current device is."""
+    """Wrap a kernel so that it launches where its first argument, a tensor or several, lies."""
 
     @functools.wraps(kernel)
     def call(x: Tensor | Sequence[Tensor], *args: Any, **named: Any) -> Any:

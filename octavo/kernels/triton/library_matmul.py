@@ -1,13 +1,13 @@
-"""torch's own products of two pairs (cuBLAS), and of operands in groups (CUTLASS); and whether a device is right.
+"""Multiply two pairs by torch's product (cuBLAS), or operands in groups (CUTLASS), once a device proved it right.
 
 What torch's product supports, and the layout that it wants scales in, differ between GPUs and between releases of
 torch, and a wrong layout is a wrong result and no error. So before a kind of product is given to torch for the first
 time, a small one, whose scales differ by row, column and block, must be what the reference computes. The answer holds
 for the process; ``octavo info`` shows it.
 
-In groups torch's takes E4M3 codes with a scale a row, or, where rows are in groups, E8M0's of 1x32 blocks. It gives
-bfloat16, and says nothing of rows that are in no group. It reads where the offsets say, so it gets checked ones, and
-what it leaves is written after it: three launches, two more that swizzle scales, and what torch adds.
+In groups torch's product takes E4M3 codes with a scale a row, or, where rows are in groups, E8M0's of 1x32 blocks. It
+returns bfloat16, and leaves rows that are in no group unwritten. It reads where the offsets say, so it gets checked
+ones, and a launch after it writes the rows that it left: three launches, two more that swizzle scales, and torch's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from octavo.numerics import E8M0
 _logger = logging.getLogger("octavo")
 _TENSOR, _ROW, _BLOCK = (ALL, ALL), (1, ALL), (1, 128)
 
-# What torch's product calls a tile; those of 128 are for Hopper, those of 32 for what came after it.
+# The names of tiles in torch's product; tiles of 128 are for Hopper, those of 32 for later GPUs.
 _SCALINGS = {
     _TENSOR: ScalingType.TensorWise,
     _ROW: ScalingType.RowWise,
@@ -59,7 +59,7 @@ _known: dict[tuple[Any, ...], bool] = {}
 
 
 def is_right(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> bool:
-    """Whether torch's product takes these operands, and computes such ones rightly on their device."""
+    """Whether torch's product takes these operands, and computes such products rightly on their device."""
     if not takes(operands, out_dtype):
         return False
     a, b, bias = operands
@@ -74,30 +74,30 @@ def reads_swizzled(device: torch.device) -> bool:
 
 
 def _ask(agrees: Callable[..., bool], kind: tuple[Any, ...]) -> bool:
-    """Ask a device, once, whether it computes a kind of products rightly: (device, a's tile, b's tile, ...)."""
-    found = _known.get(kind)
-    if found is not None:
-        return found
+    """Whether a device computes a kind of products rightly, asked once: (device, a's tile, b's tile, ...)."""
+    is_agreeing = _known.get(kind)
+    if is_agreeing is not None:
+        return is_agreeing
     if (recording := recorder()) is not None:
         recording.postpone()
     if is_capturing():  # a graph can't look at results
         return False
-    found = _known[kind] = agrees(*kind)
-    verdict = "torch's" if found else "octavo's Triton kernel, for torch's is not right here"
+    is_agreeing = _known[kind] = agrees(*kind)
+    verdict = "torch's" if is_agreeing else "octavo's Triton kernel, for torch's is not right here"
     groups = " in groups" * (agrees is _agrees_in_groups)
     _logger.info("%s . %s%s on %s: %s", granularity_of(kind[1]), granularity_of(kind[2]), groups, kind[0], verdict)
-    return found
+    return is_agreeing
 
 
-def _is_near(product: Callable[..., Tensor], arguments: tuple[Any, ...], true: Tensor) -> bool:
-    """Whether torch computes a product without a refusal, and in every row and column what the reference does."""
+def _is_near(product: Callable[..., Tensor], arguments: tuple[Any, ...], reference: Tensor) -> bool:
+    """Whether torch computes a product without a refusal, and in every row and column near the reference's."""
     try:
-        found = product(*arguments).to("cpu", torch.float32)
+        result = product(*arguments).to("cpu", torch.float32)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         _logger.info("torch's product: %s", str(error).partition("\n")[0])
         return False
-    miss = found - true
-    return all(bool((miss.norm(dim=dim) <= _ERROR * true.norm(dim=dim)).all()) for dim in (-1, -2))
+    miss = result - reference
+    return all(bool((miss.norm(dim=dim) <= _ERROR * reference.norm(dim=dim)).all()) for dim in (-1, -2))
 
 
 def _agrees(
@@ -125,27 +125,27 @@ def _agrees(
     bias = torch.randn(cols, generator=generator, dtype=torch.float32, device="cpu") * 100 if has_bias else None
     case = ProductArguments(pair(rows, a_tile, a_dtype), pair(cols, b_tile, b_dtype), bias)
     a, b = (OperandPair(codes.to(device), scale_inv.to(device), tile) for codes, scale_inv, tile in case[:2])
-    there = ProductArguments(a, b, None if bias is None else bias.to(device))
-    return _is_near(library_matmul, (there, out_dtype, fast_accum), reference_matmul(case, torch.float32, False))
+    device_case = ProductArguments(a, b, None if bias is None else bias.to(device))
+    return _is_near(library_matmul, (device_case, out_dtype, fast_accum), reference_matmul(case, torch.float32, False))
 
 
 def _powers(scale_inv: Tensor) -> Tensor:
-    """The nearest powers of two, in E8M0."""
+    """Return the nearest powers of two, in E8M0."""
     return torch.exp2(scale_inv.log2().round()).to(E8M0)
 
 
 def library_kinds(device: torch.device) -> dict[str, bool]:
-    """For each kind of product that configs.json gives to torch, whether the device computes it rightly."""
-    found = {}
+    """Return whether the device computes rightly each kind of product that configs.json gives to torch, by its name."""
+    right_by_name = {}
     for a_tile, b_tile, fast_accum in sorted(LIBRARY):
         name = f"{granularity_of(a_tile)} . {granularity_of(b_tile)}{', fast accumulation' * fast_accum}"
         dtypes = torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16
-        found[name] = _agrees(device, a_tile, b_tile, *dtypes, False, fast_accum)
-    return found
+        right_by_name[name] = _agrees(device, a_tile, b_tile, *dtypes, False, fast_accum)
+    return right_by_name
 
 
 def takes(operands: ProductArguments, out_dtype: torch.dtype) -> bool:
-    """Whether torch's product has this case: what its checks and cuBLAS ask for."""
+    """Whether torch's product takes these operands: whether its checks and cuBLAS's are met."""
     (a, _, a_tile), (b, _, b_tile), bias = operands
     (M, K), N = a.shape, b.shape[0]
     if not (
@@ -168,7 +168,7 @@ def takes(operands: ProductArguments, out_dtype: torch.dtype) -> bool:
 
 
 def library_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """torch's product, for what ``takes``."""
+    """Return torch's product, of operands that it ``takes``."""
     a, b, bias = operands
     swizzle = SwizzleType.SWIZZLE_32_4_4 if a.tile == MX else None
     return F.scaled_mm(
@@ -187,7 +187,7 @@ def library_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accu
 
 
 def laid_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
-    """scale_inv laid as torch's product wants it; blocks of 32 that a cast has not swizzled take a launch.
+    """Return scale_inv laid as torch's product wants it; blocks of 32 that a cast has not swizzled take a launch.
 
     Args:
         scale_inv: [1, 1], [rows, 1] for rows, [row blocks, blocks along K] for blocks; of 1x32 in E8M0.
@@ -203,19 +203,19 @@ def laid_scale_inv(scale_inv: Tensor, tile: Tile, dim: int) -> Tensor:
         return scale_inv.reshape(-1).unsqueeze(dim)  # even a size of 1 must have the stride of a contiguous tensor
     if tile == _BLOCK:
         return scale_inv.t().contiguous().t()  # as casts write it
-    # without the padding to a multiple of 4 cuBLAS reads the wrong ones; of a multiple F.pad would copy, too
+    # without padding to a multiple of 4 cuBLAS reads wrong scales; F.pad would copy a multiple of 4 too
     missing = -scale_inv.shape[1] % 4
     return (F.pad(scale_inv, (0, missing)) if missing else scale_inv).contiguous().t()
 
 
 @triton.jit
 def checked_ends_kernel(groups, R, ends_ptr, grouping: tl.constexpr):
-    """Each group's end, padded; 0 for all where offsets are wrong."""
+    """Write each group's end, padded; 0 for all where offsets are wrong."""
     PAD: tl.constexpr = grouping.pad
-    e = tl.arange(0, grouping.width)
+    indices = tl.arange(0, grouping.width)
     sizes, _ = sizes_of(groups, R, grouping)
     ends = tl.cumsum(tiles_of(sizes, PAD), 0) * PAD
-    tl.store(ends_ptr + e, tl.where(tl.max(ends, 0) > R, 0, ends), mask=e < groups.count)
+    tl.store(ends_ptr + indices, tl.where(tl.max(ends, 0) > R, 0, ends), mask=indices < groups.count)
 
 
 @triton.jit
@@ -239,7 +239,7 @@ def mend_kernel(groups, R, out_ptr, height, width, grouping: tl.constexpr, RAGGE
 
 @triton.jit
 def swizzle_groups_kernel(scale_inv, stride_r, stride_c, R, C, groups, out_ptr, grouping: tl.constexpr):
-    """E8M0's codes [R, C] of rows in groups, swizzled; each group's begin with 128 rows of their own."""
+    """Write E8M0's codes [R, C] of rows in groups, swizzled; each group's begin with 128 rows of their own."""
     place = locate(groups, tl.program_id(0), R, 128, grouping)
     rows = place.first + tl.arange(0, 128)
     for start in range(0, C, 16):
@@ -252,17 +252,17 @@ def swizzle_groups_kernel(scale_inv, stride_r, stride_c, R, C, groups, out_ptr, 
 
 
 def _swizzled_groups(scale_inv: Tensor, offsets: Tensor) -> Tensor:
-    """A scale_inv [R, C] of rows in groups as torch's product reads it, by a launch."""
+    """Return a scale_inv [R, C] of rows in groups as torch's product reads it, by a launch."""
     (rows, cols), (groups, grouping) = scale_inv.shape, on_device(offsets)
     parts = rows // 128 + offsets.shape[0]
     out = scale_inv.new_empty((parts * 128, -(-cols // 4) * 4))
-    given = as_argument(scale_inv), *scale_inv.stride(), rows, cols, groups, as_argument(out), grouping
-    launch(swizzle_groups_kernel, parts, given, 4)
+    arguments = as_argument(scale_inv), *scale_inv.stride(), rows, cols, groups, as_argument(out), grouping
+    launch(swizzle_groups_kernel, parts, arguments, 4)
     return out
 
 
 def is_right_in_groups(operands: GroupedOperands, out_dtype: torch.dtype, fast_accum: bool) -> bool:
-    """Whether torch's product takes these operands, and computes such ones rightly on their device."""
+    """Whether torch's product takes these operands, and computes such products rightly on their device."""
     if (operands.a.tile, operands.b.tile, fast_accum) not in LIBRARY or not takes_groups(operands, out_dtype):
         return False
     kind = operands.a.codes.device, operands.a.tile, operands.b.tile, operands.has_ragged_rows, fast_accum
@@ -270,7 +270,7 @@ def is_right_in_groups(operands: GroupedOperands, out_dtype: torch.dtype, fast_a
 
 
 def takes_groups(operands: GroupedOperands, out_dtype: torch.dtype) -> bool:
-    """Whether torch's product has this case: what its checks and CUTLASS ask for."""
+    """Whether torch's product takes these operands: whether its checks and CUTLASS's are met."""
     a, b, _, bias, pad = operands
     codes = a.codes, b.codes
     if have_e8m0_blocks(
@@ -299,7 +299,7 @@ def _agrees_in_groups(device: torch.device, tile: Tile, _: Tile, ragged_rows: bo
     def pair(count: int, scales: tuple[int, ...]) -> OperandPair:
         x = torch.randn(K if ragged_rows else rows, count, generator=generator, dtype=torch.float32, device="cpu")
         codes = x.t().to(scaling.dtype).contiguous()
-        if not ragged_rows:  # whose padding is 0
+        if not ragged_rows:  # a cast, for its padding is 0
             codes = reference_cast(CastSource(x), scaling, None, Output(transpose=True, pad=CONTRACTION), offsets)[1]
         scale_inv = torch.exp2(4 * torch.rand(scales, generator=generator, dtype=torch.float32, device="cpu"))
         return OperandPair(codes, _powers(scale_inv) if tile == MX else scale_inv, tile)
@@ -311,13 +311,15 @@ def _agrees_in_groups(device: torch.device, tile: Tile, _: Tile, ragged_rows: bo
     else:
         a, b = pair(N, (N, groups)), pair(K, (K, groups))
     case = GroupedOperands(a, b, offsets, None, CONTRACTION)
-    mine, theirs = (OperandPair(codes.to(device), scales.to(device), tile) for codes, scales, tile in (a, b))
-    there = GroupedOperands(mine, theirs, offsets.to(device), None, CONTRACTION)
-    return _is_near(library_grouped_matmul, (there, fast_accum), reference_grouped_matmul(case, torch.float32, False))
+    a_there, b_there = (OperandPair(codes.to(device), scales.to(device), tile) for codes, scales, tile in (a, b))
+    device_case = GroupedOperands(a_there, b_there, offsets.to(device), None, CONTRACTION)
+    return _is_near(
+        library_grouped_matmul, (device_case, fast_accum), reference_grouped_matmul(case, torch.float32, False)
+    )
 
 
 def library_grouped_matmul(operands: GroupedOperands, fast_accum: bool) -> Tensor:
-    """torch's product, for what ``takes_groups``."""
+    """Return torch's product, of operands that ``takes_groups`` takes."""
     a, b, offsets, _, pad = operands
     count, ragged = offsets.shape[0], operands.has_ragged_rows
     (groups, grouping), size = on_device(offsets, 1 if ragged else pad), a.codes.shape[0 if ragged else 1]

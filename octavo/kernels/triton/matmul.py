@@ -34,13 +34,13 @@ class Operand(NamedTuple):
     scale_inv: Any
     scale_stride_r: Any
     scale_stride_c: Any
-    first_scale: Any = None  # how far from scale_inv the first row's first lies, if not there
+    first_scale: Any = None  # offset from scale_inv of the first row's first scale, None for 0
 
 
 class Product(NamedTuple):
-    """Operands [M, K] and [N, K], and the bias [N] or None; made in a kernel, for Triton 3.6 takes no tuple of tuples.
+    """Operands [M, K] and [N, K], and the bias [N] or None; made in a kernel, not passed to one.
 
-    It loses their integers that are 1.
+    Passed as a tuple of tuples, Triton 3.6 loses its integers that are 1.
     """
 
     a: Any
@@ -65,7 +65,7 @@ class ProductTiling(NamedTuple):
 
 @triton.jit
 def matmul_kernel(a, b, bias_ptr, K, out_ptr, tiling: tl.constexpr):
-    """Out [M, N] = a [M, K] . b [N, K]^T + bias; tiling: ProductTiling."""
+    """Write out [M, N] = a [M, K] . b [N, K]^T + bias; tiling: ProductTiling."""
     m, n = place_of_program(tl.cdiv(a.rows, tiling.block_m), tl.cdiv(b.rows, tiling.block_n))
     a = Operand(a.ptr, a.rows, a.stride, a.scale_inv, variable(a.scale_stride_r), variable(a.scale_stride_c))
     b = Operand(b.ptr, b.rows, b.stride, b.scale_inv, variable(b.scale_stride_r), variable(b.scale_stride_c))
@@ -74,7 +74,7 @@ def matmul_kernel(a, b, bias_ptr, K, out_ptr, tiling: tl.constexpr):
 
 @triton.jit
 def variable(stride):
-    """A stride of scales that is no constant: with a bias Triton 3.6 loses those that are 1."""
+    """Return a stride of scales as no constant: with a bias Triton 3.6 loses those that are 1."""
     return tl.zeros((), tl.int32) + stride
 
 
@@ -99,7 +99,7 @@ def write_part(product, out_ptr, first_m, first_n, tiling: tl.constexpr):
 
 @triton.jit
 def sum_of_codes(product, first_m, first_n, tiling: tl.constexpr):
-    """A program's part [BLOCK_M, BLOCK_N], float32.
+    """Return a program's part [BLOCK_M, BLOCK_N] of the product, float32.
 
     Scales are constant along K and multiply the sum, or, loaded a step ahead, go to the tensor cores with the codes.
     """
@@ -142,7 +142,7 @@ def sum_of_codes(product, first_m, first_n, tiling: tl.constexpr):
 
 @triton.jit
 def scales_of_step(operand, first, start, K, COLS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """E8M0's codes [rows, BLOCK_K / 32] of a step, 1's beyond K; first [rows]: where each row's first scale lies."""
+    """Load E8M0's codes [rows, BLOCK_K / 32] of a step, 1's beyond K; first [rows]: offset of a row's first scale."""
     k = start + tl.arange(0, BLOCK_K // 32) * 32
     ptrs = operand.scale_inv + (first[:, None] + scale_column(k, operand, COLS)[None, :])
     return tl.load(ptrs, mask=(k < K)[None, :], other=127)
@@ -150,11 +150,11 @@ def scales_of_step(operand, first, start, K, COLS: tl.constexpr, BLOCK_K: tl.con
 
 @triton.jit
 def sum_of_steps(product, first_m, first_n, tiling: tl.constexpr, EXTREME: tl.constexpr):
-    """A program's part, float32, where a scale changes along K, and whether scales are too extreme for that.
+    """Return a program's part, float32, where a scale changes along K, and whether scales are too extreme for that.
 
-    Of each step along K the tensor cores sum the codes, and one FFMA an element adds that sum, times the product of
-    both scales, to the steps before. A product below 2^-126 or above float32 needs EXTREME, which is right for any.
-    The part is two tensors beside each other where tiling.dots is 2, else the first.
+    For each step along K the tensor cores sum the codes, and one FFMA an element adds that sum, times the product of
+    both scales, to the earlier steps' sum. If a product of scales is below 2^-126 or above float32, the result is right
+    only with EXTREME, which is right for any. If tiling.dots is 2, the part is two tensors side by side, else the left.
     """
     a = product.a
     b = product.b
@@ -165,7 +165,7 @@ def sum_of_steps(product, first_m, first_n, tiling: tl.constexpr, EXTREME: tl.co
     BLOCK_M: tl.constexpr = tiling.block_m
     BLOCK_N: tl.constexpr = tiling.block_n // tiling.dots
     BLOCK_K: tl.constexpr = tiling.block_k
-    ONE: tl.constexpr = B_ROWS % tiling.block_n == 0  # scale of b's for all of the program's columns
+    ONE: tl.constexpr = B_ROWS % tiling.block_n == 0  # all of the program's columns share b's scale
     STAGES: tl.constexpr = 1 if EXTREME else None
     k = tl.arange(0, BLOCK_K)[None, :]
     a_rows = rows_from(a, first_m, BLOCK_M)
@@ -191,12 +191,12 @@ def sum_of_steps(product, first_m, first_n, tiling: tl.constexpr, EXTREME: tl.co
             a_scale = load_scale_inv(a.scale_inv + (a_scales + scale_column(start, a, A_COLS)))[:, None]
             b_scale = load_scale_inv(b.scale_inv + (b_scales + scale_column(start, b, B_COLS)))
             scale = a_scale * b_scale
-            scale = tl.where(scale < 2.0**-126, float("nan"), scale)  # which the sums show, as they do inf
+            scale = tl.where(scale < 2.0**-126, float("nan"), scale)  # the sums are then NaN, or inf
         else:
             both = following
             farthest = tl.maximum(farthest, distance_from_1(both))
-            then = tl.minimum(start + BLOCK_K, product.K - 1)
-            step = tl.where(i < BLOCK_M, scale_column(then, a, A_COLS), scale_column(then, b, B_COLS))
+            next_k = tl.minimum(start + BLOCK_K, product.K - 1)
+            step = tl.where(i < BLOCK_M, scale_column(next_k, a, A_COLS), scale_column(next_k, b, B_COLS))
             following = load_scale_inv(scales + step)
             a_scale, b_scale = as_factors(both)
             scale = a_scale * b_scale
@@ -208,7 +208,7 @@ def sum_of_steps(product, first_m, first_n, tiling: tl.constexpr, EXTREME: tl.co
             right_ptrs += BLOCK_K
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K
-    if ONE:  # a fault in the codes looks the same, and costs a second look
+    if ONE:  # NaN in the codes looks the same, and costs a second computation
         is_extreme = tl.min((tl.abs(left + right) < float("inf")).to(tl.int32)) == 0
     else:
         a_farthest, b_farthest = halves(farthest)
@@ -218,14 +218,14 @@ def sum_of_steps(product, first_m, first_n, tiling: tl.constexpr, EXTREME: tl.co
 
 @triton.jit
 def rows_from(operand, first, COUNT: tl.constexpr):
-    """So many rows' numbers; beyond the end 0."""
+    """Return the numbers of so many rows; beyond the end 0."""
     rows = first + tl.arange(0, COUNT)
     return tl.where(rows < operand.rows, rows, 0)
 
 
 @triton.jit
 def load_step(ptrs, start, K, tiling: tl.constexpr):
-    """Codes [rows, BLOCK_K], 0 beyond K."""
+    """Load codes [rows, BLOCK_K], 0 beyond K."""
     if tiling.even_k:
         codes = tl.load(ptrs)
     else:
@@ -235,41 +235,41 @@ def load_step(ptrs, start, K, tiling: tl.constexpr):
 
 @triton.jit
 def first_scales(operand, rows, ROWS: tl.constexpr):
-    """How far from scale_inv each row's first scale lies."""
-    result = (rows // ROWS) * operand.scale_stride_r
+    """Return the offset from scale_inv of each row's first scale."""
+    offsets = (rows // ROWS) * operand.scale_stride_r
     if operand.first_scale is not None:
-        result += operand.first_scale
-    return result
+        offsets += operand.first_scale
+    return offsets
 
 
 @triton.jit
 def scale_column(k, operand, COLS: tl.constexpr):
-    """How far from its row's first scale the one for this place along K lies."""
+    """Return the offset from a row's first scale of the scale for this place along K."""
     return 0 if COLS == -1 else (k // COLS) * operand.scale_stride_c
 
 
 @triton.jit
 def distance_from_1(scale):
-    """How far the bits of float32 numbers are from 1's; of powers of two, |log2| times 2^23."""
+    """Return how far the bits of float32 numbers are from 1's; of powers of two, |log2| times 2^23."""
     return tl.abs(scale.to(tl.int32, bitcast=True) - (127 << 23))
 
 
 @triton.jit
 def halves(both):
-    """A vector's first half and its second."""
+    """Return a vector's first half and its second."""
     return tl.split(tl.trans(tl.reshape(both, [2, both.shape[0] // 2])))
 
 
 @triton.jit
 def as_factors(both):
-    """The scales of a program's rows [M, 1] and of its columns [1, N], from both one behind the other."""
+    """Return the scales of a program's rows [M, 1] and of its columns [1, N], from a vector of both."""
     a_scale, b_scale = halves(both)
     return a_scale[:, None], b_scale[None, :]
 
 
 @triton.jit
 def scales_of_program(product, first_m, first_n, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, COUNT: tl.constexpr):
-    """Pointers to the first scales of a program's rows, and behind them of its columns, as many."""
+    """Return pointers to the first scales of a program's rows, followed by those of its columns, as many."""
     a = product.a
     b = product.b
     a_scales = a.scale_inv + first_scales(a, rows_from(a, first_m, 2 * COUNT), A_ROWS)
@@ -279,7 +279,7 @@ def scales_of_program(product, first_m, first_n, A_ROWS: tl.constexpr, B_ROWS: t
 
 @triton.jit
 def scaled(x, a_scale, b_scale):
-    """x * a_scale * b_scale, inf or 0 only where that is, for scales from 2^-126 to 2^126 and x of sums of codes.
+    """Return x * a_scale * b_scale, inf or 0 only where that is, for scales from 2^-126 to 2^126 and x a sum of codes.
 
     As x * root * b_scale * rest, where root * rest is a_scale and both are near its root: if a_scale and b_scale lie on
     both sides of 1, none of these is far from x, and else each lies between x and the result.
@@ -305,7 +305,7 @@ def store_part(product, result, out_ptr, first_m, first_n):
 
 @triton.jit
 def place_of_program(height, width):
-    """Which part of height x width a program writes; eight that are neighbours in M share b's rows in the cache."""
+    """Return the part of height x width for a program; eight that are neighbours in M share b's rows in the cache."""
     GROUP: tl.constexpr = 8
     in_group = GROUP * width
     first = (tl.program_id(0) // in_group) * GROUP
@@ -381,13 +381,13 @@ def matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool)
 
 @functools.cache
 def step_along(a_tile: Tile, b_tile: Tile) -> int:
-    """How far along K the Triton kernels may go under one scale, up to 128; 0 where not even 32."""
+    """Return how far along K the Triton kernels may go under one scale, up to 128; 0 where not even 32."""
     columns = [cols for _, cols in (a_tile, b_tile) if cols != ALL]
     return next((step for step in (128, 64, 32) if all(cols % step == 0 for cols in columns)), 0)
 
 
 def triton_matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """The Triton kernel's product, for tiles whose columns are a multiple of 32, or all."""
+    """Return the Triton kernel's product, for tiles whose columns are a multiple of 32, or all."""
     if operands.bias is not None and out_dtype is torch.bfloat16:
         operands = operands._replace(bias=operands.bias.to(out_dtype))
     *pairs, bias = operands.plain()
@@ -419,7 +419,7 @@ def scales_blocks(architecture: int) -> bool:
 
 
 def product_config(a: OperandPair, b: OperandPair, shape: tuple[int, int]) -> Config:
-    """The configuration of a product of this shape: another one where a scale changes along K, for two accumulators."""
+    """Return a product's configuration: another one where a scale changes along K, for two accumulators."""
     log2_elements = math.prod(shape).bit_length()
     if a.tile[1] == b.tile[1] == ALL:
         return config("matmul", log2_elements)
@@ -437,7 +437,7 @@ _INTERPRETED = triton.knobs.runtime.interpret  # as the kernels above are
 
 
 def _architecture() -> int:
-    """Of the current device: 90 is Hopper's, 0 the interpreter's."""
+    """Return the architecture of the current device: 90 is Hopper's, 0 the interpreter's."""
     return 0 if _INTERPRETED else _architecture_of(driver.active.get_current_device())
 
 
@@ -447,7 +447,7 @@ def _architecture_of(device: int) -> int:
 
 
 def tiling_of(a: OperandPair, b: OperandPair, fast_accum: bool, chosen: Config, K: int) -> ProductTiling:
-    """How programs share a product whose sums are of K terms."""
+    """Return how programs share a product whose sums are of K terms."""
     scaled = is_scaled(a, b)
     step = 128 if scaled else step_along(a.tile, b.tile)
     a_tile, b_tile = ((tile_size(pair.tile[0]), pair.tile[1]) for pair in (a, b))
@@ -457,13 +457,13 @@ def tiling_of(a: OperandPair, b: OperandPair, fast_accum: bool, chosen: Config, 
 
 
 def of_one_dtype(a: OperandPair, b: OperandPair) -> tuple[OperandPair, OperandPair]:
-    """A product's operands, whose scales a program reads in one load: in float32 where one's are E8M0."""
+    """Return a product's operands, whose scales a program reads in one load: in float32 where one's are E8M0."""
     if a.scale_inv.dtype != b.scale_inv.dtype:
         a, b = (pair._replace(scale_inv=pair.scale_inv.to(torch.float32)) for pair in (a, b))
     return a, b
 
 
 def operand_of(pair: OperandPair) -> Operand:
-    """What kernels take for an operand, copied where rows don't lie in order; E8M0, which Triton lacks, as uint8."""
+    """Return an operand as kernels take it, copied where rows don't lie in order; scales of E8M0 as uint8."""
     codes = pair.codes if pair.codes.stride(1) == 1 else pair.codes.contiguous()
     return Operand(codes, codes.shape[0], codes.stride(0), as_argument(pair.scale_inv), *pair.scale_inv.stride())

@@ -18,7 +18,7 @@ def converts(fmt):
 
 @triton.jit
 def decode_moment(codes, FMT: tl.constexpr, scale_inv=1.0):
-    """Codes, uint8, times their scale_inv, in float32; scale_inv: below 2^120 of a format without a sign."""
+    """Return codes, uint8, times their scale_inv, in float32; scale_inv: below 2^120 of a format without a sign."""
     if converts(FMT):
         value = codes.to(tl.float8e5 if FMT.has_inf else tl.float8e4nv, bitcast=True).to(tl.float32) * scale_inv
     elif FMT.signed:
@@ -40,7 +40,7 @@ def decode_moment(codes, FMT: tl.constexpr, scale_inv=1.0):
 
 @triton.jit
 def encode_moment(y, drawn, FMT: tl.constexpr, STOCHASTIC: tl.constexpr, BOUNDED: tl.constexpr = False):
-    """Scaled numbers, float32, to codes, uint8; drawn: uint32, 32 random bits for each, where STOCHASTIC.
+    """Return the codes, uint8, of scaled numbers, float32; drawn: uint32, 32 random bits for each, where STOCHASTIC.
 
     BOUNDED: none is inf, or past the format's max by more than its last bit.
     """
@@ -55,13 +55,13 @@ def encode_moment(y, drawn, FMT: tl.constexpr, STOCHASTIC: tl.constexpr, BOUNDED
             power = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
             power = tl.where(power < SMALLEST, SMALLEST, tl.where(power > 65536.0, 65536.0, power)) * 2.0**DROPPED
             magnitude = (magnitude + power) - power
-    elif BOUNDED and not FMT.signed:  # what is past the max must not be carried to the NaN that comes next
+    elif BOUNDED and not FMT.signed:  # a number past the max must not be carried to the next code, NaN
         magnitude = tl.minimum(magnitude, FMT.max, tl.PropagateNan.ALL)
     bits = (magnitude * 2.0 ** (FMT.bias - 127)).to(tl.int32, bitcast=True)
     if STOCHASTIC:
         bits += upper_bits(drawn, DROPPED)
     if converts(FMT) and (BOUNDED or not STOCHASTIC):
-        if STOCHASTIC:  # the number that the format has, but for a power of two; a NaN's bits may have run over
+        if STOCHASTIC:  # the rounded number but for a power of two; a NaN's bits may have overflowed
             bits = tl.minimum(bits.to(tl.uint32, bitcast=True), 0x7FFFFFFF).to(tl.int32, bitcast=True)
             bits = (bits & (0x7FFFFFFF - (1 << DROPPED) + 1)) | (y.to(tl.int32, bitcast=True) & SIGN)
             value = bits.to(tl.float32, bitcast=True) * 2.0 ** (127 - FMT.bias)
@@ -79,15 +79,15 @@ def encode_moment(y, drawn, FMT: tl.constexpr, STOCHASTIC: tl.constexpr, BOUNDED
 
 @triton.jit
 def encode_hybrid(y, drawn, stored, FMT: tl.constexpr, BOUNDED: tl.constexpr):
-    """``encode_moment`` to nearest, but stochastically where that gives the magnitude of ``stored``, uint8."""
+    """Return ``encode_moment`` to nearest, but stochastically where that gives the magnitude of ``stored``, uint8."""
     nearest = encode_moment(y, drawn, FMT, False, BOUNDED)
-    moved = encode_moment(y, drawn, FMT, True, BOUNDED)
-    return tl.where(((nearest ^ stored) & (0x7F if FMT.signed else 0xFF)) == 0, moved, nearest)
+    stochastic = encode_moment(y, drawn, FMT, True, BOUNDED)
+    return tl.where(((nearest ^ stored) & (0x7F if FMT.signed else 0xFF)) == 0, stochastic, nearest)
 
 
 @triton.jit
 def round_to_bf16(wide, drawn):
-    """float32 to bf16, stochastically, by 32 random bits for each; NaN and inf stay what they are."""
+    """Round float32 to bf16, stochastically, by 32 random bits for each; NaN and inf stay what they are."""
     rounded = (wide.to(tl.int32, bitcast=True) + upper_bits(drawn, 16)) >> 16
     rounded = rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
     return tl.where(finite_abs(wide) == tl.abs(wide), rounded, narrow(wide, tl.bfloat16))
@@ -95,7 +95,7 @@ def round_to_bf16(wide, drawn):
 
 @triton.jit
 def round_to_bf16_hybrid(wide, drawn, stored):
-    """float32 to bf16, to nearest, but stochastically where that gives the magnitude of ``stored``, bf16."""
+    """Round float32 to bf16, to nearest, but stochastically where that gives the magnitude of ``stored``, bf16."""
     nearest = narrow(wide, tl.bfloat16)
     is_unchanged = ((nearest.to(tl.int16, bitcast=True) ^ stored.to(tl.int16, bitcast=True)) & 0x7FFF) == 0
     return tl.where(is_unchanged, round_to_bf16(wide, drawn), nearest)
@@ -103,7 +103,7 @@ def round_to_bf16_hybrid(wide, drawn, stored):
 
 @triton.jit
 def round_to_half(wide, drawn):
-    """float32, below float16's max, to float16, stochastically; NaN and inf stay what they are."""
+    """Round float32, below float16's max, to float16, stochastically; NaN and inf stay what they are."""
     sign = (wide.to(tl.int32, bitcast=True) >> 16) & -0x8000
     bits = ((tl.abs(wide) * 2.0**-112).to(tl.int32, bitcast=True) + upper_bits(drawn, 13)) >> 13
     rounded = (bits | sign).to(tl.int16).to(tl.float16, bitcast=True)

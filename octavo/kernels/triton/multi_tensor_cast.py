@@ -1,4 +1,4 @@
-"""Many casts in one launch (Dynamic per tensor: two), into outputs that are there already.
+"""Cast many tensors in one launch (Dynamic per tensor: two), into outputs that the caller has allocated.
 
 A table on the device (table.py) says where each tensor and its outputs lie and which programs work on it. It is kept
 while the same tensors come, so that in a training loop nothing is copied; and for ever, 96 bytes a tensor, where a CUDA
@@ -45,24 +45,24 @@ from octavo.numerics import E8M0
 
 @triton.jit
 def source(row_ptr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """The row's tensor."""
+    """Return the row's tensor."""
     stride = size(row_ptr, 11, ALIGNED)
     return Source(pointer(row_ptr, 0, dtype, ALIGNED), size(row_ptr, 6, False), size(row_ptr, 7, ALIGNED), stride, 1)
 
 
 @triton.jit
 def code_pointer(row_ptr, COLUMN: tl.constexpr, E5M2: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where codes go; not a whole Codes, since Triton 3.6 can't return one that holds None."""
+    """Return the address of codes; not a whole Codes, since Triton 3.6 can't return one that holds None."""
     if E5M2:
-        result = pointer(row_ptr, COLUMN, tl.float8e5, ALIGNED)
+        codes = pointer(row_ptr, COLUMN, tl.float8e5, ALIGNED)
     else:
-        result = pointer(row_ptr, COLUMN, tl.float8e4nv, ALIGNED)
-    return result
+        codes = pointer(row_ptr, COLUMN, tl.float8e4nv, ALIGNED)
+    return codes
 
 
 @triton.jit
 def programs_of(row_ptr, tensor, programs, TENSORS: tl.constexpr):
-    """(the tensor's first program, how many it has)."""
+    """Return (the tensor's first program, how many it has)."""
     first = size(row_ptr, 10, False)
     end = programs
     if tensor + 1 < TENSORS.count:
@@ -84,7 +84,7 @@ def multi_tensor_amax_kernel(
     function: tl.constexpr,  # Function(): x itself
     tiling: tl.constexpr,  # Tiling
 ):
-    """The amax of each tensor."""
+    """Write the amax of each tensor."""
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0:
             return
@@ -119,7 +119,7 @@ def multi_tensor_cast_kernel(
     function: tl.constexpr,  # Function(): x itself
     tiling: tl.constexpr,  # Tiling
 ):
-    """One scale for each tensor."""
+    """Cast each tensor with one scale."""
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0:
             return
@@ -163,7 +163,7 @@ def multi_tensor_cast_blocks_kernel(
     TENSORS: tl.constexpr,
     tiling: tl.constexpr,  # Tiling
 ):
-    """A scale for each block of each tensor."""
+    """Cast each tensor with a scale for each block."""
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0:
             return
@@ -190,9 +190,9 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 
 
 class _LaunchTable(NamedTuple):
-    """A launch's table on the device, how many programs it is for, and whether all of it is multiples of 16.
+    """A launch's table on the device, its number of programs, and whether all in it is a multiple of 16.
 
-    ``sent``: of a GPU's, the stream that sends the table, without the host's waiting, and the event that ends this.
+    ``sent``: on a GPU, the stream that copies the table, while the host goes on, and the event at the copy's end.
     """
 
     table: Tensor
@@ -202,7 +202,7 @@ class _LaunchTable(NamedTuple):
 
     def use(self) -> None:
         """Let the current stream read the table; a CUDA graph may for ever."""
-        if is_capturing():  # on a stream of its own, after all others are done
+        if is_capturing():  # the captured stream runs after all others are done
             _captured.add(self)
         elif self.sent is not None:
             current, (stream, event) = torch.cuda.current_stream(self.table.device), self.sent
@@ -211,7 +211,7 @@ class _LaunchTable(NamedTuple):
                 self.table.record_stream(current)
 
 
-_captured: set[_LaunchTable] = set()  # that CUDA graphs read: a graph does not say when it is gone
+_captured: set[_LaunchTable] = set()  # tables that CUDA graphs read: a graph does not say when it is gone
 
 
 @functools.lru_cache(maxsize=64)
@@ -222,10 +222,10 @@ def _work_of(
     chosen: Config,
     device: torch.device,
 ) -> _LaunchTable:
-    """The table of tensors at these addresses (of each of the op's lists) and of these sizes.
+    """Return the table of tensors at these addresses (of each of the op's lists) and of these sizes.
 
-    A tensor's sizes are (R, C, row stride of x, of qdata, of transposed). By blocks, one without elements has no
-    program; else it has one, for its scale_inv.
+    A tensor's sizes are (R, C, row stride of x, of qdata, of transposed). A tensor without elements has no program in
+    a cast by blocks, and one in a cast per tensor, which writes its scale_inv.
     """
     if is_capturing():
         raise RuntimeError("run the step once before capturing it in a CUDA graph: these tensors are new to octavo")
@@ -286,7 +286,7 @@ def multi_tensor_cast(
         launch(multi_tensor_cast_blocks_kernel, programs, arguments, chosen.num_warps)
         return
     first = table, skip, workspace(xs[0], 2 * len(xs)), programs, x_type
-    how = *tensors, delayed, role, Function(), Tiling(False, *chosen[:3])
+    constants = *tensors, delayed, role, Function(), Tiling(False, *chosen[:3])
     if not delayed or not all(scale_exists(delayed_scale, role) for delayed_scale in delayed_scales):
-        launch(multi_tensor_amax_kernel, programs, (*first, *how), chosen.num_warps)
-    launch(multi_tensor_cast_kernel, programs, (*first, writes_transposed, rounding, *how), chosen.num_warps)
+        launch(multi_tensor_amax_kernel, programs, (*first, *constants), chosen.num_warps)
+    launch(multi_tensor_cast_kernel, programs, (*first, writes_transposed, rounding, *constants), chosen.num_warps)

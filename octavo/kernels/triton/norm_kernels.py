@@ -40,7 +40,7 @@ from octavo.kernels.triton.tiles import (
 
 @triton.jit
 def row_statistics(x, norm, rows, eps, tiling: tl.constexpr):
-    """Find and write the statistics of rows [BR]: (their first tiling.block_c columns, mean or 0, rstd).
+    """Compute and write the statistics of rows [BR]: (their first tiling.block_c columns, mean or 0, rstd).
 
     The mean of the first columns is taken from all elements before they are squared. The square of its distance from
     the rows' mean is at most C / BLOCK_C variances (Jensen), so that little of the variance is lost by subtracting it.
@@ -83,7 +83,7 @@ def row_statistics(x, norm, rows, eps, tiling: tl.constexpr):
 
 @triton.jit
 def load_rows(x, norm, rows, cols, EVEN: tl.constexpr):
-    """The tile [BR, BC] of x, or of its sum with the residual as it is written, as float32."""
+    """Return the tile [BR, BC] of x, or of its sum with the residual as it is written, as float32."""
     tile = load_tile(x, rows, cols, EVEN)
     if norm.residual is not None:
         total = tile + load_tile(Source(norm.residual, x.R, x.C, x.C, 1), rows, cols, EVEN)
@@ -93,7 +93,7 @@ def load_rows(x, norm, rows, cols, EVEN: tl.constexpr):
 
 @triton.jit
 def centre(tile, mean, cols, x, EVEN: tl.constexpr):
-    """The tile [BR, BC] less its rows' means, 0 beyond their end."""
+    """Return the tile [BR, BC] less its rows' means, 0 beyond their end."""
     tile -= mean[:, None]
     if not EVEN:
         tile = tl.where((cols < x.C)[None, :], tile, 0.0)
@@ -102,19 +102,19 @@ def centre(tile, mean, cols, x, EVEN: tl.constexpr):
 
 @triton.jit
 def fold_sum(tile, FOLD: tl.constexpr):
-    """[BR, BC // FOLD]: sums of neighbours, which a thread holds, so that sums of tiles take few registers."""
+    """Return [BR, BC // FOLD]: sums of neighbours, which a thread holds, so that sums of tiles take few registers."""
     return tl.sum(tl.reshape(tile, [tile.shape[0], tile.shape[1] // FOLD, FOLD]), 2)
 
 
 @triton.jit
 def fold_max(tile, FOLD: tl.constexpr):
-    """The same with the largest."""
+    """Return [BR, BC // FOLD]: the largest of neighbours."""
     return tl.max(tl.reshape(tile, [tile.shape[0], tile.shape[1] // FOLD, FOLD]), 2)
 
 
 @triton.jit
 def normalised(tile, x, norm, mean, rstd, rows, cols, ZERO_CENTERED: tl.constexpr, EVEN: tl.constexpr):
-    """What the norm makes of the tile [BR, BC] of x, 0 outside of it; rounds as the reference does."""
+    """Return the norm of the tile [BR, BC] of x, 0 outside of x; rounds as the reference does."""
     if norm.mean is not None:
         tile -= mean[:, None]
     tile *= rstd[:, None]
@@ -128,12 +128,12 @@ def normalised(tile, x, norm, mean, rstd, rows, cols, ZERO_CENTERED: tl.constexp
 
 @triton.jit
 def vector(ptr, cols, x, EVEN: tl.constexpr):
-    """Elements ``cols`` of a parameter [C]."""
+    """Load elements ``cols`` of a parameter [C]."""
     if EVEN:
-        result = tl.load(ptr + cols)
+        elements = tl.load(ptr + cols)
     else:
-        result = tl.load(ptr + cols, mask=cols < x.C, other=0.0)
-    return result
+        elements = tl.load(ptr + cols, mask=cols < x.C, other=0.0)
+    return elements
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def store_y(tile, y_ptr, x, rows, cols, EVEN: tl.constexpr):
 
 @triton.jit
 def last_start(x, tiling: tl.constexpr):
-    """The first column of the rows' last tile."""
+    """Return the first column of the rows' last tile."""
     start = 0
     if not tiling.one_tile:
         start = (x.C - 1) // tiling.block_c * tiling.block_c
@@ -159,7 +159,7 @@ def last_start(x, tiling: tl.constexpr):
 
 @triton.jit
 def tile_from(start, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED: tl.constexpr, tiling: tl.constexpr):
-    """(The rows' tile from column ``start`` on, normalised and written to y_ptr; its columns)."""
+    """Return (the rows' tile from column ``start`` on, normalised and written to y_ptr; its columns)."""
     cols = start + tl.arange(0, tiling.block_c)
     tile = first
     if not tiling.one_tile:
@@ -183,11 +183,11 @@ def norm_tensor_kernel(
     E5M2: tl.constexpr,
     tiling: tl.constexpr,  # Tiling
 ):
-    """Statistics; and y, the amax, and codes by a delayed scale."""
+    """Write statistics, and if wanted y, the amax, and codes by a delayed scale."""
     scale = 1.0
     if delayed_scale_ptr is not None:
-        found = tl.load(delayed_scale_ptr + ROLE)
-        scale = tl.where(found == 0, 1.0, found)  # a CUDA graph replayed after the state was emptied
+        delayed_scale = tl.load(delayed_scale_ptr + ROLE)
+        scale = tl.where(delayed_scale == 0, 1.0, delayed_scale)  # a CUDA graph replayed after the state was emptied
         if tl.program_id(0) == 0:
             tl.store(out.scale_inv, scale_inv_from_scale(scale, False))
     amax = 0.0
@@ -200,7 +200,7 @@ def norm_tensor_kernel(
             for back in range(0, last + 1, tiling.block_c):
                 tile, cols = tile_from(last - back, first, x, norm, y_ptr, mean, rstd, rows, ZERO_CENTERED, tiling)
                 store_codes(encode(tile, scale, E5M2), out.codes, rows, cols, x, tiling.even)
-                # last: before the codes Triton 3.6 spills for sm_100
+                # after the codes are stored: with this first, Triton 3.6 spills for sm_100
                 largest = tl.maximum(largest, fold_max(finite_abs(tile), tiling.fold))
             amax = tl.maximum(amax, tl.max(tl.max(largest, 1), 0))
     if out.amax is not None:
@@ -220,7 +220,7 @@ def norm_rows_kernel(
     rounding: tl.constexpr,
     tiling: tl.constexpr,  # Tiling
 ):
-    """Statistics, y, and a scale for each row."""
+    """Write statistics and y, and cast y with a scale for each row."""
     rows = tl.program_id(0) * tiling.block_r + tl.arange(0, tiling.block_r)
     first, mean, rstd = row_statistics(x, norm, rows, eps, tiling)
     tile = normalised(first, x, norm, mean, rstd, rows, tl.arange(0, tiling.block_c), ZERO_CENTERED, tiling.even)
@@ -254,7 +254,7 @@ def norm_blocks_kernel(
     second_scaling: tl.constexpr,  # of the second, or None
     tiling: tl.constexpr,  # Tiling
 ):
-    """Statistics, y, and a scale for each block whose sizes divide a tile; two such scalings."""
+    """Write statistics and y, and cast y with a scale for each block whose sizes divide a tile, or twice so."""
     group = tl.program_id(0)
     rows = group * tiling.block_r + tl.arange(0, tiling.block_r)
     first, mean, rstd = row_statistics(x, norm, rows, eps, tiling)
@@ -269,7 +269,7 @@ def norm_blocks_kernel(
 
 @triton.jit
 def normalised_rows(dy, x, norm, rows, cols, ZERO_CENTERED: tl.constexpr, EVEN: tl.constexpr):
-    """Tiles [BR, BC] of dy, of n = (x - mean) rstd, and of w = dy gamma; and rstd [BR]. dy and w are 0 outside of x."""
+    """Return tiles [BR, BC] of dy, n = (x - mean) rstd, w = dy gamma; and rstd [BR]. dy and w are 0 outside of x."""
     inside = rows < x.R
     rstd = tl.load(norm.rstd + rows, mask=inside, other=0.0)
     gradient = load_tile(dy, rows, cols, EVEN)
@@ -302,9 +302,9 @@ def norm_backward_kernel(
     ZERO_CENTERED: tl.constexpr,
     tiling: tl.constexpr,  # Tiling
 ):
-    """dx, and each program's parts of dgamma and dbeta.
+    """Write dx, and each program's parts of dgamma and dbeta.
 
-    Of rows that fit a tile the parts stay in registers. Longer ones are read twice, and their parts grow in memory.
+    If rows fit a tile, the parts stay in registers. Longer rows are read twice, and their parts grow in memory.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -353,9 +353,9 @@ def norm_backward_kernel(
 
 @triton.jit
 def grow(ptr, values, cols, written, C):
-    """Add values to elements ``cols`` of [C], of which so many were written."""
-    before = tl.load(ptr + cols, mask=cols < written, other=0.0)
-    tl.store(ptr + cols, before + values, mask=cols < C)
+    """Add values to elements ``cols`` of [C], of which so many are written; the others count as 0."""
+    previous = tl.load(ptr + cols, mask=cols < written, other=0.0)
+    tl.store(ptr + cols, previous + values, mask=cols < C)
 
 
 @triton.jit
@@ -368,17 +368,17 @@ def norm_backward_sum_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """The sums of all programs' parts."""
-    of_beta = tl.program_id(0) // strips
+    """Write the sums of all programs' parts."""
+    is_beta = tl.program_id(0) // strips
     cols = (tl.program_id(0) % strips) * BLOCK_C + tl.arange(0, BLOCK_C)
-    first = of_beta * parts.R
+    first = is_beta * parts.R
     end = first + parts.R
     total = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
     for start in range(first, end, BLOCK_R):
         rows = start + tl.arange(0, BLOCK_R)
         total += load_tile(Source(parts.ptr, end, parts.C, parts.stride_r, parts.stride_c), rows, cols, EVEN)
     result = narrow(tl.sum(total, 0), dgamma_ptr.dtype.element_ty)
-    if of_beta == 0:
+    if is_beta == 0:
         tl.store(dgamma_ptr + cols, result, mask=cols < parts.C)
     elif dbeta_ptr is not None:
         tl.store(dbeta_ptr + cols, result, mask=cols < parts.C)
@@ -407,21 +407,21 @@ def norm_backward(gradient: NormGradient) -> tuple[Tensor, Tensor, Tensor]:
     launch(norm_backward_kernel, programs, arguments, num_warps, fuses=True)
     strips, tile = -(-cols // 32), (128, 32)
     even = programs % tile[0] == 0 and cols % tile[1] == 0
-    summed = Source(parts, programs, cols, cols, 1), dgamma, dbeta, strips, even, *tile
-    launch(norm_backward_sum_kernel, strips * len(parts), summed, 8)
+    sum_arguments = Source(parts, programs, cols, cols, 1), dgamma, dbeta, strips, even, *tile
+    launch(norm_backward_sum_kernel, strips * len(parts), sum_arguments, 8)
     return dx, dgamma, gamma.new_empty(0) if dbeta is None else dbeta
 
 
 @functools.lru_cache(maxsize=4096)
 def _tile(chosen: Config, cols: int) -> tuple[Config, bool]:
-    """A configuration of as many elements a thread for rows of ``cols``, and whether a tile holds them.
+    """Return a configuration of as many elements a thread for rows of ``cols``, and whether a tile holds them.
 
     ``tiles`` is how many programs a multiprocessor has.
     """
     widest = max(16, triton.next_power_of_2(cols))
     wide = with_room_for(chosen, (1, widest))
     larger = wide.block_c // chosen.block_c
-    if wide.num_warps < larger * chosen.num_warps:  # more than 16 warps could hold
+    if wide.num_warps < larger * chosen.num_warps:  # the row would take more than 16 warps
         block_r = min(4, chosen.block_r * chosen.block_c // 16)
         return chosen._replace(block_r=block_r, block_c=chosen.block_r * chosen.block_c // block_r), False
     if larger > 1:

@@ -1,7 +1,7 @@
 """reference/optimizer_state.py in Triton: tiles of masters and moments, found through a table, read and written.
 
 A tile is [NB, 128]: NB blocks of a tensor's rows, the last of a row shorter. TABLE, int64 [tensors, 35]: the columns
-below; 0 for an address that is not there. What a tensor's step is compiled for is a TensorClass, OF.
+below; 0 for the address of a missing tensor. A tensor's step is compiled for a TensorClass, OF.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from octavo.kernels.triton.tiles import finite_abs, narrow, scale_from_amax, sca
 WEIGHT_COLUMN: tl.constexpr = tl.constexpr(0)
 FIRST: tl.constexpr = tl.constexpr(1)  # a moment's data, scale_inv, amax
 SECOND: tl.constexpr = tl.constexpr(4)
-REST: tl.constexpr = tl.constexpr(7)  # the master's, and its scale_inv, amax
+REST: tl.constexpr = tl.constexpr(7)  # what the master has beside the weight, and its scale_inv, amax
 STEP_COUNT: tl.constexpr = tl.constexpr(10)
 LR: tl.constexpr = tl.constexpr(11)
 GROUP: tl.constexpr = tl.constexpr(12)
@@ -52,10 +52,10 @@ DTYPES |= {torch.int16: tl.int16, torch.int8: tl.int8}
 
 @dataclass(frozen=True)
 class MomentClass:
-    """What a moment is compiled for.
+    """The properties of a moment that a kernel is compiled for.
 
     Attributes:
-        dtype: Triton's, of what is stored; None: there is no such moment.
+        dtype: Triton's dtype of the stored moment; None: there is no such moment.
         fmt: octavo's Format of codes; None for floats.
         root, stochastic, hybrid: as MomentTensors's.
         scale: where codes' scales come from: "block": each block's amax; "previous": the tensor's amax of the step
@@ -71,7 +71,7 @@ class MomentClass:
 
     @classmethod
     def of(cls, moment: MomentTensors) -> MomentClass:
-        """A moment's."""
+        """Return a moment's class."""
         scale = "previous" if moment.amax is not None else "found" if moment.needs_amax_first else "block"
         return cls(DTYPES[moment.data.dtype], moment.fmt, moment.root, moment.stochastic, moment.hybrid, scale)
 
@@ -83,25 +83,25 @@ class MomentClass:
 
 @dataclass(frozen=True)
 class MasterClass:
-    """What a weight and its master are compiled for.
+    """The properties of a weight and its master that a kernel is compiled for.
 
     Attributes:
         kind: the reference's.
         weight: Triton's dtype of the weight; uint8: codes of E4M3.
-        rest: of what its master has besides; None: nothing.
+        rest_dtype: of what its master has beside the weight; None: nothing.
         is_random: the reference's.
     """
 
     kind: str
     weight: Any
-    rest: Any
+    rest_dtype: Any
     is_random: bool
 
     @classmethod
     def of(cls, master: Master) -> MasterClass:
-        """A master's."""
-        rest = None if master.rest is None else DTYPES[master.rest.dtype]
-        return cls(master.kind, DTYPES[master.weight.dtype], rest, master.is_random)
+        """Return a master's class."""
+        rest_dtype = None if master.rest is None else DTYPES[master.rest.dtype]
+        return cls(master.kind, DTYPES[master.weight.dtype], rest_dtype, master.is_random)
 
     @property
     def fmt(self) -> Any:
@@ -111,7 +111,7 @@ class MasterClass:
 
 @dataclass(frozen=True)
 class TensorClass:
-    """What all that a step reads and writes of a tensor is compiled for.
+    """The properties of all that a step reads and writes of a tensor, for which a kernel is compiled.
 
     Attributes:
         gradient: Triton's dtype; uint8: codes of E4M3.
@@ -154,7 +154,7 @@ class TensorClass:
 
 
 class TilePlace(NamedTuple):
-    """Where a tile lies: its elements at ``base + offsets`` [NB, 128], its blocks at ``first + blocks`` [NB]."""
+    """A tile's place: its elements are at ``base + offsets`` [NB, 128], its blocks at ``first + blocks`` [NB]."""
 
     base: Any
     offsets: Any
@@ -166,7 +166,7 @@ class TilePlace(NamedTuple):
 
 @triton.jit
 def place_of(row, tile, BLOCKS: tl.constexpr, EVEN: tl.constexpr, LARGE: tl.constexpr):
-    """The place of a tensor's tile number ``tile``. EVEN: it is one row, or rows of whole blocks, all aligned."""
+    """Return the place of a tensor's tile number ``tile``. EVEN: it is one row, or aligned rows of whole blocks."""
     lanes = tl.arange(0, 128)
     blocks = tl.arange(0, BLOCKS)
     rows = row[ROWS]
@@ -195,7 +195,7 @@ def place_of(row, tile, BLOCKS: tl.constexpr, EVEN: tl.constexpr, LARGE: tl.cons
 
 @triton.jit
 def place_in_square(row, square, part, BLOCKS: tl.constexpr, EVEN: tl.constexpr):
-    """The place of some rows of a tensor's block of 128 x 128: part number ``part`` of BLOCKS rows."""
+    """Return the place of rows of a tensor's block of 128 x 128: part number ``part`` of BLOCKS rows."""
     lanes = tl.arange(0, 128)
     blocks = tl.arange(0, BLOCKS)
     rows = row[ROWS]
@@ -216,7 +216,7 @@ def place_in_square(row, square, part, BLOCKS: tl.constexpr, EVEN: tl.constexpr)
 
 @triton.jit
 def in_whole(row, place, APART: tl.constexpr):
-    """Where a tile's elements lie in the whole tensor: (an index, offsets from there). APART: see TensorClass."""
+    """Return where a tile's elements lie in the whole tensor: (an index, offsets from it). APART: see TensorClass."""
     offsets = place.offsets
     if APART:
         rows = (place.first + place.blocks) // tl.cdiv(row[COLS], 128)
@@ -226,42 +226,42 @@ def in_whole(row, place, APART: tl.constexpr):
 
 @triton.jit
 def load_at(ptr, place):
-    """A tile of what begins at ptr, 0 outside."""
+    """Load a tile of the tensor that begins at ptr, 0 outside."""
     return tl.load(ptr + place.base + place.offsets, mask=place.inside, other=0)
 
 
 @triton.jit
 def store_at(ptr, place, values):
-    """Write a tile of what begins at ptr."""
+    """Write a tile of the tensor that begins at ptr."""
     tl.store(ptr + place.base + place.offsets, values, mask=place.inside)
 
 
 @triton.jit
 def load_float(row, COLUMN: tl.constexpr, place, dtype: tl.constexpr, EVEN: tl.constexpr):
-    """A tile of floats in float32, 0 outside."""
+    """Load a tile of floats in float32, 0 outside."""
     return load_at(to_pointer(row[COLUMN], dtype, EVEN), place).to(tl.float32)
 
 
 @triton.jit
 def block_scales(scale_inv_ptr, place):
-    """The scale_inv of a tile's blocks, [NB, 1]."""
+    """Load the scale_inv of a tile's blocks, [NB, 1]."""
     return tl.load(scale_inv_ptr + place.first + place.blocks, mask=place.is_block, other=1.0)[:, None]
 
 
 @triton.jit
 def read_moment(row, COLUMN: tl.constexpr, place, MOMENT: tl.constexpr, EVEN: tl.constexpr):
-    """A moment's tile in float32, and as it is stored."""
+    """Load a moment's tile: (in float32, as it is stored)."""
     stored = load_at(to_pointer(row[COLUMN], MOMENT.dtype, EVEN), place)
     if MOMENT.fmt is None:
-        result = stored.to(tl.float32)
+        value = stored.to(tl.float32)
     else:
         scale_inv_ptr = to_pointer(row[COLUMN + 1], tl.float32, False)
         scale_inv = tl.load(scale_inv_ptr) if MOMENT.has_one_scale else block_scales(scale_inv_ptr, place)
         FMT: tl.constexpr = MOMENT.fmt
-        result = decode_moment(stored, FMT, scale_inv)
+        value = decode_moment(stored, FMT, scale_inv)
         if MOMENT.root:
-            result = result * result
-    return result, stored
+            value = value * value
+    return value, stored
 
 
 @triton.jit
@@ -270,16 +270,16 @@ def write_moment(
     COLUMN: tl.constexpr,
     place,
     wide,  # the moment, or its root where MOMENT.root
-    drawn,  # uint32, 32 random bits for each, where MOMENT takes any
-    replaced,  # what is stored, as ``read_moment`` read it
-    scale,  # the new one, where MOMENT.has_one_scale
+    drawn,  # uint32, 32 random bits for each element, where MOMENT takes any
+    replaced,  # the stored moment, as ``read_moment`` read it
+    scale,  # the new scale, where MOMENT.has_one_scale
     MOMENT: tl.constexpr,
     EVEN: tl.constexpr,
     MAY_BE_INF: tl.constexpr = True,
 ):
-    """Store a moment; returns its amax where the next step asks for it."""
+    """Store a moment; return its amax where the next step reads one, else 0."""
     data_ptr = to_pointer(row[COLUMN], MOMENT.dtype, EVEN)
-    found = 0.0
+    largest = 0.0
     if MOMENT.fmt is None:
         if MOMENT.hybrid:
             stored = round_to_bf16_hybrid(wide, drawn, replaced)
@@ -293,12 +293,12 @@ def write_moment(
         BOUNDED: tl.constexpr = not (MAY_BE_INF or MOMENT.has_one_scale)
         if MOMENT.has_one_scale:
             if MOMENT.scale == "previous":
-                found = tl.max(tl.max(finite_abs(wide), 1), 0)
+                largest = tl.max(tl.max(finite_abs(wide), 1), 0)
             scaled = wide * scale
         else:
             if MAY_BE_INF:
                 amax = tl.max(finite_abs(wide), 1)
-            else:  # a maximum leaves NaN out, where there is something else
+            else:  # a maximum of NaN and a number is the number
                 amax = tl.maximum(tl.max(tl.abs(wide), 1), 0.0)
             scales = scale_from_amax(amax, FMT.max, False)
             scale_inv_ptr = to_pointer(row[COLUMN + 1], tl.float32, False) + place.first
@@ -309,11 +309,11 @@ def write_moment(
         else:
             codes = encode_moment(scaled, drawn, FMT, MOMENT.stochastic, BOUNDED)
         store_at(data_ptr, place, codes)
-    return found
+    return largest
 
 
 class GradientPlace(NamedTuple):
-    """Where a gradient lies, and the scale_inv of its codes or None: two addresses; what it is divided by, or None."""
+    """A gradient's address, that of its codes' scale_inv or None, and what it is divided by or None."""
 
     address: Any
     scale_inv: Any
@@ -321,7 +321,7 @@ class GradientPlace(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What serves a whole tensor or square: new scales of those that have one, and the master's scale_inv."""
+    """The new scales of a whole tensor or square, of moments and master that have one; and the master's scale_inv."""
 
     first: Any
     second: Any
@@ -331,7 +331,7 @@ class Scales(NamedTuple):
 
 @triton.jit
 def gradient_tile(gradient, place, n, w, OF: tl.constexpr, ASCENDS: tl.constexpr, COUPLED: tl.constexpr):
-    """The gradient in float32, divided; ASCENDS: its sign turned, if to go up; COUPLED: with weight decay added."""
+    """Load the gradient in float32, divided; ASCENDS: negated where maximize; COUPLED: with weight decay added."""
     stored = load_at(to_pointer(gradient.address, OF.gradient, OF.even), place)
     if OF.gradient_fmt is not None:
         FMT: tl.constexpr = OF.gradient_fmt
@@ -350,21 +350,21 @@ def gradient_tile(gradient, place, n, w, OF: tl.constexpr, ASCENDS: tl.constexpr
 
 @triton.jit
 def read_fp8_master(row, place, scale_inv, MASTER: tl.constexpr, EVEN: tl.constexpr):
-    """The master's tile in float32."""
+    """Load the master's tile in float32."""
     FMT: tl.constexpr = MASTER.fmt
     if MASTER.kind == "fp8_fp32":
-        result = load_float(row, REST, place, MASTER.rest, EVEN)
+        result = load_float(row, REST, place, MASTER.rest_dtype, EVEN)
     elif MASTER.kind == "fp8_fp16":
-        result = load_float(row, REST, place, MASTER.rest, EVEN) * (scale_inv * (1.0 / 128.0))
+        result = load_float(row, REST, place, MASTER.rest_dtype, EVEN) * (scale_inv * (1.0 / 128.0))
     else:
         codes = load_at(to_pointer(row[WEIGHT_COLUMN], tl.uint8, EVEN), place)
-        if MASTER.rest is None:
+        if MASTER.rest_dtype is None:
             result = decode_moment(codes, FMT) * scale_inv
         else:
-            BITS: tl.constexpr = MASTER.rest.primitive_bitwidth
+            BITS: tl.constexpr = MASTER.rest_dtype.primitive_bitwidth
             wide = codes.to(tl.int32)
-            rest = load_at(to_pointer(row[REST], MASTER.rest, EVEN), place).to(tl.int32)
-            magnitude = ((wide & 0x7F) << BITS) + rest
+            remainder = load_at(to_pointer(row[REST], MASTER.rest_dtype, EVEN), place).to(tl.int32)
+            magnitude = ((wide & 0x7F) << BITS) + remainder
             value = (magnitude << (20 - BITS)).to(tl.float32, bitcast=True) * 2.0**120
             value = (value.to(tl.int32, bitcast=True) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True)
             result = tl.where((wide & 0x7F) == 0x7F, float("nan"), value * scale_inv)
@@ -373,22 +373,22 @@ def read_fp8_master(row, place, scale_inv, MASTER: tl.constexpr, EVEN: tl.conste
 
 @triton.jit
 def largest_inside(x, place):
-    """The largest of a tile's numbers, which are not negative."""
+    """Return the largest of a tile's numbers, which are not negative."""
     return tl.max(tl.max(tl.where(place.inside, x, 0), 1), 0)
 
 
 @triton.jit
 def write_fp8_master(row, place, w, drawn, scale, MASTER: tl.constexpr, EVEN: tl.constexpr):
-    """Store the master's tile and the codes; returns the largest absolute value that the master holds."""
+    """Store the master's tile and the codes; return the largest absolute value that the master holds."""
     FMT: tl.constexpr = MASTER.fmt
     weight_ptr = to_pointer(row[WEIGHT_COLUMN], tl.uint8, EVEN)
     y = w * scale
-    if MASTER.rest is None:
+    if MASTER.rest_dtype is None:
         codes = encode_moment(y, drawn, FMT, True)
         store_at(weight_ptr, place, codes)
         largest = largest_inside(finite_abs(decode_moment(codes, FMT)), place)
-    elif MASTER.rest.is_floating():
-        rest_ptr = to_pointer(row[REST], MASTER.rest, EVEN)
+    elif MASTER.rest_dtype.is_floating():
+        rest_ptr = to_pointer(row[REST], MASTER.rest_dtype, EVEN)
         store_at(weight_ptr, place, encode_moment(y, drawn, FMT, False))
         if MASTER.kind == "fp8_fp16":
             half = round_to_half(y * 128.0, drawn)
@@ -398,15 +398,15 @@ def write_fp8_master(row, place, w, drawn, scale, MASTER: tl.constexpr, EVEN: tl
             store_at(rest_ptr, place, w)
             largest = largest_inside(finite_abs(w), place) * scale
     else:
-        BITS: tl.constexpr = MASTER.rest.primitive_bitwidth
+        BITS: tl.constexpr = MASTER.rest_dtype.primitive_bitwidth
         DROPPED: tl.constexpr = 20 - BITS
         LARGEST: tl.constexpr = 0x7E << BITS
         is_finite = tl.abs(y) < float("inf")
         magnitude = ((tl.abs(y) * 2.0**-120).to(tl.int32, bitcast=True) + upper_bits(drawn, DROPPED)) >> DROPPED
         magnitude = tl.where(is_finite, tl.where(magnitude > LARGEST, LARGEST, magnitude), 0)
         codes = (magnitude + (1 << (BITS - 1))) >> BITS
-        rest = magnitude - (codes << BITS)
-        store_at(to_pointer(row[REST], MASTER.rest, EVEN), place, rest.to(MASTER.rest))
+        remainder = magnitude - (codes << BITS)
+        store_at(to_pointer(row[REST], MASTER.rest_dtype, EVEN), place, remainder.to(MASTER.rest_dtype))
         codes = tl.where(is_finite, codes | ((y.to(tl.int32, bitcast=True) >> 24) & 0x80), 0x7F)
         store_at(weight_ptr, place, codes.to(tl.uint8))
         largest = (largest_inside(magnitude, place) << DROPPED).to(tl.float32, bitcast=True) * 2.0**120
@@ -415,36 +415,36 @@ def write_fp8_master(row, place, w, drawn, scale, MASTER: tl.constexpr, EVEN: tl
 
 @triton.jit
 def read_master(row, place, scale_inv, MASTER: tl.constexpr, EVEN: tl.constexpr):
-    """The master's tile in float32."""
+    """Load the master's tile in float32."""
     if MASTER.fmt is not None:
         result = read_fp8_master(row, place, scale_inv, MASTER, EVEN)
-    elif MASTER.rest is None:
+    elif MASTER.rest_dtype is None:
         result = load_float(row, WEIGHT_COLUMN, place, MASTER.weight, EVEN)
-    else:  # bits as they are: a NaN that is converted to float32 first may get others, which run over into a number's
+    else:  # the bits themselves: conversion to float32 may change a NaN's, and adding to them may then give a number's
         bits = load_at(to_pointer(row[WEIGHT_COLUMN], tl.int16, EVEN), place).to(tl.int32) << 16
-        rest = load_at(to_pointer(row[REST], MASTER.rest, EVEN), place).to(tl.int32)
-        bits += rest << (16 - MASTER.rest.primitive_bitwidth)
+        remainder = load_at(to_pointer(row[REST], MASTER.rest_dtype, EVEN), place).to(tl.int32)
+        bits += remainder << (16 - MASTER.rest_dtype.primitive_bitwidth)
         result = bits.to(tl.float32, bitcast=True)
     return result
 
 
 @triton.jit
 def write_master(row, place, w, drawn, scale, MASTER: tl.constexpr, EVEN: tl.constexpr):
-    """Store the master's tile, and the weight's; returns the largest absolute value that a scaled one holds."""
+    """Store the master's tile, and the weight's; return the largest absolute value of a master with scales, else 0."""
     weight_ptr = to_pointer(row[WEIGHT_COLUMN], MASTER.weight, EVEN)
-    found = 0.0
+    largest = 0.0
     if MASTER.fmt is not None:
-        found = write_fp8_master(row, place, w, drawn, scale, MASTER, EVEN)
+        largest = write_fp8_master(row, place, w, drawn, scale, MASTER, EVEN)
     elif MASTER.kind == "weight":
         store_at(weight_ptr, place, narrow(w, weight_ptr.dtype.element_ty))
     elif MASTER.kind == "stochastic":
         store_at(weight_ptr, place, round_to_bf16(w, drawn))
     else:
-        SPARE: tl.constexpr = 16 - MASTER.rest.primitive_bitwidth  # bits that the remainder has no room for
-        bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FC00000)  # a NaN's must not run over into a number's
+        SPARE: tl.constexpr = 16 - MASTER.rest_dtype.primitive_bitwidth  # bits that the remainder has no room for
+        bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FC00000)  # a NaN that rounding can't make a number
         if MASTER.is_random:
             bits = (bits + upper_bits(drawn, 8)) & -256
         store_at(weight_ptr, place, ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
-        rest = bits.to(tl.int16)  # what lies above is the weight's
-        store_at(to_pointer(row[REST], MASTER.rest, EVEN), place, (rest >> SPARE).to(MASTER.rest))
-    return found
+        remainder = bits.to(tl.int16)  # the bits above are the weight's
+        store_at(to_pointer(row[REST], MASTER.rest_dtype, EVEN), place, (remainder >> SPARE).to(MASTER.rest_dtype))
+    return largest

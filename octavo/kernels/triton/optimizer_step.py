@@ -1,7 +1,7 @@
 """``optimizer_step`` in one launch (two where a moment's one scale is found by a launch before), on CUDA tensors.
 
-What a launch reads first, its table, lies on the device and stays while the same weights come; addresses of gradients
-and options are sent when they change. Nothing waits for the device, and a CUDA graph can capture a step that has run.
+A launch's table lies on the device and stays while the same weights come; addresses of gradients and options are sent
+when they change. Nothing waits for the device, and a CUDA graph can capture a step that has run.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _RuleFlags = tuple[bool, bool, bool, bool, bool]
 
 
 class _Launch(NamedTuple):
-    """A launch, but for what changes from step to step.
+    """A launch without its arguments that change from step to step.
 
     Attributes:
-        updates: of the weights, which must stay; without their gradients, which must not.
+        updates: of the weights, which must live as long; without the gradients, which may be freed.
         table: int64, on the device.
         programs: how many.
-        tiles: that each does.
-        steps: what each launch is compiled for.
-        sent: what was last sent to the device: "gradients" and "groups", each (the values, the tensor).
-        captured: the ids of such tensors that a CUDA graph reads.
+        tiles: of each program.
+        steps: the classes that launches are compiled for.
+        sent: the last values sent to the device: "gradients" and "groups", each (the values, the tensor).
+        captured: the ids of sent tensors that a CUDA graph reads.
     """
 
     updates: Sequence[WeightUpdate]
@@ -86,51 +86,51 @@ def optimizer_step(
 
 
 @on_its_device
-def _launch(table: Tensor, plan: _Launch, *given: Tensor | None) -> None:
+def _launch(table: Tensor, plan: _Launch, *step_arguments: Tensor | None) -> None:
     tensors, num_warps = TensorCount(table.shape[0]), config("optimizer_step", 64).num_warps
     work = workspace(table, 1 + 6 * tensors.count)
     for step in plan.steps:
-        arguments = table, *given, work, plan.programs, plan.tiles, tensors, step
+        arguments = table, *step_arguments, work, plan.programs, plan.tiles, tensors, step
         launch(optimizer_step_kernel, plan.programs, arguments, num_warps)
 
 
 def _sent(plan: _Launch, name: str, values: list[Any], dtype: torch.dtype) -> Tensor:
-    """Numbers on the device, sent if they are new, without waiting: they are few enough to travel with the command."""
-    found = plan.sent.get(name)
-    if found is not None and found[0] == values:
-        return found[1]
+    """Return numbers on the device, sent if they are new, without waiting: they are few and travel with the command."""
+    values_and_tensor = plan.sent.get(name)
+    if values_and_tensor is not None and values_and_tensor[0] == values:
+        return values_and_tensor[1]
     _check_capture("the gradients' addresses or the options changed")
     tensor = torch.tensor(values, dtype=dtype, device="cpu")
-    if found is None or id(found[1]) in plan.captured:
+    if values_and_tensor is None or id(values_and_tensor[1]) in plan.captured:
         tensor = tensor.to(plan.table.device)
     else:
-        tensor = found[1].copy_(tensor, non_blocking=True)
+        tensor = values_and_tensor[1].copy_(tensor, non_blocking=True)
     plan.sent[name] = values, tensor
     return tensor
 
 
-def _check_capture(what: str) -> None:
+def _check_capture(change: str) -> None:
     if is_capturing():
-        raise RuntimeError(f"run the step once before capturing it in a CUDA graph: {what}")
+        raise RuntimeError(f"run the step once before capturing it in a CUDA graph: {change}")
 
 
 def _of_matrices(updates: Sequence[WeightUpdate], tensors: Sequence[Tensor | None]) -> list[int]:
-    """Where a tensor of each update lies, of experts each one's part; 0 where there is none."""
-    found: list[int] = []
+    """Return the address of a tensor of each update, for experts that of each one's part; 0 where there is none."""
+    addresses: list[int] = []
     for update, tensor in zip(updates, tensors, strict=True):
         count = update.master.matrices
         address, size = (0, 0) if tensor is None else (tensor.data_ptr(), tensor.nbytes // count)
-        found += [address + index * size for index in range(count)]
-    return found
+        addresses += [address + index * size for index in range(count)]
+    return addresses
 
 
 def _address(lr: float | Tensor) -> int:
-    """Where the kernel reads a learning rate that is a tensor; 0 for one that is sent with the options."""
+    """Return the address of a learning rate that the kernel reads as a tensor; 0 for one sent with the options."""
     return lr.data_ptr() if isinstance(lr, Tensor) and lr.is_cuda and lr.dtype == torch.float32 else 0
 
 
 def _rule_of(groups: Sequence[AdamGroup] | Sequence[SgdGroup]) -> _RuleFlags:
-    """StepClass's fields that groups decide."""
+    """Return StepClass's fields that groups decide."""
     ascends = any(group.maximize for group in groups)
     first = groups[0]
     if not isinstance(first, AdamGroup):
@@ -144,8 +144,8 @@ def _row_of(group: AdamGroup | SgdGroup) -> list[float]:
     if isinstance(group, AdamGroup):
         ratio = ratio_of(group.beta1, group.beta2)
         return [lr, group.beta1, group.beta2, group.eps, group.weight_decay, float(group.maximize), ratio, 0.0]
-    rest = group.momentum, group.dampening, group.weight_decay, float(group.nesterov), float(group.maximize)
-    return [lr, *rest, group.max_update, 0.0]
+    options = group.momentum, group.dampening, group.weight_decay, float(group.nesterov), float(group.maximize)
+    return [lr, *options, group.max_update, 0.0]
 
 
 def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: _RuleFlags) -> _Launch:
@@ -161,19 +161,21 @@ def _plan_of(updates: Sequence[WeightUpdate], rates: tuple[int, ...], rule: _Rul
         height, cols = _shape(update)
         length = update.bits.row_length or update.gradient.shape[1]
         start, gap = update.bits.first_row * length + update.bits.first_col, length - update.gradient.shape[1]
-        of = _class_of(update, height, cols, start + height * gap)
+        tensor_class = _class_of(update, height, cols, start + height * gap)
         tiles = -(-height * blocks_of(cols) // chosen.block_r)
-        if of.square:
+        if tensor_class.square:
             tiles = blocks_of(height) * blocks_of(cols) * chosen.tiles
-        kind, key = numbers.setdefault(of, len(numbers)), key_of(update.bits.key)
-        rest = rates[update.group], update.group, kind, height, cols, start, key, programs, update.measured, gap
-        rows.append([*_addresses(update), *rest, *[0] * 14])
+        kind, key = numbers.setdefault(tensor_class, len(numbers)), key_of(update.bits.key)
+        columns = rates[update.group], update.group, kind, height, cols, start, key, programs, update.measured, gap
+        rows.append([*_addresses(update), *columns, *[0] * 14])
         programs += -(-tiles // chosen.tiles)
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(first.device)
     finds = (True, False) if any(m.needs_amax_first for update in matrices for m in update.moments) else (False,)
     steps = tuple(StepClass(tuple(numbers), *rule, chosen.block_r, find) for find in finds)
-    kept = tuple(update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in updates)
-    return _Launch(kept, table, programs, chosen.tiles, steps, {}, set())
+    updates_without_gradients = tuple(
+        update._replace(gradient=update.master.weight, gradient_scale_inv=None) for update in updates
+    )
+    return _Launch(updates_without_gradients, table, programs, chosen.tiles, steps, {}, set())
 
 
 def _is_square(update: WeightUpdate) -> bool:
@@ -182,7 +184,7 @@ def _is_square(update: WeightUpdate) -> bool:
 
 
 def _shape(update: WeightUpdate) -> tuple[int, int]:
-    """(rows, columns) as the kernel sees them: one row, where no block ends with a row."""
+    """Return (rows, columns) as the kernel sees them: one row, where no block ends with a row."""
     rows, cols = update.gradient.shape
     scale_inv = update.gradient_scale_inv  # of a vector that is [n, 1], blocks lie along all of it
     has_rows = scale_inv is not None and scale_inv.shape[0] == rows
@@ -192,11 +194,11 @@ def _shape(update: WeightUpdate) -> tuple[int, int]:
 
 
 def _class_of(update: WeightUpdate, rows: int, cols: int, beyond: int) -> TensorClass:
-    """``beyond``: how far indices in the whole tensor are beyond those of [rows, cols]."""
+    """Return an update's class. ``beyond``: how far indices in the whole tensor are beyond those of [rows, cols]."""
     master, square = update.master, _is_square(update)
-    kept = [update.gradient, master.weight, master.rest, *(moment.data for moment in update.moments)]
+    tensors = [update.gradient, master.weight, master.rest, *(moment.data for moment in update.moments)]
     is_even = ((rows == 1 and not square) or cols % BLOCK == 0) and rows * cols % 16 == 0
-    is_even = is_even and all(tensor.data_ptr() % 16 == 0 for tensor in kept if tensor is not None)
+    is_even = is_even and all(tensor.data_ptr() % 16 == 0 for tensor in tensors if tensor is not None)
     first, second = (*map(MomentClass.of, update.moments), MomentClass(), MomentClass())[:2]
     is_large, is_apart = beyond + rows * cols > 1 << 31, update.bits.row_length not in (0, update.gradient.shape[1])
     kinds = DTYPES[update.gradient.dtype], MasterClass.of(master), first, second
@@ -204,10 +206,10 @@ def _class_of(update: WeightUpdate, rows: int, cols: int, beyond: int) -> Tensor
 
 
 def _addresses(update: WeightUpdate) -> list[int]:
-    """The table's first eleven columns."""
+    """Return the table's first eleven columns."""
     master = update.master
-    found: list[Tensor | None] = [master.weight]
+    tensors: list[Tensor | None] = [master.weight]
     for moment in (*update.moments, None, None)[:2]:
-        found += [None] * 3 if moment is None else [moment.data, moment.scale_inv, moment.amax]
-    found += [master.rest, master.scale_inv, master.amax, update.step]
-    return [0 if tensor is None else tensor.data_ptr() for tensor in found]
+        tensors += [None] * 3 if moment is None else [moment.data, moment.scale_inv, moment.amax]
+    tensors += [master.rest, master.scale_inv, master.amax, update.step]
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""What a cast computes between reading and rounding: an activation, its gradient, a norm, or nothing.
+"""Compute what a cast rounds from what it reads: an activation, its gradient, a norm, or nothing.
 
 The definitions are activations.py, reference/activation.py and reference/norm.py. A kernel calls ``produce`` for each
 of its tiles. A gated gradient is two tiles of one read, dgate and dup, which lie side by side in what is written.
@@ -15,7 +15,7 @@ from octavo.kernels.triton.tiles import decode, load_scale_inv, load_tile
 
 
 class Function(NamedTuple):
-    """Which function of x is cast: none, an activation or its gradient, or the "norm" whose statistics are known."""
+    """The function of x that is cast: none, an activation or its gradient, or the "norm" whose statistics are known."""
 
     name: str = ""
     gated: bool = False
@@ -39,9 +39,9 @@ class Input(NamedTuple):
 
 
 class NormFactors(NamedTuple):
-    """What a norm multiplies and adds: statistics of rows [R], parameters of columns [C]; mean and beta may be None.
+    """The factors and addends of a norm: statistics of rows [R], parameters of columns [C]; mean, beta may be None.
 
-    residual [R, C], contiguous, is added to x before all else, and the sum written to total; both may be None.
+    residual [R, C], contiguous, is added to x first, and the sum written to total; both may be None.
     """
 
     mean: Any
@@ -54,11 +54,11 @@ class NormFactors(NamedTuple):
 
 @triton.jit
 def produce(x, h, rows, cols, function: tl.constexpr, EVEN: tl.constexpr, scale_rows=None):
-    """The tile [BR, BC] to be cast, float32, 0 outside of x; and the second one, of a gated gradient.
+    """Return the tile [BR, BC] to be cast, float32, 0 outside of x; and the second one, of a gated gradient.
 
     x is the Source, whose R and C are those of the tile's tensor; an activation reads it only for its gradient. h is
-    Input, Norm or None. EVEN: none of the tile is outside. scale_rows [BR]: which of h's scales a row has, if not by
-    its number.
+    Input, NormFactors or None. EVEN: none of the tile is outside. scale_rows [BR]: which of h's scales a row has, if
+    not by its number.
     """
     if function.name == "":
         first = load_tile(x, rows, cols, EVEN)
@@ -90,7 +90,7 @@ def produce(x, h, rows, cols, function: tl.constexpr, EVEN: tl.constexpr, scale_
 
 @triton.jit
 def load_input(h, x, rows, cols, UP: tl.constexpr, function: tl.constexpr, EVEN: tl.constexpr, scale_rows=None):
-    """The tile of h, or of its second half, as float32."""
+    """Load the tile of h, or of its second half, as float32."""
     offsets = rows.to(tl.int64)[:, None] * h.stride_r + cols.to(tl.int64)[None, :] * h.stride_c
     ptr = h.ptr
     if UP:
@@ -108,11 +108,11 @@ def load_input(h, x, rows, cols, UP: tl.constexpr, function: tl.constexpr, EVEN:
 
 @triton.jit
 def input_scale_inv(h, x, rows, cols, UP: tl.constexpr, function: tl.constexpr, scale_rows=None):
-    """The scale_inv of each code of a tile of h."""
+    """Load the scale_inv of each code of a tile of h."""
     ptr = h.scale_inv
     if UP:
         ptr += h.scale_shift
-    # for codes beyond the end any will do
+    # codes beyond the end may have any scale
     row = scale_rows
     if scale_rows is None:
         row = tl.where(rows < x.R, rows, 0) // function.tile_r
@@ -122,7 +122,7 @@ def input_scale_inv(h, x, rows, cols, UP: tl.constexpr, function: tl.constexpr, 
 
 @triton.jit
 def normalise(tile, x, norm, rows, cols, ZERO_CENTERED: tl.constexpr, EVEN: tl.constexpr):
-    """(tile - mean) rstd gamma + beta, 0 outside of x."""
+    """Return (tile - mean) rstd gamma + beta, 0 outside of x."""
     inside_r = rows < x.R
     inside_c = cols < x.C
     if norm.mean is not None:
@@ -138,7 +138,7 @@ def normalise(tile, x, norm, rows, cols, ZERO_CENTERED: tl.constexpr, EVEN: tl.c
 
 @triton.jit
 def factor(gamma, ZERO_CENTERED: tl.constexpr):
-    """What a norm multiplies by, float32."""
+    """Return the factor by which a norm multiplies, float32."""
     result = gamma.to(tl.float32)
     if ZERO_CENTERED:
         result += 1.0
@@ -147,7 +147,7 @@ def factor(gamma, ZERO_CENTERED: tl.constexpr):
 
 @triton.jit
 def value(h, NAME: tl.constexpr):
-    """f(h); a NaN stays one."""
+    """Return f(h); a NaN stays one."""
     if NAME == "relu":
         result = tl.where(h <= 0, 0.0, h)
     elif NAME == "squared_relu":
@@ -162,7 +162,7 @@ def value(h, NAME: tl.constexpr):
 
 @triton.jit
 def slope(h, NAME: tl.constexpr):
-    """f'(h); a NaN stays one."""
+    """Return f'(h); a NaN stays one."""
     if NAME == "relu":
         result = tl.where(h <= 0, 0.0, tl.where(h > 0, 1.0, h))
     elif NAME == "squared_relu":
@@ -171,21 +171,21 @@ def slope(h, NAME: tl.constexpr):
         result = normal_distribution(h) + h * (0.3989422804014327 * bell(h))
     else:
         s = sigmoid_of(h, NAME)
-        rest = 1.0 - s
+        factor = 1.0 - s
         if NAME == "quick_gelu":
-            rest *= 1.702
+            factor *= 1.702
         elif NAME == "gelu_tanh":
-            # where the square is larger, rest or h s is 0, and times inf it would be NaN
-            rest *= 1.5957691216057308 + 0.21406444881780076 * tl.minimum(h * h, 1e4)
+            # where the square is larger, factor or h s is 0, and times inf it would be NaN
+            factor *= 1.5957691216057308 + 0.21406444881780076 * tl.minimum(h * h, 1e4)
         else:
             tl.static_assert(NAME == "silu", "no function of this name")
-        result = s + (h * s) * rest
+        result = s + (h * s) * factor
     return result
 
 
 @triton.jit
 def normal_distribution(h):
-    """How much of the normal distribution lies below h: erfc(-h / sqrt(2)) / 2.
+    """Return how much of the normal distribution lies below h: erfc(-h / sqrt(2)) / 2.
 
     Of -|h| it is e^(-h^2/2) P(t), t = 1 / (1 + 0.3 |h|), with the P of degree 8 whose largest relative error is least,
     1.3e-7 in exact arithmetic. Half as many instructions as CUDA's erff, and right far below 0 too.
@@ -204,13 +204,13 @@ def normal_distribution(h):
 
 @triton.jit
 def bell(h):
-    """e^(-h^2/2)."""
+    """Return e^(-h^2/2)."""
     return exp2(h * h * -0.7213475204444817)
 
 
 @triton.jit
 def sigmoid_of(h, NAME: tl.constexpr):
-    """The sigmoid that multiplies h in f, 1 / (1 + 2^(-log2(e) a)); it is 0 or 1 where a is infinite."""
+    """Return the sigmoid that multiplies h in f, 1 / (1 + 2^(-log2(e) a)); it is 0 or 1 where a is infinite."""
     if NAME == "quick_gelu":
         power = h * -2.4554669595930156
     elif NAME == "gelu_tanh":
@@ -225,12 +225,12 @@ if triton.knobs.runtime.interpret:
 
     @triton.jit
     def exp2(x):
-        """2^x."""
+        """Return 2^x."""
         return tl.exp2(x)
 
     @triton.jit
     def reciprocal(x):
-        """1 / x."""
+        """Return 1 / x."""
         return 1.0 / x
 
 else:
@@ -238,10 +238,10 @@ else:
 
     @triton.jit
     def exp2(x):
-        """2^x, 0 where that is subnormal."""
+        """Return 2^x, 0 where that is subnormal."""
         return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
     @triton.jit
     def reciprocal(x):
-        """1 / x, 0 where that is subnormal."""
+        """Return 1 / x, 0 where that is subnormal."""
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)

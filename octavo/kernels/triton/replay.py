@@ -1,14 +1,14 @@
-"""What an op does on the host, recorded at its second call and from then on done again without the Python behind it.
+"""Record an op's work on the host at its second call, and from then on do it again without the Python behind it.
 
 Before its launches an op checks its arguments, looks up configurations, lays out tiles, allocates, and Triton searches
-for the compiled kernel: as long as a small kernel takes. All of that follows from what the arguments are apart from the
-tensors' values: shapes, strides, dtypes, the device, whether addresses are multiples of 16, by which Triton tells
-kernels apart too, and which of them are one; and of a delayed scale, whether it is known to exist. So a second call
-with the same of these is recorded: operators of torch, launches, and what is ``repeatable`` (scratch of a stream, the
-number of a backward pass). A function of a few lines, made as text, then allocates, launches and returns the same.
+for the compiled kernel: as long as a small kernel takes. All of that follows from the arguments' properties apart from
+the tensors' values: shapes, strides, dtypes, the device, whether addresses are multiples of 16, by which Triton tells
+kernels apart too, and which of them are equal; and whether a delayed scale is known to exist. So a second call with
+equal properties is recorded: operators of torch, launches, and ``repeatable`` functions (a stream's scratch, the number
+of a backward pass). A function of a few lines, made as text, then allocates, launches and returns the same.
 
-Not replayed are a first call, as sizes may change at every step; what torch computes in place of kernels; and what is
-called while a profiler listens to Triton.
+Not replayed are a first call, as sizes may change at every step; ops that torch computes in place of kernels; and calls
+while a profiler listens to Triton.
 
 Kernels read memory, in which torch has not computed the lazy negation of a tensor such as ``z.conj().imag``: it is
 computed here. Such tensors are parts of complex ones, of which no stride is 1: only replays for such strides ask.
@@ -37,7 +37,7 @@ _MOST_STEPS = 32
 _OPS = {"zeros", "new_zeros", "zero_", "add_", "copy_", "clone", "_to_copy", "constant_pad_nd"}
 _OPS |= {"_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"}
 
-# by an op and all that its call depends on: what does the same again; NEW after the first call, None if nothing can
+# {(an op, all that its call depends on): a function that does it again, NEW after the first call, None if none can}
 REPLAYS: dict[tuple[Any, ...], Any] = {}
 NEW = "new"
 
@@ -50,12 +50,12 @@ _local = _Local()
 
 
 def recorder() -> CallRecorder | None:
-    """Who records what this thread does."""
+    """Return the recorder of this thread's current call, None if it is not recorded."""
     return _local.recorder
 
 
 def repeatable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of tensors and constants that a replay calls again, whatever it does."""
+    """Return a function of tensors and constants that a replay calls again, whatever it does."""
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
@@ -67,7 +67,7 @@ def repeatable(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def replayed(kernel: Callable[..., Any], exists: Callable[..., bool] | None = None) -> Callable[..., Any]:
-    """An op's kernel, by its flat arguments, that is replayed from its third call of a kind on.
+    """Return an op's kernel, by its flat arguments, that is replayed from its third call of a kind on.
 
     Args:
         exists: of the first three arguments, whether a delayed scale among them is known to exist.
@@ -75,8 +75,8 @@ def replayed(kernel: Callable[..., Any], exists: Callable[..., bool] | None = No
 
     @functools.wraps(kernel)
     def call(*arguments: Any, **named: Any) -> Any:
-        known = exists is not None and exists(*arguments[:3])
-        key = _key_of(kernel, known, arguments, named)
+        scale_is_known = exists is not None and exists(*arguments[:3])
+        key = _key_of(kernel, scale_is_known, arguments, named)
         replay = REPLAYS.get(key, key)
         is_watched = _local.recorder is not None or is_profiled()
         if replay is not key and replay is not NEW and replay is not None and not is_watched:
@@ -86,7 +86,7 @@ def replayed(kernel: Callable[..., Any], exists: Callable[..., bool] | None = No
         if replay is None or is_watched:
             return kernel(*arguments, **named)
         if replay is NEW:
-            recording = CallRecorder(known)
+            recording = CallRecorder(scale_is_known)
             results = recording.record(kernel, arguments, named)
             if not recording.is_postponed:
                 replay = recording.replay(arguments, named, results)
@@ -121,8 +121,8 @@ def _resolved(value: Any) -> Any:
     return value.resolve_neg() if isinstance(value, Tensor) else value
 
 
-def _key_of(kernel: Any, known: bool, arguments: Sequence[Any], named: dict[str, Any]) -> tuple[Any, ...]:
-    key, addresses = [kernel, known, arguments[0].get_device(), *named], []
+def _key_of(kernel: Any, scale_is_known: bool, arguments: Sequence[Any], named: dict[str, Any]) -> tuple[Any, ...]:
+    key, addresses = [kernel, scale_is_known, arguments[0].get_device(), *named], []
     for argument in (*arguments, *named.values()) if named else arguments:
         if isinstance(argument, Tensor):
             key += argument.shape, argument.stride(), argument.dtype
@@ -130,38 +130,38 @@ def _key_of(kernel: Any, known: bool, arguments: Sequence[Any], named: dict[str,
         else:
             key.append(tuple(argument) if type(argument) is list else argument)
     key += [address % 16 == 0 for address in addresses]
-    if len({*addresses}) < len(addresses):  # two arguments may be one tensor: a replay takes them for one
+    if len({*addresses}) < len(addresses):  # two arguments may be one tensor: their replay counts on it
         key.append(tuple(map(addresses.index, addresses)))
     return tuple(key)
 
 
 def is_profiled() -> bool:
-    """Whether anyone wants to hear of launches, as Triton's profiler does."""
+    """Whether anyone listens to launches, as Triton's profiler does."""
     enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 @dataclass(eq=False)
 class _Recorded:
-    """What was done: "empty" memory, a "view", another "op" or function, or the "launch" of a compiled kernel."""
+    """A recorded step: "empty" memory, a "view", another "op" or function, or the "launch" of a compiled kernel."""
 
     kind: str
     does: Any
-    given: Sequence[Any]
+    arguments: Sequence[Any]
     named: dict[str, Any]
-    made: Any
+    output: Any
 
 
 class CallRecorder(TorchDispatchMode):
-    """Sees what one call does; ``known``: whether its delayed scale was known to exist before."""
+    """Records what one call does; ``scale_is_known``: whether its delayed scale was known to exist before."""
 
-    def __init__(self, known: bool) -> None:
+    def __init__(self, scale_is_known: bool) -> None:
         super().__init__()
-        self.known, self.fails, self.is_postponed = known, False, False
+        self.scale_is_known, self.fails, self.is_postponed = scale_is_known, False, False
         self.steps: list[_Recorded] = []
 
     def record(self, kernel: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any]) -> Any:
-        """What the kernel returns."""
+        """Call the kernel, record its steps, and return its results."""
         _local.recorder = self
         try:
             with self:
@@ -180,35 +180,35 @@ class CallRecorder(TorchDispatchMode):
                 parts = function.decompose(*args, **named)
             if parts is not NotImplemented:
                 return parts
-        made = function(*args, **named)
+        output = function(*args, **named)
         if _local.recorder is self:
-            aliases = [result.alias_info for result in function._schema.returns]
+            aliases = [returned.alias_info for returned in function._schema.returns]
             is_view = any(alias is not None and not alias.is_write for alias in aliases)
             kind = "empty" if "empty" in function._opname else "view" if is_view else "op"
-            self.steps.append(_Recorded(kind, function, args, named, made))
-            self.fails |= not isinstance(made, Tensor) or (kind == "op" and function._opname not in _OPS)
-        return made
+            self.steps.append(_Recorded(kind, function, args, named, output))
+            self.fails |= not isinstance(output, Tensor) or (kind == "op" and function._opname not in _OPS)
+        return output
 
     def call(self, kind: str, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-        """What the function returns; what it does by itself is not recorded."""
+        """Return the function's result, and record the call as one step."""
         _local.recorder = None
         try:
-            made = function(*arguments)
+            output = function(*arguments)
         finally:
             _local.recorder = self
-        self.steps.append(_Recorded(kind, function, arguments, {}, made))
-        return made
+        self.steps.append(_Recorded(kind, function, arguments, {}, output))
+        return output
 
     def postpone(self) -> None:
         """Leave the recording to a later call, as this one does something else than others will."""
         self.is_postponed = True
 
-    def assume(self, known: bool) -> None:
-        """Record in vain where the scale has come to be known meanwhile."""
-        self.fails |= known != self.known
+    def assume(self, scale_is_known: bool) -> None:
+        """Give the recording up if the scale has come to be known since the call began."""
+        self.fails |= scale_is_known != self.scale_is_known
 
     def replay(self, arguments: Sequence[Any], named: dict[str, Any], results: Any) -> Callable[..., Any] | None:
-        """What does again what was recorded; None if nothing can."""
+        """Return a function that does the recorded steps again; None if nothing can."""
         if self.fails or len(self.steps) > _MOST_STEPS:
             return None
         try:
@@ -230,7 +230,7 @@ def _tensors(*values: Any) -> Iterator[Tensor]:
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
-    """Where a tensor's memory begins, which is all that a launch takes of it."""
+    """Return where a tensor's memory begins, which is all that a launch takes of it."""
     return x.untyped_storage()._cdata, x.storage_offset() * x.element_size()
 
 
@@ -239,26 +239,26 @@ def _identity(x: Tensor) -> tuple[Any, ...]:
 
 
 def _needed(steps: Sequence[_Recorded], results: Any) -> list[_Recorded]:
-    """The steps without views that only launches read; memory of which one whole view is read is made as that view."""
-    read = [x for step in steps if step.kind == "op" for x in _tensors(*step.given, *step.named.values())]
+    """Return the steps without views that only launches read; memory with one whole view is allocated as that view."""
+    read = [x for step in steps if step.kind == "op" for x in _tensors(*step.arguments, *step.named.values())]
     direct = {_identity(x) for x in (*_tensors(results), *read)}
-    kept: list[_Recorded] = []
+    needed: list[_Recorded] = []
     wanted = set(direct)
     for step in reversed(steps):
         if step.kind == "view":
-            source, made = _identity(step.given[0]), _identity(step.made)
-            if made == source or made not in wanted:
+            source, view = _identity(step.arguments[0]), _identity(step.output)
+            if view == source or view not in wanted:
                 continue
             wanted.add(source)
-        kept.insert(0, step)
-    for step in [step for step in kept if step.kind == "empty"]:
-        while _identity(step.made) not in direct:
-            views = [v for v in kept if v.kind == "view" and _identity(v.given[0]) == _identity(step.made)]
-            if len(views) != 1 or views[0].made.nbytes != step.made.nbytes:
+        needed.insert(0, step)
+    for step in [step for step in needed if step.kind == "empty"]:
+        while _identity(step.output) not in direct:
+            views = [v for v in needed if v.kind == "view" and _identity(v.arguments[0]) == _identity(step.output)]
+            if len(views) != 1 or views[0].output.nbytes != step.output.nbytes:
                 break
-            kept.remove(views[0])
-            step.made = views[0].made
-    return kept
+            needed.remove(views[0])
+            step.output = views[0].output
+    return needed
 
 
 def _empty_cpu(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -292,7 +292,7 @@ class _Text:
         return name
 
     def of(self, value: Any, identify: Callable[[Tensor], Any] = _identity) -> str:
-        """An expression for a value; ``identify``: what must be right of a tensor."""
+        """Return an expression for a value; ``identify``: what must be right of a tensor."""
         if isinstance(value, Tensor):
             name = self.names.get(identify(value))
             if name is None:
@@ -306,29 +306,29 @@ class _Text:
         return "None" if value is None else self.constant(value)
 
     def line(self, step: _Recorded) -> str:
-        """A step's."""
+        """Return the line of a step."""
         if step.kind == "launch":
-            _, programs, given, *_ = step.given
-            compiled, index = step.made, next(_tensors(given)).get_device()
-            known = compiled, programs, index, compiled.function, compiled.packed_metadata
-            kernel, count, device, function, metadata = map(self.constant, known)
-            places = ", ".join(self.of(argument, _place) for argument in given)
+            _, programs, launch_arguments, *_ = step.arguments
+            compiled, index = step.output, next(_tensors(launch_arguments)).get_device()
+            launch_constants = compiled, programs, index, compiled.function, compiled.packed_metadata
+            kernel, count, device, function, metadata = map(self.constant, launch_constants)
+            places = ", ".join(self.of(argument, _place) for argument in launch_arguments)
             stream = f"driver.active.get_current_stream({device})"
             return f"{kernel}.run({count}, 1, 1, {stream}, {function}, {metadata}, None, None, None, {places})"
         if step.kind == "empty":
-            x = step.made
+            x = step.output
             empty = private.empty_cuda if x.is_cuda else _empty_cpu  # in half the time of torch's own function
             allocate, *kind = map(self.constant, (empty, tuple(x.shape), x.stride(), x.dtype))
             call = f"{allocate}({', '.join(kind)})"
         else:
-            arguments = [self.of(value) for value in step.given]
+            arguments = [self.of(value) for value in step.arguments]
             arguments += [f"{name}={self.of(value)}" for name, value in step.named.items()]
             call = f"{self.constant(step.does)}({', '.join(arguments)})"
-        made = [self.name(x, f"t{next(self.count)}") for x in _tensors(step.made)]
-        return f"{', '.join(made)} = {call}" if made else call
+        names = [self.name(x, f"t{next(self.count)}") for x in _tensors(step.output)]
+        return f"{', '.join(names)} = {call}" if names else call
 
     def function(self, steps: Sequence[_Recorded], results: Any) -> Callable[..., Any]:
-        """The function, of the arguments, that returns the results."""
+        """Return the function, of the arguments, that returns the results."""
         lines = [f"def replay({self.parameters}):", *map(self.line, steps), f"return {self.of(results)}"]
         exec(_code("\n    ".join(lines)), self.constants)
         replay: Callable[..., Any] = self.constants["replay"]

@@ -1,4 +1,4 @@
-"""Rotary positions of queries and keys in one launch, whose contract is in signatures.py.
+"""Turn queries and keys by their positions in one launch, whose contract is in signatures.py.
 
 A program turns a few heads of its positions, whose angles it reads once. reference/rotary.py has the formula.
 """
@@ -31,7 +31,7 @@ class Heads(NamedTuple):
 
 @triton.jit
 def place(heads, head, sequences, positions):
-    """Where a head of these positions begins, from heads.ptr on."""
+    """Return the offset from heads.ptr at which a head of these positions begins."""
     rows = sequences.to(tl.int64) * heads.stride_b + positions.to(tl.int64) * heads.stride_s
     return rows + tl.cast(head, tl.int64) * heads.stride_h
 

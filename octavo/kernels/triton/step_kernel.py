@@ -3,8 +3,8 @@
 Adam's and SGD's arithmetic and the resolution's sums are those of reference/optimizer_step.py, for a tile; n:
 AdamNumbers or SgdNumbers.
 
-What a launch is compiled for is its StepClass. Each way in which tensors differ, a TensorClass, is compiled apart, and
-a program runs the one of its tensor.
+A launch is compiled for its StepClass. That holds a TensorClass for each way in which tensors differ: code is compiled
+for each, and a program runs that of its tensor.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from octavo.kernels.triton.tiles import finite_abs, is_last_program, raise_amax,
 
 @dataclass(frozen=True)
 class StepClass:
-    """What a launch is compiled for.
+    """The properties of a step that a launch is compiled for.
 
     Attributes:
         tensors: one for each way in which tensors differ.
@@ -83,7 +83,7 @@ class StepClass:
 
 @triton.jit
 def lerp(a, b, weight, IS_SMALL: tl.constexpr):
-    """a + weight (b - a), as torch's; IS_SMALL: the weight is known to be below a half."""
+    """Return a + weight (b - a), as torch's; IS_SMALL: the weight is known to be below a half."""
     near = weight < 0.5
     factor = weight if IS_SMALL else tl.where(near, weight, weight - 1.0)
     return tl.fma(tl.zeros_like(a) + factor, b - a, a if IS_SMALL else tl.where(near, a, b))
@@ -91,15 +91,15 @@ def lerp(a, b, weight, IS_SMALL: tl.constexpr):
 
 @triton.jit
 def adam_moments(m, v, g, n, IS_SMALL: tl.constexpr):
-    """The moments after a gradient; IS_SMALL: as ``lerp``'s."""
+    """Return the moments after a gradient; IS_SMALL: as ``lerp``'s."""
     return lerp(m, g, n.weight1, IS_SMALL), tl.fma(g * n.square, g, v * n.beta2)
 
 
 @triton.jit
 def adam_weight(w, m, root, n, DECOUPLED: tl.constexpr, CLIP: tl.constexpr):
-    """The updated master; unclipped, the operations and their order are torch's. ``root``: of the second moment."""
+    """Return the updated master; unclipped, operations and their order are torch's. ``root``: of the second moment."""
     if DECOUPLED:
-        w = w * n.kept
+        w = w * n.decay_factor
     if CLIP:
         u = tl.math.div_rn(m, root * n.correction2_inv + n.eps)
         u = tl.clamp(u, -n.limit, n.limit, tl.PropagateNan.ALL)
@@ -112,7 +112,7 @@ def adam_weight(w, m, root, n, DECOUPLED: tl.constexpr, CLIP: tl.constexpr):
 
 @triton.jit
 def saturate(m, v, FIRST_MOMENT: tl.constexpr, SECOND_MOMENT: tl.constexpr):
-    """What is stored of moments that become codes, v's root where that is, within what codes are for; NaN stays NaN."""
+    """Clamp moments that become codes, or v's root where that is stored, to what codes are for; NaN stays NaN."""
     MOST: tl.constexpr = 2.0**63
     if FIRST_MOMENT.fmt is not None:
         m = tl.clamp(m, -MOST, MOST, tl.PropagateNan.ALL)
@@ -123,7 +123,7 @@ def saturate(m, v, FIRST_MOMENT: tl.constexpr, SECOND_MOMENT: tl.constexpr):
 
 @triton.jit
 def sgd_moment(momentum, g, n, AVERAGES: tl.constexpr):
-    """The momentum after a gradient."""
+    """Return the momentum after a gradient."""
     if AVERAGES:
         result = lerp(momentum, g, n.average, False)
     else:
@@ -133,7 +133,7 @@ def sgd_moment(momentum, g, n, AVERAGES: tl.constexpr):
 
 @triton.jit
 def sgd_weight(w, momentum, g, n, HAS_MOMENTUM: tl.constexpr, AVERAGES: tl.constexpr):
-    """The updated master."""
+    """Return the updated master."""
     update = g
     if HAS_MOMENTUM:
         if AVERAGES:
@@ -142,20 +142,20 @@ def sgd_weight(w, momentum, g, n, HAS_MOMENTUM: tl.constexpr, AVERAGES: tl.const
             ahead = tl.fma(tl.zeros_like(g) + n.momentum, momentum, g)
         update = tl.where(n.nesterov, ahead, momentum)
     if AVERAGES:
-        w = w * n.kept
+        w = w * n.decay_factor
     return tl.fma(tl.zeros_like(w) + n.lr, update, w)
 
 
 @triton.jit
 def resolution_tile(place, before, after, smallest):
-    """(sum of squares of the updates, of the grid's steps); ``smallest``: of these, 0 for a weight without a scale."""
-    moved = after - before
+    """Return (sum of squares of the updates, of the grid's steps); ``smallest``: step, 0 without a scale."""
+    update = after - before
     exponent = before.to(tl.int32, bitcast=True) & 0x7F800000
     grid = tl.maximum(exponent.to(tl.float32, bitcast=True) * 0.125, tl.zeros_like(before) + smallest)
-    is_finite = place.inside & (tl.abs(moved) < float("inf")) & (tl.abs(before) < float("inf"))
-    moved = tl.where(is_finite, moved, 0.0)
+    is_finite = place.inside & (tl.abs(update) < float("inf")) & (tl.abs(before) < float("inf"))
+    update = tl.where(is_finite, update, 0.0)
     grid = tl.where(is_finite, grid, 0.0)
-    return tl.sum(tl.sum(moved * moved, 1), 0), tl.sum(tl.sum(grid * grid, 1), 0)
+    return tl.sum(tl.sum(update * update, 1), 0), tl.sum(tl.sum(grid * grid, 1), 0)
 
 
 @triton.jit
@@ -167,7 +167,7 @@ def add_resolution(sums_ptr, moved, grid):
 
 @triton.jit
 def moment_scale(row, COLUMN: tl.constexpr, found_ptr, MOMENT: tl.constexpr):
-    """The new scale of a moment that has one; else 1."""
+    """Return the new scale of a moment that has one; else 1."""
     scale = 1.0
     if MOMENT.scale == "previous":
         amax = tl.load(to_pointer(row[COLUMN + 2], tl.float32, False))
@@ -179,7 +179,7 @@ def moment_scale(row, COLUMN: tl.constexpr, found_ptr, MOMENT: tl.constexpr):
 
 @triton.jit
 def scales_of(row, n, found_ptr, square, OF: tl.constexpr, DECOUPLED: tl.constexpr, COUNT: tl.constexpr):
-    """What moments and master of a tensor are written with, the master by its bound; of a master in squares, one's."""
+    """Return a tensor's Scales: the master's new scale by its bound, for a master in squares that of one square."""
     FIRST_MOMENT: tl.constexpr = OF.first
     SECOND_MOMENT: tl.constexpr = OF.second
     master = 1.0
@@ -189,7 +189,7 @@ def scales_of(row, n, found_ptr, square, OF: tl.constexpr, DECOUPLED: tl.constex
         SLACK: tl.constexpr = 1 + 2.0**-20
         amax = tl.load(to_pointer(row[REST + 2], tl.float32, False) + square)
         if DECOUPLED:
-            amax = amax * tl.abs(n.kept)
+            amax = amax * tl.abs(n.decay_factor)
         master = scale_from_amax((amax + n.bound) * SLACK, LIMIT, True)
         master_inv = tl.load(to_pointer(row[REST + 1], tl.float32, False) + square)
     first = moment_scale(row, FIRST, found_ptr, FIRST_MOMENT)
@@ -199,16 +199,16 @@ def scales_of(row, n, found_ptr, square, OF: tl.constexpr, DECOUPLED: tl.constex
 
 @triton.jit
 def note_scales(column_ptr, found_ptr, inside, COUNT: tl.constexpr):
-    """Write the scale_inv and amax of tensors that left a scale, and clear where these were gathered."""
+    """Write the scale_inv and amax of tensors that left a scale, and clear the memory that held both."""
     scale = tl.load(found_ptr + COUNT, mask=inside, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
-    has = scale > 0
-    scale_inv_ptr = tl.load(column_ptr, mask=has, other=0).to(tl.pointer_type(tl.float32))
-    scale_inv = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(has, scale, 1.0))
-    tl.store(scale_inv_ptr, scale_inv, mask=has)
-    found = tl.atomic_xchg(found_ptr, 0, mask=has, sem="relaxed").to(tl.float32, bitcast=True)
-    amax = tl.load(column_ptr + 1, mask=has, other=0)
-    tl.store(amax.to(tl.pointer_type(tl.float32)), found, mask=has & (amax != 0))
-    tl.store(found_ptr + COUNT, 0, mask=has)
+    has_scale = scale > 0
+    scale_inv_ptr = tl.load(column_ptr, mask=has_scale, other=0).to(tl.pointer_type(tl.float32))
+    scale_inv = tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(has_scale, scale, 1.0))
+    tl.store(scale_inv_ptr, scale_inv, mask=has_scale)
+    tensor_amax = tl.atomic_xchg(found_ptr, 0, mask=has_scale, sem="relaxed").to(tl.float32, bitcast=True)
+    amax = tl.load(column_ptr + 1, mask=has_scale, other=0)
+    tl.store(amax.to(tl.pointer_type(tl.float32)), tensor_amax, mask=has_scale & (amax != 0))
+    tl.store(found_ptr + COUNT, 0, mask=has_scale)
 
 
 @triton.jit
@@ -243,16 +243,16 @@ def leave_scales(found_ptr, scales, OF: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def found_amax(wide, MOMENT: tl.constexpr):
-    """The amax of what a moment will store, where a launch only looks for it; else 0."""
-    found = 0.0
+    """Return the amax of a moment's new values, if this launch only looks for it; else 0."""
+    largest = 0.0
     if MOMENT.scale == "found":
-        found = tl.max(tl.max(finite_abs(wide), 1), 0)
-    return found
+        largest = tl.max(tl.max(finite_abs(wide), 1), 0)
+    return largest
 
 
 @triton.jit
 def tile_bits(row, place, key, OF: tl.constexpr, IS_ADAM: tl.constexpr):
-    """32 random bits for each element of the first moment, of the second and of the master; 0 where none are taken."""
+    """Return 32 random bits for each element of the first moment, the second and the master; 0 where none are taken."""
     start, offsets = in_whole(row, place, OF.apart)
     bits1 = 0
     bits2 = 0
@@ -271,7 +271,7 @@ def tile_bits(row, place, key, OF: tl.constexpr, IS_ADAM: tl.constexpr):
 
 @triton.jit
 def tile_step(row, gradient, place, n, scales, key, OF: tl.constexpr, STEP: tl.constexpr, MEASURE: tl.constexpr):
-    """A tile's step: (the amax found of the first moment, of the second, of the master), and resolution_tile's."""
+    """Do a tile's step: return (the amax found of the first moment, the second, the master), resolution_tile's sums."""
     MASTER: tl.constexpr = OF.master
     FIRST_MOMENT: tl.constexpr = OF.first
     SECOND_MOMENT: tl.constexpr = OF.second
@@ -323,7 +323,7 @@ def tile_step(row, gradient, place, n, scales, key, OF: tl.constexpr, STEP: tl.c
 
 @triton.jit
 def place_of_tile(row, program, count, i, BLOCKS: tl.constexpr, OF: tl.constexpr):
-    """The place of a program's tile number i of ``count``."""
+    """Return the place of a program's tile number i of ``count``."""
     if OF.square:
         tl.static_assert(BLOCKS <= 128)
         place = place_in_square(row, program.to(tl.int64), i, BLOCKS, OF.even)
@@ -347,7 +347,7 @@ def update_tensor(
     COUNT: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """A program's tiles of a tensor."""
+    """Update a program's tiles of a tensor."""
     number = tl.load(to_pointer(row[STEP_COUNT], tl.float32, False)).to(tl.int64) + 1
     key = with_number(row[KEY].to(tl.uint32), number)
     if STEP.is_adam:
@@ -409,7 +409,7 @@ def optimizer_step_kernel(
     TENSORS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """A step of all tensors."""
+    """Do a step of all tensors."""
     if skip_ptr is not None:
         if tl.load(skip_ptr) != 0:
             return

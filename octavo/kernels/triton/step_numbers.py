@@ -1,11 +1,11 @@
-"""kernels/step_numbers.py in Triton: random bits, and a step's own numbers, in float64, rounded to float32 last.
+"""kernels/step_numbers.py in Triton: random bits, and a step's numbers, in float64, rounded to float32 last.
 
 GROUP, float64 [groups, 8]: Adam's lr, beta1, beta2, eps, weight_decay, maximize, beta1^2 / beta2; or SGD's lr,
 momentum, dampening, weight_decay, nesterov, maximize.
 
-What Adam's betas make of a step takes 400 instructions and 22 for each bit of its number, in every program. So a step
-keeps those of the next one, a tensor apart, with what they are made of: step number, beta1 and beta2. Only where all
-three are the same is an entry read, so another step number (a state was loaded) or other betas are computed anew.
+Adam's Corrections of a step take 400 instructions and 22 for each bit of its number, in every program. So a step keeps
+those of the next one, for each tensor, with step number, beta1 and beta2. An entry is read only where all three are the
+same; after another step number (a state was loaded) or with other betas the Corrections are computed anew.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KEPT: tl.constexpr = tl.constexpr(7)  # int64 an entry: step number, bits of bet
 
 
 class AdamNumbers(NamedTuple):
-    """A step's numbers in float32: names as in AdamStep; ``bound``: lr times R_t."""
+    """A step's numbers in float32, as AdamStep has them; decay_factor: 1 - lr weight_decay; ``bound``: lr times R_t."""
 
     weight1: Any
     beta2: Any
@@ -27,7 +27,7 @@ class AdamNumbers(NamedTuple):
     eps: Any
     weight_decay: Any
     maximize: Any
-    kept: Any
+    decay_factor: Any
     correction2: Any
     correction2_inv: Any
     rate: Any
@@ -36,7 +36,7 @@ class AdamNumbers(NamedTuple):
 
 
 class Corrections(NamedTuple):
-    """Adam's of a step in float64: names as in AdamStep."""
+    """A step's numbers in float64, as AdamStep has them."""
 
     correction1: Any
     correction2: Any
@@ -55,13 +55,13 @@ class SgdNumbers(NamedTuple):
     maximize: Any
     is_first: Any
     average: Any
-    kept: Any
+    decay_factor: Any
     bound: Any
 
 
 @triton.jit
 def learning_rate(group_ptr, lr_address):
-    """float64: of the group, or of a float32 tensor where there is one."""
+    """Return the learning rate in float64: the group's, or that of a float32 tensor where there is one."""
     lr = tl.load(group_ptr)
     if lr_address != 0:
         lr = tl.load(lr_address.to(tl.pointer_type(tl.float32))).to(tl.float64)
@@ -70,7 +70,7 @@ def learning_rate(group_ptr, lr_address):
 
 @triton.jit
 def corrections(group_ptr, number):
-    """What the betas make of step ``number``, int64, from 1."""
+    """Return the Corrections by the betas at step ``number``, int64, from 1."""
     beta1 = tl.load(group_ptr + 1)
     beta2 = tl.load(group_ptr + 2)
     ratio = tl.load(group_ptr + 6)
@@ -80,16 +80,16 @@ def corrections(group_ptr, number):
     square1 = beta1
     square2 = beta2
     square3 = ratio
-    left = number.to(tl.int32)
-    while left > 0:
-        odd = (left & 1) != 0
+    bits_left = number.to(tl.int32)
+    while bits_left > 0:
+        odd = (bits_left & 1) != 0
         power1 = tl.where(odd, power1 * square1, power1)
         power2 = tl.where(odd, power2 * square2, power2)
         power3 = tl.where(odd, power3 * square3, power3)
         square1 *= square1
         square2 *= square2
         square3 *= square3
-        left = left >> 1
+        bits_left = bits_left >> 1
     terms = tl.where(ratio == 1.0, number.to(tl.float64), (1.0 - power3) / (1.0 - ratio))
     correction1 = 1.0 - power1
     correction2 = tl.sqrt(1.0 - power2)
@@ -101,7 +101,7 @@ def corrections(group_ptr, number):
 
 @triton.jit
 def kept_corrections(kept_ptr, group_ptr, number):
-    """``corrections``, read where the step before kept them; kept_ptr: the tensor's [2, KEPT], int64."""
+    """Return ``corrections``, read where the previous step kept them; kept_ptr: the tensor's [2, KEPT], int64."""
     entry_ptr = kept_ptr + (number & 1) * KEPT
     is_other = tl.load(entry_ptr) != number
     for k in tl.static_range(1, 3):
@@ -117,19 +117,19 @@ def kept_corrections(kept_ptr, group_ptr, number):
 
 @triton.jit
 def keep_corrections(kept_ptr, group_ptr, number):
-    """Keep those of step ``number``: where no program of the step before it reads."""
-    found = corrections(group_ptr, number)
+    """Keep the Corrections of step ``number``, in the entry that no program of the previous step reads."""
+    numbers = corrections(group_ptr, number)
     entry_ptr = kept_ptr + (number & 1) * KEPT
     tl.store(entry_ptr, number)
     for k in tl.static_range(1, 3):
         tl.store(entry_ptr + k, tl.load(group_ptr + k).to(tl.int64, bitcast=True))
     for k in tl.static_range(4):
-        tl.store(entry_ptr + 3 + k, found[k].to(tl.int64, bitcast=True))
+        tl.store(entry_ptr + 3 + k, numbers[k].to(tl.int64, bitcast=True))
 
 
 @triton.jit
-def adam_numbers(group_ptr, lr_address, by):
-    """The numbers of a step; ``by``: its Corrections."""
+def adam_numbers(group_ptr, lr_address, step_corrections):
+    """Return the numbers of a step with these Corrections."""
     lr = learning_rate(group_ptr, lr_address)
     beta1 = tl.load(group_ptr + 1)
     beta2 = tl.load(group_ptr + 2)
@@ -142,17 +142,17 @@ def adam_numbers(group_ptr, lr_address, by):
         weight_decay.to(tl.float32),
         tl.load(group_ptr + 5) != 0,
         (1.0 - lr * weight_decay).to(tl.float32),
-        by.correction2.to(tl.float32),
-        by.correction2_inv.to(tl.float32),
-        (-lr / by.correction1).to(tl.float32),
-        (by.max_update * by.correction1).to(tl.float32),
-        (lr * by.max_update).to(tl.float32),
+        step_corrections.correction2.to(tl.float32),
+        step_corrections.correction2_inv.to(tl.float32),
+        (-lr / step_corrections.correction1).to(tl.float32),
+        (step_corrections.max_update * step_corrections.correction1).to(tl.float32),
+        (lr * step_corrections.max_update).to(tl.float32),
     )
 
 
 @triton.jit
 def sgd_numbers(group_ptr, lr_address, number):
-    """The numbers of step ``number``, int64, from 1."""
+    """Return the numbers of step ``number``, int64, from 1."""
     lr = learning_rate(group_ptr, lr_address)
     momentum = tl.load(group_ptr + 1)
     weight_decay = tl.load(group_ptr + 3)
@@ -172,7 +172,7 @@ def sgd_numbers(group_ptr, lr_address, number):
 
 @triton.jit
 def mixed(x):
-    """Each bit of the result depends on all of x's (lowbias32); uint32."""
+    """Mix the bits of x, uint32, so that each bit of the result depends on all of x's (lowbias32)."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -180,7 +180,7 @@ def mixed(x):
 
 @triton.jit
 def with_number(key, number):
-    """The key after one more number, an int64, as ``key_of``."""
+    """Return the key after one more number, an int64, as ``key_of``."""
     low = number.to(tl.uint32)
     high = (number >> 32).to(tl.uint32)
     key = mixed(key * 0x9E3779B1 + low + 0x7F4A7C15)
@@ -189,7 +189,7 @@ def with_number(key, number):
 
 @triton.jit
 def random_bits(key, start, offsets, LARGE: tl.constexpr):
-    """32 bits, uint32, for each element at ``offsets`` from ``start``, int64. LARGE: indices may pass 2^32."""
+    """Return 32 bits, uint32, for each element at ``offsets`` from ``start``, int64. LARGE: indices may pass 2^32."""
     if LARGE:
         index = start + offsets.to(tl.int64)
         low = index.to(tl.uint32) ^ ((index >> 32).to(tl.uint32) * 0x9E3779B9)
@@ -200,11 +200,11 @@ def random_bits(key, start, offsets, LARGE: tl.constexpr):
 
 @triton.jit
 def swapped(drawn):
-    """32 random bits, uint32, with their halves exchanged; see kernels/step_numbers.py."""
+    """Return 32 random bits, uint32, with their halves exchanged; see kernels/step_numbers.py."""
     return (drawn << 16) | (drawn >> 16)
 
 
 @triton.jit
 def upper_bits(drawn, COUNT: tl.constexpr):
-    """The upper COUNT of 32 random bits, uint32, as int32."""
+    """Return the upper COUNT of 32 random bits, uint32, as int32."""
     return (drawn >> (32 - COUNT)).to(tl.int32)

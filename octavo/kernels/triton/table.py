@@ -1,4 +1,4 @@
-"""A table on the device of what a launch works on: a row of int64 for each tensor, its addresses, sizes, first program.
+"""A launch's table on the device: a row of int64 for each tensor, with its addresses, sizes and first program.
 
 A program finds its tensor by bisection.
 """
@@ -13,19 +13,19 @@ import triton.language as tl
 
 @dataclass(frozen=True)
 class TensorCount:
-    """How many tensors a table has, for which a program's search is compiled."""
+    """The number of a table's tensors, for which a program's search is compiled."""
 
     count: int
 
     @property
     def steps(self) -> int:
-        """Of the bisection."""
+        """The number of the bisection's steps."""
         return (self.count - 1).bit_length()
 
 
 @triton.jit
 def find_tensor(table_ptr, program, TENSORS: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr):
-    """The tensor that a program works on, the last whose first program is not beyond it: (its index, its row).
+    """Find the tensor that a program works on, the last whose first program is not beyond it: (its index, its row).
 
     TENSORS: of the table; WIDTH: of a row; FIRST: the column of the first program.
     """
@@ -42,13 +42,13 @@ def find_tensor(table_ptr, program, TENSORS: tl.constexpr, WIDTH: tl.constexpr, 
 
 @triton.jit
 def pointer(row_ptr, COLUMN: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """An address of the table as a pointer to dtype."""
+    """Return an address of the table as a pointer to dtype."""
     return to_pointer(tl.load(row_ptr + COLUMN), dtype, ALIGNED)
 
 
 @triton.jit
 def to_pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """An address as a pointer to dtype."""
+    """Return an address as a pointer to dtype."""
     result = address.to(tl.pointer_type(dtype))
     if ALIGNED:
         result = tl.multiple_of(result, 16)
@@ -57,7 +57,7 @@ def to_pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def row_of(row_ptr, COLUMNS: tl.constexpr):
-    """A row's first columns, each read once: in a loop that writes to memory, a load is made again each time."""
+    """Load a row's first columns, each once: in a loop that writes to memory, a load is made again each time."""
     row = (tl.load(row_ptr),)
     for column in tl.static_range(1, COLUMNS):
         row += (tl.load(row_ptr + column),)  # type: ignore[assignment]
@@ -66,7 +66,7 @@ def row_of(row_ptr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def size(row_ptr, COLUMN: tl.constexpr, ALIGNED: tl.constexpr):
-    """A size of the table."""
+    """Load a size of the table."""
     value = tl.load(row_ptr + COLUMN).to(tl.int32)
     if ALIGNED:
         value = tl.multiple_of(value, 16)

@@ -1,4 +1,4 @@
-"""What every kernel shares: the arithmetic of a scale, rounding to codes, and how many programs end as one.
+"""The arithmetic that all kernels share: a scale, rounding to codes, and what the last of several programs finishes.
 
 The definitions are numerics.py and reference/codes.py; these are the same in Triton. On a GPU rounding is the
 hardware's conversion. Triton's interpreter rounds float8 wrongly where the mantissa carries (124.5 -> 64), so there it
@@ -18,7 +18,7 @@ import triton.language as tl
 
 
 class Source(NamedTuple):
-    """What is read: x [R, C] of any strides. On the host a tensor and integers, in a kernel a pointer and values."""
+    """A tensor that kernels read: x [R, C] of any strides. On the host a tensor and integers, in a kernel a pointer."""
 
     ptr: Any
     R: Any
@@ -28,7 +28,7 @@ class Source(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """Where codes go, as they lie [R, q_stride] and transposed [C, t_stride]; None is left out.
+    """The places of codes, as they lie [R, q_stride] and transposed [C, t_stride]; None is left out.
 
     The strides are C and R, or more where the contraction is padded.
     """
@@ -40,7 +40,7 @@ class Codes(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Where a scaling is written: codes, scale_inv, and amax or None; the strides are of both, an element a tile."""
+    """The places of a scaling's results: codes, scale_inv, and amax or None; the strides of both, an element a tile."""
 
     codes: Any
     scale_inv: Any
@@ -50,7 +50,7 @@ class Outputs(NamedTuple):
 
 
 class Rounding(NamedTuple):
-    """How kernels make scales and codes; ``limit`` is format.max / 2^margin, ``block`` what shares a scale."""
+    """Constants for scales and codes; ``limit`` is format.max / 2^margin, ``block`` the elements that share a scale."""
 
     e5m2: bool
     limit: float
@@ -73,7 +73,7 @@ class Tiling(NamedTuple):
 
 @triton.jit
 def scale_from_amax(amax, LIMIT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """numerics.scale_from_amax; LIMIT is format.max / 2^margin."""
+    """Return numerics.scale_from_amax; LIMIT is format.max / 2^margin."""
     limit = tl.full(amax.shape, LIMIT, tl.float32)
     largest: tl.constexpr = 2.0**126
     smallest: tl.constexpr = 2.0**-126
@@ -97,7 +97,7 @@ def scale_from_amax(amax, LIMIT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def scale_inv_from_scale(scale, POWER_OF_TWO: tl.constexpr):
-    """numerics.scale_inv_from_scale; POWER_OF_TWO: the scale is known to be one."""
+    """Return numerics.scale_inv_from_scale; POWER_OF_TWO: the scale is known to be one."""
     if POWER_OF_TWO:
         result = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     else:
@@ -107,7 +107,7 @@ def scale_inv_from_scale(scale, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def load_scale_inv(ptr, mask=None, OTHER: tl.constexpr = 1.0):
-    """scale_inv as float32, whether it lies there so or as bytes of E8M0; OTHER where the mask is not."""
+    """Load scale_inv as float32, whether it is stored so or as bytes of E8M0; OTHER where the mask is false."""
     if mask is None:
         result = tl.load(ptr)
     else:
@@ -132,19 +132,19 @@ def store_scale_inv(ptr, scale_inv, mask):
 
 @triton.jit
 def finite_abs(x):
-    """|x|, 0 where x is inf or NaN: what amax looks at."""
+    """Return |x|, 0 where x is inf or NaN, as an amax counts it."""
     return tl.maximum(tl.abs(nan_if_inf(x)), 0.0)  # of NaN and a number the number
 
 
 @triton.jit
 def nan_if_inf(x):
-    """x, NaN where it is inf: an instruction, of a cast's amax and of its codes the same one."""
+    """Return x, NaN where it is inf: one instruction, shared by a cast's amax and its codes."""
     return tl.fma(x, 0.0, x)
 
 
 @triton.jit
 def rounded(x):
-    """x, a product that is to be summed where multiply-adds are fused, rounded before.
+    """Return x, a product that is to be summed where multiply-adds are fused, rounded before the sum.
 
     Two threads that add their products would each round the other's alone, and end with different sums.
     """
@@ -153,7 +153,7 @@ def rounded(x):
 
 @triton.jit
 def encode(x, scale, E5M2: tl.constexpr):
-    """Codes of x times its scale: saturated if finite; NaN -> 0x7F; +-inf -> 0x7F in E4M3, +-inf in E5M2."""
+    """Return codes of x times its scale: saturated if finite; NaN -> 0x7F; +-inf -> 0x7F in E4M3, +-inf in E5M2."""
     if E5M2:
         is_inf = tl.abs(x) == float("inf")
         codes = encode_finite(x, scale, E5M2).to(tl.uint8, bitcast=True)
@@ -166,7 +166,7 @@ def encode(x, scale, E5M2: tl.constexpr):
 
 @triton.jit
 def round_by_bits(y, MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: tl.constexpr):
-    """The nearest float8 code of float32, ties to even, saturating at MAX_BITS (a float32); NaN -> 0x7F. uint8."""
+    """Return the float8 codes nearest to y, ties to even, saturating at MAX_BITS (a float32); NaN -> 0x7F. uint8."""
     SHIFT: tl.constexpr = 23 - MANTISSA_BITS
     # adding it leaves the code of a subnormal in the low bits, rounded as float32 sums are
     MAGIC_BITS: tl.constexpr = (127 + 23 + 1 - BIAS - MANTISSA_BITS) << 23
@@ -184,7 +184,7 @@ def round_by_bits(y, MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr, MAX_BITS: 
 
 @triton.jit
 def decode_bits(codes):
-    """The float32 value of each float8 code, by its bits."""
+    """Return the float32 value of each float8 code, by its bits."""
     bits = codes.to(tl.uint8, bitcast=True).to(tl.int32)
     magnitude = bits & 0x7F
     sign = (bits & 0x80) << 24
@@ -202,7 +202,7 @@ def decode_bits(codes):
 
 @triton.jit
 def encode_finite(x, scale, E5M2: tl.constexpr):
-    """``encode`` where x holds no inf, which would become max."""
+    """Return ``encode`` of x that holds no inf, which would become max."""
     return narrow(x * scale, tl.float8e5 if E5M2 else tl.float8e4nv)
 
 
@@ -211,7 +211,7 @@ if triton.knobs.runtime.interpret:
 
     @triton.jit
     def kept_narrow(x, dtype: tl.constexpr):
-        """x itself, float32 numbers that a 16-bit dtype has: until here they are held in that."""
+        """Return x, float32 numbers that a 16-bit dtype has; until here registers hold them in that dtype."""
         return x
 
     @triton.jit
@@ -233,8 +233,8 @@ else:
 
     @triton.jit
     def kept_narrow(x, dtype: tl.constexpr):
-        """x itself, float32 numbers that a 16-bit dtype has: until here they are held in that."""
-        # the compiler takes them for other numbers and converts them anew: of two block scalings 24 registers fewer
+        """Return x, float32 numbers that a 16-bit dtype has; until here registers hold them in that dtype."""
+        # the compiler can't see that they are x and converts them anew: 24 registers fewer with two block scalings
         bits = x.to(dtype).to(tl.int16, bitcast=True)
         bits = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [bits], tl.int16, is_pure=False, pack=2)
         return bits.to(dtype, bitcast=True).to(tl.float32)
@@ -262,7 +262,7 @@ else:
 
     @triton.jit
     def decode(codes):
-        """The float32 value of each float8 code."""
+        """Return the float32 value of each float8 code."""
         return codes.to(tl.float32)
 
 
@@ -275,7 +275,7 @@ def raise_amax(work_ptr, amax, mask=None):
 
 @triton.jit
 def is_last_program(counter_ptr, programs):
-    """Whether all others of ``programs`` have passed here; what they wrote before is then visible.
+    """Whether all others of ``programs`` have passed here; what they wrote is then visible.
 
     The last one sets the counter back to 0 for the next launch.
     """
@@ -288,13 +288,13 @@ def is_last_program(counter_ptr, programs):
 
 @triton.jit
 def take_amax(work_ptr):
-    """The amax that all programs raised, set back to 0 for the next launch. For the last program only."""
+    """Return the amax that all programs raised, and set it back to 0 for the next launch. For the last program only."""
     return tl.atomic_xchg(work_ptr, 0, sem="relaxed").to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def load_tile(x, rows, cols, EVEN: tl.constexpr):
-    """The tile [BR, BC] of a Source as float32, 0 outside of it; rows [BR], cols [BC]. EVEN: none of it is outside."""
+    """Load the tile [BR, BC] of a Source as float32, 0 outside of it; rows [BR], cols [BC]. EVEN: none is outside."""
     offsets = rows.to(tl.int64)[:, None] * x.stride_r + cols.to(tl.int64)[None, :] * x.stride_c
     if EVEN:
         tile = tl.load(x.ptr + offsets)
@@ -348,7 +348,7 @@ def store_tiles(
     columns=None,
     columns_end=None,
 ):
-    """Encode what ``produce`` made, one tile or two halves beside each other, and write it to the Codes out."""
+    """Encode the results of ``produce``, one tile or two halves beside each other, and write them to the Codes out."""
     codes = encode(tile, scale, E5M2)
     if tiling.halves:
         store_codes(codes, out, rows, cols, x, tiling.even, 0, columns, columns_end)
@@ -391,6 +391,6 @@ def add_parts(total_ptr, parts_ptr, parts, cols, C):
         part = first + tl.arange(0, 32)
         inside = (part < parts)[:, None] & (cols < C)[None, :]
         # from L2: this multiprocessor's own cache doesn't see what others wrote
-        found = parts_ptr + part[:, None] * C + cols[None, :]
-        total += tl.load(found, mask=inside, other=0.0, cache_modifier=".cg")
+        ptrs = parts_ptr + part[:, None] * C + cols[None, :]
+        total += tl.load(ptrs, mask=inside, other=0.0, cache_modifier=".cg")
     tl.store(total_ptr + cols, narrow(tl.sum(total, 0), total_ptr.dtype.element_ty), mask=cols < C)
