@@ -64,7 +64,7 @@ def file_inside(folder: Path, name: str) -> Path:
     snapshot there.
 
     Raises:
-        ValueError: ``name`` leads out of the folder, or can be no file's name.
+        ValueError: ``name`` leads out of the folder, or can't be a file's name.
     """
     root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(folder / name))
     blobs = root.parents[1] / "blobs" if root.parent.name == "snapshots" else root

@@ -15,20 +15,20 @@ FIRST_NATIVE = (8, 9)  # sm_89
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """(9, 0) of an sm_90; None of what is no GPU of NVIDIA's."""
-    # AMD's GPUs answer to the name of cuda too, with capabilities that mean something else
+    """Return (9, 0) for an sm_90; None for a device that is no GPU of NVIDIA's."""
+    # AMD's GPUs are called cuda too, with capabilities that mean something else
     nvidia = device.type == "cuda" and torch.version.hip is None
     return torch.cuda.get_device_capability(device) if nvidia else None
 
 
 def runs_natively(device: torch.device) -> bool:
     """Whether the device has FP8 tensor cores that octavo uses: NVIDIA's sm_89, sm_90, sm_100 and later."""
-    found = compute_capability(device)
-    return found is not None and found >= FIRST_NATIVE
+    capability = compute_capability(device)
+    return capability is not None and capability >= FIRST_NATIVE
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of the fastest products on a device that hold bfloat16's values exactly: bfloat16, or float32.
+    """Return the dtype of the fastest products on a device that hold bfloat16's values exactly: bfloat16, or float32.
 
     A CPU without instructions for bfloat16 multiplies it about five times slower than float32.
     """
@@ -37,7 +37,7 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 
 @functools.cache
 def _cpu_multiplies_bfloat16() -> bool:
-    """Asked once a process: x86 with AVX512_BF16 or AMX, Arm with BF16."""
+    """Whether the CPU has instructions for bfloat16: x86 with AVX512_BF16 or AMX, Arm with BF16; asked once."""
     if not hasattr(torch.cpu, "get_capabilities"):  # an older torch
         return is_avx512_bf16_supported()
     capabilities = torch.cpu.get_capabilities()
