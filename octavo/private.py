@@ -28,7 +28,7 @@ READ_IN = "torch 2.11, 2.13 and 2.14"
 
 
 class Name(NamedTuple):
-    """One private name.
+    """A private name of torch.
 
     Attributes:
         path: the module and the object's name in it, or the class and its instances' attributes.
@@ -64,7 +64,7 @@ NAMES = {
     # optimizers
     "orthogonalize": Name("torch.optim._muon._zeropower_via_newtonschulz", "orthogonalises Muon's directions"),
     "adjust_muon_lr": Name("torch.optim._muon._adjust_lr", "adjusts Muon's learning rate to a matrix's shape"),
-    # fake tensors and what counts operations
+    # fake tensors, and modes that count operations
     "FakeTensor": Name("torch._subclasses.fake_tensor.FakeTensor", "predicts memory without data"),
     "FakeTensorMode": Name("torch._subclasses.fake_tensor.FakeTensorMode", "predicts memory and time without data"),
     "TorchDispatchMode": Name(

@@ -18,11 +18,12 @@ class _SeenWrites:
 
 
 class _OptimizerSteps:
-    """Counts the steps of every torch.optim.Optimizer in the process, from the first that asks on.
+    """The counter of the steps of every torch.optim.Optimizer in the process, from the first ``watch`` on.
 
-    Those that ask are KeptWeights, weights under a delayed recipe in training, and weights that FSDP2 shards.
+    It is watched for KeptWeights, weights under a delayed recipe in training, and weights that FSDP2 shards.
 
-    ``count``: of all of them, since an optimizer may write weights that it does not own (through masters of its own).
+    ``count``: of all optimizers' steps, since an optimizer may write weights that it does not own (through masters of
+    its own).
     """
 
     def __init__(self) -> None:

@@ -71,7 +71,7 @@ class NormSource(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """The codes' dtype, and how a scale is chosen; from a delayed_scale its element ``role``."""
+    """The codes' dtype, and how their scale is chosen; a delayed_scale is read at its element ``role``."""
 
     dtype: torch.dtype
     tile: Tile

@@ -1,4 +1,4 @@
-"""Where FP8 is native, which dtype a device multiplies fastest, and the one warning where FP8 is emulated."""
+"""Capabilities of devices: native FP8, the dtype that is multiplied fastest, and a warning where FP8 is emulated."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _cpu_multiplies_bfloat16() -> bool:
 
 
 def warn_once_if_emulated(device: torch.device) -> None:
-    """Log, once a device type, that FP8 is emulated there: exact, but without FP8's speed."""
+    """Log, once for each device type, that FP8 is emulated there: exactly, but without FP8's speed."""
     if device.type in _warned or device.type == "meta" or runs_natively(device):
         return
     message = f"no FP8 hardware on {device}: octavo emulates it there in PyTorch, exactly but without its speed"
@@ -53,7 +53,7 @@ def warn_once_if_emulated(device: torch.device) -> None:
 
 
 def warn_once(key: str, message: str) -> None:
-    """Log a warning, in a process once for this key."""
+    """Log a warning, once in a process for each key."""
     if key not in _warned:
         _warned.add(key)
         _logger.warning(message)

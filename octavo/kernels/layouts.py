@@ -1,4 +1,4 @@
-"""Layouts of codes, in tiles that share a scale, padded, transposed, and those that a device's FP8 product can read."""
+"""Layouts of codes: tiles that share a scale, padding, transposes, and what a device's FP8 product reads."""
 
 from __future__ import annotations
 

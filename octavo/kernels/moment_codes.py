@@ -87,7 +87,7 @@ def round_to_bf16(wide: Tensor, bits: Tensor, stored: Tensor | None = None) -> T
 
 
 def round_to_half(wide: Tensor, bits: Tensor) -> Tensor:
-    """Round float32, below float16's max, to float16 stochastically; NaN and inf stay what they are. Bits as above."""
+    """Round float32, below float16's max, to float16 stochastically; NaN and inf stay what they are; bits as above."""
     sign = (wide.view(torch.int32) >> 16) & -0x8000
     rounded = wide.abs().mul_(2.0**-112).view(torch.int32).add_(upper_bits(bits, 13)) >> 13
     return _with_faults(wide, (rounded | sign).to(torch.int16).view(torch.float16))

@@ -1,4 +1,4 @@
-"""A step of many weights, one after the other: what the kernel does in one launch (triton/optimizer_step.py).
+"""A step of many weights, one after the other, which the kernel does in one launch (triton/optimizer_step.py).
 
 A weight is read and written once, piece by piece: no temporary is as large as the tensor. Its rule is Adam's or SGD's:
 how gradients enter the moments, and how these move the weight.
