@@ -1,4 +1,4 @@
-"""Where octavo keeps what it measured and compiled on this machine."""
+"""The folder in which octavo keeps its measurements and compiled code on this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """octavo/ in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache)."""
+    """Return octavo/ in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
 
 

@@ -1,4 +1,4 @@
-"""Octavo's own errors. Wrong arguments raise ValueError or TypeError; these are for what those can't say."""
+"""Octavo's own errors. Wrong arguments raise ValueError or TypeError; these say what those can't."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MissingExtraError(OctavoError, ImportError):
 
 
 class RanksDifferError(OctavoError, ValueError):
-    """Ranks that share a model were given other recipes, storage or options; all of them raise it, naming them."""
+    """Ranks that share a model differ in recipes, storage or options; all raise it, and its message names them."""
 
 
 class UnsupportedOptionError(OctavoError, ValueError):
@@ -34,7 +34,7 @@ class ExportError(OctavoError, ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or its type where it says nothing."""
+    """Return the first line of an error's message, or its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -93,16 +93,16 @@ E4M3 = Format("E4M3", torch.float8_e4m3fn, exponent_bits=4, mantissa_bits=3, has
 E5M2 = Format("E5M2", torch.float8_e5m2, exponent_bits=5, mantissa_bits=2, has_inf=True)
 """torch.float8_e5m2: largest value 57344, and infinities."""
 E4M4 = Format("E4M4", torch.uint8, exponent_bits=4, mantissa_bits=4, has_inf=False, signed=False)
-"""Second moments' own: E4M3 whose sign bit is one more bit of mantissa; codes are bytes."""
+"""The format of second moments: E4M3 whose sign bit is one more bit of mantissa; codes are bytes."""
 
-# What octavo casts from and reads back to.
+# The dtypes that octavo casts from and reads back to.
 HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
 
 FORMATS: dict[torch.dtype, Format] = {fmt.dtype: fmt for fmt in (E4M3, E5M2)}
 
 
 def format_of(dtype: torch.dtype) -> Format:
-    """The format of a torch float8 dtype.
+    """Return the format of a torch float8 dtype.
 
     Raises:
         TypeError: for any other dtype.

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 Tile = tuple[int, int]
 ALL = -1
-CONTRACTION = 16  # terms: tensor cores multiply FP8 in so many at a time, of which products contract over a multiple
-MX: Tile = (1, 32)  # what shares a scale in the OCP's formats of that name
+CONTRACTION = 16  # terms: tensor cores multiply so many FP8 terms at a time, so products contract over a multiple
+MX: Tile = (1, 32)  # elements that share a scale in the OCP's formats of that name
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Granularity:
         raise NotImplementedError
 
     def of_matrices(self, shape: Sequence[int]) -> Granularity:
-        """This one of each matrix of a tensor [E, R, C], none of whose scales spans two; of a matrix itself.
+        """Return the granularity of a tensor [E, R, C] by which no scale spans two matrices; of one matrix, this one.
 
         Example:
             >>> from octavo import PerTensor
@@ -40,11 +40,11 @@ class Granularity:
         return PerBlock(*shape[1:]) if len(shape) == 3 and self == PerTensor() else self
 
     def transposed(self) -> Granularity:
-        """The granularity of the tensor with its last two dimensions exchanged."""
+        """Return the granularity of the tensor with its last two dimensions exchanged."""
         return granularity_of(self.tile[::-1])
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of scale_inv for a tensor of this shape.
+        """Return the shape of scale_inv for a tensor of this shape.
 
         Args:
             shape: the tensor's shape, any number of dimensions, sizes may be 0.
@@ -145,7 +145,7 @@ class PerBlock(Granularity):
 
 
 def granularity_of(tile: Sequence[int]) -> Granularity:
-    """The granularity of a tile.
+    """Return the granularity of a tile.
 
     Example:
         >>> granularity_of((1, -1)), granularity_of((128, 128))
@@ -162,7 +162,7 @@ def granularity_of(tile: Sequence[int]) -> Granularity:
 
 
 def scale_shape(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:
-    """``Granularity.scale_shape`` for a tile. A tensor of fewer than two dimensions is one row."""
+    """Return ``Granularity.scale_shape`` for a tile. A tensor of fewer than two dimensions is one row."""
     if tile[0] == ALL and tile[1] == ALL:
         return (1,) * len(shape)
     if len(shape) == 0:
@@ -174,5 +174,5 @@ def scale_shape(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:
 
 
 def tiles_along(size: int, tile: int) -> int:
-    """How many tiles cover a dimension of ``size`` elements: one for a whole-dimension tile, even when it is empty."""
+    """Return how many tiles cover a dimension of ``size`` elements: 1 for a whole-dimension tile, even an empty one."""
     return 1 if tile == ALL else -(-size // tile)

@@ -29,7 +29,7 @@ _SIGN_AND_EXPONENT = -(1 << 23)  # bits of a float32 above its mantissa
 
 
 def scale_inv_dtype(tile: Sequence[int], power_of_two: bool) -> torch.dtype:
-    """What a cast by these tiles writes scale_inv in: E8M0, exact in a byte, or float32.
+    """Return the dtype of a cast's scale_inv for this tile: E8M0, exact in a byte, or float32.
 
     E8M0 is for the blocks of 32 that MX formats have, whose scales are an eighth of the codes' bytes in float32. Blocks
     of 128 stay float32, as torch's products of those take no other. A pair is read by its own scale_inv's dtype.
@@ -44,14 +44,14 @@ def scale_inv_dtype(tile: Sequence[int], power_of_two: bool) -> torch.dtype:
 def scale_from_amax(
     amax: Tensor, limit: float, power_of_two: bool, margin: int, delayed: Tensor | None = None
 ) -> Tensor:
-    """The scale that brings each ``amax`` to the format's largest value; 1 for an amax of 0.
+    """Return the scale that brings each ``amax`` to the format's largest value; 1 for an amax of 0.
 
     Args:
         amax: float32, any shape, finite and not negative.
         limit: the format's max (448 or 57344).
         power_of_two: round the scale down to a power of two.
         margin: divide the scale by 2^margin.
-        delayed: scales that hold instead where there is one, which is where they are positive.
+        delayed: scales that replace those of ``amax`` where they are positive.
 
     Returns:
         float32, shape of ``amax``, broadcast with that of ``delayed``.
@@ -70,7 +70,7 @@ def scale_from_amax(
 
 
 def scale_of(amax: float, limit: float, power_of_two: bool, margin: int, previous: float = 1.0) -> float:
-    """``scale_from_amax`` for one float32 number; ``previous`` is the scale for an amax of 0.
+    """Return ``scale_from_amax`` for one float32 number; ``previous`` is the scale for an amax of 0.
 
     Example:
         >>> scale_of(100.0, 448.0, power_of_two=False, margin=0) == float(torch.tensor(4.48))
@@ -84,12 +84,12 @@ def scale_of(amax: float, limit: float, power_of_two: bool, margin: int, previou
 
 
 def floor_power_of_two(scale: Tensor) -> Tensor:
-    """The largest power of two not above each element (float32, positive normal or inf)."""
+    """Return the largest power of two not above each element (float32, positive normal or inf)."""
     return scale.view(torch.int32).bitwise_and(_SIGN_AND_EXPONENT).view(torch.float32)
 
 
 def exponents_of(powers: Tensor) -> Tensor:
-    """Powers of two (float32, 2^-126 to 2^126, or E8M0) as their exponents' bytes, uint8: the bits of E8M0.
+    """Return powers of two (float32, 2^-126 to 2^126, or E8M0) as their exponents' bytes, uint8: the bits of E8M0.
 
     In graphs by integers, since Inductor has no C++ for that dtype but conversions from and to float32 (torch 2.13).
 
@@ -104,14 +104,14 @@ def exponents_of(powers: Tensor) -> Tensor:
 
 
 def powers_of(exponents: Tensor) -> Tensor:
-    """What ``exponents_of`` was given."""
+    """Return the powers of two, float32, that ``exponents_of`` takes to these bytes."""
     if not torch.compiler.is_compiling():
         return exponents.view(E8M0).to(torch.float32)
     return (exponents.to(torch.int32) << 23).view(torch.float32)
 
 
 def floor_power_of_two_by_comparison(scale: Tensor) -> Tensor:
-    """``floor_power_of_two`` without looking at bits, which an exported graph can't (float32 from 2^-126 to 2^126)."""
+    """Return ``floor_power_of_two`` without reading bits, for exported graphs (float32 from 2^-126 to 2^126)."""
     power = torch.exp2(torch.floor(torch.log2(scale)))  # near a power of two the logarithm may round to the wrong side
     power = torch.where(power > scale, power * 0.5, power)
     return torch.where(power * 2.0 <= scale, power * 2.0, power)
@@ -128,5 +128,5 @@ def scale_of_unit(limit: float) -> float:
 
 
 def scale_inv_from_scale(scale: Tensor) -> Tensor:
-    """1 / scale, rounded to nearest (float32)."""
+    """Return 1 / scale, rounded to nearest (float32)."""
     return torch.reciprocal(scale)

@@ -1,11 +1,11 @@
-"""What octavo uses of torch that torch doesn't promise: each private name stands here, and nowhere else.
+"""The private names of torch that octavo uses: each stands here, and nowhere else.
 
 ``from octavo.private import current_graph_task_id`` gives the object that NAMES says. ATTRIBUTES are those of torch's
 instances, read and written by the functions below or, where ANYWHERE says so, in all rooms. Sources were read of the
 releases in READ_IN. tests/test_private.py looks each name up, so a release of torch that lacks one fails there; a user
 of such a release gets an OctavoError that says which name is missing and what it is for.
 
-What is used of Triton's launches beyond its documentation is in kernels/triton/launch.py and replay.py alone.
+Undocumented parts of Triton's launches are used in kernels/triton/launch.py and replay.py alone.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ READ_IN = "torch 2.11, 2.13 and 2.14"
 
 
 class Name(NamedTuple):
-    """One private name.
+    """A private name of torch.
 
     Attributes:
         path: the module and the object's name in it, or the class and its instances' attributes.
-        use: what octavo does with it, which is what fails without it.
+        use: what octavo does with it, and can't do without it.
         cuda: whether builds of torch for CPUs lack it; it is None there.
     """
 
@@ -64,7 +64,7 @@ NAMES = {
     # optimizers
     "orthogonalize": Name("torch.optim._muon._zeropower_via_newtonschulz", "orthogonalises Muon's directions"),
     "adjust_muon_lr": Name("torch.optim._muon._adjust_lr", "adjusts Muon's learning rate to a matrix's shape"),
-    # fake tensors and what counts operations
+    # fake tensors, and modes that count operations
     "FakeTensor": Name("torch._subclasses.fake_tensor.FakeTensor", "predicts memory without data"),
     "FakeTensorMode": Name("torch._subclasses.fake_tensor.FakeTensorMode", "predicts memory and time without data"),
     "TorchDispatchMode": Name(
@@ -153,10 +153,10 @@ ATTRIBUTES = {  # by the functions of this file
 
 
 def __getattr__(name: str) -> Any:
-    """The object of one of NAMES, looked up once."""
-    if (found := NAMES.get(name)) is None:
+    """Return the object of one of NAMES, looked up once."""
+    if (private_name := NAMES.get(name)) is None:
         raise AttributeError(f"octavo.private has no {name!r}")
-    globals()[name] = value = None if found.cuda and torch.version.cuda is None else _look_up(found)
+    globals()[name] = value = None if private_name.cuda and torch.version.cuda is None else _look_up(private_name)
     return value
 
 
@@ -175,7 +175,7 @@ def _missing(name: Name, error: object) -> OctavoError:
 
 
 def local_tensor(tensor: Any) -> Any:
-    """This rank's part of a DTensor, as DTensor holds it; any other tensor as it is."""
+    """Return this rank's part of a DTensor, as DTensor holds it; any other tensor as it is."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -185,12 +185,12 @@ def set_local_tensor(tensor: Any, local: Tensor) -> None:
 
 
 def hooks_of(parameter: Any) -> tuple[Any, Any]:
-    """A parameter's hooks: of its gradient, and after its gradient was accumulated."""
+    """Return a parameter's hooks: of its gradient, and after its gradient was accumulated."""
     return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
 
 
 def set_hooks(parameter: Any, hooks: tuple[Any, Any]) -> None:
-    """Give a parameter what ``hooks_of`` gave."""
+    """Give a parameter the hooks that ``hooks_of`` returned."""
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
 
 
@@ -205,12 +205,12 @@ def in_forward_mode() -> bool:
 
 
 def is_exporting() -> bool:
-    """What torch.compiler.is_exporting says, but not True whenever torch.compile traces, as in torch 2.11."""
+    """Whether torch.export traces. torch.compiler.is_exporting is True under torch.compile too, in torch 2.11."""
     return torch.compiler._is_exporting_flag
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds one module for its first import, and has a function called with it once it is executed."""
+    """A finder of one module at its first import, which calls a function with the module once it is executed."""
 
     def __init__(self, name: str, then: Callable[[Any], None]) -> None:
         self.name, self.then = name, then
@@ -236,17 +236,17 @@ def _after_import(name: str, then: Callable[[Any], None]) -> None:
     if name in sys.modules:
         then(sys.modules[name])
     else:
-        # not the first: whoever puts a finder of his own there takes the first away again
+        # not first: code that puts its own finder there for a while removes the first one afterwards
         finders, last = sys.meta_path, importlib.machinery.PathFinder
         finders.insert(finders.index(last) if last in finders else 0, _AfterImport(name, then))
 
 
 def tell_torch_of_products(formulas: Mapping[Any, Callable[..., int]]) -> None:
-    """Have torch count the FLOPs of ops, and not take computing them again for free in backward.
+    """Have torch count the FLOPs of ops, and not assume that computing them again in backward is free.
 
     ``formulas``: by op (an OpOverloadPacket), as ``torch.utils.flop_counter.register_flop_formula`` takes them. That
-    module imports Triton, so it is told when it is imported; so is the partitioner, which splits a compiled step
-    into forward and backward by an activation memory budget, and has a list of the ops that are dear.
+    module imports Triton, so it gets the formulas when somebody imports it; so does the partitioner get the ops for its
+    list of dear ones, by which it splits a compiled step into forward and backward under an activation memory budget.
     """
 
     def register(counter: Any) -> None:
@@ -273,10 +273,10 @@ def tell_torch_of_products(formulas: Mapping[Any, Callable[..., int]]) -> None:
 def let_inductor_call(calls: Mapping[str, str]) -> None:
     """Have the Python that Inductor writes call a function where it would call an op, by the names of both there.
 
-    Nothing happens unless Inductor is imported, and before torch 2.13, whose Inductor asks for such.
+    Nothing happens unless Inductor is imported and has a table of such functions, as from torch 2.13 on.
     """
-    found = sys.modules.get("torch._inductor.codegen.custom_extern_kernel_codegen")
-    if found is None or calls.keys() <= found.CUSTOM_EXTERN_KERNEL_CODEGEN.keys():
+    inductor = sys.modules.get("torch._inductor.codegen.custom_extern_kernel_codegen")
+    if inductor is None or calls.keys() <= inductor.CUSTOM_EXTERN_KERNEL_CODEGEN.keys():
         return
     from torch._inductor.codegen.wrapper import ExternKernelAllocLine
     from torch._inductor.virtualized import V
@@ -285,8 +285,8 @@ def let_inductor_call(calls: Mapping[str, str]) -> None:
         def codegen(self, code: Any) -> None:
             node: Any = self.node
             arguments = node.codegen_args()
-            defaults = {one.name: one.default_value for one in node.op_overload._schema.arguments}
-            for name, default in defaults.items():  # an argument less is a microsecond less
+            defaults = {argument.name: argument.default_value for argument in node.op_overload._schema.arguments}
+            for name, default in defaults.items():  # each argument left out saves a microsecond
                 if isinstance(value := node.kwargs.get(name), type(default)) and value == default:
                     node.kwargs.pop(name, None)
             self.wrapper._generate_extern_kernel_alloc_helper(node, [*arguments, *node.codegen_kwargs()])
@@ -295,7 +295,7 @@ def let_inductor_call(calls: Mapping[str, str]) -> None:
         node.python_kernel_name = calls[node.python_kernel_name]
         writeline(Line(V.graph.wrapper_code, node))
 
-    found.CUSTOM_EXTERN_KERNEL_CODEGEN.update(dict.fromkeys(calls, found.CustomCodegen(python=write)))
+    inductor.CUSTOM_EXTERN_KERNEL_CODEGEN.update(dict.fromkeys(calls, inductor.CustomCodegen(python=write)))
 
 
 class FsdpParam:
@@ -318,27 +318,27 @@ class FsdpParam:
 
     @property
     def was_gathered(self) -> bool:
-        """Whether FSDP2 has gathered it before, and holds the tensors of that."""
+        """Whether FSDP2 has gathered the parameter before, and holds the gathered tensors."""
         return hasattr(self._param, "_unsharded_param")
 
     def forget_gathered(self) -> None:
-        """Make FSDP2 gather it anew, without the tensors of before."""
+        """Make FSDP2 gather the parameter anew, into new tensors."""
         self.module.reshard()
         self._param.all_gather_outputs, self._param._unsharded_inner_tensors = [], []
         del self._param._unsharded_param
 
     def take_shard(self) -> None:
         """Make FSDP2 take the shard that the DTensor has now."""
-        # before the first forward this is plain, and torch would ask for its storage, which a facade hasn't
+        # before the first forward this is a plain tensor, and torch would ask for its storage, which a facade lacks
         self._param._sharded_param_data = local_tensor(self.sharded)
         self._param.reset_sharded_param()
 
 
 def fsdp_params(model: nn.Module) -> Iterator[FsdpParam]:
-    """Each FSDPParam of each module that ``fully_shard`` was applied to.
+    """Yield each FSDPParam of each module that ``fully_shard`` was applied to.
 
     Raises:
-        OctavoError: where this torch has FSDP2's attributes no more.
+        OctavoError: if this torch no longer has FSDP2's attributes.
     """
     from torch.distributed.fsdp import FSDPModule
 

@@ -1,4 +1,4 @@
-"""Reads files that may be damaged, or that a stranger wrote: what is wrong with one is a ValueError that says so.
+"""Readers of files that may be damaged, or that a stranger wrote: a fault in one is a ValueError that says so.
 
 JSON has limits that Python's reader lacks, names in a file lead to files of its own folder, and the CRC-32s that
 torch.save writes, one a record of its zip archive, are checked, which torch.load does not do.
@@ -16,7 +16,7 @@ from typing import Any
 from octavo.errors import first_line
 
 _FOLDER = 0x10  # in the external attributes of a zip archive's record
-DEEPEST = 64  # levels of lists and objects in a JSON document; what octavo reads has fewer than 10
+DEEPEST = 64  # levels of lists and objects in a JSON document; octavo's own have fewer than 10
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -64,7 +64,7 @@ def file_inside(folder: Path, name: str) -> Path:
     snapshot there.
 
     Raises:
-        ValueError: ``name`` leads out of the folder, or can be no file's name.
+        ValueError: ``name`` leads out of the folder, or can't be a file's name.
     """
     root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(folder / name))
     blobs = root.parents[1] / "blobs" if root.parent.name == "snapshots" else root
@@ -81,7 +81,7 @@ def check_records(saved: bytes) -> None:
     try:
         with zipfile.ZipFile(io.BytesIO(saved)) as archive:
             records = archive.infolist()
-            # torch reads nothing where a record's attributes say that it is a folder, and keeps what the memory held
+            # torch reads nothing where a record's attributes say that it is a folder, and leaves the memory as it was
             damaged = next((record.filename for record in records if record.external_attr & _FOLDER), None)
             if damaged is None and any(record.CRC for record in records):
                 damaged = archive.testzip()

@@ -7,8 +7,8 @@ Each name returns a frozen octavo.Recipe; dataclasses.replace makes variants. A 
                "blocks.0.*": "blockwise",
                "*.fc2": {"grad_weight": null, "saved": "Cast(E4M3, PerTensor(), Dynamic())"}}}
 
-Rules are an octavo.RecipeMap's: null, a recipe by its name, or what changes. A recipe without a name in octavo.recipes
-is all its fields, with a name of its own. Casts are text, as they print. Nothing in a file is run.
+Rules are an octavo.RecipeMap's: null, a recipe by its name, or the fields that change. A recipe without a name in
+octavo.recipes is all its fields, with a name of its own. Casts are text, as they print. Nothing in a file is run.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["default", "dynamic", "dynamic_with_output_hp", "delayed", "rowwise",
 __all__ += ["blockwise", "mx", "batch_invariant", "high_precision"]
 NAMED = tuple(__all__)
 __all__ += ["as_recipe", "load", "to_json"]
-AnyRecipe = Recipe | RecipeMap | str | Path  # what as_recipe takes: a str is a recipe's name, or a file's
+AnyRecipe = Recipe | RecipeMap | str | Path  # as_recipe's argument: a str is the name of a recipe or a file
 
 
 def default() -> Recipe:
-    """What ``octavo.convert`` and octavo's modules take where no recipe is named: ``dynamic()``.
+    """Return the recipe of ``octavo.convert`` and octavo's modules where none is named: ``dynamic()``.
 
     Where one scale a tensor is enough, no recipe's final loss has been told apart from another's. This one keeps no
     state, works with every feature, and every GPU with FP8 multiplies its codes natively. The evidence is in the
@@ -179,11 +179,11 @@ def mx() -> Recipe:
 
 
 def batch_invariant() -> Recipe:
-    """For evaluation and log-probabilities: nothing that a batch's other rows hold changes a row's output by a bit.
+    """A recipe for evaluation and log-probabilities: no values in a batch's other rows change a row's output by a bit.
 
-    In forward, if the batch has as many rows; the guide "which recipe?" says what is not promised. It is ``rowwise``
-    with powers of two: a row's scale is its own, and a CPU, which multiplies powers of two in bfloat16 and other scales
-    in float32, never chooses by what a batch's scales happen to be.
+    This holds in forward, if the batch has as many rows; the guide "which recipe?" says what is not promised. It is
+    ``rowwise`` with powers of two: a row's scale is its own, and a CPU, which multiplies powers of two in bfloat16 and
+    other scales in float32, never chooses by what a batch's scales happen to be.
 
     Example:
         >>> import octavo
@@ -211,7 +211,7 @@ def _linear(name: str, input: Cast, weight: Cast, grad_output: Cast) -> Recipe:
 
 
 def as_recipe(recipe: object) -> Recipe | RecipeMap:
-    """What octavo.convert, set_recipe, the trainer and the integrations take as a recipe.
+    """Return the recipe that an argument of octavo.convert, set_recipe, the trainer or the integrations stands for.
 
     Args:
         recipe: a Recipe or RecipeMap, which is returned; a recipe's name; the path of a file for ``load``, a str that
@@ -232,7 +232,7 @@ def as_recipe(recipe: object) -> Recipe | RecipeMap:
         return _rule(recipe)  # type: ignore[return-value]
     if isinstance(recipe, Mapping) and "default" in recipe:
         return _map(recipe, None)
-    name = getattr(recipe, "__name__", recipe)  # of a recipe's function that was not called
+    name = getattr(recipe, "__name__", recipe)  # the name of a recipe's function that was not called
     meant = f"recipes.{name if isinstance(name, str) and name in NAMED else 'default'}()"
     if isinstance(recipe, dict):
         meant = "RecipeMap(octavo.recipes.default(), rules)"
@@ -240,7 +240,7 @@ def as_recipe(recipe: object) -> Recipe | RecipeMap:
 
 
 def load(path: str | Path, default: Recipe | None = None) -> RecipeMap:
-    """Recipes by layer from a file, as ``octavo inspect --write`` leaves one: what octavo.convert takes as a recipe.
+    """Return recipes by layer from a file, such as ``octavo inspect --write`` leaves; octavo.convert takes them.
 
     Args:
         path: JSON, see the top of the file.
@@ -263,7 +263,7 @@ def load(path: str | Path, default: Recipe | None = None) -> RecipeMap:
 
 
 def _map(content: Mapping[str, Any], default: Recipe | None) -> RecipeMap:
-    """The recipes by layer of a file."""
+    """Return the recipes by layer of a file's content."""
     rules = content.get("rules") if isinstance(content, Mapping) else None
     if not isinstance(rules, Mapping):
         raise TypeError(f'{content!r} is not of the form {{"default": a recipe, "rules": {{pattern: rule}}}}')
@@ -276,7 +276,7 @@ def _map(content: Mapping[str, Any], default: Recipe | None) -> RecipeMap:
 
 
 def to_json(recipe: Recipe | RecipeMap | Mapping[str, RecipeRule]) -> str:
-    """What ``load`` reads.
+    """Return the text of a file that ``load`` reads.
 
     Args:
         recipe: a Recipe, of all layers; a RecipeMap; or rules without a default.
@@ -297,27 +297,27 @@ def to_json(recipe: Recipe | RecipeMap | Mapping[str, RecipeRule]) -> str:
     return json.dumps(content, indent=1, default=str)
 
 
-def _rule(found: Any) -> RecipeRule:
-    """A rule of a file."""
-    if isinstance(found, str):
-        if found not in NAMED:
-            raise ValueError(f"{found!r} is no recipe: choose {', '.join(NAMED)}, or a file that ends in .json")
-        made: Recipe = globals()[found]()
-        return made
-    if found is None:
+def _rule(content: Any) -> RecipeRule:
+    """Return the rule that a value in a file stands for."""
+    if isinstance(content, str):
+        if content not in NAMED:
+            raise ValueError(f"{content!r} is no recipe: choose {', '.join(NAMED)}, or a file that ends in .json")
+        recipe: Recipe = globals()[content]()
+        return recipe
+    if content is None:
         return None
-    if not isinstance(found, Mapping):
-        raise TypeError(f"{found!r} is no rule: use null, a recipe's name, or an object of what changes")
+    if not isinstance(content, Mapping):
+        raise TypeError(f"{content!r} is no rule: use null, a recipe's name, or an object of what changes")
     read: dict[str, Callable[[Any], Any]] = {"saved": Cast.of, "fast_accum": tuple, "name": str}
     read |= dict.fromkeys(PRODUCTS, lambda casts: tuple(map(Cast.of, casts)))
     values: dict[str, Any] = {
-        name: value if value is None else read.get(name, str)(value) for name, value in found.items()
+        name: value if value is None else read.get(name, str)(value) for name, value in content.items()
     }
     return Recipe(**values) if "name" in values else values
 
 
 def _plain(rule: RecipeRule) -> Any:
-    """A rule as JSON has it, but for Casts."""
+    """Return a rule as values of JSON, but for Casts."""
     if not isinstance(rule, Recipe):
         return rule
     is_named = rule.name in NAMED and _rule(rule.name) == rule

@@ -1,4 +1,4 @@
-"""The count of optimizer steps in this process: what moves when weights may have been written."""
+"""The count of optimizer steps in this process, which rises when weights may have been written."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 
 class _SeenWrites:
-    """What is known of a parameter: the last step of an optimizer that owns it, its version then, writes by hand."""
+    """Writes to a parameter: the last step of an optimizer that owns it, its version then, the number of others."""
 
     def __init__(self, step: int, version: int) -> None:
         self.step, self.version, self.by_hand = step, version, 0
 
 
 class _OptimizerSteps:
-    """Counts the steps of every torch.optim.Optimizer in the process, from the first that asks on.
+    """The counter of the steps of every torch.optim.Optimizer in the process, from the first ``watch`` on.
 
-    Those are KeptWeights, weights under a delayed recipe in training, and weights that FSDP2 shards.
+    It is watched for KeptWeights, weights under a delayed recipe in training, and weights that FSDP2 shards.
 
-    ``count``: of all of them, since an optimizer may write weights that it does not own (through masters of its own).
+    ``count``: of all optimizers' steps, since an optimizer may write weights that it does not own (through masters of
+    its own).
     """
 
     def __init__(self) -> None:
@@ -39,22 +40,22 @@ class _OptimizerSteps:
             self._watching = True
 
     def of(self, parameter: Tensor) -> int:
-        """What changes with each step of an optimizer that owns this parameter, and only then; from the first call on.
+        """Return a number that rises with each step of an optimizer that owns this parameter, and only then.
 
-        Ranks see it change together, though the numbers may differ.
+        It does from the first call on, on all ranks together, though their numbers may differ.
         """
         return self._of(parameter).step
 
     def by_hand(self, parameter: Tensor) -> int:
-        """What changes when anything but an optimizer that owns this parameter writes it in place."""
-        known, version = self._of(parameter), version_of(parameter)
-        if known.version != version:
-            known.version, known.by_hand = version, known.by_hand + 1
-        return known.by_hand
+        """Return a number that rises when anything but an optimizer that owns this parameter writes it in place."""
+        writes, version = self._of(parameter), version_of(parameter)
+        if writes.version != version:
+            writes.version, writes.by_hand = version, writes.by_hand + 1
+        return writes.by_hand
 
     @contextmanager
     def writing(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Around writes of an optimizer to parameters that it owns, outside of its ``step``."""
+        """Keep an optimizer's writes to its parameters, outside of its ``step``, from counting as writes by hand."""
         watched = [parameter for parameter in parameters if id(parameter) in self._known]
         for parameter in watched:
             self.by_hand(parameter)
@@ -63,9 +64,9 @@ class _OptimizerSteps:
             self._of(parameter).version = version_of(parameter)
 
     def _of(self, parameter: Tensor) -> _SeenWrites:
-        if (known := self._known.get(id(parameter))) is None:
-            known = self._known[id(parameter)] = _SeenWrites(self.count, version_of(parameter))
-        return known
+        if (writes := self._known.get(id(parameter))) is None:
+            writes = self._known[id(parameter)] = _SeenWrites(self.count, version_of(parameter))
+        return writes
 
     def _watched(self, optimizer: Any) -> Iterator[Tensor]:
         groups = optimizer.param_groups if self._known else ()
@@ -78,12 +79,12 @@ class _OptimizerSteps:
     def _after_step(self, optimizer: Any, *args: Any) -> None:
         self.count += 1
         for parameter in self._watched(optimizer):
-            known = self._of(parameter)
-            known.step, known.version = self.count, version_of(parameter)
+            writes = self._of(parameter)
+            writes.step, writes.version = self.count, version_of(parameter)
 
 
 def version_of(tensor: Tensor) -> int:
-    """What an in-place write moves; inference tensors have none."""
+    """Return the version of a tensor, which an in-place write raises; -1 for inference tensors, which have none."""
     return -1 if tensor.is_inference() else tensor._version
 
 

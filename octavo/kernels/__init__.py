@@ -2,8 +2,8 @@
 
 In eager a call goes straight to the kernel that the device has (devices.py); while anything traces (torch.compile, fake
 tensors, dispatch modes, torch.jit.trace) it goes through the registered op, so that graphs hold one opaque node and
-modes see it. What Inductor compiled then calls these functions again, from torch 2.13 on, as the dispatcher costs time
-for each argument.
+modes see it. From torch 2.13 on, code that Inductor compiled then calls these functions again, as the dispatcher costs
+time for each argument.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ norm_backward = _entry("norm_backward")
 
 
 def multi_tensor_cast(xs: Sequence[torch.Tensor], *args: Any) -> None:
-    """By the op itself: what a list of tensors saves is launches, beside which its dispatch is little."""
+    """Call the op itself: a list of tensors saves launches, beside which its dispatch costs little."""
     torch.ops.octavo.multi_tensor_cast(xs, *args)
 
 
-# what signatures.DIRECT names
+# the functions that signatures.DIRECT names
 torch.ops.octavo.direct = SimpleNamespace(**{name: globals()[name] for name in SCHEMAS})  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""The activations that casts can compute on their way: what is cast is activation(h), or its gradient.
+"""The activations that casts can compute on their way: a cast rounds activation(h), or its gradient.
 
     plain   y [R, C] = f(h),  h [R, C]                  dh = dy . f'(h)
     gated   y [R, C] = f(gate) . up,  h [R, 2C] = (gate | up)
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 
 class Activation(NamedTuple):
-    """An activation: which function, and whether it is of a gate that multiplies ``up``."""
+    """An activation: its function, and whether that is taken of a gate that multiplies ``up``."""
 
     function: str
     gated: bool
@@ -44,7 +44,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation_of(name: str) -> Activation:
-    """The activation of this name.
+    """Return the activation of this name.
 
     Raises:
         ValueError: for another name, listing those there are.
@@ -61,7 +61,7 @@ def activation_of(name: str) -> Activation:
 def cast_shape(
     x: Sequence[int], activation: str = "", preactivation: Sequence[int] | None = None, has_scale_inv: bool = False
 ) -> tuple[int, int]:
-    """The shape [R, C] of what a cast casts.
+    """Return the shape [R, C] of the values that a cast rounds.
 
     Args:
         x: shape of the tensor it reads.
@@ -70,7 +70,7 @@ def cast_shape(
         has_scale_inv: whether a scale_inv of the activation's input is given.
 
     Raises:
-        ValueError: for an unknown activation, shapes that don't fit it, or what belongs to one where none is named.
+        ValueError: for an unknown activation, shapes that don't fit it, or an activation's argument without its name.
 
     Example:
         >>> cast_shape((4, 32), "swiglu"), cast_shape((4, 16), "swiglu", (4, 32))
@@ -79,8 +79,8 @@ def cast_shape(
     rows, cols = x
     if not activation:
         if preactivation is not None or has_scale_inv:
-            given = "h_scale_inv" if preactivation is None else "preactivation"
-            raise ValueError(f"{given} is given without the name of its activation")
+            argument = "h_scale_inv" if preactivation is None else "preactivation"
+            raise ValueError(f"{argument} is given without the name of its activation")
         return rows, cols
     gated = activation_of(activation).gated
     if preactivation is not None:

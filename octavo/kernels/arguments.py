@@ -1,7 +1,7 @@
 """The ops' flat arguments, unpacked once: what is cast, how, and what is written. signatures.py says what each is.
 
-The reference, the Triton kernels, the fakes and ONNX's lowering take these values, and the first three allocate what
-they return by the functions here.
+The reference, the Triton kernels, the fakes and ONNX's lowering take these values, and the first three allocate their
+results by the functions here.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from octavo.kernels.groups import check_offsets_kind, grouped_scale_shape, padde
 from octavo.kernels.layouts import padded, plain_scales
 from octavo.numerics import E8M0, scale_inv_dtype
 
-# what cast_statistics adds to: reference/cast_statistics.py says what each is
+# the numbers that cast_statistics adds up or raises; reference/cast_statistics.py explains them
 SUMS = ("elements", "zeros", "flushed", "clipped", "nonfinite", "power", "error")
 EXTREMES = ("amax", "scale_inv", "scale")
-EXPONENTS = 64  # bins of the exponents floor(log2 |x|), zeros and what is not finite left out
-LOWEST = -48  # the first bin's, which holds all below too, as the last all above
+EXPONENTS = 64  # bins of the exponents floor(log2 |x|) of finite numbers other than 0
+LOWEST = -48  # the first bin's exponent; it counts smaller exponents too, and the last bin larger ones
 
 # (the largest number's code, the factor by which a number must exceed it to be more than rounded to it)
 LARGEST = {torch.float8_e4m3fn: (0x7E, 464 / 448), torch.float8_e5m2: (0x7B, 61440 / 57344)}
 
-FOUND = ("faulty", "rows", "scale_inv", "amax")  # what note_faults does
+FOUND = ("faulty", "rows", "scale_inv", "amax")  # the numbers that note_faults adds up or raises
 
 
 class CastSource(NamedTuple):
-    """What is cast: x itself, an activation of it, or of a preactivation the gradient."""
+    """The source of a cast: x itself, an activation of it, or the gradient of an activation's input."""
 
     x: Tensor
     activation: str = ""
@@ -43,19 +43,19 @@ class CastSource(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of what is cast."""
+        """The shape [R, C] of the values that are cast."""
         h = None if self.preactivation is None else self.preactivation.shape
         return cast_shape(self.x.shape, self.activation, h, self.h_scale_inv is not None)
 
     def part(self, rows: slice, scale_rows: slice) -> CastSource:
-        """What is cast of some rows, whose scales in h_scale_inv are these."""
+        """Return the source of some rows, whose scales in h_scale_inv are these."""
         h = None if self.preactivation is None else self.preactivation[rows]
         scale_inv = None if self.h_scale_inv is None else self.h_scale_inv[scale_rows]
         return CastSource(self.x[rows], self.activation, h, scale_inv, self.h_tile)
 
 
 class NormSource(NamedTuple):
-    """What is cast: a norm of x."""
+    """The source of a cast: a norm of x."""
 
     x: Tensor
     gamma: Tensor
@@ -66,12 +66,12 @@ class NormSource(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of what is cast."""
+        """The shape [R, C] of the values that are cast."""
         return self.x.shape[0], self.x.shape[1]
 
 
 class Scaling(NamedTuple):
-    """How it is cast; with a delayed_scale, by its element ``role``."""
+    """The codes' dtype, and how their scale is chosen; a delayed_scale is read at its element ``role``."""
 
     dtype: torch.dtype
     tile: Tile
@@ -83,19 +83,19 @@ class Scaling(NamedTuple):
 
     @property
     def scale_inv_dtype(self) -> torch.dtype:
-        """Of what is written."""
+        """The dtype of scale_inv as it is written."""
         return scale_inv_dtype(self.tile, self.power_of_two)
 
     @property
     def known_scale(self) -> float:
-        """The delayed scale, or 0 where it is still to come from the tensor's own amax."""
+        """The delayed scale, or 0 where the scale will come from the tensor's own amax."""
         return 0.0 if self.delayed_scale is None else self.delayed_scale.tolist()[self.role]
 
 
 class Output(NamedTuple):
-    """What is written: transposed codes too (of two scalings, the second's only so), and what else.
+    """The results that a cast writes: transposed codes too (the second's of two scalings only so), sums, a norm's y.
 
-    ``as_is``: of rows in groups, whether codes as they lie are.
+    ``as_is``: whether codes of rows in groups are written as they lie.
     """
 
     transpose: bool = False
@@ -106,7 +106,7 @@ class Output(NamedTuple):
 
 
 class CastTarget(NamedTuple):
-    """Where a scaling of a matrix [R, C] goes: codes as it lies and transposed, [0, 0] where not asked for.
+    """The tensors that a matrix [R, C] is cast into: codes as it lies and transposed, [0, 0] where not asked for.
 
     ``amax``, like ``scale_inv``, has an element for each of the matrix's tiles, however these lie.
     """
@@ -119,7 +119,7 @@ class CastTarget(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """The delayed state that a cast of grad_output rolls, the amax of forward's casts, and how."""
+    """The delayed state that a cast of grad_output rolls, the amax of forward's casts, and how next scales are made."""
 
     delayed_scale: Tensor
     delayed_amax_history: Tensor
@@ -141,41 +141,41 @@ class OperandPair(NamedTuple):
 
     @property
     def scale_inv_dtype(self) -> torch.dtype:
-        """Of what is read."""
+        """The dtype of scale_inv as it is read."""
         return self.scale_inv.dtype
 
     def plain(self) -> OperandPair:
-        """Itself, of scales that are not swizzled."""
+        """Return the pair with scales that are not swizzled."""
         return OperandPair(self.codes, plain_scales(self.scale_inv, self.codes.shape, self.tile), self.tile)
 
 
 def have_e8m0_blocks(*operands: Any) -> bool:
-    """Whether the scales of all are E8M0's of blocks along the contraction; each is an OperandPair or a Cast.
+    """Whether all operands' scales are E8M0, of blocks along the contraction; each is an OperandPair or a Cast.
 
-    By those the tensor cores of what came after Hopper multiply themselves.
+    The tensor cores of GPUs after Hopper multiply by such scales themselves.
     """
     return all(one.scale_inv_dtype is E8M0 and one.tile[1] != ALL for one in operands)
 
 
 class ProductArguments(NamedTuple):
-    """What a product multiplies, and the bias that it adds."""
+    """The operands that a product multiplies, and the bias that it adds."""
 
     a: OperandPair
     b: OperandPair
     bias: Tensor | None
 
     def plain(self) -> ProductArguments:
-        """Those of scales that are not swizzled."""
+        """Return the arguments with scales that are not swizzled."""
         return ProductArguments(self.a.plain(), self.b.plain(), self.bias)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the product."""
+        """The shape of the product."""
         return self.a.codes.shape[0], self.b.codes.shape[0]
 
 
 class GroupedOperands(NamedTuple):
-    """What a grouped product multiplies: a's rows in groups by b's matrices, or both along a contraction in groups."""
+    """The operands of a grouped product: a's rows in groups by b's matrices, or both along a contraction in groups."""
 
     a: OperandPair
     b: OperandPair
@@ -185,12 +185,12 @@ class GroupedOperands(NamedTuple):
 
     @property
     def has_ragged_rows(self) -> bool:
-        """Whether a's rows are in groups; else what is summed over."""
+        """Whether a's rows are in groups; else the contraction is."""
         return self.b.codes.ndim == 3
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the product."""
+        """The shape of the product."""
         rows = self.a.codes.shape[0]
         if self.has_ragged_rows:
             return rows, self.b.codes.shape[1]
@@ -198,7 +198,7 @@ class GroupedOperands(NamedTuple):
 
 
 class NormGradient(NamedTuple):
-    """What the gradient of a norm is made of."""
+    """The arguments that the gradient of a norm is computed from."""
 
     dy: Tensor
     x: Tensor
@@ -255,8 +255,8 @@ def _cast(
             refused, where = "kind" if kind else "keep", "no gamma is given"
     first, second = Scaling(dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role, swizzle), None
     if second_dtype is not None:
-        own = second_dtype, (second_tile[0], second_tile[1]), second_power_of_two, second_margin
-        second = Scaling(*own, swizzles=swizzle)
+        scaling_fields = second_dtype, (second_tile[0], second_tile[1]), second_power_of_two, second_margin
+        second = Scaling(*scaling_fields, swizzles=swizzle)
         if delayed_scale is not None or offsets is not None:
             refused, where = "delayed_scale" if offsets is None else "offsets", "there are two scalings"
     if offsets is not None:
@@ -340,7 +340,7 @@ def _rotary(*flat: Any) -> tuple[RotaryHeads]:
 
 
 class LossRows(NamedTuple):
-    """Rows of logits [T, V], the right column of each [T], and how their cross entropy is made of them."""
+    """Rows of logits [T, V], the right column of each [T], and the options of their cross entropy."""
 
     logits: Tensor
     target: Tensor
@@ -377,15 +377,15 @@ def _matmul(*flat: Any) -> tuple[Any, ...]:
 
 
 def _grouped_matmul(*flat: Any, **pad: int) -> tuple[Any, ...]:
-    offsets, bias, out_dtype, fast_accum, *rest = flat[6:]
+    offsets, bias, out_dtype, fast_accum, *pad_by_position = flat[6:]
     a, b, _ = _operands(*flat[:6], bias)
-    operands = GroupedOperands(a, b, offsets, bias, *rest, **pad)
+    operands = GroupedOperands(a, b, offsets, bias, *pad_by_position, **pad)
     check_grouped_operands(operands)
     return operands, out_dtype, fast_accum
 
 
 def check_grouped_operands(operands: GroupedOperands) -> None:
-    """What a grouped product asks of its operands' shapes.
+    """Check the shapes of a grouped product's operands.
 
     Raises:
         TypeError: for offsets that are not int32.
@@ -407,7 +407,7 @@ def check_grouped_operands(operands: GroupedOperands) -> None:
     else:
         if bias is not None:
             raise ValueError("a bias is added where a's rows are in groups: b is then [groups, N, K]")
-        # along the terms there are more of blocks than the padded codes tell
+        # along the terms there are more blocks than the number of padded codes says
         grids = [
             (tiles_along(p.codes.shape[0], p.tile[0]), groups if p.tile[1] == ALL else p.scale_inv.shape[1])
             for p in (a, b)
@@ -430,7 +430,7 @@ def _operands(*flat: Any) -> ProductArguments:
 def check_norm(
     x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, dy: Tensor | None = None, residual: Tensor | None = None
 ) -> None:
-    """What a norm of x [R, C], or its backward, asks of its arguments.
+    """Check the arguments of a norm of x [R, C], or of its backward.
 
     Raises:
         ValueError: for another kind than "layer_norm" or "rms_norm", a gamma or beta that is not [C], or a dy or
@@ -473,41 +473,41 @@ UNPACK: dict[str, Callable[..., tuple[Any, ...]]] = {
 
 
 def unpacking(kernels: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Kernels of these values, by their ops' names, as kernels of the ops' flat arguments; others as they are."""
+    """Return kernels of these values, by their ops' names, as kernels of ops' flat arguments; others as they are."""
 
-    def of_flat(kernel: Callable[..., Any], unpack: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+    def with_flat_arguments(kernel: Callable[..., Any], unpack: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
         @functools.wraps(kernel)
         def call(*arguments: Any, **named: Any) -> Any:
             return kernel(*unpack(*arguments, **named))
 
         return call
 
-    return {name: of_flat(k, UNPACK[name]) if name in UNPACK else k for name, k in kernels.items()}
+    return {name: with_flat_arguments(k, UNPACK[name]) if name in UNPACK else k for name, k in kernels.items()}
 
 
 def new_codes(x: Tensor, shape: Sequence[int], dtype: torch.dtype, pad: int, transpose: bool = False) -> Tensor:
-    """Where the codes of a tensor of this shape go, unwritten."""
+    """Return memory for the codes of a tensor of this shape, unwritten."""
     rows, cols = shape[::-1] if transpose else shape
     return x.new_empty((rows, padded(cols, pad)), dtype=dtype)
 
 
 def no_codes(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What an op returns for codes that were not asked for."""
+    """Return the empty tensor that an op returns for codes that were not asked for."""
     return x.new_empty((0, 0), dtype=dtype)
 
 
 def new_grouped(
     source: CastSource, scaling: Scaling, output: Output, offsets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where codes, transposed ones, scale_inv and amax of rows in groups go, unwritten."""
+    """Return codes, transposed codes, scale_inv and amax of rows in groups, unwritten."""
     x, shape, count = source.x, source.shape, offsets.shape[0]
     codes = new_codes(x, shape, scaling.dtype, output.pad) if output.as_is else no_codes(x, scaling.dtype)
-    laid = no_codes(x, scaling.dtype)
+    transposed_codes = no_codes(x, scaling.dtype)
     if output.transpose:
-        laid = laid.new_empty((shape[1], padded_columns(shape[0], count, output.pad)))
+        transposed_codes = transposed_codes.new_empty((shape[1], padded_columns(shape[0], count, output.pad)))
     grid = grouped_scale_shape(shape, count, scaling.tile)
     scale_inv = laid_scales(x, grid, scaling.tile, dtype=scaling.scale_inv_dtype)
-    return codes, laid, scale_inv, laid_scales(x, grid, scaling.tile)
+    return codes, transposed_codes, scale_inv, laid_scales(x, grid, scaling.tile)
 
 
 def new_cast(
@@ -517,7 +517,7 @@ def new_cast(
     output: Output,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """What ``octavo::cast`` returns, unwritten."""
+    """Return the results of ``octavo::cast``, unwritten."""
     x, shape = source.x, source.shape
     if offsets is not None:
         assert isinstance(source, CastSource)
@@ -526,41 +526,41 @@ def new_cast(
     scale_inv = _new_scale_inv(x, shape, first, False)
     if second is not None:
         other = new_codes(x, shape, second.dtype, output.pad, output.transpose)
-        found = codes, other, scale_inv, _new_scale_inv(x, shape, second, output.transpose)
+        results = codes, other, scale_inv, _new_scale_inv(x, shape, second, output.transpose)
     else:
         other = new_codes(x, shape, first.dtype, output.pad, True) if output.transpose else no_codes(x, first.dtype)
-        found = codes, other, scale_inv, laid_scales(x, grid, first.tile)
+        results = codes, other, scale_inv, laid_scales(x, grid, first.tile)
     if isinstance(source, NormSource):
-        return *found, *new_statistics(source), x.new_empty(shape if output.keep else (0, 0))
-    return *found, x.new_empty(shape[1] if output.column_sum else 0, dtype=sums_dtype(x.dtype))
+        return *results, *new_statistics(source), x.new_empty(shape if output.keep else (0, 0))
+    return *results, x.new_empty(shape[1] if output.column_sum else 0, dtype=sums_dtype(x.dtype))
 
 
 def new_statistics(source: NormSource) -> tuple[Tensor, Tensor]:
-    """Where a norm's mean and rstd go, unwritten."""
+    """Return a norm's mean and rstd, unwritten."""
     rstd = source.x.new_empty(source.shape[0], dtype=torch.float32)
     return torch.empty_like(rstd) if source.kind == "layer_norm" else rstd.new_empty(0), rstd
 
 
 def new_norm(source: NormSource, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What ``octavo::norm`` returns, unwritten."""
+    """Return the results of ``octavo::norm``, unwritten."""
     x, shape = source.x, source.shape
     return x.new_empty(shape), *new_statistics(source), x.new_empty((0, 0) if residual is None else shape)
 
 
 def new_rotary(heads: RotaryHeads) -> Tensor:
-    """What ``octavo::rotary`` returns, unwritten."""
+    """Return the result of ``octavo::rotary``, unwritten."""
     q, k, v, *_ = heads
     return q.new_empty((*q.shape[:2], (q.shape[2] + k.shape[2] + v.shape[2]) * q.shape[3]))
 
 
 def new_losses(rows: LossRows) -> tuple[Tensor, Tensor]:
-    """What ``octavo::cross_entropy`` returns, unwritten."""
+    """Return the results of ``octavo::cross_entropy``, unwritten."""
     losses = rows.logits.new_empty(len(rows.logits), dtype=torch.float32)
     return losses, torch.empty_like(losses)
 
 
 def _new_scale_inv(x: Tensor, shape: tuple[int, int], scaling: Scaling, transpose: bool) -> Tensor:
-    """Where a scaling's scale_inv goes; swizzled with its padding written."""
+    """Return a scaling's scale_inv, unwritten but for the padding of a swizzled one."""
     grid = scale_shape(shape, scaling.tile)
     if not scaling.swizzles:
         return laid_scales(x, grid, scaling.tile, transpose, scaling.scale_inv_dtype)
@@ -570,14 +570,14 @@ def _new_scale_inv(x: Tensor, shape: tuple[int, int], scaling: Scaling, transpos
 
 
 def new_scales(x: Tensor, shape: Sequence[int], tile: Tile, transpose: bool = False) -> Tensor:
-    """Where an element a tile goes, float32, unwritten."""
+    """Return float32 scales, one a tile, unwritten."""
     return laid_scales(x, scale_shape(shape, tile), tile, transpose)
 
 
 def laid_scales(
     x: Tensor, shape: Sequence[int], tile: Tile, transpose: bool = False, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The same of this shape, before it is transposed; of parts of a row by columns, as products read them."""
+    """Return unwritten scales of this shape, or of its transpose; column-major if a tile is part of a row."""
     if transpose:
         shape, tile = shape[::-1], tile[::-1]
     if lie_by_columns(tile):
@@ -586,10 +586,10 @@ def laid_scales(
 
 
 def lie_by_columns(tile: Tile) -> bool:
-    """Whether scales of this tile do: those of a part of a row, of which a product's program reads those below it."""
+    """Whether scales of this tile are column-major: products read a column of them where tiles are parts of rows."""
     return tile[0] == 1 and tile[1] > 1
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of column sums: that of what a cast reads, float32 where that is codes."""
+    """Return the dtype of column sums: that of the tensor that is cast, float32 where that is codes."""
     return torch.float32 if dtype.itemsize == 1 else dtype

@@ -1,12 +1,12 @@
 """The number of the backward pass that is under way, and of the last one before an optimizer's step, on each device.
 
 A layer's delayed state is rolled once an optimizer step, by the first of its casts of grad_output after that. However
-many micro-batches, losses or calls a step has, the later casts raise what that one entered. The state itself says which
-pass rolled it last and which one wrote it last, so that a copy of it, in a compiled graph say, does too; these are what
-it compares with the numbers here. They lie in a tensor that is written on its device, in CUDA graphs too: a replay is a
-pass of its own, and ends a step if an optimizer's step was captured.
+many micro-batches, losses or calls a step has, the later casts raise the amax that the first one entered. The state
+itself holds the numbers of the pass that rolled it last and of the one that wrote it last, so that a copy of it, as in
+a compiled graph, has them too; they are compared with the numbers here. These lie in a tensor that is written on its
+device, in CUDA graphs too: a replay is a pass of its own, and ends a step if an optimizer's step was captured.
 
-What updates weights by no torch.optim.Optimizer ends no step; LONGEST passes do.
+Updates of weights without a torch.optim.Optimizer end no step; LONGEST passes do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from octavo.private import current_graph_task_id, no_modes
 LONGEST = 1024  # backward passes that count as one step where no optimizer has ended it
 
 _numbers: dict[torch.device, Tensor] = {}
-_tasks: dict[torch.device, int] = {}  # of autograd's engine: what each number was last counted up for
+_tasks: dict[torch.device, int] = {}  # the task of autograd's engine that each device's number was last raised for
 
 
 def is_running() -> bool:
@@ -33,7 +33,7 @@ def is_running() -> bool:
 def backward_pass(device: torch.device) -> Tensor:
     """Return int32 [2]: the pass's number, and that of the last pass before or in which an optimizer made its step.
 
-    Outside of a backward pass each call is one by itself.
+    Outside of a backward pass each call counts as a pass.
     """
     task = current_graph_task_id()
     numbers = _numbers.get(device)
@@ -41,7 +41,7 @@ def backward_pass(device: torch.device) -> Tensor:
         if not _numbers:
             register_optimizer_step_post_hook(end_step)
         with torch.inference_mode(False):
-            # other numbers than in the process that a pickled state comes from
+            # numbers that differ from those in the process that a pickled state comes from
             numbers = torch.full((2,), time.time_ns() % (1 << 30), dtype=torch.int32, device=device)
         _numbers[device] = numbers
     if task == -1 or _tasks.get(device) != task:
@@ -53,7 +53,7 @@ def backward_pass(device: torch.device) -> Tensor:
 
 def end_step(*arguments: object) -> None:
     """Note on each device, after an optimizer's step, that the passes until now are of a step that is over."""
-    with no_modes(), torch.no_grad():  # a mode that counts operations or makes them fake is not meant
+    with no_modes(), torch.no_grad():  # modes that count operations, or make them fake, must not see these
         for numbers in _numbers.values():
             numbers[1].copy_(numbers[0])
 
@@ -61,11 +61,11 @@ def end_step(*arguments: object) -> None:
 def enters_again(delayed_before: Tensor, numbers: Tensor) -> Tensor:
     """Return for each role [3] whether a commit now raises the newest amax; else it rolls the history.
 
-    ``delayed_before`` is that of octavo/scaling/delayed.py, ``numbers`` what ``backward_pass`` returns.
+    ``delayed_before``: see octavo/scaling/delayed.py; ``numbers``: of ``backward_pass``.
     """
     number, of_last_step = numbers.unbind()
     written, _, rolled = delayed_before.unbind()
-    passes = number - rolled  # negative: of another process's or device's numbers
+    passes = number - rolled  # negative if the state is from another process or device
     return (written == number) | ((rolled > of_last_step) & (passes >= 0) & (passes < LONGEST))
 
 

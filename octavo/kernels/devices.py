@@ -1,4 +1,4 @@
-"""Which kernels a device runs: Triton's where FP8 is native, elsewhere those tuned for CPUs.
+"""The kernels that a device runs: Triton's where FP8 is native, elsewhere those tuned for CPUs.
 
 An optimizer's step is no op of torch's, for nothing traces or differentiates an optimizer. It follows the same rule:
 Triton converts to E4M3, which moments are kept in, on GPUs with FP8 alone.
@@ -26,7 +26,7 @@ _logger = logging.getLogger("octavo")
 
 @functools.cache
 def triton_kernels() -> ModuleType | None:
-    """The Triton kernels' package, imported by the first to ask; None where it can't be."""
+    """Return the Triton kernels' package, imported by the first call; None where Triton can't be imported."""
     try:
         from octavo.kernels import triton
     except ImportError as error:
@@ -37,13 +37,13 @@ def triton_kernels() -> ModuleType | None:
 
 @functools.cache
 def kernels_of(index: int) -> dict[str, Callable[..., Any]]:
-    """The kernels by name for tensors on CUDA device ``index``."""
+    """Return the kernels by name for tensors on CUDA device ``index``."""
     package = triton_kernels() if runs_natively(torch.device("cuda", index)) else None
     return KERNELS if package is None else package.KERNELS
 
 
 def reads_swizzled(device: torch.device) -> bool:
-    """Whether products of E8M0's blocks read their scales swizzled on a device, which is asked at the first call."""
+    """Whether products of E8M0's blocks read their scales swizzled on a device, which the first call asks."""
     if device.type != "cuda" or kernels_of(device.index or 0) is KERNELS:
         return False
     package = triton_kernels()
@@ -72,7 +72,7 @@ def optimizer_step(
     plans: dict[Any, Any] | None = None,
     resolution: Tensor | None = None,
 ) -> None:
-    """``reference.optimizer_step``; ``plans``: the optimizer's, where a launch is kept for the next step."""
+    """Do ``reference.optimizer_step``; ``plans``: the optimizer's dict that holds launches for its next step."""
     if not updates:
         return
     gradient = updates[0].gradient

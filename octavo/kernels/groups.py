@@ -1,8 +1,8 @@
 """Rows in groups, as a mixture of experts sorts its tokens: each group is a matrix of its own.
 
 offsets [G] int32, on the device of the rows, are the groups' ends, cumulative (what torch's grouped products call
-``offs``): group e has the rows from offsets[e - 1], or 0, up to offsets[e]. Rows from the last end on belong to nobody.
-Only the device knows how large groups are, so what they are written to has a size that depends on R and G alone:
+``offs``): group e has the rows from offsets[e - 1], or 0, up to offsets[e]. Rows from the last end on are in no group.
+Only the device knows how large groups are, so the sizes of the results depend on R and G alone:
 
     along the rows              a row a row: R
     along a scale's rows        tile rows of -1: one a group, G. Of 1: one a row, R. Of r: each group's blocks begin at
@@ -24,7 +24,7 @@ from octavo.kernels.layouts import padded
 
 
 def scale_rows(rows: int, groups: int, tile_rows: int) -> int:
-    """How many rows scale_inv and amax have for so many rows in groups.
+    """Return how many rows scale_inv and amax have for so many rows in groups.
 
     Example:
         >>> [scale_rows(1000, 8, tile_rows) for tile_rows in (-1, 1, 128)]
@@ -36,27 +36,27 @@ def scale_rows(rows: int, groups: int, tile_rows: int) -> int:
 
 
 def grouped_scale_shape(shape: tuple[int, int], groups: int, tile: Tile) -> tuple[int, int]:
-    """The shape of scale_inv and amax of [R, C] in groups."""
+    """Return the shape of scale_inv and amax of [R, C] in groups."""
     return scale_rows(shape[0], groups, tile[0]), tiles_along(shape[1], tile[1])
 
 
 def padded_columns(rows: int, groups: int, pad: int) -> int:
-    """How many columns the transposed codes of so many rows in groups have.
+    """Return how many columns the transposed codes of so many rows in groups have.
 
     Example:
         >>> padded_columns(1000, 8, 16), padded_columns(1000, 8, 1)
         (1120, 1000)
     """
-    padded(0, pad)  # raises where pad is none
+    padded(0, pad)  # raises for a pad that is no divisor
     return rows if pad == 1 else (rows // pad + groups) * pad
 
 
 def check_offsets_kind(offsets: Tensor, device: torch.device) -> None:
-    """What can be asked of offsets without reading them.
+    """Check the dtype, shape and device of offsets, without reading them.
 
     Raises:
         TypeError: unless they are int32.
-        ValueError: unless they are [G], on the device of what they divide.
+        ValueError: unless they are [G], on the device of the rows that they divide.
     """
     if offsets.dtype != torch.int32:
         raise TypeError(f"offsets are int32, not {offsets.dtype}: counts.cumsum(0).to(torch.int32)")
@@ -67,7 +67,7 @@ def check_offsets_kind(offsets: Tensor, device: torch.device) -> None:
 
 
 def check_offsets(offsets: Tensor, rows: int) -> list[int]:
-    """The groups' ends on the host, checked; a GPU is waited for.
+    """Return the groups' ends on the host, checked; waits for a GPU.
 
     Raises:
         ValueError: where they descend or go beyond the rows, with the first that does.
@@ -77,21 +77,21 @@ def check_offsets(offsets: Tensor, rows: int) -> list[int]:
         [3, 3, 8]
     """
     ends: list[int] = offsets.tolist()
-    before = 0
+    previous_end = 0
     for group, end in enumerate(ends):
-        if end < before:
+        if end < previous_end:
             raise ValueError(
-                f"offsets[{group}] = {end} is below {before}, where the group begins: offsets are the cumulative "
+                f"offsets[{group}] = {end} is below {previous_end}, where the group begins: offsets are the cumulative "
                 "sizes of groups, and ascend"
             )
         if end > rows:
             raise ValueError(f"offsets[{group}] = {end}: there are {rows} rows")
-        before = end
+        previous_end = end
     return ends
 
 
 class GroupPlace(NamedTuple):
-    """Where a group lies: along the rows, a scale's rows, and transposed columns, without their padding."""
+    """The place of a group along the rows, a scale's rows, and transposed columns, without their padding."""
 
     rows: slice
     scale_rows: slice
@@ -99,23 +99,23 @@ class GroupPlace(NamedTuple):
 
 
 def places(ends: Sequence[int], tile_rows: int, pad: int = 1) -> list[GroupPlace]:
-    """Where each group lies that ends there."""
-    found = []
+    """Return each group's place; ``ends``: of the groups along the rows."""
+    group_places = []
     start = column = tiles = 0
     for group, end in enumerate(ends):
         size = end - start
         if tile_rows == ALL:
             tiles = group
         of_scale = slice(tiles, tiles + tiles_along(size, tile_rows))
-        found.append(GroupPlace(slice(start, end), of_scale, slice(column, column + size)))
+        group_places.append(GroupPlace(slice(start, end), of_scale, slice(column, column + size)))
         start, tiles, column = end, of_scale.stop, column + padded(size, pad)
-    return found
+    return group_places
 
 
 def of_equal_groups(
     codes: Tensor, scale_inv: Tensor, tile: Sequence[int], shape: Sequence[int], pad: int = 1, transposed: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """What a grouped cast of weights [E, N, K], as E groups of N rows [E * N, K], wrote: views by group.
+    """Return views by group of the results of a grouped cast of weights [E, N, K], as E groups of N rows [E * N, K].
 
     Args:
         codes: [E * N, K'], or, with ``transposed``, [K, Rp] whose groups were padded to multiples of ``pad``.

@@ -1,4 +1,4 @@
-"""How codes lie: in tiles that share a scale, padded, transposed; and which layouts a device's FP8 product can read."""
+"""Layouts of codes: tiles that share a scale, padding, transposes, and what a device's FP8 product reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from octavo.granularity import ALL, CONTRACTION, MX, tiles_along
 from octavo.kernels.capability import runs_natively
 from octavo.numerics import E8M0
 
-BLOCK = 128  # of a row of what optimizers keep: up to so many elements share a scale
+BLOCK = 128  # elements of a row of an optimizer's state that share a scale, at most
 
 
 def needs_transposed_codes(device: torch.device) -> bool:
@@ -36,7 +36,7 @@ _native: dict[torch.device, bool] = {}  # asking the driver costs microseconds; 
 
 
 def contraction_multiple(device: torch.device) -> int:
-    """What a product's contracted dimension must be a multiple of; casts pad the operands with zero codes.
+    """Return the divisor that a product's contracted dimension must have; casts pad the operands with zero codes.
 
     CONTRACTION where torch's product takes no other; 1 where operands are strided views, or the reference.
     """
@@ -49,7 +49,7 @@ def is_small_block(tile: Sequence[int]) -> bool:
 
 
 def padded(size: int, multiple: int) -> int:
-    """``size`` rounded up to a multiple.
+    """Return ``size`` rounded up to a multiple.
 
     Raises:
         ValueError: unless the multiple divides CONTRACTION: kernels write their padding in tiles of that.
@@ -61,7 +61,7 @@ def padded(size: int, multiple: int) -> int:
 
 
 def with_padding(codes: Tensor, pad: int) -> Tensor:
-    """``codes`` with zero codes after each row, up to a multiple of ``pad``."""
+    """Return ``codes`` with zero codes after each row, up to a multiple of ``pad``."""
     if pad == 1:
         return codes
     missing = padded(codes.shape[-1], pad) - codes.shape[-1]
@@ -69,13 +69,13 @@ def with_padding(codes: Tensor, pad: int) -> Tensor:
 
 
 def transposed(x: Tensor) -> Tensor:
-    """Codes [..., R, C] as a contiguous copy [..., C, R]."""
+    """Return codes [..., R, C] as a contiguous copy [..., C, R]."""
     # not contiguous(): of a single row or column that is x itself, and an op's results must not alias
     return x.view(torch.uint8).mT.clone(memory_format=torch.contiguous_format).view(x.dtype)
 
 
 def swizzled(scale_inv: Tensor) -> Tensor:
-    """E8M0's codes [..., R, C] of 1x32 blocks as torch's product reads them on Blackwell, in one dimension [..., size].
+    """Return E8M0's codes [..., R, C] of 1x32 blocks as torch's product reads them on Blackwell: flat, [..., size].
 
     128 rows and 4 columns at a time (SWIZZLE_32_4_4), the last padded with zero bytes, 2^-127. Rows r, r + 32, r + 64
     and r + 96 lie beside each other, with four columns each.
@@ -90,17 +90,17 @@ def swizzled(scale_inv: Tensor) -> Tensor:
 
 
 def plain_scales(scale_inv: Tensor, shape: Sequence[int], tile: Sequence[int]) -> Tensor:
-    """scale_inv of codes of this shape, whose tile is (1, 32) or (32, 1), as it was before ``swizzled``; others as is.
+    """Return scale_inv of codes of this shape in tiles (1, 32) or (32, 1), as before ``swizzled``; others as they are.
 
-    Those that are swizzled have one dimension. They are laid as an operand's are: of (32, 1) transposed.
+    Swizzled scales have one dimension. They are laid as an operand's are: of (32, 1) transposed.
     """
     if scale_inv.ndim != 1 or len(shape) != 2:
         return scale_inv
     rows, terms = shape if tile[1] != 1 else shape[::-1]
     cols = -(-terms // MX[1])
     parts = scale_inv.view(torch.uint8).view(-(-rows // 128), -(-cols // 4), 32, 4, 4).permute(0, 3, 2, 1, 4)
-    found = parts.flatten(3, 4).flatten(0, 2)[:rows, :cols].view(E8M0)
-    return found if tile[1] != 1 else found.t()
+    scales = parts.flatten(3, 4).flatten(0, 2)[:rows, :cols].view(E8M0)
+    return scales if tile[1] != 1 else scales.t()
 
 
 def as_tiles(x_RC: Tensor, tile: Sequence[int]) -> Tensor:
@@ -126,12 +126,12 @@ def multiply_tiles_(x_RC: Tensor, scale: Tensor, tile: Sequence[int]) -> Tensor:
 
 
 def as_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(R, C) of a tensor as the kernels see it: its first dimension by all others; vectors are one row."""
+    """Return (R, C) of a tensor as the kernels see it: its first dimension by all others; vectors are one row."""
     if len(shape) < 2:
         return 1, math.prod(shape)
     return shape[0], math.prod(shape[1:])
 
 
 def blocks_of(cols: int) -> int:
-    """How many blocks a row has."""
+    """Return how many blocks a row has."""
     return -(-cols // BLOCK)

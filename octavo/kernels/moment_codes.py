@@ -4,10 +4,10 @@ A float32 number times 2^(bias - 127) has the bits of its code in its upper bits
 those that rounding drops. To nearest, the number is rounded before that: added to 2^(23 - mantissa bits) times its own
 power of two, or the smallest normal, it loses them. (After it, a subnormal would be rounded twice.) Stochastically, as
 many random bits as are dropped are added to these, so that a number goes up with exactly the probability of the part
-that is dropped: with fewer bits the lowest would never carry, and numbers would shrink by rounding alone. What a
-subnormal has below 2^-20 of a step, the product has rounded before.
+that is dropped: with fewer bits the lowest would never carry, and numbers would shrink by rounding alone. The digits
+of a subnormal below 2^-20 of a step are rounded before, by the product.
 
-The hybrid of both rounds to nearest, but stochastically where that would leave what is stored as it is: the smaller
+The hybrid of both rounds to nearest, but stochastically where that would leave the stored code as it is: the smaller
 error of nearest where a number moves by more than half a step, and none stands still.
 """
 
@@ -26,7 +26,7 @@ def encode_moment(y: Tensor, fmt: Format, bits: Tensor | None, stored: Tensor | 
     """Round scaled numbers to codes, uint8.
 
     Args:
-        y: float32, overwritten; not negative where the format has no sign. What lies past the format's max saturates;
+        y: float32, overwritten; not negative where the format has no sign. Numbers past the format's max saturate;
             NaN and inf become NaN.
         fmt: E4M3, E5M2 or E4M4.
         bits: int32, 32 random bits for each, for stochastic rounding; None rounds to nearest, ties to even.
@@ -87,7 +87,7 @@ def round_to_bf16(wide: Tensor, bits: Tensor, stored: Tensor | None = None) -> T
 
 
 def round_to_half(wide: Tensor, bits: Tensor) -> Tensor:
-    """Round float32, below float16's max, to float16 stochastically; NaN and inf stay what they are. Bits as above."""
+    """Round float32, below float16's max, to float16 stochastically; NaN and inf stay what they are; bits as above."""
     sign = (wide.view(torch.int32) >> 16) & -0x8000
     rounded = wide.abs().mul_(2.0**-112).view(torch.int32).add_(upper_bits(bits, 13)) >> 13
     return _with_faults(wide, (rounded | sign).to(torch.int16).view(torch.float16))

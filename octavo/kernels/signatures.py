@@ -198,17 +198,17 @@ FAKES: dict[str, Callable[..., Any]] = unpacking(
 )
 
 LIBRARY = torch.library.Library("octavo", "DEF")
-# what Inductor's Python calls in place of an op: the functions of octavo/kernels/__init__.py
+# the functions of octavo/kernels/__init__.py that Inductor's Python calls in place of an op
 DIRECT = {f"torch.ops.octavo.{name}.default": f"torch.ops.octavo.direct.{name}" for name in SCHEMAS}
 
 
 def _fake(name: str) -> Callable[..., Any]:
-    made = FAKES[name]
+    fake_kernel = FAKES[name]
 
-    @functools.wraps(made)
+    @functools.wraps(fake_kernel)
     def fake(*arguments: Any, **named: Any) -> Any:
-        let_inductor_call(DIRECT)  # whoever traces has imported it, if it will compile
-        return made(*arguments, **named)
+        let_inductor_call(DIRECT)  # a tracer that will compile has imported Inductor
+        return fake_kernel(*arguments, **named)
 
     return fake
 
@@ -224,16 +224,16 @@ for _name, _schema in SCHEMAS.items():
 def _matmul_flop(
     a: Sequence[int], a_scale_inv: object, a_tile: object, b: Sequence[int], *_: object, **__: object
 ) -> int:
-    """The FLOPs of ``matmul`` by its operands' shapes, of whose contraction the padding counts too."""
+    """Return the FLOPs of ``matmul`` by its operands' shapes, of whose contraction the padding counts too."""
     return 2 * a[0] * b[0] * a[1]
 
 
 def _grouped_matmul_flop(*operands: Any, pad: int = 1, out_shape: object = None) -> int:
-    """The FLOPs of ``grouped_matmul`` by its operands' shapes, as if all rows were in groups."""
-    a, _, _, b, _, _, offsets, _, _, _, *rest = operands
+    """Return the FLOPs of ``grouped_matmul`` by its operands' shapes, as if all rows were in groups."""
+    a, _, _, b, _, _, offsets, _, _, _, *pad_by_position = operands
     if len(b) == 3:
         return 2 * a[0] * a[1] * b[1]
-    pad = rest[0] if rest else pad
+    pad = pad_by_position[0] if pad_by_position else pad
     rows = a[1] - (offsets[0] * pad if pad > 1 else 0)  # groups.padded_columns: each group may add up to ``pad``
     return 2 * a[0] * b[0] * rows
 

@@ -16,7 +16,7 @@ _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
 
 
 def power(base: float, exponent: int) -> float:
-    """base^exponent of a base that is not negative, exponent at least 1; inf where it is too large."""
+    """Return base^exponent, for a base of at least 0 and an exponent of at least 1; inf where it is too large."""
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -27,7 +27,7 @@ def power(base: float, exponent: int) -> float:
 
 
 def adam_max_update(step: int, beta1: float, beta2: float) -> float:
-    """R_t, the largest |m_hat| / sqrt(v_hat) that any gradients can give Adam in step t, from 1.
+    """Return R_t, the largest |m_hat| / sqrt(v_hat) that any gradients can give Adam in step t, from 1.
 
     By Cauchy-Schwarz on m_t = (1 - beta1) sum beta1^(t-i) g_i against v_t = (1 - beta2) sum beta2^(t-i) g_i^2. It is
     inf where beta2 is 0 and beta1 is not, or beta1^2 > beta2 lets it grow without end.
@@ -46,14 +46,14 @@ def adam_max_update(step: int, beta1: float, beta2: float) -> float:
 
 
 def ratio_of(beta1: float, beta2: float) -> float:
-    """beta1^2 / beta2, of the sum in R_t; inf where only beta2 is 0."""
+    """Return beta1^2 / beta2, of the sum in R_t; inf where only beta2 is 0."""
     if beta1 == 0.0:
         return 0.0
     return beta1 * beta1 / beta2 if beta2 else math.inf
 
 
 def bound_after(amax: Tensor, lr: float, max_update: float, weight_decay: float) -> Tensor:
-    """The most that |w|, up to ``amax`` now, can be after a step, with room for float32's roundings on the way.
+    """Return the most that |w|, up to ``amax`` now, can be after a step, with room for float32's roundings.
 
     ``max_update``: the most that the step moves an element, by the learning rate; ``weight_decay``: decoupled, or 0.
     """
@@ -61,7 +61,7 @@ def bound_after(amax: Tensor, lr: float, max_update: float, weight_decay: float)
 
 
 def root_of(square: Tensor) -> Tensor:
-    """The square root of float32, rounded to nearest, in a fresh tensor.
+    """Return the square root of float32, rounded to nearest, in a fresh tensor.
 
     torch's own is MKL's on a CPU, which on some (an AMD EPYC without AVX512) is a unit in the last place off in 17 % of
     all numbers. In float64 that is far below what float32 rounds.
@@ -70,7 +70,7 @@ def root_of(square: Tensor) -> Tensor:
 
 
 def random_bits(key: int, index: Tensor) -> Tensor:
-    """32 bits, int32, for each element of ``index``: int32 or int64, indices in the whole tensor; overwritten.
+    """Return 32 bits, int32, for each element of ``index``: int32 or int64, indices in the whole tensor; overwritten.
 
     The finaliser is "lowbias32" of C. Wellons, hash-prospector (bias 0.17 of the ideal's).
     """
@@ -97,7 +97,7 @@ def upper_bits(drawn: Tensor, count: int) -> Tensor:
 
 
 def key_of(*numbers: int) -> int:
-    """A key of 32 bits out of some numbers of 64 (a seed, a tensor's, a step's), each of which changes all of it."""
+    """Return a key of 32 bits from numbers of 64 (a seed, a tensor's, a step's), each of which changes all of it."""
     key = 0x243F6A88
     for number in numbers:
         for word in (number & _MASK, number >> 32 & _MASK):

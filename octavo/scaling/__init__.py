@@ -1,1 +1,1 @@
-"""Who decides the scale: the values Cast and Recipe, and the state of delayed scaling."""
+"""The choice of a scale: the values Cast and Recipe, and the state of delayed scaling."""

@@ -2,13 +2,14 @@
 
     delayed_scale         [3]     float32, one scale a role (input, weight, grad_output); 0 = no history yet
     delayed_amax_history  [3, H]  float32, one an optimizer step, newest first
-    delayed_before        [3, 3]  int32, the number of the backward pass that committed a role last, the bits of the
-                                  scale that was in force before it, the number of the pass that rolled a role last
+    delayed_before        [3, 3]  int32, for each role: the number of the backward pass that committed it last, the bits
+                                  of the scale in force before that, the number of the pass that rolled it last
 
 Forward only reads it. Backward's cast of grad_output commits: the first after an optimizer's step rolls the histories,
-those of other micro-batches, losses and calls raise what it has entered; each writes the next scales. What a pass casts
-reads the scales of before it. So a recomputed forward (activation checkpointing) sees what the first one saw, and the
-history is as long whether a step has one backward pass or many. kernels/backward_pass.py tells steps and passes.
+those of other micro-batches, losses and calls raise the amax that it has entered; each writes the next scales. Casts in
+a pass read the scales from before the pass. So a recomputed forward (activation checkpointing) reads the first one's
+scales, and the history is as long whether a step has one backward pass or many. kernels/backward_pass.py tells steps
+and passes.
 
 The state belongs to this rank: were its tensors buffers, DistributedDataParallel would write rank 0's over them before
 each forward. They are in no state_dict: a converted model's has the keys of the plain model. Losing them costs one step
@@ -33,13 +34,13 @@ from octavo.scaling.recipe import ROLES, Delayed
 from octavo.step_count import version_of
 
 STATE = "delayed_state"  # on a module: its State
-NAMES = ("delayed_scale", "delayed_amax_history")  # of what is saved
-ASIDE = "_delayed_state_aside"  # on a module: the states to return to, of each octavo.using around
-INPUTS = "_delayed_inputs_entered"  # on a scale: its id, its version, and what its history of the input is made of
+NAMES = ("delayed_scale", "delayed_amax_history")  # of the tensors that are saved
+ASIDE = "_delayed_state_aside"  # on a module: the states to return to, one for each octavo.using around
+INPUTS = "_delayed_inputs_entered"  # on a scale: its id, its version, and a number for its history of the input
 EMPTIED = "_delayed_state_emptied"  # on a tensor: its id, and its version when some of it was empty
 LOADED = "_delayed_state_loaded"  # on a module: a LoadedState
 
-# a recomputed forward asks what was in force, the first one did not: selective checkpointing compares their ops
+# a recomputed forward calls it, the first one did not, and selective checkpointing compares their ops
 SAC_IGNORED_OPS.add(torch.ops.octavo.scales_of_pass.default)
 
 
@@ -52,7 +53,7 @@ class State(NamedTuple):
 
     @classmethod
     def empty(cls, history_length: int, device: torch.device | str | None = None) -> State:
-        """One without history."""
+        """Return a state without history."""
         scale = torch.zeros(len(ROLES), dtype=torch.float32, device=device)
         history = torch.zeros(len(ROLES), history_length, dtype=torch.float32, device=device)
         state = cls(scale, history, torch.zeros(3, len(ROLES), dtype=torch.int32, device=device))
@@ -60,7 +61,7 @@ class State(NamedTuple):
         return state
 
     def on(self, device: torch.device) -> State:
-        """The same on this device, empty if either is the meta device: itself, if it is there."""
+        """Return the state on this device: itself if it is there, an empty one if either device is meta."""
         if self.scale.device == device:
             return self
         if self.scale.is_meta or device.type == "meta":
@@ -70,26 +71,27 @@ class State(NamedTuple):
         return moved
 
     def in_force(self, role: int) -> Tensor:
-        """The scales that a cast of this role reads: in a backward pass, recomputing too, those of before it."""
+        """Return the scales that this role's casts read: in a backward pass, recomputing too, those from before it."""
         is_gradient = role == ROLES.index("grad_output")
         if is_gradient or (not torch.compiler.is_compiling() and backward_pass.is_running()):
             return kernels.scales_of_pass(self.scale, self.before)
         return self.scale
 
     def clone(self) -> State:
-        """A copy."""
+        """Return a copy."""
         return State(*(tensor.clone() for tensor in self))
 
 
 def state_of(module: nn.Module) -> State | None:
-    """A module's delayed state, if it has one."""
+    """Return a module's delayed state, None if it has none."""
     return module.__dict__.get(STATE)
 
 
 def register_delayed_state(module: nn.Module, rule: Delayed | None, device: torch.device) -> None:
     """Give ``module`` a delayed state for ``rule``; None takes it away, as nothing would keep it up to date.
 
-    A real one of the same length is kept as it is; of another length its scales and last amaxes are. Else it is empty.
+    A state of the same length stays, unless it is on meta; from one of another length the scales and newest amaxes are
+    copied. Otherwise the new state is empty.
     """
     if rule is None:
         for name in (STATE, LOADED):
@@ -114,28 +116,28 @@ def empty_state(state: State | None, role: int | None = None) -> None:
     with torch.no_grad():
         for tensor in state[:2]:
             (tensor if role is None else tensor[role]).zero_()
-        (state.before if role is None else state.before[:, role]).zero_()  # no pass has rolled what there is now
+        (state.before if role is None else state.before[:, role]).zero_()  # no pass has rolled this history
     note_empty(state.scale)
     if inputs is not None:
         _note_input_history(state, inputs)
 
 
 def note_empty(scale: Tensor) -> None:
-    """Some of it may be empty, for all that is known; a compiled graph does not ask."""
+    """Note that a role may have no scale; nothing is noted in a compiled graph, where may_be_empty is always True."""
     if not torch.compiler.is_compiling():
         scale.__dict__[EMPTIED] = id(scale), version_of(scale)
 
 
 def may_be_empty(scale: Tensor) -> bool:
-    """Whether a role may have no scale: no backward has committed one since all were made, or since one was emptied.
+    """Whether a role may have no scale: no backward has committed one since the state was created or emptied.
 
-    By what this process has done, without asking the device, so that ranks that do the same find the same. What is
-    compiled is told yes, and may ask when it runs.
+    Decided by this process's history, never by values, so that all ranks decide alike. In compiled code: always True,
+    and the graph may look at the values when it runs.
     """
     if torch.compiler.is_compiling():
         return True
     noted, version = scale.__dict__.get(EMPTIED, (id(scale), 0))
-    if noted != id(scale):  # on what this is a copy of, whose versions are others
+    if noted != id(scale):  # noted on the tensor that this is a copy of, whose versions are others
         note_empty(scale)
         return True
     return version_of(scale) <= version
@@ -146,9 +148,9 @@ _fresh_histories = itertools.count(1)
 
 
 def _input_history(state: State) -> int | None:
-    """A number of what a layer's history of its input is made of: equal ones are of equal histories, device and all.
+    """Return a number for a layer's history of its input: equal numbers mean equal histories, on the same device.
 
-    None: nobody knows what wrote it last.
+    None: something unknown wrote it last.
     """
     scale = state.scale
     noted = scale.__dict__.get(INPUTS)
@@ -162,7 +164,7 @@ def _note_input_history(state: State, history: int) -> None:
 def have_same_inputs(a: State, b: State) -> bool:
     """Whether two layers' histories of the input are the same, bit for bit, so that both would cast it alike.
 
-    They stay the same for as long as the layers share each input. Where it is not known what wrote one (new or loaded
+    They stay the same for as long as the layers share each input. Where something unknown wrote one (new or loaded
     states, a compiled graph's) their values are compared, once, for which the host waits.
     """
     of_a, of_b = _input_history(a), _input_history(b)
@@ -172,7 +174,7 @@ def have_same_inputs(a: State, b: State) -> bool:
         return False
     if type(a.scale) is FakeTensor:  # a forward without data: as in a training from its beginning
         return True
-    role, found = ROLES.index("input"), of_a or of_b or next(_fresh_histories)
+    role, shared_history = ROLES.index("input"), of_a or of_b or next(_fresh_histories)
     with no_modes(), torch.no_grad():  # a mode that sees ops must see the same ones in a recomputed forward
         same = all(
             torch.equal(one, other)
@@ -184,13 +186,13 @@ def have_same_inputs(a: State, b: State) -> bool:
         )
     for state, history in ((a, of_a), (b, of_b)):
         if history is None:
-            _note_input_history(state, found if same else next(_fresh_histories))
+            _note_input_history(state, shared_history if same else next(_fresh_histories))
     return same
 
 
 @contextmanager
 def entering_input(state: State, number: int) -> Iterator[None]:
-    """Around a commit of an input's amax, by the number of its cast, which other layers may have shared; 0: of none."""
+    """Update a layer's input history around a commit; ``number``: its cast's, which layers may share, or 0 for none."""
     if torch.compiler.is_compiling():
         yield
         return
@@ -205,9 +207,9 @@ def entering_input(state: State, number: int) -> Iterator[None]:
 
 
 class LoadedState(NamedTuple):
-    """Tells, while ``version`` is that of the scale of this id, which weights the state belongs to.
+    """A note of the weights that a state belongs to; it is valid while ``version`` is that of the scale of this id.
 
-    ``load`` is an object of the ``load_state_dict`` that loaded them; None: the next ones that are loaded.
+    ``load``: an object of the ``load_state_dict`` that loaded them; None: the weights are the next to be loaded.
     """
 
     scale: int
@@ -230,7 +232,7 @@ def note_loaded(module: nn.Module, load: object) -> None:
 
 
 def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The delayed state of every converted module in ``model``.
+    """Return the delayed state of every converted module in ``model``.
 
     Args:
         model: any module; parts without delayed state are passed over.
@@ -268,14 +270,14 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         >>> layer = octavo.nn.Linear(64, 64, recipe=octavo.recipes.delayed())
         >>> octavo.nn.load_delayed_state_dict(layer, octavo.nn.delayed_state_dict(layer))
     """
-    own = _saved(model)
-    missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    tensors_of_model = _saved(model)
+    missing, unexpected = sorted(tensors_of_model.keys() - state.keys()), sorted(state.keys() - tensors_of_model.keys())
     if missing or unexpected:
         raise ValueError(
             f"delayed state does not fit the model: missing {missing[:4]}, unexpected {unexpected[:4]}; "
             "convert the model with the recipe it was saved under first"
         )
-    for name, tensor in own.items():
+    for name, tensor in tensors_of_model.items():
         if state[name].shape != tensor.shape:
             raise ValueError(
                 f"{name}: saved shape {tuple(state[name].shape)}, the model's {tuple(tensor.shape)}; "
@@ -285,20 +287,20 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         if bool((state[name] < 0).any()) or (name.endswith(NAMES[0]) and not bool(state[name].isfinite().all())):
             raise ValueError(f"{name}: {state[name].tolist()} holds what is no scale or amax; the file is damaged")
     weights_from = {module: noted.load for module in model.modules() if (noted := loaded_state(module)) is not None}
-    for name, tensor in own.items():
+    for name, tensor in tensors_of_model.items():
         tensor.copy_(state[name])
         if not bool(state[name].all()):
             note_empty(tensor)
     for module in model.modules():
-        if (loaded := state_of(module)) is not None:
-            loaded.before.zero_()
+        if (module_state := state_of(module)) is not None:
+            module_state.before.zero_()
             note_loaded(module, weights_from.get(module))
             module.weight_writes.were_loaded(module.weights)  # type: ignore[union-attr, operator]
 
 
 def _saved(model: nn.Module) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors_by_name: dict[str, Tensor] = {}
     for module_name, module in model.named_modules():
         if state_of(module) is not None:
-            found.update({f"{module_name}.{name}".removeprefix("."): getattr(module, name) for name in NAMES})
-    return found
+            tensors_by_name.update({f"{module_name}.{name}".removeprefix("."): getattr(module, name) for name in NAMES})
+    return tensors_by_name

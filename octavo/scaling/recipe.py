@@ -81,7 +81,7 @@ _SCALING = ("dtype", "tile", "power_of_two", "margin")  # a cast op's arguments
 
 @dataclass(frozen=True)
 class Cast:
-    """How one operand of one product is cast.
+    """The format, granularity and rule by which one operand of one product is cast.
 
     Args:
         format: E4M3 or E5M2.
@@ -111,7 +111,7 @@ class Cast:
     scale_inv_dtype: Any = field(init=False, repr=False, compare=False)  # see numerics.scale_inv_dtype
     arguments: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # as the cast ops take them
     arguments_transposed: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # of the operand's transpose
-    as_second: dict[str, Any] = field(init=False, repr=False, compare=False)  # those as a second scaling
+    as_second: dict[str, Any] = field(init=False, repr=False, compare=False)  # the same of a second scaling
 
     def __post_init__(self) -> None:
         for name, kind in (("format", Format), ("granularity", Granularity), ("rule", (Dynamic, Delayed))):
@@ -141,7 +141,7 @@ class Cast:
 
     @classmethod
     def of(cls, text: str) -> Cast:
-        """The cast that prints so; nothing in the text is run.
+        """Return the cast that prints as this text; nothing in the text is run.
 
         Raises:
             ValueError: for other text.
@@ -167,7 +167,7 @@ _NAMES: dict[str, Any] = {
 
 
 def _value(node: ast.AST) -> Any:
-    """What a cast's text stands for: calls of these names with literals, and nothing else."""
+    """Return the value of a cast's text: calls of these names with literals, and nothing else."""
     match node:
         case ast.Call(func=ast.Name(id=name)):
             named = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
@@ -194,7 +194,7 @@ class RoleCasts(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """For each product, the casts of its two operands, or None: that product stays in high precision.
+    """The casts of each product's two operands, or None: that product stays in high precision.
 
     Args:
         output: (cast of input, cast of weight).
@@ -207,7 +207,7 @@ class Recipe:
             their own, shorter accumulator over all of the contraction: on a Hopper about 14 bits, and faster. The
             others are added up in float32 at least every 128 terms. Products by blocks along the contraction and those
             in high precision are not concerned, nor are a CPU's, which are float32 always.
-        name: how it is printed; not compared. What dataclasses.replace changes without a new name is named
+        name: how it is printed; not compared. A recipe that dataclasses.replace changes without a new name is named
             "<name> with <fields> changed".
 
     Raises:
@@ -268,19 +268,19 @@ class Recipe:
             is_high_precision=not any(getattr(self, product) for product in PRODUCTS),
             delayed=rule,
             delayed_update=_delayed_update(delayed, rule),
-            **{f"{role}_casts": found for role, found in zip(ROLES, casts, strict=True)},
+            **{f"{role}_casts": role_casts for role, role_casts in zip(ROLES, casts, strict=True)},
             weight_key=str(casts[1]),
             rows_unit=_rows_unit(casts[1], casts[2]),
         )
         self._rename()
 
     def _rename(self) -> None:
-        """Note what the name was given for: dataclasses.replace hands on both, and a changed recipe needs another."""
-        value, before = {name: getattr(self, name) for name in FIELDS}, self._named
-        if before is not None and before["name"] == self.name:
-            if changed := [name for name in FIELDS if before[name] != value[name]]:
+        """Note the fields that the name stands for; rename what dataclasses.replace changed under an old name."""
+        values, old_values = {name: getattr(self, name) for name in FIELDS}, self._named
+        if old_values is not None and old_values["name"] == self.name:
+            if changed := [name for name in FIELDS if old_values[name] != values[name]]:
                 vars(self)["name"] = f"{self.name} with {', '.join(changed)} changed"
-        vars(self)["_named"] = {"name": self.name, **value}
+        vars(self)["_named"] = {"name": self.name, **values}
 
     # derived in __post_init__
     input_casts: RoleCasts = field(init=False, repr=False, compare=False)
@@ -321,7 +321,7 @@ def _rows_unit(weight: RoleCasts, grad_output: RoleCasts) -> int:
 
 
 def _delayed_update(delayed: list[list[Cast]], rule: Delayed | None) -> tuple[Any, ...]:
-    """How each role's next scale is made, from its Delayed casts. A role without any is never rolled: any will do."""
+    """Return how each role's next scale is made, by its Delayed cast; any will do where there is none to roll."""
     chosen = [pair[0] if pair else Cast(E4M3, PerTensor(), Delayed()) for pair in delayed]
     each = ((cast.format.max, cast.power_of_two, cast.margin) for cast in chosen)
     return *zip(*each, strict=True), "max" if rule is None else rule.reduce
@@ -334,7 +334,7 @@ RecipeRule = Recipe | Mapping[str, Any] | None
 class RecipeMap:
     """Recipes by the names of layers.
 
-    Every rule whose pattern matches a layer's name applies, in order, on top of what the ones before it gave:
+    Every rule whose pattern matches a layer's name applies, in order, on top of the result of the rules before it:
 
         a Recipe                   takes its place
         None                       all of it in high precision
@@ -376,7 +376,7 @@ class RecipeMap:
             if isinstance(rule, Mapping):
                 if unknown := sorted(set(rule) - set(FIELDS)):
                     raise ValueError(f"RecipeMap: {pattern!r} changes {unknown}; a recipe has {', '.join(FIELDS)}")
-                changed = replace(self.default, **rule)  # what can't be carried out on the default says so now
+                changed = replace(self.default, **rule)  # raises now for changes that the default can't have
                 rule = {name: getattr(changed, name) for name in rule}  # lists as the tuples that they mean
             rules[pattern] = rule
         object.__setattr__(self, "rules", rules)
@@ -391,7 +391,7 @@ class RecipeMap:
         return self.default, list(self.rules.items()), self.prefix  # rules apply in order
 
     def of(self, *names: str) -> Recipe:
-        """The recipe of the layer of this name, or of these, if it has several."""
+        """Return the recipe of the layer of this name, or of these, if it has several."""
         names = tuple(_joined(self.prefix, name) for name in names)
         recipe = self.default
         for pattern, rule in self.rules.items():
@@ -404,9 +404,9 @@ class RecipeMap:
         return recipe
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
-        """The patterns that match none of these names."""
-        found = list(names)
-        return [pattern for pattern in self.rules if not any(fnmatchcase(name, pattern) for name in found)]
+        """Return the patterns that match none of these names."""
+        layer_names = list(names)
+        return [pattern for pattern in self.rules if not any(fnmatchcase(name, pattern) for name in layer_names)]
 
 
 _HIGH_PRECISION = Recipe(name="high_precision")
@@ -414,17 +414,17 @@ _HIGH_PRECISION = Recipe(name="high_precision")
 
 @functools.cache
 def _changed(recipe: Recipe, name: str, changes: tuple[tuple[str, Any], ...]) -> Recipe:
-    """One object for the same change, so that layers share it; the name is no part of a recipe's value."""
+    """Return one object for the same change, so that layers share it; recipes compare without ``name``, a cache key."""
     return replace(recipe, **dict(changes))
 
 
 def recipe_of(recipe: Recipe | RecipeMap, *names: str) -> Recipe:
-    """The recipe of the layer of this name, or of these, from a recipe for all or by names."""
+    """Return the recipe of the layer of this name, or of these, from a recipe for all or by names."""
     return recipe.of(*names) if isinstance(recipe, RecipeMap) else recipe
 
 
 def under(recipe: Recipe | RecipeMap | None, name: str) -> Recipe | RecipeMap | None:
-    """What a module hands to its part of this name as its ``recipe`` argument."""
+    """Return the ``recipe`` argument that a module passes to its part of this name."""
     if not isinstance(recipe, RecipeMap):
         return recipe
     return replace(recipe, prefix=_joined(recipe.prefix, name))

@@ -1,8 +1,8 @@
 """The ops that a CPU computes faster than the reference; the same bits but for the order of additions.
 
 They cast, read codes and count in C++, work in chunks that fit a cache, and multiply in bfloat16 where that is exact.
-Other devices without FP8 run them too, cast as the reference does, and in larger chunks. Of the other ops the reference
-is as fast as could be.
+Other devices without FP8 run them too, in larger chunks, and cast as the reference does. The other ops are the
+reference's, which is as fast as can be.
 """
 
 from collections.abc import Callable

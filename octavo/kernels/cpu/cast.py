@@ -1,8 +1,8 @@
 """Casts by ``cast.cpp``: the reference's bits, codes as they lie and transposed in one pass, in torch's threads.
 
-What an activation or a norm makes is torch's, in float32, by chunks of rows that never exist all at once. Where a scale
+Activations and norms are computed by torch in float32, by chunks of rows that never exist all at once. Where a scale
 needs the amax of all rows before the first code, the first chunks, up to KEPT elements, are kept from the first pass to
-the second; the other chunks are made twice.
+the second; the other chunks are computed twice.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def write(source: CastSource | NormSource, targets: Sequence[CastTarget], beside
         x = x.t()
     elif x.stride(1) != 1:
         x = x.resolve_neg().contiguous()  # a single element is contiguous, whatever its stride
-    given = _matrix(x, slice(0, x.shape[0]))
+    matrix = _matrix(x, slice(0, x.shape[0]))
     for target in targets:
-        functions.octavo_cast(described(target, shape, by_columns), *given, -1)
+        functions.octavo_cast(described(target, shape, by_columns), *matrix, -1)
 
 
 def _matrix(x: Tensor, rows: slice) -> tuple[int, ...]:
-    """``x``, which is these rows of what is cast, as cast.cpp takes it."""
+    """Return ``x``, which has these rows of the matrix that is cast, as arguments of cast.cpp."""
     first, stride = x.data_ptr() - rows.start * x.stride(0) * x.itemsize, x.stride(0)
     return first, stride, KINDS[x.dtype], rows.start, rows.stop, threads_for(x.numel())
 
@@ -73,48 +73,48 @@ def write_chunks(
     targets: Sequence[CastTarget],
     sums: Tensor | None = None,
 ) -> None:
-    """Cast what ``make(rows)`` makes, float32, in chunks that begin at multiples of ``unit``, and add its columns."""
+    """Cast the rows that ``make`` returns, float32, in chunks that begin at multiples of ``unit``; write their sums."""
     tiles = [target.scaling.tile[0] for target in targets]
     slices = row_slices(shape, math.lcm(unit, *(rows for rows in tiles if rows != ALL)), torch.device("cpu"))
-    each = [described(target, shape) for target in targets]
+    described_targets = [described(target, shape) for target in targets]
     spanning = [at for at, rows in enumerate(tiles) if rows == ALL]
-    looking = [at for at in spanning if not targets[at].scaling.known_scale]
-    faulty, kept, left = [0] * len(each), dict[int, Tensor](), KEPT
-    for rows in slices if looking and len(slices) > 1 else []:
+    needing_amax = [at for at in spanning if not targets[at].scaling.known_scale]
+    faulty, chunks_by_start, elements_left = [0] * len(described_targets), dict[int, Tensor](), KEPT
+    for rows in slices if needing_amax and len(slices) > 1 else []:
         y = make(rows)
-        left -= y.numel()
-        if left >= 0:
-            kept[rows.start] = y
-        for at in looking:
-            faulty[at] |= functions.octavo_amax(each[at], *_matrix(y, rows))
-    added = torch.zeros(shape[1], dtype=torch.float32, device="cpu")
+        elements_left -= y.numel()
+        if elements_left >= 0:
+            chunks_by_start[rows.start] = y
+        for at in needing_amax:
+            faulty[at] |= functions.octavo_amax(described_targets[at], *_matrix(y, rows))
+    column_sums = torch.zeros(shape[1], dtype=torch.float32, device="cpu")
     for rows in slices:
-        y = kept.pop(rows.start) if rows.start in kept else make(rows)
-        given = _matrix(y, rows)
+        y = chunks_by_start.pop(rows.start) if rows.start in chunks_by_start else make(rows)
+        matrix = _matrix(y, rows)
         if sums is not None:
-            added.add_(y.sum(0))
-        for at, of_target in enumerate(each):
-            if at in spanning and (at not in looking or len(slices) == 1):
-                faulty[at] = functions.octavo_amax(of_target, *given)
-            functions.octavo_cast(of_target, *given, faulty[at])
-        del y  # before the next is made
+            column_sums.add_(y.sum(0))
+        for at, of_target in enumerate(described_targets):
+            if at in spanning and (at not in needing_amax or len(slices) == 1):
+                faulty[at] = functions.octavo_amax(of_target, *matrix)
+            functions.octavo_cast(of_target, *matrix, faulty[at])
+        del y  # before the next chunk is computed
     if sums is not None:
-        sums.copy_(added)
+        sums.copy_(column_sums)
 
 
 def _normalised(source: NormSource, besides: Sequence[Tensor], rows: slice) -> Tensor:
-    """Some rows of a norm, whose statistics and, where asked for, y are written."""
-    mean, rstd, kept = besides
+    """Return some rows of a norm's y; write their statistics and, where asked for, y."""
+    mean, rstd, stored_y = besides
     y, mean_of_rows, rstd[rows] = normalise(*source._replace(x=source.x[rows]))
     if mean.numel():
         mean[rows] = mean_of_rows
-    if kept.numel():
-        kept[rows] = y
+    if stored_y.numel():
+        stored_y[rows] = y
     return y
 
 
 def _produced(source: CastSource, rows: slice) -> Tensor:
-    """Some rows of what is cast, which are whole tiles of a preactivation in codes."""
+    """Return some rows of the matrix that is cast; they are whole tiles of a preactivation in codes."""
     unit = source.h_tile[0]
     of_scale = slice(None) if unit == ALL else slice(rows.start // unit, -(-rows.stop // unit))
     return reference_produced(*source.part(rows, of_scale), decode)
@@ -123,7 +123,7 @@ def _produced(source: CastSource, rows: slice) -> Tensor:
 def produced(*flat: Any) -> Tensor:
     """``reference.activation.produced``."""
     source = CastSource(*flat)
-    # it is no op: a graph that held chunks would hold for one number of rows
+    # this is no op: a graph with chunks in it would be right for one number of rows only
     if not source.activation or torch.compiler.is_compiling():
         return reference_produced(*source)
     values = source.x.new_empty(source.shape, dtype=torch.float32)
@@ -136,8 +136,8 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     """``octavo::amax``."""
     if compiled(x) is None:
         return reference.KERNELS["amax"](x, tile)
-    found, none = new_scales(x, x.shape, (tile[0], tile[1])), no_codes(x, torch.float8_e4m3fn)
-    scaling, of_matrix = Scaling(none.dtype, (tile[0], tile[1]), False, 0), found if x.ndim == 2 else found.view(1, 1)
+    amaxes, none = new_scales(x, x.shape, (tile[0], tile[1])), no_codes(x, torch.float8_e4m3fn)
+    scaling, of_matrix = Scaling(none.dtype, (tile[0], tile[1]), False, 0), amaxes if x.ndim == 2 else amaxes.view(1, 1)
     x_RC = x.reshape(as_matrix_shape(x.shape))
     write(CastSource(x_RC), [CastTarget(scaling, none, none, torch.empty_like(of_matrix), of_matrix)])
-    return found
+    return amaxes

@@ -1,4 +1,4 @@
-"""What the doors to ``cast.cpp`` share, and codes read back by it; chunks of rows that fit a cache."""
+"""The arguments of ``cast.cpp``'s functions, codes read back by it, and chunks of rows that fit a cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SCALING = struct.Struct("18qd")  # cast.cpp's
 
 
 def row_slices(shape: Sequence[int], unit: int, device: torch.device, chunks: int = 1) -> list[slice]:
-    """Slices of rows, each of about ``chunks`` times CHUNK elements and, except the last, of whole units."""
+    """Return slices of rows, each of about ``chunks`` times CHUNK elements and, except the last, of whole units."""
     rows, cols = shape
     chunk = CHUNK if device.type == "cpu" else CHUNK_ELSEWHERE
     step = max(chunks * chunk // max(cols, 1) // unit, 1) * unit
@@ -36,31 +36,31 @@ def row_slices(shape: Sequence[int], unit: int, device: torch.device, chunks: in
 
 
 def tile_rows(scales: Tensor, tile: Sequence[int], rows: slice) -> Tensor:
-    """The scales of some rows, which are whole tiles."""
+    """Return the scales of some rows, which are whole tiles."""
     return scales if tile[0] == ALL else scales[rows.start // tile[0] : -(-rows.stop // tile[0])]
 
 
 def compiled(x: Tensor) -> ctypes.CDLL | None:
-    """cast.cpp, where x is on a CPU that has a compiler for it, and of a dtype that it takes."""
-    found = library("cast") if x.is_cpu and x.itemsize < 8 else None
-    if found is not None and found.octavo_cast.argtypes is None:
+    """Return cast.cpp's functions if x is on a CPU that has a compiler, and of a dtype that they take; else None."""
+    functions = library("cast") if x.is_cpu and x.itemsize < 8 else None
+    if functions is not None and functions.octavo_cast.argtypes is None:
         matrix = [c_void_p, c_int64, c_int, c_int64, c_int64, c_int64]
-        found.octavo_cast.argtypes = [c_char_p, *matrix, c_int]
-        found.octavo_amax.argtypes = [c_char_p, *matrix]
-        found.octavo_decode.argtypes = [c_char_p, c_void_p, c_int, c_int64]
-        found.octavo_count.argtypes = [c_char_p, c_void_p, c_int64, c_int, c_int64, c_void_p]
-    return found
+        functions.octavo_cast.argtypes = [c_char_p, *matrix, c_int]
+        functions.octavo_amax.argtypes = [c_char_p, *matrix]
+        functions.octavo_decode.argtypes = [c_char_p, c_void_p, c_int, c_int64]
+        functions.octavo_count.argtypes = [c_char_p, c_void_p, c_int64, c_int, c_int64, c_void_p]
+    return functions
 
 
 def described(target: CastTarget, shape: Sequence[int], by_columns: bool = False) -> bytes:
-    """``target`` of a matrix of this shape as cast.cpp reads it; ``by_columns``: of the matrix's transpose."""
+    """Return ``target`` of a matrix of this shape as cast.cpp reads it; ``by_columns``: of the matrix's transpose."""
     scaling, codes, transposed, scale_inv, amax = target
-    known, fmt, tile = scaling.delayed_scale, format_of(scaling.dtype), scaling.tile
+    delayed_scale, fmt, tile = scaling.delayed_scale, format_of(scaling.dtype), scaling.tile
     if by_columns:
         codes, transposed, scale_inv, amax, tile = transposed, codes, scale_inv.t(), amax.t(), tile[::-1]
     return _SCALING.pack(
         *(codes.data_ptr(), transposed.data_ptr(), scale_inv.data_ptr(), amax.data_ptr()),
-        0 if known is None else known.data_ptr() + 4 * scaling.role * known.stride(0),
+        0 if delayed_scale is None else delayed_scale.data_ptr() + 4 * scaling.role * delayed_scale.stride(0),
         *(shape[::-1] if by_columns else shape),
         *(codes.stride(0), transposed.stride(0), *scale_inv.stride(), *amax.stride(), *tile),
         *(scale_inv.dtype == E8M0, fmt.has_inf, scaling.power_of_two, fmt.max * 2.0**-scaling.margin),
@@ -91,7 +91,7 @@ def decode(
 
 
 def _read(codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> bytes:
-    """Codes with dense rows as cast.cpp reads them."""
+    """Return codes with dense rows as cast.cpp reads them."""
     scaling = Scaling(codes.dtype, (tile[0], tile[1]), False, 0)
     return described(CastTarget(scaling, codes, codes, scale_inv, scale_inv), codes.shape)
 
@@ -100,11 +100,11 @@ def measured(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -
     """``reference.cast_statistics.measured``."""
     if (functions := compiled(x)) is None:
         chunks = row_slices(x.shape, max(tile[0], 1), x.device)
-        parts = [reference_measured(x[at], codes[at], tile_rows(scale_inv, tile, at), tile) for at in chunks]
+        parts = [reference_measured(x[rows], codes[rows], tile_rows(scale_inv, tile, rows), tile) for rows in chunks]
         sums, amaxes, exponents = map(torch.stack, zip(*parts, strict=True))
         return sums.sum(0), amaxes.max(), exponents.sum(0)
     x, codes = (matrix if matrix.stride(1) == 1 else matrix.resolve_neg().contiguous() for matrix in (x, codes))
-    found = torch.zeros(len(SUMS) + 1 + 256, dtype=torch.float64, device=x.device)
-    given = x.data_ptr(), x.stride(0), KINDS[x.dtype], threads_for(x.numel()), found.data_ptr()
-    functions.octavo_count(_read(codes, scale_inv, tile), *given)
-    return found[: len(SUMS)], found[len(SUMS)], found[len(SUMS) + 1 :]
+    counts = torch.zeros(len(SUMS) + 1 + 256, dtype=torch.float64, device=x.device)
+    arguments = x.data_ptr(), x.stride(0), KINDS[x.dtype], threads_for(x.numel()), counts.data_ptr()
+    functions.octavo_count(_read(codes, scale_inv, tile), *arguments)
+    return counts[: len(SUMS)], counts[len(SUMS)], counts[len(SUMS) + 1 :]

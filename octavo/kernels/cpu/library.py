@@ -35,7 +35,7 @@ _logger = logging.getLogger("octavo")
 
 @functools.cache
 def library(name: str) -> ctypes.CDLL | None:
-    """``name``.cpp, compiled; None where there is no compiler, or none that takes it."""
+    """Return ``name``.cpp, compiled; None where there is no compiler, or it can't compile the file."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         return None
@@ -47,7 +47,7 @@ def library(name: str) -> ctypes.CDLL | None:
         folder = make_cache_folder()
         if not may_load_from(folder):
             return None
-        return ctypes.CDLL(str(_kept(folder, key) or _compile([compiler, *flags, str(source)], folder, key)))
+        return ctypes.CDLL(str(_from_cache(folder, key) or _compile([compiler, *flags, str(source)], folder, key)))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # RuntimeError: there is no home folder
         _logger.debug("%s could not compile octavo's %s.cpp, so the reference runs: %s", compiler, name, error)
         return None
@@ -61,8 +61,8 @@ def may_load_from(folder: Path) -> bool:
     return not why
 
 
-def _kept(folder: Path, key: str) -> Path | None:
-    """Return the library that an earlier process has compiled; None where there is none, or it has lost some bytes."""
+def _from_cache(folder: Path, key: str) -> Path | None:
+    """Return the library that an earlier process has compiled; None if there is none, or its file is damaged."""
     for path in folder.glob(f"{key}-*.so"):
         with contextlib.suppress(OSError):
             if path.name == _file_name(key, path.read_bytes()):
@@ -83,7 +83,7 @@ def _compile(command: Sequence[str], folder: Path, key: str) -> Path:
 
 
 def _file_name(key: str, content: bytes) -> str:
-    """The name of a library's file, by which its bytes are checked: loading a part of one kills the process."""
+    """Return the name of a library's file, by which its bytes are checked: loading a part of one kills the process."""
     return f"{key}-{_digest(content)}.so"
 
 
@@ -92,5 +92,5 @@ def _digest(content: bytes) -> str:
 
 
 def threads_for(elements: int) -> int:
-    """As many threads as torch has and so many elements are worth."""
+    """Return how many threads work on so many elements: no more than torch has, nor than are worth their start."""
     return min(torch.get_num_threads(), elements // _SHARE) if elements >= 2 * _SHARE else 1

@@ -90,7 +90,7 @@ def lies_transposed(x: Tensor) -> bool:
 def _by_chunks_of_rows(
     a: OperandPair, b: OperandPair, bias: Tensor | None, compute: torch.dtype, out_dtype: torch.dtype
 ) -> Tensor:
-    """The product in chunks of a's rows, which stay in the cache between being read and being multiplied.
+    """Return the product in chunks of a's rows, which stay in the cache between being read and being multiplied.
 
     The rows of a transposed a are columns in memory. Where the result is rounded, its chunk must fit too.
     """
@@ -118,9 +118,9 @@ def _by_chunks_of_rows(
 
 
 def _by_chunks_of_terms(a: OperandPair, b: OperandPair, bias: Tensor | None) -> Tensor:
-    """The product in float32 of two transposed operands, as grad_weight's are, in chunks of the terms of its sums.
+    """Return the product in float32 of two transposed operands, as grad_weight's are, in chunks of its sums' terms.
 
-    So neither operand is ever in float32 as a whole.
+    Neither operand is ever in float32 as a whole.
     """
     rows, cols, terms = a.codes.shape[0], b.codes.shape[0], a.codes.shape[1]
     unit = math.lcm(*(max(pair.tile[1], 1) for pair in (a, b)))
@@ -141,7 +141,7 @@ def _by_chunks_of_terms(a: OperandPair, b: OperandPair, bias: Tensor | None) -> 
 
 
 def _terms(pair: OperandPair, chunk: slice) -> OperandPair:
-    """Some columns of an operand, which are whole tiles."""
+    """Return some columns of an operand, which are whole tiles."""
     q, scale_inv, tile = pair
     of_chunk = tile_rows(scale_inv.t(), (tile[1], tile[0]), chunk).t()
     return OperandPair(q.t()[chunk].t(), of_chunk, tile)
@@ -182,7 +182,7 @@ def _finish(wide_MN: Tensor, a: _ScaledOperand, b: _ScaledOperand, bias: Tensor 
 
 
 def _common_factor(a: _ScaledOperand, b: _ScaledOperand) -> float | None:
-    """The one number that multiplies the whole result; None where it is not one, or not normal in float32."""
+    """Return the number that multiplies the whole result; None if several do, or if it is not normal in float32."""
     factor = 1.0
     for scale_inv in (a.scale_inv, b.scale_inv):
         if scale_inv is not None:

@@ -49,12 +49,12 @@ _UpdateFields = _structure(
 
 
 def step_in_place(update: WeightUpdate, step: AdamStep | SgdStep, divisor: float) -> bool:
-    """``reference.optimizer_step``'s pass over a weight whose state has begun the step; False if it isn't done here.
+    """Do ``reference.optimizer_step``'s pass over a weight whose state has begun the step; return whether it was done.
 
     Args:
         update: with one matrix.
         step: the rule; SGD's, and Adam's without a clip, which is torch's, are the reference's alone.
-        divisor: what the gradient is divided by.
+        divisor: the number that the gradient is divided by.
     """
     tensors = [*_tensors_of(update.master), *(x for moment in update.moments for x in _tensors_of(moment))]
     tensors += [x for x in (update.gradient, update.gradient_scale_inv) if x is not None]
@@ -66,7 +66,7 @@ def step_in_place(update: WeightUpdate, step: AdamStep | SgdStep, divisor: float
         return False
     rows, cols = update.gradient.shape
     scale_inv, bits = update.gradient_scale_inv, update.bits
-    described = _UpdateFields(
+    fields = _UpdateFields(
         _master(update.master),
         (_MomentFields * 2)(*map(_moment, update.moments)),
         update.gradient.data_ptr(),
@@ -75,15 +75,15 @@ def step_in_place(update: WeightUpdate, step: AdamStep | SgdStep, divisor: float
         *(key_of(bits.key, step.number, stream) for stream in (0, 1)),
         *(_KINDS[update.gradient.dtype], scale_inv is not None and scale_inv.shape[0] == rows),
     )
-    numbers, threads, found = (
+    numbers, threads, amaxes = (
         _numbers(step, divisor),
         threads_for(rows * cols),
         torch.zeros(3, dtype=torch.float32, device="cpu"),
     )
-    compiled.octavo_adam(ctypes.byref(described), ctypes.byref(numbers), c_int64(threads), c_void_p(found.data_ptr()))
-    for stored, largest in zip((*update.moments, update.master), found, strict=True):
+    compiled.octavo_adam(ctypes.byref(fields), ctypes.byref(numbers), c_int64(threads), c_void_p(amaxes.data_ptr()))
+    for stored, largest in zip((*update.moments, update.master), amaxes, strict=True):
         if not (isinstance(stored, Fp8Weight) and stored.has_blocks):
-            stored.raise_found(largest)
+            stored.raise_amax_written(largest)
     return True
 
 
@@ -96,7 +96,7 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _numbers(step: AdamStep, divisor: float) -> ctypes.Structure:
-    """The numbers of a step as the reference computes them, in float64; each becomes float32 here, as in torch."""
+    """Return a step's numbers as the reference computes them, in float64; each becomes float32 here, as in torch."""
     assert step.max_update is not None
     group, limit = step.group, step.max_update * step.correction1
     return _StepFields(
@@ -123,5 +123,5 @@ def _master(master: Master) -> ctypes.Structure:
     has_blocks = isinstance(master, Fp8Weight) and master.has_blocks
     return _MasterFields(
         *(master.weight.data_ptr(), _pointer(master.rest), _pointer(master.scale_inv), _pointer(master.scale)),
-        *(_pointer(master.found) if has_blocks else None, _MASTERS.index(master.kind), has_blocks),
+        *(_pointer(master.amax_written) if has_blocks else None, _MASTERS.index(master.kind), has_blocks),
     )

@@ -26,7 +26,7 @@ def produced(
     h_tile: Sequence[int] = (ALL, ALL),
     decode: Callable[..., Tensor] = decode,
 ) -> Tensor:
-    """The values that a cast rounds: x itself, or an activation or its gradient, float32 [R, C]; see signatures.py."""
+    """Return the values that a cast rounds: x, or an activation or its gradient, float32 [R, C]; see signatures.py."""
     cast_shape(x.shape, activation, None if preactivation is None else preactivation.shape, h_scale_inv is not None)
     if not activation:
         return x
@@ -47,7 +47,7 @@ def _activated(h: Tensor, activation: str) -> Tensor:
 
 
 def _gradient(h: Tensor, dy: Tensor, activation: str) -> Tensor:
-    """The gradient of h, which overwrites h."""
+    """Return the gradient of h, written over h."""
     function, gated = activation_of(activation)
     if not gated:
         return slope(h, function).mul_(dy)
@@ -60,7 +60,7 @@ def _gradient(h: Tensor, dy: Tensor, activation: str) -> Tensor:
 
 
 class Formulas(NamedTuple):
-    """f(h), and (f(h), f'(h)) with what both need computed once; float32, and of an h that stays as it is."""
+    """f(h), and (f(h), f'(h)) with their common terms computed once; float32, and neither changes h."""
 
     value: Callable[[Tensor], Tensor]
     value_and_slope: Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -82,7 +82,7 @@ def value_and_slope(h: Tensor, function: str) -> tuple[Tensor, Tensor]:
 
 
 def _relu(h: Tensor) -> Tensor:
-    """h where it is positive, else 0, never -0; not by torch.where, which takes a CPU 30 times as long."""
+    """Return h where it is positive, else 0, never -0; not by torch.where, which takes a CPU 30 times as long."""
     return h.clamp_min(0.0).add_(0.0)
 
 
@@ -92,7 +92,7 @@ def _relu_and_slope(h: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _normal_distribution(h: Tensor) -> Tensor:
-    """The normal distribution's cumulative function at h."""
+    """Return the normal distribution's cumulative function at h."""
     return torch.erfc(h * -_SQRT_HALF).mul_(0.5)
 
 

@@ -37,7 +37,7 @@ Write = Callable[[CastSource | NormSource, Sequence[CastTarget], Sequence[Tensor
 
 
 def amax_of(x: Tensor, tile: Sequence[int]) -> Tensor:
-    """The amax of each tile, float32."""
+    """Return the amax of each tile, float32."""
     shape = scale_shape(x.shape, tile)
     if x.numel() == 0:
         return x.new_zeros(shape, dtype=torch.float32)
@@ -51,14 +51,14 @@ def amax(x: Tensor, tile: Sequence[int]) -> Tensor:
 
 
 def write(source: CastSource | NormSource, targets: Sequence[CastTarget], besides: Sequence[Tensor] = ()) -> None:
-    """Write each target, and column sums or a norm's mean, rstd and y; those that are empty are not asked for."""
+    """Write each target and, into those of ``besides`` that are not empty, column sums or a norm's mean, rstd and y."""
     if isinstance(source, NormSource):
-        values, *made = normalise(*source)
-        made.append(values)
+        values, *extras = normalise(*source)
+        extras.append(values)
     else:
         values = produced(*source)
-        made = [values.sum(0) for sums in besides if sums.numel()]  # torch adds in float32 and rounds once
-    for out, result in zip(besides, made, strict=False):
+        extras = [values.sum(0) for sums in besides if sums.numel()]  # torch adds in float32 and rounds once
+    for out, result in zip(besides, extras, strict=False):
         if out.numel():
             out.copy_(result)
     for scaling, codes, transposed, scale_inv, amax in targets:
@@ -68,8 +68,8 @@ def write(source: CastSource | NormSource, targets: Sequence[CastTarget], beside
             delayed = scaling.delayed_scale[scaling.role]
             scale = torch.where(delayed == 0.0, scale, delayed)
         scale_inv.copy_(scale_inv_from_scale(scale))
-        found = encode(values, scale, scaling.tile, scaling.dtype).view(torch.uint8)
-        for out, raw in ((codes, found), (transposed, found.t())):
+        code_bytes = encode(values, scale, scaling.tile, scaling.dtype).view(torch.uint8)
+        for out, raw in ((codes, code_bytes), (transposed, code_bytes.t())):
             if out.numel():  # where its rows are longer, they end with zero codes
                 out.view(torch.uint8).copy_(F.pad(raw, (0, out.shape[1] - raw.shape[1])))
 
@@ -89,18 +89,18 @@ def cast(
     if first.swizzles:
         plain = first._replace(swizzles=False), None if second is None else second._replace(swizzles=False)
         return _with_swizzled_scales(cast(source, *plain, output, write=write), first, second, output)
-    results = codes, other, scale_inv, found, *besides = new_cast(source, first, second, output, offsets)
+    results = codes, other, scale_inv, amax_or_scale, *besides = new_cast(source, first, second, output, offsets)
     if offsets is not None:
         assert isinstance(source, CastSource)
-        _write_groups(source, CastTarget(first, codes, other, scale_inv, found), output.pad, offsets, write)
+        _write_groups(source, CastTarget(first, codes, other, scale_inv, amax_or_scale), output.pad, offsets, write)
     elif second is None:
-        write(source, [CastTarget(first, codes, other, scale_inv, found)], besides)
+        write(source, [CastTarget(first, codes, other, scale_inv, amax_or_scale)], besides)
     else:
-        none, of_x = no_codes(codes, second.dtype), found.t() if output.transpose else found
+        none, second_scales = no_codes(codes, second.dtype), amax_or_scale.t() if output.transpose else amax_or_scale
         both = (none, other) if output.transpose else (other, none)
         targets = [
             CastTarget(first, codes, none, scale_inv, torch.empty_like(scale_inv, dtype=torch.float32)),
-            CastTarget(second, *both, of_x, torch.empty_like(of_x, dtype=torch.float32)),
+            CastTarget(second, *both, second_scales, torch.empty_like(second_scales, dtype=torch.float32)),
         ]
         write(source, targets, besides)
     return results
@@ -109,16 +109,16 @@ def cast(
 def _with_swizzled_scales(
     results: Sequence[Tensor], first: Scaling, second: Scaling | None, output: Output
 ) -> tuple[Tensor, ...]:
-    """What a cast returned, with scale_inv laid as operands, swizzled."""
-    codes, other, scale_inv, found, *besides = results
+    """Return a cast's results with each scale_inv laid as its operand is, and swizzled."""
+    codes, other, scale_inv, amax_or_scale, *besides = results
     scale_inv = swizzled(scale_inv if first.tile == MX else scale_inv.t())
     if second is not None:
-        found = swizzled(found if output.transpose or second.tile == MX else found.t())
-    return codes, other, scale_inv, found, *besides
+        amax_or_scale = swizzled(amax_or_scale if output.transpose or second.tile == MX else amax_or_scale.t())
+    return codes, other, scale_inv, amax_or_scale, *besides
 
 
 def _write_groups(source: CastSource, target: CastTarget, pad: int, offsets: Tensor, write: Write) -> None:
-    """Cast rows in groups, each by itself."""
+    """Cast each group of rows by itself."""
     scaling, codes, transposed, scale_inv, amax = target
     rows, cols = source.shape
     ends = check_offsets(offsets, rows)
@@ -129,7 +129,7 @@ def _write_groups(source: CastSource, target: CastTarget, pad: int, offsets: Ten
     inputs = places(ends, source.h_tile[0])
     for place, of_input in zip(places(ends, scaling.tile[0], pad), inputs, strict=True):
         if place.rows.start == place.rows.stop and scaling.delayed_scale is None:
-            continue  # its scale is 1 and its amax 0, as they were filled
+            continue  # the fills above wrote its scale, 1, and its amax, 0
         outputs = codes[place.rows, :cols], transposed[:, place.columns]
         scales = scale_inv[place.scale_rows], amax[place.scale_rows]
         write(source.part(of_input.rows, of_input.scale_rows), [CastTarget(scaling, *outputs, *scales)], ())
@@ -147,21 +147,21 @@ def cast_and_commit(
 
 
 def check_multi_tensor_cast(lists: Sequence[Sequence[Tensor]], tile: Sequence[int], power_of_two: bool) -> None:
-    """Raise ValueError for what one launch can't do; ``lists``: the op's, in their order."""
+    """Raise ValueError for tensors that one launch can't cast; ``lists``: the op's arguments, in their order."""
     xs, qdata, transposed, scale_inv, amax, delayed_scales = lists
-    lengths = [len(some) for some in (qdata, scale_inv, amax)]
-    lengths += [len(some) for some in (transposed, delayed_scales) if some]
+    lengths = [len(entries) for entries in (qdata, scale_inv, amax)]
+    lengths += [len(entries) for entries in (transposed, delayed_scales) if entries]
     if any(length != len(xs) for length in lengths):
-        raise ValueError(f"the lists are {[len(some) for some in lists]} long; give each tensor its outputs")
+        raise ValueError(f"the lists are {[len(entries) for entries in lists]} long; give each tensor its outputs")
     if tuple(tile) != (ALL, ALL) and not is_small_block(tile):
         raise ValueError(f"tile={tuple(tile)}: many are cast per tensor or by blocks of powers of two up to 128")
     for name, tensors in (("xs", xs), ("qdata", qdata)):
         dtypes = sorted({str(tensor.dtype) for tensor in tensors})
         if len(dtypes) > 1:
             raise ValueError(f"{name} have the dtypes {dtypes}; make a call for each")
-    written = scale_inv_dtype(tile, power_of_two)
-    if wrong := {str(one.dtype) for one in scale_inv if one.dtype != written}:
-        raise ValueError(f"scale_inv of {sorted(wrong)}: tiles of {tuple(tile)} have {written}")
+    expected_dtype = scale_inv_dtype(tile, power_of_two)
+    if wrong := {str(one.dtype) for one in scale_inv if one.dtype != expected_dtype}:
+        raise ValueError(f"scale_inv of {sorted(wrong)}: tiles of {tuple(tile)} have {expected_dtype}")
     for index, x in enumerate(xs):
         if x.ndim != 2 or x.stride(1) != 1:
             raise ValueError(f"xs[{index}] of shape {tuple(x.shape)}, strides {x.stride()}: needs contiguous rows")
@@ -192,4 +192,4 @@ def multi_tensor_cast(
         scaling = Scaling(codes.dtype, (tile[0], tile[1]), power_of_two, margin, delayed_scale, role)
         write(CastSource(x), [CastTarget(scaling, codes, laid, scale_inv[index], amax[index])], ())
     written = [x for x in (*qdata, *transposed_qdata, *scale_inv, *amax) if not x.is_inference()]
-    torch.autograd.graph.increment_version(written)  # which C++ does not
+    torch.autograd.graph.increment_version(written)  # writes by C++ count no version

@@ -1,4 +1,4 @@
-"""What a cast did to a tensor: how many elements it flushed to zero or clipped, and how large its rounding errors are.
+"""Statistics of a cast: how many elements it flushed to zero or clipped, and how large its rounding errors are.
 
 The counts are in two tensors, to which any number of casts are added. SUMS, float64, has the numbers below and then the
 histogram of binary exponents. EXTREMES, float32, has the largest amax, scale_inv and scale so far, or 0. Rows in groups
@@ -14,9 +14,9 @@ have a row of counts for each group.
 
 And how many rows of a product's operand have an inf or a NaN, found from one column of the product's result. A fault in
 a row of the operand makes the whole row of the result faulty. So a row of the operand is read only where the first
-element of the result's row is not finite: that may also come from an overflow or from the other operand. ``found``,
-float32, is that of a layer's role in a step: the number of faulty rows and of all rows, added up over calls; the
-largest scale_inv and amax.
+element of the result's row is not finite: that may also come from an overflow or from the other operand. The op's
+``found``, float32, belongs to a layer's role in a step: the number of faulty rows and of all rows, added up over calls;
+the largest scale_inv and amax.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from octavo.kernels.reference.codes import decode
 
 
 def measured(x: Tensor, codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """(SUMS, amax, how many elements have each exponent of float32, 0 to 255) of x [R, C] and its codes; float64.
+    """Return (SUMS, amax, how many elements have each of float32's exponents, 0 to 255) of x [R, C] and codes; float64.
 
-    The exponents find faults and zeros without further passes.
+    The exponents show faults and zeros without further passes.
     """
     x = x.to(torch.float32).resolve_neg().contiguous()
     read = decode(codes, torch.float32, scale_inv, tile)
@@ -70,15 +70,15 @@ def count(
     extremes: Tensor,
     measured: Callable[..., tuple[Tensor, Tensor, Tensor]] = measured,
 ) -> None:
-    """Add the counts of x [R, C]."""
+    """Add the counts of x [R, C] to ``sums``, and raise ``extremes``."""
     if x.numel() == 0:
         return
     scale_inv = scale_inv.to(torch.float32)
-    found, amax, exponents = measured(x, codes, scale_inv, tile)
+    counts, amax, exponents = measured(x, codes, scale_inv, tile)
     largest = torch.stack((amax.float(), scale_inv.max(), 1 / scale_inv.min()))
     torch.maximum(extremes, largest, out=extremes)
-    sums[: len(SUMS)] += found
-    exponents[0] -= found[SUMS.index("zeros")]
+    sums[: len(SUMS)] += counts
+    exponents[0] -= counts[SUMS.index("zeros")]
     bins = (torch.arange(255, device=x.device) - 127 - LOWEST).clamp_(0, EXPONENTS - 1)
     sums[len(SUMS) :].index_add_(0, bins, exponents[:255])
 
@@ -98,8 +98,8 @@ def cast_statistics(
     if offsets is None:
         count(x, codes, scale_inv, tile, sums, extremes)
         return
-    every = places(check_offsets(offsets, x.shape[0]), tile[0])
-    for place, *counts in zip(every, sums, extremes, strict=True):
+    group_places = places(check_offsets(offsets, x.shape[0]), tile[0])
+    for place, *counts in zip(group_places, sums, extremes, strict=True):
         count(x[place.rows], codes[place.rows], scale_inv[place.scale_rows], tile, *counts)
 
 
@@ -109,23 +109,23 @@ def note_faults(
     scale_inv: Tensor | None,
     amax: Tensor | None,
     place: Tensor,
-    found: Tensor,
+    totals: Tensor,
     first: Tensor,
     offsets: Tensor | None = None,
 ) -> None:
     """``octavo::note_faults``."""
     if y.numel() == 0:
         return
-    found[1] += y.shape[0]
+    totals[1] += y.shape[0]
     if offsets is not None and scale_inv is not None and len(scale_inv) == len(offsets):
         scale_inv = scale_inv[offsets.diff(prepend=offsets.new_zeros(1)) > 0]
     for at, values in ((2, scale_inv), (3, amax)):
         if values is not None and values.numel() > 0:
-            found[at] = torch.maximum(found[at], values.to(torch.float32).max())
+            totals[at] = torch.maximum(totals[at], values.to(torch.float32).max())
     suspects = y[:, 0].isfinite().logical_not_()
     if suspects.any():
         faulty = suspects.nonzero()[operand[suspects].float().isfinite().all(1).logical_not_()].flatten()
-        found[0] += len(faulty)
+        totals[0] += len(faulty)
         if len(faulty) and first == 0:
             group = 0 if offsets is None else torch.searchsorted(offsets, faulty[0].to(torch.int32), right=True)
             first.copy_(place + group)

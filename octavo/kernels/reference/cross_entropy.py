@@ -66,7 +66,7 @@ def cross_entropy_codes(
 
 
 def _gradient(rows: LossRows, counts: Tensor, lse: Tensor, grad: Tensor, chunk: slice) -> Tensor:
-    """The gradient of a chunk of rows of logits, float32; ``counts``: which rows do."""
+    """Return the gradient of a chunk of rows of logits, float32; ``counts``: whether each row counts."""
     logits, target, _, smoothing, softcap = rows
     z, slope = _capped(logits[chunk], softcap)
     gradient = z.sub_(lse[chunk, None]).exp_()
@@ -79,7 +79,7 @@ def _gradient(rows: LossRows, counts: Tensor, lse: Tensor, grad: Tensor, chunk: 
 
 
 def _counts(rows: LossRows) -> Tensor:
-    """Which rows count, [T]; IndexError for a target that is no column and not ignore_index."""
+    """Return whether each row counts, [T]; raise IndexError for a target that is neither a column nor ignore_index."""
     target, columns = rows.target, rows.logits.shape[1]
     counts = target != rows.ignore_index
     outside = counts & ((target < 0) | (target >= columns))
@@ -89,7 +89,7 @@ def _counts(rows: LossRows) -> Tensor:
 
 
 def _capped(x: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
-    """z, a new tensor, and its slope, None where that is 1; float32."""
+    """Return z, a new tensor, and its slope, None where that is 1; float32."""
     wide = x.to(torch.float32, copy=True)
     if not softcap:
         return wide, None

@@ -24,20 +24,20 @@ def delayed_update(
     reduce: str,
 ) -> None:
     """``octavo::delayed_update``."""
-    found = {role: amax for role, amax in enumerate((amax_input, amax_weight, amax_grad_output)) if amax is not None}
-    if not found:
+    amaxes = {role: amax for role, amax in enumerate((amax_input, amax_weight, amax_grad_output)) if amax is not None}
+    if not amaxes:
         return
-    roles = list(found)
+    roles = list(amaxes)
     rows = slice(roles[0], roles[-1] + 1, 2 if roles == [0, 2] else 1)
-    history, scale, before = delayed_amax_history[rows], delayed_scale[rows], delayed_before[:, rows]
+    history, scale, pass_notes = delayed_amax_history[rows], delayed_scale[rows], delayed_before[:, rows]
     numbers = backward_pass(delayed_scale.device)
-    again = enters_again(before, numbers)
-    before[1].copy_(torch.where(before[0] == numbers[0], before[1], scale.view(torch.int32)))
-    before[2].copy_(torch.where(again, before[2], numbers[0]))
-    before[0].copy_(numbers[0])
+    again = enters_again(pass_notes, numbers)
+    pass_notes[1].copy_(torch.where(pass_notes[0] == numbers[0], pass_notes[1], scale.view(torch.int32)))
+    pass_notes[2].copy_(torch.where(again, pass_notes[2], numbers[0]))
+    pass_notes[0].copy_(numbers[0])
     rolled = []
     for role, raises, (newest, *older) in zip(roles, again.tolist(), history.tolist(), strict=True):
-        amax = float(found[role])
+        amax = float(amaxes[role])
         rolled.append([max(amax, newest), *older] if raises else [amax, newest, *older][: history.shape[1]])
     next_scales = [
         scale_of(max(row) if reduce == "max" else row[0], limits[role], powers_of_two[role], margins[role], previous)

@@ -32,12 +32,12 @@ def matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool)
 
 
 def _values(pair: OperandPair) -> Tensor:
-    """An operand [rows, K] in float32, multiplied by its scales where these vary along K."""
+    """Return an operand [rows, K] in float32, multiplied by its scales where these vary along K."""
     return pair.codes.to(torch.float32) if pair.tile[1] == ALL else decode(pair.codes, torch.float32, *pair[1:])
 
 
 def result_scales(a_scale_inv: Tensor | None, b_scale_inv: Tensor | None) -> list[Tensor]:
-    """The scales [M, 1] and [1, N] that multiply the result one after the other; None: the operand has none left.
+    """Return the scales, [M, 1] and [1, N], that multiply the result in turn; None: the operand has none left.
 
     Where both are one number, they are multiplied first, if their product is a normal number in float32.
     """
@@ -57,24 +57,24 @@ def grouped_matmul(
     out = a.codes.new_zeros(operands.shape, dtype=out_dtype)
     if operands.has_ragged_rows:
         for group, place in enumerate(places(check_offsets(offsets, a.codes.shape[0]), a.tile[0])):
-            mine = OperandPair(a.codes[place.rows], a.scale_inv[place.scale_rows], a.tile)
-            theirs = OperandPair(b.codes[group], b.scale_inv[group], b.tile)
-            if mine.codes.shape[0] > 0:
-                arguments = ProductArguments(mine, theirs, None if bias is None else bias[group])
+            a_group = OperandPair(a.codes[place.rows], a.scale_inv[place.scale_rows], a.tile)
+            b_group = OperandPair(b.codes[group], b.scale_inv[group], b.tile)
+            if a_group.codes.shape[0] > 0:
+                arguments = ProductArguments(a_group, b_group, None if bias is None else bias[group])
                 out[place.rows] = matmul(arguments, out_dtype, fast_accum)
         return out
     ends = check_offsets(offsets, a.codes.shape[1])
     of_operands = (
         [_terms(pair, place.columns, place.scale_rows) for place in places(ends, pair.tile[1], pad)] for pair in (a, b)
     )
-    for group, (mine, theirs) in enumerate(zip(*of_operands, strict=True)):
-        if mine.codes.shape[1] > 0:
-            out[group] = matmul(ProductArguments(mine, theirs, None), out_dtype, fast_accum)
+    for group, (a_group, b_group) in enumerate(zip(*of_operands, strict=True)):
+        if a_group.codes.shape[1] > 0:
+            out[group] = matmul(ProductArguments(a_group, b_group, None), out_dtype, fast_accum)
     return out
 
 
 def _terms(pair: OperandPair, columns: slice, of_scale: slice) -> OperandPair:
-    """An operand's columns that one group sums over.
+    """Return an operand's columns that one group sums over.
 
     Raises:
         ValueError: if the codes end before the group.

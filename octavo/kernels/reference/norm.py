@@ -23,7 +23,7 @@ from octavo.kernels.arguments import NormGradient, NormSource, new_norm
 def normalise(
     x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y [R, C], mean [R], or [0] for rms_norm, and rstd [R]), float32."""
+    """Return y [R, C], mean [R], or [0] for rms_norm, and rstd [R], float32."""
     wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if kind == "layer_norm":
         mean = wide.mean(1, keepdim=True)  # subtracted first: torch's layer norm loses digits to a large mean
@@ -40,7 +40,7 @@ def normalise(
 def normalised(
     x: Tensor, mean: Tensor, rstd: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, zero_centered: bool
 ) -> Tensor:
-    """``normalise``'s y, from rows' mean and rstd."""
+    """Return ``normalise``'s y, computed from the rows' mean and rstd."""
     wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if kind == "layer_norm":
         wide.sub_(mean[:, None])
@@ -72,14 +72,14 @@ def norm(
 def norm_backward(gradient: NormGradient, chunks: Sequence[slice] = (slice(None),)) -> tuple[Tensor, Tensor, Tensor]:
     """``octavo::norm_backward``, in chunks of rows."""
     dy, x, gamma, mean, rstd, kind, zero_centered, with_beta, residual = gradient
-    mean, rstd = mean.contiguous(), rstd.contiguous()  # torch's op takes them to be
+    mean, rstd = mean.contiguous(), rstd.contiguous()  # torch's op assumes that they are
     dx = x.new_empty(x.shape)
     sums = torch.zeros(2, x.shape[1], dtype=torch.float32, device=x.device)
     for chunk in chunks:
         centre = mean[chunk, None] if kind == "layer_norm" else None
-        more = None if residual is None else residual[chunk]
+        residual_of_chunk = None if residual is None else residual[chunk]
         dx[chunk] = _backward_of_rows(
-            dy[chunk], x[chunk], _factor(gamma, zero_centered), centre, rstd[chunk, None], more, sums
+            dy[chunk], x[chunk], _factor(gamma, zero_centered), centre, rstd[chunk, None], residual_of_chunk, sums
         )
     dgamma, dbeta = sums.to(gamma.dtype)
     return dx, dgamma.clone(), dbeta.clone() if with_beta else gamma.new_empty(0)
@@ -88,7 +88,7 @@ def norm_backward(gradient: NormGradient, chunks: Sequence[slice] = (slice(None)
 def _backward_of_rows(
     dy: Tensor, x: Tensor, factor: Tensor, mean: Tensor | None, rstd: Tensor, residual: Tensor | None, sums: Tensor
 ) -> Tensor:
-    """dx of some rows, float32; adds to the sums of dy n and of dy [2, C]."""
+    """Return dx of some rows, float32; add to ``sums`` [2, C] those of dy n and of dy."""
     wide = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     wide_dy = dy.to(torch.float32).contiguous()
     if mean is not None:

@@ -61,37 +61,37 @@ class Piece:
     row_length: int
 
     def of(self, matrix: Tensor) -> Tensor:
-        """The piece of a matrix [R, C], as a view [rows, blocks, width]."""
+        """Return the piece of a matrix [R, C], as a view [rows, blocks, width]."""
         return matrix[self.rows, self.cols].unflatten(1, (-1, self.width))
 
     def scales_of(self, scales: Tensor) -> Tensor:
-        """The piece's part of scales [R, blocks], as a view [rows, blocks, 1]; one scale for all as [1, 1, 1]."""
+        """Return the piece's part of scales [R, blocks], a view [rows, blocks, 1]; one scale for all as [1, 1, 1]."""
         if scales.numel() == 1:
             return scales.view(1, 1, 1)
         first, count = self.cols.start // BLOCK, (self.cols.stop - self.cols.start) // self.width
         return scales[self.rows, first : first + count, None]
 
     def index(self, device: torch.device) -> Tensor:
-        """The elements' indices in the whole tensor, int32 or, where they pass 2^31, int64: [rows, blocks, width]."""
+        """Return the elements' indices in the whole tensor [rows, blocks, width], int32 or, where past 2^31, int64."""
         rows, cols = self.rows.stop - self.rows.start, self.cols.stop - self.cols.start
         if cols == self.row_length or rows == 1:
             if self.start + rows * cols < 1 << 31:
                 return counted(rows * cols, device).add(self.start).view(rows, -1, self.width)
-            found = torch.arange(self.start, self.start + rows * cols, device=device)
+            indices = torch.arange(self.start, self.start + rows * cols, device=device)
         else:
             starts = torch.arange(rows, device=device).mul_(self.row_length).add_(self.start)
-            found = starts[:, None] + torch.arange(cols, device=device)
-        return found.view(rows, -1, self.width)
+            indices = starts[:, None] + torch.arange(cols, device=device)
+        return indices.view(rows, -1, self.width)
 
 
 @functools.lru_cache(maxsize=8)
 def counted(count: int, device: torch.device) -> Tensor:
-    """0, 1, ..., int32; not to be written to."""
+    """Return 0, 1, ..., count - 1, int32; not to be written to."""
     return torch.arange(count, dtype=torch.int32, device=device)
 
 
 def pieces(rows: int, cols: int, first_row: int = 0, first_col: int = 0, row_length: int = 0) -> Iterator[Piece]:
-    """Split a matrix into pieces; it begins at this row and column of a tensor with this row length (0: its own)."""
+    """Split a matrix into pieces; it begins at this row and column of a tensor with this row length (0: ``cols``)."""
     whole, length = cols - cols % BLOCK, row_length or cols
     for begin, end, width in ((0, whole, BLOCK), (whole, cols, cols - whole)):
         if begin == end:
@@ -115,40 +115,40 @@ class Scaled:
     scale_inv: Tensor | None = None
     amax: Tensor | None = None
     scale: Tensor | None = None
-    found: Tensor | None = None  # the amax of what was written so far, where the next step needs it
+    amax_written: Tensor | None = None  # of the pieces that a step has written, where the next step needs it
 
     def read(self, piece: Piece) -> Tensor:
-        """The piece in float32: the stored memory where that is float32, else a fresh tensor."""
+        """Return the piece in float32: the stored memory where that is float32, else a fresh tensor."""
         raise NotImplementedError
 
     def read_all(self, like: Tensor) -> Tensor:
-        """All values in float32, in a fresh tensor of ``like``'s shape [R, C]."""
+        """Return all values in float32, in a fresh tensor of ``like``'s shape [R, C]."""
         values = torch.empty(like.shape, dtype=torch.float32, device=like.device)
         for piece in pieces(*like.shape):
             piece.of(values).copy_(self.read(piece))
         return values
 
     def scale_for(self, amax: Tensor) -> Tensor:
-        """The scale for values up to this amax."""
+        """Return the scale for values up to this amax."""
         raise NotImplementedError
 
     def begin(self, amax: Tensor) -> None:
         """Have a step write with the scale for this amax, or for a bound of it."""
         self.scale = self.scale_for(amax)
-        self.found = None if self.amax is None else torch.zeros_like(self.scale)
+        self.amax_written = None if self.amax is None else torch.zeros_like(self.scale)
 
-    def raise_found(self, amax: Tensor) -> None:
-        """Raise ``found`` to the amax of a piece that was written."""
-        if self.found is not None:
-            torch.maximum(self.found, amax.max(), out=self.found)
+    def raise_amax_written(self, amax: Tensor) -> None:
+        """Raise ``amax_written`` to the amax of a piece that was written."""
+        if self.amax_written is not None:
+            torch.maximum(self.amax_written, amax.max(), out=self.amax_written)
 
     def end(self) -> None:
-        """Store the scale of what was written, and its amax."""
+        """Store the scale of the written values, and their amax."""
         if self.scale is not None and self.scale_inv is not None:
             self.scale_inv.copy_(scale_inv_from_scale(self.scale))
-        if self.amax is not None and self.found is not None:
-            self.amax.copy_(self.found)
-        self.scale = self.found = None
+        if self.amax is not None and self.amax_written is not None:
+            self.amax.copy_(self.amax_written)
+        self.scale = self.amax_written = None
 
 
 @dataclass
@@ -162,7 +162,7 @@ class MomentTensors(Scaled):
         amax: where the next scale comes from the previous amax: that amax, float32, shaped as scale_inv; else None.
         root: whether the codes are of the square root.
         stochastic: whether writing rounds stochastically, or to nearest.
-        hybrid: whether writing rounds stochastically only where to nearest what is stored would stay as it is.
+        hybrid: whether writing rounds stochastically only where rounding to nearest would not change the stored value.
     """
 
     data: Tensor
@@ -174,7 +174,7 @@ class MomentTensors(Scaled):
     hybrid: bool = False
 
     def matrix(self, index: int, count: int) -> MomentTensors:
-        """The moment of one of ``count`` experts, whose matrices lie one below the other, over the same memory."""
+        """Return one of ``count`` experts' moment, whose matrices lie one below the other, over the same memory."""
         if count == 1:
             return self
         data, scale_inv, amax = (rows_of(x, index, count) for x in (self.data, self.scale_inv, self.amax))
@@ -194,12 +194,12 @@ class MomentTensors(Scaled):
         return self.data.shape[0] * blocks_of(self.data.shape[1]) > 1
 
     def scale_for(self, amax: Tensor) -> Tensor:
-        """The scale for codes of values up to this amax."""
+        """Return the scale for codes of values up to this amax."""
         assert self.fmt is not None
         return scale_from_amax(amax, self.fmt.max, False, 0)
 
     def read(self, piece: Piece) -> Tensor:
-        """As Scaled's."""
+        """Return the piece in float32, as Scaled does."""
         stored = piece.of(self.data)
         if self.fmt is None:
             return stored.to(torch.float32)
@@ -224,8 +224,8 @@ class MomentTensors(Scaled):
         assert self.scale_inv is not None
         if self.root:
             wide = root_of(wide)
-        if self.found is not None:
-            self.raise_found(finite_amax(wide))
+        if self.amax_written is not None:
+            self.raise_amax_written(finite_amax(wide))
         if (scale := self.scale) is None:
             scale = self.scale_for(finite_amax(wide))
             piece.scales_of(self.scale_inv).copy_(scale_inv_from_scale(scale))
@@ -233,12 +233,12 @@ class MomentTensors(Scaled):
 
 
 def rows_of(tensor: Tensor | None, index: int, count: int) -> Tensor | None:
-    """One of ``count`` equal runs of a tensor's rows; None for None."""
+    """Return one of ``count`` equal runs of a tensor's rows; None for None."""
     return None if tensor is None else tensor.chunk(count)[index]
 
 
 def finite_amax(wide: Tensor) -> Tensor:
-    """The largest absolute finite value of each block [rows, blocks, width] -> [rows, blocks, 1]."""
+    """Return the largest absolute finite value of each block: [rows, blocks, width] -> [rows, blocks, 1]."""
     # aminmax along a dimension takes 13 times as long as amax and amin
     amax = torch.maximum(wide.amax(-1, keepdim=True), wide.amin(-1, keepdim=True).neg_())
     if bool(torch.isfinite(amax.sum())):
@@ -274,13 +274,13 @@ class MasterWeight(Scaled):
         return self.kind in ("split24", "stochastic")
 
     def read(self, piece: Piece) -> Tensor:
-        """A piece of the master in float32: the weight's memory where it is float32, else a fresh tensor."""
+        """Return a piece of the master in float32: the weight's memory where it is float32, else a fresh tensor."""
         weight = piece.of(self.weight)
         if self.rest is None:
             return weight.to(torch.float32)
-        rest = piece.of(self.rest)
+        remainder = piece.of(self.rest)
         bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
-        bits.add_(rest.to(torch.int32), alpha=1 if self.kind == "split32" else 1 << 8)
+        bits.add_(remainder.to(torch.int32), alpha=1 if self.kind == "split32" else 1 << 8)
         return bits.view(torch.float32)
 
     def write(self, piece: Piece, wide: Tensor, random: Tensor | None) -> None:
@@ -302,13 +302,13 @@ class MasterWeight(Scaled):
             assert random is not None
             bits = (bits + upper_bits(random, 8)).bitwise_and_(-256)
         upper = (bits + 0x8000) >> 16
-        rest = bits - (upper << 16)
+        remainder = bits - (upper << 16)
         if not finite:  # a NaN's bits must not run over into another number's
             faults = ~torch.isfinite(wide)
             upper = torch.where(faults, wide.to(torch.bfloat16).view(torch.int16).to(torch.int32), upper)
-            rest.masked_fill_(faults, 0)
+            remainder.masked_fill_(faults, 0)
         weight.copy_(upper.to(torch.int16).view(torch.bfloat16))
-        piece.of(self.rest).copy_(rest if self.kind == "split32" else rest >> 8)
+        piece.of(self.rest).copy_(remainder if self.kind == "split32" else remainder >> 8)
 
 
 @dataclass
@@ -342,38 +342,38 @@ class Fp8Weight(Scaled):
 
     @property
     def matrices(self) -> int:
-        """How many matrices have scales of their own: the experts, or one. No experts count as one without elements."""
+        """The number of matrices with scales of their own: of experts, or 1. No experts count as one empty matrix."""
         return max(len(self.scale_inv), 1) if self.scale_inv.ndim == 3 else 1
 
     def matrix(self, index: int) -> Fp8Weight:
-        """The master of one of the ``matrices``, over the same memory."""
+        """Return the master of one of the ``matrices``, over the same memory."""
         if self.scale_inv.ndim == 2 or not len(self.scale_inv):
             return self
         rows = self.weight.shape[0] // self.matrices
-        of_one = slice(index * rows, (index + 1) * rows)
-        rest, amax = None if self.rest is None else self.rest[of_one], None if self.amax is None else self.amax[index]
-        return replace(self, weight=self.weight[of_one], scale_inv=self.scale_inv[index], rest=rest, amax=amax)
+        part = slice(index * rows, (index + 1) * rows)
+        rests, amax = None if self.rest is None else self.rest[part], None if self.amax is None else self.amax[index]
+        return replace(self, weight=self.weight[part], scale_inv=self.scale_inv[index], rest=rests, amax=amax)
 
     def read_all(self, like: Tensor) -> Tensor:
-        """As Scaled's, for all matrices."""
+        """Return the values of all matrices in float32, as Scaled does."""
         if self.matrices == 1:
             return super(Fp8Weight, self.matrix(0)).read_all(like)
-        return torch.cat([one.read_all(one.weight) for one in map(self.matrix, range(self.matrices))])
+        return torch.cat([matrix.read_all(matrix.weight) for matrix in map(self.matrix, range(self.matrices))])
 
     def scale_for(self, amax: Tensor) -> Tensor:
-        """The scale for a weight up to this amax, in scale_inv's shape; for blocks [R, n], each row's own copy."""
+        """Return the scale for a weight up to this amax, in scale_inv's shape; for blocks [R, n], a copy a row."""
         finite = amax.clamp(max=torch.finfo(torch.float32).max)  # some betas bound no update
         scale = scale_from_amax(finite, E4M3.max, True, 0)
         return scale.repeat_interleave(BLOCK, 0)[: self.weight.shape[0]] if self.has_blocks else scale
 
     def end(self) -> None:
-        """Store the scales of what was written, and its amaxes."""
-        if self.has_blocks and self.scale is not None and self.found is not None:
-            self.scale, self.found = self.scale[::BLOCK], largest_in_squares(self.found)
+        """Store the scales of the written codes, and their amaxes."""
+        if self.has_blocks and self.scale is not None and self.amax_written is not None:
+            self.scale, self.amax_written = self.scale[::BLOCK], largest_in_squares(self.amax_written)
         super().end()
 
     def read(self, piece: Piece) -> Tensor:
-        """The master in float32, a fresh tensor."""
+        """Return a piece of the master in float32, a fresh tensor."""
         codes = piece.of(self.weight)
         if self.kind == "fp8_fp32":
             return piece.of(self._rest()).clone()
@@ -392,7 +392,7 @@ class Fp8Weight(Scaled):
         return value.masked_fill_(faults, float("nan"))
 
     def write(self, piece: Piece, wide: Tensor, random: Tensor | None) -> None:
-        """As MasterWeight's; the weight is codes."""
+        """Store the updated master as MasterWeight does; the weight is codes."""
         assert self.scale is not None
         scales = piece.scales_of(self.scale)
         y = wide * scales
@@ -413,10 +413,10 @@ class Fp8Weight(Scaled):
                 largest = finite_amax(wide) * scales
             piece.of(self._rest()).copy_(wide)
         amax = largest * scale_inv_from_scale(scales)
-        if self.has_blocks and self.found is not None:
-            piece.scales_of(self.found).copy_(amax)
+        if self.has_blocks and self.amax_written is not None:
+            piece.scales_of(self.amax_written).copy_(amax)
         else:
-            self.raise_found(amax)
+            self.raise_amax_written(amax)
 
     def _write_split(self, piece: Piece, y: Tensor, random: Tensor) -> Tensor:
         """Write codes and remainders of the scaled values ``y``; return each block's amax, scaled."""
@@ -438,7 +438,7 @@ class Fp8Weight(Scaled):
         return self.rest
 
     def scale_inv_of(self, piece: Piece) -> Tensor:
-        """The piece's scale_inv [rows, blocks, 1], or [1, 1, 1]."""
+        """Return the piece's scale_inv [rows, blocks, 1], or [1, 1, 1]."""
         if not self.has_blocks:
             return self.scale_inv.view(1, 1, 1)
         top, left = piece.rows.start // BLOCK, piece.cols.start // BLOCK
@@ -451,7 +451,7 @@ Master = MasterWeight | Fp8Weight
 
 
 def largest_in_squares(amax: Tensor) -> Tensor:
-    """The amax of each square block [ceil(R / 128), n], out of those of each row's blocks [R, n]."""
+    """Return the amax of each square block [ceil(R / 128), n], from the amaxes of each row's blocks [R, n]."""
     rows, cols = amax.shape
     whole = amax.new_zeros(-(-rows // BLOCK) * BLOCK, cols)
     whole[:rows] = amax
@@ -459,32 +459,32 @@ def largest_in_squares(amax: Tensor) -> Tensor:
 
 
 def remainder_of(values: Tensor, codes: Tensor, scale_inv: Tensor) -> Tensor:
-    """The remainder that split16 keeps of values beside their codes, so that both read 12 bits: int8, shaped as codes.
+    """Return the remainder that split16 stores beside values' codes, so that both read 12 bits: int8, shaped as codes.
 
     Args:
         values: of any float dtype, [R, C], or [E, N, K] for experts.
         codes: uint8 of the same shape: the values rounded to nearest.
         scale_inv: as Fp8Weight's.
     """
-    rests = torch.empty_like(codes, dtype=torch.int8)
+    remainders = torch.empty_like(codes, dtype=torch.int8)
     if codes.ndim == 3:
-        for rest, *one in zip(rests, values, codes, scale_inv, strict=True):
-            rest.copy_(remainder_of(*one))
-        return rests
-    cast = Fp8Weight(codes, "fp8_split16", scale_inv, rests)
+        for remainder, *arguments in zip(remainders, values, codes, scale_inv, strict=True):
+            remainder.copy_(remainder_of(*arguments))
+        return remainders
+    cast = Fp8Weight(codes, "fp8_split16", scale_inv, remainders)
     bits = _REST_BITS[cast.kind]
     for piece in pieces(*codes.shape):
         wide = piece.of(values).float() / cast.scale_inv_of(piece)
         code = piece.of(codes).to(torch.int32).bitwise_and_(0x7F)
         magnitude = wide.abs_().mul_(_EXPONENT).view(torch.int32)
-        rest = (magnitude + (1 << (19 - bits))).bitwise_right_shift_(20 - bits).sub_(code << bits)
+        remainder = (magnitude + (1 << (19 - bits))).bitwise_right_shift_(20 - bits).sub_(code << bits)
         # half of the ties round the other way than the codes did: clamping their remainder loses 1/4096 of the value
-        rest.clamp_(-(1 << (bits - 1)), (1 << (bits - 1)) - 1).masked_fill_(code == E4M3.nan_code, 0)
-        piece.of(rests).copy_(rest)
-    return rests
+        remainder.clamp_(-(1 << (bits - 1)), (1 << (bits - 1)) - 1).masked_fill_(code == E4M3.nan_code, 0)
+        piece.of(remainders).copy_(remainder)
+    return remainders
 
 
-def values_with(codes: Tensor, scale_inv: Tensor, rest: Tensor) -> Tensor:
-    """The float32 values that codes and the remainder of ``remainder_of`` read; arguments as there."""
-    codes_RC, rest_RC = (x.flatten(0, -2) for x in (codes, rest))
-    return Fp8Weight(codes_RC, "fp8_split16", scale_inv, rest_RC).read_all(codes_RC).view(codes.shape)
+def values_with(codes: Tensor, scale_inv: Tensor, remainder: Tensor) -> Tensor:
+    """Return the float32 values that codes and the remainder of ``remainder_of`` read; arguments as there."""
+    codes_RC, remainder_RC = (x.flatten(0, -2) for x in (codes, remainder))
+    return Fp8Weight(codes_RC, "fp8_split16", scale_inv, remainder_RC).read_all(codes_RC).view(codes.shape)

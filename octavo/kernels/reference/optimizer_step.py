@@ -1,4 +1,4 @@
-"""A step of many weights, one after the other: what the kernel does in one launch (triton/optimizer_step.py).
+"""A step of many weights, one after the other, which the kernel does in one launch (triton/optimizer_step.py).
 
 A weight is read and written once, piece by piece: no temporary is as large as the tensor. Its rule is Adam's or SGD's:
 how gradients enter the moments, and how these move the weight.
@@ -53,7 +53,7 @@ class AdamGroup(NamedTuple):
 
 
 class AdamStep:
-    """Step ``number``, from 1, of weights with a group's options."""
+    """Adam's step ``number``, counted from 1, of weights with a group's options."""
 
     def __init__(self, group: AdamGroup, number: int) -> None:
         self.group, self.number, self.lr, self.maximize = group, number, float(group.lr), group.maximize
@@ -65,7 +65,7 @@ class AdamStep:
         self.max_update = adam_max_update(number, group.beta1, group.beta2) if group.clip else None
 
     def average(self, moments: Sequence[Tensor], g: Tensor) -> None:
-        """Have moments follow a gradient, in place."""
+        """Update the moments by a gradient, in place."""
         m, v = moments
         m.lerp_(g, 1 - self.group.beta1)
         v.mul_(self.group.beta2).addcmul_(g, g, value=1 - self.group.beta2)
@@ -99,12 +99,12 @@ class AdamStep:
     def bits(
         self, draw: Callable[..., Tensor], moments: Sequence[MomentTensors], master_is_random: bool
     ) -> tuple[Tensor | None, ...]:
-        """32 random bits an element for each moment and for the master; None where none of those takes any."""
+        """Return 32 random bits an element for each moment and for the master; None where none of those takes any."""
         first = draw(0) if any(moment.is_random for moment in moments) else None
         return first, None if first is None else swapped(first), draw(1) if master_is_random else None
 
     def bound(self, amax: Tensor) -> Tensor:
-        """The most that a master of this amax can be after the step."""
+        """Return the largest amax that a master of this amax can have after the step."""
         assert self.max_update is not None
         return bound_after(amax, self.lr, self.max_update, self.decoupled_decay)
 
@@ -127,7 +127,7 @@ class SgdGroup(NamedTuple):
 
 
 class SgdStep:
-    """Step ``number``, from 1, of weights with a group's options, which have one moment or none."""
+    """SGD's step ``number``, counted from 1, of weights with a group's options, which have one moment or none."""
 
     def __init__(self, group: SgdGroup, number: int) -> None:
         self.group, self.number, self.lr, self.maximize = group, number, float(group.lr), group.maximize
@@ -136,7 +136,7 @@ class SgdStep:
             self.coupled_decay, self.decoupled_decay = 0.0, group.weight_decay
 
     def average(self, moments: Sequence[Tensor], g: Tensor) -> None:
-        """Have the momentum follow a gradient, in place: it begins as the gradient itself, an average as 0."""
+        """Update the momentum by a gradient, in place: it begins as the gradient itself, an average as 0."""
         for momentum in moments:
             if self.group.averages:
                 momentum.lerp_(g, 1 - self.group.momentum)
@@ -157,7 +157,7 @@ class SgdStep:
         w.add_(update, alpha=-self.lr)
 
     def bound(self, amax: Tensor) -> Tensor:
-        """As AdamStep's."""
+        """Return the largest amax that a master of this amax can have after the step."""
         return bound_after(amax, self.lr, self.group.max_update, self.decoupled_decay)
 
     def saturate(self, values: Sequence[Tensor], moments: Sequence[MomentTensors]) -> None:
@@ -166,14 +166,14 @@ class SgdStep:
     def bits(
         self, draw: Callable[..., Tensor], moments: Sequence[MomentTensors], master_is_random: bool
     ) -> tuple[Tensor | None, ...]:
-        """As AdamStep's."""
+        """Return random bits for each moment and for the master, as AdamStep does."""
         is_random = master_is_random or any(moment.is_random for moment in moments)
         first = draw() if is_random else None
         return *(first for _ in moments), None if first is None else swapped(first)
 
 
 class BitNumbers(NamedTuple):
-    """Which random bits a shard's elements take: those of a key and of each element's index in the whole weight.
+    """The numbers that a shard's random bits depend on: a key, and the elements' indices in the whole weight.
 
     ``key``: of the seed and the weight's number. The shard begins with the whole weight's ``first_row`` and
     ``first_col``; ``row_length``: how many columns the whole has, 0: as many as the shard.
@@ -186,7 +186,7 @@ class BitNumbers(NamedTuple):
 
 
 class WeightUpdate(NamedTuple):
-    """What a step of one weight reads and writes.
+    """The tensors that a step of one weight reads and writes, and which options apply.
 
     Attributes:
         master: the weight [R, C] and its master; experts in FP8 [E, N, K] are [E * N, K].
@@ -210,7 +210,7 @@ class WeightUpdate(NamedTuple):
     measured: bool = False
 
     def matrices(self) -> list[WeightUpdate]:
-        """An update for each expert, over the same memory and with one ``step`` for all; of other weights just this."""
+        """Return an update for each expert, over the same memory and with one ``step``; for other weights this one."""
         count = self.master.matrices
         if not isinstance(self.master, Fp8Weight) or self.master.scale_inv.ndim == 2:
             return [self]
@@ -227,7 +227,7 @@ class WeightUpdate(NamedTuple):
         ]
 
     def gradient_of(self, piece: Piece, divisor: float, maximize: bool) -> Tensor:
-        """A piece of the gradient in float32, divided, and negated to maximize; not to be written to."""
+        """Return a piece of the gradient in float32, divided, and negated to maximize; not to be written to."""
         g, scale_inv = piece.of(self.gradient), self.gradient_scale_inv
         if scale_inv is None:
             g = g.to(torch.float32)
@@ -241,7 +241,7 @@ class WeightUpdate(NamedTuple):
         return -g if maximize else g
 
 
-# (an update, its rule, what the gradient is divided by) -> whether the pass over the weight was done
+# (an update, its rule, the gradient's divisor) -> whether it has done the pass over the weight
 StepInPlace = Callable[[WeightUpdate, AdamStep | SgdStep, float], bool]
 
 
@@ -269,8 +269,8 @@ def optimizer_step(
     for update in updates:
         group, number = groups[update.group], int(update.step) + 1
         step = AdamStep(group, number) if isinstance(group, AdamGroup) else SgdStep(group, number)
-        for one in update.matrices() if update.master.weight.numel() else ():
-            _update_weight(one, step, divisor, resolution if update.measured else None, step_in_place)
+        for matrix_update in update.matrices() if update.master.weight.numel() else ():
+            _update_weight(matrix_update, step, divisor, resolution if update.measured else None, step_in_place)
         update.step.fill_(number)
 
 
@@ -280,7 +280,7 @@ def _update_weight(
     master, moments = update.master, update.moments
 
     def read(piece: Piece, keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """(master, gradient, unrounded new moments) of a piece; ``keep``: do not change the stored moments."""
+        """Return (master, gradient, unrounded new moments) of a piece; ``keep``: do not change the stored moments."""
         w, g = master.read(piece), update.gradient_of(piece, divisor, step.maximize)
         if step.coupled_decay:
             g = g.add(w, alpha=step.coupled_decay)
@@ -294,23 +294,23 @@ def _update_weight(
         if moment.amax is not None:
             moment.begin(moment.amax)
     if any(moment.needs_amax_first for moment in moments):  # then new moments are computed twice
-        found = [torch.zeros(1, 1, device=moment.data.device, dtype=torch.float32) for moment in moments]
+        amaxes = [torch.zeros(1, 1, device=moment.data.device, dtype=torch.float32) for moment in moments]
         for piece in all_pieces:
             _, _, new = read(piece, keep=True)
             step.saturate(new, moments)
-            for amax, moment, wide in zip(found, moments, new, strict=True):
+            for amax, moment, wide in zip(amaxes, moments, new, strict=True):
                 torch.maximum(amax, finite_amax(root_of(wide) if moment.root else wide).max(), out=amax)
-        for moment, amax in zip(moments, found, strict=True):
+        for moment, amax in zip(moments, amaxes, strict=True):
             if moment.needs_amax_first:
                 moment.begin(amax)
     if master.amax is not None:
         master.begin(step.bound(master.amax))
     for piece in () if sums is None and step_in_place(update, step, divisor) else all_pieces:
         w, g, new = read(piece, keep=False)
-        before = w if sums is None else w.clone()
+        old_w = w if sums is None else w.clone()
         step.move(w, g, new)
         if sums is not None:
-            add_resolution(sums, piece, before, w, master)
+            add_resolution(sums, piece, old_w, w, master)
         step.saturate(new, moments)
 
         def draw(*stream: int, piece: Piece = piece) -> Tensor:

@@ -32,7 +32,7 @@ def _of_heads(angles: Tensor, x: Tensor) -> Tensor:
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    (a, b), (c, d), (s, t) = (one.chunk(2, -1) for one in (x, cos, sin))
+    (a, b), (c, d), (s, t) = (tensor.chunk(2, -1) for tensor in (x, cos, sin))
     if inverse:
         s, t = -t, -s
     return torch.cat((a * c - b * s, b * d + a * t), -1)

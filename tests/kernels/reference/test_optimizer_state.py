@@ -20,7 +20,7 @@ def write(moment: MomentTensors, values: Tensor, scale: Tensor | None = None, fo
     for piece in pieces(*values.shape):
         wide = piece.of(values.clone())
         bits = random32(wide.shape) if moment.is_random else None
-        moment.scale, moment.found = scale, found
+        moment.scale, moment.amax_written = scale, found
         moment.write(piece, wide, bits)
 
 
