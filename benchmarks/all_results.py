@@ -22,17 +22,17 @@ CODE = ("octavo", "emulator", "benchmarks/*.py")
 
 
 def is_made(subject: str, code: tuple[str, ...]) -> bool:
-    """Whether all rows of all its CSVs are of this code."""
-    found = {name: commits_of(path) for name, path in results()}
-    commits = [one for name in ALL[subject] for one in found.get(name, [""])]
+    """Whether all rows of all CSVs of a subject are of this code."""
+    paths = {name: commits_of(path) for name, path in results()}
+    commits = [one for name in ALL[subject] for one in paths.get(name, [""])]
     return all(change_since(one, code) == "" for one in commits)
 
 
 def drop_other_devices(names: Sequence[str]) -> None:
     """Delete the CSVs of other devices where this one's are: all results are of one kind of machine."""
     for name, path in results():
-        own = path.with_name(f"{name}-{device_name()}.csv")
-        if name in names and path.stem != name and path != own and own.exists():
+        path_here = path.with_name(f"{name}-{device_name()}.csv")
+        if name in names and path.stem != name and path != path_here and path_here.exists():
             path.unlink()
 
 
@@ -59,9 +59,9 @@ def main(arguments: list[str]) -> int:
             command = [sys.executable, "-m", "benchmarks", subject]
             status = subprocess.run(command, cwd=ROOT, check=False).returncode
             drop_other_devices(ALL[subject])
-            made = is_made(subject, code)
-            if status or not made:
-                missed.append(f"{subject}: {f'exit status {status}' if made else 'not made'}")
+            is_current = is_made(subject, code)
+            if status or not is_current:
+                missed.append(f"{subject}: {f'exit status {status}' if is_current else 'not made'}")
             print(f"--- {subject}: {time.monotonic() - begin:.0f} s", flush=True)
     if not options.list:
         report.main([])

@@ -1,4 +1,4 @@
-"""All that is to be done on a GPU, in stages that each have their time, in the order of what they decide.
+"""All checks and benchmarks that need a GPU, in stages that each have their time, in the order of what they decide.
 
 Without --stages they are those of one command of 8 minutes: each kernel once, replays, and a Llama's steps, whose rows
 may be cut at any point. The rehearsal (--toy) is the same without a GPU. In stages 1, 4 to 6, 10 and 11 kernels are
@@ -77,11 +77,11 @@ TOY_TESTS = ("-k", "delayed_update", "--compiled", "sm_90")
 
 
 def toy(number: int) -> Stage:
-    """A stage of the rehearsal, without a GPU."""
+    """Return a stage of the rehearsal, without a GPU."""
     stage = TOY.get(number, STAGES[number])
     if number in TOY:
         return stage
-    commands = tuple((name, "--toy", *rest) for name, *rest in stage.commands)
+    commands = tuple((name, "--toy", *options) for name, *options in stage.commands)
     return stage._replace(seconds=300, commands=commands)
 
 
@@ -143,7 +143,7 @@ def tests(processes: int, seconds: float, output: Path, options: Sequence[str]) 
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
-    """A CSV's rows, none where there is no file."""
+    """Return a CSV's rows, none where there is no file."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -151,7 +151,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def summary(output: Path) -> list[str]:
-    """Ours, the limit and the others, from the CSVs that are there."""
+    """Return a table of octavo's numbers, the limits and the others', from the CSVs that are there."""
     lines = ["", "kernel, shape: us, its floor by peaks, others"]
     for row in rows_of(output / "kernels.csv"):
         others = " ".join(
@@ -200,9 +200,9 @@ def main(arguments: list[str]) -> int:
             results = []
             for command in stage.commands:
                 words = [word.format(output=options.output) for word in command]
-                rest = seconds - (time.monotonic() - began)
+                seconds_left = seconds - (time.monotonic() - began)
                 results.append(
-                    run([sys.executable, "-m", "benchmarks", *words], rest, options.output / f"{words[0]}.log")
+                    run([sys.executable, "-m", "benchmarks", *words], seconds_left, options.output / f"{words[0]}.log")
                 )
             done[str(number)] = "; ".join(dict.fromkeys(results))
         else:

@@ -11,8 +11,8 @@ BESIDE = {"dynamic": "tensorwise", "rowwise": "rowwise_with_gw_hp"}  # torchao's
 
 
 def numbers_list() -> str:
-    """What a reader remembers: loss, memory, proof."""
-    means = [found.mean for found in _gaps().values()]
+    """Return a list of the main results: loss, memory, proof."""
+    means = [gap.mean for gap in _gaps().values()]
     first, *_, last = (sum(int(row[kind]) for kind in KINDS) / 1e9 for row in read("memory_kinds"))
     emulated = read("emulated")
     right, of = sum(row["right"] == "yes" for row in emulated), len({row["architecture"] for row in emulated})
@@ -25,12 +25,12 @@ def numbers_list() -> str:
 
 
 def recipes_table() -> str:
-    """Final losses, and steps by high precision's, eager and compiled, torchao's in brackets."""
+    """Return a table of final losses, and of steps by high precision's, eager and compiled, torchao's in brackets."""
     keys = ("width", "mode", "base", "variant")
     steps = {tuple(row[key] for key in keys): f"{float(row['by_base']):.2f}" for row in read("cpu_step")}
     groups, rows = list(dict.fromkeys(group[:3] for group in steps)), []
-    for recipe, found in _gaps().items():
-        cells = [f"`{recipe}`", f"{signed(found.mean)} ± {found.error:.2f} %", str(len(found.gaps))]
+    for recipe, gap in _gaps().items():
+        cells = [f"`{recipe}`", f"{signed(gap.mean)} ± {gap.error:.2f} %", str(len(gap.gaps))]
         for group in groups:
             theirs = steps.get((*group, f"torchao {BESIDE.get(recipe)}"))
             cells.append(steps[*group, f"octavo {recipe}"] + (f" ({theirs})" if theirs else ""))
@@ -41,8 +41,8 @@ def recipes_table() -> str:
 
 def _gaps() -> dict[str, Gap]:
     runs = Runs(read("quality"))
-    found = {recipe: runs.gap([recipe], SIZE, OWN) for recipe in RECIPES}
-    return {recipe: gap for recipe, gap in found.items() if gap is not None}
+    gaps = {recipe: runs.gap([recipe], SIZE, OWN) for recipe in RECIPES}
+    return {recipe: gap for recipe, gap in gaps.items() if gap is not None}
 
 
 TABLES = {"numbers": numbers_list, "recipes": recipes_table}

@@ -65,21 +65,21 @@ PICTURES: Mapping[str, Callable[[], str]] = {
 
 
 def tables_of() -> dict[str, Mapping[str, Callable[[], str]]]:
-    """Each page's tables, and of pages with studies which commits these measured."""
+    """Return each page's tables; for pages with studies also the commits that these measured."""
     studies = {page: {"history": functools.partial(history, page)} for page in STUDIES.values()}
     return {page: PAGES.get(page, {}) | studies.get(page, {}) for page in PAGES | studies}
 
 
 def made() -> dict[Path, str]:
-    """What each file should be."""
-    found = {}
+    """Return the text that each file should have."""
+    texts = {}
     for name, tables in tables_of().items():
-        found[ROOT / name] = filled((ROOT / name).read_text(encoding="utf-8"), tables)
-    return found | {ROOT / name: drawn() for name, drawn in PICTURES.items()}
+        texts[ROOT / name] = filled((ROOT / name).read_text(encoding="utf-8"), tables)
+    return texts | {ROOT / name: drawn() for name, drawn in PICTURES.items()}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write what has changed, or with --check say what is not as the results are."""
+    """Write files that have changed, or with --check name those that are not as the results are."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where something differs")
     check = parser.parse_args(argv).check

@@ -97,8 +97,8 @@ class Subject(NamedTuple):
 
 
 def subjects() -> dict[str, Subject]:
-    """Every file under benchmarks/ with TAKES and MEASURES, by name; none is imported for it."""
-    found = {}
+    """Return every file under benchmarks/ with TAKES and MEASURES, by name; none is imported for it."""
+    subjects_by_name = {}
     for path in sorted((ROOT / "benchmarks").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         values = {
@@ -109,32 +109,32 @@ def subjects() -> dict[str, Subject]:
         if len(values) == len(NAMED):
             about = (ast.get_docstring(tree) or "").partition("\n")[0].rstrip(".")
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            found[path.stem] = Subject(path.stem, module, about, values["TAKES"], values["MEASURES"])
-    return found
+            subjects_by_name[path.stem] = Subject(path.stem, module, about, values["TAKES"], values["MEASURES"])
+    return subjects_by_name
 
 
 NAMED = ("TAKES", "MEASURES")
 
 
 def module_of(name: str) -> ModuleType:
-    """A subject's module, imported."""
+    """Return a subject's module, imported."""
     return importlib.import_module(subjects()[name].module)
 
 
 def results() -> Iterator[tuple[str, Path]]:
-    """Each committed CSV, and its name without the device's."""
+    """Yield each committed CSV, and its name without the device's."""
     for path in sorted(RESULTS.glob("*.csv")):
         yield re.split(r"-(?:cpu|nvidia)-", path.stem)[0], path
 
 
 def commits_of(path: Path) -> list[str]:
-    """Those that the rows of a CSV name."""
+    """Return the commits that the rows of a CSV name."""
     with path.open(newline="", encoding="utf-8") as file:
         return sorted({row.get("commit", "") for row in csv.DictReader(file)})
 
 
 def stale() -> list[str]:
-    """A line for each result of `ALL` whose rows are older than the code that they speak of, or of no commit."""
+    """Return a line for each result of `ALL` whose rows are older than the code that they measure, or of no commit."""
     known = subjects()
     measures = {name: known[subject].measures for subject, names in ALL.items() for name in names}
     lines = []
@@ -149,7 +149,7 @@ def stale() -> list[str]:
 
 
 def change_since(commit: str, measures: Sequence[str]) -> str | None:
-    """A file among these whose code is another than a commit's; "" for none, None if the history does not hold it.
+    """Return a file among these that has changed since a commit; "" for none, None if the history does not hold it.
 
     Comments, docstrings and layout of Python are no code.
     """
@@ -168,7 +168,7 @@ def _changed(commit: str, name: str) -> bool:
 
 
 def _code(text: str) -> str:
-    """A Python file as its syntax tree, without docstrings."""
+    """Return a Python file as its syntax tree, without docstrings."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
@@ -178,7 +178,7 @@ def _code(text: str) -> str:
 
 
 def history(page: str) -> str:
-    """Which code the studies of a page measured, for the page."""
+    """Return, for a page, the commits that its studies measured."""
     parts = []
     for name, path in results():
         if STUDIES.get(name) == page:
@@ -192,7 +192,7 @@ def history(page: str) -> str:
 
 
 def git(*arguments: str) -> str | None:
-    """What git says; None where it fails, or there is none."""
+    """Return git's output; None where it fails, or there is none."""
     try:
         run = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
     except OSError:

@@ -1,1 +1,1 @@
-"""What several subjects share."""
+"""Code that several subjects share: models, timers, tables and results."""

@@ -1,4 +1,4 @@
-"""What every benchmark needs: a fair timer, an error measure, and results that say where their numbers come from."""
+"""A fair timer, an error measure, and results with their provenance, for all benchmarks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNCOMMITTED = ROOT / "runs/benchmarks"  # not in git
 def interleaved(
     variants: Mapping[str, Callable[[], object]], rounds: int, calls: int = 1, warmup: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds a call, ``rounds`` readings a variant, taken in turn so that drift of the machine hits all alike."""
+    """Return seconds a call, ``rounds`` readings a variant, in turn, so that drift of the machine hits all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(warmup + rounds):
         for name, call in variants.items():
@@ -35,12 +35,12 @@ def interleaved(
 
 
 def ratio(seconds: Mapping[str, Sequence[float]], name: str, base: str) -> float:
-    """Median over rounds of this variant's time by the base's in the same round."""
+    """Return the median over rounds of this variant's time by the base's in the same round."""
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[base], strict=True))
 
 
 def device_name() -> str:
-    """A short name of the device that FP8 runs on here, fit for a file name."""
+    """Return a short name of the device that FP8 runs on here, fit for a file name."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
@@ -53,7 +53,7 @@ def _cpu_name() -> str:
 
 
 def commit() -> str:
-    """The commit checked out, with + if the tree is changed; without git, what OCTAVO_COMMIT says."""
+    """Return the commit checked out, with + if the tree is changed; without git, the value of OCTAVO_COMMIT."""
     if named := os.environ.get("OCTAVO_COMMIT"):
         return named
     changed = "+" if git("status", "--porcelain", "--", "octavo", "emulator", "benchmarks/*.py") else ""
@@ -61,7 +61,7 @@ def commit() -> str:
 
 
 def provenance() -> dict[str, str]:
-    """Where a row comes from: device, threads, versions, commit."""
+    """Return the provenance of a row: device, threads, versions, commit."""
     return {
         "device": device_name(),
         "threads": str(torch.get_num_threads()),
@@ -103,14 +103,14 @@ def write_results(
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Rows as text, columns aligned."""
+    """Return rows as text, columns aligned."""
     cells = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
 
 
 class LiveTable:
-    """Prints rows as they come, in columns of given widths; a row's ``note`` goes under it."""
+    """Prints rows one by one, in columns of fixed widths; a row's ``note`` goes under it."""
 
     def __init__(self, widths: Mapping[str, int]) -> None:
         self._widths = widths

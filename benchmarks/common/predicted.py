@@ -33,24 +33,24 @@ ALONE = {
 }
 
 
-def gain(recipe: Recipe, rates: Rates, size: tuple[int, int], tokens: int, kept: bool = False) -> float:
-    """How many times as long bf16 takes."""
+def gain(recipe: Recipe, rates: Rates, size: tuple[int, int], tokens: int, weight_kept: bool = False) -> float:
+    """Return by how many times bf16 takes longer than the recipe."""
     work = LinearWork("", tokens * EXPERTS, *size, True, True, EXPERTS)
     products, casts = work.seconds(recipe, rates)
-    if kept:
+    if weight_kept:
         casts -= work.cast_seconds(recipe, rates)[1]
     return sum(work.seconds(recipes.high_precision(), rates)) / (products + casts)
 
 
-def pays_from(recipe: Recipe, rates: Rates, size: tuple[int, int], kept: bool = False) -> int | str:
-    """The fewest tokens an expert from which on it is faster."""
-    slower = [tokens for tokens in TOKENS if gain(recipe, rates, size, tokens, kept) <= 1]
+def pays_from(recipe: Recipe, rates: Rates, size: tuple[int, int], weight_kept: bool = False) -> int | str:
+    """Return the fewest tokens an expert from which on the recipe is always faster; "" if it never is."""
+    slower = [tokens for tokens in TOKENS if gain(recipe, rates, size, tokens, weight_kept) <= 1]
     faster = [tokens for tokens in TOKENS if tokens > max(slower, default=0)]
     return faster[0] if faster else ""
 
 
 def pays_table() -> str:
-    """Of docs/study/mixture-of-experts.md: tokens an expert from which the products pay together, and the gain."""
+    """Return docs/study/mixture-of-experts.md's table: tokens from which all products pay together, and the gain."""
     columns = [("H200", "delayed"), ("H200", "rowwise"), ("H200", "blockwise"), ("B200", "delayed"), ("B200", "mx")]
     rows = []
     for layer, size in SIZES.items():
@@ -61,48 +61,48 @@ def pays_table() -> str:
 
 
 def products_table() -> str:
-    """Of the same page: of each product alone, by the usual recipe of each GPU."""
+    """Return that page's table of each product alone, by the usual recipe of each GPU."""
     rows = []
     for gpu, name in {"H200": "blockwise", "B200": "mx"}.items():
         recipe, rates = getattr(recipes, name)(), PUBLISHED[gpu]
         for layer, size in SIZES.items():
-            found = [pays_from(dataclasses.replace(recipe, **others), rates, size) for others in ALONE.values()]
-            found.append(pays_from(recipe, rates, size, kept=True))
-            rows.append([f"{gpu} {name}", layer, *(str(one or "none") for one in found)])
+            cells = [pays_from(dataclasses.replace(recipe, **others), rates, size) for others in ALONE.values()]
+            cells.append(pays_from(recipe, rates, size, weight_kept=True))
+            rows.append([f"{gpu} {name}", layer, *(str(tokens or "none") for tokens in cells)])
     return markdown(("", "matrices", *(name.replace("_", " ") for name in (*ALONE, "weights_kept"))), rows)
 
 
 def casts_table() -> str:
-    """Milliseconds of a step's casts of a block of Llama 3 8B on an H100 by published rates, 8,192 tokens."""
+    """Return milliseconds of a step's casts of a block of Llama 3 8B on an H100, published rates, 8,192 tokens."""
     sizes = {"q": (4096, 4096, 1), "k": (4096, 1024, 1), "v": (4096, 1024, 1), "o": (4096, 4096, 2)}
     sizes |= {"gate": (4096, 14336, 3), "up": (4096, 14336, 3), "down": (14336, 4096, 4)}
     works = [LinearWork(name, 8192, *size[:2], True, True, 1, size[2]) for name, size in sizes.items()]
-    found, rates = [], PUBLISHED["H100"]
+    lines, rates = [], PUBLISHED["H100"]
     for name in ("dynamic", "delayed", "rowwise", "blockwise"):
         recipe = getattr(recipes, name)()
         products = sum(work.seconds(recipe, rates)[0] for work in works)
         casts = [work.cast_seconds(recipe, rates) for work in works]
         inputs = (
-            [one[0] for one in casts],
-            {work.reads: one[0] for work, one in zip(works, casts, strict=True)}.values(),
+            [seconds[0] for seconds in casts],
+            {work.reads: seconds[0] for work, seconds in zip(works, casts, strict=True)}.values(),
         )
-        others = sum(sum(one[1:]) for one in casts)
-        own, shared = (sum(each) for each in inputs)
-        numbers = [own, shared, own + others, shared + others, products]
-        found.append([f"`{name}`", *(f"{1e3 * each:.2f}" for each in numbers)])
+        others = sum(sum(seconds[1:]) for seconds in casts)
+        separate, shared = (sum(each) for each in inputs)
+        numbers = [separate, shared, separate + others, shared + others, products]
+        lines.append([f"`{name}`", *(f"{1e3 * each:.2f}" for each in numbers)])
     head = ["", "7 casts of inputs", "4 casts of inputs", "all casts before", "all casts", "products"]
-    return markdown(head, found)
+    return markdown(head, lines)
 
 
 def kept_table() -> str:
-    """Of docs/modules.md: percent that casting the weight in every micro-batch adds to a step of kept weights, H100."""
+    """Return docs/modules.md's table: percent that casting in every micro-batch adds to a step of kept weights."""
     work, rates, rows = LinearWork("", 8192, 4096, 4096, True, True), PUBLISHED["H100"], []
     for micro_batches in (1, 4, 16):
         cells = []
         for recipe in (recipes.dynamic(), recipes.delayed(), recipes.blockwise()):
             weight, whole = work.cast_seconds(recipe, rates)[1], sum(work.seconds(recipe, rates))
-            kept = micro_batches * (whole - weight) + weight
-            cells.append(f"{100 * (micro_batches * whole / kept - 1):.1f}")
+            kept_seconds = micro_batches * (whole - weight) + weight
+            cells.append(f"{100 * (micro_batches * whole / kept_seconds - 1):.1f}")
         rows.append([str(micro_batches), *cells])
     return markdown(("micro-batches a step", "`dynamic`", "`delayed`", "`blockwise`"), rows)
 

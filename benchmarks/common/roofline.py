@@ -1,4 +1,4 @@
-"""What the GPU can do at best, measured in the same run, and from that the least time that an operation can take."""
+"""The GPU's peak rates, measured in the same run, and the least time that an operation can take by them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.tune.timing import DEVICE, timings
 
 
 class Peaks(NamedTuple):
-    """What the device did at best in this run: bytes/s read + written, FLOP/s."""
+    """Peak rates of the device in this run: bytes/s read + written, FLOP/s."""
 
     copy: float
     bf16: float
@@ -26,7 +26,7 @@ class Peaks(NamedTuple):
 
 
 def peaks(toy: bool = False) -> Peaks:
-    """Measure them: a copy of 1 GiB, square products of random numbers, 8192 a side."""
+    """Measure the peak rates: a copy of 1 GiB, square products of random numbers, 8192 a side."""
     elements, side = (1 << 16, 64) if toy else (1 << 30, 8192)
     source, target = (torch.zeros(elements, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     a, b = (torch.randn(side, side, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
@@ -36,7 +36,7 @@ def peaks(toy: bool = False) -> Peaks:
     def fp8(fast: bool) -> Tensor:
         return torch._scaled_mm(a8, b8.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
-    found = timings(
+    times = timings(
         {
             "copy": lambda: target.copy_(source),
             "bf16": lambda: torch.mm(a, b.t()),
@@ -46,11 +46,11 @@ def peaks(toy: bool = False) -> Peaks:
         rounds=20,
     )
     flop = 2 * side**3
-    return Peaks(2 * elements / found.median("copy"), *(flop / found.median(name) for name in Peaks._fields[1:]))
+    return Peaks(2 * elements / times.median("copy"), *(flop / times.median(name) for name in Peaks._fields[1:]))
 
 
 def floor_seconds(peaks: Peaks, nbytes: float = 0.0, flop: float = 0.0, fast_accum: bool = True) -> float:
-    """max(bytes / copy bandwidth, FLOP / FP8 rate).
+    """Return max(bytes / copy bandwidth, FLOP / FP8 rate).
 
     Args:
         peaks: of this run.
@@ -62,10 +62,10 @@ def floor_seconds(peaks: Peaks, nbytes: float = 0.0, flop: float = 0.0, fast_acc
 
 
 def product_flop(rows: int, cols: int, contraction: int) -> float:
-    """FLOP of [rows, contraction] . [contraction, cols]."""
+    """Return FLOP of [rows, contraction] . [contraction, cols]."""
     return 2.0 * rows * cols * contraction
 
 
 def product_bytes(rows: int, cols: int, contraction: int, result: float = 2.0) -> float:
-    """Bytes of FP8 operands and a result of so many bytes an element."""
+    """Return bytes of FP8 operands and of a result with ``result`` bytes an element."""
     return (rows + cols) * contraction + result * rows * cols

@@ -1,4 +1,4 @@
-"""Which recipe runs where, as a page's table: made of the code that chooses, so nothing is measured."""
+"""A page's table of recipes and GPUs, made of the code that chooses products; nothing is measured."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from octavo.nn.where import ARCHITECTURES, described
 
 
 def where_table() -> str:
-    """Of docs/guides/which-recipe.md: a recipe's architectures together where the same holds."""
+    """Return the table of docs/guides/which-recipe.md: architectures with the same products share a row."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for name in recipes.NAMED[1:-1]:  # default is one of the others, and high_precision has no product in FP8
         for architecture, capability in ARCHITECTURES.items():
-            found = described(getattr(recipes, name)(), capability)
-            rows.setdefault((f"`{name}()`", *found), []).append(architecture)
+            description = described(getattr(recipes, name)(), capability)
+            rows.setdefault((f"`{name}()`", *description), []).append(architecture)
     header = ("recipe", "on", "its products are", "lost first")
     return markdown(header, ((name, ", ".join(on), who, loss) for (name, who, loss), on in rows.items()))
 

@@ -1,4 +1,4 @@
-"""What torch.compile is asked to take in one graph: every kind of model and step, beside the same in eager.
+"""Models and steps that torch.compile must take in one graph, each beside the same in eager.
 
 A cell is a step, its model built twice from the same seed: one is trained in eager, one compiled, with the same data.
 Counted is what the compiler did; compared is all that training leaves: losses, weights, and delayed state.
@@ -38,7 +38,7 @@ Step = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (model, input, target) -
 
 
 class FusedModules(nn.Module):
-    """One of each, all of whose outputs count."""
+    """One module of each kind, with an output that depends on all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Checkpointed(nn.Module):
 
 
 def transformer(layers: int) -> nn.Module:
-    """The demo's, with its output projection to a vocabulary that 16 does not divide."""
+    """Return the demo's model, with its output projection to a vocabulary that 16 does not divide."""
     model = GPT(ModelConfig(width=WIDTH, layers=layers, heads=2, context=POSITIONS))
     model.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
     return model
@@ -88,7 +88,7 @@ def in_autocast(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class What:
-    """A kind of model of so many layers, its step, and whether the loss is compiled with it."""
+    """A kind of model with ``layers`` layers, its step, and whether the loss is compiled with it."""
 
     build: Callable[[int], nn.Module]
     step: Step = mean_square
@@ -107,7 +107,7 @@ WHATS = {
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Of one cell."""
+    """The result of one cell."""
 
     graphs: int
     breaks: int
@@ -132,22 +132,22 @@ def batch(what: What, step: int, sequences: int = 2, positions: int = POSITIONS)
 
 
 def trained(what: What, model: nn.Module, step: Step, steps: int) -> dict[str, Tensor]:
-    """All that training leaves: losses, weights, delayed state."""
+    """Train, and return losses, weights and delayed state."""
     device = next(model.parameters()).device
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    found = {}
+    losses = {}
     for index in range(steps):
         loss = step(model, *(tensor.to(device) for tensor in batch(what, index)))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found[f"loss {index}"] = loss.detach()
+        losses[f"loss {index}"] = loss.detach()
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return found | state | octavo.nn.delayed_state_dict(model)
+    return losses | state | octavo.nn.delayed_state_dict(model)
 
 
 def compiled_step(what: What, backend: Any, **options: Any) -> Step:
-    """The step with its model compiled, or all of it."""
+    """Return the step with its model compiled, or all of it compiled."""
     if what.whole_step:
         return torch.compile(what.step, backend=backend, fullgraph=True, **options)
     call = torch.compile(lambda model, x: model(x), backend=backend, fullgraph=True, **options)
@@ -155,7 +155,7 @@ def compiled_step(what: What, backend: Any, **options: Any) -> Step:
 
 
 def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """The largest difference of any tensor, by its largest value."""
+    """Return the largest difference of any tensor, relative to its largest value."""
     assert a.keys() == b.keys()
     off = [float((a[k].double() - b[k].double()).abs().max() / b[k].double().abs().max().clamp(1e-30)) for k in a]
     return max(off)
@@ -186,7 +186,7 @@ def measure(
         graphs.append(utils.counters["stats"]["unique_graphs"])
         return loss
 
-    found = trained(what, model, counted, steps)
+    actual = trained(what, model, counted, steps)
     expected = trained(what, built(what, recipe, layers).to(device), what.step, steps)
     breaks = sum(utils.counters["graph_break"].values())
-    return Result(graphs[-1], breaks, graphs[-1] - graphs[1], difference(found, expected))
+    return Result(graphs[-1], breaks, graphs[-1] - graphs[1], difference(actual, expected))

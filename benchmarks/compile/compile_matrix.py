@@ -25,29 +25,29 @@ def matrix(backends: list[str]) -> list[dict[str, str]]:
             for recipe in RECIPES:
                 row = {"what": what, "recipe": recipe, "backend": backend}
                 try:
-                    found = measure(what, recipe, backend, layers=2)
+                    result = measure(what, recipe, backend, layers=2)
                 except Exception as error:  # a cell that can't be compiled is a row too
                     row |= {"graphs": "", "breaks": "", "recompiles": "", "difference": type(error).__name__}
                 else:
-                    counts = {"graphs": found.graphs, "breaks": found.breaks, "recompiles": found.recompiles}
+                    counts = {"graphs": result.graphs, "breaks": result.breaks, "recompiles": result.recompiles}
                     row |= {name: str(count) for name, count in counts.items()}
-                    row["difference"] = f"{found.difference:.3g}"
+                    row["difference"] = f"{result.difference:.3g}"
                 rows.append(row)
                 print(" ".join(row.values()), flush=True)
     return rows
 
 
 def cells_table() -> str:
-    """Of docs/compile.md: graphs / breaks / recompiles, and the largest difference from eager, with aot_eager."""
-    found: dict[str, list[Row]] = {}
+    """Return docs/compile.md's table: graphs / breaks / recompiles, largest difference from eager, with aot_eager."""
+    rows_by_model: dict[str, list[Row]] = {}
     for row in read("compile_matrix"):
-        found.setdefault(row["what"], []).extend([row] * (row["backend"] == "aot_eager"))
+        rows_by_model.setdefault(row["what"], []).extend([row] * (row["backend"] == "aot_eager"))
     rows = []
-    for what, own in found.items():
-        counts = (" / ".join(row[name] for name in ("graphs", "breaks", "recompiles")) for row in own)
-        differences = ("equal" if row["difference"] == "0" else row["difference"] for row in own)
+    for what, model_rows in rows_by_model.items():
+        counts = (" / ".join(row[name] for name in ("graphs", "breaks", "recompiles")) for row in model_rows)
+        differences = ("equal" if row["difference"] == "0" else row["difference"] for row in model_rows)
         rows.append([what, *map(", ".join, zip(counts, differences, strict=True))])
-    return markdown(("", *(f"`{row['recipe']}`" for row in next(iter(found.values())))), rows)
+    return markdown(("", *(f"`{row['recipe']}`" for row in next(iter(rows_by_model.values())))), rows)
 
 
 TABLES = {"graphs": cells_table}

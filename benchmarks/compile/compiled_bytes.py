@@ -29,7 +29,7 @@ BATCH_OF_LOSS = 2  # Inductor counts at most 10^9 numbers of a tensor
 
 
 class Form(NamedTuple):
-    """How a model is computed: whether it is converted, with fuse=True, and compiled."""
+    """A way to compute a model: whether it is converted, with fuse=True, and compiled."""
 
     converted: bool
     fuse: bool
@@ -92,13 +92,13 @@ def block_launches(form: Form) -> Iterator[tuple[str, Parts]]:
             return model.block(x, position_embeddings=(cos, sin))  # type: ignore[operator]
 
         both = launches(step, x, cos, sin, by_inductor=form.compiled)
-    for direction, found in zip(("forward", "backward"), both, strict=True):
-        parts = [(part_of(one), one.bytes) for one in found]
+    for direction, launched in zip(("forward", "backward"), both, strict=True):
+        parts = [(part_of(launch), launch.bytes) for launch in launched]
         yield direction, [(part, size) for part, size in parts if part is not None]
 
 
 def loss_launches(form: Form) -> Iterator[tuple[str, Parts]]:
-    """Yield the same of the loss of a causal language model, transformers' or octavo's."""
+    """Yield (direction, [(part, bytes)]) of the loss of a causal language model, transformers' or octavo's."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -112,8 +112,8 @@ def loss_launches(form: Form) -> Iterator[tuple[str, Parts]]:
         both = launches(
             lambda logits, labels: loss(logits, labels, VOCABULARY), logits, labels, by_inductor=form.compiled
         )
-    for direction, found in zip(("forward", "backward"), both, strict=True):
-        yield direction, [(LOSS, one.bytes) for one in found]
+    for direction, launched in zip(("forward", "backward"), both, strict=True):
+        yield direction, [(LOSS, launch.bytes) for launch in launched]
 
 
 def rows_of(name: str, *counted: Callable[[Form], Iterable[tuple[str, Parts]]]) -> list[Row]:
@@ -135,13 +135,13 @@ def rows_of(name: str, *counted: Callable[[Form], Iterable[tuple[str, Parts]]]) 
 
 
 def gigabytes(rows: list[Row], form: str, *parts: str, direction: str = "") -> float:
-    """The sum over a form's rows of these parts, of one direction or both."""
+    """Return the sum over a form's rows of these parts, of one direction or both."""
     chosen = (row for row in rows if row["form"] == form and row["part"] in parts)
     return sum(float(row["gb"]) for row in chosen if direction in ("", row["direction"]))
 
 
 def bytes_table() -> str:
-    """Of docs/compile.md: GB forward + backward of each part, by form."""
+    """Return the table of docs/compile.md: GB forward + backward of each part, by form."""
     rows = read("compiled_bytes")
 
     def cell(form: str, *parts: str) -> str:

@@ -55,7 +55,7 @@ def modules(recipe: octavo.Recipe) -> dict[str, nn.Module]:
 
 
 def of_modules(recipe: str, opset: int, folder: Path) -> str:
-    """The least SQNR in dB, or why there is none."""
+    """Return the least SQNR in dB, or the reason for which there is none."""
     least = float("inf")
     for name, module in modules(getattr(recipes, recipe)()).items():
         outputs = module(torch.randn(2, 9, WIDTH))  # gives delayed scaling its history
@@ -70,7 +70,7 @@ def of_modules(recipe: str, opset: int, folder: Path) -> str:
 
 
 def of_demo(recipe: str, steps: int, folder: Path) -> dict[str, str]:
-    """The trained demo's columns."""
+    """Return the columns of the trained demo."""
     trained: list[GPT] = []
     corpus = load_corpus()
     config = TrainConfig(optimizer=OptimizerConfig(steps=steps), run=RunConfig(dtype="bfloat16"))
@@ -100,11 +100,11 @@ def main(arguments: list[str]) -> int:
     rows, missed = [], []
     with tempfile.TemporaryDirectory() as folder:
         for recipe in options.recipes:
-            found = {f"opset_{opset}": of_modules(recipe, opset, Path(folder)) for opset in options.opsets}
-            row = {"recipe": recipe} | found | of_demo(recipe, options.steps, Path(folder))
+            sqnr_by_opset = {f"opset_{opset}": of_modules(recipe, opset, Path(folder)) for opset in options.opsets}
+            row = {"recipe": recipe} | sqnr_by_opset | of_demo(recipe, options.steps, Path(folder))
             rows.append(row)
             print(row, flush=True)
-            worst = min(float(value) for value in found.values() if not value.startswith("refused"))
+            worst = min(float(value) for value in sqnr_by_opset.values() if not value.startswith("refused"))
             fp8 = recipe != "high_precision"
             for what, ok in {
                 f"modules {worst:.1f} dB, aim {MODULES_AIM}": worst >= MODULES_AIM,
@@ -121,12 +121,12 @@ def main(arguments: list[str]) -> int:
 
 
 def export_table() -> str:
-    """Of docs/export.md: the least SQNR by opset, and the demo's."""
+    """Return the table of docs/export.md: the least SQNR by opset, and the demo's."""
 
     def least(row: Row) -> str:
-        found = [row[f"opset_{opset}"] for opset in OPSETS]
-        refused = any(one.startswith("refused") for one in found)
-        return "refused" if refused else f"{min(map(float, found)):.0f} dB"
+        values = [row[f"opset_{opset}"] for opset in OPSETS]
+        refused = any(value.startswith("refused") for value in values)
+        return "refused" if refused else f"{min(map(float, values)):.0f} dB"
 
     cells: dict[str, Callable[[Row], str]] = {
         "recipe": lambda row: f"`{row['recipe']}`",

@@ -1,4 +1,4 @@
-"""What Inductor would launch on an H100, counted without one: its scheduler runs, and nothing is compiled or computed.
+"""Launches of Inductor on an H100, counted without one: its scheduler runs, and nothing is compiled or computed.
 
 torch.compile traces on fake tensors of a CPU. The graphs are then moved to a fake GPU, lowered, and fused by the rules
 of Inductor's scheduler for Triton, whose own count of each launch's bytes is read: buffers that a launch reads or

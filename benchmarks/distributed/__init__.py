@@ -1,1 +1,1 @@
-"""What ranks exchange."""
+"""Bytes and times of the collectives by which ranks exchange weights and gradients."""

@@ -1,4 +1,4 @@
-"""What FSDP2 sends in a training step, counted, and whether the formulas say so.
+"""Bytes that FSDP2 sends in a training step, counted, and compared with the formulas.
 
 A small GPT on gloo processes of this machine, each block and the model sharded; every collective's bytes, and those
 that go over a link inside a server or between two. The formulas (fsdp_traffic.py) must give the same bytes; what they
@@ -50,7 +50,7 @@ PLAIN, ONE_LEVEL, TWO_LEVELS = "in bf16", "FP8, one level", "FP8, two levels"
 def sharded(
     mesh: Any, recipe: str, width: int, hidden: int, layers: int, dtype: torch.dtype = torch.bfloat16, ways: str = PLAIN
 ) -> nn.Module:
-    """A GPT of parameters of this dtype, its blocks' layers converted, and sharded; ``ways``: of its gradients."""
+    """Return a GPT of parameters of this dtype, its blocks converted, and sharded; ``ways``: of its gradients."""
     from torch.distributed.fsdp import fully_shard
 
     model = GPT(ModelConfig(width=width, layers=layers, heads=4, context=CONTEXT))
@@ -61,24 +61,24 @@ def sharded(
     if recipe != "bf16":
         octavo.convert(model, getattr(recipes, recipe)(), select=lambda module, name: name != HEAD)
     scatter = Fp8Reduction(ranks_per_server=1 if ways == ONE_LEVEL else 2)
-    own = mesh["shard"] if ways != PLAIN and mesh.ndim == 2 else mesh
+    shard_mesh = mesh["shard"] if ways != PLAIN and mesh.ndim == 2 else mesh
     for part in (*model.blocks, model):
-        fully_shard(part, mesh=own)
+        fully_shard(part, mesh=shard_mesh)
         if ways != PLAIN:
             part.set_custom_reduce_scatter(scatter)
-        if own is not mesh:
+        if shard_mesh is not mesh:
             part.set_all_reduce_hook(Fp8Reduction(group=mesh["replicate"].get_group(), ranks_per_server=1).all_reduce)
     return model
 
 
 def count(mesh: Any, width: int, hidden: int, layers: int) -> dict[tuple[str, str], list[dict[str, int]]]:
-    """Calls and bytes of each of some steps but the first, in which ranks ask whether they were told the same."""
+    """Return calls and bytes of each of some steps but the first, in which ranks compare their settings."""
     tokens = torch.randint(0, VOCABULARY, (1, CONTEXT))
-    found: dict[tuple[str, str], list[dict[str, int]]] = {}
+    counts: dict[tuple[str, str], list[dict[str, int]]] = {}
     for recipe, masters in itertools.product(RECIPES, MASTERS):
         model = sharded(mesh, recipe, width, hidden, layers, getattr(torch, masters))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        steps = found[recipe, masters] = []
+        steps = counts[recipe, masters] = []
         for _ in range(STEPS):
             with ByteCounter() as counter:
                 next_byte_loss(model(tokens), tokens).backward()
@@ -86,11 +86,11 @@ def count(mesh: Any, width: int, hidden: int, layers: int) -> dict[tuple[str, st
                 optimizer.zero_grad()
             steps.append(as_counts(counter.calls, counter.bytes))
         del steps[0]
-    return found
+    return counts
 
 
 def count_links(mesh: Any, width: int, hidden: int, layers: int) -> list[dict[str, object]]:
-    """What this rank sends in a step, by collective and link; a row for each of ``_runs``."""
+    """Return the bytes that this rank sends in a step, by collective and link: a row for each of ``_runs``."""
     import torch.distributed as dist
 
     pair = dist.DeviceMesh("cpu", torch.arange(mesh.size()).view(2, -1), mesh_dim_names=("replicate", "shard"))
@@ -110,14 +110,14 @@ KINDS = (GATHER, SCATTER, REDUCE, OTHER)  # the last is all-to-alls
 
 
 def _runs() -> list[tuple[str, str, torch.dtype, str]]:
-    """(Layout, recipe, masters, how gradients are reduced)."""
+    """Return (layout, recipe, masters, how gradients are reduced) of each run."""
     weights = itertools.product((FLAT, REPLICAS), RECIPES, (torch.bfloat16, torch.float32))
     gradients = ((FLAT, ONE_LEVEL), (FLAT, TWO_LEVELS), (REPLICAS, TWO_LEVELS))
     return [(*run, PLAIN) for run in weights] + [(layout, "bf16", torch.bfloat16, ways) for layout, ways in gradients]
 
 
 def links_rows(hidden: int, layers: int) -> list[dict[str, object]]:
-    """What all four ranks send, the sum of ``count_links``."""
+    """Return the bytes that all four ranks send: the sum of their ``count_links``."""
     every = on_ranks(count_links, len(SERVERS), WIDTH, hidden, layers)
     return [
         {
@@ -129,7 +129,7 @@ def links_rows(hidden: int, layers: int) -> list[dict[str, object]]:
 
 
 def wire_rows() -> list[dict[str, object]]:
-    """Of messages of 4096 x 1024 codes: the bytes of scales, and the host's time for making and reading one."""
+    """Return rows of messages of 4096 x 1024 codes: bytes of scales, and the host's time to make and read one."""
     x, rows = torch.randn(4096, 1024), []
     for name, tile, power_of_two in (
         ("a scale a row", (1, -1), False),
@@ -139,9 +139,9 @@ def wire_rows() -> list[dict[str, object]]:
     ):
         q, _, scale_inv, *_ = kernels.cast(x, None, 0, E4M3.dtype, tile, power_of_two, 0)
         message, codes = pack(q, scale_inv, power_of_two), q.view(torch.uint8)
-        found = unpack(message, x.shape[1], q.dtype, power_of_two, tile)
-        assert found[1].dtype == scale_inv.dtype and torch.equal(found[1].float(), scale_inv.float())
-        assert torch.equal(found[0].view(torch.uint8), codes)
+        unpacked = unpack(message, x.shape[1], q.dtype, power_of_two, tile)
+        assert unpacked[1].dtype == scale_inv.dtype and torch.equal(unpacked[1].float(), scale_inv.float())
+        assert torch.equal(unpacked[0].view(torch.uint8), codes)
         rows.append(
             {"scales": name, "codes": codes.numel(), "message": message.numel()}
             | {"bytes_more": f"{message.numel() / codes.numel() - 1:.4f}"}
@@ -153,17 +153,17 @@ def wire_rows() -> list[dict[str, object]]:
 
 
 def _microseconds(run: Callable[[], Any], times: int = 50) -> int:
-    """The fastest of some runs, as others share this machine."""
-    found = []
+    """Return the microseconds of the fastest of some runs, as other processes share this machine."""
+    seconds = []
     for _ in range(times):
         begin = time.perf_counter()
         run()
-        found.append(time.perf_counter() - begin)
-    return round(1e6 * min(found))
+        seconds.append(time.perf_counter() - begin)
+    return round(1e6 * min(seconds))
 
 
 def as_counts(calls: Any, bytes: Any) -> dict[str, int]:
-    """Columns of one step."""
+    """Return the columns of one step."""
     return {
         f"{kind}_{what}": numbers[kind]
         for kind in (GATHER, SCATTER, REDUCE)
@@ -172,7 +172,7 @@ def as_counts(calls: Any, bytes: Any) -> dict[str, int]:
 
 
 def modelled_counts(moved: Traffic) -> dict[str, int]:
-    """The same columns by the formulas."""
+    """Return the same columns by the formulas."""
     return as_counts(
         {GATHER: moved.gathers, SCATTER: moved.scatters, REDUCE: moved.reduces},
         {GATHER: moved.gathered, SCATTER: moved.scattered, REDUCE: moved.reduced},
@@ -180,30 +180,30 @@ def modelled_counts(moved: Traffic) -> dict[str, int]:
 
 
 def measured_rows(ranks: int, shapes: Shapes, hidden: int) -> tuple[list[dict[str, object]], list[str]]:
-    """One row a recipe, and what is not as it should be."""
+    """Return a row for each recipe, and a line for each count that the formulas don't give."""
     rows, wrong, plain = [], [], {}
     counted = on_ranks(count, ranks, shapes.width, hidden, shapes.layers)
     for recipe, masters in itertools.product(RECIPES, MASTERS):
-        every = [found for rank in counted for found in rank[recipe, masters]]
-        found, moved = every[-1], traffic(shapes, recipe, ranks, MASTERS[masters], MASTERS[masters])
+        every = [step for rank in counted for step in rank[recipe, masters]]
+        counts, moved = every[-1], traffic(shapes, recipe, ranks, MASTERS[masters], MASTERS[masters])
         wrong += [
-            f"{recipe}, {ranks} ranks: a step counts {other}, another {found}" for other in every if other != found
+            f"{recipe}, {ranks} ranks: a step counts {other}, another {counts}" for other in every if other != counts
         ]
-        if found != modelled_counts(moved):
-            wrong.append(f"{recipe}, {ranks} ranks: counted {found}, by formula {modelled_counts(moved)}")
-        weights = found[f"{GATHER}_bytes"] - (moved.gathered - moved.weights)
-        plain = plain or {"all": found[f"{GATHER}_bytes"], "weights": weights}
+        if counts != modelled_counts(moved):
+            wrong.append(f"{recipe}, {ranks} ranks: counted {counts}, by formula {modelled_counts(moved)}")
+        weights = counts[f"{GATHER}_bytes"] - (moved.gathered - moved.weights)
+        plain = plain or {"all": counts[f"{GATHER}_bytes"], "weights": weights}
         share = weights / plain["weights"]
         aim = OF_TWO_PAIRS if recipe in ("rowwise", "mx") else AIM
-        if recipe in AMAX_COLLECTIVES and (share > aim or found[f"{REDUCE}_calls"] != AMAX_COLLECTIVES[recipe]):
+        if recipe in AMAX_COLLECTIVES and (share > aim or counts[f"{REDUCE}_calls"] != AMAX_COLLECTIVES[recipe]):
             wrong.append(
-                f"{recipe}, {ranks} ranks: {share:.4f} of bf16's bytes, {found[f'{REDUCE}_calls']} all-reduces"
+                f"{recipe}, {ranks} ranks: {share:.4f} of bf16's bytes, {counts[f'{REDUCE}_calls']} all-reduces"
             )
         rows.append(
             {"ranks": ranks, "recipe": recipe, "masters": masters}
-            | found
+            | counts
             | {"weight_bytes": weights, "weights_by_bf16": f"{share:.4f}"}
-            | {"all_gathered_by_bf16": f"{found[f'{GATHER}_bytes'] / plain['all']:.4f}"}
+            | {"all_gathered_by_bf16": f"{counts[f'{GATHER}_bytes'] / plain['all']:.4f}"}
         )
     return rows, wrong
 
@@ -212,7 +212,7 @@ def measured_rows(ranks: int, shapes: Shapes, hidden: int) -> tuple[list[dict[st
 
 
 def _sent(row: dict[str, str], kinds: Sequence[str]) -> dict[str, int]:
-    """Bytes over each link."""
+    """Return the bytes over each link."""
     return {link: sum(int(row[f"{kind}_{link}"]) for kind in kinds) for link in LINKS}
 
 
@@ -222,26 +222,28 @@ def _links() -> dict[tuple[str, ...], dict[str, str]]:
 
 
 def weights_table() -> str:
-    """Gathers and what ranks agree on for them: MiB inside servers and between them, and of bf16's."""
-    rows, found = [], _links()
+    """Return a table of gathers and shared amax: MiB inside servers and between them, and of bf16's."""
+    rows, bytes_by_run = [], _links()
     for recipe, masters in itertools.product(RECIPES, MASTERS):
         cells = [f"`{recipe}`" if recipe != "bf16" else "without octavo", masters]
         for layout in (FLAT, REPLICAS):
             kinds = (GATHER, REDUCE)
-            gradients = _sent(found[layout, "bf16", masters, PLAIN], (REDUCE,))  # of replicas
-            own = {k: v - gradients[k] for k, v in _sent(found[layout, recipe, masters, PLAIN], kinds).items()}
-            in_bf16 = _sent(found[layout, "bf16", "bfloat16", PLAIN], (GATHER,))
-            cells += [_cell(own[link], in_bf16[link]) for link in LINKS]
+            gradients = _sent(bytes_by_run[layout, "bf16", masters, PLAIN], (REDUCE,))  # of replicas
+            weights_sent = {
+                k: v - gradients[k] for k, v in _sent(bytes_by_run[layout, recipe, masters, PLAIN], kinds).items()
+            }
+            in_bf16 = _sent(bytes_by_run[layout, "bf16", "bfloat16", PLAIN], (GATHER,))
+            cells += [_cell(weights_sent[link], in_bf16[link]) for link in LINKS]
         rows.append(cells)
     heads = [
-        f"{layout}, {link} {what}" for layout in (FLAT, REPLICAS) for link, what in zip(LINKS, PLACES, strict=True)
+        f"{layout}, {link} {place}" for layout in (FLAT, REPLICAS) for link, place in zip(LINKS, PLACES, strict=True)
     ]
     return markdown(["recipe", "masters", *heads], rows)
 
 
 def gradients_table() -> str:
-    """The same of gradients."""
-    rows, found = [], _links()
+    """Return the same table of gradients."""
+    rows, bytes_by_run = [], _links()
     for layout, ways in (
         (FLAT, PLAIN),
         (FLAT, ONE_LEVEL),
@@ -249,26 +251,26 @@ def gradients_table() -> str:
         (REPLICAS, PLAIN),
         (REPLICAS, TWO_LEVELS),
     ):
-        weights = _sent(found[layout, "bf16", "bfloat16", PLAIN], (GATHER,))
-        own, plain = (
-            {k: v - weights[k] for k, v in _sent(found[layout, "bf16", "bfloat16", how], KINDS).items()}
-            for how in (ways, PLAIN)
+        weights = _sent(bytes_by_run[layout, "bf16", "bfloat16", PLAIN], (GATHER,))
+        sent, plain = (
+            {k: v - weights[k] for k, v in _sent(bytes_by_run[layout, "bf16", "bfloat16", way], KINDS).items()}
+            for way in (ways, PLAIN)
         )
-        rows.append([layout, ways, *(_cell(own[link], plain[link]) for link in LINKS)])
+        rows.append([layout, ways, *(_cell(sent[link], plain[link]) for link in LINKS)])
     return markdown(
-        ["layout", "gradients", *(f"{link} {what}" for link, what in zip(LINKS, PLACES, strict=True))], rows
+        ["layout", "gradients", *(f"{link} {place}" for link, place in zip(LINKS, PLACES, strict=True))], rows
     )
 
 
 PLACES = "servers", "them"
 
 
-def _cell(own: int, plain: int) -> str:
-    return f"{own / 2**20:.2f} ({own / plain:.3f})" if plain else "0" if not own else f"{own / 2**20:.2f}"
+def _cell(sent: int, plain: int) -> str:
+    return f"{sent / 2**20:.2f} ({sent / plain:.3f})" if plain else "0" if not sent else f"{sent / 2**20:.2f}"
 
 
 def wire_table() -> str:
-    """Bytes and the host's time of a message."""
+    """Return a table of a message's bytes and the host's time for it."""
     rows = [
         [
             row["scales"],
@@ -302,6 +304,6 @@ def main(arguments: list[str]) -> int:
     links, wires = links_rows(HIDDEN, options.layers), wire_rows()
     print(f"\nbytes of a step over links, two servers of two ranks\n{table(links)}\n\na message\n{table(wires)}")
     if not options.no_write:
-        for name, found in (("communication", rows), ("communication_links", links), ("communication_wire", wires)):
-            print(f"written to {write_results(name, found)}")
+        for name, new_rows in (("communication", rows), ("communication_links", links), ("communication_wire", wires)):
+            print(f"written to {write_results(name, new_rows)}")
     return int(bool(wrong))

@@ -70,7 +70,7 @@ class Published(NamedTuple):
 
     @property
     def stage(self) -> Stage:
-        """What the formulas say of it."""
+        """The stage that the formulas compute for the published step."""
         shapes = self.shapes
         if shapes is TRACED:
             shapes = replace(
@@ -81,7 +81,7 @@ class Published(NamedTuple):
 
 @functools.cache
 def traced() -> dict[tuple[str, str], Shapes]:
-    """Llama 3 8B as ``octavo plan`` finds it in transformers, by kernels and recipe."""
+    """Return Llama 3 8B as ``octavo plan`` reads it from transformers, by kernels and recipe."""
     config = transformers.LlamaConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, use_cache=False,
@@ -90,7 +90,7 @@ def traced() -> dict[tuple[str, str], Shapes]:
         model = transformers.LlamaForCausalLM(config).bfloat16()
     asked = {"gpus": 8, "mesh": "fsdp=8", "sequences": 8, "context": 8192, "micro_batches": 1, "recompute": 0.0}
     steps = plan(model, rates_of("H100"), fuse=False, algorithm="adamw", checkpoint_in_fp8=False, **asked).steps
-    return {(kernels, stage.precision.name): stage.whole for kernels, found in steps.items() for stage in found}
+    return {(kernels, stage.precision.name): stage.whole for kernels, stages in steps.items() for stage in stages}
 
 
 TRACED = replace(LLAMA_8B, name="8B ")
@@ -164,35 +164,35 @@ TITAN = (
 
 
 def published_rows() -> list[dict[str, object]]:
-    """The formulas beside each published number."""
+    """Return rows of the formulas' results beside each published number."""
     rows: list[dict[str, object]] = []
     for each in (*PUBLISHED, *TITAN):
         shapes, layout, precision, tokens, source = each[:5]
-        found, size = each.stage.step, each.stage.size / (1 << 30)
+        step, size = each.stage.step, each.stage.size / (1 << 30)
         flop = shapes.flop(layout.sequence) / 1e12
         rows.append(
             {"model": shapes.name.strip(), "gpus": layout.gpus, "precision": precision.name, "kernels": each.kernels}
             | {"layout": in_words(layout), "tokens_a_step": layout.sequences * layout.sequence}
-            | {"published_tokens": f"{tokens:.0f}", "modelled_tokens": f"{found.tflops / flop:.0f}"}
-            | {"published_tflops": f"{tokens * flop:.0f}", "modelled_tflops": f"{found.tflops:.0f}"}
-            | {"modelled_by_published": f"{found.tflops / flop / tokens:.3f}"}
+            | {"published_tokens": f"{tokens:.0f}", "modelled_tokens": f"{step.tflops / flop:.0f}"}
+            | {"published_tflops": f"{tokens * flop:.0f}", "modelled_tflops": f"{step.tflops:.0f}"}
+            | {"modelled_by_published": f"{step.tflops / flop / tokens:.3f}"}
             | {"published_gib": each.gib or "", "modelled_gib": f"{size:.1f}" if each.gib else "", "published": source}
         )
     return rows
 
 
 def in_words(layout: MeshLayout) -> str:
-    """Such as TP 8, PP 16."""
+    """Return a layout in words, such as TP 8, PP 16."""
     kinds = {"TP": layout.tensor, "PP": layout.pipeline, "CP": layout.context, "EP": layout.expert}
     return ", ".join(f"{name} {ranks}" for name, ranks in kinds.items() if ranks > 1) or "FSDP"
 
 
 def layouts(shapes: Shapes, gpus: int) -> Iterator[MeshLayout]:
-    """Ways to divide a step: two sequences a GPU, as long as that is no more than SEQUENCES."""
+    """Yield ways to divide a step: two sequences a GPU, as long as that is no more than SEQUENCES."""
     expert_ranks = (8, 16, 32, 64) if any(w.split == "experts" for w in shapes.block) else (1,)
     ways = (1, 2, 4, 8), (1, 2, 4, 8, 16), expert_ranks, (0, 0.25, 0.5, 1)
     for tensor, pipeline, expert, recomputed in itertools.product(*ways):
-        made = MeshLayout(
+        layout = MeshLayout(
             gpus,
             min(2 * gpus, SEQUENCES),
             tensor=tensor,
@@ -202,22 +202,27 @@ def layouts(shapes: Shapes, gpus: int) -> Iterator[MeshLayout]:
             recomputed=recomputed,
         )
         data = gpus // (tensor * pipeline)
-        if data and made.sequences % data == 0 and gpus // pipeline % expert == 0 and made.micro_batches >= pipeline:
-            yield made
+        if (
+            data
+            and layout.sequences % data == 0
+            and gpus // pipeline % expert == 0
+            and layout.micro_batches >= pipeline
+        ):
+            yield layout
 
 
 def fastest(shapes: Shapes, gpus: int, hardware: Hardware) -> MeshLayout | None:
-    """The layout with the shortest step in bf16 of those that fit into memory, where one does."""
-    found = [
+    """Return the layout with the shortest step in bf16 of those that fit into memory; None if none fits."""
+    candidates = [
         (Stage(shapes, layout, BF16, hardware).step.seconds, place, layout)
         for place, layout in enumerate(layouts(shapes, gpus))
         if Stage(shapes, layout, BF16, hardware).size <= hardware.memory
     ]
-    return min(found)[2] if found else None
+    return min(candidates)[2] if candidates else None
 
 
 def modelled_rows(hardware: Hardware) -> list[dict[str, object]]:
-    """One row for each model, number of GPUs on which it fits, and precision, all on one layout."""
+    """Return one row for each model, number of GPUs on which it fits, and precision, all on one layout."""
     rows = []
     for shapes, gpus in itertools.product((*LLAMA, DEEPSEEK), GPUS):
         layout = fastest(shapes, gpus, hardware)
@@ -225,33 +230,33 @@ def modelled_rows(hardware: Hardware) -> list[dict[str, object]]:
             continue
         base = Stage(shapes, layout, BF16, hardware).step
         for precision in LADDER:
-            found = Stage(shapes, layout, precision, hardware).step
+            step = Stage(shapes, layout, precision, hardware).step
             state = Stage(shapes, layout, precision, hardware).size
             rows.append(
                 {"model": shapes.name, "gpus": gpus, "layout": in_words(layout), "precision": precision.name}
                 | {"sequences": layout.sequences, "recomputed": layout.recomputed, "gb_a_gpu": f"{state / 1e9:.0f}"}
-                | columns(found)
-                | {"modelled_speedup": f"{base.seconds / found.seconds:.3f}"}
+                | columns(step)
+                | {"modelled_speedup": f"{base.seconds / step.seconds:.3f}"}
             )
     return rows
 
 
-def columns(found: Step) -> dict[str, object]:
-    """A step's columns."""
-    waits = {kind: wait.exposed for kind, wait in found.waits.items()}
+def columns(step: Step) -> dict[str, object]:
+    """Return a step's columns."""
+    waits = {kind: wait.exposed for kind, wait in step.waits.items()}
     parts = {
-        "compute": sum(found.kinds.values()),
+        "compute": sum(step.kinds.values()),
         "tensor": waits["tensor"],
         "expert": waits["expert"],
-        "bubble": found.bubble,
+        "bubble": step.bubble,
     }
-    parts |= {"data": waits["fsdp"], "optimizer": found.optimizer, "seconds": found.seconds}
+    parts |= {"data": waits["fsdp"], "optimizer": step.optimizer, "seconds": step.seconds}
     seconds = {f"modelled_{part}_s": f"{value:.4f}" for part, value in parts.items()}
-    return seconds | {"modelled_tflops": f"{found.tflops:.0f}"}
+    return seconds | {"modelled_tflops": f"{step.tflops:.0f}"}
 
 
 def published_table() -> str:
-    """The formulas beside what is published."""
+    """Return a table of the formulas' results beside published ones."""
     lines = []
     for row in read("communication_model_published"):
         error = float(row["modelled_by_published"]) - 1
@@ -265,7 +270,7 @@ def published_table() -> str:
 
 
 def ladder_table() -> str:
-    """TFLOP/s by what is in FP8."""
+    """Return a table of TFLOP/s by the parts of a step that are in FP8."""
     lines: dict[str, list[str]] = {}
     for row in read("communication_model"):
         if row["gpus"] in map(str, SHOWN):

@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 
 
 def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, waits: bool = True) -> list[Any]:
-    """What ``function(mesh, *arguments)``, a module's function, returns on each of so many new processes.
+    """Return the results of ``function(mesh, *arguments)``, a module's function, on each of ``ranks`` new processes.
 
     ``waits=False``: on one process, whose collectives return at once with anything in their outputs.
     """
@@ -25,8 +25,8 @@ def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, waits: b
     processes = ranks if waits else 1
     answers = mp.get_context("spawn").SimpleQueue()
     mp.spawn(_serve, args=(ranks, port, waits, answers, function, arguments), nprocs=processes)
-    found = dict(answers.get() for _ in range(processes))
-    return [found[rank] for rank in range(processes)]
+    results = dict(answers.get() for _ in range(processes))
+    return [results[rank] for rank in range(processes)]
 
 
 def _serve(

@@ -1,4 +1,4 @@
-"""Formulas: what a training step of a transformer sends under FSDP2, in bytes and calls.
+"""Formulas for the bytes and calls that a training step of a transformer sends under FSDP2.
 
 They are exact for what octavo does: ``communication.py`` checks them against a counter.
 """
@@ -13,7 +13,7 @@ RECIPES = ("bf16", "dynamic", "delayed", "rowwise", "blockwise", "mx")
 
 
 def transformer(name: str, width: int, hidden: int, layers: int, kv_width: int, vocabulary: int) -> Shapes:
-    """Shapes of octavo.nn.TransformerBlock (query, key and value in one matrix, gate and up in another) and a GPT.
+    """Return shapes of octavo.nn.TransformerBlock (query, key, value in one matrix, gate and up in another) and a GPT.
 
     Args:
         name: for tables.
@@ -36,7 +36,7 @@ def transformer(name: str, width: int, hidden: int, layers: int, kv_width: int, 
 
 
 def embedding_and_head(width: int, vocabulary: int) -> tuple[Weight, ...]:
-    """The weights outside of blocks; the head is the last."""
+    """Return the weights outside of blocks; the head is the last."""
     return Weight(vocabulary, width), Weight(width), Weight(vocabulary, width)
 
 
@@ -49,7 +49,7 @@ LLAMA = (
 
 
 def deepseek_v3() -> Shapes:
-    """DeepSeek-V3 (arXiv 2412.19437, section 4.2), its first three layers, which are dense, taken as the others.
+    """Return DeepSeek-V3 (arXiv 2412.19437, section 4.2); its first three, dense layers are taken as the others.
 
     A token is multiplied by as many numbers in both kinds. Without the multi-token prediction.
     """
@@ -89,12 +89,12 @@ class Traffic:
 
     @property
     def gathered(self) -> int:
-        """Of forward and backward."""
+        """Bytes gathered in forward and in backward."""
         return self.gathered_forward + self.gathered_backward
 
 
 def traffic(shapes: Shapes, recipe: str, ranks: int, param_bytes: int = 2, reduce_bytes: int = 2) -> Traffic:
-    """What one step sends, of one micro-batch.
+    """Return the bytes and calls that one step sends, of one micro-batch.
 
     Source: FSDP2 as torch 2.13 does it. ``fully_shard`` of each block and of the model: a block is gathered in forward
     and again in backward, the root's own parameters once; each gradient is scattered once; parameters are padded to as

@@ -40,7 +40,7 @@ Times = dict[str, list[dict[str, float]]]  # by variant, of each round
 
 
 def converted(model: nn.Module, name: str) -> nn.Module:
-    """By octavo's recipe of this name, or by torchao to be gathered in FP8."""
+    """Return the model converted by octavo's recipe of this name, or by torchao to be gathered in FP8."""
     if name in OCTAVO:
         return octavo.convert(model, getattr(recipes, name)(), select=lambda module, name: True)
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -49,7 +49,7 @@ def converted(model: nn.Module, name: str) -> nn.Module:
 
 
 def weights_of(layer: Any) -> list[Any]:
-    """What FSDP2 keeps for the layer's weights; their biases are gathered as they are."""
+    """Return FSDP2's objects for the layer's weights; biases are left out, they are gathered as they are."""
     state = layer._get_fsdp_state()
     return [
         parameter
@@ -88,11 +88,11 @@ class Variant:
         for parameter in self.model.parameters():
             parameter.grad.zero_()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.parameters = [found for layer in self.model for found in weights_of(layer)]
+        self.parameters = [weight for layer in self.model for weight in weights_of(layer)]
         assert len(self.parameters) == layers
 
     def times(self) -> dict[str, float]:
-        """Seconds in one step, by part."""
+        """Return seconds in one step, by part."""
         self.optimizer.step()  # weights may have changed
         dist.barrier()
         seconds = dict.fromkeys(PARTS, 0.0)
@@ -104,7 +104,7 @@ class Variant:
         return seconds
 
     def gather(self, phase: str, seconds: dict[str, float]) -> None:
-        """Both hooks of every weight, timed."""
+        """Call both hooks of every weight, and add their seconds."""
         for index, parameter in enumerate(self.parameters):
             taken = timed(lambda parameter=parameter: parameter.all_gather_inputs)
             refreshes = self.octavo and phase == "forward" and index == 0
@@ -128,33 +128,33 @@ def in_backward(call: Callable[[], None]) -> None:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds of a call."""
+    """Return seconds of a call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def measure(mesh: Any, names: tuple[str, ...], size: int, layers: int, rounds: int) -> Times:
-    """Every variant's times, in turn."""
+    """Return every variant's times, in turn."""
     variants = {name: Variant(mesh, name, size, layers) for name in names}
-    found: Times = {name: [] for name in names}
+    times: Times = {name: [] for name in names}
     for turn in range(rounds + 5):
         for name, variant in variants.items():
             seconds = variant.times()
             if turn >= 5:
-                found[name].append({part: value / layers for part, value in seconds.items()})
-    return found
+                times[name].append({part: value / layers for part, value in seconds.items()})
+    return times
 
 
-def rows_of(size: int, layers: int, collectives: str, found: Times) -> list[dict[str, object]]:
-    """One row a variant: medians over rounds, in microseconds, and the ratio to torchao's faster way in each round."""
+def rows_of(size: int, layers: int, collectives: str, times: Times) -> list[dict[str, object]]:
+    """Return a row for each variant: medians over rounds in microseconds, and the ratio to torchao's faster way."""
     totals = {
         name: [sum(value for part, value in seconds.items() if part != "attributes") for seconds in rounds]
-        for name, rounds in found.items()
+        for name, rounds in times.items()
     }
     base = min((TORCHAO, PRECOMPUTED), key=lambda name: statistics.median(totals[name]))
     rows = []
-    for name, rounds in found.items():
+    for name, rounds in times.items():
         parts = {f"{part}_us": statistics.median(seconds[part] for seconds in rounds) * 1e6 for part in PARTS}
         rows.append(
             {"size": size, "weights": layers, "collectives": collectives}
@@ -183,8 +183,8 @@ def main(arguments: list[str]) -> int:
     for size in options.sizes:
         for collectives in ("gloo", "none"):
             sizes = (names, size, options.weights, options.rounds)
-            found = on_ranks(measure, RANKS, *sizes, waits=collectives == "gloo")[0]
-            rows += rows_of(size, options.weights, collectives, found)
+            times = on_ranks(measure, RANKS, *sizes, waits=collectives == "gloo")[0]
+            rows += rows_of(size, options.weights, collectives, times)
     print(table(rows))
     if not options.no_write:
         print(f"written to {write_results('gather_host', rows)}")
@@ -202,7 +202,7 @@ def main(arguments: list[str]) -> int:
 
 
 def host_table() -> str:
-    """Of docs/communication.md: octavo's microseconds a weight, and by torchao's faster way."""
+    """Return the table of docs/communication.md: octavo's microseconds a weight, and by torchao's faster way."""
     cells: dict[str, Callable[[Row], str]] = {
         "weight": lambda row: f"{row['size']} × {row['size']}",
         "collectives": lambda row: {"none": "return at once"}.get(row["collectives"], row["collectives"]),

@@ -18,7 +18,7 @@ _REFUSAL = "Duplicate GPU detected"
 
 
 def rank_main(folder: Path) -> None:
-    """What each rank does: three steps of a sharded model, its losses to a file."""
+    """Train a sharded model for three steps, on each rank; rank 0 writes the losses to a file."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 

@@ -63,13 +63,13 @@ class Block(nn.Module):
 
 
 def shapes(width: int) -> list[tuple[str, int, int]]:
-    """(name, rows, columns) of a block's matrices."""
+    """Return (name, rows, columns) of a block's matrices."""
     wide = [("gate", 4 * width, width), ("up", 4 * width, width), ("down", width, 4 * width)]
     return [(name, width, width) for name in ("query", "key", "value", "out")] + wide
 
 
 def write(folder: Path, blocks: int, width: int, in_fp8: bool) -> None:
-    """A checkpoint, a file a block, of which one is in memory at a time."""
+    """Write a checkpoint, a file for each block, of which one is in memory at a time."""
     from safetensors.torch import save_file
 
     folder.mkdir()
@@ -90,7 +90,7 @@ def write(folder: Path, blocks: int, width: int, in_fp8: bool) -> None:
 
 
 class Peak:
-    """The most that a process has, sampled by a thread: [RSS without what is shared, RSS]."""
+    """The peak memory of a process, sampled by a thread: [RSS without shared memory, RSS]."""
 
     def __enter__(self) -> Peak:
         import psutil
@@ -102,8 +102,8 @@ class Peak:
         return self
 
     def _now(self) -> list[int]:
-        found = self._process.memory_info()
-        return [found.rss - found.shared, found.rss]
+        memory = self._process.memory_info()
+        return [memory.rss - memory.shared, memory.rss]
 
     def _sample(self) -> None:
         while not self._ended.wait(0.001):
@@ -116,7 +116,7 @@ class Peak:
 
 
 def load(mesh: Any, storage: str, way: str, folder: str, blocks: int, width: int) -> tuple[list[int], int, float]:
-    """(peaks, bytes of the shards, seconds) of this rank."""
+    """Return (peaks, bytes of the shards, seconds) of this rank."""
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.fsdp import fully_shard
@@ -168,9 +168,9 @@ def main(arguments: list[str]) -> int:
             write(Path(parent) / ("fp8 files" if in_fp8 else "bf16 files"), blocks, options.width, in_fp8)
         for storage, way in CELLS:
             folder = f"{parent}/{'fp8 files' if way == 'fp8 files' else 'bf16 files'}"
-            found = on_ranks(load, RANKS, storage, way, folder, blocks, options.width)
-            peaks, rss = (max(found, key=lambda one: one[0][which])[0][which] for which in (0, 1))
-            held = max(shard for _, shard, _ in found)
+            loads = on_ranks(load, RANKS, storage, way, folder, blocks, options.width)
+            peaks, rss = (max(loads, key=lambda one: one[0][which])[0][which] for which in (0, 1))
+            held = max(shard for _, shard, _ in loads)
             rows.append(
                 {"parameters": blocks * of_block, "ranks": RANKS, "storage": storage, "way": way}
                 | {
@@ -179,7 +179,7 @@ def main(arguments: list[str]) -> int:
                     "peak_mb": f"{peaks / 1e6:.1f}",
                 }
                 | {"peak_rss_mb": f"{rss / 1e6:.1f}", "beyond_blocks": f"{(peaks - held) / (2 * of_block):.2f}"}
-                | {"seconds": f"{max(seconds for *_, seconds in found):.1f}"}
+                | {"seconds": f"{max(seconds for *_, seconds in loads):.1f}"}
             )
             print(table(rows[-1:]).splitlines()[-1], flush=True)
             if not options.no_write:
@@ -191,7 +191,7 @@ def main(arguments: list[str]) -> int:
 
 
 def load_table() -> str:
-    """Of docs/many-gpus.md: MB of a rank."""
+    """Return the table of docs/many-gpus.md: MB of a rank."""
     ways = {"reset_parameters": "`reset_parameters`", "broadcast": "rank 0, bf16", "fp8 files": "files in FP8"}
     cells: dict[str, Callable[[Row], str]] = {
         "weights": lambda row: row["storage"] if row["storage"] == "bf16" else f"FP8, {row['storage']}",

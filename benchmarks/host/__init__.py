@@ -1,1 +1,1 @@
-"""What the host does before a kernel runs."""
+"""Time of the host's work before a kernel runs."""

@@ -54,7 +54,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def steps(layer: nn.Module) -> tuple[Callable[[], object], Callable[[], object]]:
-    """(forward, forward + backward) of a layer whose gradients accumulate."""
+    """Return (forward, forward + backward) of a layer whose gradients accumulate."""
     x = torch.randn(SIZE, SIZE, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(SIZE, SIZE, dtype=torch.bfloat16)
     layer(x).backward(grad)
@@ -68,7 +68,7 @@ def _scaled_mm(a: Tensor, b: Tensor, *args: Any) -> Tensor:
 
 @contextmanager
 def on_gpu_path(record: bool = False) -> Iterator[list[Launch]]:
-    """CPU tensors take a Hopper GPU's path through octavo, up to the launches, which are listed if ``record``."""
+    """Give CPU tensors a Hopper GPU's path through octavo, up to the launches, which are listed if ``record``."""
     transposed = functools.cache(lambda device: True)
     with ExitStack() as stack:
         launches = stack.enter_context(offline(90, record))
@@ -93,7 +93,7 @@ def on_gpu_path(record: bool = False) -> Iterator[list[Launch]]:
 
 
 def casts() -> dict[str, Callable[[], object]]:
-    """Each kind of cast as a layer calls it on Hopper."""
+    """Return a call for each kind of cast as a layer makes it on Hopper."""
     x = torch.randn(SIZE, SIZE, dtype=torch.bfloat16)
     gate_up = torch.randn(SIZE, 2 * SIZE, dtype=torch.bfloat16)
     *state, amax = _state()
@@ -118,7 +118,7 @@ def casts() -> dict[str, Callable[[], object]]:
 
 
 def norms() -> dict[str, Callable[[], object]]:
-    """RMSNorm with its delayed cast, and its gradient."""
+    """Return calls of RMSNorm with its delayed cast, and of its gradient."""
     x = torch.randn(SIZE, SIZE, dtype=torch.bfloat16)
     gamma, rows = torch.ones(SIZE, dtype=torch.bfloat16), torch.ones(SIZE)
     scale, *_ = _state()
@@ -132,7 +132,7 @@ def norms() -> dict[str, Callable[[], object]]:
 
 
 def _state() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(a delayed state, whose scales are known to exist, an amax)."""
+    """Return (a delayed state, whose scales are known to exist, an amax)."""
     state, amax = State.empty(16), torch.ones(1, 1)
     fill(state)
     kernels.delayed_update(*state, amax, amax, amax, *recipes.delayed().delayed_update)
@@ -140,14 +140,14 @@ def _state() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def fill(state: State | None) -> None:
-    """Make its scales 1, before the pass that committed last too, as if kernels had run."""
+    """Set a state's scales to 1, those before the last commit too, as if kernels had run."""
     if state is not None:
         state.scale.fill_(1.0)
         state.before[1] = state.scale.view(torch.int32)
 
 
 def linear(recipe: str) -> octavo.nn.Linear:
-    """A layer whose weight is kept if it can be, and whose delayed scales exist from its first step on."""
+    """Return a layer whose weight is kept if it can be, and whose delayed scales exist from its first step on."""
     layer = octavo.nn.Linear(SIZE, SIZE, recipe=getattr(recipes, recipe)(), dtype=torch.bfloat16)
     if recipe in KEPT:
         octavo.nn.KeptWeights(layer).cast()
@@ -159,7 +159,7 @@ class _Nothing(torch.autograd.Function):
     """A layer's autograd node, with its inputs and as many saved tensors, that computes nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, *rest: None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, *unused: None) -> Tensor:
         ctx.save_for_backward(x, weight, bias, x, weight)
         return x.new_empty((x.shape[0], weight.shape[0]))
 
@@ -170,14 +170,14 @@ class _Nothing(torch.autograd.Function):
 
 
 class Floor(nn.Linear):
-    """What torch itself takes of a layer whose products are an autograd function in Python."""
+    """A layer with an autograd function in Python that computes nothing: torch's own share of the time."""
 
     def forward(self, input: Tensor) -> Tensor:
         return _Nothing.apply(input, self.weight, self.bias, None, None, None)
 
 
 class Subject(NamedTuple):
-    """What is timed, the most us that it should take, and of how many layers it is."""
+    """A call to time, the most us that it should take, and the number of layers in it."""
 
     call: Callable[[], object]
     aim: float | None
@@ -185,7 +185,7 @@ class Subject(NamedTuple):
 
 
 def subjects() -> dict[str, Subject]:
-    found = {name: Subject(call, CAST_AIM) for name, call in (casts() | norms()).items()}
+    subjects_by_name = {name: Subject(call, CAST_AIM) for name, call in (casts() | norms()).items()}
     layers: dict[str, nn.Module] = {f"Linear {name}": linear(name) for name in OCTAVO}
     layers["no product"] = Floor(SIZE, SIZE, dtype=torch.bfloat16)
     layers["nn.Linear"] = nn.Linear(SIZE, SIZE, dtype=torch.bfloat16)
@@ -193,13 +193,13 @@ def subjects() -> dict[str, Subject]:
     for name, layer in layers.items():
         forward, both = steps(layer)
         aims = (FORWARD_AIM, BOTH_AIM) if isinstance(layer, octavo.nn.Linear) else (None, None)
-        found[f"{name}, forward"] = Subject(forward, aims[0])
-        found[f"{name}, forward + backward"] = Subject(both, aims[1])
+        subjects_by_name[f"{name}, forward"] = Subject(forward, aims[0])
+        subjects_by_name[f"{name}, forward + backward"] = Subject(both, aims[1])
     for name in OCTAVO:
         forward, both = steps(torch.compile(nn.Sequential(*(linear(name) for _ in range(LAYERS)))))
-        found[f"compiled Linear {name}, forward"] = Subject(forward, None, LAYERS)
-        found[f"compiled Linear {name}, forward + backward"] = Subject(both, None, LAYERS)
-    return found
+        subjects_by_name[f"compiled Linear {name}, forward"] = Subject(forward, None, LAYERS)
+        subjects_by_name[f"compiled Linear {name}, forward + backward"] = Subject(both, None, LAYERS)
+    return subjects_by_name
 
 
 def main(arguments: list[str]) -> int:
@@ -213,14 +213,14 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with on_gpu_path(), torch.compiler.config.patch(force_disable_caches=True):
-        found = subjects()
-        for subject in found.values():
+        subjects_by_name = subjects()
+        for subject in subjects_by_name.values():
             for _ in range(3):  # compiles, and learns which scales exist
                 subject.call()
-        times = interleaved({name: s.call for name, s in found.items()}, options.rounds, options.calls)
-    seconds = {name: [time / found[name].layers for time in of_one] for name, of_one in times.items()}
+        times = interleaved({name: s.call for name, s in subjects_by_name.items()}, options.rounds, options.calls)
+    seconds = {name: [time / subjects_by_name[name].layers for time in of_one] for name, of_one in times.items()}
     rows, missed = [], []
-    for name, (_, aim, _) in found.items():
+    for name, (_, aim, _) in subjects_by_name.items():
         us, least = statistics.median(seconds[name]) * 1e6, min(seconds[name]) * 1e6
         torchao = name.replace(name.partition(",")[0], TORCHAO)
         rows.append(
@@ -242,12 +242,14 @@ def main(arguments: list[str]) -> int:
 
 
 def host_table() -> str:
-    """Of docs/kernels.md: microseconds of a layer, and by torchao's."""
-    found = {tuple(row["what"].rsplit(", ", 1)): row for row in read("gpu_host") if "," in row["what"]}
+    """Return the table of docs/kernels.md: microseconds of a layer, and by torchao's."""
+    rows_by_pass = {tuple(row["what"].rsplit(", ", 1)): row for row in read("gpu_host") if "," in row["what"]}
     rows = []
-    for name in (what for what, pass_ in found if pass_ == "forward"):
-        own = [found[name, pass_] for pass_ in ("forward", "forward + backward")]
-        rows.append([name, *(f"{float(row['us']):.0f} ({float(row['by_torchao_tensorwise']):.2f})" for row in own)])
+    for name in (what for what, pass_ in rows_by_pass if pass_ == "forward"):
+        rows_here = [rows_by_pass[name, pass_] for pass_ in ("forward", "forward + backward")]
+        rows.append(
+            [name, *(f"{float(row['us']):.0f} ({float(row['by_torchao_tensorwise']):.2f})" for row in rows_here)]
+        )
     return markdown(("us (of torchao's)", "forward", "forward + backward"), rows)
 
 

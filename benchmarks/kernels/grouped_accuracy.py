@@ -44,7 +44,7 @@ Read = Callable[[Tensor], Tensor]
 
 
 def data(kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Input, weight, gradient of the output, in bf16, and the groups' ends."""
+    """Return input, weight, gradient of the output, in bf16, and the groups' ends."""
     torch.manual_seed(0)
     x, weight, g = torch.randn(sum(SIZES), IN), torch.randn(len(SIZES), OUT, IN), torch.randn(sum(SIZES), OUT)
     if kind == "outliers":
@@ -57,7 +57,7 @@ def data(kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def products(x: Tensor, weight: Tensor, g: Tensor, activation: Read, matrix: Read) -> Results:
-    """The three products in float64, of operands laid with the contraction last and read through a cast."""
+    """Return the three products in float64, of operands laid with the contraction last and read through a cast."""
     y, dx, dw = torch.zeros(len(x), OUT).double(), torch.zeros(len(x), IN).double(), torch.zeros(weight.shape).double()
     ends = [0, *torch.tensor(SIZES).cumsum(0).tolist()]
     for expert, (start, end) in enumerate(pairwise(ends)):
@@ -70,7 +70,7 @@ def products(x: Tensor, weight: Tensor, g: Tensor, activation: Read, matrix: Rea
 
 
 def ours(recipe: str, x: Tensor, weight: Tensor, g: Tensor, offsets: Tensor) -> Results:
-    """A GroupedLinear's; a Delayed one's second step."""
+    """Return the products of a GroupedLinear; of a Delayed one those of its second step."""
     layer = GroupedLinear(len(SIZES), IN, OUT, False, dtype=torch.bfloat16, recipe=OURS[recipe])
     with torch.no_grad():
         layer.weight.copy_(weight)
@@ -84,7 +84,7 @@ def ours(recipe: str, x: Tensor, weight: Tensor, g: Tensor, offsets: Tensor) -> 
 
 
 def torchaos(recipe: str, x: Tensor, weight: Tensor, g: Tensor, offsets: Tensor) -> Results | None:
-    """torchao's; None where it has none of this kind."""
+    """Return torchao's products; None where it has none of this kind."""
     from torchao.prototype.blockwise_fp8_training import kernels
     from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
     from torchao.prototype.moe_training.utils import torch_to_float8_per_group_rowwise
@@ -118,13 +118,13 @@ def torchaos(recipe: str, x: Tensor, weight: Tensor, g: Tensor, offsets: Tensor)
 
 
 def lowest(result: Tensor, exact: Tensor) -> float:
-    """The lowest SQNR of an expert that has rows."""
+    """Return the lowest SQNR of an expert that has rows."""
     ways = zip(*((t.split(SIZES) if t.ndim == 2 else t) for t in (result, exact)), SIZES, strict=True)
     return min(sqnr(mine, truth) for mine, truth, size in ways if size)
 
 
 def accuracy_table() -> str:
-    """Of docs/study/mixture-of-experts.md: ours and torchao's, by data and recipe."""
+    """Return the table of docs/study/mixture-of-experts.md: ours and torchao's, by data and recipe."""
     rows = []
     for row in read("grouped_accuracy"):
         cells = [f"{row[f'octavo_{p}']} ({row[f'torchao_{p}'] or '-'})" for p in PRODUCTS]
@@ -145,9 +145,9 @@ def main(arguments: list[str]) -> int:
         exact = products(*inputs[:3], Tensor.double, Tensor.double)
         for recipe in OURS:
             row: dict[str, object] = {"data": kind, "recipe": recipe}
-            for who, found in (("octavo", ours(recipe, *inputs)), ("torchao", torchaos(recipe, *inputs))):
+            for who, results in (("octavo", ours(recipe, *inputs)), ("torchao", torchaos(recipe, *inputs))):
                 for index, product in enumerate(PRODUCTS):
-                    row[f"{who}_{product}"] = "" if found is None else f"{lowest(found[index], exact[index]):.2f}"
+                    row[f"{who}_{product}"] = "" if results is None else f"{lowest(results[index], exact[index]):.2f}"
             rows.append(row)
     print(table(rows))
     if not options.no_write:

@@ -44,7 +44,7 @@ Row = dict[str, str]
 
 
 def compile_one(name: str, shape: tuple[int, ...]) -> None:
-    """Run a case and its rivals, or a product, once: what a worker does."""
+    """Run a case and its rivals, or a product, once, to fill the compilers' caches: a worker's task."""
     cases.call_of(name, shape)()
     if name not in cases.PRODUCTS:
         for rival in rivals_of(name, False).values():
@@ -54,7 +54,7 @@ def compile_one(name: str, shape: tuple[int, ...]) -> None:
 
 
 def _row(name: str, shape: tuple[int, ...], **values: object) -> Row:
-    """A row with all columns."""
+    """Return a row with all columns."""
     return {
         "op": name,
         "shape": "x".join(map(str, shape)),
@@ -68,26 +68,26 @@ def _number(value: float, digits: int = 1) -> str:
 
 
 def moved_bytes(name: str, inputs: Sequence[Tensor], result: Any) -> int:
-    """What a case must move at least."""
+    """Return the least bytes that a case must move."""
     outputs = (result,) if isinstance(result, Tensor) else result
     read = sum(tensor.nbytes for tensor in inputs)
     return cases.CASES[name].reads * read + sum(output.nbytes for output in outputs)
 
 
 def cast_row(name: str, shape: tuple[int, ...], peak: Peaks, toy: bool, with_rivals: bool) -> Row:
-    """Time one case at one shape."""
+    """Time one case at one shape, and return its row."""
     if problem := cases.wrong(name, shape):
         return _row(name, shape, us="FAILED", note=problem)
     call, inputs = cases.call_of(name, shape), cases.reads(name, shape)
     nbytes = moved_bytes(name, inputs, call())
     others = rivals_of(name, toy) if with_rivals else {}
     bound = {who: rival.bound(inputs) for who, rival in others.items()}
-    found = timings({"octavo": call, **bound}, 1 if toy else 15)
-    seconds = found.median("octavo")
-    if "octavo" in found.errors:
-        return _row(name, shape, us="FAILED", note=found.errors["octavo"])
-    notes = [f"{who}: {error}" for who, error in found.errors.items()]
-    notes += [rival.note for who, rival in others.items() if rival.note and who in found.seconds]
+    times = timings({"octavo": call, **bound}, 1 if toy else 15)
+    seconds = times.median("octavo")
+    if "octavo" in times.errors:
+        return _row(name, shape, us="FAILED", note=times.errors["octavo"])
+    notes = [f"{who}: {error}" for who, error in times.errors.items()]
+    notes += [rival.note for who, rival in others.items() if rival.note and who in times.seconds]
     return _row(
         name,
         shape,
@@ -97,12 +97,12 @@ def cast_row(name: str, shape: tuple[int, ...], peak: Peaks, toy: bool, with_riv
         of_peak=_number(nbytes / seconds / peak.copy, 3),
         floor_us=_number(floor_seconds(peak, nbytes) * 1e6),
         note="; ".join(notes),
-        **{f"{who}_us": _number(found.median(who) * 1e6) for who in RIVALS},
+        **{f"{who}_us": _number(times.median(who) * 1e6) for who in RIVALS},
     )
 
 
 def product_row(name: str, shape: tuple[int, ...], peak: Peaks, toy: bool, with_rivals: bool) -> Row:
-    """Time one product; beside it bf16's, in inductor's column."""
+    """Time one product, and return its row; bf16's time is in inductor's column."""
     note, fast = "", name.endswith("fast")
     if problem := cases.wrong(name, shape):
         return _row(name, shape, us="FAILED", note=problem)
@@ -117,10 +117,10 @@ def product_row(name: str, shape: tuple[int, ...], peak: Peaks, toy: bool, with_
         torchao, note = None, f"torchao: {describe(error)}; "
     if torchao is not None:
         variants["torchao"] = torchao
-    found = timings(variants, 1 if toy else 10)
-    seconds, flop = found.median("octavo"), product_flop(*shape)
-    if "octavo" in found.errors:
-        return _row(name, shape, us="FAILED", note=found.errors["octavo"])
+    times = timings(variants, 1 if toy else 10)
+    seconds, flop = times.median("octavo"), product_flop(*shape)
+    if "octavo" in times.errors:
+        return _row(name, shape, us="FAILED", note=times.errors["octavo"])
     nbytes = product_bytes(*shape)
     return _row(
         name,
@@ -130,9 +130,9 @@ def product_row(name: str, shape: tuple[int, ...], peak: Peaks, toy: bool, with_
         rate=_number(flop / seconds / 1e12, 0 if ON_GPU else 6),
         of_peak=_number(flop / seconds / (peak.fp8 if fast else peak.fp8_exact), 3),
         floor_us=_number(floor_seconds(peak, nbytes, flop, fast) * 1e6),
-        inductor_us=_number(found.median("bf16") * 1e6),
-        torchao_us=_number(found.median("torchao") * 1e6),
-        note=note + "; ".join(f"{who}: {error}" for who, error in found.errors.items()),
+        inductor_us=_number(times.median("bf16") * 1e6),
+        torchao_us=_number(times.median("torchao") * 1e6),
+        note=note + "; ".join(f"{who}: {error}" for who, error in times.errors.items()),
     )
 
 
@@ -140,7 +140,7 @@ Task = tuple[str, tuple[int, ...], Callable[[Peaks, bool], Row]]
 
 
 def _tasks(toy: bool) -> Iterator[Task]:
-    """What is timed, the most important first: (name, shape, what makes its row)."""
+    """Yield the tasks, the most important first: (name, shape, the function that makes its row)."""
     product_shapes, passes = (TOY_PRODUCT_SHAPES, 1) if toy else (PRODUCT_SHAPES, len(SHAPES))
 
     def cast(name: str, number: int) -> Task:
@@ -157,7 +157,7 @@ def _tasks(toy: bool) -> Iterator[Task]:
 
 
 def verdicts(rows: list[Row], main_shape: str) -> int:
-    """Print ok or MISSED for each cast and norm at the main shape; 1 if one was missed or failed."""
+    """Print ok or MISSED for each cast and norm at the main shape; return 1 if one was missed or failed."""
     missed = [row["op"] for row in rows if row["us"] == "FAILED"]
     for name in missed:
         print(f"FAILED: {name}")
@@ -173,15 +173,15 @@ def verdicts(rows: list[Row], main_shape: str) -> int:
 
 
 def _times(row: Row, key: str) -> str:
-    """How many times as long others take."""
+    """Return how many times as long another library takes; "" if it was not timed."""
     return f"{float(row[key]) / float(row['us']):.2f}" if row.get(key) else ""
 
 
 def casts_table() -> str:
-    """Of docs/kernels.md: casts and norms at the largest shape."""
+    """Return the table of docs/kernels.md: casts and norms at the largest shape."""
     rows = (row for row in read("kernels") if row["shape"] == "x".join(map(str, SHAPES[0])))
     modelled = {row["op"]: row["us"] for row in read("predictions") if row["measured_us"]}
-    found = (
+    lines = (
         [
             *(row["op"], row["us"], f"{float(row['of_peak']):.2f}", _times(row, "inductor_us")),
             *(_times(row, "torchao_us"), modelled.get(row["op"], "")),
@@ -196,18 +196,18 @@ def casts_table() -> str:
         "torchao's",
         "us modelled, of kernels now",
     )
-    return markdown(columns, found)
+    return markdown(columns, lines)
 
 
 def products_table() -> str:
-    """Of docs/kernels.md: products by octavo's kernel and by torch's."""
+    """Return the table of docs/kernels.md: products by octavo's kernel and by torch's."""
     rows = {row["op"]: row for row in read("kernels") if row["op"] in cases.PRODUCTS or "torch" in row["op"]}
-    found = []
+    lines = []
     for name in cases.TILES:
         pairs = [rows.get(f"{name}, {who}{fast}") for fast in (", fast", "") for who in ("Triton", "torch")]
-        found.append([name, *("" if row is None else row["rate"] for row in pairs)])
+        lines.append([name, *("" if row is None else row["rate"] for row in pairs)])
     ways = [f"{who}, {sums}" for sums in ("short sums", "float32 sums") for who in ("Triton", "torch")]
-    return markdown(("TFLOP/s", *ways), found)
+    return markdown(("TFLOP/s", *ways), lines)
 
 
 TABLES = {"casts": casts_table, "products": products_table}

@@ -60,7 +60,7 @@ class Data:
         self.grad_TN = normal(T, N, 1e-3)
 
     def linear(self, bias: bool) -> nn.Linear:
-        """torch's, with this weight."""
+        """Return torch's layer with this weight."""
         _, K, N = self.shape
         layer = nn.Linear(K, N, bias=bias, device=DEVICE, dtype=torch.bfloat16)
         with torch.no_grad():
@@ -70,7 +70,7 @@ class Data:
         return layer
 
     def step(self, forward: Callable[[Tensor], Tensor], layer: nn.Module) -> Step:
-        """Forward and backward; gradients are returned, not accumulated."""
+        """Return forward and backward as a step; gradients are returned, not accumulated."""
         inputs = [self.x_TK, *layer.parameters()]
 
         def step() -> tuple[Tensor, ...]:
@@ -88,7 +88,7 @@ def _compiled(layer: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def _make(convert: Callable[[nn.Linear], nn.Module], compiled: bool = False, **options: bool) -> Make:
-    """A variant's step from torch's layer; options are bias and kept."""
+    """Return the function that makes a variant's step from torch's layer; options are bias and kept."""
 
     def make(data: Data) -> Step:
         layer = convert(data.linear(options.get("bias", False)))
@@ -108,7 +108,7 @@ def _torchao(name: str) -> Callable[[nn.Linear], nn.Module]:
 
 
 def _products_only(x_tile: tuple[int, int], w_tile: tuple[int, int], grad_dtype: torch.dtype) -> Make:
-    """The three products on operands cast before."""
+    """Return the three products on operands cast beforehand."""
 
     def pair(x: Tensor, tile: tuple[int, int], dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Any, ...]:
         q, _, scale_inv, *_ = kernels.cast(x, None, 0, dtype, tile, tile[1] > 0, 0)
@@ -164,21 +164,21 @@ WITH_BIAS: dict[str, Make] = {  # at the first shape only
 
 
 def run_one(name: str, shape: Shape) -> None:
-    """A few steps of one variant: what a worker does to fill the compilers' caches."""
+    """Run a few steps of one variant to fill the compilers' caches: a worker's task."""
     step = (VARIANTS | WITH_BIAS)[name](Data(shape))
     for _ in range(3):
         step()
 
 
 def _base(name: str) -> tuple[str, str]:
-    """The bf16 variants that a variant is held against: (eager, compiled)."""
+    """Return the bf16 variants that a variant is compared with: (eager, compiled)."""
     if name.endswith("bias"):
         return "bf16 bias", COMPILED
     return ("bf16 products only",) * 2 if name.endswith("products only") else (EAGER, COMPILED)
 
 
 def _wrong(results: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> str:
-    """Which result is far from bf16's."""
+    """Return the first result that is far from bf16's, in words; "" if none is."""
     for what, result, true in zip(("y", "dx", "dW", "db"), results, truth, strict=False):
         if result.shape != true.shape or not (quality := sqnr(result.float(), true.float())) > LEAST_SQNR:
             return f"{what} {tuple(result.shape)} {quality if result.shape == true.shape else math.nan:.1f} dB"
@@ -188,7 +188,7 @@ def _wrong(results: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> str:
 def measure_shape(
     shape: Shape, variants: dict[str, Make], toy: bool, deadline: Deadline
 ) -> tuple[Timings, dict[str, str]]:
-    """Time the variants that are right at one shape; and why others aren't there."""
+    """Time the variants that are right at one shape; return times, and why others have none."""
     data = Data(shape)
     truth = VARIANTS[EAGER](data)()
     truth_with_bias = WITH_BIAS["bf16 bias"](data)()
@@ -209,12 +209,12 @@ def measure_shape(
             problems[name] = f"FAILED: {problem}"
         else:
             ready[name] = step
-    found = timings(ready, rounds=2 if toy else 8, seconds_a_variant=1.5, hide_host=False)
-    return found, {**problems, **{name: f"FAILED: {error}" for name, error in found.errors.items()}}
+    times = timings(ready, rounds=2 if toy else 8, seconds_a_variant=1.5, hide_host=False)
+    return times, {**problems, **{name: f"FAILED: {error}" for name, error in times.errors.items()}}
 
 
 def _rows(seconds: dict[str, float], problems: dict[str, str], shape: str) -> Iterator[Row]:
-    """A row a variant, those without a time included."""
+    """Yield a row for each variant, those without a time included."""
     for name in (name for name in VARIANTS | WITH_BIAS if name in seconds or name in problems):
         time = seconds.get(name, math.nan)
         eager, compiled = (seconds.get(base, math.nan) / time for base in _base(name))
@@ -231,7 +231,7 @@ def _rows(seconds: dict[str, float], problems: dict[str, str], shape: str) -> It
 
 
 def _verdicts(rows: list[Row]) -> int:
-    """Print ok or MISSED for each aim; 1 if one was missed."""
+    """Print ok or MISSED for each aim; return 1 if one was missed."""
     speedups = {row["variant"]: row["by_eager"] for row in rows if row["shape"] == ALL}
     missed = False
     for name, aim in AIMS.items():
@@ -242,15 +242,15 @@ def _verdicts(rows: list[Row]) -> int:
 
 
 def layers_table() -> str:
-    """Of docs/kernels.md: the four layers of a block, and the first of them."""
+    """Return the table of docs/kernels.md: the four layers of a block, and the first of them."""
     rows = {(row["variant"], row["shape"]): row for row in read("layer")}
     first = "x".join(map(str, SHAPES[0]))
-    found = []
+    lines = []
     for name in VARIANTS:
         ms, by_eager = (rows[name, ALL][key] for key in ("ms", "by_eager"))
-        found.append([name, ms, by_eager, rows[name, first]["by_eager"]])
+        lines.append([name, ms, by_eager, rows[name, first]["by_eager"]])
     return markdown(
-        ("forward and backward", "ms, 4 layers", "times bf16's speed", "the 4096 x 4096 layer alone"), found
+        ("forward and backward", "ms, 4 layers", "times bf16's speed", "the 4096 x 4096 layer alone"), lines
     )
 
 
@@ -278,10 +278,10 @@ def main(arguments: list[str]) -> int:
     for shape in shapes:
         variants = VARIANTS | WITH_BIAS if shape == shapes[0] else VARIANTS
         try:
-            found, problems = measure_shape(shape, variants, options.toy, deadline)
+            times, problems = measure_shape(shape, variants, options.toy, deadline)
         except Exception as error:
-            found, problems = Timings({}, {}), dict.fromkeys(variants, f"FAILED: {describe(error)}")
-        seconds = {name: found.median(name) for name in found.seconds}
+            times, problems = Timings({}, {}), dict.fromkeys(variants, f"FAILED: {describe(error)}")
+        seconds = {name: times.median(name) for name in times.seconds}
         totals = {name: total + seconds.get(name, math.nan) for name, total in totals.items()}
         _report(list(_rows(seconds, problems, "x".join(map(str, shape)))), rows, live, options)
         torch._dynamo.reset()
@@ -293,7 +293,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _report(new: list[Row], rows: list[Row], live: LiveTable, options: argparse.Namespace) -> None:
-    """Print rows and write all so far."""
+    """Print rows, and write all rows so far."""
     rows += new
     for row in new:
         live.add(row)

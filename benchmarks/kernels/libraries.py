@@ -25,14 +25,14 @@ def _as_they_are(*inputs: Tensor) -> tuple[Any, ...]:
 
 
 class Rival(NamedTuple):
-    """Someone's work on what ``prepare`` makes of a case's inputs, untimed; ``note``: in what it is other work."""
+    """Another library's work on a case's inputs, which ``prepare`` converts untimed; ``note``: how the work differs."""
 
     run: Work
     prepare: Callable[..., tuple[Any, ...]] = _as_they_are
     note: str = ""
 
     def bound(self, inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
-        """The work on these inputs, which are prepared by the first call."""
+        """Return the work on these inputs, which are prepared by the first call."""
         ready = functools.cache(lambda: self.prepare(*inputs))
         return lambda: self.run(*ready())
 
@@ -64,11 +64,11 @@ def torchao(toy: bool) -> dict[str, Rival]:
         "cast columns": columns,
         "cast rows + columns": lambda x: (*scaled(x, -1), *columns(x)),
     }
-    found = {name: Rival(compiled(work, toy)) for name, work in works.items()}
+    rivals = {name: Rival(compiled(work, toy)) for name, work in works.items()}
     try:
-        return found | _torchao_blocks()
+        return rivals | _torchao_blocks()
     except Exception:  # a prototype: absent, or not for this Triton
-        return found
+        return rivals
 
 
 def _torchao_blocks() -> dict[str, Rival]:
@@ -89,7 +89,7 @@ def _torchao_blocks() -> dict[str, Rival]:
 
 
 def _starting(prefix: str) -> Iterable[str]:
-    """The cases of an activation or of a norm."""
+    """Return the cases of an activation or of a norm."""
     return (name for name in cases.FUSED if name.startswith(prefix))
 
 
@@ -120,17 +120,17 @@ def liger() -> dict[str, Rival]:
         return _graph(layernorm, dy, x, gamma, torch.zeros_like(gamma))
 
     bf16 = "liger writes bf16, no codes"
-    found = {name: Rival(swiglu, halves, bf16) for name in _starting("swiglu +")}
-    found |= {name: Rival(_backward, swiglu_graph, f"{bf16}, no sums") for name in _starting("swiglu gradient")}
-    found |= {name: Rival(rmsnorm, note=bf16) for name in (*_starting("rmsnorm +"), *_starting("rmsnorm, y kept"))}
-    found |= {name: Rival(layernorm, note=bf16) for name in _starting("layernorm +")}
-    found["rmsnorm gradient + residual"] = Rival(_backward, rmsnorm_graph, "liger without the residual")
-    found["layernorm gradient + residual"] = Rival(_backward, layernorm_graph, "liger without the residual")
-    return found
+    rivals = {name: Rival(swiglu, halves, bf16) for name in _starting("swiglu +")}
+    rivals |= {name: Rival(_backward, swiglu_graph, f"{bf16}, no sums") for name in _starting("swiglu gradient")}
+    rivals |= {name: Rival(rmsnorm, note=bf16) for name in (*_starting("rmsnorm +"), *_starting("rmsnorm, y kept"))}
+    rivals |= {name: Rival(layernorm, note=bf16) for name in _starting("layernorm +")}
+    rivals["rmsnorm gradient + residual"] = Rival(_backward, rmsnorm_graph, "liger without the residual")
+    rivals["layernorm gradient + residual"] = Rival(_backward, layernorm_graph, "liger without the residual")
+    return rivals
 
 
 def _graph(function: Work, dy: Tensor, *inputs: Tensor) -> tuple[Any, ...]:
-    """A function's output, ready for ``_backward``, and tensors of its own, since Liger writes gradients over them."""
+    """Return a function's output, ready for ``_backward``, and new tensors, since Liger writes gradients over them."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     return function(*leaves), leaves, dy.clone()
 
@@ -148,7 +148,7 @@ def transformer_engine() -> dict[str, Rival]:
     delayed_gradient, dynamic_gradient, _ = _quantizers(tex.DType.kFloat8E5M2)
 
     def transposed_after(function: Work) -> Work:
-        """Gated activations with a delayed scale are cast as they lie."""
+        """Return the function, then a transposition: gated activations with delayed scales are cast as they lie."""
 
         def run(*inputs: Any) -> Any:
             out = function(*inputs)
@@ -185,7 +185,7 @@ def transformer_engine() -> dict[str, Rival]:
 
 
 def _transformer_engine_norms(tex: Any) -> dict[str, Work]:
-    """Norms with what casts them, and their gradients."""
+    """Return norms with their casts, and their gradients."""
     eps, wide = cases.EPS, tex.DType.kBFloat16
 
     def rmsnorm(x: Tensor, gamma: Tensor, quantizer: Any) -> Any:
@@ -215,7 +215,7 @@ def _transformer_engine_norms(tex: Any) -> dict[str, Work]:
 
 
 def _quantizers(dtype: Any) -> tuple[Callable[..., Any], ...]:
-    """What makes Transformer Engine's quantizers, of one delayed or dynamic scale, and of 1x128 and 128x1 blocks."""
+    """Return functions that make Transformer Engine's quantizers: delayed and dynamic scale, 1x128 blocks both ways."""
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
@@ -233,7 +233,7 @@ def _quantizers(dtype: Any) -> tuple[Callable[..., Any], ...]:
 
 
 def torchao_product(name: str, shape: tuple[int, ...]) -> Callable[[], Tensor] | None:
-    """torchao's own kernel for the product's tiles, where it has one: for blocks."""
+    """Return torchao's own kernel for the product's tiles, if it has one: for blocks."""
     tiles = name.partition(",")[0]
     if not ON_GPU or tiles not in ("1x128 . 128x128", "1x128 . 1x128"):
         return None

@@ -122,7 +122,7 @@ def main(arguments: list[str]) -> int:
     with running as kernels:
         op, module = kernels if ON_GPU else (kernels.cast, kernels.module("replay"))
         wrong, calls = faults(op, module, Deadline(options.seconds / 60), options.seed)
-        replays = sum(callable(made) for made in module.REPLAYS.values())
+        replays = sum(callable(entry) for entry in module.REPLAYS.values())
     for line in wrong:
         print(f"FAILED: {line}")
     print(f"{calls} casts and {replays} replays, {len(wrong)} with other bits than the plain call", flush=True)

@@ -1,4 +1,4 @@
-"""The same work as each case by others: torch.compile from plain torch, and whichever of the libraries is there."""
+"""The same work as each case by torch.compile of plain torch, and by those of the libraries that are installed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ RIVALS = ("inductor", "torchao", "liger", "te")
 
 
 def rivals_of(name: str, toy: bool) -> dict[str, Rival]:
-    """Those who have this case, by the names of their columns; what was compiled before is forgotten."""
+    """Return the rivals of a case, by the names of their columns; earlier compiled functions are forgotten."""
     torch.compiler.reset()  # a function compiled for more shapes and cases than 8 is refused
-    found = {"inductor": Rival(compiled(PLAIN[name], toy))} if name in PLAIN else {}
+    by_column = {"inductor": Rival(compiled(PLAIN[name], toy))} if name in PLAIN else {}
     if name in cases.FUSED:
         others = {"liger": libraries.liger, "te": libraries.transformer_engine}
     else:
@@ -31,8 +31,8 @@ def rivals_of(name: str, toy: bool) -> dict[str, Rival]:
         except Exception as error:  # it is there, but not for this torch or GPU
             rivals = {name: Rival(functools.partial(_raise, error))}
         if name in rivals:
-            found[who] = rivals[name]
-    return found
+            by_column[who] = rivals[name]
+    return by_column
 
 
 def _raise(error: Exception, *inputs: Tensor) -> None:

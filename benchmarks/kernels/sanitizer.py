@@ -27,7 +27,7 @@ CASES = [name for capability, name in test_compiled.ALL_CASES if capability == 9
 
 
 def launch_all(kernels: triton_kernels.TritonKernels) -> list[str]:
-    """Run the cases; a line for each that is wrong."""
+    """Run the cases; return a line for each that is wrong."""
     wrong = []
     for name in CASES:
         try:
@@ -39,7 +39,7 @@ def launch_all(kernels: triton_kernels.TritonKernels) -> list[str]:
 
 
 def under(tool: str, sanitizer: str) -> str:
-    """What is wrong in a process that launches all of them under a tool; "" for nothing."""
+    """Return the fault of a process that launches all kernels under a tool; "" for none."""
     options = ["--tool", tool, "--target-processes", "application-only", "--error-exitcode", str(FOUND)]
     command = [sanitizer, *options, sys.executable, "-m", "benchmarks", "sanitizer", "--launch"]
     run = subprocess.run(command, env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, check=False)
@@ -65,6 +65,6 @@ def main(arguments: list[str]) -> int:
     if sanitizer is None:
         print("there is no compute-sanitizer here (it comes with the CUDA toolkit): nothing was checked")
         return 1
-    found = {tool: under(tool, sanitizer) for tool in TOOLS}
-    print(*(f"{tool}: {problem or 'ok'}" for tool, problem in found.items()), sep="\n")
-    return int(any(found.values()))
+    problems = {tool: under(tool, sanitizer) for tool in TOOLS}
+    print(*(f"{tool}: {problem or 'ok'}" for tool, problem in problems.items()), sep="\n")
+    return int(any(problems.values()))

@@ -27,7 +27,7 @@ LEAST_SQNR = 15.0  # dB of a layer's gradients beside bf16's: E5M2 alone is at a
 
 
 def check(name: str) -> str:
-    """What is amiss with a case, a product or a recipe's step; "" for nothing."""
+    """Return the fault of a case, a product or a recipe's step; "" for none."""
     try:
         if name in OCTAVO:
             return step(name)
@@ -39,7 +39,7 @@ def check(name: str) -> str:
 
 
 def step(recipe: str) -> str:
-    """A step of two layers in FP8 and an update with FP8 moments, beside the same layers in bf16."""
+    """Take a step of two layers in FP8 and an update with FP8 moments, and compare with the same layers in bf16."""
     torch.manual_seed(0)
     size = 512 if ON_GPU else 32
     model = nn.Sequential(nn.Linear(size, 2 * size), nn.GELU(), nn.Linear(2 * size, size)).to(DEVICE, torch.bfloat16)
@@ -52,8 +52,8 @@ def step(recipe: str) -> str:
             model.zero_grad()
             model(x).square().mean().backward()
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    for index, (true, found) in enumerate(zip(*gradients, strict=True)):
-        if not (quality := sqnr(found.float(), true.float())) > LEAST_SQNR:
+    for index, (true, gradient) in enumerate(zip(*gradients, strict=True)):
+        if not (quality := sqnr(gradient.float(), true.float())) > LEAST_SQNR:
             return f"gradient {index} is {quality:.1f} dB beside bf16's"
     before = [p.detach().clone() for p in model.parameters()]
     octavo.optim.AdamW(model.parameters(), lr=1e-2, moments="fp8", master="split16").step()

@@ -1,4 +1,4 @@
-"""What ``octavo tune`` measures, written to octavo/kernels/triton/configs.json, which octavo ships."""
+"""Measures tiles as ``octavo tune`` does, and writes octavo/kernels/triton/configs.json, which octavo ships."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ CAPABILITIES = tuple(SHARED_MEMORY)
 def compiled(
     capability: int, group: str, only: tuple[str, str] | None = None
 ) -> Iterator[tuple[dict[str, object], list[str]]]:
-    """The row of each distinct kernel of a group, and what is amiss with it; of ``only`` one (op, case) where given."""
+    """Yield the row of each distinct kernel of a group, and the checks it fails; ``only``: of this (op, case) alone."""
     seen = set()
     with offline(capability) as launches:
         for case in GROUPS[group]():
@@ -38,22 +38,22 @@ def compiled(
             for launch in launches:
                 if launch.kernel.hash not in seen:
                     seen.add(launch.kernel.hash)
-                    found, misses = examine(launch.kernel, case.bits)
-                    assert found["capability"] == f"sm_{capability}"
-                    yield {"op": case.op, "case": case.what, **found}, misses
+                    row, misses = examine(launch.kernel, case.bits)
+                    assert row["capability"] == f"sm_{capability}"
+                    yield {"op": case.op, "case": case.what, **row}, misses
 
 
 def _others(capabilities: Collection[int], groups: Collection[str]) -> list[dict[str, str]]:
-    """The committed rows of other architectures and of other groups' cases."""
+    """Return the committed rows of other architectures and of other groups' cases."""
     with offline(90):  # making a case may launch
         group_of = {(case.op, case.what): group for group, cases in GROUPS.items() for case in cases()}
-    kept = []
+    rows = []
     with (RESULTS / "compiled.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             group, capability = group_of.get((row["op"], row["case"])), int(row["capability"].removeprefix("sm_"))
             if group is not None and not (group in groups and capability in capabilities):
-                kept.append(row)
-    return kept
+                rows.append(row)
+    return rows
 
 
 def main(arguments: list[str]) -> int:

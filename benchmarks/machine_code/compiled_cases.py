@@ -40,7 +40,7 @@ PAD = 16
 
 
 class Case(NamedTuple):
-    """A call of an op that launches kernels, whose accesses of tiles should have so many ``bits``."""
+    """A call of an op that launches kernels, whose accesses of tiles should have at least ``bits`` bits."""
 
     op: str
     what: str
@@ -49,17 +49,17 @@ class Case(NamedTuple):
 
 
 def scales(shape: Sequence[int], tile: Tile) -> Tensor:
-    """In place of scale_inv of this shape; of MX's tiles E8M0 by columns, as casts write it."""
+    """Return a tensor in place of scale_inv of this shape; for MX's tiles E8M0 by columns, as casts write it."""
     return torch.empty((*shape[:-2], *shape[:-3:-1]), dtype=E8M0).mT if tile == MX else torch.empty(shape)
 
 
 def terms_scales(shape: tuple[int, int], groups: int, tile: Tile) -> Tensor:
-    """The same of an operand by ``tile`` whose terms are in groups; shape: of what was cast, terms by rows."""
+    """Return the same for an operand by ``tile`` with terms in groups; shape: of the cast tensor, terms by rows."""
     return torch.empty(grouped_scale_shape(shape, groups, tile[::-1]), dtype=scale_inv_dtype(tile, True)).t()
 
 
 def _sizes() -> list[tuple[int, int]]:
-    """Shapes of which each row of configs.json serves one."""
+    """Return shapes for each of which a different row of configs.json is used."""
     *bounds, _ = sorted({row[0] for rows in TABLE.values() for row in rows})  # the last row serves any larger size
     logs = [*bounds, max(24, *(bound + 1 for bound in bounds))]
     return [(1 << (log - 1 - log // 2), 1 << (log // 2)) for log in logs]
@@ -93,7 +93,7 @@ UPDATE = (448.0, 448.0, 57344.0), (False,) * 3, (0,) * 3, "max"
 
 
 def delayed_state(length: int = 16) -> tuple[Tensor, Tensor, Tensor]:
-    """The delayed state of a module that has stepped, so that no amax is looked for before the cast."""
+    """Return the delayed state of a module that has stepped, so that the cast needs no amax kernel before it."""
     one, scales = torch.ones(1, 1), torch.ones(3)
     state = scales, torch.zeros(3, length), torch.stack((torch.zeros(3), scales)).view(torch.int32)
     KERNELS["delayed_update"](*state, one, one, one, *UPDATE)
@@ -114,7 +114,7 @@ def cast(
     bits: int = 128,
     **named: Any,
 ) -> Case:
-    """A cast of x; ``words`` say how, ``named`` are the op's arguments from ``transpose`` on."""
+    """Return a case that casts x; ``words`` name it, ``named`` are the op's arguments from ``transpose`` on."""
     named = {"pad": PAD, **named}
     call = functools.partial(KERNELS["cast"], x, state, 0, codes, tile, power_of_two, 0, **named)
     return Case(op, describe(tile, codes, x, *words), call, bits)
@@ -215,7 +215,7 @@ def dequantize() -> Iterator[Case]:
 
 
 def note_faults() -> Iterator[Case]:
-    one, found = torch.ones(1, dtype=torch.int32), torch.zeros(4)
+    one, notes = torch.ones(1, dtype=torch.int32), torch.zeros(4)
     for shape, tile, dtype, amax in (
         (LARGE, TENSOR, E5M2, torch.ones(1, 1)),
         (LARGE, VECTOR, E4M3, None),
@@ -224,7 +224,7 @@ def note_faults() -> Iterator[Case]:
     ):
         scale_inv = torch.empty(granularity_of(tile).scale_shape(shape))
         call = functools.partial(
-            KERNELS["note_faults"], tensor(shape), tensor(shape, dtype), scale_inv, amax, one, found, one
+            KERNELS["note_faults"], tensor(shape), tensor(shape, dtype), scale_inv, amax, one, notes, one
         )
         extra = "" if amax is None else ", Delayed"
         yield Case("note_faults", f"{granularity_of(tile)} {name_of(dtype)} {list(shape)}{extra}", call)
@@ -234,7 +234,7 @@ _PRODUCTS = unpacking({"matmul": triton_matmul, "grouped_matmul": triton_grouped
 
 
 def matmul() -> Iterator[Case]:
-    """The Triton kernel for every pair of granularities, though for some a GPU runs torch's own product."""
+    """Yield the Triton kernel for every pair of granularities, also where a GPU runs torch's own product."""
     for shape in SIZES:
         yield product(shape, E4M3, TENSOR, TENSOR, fast=True, bias=True)
         yield product(shape, E4M3, VECTOR, SQUARE)
@@ -270,10 +270,10 @@ def many_tensors() -> Iterator[Case]:
     xs = [tensor(shape) for shape in (SIZES[0], LARGE, LARGE)]
     for tile, transpose, delayed in ((TENSOR, True, False), (TENSOR, False, True), (SQUARE, True, False)):
         laid = [torch.empty(x.shape[::-1], dtype=E4M3) for x in xs] if transpose else []
-        found = [[torch.empty(granularity_of(tile).scale_shape(x.shape)) for x in xs] for _ in range(2)]
+        scale_invs = [[torch.empty(granularity_of(tile).scale_shape(x.shape)) for x in xs] for _ in range(2)]
         scales = [delayed_state()[0] for _ in xs] if delayed else []
         qs = [torch.empty(x.shape, dtype=E4M3) for x in xs]
-        arguments = (xs, qs, laid, *found, scales, 1, tile, False, 0)
+        arguments = (xs, qs, laid, *scale_invs, scales, 1, tile, False, 0)
         words = f"{granularity_of(tile)} e4m3{' delayed' * delayed}{' transposed' * transpose} of {len(xs)} bfloat16"
         yield Case("multi_tensor_cast", words, functools.partial(KERNELS["multi_tensor_cast"], *arguments))
 
@@ -282,7 +282,7 @@ def many_tensors() -> Iterator[Case]:
 
 
 def activations() -> Iterator[Case]:
-    """Each function forward and backward; then SwiGLU in all ways that recipes cast."""
+    """Yield each function forward and backward; then SwiGLU in all ways that recipes cast."""
     for name in ACTIVATIONS:
         yield activated(name, False)
         yield activated(name, True)
@@ -306,7 +306,7 @@ def activations() -> Iterator[Case]:
 def _activation(
     name: str, gradient: bool, shape: tuple[int, int], dtype: torch.dtype = BF16, h_tile: Tile | None = None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """What an op casts, and its arguments that say so; ``shape`` is that of the activation's output."""
+    """Return the tensor that an op casts, and its other arguments; ``shape`` is that of the activation's output."""
     rows, cols = shape
     h = tensor((rows, 2 * cols if ACTIVATIONS[name].gated else cols), dtype if h_tile is None else E4M3)
     named: dict[str, Any] = {"activation": name, "preactivation": h if gradient else None}
@@ -365,12 +365,12 @@ EXPERTS = 128
 
 
 def offsets(groups: int = EXPERTS) -> Tensor:
-    """Groups' ends, which nothing reads."""
+    """Return groups' ends, which nothing reads."""
     return torch.empty(groups, dtype=torch.int32)
 
 
 def grouped() -> Iterator[Case]:
-    """Casts as each recipe makes them of tokens, gradients and weights; then the products."""
+    """Yield the casts that each recipe makes of tokens, gradients and weights; then the products."""
     for shape, transpose in itertools.product(SIZES, (False, True)):
         yield grouped_cast(TENSOR, transpose, shape=shape)
         yield grouped_cast(TENSOR, transpose, shape=shape, delayed=True)
@@ -399,15 +399,15 @@ def grouped() -> Iterator[Case]:
 
 
 def statistics() -> Iterator[Case]:
-    """What octavo.inspect reads of rows in groups."""
-    one, found = torch.ones(1, dtype=torch.int32), torch.zeros(4)
+    """Yield the reads of octavo.inspect of rows in groups."""
+    one, notes = torch.ones(1, dtype=torch.int32), torch.zeros(4)
     for tile in (TENSOR, ROW, SQUARE):
         q, scale_inv = tensor(dtype=E4M3), torch.empty(grouped_scale_shape(LARGE, EXPERTS, tile))
         where = f"{granularity_of(tile)} e4m3 {list(LARGE)} in {EXPERTS} groups"
         sums, extremes = torch.empty(EXPERTS, 71, dtype=torch.float64), torch.empty(EXPERTS, 3)
         counted = tensor(), q, scale_inv, tile, sums, extremes, offsets()
         yield Case("cast_statistics", where, functools.partial(KERNELS["cast_statistics"], *counted))
-        noted = tensor(), q, scale_inv, None, one, found, one, offsets()
+        noted = tensor(), q, scale_inv, None, one, notes, one, offsets()
         yield Case("note_faults", where, functools.partial(KERNELS["note_faults"], *noted))
 
 
@@ -434,15 +434,15 @@ def grouped_cast(
         f"{activation}{' gradient' * gradient}{' of codes' * (h_tile is not None)}",
     )
     bits = 64 if gradient and TENSOR[0] in tile else 128  # with eight codes a thread two tiles fit its registers
-    made = cast("grouped_cast", tensor(shape) if gradient or not activation else h, tile, *words, bits=bits, **named)
-    return made._replace(what=f"{made.what} in {EXPERTS} groups")
+    case = cast("grouped_cast", tensor(shape) if gradient or not activation else h, tile, *words, bits=bits, **named)
+    return case._replace(what=f"{case.what} in {EXPERTS} groups")
 
 
 _LIBRARY = unpacking({"grouped_matmul": lambda operands, _, fast: library_grouped_matmul(operands, fast)})
 
 
 def _library(*arguments: Any) -> None:
-    """What octavo launches around torch's own product."""
+    """Launch the kernels that octavo runs around torch's own product."""
     with mock.patch.object(F, "scaled_grouped_mm", lambda a, b, *_, **__: a.new_empty(len(a), b.shape[-1], dtype=BF16)):
         _LIBRARY["grouped_matmul"](*arguments)
 
@@ -505,7 +505,7 @@ def norm() -> Iterator[Case]:
 
 
 def _of_norm(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Any]:
-    """A norm as the cast takes it."""
+    """Return the arguments of a norm as the cast takes it."""
     gamma = torch.empty(shape[1], dtype=dtype)
     return {"gamma": gamma, "beta": gamma.clone() if kind == "layer_norm" else None, "kind": kind, "eps": 1e-5}
 
@@ -577,7 +577,7 @@ _TWO_STAGES = (Moment(formats.E4M3, granularity=PerTensor()), Moment(formats.E5M
 
 
 def coded(update: WeightUpdate) -> WeightUpdate:
-    """With its gradient in E4M3 codes."""
+    """Return the update with its gradient in E4M3 codes."""
     rows, cols = update.gradient.shape
     codes = tensor((rows, cols), torch.uint8)
     return update._replace(gradient=codes, gradient_scale_inv=torch.empty(rows, -(-cols // 128)))

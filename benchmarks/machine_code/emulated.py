@@ -47,13 +47,13 @@ Rows = list[dict[str, object]]
 
 
 def kind_of(key: tuple[Instruction, str]) -> str:
-    """What a counted access is: shared, or of global memory a load (an asynchronous copy too) or a store."""
-    one, space = key
-    return "shared" if space == "shared" else "store" if one.name.startswith(("st", "red")) else "load"
+    """Return the kind of a counted access: shared, or of global memory a load (an asynchronous copy too) or a store."""
+    instruction, space = key
+    return "shared" if space == "shared" else "store" if instruction.name.startswith(("st", "red")) else "load"
 
 
 def shape_of(name: str) -> tuple[int, ...]:
-    """Of a case's tensor: groups hold whole tiles, and rows are as long as a model's where a program owns them."""
+    """Return the shape of a case's tensor: groups of whole tiles; a model's rows where a program owns rows."""
     if name in test_compiled.CALLS:
         return (0, 0)
     if name in cases.PRODUCTS:
@@ -62,20 +62,20 @@ def shape_of(name: str) -> tuple[int, ...]:
 
 
 def rows_of(capability: int, name: str) -> Rows:
-    """A row for each kernel that a case launches."""
+    """Return a row for each kernel that a case launches."""
     shape = shape_of(name)
     torch.manual_seed(0)
     began = time.perf_counter()
     with emulating(capability, Options(counts=True)) as done, _large_tiles():
         problem = _wrong(name, shape)
     by_kernel: dict[str, list[Done]] = defaultdict(list)
-    for one in done:
-        by_kernel[one.kernel].append(one)
+    for launch in done:
+        by_kernel[launch.kernel].append(launch)
     seconds = time.perf_counter() - began
     elements, first = shape[0] * shape[1], {"architecture": f"sm_{capability}", "case": name}
     first["shape"] = "x".join(map(str, shape))
     last = {"right": problem or "yes", "case_seconds": f"{seconds:.1f}"}
-    return [first | _counted(kernel, found, elements) | last for kernel, found in by_kernel.items()]
+    return [first | _counted(kernel, kernel_launches, elements) | last for kernel, kernel_launches in by_kernel.items()]
 
 
 def _wrong(name: str, shape: tuple[int, ...]) -> str:
@@ -90,7 +90,7 @@ def _wrong(name: str, shape: tuple[int, ...]) -> str:
 
 @contextmanager
 def _large_tiles() -> Iterator[None]:
-    """Kernels take the configurations of large tensors."""
+    """Give kernels the configurations of large tensors."""
     original = launching.config
 
     def config(kernel: str, log2_elements: int) -> launching.Config:
@@ -106,7 +106,7 @@ def _large_tiles() -> Iterator[None]:
 
 
 def _counted(kernel: str, launches: list[Done], elements: int) -> dict[str, object]:
-    """What one launch of a kernel costs an element."""
+    """Return the costs of one launch of a kernel, an element."""
     counts: defaultdict[str, Count] = defaultdict(Count)
     for one in launches:
         for key, count in one.launch.counts.items():
@@ -133,36 +133,36 @@ def _counted(kernel: str, launches: list[Done], elements: int) -> dict[str, obje
 
 
 def committed() -> dict[tuple[int, str], Rows]:
-    """The rows that there are, by capability and case."""
-    found: dict[tuple[int, str], Rows] = defaultdict(list)
+    """Return the committed rows, by capability and case."""
+    rows_by_case: dict[tuple[int, str], Rows] = defaultdict(list)
     for row in read("emulated"):
-        found[int(row["architecture"].removeprefix("sm_")), row["case"]].append({**row})
-    return found
+        rows_by_case[int(row["architecture"].removeprefix("sm_")), row["case"]].append({**row})
+    return rows_by_case
 
 
 MOST = 1.05  # times the least sectors, of stores
 
 
 def _scattered(rows: Iterable[Row]) -> list[Row]:
-    """The rows of sized cases whose stores touch more sectors than they should."""
+    """Return the rows of sized cases whose stores touch more sectors than they should."""
     return [row for row in rows if row["stored_bytes_an_element"] and float(row["store_sectors_by_least"] or 0) > MOST]
 
 
 def _architectures() -> str:
-    """What ran on each, and what cost more than it must."""
+    """Return a table of the cases of each architecture, and of the kernels that cost more than they must."""
     header = ("architecture", "cases", "kernels", "right", "wavefronts by least, at most", f"stores over {MOST}")
     lines = []
     for name, rows in itertools.groupby(read("emulated"), lambda row: row["architecture"]):
-        found = [*rows]
-        counts = (str(len({row[column] for row in found})) for column in ("case", "kernel"))
-        right = f"{sum(row['right'] == 'yes' for row in found)} of {len(found)} rows"
-        wavefronts = max(row["wavefronts_by_least"] for row in found if row["wavefronts_an_element"])
-        lines.append((name, *counts, right, wavefronts, f"{len(_scattered(found))} rows"))
+        rows_here = [*rows]
+        counts = (str(len({row[column] for row in rows_here})) for column in ("case", "kernel"))
+        right = f"{sum(row['right'] == 'yes' for row in rows_here)} of {len(rows_here)} rows"
+        wavefronts = max(row["wavefronts_by_least"] for row in rows_here if row["wavefronts_an_element"])
+        lines.append((name, *counts, right, wavefronts, f"{len(_scattered(rows_here))} rows"))
     return markdown(header, lines)
 
 
 def _scattered_stores() -> str:
-    """Which write more sectors than they must, on Hopper."""
+    """Return a table of the kernels that write more sectors than they must, on Hopper."""
     header = "case", "kernel", "bytes an element", "by least"
     columns = "case", "kernel", "stored_bytes_an_element", "store_sectors_by_least"
     rows = _scattered(row for row in read("emulated") if row["architecture"] == "sm_90")
@@ -178,20 +178,20 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--architectures", type=int, nargs="+", choices=DEVICES, default=list(DEVICES))
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args(arguments)
-    found, origin = committed(), {"triton": triton.__version__, "commit": commit()}
-    fresh = {str(row["commit"]) for row in itertools.chain(*found.values())}
+    rows_by_case, origin = committed(), {"triton": triton.__version__, "commit": commit()}
+    fresh = {str(row["commit"]) for row in itertools.chain(*rows_by_case.values())}
     fresh = {one for one in fresh if change_since(one, MEASURES) == ""}
-    made: Rows = []
+    new_rows: Rows = []
     for capability, name in itertools.product(options.architectures, NAMES):
         key = capability, name
-        if options.only not in name or (not options.only and {row["commit"] for row in found[key]} & fresh):
+        if options.only not in name or (not options.only and {row["commit"] for row in rows_by_case[key]} & fresh):
             continue
-        found[key] = [{**row, **origin} for row in rows_of(capability, name)]
-        made += found[key]
-        print(*table(found[key]).splitlines()[1:], sep="\n", flush=True)
+        rows_by_case[key] = [{**row, **origin} for row in rows_of(capability, name)]
+        new_rows += rows_by_case[key]
+        print(*table(rows_by_case[key]).splitlines()[1:], sep="\n", flush=True)
         if not options.no_write:
-            every = itertools.chain.from_iterable(found[one] for one in itertools.product(DEVICES, NAMES))
+            every = itertools.chain.from_iterable(rows_by_case[one] for one in itertools.product(DEVICES, NAMES))
             write_results("emulated", [*every], origin=origin)
-    wrong = [row for row in made if row["right"] != "yes"]
-    print(f"{len(made) - len(wrong)} of {len(made)} right")
+    wrong = [row for row in new_rows if row["right"] != "yes"]
+    print(f"{len(new_rows) - len(wrong)} of {len(new_rows)} right")
     return int(bool(wrong))

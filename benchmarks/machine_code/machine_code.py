@@ -1,4 +1,4 @@
-"""A compiled kernel's machine code, and what is checked of it.
+"""A compiled kernel's machine code, and the checks of it.
 
     hardly anything spills: of a hundred instructions at most one reads or writes the stack
     codes are made and read by the hardware's conversions
@@ -42,7 +42,7 @@ _INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+ )?\s*([A-Z][A-Z0-9_.]
 
 
 def _tool(tool: Any, kernel: CompiledKernel, *options: str) -> str:
-    """What a tool of Triton's own wheel says of a kernel's machine code."""
+    """Return the output of a tool of Triton's own wheel for a kernel's machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -51,13 +51,13 @@ def _tool(tool: Any, kernel: CompiledKernel, *options: str) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _disassembled(kernel: CompiledKernel) -> list[str]:
-    """A kernel's machine code with source lines and labels, line by line."""
+    """Return a kernel's machine code with source lines and labels, line by line."""
     return _tool(triton.knobs.nvidia.nvdisasm, kernel, "-gi", "-c").splitlines()
 
 
 def instructions(kernel: CompiledKernel) -> list[Instruction]:
-    """A kernel's machine code."""
-    found: list[Instruction] = []
+    """Return a kernel's machine code."""
+    code: list[Instruction] = []
     lines: list[tuple[str, int]] = []
     in_lines = False
     for text in _disassembled(kernel):
@@ -68,12 +68,12 @@ def instructions(kernel: CompiledKernel) -> list[Instruction]:
             in_lines = True
         elif match := _INSTRUCTION.match(text):
             in_lines = False
-            found.append(Instruction(match[1], tuple(lines)))
-    return found
+            code.append(Instruction(match[1], tuple(lines)))
+    return code
 
 
 def loops(kernel: CompiledKernel) -> list[list[Instruction]]:
-    """The instructions of each loop that has no other in it, less the blocks that call.
+    """Return the instructions of each innermost loop, less the blocks that call.
 
     A call is what a correctly rounded root or quotient makes where float32's range ends, which is rare; for sm_89 ptxas
     also writes so what is but a jump to a label.
@@ -105,7 +105,7 @@ def loops(kernel: CompiledKernel) -> list[list[Instruction]]:
 
 
 def resources(kernel: CompiledKernel) -> dict[str, int]:
-    """Registers a thread and bytes of stack: {"REG": ..., "STACK": ...}."""
+    """Return registers a thread and bytes of stack: {"REG": ..., "STACK": ...}."""
     text = _tool(triton.knobs.nvidia.cuobjdump, kernel, "--dump-resource-usage")
     return {name: int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", text)}
 
@@ -115,7 +115,7 @@ _SERIALIZED = re.compile(r"\(C(7510|7514|7517)\)[^\n]*")
 
 
 def serialized(kernel: CompiledKernel) -> list[str]:
-    """What ptxas warns of where it makes Hopper's asynchronous products wait for each other."""
+    """Return the warnings of ptxas about places where it makes Hopper's asynchronous products wait for each other."""
     if "wgmma" not in kernel.asm["ptx"]:
         return []
     arch = kernel.metadata.target.arch
@@ -126,7 +126,7 @@ def serialized(kernel: CompiledKernel) -> list[str]:
 
 @functools.cache
 def _source() -> dict[tuple[str, int], str]:
-    """The kernels' source lines by (file's name, line)."""
+    """Return the kernels' source lines by (file's name, line)."""
     folder = Path(tiles.__file__).parent
     return {
         (file.name, number): line
@@ -140,7 +140,7 @@ _PACKED = re.compile(r"mov\.b32\s+%r\d+, \{(%rs\d+), (%rs\d+)\}")
 
 
 def lost_codes(ptx: str) -> int:
-    """How many pairs of codes ptxas 12 loses: those that lie below two others in a register, and are read alone too."""
+    """Return the number of pairs of codes that ptxas 12 loses: below two others in a register, and read alone too."""
     text = re.sub(r"//.*", "", ptx)
     pairs, uses = set(_CODES.findall(text)), Counter(re.findall(r"%rs\d+", text))
     packed = Counter(low for low, high in _PACKED.findall(text) if {low, high} <= pairs)
@@ -169,7 +169,7 @@ _WRITE = (tiles.store_codes, norm_kernels.store_y, optimizer_state.store_at)
 
 
 def _is_of(functions: Sequence[JITFunction], instruction: Instruction) -> bool:
-    """Whether an access is one of these functions' own.
+    """Whether an access is in the body of one of these functions.
 
     Triton 3.6 gives its line only. 3.9 gives the callers' too, but its own is off by a few, since the lines of inline
     assembly count.
@@ -187,13 +187,13 @@ def _is_of(functions: Sequence[JITFunction], instruction: Instruction) -> bool:
 
 
 def tile_bytes(name: str, code: Sequence[Instruction]) -> tuple[float, float]:
-    """Bytes of tiles that a thread of a kernel reads and writes in these instructions."""
+    """Return bytes of tiles that a thread of a kernel reads and writes in these instructions."""
     loads, stores = _accesses(name, code)
     return sum(map(_bits, loads)) / 8, sum(map(_bits, stores)) / 8
 
 
 def _accesses(name: str, code: Sequence[Instruction]) -> tuple[list[Instruction], list[Instruction]]:
-    """A kernel's loads and stores of tiles."""
+    """Return a kernel's loads and stores of tiles."""
     loads = [i for i in code if i.name.startswith("LDG.")]
     stores = [i for i in code if i.name.startswith("STG.")]
     if name in _PRODUCTS:
@@ -208,14 +208,14 @@ def _accesses(name: str, code: Sequence[Instruction]) -> tuple[list[Instruction]
 
 
 def examine(kernel: CompiledKernel, bits: int = 128) -> tuple[dict[str, object], list[str]]:
-    """What a kernel's machine code is like, and what is amiss with it.
+    """Return the properties of a kernel's machine code, and a line for each check that it fails.
 
     Args:
         kernel: compiled for one of ``_TENSOR_CORES``.
         bits: how wide its accesses of tiles should be at least.
     """
     code, used = instructions(kernel), resources(kernel)
-    loads, stores = ({*map(_bits, found)} for found in _accesses(kernel.name, code))
+    loads, stores = ({*map(_bits, accesses)} for accesses in _accesses(kernel.name, code))
     conversions = sorted({match[0] for i in code if (match := re.search(r"^F2FP.*E[45]M[23]", i.name))})
     tensor_core = sorted({i.name for i in code if "MMA" in i.name and not i.name.startswith("HFMA2")})
     spills = sum(i.name.startswith(("STL", "LDL")) for i in code)

@@ -27,7 +27,7 @@ _REPLAYS: dict[int, dict[Any, Any]] = {capability: {} for capability in SHARED_M
 
 
 class Launch(NamedTuple):
-    """What was to be launched: the compiled kernel, its grid, and the bytes of the tensors whose tiles it reads."""
+    """A launch that did not happen: compiled kernel, grid, and the bytes of the tensors whose tiles it reads."""
 
     kernel: CompiledKernel
     grid: tuple[int, int, int]
@@ -56,7 +56,7 @@ def _nothing(*args: Any) -> None:
 
 
 def _load_binary(name: str, binary: bytes, shared: int, device: int) -> tuple[None, int, int, int, int]:
-    """(module, function, registers, spills, most threads): without a module, none is unloaded when the kernel dies."""
+    """Return (module, function, registers, spills, most threads); without a module, none is unloaded at the end."""
     return None, 1, 0, 0, 1024
 
 

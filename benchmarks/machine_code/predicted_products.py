@@ -1,4 +1,4 @@
-"""What the Triton products should reach, by their machine code and their tiles, without a GPU.
+"""Rates that the Triton products should reach, by their machine code and their tiles, without a GPU.
 
 Each product is compiled as at that shape. A step of its loop is counted in clocks of a multiprocessor, by resource:
 
@@ -77,13 +77,13 @@ PEAKS = {90: Peak(8192, 1.83e9, 64), 100: Peak(16384, 1.85e9, 128, l2_bytes=126e
 
 
 def operand(rows: int, columns: int, tile: Tile) -> OperandPair:
-    """In place of codes that nothing reads."""
+    """Return a pair in place of codes that nothing reads."""
     codes = tensor((rows, columns), E4M3)
     return OperandPair(codes, scales(scale_shape(codes.shape, tile), tile), tile)
 
 
 class Work(NamedTuple):
-    """What a product's programs do, all of one tile and as many steps."""
+    """The work of a product's programs, all of one tile and with the same number of steps."""
 
     config: Config
     programs: int
@@ -125,7 +125,7 @@ def launched(name: str, shape: tuple[int, int, int]) -> Work:
 
 
 def row_of(name: str, shape: tuple[int, int, int], capability: int) -> dict[str, object]:
-    """A product at a shape."""
+    """Return the row of a product at a shape."""
     device, peak = DEVICES[capability], PEAKS[capability]
     with offline(capability) as launches:
         config, programs, terms, step, codes = launched(name, shape)

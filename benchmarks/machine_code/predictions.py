@@ -1,4 +1,4 @@
-"""What each kernel should reach of a GPU's memory bandwidth, by its machine code and its grid, without a GPU.
+"""The share of a GPU's memory bandwidth that each kernel should reach, by machine code and grid, without a GPU.
 
 The cases are those of ``kernels``. Each launch of one is compiled as at that shape. Of its code count the loops that
 read tiles (all of it where none does): instructions for each byte read. Four bounds of its time are: its bytes by copy
@@ -60,7 +60,7 @@ CASES = {name: case for name, case in _ALL.items() if case.op in KERNELS}
 
 
 class Device(NamedTuple):
-    """What the model knows of a GPU: copy bandwidth in bytes/s, and what its multiprocessors issue."""
+    """A GPU's data in the model: copy bandwidth in bytes/s, and rates and caches of its multiprocessors."""
 
     name: str
     multiprocessors: int
@@ -84,7 +84,7 @@ MEASURED = Device("H100", MULTIPROCESSORS[90], 3.0e12, 1.755e9)  # the copy of r
 
 
 class Prediction(NamedTuple):
-    """Of a launch: its seconds and what bounds them, and what of its code it follows from."""
+    """The prediction of a launch: its seconds, the bound that limits it, and the properties of its code."""
 
     seconds: float
     limiter: str
@@ -96,19 +96,19 @@ class Prediction(NamedTuple):
 
 @functools.cache
 def counted() -> Mapping[tuple[str, str, str], Row]:
-    """What the emulator counted, by architecture, case and kernel."""
+    """Return the emulator's counts, by architecture, case and kernel."""
     return {(row["architecture"], row["case"], row["kernel"]): row for row in read("emulated")}
 
 
 @functools.cache
 def measured() -> Mapping[tuple[str, tuple[int, int]], str]:
-    """Microseconds on an H100, by case and shape."""
+    """Return microseconds on an H100, by case and shape."""
     return {(row["op"], tuple(map(int, row["shape"].split("x")[:2]))): row["us"] for row in read("kernels")}  # type: ignore[misc]
 
 
 @functools.lru_cache(maxsize=64)  # the shapes of a case share kernels
 def _code_of(kernel: CompiledKernel) -> tuple[dict[str, int], list[tuple[int, float, float]]]:
-    """A kernel's resources; of each loop that reads tiles, or of all of it: instructions, bytes read and written."""
+    """Return a kernel's resources; of each loop that reads tiles, or of all: instructions, bytes read and written."""
     hot = [(len(loop), *tile_bytes(kernel.name, loop)) for loop in loops(kernel)]
     hot = [entry for entry in hot if entry[1]]
     code = instructions(kernel)
@@ -119,7 +119,7 @@ COUNTS = "instructions_an_element", "load_sectors_by_least", "store_sectors_by_l
 
 
 def predict(launch: Launch, counts: Mapping[str, str], written: int, device: Device, elements: int) -> Prediction:
-    """A launch, which writes so many bytes if its code does and nothing was counted."""
+    """Return a launch's prediction; it writes ``written`` bytes if its code stores and nothing was counted."""
     kernel, read = launch.kernel, launch.read
     threads, (used, hot) = 32 * kernel.metadata.num_warps, _code_of(kernel)
     registers = -(-used["REG"] // 8) * 8
@@ -135,7 +135,7 @@ def predict(launch: Launch, counts: Mapping[str, str], written: int, device: Dev
     again = sum(loaded for _, loaded, _ in hot) / max(loaded for _, loaded, _ in hot) - 1
     held = resident * device.multiprocessors * read / grid  # bytes, until a program has read them again
     again *= max(0.0, 1 - device.second_cache / held)
-    stored = written if any(found for *_, found in hot) else 0.0
+    stored = written if any(written_bytes for *_, written_bytes in hot) else 0.0
     if counts:
         stored = float(counts["stored_bytes_an_element"]) * elements
     clocks = elements * _first_cache_clocks(counts) / device.multiprocessors
@@ -153,7 +153,7 @@ def predict(launch: Launch, counts: Mapping[str, str], written: int, device: Dev
 
 
 def _first_cache_clocks(counts: Mapping[str, str]) -> float:
-    """An element's: four sectors of requests, or a wavefront of shared memory, each."""
+    """Return clocks an element: four sectors of requests, or a wavefront of shared memory, take one each."""
     if not counts:
         return 0.0
     moved = float(counts["loaded_bytes_an_element"]) + float(counts["stored_bytes_an_element"])
@@ -161,29 +161,29 @@ def _first_cache_clocks(counts: Mapping[str, str]) -> float:
 
 
 def _empty(shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """In place of numbers that nothing reads."""
+    """Return a tensor in place of numbers that nothing reads."""
     return torch.empty(shape, dtype=torch.bfloat16)
 
 
 def row_of(name: str, shape: tuple[int, int], capability: int, device: Device) -> dict[str, object]:
-    """A case at a shape: its launches together."""
+    """Return the row of a case at a shape: its launches together."""
     case = CASES[name]
     unfilled = mock.patch.object(cases, "filled", lambda tensor, x=None: tensor)
     with offline(capability) as launches, mock.patch.object(cases, "normal", _empty), unfilled:
         inputs = case.inputs(shape)
         arguments = case.arguments(*inputs)
         launches.clear()  # making a state launches too
-        found = cases.call(KERNELS[case.op], arguments)
-        outputs = (found,) if isinstance(found, Tensor) else found
+        result = cases.call(KERNELS[case.op], arguments)
+        outputs = (result,) if isinstance(result, Tensor) else result
         read, written = sum(x.nbytes for x in inputs if isinstance(x, Tensor)), sum(x.nbytes for x in outputs)
         elements = math.prod(shape)
         is_step = case.op == "step"  # whose kernel finds what it reads by a table
-        known = [launch._replace(read=read) if is_step else launch for launch in launches]
+        read_launches = [launch._replace(read=read) if is_step else launch for launch in launches]
         counts = [
             counted().get((f"sm_{capability}", name, launch.kernel.name), {}) if launch.read >= elements else {}
-            for launch in known
+            for launch in read_launches
         ]
-        predictions = [predict(*pair, written, device, elements) for pair in zip(known, counts, strict=True)]
+        predictions = [predict(*pair, written, device, elements) for pair in zip(read_launches, counts, strict=True)]
     seconds = sum(prediction.seconds for prediction in predictions)
     slowest, costs = max(zip(predictions, counts, strict=True), key=lambda pair: pair[0].seconds)
     return {
@@ -204,7 +204,7 @@ def row_of(name: str, shape: tuple[int, int], capability: int, device: Device) -
 
 
 def _aims(name: str) -> dict[tuple[int, int], float]:
-    """A case's shapes, and of each the share that is aimed at."""
+    """Return a case's shapes, and for each the share that is aimed at."""
     return STEP_AIMS if CASES[name].op == "step" else AIMS
 
 
@@ -218,8 +218,8 @@ def main(arguments: list[str]) -> int:
     for (capability, device), name in itertools.product([*DEVICES.items(), (90, MEASURED)], CASES):
         shapes = [*_aims(name)] if device is not MEASURED else [LARGE] if (name, LARGE) in measured() else []
         if options.only in name:
-            rows += (found := [row_of(name, shape, capability, device) for shape in shapes])
-            every += found
+            rows += (new_rows := [row_of(name, shape, capability, device) for shape in shapes])
+            every += new_rows
             print(device.name, name, flush=True)
         else:
             every += [{**row} for row in read("predictions") if (row["op"], row["device"]) == (name, device.name)]

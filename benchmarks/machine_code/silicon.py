@@ -72,7 +72,7 @@ INSTRUCTIONS = {
 
 @triton.jit
 def instruction_kernel(out_ptr, a_ptr, b_ptr, ASM: tl.constexpr, SIZE: tl.constexpr):
-    """out = the instruction of a and b, all bits of 32."""
+    """Write out = the instruction of a and b, all bits of 32."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     result = tl.inline_asm_elementwise(
         ASM, "=r,r,r", [tl.load(a_ptr + at), tl.load(b_ptr + at)], dtype=tl.int32, is_pure=True, pack=1
@@ -81,7 +81,7 @@ def instruction_kernel(out_ptr, a_ptr, b_ptr, ASM: tl.constexpr, SIZE: tl.conste
 
 
 def operands(seed: int) -> Tensor:
-    """Bits of float32: of any exponent, a quarter near one, some of them special."""
+    """Return bits of float32: of any exponent, a quarter near one, some of them special."""
     draw = np.random.default_rng(seed)
     bits = draw.integers(0, 1 << 32, OPERANDS, dtype=np.uint32)
     near = draw.normal(size=OPERANDS // 4).astype(np.float32)
@@ -134,11 +134,11 @@ class Recorder:
     def content(self, tensor: Tensor) -> str:
         return self.keep(as_bytes(tensor.untyped_storage()).cpu().numpy().tobytes())
 
-    def launch(self, compiled: Any, run: Callable[..., None], grid: Grid, given: tuple[Any, ...]) -> None:
-        stream, function, *rest = given
-        flat = list(emulated.flattened(compiled.src.signature.values(), rest[4:]))
-        found, tables = touched([x for _, x in flat if isinstance(x, Tensor)])
-        places = {at: number for number, at in enumerate(found)}
+    def launch(self, compiled: Any, run: Callable[..., None], grid: Grid, launch_arguments: tuple[Any, ...]) -> None:
+        stream, function, *others = launch_arguments
+        flat = list(emulated.flattened(compiled.src.signature.values(), others[4:]))
+        tensors, tables = touched([x for _, x in flat if isinstance(x, Tensor)])
+        places = {at: number for number, at in enumerate(tensors)}
         arguments: list[bytes | tuple[int, int] | None] = []
         for kind, value in flat:
             if not kind.startswith("*"):
@@ -149,12 +149,12 @@ class Recorder:
                 at = value.untyped_storage().data_ptr()
                 arguments.append((places[at], value.data_ptr() - at))
         synchronize()
-        before = [self.content(x) for x in found.values()]
-        run(*grid, stream, function, *rest)
+        before = [self.content(x) for x in tensors.values()]
+        run(*grid, stream, function, *others)
         synchronize()
         memories = [
             Memory(at, str(x.dtype).removeprefix("torch."), old, self.content(x), at in tables)
-            for (at, x), old in zip(found.items(), before, strict=True)
+            for (at, x), old in zip(tensors.items(), before, strict=True)
         ]
         ptx = self.keep(compiled.asm["ptx"].encode())
         shared = compiled.metadata.shared
@@ -163,32 +163,32 @@ class Recorder:
 
 @contextmanager
 def recording() -> Iterator[Recorder]:
-    """Octavo's launches, and Triton's own, are noted."""
+    """Record octavo's launches, and Triton's own, within the block."""
     from triton.compiler.compiler import CompiledKernel
 
-    found, init = Recorder(), CompiledKernel._init_handles
+    recorder, init = Recorder(), CompiledKernel._init_handles
 
     def init_handles(compiled: Any) -> None:
         if compiled.module is None or compiled._run is None:
             init(compiled)
             run = compiled._run
-            compiled._run = lambda x, y, z, *given: found.launch(compiled, run, (x, y, z), given)
+            compiled._run = lambda x, y, z, *arguments: recorder.launch(compiled, run, (x, y, z), arguments)
 
     with mock.patch.object(CompiledKernel, "_init_handles", init_handles):
-        yield found
+        yield recorder
 
 
 def record(path: Path) -> int:
-    """Write what launches did to a file."""
-    with triton_kernels.running(90) as kernels, recording() as found:
+    """Record launches, and write them to a file."""
+    with triton_kernels.running(90) as kernels, recording() as recorder:
 
         def attempt(case: str, call: Callable[[], Any]) -> None:
-            found.case = case
+            recorder.case = case
             try:
                 if problem := call():
-                    found.problems[case] = problem
+                    recorder.problems[case] = problem
             except Exception as error:
-                found.problems[case] = describe(error)
+                recorder.problems[case] = describe(error)
 
         for name in CASES:
             attempt(name, partial(test_compiled.check, name, kernels))
@@ -198,20 +198,20 @@ def record(path: Path) -> int:
         for name, text in INSTRUCTIONS.items():
             arguments = torch.empty_like(a), a, b, text, 1024
             attempt(name, partial(launch, instruction_kernel, OPERANDS // 1024, arguments, 4))
-    for case, problem in found.problems.items():
+    for case, problem in recorder.problems.items():
         print(f"FAILED: {case}: {problem}")
     versions = {"device": device_name(), "torch": torch.__version__, "triton": triton.__version__, "commit": commit()}
-    content = pickle.dumps((versions, found.launches, found.blobs))
+    content = pickle.dumps((versions, recorder.launches, recorder.blobs))
     path.write_bytes(lzma.compress(content, preset=1))
-    print(f"{len(found.launches)} launches, {len(found.problems)} problems, {path.stat().st_size / 1e6:.1f} MB")
-    return int(bool(found.problems))
+    print(f"{len(recorder.launches)} launches, {len(recorder.problems)} problems, {path.stat().st_size / 1e6:.1f} MB")
+    return int(bool(recorder.problems))
 
 
 # --- replay -----------------------------------------------------------------------------------------------------------
 
 
 class Buffer:
-    """An allocation as it was, at another address of the same alignment."""
+    """An allocation with its recorded bytes, at another address of the same alignment."""
 
     def __init__(self, content: bytes, address: int) -> None:
         self.size = len(content)
@@ -226,7 +226,7 @@ class Buffer:
 
 
 def replay(one: Recorded, blobs: dict[str, bytes]) -> dict[str, object]:
-    """A row: what a launch writes in the emulator, beside the record."""
+    """Return a row: the elements that a launch writes in the emulator, compared with the record."""
     buffers = [Buffer(blobs[memory.before], memory.address) for memory in one.memories]
     both = list(zip(one.memories, buffers, strict=True))
     moves = [(memory.address, buffer.size, buffer.address) for memory, buffer in both]
@@ -251,36 +251,36 @@ def replay(one: Recorded, blobs: dict[str, bytes]) -> dict[str, object]:
             continue
         dtype = getattr(torch, recorded.dtype)
         width = torch.empty(0, dtype=dtype).element_size()
-        before, true, found = (
+        before, true, replayed = (
             np.frombuffer(content, f"u{width}")
             for content in (blobs[recorded.before], blobs[recorded.after], buffer.bytes.tobytes())
         )
-        row["written"] = int(row["written"]) + int(((before != true) | (before != found)).sum())  # type: ignore[call-overload]
-        if other := int((true != found).sum()):
+        row["written"] = int(row["written"]) + int(((before != true) | (before != replayed)).sum())  # type: ignore[call-overload]
+        if other := int((true != replayed).sum()):
             row["other"] = int(row["other"]) + other  # type: ignore[call-overload]
             row["dtype"] = f"{row['dtype']} {recorded.dtype}".strip()
-            at = int(np.nonzero(true != found)[0][0])
-            steps = np.abs(true.astype(np.int64) - found.astype(np.int64))
-            row["most"] = f"{row['most']} {steps.max()} steps, first {int(true[at]):#x} {int(found[at]):#x}".strip()
+            at = int(np.nonzero(true != replayed)[0][0])
+            steps = np.abs(true.astype(np.int64) - replayed.astype(np.int64))
+            row["most"] = f"{row['most']} {steps.max()} steps, first {int(true[at]):#x} {int(replayed[at]):#x}".strip()
     return row
 
 
 def silicon_table() -> str:
-    """Of docs/emulator.md: how much was compared, and what differs."""
+    """Return the table of docs/emulator.md: the numbers compared, and the numbers that differ."""
     rows = read("silicon")
     kernels = [row for row in rows if row["case"] not in INSTRUCTIONS]
     names, numbers = {row["kernel"] for row in kernels}, sum(int(row["written"]) for row in kernels)
-    found = [
+    lines = [
         [f"{len(kernels)} launches of {len(names)} kernels", f"{numbers:,}", str(sum(int(r["other"]) for r in kernels))]
     ]
     others = [f"`{name}`" for row in rows if (name := row["case"]) in INSTRUCTIONS and row["other"] == "0"]
-    found.append([f"{', '.join(others)}", f"{OPERANDS:,} each", "0"])
+    lines.append([f"{', '.join(others)}", f"{OPERANDS:,} each", "0"])
     for row in rows:
         if row["case"] in INSTRUCTIONS and row["other"] != "0":
             steps = int(row["most"].partition(" ")[0])
             by = f", by {steps} in the last place" if steps < 100 else ""
-            found.append([f"`{row['case']}`", f"{OPERANDS:,}", f"{int(row['other']):,}{by}"])
-    return markdown(("recorded on an H100", "numbers written", "otherwise in the emulator"), found)
+            lines.append([f"`{row['case']}`", f"{OPERANDS:,}", f"{int(row['other']):,}{by}"])
+    return markdown(("recorded on an H100", "numbers written", "otherwise in the emulator"), lines)
 
 
 TABLES = {"silicon": silicon_table}

@@ -64,7 +64,7 @@ PARTS = {"_direction": "momentum", "_orthogonal": "orthogonalisation", "_move": 
 def one_run(
     size: str, variant: str, seed: int, steps: int, rate: float | None = None
 ) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """Train; a row of results, one of times, and the optimizer."""
+    """Train; return a row of results, one of times, and the optimizer."""
     algorithm, rounding, directions = VARIANTS[variant]
     config, ours = MODELS[size], algorithm == "muon"
     options = OptimizerConfig(steps=steps, lr=rate or RATES[size]["muon" if ours else "adamw"])
@@ -95,8 +95,8 @@ def one_run(
     model.eval()
     with torch.no_grad():
         loss = statistics.fmean(float(loss_of(model, windows)) for windows in batches.validation(WINDOWS))
-    kept = [value for of in optimizer.state.values() for name, value in of.items() if name != "step"]
-    once = {tensor.data_ptr(): tensor for tensor in kept if isinstance(tensor, Tensor)}  # bitsandbytes shares tables
+    values = [value for states in optimizer.state.values() for name, value in states.items() if name != "step"]
+    once = {tensor.data_ptr(): tensor for tensor in values if isinstance(tensor, Tensor)}  # bitsandbytes shares tables
     row = {"model": size, "steps": steps, "seed": seed, "variant": variant, "val_loss": f"{loss:.5f}"}
     row["state_bytes_a_parameter"] = f"{bytes_of(once.values()) / config.parameters:.2f}"
     times = {f"ms_{part}": f"{1e3 * seconds[part] / steps:.2f}" for part in ("step", *PARTS.values())}
@@ -104,7 +104,7 @@ def one_run(
 
 
 def in_float32(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """torch's orthogonalisation in bf16, whose products are computed in float32 and rounded."""
+    """Return torch's orthogonalisation in bf16, with products computed in float32 and rounded."""
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     wide = rounded(matrix.mT if is_tall else matrix)
@@ -116,30 +116,30 @@ def in_float32(matrix: Tensor, coefficients: tuple[float, float, float], steps: 
 
 
 def rounded(values: Tensor) -> Tensor:
-    """Float32 values as bf16 holds them."""
+    """Return float32 values rounded to bf16."""
     return values.bfloat16().float()
 
 
 def loss_of(model: GPT, windows: tuple[Tensor, Tensor]) -> Tensor:
-    """Nats a byte."""
+    """Return the loss, nats a byte."""
     return next_byte_loss(model(windows[0]), windows[1])
 
 
 def timed(function: Any, part: str, seconds: dict[str, float]) -> Any:
-    """The function, which adds its time to a part's."""
+    """Return the function wrapped so that it adds its time to a part's."""
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         start = time.perf_counter()
-        found = function(*args, **named)
+        result = function(*args, **named)
         seconds[part] += time.perf_counter() - start
-        return found
+        return result
 
     return call
 
 
 def sensitivity(optimizer: Any) -> list[dict[str, Any]]:
-    """Rows: what is rounded, and the mean and the largest error of orthogonalised matrices, percent."""
+    """Return rows: the rounded tensor, and the mean and the largest error of orthogonalised matrices, percent."""
     errors = defaultdict[str, list[float]](list)
     moment = octavo.optim.Moment(octavo.E4M3, rounding="stochastic")
     for param in optimizer.param_groups[0]["params"]:
@@ -151,9 +151,9 @@ def sensitivity(optimizer: Any) -> list[dict[str, Any]]:
             "the momentum, E4M3 with one scale": octavo.quantize(exact, octavo.E4M3, octavo.PerTensor()).dequantize(),
         }
         wanted = orthogonal(exact.double())
-        found = {what: orthogonal(matrix.bfloat16()).double() for what, matrix in rounded.items()}
-        found["operands of the iteration's products, E4M3 by rows"] = orthogonal(exact, in_fp8).double()
-        for what, matrix in found.items():
+        results = {what: orthogonal(matrix.bfloat16()).double() for what, matrix in rounded.items()}
+        results["operands of the iteration's products, E4M3 by rows"] = orthogonal(exact, in_fp8).double()
+        for what, matrix in results.items():
             errors[what].append(100 * float((matrix - wanted).norm() / wanted.norm()))
     return [
         {
@@ -166,13 +166,13 @@ def sensitivity(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def in_fp8(a: Tensor, b: Tensor) -> Tensor:
-    """The product of a's rows and b's columns, each rounded to E4M3 with a scale."""
+    """Return the product of a's rows and b's columns, each rounded to E4M3 with a scale."""
     rows, columns = (octavo.quantize(x, octavo.E4M3, octavo.PerRow()).dequantize() for x in (a, b.mT))
     return rows @ columns.mT
 
 
 def orthogonal(matrix: Tensor, product: Callable[[Tensor, Tensor], Tensor] = torch.matmul) -> Tensor:
-    """torch's iteration with its coefficients, in the matrix's dtype."""
+    """Return the result of torch's iteration with its coefficients, in the matrix's dtype."""
     a, b, c = 3.4445, -4.775, 2.0315
     wide = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     wide = wide / wide.norm().clamp(min=1e-7)
@@ -211,19 +211,19 @@ def main(arguments: list[str]) -> int:
 
 
 def losses_table(size: str) -> str:
-    """Final validation losses and bytes of state by variant, of as many steps as most runs; of the small one times."""
-    found = [row for row in read("muon_training") if row["model"] == size]
-    found = [row for row in found if row["steps"] == statistics.mode(row["steps"] for row in found)]
-    losses = {(row["variant"], row["seed"]): float(row["val_loss"]) for row in found}
-    state = {row["variant"]: row["state_bytes_a_parameter"] for row in found}
+    """Return a table of final losses and bytes of state by variant, of the usual number of steps; times if small."""
+    rows = [row for row in read("muon_training") if row["model"] == size]
+    rows = [row for row in rows if row["steps"] == statistics.mode(row["steps"] for row in rows)]
+    losses = {(row["variant"], row["seed"]): float(row["val_loss"]) for row in rows}
+    state = {row["variant"]: row["state_bytes_a_parameter"] for row in rows}
     times = {row["variant"]: row for row in read("muon_step")} if size == SMALL else {}
-    seeds, cells = sorted({row["seed"] for row in found}), []
+    seeds, cells = sorted({row["seed"] for row in rows}), []
     for variant in filter(state.__contains__, VARIANTS):
         both = [seed for seed in seeds if (variant, seed) in losses and (EXACT, seed) in losses]
         gaps = [100 * (losses[variant, seed] / losses[EXACT, seed] - 1) for seed in both]
         gap = f"{signed(statistics.fmean(gaps))} %" if gaps else ""
-        each = [f"{losses[variant, seed]:.4f}" if (variant, seed) in losses else "" for seed in seeds]
-        cells.append([variant, *each, gap, state[variant]])
+        losses_by_seed = [f"{losses[variant, seed]:.4f}" if (variant, seed) in losses else "" for seed in seeds]
+        cells.append([variant, *losses_by_seed, gap, state[variant]])
         if variant in times:
             whole, *parts = (f"{float(times[variant][f'ms_{part}']):.1f}" for part in ("step", *PARTS.values()))
             cells[-1].append(f"{whole} ({', '.join(parts)})" if variant != BASELINE else whole)
@@ -234,7 +234,7 @@ def losses_table(size: str) -> str:
 
 
 def sensitivity_table() -> str:
-    """Errors of orthogonalised matrices by what is rounded."""
+    """Return a table of errors of orthogonalised matrices, by the rounded tensor."""
     cells = [
         [row["rounded"], f"{row['mean_error_percent']} %", f"{row['largest_error_percent']} %"]
         for row in read("muon_sensitivity")

@@ -1,4 +1,4 @@
-"""Every way to keep an optimizer's state, on one small byte-level GPT: final loss over seeds and betas.
+"""Every format of an optimizer's state, on one small byte-level GPT: final loss over seeds and betas.
 
 Beside torch's AdamW in float32: octavo's schemes, and by octavo's own parts the schemes of the field, each with and
 without the clip to R_t; torchao's and bitsandbytes' 8-bit optimizers where these are installed; FlashOptim's scheme as
@@ -83,7 +83,7 @@ INSTALLED = [name for name in SCHEMES if not name.startswith(("torchao", "bitsan
 
 
 def one_run(task: tuple[str, int, tuple[float, float], int]) -> float:
-    """The mean loss of a run's last steps; inf where it is not finite."""
+    """Return the mean loss of a run's last steps; inf where it is not finite."""
     scheme, seed, betas, steps = task
     torch.set_num_threads(1)
     model = model_of(seed)
@@ -96,7 +96,7 @@ def model_of(seed: int) -> GPT:
 
 
 def trained(model: torch.nn.Module, optimizer: Any, seed: int, steps: int) -> float:
-    """Train on a seed's data: the mean loss of the last steps; inf where it is not finite."""
+    """Train on a seed's data, and return the mean loss of the last steps; inf where it is not finite."""
     batches, losses = Batches(load_corpus(None), SIZES.context, BATCH, seed), []
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -116,15 +116,15 @@ def trained(model: torch.nn.Module, optimizer: Any, seed: int, steps: int) -> fl
 
 
 def summary(losses: dict[tuple[Any, ...], float], schemes: list[str], seeds: list[int]) -> list[dict[str, str]]:
-    """A row a scheme and beta2: mean loss, and its differences from float32's of the same seed."""
+    """Return a row for each scheme and beta2: mean loss, and its differences from float32's of the same seed."""
     rows = []
     for scheme in schemes:
         for betas in BETAS:
-            own = [losses[scheme, betas, seed] for seed in seeds]
+            finals = [losses[scheme, betas, seed] for seed in seeds]
             gaps = [losses[scheme, betas, seed] - losses[BASE, betas, seed] for seed in seeds]
-            row = {"scheme": scheme, "beta2": str(betas[1]), "loss": f"{statistics.mean(own):.4f}"}
+            row = {"scheme": scheme, "beta2": str(betas[1]), "loss": f"{statistics.mean(finals):.4f}"}
             row |= {"mean_gap": f"{statistics.mean(gaps):+.4f}", "largest_gap": f"{max(gaps):+.4f}"}
-            rows.append(row | {f"seed_{seed}": f"{loss:.4f}" for seed, loss in zip(seeds, own, strict=True)})
+            rows.append(row | {f"seed_{seed}": f"{loss:.4f}" for seed, loss in zip(seeds, finals, strict=True)})
     return rows
 
 
@@ -153,13 +153,13 @@ def main(arguments: list[str]) -> int:
 
 
 def convergence_table() -> str:
-    """Mean and largest gaps from float32's losses, by scheme and beta2."""
-    found: dict[str, dict[str, str]] = {}
+    """Return a table of mean and largest gaps from float32's losses, by scheme and beta2."""
+    texts: dict[str, dict[str, str]] = {}
     for row in read("optimizer_convergence"):
         text = f"{row['loss']}, {row['mean_gap']}, {row['largest_gap']}".replace("-", "\N{MINUS SIGN}")
-        found.setdefault(row["scheme"], {})[row["beta2"]] = text
-    betas = sorted({beta2 for own in found.values() for beta2 in own})
-    cells = ([scheme, *(own.get(beta2, "") for beta2 in betas)] for scheme, own in found.items())
+        texts.setdefault(row["scheme"], {})[row["beta2"]] = text
+    betas = sorted({beta2 for by_beta2 in texts.values() for beta2 in by_beta2})
+    cells = ([scheme, *(by_beta2.get(beta2, "") for beta2 in betas)] for scheme, by_beta2 in texts.items())
     return markdown(["", *(f"β2 = {beta2}: loss, mean gap, largest" for beta2 in betas)], cells)
 
 

@@ -1,4 +1,4 @@
-"""What eight bits do to Adam's state: each formula of docs/study/optimizer-state.md beside a Monte-Carlo check.
+"""Adam's state in eight bits: each formula of docs/study/optimizer-state.md beside a Monte-Carlo check.
 
 Every table of that page is made of results/optimizer_state-<device>.csv, the last one of optimizer_convergence's. The
 checks below a run are those of the page.
@@ -36,7 +36,7 @@ HOLDS = {
 
 
 def as_cells(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Rows of a CSV; what was not derived or not measured is empty."""
+    """Return rows of a CSV; a number that was not derived or not measured is empty."""
 
     def text(value: float | None) -> str:
         return "" if value is None or math.isnan(value) else f"{value:.5g}"
@@ -54,30 +54,30 @@ def as_cells(rows: Sequence[Row]) -> list[dict[str, str]]:
 
 
 def tables(cells: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """A table in Markdown for each study: cases down, quantities across; of two numbers the first was derived."""
-    found = {}
+    """Return a table in Markdown for each study: cases down, quantities across; of two numbers one was derived."""
+    tables_by_study = {}
     for study in dict.fromkeys(row["study"] for row in cells):
-        of = {(row["case"], row["quantity"]): row for row in cells if row["study"] == study}
-        cases, quantities = (list(dict.fromkeys(key[i] for key in of)) for i in (0, 1))
+        rows_by_key = {(row["case"], row["quantity"]): row for row in cells if row["study"] == study}
+        cases, quantities = (list(dict.fromkeys(key[i] for key in rows_by_key)) for i in (0, 1))
         columns = []
         for quantity in quantities:
-            column = [of.get((case, quantity), {"derived": "", "measured": ""}) for case in cases]
+            column = [rows_by_key.get((case, quantity), {"derived": "", "measured": ""}) for case in cases]
             kinds = [kind for kind in ("derived", "measured") if any(row[kind] for row in column)]
             columns.append([" / ".join(short(row[kind]) for kind in kinds) for row in column])
         lines = ([case, *(column[i] for column in columns)] for i, case in enumerate(cases))
-        found[study] = markdown(["", *quantities], lines)
-    return found
+        tables_by_study[study] = markdown(["", *quantities], lines)
+    return tables_by_study
 
 
 def short(value: str) -> str:
-    """A number as tables have it."""
+    """Return a number as tables have it."""
     if not value:
         return "–"
     return f"{float(value):.4g}".replace("-", "−")
 
 
 def missed(rows: Sequence[Row]) -> list[Row]:
-    """The rows whose measured number is not the derived one."""
+    """Return the rows whose measured number is not the derived one."""
     pairs = [row for row in rows if row.study in HOLDS and row.derived is not None and row.measured is not None]
     return [row for row in pairs if abs(row.measured - row.derived) > HOLDS[row.study] * max(abs(row.derived), 0.3)]
 

@@ -1,4 +1,4 @@
-"""What rounding does to Adam's moments: derived, and by Monte-Carlo with the reference's own codes.
+"""Rounding errors of Adam's moments: derived, and by Monte-Carlo with the reference's own codes.
 
 Second moments are run with gradients N(0, sigma^2), whose sigma is spread evenly over two octaves, and compared with
 the exact average of the same gradients.
@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is run.
+    """The numbers of samples, elements and steps of a run.
 
     ``steps``: of a second moment, before gradients fall and again after. The last three: steps of a GPT.
     """
@@ -56,7 +56,7 @@ TOY = Sizes(samples=1 << 12, elements=256, steps=20, trained=3, scaled=2, compar
 
 @dataclass(frozen=True)
 class Stored:
-    """How a second moment is kept; ``fmt`` None: bf16. One scale is fixed, and has room."""
+    """A way to keep a second moment; ``fmt`` None: bf16. One scale is fixed, and has room."""
 
     fmt: Format | None
     root: bool
@@ -68,7 +68,7 @@ class Stored:
         return name if self.fmt is None else f"{name}, {'blocks' if self.blocks else 'one scale'}"
 
     def round(self, v: Tensor, generator: torch.Generator) -> Tensor:
-        """What is read of v after it was stored."""
+        """Return the value that is read of v after it was stored."""
         bits = None
         if self.stochastic:
             bits = torch.randint(-(1 << 31), 1 << 31, v.shape, dtype=torch.int32, generator=generator)
@@ -100,7 +100,7 @@ STORED = (
 
 
 def rounded(scaled: Tensor, fmt: Format, bits: Tensor | None) -> Tensor:
-    """Scaled numbers, to codes and back."""
+    """Return scaled numbers rounded to codes and back."""
     return decode_moment(encode_moment(scaled.clone(), fmt, bits), fmt)
 
 
@@ -108,7 +108,7 @@ def rounded(scaled: Tensor, fmt: Format, bits: Tensor | None) -> Tensor:
 
 
 def one_rounding(sizes: Sizes) -> list[Row]:
-    """The error of Adam's update by one rounding, in the range of normal numbers."""
+    """Return the error of Adam's update by one rounding, in the range of normal numbers."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for kind, fmt in [(k, f) for k in ("v", "√v", "m") for f in FORMATS if k != "m" or f.signed]:
@@ -121,13 +121,13 @@ def one_rounding(sizes: Sizes) -> list[Row]:
             error = {"v": (x / read).sqrt() - 1, "√v": x / read - 1, "m": read / x - 1}[kind]
             worst, rms = derived_error(kind, fmt, drawn is not None)
             rows.append(Row("error", f"{kind}, {fmt}", f"worst, {way}, %", 100 * worst, 100 * float(error.abs().max())))
-            found = float(error.square().mean().sqrt())
-            rows.append(Row("error", f"{kind}, {fmt}", f"rms, {way}, %", 100 * rms, 100 * found))
+            measured = float(error.square().mean().sqrt())
+            rows.append(Row("error", f"{kind}, {fmt}", f"rms, {way}, %", 100 * rms, 100 * measured))
     return rows
 
 
 def derived_error(kind: str, fmt: Format, stochastic: bool) -> tuple[float, float]:
-    """(worst, rms) relative error of the update; mantissas log-uniform for the rms, to first order."""
+    """Return (worst, rms) relative error of the update; mantissas log-uniform for the rms, to first order."""
     most = 2.0**-fmt.mantissa_bits * (1.0 if stochastic else 0.5)  # relative to a power of two
     one = 2.0**-fmt.mantissa_bits / math.sqrt(6.0 if stochastic else 12.0) * math.sqrt(3 / (8 * math.log(2)))
     if kind == "v":
@@ -141,7 +141,7 @@ def derived_error(kind: str, fmt: Format, stochastic: bool) -> tuple[float, floa
 
 
 def limits(sizes: Sizes) -> list[Row]:
-    """The beta2 from which some code, and from which every code, stands still to nearest without any gradient."""
+    """Return the beta2 from which some code, and every code, stands still to nearest without any gradient."""
     rows = []
     for root in (False, True):
         for fmt in (*FORMATS, None):
@@ -158,14 +158,14 @@ def limits(sizes: Sizes) -> list[Row]:
 
 
 def derived_limits(fmt: Format | None, root: bool) -> tuple[float, float]:
-    """Half a step down is most, relative to the code, at 1 + 2^-m, and least at 1."""
+    """Return the limits of beta2: relative to the code, half a step down is most at 1 + 2^-m, and least at 1."""
     bits = 7 if fmt is None else fmt.mantissa_bits
     some, every = 1 - 1 / (2 * (2**bits + 1)), 1 - 2.0 ** -(bits + 2)
     return (some**2, every**2) if root else (some, every)
 
 
 def bisected(codes: Tensor, fmt: Format | None, root: bool, every: bool) -> float:
-    """The least beta2 at which some code or every code is what it was after v became beta2 v."""
+    """Return the least beta2 at which some code or every code stays as it was when v becomes beta2 v."""
     low, high = 0.5, 1.0
     for _ in range(20):
         beta2 = (low + high) / 2
@@ -176,7 +176,7 @@ def bisected(codes: Tensor, fmt: Format | None, root: bool, every: bool) -> floa
 
 
 def averages(sizes: Sizes) -> list[Row]:
-    """√v as it is kept over the exact one: while gradients stay, and after they fell."""
+    """Return √v as it is kept over the exact one: while gradients stay, and after they fell."""
     rows = []
     for beta2 in (0.999, 0.95):
         old = beta2**sizes.steps  # the weight of what was before the fall
@@ -186,15 +186,15 @@ def averages(sizes: Sizes) -> list[Row]:
             from_zero, _, _ = followed(stored, beta2, 0.0, sizes)
             stands = not stored.stochastic and not stored.blocks and beta2 >= derived_limits(stored.fmt, stored.root)[1]
             begun = derived_from_zero(stored, 1 - beta2, sizes.steps) if stands and beta2 > 0.99 else None
-            found = [("begun at the truth", None, steady), ("begun at 0", begun, from_zero)]
-            found += [("after all fell", steady * stalled if stands else None, all_fell)]
-            found += [("after every other fell", None, half_fell)]
-            rows += [Row(f"average, {beta2}", str(stored), name, d, value) for name, d, value in found]
+            cases = [("begun at the truth", None, steady), ("begun at 0", begun, from_zero)]
+            cases += [("after all fell", steady * stalled if stands else None, all_fell)]
+            cases += [("after every other fell", None, half_fell)]
+            rows += [Row(f"average, {beta2}", str(stored), name, d, value) for name, d, value in cases]
     return rows
 
 
 def derived_from_zero(stored: Stored, rate: float, steps: int) -> float | None:
-    """Where √v stands that began at 0: what the largest gradient of all lifts by half a step.
+    """Return the √v at which an average that began at 0 stops: the largest gradient of all lifts it by half a step.
 
     Only where half a step is much more than ``rate``, so that hardly any gradient lifts v.
     """
@@ -206,7 +206,7 @@ def derived_from_zero(stored: Stored, rate: float, steps: int) -> float | None:
 
 
 def followed(stored: Stored, beta2: float, start: float, sizes: Sizes) -> tuple[float, float, float]:
-    """Geometric means of √v kept over exact: steady; then of blocks that fell whole, and of those in others that fell.
+    """Return geometric means of √v kept over exact: steady; of blocks that fell whole; of elements that fell in others.
 
     From a ``start`` of 0 only the first is run.
     """
@@ -230,13 +230,13 @@ def followed(stored: Stored, beta2: float, start: float, sizes: Sizes) -> tuple[
 
 
 def mean_ratio(v: Tensor, exact: Tensor) -> float:
-    """The geometric mean of the roots' ratio, over those that are not 0."""
+    """Return the geometric mean of the roots' ratio, over those that are not 0."""
     held = v > 0
     return float(torch.exp2((v[held] / exact[held]).log2().mean() / 2))
 
 
 def ratchet(sizes: Sizes) -> list[Row]:
-    """To nearest, k elements that share a block's top code move with the largest gradient of the k."""
+    """Return rows that show: to nearest, k elements with a block's top code move with the largest gradient of the k."""
     rows = []
     for k in (1, 2, 4, 16):
         generator = torch.Generator().manual_seed(0)
@@ -255,13 +255,13 @@ def ratchet(sizes: Sizes) -> list[Row]:
 
 
 def largest_of_squares(k: int) -> float:
-    """The mean of the largest of k squared normal numbers."""
+    """Return the mean of the largest of k squared normal numbers."""
     x = torch.linspace(0, 60, 600_001, dtype=torch.float64)
     return float(torch.trapezoid(1 - torch.erf((x / 2).sqrt()) ** k, x))
 
 
 def noise(sizes: Sizes) -> list[Row]:
-    """What stochastic rounding adds to a steady √v, and by how much it shifts v."""
+    """Return the noise that stochastic rounding adds to a steady √v, and by how much it shifts v."""
     rows = []
     cases = [Stored(E4M4, True, True, False), Stored(E4M3, True, True, False), Stored(E4M3, False, True, False)]
     cases += [Stored(E4M4, True, True, True)]
@@ -282,13 +282,13 @@ def noise(sizes: Sizes) -> list[Row]:
             measured = 100 * math.sqrt(spread / sizes.steps)
             case = f"{stored}, β2 = {beta2}"
             rows.append(Row("noise", case, "sd of ln √v, %", None if stored.blocks else 100 * sd, measured))
-            found = 100 * shift / sizes.steps
-            rows.append(Row("noise", case, "bias of v, %", None if stored.blocks else 100 * bias, found))
+            measured_bias = 100 * shift / sizes.steps
+            rows.append(Row("noise", case, "bias of v, %", None if stored.blocks else 100 * bias, measured_bias))
     return rows
 
 
 def derived_noise(stored: Stored, rate: float) -> tuple[float, float]:
-    """(sd of ln √v, relative bias of v) at one scale.
+    """Return (sd of ln √v, relative bias of v) at one scale.
 
     A stored number lies on a code: a step moves it by ``move`` = rate/2 (chi^2 - 1) of itself (a linear v: twice that)
     and rounding adds the variance h^2 f (1 - f) with f the fraction of move / h. The average forgets at ``rate``.
@@ -308,7 +308,7 @@ def derived_noise(stored: Stored, rate: float) -> tuple[float, float]:
 
 
 def whole_updates(sizes: Sizes) -> list[Row]:
-    """The rms error of m / √v in octavo's AdamW beside float32's, in steady noise, by the rms of the latter."""
+    """Return the rms error of m / √v in octavo's AdamW beside float32's, in steady noise, by the rms of the latter."""
     rows = []
     for moments in ("fp8", "bf16"):
         for betas in ((0.9, 0.999), (0.9, 0.95)):
@@ -316,14 +316,14 @@ def whole_updates(sizes: Sizes) -> list[Row]:
             shape = (sizes.elements // BLOCK, BLOCK)
             sigma = torch.exp2(2 * torch.rand(shape) - 1)
             weights = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(2)]
-            kept, exact = (AdamW([w], 0.0, betas, moments=m) for w, m in zip(weights, (moments, "fp32"), strict=True))
+            stored, exact = (AdamW([w], 0.0, betas, moments=m) for w, m in zip(weights, (moments, "fp32"), strict=True))
             errors, whole = 0.0, 0.0
             for step in range(sizes.steps):
                 weights[0].grad = weights[1].grad = torch.randn(shape) * sigma
-                kept.step()
+                stored.step()
                 exact.step()
                 if step >= sizes.steps // 2 and step % 10 == 0:
-                    (m, v), (m0, v0) = read(kept, weights[0]), read(exact, weights[1])
+                    (m, v), (m0, v0) = read(stored, weights[0]), read(exact, weights[1])
                     errors += float((m / v.sqrt() - m0 / v0.sqrt()).square().mean())
                     whole += float((m0 / v0.sqrt()).square().mean())
             derived = derived_update(betas) if moments == "fp8" else None
@@ -333,14 +333,14 @@ def whole_updates(sizes: Sizes) -> list[Row]:
 
 
 def derived_update(betas: tuple[float, float]) -> float:
-    """Percent, of the default: m moves by more than a code in a step, so each rounding adds h^2 / 6."""
+    """Return percent, of the default: m moves by more than a code in a step, so each rounding adds h^2 / 6."""
     _, one = derived_error("m", E4M3, True)
     of_v, _ = derived_noise(Stored(E4M4, True, True, False), 1 - betas[1])
     return 100 * math.sqrt(one**2 / (1 - betas[0] ** 2) + of_v**2)
 
 
 def read(optimizer: AdamW, weight: torch.nn.Parameter) -> tuple[Tensor, Tensor]:
-    """A weight's moments, in float32."""
+    """Return a weight's moments, in float32."""
     pairs = zip(optimizer.names, optimizer.moments, strict=True)
     first, second = (as_fp32(name, moment, optimizer.state[weight]) for name, moment in pairs)
     return first, second

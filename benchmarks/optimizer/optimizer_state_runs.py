@@ -1,4 +1,4 @@
-"""What Adam's state does: its range, updates without v, the bound R_t, scales; derived, and run on a small GPT."""
+"""Adam's state: its range, updates without v, the bound R_t, scales; derived, and measured in a small GPT."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ WIDE = ModelConfig(width=128, layers=2, heads=2, context=64)  # rows of whole bl
 SMALL = ModelConfig(width=64, layers=2, heads=2, context=64)
 
 
-def percent(which: Tensor) -> float:
-    """How many are true."""
-    return 100 * float(which.float().mean())
+def percent(flags: Tensor) -> float:
+    """Return the percentage of elements that are true."""
+    return 100 * float(flags.float().mean())
 
 
 # 2. range
 
 
 def octaves(sizes: Sizes) -> list[Row]:
-    """Octaves of |g| between the largest that a scaling unit holds and its smallest subnormal; flushed shares."""
+    """Return octaves of |g| from the largest that a scaling unit holds to its smallest subnormal; flushed shares."""
     generator = torch.Generator().manual_seed(0)
     rows, cols = (512, 1024) if sizes.samples > 1 << 14 else (8, 1024)
     spread = {(rows, 1): 1.0, (1, cols): 1.0, (rows, cols): 0.5}  # octaves
     sigma = torch.exp2(sum(sd * torch.randn(shape, generator=generator) for shape, sd in spread.items()))
     sigma[::64] *= 2.0**-12  # outputs and
     sigma[:, ::256] *= 2.0**-12  # inputs that are hardly used
-    found = []
+    results = []
     for root in (False, True):
         for fmt in FORMATS:
             span = math.log2(fmt.max / fmt.smallest_subnormal) * (1.0 if root else 0.5)
-            found.append(Row("range", f"{'√v' if root else 'v'}, {fmt}", "octaves of g", span))
-    return found + flushed_shares("range", sigma, (None, 256, 128, 32))
+            results.append(Row("range", f"{'√v' if root else 'v'}, {fmt}", "octaves of g", span))
+    return results + flushed_shares("range", sigma, (None, 256, 128, 32))
 
 
 def flushed_shares(study: str, sigma: Tensor, units: tuple[int | None, ...]) -> list[Row]:
-    """The percentage of a matrix of √v that reads 0, to nearest, by scaling unit (elements of a row; None: all)."""
+    """Return the percentage of √v that reads 0, to nearest, by scaling unit (elements of a row; None: all)."""
     rows = []
     for root in (False, True):
         wide = sigma if root else sigma.square()
@@ -62,7 +62,7 @@ def flushed_shares(study: str, sigma: Tensor, units: tuple[int | None, ...]) -> 
 
 
 def block_amax(wide: Tensor, unit: int | None) -> Tensor:
-    """Each element's scaling unit's amax; units end with the row."""
+    """Return the amax of each element's scaling unit; units end with the row."""
     if unit is None:
         return wide.amax()
     padded = torch.nn.functional.pad(wide, (0, -wide.shape[1] % unit))
@@ -70,7 +70,7 @@ def block_amax(wide: Tensor, unit: int | None) -> Tensor:
 
 
 def without_v(sizes: Sizes) -> list[Row]:
-    """The update of an element whose v was flushed, in steady noise: m / |g| is a Cauchy variable."""
+    """Return the update of an element whose v was flushed, in steady noise: m / |g| is a Cauchy variable."""
     rows = []
     for beta1, beta2 in ((0.9, 0.999), (0.9, 0.95)):
         torch.manual_seed(0)
@@ -95,7 +95,7 @@ def without_v(sizes: Sizes) -> list[Row]:
 
 
 def bound(sizes: Sizes) -> list[Row]:
-    """R_t, what its sequence attains, and what gradients drawn at random do."""
+    """Return R_t, the update of its worst sequence, and that of gradients drawn at random."""
     rows = []
     for beta1, beta2 in ((0.9, 0.999), (0.9, 0.95), (0.95, 0.95)):
         case = f"{beta1}, {beta2}"
@@ -115,7 +115,7 @@ def bound(sizes: Sizes) -> list[Row]:
 
 
 def adam(gradients: Tensor, beta1: float, beta2: float) -> float:
-    """The largest |m_hat| / sqrt(v_hat) over gradients [steps, sequences], in the last step."""
+    """Return the largest |m_hat| / sqrt(v_hat) over gradients [steps, sequences], in the last step."""
     m, v = torch.zeros_like(gradients[0]), torch.zeros_like(gradients[0])
     for g in gradients:
         m.lerp_(g, 1 - beta1)
@@ -125,7 +125,7 @@ def adam(gradients: Tensor, beta1: float, beta2: float) -> float:
 
 
 def trained(sizes: Sizes) -> list[Row]:
-    """A GPT trained in float32: each amax's growth in a step, how far its bound lies above it, what is flushed."""
+    """Train a GPT in float32: each amax's growth in a step, how far its bound lies above it, what is flushed."""
     torch.manual_seed(0)
     model = GPT(WIDE)
     optimizer = AdamW(model.parameters(), LR, BETAS, 1e-8, DECAY, moments="fp32")
@@ -159,7 +159,7 @@ def trained(sizes: Sizes) -> list[Row]:
 
 
 def steps_of(model: GPT, optimizer: Any, steps: int, scale: float = 1.0, losses: list[float] | None = None) -> Any:
-    """Train as optimizer_convergence does; yields the number of each step after it."""
+    """Train as optimizer_convergence does; yield the number of each step after it."""
     batches = Batches(load_corpus(None), SMALL.context, BATCH, 0)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = LR * min((step + 1) / 50, 0.5 * (1 + math.cos(math.pi * step / steps)))
@@ -173,14 +173,14 @@ def steps_of(model: GPT, optimizer: Any, steps: int, scale: float = 1.0, losses:
 
 
 def amaxes(optimizer: AdamW, p: Any) -> dict[str, float]:
-    """The largest of a weight, of its m and of its √v."""
+    """Return the largest of a weight, of its m and of its √v."""
     state = optimizer.state[p]
     tensors = {"weight": p.detach(), "m": state["exp_avg"], "√v": state["exp_avg_sq"]}
     return {name: float(t.abs().max()) ** (0.5 if name == "√v" else 1.0) for name, t in tensors.items()}
 
 
 def trained_range(optimizer: AdamW, matrices: list[Any]) -> list[Row]:
-    """What is flushed of the trained second moments, all matrices together."""
+    """Return the shares of the trained second moments that are flushed to 0, all matrices together."""
     per_matrix = [flushed_shares("trained", optimizer.state[p]["exp_avg_sq"].sqrt(), (None, 128, 32)) for p in matrices]
     held = [int((optimizer.state[p]["exp_avg_sq"] > 0).sum()) for p in matrices]
     rows = []
@@ -191,7 +191,7 @@ def trained_range(optimizer: AdamW, matrices: list[Any]) -> list[Row]:
 
 
 def traffic(sizes: Sizes) -> list[Row]:
-    """Bytes an element that a step moves: bf16 gradient and weight, codes, an 8-bit remainder, blocks of 128."""
+    """Return bytes an element that a step moves: bf16 gradient and weight, codes, an 8-bit remainder, blocks of 128."""
     moments, weight, gradient, scales = 2.0, 3.0, 2.0, 2 * 4 / BLOCK
     inward, outward = gradient + moments + weight, moments + weight
     ways = {
@@ -213,38 +213,38 @@ def traffic(sizes: Sizes) -> list[Row]:
 
 
 def scales(sizes: Sizes) -> list[Row]:
-    """Training with the default's scales kept in float32 and in float16, the loss multiplied."""
+    """Train with the default's scales kept in float32 and in float16, the loss multiplied."""
     rows = []
     for factor, case in ((1.0, "loss"), (1e-4, "loss × 1e-4"), (1e-6, "loss × 1e-6")):
-        for kept in ("float32", "float16"):
+        for dtype_name in ("float32", "float16"):
             torch.manual_seed(0)
             model = GPT(SMALL)
             optimizer = AdamW(model.parameters(), LR, BETAS, 1e-30, DECAY, moments="fp8")
             losses: list[float] = []
             for _ in steps_of(model, optimizer, sizes.scaled, factor, losses):
                 names = [(s, n) for s in optimizer.state.values() for n in s if n.endswith("scale_inv")]
-                for state, name in names if kept == "float16" else []:
+                for state, name in names if dtype_name == "float16" else []:
                     state[name].copy_(state[name].half())
-            found = statistics.mean(losses[-50:])
-            rows.append(Row("scales", case, f"final loss, scales in {kept}", None, found))
+            final_loss = statistics.mean(losses[-50:])
+            rows.append(Row("scales", case, f"final loss, scales in {dtype_name}", None, final_loss))
         for name in ("exp_avg", "exp_avg_sq"):
             rows.append(lost_scales(optimizer, name, case))
     return rows
 
 
 def lost_scales(optimizer: AdamW, name: str, case: str) -> Row:
-    """The percentage of a moment's blocks whose scale_inv is 0 in float16 at the end, of those that got gradients."""
+    """Return the percentage of a moment's blocks with gradients whose scale_inv is 0 in float16 at the end."""
     states = [state for p, state in optimizer.state.items() if p.ndim == 2]
-    found = torch.cat([state[f"{name}_scale_inv"][state[f"{name}_scale_inv"] != 1].flatten() for state in states])
-    of = "√v" if name == "exp_avg_sq" else "m"
-    return Row("scales", case, f"float16 scales of {of} that are 0, %", None, percent(found == 0))
+    scale_invs = torch.cat([state[f"{name}_scale_inv"][state[f"{name}_scale_inv"] != 1].flatten() for state in states])
+    quantity = "√v" if name == "exp_avg_sq" else "m"
+    return Row("scales", case, f"float16 scales of {quantity} that are 0, %", None, percent(scale_invs == 0))
 
 
 # 6. training
 
 
 def in_training(sizes: Sizes) -> list[Row]:
-    """The moments of a GPT in training beside float32 moments of the same gradients, at the end."""
+    """Return the moments of a GPT in training beside float32 moments of the same gradients, at the end."""
     one_scale = Moment(E4M3, granularity=PerTensor())
     schemes: dict[str, Any] = {
         "fp8 (the default)": "fp8",

@@ -69,24 +69,24 @@ VARIANTS: dict[str, Variant] = {
 
 
 def shapes(elements: int, tensors: int) -> list[tuple[int, ...]]:
-    """Uneven ones: an embedding of a quarter, as many matrices as vectors, some sides odd; a fixed draw."""
+    """Return uneven shapes: an embedding of a quarter, as many matrices as vectors, some sides odd; a fixed draw."""
     draw = random.Random(0)
     matrices = tensors // 2
     sizes = [math.exp(draw.uniform(0.0, 4.0)) for _ in range(matrices)]
     unit = 0.75 * elements / sum(sizes)
-    found: list[tuple[int, ...]] = []
+    drawn: list[tuple[int, ...]] = []
     for number, part in enumerate(sizes):
         side = max(int(math.sqrt(part * unit)), 16)
         step = 1 if number % 20 == 0 else 128 if side >= 512 else 16
         cols = max(side * 2 // 3 // step * step, step)
-        found.append((max(int(part * unit / cols), 1), cols))
-    found += [(draw.choice((768, 1000, 1024, 4096)),) for _ in range(tensors - matrices - 1)]
+        drawn.append((max(int(part * unit / cols), 1), cols))
+    drawn += [(draw.choice((768, 1000, 1024, 4096)),) for _ in range(tensors - matrices - 1)]
     width = 1024 if elements > 1 << 24 else 256
-    return [(max((elements - sum(math.prod(shape) for shape in found)) // width, 1), width), *found]
+    return [(max((elements - sum(math.prod(shape) for shape in drawn)) // width, 1), width), *drawn]
 
 
 def parameters(sizes: Sequence[tuple[int, ...]], kind: Variant) -> list[nn.Parameter]:
-    """Weights with gradients of their dtype."""
+    """Return weights with gradients of their dtype."""
     params = []
     for size in sizes:
         values = torch.empty(size, dtype=kind.dtype, device=DEVICE).normal_()
@@ -97,7 +97,7 @@ def parameters(sizes: Sequence[tuple[int, ...]], kind: Variant) -> list[nn.Param
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The plain tensors of a state, inside of tensor subclasses too."""
+    """Yield the plain tensors of a state, inside of tensor subclasses too."""
     if isinstance(value, dict):
         for inner in value.values():
             yield from tensors_in(inner)
@@ -111,17 +111,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def state_bytes(optimizer: Any) -> int:
-    """Bytes that the optimizer keeps."""
+    """Return the bytes that the optimizer keeps."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(dict(optimizer.state)))
 
 
 def weight_bytes(weight: Tensor) -> int:
-    """Bytes an element of what a step reads and writes of a weight itself."""
+    """Return the bytes an element that a step reads and writes of a weight itself."""
     return 1 if isinstance(weight, StoredWeight) else weight.element_size()
 
 
 def peak_bytes(step: Callable[[], object]) -> int:
-    """The most that a step holds above what is there before it."""
+    """Return the most bytes that a step allocates beyond those allocated before it."""
     if ON_GPU:
         synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -141,7 +141,7 @@ def peak_bytes(step: Callable[[], object]) -> int:
 
 
 def graph_of(optimizer: Any) -> Callable[[], object]:
-    """A captured step."""
+    """Return a captured step."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         optimizer.step()
@@ -149,19 +149,21 @@ def graph_of(optimizer: Any) -> Callable[[], object]:
 
 
 def measure(name: str, sizes: Sequence[tuple[int, ...]], seconds: float) -> dict[str, object]:
-    """One optimizer's row."""
+    """Return one optimizer's row."""
     kind = VARIANTS[name]
     elements = sum(math.prod(size) for size in sizes)
     params = parameters(sizes, kind)
     optimizer = kind.make(params)
     optimizer.step()
-    kept = state_bytes(optimizer)
-    moved = 2 * (kept + sum(param.numel() * weight_bytes(param) for param in params)) + elements * kind.dtype.itemsize
+    state_size = state_bytes(optimizer)
+    moved = (
+        2 * (state_size + sum(param.numel() * weight_bytes(param) for param in params)) + elements * kind.dtype.itemsize
+    )
     calls: dict[str, Callable[[], object]] = {name: optimizer.step}
     if ON_GPU and name.startswith("octavo"):
         calls["graph"] = graph_of(optimizer)
-    found = timings(calls, rounds=ROUNDS[ON_GPU], seconds_a_variant=seconds)
-    for error in found.errors.values():
+    times = timings(calls, rounds=ROUNDS[ON_GPU], seconds_a_variant=seconds)
+    for error in times.errors.values():
         raise RuntimeError(error)
     return {
         "optimizer": name,
@@ -169,24 +171,24 @@ def measure(name: str, sizes: Sequence[tuple[int, ...]], seconds: float) -> dict
         "parameters": elements,
         "tensors": len(sizes),
         "threads": "" if ON_GPU else torch.get_num_threads(),
-        "step_ms": f"{1e3 * found.median(name):.4g}",
-        "graph_ms": f"{1e3 * found.median('graph'):.4g}" if "graph" in calls else "",
-        "ns_an_element": f"{1e9 * found.median(name) / elements:.4g}",
-        "state_bytes_an_element": f"{kept / elements:.4f}",
+        "step_ms": f"{1e3 * times.median(name):.4g}",
+        "graph_ms": f"{1e3 * times.median('graph'):.4g}" if "graph" in calls else "",
+        "ns_an_element": f"{1e9 * times.median(name) / elements:.4g}",
+        "state_bytes_an_element": f"{state_size / elements:.4f}",
         "peak_bytes_an_element": f"{peak_bytes(optimizer.step) / elements:.4f}",
         "moved_bytes_an_element": f"{moved / elements:.3f}",
     }
 
 
 def bandwidth() -> float:
-    """Bytes a second of a copy of 1 GiB, read and written."""
+    """Return bytes a second of a copy of 1 GiB, read and written."""
     source, target = (torch.zeros(1 << (30 if ON_GPU else 24), dtype=torch.uint8, device=DEVICE) for _ in range(2))
-    found = timings({"copy": lambda: target.copy_(source)}, rounds=20)
-    return 2 * source.numel() / found.median("copy")
+    times = timings({"copy": lambda: target.copy_(source)}, rounds=20)
+    return 2 * source.numel() / times.median("copy")
 
 
 def judge(rows: list[dict[str, object]]) -> list[str]:
-    """What aims are missed."""
+    """Return a line for each aim that is missed."""
     by_name = {str(row["optimizer"]): row for row in rows}
     missed = []
     for name, row in by_name.items():
@@ -210,7 +212,7 @@ def judge(rows: list[dict[str, object]]) -> list[str]:
 def measured(
     variants: Iterable[str], sizes: Sequence[tuple[int, ...]], seconds: float, toy: bool
 ) -> list[dict[str, object]]:
-    """A row an optimizer that runs here."""
+    """Return a row for each optimizer that runs here."""
     rows: list[dict[str, object]] = []
     peak = bandwidth()
     for name in variants:
@@ -229,15 +231,19 @@ def measured(
 
 
 def step_table() -> str:
-    """Of docs/optimizer.md: ns an element by threads."""
-    found: dict[str, list[dict[str, str]]] = {}
+    """Return the table of docs/optimizer.md: ns an element by threads."""
+    runs_by_name: dict[str, list[dict[str, str]]] = {}
     for row in read("optimizer_step"):
-        found.setdefault(row["optimizer"], []).append(row)
+        runs_by_name.setdefault(row["optimizer"], []).append(row)
     rows = [
-        [name, f"{float(own[0]['state_bytes_an_element']):.2f}", *(f"{float(row['ns_an_element']):.1f}" for row in own)]
-        for name, own in found.items()
+        [
+            name,
+            f"{float(runs[0]['state_bytes_an_element']):.2f}",
+            *(f"{float(row['ns_an_element']):.1f}" for row in runs),
+        ]
+        for name, runs in runs_by_name.items()
     ]
-    threads = (row["threads"] for row in next(iter(found.values())))
+    threads = (row["threads"] for row in next(iter(runs_by_name.values())))
     return markdown(("", "state, bytes an element", *(f"threads: {count}" for count in threads)), rows)
 
 

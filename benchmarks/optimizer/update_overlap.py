@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Layers of so many features, and tokens a step."""
+    """``layers`` layers of ``width`` features, and tokens a step."""
 
     width: int
     layers: int
@@ -45,14 +45,14 @@ FULL, ON_CPU, TOY = Size(4096, 48, 8192), Size(512, 8, 64), Size(128, 4, 16)
 
 
 def cases(gradient: int) -> list[Case]:
-    """Thresholds in units of one layer's gradient."""
-    found = [Case(storage, AFTER) for storage in (None, "fp8")]
-    found += [Case(storage, many * gradient) for storage in (None, "fp8") for many in (0, 1, 4)]
-    return found + [Case("fp8", 4 * gradient, graph=True)] * ON_GPU
+    """Return the cases, with thresholds in units of one layer's gradient."""
+    variants = [Case(storage, AFTER) for storage in (None, "fp8")]
+    variants += [Case(storage, many * gradient) for storage in (None, "fp8") for many in (0, 1, 4)]
+    return variants + [Case("fp8", 4 * gradient, graph=True)] * ON_GPU
 
 
 def measure(case: Case, size: Size, seconds: float) -> dict[str, object]:
-    """One variant's row."""
+    """Return one variant's row."""
     torch.manual_seed(0)
     layers = [nn.Linear(size.width, size.width, bias=False) for _ in range(size.layers)]
     model = nn.Sequential(*layers).to(DEVICE, torch.bfloat16)
@@ -72,8 +72,8 @@ def measure(case: Case, size: Size, seconds: float) -> dict[str, object]:
     call: Callable[[], object] = step
     if case.graph:
         call = _captured(step)
-    found = timings({"step": call}, rounds=10, seconds_a_variant=seconds)
-    for error in found.errors.values():
+    times = timings({"step": call}, rounds=10, seconds_a_variant=seconds)
+    for error in times.errors.values():
         raise RuntimeError(error)
     return {
         "weights": "bf16" if case.storage is None else case.storage,
@@ -81,7 +81,7 @@ def measure(case: Case, size: Size, seconds: float) -> dict[str, object]:
         "threshold": "" if handle is None else case.threshold,
         "graph": case.graph,
         "parameters": size.layers * size.width**2,
-        "step_ms": f"{1e3 * found.median('step'):.4g}",
+        "step_ms": f"{1e3 * times.median('step'):.4g}",
         "most_gradient_bytes": max(held) if handle is None else handle.most_bytes,
         "launches_a_step": 1 if handle is None else round(handle.launches / len(held), 2),
     }

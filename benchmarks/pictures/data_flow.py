@@ -1,4 +1,4 @@
-"""The three products of a linear layer: what is cast, what is multiplied, and what forward saves for backward."""
+"""The three products of a linear layer: the casts, the products, and the tensors that forward saves for backward."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ WIDE, TALL = 176.0, 44.0
 
 
 def box(picture: Picture, x: float, y: float, color: str, name: str, about: str, width: float = WIDE) -> None:
-    """A tensor or a product about x, its top at y."""
+    """Draw a tensor or a product about x, its top at y."""
     picture.frame(x - width / 2, y, width, TALL, color)
     picture.text(x, y + 18, name, size=SMALL, text_anchor="middle", font_weight="600")
     picture.text(x, y + 35, about, "soft", SMALL, text_anchor="middle")
 
 
 def cast(picture: Picture, x: float, above: float, below: float) -> None:
-    """An arrow with the word."""
+    """Draw an arrow with the word."""
     picture.arrow([(x, above), (x, below)])
     side, anchor = (7, "start") if x < MIDDLE else (-7, "end")
     picture.text(x + side, (above + below) / 2 + 4.5, "cast", size=SMALL, text_anchor=anchor)
 
 
 def data_flow() -> str:
-    """From above to below: forward, what waits, and backward from below."""
+    """Draw, from above to below, forward, the saved tensors, and backward from below."""
     picture = Picture(676, "The three products of a linear layer in FP8, and what is saved for backward")
     heading = {"font_weight": "700"}
     picture.text(16, 28, "Forward", **heading)

@@ -1,4 +1,4 @@
-"""Which elements share a scale, by granularity."""
+"""A picture of the elements that share a scale, by granularity."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EDGE = 144.0  # of a drawn tensor
 
 
 def layouts() -> str:
-    """All of SHOWN."""
+    """Draw all of SHOWN."""
     pitch = EDGE + 88
     picture = Picture(34 + pitch * math.ceil((len(SHOWN) + 1) / 2) - 8, "Which elements of a tensor share a scale")
     for place, (granularity, recipes) in enumerate(SHOWN.items()):
@@ -39,6 +39,6 @@ def layouts() -> str:
     left, top = 34 + WIDTH / 2, 48 + 2 * pitch
     words = {0: "One tensor of", 1: f"{SIDE} × {SIDE} each.", 3: "What has one color", 4: "and lies together"}
     words |= {5: "shares one scale.", 7: f"Of {SIDE} rows,", 8: f"{DRAWN} are drawn."}
-    for line, own in words.items():
-        picture.text(left, top + 12 + 17 * line, own, "soft", SMALL)
+    for line, line_text in words.items():
+        picture.text(left, top + 12 + 17 * line, line_text, "soft", SMALL)
     return str(picture)

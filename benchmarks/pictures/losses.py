@@ -1,4 +1,4 @@
-"""Validation losses along the runs of the study of quality, and what each recipe's are above bf16's."""
+"""Validation losses along the runs of the study of quality, and each recipe's gap from bf16's."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ Curve = dict[int, float]
 
 
 def curves(runs: Runs, names: Sequence[str]) -> dict[str, Curve]:
-    """By seed, the mean of these experiments' validation losses by step."""
-    found: dict[str, list[Curve]] = {}
+    """Return, by seed, the mean of these experiments' validation losses by step."""
+    curves_by_seed: dict[str, list[Curve]] = {}
     for row in runs.of(SIZE, *names):
-        found.setdefault(row["seed"], []).append(curve_of(row))
+        curves_by_seed.setdefault(row["seed"], []).append(curve_of(row))
     return {
-        seed: {step: statistics.mean(own[step] for own in every) for step in every[0]} for seed, every in found.items()
+        seed: {step: statistics.mean(curve[step] for curve in every) for step in every[0]}
+        for seed, every in curves_by_seed.items()
     }
 
 
 def mean(every: dict[str, Curve]) -> Curve:
-    """Over seeds."""
+    """Return the mean curve over seeds."""
     first = next(iter(every.values()))
-    return {step: statistics.mean(own[step] for own in every.values()) for step in first}
+    return {step: statistics.mean(curve[step] for curve in every.values()) for step in first}
 
 
 def losses() -> str:
-    """Losses above, gaps below, of every recipe over the seeds that bf16 has runs of too."""
+    """Draw losses above, gaps below, of every recipe over the seeds that bf16 has runs of too."""
     runs = Runs(read("quality"))
     base = curves(runs, BASELINES)
-    own = {name: {seed: c for seed, c in curves(runs, [name]).items() if seed in base} for name in RECIPES}
-    own = {name: every for name, every in own.items() if every}
+    by_recipe = {name: {seed: c for seed, c in curves(runs, [name]).items() if seed in base} for name in RECIPES}
+    by_recipe = {name: every for name, every in by_recipe.items() if every}
     gaps = {
         name: mean({seed: {s: 100 * (loss / base[seed][s] - 1) for s, loss in c.items()} for seed, c in every.items()})
-        for name, every in own.items()
+        for name, every in by_recipe.items()
     }
-    shown = {"bf16": mean(base)} | {name: mean(every) for name, every in own.items()}
+    shown = {"bf16": mean(base)} | {name: mean(every) for name, every in by_recipe.items()}
     steps = sorted(shown["bf16"])
     picture = Picture(572, "Validation losses of bf16 and of octavo's recipes, and their gaps")
     picture.text(16, 28, "Validation loss by step, nats a byte", font_weight="700")
@@ -63,7 +64,7 @@ def losses() -> str:
         for step in steps:
             picture.dot(*axes.at(step, curve[step]), colors(place), 2.5)
     legend(picture, 504, [*shown])
-    seeds = {name: len(every) for name, every in own.items()}
+    seeds = {name: len(every) for name, every in by_recipe.items()}
     few, many = min(seeds.values()), max(seeds.values())
     about = f"{few} seeds" if few == many else f"{few} to {many} seeds"
     picture.text(16, 556, f"Means of {about}; grey: ±σ of one run ({sigma:.2f} %)", "soft", SMALL)
@@ -71,12 +72,12 @@ def losses() -> str:
 
 
 def colors(place: int) -> str:
-    """Of bf16, and of a recipe."""
+    """Return the color of bf16 (place 0), or of a recipe."""
     return "soft" if place == 0 else f"series{place - 1}"
 
 
 def legend(picture: Picture, y: float, names: Sequence[str]) -> None:
-    """Names in rows of three."""
+    """Draw names in rows of three."""
     for place, name in enumerate(names):
         x, line = 16 + 140 * (place % 3), y + 22 * (place // 3)
         picture.path([(x, line - 4), (x + 24, line - 4)], colors(place), 5 if place == 0 else 3)
@@ -84,22 +85,22 @@ def legend(picture: Picture, y: float, names: Sequence[str]) -> None:
 
 
 def final_gaps() -> str:
-    """Each experiment's gap at the end, of its weights read in bf16, with two standard errors and each seed's."""
+    """Draw each experiment's final gap, of its weights read in bf16, with two standard errors and each seed's."""
     runs = Runs(read("quality"))
-    found = {name: gap for name in EXPERIMENTS if (gap := runs.gap([name], SIZE, LEARNED)) is not None}
-    names = [name.replace("high precision", "bf16") for name in found]
+    gaps = {name: gap for name in EXPERIMENTS if (gap := runs.gap([name], SIZE, LEARNED)) is not None}
+    names = [name.replace("high precision", "bf16") for name in gaps]
     pitch, left = 25.0, 16 + 7.3 * max(map(len, names))
-    picture = Picture(66 + pitch * len(found) + 62, "Final validation losses above bf16's, by experiment")
+    picture = Picture(66 + pitch * len(gaps) + 62, "Final validation losses above bf16's, by experiment")
     picture.text(16, 28, "Final validation loss above bf16's, %", font_weight="700")
-    values = [value for gap in found.values() for value in (gap.mean + 2 * gap.error, gap.mean - 2 * gap.error)]
-    values += [value for gap in found.values() for value in gap.gaps.values()]
-    bottom = 50 + pitch * len(found)
-    axes = Axes(picture, (left, 44, RIGHT + 10, bottom), (min(values) - 0.02, max(values) + 0.02), (0, len(found)))
-    (start, top), (end, _) = axes.at(-0.1, len(found)), axes.at(0.1, 0)
+    values = [value for gap in gaps.values() for value in (gap.mean + 2 * gap.error, gap.mean - 2 * gap.error)]
+    values += [value for gap in gaps.values() for value in gap.gaps.values()]
+    bottom = 50 + pitch * len(gaps)
+    axes = Axes(picture, (left, 44, RIGHT + 10, bottom), (min(values) - 0.02, max(values) + 0.02), (0, len(gaps)))
+    (start, top), (end, _) = axes.at(-0.1, len(gaps)), axes.at(0.1, 0)
     picture.rect(start, top, end - start, bottom - top, "band")
     axes.grid(ticks(*axes.x, 6), [], x_words="{:.1f}")
-    for place, (name, gap) in enumerate(found.items()):
-        _, y = axes.at(0, len(found) - place - 0.5)
+    for place, (name, gap) in enumerate(gaps.items()):
+        _, y = axes.at(0, len(gaps) - place - 0.5)
         picture.text(left - 8, y + 4.5, names[place], size=SMALL, text_anchor="end")
         for value in gap.gaps.values():
             x, _ = axes.at(value, 0)
@@ -111,6 +112,6 @@ def final_gaps() -> str:
             x, _ = axes.at(forward.mean, 0)
             for up in (-4, 4):
                 picture.path([(x - 4, y - up), (x + 4, y + up)], "series1", 1.8)
-    worst = max(found, key=lambda name: found[name].mean)
-    picture.text(16, bottom + 44, f"grey band: ±0.1 %; largest: {worst}, {signed(found[worst].mean)} %", "soft", SMALL)
+    worst = max(gaps, key=lambda name: gaps[name].mean)
+    picture.text(16, bottom + 44, f"grey band: ±0.1 %; largest: {worst}, {signed(gaps[worst].mean)} %", "soft", SMALL)
     return str(picture)

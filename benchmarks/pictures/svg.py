@@ -20,7 +20,7 @@ DARK |= {f"series{i}": color for i, color in enumerate(SERIES_DARK)}
 
 
 def number(value: float) -> str:
-    """A coordinate with at most one decimal."""
+    """Return a coordinate with at most one decimal."""
     return f"{value:.1f}".removesuffix(".0")
 
 
@@ -35,37 +35,37 @@ class Picture:
         self.shapes: list[str] = []
 
     def _add(self, shape: str, content: str = "", **attributes: object) -> None:
-        given = ((name.replace("_", "-").rstrip("-"), value) for name, value in attributes.items())
+        named = ((name.replace("_", "-").rstrip("-"), value) for name, value in attributes.items())
         text = "".join(
-            f' {name}="{number(value) if isinstance(value, float | int) else value}"' for name, value in given
+            f' {name}="{number(value) if isinstance(value, float | int) else value}"' for name, value in named
         )
         self.shapes.append(f"<{shape}{text}>{content}</{shape}>" if content else f"<{shape}{text}/>")
 
     def text(self, x: float, y: float, words: str, color: str = "ink", size: float = TEXT, **more: object) -> None:
-        """Words from x on; ``text_anchor="middle"`` about it, ``"end"`` up to it; y is that of the line under them."""
+        """Write words from x on; ``text_anchor="middle"`` about it, ``"end"`` up to it; y is the line under them."""
         self._add("text", escape(words), x=x, y=y, class_=f"f-{color}", font_size=size, **more)
 
     def rect(
         self, x: float, y: float, width: float, height: float, color: str, line: str = "page", **more: object
     ) -> None:
-        """A filled rectangle, parted from its neighbours by a line."""
+        """Draw a filled rectangle, parted from its neighbours by a line."""
         self._add("rect", x=x, y=y, width=width, height=height, class_=f"f-{color} s-{line}", **more)
 
     def frame(self, x: float, y: float, width: float, height: float, color: str, fill: str = "page") -> None:
-        """A rounded box with a border."""
+        """Draw a rounded box with a border."""
         self._add("rect", x=x, y=y, width=width, height=height, rx=5, class_=f"f-{fill} s-{color}", stroke_width=1.5)
 
     def path(self, points: Sequence[tuple[float, float]], color: str, width: float = 1.5, **more: object) -> None:
-        """A line through points; ``marker_end="url(#arrow)"`` ends it in an arrow."""
+        """Draw a line through points; ``marker_end="url(#arrow)"`` ends it in an arrow."""
         d = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
         self._add("path", d=d, class_=f"s-{color}", fill="none", stroke_width=width, **more)
 
     def arrow(self, points: Sequence[tuple[float, float]]) -> None:
-        """A line that ends in an arrow."""
+        """Draw a line that ends in an arrow."""
         self.path(points, "soft", marker_end="url(#arrow)")
 
     def dot(self, x: float, y: float, color: str, radius: float = 3.5) -> None:
-        """A filled circle."""
+        """Draw a filled circle."""
         self._add("circle", cx=x, cy=y, r=radius, class_=f"f-{color}")
 
     def __str__(self) -> str:
@@ -107,13 +107,13 @@ class Axes:
         self.picture, self.box, self.x, self.y = picture, box, x, y
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """Where a point lies."""
+        """Return the position of a point in the picture."""
         left, top, right, bottom = self.box
         across, up = (x - self.x[0]) / (self.x[1] - self.x[0]), (y - self.y[0]) / (self.y[1] - self.y[0])
         return left + across * (right - left), bottom - up * (bottom - top)
 
     def grid(self, xs: Sequence[float], ys: Sequence[float], digits: int = 1, x_words: str = "{:,.0f}") -> None:
-        """Lines and numbers at values of both axes."""
+        """Draw lines and numbers at values of both axes."""
         for value in ys:
             _, y = self.at(self.x[0], value)
             self.picture.path([(self.box[0], y), (self.box[2], y)], "rule", 1)
@@ -126,7 +126,7 @@ class Axes:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round values between two, at most so many."""
+    """Return round values between two, at most ``most``."""
     step = 10.0 ** math.floor(math.log10((high - low) / most))
     step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (factor * step) <= most)
     first = math.ceil(low / step - 1e-9)

@@ -72,7 +72,7 @@ class Training:
         self.optimizer = self.optimizer_of(groups, lr=self.lr)
 
     def other(self, usual: T, *others: T) -> T:
-        """What is usual; in a variation, which ``key`` names and seeds, one of the others."""
+        """Return the usual value; in a variation, which ``key`` names and seeds, one of the others."""
         return random.Random(f"{self.key} {usual}").choice(others) if self.key and others else usual
 
     @property
@@ -86,17 +86,17 @@ class Training:
 
     @property
     def place(self) -> int:
-        """Which number of a tensor."""
+        """The index of the changed number in a tensor."""
         return self.other(5, *range(4096))
 
     def layers(self, *ends: str) -> list[str]:
-        """Names of layers in FP8 that end so."""
+        """Return names of layers in FP8 that end so."""
         return [n for n, m in self.model.named_modules() if isinstance(m, RecipeModule) and n.endswith(ends or "")]
 
     def layer(self, *ends: str) -> str:
-        """One of them, drawn by the seed or the variation."""
-        found = self.layers(*ends)
-        return random.Random(f"{self.key or self.seed} of {len(found)}").choice(found)
+        """Return one of them, drawn by the seed or the variation."""
+        names = self.layers(*ends)
+        return random.Random(f"{self.key or self.seed} of {len(names)}").choice(names)
 
     def weight(self, name: str) -> Tensor:
         return self.model.get_submodule(name).weight.data  # type: ignore[no-any-return]
@@ -144,7 +144,7 @@ def nothing(run: Training) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A kind of fault, and what should be said of it.
+    """A kind of fault, and the diagnosis that should be given for it.
 
     ``causes``: kinds of findings, "nonfinite" with its role; ``layer``: "" for none, or the ends of names that it is
     drawn from; ``remedies``: texts, of which the remedy has one. ``fresh``: the training begins with the fault.
@@ -164,22 +164,22 @@ class Fault:
 
 
 def at(change: Do, every: bool = False) -> Do:
-    """What is done in the fault's step, or in each from it on."""
+    """Return a change that is made in the fault's step, or in each from it on."""
     return lambda run: change(run) if (run.begun if every else run.step == run.at) else None
 
 
 def weight(change: Change, *ends: str) -> Do:
-    """A change of a drawn layer's weight."""
+    """Return a change of a drawn layer's weight."""
     return lambda run: change(run, run.weight(run.layer(*ends)))
 
 
 def number(usual: float, *others: float) -> Change:
-    """A number of a weight becomes another."""
+    """Return a change of one number of a weight."""
     return lambda run, w: w.view(-1)[run.place].fill_(run.other(usual, *others))
 
 
 def input_of(change: Change, when: Callable[[Training], bool], *ends: str) -> Do:
-    """Have a drawn layer's cast see another input in some steps."""
+    """Give a drawn layer's cast another input in some steps."""
 
     def begin(run: Training) -> None:
         def hook(_: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -191,7 +191,7 @@ def input_of(change: Change, when: Callable[[Training], bool], *ends: str) -> Do
 
 
 def one(usual: float, *others: float, times: bool = False) -> Change:
-    """The tensor with one number changed; with ``times`` to so many times the largest one, and without a gradient."""
+    """Return a tensor with one number changed; with ``times`` to so many times the largest one, without a gradient."""
 
     def change(run: Training, x: Tensor) -> Tensor:
         changed, value = x.clone(), run.other(usual, *others)
@@ -202,7 +202,7 @@ def one(usual: float, *others: float, times: bool = False) -> Change:
 
 
 def gradient(*values: float) -> Do:
-    """One number of the gradient of a drawn layer's result in the fault's step."""
+    """Change one number of the gradient of a drawn layer's result in the fault's step."""
 
     def begin(run: Training) -> None:
         def hook(_: Any, __: Any, output: Any) -> None:
@@ -215,24 +215,24 @@ def gradient(*values: float) -> Do:
 
 
 def batch_with(*values: float) -> Do:
-    """A number among the embeddings of the fault's step, as float inputs would have it."""
+    """Put a number among the embeddings of the fault's step, as float inputs would have it."""
     return lambda run: run.model.embedding.register_forward_hook(
         lambda _, __, output: one(*values)(run, output) if run.step == run.at else None
     )
 
 
 def having(**values: tuple[float, ...]) -> Do:
-    """Another value of the training's."""
+    """Return a change of values of the training."""
     return lambda run: vars(run).update({name: run.other(*its) for name, its in values.items()})
 
 
 def rate(usual: float, *others: float) -> Do:
-    """Another learning rate from the fault's step on."""
+    """Return a change of the learning rate from the fault's step on."""
     return at(lambda run: vars(run).update(lr=run.lr * run.other(usual, *others)))
 
 
 def times(usual: float, *others: float, every: bool = False) -> Callable[[Training, Tensor], Tensor]:
-    """Another loss in the fault's step, or in each from it on."""
+    """Return a change of the loss in the fault's step, or in each from it on."""
 
     def change(run: Training, loss: Tensor) -> Tensor:
         return loss * run.other(usual, *others) if (run.begun if every else run.step == run.at) else loss
@@ -241,7 +241,7 @@ def times(usual: float, *others: float, every: bool = False) -> Callable[[Traini
 
 
 def with_recipe(*ends: str, **casts: Cast | Callable[[Training], Cast]) -> Do:
-    """Other casts of roles in a drawn layer."""
+    """Return a change of the casts of some roles in a drawn layer."""
 
     def begin(run: Training) -> None:
         changes = {}
@@ -256,7 +256,7 @@ def with_recipe(*ends: str, **casts: Cast | Callable[[Training], Cast]) -> Do:
 
 
 def swapped(run: Training) -> None:
-    """Each weight's halves, as two ranks' shards in the other order."""
+    """Swap each weight's halves, as two ranks' shards in the other order."""
     for name in run.layers():
         run.weight(name).copy_(torch.cat(run.weight(name).chunk(run.other(2, 4))[::-1]))
 
@@ -269,7 +269,7 @@ def random_bytes(run: Training, tokens: Tensor, targets: Tensor) -> tuple[Tensor
 
 
 def idle(run: Training) -> None:
-    """An expert of a block is never chosen."""
+    """Make the router never choose one expert of a block."""
     mixture = run.model.get_submodule(run.layer("gate_up").removesuffix(".experts.gate_up"))
     mixture.bias[run.other(1, 0, 2, 3)] = run.other(-1e9, -10.0, -1e3)
 
@@ -280,12 +280,12 @@ def dead_rows(run: Training, w: Tensor) -> None:
 
 
 def saturated(run: Training) -> None:
-    """Queries and keys that are 8 times as large."""
+    """Make queries and keys 8 times as large."""
     run.weight(run.layer("qkv.linear"))[: 2 * SIZES["width"]] *= run.other(8, 4, 16, 32)
 
 
 def scaled_scale(run: Training) -> None:
-    """A scale, the input's at first, has no room for what is 32 times smaller than the amax."""
+    """Set a scale, the input's at first, to one that overflows, as if the amax had been 32 times smaller."""
     run.model.get_submodule(run.layer()).delayed_scale[run.other(0, 0, 1, 2)] *= run.other(32, 8, 256, 2048)
 
 
@@ -299,7 +299,7 @@ def decay_all(run: Training) -> None:
 
 
 def wide_features(run: Training) -> None:
-    """The first layer's input has features from 1 down to 2^-30, as raw numbers in different units."""
+    """Give the first layer's input features from 1 down to 2^-30, as raw numbers in different units."""
     layer = run.model.get_submodule(FIRST)
     scales = torch.logspace(0, -run.other(30, 24, 36, 48), layer.in_features, 2)
     layer.register_forward_pre_hook(lambda _, arguments: (arguments[0] * scales, *arguments[1:]))
@@ -386,7 +386,7 @@ FAULTS: Mapping[str, Fault] = {
         ("repeats",),
         "",
         DATA,
-        batch=lambda run, *given: batches(run.seed).training(BEFORE + run.at) if run.step > run.at else given,
+        batch=lambda run, *batch: batches(run.seed).training(BEFORE + run.at) if run.step > run.at else batch,
     ),
     "ranks mixed up": Fault(("ranks", "overwritten"), "", CHECKPOINT, before=at(swapped)),
     "gradients with a margin": Fault(
@@ -463,7 +463,7 @@ BEGINNING = {"optimizer_of", "dtype", "tied"}  # options that a training has fro
 
 
 def recorded(fault: Fault, model: str, seed: int, folder: Path) -> tuple[Record, str]:
-    """The record of a training with a fault, and the layer that the fault was put in."""
+    """Return the record of a training with a fault, and the layer that the fault was put in."""
     place = folder / "layer.txt"
     if not place.exists():
         options = {name: value for name, value in fault.options.items() if fault.fresh or name in BEGINNING}
@@ -479,38 +479,40 @@ def recorded(fault: Fault, model: str, seed: int, folder: Path) -> tuple[Record,
 
 @functools.cache
 def trained(steps: int, model: str, seed: int, options: tuple[tuple[str, Any], ...]) -> Training:
-    """A training without faults."""
+    """Return a training without faults after some steps."""
     run = Training(model, seed, **dict(options))
     run.run(steps, Fault())
     return run
 
 
-def ranks(fault: Fault, layer: str, found: Sequence[Finding]) -> dict[str, int]:
-    """The place of the first finding that is right in its layer, its cause, its remedy; 0 if none is."""
+def ranks(fault: Fault, layer: str, findings: Sequence[Finding]) -> dict[str, int]:
+    """Return the place of the first finding that is right in its layer, its cause, its remedy; 0 if none is."""
     right = {
-        "layer": lambda each: layer == ALL or each.layer in (layer, layer.replace(".linear", ".norm")),  # of one module
-        "cause": lambda each: cause_of(each) in fault.causes,
-        "remedy": lambda each: any(text in each.remedy for text in fault.remedies),
+        "layer": lambda finding: (
+            layer == ALL or finding.layer in (layer, layer.replace(".linear", ".norm"))
+        ),  # of one module
+        "cause": lambda finding: cause_of(finding) in fault.causes,
+        "remedy": lambda finding: any(text in finding.remedy for text in fault.remedies),
     }
     return {
-        f"{name} at": next((place for place, each in enumerate(found, 1) if is_right(each)), 0)
+        f"{name} at": next((place for place, finding in enumerate(findings, 1) if is_right(finding)), 0)
         for name, is_right in right.items()
     }
 
 
-def cause_of(found: Finding) -> str:
-    return f"nonfinite {found.role}" if found.kind == "nonfinite" and found.role else found.kind
+def cause_of(finding: Finding) -> str:
+    return f"nonfinite {finding.role}" if finding.kind == "nonfinite" and finding.role else finding.kind
 
 
 def seeds(of: str, turn: int) -> Sequence[int]:
-    """Those of a kind and model: of variations one each in turn, and the other two of those that nobody read."""
+    """Return the seeds of a kind and model: of variations one each in turn; the other two of "more variations"."""
     first = VARIED[turn % 3]
     others = [seed for seed in VARIED if seed != first]
     return {"variations": [first], "more variations": others}.get(of, SEEDS)
 
 
 def rows_of(of: str, kinds: Mapping[str, Fault], folder: Path) -> Iterator[dict[str, Any]]:
-    """A row for each kind of fault, model and seed; of healthy runs one each."""
+    """Yield a row for each kind of fault, model and seed; of healthy runs one each."""
     for place, (kind, fault) in enumerate(kinds.items()):
         turns = {model: seeds(of, place + turn) for turn, model in enumerate(MODELS)}
         runs = [(model, seed) for model in fault.models for seed in turns[model]]
@@ -520,15 +522,15 @@ def rows_of(of: str, kinds: Mapping[str, Fault], folder: Path) -> Iterator[dict[
             yield row | {"layer": layer, **said(fault, layer, octavo.inspect.diagnose(record))}
 
 
-def said(fault: Fault, layer: str, found: Sequence[Finding]) -> dict[str, Any]:
-    """What a row has of findings."""
-    alarms = sum(each.level != "note" for each in found)
-    first = {"said": f"{cause_of(found[0])} {found[0].layer}".strip() if found else "", "alarms": alarms}
-    return {**ranks(fault, layer, found), **first, "sentence": found[0].sentence if found else ""}
+def said(fault: Fault, layer: str, findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return a row's columns about findings."""
+    alarms = sum(finding.level != "note" for finding in findings)
+    first = {"said": f"{cause_of(findings[0])} {findings[0].layer}".strip() if findings else "", "alarms": alarms}
+    return {**ranks(fault, layer, findings), **first, "sentence": findings[0].sentence if findings else ""}
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Shares of runs by diagnosis and by which faults, and false alarms."""
+    """Return shares of runs by diagnosis and by group of faults, and false alarms."""
     lines = []
     for diagnosis in ("before", "first rules", "second rules", "third rules", "fourth rules", "after"):
         of = {name: [r for r in rows if (r["diagnosis"], r["of"]) == (diagnosis, name)] for name in DRAWS}
@@ -546,7 +548,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def causes_table() -> str:
-    """For docs/inspect.md."""
+    """Return the table of docs/inspect.md."""
     return markdown(HEAD, summary([*read("causes_earlier"), *read("causes")]))
 
 

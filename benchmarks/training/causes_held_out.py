@@ -1,4 +1,4 @@
-"""The second draw of kinds of fault: what users meet, and the first 32 lack.
+"""The second draw of kinds of fault: faults that users meet, and that are not among the first 32.
 
 They were written down before the second rules of octavo.inspect were made, and run once after that. Then they were
 opened: today's rules were made with them.
@@ -35,23 +35,23 @@ LAST_OF_BLOCK = ("blocks.0.mlp.fc2", "blocks.0.mlp.experts.down")
 
 
 def unknown(run: Training, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Most tokens are out of the vocabulary, and become token 0."""
+    """Replace most tokens by token 0, as if they were out of the vocabulary."""
     return (tokens * (tokens % run.other(5, 2, 3, 10) == 0) if run.begun else tokens), targets
 
 
 def padded(run: Training, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Three quarters of each sequence are padding, which the loss counts."""
+    """Replace three quarters of each sequence by padding, which the loss counts."""
     there = torch.arange(tokens.shape[1]) < tokens.shape[1] // (run.other(4, 2, 8) if run.begun else 1)
     return tokens * there, targets * there
 
 
 def zero_norm(run: Training) -> None:
-    """The weight of a norm that was loaded as zeros, and does not train."""
+    """Set the weight of a norm to zeros, as if loaded so; it does not train."""
     run.model.get_submodule(run.layer("qkv.linear").replace("linear", "norm")).weight.data.zero_()
 
 
 def left_out(run: Training) -> None:
-    """A weight that was made after the optimizer."""
+    """Leave out a weight, as one that was made after the optimizer."""
     param = run.model.get_submodule(run.layer(*INNER)).weight
     for group in run.optimizer.param_groups:
         group["params"] = [each for each in group["params"] if each is not param]
@@ -59,13 +59,13 @@ def left_out(run: Training) -> None:
 
 
 def kept_gradients(run: Training) -> None:
-    """zero_grad is no longer called."""
+    """Leave out zero_grad from then on."""
     clear = run.optimizer.zero_grad
     run.optimizer.zero_grad = lambda: clear() if not run.begun else None
 
 
 def decay_without_rate(run: Training) -> None:
-    """A weight decay of 0.1 a step, of an optimizer that does not multiply it by the learning rate."""
+    """Decay weights by 0.1 a step, as an optimizer that does not multiply the decay by the learning rate."""
     run.optimizer.param_groups[0]["weight_decay"] = run.other(0.1, 0.03, 0.2, 0.5) / run.lr
 
 
@@ -76,12 +76,12 @@ def moments_lost(run: Training) -> None:
 
 
 def detached(run: Training) -> None:
-    """A detach() between the blocks."""
-    run.model.blocks[1].register_forward_pre_hook(lambda _, given: (given[0].detach(),) if run.begun else None)
+    """Put a detach() between the blocks."""
+    run.model.blocks[1].register_forward_pre_hook(lambda _, inputs: (inputs[0].detach(),) if run.begun else None)
 
 
 def scheduled(factor: Callable[[Training, int], float]) -> Do:
-    """A schedule by the steps that are recorded."""
+    """Return a schedule by the steps that are recorded."""
     return lambda run: vars(run).update(schedule=lambda step: factor(run, max(0, step - BEFORE)))
 
 

@@ -37,20 +37,20 @@ SCALED = (1024.0, 64.0, 256.0, 65536.0)  # by a GradScaler
 
 
 def without_scales(run: Training) -> None:
-    """Delayed scales of 1, as a checkpoint that lacks them leaves them in other libraries."""
+    """Set delayed scales to 1, as a checkpoint that lacks them leaves them in other libraries."""
     for name in run.layers():
         run.model.get_submodule(name).delayed_scale.fill_(1)
 
 
 def rounded_up(run: Training) -> None:
-    """Each row is multiplied by a scale that was rounded up to a power of two after the row was divided by it."""
+    """Multiply each row by a scale that was rounded up to a power of two after the row was divided by it."""
     for name in run.layers():
         octaves = run.weight(name).abs().amax(-1, keepdim=True).log2()
         run.weight(name).mul_(2 ** (octaves.ceil() - octaves))
 
 
 def interleaved(run: Training) -> None:
-    """Queries and keys whose rotary pairs are neighbours, as other code stores them."""
+    """Store queries and keys so that rotary pairs are neighbours, as other code does."""
     rows = run.weight(run.layer("qkv.linear"))[: 2 * SIZES["width"]]
     rows.copy_(rows.unflatten(0, (2 * SIZES["heads"], 2, -1)).transpose(1, 2).flatten(0, 2))
 
@@ -65,14 +65,14 @@ def steps_lost(run: Training) -> None:
 
 
 def of_copies(run: Training) -> None:
-    """An optimizer that was made before the parameters were wrapped, and has others."""
+    """Train by an optimizer that was made before the parameters were wrapped, and has others."""
     run.optimizer.state.clear()
     for group in run.optimizer.param_groups:
         group["params"] = [nn.Parameter(param.detach().clone()) for param in group["params"]]
 
 
 def unscaled_late(run: Training) -> None:
-    """Gradients are divided by the loss scale after they were clipped."""
+    """Divide gradients by the loss scale after they were clipped."""
 
     def unscale(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for group in optimizer.param_groups if run.begun else ():
@@ -83,7 +83,7 @@ def unscaled_late(run: Training) -> None:
 
 
 def repeated_byte(run: Training, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Every sequence is its first byte, again and again."""
+    """Replace every sequence by its first byte, again and again."""
     same = tokens[:, :1].expand_as(tokens)
     return (same, same) if run.step == run.at else (tokens, targets)
 
@@ -94,23 +94,23 @@ def overflown(run: Training, tokens: Tensor, targets: Tensor) -> tuple[Tensor, T
 
 
 def cut(run: Training, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    kept = run.other(1, 2, 3) if run.begun else len(tokens)
-    return tokens[:kept], targets[:kept]
+    count = run.other(1, 2, 3) if run.begun else len(tokens)
+    return tokens[:count], targets[:count]
 
 
 def against_balance(run: Training) -> None:
-    """The biases of a router move to the experts that have too many tokens."""
+    """Move the biases of a router to the experts that have too many tokens."""
     mixture = run.model.get_submodule(run.layer("gate_up").removesuffix(".experts.gate_up"))
     mixture.bias += run.other(0.3, 0.1, 0.2, 1.0) * (mixture.load / mixture.load.float().mean() - 1)
     mixture.load.zero_()
 
 
 def growing_channel(run: Training) -> None:
-    """A channel of SwiGLU's result that becomes 4 times as large in each of six steps."""
+    """Make a channel of SwiGLU's result 4 times as large in each of six steps."""
     layer = run.model.get_submodule(run.layer("fc2", "down"))
     channel, factor = torch.arange(layer.in_features) == run.other(5, *range(64)), run.other(4.0, 2.0, 3.0, 8.0)
     layer.register_forward_pre_hook(
-        lambda _, given: (given[0] * factor ** (channel * min(6, max(0, run.step - run.at + 1))), *given[1:])
+        lambda _, inputs: (inputs[0] * factor ** (channel * min(6, max(0, run.step - run.at + 1))), *inputs[1:])
     )
 
 
@@ -155,8 +155,8 @@ THIRD_DRAW: Mapping[str, Fault] = {
         ("repeats",),
         "",
         DATA,
-        batch=lambda run, *given: (
-            batches(run.seed).training(BEFORE + run.step % run.other(3, 2, 4)) if run.begun else given
+        batch=lambda run, *batch: (
+            batches(run.seed).training(BEFORE + run.step % run.other(3, 2, 4)) if run.begun else batch
         ),
     ),
     # coqui-ai/Trainer #120: accumulation that has no effect

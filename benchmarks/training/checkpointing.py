@@ -34,19 +34,19 @@ SIZE, BATCH, STEPS, RATE, WINDOWS = ModelConfig(width=64, layers=2, heads=2, con
 
 
 def saved(in_fp8: bool) -> dict[str, Any]:
-    """MiB of regions' inputs, and of all that a forward saves for backward."""
+    """Return MiB of regions' inputs, and of all that a forward saves for backward."""
     model, inputs = build("Llama")
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     octavo.nn.checkpoint_model_in_fp8(model)
-    with checkpointing.watched() as found:
+    with checkpointing.watched() as counts:
         predicted_by_kind(model, (), inputs)
     with checkpointing.watched(in_fp8):
         whole = sum(predicted_by_kind(model, (), inputs).values())
-    return {"MiB of inputs": f"{found[''][1 + in_fp8] / 2**20:.3f}", "MiB in all": f"{whole / 2**20:.3f}"}
+    return {"MiB of inputs": f"{counts[''][1 + in_fp8] / 2**20:.3f}", "MiB in all": f"{whole / 2**20:.3f}"}
 
 
 def regions(recipe: str, seed: int) -> GPT:
-    """The model of a seed, its blocks regions."""
+    """Return the model of a seed, its blocks regions."""
     model = build_model(SIZE, recipe, seed)
     for at, block in enumerate(model.blocks):
         model.blocks[at] = checkpoint_wrapper(block, checkpoint_fn=octavo.checkpoint_in_fp8)
@@ -54,14 +54,14 @@ def regions(recipe: str, seed: int) -> GPT:
 
 
 def gradient(model: nn.Module, windows: tuple[Tensor, Tensor]) -> Tensor:
-    """Of one batch, as a vector."""
+    """Return the gradient of one batch, as a vector."""
     model.zero_grad()
     next_byte_loss(model(windows[0]), windows[1]).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def trained(in_fp8: bool, seed: int) -> dict[str, Any]:
-    """A run's final validation loss; and of its weights the gradient's ratios."""
+    """Train; return the final validation loss, and the SQNR of gradients of the trained weights."""
     model, batches = regions("dynamic", seed), Batches(load_corpus(None), SIZE.context, BATCH, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30) * (1 - step / STEPS))
@@ -75,12 +75,12 @@ def trained(in_fp8: bool, seed: int) -> dict[str, Any]:
             losses = [next_byte_loss(model(x), y).item() for x, y in batches.validation(WINDOWS)]
     high, last = regions(BASELINE, seed), batches.training(STEPS)
     high.load_state_dict(model.state_dict())
-    kept = gradient(model, last)
+    rounded = gradient(model, last)
     with mock.patch.object(checkpointing, "quantize", lambda x, *to, **_: octavo.quantize(x, *to)):
         by_float = gradient(model, last)
     with checkpointing.watched(False):
         exact, unrounded = gradient(model, last), gradient(high, last)
-    pairs = {"SQNR, dB": (kept, exact), "by float scales": (by_float, exact), "of dynamic": (exact, unrounded)}
+    pairs = {"SQNR, dB": (rounded, exact), "by float scales": (by_float, exact), "of dynamic": (exact, unrounded)}
     ratios = {name: f"{sqnr(*pair):.2f}" for name, pair in pairs.items()}
     return {"loss": f"{statistics.fmean(losses):.5f}", **ratios}
 
@@ -96,12 +96,12 @@ def main(arguments: list[str]) -> int:
 
 
 def regions_table() -> str:
-    """The rows, and what a loss in FP8 is above the other of its seed."""
-    found = read("checkpointing")
-    plain = {row["seed"]: float(row["loss"]) for row in found if row["inputs"] == KINDS[0]}
-    gaps = [signed(100 * (float(row["loss"]) / plain[row["seed"]] - 1)) for row in found]
-    names = [*found[0]][:8]
-    return markdown([*names, "gap, %"], [[*map(row.get, names), gap] for row, gap in zip(found, gaps, strict=True)])
+    """Return a table of the rows, with the gap of each loss to the one of its seed without FP8."""
+    rows = read("checkpointing")
+    plain = {row["seed"]: float(row["loss"]) for row in rows if row["inputs"] == KINDS[0]}
+    gaps = [signed(100 * (float(row["loss"]) / plain[row["seed"]] - 1)) for row in rows]
+    names = [*rows[0]][:8]
+    return markdown([*names, "gap, %"], [[*map(row.get, names), gap] for row, gap in zip(rows, gaps, strict=True)])
 
 
 TABLES = {"inputs of regions": regions_table}

@@ -51,18 +51,18 @@ INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "neon", "bf16", "s
 
 
 def instructions() -> str:
-    """Those of INSTRUCTIONS that /proc/cpuinfo names, or torch where there is none."""
+    """Return the names in INSTRUCTIONS that /proc/cpuinfo has, or torch where there is none."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         named = re.search(r"^(?:flags|Features)\s*:(.*)", cpuinfo.read_text(), re.MULTILINE)
-        found = set(named.group(1).split() if named else ())
+        names = set(named.group(1).split() if named else ())
     else:
-        found = {name for name, value in torch.cpu.get_capabilities().items() if value is True}
-    return " ".join(name for name in INSTRUCTIONS if name in found)
+        names = {name for name, value in torch.cpu.get_capabilities().items() if value is True}
+    return " ".join(name for name in INSTRUCTIONS if name in names)
 
 
 def step_of(convert: Callable[[nn.Module], nn.Module], width: str, mode: str, dtype: torch.dtype) -> Callable[[], None]:
-    """One training step of a converted model."""
+    """Return one training step of a converted model."""
     torch.manual_seed(0)
     config = SIZES[width].model
     model = convert(GPT(config).to(dtype))
@@ -80,7 +80,7 @@ def step_of(convert: Callable[[nn.Module], nn.Module], width: str, mode: str, dt
 
 
 def measured(width: str, mode: str, rounds: int | None = None) -> list[dict[str, object]]:
-    """A row a variant."""
+    """Return a row for each variant."""
     dtype = fast_dtype(torch.device("cpu"))
     base = str(dtype).removeprefix("torch.")
     kinds: dict[str, Callable[[nn.Module], nn.Module]] = {base: lambda model: model}
@@ -116,15 +116,15 @@ def main(arguments: list[str]) -> int:
         rows = measured(*group, options.rounds)
         print(table(rows), flush=True)
         if not options.no_write:
-            own = [row for row in read("cpu_step") if row["device"] == device_name()]
-            others = [row for row in own if (row["width"], row["mode"]) != group]
+            rows_here = [row for row in read("cpu_step") if row["device"] == device_name()]
+            others = [row for row in rows_here if (row["width"], row["mode"]) != group]
             every = sorted([*others, *(row | provenance() for row in rows)], key=_place)
             print(f"written to {write_results('cpu_step', every)}", flush=True)
         by_base = {str(row["variant"]): float(str(row["by_base"])) for row in rows}
         for name, aim in AIMS.items() if group[0] == "256" else ():
-            found, least = by_base[f"octavo {name}"], min(by_base[f"torchao {theirs}"] for theirs in THEIRS)
-            if found > min(aim, least):
-                missed.append(f"MISSED: {group[1]}, octavo {name} {found}, aim {aim}, torchao {least}")
+            share, least = by_base[f"octavo {name}"], min(by_base[f"torchao {theirs}"] for theirs in THEIRS)
+            if share > min(aim, least):
+                missed.append(f"MISSED: {group[1]}, octavo {name} {share}, aim {aim}, torchao {least}")
     print(*missed, sep="\n")
     return int(bool(missed))
 
@@ -134,12 +134,12 @@ def _place(row: dict[str, Any]) -> tuple[int, int]:
 
 
 def compiled_table() -> str:
-    """Of docs/compile.md: a compiled step by the base's compiled, its time by eager's, and the first step's."""
-    found = {(row["width"], row["mode"], row["variant"]): row for row in read("cpu_step")}
+    """Return docs/compile.md's table: a compiled step by the base's compiled and by eager's, and the first step."""
+    rows_by_variant = {(row["width"], row["mode"], row["variant"]): row for row in read("cpu_step")}
     rows = []
-    for (width, mode, variant), row in found.items():
+    for (width, mode, variant), row in rows_by_variant.items():
         if mode == "compiled":
-            eager = found.get((width, "eager", variant), {})
+            eager = rows_by_variant.get((width, "eager", variant), {})
             alike = eager.get("commit") == row["commit"]
             by_eager = f"{float(row['step_ms']) / float(eager['step_ms']):.2f}" if alike else ""
             rows.append([width, f"`{variant}`", f"{float(row['by_base']):.2f}", by_eager, row["first_step_s"]])

@@ -1,4 +1,4 @@
-"""What octavo.inspect costs a training of the demo GPT on this CPU, in CPU time of a step, and in bytes a layer.
+"""Cost of octavo.inspect in a training of the demo GPT on this CPU: CPU time of a step, bytes a layer.
 
 "recorded" is a step in which a Recorder counts, of which there is one in 50; "between" one of the others; "traced" a
 step under trace_faults. Each is measured beside a step without any, in turn. And in ops that compute, of which a GPU
@@ -39,24 +39,26 @@ def trainer(recipe: str, config: TrainConfig) -> Trainer:
 
 
 def variants(recipe: str, config: TrainConfig, folder: Path) -> dict[str, Callable[[], None]]:
-    """A step of each."""
+    """Return a step of each variant."""
     steps: dict[str, Callable[[], None]] = {}
     for name, every in (("plain", 0), ("recorded", 1), ("between", 10**9), ("traced", 0)):
-        own = trainer(recipe, config)
+        training = trainer(recipe, config)
         watcher = None
         if every:
-            watcher = octavo.inspect.Recorder(own.model, folder / recipe / name, every, optimizer=own.optimizer)
+            watcher = octavo.inspect.Recorder(
+                training.model, folder / recipe / name, every, optimizer=training.optimizer
+            )
         elif name == "traced":
-            watcher = octavo.inspect.trace_faults(own.model)
-        steps[name] = _step(own, watcher)
+            watcher = octavo.inspect.trace_faults(training.model)
+        steps[name] = _step(training, watcher)
     return steps
 
 
-def _step(own: Trainer, watcher: octavo.inspect.Recorder | octavo.inspect.FaultTrace | None) -> Callable[[], None]:
+def _step(training: Trainer, watcher: octavo.inspect.Recorder | octavo.inspect.FaultTrace | None) -> Callable[[], None]:
     done = [0]
 
     def step() -> None:
-        loss, norm, _ = own.step(done[0] % 20)
+        loss, norm, _ = training.step(done[0] % 20)
         if watcher is not None:
             watcher.step(loss, norm)
         done[0] += 1
@@ -65,7 +67,7 @@ def _step(own: Trainer, watcher: octavo.inspect.Recorder | octavo.inspect.FaultT
 
 
 def cpu_seconds(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Of each step, in turn; the first two rounds are not counted."""
+    """Return CPU seconds of each step, in turn; the first two rounds are not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 2):
         for name, step in steps.items():
@@ -87,12 +89,15 @@ class Ops(TorchDispatchMode):
 
 
 def ops_of_steps(recipe: str, config: TrainConfig, folder: Path) -> tuple[int, int]:
-    """(those of a step, those that recording one adds, in the step before it too, from whose end weights are kept)."""
+    """Return (ops of a step, ops that a recorded one adds: also in the step before, at whose end weights are kept)."""
     counts, chunk = [], codes.CHUNK
     codes.CHUNK = codes.CHUNK_ELSEWHERE
     for every in (10**9, 2):
-        own = trainer(recipe, config)
-        step = _step(own, octavo.inspect.Recorder(own.model, folder / f"ops {every}", every, optimizer=own.optimizer))
+        training = trainer(recipe, config)
+        step = _step(
+            training,
+            octavo.inspect.Recorder(training.model, folder / f"ops {every}", every, optimizer=training.optimizer),
+        )
         step(), step(), step()
         with Ops() as ops:
             step(), step()
@@ -118,10 +123,10 @@ def main(arguments: list[str]) -> int:
         layers = sum(isinstance(module, RecipeModule) for module in model.modules())
         casts = len(octavo.inspect.rows.Table(model).rows)
         size = 8 * (len(SUMS) + EXPONENTS) + 4 * len(EXTREMES)
-        median = {name: statistics.median(found) for name, found in seconds.items()}
+        median = {name: statistics.median(times) for name, times in seconds.items()}
         more = {
-            name: 100 * statistics.median(a / b - 1 for a, b in zip(found, seconds["plain"], strict=True))
-            for name, found in seconds.items()
+            name: 100 * statistics.median(a / b - 1 for a, b in zip(times, seconds["plain"], strict=True))
+            for name, times in seconds.items()
         }
         rows.append(
             {

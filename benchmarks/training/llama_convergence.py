@@ -36,7 +36,7 @@ CONTEXT, BATCH, STEPS, WARM_UP, RATE, WINDOWS = 64, 4, 250, 25, 1e-3, 256
 
 
 def build(variant: str, seed: int) -> nn.Module:
-    """The model of a variant."""
+    """Return the model of a variant."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -50,7 +50,7 @@ def build(variant: str, seed: int) -> nn.Module:
 
 
 def loss_of(model: nn.Module, windows: tuple[Tensor, Tensor], autocast: bool) -> Tensor:
-    """Nats a byte."""
+    """Return the loss, nats a byte."""
     x, y = (one.long() for one in windows)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logits = model(input_ids=x).logits
@@ -58,7 +58,7 @@ def loss_of(model: nn.Module, windows: tuple[Tensor, Tensor], autocast: bool) ->
 
 
 def one_run(variant: str, seed: int, steps: int) -> float:
-    """Train, and the final validation loss."""
+    """Train, and return the final validation loss."""
     model, autocast = build(variant, seed), variant != CONTROL
     batches = Batches(load_corpus(None), CONTEXT, BATCH, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))
@@ -108,14 +108,14 @@ def _mean(rows: list[Any], variant: str) -> float:
 
 
 def gaps_table() -> str:
-    """Final validation losses, and their gaps to bf16's of the same seed in percent."""
-    found, cells = read("llama_convergence"), []
+    """Return a table of final validation losses, and their gaps to bf16's of the same seed in percent."""
+    rows, cells = read("llama_convergence"), []
     for variant in VARIANTS:
-        own = [row for row in found if row["variant"] == variant]
-        gaps = [f" ({signed(float(row['gap_percent']))} %)" if variant != BASELINE else "" for row in own]
-        losses = [f"{float(row['val_loss']):.4f}{gap}" for row, gap in zip(own, gaps, strict=True)]
-        cells.append([variant, *losses, "" if variant == BASELINE else f"{signed(_mean(own, variant))} %"])
-    return markdown(["", *(f"seed {seed}" for seed in dict.fromkeys(row["seed"] for row in found)), "mean"], cells)
+        variant_rows = [row for row in rows if row["variant"] == variant]
+        gaps = [f" ({signed(float(row['gap_percent']))} %)" if variant != BASELINE else "" for row in variant_rows]
+        losses = [f"{float(row['val_loss']):.4f}{gap}" for row, gap in zip(variant_rows, gaps, strict=True)]
+        cells.append([variant, *losses, "" if variant == BASELINE else f"{signed(_mean(variant_rows, variant))} %"])
+    return markdown(["", *(f"seed {seed}" for seed in dict.fromkeys(row["seed"] for row in rows)), "mean"], cells)
 
 
 TABLES = {"Llama's losses": gaps_table}

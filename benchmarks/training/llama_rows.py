@@ -74,7 +74,7 @@ class Variant(NamedTuple):
 
     @property
     def mode(self) -> str:
-        """How it runs: eager, captured or compiled."""
+        """The mode in which it runs: eager, captured or compiled."""
         return next((word for word in ("captured", "compiled") if word in self.words), "eager")
 
     @property
@@ -83,7 +83,7 @@ class Variant(NamedTuple):
         return "bf16+8b4" if "8b4" in self.words else "bf16"
 
     def sizes(self, toy: bool) -> Sizes:
-        """Of the model and the step."""
+        """Return the sizes of the model and the step."""
         return TOY if toy else LLAMA_8B if "8b4" in self.words else LARGE
 
 
@@ -131,8 +131,8 @@ def converted(model: Any, variant: Variant, sizes: Sizes) -> nn.Module:
         return with_torchao(model, variant.recipe.removeprefix("torchao_"))
     recipe = None if variant.recipe == "bf16" else getattr(octavo.recipes, variant.recipe)()
     if "block" in variant.words:
-        own = octavo.recipes.high_precision() if recipe is None else recipe
-        model.model.layers = nn.ModuleList(_Block(sizes, own) for _ in range(sizes.blocks))
+        block_recipe = octavo.recipes.high_precision() if recipe is None else recipe
+        model.model.layers = nn.ModuleList(_Block(sizes, block_recipe) for _ in range(sizes.blocks))
     if recipe is None:
         return model  # type: ignore[no-any-return]
     select = (lambda module, name: True) if "head" in variant.words else without_head
@@ -156,7 +156,7 @@ def with_liger(model: Any) -> Callable[[], AbstractContextManager[Any]]:
 
 
 def surroundings(variant: Variant, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what is around each of the variant's steps. ImportError, if a library is not there."""
+    """Return a function that makes the context of the variant's steps; raise ImportError without its library."""
     ways = [with_liger(model)] if "liger" in variant.words else []
     if "cudnn" in variant.words:
         from torch.nn.attention import SDPBackend, sdpa_kernel

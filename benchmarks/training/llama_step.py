@@ -66,10 +66,10 @@ def reading(step: Step, steps: int) -> Reading:
 
 def readings(step: Step, count: int, deadline: Deadline, toy: bool) -> list[Reading]:
     """Return so many readings; at least one, and no more after the deadline."""
-    made: list[Reading] = []
-    while not made or (len(made) < count and deadline.left() > 0):
-        made.append(reading(step, 1 if toy else STEPS))
-    return made
+    results: list[Reading] = []
+    while not results or (len(results) < count and deadline.left() > 0):
+        results.append(reading(step, 1 if toy else STEPS))
+    return results
 
 
 def pair(step: Step, base: Step, deadline: Deadline, toy: bool) -> tuple[list[Reading], list[Reading]]:
@@ -83,7 +83,7 @@ def pair(step: Step, base: Step, deadline: Deadline, toy: bool) -> tuple[list[Re
 
 
 def listed(values: Sequence[float | None]) -> str:
-    """Numbers as a cell; "" if none is known."""
+    """Return numbers as a cell; "" if none is known."""
     return " ".join(f"{value:.0f}" for value in values if value is not None)
 
 
@@ -160,7 +160,7 @@ def measure(name: str, steps: Steps, deadline: Deadline) -> dict[str, str]:
 
 
 def free() -> None:
-    """Give back what a step that is gone has left to the allocator."""
+    """Return to the GPU the memory that a deleted step has left to the allocator."""
     gc.collect()  # a graph and what it keeps refer to each other
     if ON_GPU:
         torch.cuda.empty_cache()
@@ -210,7 +210,7 @@ def run(names: Sequence[str], steps: Steps, minutes: float, output: Path | None)
 
 
 def llama_table() -> str:
-    """Of docs/kernels.md: steps, and their memory."""
+    """Return the table of docs/kernels.md: steps, and their memory."""
     keys = ("variant", "mode", "ms", "by_bf16", "peak_gib")
     return markdown(
         ("step", "mode", "ms", "times bf16's speed", "peak GiB"), ([row[k] for k in keys] for row in read("llama_step"))

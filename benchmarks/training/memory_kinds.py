@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def rows(layers: int, width: int, tokens: int) -> Iterator[dict[str, object]]:
-    """One a variant, bytes by kind."""
+    """Yield one row for each variant, bytes by kind."""
     options: dict[str, Any] = {}
     for name, changed in VARIANTS.items():
         options |= changed
@@ -60,9 +60,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args(arguments)
-    found = list(rows(options.layers, options.width, options.tokens))
-    print(table(found))
+    new_rows = list(rows(options.layers, options.width, options.tokens))
+    print(table(new_rows))
     if not options.no_write:
         origin = {"source": "octavo's plan, not measured", "commit": commit()}
-        print(f"written to {write_results('memory_kinds', found, origin=origin)}")
+        print(f"written to {write_results('memory_kinds', new_rows, origin=origin)}")
     return 0

@@ -1,4 +1,4 @@
-"""What ``octavo plan`` says of the Llama of llama_step, beside its rows on an H100.
+"""``octavo plan``'s times of the Llama of llama_step, beside its rows on an H100.
 
 Nothing is fitted to these rows. Products, casts and attention are those of ``octavo.cost.rates``. The host's times are
 of gpu_host, of the commit of the rows and of today, times how much slower the host of that GPU is: the median over the
@@ -90,12 +90,12 @@ def without_head(module: torch.nn.Module, name: str) -> bool:
 
 
 def microseconds(subject: str) -> dict[str, float]:
-    """The host's times by what gpu_host calls them."""
+    """Return the host's times by gpu_host's names."""
     return {row["what"]: float(row["us"]) for row in read(subject)}
 
 
 def host_times(us: Mapping[str, float], slower: float = 1.0) -> dict[str, HostTime]:
-    """Return what ``Rates.host`` holds, from gpu_host's rows and how much slower a host is.
+    """Return the values of ``Rates.host``, from gpu_host's rows and how much slower a host is.
 
     A layer's backward is what its pass takes beyond that of a layer without a product, whose start of autograd a step
     has once.
@@ -108,29 +108,29 @@ def host_times(us: Mapping[str, float], slower: float = 1.0) -> dict[str, HostTi
     unit = 1e-6 * slower
     linear = us["nn.Linear, forward"]
     times = {HIGH_PRECISION: HostTime(unit * linear, unit * backward("nn.Linear"))}
-    for form, (recipe, cast, kept) in FORMS.items():
+    for form, (recipe, cast, weight_is_kept) in FORMS.items():
         name = f"Linear {recipe}"
-        forward = us[f"{name}, forward"] + us[cast] * kept
+        forward = us[f"{name}, forward"] + us[cast] * weight_is_kept
         times[form] = HostTime(unit * forward, unit * backward(name), unit * us[cast])
     return times | {"operation": HostTime(unit * OPERATION * linear, unit * OPERATION * linear)}
 
 
 def slower_host(us: Mapping[str, float]) -> float:
-    """How many times as long as gpu_host's the host of the H100 took: the median over octavo's eager layers."""
+    """Return by how much slower than gpu_host's the host of the H100 was: the median over octavo's eager layers."""
     ratios = []
     for row in read("layer"):
-        made, _, how = row["variant"].partition(" ")
-        recipe, _, kept = how.partition(" ")
-        if row["shape"] == SMALLEST and made == "octavo" and kept in ("", "kept"):
+        library, _, words = row["variant"].partition(" ")
+        recipe, _, suffix = words.partition(" ")
+        if row["shape"] == SMALLEST and library == "octavo" and suffix in ("", "kept"):
             form, cast = next((form, cast) for form, (name, cast, _) in FORMS.items() if name == recipe)
-            took = us[f"Linear {recipe}, forward + backward"] + us[cast] * (FORMS[form][2] and not kept)
+            took = us[f"Linear {recipe}, forward + backward"] + us[cast] * (FORMS[form][2] and not suffix)
             ratios.append(1e3 * float(row["ms"]) / took)
     return statistics.median(ratios)
 
 
 @functools.cache
 def rates(then: bool) -> Rates:
-    """Those of the H100 and its host, with the host's times of the commit of its rows, or with today's."""
+    """Return the rates of the H100 and its host, with the host's times of the commit of its rows, or with today's."""
     earlier, now = microseconds("gpu_host_earlier"), microseconds("gpu_host")
     slower = slower_host(earlier)
     if then:
@@ -140,7 +140,7 @@ def rates(then: bool) -> Rates:
 
 
 def meta_llama(blocks: int) -> torch.nn.Module:
-    """The model without memory, of so many blocks."""
+    """Return the model without memory, with ``blocks`` blocks."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**LARGE, num_key_value_heads=LARGE["num_attention_heads"] // 2, use_cache=False)
@@ -153,7 +153,7 @@ TOKENS = (torch.empty(BATCH, CONTEXT, dtype=torch.int64, device="meta"),)
 
 
 def _extended(one: Any, two: Any, blocks: int) -> Any:
-    """What an estimate's field is of so many blocks, if it is ``one`` of one and ``two`` of two."""
+    """Return an estimate's field for ``blocks`` blocks, if it is ``one`` for one block and ``two`` for two."""
     if isinstance(one, Mapping):
         return MappingProxyType({key: _extended(one[key], two[key], blocks) for key in one})
     if isinstance(one, tuple):
@@ -165,7 +165,7 @@ def _extended(one: Any, two: Any, blocks: int) -> Any:
 
 @functools.cache
 def models() -> Sequence[tuple[torch.nn.Module, Any]]:
-    """Models of one and of two blocks, and their work."""
+    """Return models of one and of two blocks, and their work."""
     return [(model, work_of(model, TOKENS)) for model in map(meta_llama, (1, 2))]
 
 
@@ -188,35 +188,37 @@ def planned(variant: Mapping[str, Any], rates: Rates, **options: Any) -> Estimat
     values |= {"layers": (), "memory": one.memory}
     memory = {each.name: _extended(getattr(one.memory, each.name), getattr(two.memory, each.name), 16)
               for each in fields(one.memory)}  # fmt: skip
-    found = {name: _extended(values[name], others[name], LARGE["num_hidden_layers"]) for name in values}
-    return Estimate(**found | {"memory": replace(one.memory, **memory)})
+    extended = {name: _extended(values[name], others[name], LARGE["num_hidden_layers"]) for name in values}
+    return Estimate(**extended | {"memory": replace(one.memory, **memory)})
 
 
 def measured() -> dict[str, Row]:
-    """The eager rows of llama_step, by variant."""
+    """Return the eager rows of llama_step, by variant."""
     return {row["variant"]: row for row in read("llama_step") if row["mode"] == "eager"}
 
 
 def rows() -> list[dict[str, object]]:
-    """Each variant as measured, as planned with the host's times of that commit, and as planned of today's code."""
-    took, found = measured(), []
+    """Return each variant as measured, as planned with the host of that commit, and as planned of today's code."""
+    measured_rows, planned_rows = measured(), []
     for name, variant in {**VARIANTS, **EVERYTHING, **BLOCKS}.items():
-        now, cudnn = (planned(variant, each) for each in (rates(False), with_attention(rates(False), "cudnn")))
+        now, cudnn = (
+            planned(variant, variant_rates) for variant_rates in (rates(False), with_attention(rates(False), "cudnn"))
+        )
         row: dict[str, object] = {"variant": name, "measured_ms": "", "planned_ms": "", "planned_waits_ms": ""}
         row |= {"measured_gib": "", "planned_gib": f"{now.peak / 2**30:.1f}", "now_ms": f"{1e3 * now.total:.1f}"}
-        if name in took:
+        if name in measured_rows:
             then = planned(variant, rates(True))
-            row |= {"measured_ms": took[name]["ms"], "planned_ms": f"{1e3 * then.total:.1f}"}
-            row |= {"planned_waits_ms": f"{1e3 * then.waits:.1f}", "measured_gib": took[name]["peak_gib"]}
-        found.append(row | {"now_waits_ms": f"{1e3 * now.waits:.1f}", "cudnn_ms": f"{1e3 * cudnn.total:.1f}"})
-    return found
+            row |= {"measured_ms": measured_rows[name]["ms"], "planned_ms": f"{1e3 * then.total:.1f}"}
+            row |= {"planned_waits_ms": f"{1e3 * then.waits:.1f}", "measured_gib": measured_rows[name]["peak_gib"]}
+        planned_rows.append(row | {"now_waits_ms": f"{1e3 * now.waits:.1f}", "cudnn_ms": f"{1e3 * cudnn.total:.1f}"})
+    return planned_rows
 
 
 def planned_table() -> str:
-    """Of docs/plan.md: rows of an H100 beside what is planned."""
-    lines, found = [], [row for row in read("planned_step") if row["measured_ms"]]
-    base = found[0]
-    for row in found:
+    """Return docs/plan.md's table: rows of an H100 beside planned ones."""
+    lines, measured_rows = [], [row for row in read("planned_step") if row["measured_ms"]]
+    base = measured_rows[0]
+    for row in measured_rows:
         took, plan, now = (float(row[column]) for column in ("measured_ms", "planned_ms", "now_ms"))
         shares = took / float(base["measured_ms"]), plan / float(base["planned_ms"])
         cells = [row["variant"], f"{took:.0f}", f"{plan:.0f}", f"{plan / took - 1:+.0%}"]
@@ -229,15 +231,15 @@ def planned_table() -> str:
 
 
 def everything_table(names: Sequence[str] = ("bf16", *EVERYTHING)) -> str:
-    """Of docs/plan.md: steps with everything on, beside bf16 as it comes and beside bf16 with the same fusions."""
-    found = {row["variant"]: row for row in read("planned_step")}
-    base, like = found["bf16"], found["bf16, fused"]
+    """Return docs/plan.md's table: steps with everything on, beside plain bf16 and bf16 with the same fusions."""
+    rows_by_name = {row["variant"]: row for row in read("planned_step")}
+    base, like = rows_by_name["bf16"], rows_by_name["bf16, fused"]
     lines = []
     for name in names:
-        row, cells = found[name], [name]
+        row, cells = rows_by_name[name], [name]
         for column in ("now_ms", "cudnn_ms"):
             ms = float(row[column])
-            cells += [f"{ms:.0f}", *(f"{float(other[column]) / ms:.2f}" for other in (base, like))]
+            cells += [f"{ms:.0f}", *(f"{float(reference[column]) / ms:.2f}" for reference in (base, like))]
         lines.append([*cells, row["planned_gib"], f"{float(row['planned_gib']) / float(base['planned_gib']):.2f}"])
     times = ["times bf16's speed", "times bf16's, fused"]
     header = ["step", "ms by FlashAttention-2", *times, "ms by cuDNN's attention", *times]
@@ -245,7 +247,7 @@ def everything_table(names: Sequence[str] = ("bf16", *EVERYTHING)) -> str:
 
 
 def elements() -> dict[str, tuple[int, int]]:
-    """How many elements each part of a block of this model has, and how often the block has the part."""
+    """Return {part of a block: (its elements, how often the block has it)}."""
     tokens, width, heads = BATCH * CONTEXT, LARGE["hidden_size"], LARGE["num_attention_heads"]
     keys = width // heads * (heads // 2)
     once = {"gated feed-forward": LARGE["intermediate_size"], "gate and up": width, "query, key and value": width}
@@ -254,7 +256,7 @@ def elements() -> dict[str, tuple[int, int]]:
 
 
 def account_table() -> str:
-    """Of docs/plan.md: what a block of this model moves besides products, attention and casts."""
+    """Return docs/plan.md's table: bytes that a block of this model moves besides products, attention, casts."""
 
     def cells(kind: str, size: int, times: int) -> list[str]:
         moved: Moved = getattr(PARTS[part], kind)
@@ -271,7 +273,7 @@ def account_table() -> str:
 
 
 def blocks_table() -> str:
-    """Of docs/kernels.md: blocks as they are, and with other products."""
+    """Return docs/kernels.md's table: blocks as they are, and with other products."""
     names = ("bf16", "bf16, fused", "octavo blockwise", "octavo blockwise, fused", "octavo blockwise, fused, head")
     return everything_table((*names, *BLOCKS))
 
@@ -283,8 +285,8 @@ TABLES = {"planned": planned_table, "everything on": everything_table, "account"
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks planned_step", description=__doc__)
     parser.add_argument("--no-write", action="store_true", help="print only")
-    found = rows()
-    print(table(found))
+    plans = rows()
+    print(table(plans))
     if not parser.parse_args(arguments).no_write:
-        print(f"written to {write_results('planned_step', found, origin={'source': ORIGIN, 'commit': commit()})}")
+        print(f"written to {write_results('planned_step', plans, origin={'source': ORIGIN, 'commit': commit()})}")
     return 0

@@ -85,7 +85,7 @@ class ExactNorm(Trainer):
 
 
 def values_of(model: GPT) -> dict[str, Tensor]:
-    """Copies of the weights, in float32."""
+    """Return copies of the weights, in float32."""
     named = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return {name: (p.dequantize() if isinstance(p, StoredWeight) else p).float().clone() for name, p in named.items()}
 
@@ -97,7 +97,7 @@ def convert_head(experiment: Experiment, model: GPT) -> None:
 
 
 def train(task: Task, folder: Path, should_stop: Callable[[], bool] = lambda: False) -> RunResult:
-    """Train, or go on training, a run in its folder; weights of the last tenth of the steps are left there."""
+    """Train, or continue, a run in its folder; the weights of its last tenth of steps are saved there."""
     experiment, config, models = EXPERIMENTS[task.experiment], config_of(task), list[GPT]()
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, out=folder, resume=True))
     every = max(int(task.steps * AVERAGED) // SNAPSHOTS, 1)
@@ -116,7 +116,7 @@ def train(task: Task, folder: Path, should_stop: Callable[[], bool] = lambda: Fa
 
 
 def evaluate(task: Task, folder: Path) -> dict[str, float]:
-    """The final validation losses of a run that is complete."""
+    """Return the final validation losses of a complete run."""
     experiment, config = EXPERIMENTS[task.experiment], config_of(task)
     data = dataclasses.replace(config.data, batch=32, eval_windows=TOY_WINDOWS if task.size == TOY else WINDOWS)
     config, corpus = dataclasses.replace(config, data=data), load_corpus()
@@ -137,7 +137,7 @@ def evaluate(task: Task, folder: Path) -> dict[str, float]:
         return in_bf16.validate()
 
     snapshots = [torch.load(path, weights_only=True) for path in sorted(folder.glob("weights-*.pt"))]
-    average = {name: torch.stack([found[name] for found in snapshots]).mean(0) for name in snapshots[0]}
+    average = {name: torch.stack([weights[name] for weights in snapshots]).mean(0) for name in snapshots[0]}
     return {
         "val_loss": trainer.validate(),
         "val_loss_bf16": loss_of(values_of(model)),
@@ -146,7 +146,7 @@ def evaluate(task: Task, folder: Path) -> dict[str, float]:
 
 
 def finish(task: Task, folder: Path, result: RunResult) -> dict[str, Any]:
-    """The row of a run that is complete."""
+    """Return the row of a complete run."""
     last = result.losses[-max(int(task.steps * AVERAGED), 1) :]
     losses = evaluate(task, folder) | {"train_loss": statistics.mean(last)}
     curve = " ".join(f"{step}:{loss:.5f}" for step, loss in result.validations)
@@ -160,7 +160,7 @@ DIVERGED = dict.fromkeys(("val_loss", "val_loss_bf16", "val_loss_average", "trai
 
 
 def one_run(task: Task, folder: Path, deadline: float) -> dict[str, Any] | None:
-    """A run's row, or None where the time is over before its end."""
+    """Return a run's row, or None where the time is over before its end."""
     try:
         with sdpa_kernel([SDPBackend.MATH]):
             result = train(task, folder, lambda: time.monotonic() > deadline)
@@ -175,7 +175,7 @@ def one_run(task: Task, folder: Path, deadline: float) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def locked(path: Path, wait: bool) -> Iterator[bool]:
-    """Whether a lock that other processes respect was got."""
+    """Yield whether this process got a lock that other processes respect."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:
@@ -186,14 +186,14 @@ def locked(path: Path, wait: bool) -> Iterator[bool]:
             yield True
 
 
-def results_path(subject: str, given: Path | None) -> Path:
-    """Where rows are added: the given file, or the subject's of this device."""
+def results_path(subject: str, chosen: Path | None) -> Path:
+    """Return the file that rows are added to: the chosen one, or the subject's of this device."""
     folder = UNCOMMITTED if provenance()["commit"].endswith("+") else RESULTS
-    return given or folder / f"{subject}-{device_name()}.csv"
+    return chosen or folder / f"{subject}-{device_name()}.csv"
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
-    """The rows of a results file, none where there is no file."""
+    """Return the rows of a results file, none where there is no file."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -201,7 +201,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def finished(path: Path) -> list[dict[str, str]]:
-    """The rows of finished runs: unless another file is given, those that any machine has committed too."""
+    """Return the rows of finished runs; without a chosen file, also those that other machines have committed."""
     return rows_of(path) + (read("quality") if path.parent in (RESULTS, UNCOMMITTED) else [])
 
 
@@ -211,18 +211,20 @@ def is_done(task: Task, path: Path) -> bool:
 
 
 def add(row: dict[str, Any], path: Path, state: Path) -> None:
-    """Add a row to the results; other processes may."""
+    """Add a row to the results; other processes may add rows at the same time."""
     with locked(state / "results.lock", wait=True):
         rows = [*rows_of(path), row | provenance()]
         order = {task: place for place, task in enumerate(queue())}
         rows.sort(
-            key=lambda own: order.get(Task(*(own[k] for k in KEYS[:2]), *(int(own[k]) for k in KEYS[2:])), len(order))
+            key=lambda entry: order.get(
+                Task(*(entry[k] for k in KEYS[:2]), *(int(entry[k]) for k in KEYS[2:])), len(order)
+            )
         )
         write_results("quality", rows, path, origin={})
 
 
 def show(tasks: list[Task], path: Path) -> None:
-    """Print the queue: what is done, and how long the rest takes on one core, by the rows that there are."""
+    """Print the queue: the runs that are done, and how long the others take on one core, by the rows that there are."""
     paces: dict[tuple[str, str], list[float]] = {}
     for row in finished(path):
         if row["step_ms"]:
@@ -230,12 +232,12 @@ def show(tasks: list[Task], path: Path) -> None:
                 paces.setdefault((row["size"], name), []).append(float(row["step_ms"]))
 
     def minutes_of(task: Task) -> float:
-        """As the experiment's other runs took, or else all; of another size, by a rule of thumb."""
+        """Return minutes by the pace of the experiment's other runs, or of all; of another size, by a rule of thumb."""
         for size in sorted(SIZES, key=lambda size: size != task.size):
             for name in (task.experiment, ""):
-                if found := paces.get((size, name)):
+                if pace := paces.get((size, name)):
                     larger = config_of(task).model.parameters / config_of(task._replace(size=size)).model.parameters
-                    return statistics.median(found) * larger**0.7 * task.steps / 60e3
+                    return statistics.median(pace) * larger**0.7 * task.steps / 60e3
         return math.nan
 
     minutes = {task: 0.0 if is_done(task, path) else minutes_of(task) for task in tasks}

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks quality` trains: experiments by name, model sizes, and the order in which runs come."""
+"""Experiments of `python -m benchmarks quality`: their options, model sizes, and the order of runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOY_SIZE, TOY_STEPS, TOY_WINDOWS = ModelConfig(width=32, layers=1, heads=2, cont
 
 @dataclass(frozen=True)
 class Experiment:
-    """What differs from the run in bf16 with torch's AdamW in float32.
+    """The difference of an experiment from the run in bf16 with torch's AdamW in float32.
 
     Attributes:
         recipe: of the blocks' layers.
@@ -128,13 +128,13 @@ class Task(NamedTuple):
 
 
 def queue(steps: int = STEPS) -> Iterator[Task]:
-    """All runs, the most wanted first."""
+    """Yield all runs, the most wanted first."""
     for experiments, size, seeds in STAGES:
         yield from (Task(name, size, seed, steps) for seed in seeds for name in experiments)
 
 
 def config_of(task: Task) -> TrainConfig:
-    """All options of a run, but for the folder."""
+    """Return all options of a run, but for the folder."""
     experiment, toy = EXPERIMENTS[task.experiment], task.size == TOY
     return TrainConfig(
         model=TOY_SIZE if toy else SIZES[task.size],

@@ -1,4 +1,4 @@
-"""The tables of docs/study/training-quality.md, made of the results that are committed."""
+"""The tables of docs/study/training-quality.md, made of the committed results."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ FORWARD = "forward"  # val_loss above val_loss_bf16, of the same weights
 
 
 class Gap(NamedTuple):
-    """Differences from bf16 in percent, a seed each, and the standard error of their mean."""
+    """Differences from bf16 in percent, one for each seed, and the standard error of their mean."""
 
     gaps: dict[int, float]
     error: float
 
     @property
     def mean(self) -> float:
-        """Over seeds."""
+        """The mean over seeds."""
         return statistics.mean(self.gaps.values())
 
 
 class Runs:
-    """The rows of quality, and what they come to.
+    """The rows of quality, and the gaps and deviations computed from them.
 
     All runs of a size are taken to scatter alike about what their experiment and their seed make of a loss, as each
     experiment has too few seeds to tell. A run on another machine differs from its twin in last bits, as one in
@@ -41,145 +41,151 @@ class Runs:
         self.rows = [row for row in rows if math.isfinite(float(row[OWN]))]
 
     def of(self, size: str, *experiments: str) -> list[Row]:
-        """The rows of a size, and of these experiments alone if there are any."""
+        """Return the rows of a size; with experiments, of these alone."""
         return [
             row for row in self.rows if row["size"] == size and (not experiments or row["experiment"] in experiments)
         ]
 
     def several(self, experiments: Collection[str], size: str) -> bool:
-        """Whether there are runs of more than one of these."""
+        """Whether there are runs of more than one of these experiments."""
         return len({row["experiment"] for row in self.of(size, *experiments)}) > 1
 
     def by_seed(self, experiments: Collection[str], size: str, measure: str) -> dict[int, list[float]]:
-        """A measure of all runs of these experiments."""
-        found: dict[int, list[float]] = {}
+        """Return a measure of all runs of these experiments, by seed."""
+        values: dict[int, list[float]] = {}
         for row in self.of(size, *experiments):
-            found.setdefault(int(row["seed"]), []).append(value(row, measure))
-        return found
+            values.setdefault(int(row["seed"]), []).append(value(row, measure))
+        return values
 
     def deviation(self, size: str, measure: str) -> tuple[float, int]:
-        """A run's standard deviation, percent, about effects of experiment and seed that add; degrees of freedom."""
+        """Return a run's standard deviation, percent, about effects of experiment and seed; degrees of freedom."""
         rows = self.of(size)
         effects = [{"bf16" if row["experiment"] in BASELINES else row["experiment"], row["seed"]} for row in rows]
         names = sorted(set[str]().union(*effects))
-        design = torch.tensor([[float(name in own) for name in names] for own in effects], dtype=torch.float64)
+        design = torch.tensor(
+            [[float(name in run_effects) for name in names] for run_effects in effects], dtype=torch.float64
+        )
         logarithms = torch.tensor([math.log(value(row, measure)) for row in rows], dtype=torch.float64)
         if not rows or (freedom := len(rows) - int(torch.linalg.matrix_rank(design))) == 0:
             return math.nan, 0
-        rest = logarithms - design @ torch.linalg.pinv(design) @ logarithms
-        return 100 * float(rest.square().sum() / freedom) ** 0.5, freedom
+        residuals = logarithms - design @ torch.linalg.pinv(design) @ logarithms
+        return 100 * float(residuals.square().sum() / freedom) ** 0.5, freedom
 
     def gap(
         self, experiments: Collection[str], size: str, measure: str, beside: Collection[str] = BASELINES
     ) -> Gap | None:
-        """The gap of experiments, taken together, from others, by default bf16; None where no seed has runs of both."""
-        own = self.by_seed(experiments, size, measure)
+        """Return the gap of experiments, together, from others, by default bf16; None if no seed has runs of both."""
+        values = self.by_seed(experiments, size, measure)
         base = self.by_seed([name for name in beside if name not in experiments], size, measure)
         if measure == FORWARD:
-            base = {seed: [100.0] for seed in own}
-        seeds = sorted(own.keys() & base.keys())
+            base = {seed: [100.0] for seed in values}
+        seeds = sorted(values.keys() & base.keys())
         if not seeds:
             return None
-        gaps = {seed: 100 * (statistics.mean(own[seed]) / statistics.mean(base[seed]) - 1) for seed in seeds}
-        parts = [1 / len(own[seed]) + (measure != FORWARD) / len(base[seed]) for seed in seeds]
+        gaps = {seed: 100 * (statistics.mean(values[seed]) / statistics.mean(base[seed]) - 1) for seed in seeds}
+        parts = [1 / len(values[seed]) + (measure != FORWARD) / len(base[seed]) for seed in seeds]
         return Gap(gaps, self.deviation(size, measure)[0] * math.sqrt(sum(parts)) / len(seeds))
 
 
 def value(row: Row, measure: str) -> float:
-    """What a measure reads; FORWARD in percent, 100 for a forward that changes nothing; a number: of that step."""
+    """Return a row's measure; FORWARD in percent, 100 for a forward that changes nothing; a number: of that step."""
     if measure == FORWARD:
         return 100 * float(row[OWN]) / float(row[LEARNED])
     return curve_of(row)[int(measure)] if measure.isdigit() else float(row[measure])
 
 
 def curve_of(row: Row) -> dict[int, float]:
-    """The validation losses on the way, by step."""
+    """Return the validation losses during the run, by step."""
     return {int(step): float(loss) for step, loss in (point.split(":") for point in row["curve"].split())}
 
 
-def _cell(found: Gap | None, digits: int = 2) -> str:
-    if found is None:
+def _cell(gap: Gap | None, digits: int = 2) -> str:
+    if gap is None:
         return ""
-    return _with_error(found.mean, found.error, digits)
+    return _with_error(gap.mean, gap.error, digits)
 
 
 def _with_error(mean: float, error: float, digits: int = 2) -> str:
-    """A percentage, with its standard error where that is known."""
+    """Return a percentage as text, with its standard error where that is known."""
     return signed(mean, digits) + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
 
 def gaps_table() -> str:
-    """Every experiment's gap from bf16."""
+    """Return a table of every experiment's gap from bf16."""
     runs = Runs(read("quality"))
     rows = []
     for size in SIZES:
         for experiment in EXPERIMENTS:
-            own, learned, forward, train = (runs.gap([experiment], size, m) for m in (OWN, LEARNED, FORWARD, TRAIN))
-            if own is not None and experiment not in BASELINES:
-                seeds = str(len(own.gaps))
-                rows.append([size, experiment, seeds, _cell(own), _cell(learned), _cell(forward, 3), _cell(train)])
+            as_trained, learned, forward, train = (
+                runs.gap([experiment], size, m) for m in (OWN, LEARNED, FORWARD, TRAIN)
+            )
+            if as_trained is not None and experiment not in BASELINES:
+                seeds = str(len(as_trained.gaps))
+                rows.append(
+                    [size, experiment, seeds, _cell(as_trained), _cell(learned), _cell(forward, 3), _cell(train)]
+                )
     header = ["size", "experiment", "seeds", "validation, %", "weights alone, %", "forward alone, %", "training, %"]
     return markdown(header, rows)
 
 
 def kinds_table() -> str:
-    """The mean gap of experiments of a kind: what single ones scatter about."""
+    """Return a table of the mean gap of experiments of a kind, about which single ones scatter."""
     runs, rows = Runs(read("quality")), []
     for size in SIZES:
         for kind, experiments in KINDS.items():
-            own = runs.gap(experiments, size, OWN)
-            if own is not None and runs.several(experiments, size):
+            as_trained = runs.gap(experiments, size, OWN)
+            if as_trained is not None and runs.several(experiments, size):
                 cells = [_cell(runs.gap(experiments, size, measure)) for measure in (OWN, LEARNED, TRAIN)]
-                count = sum(int(row["seed"]) in own.gaps for row in runs.of(size, *experiments))
-                rows.append([size, kind, str(count), str(len(own.gaps)), *cells])
+                count = sum(int(row["seed"]) in as_trained.gaps for row in runs.of(size, *experiments))
+                rows.append([size, kind, str(count), str(len(as_trained.gaps)), *cells])
     return markdown(["size", "experiments", "runs", "seeds", "validation, %", "weights alone, %", "training, %"], rows)
 
 
 def pairs_table() -> str:
-    """Experiments beside others of the same seeds: the chance of runs in bf16 has no part in it."""
+    """Return a table of experiments beside others of the same seeds: chance in runs of bf16 has no part in it."""
     runs, rows = Runs(read("quality")), []
     for size in SIZES:
         for experiment, other in PAIRS:
-            own, learned, train = (runs.gap([experiment], size, m, [other]) for m in (OWN, LEARNED, TRAIN))
-            if own is not None:
-                seeds = str(len(own.gaps))
-                rows.append([size, experiment, other, seeds, _cell(own), _cell(learned), _cell(train)])
+            as_trained, learned, train = (runs.gap([experiment], size, m, [other]) for m in (OWN, LEARNED, TRAIN))
+            if as_trained is not None:
+                seeds = str(len(as_trained.gaps))
+                rows.append([size, experiment, other, seeds, _cell(as_trained), _cell(learned), _cell(train)])
     return markdown(["size", "experiment", "beside", "seeds", "validation, %", "weights alone, %", "training, %"], rows)
 
 
 def along_table() -> str:
-    """The recipes' gap along the runs."""
+    """Return a table of the recipes' gap along the runs."""
     runs, rows = Runs(read("quality")), []
     steps = [str(step) for step in curve_of(runs.rows[0])]
     for size in SIZES:
         for name, experiments in (("all recipes", RECIPES), ("dynamic", ("dynamic",))):
-            found = [runs.gap(experiments, size, step) for step in steps]
-            if found[0] is not None and (len(experiments) == 1 or runs.several(experiments, size)):
-                rows.append([size, name, str(len(found[0].gaps)), *map(_cell, found)])
+            gaps = [runs.gap(experiments, size, step) for step in steps]
+            if gaps[0] is not None and (len(experiments) == 1 or runs.several(experiments, size)):
+                rows.append([size, name, str(len(gaps[0].gaps)), *map(_cell, gaps)])
     return markdown(["size", "recipe", "seeds", *(f"step {step}, %" for step in steps)], rows)
 
 
 def trend_table() -> str:
-    """What a doubling of the parameters does to gaps: least squares over the sizes, weighted by their errors."""
+    """Return a table of gaps' change by a doubling of the parameters: least squares over sizes, weighted by errors."""
     runs, rows = Runs(read("quality")), []
     for experiment in ("dynamic", "rowwise", "full stack"):
         for measure, name in ((OWN, "validation"), (LEARNED, "weights alone"), (FORWARD, "forward alone")):
-            found = {size: runs.gap([experiment], size, measure) for size in SIZES}
+            gaps = {size: runs.gap([experiment], size, measure) for size in SIZES}
             points = [
                 (math.log2(SIZES[size].parameters), gap.mean, gap.error)
-                for size, gap in found.items()
+                for size, gap in gaps.items()
                 if gap is not None and gap.error > 0
             ]
             if len(points) > 1:
                 digits = 3 if measure == FORWARD else 2
                 slope, error = fitted_slope(points)
-                cells = [_cell(gap, digits) for gap in found.values()]
+                cells = [_cell(gap, digits) for gap in gaps.values()]
                 rows.append([experiment, name, *cells, _with_error(slope, error, digits)])
     return markdown(["experiment", "gap, %", *SIZES, "a doubling of the parameters, %"], rows)
 
 
 def fitted_slope(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Of the line through points (x, y, error of y), and its standard error."""
+    """Return the slope of the line through points (x, y, error of y), and its standard error."""
     weights = [1 / error**2 for _, _, error in points]
     center = sum(w * x for w, (x, _, _) in zip(weights, points, strict=True)) / sum(weights)
     spread = sum(w * (x - center) ** 2 for w, (x, _, _) in zip(weights, points, strict=True))
@@ -188,7 +194,7 @@ def fitted_slope(points: Sequence[tuple[float, float, float]]) -> tuple[float, f
 
 
 def chance_table() -> str:
-    """How much of a loss is chance, by measure."""
+    """Return a table of the share of a loss that is chance, by measure."""
     runs, rows = Runs(read("quality")), []
     names = {
         OWN: "loss, as trained",
@@ -202,8 +208,12 @@ def chance_table() -> str:
             if not freedom:
                 continue
             alike = runs.by_seed(BASELINES, size, measure).values()
-            again = [100 * math.log(one / other) for own in alike for one, other in combinations(own, 2)]
-            repeated = f"{math.sqrt(statistics.mean(gap**2 for gap in again)):.2f} ({len(again)})" if again else ""
+            differences = [100 * math.log(one / other) for losses in alike for one, other in combinations(losses, 2)]
+            repeated = (
+                f"{math.sqrt(statistics.mean(gap**2 for gap in differences)):.2f} ({len(differences)})"
+                if differences
+                else ""
+            )
             needed = math.ceil((2 * deviation / 0.1) ** 2 * (1 + 1 / len(BASELINES)))
             rows.append([size, name, f"{deviation:.2f} ({freedom})", repeated, str(needed)])
     header = ["size", "measure", "σ of a run, % (degrees of freedom)", "between runs in bf16, rms, % (pairs)"]

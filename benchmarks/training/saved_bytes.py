@@ -1,4 +1,4 @@
-"""What a forward saves for backward, by kind: transformers' models as they come, unconverted, converted and fused.
+"""Bytes that a forward saves for backward, by kind: transformers' models unconverted, converted and fused.
 
 "delayed, saved" also keeps in FP8 what a fused feed-forward's activation reads, by the recipe's ``saved`` cast.
 
@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def build(name: str, sequences: int = 8, tokens: int = 512, **changes: Any) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model in training, and a batch for it; images are as large as the model's."""
+    """Return a model in training, and a batch for it; images are as large as the model's."""
     import transformers
 
     config, model, sizes = MODELS[name]
@@ -68,43 +68,45 @@ def build(name: str, sequences: int = 8, tokens: int = 512, **changes: Any) -> t
 
 
 def rows(name: str, names: Iterable[str] = RECIPES, **how: Any) -> Iterator[dict[str, object]]:
-    """One a recipe and kind, bytes."""
+    """Yield a row for each recipe and kind, bytes."""
     model, batch = build(name, **how)
     plain = predicted_by_kind(model, (), batch)
     for each in names:
-        found = []
+        by_fusion = []
         for fuse in (False, True):
             net = copy.deepcopy(model)
             octavo.convert(net, RECIPES[each], fuse=fuse)
-            found.append(predicted_by_kind(net, (), batch))
+            by_fusion.append(predicted_by_kind(net, (), batch))
         for kind in KINDS:
-            sizes = {"bf16": plain[kind], "converted": found[0][kind], "fused": found[1][kind]}
+            sizes = {"bf16": plain[kind], "converted": by_fusion[0][kind], "fused": by_fusion[1][kind]}
             if any(sizes.values()):
                 yield {"model": name, "recipe": each, "kind": kind} | sizes
 
 
 def saved_table() -> str:
-    """MiB by kind under the delayed recipe, unconverted, converted, fused; and the sums but for weights' codes."""
+    """Return a table of MiB by kind under ``delayed``: unconverted, converted, fused; sums without weights' codes."""
     every = read("saved_bytes")
-    found = [row for row in every if row["recipe"] == "delayed"]
+    delayed_rows = [row for row in every if row["recipe"] == "delayed"]
     cells: list[list[str]] = []
     for kind in KINDS:
         cells.append([kind])
         for name in MODELS:
-            own = [row for row in found if (row["model"], row["kind"]) == (name, kind)]
-            sizes = [float(own[0][how]) / 2**20 if own else 0.0 for how in ("bf16", "converted", "fused")]
+            cell_rows = [row for row in delayed_rows if (row["model"], row["kind"]) == (name, kind)]
+            sizes = [float(cell_rows[0][how]) / 2**20 if cell_rows else 0.0 for how in ("bf16", "converted", "fused")]
             cells[-1].append(" · ".join(f"{size:,.0f}" for size in sizes) if any(sizes) else "")
     for recipe, how in {"delayed": "", "delayed, saved": ", with `saved=`"}.items():
         cells.append([f"of bf16's, weights apart{how}"])
         for name in MODELS:
-            own = [row for row in every if (row["model"], row["recipe"]) == (name, recipe) and row["kind"] != "weights"]
-            sums = [sum(float(row[how]) for row in own) for how in ("bf16", "converted", "fused")]
+            recipe_rows = [
+                row for row in every if (row["model"], row["recipe"]) == (name, recipe) and row["kind"] != "weights"
+            ]
+            sums = [sum(float(row[how]) for row in recipe_rows) for how in ("bf16", "converted", "fused")]
             cells[-1].append(" · ".join(f"{size / sums[0]:.3f}" for size in sums[1:]))
     return markdown(["MiB", *MODELS], cells)
 
 
 def floor(kind: str, fuse: bool) -> int:
-    """The least bytes of a kind that Llama's forward saves: what the operations of this kind read in backward."""
+    """Return the least bytes of a kind that Llama's forward saves: read in backward by operations of this kind."""
     wide, norm = _DECODER["intermediate_size"], (2 if fuse else 6) * WIDTH + 4
     a_layer = {
         "inputs of layers": 3 * WIDTH + wide,  # codes of what q, k and v read, what o does, gate and up, down
@@ -117,7 +119,7 @@ def floor(kind: str, fuse: bool) -> int:
 
 
 def floor_table() -> str:
-    """Llama's MiB under the delayed recipe, and over the floor."""
+    """Return a table of Llama's MiB under the delayed recipe, and of its ratio to the floor."""
     cells, sums = [], [0.0] * 5
     for row in read("saved_bytes"):
         if (row["model"], row["recipe"]) == ("Llama", "delayed") and row["kind"] != "weights":
@@ -137,8 +139,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args(arguments)
-    found = [row for name in options.models for row in rows(name)]
-    print(table(found))
+    new_rows = [row for name in options.models for row in rows(name)]
+    print(table(new_rows))
     if not options.no_write:
-        print(f"written to {write_results('saved_bytes', found)}")
+        print(f"written to {write_results('saved_bytes', new_rows)}")
     return 0

@@ -84,9 +84,9 @@ COMPARED = (BASELINE, "dynamic", "delayed")
 
 
 def add_options(parser: argparse.ArgumentParser, config: type, names: Sequence[str] = ()) -> None:
-    """Add a flag for each field of a dataclass, or those of these names; its help is the field's, with the default.
+    """Add a flag for each field of a dataclass, or for the named fields; its help is the field's, with the default.
 
-    Only flags that are given become attributes of the parser's result, so that they override a file's options.
+    Only flags on the command line become attributes of the parser's result, so that they override a file's options.
     """
     group = parser.add_argument_group((config.__doc__ or config.__name__).splitlines()[0].rstrip("."))
     for field in (field for field in dataclasses.fields(config) if field.name in names or not names):
@@ -108,23 +108,23 @@ def add_options(parser: argparse.ArgumentParser, config: type, names: Sequence[s
 
 
 def flag_of(name: str) -> str:
-    """A field's flag."""
+    """Return the flag of a field."""
     return "--" + name.replace("_", "-")
 
 
 @contextlib.contextmanager
 def option_errors() -> Iterator[None]:
-    """Raise options' ValueError as a TrainError, in which an option's name that is no other word becomes its flag."""
+    """Raise a ValueError of the options as a TrainError that names flags instead of fields (`--top-k`, not `top_k`)."""
     try:
         yield
     except ValueError as error:
         names = [field.name for section in SECTIONS.values() for field in dataclasses.fields(section)]
         options = rf"^({'|'.join(names)})(?= is )|\b({'|'.join(name for name in names if '_' in name)})\b"
-        raise TrainError(re.sub(options, lambda found: flag_of(found[0]), str(error))) from error
+        raise TrainError(re.sub(options, lambda match: flag_of(match[0]), str(error))) from error
 
 
 def recipe_given(text: str) -> Any:
-    """A recipe on the command line: a name, or a file."""
+    """Return the recipe that a command line names, or that the file it names holds."""
     try:
         return chosen_recipe(text)
     except ValueError as error:
@@ -132,44 +132,44 @@ def recipe_given(text: str) -> Any:
 
 
 def devices() -> list[tuple[str, str, str]]:
-    """Each device as (name for --device, what it is, native or emulated)."""
-    found = [("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads", EMULATED)]
+    """Return a row for each device: (name for --device, description, native or emulated FP8)."""
+    rows = [("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads", EMULATED)]
     for index in range(torch.cuda.device_count()):
         name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
         native = runs_natively(torch.device("cuda", index))
         architecture = "" if torch.version.hip else f", sm_{capability[0]}{capability[1]}"
-        found.append((f"cuda:{index}", name + architecture, NATIVE if native else EMULATED))
+        rows.append((f"cuda:{index}", name + architecture, NATIVE if native else EMULATED))
     if torch.backends.mps.is_available():
-        found.append(("mps", "Apple GPU", EMULATED))
+        rows.append(("mps", "Apple GPU", EMULATED))
     if torch.xpu.is_available():
-        found += [(f"xpu:{i}", torch.xpu.get_device_name(i), EMULATED) for i in range(torch.xpu.device_count())]
-    return found
+        rows += [(f"xpu:{i}", torch.xpu.get_device_name(i), EMULATED) for i in range(torch.xpu.device_count())]
+    return rows
 
 
 def recipes_on(device: torch.device) -> list[str]:
-    """Whose kernels make each recipe's products on a device, and what is lost there first."""
-    found = {name: described(getattr(octavo.recipes, name)(), compute_capability(device)) for name in NAMED[1:]}
+    """Return lines that say, for each recipe, whose kernels multiply on a device and what slows it down most."""
+    makers = {name: described(getattr(octavo.recipes, name)(), compute_capability(device)) for name in NAMED[1:]}
     return [
         "",
         f"recipes on {device}",
-        *(f"  {name:<{max(map(len, found))}}  {who}; lost: {loss}" for name, (who, loss) in found.items()),
+        *(f"  {name:<{max(map(len, makers))}}  {who}; lost: {loss}" for name, (who, loss) in makers.items()),
     ]
 
 
 def products_of(device: torch.device) -> list[str]:
-    """Which FP8 products torch computes on a device, by a test now, and which octavo's Triton kernel computes."""
+    """Return lines that say which FP8 products torch computes on a device, by a test now, and which octavo's kernel."""
     if not runs_natively(device) or triton_kernels() is None:
         return []
     from octavo.kernels.triton.library_matmul import library_kinds
 
-    found = library_kinds(device)
-    width = max(map(len, found))
+    is_library = library_kinds(device)
+    width = max(map(len, is_library))
     owners = {True: "torch's product", False: "octavo's Triton kernel: torch's is not there, or not right"}
-    return ["", f"products on {device}", *(f"  {kind:<{width}}  {owners[right]}" for kind, right in found.items())]
+    return ["", f"products on {device}", *(f"  {kind:<{width}}  {owners[right]}" for kind, right in is_library.items())]
 
 
 def configurations() -> list[str]:
-    """Where the Triton kernels' tiles come from on this machine's GPU."""
+    """Return lines that say whether the Triton kernels' tiles were tuned on this GPU or are octavo's defaults."""
     if not any(runs_natively(torch.device("cuda", index)) for index in range(torch.cuda.device_count())):
         return []
     from octavo.kernels.triton.launch import tuned_file
@@ -215,7 +215,7 @@ def _called(backend: SDPBackend) -> str:
 
 
 def describe_machine() -> str:
-    """Versions, devices, whether FP8 is native, and which extras are installed, as text."""
+    """Return a text with versions, devices, whether FP8 is native there, and which extras are installed."""
     try:
         from triton import __version__ as triton
     except ImportError:
@@ -244,30 +244,30 @@ def describe_machine() -> str:
 
 @contextlib.contextmanager
 def signals_to(handler: Callable[..., object], *numbers: int) -> Iterator[None]:
-    """Set a handler for these signals, and afterwards the previous ones."""
-    before = {number: signal.signal(number, handler) for number in numbers}
+    """Set a handler for these signals within the block, and the previous handlers after it."""
+    previous_handlers = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
+        for number, handler_before in previous_handlers.items():
+            signal.signal(number, handler_before)
 
 
 def _train_options(parser: argparse.ArgumentParser) -> None:
-    what = f"how FP8 is used: one of {', '.join(RECIPES)}; or a file of recipes by layer, such as rules.json"
-    _add_run(parser, "--recipe", what, RECIPE, type=recipe_given)
+    text = f"how FP8 is used: one of {', '.join(RECIPES)}; or a file of recipes by layer, such as rules.json"
+    _add_run(parser, "--recipe", text, RECIPE, type=recipe_given)
 
 
 def _compare_options(parser: argparse.ArgumentParser) -> None:
-    what, default = f"some of {', '.join(RECIPES)}", " ".join(COMPARED)
-    _add_run(parser, "--recipes", what, default, nargs="+", choices=RECIPES)
+    text, default = f"some of {', '.join(RECIPES)}", " ".join(COMPARED)
+    _add_run(parser, "--recipes", text, default, nargs="+", choices=RECIPES)
 
 
-def _add_run(parser: argparse.ArgumentParser, flag: str, what: str, default: str, **how: Any) -> None:
+def _add_run(parser: argparse.ArgumentParser, flag: str, text: str, default: str, **options: Any) -> None:
     parser.usage = f"{parser.prog} [OPTIONS]"
     without = f"the first {len(UNCONVERTED)} without FP8: in --dtype, in bfloat16, in float32"
-    help = f"{what}; {without} (default: {default})"
-    parser.add_argument(flag, metavar="RECIPE", default=argparse.SUPPRESS, help=help, **how)
+    help = f"{text}; {without} (default: {default})"
+    parser.add_argument(flag, metavar="RECIPE", default=argparse.SUPPRESS, help=help, **options)
     help = "JSON or TOML with options, or a run's folder to take those of; flags win over it"
     parser.add_argument("--config", type=Path, metavar="FILE", help=help)
     for config in SECTIONS.values():
@@ -275,18 +275,18 @@ def _add_run(parser: argparse.ArgumentParser, flag: str, what: str, default: str
 
 
 def _config(options: argparse.Namespace) -> tuple[TrainConfig, list[Any]]:
-    """All options and the recipes: those of the command line, or else of the file of --config."""
+    """Return all options, and the recipes: from the command line, or else from the file of --config."""
     file: dict[str, Any] = {} if options.config is None else load_options(options.config)
-    given = file | vars(options)
-    recipes = given.get("recipes", COMPARED) if options.name == "compare" else [given.get("recipe", RECIPE)]
-    if options.name == "compare" and "recipe" in file and "recipes" not in given:
+    values = file | vars(options)
+    recipes = values.get("recipes", COMPARED) if options.name == "compare" else [values.get("recipe", RECIPE)]
+    if options.name == "compare" and "recipe" in file and "recipes" not in values:
         raise TrainError(f"{options.config} gives a recipe, and octavo compare needs several: add --recipes")
     with option_errors():
-        return config_of(given), list(recipes)
+        return config_of(values), list(recipes)
 
 
 def _settled(config: TrainConfig, options: argparse.Namespace, recipes: Sequence[Any]) -> TrainConfig:
-    """The options with the dtype that --dtype auto means, and the folder that is used without --out."""
+    """Return the options with a dtype instead of `auto`, and with a new folder where --out is not set."""
     config = trainer.settle_dtype(config, trainer.choose_device(shard.device_name(config)), recipes)
     names = [config.called(recipe) for recipe in recipes]
     out = config.run.out or _default_folder(options.name, bool(config.run.resume))
@@ -298,7 +298,7 @@ def _settled(config: TrainConfig, options: argparse.Namespace, recipes: Sequence
 
 
 def _default_folder(command: str, resume: bool) -> Path:
-    """runs/COMMAND-001, or the number after the last one; the last one itself to resume it."""
+    """Return runs/COMMAND-001, or the folder with the number after the last; to resume, the last one itself."""
     numbers = [path.name.removeprefix(f"{command}-") for path in RUNS.glob(f"{command}-*")]
     last = max((int(number) for number in numbers if number.isdecimal()), default=0)
     return RUNS / f"{command}-{last + (last == 0 or not resume):03}"
@@ -325,7 +325,7 @@ def train(options: argparse.Namespace, arguments: list[str]) -> int:
 def _hooks(rank: int) -> Iterator[Hooks]:
     """Show progress. Ctrl-C and SIGTERM stop after the step; before the first step, or a second time, at once."""
     reached: set[str] = set()  # "steps" once steps have begun, "stop" once a signal has come
-    from_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sends a Ctrl-C again that ranks have got already
+    from_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun passes on a Ctrl-C that its ranks also get directly
 
     def note(number: int, frame: types.FrameType | None) -> None:
         if "steps" not in reached or ("stop" in reached and number == signal.SIGINT and not from_torchrun):
@@ -448,7 +448,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without warnings in logs: nothing runs, so nothing is emulated, and libraries that are imported have several."""
+    """Log no warnings within the block: nothing is computed, so those about emulation and imports don't matter."""
     logging.disable(logging.WARNING)
     try:
         yield
@@ -458,7 +458,7 @@ def _quiet() -> Iterator[None]:
 
 @_quiet()
 def plan(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Print what a training step would take, and whether FP8 pays."""
+    """Print how long a training step would take, in how much memory, and whether FP8 pays."""
     from octavo.cost import command, rates_of
     from octavo.cost.rates import PlanError, with_attention
 
@@ -491,9 +491,9 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
             flags = "--moments, --master, --head, --attention and --loss"
             raise PlanError(f"{flags} are for a step on one device; with --gpus it says what FP8 brings")
         names = ("gpus", "mesh", "micro_batches", "recompute", "fuse", "checkpoint_in_fp8")
-        asked = {name: getattr(options, name) for name in names} | {"algorithm": state.algorithm}
-        asked |= {"context": context, "sequences": len(inputs[0]) * options.gpus}
-        print(f"{head}\n{command.plan(model, rates, **asked).text()}")
+        settings = {name: getattr(options, name) for name in names} | {"algorithm": state.algorithm}
+        settings |= {"context": context, "sequences": len(inputs[0]) * options.gpus}
+        print(f"{head}\n{command.plan(model, rates, **settings).text()}")
         return 0
     optimizer: Any = torch.optim.AdamW
     if state != StateConfig():
@@ -501,9 +501,9 @@ def plan(options: argparse.Namespace, arguments: list[str]) -> int:
         head += f", moments {state.moments}, master {state.master}"
     head += f", head {options.head}" if options.head else ""
     head += ", chunked loss" if options.loss else ""
-    asked = {"head": options.head, "chunked_loss": options.loss == "chunked", "fuse": options.fuse}
-    found = command.estimates(model, inputs, rates, optimizer=optimizer, **asked)
-    print(f"{head}\n{command.describe_plan(found, rates)}")
+    settings = {"head": options.head, "chunked_loss": options.loss == "chunked", "fuse": options.fuse}
+    rows = command.estimates(model, inputs, rates, optimizer=optimizer, **settings)
+    print(f"{head}\n{command.describe_plan(rows, rates)}")
     return 0
 
 
@@ -514,7 +514,7 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
 
 
 def inspect(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Print what a record shows, or which layers of a model can't stand FP8."""
+    """Print the findings of a record, or which layers of a model lose too much in FP8."""
     from octavo.inspect.command import Subject, asked, entry_point, inspect_command, what_if_command
     from octavo.inspect.what_if import WhatIfError
 
@@ -538,8 +538,8 @@ def inspect(options: argparse.Namespace, arguments: list[str]) -> int:
             [windows.training(step) for step in range(2)],
         )
         return what_if_command(options, subject, record if (record / "record.json").exists() else None)
-    if source.exists() and (given := asked(options)):
-        raise WhatIfError(f"{', '.join(given)}: {source} is a record, and these are for models")
+    if source.exists() and (flags := asked(options)):
+        raise WhatIfError(f"{', '.join(flags)}: {source} is a record, and these are for models")
     return inspect_command(options) if source.exists() else what_if_command(options, entry_point(str(source)))
 
 
@@ -563,7 +563,7 @@ def _info_options(parser: argparse.ArgumentParser) -> None:
 
 
 def info(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Print what this machine has, and with --measure how fast it is."""
+    """Print versions, devices and extras of this machine; with --measure, also its rates."""
     print(describe_machine())
     if options.measure:
         from octavo.cost import command, measure
@@ -575,7 +575,7 @@ def info(options: argparse.Namespace, arguments: list[str]) -> int:
     return 0
 
 
-# by name: its function, and what adds its options
+# {command: (the function that runs it, the function that adds its options to a parser)}
 _COMMANDS: dict[str, tuple[Callable[..., int], Callable[[argparse.ArgumentParser], None]]] = {
     "train": (train, _train_options),
     "compare": (train, _compare_options),
@@ -609,12 +609,12 @@ octavo info --measure"""
 
 
 def examples_of(name: str) -> list[str]:
-    """Command lines that use a command."""
+    """Return the example command lines of a command."""
     return [line for line in _EXAMPLES.splitlines() if f"octavo {name}" in line]
 
 
 def parser(arguments: Collection[str] | None = None) -> argparse.ArgumentParser:
-    """The parser of `octavo`, with the options of each command.
+    """Return the parser of `octavo`, with the options of each command.
 
     Args:
         arguments: a command line; commands that it doesn't name get no options, as some take time to import (default:
@@ -649,18 +649,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is not None or "WORLD_SIZE" not in os.environ:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
-    code = _run(sys.argv[1:])  # a process of torchrun's
+    code = _run(sys.argv[1:])  # torchrun started this process
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
-    os._exit(code)  # in an ordinary exit, threads of a process group that is gone may abort the process
+    os._exit(code)  # in an ordinary exit, threads of a destroyed process group may abort the process
 
 
 def _run(arguments: list[str]) -> int:
     def interrupt(number: int, frame: types.FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
-    is_main = threading.current_thread() is threading.main_thread()  # which alone can set a signal's handler
+    is_main = threading.current_thread() is threading.main_thread()  # only the main thread can set signal handlers
     try:
         # SIGTERM ends the command as Ctrl-C does, also while torch is imported and data loads
         with signals_to(interrupt, signal.SIGTERM) if is_main else contextlib.nullcontext():
@@ -672,7 +672,7 @@ def _run(arguments: list[str]) -> int:
         return stop.code if isinstance(stop.code, int) else FAULT
     except KeyboardInterrupt:
         return interrupted()
-    except BrokenPipeError:  # the reader of our output is gone, and flushing at exit must not complain again
+    except BrokenPipeError:  # nobody reads stdout any more; flushing it at exit must not raise again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAULT
     except Exception as error:
@@ -682,7 +682,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _expected(error: Exception) -> str | None:
-    """The line for an error that the user can do something about; None for a bug of octavo's."""
+    """Return the line to print for an error that the user can remedy; None for a bug of octavo."""
     if isinstance(error, OctavoError):
         return str(error)
     if isinstance(error, OSError):

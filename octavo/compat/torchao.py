@@ -45,7 +45,7 @@ FP8Granularity = PerTensor | PerRow
 
 class _Short(enum.Enum):
     def short_str(self) -> str:
-        """torchao's abbreviation of the value."""
+        """Return torchao's abbreviation of the value."""
         return {"axiswise": "axs"}.get(self.value, self.value[:3])
 
 
@@ -62,7 +62,7 @@ class ScalingType(_Short):
 
 
 class ScalingGranularity(_Short):
-    """How many scales an operand has: TENSORWISE one, AXISWISE one a row.
+    """The number of scales of an operand: TENSORWISE one, AXISWISE one a row.
 
     Example:
         >>> ScalingGranularity("axiswise").short_str()
@@ -81,7 +81,7 @@ _GRANULARITIES: dict[str, Granularity] = {"tensorwise": PerTensor(), "axiswise":
 
 @dataclass(frozen=True)
 class CastConfig:
-    """How one operand is cast; ``target_dtype``: float8_e4m3fn or float8_e5m2, None for the role's usual one.
+    """The cast of one operand; ``target_dtype``: float8_e4m3fn or float8_e5m2, None for the role's usual one.
 
     Example:
         >>> CastConfig(scaling_granularity=ScalingGranularity.AXISWISE).scaling_type
@@ -93,9 +93,9 @@ class CastConfig:
     target_dtype: torch.dtype | None = None
 
     def short_str(self) -> str:
-        """torchao's name of the cast."""
-        found = f"{self.scaling_type.short_str()}_{self.scaling_granularity.short_str()}"
-        return found if self.target_dtype is None else f"{found}_{str(_FORMATS[self.target_dtype]).lower()}"
+        """Return torchao's name of the cast."""
+        name = f"{self.scaling_type.short_str()}_{self.scaling_granularity.short_str()}"
+        return name if self.target_dtype is None else f"{name}_{str(_FORMATS[self.target_dtype]).lower()}"
 
     def __post_init__(self) -> None:
         if self.target_dtype not in (None, *_FORMATS):
@@ -116,7 +116,7 @@ class Float8GemmConfig:
 
 @dataclass(frozen=True)
 class Float8LinearConfig:
-    """How a linear layer's products are computed; fields and defaults are torchao's.
+    """The casts and products of a linear layer; fields and defaults are torchao's.
 
     Octavo pads where that is needed, whatever ``pad_inner_dim`` says, and gathers weights with one scale in FP8,
     whatever ``enable_fsdp_float8_all_gather`` says.
@@ -166,7 +166,7 @@ class Float8LinearConfig:
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> Float8LinearConfig:
-        """The configuration of this name, "tensorwise", "rowwise" or "rowwise_with_gw_hp"."""
+        """Return the configuration of this name, "tensorwise", "rowwise" or "rowwise_with_gw_hp"."""
         name = Float8LinearRecipeName(recipe_name)
         if name.value == "tensorwise":
             return Float8LinearConfig()
@@ -184,7 +184,7 @@ class Float8LinearConfig:
 
 
 def recipe_of(config: Float8LinearConfig) -> Recipe:
-    """The octavo.Recipe that means the same, for a program that leaves this module.
+    """Return the octavo.Recipe with the same casts and products, for a program that stops using this module.
 
     Raises:
         ValueError: if one operand of a product is in FP8 and the other is not.
@@ -227,21 +227,21 @@ def convert_to_float8_training(
     config = config or Float8LinearConfig()
     if not isinstance(config, Float8LinearConfig):
         raise TypeError(f"config is a {type(config).__module__} one: import Float8LinearConfig from {__name__} too")
-    theirs = module_filter_fn or (lambda module, name: True)
+    filter_fn = module_filter_fn or (lambda module, name: True)
 
-    def chosen(found: nn.Module, name: str) -> bool:
-        return isinstance(found, nn.Linear) and theirs(found, name)  # torchao converts nothing else
+    def chosen(layer: nn.Module, name: str) -> bool:
+        return isinstance(layer, nn.Linear) and filter_fn(layer, name)  # torchao converts nothing else
 
     if config.emulate and any(runs_natively(parameter.device) for parameter in module.parameters()):
         raise UnsupportedOptionError("emulate=True: octavo uses a GPU's FP8 products; to emulate them train on a CPU")
-    left = [
-        f"{name or 'the model'}: {why_left_alone(found) if fp8_class(found) else why_not(found)}"
-        for name, found in module.named_modules()
-        if not isinstance(found, RecipeModule) and chosen(found, name)
-        if fp8_class(found) is None or why_left_alone(found)
+    unconverted = [
+        f"{name or 'the model'}: {why_left_alone(child) if fp8_class(child) else why_not(child)}"
+        for name, child in module.named_modules()
+        if not isinstance(child, RecipeModule) and chosen(child, name)
+        if fp8_class(child) is None or why_left_alone(child)
     ]
-    if left:
-        warnings.warn(f"{len(left)} chosen layers stay in high precision; {left[0]}", stacklevel=2)
+    if unconverted:
+        warnings.warn(f"{len(unconverted)} chosen layers stay in high precision; {unconverted[0]}", stacklevel=2)
     return convert(module, recipe_of(config), select=chosen)
 
 
@@ -254,7 +254,7 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
 
 
 def _auto_filter_for_recipe(recipe: Float8LinearRecipeName | str, filter_fqns: list[str]) -> Select:
-    """torchao's filter: sizes are multiples of 16, and FP8 was faster on an H100; not layers named in filter_fqns."""
+    """Return torchao's filter: sizes are multiples of 16 that FP8 made faster on an H100, no name of filter_fqns."""
     recipe_name = Float8LinearRecipeName(recipe)
     if recipe_name.value == "rowwise_with_gw_hp":
         raise NotImplementedError("torchao has no such filter: octavo.nn.candidates.large_enough is octavo's")

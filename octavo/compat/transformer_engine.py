@@ -1,6 +1,6 @@
 """Renames the keys of a checkpoint of Transformer Engine's modules to those of octavo's.
 
-docs/migrate.md says, name by name, what to write instead of all else in Transformer Engine and MS-AMP.
+docs/migrate.md lists, name by name, octavo's equivalents of the other parts of Transformer Engine and of MS-AMP.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CHILDREN = {"layer_norm": "norm", "fc1": "fc1", "fc2": "fc2"}
 
 
 def octavo_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A Transformer Engine model's state_dict (2.20) with octavo's names, for load_state_dict of octavo's model.
+    """Return a Transformer Engine model's state_dict (2.20) with octavo's names, for load_state_dict of octavo's model.
 
     It renames the keys of LayerNormLinear, LayerNormMLP and TransformerLayer, and those of separate query, key and
     value. It leaves out ``_extra_state``: scales begin with each tensor's own amax. Other keys stay as they are.
@@ -32,7 +32,7 @@ def octavo_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         >>> model.load_state_dict(octavo_state_dict(state))
         <All keys matched successfully>
     """
-    found = {}
+    renamed_state = {}
     for key, value in state_dict.items():
         path, _, name = key.rpartition(".")
         if name == "_extra_state":
@@ -40,12 +40,12 @@ def octavo_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         child, _, kind = name.rpartition("_")
         follows_norm = f"{path}.layer_norm_weight".lstrip(".") in state_dict
         if kind in ("weight", "bias") and (follows_norm or child in ("query", "key", "value")):
-            renamed = _CHILDREN.get(child) or f"linear.{child}".removesuffix(".") if follows_norm else child
-            name = f"{renamed}.{kind}"
-        for theirs, ours in _MODULES.items():
-            if f".{path}".endswith(f".{theirs}"):
-                if theirs.endswith("layernorm_qkv") and not child:
+            child_path = _CHILDREN.get(child) or f"linear.{child}".removesuffix(".") if follows_norm else child
+            name = f"{child_path}.{kind}"
+        for their_path, octavo_path in _MODULES.items():
+            if f".{path}".endswith(f".{their_path}"):
+                if their_path.endswith("layernorm_qkv") and not child:
                     raise ValueError(f"{key}: save it from a TransformerLayer with fuse_qkv_params=False")
-                path = path.removesuffix(theirs) + ours
-        found[f"{path}.{name}".lstrip(".")] = value
-    return found
+                path = path.removesuffix(their_path) + octavo_path
+        renamed_state[f"{path}.{name}".lstrip(".")] = value
+    return renamed_state

@@ -4,9 +4,9 @@
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.register_for_checkpointing(TrainingState(model))
 
-Accelerate has its own recipes of torchao, Transformer Engine and MS-AMP, ``AORecipeKwargs`` and so on, and takes no
-others; these lines do what such a recipe would. The integrations of transformers and Lightning save the same object in
-their checkpoints.
+Accelerate has recipes for torchao, Transformer Engine and MS-AMP, ``AORecipeKwargs`` and so on, and takes no others;
+these lines replace such a recipe. The integrations of transformers and Lightning save the same object in their
+checkpoints.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SCHEDULE = "octavo_schedule"  # a key in the optimizer's state_dict
 
 
 class TrainingState:
-    """What a checkpoint saves besides model and optimizer: each rank's delayed state, the recipes, a schedule.
+    """The state that a checkpoint needs besides model and optimizer: ranks' delayed state, the recipes, a schedule.
 
     With it a run continues bit for bit. Without it, delayed scaling takes one step with each tensor's own scale, and a
     schedule begins anew. The schedule's state is also in the optimizer's ``state_dict()``: it decides the form of the
@@ -64,7 +64,7 @@ class TrainingState:
     def __init__(self, model: nn.Module, schedule: PrecisionSchedule | None = None) -> None:
         self.model, self.schedule = unwrapped(model), schedule
         recipes_of(self.model)
-        self._waiting = ExitStack()  # has a hook from when sharded weights were loaded until this state is
+        self._waiting = ExitStack()  # holds a hook after sharded weights were loaded, until this state is loaded, too
         if "lightning.fabric" in sys.modules:
             self.model.register_load_state_dict_post_hook(self._await)
         if schedule is not None:
@@ -73,7 +73,7 @@ class TrainingState:
             self.model.register_load_state_dict_pre_hook(self._follow_storage)
 
     def _await(self, model: nn.Module, keys: Any) -> None:
-        """Prepare a warning after sharded weights were loaded: Fabric may load only them and optimizers."""
+        """Prepare a warning after sharded weights were loaded: Fabric may load only weights and optimizers."""
         if any(hasattr(parameter, "placements") for parameter in model.parameters()):
             self._waiting.close()
             self._waiting.callback(model.register_forward_pre_hook(self._look).remove)
@@ -95,36 +95,38 @@ class TrainingState:
             self._take(self.schedule, state_dict[SCHEDULE])  # type: ignore[arg-type]
 
     def _follow_storage(self, model: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        """Store weights in the form of those that the model is about to load; no later hook would be early enough.
+        """Store weights in FP8 or plain, like those that the model is about to load; every later hook is too late.
 
-        This is for the time before training: an optimizer's state of a weight would not follow.
+        It does nothing once training has begun: an optimizer's state of a weight would not change with the weight.
         """
         schedule = self.schedule
         if schedule is None or schedule.optimizer.state:
             return
         layers = {name: module for name, module in model.named_modules() if isinstance(module, RecipeModule)}
-        given = [f"{prefix}{layer.weight_name(name)}{SCALE_INV}" in state_dict for name, layer in layers.items()]
-        begun = schedule.state_dict()
-        for index in (begun["index"], *range(len(schedule.phases))):
-            schedule.load_state_dict({**begun, "index": index})
-            if [local_stored(weight_of(layer)) is not None for layer in layers.values()] == given:
+        stored_in_state = [
+            f"{prefix}{layer.weight_name(name)}{SCALE_INV}" in state_dict for name, layer in layers.items()
+        ]
+        initial_state = schedule.state_dict()
+        for index in (initial_state["index"], *range(len(schedule.phases))):
+            schedule.load_state_dict({**initial_state, "index": index})
+            if [local_stored(weight_of(layer)) is not None for layer in layers.values()] == stored_in_state:
                 break
         else:
-            schedule.load_state_dict(begun)
+            schedule.load_state_dict(initial_state)
 
     def _take(self, schedule: PrecisionSchedule, saved: dict[str, Any]) -> None:
-        """Load a schedule's state; if model or optimizer were loaded before, their form must be its phase's."""
+        """Load a schedule's state; model and optimizer, if loaded already, must have the formats of its phase."""
         settings, stored = _settings(schedule), stored_now(self.model)
         schedule.load_state_dict(saved)
-        late = "weights" if stored_now(self.model) != stored else "optimizer"
-        if late == "weights" or (schedule.optimizer.state and _settings(schedule) != settings):
+        part = "weights" if stored_now(self.model) != stored else "optimizer"
+        if part == "weights" or (schedule.optimizer.state and _settings(schedule) != settings):
             raise ValueError(
-                f"the checkpoint is of {schedule.phase}, which keeps {late} otherwise than the model and its optimizer "
+                f"the checkpoint is of {schedule.phase}, which keeps {part} otherwise than the model and its optimizer "
                 "did when they were loaded: call schedule.load_state_dict before these, in a loop of your own"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and strings, the same on all ranks; all ranks call it."""
+        """Return tensors, numbers and strings, the same on all ranks; all ranks call it."""
         layers: dict[str, list[str]] = {}
         for name, recipe in recipes_of(self.model).items():
             layers.setdefault(str(recipe), []).append(name)
@@ -141,13 +143,15 @@ class TrainingState:
             raise ValueError("the checkpoint was saved with a schedule and there is none here, or the other way round")
         if self.schedule is not None:
             self._take(self.schedule, state_dict["schedule"])
-        ours = {name: str(recipe) for name, recipe in recipes_of(self.model).items()}
-        theirs = {name: recipe for recipe, names in state_dict["recipes"].items() for name in names}
-        for layer in sorted(ours.keys() | theirs.keys()):
-            (here, casts), (there, others) = (found.get(layer, "no recipe:").split(":", 1) for found in (ours, theirs))
-            if casts != others:
+        recipes_here = {name: str(recipe) for name, recipe in recipes_of(self.model).items()}
+        saved_recipes = {name: recipe for recipe, names in state_dict["recipes"].items() for name in names}
+        for layer in sorted(recipes_here.keys() | saved_recipes.keys()):
+            (here, casts_here), (saved, saved_casts) = (
+                recipes.get(layer, "no recipe:").split(":", 1) for recipes in (recipes_here, saved_recipes)
+            )
+            if casts_here != saved_casts:
                 raise ValueError(
-                    f"the checkpoint's layer {layer!r} computes in {there}, this model's in {here}: resume with the "
+                    f"the checkpoint's layer {layer!r} computes in {saved}, this model's in {here}: resume with the "
                     "same recipe and select; another recipe is octavo.set_recipe's after loading"
                 )
         load_delayed(self.model, state_dict["delayed"], Ranks.of_process())
@@ -155,16 +159,16 @@ class TrainingState:
 
 
 def _settings(schedule: PrecisionSchedule) -> Any:
-    """How masters and moments are kept."""
+    """Return the formats of masters and moments; None for another library's optimizer."""
     return schedule.optimizer.settings if isinstance(schedule.optimizer, CompactOptimizer) else None
 
 
 def recipes_of(model: nn.Module) -> dict[str, Recipe]:
-    """Each octavo module's recipe, by its name in the plain model; raise ValueError if there is none."""
-    found = {plain_name(name): m.recipe for name, m in model.named_modules() if isinstance(m, RecipeModule)}
-    if not found:
+    """Return each octavo module's recipe, by its name in the plain model; raise ValueError if there is none."""
+    recipes = {plain_name(name): m.recipe for name, m in model.named_modules() if isinstance(m, RecipeModule)}
+    if not recipes:
         raise ValueError("the model holds no octavo module; call octavo.convert(model, recipe) first")
-    return found
+    return recipes
 
 
 def convert_once(
@@ -178,7 +182,7 @@ def convert_once(
     accepted = [recipe, *(phase.recipe for phase in phases)]
     for name, module in modules:
         names = module.names(plain_name(name))
-        if all(module.recipe != recipe_of(each, *names) for each in accepted):
+        if all(module.recipe != recipe_of(accepted_recipe, *names) for accepted_recipe in accepted):
             wanted = recipe_of(recipe, *names)
             raise ValueError(
                 f"{name or 'the model'} was converted with {module.recipe.name!r} already, not {wanted.name!r}: "
@@ -205,7 +209,7 @@ class Following:
 def follow_accumulation(
     model: nn.Module, optimizer: Optimizer, is_training: Callable[[], bool] = lambda: True
 ) -> Following:
-    """Have gradients that are kept in FP8 or used in backward wait for a step's last micro-batch, as accelerate counts.
+    """Make gradients that are kept in FP8 or used in backward wait for accelerate's last micro-batch of each step.
 
     Args:
         model: the model whose forward in training begins each micro-batch; before or after ``prepare``.
@@ -241,7 +245,7 @@ def follow_accumulation(
 
 
 def inner_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer inside accelerate's."""
+    """Return the optimizer that accelerate's optimizer wraps."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer

@@ -30,8 +30,8 @@ class OctavoPrecision(Precision):
     Checkpoints have octavo's state: on the same number of ranks ``fit(ckpt_path=...)`` continues bit for bit.
 
     Args:
-        recipe: what layers are converted with before training, as octavo.convert takes it: a name or a file, too.
-        precision: that of all but FP8, as Lightning's ``precision=``: "bf16-mixed", "bf16-true" or "32-true".
+        recipe: recipe of the layers, as octavo.convert takes it (a name or a file, too); they convert before training.
+        precision: precision of all but FP8, as Lightning's ``precision=``: "bf16-mixed", "bf16-true" or "32-true".
         select: which layers, as octavo.convert takes it.
         schedule: phases, the first without a trigger; see octavo.schedule.PrecisionSchedule. ``recipe`` is its first's.
 
@@ -102,10 +102,10 @@ class OctavoPrecision(Precision):
         return model, optimizers, lr_schedulers
 
     def backward(self, tensor: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Run backward; for gradients kept in FP8 or used in backward, all but a step's last one only accumulate."""
+        """Run backward; gradients kept in FP8 or used in backward only accumulate before a step's last micro-batch."""
         with ExitStack() as around:
-            for early in self._early if model.trainer.fit_loop._should_accumulate() else ():
-                around.enter_context(early.accumulate())
+            for optimizer_in_backward in self._early if model.trainer.fit_loop._should_accumulate() else ():
+                around.enter_context(optimizer_in_backward.accumulate())
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:

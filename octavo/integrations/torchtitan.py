@@ -29,7 +29,7 @@ __all__ = ["OctavoConverter"]
 try:
     from torchtitan.protocols.model import ModelConfigConverter
     from torchtitan.protocols.module import Module
-except ImportError:  # there is none, or one before 0.3
+except ImportError:  # torchtitan is absent, or older than 0.3
     Module = nn.Module
 
     class ModelConfigConverter:  # type: ignore[no-redef]
@@ -44,9 +44,9 @@ except ImportError:  # there is none, or one before 0.3
 
 @torch.no_grad()
 def _initialise(module: Any) -> None:
-    """torchtitan's Module._init_self_parameters; weights that live in FP8 are initialised as plain ones, and then cast.
+    """Run torchtitan's Module._init_self_parameters; initialise weights that live in FP8 as plain ones, then cast them.
 
-    All ranks that share a weight call it, as its functions, such as trunc_normal_, ask for values.
+    All ranks that share a weight call it, as functions such as trunc_normal_ read all its values.
     """
     stored = {name: weight for name, weight in module._parameters.items() if local_stored(weight) is not None}
     module._parameters.update({name: nn.Parameter(widened(weight)) for name, weight in stored.items()})
@@ -61,7 +61,7 @@ def _initialise(module: Any) -> None:
 
 
 def _converting(model_config: Any, config: OctavoConverter.Config) -> None:
-    """Have a model's configuration convert each model that it builds, which is all that some registries call."""
+    """Make a model's configuration convert each model that it builds; some registries call nothing but its build."""
     kind = type(model_config)
 
     class Converting(kind):  # type: ignore[misc, valid-type]
@@ -101,7 +101,7 @@ class OctavoConverter(ModelConfigConverter):  # type: ignore[misc, unused-ignore
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):  # type: ignore[misc, unused-ignore, name-defined]
-        """How to convert.
+        """The arguments of octavo.convert, and names of layers to leave out.
 
         Attributes:
             recipe: as octavo.convert takes it, by the names of the model's modules.
@@ -123,6 +123,6 @@ class OctavoConverter(ModelConfigConverter):  # type: ignore[misc, unused-ignore
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
-        """The same configuration, which from now on converts the models that it builds."""
+        """Return the same configuration, which from now on converts the models that it builds."""
         _converting(model_config, self.config)
         return model_config

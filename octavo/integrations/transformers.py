@@ -53,7 +53,7 @@ class OctavoCallback(TrainerCallback):
     Checkpoints have octavo's state: on as many ranks ``train(resume_from_checkpoint=...)`` continues bit for bit.
 
     Args:
-        recipe: what the model's layers are converted with when the Trainer is made, as octavo.convert takes it: a name
+        recipe: the recipe of layers that are converted when the Trainer is made, as octavo.convert takes it: a name
             or a file, too; None: that of the first phase of ``schedule``, or the model is converted already.
         select: which layers, as octavo.convert takes it.
         schedule: phases, the first without a trigger; see octavo.schedule.PrecisionSchedule. If they change moments,
@@ -137,12 +137,12 @@ class OctavoCallback(TrainerCallback):
         if args.gradient_accumulation_steps > 1 and uses_gradients_early(optimizer):
             self._following = follow_accumulation(model, optimizer, _is_in_train)
         saved = state.stateful_callbacks.pop(KEY, None)
-        kept = self._state
+        training_state = self._state
         has_steps = saved is None and self.schedule is not None and self.schedule.steps > 0
-        if kept is None or self._optimizer is not optimizer or has_steps:
-            kept = self._begin(model, optimizer)
+        if training_state is None or self._optimizer is not optimizer or has_steps:
+            training_state = self._begin(model, optimizer)
         if saved is not None:
-            kept.load_state_dict(torch.load(io.BytesIO(base64.b64decode(saved)), "cpu", weights_only=True))
+            training_state.load_state_dict(torch.load(io.BytesIO(base64.b64decode(saved)), "cpu", weights_only=True))
         elif state.global_step and self.phases:
             raise ValueError("the checkpoint holds no schedule: it was saved without this callback")
         elif state.global_step:
@@ -153,7 +153,7 @@ class OctavoCallback(TrainerCallback):
             self.recorder = Recorder(model, self.inspect, self.inspect_every, **more)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the step before, with the numbers that were logged."""
+        """Record the previous step, with the numbers that Trainer logged."""
         if self.recorder is not None and self._logged is not None:
             self.recorder.step(**self._logged)
         self._logged = None
@@ -216,7 +216,7 @@ def _read_hub_names(model: Any, state_dict: dict[str, Any], *others: Any) -> Non
     except RuntimeError as error:
         lost, info = [str(error)], {"unexpected_keys": ()}
     if unknown <= {*info["unexpected_keys"]}:
-        return  # these are no names of the hub: torch reports them
+        return  # the names are not the hub's: torch reports them
     if lost:
         raise ValueError(
             f"this checkpoint's names are the hub's, and not all that a weight is made of is in one file: {lost[0]}; "

@@ -1,4 +1,4 @@
-"""What a run leaves on the disk: a folder with `config.json`, `log.csv` and checkpoints, each replaced as a whole.
+"""The folder that a run writes: `config.json`, `log.csv` and checkpoints, each replaced as a whole.
 
 Checkpoints are those of octavo.distributed.checkpoint, in the folder `checkpoint`: any number of ranks reads what
 another number, or one process, has written. Besides the state of model and optimizer they have the run's
@@ -36,7 +36,7 @@ LOG = "log.csv"
 LOCK = ".lock"  # names the process that trains in the folder
 
 Identity = dict[str, int | float | str]
-Content = dict[str, Any]  # what the module's docstring lists; rows that were read are StepRows
+Content = dict[str, Any]  # the entries in the module's docstring; rows read from a file are StepRows
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class StepRow:
     val_loss: float = math.nan  # after the step; nan if none was computed
 
     def csv(self) -> str:
-        """The row as a line of `log.csv`, with floats in full; a missing validation loss is empty."""
+        """Return the row as a line of `log.csv`, with floats in full; a missing validation loss is empty."""
         val_loss = "" if math.isnan(self.val_loss) else repr(self.val_loss)
         return f"{self.step},{self.loss!r},{self.lr!r},{self.tokens_per_s:.1f},{val_loss}\n"
 
@@ -59,7 +59,7 @@ HEADER = ",".join(f.name for f in fields(StepRow)) + "\n"
 
 
 class RunFolder:
-    """The folder of a run on these ranks (default: this process alone), of which rank 0 alone writes the log.
+    """The folder of a run on these ranks (default: this process alone); only rank 0 writes the log.
 
     All ranks call its methods; if one fails on any rank, all raise a RunCheckpointError. ``saved_step`` is the last
     checkpoint's step; None if no checkpoint was saved or loaded.
@@ -103,27 +103,27 @@ class RunFolder:
                 raise RunCheckpointError(
                     f"{self.path} already holds a run: add --resume to go on, or give another --out"
                 )
-            for left in self.path.glob(f"*.{PARTIAL}"):  # files that a killed run was writing
-                left.unlink(missing_ok=True)
+            for partial_file in self.path.glob(f"*.{PARTIAL}"):  # files that a killed run was writing
+                partial_file.unlink(missing_ok=True)
             return lock.pop_all()
         raise AssertionError  # together() swallows nothing
 
     def save(self, model: nn.Module, optimizer: Optimizer, content: Content) -> None:
-        """Write a checkpoint, or begin to; if that fails, or the one begun before has, the previous one is kept."""
+        """Write a checkpoint, or begin to; if this write or the one begun earlier fails, the previous file stays."""
         from octavo.distributed.checkpoint import async_save_checkpoint, save_checkpoint
 
         self.finish()
-        given: Any = self.checkpoint, model, optimizer, content
+        arguments: Any = self.checkpoint, model, optimizer, content
         with self._writing(self.checkpoint):
             if self._background is not None:
-                saving = async_save_checkpoint(*given, ranks=self._background, keep=self._keep)
+                saving = async_save_checkpoint(*arguments, ranks=self._background, keep=self._keep)
                 self._saving = content["step"], saving
                 return
-            save_checkpoint(*given, ranks=self.ranks, keep=self._keep)
+            save_checkpoint(*arguments, ranks=self.ranks, keep=self._keep)
         self.saved_step = content["step"]
 
     def finish(self) -> None:
-        """Wait until what `save` has begun is written."""
+        """Wait until the checkpoint that `save` began is written."""
         if self._saving is not None:
             (step, saving), self._saving = self._saving, None
             with self._writing(self.checkpoint):
@@ -143,28 +143,28 @@ class RunFolder:
             try:
                 content = {**load_extra(self.checkpoint)}
                 content |= {"step": int(content["step"]), "rows": [StepRow(*row) for row in content["rows"]]}
-                found = {**content["identity"]}
-            except Exception as error:  # whatever a damaged file makes torch raise
+                saved_identity = {**content["identity"]}
+            except Exception as error:  # torch raises errors of many types for a damaged file
                 raise RunCheckpointError(
                     f"{self.checkpoint} is damaged or not a checkpoint of octavo: move it away to start this run again "
                     f"({type(error).__name__}: {first_line(error)})"
                 ) from error
             if identity is not None:
-                self._require_same(found, identity)
+                self._require_same(saved_identity, identity)
             return content
 
         content = self.ranks.first(read)
         self.saved_step = None if content is None else content["step"]
         return content
 
-    def _require_same(self, found: Identity, wanted: Identity) -> None:
-        """Raise RunCheckpointError for another run's identity; an option that is missing in one has its default."""
+    def _require_same(self, saved: Identity, wanted: Identity) -> None:
+        """Raise RunCheckpointError if the saved identity is another run's; missing options have their defaults."""
         defaults = TrainConfig().identity()
-        for name in wanted | found:
-            there, here = (identity.get(name, defaults.get(name)) for identity in (found, wanted))
-            if there != here:
+        for name in wanted | saved:
+            saved_value, value = (identity.get(name, defaults.get(name)) for identity in (saved, wanted))
+            if saved_value != value:
                 raise RunCheckpointError(
-                    f"the run in {self.path} has {name} {there}, not {here}: resume it with the same options, "
+                    f"the run in {self.path} has {name} {saved_value}, not {value}: resume it with the same options, "
                     "or give another --out"
                 )
 
@@ -204,6 +204,6 @@ class RunFolder:
             yield
         except (CheckpointError, OSError) as error:
             full = f"cannot write {path}: {reason_of(error)}; make room; what was saved before is kept"
-            what = error if isinstance(error, CheckpointError) else full
-            kept = "nothing yet" if self.saved_step is None else f"step {self.saved_step}"
-            raise RunCheckpointError(f"{what} ({kept}); add --resume to go on") from error
+            reason = error if isinstance(error, CheckpointError) else full
+            last_checkpoint = "nothing yet" if self.saved_step is None else f"step {self.saved_step}"
+            raise RunCheckpointError(f"{reason} ({last_checkpoint}); add --resume to go on") from error

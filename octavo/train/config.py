@@ -71,13 +71,13 @@ def option(default: Any, help: str, *limits: float, metavar: str = "") -> Any:
 
 
 def choices(field: Field[Any]) -> tuple[str, ...]:
-    """The strings of a field's Literal, which a bool field takes besides true and false; empty without a Literal."""
+    """Return the strings of a field's Literal, () without one; a bool field takes them besides true and false."""
     literals = (kind for kind in (field.type, *typing.get_args(field.type)) if typing.get_origin(kind) is Literal)
     return tuple(word for literal in literals for word in typing.get_args(literal))
 
 
 def remedy(field: Field[Any], value: object) -> str | None:
-    """What to choose instead of a value that a field does not take; None if it takes the value."""
+    """Return the values that a field takes, in words, if this is none of them; None if it is."""
     default, limits, words = field.default, field.metadata["limits"], choices(field)
     if isinstance(default, bool):
         return None if isinstance(value, bool) or value in words else " or ".join(("true", "false", *words))
@@ -95,10 +95,10 @@ def remedy(field: Field[Any], value: object) -> str | None:
 
 class _Checked:
     def __post_init__(self) -> None:
-        for each in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, each.name)
-            if (choice := remedy(each, value)) is not None:
-                raise ValueError(f"{each.name} is {value!r}: choose {choice}")
+        for checked in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, checked.name)
+            if (choice := remedy(checked, value)) is not None:
+                raise ValueError(f"{checked.name} is {value!r}: choose {choice}")
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class ModelConfig(_Checked):
 
 @dataclass(frozen=True)
 class DataConfig(_Checked):
-    """Which text, and how much of it in each step."""
+    """The text, and how much of it each step reads."""
 
     data: Path | None = option(  # noqa: RUF009 (it is a field)
         None, "text file, or folder of text files (default: Python's own standard library)", metavar="PATH"
@@ -184,13 +184,13 @@ class OptimizerConfig(_Checked):
 
 
 def or_none(value: str) -> str | None:
-    """An option's value; None for "none"."""
+    """Return an option's value, None for "none"."""
     return None if value == "none" else value
 
 
 @dataclass(frozen=True)
 class StateConfig(_Checked):
-    """Which optimizer, in how many bytes it keeps its state, and the weights, and when that changes."""
+    """The optimizer, the formats of its state and of the weights, and when these change."""
 
     moments: Literal["fp32", "bf16", "fp8"] = option(
         "fp32", "how moments are kept: fp32 (AdamW is torch's own then), bf16 or fp8"
@@ -243,7 +243,7 @@ class StateConfig(_Checked):
 
 @dataclass(frozen=True)
 class RunConfig(_Checked):
-    """Where and how a run is computed, and what it leaves behind."""
+    """Device, dtype and folder of a run, and how often it saves and validates."""
 
     seed: int = option(0, "seed of the initial weights and of the data order", 0)
     device: str = option("auto", "auto (cuda if there is one), cpu, cuda, cuda:1, ...", metavar="DEVICE")
@@ -272,7 +272,7 @@ class RunConfig(_Checked):
 
 @dataclass(frozen=True)
 class RanksConfig(_Checked):
-    """Which processes train together, how they share the model, and how they save it."""
+    """The processes that train together, how they share the model, and how they save it."""
 
     shard: Literal["none", "fsdp", "ddp"] = option(
         "none", "fsdp (each rank has a part of the model) or ddp (the whole of it): train on the ranks of torchrun"
@@ -285,7 +285,7 @@ class RanksConfig(_Checked):
 
 @dataclass(frozen=True)
 class InspectConfig(_Checked):
-    """What a run records of its casts to FP8."""
+    """The record of a run's casts to FP8."""
 
     inspect: bool = option(False, "record what casts do, in the run's folder: see `octavo inspect`; needs NumPy")
     inspect_every: int = option(50, "steps between records", 1)
@@ -326,11 +326,13 @@ class TrainConfig:
             raise ValueError(f"tensor_parallel {ranks} with shard {self.ranks.shard}: choose shard fsdp")
         shared = {"experts": model.experts} if model.experts else {"hidden": model.hidden}
         sizes = {"heads": model.heads, "context": model.context, "bytes": VOCABULARY} | shared
-        if wrong := {name: size for name, size in sizes.items() if size % ranks}:
-            raise ValueError(f"tensor_parallel {ranks} does not divide {wrong}: choose sizes that are multiples of it")
+        if indivisible := {name: size for name, size in sizes.items() if size % ranks}:
+            raise ValueError(
+                f"tensor_parallel {ranks} does not divide {indivisible}: choose sizes that are multiples of it"
+            )
 
     def with_dtype(self, recipes: Collection[object], fastest: str) -> Self:
-        """The options with the dtype that `auto` means: what a recipe or the master demands, or else the fastest."""
+        """Return the options with a dtype instead of `auto`: the one that a recipe or master needs, or the fastest."""
         demanded = {dtype for dtype, name in DTYPES.items() if name in recipes or dtype == self.run.dtype}
         demanded |= {"bfloat16"} if self.state.bf16_weights else set()
         if len(demanded) > 1:
@@ -350,13 +352,13 @@ class TrainConfig:
             )
 
     def called(self, recipe: str | Recipe | RecipeMap) -> str:
-        """The name of a run of this recipe; a baseline's is that of the dtype, which must not be "auto" any more."""
-        one = recipe.default if isinstance(recipe, RecipeMap) else recipe
-        name = one if isinstance(one, str) else one.name
+        """Return the name of a run of this recipe; for a baseline the dtype's, which must not be "auto" any more."""
+        default = recipe.default if isinstance(recipe, RecipeMap) else recipe
+        name = default if isinstance(default, str) else default.name
         return DTYPES[self.run.dtype] if name in UNCONVERTED else name
 
     def identity(self) -> dict[str, int | float | str]:
-        """The options that decide the loss curve: a run can only be resumed with the same ones.
+        """Return the options that decide the loss curve: a run can only be resumed with the same ones.
 
         They are those of model, data, optimizer and state, the seed and the dtype, which must not be "auto" any more;
         not the data's path, as its contents are compared instead.
@@ -370,16 +372,16 @@ SECTIONS: dict[str, Any] = {section.name: section.type for section in fields(Tra
 
 
 def check_recipe(name: str) -> str:
-    """Return the recipe's name, or raise ValueError, which lists the known ones."""
+    """Return the recipe's name; raise ValueError, with a list of all names, if there is no such recipe."""
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}: choose from {', '.join(RECIPES)}")
     return name
 
 
 def chosen_recipe(value: Any) -> str | Recipe | RecipeMap:
-    """One of RECIPES as it is; a file of recipes by layer, or its content, as octavo.recipes.as_recipe reads it.
+    """Return a name in RECIPES as it is; a file of recipes by layer, or its content, as octavo.recipes.as_recipe does.
 
-    ValueError for anything else.
+    Raise ValueError for anything else.
     """
     if isinstance(value, str) and not value.endswith(".json"):
         return check_recipe(value)
@@ -390,7 +392,7 @@ def chosen_recipe(value: Any) -> str | Recipe | RecipeMap:
 
 
 def options_text(config: TrainConfig, recipe: str) -> str:
-    """A run's options as `config.json` has them: without --out and --resume. ``recipe``: a name, or JSON."""
+    """Return the text of `config.json`: a run's options without --out and --resume. ``recipe``: a name, or JSON."""
     sections: dict[str, Any] = {"recipe": json.loads(recipe) if recipe.startswith("{") else recipe}
     for name, section in vars(config).items():
         sections[name] = {key: value for key, value in vars(section).items() if key not in ("out", "resume")}
@@ -398,11 +400,11 @@ def options_text(config: TrainConfig, recipe: str) -> str:
 
 
 def load_options(path: Path) -> dict[str, Any]:
-    """The options in a file, by their names; `recipe` (a name, or recipes by layer) among them.
+    """Return the options in a file, by their names; `recipe` (a name, or recipes by layer) among them.
 
     It is a JSON file, a TOML file whose name ends with .toml, or the `config.json` of a run's folder, where
-    `rules.json`, if there is one, is the recipe. TrainError, if it can't be read, has an unknown option, or a value
-    that an option does not take.
+    `rules.json`, if there is one, is the recipe. Raise TrainError if it can't be read, has an unknown option, or a
+    value that an option does not take.
     """
     file = path / CONFIG_FILE if path.is_dir() else path
     try:
@@ -428,23 +430,25 @@ def load_options(path: Path) -> dict[str, Any]:
 
 
 def _section(section: str, values: Any) -> dict[str, Any]:
-    known = {field.name: field for field in fields(SECTIONS[section])}
-    if not isinstance(values, dict) or values.keys() - known:
-        wrong = sorted(values.keys() - known) if isinstance(values, dict) else [repr(values)]
-        raise ValueError(f"{section} has no option {', '.join(wrong)}: choose {', '.join(known)}")
-    found = {}
+    fields_by_name = {field.name: field for field in fields(SECTIONS[section])}
+    if not isinstance(values, dict) or values.keys() - fields_by_name:
+        unknown = sorted(values.keys() - fields_by_name) if isinstance(values, dict) else [repr(values)]
+        raise ValueError(f"{section} has no option {', '.join(unknown)}: choose {', '.join(fields_by_name)}")
+    options = {}
     for name, value in values.items():
-        found[name] = Path(value) if known[name].default is None and isinstance(value, str) and value else value
-        if (choice := remedy(known[name], found[name])) is not None:
+        options[name] = (
+            Path(value) if fields_by_name[name].default is None and isinstance(value, str) and value else value
+        )
+        if (choice := remedy(fields_by_name[name], options[name])) is not None:
             raise ValueError(f"{section}.{name} is {value!r}: choose {choice}")
-    return found
+    return options
 
 
 def config_of(options: Mapping[str, Any]) -> TrainConfig:
-    """A TrainConfig with the given options, by name, and defaults for the others; ValueError as a section raises it."""
+    """Return a TrainConfig with these options, by name, and defaults for the others; a section may raise ValueError."""
     return TrainConfig(**{name: build(section, options) for name, section in SECTIONS.items()})
 
 
 def build(section: Any, options: Mapping[str, Any]) -> Any:
-    """One section of TrainConfig with its options among the given ones."""
+    """Return a section of TrainConfig with those of the options that are its fields."""
     return section(**{field.name: options[field.name] for field in fields(section) if field.name in options})

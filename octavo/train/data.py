@@ -1,7 +1,7 @@
-"""Text as bytes: where it is read from, how it is split, and which windows of it each step sees.
+"""Text as bytes: where it is read from, how it is split, and which windows of it each step reads.
 
 The windows of a step depend on the run's seed, the step's number and the data only: so a resumed run continues exactly
-where it stopped, and every recipe of a comparison sees the same bytes.
+where it stopped, and every recipe of a comparison reads the same bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SKIPPED_FOLDERS = frozenset(
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text for training, and text for validation: the last tenth."""
+    """A text, of which the last tenth is for validation and all else for training."""
 
     train: Tensor  # [n] uint8
     validation: Tensor  # [m] uint8
@@ -38,7 +38,7 @@ class Corpus:
 
     @classmethod
     def of(cls, text: bytes | bytearray, description: str) -> Corpus:
-        """The Corpus of a text."""
+        """Return the Corpus of a text."""
         none = torch.empty(0, dtype=torch.uint8, device="cpu")
         whole = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else none
         split = len(text) - int(len(text) * VALIDATION_SHARE)
@@ -57,9 +57,9 @@ class Corpus:
 
 
 def load_corpus(data: Path | None = None) -> Corpus:
-    """Text of a UTF-8 file, of a folder's text files but hidden ones, or of the sources of Python's standard library.
+    """Return the text of a UTF-8 file, of a folder's text files but hidden ones, or of Python's standard library.
 
-    TrainError, if the file or folder does not exist, is empty or has no text.
+    Raise TrainError if the file or folder does not exist, is empty or has no text.
     """
     if data is None:
         return _load_folder(Path(sysconfig.get_paths()["stdlib"]), "Python's standard library", ".py", SKIPPED_FOLDERS)
@@ -81,9 +81,9 @@ def load_corpus(data: Path | None = None) -> Corpus:
 
 
 def why_not_text(text: bytes) -> str | None:
-    """The first reason why these bytes are not UTF-8 text, or None."""
-    if (at := text.find(b"\0")) >= 0:
-        return f"NUL at byte {at}"
+    """Return the first reason why these bytes are not UTF-8 text, or None."""
+    if (position := text.find(b"\0")) >= 0:
+        return f"NUL at byte {position}"
     try:
         text.decode()
     except UnicodeDecodeError as error:
@@ -91,8 +91,8 @@ def why_not_text(text: bytes) -> str | None:
     return None
 
 
-def _load_folder(root: Path, called: str, suffix: str = "", skipped: Collection[str] = ()) -> Corpus:
-    """Text files below root, without hidden names, in an order that depends only on their names."""
+def _load_folder(root: Path, corpus_name: str, suffix: str = "", skipped: Collection[str] = ()) -> Corpus:
+    """Return the text files below root but hidden ones, in an order that depends only on their names."""
     pieces, left_out = [], []
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skipped)
@@ -106,15 +106,15 @@ def _load_folder(root: Path, called: str, suffix: str = "", skipped: Collection[
                 left_out.append(path)
             elif text:
                 pieces.append(text)
-    aside = f", {len(left_out)} left out as not text, such as {left_out[0]}" if left_out else ""
+    note = f", {len(left_out)} left out as not text, such as {left_out[0]}" if left_out else ""
     if not pieces:
-        raise TrainError(f"no text in {root}{aside}: give UTF-8 text files with --data")
-    return Corpus.of(b"\n".join(pieces), f"{called} ({len(pieces)} files{aside})")
+        raise TrainError(f"no text in {root}{note}: give UTF-8 text files with --data")
+    return Corpus.of(b"\n".join(pieces), f"{corpus_name} ({len(pieces)} files{note})")
 
 
 @dataclass(frozen=True)
 class Batches:
-    """The windows of a corpus that a run sees, by seed and step: ``context`` bytes each (C), ``batch`` a step (B)."""
+    """The windows of a corpus that a run reads, by seed and step: ``context`` bytes each (C), ``batch`` a step (B)."""
 
     corpus: Corpus
     context: int
@@ -122,7 +122,7 @@ class Batches:
     seed: int
 
     def training(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step, each [B, C] uint8; targets are the inputs one byte later."""
+        """Return inputs and targets of a step, each [B, C] uint8; targets are the inputs one byte later."""
         # torch's CPU generator keeps 32 bits of its seed, so seed and step are hashed into 32.
         mixed = hashlib.blake2b(f"{self.seed} {step}".encode(), digest_size=4).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
@@ -130,12 +130,12 @@ class Batches:
         return self._windows(self.corpus.train, starts)
 
     def validation(self, windows: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets of evenly spaced windows, in batches of at most B, the same ones each time."""
+        """Yield inputs and targets of evenly spaced windows, in batches of at most B, the same ones each time."""
         last = len(self.corpus.validation) - self.context - 1
         spaced = [last * index // max(windows - 1, 1) for index in range(windows)]
         starts = torch.tensor(sorted(set(spaced)), device="cpu")
-        for some in starts.split(self.batch):
-            yield self._windows(self.corpus.validation, some)
+        for starts_of_batch in starts.split(self.batch):
+            yield self._windows(self.corpus.validation, starts_of_batch)
 
     def _windows(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         windows = text[starts[:, None] + torch.arange(self.context + 1, device="cpu")]  # [B, C + 1]

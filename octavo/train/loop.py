@@ -1,4 +1,4 @@
-"""Runs, one or several to compare: train, write a log and checkpoints, resume exactly, read a trained model."""
+"""Train one run, or several to compare: write a log and checkpoints, resume exactly, read a trained model."""
 
 from __future__ import annotations
 
@@ -137,9 +137,9 @@ def run(
     shared = _Shared(config, [recipe], corpus, hooks or Hooks(), ranks or ranks_of(config.ranks))
     name = name or shared.config.called(recipe)
     with shared.opened:
-        opened = _Run(shared, name, recipe)
+        opened_run = _Run(shared, name, recipe)
         shared.say_first([name])
-        return opened.train()
+        return opened_run.train()
 
 
 def compare(
@@ -173,14 +173,14 @@ def compare(
         shared.say_first(names)
         for index, name in enumerate(names):
             shared.progress.message(f"run {index + 1} of {len(names)}: {name}")
-            results.append(runs.pop(0).train(runs))  # which frees its model
+            results.append(runs.pop(0).train(runs))  # nothing else holds the run, so its model is freed
             if results[-1].interrupted:
                 break
     return results
 
 
 class _Shared:
-    """What the runs of a comparison have in common. The config's dtype is not "auto" any more."""
+    """The config, text, device and ranks that all runs of a comparison share. The config's dtype is never "auto"."""
 
     def __init__(
         self, config: TrainConfig, recipes: Collection[object], corpus: Corpus | None, hooks: Hooks, ranks: Ranks
@@ -200,39 +200,41 @@ class _Shared:
         with ranks.together():
             self.corpus = corpus = corpus or load_corpus(config.data.data)
             corpus.require(config.model)
-        first = ranks.first(lambda: corpus.digest)
+        digest_of_rank_0 = ranks.first(lambda: corpus.digest)
         with ranks.together():
-            if corpus.digest != first:
+            if corpus.digest != digest_of_rank_0:
                 raise TrainError(
                     f"{corpus.description} is another text here than on rank 0: give all ranks the same --data"
                 )
 
     def rehearse(self, name: str) -> None:
-        """Raise TrainError for options that a recipe can't have; a tiny model finds that before minutes of training."""
+        """Raise TrainError for options that a recipe can't have, by a tiny model: before minutes of training."""
         tiny = replace(self.config.model, width=2, layers=1, heads=1, context=1)
         model = build_model(tiny, name, 0, self.config.state).to(self.device)
         Trainer(self.config, model, self.corpus, Ranks(), recipe_named(name))
 
     def say_first(self, names: Collection[str]) -> None:
-        """Say what is trained, where, and in which dtype."""
-        dtype, each = self.config.run.dtype, " each" if len(names) > 1 else ""
-        why = "" if fast_dtype(self.device) == torch.bfloat16 else "this CPU has no instructions for bfloat16; "
+        """Show which runs are trained, on which device, and in which dtype."""
+        dtype, for_each = self.config.run.dtype, " each" if len(names) > 1 else ""
+        reason = "" if fast_dtype(self.device) == torch.bfloat16 else "this CPU has no instructions for bfloat16; "
         other = "float32" if dtype == "bfloat16" else "bfloat16"
         self.progress.message(
-            f"{', '.join(names)}: {self.config.optimizer.steps} steps{each} on {self.device}; "
-            f"what is not FP8 is {dtype} ({why}--dtype {other} decides otherwise)"
+            f"{', '.join(names)}: {self.config.optimizer.steps} steps{for_each} on {self.device}; "
+            f"what is not FP8 is {dtype} ({reason}--dtype {other} decides otherwise)"
         )
 
 
 class _Run:
-    """One run, whose folder is open; if it is resumed, its checkpoint is read."""
+    """One run, with its folder locked; if it is resumed, its checkpoint is read."""
 
     def __init__(self, shared: _Shared, name: str, recipe: str | Recipe | RecipeMap) -> None:
         config = shared.config
         self.shared, self.recipe, self.progress = shared, recipe, shared.progress
-        own = recipe if isinstance(recipe, str | RecipeMap) else RecipeMap(recipe)
-        called = config.called(own) if isinstance(own, str) else octavo.recipes.to_json(own)
-        self.identity: Identity = config.identity() | {"recipe": called, "text": shared.corpus.digest}
+        named_recipe = recipe if isinstance(recipe, str | RecipeMap) else RecipeMap(recipe)
+        recipe_text = (
+            config.called(named_recipe) if isinstance(named_recipe, str) else octavo.recipes.to_json(named_recipe)
+        )
+        self.identity: Identity = config.identity() | {"recipe": recipe_text, "text": shared.corpus.digest}
         self.folder: RunFolder | None = None
         self.saved: Content = {}
         if config.run.out is not None:
@@ -243,11 +245,11 @@ class _Run:
         steps, tokens = config.optimizer.steps, config.data.batch * config.model.context
         self.result = RunResult(name, steps, self.rows, config.model.parameters, tokens, config.run.dtype)
         self.result.folder = self.folder.path if self.folder is not None else None
-        self.result.switches = [Switch(**found) for found in self.saved.get("schedule", {}).get("switches", ())]
+        self.result.switches = [Switch(**values) for values in self.saved.get("schedule", {}).get("switches", ())]
 
     @property
     def steps_ahead(self) -> range:
-        """The steps that are left; a run's first step is 0."""
+        """The steps that are not done yet; a run's first step is 0."""
         return range(len(self.rows), self.result.steps)
 
     def train(self, later: Sequence[_Run] = ()) -> RunResult:
@@ -261,7 +263,7 @@ class _Run:
             self.trainer = Trainer(config, model, self.shared.corpus, ranks, recipe_named(self.recipe))
         if self.folder is not None and self.saved:
             self.trainer.load(self.folder, self.saved)
-        self.later = [len(each.steps_ahead) for each in later if each.steps_ahead]
+        self.later = [len(run.steps_ahead) for run in later if run.steps_ahead]
         self.forecast_at = len(self.rows) + FORECAST_AFTER
         self.recorder = RunRecorder(config, self.rows, device.type != "cpu")
         self.shared.hooks.on_model(model)
@@ -276,16 +278,18 @@ class _Run:
             if self.folder is not None:
                 self.folder.finish()
         except DivergedError as error:
-            why = f"{error}{self.inspection.close()}{self._kept()}"
-            raise DivergedError(f"{self.result.name} diverged: {why}; try a lower --lr") from error
+            reason = f"{error}{self.inspection.close()}{self._checkpoint_note()}"
+            raise DivergedError(f"{self.result.name} diverged: {reason}; try a lower --lr") from error
         except RankError as error:
-            kept = self._kept()
-            raise RankError(f"{error}{kept}{'; add --resume to go on' if kept else ''}") from error
+            checkpoint_note = self._checkpoint_note()
+            raise RankError(
+                f"{error}{checkpoint_note}{'; add --resume to go on' if checkpoint_note else ''}"
+            ) from error
         finally:
             self.inspection.close()
         return self.result
 
-    def _kept(self) -> str:
+    def _checkpoint_note(self) -> str:
         if self.folder is None:
             return ""
         try:
@@ -305,9 +309,9 @@ class _Run:
                 self._read(validate=False, save=True)
                 return
             done = step + 1
-            launched = self.trainer.step(step)
-            self.recorder.add(done, *launched)
-            self.inspection.step(*launched)
+            numbers = self.trainer.step(step)
+            self.recorder.add(done, *numbers)
+            self.inspection.step(*numbers)
             self._note_switches()
             validate = done == steps or _due(done, intervals.eval_every)
             save = done == steps or _due(done, intervals.checkpoint_every)
@@ -315,16 +319,16 @@ class _Run:
                 self._read(validate, save)
 
     def _note_switches(self) -> None:
-        """Say which phases have begun."""
+        """Show the phases that have begun since the last call, all but the run's first."""
         if self.trainer.schedule is None:
             return
-        before = len(self.result.switches)
+        switches_shown = len(self.result.switches)
         self.result.switches = list(self.trainer.schedule.switches)
-        for switch in self.result.switches[max(before, 1) :]:
+        for switch in self.result.switches[max(switches_shown, 1) :]:
             self.progress.message(f"{self.result.name}  step {switch.step}: {switch.name}, since {switch.reason}")
 
     def _read(self, validate: bool, save: bool) -> None:
-        """Wait for the steps launched since the last time, and write and show their rows."""
+        """Wait for the steps launched since the last call, and write and show their rows."""
         new = self.recorder.read()
         if validate:
             new[-1] = self.recorder.validated(self.trainer.validate())
@@ -344,10 +348,10 @@ class _Run:
 
 
 class _Inspection:
-    """What `--inspect` adds to a run with layers in FP8: a record, if it has a folder, and where a fault came from."""
+    """The recorder and fault trace of a run with `--inspect` and layers in FP8; a record needs a folder."""
 
     def __init__(self, run: _Run) -> None:
-        """Of a run whose model is loaded; does nothing if the options don't ask for it."""
+        """Begin to record a run whose model is loaded; do nothing without the option or without layers in FP8."""
         self._recorder: octavo.inspect.Recorder | None = None
         self._trace: octavo.inspect.FaultTrace | None = None
         config, recipe, folder = run.shared.config, recipe_named(run.recipe), run.result.folder
@@ -357,26 +361,26 @@ class _Inspection:
             run.progress.message(f"{run.result.name} has no layers in FP8: nothing of it is recorded")
             return
         trainer, ranks = run.trainer, run.trainer.ranks
-        how: dict[str, Any] = {"step": len(run.rows), "group": ranks.group}
+        common: dict[str, Any] = {"step": len(run.rows), "group": ranks.group}
         if folder is not None:
             run.progress.message(f"{run.result.name} is recorded: octavo inspect {folder} says what it shows")
             with ranks.together():
                 if not run.rows and ranks.rank == 0:  # a run that was killed before its first checkpoint left a record
                     shutil.rmtree(folder / RECORD, ignore_errors=True)
-            how_often = config.inspect.inspect_every
-            kept = {"optimizer": trainer.optimizer, "schedule": trainer.schedule}
-            self._recorder = octavo.inspect.Recorder(trainer.model, folder / RECORD, how_often, **kept, **how)
-        self._trace = octavo.inspect.trace_faults(trainer.model, raises=False, **how)
+            interval = config.inspect.inspect_every
+            watched = {"optimizer": trainer.optimizer, "schedule": trainer.schedule}
+            self._recorder = octavo.inspect.Recorder(trainer.model, folder / RECORD, interval, **watched, **common)
+        self._trace = octavo.inspect.trace_faults(trainer.model, raises=False, **common)
 
     def step(self, loss: Tensor, norm: Tensor, lr: float) -> None:
-        """Record a step that was launched."""
+        """Record a step; loss and norm may still be on their way from the device."""
         if self._trace is not None:
             self._trace.step(loss, norm)
         if self._recorder is not None:
             self._recorder.step(loss, norm, lr=lr)
 
     def close(self) -> str:
-        """Write what is left, and leave the model as it was; the words for where the first fault was, or ""."""
+        """Finish the record and remove the hooks; return "; " and where the first fault was, or ""."""
         (trace, self._trace), (recorder, self._recorder) = (self._trace, None), (self._recorder, None)
         if trace is not None:
             trace.close()
@@ -393,17 +397,17 @@ def _due(step: int, interval: int) -> bool:
 
 
 def run_in(path: Path) -> Path:
-    """The run's folder in a folder with just one run, as `octavo train` makes it; else the path itself."""
+    """Return the run's folder in a folder with just one run, as `octavo train` makes it; else the path itself."""
     runs = [] if RunFolder(path).holds_run() else _runs_in(path)
     return runs[0] if len(runs) == 1 else path
 
 
 def _runs_in(path: Path) -> list[Path]:
-    return sorted(found.parent for found in path.glob(f"*/{CHECKPOINT}"))
+    return sorted(checkpoints.parent for checkpoints in path.glob(f"*/{CHECKPOINT}"))
 
 
 def trained_model(path: Path) -> GPT:
-    """The model that a run trained, in evaluation mode, with its recipe and delayed state.
+    """Return the model that a run trained, in evaluation mode, with its recipe and delayed state.
 
     ``path`` is the run's folder, or a folder with this run alone. Weights that were stored in FP8 are stored so.
     """
@@ -419,8 +423,8 @@ def trained_model(path: Path) -> GPT:
     try:
         recipe = recipe if recipe in RECIPES else octavo.recipes.as_recipe(parse_json(recipe))
     except (TypeError, ValueError) as error:
-        why = f"{path} was trained with a recipe of its own, {recipe}: build its model in Python"
-        raise RunCheckpointError(why) from error
+        reason = f"{path} was trained with a recipe of its own, {recipe}: build its model in Python"
+        raise RunCheckpointError(reason) from error
     state = build(StateConfig, identity)
     if not content["weights_in_fp8"]:  # in another phase than that of its options
         state = replace(state, weight_storage="none")

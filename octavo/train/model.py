@@ -27,7 +27,7 @@ SPEED = 0.01  # change of a bias in a step; DeepSeek-V3 has 0.001 and about a hu
 
 
 class Router(nn.Linear):
-    """Scores [..., E] for an input [..., W]: sigmoids in float32, also in autocast."""
+    """A layer that scores experts: sigmoids [..., E] for an input [..., W], in float32, also in autocast."""
 
     def forward(self, input: Tensor) -> Tensor:
         with torch.autocast(input.device.type, enabled=False):
@@ -58,7 +58,7 @@ class Mixture(nn.Module):
         self.register_buffer("load", torch.zeros(config.experts, dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., W] -> [..., W]."""
+        """Return the output of the chosen experts, x [..., W] -> [..., W]."""
         h = self.norm(x)
         scores = self.router(h.flatten(0, -2))  # [T, E]
         index = (scores.detach() + self.bias).topk(self.k).indices
@@ -71,7 +71,7 @@ class Mixture(nn.Module):
 
 @torch.no_grad()
 def balance(mixtures: Iterable[Mixture], ranks: Ranks) -> None:
-    """Move every bias by the choices of all ranks since the last call, and count anew; to be called after a step.
+    """Move every bias by the choices of all ranks since the last call, and count anew; call it after a step.
 
     This balances loads as DeepSeek-V3 does, without an auxiliary loss (Wang et al. 2024, arXiv 2408.15664). An expert's
     bias, which changes whether it is chosen and not the weight of its output, rises by a constant if the expert had
@@ -109,7 +109,7 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights of variance 1 / fan-in; those that write to the residual stream divided by √(2 × layers)."""
+        """Draw normal weights of variance 1 / fan-in; divide those that add to the residual stream by √(2 × layers)."""
         for module in self.modules():
             if isinstance(module, nn.Linear | GroupedLinear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
@@ -119,9 +119,9 @@ class GPT(nn.Module):
         nn.init.normal_(self.head.weight, std=0.5 * self.config.width**-0.5)
         for block in self.blocks:
             assert isinstance(block, TransformerBlock)
-            for writer in (block.attention.out, block.mlp.experts.down if self.mixtures else block.mlp.fc2):
+            for layer in (block.attention.out, block.mlp.experts.down if self.mixtures else block.mlp.fc2):
                 with torch.no_grad():
-                    writer.weight /= math.sqrt(2 * self.config.layers)
+                    layer.weight /= math.sqrt(2 * self.config.layers)
 
     @property
     def mixtures(self) -> list[Mixture]:
@@ -129,7 +129,7 @@ class GPT(nn.Module):
         return [block.mlp for block in self.blocks if isinstance(block.mlp, Mixture)]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B, C, 256] of each next byte, in the Linear layers' output dtype, from integers [B, C]."""
+        """Return logits [B, C, 256] of each next byte, in the Linear layers' output dtype, from integers [B, C]."""
         x = self.embedding(tokens.int())  # [B, C, W]
         for block in self.blocks:
             x = block(x, (self.cos, self.sin))
@@ -137,5 +137,5 @@ class GPT(nn.Module):
 
 
 def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of logits [B, C, 256] and the bytes that follow [B, C]; nats a byte, a float32 scalar."""
+    """Return the mean cross-entropy of logits [B, C, 256] and the next bytes [B, C]: nats a byte, a float32 scalar."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten().long())

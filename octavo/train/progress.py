@@ -21,7 +21,7 @@ STEPS_BETWEEN_READS = 10  # on an accelerator: reading the loss waits for the de
 
 
 class RunRecorder:
-    """Turns steps into rows, appends these to the run's, and checks whether the run diverges.
+    """Turns steps into rows, appends them to the run's rows, and checks whether the run diverges.
 
     On an accelerator losses are read every few steps only, as reading waits for the device.
     """
@@ -35,7 +35,7 @@ class RunRecorder:
         self._since = 0.0
 
     def restart_clock(self) -> None:
-        """Leave the time until now, such as that of a validation, out of the steps' time."""
+        """Leave the time until now, such as a validation's, out of the steps' time."""
         self._since = time.perf_counter()
 
     def add(self, step: int, loss: Tensor, norm: Tensor, lr: float) -> None:
@@ -43,15 +43,15 @@ class RunRecorder:
         self._pending.append((step, loss, norm, lr))
 
     def read(self) -> list[StepRow]:
-        """Wait for the steps launched since the last time, and return their rows, or raise DivergedError."""
+        """Wait for the steps launched since the last call, and return their rows, or raise DivergedError."""
         values = [(step, float(loss), float(norm), lr) for step, loss, norm, lr in self._pending]
         now = time.perf_counter()
         speed = self._tokens * len(values) / max(now - self._since, 1e-9)
         self._pending.clear()
         for step, loss, norm, lr in values:
-            for what, value in (("loss", loss), ("norm of the gradients", norm)):
+            for quantity, value in (("loss", loss), ("norm of the gradients", norm)):
                 if not math.isfinite(value):
-                    raise DivergedError(f"the {what} became {value} in step {step}")
+                    raise DivergedError(f"the {quantity} became {value} in step {step}")
             self.rows.append(StepRow(step, loss, lr, speed))
             recent = [row.loss for row in self.rows[-RUNAWAY_STEPS:]]
             if len(recent) == RUNAWAY_STEPS and (mean := fmean(recent)) > RUNAWAY_LOSS:
@@ -67,7 +67,7 @@ class RunRecorder:
         return self.rows[-1]
 
     def seconds_left(self, steps: int) -> float:
-        """The seconds that so many more steps will take at the pace since the first ones were read, which were slow."""
+        """Return the seconds that ``steps`` more steps will take, by the pace after the first read, which was slow."""
         assert self._first is not None  # there are rows
         count, since = self._first
         done = len(self.rows) - count
@@ -75,14 +75,14 @@ class RunRecorder:
 
 
 def in_words(seconds: float) -> str:
-    """Seconds as people say them: 40 s, 3 min, 2.5 h."""
+    """Return a duration in a unit that is easy to read: 40 s, 3 min, 2.5 h."""
     if seconds < 55:
         return f"{max(5, 5 * round(seconds / 5))} s"
     return f"{max(1, round(seconds / 60))} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 class Progress:
-    """Shows how runs go on: a line to ``stream`` every ``interval`` seconds, and one for each validation.
+    """Shows the progress of runs: a line to ``stream`` every ``interval`` seconds, and one for each validation.
 
     Without a stream nothing is shown.
     """
@@ -92,11 +92,11 @@ class Progress:
         self.interval = interval
 
     def begin(self, name: str, step: int, steps: int) -> None:
-        """A run starts, or goes on after `step` of `steps`."""
+        """Note that a run starts, or continues after `step` of `steps`."""
         self._name, self._steps, self._last = name, steps, time.monotonic()
 
     def update(self, row: StepRow, seconds_left: float) -> None:
-        """A step is done; ``seconds_left``: of all runs."""
+        """Show a step that is done, if it is time to; ``seconds_left``: of all runs."""
         validated = not math.isnan(row.val_loss)
         if not validated and row.step < self._steps and time.monotonic() - self._last < self.interval:
             return

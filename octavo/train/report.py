@@ -29,17 +29,17 @@ def require_plotting() -> None:
 
 
 def gap(result: RunResult, baseline: RunResult) -> float:
-    """How much higher a run's final validation loss is than the baseline's, in %."""
+    """Return by how many % a run's final validation loss is higher than the baseline's."""
     return 100 * (result.final_validation / baseline.final_validation - 1)
 
 
 def find_baseline(results: Sequence[RunResult]) -> RunResult | None:
-    """The run without FP8, which is bf16 or float32, if there is one."""
+    """Return the run without FP8, which is bf16 or float32, or None."""
     return next((result for result in results if result.name in UNCONVERTED), None)
 
 
 def table(results: Sequence[RunResult]) -> str:
-    """The results as aligned text: validation loss, gap to the baseline, time of a step, speed; then the dtype."""
+    """Return the results as text: validation loss, gap to the baseline, time of a step, speed; then the dtype."""
     baseline = find_baseline(results)
     head = ["recipe", "validation loss", "time/step", "tokens/s"]
     if baseline is not None:
@@ -57,7 +57,7 @@ def table(results: Sequence[RunResult]) -> str:
 
 
 def write_csv(results: Sequence[RunResult], path: Path) -> None:
-    """Write the table's numbers in full."""
+    """Write the table's numbers as CSV, with all digits."""
     baseline = find_baseline(results)
     text = "recipe,validation_loss,gap_percent,seconds_per_step,tokens_per_s,steps,parameters,dtype\n"
     for result in results:
@@ -71,7 +71,7 @@ def write_csv(results: Sequence[RunResult], path: Path) -> None:
 
 
 def smooth(losses: Sequence[float], width: float) -> list[float]:
-    """The Gaussian mean of a curve, with a standard deviation of ``width`` steps.
+    """Return the Gaussian mean of a curve, with a standard deviation of ``width`` steps.
 
     At the start, where the curve falls fast, the window is as short before a step as after; at the end it is cut off.
     """
@@ -80,8 +80,10 @@ def smooth(losses: Sequence[float], width: float) -> list[float]:
     means = []
     for step in range(len(losses)):
         side = min(reach, step)
-        near = range(step - side, min(step + side + 1, len(losses)))
-        means.append(fmean([losses[other] for other in near], [weights[abs(other - step)] for other in near]))
+        window = range(step - side, min(step + side + 1, len(losses)))
+        means.append(
+            fmean([losses[neighbour] for neighbour in window], [weights[abs(neighbour - step)] for neighbour in window])
+        )
     return means
 
 
@@ -115,7 +117,7 @@ Styles = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 
 
 def _styles(ordered: Sequence[RunResult], baseline: RunResult | None) -> Styles:
-    """How the line and the marks of each run are drawn, by its name; as curves may coincide, the later the thinner."""
+    """Return {run's name: (line style, mark style)}; later runs are thinner, as curves may coincide."""
     colours = itertools.cycle(COLOURS)
     styles = {}
     for index, result in enumerate(ordered):
@@ -139,10 +141,10 @@ def _draw_losses(axes: Any, results: Sequence[RunResult], styles: Styles) -> Non
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_ylabel("loss (nats/byte)")
     axes.legend(title="final validation loss", frameon=False, alignment="left")
-    # The first steps fall from log(256) = 5.5, so the axis is scaled for what comes after the first tenth.
-    after = [loss for result in results for loss in result.losses[len(result.losses) // 10 :]]
-    after += [loss for result in results for step, loss in result.validations if step > len(result.losses) // 10]
-    low, high = min(after), max(after)
+    # The first steps fall from log(256) = 5.5, so the axis is scaled for the losses after the first tenth.
+    shown_losses = [loss for result in results for loss in result.losses[len(result.losses) // 10 :]]
+    shown_losses += [loss for result in results for step, loss in result.validations if step > len(result.losses) // 10]
+    low, high = min(shown_losses), max(shown_losses)
     axes.set_ylim(low - 0.1 * (high - low) - 1e-3, high + 0.15 * (high - low) + 1e-3)
     axes.margins(x=0.03)  # room for a mark at the end
 
@@ -171,10 +173,12 @@ def _draw_gaps(axes: Any, others: Sequence[RunResult], baseline: RunResult, styl
     for result in others:
         _, marks = styles[result.name]
         smoothed = zip(smooth(result.losses, width), reference, strict=True)
-        percent = [100 * (ours / theirs - 1) for ours, theirs in smoothed]
+        percent = [100 * (mean / baseline_mean - 1) for mean, baseline_mean in smoothed]
         axes.plot([row.step for row in result.rows], percent, color=marks["color"], linewidth=1.6)
-        theirs = dict(baseline.validations)
-        gaps = [(step, 100 * (loss / theirs[step] - 1)) for step, loss in result.validations if step in theirs]
+        baseline_loss = dict(baseline.validations)
+        gaps = [
+            (step, 100 * (loss / baseline_loss[step] - 1)) for step, loss in result.validations if step in baseline_loss
+        ]
         axes.plot(*zip(*gaps, strict=True), linestyle="none", **marks)
         axes.plot([], [], label=f"{result.name}  {gap(result, baseline):+.2f} %", linewidth=1.6, **marks)
         visible += [abs(value) for value in percent[len(percent) // 10 :]] + [abs(value) for _, value in gaps]

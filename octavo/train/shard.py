@@ -1,4 +1,4 @@
-"""A run on the ranks that torchrun starts: which take part, and what each has of the model and of every batch."""
+"""A run on the ranks that torchrun starts: how they join, shard the model, and divide every batch among them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def require_one_process(config: RanksConfig) -> None:
 
 @contextlib.contextmanager
 def joined(config: TrainConfig) -> Iterator[Ranks]:
-    """The ranks of a run, joined as torchrun's environment says; this process alone if `config.ranks.shard` is none."""
-    shard, started = config.ranks.shard, int(os.environ.get("WORLD_SIZE", "1"))
-    if shard == ALONE and started > 1:
-        raise TrainError(f"{started} processes were started, but shard is none: add --shard fsdp or --shard ddp")
+    """Yield the ranks of a run, joined by torchrun's environment; without `config.ranks.shard` this process alone."""
+    shard, process_count = config.ranks.shard, int(os.environ.get("WORLD_SIZE", "1"))
+    if shard == ALONE and process_count > 1:
+        raise TrainError(f"{process_count} processes were started, but shard is none: add --shard fsdp or --shard ddp")
     if shard == ALONE:
         yield Ranks()
         return
@@ -42,7 +42,7 @@ def joined(config: TrainConfig) -> Iterator[Ranks]:
     accelerated, ended = device_name(config).startswith("cuda"), False
     try:
         with lost_ranks():
-            # gloo besides NCCL, as what ranks agree on are tensors on the CPU
+            # gloo besides NCCL, as ranks compare their options by tensors on the CPU
             backend = "cpu:gloo,cuda:nccl" if accelerated else "gloo"
             timeout = timedelta(seconds=config.ranks.timeout)
             store, rank, size = _fresh_store(timeout)
@@ -55,31 +55,33 @@ def joined(config: TrainConfig) -> Iterator[Ranks]:
 
 
 def _fresh_store(timeout: timedelta) -> tuple[Any, int, int]:
-    """The store in which ranks find each other, under a name that no start before has used; this rank; how many.
+    """Return (the store in which ranks meet, with a prefix that no earlier start has used; this rank; how many).
 
     torchrun's agent keeps its store through restarts, with the addresses of dead ranks (PyTorch's issues 135712 and
-    167288). Rank 0 invents a name and tells each rank that asks. A question of a start before is answered too, but only
-    who has asked now hears it and says so.
+    167288). Rank 0 draws a prefix and writes it as the answer to each rank's question, also to questions that an
+    earlier start left. Only ranks of this start read their answer and confirm it; rank 0 waits for all of them.
     """
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    own, missing, until = secrets.token_hex(8), {*range(1, size)}, time.monotonic() + timeout.total_seconds()
+    token, missing, deadline = secrets.token_hex(8), {*range(1, size)}, time.monotonic() + timeout.total_seconds()
     if rank > 0:
-        store.set(f"octavo/question/{rank}", own)
-        name = store.get(f"octavo/answer/{own}").decode()
+        store.set(f"octavo/question/{rank}", token)
+        name = store.get(f"octavo/answer/{token}").decode()
         store.set(f"octavo/{name}/{rank}", "")
         return dist.PrefixStore(name, store), rank, size
-    while missing := {other for other in missing if not store.check([f"octavo/{own}/{other}"])}:
-        if time.monotonic() > until:
+    while missing := {
+        rank_of_other for rank_of_other in missing if not store.check([f"octavo/{token}/{rank_of_other}"])
+    }:
+        if time.monotonic() > deadline:
             raise dist.DistStoreError(f"timeout: ranks {sorted(missing)} did not join")
-        for other in missing:
-            if store.check([f"octavo/question/{other}"]):
-                store.set(f"octavo/answer/{store.get(f'octavo/question/{other}').decode()}", own)
+        for rank_of_other in missing:
+            if store.check([f"octavo/question/{rank_of_other}"]):
+                store.set(f"octavo/answer/{store.get(f'octavo/question/{rank_of_other}').decode()}", token)
         time.sleep(0.01)
-    return dist.PrefixStore(own, store), rank, size
+    return dist.PrefixStore(token, store), rank, size
 
 
 def ranks_of(config: RanksConfig) -> Ranks:
-    """The ranks of a run: this process alone, or those of the default process group; without one, TrainError."""
+    """Return the ranks of a run: this process alone, or the default process group; raise TrainError without one."""
     if config.shard == ALONE:
         return Ranks()
     ranks = Ranks.of_process()
@@ -91,7 +93,7 @@ def ranks_of(config: RanksConfig) -> Ranks:
 
 
 def ranks_for_saves(config: TrainConfig, ranks: Ranks) -> Ranks | None:
-    """The run's ranks in a group of their own, to write checkpoints while they train; None: they wait for each one."""
+    """Return the ranks in a new group, to write checkpoints while they train; None if training waits for each one."""
     if not config.ranks.async_save:
         return None
     if ranks.group is None:
@@ -102,7 +104,7 @@ def ranks_for_saves(config: TrainConfig, ranks: Ranks) -> Ranks | None:
 
 
 def device_name(config: TrainConfig) -> str:
-    """The device of this process; each process on a machine has a GPU of its own."""
+    """Return the name of this process's device; each process on a machine has a different GPU."""
     name = config.run.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,7 +112,7 @@ def device_name(config: TrainConfig) -> str:
 
 
 def require_even_batches(config: TrainConfig, ranks: Ranks) -> None:
-    """Raise TrainError unless all ranks (or groups of ranks that share sequences) get as many in each micro-batch."""
+    """Raise TrainError unless a micro-batch's sequences divide evenly among ranks (groups, if they share sequences)."""
     sharing = config.ranks.tensor_parallel
     if ranks.size % sharing:
         raise TrainError(f"{ranks.size} ranks do not divide by tensor_parallel {sharing}: start a multiple of it")
@@ -124,12 +126,12 @@ def require_even_batches(config: TrainConfig, ranks: Ranks) -> None:
 
 
 def share_of(batch: Tensor, ranks: Ranks) -> Tensor:
-    """This rank's sequences of a batch."""
+    """Return this rank's sequences of a batch."""
     return batch.tensor_split(ranks.size)[ranks.rank]
 
 
 def _mesh_of(config: TrainConfig, ranks: Ranks, device_type: str) -> Any:
-    """The ranks as a mesh (data) or, under tensor parallelism, (data, tensor)."""
+    """Return the ranks as a mesh (data) or, under tensor parallelism, (data, tensor)."""
     from torch.distributed.device_mesh import DeviceMesh
 
     if (sharing := config.ranks.tensor_parallel) == 1:
@@ -181,7 +183,7 @@ def shard(model: GPT, config: TrainConfig, ranks: Ranks) -> tuple[nn.Module, Ran
             mesh = mesh["data"]
         for block in model.blocks:
             if config.run.compile:
-                # compiled before fully_shard adds hooks, which stay out of the graph; experts on several ranks break it
+                # before fully_shard adds hooks, which stay out of the graph; experts on several ranks would break it
                 compiled: Any = block.attention if model.mixtures and mesh.size() < ranks.size else block
                 compiled.compile()
             fully_shard(block, mesh=mesh)
@@ -194,7 +196,7 @@ def shard(model: GPT, config: TrainConfig, ranks: Ranks) -> tuple[nn.Module, Ran
 
 
 def syncing(called: nn.Module, last: bool) -> AbstractContextManager[None]:
-    """A context for the forward and backward of a micro-batch: gradients are sent only after the last one."""
+    """Return a context for the forward and backward of a micro-batch: gradients are sent only after the last one."""
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(called, FSDPModule):

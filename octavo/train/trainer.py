@@ -1,4 +1,4 @@
-"""The model, its optimizer, and one step of both: what a run computes, but not what it writes or shows."""
+"""The model, its optimizer, and one step of both: all that a run computes; files and progress are in other modules."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BELOW = 0.06  # auto's threshold: the default run crosses it after three quarter
 
 
 def phases_of(text: str, recipe: Recipe | RecipeMap, steps: int, state: StateConfig) -> list[Phase]:
-    """The phases of a run by --schedule, such as fp8-then-bf16@0.7.
+    """Return the phases of a run by --schedule, such as fp8-then-bf16@0.7.
 
     In fp8 layers have the run's recipe, weights and ``state``. In bf16 (float32 and baseline are the same here) they
     compute in high precision, in the run's dtype; weights are plain, and masters and moments float32.
@@ -58,17 +58,17 @@ def phases_of(text: str, recipe: Recipe | RecipeMap, steps: int, state: StateCon
     if text == AUTO:
         return [_phase("fp8", recipe, state), _phase(BASELINE, recipe, state, when_update_below_resolution=BELOW)]
     first, *later = text.split("-then-")
-    phases, before = [_phase(first, recipe, state)], 0
+    phases, previous_start = [_phase(first, recipe, state)], 0
     for words in later:
         name, share = words.split("@")
-        begins = round(float(share) * steps)
-        if not before < begins < steps:
+        start = round(float(share) * steps)
+        if not previous_start < start < steps:
             raise TrainError(
-                f"schedule {text}: {name} would begin at step {begins} of {steps}, after one at step {before}: "
+                f"schedule {text}: {name} would begin at step {start} of {steps}, after one at step {previous_start}: "
                 "choose a share of the steps between those around it"
             )
-        phases.append(_phase(name, recipe, state, from_step=begins))
-        before = begins
+        phases.append(_phase(name, recipe, state, from_step=start))
+        previous_start = start
     return phases
 
 
@@ -80,7 +80,7 @@ def _phase(name: str, recipe: Recipe | RecipeMap, state: StateConfig, **trigger:
 
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:
-    """The learning rate of a step (the first is 0): a linear warmup, then half a cosine down to final_lr x lr."""
+    """Return the learning rate of a step (from 0 on): a linear warmup, then half a cosine down to final_lr x lr."""
     warmup = round(config.warmup * config.steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
@@ -91,37 +91,37 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
 def build_optimizer(
     model: nn.Module, config: OptimizerConfig, state: StateConfig = DEFAULT_STATE
 ) -> torch.optim.Optimizer:
-    """AdamW or Muon, decaying matrices only, not the norms' gains: torch's AdamW, unless the state needs octavo's."""
+    """Return AdamW or Muon that decays matrices, not norms' gains: torch's AdamW, unless the state needs octavo's."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     betas, is_muon = (config.beta1, config.beta2), state.algorithm == "muon"
     if state == StateConfig(master=state.master) and not state.bf16_weights and not is_muon:
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
-    kept: Any = {"moments": state.moments, "master": or_none(state.master)}
+    state_formats: Any = {"moments": state.moments, "master": or_none(state.master)}
     if not is_muon:
-        return octavo.optim.AdamW(groups, config.lr, betas, **kept)
+        return octavo.optim.AdamW(groups, config.lr, betas, **state_formats)
     named = model.named_parameters()
     hidden = {p for name, p in named if name.startswith("blocks.") and p.dim() >= 2 and f".{ROUTER}." not in name}
     groups[0]["params"] = [p for p in matrices if p not in hidden]
     others = [{**group, "algorithm": "adamw"} for group in groups]
     first = {"params": [p for p in matrices if p in hidden], "weight_decay": config.weight_decay, "algorithm": "muon"}
     adamw = {"lr": config.lr, "betas": betas}
-    return octavo.optim.Muon([first, *others], config.lr, adjust_lr_fn="match_rms_adamw", **kept, adamw=adamw)
+    return octavo.optim.Muon([first, *others], config.lr, adjust_lr_fn="match_rms_adamw", **state_formats, adamw=adamw)
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this name, or TrainError if it can't be used here."""
+    """Return the device of this name; raise TrainError if it can't be used here."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device, dtype=torch.float32).add_(1).item()  # the meta device has no values
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # what an absent backend raises
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # an absent backend raises one of these
         raise TrainError(f"device {name!r} cannot be used here: choose auto, or one that octavo info lists") from error
     return device
 
 
 def settle_dtype(config: TrainConfig, device: torch.device, recipes: Collection[object] = ()) -> TrainConfig:
-    """The options with the dtype that `auto` means on a device for these recipes, or TrainError."""
+    """Return the options with the dtype that `auto` means on a device for these recipes, or raise TrainError."""
     return config.with_dtype(recipes, str(fast_dtype(device)).removeprefix("torch."))
 
 
@@ -145,7 +145,7 @@ def require_memory(config: TrainConfig, device: torch.device, ranks: int = 1) ->
 def build_model(
     config: ModelConfig, recipe: str | Recipe | RecipeMap, seed: int, state: StateConfig = DEFAULT_STATE
 ) -> GPT:
-    """The model with the initial weights of a seed, its blocks converted to the recipe unless that is the baseline.
+    """Return the model with a seed's initial weights, its blocks converted to the recipe unless it is the baseline.
 
     The output head stays in high precision, as is usual in FP8 training: it is a small share of the work, and rounding
     the gradients of the loss at their source costs more than anywhere else. Routers of experts stay so, too.
@@ -171,7 +171,7 @@ def in_fp8(module: nn.Module, name: str) -> bool:
 
 
 def recipe_named(recipe: str | Recipe | RecipeMap) -> Recipe | RecipeMap | None:
-    """The recipe with this name, or the recipe given; None: the model stays as it is built."""
+    """Return the recipe with this name, or the recipe itself; None: the model stays as it is built."""
     if not isinstance(recipe, str):
         return recipe
     return None if check_recipe(recipe) in UNCONVERTED else getattr(octavo.recipes, recipe)()
@@ -213,13 +213,13 @@ class Trainer:
                 self.schedule = octavo.schedule.PrecisionSchedule(model, self.optimizer, phases)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of a batch, in autocast if the dtype is bfloat16; inputs and targets [B, C] uint8."""
+        """Return the loss of a batch, in autocast if the dtype is bfloat16; inputs and targets [B, C] uint8."""
         inputs, targets = inputs.to(self.device), targets.to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.run.dtype == "bfloat16"):
             return next_byte_loss(self.called(inputs), targets)
 
     def step(self, step: int) -> tuple[Tensor, Tensor, float]:
-        """One optimizer step: loss and norm of the gradients, over all ranks and on the device, and learning rate."""
+        """Take a step; return loss and gradients' norm, over all ranks and on the device, and the learning rate."""
         options, optimizer = self.config.optimizer, self.optimizer
         lr = learning_rate(step, options)
         for group in optimizer.param_groups:
@@ -251,7 +251,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss over the validation windows, nats a byte."""
+        """Return the mean loss over the validation windows, nats a byte."""
         self.model.eval()
         windows = list(self.batches.validation(self.config.data.eval_windows))
         losses = []
@@ -265,14 +265,16 @@ class Trainer:
 
     def save(self, folder: RunFolder, identity: Identity, rows: list[StepRow]) -> None:
         """Replace the folder's checkpoint."""
-        found = {"schedule": self.schedule, "in_backward": self.in_backward}
-        content: Content = {name: each.state_dict() for name, each in found.items() if each is not None}
+        stateful = {"schedule": self.schedule, "in_backward": self.in_backward}
+        content: Content = {
+            name: state_holder.state_dict() for name, state_holder in stateful.items() if state_holder is not None
+        }
         content |= {"step": len(rows), "identity": identity, "rows": [dataclasses.astuple(row) for row in rows]}
         content["weights_in_fp8"] = any(stored_as(weight) is not None for weight in self.model.parameters())
         folder.save(self.model, self.optimizer, content)
 
     def load(self, folder: RunFolder, content: Content) -> None:
-        """Load the checkpoint that the folder has read; RunCheckpointError for one of another schedule or model."""
+        """Load the checkpoint that the folder has read; raise RunCheckpointError if schedule or model don't fit it."""
         try:
             if self.schedule is not None:  # first, as it brings model and optimizer into the form of its phase
                 self.schedule.load_state_dict(content["schedule"])

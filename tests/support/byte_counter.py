@@ -1,4 +1,4 @@
-"""Counts what collectives move: calls and bytes of each kind, and what goes over which link."""
+"""Counts the calls and bytes of collectives of each kind, and the bytes over each link."""
 
 from __future__ import annotations
 
@@ -54,28 +54,30 @@ class ByteCounter(TorchDispatchMode):
         return result
 
     def _count_links(self, kind: str, plain: str, whole: int, args: Any, ranks: list[int]) -> None:
-        """Add what this rank sends to others of ``ranks``."""
-        own, size = ranks.index(dist.get_rank()), len(ranks)
+        """Add the bytes that this rank sends to others of ``ranks``."""
+        this_rank, size = ranks.index(dist.get_rank()), len(ranks)
         shares = [0] * size
         if kind != OTHER:
-            shares[(own + 1) % size] = whole * (size - 1) // size * (2 if kind == REDUCE else 1)
+            shares[(this_rank + 1) % size] = whole * (size - 1) // size * (2 if kind == REDUCE else 1)
         elif plain.startswith("alltoall"):
             # c10d's takes its output first, the functional one its input; both the receivers' sizes before the senders'
             sent, splits = (args[1], args[4]) if plain.startswith("alltoallbase") else (args[0], args[2])
             row = sent[:1].numel() * sent.itemsize
             shares = [count * row for count in splits or [len(sent) // size] * size]
         for other, share in zip(ranks, shares, strict=True):
-            if other != ranks[own]:
-                link = INSIDE if self.servers is None or self.servers[other] == self.servers[ranks[own]] else BETWEEN
+            if other != ranks[this_rank]:
+                link = (
+                    INSIDE if self.servers is None or self.servers[other] == self.servers[ranks[this_rank]] else BETWEEN
+                )
                 self.sent[link] += share
                 self.by_kind[kind, link] += share
 
 
 def _ranks(args: Any) -> list[int] | None:
-    """Those of a collective's process group, which is among its arguments, as itself or by its name."""
-    for given in args:
-        find = dist.ProcessGroup.unbox if isinstance(given, torch.ScriptObject) else resolve_process_group
-        if isinstance(given, torch.ScriptObject | str):
+    """Return the ranks of a collective's process group, which is among its arguments, as itself or by its name."""
+    for argument in args:
+        find = dist.ProcessGroup.unbox if isinstance(argument, torch.ScriptObject) else resolve_process_group
+        if isinstance(argument, torch.ScriptObject | str):
             with contextlib.suppress(RuntimeError, TypeError, LookupError):  # another argument: how to reduce
-                return dist.get_process_group_ranks(find(given))
+                return dist.get_process_group_ranks(find(argument))
     return None

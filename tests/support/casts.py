@@ -1,4 +1,4 @@
-"""Casts of anything, drawn at random, what they must return, and the one comparison.
+"""Random casts of anything, their expected results, and the one comparison.
 
 What is due comes from tests/support/definitions.py, of the float32 values of the reference's activation or norm, which
 tests hold against float64.
@@ -76,7 +76,7 @@ OPTIONS: dict[str, Sequence[Any]] = {
 
 
 def second(dtype: torch.dtype, tile: Sequence[int], power_of_two: bool, margin: int) -> dict[str, Any]:
-    """A second scaling, as ``cast`` takes it."""
+    """Return a second scaling, as ``cast`` takes it."""
     names = ("dtype", "tile", "power_of_two", "margin")
     return {f"second_{name}": value for name, value in zip(names, (dtype, tile, power_of_two, margin), strict=True)}
 
@@ -84,14 +84,14 @@ def second(dtype: torch.dtype, tile: Sequence[int], power_of_two: bool, margin: 
 def of_norm(
     gamma: Tensor, beta: Tensor | None, kind: str, eps: float = 1e-5, zero_centered: bool = False
 ) -> dict[str, Any]:
-    """A norm of what is cast, as ``cast`` takes it."""
+    """Return a norm of the cast's source, as ``cast`` takes it."""
     return {"gamma": gamma, "beta": beta, "kind": kind, "eps": eps, "zero_centered": zero_centered}
 
 
 def update_args(
     reduce: str, powers_of_two: Sequence[bool] = (False, True, False), margins: Sequence[int] = (0, 1, 2)
 ) -> tuple[Any, ...]:
-    """An update's limits, powers_of_two, margins and reduce."""
+    """Return an update's limits, powers_of_two, margins and reduce."""
     return [448.0, 448.0, 57344.0], list(powers_of_two), list(margins), reduce
 
 
@@ -99,7 +99,7 @@ def update_args(
 
 
 def values_of(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """A tensor [R, C] on the CPU, whose rows and columns differ in size.
+    """Return a tensor [R, C] on the CPU, whose rows and columns differ in size.
 
     ``kind``: "varied": finite; "faults": with inf and NaN; "only faults": some rows and columns hold no other; "zeros";
     "edge": the largest and the smallest numbers too.
@@ -123,7 +123,7 @@ def values_of(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
 
 
 def laid(x: Tensor, layout: str, device: torch.device | str = "cpu") -> Tensor:
-    """``x`` [R, C] on the device, in memory whose other elements are the largest numbers.
+    """Return ``x`` [R, C] on the device, in memory whose other elements are the largest numbers.
 
     ``layout``: "rows": contiguous; "columns": that of a transposed tensor; "strided": both strides odd; "offset":
     contiguous, but where no vector may be read.
@@ -145,7 +145,7 @@ def laid(x: Tensor, layout: str, device: torch.device | str = "cpu") -> Tensor:
 
 
 def to(device: str | torch.device, tree: Any) -> Any:
-    """A copy, with its tensors on the device."""
+    """Return a copy, with its tensors on the device."""
     return tree_map(lambda a: a.detach().to(device, copy=True) if isinstance(a, Tensor) else a, tree)
 
 
@@ -158,7 +158,7 @@ def negated(values: Tensor) -> Tensor:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty is filled with NaN."""
+    """Fill torch.empty with NaN within the block."""
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(1).isnan()
@@ -176,20 +176,22 @@ class Call(NamedTuple):
 
     @property
     def by_name(self) -> dict[str, Any]:
-        """All arguments, on the CPU, by the names of its schema."""
+        """Return all arguments, on the CPU, by the names of the op's schema."""
         schema = getattr(torch.ops.octavo, self.op).default._schema.arguments
-        given = {a.name: a.default_value for a in schema} | dict(zip((a.name for a in schema), self.args, strict=False))
-        return to("cpu", given | self.named)
+        arguments = {a.name: a.default_value for a in schema} | dict(
+            zip((a.name for a in schema), self.args, strict=False)
+        )
+        return to("cpu", arguments | self.named)
 
     @property
     def is_exact(self) -> bool:
-        """Whether what is cast has the same bits wherever it is computed."""
-        given = self.by_name
-        return given["activation"] in EXACT and given.get("gamma") is None
+        """Whether the values to cast have the same bits wherever they are computed."""
+        arguments = self.by_name
+        return arguments["activation"] in EXACT and arguments.get("gamma") is None
 
 
 def drawn(count: int, seed: int = 0, device: torch.device | str = "cpu", **options: Any) -> Iterator[tuple[Any, Call]]:
-    """So many cases, each with its call, in which any value of an option occurs equally often."""
+    """Yield ``count`` cases, each with its call, in which any value of an option occurs equally often."""
     for case in dealt(seed, count, **OPTIONS | options):
         if case["source"] == "norm" and case["how"] in ("groups", "commit"):
             case["how"] = "twice"
@@ -197,11 +199,11 @@ def drawn(count: int, seed: int = 0, device: torch.device | str = "cpu", **optio
 
 
 def call_of(case: dict[str, Any], device: torch.device | str = "cpu") -> Call:
-    """The call of a case."""
+    """Return the call of a case."""
     how, tile, sizes = case["how"], case["tile"], None
     if how == "groups":
-        sizes, rest = case["sizes"] or random_sizes(2 * int(torch.randint(50, ())) + 1)
-        case = case | {"shape": (sum(sizes) + rest, case["shape"][1] or 3)}
+        sizes, ungrouped = case["sizes"] or random_sizes(2 * int(torch.randint(50, ())) + 1)
+        case = case | {"shape": (sum(sizes) + ungrouped, case["shape"][1] or 3)}
     x, named = source_of(case, sizes, device)
     dtype, power_of_two, margin = case["scaling"]
     state = torch.full((3,), 7.0)
@@ -238,7 +240,7 @@ FLAT = [("activation", ""), ("preactivation", None), ("h_scale_inv", None), ("h_
 
 
 def source_of(case: dict[str, Any], sizes: Any, device: torch.device | str) -> tuple[Tensor, dict[str, Any]]:
-    """What is cast, of a case's shape, and the arguments by name that say so."""
+    """Return the tensor to cast, of a case's shape, and the named arguments that describe it."""
     (rows, cols), source, activation = case["shape"], case["source"], case["activation"]
     x = laid(values_of(case["values"], (rows, cols), case["dtype"]), case["layout"], device)
     if source == "tensor":
@@ -266,24 +268,24 @@ def source_of(case: dict[str, Any], sizes: Any, device: torch.device | str) -> t
 
 
 class Values(NamedTuple):
-    """What is cast, and what the roundings on the way to it are relative to."""
+    """The values to cast, and the magnitudes that roundings on the way to them are relative to."""
 
     y: Tensor  # [R, C]
     size: Tensor  # [R, C] fp64
     besides: dict[str, Tensor] = {}  # noqa: RUF012  a norm's mean, rstd and y
 
     def t(self) -> "Values":
-        """Transposed."""
+        """Return them transposed."""
         return Values(self.y.t(), self.size.t())
 
 
-def values_due(given: dict[str, Any]) -> Values:
-    """Of rows in no groups."""
-    x = given["x"]
-    if given.get("gamma") is None:
-        flat = tuple(given[name] for name, _ in FLAT)
+def values_due(arguments: dict[str, Any]) -> Values:
+    """Return the values to cast, of rows in no groups."""
+    x = arguments["x"]
+    if arguments.get("gamma") is None:
+        flat = tuple(arguments[name] for name, _ in FLAT)
         return Values(produced(x, *flat), magnitude(x, *flat))
-    norm = tuple(given[name] for name in ("gamma", "beta", "kind", "eps", "zero_centered"))
+    norm = tuple(arguments[name] for name in ("gamma", "beta", "kind", "eps", "zero_centered"))
     y, mean, rstd = normalise(x, *norm)
     gamma, beta, kind, eps, zero_centered = norm
     wide = x.double()
@@ -292,14 +294,14 @@ def values_due(given: dict[str, Any]) -> Values:
     growth = 1 + (size * exact) ** 2  # of roundings, where the mean is far from 0
     size = (wide.abs() + size[:, None]) * (exact * growth)[:, None] * (gamma.double().abs() + zero_centered)
     size = size.nan_to_num(0.0) + (0.0 if beta is None else beta.double().abs())
-    besides = {"mean": mean, "rstd": rstd, "y": y.to(x.dtype) if given["keep"] else x.new_empty(0, 0)}
+    besides = {"mean": mean, "rstd": rstd, "y": y.to(x.dtype) if arguments["keep"] else x.new_empty(0, 0)}
     return Values(y, size, besides)
 
 
 def magnitude(
     x: Tensor, activation: str, preactivation: Tensor | None, h_scale_inv: Tensor | None, h_tile: Sequence[int]
 ) -> Tensor:
-    """|h| or |gate up|; of a gradient |dy| or (|dy up| | |dy gate|). float64."""
+    """Return |h| or |gate up|; of a gradient |dy| or (|dy up| | |dy gate|). float64."""
     h = x if preactivation is None else preactivation
     size = (h if h_scale_inv is None else decode(h, torch.float32, h_scale_inv, h_tile)).double()
     if activation and activation_of(activation).gated:
@@ -310,42 +312,42 @@ def magnitude(
     return size.abs()
 
 
-def scaling_of(given: dict[str, Any], which: str = "") -> tuple[Any, ...]:
-    """What definitions.cast takes after the values, of the first or the ``second_`` scaling."""
+def scaling_of(arguments: dict[str, Any], which: str = "") -> tuple[Any, ...]:
+    """Return definitions.cast's arguments after the values, of the first or the ``second_`` scaling."""
     names = ("dtype", "tile", "power_of_two", "margin")
-    state = None if which else given["delayed_scale"]
-    found = tuple((given | {"tile": given.get("tile", ALL)})[which + name] for name in names)
-    return *found, 0.0 if state is None else float(state[given.get("role", 2)])
+    state = None if which else arguments["delayed_scale"]
+    scaling = tuple((arguments | {"tile": arguments.get("tile", ALL)})[which + name] for name in names)
+    return *scaling, 0.0 if state is None else float(state[arguments.get("role", 2)])
 
 
 def padded(codes: Tensor, dtype: torch.dtype, pad: int) -> Tensor:
-    """Bytes as codes, whose rows end with zeros."""
+    """Return bytes as codes, whose rows end with zeros."""
     return F.pad(codes, (0, -codes.shape[1] % pad)).view(dtype)
 
 
-def due(given: dict[str, Any], values: Values) -> dict[str, Tensor]:
-    """The pairs and the amax, by their names, of rows in no groups; no scale is swizzled."""
-    y, pad, first = values.y, given["pad"], scaling_of(given)
+def due(arguments: dict[str, Any], values: Values) -> dict[str, Tensor]:
+    """Return the expected pairs and the amax, by their names, of rows in no groups; no scale is swizzled."""
+    y, pad, first = values.y, arguments["pad"], scaling_of(arguments)
     codes, scale_inv, amax = definitions.cast(y, *first)
-    found = {"q": padded(codes, first[0], pad), "scale_inv": scale_inv, "amax": amax}
+    results = {"q": padded(codes, first[0], pad), "scale_inv": scale_inv, "amax": amax}
     none = torch.empty(0, 0, dtype=first[0])
-    if given.get("second_dtype") is None:
-        return found | {"t": padded(codes.t(), first[0], pad) if given["transpose"] else none}
-    del found["amax"]
-    other = scaling_of(given, "second_")
-    codes, scale_inv, _ = (r.t() if given["transpose"] else r for r in definitions.cast(y, *other))
-    return found | {"second": padded(codes, other[0], pad), "second_scale_inv": scale_inv}
+    if arguments.get("second_dtype") is None:
+        return results | {"t": padded(codes.t(), first[0], pad) if arguments["transpose"] else none}
+    del results["amax"]
+    other = scaling_of(arguments, "second_")
+    codes, scale_inv, _ = (r.t() if arguments["transpose"] else r for r in definitions.cast(y, *other))
+    return results | {"second": padded(codes, other[0], pad), "second_scale_inv": scale_inv}
 
 
-def due_by_group(given: dict[str, Any]) -> dict[str, Tensor]:
-    """The results of rows in groups: each as if it were alone, zeros and ones about them."""
-    ends, (dtype, tile, *_), pad = given["offsets"].tolist(), scaling_of(given), given["pad"]
+def due_by_group(arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the expected results of rows in groups: each as if it were alone, zeros and ones about them."""
+    ends, (dtype, tile, *_), pad = arguments["offsets"].tolist(), scaling_of(arguments), arguments["pad"]
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    flat = [given["x"], *(given[name] for name, _ in FLAT)]
-    h_rows, rows = scale_slices(sizes, given["h_tile"][0]), slices_of(sizes)
+    flat = [arguments["x"], *(arguments[name] for name, _ in FLAT)]
+    h_rows, rows = scale_slices(sizes, arguments["h_tile"][0]), slices_of(sizes)
     each = zip(*(parts(one, h_rows if place == 3 else rows) for place, one in enumerate(flat)), strict=True)
-    alone = [due(given | {"pad": 1, "transpose": True}, Values(produced(*one), torch.empty(0))) for one in each]
-    shape, grid_rows = (len(given["x"]), alone[0]["q"].shape[1]), scale_slices(sizes, tile[0])
+    alone = [due(arguments | {"pad": 1, "transpose": True}, Values(produced(*one), torch.empty(0))) for one in each]
+    shape, grid_rows = (len(arguments["x"]), alone[0]["q"].shape[1]), scale_slices(sizes, tile[0])
     grid, columns = grouped_scale_shape(shape, len(sizes), tile), slices_of(sizes, pad)
     q = torch.zeros(shape[0], -(-shape[1] // pad) * pad, dtype=torch.uint8)
     t = torch.zeros(shape[1], padded_columns(shape[0], len(sizes), pad), dtype=torch.uint8)
@@ -353,94 +355,98 @@ def due_by_group(given: dict[str, Any]) -> dict[str, Tensor]:
     for place, laid_at, scales, one in zip(rows, columns, grid_rows, alone, strict=True):
         q[place, : shape[1]], t[:, laid_at] = one["q"].view(torch.uint8), one["t"].view(torch.uint8)
         scale_inv[scales], amax[scales] = one["scale_inv"], one["amax"]
-    found = {"q": q if given["as_is"] else q[:0, :0], "t": t if given["transpose"] else t[:0, :0]}
-    return {name: codes.view(dtype) for name, codes in found.items()} | {"scale_inv": scale_inv, "amax": amax}
+    both = {"q": q if arguments["as_is"] else q[:0, :0], "t": t if arguments["transpose"] else t[:0, :0]}
+    return {name: codes.view(dtype) for name, codes in both.items()} | {"scale_inv": scale_inv, "amax": amax}
 
 
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
 def check(op: Callable[..., Any], call: Call, is_exact: bool, sums: bool = True) -> dict[str, Tensor]:
-    """Run an op into poisoned memory and compare all that it returns and leaves; the results, by their names.
+    """Run an op into poisoned memory and compare all that it returns and writes; return the results by their names.
 
     Args:
         is_exact: whether what is cast has the reference's bits; else it may differ by roundings.
         sums: False where column sums may depend on the order.
     """
-    given = call.by_name
+    arguments = call.by_name
     with poisoned_memory():
         results = op(*call.args, **call.named)
     left = call.by_name
     names = ["q", "t", "scale_inv", "amax"]
-    if given.get("second_dtype") is not None:
+    if arguments.get("second_dtype") is not None:
         names = ["q", "second", "scale_inv", "second_scale_inv"]
     if call.op == "cast_and_commit":
         names.remove("amax")
-    grouped = given.get("offsets") is not None
-    names += ["mean", "rstd", "y"] if given.get("gamma") is not None else [] if grouped else ["sums"]
+    grouped = arguments.get("offsets") is not None
+    names += ["mean", "rstd", "y"] if arguments.get("gamma") is not None else [] if grouped else ["sums"]
     actual = dict(zip(names, results, strict=True))
     for name, one in actual.items():
         assert one.is_contiguous() or ((name.endswith("scale_inv") or name == "amax") and one.t().is_contiguous()), name
         actual[name] = one.cpu()
     if grouped:
-        assert_same(actual, due_by_group(given))
+        assert_same(actual, due_by_group(arguments))
     else:
-        values = values_due(given)
-        expected = due(given, values)
-        if given.get("swizzle"):
-            actual = unswizzled(actual, given, values.y.shape)
+        values = values_due(arguments)
+        expected = due(arguments, values)
+        if arguments.get("swizzle"):
+            actual = unswizzled(actual, arguments, values.y.shape)
         expected |= values.besides
         if is_exact:
             assert_same(actual, expected)
         else:
-            assert_close(actual, expected, given, values)
-        if sums and "sums" in actual and given["column_sum"]:
-            assert_sums(actual["sums"], values, torch.float32 if given["x"].itemsize == 1 else given["x"].dtype)
-    written = assert_committed(given, left, expected["amax"], is_exact) if call.op == "cast_and_commit" else ()
-    assert all(not isinstance(a, Tensor) or name in written or same_bits(a, left[name]) for name, a in given.items())
+            assert_close(actual, expected, arguments, values)
+        if sums and "sums" in actual and arguments["column_sum"]:
+            assert_sums(actual["sums"], values, torch.float32 if arguments["x"].itemsize == 1 else arguments["x"].dtype)
+    written = assert_committed(arguments, left, expected["amax"], is_exact) if call.op == "cast_and_commit" else ()
+    assert all(
+        not isinstance(a, Tensor) or name in written or same_bits(a, left[name]) for name, a in arguments.items()
+    )
     return actual
 
 
-def unswizzled(actual: dict[str, Tensor], given: dict[str, Any], shape: Sequence[int]) -> dict[str, Tensor]:
-    """The results with scales as they lie in others, once the swizzled ones are these with their padding."""
-    other = slice(None, None, -1 if given["transpose"] else 1)
+def unswizzled(actual: dict[str, Tensor], arguments: dict[str, Any], shape: Sequence[int]) -> dict[str, Tensor]:
+    """Return the results with plain scales, once the swizzled ones equal these with their padding."""
+    other = slice(None, None, -1 if arguments["transpose"] else 1)
     for name, of_codes, tile in (
-        ("scale_inv", shape, given["tile"]),
-        ("second_scale_inv", shape[other], given["second_tile"][other]),
+        ("scale_inv", shape, arguments["tile"]),
+        ("second_scale_inv", shape[other], arguments["second_tile"][other]),
     ):
         if name in actual:
-            found, actual[name] = actual[name], plain_scales(actual[name], of_codes, tile)
-            assert same_bits(found, swizzled(actual[name] if tuple(tile) == MX else actual[name].t()))
+            swizzled_scales, actual[name] = actual[name], plain_scales(actual[name], of_codes, tile)
+            assert same_bits(swizzled_scales, swizzled(actual[name] if tuple(tile) == MX else actual[name].t()))
     return actual
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """The same bits, of all but column sums."""
+    """Check that all but column sums have the same bits."""
     for name, one in actual.items():
         assert name == "sums" or same_bits(one, expected[name]), f"{name} differs"
 
 
-def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], given: dict[str, Any], values: Values) -> None:
-    """What a cast returned of values that are wrong by roundings.
+def assert_close(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], arguments: dict[str, Any], values: Values
+) -> None:
+    """Check a cast's results where the values to cast may be wrong by roundings.
 
     An amax is wrong by no more than float32's roundings, a scale is that of the amax found, and codes are those of such
     values. All else is the same, and the transposed codes are the others, transposed.
     """
     assert all((a.shape, a.dtype) == (expected[n].shape, expected[n].dtype) for n, a in actual.items() if n != "sums")
-    dtype, tile, power_of_two, margin, known = scaling_of(given)
+    dtype, tile, power_of_two, margin, scale_is_known = scaling_of(arguments)
     assert_codes_close(actual["q"], expected["q"], actual["scale_inv"], values, tile)
-    if known:
+    if scale_is_known:
         assert same_bits(actual["scale_inv"], expected["scale_inv"])
     else:
         assert_scales_close(actual["scale_inv"], actual.get("amax"), values, tile, dtype, power_of_two, margin)
     if "amax" in actual:
         assert_amax_close(actual["amax"], values, tile)
-    if given["transpose"] and "t" in actual:
+    if arguments["transpose"] and "t" in actual:
         codes = actual["q"].view(torch.uint8)[:, : values.y.shape[1]]
-        assert same_bits(actual["t"], padded(codes.t(), dtype, given["pad"]))
+        assert same_bits(actual["t"], padded(codes.t(), dtype, arguments["pad"]))
     if "second" in actual:
-        dtype, tile, power_of_two, margin, _ = scaling_of(given, "second_")
-        if given["transpose"]:
+        dtype, tile, power_of_two, margin, _ = scaling_of(arguments, "second_")
+        if arguments["transpose"]:
             values_there, tile = values.t(), tile[::-1]
         else:
             values_there = values
@@ -448,11 +454,11 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], given: 
         assert_codes_close(actual["second"], expected["second"], scale_inv, values_there, tile)
         assert_scales_close(scale_inv, None, values_there, tile, dtype, power_of_two, margin)
     if "rstd" in actual:
-        assert_statistics(actual, given, values)
+        assert_statistics(actual, arguments, values)
 
 
 def assert_codes_close(codes: Tensor, expected: Tensor, scale_inv: Tensor, values: Values, tile: Sequence[int]) -> None:
-    """Codes [R, C'] that values within their roundings have in this scale_inv, few of them another than expected.
+    """Check codes [R, C'] that values within their roundings have in this scale_inv; few differ from the expected.
 
     Faults and padding are the same.
     """
@@ -467,23 +473,23 @@ def assert_codes_close(codes: Tensor, expected: Tensor, scale_inv: Tensor, value
     error = values.size * ROUNDINGS / wide + scaled.abs() * 2.0**-22
     bounds = ((scaled + e).clamp(-limit, limit).float().to(codes.dtype) for e in (-error, error))
     least, most = (ordered(bound.view(torch.uint8).int()) for bound in bounds)
-    found = ordered(a)
-    assert bool(((least <= found) & (found <= most) | faulty).all())
+    actual = ordered(a)
+    assert bool(((least <= actual) & (actual <= most) | faulty).all())
 
 
 def ordered(codes: Tensor) -> Tensor:
-    """Bits of codes as integers that ascend with their values."""
+    """Return bits of codes as integers that ascend with their values."""
     return torch.where(codes < 0x80, codes, 0x80 - codes)
 
 
 def amaxes_near(values: Values, tile: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The amax, and how far off one may be."""
+    """Return the amax, and how far off one may be."""
     amax, allowed = (REFERENCE["amax"](v.float(), tile) for v in (values.y, values.size * ROUNDINGS))
     return amax, allowed
 
 
 def assert_amax_close(amax: Tensor, values: Values, tile: Sequence[int]) -> None:
-    """An amax but for roundings."""
+    """Check an amax but for roundings."""
     exact, allowed = amaxes_near(values, tile)
     assert bool(((amax - exact).abs() <= allowed).all())
 
@@ -491,7 +497,7 @@ def assert_amax_close(amax: Tensor, values: Values, tile: Sequence[int]) -> None
 def assert_scales_close(
     scale_inv: Tensor, amax: Tensor | None, values: Values, tile: Sequence[int], *scaling: Any
 ) -> None:
-    """The scale_inv of this amax; or where it is not known, of one that may be."""
+    """Check the scale_inv of this amax; or where it is not known, of one within roundings."""
     dtype, *how = scaling
 
     def of(amax: Tensor) -> Tensor:
@@ -502,41 +508,41 @@ def assert_scales_close(
         return
     exact, allowed = amaxes_near(values, tile)
     least, most = of((exact - allowed).clamp(min=2.0**-149)), of(exact + allowed)
-    found = scale_inv.float()
-    is_zero = (exact <= allowed) & (found == of(torch.zeros_like(exact)))  # an amax of 0 has a scale of its own
-    assert bool((((least <= found) & (found <= most)) | (found == of(exact)) | is_zero).all())
+    actual = scale_inv.float()
+    is_zero = (exact <= allowed) & (actual == of(torch.zeros_like(exact)))  # an amax of 0 has a scale of its own
+    assert bool((((least <= actual) & (actual <= most)) | (actual == of(exact)) | is_zero).all())
 
 
-def assert_statistics(actual: dict[str, Tensor], given: dict[str, Any], values: Values) -> None:
-    """A norm's mean, rstd and y."""
-    wide, exact = given["x"].double(), values.besides
+def assert_statistics(actual: dict[str, Tensor], arguments: dict[str, Any], values: Values) -> None:
+    """Check a norm's mean, rstd and y."""
+    wide, exact = arguments["x"].double(), values.besides
     size, finite = wide.abs().mean(1), exact["rstd"].isfinite() & (exact["rstd"] > 0)
     growth = 1 + (size * exact["rstd"]) ** 2
-    if given["kind"] == "layer_norm":
+    if arguments["kind"] == "layer_norm":
         assert ((actual["mean"] - exact["mean"]).abs() <= ROUNDINGS * size)[finite].all()
     assert ((actual["rstd"] - exact["rstd"]).abs() <= ROUNDINGS * exact["rstd"] * growth)[finite].all()
-    found, y = actual["y"], values.y
-    if found.numel() > 0:
-        fault, info = ~y.isfinite(), torch.finfo(found.dtype)
+    written_y, y = actual["y"], values.y
+    if written_y.numel() > 0:
+        fault, info = ~y.isfinite(), torch.finfo(written_y.dtype)
         allowed = info.eps / 2 * (y.double().abs() + info.smallest_normal) + ROUNDINGS * values.size
-        assert ((found.double() - y).abs() <= allowed)[~fault].all()
-        assert torch.equal(found[fault].isnan(), y[fault].isnan())
+        assert ((written_y.double() - y).abs() <= allowed)[~fault].all()
+        assert torch.equal(written_y[fault].isnan(), y[fault].isnan())
 
 
-def assert_committed(given: dict[str, Any], left: dict[str, Any], amax: Tensor, is_exact: bool) -> list[str]:
-    """Compare the delayed state after a commit, by the amax that it holds where that is not exact; what was written."""
+def assert_committed(arguments: dict[str, Any], left: dict[str, Any], amax: Tensor, is_exact: bool) -> list[str]:
+    """Compare the delayed state after a commit, by its own amax if that is not exact; return the written arguments."""
     names = ["delayed_scale", "delayed_amax_history", "delayed_before"]
-    state = State(*copy.deepcopy([given[name] for name in names]))
+    state = State(*copy.deepcopy([arguments[name] for name in names]))
     amax = amax if is_exact else left[names[1]][2:, :1]
-    how = [given[name] for name in ("limits", "powers_of_two", "margins", "reduce")]
-    REFERENCE["delayed_update"](*state, given["amax_input"], given["amax_weight"], amax, *how)
+    how = [arguments[name] for name in ("limits", "powers_of_two", "margins", "reduce")]
+    REFERENCE["delayed_update"](*state, arguments["amax_input"], arguments["amax_weight"], amax, *how)
     assert same_bits(left[names[0]], state.scale) and same_bits(left[names[1]], state.amax_history)
     assert same_bits(left[names[2]][1], state.before[1])  # outside of a backward each call is a pass by itself
     return names
 
 
 def assert_sums(sums: Tensor, values: Values, dtype: torch.dtype) -> None:
-    """Column sums, which may be added in any order."""
+    """Check column sums, which may be added in any order."""
     x, size = values.y, values.size.sum(0)
     assert sums.shape == x.shape[1:] and sums.dtype == dtype
     exact = x.double().sum(0)

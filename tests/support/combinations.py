@@ -1,4 +1,4 @@
-"""Few cases that meet every pair of options, where all combinations would be too many."""
+"""A small set of cases that covers every pair of options, where all combinations would be too many."""
 
 import itertools
 import random
@@ -9,7 +9,7 @@ import pytest
 
 
 def all_pairs(**options: Sequence[Any]) -> list[dict[str, Any]]:
-    """Cases such that any value of one option occurs with any value of another; always the same ones."""
+    """Return cases such that any value of one option occurs with any value of another; always the same ones."""
     choices = [[(name, i) for i in range(len(values))] for name, values in options.items()]
     left = {frozenset(pair) for a, b in itertools.combinations(choices, 2) for pair in itertools.product(a, b)}
     shuffle, cases = random.Random(0), []
@@ -25,7 +25,7 @@ def all_pairs(**options: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def dealt(seed: int, count: int, **options: Sequence[Any]) -> list[dict[str, Any]]:
-    """Cases in which an option's values occur equally often, any value with any of another's."""
+    """Return cases in which an option's values occur equally often, any value with any of another's."""
     shuffle, cases = random.Random(seed), [dict[str, Any]() for _ in range(count)]
     for name, values in options.items():
         decks = (shuffle.sample(values, len(values)) for _ in itertools.count())
@@ -35,7 +35,7 @@ def dealt(seed: int, count: int, **options: Sequence[Any]) -> list[dict[str, Any
 
 
 def each_pair(**options: Sequence[Any]) -> pytest.MarkDecorator:
-    """A test of each of these cases, which it gets as ``case``; by default of so many that each value occurs."""
+    """Return a parametrisation by these cases, as ``case``; by default as few as contain each value."""
     params, seen = [], set[tuple[str, str]]()
     for case in all_pairs(**options):
         values = [(name, _short(value)) for name, value in case.items()]

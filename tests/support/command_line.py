@@ -11,7 +11,7 @@ def train(*arguments):
 
 
 def one_line(capsys):
-    """The one line of a fault."""
+    """Return the one line of a fault."""
     out, err = capsys.readouterr()
     lines = err.splitlines()
     assert out == "" and len(lines) == 1 and lines[0].startswith("octavo: error: "), (out, err)

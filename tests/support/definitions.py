@@ -1,4 +1,4 @@
-"""What the tests hold Octavo against, kept by others or written from the standards, and not from its sources.
+"""The references of the tests: other libraries' definitions, or written from the standards, not from our sources.
 
 What a code of E4M3 or E5M2 reads and which code is nearest say ml_dtypes and gfloat (tests/test_formats.py holds these
 against each other); gfloat also reads and rounds to E4M4, from the description below. Scales are float64 quotients that
@@ -55,17 +55,17 @@ FINITE = {dtype: values[:128][values[:128].isfinite()] for dtype, values in VALU
 
 
 def all_codes(dtype: torch.dtype) -> Tensor:
-    """The 256 codes."""
+    """Return the 256 codes."""
     return torch.from_numpy(_BYTES.copy()).view(dtype)
 
 
 def read(codes: Tensor) -> Tensor:
-    """Codes as float64."""
+    """Return the values of codes, float64."""
     return VALUES[codes.dtype][codes.contiguous().view(torch.uint8).int()]
 
 
 def round_to_codes(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest codes (as uint8) to bf16, fp16 or fp32, ties to the even one.
+    """Return the nearest codes (as uint8) to bf16, fp16 or fp32, ties to the even one.
 
     Finite values saturate; NaN becomes 0x7F, as infinity does in E4M3.
     """
@@ -76,32 +76,32 @@ def round_to_codes(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def all_bfloat16() -> Tensor:
-    """Every bfloat16 value."""
+    """Return every bfloat16 value."""
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
 def neighbours(values: Tensor, distance: int = 3) -> Tensor:
-    """Each of these non-negative float32 values and the ``distance`` ones next to it on either side, finite ones."""
+    """Return these non-negative float32 values and ``distance`` neighbours on either side, finite ones."""
     bits = values.float().view(torch.int32)[:, None] + torch.arange(-distance, distance + 1, dtype=torch.int32)
     near = bits[bits >= 0].view(torch.float32)
     return near[near.isfinite()]
 
 
 def around_codes(grid: Tensor) -> Tensor:
-    """Float32 values around each of these codes' values and the middles between them, and what no code reaches."""
+    """Return float32 values around these codes' values and the middles between them, and values beyond all codes."""
     beyond = grid[-1] * torch.tensor([17 / 16, 2.0, 1e4], dtype=torch.float64)
     ends = torch.tensor([2.0**-149, 2.0**-126, FLOAT32_MAX], dtype=torch.float64)
     return neighbours(torch.cat([grid, (grid[1:] + grid[:-1]) / 2, beyond, ends]))
 
 
 def boundaries(dtype: torch.dtype) -> Tensor:
-    """``around_codes`` of a float8 dtype, of both signs."""
+    """Return ``around_codes`` of a float8 dtype, of both signs."""
     near = around_codes(FINITE[dtype])
     return torch.cat([near, -near])
 
 
 def scales_of(amax: Tensor, limit: float, power_of_two: bool, margin: int = 0, previous: float = 1.0) -> Tensor:
-    """The scale for each ``amax``, float32."""
+    """Return the scale for each ``amax``, float32."""
     # rounded to float64 and then to float32, which is to float32: a quotient's 53 bits are at least 2 x 24 + 2
     with np.errstate(divide="ignore", over="ignore"):
         scale = (limit / 2.0**margin / amax.double().numpy()).astype(np.float32).clip(2.0**-126, 2.0**126)
@@ -111,17 +111,17 @@ def scales_of(amax: Tensor, limit: float, power_of_two: bool, margin: int = 0, p
 
 
 def scale_of(amax: float, limit: float, power_of_two: bool, margin: int = 0, previous: float = 1.0) -> float:
-    """The scale for one ``amax``."""
+    """Return the scale for one ``amax``."""
     return scales_of(torch.tensor([amax], dtype=torch.float64), limit, power_of_two, margin, previous).item()
 
 
 def scale_invs_of(scale: Tensor) -> Tensor:
-    """Their reciprocals."""
+    """Return the scales' reciprocals."""
     return torch.from_numpy((1.0 / scale.double().numpy()).astype(np.float32))
 
 
 def tiles_of(shape: Sequence[int], tile: Sequence[int]) -> Iterator[tuple[int, int, slice, slice]]:
-    """(row of scale_inv, column of scale_inv, rows, columns) of each tile of an [R, C] tensor, one by one."""
+    """Yield (row of scale_inv, column of scale_inv, rows, columns) of each tile of an [R, C] tensor, one by one."""
     starts = []
     for size, step in zip(shape, tile, strict=True):
         starts.append([(0, size)] if step == -1 else [(i, min(i + step, size)) for i in range(0, size, step)])
@@ -131,12 +131,12 @@ def tiles_of(shape: Sequence[int], tile: Sequence[int]) -> Iterator[tuple[int, i
 
 
 def scale_grid(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of scale_inv."""
+    """Return rows and columns of scale_inv."""
     return tuple(1 if step == -1 else math.ceil(size / step) for size, step in zip(shape, tile, strict=True))
 
 
 def tile_numbers(shape: Sequence[int], tile: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The row [R, 1] and the column [1, C] of scale_inv that each element of an [R, C] tensor finds its own in."""
+    """Return the row [R, 1] and column [1, C] of the scale_inv of each element of an [R, C] tensor."""
     rows, cols = (
         torch.arange(size) // (max(size, 1) if step == -1 else step) for size, step in zip(shape, tile, strict=True)
     )
@@ -146,7 +146,7 @@ def tile_numbers(shape: Sequence[int], tile: Sequence[int]) -> tuple[Tensor, Ten
 def cast(
     x: Tensor, dtype: torch.dtype, tile: Sequence[int], power_of_two: bool = False, margin: int = 0, scale: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes as uint8, scale_inv, amax); with ``scale`` not 0, that one for all."""
+    """Return (codes as uint8, scale_inv, amax); with ``scale`` not 0, that one for all."""
     rows, cols = tile_numbers(x.shape, tile)
     amax = torch.zeros(scale_grid(x.shape, tile))
     magnitude = torch.where(x.isfinite(), x.float().abs(), 0.0)
@@ -162,7 +162,7 @@ def cast(
 
 
 def dequantize(codes: Tensor, scale_inv: Tensor, tile: Sequence[int]) -> Tensor:
-    """The exact values of a pair [R, C], float64."""
+    """Return the exact values of a pair [R, C], float64."""
     return read(codes) * scale_inv.double()[tile_numbers(codes.shape, tile)]
 
 

@@ -49,7 +49,7 @@ ALLOCATES = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_str
 
 @functools.cache
 def _written_by(function: Any) -> tuple[tuple[int, str], ...]:
-    """Places and names of an operator's arguments that it writes."""
+    """Return places and names of an operator's arguments that it writes."""
     arguments = enumerate(function._schema.arguments if hasattr(function, "_schema") else ())
     return tuple((place, one.name) for place, one in arguments if one.alias_info and one.alias_info.is_write)
 
@@ -62,19 +62,23 @@ class Unwritten(TorchDispatchMode):
         self._known: dict[int, tuple[StorageWeakRef, np.ndarray]] = {}  # by address: bool [bytes]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        named = kwargs or {}
         for place, name in _written_by(function):
-            value = args[place] if place < len(args) else given.get(name)
+            value = args[place] if place < len(args) else named.get(name)
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, torch.Tensor) and (written := self._of(tensor.untyped_storage())) is not None:
                     size, first = tensor.element_size(), tensor.storage_offset()
                     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
                     written[first * size : (first + (reach if tensor.numel() else 0)) * size] = True
-        made = function(*args, **given)
-        if function._opname in ALLOCATES and made.device.type == "cpu" and (size := made.untyped_storage().nbytes()):
-            storage = made.untyped_storage()
+        result = function(*args, **named)
+        if (
+            function._opname in ALLOCATES
+            and result.device.type == "cpu"
+            and (size := result.untyped_storage().nbytes())
+        ):
+            storage = result.untyped_storage()
             self._known[storage.data_ptr()] = StorageWeakRef(storage), np.zeros(size, bool)
-        return made
+        return result
 
     def _of(self, storage: Any) -> np.ndarray | None:
         reference, written = self._known.get(storage.data_ptr(), (None, None))
@@ -82,7 +86,7 @@ class Unwritten(TorchDispatchMode):
         return written if known else None
 
     def spans(self, storages: Iterable[Any]) -> list[Span]:
-        """These storages as the emulator takes them."""
+        """Return these storages as the emulator takes them."""
         return [(storage.data_ptr(), storage.nbytes(), self._of(storage)) for storage in storages]
 
 
@@ -101,21 +105,21 @@ def _packed(kind: str, argument: Any) -> bytes:
 
 
 def live_tensors(kind: str = "cpu") -> Iterator[torch.Tensor]:
-    """All tensors of a kind of device that have memory: a kernel may find pointers in memory."""
-    for found in gc.get_objects():
-        if type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == kind:
+    """Yield all tensors of a kind of device that have memory: a kernel may find pointers in memory."""
+    for obj in gc.get_objects():
+        if type(obj) in (torch.Tensor, torch.nn.Parameter) and obj.device.type == kind:
             with suppress(RuntimeError, NotImplementedError):  # a tensor without memory
-                found.untyped_storage().data_ptr()
-                yield found
+                obj.untyped_storage().data_ptr()
+                yield obj
 
 
 def all_storages() -> Iterator[Any]:
-    """Memory of all CPU tensors."""
+    """Yield the memory of all CPU tensors."""
     return (tensor.untyped_storage() for tensor in live_tensors())
 
 
 class _Run(NamedTuple):
-    """What launches find while ``emulating`` lasts."""
+    """Options and results of the launches within ``emulating``."""
 
     options: emulator.Options
     change: Callable[[str], str]
@@ -124,7 +128,7 @@ class _Run(NamedTuple):
 
 
 class _Launcher:
-    """Takes the place of Triton's, of one compiled kernel."""
+    """Takes the place of Triton's launcher of one compiled kernel."""
 
     gsan_enabled = False
 
@@ -136,11 +140,11 @@ class _Launcher:
     def __call__(self, x: int, y: int, z: int, stream: Any, function: int, *arguments: Any) -> None:
         name, text, shared = _functions[function]
         text = _runs[-1].change(text)
-        given = list(flattened(self.types.values(), arguments[4:]))  # after two kinds of metadata and two hooks
-        values = [_packed(*one) for one in given]
+        typed = list(flattened(self.types.values(), arguments[4:]))  # after two kinds of metadata and two hooks
+        values = [_packed(*one) for one in typed]
         values += [b"\0" * 8] * (len(emulator.parse(text).parameters) - len(values))  # scratch that is not there
         spans = _runs[-1].unwritten.spans
-        storages = [tensor.untyped_storage() for _, tensor in given if isinstance(tensor, torch.Tensor)]
+        storages = [tensor.untyped_storage() for _, tensor in typed if isinstance(tensor, torch.Tensor)]
         memory = GlobalMemory(spans(storages), more=lambda: spans(all_storages()))
         began = time.perf_counter()
         launch = emulator.run(text, (x, y, z), values, shared, memory, _runs[-1].options)
@@ -148,7 +152,7 @@ class _Launcher:
 
 
 class _Driver:
-    """What Triton and octavo ask of a GPU's driver."""
+    """Takes the place of a GPU's driver, as far as Triton and octavo call it."""
 
     def __init__(self, capability: int, launcher: Any, load_binary: Callable[..., tuple[Any, ...]]) -> None:
         from triton.backends.compiler import GPUTarget
@@ -162,12 +166,12 @@ class _Driver:
         self.get_current_target = lambda: GPUTarget("cuda", capability, 32)
 
     def set_current_device(self, device: int) -> None:
-        """There is one."""
+        """Do nothing: there is one device."""
 
 
 @contextmanager
 def as_gpu(capability: int, launcher: Any, load_binary: Callable[..., tuple[Any, ...]], replays: Any) -> Iterator[None]:
-    """Have Triton compile for a capability, each a device of its own, without a GPU.
+    """Make Triton compile for a capability, each a device of its own, without a GPU.
 
     Args:
         launcher: a class in place of Triton's.
@@ -227,7 +231,7 @@ def emulating(
         with (
             as_gpu(capability, _Launcher, _load_binary, _replays.setdefault(capability, {})),
             mock.patch.object(CUDABackend, "hash", other_hash),
-            mock.patch.object(CUDABackend, "make_cubin", lambda own, source, *rest: source.encode()),
+            mock.patch.object(CUDABackend, "make_cubin", lambda backend, source, *others: source.encode()),
             _runs[-1].unwritten if finds_unwritten else nullcontext(),
         ):
             yield _runs[-1].done

@@ -18,7 +18,7 @@ GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": 
 
 
 def exact(h: Tensor, activation: str) -> Tensor:
-    """The activation in the dtype of h."""
+    """Return the activation in the dtype of h."""
     if activation in PLAIN:
         return PLAIN[activation](h)
     gate, up = h[:, : h.shape[1] // 2], h[:, h.shape[1] // 2 :]

@@ -62,19 +62,19 @@ class Mixture(nn.Module):
 def built(
     kind: str, recipe: str, experts: int = 4, intermediate: int = 48, storage: Any = None, **options: Any
 ) -> Mixture:
-    """The same model on every rank; ``storage``: of the experts' weights."""
+    """Return the same model on every rank; ``storage``: of the experts' weights."""
     torch.manual_seed(0)
     net: Any = Mixture(kind, experts, intermediate, **options)
     return octavo.convert(net, RECIPES[recipe](), lambda module, name: name != "router", storage)  # type: ignore[return-value]
 
 
 def batch(step: int, rank: int, tokens: int = TOKENS) -> Tensor:
-    """A rank's tokens of a step."""
+    """Return a rank's tokens of a step."""
     return torch.randn(tokens, H, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
 def whole(tensor: Any) -> Tensor:
-    """A sharded tensor's values."""
+    """Return a sharded tensor's whole values."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
@@ -88,25 +88,25 @@ def train(
     adamw: Any = torch.optim.AdamW,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Losses, gradients, weights and delayed state of some steps of AdamW."""
-    optimizer, found = adamw(net.parameters(), lr=1e-2, **options), {}
+    """Return losses, gradients, weights and delayed state of some steps of AdamW."""
+    optimizer, results = adamw(net.parameters(), lr=1e-2, **options), {}
     for step in range(3):
         value = loss(net, step)
         value.backward()
         average()
-        found[f"loss {step}"] = value.detach()
-        found |= {f"{name} grad {step}": whole(p.grad) for name, p in net.named_parameters() if p.grad is not None}
+        results[f"loss {step}"] = value.detach()
+        results |= {f"{name} grad {step}": whole(p.grad) for name, p in net.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
-    found |= {name: whole(value) for name, value in net.state_dict().items()}
-    return found | octavo.nn.delayed_state_dict(net)
+    results |= {name: whole(value) for name, value in net.state_dict().items()}
+    return results | octavo.nn.delayed_state_dict(net)
 
 
-def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """The tensors that differ, each with its largest difference by the largest value."""
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+def off(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Return the tensors that differ, each with its largest difference by the largest value."""
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
     return {
-        name: float((found[name] - value).abs().max() / value.abs().max().clamp(min=1e-30))
+        name: float((actual[name] - value).abs().max() / value.abs().max().clamp(min=1e-30))
         for name, value in expected.items()
-        if not torch.equal(found[name], value)
+        if not torch.equal(actual[name], value)
     }

@@ -20,13 +20,13 @@ RESTS = {
 
 def weight(kind: str, shape: tuple[int, int], blocks: bool = False) -> Fp8Weight:
     scales = (-(-shape[0] // 128), -(-shape[1] // 128)) if blocks else (1, 1)
-    rest = None if RESTS[kind] is None else torch.zeros(shape, dtype=RESTS[kind])
+    remainder = None if RESTS[kind] is None else torch.zeros(shape, dtype=RESTS[kind])
     codes, amax = torch.zeros(shape, dtype=torch.uint8), torch.full(scales, math.nan)
-    return Fp8Weight(codes, kind, torch.ones(scales), rest, amax)
+    return Fp8Weight(codes, kind, torch.ones(scales), remainder, amax)
 
 
 def amax_of(values: Tensor, scales: torch.Size) -> Tensor:
-    """The largest finite magnitude of all, or of each block of 128 x 128."""
+    """Return the largest finite magnitude of all, or of each block of 128 x 128."""
     values = torch.where(values.isfinite(), values, 0).abs()
     if scales == (1, 1):
         return values.amax().view(1, 1)
@@ -40,7 +40,7 @@ def random32(shape: torch.Size | tuple[int, ...]) -> Tensor:
 
 
 def store(m: Fp8Weight, wide: Tensor, bits: Tensor | None = None, bound: Tensor | None = None) -> Tensor:
-    """Write all of it, with a scale of this bound or of its own amax; the amax found."""
+    """Write all values, with a scale of this bound or of their own amax; return the amax of the values written."""
     bits = random32(wide.shape) if bits is None else bits
     m.begin(amax_of(wide, m.scale_inv.shape) if bound is None else bound)
     for piece in pieces(*wide.shape):
@@ -51,18 +51,20 @@ def store(m: Fp8Weight, wide: Tensor, bits: Tensor | None = None, bound: Tensor 
 
 
 def read(stored: Master | MomentTensors) -> Tensor:
-    """All that is stored."""
+    """Return all stored values."""
     data = stored.data if isinstance(stored, MomentTensors) else stored.weight
-    found = torch.full(data.shape, math.nan)
+    values = torch.full(data.shape, math.nan)
     for piece in pieces(*data.shape):
-        piece.of(found).copy_(stored.read(piece))
-    return found
+        piece.of(values).copy_(stored.read(piece))
+    return values
 
 
 def master_of(kind: str, weight: Tensor) -> MasterWeight:
-    """One that is no code."""
-    rest = {"split32": torch.int16, "split24": torch.int8}.get(kind)
-    return MasterWeight(weight, kind, None if rest is None else torch.zeros(weight.shape, dtype=rest))
+    """Return a master of a weight that is no code."""
+    remainder_dtype = {"split32": torch.int16, "split24": torch.int8}.get(kind)
+    return MasterWeight(
+        weight, kind, None if remainder_dtype is None else torch.zeros(weight.shape, dtype=remainder_dtype)
+    )
 
 
 def codes_of(
@@ -73,13 +75,13 @@ def codes_of(
     per_tensor: bool = False,
     previous: float | None = None,
 ) -> MomentTensors:
-    """A moment of 0, with a scale a block, or one, by the previous amax too."""
+    """Return a moment of 0, with a scale a block, or one, by the previous amax too."""
     scales = (1, 1) if per_tensor else (shape[0], blocks_of(shape[1]))
     amax = None if previous is None else torch.full((1, 1), previous)
     return MomentTensors(torch.zeros(shape, dtype=torch.uint8), fmt, torch.ones(scales), amax, root, stochastic)
 
 
 def values_of(shape: tuple[int, int]) -> Tensor:
-    """Some large, some small, by five orders of magnitude; blocks differ."""
+    """Return values some of which are large, some small, by five orders of magnitude; blocks differ."""
     sizes = torch.rand(shape).mul(-12).exp() * torch.linspace(0.1, 10, shape[1])
     return torch.randn(shape) * sizes

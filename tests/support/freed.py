@@ -1,4 +1,4 @@
-"""What DeepSpeed ZeRO-3 and FSDP do to parameters, in one process: what octavo can see of it.
+"""Frees and gathers parameters as DeepSpeed ZeRO-3 and FSDP do, in one process, as far as octavo can tell.
 
 Read in DeepSpeed 0.19.8, runtime/zero/partition_parameters.py and parameter_offload.py: a parameter has ``ds_id``; its
 part of each rank is ``ds_tensor``. Around a module's forward the parameter gets the whole values as its ``.data``, and
@@ -48,7 +48,7 @@ class Zero3:
             module.register_forward_hook(lambda _, __, y, held=held: self._behind(y, held))
 
     def mark(self, module: nn.Module) -> None:
-        """Do what others can tell it by."""
+        """Set the attributes by which other libraries recognise the method."""
         for parameter in module.parameters():
             parameter.ds_id = id(parameter)  # type: ignore[attr-defined]
 
@@ -72,7 +72,7 @@ class Zero3:
 
 
 class Fsdp(Zero3):
-    """The same, but a parameter stays, and its storage is resized."""
+    """Frees as ZeRO-3 does, but a parameter stays, and its storage is resized."""
 
     def mark(self, module: nn.Module) -> None:
         for each in module.modules():

@@ -19,7 +19,7 @@ SAVED = Cast(E4M3, PerBlock(1, 128))
 
 
 def named(recipe: str | Recipe | RecipeMap, saved: bool = False) -> Recipe | RecipeMap:
-    """A recipe by its name."""
+    """Return a recipe by its name."""
     if not isinstance(recipe, str):
         return recipe
     return dataclasses.replace(FP8_RECIPES[recipe](), saved=SAVED if saved else None)
@@ -42,7 +42,7 @@ def mlp(
 
 @torch.no_grad()
 def shaken(module: nn.Module) -> nn.Module:
-    """With a norm's parameters and biases other than the ones and zeros they begin with."""
+    """Return the module after changing its norms' parameters and biases from the ones and zeros they begin with."""
     for parameter in module.parameters():
         if parameter.ndim == 1:
             parameter.add_(0.25 * torch.randn(parameter.shape))
@@ -50,7 +50,7 @@ def shaken(module: nn.Module) -> nn.Module:
 
 
 def in_parts(module: nn.Module) -> nn.Module:
-    """A copy whose parts run one after the other."""
+    """Return a copy whose parts run one after the other."""
     apart = copy.deepcopy(module)
     if getattr(apart, "fc2", None) is not None and apart.fc2.recipe.saved is not None:
         return _Stored(apart)
@@ -63,7 +63,7 @@ def in_float64(module: nn.Module) -> nn.Module:
 
 
 def results(module: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    """The output (named splits side by side), and the gradients of x and of each parameter."""
+    """Return the output (named splits side by side), and the gradients of x and of each parameter."""
     module.zero_grad()
     leaf = x.clone().requires_grad_()
     y = module(leaf)

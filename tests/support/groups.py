@@ -1,4 +1,4 @@
-"""Rows in groups: sizes as a router might make them, and what each group alone is."""
+"""Rows in groups: sizes as a router might make them, and where each group lies."""
 
 import random
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ SIZES: list[tuple[list[int], int]] = [
 
 
 def random_sizes(seed: int) -> tuple[list[int], int]:
-    """Sizes of groups, every fourth seed of 128, and how many rows are in none; often fewer rows than groups."""
+    """Return sizes of groups, every fourth seed of 128, and how many rows are in none; often fewer rows than groups."""
     rng = random.Random(seed)
     count = 128 if seed % 4 == 0 else rng.choice([1, 3, 8])
     largest = rng.choice([0, 1, 2, 17, 70])
@@ -27,22 +27,22 @@ def random_sizes(seed: int) -> tuple[list[int], int]:
 
 
 def offsets_of(sizes: Sequence[int]) -> Tensor:
-    """The groups' ends."""
+    """Return the groups' ends."""
     return torch.tensor([*accumulate(sizes)], dtype=torch.int32)
 
 
 def slices_of(sizes: Sequence[int], multiple: int = 1) -> list[slice]:
-    """Where each group lies, if it begins where the one before ends, rounded up to a multiple."""
+    """Return each group's slice, if it begins where the previous one ends, rounded up to a multiple."""
     starts = accumulate((-(-size // multiple) * multiple for size in sizes), initial=0)
     return [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
 
 
 def scale_slices(sizes: Sequence[int], tile_rows: int) -> list[slice]:
-    """The rows of scale_inv of each group."""
+    """Return the rows of scale_inv of each group."""
     counts = [1 if tile_rows == -1 else -(-size // tile_rows) for size in sizes]
     return [slice(*both) for both in pairwise(accumulate(counts, initial=0))]
 
 
 def parts(tensor: Any, slices: Sequence[slice]) -> list[Any]:
-    """A tensor's rows by group; of anything else itself."""
+    """Return a tensor's rows by group; anything else once for each group."""
     return [tensor[rows] if isinstance(tensor, Tensor) else tensor for rows in slices]

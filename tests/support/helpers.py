@@ -1,4 +1,4 @@
-"""What several tests share."""
+"""Functions that several tests share."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -23,7 +23,7 @@ FP8_RECIPES: dict[str, Callable[[], Recipe]] = {
 
 
 def every_layer(module: nn.Module, name: str) -> bool:
-    """A ``select`` for models too small for the default one."""
+    """Return True: a ``select`` for models too small for the default one."""
     return True
 
 
@@ -32,12 +32,12 @@ def to_fp8(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 
 def delayed_state(recipe: Recipe) -> State | None:
-    """An empty one, if the recipe has any."""
+    """Return an empty delayed state, if the recipe has any."""
     return None if recipe.delayed is None else State.empty(recipe.delayed.history_length)
 
 
 def sqnr(result: Tensor, truth: Tensor) -> float:
-    """Signal to quantisation noise of ``result``, in dB."""
+    """Return the signal to quantisation noise of ``result``, in dB."""
     truth = truth.double()
     return 20 * torch.log10(truth.norm() / (result.double() - truth).norm()).item()
 
@@ -47,7 +47,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    """The same names and, bit for bit, the same tensors."""
+    """Check that two dicts have the same names and, bit for bit, the same tensors."""
     assert a.keys() == b.keys()
     assert a
     for name in a:
@@ -64,7 +64,7 @@ def thread_pool(workers: int) -> ThreadPoolExecutor:
 
 
 class CountOps(TorchDispatchMode):
-    """Counts the octavo ops called, by name; casts also by what they cast."""
+    """Counts the octavo ops called, by name; casts also by their source."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,9 +72,9 @@ class CountOps(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "octavo":
-            given = kwargs or {}
-            what = "grouped_" * ("offsets" in given) + "norm_" * ("gamma" in given)
-            self.calls[f"{what}{func.overloadpacket.__name__}{'_two_scalings' * ('second_dtype' in given)}"] += 1
+            named = kwargs or {}
+            prefix = "grouped_" * ("offsets" in named) + "norm_" * ("gamma" in named)
+            self.calls[f"{prefix}{func.overloadpacket.__name__}{'_two_scalings' * ('second_dtype' in named)}"] += 1
         return func(*args, **(kwargs or {}))
 
     @property

@@ -1,4 +1,4 @@
-"""What a call holds, and what it saves for backward."""
+"""Memory of a call: the tensors that it saves for backward, and its peak."""
 
 import warnings
 
@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 
 def saved_tensors(net: nn.Module, x: Tensor) -> list[Tensor]:
-    """What a forward saves for backward, the parameters not counted: they are there anyway."""
-    own = {p.untyped_storage()._cdata for p in net.parameters()}
+    """Return the tensors that a forward saves for backward, without the parameters."""
+    parameter_storages = {p.untyped_storage()._cdata for p in net.parameters()}
     saved = []
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage()._cdata not in own:
+        if tensor.untyped_storage()._cdata not in parameter_storages:
             saved.append(tensor)
         return tensor
 
@@ -22,7 +22,7 @@ def saved_tensors(net: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def peak_bytes(step) -> int:
-    """The most that a call holds above what was there before it: all of the allocator's events, temporaries too."""
+    """Return the most bytes that a call allocates beyond those before it: all of the allocator's events."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with (
         warnings.catch_warnings(action="ignore"),  # torch 2.11 would have its own events kept, which take longest

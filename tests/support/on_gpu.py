@@ -17,35 +17,35 @@ from tests.support.emulated import COUNT_MULTIPROCESSORS, flattened, live_tensor
 
 
 def as_bytes(storage: Any) -> Tensor:
-    """A storage's bytes, uint8 [bytes]."""
+    """Return a storage's bytes, uint8 [bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def words(storage: Any) -> Tensor:
-    """A storage's whole int64 numbers."""
+    """Return a storage's whole int64 numbers."""
     return as_bytes(storage)[: storage.nbytes() // 8 * 8].view(torch.int64)
 
 
 def touched(tensors: Sequence[Tensor]) -> tuple[dict[int, Tensor], set[int]]:
-    """What a launch with these arguments may touch.
+    """Return the memory that a launch with these arguments may touch.
 
     Returns:
         a tensor of each memory, by its address, with those that addresses in it point to; and which hold addresses,
         as int64 does.
     """
-    found = {x.untyped_storage().data_ptr(): x for x in tensors if x.untyped_storage().nbytes()}
-    tables = {x.untyped_storage().data_ptr() for x in tensors if x.dtype is torch.int64} & found.keys()
+    tensors_by_address = {x.untyped_storage().data_ptr(): x for x in tensors if x.untyped_storage().nbytes()}
+    tables = {x.untyped_storage().data_ptr() for x in tensors if x.dtype is torch.int64} & tensors_by_address.keys()
     if tables:
-        pointed = torch.cat([words(found[at].untyped_storage()) for at in tables])
+        pointed = torch.cat([words(tensors_by_address[at].untyped_storage()) for at in tables])
         for x in live_tensors(pointed.device.type):
             first, end = x.untyped_storage().data_ptr(), x.untyped_storage().data_ptr() + x.untyped_storage().nbytes()
-            if first not in found and ((pointed >= first) & (pointed < end)).any():
-                found[first] = x
-    return found, tables
+            if first not in tensors_by_address and ((pointed >= first) & (pointed < end)).any():
+                tensors_by_address[first] = x
+    return tensors_by_address, tables
 
 
 def relocated(values: Tensor, moves: Iterable[tuple[int, int, int]]) -> Tensor:
-    """Numbers, int64, of which addresses in memory that moved, (from, bytes, to), are where it is now."""
+    """Return int64 numbers in which addresses of memory that moved, (from, bytes, to), are the new ones."""
     result = values.clone()
     for first, size, to in moves:
         result[(values >= first) & (values < first + size)] += to - first
@@ -56,8 +56,8 @@ class There:
     """CPU tensors' memory and its copies on the GPU."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        found, tables = touched(tensors)
-        storages = {at: x.untyped_storage() for at, x in found.items()}
+        tensors_by_address, tables = touched(tensors)
+        storages = {at: x.untyped_storage() for at, x in tensors_by_address.items()}
         self.copies = {at: as_bytes(storage).cuda() for at, storage in storages.items()}
         self.storages = {at: storage for at, storage in storages.items() if at not in tables}
         moves = [(at, copy.numel(), copy.data_ptr()) for at, copy in self.copies.items()]
@@ -66,7 +66,7 @@ class There:
             self.copies[at][: addresses.numel()].copy_(addresses)
 
     def address(self, value: Any) -> Any:
-        """An argument as the launcher takes it: of a CPU tensor where its copy lies."""
+        """Return an argument as the launcher takes it: for a CPU tensor the address of its copy."""
         if isinstance(value, Tensor) and value.is_cpu:
             at = value.untyped_storage().data_ptr()
             return self.copies[at].data_ptr() + value.data_ptr() - at if at in self.copies else 0
@@ -76,14 +76,14 @@ class There:
         return value
 
     def bring_back(self) -> None:
-        """What the launch wrote."""
+        """Copy the results of the launch back into the CPU tensors."""
         for at, storage in self.storages.items():
             as_bytes(storage).copy_(self.copies[at])
 
 
 @functools.cache
 def take_cpu_tensors() -> None:
-    """From now on, in this process."""
+    """Make Triton's launches take CPU tensors from now on, in this process."""
     from triton.backends.nvidia.driver import CudaLauncher
     from triton.runtime.driver import driver
 
@@ -92,13 +92,13 @@ def take_cpu_tensors() -> None:
             super().__init__(source, metadata)
             self.types = source.signature
 
-        def __call__(self, x: int, y: int, z: int, stream: Any, function: Any, *rest: Any) -> None:
-            given = [value for _, value in flattened(self.types.values(), rest[4:])]  # after metadata and hooks
-            tensors = [value for value in given if isinstance(value, Tensor) and value.is_cpu]
+        def __call__(self, x: int, y: int, z: int, stream: Any, function: Any, *arguments: Any) -> None:
+            values = [value for _, value in flattened(self.types.values(), arguments[4:])]  # after metadata and hooks
+            tensors = [value for value in values if isinstance(value, Tensor) and value.is_cpu]
             if not tensors:
-                return super().__call__(x, y, z, stream, function, *rest)
+                return super().__call__(x, y, z, stream, function, *arguments)
             there = There(tensors)
-            super().__call__(x, y, z, stream, function, *rest[:4], *map(there.address, rest[4:]))
+            super().__call__(x, y, z, stream, function, *arguments[:4], *map(there.address, arguments[4:]))
             there.bring_back()
 
     active = driver.active

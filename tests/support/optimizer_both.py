@@ -66,35 +66,35 @@ def update_of(
     first_row: int = 0,
     step: int = 0,
 ) -> WeightUpdate:
-    """A weight with a state of 0, on the CPU; number: of the weight; it is of group number % 2."""
+    """Return a weight with a state of 0, on the CPU; number: of the weight; it is of group number % 2."""
     weight = torch.randn(shape).to(torch.float32 if master == "weight" else torch.bfloat16)
     dtype, *span = RESTS.get(master, [None])
-    rest = None if dtype is None else torch.randint(*span, shape).to(dtype)
+    remainder = None if dtype is None else torch.randint(*span, shape).to(dtype)
     size, cpu = torch.Size(shape), torch.device("cpu")
     stored = [m.for_kernel(name, m.new_state(name, size, cpu)) for name, m in zip("01", moments, strict=False)]
     steps, grad = torch.tensor(float(step)), torch.randn(shape).to(gradient)
     bits = BitNumbers(number * 77, first_row)
-    return WeightUpdate(MasterWeight(weight, master, rest), tuple(stored), grad, steps, bits, number % 2)
+    return WeightUpdate(MasterWeight(weight, master, remainder), tuple(stored), grad, steps, bits, number % 2)
 
 
 def tensors_of(update: WeightUpdate) -> dict[str, Tensor]:
-    """All that a step may write."""
-    found: dict[str, Any] = {"step": update.step}
+    """Return all tensors that a step may write."""
+    parts: dict[str, Any] = {"step": update.step}
     for name, part in zip(("master", "first", "second"), (update.master, *update.moments), strict=False):
-        found |= {f"{name}.{key}": value for key, value in vars(part).items()}
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        parts |= {f"{name}.{key}": value for key, value in vars(part).items()}
+    return {name: value for name, value in parts.items() if isinstance(value, Tensor)}
 
 
 def differences(ours: Iterable[WeightUpdate], theirs: Iterable[WeightUpdate]) -> list[str]:
-    """What is not the same bit for bit; any NaN is as another."""
-    found = []
+    """Return a line for each tensor that is not the same bit for bit; any two NaN are equal."""
+    lines = []
     for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         for (name, x), y in zip(tensors_of(a).items(), tensors_of(b).values(), strict=True):
             bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]
             wrong = (x.contiguous().view(bits) != y.contiguous().view(bits)) & ~(x.isnan() & y.isnan())
             if wrong.any():
-                found.append(f"{index} {tuple(a.gradient.shape)} {a.master.kind} {name}: {int(wrong.sum())}")
-    return found
+                lines.append(f"{index} {tuple(a.gradient.shape)} {a.master.kind} {name}: {int(wrong.sum())}")
+    return lines
 
 
 def put(update: WeightUpdate, g: Tensor) -> None:
@@ -108,13 +108,13 @@ def put(update: WeightUpdate, g: Tensor) -> None:
 
 
 def coded(update: WeightUpdate, vector: bool = False) -> WeightUpdate:
-    """With a gradient in codes instead."""
+    """Return the update with a gradient in codes instead."""
     rows, cols = update.gradient.shape
     blocks = (1, -(-rows // 128)) if vector else (rows, -(-cols // 128))
     codes, scale_inv = torch.zeros(rows, cols, dtype=torch.uint8), torch.ones(blocks)
-    found = update._replace(gradient=codes, gradient_scale_inv=scale_inv)
-    put(found, torch.randn(rows, cols))
-    return found
+    with_codes = update._replace(gradient=codes, gradient_scale_inv=scale_inv)
+    put(with_codes, torch.randn(rows, cols))
+    return with_codes
 
 
 class Both:
@@ -134,35 +134,35 @@ class Both:
             put(b, g)
 
     def step(self, skip: Tensor | None = None, grad_scale: Tensor | None = None, measures: bool = False) -> None:
-        """A step of both, which must agree in all that they store, and in the resolution's sums but for their order."""
+        """Take a step of both, which must store the same, and the same sums for the resolution but for their order."""
         sums = [torch.zeros(2, dtype=torch.float64) for _ in range(2)]
-        given = [(skip, grad_scale, *one) for one in ([[s] for s in sums] if measures else ([], []))]
+        arguments = [(skip, grad_scale, *options) for options in ([[s] for s in sums] if measures else ([], []))]
         # the reference may take torch's root, which may be an ulp off, and sums that a CPU without FMA rounds twice
         with mock.patch.object(Tensor, "sqrt", root_of), rounded_once():
-            reference(self.theirs, self.groups, *given[0])
-        self.module.optimizer_step(self.ours, self.groups, *given[1][:2], self.plans, *given[1][2:])
+            reference(self.theirs, self.groups, *arguments[0])
+        self.module.optimizer_step(self.ours, self.groups, *arguments[1][:2], self.plans, *arguments[1][2:])
         assert differences(self.ours, self.theirs) == []
         torch.testing.assert_close(*sums, rtol=1e-6, atol=0.0)
         assert_counters_are_zero(self.kernels)
 
     def steps(self, count: int, factor: float = 10.0) -> None:
-        """Steps whose gradients grow."""
+        """Take steps whose gradients grow."""
         for number in range(count):
             self.new_gradients(factor**number)
             self.step()
 
 
 def mixed(moments: Sequence[Moment], masters: Sequence[str], each: int, shift: int) -> list[WeightUpdate]:
-    """``each`` weights a master, of all sizes and dtypes of gradients, from the shift-th on."""
-    found = []
+    """Return ``each`` weights a master, of all sizes and dtypes of gradients, from the shift-th on."""
+    updates = []
     for number, master in enumerate(master for master in masters for _ in range(each)):
         shape, gradient = SHAPES[(number + shift) % len(SHAPES)], GRADIENTS[(number + shift) % 3]
-        found.append(update_of(shape, moments, master, gradient, number))
-    return found
+        updates.append(update_of(shape, moments, master, gradient, number))
+    return updates
 
 
 def fp8_update(shape: tuple[int, int], kind: str, blocks: bool = False, *args: Any, **options: Any) -> WeightUpdate:
-    """A weight with a state of 0; its values, and so its blocks' scales, differ by orders of magnitude."""
+    """Return a weight with a state of 0; its values, and so its blocks' scales, differ by orders of magnitude."""
     held = weight(kind, shape, blocks)
     store(held, values_of(shape))
     options = {"gradient": GRADIENTS[options.get("number", 0) % 3], **options}
@@ -170,7 +170,7 @@ def fp8_update(shape: tuple[int, int], kind: str, blocks: bool = False, *args: A
 
 
 def made(case: dict[str, Any], moments: slice, number: int) -> WeightUpdate:
-    """A weight, its master, moments of any values, a gradient, and where the weight lies in the whole tensor."""
+    """Return a weight, its master, moments of any values, a gradient, and where it lies in the whole tensor."""
     (rows, cols), master, scheme = case["shape"], case["master"], SCHEMES[case["scheme"]][moments]
     gradient = case["gradient"] or torch.float32
     if isinstance(master, str):
@@ -190,7 +190,7 @@ def made(case: dict[str, Any], moments: slice, number: int) -> WeightUpdate:
 
 
 def fill(moment: MomentTensors, is_second: bool) -> None:
-    """With any codes, scales and amax."""
+    """Fill a moment with any codes, scales and amax."""
     if moment.fmt is None:
         moment.data.copy_(torch.rand(moment.data.shape))
         return
@@ -201,7 +201,7 @@ def fill(moment: MomentTensors, is_second: bool) -> None:
 
 
 def dealt_weights(seed: int, count: int, masters: Sequence[Any], shapes: Sequence[Any]) -> list[dict[str, Any]]:
-    """Cases of ``made``."""
+    """Return cases of ``made``."""
     options: dict[str, Sequence[Any]] = {
         "shape": shapes,
         "master": masters,

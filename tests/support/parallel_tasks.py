@@ -1,4 +1,4 @@
-"""Layers under tensor parallelism beside the same layers on one rank: what each rank runs."""
+"""Tasks of ranks: layers under tensor parallelism beside the same layers on one rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TWICE = recipes.rowwise()  # rows whose values are rounded a second time, where 
 
 
 def small(*shape: int) -> Tensor:
-    """Eighths up to 1: sums of their products are exact in float32, in any order."""
+    """Return eighths up to 1: sums of their products are exact in float32, in any order."""
     return torch.randint(-8, 9, shape) / 8
 
 
@@ -61,7 +61,7 @@ def convert(model: nn.Module, recipe: str) -> nn.Module:
 
 
 def parallel(model: nn.Module, mesh: Any, recipe: str, before: bool, plan: Any = PLAN) -> nn.Module:
-    """Converted before it is parallelized, or after."""
+    """Return the model converted before it is parallelized, or after."""
     if before:
         convert(model, recipe)
     parallelize_module(model, mesh, {name: style() for name, style in plan.items()})
@@ -73,17 +73,17 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def own_tokens(tensor: Tensor, mesh: Any) -> Tensor:
-    """This rank's, of [B, T, C]."""
+    """Return this rank's tokens, of [B, T, C]."""
     return tensor.chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Those of all parameters, whole."""
+    """Return the gradients of all parameters, whole."""
     return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
 
 
 def step(model: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
-    """A forward and backward: the output, the gradients of the input and of all parameters, whole."""
+    """Run forward and backward; return the output, the gradients of the input and of all parameters, whole."""
     x = x.clone().requires_grad_()
     model.zero_grad()
     y = whole(model(x))
@@ -92,7 +92,7 @@ def step(model: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
 
 
 def difference(one: Tensor, other: Tensor) -> float:
-    """The largest, of the largest element."""
+    """Return the largest difference, relative to the largest element."""
     return ((one - other).abs().max() / one.abs().max()).item()
 
 
@@ -102,7 +102,7 @@ def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, f
 
 
 def compare(mesh: Any, recipe: str, before: bool, bias: bool, compiles: bool = False) -> tuple[Any, Any, Any]:
-    """(differences from one rank of three steps, of evaluation, whether delayed state is equal on all ranks).
+    """Return (differences of three steps from one rank, of evaluation, whether delayed state is equal on all ranks).
 
     Half of the features are three times larger. In eager a weight is written by hand before the second step;
     compiled nothing is evaluated, which would be another graph.
@@ -116,21 +116,21 @@ def compare(mesh: Any, recipe: str, before: bool, bias: bool, compiles: bool = F
         torch.compiler.reset()
         model.compile(backend="aot_eager", fullgraph=True)
     x, g = small(3, 8, 256), small(3, 8, 256)
-    found = []
+    steps = []
     for number in range(3):
         if number == 1 and not compiles:
             with torch.no_grad():
                 alone.up.weight.mul_(3), model.up.weight.mul_(3)
-        found.append(differences(step(alone, x, g), step(model, x, g)))
+        steps.append(differences(step(alone, x, g), step(model, x, g)))
     states = octavo.nn.delayed_state_dict(model)
     same = all(
-        torch.allclose(states[name], own, 1e-6, 0.0) for name, own in octavo.nn.delayed_state_dict(alone).items()
+        torch.allclose(states[name], state, 1e-6, 0.0) for name, state in octavo.nn.delayed_state_dict(alone).items()
     )
     if compiles:
-        return found, None, same
+        return steps, None, same
     alone.eval(), model.eval()
     with torch.no_grad():
-        return found, difference(alone(x), whole(model(x))), same
+        return steps, difference(alone(x), whole(model(x))), same
 
 
 LAYOUTS = {  # of the input, of the weight
@@ -145,7 +145,7 @@ LAYOUTS = {  # of the input, of the weight
 
 
 def lies_otherwise(mesh: Any, recipe: str, layouts: str) -> dict[str, float]:
-    """The differences from one rank of a layer whose weight and input are DTensors made by hand."""
+    """Return the differences from one rank of a layer whose weight and input are DTensors made by hand."""
     of_input, of_weight = LAYOUTS[layouts]
     alone = Pair(256, 256, True).up
     layer = copy.deepcopy(alone)
@@ -162,26 +162,26 @@ def lies_otherwise(mesh: Any, recipe: str, layouts: str) -> dict[str, float]:
 
 
 def refused(mesh: Any) -> list[str]:
-    """What a layer says to a plain input, to a weight on a mesh of two dimensions, to strided shards."""
-    found, x = [], torch.randn(2, 16)
+    """Return a layer's errors for a plain input, a weight on a mesh of two dimensions, strided shards."""
+    messages, x = [], torch.randn(2, 16)
     placements = [
         (mesh["shard"], [Shard(0)]),
         (mesh, [Replicate(), Shard(0)]),
         (mesh["shard"], [_StridedShard(0, split_factor=2)]),
     ]
-    for own, placed in placements:
+    for its_mesh, placed in placements:
         layer = convert(nn.Linear(16, 16, False), "dynamic")
         spread = [Shard(0) if isinstance(one, _StridedShard) else one for one in placed]
-        local = distribute_tensor(layer.weight.detach(), own, spread).to_local()
-        layer.weight = nn.Parameter(DTensor.from_local(local, own, placed, run_check=False))
+        local = distribute_tensor(layer.weight.detach(), its_mesh, spread).to_local()
+        layer.weight = nn.Parameter(DTensor.from_local(local, its_mesh, placed, run_check=False))
         with pytest.raises(ValueError) as caught:
-            layer(x if not found else DTensor.from_local(x, own, [Replicate()] * own.ndim))
-        found.append(str(caught.value))
-    return found
+            layer(x if not messages else DTensor.from_local(x, its_mesh, [Replicate()] * its_mesh.ndim))
+        messages.append(str(caught.value))
+    return messages
 
 
 class Attention(nn.Module):
-    """Three layers on one input, and one on what they give: by tokens, in place of attention."""
+    """Three layers on one input, and one on their outputs: by tokens, in place of attention."""
 
     def __init__(self, k: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Attention(nn.Module):
 
 
 def sequence_plan(shared: bool, styles: Any, **sending: Any) -> dict[str, Any]:
-    """Inputs and outputs sharded by tokens; gathered once for q, k and v, or by each."""
+    """Return a plan: inputs and outputs sharded by tokens; gathered once for q, k and v, or by each."""
     layout, alone = (Replicate(), {}) if shared else (Shard(1), sending)
     plan: dict[str, Any] = {name: styles.ColwiseParallel(input_layouts=layout, **alone) for name in "qkv"}
     plan["o"] = styles.RowwiseParallel(output_layouts=Shard(1), **sending)
@@ -212,28 +212,28 @@ STYLES: dict[str, Callable[[bool], dict[str, Any]]] = {
 
 
 def sequence_parallel(mesh: Any, recipe: str, shared: bool, dtype: torch.dtype, styles: str = "") -> tuple[Any, ...]:
-    """(differences from one rank of two steps, bytes of forward's collectives, and of backward's)."""
+    """Return (differences of two steps from one rank, bytes of forward's collectives, and of backward's)."""
     alone = Attention(256, dtype)
     model = convert(copy.deepcopy(alone), recipe)
     parallelize_module(model, mesh, STYLES[styles](shared))
     convert(alone, recipe)
     x, g = (small(2, 256, 256).to(dtype) for _ in range(2))
-    found = []
+    steps = []
     for _ in range(2):
         wanted = step(alone, x, g)
         wanted |= {name: own_tokens(wanted[name], mesh) for name in "yx"}
-        own = own_tokens(x, mesh).requires_grad_()
+        tokens = own_tokens(x, mesh).requires_grad_()
         model.zero_grad()
         with ByteCounter() as forward:
-            y = model(own)
+            y = model(tokens)
         with ByteCounter() as backward:
             y.backward(own_tokens(g, mesh))
-        found.append(differences(wanted, gradients(model) | {"y": y.detach(), "x": own.grad}))
-    return found, forward.bytes, backward.bytes
+        steps.append(differences(wanted, gradients(model) | {"y": y.detach(), "x": tokens.grad}))
+    return steps, forward.bytes, backward.bytes
 
 
 def errors(mesh: Any, recipe: str, sending: dict[str, Any]) -> list[float]:
-    """Errors of an MLP's output, and of gradients of its input and its two weights, of their norms, against float64.
+    """Return errors of an MLP's output and gradients (of input and two weights), of their norms, against float64.
 
     On random bf16, whose tokens differ in size by factors of 2 to 4 in the mean.
     """
@@ -244,32 +244,32 @@ def errors(mesh: Any, recipe: str, sending: dict[str, Any]) -> list[float]:
     second = ours.RowwiseParallel(output_layouts=Shard(1), **sending)
     parallelize_module(model, mesh, {"0": first, "2": second})
     x, g = ((torch.randn(*tokens, k) * torch.exp2(torch.randn(*tokens, 1) * size)).to(bf16) for size in (1, 2))
-    own, all_of_it = own_tokens(x, mesh).requires_grad_(), x.double().requires_grad_()
-    (y := model(own)).backward(own_tokens(g, mesh))
+    tokens_here, all_of_it = own_tokens(x, mesh).requires_grad_(), x.double().requires_grad_()
+    (y := model(tokens_here)).backward(own_tokens(g, mesh))
     (wanted := truth(all_of_it)).backward(g.double())
-    pairs = [(y, own_tokens(wanted, mesh)), (own.grad, own_tokens(all_of_it.grad, mesh))]
+    pairs = [(y, own_tokens(wanted, mesh)), (tokens_here.grad, own_tokens(all_of_it.grad, mesh))]
     pairs += [(whole(model[at].weight.grad), truth[at].weight.grad) for at in (0, 2)]
-    return [((found.double() - exact).norm() / exact.norm()).item() for found, exact in pairs]
+    return [((actual.double() - exact).norm() / exact.norm()).item() for actual, exact in pairs]
 
 
 def checkpointed_and_frozen(mesh: Any, recipe: str) -> tuple[dict[str, float], float, int]:
-    """(differences of a step that is checkpointed, of dx where weights are frozen, bytes that are gathered there)."""
-    alone, found = Attention(256, torch.float32), []
+    """Return (differences of a checkpointed step, of dx where weights are frozen, bytes gathered there)."""
+    alone, results = Attention(256, torch.float32), []
     x, g = small(2, 128, 256), small(2, 128, 256)
     for called in (lambda model, x: model(x), partial(checkpoint, use_reentrant=False)):
         model = parallelize_module(convert(copy.deepcopy(alone), recipe), mesh, sequence_plan(True, ours))
-        y = called(model, own := x.clone().requires_grad_())
+        y = called(model, leaf := x.clone().requires_grad_())
         y.backward(g)
-        found.append(gradients(model) | {"y": y.detach(), "x": own.grad})
+        results.append(gradients(model) | {"y": y.detach(), "x": leaf.grad})
     frozen = parallelize_module(convert(alone.requires_grad_(False), recipe), mesh, sequence_plan(True, ours))
-    own = x.clone().requires_grad_()
+    leaf = x.clone().requires_grad_()
     with ByteCounter() as counter:
-        frozen(own).backward(g)
-    return differences(*found), difference(found[0]["x"], own.grad), counter.bytes[GATHER]
+        frozen(leaf).backward(g)
+    return differences(*results), difference(results[0]["x"], leaf.grad), counter.bytes[GATHER]
 
 
 def block_plan(sequence: bool, **sending: Any) -> dict[str, Any]:
-    """That of a transformer block, replicated or sharded by tokens between its products."""
+    """Return the plan of a transformer block, replicated or sharded by tokens between its products."""
     layout: Any = Shard(1) if sequence else Replicate()
     first = ours.ColwiseParallel(input_layouts=layout, **sending)
     second = ours.RowwiseParallel(output_layouts=layout, **sending)
@@ -278,7 +278,7 @@ def block_plan(sequence: bool, **sending: Any) -> dict[str, Any]:
 
 
 def block(mesh: Any, recipe: str, norm: str, sequence: bool) -> dict[str, float]:
-    """The differences of a transformer block, whose layers have named splits, from the same on one rank."""
+    """Return the differences of a transformer block, whose layers have named splits, from the same on one rank."""
     torch.manual_seed(0)
     bias = norm == "layer_norm"
     options = {"heads": 4, "kv_heads": 2, "norm": norm, "bias": bias, "recipe": RECIPES[recipe]}
@@ -290,12 +290,12 @@ def block(mesh: Any, recipe: str, norm: str, sequence: bool) -> dict[str, float]
     if sequence:
         x, g = own_tokens(x, mesh), own_tokens(g, mesh)
         wanted |= {name: own_tokens(wanted[name], mesh) for name in "yx"}
-    found = step(model, x, g)
+    actual = step(model, x, g)
     for at, layer in model.named_modules():
         if isinstance(layer, octavo.nn.Linear) and layer.splits:
             for name in ("weight", "bias") if bias else ("weight",):
-                found[f"{at}.{name}"] = torch.cat([found.pop(f"{at}.{split}.{name}") for split in layer.splits])
-    return differences(wanted, found)
+                actual[f"{at}.{name}"] = torch.cat([actual.pop(f"{at}.{split}.{name}") for split in layer.splits])
+    return differences(wanted, actual)
 
 
 def uneven_splits(mesh: Any) -> str:
@@ -306,7 +306,7 @@ def uneven_splits(mesh: Any) -> str:
 
 
 def uneven(mesh: Any, recipe: str) -> dict[str, float]:
-    """50 features in 16, 17 and so on: as DTensors between the layers, since torch takes plain ones to be even."""
+    """Return differences of 50 features in 16, 17, ...: DTensors between layers, as torch takes plain ones for even."""
     alone = Pair(30, 49, True)
     model = copy.deepcopy(alone)
     convert(alone, recipe), convert(model, recipe)
@@ -329,7 +329,7 @@ class Tied(nn.Module):
 
 
 def tied(mesh: Any, recipe: str) -> tuple[bool, float, str]:
-    """(still tied, the difference of the gradient under loss_parallel, what is said of two ways to shard it)."""
+    """Return (still tied, the difference of the gradient under loss_parallel, errors of two ways to shard it)."""
     alone = Tied()
     model, other = copy.deepcopy(alone), copy.deepcopy(alone)
     convert(alone, recipe), convert(model, recipe)
@@ -346,7 +346,7 @@ def tied(mesh: Any, recipe: str) -> tuple[bool, float, str]:
 
 
 def from_meta(mesh: Any) -> tuple[bool, bool]:
-    """Converted on the meta device and parallelized there: (whether all is initialised, delayed state is plain)."""
+    """Convert and parallelize on the meta device; return (whether all is initialised, delayed state is plain)."""
     with torch.device("meta"):
         model = convert(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)), "delayed")
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})

@@ -11,7 +11,7 @@ from tests.support.definitions import same_bits
 
 
 def one_pass(*calls: Callable[[], Any]) -> list[Any]:
-    """What the calls return, made in their order, each by a node of its own of one backward pass."""
+    """Run the calls in order, each in a node of its own of one backward pass, and return their results."""
     y, results = torch.zeros(1, requires_grad=True), []
     for call in reversed(calls):
         y = y.clone()
@@ -21,7 +21,7 @@ def one_pass(*calls: Callable[[], Any]) -> list[Any]:
 
 
 def end_step() -> None:
-    """End the optimizer step that the passes until now are of, as a step of any optimizer does."""
+    """End the optimizer step that the passes until now belong to, as a step of any optimizer does."""
     _optimizer.step()
 
 
@@ -29,7 +29,7 @@ _optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 
 
 def before_of(scale: Tensor) -> Tensor:
-    """A state's ``before`` when no pass has rolled it since these were its scales."""
+    """Return a state's ``before`` when no pass has rolled it since these were its scales."""
     return torch.stack((torch.zeros_like(scale), scale, torch.zeros_like(scale))).view(torch.int32)
 
 

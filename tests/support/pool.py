@@ -44,7 +44,7 @@ COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}  # names
 
 
 class NoCollectives(TorchDispatchMode):
-    """Raises where a collective begins; whoever waits for one that all began may.
+    """Raises where a collective begins; a wait for a collective that all ranks began is allowed.
 
     What all ranks run together, so that a fault of one ends all, may wait for no other rank.
     """
@@ -60,7 +60,7 @@ class NoCollectives(TorchDispatchMode):
 
 
 def guard_together() -> None:
-    """Have Ranks.together() run its blocks so, in this process."""
+    """Make Ranks.together() run its blocks so, in this process."""
     from octavo.distributed.ranks import Ranks
 
     together = Ranks.together
@@ -75,13 +75,13 @@ def guard_together() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def prepare() -> Any:
-    """Begin to import what ranks need, in the background."""
+    """Begin to import the modules that ranks need, in the background."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     multiprocessing.forkserver.ensure_running()
@@ -131,7 +131,7 @@ class Pool:
         self._apart: Pool | None = None  # fewer ranks, for tasks that want no others beside theirs
 
     def start(self) -> None:
-        """Start the few ranks that most tasks want, which the first of these would wait for."""
+        """Start the few ranks that most tasks want, for which the first task would wait."""
         if not self._processes:
             self._start(FEW)
 
@@ -149,7 +149,7 @@ class Pool:
     def run(
         self, task: Any, shape: Sequence[int], *arguments: Any, seconds: float = 120, whole: bool = False
     ) -> list[Any]:
-        """What each rank returned; ``whole``: the default group has no others, as torch's broadcasts from rank 0 want.
+        """Return each rank's result; ``whole``: the default group has no others, which torch's broadcasts from 0 need.
 
         Raises:
             AssertionError: with the ranks' tracebacks, where any failed or took longer.
@@ -173,21 +173,21 @@ class Pool:
         return [answer for _, answer in answers[:size]]
 
     def _answers(self, seconds: float) -> list[tuple[bool, Any]]:
-        """Whether each rank did its task, and what it returned or raised."""
-        found: dict[Any, tuple[bool, Any]] = {}
+        """Return whether each rank did its task, and its result or traceback."""
+        answers: dict[Any, tuple[bool, Any]] = {}
         deadline = time.monotonic() + seconds
-        while left := [connection for connection in self._connections if connection not in found]:
+        while left := [connection for connection in self._connections if connection not in answers]:
             ready = multiprocessing.connection.wait(left, max(0.0, deadline - time.monotonic()))
             for process in [] if ready else self._processes:
                 os.kill(process.pid, signal.SIGUSR1)  # it prints where it is
             for connection in ready or left:
                 try:
-                    found[connection] = connection.recv() if ready else (False, "no answer")
+                    answers[connection] = connection.recv() if ready else (False, "no answer")
                 except EOFError:
-                    found[connection] = False, "it ended"
-                if not found[connection][0]:
+                    answers[connection] = False, "it ended"
+                if not answers[connection][0]:
                     deadline = min(deadline, time.monotonic() + SECONDS_AFTER_A_FAULT)
-        return [found[connection] for connection in self._connections]
+        return [answers[connection] for connection in self._connections]
 
     def stop(self, seconds: float = 5) -> None:
         """End all ranks; those that do not within some seconds are killed."""

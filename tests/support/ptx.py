@@ -33,7 +33,7 @@ LETTERS = {1: "p", 16: "h", 32: "r", 64: "d"}
 
 
 def module(body: str, arrays: int = 0, threads: int = 32, target: str = "sm_90a") -> str:
-    """PTX of an entry with so many pointers as parameters."""
+    """Return PTX of an entry with ``arrays`` pointers as parameters."""
     head = HEAD.format(
         target=target,
         threads=threads,
@@ -54,7 +54,7 @@ def launch(
     unwritten: Sequence[int] = (),
     **options: Any,
 ) -> Launch:
-    """Run a body; arrays change in place. Of those whose numbers are in ``unwritten`` nobody wrote a byte before."""
+    """Run a body; arrays change in place. No byte of the arrays numbered in ``unwritten`` counts as written before."""
     spans = [
         (array.ctypes.data, array.nbytes, np.zeros(array.nbytes, bool) if index in unwritten else None)
         for index, array in enumerate(arrays)
@@ -65,7 +65,7 @@ def launch(
 
 
 def compute(name: str, *inputs: Any, out: Any = None, form: str = "{d}, {s}", **options: Any) -> np.ndarray:
-    """What one instruction makes of arrays, an element a thread; a Python integer stands in its text as it is.
+    """Return one instruction's results for arrays, an element a thread; a Python integer stands in its text as it is.
 
     Args:
         name: with all modifiers.
@@ -73,17 +73,17 @@ def compute(name: str, *inputs: Any, out: Any = None, form: str = "{d}, {s}", **
         out: the result's dtype, or else the first input's.
         form: of the operands, with {d} for the target and {s} for the sources.
     """
-    given = [np.ascontiguousarray(one) for one in inputs if not isinstance(one, int)]
-    count, threads = given[0].size, 128
+    arrays = [np.ascontiguousarray(array) for array in inputs if not isinstance(array, int)]
+    count, threads = arrays[0].size, 128
     programs = -(-count // threads)
-    padded = [np.resize(one.reshape(-1), programs * threads) for one in given]
-    result = np.zeros(programs * threads, out or given[0].dtype)
+    padded = [np.resize(one.reshape(-1), programs * threads) for one in arrays]
+    result = np.zeros(programs * threads, out or arrays[0].dtype)
     lines, sources, index = [], [], 0
     for place, one in enumerate(inputs):
         if isinstance(one, int):
             sources.append(str(one))
             continue
-        bits = given[index].dtype.itemsize * 8
+        bits = arrays[index].dtype.itemsize * 8
         register = f"%{LETTERS[max(bits, 16)]}{place + 1}"
         lines.append(f"mad.wide.s32 %d31, %n, {bits // 8}, %a{index}; ld.global.b{bits} {register}, [%d31];")
         sources.append(register)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Instead(torch.autograd.Function):
-    """A value, whose gradient goes to another tensor."""
+    """A value whose gradient goes to another tensor."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, other: Tensor) -> Tensor:
@@ -20,13 +20,13 @@ class Instead(torch.autograd.Function):
 
 
 def by_hand(x: Tensor) -> Tensor:
-    """The input [..., K], rounded to E4M3 by rows with scales that are powers of two."""
+    """Return the input [..., K], rounded to E4M3 by rows with scales that are powers of two."""
     scale = torch.exp2(torch.floor(torch.log2(448 / x.float().abs().amax(-1, keepdim=True))))
     return ((x.float() * scale).to(torch.float8_e4m3fn).float() / scale).to(x.dtype)
 
 
 def region_by_hand(region: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """What a region makes of x, with the gradients of what it makes of the rounded x; data are kept as they are."""
+    """Return a region's output for x, with its gradients for the rounded x; data are kept as they are."""
     if not x.requires_grad:
         return region(x)
     with torch.no_grad():

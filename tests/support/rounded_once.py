@@ -54,5 +54,5 @@ class RoundedOnce(TorchFunctionMode):
 
 
 def rounded_once() -> AbstractContextManager[Any]:
-    """Have torch's operations on this CPU round a * b + c once; most CPUs' do so by themselves."""
+    """Make torch's operations on this CPU round a * b + c once; most CPUs' do so by themselves."""
     return RoundedOnce() if torch.backends.cpu.get_cpu_capability() == "DEFAULT" else nullcontext()

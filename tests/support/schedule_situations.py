@@ -44,8 +44,8 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
 
 
 def train(model: nn.Module, optimizer: Any, schedule: Any, steps: range) -> list[float]:
-    """Losses of each step."""
-    found = []
+    """Train, and return the losses of each step."""
+    losses = []
     for step in steps:
         optimizer.zero_grad()
         loss = loss_of(model, step)
@@ -54,15 +54,15 @@ def train(model: nn.Module, optimizer: Any, schedule: Any, steps: range) -> list
             schedule.observe(loss)
         optimizer.step()
         schedule.step(tokens=32)
-        found.append(float(loss.detach()))
-    return found
+        losses.append(float(loss.detach()))
+    return losses
 
 
 def tensors(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Copies of all that decides how a training goes on."""
+    """Return copies of all tensors that decide how a training continues."""
     states = [optimizer.state[param] for group in optimizer.param_groups for param in group["params"]]
-    found = [*model.state_dict().values(), *(value for state in states for value in state.values())]
-    return [value.detach().clone() for value in found]
+    values = [*model.state_dict().values(), *(value for state in states for value in state.values())]
+    return [value.detach().clone() for value in values]
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""Which tests a run takes: of products of parameters a covering array, or all; and of all, one part of several.
+"""The tests that a run takes: of products of parameters a covering array, or all; and of all, one part of several.
 
 The default set leaves out what is marked ``full``. Of a parametrised test it takes so many cells that every pair of
 values of every two parameters occurs, or, where the marker ``covering(1)`` says so, every value once.
@@ -20,7 +20,7 @@ UNKNOWN = 0.1  # seconds of a test in a file that is not there
 
 
 def covering(cells: Sequence[Mapping[str, Hashable]], strength: int = 2) -> list[int]:
-    """Indices of cells in which all combinations of ``strength`` parameters' values occur that occur at all."""
+    """Return indices of cells that contain every combination of ``strength`` parameters' values that occurs."""
     strength = min(strength, len(cells[0]))
     tuples = [{*itertools.combinations(sorted(cell.items(), key=lambda item: item[0]), strength)} for cell in cells]
     order = [*range(len(cells))]
@@ -35,7 +35,7 @@ def covering(cells: Sequence[Mapping[str, Hashable]], strength: int = 2) -> list
 
 
 def _hashable(value: Any) -> Hashable:
-    """The value as it is told from others; True is not 1."""
+    """Return a hashable key that tells the value from others; True is not 1."""
     try:
         hash(value)
     except TypeError:
@@ -44,7 +44,7 @@ def _hashable(value: Any) -> Hashable:
 
 
 def default_set(items: Iterable[Any]) -> set[Any]:
-    """The items (pytest's) of the default set."""
+    """Return the items (pytest's) of the default set."""
     chosen, functions = set(), defaultdict[Any, list[Any]](list)
     for item in items:
         if item.get_closest_marker("full") is not None:
@@ -62,31 +62,31 @@ def default_set(items: Iterable[Any]) -> set[Any]:
 
 
 def file_of(item: Any) -> str:
-    """The item's file, from the root."""
+    """Return the item's file, from the root."""
     return item.nodeid.partition("::")[0]
 
 
 def known_seconds() -> dict[str, float]:
-    """Seconds of each file's tests in the full set."""
+    """Return seconds of each file's tests in the full set."""
     rows = SECONDS_FILE.read_text().splitlines() if SECONDS_FILE.exists() else []
     return {row["file"]: float(row["seconds"]) for row in csv.DictReader(rows)}
 
 
 def write_seconds(measured: Mapping[str, float]) -> None:
-    """Puts these files' seconds in place of what is known of them; files that are gone are dropped."""
+    """Put these files' seconds in place of the recorded ones; drop files that no longer exist."""
     rows = sorted((known_seconds() | measured).items())
     lines = [f"{file},{seconds:.1f}\n" for file, seconds in rows if (SECONDS_FILE.parents[1] / file).exists()]
     SECONDS_FILE.write_text("".join(["file,seconds\n", *lines]))
 
 
 def expected_seconds(items: Sequence[Any]) -> dict[str, float]:
-    """Seconds of each file among these items, on one worker."""
+    """Return seconds of each file among these items, on one worker."""
     known = known_seconds()
     return {file: known.get(file, UNKNOWN * count) for file, count in Counter(map(file_of, items)).items()}
 
 
 def cheapest_first(items: Sequence[Any]) -> list[Any]:
-    """Files by the seconds of one of their tests: what fails soon fails first."""
+    """Return the items, files with the cheapest tests first: faults show early."""
     seconds, counts = expected_seconds(items), Counter(map(file_of, items))
     return sorted(items, key=lambda item: (seconds[file_of(item)] / counts[file_of(item)], file_of(item)))
 
@@ -100,7 +100,7 @@ def shuffled(items: Sequence[Any], seed: int) -> list[Any]:
 
 
 def part(items: Sequence[Any], which: str) -> list[Any]:
-    """The items of part ``K/N``: whole files, such that all parts take equally long."""
+    """Return the items of part ``K/N``: whole files, such that all parts take equally long."""
     number, parts = parse_part(which)
     loads, members = [0.0] * parts, [set[str]() for _ in range(parts)]
     for file, seconds in sorted(expected_seconds(items).items(), key=lambda pair: (-pair[1], pair[0])):
@@ -111,12 +111,12 @@ def part(items: Sequence[Any], which: str) -> list[Any]:
 
 
 def seconds_of_part(which: str | None) -> float:
-    """What the full set takes on one worker, or a part of it, as far as is known."""
+    """Return the recorded seconds of the full set on one worker, or of a part of it."""
     return sum(known_seconds().values()) / (1 if which is None else parse_part(which)[1])
 
 
 def parse_part(which: str) -> tuple[int, int]:
-    """K and N of ``K/N``.
+    """Return K and N of ``K/N``.
 
     Raises:
         ValueError: K is not 1 to N.
@@ -130,7 +130,7 @@ def parse_part(which: str) -> tuple[int, int]:
 def choose(
     items: list[Any], full: bool, which: str | None, order_seed: int | None, deselect: Callable[[list[Any]], None]
 ) -> None:
-    """Leave in ``items`` what the run takes, in its order or the one that ``order_seed`` draws; deselect the others."""
+    """Leave in ``items`` the items of the run, in their order or the one ``order_seed`` draws; deselect the others."""
     chosen = {*items} if full else default_set(items)
     if which is not None:
         chosen = {*part([item for item in items if item in chosen], which)}

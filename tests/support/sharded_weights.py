@@ -56,21 +56,21 @@ def adamw(net: nn.Module, master: str | None = "auto", moments: Any = "fp8") -> 
 
 
 def gradients(net: nn.Module, step: int) -> None:
-    """Gradients that do not depend on the weights, so that a rank's are a part of the whole one's."""
+    """Set gradients that do not depend on the weights, so that a rank's are a part of the whole one's."""
     generator = torch.Generator().manual_seed(step)
     for p in net.parameters():
         p.grad = like(torch.randn(p.shape, generator=generator).to(p.dtype), p)
 
 
 def like(whole: Tensor, p: Tensor) -> Tensor:
-    """A whole tensor, sharded if the parameter is."""
+    """Return a whole tensor, sharded if the parameter is."""
     if not isinstance(p, DTensor):
         return whole
     return like_sharded(rows_of(whole, p.device_mesh).clone(), p, whole.shape)
 
 
 def rows_of(whole: Tensor, mesh: Any) -> Tensor:
-    """This rank's rows."""
+    """Return this rank's rows."""
     dim = mesh.ndim - 1
     parts = [*whole.chunk(mesh.size(dim)), *[whole[:0]] * mesh.size(dim)]
     return parts[mesh.get_local_rank(dim)]
@@ -83,24 +83,24 @@ def steps(net: nn.Module, optimizer: AdamW, first: int, last: int) -> None:
 
 
 def held(net: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
-    """All that training depends on, of this rank's part."""
+    """Return all tensors that training depends on, of this rank's part."""
     optimizer.state_dict()  # waits for what ranks agree on
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, p in net.named_parameters():
         part = local_stored(p)
         if part is None:
-            found[name] = on_this_rank(p).detach()
+            tensors[name] = on_this_rank(p).detach()
         else:
-            found |= {f"{name} codes": part.qdata.view(torch.uint8), f"{name} scale_inv": part.scale_inv}
+            tensors |= {f"{name} codes": part.qdata.view(torch.uint8), f"{name} scale_inv": part.scale_inv}
         for key, value in optimizer.state[p].items():
-            found[f"{name} {key}"] = on_this_rank(value)
-    return {name: value.clone() for name, value in found.items()}
+            tensors[f"{name} {key}"] = on_this_rank(value)
+    return {name: value.clone() for name, value in tensors.items()}
 
 
-def differences(found: dict[str, Tensor], whole: dict[str, Tensor], mesh: Any) -> list[str]:
-    """The names of tensors that are not the whole ones' part."""
-    assert found.keys() == whole.keys(), found.keys() ^ whole.keys()
-    return [name for name, value in found.items() if not torch.equal(value, _part(whole[name], value, mesh))]
+def differences(actual: dict[str, Tensor], whole: dict[str, Tensor], mesh: Any) -> list[str]:
+    """Return the names of tensors that are not the whole ones' part."""
+    assert actual.keys() == whole.keys(), actual.keys() ^ whole.keys()
+    return [name for name, value in actual.items() if not torch.equal(value, _part(whole[name], value, mesh))]
 
 
 def _part(whole: Tensor, like: Tensor, mesh: Any) -> Tensor:
@@ -112,7 +112,7 @@ def batch(step: int, rank: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def average(net: nn.Module, mesh: Any) -> None:
-    """Gradients of a replicated model as FSDP2 averages them: summed where a rank's shard is, then over replicas."""
+    """Average gradients of a replicated model as FSDP2 does: summed where a rank's shard is, then over replicas."""
     group, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
     for p in net.parameters():
         if p.grad is not None:
@@ -129,11 +129,11 @@ def average(net: nn.Module, mesh: Any) -> None:
 
 
 @contextlib.contextmanager
-def save_later(*given: Any, **options: Any) -> Iterator[None]:
-    """Begin a save in the background that writes nothing until the block has ended, and then is waited for."""
+def save_later(*arguments: Any, **options: Any) -> Iterator[None]:
+    """Begin a background save, which writes nothing until the block has ended, and then wait for it."""
     go, write = threading.Event(), checkpoint._write
     with mock.patch.object(checkpoint, "_write", lambda *args: go.wait(60) and write(*args)):
-        saving = checkpoint.async_save_checkpoint(*given, **options)
+        saving = checkpoint.async_save_checkpoint(*arguments, **options)
         yield
         go.set()
         saving.result(60)

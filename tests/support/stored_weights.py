@@ -1,4 +1,4 @@
-"""A small model whose weights are stored in FP8, and what several tests do with it."""
+"""A small model whose weights are stored in FP8, and functions that several tests use on it."""
 
 import copy
 from collections.abc import Callable
@@ -40,22 +40,22 @@ def inputs(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def of_codes(model: nn.Module) -> Any:
-    """A copy that knows no more of its FP8 weights than what products read."""
-    found = copy.deepcopy(model)
-    for weight in found.parameters():
-        if (own := local_stored(weight)) is not None:
-            own.rest = None
-    return found
+    """Return a copy that keeps of its FP8 weights only the codes and scales that products read."""
+    model_of_codes = copy.deepcopy(model)
+    for weight in model_of_codes.parameters():
+        if (stored := local_stored(weight)) is not None:
+            stored.rest = None
+    return model_of_codes
 
 
 def widened(model: nn.Module, recipe: Recipe | None = None) -> Any:
-    """A converted copy whose weights are plain, with the values that the stored ones have."""
-    found = octavo.restore(of_codes(model))
-    return found if recipe is None else to_fp8(found, recipe)
+    """Return a converted copy whose weights are plain, with the values that the stored ones have."""
+    plain = octavo.restore(of_codes(model))
+    return plain if recipe is None else to_fp8(plain, recipe)
 
 
 def trace(model: nn.Module, x: Tensor, call: Callable[..., Any] | None = None) -> dict[str, Tensor]:
-    """What a forward and backward give."""
+    """Run forward and backward; return the output and all gradients."""
     model.zero_grad()
     leaf = x.detach().clone().requires_grad_()
     y = (model if call is None else call)(leaf)
@@ -65,5 +65,5 @@ def trace(model: nn.Module, x: Tensor, call: Callable[..., Any] | None = None) -
 
 def codes(model: nn.Module) -> dict[str, Tensor]:
     stored = {name: weight for name, weight in model.named_parameters() if isinstance(weight, StoredWeight)}
-    found = {name: weight.qdata.view(torch.uint8).clone() for name, weight in stored.items()}
-    return found | {f"{name} scales": weight.scale_inv.clone() for name, weight in stored.items()}
+    tensors = {name: weight.qdata.view(torch.uint8).clone() for name, weight in stored.items()}
+    return tensors | {f"{name} scales": weight.scale_inv.clone() for name, weight in stored.items()}

@@ -1,4 +1,4 @@
-"""What one task leaves behind does not hang the next."""
+"""A task's groups that only some ranks made do not hang the next task."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 
 def group_of_one(mesh: Any) -> None:
-    """A group that the pool's other ranks know nothing of, counted as torch 2.14 does."""
+    """Make a group that the pool's other ranks do not make, counted as torch 2.14 does."""
     dist.new_group([dist.get_rank()], use_local_synchronization=True)
     dist.distributed_c10d._world.group_count += 1
 

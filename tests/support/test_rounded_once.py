@@ -21,7 +21,7 @@ def test_it_is_what_a_cpu_with_fma_computes(name: str) -> None:
     operands = torch.randn(3, 20_000).exp() * torch.randn(3, 20_000).sign()
     operands[:, :4] = torch.tensor([torch.inf, torch.nan, 0.0, 3e38])
     with rounded_once():
-        own = OPS[name](*operands.clone())
+        native = OPS[name](*operands.clone())
     with RoundedOnce():
         replaced = OPS[name](*operands.clone())
-    torch.testing.assert_close(replaced, own, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(replaced, native, rtol=0, atol=0, equal_nan=True)

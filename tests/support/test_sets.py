@@ -1,4 +1,4 @@
-"""Which tests a run takes, by parametrisation and by seconds."""
+"""The tests that a run takes, by parametrisation and by seconds."""
 
 import itertools
 from collections import Counter
@@ -36,7 +36,7 @@ def test_every_pair_occurs_in_few_cases_and_by_default_each_value():
 
 
 class Item:
-    """As much of pytest's as is asked for."""
+    """The attributes of pytest's items that the sets read."""
 
     def __init__(self, nodeid, *marks, **params):
         self.nodeid, self.callspec = nodeid, SimpleNamespace(params=params)
@@ -48,8 +48,8 @@ def test_the_default_set():
     items = [Item("a.py::one"), Item("a.py::two", full)]
     for name, marks in {"pairs": (), "once": (once,), "none": (full,)}.items():
         items += [Item(f"a.py::{name}[{a}-{b}]", *marks, a=a, b=[b]) for a in range(4) for b in range(3)]
-    found = Counter(item.nodeid.partition("[")[0] for item in sets.default_set(items))
-    assert found == {"a.py::one": 1, "a.py::pairs": 12, "a.py::once": 4}
+    counts = Counter(item.nodeid.partition("[")[0] for item in sets.default_set(items))
+    assert counts == {"a.py::one": 1, "a.py::pairs": 12, "a.py::once": 4}
 
 
 def test_a_seed_draws_the_order_of_files_and_of_their_tests():

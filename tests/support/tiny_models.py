@@ -42,23 +42,23 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {  # transformers' names of
 
 
 def new(config: str, model: str, sizes: dict[str, Any]) -> nn.Module:
-    """A model by the names of MODELS."""
+    """Return a model by the names of MODELS."""
     return getattr(transformers, model)(getattr(transformers, f"{config}Config")(**sizes))
 
 
 def decoder(name: str, **changes: Any) -> nn.Module:
-    """A causal language model of transformers' names for its sizes: "Llama", "Qwen2", "Mixtral", "Gemma"."""
+    """Return a causal language model of transformers' names for its sizes: "Llama", "Qwen2", "Mixtral", "Gemma"."""
     return new(name, f"{name}ForCausalLM", DECODER | changes)
 
 
 def build(kind: str) -> nn.Module:
-    """The model of a seed."""
+    """Return the model of a seed."""
     torch.manual_seed(0)
     return new(*MODELS[kind]).train()
 
 
 def data(kind: str, count: int = 16) -> list[dict[str, Tensor]]:
-    """Examples for a Trainer, of another seed; few enough to be learnt by heart."""
+    """Return examples for a Trainer, of another seed; few enough to be learnt by heart."""
     generator = torch.Generator().manual_seed(5)
     if kind == "vit":
         images = torch.randn(count, 3, IMAGE, IMAGE, generator=generator)

@@ -16,15 +16,15 @@ from typing import Any
 from tests.support.pool import guard_together, prepare
 
 
-def _rank(task: Callable[..., Any], folder: Path, given: Any) -> Any:
+def _rank(task: Callable[..., Any], folder: Path, arguments: Any) -> Any:
     import torch
 
     torch.set_num_threads(1)
     guard_together()
-    return task(folder, *given)
+    return task(folder, *arguments)
 
 
-def _agent(task: Callable[..., Any], folder: Path, ranks: int, restarts: int, given: Any) -> None:
+def _agent(task: Callable[..., Any], folder: Path, ranks: int, restarts: int, arguments: Any) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -41,28 +41,28 @@ def _agent(task: Callable[..., Any], folder: Path, ranks: int, restarts: int, gi
         start_method="fork",
         logs_specs=DefaultLogsSpecs(str(folder / "logs"), redirects=Std.ALL),
     )
-    found = elastic_launch(config, _rank)(task, folder, given)
-    (folder / "found.json").write_text(json.dumps([found[rank] for rank in range(ranks)]))
+    results = elastic_launch(config, _rank)(task, folder, arguments)
+    (folder / "found.json").write_text(json.dumps([results[rank] for rank in range(ranks)]))
     sys.exit(0)
 
 
-def on_ranks(task: Callable[..., Any], folder: Path, *given: Any, ranks: int = 2, restarts: int = 0) -> list[Any]:
-    """What ``task(folder, *given)`` returns on each rank, as JSON has it.
+def on_ranks(task: Callable[..., Any], folder: Path, *arguments: Any, ranks: int = 2, restarts: int = 0) -> list[Any]:
+    """Return the results of ``task(folder, *arguments)`` on each rank, as JSON has them.
 
     Raises:
         AssertionError: the run did not end well; with what its ranks wrote last.
     """
-    process = prepare().Process(target=_agent, args=(task, folder, ranks, restarts, given))
+    process = prepare().Process(target=_agent, args=(task, folder, ranks, restarts, arguments))
     process.start()
     process.join(1800)
     process.kill()
-    told = [f"{path}: {path.read_text()[-2000:]}" for path in sorted(folder.rglob("std*.log"))[-2 * ranks :]]
-    assert process.exitcode == 0, "\n".join(told)
+    logs = [f"{path}: {path.read_text()[-2000:]}" for path in sorted(folder.rglob("std*.log"))[-2 * ranks :]]
+    assert process.exitcode == 0, "\n".join(logs)
     return json.loads((folder / "found.json").read_text())
 
 
 def let_accelerate_shard_on_cpus() -> None:
-    """accelerate shards on accelerators only; told that CPUs are GPUs it does the same there."""
+    """Make accelerate shard on CPUs, as it does on accelerators, by telling it that they are GPUs."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 

@@ -1,4 +1,4 @@
-"""What the tests of octavo's optimizers train, and how they look at its state."""
+"""Models that the tests of octavo's optimizers train, and functions that read their optimizers' state."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
 
 
 def train(optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> None:
-    """Steps with random gradients, some far from zero."""
+    """Take steps with random gradients, some far from zero."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         for group in optimizer.param_groups:
@@ -37,13 +37,13 @@ def train(optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> None:
 
 
 def moments_of(optimizer: AdamW, p: nn.Parameter) -> list[Tensor]:
-    """A parameter's, both in float32."""
+    """Return a parameter's moments, both in float32."""
     names, state = ("exp_avg", "exp_avg_sq"), optimizer.state[p]
     return [as_fp32(name, moment, state).clone() for name, moment in zip(names, optimizer.moments, strict=True)]
 
 
 def master_values(optimizer: AdamW, p: nn.Parameter) -> Tensor:
-    """What the optimizer takes a weight for."""
+    """Return the values that the optimizer's master of a weight has."""
     form, scale_inv = master_of(p, optimizer.master), getattr(p, "scale_inv", None)
     master = form.for_kernel(matrix_of(p.detach()), optimizer.state[p], scale_inv)
     return master.read_all(master.weight).view(p.shape)
@@ -63,7 +63,7 @@ class Shaped(nn.Module):
 
 
 def model_of(kind: str = "bf16", shaped: bool = False) -> nn.Sequential:
-    """Four layers; ``shaped``: of widths that are no multiple of 128, and one that is none, of other shapes."""
+    """Return four layers; ``shaped``: of widths that are no multiple of 128, and one of other shapes."""
     torch.manual_seed(0)
     layers = [nn.Linear(144, 144) for _ in range(3)] if shaped else [nn.Linear(64, 64) for _ in range(4)]
     model = nn.Sequential(*layers, *([Shaped()] if shaped else []))
@@ -77,7 +77,7 @@ def model_of(kind: str = "bf16", shaped: bool = False) -> nn.Sequential:
 
 
 def loss_of(model: nn.Module, reentrant: bool | None = None) -> Tensor:
-    """On random input; ``reentrant``: the kind of the checkpoint that each layer is in, if any."""
+    """Return the loss on random input; ``reentrant``: the kind of the checkpoint that each layer is in, if any."""
     width, dtype = (getattr(next(model.parameters()), name) for name in ("shape", "dtype"))
     y = torch.randn(8, width[1]).to(dtype).requires_grad_(reentrant is True)
     for layer in [model] if reentrant is None else model:
@@ -86,7 +86,7 @@ def loss_of(model: nn.Module, reentrant: bool | None = None) -> Tensor:
 
 
 def by_hand(param: nn.Parameter) -> None:
-    """Round a gradient to what the pair reads, in float32."""
+    """Round a gradient to the values that its pair reads, in float32."""
     grad = param.grad
     assert grad is not None
     matrix = grad.view(grad.shape[0], -1) if grad.ndim > 1 else grad.view(1, -1)
@@ -101,14 +101,14 @@ def grads_of(model: nn.Module) -> list[Tensor]:
 
 
 def tensors_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    found = {}
+    tensors = {}
     for name, param in model.named_parameters():
         if isinstance(param, StoredWeight):
-            found |= {name: param.qdata.view(torch.uint8), f"{name} scales": param.scale_inv}
+            tensors |= {name: param.qdata.view(torch.uint8), f"{name} scales": param.scale_inv}
         else:
-            found[name] = param.detach()
-        found |= {f"{name} {key}": value for key, value in optimizer.state[param].items()}
-    return found
+            tensors[name] = param.detach()
+        tensors |= {f"{name} {key}": value for key, value in optimizer.state[param].items()}
+    return tensors
 
 
 def assert_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:

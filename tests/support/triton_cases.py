@@ -26,7 +26,7 @@ SMALL_TILES = {
 
 
 def assert_counters_are_zero(kernels: TritonKernels) -> None:
-    """What programs share is as the next launch expects it."""
+    """Check that the memory that programs share is as the next launch expects it."""
     launch = kernels.module("launch")
     for work in (*launch._work.values(), *(work for pool in launch._pools.values() for work in pool)):
         assert not work.any(), "a launch left a counter or an amax behind"
@@ -38,12 +38,12 @@ class _Forgetful(dict[Any, Any]):
 
 
 def never_replay(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each call of the rest of the test be a first one."""
+    """Make each call in the remaining test a first one."""
     monkeypatch.setattr(kernels.module("replay"), "REPLAYS", _Forgetful())
 
 
 def use_small_tiles(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let kernels work in SMALL_TILES for the rest of the test."""
+    """Make kernels work in SMALL_TILES for the remaining test."""
     launch = kernels.module("launch")
     monkeypatch.setattr(kernels.module("replay"), "REPLAYS", {})
     config = launch.config
@@ -58,7 +58,7 @@ def use_small_tiles(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def count_launches(kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels that are launched in the rest of the test, as they are."""
+    """Return a list that takes the names of the kernels that are launched in the remaining test."""
     never_replay(kernels, monkeypatch)
     launch, names = kernels.module("launch").launch, []
 

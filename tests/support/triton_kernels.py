@@ -44,19 +44,19 @@ class TritonKernels:
         return self.modules[PACKAGE].KERNELS[name]
 
     def module(self, name: str) -> ModuleType:
-        """A module of octavo/kernels/triton, or another that was copied, by its whole name."""
+        """Return a module of octavo/kernels/triton, or another that was copied, by its whole name."""
         return self.modules[name if "." in name else f"{PACKAGE}.{name}"]
 
 
 @functools.cache
 def load(interpreted: bool) -> TritonKernels:
-    """The kernels, once a process."""
+    """Return the kernels, loaded once a process."""
     return TritonKernels(interpreted)
 
 
 @contextmanager
 def running(capability: int | None = None) -> Iterator[TritonKernels]:
-    """The kernels, and while it lasts, they can run; compiled for a capability, if one is given and there is no GPU."""
+    """Yield the kernels, which run within the block; compiled for a capability, if one is set and there is no GPU."""
     capability = capability or compiled_for
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -68,7 +68,7 @@ def running(capability: int | None = None) -> Iterator[TritonKernels]:
 
 @contextmanager
 def in_place_of_reference(kernels: TritonKernels) -> Iterator[None]:
-    """Layers and optimizers on a CPU run these kernels, laid as on Hopper, but what is compiled."""
+    """Make layers and optimizers on a CPU run these kernels, laid as on Hopper, except in compiled code."""
     from octavo import kernels as entries
     from octavo.autograd import casts, grouped, linear_cross_entropy, products
     from octavo.granularity import CONTRACTION
@@ -121,7 +121,7 @@ def _copy() -> dict[str, ModuleType]:
 
 
 def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z of float32, rounded once: before Triton 3.9 the interpreter rounds the product too.
+    """Return x * y + z of float32, rounded once: before Triton 3.9 the interpreter rounds the product too.
 
     In float64 the product is exact, and the sum, rounded to odd, rounds to float32 as the exact sum does.
     """
@@ -162,42 +162,44 @@ def _interpreting() -> Iterator[None]:
     def call(function: JITFunction, *args: Any, **kwargs: Any) -> Any:
         return interpreter.InterpretedFunction(function.fn)(*args, **kwargs)
 
-    def convert(values: Any, given: tl.dtype, wanted: tl.dtype, rounding: Any) -> Any:
-        if given == tl.bfloat16 and wanted == tl.float32:  # the interpreter's own is wrong for subnormals
+    def convert(values: Any, source: tl.dtype, wanted: tl.dtype, rounding: Any) -> Any:
+        if source == tl.bfloat16 and wanted == tl.float32:  # the interpreter's own is wrong for subnormals
             return values.astype(numpy.uint32) << 16
-        return convert_float(values, given, wanted, rounding)
+        return convert_float(values, source, wanted, rounding)
 
-    def dtype_of(given: tl.dtype) -> numpy.dtype:
-        element = getattr(given, "element_ty", given) if given.is_block() else given
+    def dtype_of(triton_type: tl.dtype) -> numpy.dtype:
+        element = getattr(triton_type, "element_ty", triton_type) if triton_type.is_block() else triton_type
         return numpy.dtype(numpy.uint64) if element.is_ptr() else dtypes[element]
 
-    def masked_store(own: Any, pointers: Any, values: Any, mask: Any, *rest: Any) -> Any:
+    def masked_store(builder_self: Any, pointers: Any, values: Any, mask: Any, *others: Any) -> Any:
         mask.data = mask.data.astype(bool, copy=False)  # Triton 3.9 refuses int32, which it makes of a scalar condition
-        return store(own, pointers, values, mask, *rest)
+        return store(builder_self, pointers, values, mask, *others)
 
     blocks: dict[Any, dict[str, Any]] = {}
 
-    def block(own: tl.block_type, element: tl.dtype, shape: Any) -> None:
+    def block(block_self: tl.block_type, element: tl.dtype, shape: Any) -> None:
         key = element.name, *getattr(shape, "values", shape)
         if element.is_ptr() or key not in blocks:
-            new_block(own, element, shape)
-            blocks[key] = vars(own)
-        vars(own).update(blocks[key])
+            new_block(block_self, element, shape)
+            blocks[key] = vars(block_self)
+        vars(block_self).update(blocks[key])
 
-    def with_element(own: tl.block_type, element: tl.dtype) -> tl.block_type:
-        return own if element is own.element_ty else tl.block_type(element, own.shape)
+    def with_element(block_self: tl.block_type, element: tl.dtype) -> tl.block_type:
+        return block_self if element is block_self.element_ty else tl.block_type(element, block_self.shape)
 
-    def broadcast(own: Any, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    def broadcast(semantic: Any, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
         of_blocks = lhs.type.is_block() and rhs.type.is_block()
-        return (lhs, rhs) if of_blocks and lhs.type.shape.values == rhs.type.shape.values else as_one(own, lhs, rhs)
+        return (
+            (lhs, rhs) if of_blocks and lhs.type.shape.values == rhs.type.shape.values else as_one(semantic, lhs, rhs)
+        )
 
     @functools.cache
     def constants(shape: tuple[int, ...]) -> tuple[Any, Any]:
         return tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
 
-    def tensor(own: tl.tensor, handle: Any, given: tl.dtype) -> None:
-        own.handle, own.type, own.dtype = handle, given, given.scalar
-        own.numel, own.shape = constants(tuple(given.shape) if given.is_block() else ())
+    def tensor(tensor_self: tl.tensor, handle: Any, type_: tl.dtype) -> None:
+        tensor_self.handle, tensor_self.type, tensor_self.dtype = handle, type_, type_.scalar
+        tensor_self.numel, tensor_self.shape = constants(tuple(type_.shape) if type_.is_block() else ())
 
     def untyped(values: Any, fields: Any = None) -> Any:  # of a tuple nothing asks for more than its fields' names
         return tl.core.tuple_type([], fields)
@@ -231,8 +233,12 @@ def _interpreting() -> Iterator[None]:
             mock.patch.object(builder, "create_fma", fma),
             mock.patch.object(builder, "create_masked_store", masked_store),
             # where one is NaN the other counts; before Triton 3.8, NaN
-            mock.patch.object(builder, "create_minnumf", lambda own, x, y: own.binary_op(x, y, numpy.fmin)),
-            mock.patch.object(builder, "create_maxnumf", lambda own, x, y: own.binary_op(x, y, numpy.fmax)),
+            mock.patch.object(
+                builder, "create_minnumf", lambda builder_self, x, y: builder_self.binary_op(x, y, numpy.fmin)
+            ),
+            mock.patch.object(
+                builder, "create_maxnumf", lambda builder_self, x, y: builder_self.binary_op(x, y, numpy.fmax)
+            ),
             numpy.errstate(all="ignore"),  # infinities and NaN are meant
             warnings.catch_warnings(action="ignore", category=RuntimeWarning),
         ):

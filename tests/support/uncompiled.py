@@ -20,7 +20,7 @@ NOWHERE = -1  # a device whose caches hold no compiled kernel
 
 
 class Uncompiled(CompiledKernel):
-    """As much of a kernel as launching needs."""
+    """A kernel with only the attributes that launching needs."""
 
     def __init__(self, source: Any, options: Any) -> None:
         self.src, self.name, self.hash = source, source.name, (source.hash(), options.hash())
@@ -44,7 +44,7 @@ def _named(
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """What is launched for the first time inside benchmarks' ``offline`` is not compiled."""
+    """Compile no kernel that is launched for the first time inside benchmarks' ``offline``."""
     with (
         mock.patch.object(JITFunction, "_do_compile", _named),
         mock.patch.object(driver.active, "get_current_device", lambda: NOWHERE),
