@@ -28,7 +28,7 @@ from octavo.nn.candidates import (
     why_not,
 )
 from octavo.nn.experts import ConvertedExperts, keys_of, recipe_names
-from octavo.nn.gather import GatherGroup, told_of
+from octavo.nn.gather import GatherGroup, settings_of
 from octavo.nn.known_forwards import KnownForward, fuse_known
 from octavo.nn.linear import Grouped, Linear, PartedLinear, Split
 from octavo.nn.loss import give_back_loss, has_loss
@@ -128,7 +128,7 @@ def convert(
             own = f"{name}.{module.part_name}".strip(".")
             module.recipe = recipe_of(recipe, *module.names(own))
             module.gather.join(group, module, own)
-            group.told |= told_of(module, own)
+            group.settings |= settings_of(module, own)
             if (stored_one := local_stored(weight_of(module))) is not None:
                 stored_one.layer_name = own
     if fuse:
@@ -413,7 +413,7 @@ def gather_anew(model: nn.Module) -> None:
         return
     for held in forget_gathered(model):
         for own in held.weight_readers.values() if isinstance(held, WeightOwner) else ():
-            own.gather.used, own.gather.agreed = None, False
+            own.gather.used, own.gather.settings_agree = None, False
 
 
 def _weights_of_others(model: nn.Module, ours: set[int]) -> set[int]:

@@ -24,7 +24,7 @@ from octavo.autograd.casts import Norm
 from octavo.autograd.chain import FUNCTIONS, Chain, run_chain
 from octavo.autograd.products import requires_grad
 from octavo.kernels.activations import activation_of
-from octavo.nn.gather import ask
+from octavo.nn.gather import check_layers_agree
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear, PartedLinear, Splits, recipe_for, split_output
 from octavo.nn.tensor_parallel import FusedParts, finished, fused_parts, hooks_on, is_parallel, style_of
@@ -171,7 +171,7 @@ class Fused(nn.Module):
         if first is None:  # its splits have theirs
             first = next(linears[0].parameters(), None)
         if is_parallel(first):  # before any of the parts runs
-            ask([linear for linear in linears if isinstance(linear, Linear)], first.device_mesh)
+            check_layers_agree([linear for linear in linears if isinstance(linear, Linear)], first.device_mesh)
         if type(norm) not in (LayerNorm, RMSNorm) or any(type(one) not in (Linear, PartedLinear) for one in linears):
             return None
         if norm.weight is None or not (runs_alone(norm) and run_alone(linears)):

@@ -20,7 +20,7 @@ from octavo.nn.weight import WeightOwner, widened
 from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
 from octavo.tensor.fsdp2 import attach, gather_as_it_is
 from octavo.tensor.pair import Operands
-from octavo.tensor.stored_weight import BLOCK, StoredWeight, agree_on_scale, agreed, local_stored
+from octavo.tensor.stored_weight import BLOCK, StoredWeight, agree_on_scale, local_stored, with_agreed_scale
 
 
 class Linear(RecipeModule, nn.Linear):
@@ -290,7 +290,7 @@ class Split(WeightOwner):
         return {"weight": self.__dict__["layer"]}
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        self.__dict__["layer"].agree()
+        self.__dict__["layer"].agree_on_scale()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
@@ -298,8 +298,8 @@ class Split(WeightOwner):
         if not isinstance(shard, StoredWeight):
             return gather_as_it_is(shard, mesh, outer_size, mp_policy)
         layer = self.__dict__["layer"]
-        shard.known.alone |= layer.agree()  # what came here may be a copy elsewhere, of before
-        return layer.gather.before(layer, agreed(shard, self.weight), mesh, outer_size, mp_policy)
+        shard.known.alone |= layer.agree_on_scale()  # what came here may be a copy elsewhere, of before
+        return layer.gather.send(layer, with_agreed_scale(shard, self.weight), mesh, outer_size, mp_policy)
 
 
 class PartedLinear(Linear):
@@ -335,7 +335,7 @@ class PartedLinear(Linear):
         from torch.distributed.tensor import DTensor
 
         if not torch.compiler.is_compiling():
-            self.agree()
+            self.agree_on_scale()
         first, *_ = found = self._of_splits(name)
         if first is None:
             return None
@@ -345,7 +345,7 @@ class PartedLinear(Linear):
             torch.cat([tensor.to_local() for tensor in found]), first.device_mesh, first.placements, run_check=False
         )
 
-    def agree(self) -> bool:
+    def agree_on_scale(self) -> bool:
         """Give splits that have one scale in common such a one, if any was written, which it returns; for all ranks."""
         stored = local_stored(self.weights[0])
         if stored is None or stored.common is None or not stored.common.written:

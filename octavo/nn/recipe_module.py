@@ -15,7 +15,7 @@ from octavo.autograd.shared_casts import ReadTensor, read_by
 from octavo.autograd.shared_scales import Parts
 from octavo.errors import UnsupportedOpError
 from octavo.kernels.capability import warn_once_if_emulated
-from octavo.nn.gather import Gather, ask
+from octavo.nn.gather import Gather, check_layers_agree
 from octavo.nn.inputs import finds_shapes, grouped_dtype, product_dtype, refuse_for_fp8
 from octavo.nn.tensor_parallel import LayerTensors, is_parallel, parallel_product
 from octavo.nn.weight import (
@@ -183,7 +183,7 @@ class RecipeModule(WeightOwner):
 
     def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
         """What FSDP2's hook is to send of the weight; see nn/gather.py."""
-        return self.gather.before(self, shard, mesh, outer_size, mp_policy)
+        return self.gather.send(self, shard, mesh, outer_size, mp_policy)
 
     def reset_delayed_state(self) -> None:
         """Forget the history, also what octavo.using has put aside: the next cast takes its own amax."""
@@ -231,7 +231,7 @@ class RecipeModule(WeightOwner):
         tensors = weight, bias, _ = self.operands()
         parallel = offsets is None and is_parallel(weight)
         if parallel:
-            ask([self], weight.device_mesh)  # type: ignore[attr-defined]
+            check_layers_agree([self], weight.device_mesh)  # type: ignore[attr-defined]
         dtype = product_dtype(input, weight) if offsets is None else grouped_dtype(input, weight, offsets)
         if self.recipe.is_high_precision:
             weight = widened(weight)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.granularity import PerTensor
 from octavo.numerics import E8M0
-from octavo.tensor.collectives import largest
+from octavo.tensor.collectives import maximum_over_ranks
 from octavo.tensor.fsdp2 import like_sharded, on_this_rank, own_slices, plain, whole
 from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, granularity_of_scales, local_stored
 
@@ -111,7 +111,7 @@ def _scales_of_first_rank(weight: Any, shard: StoredWeight, given: Tensor | None
         is_its_own = given.data_ptr() == shard.scale_inv.data_ptr()  # as torch's state dict has it: NaN by now
         found.copy_(shard.known.replaced_scale if is_its_own and shard.known.replaced_scale is not None else given)
     shard.known.replaced_scale = None
-    found = largest(found, *mesh.get_all_groups())
+    found = maximum_over_ranks(found, *mesh.get_all_groups())
     if not bool((found > 0).all()):
         raise ValueError(f"{key} holds FP8 codes, but the first rank no {key}{SCALE_INV} of shape {shape}; give both")
     check_scales(found, f"{key}{SCALE_INV}")
