@@ -510,14 +510,7 @@ def activation_of(act: nn.Module | None, gated: bool) -> str | None:
 def _known_class(kind: type[nn.Module]) -> type[KnownForward] | None:
     """Return the class of this file whose ``known`` has the same instructions as a class's forward; or None."""
     forward = inspect.unwrap(kind.forward)
-    return next(
-        (
-            known_class
-            for known_class in _KINDS
-            if inspect.isfunction(forward) and _same(forward, _known_of(known_class))
-        ),
-        None,
-    )  # type: ignore[arg-type]
+    return next((base for base in _KINDS if inspect.isfunction(forward) and _same(forward, _known_of(base))), None)  # type: ignore[arg-type]
 
 
 @functools.cache

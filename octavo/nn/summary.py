@@ -214,7 +214,7 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
 def _in_training(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[SavedBytes, _ForwardCounts | None]:
-    """Return (bytes that the model saves and would unconverted, ``forward_flops`` in training or None if it can't run)."""
+    """Return (bytes saved as the model is and unconverted, ``forward_flops`` in training or None if it can't run)."""
     from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
 
     counter = FlopCounterMode(display=False, custom_mapping=formulas())
