@@ -101,9 +101,7 @@ class KeptWeights:
 
     def __init__(self, model: nn.Module) -> None:
         layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-        buffers_of = {
-            name: (layer, operands) for name, layer in layers.items() if (operands := _kept(layer)) is not None
-        }
+        buffers_of = {name: (layer, buffers) for name, layer in layers.items() if (buffers := _kept(layer)) is not None}
         if not buffers_of:
             raise ValueError(
                 "no layer's weight can be kept; convert the model with dynamic(), delayed() or blockwise() "
@@ -111,9 +109,9 @@ class KeptWeights:
             )
         self.names = tuple(buffers_of)
         self._groups: dict[tuple[Any, ...], list[Any]] = {}
-        for layer, operands in buffers_of.values():
-            key = layer.weight.dtype, layer.weight.device, operands.cast, operands.lays
-            self._groups.setdefault(key, []).append((layer, operands))
+        for layer, buffers in buffers_of.values():
+            key = layer.weight.dtype, layer.weight.device, buffers.cast, buffers.lays
+            self._groups.setdefault(key, []).append((layer, buffers))
 
     @torch.no_grad()
     def cast(self, skip: Tensor | None = None) -> None:
@@ -126,25 +124,24 @@ class KeptWeights:
             ValueError: if a weight is no longer on the device, or of the dtype, that it was on.
         """
         for (dtype, device, cast, lays), everything in self._groups.items():
-            group = [(layer, operands) for layer, operands in everything if layer.recipe is operands.recipe]
+            group = [(layer, buffers) for layer, buffers in everything if layer.recipe is buffers.recipe]
             if not group:
                 continue
             layers = [layer for layer, _ in group]
             if any(layer.weight.dtype != dtype or layer.weight.device != device for layer in layers):
                 raise ValueError("the model was moved or converted; make its KeptWeights anew")
             captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            is_certain = (
-                skip is None and not captured and not torch.compiler.is_compiling()
-            )  # the cast will happen, and happens now
+            # whether the cast will happen, and now
+            is_certain = skip is None and not captured and not torch.compiler.is_compiling()
             for layer in layers if cast.is_delayed and is_certain else ():
                 notice_writes(layer, layer.weight)
-            as_is = [operands.operands.as_is for _, operands in group]
+            as_is = [buffers.operands.as_is for _, buffers in group]
             kernels.multi_tensor_cast(
                 [layer.weight.detach().contiguous() for layer in layers],
                 [qdata for qdata, _ in as_is],
-                [operands.operands.transposed[0] for _, operands in group] if lays else [],
+                [buffers.operands.transposed[0] for _, buffers in group] if lays else [],
                 [scale_inv for _, scale_inv in as_is],
-                [operands.amax for _, operands in group],
+                [buffers.amax for _, buffers in group],
                 [layer.delayed_scale for layer in layers] if cast.is_delayed else [],
                 WEIGHT,
                 cast.tile,
@@ -152,9 +149,9 @@ class KeptWeights:
                 cast.margin,
                 skip,
             )
-            for layer, operands in group:
-                operands.were_cast(layer.weight, captured, state_of(layer))
-                layer.kept_operands = operands  # each time: moving a layer removes them
+            for layer, buffers in group:
+                buffers.were_cast(layer.weight, captured, state_of(layer))
+                layer.kept_operands = buffers  # each time: moving a layer removes them
 
     def remove(self) -> None:
         """Let every layer cast its own weight again."""

@@ -65,9 +65,7 @@ class _Origins(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         kind = None
         if func is torch.ops.octavo.cast.default:
-            arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (
-                kwargs or {}
-            )
+            arguments = dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | (kwargs or {})
             if arguments["role"] == WEIGHT:
                 kind = _WEIGHTS
             elif arguments.get("activation") or arguments.get("gamma") is not None:
