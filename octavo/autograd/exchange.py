@@ -33,7 +33,7 @@ from octavo.granularity import ALL
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.private import c10d_ops
 from octavo.scaling.recipe import Cast
-from octavo.tensor.collectives import largest, pack, unpack
+from octavo.tensor.collectives import maximum_over_ranks, pack, unpack
 from octavo.tensor.pair import ForProducts, Operands
 
 
@@ -118,7 +118,7 @@ def combine(y: Tensor, journey: Journey, sending: RowsToSend) -> Tensor:
     def there(grad: Tensor) -> Tensor:
         grad, amax = grad.contiguous(), None
         if _shares_scales(sending):
-            amax = largest(_amax_of_groups(grad, journey.offsets), journey.exchange.group)
+            amax = maximum_over_ranks(_amax_of_groups(grad, journey.offsets), journey.exchange.group)
         return _send(grad, journey, sending, amax)
 
     return _Travel.apply(y, functools.partial(_bring_back, journey=journey), there)

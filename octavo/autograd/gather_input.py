@@ -35,7 +35,7 @@ from octavo.granularity import ALL
 from octavo.kernels.arguments import NormSource
 from octavo.private import c10d_ops
 from octavo.scaling.recipe import Recipe
-from octavo.tensor.collectives import bytes_of, largest, pack, scales_from, summed, unpack
+from octavo.tensor.collectives import bytes_of, maximum_over_ranks, pack, scales_from, summed, unpack
 from octavo.tensor.pair import ForProducts, Operands, transposed_pair
 
 _REMEDY = (
@@ -190,7 +190,7 @@ def gathered_transposed(x_RK: Tensor, recipe: Recipe, wire: Wire, observer: Any 
     assert cast is not None
     own = len(rows)
     if by_column := cast.tile[1] == ALL:  # a row more, of all ranks' amax, makes the scales those of whole columns
-        columns = largest(kernels.amax(rows, (ALL, 1)), wire.group)
+        columns = maximum_over_ranks(kernels.amax(rows, (ALL, 1)), wire.group)
         rows = torch.cat([rows, columns.view(1, -1).to(rows.dtype)])
     q, _, scale_inv, *_ = kernels.cast(rows, None, INPUT, *cast.arguments_transposed)
     if observer is not None:

@@ -21,7 +21,7 @@ from octavo.kernels.arguments import CastSource, NormSource
 from octavo.numerics import scale_from_amax
 from octavo.scaling.delayed import State, may_be_empty
 from octavo.scaling.recipe import Cast
-from octavo.tensor.collectives import largest
+from octavo.tensor.collectives import maximum_over_ranks
 
 
 class Parts(NamedTuple):
@@ -71,7 +71,7 @@ def scale_of_whole(
         amax = kernels.cast(x, None, role, *arguments, False, 1, False, *activation, **of_norm)[3]
     else:
         amax = kernels.amax(x, tile)
-    amax = largest(amax, group)
+    amax = maximum_over_ranks(amax, group)
     scale = scale_from_amax(amax.view(1), torch.finfo(dtype).max, power_of_two, margin, delayed)
     return scale.expand(3).contiguous(), amax
 
@@ -111,5 +111,5 @@ def shared_amax(found: Sequence[Tensor | None], parts: Parts | None) -> Sequence
     own = [amax for amax in found if amax is not None]
     if parts is None or not own:
         return found
-    whole = iter(largest(torch.cat([amax.view(1) for amax in own]), parts.group).view(-1, 1, 1).unbind())
+    whole = iter(maximum_over_ranks(torch.cat([amax.view(1) for amax in own]), parts.group).view(-1, 1, 1).unbind())
     return [None if amax is None else next(whole) for amax in found]

@@ -47,14 +47,14 @@ from octavo.distributed.files import PARTIAL, reason_of, replacing
 from octavo.distributed.joined_parts import by_file, is_common, joined, parts_of
 from octavo.distributed.ranks import CheckpointError, Ranks, lost_ranks
 from octavo.errors import OctavoError, first_line
-from octavo.nn.gather import told_of
+from octavo.nn.gather import settings_of
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.layout import place_of
 from octavo.optim.moment import Moment
 from octavo.optim.state import moment_from
 from octavo.reading import check_records, file_inside
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
-from octavo.tensor.collectives import agree
+from octavo.tensor.collectives import check_ranks_agree
 from octavo.tensor.fsdp2 import like_sharded, on_this_rank, plain
 
 __all__ = ["save_checkpoint", "async_save_checkpoint", "load_checkpoint", "load_extra"]
@@ -527,8 +527,8 @@ def gather_delayed(model: nn.Module, ranks: Ranks) -> dict[str, Any]:
         options: dict[str, object] = {}
         for name, module in model.named_modules():
             if isinstance(module, RecipeModule):
-                options |= told_of(module, plain_name(name))
-        agree(options, [ranks.group])
+                options |= settings_of(module, plain_name(name))
+        check_ranks_agree(options, [ranks.group])
     flat = (
         torch.cat([value.flatten() for value in values.values()])
         if values

@@ -12,7 +12,7 @@ from octavo.autograd.casts import GRAD_OUTPUT, INPUT, cast_to_send
 from octavo.autograd.exchange import Exchange, RowsToSend, combine, dispatch
 from octavo.autograd.gather_input import GatherReader
 from octavo.nn.experts import ConvertedExperts, Experts, OfTransformers
-from octavo.nn.gather import ask
+from octavo.nn.gather import check_layers_agree
 from octavo.nn.inputs import product_dtype
 from octavo.nn.linear import Grouped
 from octavo.scaling.delayed import state_of
@@ -91,7 +91,7 @@ def _feed_forward_on_ranks(
 ) -> Tensor:
     """Compute octavo.nn.experts.feed_forward, each row on the rank that has its expert."""
     assert gate_up.exchange is not None
-    ask([gate_up, down], gate_up.own_parameters()[0].device_mesh)
+    check_layers_agree([gate_up, down], gate_up.own_parameters()[0].device_mesh)
     rows = rows.to(product_dtype(rows, gate_up.operands()[0]))
     (weight, bias), (second, second_bias), exact = gate_up.trains, down.trains, gate_up.exchange.exact
     cast = cast_to_send(gate_up.recipe.input_casts, True, weight, exact)

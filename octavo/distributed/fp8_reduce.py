@@ -36,7 +36,7 @@ from octavo.kernels.layouts import multiply_tiles_
 from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.step_numbers import key_of, random_bits
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
-from octavo.tensor.collectives import agree, all_gather, pack, unpack
+from octavo.tensor.collectives import all_gather, check_ranks_agree, pack, unpack
 
 SENT, MEAN, BETWEEN = 0, 1, 2  # the roundings: of gradients, of the gathered mean, of servers' means
 _ALIKE = "ranks_per_server", "format", "stochastic", "gather_dtype", "seed"
@@ -188,7 +188,7 @@ class Fp8Reduction:
 
     def _levels(self, group: Any) -> list[list[int]]:
         if group.group_name not in self._found:
-            agree({f"Fp8Reduction's {name}": getattr(self, name) for name in _ALIKE}, [group])
+            check_ranks_agree({f"Fp8Reduction's {name}": getattr(self, name) for name in _ALIKE}, [group])
             self._found[group.group_name] = own_levels(group, self.ranks_per_server)
         return self._found[group.group_name]
 

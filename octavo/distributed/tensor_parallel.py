@@ -24,7 +24,7 @@ from torch.distributed.tensor import parallel as torch_parallel
 
 from octavo.autograd.gather_input import GatheredInput, scatter_output
 from octavo.distributed.fp8_reduce import Fp8Reduction
-from octavo.nn.gather import ask
+from octavo.nn.gather import check_layers_agree
 from octavo.nn.linear import Linear, divide
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.tensor_parallel import STYLE, Sending, Style, gathered_for, hooks_on, sending_of
@@ -61,7 +61,7 @@ def _in_fp8(readers: list[RecipeModule], input: Any, mesh: Any, sending: Sending
         raise ValueError(
             f"the layers lie on {mesh} and their input on {input.device_mesh}: give a DTensor on the former"
         )
-    ask(readers, mesh, exact=sending.exact)
+    check_layers_agree(readers, mesh, exact=sending.exact)
     (placement,), last = input.placements, input.ndim - 1
     if not isinstance(placement, Shard) or placement.dim % input.ndim == last:
         return None

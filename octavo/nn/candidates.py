@@ -1,4 +1,4 @@
-"""Which modules convert takes, what each becomes, and why the others are left alone."""
+"""The choice of modules that convert takes, the class that each gets, and the reasons to leave others alone."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ REPLACED_SINCE = "its forward was replaced on the instance after octavo.convert"
 
 
 def large_enough(module: nn.Module, name: str) -> bool:
-    """The default ``select``, of an nn.Linear, a Conv1D or experts: both feature counts are at least 512."""
+    """Whether an nn.Linear, a Conv1D or experts have at least 512 features in and out: the default ``select``."""
     return min(features(module)) >= MIN_FEATURES
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """(in_features, out_features) of an nn.Linear or a Conv1D; (hidden, intermediate) of experts."""
+    """Return (in_features, out_features) of an nn.Linear or a Conv1D; (hidden, intermediate) of experts."""
     if keys := keys_of(module):
         down: Any = getattr(module, keys["down"])
         _, intermediate, hidden = (down if getattr(module, "is_transposed", False) else down.mT).shape
@@ -53,9 +53,9 @@ def features(module: nn.Module) -> tuple[int, int]:
 
 
 def shape_of(module: nn.Module) -> tuple[int, int]:
-    """The shape of the weight of an nn.Linear or a Conv1D, also where it is computed from other parameters.
+    """Return the shape of the weight of an nn.Linear or a Conv1D, even if it is computed from other parameters.
 
-    And where FSDP1 or ZeRO-3 has freed it, or left a rank's part of a vector.
+    Also if FSDP1 or ZeRO-3 has freed it, or left a rank's part of a vector.
     """
     weight = weight_of(module)
     if weight is not None and weight.ndim == 2:
@@ -67,24 +67,24 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """A module's class; of one that fully_shard or torch's parametrize was applied to the class that it had before."""
-    found = type(module)
+    """Return a module's class, without the subclasses that fully_shard and torch's parametrize put in its place."""
+    kind = type(module)
     while True:
-        if is_sharded(found):
-            found = found.__mro__[2]
-        elif found.__name__.startswith("Parametrized") and parametrize.is_parametrized(module):
-            found = found.__bases__[0]
+        if is_sharded(kind):
+            kind = kind.__mro__[2]
+        elif kind.__name__.startswith("Parametrized") and parametrize.is_parametrized(module):
+            kind = kind.__bases__[0]
         else:
-            return found
+            return kind
 
 
 def is_sharded(kind: type[nn.Module]) -> bool:
-    """Whether it is the class that fully_shard gives to a module that it is applied to."""
+    """Whether fully_shard has made this class for a module that it was applied to."""
     return kind.__mro__[1].__name__ == "FSDPModule"
 
 
 def fp8_class(module: nn.Module) -> type[RecipeModule] | None:
-    """What a plain linear layer becomes: of nn.Linear, of subclasses that compute as it does, of Conv1D; or None."""
+    """Return the FP8 class for nn.Linear, subclasses of it that compute alike, and Conv1D; None for other modules."""
     kind = class_of(module)
     if kind is nn.Linear:
         return Linear
@@ -99,7 +99,7 @@ def fp8_class(module: nn.Module) -> type[RecipeModule] | None:
 
 
 def experts_class(module: nn.Module) -> type[ConvertedExperts] | None:
-    """What plain experts of a known kind become; or None."""
+    """Return the FP8 class for plain experts of a known kind; or None."""
     if isinstance(module, ConvertedExperts) or not (keys := keys_of(module)):
         return None
     return of_subclass(OfTorchtitan if keys in TITAN else OfTransformers, class_of(module))  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def experts_class(module: nn.Module) -> type[ConvertedExperts] | None:
 
 @functools.cache
 def of_subclass(base: type[Any], kind: type[nn.Module]) -> type[Any]:
-    """A class of octavo's with all else that a plain class has."""
+    """Return a class that inherits from one of octavo's, then from a plain class."""
 
     def content(namespace: dict[str, Any]) -> None:
         namespace["__module__"] = kind.__module__
@@ -117,32 +117,32 @@ def of_subclass(base: type[Any], kind: type[nn.Module]) -> type[Any]:
 
 
 def _new(base: type[Any], kind: type[nn.Module]) -> nn.Module:
-    """Unpickle one of ``of_subclass``."""
-    found: Any = of_subclass(base, kind)  # type: ignore[arg-type]
-    return found.__new__(found)
+    """Return an empty instance of a class of ``of_subclass``, for unpickling."""
+    merged: Any = of_subclass(base, kind)  # type: ignore[arg-type]
+    return merged.__new__(merged)
 
 
 def restore_class(module: nn.Module, base: type[nn.Module]) -> None:
-    """Give a module the class that it was made from: that after octavo's, of this base. A parametrization stays."""
+    """Give a module its original class back, the next after octavo's ``base``. A parametrization stays."""
     kind = type(module)
     plain = kind.__mro__[kind.__mro__.index(base) + 1]
     if class_of(module) is not kind:
-        own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
-        plain = type(f"Parametrized{plain.__name__}", (plain,), own)
+        attributes = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+        plain = type(f"Parametrized{plain.__name__}", (plain,), attributes)
     module.__class__ = plain
 
 
 def expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The 3-D parameters of another library's module of no known kind, experts' weights perhaps, by name."""
+    """Return, by name, the 3-D parameters of another library's module of unknown kind: experts' weights perhaps."""
     if type(module).__module__.startswith("torch.nn.") or isinstance(module, RecipeModule) or keys_of(module):
-        return {}  # a convolution's, a bilinear form's; or experts that convert takes
-    found = module.named_parameters(recurse=False)
-    # one of size 1 is an embedding that is added to all of a batch
-    return {name: p for name, p in found if p.ndim == 3 and p.is_floating_point() and 1 not in p.shape}
+        return {}  # weights of convolutions and bilinear forms; or experts that convert takes
+    parameters = module.named_parameters(recurse=False)
+    # with a dimension of 1 it is an embedding that is added to a whole batch
+    return {name: p for name, p in parameters if p.ndim == 3 and p.is_floating_point() and 1 not in p.shape}
 
 
 def why_left_alone(module: nn.Module) -> str | None:
-    """Why a module of a convertible class must not be converted, or None."""
+    """Return why a module of a convertible class must not be converted, or None."""
     if is_sharded(type(module)) or getattr(module, "_is_fsdp_managed_module", False):
         return SHARDED
     if "forward" in module.__dict__:
@@ -160,9 +160,9 @@ def why_left_alone(module: nn.Module) -> str | None:
 
 
 def why_not(module: nn.Module, taken: Sequence[nn.Module] = ()) -> str | None:
-    """Why convert with its default select leaves a module alone; None where it doesn't.
+    """Return why convert with its default select leaves a module alone; None if it doesn't.
 
-    ``taken``: the model's converted layers. Where a small one is among them, the caller's select has decided.
+    ``taken``: the model's converted layers. If a small one is among them, the caller's select has decided.
     """
     if fp8_class(module) is not None or keys_of(module):
         if (why := why_left_alone(module)) is not None and not (taken and why == SHARDED):
@@ -178,12 +178,17 @@ def why_not(module: nn.Module, taken: Sequence[nn.Module] = ()) -> str | None:
     return f"{type(module).__name__} is not a linear layer"
 
 
-_LAYERS = {"weight", "bias", "in_features", "out_features"}  # attributes of a layer: who reads one doesn't call it
+_LAYERS = {
+    "weight",
+    "bias",
+    "in_features",
+    "out_features",
+}  # attributes of a layer; code that reads one doesn't call the layer
 _APART = {"dtype", "device", "shape", "size", "dim", "ndim", "numel", "data", "requires_grad", "is_meta", "is_cuda"}
 
 
 class PastReads(NamedTuple):
-    """Of a layer: the class whose methods read its weight's values; whether they also call it, or hand it on."""
+    """The class whose methods read the values of a layer's weight; whether they also call the layer or pass it on."""
 
     reader: str
     called: bool
@@ -193,8 +198,8 @@ class PastReads(NamedTuple):
 
 
 def past_reads(model: nn.Module) -> dict[int, PastReads]:
-    """The linear layers whose weight's values the module that holds them reads, by ``id``."""
-    found: dict[int, PastReads] = {}
+    """Return, by ``id``, the linear layers whose weight's values are read by the module that holds them."""
+    reads_by_layer: dict[int, PastReads] = {}
     for parent in model.modules():
         kind = class_of(parent)
         if kind.__module__.startswith(("torch.", "octavo.")):
@@ -204,8 +209,8 @@ def past_reads(model: nn.Module) -> dict[int, PastReads]:
                 uses = _uses(kind).get(name, set())  # type: ignore[arg-type]  # torch annotates no hash of classes
                 uses = uses | _uses_in(_replaced_forward(parent)).get(name, set())
                 if "read" in uses:
-                    found[id(layer)] = PastReads(kind.__name__, "called" in uses)
-    return found
+                    reads_by_layer[id(layer)] = PastReads(kind.__name__, "called" in uses)
+    return reads_by_layer
 
 
 @functools.cache
@@ -214,24 +219,29 @@ def _uses(kind: type[nn.Module]) -> dict[str, set[str]]:
 
 
 def _uses_in(codes: Sequence[types.CodeType]) -> dict[str, set[str]]:
-    """Of each ``self.<name>`` in methods: "read" where its weight's values are, "called" where itself is."""
-    found: dict[str, set[str]] = {}
+    """Return {name: "read" if the weight's values of ``self.<name>`` are read, "called" if it is called} of methods."""
+    uses_by_name: dict[str, set[str]] = {}
     nothing = [("", "")]
     for code in _with_inner(codes):
         steps = [*nothing, *((step.opname, step.argval) for step in dis.get_instructions(code)), *nothing, *nothing]
-        for (_, before), (_, own), (op, name), then, after in zip(*(steps[start:] for start in range(5)), strict=False):
-            if op not in ("LOAD_ATTR", "LOAD_METHOD") or (own[-1] if isinstance(own, tuple) else own) != "self":
+        for (_, op_before), (_, loaded), (op, name), then, after in zip(
+            *(steps[start:] for start in range(5)), strict=False
+        ):
+            if (
+                op not in ("LOAD_ATTR", "LOAD_METHOD")
+                or (loaded[-1] if isinstance(loaded, tuple) else loaded) != "self"
+            ):
                 continue
             if op == "LOAD_METHOD" or then[0] not in ("LOAD_ATTR", "STORE_ATTR") or then[1] not in _LAYERS:
-                found.setdefault(name, set()).add("called")
+                uses_by_name.setdefault(name, set()).add("called")
             elif then == ("LOAD_ATTR", "weight") and after[0] != "STORE_ATTR" and after[1] not in _APART:
-                if before != "isinstance":
-                    found.setdefault(name, set()).add("read")
-    return found
+                if op_before != "isinstance":
+                    uses_by_name.setdefault(name, set()).add("read")
+    return uses_by_name
 
 
 def _methods(kind: type[nn.Module]) -> list[types.CodeType]:
-    """The code of a class's methods; those that initialise are none's forward."""
+    """Return the code of a class's methods, but those that initialise, which no forward calls."""
     codes = []
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for name, value in vars(base).items():
@@ -241,14 +251,14 @@ def _methods(kind: type[nn.Module]) -> list[types.CodeType]:
 
 
 def _replaced_forward(module: nn.Module) -> list[types.CodeType]:
-    """The code of the forward that an instance has in place of its class's; [] where it has none that can be read."""
+    """Return the code of the forward that an instance has in place of its class's; [] if there is none to read."""
     method: Any = getattr(module.__dict__.get("forward"), "__func__", None)
     function = inspect.unwrap(method)
     return [function.__code__] if inspect.isfunction(function) else []
 
 
 def _with_inner(codes: Sequence[types.CodeType]) -> Iterator[types.CodeType]:
-    """Codes, and those of the functions in them."""
+    """Yield code objects and those of the functions inside them."""
     for code in codes:
         yield code
         yield from _with_inner([inner for inner in code.co_consts if isinstance(inner, types.CodeType)])

@@ -79,13 +79,13 @@ def checkpoint_model_in_fp8(model: nn.Module) -> nn.Module:
         >>> model = torch.nn.Sequential(*(checkpoint_wrapper(torch.nn.Linear(64, 64)) for _ in range(2)))
         >>> model = octavo.nn.checkpoint_model_in_fp8(model)
     """
-    found = [(module, name) for module in model.modules() for name in WAYS if vars(module).get(name) is not None]
-    if not found:
+    regions = [(module, name) for module in model.modules() for name in WAYS if vars(module).get(name) is not None]
+    if not regions:
         raise ValueError(
             "no module has checkpointed regions: before, call model.gradient_checkpointing_enable(), or wrap layers by "
             "torch's checkpoint_wrapper; in code of your own, call octavo.checkpoint_in_fp8"
         )
-    for module, name in found:
+    for module, name in regions:
         way = getattr(module, name)
         if getattr(way, "func", None) not in (_keeping_pairs, checkpoint_in_fp8):
             setattr(module, name, functools.partial(_keeping_pairs, way))
@@ -96,12 +96,12 @@ def checkpoint_model_in_fp8(model: nn.Module) -> nn.Module:
 # arguments alone.
 _ASKED = {"respect_saved_tensors_hooks": False} if "respect_saved" in str(inspect.signature(checkpoint)) else {}
 _in_fp8: bool = True
-_found: dict[str, tuple[int, int, int]] | None = None  # that of ``watched``
+_counts: dict[str, tuple[int, int, int]] | None = None  # those of ``watched``
 
 
 @untraced
 def _keeping_pairs(way: Callable[..., Any], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call a checkpoint function whose region's input is to be kept as a pair."""
+    """Call a checkpoint function so that its region keeps its input as a pair."""
     hooks = _Region(_choosing(function))
     around = torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
     if "context_fn" in {**getattr(way, "keywords", {}), **options}:
@@ -111,7 +111,7 @@ def _keeping_pairs(way: Callable[..., Any], function: Callable[..., Any], *args:
 
 
 class _Region:
-    """Of one region: packs the first input that can be a pair; by the hooks around it, which may move or count."""
+    """Hooks of one region: pack its first input that can be a pair; outer hooks, which may move or count, come next."""
 
     def __init__(self, why: str) -> None:
         self.outer = top_hooks(True) or (lambda tensor: tensor,) * 2
@@ -122,9 +122,9 @@ class _Region:
         if not why:
             pair = quantize(x.detach(), E4M3, PerRow(), power_of_two=True)
             parts, self.why = [pair.qdata, pair.scale_inv], "not the first"
-        if _found is not None and x.numel():  # torch 2.11 saves an empty tensor too
-            count, plain, kept = _found.get(why, (0, 0, 0))
-            _found[why] = count + 1, plain + x.nbytes, kept + sum(part.nbytes for part in parts)
+        if _counts is not None and x.numel():  # torch 2.11 saves an empty tensor too
+            count, plain, as_kept = _counts.get(why, (0, 0, 0))
+            _counts[why] = count + 1, plain + x.nbytes, as_kept + sum(part.nbytes for part in parts)
         return None if why else x.dtype, [self.outer[0](part) for part in parts]
 
     def unpack(self, packed: tuple[torch.dtype | None, list[Any]]) -> Tensor:
@@ -133,7 +133,7 @@ class _Region:
 
 
 def _why_not(x: Tensor) -> str:
-    """Why an argument stays as it is; else ""."""
+    """Return why an argument stays as it is; "" if it can be a pair."""
     if x.dtype not in HIGH_PRECISION:
         return str(x.dtype).removeprefix("torch.")
     if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
@@ -146,7 +146,7 @@ def _why_not(x: Tensor) -> str:
 
 
 def _choosing(function: Any) -> str:
-    """Why no argument of a region can be rounded; "" where it can, or where the function hides its module."""
+    """Return why no argument of a region may be rounded; "" if one may, or if the function hides its module."""
     parts = [function.func, *function.args] if isinstance(function, functools.partial) else [function]
     parts += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     modules = [module for part in parts if isinstance(module := getattr(part, "__self__", part), nn.Module)]
@@ -156,11 +156,11 @@ def _choosing(function: Any) -> str:
 
 @contextlib.contextmanager
 def watched(in_fp8: bool = True) -> Iterator[dict[str, tuple[int, int, int]]]:
-    """Count what regions keep meanwhile, as summary's ``regions``; or let them keep their inputs as they are."""
-    global _in_fp8, _found
-    before = _in_fp8, _found
-    _in_fp8, _found = in_fp8, {}
+    """Yield counts of what regions keep meanwhile, as summary's ``regions``; ``in_fp8``: whether they keep pairs."""
+    global _in_fp8, _counts
+    previous = _in_fp8, _counts
+    _in_fp8, _counts = in_fp8, {}
     try:
-        yield _found
+        yield _counts
     finally:
-        _in_fp8, _found = before
+        _in_fp8, _counts = previous

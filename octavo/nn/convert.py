@@ -28,7 +28,7 @@ from octavo.nn.candidates import (
     why_not,
 )
 from octavo.nn.experts import ConvertedExperts, keys_of, recipe_names
-from octavo.nn.gather import GatherGroup, told_of
+from octavo.nn.gather import GatherGroup, settings_of
 from octavo.nn.known_forwards import KnownForward, fuse_known
 from octavo.nn.linear import Grouped, Linear, PartedLinear, Split
 from octavo.nn.loss import give_back_loss, has_loss
@@ -125,12 +125,12 @@ def convert(
             holder.add_parts()
         assert isinstance(holder, WeightOwner)
         for module in holder.weight_readers.values():
-            own = f"{name}.{module.part_name}".strip(".")
-            module.recipe = recipe_of(recipe, *module.names(own))
-            module.gather.join(group, module, own)
-            group.told |= told_of(module, own)
+            module_name = f"{name}.{module.part_name}".strip(".")
+            module.recipe = recipe_of(recipe, *module.names(module_name))
+            module.gather.join(group, module, module_name)
+            group.settings |= settings_of(module, module_name)
             if (stored_one := local_stored(weight_of(module))) is not None:
-                stored_one.layer_name = own
+                stored_one.layer_name = module_name
     if fuse:
         refused = fuse_known(model)
         if not any(isinstance(module, KnownForward) or has_loss(module) for module in model.modules()):
@@ -146,20 +146,20 @@ def convert(
 
 
 def _listed(reasons: Mapping[str, Sequence[str]]) -> str:
-    """Why modules of these names stay as they are."""
+    """Return as one text why modules of these names stay as they are."""
     return "; ".join(f"{why} ({len(names)} such, first {names[0]})" for why, names in reasons.items())
 
 
 def _storage(
     model: nn.Module, recipe: Recipe | RecipeMap, targets: Sequence[tuple[str, nn.Module, type[nn.Module]]]
 ) -> dict[nn.Parameter, Granularity]:
-    """The weights of these modules that are to be stored in FP8, and how: not those that other modules share."""
+    """Return {weight: granularity} of these modules' weights to store in FP8: all that no other module shares."""
     matrices = [(*each, target, module) for name, module, target in targets for each in _weights(name, module)]
     matrices = [each for each in matrices if not recipe_of(recipe, *each[0]).is_high_precision]
     others = _weights_of_others(model, {id(getattr(module, "holder", module)) for *_, module in matrices})
     stored: dict[nn.Parameter, Granularity] = {}
     for names, weight, target, module in matrices:
-        name, wanted = names[-1], recipe_of(recipe, *names)
+        name, recipe_of_module = names[-1], recipe_of(recipe, *names)
         if id(weight) in others:
             continue
         if not issubclass(target, nn.Linear | Grouped | ConvertedExperts):
@@ -171,24 +171,28 @@ def _storage(
                 f"{name or 'the model'}: a weight that is computed from others can't be stored in FP8: leave it out by "
                 "select="
             )
-        if reason := why_not_stored(wanted, weight.requires_grad):
-            raise ValueError(f"{name or 'the model'}: weights can't be stored in FP8 under {wanted.name!r}: {reason}")
-        granularity = wanted.weight_casts.as_is.granularity  # type: ignore[union-attr]
+        if reason := why_not_stored(recipe_of_module, weight.requires_grad):
+            raise ValueError(
+                f"{name or 'the model'}: weights can't be stored in FP8 under {recipe_of_module.name!r}: {reason}"
+            )
+        granularity = recipe_of_module.weight_casts.as_is.granularity  # type: ignore[union-attr]
         if stored_as(weight) is None:
             _refuse_sharded(name, module, weight, stored_granularity(granularity, weight.shape))
         if granularity in OF_FROZEN and getattr(module, "is_transposed", getattr(module, "stores_transposed", False)):
-            raise ValueError(f"{name}: experts that are [E, K, N] can't be stored in FP8 under {wanted.name!r}")
+            raise ValueError(
+                f"{name}: experts that are [E, K, N] can't be stored in FP8 under {recipe_of_module.name!r}"
+            )
         if stored.setdefault(weight, granularity) != granularity:
             raise ValueError(f"{name or 'the model'}: modules that share a weight need recipes that scale it alike")
-    found = {weight: stored_granularity(granularity, weight.shape) for weight, granularity in stored.items()}
-    for weight, granularity in found.items():
+    granularities = {weight: stored_granularity(granularity, weight.shape) for weight, granularity in stored.items()}
+    for weight, granularity in granularities.items():
         if (why := why_cut(weight, granularity)) is not None:
             raise ValueError(why)
-    return found
+    return granularities
 
 
 def _weights(name: str, module: nn.Module) -> list[tuple[tuple[str, ...], nn.Parameter | None]]:
-    """The weights of a module that convert takes, each with the names that a RecipeMap may know it by."""
+    """Return a module's weights that convert takes, each with the names that a RecipeMap's patterns may match."""
     if isinstance(module, RecipeModule):
         return [(module.names(name), weight) for weight in module.weights]
     keys = keys_of(module).items()
@@ -201,7 +205,7 @@ def storages(
     weight_storage: str | None,
     now: Mapping[nn.Parameter, Granularity | None],
 ) -> dict[nn.Parameter, Granularity | None]:
-    """How the weights of a converted model's octavo modules would be stored: "fp8", None (as plain tensors), "same"."""
+    """Return how a converted model's weights would be stored: "fp8", None (as plain tensors), "same" (as ``now``)."""
     modules = _modules(model)
     then = dict(now) if weight_storage else dict.fromkeys(now)
     if weight_storage == "fp8":
@@ -216,15 +220,15 @@ def storages(
 
 
 def stored_now(model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
-    """How the weights of a model's octavo modules are stored."""
+    """Return {weight: granularity, or None} of the weights of a model's octavo modules."""
     weights = [weight for *_, weight in _weights_of(_modules(model))]
     return {weight: stored_as(weight) for weight in weights}
 
 
 def _weights_of(modules: Sequence[tuple[str, RecipeModule]]) -> list[tuple[str, RecipeModule, nn.Parameter]]:
-    """Each weight of modules, with names and modules; of splits on several ranks each one's."""
-    found = [(*own, module) for own in modules for module in _weights(*own)]
-    return [(name, module, weight) for name, module, (_, weight) in found if weight is not None]
+    """Return (name, module, weight) for each weight of modules; for splits on several ranks one for each split."""
+    weights = [(*named_module, module) for named_module in modules for module in _weights(*named_module)]
+    return [(name, module, weight) for name, module, (_, weight) in weights if weight is not None]
 
 
 def _modules(model: nn.Module) -> list[tuple[str, RecipeModule]]:
@@ -232,7 +236,7 @@ def _modules(model: nn.Module) -> list[tuple[str, RecipeModule]]:
 
 
 def _refuse_shards(model: nn.Module, what: str) -> None:
-    """Raise ValueError if a weight lives in FP8 and FSDP2 has sharded it, which would go on with the shard it has."""
+    """Raise ValueError if a weight lives in FP8 and FSDP2 has sharded it: FSDP2 would go on with its old shard."""
     for name, module in _modules(model):
         weight = weight_of(module)
         if weight is None or stored_as(weight) is None:
@@ -246,8 +250,10 @@ def _refuse_shards(model: nn.Module, what: str) -> None:
 
 
 def _refuse_sharded(name: str, module: nn.Module, weight: nn.Parameter, granularity: Granularity | None) -> None:
-    """Raise ValueError if a weight on several ranks can't be stored so: it is experts that FSDP2 too has sharded, which
-    would go on with the shard it has, or a split whose scale would have to be that of all splits.
+    """Raise ValueError if a weight on several ranks can't be stored so.
+
+    Either it is experts that FSDP2 too has sharded, which would go on with its old shard; or a split, whose scale would
+    have to be that of all splits.
     """
     if isinstance(module, PartedLinear) and granularity not in (None, PerBlock(128, 128)):
         raise ValueError(
@@ -339,9 +345,9 @@ def using(model: nn.Module, recipe: AnyRecipe) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def _put_aside(module: RecipeModule) -> Iterator[None]:
-    """Put back at the end what a module has now: the very objects, which graphs built before the block may write."""
+    """Put a module's recipe and states back at the end: the very objects, which graphs built before may write."""
     recipe, loaded, state = module.recipe, module.__dict__.get(LOADED), state_of(module)
-    writes, kept = module.weight_writes, module.kept_operands
+    writes, kept_operands = module.weight_writes, module.kept_operands
     module.__dict__.setdefault(ASIDE, []).append(state)
     if state is not None:
         module.__dict__[STATE] = state.clone()
@@ -355,8 +361,8 @@ def _put_aside(module: RecipeModule) -> Iterator[None]:
         if isinstance(module, RecipeModule):  # else octavo.restore has made it torch's meanwhile
             writes.replaced |= module.weight_writes.replaced
             module.recipe = recipe
-            # which know the weight of before, and so notice what wrote it meanwhile
-            module.weight_writes, module.kept_operands = writes, kept
+            # the old objects know the weight from before the block, and so notice writes in it
+            module.weight_writes, module.kept_operands = writes, kept_operands
             if state is not None:
                 module.__dict__[STATE] = state.on(device_of(module))
             if loaded is not None:
@@ -408,16 +414,16 @@ def restore(model: nn.Module) -> nn.Module:
 
 
 def gather_anew(model: nn.Module) -> None:
-    """Under FSDP2: the weights are gathered by the recipes that they have now."""
+    """Under FSDP2, have the next gathers follow the recipes that modules have now."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
     for held in forget_gathered(model):
-        for own in held.weight_readers.values() if isinstance(held, WeightOwner) else ():
-            own.gather.used, own.gather.agreed = None, False
+        for reader in held.weight_readers.values() if isinstance(held, WeightOwner) else ():
+            reader.gather.used, reader.gather.settings_agree = None, False
 
 
 def _weights_of_others(model: nn.Module, ours: set[int]) -> set[int]:
-    """The ids of the parameters of all modules but these."""
+    """Return the ids of the parameters of all modules but those whose ids are ``ours``."""
     return {
         id(parameter)
         for module in model.modules()
@@ -439,7 +445,7 @@ def _checked(model: nn.Module, recipe: object) -> Recipe | RecipeMap:
 
 
 def targets_of(model: nn.Module, select: Select | None) -> list[tuple[str, nn.Module, type[nn.Module]]]:
-    """What convert converts, which calls this itself: names, modules, the classes that they are to have."""
+    """Return (name, module, new class) of the modules that convert would convert."""
     if select is not None and not callable(select):
         raise TypeError(
             f"select={select!r} must be a function select(module, name) -> bool, such as lambda module, name: name in "
@@ -461,15 +467,15 @@ def targets_of(model: nn.Module, select: Select | None) -> list[tuple[str, nn.Mo
             continue
         target = fp8_class(module) or experts_class(module)
         why = None if target is None else why_left_alone(module)
-        asked = target is not None and why in (None, REPLACED)
-        wanted = asked and chosen(module, name)
+        is_candidate = target is not None and why in (None, REPLACED)
+        wanted = is_candidate and chosen(module, name)
         if target is not None and wanted and why is None:
             if id(module) in past:
                 reasons.setdefault(past[id(module)], []).append(name)
                 continue
             targets.append((name, module, target))
         elif target is not None or isinstance(module, nn.Linear):
-            reason = "select returned False" if asked and not wanted and select is not None else why_not(module)
+            reason = "select returned False" if is_candidate and not wanted and select is not None else why_not(module)
             reasons.setdefault(str(reason), []).append(name or "the model")
     if not targets:
         why = _listed(reasons) or "the model has no linear layer"
@@ -503,7 +509,7 @@ _ANSWER = "_answer_before_octavo"
 
 
 def choose_fast_path(model: nn.Module) -> None:
-    """Keep torch's encoder layers that hold FP8 modules from computing without them; let the others again."""
+    """Keep torch's encoder layers that hold FP8 modules off the fast path, which skips them; allow it for others."""
     for module in model.modules():
         for kind, (question, answer) in _QUESTIONS.items():
             if not isinstance(module, kind) or question not in module.__dict__:

@@ -37,7 +37,7 @@ from octavo.scaling.recipe import Recipe, RecipeMap
 
 
 class _Rows(torch.autograd.Function):
-    """rows[i] = x[index[i] // k]; the gradient gathers too, by the inverse of ``index``, where torch would scatter."""
+    """Returns rows[i] = x[index[i] // k]; the gradient is a gather by ``index``'s inverse, where torch scatters."""
 
     @staticmethod
     def forward(x: Tensor, index: Tensor, inverse: Tensor, k: int) -> Tensor:
@@ -68,9 +68,9 @@ def mix(
     limit: int,
     compute: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Each token's sum over its experts of weight times ``compute(rows [S, H], offsets)``, in the dtype of ``x``.
+    """Return each token's sum over its experts of weight times ``compute(rows [S, H], offsets)``, in ``x``'s dtype.
 
-    Numbers of experts are below ``limit``; those of ``experts`` or more add nothing. It raises what Experts does.
+    Numbers of experts are below ``limit``; those of ``experts`` or more add nothing. Raises as Experts does.
     """
     if not isinstance(x, Tensor):
         raise no_tensor(x)
@@ -85,8 +85,8 @@ def mix(
             f"top_k_index is {top_k_index.dtype}, experts' numbers are integers; top_k_weights is {top_k_weights.dtype}"
         )
     if top_k_index.device.type == "cpu":  # a GPU would have to be waited for
-        known = (top_k_index >= 0).logical_and(top_k_index < limit).all()
-        assert_async(known, f"top_k_index holds numbers of experts that are not below {limit}")
+        in_range = (top_k_index >= 0).logical_and(top_k_index < limit).all()
+        assert_async(in_range, f"top_k_index holds numbers of experts that are not below {limit}")
     routing, k = Routing.of(top_k_index.reshape(-1), experts), top_k_index.shape[1]
     rows = _gather_rows(x_TH, routing.order, routing.inverse, k)
     y = _gather_rows(compute(rows, routing.offsets), routing.inverse, routing.order, 1)
@@ -103,20 +103,20 @@ def feed_forward(
     activation: str | None,
     between: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Down's product of an activation of gate_up's; the activation and its gradient are fused into casts, where known.
+    """Return down's product of an activation of gate_up's; known activations and their gradients are fused into casts.
 
     ``rows`` [S, H] are sorted by expert and end at ``offsets``. ``activation``: a name of kernels/activations.py, or
-    None where ``between``, which computes it on its own, is none of them.
+    None if ``between``, which computes it alone, is none of them.
     """
 
     def compute(rows: Tensor, offsets: Tensor) -> Tensor:
         linears = gate_up, down
         if activation is None or not run_alone(linears):
             return down(between(gate_up(rows, offsets)), offsets)
-        own = [linear.operands() for linear in linears]
-        dtype = grouped_dtype(rows, own[0][0], offsets)
+        tensors = [linear.operands() for linear in linears]
+        dtype = grouped_dtype(rows, tensors[0][0], offsets)
         return run_as_one(
-            FusedParts(rows.to(dtype), (None, None), own), None, linears, activation, dtype, offsets=offsets
+            FusedParts(rows.to(dtype), (None, None), tensors), None, linears, activation, dtype, offsets=offsets
         )
 
     if gate_up.elsewhere is not None:
@@ -193,7 +193,7 @@ class Experts(nn.Module):
         return mix(hidden_states, top_k_index, top_k_weights, experts, experts, compute)
 
     def extra_repr(self) -> str:
-        """The activation."""
+        """Return the activation's name."""
         return f"activation={self.activation}"
 
 
@@ -216,32 +216,32 @@ FUNCTIONS_OF_CLASSES = {
 
 
 def keys_of(module: nn.Module) -> dict[str, str]:
-    """The names of a module's matrices by the names of their parts; none where it holds no experts of a known kind."""
-    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    if keys := next((titan for titan in TITAN if own.keys() == set(titan.values())), {}):
+    """Return {part's name: matrix's name} of a module; {} if it holds no experts of a known kind."""
+    parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    if keys := next((titan for titan in TITAN if parameters.keys() == set(titan.values())), {}):
         _, *others = inspect.signature(module.forward).parameters
         keys = keys if others in (["num_tokens_per_expert"], ["num_tokens_per_expert_E"]) else {}
     elif all(isinstance(vars(module).get(flag), bool) for flag in _FLAGS):
         keys = {"gate_up": "gate_up_proj" if module.has_gate else "up_proj", "down": "down_proj"}
         biases = {f"{key}_bias" for key in keys.values() if module.has_bias}
-        keys = keys if own.keys() == {*keys.values(), *biases} else {}
+        keys = keys if parameters.keys() == {*keys.values(), *biases} else {}
     else:
         keys = {}
-    return keys if all(own[key].ndim == 3 for key in keys.values()) else {}
+    return keys if all(parameters[key].ndim == 3 for key in keys.values()) else {}
 
 
 def recipe_names(module: str, part: str, key: str) -> tuple[str, ...]:
-    """The names of a part of experts, of the module that has this name."""
-    return module, *(f"{module}.{own}".lstrip(".") for own in (part, key))
+    """Return the names of an experts' part that a RecipeMap's patterns may match; ``module``: the name of the whole."""
+    return module, *(f"{module}.{suffix}".lstrip(".") for suffix in (part, key))
 
 
 class ExpertsPart(Grouped):
-    """One matrix of every expert of a module, which owns it: what the product has besides, and no parameter."""
+    """One matrix of every expert of a module: the recipe and state of its product; the module owns the parameter."""
 
     def __init__(self, holder: nn.Module, name: str, key: str) -> None:
         super().__init__()
         self.part_name, self.weight_key = name, key
-        self.__dict__["_holder"] = [holder]  # which is no part of its part
+        self.__dict__["_holder"] = [holder]  # in a list, so that the holder is no child of its part
 
     @property
     def holder(self) -> nn.Module:
@@ -252,7 +252,7 @@ class ExpertsPart(Grouped):
         return f"{name.rpartition('.')[0]}.{self.weight_key}".removeprefix(".")
 
     def names(self, name: str) -> tuple[str, ...]:
-        """A RecipeMap's patterns are of the module's name, its part's or the parameter's."""
+        """Return the names that a RecipeMap's patterns may match: the module's, its part's and the parameter's."""
         return recipe_names(name.rpartition(".")[0], self.part_name, self.weight_key)
 
     @property
@@ -264,20 +264,20 @@ class ExpertsPart(Grouped):
         return getattr(self.holder, self.weight_key), getattr(self.holder, f"{self.weight_key}_bias", None)
 
     def reset_parameters(self) -> None:
-        """Empty the delayed state: the parameters are the module's that owns them."""
+        """Empty the delayed state; the module that owns the parameters resets them."""
         self.reset_delayed_state()
 
     def extra_repr(self) -> str:
-        """The recipe's name."""
+        """Return the parameter's and the recipe's names."""
         return f"{self.weight_key}, recipe={self.recipe.name}"
 
 
 class ConvertedExperts(WeightOwner):
-    """What convert makes of an experts module: the same but for its forward, and its parts."""
+    """Mixed into experts modules of other libraries by convert: adds parts, and a forward by their recipes."""
 
     @property
     def parts(self) -> list[ExpertsPart]:
-        """They have no parameters."""
+        """The parts, which have no parameters."""
         return [part for part in self._modules.values() if isinstance(part, ExpertsPart)]
 
     @property
@@ -286,22 +286,22 @@ class ConvertedExperts(WeightOwner):
 
     @property
     def is_parallel(self) -> bool:
-        """Whether its experts are on several ranks."""
+        """Whether the experts are on several ranks."""
         return any(part.exchange is not None for part in self.parts)
 
     def add_parts(self) -> None:
-        """Give it its parts, new ones."""
+        """Add a new part for each matrix."""
         for name, key in keys_of(self).items():
             self.add_module(name, ExpertsPart(self, name, key))
 
     def __getattr__(self, name: str) -> Any:
-        """As any module's; and the scale_inv of a matrix that lives in FP8, as RecipeModule.weight_scale_inv."""
+        """Return an attribute, such as a matrix's ``<name>_scale_inv``, which is as RecipeModule.weight_scale_inv."""
         if name.endswith(SCALE_INV) and (part := self.weight_readers.get(name.removesuffix(SCALE_INV))) is not None:
             return part.weight_scale_inv
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As any module's, but a matrix that FSDP2 has just sharded learns to be gathered in FP8."""
+        """Set an attribute; a matrix that FSDP2 has just sharded is gathered in FP8 from then on."""
         if isinstance(value, nn.Parameter):
             if (part := self.weight_readers.get(name)) is not None:
                 part.take_parameter(value, self._parameters[name])
@@ -309,7 +309,7 @@ class ConvertedExperts(WeightOwner):
 
 
 class OfTransformers(ConvertedExperts):
-    """transformers' experts."""
+    """transformers' experts modules, converted."""
 
     gate_up: ExpertsPart
     down: ExpertsPart
@@ -317,47 +317,47 @@ class OfTransformers(ConvertedExperts):
     post_expert_norm: nn.Module
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As octavo.nn.Experts."""
+        """Return the weighted sum over experts, as octavo.nn.Experts does."""
 
         def compute(rows: Tensor, offsets: Tensor) -> Tensor:
             between: Any = self._apply_gate if self.has_gate else self.act_fn
             y = feed_forward(rows, offsets, self.gate_up, self.down, _activation_of(self), between)
             return self.post_expert_norm(y) if getattr(self, "has_post_expert_norm", False) else y
 
-        # under transformers' expert parallelism the number of experts stands for all of other ranks
+        # under transformers' expert parallelism the number E stands for every expert of other ranks
         limit = self.num_experts + 1 if getattr(self, "_is_expert_parallel", False) else self.num_experts
         return mix(hidden_states, top_k_index, top_k_weights, self.num_experts, limit, compute)
 
 
 class OfTorchtitan(ConvertedExperts):
-    """torchtitan's GroupedExperts; gate and up are two matrices, for each of which the tokens are cast."""
+    """torchtitan's GroupedExperts, converted; gate and up are two matrices, and each casts the tokens itself."""
 
     gate: ExpertsPart
     up: ExpertsPart
     down: ExpertsPart
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """As GroupedLinear, of how many rows each expert has [E], any dtype, instead of where they end."""
+        """Return the experts' outputs [T, H] of x [T, H]; ``num_tokens_per_expert`` [E], of any dtype, counts rows."""
         offsets = num_tokens_per_expert.cumsum(0).to(torch.int32)
         h = nn.functional.silu(self.gate(x, offsets)) * self.up(x, offsets)
         return self.down(h, offsets).to(x.dtype)
 
 
 def function_of(act: nn.Module | None) -> str | None:
-    """The function of an activation module of torch or transformers, as kernels/activations.py calls it; or None."""
+    """Return the name in kernels/activations.py of an activation module's function (torch, transformers); or None."""
     if type(act) is nn.GELU:
         return "gelu" if act.approximate == "none" else "gelu_tanh"
     return FUNCTIONS_OF_CLASSES.get(type(act).__name__)
 
 
 def name_of(function: str | None, gated: bool) -> str | None:
-    """The name in kernels/activations.py of a function, or of a gate by it; or None."""
+    """Return the name in kernels/activations.py of a function, or of a gate by it; or None."""
     return next((name for name, known in ACTIVATIONS.items() if known == (function, gated)), None)
 
 
 def _activation_of(module: nn.Module) -> str | None:
-    """The name of a module's activation, if a cast knows it."""
+    """Return the name of a module's activation, or None if casts don't compute it."""
     gate: Any = getattr(type(module), "_apply_gate", None)
-    own_gate = not module.is_concatenated or getattr(gate, "__name__", "") != "_default_apply_gate"
+    has_special_gate = not module.is_concatenated or getattr(gate, "__name__", "") != "_default_apply_gate"
     gated = bool(module.has_gate)
-    return None if gated and own_gate else name_of(function_of(getattr(module, "act_fn", None)), gated)
+    return None if gated and has_special_gate else name_of(function_of(getattr(module, "act_fn", None)), gated)

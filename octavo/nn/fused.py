@@ -1,14 +1,14 @@
-"""A norm, linear layers and the activation between them, run as one: pairs travel from kernel to kernel.
+"""Modules that run a norm, linear layers and the activation between them as one: kernels pass pairs to each other.
 
 Each module holds ordinary parts under their names (norm, linear; norm, fc1, fc2), and computes what these compute one
 after the other; autograd/chain.py says what is fused. So parameters, delayed state, recipes and weight caches are the
-parts' own. The parts do run one after the other where something wants to see them do so:
+parts' own. The parts run one after the other if there is
 
-    a hook on a part                  so that it is called
-    a part or its forward replaced    restored to torch's, quantised, adapted: that is what counts
-    the output product of a part in high precision
-    a norm without a weight           which the kernels would multiply by
-    parts under tensor parallelism    but by octavo.distributed's styles, see tensor_parallel.py
+    a hook on a part                  which has to be called
+    a part or a forward replaced      by torch's, a quantised or an adapted one, which has to run
+    a part whose output product is in high precision
+    a norm without a weight           by which the kernels would multiply
+    a part under tensor parallelism   other than by octavo.distributed's styles, see tensor_parallel.py
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from octavo.autograd.casts import Norm
 from octavo.autograd.chain import FUNCTIONS, Chain, run_chain
 from octavo.autograd.products import requires_grad
 from octavo.kernels.activations import activation_of
-from octavo.nn.gather import ask
+from octavo.nn.gather import check_layers_agree
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear, PartedLinear, Splits, recipe_for, split_output
 from octavo.nn.tensor_parallel import FusedParts, finished, fused_parts, hooks_on, is_parallel, style_of
@@ -32,7 +32,7 @@ from octavo.scaling.recipe import Recipe, RecipeMap
 
 
 class _ZeroCentered(nn.Module):
-    """What both norms add to torch's; mixed in before it."""
+    """Adds ``zero_centered_gamma`` to torch's norms; mixed in before them."""
 
     weight: nn.Parameter  # None with elementwise_affine=False, which torch's annotation does not say either
 
@@ -41,13 +41,13 @@ class _ZeroCentered(nn.Module):
         super().__init__(features, eps, **options)
 
     def reset_parameters(self) -> None:
-        """As torch, the weight such that it multiplies by 1."""
+        """Initialise as torch does, with a weight that multiplies by 1."""
         super().reset_parameters()  # type: ignore[misc]
         if self.zero_centered_gamma and self.weight is not None:
             nn.init.zeros_(self.weight)
 
     def factor(self) -> Tensor | None:
-        """What the norm multiplies by; None with ``elementwise_affine=False``: by nothing."""
+        """Return the tensor that the norm multiplies by; None with ``elementwise_affine=False``."""
         if not self.zero_centered_gamma or self.weight is None:
             return self.weight
         return torch.ones_like(self.weight) + self.weight  # not 1 + weight, which torch 2.11 cannot export
@@ -74,7 +74,7 @@ class LayerNorm(_ZeroCentered, nn.LayerNorm):
         return F.layer_norm(input, self.normalized_shape, self.factor(), self.bias, self.eps)
 
     def norm(self) -> Norm:
-        """What the fused kernels do in this module's place."""
+        """Return the description by which fused kernels compute this norm."""
         return Norm("layer_norm", self.eps, self.zero_centered_gamma)
 
 
@@ -101,13 +101,13 @@ class RMSNorm(_ZeroCentered, nn.RMSNorm):
         return F.rms_norm(input, self.normalized_shape, self.factor(), self.eps)
 
     def norm(self) -> Norm:
-        """What the fused kernels do in this module's place."""
+        """Return the description by which fused kernels compute this norm."""
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps  # as torch does for None
         return Norm("rms_norm", eps, self.zero_centered_gamma)
 
 
 def activate(h: Tensor | tuple[Tensor, ...], name: str) -> Tensor:
-    """activation(h) of h [..., C], in its dtype; for a gated one h is (gate | up) [..., 2C], or the two apart."""
+    """Return activation(h) of h [..., C], in its dtype; if it is gated h is (gate | up) [..., 2C], or the two apart."""
     function, gated = activation_of(name)
     if isinstance(h, Tensor):
         if not gated:
@@ -118,13 +118,13 @@ def activate(h: Tensor | tuple[Tensor, ...], name: str) -> Tensor:
 
 
 def runs_alone(module: nn.Module) -> bool:
-    """Whether nobody would notice that a part's forward is not called, besides the style that it is under."""
+    """Whether a part's forward may be bypassed: it isn't replaced, and all hooks are those of the part's style."""
     style = style_of(module)
     return "forward" not in module.__dict__ and hooks_on(module) == (0 if style is None else style.hooks)
 
 
 def run_alone(linears: Sequence[Any]) -> bool:
-    """The same of all linear layers that could run as one, which need their ``output`` product in FP8."""
+    """Whether all linear layers' forwards may be bypassed, and their ``output`` products are in FP8."""
     return all(runs_alone(linear) and linear.recipe.output is not None for linear in linears)
 
 
@@ -137,9 +137,9 @@ def run_as_one(
     returns_norm: bool = False,
     offsets: Tensor | None = None,
 ) -> Any:
-    """One or two linear layers, behind a norm if there is one, by one chain: its results, of this dtype.
+    """Return the results, of this dtype, of one or two linear layers, behind a norm if there is one, run as one chain.
 
-    ``placed``: their input and parameters; ``offsets``: where groups of rows end, of experts.
+    ``placed``: their input and parameters; ``offsets``: where each expert's rows end.
     """
     x, (gamma, beta), layers, parameters = placed.input, placed.norm, [], []
     read = [gamma, beta]
@@ -165,14 +165,14 @@ class Fused(nn.Module):
     linear_parts: tuple[str, ...]  # in order
 
     def _fused(self, input: Tensor, activation: str, returns_norm: bool) -> tuple[Any, Any] | None:
-        """(the output of all parts, the norm's or None) by one chain; or None where they run one after the other."""
+        """Return (the parts' output, the norm's or None) by one chain; None if the parts run one after the other."""
         norm, linears = self.norm, [getattr(self, name) for name in self.linear_parts]
         first: Any = linears[0]._parameters.get("weight")
-        if first is None:  # its splits have theirs
+        if first is None:  # each split has its own weight
             first = next(linears[0].parameters(), None)
-        if is_parallel(first):  # before any of the parts runs
-            ask([linear for linear in linears if isinstance(linear, Linear)], first.device_mesh)
-        if type(norm) not in (LayerNorm, RMSNorm) or any(type(one) not in (Linear, PartedLinear) for one in linears):
+        if is_parallel(first):  # settings are compared before any part runs
+            check_layers_agree([linear for linear in linears if isinstance(linear, Linear)], first.device_mesh)
+        if type(norm) not in (LayerNorm, RMSNorm) or any(type(part) not in (Linear, PartedLinear) for part in linears):
             return None
         if norm.weight is None or not (runs_alone(norm) and run_alone(linears)):
             return None
@@ -181,12 +181,12 @@ class Fused(nn.Module):
         placed = fused_parts(norm, linears, weights, input)
         if placed is None:
             return None
-        found = run_as_one(placed, norm, linears, activation, dtype, returns_norm)
-        return finished(placed, norm, linears[-1], *(found if returns_norm else (found, None)))
+        results = run_as_one(placed, norm, linears, activation, dtype, returns_norm)
+        return finished(placed, norm, linears[-1], *(results if returns_norm else (results, None)))
 
 
 class _NormLinear(Fused):
-    """A norm, then a linear layer."""
+    """Base of a norm followed by a linear layer."""
 
     linear_parts = ("linear",)
 
@@ -210,19 +210,19 @@ class _NormLinear(Fused):
         self.splits = self.linear.splits
 
     def whole(self, input: Tensor) -> tuple[Any, Any]:
-        """(The output of all splits beside each other, or a tuple as on several ranks; the norm's)."""
+        """Return (the output of all splits side by side, or a tuple of them on several ranks; the norm's)."""
         fused = self._fused(input, "", self.return_norm_output)
         if fused is not None:
             return fused
         normed = self.norm(input)
         output = self.linear(normed)
-        if self.return_norm_output:  # of the dtype that it has where they are fused: autocast's norms differ
+        if self.return_norm_output:  # as the fused parts return it: under autocast a norm's own dtype differs
             normed = normed.to((output[0] if isinstance(output, tuple) else output).dtype)
         return output, normed
 
     def forward(self, input: Tensor) -> Any:
         output, normed = self.whole(input)
-        if isinstance(output, Tensor):  # as also of a part put in the linear layer's place
+        if isinstance(output, Tensor):  # another module in the linear layer's place returns a tensor too
             output = split_output(output, self.splits)
         return (output, normed) if self.return_norm_output else output
 
@@ -278,7 +278,7 @@ class RMSNormLinear(_NormLinear):
 
 
 class _NormMLP(Fused):
-    """A norm, a linear layer, an activation, a linear layer."""
+    """Base of a norm followed by a linear layer, an activation and a linear layer."""
 
     linear_parts = ("fc1", "fc2")
 
@@ -304,13 +304,13 @@ class _NormMLP(Fused):
         self.fc2 = Linear(ffn_hidden_size, hidden_size, bias, device, dtype, recipe=recipe_for(recipe, "fc2"))
 
     def forward(self, input: Tensor) -> Tensor:
-        found = self._fused(input, self.activation, False)
-        if found is not None:
-            return found[0]
+        results = self._fused(input, self.activation, False)
+        if results is not None:
+            return results[0]
         return self.fc2(activate(self.fc1(self.norm(input)), self.activation))
 
     def extra_repr(self) -> str:
-        """The activation."""
+        """Return the activation's name."""
         return f"activation={self.activation}"
 
 

@@ -1,4 +1,4 @@
-"""Which inputs products take: what is refused at the door, and the dtype that the rest computes in."""
+"""The check of products' inputs: errors for those that products can't take, and the dtype to compute in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from octavo.private import functorch_is_active, in_forward_mode
 
 
 def product_dtype(input: Any, weight_NK: Tensor) -> torch.dtype:
-    """The dtype that products with ``input`` compute in: its own, or autocast's, which the meta device doesn't know."""
+    """Return the dtype that products with ``input`` compute in: its own, or autocast's, which the meta device lacks."""
     if not isinstance(input, Tensor | GatheredInput):
         raise no_tensor(input)
     if weight_NK.is_meta and not input.is_meta:
@@ -41,7 +41,7 @@ def product_dtype(input: Any, weight_NK: Tensor) -> torch.dtype:
 
 
 def grouped_dtype(input: Tensor, weight_ENK: Tensor, offsets: Tensor) -> torch.dtype:
-    """The dtype that products of GroupedLinear, which says what is refused, compute in."""
+    """Return the dtype that products of GroupedLinear compute in; raise the errors that its docstring lists."""
     if not isinstance(input, Tensor):
         raise no_tensor(input)
     if input.ndim != 2:
@@ -66,7 +66,7 @@ def no_tensor(input: object) -> Exception:
     return TypeError(f"input is {type(input).__name__}, not a torch.Tensor")
 
 
-# of torch.distributed.pipelining.stage: in torch 2.13, and before it
+# functions of torch.distributed.pipelining.stage: in torch 2.13, and before
 _FINDS_SHAPES = ("_forward_metadata_inference", "_shape_inference")
 
 

@@ -30,7 +30,7 @@ def _facade_of(weights: Sequence[Tensor]) -> Tensor:
 
 
 class _JoinedRows(torch.autograd.Function):
-    """A facade of weights [N_i, K] joined by rows, [N, K]: a gradient of it flows to each, as a view of one tensor."""
+    """A facade of weights [N_i, K] joined by rows, [N, K]; its gradient flows to each weight, as a view."""
 
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class _JoinedRows(torch.autograd.Function):
 
 
 class _Observers(NamedTuple):
-    """The observers of several layers, each of which sees what all do together."""
+    """The observers of several layers; each sees the casts and products that the layers do together."""
 
     observers: tuple[Any, ...]
 
@@ -62,7 +62,7 @@ class Joined(NamedTuple):
     linears: tuple[Linear, ...]
 
     def can_join(self) -> bool:
-        """Whether nobody would notice, and one product in FP8 has the result of all."""
+        """Whether no hook or replaced forward is bypassed, and one product in FP8 has the result of all layers."""
         first = self.linears[0]
         if first.recipe.output is None or first.recipe.grad_input is None:
             return False
@@ -84,7 +84,7 @@ class Joined(NamedTuple):
         )
 
     def operands(self) -> LayerTensors:
-        """A facade of the weights [N, K], the biases [N] or None, and the first weight."""
+        """Return (a facade of the weights [N, K], the biases [N] or None, the first weight)."""
         first = self.linears[0]
         bias = None if first.bias is None else torch.cat([linear.bias for linear in self.linears])
         weights = [linear.weight for linear in self.linears]
@@ -99,7 +99,7 @@ class Joined(NamedTuple):
         parts: Parts | None = None,
         offsets: Tensor | None = None,
     ) -> Layer:
-        """Return what the layers bring to their product with ``input``, as RecipeModule.layer_of does of one."""
+        """Return the Layer of the layers' joint product with ``input``, as RecipeModule.layer_of returns it for one."""
         first, *others = self.linears
         if first.training and first.recipe.delayed is not None and not torch.compiler.is_compiling():
             self._share_state()
@@ -111,9 +111,9 @@ class Joined(NamedTuple):
         return layer if layer.observer is None else layer._replace(observer=_Observers(observers))
 
     def _share_state(self) -> None:
-        """Let all layers have the first one's delayed state, which then covers what each one's own has seen.
+        """Give all layers the first one's delayed state, which is made to cover the histories of all.
 
-        They have states of their own before their first forward together, and after a checkpoint or a move.
+        Each has its own state before the first forward together, and after a checkpoint or a move.
         """
         first, *others = self.linears
         device = first.weight.device
@@ -121,7 +121,7 @@ class Joined(NamedTuple):
             return
         for linear in others:
             if (other := linear.state_on(device)) is not state and other is not None:
-                # a mode that sees ops must see the same ones in a recomputed forward. 0: a scale that one has not yet
+                # no_modes: a mode must see the same ops in a recomputed forward. A scale that is not set yet is 0
                 with no_modes(), torch.no_grad():
                     state.scale.copy_(torch.minimum(state.scale, other.scale))
                     state.amax_history.copy_(torch.maximum(state.amax_history, other.amax_history))

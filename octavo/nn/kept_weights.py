@@ -1,4 +1,4 @@
-"""FP8 weights cast on demand, all in one launch, into buffers that stay: for compiled graphs and CUDA graphs."""
+"""KeptWeights: FP8 weights cast on demand, in one launch, into lasting buffers; for compiled graphs and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from octavo.tensor.pair import Operands
 
 
 class KeptOperands:
-    """A layer's weight as KeptWeights casts it, by its recipe then, into buffers. A copy of the layer has none.
+    """The buffers into which KeptWeights casts a layer's weight, by the recipe at the time. A copied layer has none.
 
-    ``lays``: whether codes are laid out twice; ``captured``: whether the last cast is only recorded in a CUDA graph,
-    and to be read by what is captured too. Under Delayed the operands have the amax, which backward commits.
+    ``lays``: whether codes are laid out twice; ``captured``: whether the last cast is only recorded in a CUDA graph, so
+    that only captured forwards may read it. Under Delayed the operands have the amax, which backward commits.
     """
 
     def __init__(self, recipe: Recipe, cast: Cast, operands: Operands, lays: bool, amax: Tensor) -> None:
@@ -33,21 +33,21 @@ class KeptOperands:
         self.operands = operands._replace(amax=amax) if cast.is_delayed else operands
 
     def were_cast(self, weight: Tensor, captured: bool, state: State | None) -> None:
-        """Note what they were cast from just now, and by which delayed state."""
+        """Note that the buffers were just cast from this weight, by this delayed state."""
         self._weight, self._captured = weight, captured
         self._storage, self._key = StorageWeakRef(weight.untyped_storage()), _key_of(weight, state)
 
     def of(self, weight: Tensor, state: State | None) -> Operands | None:
-        """The operands, unless the weight or its delayed scale may have been written since.
+        """Return the operands; None if the weight or its delayed scale may have been written since the cast.
 
-        What is compiled or captured can't ask.
+        A compiled or captured forward can't compare, and always gets the operands of this weight.
         """
         if self._weight is not weight:
             return None
         if torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             return self.operands
-        same = self._storage.cdata == weight.untyped_storage()._cdata and self._key == _key_of(weight, state)
-        return self.operands if same and not self._captured else None
+        is_unwritten = self._storage.cdata == weight.untyped_storage()._cdata and self._key == _key_of(weight, state)
+        return self.operands if is_unwritten and not self._captured else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -59,9 +59,9 @@ def _key_of(weight: Tensor, state: State | None) -> tuple[Any, ...]:
 
 
 class KeptWeights:
-    """The FP8 weights of a model, cast when told to and at no other time.
+    """The FP8 weights of a model, cast by ``cast()`` and at no other time.
 
-    A layer casts its weight in every forward, since nothing tells of every write to it. Kept weights are cast where the
+    Any other layer casts its weight in each forward, as no counter shows every write. Kept weights are cast where the
     caller says: ``cast()`` once after each optimizer step, and every forward in training reads what it wrote, compiled
     or captured too. In a capture, ``skip`` is a flag on the device, so that one graph serves all micro-batches:
 
@@ -73,9 +73,9 @@ class KeptWeights:
             later.fill_(micro_batch > 0)
             graph.replay()
 
-    What runs without compilation or capture looks for itself: a layer whose weight may have changed since ``cast()``
+    Forwards without compilation or capture check: a layer whose weight may have changed since ``cast()``
     (a step, a write, another parameter, ``functional_call``), one in evaluation and one that took another recipe cast
-    their own weights. A compiled or captured graph can't look, and computes with what ``cast()`` wrote last.
+    their own weights. A compiled or captured graph can't check, and computes with the codes that ``cast()`` wrote last.
 
     Under a Delayed recipe each backward pass moves the weight's scale. So the layers of later micro-batches, too, cast
     their own weights; compiled or captured they read the codes as ``cast()`` has scaled them.
@@ -101,17 +101,17 @@ class KeptWeights:
 
     def __init__(self, model: nn.Module) -> None:
         layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-        found = {name: (layer, kept) for name, layer in layers.items() if (kept := _kept(layer)) is not None}
-        if not found:
+        buffers_of = {name: (layer, buffers) for name, layer in layers.items() if (buffers := _kept(layer)) is not None}
+        if not buffers_of:
             raise ValueError(
                 "no layer's weight can be kept; convert the model with dynamic(), delayed() or blockwise() "
                 "(weights that are stored in FP8 need no cast; those that FSDP or ZeRO-3 shard can't be kept)"
             )
-        self.names = tuple(found)
+        self.names = tuple(buffers_of)
         self._groups: dict[tuple[Any, ...], list[Any]] = {}
-        for layer, kept in found.values():
-            key = layer.weight.dtype, layer.weight.device, kept.cast, kept.lays
-            self._groups.setdefault(key, []).append((layer, kept))
+        for layer, buffers in buffers_of.values():
+            key = layer.weight.dtype, layer.weight.device, buffers.cast, buffers.lays
+            self._groups.setdefault(key, []).append((layer, buffers))
 
     @torch.no_grad()
     def cast(self, skip: Tensor | None = None) -> None:
@@ -124,23 +124,24 @@ class KeptWeights:
             ValueError: if a weight is no longer on the device, or of the dtype, that it was on.
         """
         for (dtype, device, cast, lays), everything in self._groups.items():
-            group = [(layer, kept) for layer, kept in everything if layer.recipe is kept.recipe]
+            group = [(layer, buffers) for layer, buffers in everything if layer.recipe is buffers.recipe]
             if not group:
                 continue
             layers = [layer for layer, _ in group]
             if any(layer.weight.dtype != dtype or layer.weight.device != device for layer in layers):
                 raise ValueError("the model was moved or converted; make its KeptWeights anew")
             captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            known = skip is None and not captured and not torch.compiler.is_compiling()  # that this cast will happen
-            for layer in layers if cast.is_delayed and known else ():
+            # whether the cast will happen, and now
+            is_certain = skip is None and not captured and not torch.compiler.is_compiling()
+            for layer in layers if cast.is_delayed and is_certain else ():
                 notice_writes(layer, layer.weight)
-            as_is = [kept.operands.as_is for _, kept in group]
+            as_is = [buffers.operands.as_is for _, buffers in group]
             kernels.multi_tensor_cast(
                 [layer.weight.detach().contiguous() for layer in layers],
                 [qdata for qdata, _ in as_is],
-                [kept.operands.transposed[0] for _, kept in group] if lays else [],
+                [buffers.operands.transposed[0] for _, buffers in group] if lays else [],
                 [scale_inv for _, scale_inv in as_is],
-                [kept.amax for _, kept in group],
+                [buffers.amax for _, buffers in group],
                 [layer.delayed_scale for layer in layers] if cast.is_delayed else [],
                 WEIGHT,
                 cast.tile,
@@ -148,9 +149,9 @@ class KeptWeights:
                 cast.margin,
                 skip,
             )
-            for layer, kept in group:
-                kept.were_cast(layer.weight, captured, state_of(layer))
-                layer.kept_operands = kept  # every time: a layer that was moved has none
+            for layer, buffers in group:
+                buffers.were_cast(layer.weight, captured, state_of(layer))
+                layer.kept_operands = buffers  # each time: moving a layer removes them
 
     def remove(self) -> None:
         """Let every layer cast its own weight again."""
@@ -160,7 +161,7 @@ class KeptWeights:
 
 
 def _kept(layer: Linear) -> KeptOperands | None:
-    """The buffers for a layer's weight, or None where it is no plain one or one cast does not serve both layouts."""
+    """Return buffers for a layer's weight; None if it is no plain parameter or its two layouts need different casts."""
     recipe, weight = layer.recipe, layer.weight
     casts = recipe.weight_casts
     cast = casts.as_is or casts.transposed

@@ -1,4 +1,4 @@
-"""Modules of other libraries whose forward octavo knows, and computes with less to save for backward.
+"""Modules of other libraries whose forward octavo knows, and computes so that less is saved for backward.
 
     feed-forward   act(gate(x)) . up(x), or act(up(x)), then down: the activation is computed as its result is cast for
                    down's product, and is never written in high precision (autograd/chain.py)
@@ -7,12 +7,12 @@
 A module becomes a subclass of its own class, as a linear layer does: parameters, parts, hooks and names stay. Known are
 the forwards that stand here as ``known``, as transformers writes them: a class whose forward has the same instructions
 computes the same, whatever its name. A feed-forward's first layers are called as ever; its activation and its last
-layer compute together where nobody would notice, else the class's own forward runs:
+layer compute together. The class's own forward runs instead if
 
     the last layer is no octavo.nn.Linear (adapted, quantised, restored), has hooks or another forward, is tensor
     parallel, or has its ``output`` product in high precision
-    the activation has hooks, or is another one that casts don't compute
-    dropout is at work between the two
+    the activation has hooks, or is one that casts don't compute
+    dropout is active between the two
 """
 
 from __future__ import annotations
@@ -48,46 +48,46 @@ if TYPE_CHECKING:  # Python compiles a call of a method of what a module imports
 
 
 class KnownForward(nn.Module):
-    """Base of what modules with a known forward become; mixed in before their own class.
+    """Base of the classes for modules with a known forward; mixed in before a module's own class.
 
-    ``changes``: (text of ``known``, what a forward has instead that is known by it), so that none is written twice.
+    ``changes``: (text of a base's ``known``, this class's text in its place), so that no forward is written twice.
     """
 
     changes: tuple[tuple[str, str], ...] = ()
 
     def known(self, *args: Any) -> Any:
-        """The forward that is known, as its library writes it; never called."""
+        """Compute as the library's forward, whose source this repeats; compared with it, and never called."""
         raise NotImplementedError
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
-        """Why a module of this forward, not of this class yet, is left as it is; or None."""
+        """Return why a module that has this forward, but not this class yet, stays as it is; or None."""
         return None
 
     def why_bypassed(self) -> str | None:
-        """Return why it computes by its own class's forward as things are now, or another one, and saves all; or None.
+        """Return why the module now computes by its own class's or a replaced forward, and saves all; or None.
 
-        Dropout and dtypes are asked in forward.
+        Dropout's mode and dtypes are checked in forward.
         """
         return REPLACED_SINCE if "forward" in self.__dict__ else self.why_not(self)
 
     @property
     def readers(self) -> list[Any]:
-        """The layers that read its input, and may be computed as one."""
+        """The layers that read the module's input and may be computed as one."""
         return []
 
     def lean(self, x: Any) -> Tensor | None:
-        """What forward returns, with less to save; None where the class's own forward is to compute it."""
+        """Return forward's result with less saved; None if the class's own forward has to compute it."""
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As its own class's, of the one tensor that this takes."""
+        """Return the result of ``lean``, or of the class's own forward; both take one tensor."""
         result = self.lean(*args, *kwargs.values())
         return super().forward(*args, **kwargs) if result is None else result
 
 
 class PartNames(NamedTuple):
-    """The names of a feed-forward's parts; an empty one: there is none."""
+    """The names of a feed-forward's parts; "" for a part that it lacks."""
 
     gate: str
     up: str
@@ -97,7 +97,7 @@ class PartNames(NamedTuple):
 
 
 class FeedForward(KnownForward):
-    """One or two layers, an activation, a layer."""
+    """Base of feed-forwards: one or two layers, an activation, a layer."""
 
     parts: PartNames
 
@@ -150,7 +150,7 @@ class FeedForward(KnownForward):
 
 
 def as_one_layer(layers: Sequence[Any]) -> Any:
-    """Layers that read one tensor as one layer of ``run_as_one``; None where somebody would notice."""
+    """Return layers that read one tensor as one layer for ``run_as_one``; None if hooks or the like forbid it."""
     if not layers or not all(isinstance(layer, Linear) for layer in layers):
         return None
     if len(layers) > 1:
@@ -160,7 +160,7 @@ def as_one_layer(layers: Sequence[Any]) -> Any:
 
 
 class OfLlama(FeedForward):
-    """Llama's, Mistral's, Qwen's and many others'."""
+    """The feed-forward of Llama, Mistral, Qwen and many others."""
 
     parts = PartNames("gate_proj", "up_proj", "act_fn", "", "down_proj")
 
@@ -170,7 +170,7 @@ class OfLlama(FeedForward):
 
 
 class OfViT(FeedForward):
-    """ViT's and its kin's."""
+    """The feed-forward of ViT and similar models."""
 
     parts = PartNames("fc1", "", "activation_fn", "", "fc2")
 
@@ -182,7 +182,7 @@ class OfViT(FeedForward):
 
 
 class OfT5(FeedForward):
-    """T5's without a gate."""
+    """The feed-forward of T5, without a gate."""
 
     parts = PartNames("wi", "", "act", "dropout", "wo")
 
@@ -201,7 +201,7 @@ class OfT5(FeedForward):
 
 
 class OfGatedT5(FeedForward):
-    """T5's with a gate, of version 1.1 and Flan-T5."""
+    """The feed-forward of T5 version 1.1 and Flan-T5, with a gate."""
 
     parts = PartNames("wi_0", "wi_1", "act", "dropout", "wo")
 
@@ -221,7 +221,7 @@ class OfGatedT5(FeedForward):
 
 
 class LeanRMSNorm(KnownForward):
-    """Llama's, Qwen's, Mixtral's, Mamba's and many others'."""
+    """The RMS norm of Llama, Qwen, Mixtral, Mamba and many others."""
 
     weight: nn.Parameter
     variance_epsilon: float
@@ -244,12 +244,12 @@ class LeanRMSNorm(KnownForward):
         return torch.compiler.is_compiling() or not (functorch_is_active() or in_forward_mode())
 
     def lean_with(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(The norm of x, or of x + residual, and what it is the norm of, for the branch around)."""
+        """Return (the norm of x, or of x + residual if there is one; that norm's input, for the residual branch)."""
         return norm_and_branch(x, self.weight, self.variance_epsilon, residual)
 
 
 class LeanT5Norm(LeanRMSNorm):
-    """T5's."""
+    """The RMS norm of T5."""
 
     def known(self: Any, hidden_states: Tensor) -> Any:
         variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
@@ -260,7 +260,7 @@ class LeanT5Norm(LeanRMSNorm):
 
 
 class DecoderLayer(KnownForward):
-    """Llama's and many others': each norm reads its sum with the residual, and adds the residual's gradient."""
+    """The decoder layer of Llama and many others; each norm adds the residual, and in backward its gradient."""
 
     def known(  # type: ignore[override]
         self: Any,
@@ -319,7 +319,7 @@ _SCALING, _HEADS = "scaling=self.scaling,", "self.{}_proj(hidden_states).view(hi
 
 
 class Attention(KnownForward):
-    """Llama's and many others': q, k and v are one product, and the rotary positions of q and k one launch."""
+    """The attention of Llama and many others; q, k and v are one product, rotary positions of q and k one launch."""
 
     q_proj: Any
     k_proj: Any
@@ -333,7 +333,7 @@ class Attention(KnownForward):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         plain: Any = cls.__mro__[cls.__mro__.index(KnownForward) + 1]
-        if plain is not nn.Module:  # as it is of those of this module
+        if plain is not nn.Module:  # it is for the classes of this file
             names = inspect.unwrap(plain.forward).__globals__
             cls.interfaces = names["ALL_ATTENTION_FUNCTIONS"]
             cls.eager_attention = staticmethod(names["eager_attention_forward"])
@@ -389,11 +389,11 @@ class Attention(KnownForward):
         return why
 
     def window(self) -> dict[str, Any]:
-        """Return what its class gives the function of attention besides, by name."""
+        """Return the further keyword arguments that the class passes to the function of attention."""
         return {}
 
     def turned(self, qkv: Tensor, angles: tuple[Tensor, Tensor], counts: tuple[int, int]) -> Attended:
-        """Return queries, keys and values for attention, of the joined layers' product; see ``rotary``."""
+        """Return queries, keys and values for attention from the joined layers' product; see ``rotary``."""
         return rotary((qkv,), *angles, counts)
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -421,7 +421,7 @@ class Attention(KnownForward):
 
 
 class AttentionOfMistral(Attention):
-    """Mistral's and Mixtral's: their configuration may limit how far back queries look."""
+    """The attention of Mistral and Mixtral, whose configuration may limit how far back queries look."""
 
     changes = ((_SCALING, f'{_SCALING} sliding_window=getattr(self.config, "sliding_window", None),'),)
 
@@ -430,7 +430,7 @@ class AttentionOfMistral(Attention):
 
 
 class AttentionOfQwen2(Attention):
-    """Qwen2's and others': layers differ in how far back queries look."""
+    """The attention of Qwen2 and others, whose layers differ in how far back queries look."""
 
     sliding_window: int | None
     changes: tuple[tuple[str, str], ...] = ((_SCALING, f"{_SCALING} sliding_window=self.sliding_window,"),)
@@ -440,7 +440,7 @@ class AttentionOfQwen2(Attention):
 
 
 class AttentionOfQwen3(AttentionOfQwen2):
-    """Qwen3's and others': a norm of each head of queries and keys comes before their rotary positions."""
+    """The attention of Qwen3 and others, with a norm of each head of queries and keys before their rotary positions."""
 
     q_norm: nn.Module
     k_norm: nn.Module
@@ -477,10 +477,13 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):  # type: ignore[no-un
 
 @functools.cache
 def _turns_halves(forward: Any) -> bool:
-    """Whether a forward turns q and k by functions that compute as those above, which kernels do."""
+    """Whether a forward turns q and k by functions that compute as the two above, as the kernels do."""
     library = forward.__globals__
-    pairs = [(library.get(ours.__name__), ours) for ours in (rotate_half, apply_rotary_pos_emb)]
-    return all(inspect.isfunction(theirs) and _same(inspect.unwrap(theirs), ours) for theirs, ours in pairs)
+    pairs = [(library.get(function.__name__), function) for function in (rotate_half, apply_rotary_pos_emb)]
+    return all(
+        inspect.isfunction(library_function) and _same(inspect.unwrap(library_function), function)
+        for library_function, function in pairs
+    )
 
 
 _KINDS: tuple[type[KnownForward], ...] = (
@@ -499,28 +502,28 @@ _KINDS: tuple[type[KnownForward], ...] = (
 
 
 def activation_of(act: nn.Module | None, gated: bool) -> str | None:
-    """The name of an activation module's function, or of a gate by it, in kernels/activations.py; or None."""
+    """Return the name in kernels/activations.py of an activation module's function, or of a gate by it; or None."""
     return name_of(function_of(act), gated) if act is not None and runs_alone(act) else None
 
 
 @functools.cache
 def _known_class(kind: type[nn.Module]) -> type[KnownForward] | None:
-    """Which of ours has the same instructions as a class's forward."""
+    """Return the class of this file whose ``known`` has the same instructions as a class's forward; or None."""
     forward = inspect.unwrap(kind.forward)
-    return next((ours for ours in _KINDS if inspect.isfunction(forward) and _same(forward, _known_of(ours))), None)  # type: ignore[arg-type]
+    return next((base for base in _KINDS if inspect.isfunction(forward) and _same(forward, _known_of(base))), None)  # type: ignore[arg-type]
 
 
 @functools.cache
-def _known_of(ours: type[KnownForward]) -> Any:
-    """Return a function with the instructions of a class's ``known``, with its changes; never called."""
-    if not ours.changes:
-        return ours.known
-    text = textwrap.dedent(inspect.getsource(ours.known))
-    for old, new in ours.changes:
+def _known_of(known_class: type[KnownForward]) -> Any:
+    """Return a function with the instructions of a class's ``known`` after its ``changes``; never called."""
+    if not known_class.changes:
+        return known_class.known
+    text = textwrap.dedent(inspect.getsource(known_class.known))
+    for old, new in known_class.changes:
         text = text.replace(old, new)
-    text = f"import ALL_ATTENTION_FUNCTIONS\n{text}"  # which the compiler wants to know, see above
+    text = f"import ALL_ATTENTION_FUNCTIONS\n{text}"  # it must be an imported name for the compiler, see above
     constants = compile(text, __file__, "exec").co_consts
-    return FunctionType(next(one for one in constants if isinstance(one, CodeType)), {})
+    return FunctionType(next(constant for constant in constants if isinstance(constant, CodeType)), {})
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -530,23 +533,23 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Why a module stays as it is, which holds an activation between layers, or is a norm of another library's.
+    """Return why a module with an activation between layers, or another library's norm, is not fused.
 
-    None of what is fused, or can be; "" of all else.
+    None for a module that is or can be fused; "" for every other module.
     """
     if isinstance(module, KnownForward):
         return module.why_bypassed()
     kind = class_of(module)
-    ours = _known_class(kind)  # type: ignore[arg-type]  # torch annotates no hash of classes
-    if ours is None:
+    known_class = _known_class(kind)  # type: ignore[arg-type]  # torch annotates no hash of classes
+    if known_class is None:
         return f"octavo does not know the forward of {kind.__name__}" if _looks_alike(module, kind) else ""
     if is_sharded(type(module)):
         return SHARDED
-    return REPLACED if "forward" in module.__dict__ else ours.why_not(module)
+    return REPLACED if "forward" in module.__dict__ else known_class.why_not(module)
 
 
 def fuse_known(model: nn.Module) -> dict[str, list[str]]:
-    """Give a converted model's modules of known forwards their classes; the names of others by why they stay."""
+    """Give a converted model's modules of known forwards their classes; return {reason: names} of those that stay."""
     refused: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         why = refusal(module)

@@ -1,4 +1,4 @@
-"""torch.nn.Linear whose three products follow a recipe; and that of experts: rows in groups, a matrix for each."""
+"""torch.nn.Linear whose three products follow a recipe; the same of experts, with a matrix for each group of rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from octavo.nn.weight import WeightOwner, widened
 from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
 from octavo.tensor.fsdp2 import attach, gather_as_it_is
 from octavo.tensor.pair import Operands
-from octavo.tensor.stored_weight import BLOCK, StoredWeight, agree_on_scale, agreed, local_stored
+from octavo.tensor.stored_weight import BLOCK, StoredWeight, agree_on_scale, local_stored, with_agreed_scale
 
 
 class Linear(RecipeModule, nn.Linear):
@@ -71,16 +71,16 @@ class Linear(RecipeModule, nn.Linear):
         size, splits = checked_splits(out_features)
         nn.Linear.__init__(self, in_features, size, bias, device, dtype)
         self.recipe = recipe_for(recipe, "")
-        if splits is not None:  # else there is nothing that torch's Linear has not
+        if splits is not None:  # else the attributes are those of torch's Linear
             check_names(self, splits)
             self.splits = splits
 
     def forward(self, input: Tensor, loss: LossOfRows | None = None) -> Any:
-        """The output; or, as a head, the loss of it: octavo.nn.linear_cross_entropy calls it so."""
+        """Return the output; or its loss, if octavo.nn.linear_cross_entropy calls the layer as a head."""
         return self.parted(self._product(input)) if loss is None else self._loss(input, loss)
 
     def _loss(self, input: Tensor, loss: LossOfRows) -> Tensor:
-        """The loss of input [T, K] . weight^T + bias, by this module's recipe, of logits in chunks."""
+        """Return the loss of logits input [T, K] . weight^T + bias, by this module's recipe and in chunks."""
         tensors = weight, bias, parameter = self.operands()
         if self.splits is not None:
             raise ValueError(f"a head with splits {self.splits} has several outputs: call it, and take each one's loss")
@@ -94,33 +94,35 @@ class Linear(RecipeModule, nn.Linear):
         return linear_cross_entropy_of_rows(x, weight, bias, loss, layer, read_by(input, self))
 
     def parted(self, y: Tensor) -> Any:
-        """The output of all splits as one for each, if there are splits."""
+        """Return the output of all splits as a tuple of each split's, if there are splits."""
         return split_output(y, self.splits)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """Load, from separate layers' keys too; the last argument is torch's list of errors."""
-        if self.splits is not None and "weight" in self._parameters:  # else they are modules, which have theirs
+        """Load from this layer's or separate layers' keys; the last argument is torch's list of errors."""
+        if (
+            self.splits is not None and "weight" in self._parameters
+        ):  # else, under tensor parallelism, each split is a module and loads its own keys
             args[-1].extend(merge_keys(state_dict, prefix, self.splits))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        """torch's, the splits, and the recipe's name."""
+        """Return torch's text, the splits, and the recipe's name."""
         splits = "" if self.splits is None else f", splits={self.splits}"
         return f"{super().extra_repr()}{splits}, recipe={self.recipe.name}"
 
 
 class TransposedLinear(RecipeModule):
-    """What convert makes of transformers' Conv1D (GPT-2), which it is mixed with: y = x . W + b, W [K, N]."""
+    """Mixed into transformers' Conv1D (GPT-2) by convert: y = x . W + b with W [K, N] and casts by a recipe."""
 
     stores_transposed = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]."""
+        """Return y [..., N] of x [..., K]."""
         return self._product(x)
 
 
 def refuse_sharded(weight: Tensor) -> None:
-    """Raise ValueError for a head's weight that is a DTensor: logits of all columns are computed here."""
+    """Raise ValueError for a head's weight that is a DTensor: its loss needs the logits of all columns."""
     if is_parallel(weight):
         raise ValueError(
             f"the head's weight {tuple(weight.shape)} is a DTensor, {weight.placements}: under FSDP2 give "  # type: ignore[attr-defined]
@@ -131,7 +133,7 @@ def refuse_sharded(weight: Tensor) -> None:
 
 
 def recipe_for(recipe: Recipe | RecipeMap | None, name: str) -> Recipe:
-    """What a module's ``recipe`` argument means for its part of this name; default() where there is none."""
+    """Return the recipe of a module's part of this name, from the module's ``recipe`` argument; default() for None."""
     return recipes.default() if recipe is None else recipe_of(recipe, name)
 
 
@@ -139,7 +141,7 @@ Splits = Mapping[str, int]
 
 
 def checked_splits(out_features: int | Splits) -> tuple[int, dict[str, int] | None]:
-    """(out_features in all, the splits or None) from a module's argument."""
+    """Return (out_features in all, the splits or None) from a module's argument."""
     if isinstance(out_features, int):
         return out_features, None
     splits = dict(out_features)
@@ -156,15 +158,15 @@ def check_names(layer: Linear, splits: Splits) -> None:
 
 
 def split_output(output: Tensor, splits: dict[str, int] | None) -> Tensor | tuple[Tensor, ...]:
-    """The output as it is, or a view of it for each split, in their order."""
+    """Return the output as it is, or a view of it for each split, in their order."""
     return output if splits is None else output.split(list(splits.values()), dim=-1)
 
 
 def merge_keys(state_dict: dict[str, Tensor], prefix: str, splits: dict[str, int]) -> list[str]:
     """Join ``<prefix><split>.weight`` and ``.bias``, as separate layers save them, to one key each; in place.
 
-    Only where all of them are there, and the joined one isn't. Returned is a line for each of another size than its
-    split; where there is one, nothing is joined.
+    Keys are joined if all splits have theirs and the joined key is missing. Returns a line for each tensor of another
+    size than its split; if there is one, nothing is joined.
     """
     wrong = []
     for parameter in ("weight", "bias"):
@@ -179,7 +181,7 @@ def merge_keys(state_dict: dict[str, Tensor], prefix: str, splits: dict[str, int
 
 
 def _reset_uniformly(layer: Any) -> None:
-    """Each matrix as torch.nn.Linear's: uniform within 1 / sqrt(in_features); and empty the delayed state."""
+    """Initialise matrices as torch.nn.Linear does, uniformly within 1 / sqrt(in_features); empty the delayed state."""
     bound = layer.in_features**-0.5
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -188,13 +190,13 @@ def _reset_uniformly(layer: Any) -> None:
 
 
 class Grouped(RecipeModule):
-    """Base of the modules that multiply rows in groups, whoever owns their matrices."""
+    """Base of the modules that multiply rows in groups, by matrices of their own or another module's."""
 
     elsewhere: Callable[..., Tensor] | None = None  # computes these experts on the ranks that hold them
 
     @property
     def trains(self) -> tuple[bool, bool]:
-        """Whether backward, if there will be one, is asked for the gradients of (weight, bias)."""
+        """Whether a backward would compute the gradients of (weight, bias)."""
         weight, bias = self.own_parameters()
         enabled = torch.is_grad_enabled()
         return enabled and weight.requires_grad, enabled and requires_grad(bias)
@@ -264,7 +266,7 @@ class GroupedLinear(Grouped):
     reset_parameters = _reset_uniformly
 
     def extra_repr(self) -> str:
-        """Sizes, and the recipe's name."""
+        """Return the sizes and the recipe's name."""
         sizes = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self.bias is not None}, recipe={self.recipe.name}"
 
@@ -275,10 +277,10 @@ class Split(WeightOwner):
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, layer: Linear) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
-        self.__dict__["layer"] = layer  # whose rows it has; no module of its own
+        self.__dict__["layer"] = layer  # the Linear whose rows these are; in __dict__, so that it is no child
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As any module's, but a weight that FSDP2 has just sharded gets hooks, so that its storage may change."""
+        """Set an attribute; a weight that FSDP2 has just sharded also gets hooks, by which its storage may change."""
         old, new = (getattr(one, "device_mesh", None) for one in (self._parameters.get("weight"), value))
         if name == "weight" and old is not None and new is not None:
             attach(value, new.ndim - 1 - old.ndim)
@@ -290,23 +292,24 @@ class Split(WeightOwner):
         return {"weight": self.__dict__["layer"]}
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        self.__dict__["layer"].agree()
+        self.__dict__["layer"].agree_on_scale()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
-        """What FSDP2's hook is to send of the weight, which only one in FP8 has: see nn/gather.py."""
+        """Return what FSDP2's first hook returns for the weight, if it is in FP8: see nn/gather.py."""
         if not isinstance(shard, StoredWeight):
             return gather_as_it_is(shard, mesh, outer_size, mp_policy)
         layer = self.__dict__["layer"]
-        shard.known.alone |= layer.agree()  # what came here may be a copy elsewhere, of before
-        return layer.gather.before(layer, agreed(shard, self.weight), mesh, outer_size, mp_policy)
+        # FSDP2 may pass a copy, on another device, made before the splits agreed on a scale
+        shard.known.alone |= layer.agree_on_scale()
+        return layer.gather.send(layer, with_agreed_scale(shard, self.weight), mesh, outer_size, mp_policy)
 
 
 class PartedLinear(Linear):
     """A Linear whose named splits are parameters of their own, each sharded over a tensor-parallel mesh by its rows.
 
     One matrix of several products can't be sharded by rows as it lies: a rank would have all of one split and none of
-    another. So ``divide`` makes of each split a parameter ``<split>.weight``, as separate layers have it, of which each
+    another. So ``divide`` makes each split a parameter ``<split>.weight``, as separate layers have it, of which each
     rank has some rows; they are joined for the product, which stays one cast and one product.
 
     They are no single DTensor whose rows are permuted: no placement of torch says so, and full_tensor(), full state
@@ -315,17 +318,17 @@ class PartedLinear(Linear):
 
     @property
     def weight(self) -> Any:  # type: ignore[override]
-        """This rank's rows of all splits, one after the other: a DTensor for products, and for nothing else."""
+        """Return this rank's rows of all splits, one after the other: a DTensor for products, and for nothing else."""
         return self._joined("weight")
 
     @property
     def bias(self) -> Any:  # type: ignore[override]
-        """The same of the biases, or None."""
+        """Return this rank's biases of all splits, one after the other, or None."""
         return self._joined("bias")
 
     @property
     def weights(self) -> list[Any]:
-        """The splits'."""
+        """Return the weight of each split."""
         return self._of_splits("weight")
 
     def _of_splits(self, name: str) -> list[Any]:
@@ -335,38 +338,41 @@ class PartedLinear(Linear):
         from torch.distributed.tensor import DTensor
 
         if not torch.compiler.is_compiling():
-            self.agree()
-        first, *_ = found = self._of_splits(name)
+            self.agree_on_scale()
+        first, *_ = parameters = self._of_splits(name)
         if first is None:
             return None
         if not isinstance(first, DTensor):  # not sharded yet
-            return torch.cat(found)
+            return torch.cat(parameters)
         return DTensor.from_local(
-            torch.cat([tensor.to_local() for tensor in found]), first.device_mesh, first.placements, run_check=False
+            torch.cat([tensor.to_local() for tensor in parameters]),
+            first.device_mesh,
+            first.placements,
+            run_check=False,
         )
 
-    def agree(self) -> bool:
-        """Give splits that have one scale in common such a one, if any was written, which it returns; for all ranks."""
+    def agree_on_scale(self) -> bool:
+        """If any split was written, cast all again with one scale. Collective. Returns whether it did."""
         stored = local_stored(self.weights[0])
         if stored is None or stored.common is None or not stored.common.written:
             return False
         agree_on_scale(*self.weights)
-        stored.common.written = False  # which is of all splits
+        stored.common.written = False  # the flag is shared by all splits
         return True
 
     reset_parameters = _reset_uniformly
 
     def parted(self, y: Any) -> Any:
-        """The output of all splits, a DTensor, as one for each, sharded by its features."""
+        """Return the output of all splits, a DTensor, as a tuple of each split's, sharded by its features."""
         from torch.distributed.tensor import DTensor
 
         sizes = {name: size // y.device_mesh.size() for name, size in (self.splits or {}).items()}
-        found, how = split_output(y.to_local(), sizes), (y.device_mesh, y.placements)
-        return tuple(DTensor.from_local(y_split, *how, run_check=False) for y_split in found)
+        outputs, layout = split_output(y.to_local(), sizes), (y.device_mesh, y.placements)
+        return tuple(DTensor.from_local(y_split, *layout, run_check=False) for y_split in outputs)
 
 
 def divide(layer: Linear, ranks: int) -> None:
-    """Make a Linear with splits a PartedLinear, in place, to be sharded over so many ranks, or raise ValueError."""
+    """Turn a Linear with splits into a PartedLinear in place, for sharding over so many ranks, or raise ValueError."""
     assert layer.splits is not None
     if wrong := {name: size for name, size in layer.splits.items() if size % ranks}:
         raise ValueError(f"splits {wrong} do not divide into {ranks} ranks: each rank has as many rows of every split")
@@ -391,8 +397,8 @@ def divide(layer: Linear, ranks: int) -> None:
         weights = list(weight.detach().split(sizes))
     biases = [None] * len(sizes) if bias is None else bias.detach().split(sizes)
     del layer._parameters["weight"], layer._parameters["bias"]
-    for name, rows, some in zip(layer.splits, weights, biases, strict=True):
-        made = nn.Parameter(rows.clone(), weight.requires_grad)
-        made_bias = None if bias is None else nn.Parameter(some.clone(), bias.requires_grad)
-        layer.add_module(name, Split(made, made_bias, layer))
+    for name, rows, bias_rows in zip(layer.splits, weights, biases, strict=True):
+        split_weight = nn.Parameter(rows.clone(), weight.requires_grad)
+        split_bias = None if bias is None else nn.Parameter(bias_rows.clone(), bias.requires_grad)
+        layer.add_module(name, Split(split_weight, split_bias, layer))
     layer.__class__ = PartedLinear

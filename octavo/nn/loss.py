@@ -1,4 +1,4 @@
-"""Cross entropy of logits in bfloat16, without copies of them in float32.
+"""Cross entropy of bfloat16 logits, without copies of them in float32.
 
 torch's own takes logits in float32, of which a step then holds three: the copy, the logarithms of probabilities, and
 the gradient. Here a kernel reads the logits once forward, and another once backward, which writes their gradient. With
@@ -161,7 +161,7 @@ def linear_cross_entropy(
 
 
 def _of_weight(input: Tensor, weight: Tensor, bias: Tensor | None, loss: LossOfRows, recipe: Recipe) -> Tensor:
-    """The loss of logits input [T, K] . weight^T + bias."""
+    """Return the loss of logits input [T, K] . weight^T + bias."""
     if not isinstance(weight, Tensor):
         raise TypeError(
             f"linear_weight is a {type(weight).__name__}: give an octavo.nn.Linear (octavo.convert makes one of a "
@@ -223,7 +223,7 @@ class CrossEntropyLoss(nn.Module):
         return cross_entropy(input, target, **self.options)
 
     def extra_repr(self) -> str:
-        """The options."""
+        """Return the options as text."""
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
@@ -263,13 +263,13 @@ def causal_lm_loss(
 
 
 def take_loss(module: nn.Module) -> None:
-    """Give a causal language model of transformers the loss above, if it has the library's."""
+    """Give a causal language model of transformers ``causal_lm_loss``, if it has the library's loss."""
     if getattr(module, "loss_type", None) == "ForCausalLM" and "_loss_function" not in module.__dict__:
         module.loss_function = causal_lm_loss  # type: ignore[assignment]
 
 
 def has_loss(module: nn.Module) -> bool:
-    """Whether a model's loss is the one above."""
+    """Whether a model's loss is ``causal_lm_loss``."""
     return module.__dict__.get("_loss_function") is causal_lm_loss
 
 

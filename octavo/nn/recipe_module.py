@@ -1,4 +1,4 @@
-"""What every FP8 module has: a recipe, and delayed state where the recipe asks for it."""
+"""RecipeModule, the base of all FP8 modules: a recipe, and delayed state if the recipe is delayed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.autograd.shared_casts import ReadTensor, read_by
 from octavo.autograd.shared_scales import Parts
 from octavo.errors import UnsupportedOpError
 from octavo.kernels.capability import warn_once_if_emulated
-from octavo.nn.gather import Gather, ask
+from octavo.nn.gather import Gather, check_layers_agree
 from octavo.nn.inputs import finds_shapes, grouped_dtype, product_dtype, refuse_for_fp8
 from octavo.nn.tensor_parallel import LayerTensors, is_parallel, parallel_product
 from octavo.nn.weight import (
@@ -50,21 +50,21 @@ from octavo.tensor.stored_weight import local_stored
 
 
 class RecipeModule(WeightOwner):
-    """Base of octavo's modules; mixed in before the torch class whose parameters it has."""
+    """Base of octavo's modules; mixed in before the torch class that has the parameters."""
 
     recipe: Recipe
     delayed_state: State  # where the recipe is delayed
     weight_writes: WeightWrites
-    kept_operands: Any  # those of KeptWeights, or None
-    observer: Any = None  # who sees what forward and backward do: octavo.inspect
-    exchange: Exchange | None = None  # the ranks that hold the experts, whose parameters are DTensors then
+    kept_operands: Any  # the KeptOperands of KeptWeights, or None
+    observer: Any = None  # octavo.inspect's, which sees the casts and products of forward and backward
+    exchange: Exchange | None = None  # between the ranks that hold the experts, whose parameters are then DTensors
     weight_key = "weight"  # the weight's name in the module that owns it
-    part_name = ""  # of this module as a part of that which owns the weight, if it is not this one
+    part_name = ""  # this part's name in the module that owns the weight, if that is another
     stores_transposed = False  # whether a product reads the weight's parameter with its last two dimensions swapped
 
-    def _set_recipe(self, given: Recipe | str) -> None:
-        """``module.recipe = recipe``: for the next forward; graphs already built keep the one they were built with."""
-        recipe = as_recipe(given)
+    def _set_recipe(self, setting: Recipe | str) -> None:
+        """Set ``module.recipe`` from the next forward on; graphs already built keep the recipe they were built with."""
+        recipe = as_recipe(setting)
         if not isinstance(recipe, Recipe):
             raise TypeError(
                 f"recipe={recipe!r} is no octavo.Recipe; octavo.set_recipe(model, recipe) takes one by layer"
@@ -81,33 +81,33 @@ class RecipeModule(WeightOwner):
             warn_once_if_slower(recipe, device)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As any module's, but a recipe is checked, and a weight that FSDP2 sharded is gathered by nn/gather.py."""
+        """Set an attribute; check a recipe first, and let nn/gather.py gather a weight that FSDP2 has sharded."""
         parameters = self.__dict__.get("_parameters")
         if parameters is not None and name in parameters and isinstance(value, nn.Parameter):
             if name == "weight":
                 self.take_parameter(value, parameters[name])
             if not parameter_registration_hooks:
-                parameters[name] = value  # what torch's does after checks; FSDP2 does it four times a step
+                parameters[name] = value  # as torch does after checks; FSDP2 sets weights four times a step
                 return
         elif name == "recipe":
             return self._set_recipe(value)
         super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As any module's, but a weight that the recipe can't read (tensor parallel, say) is refused."""
+        """Register a parameter, but refuse a weight that the recipe can't read."""
         if name == "weight" and "recipe" in self.__dict__:
             check_recipe(self.recipe, param)
         super().register_parameter(name, param)
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Refuse torch.jit.script, which calls this."""
+        """Raise UnsupportedOpError, as torch.jit.script calls this."""
         raise UnsupportedOpError(
             "torch.jit.script can't compile FP8 products: use torch.jit.trace(model, inputs), torch.export or "
             "torch.compile; or octavo.restore(model) first"
         )
 
     def take_parameter(self, weight: nn.Parameter, whole: nn.Parameter | None) -> None:
-        """Note that the weight is another parameter now, which FSDP2 may have just sharded; before it was ``whole``."""
+        """Note that the parameter ``weight`` replaces ``whole``, perhaps as FSDP2's shards of it."""
         if self.exchange is not None:  # FSDP2 gathers weights as they are stored
             if self.part_name and (stored := local_stored(weight)) is not None:
                 stored.part = self.part_name
@@ -129,7 +129,7 @@ class RecipeModule(WeightOwner):
         return self._state_off_meta().amax_history
 
     def _state_off_meta(self) -> State:
-        if self.delayed_state.scale.is_meta:  # of a module that was made there, whose weights may be loaded by now
+        if self.delayed_state.scale.is_meta:  # made on the meta device; the weights may be loaded by now
             self.state_on(device_of(self))
         return self.delayed_state
 
@@ -140,7 +140,7 @@ class RecipeModule(WeightOwner):
 
     @property
     def weights(self) -> list[nn.Parameter | None]:
-        """Its weight, as ``weight_of`` has it; of splits on several ranks each one's."""
+        """The module's weight, as ``weight_of`` returns it; the weight of each split if these are on several ranks."""
         return [weight_of(self)]
 
     @property
@@ -153,11 +153,11 @@ class RecipeModule(WeightOwner):
         return self.holder.get_parameter(self.weight_key)
 
     def own_parameters(self) -> tuple[Any, Any]:
-        """Weight and bias or None, as they are stored."""
+        """Return (weight, bias or None), as they are stored."""
         return self.weight, self.bias
 
     def operands(self) -> LayerTensors:
-        """The tensors of its products; of experts [E, ...]."""
+        """Return the tensors of the module's products; for experts [E, ...]."""
         parameter, bias = self.own_parameters()
         weight = parameter
         if self.exchange is not None:
@@ -166,32 +166,32 @@ class RecipeModule(WeightOwner):
         return as_NK(self, weight), bias, parameter
 
     def weight_name(self, name: str) -> str:
-        """The weight's name in a model where this module has that name."""
+        """Return the weight's name in a model where this module has the name ``name``."""
         return f"{name}.weight".removeprefix(".")
 
     def names(self, name: str) -> tuple[str, ...]:
-        """What a RecipeMap's patterns may match, of a module of this name."""
+        """Return the names that a RecipeMap's patterns may match for a module of this name."""
         return (name,)
 
     @property
     def gather(self) -> Gather:
-        """What the module keeps for gathers of its weight."""
-        found: Gather | None = self.__dict__.get("_gather")
-        if found is None:
-            found = self.__dict__["_gather"] = Gather()
-        return found
+        """The state that the module keeps for gathers of its weight; created by the first call."""
+        gather: Gather | None = self.__dict__.get("_gather")
+        if gather is None:
+            gather = self.__dict__["_gather"] = Gather()
+        return gather
 
     def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
-        """What FSDP2's hook is to send of the weight; see nn/gather.py."""
-        return self.gather.before(self, shard, mesh, outer_size, mp_policy)
+        """Return what FSDP2's first hook returns for the weight; see nn/gather.py."""
+        return self.gather.send(self, shard, mesh, outer_size, mp_policy)
 
     def reset_delayed_state(self) -> None:
-        """Forget the history, also what octavo.using has put aside: the next cast takes its own amax."""
+        """Forget the history, also those that octavo.using has put aside: the next cast takes its own amax."""
         for state in (self.state_on(device_of(self)), *self.__dict__.get(ASIDE, ())):
             empty_state(state)
 
     def state_on(self, device: torch.device) -> State | None:
-        """The delayed state, moved to this device if it is not there: it is no parameter or buffer that others move."""
+        """Return the delayed state, moved to this device: it is no parameter or buffer that torch would move."""
         state = state_of(self)
         if state is not None and state.scale.device != device and device.type != "meta":
             state = self.__dict__[STATE] = state.on(device)
@@ -205,7 +205,9 @@ class RecipeModule(WeightOwner):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move parameters and buffers, and the delayed state after them."""
         super()._apply(fn, recurse)
-        if self.holder is self and (state := state_of(self)) is not None:  # that of experts' parts: the next forward
+        if (
+            self.holder is self and (state := state_of(self)) is not None
+        ):  # the state of experts' parts moves in the next forward
             self.__dict__[STATE] = state.on(device_of(self))
         self.kept_operands = None
         if (weight := self._parameters.get("weight")) is not None:
@@ -213,7 +215,7 @@ class RecipeModule(WeightOwner):
         return self
 
     def weight_was_loaded(self, load: object) -> None:
-        """Forget what belongs to the weight before it; not the delayed state, if that was just loaded for this one.
+        """Forget state of the weight before this load; but not the delayed state, if this load has loaded it too.
 
         ``load``: an object that all calls of one ``load_state_dict`` share.
         """
@@ -227,11 +229,11 @@ class RecipeModule(WeightOwner):
         self.gather.generation += 1
 
     def _product(self, input: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """input [..., K] . weight^T + bias [N] by this module's recipe; of rows in groups that end at ``offsets``."""
+        """Return input [..., K] . weight^T + bias [N] by the module's recipe; ``offsets``: where groups of rows end."""
         tensors = weight, bias, _ = self.operands()
         parallel = offsets is None and is_parallel(weight)
         if parallel:
-            ask([self], weight.device_mesh)  # type: ignore[attr-defined]
+            check_layers_agree([self], weight.device_mesh)  # type: ignore[attr-defined]
         dtype = product_dtype(input, weight) if offsets is None else grouped_dtype(input, weight, offsets)
         if self.recipe.is_high_precision:
             weight = widened(weight)
@@ -245,7 +247,7 @@ class RecipeModule(WeightOwner):
         return self.local_product(x, tensors, read_by(input, self), offsets=offsets)
 
     def state_of_input(self) -> State | None:
-        """The delayed state that a cast of the next input reads."""
+        """Return the delayed state that a cast of the next input reads."""
         return state_for(self, weight_of(self), self.training, device_of(self))
 
     def local_product(
@@ -256,9 +258,9 @@ class RecipeModule(WeightOwner):
         parts: Parts | None = None,
         offsets: Tensor | None = None,
     ) -> Tensor:
-        """``_product`` in FP8 of one dtype; of what this rank has, where the parameter is in parts on several.
+        """Return ``_product`` in FP8, of tensors of one dtype; of this rank's parts, if ranks share the parameter.
 
-        ``read``: the tensor that ``input`` is, or is rounded from, whose casts layers share.
+        ``read``: the tensor that ``input`` is or is rounded from, if layers share its casts.
         """
         weight_NK, bias, parameter = tensors
         refuse_for_fp8(input, parameter, bias)
@@ -273,13 +275,13 @@ class RecipeModule(WeightOwner):
         parts: Parts | None = None,
         offsets: Tensor | None = None,
     ) -> Layer:
-        """What this module brings to its products with ``input``."""
+        """Return the weight's operands, recipe, state and other settings for products with ``input``."""
         weight_NK, _, parameter = tensors
         recipe, grad_enabled = self.recipe, torch.is_grad_enabled() and tracing_state() is None
         if self.exchange is not None:
             parts = Parts(self.exchange.group, (False,) * 3)
         state = state_for(self, parameter, self.training, input.device)
-        if parts is not None:  # known now that a weight which was written has lost its history
+        if parts is not None:  # after state_for, which empties the history of a weight that was written
             parts = parts._replace(begins=state is not None and may_be_empty(state.scale))
         transposed = grad_enabled and needs_input_grad
         weight = fp8_operands(self, weight_NK, parameter, transposed, state, self.training, parts)
@@ -295,15 +297,15 @@ class RecipeModule(WeightOwner):
 
     @property
     def observing(self) -> Any:
-        """Who sees what a forward now does; None in evaluation."""
+        """The observer of a forward that runs now; None in evaluation."""
         return self.observer if self.training and torch.is_grad_enabled() else None
 
     def forget_recipe(self) -> None:
-        """Drop all that setting a recipe added."""
+        """Delete the attributes that setting a recipe added."""
         for name in (STATE, LOADED, "recipe", "weight_writes", "kept_operands", "_gather"):
             self.__dict__.pop(name, None)
 
 
 def device_of(module: RecipeModule) -> torch.device:
-    """Where a module's parameters are; its weight need not be one (weight_norm)."""
+    """Return the device of a module's parameters; its weight need not be one of them (weight_norm)."""
     return next(module.holder.parameters()).device

@@ -1,12 +1,12 @@
 """The bytes that a model's forward saves for backward, by kind, counted by storage.
 
-A tensor that several operations save counts once, where the first of them saved it: attention's output, which the layer
-behind it reads, is attention's. Kinds follow the module that runs, and what casts write:
+A tensor that several operations save counts once, for the first of them: attention's output, which the next layer
+reads, counts as attention's. The kind depends on the module that runs, and on the cast that wrote the tensor:
 
-    inputs of layers          what linear layers read, as it is or as pairs; experts' and routers' too
-    attention                 what attention saves, or what mixes tokens in its place (a convolution, a scan)
-    norms, activations        theirs; activations: all else of a feed-forward half, and of experts
-    logits and loss           what the model itself saves around its parts
+    inputs of layers          inputs of linear layers, experts and routers, as they are or as pairs
+    attention                 tensors saved by attention, or by a convolution or scan in its place
+    norms, activations        tensors saved by these; activations: all others of a feed-forward half and of experts
+    logits and loss           tensors that the model itself saves around its parts
     other                     embeddings, tables of positions, dropout's masks
     weights                   weights' codes, and copies of parameters in another dtype
 """
@@ -31,10 +31,10 @@ from octavo.private import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree
 KINDS = ("inputs of layers", "attention", "norms", "activations", "logits and loss", "other", "weights")
 _INPUTS, _ATTENTION, _NORMS, _ACTIVATIONS, _LOGITS, _OTHER, _WEIGHTS = KINDS
 
-# by parts of classes' names, the first that fits
+# kind: parts of classes' names; the first kind that fits counts
 _NAMES = {
     _OTHER: ("Dropout", "Embedding", "Rotary"),
-    _NORMS: ("Norm", "DecoderLayer"),  # which computes its norms itself, where known_forwards.py fuses it
+    _NORMS: ("Norm", "DecoderLayer"),  # a DecoderLayer that known_forwards.py fuses computes its norms itself
     _ATTENTION: ("Attention", "Attn", "Mixer", "Conv1d"),
     _ACTIVATIONS: ("MLP", "FeedForward", "LayerFF", "Dense", "Moe", "MoE", "Experts"),
     _LOGITS: ("Loss",),
@@ -42,7 +42,7 @@ _NAMES = {
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """The kind of what a module saves itself; None: of what the module around it does."""
+    """Return the kind of the tensors that a module itself saves; None: the kind of the module around it."""
     kind = class_of(module)
     if isinstance(module, ConvertedExperts) or expert_weights(module) or function_of(module):
         return _ACTIVATIONS
@@ -50,11 +50,11 @@ def kind_of(module: nn.Module) -> str | None:
         return _INPUTS
     if isinstance(module, nn.Module) and kind.__module__.startswith("torch.nn.modules.activation"):
         return _ATTENTION if isinstance(module, nn.MultiheadAttention) else _ACTIVATIONS
-    return next((found for found, names in _NAMES.items() if any(name in kind.__name__ for name in names)), None)
+    return next((matching for matching, names in _NAMES.items() if any(name in kind.__name__ for name in names)), None)
 
 
 class _Origins(TorchDispatchMode):
-    """Learns what storages hold whose tensors say so: codes by their cast, and copies in another dtype."""
+    """Records the kinds of storages that casts to FP8 and copies to another dtype write."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         super().__init__()
@@ -65,10 +65,10 @@ class _Origins(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         kind = None
         if func is torch.ops.octavo.cast.default:
-            given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | (kwargs or {})
-            if given["role"] == WEIGHT:
+            arguments = dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | (kwargs or {})
+            if arguments["role"] == WEIGHT:
                 kind = _WEIGHTS
-            elif given.get("activation") or given.get("gamma") is not None:
+            elif arguments.get("activation") or arguments.get("gamma") is not None:
                 kind = _INPUTS
         elif func._overloadpacket is to_copy:
             kind = self.kinds.get(storage_of(args[0]))
@@ -80,26 +80,26 @@ class _Origins(TorchDispatchMode):
 
 
 def saved_by_kind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """Bytes that one forward saves for backward besides parameters, buffers and its arguments, by KINDS.
+    """Return, by KINDS, the bytes that one forward saves for backward besides parameters, buffers and its arguments.
 
     The model runs as it is, in the mode (training or evaluation) that it is in.
     """
     kwargs = dict(kwargs or {})
-    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    known = {storage_of(part) for tensor in (*_tensors(model), *given) for part in inner(tensor)}
-    found: dict[int, tuple[str, Tensor]] = {}
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    excluded = {storage_of(part) for tensor in (*_tensors(model), *tensors) for part in inner(tensor)}
+    saved_parts: dict[int, tuple[str, Tensor]] = {}
     origins = _Origins(list(model.parameters()))
     kinds: dict[nn.Module, str | None] = {}
     stack = [_OTHER]
 
     def pack(tensor: Tensor) -> Tensor:
         for part in inner(tensor):
-            found.setdefault(storage_of(part), (stack[-1], part))
+            saved_parts.setdefault(storage_of(part), (stack[-1], part))
         return tensor
 
     def enter(module: nn.Module, _: Any) -> None:
-        kind = kinds.setdefault(module, kind_of(module))  # a loss may be made on the way
-        if kind is None:  # only what the model itself computes is about its loss
+        kind = kinds.setdefault(module, kind_of(module))  # forward may create modules, such as a loss
+        if kind is None:  # outside of its parts the model itself computes its loss
             kind = _LOGITS if module is model else _OTHER if stack[-1] == _LOGITS else stack[-1]
         stack.append(kind)
 
@@ -114,8 +114,8 @@ def saved_by_kind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
         for handle in handles:
             handle.remove()
     saved = dict.fromkeys(KINDS, 0)
-    for key, (kind, part) in found.items():
-        if key not in known:
+    for key, (kind, part) in saved_parts.items():
+        if key not in excluded:
             saved[origins.kinds.get(key, kind)] += part.untyped_storage().nbytes()
     del output
     return saved
@@ -128,7 +128,7 @@ def predicted_by_kind(
     change: Callable[[nn.Module], Any] | None = None,
     watching: AbstractContextManager[Any] | None = None,
 ) -> dict[str, int]:
-    """The same of a copy of the model whose tensors have no data, in training; ``change`` is done to it before.
+    """Return ``saved_by_kind`` in training of a copy without data, to which ``change`` is applied before.
 
     ``watching``: a dispatch mode that sees the copy's operations.
     """
@@ -137,13 +137,13 @@ def predicted_by_kind(
     with mode:
         if change is not None:
             change(twin)
-        given = pytree.tree_map_only(Tensor, lambda x: without_data(x, mode), (tuple(args), dict(kwargs or {})))
+        fakes = pytree.tree_map_only(Tensor, lambda x: without_data(x, mode), (tuple(args), dict(kwargs or {})))
         with watching or nullcontext():
-            return saved_by_kind(twin.train(), *given)
+            return saved_by_kind(twin.train(), *fakes)
 
 
 def without_data(tensor: Tensor, mode: Any) -> Tensor:
-    """A fake of a tensor. One on the meta device becomes a CPU's: on meta, attention would keep its probabilities."""
+    """Return a fake of a tensor; a meta tensor becomes a CPU's: on meta, attention would keep its probabilities."""
     if not tensor.is_meta:
         return mode.from_tensor(tensor)
     if hasattr(tensor, "__tensor_flatten__"):
@@ -156,7 +156,7 @@ def without_data(tensor: Tensor, mode: Any) -> Tensor:
 
 
 def twin_of(model: nn.Module, mode: Any) -> nn.Module:
-    """A copy whose parameters and buffers are fake; nothing of them is copied."""
+    """Return a copy of a model with fakes in place of parameters and buffers, whose data isn't copied."""
     memo: dict[int, Any] = {}
     for tensor in _tensors(model):
         if getattr(tensor, "placements", None) is not None:
@@ -172,12 +172,12 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def inner(tensor: Tensor) -> list[Tensor]:
-    """The tensors that a wrapper holds, or itself."""
+    """Return the plain tensors that a wrapper subclass holds, or [the tensor] itself."""
     if hasattr(tensor, "__tensor_flatten__"):
         return [part for name in tensor.__tensor_flatten__()[0] for part in inner(getattr(tensor, name))]
     return [tensor]
 
 
 def storage_of(tensor: Any) -> int:
-    """Tells a tensor's storage from others; 0 of what is no tensor."""
+    """Return a number that identifies a tensor's storage; 0 for an object that is no tensor."""
     return tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else 0

@@ -1,4 +1,4 @@
-"""What of a model is converted, with which casts, and what is not and why."""
+"""Summary of a model: which matrices are converted, with which casts, which are not and why."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ModuleSummary:
         kind: its class's name.
         shape: of its weight, as stored.
         recipe: what it is converted with, or None.
-        reason: why it is left alone; of a converted one "", or what of it is not, or perhaps not, in FP8 all the same.
+        reason: why it is left alone; for a converted one "", or why its product is not, or perhaps not, in FP8.
         gathered: under FSDP2 how its weight is gathered: "in FP8" (one pair, or two), "cast after" (sent in the
             parameter's dtype, or the mixed-precision policy's, and cast once an unshard) or "as it is", and why not in
             FP8; "" elsewhere.
@@ -54,7 +54,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """What a forward in training saves for backward besides parameters and inputs, by the kinds of nn/saved.py.
+    """Bytes that a forward in training saves for backward besides parameters and inputs, by the kinds of nn/saved.py.
 
     Attributes:
         plain: bytes of the same model unconverted, whose checkpointed regions keep their inputs as they are.
@@ -73,15 +73,15 @@ class SavedBytes:
         if self.reason:
             return f"what a forward saves for backward was not counted: {self.reason}"
         both = self.plain, self.converted
-        plain, converted = (sum(size for kind, size in one.items() if kind != "weights") for one in both)
+        plain, converted = (sum(size for kind, size in by_kind.items() if kind != "weights") for by_kind in both)
         lines = [f"a forward saves {converted / max(plain, 1):.3f} of what it does unconverted, weights apart"]
         lines.append(f"  {'MiB':<16}  {'unconverted':>11}  {'as it is':>10}")
         for kind in self.converted:
-            sizes = [one[kind] / MIB for one in both]
+            sizes = [by_kind[kind] / MIB for by_kind in both]
             lines += [f"  {kind:<16}  {sizes[0]:>11,.2f}  {sizes[1]:>10,.2f}"] * any(sizes)
-        for why, (count, before, kept) in self.regions.items():
-            state = f"left as they are: {why}" if why else f"kept in FP8, {kept / MIB:,.2f} MiB"
-            lines.append(f"  {count} arguments of checkpointed regions, {before / MIB:,.2f} MiB, {state}")
+        for why, (count, as_they_are, as_kept) in self.regions.items():
+            state = f"left as they are: {why}" if why else f"kept in FP8, {as_kept / MIB:,.2f} MiB"
+            lines.append(f"  {count} arguments of checkpointed regions, {as_they_are / MIB:,.2f} MiB, {state}")
         return "\n".join(lines)
 
 
@@ -106,12 +106,12 @@ class Summary:
 
     @property
     def converted(self) -> tuple[ModuleSummary, ...]:
-        """Those that follow a recipe."""
+        """The modules that follow a recipe."""
         return tuple(m for m in self.modules if m.recipe is not None)
 
     @property
     def left_alone(self) -> tuple[ModuleSummary, ...]:
-        """The others."""
+        """The modules that follow none."""
         return tuple(m for m in self.modules if m.recipe is None)
 
     def __str__(self) -> str:
@@ -145,7 +145,7 @@ class Summary:
 
 
 def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
-    """What is converted, with which casts, and what isn't and why.
+    """Return which of a model's matrices are converted, with which casts, and why the others are not.
 
     Args:
         model: any module.
@@ -175,14 +175,14 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
         flops, products = in_training or in_evaluation
     past = past_reads(model)
     taken = [m for m in model.modules() if isinstance(m, RecipeModule) and isinstance(m, nn.Linear)]
-    computed: set[int] = set()  # ids of what computes a linear layer's weight, which is one matrix all the same
+    computed: set[int] = set()  # ids of modules that compute a linear layer's weight, which counts as one matrix
     for name, module in model.named_modules():
         if id(module) in computed or isinstance(module, ExpertsPart | Split):  # whose matrix is another module's
             continue
         parts = module.weight_readers if isinstance(module, ConvertedExperts) else {}
-        own = dict(module.named_parameters(recurse=False)).items()
+        parameters = dict(module.named_parameters(recurse=False)).items()
         # biases of experts have two dimensions too
-        matrices = {key: tuple(p.shape) for key, p in own if p.ndim >= 2 and not key.endswith("bias")}
+        matrices = {key: tuple(p.shape) for key, p in parameters if p.ndim >= 2 and not key.endswith("bias")}
         if (isinstance(module, RecipeModule) or fp8_class(module) is not None) and weight_of(module) is None:
             matrices = {"weight": shape_of(module)}  # in place of weight_v, weight_orig, or of splits on several ranks
             if parametrize.is_parametrized(module, "weight"):
@@ -214,7 +214,7 @@ def summary(model: nn.Module, *args: Any, **kwargs: Any) -> Summary:
 def _in_training(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[SavedBytes, _ForwardCounts | None]:
-    """Return what the model saves, and would unconverted, and ``forward_flops`` in training; None if it can't run."""
+    """Return (bytes saved as the model is and unconverted, ``forward_flops`` in training or None if it can't run)."""
     from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
 
     counter = FlopCounterMode(display=False, custom_mapping=formulas())
@@ -242,9 +242,9 @@ _FP8 = torch.ops.octavo.matmul, torch.ops.octavo.grouped_matmul
 
 
 def formulas() -> dict[Any, Any]:
-    """Return formulas of products of torch's and of transformers' that torch's counter has none of."""
+    """Return FLOP formulas for products of torch and transformers that torch's counter lacks."""
     grouped = [grouped_mm]
-    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # what transformers calls where torch's can't be used
+    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # transformers calls it where torch's can't be used
         grouped.append(torch.ops.transformers.grouped_mm_fallback)
     # a [T, K], each row times one of the experts' weights b [E, K, N]; or a [N, T] and b [T, K], T in groups
     by_op: dict[Any, Any] = dict.fromkeys(grouped, lambda a, b, *_, **__: 2 * math.prod(a) * b[-1])
@@ -257,7 +257,7 @@ _ForwardCounts = tuple[tuple[int, int], dict[str, bool]]
 
 
 def forward_flops(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _ForwardCounts:
-    """Return what a forward in evaluation computes, without gradients.
+    """Return the floating-point operations of a forward in evaluation, without gradients.
 
     Returns:
         (operations of products in FP8, of all products), and of each module that computed any, by its name, whether
@@ -277,7 +277,7 @@ def forward_flops(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _counts_of(counter: Any) -> _ForwardCounts:
-    """Return ``forward_flops`` of what a FlopCounterMode has counted."""
+    """Return the result of ``forward_flops`` from the counts of a FlopCounterMode."""
     counts = counter.get_flop_counts()
     total = counts.pop("Global", {})
     # names stand after the model's class

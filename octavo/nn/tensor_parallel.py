@@ -1,4 +1,4 @@
-"""A product whose weight is sharded over a tensor-parallel mesh: each rank multiplies what it has, by the same casts.
+"""A product whose weight is sharded over a tensor-parallel mesh: each rank multiplies its part, by the same casts.
 
     weight        input         output     gradients
     Shard(0)      Replicate     Shard(-1)  of the input Partial
@@ -8,8 +8,8 @@
 
 An input that lies otherwise is redistributed, as torch's own Linear does.
 
-Of a fused module the norm's weight is Replicate, the first layer's Shard(0) and the second's Shard(1); its input is
-Replicate, or Shard of tokens that are gathered in FP8. Any other layout leaves its parts to run one after the other.
+In a fused module the norm's weight is Replicate, the first layer's Shard(0) and the second's Shard(1); its input is
+Replicate, or Shard of tokens that are gathered in FP8. In any other layout its parts run one after the other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_parallel(weight: Tensor) -> bool:
 
 
 class Sending(NamedTuple):
-    """How a layer's tokens are sent: ``exact`` as of Wire, sums by ``reduce``.
+    """The settings by which a layer's tokens are sent: ``exact`` as in Wire, sums by ``reduce``.
 
     ``scatter``: autograd's ``scatter_output``, outside of compiled graphs; ``output``: where RowwiseParallel puts sums.
     """
@@ -48,7 +48,7 @@ class Sending(NamedTuple):
     output: Any = None
 
     def wire(self, mesh: Any, x: Tensor, dim: int, memo: list[Any] | None = None) -> Wire:
-        """The wire of tokens of x along a dimension, over a mesh."""
+        """Return the Wire of x's tokens along a dimension, over a mesh."""
         runs = math.prod(x.shape[:dim])
         return Wire(mesh.get_group().group_name, mesh.size(), runs, self.exact, self.reduce, memo)
 
@@ -58,18 +58,18 @@ STYLE = "_octavo_style"  # on a module: its Style
 
 @dataclass(frozen=True)
 class Style:
-    """What a style of octavo.distributed does around a module, which a fused one does itself in its part's place."""
+    """The work of a style of octavo.distributed around a module; a fused module does it in its part's place."""
 
-    hooks: int  # that the style has on the module: by their ids each block would be compiled for itself
+    hooks: int  # the number of the style's hooks; by their ids each block would be compiled separately
     input: Any  # the placement of a plain input
     output: Any  # the placement that the output is brought to, or None: as it is
-    finish: Callable[[Any, Any, Any], Any]  # (module, output, mesh): what it returns of the DTensor that is its output
-    sending: Sending | None = None  # of a layer, how its tokens are sent
+    finish: Callable[[Any, Any, Any], Any]  # (module, output DTensor, mesh) -> what the style returns
+    sending: Sending | None = None  # for a layer whose tokens octavo sends
     reads_gathered: bool = False  # whether an input that was gathered in FP8 has reached it
 
 
 def hooks_on(module: Any) -> int:
-    """How many hooks a module has, of forward and of backward."""
+    """Return how many hooks of forward and backward a module has."""
     count = 0
     for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         count += len(getattr(module, kind))
@@ -77,12 +77,12 @@ def hooks_on(module: Any) -> int:
 
 
 def style_of(module: Any) -> Style | None:
-    """The style of octavo.distributed that a module is under."""
+    """Return the style of octavo.distributed that a module is under, or None."""
     return module.__dict__.get(STYLE)
 
 
 def sending_of(module: Any) -> Sending | None:
-    """How a layer's tokens are sent, where it is under a style of octavo.distributed that says so."""
+    """Return the settings by which a layer's tokens are sent, from the style of octavo.distributed over it; or None."""
     style = style_of(module)
     return None if style is None else style.sending
 
@@ -92,43 +92,46 @@ LayerTensors = tuple[Tensor, Tensor | None, Tensor]
 
 
 class FusedParts(NamedTuple):
-    """What this rank has of a fused module's input and parameters: all, or of what lies on a mesh some."""
+    """This rank's shards of a fused module's input and parameters (all of them without a mesh)."""
 
     input: Tensor  # [..., K]
     norm: tuple[Tensor | None, Tensor | None]  # gamma and beta [K]
     linears: Sequence[LayerTensors]
     mesh: Any = None
-    shape: Sequence[int] | None = None  # of the whole input, where it lies on a mesh
-    parts: Sequence[Parts | None] = (None, None)  # the roles of each layer
-    wire: Wire | None = None  # how the input is gathered, None where it is whole
+    shape: Sequence[int] | None = None  # of the whole input, if there is a mesh
+    parts: Sequence[Parts | None] = (None, None)  # for each layer
+    wire: Wire | None = None  # gathers the input; None: it is whole
 
 
 def _placement(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input: Any) -> Any:
-    """That of a fused module's input, if styles and placements are those that the file names; or None."""
+    """Return the placement of a fused module's input, if all placements are those of the table above; or None."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh, last = getattr(weights[0], "device_mesh", None), input.ndim - 1
     of_norm, first, *more = map(style_of, (norm, *linears))
     if mesh is None or mesh.ndim != 1 or first is None or None in more or (of_norm is None) == is_parallel(norm.weight):
         return None
-    for weight, wanted in zip(weights, (Shard(0), Shard(1)), strict=False):
-        if not is_parallel(weight) or weight.placements != (wanted,) or weight.device_mesh != mesh:
+    for weight, expected in zip(weights, (Shard(0), Shard(1)), strict=False):
+        if not is_parallel(weight) or weight.placements != (expected,) or weight.device_mesh != mesh:
             return None
     if more and not (_is_shard(first.output, last, last) and _is_shard(more[0].input, last, last)):  # type: ignore[union-attr]
         return None
-    found = first.input if of_norm is None else of_norm.input
-    tokens = any(_is_shard(found, dim, last) for dim in range(last))
-    if first.input != found or not (tokens or found == Replicate()):
+    placement = first.input if of_norm is None else of_norm.input
+    tokens = any(_is_shard(placement, dim, last) for dim in range(last))
+    if first.input != placement or not (tokens or placement == Replicate()):
         return None
     if not isinstance(input, DTensor):
-        return found
-    if of_norm is None or input.placements != (found,) or input.device_mesh != mesh:
+        return placement
+    if of_norm is None or input.placements != (placement,) or input.device_mesh != mesh:
         return None
-    return None if tokens and input.shape[found.dim] % mesh.size() else found
+    return None if tokens and input.shape[placement.dim] % mesh.size() else placement
 
 
 def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input: Any) -> FusedParts | None:
-    """What a norm and one or two linear layers run as one on; None where ranks have parts that can't, see the file."""
+    """Return this rank's tensors for a norm and one or two linear layers that run as one.
+
+    None if placements are not those of the table above: the parts then run one by one.
+    """
     biases = [linear.bias for linear in linears]
     if not any(map(is_parallel, weights)):
         return FusedParts(input, (norm.weight, norm.bias), [*zip(weights, biases, weights, strict=True)])
@@ -146,13 +149,14 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
         reader = GatherReader(linears[0].recipe, None, torch.is_grad_enabled() and weights[0].requires_grad)
         if not can_gather(reader, INPUT, math.prod(x.shape[dim:-1]), sending.exact):
             return None
-        # casts are counted of tokens that are written; sums in FP8 end a graph
+        # counting casts needs tokens in memory; sums in FP8 end a graph
         if _is_counted(linears[0]) or (sending.reduce is not None and torch.compiler.is_compiling()):
             return None
         wire, of_gamma = sending.wire(mesh, x, dim), Partial()
         shape[dim] *= mesh.size()
     gamma, beta = (
-        one.to_local(grad_placements=[of_gamma]) if is_parallel(one) else one for one in (norm.weight, norm.bias)
+        parameter.to_local(grad_placements=[of_gamma]) if is_parallel(parameter) else parameter
+        for parameter in (norm.weight, norm.bias)
     )
     local_linears: list[LayerTensors] = []
     for weight, bias in zip(weights, biases, strict=True):
@@ -163,7 +167,7 @@ def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input
 
 
 def finished(placed: FusedParts, norm: Any, last: Any, y: Any, normed: Tensor | None) -> tuple[Any, Any]:
-    """A fused module's output and its norm's, as the styles of its parts return them."""
+    """Return (a fused module's output, its norm's), as the styles of its parts return them."""
     if placed.mesh is None or placed.shape is None:
         return y, normed
     from torch.distributed.tensor import Partial, Shard
@@ -172,9 +176,9 @@ def finished(placed: FusedParts, norm: Any, last: Any, y: Any, normed: Tensor | 
     assert of_last is not None
     if len(placed.linears) == 2:
         needs_dx = any(map(requires_grad, (placed.input, *placed.norm, *placed.linears[0])))
-        found = _scattered_for(last, y, needs_dx, *placed.linears[1][:2], placed.mesh)
-        if found is not None:
-            return of_last.finish(last, found, placed.mesh), None
+        scattered = _scattered_for(last, y, needs_dx, *placed.linears[1][:2], placed.mesh)
+        if scattered is not None:
+            return of_last.finish(last, scattered, placed.mesh), None
     y = spread(y, shape, placed.mesh, Shard(len(shape) - 1) if len(placed.linears) == 1 else Partial())
     if normed is not None and of_norm is not None:
         normed = of_norm.finish(norm, spread(normed, placed.shape, placed.mesh, of_norm.input), placed.mesh)
@@ -187,44 +191,48 @@ def _is_counted(module: Any) -> bool:
 
 
 def _is_shard(placement: Any, dim: int, last: int) -> bool:
-    """Whether a placement, whose dimension may count from the end, shards this one of tensors of last + 1."""
+    """Whether a placement shards dimension ``dim`` of a tensor of ``last + 1``; its own may count from the end."""
     return placement.is_shard() and placement.dim % (last + 1) == dim
 
 
 def _local_bias(bias: Any, rowwise: bool, mesh: Any, grad_placement: Any = None) -> Tensor | None:
-    """What this rank adds of a bias; where each has a part of a sum, the first adds it."""
+    """Return this rank's part of a bias; if ranks' outputs are addends of a sum, zeros but on the first rank."""
     if bias is None:
         return None
     local: Tensor = bias.to_local(grad_placements=[grad_placement or bias.placements[0]])
-    return local - local.detach() if rowwise and mesh.get_local_rank() != 0 else local  # zeros, with its gradient
+    return (
+        local - local.detach() if rowwise and mesh.get_local_rank() != 0 else local
+    )  # zeros, through which its gradient flows
 
 
 def gathered_for(readers: Sequence[Any], input: Any, sending: Sending, memo: list[Any] | None) -> GatheredInput | None:
-    """The whole of an input [..., K] that is sharded by tokens, in FP8; or None where its readers can't take it so.
+    """Return an input [..., K] that is sharded by tokens, gathered in FP8; or None if its readers can't take it so.
 
-    ``input`` is a DTensor on the mesh of the readers' weights, Shard(d) of another dimension than the last. Their
-    recipes must cast it alike. Of a module's layers some may read something else: the delayed scale is that of one that
-    has read such an input before; where none has (a first forward, compiled ones), that which all have, else the
-    input's own. ``memo``: see Wire.
+    ``input`` is a DTensor on the mesh of the readers' weights, Shard(d) of another dimension than the last. The
+    readers' recipes must cast it alike. Layers that have read such an input before decide the delayed scale; if none
+    has (in a first forward, and in compiled ones), it is the scale that all readers have in common, else the input's
+    own. ``memo``: see Wire.
     """
-    known = [reader for reader in readers if getattr(style_of(reader), "reads_gathered", False)]
-    reading = known or readers
+    earlier_readers = [reader for reader in readers if getattr(style_of(reader), "reads_gathered", False)]
+    reading = earlier_readers or readers
     first, dim, mesh = reading[0], input.placements[0].dim % input.ndim, input.device_mesh
     recipe, x = first.recipe, input.to_local()
     if any(arguments_of(reader.recipe) != arguments_of(recipe) for reader in readers) or input.shape[dim] % mesh.size():
         return None
     trains = torch.is_grad_enabled() and any(one.requires_grad for reader in readers for one in reader.parameters())
     observers = [(reader.recipe, reader.observing) for reader in reading if reader.observing is not None]
-    reader = GatherReader(recipe, first.state_of_input() if known else _state_of_all(readers), trains, tuple(observers))
+    reader = GatherReader(
+        recipe, first.state_of_input() if earlier_readers else _state_of_all(readers), trains, tuple(observers)
+    )
     if not can_gather(reader, INPUT, math.prod(x.shape[dim:-1]), sending.exact):
         return None
-    weight = next(one for one in first.parameters() if one.ndim > 1)  # that of one split stands for those of all
+    weight = next(one for one in first.parameters() if one.ndim > 1)  # any split's has the dtype and width of all
     wire = sending.wire(mesh, x, dim, memo)
     return gather_input(x.to(product_dtype(input, weight)), dim, reader, wire)
 
 
 def _state_of_all(readers: Sequence[Any]) -> State | None:
-    """The delayed state that layers have alike, without a scale where theirs differ; or None."""
+    """Return the first layer's delayed state, with scale 0 where the layers' scales differ; or None."""
     states = [reader.state_of_input() for reader in readers]
     if len(states) == 1 or states[0] is None:
         return states[0]
@@ -233,9 +241,9 @@ def _state_of_all(readers: Sequence[Any]) -> State | None:
 
 
 def _scattered_for(module: Any, y: Tensor, needs_dx: bool, weight: Tensor, bias: Tensor | None, mesh: Any) -> Any:
-    """The DTensor of an output's sum over ranks [..., N], of this rank's addend y, whose gradient is gathered in FP8.
+    """Return the sum over ranks of their outputs y [..., N], a DTensor whose gradient is gathered in FP8.
 
-    None where torch is to sum it. A gradient that octavo.inspect counts is gathered in its dtype.
+    None if torch has to compute the sum. A gradient that octavo.inspect counts is gathered in its dtype.
     """
     from torch.distributed.tensor import DTensor, Shard
 
@@ -256,7 +264,7 @@ def _scattered_for(module: Any, y: Tensor, needs_dx: bool, weight: Tensor, bias:
 
 
 def parallel_product(module: Any, input: Any, weight: Any, bias: Any) -> Any:
-    """input [..., K] . weight^T + bias [N] of DTensors, by the module's recipe: a DTensor, see the table above."""
+    """Return input [..., K] . weight^T + bias [N] of DTensors by the module's recipe, a DTensor; see the table."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     mesh = weight.device_mesh
@@ -273,39 +281,41 @@ def parallel_product(module: Any, input: Any, weight: Any, bias: Any) -> Any:
             "dimension; shard over others by fully_shard"
         )
     (of_weight,), (of_input,), last = weight.placements, input.placements, input.ndim - 1
-    whole = isinstance(of_weight, Replicate)
-    if not (whole or isinstance(of_weight, Shard)):
+    is_replicated = isinstance(of_weight, Replicate)
+    if not (is_replicated or isinstance(of_weight, Shard)):
         raise ValueError(f"a weight with placement {of_weight}: FP8 products want Shard(0), Shard(1) or Replicate()")
-    wanted: Any = of_input
-    if not whole:
-        wanted = Replicate() if of_weight.dim % 2 == 0 else Shard(last)
+    input_placement: Any = of_input
+    if not is_replicated:
+        input_placement = Replicate() if of_weight.dim % 2 == 0 else Shard(last)
     elif isinstance(of_input, Partial) or of_input == Shard(last):
-        wanted = Replicate()
-    if wanted != of_input:
-        input = input.redistribute(placements=[wanted])
-    rowwise = not whole and wanted == Shard(last)
-    tokens = whole and isinstance(wanted, Shard)
-    of_output = wanted if whole else Partial() if rowwise else Shard(last)
-    x = input.to_local(grad_placements=[Partial() if wanted == Replicate() and not whole else wanted])
+        input_placement = Replicate()
+    if input_placement != of_input:
+        input = input.redistribute(placements=[input_placement])
+    rowwise = not is_replicated and input_placement == Shard(last)
+    tokens = is_replicated and isinstance(input_placement, Shard)
+    of_output = input_placement if is_replicated else Partial() if rowwise else Shard(last)
+    x = input.to_local(
+        grad_placements=[Partial() if input_placement == Replicate() and not is_replicated else input_placement]
+    )
     local = weight.to_local(grad_placements=[Partial() if tokens else of_weight])
     b = _local_bias(bias, rowwise, mesh, Partial() if tokens else None)
     # input, weight, grad_output
-    roles = rowwise or tokens, not whole, tokens or not (whole or rowwise)
+    roles = rowwise or tokens, not is_replicated, tokens or not (is_replicated or rowwise)
     parts = Parts(mesh.get_group().group_name, roles)
-    # ranks that agree on scales cast together: each layer for itself
+    # ranks that share scales cast together, and then layers share no casts
     read = None if roles[INPUT] else read_by(x, module, is_view=True)
     y = module.local_product(x, (local, b, weight), read, parts)
-    if rowwise and (found := _scattered_for(module, y, requires_grad(x), local, b, mesh)) is not None:
-        return found
+    if rowwise and (scattered := _scattered_for(module, y, requires_grad(x), local, b, mesh)) is not None:
+        return scattered
     return spread(y, (*input.shape[:-1], weight.shape[0]), mesh, of_output)
 
 
 def spread(y: Tensor, shape: Sequence[int], mesh: Any, placement: Any) -> Any:
-    """The DTensor of this shape whose part is y."""
+    """Return the DTensor of this shape whose part on this rank is y."""
     from torch.distributed.tensor import DTensor
 
     whole: dict[str, Any] = {}
-    if placement.is_shard() and shape[placement.dim] % mesh.size():  # else torch takes all parts to be as large
+    if placement.is_shard() and shape[placement.dim] % mesh.size():  # torch would assume parts of equal size
         whole = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
     return DTensor.from_local(y, mesh, [placement], run_check=False, **whole)
 

@@ -31,7 +31,7 @@ _PARTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 def rotary_table(
     positions: int, head_width: int, base: float = ROTARY_BASE, device: torch.device | str | None = None
 ) -> Rotary:
-    """Cosines and sines of the rotary angles (Su et al. 2021, arXiv 2104.09864).
+    """Return cosines and sines of the rotary angles (Su et al. 2021, arXiv 2104.09864).
 
     Args:
         positions: C.
@@ -117,9 +117,9 @@ class SelfAttention(nn.Module):
         self.out = Linear(hidden_size, hidden_size, bias, device, dtype, recipe=under(recipe, "out"))
 
     def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
-        """x [B, C, W] -> [B, C, W].
+        """Return attention's output [B, C, W] for x [B, C, W].
 
-        ``rotary`` has at least C positions; it is made here where a model has none to share between its blocks.
+        ``rotary`` has at least C positions; it is computed here if a model has none to share between its blocks.
         """
         if not isinstance(x, Tensor):
             raise no_tensor(x)
@@ -131,7 +131,7 @@ class SelfAttention(nn.Module):
         return self.out(attended.transpose(1, 2).flatten(2))
 
     def _turned(self, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys turned by their positions, and values, [B, H or G, C, D]; in one launch if that can be."""
+        """Return queries and keys turned by positions, and values, [B, H or G, C, D]; by one launch if possible."""
         output = self.qkv.whole(x)[0] if runs_alone(self.qkv) else self.qkv(x)
         first = output if isinstance(output, Tensor) else output[0]
         positions = first.shape[1]  # of which x has a part under sequence parallelism
@@ -198,6 +198,6 @@ class TransformerBlock(nn.Module):
         self.mlp = _PARTS[norm][1](hidden_size, ffn_hidden_size, activation, recipe=under(recipe, "mlp"), **options)
 
     def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
-        """x [B, C, W] -> [B, C, W]; ``rotary`` as SelfAttention takes it."""
+        """Return the block's output [B, C, W] for x [B, C, W]; ``rotary`` as SelfAttention takes it."""
         x = x + self.attention(x, rotary)
         return x + self.mlp(x)

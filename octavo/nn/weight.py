@@ -1,4 +1,4 @@
-"""Where a layer's weight becomes FP8, and when that is thrown away.
+"""When a layer's weight is cast to FP8, and when the codes are thrown away.
 
     a weight is     becomes FP8                                        which is thrown away
     stored          once, by octavo.convert or a file; from then on    by octavo.restore
@@ -10,9 +10,9 @@
     none of these   in every forward; ranks that share it agree on     with what the forward saved for backward
                     its amax first (autograd/shared_scales.py)
 
-``fp8_operands`` asks in this order. Which delayed scale a cast reads is told by ``state_for``, which forgets a history
-that a write has made false; a weight that is no parameter of its module has none. A write through .data moves nothing
-that could be asked; ``invalidate`` is for that.
+``fp8_operands`` tries them in this order. ``state_for`` returns the delayed scale that a cast reads, and forgets the
+history of a weight that anything but its optimizer wrote; a weight that is no parameter of its module has no history.
+A write through .data changes no counter that octavo could read: call ``invalidate`` after it.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class WeightOwner(nn.Module):
 
     @property
     def weight_readers(self) -> dict[str, Any]:
-        """By the names of its weights the RecipeModules that read them."""
+        """Return {weight's name: the RecipeModule that multiplies by it}."""
         raise NotImplementedError
 
     @property
     def weight_scale_inv(self) -> Tensor:
-        """This rank's scale_inv of a weight that lives in FP8: torch.distributed.checkpoint reads each key so."""
+        """Return this rank's scale_inv of a weight in FP8; torch.distributed.checkpoint reads keys as attributes."""
         if (stored := local_stored(weight_of(self))) is None:
             raise AttributeError(f"{type(self).__name__} has no weight that lives in FP8")
         return stored.scale_inv
 
     def __delattr__(self, name: str) -> None:
-        """As any module's, but a weight in FP8 stays: parametrizations replace a weight by what computes it."""
+        """Delete an attribute, but refuse a weight in FP8, which parametrizations would replace by a computed one."""
         if name in self.weight_readers and local_stored(self._parameters.get(name)) is not None:
             raise UnsupportedOpError(
                 f"{type(self).__name__}.{name} is stored in FP8 and can't be computed from other parameters "
@@ -68,9 +68,9 @@ class WeightOwner(nn.Module):
         super().__delattr__(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """As any module's, but weights in FP8 are moved here: of them torch would lose attributes and hooks."""
-        found: dict[str, Any] = {key: self._parameters.get(key) for key in self.weight_readers}
-        stored = {key: weight for key, weight in found.items() if isinstance(weight, StoredWeight)}
+        """Move parameters as torch does, and weights in FP8 here: torch would lose their attributes and hooks."""
+        weights: dict[str, Any] = {key: self._parameters.get(key) for key in self.weight_readers}
+        stored = {key: weight for key, weight in weights.items() if isinstance(weight, StoredWeight)}
         with torch.no_grad():
             for weight in stored.values():
                 if (moved := fn(weight)) is not weight:
@@ -95,13 +95,15 @@ class WeightOwner(nn.Module):
             save_plain(destination, f"{prefix}{key}", keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load, from FP8 too; what belongs to the weight that is gone is forgotten."""
+        """Load values or FP8 codes, and forget what belongs to the weight that is replaced."""
         for key in self.weight_readers:
             load_stored(self._parameters.get(key), state_dict, f"{prefix}{key}")
         super()._load_from_state_dict(state_dict, prefix, *args)
         for key, reader in self.weight_readers.items():
             if f"{prefix}{key}" in state_dict:
-                reader.weight_was_loaded(args[-1])  # torch's list of the errors of this load_state_dict
+                reader.weight_was_loaded(
+                    args[-1]
+                )  # torch's list of this load_state_dict's errors, one object for all modules
 
 
 # --- what products read; ``module`` is a RecipeModule -----------------------------------------------------------------
@@ -116,29 +118,30 @@ def fp8_operands(
     training: bool,
     parts: Parts | None = None,
 ) -> Operands:
-    """What a forward's products read of a weight: this rank has ``weight_NK`` of it, a view of the leaf ``parameter``.
+    """Return a weight's operands for a forward's products.
 
-    ``transposed``: whether backward multiplies by it; ``parts``: the roles that lie in shards on several ranks.
+    ``weight_NK``: this rank's part, a view of the leaf ``parameter``; ``transposed``: whether backward multiplies by
+    the weight; ``parts``: the roles that lie in shards on several ranks.
     """
-    here: Any = parameter if parts is None else weight_NK
+    local: Any = parameter if parts is None else weight_NK
     if module.exchange is not None and (stored := local_stored(parameter)) is not None:
-        here = stored  # of this rank's experts, as they lie
-    read = getattr(type(here), "operands", None)
-    if read is not None:
+        local = stored  # this rank's experts, as they are stored
+    operands_of_class = getattr(type(local), "operands", None)
+    if operands_of_class is not None:
         _refuse_tracing()
-    if isinstance(here, StoredWeight) and here.granularity in OF_FROZEN:
-        return operands_of_codes((here.qdata, here.scale_inv), module.recipe, WEIGHT, transposed, None)
-    if read is not None:  # stored or gathered
-        return read(here, module, transposed)
-    if not training:  # the weight may have been merged, averaged, swapped: its own amax, whatever the history
+    if isinstance(local, StoredWeight) and local.granularity in OF_FROZEN:
+        return operands_of_codes((local.qdata, local.scale_inv), module.recipe, WEIGHT, transposed, None)
+    if operands_of_class is not None:  # stored or gathered
+        return operands_of_class(local, module, transposed)
+    if not training:  # it may be a merged, averaged or swapped weight: cast by its own amax, whatever the history
         state = None
     elif parts is None and module.kept_operands is not None:
-        kept = module.kept_operands.of(parameter, state)
-        if kept is not None:
-            return kept
-    # FSDP1 puts views of what it has gathered in its parameters' place
+        kept_operands = module.kept_operands.of(parameter, state)
+        if kept_operands is not None:
+            return kept_operands
+    # FSDP1 replaces its parameters by views of a gathered tensor
     is_parameter = isinstance(parameter, nn.Parameter) or is_joined(module) or is_under_fsdp(module)
-    if not is_parameter:  # the history is of another weight
+    if not is_parameter:  # the history belongs to another weight
         state = None
     is_freed = transposed and is_freed_after_forward(module, parameter)
     how = module.recipe, WEIGHT, True, transposed and not is_freed, state
@@ -149,7 +152,7 @@ def fp8_operands(
 
 
 def is_freed_after_forward(module: Any, parameter: Tensor) -> bool:
-    """Whether other than octavo's hooks gather this weight, and free it between forward and backward.
+    """Whether a weight is gathered by hooks other than octavo's, which free it between forward and backward.
 
     FSDP1 and FSDP2 resize the storage; ZeRO-3 gives the parameter other ``.data``.
     """
@@ -157,7 +160,7 @@ def is_freed_after_forward(module: Any, parameter: Tensor) -> bool:
 
 
 def _source_of(module: Any, weight_NK: Tensor, parameter: Tensor, state: State | None) -> WeightSource:
-    """Return what backward casts a weight again from that ``is_freed_after_forward``; warn once of FSDP1 and ZeRO-3."""
+    """Return the source from which backward casts a freed weight again; warn once of FSDP1 and ZeRO-3."""
     if module.gather.parameter is None and not torch.compiler.is_compiling():
         warn_once(
             "weights that others shard",
@@ -165,19 +168,19 @@ def _source_of(module: Any, weight_NK: Tensor, parameter: Tensor, state: State |
             "and again in backward; FSDP2 (torch.distributed.fsdp.fully_shard) gathers octavo's weights in FP8",
         )
     scale = None if state is None or not module.recipe.weight_casts.transposed.is_delayed else state.in_force(WEIGHT)
-    # of ZeRO-3's, the parameter itself: a view of it would keep what was gathered
+    # for ZeRO-3 it is the parameter itself: a view would keep the gathered storage alive
     swaps = module.stores_transposed and hasattr(parameter, "ds_id")
     return WeightSource(parameter if swaps else weight_NK, swaps, None if scale is None else scale.clone())
 
 
 @torch.no_grad()
 def fp8_pair(module: Any, training: bool, mp_policy: Any = None) -> tuple[Tensor, Tensor]:
-    """(codes [N, K], scale_inv) that the output product of a forward would read now, unpadded; of experts [E, ...].
+    """Return (codes [N, K], scale_inv) that a forward's output product would read now, unpadded; for experts [E, ...].
 
-    A weight that is in FP8 already (stored, kept) gives its own tensors, which the next step may write. One that FSDP2
-    has sharded is gathered alone, by the module's mode, under the ``mp_policy`` of its group: all ranks call this.
+    Of a weight that is in FP8 already (stored, kept) these are its own tensors, which the next step may write. A weight
+    that FSDP2 has sharded is gathered alone, by the module's mode, under its group's ``mp_policy``; then collective.
 
-    ``training``: what a forward in training reads (the delayed scale), or one in evaluation (its own amax).
+    ``training``: True for a forward in training (by the delayed scale), False for evaluation (by the weight's amax).
     """
     parameter = weight = module.weight_parameter
     if on_this_rank(parameter) is not parameter:
@@ -193,12 +196,12 @@ def fp8_pair(module: Any, training: bool, mp_policy: Any = None) -> tuple[Tensor
 
 
 def as_NK(module: Any, weight: Tensor) -> Tensor:
-    """A weight as it is stored, as [..., N, K]."""
+    """Return a module's weight, in the layout that it is stored in, as [..., N, K]."""
     return weight.mT if module.stores_transposed else weight
 
 
 class _RankExperts(torch.autograd.Function):
-    """Parameters of a rank's experts; their gradients, which all ranks' tokens add to, are divided by ``ranks``."""
+    """Passes on a rank's experts, and divides their gradients, sums over all ranks' tokens, by ``ranks``."""
 
     @staticmethod
     def forward(ctx: Any, experts: Tensor, ranks: int) -> Tensor:
@@ -211,14 +214,14 @@ class _RankExperts(torch.autograd.Function):
 
 
 def of_this_rank(parameter: Any, ranks: int) -> Tensor:
-    """What this rank has of its experts' parameter; gradients flow, divided by ``ranks``."""
+    """Return this rank's experts of a parameter [E, ...]; their gradients are divided by ``ranks``."""
     return _RankExperts.apply(parameter.to_local(), ranks)
 
 
 def state_for(module: Any, parameter: Tensor | None, training: bool, device: torch.device) -> State | None:
-    """The delayed state that a forward reads, on this device; None where the recipe is not delayed.
+    """Return the delayed state that a forward reads, on this device; None if the recipe is not delayed.
 
-    ``parameter``: the weight; None, or a plain tensor, where it is computed from other parameters.
+    ``parameter``: the weight; None or a plain tensor if it is computed from other parameters.
     """
     if module.recipe.delayed is None:
         return None
@@ -236,40 +239,40 @@ def is_joined(module: Any) -> bool:
 
 
 def notice_writes(module: Any, weight: Tensor, place: int = 0) -> None:
-    """Before a cast in training: forget the weight's history if anything but its optimizer wrote it.
+    """Forget the weight's history if anything but its optimizer wrote it; called before each cast in training.
 
-    An EMA's or a merged LoRA's weight may be many times larger than the history says, and would saturate. ``place``: of
-    a split's weight among the module's.
+    An EMA's or a merged LoRA's weight may be many times larger than the history says, and would saturate. ``place``:
+    the index of a split's weight among the module's.
     """
     if module.weight_writes.since_last(weight, place):
         empty_state(state_of(module), WEIGHT)
 
 
 class WeightWrites:
-    """Whether a layer's weights are written by anything but an optimizer that owns them. A copy begins anew."""
+    """Notices writes to a layer's weights by anything but the optimizer that owns them. A copy begins anew."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[Any, ...]] = {}  # by the weight's place
-        self._loaded: dict[int, int] = {}  # by the id of a weight not seen yet its version when it was loaded
-        self.replaced = False  # whether the layer was given another parameter since, perhaps at the same address
+        self._seen: dict[int, tuple[Any, ...]] = {}  # weight's place -> its identity, counters and storage
+        self._loaded: dict[int, int] = {}  # id of a weight not seen since its load -> its version then
+        self.replaced = False  # whether another parameter took its place since, perhaps at the same address
 
     def since_last(self, weight: Tensor, place: int = 0) -> bool:
-        """Whether it was written since this was last asked, or it was loaded; other storage is another weight."""
+        """Whether anything wrote the weight since the last call or since its load; new storage counts as a write."""
         OPTIMIZER_STEPS.watch()
         local = on_this_rank(weight)
-        before, replaced, self.replaced = self._seen.get(place), self.replaced, False
+        last, replaced, self.replaced = self._seen.get(place), self.replaced, False
         storage = StorageWeakRef(local.untyped_storage())
         identity = id(weight), OPTIMIZER_STEPS.by_hand(weight)
         values = OPTIMIZER_STEPS.of(weight), storage.cdata, version_of(local)
         self._seen[place] = identity, values, storage
-        if before is None:
+        if last is None:
             version = version_of(weight)
             return self._loaded.pop(id(weight), version) != version
-        by_step = before[1][0] != values[0]  # which may change storage and version
-        return replaced or before[0] != identity or not (by_step or before[1] == values)
+        by_step = last[1][0] != values[0]  # a step may change storage and version
+        return replaced or last[0] != identity or not (by_step or last[1] == values)
 
     def were_loaded(self, weights: Sequence[Tensor | None]) -> None:
-        """Note that these weights and their history were loaded together: writes of before are no news."""
+        """Note that these weights and their history were loaded together; forget the writes before the load."""
         self._seen, self.replaced = {}, False
         self._loaded = {id(weight): version_of(weight) for weight in weights if weight is not None}
 
@@ -278,11 +281,11 @@ class WeightWrites:
 
 
 def invalidate(model: nn.Module) -> None:
-    """Forget what belongs to weights that code of yours wrote through ``.data`` outside any torch.optim.Optimizer.
+    """Forget scales and codes of weights that your code wrote through ``.data`` outside any torch.optim.Optimizer.
 
-    Under a delayed recipe that is the history of a weight, whose scale a much larger one would saturate; and what
-    KeptWeights cast, until their next ``cast()``. Nothing else of a weight is kept from one forward to the next. Under
-    FSDP2 call it on all ranks.
+    These are a weight's history under a delayed recipe, by whose scale much larger values would saturate, and the codes
+    of KeptWeights, until their next ``cast()``. Octavo keeps nothing else of a weight from one forward to the next.
+    Under FSDP2 call it on all ranks.
 
     Args:
         model: any module.
@@ -309,7 +312,7 @@ def _refuse_tracing() -> None:
 
 
 def widened(weight: Any) -> Tensor:
-    """A weight for a product in high precision; stored ones are dequantised, and gradients flow to them."""
+    """Return a weight for a product in high precision, dequantised if it is stored in FP8; gradients flow to it."""
     if not hasattr(on_this_rank(weight), "operands"):
         return weight
     _refuse_tracing()
@@ -317,12 +320,12 @@ def widened(weight: Any) -> Tensor:
         return dequantized(weight)
     from torch.distributed.tensor import DTensor
 
-    how = {"run_check": False, "shape": weight.shape, "stride": weight.stride()}
-    return DTensor.from_local(dequantized(weight.to_local()), weight.device_mesh, weight.placements, **how)
+    options = {"run_check": False, "shape": weight.shape, "stride": weight.stride()}
+    return DTensor.from_local(dequantized(weight.to_local()), weight.device_mesh, weight.placements, **options)
 
 
 def why_not_stored(recipe: Recipe, trained: bool = True) -> str | None:
-    """Why weights can't be stored in FP8 under a recipe, or None; ``trained``: of those that an optimizer may write."""
+    """Return why a recipe's weights can't be stored in FP8, or None; ``trained``: whether an optimizer writes them."""
     casts = recipe.weight_casts
     if casts.as_is is None or casts.transposed is None:
         return "a product reads the weight in high precision"
@@ -338,15 +341,15 @@ def why_not_stored(recipe: Recipe, trained: bool = True) -> str | None:
 
 
 def why_unreadable(weight: Tensor) -> str | None:
-    """What keeps FP8 products from reading a weight, by its class ("weights that are ..."); or None."""
-    kind = type(on_this_rank(weight))  # of a DTensor: what each rank has
+    """Return the class of a weight that FP8 products can't read, to end "weights that are ..."; or None."""
+    kind = type(on_this_rank(weight))  # for a DTensor the class of each rank's shard
     if not hasattr(kind, "__tensor_flatten__") or hasattr(kind, "operands"):
         return None
     return f"{kind.__module__}.{kind.__qualname__} (another library's, quantised perhaps)"
 
 
 def check_recipe(recipe: Recipe, weight: Tensor | None) -> None:
-    """Raise ValueError where a recipe can't read a weight as it is stored."""
+    """Raise ValueError if a recipe can't read a weight as it is stored."""
     if weight is None or recipe.is_high_precision:
         return
     if what := why_unreadable(weight):
@@ -359,7 +362,7 @@ def check_recipe(recipe: Recipe, weight: Tensor | None) -> None:
 
 
 def check_granularity(recipe: Recipe, shape: torch.Size, stored: Granularity) -> None:
-    """Raise ValueError where a recipe can't read a weight that is stored so."""
+    """Raise ValueError if a recipe can't read a weight of this shape that is stored by this granularity."""
     shape = shape[-2:]
     if recipe.is_high_precision:
         return
@@ -374,11 +377,11 @@ def check_granularity(recipe: Recipe, shape: torch.Size, stored: Granularity) ->
 
 
 def stored_granularity(granularity: Granularity, shape: torch.Size) -> Granularity:
-    """How a weight, or each expert's, is stored that a recipe scales so: PerTensor() where one block is all."""
-    one = granularity in GRANULARITIES and granularity.scale_shape(shape[-2:]) == (1, 1)
-    return PerTensor() if one else granularity
+    """Return how a weight (or expert) that a recipe scales so is stored: PerTensor() if one block covers all of it."""
+    is_one_block = granularity in GRANULARITIES and granularity.scale_shape(shape[-2:]) == (1, 1)
+    return PerTensor() if is_one_block else granularity
 
 
 def weight_of(module: nn.Module) -> nn.Parameter | None:
-    """A module's weight, which may be another's parameter; None where it is computed from others (weight_norm)."""
+    """Return a module's weight, perhaps another module's parameter; None if others compute it (weight_norm)."""
     return getattr(module, "holder", module)._parameters.get(getattr(module, "weight_key", "weight"))

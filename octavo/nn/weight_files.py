@@ -1,4 +1,4 @@
-"""Files of weights that live in FP8: what a state_dict holds of them, and how any kind of module loads it.
+"""State dicts of weights that live in FP8: which tensors they hold, and how every kind of module loads them.
 
 In a state_dict such a weight is ``weight``, the bytes of the codes as uint8 [N, 1, K], of experts [E, N, 1, K], beside
 ``weight_scale_inv``, of E8M0 the bytes too; a parameter of another name has that in place of ``weight``. The dimension
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.granularity import PerTensor
 from octavo.numerics import E8M0
-from octavo.tensor.collectives import largest
+from octavo.tensor.collectives import maximum_over_ranks
 from octavo.tensor.fsdp2 import like_sharded, on_this_rank, own_slices, plain, whole
 from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, granularity_of_scales, local_stored
 
@@ -28,7 +28,7 @@ SCALE_INV = "_scale_inv"  # after a weight's name
 
 
 def save_plain(destination: dict[str, Any], key: str, keep_vars: bool) -> None:
-    """Have a state_dict hold plain tensors of the weight under this key, if it has it: of one in FP8 both."""
+    """Make a state_dict's weight of this key plain; of a weight in FP8, codes and scales under two keys; in place."""
     weight: Any = destination.get(key)
     if (stored := local_stored(weight)) is None:
         if not keep_vars and weight is not None and type(weight) is not Tensor:
@@ -48,7 +48,7 @@ def save_plain(destination: dict[str, Any], key: str, keep_vars: bool) -> None:
 
 
 def whole_pair(weight: Tensor, shard: StoredWeight) -> tuple[Tensor, Tensor]:
-    """(codes [N, K] or [E, N, K], scale_inv) of a weight of which this rank has ``shard``; all ranks call it."""
+    """Return (codes [N, K] or [E, N, K], scale_inv) of the whole weight that ``shard`` is part of; collective."""
     pair: dict[str, Any] = {"": weight}
     save_plain(pair, "", False)
     codes, scale_inv = map(whole, pair.values())
@@ -56,27 +56,27 @@ def whole_pair(weight: Tensor, shard: StoredWeight) -> tuple[Tensor, Tensor]:
 
 
 def load_stored(weight: Tensor | None, state_dict: dict[str, Any], key: str) -> None:
-    """Make of codes and scale_inv in a state_dict what the weight of this key can be loaded from; in place."""
-    given, scale_inv = state_dict.get(key), _scales_of(state_dict.pop(f"{key}{SCALE_INV}", None))
-    if not isinstance(given, Tensor):
-        return  # torch says what is missing, or wrong
-    stored, local = local_stored(weight), on_this_rank(given)
+    """Replace codes and scale_inv in a state_dict by a tensor that the weight of this key can load; in place."""
+    entry, scale_inv = state_dict.get(key), _scales_of(state_dict.pop(f"{key}{SCALE_INV}", None))
+    if not isinstance(entry, Tensor):
+        return  # torch says which key is missing or wrong
+    stored, local = local_stored(weight), on_this_rank(entry)
     codes = _codes_of(local)
-    if stored is not None and stored is not weight and _is_of_first_rank(given, local, weight):
+    if stored is not None and stored is not weight and _is_of_first_rank(entry, local, weight):
         codes = stored.qdata if codes is None else codes
         scale_inv = _scales_of_first_rank(weight, stored, scale_inv, key).to(codes.device)
     elif isinstance(local, StoredWeight):
         return  # a parameter, as it is
     elif codes is not None or scale_inv is not None:
-        _check_pair(given, codes, scale_inv, key)
+        _check_pair(entry, codes, scale_inv, key)
     if weight is not None and stored is not None and stored is not weight:
-        state_dict[key] = _as_shard(weight, stored, given, codes, scale_inv)
+        state_dict[key] = _as_shard(weight, stored, entry, codes, scale_inv)
     elif codes is not None:
         dtype = torch.float32 if weight is None else weight.dtype
         pair = StoredWeight(codes, on_this_rank(scale_inv), dtype).pair()
-        if local is not given:
+        if local is not entry:
             state_dict[key] = like_sharded(
-                pair.dequantize(), given, _shape_of(given), of_columns=len(_shape_of(given)) - 1
+                pair.dequantize(), entry, _shape_of(entry), of_columns=len(_shape_of(entry)) - 1
             )
         elif stored is None:
             state_dict[key] = pair.dequantize()
@@ -86,92 +86,92 @@ def load_stored(weight: Tensor | None, state_dict: dict[str, Any], key: str) -> 
             state_dict[key] = StoredWeight.cast(pair.dequantize(), stored.granularity)
 
 
-def _scales_of(given: Any) -> Any:
-    """A state_dict's scales, or None; of E8M0 it has the bytes."""
-    if given is None or (local := on_this_rank(given)).dtype != torch.uint8:
-        return given
-    return local.view(E8M0) if local is given else like_sharded(local.view(E8M0), given, given.shape)
+def _scales_of(entry: Any) -> Any:
+    """Return a state_dict's scales in their dtype, E8M0 from its bytes; or None."""
+    if entry is None or (local := on_this_rank(entry)).dtype != torch.uint8:
+        return entry
+    return local.view(E8M0) if local is entry else like_sharded(local.view(E8M0), entry, entry.shape)
 
 
-def _is_of_first_rank(given: Tensor, local: Tensor, weight: Any) -> bool:
-    """Whether these are codes that torch has sent from the first rank: written, or of a DTensor with weight's shape."""
+def _is_of_first_rank(entry: Tensor, local: Tensor, weight: Any) -> bool:
+    """Whether a state_dict's entry has codes from the first rank: in the weight itself, or a DTensor of its shape."""
     if local is on_this_rank(weight):
         return bool(local.scale_inv.isnan().any())  # type: ignore[attr-defined]
-    return local is not given and local.dtype == torch.uint8 and given.shape == weight.shape
+    return local is not entry and local.dtype == torch.uint8 and entry.shape == weight.shape
 
 
-def _scales_of_first_rank(weight: Any, shard: StoredWeight, given: Tensor | None, key: str) -> Tensor:
-    """The scales of codes that torch has sent from the first rank (``broadcast_from_rank0``), without these.
+def _scales_of_first_rank(weight: Any, shard: StoredWeight, scale_inv: Tensor | None, key: str) -> Tensor:
+    """Return the first rank's scales of codes that torch has sent without them (``broadcast_from_rank0``).
 
-    All ranks call it; the first alone is given them.
+    Collective; only the first rank passes ``scale_inv``.
     """
     mesh, shape = weight.device_mesh, shard.granularity.of_matrices(weight.shape).scale_shape(weight.shape)
-    found = torch.zeros(shape, device=mesh.device_type, dtype=torch.float32)
-    if given is not None and tuple(given.shape) == shape:
-        is_its_own = given.data_ptr() == shard.scale_inv.data_ptr()  # as torch's state dict has it: NaN by now
-        found.copy_(shard.known.replaced_scale if is_its_own and shard.known.replaced_scale is not None else given)
+    scales = torch.zeros(shape, device=mesh.device_type, dtype=torch.float32)
+    if scale_inv is not None and tuple(scale_inv.shape) == shape:
+        is_its_own = scale_inv.data_ptr() == shard.scale_inv.data_ptr()  # as torch's state dict has it: NaN by now
+        scales.copy_(shard.known.replaced_scale if is_its_own and shard.known.replaced_scale is not None else scale_inv)
     shard.known.replaced_scale = None
-    found = largest(found, *mesh.get_all_groups())
-    if not bool((found > 0).all()):
+    scales = maximum_over_ranks(scales, *mesh.get_all_groups())
+    if not bool((scales > 0).all()):
         raise ValueError(f"{key} holds FP8 codes, but the first rank no {key}{SCALE_INV} of shape {shape}; give both")
-    check_scales(found, f"{key}{SCALE_INV}")
-    return found
+    check_scales(scales, f"{key}{SCALE_INV}")
+    return scales
 
 
 def check_scales(scale_inv: Tensor, name: str) -> None:
-    """Raise ValueError for scales that no cast can have given."""
+    """Raise ValueError for scales that no cast can have written."""
     values = scale_inv.float()
     if not values.is_meta and not bool((values.isfinite() & (values > 0)).all()):
         raise ValueError(f"{name} holds scales that are not finite and positive: the checkpoint is damaged")
 
 
-def _check_pair(given: Tensor, codes: Tensor | None, scale_inv: Tensor | None, key: str) -> None:
-    """Raise ValueError unless there are codes in what is given, and a scale_inv that fits them."""
+def _check_pair(entry: Tensor, codes: Tensor | None, scale_inv: Tensor | None, key: str) -> None:
+    """Raise ValueError unless a state_dict's entry has codes, and a scale_inv that fits them."""
     if codes is None:
         raise ValueError(
-            f"{key} beside {key}{SCALE_INV} is {given.dtype} {tuple(given.shape)}, neither uint8 [N, 1, K] nor "
+            f"{key} beside {key}{SCALE_INV} is {entry.dtype} {tuple(entry.shape)}, neither uint8 [N, 1, K] nor "
             "torch.float8_e4m3fn [N, K]"
         )
     if scale_inv is None:
         raise ValueError(f"{key} holds FP8 codes, but there is no {key}{SCALE_INV}; give both")
-    shape = _shape_of(given)
+    shape = _shape_of(entry)
     if granularity_of_scales(shape, scale_inv.shape) is None:
         raise ValueError(f"{key}{SCALE_INV} of shape {tuple(scale_inv.shape)} does not fit {tuple(shape)}")
     check_scales(on_this_rank(scale_inv), f"{key}{SCALE_INV}")
 
 
-def _codes_of(given: Tensor) -> Tensor | None:
-    """The codes [N, K], of experts [E, N, K], in a state_dict's tensor: uint8 [..., 1, K], or float8; or None."""
-    if given.dtype == torch.uint8 and given.ndim in (3, 4) and given.shape[-2] == 1:
-        return given.squeeze(-2).view(torch.float8_e4m3fn)
-    return given if given.dtype == torch.float8_e4m3fn and given.ndim in (2, 3) else None
+def _codes_of(entry: Tensor) -> Tensor | None:
+    """Return the codes [N, K], of experts [E, N, K], in a state_dict's tensor, uint8 [..., 1, K] or float8; or None."""
+    if entry.dtype == torch.uint8 and entry.ndim in (3, 4) and entry.shape[-2] == 1:
+        return entry.squeeze(-2).view(torch.float8_e4m3fn)
+    return entry if entry.dtype == torch.float8_e4m3fn and entry.ndim in (2, 3) else None
 
 
-def _shape_of(given: Tensor) -> torch.Size:
-    """The shape of the weight whose codes a tensor holds."""
-    return given.shape[:-2] + given.shape[-1:] if given.dtype == torch.uint8 else given.shape
+def _shape_of(entry: Tensor) -> torch.Size:
+    """Return the shape of the weight whose codes a state_dict's tensor holds."""
+    return entry.shape[:-2] + entry.shape[-1:] if entry.dtype == torch.uint8 else entry.shape
 
 
 def _as_shard(
-    weight: Tensor, shard: StoredWeight, given: Tensor, codes: Tensor | None, scale_inv: Tensor | None
+    weight: Tensor, shard: StoredWeight, entry: Tensor, codes: Tensor | None, scale_inv: Tensor | None
 ) -> Tensor:
-    """A DTensor like ``weight``, which it can be loaded from. All ranks call it: values need one scale for all.
+    """Return a DTensor that ``weight`` can load. Collective, as values need one scale for all ranks.
 
-    This rank has ``shard`` of the weight, and of what is given ``codes``, or, where that is None, values.
+    ``shard``: this rank's part of the weight; ``codes``: its part of ``entry``, None if that holds values.
     """
-    local = on_this_rank(given) if codes is None else codes
-    if on_this_rank(given) is given or local.shape != shard.shape:
+    local = on_this_rank(entry) if codes is None else codes
+    if on_this_rank(entry) is entry or local.shape != shard.shape:
         raise ValueError(
             f"a sharded weight {tuple(weight.shape)}, here {tuple(shard.shape)}, is loaded from one that is sharded "
-            f"alike, not from a {type(given).__name__} of {tuple(local.shape)}: use set_model_state_dict of "
+            f"alike, not from a {type(entry).__name__} of {tuple(local.shape)}: use set_model_state_dict of "
             "torch.distributed.checkpoint.state_dict, or octavo.distributed.checkpoint.load_checkpoint"
         )
     if scale_inv is not None:
         scales = on_this_rank(scale_inv)
-        if scales is scale_inv and scales.shape != (1, 1):  # of a full state dict: those of all ranks' blocks
+        if scales is scale_inv and scales.shape != (1, 1):  # a full state dict has the scales of all ranks' blocks
             scales = scales[own_slices(scales.shape, weight)]
         if scales.shape == shard.scale_inv.shape and shard.may_have(scales):
-            kept = StoredWeight(local, scales, shard.dtype, shard.granularity, is_shard=True)
-            return like_sharded(kept, weight, weight.shape)
+            stored = StoredWeight(local, scales, shard.dtype, shard.granularity, is_shard=True)
+            return like_sharded(stored, weight, weight.shape)
         local = StoredWeight(local, scales, shard.dtype).dequantize()
     return like_sharded(StoredWeight.cast(local, shard.granularity, weight.requires_grad, weight), weight, weight.shape)

@@ -1,8 +1,8 @@
-"""Which kernel makes each of a recipe's products on a device, and what its user loses there.
+"""The kernel that computes each of a recipe's products on a device, and the speed that is lost there.
 
-By what octavo asks for as it is shipped: the products of configs.json. Of those whose scales change along the
-contraction torch has blocks of 128 on Hopper alone, and blocks of 32 in E8M0 on what came after it. A GPU is asked
-itself whether they are right (library_matmul.py).
+Torch's products are those that the shipped configs.json names. Of products whose scales change along the contraction
+torch has blocks of 128 on Hopper alone, and blocks of 32 in E8M0 on later GPUs. Whether they are right is tested on the
+GPU itself (library_matmul.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HOPPER = 9
 
 
 class Maker(NamedTuple):
-    """How a product is made: by whose kernel, what is lost, and whether that is time beside another recipe's."""
+    """A product's kernel, the loss by it in words, and whether the product is slower than another recipe's."""
 
     product: str
     kernel: str
@@ -38,7 +38,7 @@ class Maker(NamedTuple):
 
 
 def makers(recipe: Recipe, capability: Capability) -> Iterator[Maker]:
-    """Each FP8 product's, of whole sixteens of features, to bfloat16."""
+    """Yield the Maker of each FP8 product whose features are multiples of 16 and whose result is bfloat16."""
     if capability is None or capability < FIRST_NATIVE or triton_kernels() is None:
         casts = [cast for pair in recipe.casts for cast in pair[:2] if cast is not None]
         exact = all(cast.power_of_two or cast.tile == (ALL, ALL) for cast in casts)
@@ -68,23 +68,26 @@ def makers(recipe: Recipe, capability: Capability) -> Iterator[Maker]:
 
 
 def described(recipe: Recipe, capability: Capability) -> tuple[str, str]:
-    """(whose kernels make the three products, the first thing that is lost), in words."""
-    found = {maker.product: maker for maker in makers(recipe, capability)}
-    owners = {product: found[product].kernel if product in found else "high precision" for product in PRODUCTS}
-    first = next((maker for maker in found.values() if maker.loss), None)
+    """Return (whose kernels compute the three products, the first product's loss), in words."""
+    makers_by_product = {maker.product: maker for maker in makers(recipe, capability)}
+    owners = {
+        product: makers_by_product[product].kernel if product in makers_by_product else "high precision"
+        for product in PRODUCTS
+    }
+    first = next((maker for maker in makers_by_product.values() if maker.loss), None)
     text = ", ".join(f"{product}: {owner}" for product, owner in owners.items())
     text = owners["output"] if len(set(owners.values())) == 1 else text
     if first is None:
         return text, "nothing"
-    of_all = len({maker.loss for maker in found.values()}) == 1
+    of_all = len({maker.loss for maker in makers_by_product.values()}) == 1
     return text, first.loss if of_all else f"in {first.product} {first.loss}"
 
 
 def warn_once_if_slower(recipe: Recipe, device: torch.device) -> None:
-    """Log, once a recipe and kind of GPU, that a product takes a slower kernel there, and a recipe whose don't."""
+    """Log, once for each recipe and kind of GPU, that a product's kernel is slower there, and name a faster recipe."""
     capability = compute_capability(device)
     if capability is None or capability < FIRST_NATIVE or torch.compiler.is_compiling():
-        return  # where all FP8 is emulated that is said already
+        return  # another warning has said that all FP8 is emulated there
     slower = next((maker for maker in makers(recipe, capability) if maker.is_slower), None)
     if slower is not None:
         both = (recipes.blockwise(), recipes.rowwise())

@@ -22,7 +22,7 @@ from octavo.optim.base import CompactOptimizer
 from octavo.optim.layout import is_fp8_experts
 from octavo.optim.masters import master_of
 from octavo.optim.state import Settings, for_kernel, new_master
-from octavo.tensor.fsdp2 import largest_of_ranks, like_sharded, on_this_rank
+from octavo.tensor.fsdp2 import like_sharded, maximum_over_shards, on_this_rank
 from octavo.tensor.stored_weight import StoredWeight, local_stored, put_into, store, why_cut
 
 WeightStorage = Granularity | None  # of a weight's codes; None: it is a plain tensor
@@ -151,7 +151,7 @@ def _rewrite(old: Master, new: Master, sharded: Tensor | None, same_storage: boo
             else:
                 bound = amax(wide, (BLOCK, BLOCK) if matrix.has_blocks else (ALL, ALL))
                 if sharded is not None and not by_expert and not matrix.has_blocks:
-                    bound = largest_of_ranks(bound, sharded)
+                    bound = maximum_over_shards(bound, sharded)
             matrix.begin(bound)
         for piece in () if stands_in else pieces(*wide.shape):
             part = piece.of(wide)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.kernels.layouts import BLOCK, blocks_of
-from octavo.tensor.collectives import agree
+from octavo.tensor.collectives import check_ranks_agree
 from octavo.tensor.fsdp2 import groups_of, like_sharded, on_this_rank
 from octavo.tensor.stored_weight import local_stored
 
@@ -203,7 +203,7 @@ class Agreement:
             options |= {f"{name} of group {number}": value for name, value in of_group.items()}
         if (handle := optimizer.in_backward) is not None:
             options |= {"update_in_backward's clip": handle.clip, "outstanding_weight_updates_bytes": handle.threshold}
-        agree({f"{type(optimizer).__name__}'s {name}": value for name, value in options.items()}, groups)
+        check_ranks_agree({f"{type(optimizer).__name__}'s {name}": value for name, value in options.items()}, groups)
 
     @torch.no_grad()
     def finish(self) -> None:

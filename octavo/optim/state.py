@@ -24,7 +24,7 @@ from octavo.optim.layout import (
 )
 from octavo.optim.masters import KINDS, master_of
 from octavo.optim.moment import GRANULARITIES, Moment, as_matrix
-from octavo.tensor.collectives import largest as largest_of_ranks
+from octavo.tensor.collectives import maximum_over_ranks
 from octavo.tensor.fsdp2 import like_sharded, on_this_rank
 from octavo.tensor.stored_gradient import StoredGradient
 from octavo.tensor.stored_weight import StoredWeight, local_stored
@@ -100,7 +100,7 @@ def largest(gradients: list[Tensor]) -> Tensor:
     if shards := [shard for gradient in gradients if (shard := local(gradient.detach())).numel()]:
         amax = torch.nn.utils.get_total_norm(shards, math.inf, foreach=True).float().nan_to_num(math.inf, math.inf)
     for mesh in dict.fromkeys(gradient.device_mesh for gradient in gradients if hasattr(gradient, "device_mesh")):
-        amax = largest_of_ranks(amax.to(mesh.device_type), *(mesh.get_group(dim) for dim in range(mesh.ndim)))
+        amax = maximum_over_ranks(amax.to(mesh.device_type), *(mesh.get_group(dim) for dim in range(mesh.ndim)))
     return amax
 
 

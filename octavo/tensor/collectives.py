@@ -25,8 +25,8 @@ def all_gather(whole: Tensor, part: Tensor, group: Any, async_op: bool = False) 
     return gather(whole, part, group=group, async_op=async_op)
 
 
-def largest(values: Tensor, *groups: Any, device: torch.device | str | None = None) -> Tensor:
-    """Return the largest of each of ``values`` over the ranks of process groups, by a collective each, compiled or not.
+def maximum_over_ranks(values: Tensor, *groups: Any, device: torch.device | str | None = None) -> Tensor:
+    """Return the maximum of each of ``values`` over the ranks of process groups: a collective each, compiled too.
 
     ``groups``: one, or those of each dimension of a mesh; as themselves or, in code that may be compiled, by name.
     ``device``: where the ranks send from, if ``values`` may lie elsewhere.
@@ -79,34 +79,30 @@ def home_of(group: Any) -> torch.device:
     return torch.accelerator.current_accelerator()  # type: ignore[return-value]
 
 
-def agree(told: Mapping[str, object], groups: Iterable[Any]) -> None:
-    """Ask all ranks of process groups, which call it, whether they were told the same: 16 bytes a group.
+def check_ranks_agree(settings: Mapping[str, object], groups: Iterable[Any]) -> None:
+    """Raise RanksDifferError on all ranks of process groups if their settings differ; collective, 16 bytes a group.
 
-    ``told``: by what it is of, values that print alike where they are alike; ``groups``: one, or those of each
-    dimension of a mesh, whose ranks are asked all together. If one differs, all of them raise RanksDifferError.
+    ``settings``: {name: value}, values that print alike if they are equal; ``groups``: one, or those of each dimension
+    of a mesh, whose ranks are compared all together.
     """
     import torch.distributed as dist
 
     groups = [group for group in groups if dist.get_world_size(group) > 1]
     if not groups:
         return
-    texts = {name: str(value) for name, value in told.items()}
-    number = int.from_bytes(hashlib.sha256(repr(texts).encode()).digest()[:7])
-    numbers = torch.tensor([number, -number], device=home_of(groups[0]))
-    if not int(largest(numbers, *groups).sum()):
+    settings_here = {name: str(value) for name, value in settings.items()}
+    number = int.from_bytes(hashlib.sha256(repr(settings_here).encode()).digest()[:7])
+    bounds = torch.tensor([number, -number], device=home_of(groups[0]))
+    if not int(maximum_over_ranks(bounds, *groups).sum()):
         return
-    every: list[tuple[int, dict[str, str]]] = [(dist.get_rank(), texts)]
+    every: list[tuple[int, dict[str, str]]] = [(dist.get_rank(), settings_here)]
     for group in groups:
         parts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, every, group=group)
-        every = [entry for part in parts for entry in part]
-    (first, first_texts), *others = sorted(every)
-    other, other_texts = next((rank, values) for rank, values in others if values != first_texts)
-    names = [name for name in {**first_texts, **other_texts} if first_texts.get(name) != other_texts.get(name)]
-    differences = [
-        f"{name} is {first_texts.get(name)} on rank {first}, {other_texts.get(name)} on rank {other}" for name in names
-    ]
-    more = [f"and {len(differences) - 3} more"] * (len(differences) > 3)
-    raise RanksDifferError(
-        f"ranks were told different things: {'; '.join(differences[:3] + more)}. Tell all of them the same"
-    )
+        every = [settings_of_rank for part in parts for settings_of_rank in part]
+    (first, here), *others = sorted(every)
+    other, there = next((rank, values) for rank, values in others if values != here)
+    differ = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+    said = [f"{name} is {here.get(name)} on rank {first}, {there.get(name)} on rank {other}" for name in differ]
+    more = [f"and {len(said) - 3} more"] * (len(said) > 3)
+    raise RanksDifferError(f"ranks have different settings: {'; '.join(said[:3] + more)}. Give all of them the same")

@@ -31,7 +31,7 @@ from octavo.private import (
     preserve_version_counter,
     set_local_tensor,
 )
-from octavo.tensor.collectives import all_gather, largest
+from octavo.tensor.collectives import all_gather, maximum_over_ranks
 from octavo.tensor.pair import MOVES, PLAIN_LIKE, ForProducts, Operands, moves, operands_of
 from octavo.tensor.scaled_tensor import ScaledTensor
 
@@ -249,11 +249,11 @@ def groups_of(param: Tensor) -> tuple[Any, ...]:
     return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
 
 
-def largest_of_ranks(values: Tensor, param: Tensor) -> Tensor:
+def maximum_over_shards(values: Tensor, param: Tensor) -> Tensor:
     """Return the largest of each of ``values`` over the ranks that share a weight; all call it if it is sharded."""
     if on_this_rank(param) is param:
         return values
-    return largest(values, *groups_of(param), device=param.device_mesh.device_type)  # type: ignore[attr-defined]
+    return maximum_over_ranks(values, *groups_of(param), device=param.device_mesh.device_type)  # type: ignore[attr-defined]
 
 
 def whole(value: T) -> T:

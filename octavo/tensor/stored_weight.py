@@ -38,7 +38,7 @@ from octavo.kernels.reference.optimizer_state import remainder_of, values_with
 from octavo.numerics import E8M0, scale_from_amax, scale_inv_from_scale
 from octavo.private import hooks_of, pytree, set_hooks, set_local_tensor, swap_tensor_impl
 from octavo.tensor.draws import Draw, go_on, uniform
-from octavo.tensor.fsdp2 import After, ShardHooks, largest_of_ranks, on_this_rank
+from octavo.tensor.fsdp2 import After, ShardHooks, maximum_over_shards, on_this_rank
 from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Facade, Operands, Pair, operands_of
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized, quantize
 
@@ -158,7 +158,7 @@ class StoredWeight(ShardHooks, Pair):
         is_shard = amax is not None or on_this_rank(like) is not like
         weight, tile = weight.detach().contiguous(), granularity.tile
         if is_shard and granularity == PerTensor() and weight.ndim == 2:
-            amax = largest_of_ranks(kernels.amax(weight, tile), like) if amax is None else amax
+            amax = maximum_over_shards(kernels.amax(weight, tile), like) if amax is None else amax
             scale = scale_from_amax(amax, E4M3.max, True, 0)
             qdata, scale_inv = torch.empty_like(weight, dtype=E4M3.dtype), scale_inv_from_scale(scale).view(1, 1)
             if weight.numel():
@@ -681,10 +681,10 @@ torch.serialization.add_safe_globals([StoredWeight, Known, OneScale])
 
 
 def agree_on_scale(*params: Tensor, just_cut: bool = False) -> None:
-    """Give this rank's shard of a weight the scale of the whole, if this rank chose its own; all ranks call it.
+    """Give this rank's shard of a weight the scale of the whole, if its scale is this rank's alone; collective.
 
     Ranks choose their own where FSDP2 has ``just_cut`` it, as they may have begun with other values, and in writes.
-    Several are splits that have one scale in common.
+    Several ``params`` are splits that have one scale in common.
     """
     shards = [shard for param in params if (shard := local_stored(param)) is not None]
     if not shards or shards[0].is_meta:
@@ -693,11 +693,11 @@ def agree_on_scale(*params: Tensor, just_cut: bool = False) -> None:
     differ = any(not torch.equal(shard.scale_inv, with_one_scale[0].scale_inv) for shard in with_one_scale[1:])
     if with_one_scale and (just_cut or differ or any(shard.known.alone for shard in shards)):
         scales = torch.cat([shard.scale_inv for shard in shards])
-        scales = largest_of_ranks(torch.cat([scales, -scales]), params[0])
+        scales = maximum_over_shards(torch.cat([scales, -scales]), params[0])
         if not (scales == scales[:1] * scales.sign()).all():  # so the largest and the least differ
             values = [shard.before_cast() for shard in shards]
             amaxes = torch.cat([kernels.amax(value.contiguous(), PerTensor().tile) for value in values])
-            amax = largest_of_ranks(amaxes.amax(0, keepdim=True), params[0])
+            amax = maximum_over_shards(amaxes.amax(0, keepdim=True), params[0])
             for param, shard, value in zip(params, shards, values, strict=True):
                 keep_rest = shard.rest is not None or param.requires_grad
                 shard.take(StoredWeight.cast(value, PerTensor(), keep_rest, param, amax))
@@ -705,8 +705,8 @@ def agree_on_scale(*params: Tensor, just_cut: bool = False) -> None:
         shard.known.alone = False
 
 
-def agreed(shard: StoredWeight, param: Tensor) -> StoredWeight:
-    """A shard of a DTensor, or a copy of it elsewhere, after ``agree_on_scale``."""
+def with_agreed_scale(shard: StoredWeight, param: Tensor) -> StoredWeight:
+    """Return a shard of a DTensor, or a copy of it on another device, as ``agree_on_scale`` leaves it."""
     if (stored := local_stored(param)) is None or not shard.known.alone:
         return shard
     agree_on_scale(param)

@@ -18,7 +18,7 @@ import octavo
 from octavo import recipes
 from octavo.distributed import expert_parallel
 from octavo.nn.experts import feed_forward
-from octavo.nn.gather import ask
+from octavo.nn.gather import check_layers_agree
 from tests.support.byte_counter import GATHER, OTHER, REDUCE, SCATTER, ByteCounter
 from tests.support.expert_models import RECIPES, Mixture, batch, built, whole
 
@@ -135,7 +135,7 @@ def counted(mesh, recipe):
     torch.manual_seed(0)
     experts = octavo.nn.Experts(8, 256, 128, dtype=torch.bfloat16, recipe=RECIPES[recipe]())
     expert_parallel(experts, mesh)
-    ask([experts.gate_up, experts.down], mesh)  # once, whether ranks were told the same of them
+    check_layers_agree([experts.gate_up, experts.down], mesh)  # once, whether ranks were told the same of them
     x = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=True)
     weights, index = torch.randn(64, 8).softmax(-1).topk(2)
     found = []

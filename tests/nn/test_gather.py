@@ -114,7 +114,7 @@ def gathered(codes):
     """The two layouts of codes from all ranks, and those in storage of their own."""
     codes, module = codes.view(torch.uint8), octavo.nn.Linear(1, 1, recipe=recipes.dynamic())
     shard_cast = gather.ShardCast(module.recipe.weight_casts, codes.shape, 2, 0, together=True)
-    read = functools.partial(shard_cast.read, known=[torch.ones(1, 1)], pads=module.recipe.pads)
+    read = functools.partial(shard_cast.read, shared_scales=[torch.ones(1, 1)], pads=module.recipe.pads)
     weight, inner = gather._reading(read, [], module.recipe, codes.shape)((codes,), torch.float32, None)
     return weight.qdata, weight.transposed_qdata, inner
 

@@ -230,7 +230,7 @@ def test_a_number_and_a_mapping():
     assert splits is not SPLITS  # the caller's may change
 
 
-@pytest.mark.parametrize("name", ["names", "recipe", "in_features", "training", "agree", "weight_scale_inv"])
+@pytest.mark.parametrize("name", ["names", "recipe", "in_features", "training", "agree_on_scale", "weight_scale_inv"])
 def test_no_split_is_called_like_an_attribute(name):
     """Under tensor parallelism each is a module of its own name."""
     with pytest.raises(ValueError, match=rf"a Linear has \['{name}'\] already"):
