@@ -36,7 +36,7 @@ from octavo.optim import AdamW, Muon
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe, RecipeMap
 
-RECIPES = {name: getattr(recipes, name) for name in ("dynamic", "delayed", "rowwise", "blockwise", "mx")}
+RECIPES = {name: getattr(recipes, name) for name in recipes.COMPARED}
 TOKENS = (1024, 4096, 16384)  # sizes of a step that ``pays`` looks at
 FEATURES = tuple(1 << power for power in range(8, 15))
 WORTH = 0.97  # share of bf16's time, from which on FP8 is not worth what it costs in quality and care
