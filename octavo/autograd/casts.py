@@ -1,4 +1,4 @@
-"""From tensors to the pairs that products read: one cast for each role, whatever makes the tensor on the way.
+"""Casts of tensors to the pairs that products read, one for each role; activations and norms are computed on the way.
 
 Legend: T tokens, K in features, N out features; a suffix gives the layout, contracted dimension last. An operand is a
 pair (qdata, scale_inv). A source is what is cast: a tensor itself, an activation or its gradient (CastSource), or a

@@ -38,9 +38,9 @@ from octavo.tensor.pair import ForProducts, Operands
 
 
 class Exchange(NamedTuple):
-    """The ranks of the process group of this name, which hold as many of a mixture's experts each; and this one's.
+    """The name and size of the group whose ranks hold equally many of a mixture's experts, and this rank's number.
 
-    ``exact``: whether rows are sent in high precision that a product would read cast from the values of codes.
+    ``exact``: whether rows are sent in high precision where a product would else read a cast of the codes' values.
     ``average``: whether gradients of parameters, sums over all ranks' rows, are divided by the number of ranks.
     """
 
@@ -73,7 +73,7 @@ class ReceivedRows(ForProducts):
 
 
 class Journey(NamedTuple):
-    """The ranks and experts that the rows of one forward go to, which their results come back by."""
+    """The ranks and experts that the rows of one forward are sent to, by which their results come back."""
 
     exchange: Exchange
     offsets: Tensor  # int32 [E], where this rank's rows of each expert end

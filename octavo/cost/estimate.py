@@ -217,7 +217,7 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """Bytes at a time: gradients of weights come when what only the loss needs is gone."""
+        """Bytes at a time: those of the loss alone are freed before there are gradients of weights."""
         return self.memory.total - min(self.memory.gradients, self.loss)
 
     @property
@@ -227,7 +227,7 @@ class Estimate:
 
 
 class _Counter(TorchDispatchMode):
-    """Counts the Traffic of operations, except products: those that torch counts, and ``products``.
+    """A mode that counts the Traffic of operations, except products: those that torch counts, and ``products``.
 
     ``origins``: {storage: (after how many products it was computed, whether by a product)}.
     """
@@ -413,7 +413,7 @@ def orthogonalising(shape: Sequence[float], rates: Rates, steps: int = 5) -> flo
 
 
 class _Times:
-    """Seconds of a step under a converted model's recipes, by what takes them: ``Estimate``'s, added up."""
+    """Seconds of a step under a converted model's recipes, by kind, as in ``Estimate``; layers are added one by one."""
 
     def __init__(
         self, work: Work, rates: Rates, fused: Iterable[tuple[str, str, float]], kernels: Mapping[str, Moved]
@@ -516,7 +516,7 @@ def estimate(
         recipe: as for octavo.convert; None: nothing is converted.
         rates: of the device; see octavo.cost.rates_of.
         select: as for octavo.convert.
-        optimizer: makes the optimizer from the parameters.
+        optimizer: returns the optimizer of the parameters.
         work: what ``work_of`` returned for the model, to be counted once for several recipes.
         fuse: as for octavo.convert; octavo.cost.parts says what it changes, in eager. With ``recipe=None`` norms, gated
             feed-forwards, rotary positions and the loss are a kernel each in bf16, as Liger-Kernel's, and no products

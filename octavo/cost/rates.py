@@ -1,4 +1,4 @@
-"""Rates of a device at best: bytes and floating-point operations a second, measured here or published by others."""
+"""A device's highest rates: bytes and floating-point operations a second, measured here or published by others."""
 
 from __future__ import annotations
 

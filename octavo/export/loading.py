@@ -1,4 +1,4 @@
-"""Loads checkpoints, as published on a hub, into a model whose weights live in FP8: codes stay codes.
+"""Loading of checkpoints, as published on a hub, into a model whose weights live in FP8: codes stay codes.
 
 It reads the layouts of export/layouts.py and similar ones: scales of 128 x 128 or 1 x 32 blocks, of a whole weight or
 of its rows, in float32, bfloat16 or E8M0 (its bytes too), named ``weight_scale_inv`` or ``weight_scale``; and weights
