@@ -29,7 +29,7 @@ ADDED = {
     "square": Differentiable(lambda h: h * h, lambda dy, h: dy * h * 2),
 """,
     "a recipe": r"""
-@ octavo/recipes.py <<"dynamic", "delayed", "rowwise"
+@ octavo/recipes.py <<"dynamic", "dynamic_with_output_hp"
 "squares",
 @ octavo/recipes.py <def dynamic(
 def squares() -> Recipe:

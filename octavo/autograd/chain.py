@@ -34,9 +34,9 @@ from octavo.autograd.gather_input import gather_norm, scattered
 from octavo.autograd.products import (
     Layer,
     Saved,
-    asked,
     cast_gradient,
     gradients,
+    gradients_needed_now,
     is_recorded,
     output,
     plan_for_next_pass,
@@ -53,7 +53,7 @@ from octavo.tensor.collectives import summed
 
 
 class Chain(NamedTuple):
-    """What a chain does: every layer's ``output`` product must be in FP8."""
+    """The steps of a chain; every layer's ``output`` product must be in FP8."""
 
     norm: Norm | None  # before the first layer
     layers: tuple[Layer, ...]  # one, or two with an activation between them
@@ -63,7 +63,7 @@ class Chain(NamedTuple):
 
 
 class ChainTensors(NamedTuple):
-    """What gradients flow to: x [T, K], the norm's parameters [K], weights [N, K] and biases [N] of the layers."""
+    """The tensors that gradients flow to: x [T, K], the norm's parameters [K], weights [N, K] and biases [N]."""
 
     x: Tensor
     gamma: Tensor | None
@@ -77,33 +77,33 @@ class ChainTensors(NamedTuple):
 def _forward(
     tensors: ChainTensors, chain: Chain, needs: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
-    """(the output [T, N], the norm's output if it is returned, what to save for the gradients that are needed).
+    """Return (the output [T, N], the norm's output or None, the tensors to save for the gradients that are needed).
 
     ``needs``: which of ``tensors`` need a gradient, in their order.
     """
     x, gamma, beta, weight, bias, second_weight, second_bias = tensors
-    first, *rest = chain.layers
-    needs_dx, needs_dw, needs_dh = any(needs[:3]), needs[3], any(needs[:5])  # dh: of all that h is made of
+    first, *later_layers = chain.layers
+    needs_dx, needs_dw, needs_dh = any(needs[:3]), needs[3], any(needs[:5])  # dh: any gradient behind h
     y = mean = rstd = None
     if chain.norm is None:
         y, operands = x, cast_role(x, first.recipe, INPUT, True, needs_dw, first.state, offsets=first.offsets)
     else:
         assert gamma is not None
         keep = chain.returns_norm or (needs_dw and first.recipe.grad_weight is None)
-        how = NormSource(x, gamma, beta, *chain.norm), first.recipe, needs_dw, first.state, keep
-        operands, y, mean, rstd = cast_norm(*how) if first.wire is None else gather_norm(*how, first.wire)
+        norm_args = NormSource(x, gamma, beta, *chain.norm), first.recipe, needs_dw, first.state, keep
+        operands, y, mean, rstd = cast_norm(*norm_args) if first.wire is None else gather_norm(*norm_args, first.wire)
         if y is not None and y.dtype != chain.dtype:  # to y's own dtype .to() would return y, see _Chain
             y = y.to(chain.dtype)
     if first.observer is not None and first.wire is None:
-        of_norm: Any = chain.norm and (mean, rstd, gamma, beta, chain.norm.kind, chain.norm.zero_centered)
-        source = (lambda: x) if of_norm is None else functools.partial(kernels.normalised, x, *of_norm)
+        norm_tensors: Any = chain.norm and (mean, rstd, gamma, beta, chain.norm.kind, chain.norm.zero_centered)
+        source = (lambda: x) if norm_tensors is None else functools.partial(kernels.normalised, x, *norm_tensors)
         first.observer.cast(first.recipe, INPUT, source, operands, first.offsets)
     h = output(y, operands, weight, bias, first, chain.dtype)
     saved = to_save(y, operands, weight, first, needs_dx, needs_dw)
     saved_norm = (x, gamma, mean, rstd) if needs_dx and chain.norm is not None else (None,) * 4
-    if not rest:
+    if not later_layers:
         return h, y, (*saved_norm, *saved)
-    (second,) = rest
+    (second,) = later_layers
     assert second_weight is not None
     needs_second = needs_dh, needs[5]
     result, saved_second = _behind_activation(h, chain.activation, second, second_weight, second_bias, needs_second)
@@ -113,11 +113,11 @@ def _forward(
 def _behind_activation(
     h: Tensor, activation: str, layer: Layer, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool]
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """(a layer's product with an activation of h, what to save for the gradients of (h, weight) that are needed)."""
+    """Return (a layer's product with an activation of h, the tensors to save for gradients of (h, weight))."""
     needs_dh, needs_dw = needs
-    of_input = False, layer.offsets, layer.parts
+    input_options = False, layer.offsets, layer.parts
     a = cast_role(
-        CastSource(h, activation), layer.recipe, INPUT, True, needs_dw, layer.state, *of_input, only_products=True
+        CastSource(h, activation), layer.recipe, INPUT, True, needs_dw, layer.state, *input_options, only_products=True
     )
     if layer.observer is not None:
         produced = functools.partial(kernels.produced, h, activation, None)
@@ -135,10 +135,10 @@ def _behind_activation(
 
 
 class _ChainFunction(torch.autograd.Function):
-    """See the module.
+    """A chain with its gradients, see the module.
 
-    No result may be the very tensor that another name in forward held before: torch.compile of torch 2.11 returns that
-    one too, and loses the gradient of the two (pytorch issue 180642).
+    No result may be a tensor that had another name in forward: torch.compile of torch 2.11 returns that one too, and
+    loses the gradient of both (pytorch issue 180642).
     """
 
     @staticmethod
@@ -146,8 +146,8 @@ class _ChainFunction(torch.autograd.Function):
         tensors, chain = ChainTensors(*arguments[:-1]), arguments[-1]
         result, y, saved = _forward(tensors, chain, ctx.needs_input_grad)
         parameters = (tensors.weight, tensors.bias), (tensors.second_weight, tensors.second_bias)
-        ctx.plans = [plan_of(layer, chain.dtype, *own) for layer, own in zip(chain.layers, parameters, strict=False)]  # type: ignore[arg-type]
-        ctx.norm, ctx.activation, ctx.given = chain.norm, chain.activation, [one is not None for one in tensors]
+        ctx.plans = [plan_of(layer, chain.dtype, *pair) for layer, pair in zip(chain.layers, parameters, strict=False)]  # type: ignore[arg-type]
+        ctx.norm, ctx.activation, ctx.are_tensors = chain.norm, chain.activation, [x is not None for x in tensors]
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         return (result, y) if chain.returns_norm else result
@@ -155,16 +155,20 @@ class _ChainFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
-        needs, saved, plans = asked(ctx, ctx.needs_input_grad[:7], ctx.given), ctx.saved_tensors, ctx.plans
-        has_beta = ctx.given[2]
+        needs, saved, plans = (
+            gradients_needed_now(ctx, ctx.needs_input_grad[:7], ctx.are_tensors),
+            ctx.saved_tensors,
+            ctx.plans,
+        )
+        has_beta = ctx.are_tensors[2]
         (x, gamma, mean, rstd), layer_end = saved[:4], 4 + len(Saved._fields)
         needs_dx, needs_dh = any(needs[:3]), any(needs[:5])
-        grad, *of_y = grads  # None: nothing was computed from that result
+        grad, *grads_of_norm = grads  # None: nothing was computed from that result
         dx = dw = db = dw2 = db2 = dgamma = dbeta = None
         activation: tuple[Any, ...] = ()
         if grad is not None and len(plans) == 2:
-            activation, of_second = _activation_of(ctx, *saved[layer_end:], needs_dw=needs[5])
-            layer = of_second, plans[1], (needs_dh, needs[5], needs[6])
+            activation, second_saved = _activation_of(ctx, *saved[layer_end:], needs_dw=needs[5])
+            layer = second_saved, plans[1], (needs_dh, needs[5], needs[6])
             grad, dw2, db2 = gradients(cast_gradient(grad, *layer), *layer)
             ctx.plans = [plans[0], plan_for_next_pass(plans[1])]
         if grad is not None and needs_dh:
@@ -174,7 +178,7 @@ class _ChainFunction(torch.autograd.Function):
             dx, dw, db = gradients(g.pop(), *layer)
             ctx.plans = [plan_for_next_pass(plans[0]), *ctx.plans[1:]]
             dx = _whole(dx, plans[0])
-        dys = [dy for dy in (dx, *of_y) if dy is not None]
+        dys = [dy for dy in (dx, *grads_of_norm) if dy is not None]
         if ctx.norm is not None and needs_dx and dys:
             kind, _, zero_centered = ctx.norm
             dy = dys[0] if len(dys) == 1 else dys[0] + dys[1]
@@ -183,23 +187,23 @@ class _ChainFunction(torch.autograd.Function):
 
 
 def _whole(dx_TK: Tensor | None, plan: Layer) -> Tensor | None:
-    """The first layer's gradient, summed where each rank has that of its rows of the weight; of this rank's tokens."""
+    """Return dx, summed over ranks where each has some rows of the weight; of this rank's tokens if x was gathered."""
     if dx_TK is None or plan.parts is None or not plan.parts.roles[WEIGHT]:  # experts on other ranks are whole there
         return dx_TK
     return summed(dx_TK, plan.parts.group) if plan.wire is None else scattered(dx_TK, plan.wire)
 
 
 def _activation_of(
-    ctx: Any, h: Tensor | None, h_scale_inv: Tensor | None, *rest: Tensor | None, needs_dw: bool
+    ctx: Any, h: Tensor | None, h_scale_inv: Tensor | None, *tensors_of_layer: Tensor | None, needs_dw: bool
 ) -> tuple[tuple[Any, ...], Saved]:
-    """(The activation's gradient, as casts take it; what the second layer saved, with its input if that is read)."""
-    saved, recipe = Saved(*rest), ctx.plans[1].recipe
-    read_back = h_scale_inv, (ALL, ALL) if recipe.saved is None else recipe.saved.tile
+    """Return (the activation, as casts of its gradient take it; the second layer's Saved, with its input if read)."""
+    saved, recipe = Saved(*tensors_of_layer), ctx.plans[1].recipe
+    scale_and_tile = h_scale_inv, (ALL, ALL) if recipe.saved is None else recipe.saved.tile
     if needs_dw and recipe.grad_weight is None:
         assert h is not None
-        x = unrounded(CastSource(h, ctx.activation, None, *read_back), saved.offsets)
+        x = unrounded(CastSource(h, ctx.activation, None, *scale_and_tile), saved.offsets)
         saved = saved._replace(x_TK=x.to(ctx.plans[1].dtypes[0]))
-    return (ctx.activation, h, *read_back), saved
+    return (ctx.activation, h, *scale_and_tile), saved
 
 
 def run_chain(
@@ -209,10 +213,10 @@ def run_chain(
     chain: Chain,
     leading: Sequence[int] | None = None,
 ) -> Any:
-    """A chain of x [..., K]: [..., N] of ``chain.dtype``, and the norm's output [..., K] if it is returned.
+    """Return a chain's output [..., N] in ``chain.dtype`` for x [..., K], and the norm's [..., K] if ``returns_norm``.
 
     ``norm_parameters`` are (gamma, beta), ``parameters`` (weight, bias) of each layer, None where there is none.
-    ``leading``: the result's dimensions before N, if not those of x: where x is this rank's tokens.
+    ``leading``: the result's dimensions before N, where x is this rank's tokens only; else None.
     """
     second = parameters[1] if len(parameters) == 2 else (None, None)
     tensors = ChainTensors(as_rows(x), *norm_parameters, *parameters[0], *second)
@@ -223,7 +227,10 @@ def run_chain(
         result, y, _ = _forward(tensors, chain, (False,) * 7)
         results = (result, y) if chain.returns_norm else (result,)
     dims = (x.shape[:-1] if leading is None else leading), x.shape[:-1]
-    shaped = [one if x.ndim == 2 else one.view(*own, one.shape[-1]) for one, own in zip(results, dims, strict=False)]
+    shaped = [
+        tensor if x.ndim == 2 else tensor.view(*leading_dims, tensor.shape[-1])
+        for tensor, leading_dims in zip(results, dims, strict=False)
+    ]
     return tuple(shaped) if chain.returns_norm else shaped[0]
 
 
@@ -253,7 +260,7 @@ FUNCTIONS = {
 
 
 class _ActivatedLinear(torch.autograd.Function):
-    """See activated_linear."""
+    """activated_linear with its gradients."""
 
     @staticmethod
     def forward(
@@ -263,17 +270,19 @@ class _ActivatedLinear(torch.autograd.Function):
         h, needs = _joined(gate, up), (needs_dgate or needs_dup, needs_dw)
         y, saved = _behind_activation(h, activation, layer, weight, bias, needs)
         ctx.plan, ctx.activation = plan_of(layer, gate.dtype, weight, bias), activation
-        ctx.given = True, up is not None, True, bias is not None
+        ctx.are_tensors = True, up is not None, True, bias is not None
         ctx.save_for_backward(*saved)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
-        plan, (h, h_scale_inv, *rest) = ctx.plan, ctx.saved_tensors
-        of_gate, of_up, needs_dw, needs_db = asked(ctx, ctx.needs_input_grad[:4], ctx.given)
+        plan, (h, h_scale_inv, *tensors_of_layer) = ctx.plan, ctx.saved_tensors
+        needs_dgate, needs_dup, needs_dw, needs_db = gradients_needed_now(
+            ctx, ctx.needs_input_grad[:4], ctx.are_tensors
+        )
         ctx.plan = plan_for_next_pass(plan)
-        saved, needs, dtype = Saved(*rest), (of_gate or of_up, needs_dw, needs_db), plan.dtypes[0]
+        saved, needs, dtype = Saved(*tensors_of_layer), (needs_dgate or needs_dup, needs_dw, needs_db), plan.dtypes[0]
         if h_scale_inv is not None:
             tile = (ALL, ALL) if plan.recipe.saved is None else plan.recipe.saved.tile
             h = kernels.dequantize(h, h_scale_inv, tile, dtype)
@@ -281,7 +290,7 @@ class _ActivatedLinear(torch.autograd.Function):
             saved = saved._replace(x_TK=kernels.produced(h, ctx.activation, None).to(dtype))
         da, dw, db = gradients(cast_gradient(grads[0], saved, plan, needs), saved, plan, needs)
         dgate, dup = (None, None) if da is None else _gradients_of_h(da, h, ctx.activation)
-        return dgate if of_gate else None, dup if of_up else None, dw, db, None, None
+        return dgate if needs_dgate else None, dup if needs_dup else None, dw, db, None, None
 
 
 def _joined(gate: Tensor, up: Tensor | None) -> Tensor:
@@ -289,7 +298,7 @@ def _joined(gate: Tensor, up: Tensor | None) -> Tensor:
 
 
 def _gradients_of_h(da: Tensor, h: Tensor, activation: str) -> tuple[Tensor, Tensor | None]:
-    """The gradients of (gate, up), or of (h, None)."""
+    """Return the gradients of (gate, up); of (h, None) where the activation is not gated."""
     name, gated = activation_of(activation)
     function = FUNCTIONS[name]
     if not gated:
@@ -301,7 +310,7 @@ def _gradients_of_h(da: Tensor, h: Tensor, activation: str) -> tuple[Tensor, Ten
 def activated_linear(
     gate: Tensor, up: Tensor | None, weight_NK: Tensor, bias: Tensor | None, layer: Layer, activation: str
 ) -> Tensor:
-    """y [..., N] = activation(h) . weight^T + bias, of one dtype, bf16, fp16 or fp32.
+    """Return y [..., N] = activation(h) . weight^T + bias, of one dtype, bf16, fp16 or fp32.
 
     ``gate`` and ``up`` [..., K] are what a gated activation reads; without a gate ``gate`` is h, and ``up`` None.
     """
@@ -314,11 +323,11 @@ def activated_linear(
 
 
 class _LeanNorm(torch.autograd.Function):
-    """An RMS norm of x, or of x + residual, and what it is a norm of, for the branch around what reads the norm.
+    """An RMS norm of x, or of x + residual, and that sum itself, for the branch around the layers that read the norm.
 
     It saves its input and a number a row, and computes in float32 with one rounding. Written in torch's operations a
-    norm in bf16 saves its input in float32, the normalised rows, and what multiplies them: 6 bytes an element beside
-    the result. The branch's gradient is added to the norm's as that is written.
+    norm in bf16 saves its input in float32, the normalised rows, and their factor: 6 bytes an element beside the
+    result. The branch's gradient is added to the norm's as that is written.
     """
 
     @staticmethod
@@ -340,23 +349,23 @@ class _LeanNorm(torch.autograd.Function):
             with torch.enable_grad():
                 wide = total.float()
                 y = wide * (wide.square().mean(1, keepdim=True) + ctx.eps).rsqrt() * gamma.float()
-            leaves = [one for one in (total, gamma) if one.requires_grad]
-            of_leaves = iter(torch.autograd.grad(y.to(total.dtype), leaves, dy, create_graph=create_graph))
-            dx, dgamma = (next(of_leaves) if one.requires_grad else None for one in (total, gamma))
+            leaves = [leaf for leaf in (total, gamma) if leaf.requires_grad]
+            grads_of_leaves = iter(torch.autograd.grad(y.to(total.dtype), leaves, dy, create_graph=create_graph))
+            dx, dgamma = (next(grads_of_leaves) if leaf.requires_grad else None for leaf in (total, gamma))
             dx = dtotal if dx is None else dx if dtotal is None else dx + dtotal
         else:
             dx, dgamma, _ = kernels.norm_backward(dy, total, gamma, mean, rstd, "rms_norm", False, False, dtotal)
-        _, of_residual, *_ = ctx.needs_input_grad
-        return dx, dx if of_residual else None, dgamma, None
+        _, needs_dresidual, *_ = ctx.needs_input_grad
+        return dx, dx if needs_dresidual else None, dgamma, None
 
 
 def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) . gamma over the last dimension of x [..., K], of the dtype of both."""
+    """Return x / sqrt(mean(x^2) + eps) . gamma over the last dimension of x [..., K], of the dtype of both."""
     return norm_and_branch(x, gamma, eps)[0]
 
 
 def norm_and_branch(x: Tensor, gamma: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(``rms_norm`` of t, and t for the branch around what reads the norm): t is x, or x + residual in their dtype."""
+    """Return (``rms_norm`` of t, t for the branch around its readers); t is x, or x + residual in their dtype."""
     rows, added = as_rows(x), None if residual is None else as_rows(residual)
     if is_recorded(x, gamma, residual):
         y, total = _LeanNorm.apply(rows, added, gamma, eps)

@@ -12,14 +12,14 @@ from octavo.autograd.products import refuse_in_backward
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """See cross_entropy_of_rows. Saved are the logits and a number a row."""
+    """cross_entropy_of_rows with its gradient; it saves the logits and a number a row."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, softcap: float
     ) -> Tensor:
-        ctx.how = ignore_index, label_smoothing, softcap
-        losses, lse = kernels.cross_entropy(logits, target, *ctx.how)
+        ctx.options = ignore_index, label_smoothing, softcap
+        losses, lse = kernels.cross_entropy(logits, target, *ctx.options)
         ctx.save_for_backward(logits, target, lse)
         return losses
 
@@ -27,12 +27,12 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
         logits, target, lse = ctx.saved_tensors
-        return kernels.cross_entropy_backward(logits, target, *ctx.how, lse, grads[0]), None, None, None, None
+        return kernels.cross_entropy_backward(logits, target, *ctx.options, lse, grads[0]), None, None, None, None
 
 
 def cross_entropy_of_rows(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, softcap: float
 ) -> Tensor:
-    """Each row's loss [T], float32, of logits [T, V]; target [T] int64: the right column, or ``ignore_index``."""
+    """Return each row's loss [T], float32, of logits [T, V]; target [T] int64: the column, or ``ignore_index``."""
     losses: Tensor = _CrossEntropy.apply(logits, target, ignore_index, label_smoothing, softcap)
     return losses

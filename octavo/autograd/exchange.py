@@ -7,8 +7,8 @@ A rank sorts its rows by expert, and casts them by the recipe of the product tha
 one message. What a product reads as it lies is what it would read on one rank:
 
     a scale a row, or a block of a row   travels beside its codes; in a byte where it is a power of two
-    a scale a tensor                     of experts one each, of all ranks' rows, whose amax are agreed on before
-    in high precision                    is sent so: a product reads it, or scales are of several rows but not of all
+    a scale a tensor                     one for each expert, from the amax of all ranks' rows, taken before
+    in high precision                    is sent so: a product reads it, or a scale is shared by some rows, not all
 
 grad_weight reads rows along the tokens. Where one cast serves both layouts (per tensor) it reads these codes too; else
 what is read is cast from the values of the codes that were sent.
@@ -38,9 +38,9 @@ from octavo.tensor.pair import ForProducts, Operands
 
 
 class Exchange(NamedTuple):
-    """The ranks of the process group of this name, which hold as many of a mixture's experts each; and this one's.
+    """The name and size of the group whose ranks hold equally many of a mixture's experts, and this rank's number.
 
-    ``exact``: whether rows are sent in high precision that a product would read cast from the values of codes.
+    ``exact``: whether rows are sent in high precision where a product would else read a cast of the codes' values.
     ``average``: whether gradients of parameters, sums over all ranks' rows, are divided by the number of ranks.
     """
 
@@ -51,12 +51,12 @@ class Exchange(NamedTuple):
     average: bool = True
 
     def part(self, each: int) -> slice:
-        """The numbers of this rank's experts, of so many a rank."""
+        """Return the numbers of this rank's experts; ``each``: how many a rank has."""
         return slice(self.rank * each, (self.rank + 1) * each)
 
 
 class RowsToSend(NamedTuple):
-    """How rows are cast to be sent, by no cast in high precision, and whose products read them, as this role."""
+    """The cast of the rows to send (None: in high precision), their role, and the recipe whose products read them."""
 
     cast: Cast | None
     role: int
@@ -73,59 +73,61 @@ class ReceivedRows(ForProducts):
 
 
 class Journey(NamedTuple):
-    """Where the rows of one forward go."""
+    """The ranks and experts that the rows of one forward are sent to, by which their results come back."""
 
     exchange: Exchange
     offsets: Tensor  # int32 [E], where this rank's rows of each expert end
     sizes: list[int]  # how many those are
     sent: list[int]  # rows to each rank
     received: list[int]  # rows from each rank
-    routing: Routing  # sorts what was received by this rank's experts; rows of one are in the order of ranks
+    routing: Routing  # sorts received rows by this rank's experts; rows of one expert are in the order of ranks
 
 
 def dispatch(rows: Tensor, offsets: Tensor, exchange: Exchange, sending: RowsToSend) -> tuple[Tensor, Journey]:
-    """Rows [S, C] sorted by expert to the ranks that have these: rows [R, C] by this rank's experts, and their journey.
+    """Send rows [S, C], sorted by expert, to the experts' ranks; return rows [R, C] by local expert, and the Journey.
 
-    Gradients flow back. One collective tells all ranks the sizes of groups (and what they found of amax), which are
+    Gradients flow back. One collective tells all ranks the sizes of groups (and the amaxes of their rows), which are
     read on the host: an all-to-all needs them there.
     """
     experts = offsets.shape[0]
-    known = [torch.diff(offsets, prepend=offsets.new_zeros(1)), offsets.new_tensor([rows.shape[0]])]
+    counts = [torch.diff(offsets, prepend=offsets.new_zeros(1)), offsets.new_tensor([rows.shape[0]])]
     if _shares_scales(sending):
-        known.append(_amax_of_groups(rows.detach(), offsets).view(torch.int32))
-    own = torch.cat(known).unsqueeze(0)
+        counts.append(_amax_of_groups(rows.detach(), offsets).view(torch.int32))
+    local_counts = torch.cat(counts).unsqueeze(0)
     # [ranks, E + 1, or 2 E + 1]
-    every = c10d_ops.wait_tensor(c10d_ops.all_gather_into_tensor(own, exchange.size, exchange.group))
-    sizes: list[list[int]] = every[:, : experts + 1].tolist()
+    counts_of_ranks = c10d_ops.wait_tensor(c10d_ops.all_gather_into_tensor(local_counts, exchange.size, exchange.group))
+    sizes: list[list[int]] = counts_of_ranks[:, : experts + 1].tolist()
     for rank, (*of_experts, total) in enumerate(sizes):
         if sum(of_experts) != total:
             raise ValueError(f"rank {rank} has {total} rows, of which {sum(of_experts)} are of the {experts} experts")
-    each = experts // exchange.size
-    by_rank = [[sum(row[begin : begin + each]) for begin in range(0, experts, each)] for row in sizes]
-    here = every[:, exchange.part(each)].flatten()
+    experts_per_rank = experts // exchange.size
+    by_rank = [
+        [sum(row[begin : begin + experts_per_rank]) for begin in range(0, experts, experts_per_rank)] for row in sizes
+    ]
+    received_counts = counts_of_ranks[:, exchange.part(experts_per_rank)].flatten()
     received = [row[exchange.rank] for row in by_rank]
-    expert = torch.arange(each, device=offsets.device).repeat(exchange.size)
-    routing = Routing.of(expert.repeat_interleave(here, output_size=sum(received)), each)
+    expert = torch.arange(experts_per_rank, device=offsets.device).repeat(exchange.size)
+    routing = Routing.of(expert.repeat_interleave(received_counts, output_size=sum(received)), experts_per_rank)
     journey = Journey(exchange, offsets, sizes[exchange.rank][:-1], by_rank[exchange.rank], received, routing)
-    amax = every[:, experts + 1 :].view(torch.float32).amax(0) if _shares_scales(sending) else None
-    there = functools.partial(_send, journey=journey, sending=sending, amax=amax)
-    return _Travel.apply(rows, there, functools.partial(_bring_back, journey=journey)), journey
+    amax = counts_of_ranks[:, experts + 1 :].view(torch.float32).amax(0) if _shares_scales(sending) else None
+    send = functools.partial(_send, journey=journey, sending=sending, amax=amax)
+    return _Travel.apply(rows, send, functools.partial(_bring_back, journey=journey)), journey
 
 
 def combine(y: Tensor, journey: Journey, sending: RowsToSend) -> Tensor:
-    """The results [R, C] of dispatched rows back to where these came from: [S, C]; their gradient is sent as pairs."""
+    """Return the results [R, C] of dispatched rows to their own ranks: [S, C]; their gradient is sent as pairs."""
 
-    def there(grad: Tensor) -> Tensor:
+    def send(grad: Tensor) -> Tensor:
         grad, amax = grad.contiguous(), None
         if _shares_scales(sending):
             amax = maximum_over_ranks(_amax_of_groups(grad, journey.offsets), journey.exchange.group)
         return _send(grad, journey, sending, amax)
 
-    return _Travel.apply(y, functools.partial(_bring_back, journey=journey), there)
+    return _Travel.apply(y, functools.partial(_bring_back, journey=journey), send)
 
 
 class _Travel(torch.autograd.Function):
-    """Rows by one way, their gradient by the other."""
+    """Rows sent by one function, their gradient by the other."""
 
     @staticmethod
     def forward(
@@ -140,7 +142,7 @@ class _Travel(torch.autograd.Function):
 
 
 def _send(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Tensor | None) -> Tensor:
-    """What this rank's experts get. ``amax`` [E]: of all ranks' rows, where these share scales."""
+    """Return the rows that this rank's experts receive. ``amax`` [E]: of all ranks' rows, where these share scales."""
     cast, order, columns = sending.cast, journey.routing.order, rows.shape[1]
     if cast is None:
         return _all_to_all(rows, journey.sent, journey.received, journey.exchange)[order]
@@ -157,11 +159,11 @@ def _send(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Tensor | No
     if amax is None:
         codes, scales = unpack(received, columns, cast.format.dtype, cast.power_of_two, cast.tile)
     else:
-        here = journey.exchange.part(len(scale_inv) // journey.exchange.size)
-        codes, scales = received.view(cast.format.dtype), scale_inv[here]
+        local_experts = journey.exchange.part(len(scale_inv) // journey.exchange.size)
+        codes, scales = received.view(cast.format.dtype), scale_inv[local_experts]
     recipe, _, needs_dw, _ = sending.reader
-    how = recipe, sending.role, needs_dw, largest_amax, journey.routing.offsets
-    return ReceivedRows(operands_of_codes((codes, scales), *how), codes.shape, rows.dtype)
+    arguments = recipe, sending.role, needs_dw, largest_amax, journey.routing.offsets
+    return ReceivedRows(operands_of_codes((codes, scales), *arguments), codes.shape, rows.dtype)
 
 
 def _bring_back(y: Tensor, journey: Journey) -> Tensor:
@@ -173,16 +175,16 @@ def _shares_scales(sending: RowsToSend) -> bool:
 
 
 def _amax_of_groups(rows: Tensor, offsets: Tensor) -> Tensor:
-    """The amax [E] of each group; 0 of those without rows."""
-    found = rows.new_zeros(offsets.shape[0] + 1, dtype=torch.float32)  # the last of rows in no group
+    """Return the amax [E] of each group; 0 for a group without rows."""
+    amax = rows.new_zeros(offsets.shape[0] + 1, dtype=torch.float32)  # the last: of rows in no group
     if len(rows):
         of_rows = kernels.amax(rows, (1, ALL)).flatten()
-        found.scatter_reduce_(0, group_of_rows(offsets, len(rows)), of_rows, "amax")
-    return found[:-1]
+        amax.scatter_reduce_(0, group_of_rows(offsets, len(rows)), of_rows, "amax")
+    return amax[:-1]
 
 
 def _cast_by_group(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes [S, C], scale_inv [E, 1]) of scales that follow from ``amax`` [E] of all ranks, or are delayed."""
+    """Return (codes [S, C], scale_inv [E, 1]) by scales from ``amax`` [E] of all ranks, or by delayed scales."""
     cast = sending.cast
     assert cast is not None
     delayed = None
@@ -193,9 +195,11 @@ def _cast_by_group(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Te
     groups = zip(rows.split(journey.sizes), q.split(journey.sizes), scale.split(1), strict=True)
     if parts := [group for group in groups if len(group[0])]:
         xs, codes, scales = map(list, zip(*parts, strict=True))
-        found = [[scale.new_empty(1, 1) for _ in xs] for _ in range(2)]  # scale_inv and amax, which are known
-        how = cast.tile, cast.power_of_two, cast.margin
-        kernels.multi_tensor_cast(xs, codes, [], *found, scales, 0, *how, None)
+        outputs = [
+            [scale.new_empty(1, 1) for _ in xs] for _ in range(2)
+        ]  # for scale_inv and amax, which are known already
+        options = cast.tile, cast.power_of_two, cast.margin
+        kernels.multi_tensor_cast(xs, codes, [], *outputs, scales, 0, *options, None)
     return q, scale_inv_from_scale(scale).unsqueeze(1)
 
 

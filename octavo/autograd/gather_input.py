@@ -9,10 +9,10 @@ Each rank casts its tokens, and codes and scales are what is sent:
     per tensor     one collective of 4 bytes finds the largest amax first, under Delayed too, where a first step has no
                    scale. The codes serve both products that read them
     rows, blocks   each token's scales are sent beside its codes. grad_weight reads along the tokens, in another
-                   scaling, and that is cast from the values of the codes that were gathered
-    exact          the same, but what grad_weight reads is cast from high precision: of an input in backward, of this
-                   rank's tokens, which forward kept, and gathered then. Columns (PerRow transposed) first agree on the
-                   largest amax of each, 4 bytes a feature. Gradients are gathered in their dtype
+                   scaling, which is cast from the values of the gathered codes
+    exact          the same, but grad_weight's operand is cast from high precision: of an input in backward, from this
+                   rank's tokens, which forward kept, and gathered then. For columns (PerRow transposed) ranks first
+                   take the largest amax of each, 4 bytes a feature. Gradients are gathered in their dtype
 
 Sums are in the tensor's dtype, or as ``wire.reduce`` makes them.
 
@@ -45,12 +45,13 @@ _REMEDY = (
 
 
 class Wire(NamedTuple):
-    """How tokens are gathered and scattered: by the process group of this name, of so many ranks.
+    """The process group that gathers and scatters tokens, and how; ``group`` is its name, ``ranks`` its size.
 
     ``runs``: how many runs of consecutive tokens a rank's rows are, one for each sequence where these are sharded.
-    ``exact``: whether grad_weight reads what was never rounded before. ``reduce``: what makes sums of a group's ranks,
-    of all parts one after the other along dimension 0, this rank's part; None: they are in the tensor's dtype.
-    ``memo``: what the first reader of an exact input has gathered in backward, for the others; None in compiled graphs.
+    ``exact``: whether grad_weight reads a cast of unrounded values. ``reduce``: (addends, group) -> this rank's part of
+    their sum, whose parts are along dimension 0; None: torch's reduce-scatter, in the tensor's dtype.
+    ``memo``: the pair that the first reader of an exact input has gathered in backward, for the others; None in
+    compiled graphs.
     """
 
     group: str
@@ -62,16 +63,16 @@ class Wire(NamedTuple):
 
 
 class GatheredInput:
-    """What a layer takes in place of a whole input [..., K] that only its pairs are there of.
+    """A stand-in for a gathered input [..., K] that exists as pairs only.
 
-    It is no tensor, so that torch.compile traces what holds pairs and gradients as the tensors that they are.
+    It is no tensor, so that torch.compile traces the pairs and gradients that it holds as tensors.
 
     Attributes:
         carrier: [..., K] without memory; the gradient of the whole input flows to it.
         operands: the pairs, of [T, K]; transposed None where no product reads it, or backward gathers it, from
             ``shard``. The amax of the whole input, for a Delayed rule.
-        shard: this rank's rows [R, K]; None where nothing is gathered of it any more.
-        casts, wire: what it was cast by, and how it was gathered.
+        shard: this rank's rows [R, K]; None where backward gathers nothing.
+        casts, wire: the options of its casts (``arguments_of``), and how it was gathered.
     """
 
     def __init__(self, carrier: Tensor, operands: Operands, shard: Tensor | None, casts: Any, wire: Wire) -> None:
@@ -82,7 +83,7 @@ class GatheredInput:
         raise UnsupportedOpError(f"{getattr(func, '__name__', func)} {_REMEDY}")
 
     def __getattr__(self, name: str) -> Any:
-        """What modules ask of their input; else UnsupportedOpError, or AttributeError of what no tensor has."""
+        """Return an attribute that modules read; raise UnsupportedOpError for tensors' others, else AttributeError."""
         if name in ("shape", "dtype", "device", "ndim", "size", "is_meta", "requires_grad", "dim"):
             return getattr(self.carrier, name)
         return self.__torch_function__(getattr(torch.Tensor, name), ())
@@ -95,9 +96,9 @@ class GatheredGradient(ForProducts):
 
 
 class GatherReader(NamedTuple):
-    """Who reads what is gathered: a recipe's products, with delayed state; ``needs_dw``: grad_weight among them.
+    """The recipe whose products read a gathered tensor, its delayed state, and whether grad_weight is among them.
 
-    ``observers``: who sees the cast of each rank's own tokens, beside the recipe that is observed.
+    ``observers``: (recipe, observer) pairs that see the cast of each rank's own tokens.
     """
 
     recipe: Recipe
@@ -118,14 +119,14 @@ def can_gather(reader: GatherReader, role: int, tokens: int, exact: bool) -> boo
 
 
 def arguments_of(recipe: Recipe) -> tuple[Any, ...]:
-    """How a recipe casts an input, as values that a compiled graph can hold."""
+    """Return the options of a recipe's casts of an input, as values that a compiled graph can hold."""
     return tuple(None if cast is None else (cast.is_delayed, *cast.arguments) for cast in recipe.input_casts[:2])
 
 
 def _gathered(x: Tensor, wire: Wire) -> Tensor:
-    """All ranks' x [R, .], in the order of the tokens of each sequence: [T, .]."""
-    own = (x.view(torch.uint8) if x.itemsize == 1 else x).contiguous()
-    whole: Tensor = c10d_ops.wait_tensor(c10d_ops.all_gather_into_tensor(own, wire.ranks, wire.group))
+    """Return all ranks' x [R, .], in the order of the tokens of each sequence: [T, .]."""
+    part = (x.view(torch.uint8) if x.itemsize == 1 else x).contiguous()
+    whole: Tensor = c10d_ops.wait_tensor(c10d_ops.all_gather_into_tensor(part, wire.ranks, wire.group))
     if wire.runs > 1:
         length = x.shape[0] // wire.runs
         whole = whole.view(wire.ranks, wire.runs, length, x.shape[1]).transpose(0, 1).flatten(0, 2)
@@ -133,31 +134,31 @@ def _gathered(x: Tensor, wire: Wire) -> Tensor:
 
 
 def scattered(x_TC: Tensor, wire: Wire) -> Tensor:
-    """This rank's rows [R, C] of the sum over ranks of x."""
+    """Return this rank's rows [R, C] of the sum over ranks of x."""
     if wire.runs > 1:  # parts one after the other
         length = x_TC.shape[0] // (wire.runs * wire.ranks)
         x_TC = x_TC.view(wire.runs, wire.ranks, length, x_TC.shape[1]).transpose(0, 1).flatten(0, 2)
     if wire.reduce is not None:
         return wire.reduce(x_TC.contiguous(), wire.group)
-    found = c10d_ops.reduce_scatter_tensor(x_TC.contiguous(), "sum", wire.ranks, wire.group)
-    return c10d_ops.wait_tensor(found)
+    part = c10d_ops.reduce_scatter_tensor(x_TC.contiguous(), "sum", wire.ranks, wire.group)
+    return c10d_ops.wait_tensor(part)
 
 
 def _gather(source: Tensor | NormSource, reader: GatherReader, role: int, wire: Wire, keep: bool = False) -> Operands:
-    """The pairs of all ranks' rows, of this rank's or of their norm, whose ``of_norm`` is of this rank's."""
+    """Return the pairs of all ranks' rows, or of their norm; ``of_norm`` is that of this rank's rows."""
     recipe, state, needs_dw, observers = reader
     casts, scale, amax = recipe.casts[role], None, None
     cast = casts.as_is
     assert cast is not None
     if isinstance(source, NormSource):
-        of_norm = source._asdict()
-        rows = of_norm.pop("x")
+        norm_arguments = source._asdict()
+        rows = norm_arguments.pop("x")
     else:
-        rows, of_norm = source, {}
+        rows, norm_arguments = source, {}
     if cast.tile == (ALL, ALL):
         delayed = state.in_force(role) if cast.is_delayed and state is not None else None
-        scale, amax = scale_of_whole(rows, role, cast.arguments, wire.group, (), delayed, **of_norm)
-    q, _, scale_inv, _, *rest = kernels.cast(rows, scale, role, *cast.arguments, **of_norm, keep=keep)
+        scale, amax = scale_of_whole(rows, role, cast.arguments, wire.group, (), delayed, **norm_arguments)
+    q, _, scale_inv, _, *norm_results = kernels.cast(rows, scale, role, *cast.arguments, **norm_arguments, keep=keep)
     for observed, observer in observers:
         observer.cast(observed, role, lambda: rows, Operands((q, scale_inv)))
     if cast.tile == (ALL, ALL):
@@ -166,13 +167,13 @@ def _gather(source: Tensor | NormSource, reader: GatherReader, role: int, wire: 
         message = _gathered(pack(q, scale_inv, cast.power_of_two), wire)
         q, scale_inv = unpack(message, q.shape[1], q.dtype, cast.power_of_two, cast.tile)
     transposed = needs_dw and (casts.once or not wire.exact)
-    return operands_of_codes((q, scale_inv), recipe, role, transposed, amax)._replace(of_norm=rest)
+    return operands_of_codes((q, scale_inv), recipe, role, transposed, amax)._replace(of_norm=norm_results)
 
 
 def gather_norm(
     source: NormSource, recipe: Recipe, needs_dw: bool, state: State | None, keep: bool, wire: Wire
 ) -> tuple[Operands, Tensor | None, Tensor, Tensor]:
-    """``cast_norm`` of this rank's rows, with the pairs of all; y is kept too if backward gathers it transposed."""
+    """Return ``cast_norm`` of this rank's rows, with all ranks' pairs; y also if backward gathers it transposed."""
     keep = keep or (needs_dw and wire.exact and not recipe.input_casts.once)
     operands = _gather(source, GatherReader(recipe, state, needs_dw), INPUT, wire, keep)
     mean, rstd, y = operands.of_norm
@@ -180,34 +181,34 @@ def gather_norm(
 
 
 def gathered_transposed(x_RK: Tensor, recipe: Recipe, wire: Wire, observer: Any = None) -> CodesAndScale:
-    """The pair of the whole input transposed [K, T], in backward, of this rank's rows.
+    """Return the pair of the whole input transposed [K, T], in backward, from this rank's rows.
 
-    For an observer that reads casts each reader casts anew what the first has gathered for all.
+    An observer counts each reader's cast; only the gather is shared by readers.
     """
     if wire.memo and (observer is None or observer.counts is None):
         return wire.memo[0]
     cast, rows = recipe.input_casts.transposed, x_RK
     assert cast is not None
-    own = len(rows)
-    if by_column := cast.tile[1] == ALL:  # a row more, of all ranks' amax, makes the scales those of whole columns
+    local_rows = len(rows)
+    if by_column := cast.tile[1] == ALL:  # a last row of all ranks' amaxes gives each column the whole column's scale
         columns = maximum_over_ranks(kernels.amax(rows, (ALL, 1)), wire.group)
         rows = torch.cat([rows, columns.view(1, -1).to(rows.dtype)])
     q, _, scale_inv, *_ = kernels.cast(rows, None, INPUT, *cast.arguments_transposed)
     if observer is not None:
-        observer.cast(recipe, INPUT, lambda: x_RK, Operands(None, (q[:own].t(), scale_inv.t())))
+        observer.cast(recipe, INPUT, lambda: x_RK, Operands(None, (q[:local_rows].t(), scale_inv.t())))
         if wire.memo:
             return wire.memo[0]
     if not by_column:  # [blocks, K]
         sent = bytes_of(scale_inv, cast.power_of_two)
         scale_inv = scales_from(_gathered(sent, wire), cast.power_of_two, cast.tile[::-1])
-    pair = transposed_pair(_gathered(q[:own], wire), scale_inv, recipe.pads)
+    pair = transposed_pair(_gathered(q[:local_rows], wire), scale_inv, recipe.pads)
     if wire.memo is not None:
         wire.memo.append(pair)
     return pair
 
 
 class _Carrier(torch.autograd.Function):
-    """The whole input's shape, without memory; backward the sums of its gradient are scattered."""
+    """A tensor of the whole input's shape, without memory; backward the sums of its gradient are scattered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, wire: Wire) -> Tensor:
@@ -220,16 +221,16 @@ class _Carrier(torch.autograd.Function):
 
 
 class _ScatterOutput(torch.autograd.Function):
-    """Sums forward; the gradient's codes and scales backward, or where there is no reader itself."""
+    """Sums forward; backward the gradient's codes and scales, without a reader the gradient in high precision."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, dim: int, reader: GatherReader | None, wire: Wire, needs_db: bool) -> Tensor:
-        ctx.how, ctx.shape = (reader, wire, needs_db), y.shape
+        ctx.options, ctx.shape = (reader, wire, needs_db), y.shape
         return scattered(as_rows(y), wire).view(*y.shape[:dim], y.shape[dim] // wire.ranks, *y.shape[dim + 1 :])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (reader, wire, needs_db), rows = ctx.how, as_rows(grads[0])
+        (reader, wire, needs_db), rows = ctx.options, as_rows(grads[0])
         if reader is None:
             return _gathered(rows, wire).view(ctx.shape), None, None, None, None
         operands = _gather(rows, reader, GRAD_OUTPUT, wire)
@@ -240,9 +241,9 @@ class _ScatterOutput(torch.autograd.Function):
 
 
 def gather_input(x: Tensor, dim: int, reader: GatherReader, wire: Wire) -> GatheredInput:
-    """The whole input, of this rank's tokens x [..., s, K], bf16, fp16 or fp32; every rank of the group calls it.
+    """Return the whole input, from this rank's tokens x [..., s, K], bf16, fp16 or fp32; all ranks of a group call it.
 
-    ``dim`` is that of the tokens, ``reader`` one that ``can_gather`` it.
+    ``dim`` is that of the tokens; ``can_gather`` must hold for ``reader``.
     """
     rows = as_rows(x.detach())
     operands = _gather(rows, reader, INPUT, wire)
@@ -251,9 +252,9 @@ def gather_input(x: Tensor, dim: int, reader: GatherReader, wire: Wire) -> Gathe
 
 
 def scatter_output(y: Tensor, dim: int, reader: GatherReader | None, wire: Wire, needs_db: bool) -> Tensor:
-    """This rank's tokens [..., s, N] of the sum over ranks of y [..., S, N], bf16, fp16 or fp32.
+    """Return this rank's tokens [..., s, N] of the sum over ranks of y [..., S, N], bf16, fp16 or fp32.
 
-    ``dim`` is that of the tokens. ``reader``: of the gradient, if it ``can_gather`` it; None: it is gathered in its
-    dtype. ``needs_db``: whether it also gives a bias's gradient.
+    ``dim`` is that of the tokens. ``reader``: of the gradient, where ``can_gather`` holds; None: it is gathered in
+    its dtype. ``needs_db``: whether it also gives a bias's gradient.
     """
     return _ScatterOutput.apply(y, dim, reader, wire, needs_db)

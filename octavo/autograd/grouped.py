@@ -25,7 +25,7 @@ _ALIGNMENT = 16  # bytes; torch.nn.functional.grouped_mm asks it of strides
 
 
 def transposed_codes(q_RC: Tensor, offsets: Tensor, pad: int) -> Tensor:
-    """Codes of rows in groups transposed [C, Rp] and padded, as ``cast`` writes them."""
+    """Return codes of rows in groups transposed [C, Rp] and padded, as ``cast`` writes them."""
     rows, columns = q_RC.shape
     laid = q_RC.new_zeros(columns, padded_columns(rows, len(offsets), pad), dtype=torch.uint8)
     laid[:, _columns_of_rows(offsets, rows, pad)] = q_RC.view(torch.uint8).t()
@@ -33,21 +33,21 @@ def transposed_codes(q_RC: Tensor, offsets: Tensor, pad: int) -> Tensor:
 
 
 def rows_of_codes(q_CR: Tensor, offsets: Tensor | None, rows: int, pad: int) -> Tensor:
-    """Transposed codes as they lie: [R, C] of so many rows, in groups or not; those of rows in no group are any."""
+    """Return transposed codes as rows [R, C], in groups or not; those of rows in no group may be anything."""
     if offsets is None or q_CR.shape[1] == rows:
         return q_CR.t()[:rows]
     return q_CR.view(torch.uint8).t()[_columns_of_rows(offsets, rows, pad)].view(q_CR.dtype)
 
 
 def _columns_of_rows(offsets: Tensor, rows: int, pad: int) -> Tensor:
-    """Where transposed codes [C, Rp] have each row [R]."""
+    """Return the column [R] of each row in transposed codes [C, Rp]."""
     group = group_of_rows(offsets, rows).clamp(max=offsets.shape[0] - 1)
     shifts = F.pad(padded_ends(offsets, pad) - offsets, (1, 0))[:-1]
     return torch.arange(rows, device=offsets.device) + shifts[group]
 
 
 def padded_ends(offsets: Tensor, pad: int) -> Tensor:
-    """Where groups end whose sizes are padded, int32."""
+    """Return the cumulative ends [G] int32 of groups whose sizes are padded."""
     sizes = offsets.diff(prepend=offsets.new_zeros(1))
     return ((sizes + pad - 1) // pad * pad).cumsum(0).to(torch.int32)
 
@@ -57,32 +57,34 @@ def cast_matrices(
 ) -> Operands:
     """Cast every group's matrix by one scaling: pairs of codes [G, N, K'] as they lie and [G, K, N'] transposed."""
     as_is, transposed = layouts
-    how = cast.arguments if as_is else cast.arguments_transposed
-    flipped = weight_GNK.mT.is_contiguous() and not weight_GNK.is_contiguous()  # a parameter that is stored [G, K, N]
-    laid = weight_GNK.mT if flipped else weight_GNK.contiguous()
-    if flipped:
-        how = how[0], how[1][::-1], *how[2:]
+    options = cast.arguments if as_is else cast.arguments_transposed
+    is_swapped = weight_GNK.mT.is_contiguous() and not weight_GNK.is_contiguous()  # a parameter stored [G, K, N]
+    laid = weight_GNK.mT if is_swapped else weight_GNK.contiguous()
+    if is_swapped:
+        options = options[0], options[1][::-1], *options[2:]
         as_is, transposed = transposed, as_is
     groups, rows, _ = laid.shape
     ends = torch.arange(rows, groups * rows + 1, rows, dtype=torch.int32, device=laid.device)
-    lays = transposed and needs_transposed_codes(laid.device)
-    written = {"offsets": ends, "as_is": as_is or not lays}
-    q, q_t, scale_inv, amax = kernels.cast(laid.flatten(0, 1), delayed_scale, role, *how, lays, pad, **written)
+    writes_transposed = transposed and needs_transposed_codes(laid.device)
+    group_options = {"offsets": ends, "as_is": as_is or not writes_transposed}
+    q, q_t, scale_inv, amax = kernels.cast(
+        laid.flatten(0, 1), delayed_scale, role, *options, writes_transposed, pad, **group_options
+    )
     pair = pair_t = None
-    if as_is or not lays:
-        pair = of_equal_groups(q, scale_inv, how[1], laid.shape)
+    if as_is or not writes_transposed:
+        pair = of_equal_groups(q, scale_inv, options[1], laid.shape)
     if transposed:
         pair_t = (
-            of_equal_groups(q_t, scale_inv, how[1], laid.shape, pad, transposed=True)
-            if lays
+            of_equal_groups(q_t, scale_inv, options[1], laid.shape, pad, transposed=True)
+            if writes_transposed
             else (pair[0].mT, pair[1].mT)  # type: ignore[index]
         )
-    first, second = (pair_t, pair if as_is else None) if flipped else (pair if as_is else None, pair_t)
+    first, second = (pair_t, pair if as_is else None) if is_swapped else (pair if as_is else None, pair_t)
     return Operands(first, second, amax.amax(0, keepdim=True) if cast.is_delayed else None)
 
 
 class Routing(NamedTuple):
-    """How rows are sorted: sorted row i is row ``order[i]``, row j is sorted row ``inverse[j]``; [S] both.
+    """An order of rows: sorted row i is row ``order[i]``, row j is sorted row ``inverse[j]``; [S] both.
 
     ``offsets`` [E] int32: where each expert's rows end.
     """
@@ -94,23 +96,23 @@ class Routing(NamedTuple):
     @classmethod
     def of(cls, expert_S: Tensor, experts: int) -> Routing:
         """Sort rows by their expert; those of no expert, E or more, come last and belong to no group."""
-        found, order = torch.sort(expert_S, stable=True)
+        sorted_experts, order = torch.sort(expert_S, stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        every = torch.arange(experts, device=found.device, dtype=found.dtype)
-        return cls(order, inverse, torch.searchsorted(found, every, right=True, out_int32=True))
+        expert_numbers = torch.arange(experts, device=sorted_experts.device, dtype=sorted_experts.dtype)
+        return cls(order, inverse, torch.searchsorted(sorted_experts, expert_numbers, right=True, out_int32=True))
 
 
 def group_of_rows(offsets: Tensor, rows: int) -> Tensor:
-    """The group [R] int64 of each row; of rows in no group the number of groups."""
+    """Return the group [R] int64 of each row; the number of groups for rows in no group."""
     return torch.searchsorted(offsets, torch.arange(rows, dtype=torch.int32, device=offsets.device), right=True)
 
 
 @torch.library.custom_op("octavo::grouped_mm", mutates_args=())
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """In high precision, of one dtype: a [R, K] . b [G, K, N] -> [R, N]; or a [N, R] . b [R, K] -> [G, N, K].
+    """Multiply in high precision, in one dtype: a [R, K] . b [G, K, N] -> [R, N]; or a [N, R] . b [R, K] -> [G, N, K].
 
-    torch.nn.functional.grouped_mm, in whose results rows in no group are zero; and of sizes that it refuses, and
-    compiled of dtypes that its fake refuses (torch 2.13 knows bf16 only).
+    It is torch.nn.functional.grouped_mm, but rows in no group are zero; it also takes sizes that that one refuses, and
+    compiled the dtypes that its fake refuses (torch 2.13 knows bf16 only).
     """
     if offsets.device.type == "cpu":  # a GPU would have to be waited for
         check_offsets(offsets, (a if b.ndim == 3 else b).shape[0])
@@ -156,21 +158,21 @@ tell_torch_of_products({torch.ops.octavo.grouped_mm: lambda a, b, *_, **__: 2 * 
 
 
 def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, bias_GN: Tensor | None, offsets: Tensor) -> Tensor:
-    """The output product [R, N] in high precision, all of one dtype; rows in no group are zero."""
+    """Return the output product [R, N] in high precision, all of one dtype; rows in no group are zero."""
     y_RN = grouped_mm(x_RK, weight_GNK.mT, offsets)
     if bias_GN is None:
         return y_RN
-    # a product, whose gradient adds rows in float32: an index's would in the bias's dtype
+    # by a product, whose gradient adds rows in float32; an index's gradient would add them in the bias's dtype
     return y_RN + grouped_mm(x_RK.new_ones(x_RK.shape[0], 1), bias_GN.unsqueeze(1), offsets)
 
 
 def group_sums(x_RN: Tensor, offsets: Tensor) -> Tensor:
-    """Each group's sum of rows [G, N], added in float32 and rounded once; 0 of a group without rows."""
+    """Return each group's sum of rows [G, N], added in float32 and rounded once; 0 for a group without rows."""
     return grouped_mm(x_RN.new_ones(1, 1).expand(1, x_RN.shape[0]), x_RN, offsets)[:, 0]
 
 
 def scales_of_rows(scale_inv: Tensor, tile: Sequence[int], offsets: Tensor, rows: int) -> tuple[Tensor, Sequence[int]]:
-    """What ``cast`` of R rows returned, as a scale for each row, and its tile."""
+    """Return the scales that ``cast`` of R rows in groups returned as scales of each row, and the tile of these."""
     height = tile[0]
     if height == 1:
         return scale_inv, tile

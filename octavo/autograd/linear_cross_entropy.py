@@ -10,7 +10,7 @@ The factor that backward brings (1 / the number of rows, a loss scale) multiplie
 before it is computed, 2^15 in E5M2, and no pass looks for its amax: one launch reads logits and writes codes. E5M2
 reaches 2^-31 of the largest there; E4M3 would reach 2^-17, which is what each of 131,072 columns has at the beginning.
 That is so where a scale spans the contraction, by tensor and by row. Blocks along it are cast by the recipe's own cast
-of grad_output, to which each chunk has all that they need.
+of grad_output: a chunk holds whole blocks.
 
 Saved for backward are dx and, where grad_weight is in FP8, G's codes transposed, a byte a logit, and those of x: dW is
 one product with one rounding. In high precision dW is added up in float32 in forward, which is 4 bytes an element of
@@ -30,9 +30,9 @@ from octavo.autograd.casts import GRAD_OUTPUT, INPUT, CodesAndScale, cast_role
 from octavo.autograd.products import (
     Layer,
     Saved,
-    asked,
     commit_forward,
     gradients,
+    gradients_needed_now,
     input_operands,
     is_recorded,
     output,
@@ -58,7 +58,7 @@ ROWS = 4096
 class LossOfRows(NamedTuple):
     """A loss [T] of rows of logits, by targets [T] int64, as kernels/reference/cross_entropy.py computes it.
 
-    ``divisor``: what the sum of the losses is divided by, int64 []; None: nothing.
+    ``divisor``: int64 [], divides the sum of the losses; None: nothing does.
     """
 
     target: Tensor
@@ -82,24 +82,24 @@ class _Gradients(NamedTuple):
 
 
 def _needs_no_amax(cast: Cast | None) -> bool:
-    """Whether a cast of grad_output gives way to one by the scale of numbers in [-1, 1]; see the file."""
+    """Whether the fixed scale of numbers in [-1, 1] replaces a cast of grad_output; see the file."""
     return cast is not None and cast.tile[1] == ALL
 
 
 def _format(recipe: Recipe) -> Format:
-    """The format of that cast: E4M3 only beside an operand in E5M2, as no GPU multiplies two of those."""
+    """Return the format of codes by the fixed scale: E4M3 only beside E5M2, as no GPU multiplies E5M2 by E5M2."""
     others = [product[1].format for product in (recipe.grad_input, recipe.grad_weight) if product is not None]
     return E4M3 if E5M2 in others else E5M2
 
 
 def _unit_scale_inv(recipe: Recipe, cast: Cast, rows: int, like: Tensor) -> Tensor:
-    """The scale_inv of that cast's codes [rows, ...], for a product that reads a scale by tensor or by row."""
+    """Return the scale_inv of codes [rows, ...] by the fixed scale, as a product reads it: by tensor or by row."""
     value = 1.0 / scale_of_unit(_format(recipe).max)
     return like.new_full((1 if cast.tile[0] == ALL else rows, 1), value, dtype=torch.float32)
 
 
 def _rows_of_chunk(recipe: Recipe) -> int:
-    """ROWS, rounded to whole blocks of rows."""
+    """Return ROWS, rounded to whole blocks of rows."""
     along = (recipe.input_casts.as_is, 0), (recipe.grad_output_casts.as_is, 0), (recipe.grad_output_casts.transposed, 1)
     blocks = [cast.tile[dim] for cast, dim in along if cast is not None and cast.tile[dim] != ALL]
     unit = math.lcm(16, *blocks)
@@ -107,14 +107,14 @@ def _rows_of_chunk(recipe: Recipe) -> int:
 
 
 def _part(pair: CodesAndScale, cast: Cast, rows: slice) -> CodesAndScale:
-    """Some rows of a pair, which are whole tiles."""
+    """Return some rows of a pair, which are whole tiles."""
     q, scale_inv = pair
     high = cast.tile[0]
     return q[rows], scale_inv if high == ALL else scale_inv[rows.start // high : -(-rows.stop // high)]
 
 
 class _Chunks:
-    """What all chunks share, and what they add up to."""
+    """The tensors that all chunks of rows share, and the loss and gradients that chunks add up to."""
 
     def __init__(
         self, x_TK: Tensor, x: Operands, weight_NK: Tensor, bias: Tensor | None, loss: LossOfRows, layer: Layer
@@ -131,7 +131,7 @@ class _Chunks:
         self.lays = needs_transposed_codes(x_TK.device)
 
     def run(self, needs: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, _Gradients]:
-        """(losses [T], the logarithms of the sums of exponentials [T], the gradients that are needed)."""
+        """Return (losses [T], the logarithms of the sums of exponentials [T], the gradients that are needed)."""
         recipe, (tokens, _), columns = self.layer.recipe, self.x_TK.shape, self.weight_NK.shape[0]
         step, parts, scales, dxs = _rows_of_chunk(recipe), [], [], []
         dw = db = codes = None
@@ -141,7 +141,7 @@ class _Chunks:
         elif needs[1] and recipe.grad_weight is not None:
             at_once = _needs_no_amax(recipe.grad_weight[0])
             shape = (columns, padded(tokens, self.pad)) if self.lays else (tokens, columns)
-            # what torch copies into is bytes: Inductor computes nothing of float8
+            # bytes where torch copies into them: Inductor computes nothing of float8
             codes = self.x_TK.new_empty(shape, dtype=_format(recipe).dtype if at_once else torch.uint8)
         if needs[2]:
             db = self.x_TK.new_zeros(columns, dtype=torch.float32)
@@ -162,7 +162,7 @@ class _Chunks:
                 scales.append(scale_inv)
             if db is not None and g is not None:
                 db += g.sum(0, dtype=torch.float32)
-        losses, lse = (torch.cat(one) for one in zip(*parts, strict=True))
+        losses, lse = (torch.cat(chunks) for chunks in zip(*parts, strict=True))
         if codes is not None and recipe.grad_weight is not None:
             codes = codes if self.lays else codes.t()
             codes = codes if at_once else codes.view(recipe.grad_weight[0].format.dtype)
@@ -170,7 +170,7 @@ class _Chunks:
         return losses, lse, _Gradients(torch.cat(dxs) if dxs else None, dw, db, codes, scale_inv)
 
     def _saved(self, needs_dx: bool) -> Saved:
-        """What a chunk's dx is computed of besides its G."""
+        """Return the tensors that a chunk's dx is computed from, besides its G."""
         layer, source = self.layer, self.layer.weight.source
         saved = to_save(None, Operands(), self.weight_NK, layer, needs_dx, False)
         if needs_dx and source is not None and layer.recipe.grad_input is not None:  # FSDP1's and ZeRO-3's: once
@@ -182,7 +182,7 @@ class _Chunks:
         return saved
 
     def _losses(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """A chunk's logits, losses and logarithms of sums of exponentials."""
+        """Return a chunk's logits, losses and logarithms of sums of exponentials."""
         recipe, x = self.layer.recipe, Operands()
         if recipe.output is not None and self.x.as_is is not None:
             x = Operands(_part(self.x.as_is, recipe.output[0], rows))
@@ -192,28 +192,28 @@ class _Chunks:
     def _cast(
         self, logits: Tensor, rows: slice, lse: Tensor, needs: tuple[bool, bool, bool], codes: Tensor | None
     ) -> tuple[CodesAndScale | None, Tensor | None, Tensor | None]:
-        """(G of a chunk as dx's product reads it, the scales of its codes transposed, G itself), if they are needed.
+        """Return (G of a chunk as dx's product reads it, the scales of its codes transposed, G itself), each if needed.
 
-        Its codes transposed are written where they lie among all rows', in ``codes``. Their scales are None where all
-        are that of numbers in [-1, 1].
+        Its codes transposed are written to their place among all rows', in ``codes``. Their scales are None where all
+        are the fixed scale of numbers in [-1, 1].
         """
-        recipe, how = self.layer.recipe, (self.loss.target[rows], *self.loss[1:4], lse)
+        recipe, loss_arguments = self.layer.recipe, (self.loss.target[rows], *self.loss[1:4], lse)
         casts = recipe.grad_output_casts
         as_is, laid = casts.as_is if needs[0] else None, casts.transposed if needs[1] else None
         at_once, at_once_laid = _needs_no_amax(as_is), _needs_no_amax(laid)
         pair = scale_inv = g = None
         if at_once or at_once_laid:
-            q = nothing = logits.new_empty((0, 0), dtype=_format(recipe).dtype)
+            q = no_codes = logits.new_empty((0, 0), dtype=_format(recipe).dtype)
             if at_once_laid and codes is not None and not self.lays:
                 q = codes[rows]
             elif at_once:
-                q = logits.new_empty((logits.shape[0], padded(logits.shape[1], self.pad)), dtype=nothing.dtype)
-            there = codes if at_once_laid and codes is not None and self.lays else nothing
-            kernels.cross_entropy_codes(logits, *how, q, there, rows.start)
+                q = logits.new_empty((logits.shape[0], padded(logits.shape[1], self.pad)), dtype=no_codes.dtype)
+            codes_out = codes if at_once_laid and codes is not None and self.lays else no_codes
+            kernels.cross_entropy_codes(logits, *loss_arguments, q, codes_out, rows.start)
             if at_once and as_is is not None:
                 pair = q, _unit_scale_inv(recipe, as_is, q.shape[0], q)
         if needs[2] or (needs[0] and not at_once) or (needs[1] and not at_once_laid):
-            g = kernels.cross_entropy_backward(logits, *how, lse.new_ones(1).expand(len(lse)))
+            g = kernels.cross_entropy_backward(logits, *loss_arguments, lse.new_ones(1).expand(len(lse)))
         has_amax = as_is is not None and not at_once, laid is not None and not at_once_laid
         if any(has_amax) and g is not None:
             cast = cast_role(g, recipe, GRAD_OUTPUT, *has_amax, None)
@@ -227,14 +227,14 @@ class _Chunks:
 
 @torch.library.custom_op("octavo::join_scales", mutates_args=())
 def join_scales(chunks: list[Tensor]) -> Tensor:
-    """Chunks' scales [R, C] beside each other, laid by columns as a cast of all rows lays them.
+    """Return chunks' scales [R, C] beside each other, laid by columns as a cast of all rows lays them.
 
-    An op, as Inductor computes nothing of E8M0.
+    It is an op because Inductor computes nothing of E8M0.
     """
-    laid = [scale_inv.t() for scale_inv in chunks]
+    transposed = [scale_inv.t() for scale_inv in chunks]
     if chunks[0].dtype is E8M0:
-        return torch.cat([scale_inv.view(torch.uint8) for scale_inv in laid]).view(E8M0).t()
-    return torch.cat(laid).t()
+        return torch.cat([scale_inv.view(torch.uint8) for scale_inv in transposed]).view(E8M0).t()
+    return torch.cat(transposed).t()
 
 
 @join_scales.register_fake
@@ -244,7 +244,7 @@ def _(chunks: list[Tensor]) -> Tensor:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """See the file."""
+    """linear_cross_entropy_of_rows with its gradients."""
 
     @staticmethod
     def forward(
@@ -257,13 +257,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         read: ReadTensor | None,
     ) -> Tensor:
         needs = ctx.needs_input_grad[:3]
-        own, x, number = input_operands(x_TK, layer, None, read, needs[1])
+        rows, x, number = input_operands(x_TK, layer, None, read, needs[1])
         result, of_sum = _computed(x_TK, x, weight_NK, bias, loss, layer, needs)
-        saved = to_save(own, x, weight_NK, layer, False, needs[1])
+        saved = to_save(rows, x, weight_NK, layer, False, needs[1])
         if of_sum.codes is None:  # dW is there
             saved = saved._replace(x_TK=None)
         ctx.plan = plan_of(layer._replace(observer=None), x_TK.dtype, weight_NK, bias, number)
-        ctx.given = True, True, bias is not None
+        ctx.are_tensors = True, True, bias is not None
         ctx.save_for_backward(loss.divisor, *of_sum, *saved)
         return result
 
@@ -271,12 +271,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
         plan, (divisor, *tensors) = ctx.plan, ctx.saved_tensors
-        needs_dx, needs_dw, needs_db = asked(ctx, ctx.needs_input_grad[:3], ctx.given)
+        needs_dx, needs_dw, needs_db = gradients_needed_now(ctx, ctx.needs_input_grad[:3], ctx.are_tensors)
         count = len(_Gradients._fields)
         of_sum, saved = _Gradients(*tensors[:count]), Saved(*tensors[count:])
         ctx.plan = plan_for_next_pass(plan)
         commit_forward(plan, saved.x_amax, saved.weight_amax)
-        # no rows that count: the loss is NaN, and the gradient 0 as torch's
+        # where no row counts the loss is NaN and the gradient 0, as torch's
         factor = grads[0] if divisor is None else grads[0] / divisor.clamp(min=1)
         factor = factor.to(torch.float32).view(1, 1)
         dtype, weight_dtype, *of_bias = plan.dtypes
@@ -293,7 +293,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _grad_weight(of_sum: _Gradients, saved: Saved, plan: Layer, factor: Tensor) -> Tensor:
-    """DW by one product, times the factor: by G's scale where all of G has one, else the result."""
+    """Return dW by one product; the factor multiplies G's scale where all of G has one, else the result."""
     recipe, codes, scale_inv = plan.recipe, of_sum.codes, of_sum.scale_inv
     assert codes is not None and recipe.grad_weight is not None
     cast, dtype = recipe.grad_weight[0], plan.dtypes[0]
@@ -316,11 +316,11 @@ def _computed(
     layer: Layer,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, _Gradients]:
-    """The loss, and the gradients of the sum of the losses that are needed."""
+    """Return the loss, and the gradients of the sum of the losses that are needed."""
     losses, lse, of_sum = _Chunks(x_TK, x, weight_NK, bias, loss, layer).run(needs)
     if layer.observer is not None:
         layer.observer.cast(layer.recipe, INPUT, lambda: x_TK, x)
-        # which is faulty where a row of logits is
+        # lse shows a fault (inf, NaN) in any logit of its row
         layer.observer.product(layer, "output", lse[:, None], x.as_is or (x_TK, None), None, x.amax)
     total = losses.sum()
     return total if loss.divisor is None else total / loss.divisor, of_sum
@@ -329,7 +329,7 @@ def _computed(
 def linear_cross_entropy_of_rows(
     x_TK: Tensor, weight_NK: Tensor, bias: Tensor | None, loss: LossOfRows, layer: Layer, read: ReadTensor | None = None
 ) -> Tensor:
-    """The loss, a float32 scalar, of logits x . weight^T + bias [T, N], of which one chunk exists at a time.
+    """Return the loss, a float32 scalar, of logits x . weight^T + bias [T, N], of which one chunk exists at a time.
 
     Gradients flow to x, ``weight_NK`` and bias; all are bf16, fp16 or fp32. ``layer`` and ``read``: as of
     products.linear.

@@ -5,7 +5,7 @@
     grad_weight  dW_NK = grad_output_NT . input_KT^T   backward
 
 Legend: T tokens, K in features, N out features; a suffix gives the layout, contracted dimension last. An operand is a
-pair (qdata, scale_inv); what forward saves for backward is the pair itself, never a copy, never the recipe's scale:
+pair (qdata, scale_inv); forward saves for backward the pair itself, never a copy, never the recipe's scale:
 however the recipe moves on, the pair reads back as it was written.
 
 Of rows in groups (grouped.py) each product is one of all groups: weight [G, N, K], bias [G, N].
@@ -49,13 +49,13 @@ from octavo.tensor.pair import Operands
 
 
 class Layer(NamedTuple):
-    """What a linear layer brings to its products, besides weight and bias themselves.
+    """A linear layer's part in its products, besides weight and bias themselves.
 
-    ``weight`` is the weight's operands; ``commits``: whether backward commits the delayed state, in backward by the
-    number of the input's cast, see shared_casts.py; ``observer``: who sees what casts and products do, see
+    ``weight`` is the weight's operands; ``commits``: whether backward commits the delayed state (0: no), in backward
+    the number of the input's cast, see shared_casts.py; ``observer``: an object that sees casts and products, see
     inspect/rows.py; ``offsets``: where groups of rows end; ``parts``: how roles lie on the ranks of a
     tensor-parallel group; ``wire``: how the input came from them; ``dtypes``: of results, weight and bias, in backward;
-    ``first_state``: by what the first backward pass cast grad_output, if it kept the graph;
+    ``first_state``: the state by which the first backward pass cast grad_output, if it kept the graph;
     ``weight_is_swapped``: whether the weight is saved [..., K, N].
     """
 
@@ -72,11 +72,11 @@ class Layer(NamedTuple):
     weight_is_swapped: bool = False
 
 
-_SAVED = Operands()  # stands for a weight's, which autograd keeps
+_SAVED = Operands()  # stands for the weight's operands, whose tensors autograd keeps
 
 
 def plan_of(layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | None, number: int = UNKNOWN) -> Layer:
-    """A layer as backward must know it, whose results have this dtype: without the tensors, which are saved.
+    """Return a layer as backward needs it, with results of this dtype; without the tensors, which are saved.
 
     ``number``: of the input's cast.
     """
@@ -91,7 +91,7 @@ def plan_of(layer: Layer, dtype: torch.dtype, weight_NK: Tensor, bias: Tensor | 
 def output(
     x_TK: Tensor | None, x: Operands, weight_NK: Tensor, bias: Tensor | None, layer: Layer, dtype: torch.dtype
 ) -> Tensor:
-    """The output product [T, N] of this dtype; ``x_TK`` is read where it stays in high precision."""
+    """Return the output product [T, N] in this dtype; ``x_TK`` is read where it stays in high precision."""
     recipe = layer.recipe
     if recipe.output is None:
         assert x_TK is not None
@@ -109,7 +109,7 @@ def output(
 
 
 class Saved(NamedTuple):
-    """What backward needs of a layer: tensors in high precision, pairs with the contraction last, groups, amaxes."""
+    """The tensors that backward needs: in high precision, pairs with the contraction last, ends of groups, amaxes."""
 
     x_TK: Tensor | None
     x_q: Tensor | None
@@ -120,11 +120,11 @@ class Saved(NamedTuple):
     offsets: Tensor | None
     x_amax: Tensor | None
     weight_amax: Tensor | None
-    delayed_scale: Tensor | None  # that the weight is cast by again, see WeightSource
+    delayed_scale: Tensor | None  # by which the weight is cast again, see WeightSource
 
 
 def to_save(x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, needs_dx: bool, needs_dw: bool) -> Saved:
-    """What is saved in forward for the gradients of (input, weight) that are needed."""
+    """Return the tensors that forward saves for the gradients of (input, weight) that are needed."""
     recipe, weight, source = layer.recipe, layer.weight, layer.weight.source
     read_again = weight_NK if source is None else source.tensor
     reads_x = recipe.grad_weight is None or (layer.wire is not None and x.transposed is None)
@@ -159,25 +159,25 @@ def plan_for_next_pass(plan: Layer) -> Layer:
     return plan._replace(first_state=State(scale, state.amax_history, torch.zeros_like(state.before)))
 
 
-def asked(ctx: Any, needs: Sequence[bool], given: Sequence[bool]) -> Any:
-    """Which of the gradients that forward's inputs need this backward pass computes.
+def gradients_needed_now(ctx: Any, needs: Sequence[bool], are_tensors: Sequence[bool]) -> Any:
+    """Return which of the gradients that forward's inputs need are computed in this backward pass.
 
     torch.autograd.grad may ask for those of inputs first and for those of weights later, as pipelines without bubbles
-    do. ``given``: which of the inputs are tensors.
+    do. ``are_tensors``: which of the inputs are tensors.
     """
     if torch.compiler.is_compiling():
         return tuple(needs)
-    edges, found = iter(ctx.next_functions), []
-    for need, is_tensor in zip(needs, given, strict=True):
+    edges, needed = iter(ctx.next_functions), []
+    for need, is_tensor in zip(needs, are_tensors, strict=True):
         node = next(edges)[0] if is_tensor else None
-        found.append(need and _will_run(node))
-    return tuple(found)
+        needed.append(need and _will_run(node))
+    return tuple(needed)
 
 
 def _will_run(node: Any) -> bool:
     try:
         return bool(will_engine_execute_node(node))
-    except RuntimeError:  # it is a leaf that torch.autograd.grad was given
+    except RuntimeError:  # it is a leaf among torch.autograd.grad's inputs
         return True
 
 
@@ -190,7 +190,7 @@ def cast_gradient(
 ) -> GradOutput:
     """Cast a layer's grad_output for the gradients of (input, weight, bias) that are needed; commit the delayed state.
 
-    ``saved`` is what ``to_save`` gave. ``grad_TN`` is the gradient of the layer's output; or of an activation of that
+    ``saved`` comes from ``to_save``. ``grad_TN`` is the gradient of the layer's output; or of an activation of that
     output, and then ``activation`` is (name, layer's output, scale_inv or None, tile), see CastSource.
     """
     recipe = plan.recipe
@@ -198,34 +198,34 @@ def cast_gradient(
     offsets = saved.offsets
     amax = (saved.x_amax, saved.weight_amax) if plan.commits and plan.first_state is None else None
     source = CastSource(grad_TN, *activation) if activation else grad_TN
-    how = source, recipe, needs_dx, needs_dw, plan.first_state or plan.state, amax, needs_db, offsets, plan.parts
+    arguments = source, recipe, needs_dx, needs_dw, plan.first_state or plan.state, amax, needs_db, offsets, plan.parts
     if plan.state is not None and plan.first_state is not None:
-        g = cast_grad_output(*how)
+        g = cast_grad_output(*arguments)
         if g.amax is not None:
             with entering_input(plan.state, 0):
                 commit(plan.state, recipe, (None, None, g.amax), plan.parts)
     elif plan.state is None or saved.x_amax is None or not plan.commits:
-        g = cast_grad_output(*how)
+        g = cast_grad_output(*arguments)
     else:
         with entering_input(plan.state, plan.commits):
-            g = cast_grad_output(*how)
+            g = cast_grad_output(*arguments)
     if plan.observer is not None:
         plan.observer.cast(recipe, GRAD_OUTPUT, functools.partial(unrounded, source, offsets), g, offsets)
-    products = (needs_dx and recipe.grad_input is None) or (needs_dw and recipe.grad_weight is None)
-    if not products and (not needs_db or g.column_sum is not None):
+    high_precision_reads = (needs_dx and recipe.grad_input is None) or (needs_dw and recipe.grad_weight is None)
+    if not high_precision_reads and (not needs_db or g.column_sum is not None):
         return g, None
     return g, unrounded(source, offsets).to(plan.dtypes[0]) if activation else grad_TN
 
 
 def commit_forward(plan: Layer, x_amax: Tensor | None, weight_amax: Tensor | None) -> None:
-    """Enter forward's amaxes alone into a layer's delayed state, of whose grad_output no Delayed cast was made."""
+    """Enter forward's amaxes alone into a layer's delayed state, where no Delayed cast of grad_output was made."""
     if plan.state is not None and plan.commits and plan.first_state is None:
         with entering_input(plan.state, 0 if x_amax is None else plan.commits):
             commit(plan.state, plan.recipe, (x_amax, weight_amax, None), plan.parts)
 
 
 def unrounded(source: Tensor | CastSource, offsets: Tensor | None) -> Tensor:
-    """What a cast of the source rounds to codes, in float32 if it is computed: for a product in high precision."""
+    """Return the values that a cast of the source rounds to codes, in float32 if they are computed."""
     if isinstance(source, Tensor):
         return source
     x, activation, preactivation, h_scale_inv, h_tile = source
@@ -240,14 +240,14 @@ def unrounded(source: Tensor | CastSource, offsets: Tensor | None) -> Tensor:
 def gradients(
     g: GradOutput, saved: Saved, plan: Layer, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of (input, weight, bias) that are needed, from ``cast_gradient`` of the same arguments."""
+    """Return the gradients of (input, weight, bias) that are needed, from ``cast_gradient`` of the same arguments."""
     x_TK, x_q, x_scale_inv, weight_NK, w_q, w_scale_inv, offsets, _, _, delayed_scale = saved
     if plan.weight_is_swapped and weight_NK is not None:
         weight_NK = weight_NK.mT
     recipe, (dtype, weight_dtype, *of_bias) = plan.recipe, plan.dtypes
     needs_dx, needs_dw, needs_db = needs
     (as_is, transposed, _, column_sum, *_), grad_TN = g
-    del g  # what is read no more makes room for the next product
+    del g  # frees tensors that are read no more, before the next product
     dx_TK = dw_NK = db_N = None
     if needs_dx:
         if recipe.grad_input is None:
@@ -296,8 +296,8 @@ def weight_cast_again(weight_NK: Tensor, plan: Layer, delayed_scale: Tensor | No
     state = plan.state
     if state is not None:
         state = None if delayed_scale is None else state._replace(scale=delayed_scale, before=state.before * 0)
-    how = plan.recipe, WEIGHT, False, True, state
-    pair = cast_role(weight_NK.detach(), *how, parts=plan.parts, only_products=True).transposed
+    arguments = plan.recipe, WEIGHT, False, True, state
+    pair = cast_role(weight_NK.detach(), *arguments, parts=plan.parts, only_products=True).transposed
     assert pair is not None
     return pair
 
@@ -343,14 +343,14 @@ def _mm(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
 def input_operands(
     x_TK: Tensor, layer: Layer, gathered: GatheredInput | None, read: ReadTensor | None, needs_dw: bool
 ) -> tuple[Tensor | None, Operands, int]:
-    """(the input to read in high precision, its pairs, their cast's number); of a gathered one what this rank had."""
+    """Return (the input in high precision, its pairs, their cast's number); of a gathered input this rank's rows."""
     if gathered is not None:
         return gathered.shard, gathered.operands, UNKNOWN
     reader = CastReader(layer.recipe, layer.state, x_TK.dtype, layer.offsets)
-    if read is not None and (found := read.find(reader, needs_dw)) is not None:
-        return x_TK, *found
-    how = layer.state, False, layer.offsets, layer.parts
-    x = cast_role(x_TK, layer.recipe, INPUT, True, needs_dw, *how, only_products=True)
+    if read is not None and (shared_cast := read.find(reader, needs_dw)) is not None:
+        return x_TK, *shared_cast
+    options = layer.state, False, layer.offsets, layer.parts
+    x = cast_role(x_TK, layer.recipe, INPUT, True, needs_dw, *options, only_products=True)
     return x_TK, x, UNKNOWN if read is None else read.add(reader, needs_dw, x)
 
 
@@ -368,18 +368,18 @@ class _LinearFunction(torch.autograd.Function):
         read: ReadTensor | None,
     ) -> Tensor:
         needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
-        own, x, number = input_operands(x_TK, layer, gathered, read, needs_dw)
+        x_to_save, x, number = input_operands(x_TK, layer, gathered, read, needs_dw)
         if layer.observer is not None and gathered is None:
             layer.observer.cast(layer.recipe, INPUT, lambda: x_TK, x, layer.offsets)
         ctx.plan = plan_of(layer, x_TK.dtype, weight_NK, bias, number)
-        ctx.given = True, True, bias is not None
-        ctx.save_for_backward(*to_save(own, x, weight_NK, layer, needs_dx, needs_dw))
-        return output(own, x, weight_NK, bias, layer, x_TK.dtype)
+        ctx.are_tensors = True, True, bias is not None
+        ctx.save_for_backward(*to_save(x_to_save, x, weight_NK, layer, needs_dx, needs_dw))
+        return output(x_to_save, x, weight_NK, bias, layer, x_TK.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
-        plan, needs = ctx.plan, asked(ctx, ctx.needs_input_grad[:3], ctx.given)
+        plan, needs = ctx.plan, gradients_needed_now(ctx, ctx.needs_input_grad[:3], ctx.are_tensors)
         ctx.plan = plan_for_next_pass(plan)
         arguments = Saved(*ctx.saved_tensors), plan, needs
         return *gradients(cast_gradient(grads[0], *arguments), *arguments), None, None, None
@@ -388,10 +388,10 @@ class _LinearFunction(torch.autograd.Function):
 def linear(
     x: Tensor | GatheredInput, weight_NK: Tensor, bias: Tensor | None, layer: Layer, read: ReadTensor | None = None
 ) -> Tensor:
-    """y [..., N] = x [..., K] . weight^T + bias, in the dtype of x; the recipe has at least one product in FP8.
+    """Return y [..., N] = x [..., K] . weight^T + bias, in the dtype of x; the recipe has at least one product in FP8.
 
     Gradients flow to ``weight_NK`` itself, whose operands the layer has. All are bf16, fp16 or fp32. ``read``: the
-    tensor whose casts this input's may be one of, as other layers read it.
+    input's casts that layers share, see shared_casts.py.
     """
     gathered = x if isinstance(x, GatheredInput) else None
     if gathered is not None:
@@ -401,15 +401,15 @@ def linear(
     if is_recorded(x, weight_NK, bias):
         y_TN = _LinearFunction.apply(x_TK, weight_NK, bias, layer, gathered, read)
     else:
-        own, operands, _ = input_operands(x_TK, layer, gathered, read, False)
-        y_TN = output(own, operands, weight_NK, bias, layer, x_TK.dtype)
+        x_to_read, operands, _ = input_operands(x_TK, layer, gathered, read, False)
+        y_TN = output(x_to_read, operands, weight_NK, bias, layer, x_TK.dtype)
     return y_TN if x.ndim == 2 else y_TN.view(*x.shape[:-1], weight_NK.shape[0])
 
 
 def is_recorded(*tensors: Tensor | None) -> bool:
-    """Return whether autograd records what is computed of these: not in programs of torch.export and torch.jit.trace.
+    """Return whether autograd records operations on these: not in programs of torch.export and torch.jit.trace.
 
-    Casts for one would ask whether there are rows for more than one block, and so limit the number of rows.
+    Casts for backward would ask whether there are rows for more than one block, and so limit the number of rows.
     """
     if torch.is_grad_enabled():
         for tensor in tensors:
@@ -419,5 +419,5 @@ def is_recorded(*tensors: Tensor | None) -> bool:
 
 
 def requires_grad(tensor: Tensor | None) -> bool:
-    """Whether there is a tensor, and it asks for a gradient."""
+    """Whether there is a tensor that requires a gradient."""
     return tensor is not None and tensor.requires_grad

@@ -15,13 +15,13 @@ Attended = tuple[Tensor, Tensor, Tensor]  # queries, keys, values [B, heads, S, 
 
 
 def heads_apart(joined: Tensor, counts: tuple[int, int], width: int) -> Sequence[Tensor]:
-    """Return queries, keys and values [B, S, heads, D] of what lies beside each other [B, S, all heads x D]."""
+    """Return queries, keys and values [B, S, heads, D], from one tensor that holds them [B, S, all heads x D]."""
     queries, keys = counts
     return joined.unflatten(2, (-1, width)).split([queries, keys, keys], 2)
 
 
 class _TurnHeads(torch.autograd.Function):
-    """See rotary. The gradients are turned back into one tensor, which the product's cast reads as it lies."""
+    """rotary with its gradients, turned back into one tensor, which the product's cast reads as it lies."""
 
     @staticmethod
     def forward(ctx: Any, cos: Tensor, sin: Tensor, counts: tuple[int, int], *qkv: Tensor) -> Attended:
@@ -33,8 +33,8 @@ class _TurnHeads(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_in_backward(*grads)
         joined = kernels.rotary(*(grad.transpose(1, 2) for grad in grads), *ctx.saved_tensors, True)
-        each = (joined,) if ctx.is_joined else heads_apart(joined, ctx.counts, grads[0].shape[-1])
-        return None, None, None, *each
+        grads_of_qkv = (joined,) if ctx.is_joined else heads_apart(joined, ctx.counts, grads[0].shape[-1])
+        return None, None, None, *grads_of_qkv
 
 
 def _turned(cos: Tensor, sin: Tensor, counts: tuple[int, int], *qkv: Tensor) -> Attended:
@@ -48,12 +48,12 @@ def _turned(cos: Tensor, sin: Tensor, counts: tuple[int, int], *qkv: Tensor) -> 
 
 
 def rotary(qkv: Sequence[Tensor], cos: Tensor, sin: Tensor, counts: tuple[int, int]) -> Attended:
-    """Queries and keys turned by the angles of their positions, and values, for attention.
+    """Return queries and keys turned by the angles of their positions, and values, for attention.
 
     Args:
         qkv: one tensor [B, S, all heads x D], queries first, then keys, then values; or each [B, S, heads, D].
         cos, sin: of the angles, [1 or B, S, D or D / 2], see the op in signatures.py; no gradient flows to them.
-        counts: how many heads of queries there are, and of keys, which values have as many of.
+        counts: the number of heads of queries, and that of keys and of values.
     """
     apply = _TurnHeads.apply if is_recorded(*qkv) else _turned
     result: Attended = apply(cos, sin, counts, *qkv)

@@ -1,9 +1,9 @@
 """A tensor that several layers read is cast once: q, k and v share one pair of their input, gate and up another.
 
-The pair is found by what the tensor is, and by no layer's name: the same object at the same version, cast the same way
-on the same stream. An in-place write moves the version; one through ``.data`` does not, as autograd does not see it
-either. So what is found is what casting again would give, bit for bit. Under a Delayed rule the layers' histories of
-the input must be the same too: they are for as long as the layers have shared all their inputs (scaling/delayed.py).
+The pair is found by the tensor, not by any layer's name: the same object at the same version, cast the same way on the
+same stream. An in-place write moves the version; one through ``.data`` does not, as autograd does not see it either. So
+a shared pair is what casting again would give, bit for bit. Under a Delayed rule the layers' histories of the input
+must be the same too: they are for as long as the layers have shared all their inputs (scaling/delayed.py).
 
 A layer that reads a tensor again begins another forward, and casts anew. Pairs are held for the last few tensors of
 each thread, and no longer than the tensor lives. In compiled graphs equal ops on one input are one node without this.
@@ -26,12 +26,12 @@ from octavo.step_count import version_of
 from octavo.tensor.pair import Operands
 
 KEPT = 4  # tensors a thread: layers that share an input have few others between them
-UNKNOWN = 1  # the number of a cast that nobody else can have found
+UNKNOWN = 1  # the number of a cast that is not shared
 _numbers = itertools.count(UNKNOWN + 1)
 
 
 class CastReader(NamedTuple):
-    """How a layer reads its input: by a recipe and its delayed state, in this dtype, of rows in groups or not."""
+    """The recipe, delayed state and dtype by which a layer reads its input, and the ends of groups of rows, if any."""
 
     recipe: Recipe
     state: State | None
@@ -39,19 +39,22 @@ class CastReader(NamedTuple):
     offsets: Tensor | None
 
     def agrees(self, other: CastReader) -> bool:
-        """Whether a cast for the other gives what one for this would."""
-        recipe, found = self.recipe, other.recipe
-        if recipe is not found and (recipe.input_casts, recipe.pads) != (found.input_casts, found.pads):
+        """Whether a cast for the other reader is, bit for bit, one for this."""
+        recipe, other_recipe = self.recipe, other.recipe
+        if recipe is not other_recipe and (recipe.input_casts, recipe.pads) != (
+            other_recipe.input_casts,
+            other_recipe.pads,
+        ):
             return False
         if self.dtype is not other.dtype or self.offsets is not other.offsets:
             return False
         if self.state is other.state or not any(cast and cast.is_delayed for cast in recipe.input_casts[:2]):
             return True
         assert self.state is not None and other.state is not None
-        return recipe.delayed == found.delayed and have_same_inputs(self.state, other.state)
+        return recipe.delayed == other_recipe.delayed and have_same_inputs(self.state, other.state)
 
     def moment(self) -> tuple[int, ...]:
-        """What differs where a cast of the same tensor would read another delayed scale, or other groups."""
+        """Return numbers that differ if a cast of the same tensor would read another delayed scale or other groups."""
         groups = 0 if self.offsets is None else version_of(self.offsets)
         return (groups,) if self.state is None else (groups, version_of(self.state.scale), current_graph_task_id())
 
@@ -75,7 +78,7 @@ class ReadTensor:
         self.casts: list[_SharedCast] = []
 
     def find(self, reader: CastReader, transposed: bool) -> tuple[Operands, int] | None:
-        """A cast that serves this reader, and its number; ``transposed``: whether grad_weight needs the input."""
+        """Return (a cast that serves this reader, its number), or None; ``transposed``: if grad_weight needs it."""
         for cast in self.casts:
             if (cast.transposed or not transposed) and reader.agrees(cast.reader):
                 if cast.moment == cast.reader.moment():
@@ -83,7 +86,7 @@ class ReadTensor:
         return None
 
     def add(self, reader: CastReader, transposed: bool, operands: Operands) -> int:
-        """Keep a cast for other readers; its number, which no other has."""
+        """Keep a cast for other readers, and return its number, which no other has."""
         number = next(_numbers)
         self.casts.append(_SharedCast(reader, reader.moment(), transposed, operands, number))
         return number
@@ -93,13 +96,13 @@ _of_thread = threading.local()
 
 
 def read_by(x: Tensor, layer: object, is_view: bool = False) -> ReadTensor | None:
-    """What a layer that reads x may share with others; None where that can't be told, and it casts for itself.
+    """Return the casts of x that this layer may share with others; None where it must cast for itself.
 
-    That is in compiled graphs and in inference mode, whose tensors have no versions; and in a CUDA graph's capture or
-    torch.jit.trace, of what may have been made before it. ``is_view``: whether x may be a view, new for each layer, of
-    what they read.
+    That is in compiled graphs and in inference mode, whose tensors have no versions; in torch.jit.trace; and in a CUDA
+    graph's capture for tensors that may be older than the capture. ``is_view``: whether x may be a view, new for each
+    layer, of the tensor that they all read.
     """
-    is_fake = type(x) is FakeTensor  # a forward without data shares as one with data would
+    is_fake = type(x) is FakeTensor  # a forward without data shares casts as one with data would
     if torch.compiler.is_compiling() or not (is_fake or type(x) is Tensor) or x.is_inference() or tracing_state():
         return None
     if is_view:
@@ -111,24 +114,24 @@ def read_by(x: Tensor, layer: object, is_view: bool = False) -> ReadTensor | Non
             return None
         place = current_raw_stream(x.get_device()), capturing
     key, tensors = id(x), vars(_of_thread).setdefault("tensors", {})
-    found = tensors.pop(key, None)
+    read_tensor = tensors.pop(key, None)
     if (
-        found is None
-        or found.reference() is not x
-        or found.version != x._version
-        or found.place != place
-        or id(layer) in found.readers
+        read_tensor is None
+        or read_tensor.reference() is not x
+        or read_tensor.version != x._version
+        or read_tensor.place != place
+        or id(layer) in read_tensor.readers
     ):
-        found = ReadTensor(weakref.ref(x, lambda _: tensors.pop(key, None)), x._version, place)
+        read_tensor = ReadTensor(weakref.ref(x, lambda _: tensors.pop(key, None)), x._version, place)
         if len(tensors) >= KEPT:
             tensors.pop(next(iter(tensors), key), None)
-    found.readers.add(id(layer))
-    tensors[key] = found  # the last
-    return found
+    read_tensor.readers.add(id(layer))
+    tensors[key] = read_tensor  # the last
+    return read_tensor
 
 
 def viewed(x: Tensor) -> Tensor:
-    """The tensor of which x is a view with the same elements in the same order, as a DTensor's ``to_local()``; or x."""
+    """Return the tensor of which x is a view of all elements in the same order, as DTensor.to_local() is; else x."""
     base = x._base
     if base is None or base.dtype != x.dtype or base.shape != x.shape or base.stride() != x.stride():
         return x

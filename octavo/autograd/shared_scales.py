@@ -1,10 +1,10 @@
 """Per-tensor scales of tensors that lie in parts on the ranks of a tensor-parallel group.
 
-A scale per tensor is that of the whole tensor, so that its codes are those that one rank would write. Rows and blocks
-have the scales of what each rank has of them, and nothing is agreed on. Under Dynamic one collective of 4 bytes finds
-the largest amax before the cast. Under Delayed the scale is there already, the same on all ranks, and one of 12 bytes
-in backward makes the amax that is rolled that of the whole tensors; where there is no history yet, it is as under
-Dynamic. Whether there is one a compiled graph asks each time it runs, in an op, and sends nothing more once there is.
+A scale per tensor is that of the whole tensor, so that its codes are those that one rank would write. Each rank scales
+its own rows and blocks, without a collective. Under Dynamic one collective of 4 bytes finds the largest amax before the
+cast. Under Delayed the scale is there already, the same on all ranks, and one collective of 12 bytes in backward makes
+the amaxes that enter the history those of whole tensors; a first step, without a history, scales as under Dynamic. A
+compiled graph looks for a history each time it runs, in an op, and sends nothing more once there is one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from octavo.tensor.collectives import maximum_over_ranks
 
 
 class Parts(NamedTuple):
-    """How a layer's roles lie on the ranks of the process group of this name: ``roles`` in parts, or whole on each.
+    """The name of the process group whose ranks hold a layer's roles, and which roles are in parts, not whole on each.
 
-    ``begins``: whether delayed scales may not be there yet, on all of these ranks alike, for all that is known.
+    ``begins``: whether delayed scales may be missing yet; the same on all of these ranks.
     """
 
     group: str
@@ -38,7 +38,7 @@ class Parts(NamedTuple):
 def scale_for(
     source: Tensor | CastSource | NormSource, cast: Cast, state: State | None, role: int, parts: Parts | None
 ) -> Tensor | None:
-    """The scales [3] of which a cast reads its role's: delayed ones, or what ranks agree on; None: the source's own."""
+    """Return the scales [3] that the cast indexes by role, delayed or shared by ranks; None: it finds its own amax."""
     if parts is not None and not parts.roles[role]:
         parts = None  # it is whole on each rank
     delayed = state if cast.is_delayed else None
@@ -61,10 +61,10 @@ def scale_of_whole(
     delayed: Tensor | None = None,
     **of_norm: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The scales [3] of which a cast reads its role's, and the amax [1, 1], of the whole of what ranks have parts x of.
+    """Return the scales [3] that a cast indexes by role, and the amax [1, 1], of the tensor that ranks hold in parts x.
 
-    Of x itself, or of its activation or norm, which is computed twice and not written in between. ``arguments`` are the
-    cast's; ``delayed`` scales [3] hold where there is one.
+    It is x itself, or its activation or norm, which is computed twice and not written in between. ``arguments`` are the
+    cast's; ``delayed`` scales [3] are used where they are not empty.
     """
     dtype, tile, power_of_two, margin = arguments
     if activation or of_norm:
@@ -91,14 +91,14 @@ def first_scale(
     h_scale_inv: Tensor | None = None,
     h_tile: Sequence[int] | None = None,
 ) -> Tensor:
-    """The delayed scales [3], and where there may be none yet that of the whole tensor that x [R, C] is a part of.
+    """Return the delayed scales [3]; where there may be none yet, that of the whole tensor that x [R, C] is a part of.
 
-    An op, so that a compiled graph that was made for a first step agrees on scales in first steps alone.
+    It is an op, so that a graph compiled for a first step shares scales among ranks in first steps alone.
     """
     if not may_be_empty(delayed_scale):
         return delayed_scale.clone()
-    more = (activation, preactivation, h_scale_inv, h_tile or (ALL, ALL)) if activation else ()
-    return scale_of_whole(x, role, (dtype, tile, power_of_two, margin), group, more, delayed_scale)[0]
+    activation_arguments = (activation, preactivation, h_scale_inv, h_tile or (ALL, ALL)) if activation else ()
+    return scale_of_whole(x, role, (dtype, tile, power_of_two, margin), group, activation_arguments, delayed_scale)[0]
 
 
 @first_scale.register_fake
@@ -106,10 +106,12 @@ def _(x: Tensor, delayed_scale: Tensor, *arguments: Any) -> Tensor:
     return torch.empty_like(delayed_scale)
 
 
-def shared_amax(found: Sequence[Tensor | None], parts: Parts | None) -> Sequence[Tensor | None]:
-    """The amax of whole tensors, of what this rank found of its parts of them, None where nothing was cast."""
-    own = [amax for amax in found if amax is not None]
-    if parts is None or not own:
-        return found
-    whole = iter(maximum_over_ranks(torch.cat([amax.view(1) for amax in own]), parts.group).view(-1, 1, 1).unbind())
-    return [None if amax is None else next(whole) for amax in found]
+def shared_amax(amaxes: Sequence[Tensor | None], parts: Parts | None) -> Sequence[Tensor | None]:
+    """Return the amaxes of whole tensors, from those of this rank's parts of them; None where nothing was cast."""
+    local_amaxes = [amax for amax in amaxes if amax is not None]
+    if parts is None or not local_amaxes:
+        return amaxes
+    whole_amaxes = iter(
+        maximum_over_ranks(torch.cat([amax.view(1) for amax in local_amaxes]), parts.group).view(-1, 1, 1).unbind()
+    )
+    return [None if amax is None else next(whole_amaxes) for amax in amaxes]

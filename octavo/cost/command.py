@@ -1,4 +1,4 @@
-"""What ``octavo plan`` and ``octavo info --measure`` print: rates, predicted steps, on a mesh too, and what to do."""
+"""The text of ``octavo plan`` and ``octavo info --measure``: rates, predicted steps, on a mesh too, and what to do."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from octavo.optim import AdamW, Muon
 from octavo.recipes import high_precision
 from octavo.scaling.recipe import Recipe, RecipeMap
 
-RECIPES = {name: getattr(recipes, name) for name in ("dynamic", "delayed", "rowwise", "blockwise", "mx")}
+RECIPES = {name: getattr(recipes, name) for name in recipes.COMPARED}
 TOKENS = (1024, 4096, 16384)  # sizes of a step that ``pays`` looks at
 FEATURES = tuple(1 << power for power in range(8, 15))
 WORTH = 0.97  # share of bf16's time, from which on FP8 is not worth what it costs in quality and care
@@ -49,27 +49,27 @@ WORTH_NAMING = 1.02  # of the speed, from which on a change is worth naming
 
 
 def columns(rows: Iterable[Sequence[str]]) -> str:
-    """Rows of text as columns, right-aligned except the first."""
+    """Return rows of text as columns, right-aligned except the first."""
     rows = list(rows)
     first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in rows)
 
 
 def pays(recipe: Recipe, rates: Rates) -> Mapping[int, int | None]:
-    """For each number of tokens, the features (in and out) from which on a layer is faster in FP8; None: never."""
-    found: dict[int, int | None] = {}
+    """Return {number of tokens: features (in and out) from which on a layer is faster in FP8, or None: never}."""
+    features_by_tokens: dict[int, int | None] = {}
     for tokens in TOKENS:
-        found[tokens] = None
+        features_by_tokens[tokens] = None
         for size in reversed(FEATURES):
             work = LinearWork("", tokens, size, size, True, True)
             if sum(work.seconds(recipe, rates)) >= WORTH * work.seconds(high_precision(), rates)[0]:
                 break
-            found[tokens] = size
-    return found
+            features_by_tokens[tokens] = size
+    return features_by_tokens
 
 
 def describe_rates(rates: Rates) -> str:
-    """All rates, and where FP8 pays by them."""
+    """Return a text of all rates, and of the sizes at which FP8 pays by them."""
     lines = [
         f"{rates.device} ({rates.source})",
         f"copy {rates.copy / 1e12:.3g} TB/s, a launch {rates.launch * 1e6:.1f} us",
@@ -82,19 +82,19 @@ def describe_rates(rates: Rates) -> str:
     lines += _attention(rates)
     lines += ["", "a layer's step is faster in FP8 than in bf16"]
     for name, make in RECIPES.items():
-        ways = [
+        sizes_by_tokens = [
             f"at {tokens} tokens {'never' if size is None else f'from {size} features on'}"
             for tokens, size in pays(make(), rates).items()
         ]
-        lines.append(f"  {name:<10} {', '.join(ways)}")
+        lines.append(f"  {name:<10} {', '.join(sizes_by_tokens)}")
     return "\n".join(lines)
 
 
 def _attention(rates: Rates) -> list[str]:
     """Return a line that says whose attention the rates have, how fast it is, and where that is published."""
     sizes = " and ".join(f"{rate / 1e12:.3g} TFLOP/s with heads of {size}" for size, rate in rates.attention.items())
-    whose = [kernel for kernel, known in ATTENTION.items() if known == rates.attention]
-    return [f"causal attention by {kernel}: {sizes} (published: {ATTENTION_SOURCE})" for kernel in whose]
+    kernels = [kernel for kernel, published in ATTENTION.items() if published == rates.attention]
+    return [f"causal attention by {kernel}: {sizes} (published: {ATTENTION_SOURCE})" for kernel in kernels]
 
 
 def _called(kind: str) -> str:
@@ -109,79 +109,79 @@ def estimates(
     rates: Rates,
     head: str | None = None,
     chunked_loss: bool = False,
-    **how: Any,
+    **options: Any,
 ) -> list[Estimate]:
     """Return the steps in bf16, with ``fuse`` also in bf16 with the same fusions, and in each of RECIPES.
 
     Args:
         head: the name of a recipe for the layer that computes logits, in place of each of RECIPES; None: as the others.
         chunked_loss: as for ``estimate``, under the recipes.
-        how: other arguments of ``estimate``.
+        options: other arguments of ``estimate``.
     """
     work = work_of(model, inputs)
     if head is not None and head_of(work) is None:
         raise PlanError(f"--head {head}: no layer of this model computes logits")
     rules = {} if head is None else {head_of(work).name: getattr(recipes, head)()}  # type: ignore[union-attr]
-    ways = [{**how, "fuse": fuse} for fuse in sorted({False, how.get("fuse", False)})]
-    found = [estimate(model, inputs, None, rates, work=work, **way) for way in ways]
+    bf16_options = [{**options, "fuse": fuse} for fuse in sorted({False, options.get("fuse", False)})]
+    steps = [estimate(model, inputs, None, rates, work=work, **fusing) for fusing in bf16_options]
     for name, make in RECIPES.items():
-        step = estimate(model, inputs, RecipeMap(make(), rules), rates, work=work, chunked_loss=chunked_loss, **how)
-        found.append(replace(step, name=name))
-    return found
+        step = estimate(model, inputs, RecipeMap(make(), rules), rates, work=work, chunked_loss=chunked_loss, **options)
+        steps.append(replace(step, name=name))
+    return steps
 
 
 def describe_plan(estimates: Sequence[Estimate], rates: Rates) -> str:
-    """The predicted steps, of which the first is without FP8, and what to do."""
+    """Return a text of the predicted steps, of which the first is without FP8, and of what to do."""
     first = estimates[0]
-    others = [each for each in estimates[1:] if each.name != FUSED_BF16]
+    others = [other for other in estimates[1:] if other.name != FUSED_BF16]
     eager, compiled = ((f"other, {way}", f"total, {way}", "of bf16") for way in ("eager", "compiled"))
     times = [["ms a step", "products", "casts", "optimizer", eager[0], "waits for host", *eager[1:], *compiled]]
     sizes = [["GiB", "weights", "masters", "moments", "gradients", "activations", "at a time", "of bf16"]]
-    for found in estimates:
-        line = [found.name, *(f"{1e3 * seconds:.2f}" for seconds in (found.products, found.casts, found.optimizer))]
-        line += [f"{1e3 * found.other:.2f}", f"{1e3 * found.waits:.2f}", f"{1e3 * found.total:.2f}"]
-        line += [f"{found.total / first.total:.2f}", f"{1e3 * found.fused:.2f}", f"{1e3 * found.compiled:.2f}"]
-        times.append([*line, f"{found.compiled / first.compiled:.2f}"])
-        memory = found.memory
-        kept = memory.weights, memory.masters, memory.moments, memory.gradients, memory.activations or 0, found.peak
-        share = f"{found.peak / first.peak:.2f}"
-        sizes.append([found.name, *(f"{size / GIB:.2f}" for size in kept), share])
+    for step in estimates:
+        line = [step.name, *(f"{1e3 * seconds:.2f}" for seconds in (step.products, step.casts, step.optimizer))]
+        line += [f"{1e3 * step.other:.2f}", f"{1e3 * step.waits:.2f}", f"{1e3 * step.total:.2f}"]
+        line += [f"{step.total / first.total:.2f}", f"{1e3 * step.fused:.2f}", f"{1e3 * step.compiled:.2f}"]
+        times.append([*line, f"{step.compiled / first.compiled:.2f}"])
+        memory = step.memory
+        kinds = memory.weights, memory.masters, memory.moments, memory.gradients, memory.activations or 0, step.peak
+        share = f"{step.peak / first.peak:.2f}"
+        sizes.append([step.name, *(f"{size / GIB:.2f}" for size in kinds), share])
     lines = [f"by the rates of {rates.device} ({rates.source})", *_attention(rates)]
     lines += ["", columns(times), "", columns(sizes), ""]
-    saved = [["GiB of activations", *(found.name for found in estimates)]]
+    table_of_saved = [["GiB of activations", *(step.name for step in estimates)]]
     for kind in KINDS:
-        of_kind = [(found.memory.saved or {}).get(kind, 0) / GIB for found in estimates]
-        saved += [[kind, *(f"{size:.2f}" for size in of_kind)]] * any(of_kind)
-    lines += [columns(saved), ""]
+        of_kind = [(step.memory.saved or {}).get(kind, 0) / GIB for step in estimates]
+        table_of_saved += [[kind, *(f"{size:.2f}" for size in of_kind)]] * any(of_kind)
+    lines += [columns(table_of_saved), ""]
     room = rates.memory or math.inf
-    too_large = [found.name for found in estimates if found.peak > room]
+    too_large = [step.name for step in estimates if step.peak > room]
     if rates.memory:
-        what = f"step in {', '.join(too_large)} does not fit" if too_large else "step in any of them fits"
-        lines.append(f"A {what} the {room / GIB:.0f} GiB of {rates.device}.")
-    fitting = [found for found in others if found.peak <= room]
-    best = min(fitting or others, key=lambda found: found.total, default=first)
+        verdict = f"step in {', '.join(too_large)} does not fit" if too_large else "step in any of them fits"
+        lines.append(f"A {verdict} the {room / GIB:.0f} GiB of {rates.device}.")
+    fitting = [step for step in others if step.peak <= room]
+    best = min(fitting or others, key=lambda step: step.total, default=first)
     shares = best.total / first.total, best.compiled / first.compiled
     if not fitting and first.peak > room:
-        least = min(found.peak for found in estimates) / GIB
+        least = min(step.peak for step in estimates) / GIB
         lines.append(f"None fits one device: it needs {least:,.0f} GiB at least. Plan for several: --gpus N.")
     elif min(shares) >= WORTH:
         lines.append(f"Don't: no recipe takes less than {WORTH:.0%} of bf16's time here; {_why(first, best)}.")
     else:
         lines.append(f"{best.name} is the fastest: {shares[0]:.2f} of bf16's time in eager, {shares[1]:.2f} compiled.")
-    for found in estimates:
-        if found.name == FUSED_BF16:
-            of_fused = f"{best.total / found.total:.2f} of bf16's time with the same fusions"
+    for step in estimates:
+        if step.name == FUSED_BF16:
+            of_fused = f"{best.total / step.total:.2f} of bf16's time with the same fusions"
             lines.append(f"{best.name} takes {of_fused}, a kernel each as Liger-Kernel computes them.")
-    for found in others:
-        if found.slower and len(found.slower) < len(found.layers):
-            lines.append(f"{found.name}: leave out, as fast in bf16 or faster: {_grouped(found.slower)}")
-    none = [found.name for found in others if len(found.slower) == len(found.layers)]
-    lines += [f"no layer is faster than in bf16: {', '.join(none)}"] * bool(none)
+    for step in others:
+        if step.slower and len(step.slower) < len(step.layers):
+            lines.append(f"{step.name}: leave out, as fast in bf16 or faster: {_grouped(step.slower)}")
+    never_faster = [step.name for step in others if len(step.slower) == len(step.layers)]
+    lines += [f"no layer is faster than in bf16: {', '.join(never_faster)}"] * bool(never_faster)
     return "\n".join(lines)
 
 
 def _why(bf16: Estimate, best: Estimate) -> str:
-    """Why FP8 does not pay."""
+    """Return the reason why FP8 does not pay."""
     if bf16.products < 0.3 * bf16.total:
         return f"products are only {bf16.products / bf16.total:.0%} of the step, and the rest is not made faster"
     if best.products >= bf16.products:
@@ -190,14 +190,14 @@ def _why(bf16: Estimate, best: Estimate) -> str:
 
 
 def _grouped(layers: Sequence[LayerTime]) -> str:
-    """Layers by shape: how many have it, and the first one's name."""
+    """Return a text of layers by shape: how many have it, and the first one's name."""
     counts = Counter(layer.work.shape for layer in layers)
     names = {layer.work.shape: layer.work.name for layer in reversed(layers)}
     return ", ".join(f"{count} of {shape} ({names[shape]})" for shape, count in counts.items())
 
 
 def from_hugging_face(path: Path) -> nn.Module:
-    """A causal language model from a config.json, or a folder that has one, in bfloat16, without memory."""
+    """Return a causal language model from a config.json, or a folder that has one, in bfloat16, without memory."""
     if not path.exists():  # transformers would look for a model of this name on its hub
         raise PlanError(f"{path} does not exist: give a config.json, or a folder that has one")
     try:
@@ -217,35 +217,35 @@ def from_hugging_face(path: Path) -> nn.Module:
 
 
 def context_of(model: nn.Module) -> int:
-    """The longest sequence of a Hugging Face model, by its configuration."""
-    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr,operator]
-    if not found:
+    """Return the longest sequence of a Hugging Face model, by its configuration."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr,operator]
+    if not positions:
         raise PlanError("the configuration does not say how long a sequence is: give --context")
-    return int(found)
+    return int(positions)
 
 
 def optimizer_of(
     model: nn.Module, algorithm: str, moments: str, master: str | None
 ) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    """What makes the optimizer that these options of `octavo train` mean; Muon has the matrices of the blocks."""
-    kept: Any = {"moments": moments, "master": master}
+    """Return a function from parameters to the optimizer that these options name; Muon has the blocks' matrices."""
+    state_options: Any = {"moments": moments, "master": master}
     if algorithm == "adamw":
-        return functools.partial(AdamW, **kept)
+        return functools.partial(AdamW, **state_options)
     if (blocks := blocks_of(model)) is None:
         raise PlanError("--algorithm muon: the model has no list of blocks, whose matrices Muon would have")
     others = {param.shape for name, param in model.named_parameters() if not name.startswith(f"{blocks}.")}
 
-    def made(params: Iterable[nn.Parameter]) -> Optimizer:
+    def muon_of(params: Iterable[nn.Parameter]) -> Optimizer:
         groups: dict[str, list[nn.Parameter]] = {"muon": [], "adamw": []}
         for param in params:
             groups["muon" if param.ndim in (2, 3) and param.shape not in others else "adamw"].append(param)
-        return Muon([{"params": some, "algorithm": name} for name, some in groups.items()], **kept)
+        return Muon([{"params": group, "algorithm": name} for name, group in groups.items()], **state_options)
 
-    return made
+    return muon_of
 
 
 def tokens_of(tokens: int | None, context: int) -> tuple[Tensor]:
-    """A step's input, [sequences, context], without memory; by default of 16,384 tokens, but at least one sequence."""
+    """Return a step's input, [sequences, context], without memory; by default 16,384 tokens, at least one sequence."""
     wanted = TOKENS[-1] if tokens is None else tokens
     whole = max(wanted // context, 1) * context
     if tokens not in (None, whole):
@@ -254,7 +254,7 @@ def tokens_of(tokens: int | None, context: int) -> tuple[Tensor]:
 
 
 def shortened(model: nn.Module) -> nn.Module:
-    """A copy without memory, of at most SOME blocks if all have the same parameters: its step takes less to predict."""
+    """Return a copy without memory, of at most SOME blocks if all have the same parameters, so as to predict faster."""
     twin, name = on_meta(model), blocks_of(model)
     if name is None:
         raise PlanError("--gpus: the model has no list of blocks, by which it could be divided")
@@ -265,10 +265,10 @@ def shortened(model: nn.Module) -> nn.Module:
 
 
 def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, int] | None) -> Shapes:
-    """A model as the formulas see it; layers that read one input are one matrix, and all in blocks are converted.
+    """Return a model's Shapes; layers that read one input are one matrix, and all layers in blocks are converted.
 
-    ``work`` is that of a step of one sequence of ``context`` tokens, of the model or its ``shortened``; ``saved`` what
-    its forward saves in eager, in bytes by kind, where each operation is a launch; None: it is compiled.
+    ``work`` is that of a step of one sequence of ``context`` tokens, of the model or its ``shortened``; ``saved``: the
+    bytes by kind that its forward saves in eager, where each operation is a launch; None: it is compiled.
     """
     assert work.blocks is not None  # of ``shortened``
     name, count = work.blocks[:2]
@@ -276,31 +276,34 @@ def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, in
     config = getattr(model, "config", None)
     text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config  # type: ignore[union-attr]
     plan = {
-        key.split("*.")[-1]: way for key, way in (getattr(config, "base_model_tp_plan", None) or OWN_SPLITS).items()
+        key.split("*.")[-1]: side for key, side in (getattr(config, "base_model_tp_plan", None) or OWN_SPLITS).items()
     }
     rows: Counter[Any] = Counter()
     for each in work.linears:
         if each.name.startswith(f"{name}."):
             index, suffix = each.name.removeprefix(f"{name}.").split(".", 1)
-            way = plan.get(suffix, plan.get(suffix.removesuffix(".linear")))
-            split = "experts" if each.groups > 1 else {"colwise": "out", "rowwise": "in"}.get(str(way))
+            side = plan.get(suffix, plan.get(suffix.removesuffix(".linear")))
+            split = "experts" if each.groups > 1 else {"colwise": "out", "rowwise": "in"}.get(str(side))
             read = (each.in_features, split, each.groups, each.tokens / context)
             rows[index, suffix.rpartition(".")[0], *read] += each.out_features
-    shapes = Counter((wide, *key[2:]) for key, wide in rows.items())
-    block = [Weight(wide, cols, True, split, groups, used, times / count)
-             for (wide, cols, split, groups, used), times in shapes.items()]  # fmt: skip
+    shapes = Counter((out_features, *key[2:]) for key, out_features in rows.items())
+    block = [Weight(out_features, in_features, True, split, groups, used, times / count)
+             for (out_features, in_features, split, groups, used), times in shapes.items()]  # fmt: skip
     inside = sum(p.numel() for p in model.get_submodule(name).parameters())
     block.append(Weight(max(0, round(inside / layers - sum(weight.elements for weight in block)))))
     heads = [one for one in work.linears if not one.name.startswith(f"{name}.")]
     if not heads:
         raise PlanError("--gpus: the model has no linear layer after its blocks, whose output would be logits")
     head = max(heads, key=lambda one: one.sizes[1])
-    rest = sum(p.numel() for p in model.parameters()) - inside - head.sizes[1]
-    root = Weight(max(0, rest // head.in_features), head.in_features), Weight(head.out_features, head.in_features)
-    kept = sum((saved or {}).get(kind, 0) for kind in KINDS if kind not in ("logits and loss", "weights"))
+    other_parameters = sum(p.numel() for p in model.parameters()) - inside - head.sizes[1]
+    root = (
+        Weight(max(0, other_parameters // head.in_features), head.in_features),
+        Weight(head.out_features, head.in_features),
+    )
+    saved_bytes = sum((saved or {}).get(kind, 0) for kind in KINDS if kind not in ("logits and loss", "weights"))
     moved, of_blocks = (one.other.fused if saved is None else one.other.bytes for one in (work, work.blocks))
     counts = [getattr(text, key, None) for key in ("num_attention_heads", "num_key_value_heads")]
-    own = getattr(text, "heads", None)  # octavo.train.GPT's
+    gpt_heads = getattr(text, "heads", None)  # octavo.train.GPT's
     return Shapes(
         name=type(model).__name__,
         width=head.in_features,
@@ -311,45 +314,45 @@ def shapes_of(model: nn.Module, work: Work, context: int, saved: Mapping[str, in
         elementwise=of_blocks / (6 * context * count),  # of bf16, and backward as twice forward
         logits=(moved - of_blocks) / (context * head.out_features),
         launches=0 if saved is None else work.blocks.other.ops / count,
-        saved=kept / context / count if kept else None,
-        heads=tuple(each for each in (*counts, own) if each),
+        saved=saved_bytes / context / count if saved_bytes else None,
+        heads=tuple(each for each in (*counts, gpt_heads) if each),
     )
 
 
 def order(stage: Stage) -> tuple[bool, float]:
-    """Largest for the fastest of those that fit, or else for the smallest."""
+    """Return a key that is largest for the fastest step that fits; if none fits, for the smallest."""
     return stage.fits, stage.step.tflops if stage.fits else -stage.size
 
 
 def in_pairs(width: int) -> float:
-    """Bytes of an element of what octavo.checkpoint_in_fp8 keeps: a code, and its share of a row's scale."""
+    """Return the bytes an element that octavo.checkpoint_in_fp8 keeps: a code, and its share of a row's scale."""
     return 1 + 4 / width
 
 
 def changed(stage: Stage, precision: Mapping[str, Any] | None = None, **layout: Any) -> Iterator[Stage]:
-    """The step otherwise, if the model divides so."""
+    """Yield the step with these changes, if the model divides so."""
     with contextlib.suppress(PlanError, ZeroDivisionError):
         other = replace(stage.precision, **precision or {})
         yield replace(stage, layout=replace(stage.layout, **layout), precision=other)
 
 
 def searched(stage: Stage) -> Stage:
-    """The best on all meshes of powers of two, with and without recomputation."""
-    powers, found = [1 << power for power in range(7)], [stage]
+    """Return the best step on all meshes of powers of two, with and without recomputation."""
+    powers, stages = [1 << power for power in range(7)], [stage]
     experts = powers if any(weight.split == "experts" for weight in stage.whole.block) else [1]
-    ways: dict[str, Sequence[Any]] = {"tensor": powers[:4], "pipeline": powers[:5], "expert": experts}
-    ways |= {"batch": powers[:4], "recomputed": (0.0, 1.0)}
-    for values in itertools.product(*ways.values()):
-        kinds = dict(zip(ways, values, strict=True))
+    choices: dict[str, Sequence[Any]] = {"tensor": powers[:4], "pipeline": powers[:5], "expert": experts}
+    choices |= {"batch": powers[:4], "recomputed": (0.0, 1.0)}
+    for values in itertools.product(*choices.values()):
+        kinds = dict(zip(choices, values, strict=True))
         for replicate in {1, max(1, stage.layout.gpus // (kinds["pipeline"] * stage.hardware.server))}:
-            found += changed(stage, replicate=replicate, context=1, **kinds)
-    return max(found, key=order)
+            stages += changed(stage, replicate=replicate, context=1, **kinds)
+    return max(stages, key=order)
 
 
 def better(stage: Stage) -> list[tuple[str, Stage]]:
-    """What to change, best first: what makes it fit, or smaller; what makes a step that fits faster."""
+    """Return changes, best first: those that make a step fit, or smaller; faster, if it fits already."""
     now, ranks, recipe = stage.layout, stage.layout.ranks, stage.precision.recipe
-    made = {
+    stages_by_words = {
         "checkpoint activations (--recompute 1)": changed(stage, recomputed=1.0),
         "keep activations (--recompute 0)": changed(stage, recomputed=0.0),
         "octavo.checkpoint_in_fp8 in the place of torch's": changed(stage, {"regions": in_pairs(stage.whole.width)}),
@@ -363,23 +366,27 @@ def better(stage: Stage) -> list[tuple[str, Stage]]:
         if ranks[fewer] % 2 == 0:
             kinds: dict[str, Any] = ranks | {more: 2 * ranks[more], fewer: ranks[fewer] // 2}
             words = f"more {more} ranks ({more}={kinds[more]}, {fewer}={kinds[fewer]})"
-            made[words] = changed(stage, **{kind: count for kind, count in kinds.items() if kind != "fsdp"})
-    found = [(words, other) for words, others in made.items() for other in others if order(other) > order(stage)]
-    found = [one for one in found if not stage.fits or one[1].step.tflops > WORTH_NAMING * stage.step.tflops]
-    return sorted(found, key=lambda one: order(one[1]), reverse=True)[:3]
+            stages_by_words[words] = changed(stage, **{kind: count for kind, count in kinds.items() if kind != "fsdp"})
+    changes = [
+        (words, other) for words, others in stages_by_words.items() for other in others if order(other) > order(stage)
+    ]
+    changes = [
+        change for change in changes if not stage.fits or change[1].step.tflops > WORTH_NAMING * stage.step.tflops
+    ]
+    return sorted(changes, key=lambda change: order(change[1]), reverse=True)[:3]
 
 
 def limit(stage: Stage) -> str:
-    """What takes longest, and the link that ranks wait for."""
+    """Return a text of what takes longest, and of the link that ranks wait for."""
     step = stage.step
-    takes = {**step.kinds, "bubble": step.bubble, "optimizer": step.optimizer}
-    takes |= {f"{kind}'s collectives": wait.exposed for kind, wait in step.waits.items()}
-    most, (kind, wait) = max(takes, key=takes.__getitem__), max(step.waits.items(), key=lambda item: item[1].exposed)
-    where = {"NVLink": "NVLink inside a server", "network": "the network between servers"}[wait.link]
-    share = f"{takes[most] / step.seconds:.0%} of the step is {most}"
+    times = {**step.kinds, "bubble": step.bubble, "optimizer": step.optimizer}
+    times |= {f"{kind}'s collectives": wait.exposed for kind, wait in step.waits.items()}
+    longest, (kind, wait) = max(times, key=times.__getitem__), max(step.waits.items(), key=lambda item: item[1].exposed)
+    link_name = {"NVLink": "NVLink inside a server", "network": "the network between servers"}[wait.link]
+    share = f"{times[longest] / step.seconds:.0%} of the step is {longest}"
     if (waits := wait.exposed / step.seconds) < 0.01:
         return f"{share}; no link limits"
-    return f"{share}; the link that limits is {where}, on which ranks wait for {kind} {waits:.0%} of the step"
+    return f"{share}; the link that limits is {link_name}, on which ranks wait for {kind} {waits:.0%} of the step"
 
 
 class MeshPlan(NamedTuple):
@@ -394,7 +401,7 @@ class MeshPlan(NamedTuple):
     other: Stage | None
 
     def text(self) -> str:
-        """Tables, whether it fits, what limits it, what to change."""
+        """Return tables, whether the step fits, what limits it, and what to change."""
         best, now, rates = self.best, self.best.layout, self.best.hardware.rates
         kinds, waits = list(best.step.kinds), [kind for kind, wait in best.step.waits.items() if wait.seconds]
         header = ["ms a step", "", *kinds, *(f"{kind}: waits of all" for kind in waits), "bubble", "optimizer"]
@@ -429,44 +436,46 @@ class MeshPlan(NamedTuple):
 
 
 def flags(stage: Stage) -> str:
-    """The command's, for a step."""
+    """Return the command's flags for a step."""
     now = stage.layout
     in_fp8 = " --checkpoint-in-fp8" * (stage.precision.regions < BF16)
     return f"--mesh {now} --micro-batches {now.micro_batches} --recompute {now.recomputed:g}{in_fp8}"
 
 
 def mesh_of(text: str, gpus: int) -> dict[str, int]:
-    """Ranks by kind, from such as "fsdp=8,tensor=8"."""
-    found = dict.fromkeys(RANKS, 1)
+    """Return ranks by kind, from a text such as "fsdp=8,tensor=8"."""
+    ranks_by_kind = dict.fromkeys(RANKS, 1)
     for part in text.split(","):
         kind, _, ranks = (word.strip() for word in part.partition("="))
         if kind not in RANKS or not ranks.isdigit() or int(ranks) < 1:
             raise PlanError(f"--mesh {text}: {part!r} is not KIND=RANKS; kinds are {', '.join(RANKS)}")
-        found[kind] = int(ranks)
-    product = math.prod(ranks for kind, ranks in found.items() if kind != "expert")
+        ranks_by_kind[kind] = int(ranks)
+    product = math.prod(ranks for kind, ranks in ranks_by_kind.items() if kind != "expert")
     if product != gpus:
-        others = product // found["fsdp"]
-        would = f"fsdp={gpus // others} or " if gpus % others == 0 else ""
+        others = product // ranks_by_kind["fsdp"]
+        other = f"fsdp={gpus // others} or " if gpus % others == 0 else ""
         raise PlanError(
-            f"--mesh {text} has {product} ranks, --gpus says {gpus}: {would}--gpus {product} would do; expert does not "
+            f"--mesh {text} has {product} ranks, --gpus says {gpus}: {other}--gpus {product} would do; expert does not "
             "count, as experts are divided among ranks of fsdp and tensor"
         )
-    return found
+    return ranks_by_kind
 
 
-def plan(model: nn.Module, rates: Rates, **asked: Any) -> MeshPlan:
-    """A step in each recipe, eager and compiled, on the given mesh or on the fastest that fits.
+def plan(model: nn.Module, rates: Rates, **options: Any) -> MeshPlan:
+    """Return a step in each recipe, eager and compiled, on the mesh of the options or on the fastest that fits.
 
-    ``asked``: gpus, mesh (text or None), sequences of a step, context (their tokens), micro_batches, recompute, fuse,
+    ``options``: gpus, mesh (text or None), sequences of a step, context (their tokens), micro_batches, recompute, fuse,
     checkpoint_in_fp8, algorithm.
     """
-    gpus, sequences, context, mesh = (asked[name] for name in ("gpus", "sequences", "context", "mesh"))
-    if gpus < 1 or not 0 <= asked["recompute"] <= 1:
-        raise PlanError(f"--gpus {gpus} --recompute {asked['recompute']:g}: one GPU at least, and a share from 0 to 1")
+    gpus, sequences, context, mesh = (options[name] for name in ("gpus", "sequences", "context", "mesh"))
+    if gpus < 1 or not 0 <= options["recompute"] <= 1:
+        raise PlanError(
+            f"--gpus {gpus} --recompute {options['recompute']:g}: one GPU at least, and a share from 0 to 1"
+        )
     hardware, ranks = Hardware.of(rates), mesh_of(mesh, gpus) if mesh else dict.fromkeys(RANKS, 1)
     del ranks["fsdp"]
-    layout = MeshLayout(gpus, sequences, context, recomputed=asked["recompute"], **ranks)
-    if (count := asked["micro_batches"]) is not None:
+    layout = MeshLayout(gpus, sequences, context, recomputed=options["recompute"], **ranks)
+    if (count := options["micro_batches"]) is not None:
         layout = replace(layout, batch=max(1, layout.micro_batches // max(1, count)))
         if layout.micro_batches != count:
             raise PlanError(
@@ -478,12 +487,12 @@ def plan(model: nn.Module, rates: Rates, **asked: Any) -> MeshPlan:
     def stage(name: str, compiled: bool) -> Stage:
         recipe, saved = None if name == HIGH_PRECISION else RECIPES[name](), None
         if not compiled:
-            fuse = recipe is not None and asked["fuse"]
+            fuse = recipe is not None and options["fuse"]
             saved = estimate(short, inputs, recipe, rates, work=work, fuse=fuse).memory.saved
         shapes = shapes_of(model, work, context, saved)
-        kept: dict[str, Any] = {"algorithm": asked["algorithm"]}
-        kept |= {"regions": in_pairs(shapes.width)} if asked["checkpoint_in_fp8"] else {}
-        precision = Precision(name, name, gathers=recipe is not None, pairs=recipe is not None, **kept)
+        precision_options: dict[str, Any] = {"algorithm": options["algorithm"]}
+        precision_options |= {"regions": in_pairs(shapes.width)} if options["checkpoint_in_fp8"] else {}
+        precision = Precision(name, name, gathers=recipe is not None, pairs=recipe is not None, **precision_options)
         return Stage(shapes, layout, precision, hardware)
 
     compiled, other = [stage(name, True) for name in (HIGH_PRECISION, *RECIPES)], None

@@ -54,7 +54,7 @@ FUSED_BF16 = "bf16, fused"  # the name of an estimate without a recipe and with 
 
 
 class LinearWork(NamedTuple):
-    """What a linear layer computes in a step."""
+    """The products of a linear layer in a step, and their sizes."""
 
     name: str
     tokens: int  # rows of its input
@@ -63,16 +63,16 @@ class LinearWork(NamedTuple):
     grad_input: bool  # whether backward needs it
     grad_weight: bool
     groups: int = 1  # how many matrices a layer of experts has, each of which multiplies some of the rows
-    reads: int = 0  # its input's number in the model, the same for layers that cast one tensor; 0: not known
+    reads: int = 0  # its input's number in the model, the same for layers that cast one tensor; 0: unknown
 
     @property
     def products(self) -> tuple[bool, bool, bool]:
-        """Which of output, grad_input and grad_weight are computed."""
+        """Whether output, grad_input and grad_weight are computed."""
         return True, self.grad_input, self.grad_weight
 
     @property
     def flop(self) -> float:
-        """The FLOP of one product."""
+        """FLOP of one product."""
         return 2.0 * self.tokens * self.in_features * self.out_features
 
     @property
@@ -88,11 +88,11 @@ class LinearWork(NamedTuple):
         return one if self.groups == 1 else f"{self.groups} x {one}"
 
     def seconds(self, recipe: Recipe, rates: Rates) -> tuple[float, float]:
-        """(seconds of products, seconds of casts) of a step under a recipe."""
+        """Return (seconds of products, seconds of casts) of a step under a recipe."""
         return sum(self.product_seconds(recipe, rates)), sum(self.cast_seconds(recipe, rates))
 
     def product_seconds(self, recipe: Recipe, rates: Rates) -> tuple[float, ...]:
-        """Seconds of output, grad_input and grad_weight in a step under a recipe."""
+        """Return seconds of output, grad_input and grad_weight in a step under a recipe."""
         wanted, sizes, products = self.products, self.sizes, []
         # output is as large as grad_output, and grad_input as input
         for form, result, computed in zip(forms_of(recipe), (sizes[2], sizes[0], sizes[1]), wanted, strict=True):
@@ -102,20 +102,22 @@ class LinearWork(NamedTuple):
         return tuple(products)
 
     def cast_seconds(self, recipe: Recipe, rates: Rates) -> tuple[float, ...]:
-        """Seconds of the casts of input, weight and grad_output in a step under a recipe."""
+        """Return seconds of the casts of input, weight and grad_output in a step under a recipe."""
         wanted, casts = self.products, []
         readers = (wanted[0], wanted[2]), (wanted[0], wanted[1]), (wanted[1], wanted[2])  # whether each layout is read
         for role, size, (as_is, transposed) in zip(recipe.casts, self.sizes, readers, strict=True):
-            made = [cast for cast, needed in ((role.as_is, as_is), (role.transposed, transposed)) if cast and needed]
-            casts.append(rates.cast_seconds(made[0], size, len(made) == 2) if made else 0.0)
+            needed_casts = [
+                cast for cast, needed in ((role.as_is, as_is), (role.transposed, transposed)) if cast and needed
+            ]
+            casts.append(rates.cast_seconds(needed_casts[0], size, len(needed_casts) == 2) if needed_casts else 0.0)
         return tuple(casts)
 
 
 class Traffic(NamedTuple):
-    """Of operations that are no products: bytes that they read and write in eager PyTorch, how many, bytes compiled.
+    """The traffic of operations that are no products: bytes read and written in eager, how many, bytes compiled.
 
-    A compiled step writes a tensor once, if a product reads it or what comes after a product, and reads it once between
-    two products.
+    A compiled step writes a tensor once, if a product or an operation after one reads it, and reads it once between two
+    products.
     """
 
     bytes: float
@@ -123,12 +125,12 @@ class Traffic(NamedTuple):
     fused: float
 
     def less(self, other: Traffic) -> Traffic:
-        """The difference."""
-        return Traffic(*(mine - theirs for mine, theirs in zip(self, other, strict=True)))
+        """Return this traffic less the other."""
+        return Traffic(*(size - other_size for size, other_size in zip(self, other, strict=True)))
 
 
 class Blocks(NamedTuple):
-    """A model's list of blocks: its name, how many, and what of ``Work.other`` is theirs, and their forward's."""
+    """A model's list of blocks: its name, how many, their share of ``Work.other``, and their forward's share."""
 
     name: str
     size: int
@@ -137,7 +139,7 @@ class Blocks(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a training step of a model computes."""
+    """The work of a model's training step: products and the traffic of other operations."""
 
     linears: tuple[LinearWork, ...]  # that run, those of experts included
     other_flop: float  # of other products: attention, convolutions, experts that convert does not take
@@ -147,7 +149,7 @@ class Work(NamedTuple):
     inputs: Mapping[str, int] = MappingProxyType(
         {}
     )  # elements of the input of each norm that octavo knows, by its name
-    logits: int = 0  # whose cross entropy is the loss; 0: the loss is another
+    logits: int = 0  # elements of logits whose cross entropy is the loss; 0: the loss is another
 
 
 @dataclass(frozen=True)
@@ -177,8 +179,8 @@ class Estimate:
         >>> import torch, octavo
         >>> with torch.device("meta"):
         ...     layer, x = torch.nn.Linear(8192, 8192).bfloat16(), torch.empty(8192, 8192, dtype=torch.bfloat16)
-        >>> found = estimate(layer, (x,), octavo.recipes.delayed(), octavo.cost.rates_of("H200"))
-        >>> found.products < found.total, len(found.slower)
+        >>> step = estimate(layer, (x,), octavo.recipes.delayed(), octavo.cost.rates_of("H200"))
+        >>> step.products < step.total, len(step.slower)
         (True, 0)
     """
 
@@ -215,7 +217,7 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """Bytes at a time: gradients of weights come when what only the loss needs is gone."""
+        """Bytes at a time: those of the loss alone are freed before there are gradients of weights."""
         return self.memory.total - min(self.memory.gradients, self.loss)
 
     @property
@@ -225,52 +227,54 @@ class Estimate:
 
 
 class _Counter(TorchDispatchMode):
-    """Counts the Traffic of operations, except products: those that torch counts, and ``products``.
+    """A mode that counts the Traffic of operations, except products: those that torch counts, and ``products``.
 
-    ``made``: for each storage, after how many products it was computed, and whether by one.
+    ``origins``: {storage: (after how many products it was computed, whether by a product)}.
     """
 
     def __init__(self, products: Container[Any]) -> None:
         super().__init__()
         self.bytes, self.ops, self.fused, self.products = 0, 0, 0, products
         self.attention: Counter[int] = Counter()  # FLOP by the size of a head
-        self.made: dict[int, tuple[int, bool]] = {}
+        self.origins: dict[int, tuple[int, bool]] = {}
         self.moved: set[tuple[int, int]] = set()  # (storage, after how many products it is read; -1: written)
         self.held: list[Any] = []  # so that no other storage gets its number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        read, made = ([x for x in pytree.tree_leaves(xs) if isinstance(x, Tensor)] for xs in ((args, kwargs), result))
+        read, written = (
+            [x for x in pytree.tree_leaves(xs) if isinstance(x, Tensor)] for xs in ((args, kwargs), result)
+        )
         is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
-        if not made or is_view or any(word in func._schema.name for word in ("empty", "_unsafe_view")):
+        if not written or is_view or any(word in func._schema.name for word in ("empty", "_unsafe_view")):
             return result
         is_product = func._overloadpacket in flop_registry or func._overloadpacket in self.products
         if func._overloadpacket in _ATTENTION:
             flop: Any = _ATTENTION[func._overloadpacket]
             self.attention[read[0].shape[-1]] += flop(*(x.shape for x in args if isinstance(x, Tensor)))
-        after = max((self.made.get(storage_of(x), (0, True))[0] for x in read), default=0)
+        after = max((self.origins.get(storage_of(x), (0, True))[0] for x in read), default=0)
         if not is_product:
-            self.bytes += sum(x.numel() * x.element_size() for x in (*read, *made))
+            self.bytes += sum(x.numel() * x.element_size() for x in (*read, *written))
             self.ops += 1
         for x in read:
             key, size = storage_of(x), x.numel() * x.element_size()
-            before, of_product = self.made.get(key, (-1, True))
-            if is_product or of_product or before < after:
+            written_after, of_product = self.origins.get(key, (-1, True))
+            if is_product or of_product or written_after < after:
                 uses = {use for use, counts in (((key, -1), not of_product), ((key, after), not is_product)) if counts}
                 self.fused += size * len(uses - self.moved)
                 self.moved |= uses
-        self.made |= {storage_of(x): (after + is_product, is_product) for x in made}
-        self.held += made
+        self.origins |= {storage_of(x): (after + is_product, is_product) for x in written}
+        self.held += written
         return result
 
     @property
     def counts(self) -> Traffic:
-        """Until now."""
+        """The traffic counted so far."""
         return Traffic(self.bytes, self.ops, self.fused)
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A copy of a model in high precision whose parameters and buffers have no memory."""
+    """Return a copy of a model in high precision whose parameters and buffers have no memory."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         twin: Tensor = torch.empty_like(tensor, device="meta")
@@ -282,16 +286,16 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
-    """What a step of a model computes in high precision, found by running forward and backward without data.
+    """Return the Work of a model's step in high precision, by running forward and backward without data.
 
-    The loss of a model that gives logits of its tokens is their cross entropy, in float32; else a sum. ``inputs``: as
-    for ``estimate``. ValueError, if no result of the forward needs a gradient.
+    The loss of a model that returns logits of its tokens is their cross entropy, in float32; else a sum. ``inputs``: as
+    for ``estimate``. Raises ValueError if no result of the forward needs a gradient.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # unlike the meta device, it lets models ask for values
     twin = twin_of(on_meta(model), mode)
     # experts are converted so that each product is a module's, and no loop depends on a router's choices
     _convert(twin, high_precision(), lambda module, name: experts_class(module) is not None)
-    found, sizes = _watch(twin)
+    works_by_name, sizes = _watch(twin)
     arguments = pytree.tree_map_only(
         Tensor, lambda x: without_data(x, mode).requires_grad_(x.requires_grad), tuple(inputs)
     )
@@ -305,7 +309,7 @@ def work_of(model: nn.Module, inputs: Sequence[Any]) -> Work:
             raise ValueError("no result of the model's forward needs a gradient: there is nothing to train")
         logits = _logits(twin, results, arguments)
         _loss(results, logits).backward()
-    linears = tuple(found.values())
+    linears = tuple(works_by_name.values())
     of_linears = sum(work.flop * sum(work.products) for work in linears)
     other_flop = max(flop.get_total_flops() - of_linears, 0.0)
     of_blocks = None
@@ -335,11 +339,11 @@ def _loss(results: Sequence[Tensor], logits: Tensor | None) -> Tensor:
 
 
 def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
-    """Return what linear layers compute, and elements of the inputs of norms that octavo knows: filled by a forward."""
-    found: dict[str, LinearWork] = {}
+    """Return the LinearWork of layers, and elements of the inputs of norms that octavo knows: filled by a forward."""
+    works_by_name: dict[str, LinearWork] = {}
     sizes: dict[str, int] = {}
     numbers: dict[tuple[int, int], int] = {}
-    held: list[Tensor] = []  # so that no other tensor gets its place
+    live_inputs: list[Tensor] = []  # so that no other tensor gets its place
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: object) -> None:
@@ -350,11 +354,11 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
             else:
                 weight, (columns, rows) = next(module.parameters()), features(module)
             tokens, reads = x.numel() // columns, numbers.setdefault((id(x), x._version), len(numbers) + 1)
-            held.append(x)
-            if name in found:  # called more than once: the rows of its products add up
-                tokens, reads = tokens + found[name].tokens, 0
+            live_inputs.append(x)
+            if name in works_by_name:  # called more than once: the rows of its products add up
+                tokens, reads = tokens + works_by_name[name].tokens, 0
             needs = x.requires_grad, weight.requires_grad
-            found[name] = LinearWork(name, tokens, columns, rows, *needs, groups, reads)
+            works_by_name[name] = LinearWork(name, tokens, columns, rows, *needs, groups, reads)
 
         return hook
 
@@ -369,16 +373,16 @@ def _watch(twin: nn.Module) -> tuple[dict[str, LinearWork], dict[str, int]]:
             module.register_forward_hook(note(name))
         elif refusal(module) is None:
             module.register_forward_hook(size(name), with_kwargs=True)
-    return found, sizes
+    return works_by_name, sizes
 
 
 def _marks(blocks: Any, traffic: _Counter) -> list[Traffic]:
-    """What was counted before and after a step's blocks, in forward and then in backward: filled by the step."""
+    """Return the counts before and after a step's blocks, in forward and then in backward: filled by the step."""
     marks: list[Traffic] = []
 
-    def mark(_: object, given: Any, output: Any = None) -> None:
+    def mark(_: object, inputs: Any, output: Any = None) -> None:
         marks.append(traffic.counts)
-        x = next(leaf for leaf in pytree.tree_leaves(given if output is None else output) if isinstance(leaf, Tensor))
+        x = next(leaf for leaf in pytree.tree_leaves(inputs if output is None else output) if isinstance(leaf, Tensor))
         if x.requires_grad:  # backward begins at the last block's output, and ends at the first one's input
             x.register_hook(lambda _: marks.append(traffic.counts))
 
@@ -388,33 +392,33 @@ def _marks(blocks: Any, traffic: _Counter) -> list[Traffic]:
 
 
 def blocks_of(model: nn.Module) -> str | None:
-    """The name of the list of modules that has the most parameters; None without any."""
+    """Return the name of the list of modules that has the most parameters; None without any."""
     lists = [(sum(p.numel() for p in module.parameters()), name) for name, module in model.named_modules()
              if isinstance(module, nn.ModuleList)]  # fmt: skip
     return max(lists)[1] if lists else None
 
 
 def _convert(model: nn.Module, recipe: Recipe | RecipeMap, select: Select | None, fuse: bool = False) -> None:
-    """octavo.convert, without the warning that there is nothing to convert or fuse."""
+    """Call octavo.convert, without the warning that there is nothing to convert or fuse."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "octavo.convert (converted|fused) nothing")
         convert(model, recipe, select, fuse=fuse)
 
 
 def orthogonalising(shape: Sequence[float], rates: Rates, steps: int = 5) -> float:
-    """Seconds of the products that orthogonalise a matrix, or stacked ones, for octavo.optim.Muon."""
+    """Return seconds of the products that orthogonalise a matrix, or stacked ones, for octavo.optim.Muon."""
     *stacked, less, more = *shape[:-2], *sorted(shape[-2:])
     large, small = (2.0 * math.prod(stacked) * less * less * size for size in (more, less))
     return steps * (2 * rates.product_seconds(HIGH_PRECISION, large) + rates.product_seconds(HIGH_PRECISION, small))
 
 
 class _Times:
-    """Seconds of a step under a converted model's recipes, by what takes them: ``Estimate``'s, added up."""
+    """Seconds of a step under a converted model's recipes, by kind, as in ``Estimate``; layers are added one by one."""
 
     def __init__(
         self, work: Work, rates: Rates, fused: Iterable[tuple[str, str, float]], kernels: Mapping[str, Moved]
     ) -> None:
-        """Begin with all that is no linear layer; ``fused`` as fused_parts yields it, moving what ``kernels`` says."""
+        """Begin with all but linear layers; ``fused``: from fused_parts; ``kernels``: the traffic of fused parts."""
         self.work, self.rates = work, rates
         others = work.other_flop - sum(work.attention.values())
         attention = rates.attention_seconds(work.attention, causal=work.logits > 0)
@@ -439,7 +443,7 @@ class _Times:
         self.products = self.casts = 0.0
 
     def span(self, name: str) -> int:
-        """0 for a module of the blocks, whose forward is the first span of ``Estimate.device``; else 1."""
+        """Return 0 for a module of the blocks, whose forward is the first span of ``Estimate.device``; else 1."""
         return 0 if self.work.blocks is not None and name.startswith(f"{self.work.blocks.name}.") else 1
 
     def add(self, linear: LinearWork, recipe: Recipe, spared: Container[int]) -> LayerTime:
@@ -463,23 +467,25 @@ def head_of(work: Work) -> LinearWork | None:
 
 
 def _fused(model: nn.Module, twin: nn.Module, work: Work, kernels: Container[str]) -> list[tuple[str, str, float]]:
-    """Return what ``twin`` fuses and its ``model`` does not, of the parts that ``kernels`` has, as fused_parts does."""
+    """Return the parts, as fused_parts yields them, that ``kernels`` has and ``twin`` fuses, but not ``model``."""
     already = {name for name, module in model.named_modules() if isinstance(module, KnownForward)}
     parts = [part for part in fused_parts(twin, work.inputs, work) if part[1] in kernels]
     return [part for part in parts if part[0] not in already or part[1] not in COUNTED]
 
 
 def _chunked(work: Work, modules: Mapping[str, nn.Module]) -> tuple[LinearWork, bool, int]:
-    """Return what octavo.nn.linear_cross_entropy computes with the loss: the head, whether it casts no gradient, bytes.
+    """Return (the head that octavo.nn.linear_cross_entropy computes with the loss, whether no gradient is cast, bytes).
 
     Blocks along the contraction are cast by the recipe, from logits' gradient; other codes are written in its place.
-    The bytes are those that it has at a time. PlanError where the head's gradients are no products in FP8.
+    The bytes are those at a time. Raises PlanError where the head's gradients are no products in FP8.
     """
     head = head_of(work)
     recipe = getattr(modules.get(head.name), "recipe", None) if head else None
     if head is None or recipe is None or recipe.grad_input is None or recipe.grad_weight is None:
-        what = "no layer computes logits" if head is None else f"the gradients of {head.name} are no products in FP8"
-        raise PlanError(f"a chunked loss: {what}; it is planned for a head in FP8, such as by dynamic_with_output_hp()")
+        problem = "no layer computes logits" if head is None else f"the gradients of {head.name} are no products in FP8"
+        raise PlanError(
+            f"a chunked loss: {problem}; it is planned for a head in FP8, such as by dynamic_with_output_hp()"
+        )
     writes_codes = form_of(recipe.grad_output_casts.as_is) in ("tensor", "row")
     of_chunk = OF_CHUNK + 2 * (not writes_codes)
     size = CHUNKED_LOSS * work.logits + of_chunk * min(work.logits, ROWS * head.out_features) + 2 * head.sizes[0]
@@ -510,7 +516,7 @@ def estimate(
         recipe: as for octavo.convert; None: nothing is converted.
         rates: of the device; see octavo.cost.rates_of.
         select: as for octavo.convert.
-        optimizer: makes the optimizer from the parameters.
+        optimizer: returns the optimizer of the parameters.
         work: what ``work_of`` returned for the model, to be counted once for several recipes.
         fuse: as for octavo.convert; octavo.cost.parts says what it changes, in eager. With ``recipe=None`` norms, gated
             feed-forwards, rotary positions and the loss are a kernel each in bf16, as Liger-Kernel's, and no products
@@ -536,7 +542,7 @@ def estimate(
     """
     twin = on_meta(model)
     work = work or work_of(model, inputs)
-    if recipe is not None or fuse:  # what is fused in bf16 is what would be in FP8
+    if recipe is not None or fuse:  # the same modules are fused in bf16 as in FP8
         _convert(twin, recipe or default(), select if recipe else lambda *_: True, fuse)
     modules = dict(twin.named_modules())
     kernels = {part: each.fused for part, each in PARTS.items()} if recipe else BF16_KERNELS
@@ -565,16 +571,18 @@ def estimate(
         convert(twin, high_precision(), lambda module, name: True)  # a schedule needs converted layers
     stored: dict[str, Any] = {} if weight_storage is None else {"weight_storage": weight_storage}
     phase = Phase(high_precision() if recipe is None else recipe, **stored)
-    schedule = PrecisionSchedule(twin, made := optimizer(twin.parameters()), [phase])
-    on = pytree.tree_map_only(Tensor, lambda x: x.detach().to("meta").requires_grad_(x.requires_grad), tuple(inputs))
-    memory = schedule.plan(example_inputs=on).phases[0]
+    schedule = PrecisionSchedule(twin, optimizer_of_twin := optimizer(twin.parameters()), [phase])
+    meta_inputs = pytree.tree_map_only(
+        Tensor, lambda x: x.detach().to("meta").requires_grad_(x.requires_grad), tuple(inputs)
+    )
+    memory = schedule.plan(example_inputs=meta_inputs).phases[0]
     update = (2 * (memory.weights + memory.masters + memory.moments) + memory.gradients) / rates.copy
-    for group in made.param_groups:
+    for group in optimizer_of_twin.param_groups:
         if group.get("algorithm") == "muon":
             update += sum(orthogonalising(param.shape, rates, group["ns_steps"]) for param in group["params"])
     saved = dict(memory.saved or {})
     memory = replace(memory, saved=saved | {"logits and loss": saved["logits and loss"] + loss})
     name = getattr(recipe, "name", "map") if recipe else FUSED_BF16 if fuse else HIGH_PRECISION
-    took = times.products, times.casts, times.other
+    seconds = times.products, times.casts, times.other
     spans = tuple(times.device), tuple(times.host)
-    return Estimate(name, *took, update, memory, tuple(layers), times.fused, *spans, loss)
+    return Estimate(name, *seconds, update, memory, tuple(layers), times.fused, *spans, loss)

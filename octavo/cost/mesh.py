@@ -44,7 +44,7 @@ class Weight:
 
     @property
     def elements(self) -> float:
-        """Of all these matrices."""
+        """Elements of all these matrices."""
         return self.share * self.held * self.rows * self.cols
 
 
@@ -71,16 +71,16 @@ class Shapes:
 
     @property
     def parameters(self) -> float:
-        """How many numbers the model has."""
+        """Number of the model's parameters."""
         return self.layers * sum(w.elements for w in self.block) + sum(w.elements for w in self.root)
 
     def flop(self, sequence: int) -> float:
-        """Of a token: 6 a number that multiplies it, and causal attention; what is recomputed does not count."""
+        """Return FLOP of a token: 6 a parameter that multiplies it, and causal attention, without recomputation."""
         converted = self.layers * sum(w.share * w.used * w.rows * w.cols for w in self.block if w.converted)
         return 6.0 * (converted + self.root[-1].rows * self.root[-1].cols + sequence * self.attention * self.layers)
 
     def divided(self, tensor: int, pipeline: int, expert: int = 1) -> Shapes:
-        """What one rank holds, before FSDP2 shards it; each stage of the pipeline as much of the embedding and head."""
+        """Return a rank's shapes before FSDP2 shards them; stages of a pipeline have equal parts of embedding, head."""
 
         def part(weight: Weight) -> Weight:
             if weight.split == "experts":
@@ -94,11 +94,11 @@ class Shapes:
 
 
 def sent(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes: int = BF16) -> tuple[float, float]:
-    """Bytes of one gather of weights over so many ranks, and of the amaxes that ranks agree on before it.
+    """Return the bytes of one gather of weights over so many ranks, and of the amaxes that ranks share before it.
 
     Each rank has as many rows of a weight (the last one's padded): as bf16, or, of a converted one, a byte an element
     for each pair, and its scales. These are sent beside the codes where no scale is of several ranks' rows and each
-    rank has as many: 4 bytes each, powers of two of ``mx`` one. Else ranks agree on an amax of 4 bytes for each.
+    rank has as many: 4 bytes each, powers of two of ``mx`` one. Else ranks share an amax of 4 bytes for each.
     """
     tiles = {"rowwise": [(1, 0, 4), (0, 1, 4)], "blockwise": [(BLOCK, BLOCK, 4)], "mx": [(1, 32, 1), (32, 1, 1)]}
     whole: float = 0
@@ -121,9 +121,11 @@ def sent(weights: Sequence[Weight], recipe: str, ranks: int, param_bytes: int = 
 
 
 def sustained(rates: Rates) -> Rates:
-    """A device's rates as servers keep them: products at SUSTAINED of what was measured; published ones as they are."""
-    kept = {kind: tuple((flop, SUSTAINED * rate) for flop, rate in points) for kind, points in rates.products.items()}
-    return replace(rates, products=kept) if rates.casts else rates
+    """Return rates that servers sustain: products at SUSTAINED of measured rates; published ones as they are."""
+    products = {
+        kind: tuple((flop, SUSTAINED * rate) for flop, rate in points) for kind, points in rates.products.items()
+    }
+    return replace(rates, products=products) if rates.casts else rates
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class Hardware:
 
     @classmethod
     def of(cls, rates: Rates) -> Hardware:
-        """Servers of another device, assumed: attention as much faster as products in bf16, NVLink of its generation.
+        """Return servers of another device, assumed: attention faster as bf16 products are, NVLink of its generation.
 
         Raises:
             PlanError: for a device that is no GPU.
@@ -154,11 +156,11 @@ class Hardware:
         return cls(rates, forward, backward, here.nvlink * (1 + ("B200" in rates.device)), memory=rates.memory)
 
     def wire(self, whole: float, ranks: int, stride: int, directly: bool = False) -> float:
-        """Seconds of an all-gather or a reduce-scatter of so many bytes in all, each rank ``stride`` GPUs apart.
+        """Return seconds of an all-gather or a reduce-scatter of so many bytes in all, each rank ``stride`` GPUs apart.
 
         Each GPU takes in (n - 1) / n of the bytes over NVLink. Over the network a ring takes each byte into a server
         once, over the cards of the group's ranks there; the slower of the two counts. ``directly``: an all-to-all, in
-        which each rank's card takes in what all ranks elsewhere have for it.
+        which each rank's card takes in the bytes that all ranks elsewhere have for it.
         """
         if ranks == 1:
             return 0.0
@@ -169,11 +171,11 @@ class Hardware:
         return max(inside, whole * arriving / self.network) + self.latency
 
     def here(self, ranks: int, stride: int) -> int:
-        """How many of a group's ranks, ``stride`` GPUs apart, are in one server."""
+        """Return how many of a group's ranks, ``stride`` GPUs apart, are in one server."""
         return max(1, min(ranks, self.server // stride))
 
     def exchange(self, whole: float, ranks: int, stride: int, levels: int) -> float:
-        """Seconds of all-to-alls that reduce so many bytes at one level or at two, one after the other."""
+        """Return seconds of all-to-alls that reduce so many bytes at one level or at two, one after the other."""
         if levels == 1:
             return self.wire(whole, ranks, stride, directly=True)
         here = self.here(ranks, stride)
@@ -181,20 +183,20 @@ class Hardware:
         return inside + self.wire(whole / here, ranks // here, self.server, directly=True)
 
     def link(self, ranks: int, stride: int, directly: bool = False) -> str:
-        """On which wires such a group waits longest."""
+        """Return the wires on which such a group waits longest."""
         inside = replace(self, network=math.inf).wire(1e12, ranks, stride, directly)
         return "NVLink" if self.wire(1e12, ranks, stride, directly) == inside else "network"
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What is computed and what is sent in FP8; each is octavo's way unless said otherwise.
+    """The products and messages that are in FP8; each is octavo's way unless said otherwise.
 
     ``reduction``: at how many levels gradients are reduced as pairs in blocks of 128
     (``octavo.distributed.Fp8Reduction``): by an all-to-all of all ranks, or by one of a server's ranks and one of
-    servers. What casts and sums take is not counted. 0: a reduce-scatter of bf16. ``pairs``: inputs and gradients that
+    servers. The time of casts and sums is left out. 0: a reduce-scatter of bf16. ``pairs``: inputs and gradients that
     tensor and sequence parallelism gather, and tokens and gradients that expert parallelism dispatches, are codes,
-    whose scale ranks agree on first. What was gathered is kept for backward; what is added up over ranks stays in bf16.
+    whose scale ranks share first. Gathered tensors are kept for backward; sums over ranks stay in bf16.
     ``elsewhere``: Megatron's and DeepSeek's way: forward keeps this rank's part of an input, which is gathered again in
     backward; a token is cast and sent over the network once for all its experts of a server.
     """
@@ -206,7 +208,7 @@ class Precision:
     pairs: bool = False
     elsewhere: bool = False
     state: str = "float32"  # weights, masters and moments: one of STATES
-    regions: float = BF16  # bytes of an element of what a layer that is recomputed keeps
+    regions: float = BF16  # bytes of an element that a recomputed layer keeps
     algorithm: str = "adamw"  # "muon": of the blocks' matrices
 
     @property
@@ -217,7 +219,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """How a step is divided among GPUs."""
+    """A step's division among GPUs."""
 
     gpus: int
     sequences: int  # of a step
@@ -247,7 +249,7 @@ class MeshLayout:
 
     @property
     def micro_batches(self) -> int:
-        """Of a rank and step."""
+        """Micro-batches of a rank in a step."""
         return self.sequences // (self.data * self.batch)
 
     @property
@@ -257,7 +259,7 @@ class MeshLayout:
 
     @property
     def ranks(self) -> dict[str, int]:
-        """By RANKS."""
+        """{kind of RANKS: number of ranks}."""
         kinds = {kind: getattr(self, kind) for kind in RANKS[1:]}
         return {"fsdp": self.sharded // self.context} | kinds
 
@@ -287,7 +289,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one rank computes and sends for a micro-batch.
+    """One rank's compute and messages for a micro-batch.
 
     Backward takes twice what forward takes. Products have octavo.cost's rate whatever their size, those of experts
     together that of one of all their rows. Collectives take no SMs. Those of tensor and expert parallelism are waited
@@ -301,17 +303,19 @@ class Stage:
     hardware: Hardware
 
     def __post_init__(self) -> None:
-        """Refuse a layout by which the model does not divide, and say what would."""
+        """Raise PlanError for a layout by which the model does not divide, with one that does."""
         now, block = self.layout, self.whole.block
         split = [w.cols if w.split == "in" else w.rows for w in block if w.split in ("in", "out")]
         experts = [w.held for w in block if w.split == "experts"]
         whole = {"tensor": ("heads and features", [*self.whole.heads, *split] * bool(split))}
         for kind, (words, counts) in (whole | {"expert": ("experts", experts)}).items():
-            given, common = getattr(now, kind), math.gcd(*counts) or 1
-            if common % given:
-                would = ", ".join(str(each) for each in range(1, min(common, 1024) + 1) if common % each == 0)
-                known = ", ".join(map(str, sorted(set(counts)))) or "none known"
-                raise PlanError(f"{kind}={given} does not divide the model's {words} ({known}): {kind} may be {would}")
+            ranks, common = getattr(now, kind), math.gcd(*counts) or 1
+            if common % ranks:
+                divisors = ", ".join(str(each) for each in range(1, min(common, 1024) + 1) if common % each == 0)
+                sizes = ", ".join(map(str, sorted(set(counts)))) or "none known"
+                raise PlanError(
+                    f"{kind}={ranks} does not divide the model's {words} ({sizes}): {kind} may be {divisors}"
+                )
         if self.precision.algorithm == "muon" and now.tensor > 1:
             raise PlanError(
                 f"tensor={now.tensor}: Muon takes whole columns, which these ranks divide: tensor=1 would do"
@@ -334,36 +338,38 @@ class Stage:
 
     @functools.cached_property
     def shapes(self) -> Shapes:
-        """What the rank holds before FSDP2 shards it."""
+        """The rank's shapes before FSDP2 shards them."""
         return self.whole.divided(self.layout.tensor, self.layout.pipeline, self.layout.expert)
 
     @property
     def tokens(self) -> float:
-        """Of a micro-batch on a rank of context parallelism."""
+        """Tokens of a micro-batch on a rank of context parallelism."""
         return self.layout.batch * self.layout.sequence / self.layout.context
 
     @functools.cached_property
     def shards(self) -> list[tuple[Shapes, int, int]]:
-        """What the rank holds, by over how many ranks it is sharded, and how many GPUs these are apart.
+        """(shapes that the rank holds, number of ranks that they are sharded over, GPUs that these are apart).
 
         Experts are sharded over the ranks that hold the same ones, as far apart as a server has ranks of experts.
         """
         layout, held = self.layout, self.shapes
         if layout.expert == 1:
             return [(held, layout.sharded, layout.tensor)]
-        dense, experts = (tuple(w for w in held.block if (w.split == "experts") == own) for own in (False, True))
-        alone = replace(held, block=experts, root=(Weight(0),))
+        dense, experts = (
+            tuple(w for w in held.block if (w.split == "experts") == is_expert) for is_expert in (False, True)
+        )
+        experts_only = replace(held, block=experts, root=(Weight(0),))
         ranks = layout.sharded * layout.tensor // layout.expert
         return [
             (replace(held, block=dense), layout.sharded, layout.tensor),
-            (alone, ranks, min(layout.expert, self.hardware.server)),
+            (experts_only, ranks, min(layout.expert, self.hardware.server)),
         ]
 
     def linear(self, weight: Weight) -> tuple[float, float]:
-        """Seconds of a converted weight's products and casts, forward and backward.
+        """Return seconds of a converted weight's products and casts, forward and backward.
 
-        What tensor parallelism gathers is cast before that where pairs are sent, and else after; elsewhere tokens are
-        cast once for all their experts. A weight is cast where it is sharded if it is gathered in FP8, else as a whole.
+        Tensors that tensor parallelism gathers are cast before if pairs are sent, else after; elsewhere tokens are cast
+        once for all their experts. A weight is cast where it is sharded if it is gathered in FP8, else as a whole.
         """
         rates, name = self.hardware.rates, self.precision.recipe
         recipe: Recipe = getattr(recipes, "high_precision" if name == HIGH_PRECISION else name)()
@@ -499,29 +505,29 @@ class Stage:
         """
         layout, shapes, precision = self.layout, self.shapes, self.precision
         master, _ = STATES[precision.state]
-        weight, found = BF16 if precision.state == "float32" else PAIR, Counter[Any]()
+        weight, bytes_by_kind = BF16 if precision.state == "float32" else PAIR, Counter[Any]()
         for part, ranks, _ in self.shards:
             shard = part.parameters / ranks
-            most = max(sum(w.elements for w in weights) for weights in (part.block, part.root))
+            largest = max(sum(w.elements for w in weights) for weights in (part.block, part.root))
             held = shard if layout.resharded else part.parameters
             sizes = {"weights": weight * held, "masters": master * shard, "moments": self.averages(part) * shard}
-            found.update(sizes | {"gradients": FLOAT * held, "gathered": 4 * BF16 * most * layout.resharded})
+            bytes_by_kind.update(sizes | {"gradients": FLOAT * held, "gathered": 4 * BF16 * largest * layout.resharded})
         operand = BF16 if precision.recipe == HIGH_PRECISION else CODE
-        operands, whole = 0.0, 0.0  # whole: more of a gathered input than this rank's part of it
+        operands, extra = 0.0, 0.0  # extra: bytes of gathered inputs beside this rank's part
         for w in self.whole.block:
             gathered = w.split == "out" and not precision.elsewhere
             rows = BF16 * w.rows if w.split != "in" else 0
             operands += w.share * w.used * w.converted * (operand * w.cols + rows)
-            whole += (
+            extra += (
                 min(operand, precision.sent) * w.share * w.used * w.converted * w.cols * (layout.tensor - 1) * gathered
             )
-        saved = self.tokens / layout.tensor * ((operands if self.whole.saved is None else self.whole.saved) + whole)
+        saved = self.tokens / layout.tensor * ((operands if self.whole.saved is None else self.whole.saved) + extra)
         under_way = layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.chunks))
         recomputed, width = layout.recomputed, precision.regions * self.tokens * self.whole.width / layout.tensor
         layers = shapes.layers * min(under_way, layout.micro_batches)
         activations = layers * ((1 - recomputed) * saved + recomputed * width) + math.ceil(recomputed) * saved
         logits = 3 * FLOAT * self.tokens * self.whole.root[-1].rows / layout.tensor
-        return {**found, "activations": activations, "logits": logits}
+        return {**bytes_by_kind, "activations": activations, "logits": logits}
 
     @property
     def size(self) -> float:
@@ -530,18 +536,18 @@ class Stage:
 
     @property
     def fits(self) -> bool:
-        """Whether the GPU has them."""
+        """Whether the GPU has this memory."""
         return self.size <= (self.hardware.memory or math.inf)
 
     def averages(self, part: Shapes) -> float:
-        """Bytes of moments, for each number of a part: AdamW keeps two, and Muon one of a block's matrices."""
+        """Return bytes of moments a parameter of a part: AdamW keeps two, and Muon one of a block's matrices."""
         _, moments = STATES[self.precision.state]
         matrices = part.layers * sum(w.elements for w in part.block if w.cols > 1)
         return moments * (1 - matrices / part.parameters / 2 * (self.precision.algorithm == "muon"))
 
     @property
     def optimizer(self) -> float:
-        """Seconds of the update of what this rank has: its state and the bf16 weight twice, the gradient once.
+        """Seconds of the update of this rank's shards: it moves state and bf16 weight twice, the gradient once.
 
         Muon's owners have equal shares of the products; matrices but those of experts travel to them and back in bf16.
         """
@@ -558,7 +564,7 @@ class Stage:
 
     @functools.cached_property
     def step(self) -> Step:
-        """The time of all micro-batches and of the optimizer."""
+        """The Step of all micro-batches and of the optimizer."""
         layout, count = self.layout, self.layout.micro_batches
         rounds, waits = count if layout.resharded else 1, {"fsdp": self.data}
         waits["fsdp"] = Wait(rounds * self.data.seconds, rounds * self.data.exposed, self.data.link)

@@ -1,4 +1,4 @@
-"""What a transformer's parts move besides products, attention and casts: as transformers writes them, and fused.
+"""Bytes that a transformer's parts move besides products, attention and casts: as transformers writes them, and fused.
 
 A table, so that a kernel that computes a part in fewer bytes changes one row. tests/cost/test_parts.py holds the rows
 against the operations of a block of transformers' Llama, before and after ``octavo.convert(..., fuse=True)``.
@@ -33,15 +33,15 @@ class Moved(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a part moves as its library writes it, and where octavo fuses it; the same where it doesn't."""
+    """Traffic of a part as its library writes it, and where octavo fuses it; the same where it doesn't."""
 
     plain: Moved
     fused: Moved
 
 
-# Elements are those of a norm's input, of the product of gate and up, of an activation, of what gate and up, or query,
-# key and value, read (their gradients of it are added up), of weights, of queries and keys, of values, of a block's
-# input, and of the logits. Launches that fewer casts need are below 0.
+# Elements are those of a norm's input, of the product of gate and up, of an activation, of the input of gate and up, or
+# of query, key and value (its gradients are added up), of weights, of queries and keys, of values, of a block's input,
+# and of the logits. Launches that fewer casts need are below 0.
 PARTS = {
     "norm": Part(Moved(36, 96, 8, 16), Moved(4, 6, 1, 1)),
     # the casts of their product and of its gradient read gate and up
@@ -65,14 +65,14 @@ PARTS = {
     "chunked loss": Part(Moved(18, 26, 3, 3), Moved(6, 0, 2, 0)),
 }
 """By part; a block has two norms, Qwen3's two more of heads, and one of all others but the losses."""
-# what Liger-Kernel computes by a kernel each in bf16; all else is as its library writes it, and products are not joined
+# parts that Liger-Kernel computes by a kernel each in bf16; others as their library writes them, no products joined
 BF16_KERNELS = {part: PARTS[part].fused for part in ("norm", "rotary embedding", "loss")}
 BF16_KERNELS |= dict.fromkeys(("gated feed-forward", "gated feed-forward, apart"), Moved(6, 10, 1, 1))
 # parts that are fused in high precision too, in which a model's traffic is counted
 COUNTED = ("norm", "residual")
 # bytes a logit that a loss has at a time: log-probabilities and two gradients in float32; fused, one and the logits;
 # chunked, the transposed codes of all, and of a chunk of so many rows the logits and the codes as they lie too; and the
-# gradient of what the head reads
+# gradient of the head's input
 LOSS, FUSED_LOSS, CHUNKED_LOSS, OF_CHUNK = 3 * 4, 2 * 2, 1, 2 + 1
 
 
@@ -92,19 +92,19 @@ def fused_parts(model: nn.Module, inputs: Mapping[str, int], work: Any) -> Itera
         elif isinstance(module, FeedForward | Attention):
             prefix = f"{name}." * bool(name)
             yield from _of_layers(
-                name, module, {own: linears.get(f"{prefix}{own}") for own, _ in module.named_children()}
+                name, module, {child: linears.get(f"{prefix}{child}") for child, _ in module.named_children()}
             )
 
 
 def _of_layers(name: str, module: Any, linears: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """Yield the parts of a feed-forward or an attention; ``linears``: what its layers compute, by their names in it."""
+    """Yield the parts of a feed-forward or an attention; ``linears``: {a layer's name in it: its LinearWork}."""
     names = QKV if isinstance(module, Attention) else tuple(filter(None, (module.parts.gate, module.parts.up)))
-    readers = [linears[own] for own in names if linears.get(own) is not None]
-    one = as_one_layer(module.readers)
+    readers = [linears[child] for child in names if linears.get(child) is not None]
+    layer = as_one_layer(module.readers)
     if isinstance(module, FeedForward) and (down := linears[module.parts.down]) is not None:
-        part = "feed-forward" if not module.parts.up else "gated feed-forward" if one else "gated feed-forward, apart"
+        part = "feed-forward" if not module.parts.up else "gated feed-forward" if layer else "gated feed-forward, apart"
         yield name, part, down.sizes[0]
-    if one is None or len(names) == 1 or len(readers) < len(names):
+    if layer is None or len(names) == 1 or len(readers) < len(names):
         return
     yield name, "query, key and value" if isinstance(module, Attention) else "gate and up", readers[0].sizes[0]
     yield name, "weights side by side", sum(reader.sizes[1] for reader in readers)

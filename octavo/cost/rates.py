@@ -1,4 +1,4 @@
-"""What a device does at best: bytes and floating-point operations a second, measured here or published by others."""
+"""A device's highest rates: bytes and floating-point operations a second, measured here or published by others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KEPT = "rates.json"
 # rows and columns of a product's result, and the length that it contracts over
 ON_GPU = ((4096, 1024, 1024), (4096, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (16384, 14336, 4096))
 ON_CPU = ((256, 128, 128), (512, 256, 256), (1024, 512, 512), (1024, 1024, 1024), (2048, 1024, 2048))
-_CAST = {True: (8192, 8192), False: (1024, 1024)}  # what is cast, on a GPU and elsewhere
+_CAST = {True: (8192, 8192), False: (1024, 1024)}  # shape of the tensor that is cast, on a GPU and elsewhere
 
 
 class PlanError(OctavoError, ValueError):
@@ -88,7 +88,7 @@ class Rates:
     host: Mapping[str, HostTime] = dataclasses.field(default_factory=dict)
 
     def product_seconds(self, kind: str, flop: float, moved: float = 0.0) -> float:
-        """The time of a product and its launch; the rate is interpolated between the two nearest points.
+        """Return seconds of a product and its launch; the rate is interpolated between the two nearest points.
 
         ``moved``: bytes of operands and result, whose time is the least that the product takes.
         """
@@ -102,14 +102,16 @@ class Rates:
         return max(flop / rate, moved / self.copy) + self.launch
 
     def attention_seconds(self, flop: Mapping[int, float], causal: bool) -> float:
-        """The time of attention's ``flop`` by size of a head, half of them hidden if it is causal."""
+        """Return seconds of attention's ``flop`` by size of a head, half of them hidden if it is causal."""
         if not self.attention:
             return sum(self.product_seconds(HIGH_PRECISION, each) for each in flop.values())
-        nearest = {size: min((abs(known - size), rate) for known, rate in self.attention.items())[1] for size in flop}
+        nearest = {
+            size: min((abs(head_size - size), rate) for head_size, rate in self.attention.items())[1] for size in flop
+        }
         return sum(each / (1 + causal) / nearest[size] for size, each in flop.items())
 
     def cast_seconds(self, cast: Cast, elements: float, both: bool) -> float:
-        """The time of a cast into one layout or both.
+        """Return seconds of a cast into one layout or both.
 
         Without a measurement it is the time of the bytes: each launch reads two an element, and each layout writes one.
         The amax of a whole tensor takes one more launch, unless the cast is Delayed; the amaxes of columns take two.
@@ -121,7 +123,7 @@ class Rates:
 
 
 def form_of(cast: Cast) -> str:
-    """Which of FORMS a cast's scales have."""
+    """Return the form, one of FORMS, of a cast's scales."""
     granularity = cast.granularity
     if isinstance(granularity, PerBlock):
         return "mx" if min(size for size in granularity.tile if size > 1) <= 32 else "block"
@@ -129,7 +131,7 @@ def form_of(cast: Cast) -> str:
 
 
 def product_form(casts: tuple[Cast, Cast] | None) -> str:
-    """The kind of a product with such casts, one of PRODUCTS."""
+    """Return the kind of a product with such casts, one of PRODUCTS."""
     if casts is None:
         return HIGH_PRECISION
     form = max(map(form_of, casts), key=FORMS.index)
@@ -137,12 +139,12 @@ def product_form(casts: tuple[Cast, Cast] | None) -> str:
 
 
 def forms_of(recipe: Recipe) -> list[str]:
-    """The kinds of a recipe's three products: output, grad_input, grad_weight."""
+    """Return the kinds of a recipe's three products: output, grad_input, grad_weight."""
     return [product_form(casts) for casts in (recipe.output, recipe.grad_input, recipe.grad_weight)]
 
 
 def host_kind(recipe: Recipe) -> str:
-    """The kind of a layer in ``Rates.host``."""
+    """Return the kind of a layer in ``Rates.host``."""
     forms = [form for form in forms_of(recipe) if form != HIGH_PRECISION]
     if not forms or recipe.delayed is not None:
         return "delayed" if forms else HIGH_PRECISION
@@ -150,7 +152,7 @@ def host_kind(recipe: Recipe) -> str:
 
 
 def _constant(*rates: float) -> dict[str, tuple[tuple[float, float]]]:
-    """One rate for all sizes of each of PRODUCTS, in TFLOP/s."""
+    """Return ``products`` with one rate for all sizes of each of PRODUCTS, from rates in TFLOP/s."""
     return {kind: ((1.0, rate * 1e12),) for kind, rate in zip(PRODUCTS, rates, strict=True)}
 
 
@@ -203,13 +205,13 @@ PUBLISHED = {
 def with_attention(rates: Rates, kernel: str) -> Rates:
     """Return the rates with attention by another kernel, a name of ATTENTION; PlanError where none is published."""
     if not rates.attention:
-        devices = ", ".join(name for name, known in PUBLISHED.items() if known.attention)
+        devices = ", ".join(name for name, published in PUBLISHED.items() if published.attention)
         raise PlanError(f"no rate of {kernel} attention is published of {rates.device}; of {devices} there is one")
     return dataclasses.replace(rates, attention=ATTENTION[kernel])
 
 
 def device_label(device: torch.device) -> str:
-    """The name of a device with the versions that its rates depend on."""
+    """Return the name of a device with the versions that its rates depend on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     return f"{name}, torch {torch.__version__}"
 
@@ -217,9 +219,9 @@ def device_label(device: torch.device) -> str:
 def keep(rates: Rates) -> Path:
     """Write measured rates to the user's cache folder, beside those of other devices and versions."""
     path = make_cache_folder() / KEPT
-    kept = _read(path) | {rates.device: dataclasses.asdict(rates)}
+    rates_by_device = _read(path) | {rates.device: dataclasses.asdict(rates)}
     with replacing(path) as file:
-        file.write(json.dumps(kept, indent=1).encode())
+        file.write(json.dumps(rates_by_device, indent=1).encode())
     return path
 
 
@@ -230,9 +232,9 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _of_file(kept: Any) -> Rates:
-    """The rates with these fields; KeyError, TypeError, ValueError or OverflowError if there are none."""
-    rates = Rates(**kept)
+def _of_file(fields: Any) -> Rates:
+    """Return the rates of a file's fields; raise KeyError, TypeError, ValueError or OverflowError if they are none."""
+    rates = Rates(**fields)
 
     def number(value: Any, least: float = math.ulp(0.0)) -> float:
         if not least <= float(value) < math.inf:
@@ -248,7 +250,7 @@ def _of_file(kept: Any) -> Rates:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of a device's memory; 0 if they can't be found."""
+    """Return bytes of a device's memory; 0 if they can't be found."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     has_size = device.type == "cpu" and hasattr(os, "sysconf")
@@ -256,7 +258,7 @@ def memory_of(device: torch.device) -> int:
 
 
 def rates_of(name: str | None = None, device: torch.device | None = None) -> Rates:
-    """The rates to plan with.
+    """Return the rates to plan with.
 
     Args:
         name: one of PUBLISHED; None for those measured on ``device``, or else published for it.
@@ -275,7 +277,7 @@ def rates_of(name: str | None = None, device: torch.device | None = None) -> Rat
         return PUBLISHED[name.upper()]
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     label = device_label(device)
-    # none are kept, or by another octavo, or the file is damaged
+    # no rates were stored, or by another octavo, or the file is damaged
     with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
         rates = _of_file(_read(cache_folder() / KEPT)[label])
         memory = rates.memory or memory_of(device)
@@ -290,9 +292,11 @@ def rates_of(name: str | None = None, device: torch.device | None = None) -> Rat
 
 
 def _with_published(rates: Rates) -> Rates:
-    """Measured rates, with what is known of such a device and not measured: attention, and the host's times."""
-    known = next((rates_ for name, rates_ in PUBLISHED.items() if name in rates.device), None)
-    return rates if known is None else dataclasses.replace(rates, attention=known.attention, host=known.host)
+    """Return measured rates with the published attention and host times of such a device, which are not measured."""
+    published = next((rates_ for name, rates_ in PUBLISHED.items() if name in rates.device), None)
+    return (
+        rates if published is None else dataclasses.replace(rates, attention=published.attention, host=published.host)
+    )
 
 
 def measure(device: torch.device | None = None, seconds: float = 0.05) -> Rates:
@@ -320,7 +324,7 @@ def measure(device: torch.device | None = None, seconds: float = 0.05) -> Rates:
     source, target = (torch.ones(1 << (30 if on_gpu else 26), dtype=torch.uint8, device=device) for _ in range(2))
     copy = 2 * source.numel() / time(functools.partial(target.copy_, source))
     del source, target
-    named = {
+    recipe_of = {
         product_form(each.output): each
         for each in (recipes.dynamic(), recipes.rowwise(), recipes.blockwise(), recipes.mx())
     }
@@ -330,20 +334,23 @@ def measure(device: torch.device | None = None, seconds: float = 0.05) -> Rates:
         x = torch.randn(rows, terms, device=device, dtype=torch.bfloat16)
         weight = torch.randn(cols, terms, device=device, dtype=torch.bfloat16)
         for kind, points in products.items():
-            recipe, role = named.get("block" if kind == "vector" else kind), INPUT if kind == "vector" else WEIGHT
+            recipe, role = (
+                recipe_of.get("block" if kind == "vector" else kind),
+                INPUT if kind == "vector" else WEIGHT,
+            )
             points.append((flop, flop / time(_product(x, weight, recipe, role))))
     x = torch.randn(_CAST[on_gpu], device=device, dtype=torch.bfloat16)
-    named["delayed"] = recipes.delayed()
-    casts = {kind: time(_cast(x, recipe)) / x.numel() for kind, recipe in named.items()}
-    launch = time(_cast(x[:16, :16], named["delayed"]))
+    recipe_of["delayed"] = recipes.delayed()
+    casts = {kind: time(_cast(x, recipe)) / x.numel() for kind, recipe in recipe_of.items()}
+    launch = time(_cast(x[:16, :16], recipe_of["delayed"]))
     sorted_points = {kind: tuple(sorted(points)) for kind, points in products.items()}
     label = device_label(device)
-    made = Rates(label, "measured", copy, launch, sorted_points, casts, memory_of(device))
-    return _with_published(made)
+    rates = Rates(label, "measured", copy, launch, sorted_points, casts, memory_of(device))
+    return _with_published(rates)
 
 
 def _product(x: Tensor, weight: Tensor, recipe: Recipe | None, role: int) -> Callable[[], Any]:
-    """The product of two operands that were cast before, as an input and as ``role``; for None torch's in bf16."""
+    """Return a call of a product of two operands, cast before as an input and as ``role``; without a recipe in bf16."""
     if recipe is None:
         return lambda: F.linear(x, weight)
     operands: list[Any] = []
@@ -355,7 +362,7 @@ def _product(x: Tensor, weight: Tensor, recipe: Recipe | None, role: int) -> Cal
 
 
 def _cast(x: Tensor, recipe: Recipe) -> Callable[[], Any]:
-    """A recipe's cast of a gradient in both layouts; a Delayed one has a scale already."""
+    """Return a call of a recipe's cast of a gradient in both layouts; a Delayed one has a scale already."""
     state = None
     if (rule := recipe.delayed) is not None:
         state = State.empty(rule.history_length, x.device)

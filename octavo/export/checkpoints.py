@@ -86,8 +86,8 @@ def to_safetensors(
     """
     chosen = LAYOUTS.get(layout)
     if chosen is None or chosen.config is None:
-        of_files = (repr(name) for name, each in LAYOUTS.items() if each.config is not None)
-        raise ValueError(f"layout={layout!r}: use {', '.join(of_files)}")
+        names_of_file_layouts = (repr(name) for name, each in LAYOUTS.items() if each.config is not None)
+        raise ValueError(f"layout={layout!r}: use {', '.join(names_of_file_layouts)}")
     if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes!r} must be an integer of at least 1")
     require("safetensors", "safetensors.torch", "huggingface_hub")
@@ -96,12 +96,12 @@ def to_safetensors(
 
     folder = Path(folder).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        what = "is not empty, and nothing in it is overwritten" if folder.is_dir() else "is a file"
-        raise ExportError(f"{folder} {what}; name a folder that is new or empty")
-    found, layers, skipped = entries(model, layout)
-    if shard := next((entry.key for entry in found if on_this_rank(entry.tensor) is not entry.tensor), None):
+        reason = "is not empty, and nothing in it is overwritten" if folder.is_dir() else "is a file"
+        raise ExportError(f"{folder} {reason}; name a folder that is new or empty")
+    written_entries, layers, skipped = entries(model, layout)
+    if shard := next((entry.key for entry in written_entries if on_this_rank(entry.tensor) is not entry.tensor), None):
         raise ExportError(f"{shard} is sharded: {GATHER}, or send it as it is by octavo.export.iterate_fp8")
-    likes = dict(pair for entry in found for pair in _keyed(entry.likes(), chosen))
+    likes = dict(pair for entry in written_entries for pair in _keyed(entry.likes(), chosen))
     if chosen.matches_ends:
         _check_readers(layers, skipped)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def to_safetensors(
         _write_config(partial, model, chosen.config(layers, skipped))
         plan = split_torch_state_dict_into_shards(likes, max_shard_size=max_shard_bytes)
         waiting: dict[str, dict[str, Tensor]] = {file: {} for file in plan.filename_to_tensors}
-        for entry in found:
+        for entry in written_entries:
             for key, tensor in _keyed(entry.read(training=False, policies={}), chosen):
                 file = plan.tensor_to_filename[key]
                 # in a storage of its own: safetensors takes no shared ones
@@ -150,7 +150,7 @@ def _check_readers(layers: Layers, skipped: list[str]) -> None:
 
 
 def _keyed(written: WrittenTensors, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Tensors and scales by their keys."""
+    """Yield (key, tensor) for tensors and their scales."""
     for name, tensor, scale_inv in written:
         yield name, tensor
         if scale_inv is not None:
@@ -158,7 +158,7 @@ def _keyed(written: WrittenTensors, layout: Layout) -> Iterator[tuple[str, Tenso
 
 
 def _write_config(folder: Path, model: nn.Module, quantization: dict[str, Any]) -> None:
-    """Write a Hugging Face model's configuration, as its save_pretrained does, and how the weights are stored."""
+    """Write a Hugging Face model's configuration, as its save_pretrained does, with the layout of the weights."""
     path, written = folder / "config.json", {}
     save = getattr(getattr(model, "config", None), "save_pretrained", None)
     if save is not None:
@@ -179,7 +179,7 @@ def iterate_fp8(
     layout: AnyLayout = "fine-grained",
     fp8_only: bool = False,
 ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """The model's tensors one after the other, its FP8 layers' weights as the codes that their forward reads.
+    """Return an iterator over the model's tensors, with FP8 layers' weights as the codes that their forward reads.
 
     For a layer whose ``output`` product is in FP8 it yields the operand of that product, bit for bit, without a second
     cast: the codes that are stored, kept or gathered, or those that a forward would cast now. In training mode
@@ -187,12 +187,12 @@ def iterate_fp8(
     own amax, as ``to_safetensors`` writes them.
 
     Sharded weights (FSDP2) are gathered one at a time, in FP8 where training gathers them so: all ranks iterate to the
-    end, and all get each whole tensor, which nothing else keeps. What a layer keeps (a weight that lives in FP8, or in
-    high precision) is not copied: the next optimizer step overwrites it.
+    end, and all get each whole tensor, which nothing else holds. Tensors that a layer holds (a weight that lives in
+    FP8, or in high precision) are not copied: the next optimizer step overwrites them.
 
     Args:
         model: a converted model, not in the middle of a forward or backward.
-        layout: what the server reads; see the page on rollouts.
+        layout: the one that the server reads; see the page on rollouts.
         fp8_only: leave out the tensors that are in no FP8 product (norms, embeddings, the head).
 
     Yields:
@@ -221,7 +221,7 @@ def iterate_fp8(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: use {', '.join(map(repr, LAYOUTS))}")
-    found, policies = entries(model, layout)[0], mp_policies(model)
-    wanted = (entry for entry in found if entry.layer is not None or not fp8_only)
+    model_entries, policies = entries(model, layout)[0], mp_policies(model)
+    wanted = (entry for entry in model_entries if entry.layer is not None or not fp8_only)
     read = (entry.read(entry.layer is not None and entry.layer.training, policies) for entry in wanted)
     return itertools.chain.from_iterable(read)

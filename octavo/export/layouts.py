@@ -48,7 +48,7 @@ WrittenTensors = Iterator[tuple[str, Tensor, Tensor | None]]  # names, codes or 
 
 
 def written_names(model: nn.Module, key: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors that a transformers model's save_pretrained makes of one of its own; else the tensor itself."""
+    """Return the tensors that a transformers model's save_pretrained writes for one of its tensors; else the tensor."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return {key: tensor}
@@ -58,50 +58,52 @@ def written_names(model: nn.Module, key: str, tensor: Tensor) -> dict[str, Tenso
 
 
 def places_in(model: nn.Module, key: str, shape: torch.Size) -> dict[str, tuple[int, slice]]:
-    """(expert, rows) of a parameter [E, N, K] for each tensor that save_pretrained makes of it, by the tensors' names.
+    """Return {name: (expert, rows)} of the tensors that save_pretrained writes for a parameter [E, N, K].
 
-    Empty if save_pretrained writes the parameter itself, or tensors that are no rows of it.
+    It is empty if save_pretrained writes the parameter itself, or tensors that are no rows of it.
     """
     experts, rows, _ = shape
-    named = written_names(model, key, torch.arange(experts * rows, device="cpu").view(experts, rows, 1))
-    found = {}
-    for name, indices in named.items():
+    indices_by_name = written_names(model, key, torch.arange(experts * rows, device="cpu").view(experts, rows, 1))
+    places = {}
+    for name, indices in indices_by_name.items():
         first = int(indices.flatten()[0])
         expected = torch.arange(first, first + len(indices), device="cpu")
         if indices.ndim != 2 or not torch.equal(indices.flatten(), expected):
             return {}
-        found[name] = first // rows, slice(first % rows, first % rows + len(indices))
-    return found
+        places[name] = first // rows, slice(first % rows, first % rows + len(indices))
+    return places
 
 
 def written_pairs(
     model: nn.Module, key: str, codes: Tensor, scale_inv: Tensor, cast: Cast
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """The pairs, by names, that are written for the pair of all experts: codes [E, N, K] and scale_inv [E, ...].
+    """Return the pairs, by names, that are written for the pair of all experts: codes [E, N, K] and scale_inv [E, ...].
 
-    ValueError if a block has rows of two matrices.
+    Raises ValueError if a block has rows of two matrices.
     """
-    named = written_names(model, key, codes)
-    if list(named) == [key]:
+    codes_by_name = written_names(model, key, codes)
+    if list(codes_by_name) == [key]:
         return {key: (codes, scale_inv)}
-    joined = len(named) // len(codes)
-    height, rows = cast.tile[0], codes.shape[1] // joined
-    if joined > 1 and height > 1 and rows % height:
+    matrices_per_expert = len(codes_by_name) // len(codes)
+    height, rows = cast.tile[0], codes.shape[1] // matrices_per_expert
+    if matrices_per_expert > 1 and height > 1 and rows % height:
         raise ValueError(
-            f"blocks of {height} rows reach from one of its {joined} matrices of {rows} rows into the next"
+            f"blocks of {height} rows reach from one of its {matrices_per_expert} matrices of {rows} rows into the next"
         )
-    scales = written_names(model, key, scale_inv.expand(-1, joined, -1) if height == ALL else scale_inv)
+    scales = written_names(model, key, scale_inv.expand(-1, matrices_per_expert, -1) if height == ALL else scale_inv)
     whole = cast.tile == (ALL, ALL)
-    return {name: (matrix, scales[name].reshape(1) if whole else scales[name]) for name, matrix in named.items()}
+    return {
+        name: (matrix, scales[name].reshape(1) if whole else scales[name]) for name, matrix in codes_by_name.items()
+    }
 
 
 class Layout(NamedTuple):
-    """How pairs are written.
+    """A form in which pairs are written.
 
     ``scale_key``: the scale's name, beside "weight". ``tiles``: those of the weight casts that the layout can hold.
-    ``recipe``: the named recipe that fits. ``config``: makes config.json's entry from the layers and the names of the
+    ``recipe``: the named recipe that fits. ``config``: returns config.json's entry for the layers and the names of the
     matrices that stay in high precision; None if the layout is not one of files. ``method``: that entry's quant_method,
-    which load_fp8 reads. ``matches_ends``: whether transformers' reader takes those names for ends of others' names.
+    which load_fp8 reads. ``matches_ends``: whether transformers' reader applies those names to all names that end so.
     """
 
     scale_key: str
@@ -119,8 +121,8 @@ AnyLayout = Literal["fine-grained", "mxfp8", "compressed-tensors", "per-tensor"]
 class Entry(NamedTuple):
     """A tensor of a model's state_dict; ``layer``: the layer in FP8 whose weight it is, or None.
 
-    ``model``: a transformers model whose experts are in FP8, else None: its save_pretrained names what is written, and
-    may make many tensors of one.
+    ``model``: a transformers model whose experts are in FP8, else None: its save_pretrained names the written tensors,
+    and may split one into many.
     """
 
     key: str
@@ -129,7 +131,7 @@ class Entry(NamedTuple):
     model: nn.Module | None = None
 
     def read(self, training: bool, policies: Mapping[int, Any]) -> WrittenTensors:
-        """(name, codes [N, K], scales in the layouts' shape and dtype) of a weight in FP8, else (name, tensor, None).
+        """Yield (name, codes [N, K], scales in the layouts' shape and dtype), (name, tensor, None) if it is not in FP8.
 
         Args:
             training: see octavo.nn.weight.fp8_pair.
@@ -142,7 +144,7 @@ class Entry(NamedTuple):
         return self._written(codes.detach(), scale_inv.detach().view(scale_shape(self.layer)))
 
     def likes(self) -> WrittenTensors:
-        """What ``read`` yields, on the meta device."""
+        """Yield the same as ``read``, on the meta device."""
         if self.layer is None:
             return self._written(torch.empty_like(self.tensor, device="meta"))
         codes = torch.empty(self.layer.weight_parameter.shape, dtype=E4M3.dtype, device="meta")
@@ -159,9 +161,9 @@ class Entry(NamedTuple):
 
 
 def entries(model: nn.Module, layout: AnyLayout) -> tuple[list[Entry], Layers, list[str]]:
-    """A model's tensors in the state_dict's order, tied ones once; its FP8 layers; matrices in high precision.
+    """Return a model's tensors in the state_dict's order, tied ones once; its FP8 layers; matrices in high precision.
 
-    ExportError for what the layout can't hold or no server can read, and for a model without a layer in FP8.
+    Raises ExportError if the layout can't hold a layer or no server can read it, and for a model without FP8 layers.
     """
     layers, skipped = fp8_layers(model)
     if misfits := {name: reason for name, module in layers.items() if (reason := _misfit(name, module, layout))}:
@@ -176,8 +178,8 @@ def entries(model: nn.Module, layout: AnyLayout) -> tuple[list[Entry], Layers, l
         )
     dropped = _tied(model, state, weights)
     dropped |= {f"{weight}{SCALE_INV}" for weight in weights}  # written with the weights, which live in FP8
-    found = []
-    renaming = model if any(isinstance(module, ExpertsPart) for module in layers.values()) else None
+    tensor_entries = []
+    renaming_model = model if any(isinstance(module, ExpertsPart) for module in layers.values()) else None
     for key, tensor in state.items():
         if key in dropped:
             continue
@@ -190,44 +192,50 @@ def entries(model: nn.Module, layout: AnyLayout) -> tuple[list[Entry], Layers, l
                 f"{key} is stored in FP8, but its layer's recipe has no FP8 output product: octavo.set_recipe(model, "
                 f"octavo.recipes.{LAYOUTS[layout].recipe}()) before, or octavo.restore(model)"
             )
-        found.append(Entry(key, tensor, layers[weights[key]] if key in weights else None, renaming))
-    for entry in found:
+        tensor_entries.append(Entry(key, tensor, layers[weights[key]] if key in weights else None, renaming_model))
+    for entry in tensor_entries:
         try:
             entry.likes()
         except ValueError as error:
             raise ExportError(f"{entry.key}: {error}; keep it in high precision by an octavo.RecipeMap") from error
-    if renaming is not None:
-        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
-        likes = (written_names(renaming, f"{name}.weight".removeprefix("."), nothing) for name in skipped)
+    if renaming_model is not None:
+        empty = torch.empty(0, dtype=torch.float32, device="cpu")
+        likes = (written_names(renaming_model, f"{name}.weight".removeprefix("."), empty) for name in skipped)
         skipped = [next(iter(like)).removesuffix(".weight") for like in likes]
-    return found, layers, skipped
+    return tensor_entries, layers, skipped
 
 
 def fp8_layers(model: nn.Module) -> tuple[Layers, list[str]]:
-    """The layers in FP8, and the names of other modules that own a matrix, except embeddings: none are quantised."""
-    named = dict(model.named_modules(remove_duplicate=False))
-    layers = {name: m for name, m in named.items() if isinstance(m, RecipeModule) and m.recipe.output is not None}
+    """Return the layers in FP8, and the names of other modules that own a matrix, but embeddings: none is quantised."""
+    modules_by_name = dict(model.named_modules(remove_duplicate=False))
+    layers = {
+        name: m for name, m in modules_by_name.items() if isinstance(m, RecipeModule) and m.recipe.output is not None
+    }
     if not layers:
         raise ExportError(
             "no layer's output product is in FP8; call octavo.convert(model, recipe), or save it as it is"
         )
-    whole = (m for m in named.values() if isinstance(m, ConvertedExperts) and m.parts[0].recipe.output is not None)
-    in_fp8 = {*layers.values(), *whole}
-    others = {name: m for name, m in named.items() if m not in in_fp8 and not isinstance(m, nn.Embedding)}
+    experts = (
+        m for m in modules_by_name.values() if isinstance(m, ConvertedExperts) and m.parts[0].recipe.output is not None
+    )
+    in_fp8 = {*layers.values(), *experts}
+    others = {name: m for name, m in modules_by_name.items() if m not in in_fp8 and not isinstance(m, nn.Embedding)}
     return layers, [n for n, m in others.items() if any(p.ndim >= 2 for p in m.parameters(recurse=False))]
 
 
 def _misfit(name: str, module: RecipeModule, layout: AnyLayout) -> str | None:
-    """Why the layout can't hold a layer's pair, and what works; or None."""
-    cast, chosen = weight_cast(module), LAYOUTS[layout]
-    remedy = f"octavo.set_recipe(model, octavo.recipes.{chosen.recipe}()) makes weights that it holds"
+    """Return why the layout can't hold a layer's pair, and the remedy; None if it can."""
+    cast, chosen_layout = weight_cast(module), LAYOUTS[layout]
+    remedy = f"octavo.set_recipe(model, octavo.recipes.{chosen_layout.recipe}()) makes weights that it holds"
     if isinstance(module, ExpertsPart):
         holder: Any = module.holder
-        others = "; keep them in high precision by octavo.RecipeMap(recipe, {'*.experts': None})"
+        expert_remedy = "; keep them in high precision by octavo.RecipeMap(recipe, {'*.experts': None})"
         if module.stores_transposed:
-            return f"{type(holder).__name__} stores it as [E, K, N], which no reader takes in FP8{others}"
+            return f"{type(holder).__name__} stores it as [E, K, N], which no reader takes in FP8{expert_remedy}"
         if any(part.recipe.output is None for part in holder.parts):
-            return f"other matrices of the same experts are not in FP8, and servers read all of them alike{others}"
+            return (
+                f"other matrices of the same experts are not in FP8, and servers read all of them alike{expert_remedy}"
+            )
     elif isinstance(module, Grouped):
         pass  # one tensor, of any recipe
     elif isinstance(module, PartedLinear):
@@ -241,10 +249,10 @@ def _misfit(name: str, module: RecipeModule, layout: AnyLayout) -> str | None:
         )
     if cast.format is not E4M3:
         return f"its weight is cast to {cast.format}, which no layout holds; {remedy}"
-    if cast.tile not in chosen.tiles:
-        other = next((name for name, that in LAYOUTS.items() if cast.tile in that.tiles), None)
-        works = remedy if other is None else f"layout={other!r} holds those"
-        return f"its weight's scales are {cast.granularity}; {works}"
+    if cast.tile not in chosen_layout.tiles:
+        other = next((name for name, candidate in LAYOUTS.items() if cast.tile in candidate.tiles), None)
+        advice = remedy if other is None else f"layout={other!r} holds those"
+        return f"its weight's scales are {cast.granularity}; {advice}"
     if cast.tile == MX and (columns := module.weight_parameter.shape[-1]) % MX[1]:
         return (
             f"it has {columns} in features, and readers take blocks of {MX[1]} that are whole; keep it in high "
@@ -254,9 +262,9 @@ def _misfit(name: str, module: RecipeModule, layout: AnyLayout) -> str | None:
 
 
 def _tied(model: nn.Module, state: Mapping[str, Any], weights: Mapping[str, str]) -> set[str]:
-    """The keys that are not written, because the same parameter is written under another: transformers' choice, if any.
+    """Return the keys that are not written: their parameter is written under another, if possible transformers' choice.
 
-    ExportError for an FP8 layer's parameter that another kind of module has too.
+    Raises ExportError for an FP8 layer's parameter that another kind of module has too.
     """
     keys_of: dict[int, list[str]] = {}
     for key, tensor in state.items():
@@ -272,19 +280,19 @@ def _tied(model: nn.Module, state: Mapping[str, Any], weights: Mapping[str, str]
                 f"precision as well: octavo.RecipeMap(recipe, {{{weights[fp8[0]]!r}: None}})"
             )
         if not fp8:
-            kept = next((key for key in keys if key not in targets), keys[0])
-            dropped.update(key for key in keys if key != kept)
+            written_key = next((key for key in keys if key not in targets), keys[0])
+            dropped.update(key for key in keys if key != written_key)
     return dropped
 
 
 def weight_cast(module: RecipeModule) -> Cast:
-    """The cast of a layer's weight for its output product, which is in FP8."""
+    """Return the cast of a layer's weight for its output product, which is in FP8."""
     assert module.recipe.output is not None
     return module.recipe.output[1]
 
 
 def scale_shape(module: RecipeModule) -> tuple[int, ...]:
-    """The shape of a layer's weight scales in any layout: one scale is a vector of one."""
+    """Return the shape of a layer's weight scales in any layout: one scale is a vector of one."""
     cast, shape = weight_cast(module), module.weight_parameter.shape
     if len(shape) == 3:
         return shape[0], *cast.granularity.scale_shape(shape[1:])
@@ -292,12 +300,12 @@ def scale_shape(module: RecipeModule) -> tuple[int, ...]:
 
 
 def scale_name(name: str, layout: Layout) -> str:
-    """The name of a weight's scales."""
+    """Return the name of a weight's scales."""
     return name.removesuffix("weight") + layout.scale_key if name.endswith("weight") else name + layout.scale_key[6:]
 
 
 def _fine_grained_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
-    """transformers' FineGrainedFP8Config, with DeepSeek-V3's ``fmt``; inputs are cast by blocks as they come."""
+    """Return transformers' FineGrainedFP8Config, with DeepSeek-V3's ``fmt``; inputs are cast by blocks as they come."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -308,12 +316,12 @@ def _fine_grained_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
 
 
 def _mxfp8_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
-    """The same of MXFP8, as MiniMax's and verl's have it."""
+    """Return the same for MXFP8, as MiniMax's and verl's checkpoints have it."""
     mx = {"quant_method": "mxfp8", "weight_block_size": [*MX], "scale_fmt": "ue8m0"}
     return _fine_grained_config(layers, skipped) | mx
 
 
-# By a weight's tile: what compressed-tensors says of weights and of inputs, which are cast as they come; the format
+# {a weight's tile: (compressed-tensors' entries for weights, for inputs, which are cast as they come; the format)}
 _GROUPS_OF_32 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 _SCHEMES: dict[Tile, tuple[dict[str, Any], dict[str, Any], str]] = {
     (ALL, ALL): ({"strategy": "tensor"}, {"strategy": "token"}, "float-quantized"),
@@ -328,7 +336,7 @@ _SCHEMES: dict[Tile, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 def _compressed_tensors_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
-    """compressed-tensors' QuantizationConfig: a config group for each kind of weight scale."""
+    """Return compressed-tensors' QuantizationConfig: a config group for each kind of weight scale."""
     names: dict[Tile, list[str]] = {}
     for name, module in layers.items():
         pattern = f"re:{re.escape(name.rpartition('.')[0])}[.].*" if isinstance(module, ExpertsPart) else name

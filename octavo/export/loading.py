@@ -1,4 +1,4 @@
-"""Loads checkpoints, as published on a hub, into a model whose weights live in FP8: codes stay codes.
+"""Loading of checkpoints, as published on a hub, into a model whose weights live in FP8: codes stay codes.
 
 It reads the layouts of export/layouts.py and similar ones: scales of 128 x 128 or 1 x 32 blocks, of a whole weight or
 of its rows, in float32, bfloat16 or E8M0 (its bytes too), named ``weight_scale_inv`` or ``weight_scale``; and weights
@@ -38,13 +38,13 @@ OpenFile = Callable[[Path], CheckedFile]
 
 
 def places_of_experts(model: nn.Module) -> dict[str, dict[str, tuple[int, slice]]]:
-    """``places_in`` of each parameter of experts that are stored in FP8, by its name."""
+    """Return ``places_in`` of each parameter of experts that are stored in FP8, by its name."""
     stored = {key: p.shape for key, p in model.named_parameters() if p.ndim == 3 and local_stored(p) is not None}
     return {key: places_in(model, key, shape) for key, shape in stored.items()}
 
 
 def renaming(model: nn.Module, state_dict: dict[str, Tensor]) -> Callable[[str], str]:
-    """A function from a checkpoint's names to the model's: as transformers renames for its models, else the same."""
+    """Return a function from a checkpoint's names to the model's: transformers' renaming of its models, or none."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return lambda key: key
@@ -68,15 +68,15 @@ def renaming(model: nn.Module, state_dict: dict[str, Tensor]) -> Callable[[str],
 
 
 def split_stored(model: nn.Module, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(codes and scales of weights that live in FP8, by the model's names; the other tensors as they are).
+    """Return (codes and scales of weights that live in FP8, by the model's names; the other tensors as they are).
 
-    ``model``: a transformers model, whose ``state_dict``, perhaps with a hub's names, is left as it is.
+    ``model``: a transformers model; ``state_dict``, perhaps with a hub's names, is left as it is.
     """
     renamed = renaming(model, model.state_dict())
     stored, others = dict[str, Any](), dict(state_dict)
     for key, places in places_of_experts(model).items():
         if not places or any(name not in others or others[name].dtype != torch.uint8 for name in places):
-            continue  # they are values, which from_pretrained joins
+            continue  # they are no codes: from_pretrained joins them
         matrices = [(place, others.pop(name)) for name, place in places.items()]
         experts, rows, columns = model.get_parameter(key).shape
         codes = stored[key] = matrices[0][1].new_empty(experts, rows, 1, columns)
@@ -93,7 +93,7 @@ def split_stored(model: nn.Module, state_dict: dict[str, Any]) -> tuple[dict[str
 class _Stored(NamedTuple):
     """A tensor of the checkpoint: its file and key; those of its scales, or None; its shape; its dtype's name in files.
 
-    ``matrices``: where the checkpoint has each expert's matrices as tensors, each with its place in the parameter.
+    ``matrices``: (place in the parameter, tensor) of each expert's matrices, where these are tensors of their own.
     """
 
     file: Path
@@ -164,18 +164,16 @@ def load_fp8(
         def reader(file: Path) -> CheckedFile:
             if file not in opened:
                 try:
-                    header = stack.enter_context(safe_open(file, "pt"))
-                except Exception as error:  # of safetensors' own class
+                    content = stack.enter_context(safe_open(file, "pt"))
+                except Exception as error:  # safetensors raises its own class
                     raise ValueError(f"{file} is no whole safetensors file: {error}") from error
-                opened[file] = CheckedFile(file, header)
+                opened[file] = CheckedFile(file, content)
             return opened[file]
 
-        found = _tensors(Path(folder), reader)
-        targets = _targets(model, found, strict, reader)
-        # shards on the meta device, which FSDP2 is to learn of; the others are replaced one by one
-        model._apply(
-            lambda one: one if on_this_rank(one) is one or not one.is_meta else torch.empty_like(one, device=device)
-        )
+        checkpoint_tensors = _tensors(Path(folder), reader)
+        targets = _targets(model, checkpoint_tensors, strict, reader)
+        # _apply tells FSDP2 of new shards for those on the meta device; other tensors are replaced one by one
+        model._apply(lambda x: x if on_this_rank(x) is x or not x.is_meta else torch.empty_like(x, device=device))
         rounded = [name for name, stored in targets.items() if _load(model, name, stored, reader, device)]
     for module in model.modules():
         if isinstance(module, RecipeModule):
@@ -195,14 +193,16 @@ def load_fp8(
 
 
 def _tensors(folder: Path, reader: OpenFile) -> dict[str, _Stored]:
-    """The checkpoint's tensors by its own names, each FP8 weight with its scales; errors as ``load_fp8``'s."""
+    """Return the checkpoint's tensors by its own names, each FP8 weight with its scales; errors as ``load_fp8``'s."""
     _check_config(folder)
     files = _files_of_tensors(folder, reader)
     scales = {key: key.removesuffix(end) for key in files for end in SCALES if key.endswith(f"weight{end}")}
     scales_by_weight = {weight: (files[key], key) for key, weight in scales.items()}
-    if twice := [weight for weight, count in Counter(scales.values()).items() if count > 1]:
-        raise ValueError(f"{folder}: {twice[0]} has scales of two names, {' and '.join(SCALES)}; leave one of them")
-    found: dict[str, _Stored] = {}
+    if ambiguous_weights := [weight for weight, count in Counter(scales.values()).items() if count > 1]:
+        raise ValueError(
+            f"{folder}: {ambiguous_weights[0]} has scales of two names, {' and '.join(SCALES)}; leave one of them"
+        )
+    tensors: dict[str, _Stored] = {}
     keys_of = {file: set(reader(file).keys()) for file in set(files.values())}
     for key, file in files.items():
         if key not in keys_of[file]:
@@ -211,12 +211,12 @@ def _tensors(folder: Path, reader: OpenFile) -> dict[str, _Stored]:
             if scales[key] not in files:
                 raise ValueError(f"{folder}: there is {key} but no {scales[key]}")
             continue
-        found[key] = _Stored(file, key, scales_by_weight.get(key), *reader(file).header(key))
-        is_e4m3, has_scale = found[key].dtype == "F8_E4M3", key in scales_by_weight
-        if (has_scale or found[key].dtype.startswith("F8")) and not (is_e4m3 and has_scale):
+        tensors[key] = _Stored(file, key, scales_by_weight.get(key), *reader(file).header(key))
+        is_e4m3, has_scale = tensors[key].dtype == "F8_E4M3", key in scales_by_weight
+        if (has_scale or tensors[key].dtype.startswith("F8")) and not (is_e4m3 and has_scale):
             why = "without scales beside it" if is_e4m3 else "not in E4M3"
-            raise ValueError(f"{folder}: {key} is {found[key].dtype}, {why}; only E4M3 codes with scales can be read")
-    return found
+            raise ValueError(f"{folder}: {key} is {tensors[key].dtype}, {why}; only E4M3 codes with scales can be read")
+    return tensors
 
 
 def _check_config(folder: Path) -> None:
@@ -240,14 +240,14 @@ def _check_config(folder: Path) -> None:
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
-    """The value, which must be an object of JSON; ValueError, which begins with ``where``, if it is not."""
+    """Return the value, an object of JSON; else raise a ValueError that begins with ``where``."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} holds a {type(value).__name__}, not names with values")
     return value
 
 
 def _files_of_tensors(folder: Path, reader: OpenFile) -> dict[str, Path]:
-    """The file of each tensor; none lies outside of the folder."""
+    """Return the file of each tensor; none lies outside of the folder."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         content = _object(read_json(file_inside(folder, index.name)), f"{index}")
@@ -264,27 +264,29 @@ def _files_of_tensors(folder: Path, reader: OpenFile) -> dict[str, Path]:
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def _targets(model: nn.Module, found: dict[str, _Stored], strict: bool, reader: OpenFile) -> dict[str, _Stored]:
-    """What is loaded into each of the model's tensors, by their names in the model; errors as ``load_fp8``'s."""
+def _targets(
+    model: nn.Module, checkpoint_tensors: dict[str, _Stored], strict: bool, reader: OpenFile
+) -> dict[str, _Stored]:
+    """Return the checkpoint's tensor for each of the model's, by the model's names; errors as ``load_fp8``'s."""
     if (tie_weights := getattr(model, "tie_weights", None)) is not None:
         tie_weights()  # accelerate's init_empty_weights unties what transformers has tied
     state = model.state_dict(keep_vars=True)
     scales = {f"{key}{SCALE_INV}" for key in state}
     tensors = {key: tensor for key, tensor in state.items() if key not in scales}
-    named = _joined(model, tensors, found)
-    surplus = [key for key in named if key not in tensors]
+    tensors_by_name = _joined(model, tensors, checkpoint_tensors)
+    surplus = [key for key in tensors_by_name if key not in tensors]
     inputs = [key for key in surplus if OF_INPUTS.search(key)]
     ignored = [OF_INPUTS.pattern, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])]  # transformers'
     surplus = [key for key in surplus if not any(re.search(pattern, key) for pattern in ignored)]
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    loaded = {id(parameters.get(key, tensors[key])) for key in named if key in tensors}
+    loaded = {id(parameters.get(key, tensors[key])) for key in tensors_by_name if key in tensors}
     missing = [key for key, tensor in tensors.items() if id(parameters.get(key, tensor)) not in loaded]
     if strict and (missing or surplus):
         raise ValueError(
             f"the model lacks {len(surplus)} of the checkpoint's tensors{_first(surplus)}, and the checkpoint "
             f"{len(missing)} of the model's{_first(missing)}; strict=False leaves them out"
         )
-    targets = {key: stored for key, stored in named.items() if key in tensors}
+    targets = {key: stored for key, stored in tensors_by_name.items() if key in tensors}
     for key, stored in targets.items():
         _check_target(model, key, stored, reader)
     _check_meta(model, targets)
@@ -293,16 +295,18 @@ def _targets(model: nn.Module, found: dict[str, _Stored], strict: bool, reader: 
     return targets
 
 
-def _joined(model: nn.Module, tensors: dict[str, Tensor], found: dict[str, _Stored]) -> dict[str, _Stored]:
-    """The checkpoint's tensors by the model's names; the matrices of experts that are one parameter become one."""
-    renamed, others, named = renaming(model, tensors), dict(found), dict[str, _Stored]()
+def _joined(model: nn.Module, tensors: dict[str, Tensor], checkpoint_tensors: dict[str, _Stored]) -> dict[str, _Stored]:
+    """Return the checkpoint's tensors by the model's names; matrices of experts that are one parameter become one."""
+    renamed, others, tensors_by_name = renaming(model, tensors), dict(checkpoint_tensors), dict[str, _Stored]()
     for key, places in places_of_experts(model).items():
         matrices = tuple((place, others.pop(name)) for name, place in places.items() if name in others)
         if matrices and len(matrices) == len(places):
-            named[key] = matrices[0][1]._replace(shape=tuple(model.get_parameter(key).shape), matrices=matrices)
+            tensors_by_name[key] = matrices[0][1]._replace(
+                shape=tuple(model.get_parameter(key).shape), matrices=matrices
+            )
         elif matrices:
             raise ValueError(f"the checkpoint has {len(matrices)} of the {len(places)} tensors that make {key}")
-    return named | {renamed(key): stored for key, stored in others.items()}
+    return tensors_by_name | {renamed(key): stored for key, stored in others.items()}
 
 
 def _first(names: list[str]) -> str:
@@ -339,7 +343,7 @@ def _check_meta(model: nn.Module, targets: dict[str, _Stored]) -> None:
 
 
 def _owner(model: nn.Module, key: str) -> tuple[nn.Module, Tensor]:
-    """The module of a tensor's name, and the tensor itself."""
+    """Return the module that has a tensor of this name, and the tensor."""
     path, _, name = key.rpartition(".")
     module = model.get_submodule(path)
     return module, getattr(module, name)
@@ -367,7 +371,7 @@ def _load(model: nn.Module, key: str, stored: _Stored, reader: OpenFile, device:
 
 
 def _read(stored: _Stored, reader: OpenFile, part: tuple[slice, ...], place: torch.device) -> Tensor:
-    """A part of a tensor of the checkpoint, on this device; nothing else of the file is read."""
+    """Return a part of a tensor of the checkpoint, on this device; nothing else of the file is read."""
     return reader(stored.file).read(stored.key, part).to(place, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -378,27 +382,27 @@ def _read_values(
     place: torch.device,
     pair: tuple[Tensor, Granularity] | None,
 ) -> Tensor:
-    """The values of a part: in float32 of codes with these scales, of which whole blocks are read, else as they are."""
+    """Return the values of a part: of codes by these scales in float32 (whole blocks are read), others as they are."""
     if pair is None:
         return _read(stored, reader, part, place)
     scales, granularity = pair
-    read, of_scales, kept = list(part), [slice(None)] * scales.ndim, [slice(None)] * len(part)
+    read_slices, scale_slices, wanted = list(part), [slice(None)] * scales.ndim, [slice(None)] * len(part)
     for dim, (size, count) in enumerate(zip(stored.shape, scales.shape, strict=True)):
         if count > 1:
-            step, own = 1 if count == size else granularity.tile[dim - len(part)], part[dim]
-            of_scales[dim] = slice(own.start // step, -(-own.stop // step))
-            read[dim] = slice(of_scales[dim].start * step, min(of_scales[dim].stop * step, size))
-            kept[dim] = slice(own.start - read[dim].start, own.stop - read[dim].start)
-    codes = _read(stored, reader, tuple(read), place)
-    own_scales = scales[tuple(of_scales)].to(place).contiguous()
-    values = ScaledTensor(codes, own_scales, granularity.of_matrices(codes.shape), torch.float32).dequantize()
-    return values[tuple(kept)]
+            step, wanted_range = 1 if count == size else granularity.tile[dim - len(part)], part[dim]
+            scale_slices[dim] = slice(wanted_range.start // step, -(-wanted_range.stop // step))
+            read_slices[dim] = slice(scale_slices[dim].start * step, min(scale_slices[dim].stop * step, size))
+            wanted[dim] = slice(wanted_range.start - read_slices[dim].start, wanted_range.stop - read_slices[dim].start)
+    codes = _read(stored, reader, tuple(read_slices), place)
+    scales_of_codes = scales[tuple(scale_slices)].to(place).contiguous()
+    values = ScaledTensor(codes, scales_of_codes, granularity.of_matrices(codes.shape), torch.float32).dequantize()
+    return values[tuple(wanted)]
 
 
 def _as_stored(
-    target: Tensor, own: StoredWeight, stored: _Stored, reader: OpenFile, place: torch.device
+    target: Tensor, local: StoredWeight, stored: _Stored, reader: OpenFile, place: torch.device
 ) -> tuple[StoredWeight, bool]:
-    """(a stored weight like ``own``, this rank's part of the target; whether it was rounded anew, as on all ranks).
+    """Return (this rank's part of the target, a stored weight like ``local``; whether ranks rounded it anew).
 
     Codes stay as they are where possible.
     """
@@ -406,53 +410,53 @@ def _as_stored(
     pair = _scales_of(stored, reader)
     if pair is None:
         values = _read(stored, reader, part, place).to(target.dtype)
-        return StoredWeight.cast(values, own.granularity, target.requires_grad, target), True
-    scales, is_shard = pair[0], own is not target
-    if scales.shape == _scale_shape(target, own) and own.may_have(scales):
-        scales = scales if own.has_one_scale else scales[own_slices(scales.shape, target)]
+        return StoredWeight.cast(values, local.granularity, target.requires_grad, target), True
+    scales, is_shard = pair[0], local is not target
+    if scales.shape == _scale_shape(target, local) and local.may_have(scales):
+        scales = scales if local.has_one_scale else scales[own_slices(scales.shape, target)]
         codes = _read(stored, reader, part, place)
-        scales = scales.to(place, own.scale_inv.dtype)
-        return StoredWeight(codes, scales, target.dtype, own.granularity, is_shard), False
+        scales = scales.to(place, local.scale_inv.dtype)
+        return StoredWeight(codes, scales, target.dtype, local.granularity, is_shard), False
     values = _read_values(stored, reader, part, place, pair)
-    return StoredWeight.cast(values, own.granularity, target.requires_grad, target), True
+    return StoredWeight.cast(values, local.granularity, target.requires_grad, target), True
 
 
-def _scale_shape(target: Tensor, own: StoredWeight) -> torch.Size:
-    """The shape of all ranks' scales."""
-    return torch.Size(own.granularity.of_matrices(target.shape).scale_shape(target.shape))
+def _scale_shape(target: Tensor, local: StoredWeight) -> torch.Size:
+    """Return the shape of all ranks' scales."""
+    return torch.Size(local.granularity.of_matrices(target.shape).scale_shape(target.shape))
 
 
 def _experts_as_stored(
-    target: Tensor, own: StoredWeight, stored: _Stored, reader: OpenFile, place: torch.device
+    target: Tensor, local: StoredWeight, stored: _Stored, reader: OpenFile, place: torch.device
 ) -> tuple[StoredWeight, bool]:
-    """``_as_stored`` for experts whose matrices are tensors: codes stay as they are if all scales fit the target's."""
-    experts, kept = own_slices(target.shape, target)[0], True
-    scales = torch.zeros(_scale_shape(target, own), dtype=torch.float32, device="cpu")
-    height, ours = own.granularity.of_matrices(target.shape).tile[0], []
+    """Return as ``_as_stored``, for experts whose matrices are tensors: codes stay if all scales fit the target's."""
+    experts, all_fit = own_slices(target.shape, target)[0], True
+    scales = torch.zeros(_scale_shape(target, local), dtype=torch.float32, device="cpu")
+    height, local_matrices = local.granularity.of_matrices(target.shape).tile[0], []
     for (expert, rows), matrix in stored.matrices:
         pair = _scales_of(matrix, reader)
         if experts.start <= expert < experts.stop:
-            ours.append((expert - experts.start, rows, matrix, pair))
+            local_matrices.append((expert - experts.start, rows, matrix, pair))
         at = slice(rows.start // height, -(-rows.stop // height))
         fits = pair is not None and pair[0].shape == scales[expert, at].shape
         fits = fits and (scales.shape[1] == 1 or rows.start % height == 0)
-        kept = fits and kept and bool(((scales[expert, at] == 0) | (scales[expert, at] == pair[0])).all())  # type: ignore[index]
-        if kept:
+        all_fit = fits and all_fit and bool(((scales[expert, at] == 0) | (scales[expert, at] == pair[0])).all())  # type: ignore[index]
+        if all_fit:
             scales[expert, at] = pair[0]  # type: ignore[index]
-    kept = kept and own.may_have(scales)
-    values = torch.empty(own.shape, dtype=own.qdata.dtype if kept else torch.float32, device=place)
-    nothing = torch.empty(0, dtype=torch.float32, device="cpu")  # no shard: the matrix is read whole
-    for expert, rows, matrix, pair in ours:
-        part = own_slices(matrix.shape, nothing)
-        values[expert, rows] = _read_values(matrix, reader, part, place, None if kept else pair)
-    if kept:
-        scales = scales[experts].to(place, own.scale_inv.dtype)
-        return StoredWeight(values, scales, target.dtype, own.granularity, own is not target), False
-    return StoredWeight.cast(values, own.granularity, target.requires_grad, target), True
+    all_fit = all_fit and local.may_have(scales)
+    values = torch.empty(local.shape, dtype=local.qdata.dtype if all_fit else torch.float32, device=place)
+    unsharded = torch.empty(0, dtype=torch.float32, device="cpu")  # is no shard, so that the matrix is read whole
+    for expert, rows, matrix, pair in local_matrices:
+        part = own_slices(matrix.shape, unsharded)
+        values[expert, rows] = _read_values(matrix, reader, part, place, None if all_fit else pair)
+    if all_fit:
+        scales = scales[experts].to(place, local.scale_inv.dtype)
+        return StoredWeight(values, scales, target.dtype, local.granularity, local is not target), False
+    return StoredWeight.cast(values, local.granularity, target.requires_grad, target), True
 
 
 def _scales_of(stored: _Stored, reader: OpenFile) -> tuple[Tensor, Granularity] | None:
-    """The scale_inv of codes [N, K] or [E, N, K], and their granularity; None of a tensor in high precision."""
+    """Return the scale_inv of codes [N, K] or [E, N, K] and its granularity; None for a tensor in high precision."""
     if stored.scale is None:
         return None
     file, name = stored.scale

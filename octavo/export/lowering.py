@@ -1,7 +1,7 @@
-"""Octavo's ops as standard ONNX operators: QuantizeLinear, DequantizeLinear, and what torch.onnx makes of aten.
+"""Octavo's ops as standard ONNX operators: QuantizeLinear, DequantizeLinear, and torch.onnx's translations of aten.
 
 Each function here takes an op's arguments and computes it by aten and torch.onnx.ops.symbolic; torch.export's
-run_decompositions puts it in the op's place. They cover what evaluation on a CPU computes, in float32.
+run_decompositions puts it in the op's place. They cover evaluation on a CPU, in float32.
 
 A scale_inv becomes a QuantizeLinear's y_scale: a scalar for a whole tensor, a vector for rows or columns (``axis``), a
 matrix for blocks along one dimension (``block_size``). The scale of a tile is repeated for its rows.
@@ -29,7 +29,7 @@ _TYPES = {torch.float8_e4m3fn: 17, torch.float8_e5m2: 19}  # TensorProto's FLOAT
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """What each octavo op becomes, for torch.export.ExportedProgram.run_decompositions."""
+    """Return {octavo op: its replacement}, for torch.export.ExportedProgram.run_decompositions."""
     ops: dict[str, Callable[..., Any]] = {"amax": _amax, "cast": _cast, "dequantize": _dequantize, "matmul": _matmul}
     return {getattr(torch.ops.octavo, name).default: function for name, function in unpacking(ops).items()}
 
@@ -69,7 +69,7 @@ def _matmul(operands: ProductArguments, out_dtype: torch.dtype, fast_accum: bool
 def _linear(
     op: str, x: Tensor, scale_inv: Tensor, tile: Sequence[int], dtype: torch.dtype, attributes: dict[str, Any]
 ) -> Tensor:
-    """QuantizeLinear or DequantizeLinear of x [R, C] to ``dtype``; scale_inv [R / r, C / c]: one for each tile."""
+    """Return QuantizeLinear or DequantizeLinear of x [R, C] to ``dtype``; scale_inv [R / r, C / c]: one a tile."""
     (rows, cols), (r, c) = x.shape, tile
     if r == ALL and c == ALL:
         scales = scale_inv.reshape(())
@@ -91,7 +91,7 @@ def _normalised(x: Tensor, gamma: Tensor, beta: Tensor | None, kind: str, eps: f
 
 
 def _repeated(scale_inv: Tensor, times: int, rows: int) -> Tensor:
-    """Each row of scale_inv for every row of its tile, [rows, ...]."""
+    """Return scale_inv with each row repeated for every row of its tile, [rows, ...]."""
     if times == 1:
         return scale_inv
     tiles, cols = scale_inv.shape
@@ -101,16 +101,16 @@ def _repeated(scale_inv: Tensor, times: int, rows: int) -> Tensor:
 
 
 def _amax(x: Tensor, tile: Sequence[int]) -> Tensor:
-    """The amax of each tile. Unlike octavo's, it is inf or NaN if an element of the tile is."""
+    """Return the amax of each tile. Unlike octavo's, it is inf or NaN if an element of the tile is."""
     r, c = tile
     if r == ALL and c == ALL:
         return x.abs().amax((0, 1), keepdim=True)
-    found = _amax_of_columns(x.abs(), c)
-    return found if r == 1 else _amax_of_columns(found.t(), r).t()
+    amax_of_columns = _amax_of_columns(x.abs(), c)
+    return amax_of_columns if r == 1 else _amax_of_columns(amax_of_columns.t(), r).t()
 
 
 def _amax_of_columns(x: Tensor, count: int) -> Tensor:
-    """The largest of each ``count`` columns of a row, [rows, tiles]."""
+    """Return the largest of each ``count`` columns of a row, [rows, tiles]."""
     rows, cols = x.shape
     if count == ALL:
         return x.amax(1, keepdim=True)

@@ -1,6 +1,6 @@
 """A model as an ONNX file that stock runtimes run: standard operators, FP8 weights with their scale_inv.
 
-The file computes what octavo's evaluation computes in float32: an operand of an FP8 product is a QuantizeLinear and a
+The file computes octavo's evaluation in float32: an operand of an FP8 product is a QuantizeLinear and a
 DequantizeLinear, whose y_scale is scale_inv, and the product is a Gemm of float32. The model needs no changes: its
 evaluation is traced by torch.export, the casts of its weights are computed, octavo's ops become standard ones
 (lowering.py), and torch.onnx translates the others. The file's results in onnxruntime are compared with octavo's.
@@ -41,7 +41,7 @@ _STORED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def in_float32(leaf: Any) -> Any:
-    """A tensor on the CPU, floats in float32; anything else as it is."""
+    """Return a tensor on the CPU, floats in float32; anything else as it is."""
     if not isinstance(leaf, Tensor):
         return leaf
     leaf = leaf.detach().cpu()
@@ -49,7 +49,7 @@ def in_float32(leaf: Any) -> Any:
 
 
 def run_onnx(path: str | os.PathLike[str], *inputs: Tensor) -> list[Tensor]:
-    """What onnxruntime's CPU provider makes of an ONNX file.
+    """Run an ONNX file with onnxruntime's CPU provider, and return its outputs.
 
     Args:
         path: of the file.
@@ -72,14 +72,14 @@ def run_onnx(path: str | os.PathLike[str], *inputs: Tensor) -> list[Tensor]:
     arrays = [in_float32(x).numpy() for x in inputs]
     try:
         session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
-        found = session.run(None, dict(zip((i.name for i in session.get_inputs()), arrays, strict=True)))
+        outputs = session.run(None, dict(zip((i.name for i in session.get_inputs()), arrays, strict=True)))
     except Exception as error:  # the only common base of its exceptions
         raise ExportError(f"onnxruntime can't run {os.fspath(path)}: {first_line(error)}") from error
-    return [torch.from_numpy(array) for array in found]
+    return [torch.from_numpy(array) for array in outputs]
 
 
 def sqnr_in_onnxruntime(model: nn.Module, inputs: Tensor | tuple[Any, ...], path: str | os.PathLike[str]) -> float:
-    """Signal-to-noise ratio of an exported model's output in onnxruntime, against the model's evaluation in float32.
+    """Return an exported model's signal-to-noise ratio in onnxruntime, against the model's evaluation in float32.
 
     Args:
         model: the one that was exported; left as it is.
@@ -98,9 +98,9 @@ def sqnr_in_onnxruntime(model: nn.Module, inputs: Tensor | tuple[Any, ...], path
     with torch.no_grad():
         expected = pytree.tree_leaves(copy.deepcopy(model).cpu().float().eval()(*arguments))
     tensors = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
-    found = run_onnx(path, *tensors)
+    outputs = run_onnx(path, *tensors)
     signal = sum(float(y.double().square().sum()) for y in expected)
-    noise = sum(float((y.double() - z).square().sum()) for y, z in zip(expected, found, strict=True))
+    noise = sum(float((y.double() - z).square().sum()) for y, z in zip(expected, outputs, strict=True))
     if noise == 0.0:
         return float("inf")
     return float(10 * torch.log10(torch.tensor(signal / noise, dtype=torch.float64, device="cpu")))
@@ -129,7 +129,7 @@ def program_of(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes
 def _traced(model: nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> ExportedProgram:
     try:
         return torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes, strict=False)
-    except Exception as error:  # torch documents no type: whatever the model or the tracer raises
+    except Exception as error:  # torch documents no type: the model or the tracer may raise any
         raise ExportError(f"torch.export can't trace {type(model).__name__}: {first_line(error)}") from error
 
 
@@ -161,23 +161,23 @@ def _is_octavos(node: fx.Node) -> bool:
 
 
 def _evaluator(module: fx.GraphModule) -> Callable[[fx.Node], Any]:
-    """A function that returns a node's value, or None if it depends on the inputs."""
+    """Return a function from a node to its value, or to None if it depends on the inputs."""
 
     @functools.cache
     def value(node: fx.Node) -> Any:
         if node.op == "get_attr":
             return operator.attrgetter(str(node.target))(module)
-        found = {argument: value(argument) for argument in node.all_input_nodes}
-        if node.op != "call_function" or not found or any(result is None for result in found.values()):
+        values = {argument: value(argument) for argument in node.all_input_nodes}
+        if node.op != "call_function" or not values or any(result is None for result in values.values()):
             return None
-        arguments, options = fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
+        arguments, options = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         return node.target(*arguments, **options)  # type: ignore[operator]
 
     return value
 
 
 def delayed_argument(node: fx.Node) -> int | None:
-    """The index of the argument that is a delayed scale; None if the node is no cast by one."""
+    """Return the index of the argument that is a delayed scale; None if the node is no cast by one."""
     is_cast = _is_octavos(node) and node.target._opname == "cast"  # type: ignore[union-attr]
     return _DELAYED_SCALE if is_cast and isinstance(node.args[_DELAYED_SCALE], fx.Node) else None
 
@@ -260,7 +260,7 @@ def _checked_path(path: str | os.PathLike[str]) -> Path:
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype of most parameters."""
+    """Return the dtype of most parameters."""
     count: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         count[parameter.dtype] += parameter.numel()
@@ -269,18 +269,18 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def _copy_in_float32(model: nn.Module) -> nn.Module:
-    """A copy on the CPU in float32."""
+    """Return a copy on the CPU in float32."""
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ExportError("the model has weights on the meta device: load them first")
     try:
         wide = copy.deepcopy(model)
-    except Exception as error:  # whatever the model's own attributes raise
+    except Exception as error:  # the model's own attributes may raise any
         raise ExportError(f"{type(model).__name__} can't be copied: {first_line(error)}") from error
     return wide.cpu().float()
 
 
 def _translated(model: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any, opset: int) -> Any:
-    """The model as onnx_ir has it."""
+    """Return the model as onnx_ir's."""
     with _quiet():
         program = program_of(model, inputs, dynamic_shapes)
         table = decompositions()
@@ -290,7 +290,9 @@ def _translated(model: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any, 
             raise ExportError(f"no ONNX for {names}: experts have none, and a model can't call octavo's ops itself")
         try:
             program = program.run_decompositions(table)
-            found = torch.onnx.export(program, (), dynamo=True, opset_version=opset, optimize=True, verbose=False)
+            onnx_program = torch.onnx.export(
+                program, (), dynamo=True, opset_version=opset, optimize=True, verbose=False
+            )
         except ExportError as error:  # torch has added the place in the graph to the message
             raise ExportError(first_line(error)) from None
         except Exception as error:  # torch documents no type
@@ -298,13 +300,13 @@ def _translated(model: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any, 
             while cause.__cause__ is not None:
                 cause = cause.__cause__
             raise ExportError(f"torch.onnx can't translate the model: {first_line(cause)}") from error
-    assert found is not None
-    return found.model
+    assert onnx_program is not None
+    return onnx_program.model
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences what torch.onnx says of optional packages."""
+    """Silence torch.onnx's messages about optional packages."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -337,13 +339,13 @@ def _store(exported: Any, parameters: dict[str, nn.Parameter], dtype: torch.dtyp
         if smaller.dtype == wide.dtype or not (is_parameter or torch.equal(smaller.to(wide.dtype), wide)):
             continue
         stored = TorchTensor(smaller, name=name)
-        kept = ir.Value(name=name, shape=value.shape, type=ir.TensorType(stored.dtype), const_value=stored)
-        cast = ir.node("Cast", [kept], {"to": ir.DataType.FLOAT})
+        stored_value = ir.Value(name=name, shape=value.shape, type=ir.TensorType(stored.dtype), const_value=stored)
+        cast = ir.node("Cast", [stored_value], {"to": ir.DataType.FLOAT})
         cast.outputs[0].shape, cast.outputs[0].dtype = value.shape, ir.DataType.FLOAT
         graph.initializers.pop(name)
         graph.insert_before(graph[0], cast)
         ir.convenience.replace_all_uses_with(value, cast.outputs[0])
-        graph.register_initializer(kept)
+        graph.register_initializer(stored_value)
 
 
 def _write(exported: Any, target: Path) -> None:

@@ -27,10 +27,11 @@ from octavo.inspect.findings import diagnose
 from octavo.inspect.record import RecordError, files_of, load
 from octavo.inspect.remedies import RECIPES, onto, own_recipes, together
 from octavo.inspect.report import Against, table, to_html, to_json
-from octavo.inspect.what_if import NAMES, WhatIf, WhatIfError, check, compare
+from octavo.inspect.what_if import WhatIf, WhatIfError, check, compare
 from octavo.nn.candidates import MIN_FEATURES, features
 from octavo.nn.recipe_module import RecipeModule
 from octavo.reading import read_json
+from octavo.recipes import COMPARED
 from octavo.recipes import to_json as to_rules
 from octavo.scaling.recipe import Recipe, RecipeMap, RecipeRule
 
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=at_least(0), default=10, metavar="N", help="findings to print (default: 10)")
     parser.add_argument("--live", action="store_true", help="print anew as the record grows, until interrupted")
     group = parser.add_argument_group("which layers can't stand FP8, of a model")
-    help = f"recipes to compare, with commas (default: {','.join(NAMES)})"
+    help = f"recipes to compare, with commas (default: {','.join(COMPARED)})"
     group.add_argument("--recipes", type=_recipes, metavar="NAMES", help=help)
     budget = group.add_mutually_exclusive_group()
     help = "say what the recipes by layer in this file would bring, beside the model's own"
@@ -170,8 +171,8 @@ def asked(options: argparse.Namespace) -> list[str]:
 
 def _recipes(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    if unknown := [name for name in names if name not in NAMES]:
-        raise argparse.ArgumentTypeError(f"no recipe {', '.join(map(repr, unknown))}; there are {', '.join(NAMES)}")
+    if unknown := [name for name in names if name not in COMPARED]:
+        raise argparse.ArgumentTypeError(f"no recipe {', '.join(map(repr, unknown))}; there are {', '.join(COMPARED)}")
     return names
 
 
@@ -269,7 +270,7 @@ def what_if_command(options: argparse.Namespace, subject: Subject, record: Path 
 
 
 def _compared(options: argparse.Namespace, model: nn.Module) -> dict[str, Recipe | RecipeMap]:
-    names = options.recipes or (NAMES if options.rules is None else ())
+    names = options.recipes or (COMPARED if options.rules is None else ())
     recipes_by_name: dict[str, Recipe | RecipeMap] = {name: recipes.as_recipe(name) for name in names}
     if options.rules is None:
         return recipes_by_name

@@ -40,7 +40,7 @@ from octavo.nn.candidates import MIN_FEATURES, Select
 from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.weight import check_recipe
-from octavo.recipes import as_recipe, high_precision
+from octavo.recipes import COMPARED, as_recipe, high_precision
 from octavo.scaling.delayed import STATE, State, state_of
 from octavo.scaling.recipe import PRODUCTS, Recipe, RecipeMap, recipe_of
 from octavo.tensor.fsdp2 import whole as full_tensor
@@ -51,7 +51,6 @@ Change = tuple[float, float, float, float]  # Effect's loss, curvature, cosine a
 Gradient = tuple[float, Sequence[Tensor | None]]  # a batch's loss, and its gradients by parameter
 EMPTY: Mapping[str, Any] = {}
 NO_PRODUCTS = math.nan, math.nan, math.nan
-NAMES = ("dynamic", "delayed", "rowwise", "blockwise", "mx")
 DESCENT = 0.1  # late in a language model's training 0.05 to 0.1 (Kaplan et al., arXiv 2001.08361), early on more
 WITHOUT = high_precision().name
 LEAST = 0.8  # another recipe is taken for a layer if it leaves less than this share of its loss: else it may be chance
@@ -315,7 +314,7 @@ def compare(
         >>> found.recipe_map(keep=1).of("0").name != found.recipe_map(keep=1).of("2").name
         True
     """
-    wanted = NAMES if recipes is None else recipes
+    wanted = COMPARED if recipes is None else recipes
     pairs = (
         wanted.items()
         if isinstance(wanted, Mapping)
