@@ -196,7 +196,8 @@ class DecoderPart(nn.Module):
         angles = (positions[:, None] / 10_000.0**exponents).repeat(1, 2)[None]  # [1, T, D]
         both = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         how = dict.fromkeys(("attention_mask", "position_ids", "cache"))
-        return self.layer(x[None], use_cache=False, position_embeddings=both, **how)[0]  # type: ignore[no-any-return]
+        y: Tensor = self.layer(x[None], use_cache=False, position_embeddings=both, **how)
+        return y[0].clone()  # pipelines detach a stage's output in place, which torch refuses for a view
 
 
 class AdaptedPart(Part):
