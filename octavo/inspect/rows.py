@@ -53,7 +53,7 @@ class Notes(NamedTuple):
     """The tensors in which faults of a layer's role are noted: arguments of the op note_faults."""
 
     place: Tensor
-    found: Tensor
+    faults: Tensor
     first: Tensor
 
 

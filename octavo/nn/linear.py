@@ -352,7 +352,7 @@ class PartedLinear(Linear):
         )
 
     def agree_on_scale(self) -> bool:
-        """If any split was written, cast all again with one scale. Collective. Returns whether it did."""
+        """Cast all splits again with one scale if any was written; return whether one was. Collective."""
         stored = local_stored(self.weights[0])
         if stored is None or stored.common is None or not stored.common.written:
             return False

@@ -1,6 +1,7 @@
 """octavo.nn.cross_entropy as a user calls it, beside torch's in float32 and transformers' own loss."""
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -59,6 +60,15 @@ def test_nothing_of_the_logits_size_is_saved_but_the_logits() -> None:
 
     saved = saved_by_kind(Head(8, 1000, dtype=torch.bfloat16), (torch.randn(32, 8, dtype=torch.bfloat16),))
     assert sum(saved.values()) < 32 * 1000 * 2 + 32 * 20
+
+
+def test_a_trace_of_it_is_saved_and_loaded() -> None:
+    """Gradients are on, as users leave them."""
+    logits, target = torch.randn(4, 10, requires_grad=True), torch.tensor([1, 2, -100, 3])
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.trace(cross_entropy, (logits, target)), file)
+    file.seek(0)
+    assert torch.equal(torch.jit.load(file)(2 * logits, target), cross_entropy(2 * logits, target))
 
 
 def test_no_row_that_counts_is_nan_as_torchs() -> None:

@@ -100,7 +100,7 @@ class MasterClass:
     @classmethod
     def of(cls, master: Master) -> MasterClass:
         """Return a master's class."""
-        rest_dtype = None if master.rest is None else DTYPES[master.rest.dtype]
+        rest_dtype = None if master.remainder is None else DTYPES[master.remainder.dtype]
         return cls(master.kind, DTYPES[master.weight.dtype], rest_dtype, master.is_random)
 
     @property

@@ -20,7 +20,7 @@ from octavo import recipes
 from octavo.errors import UnsupportedOpError
 from tests.support.freed import Zero3
 from tests.support.helpers import every_layer, thread_pool
-from tests.support.seams.features import KNOWN, LORA, KnownPart
+from tests.support.seams.features import HEADS_LOSS, KNOWN, LLAMA, LORA, KnownPart
 from tests.support.seams.made import Made, evaluating, nothing, values_of
 from tests.support.seams.situations import Documented, Refused, Sound, situation
 from tests.support.seams.twins import TwinLinear, twin_of
@@ -28,7 +28,7 @@ from tests.support.seams.twins import TwinLinear, twin_of
 HIGH = recipes.high_precision()
 LOOP, MEMORY, COMPILED = "The loop", "Recomputation", "torch.compile and torch.export"
 STORED = ("FP8 weights", "FP8 weights in blocks", "Muon")
-DELAYED = ("delayed", "recording", "schedule", "shared inputs, delayed", KNOWN[1])
+DELAYED = ("delayed", "recording", "schedule", "shared inputs, delayed", KNOWN[1], LLAMA[1], HEADS_LOSS[1])
 
 ALL_AT_ONCE = Refused(UnsupportedOpError, "clip", "the global norm needs all gradients at once")
 KNOWN_LATE = Refused(RuntimeError, "bf16", "whether to step is known only when all gradients are")
@@ -80,7 +80,16 @@ def _often(made: Made, module: Any, times: int = 8) -> Callable[[Tensor], Tensor
     return lambda x: functools.reduce(lambda y, _: module(y), range(times), x)
 
 
-@situation("one module called 8 times", LOOP)
+@situation(
+    "one module called 8 times",
+    LOOP,
+    exceptions={
+        HEADS_LOSS[1]: Documented(
+            "concepts/delayed-scaling.md#what-changes-it",
+            "each call's loss is added to what the next reads, so inputs grow by more than a history knows",
+        )
+    },
+)
 def called_often(made: Made) -> None:
     """In one forward, as a recurrent cell is."""
     made.train(2, call=_often(made, made.model[0]))
@@ -114,7 +123,7 @@ def two_losses(made: Made) -> None:
     "plain tensors as weights",
     LOOP,
     exceptions={
-        KNOWN[1]: Documented(
+        (KNOWN[1], LLAMA[1]): Documented(
             "concepts/delayed-scaling.md#what-changes-it",
             "four layers of weights 4 times as large make inputs 256 times as large, which no history knows",
         )
@@ -156,7 +165,8 @@ for name, overflows in {"GradScaler": False, "GradScaler, an overflow": True}.it
     exceptions={
         "checkpoint_in_fp8": Documented(
             "modules.md#what-checkpointed-layers-keep", "a region is computed again by the recipe that is set then"
-        )
+        ),
+        HEADS_LOSS: Sound(15, "in high precision the loss's factor multiplies products, not the gradient of logits"),
     },
 )
 def recipe_between(made: Made) -> None:
@@ -203,7 +213,7 @@ ONCE = Sound(8, "what lies between the layers is rounded once, to codes; a twin'
 @situation(
     "a tensor written between two reads",
     READS,
-    exceptions={("rowwise_with_gw_hp", "fused modules", *KNOWN, *LORA): KEPT},
+    exceptions={("rowwise_with_gw_hp", "fused modules", *KNOWN, *LLAMA, *LORA): KEPT},
 )
 def written_between(made: Made) -> None:
     """Both parts read it, the second after a write."""
@@ -229,7 +239,7 @@ def views(made: Made) -> None:
     made.train(call=call)
 
 
-@situation("autocast", READS, exceptions={("fused modules", "experts", *KNOWN): ONCE})
+@situation("autocast", READS, exceptions={("fused modules", "experts", *KNOWN, *LLAMA): ONCE})
 def autocast(made: Made) -> None:
     """To bfloat16, which each layer does by itself."""
 

@@ -70,7 +70,8 @@ def fault(mesh: Any, feature_name: str, situation_name: str) -> str:
     said = differences(found, run(feature, situation, "twin", mesh))
     if said or not feature.has_history:
         return said
-    known = {name: value for name, value in found.items() if not name.startswith(("weight", *situation.grows))}
+    unknown = ("weight", *situation.grows, *feature.by_chance)
+    known = {name: value for name, value in found.items() if not name.startswith(unknown)}
     return lost(known, *(run(feature, situation, role, mesh) for role in ("twin that forgets", "float64")))
 
 

@@ -9,24 +9,37 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
 
 import octavo
 from octavo import recipes
-from octavo.nn.known_forwards import LeanRMSNorm, OfLlama
+from octavo.nn.known_forwards import (
+    Attention,
+    DecoderLayer,
+    LeanRMSNorm,
+    OfLlama,
+    apply_rotary_pos_emb,
+    rotate_half,
+)
 from octavo.schedule import Phase, PrecisionSchedule
 from tests.support.helpers import every_layer
 from tests.support.regions import region_by_hand
 from tests.support.seams.made import WIDTH, Made
 from tests.support.seams.situations import Documented, Verdict
+from tests.support.seams.twins import TwinLinear, cross_entropy_by_hand
 from tests.support.trained import by_hand
 
 LR = 1e-3
 KNOWN = ("convert(fuse=True)", "convert(fuse=True), delayed")
+LLAMA = ("fused decoder layer", "fused decoder layer, delayed")
+HEADS_LOSS = ("linear_cross_entropy", "linear_cross_entropy, delayed")
+HEADS, KV_HEADS = 4, 2
 LORA = ("LoRA over FP8", "LoRA over FP8 by rows", "LoRA over FP8 in 1x32")
 SWITCHES_AT = 2  # steps, of the schedule
 
@@ -99,6 +112,94 @@ class KnownPart(nn.Module):
         return self.mlp(self.norm(x))
 
 
+def targets(x: Tensor) -> Tensor:
+    """A column for each token, of those that a last layer has when it has lost half; the first token has none."""
+    token = torch.arange(x.shape[0], device=x.device)
+    return torch.where(token > 0, 7 * token % (WIDTH // 2), -100)
+
+
+class LossPart(Part):
+    """A head and its cross entropy, which is added to what the head reads, as every part returns as much."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, WIDTH] to the same."""
+        of_twin = isinstance(self.linear, TwinLinear)
+        loss = cross_entropy_by_hand if of_twin else octavo.nn.cross_entropy
+        return x + loss(self.linear(x), targets(x))
+
+
+class HeadPart(LossPart):
+    """The same in chunks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, WIDTH] to the same."""
+        if isinstance(self.linear, TwinLinear):
+            return x + self.linear(x, target=targets(x))
+        return x + octavo.nn.linear_cross_entropy(x, self.linear, targets(x))
+
+
+def causal_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """What transformers calls as "sdpa": queries [B, H, S, D] see those before; result [B, S, H, D]."""
+    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return attended.transpose(1, 2), None
+
+
+class KnownAttention(nn.Module):
+    """Llama's; importing transformers' would take each rank seconds."""
+
+    forward = FunctionType(
+        Attention.known.__code__,
+        {
+            "ALL_ATTENTION_FUNCTIONS": SimpleNamespace(get_interface=lambda name, eager: causal_attention),
+            "Callable": Callable,
+            "apply_rotary_pos_emb": apply_rotary_pos_emb,
+            "eager_attention_forward": None,
+            "rotate_half": rotate_half,
+        },
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim, self.attention_dropout, self.layer_idx = WIDTH // HEADS, 0.0, 0
+        self.scaling, self.config = self.head_dim**-0.5, SimpleNamespace(_attn_implementation="sdpa")
+        shared = KV_HEADS * self.head_dim
+        self.q_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.k_proj, self.v_proj = nn.Linear(WIDTH, shared, bias=False), nn.Linear(WIDTH, shared, bias=False)
+        self.o_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+class KnownDecoderLayer(nn.Module):
+    """Llama's."""
+
+    forward = DecoderLayer.known
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = KnownAttention(), KnownMLP()
+        self.input_layernorm, self.post_attention_layernorm = KnownNorm(), KnownNorm()
+
+
+class DecoderPart(nn.Module):
+    """A decoder layer whose forward octavo knows, of tokens that are one sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = KnownDecoderLayer()
+        self.ranks = 1  # that a sequence is divided over
+
+    def forward(self, x: Tensor) -> Tensor:
+        width = WIDTH // HEADS
+        exponents = torch.arange(0, width, 2, dtype=torch.float32, device=x.device) / width
+        positions = torch.arange(x.shape[0] * self.ranks, dtype=torch.float32, device=x.device)
+        angles = (positions[:, None] / 10_000.0**exponents).repeat(1, 2)[None]  # [1, T, D]
+        both = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        how = dict.fromkeys(("attention_mask", "position_ids", "cache"))
+        y: Tensor = self.layer(x[None], use_cache=False, position_embeddings=both, **how)
+        return y[0].clone()  # pipelines detach a stage's output in place, which torch refuses for a view
+
+
 class AdaptedPart(Part):
     """LoRA, as PEFT writes it."""
 
@@ -123,9 +224,11 @@ class Feature:
         adamw: options of octavo's AdamW, which stores weights, moments or gradients otherwise; None: torch's.
         how: options of convert.
         alone: a verdict for all situations of one process, in the place of theirs.
+        by_chance: the beginnings of names in the trace of what has the error of one number.
     """
 
     alone: Verdict | None = None
+    by_chance: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -241,6 +344,20 @@ class Experts(Feature):
         return [(experts.gate_up.weight, (slice(None), kept)), (experts.down.weight, (slice(None), slice(None), kept))]
 
 
+class Decoder(Feature):
+    """A decoder layer: half of its features are a feed-forward's, as the residual has all rows of its last layer."""
+
+    def half(self, model: Any) -> list[tuple[Tensor, Any]]:
+        mlp, kept = model[1].layer.mlp, slice(WIDTH // 2)
+        return [(mlp.gate_proj.weight, kept), (mlp.up_proj.weight, kept), (mlp.down_proj.weight, (slice(None), kept))]
+
+
+class HeadsLoss(Feature):
+    """A head and its loss; what a part returns is as far from float64's as the loss is."""
+
+    by_chance = ("output", "evaluation")
+
+
 class Scheduled(Feature):
     """A schedule that goes from blocks to one scale a tensor; a twin's recipe is set by hand."""
 
@@ -302,6 +419,7 @@ WITHOUT_BIAS = functools.partial(Part, bias=False)  # vectors that ranks share h
 STORED: Any = FP32 | {"part": WITHOUT_BIAS, "weight_storage": "fp8"}  # masters of 12 bits; a twin reads the codes
 MLP = functools.partial(octavo.nn.RMSNormMLP, WIDTH, WIDTH, activation="relu", recipe=DYNAMIC)
 IN_PLACE: Any = {"part": KnownPart, "last": "mlp.down_proj", "fuse": True}
+LAYER: Any = {"part": DecoderPart, "last": "layer.mlp.down_proj", "fuse": True}
 BASE: Any = {"select": lambda module, name: name.endswith("linear"), "weight_storage": "fp8"}
 COMPACT: Any = {"part": WITHOUT_BIAS, "adamw": {"moments": "fp8", "master": "split24"}, "dtype": torch.bfloat16}
 FEATURES: dict[str, Feature] = {
@@ -327,6 +445,11 @@ FEATURES: dict[str, Feature] = {
         Feature("shared inputs, delayed", DELAYED, "... delayed", SharedPart, ""),
         Feature(KNOWN[0], BLOCKS, "fuse=True", **IN_PLACE),
         Feature(KNOWN[1], DELAYED, "... delayed", **IN_PLACE),
+        Decoder(LLAMA[0], BLOCKS, "decoder layer", **LAYER),
+        Decoder(LLAMA[1], DELAYED, "... delayed", **LAYER),
+        Feature("cross_entropy", DYNAMIC, part=LossPart),
+        HeadsLoss(HEADS_LOSS[0], BLOCKS, "head's loss", HeadPart),
+        HeadsLoss(HEADS_LOSS[1], DELAYED, "... delayed", HeadPart),
         Feature(LORA[0], BY_POWERS, "LoRA", AdaptedPart, **BASE),
         Feature(LORA[1], recipes.rowwise(), "... rows", AdaptedPart, **BASE),
         Feature(LORA[2], recipes.mx(), "... 1x32", AdaptedPart, **BASE),

@@ -24,7 +24,7 @@ from octavo.distributed.checkpoint import load_checkpoint, load_extra, save_chec
 from octavo.distributed.ranks import Ranks
 from octavo.errors import RanksDifferError, UnsupportedOpError
 from octavo.schedule import PrecisionSchedule
-from tests.support.seams.features import KNOWN, LORA, MixturePart
+from tests.support.seams.features import HEADS_LOSS, KNOWN, LLAMA, LORA, DecoderPart, MixturePart
 from tests.support.seams.made import TOKENS, Made
 from tests.support.seams.situations import EXACT, Documented, Exact, Refused, Sound, situation
 from tests.support.seams.twins import casts_of
@@ -36,7 +36,7 @@ STORED = ("FP8 weights", "FP8 weights in blocks", "Muon", *LORA)
 REDUCTION = Sound(10, "gradients are rounded twice on their way, by blocks that depend on how they are put together")
 NOT_DDP = Refused(RuntimeError, "FSDP2|fully_shard", "DDP exchanges gradients after the hook that uses them has run")
 OF_DDP = {("FP8 gradients", "updates in backward"): NOT_DDP, "FP8 reduction": REDUCTION}
-WITH_NORM = ("fused modules", *KNOWN)
+WITH_NORM = ("fused modules", *KNOWN, *LLAMA)
 FUSED = Sound(8, "the same, and the gradient went through two norms")
 NOT_KEPT = Refused(ValueError, "convert the model", "what FSDP2 shards is cast for its gathers, once an unshard")
 OF_FSDP2 = {"FP8 reduction": REDUCTION, "KeptWeights": NOT_KEPT}
@@ -295,11 +295,13 @@ def _moved(made: Made, saving: Any, loading: Any) -> None:
 
 
 ALONE_AS_ONE = Documented(
-    "modules.md#models-as-they-come", "one process computes gate and up as one, FSDP2 each by itself"
+    "modules.md#models-as-they-come", "one process computes gate and up as one, and q, k and v, FSDP2 each by itself"
 )
 
 
-@situation("FSDP2, a checkpoint of two ranks on one", FILES, TWO, exceptions={**OF_FSDP2, KNOWN[1]: ALONE_AS_ONE})
+@situation(
+    "FSDP2, a checkpoint of two ranks on one", FILES, TWO, exceptions={**OF_FSDP2, (KNOWN[1], *LLAMA): ALONE_AS_ONE}
+)
 def on_one_rank(made: Made) -> None:
     """Optimizer and delayed state too."""
     _moved(made, made.mesh, None)
@@ -371,15 +373,22 @@ def _split(made: Made, mesh: Any, styles: Any, tokens: Any) -> None:
     for name, module in made.model.named_modules():
         if isinstance(module, nn.Linear | octavo.nn.Linear):
             chains = made.feature.name not in LORA
-            first, second = name.endswith(("fc1", "gate_proj", "up_proj")), name.endswith(("fc2", "down_proj"))
+            first = name.endswith(("fc1", "gate_proj", "up_proj", "q_proj", "k_proj", "v_proj"))
+            second = name.endswith(("fc2", "down_proj", "o_proj"))
             if first or (name.startswith("0.") and not second):
                 after = {} if chains else {"output_layouts": tokens}
-                plan[name] = styles.ColwiseParallel(input_layouts=tokens, **after)
+                inside = Replicate() if "self_attn" in name else tokens
+                plan[name] = styles.ColwiseParallel(input_layouts=inside, **after)
             else:
                 before = {} if chains else {"input_layouts": tokens}
                 plan[name] = styles.RowwiseParallel(output_layouts=tokens, **before)
         elif name.endswith("norm") and tokens != Replicate():
-            plan[name] = styles.SequenceParallel(sequence_dim=0)
+            plan[name] = styles.SequenceParallel(sequence_dim=tokens.dim)
+        elif name.endswith("self_attn") and tokens != Replicate():
+            whole = {"hidden_states": Replicate()}
+            plan[name] = torch_parallel.PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": tokens}, desired_input_kwarg_layouts=whole
+            )
     torch_parallel.parallelize_module(made.model, mesh, plan)
     if made.feature.name == "experts":
         _where_tokens_begin(made, mesh)
@@ -391,7 +400,10 @@ def _tensor_parallel(made: Made, styles: Any = ours, tokens: Any = Shard(0), sha
     mesh, replicas = (made.mesh["shard"], made.mesh["replicate"]) if shards else (made.mesh, None)
     made.divide(replicas)
     if made.is_library:
-        _split(made, mesh, styles, tokens)
+        in_sequence = isinstance(made.model[0], DecoderPart) and tokens != Replicate()
+        _split(made, mesh, styles, Shard(1) if in_sequence else tokens)
+        for part in made.model if in_sequence else ():
+            part.ranks = mesh.size()
         if shards:
             shard(made, replicas)
         if tokens == Shard(0):
@@ -399,10 +411,19 @@ def _tensor_parallel(made: Made, styles: Any = ours, tokens: Any = Shard(0), sha
     made.train()
 
 
-BY_FEATURES = {"FP8 reduction": NOT_AVERAGED, "KeptWeights": NONE_KEPT, WITH_NORM: FUSED, "Muon": BY_COLUMNS}
+OF_DIVIDED_COLUMNS = {
+    "cross_entropy": Documented("tensor-parallel.md#tested", "ranks have columns of logits: torch's `loss_parallel`"),
+    HEADS_LOSS: Refused(ValueError, "loss_parallel", "a head whose columns are divided has not all logits of a row"),
+}
+BY_FEATURES = OF_DIVIDED_COLUMNS | {
+    "FP8 reduction": NOT_AVERAGED,
+    "KeptWeights": NONE_KEPT,
+    WITH_NORM: FUSED,
+    "Muon": BY_COLUMNS,
+}
 OF_TORCH = {"styles": torch_parallel, "tokens": Replicate()}
 DIVIDED = Documented("mixture-of-experts.md#on-several-ranks", "experts are divided by expert_parallel")
-ON_TWO_DIMENSIONS = {
+ON_TWO_DIMENSIONS = OF_DIVIDED_COLUMNS | {
     "FP8 reduction": REDUCTION,
     "KeptWeights": NOT_KEPT,
     WITH_NORM: FUSED,

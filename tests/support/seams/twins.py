@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import octavo
 from octavo import kernels
-from octavo.nn.known_forwards import LeanRMSNorm, OfLlama
+from octavo.nn.known_forwards import DecoderLayer, LeanRMSNorm, OfLlama
 from octavo.tensor.stored_weight import StoredWeight
 from tests.support import definitions
 
@@ -217,14 +217,95 @@ class TwinLinear(nn.Module):
         self.weight, self.bias = held(layer.weight, exact), layer.bias
         self.casts = Casts(None if exact else layer.recipe)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
+        """The output, or of a head the mean cross entropy of it and of targets."""
         if self.casts.recipe is None:
             weight = self.weight.dequantize() if isinstance(self.weight, StoredWeight) else self.weight
-            return F.linear(x, weight, self.bias)
+            y = F.linear(x, weight, self.bias)
+            return y if target is None else cross_entropy_by_hand(y, target)
         if torch.is_autocast_enabled("cpu"):  # a weight is rounded once, to codes
             x = x.to(torch.get_autocast_dtype("cpu"))
+        if target is not None:
+            return _HeadLoss.apply(x, self, target, self.weight, self.bias)
         owned = isinstance(self.weight, nn.Parameter)
         return _Products.apply(x, self.weight, self.bias, self.casts, self.training, owned)
+
+
+UNIT = History(torch.full((3,), 2.0**15), torch.zeros(3, 1))  # of numbers in [-1, 1] in E5M2
+
+
+def _loss_and_gradient(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(the mean cross entropy, the gradient of the sum [T, V] in float32, how many rows have no negative target)."""
+    z, counts = logits.float(), target >= 0
+    lse, place = z.logsumexp(1), target.clamp(min=0)[:, None]
+    losses = torch.where(counts, lse - z.gather(1, place)[:, 0], 0.0)
+    grad = (z - lse[:, None]).exp()
+    grad.scatter_add_(1, place, torch.full(place.shape, -1.0))
+    return losses.sum() / counts.sum(), torch.where(counts[:, None], grad, 0.0), counts.sum()
+
+
+class _Loss(torch.autograd.Function):
+    """The mean cross entropy of logits and targets, in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
+        loss, ctx.grad, ctx.count = _loss_and_gradient(logits, target)
+        ctx.dtype = logits.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return (ctx.grad * (g / ctx.count)).to(ctx.dtype), None
+
+
+def cross_entropy_by_hand(logits: Tensor, target: Tensor) -> Tensor:
+    """The mean cross entropy of rows whose target is not -100; of float64 torch's."""
+    if logits.dtype is torch.float64:
+        return F.cross_entropy(logits, target)
+    return _Loss.apply(logits, target)  # type: ignore[no-any-return]
+
+
+class _HeadLoss(torch.autograd.Function):
+    """The mean cross entropy of x . W^T + b in the recipe's casts, its gradients computed in forward, as documented.
+
+    Where a delayed recipe has a scale for all of grad_output, it is that of numbers in [-1, 1] in E5M2 instead.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: TwinLinear, target: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        casts = ctx.casts = layer.casts
+        output, grad_input, grad_weight = casts.recipe.output, casts.recipe.grad_input, casts.recipe.grad_weight
+        ctx.recipe, history = casts.recipe, casts.history()
+        ctx.rolls = history if layer.training else None
+        owned = isinstance(layer.weight, nn.Parameter)
+        of_weight = ctx.rolls if owned else None
+        w_pair = casts.cast(weight, output[1], WEIGHT, of_weight)
+        logits = product(output, casts.cast(x, output[0], INPUT, history), w_pair, bias, x.dtype)
+        loss, grad, ctx.count = _loss_and_gradient(logits, target)
+        if not grad_input[0].is_delayed:
+            grad = grad.to(logits.dtype)
+        w_pair = casts.cast(weight, grad_input[1], WEIGHT, of_weight, transposed=True)
+        ctx.dx = product(grad_input, casts.cast(grad, grad_input[0], GRAD_OUTPUT, UNIT), w_pair, None, x.dtype)
+        ctx.grad = casts.cast(grad, grad_weight[0], GRAD_OUTPUT, UNIT, transposed=True)
+        ctx.x = casts.cast(x, grad_weight[1], INPUT, history, transposed=True)
+        ctx.db = grad.to(logits.dtype).sum(0, dtype=torch.float32)
+        ctx.amaxes = [amax_of(x), amax_of(weight) if owned else torch.zeros(()), torch.zeros(())]
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.rolls is not None:
+            ctx.casts.saw(ctx.recipe, ctx.rolls, ctx.amaxes)
+            ctx.amaxes = [torch.zeros(())] * 3
+        factor, casts, (codes, scale_inv) = (g / ctx.count).view(1, 1), ctx.recipe.grad_weight, ctx.grad
+        dtype, weight_dtype, bias_dtype = ctx.dtypes
+        if casts[0].is_delayed:
+            dw = product(casts, (codes, scale_inv * factor), ctx.x, None, dtype)
+        else:
+            dw = product(casts, (codes, scale_inv), ctx.x, None, dtype) * factor
+        db = None if bias_dtype is None else (ctx.db * factor[0]).to(bias_dtype)
+        return (ctx.dx * factor).to(dtype), None, None, dw.to(weight_dtype), db
 
 
 class _OfExpert(torch.autograd.Function):
@@ -320,13 +401,31 @@ class TwinMLP(nn.Module):
         return self.fc2(self.fc1(self.norm(x, self.fc1.casts.recipe is None)).relu())
 
 
-class TwinFeedForward(nn.Module):
-    """What Llama's feed-forward computes that convert(fuse=True) has changed: gate and up are one matrix.
+class ReadsAsOne(nn.Module):
+    """A module of convert(fuse=True) whose layers that read one tensor are one matrix.
 
     ``apart``: each is computed by itself, as where their weights are sharded.
     """
 
     apart = False
+
+    def each(self, layers: Sequence[TwinLinear], x: Tensor) -> Sequence[Tensor]:
+        """What each layer computes of x [T, K]."""
+        first, weights = layers[0], [layer.weight for layer in layers]
+        recipe, plain = first.casts.recipe, all(type(weight) is nn.Parameter for weight in weights)
+        hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+        alike = all(layer.casts.recipe is recipe for layer in layers)
+        if recipe is None or not alike or hooks or not plain or self.apart:
+            return [layer(x) for layer in layers]
+        for layer in layers:
+            layer.casts = first.casts
+        x = x.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else x
+        y = _Products.apply(x, torch.cat(weights), None, first.casts, self.training, True)
+        return y.split([len(weight) for weight in weights], 1)  # type: ignore[no-any-return]
+
+
+class TwinFeedForward(ReadsAsOne):
+    """What Llama's feed-forward computes: gate and up are one matrix."""
 
     def __init__(self, mlp: Any, exact: bool) -> None:
         super().__init__()
@@ -334,20 +433,52 @@ class TwinFeedForward(nn.Module):
         self.down_proj, self.act_fn = TwinLinear(mlp.down_proj, exact), mlp.act_fn
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj, self.up_proj
-        recipe, plain = gate.casts.recipe, all(type(one.weight) is nn.Parameter for one in (gate, up))
-        hooks = any(one._forward_hooks or one._forward_pre_hooks for one in (gate, up))
-        if recipe is None or recipe is not up.casts.recipe or hooks or not plain or self.apart:
-            h = gate(x), up(x)
-        else:
-            up.casts = gate.casts
-            x = x.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else x
-            weight = torch.cat([gate.weight, up.weight])
-            h = _Products.apply(x, weight, None, gate.casts, self.training, True).chunk(2, 1)
-        return self.down_proj(self.act_fn(h[0]) * h[1])
+        gate, up = self.each((self.gate_proj, self.up_proj), x)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class TwinAttention(ReadsAsOne):
+    """What Llama's attention computes of a sequence [T, W]: q, k and v are one matrix; positions turn by hand."""
+
+    def __init__(self, attention: Any, exact: bool) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            TwinLinear(getattr(attention, name), exact) for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+        )
+        self.width = attention.head_dim
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """cos, sin [T, D] of the angles of positions."""
+        parts = self.each((self.q_proj, self.k_proj, self.v_proj), x)
+        q, k, v = (part.unflatten(1, (-1, self.width)).transpose(0, 1) for part in parts)  # [heads, T, D]
+        q, k = (_turned(heads, cos, sin) for heads in (q, k))
+        attended = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+        return self.o_proj(attended.transpose(0, 1).flatten(1))  # type: ignore[no-any-return]
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs (a, b), the halves of each head [..., D], turned by angles: (a cos - b sin, b cos + a sin)."""
+    (a, b), half = x.chunk(2, -1), x.shape[-1] // 2
+    return torch.cat((a * cos[:, :half] - b * sin[:, :half], b * cos[:, half:] + a * sin[:, half:]), -1)
+
+
+class TwinDecoderLayer(nn.Module):
+    """What Llama's decoder layer computes of one sequence [1, T, W]."""
+
+    def __init__(self, layer: Any, exact: bool) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = TwinAttention(layer.self_attn, exact), TwinFeedForward(layer.mlp, exact)
+        self.input_layernorm = TwinNorm(layer.input_layernorm, exact)
+        self.post_attention_layernorm = TwinNorm(layer.post_attention_layernorm, exact)
+
+    def forward(self, x: Tensor, position_embeddings: Any, **_: Any) -> Tensor:
+        x = x[0]
+        x = x + self.self_attn(self.input_layernorm(x), *(table[0] for table in position_embeddings))
+        return (x + self.mlp(self.post_attention_layernorm(x)))[None]
 
 
 TWINS: dict[type, Any] = {
+    DecoderLayer: TwinDecoderLayer,
     OfLlama: TwinFeedForward,
     octavo.nn.Linear: TwinLinear,
     octavo.nn.Experts: TwinExperts,
@@ -366,8 +497,8 @@ def twin_of(model: nn.Module, exact: bool = False) -> nn.Module:
 
 @contextlib.contextmanager
 def computing_apart(apart: bool) -> Iterator[None]:
-    """Let twins of feed-forwards compute gate and up each by itself, as where their weights are sharded."""
-    with mock.patch.object(TwinFeedForward, "apart", apart):
+    """Let twins compute layers that read one tensor each by itself, as where their weights are sharded."""
+    with mock.patch.object(ReadsAsOne, "apart", apart):
         yield
 
 
