@@ -111,7 +111,7 @@ class _Sample(NamedTuple):
     weight: Tensor  # this rank's rows; for a weight in FP8 the pair
     elements: Tensor  # for a weight in FP8 its codes, uint8
     master: MasterForm | None  # None if the optimizer keeps nothing besides the weight
-    remainder: Tensor | None  # the sampled elements of the master's bits that the weight lacks
+    low_bits: Tensor | None  # the sampled elements of the master's bits that the weight lacks
     state: Mapping[str, Tensor]
     moments: Sequence[Tensor]  # the sampled codes of the first and the second, uint8; empty if they are not in codes
     second: Tensor  # the sampled elements of a second moment that is a plain tensor; else empty
@@ -128,8 +128,8 @@ class _Sample(NamedTuple):
         weight, master_rest, master = on_this_rank(param).detach(), state.get("master_rest"), None
         if isinstance(optimizer, CompactOptimizer) and master_rest is not None:
             master = master_of(param, optimizer.settings.master)
-            assert master.remainder is not None
-            master_rest = _strided(master_rest.view(master.remainder))
+            assert master.low_bits is not None
+            master_rest = _strided(master_rest.view(master.low_bits))
         moments = [name for name in state if name.endswith("_codes")]
         codes = [_strided(state[name].view(torch.uint8)) for name in sorted(moments, key=len)]
         elements = _strided(matrix_of(weight) if weight.ndim > 1 else weight)
@@ -323,7 +323,7 @@ _WHOLE = Piece(slice(None), slice(None), SAMPLED, 0, SAMPLED)
 
 
 def _rests(samples: Sequence[_Sample]) -> Tensor:
-    return _together([sample.remainder for sample in samples if sample.remainder is not None])
+    return _together([sample.low_bits for sample in samples if sample.low_bits is not None])
 
 
 def _read_plain(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:

@@ -368,7 +368,7 @@ class CompactOptimizer(Optimizer):
                 states.local(state[name]).copy_(states.local(value))
             prepared = self._kept[param] = prepared._replace(data=data, version=data._version)
         if (anew or written) and isinstance(weight, StoredWeight):
-            weight.remainder = None
+            weight.low_bits = None
         return prepared, anew or written
 
     def _keep(self, param: nn.Parameter, weight: Tensor, state: dict[str, Any], ids: tuple[Any, ...]) -> PreparedUpdate:
@@ -453,7 +453,7 @@ class CompactOptimizer(Optimizer):
         self._attach()
         for weight in new_states:
             if (stored := local_stored(weight)) is not None:
-                stored.remainder = None
+                stored.low_bits = None
         for attached in filter(None, (self.resolution, self.in_backward)):
             attached.restart()
         if converted:

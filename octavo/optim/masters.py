@@ -29,11 +29,11 @@ class MasterForm:
 
     Attributes:
         kind: the kernels' name.
-        remainder: dtype of the bits that the state keeps besides the weight; None: it keeps none.
+        low_bits: dtype of the bits that the state keeps besides the weight; None: it keeps none.
     """
 
     kind: str
-    remainder: torch.dtype | None = None
+    low_bits: torch.dtype | None = None
 
     def new_state(self, weight: Tensor) -> dict[str, Tensor]:
         """Return the state's tensors of a master that begins as the weight.
@@ -42,16 +42,16 @@ class MasterForm:
         a rest to hold it. Its amax, from which the next scale comes, is part of the state.
         """
         if not isinstance(weight, StoredWeight):
-            if self.remainder is None:
+            if self.low_bits is None:
                 return {}
-            return {"master_rest": _as_kept(torch.zeros(weight.shape, dtype=self.remainder, device=weight.device))}
+            return {"master_rest": _as_kept(torch.zeros(weight.shape, dtype=self.low_bits, device=weight.device))}
         if not has_powers_of_two(weight.scale_inv) or weight.granularity in OF_FROZEN:
             raise ValueError(
                 f"a weight {tuple(weight.shape)} stored in FP8 was loaded while it was frozen, with scales that are no "
                 "powers of two, or of rows or 1 x 32, which an optimizer can't update: load it again with requires_grad"
             )
-        remainder = weight.remainder
-        if remainder is None or self.remainder is None:
+        remainder = weight.low_bits
+        if remainder is None or self.low_bits is None:
             remainder = torch.zeros(weight.shape, dtype=torch.int8, device=weight.device)
         codes = weight.qdata.view(torch.uint8)
         values = values_with(codes, weight.scale_inv, remainder)
@@ -59,20 +59,20 @@ class MasterForm:
         state = {"master_amax": amaxes}
         for target, matrix in zip(amaxes, values, strict=True) if weight.ndim == 3 else [(amaxes, values)]:
             target.copy_(amax(matrix, weight.granularity.tile))
-        if self.remainder == torch.int8:
+        if self.low_bits == torch.int8:
             state["master_rest"] = remainder.clone()
-        elif self.remainder == torch.int16:
+        elif self.low_bits == torch.int16:
             state["master_rest"] = _as_kept(remainder.to(torch.int16).mul_(1 << 8))
-        elif self.remainder == torch.float16:
+        elif self.low_bits == torch.float16:
             one = torch.full_like(weight.scale_inv, FLOAT16_FACTOR)
             state["master_rest"] = values_with(codes, one, remainder).half()
-        elif self.remainder == torch.float32:
+        elif self.low_bits == torch.float32:
             state["master_rest"] = values
         return state
 
     def for_kernel(self, matrix: Tensor, state: dict[str, Tensor], scale_inv: Tensor | None = None) -> Master:
         """Return the kernels' view of a weight [R, C] and its state's tensors; ``scale_inv``: where it is codes."""
-        remainder = None if self.remainder is None else state["master_rest"].view(self.remainder).view(matrix.shape)
+        remainder = None if self.low_bits is None else state["master_rest"].view(self.low_bits).view(matrix.shape)
         if scale_inv is not None:
             return Fp8Weight(matrix, self.kind, scale_inv, remainder, state.get("master_amax"))
         return MasterWeight(matrix, self.kind, remainder)

@@ -4,9 +4,9 @@ It is a pair behind the facade of a high-precision matrix, to which gradients fl
 octavo's optimizers write codes and scale_inv together. Nothing else changes it, and nothing dequantises it silently; an
 adapter may be merged into a frozen one.
 
-**It keeps the 8 bits that its cast rounded away (``remainder``) while it requires gradients or an optimizer waits for
-it, until that one's first step takes them into its master.** Restore and another convert, which read all known bits, read
-them too, products read codes alone. So a forward changes nothing, and a frozen weight has a byte an element.
+**It keeps the 8 bits that its cast rounded away (``low_bits``) while it requires gradients or an optimizer waits for
+it, until that one's first step takes them into its master.** Restore and another convert, which read all known bits,
+read them too, products read codes alone. So a forward changes nothing, and a frozen weight has a byte an element.
 
 FSDP2 (fully_shard) cuts it into shards of rows, tensor parallelism by rows or columns; each is a StoredWeight too. Per
 tensor every shard has the scale of the whole; blocks have to lie on one rank each.
@@ -58,15 +58,15 @@ class Known:
     """Facts about a weight in FP8 besides its pair. Its aliases, ``.data`` say, share one object.
 
     Attributes:
-        remainder: int8 [N, K]: the bits of the cast values that the codes do not hold.
-        awaited: whether an optimizer will take ``remainder`` into its master; False for copies.
+        low_bits: int8 [N, K]: the bits of the cast values that the codes do not hold.
+        awaited: whether an optimizer will take ``low_bits`` into its master; False for copies.
         is_frozen: whether the parameter is not trained.
         alone: whether this rank chose its shard's scale: ranks have to agree on one before the next gather or save.
         draw: how its uniformly distributed values were drawn; copies do not have it.
         replaced_scale: the scales that NaN has replaced until load_state_dict reads those of the codes that were sent.
     """
 
-    remainder: Tensor | None = None
+    low_bits: Tensor | None = None
     awaited: bool = False
     is_frozen: bool = False
     alone: bool = False
@@ -74,7 +74,7 @@ class Known:
     replaced_scale: Tensor | None = field(default=None, init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Known, (self.remainder, False, self.is_frozen, self.alone)
+        return Known, (self.low_bits, False, self.is_frozen, self.alone)
 
 
 @dataclass(eq=False)
@@ -169,16 +169,16 @@ class StoredWeight(ShardHooks, Pair):
         of = granularity if is_shard or granularity in OF_FROZEN else None  # of a whole one of one block: PerTensor()
         stored = cls(qdata, scale_inv, like.dtype, of, is_shard)
         if keep_rest and granularity in GRANULARITIES and not weight.is_meta:
-            stored.remainder = remainder_of(weight, qdata.view(torch.uint8), scale_inv)
+            stored.low_bits = remainder_of(weight, qdata.view(torch.uint8), scale_inv)
         return stored
 
     @property
-    def rest(self) -> Tensor | None:
-        return self.known.remainder
+    def low_bits(self) -> Tensor | None:
+        return self.known.low_bits
 
-    @rest.setter
-    def rest(self, remainder: Tensor | None) -> None:
-        self.known.remainder = remainder
+    @low_bits.setter
+    def low_bits(self, remainder: Tensor | None) -> None:
+        self.known.low_bits = remainder
 
     @property
     def requires_grad(self) -> bool:
@@ -192,7 +192,7 @@ class StoredWeight(ShardHooks, Pair):
             self.known.is_frozen = False
         elif isinstance(self, torch.nn.Parameter):
             self.known.is_frozen = True
-            self.remainder = self.remainder if self.known.awaited else None
+            self.low_bits = self.low_bits if self.known.awaited else None
         else:  # a frozen parameter is made of it, perhaps beside one that is trained
             self.known = Known(is_frozen=True)
 
@@ -218,7 +218,7 @@ class StoredWeight(ShardHooks, Pair):
             self.become(other)
 
     def become(self, other: StoredWeight) -> None:
-        """Make this parameter hold these tensors, moved perhaps; whoever awaits its ``remainder`` still does."""
+        """Make this parameter hold these tensors, moved perhaps; whoever awaits its ``low_bits`` still does."""
         known = replace(other.known, awaited=self.known.awaited)
         put_into(self, other)  # type: ignore[arg-type]
         self.known = known
@@ -237,10 +237,10 @@ class StoredWeight(ShardHooks, Pair):
         return dequantized(self)
 
     def before_cast(self) -> Tensor:
-        """Return its values as far as they are known: to 12 bits while it has ``remainder``. No gradients flow."""
-        if self.remainder is None:
+        """Return its values as far as they are known: to 12 bits while it has ``low_bits``. No gradients flow."""
+        if self.low_bits is None:
             return self.pair().dequantize()
-        return values_with(self.qdata.view(torch.uint8), self.scale_inv, self.remainder).to(self.dtype)
+        return values_with(self.qdata.view(torch.uint8), self.scale_inv, self.low_bits).to(self.dtype)
 
     def operands(self, reader: Any, transposed: bool) -> Operands:
         """Return its codes for the module ``reader``; on some devices also transposed, if backward needs that."""
@@ -262,7 +262,7 @@ class StoredWeight(ShardHooks, Pair):
 
     def moved(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> StoredWeight:
         """Return a copy with its tensors moved."""
-        remainder = None if self.remainder is None else move(self.remainder)
+        remainder = None if self.low_bits is None else move(self.low_bits)
         copied = self._like(move(self.qdata), move(self.scale_inv), remainder, dtype=dtype or self.dtype)
         copied.known.awaited = False
         return copied
@@ -277,7 +277,7 @@ class StoredWeight(ShardHooks, Pair):
         """Return a weight of other tensors, and else of this one's attributes but for ``others``."""
         dtype, is_shard = others.get("dtype", self.dtype), others.get("is_shard", self.is_shard)
         weight = StoredWeight(qdata, scale_inv, dtype, self.granularity, is_shard)
-        weight.known = replace(self.known, remainder=remainder)
+        weight.known = replace(self.known, low_bits=remainder)
         attribute_names = ("part", "common", "layer_name")
         vars(weight).update({name: value for name, value in vars(self).items() if name in attribute_names})
         return weight
@@ -288,7 +288,7 @@ class StoredWeight(ShardHooks, Pair):
         def cut(tensor: Tensor, first: int = start, last: int = stop) -> Tensor:
             return tensor.narrow(dim, first, last - first).contiguous()
 
-        scale_inv, remainder = self.scale_inv, None if self.remainder is None else cut(self.remainder)
+        scale_inv, remainder = self.scale_inv, None if self.low_bits is None else cut(self.low_bits)
         if self.ndim == 3:
             scale_inv = cut(scale_inv)
         elif (step := self.granularity.tile[dim]) != ALL:
@@ -310,7 +310,7 @@ class StoredWeight(ShardHooks, Pair):
         """Whether another one has the same values, as far as they are known."""
         if self.is_meta or other.is_meta:
             return (self.device, self.shape) == (other.device, other.shape)
-        rests = [one.remainder.to(self.device) for one in (self, other) if one.remainder is not None]
+        rests = [one.low_bits.to(self.device) for one in (self, other) if one.low_bits is not None]
         same = torch.equal(*rests) if len(rests) == 2 else not any(bits.any() for bits in rests)
         pairs = [(one.qdata.view(torch.uint8), one.scale_inv.float()) for one in (self, other)]
         return same and all(torch.equal(a, b.to(a.device)) for a, b in zip(*pairs, strict=True))
@@ -342,12 +342,12 @@ class StoredWeight(ShardHooks, Pair):
             other = StoredWeight.cast(other.before_cast(), self.granularity, not self.known.is_frozen)
         self.qdata.view(torch.uint8).copy_(other.qdata.view(torch.uint8))
         self.scale_inv.copy_(other.scale_inv)
-        if self.remainder is not None and other.remainder is not None:
-            self.remainder.copy_(other.remainder)  # of a view of rows, as FSDP2 fills its shards
-        elif self.remainder is not None:
-            self.remainder.zero_()
-        elif other.remainder is not None and not self.known.is_frozen:
-            self.remainder = other.remainder.to(self.device, copy=True)
+        if self.low_bits is not None and other.low_bits is not None:
+            self.low_bits.copy_(other.low_bits)  # of a view of rows, as FSDP2 fills its shards
+        elif self.low_bits is not None:
+            self.low_bits.zero_()
+        elif other.low_bits is not None and not self.known.is_frozen:
+            self.low_bits = other.low_bits.to(self.device, copy=True)
         torch.autograd.graph.increment_version([self.qdata])  # which does not happen by itself below autograd
         return self
 
@@ -362,13 +362,13 @@ class StoredWeight(ShardHooks, Pair):
         self.qdata.view(torch.uint8).copy_(codes.squeeze(-2))
         self.known.replaced_scale = self.scale_inv.clone()
         self.scale_inv.fill_(torch.nan)
-        self.remainder = None
+        self.low_bits = None
         torch.autograd.graph.increment_version([self.qdata])
         return self
 
     def share_memory_(self) -> StoredWeight:
         """Move its tensors to shared memory."""
-        for tensor in filter(lambda one: one is not None, (self.qdata, self.scale_inv, self.remainder)):
+        for tensor in filter(lambda one: one is not None, (self.qdata, self.scale_inv, self.low_bits)):
             tensor.share_memory_()  # type: ignore[union-attr]
         return self
 
@@ -477,7 +477,7 @@ def _add(func: Any, weight: StoredWeight, other: Any, *, alpha: float = 1) -> An
 def _empty_like(func: Any, weight: StoredWeight, *, dtype: Any = None, device: Any = None, **_: Any) -> StoredWeight:
     """Apply the rule of empty_like, for Module.to_empty."""
     scale_inv = torch.ones_like(weight.scale_inv, device=device)  # FSDP2 copies even what is empty
-    bits = None if weight.remainder is None else torch.zeros_like(weight.remainder, device=device)
+    bits = None if weight.low_bits is None else torch.zeros_like(weight.low_bits, device=device)
     return weight._like(torch.empty_like(weight.qdata, device=device), scale_inv, bits, dtype=dtype or weight.dtype)
 
 
@@ -492,7 +492,7 @@ def _plainly(func: Any, *args: Any) -> Tensor:
 
 
 def _cat(func: Any, shards: list[Any], dim: int = 0) -> Any:
-    """Join shards of one weight by rows, for a product, which does not read ``remainder``."""
+    """Join shards of one weight by rows, for a product, which does not read ``low_bits``."""
     first = shards[0]
     if any(isinstance(shard, FlatWeights) for shard in shards):
         return _cat_flat(func, shards, dim)
@@ -524,11 +524,11 @@ def _pad(func: Any, weight: StoredWeight, pad: list[int], value: float = 0) -> A
     if value != 0 or weight.granularity != PerTensor():
         return NotImplemented
     codes = F.pad(weight.qdata.view(torch.uint8), pad).view(weight.qdata.dtype)
-    return weight._like(codes, weight.scale_inv, None if weight.remainder is None else F.pad(weight.remainder, pad))
+    return weight._like(codes, weight.scale_inv, None if weight.low_bits is None else F.pad(weight.low_bits, pad))
 
 
 def _send(func: Any, outputs: list[Any], *arguments: Any) -> Any:
-    """Fill ``outputs`` by collectives: of codes, of scales and, where the weight may be trained, of ``remainder``."""
+    """Fill ``outputs`` by collectives: of codes, of scales and, where the weight may be trained, of ``low_bits``."""
     kind, received = type(outputs[0]), [output.clone() for output in outputs]
     tensors_of: list[Callable[[Any], Tensor]] = [  # as bytes, since gloo sends no E8M0
         lambda weight: weight.qdata.view(torch.uint8),
@@ -536,9 +536,9 @@ def _send(func: Any, outputs: list[Any], *arguments: Any) -> Any:
     ]
     if not outputs[0].known.is_frozen:
         for weight in filter(lambda leaf: isinstance(leaf, kind), pytree.tree_leaves((received, *arguments))):
-            if weight.remainder is None:  # another rank may have one
-                weight.remainder = torch.zeros_like(weight.qdata, dtype=torch.int8)
-        tensors_of.append(lambda weight: weight.remainder)
+            if weight.low_bits is None:  # another rank may have one
+                weight.low_bits = torch.zeros_like(weight.qdata, dtype=torch.int8)
+        tensors_of.append(lambda weight: weight.low_bits)
     for tensor_of in tensors_of:
         *_, work = func(*pytree.tree_map_only(kind, tensor_of, (received, *arguments)))
         work.wait()
@@ -554,7 +554,7 @@ def _new_zeros(func: Any, weight: StoredWeight, size: Any, **options: Any) -> An
     if options.get("dtype") not in (None, weight.dtype):
         return NotImplemented
     codes = torch.zeros(size, dtype=torch.uint8, device=weight.device).view(weight.qdata.dtype)
-    remainder = None if weight.remainder is None else weight.remainder.new_zeros(size)
+    remainder = None if weight.low_bits is None else weight.low_bits.new_zeros(size)
     scale_inv = weight.scale_inv.clone()
     if weight.granularity != PerTensor() or weight.ndim == 3:
         scale_inv = scale_inv.new_ones(weight.granularity.of_matrices(size).scale_shape(size))
@@ -699,7 +699,7 @@ def agree_on_scale(*params: Tensor, just_cut: bool = False) -> None:
             amaxes = torch.cat([kernels.amax(value.contiguous(), PerTensor().tile) for value in values])
             amax = maximum_over_shards(amaxes.amax(0, keepdim=True), params[0])
             for param, shard, value in zip(params, shards, values, strict=True):
-                keep_rest = shard.remainder is not None or param.requires_grad
+                keep_rest = shard.low_bits is not None or param.requires_grad
                 shard.take(StoredWeight.cast(value, PerTensor(), keep_rest, param, amax))
     for shard in shards:
         shard.known.alone = False
@@ -793,7 +793,7 @@ def add_adapter(weight: Any, delta: Tensor, alpha: float = 1) -> Any:
         bits = torch.randint(-(1 << 31), 1 << 31, values.shape, dtype=torch.int32, device=values.device)
         codes.view(torch.uint8).copy_(encode_moment(multiply_tiles_(values, scale, tile), E4M3, bits))
         scale_inv.copy_(scale_inv_from_scale(scale))
-    if weight.remainder is not None:  # an optimizer waits for it
-        weight.remainder.zero_()
+    if weight.low_bits is not None:  # an optimizer waits for it
+        weight.low_bits.zero_()
     torch.autograd.graph.increment_version([weight.qdata])
     return weight

@@ -188,7 +188,7 @@ def wrong_splits(mesh: Any) -> list[str]:
         octavo.convert(whole, recipes.dynamic(), every_layer, "fp8")
         if way == "codes":
             values = whole.state_dict()
-            whole.splits.weight.remainder = None  # of which files have none
+            whole.splits.weight.low_bits = None  # of which files have none
         whole, net = shard(whole, mesh), on_meta()
         set_model_state_dict(net, of_splits(values) if dist.get_rank() == 0 else {}, options=SENT)
         if not torch.equal(net(x), whole(x)) or not equal(net, whole):

@@ -116,7 +116,7 @@ def test_a_step_takes_no_cast_of_a_weight():
 def memory(model: nn.Module) -> int:
     """The bytes of a model's parameters and buffers, with what stands behind them, each storage once."""
     tensors = [*model.parameters(), *model.buffers()]
-    inner = [getattr(t, name, None) for t in tensors for name in ("qdata", "scale_inv", "rest")]
+    inner = [getattr(t, name, None) for t in tensors for name in ("qdata", "scale_inv", "low_bits")]
     plain = [t for t in tensors if not isinstance(t, StoredWeight)] + [t for t in inner if t is not None]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in plain}.values())
 

@@ -39,10 +39,10 @@ def test_of_a_bf16_weight_it_begins_as_the_weight(name, rest, is_random):
     stored = master.for_kernel(p.detach().view(3, 20), state)
     assert stored.kind == (name or "stochastic") and stored.is_random is is_random
     if rest is None:
-        assert stored.remainder is None
+        assert stored.low_bits is None
     else:
-        assert not state["master_rest"].any() and stored.remainder.shape == (3, 20)
-        assert stored.remainder.data_ptr() == state["master_rest"].data_ptr()
+        assert not state["master_rest"].any() and stored.low_bits.shape == (3, 20)
+        assert stored.low_bits.data_ptr() == state["master_rest"].data_ptr()
 
 
 def test_names_of_other_weights():
@@ -244,7 +244,7 @@ def begun(layer, master):
     optimizer = AdamW(layer.parameters(), lr=0.0, weight_decay=0.0, master=master)
     layer.weight.grad = torch.ones(256, 256, dtype=torch.bfloat16)
     optimizer.step()
-    assert layer.weight.remainder is None  # which the master has now
+    assert layer.weight.low_bits is None  # which the master has now
     return master_values(optimizer, layer.weight)
 
 
@@ -289,7 +289,7 @@ def test_what_it_begins_from_stays_until_an_optimizer_takes_it_or_nobody_will(wa
         AdamW(layer.parameters())
         layer = copy.deepcopy(layer).requires_grad_(False)
     if way in ("frozen", "a frozen copy"):
-        assert layer.weight.remainder is None
+        assert layer.weight.low_bits is None
     else:
         values = values.float()
         assert ((begun(layer, "fp32") - values).abs() <= values.abs() * 2.0**-11 + values.abs().amax() * 2.0**-27).all()

@@ -259,13 +259,13 @@ class MasterWeight(Scaled):
     Attributes:
         weight: float32, bf16 or float16.
         kind: "weight" (it is its own master), "split32", "split24" or "stochastic".
-        remainder: int16 or int8 remainder; None for the others.
+        low_bits: int16 or int8 remainder; None for the others.
         matrices: how many have scales of their own; a plain weight counts as one.
     """
 
     weight: Tensor
     kind: str
-    remainder: Tensor | None = None
+    low_bits: Tensor | None = None
     matrices: ClassVar[int] = 1
 
     @property
@@ -276,9 +276,9 @@ class MasterWeight(Scaled):
     def read(self, piece: Piece) -> Tensor:
         """Return a piece of the master in float32: the weight's memory where it is float32, else a fresh tensor."""
         weight = piece.of(self.weight)
-        if self.remainder is None:
+        if self.low_bits is None:
             return weight.to(torch.float32)
-        remainder = piece.of(self.remainder)
+        remainder = piece.of(self.low_bits)
         bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
         bits.add_(remainder.to(torch.int32), alpha=1 if self.kind == "split32" else 1 << 8)
         return bits.view(torch.float32)
@@ -289,7 +289,7 @@ class MasterWeight(Scaled):
         ``random``: int32, 32 random bits for each element where ``is_random``.
         """
         weight = piece.of(self.weight)
-        if self.remainder is None:
+        if self.low_bits is None:
             if self.kind == "stochastic":
                 assert random is not None
                 wide = round_to_bf16(wide, random)
@@ -308,7 +308,7 @@ class MasterWeight(Scaled):
             upper = torch.where(faults, wide.to(torch.bfloat16).view(torch.int16).to(torch.int32), upper)
             remainder.masked_fill_(faults, 0)
         weight.copy_(upper.to(torch.int16).view(torch.bfloat16))
-        piece.of(self.remainder).copy_(remainder if self.kind == "split32" else remainder >> 8)
+        piece.of(self.low_bits).copy_(remainder if self.kind == "split32" else remainder >> 8)
 
 
 @dataclass
@@ -320,14 +320,14 @@ class Fp8Weight(Scaled):
         kind: "fp8_split16", "fp8_split24", "fp8_fp16", "fp8_fp32" or "fp8_stochastic".
         scale_inv: float32 powers of two, [1, 1] or [ceil(R / 128), ceil(C / 128)]; for E experts, whose matrices lie
             one below the other, [E, ...]: such scales for each matrix.
-        remainder: int8 or int16 remainder, or the float16 or float32 master; None for the last kind.
+        low_bits: int8 or int16 remainder, or the float16 or float32 master; None for the last kind.
         amax: float32 of scale_inv's shape, no less than the weight's; None where the master is only read.
     """
 
     weight: Tensor
     kind: str
     scale_inv: Tensor
-    remainder: Tensor | None = None
+    low_bits: Tensor | None = None
     amax: Tensor | None = None
 
     @property
@@ -352,10 +352,10 @@ class Fp8Weight(Scaled):
         rows = self.weight.shape[0] // self.matrices
         part = slice(index * rows, (index + 1) * rows)
         rests, amax = (
-            None if self.remainder is None else self.remainder[part],
+            None if self.low_bits is None else self.low_bits[part],
             None if self.amax is None else self.amax[index],
         )
-        return replace(self, weight=self.weight[part], scale_inv=self.scale_inv[index], remainder=rests, amax=amax)
+        return replace(self, weight=self.weight[part], scale_inv=self.scale_inv[index], low_bits=rests, amax=amax)
 
     def read_all(self, like: Tensor) -> Tensor:
         """Return the values of all matrices in float32, as Scaled does."""
@@ -437,8 +437,8 @@ class Fp8Weight(Scaled):
         return (largest << dropped).view(torch.float32) * (1 / _EXPONENT)
 
     def _rest(self) -> Tensor:
-        assert self.remainder is not None
-        return self.remainder
+        assert self.low_bits is not None
+        return self.low_bits
 
     def scale_inv_of(self, piece: Piece) -> Tensor:
         """Return the piece's scale_inv [rows, blocks, 1], or [1, 1, 1]."""

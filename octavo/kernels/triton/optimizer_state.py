@@ -100,7 +100,7 @@ class MasterClass:
     @classmethod
     def of(cls, master: Master) -> MasterClass:
         """Return a master's class."""
-        rest_dtype = None if master.remainder is None else DTYPES[master.remainder.dtype]
+        rest_dtype = None if master.low_bits is None else DTYPES[master.low_bits.dtype]
         return cls(master.kind, DTYPES[master.weight.dtype], rest_dtype, master.is_random)
 
     @property

@@ -196,7 +196,7 @@ def _shape(update: WeightUpdate) -> tuple[int, int]:
 def _class_of(update: WeightUpdate, rows: int, cols: int, beyond: int) -> TensorClass:
     """Return an update's class. ``beyond``: how far indices in the whole tensor are beyond those of [rows, cols]."""
     master, square = update.master, _is_square(update)
-    tensors = [update.gradient, master.weight, master.remainder, *(moment.data for moment in update.moments)]
+    tensors = [update.gradient, master.weight, master.low_bits, *(moment.data for moment in update.moments)]
     is_even = ((rows == 1 and not square) or cols % BLOCK == 0) and rows * cols % 16 == 0
     is_even = is_even and all(tensor.data_ptr() % 16 == 0 for tensor in tensors if tensor is not None)
     first, second = (*map(MomentClass.of, update.moments), MomentClass(), MomentClass())[:2]
@@ -211,5 +211,5 @@ def _addresses(update: WeightUpdate) -> list[int]:
     tensors: list[Tensor | None] = [master.weight]
     for moment in (*update.moments, None, None)[:2]:
         tensors += [None] * 3 if moment is None else [moment.data, moment.scale_inv, moment.amax]
-    tensors += [master.remainder, master.scale_inv, master.amax, update.step]
+    tensors += [master.low_bits, master.scale_inv, master.amax, update.step]
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

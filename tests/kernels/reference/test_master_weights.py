@@ -150,7 +150,7 @@ def test_reading_is_exact(kind):
     rest[0], rest[1] = -(1 << bits - 1), (1 << bits - 1) - 1
     m = weight(kind, (256, 256))
     m.weight.copy_(torch.arange(256)[:, None])
-    m.remainder.copy_(rest)
+    m.low_bits.copy_(rest)
     m.scale_inv.fill_(2.0**-10)
     found = read(m).double()
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
@@ -177,7 +177,7 @@ def test_a_master_is_as_close_as_its_bits_and_its_code_the_nearest(kind, shape, 
         assert float(((found - x).abs() / x.abs().clamp_min(smallest)).max()) < 2.0**-bits
         assert bits != 19 or not torch.equal(found, x) or x.numel() == 1  # so that the test sees a rounding
     if kind == "fp8_fp16":
-        assert torch.equal(found, m.remainder.float() * (scale_inv / FLOAT16_FACTOR))
+        assert torch.equal(found, m.low_bits.float() * (scale_inv / FLOAT16_FACTOR))
     elif kind == "fp8_stochastic":
         assert torch.equal(found, code_values(m) * scale_inv)
     assert torch.equal(amax, amax_of(found, m.scale_inv.shape))
@@ -292,4 +292,4 @@ def test_what_is_not_finite_stays_alone_in_fp8(kind, blocks):
         m.weight[place] = other.weight[place] = 0
     assert torch.equal(found, read(other).masked_fill_(zeroed == 0, 0.0)) and torch.equal(m.weight, other.weight)
     if RESTS[kind] in (torch.int8, torch.int16):
-        assert all(int(m.remainder[place]) == 0 for place in places)
+        assert all(int(m.low_bits[place]) == 0 for place in places)

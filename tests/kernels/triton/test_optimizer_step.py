@@ -250,7 +250,7 @@ def test_nothing_to_update(kernels: TritonKernels) -> None:
     updates = []
     for kind in RESTS:
         update = fp8_update((3, 5), kind)
-        rest = None if update.master.remainder is None else update.master.remainder[:0]
+        rest = None if update.master.low_bits is None else update.master.low_bits[:0]
         held = Fp8Weight(update.master.weight[:0], kind, update.master.scale_inv, rest, torch.zeros(1, 1))
         updates += [update_of((0, 5), NAMED["fp8"], number=1)._replace(master=held), update]
     both = Both(kernels, updates, [ADAM, OTHER])
@@ -285,7 +285,7 @@ def experts(
     apart = [fp8_update(shape, kind, blocks, moments, 3 * number) for _ in range(count)]
     masters = [one.master for one in apart]
     whole = torch.Size((count, *shape))
-    rest = None if RESTS[kind] is None else torch.cat([one.remainder for one in masters])  # type: ignore[misc]
+    rest = None if RESTS[kind] is None else torch.cat([one.low_bits for one in masters])  # type: ignore[misc]
     master = Fp8Weight(
         torch.cat([one.weight for one in masters]),
         kind,
