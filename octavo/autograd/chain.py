@@ -146,7 +146,10 @@ class _ChainFunction(torch.autograd.Function):
         tensors, chain = ChainTensors(*arguments[:-1]), arguments[-1]
         result, y, saved = _forward(tensors, chain, ctx.needs_input_grad)
         parameters = (tensors.weight, tensors.bias), (tensors.second_weight, tensors.second_bias)
-        ctx.plans = [plan_of(layer, chain.dtype, *pair) for layer, pair in zip(chain.layers, parameters, strict=False)]  # type: ignore[arg-type]
+        ctx.plans = [
+            plan_of(layer, chain.dtype, *weight_and_bias)  # type: ignore[arg-type]
+            for layer, weight_and_bias in zip(chain.layers, parameters, strict=False)
+        ]
         ctx.norm, ctx.activation, ctx.are_tensors = chain.norm, chain.activation, [x is not None for x in tensors]
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)

@@ -34,7 +34,7 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy_of_rows(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, softcap: float
 ) -> Tensor:
-    """Return each row's loss [T], float32, of logits [T, V]; target [T] int64: the column, or ``ignore_index``."""
+    """Return each row's loss [T], float32, of logits [T, V]; target [T] int64: right columns, or ``ignore_index``."""
     if tracing_state() is not None:  # a file of TorchScript holds no autograd function in Python
         return kernels.cross_entropy(logits, target, ignore_index, label_smoothing, softcap)[0]
     losses: Tensor = _CrossEntropy.apply(logits, target, ignore_index, label_smoothing, softcap)

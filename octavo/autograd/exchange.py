@@ -90,13 +90,13 @@ def dispatch(rows: Tensor, offsets: Tensor, exchange: Exchange, sending: RowsToS
     read on the host: an all-to-all needs them there.
     """
     experts = offsets.shape[0]
-    counts = [torch.diff(offsets, prepend=offsets.new_zeros(1)), offsets.new_tensor([rows.shape[0]])]
+    message_parts = [torch.diff(offsets, prepend=offsets.new_zeros(1)), offsets.new_tensor([rows.shape[0]])]
     if _shares_scales(sending):
-        counts.append(_amax_of_groups(rows.detach(), offsets).view(torch.int32))
-    local_counts = torch.cat(counts).unsqueeze(0)
-    # [ranks, E + 1, or 2 E + 1]
-    counts_of_ranks = c10d_ops.wait_tensor(c10d_ops.all_gather_into_tensor(local_counts, exchange.size, exchange.group))
-    sizes: list[list[int]] = counts_of_ranks[:, : experts + 1].tolist()
+        message_parts.append(_amax_of_groups(rows.detach(), offsets).view(torch.int32))
+    message = torch.cat(message_parts).unsqueeze(0)
+    # [ranks, E + 1, or 2 E + 1]: rows of each expert, all rows, and amaxes as int32
+    messages = c10d_ops.wait_tensor(c10d_ops.all_gather_into_tensor(message, exchange.size, exchange.group))
+    sizes: list[list[int]] = messages[:, : experts + 1].tolist()
     for rank, (*of_experts, total) in enumerate(sizes):
         if sum(of_experts) != total:
             raise ValueError(f"rank {rank} has {total} rows, of which {sum(of_experts)} are of the {experts} experts")
@@ -104,18 +104,18 @@ def dispatch(rows: Tensor, offsets: Tensor, exchange: Exchange, sending: RowsToS
     by_rank = [
         [sum(row[begin : begin + experts_per_rank]) for begin in range(0, experts, experts_per_rank)] for row in sizes
     ]
-    received_counts = counts_of_ranks[:, exchange.part(experts_per_rank)].flatten()
+    received_counts = messages[:, exchange.part(experts_per_rank)].flatten()
     received = [row[exchange.rank] for row in by_rank]
     expert = torch.arange(experts_per_rank, device=offsets.device).repeat(exchange.size)
     routing = Routing.of(expert.repeat_interleave(received_counts, output_size=sum(received)), experts_per_rank)
     journey = Journey(exchange, offsets, sizes[exchange.rank][:-1], by_rank[exchange.rank], received, routing)
-    amax = counts_of_ranks[:, experts + 1 :].view(torch.float32).amax(0) if _shares_scales(sending) else None
+    amax = messages[:, experts + 1 :].view(torch.float32).amax(0) if _shares_scales(sending) else None
     send = functools.partial(_send, journey=journey, sending=sending, amax=amax)
     return _Travel.apply(rows, send, functools.partial(_bring_back, journey=journey)), journey
 
 
 def combine(y: Tensor, journey: Journey, sending: RowsToSend) -> Tensor:
-    """Return the results [R, C] of dispatched rows to their own ranks: [S, C]; their gradient is sent as pairs."""
+    """Send results [R, C] back to the ranks of the dispatched rows; return [S, C]. The gradient is sent as pairs."""
 
     def send(grad: Tensor) -> Tensor:
         grad, amax = grad.contiguous(), None
@@ -195,9 +195,8 @@ def _cast_by_group(rows: Tensor, journey: Journey, sending: RowsToSend, amax: Te
     groups = zip(rows.split(journey.sizes), q.split(journey.sizes), scale.split(1), strict=True)
     if parts := [group for group in groups if len(group[0])]:
         xs, codes, scales = map(list, zip(*parts, strict=True))
-        outputs = [
-            [scale.new_empty(1, 1) for _ in xs] for _ in range(2)
-        ]  # for scale_inv and amax, which are known already
+        # scale_inv and amax, which are known already
+        outputs = [[scale.new_empty(1, 1) for _ in xs] for _ in range(2)]
         options = cast.tile, cast.power_of_two, cast.margin
         kernels.multi_tensor_cast(xs, codes, [], *outputs, scales, 0, *options, None)
     return q, scale_inv_from_scale(scale).unsqueeze(1)

@@ -128,7 +128,7 @@ class _Chunks:
         self.x_TK, self.x, self.weight_NK, self.bias, self.loss = x_TK, x, weight_NK, bias, loss
         self.layer = layer._replace(observer=None, dtypes=(self.dtype, weight_NK.dtype))
         self.pad = contraction_multiple(x_TK.device) if recipe.pads else 1
-        self.lays = needs_transposed_codes(x_TK.device)
+        self.writes_transposed = needs_transposed_codes(x_TK.device)
 
     def run(self, needs: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, _Gradients]:
         """Return (losses [T], the logarithms of the sums of exponentials [T], the gradients that are needed)."""
@@ -140,7 +140,7 @@ class _Chunks:
             dw = self.x_TK.new_zeros(self.weight_NK.shape, dtype=torch.float32)
         elif needs[1] and recipe.grad_weight is not None:
             at_once = _needs_no_amax(recipe.grad_weight[0])
-            shape = (columns, padded(tokens, self.pad)) if self.lays else (tokens, columns)
+            shape = (columns, padded(tokens, self.pad)) if self.writes_transposed else (tokens, columns)
             # bytes where torch copies into them: Inductor computes nothing of float8
             codes = self.x_TK.new_empty(shape, dtype=_format(recipe).dtype if at_once else torch.uint8)
         if needs[2]:
@@ -164,7 +164,7 @@ class _Chunks:
                 db += g.sum(0, dtype=torch.float32)
         losses, lse = (torch.cat(chunks) for chunks in zip(*parts, strict=True))
         if codes is not None and recipe.grad_weight is not None:
-            codes = codes if self.lays else codes.t()
+            codes = codes if self.writes_transposed else codes.t()
             codes = codes if at_once else codes.view(recipe.grad_weight[0].format.dtype)
         scale_inv = join_scales(scales) if scales else None
         return losses, lse, _Gradients(torch.cat(dxs) if dxs else None, dw, db, codes, scale_inv)
@@ -204,11 +204,11 @@ class _Chunks:
         pair = scale_inv = g = None
         if at_once or at_once_laid:
             q = no_codes = logits.new_empty((0, 0), dtype=_format(recipe).dtype)
-            if at_once_laid and codes is not None and not self.lays:
+            if at_once_laid and codes is not None and not self.writes_transposed:
                 q = codes[rows]
             elif at_once:
                 q = logits.new_empty((logits.shape[0], padded(logits.shape[1], self.pad)), dtype=no_codes.dtype)
-            codes_out = codes if at_once_laid and codes is not None and self.lays else no_codes
+            codes_out = codes if at_once_laid and codes is not None and self.writes_transposed else no_codes
             kernels.cross_entropy_codes(logits, *loss_arguments, q, codes_out, rows.start)
             if at_once and as_is is not None:
                 pair = q, _unit_scale_inv(recipe, as_is, q.shape[0], q)
@@ -220,7 +220,7 @@ class _Chunks:
             pair = cast.as_is if has_amax[0] else pair
             if cast.transposed is not None and codes is not None:
                 q, scale_inv = cast.transposed
-                place = codes[:, rows.start : rows.start + q.shape[1]] if self.lays else codes[rows].t()
+                place = codes[:, rows.start : rows.start + q.shape[1]] if self.writes_transposed else codes[rows].t()
                 place.copy_(q.view(torch.uint8))
         return pair, scale_inv, g
 
@@ -257,9 +257,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         read: ReadTensor | None,
     ) -> Tensor:
         needs = ctx.needs_input_grad[:3]
-        rows, x, number = input_operands(x_TK, layer, None, read, needs[1])
+        x_to_save, x, number = input_operands(x_TK, layer, None, read, needs[1])
         result, of_sum = _computed(x_TK, x, weight_NK, bias, loss, layer, needs)
-        saved = to_save(rows, x, weight_NK, layer, False, needs[1])
+        saved = to_save(x_to_save, x, weight_NK, layer, False, needs[1])
         if of_sum.codes is None:  # dW is there
             saved = saved._replace(x_TK=None)
         ctx.plan = plan_of(layer._replace(observer=None), x_TK.dtype, weight_NK, bias, number)

@@ -78,7 +78,7 @@ class ReadTensor:
         self.casts: list[_SharedCast] = []
 
     def find(self, reader: CastReader, transposed: bool) -> tuple[Operands, int] | None:
-        """Return (a cast that serves this reader, its number), or None; ``transposed``: if grad_weight needs it."""
+        """Return (a cast that serves this reader, its number) or None; ``transposed``: whether grad_weight reads x."""
         for cast in self.casts:
             if (cast.transposed or not transposed) and reader.agrees(cast.reader):
                 if cast.moment == cast.reader.moment():

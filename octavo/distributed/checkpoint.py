@@ -233,8 +233,8 @@ def load_checkpoint(
                 filled, codes, optimizer_places = _optimizer_to_fill(model, optimizer, begun, content, reader)
                 places |= optimizer_places
         tensors = {name: joined([values[key] for values, key in place]) for name, place in places.items()}
-        process_group = {"process_group": ranks.group, "no_dist": ranks.group is None}
-        dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), **process_group)
+        group_options = {"process_group": ranks.group, "no_dist": ranks.group is None}
+        dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), **group_options)
         with ranks.together():
             for (values, key), *others in places.values():
                 for other, name in others if is_common(values[key]) else ():
@@ -612,7 +612,7 @@ _OTHER_CLASSES = {("torch", "Size"), ("torch.serialization", "_get_layout")}
 
 
 class MetadataReader(dcp.FileSystemReader):
-    """DCP's reader, which reads the metadata at once, with the unpickler above, and checks all that it reads.
+    """DCP's reader, which reads the metadata when created, with the unpickler above, and checks all that it reads.
 
     ``crc32``: that of the metadata's file; None: it is not checked.
     """

@@ -46,7 +46,7 @@ _TILE = (1, 128)  # elements of a row that share a scale
 def levels(ranks: Sequence[int], servers: Sequence[object]) -> list[list[list[int]]]:
     """Return for each level the sets of ranks that exchange with each other; all sets of a level are equally large.
 
-    ``ranks``: a group's, by their numbers in the job, ascending; ``servers``: the name of each one's server.
+    ``ranks``: a group's, by their numbers in the job, ascending; ``servers``: a number or name of each one's server.
     ValueError if one server has more of these ranks than another, or another's ranks lie between its own.
 
     Example:
@@ -78,12 +78,12 @@ def own_levels(group: Any, ranks_per_server: int | None) -> list[list[int]]:
     sets_by_level = [[ranks]]
     if ranks_per_server:
         sets_by_level = levels(ranks, [rank // ranks_per_server for rank in ranks])
-    elif len(ranks) > 3:  # at least 2 servers of 2; ranks exchange their settings, so that all compute the same levels
-        settings_of_ranks: list[Any] = [None] * len(ranks)
+    elif len(ranks) > 3:  # at least 2 servers of 2; ranks exchange sizes and hosts, so that all compute the same levels
+        sizes_and_hosts: list[Any] = [None] * len(ranks)
         dist.all_gather_object(
-            settings_of_ranks, (int(os.environ.get("LOCAL_WORLD_SIZE", 0)), socket.gethostname()), group=group
+            sizes_and_hosts, (int(os.environ.get("LOCAL_WORLD_SIZE", 0)), socket.gethostname()), group=group
         )
-        sizes, hosts = zip(*settings_of_ranks, strict=True)
+        sizes, hosts = zip(*sizes_and_hosts, strict=True)
         try:
             if all(sizes) and len({*sizes}) > 1:
                 raise ValueError(f"LOCAL_WORLD_SIZE is {min(sizes)} on one rank and {max(sizes)} on another")
@@ -149,7 +149,7 @@ class Fp8Reduction:
         self.seed, self.group = seed, group
         self.ranks_per_server, self.calls = ranks_per_server, 0
         self._streams: dict[torch.device, Any] = {}
-        self._found: dict[str, list[list[int]]] = {}  # own_levels by process groups whose ranks have the same arguments
+        self._levels_by_group: dict[str, list[list[int]]] = {}  # by name, of groups whose ranks were compared
 
     def mean(self, x_nS: Tensor, group: Any) -> Tensor:
         """Return the mean [1, S] of the row that this rank averages, in float32.
@@ -187,10 +187,10 @@ class Fp8Reduction:
         output_tensor.copy_(mean if op == dist.ReduceOp.AVG else mean.mul_(ranks))
 
     def _levels(self, group: Any) -> list[list[int]]:
-        if group.group_name not in self._found:
+        if group.group_name not in self._levels_by_group:
             check_ranks_agree({f"Fp8Reduction's {name}": getattr(self, name) for name in _ALIKE}, [group])
-            self._found[group.group_name] = own_levels(group, self.ranks_per_server)
-        return self._found[group.group_name]
+            self._levels_by_group[group.group_name] = own_levels(group, self.ranks_per_server)
+        return self._levels_by_group[group.group_name]
 
     def all_reduce(self, flat: Tensor) -> None:
         """Average the gradients of FSDP2's replicas (HSDP): what ``FSDPModule.set_all_reduce_hook`` takes.

@@ -32,7 +32,7 @@ def parts_of(model: nn.Module) -> Names:
 
 
 def by_file(names: Iterable[str], parted: Names) -> Names:
-    """Return names of a model's or its optimizer's tensors, by those in a checkpoint; all parts join under one."""
+    """Return names of a model's or its optimizer's tensors, by those in a checkpoint; parts join if all are there."""
     grouped = {name: [name] for name in names}
     for whole, parts in parted.items():
         if grouped.keys() >= set(parts):

@@ -128,8 +128,8 @@ class _Sample(NamedTuple):
         weight, master_rest, master = on_this_rank(param).detach(), state.get("master_rest"), None
         if isinstance(optimizer, CompactOptimizer) and master_rest is not None:
             master = master_of(param, optimizer.settings.master)
-            assert master.low_bits is not None
-            master_rest = _strided(master_rest.view(master.low_bits))
+            assert master.low_bits_dtype is not None
+            master_rest = _strided(master_rest.view(master.low_bits_dtype))
         moments = [name for name in state if name.endswith("_codes")]
         codes = [_strided(state[name].view(torch.uint8)) for name in sorted(moments, key=len)]
         elements = _strided(matrix_of(weight) if weight.ndim > 1 else weight)

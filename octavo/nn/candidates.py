@@ -178,12 +178,8 @@ def why_not(module: nn.Module, taken: Sequence[nn.Module] = ()) -> str | None:
     return f"{type(module).__name__} is not a linear layer"
 
 
-_LAYERS = {
-    "weight",
-    "bias",
-    "in_features",
-    "out_features",
-}  # attributes of a layer; code that reads one doesn't call the layer
+# attributes of a layer; code that reads one doesn't call the layer
+_LAYERS = {"weight", "bias", "in_features", "out_features"}
 _APART = {"dtype", "device", "shape", "size", "dim", "ndim", "numel", "data", "requires_grad", "is_meta", "is_cuda"}
 
 
@@ -219,12 +215,12 @@ def _uses(kind: type[nn.Module]) -> dict[str, set[str]]:
 
 
 def _uses_in(codes: Sequence[types.CodeType]) -> dict[str, set[str]]:
-    """Return {name: "read" if the weight's values of ``self.<name>`` are read, "called" if it is called} of methods."""
+    """Return {name: uses} in methods: "read" if ``self.<name>.weight``'s values are read, "called" if it is called."""
     uses_by_name: dict[str, set[str]] = {}
     nothing = [("", "")]
     for code in _with_inner(codes):
         steps = [*nothing, *((step.opname, step.argval) for step in dis.get_instructions(code)), *nothing, *nothing]
-        for (_, op_before), (_, loaded), (op, name), then, after in zip(
+        for (_, argval_before), (_, loaded), (op, name), then, after in zip(
             *(steps[start:] for start in range(5)), strict=False
         ):
             if (
@@ -235,7 +231,7 @@ def _uses_in(codes: Sequence[types.CodeType]) -> dict[str, set[str]]:
             if op == "LOAD_METHOD" or then[0] not in ("LOAD_ATTR", "STORE_ATTR") or then[1] not in _LAYERS:
                 uses_by_name.setdefault(name, set()).add("called")
             elif then == ("LOAD_ATTR", "weight") and after[0] != "STORE_ATTR" and after[1] not in _APART:
-                if op_before != "isinstance":
+                if argval_before != "isinstance":
                     uses_by_name.setdefault(name, set()).add("read")
     return uses_by_name
 

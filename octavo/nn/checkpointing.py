@@ -115,7 +115,7 @@ class _Region:
 
     def __init__(self, why: str) -> None:
         self.outer = top_hooks(True) or (lambda tensor: tensor,) * 2
-        self.why = why  # the input stays as it is
+        self.why = why  # the input stays as it is; "" if it need not
 
     def pack(self, x: Tensor) -> tuple[torch.dtype | None, list[Any]]:  # the dtype of what was rounded
         why, parts = _why_not(x) or self.why, [x]
@@ -123,8 +123,8 @@ class _Region:
             pair = quantize(x.detach(), E4M3, PerRow(), power_of_two=True)
             parts, self.why = [pair.qdata, pair.scale_inv], "not the first"
         if _counts is not None and x.numel():  # torch 2.11 saves an empty tensor too
-            count, plain, as_kept = _counts.get(why, (0, 0, 0))
-            _counts[why] = count + 1, plain + x.nbytes, as_kept + sum(part.nbytes for part in parts)
+            count, plain_bytes, kept_bytes = _counts.get(why, (0, 0, 0))
+            _counts[why] = count + 1, plain_bytes + x.nbytes, kept_bytes + sum(part.nbytes for part in parts)
         return None if why else x.dtype, [self.outer[0](part) for part in parts]
 
     def unpack(self, packed: tuple[torch.dtype | None, list[Any]]) -> Tensor:

@@ -250,7 +250,7 @@ def _refuse_shards(model: nn.Module, what: str) -> None:
 
 
 def _refuse_sharded(name: str, module: nn.Module, weight: nn.Parameter, granularity: Granularity | None) -> None:
-    """Raise ValueError if a weight on several ranks can't be stored so.
+    """Raise ValueError if a weight on several ranks can't be stored by this granularity (None: plain).
 
     Either it is experts that FSDP2 too has sharded, which would go on with its old shard; or a split, whose scale would
     have to be that of all splits.
@@ -445,7 +445,7 @@ def _checked(model: nn.Module, recipe: object) -> Recipe | RecipeMap:
 
 
 def targets_of(model: nn.Module, select: Select | None) -> list[tuple[str, nn.Module, type[nn.Module]]]:
-    """Return (name, module, new class) of the modules that convert would convert."""
+    """Return (name, module, new class) of the modules that convert, which calls this, would convert."""
     if select is not None and not callable(select):
         raise TypeError(
             f"select={select!r} must be a function select(module, name) -> bool, such as lambda module, name: name in "

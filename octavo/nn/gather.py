@@ -300,19 +300,19 @@ def _send_stored(shard: StoredWeight, module: Any, mesh: Any, shape: torch.Size)
 
 def _reading(
     read: Callable[[Sequence[Tensor]], Operands],
-    shared_scales: Sequence[Tensor],
+    local_tensors: Sequence[Tensor],
     recipe: Recipe,
     shape: torch.Size,
     swaps: bool = False,
 ) -> After:
     """Return FSDP2's second hook, which makes operands of the received tensors by ``read``.
 
-    The hook returns the weight, and the tensors that FSDP2 has to free besides the received ones. ``shared_scales``:
-    tensors of this rank that ``read`` uses; ``swaps``: whether the operands that it returns are transposed.
+    The hook returns the weight, and the tensors that FSDP2 has to free besides the received ones. ``local_tensors``:
+    those of this rank that ``read`` uses; ``swaps``: whether the operands that it returns are transposed.
     """
 
     def after(outputs: tuple[Tensor, ...], dtype: torch.dtype, out: Any) -> Any:
-        for tensor in shared_scales:  # allocated on FSDP2's stream, they must outlive this stream's reads
+        for tensor in local_tensors:  # allocated on FSDP2's stream, they must outlive this stream's reads
             if tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         operands = read(outputs)
@@ -457,13 +457,13 @@ def _take_scales(gathers: list[Gather], maxima: list[Tensor], cast: Cast) -> lis
 
     ``maxima``: for each gather the amaxes of its weight's matrices. Returns their scales.
     """
-    amax, counts, delayed = torch.cat(maxima), [len(one) for one in maxima], None
+    amax, counts, delayed_scales = torch.cat(maxima), [len(one) for one in maxima], None
     whole = amax if len(amax) == len(counts) else torch.stack([one.amax() for one in maxima])
     if cast.is_delayed:
-        states = [gather.delayed_scale for gather in gathers]
+        scales_by_role = [gather.delayed_scale for gather in gathers]
         zero = amax.new_zeros(1)
-        delayed = torch.cat(
-            [zero if scales is None else scales[WEIGHT : WEIGHT + 1].to(amax.device) for scales in states]
+        delayed_scales = torch.cat(
+            [zero if scales is None else scales[WEIGHT : WEIGHT + 1].to(amax.device) for scales in scales_by_role]
         )
         # Writes that move no version are recognised by this: a weight's amax changed without a step of its
         # optimizer, or is more than twice what its scale can represent.
@@ -471,13 +471,15 @@ def _take_scales(gathers: list[Gather], maxima: list[Tensor], cast: Cast) -> lis
         unstepped = [float(gather.steps == now) for gather, now in zip(gathers, steps, strict=True)]
         last_amax = torch.cat([gather.shared_scales[1].view(1) if gather.shared_scales else zero for gather in gathers])
         moved = (whole.new_tensor(unstepped) > 0) & (whole != last_amax)
-        written = (moved | (delayed * whole > 2 * cast.format.max)) & whole.isfinite()
+        written = (moved | (delayed_scales * whole > 2 * cast.format.max)) & whole.isfinite()
         for gather, now in zip(gathers, steps, strict=True):
             gather.steps = now
-        delayed = torch.where(written, 0, delayed)
+        delayed_scales = torch.where(written, 0, delayed_scales)
         if whole is not amax:
-            delayed = torch.cat([scale.expand(size) for scale, size in zip(delayed.split(1), counts, strict=True)])
-    scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin, delayed)
+            delayed_scales = torch.cat(
+                [scale.expand(size) for scale, size in zip(delayed_scales.split(1), counts, strict=True)]
+            )
+    scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin, delayed_scales)
     inverses = scale_inv_from_scale(scale).split(counts)
     for gather, scale_inv, amax_of_weight in zip(gathers, inverses, whole.view(-1, 1, 1).unbind(), strict=True):
         gather.shared_scales = [scale_inv.view((-1, 1, 1) if gather.parameter.ndim == 3 else (1, 1))]
@@ -512,8 +514,8 @@ def _cast_together(gathers: list[Gather], maxima: list[Tensor]) -> None:
             scale_inv += gather.sent[1].unbind() if experts else [gather.sent[1]]
     if shards:
         amax = [torch.empty_like(inverse, dtype=torch.float32) for inverse in scale_inv]
-        how = cast.tile, cast.power_of_two, cast.margin
-        kernels.multi_tensor_cast(shards, codes, [], scale_inv, amax, scales, 0, *how, None)
+        options = cast.tile, cast.power_of_two, cast.margin
+        kernels.multi_tensor_cast(shards, codes, [], scale_inv, amax, scales, 0, *options, None)
 
 
 class _CastLayout(NamedTuple):

@@ -101,15 +101,17 @@ class KeptWeights:
 
     def __init__(self, model: nn.Module) -> None:
         layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-        buffers_of = {name: (layer, buffers) for name, layer in layers.items() if (buffers := _kept(layer)) is not None}
-        if not buffers_of:
+        layers_and_buffers = {
+            name: (layer, buffers) for name, layer in layers.items() if (buffers := _kept(layer)) is not None
+        }
+        if not layers_and_buffers:
             raise ValueError(
                 "no layer's weight can be kept; convert the model with dynamic(), delayed() or blockwise() "
                 "(weights that are stored in FP8 need no cast; those that FSDP or ZeRO-3 shard can't be kept)"
             )
-        self.names = tuple(buffers_of)
+        self.names = tuple(layers_and_buffers)
         self._groups: dict[tuple[Any, ...], list[Any]] = {}
-        for layer, buffers in buffers_of.values():
+        for layer, buffers in layers_and_buffers.values():
             key = layer.weight.dtype, layer.weight.device, buffers.cast, buffers.lays
             self._groups.setdefault(key, []).append((layer, buffers))
 

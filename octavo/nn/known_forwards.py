@@ -333,7 +333,7 @@ class Attention(KnownForward):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         plain: Any = cls.__mro__[cls.__mro__.index(KnownForward) + 1]
-        if plain is not nn.Module:  # it is for the classes of this file
+        if plain is not nn.Module:  # nn.Module follows in the classes of this file
             names = inspect.unwrap(plain.forward).__globals__
             cls.interfaces = names["ALL_ATTENTION_FUNCTIONS"]
             cls.eager_attention = staticmethod(names["eager_attention_forward"])
@@ -415,8 +415,8 @@ class Attention(KnownForward):
             key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
         attend = self.interfaces.get_interface(self.config._attn_implementation, self.eager_attention)
         dropout = self.attention_dropout if self.training else 0.0
-        how = {"dropout": dropout, "scaling": self.scaling, **self.window()}
-        output, weights = attend(self, query, key, value, mask, **how, **kwargs)
+        options = {"dropout": dropout, "scaling": self.scaling, **self.window()}
+        output, weights = attend(self, query, key, value, mask, **options, **kwargs)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
 
 

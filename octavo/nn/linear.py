@@ -99,9 +99,8 @@ class Linear(RecipeModule, nn.Linear):
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Load from this layer's or separate layers' keys; the last argument is torch's list of errors."""
-        if (
-            self.splits is not None and "weight" in self._parameters
-        ):  # else, under tensor parallelism, each split is a module and loads its own keys
+        # under tensor parallelism each split is a module and loads its own keys
+        if self.splits is not None and "weight" in self._parameters:
             args[-1].extend(merge_keys(state_dict, prefix, self.splits))
         super()._load_from_state_dict(state_dict, prefix, *args)
 

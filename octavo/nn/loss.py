@@ -257,8 +257,11 @@ def causal_lm_loss(
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     target = shift_labels.reshape(-1).to(logits.device)
-    how: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "mean" if num_items_in_batch is None else "sum"}
-    loss = cross_entropy(logits.view(-1, vocab_size), target, **how)
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "reduction": "mean" if num_items_in_batch is None else "sum",
+    }
+    loss = cross_entropy(logits.view(-1, vocab_size), target, **options)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 

@@ -175,7 +175,7 @@ class RecipeModule(WeightOwner):
 
     @property
     def gather(self) -> Gather:
-        """The state that the module keeps for gathers of its weight; created by the first call."""
+        """The state that the module keeps for gathers of its weight; created when first read."""
         gather: Gather | None = self.__dict__.get("_gather")
         if gather is None:
             gather = self.__dict__["_gather"] = Gather()
@@ -205,9 +205,8 @@ class RecipeModule(WeightOwner):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move parameters and buffers, and the delayed state after them."""
         super()._apply(fn, recurse)
-        if (
-            self.holder is self and (state := state_of(self)) is not None
-        ):  # the state of experts' parts moves in the next forward
+        # the state of experts' parts moves in the next forward
+        if self.holder is self and (state := state_of(self)) is not None:
             self.__dict__[STATE] = state.on(device_of(self))
         self.kept_operands = None
         if (weight := self._parameters.get("weight")) is not None:
@@ -275,7 +274,7 @@ class RecipeModule(WeightOwner):
         parts: Parts | None = None,
         offsets: Tensor | None = None,
     ) -> Layer:
-        """Return the weight's operands, recipe, state and other settings for products with ``input``."""
+        """Return the Layer of products with ``input``: the weight's operands, recipe, state and other settings."""
         weight_NK, _, parameter = tensors
         recipe, grad_enabled = self.recipe, torch.is_grad_enabled() and tracing_state() is None
         if self.exchange is not None:

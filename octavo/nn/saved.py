@@ -85,8 +85,8 @@ def saved_by_kind(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     The model runs as it is, in the mode (training or evaluation) that it is in.
     """
     kwargs = dict(kwargs or {})
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    excluded = {storage_of(part) for tensor in (*_tensors(model), *tensors) for part in inner(tensor)}
+    argument_tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    excluded = {storage_of(part) for tensor in (*_tensors(model), *argument_tensors) for part in inner(tensor)}
     saved_parts: dict[int, tuple[str, Tensor]] = {}
     origins = _Origins(list(model.parameters()))
     kinds: dict[nn.Module, str | None] = {}

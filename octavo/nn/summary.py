@@ -79,9 +79,9 @@ class SavedBytes:
         for kind in self.converted:
             sizes = [by_kind[kind] / MIB for by_kind in both]
             lines += [f"  {kind:<16}  {sizes[0]:>11,.2f}  {sizes[1]:>10,.2f}"] * any(sizes)
-        for why, (count, as_they_are, as_kept) in self.regions.items():
-            state = f"left as they are: {why}" if why else f"kept in FP8, {as_kept / MIB:,.2f} MiB"
-            lines.append(f"  {count} arguments of checkpointed regions, {as_they_are / MIB:,.2f} MiB, {state}")
+        for why, (count, plain_bytes, kept_bytes) in self.regions.items():
+            state = f"left as they are: {why}" if why else f"kept in FP8, {kept_bytes / MIB:,.2f} MiB"
+            lines.append(f"  {count} arguments of checkpointed regions, {plain_bytes / MIB:,.2f} MiB, {state}")
         return "\n".join(lines)
 
 

@@ -104,7 +104,7 @@ class FusedParts(NamedTuple):
 
 
 def _placement(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input: Any) -> Any:
-    """Return the placement of a fused module's input, if all placements are those of the table above; or None."""
+    """Return the placement of a fused module's input, if styles and placements are those the file names; or None."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh, last = getattr(weights[0], "device_mesh", None), input.ndim - 1
@@ -130,7 +130,7 @@ def _placement(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input:
 def fused_parts(norm: Any, linears: Sequence[Any], weights: Sequence[Any], input: Any) -> FusedParts | None:
     """Return this rank's tensors for a norm and one or two linear layers that run as one.
 
-    None if placements are not those of the table above: the parts then run one by one.
+    None if styles or placements are not those that the file names for it: the parts then run one by one.
     """
     biases = [linear.bias for linear in linears]
     if not any(map(is_parallel, weights)):
@@ -200,9 +200,8 @@ def _local_bias(bias: Any, rowwise: bool, mesh: Any, grad_placement: Any = None)
     if bias is None:
         return None
     local: Tensor = bias.to_local(grad_placements=[grad_placement or bias.placements[0]])
-    return (
-        local - local.detach() if rowwise and mesh.get_local_rank() != 0 else local
-    )  # zeros, through which its gradient flows
+    # zeros through which the bias's gradient flows
+    return local - local.detach() if rowwise and mesh.get_local_rank() != 0 else local
 
 
 def gathered_for(readers: Sequence[Any], input: Any, sending: Sending, memo: list[Any] | None) -> GatheredInput | None:

@@ -101,9 +101,8 @@ class WeightOwner(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         for key, reader in self.weight_readers.items():
             if f"{prefix}{key}" in state_dict:
-                reader.weight_was_loaded(
-                    args[-1]
-                )  # torch's list of this load_state_dict's errors, one object for all modules
+                # torch's list of this load_state_dict's errors: one object for all modules
+                reader.weight_was_loaded(args[-1])
 
 
 # --- what products read; ``module`` is a RecipeModule -----------------------------------------------------------------
@@ -126,13 +125,13 @@ def fp8_operands(
     local: Any = parameter if parts is None else weight_NK
     if module.exchange is not None and (stored := local_stored(parameter)) is not None:
         local = stored  # this rank's experts, as they are stored
-    operands_of_class = getattr(type(local), "operands", None)
-    if operands_of_class is not None:
+    operands_method = getattr(type(local), "operands", None)
+    if operands_method is not None:
         _refuse_tracing()
     if isinstance(local, StoredWeight) and local.granularity in OF_FROZEN:
         return operands_of_codes((local.qdata, local.scale_inv), module.recipe, WEIGHT, transposed, None)
-    if operands_of_class is not None:  # stored or gathered
-        return operands_of_class(local, module, transposed)
+    if operands_method is not None:  # stored or gathered
+        return operands_method(local, module, transposed)
     if not training:  # it may be a merged, averaged or swapped weight: cast by its own amax, whatever the history
         state = None
     elif parts is None and module.kept_operands is not None:
@@ -144,8 +143,8 @@ def fp8_operands(
     if not is_parameter:  # the history belongs to another weight
         state = None
     is_freed = transposed and is_freed_after_forward(module, parameter)
-    how = module.recipe, WEIGHT, True, transposed and not is_freed, state
-    operands = cast_role(weight_NK.detach(), *how, parts=parts, only_products=True)
+    arguments = module.recipe, WEIGHT, True, transposed and not is_freed, state
+    operands = cast_role(weight_NK.detach(), *arguments, parts=parts, only_products=True)
     if not is_parameter:
         operands = operands._replace(amax=None)
     return operands._replace(source=_source_of(module, weight_NK, parameter, state)) if is_freed else operands

@@ -68,7 +68,7 @@ def makers(recipe: Recipe, capability: Capability) -> Iterator[Maker]:
 
 
 def described(recipe: Recipe, capability: Capability) -> tuple[str, str]:
-    """Return (whose kernels compute the three products, the first product's loss), in words."""
+    """Return (whose kernels compute the three products, the loss of the first product that has one), in words."""
     makers_by_product = {maker.product: maker for maker in makers(recipe, capability)}
     owners = {
         product: makers_by_product[product].kernel if product in makers_by_product else "high precision"

@@ -89,12 +89,12 @@ class Adam(CompactOptimizer):
         super().__init__(params, defaults, moments, master, seed, skip_nonfinite, gradient_storage)
 
     def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
-        """Raise ValueError as other optimizers, and for betas without a largest update, if weights live in FP8."""
+        """Raise ValueError as other optimizers do, and by ``check_betas``."""
         check_betas(weight, group)
         super().check(weight, group, settings, bounds)
 
     def will_bound(self, settings: Settings, stored: bool) -> bool:
-        """Whether updates will be clipped: ``clip_update``; if None, whether any moment or weight is not exact."""
+        """Whether updates will be clipped: ``clip_update``; None: if a weight is in FP8 or a moment not float32."""
         if self._clip is not None:
             return self._clip
         return stored or any(m.format != "fp32" for m in settings.moments)

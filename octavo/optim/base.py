@@ -176,7 +176,7 @@ class CompactOptimizer(Optimizer):
 
     def forget_kept(self) -> None:
         """Drop what earlier steps prepared for the next ones."""
-        self._kept, self._placed, self._agreement.asked = {}, {}, False
+        self._kept, self._placed, self._agreement.options_compared = {}, {}, False
         self._forget_plans()
 
     def _forget_plans(self) -> None:
@@ -245,7 +245,7 @@ class CompactOptimizer(Optimizer):
         if self._begun:
             return
         self._begun = True
-        self._agreement.ask(self)
+        self._agreement.check_ranks_agree(self)
         self._agreement.finish()
         params, places = self._agreeing(), self._places()
         anew = [self._current(param, *places[param])[1] for param in params]
@@ -276,7 +276,8 @@ class CompactOptimizer(Optimizer):
             self.in_backward.finish()
             self.end_step()
             return loss
-        self._agreement.ask(self)  # before gradients are redistributed or checked for inf and NaN, for which ranks wait
+        # before gradients are redistributed or checked for inf and NaN, for which ranks wait
+        self._agreement.check_ranks_agree(self)
         params = [param for param in self.all_params() if settle_gradient(param) is not None]
         gradients = [param.grad for param in params if param.grad is not None]
         skip, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)

@@ -246,7 +246,7 @@ class UpdatesInBackward:
             self._accumulating = was_accumulating
 
     def finish(self) -> None:
-        """End a step: update what is left and wait for it. ``optimizer.step()`` calls it."""
+        """End a step: update weights whose gradients still wait, and wait for them. ``optimizer.step()`` calls it."""
         if getattr(self.optimizer, "found_inf", None) is not None:
             raise RuntimeError(_SCALER)
         self._forget_used()
@@ -301,7 +301,7 @@ class UpdatesInBackward:
             self._flush()
 
     def _flush(self, in_backward: bool = True) -> None:
-        """Update all that waits, in one launch a device, and free its gradients."""
+        """Update all weights whose gradients wait, in one launch a device, and free these gradients."""
         params = [param for param in self._pending if param.grad is not None]  # the user may have dropped some
         self._pending, self._bytes = {}, 0
         if not params:

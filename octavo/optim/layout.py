@@ -128,7 +128,7 @@ def _with_common(amaxes: Tensor, params: Sequence[nn.Parameter]) -> Tensor:
 
 
 def agreeing(params: Sequence[nn.Parameter], groups: Sequence[int]) -> list[nn.Parameter]:
-    """Those of an optimizer's parameters on whose amax ranks must agree: shards in FP8 with one scale.
+    """Return an optimizer's parameters on whose amax ranks must agree: shards in FP8 with one scale.
 
     ``groups``: the number of each one's group. ValueError if weights with a common scale are in several groups, or not
     all there, or not all trained.
@@ -163,7 +163,7 @@ class Agreement:
     """
 
     def __init__(self) -> None:
-        self.asked = False  # whether ranks know that they have the same options
+        self.options_compared = False  # whether ranks have compared their options
         self._under_way: list[tuple[Any, Tensor, list[Tensor]]] = []  # (work, its result, amaxes to copy that to)
 
     def start(self, params: Sequence[nn.Parameter], states: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -187,11 +187,11 @@ class Agreement:
             work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=last, async_op=True)
             self._under_way.append((work, largest, amaxes))
 
-    def ask(self, optimizer: Any) -> None:
-        """Compare the options of all ranks that share an optimizer's weights, replicas of shards too, unless done."""
-        if self.asked:
+    def check_ranks_agree(self, optimizer: Any) -> None:
+        """Raise RanksDifferError, once, if ranks that share weights or replicas of shards have different options."""
+        if self.options_compared:
             return
-        self.asked = True
+        self.options_compared = True
         meshes: Any = dict.fromkeys(param.device_mesh for param in optimizer.all_params() if is_sharded(param))
         if not (groups := dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups())):
             return

@@ -29,58 +29,60 @@ class MasterForm:
 
     Attributes:
         kind: the kernels' name.
-        low_bits: dtype of the bits that the state keeps besides the weight; None: it keeps none.
+        low_bits_dtype: of the kernels' ``low_bits``, which the state keeps besides the weight; None: it keeps none.
     """
 
     kind: str
-    low_bits: torch.dtype | None = None
+    low_bits_dtype: torch.dtype | None = None
 
     def new_state(self, weight: Tensor) -> dict[str, Tensor]:
         """Return the state's tensors of a master that begins as the weight.
 
         The master of a weight in FP8 begins as the value that was cast to it, if that is still known and the master has
-        a rest to hold it. Its amax, from which the next scale comes, is part of the state.
+        ``low_bits`` to hold it. Its amax, from which the next scale comes, is part of the state.
         """
         if not isinstance(weight, StoredWeight):
-            if self.low_bits is None:
+            if self.low_bits_dtype is None:
                 return {}
-            return {"master_rest": _as_kept(torch.zeros(weight.shape, dtype=self.low_bits, device=weight.device))}
+            return {"master_rest": _as_kept(torch.zeros(weight.shape, dtype=self.low_bits_dtype, device=weight.device))}
         if not has_powers_of_two(weight.scale_inv) or weight.granularity in OF_FROZEN:
             raise ValueError(
                 f"a weight {tuple(weight.shape)} stored in FP8 was loaded while it was frozen, with scales that are no "
                 "powers of two, or of rows or 1 x 32, which an optimizer can't update: load it again with requires_grad"
             )
-        remainder = weight.low_bits
-        if remainder is None or self.low_bits is None:
-            remainder = torch.zeros(weight.shape, dtype=torch.int8, device=weight.device)
+        low_bits = weight.low_bits
+        if low_bits is None or self.low_bits_dtype is None:
+            low_bits = torch.zeros(weight.shape, dtype=torch.int8, device=weight.device)
         codes = weight.qdata.view(torch.uint8)
-        values = values_with(codes, weight.scale_inv, remainder)
+        values = values_with(codes, weight.scale_inv, low_bits)
         amaxes = torch.empty_like(weight.scale_inv)
         state = {"master_amax": amaxes}
         for target, matrix in zip(amaxes, values, strict=True) if weight.ndim == 3 else [(amaxes, values)]:
             target.copy_(amax(matrix, weight.granularity.tile))
-        if self.low_bits == torch.int8:
-            state["master_rest"] = remainder.clone()
-        elif self.low_bits == torch.int16:
-            state["master_rest"] = _as_kept(remainder.to(torch.int16).mul_(1 << 8))
-        elif self.low_bits == torch.float16:
+        if self.low_bits_dtype == torch.int8:
+            state["master_rest"] = low_bits.clone()
+        elif self.low_bits_dtype == torch.int16:
+            state["master_rest"] = _as_kept(low_bits.to(torch.int16).mul_(1 << 8))
+        elif self.low_bits_dtype == torch.float16:
             one = torch.full_like(weight.scale_inv, FLOAT16_FACTOR)
-            state["master_rest"] = values_with(codes, one, remainder).half()
-        elif self.low_bits == torch.float32:
+            state["master_rest"] = values_with(codes, one, low_bits).half()
+        elif self.low_bits_dtype == torch.float32:
             state["master_rest"] = values
         return state
 
     def for_kernel(self, matrix: Tensor, state: dict[str, Tensor], scale_inv: Tensor | None = None) -> Master:
-        """Return the kernels' view of a weight [R, C] and its state's tensors; ``scale_inv``: where it is codes."""
-        remainder = None if self.low_bits is None else state["master_rest"].view(self.low_bits).view(matrix.shape)
+        """Return the kernels' view of a weight [R, C] and its state's tensors; ``scale_inv``: if it is codes."""
+        low_bits = (
+            None if self.low_bits_dtype is None else state["master_rest"].view(self.low_bits_dtype).view(matrix.shape)
+        )
         if scale_inv is not None:
-            return Fp8Weight(matrix, self.kind, scale_inv, remainder, state.get("master_amax"))
-        return MasterWeight(matrix, self.kind, remainder)
+            return Fp8Weight(matrix, self.kind, scale_inv, low_bits, state.get("master_amax"))
+        return MasterWeight(matrix, self.kind, low_bits)
 
 
-def _as_kept(remainder: Tensor) -> Tensor:
-    """Return 16-bit remainders as two bytes, [...] -> [..., 2]; other dtypes as they are."""
-    return remainder.unsqueeze(-1).view(torch.uint8) if remainder.dtype == torch.int16 else remainder
+def _as_kept(low_bits: Tensor) -> Tensor:
+    """Return 16 bits as two bytes, [...] -> [..., 2]; other dtypes as they are."""
+    return low_bits.unsqueeze(-1).view(torch.uint8) if low_bits.dtype == torch.int16 else low_bits
 
 
 NAMED: dict[str | None, MasterForm] = {

@@ -144,7 +144,7 @@ class Muon(CompactOptimizer):
         self._scratch: dict[torch.device, Tensor] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; if it has no ``algorithm``, what is no matrix goes to a group of AdamW, which follows.
+        """Add a group; without an ``algorithm``, parameters that are no matrices go to a group of AdamW after it.
 
         Options of a group that holds matrices are Muon's; of one that holds none they are AdamW's.
         """
@@ -193,7 +193,7 @@ class Muon(CompactOptimizer):
         return stored
 
     def check(self, weight: Tensor, group: dict[str, Any], settings: Settings, bounds: bool) -> None:
-        """Raise ValueError as other optimizers, for what is no matrix or is sharded by columns, and bad options."""
+        """Raise ValueError as other optimizers do, and for no matrix, shards of columns, and options out of range."""
         if (algorithm := group["algorithm"]) not in ("muon", "adamw"):
             raise ValueError(f"algorithm={algorithm!r}: use 'muon' or 'adamw'")
         if algorithm == "adamw":

@@ -144,7 +144,7 @@ def description(settings: Settings, seed: int) -> dict[str, Any]:
 
 
 def has_form_of(described: dict[str, Any], settings: Settings) -> bool:
-    """Whether a described state has the tensors that these settings keep: those of moments say nothing of rounding."""
+    """Whether a described state has the tensors that these settings keep; moments may differ in rounding."""
     forms = [
         ({name: moment | {"rounding": ""} for name, moment in each["moments"].items()}, each["master"])
         for each in (described, description(settings, 0))
@@ -348,7 +348,7 @@ def _as_loaded(loaded_state: dict[str, Any], names: Sequence[str], state: dict[s
 
 
 def _copy(state: dict[str, Any], loaded_state: dict[str, Any], names: list[str]) -> bool:
-    """Copy the named tensors from a loaded state, if dtypes and shapes are the same; return whether they are."""
+    """Copy named tensors, plain or sharded, from a loaded state if dtypes and shapes match; return whether they do."""
     pairs = [(local(state[name]), loaded_state.get(name)) for name in names]
     for into, other in pairs:
         if not isinstance(other, Tensor) or other.dtype != into.dtype or local(other).shape != into.shape:

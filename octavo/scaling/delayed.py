@@ -192,7 +192,7 @@ def have_same_inputs(a: State, b: State) -> bool:
 
 @contextmanager
 def entering_input(state: State, number: int) -> Iterator[None]:
-    """Update a layer's input history around a commit; ``number``: its cast's, which layers may share, or 0 for none."""
+    """Update a layer's input history around a commit; ``number``: of the input's cast, 0 for none."""
     if torch.compiler.is_compiling():
         yield
         return

@@ -321,7 +321,10 @@ def _rows_unit(weight: RoleCasts, grad_output: RoleCasts) -> int:
 
 
 def _delayed_update(delayed: list[list[Cast]], rule: Delayed | None) -> tuple[Any, ...]:
-    """Return how each role's next scale is made, by its Delayed cast; any will do where there is none to roll."""
+    """Return ops' options for next scales: by role (max, power_of_two, margin) of its Delayed cast; and the reduction.
+
+    A role without a Delayed cast is never rolled, so that any cast's options will do.
+    """
     chosen = [pair[0] if pair else Cast(E4M3, PerTensor(), Delayed()) for pair in delayed]
     each = ((cast.format.max, cast.power_of_two, cast.margin) for cast in chosen)
     return *zip(*each, strict=True), "max" if rule is None else rule.reduce
@@ -414,7 +417,7 @@ _HIGH_PRECISION = Recipe(name="high_precision")
 
 @functools.cache
 def _changed(recipe: Recipe, name: str, changes: tuple[tuple[str, Any], ...]) -> Recipe:
-    """Return one object for the same change, so that layers share it; recipes compare without ``name``, a cache key."""
+    """Return one object for the same change, so that layers share it; ``name``: recipe's, which == does not compare."""
     return replace(recipe, **dict(changes))
 
 

@@ -180,17 +180,17 @@ def switch(model: nn.Module, optimizer: Optimizer, target: Target) -> None:
     if any(weight is not on_this_rank(weight) for weight in moved):
         gather_anew(model)
 
-    def put_shard_back(weight: nn.Parameter) -> None:
+    def give_to_fsdp2(weight: nn.Parameter) -> None:
         if on_this_rank(weight) is not weight:
             take_shards(model, [weight])
 
     if isinstance(optimizer, CompactOptimizer):
         assert target.settings is not None
         if moved or target.settings != optimizer.settings:
-            change(optimizer, target.settings, moved, put_shard_back)
+            change(optimizer, target.settings, moved, give_to_fsdp2)
     owned = {weight for group in optimizer.param_groups for weight in group["params"]}
     for weight in moved:
         if weight not in owned:  # such as a frozen weight, which no optimizer has
             store(weight, moved[weight])
-            put_shard_back(weight)
+            give_to_fsdp2(weight)
     set_recipe(model, target.phase.recipe)

@@ -146,13 +146,15 @@ def _phase_plan(model: nn.Module, optimizer: Optimizer, target: Target, saved: M
     for param in model.parameters():
         local = states.local(param.detach())
         stored = blank(local, storage[param], "meta") if param in storage else torch.empty_like(local, device="meta")
-        form = target.settings if param in trained and param.requires_grad else None
-        if form is not None and isinstance(optimizer, CompactOptimizer):
-            form = form.only(optimizer.names_of(trained[param]))
+        settings = target.settings if param in trained and param.requires_grad else None
+        if settings is not None and isinstance(optimizer, CompactOptimizer):
+            settings = settings.only(optimizer.names_of(trained[param]))
         weights += states.bytes_of([stored.qdata, stored.scale_inv] if isinstance(stored, StoredWeight) else [stored])
-        if form is not None:
-            masters += states.bytes_of(master_of(nn.Parameter(stored, False), form.master).new_state(stored).values())
-            moments += states.bytes_of(states.new_moments(form.moments_of(param), stored).values())
+        if settings is not None:
+            masters += states.bytes_of(
+                master_of(nn.Parameter(stored, False), settings.master).new_state(stored).values()
+            )
+            moments += states.bytes_of(states.new_moments(settings.moments_of(param), stored).values())
         parameters += local.numel()
         if param in trained and not isinstance(optimizer, CompactOptimizer):
             moments += _torch_moments(optimizer, param)

@@ -52,11 +52,10 @@ class ShardHooks(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], After]:
-        """Return the tensors that this rank sends, each of as many rows as other ranks', and the function of all."""
+        """Return (tensors to send, each of as many rows as other ranks', the function that the second hook calls)."""
         before_gather = getattr(module._modules.get(self.part, module), "before_gather", None)
-        if (
-            before_gather is None
-        ):  # an embedding that shares its weight with a linear layer, or experts that were restored
+        # None for an embedding that shares its weight with a linear layer, and for experts that were restored
+        if before_gather is None:
             return self.gather_without_recipe(mesh, outer_size, module, mp_policy)
         return before_gather(on_this_rank(self), mesh, outer_size, mp_policy)
 

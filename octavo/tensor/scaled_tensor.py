@@ -86,7 +86,7 @@ class ScaledTensor(Pair):
             raise ValueError(f"qdata is on {self.qdata.device}, scale_inv on {self.scale_inv.device}; move one")
 
     def dequantize(self) -> Tensor:
-        """Return qdata x scale_inv as a plain tensor of this dtype and shape; gradients pass straight through."""
+        """Return qdata x scale_inv as a plain tensor of the same dtype and shape; gradients pass straight through."""
         return dequantized(self)
 
     def other_arguments(self, dtype: torch.dtype) -> tuple[Granularity, torch.dtype]:

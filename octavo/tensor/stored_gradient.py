@@ -56,7 +56,7 @@ class StoredGradient(Pair):
 
     @classmethod
     def cast(cls, gradient: Tensor, dtype: torch.dtype | None = None, by_expert: bool = False) -> StoredGradient:
-        """Round a high-precision gradient of any shape to nearest; inf and NaN become NaN.
+        """Cast a high-precision gradient of any shape to FP8, rounded to nearest; inf and NaN become NaN.
 
         ``dtype``: what it reads back to, if not to the gradient's; ``by_expert``: of experts in FP8 [E, N, K], whose
         blocks are of each one's rows: its matrix is [E * N, K].

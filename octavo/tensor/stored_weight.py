@@ -146,8 +146,8 @@ class StoredWeight(ShardHooks, Pair):
         """Cast a high-precision matrix [N, K], or experts' [E, N, K], to FP8; ValueError for other granularities.
 
         ``keep_rest``: keep the bits that rounding takes away, to 12 in all, for an optimizer's master to begin from;
-        ``like``: one of its dtype. If that is a DTensor, ``weight`` is this rank's shard of it, and one scale is from
-        the whole one's amax, so that all ranks call it; ``amax``: [1, 1] in place of that, the same on all ranks.
+        ``like``: has the result's dtype. If it is a DTensor, ``weight`` is this rank's shard of it, and a scale per
+        tensor is from the whole weight's amax: collective; ``amax``: [1, 1] in its place, the same on all ranks.
         """
         if granularity not in GRANULARITIES + OF_FROZEN:
             raise ValueError(
@@ -177,8 +177,8 @@ class StoredWeight(ShardHooks, Pair):
         return self.known.low_bits
 
     @low_bits.setter
-    def low_bits(self, remainder: Tensor | None) -> None:
-        self.known.low_bits = remainder
+    def low_bits(self, bits: Tensor | None) -> None:
+        self.known.low_bits = bits
 
     @property
     def requires_grad(self) -> bool:
@@ -262,8 +262,8 @@ class StoredWeight(ShardHooks, Pair):
 
     def moved(self, move: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> StoredWeight:
         """Return a copy with its tensors moved."""
-        remainder = None if self.low_bits is None else move(self.low_bits)
-        copied = self._like(move(self.qdata), move(self.scale_inv), remainder, dtype=dtype or self.dtype)
+        low_bits = None if self.low_bits is None else move(self.low_bits)
+        copied = self._like(move(self.qdata), move(self.scale_inv), low_bits, dtype=dtype or self.dtype)
         copied.known.awaited = False
         return copied
 
@@ -273,11 +273,11 @@ class StoredWeight(ShardHooks, Pair):
         view.known = self.known
         return view
 
-    def _like(self, qdata: Tensor, scale_inv: Tensor, remainder: Tensor | None = None, **others: Any) -> StoredWeight:
+    def _like(self, qdata: Tensor, scale_inv: Tensor, low_bits: Tensor | None = None, **others: Any) -> StoredWeight:
         """Return a weight of other tensors, and else of this one's attributes but for ``others``."""
         dtype, is_shard = others.get("dtype", self.dtype), others.get("is_shard", self.is_shard)
         weight = StoredWeight(qdata, scale_inv, dtype, self.granularity, is_shard)
-        weight.known = replace(self.known, low_bits=remainder)
+        weight.known = replace(self.known, low_bits=low_bits)
         attribute_names = ("part", "common", "layer_name")
         vars(weight).update({name: value for name, value in vars(self).items() if name in attribute_names})
         return weight
@@ -288,7 +288,7 @@ class StoredWeight(ShardHooks, Pair):
         def cut(tensor: Tensor, first: int = start, last: int = stop) -> Tensor:
             return tensor.narrow(dim, first, last - first).contiguous()
 
-        scale_inv, remainder = self.scale_inv, None if self.low_bits is None else cut(self.low_bits)
+        scale_inv, low_bits = self.scale_inv, None if self.low_bits is None else cut(self.low_bits)
         if self.ndim == 3:
             scale_inv = cut(scale_inv)
         elif (step := self.granularity.tile[dim]) != ALL:
@@ -296,7 +296,7 @@ class StoredWeight(ShardHooks, Pair):
                 what = "rows" if dim == 0 else "columns"
                 raise UnsupportedOpError(f"{what} {start} to {stop} of {self} are no whole blocks")
             scale_inv = cut(scale_inv, start // step, -(-stop // step))
-        return self._like(cut(self.qdata), scale_inv, remainder, is_shard=True)
+        return self._like(cut(self.qdata), scale_inv, low_bits, is_shard=True)
 
     def splits_of_one_scale(self, sizes: Sequence[int]) -> list[StoredWeight]:
         """Return shards of so many rows, which keep one scale per tensor."""
@@ -310,8 +310,8 @@ class StoredWeight(ShardHooks, Pair):
         """Whether another one has the same values, as far as they are known."""
         if self.is_meta or other.is_meta:
             return (self.device, self.shape) == (other.device, other.shape)
-        rests = [one.low_bits.to(self.device) for one in (self, other) if one.low_bits is not None]
-        same = torch.equal(*rests) if len(rests) == 2 else not any(bits.any() for bits in rests)
+        low_bits = [one.low_bits.to(self.device) for one in (self, other) if one.low_bits is not None]
+        same = torch.equal(*low_bits) if len(low_bits) == 2 else not any(bits.any() for bits in low_bits)
         pairs = [(one.qdata.view(torch.uint8), one.scale_inv.float()) for one in (self, other)]
         return same and all(torch.equal(a, b.to(a.device)) for a, b in zip(*pairs, strict=True))
 
@@ -406,7 +406,7 @@ def local_stored(weight: Any) -> StoredWeight | None:
 
 
 def why_not_cut(shape: torch.Size, granularity: Granularity, ranks: int, dim: int = 0) -> str | None:
-    """Return why a weight [N, K] stored so can't be sharded over ranks by rows (columns: ``dim`` 1); or None."""
+    """Return why a weight [N, K] of this granularity can't be cut over ranks by rows (columns: ``dim`` 1), or None."""
     size, each, step = shape[dim], -(-shape[dim] // ranks), granularity.tile[dim]
     if granularity == PerTensor() or each == size or not (step == ALL or each % step or size % each):
         return None
@@ -424,7 +424,7 @@ def why_not_cut(shape: torch.Size, granularity: Granularity, ranks: int, dim: in
 
 
 def why_cut(weight: Any, granularity: Granularity) -> str | None:
-    """Return why a DTensor can't be stored so where it is sharded (its shards would cut blocks), or None."""
+    """Return why a DTensor can't be stored by this granularity, if its shards would cut blocks; or None."""
     ranks = [1] * max(weight.ndim, 2)
     for at, placement in enumerate(getattr(weight, "placements", ())):
         if (dim := getattr(placement, "dim", None)) is not None:
@@ -477,8 +477,8 @@ def _add(func: Any, weight: StoredWeight, other: Any, *, alpha: float = 1) -> An
 def _empty_like(func: Any, weight: StoredWeight, *, dtype: Any = None, device: Any = None, **_: Any) -> StoredWeight:
     """Apply the rule of empty_like, for Module.to_empty."""
     scale_inv = torch.ones_like(weight.scale_inv, device=device)  # FSDP2 copies even what is empty
-    bits = None if weight.low_bits is None else torch.zeros_like(weight.low_bits, device=device)
-    return weight._like(torch.empty_like(weight.qdata, device=device), scale_inv, bits, dtype=dtype or weight.dtype)
+    low_bits = None if weight.low_bits is None else torch.zeros_like(weight.low_bits, device=device)
+    return weight._like(torch.empty_like(weight.qdata, device=device), scale_inv, low_bits, dtype=dtype or weight.dtype)
 
 
 def _initialize(func: Any, weight: StoredWeight, *args: Any, **kwargs: Any) -> StoredWeight:
@@ -554,11 +554,11 @@ def _new_zeros(func: Any, weight: StoredWeight, size: Any, **options: Any) -> An
     if options.get("dtype") not in (None, weight.dtype):
         return NotImplemented
     codes = torch.zeros(size, dtype=torch.uint8, device=weight.device).view(weight.qdata.dtype)
-    remainder = None if weight.low_bits is None else weight.low_bits.new_zeros(size)
+    low_bits = None if weight.low_bits is None else weight.low_bits.new_zeros(size)
     scale_inv = weight.scale_inv.clone()
     if weight.granularity != PerTensor() or weight.ndim == 3:
         scale_inv = scale_inv.new_ones(weight.granularity.of_matrices(size).scale_shape(size))
-    return weight._like(codes, scale_inv, remainder, is_shard=True)
+    return weight._like(codes, scale_inv, low_bits, is_shard=True)
 
 
 def _new_empty(func: Any, weight: StoredWeight, size: Any, **_: Any) -> Any:
