@@ -453,10 +453,10 @@ def mesh_of(text: str, gpus: int) -> dict[str, int]:
     product = math.prod(ranks for kind, ranks in ranks_by_kind.items() if kind != "expert")
     if product != gpus:
         others = product // ranks_by_kind["fsdp"]
-        other = f"fsdp={gpus // others} or " if gpus % others == 0 else ""
+        remedy = f"fsdp={gpus // others} or " if gpus % others == 0 else ""
         raise PlanError(
-            f"--mesh {text} has {product} ranks, --gpus says {gpus}: {other}--gpus {product} would do; expert does not "
-            "count, as experts are divided among ranks of fsdp and tensor"
+            f"--mesh {text} has {product} ranks, --gpus says {gpus}: {remedy}--gpus {product} would do; expert does "
+            "not count, as experts are divided among ranks of fsdp and tensor"
         )
     return ranks_by_kind
 

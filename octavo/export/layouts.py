@@ -316,7 +316,7 @@ def _fine_grained_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
 
 
 def _mxfp8_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
-    """Return the same for MXFP8, as MiniMax's and verl's checkpoints have it."""
+    """Return the configuration of MXFP8, as MiniMax's and verl's checkpoints have it."""
     mx = {"quant_method": "mxfp8", "weight_block_size": [*MX], "scale_fmt": "ue8m0"}
     return _fine_grained_config(layers, skipped) | mx
 

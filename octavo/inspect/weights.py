@@ -246,7 +246,7 @@ def facts_of(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         for name, value in group.items():
             parts = enumerate(value) if name == "betas" else [("", value)]
             named = {f"{name} {place}".strip() + f"{GROUP}{at}": part for place, part in parts}
-            facts |= {option: of for option, of in named.items() if isinstance(of, float | int) or name == "lr"}
+            facts |= {option: fact for option, fact in named.items() if isinstance(fact, float | int) or name == "lr"}
     return facts
 
 

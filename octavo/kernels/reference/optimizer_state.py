@@ -351,11 +351,11 @@ class Fp8Weight(Scaled):
             return self
         rows = self.weight.shape[0] // self.matrices
         part = slice(index * rows, (index + 1) * rows)
-        rests, amax = (
+        low_bits, amax = (
             None if self.low_bits is None else self.low_bits[part],
             None if self.amax is None else self.amax[index],
         )
-        return replace(self, weight=self.weight[part], scale_inv=self.scale_inv[index], low_bits=rests, amax=amax)
+        return replace(self, weight=self.weight[part], scale_inv=self.scale_inv[index], low_bits=low_bits, amax=amax)
 
     def read_all(self, like: Tensor) -> Tensor:
         """Return the values of all matrices in float32, as Scaled does."""

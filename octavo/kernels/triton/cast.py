@@ -73,7 +73,7 @@ def cast(
         return grouped_cast(source, first, output, offsets)
     if isinstance(source, NormSource) and source.x.numel() == 0:
         return reference_cast(source, first, second, output)
-    results = codes, other, scale_inv, amax, *besides = new_cast(source, first, second, output)
+    results = codes, other, scale_inv, amax_or_scale, *besides = new_cast(source, first, second, output)
     casts: tuple[Callable[..., Any], ...] = cast_by_tile, cast_by_block, cast_by_line
     sums = besides[0] if output.column_sum else None
     if isinstance(source, CastSource):
@@ -86,12 +86,19 @@ def cast(
         return _by_torch(source, first, second, output)
     inputs.clear_padding(codes)
     if second is None:
-        casts[0](inputs, first, outputs_to(codes_to(codes, other), scale_inv, amax), sums)
+        casts[0](inputs, first, outputs_to(codes_to(codes, other), scale_inv, amax_or_scale), sums)
     else:
         if not output.transpose:
             inputs.clear_padding(other)
         both = codes_to(codes), codes_to(None, other) if output.transpose else codes_to(other)
-        _two_scalings(inputs, (first, second), both, (scale_inv, amax.t() if output.transpose else amax), sums, *casts)
+        _two_scalings(
+            inputs,
+            (first, second),
+            both,
+            (scale_inv, amax_or_scale.t() if output.transpose else amax_or_scale),
+            sums,
+            *casts,
+        )
     return results
 
 
