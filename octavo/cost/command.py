@@ -82,11 +82,11 @@ def describe_rates(rates: Rates) -> str:
     lines += _attention(rates)
     lines += ["", "a layer's step is faster in FP8 than in bf16"]
     for name, make in RECIPES.items():
-        sizes_by_tokens = [
+        thresholds = [
             f"at {tokens} tokens {'never' if size is None else f'from {size} features on'}"
             for tokens, size in pays(make(), rates).items()
         ]
-        lines.append(f"  {name:<10} {', '.join(sizes_by_tokens)}")
+        lines.append(f"  {name:<10} {', '.join(thresholds)}")
     return "\n".join(lines)
 
 

@@ -147,7 +147,7 @@ def stretch(over: Any, values: Any) -> tuple[int, int]:
 
 
 def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
-    """Fold findings under those that explain them; sort by level, then severity, then time."""
+    """Return findings, folded under those that explain them, by level, then severity, then time."""
     layers = {layer: place for place, layer in enumerate(record.layers)}
     levels = {level: place for place, level in enumerate(LEVELS)}
 

@@ -29,9 +29,9 @@ from octavo.tensor.stored_weight import StoredWeight
 # Recorded of each weight's update: how many elements were sampled of the weight, its moments and its master;
 # the sums of squares of the update and of the distances to the next number, and how many elements changed; how many of
 # each moment are flushed; the same of the master's update, if the optimizer keeps a master besides the weight; and the
-# sum of squares of what changed between the last recorded step's update and this step's begin. Then how many elements
+# sum of squares of changes between the last recorded step's update and this step's begin. Then how many elements
 # were sampled of the gradient, of a second moment that is a plain tensor, and before the optimizer's step; and the sums
-# of squares of the weight, the gradient, and what changed in this step before the optimizer's; and that of the moment.
+# of squares of the weight, the gradient, and changes in this step before the optimizer's; and that of the moment.
 MOVED = (
     *("elements", "moments", "masters"),
     *("update", "grid", "changed", "first_flushed", "second_flushed", "master_update", "master_changed", "between"),
@@ -199,7 +199,7 @@ class Updates:
             self._moved = self._since()
 
     def end(self) -> Tensor:
-        """MOVED of the step, summed over samples: float64 [weights, 18]."""
+        """Return MOVED of the step, summed over samples: float64 [weights, 18]."""
         self.unwatched = self.unwatched + 1 if self._handles and self._gradients is None else 0
         moved, self._moved = self._since() if self._moved is None else self._moved, None
         self._weights = ()
