@@ -23,8 +23,8 @@ CODE = ("octavo", "emulator", "benchmarks/*.py")
 
 def is_made(subject: str, code: tuple[str, ...]) -> bool:
     """Whether all rows of all CSVs of a subject are of this code."""
-    paths = {name: commits_of(path) for name, path in results()}
-    commits = [one for name in ALL[subject] for one in paths.get(name, [""])]
+    commits_by_name = {name: commits_of(path) for name, path in results()}
+    commits = [one for name in ALL[subject] for one in commits_by_name.get(name, [""])]
     return all(change_since(one, code) == "" for one in commits)
 
 
@@ -42,19 +42,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--stale", action="store_true", help="what `stale` names alone, not all of another commit")
     parser.add_argument("--list", action="store_true", help="what would be made, and how long that takes; make nothing")
     options = parser.parse_args(arguments)
-    known, missed = subjects(), []
+    subjects_by_name, missed = subjects(), []
     if commit().endswith("+") and not options.list:
         parser.error("commit your changes first: rows of what is not committed are no results")
     for subject in options.only:
-        code = known[subject].measures if options.stale or subject in OF_TRITON else CODE
+        code = subjects_by_name[subject].measures if options.stale or subject in OF_TRITON else CODE
         if is_made(subject, code):
             print(f"{subject}: made")
         elif (subject in OF_TRITON) != metadata.version("triton").startswith(TRITON):
             print(f"{subject}: left to {'' if subject in OF_TRITON else 'the environment without '}--triton {TRITON}")
         elif options.list:
-            print(f"{subject}: {known[subject].takes}")
+            print(f"{subject}: {subjects_by_name[subject].takes}")
         else:
-            print(f"--- {subject} ({known[subject].takes})", flush=True)
+            print(f"--- {subject} ({subjects_by_name[subject].takes})", flush=True)
             begin = time.monotonic()
             command = [sys.executable, "-m", "benchmarks", subject]
             status = subprocess.run(command, cwd=ROOT, check=False).returncode

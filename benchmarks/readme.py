@@ -15,11 +15,15 @@ def numbers_list() -> str:
     means = [gap.mean for gap in _gaps().values()]
     first, *_, last = (sum(int(row[kind]) for kind in KINDS) / 1e9 for row in read("memory_kinds"))
     emulated = read("emulated")
-    right, of = sum(row["right"] == "yes" for row in emulated), len({row["architecture"] for row in emulated})
+    right, architectures = (
+        sum(row["right"] == "yes" for row in emulated),
+        len({row["architecture"] for row in emulated}),
+    )
     lines = (
         f"**{signed(min(means), 1)} to {signed(max(means), 1)} %**: a small GPT's final validation loss beside bf16's",
         f"**{last:.0f} GB instead of {first:.0f}** to train the blocks of Llama 3 8B, all in FP8, by tensors' sizes",
-        f"**{right} of {len(emulated)}** kernels' results are the reference's, run as PTX of {of} GPU architectures",
+        f"**{right} of {len(emulated)}** kernels' results are the reference's, "
+        f"run as PTX of {architectures} GPU architectures",
     )
     return "".join(f"- {line}.\n" for line in lines)
 

@@ -34,7 +34,7 @@ ALONE = {
 
 
 def gain(recipe: Recipe, rates: Rates, size: tuple[int, int], tokens: int, weight_kept: bool = False) -> float:
-    """Return by how many times bf16 takes longer than the recipe."""
+    """Return the time in bf16 divided by the recipe's."""
     work = LinearWork("", tokens * EXPERTS, *size, True, True, EXPERTS)
     products, casts = work.seconds(recipe, rates)
     if weight_kept:
@@ -95,7 +95,7 @@ def casts_table() -> str:
 
 
 def kept_table() -> str:
-    """Return docs/modules.md's table: percent that casting in every micro-batch adds to a step of kept weights."""
+    """Return docs/modules.md's table: percent of time that casting weights a micro-batch adds to kept ones, H100."""
     work, rates, rows = LinearWork("", 8192, 4096, 4096, True, True), PUBLISHED["H100"], []
     for micro_batches in (1, 4, 16):
         cells = []

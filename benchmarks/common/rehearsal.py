@@ -20,7 +20,7 @@ CAPABILITY = 90
 
 @contextmanager
 def rehearsed() -> Iterator[None]:
-    """Kernels run, without a GPU too; then the device of results is the emulator."""
+    """Let kernels run within the block, without a GPU too: in the emulator, which results then name as device."""
     if torch.cuda.is_available():
         yield
         return

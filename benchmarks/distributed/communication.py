@@ -97,7 +97,7 @@ def count_links(mesh: Any, width: int, hidden: int, layers: int) -> list[dict[st
     tokens, rows = torch.randint(0, VOCABULARY, (1, CONTEXT)), []
     for layout, recipe, dtype, ways in _runs():
         model = sharded(pair if layout == REPLICAS else mesh, recipe, width, hidden, layers, dtype, ways)
-        for _ in range(2):  # in the first ranks ask whether they were told the same
+        for _ in range(2):  # in the first step ranks compare their settings
             with ByteCounter(SERVERS) as counter:
                 next_byte_loss(model(tokens), tokens).backward()
             model.zero_grad()
@@ -222,7 +222,7 @@ def _links() -> dict[tuple[str, ...], dict[str, str]]:
 
 
 def weights_table() -> str:
-    """Return a table of gathers and shared amax: MiB inside servers and between them, and of bf16's."""
+    """Return a table of gathers and shared amax: MiB inside servers and between them, with shares of bf16's."""
     rows, bytes_by_run = [], _links()
     for recipe, masters in itertools.product(RECIPES, MASTERS):
         cells = [f"`{recipe}`" if recipe != "bf16" else "without octavo", masters]
@@ -242,7 +242,7 @@ def weights_table() -> str:
 
 
 def gradients_table() -> str:
-    """Return the same table of gradients."""
+    """Return a table of gradients: MiB inside servers and between them, with shares of plain ones'."""
     rows, bytes_by_run = [], _links()
     for layout, ways in (
         (FLAT, PLAIN),

@@ -147,7 +147,7 @@ def measure(mesh: Any, names: tuple[str, ...], size: int, layers: int, rounds: i
 
 
 def rows_of(size: int, layers: int, collectives: str, times: Times) -> list[dict[str, object]]:
-    """Return a row for each variant: medians over rounds in microseconds, and the ratio to torchao's faster way."""
+    """Return a row a variant: medians over rounds in microseconds; ratio to torchao's faster way in the same round."""
     totals = {
         name: [sum(value for part, value in seconds.items() if part != "attributes") for seconds in rounds]
         for name, rounds in times.items()

@@ -108,7 +108,7 @@ def _torchao(name: str) -> Callable[[nn.Linear], nn.Module]:
 
 
 def _products_only(x_tile: tuple[int, int], w_tile: tuple[int, int], grad_dtype: torch.dtype) -> Make:
-    """Return the three products on operands cast beforehand."""
+    """Return the function that makes a step of the three products alone, on operands cast beforehand."""
 
     def pair(x: Tensor, tile: tuple[int, int], dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Any, ...]:
         q, _, scale_inv, *_ = kernels.cast(x, None, 0, dtype, tile, tile[1] > 0, 0)
@@ -201,7 +201,7 @@ def measure_shape(
         try:
             step = make(data)
             problem = _wrong(step(), truth_with_bias if name.endswith("bias") else truth)
-            for _ in range(2):  # delayed scales settle, and the host hears of it
+            for _ in range(2):  # delayed scales settle, and the host learns that they exist
                 step()
         except Exception as error:
             problem = describe(error)

@@ -26,7 +26,7 @@ def largest(x: Tensor) -> Tensor:
 def scaled(
     x: Tensor, dim: int | tuple[int, ...] | None = None, dtype: torch.dtype = E4M3, power_of_two: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scale_inv and amax, of all or along dimensions."""
+    """Return codes, scale_inv and amax, of all or along dimensions."""
     amax = largest(x) if dim is None else x.abs().amax(dim, keepdim=True).float()
     scale = torch.finfo(dtype).max / amax.clamp(min=1e-30)
     if power_of_two:
@@ -106,7 +106,7 @@ def _gelu_gradient(dy: Tensor, h: Tensor) -> Tensor:
 
 
 def _normed(write: Callable[[Tensor], tuple[Tensor, ...]], keep: bool = False) -> Work:
-    """A cast of the norm, its statistics, and y if kept; LayerNorm is the one with a beta."""
+    """Return a function that casts the norm, with its statistics, and y if kept; LayerNorm is the one with a beta."""
 
     def run(x: Tensor, gamma: Tensor, beta: Tensor | None = None) -> tuple[Tensor, ...]:
         n, mean = x.float(), None
@@ -188,5 +188,5 @@ PLAIN: dict[str, Work] = {
 
 
 def compiled(work: Work, toy: bool) -> Work:
-    """torch.compile'd for each shape; on a CPU only traced, which is quick."""
+    """Return the work compiled for each shape; if ``toy`` only traced, which is quick."""
     return torch.compile(work, fullgraph=True, dynamic=False, backend="aot_eager" if toy else "inductor")

@@ -22,7 +22,7 @@ TAKES = "a GPU; 5 minutes"
 MEASURES = ("octavo/kernels/triton",)
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
-FOUND = 86  # the exit status of what the tools found something in
+FOUND = 86  # the exit status of a process in which a tool found a fault
 CASES = [name for capability, name in test_compiled.ALL_CASES if capability == 90]
 
 

@@ -126,12 +126,12 @@ def plain(
     codes: torch.dtype = E4M3,
     x: Tensor | None = None,
     column_sum: bool = False,
-    **how: Any,
+    **options: Any,
 ) -> Case:
-    state, power_of_two = how.get("state"), how.get("power_of_two", False)
+    state, power_of_two = options.get("state"), options.get("power_of_two", False)
     words = "transposed" * transpose, "delayed" * (state is not None), "power of two" * power_of_two
-    how |= {"codes": codes, "transpose": transpose, "column_sum": column_sum}
-    return cast("cast", tensor() if x is None else x, tile, *words, "column sum" * column_sum, **how)
+    options |= {"codes": codes, "transpose": transpose, "column_sum": column_sum}
+    return cast("cast", tensor() if x is None else x, tile, *words, "column sum" * column_sum, **options)
 
 
 def two_scalings_of(
@@ -215,7 +215,7 @@ def dequantize() -> Iterator[Case]:
 
 
 def note_faults() -> Iterator[Case]:
-    one, notes = torch.ones(1, dtype=torch.int32), torch.zeros(4)
+    one, faults = torch.ones(1, dtype=torch.int32), torch.zeros(4)
     for shape, tile, dtype, amax in (
         (LARGE, TENSOR, E5M2, torch.ones(1, 1)),
         (LARGE, VECTOR, E4M3, None),
@@ -224,7 +224,7 @@ def note_faults() -> Iterator[Case]:
     ):
         scale_inv = torch.empty(granularity_of(tile).scale_shape(shape))
         call = functools.partial(
-            KERNELS["note_faults"], tensor(shape), tensor(shape, dtype), scale_inv, amax, one, notes, one
+            KERNELS["note_faults"], tensor(shape), tensor(shape, dtype), scale_inv, amax, one, faults, one
         )
         extra = "" if amax is None else ", Delayed"
         yield Case("note_faults", f"{granularity_of(tile)} {name_of(dtype)} {list(shape)}{extra}", call)
@@ -400,14 +400,14 @@ def grouped() -> Iterator[Case]:
 
 def statistics() -> Iterator[Case]:
     """Yield the reads of octavo.inspect of rows in groups."""
-    one, notes = torch.ones(1, dtype=torch.int32), torch.zeros(4)
+    one, faults = torch.ones(1, dtype=torch.int32), torch.zeros(4)
     for tile in (TENSOR, ROW, SQUARE):
         q, scale_inv = tensor(dtype=E4M3), torch.empty(grouped_scale_shape(LARGE, EXPERTS, tile))
         where = f"{granularity_of(tile)} e4m3 {list(LARGE)} in {EXPERTS} groups"
         sums, extremes = torch.empty(EXPERTS, 71, dtype=torch.float64), torch.empty(EXPERTS, 3)
         counted = tensor(), q, scale_inv, tile, sums, extremes, offsets()
         yield Case("cast_statistics", where, functools.partial(KERNELS["cast_statistics"], *counted))
-        noted = tensor(), q, scale_inv, None, one, notes, one, offsets()
+        noted = tensor(), q, scale_inv, None, one, faults, one, offsets()
         yield Case("note_faults", where, functools.partial(KERNELS["note_faults"], *noted))
 
 

@@ -149,7 +149,7 @@ def _scattered(rows: Iterable[Row]) -> list[Row]:
 
 
 def _architectures() -> str:
-    """Return a table of the cases of each architecture, and of the kernels that cost more than they must."""
+    """Return a table by architecture: cases, kernels, right rows, and rows that cost more than they must."""
     header = ("architecture", "cases", "kernels", "right", "wavefronts by least, at most", f"stores over {MOST}")
     lines = []
     for name, rows in itertools.groupby(read("emulated"), lambda row: row["architecture"]):

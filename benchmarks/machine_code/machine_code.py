@@ -149,10 +149,10 @@ def lost_codes(ptx: str) -> int:
 
 _BITS = re.compile(r"\.(?:U|S)?(8|16|64|128|256)(?:\.|$)")
 _PRODUCTS = ("matmul_kernel", "rows_in_groups_kernel", "terms_in_groups_kernel")
-# of what is small: a few numbers a tensor or a group, scales
+# kernels of small tensors: a few numbers a tensor or a group, scales
 _WITHOUT_TILES = ("delayed_update_kernel", "note_faults_kernel", "checked_ends_kernel", "mend_kernel")
 _WITHOUT_TILES += ("swizzle_groups_kernel",)
-# whose widest loads are those of tiles
+# kernels whose widest loads are those of tiles
 _WIDEST = ("dequantize_kernel", "rotary_kernel", "cross_entropy_kernel", "cross_entropy_backward_kernel")
 MOST_SPILLS = 0.01  # of all instructions: an address kept on the stack, which the first cache holds, costs no time
 _TENSOR_CORES = {89: "QMMA", 90: "QGMMA", 100: "UTCQMMA", 120: "QMMA"}

@@ -56,7 +56,7 @@ def _nothing(*args: Any) -> None:
 
 
 def _load_binary(name: str, binary: bytes, shared: int, device: int) -> tuple[None, int, int, int, int]:
-    """Return (module, function, registers, spills, most threads); without a module, none is unloaded at the end."""
+    """Return (None, function, registers, spills, most threads): a dying kernel would unload a module in its place."""
     return None, 1, 0, 0, 1024
 
 

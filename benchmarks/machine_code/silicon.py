@@ -72,7 +72,7 @@ INSTRUCTIONS = {
 
 @triton.jit
 def instruction_kernel(out_ptr, a_ptr, b_ptr, ASM: tl.constexpr, SIZE: tl.constexpr):
-    """Write out = the instruction of a and b, all bits of 32."""
+    """Write the instruction's results for a and b to out, all as 32 bits."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     result = tl.inline_asm_elementwise(
         ASM, "=r,r,r", [tl.load(a_ptr + at), tl.load(b_ptr + at)], dtype=tl.int32, is_pure=True, pack=1

@@ -158,10 +158,10 @@ def sensitivity(optimizer: Any) -> list[dict[str, Any]]:
     return [
         {
             "rounded": what,
-            "mean_error_percent": f"{statistics.fmean(of):.3f}",
-            "largest_error_percent": f"{max(of):.3f}",
+            "mean_error_percent": f"{statistics.fmean(percents):.3f}",
+            "largest_error_percent": f"{max(percents):.3f}",
         }
-        for what, of in errors.items()
+        for what, percents in errors.items()
     ]
 
 

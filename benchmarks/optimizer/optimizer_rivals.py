@@ -32,7 +32,7 @@ class Companded:
         self.scales = torch.zeros(groups, 1, dtype=torch.float16)
 
     def read(self) -> Tensor:
-        """[size] float32."""
+        """Return the values [size], float32."""
         wide = self.codes.float()
         if self.second:
             wide = wide.div_(255).mul_(self.scales.float()).square_()

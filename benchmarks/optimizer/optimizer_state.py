@@ -54,7 +54,7 @@ def as_cells(rows: Sequence[Row]) -> list[dict[str, str]]:
 
 
 def tables(cells: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return a table in Markdown for each study: cases down, quantities across; of two numbers one was derived."""
+    """Return {study: its table in Markdown}: cases down, quantities across; of two numbers the first was derived."""
     tables_by_study = {}
     for study in dict.fromkeys(row["study"] for row in cells):
         rows_by_key = {(row["case"], row["quantity"]): row for row in cells if row["study"] == study}

@@ -179,7 +179,7 @@ def averages(sizes: Sizes) -> list[Row]:
     """Return √v as it is kept over the exact one: while gradients stay, and after they fell."""
     rows = []
     for beta2 in (0.999, 0.95):
-        old = beta2**sizes.steps  # the weight of what was before the fall
+        old = beta2**sizes.steps  # the weight of gradients from before the fall
         stalled = 1 / math.sqrt((1 - old) / FALL**2 + old)
         for stored in STORED:
             steady, all_fell, half_fell = followed(stored, beta2, 1.0, sizes)

@@ -125,7 +125,7 @@ def adam(gradients: Tensor, beta1: float, beta2: float) -> float:
 
 
 def trained(sizes: Sizes) -> list[Row]:
-    """Train a GPT in float32: each amax's growth in a step, how far its bound lies above it, what is flushed."""
+    """Train a GPT in float32; return each amax's growth a step, its bound's distance, the shares that are flushed."""
     torch.manual_seed(0)
     model = GPT(WIDE)
     optimizer = AdamW(model.parameters(), LR, BETAS, 1e-8, DECAY, moments="fp32")

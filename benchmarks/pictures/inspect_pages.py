@@ -59,7 +59,7 @@ def train(folder: Path, is_broken: bool) -> None:
 
 
 def screenshot(page: Path, width: int, height: int, to: Path) -> None:
-    """A picture of the top of a page, in 256 colours."""
+    """Write a picture of the top of a page, in 256 colours."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         raise SystemExit("the screenshots need Chromium: apt-get install chromium")

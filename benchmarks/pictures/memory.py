@@ -11,7 +11,7 @@ GB = 1e9
 
 
 def memory() -> str:
-    """A bar a variant, in gigabytes."""
+    """Draw a bar for each variant, in gigabytes."""
     rows = read("memory_kinds")
     totals = [sum(int(row[kind]) for kind in KINDS) / GB for row in rows]
     parameters = int(rows[0]["parameters"]) / GB

@@ -179,7 +179,7 @@ def number(usual: float, *others: float) -> Change:
 
 
 def input_of(change: Change, when: Callable[[Training], bool], *ends: str) -> Do:
-    """Give a drawn layer's cast another input in some steps."""
+    """Return a change of a drawn layer's input in the steps for which ``when`` holds."""
 
     def begin(run: Training) -> None:
         def hook(_: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -191,7 +191,7 @@ def input_of(change: Change, when: Callable[[Training], bool], *ends: str) -> Do
 
 
 def one(usual: float, *others: float, times: bool = False) -> Change:
-    """Return a tensor with one number changed; with ``times`` to so many times the largest one, without a gradient."""
+    """Return a change of one number of a tensor; with ``times`` to so many times the largest, without a gradient."""
 
     def change(run: Training, x: Tensor) -> Tensor:
         changed, value = x.clone(), run.other(usual, *others)
@@ -202,7 +202,7 @@ def one(usual: float, *others: float, times: bool = False) -> Change:
 
 
 def gradient(*values: float) -> Do:
-    """Change one number of the gradient of a drawn layer's result in the fault's step."""
+    """Return a change of one number of the gradient of a drawn layer's result in the fault's step."""
 
     def begin(run: Training) -> None:
         def hook(_: Any, __: Any, output: Any) -> None:
@@ -215,7 +215,7 @@ def gradient(*values: float) -> Do:
 
 
 def batch_with(*values: float) -> Do:
-    """Put a number among the embeddings of the fault's step, as float inputs would have it."""
+    """Return a change of one number of the embeddings in the fault's step, as in float inputs."""
     return lambda run: run.model.embedding.register_forward_hook(
         lambda _, __, output: one(*values)(run, output) if run.step == run.at else None
     )
@@ -264,8 +264,8 @@ def swapped(run: Training) -> None:
 def random_bytes(run: Training, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     if run.step != run.at:
         return tokens, targets
-    of = torch.arange(len(tokens))[:, None] < run.other(8, 5, 6, 7)
-    return tokens.where(~of, torch.randint_like(tokens, 256)), targets.where(~of, torch.randint_like(targets, 256))
+    hit = torch.arange(len(tokens))[:, None] < run.other(8, 5, 6, 7)
+    return tokens.where(~hit, torch.randint_like(tokens, 256)), targets.where(~hit, torch.randint_like(targets, 256))
 
 
 def idle(run: Training) -> None:
@@ -504,21 +504,21 @@ def cause_of(finding: Finding) -> str:
     return f"nonfinite {finding.role}" if finding.kind == "nonfinite" and finding.role else finding.kind
 
 
-def seeds(of: str, turn: int) -> Sequence[int]:
+def seeds(draw: str, turn: int) -> Sequence[int]:
     """Return the seeds of a kind and model: of variations one each in turn; the other two of "more variations"."""
     first = VARIED[turn % 3]
     others = [seed for seed in VARIED if seed != first]
-    return {"variations": [first], "more variations": others}.get(of, SEEDS)
+    return {"variations": [first], "more variations": others}.get(draw, SEEDS)
 
 
-def rows_of(of: str, kinds: Mapping[str, Fault], folder: Path) -> Iterator[dict[str, Any]]:
+def rows_of(draw: str, kinds: Mapping[str, Fault], folder: Path) -> Iterator[dict[str, Any]]:
     """Yield a row for each kind of fault, model and seed; of healthy runs one each."""
     for place, (kind, fault) in enumerate(kinds.items()):
-        turns = {model: seeds(of, place + turn) for turn, model in enumerate(MODELS)}
+        turns = {model: seeds(draw, place + turn) for turn, model in enumerate(MODELS)}
         runs = [(model, seed) for model in fault.models for seed in turns[model]]
         for model, seed in runs if fault.causes else runs[place % len(runs) :][:1]:
             record, layer = recorded(fault, model, seed, folder / f"{kind} {model} {seed}".replace(" ", "-"))
-            row = {"of": of, "kind": kind, "model": model, "seed": seed, "expected": " or ".join(fault.causes)}
+            row = {"of": draw, "kind": kind, "model": model, "seed": seed, "expected": " or ".join(fault.causes)}
             yield row | {"layer": layer, **said(fault, layer, octavo.inspect.diagnose(record))}
 
 
@@ -533,13 +533,14 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return shares of runs by diagnosis and by group of faults, and false alarms."""
     lines = []
     for diagnosis in ("before", "first rules", "second rules", "third rules", "fourth rules", "after"):
-        of = {name: [r for r in rows if (r["diagnosis"], r["of"]) == (diagnosis, name)] for name in DRAWS}
-        for name, its in of.items():
-            if its:
+        rows_by_draw = {name: [r for r in rows if (r["diagnosis"], r["of"]) == (diagnosis, name)] for name in DRAWS}
+        for name, drawn in rows_by_draw.items():
+            if drawn:
                 at_most = [
-                    [f"{sum(0 < int(r[f'{w} at']) <= n for r in its) / len(its):.0%}" for n in (1, 3)] for w in ASPECTS
+                    [f"{sum(0 < int(r[f'{w} at']) <= n for r in drawn) / len(drawn):.0%}" for n in (1, 3)]
+                    for w in ASPECTS
                 ]
-                lines.append([diagnosis, f"{name}, {len(its)} runs", *(f"{one}, {three}" for one, three in at_most)])
+                lines.append([diagnosis, f"{name}, {len(drawn)} runs", *(f"{one}, {three}" for one, three in at_most)])
         healthy = [r for r in rows if (r["diagnosis"], r["of"]) == (diagnosis, "healthy")]
         if healthy:
             alarms = sum(int(r["alarms"]) > 0 for r in healthy)

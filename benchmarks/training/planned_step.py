@@ -116,7 +116,7 @@ def host_times(us: Mapping[str, float], slower: float = 1.0) -> dict[str, HostTi
 
 
 def slower_host(us: Mapping[str, float]) -> float:
-    """Return by how much slower than gpu_host's the host of the H100 was: the median over octavo's eager layers."""
+    """Return the H100's host's time divided by gpu_host's: the median over octavo's eager layers."""
     ratios = []
     for row in read("layer"):
         library, _, words = row["variant"].partition(" ")

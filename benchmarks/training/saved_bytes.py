@@ -67,9 +67,9 @@ def build(name: str, sequences: int = 8, tokens: int = 512, **changes: Any) -> t
     return built.train(), {"input_ids": batch, "labels": batch}
 
 
-def rows(name: str, names: Iterable[str] = RECIPES, **how: Any) -> Iterator[dict[str, object]]:
+def rows(name: str, names: Iterable[str] = RECIPES, **options: Any) -> Iterator[dict[str, object]]:
     """Yield a row for each recipe and kind, bytes."""
-    model, batch = build(name, **how)
+    model, batch = build(name, **options)
     plain = predicted_by_kind(model, (), batch)
     for each in names:
         by_fusion = []

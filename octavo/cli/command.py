@@ -152,7 +152,7 @@ def recipes_on(device: torch.device) -> list[str]:
     return [
         "",
         f"recipes on {device}",
-        *(f"  {name:<{max(map(len, makers))}}  {who}; lost: {loss}" for name, (who, loss) in makers.items()),
+        *(f"  {name:<{max(map(len, makers))}}  {maker}; lost: {loss}" for name, (maker, loss) in makers.items()),
     ]
 
 
@@ -230,7 +230,7 @@ def describe_machine() -> str:
     lines += ["", "devices"]
     rows = devices()
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    lines += [f"  {name:<{widths[0]}}  {what:<{widths[1]}}  {fp8}" for name, what, fp8 in rows]
+    lines += [f"  {name:<{widths[0]}}  {kind:<{widths[1]}}  {fp8}" for name, kind, fp8 in rows]
     for name, *_ in rows:
         lines += recipes_on(torch.device(name)) + products_of(torch.device(name))
     lines += attention_on([torch.device(name) for name, *_ in rows if name.startswith(("cpu", "cuda"))])
@@ -249,8 +249,8 @@ def signals_to(handler: Callable[..., object], *numbers: int) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler_before in previous_handlers.items():
-            signal.signal(number, handler_before)
+        for number, previous_handler in previous_handlers.items():
+            signal.signal(number, previous_handler)
 
 
 def _train_options(parser: argparse.ArgumentParser) -> None:
@@ -286,7 +286,7 @@ def _config(options: argparse.Namespace) -> tuple[TrainConfig, list[Any]]:
 
 
 def _settled(config: TrainConfig, options: argparse.Namespace, recipes: Sequence[Any]) -> TrainConfig:
-    """Return the options with a dtype instead of `auto`, and with a new folder where --out is not set."""
+    """Return the options with a dtype instead of `auto`, and with a folder where --out is not set."""
     config = trainer.settle_dtype(config, trainer.choose_device(shard.device_name(config)), recipes)
     names = [config.called(recipe) for recipe in recipes]
     out = config.run.out or _default_folder(options.name, bool(config.run.resume))

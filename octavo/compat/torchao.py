@@ -254,7 +254,7 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
 
 
 def _auto_filter_for_recipe(recipe: Float8LinearRecipeName | str, filter_fqns: list[str]) -> Select:
-    """Return torchao's filter: sizes are multiples of 16 that FP8 made faster on an H100, no name of filter_fqns."""
+    """Return torchao's filter: layers of sizes (multiples of 16) faster in FP8 on an H100, none of filter_fqns."""
     recipe_name = Float8LinearRecipeName(recipe)
     if recipe_name.value == "rowwise_with_gw_hp":
         raise NotImplementedError("torchao has no such filter: octavo.nn.candidates.large_enough is octavo's")

@@ -82,11 +82,11 @@ def describe_rates(rates: Rates) -> str:
     lines += _attention(rates)
     lines += ["", "a layer's step is faster in FP8 than in bf16"]
     for name, make in RECIPES.items():
-        sizes_by_tokens = [
+        thresholds = [
             f"at {tokens} tokens {'never' if size is None else f'from {size} features on'}"
             for tokens, size in pays(make(), rates).items()
         ]
-        lines.append(f"  {name:<10} {', '.join(sizes_by_tokens)}")
+        lines.append(f"  {name:<10} {', '.join(thresholds)}")
     return "\n".join(lines)
 
 
@@ -453,10 +453,10 @@ def mesh_of(text: str, gpus: int) -> dict[str, int]:
     product = math.prod(ranks for kind, ranks in ranks_by_kind.items() if kind != "expert")
     if product != gpus:
         others = product // ranks_by_kind["fsdp"]
-        other = f"fsdp={gpus // others} or " if gpus % others == 0 else ""
+        remedy = f"fsdp={gpus // others} or " if gpus % others == 0 else ""
         raise PlanError(
-            f"--mesh {text} has {product} ranks, --gpus says {gpus}: {other}--gpus {product} would do; expert does not "
-            "count, as experts are divided among ranks of fsdp and tensor"
+            f"--mesh {text} has {product} ranks, --gpus says {gpus}: {remedy}--gpus {product} would do; expert does "
+            "not count, as experts are divided among ranks of fsdp and tensor"
         )
     return ranks_by_kind
 

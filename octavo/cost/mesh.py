@@ -547,7 +547,7 @@ class Stage:
 
     @property
     def optimizer(self) -> float:
-        """Seconds of the update of this rank's shards: it moves state and bf16 weight twice, the gradient once.
+        """Seconds of the update of this rank's shards: it reads and writes state, reads gradients, writes bf16 weights.
 
         Muon's owners have equal shares of the products; matrices but those of experts travel to them and back in bf16.
         """

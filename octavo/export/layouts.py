@@ -131,7 +131,7 @@ class Entry(NamedTuple):
     model: nn.Module | None = None
 
     def read(self, training: bool, policies: Mapping[int, Any]) -> WrittenTensors:
-        """Yield (name, codes [N, K], scales in the layouts' shape and dtype), (name, tensor, None) if it is not in FP8.
+        """Return (name, codes [N, K], scales in the layouts' shape and dtype) of each, or (name, tensor, None).
 
         Args:
             training: see octavo.nn.weight.fp8_pair.
@@ -144,7 +144,7 @@ class Entry(NamedTuple):
         return self._written(codes.detach(), scale_inv.detach().view(scale_shape(self.layer)))
 
     def likes(self) -> WrittenTensors:
-        """Yield the same as ``read``, on the meta device."""
+        """Return ``read``'s tensors on the meta device."""
         if self.layer is None:
             return self._written(torch.empty_like(self.tensor, device="meta"))
         codes = torch.empty(self.layer.weight_parameter.shape, dtype=E4M3.dtype, device="meta")
@@ -316,7 +316,7 @@ def _fine_grained_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
 
 
 def _mxfp8_config(layers: Layers, skipped: list[str]) -> dict[str, Any]:
-    """Return the same for MXFP8, as MiniMax's and verl's checkpoints have it."""
+    """Return the configuration of MXFP8, as MiniMax's and verl's checkpoints have it."""
     mx = {"quant_method": "mxfp8", "weight_block_size": [*MX], "scale_fmt": "ue8m0"}
     return _fine_grained_config(layers, skipped) | mx
 

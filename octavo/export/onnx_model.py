@@ -280,7 +280,7 @@ def _copy_in_float32(model: nn.Module) -> nn.Module:
 
 
 def _translated(model: nn.Module, inputs: tuple[Any, ...], dynamic_shapes: Any, opset: int) -> Any:
-    """Return the model as onnx_ir's."""
+    """Return the model as an onnx_ir.Model."""
     with _quiet():
         program = program_of(model, inputs, dynamic_shapes)
         table = decompositions()

@@ -103,7 +103,7 @@ class _CastOf:
         self.values = {name: values[:, place] for name, values in record.measures.items()}
         self.cast, self.is_finite = self.row.cast, ~(np.nancumsum(self.values["nonfinite"]) > 0)  # up to each step
         shown = {kind: self.is_finite | (kind == "nonfinite") for kind in excess}
-        self.excess = {kind: np.where(shown[kind], of[:, place], np.nan) for kind, of in excess.items()}
+        self.excess = {kind: np.where(shown[kind], over[:, place], np.nan) for kind, over in excess.items()}
 
     def findings(self) -> list[Finding]:
         """Return findings: inf or NaN; at most one of numbers too large for the scale, and one of numbers too small."""
@@ -161,7 +161,7 @@ class _CastOf:
         finding = mend.get(kind, self._small)(finding, worst)
         if experts is None or not row.experts:
             return finding
-        expert, beyond = (int(of[worst, self.place]) for of in (experts.worst, experts.beyond))
+        expert, beyond = (int(table[worst, self.place]) for table in (experts.worst, experts.beyond))
         tokens = int(experts.tokens[row.layer][worst, expert])
         others = f", the worst of {beyond} beyond a limit" if beyond > 1 else ""
         cause = f"expert {expert} of {row.experts} ({tokens} tokens{others}): {finding.cause}"

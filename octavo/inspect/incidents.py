@@ -139,7 +139,7 @@ def verdict(record: Record, findings: Sequence[Finding]) -> str:
 
 
 def stretch(over: Any, values: Any) -> tuple[int, int]:
-    """Return (the index where the run of values over the limit with the largest one begins or leaps; the largest's)."""
+    """Return (the start, or last leap, of the run over the limit up to the largest value; that value's index)."""
     worst = begins = int(np.where(over, values, -math.inf).argmax())
     while begins > 0 and over[begins - 1] and values[begins - 1] * LEAPS > values[begins]:
         begins -= 1
@@ -147,7 +147,7 @@ def stretch(over: Any, values: Any) -> tuple[int, int]:
 
 
 def incidents(record: Record, findings: Sequence[Finding]) -> list[Finding]:
-    """Fold findings under those that explain them; sort by level, then severity, then time."""
+    """Return findings, folded under those that explain them, by level, then severity, then time."""
     layers = {layer: place for place, layer in enumerate(record.layers)}
     levels = {level: place for place, level in enumerate(LEVELS)}
 

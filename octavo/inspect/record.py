@@ -360,9 +360,9 @@ def of_weights(moved: Any) -> dict[str, Any]:
     """Return OF_WEIGHTS' measures by name, from counts [..., layers, 18]."""
     sums, measures = dict(zip(MOVED, np.moveaxis(moved, -1, 0), strict=True)), {}
     with np.errstate(divide="ignore", invalid="ignore"):
-        for name, (of, divisor, is_root) in OF_WEIGHTS.items():
-            least = np.minimum(sums[divisor], sums["masters"]) if of.startswith("master") else sums[divisor]
-            ratio = np.where(least > 0, sums[of] / sums[divisor], np.nan)
+        for name, (dividend, divisor, is_root) in OF_WEIGHTS.items():
+            least = np.minimum(sums[divisor], sums["masters"]) if dividend.startswith("master") else sums[divisor]
+            ratio = np.where(least > 0, sums[dividend] / sums[divisor], np.nan)
             measures[name] = np.sqrt(ratio) if is_root else ratio
     return measures
 

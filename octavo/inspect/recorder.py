@@ -120,8 +120,10 @@ class Recorder:
         if self._goes_on:
             facts = facts_of(self.optimizer) if self._is_recorded else {}
             last_value = self._options.get
-            changed_facts = {name: of for name, of in facts.items() if isinstance(of, Tensor) or last_value(name) != of}
-            self._options |= {name: of for name, of in changed_facts.items() if GROUP in name}
+            changed_facts = {
+                name: fact for name, fact in facts.items() if isinstance(fact, Tensor) or last_value(name) != fact
+            }
+            self._options |= {name: fact for name, fact in changed_facts.items() if GROUP in name}
             optimizer = self.optimizer if self.schedule is None else self.schedule.optimizer
             if (skipped := getattr(optimizer, "left_out", None)) is None:  # not 0 in a step that changes nothing
                 skipped = getattr(self.schedule, "left_out", None)

@@ -50,7 +50,7 @@ class Exponents:
         magnitude, _ = np.broadcast_arrays(np.nan_to_num(magnitude), self.amax)
         mantissa, exponent = np.frexp(magnitude)
         place = exponent - 1 - LOWEST
-        counts, so_far = (np.broadcast_to(of, (*magnitude.shape, last + 1)) for of in (self.counts, self._so_far))
+        counts, so_far = (np.broadcast_to(array, (*magnitude.shape, last + 1)) for array in (self.counts, self._so_far))
         at = np.clip(place, 0, last)[..., None]
         alike = np.take_along_axis(counts, at, -1)[..., 0]
         inside = np.take_along_axis(so_far, at, -1)[..., 0] - alike * (2 - 2 * mantissa)

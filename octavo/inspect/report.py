@@ -45,8 +45,8 @@ def changes(findings: Sequence[Finding], earlier: Sequence[Finding]) -> list[tup
     milder if its severity differs by 1 or more.
     """
     severities, earlier_severities = (
-        {_key(one): one.severity for one in sorted(_with_effects(of), key=lambda one: one.severity)}
-        for of in (findings, earlier)
+        {_key(one): one.severity for one in sorted(_with_effects(run), key=lambda one: one.severity)}
+        for run in (findings, earlier)
     )
 
     def state(finding: Finding) -> str:

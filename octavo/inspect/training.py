@@ -305,8 +305,8 @@ class Training:
             return
         at = int(faulty.any(axis=1).argmax())
         rows = [record.rows[place] for place in np.flatnonzero(faulty[at])]
-        of = {role: sorted({names.index(row.layer) for row in rows if row.role == role}) for role in ROLES}
-        inputs, weights, gradients = of.values()
+        layers_of_role = {role: sorted({names.index(row.layer) for row in rows if row.role == role}) for role in ROLES}
+        inputs, weights, gradients = layers_of_role.values()
         step, earlier = self.steps[at], [s for s in bad if s < self.steps[at]]
         kind, where, remedy, expected, advice = "nonfinite", ("", ""), RESTORE, "", ""
         if earlier and (not at or self.steps[at - 1] < min(earlier)):
@@ -363,31 +363,34 @@ class Training:
         for step, kind, names in self.record.events:
             if kind == "untied":
                 layer = next((name for name in self.layers if f"{name}.weight" in names.split(" and ")), "")
-                what = f"no longer shares its weight: {names} were one", "tie them again, before the optimizer is made"
-                yield self._finding(kind, step, 8, *what, "one parameter, which the optimizer trains", (layer, ""))
+                words = f"no longer shares its weight: {names} were one", "tie them again, before the optimizer is made"
+                yield self._finding(kind, step, 8, *words, "one parameter, which the optimizer trains", (layer, ""))
 
     def _weights(self) -> Iterator[Finding]:
         """Yield weights that something but an update wrote, and gradients and updates that leap."""
-        of, count = self.of, len(self.layers)
-        size, updates = of["size"], of["update"]
+        measures, count = self.of, len(self.layers)
+        size, updates = measures["size"], measures["update"]
         last_size = np.concatenate([size[:1], size[:-1]])
         when, rate = self.rate  # rates: of each record; 1 where it is not recorded
         rates = np.array([rate[max(0, bisect_right(when, step) - 1)] if when else 1.0 for step in self.steps])[:, None]
         rates = np.where(rates > 0, rates, 1.0)
         usual, ratio = self._earlier(updates / rates) * rates, self.rms / size[:, :count]
         jumps = np.where(usual > 0, updates / np.fmax(usual, self._earlier(updates)), np.nan)
-        risen = of["gradient"] / self._earlier(of["gradient"])
+        risen = measures["gradient"] / self._earlier(measures["gradient"])
         norms = np.array([self.norms.get(step, np.nan) for step in self.steps])[:, None]
         norms = norms / self._earlier(norms)
         risen = np.where(np.isnan(risen), np.where(jumps > 2, norms, np.nan), risen)
         expected = np.fmax(np.nan_to_num(usual), updates) * 3 * (self.gaps - 1)
-        written = np.fmax(of["between"] - expected, of["outside"] - self._earlier(of["outside"]) * 3) / last_size
+        written = (
+            np.fmax(measures["between"] - expected, measures["outside"] - self._earlier(measures["outside"]) * 3)
+            / last_size
+        )
         alone = jumps > LIMITS["jump"] * np.fmax(1, np.nanmedian(jumps, axis=1, keepdims=True))
         alone |= (updates > last_size / 2) & (jumps > LIMITS["jump"])
-        is_unseen = np.isnan(of["outside"]) & ~(norms > 2)  # no optimizer's step was seen
+        is_unseen = np.isnan(measures["outside"]) & ~(norms > 2)  # no optimizer's step was seen
         written = np.fmax(written, np.where(is_unseen & alone, updates / last_size, 0))
         # a single number that was written moves a weight's root mean square, but hardly that of the sampled numbers
-        moved = (of["between"] + updates * self.gaps)[1:, :count] * 3 / last_size[1:, :count]
+        moved = (measures["between"] + updates * self.gaps)[1:, :count] * 3 / last_size[1:, :count]
         unexplained = np.abs(ratio[1:] / ratio[:-1] - 1) - moved
         written[1:, :count] = np.fmax(written[1:, :count], unexplained)
         written = np.nan_to_num(written, nan=0, posinf=1e30)

@@ -29,9 +29,9 @@ from octavo.tensor.stored_weight import StoredWeight
 # Recorded of each weight's update: how many elements were sampled of the weight, its moments and its master;
 # the sums of squares of the update and of the distances to the next number, and how many elements changed; how many of
 # each moment are flushed; the same of the master's update, if the optimizer keeps a master besides the weight; and the
-# sum of squares of what changed between the last recorded step's update and this step's begin. Then how many elements
+# sum of squares of changes between the last recorded step's update and this step's begin. Then how many elements
 # were sampled of the gradient, of a second moment that is a plain tensor, and before the optimizer's step; and the sums
-# of squares of the weight, the gradient, and what changed in this step before the optimizer's; and that of the moment.
+# of squares of the weight, the gradient, and changes in this step before the optimizer's; and that of the moment.
 MOVED = (
     *("elements", "moments", "masters"),
     *("update", "grid", "changed", "first_flushed", "second_flushed", "master_update", "master_changed", "between"),
@@ -111,7 +111,7 @@ class _Sample(NamedTuple):
     weight: Tensor  # this rank's rows; for a weight in FP8 the pair
     elements: Tensor  # for a weight in FP8 its codes, uint8
     master: MasterForm | None  # None if the optimizer keeps nothing besides the weight
-    low_bits: Tensor | None  # the sampled elements of the master's bits that the weight lacks
+    low_bits: Tensor | None  # the sampled elements of its low bits, or of the master itself
     state: Mapping[str, Tensor]
     moments: Sequence[Tensor]  # the sampled codes of the first and the second, uint8; empty if they are not in codes
     second: Tensor  # the sampled elements of a second moment that is a plain tensor; else empty
@@ -125,16 +125,16 @@ class _Sample(NamedTuple):
             return cls(nothing, nothing, None, None, {}, (), nothing)
         param_state = {} if optimizer is None else optimizer.state.get(param, {})
         state = {name: on_this_rank(value) for name, value in param_state.items() if isinstance(value, Tensor)}
-        weight, master_rest, master = on_this_rank(param).detach(), state.get("master_rest"), None
-        if isinstance(optimizer, CompactOptimizer) and master_rest is not None:
+        weight, low_bits, master = on_this_rank(param).detach(), state.get("master_rest"), None
+        if isinstance(optimizer, CompactOptimizer) and low_bits is not None:
             master = master_of(param, optimizer.settings.master)
             assert master.low_bits_dtype is not None
-            master_rest = _strided(master_rest.view(master.low_bits_dtype))
+            low_bits = _strided(low_bits.view(master.low_bits_dtype))
         moments = [name for name in state if name.endswith("_codes")]
         codes = [_strided(state[name].view(torch.uint8)) for name in sorted(moments, key=len)]
         elements = _strided(matrix_of(weight) if weight.ndim > 1 else weight)
         second = _strided(state[SECOND]) if SECOND in state else elements[:0]
-        return cls(weight, elements, master, master_rest, state, codes if len(codes) == 2 else (), second)
+        return cls(weight, elements, master, low_bits, state, codes if len(codes) == 2 else (), second)
 
 
 Samples = tuple[list[MasterForm | None], Tensor]
@@ -199,7 +199,7 @@ class Updates:
             self._moved = self._since()
 
     def end(self) -> Tensor:
-        """MOVED of the step, summed over samples: float64 [weights, 18]."""
+        """Return MOVED of the step, summed over samples: float64 [weights, 18]."""
         self.unwatched = self.unwatched + 1 if self._handles and self._gradients is None else 0
         moved, self._moved = self._since() if self._moved is None else self._moved, None
         self._weights = ()
@@ -246,7 +246,7 @@ def facts_of(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         for name, value in group.items():
             parts = enumerate(value) if name == "betas" else [("", value)]
             named = {f"{name} {place}".strip() + f"{GROUP}{at}": part for place, part in parts}
-            facts |= {option: of for option, of in named.items() if isinstance(of, float | int) or name == "lr"}
+            facts |= {option: fact for option, fact in named.items() if isinstance(fact, float | int) or name == "lr"}
     return facts
 
 
@@ -322,7 +322,7 @@ def _read(weights: Weights, optimizer: torch.optim.Optimizer | None) -> tuple[li
 _WHOLE = Piece(slice(None), slice(None), SAMPLED, 0, SAMPLED)
 
 
-def _rests(samples: Sequence[_Sample]) -> Tensor:
+def _low_bits(samples: Sequence[_Sample]) -> Tensor:
     return _together([sample.low_bits for sample in samples if sample.low_bits is not None])
 
 
@@ -333,13 +333,13 @@ def _read_plain(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     eps = torch.full_like(values, torch.finfo(elements.dtype).eps).masked_fill_(values == 0, 0)
     masters = values
     if first.master is not None:
-        state = {**first.state, "master_rest": _rests(samples)}
+        state = {**first.state, "master_rest": _low_bits(samples)}
         masters = first.master.for_kernel(elements, state).read(_WHOLE).view_as(values)
     return values, torch.ldexp(eps, torch.frexp(values).exponent - 1), masters
 
 
 def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same for weights in FP8, from their codes and each element's scale_inv."""
+    """Return what ``_read_plain`` does, of weights in FP8, from their codes and each element's scale_inv."""
     codes, (first, *_) = _together([sample.elements for sample in samples]), samples
     weights: list[Any] = [sample.weight for sample in samples]
     scales_by_weight = [weight.scale_inv.float().reshape(-1) for weight in weights]  # E8M0 of a frozen one in 1x32
@@ -352,11 +352,11 @@ def _read_stored(samples: Sequence[_Sample]) -> tuple[Tensor, Tensor, Tensor]:
     values = values * scale_inv
     if first.master is None:
         return values, distances, values
-    master_rests = _rests(samples)
-    if master_rests.dtype == torch.float32:  # the master itself
-        return values, distances, master_rests
+    low_bits = _low_bits(samples)
+    if low_bits.dtype == torch.float32:  # the master itself
+        return values, distances, low_bits
     unscaled = Fp8Weight(
-        codes, first.master.kind, torch.ones(1, 1, device=codes.device, dtype=torch.float32), master_rests
+        codes, first.master.kind, torch.ones(1, 1, device=codes.device, dtype=torch.float32), low_bits
     ).read(_WHOLE)
     return values, distances, unscaled.view_as(values) * scale_inv
 

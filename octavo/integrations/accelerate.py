@@ -146,13 +146,13 @@ class TrainingState:
         recipes_here = {name: str(recipe) for name, recipe in recipes_of(self.model).items()}
         saved_recipes = {name: recipe for recipe, names in state_dict["recipes"].items() for name in names}
         for layer in sorted(recipes_here.keys() | saved_recipes.keys()):
-            (here, casts_here), (saved, saved_casts) = (
+            (name_here, casts_here), (saved_name, saved_casts) = (
                 recipes.get(layer, "no recipe:").split(":", 1) for recipes in (recipes_here, saved_recipes)
             )
             if casts_here != saved_casts:
                 raise ValueError(
-                    f"the checkpoint's layer {layer!r} computes in {saved}, this model's in {here}: resume with the "
-                    "same recipe and select; another recipe is octavo.set_recipe's after loading"
+                    f"the checkpoint's layer {layer!r} computes in {saved_name}, this model's in {name_here}: resume "
+                    "with the same recipe and select; another recipe is octavo.set_recipe's after loading"
                 )
         load_delayed(self.model, state_dict["delayed"], Ranks.of_process())
         self._waiting.close()

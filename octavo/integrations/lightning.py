@@ -30,7 +30,7 @@ class OctavoPrecision(Precision):
     Checkpoints have octavo's state: on the same number of ranks ``fit(ckpt_path=...)`` continues bit for bit.
 
     Args:
-        recipe: recipe of the layers, as octavo.convert takes it (a name or a file, too); they convert before training.
+        recipe: as octavo.convert takes it (a name or a file, too); the layers are converted to it before training.
         precision: precision of all but FP8, as Lightning's ``precision=``: "bf16-mixed", "bf16-true" or "32-true".
         select: which layers, as octavo.convert takes it.
         schedule: phases, the first without a trigger; see octavo.schedule.PrecisionSchedule. ``recipe`` is its first's.

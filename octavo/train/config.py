@@ -62,7 +62,7 @@ LARGEST = 2**31 - 1  # torch indexes with int64, but no size below may need it
 
 
 def option(default: Any, help: str, *limits: float, metavar: str = "") -> Any:
-    """A dataclass field with its flag's help and its limits: the lowest integer, or the lowest and largest float.
+    """Return a dataclass field with its flag's help and limits: the lowest integer, or the lowest and largest float.
 
     ``metavar``: what the flag's help calls a value (default: N for an integer, X for a float).
     """

@@ -382,7 +382,7 @@ def _torch_has(tiles: str) -> bool:
 TORCH = [name for name in TILES if _torch_has(name)]
 
 
-def _product(a_tile: Tile, b_tile: Tile, who: str, fast_accum: bool) -> Case:
+def _product(a_tile: Tile, b_tile: Tile, maker: str, fast_accum: bool) -> Case:
     def operand(x: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         return TRITON["cast"](x, None, 0, E4M3, tile, tile[1] > 0, 0)[:3:2]  # scales of blocks are powers of two
 
@@ -393,12 +393,12 @@ def _product(a_tile: Tile, b_tile: Tile, who: str, fast_accum: bool) -> Case:
     def arguments(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor) -> tuple[Any, ...]:
         return a, a_scale_inv, a_tile, b, b_scale_inv, b_tile, None, torch.bfloat16, fast_accum
 
-    return Case(f"{who} product", arguments, inputs=inputs, exact=False)
+    return Case(f"{maker} product", arguments, inputs=inputs, exact=False)
 
 
 PRODUCTS = {
-    f"{name}, {who}{', fast' * fast}": _product(*TILES[name], who, fast)
-    for who, names in (("Triton", list(TILES)), ("torch", TORCH))
+    f"{name}, {maker}{', fast' * fast}": _product(*TILES[name], maker, fast)
+    for maker, names in (("Triton", list(TILES)), ("torch", TORCH))
     for name in names
     for fast in (True, False)
 }

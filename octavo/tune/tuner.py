@@ -212,10 +212,10 @@ def _tune_library(toy: bool) -> Tuned:
     rows: TableRows = []
     shapes = buckets_of(LIBRARY, toy)[64]
     for name, fast in itertools.product(cases.TORCH, (True, False)):
-        named = {who: f"{name}, {who}{', fast' * fast}" for who in ("torch", "Triton")}
+        named = {maker: f"{name}, {maker}{', fast' * fast}" for maker in ("torch", "Triton")}
         problem, log_ratio = cases.wrong(named["torch"], shapes[0]), 0.0
         for shape in () if problem else shapes:
-            times = timings({who: cases.call_of(name, shape) for who, name in named.items()}, 1 if toy else 15)
+            times = timings({maker: cases.call_of(name, shape) for maker, name in named.items()}, 1 if toy else 15)
             log_ratio += math.log(times.median("torch") / times.median("Triton"))
         taken = not problem and log_ratio <= 0
         ratio = f"{math.exp(log_ratio / len(shapes)):.3f}"

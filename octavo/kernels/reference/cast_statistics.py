@@ -109,23 +109,23 @@ def note_faults(
     scale_inv: Tensor | None,
     amax: Tensor | None,
     place: Tensor,
-    totals: Tensor,
+    faults: Tensor,
     first: Tensor,
     offsets: Tensor | None = None,
 ) -> None:
     """``octavo::note_faults``."""
     if y.numel() == 0:
         return
-    totals[1] += y.shape[0]
+    faults[1] += y.shape[0]
     if offsets is not None and scale_inv is not None and len(scale_inv) == len(offsets):
         scale_inv = scale_inv[offsets.diff(prepend=offsets.new_zeros(1)) > 0]
     for at, values in ((2, scale_inv), (3, amax)):
         if values is not None and values.numel() > 0:
-            totals[at] = torch.maximum(totals[at], values.to(torch.float32).max())
+            faults[at] = torch.maximum(faults[at], values.to(torch.float32).max())
     suspects = y[:, 0].isfinite().logical_not_()
     if suspects.any():
         faulty = suspects.nonzero()[operand[suspects].float().isfinite().all(1).logical_not_()].flatten()
-        totals[0] += len(faulty)
+        faults[0] += len(faulty)
         if len(faulty) and first == 0:
             group = 0 if offsets is None else torch.searchsorted(offsets, faulty[0].to(torch.int32), right=True)
             first.copy_(place + group)

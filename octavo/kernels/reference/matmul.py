@@ -57,19 +57,19 @@ def grouped_matmul(
     out = a.codes.new_zeros(operands.shape, dtype=out_dtype)
     if operands.has_ragged_rows:
         for group, place in enumerate(places(check_offsets(offsets, a.codes.shape[0]), a.tile[0])):
-            a_group = OperandPair(a.codes[place.rows], a.scale_inv[place.scale_rows], a.tile)
-            b_group = OperandPair(b.codes[group], b.scale_inv[group], b.tile)
-            if a_group.codes.shape[0] > 0:
-                arguments = ProductArguments(a_group, b_group, None if bias is None else bias[group])
+            a_of_group = OperandPair(a.codes[place.rows], a.scale_inv[place.scale_rows], a.tile)
+            b_of_group = OperandPair(b.codes[group], b.scale_inv[group], b.tile)
+            if a_of_group.codes.shape[0] > 0:
+                arguments = ProductArguments(a_of_group, b_of_group, None if bias is None else bias[group])
                 out[place.rows] = matmul(arguments, out_dtype, fast_accum)
         return out
     ends = check_offsets(offsets, a.codes.shape[1])
     of_operands = (
         [_terms(pair, place.columns, place.scale_rows) for place in places(ends, pair.tile[1], pad)] for pair in (a, b)
     )
-    for group, (a_group, b_group) in enumerate(zip(*of_operands, strict=True)):
-        if a_group.codes.shape[1] > 0:
-            out[group] = matmul(ProductArguments(a_group, b_group, None), out_dtype, fast_accum)
+    for group, (a_of_group, b_of_group) in enumerate(zip(*of_operands, strict=True)):
+        if a_of_group.codes.shape[1] > 0:
+            out[group] = matmul(ProductArguments(a_of_group, b_of_group, None), out_dtype, fast_accum)
     return out
 
 

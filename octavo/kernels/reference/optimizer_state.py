@@ -249,7 +249,7 @@ def finite_amax(wide: Tensor) -> Tensor:
 _EXPONENT = 2.0 ** (E4M3.bias - 127)  # gives a float32 the exponent bits of an E4M3 code
 _LARGEST = 0x7E
 FLOAT16_FACTOR = 128.0  # a float16 master is this many times the scaled weight: float16 holds larger numbers than E4M3
-_REST_BITS = {"fp8_split16": 8, "fp8_split24": 16}
+_LOW_BITS = {"fp8_split16": 8, "fp8_split24": 16}
 
 
 @dataclass
@@ -351,11 +351,11 @@ class Fp8Weight(Scaled):
             return self
         rows = self.weight.shape[0] // self.matrices
         part = slice(index * rows, (index + 1) * rows)
-        rests, amax = (
+        low_bits, amax = (
             None if self.low_bits is None else self.low_bits[part],
             None if self.amax is None else self.amax[index],
         )
-        return replace(self, weight=self.weight[part], scale_inv=self.scale_inv[index], low_bits=rests, amax=amax)
+        return replace(self, weight=self.weight[part], scale_inv=self.scale_inv[index], low_bits=low_bits, amax=amax)
 
     def read_all(self, like: Tensor) -> Tensor:
         """Return the values of all matrices in float32, as Scaled does."""
@@ -379,16 +379,16 @@ class Fp8Weight(Scaled):
         """Return a piece of the master in float32, a fresh tensor."""
         codes = piece.of(self.weight)
         if self.kind == "fp8_fp32":
-            return piece.of(self._rest()).clone()
+            return piece.of(self._low_bits_or_master()).clone()
         scale_inv = self.scale_inv_of(piece)
         if self.kind == "fp8_fp16":
-            return piece.of(self._rest()).float().mul_(scale_inv / FLOAT16_FACTOR)
+            return piece.of(self._low_bits_or_master()).float().mul_(scale_inv / FLOAT16_FACTOR)
         if self.kind == "fp8_stochastic":
             return decode_moment(codes, E4M3).mul_(scale_inv)
-        bits = _REST_BITS[self.kind]
+        bits = _LOW_BITS[self.kind]
         wide = codes.to(torch.int32)
         sign = (wide & 0x80) << 24
-        magnitude = ((wide & 0x7F) << bits).add_(piece.of(self._rest()))
+        magnitude = ((wide & 0x7F) << bits).add_(piece.of(self._low_bits_or_master()))
         faults = (wide & 0x7F) == E4M3.nan_code
         value = (magnitude << (20 - bits)).view(torch.float32).mul_(1 / _EXPONENT)
         value = (value.view(torch.int32) | sign).view(torch.float32).mul_(scale_inv)
@@ -399,7 +399,7 @@ class Fp8Weight(Scaled):
         assert self.scale is not None
         scales = piece.scales_of(self.scale)
         y = wide * scales
-        if self.kind in _REST_BITS:
+        if self.kind in _LOW_BITS:
             assert random is not None
             largest = self._write_split(piece, y, random)
         elif self.kind == "fp8_stochastic":
@@ -414,7 +414,7 @@ class Fp8Weight(Scaled):
                 largest = finite_amax(wide.float()) / FLOAT16_FACTOR
             else:
                 largest = finite_amax(wide) * scales
-            piece.of(self._rest()).copy_(wide)
+            piece.of(self._low_bits_or_master()).copy_(wide)
         amax = largest * scale_inv_from_scale(scales)
         if self.has_blocks and self.amax_written is not None:
             piece.scales_of(self.amax_written).copy_(amax)
@@ -423,7 +423,7 @@ class Fp8Weight(Scaled):
 
     def _write_split(self, piece: Piece, y: Tensor, random: Tensor) -> Tensor:
         """Write codes and remainders of the scaled values ``y``; return each block's amax, scaled."""
-        bits = _REST_BITS[self.kind]
+        bits = _LOW_BITS[self.kind]
         dropped = 20 - bits
         sign = (y.view(torch.int32) >> 24).bitwise_and_(0x80)
         faults = ~torch.isfinite(y)
@@ -431,12 +431,12 @@ class Fp8Weight(Scaled):
         magnitude.bitwise_right_shift_(dropped).clamp_(0, _LARGEST << bits).masked_fill_(faults, 0)
         largest = magnitude.amax(-1, keepdim=True)
         codes = (magnitude + (1 << (bits - 1))) >> bits
-        piece.of(self._rest()).copy_(magnitude.sub_(codes << bits))
+        piece.of(self._low_bits_or_master()).copy_(magnitude.sub_(codes << bits))
         codes.bitwise_or_(sign).masked_fill_(faults, E4M3.nan_code)  # whatever a NaN's sign: devices differ in it
         piece.of(self.weight).copy_(codes)
         return (largest << dropped).view(torch.float32) * (1 / _EXPONENT)
 
-    def _rest(self) -> Tensor:
+    def _low_bits_or_master(self) -> Tensor:
         assert self.low_bits is not None
         return self.low_bits
 
@@ -475,7 +475,7 @@ def remainder_of(values: Tensor, codes: Tensor, scale_inv: Tensor) -> Tensor:
             remainder.copy_(remainder_of(*arguments))
         return remainders
     cast = Fp8Weight(codes, "fp8_split16", scale_inv, remainders)
-    bits = _REST_BITS[cast.kind]
+    bits = _LOW_BITS[cast.kind]
     for piece in pieces(*codes.shape):
         wide = piece.of(values).float() / cast.scale_inv_of(piece)
         code = piece.of(codes).to(torch.int32).bitwise_and_(0x7F)

@@ -2,16 +2,16 @@
 
     per tensor        Delayed one launch; Dynamic two, the first for the amax
     per row           one launch, where x and the codes lie in order and no columns are summed
-    per row, column   else, and for a scaling of each: two launches, the first for the amaxes
+    per row, column   otherwise, and for one scaling of each: two launches, the first for the amaxes
     per block         of powers of two: one launch, for two such scalings too; others: the reference
     rows in groups    grouped_cast.py
 
-Two other scalings take their launches one after the other. A norm alone is one launch, of a sum with a residual too. A
-norm and its cast are one, of norm_kernels.py, where a program that owns rows knows the scales of what it normalises:
+Two other scalings take their launches one after the other. A norm alone is one launch, also with a residual added. A
+norm and its cast are one launch, of norm_kernels.py, if a program that owns whole rows can know their scales:
 
-    Delayed                        whose scale is known to exist; the amax is gathered on the way
-    per row                        whose amax takes another look at them
-    per block of up to 32 rows     which lie in a program's tile; two such scalings too
+    Delayed                        if its scale is known to exist; the same launch computes the amax
+    per row                        the program reads its rows again for their amaxes
+    per block of up to 32 rows     a program's tile holds whole blocks; two such scalings too
 
 All other casts of a norm are two launches: one for the statistics, with Dynamic the amax too, then the cast, which
 normalises again. Blocks of more rows are among them: few programs would own so many, and no cache would hold them until
@@ -73,7 +73,7 @@ def cast(
         return grouped_cast(source, first, output, offsets)
     if isinstance(source, NormSource) and source.x.numel() == 0:
         return reference_cast(source, first, second, output)
-    results = codes, other, scale_inv, amax, *besides = new_cast(source, first, second, output)
+    results = codes, other, scale_inv, amax_or_scale, *besides = new_cast(source, first, second, output)
     casts: tuple[Callable[..., Any], ...] = cast_by_tile, cast_by_block, cast_by_line
     sums = besides[0] if output.column_sum else None
     if isinstance(source, CastSource):
@@ -86,12 +86,19 @@ def cast(
         return _by_torch(source, first, second, output)
     inputs.clear_padding(codes)
     if second is None:
-        casts[0](inputs, first, outputs_to(codes_to(codes, other), scale_inv, amax), sums)
+        casts[0](inputs, first, outputs_to(codes_to(codes, other), scale_inv, amax_or_scale), sums)
     else:
         if not output.transpose:
             inputs.clear_padding(other)
         both = codes_to(codes), codes_to(None, other) if output.transpose else codes_to(other)
-        _two_scalings(inputs, (first, second), both, (scale_inv, amax.t() if output.transpose else amax), sums, *casts)
+        _two_scalings(
+            inputs,
+            (first, second),
+            both,
+            (scale_inv, amax_or_scale.t() if output.transpose else amax_or_scale),
+            sums,
+            *casts,
+        )
     return results
 
 

@@ -141,7 +141,7 @@ class _KnownScale:
         self.version = delayed_scale._version
         self.exists: tuple[bool, ...] = (False, False, False)
         self.copy: Tensor | None = None
-        self.rolled = self.exists  # roles rolled since the copy's scales were written
+        self.rolled = self.exists  # by the commit that sent the copy: its scales are from before that pass
         self.arrived: torch.cuda.Event | None = None
 
 
@@ -192,11 +192,11 @@ def committed(
     entry.version = delayed_scale._version
     if entry.copy is not None or not any(new and not old for new, old in zip(rolled, entry.exists, strict=True)):
         return
-    entry.rolled, scale_before = rolled, delayed_before.detach()[1].view(torch.float32)
+    entry.rolled, scales_before = rolled, delayed_before.detach()[1].view(torch.float32)
     if not delayed_scale.is_cuda:
-        entry.copy, entry.arrived = scale_before.clone(), None
+        entry.copy, entry.arrived = scales_before.clone(), None
     elif not torch.cuda.is_current_stream_capturing():
         entry.copy = torch.empty(3, dtype=torch.float32, pin_memory=True, device="cpu")
-        entry.copy.copy_(scale_before, non_blocking=True)
+        entry.copy.copy_(scales_before, non_blocking=True)
         entry.arrived = torch.cuda.Event()
         entry.arrived.record()

@@ -191,7 +191,7 @@ def _terms_in_groups(operands: GroupedOperands, out: Tensor, fast_accum: bool) -
 
 
 def grouped_config(a: OperandPair, b: OperandPair, shape: tuple[int, int], groups: int = 1) -> Config:
-    """Return a product's configuration; for groups of few rows one whose parts are 128 high, or most would be empty.
+    """Return a product's configuration; parts of small groups are 128 high, as half of a group's last part is empty.
 
     Args:
         a, b: as of a product.

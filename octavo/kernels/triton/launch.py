@@ -178,7 +178,7 @@ def is_capturing() -> bool:
 
 
 def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a kernel so that it launches where its first argument, a tensor or several, lies."""
+    """Wrap a kernel so that it launches on its first argument's device, whatever the current one is."""
 
     @functools.wraps(kernel)
     def call(x: Tensor | Sequence[Tensor], *args: Any, **named: Any) -> Any:

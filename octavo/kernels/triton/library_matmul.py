@@ -75,18 +75,18 @@ def reads_swizzled(device: torch.device) -> bool:
 
 def _ask(agrees: Callable[..., bool], kind: tuple[Any, ...]) -> bool:
     """Whether a device computes a kind of products rightly, asked once: (device, a's tile, b's tile, ...)."""
-    is_agreeing = _known.get(kind)
-    if is_agreeing is not None:
-        return is_agreeing
+    is_right_here = _known.get(kind)
+    if is_right_here is not None:
+        return is_right_here
     if (recording := recorder()) is not None:
         recording.postpone()
     if is_capturing():  # a graph can't look at results
         return False
-    is_agreeing = _known[kind] = agrees(*kind)
-    verdict = "torch's" if is_agreeing else "octavo's Triton kernel, for torch's is not right here"
+    is_right_here = _known[kind] = agrees(*kind)
+    verdict = "torch's" if is_right_here else "octavo's Triton kernel, for torch's is not right here"
     groups = " in groups" * (agrees is _agrees_in_groups)
     _logger.info("%s . %s%s on %s: %s", granularity_of(kind[1]), granularity_of(kind[2]), groups, kind[0], verdict)
-    return is_agreeing
+    return is_right_here
 
 
 def _is_near(product: Callable[..., Tensor], arguments: tuple[Any, ...], reference: Tensor) -> bool:

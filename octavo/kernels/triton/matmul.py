@@ -348,7 +348,7 @@ if triton.knobs.runtime.interpret:
 
     @triton.jit
     def multiplied(values, scale):
-        """The float64 values [rows, K] times their scales."""
+        """Return the float64 values [rows, K] times their scales."""
         factor = ((scale.to(tl.int64) + (1023 - 127)) << 52).to(tl.float64, bitcast=True)
         factor = tl.where(scale == 255, float("nan"), factor)
         blocks = tl.reshape(values, [scale.shape[0], scale.shape[1], 32]).to(tl.float64) * factor[:, :, None]

@@ -30,7 +30,7 @@ from octavo.kernels.triton.tiles import finite_abs, narrow, scale_from_amax, sca
 WEIGHT_COLUMN: tl.constexpr = tl.constexpr(0)
 FIRST: tl.constexpr = tl.constexpr(1)  # a moment's data, scale_inv, amax
 SECOND: tl.constexpr = tl.constexpr(4)
-REST: tl.constexpr = tl.constexpr(7)  # what the master has beside the weight, and its scale_inv, amax
+REST: tl.constexpr = tl.constexpr(7)  # MasterWeight's low_bits, and the master's scale_inv, amax
 STEP_COUNT: tl.constexpr = tl.constexpr(10)
 LR: tl.constexpr = tl.constexpr(11)
 GROUP: tl.constexpr = tl.constexpr(12)
@@ -88,7 +88,7 @@ class MasterClass:
     Attributes:
         kind: the reference's.
         weight: Triton's dtype of the weight; uint8: codes of E4M3.
-        rest_dtype: of what its master has beside the weight; None: nothing.
+        rest_dtype: Triton's dtype of the master's low_bits; None without them.
         is_random: the reference's.
     """
 
@@ -313,7 +313,7 @@ def write_moment(
 
 
 class GradientPlace(NamedTuple):
-    """A gradient's address, that of its codes' scale_inv or None, and what it is divided by or None."""
+    """A gradient's address, that of its codes' scale_inv or None, and the gradient's divisor or None."""
 
     address: Any
     scale_inv: Any

@@ -171,15 +171,15 @@ def slope(h, NAME: tl.constexpr):
         result = normal_distribution(h) + h * (0.3989422804014327 * bell(h))
     else:
         s = sigmoid_of(h, NAME)
-        factor = 1.0 - s
+        relative_slope = 1.0 - s  # of the sigmoid: its slope over s
         if NAME == "quick_gelu":
-            factor *= 1.702
+            relative_slope *= 1.702
         elif NAME == "gelu_tanh":
-            # where the square is larger, factor or h s is 0, and times inf it would be NaN
-            factor *= 1.5957691216057308 + 0.21406444881780076 * tl.minimum(h * h, 1e4)
+            # where the square is larger, relative_slope or h s is 0, and times inf it would be NaN
+            relative_slope *= 1.5957691216057308 + 0.21406444881780076 * tl.minimum(h * h, 1e4)
         else:
             tl.static_assert(NAME == "silu", "no function of this name")
-        result = s + (h * s) * factor
+        result = s + (h * s) * relative_slope
     return result
 
 

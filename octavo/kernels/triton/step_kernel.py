@@ -148,7 +148,7 @@ def sgd_weight(w, momentum, g, n, HAS_MOMENTUM: tl.constexpr, AVERAGES: tl.const
 
 @triton.jit
 def resolution_tile(place, before, after, smallest):
-    """Return (sum of squares of the updates, of the grid's steps); ``smallest``: step, 0 without a scale."""
+    """Return (sum of squares of the updates, of the grid's steps); ``smallest``: the least step, 0 without a scale."""
     update = after - before
     exponent = before.to(tl.int32, bitcast=True) & 0x7F800000
     grid = tl.maximum(exponent.to(tl.float32, bitcast=True) * 0.125, tl.zeros_like(before) + smallest)

@@ -19,7 +19,7 @@ KEPT: tl.constexpr = tl.constexpr(7)  # int64 an entry: step number, bits of bet
 
 
 class AdamNumbers(NamedTuple):
-    """A step's numbers in float32, as AdamStep has them; decay_factor: 1 - lr weight_decay; ``bound``: lr times R_t."""
+    """A step's numbers in float32, as ``adam_numbers`` computes them; rate: -lr / correction1; bound: lr R_t."""
 
     weight1: Any
     beta2: Any
@@ -36,7 +36,7 @@ class AdamNumbers(NamedTuple):
 
 
 class Corrections(NamedTuple):
-    """A step's numbers in float64, as AdamStep has them."""
+    """The numbers of a step that follow from Adam's betas, in float64; names as in AdamStep."""
 
     correction1: Any
     correction2: Any

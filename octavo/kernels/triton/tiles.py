@@ -60,9 +60,9 @@ class Rounding(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """A program's part of what is cast, and the tiles that it reads it in."""
+    """A program's part of the matrix that is cast, and the tiles by which it is read."""
 
-    even: bool  # what is cast is made of whole programs' parts, so nothing is masked
+    even: bool  # the matrix consists of whole parts, so nothing is masked
     block_r: int
     block_c: int
     tiles: int = 1  # one below the other
