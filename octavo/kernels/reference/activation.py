@@ -115,20 +115,22 @@ def _gelu_tanh_and_slope(h: Tensor) -> tuple[Tensor, Tensor]:
     return s * h, torch.ops.aten.sigmoid_backward(h, s).mul_(inner.mul_(3.0).sub_(2 * factor)).add_(s)
 
 
-def _with_sigmoid(h: Tensor, s: Tensor, steepness: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return (h s, its slope) where s is the sigmoid of steepness times h."""
-    bend = torch.ops.aten.sigmoid_backward(h, s)  # h (1 - s) s
-    return s * h, (bend if steepness == 1.0 else bend.mul_(steepness)).add_(s)
+def _silu_and_slope(h: Tensor) -> tuple[Tensor, Tensor]:
+    s = h.sigmoid()
+    return s * h, torch.ops.aten.sigmoid_backward(h, s).add_(s)  # h (1 - s) s + s
+
+
+def _quick_gelu_and_slope(h: Tensor) -> tuple[Tensor, Tensor]:
+    s = h.mul(1.702).sigmoid_()
+    return s * h, torch.ops.aten.sigmoid_backward(h, s).mul_(1.702).add_(s)
 
 
 # For a tensor's last few elements torch's sigmoid may differ in the last bit.
 FUNCTIONS = {
     "relu": Formulas(_relu, _relu_and_slope),
     "squared_relu": Formulas(lambda h: _relu(h).square_(), lambda h: (_relu(h).square_(), _relu(h).mul_(2.0))),
-    "silu": Formulas(lambda h: h.sigmoid().mul_(h), lambda h: _with_sigmoid(h, h.sigmoid())),
-    "quick_gelu": Formulas(
-        lambda h: h.mul(1.702).sigmoid_().mul_(h), lambda h: _with_sigmoid(h, h.mul(1.702).sigmoid_(), 1.702)
-    ),
+    "silu": Formulas(lambda h: h.sigmoid().mul_(h), _silu_and_slope),
+    "quick_gelu": Formulas(lambda h: h.mul(1.702).sigmoid_().mul_(h), _quick_gelu_and_slope),
     "gelu": Formulas(lambda h: _normal_distribution(h).mul_(h), _gelu_and_slope),
     "gelu_tanh": Formulas(_gelu_tanh, _gelu_tanh_and_slope),
 }
