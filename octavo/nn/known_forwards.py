@@ -413,6 +413,8 @@ class Attention(KnownForward):
         mask, cache = kwargs.pop("attention_mask", None), kwargs.pop("cache", None)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
+            if torch.is_grad_enabled():  # a view of all three would be saved beside the cache's copies of two
+                query = query.contiguous()
         attend = self.interfaces.get_interface(self.config._attn_implementation, self.eager_attention)
         dropout = self.attention_dropout if self.training else 0.0
         options = {"dropout": dropout, "scaling": self.scaling, **self.window()}

@@ -419,3 +419,17 @@ def test_bytes_that_a_block_moves_on_a_gpu(
                 y.backward(torch.empty_like(y))
     assert sum(traffic.bytes) <= most * 1e9
     assert len(traffic.bytes) == launches
+
+
+def test_a_cache_leaves_no_second_copy_of_keys_and_values() -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=32, use_cache=True)
+    batch, attention = {"input_ids": torch.zeros(2, 64, dtype=torch.int64)}, []
+    for fuse in (False, True):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
+        octavo.convert(model, recipes.dynamic(), fuse=fuse)
+        attention.append(
+            predicted_by_kind(model, (), {"input_ids": torch.zeros(2, 64, dtype=torch.int64)})["attention"]
+        )
+    codes_of_input = 2 * 64 * 512  # which one product for q, k and v saves itself
+    assert attention[1] <= attention[0] + codes_of_input + 64
