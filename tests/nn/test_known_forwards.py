@@ -428,8 +428,6 @@ def test_a_cache_leaves_no_second_copy_of_keys_and_values() -> None:
     for fuse in (False, True):
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
         octavo.convert(model, recipes.dynamic(), fuse=fuse)
-        attention.append(
-            predicted_by_kind(model, (), {"input_ids": torch.zeros(2, 64, dtype=torch.int64)})["attention"]
-        )
+        attention.append(predicted_by_kind(model, (), batch)["attention"])
     codes_of_input = 2 * 64 * 512  # which one product for q, k and v saves itself
     assert attention[1] <= attention[0] + codes_of_input + 64
