@@ -129,7 +129,7 @@ def test_a_call_by_name_is_the_op_and_fakes_agree_with_it(shape: tuple[int, int]
             assert describe(fake) == real, name
         meta = call(by_name, copied(given, "meta"))
         assert [d[:2] for d in describe(meta)] == [d[:2] for d in real], name
-    assert seen == {*SCHEMAS}
+    assert seen == {name for name in SCHEMAS if shape[1] or not name.startswith("cross_entropy")}  # targets are columns
 
 
 @pytest.mark.parametrize("shape", [(7, 12), (0, 5)], ids=str)
