@@ -167,9 +167,7 @@ for name, overflows in {"GradScaler": False, "GradScaler, an overflow": True}.it
             "modules.md#what-checkpointed-layers-keep", "a region is computed again by the recipe that is set then"
         ),
         HEADS_LOSS: Sound(15, "in high precision the loss's factor multiplies products, not the gradient of logits"),
-        "experts": Sound(
-            100, "in high precision products are a BLAS's, whose sums depend on how many rows it is given"
-        ),
+        "experts": Sound(20, "in high precision products are a BLAS's, whose sums depend on its number of rows"),
     },
 )
 def recipe_between(made: Made) -> None:
