@@ -44,8 +44,8 @@ from octavo.autograd.products import (
 )
 from octavo.autograd.shared_casts import ReadTensor
 from octavo.formats import E4M3, E5M2, Format
-from octavo.granularity import ALL
-from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, padded, plain_scales
+from octavo.granularity import ALL, CONTRACTION
+from octavo.kernels.layouts import contraction_multiple, needs_transposed_codes, padded, plain_scales, tile_rows
 from octavo.numerics import E8M0, scale_of_unit
 from octavo.scaling.recipe import Cast, Recipe
 from octavo.tensor.pair import Operands
@@ -102,15 +102,8 @@ def _rows_of_chunk(recipe: Recipe) -> int:
     """Return ROWS, rounded to whole blocks of rows."""
     along = (recipe.input_casts.as_is, 0), (recipe.grad_output_casts.as_is, 0), (recipe.grad_output_casts.transposed, 1)
     blocks = [cast.tile[dim] for cast, dim in along if cast is not None and cast.tile[dim] != ALL]
-    unit = math.lcm(16, *blocks)
+    unit = math.lcm(CONTRACTION, *blocks)
     return max(ROWS // unit, 1) * unit
-
-
-def _part(pair: CodesAndScale, cast: Cast, rows: slice) -> CodesAndScale:
-    """Return some rows of a pair, which are whole tiles."""
-    q, scale_inv = pair
-    high = cast.tile[0]
-    return q[rows], scale_inv if high == ALL else scale_inv[rows.start // high : -(-rows.stop // high)]
 
 
 class _Chunks:
@@ -185,7 +178,8 @@ class _Chunks:
         """Return a chunk's logits, losses and logarithms of sums of exponentials."""
         recipe, x = self.layer.recipe, Operands()
         if recipe.output is not None and self.x.as_is is not None:
-            x = Operands(_part(self.x.as_is, recipe.output[0], rows))
+            q, scale_inv = self.x.as_is
+            x = Operands((q[rows], tile_rows(scale_inv, recipe.output[0].tile, rows)))
         logits = output(self.x_TK[rows], x, self.weight_NK, self.bias, self.layer, self.dtype)
         return logits, *kernels.cross_entropy(logits, self.loss.target[rows], *self.loss[1:4])
 

@@ -125,6 +125,11 @@ def multiply_tiles_(x_RC: Tensor, scale: Tensor, tile: Sequence[int]) -> Tensor:
     return tiled.flatten(2, 3).flatten(0, 1)[:rows, :cols]
 
 
+def tile_rows(scales: Tensor, tile: Sequence[int], rows: slice) -> Tensor:
+    """Return the scales of some rows, which are whole tiles."""
+    return scales if tile[0] == ALL else scales[rows.start // tile[0] : -(-rows.stop // tile[0])]
+
+
 def as_matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Return (R, C) of a tensor as the kernels see it: its first dimension by all others; vectors are one row."""
     if len(shape) < 2:

@@ -10,15 +10,8 @@ from octavo.kernels.reference.activation import FUNCTIONS as REFERENCE
 from octavo.nn.experts import FUNCTIONS_OF_CLASSES
 from octavo.nn.fused import LayerNormMLP
 from tests.kernels.conftest import Ops
+from tests.support.casts import each_value
 from tests.support.exact_activation import GATED, PLAIN, exact, exact_gradient
-
-
-def each_value(ops: Ops, x: torch.Tensor, *activation: object) -> torch.Tensor:
-    """Return the values that are cast, float32: the amax of blocks of one element, with the sign of their codes."""
-    codes, _, _, amax, _ = ops.of("cast")(
-        x, None, 0, torch.float8_e4m3fn, (1, 1), True, 0, False, 1, False, *activation
-    )
-    return torch.where(codes.view(torch.uint8) >= 0x80, -amax, amax)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -26,8 +19,8 @@ def test_every_implementation_has_each(ops: Ops, name: str) -> None:
     h = torch.randn(6, 8) * 3
     dy = torch.rand(6, 4 if name in GATED else 8) - 0.5
     for values, truth in (
-        (each_value(ops, h, name), exact(h.double(), name)),
-        (each_value(ops, dy, name, h), exact_gradient(dy, h, name)),
+        (each_value(ops.of("cast"), h, name), exact(h.double(), name)),
+        (each_value(ops.of("cast"), dy, name, h), exact_gradient(dy, h, name)),
     ):
         torch.testing.assert_close(values.double(), truth, rtol=1e-5, atol=1e-5)
 
@@ -53,7 +46,7 @@ def test_a_function_without_a_branch_is_no_other(ops: Ops, monkeypatch: pytest.M
     h = torch.randn(4, 4)
     for tensors in ((h, "nothing"), (h, "nothing", h)):
         with pytest.raises(Exception, match=r"nothing|no function of this name"):
-            each_value(ops, *tensors)
+            each_value(ops.of("cast"), *tensors)
 
 
 def test_names() -> None:

@@ -552,3 +552,9 @@ def assert_sums(sums: Tensor, values: Values, dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)
     allowed = info.eps / 2 * (exact.abs() + info.smallest_normal) + 2.0**-18 * size
     assert bool(((sums.double() - exact).abs() <= allowed)[finite].all())
+
+
+def each_value(cast: Callable[..., Any], x: Tensor, *activation: Any) -> Tensor:
+    """Return the values that an implementation of ``octavo::cast`` rounds, float32: signed amaxes of elements."""
+    codes, _, _, amax, _ = cast(x, None, 0, E4M3, (1, 1), True, 0, False, 1, False, *activation)
+    return torch.where(codes.view(torch.uint8) >= 0x80, -amax, amax)

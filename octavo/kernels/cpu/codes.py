@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from octavo.formats import format_of
-from octavo.granularity import ALL
 from octavo.kernels.arguments import SUMS, CastTarget, Scaling
 from octavo.kernels.cpu.library import library, threads_for
+from octavo.kernels.layouts import tile_rows
 from octavo.kernels.reference.cast_statistics import measured as reference_measured
 from octavo.kernels.reference.codes import decode as reference_decode
 from octavo.numerics import E8M0
@@ -33,11 +33,6 @@ def row_slices(shape: Sequence[int], unit: int, device: torch.device, chunks: in
     chunk = CHUNK if device.type == "cpu" else CHUNK_ELSEWHERE
     step = max(chunks * chunk // max(cols, 1) // unit, 1) * unit
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)] or [slice(0, 0)]
-
-
-def tile_rows(scales: Tensor, tile: Sequence[int], rows: slice) -> Tensor:
-    """Return the scales of some rows, which are whole tiles."""
-    return scales if tile[0] == ALL else scales[rows.start // tile[0] : -(-rows.stop // tile[0])]
 
 
 def compiled(x: Tensor) -> ctypes.CDLL | None:

@@ -21,7 +21,8 @@ from octavo.granularity import ALL
 from octavo.kernels import capability
 from octavo.kernels.arguments import OperandPair, ProductArguments
 from octavo.kernels.cpu import codes
-from octavo.kernels.cpu.codes import decode, row_slices, tile_rows
+from octavo.kernels.cpu.codes import decode, row_slices
+from octavo.kernels.layouts import tile_rows
 from octavo.kernels.reference.matmul import result_scales
 from octavo.numerics import MAX_SCALE, MIN_SCALE
 

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.casts import ALL, E4M3, Call, check
+from tests.support.casts import ALL, E4M3, Call, check, each_value
 from tests.support.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.gpu
@@ -47,15 +46,8 @@ TAILS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def each_value(kernels: TritonKernels, x: Tensor, *activation: Any) -> Tensor:
-    """What is cast, float32: as the amax of blocks of one element and their sign."""
-    codes, _, _, amax, _ = kernels.cast(x, None, 0, E4M3, (1, 1), True, 0, False, 1, False, *activation)
-    negative = codes.view(torch.uint8) >= 0x80
-    return torch.where(negative, -amax, amax)
-
-
 @pytest.mark.parametrize("function", TAILS)
 def test_tails_keep_their_digits(kernels: TritonKernels, function: str) -> None:
     h = -torch.linspace(0.1, 45, 4096).view(64, 64)
     truth = TAILS[function](h.double())
-    assert bool(((each_value(kernels, h, function) - truth).abs() <= 2.0**-16 * truth.abs() + 2.0**-119).all())
+    assert bool(((each_value(kernels.cast, h, function) - truth).abs() <= 2.0**-16 * truth.abs() + 2.0**-119).all())
