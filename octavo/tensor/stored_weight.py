@@ -37,7 +37,6 @@ from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.optimizer_state import remainder_of, values_with
 from octavo.numerics import E8M0, scale_from_amax, scale_inv_from_scale
 from octavo.private import hooks_of, pytree, set_hooks, set_local_tensor, swap_tensor_impl
-from octavo.tensor.draws import Draw, go_on, uniform
 from octavo.tensor.fsdp2 import After, ShardHooks, maximum_over_shards, on_this_rank
 from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Facade, Operands, Pair, operands_of
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized, quantize
@@ -62,7 +61,6 @@ class Known:
         awaited: whether an optimizer will take ``low_bits`` into its master; False for copies.
         is_frozen: whether the parameter is not trained.
         alone: whether this rank chose its shard's scale: ranks have to agree on one before the next gather or save.
-        draw: how its uniformly distributed values were drawn; copies do not have it.
         replaced_scale: the scales that NaN has replaced until load_state_dict reads those of the codes that were sent.
     """
 
@@ -70,7 +68,6 @@ class Known:
     awaited: bool = False
     is_frozen: bool = False
     alone: bool = False
-    draw: Draw | None = field(default=None, init=False)
     replaced_scale: Tensor | None = field(default=None, init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -109,9 +106,11 @@ class StoredWeight(ShardHooks, Pair):
     REMEDY = (
         "of a weight that is stored in FP8. Optimize it with octavo.optim.AdamW, which writes codes and scales "
         "together (torch.optim can't); read it with .dequantize(), to average weights (EMA), say, and write it "
-        "with .copy_(values) under torch.no_grad(); or keep it in high precision, which models that read a weight "
-        "without calling its layer (BEiT, adapters like DoRA) need: octavo.convert(..., select=) leaves the layer out, "
-        "weight_storage=None all; merge with safe_merge=True after octavo.restore(model)"
+        "with .copy_(values) under torch.no_grad(); initialise it so, or before octavo.convert, by functions of "
+        "several steps (orthogonal_, trunc_normal_ of timm and of torch before 2.13); or keep it in high precision, "
+        "which models that read a weight without calling its layer (BEiT, adapters like DoRA) need: "
+        "octavo.convert(..., select=) leaves the layer out, weight_storage=None all; merge with safe_merge=True after "
+        "octavo.restore(model)"
     )
 
     @staticmethod
@@ -451,7 +450,7 @@ def _view(func: Any, weight: StoredWeight, size: Any) -> Any:
     if size == (-1,) and weight.is_shard:  # by FSDP2: a shard's codes in a row, over the same storage
         return weight._like(weight.qdata.view(-1), weight.scale_inv)
     if size in ((-1,), (weight.numel(),)):
-        return FlatWeights([weight.alias()])
+        return BroadcastBucket([weight.alias()])
     return weight.alias() if size == tuple(weight.shape) else NotImplemented  # so torch asks for a gradient's node
 
 
@@ -462,9 +461,7 @@ def _transpose(func: Any, weight: StoredWeight, *dims: int) -> Any:
 
 
 def _add(func: Any, weight: StoredWeight, other: Any, *, alpha: float = 1) -> Any:
-    if not isinstance(other, Tensor) and alpha == 1 and func is aten.add_.Tensor:
-        return go_on(func, weight, other)
-    if weight.is_shard or not weight.known.is_frozen:
+    if weight.is_shard or not weight.known.is_frozen or not isinstance(other, Tensor):
         return NotImplemented
     if func is aten.add_.Tensor:
         return add_adapter(weight, other, alpha)
@@ -487,15 +484,15 @@ def _initialize(func: Any, weight: StoredWeight, *args: Any, **kwargs: Any) -> S
 
 
 def _plainly(func: Any, *args: Any) -> Tensor:
-    """Answer torch.nn.init.trunc_normal_'s questions about drawn values, from all their known bits."""
+    """Answer the questions of trunc_normal_ of torch >= 2.13 about drawn values, from all their known bits."""
     return func(*(one.before_cast() if isinstance(one, StoredWeight) else one for one in args))
 
 
 def _cat(func: Any, shards: list[Any], dim: int = 0) -> Any:
     """Join shards of one weight by rows, for a product, which does not read ``low_bits``."""
     first = shards[0]
-    if any(isinstance(shard, FlatWeights) for shard in shards):
-        return _cat_flat(func, shards, dim)
+    if any(isinstance(shard, BroadcastBucket) for shard in shards):
+        return _cat_bucket(func, shards, dim)
     if dim != 0 or any(type(shard) is not type(first) for shard in shards):
         return NotImplemented
     codes = torch.cat([shard.qdata.view(torch.uint8) for shard in shards]).view(first.qdata.dtype)
@@ -573,57 +570,52 @@ def _new_empty(func: Any, weight: StoredWeight, size: Any, **_: Any) -> Any:
     return torch.empty(size, dtype=weight.dtype, device=weight.device) if 0 in size else NotImplemented
 
 
-# --- vectors of parameters, as torch makes them, of which some live in FP8
+# --- what DistributedDataParallel broadcasts from rank 0
 
 
-class FlatWeights(Facade):
-    """A vector [sum of elements] over ``pieces``, of any shapes.
+class BroadcastBucket(Facade):
+    """A vector of the weights in ``pieces``, which DistributedDataParallel joins, broadcasts and cuts again.
 
-    One piece is the weight itself, to which writes go; several are copies, as torch.cat's result is.
+    Nothing else may be done with it: no vector can hold codes and scales, see ``REMEDY``.
     """
 
-    REMEDY = f"of a vector of parameters, of which some are stored in FP8: read it with .dequantize(). {FLATTENED}"
+    REMEDY = (
+        "of a vector of parameters, of which some are stored in FP8: make one of their values, parameters_to_vector("
+        f"weight.dequantize() for weight in model.parameters()), or call octavo.restore(model) first. {FLATTENED}"
+    )
     pieces: list[Any]
 
     @staticmethod
-    def __new__(cls, pieces: list[Any]) -> FlatWeights:
+    def __new__(cls, pieces: list[Any]) -> BroadcastBucket:
         size, first = sum(piece.numel() for piece in pieces), pieces[0]
         self = torch.Tensor._make_wrapper_subclass(cls, (size,), dtype=first.dtype, device=first.device)
         self.pieces = pieces
         return self
 
-    def dequantize(self) -> Tensor:
-        """Return the values as a plain vector."""
-        plain = [piece.dequantize() if isinstance(piece, Facade) else piece for piece in self.pieces]
-        return torch.cat([piece.detach().reshape(-1) for piece in plain])
+
+def _cat_bucket(func: Any, tensors: list[Tensor], dim: int = 0) -> Any:
+    """Join vectors: of copies, as torch.cat's result is."""
+    pieces = [piece.clone() for one in tensors for piece in getattr(one, "pieces", [one])]
+    return BroadcastBucket(pieces) if all(one.ndim == 1 for one in tensors) else NotImplemented
 
 
-def _cat_flat(func: Any, tensors: list[Tensor], dim: int = 0) -> Any:
-    """Apply the rule of torch.cat of vectors."""
-    pieces = [piece for one in tensors for piece in getattr(one, "pieces", [one])]
-    return FlatWeights([piece.clone() for piece in pieces]) if all(one.ndim == 1 for one in tensors) else NotImplemented
+def _view_bucket(func: Any, bucket: BroadcastBucket, size: Any) -> Any:
+    if len(bucket.pieces) == 1:
+        return func(bucket.pieces[0], size)
+    return BroadcastBucket(bucket.pieces) if tuple(size) in ((-1,), tuple(bucket.shape)) else NotImplemented
 
 
-def _view_flat(func: Any, flat: FlatWeights, size: Any) -> Any:
-    if tuple(size) in ((-1,), tuple(flat.shape)):
-        return FlatWeights(flat.pieces)
-    return func(flat.pieces[0], size) if len(flat.pieces) == 1 else NotImplemented
+def _slice_bucket(func: Any, bucket: BroadcastBucket, dim: int = 0, start: int = 0, stop: int = 0) -> Any:
+    """Cut out one piece."""
+    ends = itertools.accumulate(piece.numel() for piece in bucket.pieces)
+    pieces = zip(bucket.pieces, ends, strict=True)
+    return next(
+        (BroadcastBucket([piece]) for piece, end in pieces if (end - piece.numel(), end) == (start, stop)),
+        NotImplemented,
+    )
 
 
-def _slice_flat(func: Any, flat: FlatWeights, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Any:
-    """Slice a vector between pieces; one weight alone is returned as it is."""
-    position, pieces = 0, []
-    start, stop, _ = slice(start, stop).indices(flat.numel())
-    for piece in flat.pieces:
-        if start <= position and position + piece.numel() <= stop:
-            pieces.append(piece)
-        position += piece.numel()
-    if not pieces or step != 1 or sum(piece.numel() for piece in pieces) != stop - start:
-        return NotImplemented
-    return FlatWeights(pieces) if len(pieces) > 1 or isinstance(pieces[0], Facade) else pieces[0]
-
-
-def _broadcast(func: Any, tensors: list[FlatWeights], *arguments: Any) -> Any:
+def _broadcast(func: Any, tensors: list[BroadcastBucket], *arguments: Any) -> Any:
     work = None
     for piece in tensors[0].pieces:
         if work is not None:
@@ -632,20 +624,11 @@ def _broadcast(func: Any, tensors: list[FlatWeights], *arguments: Any) -> Any:
     return tensors, work
 
 
-def _write_flat(func: Any, flat: Any, *arguments: Any) -> Any:
-    """Apply the rule of writes: the vector's one piece takes the values, a scalar's or another vector's."""
-    if not isinstance(flat, FlatWeights) or len(flat.pieces) > 1:
-        return NotImplemented
-    func(flat.pieces[0], *(one.view(flat.pieces[0].shape) if isinstance(one, Tensor) else one for one in arguments))
-    return flat
-
-
-FlatWeights.RULES = {
-    **dict.fromkeys((aten.detach.default, aten.alias.default), lambda func, flat: FlatWeights(flat.pieces)),
-    aten.view.default: _view_flat,
-    aten.slice.Tensor: _slice_flat,
-    aten.cat.default: _cat_flat,
-    **dict.fromkeys((aten.copy_.default, *WRITES), _write_flat),
+BroadcastBucket.RULES = {
+    **dict.fromkeys((aten.detach.default, aten.alias.default), lambda func, bucket: BroadcastBucket(bucket.pieces)),
+    aten.view.default: _view_bucket,
+    aten.slice.Tensor: _slice_bucket,
+    aten.cat.default: _cat_bucket,
 }
 
 
@@ -659,8 +642,6 @@ StoredWeight.RULES = {
     aten.copy_.default: lambda _, to, other, *__: to.take(other) if isinstance(to, StoredWeight) else NotImplemented,
     aten.empty_like.default: _empty_like,
     **dict.fromkeys(WRITES, _initialize),
-    aten.uniform_.default: uniform,
-    **dict.fromkeys((aten.erfinv_.default, aten.mul_.Tensor, aten.clamp_.default), go_on),
     **dict.fromkeys((aten.lt.Scalar, aten.gt.Scalar, aten.where.self), _plainly),
     aten.split.Tensor: _split,
     aten.slice.Tensor: _slice,
@@ -675,7 +656,7 @@ StoredWeight.RULES = {
 if torch.distributed.is_available():  # some builds of torch have none
     c10d = torch.ops.c10d
     StoredWeight.RULES |= dict.fromkeys((c10d.scatter_.default, c10d.broadcast_.default), _send)
-    FlatWeights.RULES[c10d.broadcast_.default] = _broadcast
+    BroadcastBucket.RULES[c10d.broadcast_.default] = _broadcast
 
 torch.serialization.add_safe_globals([StoredWeight, Known, OneScale])
 
