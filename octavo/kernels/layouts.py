@@ -1,4 +1,7 @@
-"""Layouts of codes: tiles that share a scale, padding, transposes, and what a device's FP8 product reads."""
+"""Layouts of codes: tiles that share a scale, padding, transposes, and what a device's FP8 product reads.
+
+Casts that write swizzled scales are frozen: no new features until a GPU shows what they gain.
+"""
 
 from __future__ import annotations
 

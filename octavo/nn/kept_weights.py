@@ -1,4 +1,7 @@
-"""KeptWeights: FP8 weights cast on demand, in one launch, into lasting buffers; for compiled graphs and CUDA graphs."""
+"""KeptWeights: FP8 weights cast on demand, in one launch, into lasting buffers; for compiled graphs and CUDA graphs.
+
+Frozen: no new features until a GPU shows what they gain.
+"""
 
 from __future__ import annotations
 

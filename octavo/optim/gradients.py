@@ -2,7 +2,7 @@
 
 A hook after each parameter's gradient puts a StoredGradient in its place, and the high-precision one is freed. Within
 ``accumulate()`` the hook only sees to it that sums are float32: torch adds to them, and the first backward outside
-rounds the whole sum, once.
+rounds the whole sum, once. Frozen: ``gradient_storage`` gets no new features until a GPU shows what it gains.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 It is a pair behind the facade of a high-precision tensor of any shape, so that torch takes it as a parameter's
 ``grad``. Norms read its values, a factor goes to its scales, octavo's optimizers read codes and scales as they are.
-Nothing adds to it, which would round it again, and nothing dequantises it silently.
+Nothing adds to it, which would round it again, and nothing dequantises it silently. Frozen: no new features until a GPU
+shows what ``gradient_storage`` gains.
 """
 
 from __future__ import annotations
