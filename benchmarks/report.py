@@ -83,9 +83,10 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where something differs")
     check = parser.parse_args(argv).check
-    old = [path for path, text in made().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    for path in old:
+    texts = made().items()
+    old = {path: text for path, text in texts if not path.exists() or path.read_text(encoding="utf-8") != text}
+    for path, text in old.items():
         print("old:" if check else "written:", path.relative_to(ROOT))
         if not check:
-            path.write_text(made()[path], encoding="utf-8")
+            path.write_text(text, encoding="utf-8")
     return int(check and bool(old))

@@ -6,9 +6,7 @@ command goes on. Muon of the larger model multiplies bf16 values in float32 and 
 products but for the order of sums: on a CPU without bf16 those take 12 times as long. bitsandbytes (committed rows:
 0.50.2) has no Muon, and its AdamW in 8 bits runs on a CPU.
 
-``sensitivity``: what rounding does to orthogonalised matrices: of the hidden matrices' momentum at the end of the run
-without rounding, how far the result in bf16 is from that of exact arithmetic, in percent of its Frobenius norm. Written
-to results/muon_training-<device>.csv, muon_sensitivity and, 50 steps alone, muon_step.
+Written to results/muon_training-<device>.csv and, 50 steps alone, muon_step.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import itertools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,8 +60,8 @@ PARTS = {"_direction": "momentum", "_orthogonal": "orthogonalisation", "_move": 
 
 def one_run(
     size: str, variant: str, seed: int, steps: int, rate: float | None = None
-) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """Train; return a row of results, one of times, and the optimizer."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train; return a row of results, and one of times."""
     algorithm, rounding, directions = VARIANTS[variant]
     config, ours = MODELS[size], algorithm == "muon"
     options = OptimizerConfig(steps=steps, lr=rate or RATES[size]["muon" if ours else "adamw"])
@@ -100,7 +97,7 @@ def one_run(
     row = {"model": size, "steps": steps, "seed": seed, "variant": variant, "val_loss": f"{loss:.5f}"}
     row["state_bytes_a_parameter"] = f"{bytes_of(once.values()) / config.parameters:.2f}"
     times = {f"ms_{part}": f"{1e3 * seconds[part] / steps:.2f}" for part in ("step", *PARTS.values())}
-    return row, {"variant": variant, **times}, optimizer
+    return row, {"variant": variant, **times}
 
 
 def in_float32(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -138,50 +135,6 @@ def timed(function: Any, part: str, seconds: dict[str, float]) -> Any:
     return call
 
 
-def sensitivity(optimizer: Any) -> list[dict[str, Any]]:
-    """Return rows: the rounded tensor, and the mean and the largest error of orthogonalised matrices, percent."""
-    errors = defaultdict[str, list[float]](list)
-    moment = octavo.optim.Moment(octavo.E4M3, rounding="stochastic")
-    for param in optimizer.param_groups[0]["params"]:
-        exact = optimizer.state[param]["momentum_buffer"]
-        stored = octavo.optim.state.converted(param, "m", octavo.optim.Moment("fp32"), moment, {"m": exact})
-        rounded = {
-            "nothing: bf16 alone": exact,
-            "the momentum, E4M3 in blocks of 128": moment.read_codes(stored["m_codes"], stored["m_scale_inv"]),
-            "the momentum, E4M3 with one scale": octavo.quantize(exact, octavo.E4M3, octavo.PerTensor()).dequantize(),
-        }
-        wanted = orthogonal(exact.double())
-        results = {what: orthogonal(matrix.bfloat16()).double() for what, matrix in rounded.items()}
-        results["operands of the iteration's products, E4M3 by rows"] = orthogonal(exact, in_fp8).double()
-        for what, matrix in results.items():
-            errors[what].append(100 * float((matrix - wanted).norm() / wanted.norm()))
-    return [
-        {
-            "rounded": what,
-            "mean_error_percent": f"{statistics.fmean(percents):.3f}",
-            "largest_error_percent": f"{max(percents):.3f}",
-        }
-        for what, percents in errors.items()
-    ]
-
-
-def in_fp8(a: Tensor, b: Tensor) -> Tensor:
-    """Return the product of a's rows and b's columns, each rounded to E4M3 with a scale."""
-    rows, columns = (octavo.quantize(x, octavo.E4M3, octavo.PerRow()).dequantize() for x in (a, b.mT))
-    return rows @ columns.mT
-
-
-def orthogonal(matrix: Tensor, product: Callable[[Tensor, Tensor], Tensor] = torch.matmul) -> Tensor:
-    """Return the result of torch's iteration with its coefficients, in the matrix's dtype."""
-    a, b, c = 3.4445, -4.775, 2.0315
-    wide = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
-    wide = wide / wide.norm().clamp(min=1e-7)
-    for _ in range(5):
-        square = product(wide, wide.mT)
-        wide = a * wide + product(b * square + c * product(square, square), wide)
-    return wide.mT if matrix.shape[0] > matrix.shape[1] else wide
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks muon_training", description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -200,11 +153,10 @@ def main(arguments: list[str]) -> int:
         wanted = {"model": size, "steps": options.steps, "seed": seed, "variant": variant}
         if any(all(row[name] == str(value) for name, value in wanted.items()) for row in rows_of(path)):
             continue
-        row, _, optimizer = one_run(size, variant, seed, options.steps)
+        row, _ = one_run(size, variant, seed, options.steps)
         print(row, flush=True)
         write_results("muon_training", [*rows_of(path), row | provenance()], path, origin={})
         if (size, variant, seed) == (SMALL, EXACT, 0):
-            write_results("muon_sensitivity", sensitivity(optimizer))
             exact = [one_run(SMALL, variant, 0, TIMED)[1] for variant in VARIANTS if variant != EIGHT_BITS]
             print(table(exact), write_results("muon_step", exact))
     return 0
@@ -233,17 +185,7 @@ def losses_table(size: str) -> str:
     return markdown([*header, "ms a step"] if times else header, cells)
 
 
-def sensitivity_table() -> str:
-    """Return a table of errors of orthogonalised matrices, by the rounded tensor."""
-    cells = [
-        [row["rounded"], f"{row['mean_error_percent']} %", f"{row['largest_error_percent']} %"]
-        for row in read("muon_sensitivity")
-    ]
-    return markdown(["rounded", "mean error", "largest error"], cells)
-
-
 TABLES = {
     "Muon's losses": functools.partial(losses_table, SMALL),
     "Muon's losses, 2.5M": functools.partial(losses_table, LARGE),
-    "Muon's sensitivity": sensitivity_table,
 }

@@ -9,8 +9,7 @@ Before the first of these the model has trained for 60 steps in high precision, 
 are the shares of runs whose first finding, or one of the first three, is right in each respect, and findings above
 "note" in healthy runs. Eleven of the first 32 kinds of fault, drawn by a seed, were held out when the first rules were
 made (FIRST_DRAW), 13 more kinds when the second were (causes_held_out.py), and 17, picked by what users report, when
-the third were (causes_third_draw.py). Today's rules were made with all of these. Written to results/causes.csv; what
-earlier rules said of the same faults is in causes_earlier.csv.
+the third were (causes_third_draw.py). Today's rules were made with all of these. Written to results/causes.csv.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ RECIPES = (recipes.dynamic(), recipes.delayed(), recipes.rowwise(power_of_two=Tr
 ALL = "*"  # every layer is right
 ASPECTS = ("layer", "cause", "remedy")
 DRAWS = ("open", "first draw", "second draw", "third draw", "variations", "more variations")
-HEAD = ("findings", "faults", *(f"{name}: first, among three" for name in ASPECTS))
+HEAD = ("faults", *(f"{name}: first, among three" for name in ASPECTS))
 
 
 class Training:
@@ -530,27 +529,23 @@ def said(fault: Fault, layer: str, findings: Sequence[Finding]) -> dict[str, Any
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return shares of runs by diagnosis and by group of faults, and false alarms."""
+    """Return shares of runs by group of faults, and false alarms."""
     lines = []
-    for diagnosis in ("before", "first rules", "second rules", "third rules", "fourth rules", "after"):
-        rows_by_draw = {name: [r for r in rows if (r["diagnosis"], r["of"]) == (diagnosis, name)] for name in DRAWS}
-        for name, drawn in rows_by_draw.items():
-            if drawn:
-                at_most = [
-                    [f"{sum(0 < int(r[f'{w} at']) <= n for r in drawn) / len(drawn):.0%}" for n in (1, 3)]
-                    for w in ASPECTS
-                ]
-                lines.append([diagnosis, f"{name}, {len(drawn)} runs", *(f"{one}, {three}" for one, three in at_most)])
-        healthy = [r for r in rows if (r["diagnosis"], r["of"]) == (diagnosis, "healthy")]
-        if healthy:
-            alarms = sum(int(r["alarms"]) > 0 for r in healthy)
-            lines.append([diagnosis, f"healthy, {len(healthy)} runs", f"{alarms} with a finding above note", "", ""])
+    for name in DRAWS:
+        if drawn := [row for row in rows if row["of"] == name]:
+            at_most = [
+                [f"{sum(0 < int(r[f'{w} at']) <= n for r in drawn) / len(drawn):.0%}" for n in (1, 3)] for w in ASPECTS
+            ]
+            lines.append([f"{name}, {len(drawn)} runs", *(f"{one}, {three}" for one, three in at_most)])
+    if healthy := [row for row in rows if row["of"] == "healthy"]:
+        alarms = sum(int(row["alarms"]) > 0 for row in healthy)
+        lines.append([f"healthy, {len(healthy)} runs", f"{alarms} with a finding above note", "", ""])
     return lines
 
 
 def causes_table() -> str:
     """Return the table of docs/inspect.md."""
-    return markdown(HEAD, summary([*read("causes_earlier"), *read("causes")]))
+    return markdown(HEAD, summary(read("causes")))
 
 
 TABLES = {"causes": causes_table}
@@ -583,7 +578,7 @@ def main(arguments: list[str]) -> int:
                     for name in ("kind", "model", "seed", "layer", "cause at", "said", "sentence")
                 )
             )
-    print(table([dict(zip(HEAD, line, strict=True)) for line in summary([*read("causes_earlier"), *rows])]))
+    print(table([dict(zip(HEAD, line, strict=True)) for line in summary(rows)]))
     if not options.no_write:
         print(f"written to {write_results('causes', rows, origin=provenance())}")
     return 0
