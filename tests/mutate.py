@@ -38,14 +38,14 @@ SOURCES = [
     *(str(path.relative_to(ROOT)) for path in ROOMS if path.stem not in APART),
     *(f"octavo/kernels/{name}.py" for name in BESIDE),
     *(f"octavo/autograd/{name}.py" for name in ("casts", "chain", "products")),
-    *(f"octavo/nn/{name}.py" for name in ("weight", "kept_weights")),
+    *(f"octavo/weights/{name}.py" for name in ("plain", "kept")),
 ]
 TESTS = [
     *("tests/test_numerics.py", "tests/test_formats.py", "tests/test_granularity.py", "tests/scaling/test_delayed.py"),
     *("tests/kernels/reference", "tests/kernels/cpu", "tests/autograd"),
     *(f"tests/kernels/test_{n}.py" for n in ("cast", "cast_statistics", "codes", "dequantize", "matmul", *BESIDE)),
     *(f"tests/kernels/test_{n}.py" for n in ("multi_tensor_cast", "note_faults", "norm")),
-    *("tests/nn/test_weight.py", "tests/nn/test_kept_weights.py", "tests/integration/test_seams.py"),
+    *("tests/weights/test_plain.py", "tests/weights/test_kept.py", "tests/integration/test_seams.py"),
     *("tests/optim/test_adam.py", "tests/optim/test_sgd.py", "tests/kernels/triton/test_optimizer_step.py"),
 ]
 OPERATORS = """Add Sub, Mult Div, FloorDiv Mult, Mod FloorDiv, Pow Mult, LShift RShift, BitAnd BitOr, And Or, Lt LtE,

@@ -31,7 +31,7 @@ from tests.support.byte_counter import BETWEEN, GATHER, INSIDE, OTHER, REDUCE, S
 
 TAKES = "2 minutes"
 MEASURES = (
-    "octavo/nn/gather.py",
+    "octavo/weights/gathered.py",
     "octavo/distributed/fp8_reduce.py",
     "octavo/tensor/collectives.py",
 )

@@ -30,11 +30,11 @@ from benchmarks.common.measure import table, write_results
 from benchmarks.common.pages import Row, listed
 from benchmarks.distributed.communication_ranks import on_ranks
 from octavo import recipes
-from octavo.tensor.fsdp2 import on_this_rank
-from octavo.tensor.stored_weight import local_stored
+from octavo.weights.fsdp2 import on_this_rank
+from octavo.weights.stored import local_stored
 
 TAKES = "15 minutes"
-MEASURES = ("octavo/export/loading.py", "octavo/tensor/stored_weight.py", "octavo/nn/weight_files.py")
+MEASURES = ("octavo/export/loading.py", "octavo/weights/stored.py", "octavo/weights/files.py")
 
 RANKS = 4
 STORAGES = {

@@ -22,8 +22,8 @@ import octavo
 from benchmarks.common.measure import table, write_results
 from benchmarks.common.pages import markdown, read
 from octavo import PerTensor
-from octavo.tensor.stored_weight import StoredWeight
 from octavo.tune.timing import DEVICE, ON_GPU, describe, synchronize, timings
+from octavo.weights.stored import StoredWeight
 
 TAKES = "2 minutes"
 MEASURES = ("octavo/optim", "octavo/kernels/reference", "octavo/kernels/triton", ":!octavo/kernels/triton/replay.py")

@@ -52,11 +52,11 @@ from benchmarks.training.quality_experiments import (
     config_of,
     queue,
 )
-from octavo.tensor.stored_weight import StoredWeight
 from octavo.train import BASELINE, GPT, DivergedError, Hooks, RunResult, load_corpus, loop, run
 from octavo.train.checkpoint import RunFolder, StepRow
 from octavo.train.model import HEAD
 from octavo.train.trainer import Trainer, build_model, recipe_named
+from octavo.weights.stored import StoredWeight
 
 TAKES = "20 hours of one core in all, in pieces; a run of 0.5 million parameters 2 minutes, of 2.5 million 6"
 MEASURES = ("octavo/kernels/reference", "octavo/recipes.py", "octavo/autograd")

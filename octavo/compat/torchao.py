@@ -21,8 +21,8 @@ from octavo.kernels.capability import runs_natively
 from octavo.nn.candidates import Select, fp8_class, why_left_alone, why_not
 from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.weight import why_not_stored
 from octavo.scaling.recipe import OPERANDS, Cast, Recipe
+from octavo.weights.plain import why_not_stored
 
 __all__ = [
     "CastConfig",

@@ -47,7 +47,6 @@ from octavo.distributed.files import PARTIAL, reason_of, replacing
 from octavo.distributed.joined_parts import by_file, is_common, joined, parts_of
 from octavo.distributed.ranks import CheckpointError, Ranks, lost_ranks
 from octavo.errors import OctavoError, first_line
-from octavo.nn.gather import settings_of
 from octavo.nn.recipe_module import RecipeModule
 from octavo.optim.layout import place_of
 from octavo.optim.moment import Moment
@@ -55,7 +54,8 @@ from octavo.optim.state import moment_from
 from octavo.reading import check_records, file_inside
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
 from octavo.tensor.collectives import check_ranks_agree
-from octavo.tensor.fsdp2 import like_sharded, on_this_rank, plain
+from octavo.weights.fsdp2 import like_sharded, on_this_rank, plain
+from octavo.weights.gathered import settings_of
 
 __all__ = ["save_checkpoint", "async_save_checkpoint", "load_checkpoint", "load_extra"]
 

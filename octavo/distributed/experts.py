@@ -12,11 +12,11 @@ from octavo.autograd.casts import GRAD_OUTPUT, INPUT, cast_to_send
 from octavo.autograd.exchange import Exchange, RowsToSend, combine, dispatch
 from octavo.autograd.gather_input import GatherReader
 from octavo.nn.experts import ConvertedExperts, Experts, OfTransformers
-from octavo.nn.gather import check_layers_agree
 from octavo.nn.inputs import product_dtype
 from octavo.nn.linear import Grouped
 from octavo.scaling.delayed import state_of
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.gathered import check_layers_agree
+from octavo.weights.stored import StoredWeight
 
 
 def expert_parallel(model: nn.Module, mesh: Any, exact: bool = False, average: bool = True) -> nn.Module:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.linear import PartedLinear
-from octavo.nn.weight_files import SCALE_INV
 from octavo.private import LocalShardsWrapper, set_local_tensor
-from octavo.tensor.fsdp2 import like_sharded, on_this_rank
+from octavo.weights.files import SCALE_INV
+from octavo.weights.fsdp2 import like_sharded, on_this_rank
 
 Names = dict[str, list[str]]  # of tensors in a checkpoint: those of their parts here, in order
 

@@ -24,12 +24,12 @@ from torch.distributed.tensor import parallel as torch_parallel
 
 from octavo.autograd.gather_input import GatheredInput, scatter_output
 from octavo.distributed.fp8_reduce import Fp8Reduction
-from octavo.nn.gather import check_layers_agree
 from octavo.nn.linear import Linear, divide
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.tensor_parallel import STYLE, Sending, Style, gathered_for, hooks_on, sending_of
 from octavo.private import resolve_process_group
-from octavo.tensor.stored_weight import StoredWeight, why_not_cut
+from octavo.weights.gathered import check_layers_agree
+from octavo.weights.stored import StoredWeight, why_not_cut
 
 _SHARDED = "_octavo_sharded"  # attribute of a parameter: its placement and the sharded one, for modules that share it
 

@@ -30,7 +30,7 @@ from octavo.export.layouts import (
     scale_name,
     weight_cast,
 )
-from octavo.tensor.fsdp2 import mp_policies, on_this_rank
+from octavo.weights.fsdp2 import mp_policies, on_this_rank
 
 
 def to_safetensors(

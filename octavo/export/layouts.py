@@ -34,11 +34,11 @@ from octavo.granularity import ALL, MX, Tile
 from octavo.nn.experts import ConvertedExperts, ExpertsPart
 from octavo.nn.linear import Grouped, PartedLinear
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.weight import fp8_pair
-from octavo.nn.weight_files import SCALE_INV
 from octavo.numerics import exponents_of
 from octavo.scaling.recipe import Cast
-from octavo.tensor.fsdp2 import on_this_rank, whole
+from octavo.weights.files import SCALE_INV
+from octavo.weights.fsdp2 import on_this_rank, whole
+from octavo.weights.plain import fp8_pair
 
 Layers = dict[str, RecipeModule]  # the modules whose output product is in FP8, by name
 BLOCK = 128
@@ -134,7 +134,7 @@ class Entry(NamedTuple):
         """Return (name, codes [N, K], scales in the layouts' shape and dtype) of each, or (name, tensor, None).
 
         Args:
-            training: see octavo.nn.weight.fp8_pair.
+            training: see octavo.weights.plain.fp8_pair.
             policies: FSDP2's mixed-precision policies by the ids of sharded parameters.
         """
         if self.layer is None:

@@ -26,11 +26,11 @@ from octavo.export.checksums import CheckedFile
 from octavo.export.layouts import LAYOUTS, SQUARE, places_in
 from octavo.granularity import MX, Granularity
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.weight_files import SCALE_INV, check_scales
 from octavo.reading import file_inside, read_json
-from octavo.tensor.fsdp2 import like_sharded, on_this_rank, own_slices
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.tensor.stored_weight import StoredWeight, granularity_of_scales, local_stored, put_into
+from octavo.weights.files import SCALE_INV, check_scales
+from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices
+from octavo.weights.stored import StoredWeight, granularity_of_scales, local_stored, put_into
 
 SCALES = ("_scale_inv", "_scale")  # a scale's name is its weight's and one of these
 OF_INPUTS = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale|q_scale|output_scale)$")  # of static casts

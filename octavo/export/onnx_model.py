@@ -31,7 +31,7 @@ from octavo.export.lowering import VERSION, decompositions
 from octavo.formats import HIGH_PRECISION
 from octavo.numerics import E8M0
 from octavo.private import OpOverload, pytree
-from octavo.tensor.fsdp2 import on_this_rank
+from octavo.weights.fsdp2 import on_this_rank
 
 _DELAYED_SCALE = 1  # the index of that argument of a cast
 OPSETS = range(VERSION, 25)

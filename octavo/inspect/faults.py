@@ -29,8 +29,8 @@ from octavo.kernels.arguments import FOUND
 from octavo.nn.linear import Grouped
 from octavo.nn.recipe_module import RecipeModule, device_of
 from octavo.scaling.recipe import ROLES
-from octavo.tensor.fsdp2 import on_this_rank, whole
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.fsdp2 import on_this_rank, whole
+from octavo.weights.stored import StoredWeight
 
 BEFORE = 10  # steps whose numbers Fault.before has, besides the fault's own step
 LATE = 2  # the host reads an accelerator's step this many steps later, when it has been computed, or nearly

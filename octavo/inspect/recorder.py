@@ -23,7 +23,7 @@ from octavo.inspect.rows import Row, Table
 from octavo.inspect.weights import GROUP, Updates, count_weights, facts_of, others_of, tied_of
 from octavo.kernels.arguments import SUMS
 from octavo.recipes import to_json
-from octavo.tensor.fsdp2 import whole
+from octavo.weights.fsdp2 import whole
 
 Scalar = float | Tensor
 SKIPPED = "skipped"  # a kind of event that arrives from the device, as scalars do

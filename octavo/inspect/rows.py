@@ -22,9 +22,9 @@ from octavo.kernels.layouts import contraction_multiple
 from octavo.nn.candidates import features
 from octavo.nn.linear import Grouped, PartedLinear
 from octavo.nn.recipe_module import RecipeModule, device_of
-from octavo.nn.weight import weight_of
 from octavo.scaling.recipe import OPERANDS, PRODUCTS, ROLES, Cast, Recipe
 from octavo.tensor.pair import ForProducts, Operands
+from octavo.weights.plain import weight_of
 
 # the products that read a role as it lies, and transposed
 READS = {role: tuple(product for product, roles in OPERANDS.items() if role in roles) for role in ROLES}

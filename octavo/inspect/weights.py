@@ -23,8 +23,8 @@ from octavo.optim.base import CompactOptimizer
 from octavo.optim.masters import MasterForm, master_of
 from octavo.optim.state import matrix_of
 from octavo.scaling.recipe import Cast
-from octavo.tensor.fsdp2 import on_this_rank
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.fsdp2 import on_this_rank
+from octavo.weights.stored import StoredWeight
 
 # Recorded of each weight's update: how many elements were sampled of the weight, its moments and its master;
 # the sums of squares of the update and of the distances to the next number, and how many elements changed; how many of

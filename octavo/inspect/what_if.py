@@ -39,11 +39,11 @@ from octavo.inspect.rows import parameter_of, parameters_of, sizes_of
 from octavo.nn.candidates import MIN_FEATURES, Select
 from octavo.nn.convert import convert
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.weight import check_recipe
 from octavo.recipes import COMPARED, as_recipe, high_precision
 from octavo.scaling.delayed import STATE, State, state_of
 from octavo.scaling.recipe import PRODUCTS, Recipe, RecipeMap, recipe_of
-from octavo.tensor.fsdp2 import whole as full_tensor
+from octavo.weights.fsdp2 import whole as full_tensor
+from octavo.weights.plain import check_recipe
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Key = tuple[str, str]  # a layer's name and a recipe's

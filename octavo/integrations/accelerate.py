@@ -26,12 +26,12 @@ from octavo.distributed.checkpoint import gather_delayed, load_delayed, plain_na
 from octavo.distributed.ranks import Ranks
 from octavo.nn.convert import convert, stored_now
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.weight import weight_of
-from octavo.nn.weight_files import SCALE_INV
 from octavo.optim.base import CompactOptimizer
 from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
 from octavo.schedule import Phase, PrecisionSchedule
-from octavo.tensor.stored_weight import local_stored
+from octavo.weights.files import SCALE_INV
+from octavo.weights.plain import weight_of
+from octavo.weights.stored import local_stored
 
 __all__ = ["TrainingState", "follow_accumulation"]
 

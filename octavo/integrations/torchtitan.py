@@ -19,10 +19,10 @@ from octavo.errors import MissingExtraError
 from octavo.nn.candidates import Select, large_enough, of_subclass
 from octavo.nn.convert import convert
 from octavo.nn.experts import ExpertsPart
-from octavo.nn.weight import widened
-from octavo.nn.weight_files import load_stored
 from octavo.recipes import AnyRecipe
-from octavo.tensor.stored_weight import local_stored
+from octavo.weights.files import load_stored
+from octavo.weights.plain import widened
+from octavo.weights.stored import local_stored
 
 __all__ = ["OctavoConverter"]
 

@@ -36,10 +36,10 @@ from octavo.integrations.accelerate import (
 from octavo.nn.candidates import Select
 from octavo.nn.checkpointing import checkpoint_model_in_fp8
 from octavo.nn.recipe_module import RecipeModule
-from octavo.nn.weight_files import SCALE_INV
 from octavo.recipes import AnyRecipe, as_recipe
 from octavo.schedule import Phase, PrecisionSchedule
 from octavo.schedule.phase import SAME
+from octavo.weights.files import SCALE_INV
 
 __all__ = ["OctavoCallback"]
 

@@ -3,12 +3,12 @@
 from octavo.nn.checkpointing import checkpoint_model_in_fp8
 from octavo.nn.experts import Experts
 from octavo.nn.fused import LayerNorm, LayerNormLinear, LayerNormMLP, RMSNorm, RMSNormLinear, RMSNormMLP
-from octavo.nn.kept_weights import KeptWeights
 from octavo.nn.linear import GroupedLinear, Linear
 from octavo.nn.loss import CrossEntropyLoss, cross_entropy, linear_cross_entropy
 from octavo.nn.transformer import SelfAttention, TransformerBlock, rotary_table
-from octavo.nn.weight import invalidate
 from octavo.scaling.delayed import delayed_state_dict, load_delayed_state_dict
+from octavo.weights.kept import KeptWeights
+from octavo.weights.plain import invalidate
 
 __all__ = [
     "CrossEntropyLoss",

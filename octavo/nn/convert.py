@@ -28,12 +28,16 @@ from octavo.nn.candidates import (
     why_not,
 )
 from octavo.nn.experts import ConvertedExperts, keys_of, recipe_names
-from octavo.nn.gather import GatherGroup, settings_of
 from octavo.nn.known_forwards import KnownForward, fuse_known
 from octavo.nn.linear import Grouped, Linear, PartedLinear, Split
 from octavo.nn.loss import give_back_loss, has_loss
 from octavo.nn.recipe_module import RecipeModule, device_of
-from octavo.nn.weight import (
+from octavo.recipes import AnyRecipe, as_recipe, default, high_precision
+from octavo.scaling.delayed import ASIDE, LOADED, STATE, state_of
+from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
+from octavo.weights.fsdp2 import forget_gathered, groups_of
+from octavo.weights.gathered import GatherGroup, settings_of
+from octavo.weights.plain import (
     WeightOwner,
     check_granularity,
     check_recipe,
@@ -41,11 +45,7 @@ from octavo.nn.weight import (
     weight_of,
     why_not_stored,
 )
-from octavo.recipes import AnyRecipe, as_recipe, default, high_precision
-from octavo.scaling.delayed import ASIDE, LOADED, STATE, state_of
-from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
-from octavo.tensor.fsdp2 import forget_gathered, groups_of
-from octavo.tensor.stored_weight import OF_FROZEN, local_stored, store, stored_as, why_cut
+from octavo.weights.stored import OF_FROZEN, local_stored, store, stored_as, why_cut
 
 
 def convert(

@@ -30,10 +30,10 @@ from octavo.nn.fused import activate, run_alone, run_as_one
 from octavo.nn.inputs import grouped_dtype, no_tensor
 from octavo.nn.linear import Grouped, GroupedLinear, recipe_for
 from octavo.nn.tensor_parallel import FusedParts
-from octavo.nn.weight import WeightOwner
-from octavo.nn.weight_files import SCALE_INV
 from octavo.private import assert_async, tracing_state
 from octavo.scaling.recipe import Recipe, RecipeMap
+from octavo.weights.files import SCALE_INV
+from octavo.weights.plain import WeightOwner
 
 
 class _Rows(torch.autograd.Function):

@@ -24,11 +24,11 @@ from octavo.autograd.casts import Norm
 from octavo.autograd.chain import FUNCTIONS, Chain, run_chain
 from octavo.autograd.products import requires_grad
 from octavo.kernels.activations import activation_of
-from octavo.nn.gather import check_layers_agree
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.linear import Linear, PartedLinear, Splits, recipe_for, split_output
 from octavo.nn.tensor_parallel import FusedParts, finished, fused_parts, hooks_on, is_parallel, style_of
 from octavo.scaling.recipe import Recipe, RecipeMap
+from octavo.weights.gathered import check_layers_agree
 
 
 class _ZeroCentered(nn.Module):

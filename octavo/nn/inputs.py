@@ -14,8 +14,8 @@ from octavo.autograd.gather_input import GatheredInput
 from octavo.errors import HigherOrderGradientError, UnsupportedOpError
 from octavo.formats import HIGH_PRECISION
 from octavo.kernels.groups import check_offsets_kind
-from octavo.nn.weight import why_unreadable
 from octavo.private import functorch_is_active, in_forward_mode
+from octavo.weights.plain import why_unreadable
 
 
 def product_dtype(input: Any, weight_NK: Tensor) -> torch.dtype:

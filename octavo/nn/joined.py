@@ -18,9 +18,9 @@ from octavo.autograd.shared_scales import Parts
 from octavo.nn.fused import run_alone
 from octavo.nn.linear import Linear
 from octavo.nn.tensor_parallel import LayerTensors
-from octavo.nn.weight import is_freed_after_forward, state_for
 from octavo.private import FakeTensor, no_modes
 from octavo.scaling.delayed import STATE, note_empty
+from octavo.weights.plain import is_freed_after_forward, state_for
 
 
 def _facade_of(weights: Sequence[Tensor]) -> Tensor:

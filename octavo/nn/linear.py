@@ -16,11 +16,11 @@ from octavo.granularity import PerTensor
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.tensor_parallel import is_parallel
-from octavo.nn.weight import WeightOwner, widened
 from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
-from octavo.tensor.fsdp2 import attach, gather_as_it_is
 from octavo.tensor.pair import Operands
-from octavo.tensor.stored_weight import BLOCK, StoredWeight, agree_on_scale, local_stored, with_agreed_scale
+from octavo.weights.fsdp2 import attach, gather_as_it_is
+from octavo.weights.plain import WeightOwner, widened
+from octavo.weights.stored import BLOCK, StoredWeight, agree_on_scale, local_stored, with_agreed_scale
 
 
 class Linear(RecipeModule, nn.Linear):
@@ -295,7 +295,7 @@ class Split(WeightOwner):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
-        """Return what FSDP2's first hook returns for the weight, if it is in FP8: see nn/gather.py."""
+        """Return what FSDP2's first hook returns for the weight, if it is in FP8: see weights/gathered.py."""
         if not isinstance(shard, StoredWeight):
             return gather_as_it_is(shard, mesh, outer_size, mp_policy)
         layer = self.__dict__["layer"]

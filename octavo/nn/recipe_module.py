@@ -15,20 +15,8 @@ from octavo.autograd.shared_casts import ReadTensor, read_by
 from octavo.autograd.shared_scales import Parts
 from octavo.errors import UnsupportedOpError
 from octavo.kernels.capability import warn_once_if_emulated
-from octavo.nn.gather import Gather, check_layers_agree
 from octavo.nn.inputs import finds_shapes, grouped_dtype, product_dtype, refuse_for_fp8
-from octavo.nn.tensor_parallel import LayerTensors, is_parallel, parallel_product
-from octavo.nn.weight import (
-    WeightOwner,
-    WeightWrites,
-    as_NK,
-    check_recipe,
-    fp8_operands,
-    of_this_rank,
-    state_for,
-    weight_of,
-    widened,
-)
+from octavo.nn.tensor_parallel import LayerTensors, Sending, is_parallel, parallel_product, sending_of
 from octavo.nn.where import warn_once_if_slower
 from octavo.private import parameter_registration_hooks, tracing_state
 from octavo.recipes import as_recipe
@@ -45,8 +33,20 @@ from octavo.scaling.delayed import (
     state_of,
 )
 from octavo.scaling.recipe import Recipe
-from octavo.tensor.fsdp2 import GatheredWeight
-from octavo.tensor.stored_weight import local_stored
+from octavo.weights.fsdp2 import GatheredWeight
+from octavo.weights.gathered import Gather, check_layers_agree
+from octavo.weights.plain import (
+    WeightOwner,
+    WeightWrites,
+    as_NK,
+    check_recipe,
+    fp8_operands,
+    of_this_rank,
+    state_for,
+    weight_of,
+    widened,
+)
+from octavo.weights.stored import local_stored
 
 
 class RecipeModule(WeightOwner):
@@ -81,7 +81,7 @@ class RecipeModule(WeightOwner):
             warn_once_if_slower(recipe, device)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; check a recipe first, and let nn/gather.py gather a weight that FSDP2 has sharded."""
+        """Set an attribute; check a recipe first, and let weights/ know of a weight that FSDP2 has sharded."""
         parameters = self.__dict__.get("_parameters")
         if parameters is not None and name in parameters and isinstance(value, nn.Parameter):
             if name == "weight":
@@ -174,6 +174,11 @@ class RecipeModule(WeightOwner):
         return (name,)
 
     @property
+    def sending(self) -> Sending | None:
+        """The settings by which the module's tokens are sent; None without a style of octavo.distributed over it."""
+        return sending_of(self)
+
+    @property
     def gather(self) -> Gather:
         """The state that the module keeps for gathers of its weight; created when first read."""
         gather: Gather | None = self.__dict__.get("_gather")
@@ -182,7 +187,7 @@ class RecipeModule(WeightOwner):
         return gather
 
     def before_gather(self, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Any:
-        """Return what FSDP2's first hook returns for the weight; see nn/gather.py."""
+        """Return what FSDP2's first hook returns for the weight; see weights/gathered.py."""
         return self.gather.send(self, shard, mesh, outer_size, mp_policy)
 
     def reset_delayed_state(self) -> None:

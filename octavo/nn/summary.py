@@ -21,9 +21,9 @@ from octavo.nn.linear import Split
 from octavo.nn.loss import has_loss
 from octavo.nn.recipe_module import RecipeModule
 from octavo.nn.saved import predicted_by_kind
-from octavo.nn.weight import weight_of
 from octavo.private import cpu_attention, grouped_mm
 from octavo.scaling.recipe import Recipe
+from octavo.weights.plain import weight_of
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from octavo.kernels.reference.optimizer_step import AdamGroup
 from octavo.optim.base import CompactOptimizer, check_not_negative, refuse
 from octavo.optim.moment import Moment
 from octavo.optim.state import Settings
-from octavo.tensor.stored_weight import local_stored
+from octavo.weights.stored import local_stored
 
 
 def check_adam_options(lr: float | Tensor, betas: Any, eps: float, weight_decay: float) -> None:

@@ -26,7 +26,7 @@ from octavo.optim.resolution import Resolution
 from octavo.optim.state import Settings
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.stored_gradient import StoredGradient
-from octavo.tensor.stored_weight import StoredWeight, local_stored
+from octavo.weights.stored import StoredWeight, local_stored
 
 _REFUSED = {
     "amsgrad": "octavo keeps no largest second moments; clip_update bounds updates",

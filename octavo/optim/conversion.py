@@ -22,8 +22,8 @@ from octavo.optim.base import CompactOptimizer
 from octavo.optim.layout import is_fp8_experts
 from octavo.optim.masters import master_of
 from octavo.optim.state import Settings, for_kernel, new_master
-from octavo.tensor.fsdp2 import like_sharded, maximum_over_shards, on_this_rank
-from octavo.tensor.stored_weight import StoredWeight, local_stored, put_into, store, why_cut
+from octavo.weights.fsdp2 import like_sharded, maximum_over_shards, on_this_rank
+from octavo.weights.stored import StoredWeight, local_stored, put_into, store, why_cut
 
 WeightStorage = Granularity | None  # of a weight's codes; None: it is a plain tensor
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from octavo.optim import state as states
 from octavo.optim.layout import is_fp8_experts, settle_gradient
-from octavo.tensor.fsdp2 import like_sharded
 from octavo.tensor.stored_gradient import StoredGradient
+from octavo.weights.fsdp2 import like_sharded
 
 
 class GradientHooks:

@@ -23,8 +23,8 @@ from octavo.optim.base import CompactOptimizer, check_not_negative
 from octavo.optim.gradients import GradientHooks, refuse_ddp
 from octavo.optim.layout import bytes_of_shard, settle_gradient, sharded_dims
 from octavo.private import execution_engine
-from octavo.tensor.fsdp2 import like_sharded
 from octavo.tensor.stored_gradient import TWICE, UsedGradient
+from octavo.weights.fsdp2 import like_sharded
 
 MIB = 1 << 20
 _TO_COME = -1.0  # in place of the square of a gradient that has not come yet; NaN can't be, as gradients may be NaN

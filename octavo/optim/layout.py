@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from octavo.kernels.layouts import BLOCK, blocks_of
 from octavo.tensor.collectives import check_ranks_agree
-from octavo.tensor.fsdp2 import groups_of, like_sharded, on_this_rank
-from octavo.tensor.stored_weight import local_stored
+from octavo.weights.fsdp2 import groups_of, like_sharded, on_this_rank
+from octavo.weights.stored import local_stored
 
 _MUONS = "algorithm", "eps", "ns_steps", "ns_coefficients", "adjust_lr_fn"  # options of groups that no kernel takes
 

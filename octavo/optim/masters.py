@@ -20,7 +20,7 @@ from octavo.kernels.reference.optimizer_state import (
     MasterWeight,
     values_with,
 )
-from octavo.tensor.stored_weight import OF_FROZEN, StoredWeight, has_powers_of_two, local_stored
+from octavo.weights.stored import OF_FROZEN, StoredWeight, has_powers_of_two, local_stored
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from octavo.optim.state import Settings
 from octavo.private import adjust_muon_lr, c10d_ops, orthogonalize
 from octavo.scaling.recipe import Cast
 from octavo.tensor.collectives import pack, unpack
-from octavo.tensor.fsdp2 import groups_of, rows_of_rank
+from octavo.weights.fsdp2 import groups_of, rows_of_rank
 
 # Torch's coefficients keep singular values, which begin in [0, 1], below 1.2024 after any number of iterations, and no
 # element exceeds the largest. Where a weight lives in FP8, elements are clamped to this, so that its scale is known

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from octavo.optim import state as states
 from octavo.optim.layout import is_sharded
-from octavo.tensor.fsdp2 import groups_of
+from octavo.weights.fsdp2 import groups_of
 
 
 class Resolution:

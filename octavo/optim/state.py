@@ -25,9 +25,9 @@ from octavo.optim.layout import (
 from octavo.optim.masters import KINDS, master_of
 from octavo.optim.moment import GRANULARITIES, Moment, as_matrix
 from octavo.tensor.collectives import maximum_over_ranks
-from octavo.tensor.fsdp2 import like_sharded, on_this_rank
 from octavo.tensor.stored_gradient import StoredGradient
-from octavo.tensor.stored_weight import StoredWeight, local_stored
+from octavo.weights.fsdp2 import like_sharded, on_this_rank
+from octavo.weights.stored import StoredWeight, local_stored
 
 _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E4M4)}
 

@@ -21,8 +21,8 @@ from octavo.optim.gradients import refuse_ddp
 from octavo.optim.state import Settings
 from octavo.recipes import as_recipe
 from octavo.scaling.recipe import Recipe, RecipeMap
-from octavo.tensor.fsdp2 import on_this_rank, take_shards
-from octavo.tensor.stored_weight import store
+from octavo.weights.fsdp2 import on_this_rank, take_shards
+from octavo.weights.stored import store
 
 SAME: Any = "same"
 TRIGGERS = ("from_step", "from_tokens", "when_lr_below", "when_update_below_resolution")

@@ -21,7 +21,7 @@ from octavo.optim.layout import is_fp8_experts
 from octavo.optim.masters import master_of
 from octavo.schedule.phase import Target
 from octavo.tensor.stored_gradient import StoredGradient
-from octavo.tensor.stored_weight import StoredWeight, put_into
+from octavo.weights.stored import StoredWeight, put_into
 
 MIB = 1 << 20
 

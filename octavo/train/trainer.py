@@ -18,8 +18,6 @@ from octavo.kernels.capability import fast_dtype
 from octavo.optim.base import CompactOptimizer
 from octavo.scaling.recipe import Recipe, RecipeMap
 from octavo.schedule import Phase
-from octavo.tensor.fsdp2 import whole
-from octavo.tensor.stored_weight import stored_as
 from octavo.train.checkpoint import Content, Identity, RunFolder, StepRow
 from octavo.train.config import (
     AUTO,
@@ -40,6 +38,8 @@ from octavo.train.config import (
 from octavo.train.data import Batches, Corpus
 from octavo.train.model import GPT, HEAD, ROUTER, balance, next_byte_loss
 from octavo.train.shard import shard, share_of, syncing
+from octavo.weights.fsdp2 import whole
+from octavo.weights.stored import stored_as
 
 DEFAULT_STATE = StateConfig()
 

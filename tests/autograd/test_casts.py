@@ -9,10 +9,10 @@ from octavo import E4M3, Cast, Delayed, Dynamic, PerBlock, PerRow, PerTensor, Re
 from octavo.autograd import casts as module
 from octavo.autograd.casts import INPUT, cast_grad_output, cast_norm, cast_role, cast_to_send
 from octavo.kernels.arguments import CastSource, NormSource
-from octavo.nn.weight import fp8_pair
 from octavo.scaling.delayed import State
 from octavo.scaling.recipe import RoleCasts
 from octavo.tensor.pair import Operands
+from octavo.weights.plain import fp8_pair
 from tests.support.definitions import same_bits
 from tests.support.helpers import FP8_RECIPES, CountOps, delayed_state
 

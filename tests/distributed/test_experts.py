@@ -18,7 +18,7 @@ import octavo
 from octavo import recipes
 from octavo.distributed import expert_parallel
 from octavo.nn.experts import feed_forward
-from octavo.nn.gather import check_layers_agree
+from octavo.weights.gathered import check_layers_agree
 from tests.support.byte_counter import GATHER, OTHER, REDUCE, SCATTER, ByteCounter
 from tests.support.expert_models import RECIPES, Mixture, batch, built, whole
 

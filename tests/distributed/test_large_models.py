@@ -16,8 +16,8 @@ import octavo
 import octavo.distributed as ours
 from octavo import recipes
 from octavo.export import load_fp8
-from octavo.tensor.fsdp2 import on_this_rank
-from octavo.tensor.stored_weight import local_stored
+from octavo.weights.fsdp2 import on_this_rank
+from octavo.weights.stored import local_stored
 from tests.support.helpers import every_layer, to_fp8
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -16,10 +16,10 @@ import octavo
 from octavo import distributed as ours
 from octavo.distributed.checkpoint import load_checkpoint, save_checkpoint
 from octavo.nn.linear import PartedLinear
-from octavo.nn.weight import fp8_pair
 from octavo.optim import AdamW
 from octavo.schedule import Phase, PrecisionSchedule
-from octavo.tensor.stored_weight import StoredWeight, local_stored
+from octavo.weights.plain import fp8_pair
+from octavo.weights.stored import StoredWeight, local_stored
 from tests.support.parallel_tasks import RECIPES, Pair, differences, small, step, whole
 
 STYLES = {"torch's": torch_parallel, "octavo's": ours}

@@ -12,7 +12,7 @@ from octavo.distributed import checkpoint, expert_parallel
 from octavo.distributed.ranks import Ranks
 from octavo.optim import AdamW, Muon, update_in_backward
 from octavo.schedule import Phase, PrecisionSchedule
-from octavo.tensor.stored_weight import local_stored
+from octavo.weights.stored import local_stored
 from tests.distributed.test_experts import SIZES, parts
 from tests.support.expert_models import RECIPES, Mixture, batch, built, off, whole
 

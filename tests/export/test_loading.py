@@ -16,7 +16,7 @@ from octavo import recipes
 from octavo.errors import MissingExtraError
 from octavo.export.checkpoints import iterate_fp8
 from octavo.export.loading import load_fp8, split_stored
-from octavo.tensor.stored_weight import StoredWeight, local_stored
+from octavo.weights.stored import StoredWeight, local_stored
 from tests.support.damage import damaged_json
 from tests.support.helpers import every_layer, sqnr, to_fp8
 from tests.support.memory import peak_bytes

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import kernels, recipes
 from octavo.autograd.casts import WEIGHT
-from octavo.nn.gather import IN_FP8
 from octavo.scaling.delayed import State, empty_state
-from octavo.tensor.fsdp2 import like_sharded
-from octavo.tensor.stored_weight import StoredWeight, local_stored
+from octavo.weights.fsdp2 import like_sharded
+from octavo.weights.gathered import IN_FP8
+from octavo.weights.stored import StoredWeight, local_stored
 
 TOKENS, IN, OUT, HISTORY = 16, 64, 32, 2
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import octavo
 from octavo import recipes
 from octavo.errors import UnsupportedOpError
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.stored import StoredWeight
 from tests.support.helpers import CountOps, assert_equal, sqnr
 
 transformers = pytest.importorskip("transformers")

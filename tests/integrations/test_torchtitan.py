@@ -19,8 +19,8 @@ from torch import nn
 import octavo
 from octavo import recipes
 from octavo.integrations import torchtitan as ours
-from octavo.tensor.fsdp2 import whole
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.fsdp2 import whole
+from octavo.weights.stored import StoredWeight
 
 
 def converter(recipe: str, weight_storage: str | None = None) -> Any:

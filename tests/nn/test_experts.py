@@ -25,7 +25,7 @@ from octavo.granularity import CONTRACTION
 from octavo.nn.candidates import features
 from octavo.nn.experts import ConvertedExperts, Experts, ExpertsPart, Routing, keys_of
 from octavo.nn.fused import activate
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.stored import StoredWeight
 from tests.support.fused_cases import SAVED
 from tests.support.helpers import FP8_RECIPES, CountOps, assert_equal, every_layer, gradients, sqnr
 from tests.support.stored_weights import STORED, of_codes, store

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import octavo
 from octavo import UnsupportedOpError, recipes
-from octavo.tensor.stored_weight import StoredWeight, local_stored
+from octavo.weights.stored import StoredWeight, local_stored
 from tests.support.byte_counter import GATHER, REDUCE, ByteCounter
 from tests.support.sharded_weights import (
     adamw,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import octavo
 from octavo.optim import SGD, Adam, AdamW, Muon
 from octavo.optim.base import CompactOptimizer, PreparedUpdate, has_moved, was_written
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.stored import StoredWeight
 
 
 def test_amsgrads_state_is_refused():

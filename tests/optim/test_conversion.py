@@ -9,7 +9,7 @@ from octavo.optim import SGD, AdamW
 from octavo.optim.conversion import change
 from octavo.optim.masters import master_of
 from octavo.optim.state import Settings
-from octavo.tensor.stored_weight import StoredWeight, store
+from octavo.weights.stored import StoredWeight, store
 from tests.support.trained import master_values, moments_of
 
 SHAPE = (130, 300)

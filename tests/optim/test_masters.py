@@ -12,7 +12,7 @@ import octavo
 from octavo import PerBlock, PerTensor, recipes
 from octavo.optim import Adam, AdamW
 from octavo.optim.masters import NAMED, OF_FP8_WEIGHTS, master_of
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.stored import StoredWeight
 from tests.support.stored_weights import inputs, store
 from tests.support.trained import master_values
 

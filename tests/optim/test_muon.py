@@ -15,7 +15,7 @@ from octavo.kernels.step_numbers import key_of, random_bits
 from octavo.optim import E4M4, AdamW, Moment, Muon
 from octavo.optim.muon import MAX_UPDATE, owners_of
 from octavo.optim.state import for_kernel
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.stored import StoredWeight
 from tests.optim.test_stored_experts import assert_trained_alike, together_and_apart
 from tests.support.rounded_once import rounded_once
 from tests.support.triton_kernels import TritonKernels, in_place_of_reference

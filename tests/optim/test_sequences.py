@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from octavo.optim import SGD, Adam, AdamW, Muon, update_in_backward
 from octavo.tensor.stored_gradient import StoredGradient
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.stored import StoredWeight
 from tests.support.trained import by_hand
 
 KINDS: dict[str, Any] = {

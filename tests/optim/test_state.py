@@ -14,7 +14,7 @@ from octavo import recipes
 from octavo.optim import SGD, Adam, AdamW, Muon
 from octavo.optim.masters import OF_FP8_WEIGHTS
 from octavo.optim.moment import NAMED
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.stored import StoredWeight
 from tests.support.trained import MOMENTS, moments_of, parameter, train
 
 

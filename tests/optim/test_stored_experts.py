@@ -19,7 +19,7 @@ from octavo.optim.conversion import change
 from octavo.optim.masters import OF_FP8_WEIGHTS
 from octavo.optim.state import Settings, as_fp32, converted
 from octavo.tensor.stored_gradient import StoredGradient
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.stored import StoredWeight
 
 SHAPE = (3, 160, 200)
 each_granularity = pytest.mark.parametrize("granularity", [PerTensor(), PerBlock(128, 128)], ids=str)

@@ -13,7 +13,7 @@ from octavo.optim.state import data_of
 from octavo.schedule import Phase
 from octavo.schedule import phase as module
 from octavo.schedule.phase import fp8_weights, switch, targets_of
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.stored import StoredWeight
 from tests.support.helpers import every_layer
 from tests.support.schedule_situations import HIGH, LOW, loss_of, net, optimizer_of
 

@@ -7,8 +7,8 @@ from octavo import RecipeMap, recipes
 from octavo.schedule import BudgetError, Phase, PrecisionSchedule, Recovery
 from octavo.schedule.phase import switch
 from octavo.schedule.plan import MIB
-from octavo.tensor.stored_weight import StoredWeight
 from octavo.train import GPT, ModelConfig
+from octavo.weights.stored import StoredWeight
 from tests.support.schedule_situations import HIGH, LOW, loss_of, net, optimizer_of
 
 PHASES = [

@@ -11,7 +11,7 @@ import octavo
 from octavo import recipes
 from octavo.schedule import Phase, PrecisionSchedule, Recovery
 from octavo.schedule.schedule import FINITE, SPIKE, LossWatch
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.stored import StoredWeight
 from tests.support.schedule_situations import HIGH, LOW, loss_of, net, optimizer_of, same, tensors, train
 
 DELAYED = recipes.delayed(history_length=4)

@@ -6,8 +6,8 @@ import pytest
 
 from octavo import recipes
 from octavo.schedule import Phase, PrecisionSchedule
-from octavo.tensor.fsdp2 import ShardedWeight
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.fsdp2 import ShardedWeight
+from octavo.weights.stored import StoredWeight
 from tests.support.sharded_weights import RECIPES, adamw, differences, gradients, held, model, sharded
 
 HIGH = recipes.high_precision()

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 import octavo
 from octavo.distributed import checkpoint
 from octavo.optim import AdamW
-from octavo.tensor.fsdp2 import like_sharded, on_this_rank
-from octavo.tensor.stored_weight import local_stored
+from octavo.weights.fsdp2 import like_sharded, on_this_rank
+from octavo.weights.stored import local_stored
 
 RECIPES = {"dynamic": octavo.recipes.dynamic, "delayed": octavo.recipes.delayed, "blockwise": octavo.recipes.blockwise}
 UNEVEN, BLOCKS = (140, 37, 5, 1), (140, 512, 256, 256)  # rows of 2 ranks; of 3 the last layers leave ranks without any

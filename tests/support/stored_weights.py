@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import Recipe, recipes
-from octavo.tensor.stored_weight import StoredWeight, local_stored
+from octavo.weights.stored import StoredWeight, local_stored
 from tests.support.helpers import every_layer, gradients, to_fp8
 
 STORED: dict[str, Callable[[], Recipe]] = {

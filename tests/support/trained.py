@@ -11,7 +11,7 @@ from octavo import E4M3, PerBlock, PerTensor, quantize
 from octavo.optim import E4M4, AdamW, Moment
 from octavo.optim.masters import master_of
 from octavo.optim.state import as_fp32, matrix_of
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.stored import StoredWeight
 from tests.support.helpers import every_layer
 
 MASTERS = ["split32", "split24", None]

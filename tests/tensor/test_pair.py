@@ -12,7 +12,7 @@ import torch
 from octavo import E4M3, PerBlock, UnsupportedOpError, quantize
 from octavo.tensor.pair import Pair
 from octavo.tensor.stored_gradient import StoredGradient
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.stored import StoredWeight
 
 X = torch.randn(130, 256)
 BLOCKS = PerBlock(128, 128)

@@ -9,7 +9,6 @@ import octavo
 from octavo.distributed.checkpoint import load_extra, save_checkpoint
 from octavo.inspect import diagnose
 from octavo.inspect.report import table
-from octavo.tensor.stored_weight import StoredWeight
 from octavo.train import (
     DivergedError,
     Hooks,
@@ -26,6 +25,7 @@ from octavo.train.checkpoint import HEADER
 from octavo.train.config import DataConfig, OptimizerConfig, RunConfig
 from octavo.train.loop import trained_model
 from octavo.train.progress import Progress
+from octavo.weights.stored import StoredWeight
 from tests.train.test_shard import changed, curve, train_on
 
 

@@ -20,11 +20,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from octavo.distributed.checkpoint import checkpoints_in
 from octavo.distributed.ranks import Ranks
-from octavo.tensor.stored_weight import StoredWeight
 from octavo.train import DataConfig, Hooks, ModelConfig, RanksConfig, RunConfig, TrainConfig, TrainError, compare, run
 from octavo.train.loop import trained_model
 from octavo.train.shard import device_name, joined, require_even_batches
 from octavo.train.trainer import require_memory
+from octavo.weights.stored import StoredWeight
 from tests.support.pool import free_port
 
 

@@ -22,7 +22,7 @@ from octavo.kernels.reference.optimizer_step import (
 )
 from octavo.kernels.step_numbers import adam_max_update, bound_after
 from octavo.numerics import scale_from_amax
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.stored import StoredWeight
 from tests.support.fp8_weights import codes_of, master_of, read, store, weight
 
 ADAM = [

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.tensor.fsdp2 import like_sharded
-from octavo.tensor.stored_weight import StoredWeight, local_stored
+from octavo.weights.fsdp2 import like_sharded
+from octavo.weights.stored import StoredWeight, local_stored
 from tests.support.seams.twins import TwinLinear, casts_of, twin_of
 
 if TYPE_CHECKING:

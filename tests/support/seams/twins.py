@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import octavo
 from octavo import kernels
 from octavo.nn.known_forwards import DecoderLayer, LeanRMSNorm, OfLlama
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.stored import StoredWeight
 from tests.support import definitions
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)

@@ -41,14 +41,13 @@ from octavo.granularity import ALL, Tile, scale_shape
 from octavo.kernels.arguments import lie_by_columns
 from octavo.kernels.backward_pass import is_running
 from octavo.kernels.layouts import contraction_multiple, is_small_block, with_padding
-from octavo.nn.tensor_parallel import sending_of
-from octavo.nn.weight import notice_writes
 from octavo.numerics import scale_from_amax, scale_inv_from_scale
 from octavo.scaling.delayed import state_of
 from octavo.scaling.recipe import Cast, Recipe, RoleCasts
 from octavo.step_count import OPTIMIZER_STEPS
 from octavo.tensor.collectives import bytes_of, check_ranks_agree, maximum_over_ranks, scales_from
-from octavo.tensor.fsdp2 import (
+from octavo.tensor.pair import Operands, operands_of, transposed_pair
+from octavo.weights.fsdp2 import (
     After,
     GatheredWeight,
     attach,
@@ -60,8 +59,8 @@ from octavo.tensor.fsdp2 import (
     rows_of_rank,
     rows_on_each_rank,
 )
-from octavo.tensor.pair import Operands, operands_of, transposed_pair
-from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, local_stored, stored_as, with_agreed_scale
+from octavo.weights.plain import notice_writes
+from octavo.weights.stored import StoredWeight, agree_on_scale, local_stored, stored_as, with_agreed_scale
 
 IN_FP8, CAST_AFTER, AS_IT_IS, AS_STORED = "in FP8", "cast after", "as it is", "as stored"
 
@@ -345,7 +344,7 @@ def settings_of(module: Any, name: str) -> dict[str, object]:
 
     They are its recipe, how its weight is stored, and how it sends tokens.
     """
-    recipe, sending, exchange = module.recipe, sending_of(module), module.exchange
+    recipe, sending, exchange = module.recipe, module.sending, module.exchange
     settings = {f"recipe.{field.name}": getattr(recipe, field.name) for field in fields(recipe) if field.compare}
     weight = next(
         (parameter for parameter in (module.gather.parameter, *module.weights) if parameter is not None), None

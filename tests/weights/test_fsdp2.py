@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.tensor.fsdp2 import GatheredWeight, ShardedWeight, attach, gathered_whole, padded_rows, rows_on_each_rank
 from octavo.tensor.pair import Operands
+from octavo.weights.fsdp2 import GatheredWeight, ShardedWeight, attach, gathered_whole, padded_rows, rows_on_each_rank
 
 
 def shard(rows=5, cols=3):

@@ -37,9 +37,9 @@ from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.optimizer_state import remainder_of, values_with
 from octavo.numerics import E8M0, scale_from_amax, scale_inv_from_scale
 from octavo.private import hooks_of, pytree, set_hooks, set_local_tensor, swap_tensor_impl
-from octavo.tensor.fsdp2 import After, ShardHooks, maximum_over_shards, on_this_rank
 from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Facade, Operands, Pair, operands_of
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized, quantize
+from octavo.weights.fsdp2 import After, ShardHooks, maximum_over_shards, on_this_rank
 
 aten = torch.ops.aten
 
@@ -659,6 +659,9 @@ if torch.distributed.is_available():  # some builds of torch have none
     BroadcastBucket.RULES[c10d.broadcast_.default] = _broadcast
 
 torch.serialization.add_safe_globals([StoredWeight, Known, OneScale])
+torch.serialization.add_safe_globals(  # of files of earlier versions
+    [(kind, f"octavo.tensor.stored_weight.{kind.__name__}") for kind in (StoredWeight, Known, OneScale)]
+)
 
 
 def agree_on_scale(*params: Tensor, just_cut: bool = False) -> None:

@@ -15,10 +15,10 @@ import octavo
 from octavo import E4M3, Cast, PerBlock, PerRow, recipes
 from octavo.autograd.casts import WEIGHT, cast_role
 from octavo.granularity import CONTRACTION
-from octavo.nn import gather
-from octavo.nn.gather import ShardCast
 from octavo.tensor import pair as pair_module
-from octavo.tensor.fsdp2 import GatheredWeight, ShardedWeight, rows_on_each_rank
+from octavo.weights import gathered as gather
+from octavo.weights.fsdp2 import GatheredWeight, ShardedWeight, rows_on_each_rank
+from octavo.weights.gathered import ShardCast
 from tests.distributed.test_fsdp import EVEN, SITUATIONS, batch, built, sharded_blocks
 from tests.support.helpers import to_fp8
 

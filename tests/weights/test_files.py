@@ -6,7 +6,7 @@ from torch import nn
 
 import octavo.export
 from octavo import recipes
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.stored import StoredWeight
 from tests.support.helpers import sqnr
 from tests.support.stored_weights import STORED, H, K, T, inputs, net, plain, store, trace, widened
 

@@ -11,8 +11,8 @@ import octavo
 from octavo import E5M2, PerBlock, recipes
 from octavo.errors import UnsupportedOpError
 from octavo.nn.linear import divide
-from octavo.nn.weight import why_not_stored
-from octavo.tensor.stored_weight import StoredWeight
+from octavo.weights.plain import why_not_stored
+from octavo.weights.stored import StoredWeight
 from tests.support.helpers import CountOps, assert_equal, every_layer, gradients, sqnr, to_fp8
 from tests.support.stored_weights import STORED, H, K, N, T, codes, inputs, net, plain, store, trace, widened
 

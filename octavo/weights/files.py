@@ -21,8 +21,8 @@ from torch import Tensor
 from octavo.granularity import PerTensor
 from octavo.numerics import E8M0
 from octavo.tensor.collectives import maximum_over_ranks
-from octavo.tensor.fsdp2 import like_sharded, on_this_rank, own_slices, plain, whole
-from octavo.tensor.stored_weight import StoredWeight, agree_on_scale, granularity_of_scales, local_stored
+from octavo.weights.fsdp2 import like_sharded, on_this_rank, own_slices, plain, whole
+from octavo.weights.stored import StoredWeight, agree_on_scale, granularity_of_scales, local_stored
 
 SCALE_INV = "_scale_inv"  # after a weight's name
 

@@ -1,5 +1,6 @@
 import copy
 import gc
+import io
 import pickle
 import weakref
 from typing import Any
@@ -15,10 +16,11 @@ import octavo
 from octavo import E4M3, PerBlock, PerRow, PerTensor, UnsupportedOpError, quantize, recipes
 from octavo.numerics import scale_inv_dtype
 from octavo.tensor.scaled_tensor import ScaledTensor
-from octavo.tensor.stored_weight import (
+from octavo.weights.stored import (
     GRANULARITIES,
     OF_FROZEN,
     BroadcastBucket,
+    Known,
     OneScale,
     StoredWeight,
     add_adapter,
@@ -627,3 +629,18 @@ def test_a_vector_of_parameters_names_the_way_to_make_one():
         assert torch.equal(value.view(weight.shape), plain)
     with pytest.raises(UnsupportedOpError, match=r"weight.data = \.\.\."):
         vector_to_parameters(torch.zeros(vector.shape), weights)
+
+
+def test_files_of_earlier_versions_are_read(monkeypatch):
+    """Whose classes were in octavo.tensor."""
+    whole = parameter()
+    weights = [whole, *whole.detach().splits_of_one_scale([N // 2, N // 2])]
+    for kind in (StoredWeight, Known, OneScale):
+        monkeypatch.setattr(kind, "__module__", "octavo.tensor.stored_weight")
+    file, pickled = io.BytesIO(), pickle.dumps(weights)
+    torch.save(weights, file)
+    monkeypatch.undo()
+    assert b"octavo.tensor.stored_weight" in pickled and b"octavo.weights" not in pickled
+    file.seek(0)
+    for loaded in (torch.load(file, weights_only=True), pickle.loads(pickled)):
+        assert all(map(same, loaded, weights)) and loaded[1].common is loaded[2].common

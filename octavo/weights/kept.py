@@ -15,12 +15,11 @@ from octavo import kernels
 from octavo.autograd.casts import WEIGHT
 from octavo.granularity import ALL, scale_shape
 from octavo.kernels.layouts import contraction_multiple, is_small_block, needs_transposed_codes, padded
-from octavo.nn.linear import Linear
-from octavo.nn.weight import notice_writes
 from octavo.scaling.delayed import State, state_of
 from octavo.scaling.recipe import Cast, Recipe
 from octavo.step_count import OPTIMIZER_STEPS, version_of
 from octavo.tensor.pair import Operands
+from octavo.weights.plain import WeightOwner, notice_writes, weight_of
 
 
 class KeptOperands:
@@ -103,9 +102,10 @@ class KeptWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-        layers_and_buffers = {
-            name: (layer, buffers) for name, layer in layers.items() if (buffers := _kept(layer)) is not None
+        layers_and_buffers: dict[str, tuple[Any, KeptOperands]] = {
+            name: (layer, buffers)
+            for name, layer in model.named_modules()
+            if isinstance(layer, WeightOwner) and (buffers := _kept(layer)) is not None
         }
         if not layers_and_buffers:
             raise ValueError(
@@ -165,14 +165,17 @@ class KeptWeights:
                 layer.__dict__["kept_operands"] = None
 
 
-def _kept(layer: Linear) -> KeptOperands | None:
+def _kept(layer: Any) -> KeptOperands | None:
     """Return buffers for a layer's weight; None if it is no plain parameter or its two layouts need different casts."""
-    recipe, weight = layer.recipe, layer.weight
+    if layer.weight_readers != {"weight": layer}:  # its parts read its weights
+        return None
+    recipe, weight = layer.recipe, weight_of(layer)
     casts = recipe.weight_casts
     cast = casts.as_is or casts.transposed
     if (
         type(weight) is not nn.Parameter
         or weight.ndim != 2
+        or layer.stores_transposed
         or cast is None
         or (casts.as_is and casts.transposed and not casts.once)
     ):

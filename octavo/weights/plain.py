@@ -3,8 +3,8 @@
     a weight is     becomes FP8                                        which is thrown away
     stored          once, by octavo.convert or a file; from then on    by octavo.restore
                     its optimizer writes codes
-    gathered        at FSDP2's unshard (nn/gather.py)                  at its reshard
-    kept            in KeptWeights.cast() (nn/kept_weights.py)         at the next write, see KeptOperands
+    gathered        at FSDP2's unshard (weights/gathered.py)                  at its reshard
+    kept            in KeptWeights.cast() (weights/kept.py)         at the next write, see KeptOperands
     freed           in every forward by FSDP1, ZeRO-3 or FSDP2         after forward's product
                     (as it is), and again in backward
     none of these   in every forward; ranks that share it agree on     with what the forward saved for backward
@@ -31,15 +31,15 @@ from octavo.formats import E4M3
 from octavo.granularity import MX, Granularity, PerTensor
 from octavo.kernels.capability import warn_once
 from octavo.kernels.layouts import plain_scales
-from octavo.nn.weight_files import load_stored, save_plain, whole_pair
 from octavo.private import is_under_fsdp, tracing_state
 from octavo.scaling.delayed import State, empty_state, state_of
 from octavo.scaling.recipe import Recipe
 from octavo.step_count import OPTIMIZER_STEPS, version_of
-from octavo.tensor.fsdp2 import gather_alone, on_this_rank
 from octavo.tensor.pair import Operands, WeightSource
 from octavo.tensor.scaled_tensor import dequantized
-from octavo.tensor.stored_weight import GRANULARITIES, OF_FROZEN, StoredWeight, local_stored, stored_as
+from octavo.weights.files import load_stored, save_plain, whole_pair
+from octavo.weights.fsdp2 import gather_alone, on_this_rank
+from octavo.weights.stored import GRANULARITIES, OF_FROZEN, StoredWeight, local_stored, stored_as
 
 
 class WeightOwner(nn.Module):
