@@ -37,8 +37,9 @@ from octavo.kernels.moment_codes import encode_moment
 from octavo.kernels.reference.optimizer_state import remainder_of, values_with
 from octavo.numerics import E8M0, scale_from_amax, scale_inv_from_scale
 from octavo.private import hooks_of, pytree, set_hooks, set_local_tensor, swap_tensor_impl
-from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Facade, Operands, Pair, operands_of
+from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, operands_of
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized, quantize
+from octavo.weights.bucket import FLATTENED, BroadcastBucket, join
 from octavo.weights.fsdp2 import After, ShardHooks, maximum_over_shards, on_this_rank
 
 aten = torch.ops.aten
@@ -47,8 +48,6 @@ BLOCK = 128
 GRANULARITIES = (PerTensor(), PerBlock(BLOCK, BLOCK))
 OF_FROZEN = (PerRow(), PerBlock(*MX))  # frozen ones only: backward's product needs other codes than forward's
 
-FLATTENED = """FSDP1 and DeepSpeed, which flatten weights, can't shard one that is stored in FP8: use \
-torch.distributed.fsdp.fully_shard (FSDP2), or leave weights in high precision (weight_storage=None)"""
 WRITES = (aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.zero_.default)
 
 
@@ -319,26 +318,43 @@ class StoredWeight(ShardHooks, Pair):
         return (self.known.is_frozen and self.scale_inv.dtype != E8M0) or has_powers_of_two(scale_inv)
 
     def take(self, other: Tensor) -> StoredWeight:
-        """Take another's values: stored ones as they are, plain ones cast."""
-        same_shape = isinstance(other, StoredWeight) and other.scale_inv.shape == self.scale_inv.shape
-        fits = same_shape and self.may_have(other.scale_inv)  # type: ignore[attr-defined]
+        """Write another's values: of a stored one its pair, of a file its codes, any others cast."""
         if self.is_meta:
             return self
-        knows = fits and other.is_shard and not other.known.alone  # type: ignore[attr-defined]  # reads no values: all ranks decide alike
-        self.known.alone = self.is_shard and self.has_one_scale and not knows
+        pair = other if isinstance(other, StoredWeight) and self._may_take(other) else None
+        # decided without values, so that all ranks decide alike
+        self.known.alone = (
+            self.is_shard and self.has_one_scale and (pair is None or not pair.is_shard or pair.known.alone)
+        )
         if self.common is not None:
             self.common.written = True
-        if self.is_shard and other.dtype == torch.uint8:
-            return self._take_codes(other)
-        if not isinstance(other, StoredWeight):
-            other = other.to(self.device).expand(self.shape)
-            if torch.equal(self.before_cast(), other.to(self.dtype)):
-                return self  # the scale stays, on which a master's remainder depends
-            other = StoredWeight.cast(other, self.granularity, not self.known.is_frozen)
-        elif fits and other.shape == self.shape and self.equals(other):
-            return self  # likewise
-        elif not fits:
-            other = StoredWeight.cast(other.before_cast(), self.granularity, not self.known.is_frozen)
+        if pair is not None:
+            self._take_pair(pair)
+        elif isinstance(other, StoredWeight):
+            self._write(StoredWeight.cast(other.before_cast(), self.granularity, not self.known.is_frozen))
+        elif self.is_shard and other.dtype == torch.uint8:
+            self._take_codes(other)
+        else:
+            self._take_values(other)
+        return self
+
+    def _may_take(self, other: StoredWeight) -> bool:
+        """Whether another's pair can be written as it is."""
+        return other.scale_inv.shape == self.scale_inv.shape and self.may_have(other.scale_inv)
+
+    def _take_pair(self, other: StoredWeight) -> None:
+        """Write another's pair, unless it has these values: then the scale stays, on which a master's rest depends."""
+        if other.shape != self.shape or not self.equals(other):
+            self._write(other)
+
+    def _take_values(self, values: Tensor) -> None:
+        """Write values, cast by a new scale, unless the weight has them: then the scale stays."""
+        values = values.to(self.device).expand(self.shape)
+        if not torch.equal(self.before_cast(), values.to(self.dtype)):
+            self._write(StoredWeight.cast(values, self.granularity, not self.known.is_frozen))
+
+    def _write(self, other: StoredWeight) -> None:
+        """Copy codes, scales and low bits."""
         self.qdata.view(torch.uint8).copy_(other.qdata.view(torch.uint8))
         self.scale_inv.copy_(other.scale_inv)
         if self.low_bits is not None and other.low_bits is not None:
@@ -348,10 +364,9 @@ class StoredWeight(ShardHooks, Pair):
         elif other.low_bits is not None and not self.known.is_frozen:
             self.low_bits = other.low_bits.to(self.device, copy=True)
         torch.autograd.graph.increment_version([self.qdata])  # which does not happen by itself below autograd
-        return self
 
-    def _take_codes(self, codes: Tensor) -> StoredWeight:
-        """Take a file's codes from torch.distributed.checkpoint: all is NaN until load_state_dict reads scales."""
+    def _take_codes(self, codes: Tensor) -> None:
+        """Write a file's codes from torch.distributed.checkpoint: all is NaN until load_state_dict reads scales."""
         if codes.shape[:-2] + codes.shape[-1:] != self.shape:
             raise UnsupportedOpError(
                 f"codes {tuple(codes.shape)} are no {tuple(self.shape)}: torch cuts a full state dict's codes by rows, "
@@ -363,7 +378,6 @@ class StoredWeight(ShardHooks, Pair):
         self.scale_inv.fill_(torch.nan)
         self.low_bits = None
         torch.autograd.graph.increment_version([self.qdata])
-        return self
 
     def share_memory_(self) -> StoredWeight:
         """Move its tensors to shared memory."""
@@ -492,7 +506,7 @@ def _cat(func: Any, shards: list[Any], dim: int = 0) -> Any:
     """Join shards of one weight by rows, for a product, which does not read ``low_bits``."""
     first = shards[0]
     if any(isinstance(shard, BroadcastBucket) for shard in shards):
-        return _cat_bucket(func, shards, dim)
+        return join(func, shards, dim)
     if dim != 0 or any(type(shard) is not type(first) for shard in shards):
         return NotImplemented
     codes = torch.cat([shard.qdata.view(torch.uint8) for shard in shards]).view(first.qdata.dtype)
@@ -570,68 +584,6 @@ def _new_empty(func: Any, weight: StoredWeight, size: Any, **_: Any) -> Any:
     return torch.empty(size, dtype=weight.dtype, device=weight.device) if 0 in size else NotImplemented
 
 
-# --- what DistributedDataParallel broadcasts from rank 0
-
-
-class BroadcastBucket(Facade):
-    """A vector of the weights in ``pieces``, which DistributedDataParallel joins, broadcasts and cuts again.
-
-    Nothing else may be done with it: no vector can hold codes and scales, see ``REMEDY``.
-    """
-
-    REMEDY = (
-        "of a vector of parameters, of which some are stored in FP8: make one of their values, parameters_to_vector("
-        f"weight.dequantize() for weight in model.parameters()), or call octavo.restore(model) first. {FLATTENED}"
-    )
-    pieces: list[Any]
-
-    @staticmethod
-    def __new__(cls, pieces: list[Any]) -> BroadcastBucket:
-        size, first = sum(piece.numel() for piece in pieces), pieces[0]
-        self = torch.Tensor._make_wrapper_subclass(cls, (size,), dtype=first.dtype, device=first.device)
-        self.pieces = pieces
-        return self
-
-
-def _cat_bucket(func: Any, tensors: list[Tensor], dim: int = 0) -> Any:
-    """Join vectors: of copies, as torch.cat's result is."""
-    pieces = [piece.clone() for one in tensors for piece in getattr(one, "pieces", [one])]
-    return BroadcastBucket(pieces) if all(one.ndim == 1 for one in tensors) else NotImplemented
-
-
-def _view_bucket(func: Any, bucket: BroadcastBucket, size: Any) -> Any:
-    if len(bucket.pieces) == 1:
-        return func(bucket.pieces[0], size)
-    return BroadcastBucket(bucket.pieces) if tuple(size) in ((-1,), tuple(bucket.shape)) else NotImplemented
-
-
-def _slice_bucket(func: Any, bucket: BroadcastBucket, dim: int = 0, start: int = 0, stop: int = 0) -> Any:
-    """Cut out one piece."""
-    ends = itertools.accumulate(piece.numel() for piece in bucket.pieces)
-    pieces = zip(bucket.pieces, ends, strict=True)
-    return next(
-        (BroadcastBucket([piece]) for piece, end in pieces if (end - piece.numel(), end) == (start, stop)),
-        NotImplemented,
-    )
-
-
-def _broadcast(func: Any, tensors: list[BroadcastBucket], *arguments: Any) -> Any:
-    work = None
-    for piece in tensors[0].pieces:
-        if work is not None:
-            work.wait()
-        _, work = func([piece], *arguments)
-    return tensors, work
-
-
-BroadcastBucket.RULES = {
-    **dict.fromkeys((aten.detach.default, aten.alias.default), lambda func, bucket: BroadcastBucket(bucket.pieces)),
-    aten.view.default: _view_bucket,
-    aten.slice.Tensor: _slice_bucket,
-    aten.cat.default: _cat_bucket,
-}
-
-
 StoredWeight.RULES = {
     **dict.fromkeys(MOVES, lambda func, weight: weight.alias()),
     **COPIES,
@@ -656,7 +608,6 @@ StoredWeight.RULES = {
 if torch.distributed.is_available():  # some builds of torch have none
     c10d = torch.ops.c10d
     StoredWeight.RULES |= dict.fromkeys((c10d.scatter_.default, c10d.broadcast_.default), _send)
-    BroadcastBucket.RULES[c10d.broadcast_.default] = _broadcast
 
 torch.serialization.add_safe_globals([StoredWeight, Known, OneScale])
 torch.serialization.add_safe_globals(  # of files of earlier versions
