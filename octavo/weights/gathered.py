@@ -65,14 +65,132 @@ from octavo.weights.stored import StoredWeight, agree_on_scale, local_stored, st
 IN_FP8, CAST_AFTER, AS_IT_IS, AS_STORED = "in FP8", "cast after", "as it is", "as stored"
 
 
-class Way(NamedTuple):
-    """One of the four ways to gather a weight, and the reason if it is not "in FP8"."""
+class Unshard(NamedTuple):
+    """A call of FSDP2's first hook for a module's weight: see ShardHooks."""
 
-    kind: str
-    why: str = ""
+    module: Any
+    shard: Tensor
+    mesh: Any  # over which FSDP2 sends
+    shape: torch.Size  # of the tensor that FSDP2 shards
+    mp_policy: Any
+
+
+Sent = tuple[tuple[Tensor, ...], After]  # what FSDP2's first hook returns: the tensors, and the second hook's work
+
+
+class Way:
+    """One of the four ways to gather a weight: this one as it is, without octavo's part.
+
+    ``why``: the reason, if it is not "in FP8".
+    """
+
+    kind = AS_IT_IS
+
+    def __init__(self, why: str = "") -> None:
+        self.why = why
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.why})" if self.why else self.kind
+
+    def send(self, gather: Gather, unshard: Unshard) -> Sent:
+        """Return the tensors that FSDP2 sends of the shard, and its second hook."""
+        return gather_as_it_is(unshard.shard, unshard.mesh, unshard.shape, unshard.mp_policy)
+
+
+class AsStored(Way):
+    """The way of a weight that lives in FP8: its codes, and the scales of blocks and of experts."""
+
+    kind = AS_STORED
+
+    def send(self, gather: Gather, unshard: Unshard) -> Sent:
+        """Return the codes, with scales if ranks have different ones, and FSDP2's second hook."""
+        module, shard, mesh, shape, _ = unshard
+        assert isinstance(shard, StoredWeight)
+        if gather.parameter is not None:
+            shard = with_agreed_scale(shard, gather.parameter)
+        codes, recipe = padded_rows(shard.qdata.view(torch.uint8), shape, mesh.size()), module.recipe
+        scale_inv = shard.scale_inv.clone()  # of these codes, even if the next step writes before they are read
+        if shard.ndim == 3:
+            scales_shape = torch.Size(shard.granularity.of_matrices(shape).scale_shape(shape))
+            scale_inv = padded_rows(scale_inv, scales_shape, mesh.size())
+        # on one rank FSDP2 passes on the first tensor only
+        sent = (codes,) if shard.has_one_scale or mesh.size() == 1 else (codes, scale_inv)
+        code_dtype = shard.qdata.dtype
+
+        def read(outputs: Sequence[Tensor]) -> Operands:
+            q = outputs[0][: shape[0]].view(code_dtype)
+            scales = scale_inv if len(sent) == 1 else outputs[1] if q.ndim == 2 else outputs[1][: shape[0]]
+            if recipe.is_high_precision:
+                return Operands((q, scales), (q.mT, scales.mT))
+            return operands_of_codes((q, scales), recipe, WEIGHT, True, None)
+
+        return sent, _reading(read, [scale_inv], recipe, shape, module.stores_transposed)
+
+
+class CastAfter(Way):
+    """The way of a weight that is sent in high precision, and that every rank casts whole, once an unshard."""
+
+    kind = CAST_AFTER
+
+    def send(self, gather: Gather, unshard: Unshard) -> Sent:
+        """Return the shard in the dtype that is cast, and FSDP2's second hook."""
+        module, shard, mesh, shape, mp_policy = unshard
+        recipe = module.recipe
+        if not is_running():
+            gather.begin(module)
+        # one rank sends nothing: a weight that several would send in FP8 is cast from its own dtype, as they would
+        casts_own_dtype = mesh.size() == 1 and recipe.weight_casts.once
+        dtype = shard.dtype if casts_own_dtype else mp_policy.param_dtype or shard.dtype
+
+        def read(outputs: Sequence[Tensor]) -> Operands:
+            wide, state = gathered_whole(outputs[0], shape), None
+            if (delayed_state := state_of(module)) is not None:
+                scale = torch.zeros_like(delayed_state.scale) if gather.delayed_scale is None else gather.delayed_scale
+                state = delayed_state._replace(scale=scale, before=torch.zeros_like(delayed_state.before)).on(
+                    wide.device
+                )
+            return cast_role(wide.mT if module.stores_transposed else wide, recipe, WEIGHT, True, True, state)
+
+        return (padded_rows(shard, shape, mesh.size()).to(dtype),), _reading(read, [], recipe, shape)
+
+
+class InFP8(Way):
+    """The way of a weight whose shards are cast, with those of its group's other weights, and sent as codes."""
+
+    kind = IN_FP8
+
+    def __init__(self, gather: Gather, shard_cast: ShardCast) -> None:
+        super().__init__()
+        self.gather, self.shard_cast = gather, shard_cast
+        self.sent: list[Tensor] = []  # the codes, and scales perhaps, that the last cast wrote
+        self.shared_scales: list[Tensor] = []  # scale_inv (and amax) that all ranks have in common, of ``sent``
+        self.steps = -1  # of the optimizer that owns the weight, at the last cast
+        self.cast_key: tuple[Any, ...] | None = None  # ``codes_key`` at the group's last cast; equal: don't cast again
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's shard."""
+        return on_this_rank(self.gather.parameter)
+
+    def send(self, gather: Gather, unshard: Unshard) -> Sent:
+        """Return the codes, with scales that ranks don't share, and FSDP2's second hook."""
+        module, shard, mesh, shape, _ = unshard
+        group, for_backward = gather.group, is_running()  # true in a forward that a checkpoint computes again, too
+        assert group is not None
+        # cast all shards of the group, unless the gather of another weight for the same forward has done so
+        if for_backward and self.sent:
+            group.backwards += 1
+        else:
+            if self.cast_key != gather.codes_key(module):
+                group.refresh(gather.parameter.device_mesh, mesh)
+            self.cast_key = None
+        group.wait()
+        sent, shared_scales = (
+            [tensor.to(shard.device, non_blocking=True) for tensor in tensors]
+            for tensors in (self.sent, self.shared_scales)
+        )
+        read = functools.partial(self.shard_cast.read, shared_scales=shared_scales, pads=module.recipe.pads)
+        return tuple(sent), _reading(read, shared_scales, module.recipe, shape, module.stores_transposed)
 
 
 class Gather:
@@ -119,12 +237,7 @@ class Gather:
 
     def forget(self) -> None:
         """Drop codes and scales that were cast by another recipe or from another parameter."""
-        self.shard_cast: ShardCast | None = None  # casts the shard, if it is sent in FP8
-        self.sent: list[Tensor] = []  # the codes, and scales perhaps, that the last cast wrote
-        self.shared_scales: list[Tensor] = []  # scale_inv (and amax) that all ranks have in common, of ``sent``
         self._way: Way | None = None
-        self.steps = -1  # of the optimizer that owns the weight, at the last cast
-        self.cast_key: tuple[Any, ...] | None = None  # ``codes_key`` at the group's last cast; equal: don't cast again
         self.delayed_scale: Tensor | None = None  # [3], for this forward; None: the scale comes from the weight's amax
         self.settings_agree = False  # whether ranks have compared the module's settings since these last changed
         self.generation += 1
@@ -137,51 +250,59 @@ class Gather:
 
     def share(self, shared: bool) -> None:
         """Note whether a module of another kind has the same weight."""
-        self.shared, self._way = shared, None
+        if shared != self.shared:
+            self.shared, self._way = shared, None
 
     def way(self, module: Any) -> Way:
         """Return how the module's sharded weight is gathered."""
         if self._way is None:
-            way = self._choose_way(module)
-            if way.kind == CAST_AFTER and self.at + 1 < self.parameter.device_mesh.ndim:
-                way = Way(AS_IT_IS, way.why)  # each forward casts it, with amaxes that are maxima over ranks
-            self._way = way
+            self._way = self._choose_way(module)
         return self._way
 
     def _choose_way(self, module: Any) -> Way:
-        casts, parameter = module.recipe.weight_casts, self.parameter
-        ranks = parameter.device_mesh.size(self.at)
-        if local_stored(parameter) is not None:
-            return Way(AS_STORED)
+        if local_stored(self.parameter) is not None:
+            return AsStored()
+        if why := self._why_as_it_is(module):
+            return Way(why)
+        casts, mesh = module.recipe.weight_casts, self.parameter.device_mesh
+        ranks, rank = mesh.size(self.at), mesh.get_local_rank(self.at)
+        together = _cast_in_one_launch(casts, self.shape, ranks)
+        if why := self._why_cast_after(casts, ranks, together):
+            # under tensor parallelism each forward casts it, with amaxes that are maxima over ranks
+            return Way(why) if self.at + 1 < mesh.ndim else CastAfter(why)
+        return InFP8(self, ShardCast(casts, self.shape, ranks, rank, together))
+
+    def _why_as_it_is(self, module: Any) -> str | None:
+        """Return why the weight is gathered in high precision for products to read or cast it so, or None."""
+        casts = module.recipe.weight_casts
         if casts.as_is is None or casts.transposed is None:
-            return Way(AS_IT_IS, "a product reads it in high precision")
+            return "a product reads it in high precision"
         if self.shared:
-            return Way(AS_IT_IS, "another module shares it")
-        experts = parameter.ndim == 3
-        if not experts and module.stores_transposed:
-            return Way(AS_IT_IS, f"{type(module).__name__} stores it transposed")
+            return "another module shares it"
+        if module.stores_transposed and self.parameter.ndim != 3:
+            return f"{type(module).__name__} stores it transposed"
+        return None
+
+    def _why_cast_after(self, casts: RoleCasts, ranks: int, together: bool) -> str | None:
+        """Return why each rank casts the whole weight, or None; ``together``: see ShardCast."""
+        assert casts.as_is is not None and casts.transposed is not None
+        rows, experts = self.shape[0], self.parameter.ndim == 3
         if ranks == 1:
-            return Way(CAST_AFTER, "one rank gathers nothing")
+            return "one rank gathers nothing"
         if self.group is None:
-            return Way(CAST_AFTER, "octavo.convert(model, recipe) before fully_shard lets weights find scales together")
-        if parameter.placements[self.at].dim != 0:
-            return Way(CAST_AFTER, f"it is not sharded by {'experts' if experts else 'rows'}")
-        block, rows = casts.as_is.tile, self.shape[0]
-        square = casts.once and block[0] == block[1] and is_small_block(block)
-        together = casts.once and block == (ALL, ALL)
-        if not together and experts and not square:
-            return Way(CAST_AFTER, f"experts are cast one matrix at a time by {casts.as_is} and {casts.transposed}")
-        if not together and experts and rows % ranks:
-            return Way(CAST_AFTER, f"of {rows} experts {ranks} ranks do not have as many each, as scales sent need it")
-        together |= square and (experts or (rows % ranks == 0 and rows // ranks % block[0] == 0))
-        if not together:
-            delayed = casts.as_is.is_delayed or casts.transposed.is_delayed
-            if delayed or not (casts.once or 1 in (block[0], casts.transposed.tile[1])):
-                return Way(CAST_AFTER, "its two layouts have different scales, and ranks would have to agree on both")
-            if self.at + 1 < parameter.device_mesh.ndim:
-                return Way(CAST_AFTER, "tensor parallelism shards it too")
-        self.shard_cast = ShardCast(casts, self.shape, ranks, parameter.device_mesh.get_local_rank(self.at), together)
-        return Way(IN_FP8)
+            return "octavo.convert(model, recipe) before fully_shard lets weights find scales together"
+        if self.parameter.placements[self.at].dim != 0:
+            return f"it is not sharded by {'experts' if experts else 'rows'}"
+        if together:
+            return None
+        if experts and rows % ranks and _in_square_blocks(casts):
+            return f"of {rows} experts {ranks} ranks do not have as many each, as scales sent need it"
+        if experts:
+            return f"experts are cast one matrix at a time by {casts.as_is} and {casts.transposed}"
+        delayed = casts.as_is.is_delayed or casts.transposed.is_delayed
+        if delayed or not (casts.once or 1 in (casts.as_is.tile[0], casts.transposed.tile[1])):
+            return "its two layouts have different scales, and ranks would have to agree on both"
+        return "tensor parallelism shards it too" if self.at + 1 < self.parameter.device_mesh.ndim else None
 
     def codes_key(self, module: Any) -> tuple[Any, ...]:
         """Return a key of the weight's codes: they serve forwards while it stays the same.
@@ -211,90 +332,39 @@ class Gather:
         if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled() and not self.for_training:
             self.begin(module)
 
-    def send(
-        self, module: Any, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], After]:
+    def send(self, module: Any, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Sent:
         """Return the tensors that FSDP2 sends of the weight, and its second hook: see ShardHooks."""
         if not self.settings_agree:
             whole = mesh if self.parameter is None else self.parameter.device_mesh
             check_layers_agree((self.group and self.group.modules_on(whole)) or [module], whole)
-        casts = module.recipe.weight_casts
-        kind = AS_STORED if isinstance(shard, StoredWeight) else self.way(module).kind
-        if self.used is not None and self.used != (kind, casts):
+        way = AsStored() if isinstance(shard, StoredWeight) else self.way(module)
+        used = way.kind, module.recipe.weight_casts
+        if self.used is not None and self.used != used:
             raise RuntimeError(
                 "a weight under FSDP2 took another recipe than it was gathered by; call octavo.set_recipe on the "
                 "module that fully_shard was applied to, or one that holds it"
             )
-        self.used = kind, casts
-        if isinstance(shard, StoredWeight):
-            return _send_stored(
-                shard if self.parameter is None else with_agreed_scale(shard, self.parameter), module, mesh, outer_size
-            )
-        if kind == AS_IT_IS:
-            return gather_as_it_is(shard, mesh, outer_size, mp_policy)
-        for_backward = is_running()  # true in a forward that a checkpoint computes again, too
-        if kind == CAST_AFTER:
-            if not for_backward:
-                self.begin(module)
-            # one rank sends nothing: a weight that several would send in FP8 is cast from its own dtype, as they would
-            casts_own_dtype = mesh.size() == 1 and casts.once
-            dtype = shard.dtype if casts_own_dtype else mp_policy.param_dtype or shard.dtype
-            return (padded_rows(shard, outer_size, mesh.size()).to(dtype),), self._cast_after(module, outer_size)
-        # cast all shards of the group, unless the gather of another weight for the same forward has done so
-        assert self.group is not None
-        if for_backward and self.sent:
-            self.group.backwards += 1
-        else:
-            if self.cast_key != self.codes_key(module):
-                self.group.refresh(self, mesh)
-            self.cast_key = None
-        self.group.wait()
-        assert self.shard_cast is not None
-        sent, shared_scales = (
-            [tensor.to(shard.device, non_blocking=True) for tensor in tensors]
-            for tensors in (self.sent, self.shared_scales)
-        )
-        read = functools.partial(self.shard_cast.read, shared_scales=shared_scales, pads=module.recipe.pads)
-        return tuple(sent), _reading(read, shared_scales, module.recipe, outer_size, module.stores_transposed)
-
-    def _cast_after(self, module: Any, shape: torch.Size) -> After:
-        """Return FSDP2's second hook for a weight that every rank casts whole."""
-        recipe = module.recipe
-
-        def read(outputs: Sequence[Tensor]) -> Operands:
-            wide, state = gathered_whole(outputs[0], shape), None
-            if (delayed_state := state_of(module)) is not None:
-                scale = torch.zeros_like(delayed_state.scale) if self.delayed_scale is None else self.delayed_scale
-                state = delayed_state._replace(scale=scale, before=torch.zeros_like(delayed_state.before)).on(
-                    wide.device
-                )
-            return cast_role(wide.mT if module.stores_transposed else wide, recipe, WEIGHT, True, True, state)
-
-        return _reading(read, [], recipe, shape)
+        self.used = used
+        return way.send(self, Unshard(module, shard, mesh, outer_size, mp_policy))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Gather, (self.group, self.shared, self.name)
 
 
-def _send_stored(shard: StoredWeight, module: Any, mesh: Any, shape: torch.Size) -> tuple[tuple[Tensor, ...], After]:
-    """Return (the tensors sent of a weight of this shape that lives in FP8, FSDP2's second hook)."""
-    codes, recipe = padded_rows(shard.qdata.view(torch.uint8), shape, mesh.size()), module.recipe
-    scale_inv = shard.scale_inv.clone()  # of these codes, even if the next step writes before they are read
-    if shard.ndim == 3:
-        scale_inv = padded_rows(
-            scale_inv, torch.Size(shard.granularity.of_matrices(shape).scale_shape(shape)), mesh.size()
-        )
-    # on one rank FSDP2 passes on the first tensor only
-    sent = (codes,) if shard.has_one_scale or mesh.size() == 1 else (codes, scale_inv)
+def _in_square_blocks(casts: RoleCasts) -> bool:
+    """Whether one cast, in small blocks of as many rows as columns, serves both layouts of a weight."""
+    assert casts.as_is is not None
+    block = casts.as_is.tile
+    return casts.once and block[0] == block[1] and is_small_block(block)
 
-    def read(outputs: Sequence[Tensor]) -> Operands:
-        q = outputs[0][: shape[0]].view(shard.qdata.dtype)
-        scales = scale_inv if len(sent) == 1 else outputs[1] if q.ndim == 2 else outputs[1][: shape[0]]
-        if recipe.is_high_precision:
-            return Operands((q, scales), (q.mT, scales.mT))
-        return operands_of_codes((q, scales), recipe, WEIGHT, True, None)
 
-    return sent, _reading(read, [scale_inv], recipe, shape, module.stores_transposed)
+def _cast_in_one_launch(casts: RoleCasts, shape: torch.Size, ranks: int) -> bool:
+    """Whether shards are cast with other weights: by one cast, per tensor or in blocks that lie on one rank each."""
+    assert casts.as_is is not None
+    block, rows = casts.as_is.tile, shape[0]
+    if casts.once and block == (ALL, ALL):
+        return True
+    return _in_square_blocks(casts) and rows % ranks == 0 and (len(shape) == 3 or rows // ranks % block[0] == 0)
 
 
 def _reading(
@@ -403,18 +473,15 @@ class GatherGroup:
             member for member in modules if member.gather.group is self and member.gather.parameter.device_mesh == mesh
         ]
 
-    def refresh(self, gather: Any, mesh: Any) -> None:
-        """Find scales anew and cast all shards that lie on this gather's mesh; ``mesh``: the one it sends over."""
-        together: dict[Any, list[Gather]] = {}
-        for module in self.modules_on(gather.parameter.device_mesh):
-            other = module.gather
-            if other.way(module).kind != IN_FP8:
-                continue
-            other.begin(module)
-            other.cast_key = other.codes_key(module)
-            shard = on_this_rank(other.parameter)
-            key = (module.recipe.weight_casts.as_is, shard.dtype, shard.device) if other.shard_cast.together else other
-            together.setdefault(key, []).append(other)
+    def refresh(self, whole: Any, mesh: Any) -> None:
+        """Find scales anew and cast all shards that lie on the mesh ``whole``; ``mesh``: the one that sends them."""
+        together: dict[Any, list[InFP8]] = {}
+        for module in self.modules_on(whole):
+            if isinstance(way := module.gather.way(module), InFP8):
+                module.gather.begin(module)
+                way.cast_key, shard = module.gather.codes_key(module), way.shard
+                key = (module.recipe.weight_casts.as_is, shard.dtype, shard.device) if way.shard_cast.together else way
+                together.setdefault(key, []).append(way)
         _cast_shards(list(together.values()), mesh)
         self._cast = torch.cuda.current_stream().record_event() if mesh.device_type == "cuda" else None
 
@@ -427,52 +494,49 @@ class GatherGroup:
         return GatherGroup, (self.settings,)
 
 
-def _cast_shards(groups: Sequence[list[Gather]], mesh: Any) -> None:
+def _cast_shards(groups: Sequence[list[InFP8]], mesh: Any) -> None:
     """Cast shards that lie on one mesh, in one launch for each group: shards of one dtype and cast, or a single one.
 
     One collective, under tensor parallelism two, takes the maximum over ranks of all amaxes that need it.
     """
-    sharing = [gather for members in groups for gather in members if gather.shard_cast.needs_maximum]  # type: ignore[union-attr]
-    amax_of: dict[Gather, Tensor] = {}
+    sharing = [way for ways in groups for way in ways if way.shard_cast.needs_maximum]
+    amax_of: dict[InFP8, Tensor] = {}
     if sharing:
-        local_amaxes = [gather.shard_cast.amax(on_this_rank(gather.parameter)) for gather in sharing]  # type: ignore[union-attr]
-        ranks = dict.fromkeys(group for gather in sharing for group in groups_of(gather.parameter))
+        local_amaxes = [way.shard_cast.amax(way.shard) for way in sharing]
+        ranks = dict.fromkeys(group for way in sharing for group in groups_of(way.gather.parameter))
         amax = maximum_over_ranks(torch.cat(local_amaxes), *ranks, device=mesh.device_type)
         amax_of = dict(zip(sharing, amax.split([len(amaxes) for amaxes in local_amaxes]), strict=True))
-    for members in groups:
-        shard_cast = members[0].shard_cast
-        assert shard_cast is not None
-        if shard_cast.together:
-            _cast_together(members, [amax_of[gather] for gather in members if gather in amax_of])
+    for ways in groups:
+        first = ways[0]
+        if first.shard_cast.together:
+            _cast_together(ways, [amax_of[way] for way in ways if way in amax_of])
         else:
-            shard = on_this_rank(members[0].parameter)
-            members[0].sent, members[0].shared_scales = shard_cast.cast(
-                shard, amax_of.get(members[0], shard.new_zeros(0))
-            )
+            amax = amax_of.get(first, first.shard.new_zeros(0))
+            first.sent, first.shared_scales = first.shard_cast.cast(first.shard, amax)
 
 
-def _take_scales(gathers: list[Gather], maxima: list[Tensor], cast: Cast) -> list[Tensor]:
-    """Set the shared scales of gathers of one cast: scale_inv and, under Delayed, the amax of the whole weight.
+def _take_scales(ways: list[InFP8], maxima: list[Tensor], cast: Cast) -> list[Tensor]:
+    """Set the shared scales of shards of one cast: scale_inv and, under Delayed, the amax of the whole weight.
 
-    ``maxima``: for each gather the amaxes of its weight's matrices. Returns their scales.
+    ``maxima``: for each the amaxes of its weight's matrices. Returns their scales.
     """
     amax, counts, delayed_scales = torch.cat(maxima), [len(one) for one in maxima], None
     whole = amax if len(amax) == len(counts) else torch.stack([one.amax() for one in maxima])
     if cast.is_delayed:
-        scales_by_role = [gather.delayed_scale for gather in gathers]
+        scales_by_role = [way.gather.delayed_scale for way in ways]
         zero = amax.new_zeros(1)
         delayed_scales = torch.cat(
             [zero if scales is None else scales[WEIGHT : WEIGHT + 1].to(amax.device) for scales in scales_by_role]
         )
         # Writes that move no version are recognised by this: a weight's amax changed without a step of its
         # optimizer, or is more than twice what its scale can represent.
-        steps = [OPTIMIZER_STEPS.of(gather.parameter) for gather in gathers]
-        unstepped = [float(gather.steps == now) for gather, now in zip(gathers, steps, strict=True)]
-        last_amax = torch.cat([gather.shared_scales[1].view(1) if gather.shared_scales else zero for gather in gathers])
+        steps = [OPTIMIZER_STEPS.of(way.gather.parameter) for way in ways]
+        unstepped = [float(way.steps == now) for way, now in zip(ways, steps, strict=True)]
+        last_amax = torch.cat([way.shared_scales[1].view(1) if way.shared_scales else zero for way in ways])
         moved = (whole.new_tensor(unstepped) > 0) & (whole != last_amax)
         written = (moved | (delayed_scales * whole > 2 * cast.format.max)) & whole.isfinite()
-        for gather, now in zip(gathers, steps, strict=True):
-            gather.steps = now
+        for way, now in zip(ways, steps, strict=True):
+            way.steps = now
         delayed_scales = torch.where(written, 0, delayed_scales)
         if whole is not amax:
             delayed_scales = torch.cat(
@@ -480,37 +544,37 @@ def _take_scales(gathers: list[Gather], maxima: list[Tensor], cast: Cast) -> lis
             )
     scale = scale_from_amax(amax, cast.format.max, cast.power_of_two, cast.margin, delayed_scales)
     inverses = scale_inv_from_scale(scale).split(counts)
-    for gather, scale_inv, amax_of_weight in zip(gathers, inverses, whole.view(-1, 1, 1).unbind(), strict=True):
-        gather.shared_scales = [scale_inv.view((-1, 1, 1) if gather.parameter.ndim == 3 else (1, 1))]
-        gather.shared_scales += [amax_of_weight] * cast.is_delayed
+    for way, scale_inv, amax_of_weight in zip(ways, inverses, whole.view(-1, 1, 1).unbind(), strict=True):
+        way.shared_scales = [scale_inv.view((-1, 1, 1) if len(way.gather.shape) == 3 else (1, 1))]
+        way.shared_scales += [amax_of_weight] * cast.is_delayed
     return list(scale.split(counts))
 
 
-def _cast_together(gathers: list[Gather], maxima: list[Tensor]) -> None:
+def _cast_together(ways: list[InFP8], maxima: list[Tensor]) -> None:
     """Cast shards of one dtype by one cast, in one launch. ``maxima``: see ``_take_scales``; [] for blocks."""
-    cast = gathers[0].shard_cast.layouts[0].cast  # type: ignore[union-attr]
-    scales_of_gathers = _take_scales(gathers, maxima, cast) if maxima else []
+    cast = ways[0].shard_cast.layouts[0].cast
+    scales_of_ways = _take_scales(ways, maxima, cast) if maxima else []
     shards, codes, scale_inv, scales = (list[Tensor]() for _ in range(4))
-    for number, gather in enumerate(gathers):
-        shard, shard_cast = on_this_rank(gather.parameter), gather.shard_cast
-        shape = rows_on_each_rank(gather.shape[0], shard_cast.ranks), *gather.shape[1:]  # type: ignore[union-attr]
-        if not gather.sent:
-            gather.sent = [torch.zeros(shape, dtype=torch.uint8, device=shard.device)]
-            if not scales_of_gathers:
+    for number, way in enumerate(ways):
+        shard, shape = way.shard, way.gather.shape
+        shape = torch.Size((rows_on_each_rank(shape[0], way.shard_cast.ranks), *shape[1:]))
+        if not way.sent:
+            way.sent = [torch.zeros(shape, dtype=torch.uint8, device=shard.device)]
+            if not scales_of_ways:
                 of_blocks = *shape[:-2], *scale_shape(shape[-2:], cast.tile)
-                gather.sent.append(shard.new_ones(of_blocks, dtype=cast.scale_inv_dtype))
+                way.sent.append(shard.new_ones(of_blocks, dtype=cast.scale_inv_dtype))
         if shard.numel() == 0:
             continue
-        experts, codes_of_shard = shard.ndim == 3, gather.sent[0][: shard.shape[0]].view(cast.format.dtype)
+        experts, codes_of_shard = shard.ndim == 3, way.sent[0][: shard.shape[0]].view(cast.format.dtype)
         matrices = shard.unbind() if experts else [shard]
         shards += matrices
         codes += codes_of_shard.unbind() if experts else [codes_of_shard]
-        if scales_of_gathers:
-            begin = shard_cast.begin if experts else 0  # type: ignore[union-attr]
-            scales += scales_of_gathers[number][begin : begin + len(matrices)].split(1)
+        if scales_of_ways:
+            begin = way.shard_cast.begin if experts else 0
+            scales += scales_of_ways[number][begin : begin + len(matrices)].split(1)
             scale_inv += [shard.new_empty(1, 1, dtype=torch.float32) for _ in matrices]
         else:
-            scale_inv += gather.sent[1].unbind() if experts else [gather.sent[1]]
+            scale_inv += way.sent[1].unbind() if experts else [way.sent[1]]
     if shards:
         amax = [torch.empty_like(inverse, dtype=torch.float32) for inverse in scale_inv]
         options = cast.tile, cast.power_of_two, cast.margin
