@@ -1,10 +1,10 @@
-"""When a layer's weight is cast to FP8, and when the codes are thrown away.
+"""What a layer's weight is multiplied as: who writes its codes, and when they are thrown away.
 
-    a weight is     becomes FP8                                        which is thrown away
+    a weight is     its codes are written                              and thrown away
     stored          once, by octavo.convert or a file; from then on    by octavo.restore
-                    its optimizer writes codes
-    gathered        at FSDP2's unshard (weights/gathered.py)                  at its reshard
-    kept            in KeptWeights.cast() (weights/kept.py)         at the next write, see KeptOperands
+                    by its optimizer, by copy_ and torch.nn.init
+    gathered        at FSDP2's unshard (weights/gathered.py)           at its reshard
+    kept            by KeptWeights.cast() (weights/kept.py)            at the next write, see KeptOperands
     freed           in every forward by FSDP1, ZeRO-3 or FSDP2         after forward's product
                     (as it is), and again in backward
     none of these   in every forward; ranks that share it agree on     with what the forward saved for backward
