@@ -194,7 +194,7 @@ def set_hooks(parameter: Any, hooks: tuple[Any, Any]) -> None:
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
 
 
-def is_under_fsdp(module: nn.Module) -> bool:
+def is_under_fsdp(module: object) -> bool:
     """Whether FSDP1 or FSDP2 manages the module's parameters: it frees them after forward."""
     return "_is_fsdp_managed_module" in module.__dict__
 

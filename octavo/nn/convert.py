@@ -31,7 +31,7 @@ from octavo.nn.experts import ConvertedExperts, keys_of, recipe_names
 from octavo.nn.known_forwards import KnownForward, fuse_known
 from octavo.nn.linear import Grouped, Linear, PartedLinear, Split
 from octavo.nn.loss import give_back_loss, has_loss
-from octavo.nn.recipe_module import RecipeModule, device_of
+from octavo.nn.recipe_module import RecipeModule, device_of, readers_of
 from octavo.recipes import AnyRecipe, as_recipe, default, high_precision
 from octavo.scaling.delayed import ASIDE, LOADED, STATE, state_of
 from octavo.scaling.recipe import Recipe, RecipeMap, recipe_of
@@ -124,7 +124,7 @@ def convert(
         if isinstance(holder, ConvertedExperts):
             holder.add_parts()
         assert isinstance(holder, WeightOwner)
-        for module in holder.weight_readers.values():
+        for module in readers_of(holder):
             module_name = f"{name}.{module.part_name}".strip(".")
             module.recipe = recipe_of(recipe, *module.names(module_name))
             module.gather.join(group, module, module_name)
@@ -418,7 +418,7 @@ def gather_anew(model: nn.Module) -> None:
     if "torch.distributed.fsdp" not in sys.modules:
         return
     for held in forget_gathered(model):
-        for reader in held.weight_readers.values() if isinstance(held, WeightOwner) else ():
+        for reader in readers_of(held) if isinstance(held, WeightOwner) else ():
             reader.gather.used, reader.gather.settings_agree = None, False
 
 

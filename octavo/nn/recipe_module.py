@@ -16,7 +16,7 @@ from octavo.autograd.shared_scales import Parts
 from octavo.errors import UnsupportedOpError
 from octavo.kernels.capability import warn_once_if_emulated
 from octavo.nn.inputs import finds_shapes, grouped_dtype, product_dtype, refuse_for_fp8
-from octavo.nn.tensor_parallel import LayerTensors, Sending, is_parallel, parallel_product, sending_of
+from octavo.nn.tensor_parallel import LayerTensors, is_parallel, parallel_product, sending_of
 from octavo.nn.where import warn_once_if_slower
 from octavo.private import parameter_registration_hooks, tracing_state
 from octavo.recipes import as_recipe
@@ -144,7 +144,7 @@ class RecipeModule(WeightOwner):
         return [weight_of(self)]
 
     @property
-    def weight_readers(self) -> dict[str, Any]:
+    def weight_readers(self) -> dict[str, RecipeModule]:
         return {"weight": self}
 
     @property
@@ -173,10 +173,15 @@ class RecipeModule(WeightOwner):
         """Return the names that a RecipeMap's patterns may match for a module of this name."""
         return (name,)
 
-    @property
-    def sending(self) -> Sending | None:
-        """The settings by which the module's tokens are sent; None without a style of octavo.distributed over it."""
-        return sending_of(self)
+    def settings(self) -> dict[str, object]:
+        """Return the settings by which the module's tokens are sent, which must be equal on all ranks."""
+        sending, exchange = sending_of(self), self.exchange
+        settings: dict[str, object] = {}
+        if sending is not None:
+            settings |= {"exact": sending.exact, "reduction in FP8": sending.reduce is not None}
+        if exchange is not None:
+            settings |= {"exact": exchange.exact, "average": exchange.average}
+        return settings
 
     @property
     def gather(self) -> Gather:
@@ -308,6 +313,11 @@ class RecipeModule(WeightOwner):
         """Delete the attributes that setting a recipe added."""
         for name in (STATE, LOADED, "recipe", "weight_writes", "kept_operands", "_gather"):
             self.__dict__.pop(name, None)
+
+
+def readers_of(owner: WeightOwner) -> list[RecipeModule]:
+    """Return the modules that multiply by the owner's weights."""
+    return [reader for reader in owner.weight_readers.values() if isinstance(reader, RecipeModule)]
 
 
 def device_of(module: RecipeModule) -> torch.device:

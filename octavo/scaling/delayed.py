@@ -82,7 +82,7 @@ class State(NamedTuple):
         return State(*(tensor.clone() for tensor in self))
 
 
-def state_of(module: nn.Module) -> State | None:
+def state_of(module: object) -> State | None:
     """Return a module's delayed state, None if it has none."""
     return module.__dict__.get(STATE)
 

@@ -34,6 +34,7 @@ from octavo.private import (
 from octavo.tensor.collectives import all_gather, maximum_over_ranks
 from octavo.tensor.pair import MOVES, PLAIN_LIKE, ForProducts, Operands, moves, operands_of
 from octavo.tensor.scaled_tensor import ScaledTensor
+from octavo.weights.reader import WeightReader
 
 aten = torch.ops.aten
 T = TypeVar("T")
@@ -145,7 +146,7 @@ class GatheredWeight(ForProducts):
             with torch.inference_mode() if old.is_inference() else preserve_version_counter(old):
                 old.copy_(new)
 
-    def operands(self, reader: Any, transposed: bool) -> Operands:
+    def operands(self, reader: WeightReader, transposed: bool) -> Operands:
         """Return both pairs, as they were gathered; the module ``reader`` notes that it reads them."""
         reader.gather.read(self, reader)
         return self.read()

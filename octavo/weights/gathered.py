@@ -29,7 +29,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -60,15 +60,24 @@ from octavo.weights.fsdp2 import (
     rows_on_each_rank,
 )
 from octavo.weights.plain import notice_writes
+from octavo.weights.reader import WeightReader
 from octavo.weights.stored import StoredWeight, agree_on_scale, local_stored, stored_as, with_agreed_scale
 
 IN_FP8, CAST_AFTER, AS_IT_IS, AS_STORED = "in FP8", "cast after", "as it is", "as stored"
 
 
+class GatheredReader(WeightReader, Protocol):
+    """A module whose weight FSDP2 may shard."""
+
+    @property
+    def gather(self) -> Gather:
+        """The state of its weight's gathers."""
+
+
 class Unshard(NamedTuple):
     """A call of FSDP2's first hook for a module's weight: see ShardHooks."""
 
-    module: Any
+    module: WeightReader
     shard: Tensor
     mesh: Any  # over which FSDP2 sends
     shape: torch.Size  # of the tensor that FSDP2 shards
@@ -208,7 +217,7 @@ class Gather:
         self.used: tuple[Any, ...] | None = None  # (kind, casts) of its gathers so far
         self.forget()
 
-    def adopt(self, parameter: Any, whole: Any, module: Any) -> None:
+    def adopt(self, parameter: Any, whole: Any, module: WeightReader) -> None:
         """Gather ``parameter`` of the module from now on, if FSDP2 has just sharded it; it replaces ``whole``."""
         if (mesh := getattr(parameter, "device_mesh", None)) is None:
             return
@@ -242,7 +251,7 @@ class Gather:
         self.settings_agree = False  # whether ranks have compared the module's settings since these last changed
         self.generation += 1
 
-    def join(self, group: GatherGroup, module: Any, name: str) -> None:
+    def join(self, group: GatherGroup, module: WeightReader, name: str) -> None:
         """Find scales together with this group's weights from now on."""
         self.group, self._way, self.name = group, None, name
         if self.parameter is not None:
@@ -253,13 +262,13 @@ class Gather:
         if shared != self.shared:
             self.shared, self._way = shared, None
 
-    def way(self, module: Any) -> Way:
+    def way(self, module: WeightReader) -> Way:
         """Return how the module's sharded weight is gathered."""
         if self._way is None:
             self._way = self._choose_way(module)
         return self._way
 
-    def _choose_way(self, module: Any) -> Way:
+    def _choose_way(self, module: WeightReader) -> Way:
         if local_stored(self.parameter) is not None:
             return AsStored()
         if why := self._why_as_it_is(module):
@@ -272,7 +281,7 @@ class Gather:
             return Way(why) if self.at + 1 < mesh.ndim else CastAfter(why)
         return InFP8(self, ShardCast(casts, self.shape, ranks, rank, together))
 
-    def _why_as_it_is(self, module: Any) -> str | None:
+    def _why_as_it_is(self, module: WeightReader) -> str | None:
         """Return why the weight is gathered in high precision for products to read or cast it so, or None."""
         casts = module.recipe.weight_casts
         if casts.as_is is None or casts.transposed is None:
@@ -304,7 +313,7 @@ class Gather:
             return "its two layouts have different scales, and ranks would have to agree on both"
         return "tensor parallelism shards it too" if self.at + 1 < self.parameter.device_mesh.ndim else None
 
-    def codes_key(self, module: Any) -> tuple[Any, ...]:
+    def codes_key(self, module: WeightReader) -> tuple[Any, ...]:
         """Return a key of the weight's codes: they serve forwards while it stays the same.
 
         It depends on no value of a weight, so all ranks decide alike.
@@ -314,14 +323,14 @@ class Gather:
         writes = OPTIMIZER_STEPS.of(parameter), parameter._version, on_this_rank(parameter)._version, self.generation
         return self.group.backwards, module.training, *writes, id(module.recipe)
 
-    def begin(self, module: Any) -> None:
+    def begin(self, module: WeightReader) -> None:
         """Note that a forward of the module is about to read the weight."""
         self.for_training, self.delayed_scale = module.training, None
         if module.training and (state := state_of(module)) is not None:  # evaluation takes the weight's own amax
             notice_writes(module, self.parameter)
             self.delayed_scale = state.scale.clone()
 
-    def read(self, weight: GatheredWeight, module: Any) -> None:
+    def read(self, weight: GatheredWeight, module: WeightReader) -> None:
         """Note that the module computes with its gathered weight; raise RuntimeError if other casts gathered it."""
         if weight.casts != module.recipe.weight_key:
             raise RuntimeError(
@@ -332,7 +341,7 @@ class Gather:
         if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled() and not self.for_training:
             self.begin(module)
 
-    def send(self, module: Any, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Sent:
+    def send(self, module: GatheredReader, shard: Tensor, mesh: Any, outer_size: torch.Size, mp_policy: Any) -> Sent:
         """Return the tensors that FSDP2 sends of the weight, and its second hook: see ShardHooks."""
         if not self.settings_agree:
             whole = mesh if self.parameter is None else self.parameter.device_mesh
@@ -409,12 +418,12 @@ def _all_of(codes: Tensor) -> Tensor:
 # --- the weights of one model together --------------------------------------------------------------------------------
 
 
-def settings_of(module: Any, name: str) -> dict[str, object]:
+def settings_of(module: WeightReader, name: str) -> dict[str, object]:
     """Return a RecipeModule's settings that must be equal on all ranks, by names that begin with this one.
 
     They are its recipe, how its weight is stored, and how it sends tokens.
     """
-    recipe, sending, exchange = module.recipe, module.sending, module.exchange
+    recipe = module.recipe
     settings = {f"recipe.{field.name}": getattr(recipe, field.name) for field in fields(recipe) if field.compare}
     weight = next(
         (parameter for parameter in (module.gather.parameter, *module.weights) if parameter is not None), None
@@ -422,14 +431,10 @@ def settings_of(module: Any, name: str) -> dict[str, object]:
     if weight is not None:
         granularity = stored_as(weight)
         settings["weight_storage"] = weight.dtype if granularity is None else f"fp8 {granularity}"
-    if sending is not None:
-        settings |= {"exact": sending.exact, "reduction in FP8": sending.reduce is not None}
-    if exchange is not None:
-        settings |= {"exact": exchange.exact, "average": exchange.average}
-    return {f"{name}: {setting}": value for setting, value in settings.items()}
+    return {f"{name}: {setting}": value for setting, value in (settings | module.settings()).items()}
 
 
-def check_layers_agree(modules: Sequence[Any], mesh: Any, **settings: object) -> None:
+def check_layers_agree(modules: Sequence[GatheredReader], mesh: Any, **settings: object) -> None:
     """Raise RanksDifferError if ranks of a mesh have different settings of these RecipeModules; collective.
 
     Once after each change of any of them. All ranks call it with the same modules; ``settings``: others that must be
@@ -455,7 +460,7 @@ class GatherGroup:
         self.backwards = 0  # how often a weight was gathered for backward
         self._cast: Any = None  # a CUDA event after the last casts
 
-    def add(self, module: Any) -> None:
+    def add(self, module: WeightReader) -> None:
         """Add a module whose weight was sharded; all ranks add them in one order."""
         if all(reference() is not module for reference in self._modules):
             self._modules.append(weakref.ref(module))
@@ -466,8 +471,9 @@ class GatherGroup:
             check_ranks_agree(self.settings, mesh.get_all_groups())
             self._checked_meshes.add(mesh)
 
-    def modules_on(self, mesh: Any) -> list[Any]:
+    def modules_on(self, mesh: Any) -> list[GatheredReader]:
         """Return the modules whose weights are sharded over a mesh, in one order on all ranks."""
+        # octavo.restore leaves no gather
         modules: list[Any] = [module for reference in self._modules if hasattr(module := reference(), "gather")]
         return [
             member for member in modules if member.gather.group is self and member.gather.parameter.device_mesh == mesh

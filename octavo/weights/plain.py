@@ -1,4 +1,4 @@
-"""What a layer's weight is multiplied as: who writes its codes, and when they are thrown away.
+"""A layer's weight as products read it: who writes its codes, and when they are thrown away.
 
     a weight is     its codes are written                              and thrown away
     stored          once, by octavo.convert or a file; from then on    by octavo.restore
@@ -17,12 +17,11 @@ A write through .data changes no counter that octavo could read: call ``invalida
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.autograd.casts import WEIGHT, cast_role, operands_of_codes
 from octavo.autograd.shared_scales import Parts
@@ -34,19 +33,20 @@ from octavo.kernels.layouts import plain_scales
 from octavo.private import is_under_fsdp, tracing_state
 from octavo.scaling.delayed import State, empty_state, state_of
 from octavo.scaling.recipe import Recipe
-from octavo.step_count import OPTIMIZER_STEPS, version_of
 from octavo.tensor.pair import Operands, WeightSource
 from octavo.tensor.scaled_tensor import dequantized
 from octavo.weights.files import load_stored, save_plain, whole_pair
 from octavo.weights.fsdp2 import gather_alone, on_this_rank
+from octavo.weights.reader import WeightReader
 from octavo.weights.stored import GRANULARITIES, OF_FROZEN, StoredWeight, local_stored, stored_as
+from octavo.weights.writes import WeightWrites
 
 
 class WeightOwner(nn.Module):
     """Base of modules whose weights may live in FP8: these move, are saved and loaded as a plain module's are."""
 
     @property
-    def weight_readers(self) -> dict[str, Any]:
+    def weight_readers(self) -> Mapping[str, WeightReader]:
         """Return {weight's name: the RecipeModule that multiplies by it}."""
         raise NotImplementedError
 
@@ -105,11 +105,11 @@ class WeightOwner(nn.Module):
                 reader.weight_was_loaded(args[-1])
 
 
-# --- what products read; ``module`` is a RecipeModule -----------------------------------------------------------------
+# --- what products read --------------------------------------------------------------------------------------
 
 
 def fp8_operands(
-    module: Any,
+    module: WeightReader,
     weight_NK: Tensor,
     parameter: Tensor,
     transposed: bool,
@@ -150,7 +150,7 @@ def fp8_operands(
     return operands._replace(source=_source_of(module, weight_NK, parameter, state)) if is_freed else operands
 
 
-def is_freed_after_forward(module: Any, parameter: Tensor) -> bool:
+def is_freed_after_forward(module: WeightReader, parameter: Tensor) -> bool:
     """Whether a weight is gathered by hooks other than octavo's, which free it between forward and backward.
 
     FSDP1 and FSDP2 resize the storage; ZeRO-3 gives the parameter other ``.data``.
@@ -158,7 +158,7 @@ def is_freed_after_forward(module: Any, parameter: Tensor) -> bool:
     return is_under_fsdp(module) or hasattr(parameter, "ds_id")
 
 
-def _source_of(module: Any, weight_NK: Tensor, parameter: Tensor, state: State | None) -> WeightSource:
+def _source_of(module: WeightReader, weight_NK: Tensor, parameter: Tensor, state: State | None) -> WeightSource:
     """Return the source from which backward casts a freed weight again; warn once of FSDP1 and ZeRO-3."""
     if module.gather.parameter is None and not torch.compiler.is_compiling():
         warn_once(
@@ -166,14 +166,15 @@ def _source_of(module: Any, weight_NK: Tensor, parameter: Tensor, state: State |
             "FSDP1 and DeepSpeed ZeRO-3 gather weights in high precision, and each rank casts whole weights in forward "
             "and again in backward; FSDP2 (torch.distributed.fsdp.fully_shard) gathers octavo's weights in FP8",
         )
-    scale = None if state is None or not module.recipe.weight_casts.transposed.is_delayed else state.in_force(WEIGHT)
+    transposed = module.recipe.weight_casts.transposed
+    scale = None if state is None or transposed is None or not transposed.is_delayed else state.in_force(WEIGHT)
     # for ZeRO-3 it is the parameter itself: a view would keep the gathered storage alive
     swaps = module.stores_transposed and hasattr(parameter, "ds_id")
     return WeightSource(parameter if swaps else weight_NK, swaps, None if scale is None else scale.clone())
 
 
 @torch.no_grad()
-def fp8_pair(module: Any, training: bool, mp_policy: Any = None) -> tuple[Tensor, Tensor]:
+def fp8_pair(module: WeightReader, training: bool, mp_policy: Any = None) -> tuple[Tensor, Tensor]:
     """Return (codes [N, K], scale_inv) that a forward's output product would read now, unpadded; for experts [E, ...].
 
     Of a weight that is in FP8 already (stored, kept) these are its own tensors, which the next step may write. A weight
@@ -185,7 +186,7 @@ def fp8_pair(module: Any, training: bool, mp_policy: Any = None) -> tuple[Tensor
     if on_this_rank(parameter) is not parameter:
         if (stored := local_stored(parameter)) is not None:
             return whole_pair(parameter, stored)
-        weight = gather_alone(parameter, module, mp_policy)
+        weight = gather_alone(parameter, cast(nn.Module, module), mp_policy)
     state = None if hasattr(type(weight), "operands") else state_for(module, parameter, training, weight.device)
     operands = fp8_operands(module, as_NK(module, weight), weight, False, state, training)
     assert operands.as_is is not None
@@ -194,7 +195,7 @@ def fp8_pair(module: Any, training: bool, mp_policy: Any = None) -> tuple[Tensor
     return qdata[..., : parameter.shape[-2 if module.stores_transposed else -1]], scale_inv
 
 
-def as_NK(module: Any, weight: Tensor) -> Tensor:
+def as_NK(module: WeightReader, weight: Tensor) -> Tensor:
     """Return a module's weight, in the layout that it is stored in, as [..., N, K]."""
     return weight.mT if module.stores_transposed else weight
 
@@ -217,7 +218,7 @@ def of_this_rank(parameter: Any, ranks: int) -> Tensor:
     return _RankExperts.apply(parameter.to_local(), ranks)
 
 
-def state_for(module: Any, parameter: Tensor | None, training: bool, device: torch.device) -> State | None:
+def state_for(module: WeightReader, parameter: Tensor | None, training: bool, device: torch.device) -> State | None:
     """Return the delayed state that a forward reads, on this device; None if the recipe is not delayed.
 
     ``parameter``: the weight; None or a plain tensor if it is computed from other parameters.
@@ -232,12 +233,12 @@ def state_for(module: Any, parameter: Tensor | None, training: bool, device: tor
     return module.state_on(device)
 
 
-def is_joined(module: Any) -> bool:
+def is_joined(module: WeightReader) -> bool:
     """Whether a module's weight is computed by joining the parameters of its splits."""
     return all(isinstance(weight, nn.Parameter) for weight in module.weights)
 
 
-def notice_writes(module: Any, weight: Tensor, place: int = 0) -> None:
+def notice_writes(module: WeightReader, weight: Tensor, place: int = 0) -> None:
     """Forget the weight's history if anything but its optimizer wrote it; called before each cast in training.
 
     An EMA's or a merged LoRA's weight may be many times larger than the history says, and would saturate. ``place``:
@@ -245,38 +246,6 @@ def notice_writes(module: Any, weight: Tensor, place: int = 0) -> None:
     """
     if module.weight_writes.since_last(weight, place):
         empty_state(state_of(module), WEIGHT)
-
-
-class WeightWrites:
-    """Notices writes to a layer's weights by anything but the optimizer that owns them. A copy begins anew."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, tuple[Any, ...]] = {}  # weight's place -> its identity, counters and storage
-        self._loaded: dict[int, int] = {}  # id of a weight not seen since its load -> its version then
-        self.replaced = False  # whether another parameter took its place since, perhaps at the same address
-
-    def since_last(self, weight: Tensor, place: int = 0) -> bool:
-        """Whether anything wrote the weight since the last call or since its load; new storage counts as a write."""
-        OPTIMIZER_STEPS.watch()
-        local = on_this_rank(weight)
-        last, replaced, self.replaced = self._seen.get(place), self.replaced, False
-        storage = StorageWeakRef(local.untyped_storage())
-        identity = id(weight), OPTIMIZER_STEPS.by_hand(weight)
-        values = OPTIMIZER_STEPS.of(weight), storage.cdata, version_of(local)
-        self._seen[place] = identity, values, storage
-        if last is None:
-            version = version_of(weight)
-            return self._loaded.pop(id(weight), version) != version
-        by_step = last[1][0] != values[0]  # a step may change storage and version
-        return replaced or last[0] != identity or not (by_step or last[1] == values)
-
-    def were_loaded(self, weights: Sequence[Tensor | None]) -> None:
-        """Note that these weights and their history were loaded together; forget the writes before the load."""
-        self._seen, self.replaced = {}, False
-        self._loaded = {id(weight): version_of(weight) for weight in weights if weight is not None}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WeightWrites, ()
 
 
 def invalidate(model: nn.Module) -> None:

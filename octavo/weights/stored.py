@@ -41,6 +41,7 @@ from octavo.tensor.pair import COPIES, MOVES, PLAIN_LIKE, Operands, Pair, operan
 from octavo.tensor.scaled_tensor import ScaledTensor, dequantized, quantize
 from octavo.weights.bucket import FLATTENED, BroadcastBucket, join
 from octavo.weights.fsdp2 import After, ShardHooks, maximum_over_shards, on_this_rank
+from octavo.weights.reader import WeightReader
 
 aten = torch.ops.aten
 
@@ -240,7 +241,7 @@ class StoredWeight(ShardHooks, Pair):
             return self.pair().dequantize()
         return values_with(self.qdata.view(torch.uint8), self.scale_inv, self.low_bits).to(self.dtype)
 
-    def operands(self, reader: Any, transposed: bool) -> Operands:
+    def operands(self, reader: WeightReader, transposed: bool) -> Operands:
         """Return its codes for the module ``reader``; on some devices also transposed, if backward needs that."""
         swaps = reader.stores_transposed
         as_is, second, *_ = operands_of(self.qdata, self.scale_inv, reader.recipe.pads, transposed or swaps)

@@ -1,0 +1,80 @@
+"""WeightReader: what this room needs of a module that multiplies by a weight, which is above the room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from octavo.autograd.exchange import Exchange
+from octavo.scaling.delayed import State
+from octavo.scaling.recipe import Recipe
+from octavo.tensor.pair import Operands
+from octavo.weights.writes import WeightWrites
+
+
+class WeightReader(Protocol):
+    """A module that multiplies by a weight, its own or another module's: a RecipeModule.
+
+    Attributes:
+        recipe: how the weight is cast.
+        training: as any module's.
+        part_name: the name of this part in the module that owns the weight; "" if that is this module.
+        exchange: between the ranks that hold the experts, or None.
+        weight_writes: notices writes to the weight.
+        kept_operands: the codes that KeptWeights has cast, or None.
+    """
+
+    recipe: Recipe
+    training: bool
+    part_name: str
+    exchange: Exchange | None
+    weight_writes: WeightWrites
+    kept_operands: KeptCodes | None
+
+    @property
+    def stores_transposed(self) -> bool:
+        """Whether a product reads the weight's parameter with its last two dimensions swapped."""
+
+    @property
+    def weight_parameter(self) -> nn.Parameter:
+        """The parameter that holds the weight."""
+
+    @property
+    def weights(self) -> Sequence[nn.Parameter | None]:
+        """The weight, None if others compute it; that of each split, if these are parameters of their own."""
+
+    @property
+    def gather(self) -> WeightGather:
+        """The state of its weight's gathers."""
+
+    def state_on(self, device: torch.device) -> State | None:
+        """Return the delayed state, moved to this device."""
+
+    def settings(self) -> dict[str, object]:
+        """Return the settings beside its recipe that must be equal on all ranks, by name."""
+
+    def weight_was_loaded(self, load: object) -> None:
+        """Forget state of the weight before a load."""
+
+
+class KeptCodes(Protocol):
+    """Codes that outlive a forward: KeptOperands."""
+
+    def of(self, weight: Tensor, state: State | None) -> Operands | None:
+        """Return the operands, None if the weight or its scale may have been written since the cast."""
+
+
+class WeightGather(Protocol):
+    """The state of a weight's gathers under FSDP2: Gather."""
+
+    parameter: Any  # DTensor or None
+    generation: int
+
+    def adopt(self, parameter: Any, whole: Any, module: WeightReader) -> None:
+        """Gather ``parameter`` from now on, which replaces ``whole``."""
+
+    def read(self, weight: Any, module: WeightReader) -> None:
+        """Note that the module computes with its gathered weight."""
