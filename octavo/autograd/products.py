@@ -35,7 +35,7 @@ from octavo.autograd.casts import (
     cast_role,
     commit,
 )
-from octavo.autograd.gather_input import GatheredInput, Wire, gathered_transposed
+from octavo.autograd.gather_input import GatheredInput, Wire
 from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scales_of_rows
 from octavo.autograd.shared_casts import UNKNOWN, CastReader, ReadTensor
 from octavo.autograd.shared_scales import Parts
@@ -54,7 +54,7 @@ class Layer(NamedTuple):
     ``weight`` is the weight's operands; ``commits``: whether backward commits the delayed state (0: no), in backward
     the number of the input's cast, see shared_casts.py; ``observer``: an object that sees casts and products, see
     inspect/rows.py; ``offsets``: where groups of rows end; ``parts``: how roles lie on the ranks of a
-    tensor-parallel group; ``wire``: how the input came from them; ``dtypes``: of results, weight and bias, in backward;
+    tensor-parallel group; ``wire``: how they gather an input; ``dtypes``: of results, weight and bias, in backward;
     ``first_state``: the state by which the first backward pass cast grad_output, if it kept the graph;
     ``weight_is_swapped``: whether the weight is saved [..., K, N].
     """
@@ -127,7 +127,6 @@ def to_save(x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, n
     """Return the tensors that forward saves for the gradients of (input, weight) that are needed."""
     recipe, weight, source = layer.recipe, layer.weight, layer.weight.source
     read_again = weight_NK if source is None else source.tensor
-    reads_x = recipe.grad_weight is None or (layer.wire is not None and x.transposed is None)
     x_pair: tuple[Tensor | None, Tensor | None] = None, None
     weight_pair = x_pair
     if needs_dw and recipe.grad_weight is not None:
@@ -135,7 +134,7 @@ def to_save(x_TK: Tensor | None, x: Operands, weight_NK: Tensor, layer: Layer, n
     if needs_dx and recipe.grad_input is not None:
         weight_pair = weight.transposed or weight_pair
     return Saved(
-        x_TK if needs_dw and reads_x else None,
+        x_TK if needs_dw and recipe.grad_weight is None else None,
         *x_pair,
         read_again if needs_dx and (recipe.grad_input is None or source is not None) else None,
         *weight_pair,
@@ -266,8 +265,6 @@ def gradients(
             assert grad_TN is not None and x_TK is not None
             dw_NK = _mm(grad_TN.t(), x_TK, offsets).to(weight_dtype)
         else:
-            if x_TK is not None and plan.wire is not None:
-                x_q, x_scale_inv = gathered_transposed(x_TK, recipe, plan.wire, plan.observer)
             assert transposed is not None and x_q is not None and x_scale_inv is not None
             dw_NK = _matmul(recipe, "grad_weight", transposed, (x_q, x_scale_inv), None, dtype, offsets).to(
                 weight_dtype
@@ -343,9 +340,9 @@ def _mm(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
 def input_operands(
     x_TK: Tensor, layer: Layer, gathered: GatheredInput | None, read: ReadTensor | None, needs_dw: bool
 ) -> tuple[Tensor | None, Operands, int]:
-    """Return (the input in high precision, its pairs, their cast's number); of a gathered input this rank's rows."""
+    """Return (the input in high precision, or None if it exists as pairs only, its pairs, their cast's number)."""
     if gathered is not None:
-        return gathered.shard, gathered.operands, UNKNOWN
+        return None, gathered.operands, UNKNOWN
     reader = CastReader(layer.recipe, layer.state, x_TK.dtype, layer.offsets)
     if read is not None and (shared_cast := read.find(reader, needs_dw)) is not None:
         return x_TK, *shared_cast
@@ -395,7 +392,7 @@ def linear(
     """
     gathered = x if isinstance(x, GatheredInput) else None
     if gathered is not None:
-        x, layer = gathered.carrier, layer._replace(wire=gathered.wire)
+        x = gathered.carrier
     assert isinstance(x, Tensor)
     x_TK = as_rows(x)
     if is_recorded(x, weight_NK, bias):

@@ -67,7 +67,7 @@ def _in_fp8(readers: list[RecipeModule], input: Any, mesh: Any, sending: Sending
         return None
     compiling = torch.compiler.is_compiling()
     gather = _gathered if compiling and sending.reduce is not None else gathered_for
-    return gather(readers, input, sending, None if compiling else [])
+    return gather(readers, input, sending)
 
 
 # compiled graphs leave out sums in FP8, and facades for gradients
@@ -193,8 +193,8 @@ class ColwiseParallel(_Noted, torch_parallel.ColwiseParallel):
     ``<split>.bias``, and the layer's output is a tuple as before.
 
     Args:
-        exact: send an input twice, in as many bytes as bf16, where the recipe scales it in two ways ("rowwise",
-            "blockwise", "mx"), so that grad_weight reads what it would on one rank, and not what was rounded before.
+        exact: gather an input in its own dtype where the recipe scales it in two ways ("rowwise", "blockwise", "mx"),
+            so that grad_weight reads what it would on one rank, and not what was rounded before.
         reduction: an octavo.distributed.Fp8Reduction: if an input is gathered in FP8, the sum of its gradients is sent
             in FP8 too, and rounded once.
         layouts: torch's input_layouts, Replicate() by default, or Shard(d), with d a dimension of tokens, which is
