@@ -26,7 +26,7 @@ from octavo.autograd.products import requires_grad
 from octavo.kernels.activations import activation_of
 from octavo.nn.gather import check_layers_agree
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
-from octavo.nn.linear import Linear, PartedLinear, Splits, recipe_for, split_output
+from octavo.nn.linear import Linear, Splits, recipe_for, split_output
 from octavo.nn.tensor_parallel import FusedParts, finished, fused_parts, hooks_on, is_parallel, style_of
 from octavo.scaling.recipe import Recipe, RecipeMap
 
@@ -168,11 +168,9 @@ class Fused(nn.Module):
         """Return (the parts' output, the norm's or None) by one chain; None if the parts run one after the other."""
         norm, linears = self.norm, [getattr(self, name) for name in self.linear_parts]
         first: Any = linears[0]._parameters.get("weight")
-        if first is None:  # each split has its own weight
-            first = next(linears[0].parameters(), None)
         if is_parallel(first):  # settings are compared before any part runs
             check_layers_agree([linear for linear in linears if isinstance(linear, Linear)], first.device_mesh)
-        if type(norm) not in (LayerNorm, RMSNorm) or any(type(part) not in (Linear, PartedLinear) for part in linears):
+        if type(norm) not in (LayerNorm, RMSNorm) or any(type(part) is not Linear for part in linears):
             return None
         if norm.weight is None or not (runs_alone(norm) and run_alone(linears)):
             return None

@@ -183,7 +183,7 @@ def finished(placed: FusedParts, norm: Any, last: Any, y: Any, normed: Tensor | 
     y = spread(y, shape, placed.mesh, Shard(len(shape) - 1) if len(placed.linears) == 1 else Partial())
     if normed is not None and of_norm is not None:
         normed = of_norm.finish(norm, spread(normed, placed.shape, placed.mesh, of_norm.input), placed.mesh)
-    return of_last.finish(last, last.parted(y), placed.mesh), normed
+    return of_last.finish(last, y, placed.mesh), normed
 
 
 def _is_counted(module: Any) -> bool:
@@ -226,9 +226,8 @@ def gathered_for(readers: Sequence[Any], input: Any, sending: Sending) -> Gather
     )
     if not can_gather(reader, INPUT, sending.exact):
         return None
-    weight = next(one for one in first.parameters() if one.ndim > 1)  # any split's has the dtype and width of all
     wire = sending.wire(mesh, x, dim)
-    return gather_input(x.to(product_dtype(input, weight)), dim, reader, wire)
+    return gather_input(x.to(product_dtype(input, first.weight)), dim, reader, wire)
 
 
 def _state_of_all(readers: Sequence[Any]) -> State | None:

@@ -139,7 +139,7 @@ def fp8_operands(
         if kept_operands is not None:
             return kept_operands
     # FSDP1 replaces its parameters by views of a gathered tensor
-    is_parameter = isinstance(parameter, nn.Parameter) or is_joined(module) or is_under_fsdp(module)
+    is_parameter = isinstance(parameter, nn.Parameter) or is_under_fsdp(module)
     if not is_parameter:  # the history belongs to another weight
         state = None
     is_freed = transposed and is_freed_after_forward(module, parameter)
@@ -230,11 +230,6 @@ def state_for(module: Any, parameter: Tensor | None, training: bool, device: tor
             if isinstance(weight, nn.Parameter) and type(on_this_rank(weight)) in (Tensor, nn.Parameter):  # none in FP8
                 notice_writes(module, weight, place)
     return module.state_on(device)
-
-
-def is_joined(module: Any) -> bool:
-    """Whether a module's weight is computed by joining the parameters of its splits."""
-    return all(isinstance(weight, nn.Parameter) for weight in module.weights)
 
 
 def notice_writes(module: Any, weight: Tensor, place: int = 0) -> None:

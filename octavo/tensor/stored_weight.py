@@ -18,9 +18,8 @@ would have. It is cut between experts.
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -298,13 +297,10 @@ class StoredWeight(ShardHooks, Pair):
             scale_inv = cut(scale_inv, start // step, -(-stop // step))
         return self._like(cut(self.qdata), scale_inv, low_bits, is_shard=True)
 
-    def splits_of_one_scale(self, sizes: Sequence[int]) -> list[StoredWeight]:
-        """Return shards of so many rows, which keep one scale per tensor."""
-        ends, common = list(itertools.accumulate(sizes)), OneScale(len(sizes))
-        splits = [self.shard(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        for split in splits:
-            split.common = common if self.granularity == PerTensor() else None
-        return splits
+    def rows(self, start: int, stop: int) -> StoredWeight:
+        """Return a copy of rows start to stop as a weight of its own; its scale per tensor is this one's at first."""
+        part = self.shard(start, stop)
+        return part._like(part.qdata.clone(), part.scale_inv.clone(), part.low_bits, is_shard=False)
 
     def equals(self, other: StoredWeight) -> bool:
         """Whether another one has the same values, as far as they are known."""
