@@ -18,7 +18,6 @@ from octavo.tensor.stored_weight import (
     GRANULARITIES,
     OF_FROZEN,
     FlatWeights,
-    OneScale,
     StoredWeight,
     add_adapter,
     local_stored,
@@ -256,8 +255,6 @@ def test_a_part_with_one_scale_notes_that_other_parts_may_have_others():
     for values in (torch.ones(N // 2, K), stored(shape=(N // 2, K)), StoredWeight(part.qdata, part.scale_inv * 3)):
         part.known.alone = False
         assert part.copy_(values).known.alone
-    part.common = OneScale(2)
-    assert part.copy_(other).common.written  # the other splits may have been given another
     blocks = stored(PerBlock(128, 128), shape=(512, K)).chunk(2)[0]
     assert same(blocks.copy_(torch.ones(256, K)), StoredWeight.cast(torch.ones(256, K).bfloat16(), PerBlock(128, 128)))
 
