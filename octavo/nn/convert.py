@@ -224,7 +224,7 @@ def stored_now(model: nn.Module) -> dict[nn.Parameter, Granularity | None]:
 
 
 def _weights_of(modules: Sequence[tuple[str, RecipeModule]]) -> list[tuple[str, RecipeModule, nn.Parameter]]:
-    """Return (name, module, weight) for each weight of modules; for splits on several ranks one for each split."""
+    """Return (name, module, weight) for each weight of modules."""
     weights = [(*named_module, module) for named_module in modules for module in _weights(*named_module)]
     return [(name, module, weight) for name, module, (_, weight) in weights if weight is not None]
 

@@ -208,7 +208,7 @@ class _NormLinear(Fused):
         self.splits = self.linear.splits
 
     def whole(self, input: Tensor) -> tuple[Any, Any]:
-        """Return (the output of all splits side by side, or a tuple of them on several ranks; the norm's)."""
+        """Return (the output of all splits side by side, or a tuple of them if they are separate; the norm's)."""
         fused = self._fused(input, "", self.return_norm_output)
         if fused is not None:
             return fused

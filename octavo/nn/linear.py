@@ -81,7 +81,7 @@ class Linear(RecipeModule, nn.Linear):
 
     def forward(self, input: Tensor, loss: LossOfRows | None = None) -> Any:
         """Return the output; or its loss, if octavo.nn.linear_cross_entropy calls the layer as a head."""
-        return self.parted(self._product(input)) if loss is None else self._loss(input, loss)
+        return split_output(self._product(input), self.splits) if loss is None else self._loss(input, loss)
 
     def _loss(self, input: Tensor, loss: LossOfRows) -> Tensor:
         """Return the loss of logits input [T, K] . weight^T + bias, by this module's recipe and in chunks."""
@@ -96,10 +96,6 @@ class Linear(RecipeModule, nn.Linear):
         refuse_for_fp8(x, parameter, bias)
         layer = self.layer_of(x, tensors, x.requires_grad)
         return linear_cross_entropy_of_rows(x, weight, bias, loss, layer, read_by(input, self))
-
-    def parted(self, y: Tensor) -> Any:
-        """Return the output of all splits as a tuple of each split's, if there are splits."""
-        return split_output(y, self.splits)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Load from this layer's or separate layers' keys; the last argument is torch's list of errors."""

@@ -226,39 +226,38 @@ def state_for(module: Any, parameter: Tensor | None, training: bool, device: tor
         return None
     if training and not torch.compiler.is_compiling():
         weights = (parameter,) if isinstance(parameter, nn.Parameter) else module.weights
-        for place, weight in enumerate(weights):
+        for weight in weights:
             if isinstance(weight, nn.Parameter) and type(on_this_rank(weight)) in (Tensor, nn.Parameter):  # none in FP8
-                notice_writes(module, weight, place)
+                notice_writes(module, weight)
     return module.state_on(device)
 
 
-def notice_writes(module: Any, weight: Tensor, place: int = 0) -> None:
+def notice_writes(module: Any, weight: Tensor) -> None:
     """Forget the weight's history if anything but its optimizer wrote it; called before each cast in training.
 
-    An EMA's or a merged LoRA's weight may be many times larger than the history says, and would saturate. ``place``:
-    the index of a split's weight among the module's.
+    An EMA's or a merged LoRA's weight may be many times larger than the history says, and would saturate.
     """
-    if module.weight_writes.since_last(weight, place):
+    if module.weight_writes.since_last(weight):
         empty_state(state_of(module), WEIGHT)
 
 
 class WeightWrites:
-    """Notices writes to a layer's weights by anything but the optimizer that owns them. A copy begins anew."""
+    """Notices writes to a layer's weight by anything but the optimizer that owns it. A copy begins anew."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[Any, ...]] = {}  # weight's place -> its identity, counters and storage
+        self._seen: tuple[Any, ...] | None = None  # the weight's identity, counters and storage
         self._loaded: dict[int, int] = {}  # id of a weight not seen since its load -> its version then
         self.replaced = False  # whether another parameter took its place since, perhaps at the same address
 
-    def since_last(self, weight: Tensor, place: int = 0) -> bool:
+    def since_last(self, weight: Tensor) -> bool:
         """Whether anything wrote the weight since the last call or since its load; new storage counts as a write."""
         OPTIMIZER_STEPS.watch()
         local = on_this_rank(weight)
-        last, replaced, self.replaced = self._seen.get(place), self.replaced, False
+        last, replaced, self.replaced = self._seen, self.replaced, False
         storage = StorageWeakRef(local.untyped_storage())
         identity = id(weight), OPTIMIZER_STEPS.by_hand(weight)
         values = OPTIMIZER_STEPS.of(weight), storage.cdata, version_of(local)
-        self._seen[place] = identity, values, storage
+        self._seen = identity, values, storage
         if last is None:
             version = version_of(weight)
             return self._loaded.pop(id(weight), version) != version
@@ -267,7 +266,7 @@ class WeightWrites:
 
     def were_loaded(self, weights: Sequence[Tensor | None]) -> None:
         """Note that these weights and their history were loaded together; forget the writes before the load."""
-        self._seen, self.replaced = {}, False
+        self._seen, self.replaced = None, False
         self._loaded = {id(weight): version_of(weight) for weight in weights if weight is not None}
 
     def __reduce__(self) -> tuple[Any, ...]:
