@@ -18,21 +18,33 @@ from torch import Tensor
 
 from octavo.granularity import ALL
 from octavo.kernels import reference
-from octavo.kernels.arguments import CastSource, CastTarget, NormSource, Scaling, new_scales, no_codes
+from octavo.kernels.arguments import (
+    Castable,
+    CastSource,
+    CastTarget,
+    NormSource,
+    RotaryHeads,
+    Scaling,
+    new_scales,
+    no_codes,
+)
 from octavo.kernels.cpu.codes import KINDS, compiled, decode, described, row_slices
 from octavo.kernels.cpu.library import threads_for
 from octavo.kernels.layouts import as_matrix_shape
 from octavo.kernels.reference.activation import produced as reference_produced
 from octavo.kernels.reference.cast import write as reference_write
 from octavo.kernels.reference.norm import normalise
+from octavo.kernels.reference.rotary import rotary
 
 # 4 MiB. Swiglu's gradient 1024x2816 takes 9.3 ms where all is computed twice, 6.0 ms where all is kept (1 core, AMD
 # EPYC Zen 5). Not all is kept, because at the cast of that gradient a training step needs the most memory.
 KEPT = 1 << 20
 
 
-def write(source: CastSource | NormSource, targets: Sequence[CastTarget], besides: Sequence[Tensor] = ()) -> None:
+def write(source: Castable, targets: Sequence[CastTarget], besides: Sequence[Tensor] = ()) -> None:
     """``reference.cast.write``."""
+    if isinstance(source, RotaryHeads):
+        source = CastSource(rotary(source).view(source.shape))
     x, shape = source.x, source.shape
     functions = compiled(x)
     if functions is None:
