@@ -40,7 +40,7 @@ from octavo.autograd.grouped import group_sums, grouped_linear, grouped_mm, scal
 from octavo.autograd.shared_casts import UNKNOWN, CastReader, ReadTensor
 from octavo.autograd.shared_scales import Parts
 from octavo.errors import HigherOrderGradientError
-from octavo.kernels.arguments import CastSource
+from octavo.kernels.arguments import CastSource, RotaryHeads
 from octavo.kernels.layouts import contraction_multiple
 from octavo.private import has_storage, is_exporting, keeps_graph, tracing_state, will_engine_execute_node
 from octavo.scaling.delayed import entering_input
@@ -185,18 +185,23 @@ GradOutput = tuple[Operands, Tensor | None]
 
 
 def cast_gradient(
-    grad_TN: Tensor, saved: Saved, plan: Layer, needs: tuple[bool, bool, bool], activation: Sequence[Any] = ()
+    grad_TN: Tensor | RotaryHeads,
+    saved: Saved,
+    plan: Layer,
+    needs: tuple[bool, bool, bool],
+    activation: Sequence[Any] = (),
 ) -> GradOutput:
     """Cast a layer's grad_output for the gradients of (input, weight, bias) that are needed; commit the delayed state.
 
     ``saved`` comes from ``to_save``. ``grad_TN`` is the gradient of the layer's output; or of an activation of that
-    output, and then ``activation`` is (name, layer's output, scale_inv or None, tile), see CastSource.
+    output, and then ``activation`` is (name, layer's output, scale_inv or None, tile), see CastSource; or gradients of
+    heads that rotary positions turned.
     """
     recipe = plan.recipe
     needs_dx, needs_dw, needs_db = needs
     offsets = saved.offsets
     amax = (saved.x_amax, saved.weight_amax) if plan.commits and plan.first_state is None else None
-    source = CastSource(grad_TN, *activation) if activation else grad_TN
+    source: Any = CastSource(grad_TN, *activation) if activation else grad_TN  # type: ignore[arg-type]
     arguments = source, recipe, needs_dx, needs_dw, plan.first_state or plan.state, amax, needs_db, offsets, plan.parts
     if plan.state is not None and plan.first_state is not None:
         g = cast_grad_output(*arguments)
@@ -213,7 +218,7 @@ def cast_gradient(
     high_precision_reads = (needs_dx and recipe.grad_input is None) or (needs_dw and recipe.grad_weight is None)
     if not high_precision_reads and (not needs_db or g.column_sum is not None):
         return g, None
-    return g, unrounded(source, offsets).to(plan.dtypes[0]) if activation else grad_TN
+    return g, source if isinstance(source, Tensor) else unrounded(source, offsets).to(plan.dtypes[0])
 
 
 def commit_forward(plan: Layer, x_amax: Tensor | None, weight_amax: Tensor | None) -> None:
@@ -223,10 +228,12 @@ def commit_forward(plan: Layer, x_amax: Tensor | None, weight_amax: Tensor | Non
             commit(plan.state, plan.recipe, (x_amax, weight_amax, None), plan.parts)
 
 
-def unrounded(source: Tensor | CastSource, offsets: Tensor | None) -> Tensor:
+def unrounded(source: Tensor | CastSource | RotaryHeads, offsets: Tensor | None) -> Tensor:
     """Return the values that a cast of the source rounds to codes, in float32 if they are computed."""
     if isinstance(source, Tensor):
         return source
+    if isinstance(source, RotaryHeads):
+        return kernels.rotary(*source).view(source.shape)
     x, activation, preactivation, h_scale_inv, h_tile = source
     if h_scale_inv is not None:
         if offsets is not None:

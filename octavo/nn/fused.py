@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from octavo.autograd.casts import Norm
 from octavo.autograd.chain import FUNCTIONS, Chain, run_chain
 from octavo.autograd.products import requires_grad
+from octavo.autograd.rotary import Positions
 from octavo.kernels.activations import activation_of
 from octavo.nn.gather import check_layers_agree
 from octavo.nn.inputs import product_dtype, refuse_for_fp8
@@ -136,10 +137,12 @@ def run_as_one(
     dtype: torch.dtype,
     returns_norm: bool = False,
     offsets: Tensor | None = None,
+    positions: Positions | None = None,
 ) -> Any:
     """Return the results, of this dtype, of one or two linear layers, behind a norm if there is one, run as one chain.
 
-    ``placed``: their input and parameters; ``offsets``: where each expert's rows end.
+    ``placed``: their input and parameters; ``offsets``: where each expert's rows end; ``positions``: by which the heads
+    of one layer's result are turned.
     """
     x, (gamma, beta), layers, parameters = placed.input, placed.norm, [], []
     read = [gamma, beta]
@@ -153,7 +156,7 @@ def run_as_one(
         needs_grad = needs_grad or tensors[0].requires_grad or requires_grad(tensors[1])
     if placed.wire is not None:
         layers[0] = layers[0]._replace(wire=placed.wire)
-    chain = Chain(None if norm is None else norm.norm(), tuple(layers), activation, dtype, returns_norm)
+    chain = Chain(None if norm is None else norm.norm(), tuple(layers), activation, dtype, returns_norm, positions)
     return run_chain(x, placed.norm, parameters, chain, None if placed.shape is None else placed.shape[:-1])
 
 

@@ -18,7 +18,16 @@ from torch import Tensor
 
 from octavo.granularity import ALL
 from octavo.kernels import reference
-from octavo.kernels.arguments import CastSource, CastTarget, NormSource, Scaling, new_scales, no_codes
+from octavo.kernels.arguments import (
+    Castable,
+    CastSource,
+    CastTarget,
+    NormSource,
+    RotaryHeads,
+    Scaling,
+    new_scales,
+    no_codes,
+)
 from octavo.kernels.cpu.codes import KINDS, compiled, decode, described, row_slices
 from octavo.kernels.cpu.library import threads_for
 from octavo.kernels.layouts import as_matrix_shape
@@ -26,14 +35,17 @@ from octavo.kernels.reference.activation import gated, value, value_and_slope
 from octavo.kernels.reference.activation import produced as reference_produced
 from octavo.kernels.reference.cast import write as reference_write
 from octavo.kernels.reference.norm import normalise
+from octavo.kernels.reference.rotary import rotary
 
 # 16 MiB. Swiglu's gradient 2048x2048 takes 22 ms where a quarter is kept, 18 ms where all is (1 core, Intel Xeon).
 KEPT = 1 << 22
 _BUFFERS = 4  # float32 matrices that an activation or a norm works in, which together are to fit a cache
 
 
-def write(source: CastSource | NormSource, targets: Sequence[CastTarget], besides: Sequence[Tensor] = ()) -> None:
+def write(source: Castable, targets: Sequence[CastTarget], besides: Sequence[Tensor] = ()) -> None:
     """``reference.cast.write``."""
+    if isinstance(source, RotaryHeads):
+        source = CastSource(rotary(source).view(source.shape))
     x, shape = source.x, source.shape
     functions = compiled(x)
     if functions is None:
